@@ -1,12 +1,12 @@
-# Two commands do all set-up in a fresh clone: `make run` and `make test`.
+# `make run` and `make test` set up a fresh clone.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: run test test-slow test-sky testbed mutation torture lint audit fuzz format docs bench bench-peer clean help
+.PHONY: run test test-slow coverage test-sky testbed mutation torture lint audit fuzz format docs bench bench-peer clean help
 
-help: ## say what can be made
+help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
 
 $(INSTALLED): pyproject.toml tests/constraints.txt
@@ -15,26 +15,33 @@ $(INSTALLED): pyproject.toml tests/constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint tests/constraints.txt --editable '.[dev]'
 	touch $@
 
-run: $(INSTALLED) ## the main job: a spot training job on this machine, preempted once, recovered, finished
+run: $(INSTALLED) ## rehearse a spot training job on this machine, with one preemption and recovery
 	$(BIN)/broker rehearse task_templates/ddp.yaml
 
-# Three workers on two cores: many tests wait for processes or timers, and another test computes meanwhile.
+# Three workers on two cores: many tests wait for processes or timers, while another test computes.
 PYTEST := $(BIN)/python -m pytest -n 3 --dist worksteal
 
-test: $(INSTALLED) ## all tests but the longest
+test: $(INSTALLED) ## all tests except the longest
 	$(PYTEST)
 
 test-slow: $(INSTALLED) ## the longest tests: all histories and kills of the simulation, combined strategies, all templates
 	$(PYTEST) -m long
 
-testbed: $(INSTALLED) ## jobs on real hosts over ssh, in a sealed network of namespaces: Linux, as root
+# Those that start no training and no command line: a few minutes. `make coverage TESTS=tests` takes all of `make test`.
+TESTS ?= $(addprefix tests/,access advisor agent app catalog clouds jobs lab optimizer pipelines provision runtime spot state storage task)
+coverage: $(INSTALLED) ## which lines of broker/ the fast tests in this process run
+	mkdir -p build
+	$(BIN)/python -m coverage run -m pytest $(TESTS)
+	$(BIN)/python -m coverage report --sort=cover
+
+testbed: $(INSTALLED) ## jobs on real hosts over ssh, in isolated network namespaces (Linux, as root)
 	$(BIN)/python -m tests.testbed.registry
 	$(BIN)/python -m tests.testbed.world $(CURDIR)/$(BIN)/python -m pytest tests/testbed
 
-mutation: $(INSTALLED) ## 300 small faults, one at a time, in a copy of the product: which of them do the tests tell?
+mutation: $(INSTALLED) ## 300 small faults, one at a time, in a copy of the product: which of them do the tests detect?
 	$(BIN)/python -m tests.mutation --count 300 --seed 1 --resume build/mutation/results.jsonl
 
-torture: $(INSTALLED) ## jobs under a killer of processes, disks, clocks and networks: MINUTES=60 BED=both SEED=1
+torture: $(INSTALLED) ## jobs under faults of processes, disks, clocks and networks: MINUTES=60 BED=both SEED=1
 	$(BIN)/python -m tests.torture --minutes $(or $(MINUTES),60) --bed $(or $(BED),both) $(if $(SEED),--seed $(SEED))
 
 lint: $(INSTALLED) ## format, lint and strict types
@@ -47,32 +54,32 @@ audit: $(INSTALLED) ## bandit over the code, pip-audit over what is installed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint tests/constraints.txt --editable '.[audit]'
 	$(BIN)/python -m tests.security.audit
 
-fuzz: $(INSTALLED) ## every fuzz target for MINUTES (10), from seed SEED (1)
+fuzz: $(INSTALLED) ## run every fuzz target for MINUTES (10), with SEED (1)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --only-binary :all: --constraint tests/constraints.txt atheris || \
 		echo "atheris has no wheel for this Python: inputs are mutations of seeds, not guided by coverage"
 	$(BIN)/python -m tests.fuzz all --minutes $(or $(MINUTES),10) --seed $(or $(SEED),1)
 
-format: $(INSTALLED) ## rewrite the files in the house format
+format: $(INSTALLED) ## format all files
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-docs: $(INSTALLED) ## the documentation as a site in build/site; a warning is an error
+docs: $(INSTALLED) ## build the documentation in build/site; warnings are errors
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint tests/constraints.txt --editable '.[docs]'
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-bench: $(INSTALLED) ## how fast plans are made, as ratios in one run
+bench: $(INSTALLED) ## planning speed, as ratios within one run
 	$(BIN)/python -m tests.bench.bench_plan
 	$(BIN)/python -m tests.bench.bench_dag --quick
 
-bench-peer: $(INSTALLED) ## prices and speed against SkyPilot, installed into a venv of its own
+bench-peer: $(INSTALLED) ## compare prices and speed with SkyPilot, in a separate venv
 	test -x .venv-peer/bin/python || $(PYTHON) -m venv .venv-peer
 	.venv-peer/bin/python -m pip install --quiet --disable-pip-version-check 'skypilot>=0.14,<0.15'
 	$(BIN)/python -m tests.bench.peer.bench_peer --peer .venv-peer/bin/python
 
-test-sky: $(INSTALLED) ## against a real SkyPilot API server of its own, installed into a venv of its own
+test-sky: $(INSTALLED) ## tests with a real SkyPilot API server, in a separate venv
 	test -x .venv-sky/bin/python || $(PYTHON) -m venv .venv-sky
 	.venv-sky/bin/python -m pip install --quiet --disable-pip-version-check 'skypilot>=0.14,<0.15'
 	BROKER_TEST_SKY_PYTHON=$(CURDIR)/.venv-sky/bin/python $(BIN)/python -m pytest tests/sky
 
-clean: ## remove what `make` made
+clean: ## remove everything that `make` created
 	rm -rf $(VENV) .venv-peer .venv-sky build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .fuzz

@@ -1,4 +1,4 @@
-"""Where the process begins and ends: `broker`, or `python -m broker`."""
+"""Start and end of the process: `broker`, or `python -m broker`."""
 
 import gc
 import os
@@ -7,13 +7,14 @@ from typing import NoReturn
 
 
 def main() -> NoReturn:
-    """Run one command and leave with its exit code."""
+    """Run one command and exit with its code."""
     from broker.cli.interrupts import end_on_interrupt
 
     end_on_interrupt()
     if os.getenv("_BROKER_COMPLETE"):
         _complete()
-    # Importing makes tens of thousands of objects and no garbage: the collector's default takes a thirtieth of `plan`.
+    # Importing creates tens of thousands of objects and no garbage: with its default threshold, the collector takes a
+    # thirtieth of `plan`.
     gc.set_threshold(50_000)
     from broker.cli.main import main as run
 
@@ -26,7 +27,7 @@ def main() -> NoReturn:
 
 
 def _complete() -> None:
-    """Answer the shell and leave, or return where Typer has to."""
+    """Answer the shell and exit, or return if Typer has to answer."""
     from broker.cli.completion import complete
 
     try:
@@ -38,13 +39,14 @@ def _complete() -> None:
 
 
 def end_process(code: int) -> NoReturn:
-    """End without taking the interpreter down, object by object: an eighth of `broker plan`. Nothing waits for it."""
+    """Exit without finalizing the interpreter object by object, which takes an eighth of `broker plan`. No cleanup
+    depends on it."""
     try:
         sys.stdout.flush()
     except BrokenPipeError:
         code = code or 141
     except OSError as error:
-        sys.stderr.write(f"error: the output cannot be written: {error.strerror}\n")
+        sys.stderr.write(f"error: cannot write the output: {error.strerror}\n")
         code = code or 1
     sys.stderr.flush()
     os._exit(code)

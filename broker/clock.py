@@ -1,4 +1,4 @@
-"""The one place that reads time or sleeps, so that a virtual clock can stand in for it."""
+"""Read time and sleep. No other module does, so that a virtual clock can replace this one."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ class SystemClock:
         return time.time()
 
     async def sleep(self, duration_s: float) -> None:
-        import asyncio  # 40 ms that `broker plan` need not pay
+        import asyncio  # imported late: it takes 40 ms, and `broker plan` does not need it
 
         await asyncio.sleep(duration_s)
 
 
 class ScaledClock:
-    """Simulated time that passes `rate` times as fast as real time; the rate may change, and the clock may be held.
+    """Simulated time that runs `rate` times as fast as real time; the rate may change, and the clock may be held.
 
-    It starts at the real time and never runs backwards. `floor_s` is the least real time that a sleep takes: at a high
-    rate a controller that looks every half second would otherwise look all the time.
+    It starts at the real time and never runs backwards. `floor_s` is the minimum real duration of a sleep: otherwise,
+    at a high rate, a controller that polls every half second would poll continuously.
     """
 
     def __init__(self, *, rate: float = 1.0, floor_s: float = 0.0) -> None:
@@ -46,7 +46,7 @@ class ScaledClock:
 
     @property
     def rate(self) -> float:
-        """Simulated seconds in a real one, while nobody holds the clock."""
+        """Simulated seconds per real second while the clock is not held."""
         return self._rate
 
     def now_s(self) -> float:
@@ -57,14 +57,14 @@ class ScaledClock:
         return self._now_s
 
     def set_rate(self, rate: float, *, floor_s: float = 0.0) -> None:
-        """From now on; whoever sleeps now wakes at the same simulated time as before."""
+        """Change the rate from now on; current sleepers still wake at the same simulated time."""
         assert rate > 0 and floor_s >= 0
         self.now_s()
         self._rate, self._floor_s = rate, floor_s
         self._wake_all()
 
     def advance(self, duration_s: float) -> None:
-        """So much simulated time passes at once, even while somebody holds the clock."""
+        """Advance simulated time at once, even while the clock is held."""
         assert duration_s >= 0
         self.now_s()
         self._now_s += duration_s
@@ -72,7 +72,7 @@ class ScaledClock:
 
     @contextmanager
     def hold(self) -> Iterator[None]:
-        """Stop simulated time while the context lasts: work done inside takes none of it."""
+        """Stop simulated time for the duration of the block."""
         self.now_s()
         self._holders += 1
         try:
@@ -108,25 +108,25 @@ class ScaledClock:
             self._sleepers.discard(changed)
 
     def _wake_all(self) -> None:
-        for each in self._sleepers:
-            each.set()
+        for sleeper in self._sleepers:
+            sleeper.set()
 
 
 class Stopwatch:
-    """Time as somebody saw it pass who looked again and again.
+    """Elapsed time that ignores gaps between observations.
 
-    A wall clock that jumps, a machine that slept, or a process that was stopped add one `gap_s_max` at most: what
-    happened while nobody looked is no evidence of anything.
+    A wall clock that jumps, a machine that slept, or a process that was stopped adds at most `gap_s_max`: time without
+    observations is not evidence of anything.
     """
 
     def __init__(self, gap_s_max: float) -> None:
         self._gap_s_max = gap_s_max
-        self._looked_s: float | None = None
-        self._seen_s = 0.0
+        self._observed_s: float | None = None
+        self._elapsed_s = 0.0
 
-    def look(self, now_s: float) -> float:
-        """Seconds since the first look."""
-        if self._looked_s is not None:
-            self._seen_s += min(self._gap_s_max, max(0.0, now_s - self._looked_s))
-        self._looked_s = now_s
-        return self._seen_s
+    def observe(self, now_s: float) -> float:
+        """Return the elapsed seconds since the first observation."""
+        if self._observed_s is not None:
+            self._elapsed_s += min(self._gap_s_max, max(0.0, now_s - self._observed_s))
+        self._observed_s = now_s
+        return self._elapsed_s

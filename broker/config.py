@@ -1,6 +1,6 @@
 """Paths and settings. Precedence: flag > environment > `config.toml` > default; the CLI passes flags in.
 
-BROKER_HOME names the state folder (default `~/.broker`, mode 0700), which holds everything broker remembers.
+BROKER_HOME names the state folder (default `~/.broker`, mode 0700), which holds all of broker's state.
 BROKER_CHECKPOINTS, or `checkpoints` in its `config.toml`, is the default checkpoint location; `unattended` sets how
 long managed jobs continue while this machine is away; with `bucket_access = "own"` nodes get no grants to buckets.
 """
@@ -19,14 +19,14 @@ from broker.nouns import noun
 SETTINGS = "config.toml"
 SETTING_NAMES = ("bucket_access", "checkpoints", "keep_days", "unattended")
 KEEP_DAYS = 90.0
-# Where programs can keep checkpoints: buckets that the bundled trainers write to, and folders that every node sees.
-OWNER = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")  # what every cloud takes as the value of a tag
+# Valid checkpoint locations: buckets that the bundled trainers can write to, and folders shared by all nodes.
+OWNER = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")  # valid as a tag's value on every cloud
 CHECKPOINT_URL = r"(?:(?:s3|gs|az)://[^/\s]\S*|file:///\S*|/\S*)"
 
 
 @noun
 class Config:
-    """Where things are for one installation. `owner` tags every cloud resource this installation makes."""
+    """Paths of one installation. `owner` tags every cloud resource that this installation creates."""
 
     home: Path
     owner: str
@@ -61,15 +61,15 @@ class Config:
 
 
 def find_home(home: Path | None = None) -> Path:
-    """Where the state folder is, or would be made."""
+    """Return the path of the state folder, whether or not it exists."""
     folder = home or Path(os.environ.get("BROKER_HOME") or Path.home() / ".broker")
     return folder.expanduser().resolve()
 
 
 def load_config(home: Path | None = None) -> Config:
-    """Find or make the state folder; the owner id is drawn once and kept beside the state.
+    """Find or create the state folder; the owner id is generated once and stored in it.
 
-    Raises StateError where the id is lost: the machines that carry it would no longer be found under another one.
+    Raises StateError if the id is lost: a new one could not find the machines tagged with the old one.
     """
     folder = find_home(home)
     identity = folder / "owner"
@@ -95,7 +95,7 @@ def load_config(home: Path | None = None) -> Config:
 
 
 def read_owner(identity: Path) -> str | None:
-    """None where the file is missing or holds no id. Raises OSError."""
+    """Return the owner id; None if the file is missing or contains none. Raises OSError."""
     try:
         text = identity.read_bytes().decode("ascii", errors="replace").strip()
     except FileNotFoundError:
@@ -104,13 +104,13 @@ def read_owner(identity: Path) -> str | None:
 
 
 def read_guarded_owner(folder: Path) -> str | None:
-    """The owner id that the guard of the state file keeps; None where there is none to read."""
+    """Return the owner id in the guard of the state file; None if there is no readable one."""
     owner = _read_guard(folder).get("owner")
     return owner if isinstance(owner, str) and OWNER.fullmatch(owner) else None
 
 
 def _read_guard(folder: Path) -> dict[str, object]:
-    """Empty where there is none, or none that can be read."""
+    """Return the guard's content; empty if there is no readable one."""
     try:
         found = json.loads((folder / "state.guard").read_bytes())
     except (OSError, ValueError, RecursionError):
@@ -119,7 +119,7 @@ def _read_guard(folder: Path) -> dict[str, object]:
 
 
 def write_owner(folder: Path, owner: str) -> None:
-    """Replace the file, whole or not at all. Raises OSError."""
+    """Replace the file atomically. Raises OSError."""
     aside = _write_aside(folder / "owner", owner)
     try:
         aside.replace(folder / "owner")
@@ -128,14 +128,16 @@ def write_owner(folder: Path, owner: str) -> None:
 
 
 def _is_used(folder: Path) -> bool:
-    """Whether there was a store here that has an owner. That is drawn first, so one that is missing then is lost."""
+    """Return whether a store with an owner existed here. The id is generated first, so a missing one was lost."""
     is_used = any((folder / name).exists() for name in ("state.db", "state.guard"))
-    is_used = is_used and _read_guard(folder).get("owner") != ""  # a program of the user's may have made it without one
-    return is_used and not (folder / "owner").exists()  # looked at again: another first command may have just drawn it
+    # a user's program may have created it without an owner
+    is_used = is_used and _read_guard(folder).get("owner") != ""
+    # checked again: a concurrent first command may have just generated it
+    return is_used and not (folder / "owner").exists()
 
 
 def find_checkpoint_url(config: Config) -> str | None:
-    """Where checkpoints go by default. Raises UsageError that names the setting which says no such place."""
+    """Return the default checkpoint location. Raises UsageError that names an invalid setting."""
     text: object = os.environ.get("BROKER_CHECKPOINTS")
     source = "BROKER_CHECKPOINTS"
     if not text:
@@ -149,12 +151,12 @@ def find_checkpoint_url(config: Config) -> str | None:
 
 
 def find_unattended(config: Config) -> object:
-    """`unattended` as it is written in `config.toml`; None where it is not. Raises UsageError for a broken file."""
+    """Return `unattended` as written in `config.toml`; None if it is not set. Raises UsageError for an invalid file."""
     return _read_settings(config.home / SETTINGS).get("unattended")
 
 
 def has_own_bucket_access(config: Config) -> bool:
-    """Whether nodes are said to reach their buckets without a grant: `bucket_access = "own"` in `config.toml`."""
+    """Return whether nodes reach their buckets without a grant: `bucket_access = "own"` in `config.toml`."""
     value = _read_settings(config.home / SETTINGS).get("bucket_access", "granted")
     if value not in ("granted", "own"):
         raise UsageError(f'{config.home / SETTINGS}: `bucket_access` must be `"granted"` or `"own"`, not `{value}`')
@@ -162,7 +164,7 @@ def has_own_bucket_access(config: Config) -> bool:
 
 
 def read_keep_days(config: Config) -> float:
-    """For how many days an ended job is kept whole: `keep_days` in `config.toml`, 90 without it."""
+    """Return for how many days an ended job is kept complete: `keep_days` in `config.toml`, 90 by default."""
     value = _read_settings(config.home / SETTINGS).get("keep_days", KEEP_DAYS)
     if isinstance(value, bool) or not isinstance(value, int | float) or not 1 <= value <= 36500:
         raise UsageError(
@@ -194,7 +196,7 @@ def _read_settings(path: Path) -> dict[str, object]:
 
 
 def _draw_owner(identity: Path) -> None:
-    """Appears whole or not at all: of two first commands at once, both read the same one."""
+    """Generate the file atomically: of two concurrent first commands, both read the same id."""
     aside = _write_aside(identity, uuid.uuid4().hex[:12])
     try:
         os.link(aside, identity)
@@ -214,15 +216,15 @@ def _write_aside(path: Path, text: str) -> Path:
 
 
 def read_aws_environment() -> dict[str, str]:
-    """The variables that steer AWS's tools."""
+    """Return the variables that configure AWS's tools."""
     return {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
 
 
 def read_azure_environment() -> dict[str, str]:
-    """The variables that steer Azure's tools."""
+    """Return the variables that configure Azure's tools."""
     return {name: value for name, value in os.environ.items() if name.startswith("AZURE_")}
 
 
 def read_r2_environment() -> dict[str, str]:
-    """The variables that name a login for Cloudflare's R2."""
+    """Return the variables that contain a login for Cloudflare's R2."""
     return {name: value for name, value in os.environ.items() if name.startswith("R2_")}

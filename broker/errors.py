@@ -1,4 +1,4 @@
-"""The error tree. An error carries what happened, why, and hints as data; the CLI alone renders it.
+"""Define the error tree. An error carries its message, reasons and hints as data; only the CLI renders it.
 
 BrokerError                     exit code
 ├── TaskError                   2   invalid task file: one or more issues, each with file:line:column
@@ -11,7 +11,7 @@ BrokerError                     exit code
 │   └── DamagedRowError             one row of the state file is unreadable; the others are fine
 ├── JobEndedError               1   a job ended in another status than the one waited for
 ├── WaitTimeoutError            1   a job did not reach the status in time
-├── SourceError                 1   a price source gave no answer, or an implausible one
+├── SourceError                 1   a price source did not answer, or its answer is implausible
 ├── RunFailedError              100 the user's program failed; its own exit code is `returncode`
 └── CloudError                  5   cloud provider error
     ├── CapacityError               try elsewhere; outside `scope`
@@ -20,8 +20,8 @@ BrokerError                     exit code
     │   ├── AccountError                logged in to another account than the one that holds the nodes
     │   └── DeniedError                 forbidden by a policy or a missing permission, within `scope`
     ├── ThrottledError              back off, then retry
-     ├── InvalidRequestError         stop: a retry gives the same answer
-     │   └── MissingPackageError         an optional package is not installed; the hint says how to install it
+    ├── InvalidRequestError         stop: a retry gives the same answer
+    │   └── MissingPackageError         an optional package is not installed; the hint says how to install it
     ├── TransientError              retry
     │   └── UnreachedError          a node that has never responded: it may still be booting
     └── UnknownOutcomeError         the call may have succeeded: check before retrying
@@ -84,7 +84,7 @@ class NoOfferError(BrokerError):
 
 
 class NotImportedError(NoOfferError):
-    """Raised before any offer is considered: what fits is unknown, so a plan reports it without failing."""
+    """Raised before any offer is considered: it is unknown whether any fits, so a plan reports it without failing."""
 
 
 class UnknownNameError(NoOfferError):

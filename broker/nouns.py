@@ -1,7 +1,7 @@
-"""`noun`: a frozen, keyword-only dataclass that costs next to nothing to define.
+"""Define `noun`, a decorator for frozen, keyword-only dataclasses that are cheap to create.
 
-`dataclasses` compiles six methods for each class, 0.4 ms a class and a fifth of all that `broker plan` does; here the
-methods are written once for all. `fields`, `replace`, `asdict` and msgspec take a noun as the dataclass that it is.
+`dataclasses` compiles six methods per class, which takes 0.4 ms per class and a fifth of the run time of `broker plan`.
+All nouns share one set of methods. `fields`, `replace`, `asdict` and msgspec treat a noun as a normal dataclass.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ T = TypeVar("T")
 
 @dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(field,))
 def noun(cls: type[T]) -> type[T]:
-    """As `@dataclass(frozen=True, kw_only=True)`."""
-    cls.__doc__ = cls.__doc__ or cls.__name__  # without one, dataclasses works out a signature to put there
+    """Turn a class into a dataclass, like `@dataclass(frozen=True, kw_only=True)`."""
+    cls.__doc__ = cls.__doc__ or cls.__name__  # otherwise dataclasses computes a signature for it
     made: Any = dataclass(init=False, repr=False, eq=False, kw_only=True)(cls)
     parts = fields(made)
     names = tuple(part.name for part in parts)
@@ -46,8 +46,8 @@ def _init(self: Any, **given: Any) -> None:
     values.update(given)
     if values.keys() != self._names:
         missing, unknown = sorted(self._names - values.keys()), sorted(values.keys() - self._names)
-        wrong = f"misses {', '.join(missing)}" if missing else f"has no {', '.join(unknown)}"
-        raise TypeError(f"{type(self).__name__} {wrong}")
+        problem = f"requires {', '.join(missing)}" if missing else f"has no field {', '.join(unknown)}"
+        raise TypeError(f"{type(self).__name__} {problem}")
 
 
 def _repr(self: Any) -> str:

@@ -232,7 +232,7 @@ USES = {
     "bandit": ("tests/security/audit.py", '"bandit"'),
     "pip-audit": ("tests/security/audit.py", '"pip_audit"'),
     "pytest-xdist": ("Makefile", "--dist worksteal"),
-    "pytest-cov": ("Makefile", "--cov"),
+    "coverage": ("Makefile", "-m coverage"),
     "mypy": ("Makefile", "$(BIN)/mypy"),
     "ruff": ("Makefile", "$(BIN)/ruff"),
     "vermin": ("tests/trainers/test_oldest_python.py", "import vermin"),

@@ -66,7 +66,7 @@ def test_each_instance_gets_its_own_dict() -> None:
     assert second.names == {}
 
 
-@pytest.mark.parametrize(("given", "wrong"), [({}, "misses x"), ({"x": 1, "z": 2}, "has no z")])
+@pytest.mark.parametrize(("given", "wrong"), [({}, "requires x"), ({"x": 1, "z": 2}, "has no field z")])
 def test_wrong_fields_are_named(given: dict[str, int], wrong: str) -> None:
     with pytest.raises(TypeError, match=f"Point {wrong}"):
         Point(**given)  # type: ignore[arg-type]

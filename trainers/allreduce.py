@@ -1,7 +1,7 @@
 """Measures collectives: `python -m trainers.allreduce`, on the broker's nodes or under torchrun.
 
 Sizes, rates and their names are those of nccl-tests, so results can be compared with published ones. What is already
-in the results file is not measured again: after a preemption the sweep goes on where it was.
+in the results file is not measured again: after a preemption the sweep continues where it was.
 """
 
 import json
@@ -38,7 +38,7 @@ class SweepConfig:
     collectives: str = knob(",".join(COLLECTIVES), "what to measure, separated by commas")
     smallest: str = knob("1K", "size to begin with: bytes, or with K, M or G (powers of 1024)")
     largest: str = knob("16M", "size to end with")
-    factor: int = knob(4, "each size is so many times the one before")
+    factor: int = knob(4, "ratio of one size to the one before")
     warmup: int = knob(2, "runs before those that are timed")
     runs: int = knob(10, "timed runs; the mean counts")
     dtype: str = knob("float32", "what is sent", ("float32", "bfloat16", "float16"))
@@ -91,30 +91,30 @@ def sweep(
 
     if ranks.world_size == 1:
         raise TrainerError(
-            "one rank has nobody to talk to\n\n"
+            "one rank has no peer\n\n"
             "hint: `python -m trainers.launch --workers 2 -m trainers.allreduce`, or a task with `num_nodes: 2`"
         )
     plan = list(iterate_plan(config))
     progress = Progress(environment.progress_file, total=len(plan), is_silent=not ranks.is_first)
     file = find_results_file(config, environment)
-    known: dict[tuple[str, int], Result] = ranks.share(read_results(file, config, ranks.world_size))
-    begun = sum(point in known for point in plan)
+    results: dict[tuple[str, int], Result] = ranks.share(read_results(file, config, ranks.world_size))
+    begun = sum(point in results for point in plan)
     progress.report(step=begun, event="resumed" if begun else "started", checkpoint_step=begun or None)
     for line in (HEADER, UNITS_LINE):
         progress.say(line)
     for done, (name, size) in enumerate(plan, start=1):
-        is_new = (name, size) not in known
+        is_new = (name, size) not in results
         if is_new:
             watchdog.beat(f"measuring {name} of {size} bytes")
             result = measure(name, size, config, ranks)
             if ranks.is_first:
                 append_result(file, result)
-            known[name, size] = result
-        tell(progress, known[name, size], done if is_new else None)
+            results[name, size] = result
+        report(progress, results[name, size], done if is_new else None)
         if is_new and ranks.sum([float(notice.is_given())])[0] and done < len(plan):
             progress.report(step=done, event="preempted, results kept", checkpoint_step=done)
             return EXIT_CODE_PREEMPTED
-    wrong = sum(result.wrong for result in known.values())
+    wrong = sum(result.wrong for result in results.values())
     progress.report(step=len(plan), event="finished", checkpoint_step=len(plan), wrong=wrong)
     return 1 if wrong else 0
 
@@ -130,7 +130,7 @@ def measure(name: str, size: int, config: SweepConfig, ranks: "Ranks") -> Result
 
 
 def describe(collective: "Collective", size: int, seconds: float, wrong: int, dtype: str, ranks: int) -> Result:
-    """Rates as nccl-tests define them (its doc/PERFORMANCE.md)."""
+    """Return rates as nccl-tests define them (its doc/PERFORMANCE.md)."""
     algorithm_gb_s = collective.size / seconds / 1e9
     return Result(
         collective=collective.name,
@@ -145,14 +145,14 @@ def describe(collective: "Collective", size: int, seconds: float, wrong: int, dt
 
 
 def find_bus_factor(name: str, ranks: int) -> float:
-    """How many times a link must carry the message at least, for n ranks: reduce and spread, either, or pass on."""
+    """Return how often a link must carry the message at least, for n ranks: reduce and spread, either, or pass on."""
     if name == "broadcast":
         return 1.0
     return (2.0 if name == "all_reduce" else 1.0) * (ranks - 1) / ranks
 
 
-def tell(progress: "Progress", result: Result, step: int | None) -> None:
-    """A row of the table, and for a new result a line for the broker."""
+def report(progress: "Progress", result: Result, step: int | None) -> None:
+    """Print a row of the table, and for a new result a line for the broker."""
     progress.say(
         f"{result.collective:<15}{result.size:>13,}{result.time_us:>13,.1f}"
         f"{result.algorithm_gb_s:>12.3f}{result.bus_gb_s:>12.3f}  {result.wrong}"
@@ -162,7 +162,7 @@ def tell(progress: "Progress", result: Result, step: int | None) -> None:
 
 
 def iterate_plan(config: SweepConfig) -> Iterator[tuple[str, int]]:
-    """Every collective and size, in order."""
+    """Return every collective and size, in order."""
     for name in config.collectives.split(","):
         size = read_size(config.smallest)
         while size <= read_size(config.largest):
@@ -171,8 +171,8 @@ def iterate_plan(config: SweepConfig) -> Iterator[tuple[str, int]]:
 
 
 def read_results(file: Path, config: SweepConfig, ranks: int) -> dict[tuple[str, int], Result]:
-    """What was measured before under the same conditions; a line cut short by a kill counts for nothing."""
-    found = {}
+    """Return what was measured before under the same conditions; a line cut short by a kill counts for nothing."""
+    results = {}
     try:
         lines = file.read_bytes().splitlines()
     except FileNotFoundError:
@@ -183,12 +183,12 @@ def read_results(file: Path, config: SweepConfig, ranks: int) -> dict[tuple[str,
         except (ValueError, TypeError):
             continue
         if (result.dtype, result.ranks) == (config.dtype, ranks):
-            found[result.collective, result.size] = result
-    return found
+            results[result.collective, result.size] = result
+    return results
 
 
 def append_result(file: Path, result: Result) -> None:
-    """One small write in append mode, after a line end in case the line before was cut short."""
+    """Append with one small write, after a line end in case the line before was cut short."""
     file.parent.mkdir(parents=True, exist_ok=True)
     with file.open("ab", buffering=0) as opened:
         is_torn = opened.tell() > 0 and not file.read_bytes().endswith(b"\n")
@@ -196,7 +196,7 @@ def append_result(file: Path, result: Result) -> None:
 
 
 def find_results_file(config: SweepConfig, environment: Environment) -> Path:
-    """Where results outlive the machine."""
+    """Return where results outlive the machine."""
     if config.results:
         return Path(config.results)
     url = environment.checkpoint_url.removeprefix("file://")
@@ -233,10 +233,10 @@ def find_problem(config: SweepConfig) -> str | None:
 
 
 def read_size(text: str) -> int:
-    """Bytes of `64`, `8K`, `16M` or `1G`."""
+    """Return bytes of `64`, `8K`, `16M` or `1G`."""
     number, unit = text.rstrip("KMG"), text[len(text.rstrip("KMG")) :]
     if not number.isdecimal() or unit not in UNITS:
-        raise ValueError(f"`{text}` is no size such as 64, 8K, 16M or 1G")
+        raise ValueError(f"`{text}` is not a size such as 64, 8K, 16M or 1G")
     return int(number) * UNITS[unit]
 
 

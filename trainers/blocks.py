@@ -30,21 +30,21 @@ def find_blocks(model: nn.Module) -> list[nn.Module]:
     blocks: Any = getattr(model, "blocks", None)
     if isinstance(blocks, Iterable):
         return list(blocks)
-    found: list[nn.Module] = []
+    blocks_found: list[nn.Module] = []
     for child in model.children():
         if isinstance(child, nn.ModuleList):
-            found += [block for block in child if next(block.parameters(), None) is not None]
+            blocks_found += [block for block in child if next(block.parameters(), None) is not None]
         else:
-            found += find_blocks(child)
-    return found
+            blocks_found += find_blocks(child)
+    return blocks_found
 
 
 def find_shared(model: nn.Module) -> list[list[str]]:
-    """The names under which one parameter appears in several places, such as tied embeddings."""
+    """Return the names under which one parameter appears in several places, such as tied embeddings."""
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
-    return [each for each in names.values() if len(each) > 1]
+    return [group for group in names.values() if len(group) > 1]
 
 
 def check_shared(model: nn.Module, before: list[list[str]], strategy: str) -> None:

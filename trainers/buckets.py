@@ -40,13 +40,13 @@ class BucketStorage:
         self._seals: dict[str, tuple[str, int]] = {}
 
     def list_names(self, path: str) -> list[str]:
-        """Names of files and of prefixes."""
-        found = self._ask("list", self._library.list_with_delimiter, self._store, path or None)
-        paths = [*found["common_prefixes"], *(each["path"] for each in found["objects"])]
-        return sorted(each.rstrip("/").rsplit("/", 1)[-1] for each in paths)
+        """Return names of files and of prefixes."""
+        listing = self._ask("list", self._library.list_with_delimiter, self._store, path or None)
+        paths = [*listing["common_prefixes"], *(entry["path"] for entry in listing["objects"])]
+        return sorted(name.rstrip("/").rsplit("/", 1)[-1] for name in paths)
 
     def read(self, path: str) -> bytes | None:
-        """A whole object."""
+        """Return a whole object."""
         try:
             return bytes(self._ask("read", lambda: self._library.get(self._store, path).bytes()))
         except FileNotFoundError:
@@ -93,17 +93,17 @@ class BucketStorage:
         return digest.hexdigest(), size
 
     def seal(self, path: str) -> tuple[str, int] | None:
-        """Of what was sent: the connection itself is sealed (TLS), so nothing is fetched to be counted again."""
+        """Return the checksum of what was sent. The connection is sealed (TLS), so nothing is fetched again."""
         return self._seals.pop(path, None)
 
     def delete(self, path: str) -> None:
         """Remove an object, or all under a prefix."""
-        names = [each["path"] for page in self._library.list(self._store, path) for each in page]
+        names = [entry["path"] for page in self._library.list(self._store, path) for entry in page]
         with contextlib.suppress(FileNotFoundError):
             self._ask("delete", self._library.delete, self._store, names or [path])
 
     def open_writer(self, path: str) -> Any:
-        """One object a rank, sent in parts while it is made."""
+        """Return a writer of one object for each rank, sent in parts while it is made."""
         from torch.distributed.checkpoint import FileSystemWriter
 
         writer: Any = FileSystemWriter(path, sync_files=False)
@@ -134,7 +134,7 @@ class BucketFiles:
 
     @contextlib.contextmanager
     def create_stream(self, path: str, mode: str) -> Iterator[Any]:
-        """An object to write from end to end; what fails half-way leaves no object."""
+        """Return an object to write from end to end; what fails half-way leaves no object."""
         import obstore
 
         assert mode == "wb", "checkpoints are read by `BucketStorage.stream`"
@@ -144,18 +144,18 @@ class BucketFiles:
         self._seals[path] = writer.digest.hexdigest(), writer.size
 
     def concat_path(self, path: str, suffix: str) -> str:
-        """With the slash."""
+        """Join with a slash."""
         return f"{path}/{suffix}"
 
     def init_path(self, path: str) -> str:
-        """As it is."""
+        """Return the path as it is."""
         return path
 
     def mkdir(self, path: str) -> None:
-        """Buckets have no folders."""
+        """Do nothing: buckets have no folders."""
 
     def exists(self, path: str) -> bool:
-        """Whether there is such an object."""
+        """Return whether there is such an object."""
         import obstore
 
         try:
@@ -173,7 +173,7 @@ class BucketFiles:
             self._seals[new_path] = self._seals.pop(path)
 
     def rm_file(self, path: str) -> None:
-        """Gone is gone."""
+        """Delete an object, if it exists."""
         import obstore
 
         with contextlib.suppress(FileNotFoundError):
@@ -188,11 +188,11 @@ class Writer(io.RawIOBase):
         self._file, self.digest, self.size = file, hashlib.sha256(), 0
 
     def writable(self) -> bool:
-        """That alone."""
+        """Return true; it cannot be read."""
         return True
 
     def write(self, data: Any) -> int:
-        """Take all of it."""
+        """Send all of it."""
         content = memoryview(data).cast("B")
         self._file.write(bytes(content))
         self.digest.update(content)
@@ -200,7 +200,7 @@ class Writer(io.RawIOBase):
         return len(content)
 
     def tell(self) -> int:
-        """Bytes so far."""
+        """Return bytes so far."""
         return self.size
 
     def finish(self) -> None:
@@ -209,7 +209,7 @@ class Writer(io.RawIOBase):
 
 
 def open_bucket(url: str) -> BucketStorage:
-    """The bucket of an `s3://`, `gs://` or `az://` URL, with the login that the machine has."""
+    """Return the bucket of an `s3://`, `gs://` or `az://` URL, with the login that the machine has."""
     try:
         from obstore.store import from_url
     except ImportError as error:
@@ -225,21 +225,21 @@ def open_bucket(url: str) -> BucketStorage:
 
 
 def find_emulator(scheme: str) -> dict[str, Any]:
-    """Options for a stand-in of Google's or Azure's service, where the variable that their own tools read names one."""
+    """Return options for an emulator of Google's or Azure's service, if the variable of their own tools names one."""
     name = "STORAGE_EMULATOR_HOST" if scheme == "gs" else "AZURE_STORAGE_ENDPOINT"
     address = os.environ.get(name, "")
     if not address.startswith("http://"):
         return {}
     options: dict[str, Any] = {"client_options": {"allow_http": True}}
-    if scheme == "gs":  # told not to sign alone, the library still asks the metadata server for a token (obstore 0.12)
-        nobody = dict.fromkeys(("client_email", "private_key", "private_key_id"), "")
-        key = {**nobody, "gcs_base_url": address, "disable_oauth": True}
+    if scheme == "gs":  # without signing alone, the library still asks the metadata server for a token (obstore 0.12)
+        unsigned = dict.fromkeys(("client_email", "private_key", "private_key_id"), "")
+        key = {**unsigned, "gcs_base_url": address, "disable_oauth": True}
         options["service_account_key"] = json.dumps(key)
     return options
 
 
 def find_s3_options(bucket: str) -> dict[str, Any]:
-    """What obstore does not find by itself: the bucket's region, and logins in files."""
+    """Return what obstore does not find by itself: the bucket's region, and logins in files."""
     options: dict[str, Any] = {}
     endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
     if endpoint:
@@ -255,7 +255,7 @@ def find_s3_options(bucket: str) -> dict[str, Any]:
 
 
 def find_region(bucket: str) -> str | None:
-    """S3 tells a bucket's region to anyone, in a header of whatever it answers."""
+    """Return a bucket's region, which S3 names in a header of every answer."""
     request = urllib.request.Request(f"https://{bucket}.s3.amazonaws.com/", method="HEAD")
     try:
         with urllib.request.urlopen(request, timeout=REGION_TIMEOUT_S) as answer:

@@ -48,11 +48,11 @@ class HeldByOne:
         self._state, self.is_holder = state, is_holder
 
     def state_dict(self) -> dict[str, Any]:
-        """The state's."""
+        """Return the state's."""
         return self._state.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The state's."""
+        """Load into the state."""
         self._state.load_state_dict(state)
 
 
@@ -112,7 +112,7 @@ class CheckpointManager:
 
         That one's failure is a warning, for training is worth more than one checkpoint; an error when the attempt is
         stale or a few in a row failed. No tensor of the state may change before `settle` returns: forward and
-        backward may go on, the optimizer not. Saving the step that was saved last does nothing.
+        backward may run, the optimizer not. Saving the step that was saved last does nothing.
         """
         begin = time.perf_counter()
         try:
@@ -161,7 +161,7 @@ class CheckpointManager:
             self._failures = 0
 
     def _write(self, name: CheckpointName, live: dict[str, Any]) -> None:
-        """Runs in the background thread; whatever goes wrong is kept for the next `wait`."""
+        """Copy, write and commit, in the background thread; an error is kept for the next `wait`."""
         begin = time.perf_counter()
         try:
             state = self._snapshot.take(live)
@@ -181,12 +181,12 @@ class CheckpointManager:
                 remove_old(self._storage, newest=name, keep=self._keep)
         except CheckpointError as error:
             self._failure = error
-        except BaseException as error:  # the library's own failure is no Exception
+        except BaseException as error:  # the library's own failure is not an Exception
             self._failure = CheckpointError(f"`{name}` was not written: {error}")
             self._failure.__cause__ = error
 
     def _collect_files(self, name: str) -> dict[str, list[Any]]:
-        """Every file with its checksum; each rank seals what it wrote itself."""
+        """Return every file with its checksum; each rank seals what it wrote itself."""
         mine: dict[str, Any] = {}
         problem: CheckpointError | None = None
         try:
@@ -194,7 +194,7 @@ class CheckpointManager:
                 # The library names a rank's files `__<rank>_<n>.distcp`; the first rank writes the index beside them.
                 if file.startswith(f"__{self._ranks.rank}_") or (self._ranks.is_first and file == INDEX):
                     mine[file] = self._storage.seal(f"{name}/{file}")
-        except OSError as error:  # told to all, who would wait for this rank's answer
+        except OSError as error:  # reported to all ranks, which would wait for this one's answer
             problem = CheckpointError(f"`{name}` was not sealed: {error}")
         parts = self._ranks.collect((mine, problem))
         for _, failure in parts:
@@ -220,7 +220,7 @@ class CheckpointManager:
             is_ours = self._storage.create(f"{name}/manifest.json", content)
             # A write whose answer was lost on the way was repeated, and met itself.
             is_ours = is_ours or self._storage.read(f"{name}/manifest.json") == content
-        except OSError as error:  # told to all ranks, rather than leaving the others to wait for an answer
+        except OSError as error:  # reported to all ranks, rather than leaving them to wait
             return CheckpointError(f"the manifest of `{name}` was not written: {error}")
         if not is_ours:
             return CheckpointError(f"`{name}` was already committed by someone else")
@@ -228,7 +228,7 @@ class CheckpointManager:
 
     def _find_newer_attempt(self) -> str | None:
         # Registered attempts are files that are only ever added, so the highest is a fence that cannot move back.
-        highest = max((int(each) for each in self._storage.list_names("attempts") if each.isdigit()), default=0)
+        highest = max((int(number) for number in self._storage.list_names("attempts") if number.isdigit()), default=0)
         if highest <= self._attempt:
             return None
         return f"attempt {self._attempt} is stale: attempt {highest} of this job has begun"

@@ -43,7 +43,7 @@ def create_collective(name: str, size: int, dtype_name: str, ranks: Ranks) -> Co
 
 
 def time_runs(collective: Collective, *, warmup: int, runs: int, ranks: Ranks) -> float:
-    """Seconds a run, as the mean over `runs` and the slowest rank."""
+    """Return seconds a run, as the mean over `runs` and the slowest rank."""
     for _ in range(warmup):
         collective.run()
     ranks.sum([0.0])  # all begin together

@@ -125,14 +125,14 @@ class SampleConfig:
     """Text written by the model when it is trained."""
 
     tokens: int = knob(80, "tokens to write; 0 is none")
-    prompt: str = knob("\n", "what the text goes on from")
+    prompt: str = knob("\n", "text to continue")
     temperature: float = knob(0.8, "below 1 prefers likely tokens; 0 takes the likeliest")
     seed: int = knob(0, "seed of the choice")
 
 
 @dataclass(frozen=True, kw_only=True)
 class LogConfig:
-    """What is told, and where. The broker's progress file is written as well."""
+    """Values to log, and where. The broker's progress file is written as well."""
 
     every_steps: int = knob(
         1, "steps between two lines on stdout and in the files; a GPU is waited for at these steps only"
@@ -193,7 +193,8 @@ class RunConfig(StrategyOptions):
         ("none", "selective", "full"),
     )
     elastic: str = knob(
-        "", "fewest:most ranks, as `2:4`: goes on without lost ones, and with new ones; empty: as `min_nodes` says"
+        "",
+        "fewest:most ranks, such as `2:4`: continue without lost ranks, and admit new ones; empty: as `min_nodes` says",
     )
     prefetch: bool = knob(True, "gather the next step's samples while this one computes")
     train: TrainConfig = field(default_factory=TrainConfig)
@@ -221,7 +222,7 @@ def parse_config(arguments: Sequence[str], program: str = "python -m trainers.lm
         Config,
         arguments,
         program=program,
-        description="Train a language model, GPT- or Llama-style, on any number of nodes; run again, it goes on.",
+        description="Train a language model, GPT- or Llama-style, on any number of nodes; run it again to resume.",
         presets=PRESETS,
         find_problem=find_problem,
     )

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from trainers.errors import TrainerError
 
-# Balanced Feistel networks are hard to tell from random from four rounds on (Luby and Rackoff, 1988).
+# Balanced Feistel networks are hard to distinguish from random from four rounds on (Luby and Rackoff, 1988).
 ROUND_COUNT = 4
 
 Batch = Any  # a pair (inputs, targets) or a dict; tensors, possibly nested, the sample first in every shape
@@ -32,7 +32,7 @@ class Samples(Protocol):
 
 
 def map_tensors(batch: Batch, change: Callable[[Tensor], Tensor]) -> Batch:
-    """Return the batch with every tensor changed; what is no tensor stays."""
+    """Return the batch with every tensor changed; other values stay."""
     if isinstance(batch, Tensor):
         return change(batch)
     if isinstance(batch, Mapping):
@@ -55,7 +55,7 @@ def split_batch(batch: Batch) -> tuple[Any, Any]:
 
 
 class Corpus:
-    """Tokens cut into windows, shuffled anew every epoch; any sample is found in O(1)."""
+    """Tokens cut into windows, shuffled every epoch; any sample is found in O(1)."""
 
     def __init__(self, shards: Sequence[Tensor], fingerprint: str, context: int, seed: int, windows: range) -> None:
         """Cut each of `shards`, one-dimensional tensors of token ids, into windows of `context` tokens and the next.
@@ -81,12 +81,12 @@ class Corpus:
 
     def read(self, sample_first: int, sample_count: int) -> Batch:
         """Token ids `[count, context]` and, for each, the id that follows it."""
-        rows = [self._window(self.window_of(sample_first + each)) for each in range(sample_count)]
+        rows = [self._window(self.window_of(sample_first + offset)) for offset in range(sample_count)]
         windows = torch.stack(rows).long()
         return windows[:, :-1], windows[:, 1:]
 
     def window_of(self, sample: int) -> int:
-        """The window that the sample of this global index shows."""
+        """Return the window that the sample of this global index shows."""
         epoch, place = divmod(sample, len(self._windows))
         return self._windows[permute(place, len(self._windows), f"{self._seed}/{epoch}")]
 
@@ -97,7 +97,7 @@ class Corpus:
 
 
 class Prefetch:
-    """Reads ahead: whoever reads samples of one step will want those a batch further on, of the next."""
+    """Reads ahead: after the samples of one step, those of the next are read, a batch further on."""
 
     def __init__(self, samples: Samples, batch: int, *, is_pinned: bool) -> None:
         """Read one step of `batch` samples ahead, in one thread; `is_pinned` for copies to a GPU."""
@@ -107,13 +107,13 @@ class Prefetch:
         self.fingerprint = samples.fingerprint
 
     def read(self, sample_first: int, sample_count: int) -> Batch:
-        """What was read ahead, or what is read now; either way the same."""
-        found = self._ahead.pop((sample_first, sample_count), None)
+        """Return what was read ahead, or read it now; the result is the same."""
+        future = self._ahead.pop((sample_first, sample_count), None)
         # What lies behind was asked for in other portions, or never will be.
-        self._ahead = {key: each for key, each in self._ahead.items() if key[0] >= sample_first}
+        self._ahead = {key: pending for key, pending in self._ahead.items() if key[0] >= sample_first}
         following = sample_first + self._batch
         self._ahead[following, sample_count] = self._thread.submit(self._read, following, sample_count)
-        return found.result() if found else self._read(sample_first, sample_count)
+        return future.result() if future else self._read(sample_first, sample_count)
 
     def _read(self, sample_first: int, sample_count: int) -> Batch:
         batch = self._samples.read(sample_first, sample_count)
@@ -121,7 +121,7 @@ class Prefetch:
 
 
 def split_windows(window_count: int, validation_share: float) -> tuple[range, range]:
-    """The windows to train on and, from the end of the data, those kept for evaluation."""
+    """Return the windows to train on and, from the end of the data, those kept for evaluation."""
     kept = int(window_count * validation_share)
     return range(window_count - kept), range(window_count - kept, window_count)
 
@@ -132,14 +132,14 @@ def count_windows(shard: Tensor, context: int) -> int:
 
 
 def samples_of_rank(sample_first: int, batch: int, rank: int, world_size: int) -> range:
-    """The global indexes that one rank reads of a step's batch: ranks in a row read it in order, without gaps."""
+    """Return the global indexes that one rank reads of a step's batch; consecutive ranks read it in order."""
     if batch < world_size:
         raise TrainerError(f"a batch of {batch} leaves some of {world_size} ranks without a sample")
     return range(sample_first + batch * rank // world_size, sample_first + batch * (rank + 1) // world_size)
 
 
 def permute(place: int, count: int, key: str) -> int:
-    """Where a keyed shuffle of `count` cards puts the card at `place`, without shuffling them.
+    """Return where a keyed shuffle of `count` cards puts the card at `place`, without shuffling them.
 
     A Feistel network permutes the next power of four; a result past the end walks on until it falls inside.
     """

@@ -1,4 +1,4 @@
-"""What a device can do at best, what memory it has, and what to change where that is not enough."""
+"""Peak rates and memory of devices, and hints where memory does not suffice."""
 
 import os
 import resource
@@ -55,7 +55,7 @@ def configure_arithmetic(config: RunConfig) -> None:
 
 
 def find_peak_flops(device: torch.device, dtype: str, given_tflops: float) -> float | None:
-    """FLOP/s of one device at best; None where nobody has told, as for CPUs."""
+    """Return the peak FLOP/s of one device; None if unknown, as for CPUs."""
     if given_tflops:
         return given_tflops * 1e12
     if device.type != "cuda":
@@ -68,7 +68,7 @@ def find_peak_flops(device: torch.device, dtype: str, given_tflops: float) -> fl
 
 
 def measure_memory_gib(device: torch.device) -> float:
-    """The most memory this process has had at once: of tensors on a GPU, of everything on a CPU."""
+    """Return the most memory this process has had at once: of tensors on a GPU, of everything on a CPU."""
     if device.type == "cuda":
         allocated: int = torch.cuda.max_memory_allocated(device)
         return allocated / 2**30
@@ -93,7 +93,7 @@ def check_memory(parameters: Iterable[Tensor], device: torch.device, config: Run
 
 
 def find_memory(device: torch.device) -> int | None:
-    """Bytes of one rank's device, or the share of the machine's (or the container's) memory; None if unknown."""
+    """Return bytes of one rank's device, or the share of the machine's (or the container's) memory; None if unknown."""
     if device.type == "cuda":
         total: int = torch.cuda.get_device_properties(device).total_memory
         return total
@@ -108,14 +108,14 @@ def find_memory(device: torch.device) -> int | None:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether memory was what was missing. On a CPU torch raises a plain RuntimeError with its allocator's name."""
+    """Return whether memory ran out. On a CPU torch raises a plain RuntimeError with its allocator's name."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
     return isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
 
 
 def advise(config: RunConfig) -> str:
-    """What of this config can be changed to need less memory, the cheapest first, as hints below a message."""
+    """Return what of this config can be changed to need less memory, the cheapest first, as hints below a message."""
     changes = []
     if config.train.micro_batch > 1:
         half = config.train.micro_batch // 2

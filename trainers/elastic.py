@@ -1,7 +1,7 @@
 """A worker of an elastic run: finds its place in the world, and starts again in the next one.
 
 A worker that has lost a peer may hang in a collective that nothing can interrupt. So the thread that hears of the
-change keeps the state in memory that outlives the program, and executes the program anew, in the same process.
+change keeps the state in memory that outlives the program, and executes the program again, in the same process.
 """
 
 import json
@@ -41,7 +41,7 @@ VOTE_S_MAX = 120.0
 
 @dataclass(frozen=True, kw_only=True)
 class World:
-    """This generation, as the rendezvous told it."""
+    """This generation, as the rendezvous announced it."""
 
     generation: int
     rank: int
@@ -51,7 +51,7 @@ class World:
     holdings: tuple[tuple[int, int, int], ...]  # of each rank: step of the state in its memory, which of how many parts
 
     def read_holdings(self) -> "Sequence[Holding]":
-        """What each rank kept of the world before."""
+        """Return what each rank kept from the previous world."""
         from trainers.state_transfer import Holding
         from trainers.strategies.grid import Part
 
@@ -95,12 +95,14 @@ class Member:
         threading.Thread(target=self._listen, name="elastic", daemon=True).start()
 
     def offer(self, lock: Any, position: "Position", part: "Part", shared: Mapping[str, Any]) -> None:
-        """From now on this is the state to keep. It is all of that part, and of that position, while `lock` is free."""
+        """Register the state to keep. It is all of that part, and of that position, while `lock` is free."""
         import torch
 
         # Asked for in the middle of a step, a sharded module's state would be put back together under its feet.
         self._fixed = {
-            key: each.state_dict(keep_vars=True) for key, each in shared.items() if isinstance(each, torch.nn.Module)
+            key: holder.state_dict(keep_vars=True)
+            for key, holder in shared.items()
+            if isinstance(holder, torch.nn.Module)
         }
         self._lock, self._part, self._shared = lock, part, shared
         self._position = position
@@ -136,7 +138,7 @@ class Member:
             return "stop"
 
     def finish(self) -> None:
-        """Tell that the run is over, so that nobody minds this process going."""
+        """Report the end of the run, so that this process is not missed."""
         self._send(kind="done")
 
     def await_change(self) -> None:
@@ -144,7 +146,7 @@ class Member:
         self._is_lost.wait(CHANGE_S_MAX)
 
     def restart(self) -> None:
-        """Execute the program anew, with the state in memory. Does not return."""
+        """Execute the program again, with the state in memory. Does not return."""
         if self._position is not None and self._part is not None:
             import torch
 
@@ -156,17 +158,19 @@ class Member:
             # The lock is kept: this program changes nothing any more.
             kept = os.memfd_create("elastic", 0)
             with os.fdopen(os.dup(kept), "wb") as file:
-                state = {key: self._fixed.get(key) or each.state_dict() for key, each in self._shared.items()}
+                state = {key: self._fixed.get(key) or holder.state_dict() for key, holder in self._shared.items()}
                 torch.save(keep(state), file)
             self._kept = kept
             holding = [self._position.steps_done, self._part.index, self._part.count]
             os.environ["BROKER_ELASTIC_HOLDING"] = json.dumps(holding)
         for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
             os.environ.pop(name, None)
-        for each in Path("/proc/self/fd").iterdir():
+        for descriptor in Path("/proc/self/fd").iterdir():
             # Left open, sockets of torch's would live on and keep a peer waiting.
             with suppress(OSError):
-                os.set_inheritable(int(each.name), int(each.name) <= 2 or int(each.name) == self._kept)
+                os.set_inheritable(
+                    int(descriptor.name), int(descriptor.name) <= 2 or int(descriptor.name) == self._kept
+                )
         os.environ["BROKER_ELASTIC_STATE"] = str(self._kept)
         sys.stdout.flush()
         os.execv(sys.executable, sys.orig_argv)
@@ -193,7 +197,7 @@ class Member:
                     self.restart()
                 elif message["kind"] == "verdict":
                     self._verdicts.put(message["verdict"])
-        self._is_lost.set()  # training goes on; the next loss ends it
+        self._is_lost.set()  # training continues; the next loss ends it
 
     def _beat(self) -> None:
         while not self._is_lost.wait(BEAT_S):
@@ -213,7 +217,7 @@ class Elastic:
     is_kept: bool  # whether any rank that stays has all of the state in memory
 
     def decide(self, checkpoints: "CheckpointManager", step: int) -> str:
-        """`stay`, `go` or `stop`; does not return where this rank goes on in another world."""
+        """Return `stay`, `go` or `stop`; does not return where this rank continues in another world."""
         verdict = self.member.vote(is_leaving=self.notice.is_given())
         if verdict in ("again", "go") and not self.is_kept:
             checkpoints.save(step)
@@ -236,7 +240,7 @@ def join_world(config: RunConfig) -> Member | None:
 
 
 def find_unit(config: RunConfig) -> int:
-    """Worlds of an elastic run must be a multiple of so many ranks for its mesh to fit them."""
+    """Return the number of ranks of which an elastic world must be a multiple, for its mesh to fit."""
     from trainers.strategies import find_axes
 
     if config.mesh:

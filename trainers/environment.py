@@ -1,4 +1,4 @@
-"""The environment contract: what the broker tells a program through variables. All have a use without a broker."""
+"""The environment contract: variables that the broker sets. All have a use without a broker."""
 
 import os
 from collections.abc import Mapping
@@ -32,7 +32,7 @@ def read_environment(variables: Mapping[str, str] = os.environ) -> Environment:
 
 
 def _read_number(variables: Mapping[str, str], name: str) -> float | None:
-    """A number that is not negative; what is none counts as unset, for it only tunes."""
+    """Return a number of at least 0; an invalid one counts as unset, since it only tunes."""
     try:
         value = float(variables.get(name) or "nan")
     except ValueError:

@@ -1,4 +1,4 @@
-"""The mistakes a run can end with that are told in one line rather than a stack trace.
+"""Errors that end a run with one line rather than a stack trace.
 
 TrainerError
   CheckpointError
@@ -7,7 +7,7 @@ TrainerError
 
 
 class TrainerError(Exception):
-    """The run cannot go on as asked; the message says why."""
+    """The run cannot continue as configured; the message says why."""
 
 
 class CheckpointError(TrainerError):

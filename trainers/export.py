@@ -111,7 +111,7 @@ def read_checkpoint(url: str) -> tuple[int, Mapping[str, Any], dict[str, Any]]:
     from trainers.verified_reader import VerifiedReader
 
     if "://" not in url and not Path(url).is_dir():
-        raise TrainerError(f"`{url}` is no folder; name one with `--checkpoint`")
+        raise TrainerError(f"`{url}` is not a folder; name one with `--checkpoint`")
     storage = open_storage(url)
     newest = find_newest(storage)
     if newest is None:

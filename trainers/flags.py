@@ -35,10 +35,10 @@ def parse_flags(
     presets, defaults = presets or {}, defaults or {}
     _check_defaults(tree, defaults)
     parser = make_parser(tree, program, description, presets, defaults)
-    found, unknown = parser.parse_known_args([_read_dashes(argument) for argument in arguments])
+    namespace, unknown = parser.parse_known_args([_read_dashes(argument) for argument in arguments])
     if unknown:
         parser.error(_explain_unknown(unknown[0], tree))
-    given = vars(found)
+    given = vars(namespace)
     try:
         file = given.pop("config", None)
         from_file = read_config_file(Path(file), tree, accepts_preset=bool(presets)) if file else {}
@@ -73,7 +73,7 @@ def make_parser(
             "--preset", metavar="NAME", help=f"a set of values to begin with; --config beats it: {', '.join(presets)}"
         )
     groups: dict[str, argparse._ArgumentGroup] = {}
-    sections = {f"{each.name}.": each.type for each in dataclasses.fields(tree)}
+    sections = {f"{part.name}.": part.type for part in dataclasses.fields(tree)}
     for name, knob_field in iterate_knobs(tree):
         prefix = name[: name.rfind(".") + 1]
         if prefix not in groups:
@@ -101,11 +101,11 @@ def _check_defaults(tree: type, defaults: Preset) -> None:
     knobs = dict(iterate_knobs(tree))
     for name, value in defaults.items():
         if name not in knobs or type(value) is not type(knobs[name].default):
-            raise ValueError(f"`{name}`={value!r} is no default of a flag{_suggest(name, knobs)}")
+            raise ValueError(f"`{name}`={value!r} is not a default of a flag{_suggest(name, knobs)}")
 
 
 def read_config_file(path: Path, tree: type, *, accepts_preset: bool = False) -> dict[str, Any]:
-    """The values of a TOML file by dotted name; one that is unknown or of another type is a ValueError that says so."""
+    """Return the values of a TOML file by dotted name; ValueError for an unknown one or another type."""
     try:
         content = _read_toml(path)
     except OSError as error:
@@ -144,7 +144,7 @@ def to_arguments(config: Any) -> list[str]:
 
 
 def to_values(config: Any) -> dict[str, Any]:
-    """Every leaf of a config by its dotted name."""
+    """Return every leaf of a config by its dotted name."""
     values = {}
     for name, _ in iterate_knobs(type(config)):
         value = config
@@ -157,23 +157,23 @@ def to_values(config: Any) -> dict[str, Any]:
 def iterate_knobs(tree: type, prefix: str = "") -> Iterator[tuple[str, "dataclasses.Field[Any]"]]:
     """Yield every leaf of the tree as its dotted name and field: the tree's own first, then each part's."""
     fields = dataclasses.fields(tree)
-    for each in fields:
-        if not dataclasses.is_dataclass(each.type):
-            yield f"{prefix}{each.name}", each
-    for each in fields:
-        if dataclasses.is_dataclass(each.type):
-            assert isinstance(each.type, type)
-            yield from iterate_knobs(each.type, f"{prefix}{each.name}.")
+    for member in fields:
+        if not dataclasses.is_dataclass(member.type):
+            yield f"{prefix}{member.name}", member
+    for member in fields:
+        if dataclasses.is_dataclass(member.type):
+            assert isinstance(member.type, type)
+            yield from iterate_knobs(member.type, f"{prefix}{member.name}.")
 
 
 def _build(tree: Any, values: Mapping[str, Any], prefix: str) -> Any:
     parts = {}
-    for each in dataclasses.fields(tree):
-        name = f"{prefix}{each.name}"
-        if dataclasses.is_dataclass(each.type):
-            parts[each.name] = _build(each.type, values, f"{name}.")
+    for member in dataclasses.fields(tree):
+        name = f"{prefix}{member.name}"
+        if dataclasses.is_dataclass(member.type):
+            parts[member.name] = _build(member.type, values, f"{name}.")
         elif name in values:
-            parts[each.name] = values[name]
+            parts[member.name] = values[name]
     return tree(**parts)
 
 
@@ -204,10 +204,10 @@ def _explain_unknown(argument: str, tree: type) -> str:
     return f"no flag is called `--{name}`{_suggest(name, dict(iterate_knobs(tree)), '--')}"
 
 
-def _suggest(name: str, known: Mapping[str, Any], sign: str = "") -> str:
-    near = difflib.get_close_matches(name, known, n=1)
+def _suggest(name: str, names: Mapping[str, Any], sign: str = "") -> str:
+    near = difflib.get_close_matches(name, names, n=1)
     # Whoever leaves the group out means the knob of that last name.
-    near = near or [each for each in known if each.rpartition(".")[2] == name.rpartition(".")[2]]
+    near = near or [name_known for name_known in names if name_known.rpartition(".")[2] == name.rpartition(".")[2]]
     return f"; did you mean `{sign}{near[0]}`?" if near else ""
 
 

@@ -166,7 +166,7 @@ def write_shape(model: ModelConfig, *, dtype: str) -> dict[str, Any]:
 
 
 def list_weights(model: ModelConfig) -> Iterator[Weight]:
-    """Every tensor of a model of this shape. A tied head is that of the embedding."""
+    """Return every tensor of a model of this shape. A tied head is that of the embedding."""
     yield from _list_gpt2(model) if model.kind == "gpt" else _list_llama(model)
     if not model.tie_embeddings:
         yield Weight("head.weight", "lm_head.weight")

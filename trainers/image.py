@@ -1,7 +1,7 @@
-"""Trains an image classifier: `python -m trainers.image`, alone, on the broker's nodes or under torchrun.
+"""Train an image classifier: `python -m trainers.image`, alone, on the broker's nodes or under torchrun.
 
-The pictures are generated, so there is nothing to download and the right answers are known. Run again after any end
-but success, it goes on from the newest complete checkpoint.
+The images are generated, so there is nothing to download and the right answers are known. Run the
+same command again after a preemption or a failure: it resumes from the newest complete checkpoint.
 """
 
 import sys
@@ -14,7 +14,7 @@ from trainers.launch import end_process, launch_if_needed
 from trainers.recipe import Recipe
 from trainers.session import run_session
 
-if TYPE_CHECKING:  # torch is imported when flags are known to be right and SIGTERM is heard
+if TYPE_CHECKING:  # torch is imported after the flags are checked and SIGTERM is handled
     import torch
 
     from trainers.synthetic_images import SyntheticImages
@@ -31,7 +31,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def build(config: ImageConfig, device: "torch.device", is_spread: bool = False) -> Recipe:
-    """The pictures, the network, and the loss."""
+    """Build the images, the network and the loss."""
     from trainers.losses import class_loss
     from trainers.models.resnet import ResNet, count_flops
     from trainers.synthetic_images import SyntheticImages
@@ -47,21 +47,21 @@ def build(config: ImageConfig, device: "torch.device", is_spread: bool = False) 
         unit="images",
         units_per_sample=1,
         flops_per_sample=count_flops(model, config.data.size),
-        demonstrate=partial(count_right, validation, device),
+        demonstrate=partial(measure_accuracy, validation, device),
     )
 
 
-def count_right(pictures: "SyntheticImages", device: "torch.device", model: "torch.nn.Module") -> str:
-    """How many of some pictures that were not trained on are recognised. All ranks look at the same ones."""
+def measure_accuracy(images_source: "SyntheticImages", device: "torch.device", model: "torch.nn.Module") -> str:
+    """Return the accuracy on images that were not trained on. All ranks use the same ones."""
     import torch
 
-    images, classes = pictures.read(0, SHOWN_COUNT)
+    images, classes = images_source.read(0, SHOWN_COUNT)
     model.eval()
     with torch.no_grad():
         guesses = model(images.to(device)).argmax(dim=1).cpu()
     model.train()
     right = int((guesses == classes).sum())
-    return f"accuracy: {right / SHOWN_COUNT:.3f} on {SHOWN_COUNT} new pictures of {pictures.class_count} classes"
+    return f"accuracy: {right / SHOWN_COUNT:.3f} on {SHOWN_COUNT} new images of {images_source.class_count} classes"
 
 
 if __name__ == "__main__":

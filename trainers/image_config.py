@@ -68,7 +68,7 @@ def parse_config(arguments: Sequence[str]) -> ImageConfig:
         ImageConfig,
         arguments,
         program="python -m trainers.image",
-        description="Train a residual network on generated pictures, on any number of nodes; run again, it goes on.",
+        description="Train a residual network on generated pictures, on any number of nodes; run it again to resume.",
         presets=PRESETS,
         find_problem=find_problem,
     )

@@ -7,18 +7,18 @@ from collections.abc import Callable
 from trainers.environment import Environment
 
 AUTOMATIC = -1
-# Where nobody has told: a gang that is interrupted once in five hours, as on a middling spot market.
+# Without a figure from the broker: a gang that is interrupted once in five hours, as on a middling spot market.
 HAZARD_PER_HOUR_DEFAULT = 0.2
 # A hazard is an estimate. More work than this is not staked on it.
 INTERVAL_S_MAX = 1800.0
-# Writing goes on beside training, and takes a little from it: for no more than this share of the time.
+# Writing runs beside training and slows it a little: for no more than this share of the time.
 WRITE_SHARE_MAX = 0.1
 # Steps until what a step and a save take is known.
 STEPS_FIRST = 5
 
 
 def find_interval_s(stall_s: float, write_s: float, hazard_per_hour: float) -> float:
-    """Seconds of work between checkpoints.
+    """Return seconds of work between checkpoints.
 
     Daly's higher-order optimum of the time lost to saves and to work done twice (J. T. Daly, FGCS 22, 2006, eq. 37),
     within what writing allows and caution asks. `stall_s` holds up training; `write_s` of writing do not.
@@ -47,7 +47,7 @@ class Pacer:
         self._next_step = step + STEPS_FIRST
 
     def is_due(self, step: int) -> bool:
-        """Whether to save after this step."""
+        """Return whether to save after this step."""
         if self._every_steps == AUTOMATIC:
             return step >= self._next_step
         return self._every_steps > 0 and step % self._every_steps == 0

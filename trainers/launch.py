@@ -34,7 +34,7 @@ error: {sys.executable} has no torch
 hint: in a task, `setup: python3 -m trainers.setup` installs what fits the node; elsewhere `pip install torch`"""
 # Workers get this long to end after one has failed; past that they hang in a collective and are killed.
 GRACE_S = 5.0
-# Times an elastic run starts killed workers of one node anew: a memory that does not suffice will not the next time.
+# Restarts of killed workers on one node of an elastic run: memory that does not suffice will not the next time.
 RESTARTS_MAX = 3
 
 
@@ -47,7 +47,7 @@ class Plan:
     node_count: int
     master_address: str
     master_port: int | None
-    nodes_min: int | None = None  # the broker goes on with so many nodes, the first among them
+    nodes_min: int | None = None  # the broker continues with this many nodes, the first among them
 
     @property
     def elastic(self) -> tuple[int, int] | None:
@@ -55,7 +55,7 @@ class Plan:
         return None if self.nodes_min is None else (self.nodes_min * self.workers, self.node_count * self.workers)
 
     def worker_variables(self, local_rank: int, port: int) -> dict[str, str]:
-        """What one worker learns about itself, in torch's names."""
+        """Return what one worker learns about itself, in torch's names."""
         return {
             "RANK": str(self.node_rank * self.workers + local_rank),
             "WORLD_SIZE": str(self.node_count * self.workers),
@@ -86,7 +86,7 @@ def run_fixed(plan: Plan, command: list[str]) -> int:
 
 
 def launch_if_needed(module: str | None, arguments: Sequence[str], *, elastic: str | None = None) -> int | None:
-    """For a trainer's first line: learn this process's place among the ranks, or start them all.
+    """Learn this process's place among the ranks, or start them all.
 
     `module` is started with `arguments`; None starts this very command line again. `elastic` is the knob of a trainer
     that has one, as its flags and its config file say. Returns the exit code of the workers that were started; None
@@ -195,14 +195,14 @@ def serve_rendezvous(plan: Plan, bounds: tuple[int, int], port: int, given: Mapp
 
 
 def find_elastic(arguments: Sequence[str]) -> tuple[int, int] | None:
-    """The trainer's own flag among its arguments, which the launcher must know too; the last one counts."""
-    found = None
+    """Return the trainer's own flag among its arguments, which the launcher must know too; the last one counts."""
+    bounds = None
     for place, argument in enumerate(arguments):
         flag, equals, value = argument.partition("=")
         if flag == "--elastic":
-            found = value if equals else "".join(arguments[place + 1 : place + 2])
+            bounds = value if equals else "".join(arguments[place + 1 : place + 2])
     try:
-        return parse_elastic(found) if found else None
+        return parse_elastic(bounds) if bounds else None
     except ValueError as error:
         raise SystemExit(f"error: {error}") from None
 
@@ -211,7 +211,7 @@ def parse_elastic(text: str) -> tuple[int, int]:
     """`2:4` as bounds of the number of ranks; ValueError for anything else."""
     least, colon, most = text.partition(":")
     if not colon or not least.isdecimal() or not most.isdecimal() or not 1 <= int(least) <= int(most):
-        raise ValueError(f"`--elastic {text}` is not like `2:4`, the fewest and the most ranks to go on with")
+        raise ValueError(f"`--elastic {text}` is not like `2:4`, the fewest and the most ranks to continue with")
     return int(least), int(most)
 
 
@@ -221,7 +221,7 @@ Command = tuple[list[str], Mapping[str, str]]
 def run_workers(commands: Sequence[Command], prepare_again: Callable[[int], Command] | None = None) -> int:
     """Start all, pass SIGTERM on, and end the others when one fails.
 
-    With `prepare_again` a worker killed by a signal is started anew, a few times a node, and one that was preempted
+    With `prepare_again` a worker killed by a signal is restarted, a few times a node, and one that was preempted
     leaves the others be.
     """
     running: dict[int, int] = {}
@@ -245,7 +245,7 @@ def run_workers(commands: Sequence[Command], prepare_again: Callable[[int], Comm
             exit_code = exit_code or code
         elif code and not exit_code:
             exit_code = 128 - code if code < 0 else code  # death by a signal, as a shell reports it
-            # Not at once: after a preemption the first rank may still be telling that its checkpoint is made.
+            # Not at once: after a preemption the first rank may still be reporting its checkpoint.
             signal.setitimer(signal.ITIMER_REAL, GRACE_S)
     signal.setitimer(signal.ITIMER_REAL, 0)
     return exit_code

@@ -55,7 +55,7 @@ class Damage(Exception):
 
 
 def find_newest(storage: Storage) -> tuple[CheckpointName, Contents] | None:
-    """The newest complete checkpoint and what is in it, passing over what is torn or corrupt. Reads every file."""
+    """Return the newest complete checkpoint and its contents, skipping torn and corrupt ones. Reads every file."""
     for name in list_checkpoints(storage):
         try:
             contents = read_manifest(storage, name)
@@ -68,14 +68,14 @@ def find_newest(storage: Storage) -> tuple[CheckpointName, Contents] | None:
 
 
 def list_checkpoints(storage: Storage) -> list[CheckpointName]:
-    """All checkpoint folders, complete or not, newest first."""
+    """Return all checkpoint folders, complete or not, newest first."""
     matches = [match for match in map(NAME_PATTERN.fullmatch, storage.list_names("")) if match]
     names = [CheckpointName(step=int(match[1]), attempt=int(match[2]), run=match[3]) for match in matches]
     return sorted(names, key=lambda name: (name.step, name.attempt, name.run), reverse=True)
 
 
 def read_manifest(storage: Storage, name: CheckpointName) -> Contents:
-    """What is in the checkpoint. Raises Damage where the manifest is missing or not what was written."""
+    """Return what is in the checkpoint. Raises Damage where the manifest is missing or not what was written."""
     content = storage.read(f"{name}/manifest.json")
     if content is None:
         raise Damage("it has no manifest, so writing it was cut short")
@@ -100,21 +100,21 @@ def read_manifest(storage: Storage, name: CheckpointName) -> Contents:
 
 
 def read_index(storage: Storage, name: CheckpointName, contents: Contents) -> bytes:
-    """The file that says where each tensor lies. Raises Damage where it is missing or not what was written."""
+    """Return the file that says where each tensor lies. Raises Damage where it is missing or not what was written."""
     content = storage.read(f"{name}/{INDEX}")
     if INDEX not in contents.files:
         raise Damage(f"`{INDEX}` is not in its manifest")
-    found = None if content is None else (hashlib.sha256(content).hexdigest(), len(content))
-    check_seal(INDEX, contents.files[INDEX], found)
+    actual = None if content is None else (hashlib.sha256(content).hexdigest(), len(content))
+    check_seal(INDEX, contents.files[INDEX], actual)
     assert content is not None, "its seal was checked"
     return content
 
 
-def check_seal(file: str, seal: Seal, found: tuple[str, int] | None) -> None:
+def check_seal(file: str, seal: Seal, actual: tuple[str, int] | None) -> None:
     """Raise Damage unless `found`, checksum and size, are the file's; None is a missing file."""
-    if found is None:
+    if actual is None:
         raise Damage(f"`{file}` is missing")
-    if found != (seal.sha256, seal.size):
+    if actual != (seal.sha256, seal.size):
         raise Damage(f"`{file}` is not what was written")
 
 
@@ -124,7 +124,7 @@ def seal_manifest(manifest: Mapping[str, object]) -> str:
 
 
 def divide(files: Iterable[str], *, rank: int, world_size: int) -> list[str]:
-    """One rank's share of files; every file is in exactly one share, and all ranks agree on which."""
+    """Return one rank's share of files; every file is in exactly one share, and all ranks agree on which."""
     return sorted(files)[rank::world_size]
 
 

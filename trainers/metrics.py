@@ -26,7 +26,7 @@ class Meter:
         self._paused_s = 0.0
 
     def count(self, samples: int) -> None:
-        """One step was made."""
+        """Count the samples of a step."""
         self._samples += samples
 
     def pause(self, seconds: float) -> None:
@@ -34,7 +34,7 @@ class Meter:
         self._paused_s += seconds
 
     def read(self) -> dict[str, float]:
-        """Rates since the last reading. MFU is the share of the peak that the model's own arithmetic used."""
+        """Return rates since the last reading. MFU is the share of the peak that the model's own arithmetic used."""
         now = time.perf_counter()
         elapsed_s = max(1e-9, now - self._begin - self._paused_s)
         rates = {"tokens_per_s": round(self._samples * self._units / elapsed_s, 1)}
@@ -59,8 +59,8 @@ class MetricFiles:
     def write(self, step: int, values: Mapping[str, float | None]) -> None:
         """Append one line. JSON has no infinity: such a value is null. A resumed run repeats what it lost."""
         if self._path:
-            known = {name: value if value is None or math.isfinite(value) else None for name, value in values.items()}
-            line = {"time": time.time(), "attempt": self._attempt, "step": step, **known}
+            finite = {name: value if value is None or math.isfinite(value) else None for name, value in values.items()}
+            line = {"time": time.time(), "attempt": self._attempt, "step": step, **finite}
             with self._path.open("ab", buffering=0) as file:
                 file.write(json.dumps(line).encode() + b"\n")
         if self._board is not None:
@@ -77,7 +77,7 @@ class MetricFiles:
 def make_meter(
     log: LogConfig, dtype: str, device: torch.device, *, units_per_sample: int, flops_per_sample: float, ranks: int
 ) -> Meter:
-    """A meter that knows this device's peak."""
+    """Return a meter that knows this device's peak."""
     peak_flops = find_peak_flops(device, dtype, log.peak_tflops)
     return Meter(
         units_per_sample=units_per_sample, flops_per_sample=flops_per_sample, peak_flops=peak_flops, ranks=ranks
@@ -85,7 +85,7 @@ def make_meter(
 
 
 def read_memory(device: torch.device) -> dict[str, float]:
-    """The peak so far, in GiB."""
+    """Return the peak so far, in GiB."""
     return {"memory_gib": round(measure_memory_gib(device), 3)}
 
 

@@ -52,10 +52,10 @@ def find_accelerator(variables: Mapping[str, str]) -> Accelerator:
     asked = variables.get("SKYPILOT_NUM_GPUS_PER_NODE", "")
     if asked == "0":
         return CPU
-    found = find_nvidia(variables) or (Accelerator("rocm", "AMD GPU") if Path("/dev/kfd").exists() else None)
+    accelerator = find_nvidia(variables) or (Accelerator("rocm", "AMD GPU") if Path("/dev/kfd").exists() else None)
     is_here = "BROKER_NODE_DIR" in variables  # the local cloud: this machine stands in for one with GPUs
-    if found or not asked or is_here:
-        return found or CPU
+    if accelerator or not asked or is_here:
+        return accelerator or CPU
     if is_without_driver():
         raise SetupError(
             "this node has NVIDIA GPUs and no driver for them", "choose an image with a driver: `image_id:` in the task"
@@ -88,7 +88,7 @@ def find_nvidia(variables: Mapping[str, str]) -> Accelerator | None:
 
 
 def query(program: str) -> tuple[str, bool]:
-    """What `nvidia-smi` says, and whether it succeeds."""
+    """Return what `nvidia-smi` says, and whether it succeeds."""
     try:
         done = subprocess.run([program, *QUERY], capture_output=True, text=True, timeout=QUERY_S, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
@@ -97,7 +97,7 @@ def query(program: str) -> tuple[str, bool]:
 
 
 def is_without_driver() -> bool:
-    """Whether the PCI bus shows an NVIDIA GPU."""
+    """Return whether the PCI bus shows an NVIDIA GPU."""
     devices = list(PCI.iterdir()) if PCI.exists() else []
     return any(
         (device / "vendor").read_text().strip() == NVIDIA_VENDOR
@@ -107,19 +107,19 @@ def is_without_driver() -> bool:
     )
 
 
-def choose_build(found: Accelerator) -> str:
+def choose_build(accelerator: Accelerator) -> str:
     """Return the name of the build in PyTorch's index. Raises SetupError where this version has none that fits."""
-    if found.kind != "cuda":
-        return ROCM if found.kind == "rocm" else "cpu"
-    is_old, is_new = (0,) < found.capability < TURING, found.capability > HOPPER
-    if found.driver >= DRIVER_OF_CUDA_13 and not is_old:
+    if accelerator.kind != "cuda":
+        return ROCM if accelerator.kind == "rocm" else "cpu"
+    is_old, is_new = (0,) < accelerator.capability < TURING, accelerator.capability > HOPPER
+    if accelerator.driver >= DRIVER_OF_CUDA_13 and not is_old:
         return "cu130"
-    if found.driver >= DRIVER_OF_CUDA_12 and not is_new:
+    if accelerator.driver >= DRIVER_OF_CUDA_12 and not is_new:
         return "cu126"
     needed = DRIVER_OF_CUDA_13 if is_new else DRIVER_OF_CUDA_12
     raise SetupError(
-        f"torch {TORCH} needs NVIDIA driver {show_version(needed)} for {found.name}; "
-        f"this node has {show_version(found.driver) or 'an unknown one'}",
+        f"torch {TORCH} needs NVIDIA driver {show_version(needed)} for {accelerator.name}; "
+        f"this node has {show_version(accelerator.driver) or 'an unknown one'}",
         "choose an image with a newer driver, or one that has torch already: `image_id:` in the task",
     )
 

@@ -56,13 +56,13 @@ class Python:
     has_buckets: bool
 
 
-def find_python(found: Accelerator, own: Path | None, variables: Mapping[str, str]) -> Python | None:
+def find_python(accelerator: Accelerator, own: Path | None, variables: Mapping[str, str]) -> Python | None:
     """Return the first that fits; those that have torch and do not fit are named with the reason.
 
     `own`: the one that an earlier setup on this node made, if it did.
     """
     for path in list_candidates(own, variables):
-        python, reason = judge(path, found)
+        python, reason = judge(path, accelerator)
         if python:
             return python
         if reason:
@@ -81,7 +81,7 @@ def list_candidates(own: Path | None, variables: Mapping[str, str]) -> Iterator[
             yield place
 
 
-def judge(path: str, found: Accelerator) -> tuple[Python | None, str]:
+def judge(path: str, accelerator: Accelerator) -> tuple[Python | None, str]:
     """Return it if it fits; else why not, where it has torch at all."""
     try:
         done = subprocess.run([path, "-c", PROBE], capture_output=True, text=True, timeout=PROBE_S, check=False)
@@ -96,19 +96,19 @@ def judge(path: str, found: Accelerator) -> tuple[Python | None, str]:
     numbers = re.match(r"(\d+)\.(\d+)", torch)
     if not numbers or (int(numbers[1]), int(numbers[2])) < TORCH_OLDEST:
         return None, f"the trainers need torch {show(TORCH_OLDEST)}, this is {torch}"
-    if found.kind != "cpu":
-        if not said[found.kind]:
-            return None, f"its torch {torch} is not built for {found.name}"
-        if reason := check(path, found):
-            return None, f"its torch {torch} does not work on {found.name}: {reason}"
+    if accelerator.kind != "cpu":
+        if not said[accelerator.kind]:
+            return None, f"its torch {torch} is not built for {accelerator.name}"
+        if reason := check(path, accelerator):
+            return None, f"its torch {torch} does not work on {accelerator.name}: {reason}"
     return Python(path, torch, bool(said["has_buckets"])), ""
 
 
-def check(path: str, found: Accelerator) -> str:
+def check(path: str, accelerator: Accelerator) -> str:
     """Run one kernel; return the error's last line, or nothing if it works."""
     try:
         done = subprocess.run(
-            [path, "-c", CHECK, found.kind], capture_output=True, text=True, timeout=CHECK_S, check=False
+            [path, "-c", CHECK, accelerator.kind], capture_output=True, text=True, timeout=CHECK_S, check=False
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         return str(error)

@@ -45,7 +45,7 @@ WHEELS = {  # as PyPI lists them
 WHEELS["aarch64", "musl"] = WHEELS["aarch64", "glibc"]
 PYPI = "https://pypi.org/simple"
 PIP_FILES = ("/etc/xdg/pip/pip.conf", "/etc/pip.conf", "~/.pip/pip.conf", "~/.config/pip/pip.conf")
-# uv's name for what pip is told. uv takes a package from the first index that has it; pip takes the best of all, and
+# uv's name for pip's settings. uv takes a package from the first index that has it; pip takes the best of all, and
 # who wrote settings for pip counts on that.
 UV_NAMES = {
     "index-url": "UV_DEFAULT_INDEX",
@@ -61,19 +61,19 @@ TRIES, RETRY_S, ANSWER_S = 3, 5.0, 60.0
 
 
 def read_settings(variables: Mapping[str, str]) -> dict[str, str]:
-    """Return `variables` with uv's own set to what pip is told, in its variables and files; uv's own come first."""
+    """Return `variables` with pip's settings (variables and files) as uv's; uv's own take precedence."""
     pip = read_pip_files(variables)
     for name in UV_NAMES:
         if value := variables.get(f"PIP_{name.upper().replace('-', '_')}"):
             pip[name] = value
-    told = {UV_NAMES[name]: " ".join(value.split()) for name, value in pip.items() if name in UV_NAMES}
-    if "UV_FIND_LINKS" in told:
-        told["UV_FIND_LINKS"] = told["UV_FIND_LINKS"].replace(" ", ",")
-    if told.get("UV_NO_INDEX", "").lower() in ("0", "no", "false", "off"):
-        del told["UV_NO_INDEX"]
-    if "UV_INDEX" in told:
-        told["UV_INDEX_STRATEGY"] = "unsafe-best-match"
-    return {**told, **variables}
+    settings = {UV_NAMES[name]: " ".join(value.split()) for name, value in pip.items() if name in UV_NAMES}
+    if "UV_FIND_LINKS" in settings:
+        settings["UV_FIND_LINKS"] = settings["UV_FIND_LINKS"].replace(" ", ",")
+    if settings.get("UV_NO_INDEX", "").lower() in ("0", "no", "false", "off"):
+        del settings["UV_NO_INDEX"]
+    if "UV_INDEX" in settings:
+        settings["UV_INDEX_STRATEGY"] = "unsafe-best-match"
+    return {**settings, **variables}
 
 
 def names_index(settings: Mapping[str, str]) -> bool:
@@ -88,20 +88,20 @@ def read_pip_files(variables: Mapping[str, str]) -> dict[str, str]:
         parser.read([Path(path).expanduser() for path in files if path])
     except configparser.Error as error:
         print(f"warning: pip's settings cannot be read: {error}", flush=True)
-    found: dict[str, str] = {}
+    options: dict[str, str] = {}
     for section in ("global", "install"):
         if parser.has_section(section):
-            found.update(parser.items(section))
-    return found
+            options.update(parser.items(section))
+    return options
 
 
 def find_uv(folder: Path, settings: Mapping[str, str]) -> str:
     """Return uv's path: one on PATH that is as new as ours, else the one in `folder`, fetched if it is not there."""
-    known = shutil.which("uv", path=settings.get("PATH", os.defpath))
-    if known:
-        words = subprocess.run([known, "--version"], capture_output=True, text=True, check=False).stdout.split()
+    uv = shutil.which("uv", path=settings.get("PATH", os.defpath))
+    if uv:
+        words = subprocess.run([uv, "--version"], capture_output=True, text=True, check=False).stdout.split()
         if len(words) > 1 and read_version(words[1]) >= read_version(UV):
-            return known
+            return uv
     program = folder / f"uv-{UV}"
     if not program.exists():
         libc = "glibc" if platform.libc_ver()[0] == "glibc" else "musl"
@@ -147,7 +147,7 @@ def fetch(name: str, digest: str, *, settings: Mapping[str, str]) -> bytes:
 
 def list_pages(settings: Mapping[str, str]) -> Iterator[str]:
     """Yield the addresses of pages that may link to uv: folders of wheels, further indexes, the index."""
-    yield from (as_url(each) for each in settings.get("UV_FIND_LINKS", "").split(",") if each)
+    yield from (as_url(link) for link in settings.get("UV_FIND_LINKS", "").split(",") if link)
     if settings.get("UV_NO_INDEX"):
         return
     default = settings.get("UV_DEFAULT_INDEX") or settings.get("UV_INDEX_URL") or PYPI

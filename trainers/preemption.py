@@ -24,7 +24,7 @@ class PreemptionNotice:
         signal.signal(signal.SIGTERM, self._remember)
 
     def is_given(self) -> bool:
-        """Whether this process has been told, by either way."""
+        """Return whether a notice has arrived, in either way."""
         return self._has_signal or (self._file is not None and self._file.exists())
 
     def _remember(self, signal_number: int, frame: FrameType | None) -> None:

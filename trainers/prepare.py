@@ -36,7 +36,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The flags."""
+    """Return the parser of all flags."""
     parser = argparse.ArgumentParser(prog="python -m trainers.prepare", description="Turn text into token files.")
     parser.add_argument("paths", nargs="+", metavar="PATH", help="text, .jsonl or .parquet files, or folders of them")
     parser.add_argument("--output", required=True, metavar="FOLDER", help="where token files are written")
@@ -93,7 +93,7 @@ def prepare(
 
 
 def cut(document: bytes, piece_bytes: int) -> Iterator[bytes]:
-    """Pieces of a document that end at line ends where they can, so that few words are split."""
+    """Return pieces of a document that end at line ends where they can, so that few words are split."""
     start = 0
     while start < len(document):
         stop = start + piece_bytes
@@ -141,7 +141,7 @@ class Reporter:
     """Says now and then how far it has come, on stderr."""
 
     def __init__(self, total_bytes: int) -> None:
-        """Out of so many bytes."""
+        """Start with the total number of bytes."""
         self._total = max(1, total_bytes)
         self._begin = self._told = time.monotonic()
         self._is_terminal = sys.stderr.isatty()
@@ -162,7 +162,7 @@ class Reporter:
 
 
 def _character_start(document: bytes, place: int) -> int:
-    """The nearest place at or before that does not split a UTF-8 character, which has four bytes at most."""
+    """Return the nearest place at or before that does not split a UTF-8 character, which has four bytes at most."""
     for back in range(4):
         if document[place - back] & 0xC0 != 0x80:
             return place - back

@@ -17,7 +17,7 @@ class Profile:
         self._recording: Any = None
 
     def step(self) -> None:
-        """One step is over: begin or end the recording where that is due."""
+        """Start or stop the recording if it is time; called after each step."""
         if not self._config.steps:
             return
         self._steps += 1

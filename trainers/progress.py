@@ -1,4 +1,4 @@
-"""Tells people and the broker how far a run has come: a line or a bar on stdout, a JSON line in the progress file."""
+"""Reports progress: a line or a bar on stdout, a JSON line in the progress file."""
 
 import json
 import math
@@ -11,7 +11,7 @@ from typing import Any, TextIO
 BAR_WIDTH = 20
 # What of a step is worth its place on the screen; all of it is in the files.
 SCREEN_DETAILS = ("validation_loss", "mfu")
-FILE_DETAILS = ("busy_s",)  # for the broker: no new step is to be expected for so long
+FILE_DETAILS = ("busy_s",)  # for the broker: no new step is expected for this time
 
 
 class Progress:
@@ -40,8 +40,8 @@ class Progress:
         """Tell people and the file. Floats keep all their digits, so two runs can be compared bit for bit."""
         if self._is_silent:
             return
-        known = {"loss": loss, "tokens_per_s": tokens_per_s, "event": event, "checkpoint_step": checkpoint_step}
-        self.note(step=step, **known, **details)
+        values = {"loss": loss, "tokens_per_s": tokens_per_s, "event": event, "checkpoint_step": checkpoint_step}
+        self.note(step=step, **values, **details)
         words = [] if loss is None else [f"loss {loss:.4f}"]
         words += [] if tokens_per_s is None else [f"{tokens_per_s:,.0f} {self._unit}/s"]
         words += [] if event is None else [event]
@@ -65,7 +65,7 @@ class Progress:
             file.write(json.dumps(line).encode() + b"\n")
 
     def say(self, text: str) -> None:
-        """Tell people something that is no number."""
+        """Print text on stdout only."""
         if not self._is_silent:
             self._write_line(text)
 
@@ -82,7 +82,7 @@ class Progress:
             print(file=self._screen)
 
     def _estimate_end(self, step: int) -> str:
-        """How much longer at the pace of this attempt, which began at a step of its own."""
+        """Return the time left at the pace of this attempt, which began at a step of its own."""
         if self._first_step is None:
             self._first_step, self._begin_s = step, time.monotonic()
             return ""

@@ -13,13 +13,13 @@ class RandomNumbers:
         self._device = device
 
     def seed(self, seed: int) -> None:
-        """Start all generators anew."""
+        """Seed all generators."""
         torch.default_generator.manual_seed(seed)
         if self._device.type == "cuda":
             torch.cuda.manual_seed(seed)
 
     def state_dict(self) -> dict[str, Any]:
-        """The generators' states."""
+        """Return the generators' states."""
         state = {"cpu": torch.get_rng_state()}
         if self._device.type == "cuda":
             state["cuda"] = torch.cuda.get_rng_state(self._device)

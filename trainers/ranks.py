@@ -70,7 +70,7 @@ class Ranks:
         return values
 
     def limit_steps(self, timeout_s: float) -> None:
-        """From now on wait for a peer no longer than this, in all groups but the background's.
+        """Wait for a peer no longer than this from now on, in all groups but the background's.
 
         Called after the first step: until then ranks may be far apart, as one of them compiles or prepares data.
         """
@@ -83,7 +83,7 @@ class Ranks:
                 distributed_c10d._set_pg_timeout(make_timeout(timeout_s), group)
 
     def make_counter(self) -> Counter:
-        """Numbers that all ranks add to; usable beside any collective."""
+        """Return numbers that all ranks add to; usable beside any collective."""
         if self.world_size == 1:
             return LocalCounter()
         store: Any = dist.distributed_c10d._get_default_store()  # torch's stub lacks `clone` (2.13)
@@ -103,7 +103,7 @@ class StoreCounter:
 
 
 def make_timeout(timeout_s: float) -> datetime.timedelta:
-    """As process groups take it; 0 is for ever."""
+    """Return a timeout as process groups take it; 0 is no limit."""
     return datetime.timedelta(seconds=timeout_s or FOREVER_S)
 
 
@@ -144,8 +144,8 @@ def join_ranks(*, start_s: float = TIMEOUT_S, checkpoint_s: float = TIMEOUT_S) -
 def _keep_freed_memory() -> None:
     """Let glibc keep what is freed, for the next step's activations of the same sizes.
 
-    Left to itself it gives them back to the system at every step and has them zeroed anew: 4,300 page faults a step of
-    the default model, and 5 % of its time. Other C libraries have no such knob.
+    Left to itself it gives them back to the system at every step and has them zeroed again: 4,300 page faults a step of
+    the default model, and 5 % of its time. Other C libraries have no such option.
     """
     set_option = getattr(ctypes.CDLL(None), "mallopt", None)
     if set_option is not None:
@@ -154,13 +154,13 @@ def _keep_freed_memory() -> None:
 
 
 def choose_precision(device: torch.device, dtype: str) -> Callable[[], AbstractContextManager[Any]]:
-    """What surrounds each forward pass: autocast for the 16-bit ones, nothing for `float32`."""
+    """Return what surrounds each forward pass: autocast for the 16-bit ones, nothing for `float32`."""
     is_half = dtype != "float32"
     return lambda: torch.autocast(device.type, dtype=getattr(torch, dtype) if is_half else None, enabled=is_half)
 
 
 def is_first_to_say(message: str) -> bool:
-    """Whether no other rank has said it yet: a mistake that all ranks make is one mistake.
+    """Return whether no other rank has said it yet: an error that all ranks make is reported once.
 
     Whoever cannot ask says it. The first rank, which keeps the answer, stays until all others asked or time is up.
     """

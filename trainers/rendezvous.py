@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-# A worker that says nothing for so long is gone, though its connection is not: the machine vanished.
+# A worker silent for this time is lost, though its connection is open: the machine vanished.
 SILENCE_S_MAX = 30.0
-# Survivors come back within their start-up time; whoever does not is left behind.
+# Survivors come back within their start-up time; a worker that does not is left behind.
 RETURN_S_MAX = 60.0
 # With fewer than the least, others may still come; then the run ends, and the broker starts it again.
 WAIT_S_MAX = 600.0
@@ -30,7 +30,7 @@ class Member:
     holding: tuple[int, int, int] = (-1, 0, 1)  # step of the state in its memory, -1 for none; which of how many parts
     unit: int = 1  # the ranks of its world must be a multiple of this many
 
-    def tell(self, **message: Any) -> None:
+    def send(self, **message: Any) -> None:
         """Send one line; a connection that broke is noticed where it is read."""
         if not self.writer.is_closing():
             self.writer.write(json.dumps(message).encode() + b"\n")
@@ -55,20 +55,20 @@ class Rendezvous:
     on_gather: Callable[[], None] = lambda: None
 
     def arrive(self, member: Member) -> None:
-        """A worker asks to be let in."""
+        """Add a worker that asks to be let in."""
         self.waiting[member.id] = member
         self.expected.discard(member.id)
         self.unit = member.unit  # equal for all: it follows from the flags
         if self.is_over:
-            member.tell(kind="end", is_over=True)
+            member.send(kind="end", is_over=True)
         elif self.is_gathering:
             self.consider()
         elif self._fit(len(self.current) + len(self.waiting)) > len(self.current):
-            for each in self.current.values():
-                each.tell(kind="joiner")
+            for other in self.current.values():
+                other.send(kind="joiner")
 
     def depart(self, member: Member) -> None:
-        """A connection ended."""
+        """Remove a worker whose connection ended."""
         if self.waiting.get(member.id) is member:
             del self.waiting[member.id]
         if self.current.get(member.id) is not member:
@@ -76,21 +76,21 @@ class Rendezvous:
         del self.current[member.id]
         if self.is_over or self.is_gathering:
             return
-        for each in self.current.values():
-            each.tell(kind="change")
+        for other in self.current.values():
+            other.send(kind="change")
         self.gather(set(self.current))
 
     def vote(self, member: Member, *, is_leaving: bool) -> None:
-        """All members stand between the same two steps, and say whether their machine is about to go.
+        """Count a vote. All members stand between the same two steps, and say whether their machine is about to go.
 
-        Of no weight while a world is gathering, and from whoever is not in the current one.
+        Of no weight while a world is gathering, and from a rank outside the current one.
         """
         if self.is_gathering or self.current.get(member.id) is not member:
             return
         self.votes[member.id] = is_leaving
         if set(self.votes) < set(self.current):
             return
-        leavers = {key for key, each in self.votes.items() if each}
+        leavers = {key for key, is_leaving in self.votes.items() if is_leaving}
         staying = set(self.current) - leavers
         self.votes = {}
         if not leavers and not self.waiting:
@@ -100,8 +100,8 @@ class Rendezvous:
         else:
             verdicts = dict.fromkeys(self.current, "stop")
             self.is_over = True
-        for key, each in self.current.items():
-            each.tell(kind="verdict", verdict=verdicts[key])
+        for key, member in self.current.items():
+            member.send(kind="verdict", verdict=verdicts[key])
         if "again" in verdicts.values():
             self.gather(staying)
 
@@ -120,32 +120,32 @@ class Rendezvous:
             self._form()
 
     def _fit(self, count: int) -> int:
-        """How many of so many members can make up a world."""
+        """Return how many of the members can make up a world."""
         return min(count, self.most) // self.unit * self.unit
 
     def finish(self) -> None:
-        """All steps are done: whoever still waits for a place need not."""
+        """End the run: all steps are done, and no rank needs to wait for a place."""
         self.is_over = True
-        for each in self.waiting.values():
-            each.tell(kind="end", is_over=True)
+        for member in self.waiting.values():
+            member.send(kind="end", is_over=True)
 
     def give_up(self) -> None:
         """Nobody comes any more."""
-        for each in self.waiting.values():
-            each.tell(kind="end", reason=f"{len(self.waiting)} ranks are left, and `--elastic` asks for {self.least}")
+        for member in self.waiting.values():
+            member.send(kind="end", reason=f"{len(self.waiting)} ranks are left, and `--elastic` asks for {self.least}")
 
     def _form(self) -> None:
-        members = arrange(sorted(self.waiting.values(), key=lambda each: each.order))
+        members = arrange(sorted(self.waiting.values(), key=lambda member: member.order))
         size = self._fit(len(members))
         chosen, spare = members[:size], members[size:]
         self.generation += 1
         self.is_gathering = False
         self.expected, self.votes = set(), {}
-        self.current = {each.id: each for each in chosen}
-        self.waiting = {each.id: each for each in spare}
-        holdings = [each.holding for each in chosen]
-        for rank, each in enumerate(chosen):
-            each.tell(
+        self.current = {member.id: member for member in chosen}
+        self.waiting = {member.id: member for member in spare}
+        holdings = [member.holding for member in chosen]
+        for rank, member in enumerate(chosen):
+            member.send(
                 kind="world",
                 generation=self.generation,
                 rank=rank,
@@ -157,19 +157,19 @@ class Rendezvous:
 
 
 def arrange(members: Sequence[Member]) -> list[Member]:
-    """Members in their order, but where each kept one part of several, the parts take turns as they did before.
+    """Order members by rank, but where each kept one part of several, the parts take turns as they did before.
 
     So a world is whole where its members can make it so, and few have to be sent what they did not keep.
     """
     left = list(members)
-    newest = max((each.holding for each in left), default=(-1, 0, 1))
+    newest = max((member.holding for member in left), default=(-1, 0, 1))
     if newest[2] == 1:
         return left
     arranged: list[Member] = []
     while left:
         wanted = (newest[0], len(arranged) % newest[2], newest[2])
-        place = next((place for place, each in enumerate(left) if each.holding == wanted), None)
-        if place is None:  # whoever is of no use at another place either
-            place = next((place for place, each in enumerate(left) if each.holding[0] != newest[0]), 0)
+        place = next((place for place, member in enumerate(left) if member.holding == wanted), None)
+        if place is None:  # a member that fits no other place either
+            place = next((place for place, member in enumerate(left) if member.holding[0] != newest[0]), 0)
         arranged.append(left.pop(place))
     return arranged

@@ -1,7 +1,7 @@
 """Puts a `Rendezvous` on a port. Whoever cannot authenticate is not listened to, and cannot keep others out.
 
 JSON lines. From a worker: hello {id, port, order, holding, unit} first, then vote {is_leaving}, done, beat. To it:
-welcome, then what `Rendezvous` tells.
+welcome, then what `Rendezvous` sends.
 """
 
 import asyncio
@@ -155,7 +155,7 @@ class Server:
         rendezvous = self._rendezvous
         if rendezvous.unit != member.unit and (rendezvous.waiting or rendezvous.current):
             words = f"this worker comes in {member.unit}s, the others in {rendezvous.unit}s: are their flags equal?"
-            member.tell(kind="end", reason=words)
+            member.send(kind="end", reason=words)
             raise ValueError(words)
         rendezvous.arrive(member)
         return member
@@ -193,7 +193,7 @@ def read_member(message: dict[str, Any], address: str, writer: asyncio.StreamWri
 
 
 def is_whole(value: object, least: int, most: int) -> bool:
-    """Whether it is a number of JSON's without a fraction, within bounds; `true` is none."""
+    """Return whether it is a number of JSON's without a fraction, within bounds; `true` is none."""
     return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
 
 
@@ -201,7 +201,7 @@ def read_wholes(values: object, count: int) -> list[int]:
     """Return `count` whole numbers. Raises ValueError for anything else."""
     if not isinstance(values, list) or len(values) != count:
         raise ValueError("not a list of that length")
-    if not all(is_whole(each, -WHOLE_MAX, WHOLE_MAX) for each in values):
+    if not all(is_whole(number, -WHOLE_MAX, WHOLE_MAX) for number in values):
         raise ValueError("not whole numbers")
     return values
 

@@ -37,7 +37,7 @@ class Stateful(Protocol):
     """An object that must survive. Tensors in its state are the live ones, so a checkpoint can be read into them."""
 
     def state_dict(self) -> dict[str, Any]:
-        """All that `load_state_dict` needs, in nested dicts."""
+        """Return all that `load_state_dict` needs, in nested dicts."""
         ...
 
     def load_state_dict(self, state: dict[str, Any]) -> Any:
@@ -59,18 +59,18 @@ class Restorer:
     def restore(self, progress: RestoreProgress) -> CheckpointName | None:
         """Load the newest complete checkpoint into the objects and return its name; None where there is none.
 
-        Torn and corrupt ones are passed over with a warning, by all ranks alike. Each rank verifies what it reads, on a
-        copy of the state, so that a damaged checkpoint leaves no trace. That takes as much memory as a save. How far
-        the ranks are is told by `progress`.
+        All ranks skip torn and corrupt ones, with a warning. Each rank verifies what it reads, on a copy of the state,
+        so that a damaged checkpoint leaves no trace. That takes as much memory as a save. `progress` reports how far
+        the ranks are.
         """
         names = decide(self._ranks, lambda: list_checkpoints(self._storage))
         live: dict[str, Any] | None = None
         for name in names:
-            found = decide(self._ranks, lambda name=name: self._read_index(name))  # type: ignore[misc]
-            if isinstance(found, Damage):
-                self._warn_skipped(name, found)
+            index_read = decide(self._ranks, lambda name=name: self._read_index(name))  # type: ignore[misc]
+            if isinstance(index_read, Damage):
+                self._warn_skipped(name, index_read)
                 continue
-            contents, index = found
+            contents, index = index_read
             live = live or self._find_live()
             chosen = {key: state for key, state in live.items() if self._is_in(key, contents)}
             with progress.follow(name.step, str(name)):
@@ -88,7 +88,7 @@ class Restorer:
         return None
 
     def _read_index(self, name: CheckpointName) -> tuple[Contents, bytes] | Damage:
-        """What is in a checkpoint and where, read by the first rank for all: both are small."""
+        """Return what is in a checkpoint and where, read by the first rank for all: both are small."""
         try:
             contents = read_manifest(self._storage, name)
             return contents, read_index(self._storage, name, contents)
@@ -96,9 +96,9 @@ class Restorer:
             return damage
 
     def _find_live(self) -> dict[str, Any]:
-        """The state to fill, by the names that it has in a checkpoint. A collective call for some strategies."""
-        live = {key: each.state_dict() for key, each in self._shared.items()}
-        live[self._own_name] = {key: each.state_dict() for key, each in self._own.items()}
+        """Return the state to fill, by the names that it has in a checkpoint. A collective call for some strategies."""
+        live = {key: holder.state_dict() for key, holder in self._shared.items()}
+        live[self._own_name] = {key: holder.state_dict() for key, holder in self._own.items()}
         return live
 
     def _is_in(self, key: str, contents: Contents) -> bool:
@@ -142,25 +142,27 @@ class Restorer:
         return staged, damage
 
     def _agree(self, reader: "VerifiedReader") -> tuple[Damage | None, set[str]]:
-        """What is wrong with a checkpoint as any rank sees it, and what the ranks have verified. Raises on every rank
-        where one could not read at all: then the checkpoint may well be whole."""
+        """Return what is wrong with a checkpoint, as any rank sees it, and what the ranks have verified.
+
+        Raises on every rank where one could not read at all: then the checkpoint may well be whole.
+        """
         problem = reader.problem
         if isinstance(problem, OSError):
             problem = CheckpointError(f"checkpoints cannot be reached: {problem}")
         elif problem is not None and not isinstance(problem, Damage):
             problem = CheckpointError(f"the checkpoint cannot be loaded: {problem}")
         parts = self._ranks.collect((problem, reader.verified))
-        problems = [each for each, _ in parts if each is not None]
-        for each in problems:
-            if isinstance(each, CheckpointError):
-                raise each from reader.problem
+        problems = [failure for failure, _ in parts if failure is not None]
+        for failure in problems:
+            if isinstance(failure, CheckpointError):
+                raise failure from reader.problem
         return next(iter(problems), None), {file for _, files in parts for file in files}
 
     def _take_over(self, live: dict[str, Any], staged: dict[str, Any]) -> None:
         # One after the other: both may be about the same tensors, and a rank's own values are to stay.
-        for key, each in self._shared.items():
+        for key, holder in self._shared.items():
             if key in staged:
-                each.load_state_dict(_fill(live[key], staged[key]))
+                holder.load_state_dict(_fill(live[key], staged[key]))
         for key, state in staged.get(self._own_name, {}).items():
             self._own[key].load_state_dict(_fill(live[self._own_name][key], state))
 
@@ -170,7 +172,7 @@ class Restorer:
 
 
 def name_own(ranks: Ranks) -> str:
-    """What a checkpoint calls the state of this rank alone."""
+    """Return what a checkpoint calls the state of this rank alone."""
     return f"rank-{ranks.rank}"
 
 
@@ -192,9 +194,9 @@ def decide(ranks: Ranks, look: Callable[[], Decision]) -> Decision:
 
 
 def _fill(live: Any, staged: Any) -> Any:
-    """The live state with the staged values; tensors are filled where they lie."""
+    """Return the live state with the staged values; tensors are filled where they lie."""
     if isinstance(live, dict):
-        return {key: _fill(each, staged[key]) for key, each in live.items()}
+        return {key: _fill(value, staged[key]) for key, value in live.items()}
     if not isinstance(live, torch.Tensor):
         return staged
     with torch.no_grad():

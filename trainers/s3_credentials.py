@@ -23,19 +23,19 @@ class GrantedCredentials:
 
     def __call__(self) -> dict[str, Any]:
         """Read the file, which is replaced whole."""
-        found = json.loads(self._path.read_text(encoding="utf-8"))
+        login = json.loads(self._path.read_text(encoding="utf-8"))
         again = datetime.now(timezone.utc) + timedelta(seconds=AGE_S_MAX)  # nodes may have Python 3.9
-        end = str(found.get("Expiration") or "9999-01-01T00:00:00+00:00").replace("Z", "+00:00")
+        end = str(login.get("Expiration") or "9999-01-01T00:00:00+00:00").replace("Z", "+00:00")
         return {
-            "access_key_id": found["AccessKeyId"],
-            "secret_access_key": found["SecretAccessKey"],
-            "token": found.get("SessionToken"),
+            "access_key_id": login["AccessKeyId"],
+            "secret_access_key": login["SecretAccessKey"],
+            "token": login.get("SessionToken"),
             "expires_at": min(again, datetime.fromisoformat(end)),
         }
 
 
 def find_s3_provider() -> Callable[[], Any] | None:
-    """None where variables hold keys, which obstore reads itself, or nothing but the machine's role is left."""
+    """Return a provider; None if variables hold keys, which obstore reads, or only the machine's role is left."""
     if "AWS_ACCESS_KEY_ID" in os.environ:
         return None
     granted = Path(os.environ.get("BROKER_ACCESS_DIR") or "/nonexistent") / "aws.json"

@@ -46,7 +46,7 @@ class SafetensorsFolder:
             raise TrainerError(f"`{folder}` holds no readable safetensors: {error}") from error
 
     def __contains__(self, name: str) -> bool:
-        """Whether there is a tensor of that name."""
+        """Return whether there is a tensor of that name."""
         return name in self._places
 
     def read(self, name: str) -> Tensor:

@@ -34,9 +34,9 @@ STARTED_S = time.perf_counter()
 def run_session(config: RunConfig, build: Build) -> int:
     """Train as the config and the environment say.
 
-    Returns 0 when all steps are done, 143 when preempted, 1 where the run cannot go on; a hang ends with 75.
+    Returns 0 when all steps are done, 143 when preempted, 1 where the run cannot continue; a hang ends with 75.
     """
-    # Read at torch's import. At warning level every DDP run scolds us for a choice explained in strategies/ddp.py.
+    # Read at torch's import. At warning level every DDP run warns of a choice explained in strategies/ddp.py.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     if config.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS is first used

@@ -57,22 +57,22 @@ def prepare(variables: Mapping[str, str]) -> None:
     folder = Path(place) if place else None
     path = variables.get("PATH", os.defpath)
     bare = {**variables, "PATH": drop(folder / "bin", path) if folder else path}
-    found = find_accelerator(bare)
-    python = find_python(found, own_python(folder), bare) or install(found, folder, bare)
+    accelerator = find_accelerator(bare)
+    python = find_python(accelerator, own_python(folder), bare) or install(accelerator, folder, bare)
     extras = None if python.has_buckets or not keeps_in_bucket(bare) else add_buckets(python, folder, bare)
     if folder:
         link(python, folder / "bin", extras, bare)
-    print(f"trainers: torch {python.torch} of {python.path}, on {found.name}", flush=True)
+    print(f"trainers: torch {python.torch} of {python.path}, on {accelerator.name}", flush=True)
 
 
 def own_python(folder: Path | None) -> Path | None:
-    """The Python that an earlier setup installed, if it was not interrupted."""
+    """Return the Python that an earlier setup installed, if it was not interrupted."""
     return folder / "venv/bin/python" if folder and (folder / "venv" / COMPLETE).exists() else None
 
 
 def drop(folder: Path, path: str) -> str:
     """PATH without our own links, which are not to be taken for the image's Python."""
-    return os.pathsep.join(each for each in path.split(os.pathsep) if each != str(folder))
+    return os.pathsep.join(entry for entry in path.split(os.pathsep) if entry != str(folder))
 
 
 def keeps_in_bucket(variables: Mapping[str, str]) -> bool:
@@ -80,15 +80,15 @@ def keeps_in_bucket(variables: Mapping[str, str]) -> bool:
     return "://" in place and not place.startswith("file://")
 
 
-def install(found: Accelerator, folder: Path | None, variables: Mapping[str, str]) -> Python:
+def install(accelerator: Accelerator, folder: Path | None, variables: Mapping[str, str]) -> Python:
     """Make an environment with the pinned torch. Raises SetupError where it cannot be made, or does not work."""
     if folder is None or "BROKER_NODE_DIR" in variables:
-        raise SetupError(f"no Python here has torch for {found.name}", HERE_HINT)
+        raise SetupError(f"no Python here has torch for {accelerator.name}", HERE_HINT)
     settings = read_settings(variables)
-    build = settings.get("UV_TORCH_BACKEND") or ("" if names_index(settings) else choose_build(found))
+    build = settings.get("UV_TORCH_BACKEND") or ("" if names_index(settings) else choose_build(accelerator))
     folder.mkdir(parents=True, exist_ok=True)
     uv, venv = find_uv(folder, settings), folder / "venv"
-    print(f"trainers: installing torch {TORCH}{f' ({build})' if build else ''} for {found.name}", flush=True)
+    print(f"trainers: installing torch {TORCH}{f' ({build})' if build else ''} for {accelerator.name}", flush=True)
     shutil.rmtree(venv, ignore_errors=True)
     cache = folder / "cache"  # on the same disk: files are linked, not copied
     settings = {**settings, "UV_CACHE_DIR": str(cache), **({"UV_TORCH_BACKEND": build} if build else {})}
@@ -97,7 +97,7 @@ def install(found: Accelerator, folder: Path | None, variables: Mapping[str, str
     )
     packages = [*PACKAGES, BUCKETS] if keeps_in_bucket(variables) else list(PACKAGES)
     run_uv([uv, "pip", "install", "--python", str(venv / "bin/python"), *packages], folder, settings)
-    python, reason = judge(str(venv / "bin/python"), found)
+    python, reason = judge(str(venv / "bin/python"), accelerator)
     if python is None:
         raise SetupError(
             reason or "torch was installed and cannot be found",
@@ -125,7 +125,7 @@ def add_buckets(python: Python, folder: Path | None, variables: Mapping[str, str
 
 
 def run_uv(argv: Sequence[str], folder: Path, settings: Mapping[str, str], hint: str = INDEX_HINT) -> None:
-    """In `folder`, so that no project file of the user's working folder counts.
+    """Run uv in `folder`, so that no project file of the user's working folder counts.
 
     An index may be out of reach for a moment, and a setup that fails ends the job: tried again a few times.
     """

@@ -1,6 +1,6 @@
-"""Hands an elastic run's state on to the ranks of its next world, out of the memory of those that outlived the last.
+"""Transfers an elastic run's state to the ranks of its next world, from the memory of those that survived the last.
 
-Ranks kept what lay on them and no more, so the whole is there where every part is: held by somebody, at one step.
+Ranks kept what lay on them and no more, so the whole is there if each part is held by some rank, at one step.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -43,41 +43,43 @@ def transfer_state(
     step = find_step(holdings, part.count)
     if step is None:
         return None
-    live = {key: each.state_dict() for key, each in shared.items()}
+    live = {key: holder.state_dict() for key, holder in shared.items()}
     held: dict[int, Any] = {}  # by index of the part
     mine = holdings[ranks.rank]
     if mine.step == step:
         held[mine.part.index] = kept()
     if part.index in held:
         held[part.index] = fill(live, held[part.index])
-    for each in plan_transfers(holdings, step, ranks.collect(part.index)):
-        if ranks.rank == each.source:
-            send(held[each.index], each.target, ranks)
-        elif ranks.rank == each.target:
-            held[each.index] = receive(live, each.source, ranks)
+    for transfer in plan_transfers(holdings, step, ranks.collect(part.index)):
+        if ranks.rank == transfer.source:
+            send(held[transfer.index], transfer.target, ranks)
+        elif ranks.rank == transfer.target:
+            held[transfer.index] = receive(live, transfer.source, ranks)
     for key, state in held[part.index].items():
         shared[key].load_state_dict(state)
     return step
 
 
 def find_step(holdings: Sequence[Holding], count: int) -> int | None:
-    """The newest step of which all `count` parts are held; None where there is none."""
-    found: dict[int, set[int]] = {}
-    for each in holdings:
-        if each.step >= 0 and each.part.count == count:
-            found.setdefault(each.step, set()).add(each.part.index)
-    return max((step for step, indexes in found.items() if len(indexes) == count), default=None)
+    """Return the newest step of which all `count` parts are held; None where there is none."""
+    indexes_held: dict[int, set[int]] = {}
+    for holding in holdings:
+        if holding.step >= 0 and holding.part.count == count:
+            indexes_held.setdefault(holding.step, set()).add(holding.part.index)
+    return max((step for step, indexes in indexes_held.items() if len(indexes) == count), default=None)
 
 
 def plan_transfers(holdings: Sequence[Holding], step: int, wanted: Sequence[int]) -> list[Transfer]:
-    """Who gives what to whom, in an order in which all can wait for each other. `wanted` is the index for each rank.
+    """Return who sends what to whom, in an order without deadlock. `wanted` is the index for each rank.
 
     Whoever has been given a part gives it on, so that one that only one rank holds comes to n others in log2(n) rounds.
     """
     transfers = []
     for index in sorted(set(wanted)):
-        holders = [rank for rank, each in enumerate(holdings) if each.step == step and each.part.index == index]
-        waiting = [rank for rank, each in enumerate(wanted) if each == index and rank not in holders]
+        holders = [
+            rank for rank, holding in enumerate(holdings) if holding.step == step and holding.part.index == index
+        ]
+        waiting = [rank for rank, index_wanted in enumerate(wanted) if index_wanted == index and rank not in holders]
         while waiting:
             pairs = [
                 Transfer(source=source, target=target, index=index)
@@ -89,16 +91,16 @@ def plan_transfers(holdings: Sequence[Holding], step: int, wanted: Sequence[int]
 
 
 def keep(state: Any) -> Any:
-    """A state as this rank can keep it alone: of what is spread over ranks, what lies here."""
+    """Return a state as this rank can keep it alone: of what is spread over ranks, what lies here."""
     if isinstance(state, dict):
-        return {key: keep(each) for key, each in state.items()}
+        return {key: keep(value) for key, value in state.items()}
     return local(state).detach() if isinstance(state, Tensor) else state
 
 
 def fill(live: Any, kept: Any) -> Any:
-    """The live state with a kept one's values; tensors are filled where they lie."""
+    """Return the live state with a kept one's values; tensors are filled where they lie."""
     if isinstance(live, dict):
-        return {key: fill(each, kept[key]) for key, each in live.items()}
+        return {key: fill(value, kept[key]) for key, value in live.items()}
     if not isinstance(live, Tensor):
         return kept
     with torch.no_grad():
@@ -115,14 +117,14 @@ def send(state: Any, target: int, ranks: Ranks) -> None:
 
 
 def receive(live: Any, source: int, ranks: Ranks) -> Any:
-    """The live state with another rank's values."""
+    """Return the live state with another rank's values."""
     box: list[Any] = [None]
     dist.recv_object_list(box, src=source, group=ranks.background_group)
     others = iter(box[0])
 
     def take(place: Any) -> Any:
         if isinstance(place, dict):
-            return {key: take(each) for key, each in place.items()}
+            return {key: take(value) for key, value in place.items()}
         if not isinstance(place, Tensor):
             return next(others)
         arrived = torch.empty_like(local(place), memory_format=torch.contiguous_format)
@@ -133,10 +135,10 @@ def receive(live: Any, source: int, ranks: Ranks) -> Any:
 
 
 def flatten(state: Any) -> tuple[list[Tensor], list[Any]]:
-    """Tensors and all else, each in the order in which they stand in the nested dicts."""
+    """Return tensors and all else, each in the order in which they stand in the nested dicts."""
     if isinstance(state, Tensor):
         return [state], []
     if not isinstance(state, dict):
         return [], [state]
-    parts = [flatten(each) for each in state.values()]
-    return [each for tensors, _ in parts for each in tensors], [each for _, others in parts for each in others]
+    parts = [flatten(part) for part in state.values()]
+    return [item for tensors, _ in parts for item in tensors], [item for _, others in parts for item in others]

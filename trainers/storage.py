@@ -26,15 +26,15 @@ class Storage(Protocol):
     """A place that outlives the machine. Every verb may be repeated."""
 
     def list_names(self, path: str) -> list[str]:
-        """Names directly under a path, sorted; none where the path does not exist."""
+        """Return names directly under a path, sorted; none where the path does not exist."""
         ...
 
     def read(self, path: str) -> bytes | None:
-        """A whole small file, or None where there is none."""
+        """Return a whole small file, or None where there is none."""
         ...
 
     def stream(self, path: str) -> Iterator[bytes]:
-        """A file from its beginning to its end, in parts. FileNotFoundError, at the first part, where there is none."""
+        """Return a file from its beginning to its end, in parts. FileNotFoundError, at the first part, if missing."""
         ...
 
     def create(self, path: str, content: bytes) -> bool:
@@ -54,12 +54,12 @@ class Storage(Protocol):
         ...
 
     def open_writer(self, path: str) -> Any:
-        """A torch.distributed.checkpoint StorageWriter below a path. Imports that library: 0.6 s."""
+        """Return a torch.distributed.checkpoint StorageWriter below a path. Imports that library: 0.6 s."""
         ...
 
 
 def open_storage(url: str) -> Storage:
-    """The storage a URL or plain folder names; a scheme we have no storage for is a TrainerError."""
+    """Return the storage a URL or plain folder names; a scheme we have no storage for is a TrainerError."""
     scheme = urlsplit(url).scheme
     if scheme in ("", "file"):
         return FolderStorage(Path(url.removeprefix("file://")))
@@ -67,8 +67,8 @@ def open_storage(url: str) -> Storage:
 
     if scheme in SCHEMES:
         return open_bucket(url)
-    known = ", ".join(f"`{each}://`" for each in SCHEMES)
-    raise TrainerError(f"no checkpoint storage for `{scheme}://` in `{url}`; name a folder or one of {known}")
+    schemes = ", ".join(f"`{scheme}://`" for scheme in SCHEMES)
+    raise TrainerError(f"no checkpoint storage for `{scheme}://` in `{url}`; name a folder or one of {schemes}")
 
 
 class FolderStorage:
@@ -80,14 +80,14 @@ class FolderStorage:
         self._root.mkdir(parents=True, exist_ok=True)
 
     def list_names(self, path: str) -> list[str]:
-        """Names in a folder, without the files still being written."""
+        """Return names in a folder, without the files still being written."""
         try:
-            return sorted(each.name for each in (self._root / path).iterdir() if not each.name.endswith(".partial"))
+            return sorted(entry.name for entry in (self._root / path).iterdir() if not entry.name.endswith(".partial"))
         except FileNotFoundError:
             return []
 
     def read(self, path: str) -> bytes | None:
-        """A whole file."""
+        """Return a whole file."""
         try:
             return (self._root / path).read_bytes()
         except FileNotFoundError:
@@ -127,7 +127,7 @@ class FolderStorage:
             return None
 
     def seal(self, path: str) -> tuple[str, int] | None:
-        """Of what the disk gives back."""
+        """Return the checksum of what the disk gives back."""
         return self.checksum(path)
 
     def delete(self, path: str) -> None:
@@ -139,7 +139,7 @@ class FolderStorage:
             target.unlink(missing_ok=True)
 
     def open_writer(self, path: str) -> Any:
-        """One file a rank, flushed to the disk."""
+        """Return a writer of one file for each rank, flushed to the disk."""
         from torch.distributed.checkpoint import FileSystemWriter
 
         return FileSystemWriter(self._root / path, sync_files=True)
@@ -170,7 +170,7 @@ def _flush_folder(folder: Path) -> None:
 
 
 def hash_file(file: io.BufferedReader) -> str:
-    """The SHA-256 of what is left to read: `hashlib.file_digest`, which Python 3.10 does not have."""
+    """Return the SHA-256 of what is left to read: `hashlib.file_digest`, which Python 3.10 does not have."""
     digest, buffer = hashlib.sha256(), memoryview(bytearray(HASH_BYTES))
     while count := file.readinto(buffer):
         digest.update(buffer[:count])

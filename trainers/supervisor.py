@@ -41,7 +41,7 @@ class Supervisor:
     elastic: Elastic | None = None
 
     def is_read_due(self, step: int) -> bool:
-        """Whether the host waits for the device after this step; all ranks answer alike."""
+        """Return whether the host waits for the device after this step; all ranks answer alike."""
         config = self.config
         every_steps = min(config.log.every_steps, READ_STEPS_MAX)
         # A checkpoint must not contain a step that the run is about to be stopped for.
@@ -79,7 +79,7 @@ class Supervisor:
                 if verdict == "stop":
                     return self._flush(report.step)
                 if verdict == "go":
-                    self.progress.report(step=report.step, event="preempted, the others go on")
+                    self.progress.report(step=report.step, event="preempted, the others continue")
                     return EXIT_CODE_PREEMPTED
             if self.pacer.is_due(report.step):
                 self.pacer.note(report.step, stall_s=checkpoints.stall_s, write_s=checkpoints.write_s)
@@ -147,5 +147,5 @@ class Supervisor:
 
 
 def is_due(step: int, every_steps: int) -> bool:
-    """Whether something done every `every_steps` steps is done after this one; 0 is never."""
+    """Return whether something done every `every_steps` steps is done after this one; 0 is never."""
     return every_steps > 0 and step % every_steps == 0

@@ -27,8 +27,8 @@ class SyntheticImages:
         self._rows, self._columns = rows, columns
 
     def read(self, sample_first: int, sample_count: int) -> Batch:
-        """SyntheticImages `[count, 3, size, size]` and their classes `[count]`."""
-        drawn = [self._draw(sample_first + each) for each in range(sample_count)]
+        """Return images `[count, 3, size, size]` and their classes `[count]`."""
+        drawn = [self._draw(sample_first + offset) for offset in range(sample_count)]
         return torch.stack([image for image, _ in drawn]), torch.tensor([number for _, number in drawn])
 
     def _draw(self, sample: int) -> tuple[Tensor, int]:

@@ -12,20 +12,20 @@ TABLE_ENDINGS = (".jsonl", ".parquet")
 
 
 def find_text_files(path: Path) -> list[Path]:
-    """The file itself, or all files below a folder that hold text, in order of their names."""
+    """Return the file itself, or all files below a folder that hold text, in order of their names."""
     if path.is_file():
         return [path]
     if not path.is_dir():
         raise TrainerError(f"`{path}` does not exist")
-    found = sorted(each for each in path.rglob("*") if each.suffix in TEXT_ENDINGS + TABLE_ENDINGS and each.is_file())
-    if not found:
+    files = sorted(file for file in path.rglob("*") if file.suffix in TEXT_ENDINGS + TABLE_ENDINGS and file.is_file())
+    if not files:
         endings = ", ".join(TEXT_ENDINGS + TABLE_ENDINGS)
         raise TrainerError(f"no file in `{path}` ends in one of {endings}; token files (.bin) are not text")
-    return found
+    return files
 
 
 def read_documents(file: Path, column: str) -> Iterator[bytes]:
-    """The documents of one file, as UTF-8."""
+    """Return the documents of one file, as UTF-8."""
     if file.suffix == ".parquet":
         yield from _read_parquet(file, column)
     elif file.suffix == ".jsonl":
@@ -41,8 +41,8 @@ def read_shipped_text() -> bytes:
     # Read as files rather than imported: the text is the same, and no module runs.
     library = Path(sysconfig.get_paths()["stdlib"])
     names = ("pydoc_data/topics.py", "argparse.py", "datetime.py", "decimal.py", "typing.py", "this.py")
-    found = [path for path in (library / name for name in names) if path.exists()]
-    return b"\n".join(path.read_bytes() for path in found)
+    paths = [path for path in (library / name for name in names) if path.exists()]
+    return b"\n".join(path.read_bytes() for path in paths)
 
 
 def _read_json(line: bytes, column: str, place: str) -> bytes:
@@ -60,8 +60,8 @@ def _read_parquet(file: Path, column: str) -> Iterator[bytes]:
         raise TrainerError(f"reading `{file}` needs the package pyarrow: `pip install pyarrow`") from error
     table = parquet.ParquetFile(file)
     if column not in table.schema_arrow.names:
-        known = ", ".join(table.schema_arrow.names)
-        raise TrainerError(f"`{file}` has no column `{column}`; it has {known}; see `--data.column`")
+        columns = ", ".join(table.schema_arrow.names)
+        raise TrainerError(f"`{file}` has no column `{column}`; it has {columns}; see `--data.column`")
     for batch in table.iter_batches(columns=[column]):
         for value in batch.column(0):
             yield str(value.as_py() or "").encode("utf-8", "surrogatepass")

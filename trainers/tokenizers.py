@@ -18,11 +18,11 @@ class Tokenizer(Protocol):
     vocabulary: int  # ids are below this
 
     def encode(self, text: bytes) -> Sequence[int]:
-        """Ids of UTF-8 text; what looks like a special token is taken as text."""
+        """Return ids of UTF-8 text; what looks like a special token is taken as text."""
         ...
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of some ids; what is no UTF-8 is replaced."""
+        """Return the text of some ids; invalid UTF-8 is replaced."""
         ...
 
     @property
@@ -46,12 +46,12 @@ class ByteTokenizer:
     separator = (0,)
 
     def encode(self, text: bytes) -> Sequence[int]:
-        """The bytes themselves."""
+        """Return the bytes themselves."""
         return text
 
     def decode(self, ids: Sequence[int]) -> str:
         """Read as UTF-8."""
-        return bytes(each for each in ids if each < self.vocabulary).decode("utf-8", "replace")
+        return bytes(number for number in ids if number < self.vocabulary).decode("utf-8", "replace")
 
 
 class TiktokenTokenizer:
@@ -78,8 +78,8 @@ class TiktokenTokenizer:
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Ids past the table, which padding of the vocabulary allows, stand for nothing."""
-        text: str = self._encoding.decode([each for each in ids if each < self.vocabulary])
+        """Return the text of some ids; ids past the table, which a padded vocabulary has, are skipped."""
+        text: str = self._encoding.decode([number for number in ids if number < self.vocabulary])
         return text
 
     @property

@@ -55,11 +55,11 @@ def open_tokens(config: DataConfig) -> Tokens:
             f"`python -m trainers.prepare {path} --output tokens`"
         )
     separator = b"\0" if len(texts) > 1 or texts[0].suffix in (".jsonl", ".parquet") else b""
-    return _from_text(separator.join(each for file in texts for each in read_documents(file, config.column)))
+    return _from_text(separator.join(document for file in texts for document in read_documents(file, config.column)))
 
 
 def open_corpora(config: DataConfig, tokens: Tokens, context: int) -> tuple[Corpus, Corpus | None]:
-    """What is trained on, and what the run is evaluated on, if anything is kept for that."""
+    """Return the windows to train on, and those to evaluate on, if any are kept."""
     count = sum(count_windows(shard, context) for shard in tokens.training)
     if tokens.validation:
         kept = sum(count_windows(shard, context) for shard in tokens.validation)
@@ -117,7 +117,7 @@ def _read_about(path: Path) -> dict[str, object]:
 
 
 def _map_file(file: Path) -> mmap.mmap | None:
-    """The file's pages, read when touched and shared by all ranks of a node; None for an empty file."""
+    """Return the file's pages, read when touched and shared by all ranks of a node; None for an empty file."""
     with file.open("rb") as opened:
         if file.stat().st_size == 0:
             return None

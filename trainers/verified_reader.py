@@ -85,7 +85,7 @@ class VerifiedReader(FileSystemReader):
         if seal is None:
             raise Damage(f"`{file}` is not in its manifest")
         chunks = self._storage.stream(f"{self._name}/{file}")
-        return HashedFile(chunks, note_read=self._note_read, check=lambda found: check_seal(file, seal, found))
+        return HashedFile(chunks, note_read=self._note_read, check=lambda actual: check_seal(file, seal, actual))
 
     def _load_file(self, file: str, wanted: Mapping[int, list[ReadItem]], planner: LoadPlanner) -> None:
         """Load all items of one file in the order in which they lie there."""
@@ -118,7 +118,7 @@ class IndexFile(FileSystem):
 
     @contextmanager
     def create_stream(self, path: Any, mode: str) -> Iterator[io.IOBase]:
-        """The index, whatever the path."""
+        """Return the index, whatever the path."""
         yield io.BytesIO(self._index)
 
 
@@ -132,15 +132,17 @@ class HashedFile:
         note_read: Callable[[int], None],
         check: Callable[[tuple[str, int] | None], None],
     ) -> None:
-        """`check` is told checksum and size at the end, or None where there is no such file, and raises Damage."""
+        """`check` gets checksum and size at the end, or None for a missing file, and raises Damage."""
         self._chunks, self._note_read, self._check = chunks, note_read, check
         self._digest, self._size = hashlib.sha256(), 0
         self._rest = memoryview(b"")  # read and hashed, not yet passed
         self._place = 0
 
     def read_part(self, offset: int, length: int) -> io.BytesIO:
-        """The bytes from `offset`, which must not lie before the end of the part before. Raises Damage where the file
-        ends too early."""
+        """Return the bytes from `offset`, which must not lie before the end of the part before.
+
+        Raises Damage if the file ends too early.
+        """
         assert offset >= self._place, "parts are asked for in order, and none overlap"
         self._pass(offset - self._place, None)
         part = io.BytesIO()
@@ -168,7 +170,7 @@ class HashedFile:
             count, self._rest = count - len(part), self._rest[len(part) :]
 
     def _read_chunk(self) -> bytes:
-        """The next bytes, hashed; empty at the end."""
+        """Return the next bytes, hashed; empty at the end."""
         try:
             chunk = next(self._chunks, b"")
         except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""Ends a process that hangs, after telling where: the stacks of all threads go to stderr.
+"""Ends a process that hangs, and prints the stacks of all threads to stderr.
 
 A collective whose peer is gone, a file system that does not answer: neither raises, and a hung machine costs as much
 as a busy one. The exit code asks the broker to start the run again (`recover_on_exit_codes`).
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 # sysexits.h: temporary failure, try again.
 EXIT_CODE_HUNG = 75
 # Where even the watching thread gets no turn, because the interpreter itself is held, torch-independent C code ends
-# the process after so many times the limit, with exit code 1.
+# the process after this many times the limit, with exit code 1.
 BACKSTOP_FACTOR = 1.5
 PERIOD_S_MAX = 10.0
 
@@ -34,12 +34,12 @@ class Beat:
 
 
 class Watchdog:
-    """Watches one process from `start` to `stop`; whoever makes progress calls `beat`."""
+    """Watches one process from `start` to `stop`; code that makes progress calls `beat`."""
 
     def __init__(self, timeout_s: float, *, start_s: float | None = None) -> None:
         """End the process when `timeout_s` pass without a beat, or `start_s` before the first one; 0 is no limit.
 
-        Without a limit for steps nothing is watched: whoever debugs a step has started it, too.
+        Without a limit for steps nothing is watched: a debugger may stop a start as well.
         """
         self.timeout_s = timeout_s
         self.start_s = timeout_s if start_s is None or not timeout_s else start_s
@@ -77,7 +77,7 @@ class Watchdog:
         faulthandler.cancel_dump_traceback_later()
 
     def find_hang(self) -> Beat | None:
-        """The last beat, if more time has passed since than its limit."""
+        """Return the last beat, if more time has passed since than its limit."""
         beat = self._beat
         return beat if beat.limit_s and time.monotonic() - beat.time_s > beat.limit_s else None
 

@@ -33,11 +33,11 @@ class Credential:
     secret: str = field(default="", repr=False)
 
     def make_context(self, *, is_server: bool) -> ssl.SSLContext | None:
-        """Return the settings of one end's TLS, None with a secret. Raises TrainerError for a file that is no PEM."""
+        """Return the settings of one end's TLS, None with a secret. TrainerError: the file is not a PEM."""
         if self.pem is None:
             return None
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if is_server else ssl.PROTOCOL_TLS_CLIENT)
-        context.check_hostname = False  # a member is whoever holds the key, whatever its address
+        context.check_hostname = False  # a member is identified by its key, not by its address
         context.verify_mode = ssl.CERT_REQUIRED
         context.minimum_version = ssl.TLSVersion.TLSv1_2
         context.options |= ssl.OP_NO_TICKET | ssl.OP_NO_RENEGOTIATION
@@ -47,7 +47,7 @@ class Credential:
             context.load_cert_chain(self.pem)
             context.load_verify_locations(self.pem)
         except OSError as error:  # SSLError among them
-            raise TrainerError(f"`{PEM_VARIABLE}`: {self.pem} is no certificate with its key: {error}") from None
+            raise TrainerError(f"`{PEM_VARIABLE}`: {self.pem} is not a certificate with its key: {error}") from None
         return context
 
     @property
@@ -57,7 +57,7 @@ class Credential:
 
 
 def read_credential(variables: Mapping[str, str]) -> Credential | None:
-    """The one that this process was given."""
+    """Return the credential that this process was given."""
     if pem := variables.get(PEM_VARIABLE):
         return Credential(pem=Path(pem))
     secret = variables.get(SECRET_VARIABLE)
@@ -112,7 +112,7 @@ class Wire:
                 self._flush()
             except ssl.SSLError:
                 with suppress(OSError):
-                    self._flush()  # tells the other end why
+                    self._flush()  # the other end learns why
                 raise
             else:
                 return self._flush()
@@ -163,7 +163,7 @@ class Wire:
 
 
 def parse_line(line: bytes) -> dict[str, Any]:
-    """A message; ValueError for anything else."""
+    """Return a message; ValueError for anything else."""
     try:
         message = json.loads(line)
     except RecursionError:

@@ -1,4 +1,4 @@
-"""Access to buckets for nodes: which buckets a task uses, who may grant access to them, and the files nodes are given.
+"""Bucket access for nodes: which buckets a task uses, which granters serve them, and the files that nodes get.
 
 See docs/BUCKET_ACCESS.md.
 """

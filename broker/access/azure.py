@@ -1,4 +1,4 @@
-"""Access to Azure's Blob Storage: a shared access signature of one container, made with the account's key."""
+"""Access to Azure Blob Storage: a shared access signature for one container, made with the account's key."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from broker.config import Config, read_azure_environment
 from broker.errors import AuthError, InvalidRequestError, TransientError
 from broker.types import Secret, Task
 
-LIFE_S = 8 * 86400.0  # as at Google: the variable that holds it is read once, when a program starts
+LIFE_S = 8 * 86400.0  # as for Google: the variable that holds it is read once, when a program starts
 BACKDATED_S = 900.0  # Azure Storage documentation, "Best practices when using SAS": clocks differ
-VERSION = "2021-08-06"  # of the service, which sets the form of what is signed
-PERMISSIONS_WRITE, PERMISSIONS_READ = "racwdl", "rl"  # in the order that Azure wants
+VERSION = "2021-08-06"  # of the service; it determines the string to sign
+PERMISSIONS_WRITE, PERMISSIONS_READ = "racwdl", "rl"  # in the order that Azure requires
 ACCOUNTS = ("AZURE_STORAGE_ACCOUNT_NAME", "AZURE_STORAGE_ACCOUNT")
 KEYS = ("AZURE_STORAGE_ACCOUNT_KEY", "AZURE_STORAGE_ACCESS_KEY", "AZURE_STORAGE_MASTER_KEY", "AZURE_STORAGE_KEY")
 ENDPOINTS = ("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT")
 OWN = (*KEYS, "AZURE_STORAGE_SAS_TOKEN", "AZURE_STORAGE_SAS_KEY", "AZURE_CLIENT_SECRET", "AZURE_FEDERATED_TOKEN_FILE")
 LOGIN = (
     "set AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY here: `az storage account keys list -n NAME`; nodes "
-    "get a signature made with the key, not the key"
+    "get a signature made with the key, not the key itself"
 )
-OWN_TOKEN = "or give the program one of its own: `secrets: {AZURE_STORAGE_SAS_TOKEN: }`"
+OWN_TOKEN = "or give the program its own: `secrets: {AZURE_STORAGE_SAS_TOKEN: }`"
 ANSWER_S = 20.0
 
 
@@ -48,15 +48,15 @@ class AzureGranter:
         return "the machine's managed identity" if cloud == "azure" else ""
 
     def issue(self, needs: Sequence[Need], *, endpoint: str = "") -> Grant:
-        """Of the whole container: Azure limits a signature to a folder only where names form a hierarchy."""
+        """Issue a signature for the whole container: Azure limits one to a folder only with hierarchical namespaces."""
         variables = read_azure_environment()
         account, key = _find(ACCOUNTS, variables), _find(KEYS, variables)
         if not account or not key:
-            raise AuthError("there is no key of the storage account for `az://`", hints=(LOGIN, OWN_TOKEN))
+            raise AuthError("no key of the storage account for `az://`", hints=(LOGIN, OWN_TOKEN))
         containers = sorted({need.bucket for need in needs if not need.is_optional} or {need.bucket for need in needs})
         if len(containers) > 1:
             raise InvalidRequestError(
-                f"the task uses {len(containers)} containers, and one signature is for one: {', '.join(containers)}",
+                f"the task uses {len(containers)} containers, but one signature covers one: {', '.join(containers)}",
                 hints=("put the data into one container, or pass `secrets: {AZURE_STORAGE_SAS_TOKEN: }`",),
             )
         issued_s = self._clock.now_s()
@@ -76,7 +76,7 @@ class AzureGranter:
         )
 
     def prove(self, need: Need, grant: Grant) -> None:
-        """With an empty blob that is deleted again, or a list of one."""
+        """Prove access by writing and deleting an empty blob, or by listing one."""
         account = grant.envs["AZURE_STORAGE_ACCOUNT_NAME"]
         base = grant.envs.get("AZURE_STORAGE_ENDPOINT", "").rstrip("/") or f"https://{account}.blob.core.windows.net"
         token = grant.secrets["AZURE_STORAGE_SAS_TOKEN"].value
@@ -90,14 +90,14 @@ class AzureGranter:
 
 
 def make_signature(account: str, key: str, container: str, *, permissions: str, start_s: float, end_s: float) -> str:
-    """A query string (Azure Storage documentation, "Create a service SAS", of version 2020-12-06 and later)."""
+    """Make a query string (Azure Storage documentation, "Create a service SAS", of version 2020-12-06 and later)."""
     start, end = (datetime.fromtimestamp(each, UTC).strftime("%Y-%m-%dT%H:%M:%SZ") for each in (start_s, end_s))
     # Identifier, address, protocol; snapshot, encryption scope and five response headers are empty.
     lines = [permissions, start, end, f"/blob/{account}/{container}", "", "", "", VERSION, "c", *[""] * 7]
     try:
         secret = base64.b64decode(key, validate=True)
     except binascii.Error as error:
-        raise AuthError("the key of the storage account is damaged: it is not base64", hints=(LOGIN,)) from error
+        raise AuthError("invalid storage account key: it is not base64", hints=(LOGIN,)) from error
     digest = hmac.new(secret, "\n".join(lines).encode(), hashlib.sha256).digest()
     fields = {"sv": VERSION, "sr": "c", "sp": permissions, "st": start, "se": end}
     return urlencode({**fields, "sig": base64.b64encode(digest).decode("ascii")}, quote_via=quote, safe="")
@@ -111,15 +111,15 @@ def _ask(method: str, url: str, need: Need, headers: Mapping[str, str] | None = 
         with urllib.request.urlopen(request, timeout=ANSWER_S):
             return
     except urllib.error.HTTPError as error:
-        what = f"`{need.url}` cannot be used: HTTP {error.code}"
+        what = f"cannot use `{need.url}`: HTTP {error.code}"
         if error.code in (401, 403):
             raise AuthError(what, hints=(LOGIN, OWN_TOKEN)) from error
         if error.code == 404:
-            hints = (f"make it with `az storage container create --name {need.bucket}`",)
+            hints = (f"create it with `az storage container create --name {need.bucket}`",)
             raise InvalidRequestError(what, hints=hints) from error
         raise TransientError(what) from error
     except OSError as error:
-        raise TransientError(f"Azure cannot be reached: {type(error).__name__}") from error
+        raise TransientError(f"cannot reach Azure: {type(error).__name__}") from error
 
 
 def _find(names: Sequence[str], variables: Mapping[str, str]) -> str:

@@ -1,4 +1,4 @@
-"""The seam to whoever grants access to buckets: what is needed, what is granted, and three verbs a granter."""
+"""The interface of granters of bucket access: needs, grants, and three verbs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from broker.config import Config
 from broker.nouns import noun
 from broker.types import Secret, Task
 
-FOLDER = "{access}"  # in `Grant.envs`: the folder on the node that holds the files
+FOLDER = "{access}"  # in `Grant.envs`: stands for the folder on the node that holds the files
 
 
 @noun
@@ -63,43 +63,43 @@ class Grant:
     issued_s: float = 0.0
     expires_s: float = float("inf")
     renew_s: float = float("inf")
-    by: str = ""  # by what, in the user's words: "your IAM user"
-    scope: str = ""  # the same for the same keys: a newer grant replaces older ones of its scope
+    by: str = ""  # the granting principal, for the user: "your IAM user"
+    scope: str = ""  # equal for equal keys: a newer grant replaces older ones of its scope
 
 
 class Granter(Protocol):
-    """Grants access to buckets of one scheme with the login of this machine. All verbs block and may be repeated."""
+    """Grants access to buckets of one scheme with this machine's login. All verbs block and are idempotent."""
 
     def find_own(self, task: Task, cloud: str) -> str:
-        """How nodes of `cloud` that run `task` have access without a grant, in words; "" where they do not."""
+        """Describe how nodes of `cloud` that run `task` have access without a grant; "" if they have none."""
         ...
 
     def issue(self, needs: Sequence[Need], *, endpoint: str = "") -> Grant:
-        """Make a grant for exactly these keys; `endpoint`: of the service, where the task names another than usual.
+        """Make a grant for exactly these keys; `endpoint`: of the service, if the task overrides the default.
 
-        Raises AuthError where this login cannot, with the ways out as hints; InvalidRequestError for a need that no
-        grant can express; TransientError where the service does not answer.
+        Raises AuthError if this login cannot grant, with alternatives as hints; InvalidRequestError for a need that no
+        grant can express; TransientError if the service does not respond.
         """
         ...
 
     def prove(self, need: Need, grant: Grant) -> None:
-        """Use the grant as a node would: write and delete an object, or list. Raises as `issue`."""
+        """Use the grant as a node would: write and delete an object, or list. Raises the errors of `issue`."""
         ...
 
 
 @runtime_checkable
 class CanSweepGrants(Protocol):
-    """Granters that make something in the account which outlives a grant."""
+    """A granter that creates resources in the account which outlive a grant."""
 
     def sweep(self) -> int:
-        """Delete all that was made for this installation; returns how many things. Raises CloudError.
+        """Delete all resources created for this installation; return their number. Raises CloudError.
 
-        Only when no node that uses it is left.
+        Call this only when no node that uses them is left.
         """
         ...
 
 
 class MakeGranter(Protocol):
-    """What `GRANTERS` names. Asks the network for nothing."""
+    """The type of the makers in `GRANTERS`. Makes no network calls."""
 
     def __call__(self, config: Config, *, clock: Clock) -> Granter: ...

@@ -1,6 +1,6 @@
-"""Access to Google's buckets: a service account that may use a task's keys only, and a key of it that ends by itself.
+"""Access to Google's buckets: a service account limited to a task's keys, and a key of it that expires.
 
-Google's own tokens end after an hour, which would end a job whose broker is away overnight.
+Google's own tokens expire after an hour, which would end a job whose broker is away overnight.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from broker.config import Config
 from broker.errors import AuthError, CloudError, InvalidRequestError, TransientError
 from broker.types import Secret, Task
 
-# Longer than Google lets a GPU machine run (7 days, docs/GCP.md): libraries read a key file once, when they start.
+# Longer than Google runs a GPU machine (7 days, docs/GCP.md): libraries read a key file once, when they start.
 LIFE_S = 8 * 86400.0
 PROPAGATION_S = 420.0  # Google IAM, "Access change propagation": typically 2 minutes, up to 7 or more
 PAUSE_S = 5.0
@@ -30,11 +30,11 @@ OWN_VARIABLES = ("GOOGLE_APPLICATION_CREDENTIALS", "GOOGLE_SERVICE_ACCOUNT_KEY",
 LOGIN = "`gcloud auth application-default login`"
 ATTACH = 'for nodes at Google: name a service account, `service_account = "EMAIL"` in `gcp.toml` in the state folder'
 OWN_KEY = (
-    "or bring a key file of your own: `file_mounts: {~/key.json: KEY.json}` and "
+    "or provide your own key file: `file_mounts: {~/key.json: KEY.json}` and "
     "`envs: {GOOGLE_APPLICATION_CREDENTIALS: ...}`"
 )
 PERMISSIONS = (
-    "your login needs `iam.serviceAccounts.create`, `iam.serviceAccountKeys.create` and "
+    "your login requires `iam.serviceAccounts.create`, `iam.serviceAccountKeys.create` and "
     "`storage.buckets.setIamPolicy`, `storage.buckets.getIamPolicy` (docs/BUCKET_ACCESS.md)"
 )
 
@@ -48,7 +48,7 @@ class GcsGranter:
         self._settings = load_settings(config.home)
         self._kept, self._owner, self._clock = KeptKeys(config.home, "gs"), config.owner, clock
         self._open_iam = open_iam or _open_iam
-        self._is_fresh = False  # whether a key or permission was just made, which Google takes time to apply
+        self._is_fresh = False  # whether a key or permission is new, which Google takes time to apply
 
     def find_own(self, task: Task, cloud: str) -> str:
         names = (*OWN_VARIABLES, "STORAGE_EMULATOR_HOST")
@@ -61,17 +61,18 @@ class GcsGranter:
         return ""
 
     def issue(self, needs: Sequence[Need], *, endpoint: str = "") -> Grant:
-        """Data that is only named (`is_optional`) is left out: its bucket may be anyone's."""
+        """Issue a grant. Data that is only named (`is_optional`) is left out, as its bucket may belong to another
+        account."""
         wanted = [need for need in needs if not need.is_optional]
         if not wanted:
             raise InvalidRequestError(
-                "buckets that a task only names in `inputs` and `outputs` are not granted at Google"
+                "Google grants do not cover buckets that a task only names in `inputs` and `outputs`"
             )
         login = find_login(self._settings)
         if login is None or not login.project:
-            what = "your Google login names no project" if login else "there is no login for Google"
+            what = "your Google login names no project" if login else "no login for Google"
             hint = "gcloud config set project PROJECT" if login else LOGIN
-            raise AuthError(f"{what}, so no access to `gs://` can be granted", hints=(hint, OWN_KEY))
+            raise AuthError(f"{what}, so access to `gs://` cannot be granted", hints=(hint, OWN_KEY))
         name = name_needs(self._owner, login.project, wanted)
         with self._kept.locked():
             found = self._kept.read(name)
@@ -83,7 +84,8 @@ class GcsGranter:
             files={"google.json": Secret(value=json.dumps(found["key"]))},
             envs={
                 "GOOGLE_APPLICATION_CREDENTIALS": f"{FOLDER}/google.json",
-                "CLOUDSDK_AUTH_CREDENTIAL_FILE_OVERRIDE": f"{FOLDER}/google.json",  # gcloud and gsutil read no other
+                # gcloud and gsutil read no other variable
+                "CLOUDSDK_AUTH_CREDENTIAL_FILE_OVERRIDE": f"{FOLDER}/google.json",
             },
             issued_s=found["issued_s"],
             expires_s=found["issued_s"] + LIFE_S,
@@ -92,7 +94,8 @@ class GcsGranter:
         )
 
     def prove(self, need: Need, grant: Grant) -> None:
-        """As a node would: the key is exchanged for a token, and an object written and deleted, or names listed."""
+        """Prove access as a node would: exchange the key for a token, then write and delete an object, or list
+        names."""
         key = json.loads(grant.files["google.json"].value)
         give_up_s = self._clock.now_s() + (PROPAGATION_S if self._is_fresh else 0.0)
         while True:
@@ -105,7 +108,7 @@ class GcsGranter:
             asyncio.run(self._clock.sleep(PAUSE_S))
 
     def sweep(self) -> int:
-        """Delete the accounts, with all of their keys; their permissions go with them. Returns how many."""
+        """Delete the accounts with all their keys and permissions; return their number."""
         login = find_login(self._settings)
         if login is None or not (names := self._kept.list_names()):
             return 0
@@ -121,10 +124,12 @@ class GcsGranter:
             return self._try_make(login, account_id, needs)
         except AuthError as error:
             hints = error.hints or (PERMISSIONS, ATTACH, OWN_KEY)
-            raise AuthError(f"Google does not let your login grant access: {error.message}", hints=hints) from error
+            raise AuthError(
+                f"Google does not permit your login to grant access: {error.message}", hints=hints
+            ) from error
 
     def _try_make(self, login: Login, account_id: str, needs: Sequence[Need]) -> dict[str, Any]:
-        """Account, permissions and key. What Google does not know yet of the one before is asked again."""
+        """Create account, permissions and key, retrying while Google does not know the previous one yet."""
         iam = self._open_iam(login)
         urls = ", ".join(need.url for need in needs)
         email = iam.ensure_account(account_id, description=f"broker {self._owner}: {urls}")
@@ -168,12 +173,12 @@ def _use(key: dict[str, Any], need: Need) -> None:
     except GoogleAuthError as error:
         raise AuthError(f"the key is not accepted ({type(error).__name__})") from error
     except requests.RequestException as error:
-        raise TransientError(f"Google cannot be reached: {type(error).__name__}") from error
+        raise TransientError(f"cannot reach Google: {type(error).__name__}") from error
     if answer.status_code in (401, 403):
         raise AuthError(f"HTTP {answer.status_code}")
     if answer.status_code >= 300:
         kind: type[CloudError] = TransientError if answer.status_code >= 500 else InvalidRequestError
-        raise kind(f"`{need.url}` cannot be used: HTTP {answer.status_code}")
+        raise kind(f"cannot use `{need.url}`: HTTP {answer.status_code}")
 
 
 def _open_iam(login: Login) -> GoogleIam:
@@ -183,7 +188,7 @@ def _open_iam(login: Login) -> GoogleIam:
         from google.auth.transport.requests import AuthorizedSession
     except ImportError as error:
         raise AuthError(
-            "granting nodes access to `gs://` needs Google's login library",
+            "granting nodes access to `gs://` requires Google's login library",
             hints=("pip install 'intercloud-broker[gcp]'", OWN_KEY),
         ) from error
     if login.endpoint:
@@ -191,5 +196,5 @@ def _open_iam(login: Login) -> GoogleIam:
     try:
         credentials, _ = google.auth.default(scopes=["https://www.googleapis.com/auth/cloud-platform"])
     except google.auth.exceptions.DefaultCredentialsError as error:
-        raise AuthError("there is no usable login for Google", hints=(LOGIN, OWN_KEY)) from error
+        raise AuthError("no usable login for Google", hints=(LOGIN, OWN_KEY)) from error
     return GoogleIam(AuthorizedSession(credentials), login.project)  # type: ignore[no-untyped-call]

@@ -1,7 +1,7 @@
-"""Google's IAM and Cloud Storage over REST: an account for a task's keys, its permissions, a key that ends by itself.
+"""Google's IAM and Cloud Storage over REST: an account for a task's keys, its permissions, and a key that expires.
 
-Each verb may be repeated: what is there already stays. IAM API v1, projects.serviceAccounts; Cloud Storage JSON API,
-buckets.getIamPolicy, "IAM Conditions".
+All verbs are idempotent. IAM API v1, projects.serviceAccounts; Cloud Storage JSON API, buckets.getIamPolicy, "IAM
+Conditions".
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from broker.errors import AuthError, CloudError, InvalidRequestError, TransientE
 
 TIMEOUT_S = 30.0
 IAM, STORAGE, TOKEN = "https://iam.googleapis.com", "https://storage.googleapis.com", "https://oauth2.googleapis.com"
-POLICY_VERSION = 3  # the first with conditions
-POLICY_TRIES = 4  # of read, change and write, where others write between
+POLICY_VERSION = 3  # the first version with conditions
+POLICY_TRIES = 4  # of read, change and write, as other writers may interfere
 LOOK, READ, WRITE = "roles/storage.legacyBucketReader", "roles/storage.objectViewer", "roles/storage.objectUser"
-BACKDATED = timedelta(hours=1)  # Google's clocks and ours need not agree
+BACKDATED = timedelta(hours=1)  # Google's clocks and ours may differ
 KEY_BITS = 2048
 
 
 class NotYetError(TransientError):
-    """What was just made is not known everywhere: Google's IAM takes up to minutes ("Access change propagation")."""
+    """A new resource is not known everywhere yet: Google's IAM takes up to minutes ("Access change propagation")."""
 
 
 class GoogleIam:
-    """`session`: of requests, logged in. `endpoint`: where something else than Google answers; "" is Google."""
+    """`session`: of requests, logged in. `endpoint`: of a server other than Google; "" is Google."""
 
     def __init__(self, session: Any, project: str, *, endpoint: str = "") -> None:
         self._session, self._project, self._endpoint = session, project, endpoint
@@ -43,7 +43,7 @@ class GoogleIam:
         return f"{self._endpoint or TOKEN}/token"
 
     def ensure_account(self, account_id: str, *, description: str) -> str:
-        """The email of the service account. One that is there already will do."""
+        """Return the email of the service account, creating it if needed."""
         body = {"accountId": account_id, "serviceAccount": {"displayName": "broker", "description": description[:256]}}
         status, answer = self._ask("POST", f"{self._iam}/serviceAccounts", body, fine=(409,))
         email = f"{account_id}@{self._project}.iam.gserviceaccount.com"
@@ -60,17 +60,20 @@ class GoogleIam:
             if not missing:
                 return
             body = {**policy, "version": POLICY_VERSION, "bindings": [*bindings, *missing]}
-            if self._ask("PUT", url, body, fine=(412,))[0] != 412:  # its etag is no longer the newest
+            if self._ask("PUT", url, body, fine=(412,))[0] != 412:  # its etag is outdated
                 return
-        # Conditions are refused so, too, where the objects of a bucket may have permissions of their own.
+        # Conditions are also refused like this if the objects of a bucket may have permissions of their own.
         raise InvalidRequestError(
-            f"the permissions of `gs://{bucket}` cannot be changed: HTTP 412",
+            f"cannot change the permissions of `gs://{bucket}`: HTTP 412",
             hints=(f"`gcloud storage buckets update gs://{bucket} --uniform-bucket-level-access`",),
         )
 
     def upload_key(self, email: str, *, now_s: float, life_s: float) -> dict[str, Any]:
-        """A new key in the form of Google's key files. The private half is made here and known here only; Google takes
-        the public one as a certificate, and refuses the key once that has ended ("Upload service account keys")."""
+        """Return a new key in the format of Google's key files.
+
+        The private half is created and kept here; Google receives the public one as a certificate, and refuses the key
+        once the certificate has expired ("Upload service account keys").
+        """
         private, certificate = make_key(now_s=now_s, life_s=life_s)
         body = {"publicKeyData": base64.b64encode(certificate).decode("ascii")}
         _, answer = self._ask("POST", f"{self._iam}/serviceAccounts/{email}/keys:upload", body)
@@ -86,11 +89,11 @@ class GoogleIam:
         }
 
     def delete_account(self, email: str) -> None:
-        """Its keys and permissions end with it; already gone is success."""
+        """Delete the account with its keys and permissions; already gone is success."""
         self._ask("DELETE", f"{self._iam}/serviceAccounts/{email}", fine=(404,))
 
     def delete_ended_keys(self, email: str, *, now_s: float) -> None:
-        """An account has ten keys at most, ended ones among them."""
+        """Delete expired keys, as an account has at most ten including those."""
         url = f"{self._iam}/serviceAccounts/{email}/keys"
         for key in self._ask("GET", f"{url}?keyTypes=USER_MANAGED")[1].get("keys", ()):
             end = datetime.fromisoformat(str(key["validBeforeTime"]).replace("Z", "+00:00"))
@@ -111,9 +114,9 @@ class GoogleIam:
             answer = self._session.request(method, url, json=body, timeout=TIMEOUT_S)
         except GoogleAuthError as error:
             hints = ("`gcloud auth application-default login`",)
-            raise AuthError(f"your Google login has ended: {type(error).__name__}", hints=hints) from error
+            raise AuthError(f"your Google login has expired: {type(error).__name__}", hints=hints) from error
         except requests.RequestException as error:
-            raise TransientError(f"Google cannot be reached: {type(error).__name__}") from error
+            raise TransientError(f"cannot reach Google: {type(error).__name__}") from error
         try:
             found: dict[str, Any] = answer.json() if answer.content else {}
         except ValueError:
@@ -124,7 +127,7 @@ class GoogleIam:
 
 
 def translate(status: int, answer: Mapping[str, Any], method: str, url: str) -> CloudError:
-    """By status, and by the reason in the details of Google's error model (AIP-193)."""
+    """Translate by status, and by the reason in the details of Google's error model (AIP-193)."""
     error = answer.get("error", {})
     error = error if isinstance(error, Mapping) else {}
     reasons = [str(each.get("reason") or each.get("violations") or "") for each in error.get("details", ())]
@@ -133,19 +136,20 @@ def translate(status: int, answer: Mapping[str, Any], method: str, url: str) -> 
         return AuthError(message)
     if status >= 500 or status == 429:
         return TransientError(message)
-    if "constraints/" in " ".join(reasons) + message:  # an organisation's policy: refused for good
+    if "constraints/" in " ".join(reasons) + message:  # an organisation's policy: permanent
         return AuthError(message)
     if status == 404 and "/serviceAccounts/" in url:
-        return NotYetError(message)  # just made, and not known everywhere
-    if status == 400 and url.endswith("/iam") and "does not exist" in message:  # Google gives no code for it
+        return NotYetError(message)  # new, and not known everywhere yet
+    if status == 400 and url.endswith("/iam") and "does not exist" in message:  # Google gives no code for this
         return NotYetError(message)
     bucket = url.partition("/b/")[2].partition("/")[0]
-    hints = (f"make it with `gcloud storage buckets create gs://{bucket}`",) if status == 404 and bucket else ()
+    hints = (f"create it with `gcloud storage buckets create gs://{bucket}`",) if status == 404 and bucket else ()
     return InvalidRequestError(message, hints=hints)
 
 
 def make_bindings(bucket: str, member: str, needs: Sequence[Need]) -> list[dict[str, Any]]:
-    """Pure. To list is allowed for the whole bucket: who may not list hears "403" of a missing object, not "404"."""
+    """Make the bindings. Pure. Listing is allowed for the whole bucket: without it, a missing object is "403" instead
+    of "404"."""
     bindings: list[dict[str, Any]] = [{"role": LOOK, "members": [member]}]
     for need in needs:
         binding: dict[str, Any] = {"role": READ if need.is_read_only else WRITE, "members": [member]}
@@ -156,7 +160,7 @@ def make_bindings(bucket: str, member: str, needs: Sequence[Need]) -> list[dict[
 
 
 def write_condition(bucket: str, need: Need) -> str:
-    """In CEL: `resource.name` of an object is `projects/_/buckets/BUCKET/objects/KEY`."""
+    """Make a CEL condition: an object's `resource.name` is `projects/_/buckets/BUCKET/objects/KEY`."""
     name = f"projects/_/buckets/{bucket}/objects/{need.path}"
     if need.is_open:
         return f"resource.name.startsWith({json.dumps(name)})"
@@ -170,13 +174,14 @@ def is_bound(wanted: Mapping[str, Any], found: Mapping[str, Any]) -> bool:
 
 
 def make_key(*, now_s: float, life_s: float) -> tuple[bytes, bytes]:
-    """A private RSA key (PKCS #8) and a certificate of its public half that ends with the key; both PEM."""
+    """Make a private RSA key (PKCS #8) and a certificate of its public half that expires with the key; both PEM."""
     from cryptography import x509
     from cryptography.hazmat.primitives import hashes, serialization
     from cryptography.hazmat.primitives.asymmetric import rsa
 
     key = rsa.generate_private_key(public_exponent=65537, key_size=KEY_BITS)
-    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "unused")])  # as Google asks: nothing private in it
+    # required by Google; contains nothing private
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "unused")])
     now = datetime.fromtimestamp(now_s, UTC)
     certificate = (
         x509.CertificateBuilder()

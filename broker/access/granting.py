@@ -1,4 +1,4 @@
-"""Which grants a task's nodes get: checked before money is spent, handed out at the start, renewed with the lease."""
+"""The grants of a task's nodes: checked before money is spent, delivered at the start, renewed with the lease."""
 
 from __future__ import annotations
 
@@ -17,17 +17,16 @@ from broker.config import Config, has_own_bucket_access
 from broker.errors import CloudError
 from broker.types import Cluster, Event, EventKind, Plan, Task, make_event
 
-HERE = "local"  # its nodes are processes of this machine: nothing paid, so nothing is refused
-USABLE_S_MIN = 900.0  # what an older grant must have left to stand in for one that cannot be made now
-OPT_OUT = (
-    'nodes that have access of another kind (an identity of their cloud): `bucket_access = "own"` in `config.toml`'
-)
+HERE = "local"  # its nodes are processes of this machine: nothing is paid, so nothing is refused
+USABLE_S_MIN = 900.0  # minimum validity of an older grant that replaces one that cannot be made now
+OPT_OUT = 'if nodes have access by other means (their cloud identity): `bucket_access = "own"` in `config.toml`'
 ENDPOINTS = {"s3": ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")}
 Deliver = Callable[[Mapping[str, Any]], Awaitable[object]]
 
 
 class Grants:
-    """`find_task`: of a managed job's cluster, with its mounts; None for other clusters. `tell` records an event."""
+    """`find_task`: the task of a managed job's cluster, with its mounts; None for other clusters. `tell` records an
+    event."""
 
     def __init__(
         self,
@@ -41,21 +40,21 @@ class Grants:
         self._config, self._clock, self._find_task, self._tell = config, clock, find_task, tell
         self._granters: dict[str, Granter] = dict(granters or {})
         self._known: dict[tuple[tuple[Need, ...], str], Grant] = {}
-        self._renew_s: dict[str, float] = {}  # cluster -> when its nodes' files are to be replaced
+        self._renew_s: dict[str, float] = {}  # cluster -> when its nodes' files are due for replacement
         self._told: dict[str, str] = {}
-        self._lock = threading.Lock()  # one thread makes grants: jobs share those of the same needs
+        self._lock = threading.Lock()  # one thread makes grants: jobs with the same needs share them
 
     def check(self, plans: Sequence[Plan], *, allowances_s: Sequence[float] | None = None) -> Sequence[str]:
-        """Sentences for the user on what nodes get. `allowances_s`: how long each plan's nodes may run unattended.
+        """Describe to the user what access nodes get. `allowances_s`: how long each plan's nodes may run unattended.
 
-        Makes the grants and uses them once. Raises AuthError or InvalidRequestError where nodes would have no access,
-        TransientError where that cannot be found out.
+        Makes the grants and uses them once. Raises AuthError or InvalidRequestError if nodes would have no access,
+        TransientError if that cannot be determined.
         """
         found: dict[str, None] = {}
         if has_own_bucket_access(self._config):
             return []
         for index, plan in enumerate(plans):
-            clouds = sorted({each.placement.offer.cloud for each in plan.estimates} - {HERE})
+            clouds = sorted({estimate.placement.offer.cloud for estimate in plan.estimates} - {HERE})
             for scheme, needs in group_needs(list_needs(plan.task, self._config.owner)).items():
                 granter = self._get_granter(scheme)
                 lacking = [cloud for cloud in clouds if not granter.find_own(plan.task, cloud)]
@@ -68,13 +67,13 @@ class Grants:
         return list(found)
 
     async def grant(self, cluster: Cluster, task: Task) -> Mapping[str, Any] | None:
-        """The agent's request with files and variables; None where the nodes need none. Raises CloudError."""
+        """Return the agent's request with files and variables; None if the nodes need none. Raises CloudError."""
         grant = await asyncio.to_thread(self._issue, cluster, task)
         self._renew_s[cluster.name] = float("inf") if grant is None else grant.renew_s
         return None if grant is None else _make_request(grant)
 
     async def renew(self, cluster: Cluster, deliver: Deliver) -> None:
-        """Hand out a newer grant where it is due. Raises nothing: the next renewal of the lease tries again."""
+        """Deliver a newer grant when it is due. Never raises: the next renewal of the lease retries."""
         if self._clock.now_s() < self._renew_s.get(cluster.name, 0.0):
             return
         task = self._find_task(cluster)
@@ -91,8 +90,8 @@ class Grants:
         self._renew_s[cluster.name] = float("inf") if grant is None else max(grant.renew_s, self._clock.now_s() + 60.0)
 
     def sweep(self) -> int:
-        """Delete the accounts and users that grants were made with; only while no node of ours is left. Returns how
-        many. Raises CloudError."""
+        """Delete the accounts and users behind the grants; only if no node of ours is left. Return their number. Raises
+        CloudError."""
         granters = (self._get_granter(scheme) for scheme in GRANTERS)
         return sum(granter.sweep() for granter in granters if isinstance(granter, CanSweepGrants))
 
@@ -114,7 +113,7 @@ class Grants:
         return replace(join_grants(found), scope=name_needs(self._config.owner, "", all_needs)) if found else None
 
     def _make(self, granter: Granter, scheme: str, needs: tuple[Need, ...], task: Task) -> Grant:
-        """One that is fresh enough, else a new one, else an older one that still has some time left."""
+        """Return a cached grant if it is fresh enough, else a new one, else an older one with enough time left."""
         endpoint = _find_endpoint(scheme, task)
         with self._lock:
             known = self._known.get((needs, endpoint))
@@ -167,7 +166,7 @@ class Grants:
 
 
 def join_grants(grants: Sequence[Grant]) -> Grant:
-    """One for all schemes: it lasts as long as the shortest of them."""
+    """Join the grants of all schemes; the result is valid as long as the shortest of them."""
     return Grant(
         files={name: content for grant in grants for name, content in grant.files.items()},
         envs={name: value for grant in grants for name, value in grant.envs.items()},
@@ -180,14 +179,14 @@ def join_grants(grants: Sequence[Grant]) -> Grant:
 
 
 def _make_request(grant: Grant) -> Mapping[str, Any]:
-    """The one place where the contents of a grant leave their wrapping: on the way into the agent's stdin."""
+    """Make the request. Only here are secrets unwrapped, on the way to the agent's stdin."""
     files = {name: secret.value for name, secret in grant.files.items()}
     envs = {**grant.envs, **{name: secret.value for name, secret in grant.secrets.items()}}
     return {"files": files, "envs": envs, "scope": grant.scope}
 
 
 def _find_endpoint(scheme: str, task: Task) -> str:
-    """Of the service that the task's program is told to use instead of the usual one."""
+    """Return the endpoint of the service, if the task's program is configured to use another one."""
     return next((task.envs[name] for name in ENDPOINTS.get(scheme, ()) if task.envs.get(name)), "")
 
 

@@ -1,4 +1,4 @@
-"""Keys that the granters made and keep here: one file each, of mode 0600, shared by all jobs of the same paths."""
+"""Keys that the granters created, stored here: one file each, of mode 0600, shared by all jobs of the same paths."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from broker.locks import hold_lock
 
 
 class KeptKeys:
-    """Below `access/` of the state folder. Files begin with the scheme of the bucket."""
+    """Files below `access/` of the state folder; their names begin with the scheme of the bucket."""
 
     def __init__(self, home: Path, scheme: str) -> None:
         self._folder, self._scheme = home / "access", scheme
 
     def locked(self) -> contextlib.AbstractContextManager[None]:
-        """Of two commands that need the same key at once, one makes it and the other finds it."""
+        """Lock: of two concurrent commands with the same need, one creates the key and the other finds it."""
         return hold_lock(self._folder / f"{self._scheme}.lock")
 
     def read(self, name: str) -> dict[str, Any] | None:
-        """None for what is not there or is damaged: another key is made."""
+        """Read a key; None if it is missing or damaged, as another key will be created."""
         try:
             found = json.loads(self._find(name).read_text(encoding="utf-8"))
             return found if isinstance(found["issued_s"], float) and isinstance(found["key"], dict) else None
@@ -34,7 +34,7 @@ class KeptKeys:
             return None
 
     def write(self, name: str, content: dict[str, Any]) -> None:
-        """Whole or not at all."""
+        """Write the file atomically."""
         path = self._find(name)
         aside = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
         with os.fdopen(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
@@ -53,6 +53,6 @@ class KeptKeys:
 
 
 def name_needs(owner: str, place: str, needs: Sequence[Need]) -> str:
-    """Twenty digits: the same for the same installation, account and keys."""
+    """Return twenty digits, equal for equal installation, account and keys."""
     patterns = sorted(f"{need.bucket}/{each} {need.is_read_only}" for need in needs for each in need.list_patterns())
     return hashlib.sha256("\n".join([owner, place, *patterns]).encode()).hexdigest()[:20]

@@ -1,4 +1,4 @@
-"""Which keys of which buckets a task uses. Pure."""
+"""The keys and buckets that a task uses. Pure."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ SCHEMES = ("s3", "gs", "az", "r2")
 
 
 def list_needs(task: Task, owner: str) -> tuple[Need, ...]:
-    """Each bucket path once: checkpoints (with outcome and logs), mounts, and the data that the task names.
+    """List each bucket path once: checkpoints (with outcome and logs), mounts, and the data that the task names.
 
-    Checkpoints of this installation lie in folders that begin with its owner id (`jobs/checkpoints.py`), so its nodes
-    reach those of no other installation in the same bucket.
+    Checkpoints of this installation are in folders that begin with its owner id (`jobs/checkpoints.py`), so its nodes
+    cannot access those of another installation in the same bucket.
     """
     found: dict[tuple[str, str, str, bool], Need] = {}
     for need in _list_all(task, owner):
@@ -47,7 +47,7 @@ def _list_all(task: Task, owner: str) -> Iterator[Need]:
 
 
 def _parse(url: str | None) -> tuple[str, str, str] | None:
-    """Scheme, bucket and path; None for what is no bucket."""
+    """Return scheme, bucket and path; None for anything but a bucket."""
     scheme, separator, rest = (url or "").partition("://")
     bucket, _, path = rest.partition("/")
     return (scheme, bucket, path.strip("/")) if separator and scheme in SCHEMES and bucket else None
@@ -65,5 +65,5 @@ def _join(one: Need, other: Need) -> Need:
 
 
 def group_needs(needs: Sequence[Need]) -> dict[str, tuple[Need, ...]]:
-    """By scheme."""
+    """Group needs by scheme."""
     return {scheme: tuple(need for need in needs if need.scheme == scheme) for scheme in {n.scheme for n in needs}}

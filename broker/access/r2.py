@@ -1,4 +1,4 @@
-"""Access to Cloudflare's R2: its keys are the user's own to hand out, so a task must bring them."""
+"""Access to Cloudflare's R2: broker cannot create keys for it, so a task must include its own."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from broker.errors import AuthError
 from broker.types import Task
 
 KEYS = (
-    "give the task keys that may use this bucket only: `secrets: {R2_ACCESS_KEY_ID: , R2_SECRET_ACCESS_KEY: }` and "
+    "give the task keys limited to this bucket: `secrets: {R2_ACCESS_KEY_ID: , R2_SECRET_ACCESS_KEY: }` and "
     "`envs: {R2_ACCOUNT_ID: }`"
 )
 
@@ -24,10 +24,10 @@ class R2Granter:
     def find_own(self, task: Task, cloud: str) -> str:
         if "R2_ACCESS_KEY_ID" in task.secrets or "R2_ACCESS_KEY_ID" in task.envs:
             return "the task's own `R2_ACCESS_KEY_ID`"
-        return "the task's own `~/.cloudflare`" if any("~/.cloudflare" in each for each in task.file_mounts) else ""
+        return "the task's own `~/.cloudflare`" if any("~/.cloudflare" in mount for mount in task.file_mounts) else ""
 
     def issue(self, needs: Sequence[Need], *, endpoint: str = "") -> Grant:
-        raise AuthError("broker makes no short-lived keys of R2", hints=(KEYS,))
+        raise AuthError("broker cannot make short-lived keys for R2", hints=(KEYS,))
 
     def prove(self, need: Need, grant: Grant) -> None:
         raise AssertionError("R2 has no grants")

@@ -1,4 +1,4 @@
-"""Access to S3: short-lived sessions of STS, limited to a task's keys, as files that AWS's own libraries read again."""
+"""Access to S3: short-lived STS sessions, limited to a task's keys, as files that AWS's own libraries reread."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from broker.errors import AuthError, CloudError, InvalidRequestError, TransientE
 from broker.storage.s3 import find_region
 from broker.types import Secret, Task
 
-# STS API reference: GetFederationToken at most 36 h; AssumeRole at most 12 h if the role says so, and 1 h where the
+# STS API reference: GetFederationToken at most 36 h; AssumeRole at most 12 h if the role allows it, and 1 h if the
 # caller is itself a role ("role chaining").
 FEDERATION_S, ROLE_S, CHAINED_S = 129_600, 43_200, 3_600
 RENEW_S = 3600.0  # renewed hourly, a 36 h session has at least 35 h left when this machine goes away
 PROPAGATION_S, PAUSE_S = 90.0, 3.0  # IAM User Guide: changes are "eventually consistent"; usually seconds
-NEW_KEY = "InvalidAccessKeyId"  # what S3 says of a key that it does not know yet
+NEW_KEY = "InvalidAccessKeyId"  # S3's error for a key that it does not know yet
 NAME_LENGTH_MAX = 32  # of a federated user
 OWN_VARIABLES = (
     *("AWS_ACCESS_KEY_ID", "AWS_PROFILE", "AWS_WEB_IDENTITY_TOKEN_FILE", "AWS_SHARED_CREDENTIALS_FILE"),
     *("AWS_CONFIG_FILE", "AWS_CONTAINER_CREDENTIALS_FULL_URI", "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI"),
 )
-KEYS = "or give the program keys of its own: `secrets: {AWS_ACCESS_KEY_ID: , AWS_SECRET_ACCESS_KEY: }`"
+KEYS = "or give the program its own keys: `secrets: {AWS_ACCESS_KEY_ID: , AWS_SECRET_ACCESS_KEY: }`"
 LOGIN = "log in with `aws configure`, or `aws sso login`"
 PROFILE = "or name an instance profile for nodes on AWS: `instance_profile` in `aws.toml` in the state folder"
 ROLE = 'name a role that may use the bucket: `bucket_role = "arn:aws:iam::ACCOUNT:role/NAME"` in `aws.toml`'
-USER_POLICY = "allow `sts:GetFederationToken` to your IAM user (docs/BUCKET_ACCESS.md has the policy)"
+USER_POLICY = "allow `sts:GetFederationToken` for your IAM user (docs/BUCKET_ACCESS.md has the policy)"
 Caller = Literal["user", "role", "root", "federated"]
 
 
@@ -50,12 +50,14 @@ class S3Granter:
         self._settings, self._clock, self._owner = settings, clock, config.owner
         self._name = f"broker-{config.owner}"[:NAME_LENGTH_MAX]
         self._kept = KeptKeys(config.home, "s3")
-        self._is_fresh = False  # whether a user was just made, which IAM takes seconds to make known
+        self._is_fresh = False  # whether a user is new, which IAM takes seconds to propagate
         self._open_session = open_session or _open_session
         self._regions: dict[str, str] = {}
 
     def find_own(self, task: Task, cloud: str) -> str:
-        if name := next((each for each in OWN_VARIABLES if each in task.secrets or each in task.envs), ""):
+        if name := next(
+            (variable for variable in OWN_VARIABLES if variable in task.secrets or variable in task.envs), ""
+        ):
             return f"the task's own `{name}`"
         if any(target.strip("/").startswith("~/.aws") for target in task.file_mounts):
             return "the task's own `~/.aws`"
@@ -70,8 +72,8 @@ class S3Granter:
         endpoint = endpoint or own_endpoint
         if endpoint and not (has_sts and endpoint == own_endpoint):
             raise AuthError(
-                f"the S3 service at `{endpoint}` has no known way to grant short-lived access",
-                hints=("give the program keys of its own: `secrets: {AWS_ACCESS_KEY_ID: , AWS_SECRET_ACCESS_KEY: }`",),
+                f"broker cannot grant short-lived access to the S3 service at `{endpoint}`",
+                hints=("give the program its own keys: `secrets: {AWS_ACCESS_KEY_ID: , AWS_SECRET_ACCESS_KEY: }`",),
             )
         issued_s = self._clock.now_s()
         login, expires_s, by = self._ask(needs)
@@ -93,7 +95,7 @@ class S3Granter:
         )
 
     def prove(self, need: Need, grant: Grant) -> None:
-        """With an object of no content that is deleted again, or a list of one key."""
+        """Prove access by writing and deleting an empty object, or by listing one key."""
         from botocore.exceptions import BotoCoreError, ClientError
 
         give_up_s = self._clock.now_s() + (PROPAGATION_S if self._is_fresh else 0.0)
@@ -124,7 +126,7 @@ class S3Granter:
             client.list_objects_v2(Bucket=need.bucket, MaxKeys=1, **prefix)
 
     def _ask(self, needs: Sequence[Need]) -> tuple[dict[str, Any], float, str]:
-        """The login in the form that `credential_process` must print, when it ends, and by what."""
+        """Return the login in the format of `credential_process`, its expiry, and the granting principal."""
         session = self._open_session()
         from botocore.exceptions import BotoCoreError, ClientError
 
@@ -149,13 +151,13 @@ class S3Granter:
             if caller in ("user", "role"):  # a user's session with MFA cannot federate either
                 return self._ask_user(session.client("iam", region_name=region), policy, arn.split(":")[4], needs)
         except (ClientError, BotoCoreError) as error:
-            what = "AWS does not grant access to the task's buckets to nodes"
+            what = "AWS does not grant nodes access to the task's buckets"
             forbidden = (ROLE,) if self._settings.bucket_role or caller == "role" else (USER_POLICY,)
             _refuse(refusal or error, what, (*forbidden, PROFILE, KEYS) if _is_forbidden(error) else (LOGIN, KEYS))
         raise AuthError(f"{WHY_NOT[caller]} (`{arn}`)", hints=(ROLE, PROFILE, KEYS))
 
     def _assume(self, sts: Any, policy: str, caller: Caller) -> Any:
-        """For as long as the role allows; an hour at least is always allowed."""
+        """Assume the role for as long as it allows; an hour is always allowed."""
         from botocore.exceptions import ClientError
 
         request = {"RoleArn": self._settings.bucket_role, "RoleSessionName": self._name, "Policy": policy}
@@ -170,7 +172,7 @@ class S3Granter:
     def _ask_user(
         self, iam: Any, policy: str, account: str, needs: Sequence[Need]
     ) -> tuple[dict[str, Any], float, str]:
-        """A user of broker's own: its key stays the same, its policy is written with a later end."""
+        """Use a user created by broker: its key stays the same, and its policy is rewritten with a later end."""
         name = name_needs(self._owner, account, needs)
         user = f"broker-{name}"
         now_s = self._clock.now_s()
@@ -181,10 +183,10 @@ class S3Granter:
                 found = {"issued_s": now_s, "key": aws_user.make_key(iam, user)}
                 self._kept.write(name, found)
                 self._is_fresh = True
-        return {"Version": 1, **found["key"]}, now_s + aws_user.LIFE_S, f"the IAM user `{user}`, which broker made"
+        return {"Version": 1, **found["key"]}, now_s + aws_user.LIFE_S, f"the IAM user `{user}`, which broker created"
 
     def sweep(self) -> int:
-        """Delete broker's own users with their keys. Returns how many."""
+        """Delete broker's own users with their keys; return their number."""
         names = self._kept.list_names()
         if not names:
             return 0
@@ -198,7 +200,7 @@ class S3Granter:
                     aws_user.delete_user(iam, f"broker-{name}")
                     self._kept.forget(name)
         except (ClientError, BotoCoreError) as error:
-            _refuse(error, "the IAM users that broker made cannot be deleted", (LOGIN,))
+            _refuse(error, "cannot delete the IAM users that broker created", (LOGIN,))
         return len(names)
 
     def _find_region(self, needs: Sequence[Need]) -> str:
@@ -212,15 +214,16 @@ class S3Granter:
 
 
 WHY_NOT: dict[Caller, str] = {
-    "role": "your AWS login is a role, which cannot hand out sessions",
-    "root": "your AWS login is the account's root user, which must not be handed to nodes in any form",
+    "role": "your AWS login is a role, which cannot issue sessions",
+    "root": "your AWS login is the account's root user, which must never be passed to nodes",
     "federated": "your AWS login is a federated session, which cannot grant further access",
     "user": "your AWS login cannot grant access",
 }
 
 
 def read_caller(arn: str) -> Caller:
-    """`arn:aws:iam::1:user/x`, `arn:aws:sts::1:assumed-role/r/s`, `arn:aws:iam::1:root`, `...:federated-user/x`."""
+    """Return the kind of caller: `arn:aws:iam::1:user/x`, `arn:aws:sts::1:assumed-role/r/s`, `arn:aws:iam::1:root`,
+    `...:federated-user/x`."""
     kind = arn.split(":", 5)[5].partition("/")[0]
     kinds: dict[str, Caller] = {"user": "user", "root": "root", "federated-user": "federated"}
     return kinds.get(kind, "role")
@@ -235,7 +238,7 @@ def _read_session(answer: Any) -> tuple[dict[str, Any], float]:
 
 
 def _write_config(region: str) -> str:
-    """Libraries run the process again when the session is about to end, and so see a renewed file."""
+    """Write a config whose process libraries run again before the session ends, so that they read a renewed file."""
     lines = ("[default]", f'credential_process = cat "{FOLDER}/aws.json"', f"region = {region}")
     return "\n".join(lines) + "\n"
 
@@ -245,14 +248,14 @@ def _open_session() -> Any:
         import boto3
     except ImportError as error:
         raise AuthError(
-            "granting nodes access to `s3://` needs the package boto3",
+            "granting nodes access to `s3://` requires the package boto3",
             hints=("pip install 'intercloud-broker[aws]'", KEYS),
         ) from error
     return boto3.Session()
 
 
 def _find_code(error: Exception) -> str:
-    """AWS's code, or the name of botocore's exception where no answer came."""
+    """Return AWS's code, or the name of botocore's exception if there was no response."""
     response = getattr(error, "response", None) or {}
     return str(response.get("Error", {}).get("Code") or type(error).__name__)
 
@@ -263,12 +266,12 @@ def _is_forbidden(error: Exception) -> bool:
 
 def _find_hints(error: Exception, need: Need) -> tuple[str, ...]:
     if _find_code(error) == "NoSuchBucket":
-        return (f"make it with `aws s3 mb s3://{need.bucket}`", f"or correct `{need.source}`")
+        return (f"create it with `aws s3 mb s3://{need.bucket}`", f"or correct `{need.source}`")
     return ("allow your own login to use the bucket: a grant can do no more than its granter", PROFILE, KEYS)
 
 
 def _refuse(error: Exception, what: str, hints: tuple[str, ...]) -> NoReturn:
-    """One of our classes, by AWS's code."""
+    """Make one of our errors from AWS's code."""
     code = _find_code(error)
     kind = "invalid" if code == "NoSuchBucket" else find_kind(code)
     classes: dict[str, type[CloudError]] = {"login": AuthError, "forbidden": AuthError, "invalid": InvalidRequestError}

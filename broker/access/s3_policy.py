@@ -19,7 +19,7 @@ LOOK = ("s3:GetBucketLocation", "s3:ListBucketMultipartUploads")
 
 
 def make_policy(needs: Sequence[Need], *, partition: str = "aws") -> str:
-    """JSON, as short as it can be. Raises InvalidRequestError where AWS would find it too long."""
+    """Make minimal JSON. Raises InvalidRequestError if it is too long for AWS."""
     read = [need for need in needs if need.is_read_only]
     written = [need for need in needs if not need.is_read_only]
     statements = []
@@ -34,11 +34,11 @@ def make_policy(needs: Sequence[Need], *, partition: str = "aws") -> str:
         statements.append(_allow(["s3:ListBucket"], [f"arn:{partition}:s3:::{bucket}" for bucket in whole]))
     if parts := sorted(set(buckets) - set(whole)):
         # IfExists: S3 checks ListBucket, without a prefix, to decide whether a missing object is "404" or "403", and
-        # programs depend on the 404. The price: names (not contents) of other keys can be listed without a prefix.
-        patterns = sorted({each for need in needs if need.bucket in parts for each in need.list_patterns()})
+        # programs depend on the 404. The cost: names (not contents) of other keys can be listed without a prefix.
+        patterns = sorted({pattern for need in needs if need.bucket in parts for pattern in need.list_patterns()})
         condition = {"StringLikeIfExists": {"s3:prefix": patterns}}
         statements.append(_allow(["s3:ListBucket"], [f"arn:{partition}:s3:::{bucket}" for bucket in parts], condition))
-    # For buckets encrypted with a key of KMS: that bucket's objects only (S3 User Guide, "SSE-KMS").
+    # For buckets encrypted with a KMS key: objects of that bucket only (S3 User Guide, "SSE-KMS").
     contexts = [f"arn:{partition}:s3:::{bucket}*" for bucket in buckets]
     condition = {"StringLike": {"kms:EncryptionContext:aws:s3:arn": contexts}}
     statements.append(_allow(["kms:Decrypt", "kms:GenerateDataKey"], ["*"], condition))

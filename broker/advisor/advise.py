@@ -1,4 +1,4 @@
-"""From a model and its data to a way to train it: which accelerators, how many, how spread, for what money and time."""
+"""Recommend a way to train a model on its data: accelerators, their number, layout, cost and time."""
 
 from __future__ import annotations
 
@@ -15,32 +15,31 @@ from broker.optimizer.planner import make_plan
 from broker.optimizer.roofline import Hardware
 from broker.types import AcceleratorFigures, CheckpointSpec, Estimate, Goal, Offer, Resources, Task
 
-# Evaluation, data that comes late, restarts after faults of the program. Chosen by us, having seen that Llama 2 took
-# 1.3 to 1.4 times its steps' time in this model and Llama 3 405B about as long; preemptions and checkpoints are
-# counted by the plan.
+# Evaluation, late input data, restarts after program errors. Our choice: Llama 2 took 1.3 to 1.4 times its steps' time
+# in this model, and Llama 3 405B about as long; preemptions and checkpoints are counted by the plan.
 OVERHEAD = 1.1
-BATCH_WORTH = 1.03  # a smaller batch that is faster by less is not mentioned
-SAME_COST = 1.01  # of two options this close, the faster is advised, as `broker plan` does
-HORIZON_HOURS = 30 * 24.0  # without a deadline, nothing longer is advised
+BATCH_WORTH = 1.03  # a smaller batch with less speedup is not mentioned
+SAME_COST = 1.01  # of two options this close in cost, the faster is recommended, as in `broker plan`
+HORIZON_HOURS = 30 * 24.0  # without a deadline, longer options are not recommended
 GPUS_MAX = 512
-SPOT_GANG_GPUS = 512  # more of them in one spot gang are warned of: our assumption, as no cloud publishes it
-SMALL_NODE_COUNT_MAX = 8  # of nodes with fewer than four cards: nobody joins more of them
-PRICED_MAX = 60  # layouts that are worth a plan, the cheapest by their lowest price
-# A step stops while every card copies its states to the host; reading them back comes from storage.
+SPOT_GANG_GPUS = 512  # above this many in one spot gang, a warning: our assumption, as clouds publish no figure
+SMALL_NODE_COUNT_MAX = 8  # of nodes with fewer than four cards: larger gangs of them are not used in practice
+PRICED_MAX = 60  # layouts for which a plan is computed: the cheapest by their lowest price
+# A step pauses while every card copies its states to the host; restoring reads them from storage.
 COPY_GIBS = 8.0
 LOAD_GIBS = 1.0
 START_S = 300.0
 
-# Cards that a PyTorch program with NCCL or RCCL does not run on as it is; `--gpus` may still ask for them.
+# Cards on which a PyTorch program with NCCL or RCCL does not run unchanged; `--gpus` may still request them.
 OTHER_PROGRAMS = ("TPU", "Inferentia", "Trainium", "AI100", "Gaudi", "Radeon", "MI25")
-# Before Ampere there is no bfloat16, before Volta no tensor core either.
+# Cards before Ampere lack bfloat16, cards before Volta also lack tensor cores.
 WITHOUT_BF16 = ("V100", "V100-32GB", "T4", "T4g", "RTX6000", "P100", "P4", "K80", "M60")
 WITHOUT_FP16 = ("P100", "P4", "K80", "M60")
 
 
 @noun
 class Wish:
-    """What the user asks for. `spot` None allows both; empty `gpus` allows every card that fits the arithmetic."""
+    """The user's request. `spot` None allows both; empty `gpus` allows every card that supports the precision."""
 
     training: Training
     gpus: tuple[str, ...] = ()
@@ -53,7 +52,7 @@ class Wish:
 
 @noun
 class Option:
-    """A layout with its cheapest place. `work_hours` is fault-free; the estimate has preemptions in it."""
+    """A layout with its cheapest place. `work_hours` is fault-free; the estimate includes preemptions."""
 
     layout: Layout
     task: Task
@@ -77,9 +76,9 @@ class Option:
 
 @noun
 class Advice:
-    """Options, cheapest first, one for each card and count of them in a node; never empty.
+    """Options, cheapest first, one for each card and number of cards per node; never empty.
 
-    `faster` are those that no other beats in both time and money, in order of time falling, after the cheapest.
+    `faster` are Pareto-optimal options after the cheapest, in order of decreasing time.
     """
 
     options: tuple[Option, ...]
@@ -92,7 +91,7 @@ def make_advice(
 ) -> Advice:
     """Rank ways to train by expected dollars. Pure.
 
-    Raises NoOfferError where nothing fits the memory, the deadline or the budget, with how much it misses by.
+    Raises NoOfferError if nothing fits the memory, the deadline or the budget, with the size of the miss.
     """
     kinds = group_offers(wish, offers, figures)
     if not kinds:
@@ -124,26 +123,28 @@ def make_advice(
 
 
 def prefer_faster(options: Sequence[Option]) -> Option:
-    """The fastest of those within `SAME_COST` of the cheapest."""
-    least = min(each.usd for each in options)
-    return min((each for each in options if each.usd <= least * SAME_COST), key=lambda each: (each.hours, each.usd))
+    """Return the fastest of the options within `SAME_COST` of the cheapest."""
+    least = min(option.usd for option in options)
+    return min(
+        (option for option in options if option.usd <= least * SAME_COST), key=lambda each: (each.hours, each.usd)
+    )
 
 
 def find_hours(training: Training, layout: Layout) -> float:
-    """Hours without faults."""
+    """Return hours without faults."""
     return training.steps * layout.step.total_s * OVERHEAD / 3600
 
 
 def find_field_speedup(training: Training, layout: Layout) -> float:
-    """How many times as fast a program with all of Megatron-LM's layouts is on the same gang; 1 where it is not."""
+    """Return the speedup of a program with all of Megatron-LM's layouts on the same gang; 1 if there is none."""
     field = find_layout(replace(training, trainer="megatron"), layout.hardware, layout.node_count)
     return max(1.0, layout.step.total_s / field.step.total_s) if field is not None else 1.0
 
 
 def find_better_batch(training: Training, layout: Layout) -> tuple[int, float] | None:
-    """A smaller batch, in sequences, that takes less time a token on the same gang, and how many times as fast it is.
+    """Return a smaller batch, in sequences, that takes less time per token on the same gang, and its speedup.
 
-    With it the bundled trainer need not add up micro-batches, for which every rank keeps whole float32 gradients.
+    With it, the bundled trainer avoids accumulating micro-batches, for which every rank keeps full float32 gradients.
     """
     best: tuple[float, int] = (BATCH_WORTH, 0)
     for halvings in (1, 2, 3):
@@ -158,7 +159,7 @@ def find_better_batch(training: Training, layout: Layout) -> tuple[int, float] |
 def group_offers(
     wish: Wish, offers: Sequence[Offer], figures: Mapping[str, AcceleratorFigures]
 ) -> dict[Hardware, list[Offer]]:
-    """Offers by what decides their speed: card, cards a node, network. Cards of unknown speed are left out."""
+    """Group offers by the factors of their speed: card, cards per node, network. Cards of unknown speed are skipped."""
     kinds: dict[Hardware, list[Offer]] = {}
     for offer in offers:
         card = figures.get(offer.accelerator or "")
@@ -180,8 +181,10 @@ def can_train(wish: Wish, name: str) -> bool:
 
 
 def list_layouts(wish: Wish, hardware: Hardware) -> list[Layout]:
-    """The best layout for each count of nodes, in doublings up to the most accelerators asked for. More nodes that are
-    not faster are left out: they cost more for nothing."""
+    """Return the best layout for each number of nodes, doubling up to the maximum of accelerators.
+
+    Larger gangs that are not faster are skipped, as they only cost more.
+    """
     layouts, least_s = list[Layout](), math.inf
     for node_count in list_node_counts(hardware, wish.gpus_max):
         layout = find_layout(wish.training, hardware, node_count)
@@ -192,22 +195,22 @@ def list_layouts(wish: Wish, hardware: Hardware) -> list[Layout]:
 
 
 def list_node_counts(hardware: Hardware, gpus_max: int) -> list[int]:
-    """1, 2, 3, 4, 6, 8, 12, 16 and so on."""
+    """Return 1, 2, 3, 4, 6, 8, 12, 16 and so on."""
     most = gpus_max // hardware.accelerators
     if hardware.accelerators < 4:
         most = min(most, SMALL_NODE_COUNT_MAX)
     counts = {each for power in range(most.bit_length() + 1) for each in (2**power, 3 * 2**power)}
-    return sorted(each for each in counts if each <= most)
+    return sorted(count for count in counts if count <= most)
 
 
 def write_checkpoint(training: Training, layout: Layout) -> CheckpointSpec:
-    """What a checkpoint of weights and optimizer states costs: all but the gradients."""
+    """Describe a checkpoint's cost: weights and optimizer states, without gradients."""
     memory, parts = layout.memory, layout.sharding
     own = (memory.weights + memory.optimizer) / 2**30
-    # The bundled trainer saves float32 weights and two moments; others 16-bit weights beside them.
+    # The bundled trainer saves float32 weights and two moments; others also save 16-bit weights.
     states = 12.0 if training.trainer == "bundled" and training.dtype != "fp16" else 14.0
     size = training.shape.parameters * states / 2**30
-    # Under plain data parallel every rank holds all, and each node writes and reads its part of it.
+    # Under plain data parallelism every rank holds everything, and each node writes and reads its part.
     per_node = size / min(layout.node_count, max(1, parts.accelerators))
     stall = max(1.0, own / COPY_GIBS)
     return CheckpointSpec(
@@ -216,7 +219,7 @@ def write_checkpoint(training: Training, layout: Layout) -> CheckpointSpec:
 
 
 def _price_all(wish: Wish, layouts: Sequence[tuple[Layout, list[Offer]]], prices_as_of: str) -> list[Option]:
-    """Plan those that could be cheapest, and the best of every card whatever its price."""
+    """Plan the options that could be cheapest, and the best option of every card whatever its price."""
     bounds = []
     for layout, sold in layouts:
         hours = find_hours(wish.training, layout)
@@ -227,12 +230,12 @@ def _price_all(wish: Wish, layouts: Sequence[tuple[Layout, list[Offer]]], prices
     chosen = bounds[:PRICED_MAX]
     cards = {each[2].hardware.figures.name for each in chosen}
     soonest = math.inf
-    for each in bounds[PRICED_MAX:]:
-        name = each[2].hardware.figures.name
-        if name not in cards or each[1] < soonest * 0.8:
+    for bound in bounds[PRICED_MAX:]:
+        name = bound[2].hardware.figures.name
+        if name not in cards or bound[1] < soonest * 0.8:
             cards.add(name)
-            soonest = min(soonest, each[1])
-            chosen.append(each)
+            soonest = min(soonest, bound[1])
+            chosen.append(bound)
     options = []
     for _, hours, layout, sold in chosen:
         option = _price(wish, layout, sold, hours, prices_as_of)
@@ -242,7 +245,7 @@ def _price_all(wish: Wish, layouts: Sequence[tuple[Layout, list[Offer]]], prices
 
 
 def _price(wish: Wish, layout: Layout, sold: Sequence[Offer], hours: float, prices_as_of: str) -> Option | None:
-    """The cheapest place by the same plan as `broker plan`; with a deadline, the cheapest that keeps it if one does."""
+    """Plan as `broker plan` does; with a deadline, choose the cheapest place that meets it, if any."""
     hardware = layout.hardware
     task = Task(
         resources=(
@@ -263,7 +266,7 @@ def _price(wish: Wish, layout: Layout, sold: Sequence[Offer], hours: float, pric
 
 
 def _find_price(wish: Wish, offer: Offer) -> float:
-    """The lowest USD per hour that is allowed."""
+    """Return the lowest allowed USD per hour."""
     allowed = [offer.spot_usd_hour] if wish.spot is not False else []
     allowed += [offer.ondemand_usd_hour] if wish.spot is not True else []
     return min((each for each in allowed if each is not None), default=math.inf)
@@ -272,13 +275,13 @@ def _find_price(wish: Wish, offer: Offer) -> float:
 def _is_met(wish: Wish, option: Option, limit: float) -> bool:
     if wish.deadline_hours is None:
         is_timely = option.hours <= limit
-    else:  # a plan made without the deadline has no chance of it
+    else:  # a plan made without the deadline has no chance for it
         is_timely = (option.estimate.deadline_chance or 0.0) >= wish.confidence
     return is_timely and (wish.budget_usd is None or option.usd <= wish.budget_usd)
 
 
 def _find_faster(met: Sequence[Option], first: Option) -> tuple[Option, ...]:
-    """From the first on, each at least a tenth faster than the one before. `met` is sorted by price."""
+    """List options from the first on, each at least a tenth faster than the previous. `met` is sorted by price."""
     found = [first]
     for each in met:
         if each.hours < found[-1].hours * 0.9:

@@ -1,4 +1,5 @@
-"""Layouts of programs such as Megatron-LM or torchtitan: what the bundled trainer lacks, costed as the field trains.
+"""Layouts of programs such as Megatron-LM or torchtitan, which the bundled trainer lacks, with the costs of common
+practice.
 
 Sequence, context and expert parallelism, interleaved stages, and optimizer states sharded over data ranks.
 """
@@ -13,7 +14,7 @@ from broker.optimizer.roofline import count_own_parameters
 
 PIPELINES = (1, 2, 4, 8, 16, 32, 64)
 EXPERTS = (8, 16, 32, 64)
-CONTEXT_TOKENS_MIN = 8192  # a context rank has at least as many tokens of a sequence: with fewer one card does
+CONTEXT_TOKENS_MIN = 8192  # tokens of a sequence per context rank: shorter sequences fit on one card
 INTERLEAVE_MAX = 8
 WEIGHT_BYTES, GRADIENT_BYTES, STATE_BYTES = 2, 4, 12  # Megatron-LM: bfloat16 weights, float32 gradients and states
 
@@ -21,8 +22,10 @@ WEIGHT_BYTES, GRADIENT_BYTES, STATE_BYTES = 2, 4, 12  # Megatron-LM: bfloat16 we
 def list_field_shardings(
     shape: ModelShape, *, sequence: int, batch: int, accelerators: int, node_count: int
 ) -> Iterator[Sharding]:
-    """Tensor ranks within a node, stages across nodes, sequences shared only where they are long. Layers need not
-    divide by stages (Llama 3 405B has 126 layers in 16), and batches not by ranks."""
+    """List shardings: tensor ranks within a node, stages across nodes, context ranks for long sequences only.
+
+    Layers need not divide by stages (Llama 3 405B has 126 layers in 16), nor batches by ranks.
+    """
     total = accelerators * node_count
     tensors = [t for t in (1, 2, 4, 8) if not (accelerators % t or shape.heads % t)]
     contexts = [c for c in (1, 2, 4, 8, 16) if c == 1 or sequence / c >= CONTEXT_TOKENS_MIN]
@@ -47,7 +50,7 @@ def _list_experts(shape: ModelShape, replicas: int) -> list[int]:
 
 
 def _list_schedules(shape: ModelShape, pipeline: int, replicas: int) -> list[tuple[int, int]]:
-    """(ZeRO stage, chunks a rank holds): full sharding without stages, sharded gradients and states with them."""
+    """List (ZeRO stage, chunks per rank): full sharding without stages, sharded gradients and states with them."""
     if pipeline == 1:
         return [(2, 1), (3, 1)] if replicas > 1 else [(0, 1)]
     most = min(INTERLEAVE_MAX, shape.layers // pipeline)
@@ -57,9 +60,9 @@ def _list_schedules(shape: ModelShape, pipeline: int, replicas: int) -> list[tup
 def measure_field_memory(
     shape: ModelShape, sharding: Sharding, *, sequence: int, micro_batch: int, micro_batches: int, recompute: Recompute
 ) -> MemoryEstimate:
-    """Bytes on the fullest rank. Without scores of attention, as flash attention."""
+    """Return bytes on the fullest rank, without attention scores, as flash attention does not store them."""
     own, replicas = count_own_parameters(shape, sharding), sharding.replicas
-    # Experts lie on `expert` ranks once: their states are sharded over so many fewer replicas.
+    # Expert parameters exist once per `expert` ranks: their states are sharded over correspondingly fewer replicas.
     sharded = shape.parameters / (sharding.tensor * sharding.pipeline * replicas)
     is_full = sharding.zero == 3 and replicas > 1
     # Two blocks' weights (one computes, the next is fetched) and one block's gradients before they are scattered.

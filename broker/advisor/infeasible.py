@@ -1,4 +1,4 @@
-"""Why no way to train was found: by how much it misses, and what would do."""
+"""Explain why no way to train was found: the size of the miss, and what would be enough."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SEARCH_GPUS_MAX = 2**17
 
 
 def explain_memory(training: Training, kinds: Sequence[Hardware], gpus_max: int) -> NoOfferError:
-    """The kind of node that comes nearest to holding the model, and how many of it would."""
+    """Explain the kind of node that comes closest to holding the model, and the number of nodes that would."""
     nearest: tuple[float, Hardware, int, float] | None = None
     for hardware in kinds:
         node_count = 1
@@ -48,7 +48,7 @@ def explain_memory(training: Training, kinds: Sequence[Hardware], gpus_max: int)
 
 
 def explain_deadline(training: Training, hours: Mapping[Layout, float], limit: float, *, gpus_max: int) -> NoOfferError:
-    """The fastest layout there is, and what a larger gang of its kind would take. `limit` in hours."""
+    """Explain the fastest layout, and the larger gang of its kind that would be enough. `limit` in hours."""
     fastest = min(hours, key=lambda layout: hours[layout])
     took = hours[fastest]
     hardware = fastest.hardware
@@ -76,7 +76,7 @@ def explain_deadline(training: Training, hours: Mapping[Layout, float], limit: f
 def explain_prices(
     found: Sequence[tuple[float, float, bool]], *, limit: float, budget_usd: float | None
 ) -> NoOfferError:
-    """`found` holds USD, expected hours, and whether it is in time, for each option that was priced."""
+    """Explain prices. `found` has USD, expected hours, and whether it is on time, for each priced option."""
     if not found:
         return NoOfferError(
             "no location offers the GPUs with the requested pricing", hints=["drop `--spot` or `--no-spot`"]
@@ -99,7 +99,7 @@ def explain_prices(
 
 
 def _find_enough(training: Training, hardware: Hardware, node_count: int) -> int | None:
-    """The smallest number of cards, in doublings, that holds the model."""
+    """Return the smallest number of cards, in doublings, that holds the model."""
     while node_count * hardware.accelerators <= SEARCH_GPUS_MAX:
         if find_layout(training, hardware, node_count) is not None:
             return node_count * hardware.accelerators

@@ -1,4 +1,4 @@
-"""How to spread one training run over a given gang: the fastest of the simple ways that fit its memory."""
+"""Lay out one training run on a given gang: the fastest of the simple layouts that fit its memory."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from broker.optimizer.memory_model import Dtype, MemoryEstimate, Recompute, Shar
 from broker.optimizer.model_shape import ModelShape
 from broker.optimizer.roofline import Hardware, StepTime, estimate_step, find_mfu
 
-# A strategy with more parts must be faster by so much for each part: it is harder to set up and to debug.
+# A strategy with more parts must be this much faster per part: it is harder to set up and to debug.
 PART_WORTH = 0.03
 PIPELINES = (2, 4, 8, 16, 32, 64)
 MICRO_BATCHES = (16, 8, 4, 2, 1)
 RECOMPUTE: tuple[Recompute, ...] = ("selective", "full")
 
 
-# The bundled `trainers.lm`, or a program with all that Megatron-LM has.
+# The bundled `trainers.lm`, or a program with all of Megatron-LM's layouts.
 Trainer = Literal["bundled", "megatron"]
 
 
 @noun
 class Training:
-    """What is trained. `sequence` in tokens, `batch` in sequences."""
+    """The training run. `sequence` in tokens, `batch` in sequences."""
 
     shape: ModelShape
     tokens: float
@@ -44,7 +44,7 @@ class Training:
 class Layout:
     """One way to run a training on `node_count` nodes of `hardware`.
 
-    "selective" here is attention whose scores are not kept: flash attention, or Korthikanti's selective recomputation.
+    "selective" means that attention scores are not kept: flash attention, or Korthikanti's selective recomputation.
     """
 
     hardware: Hardware
@@ -58,7 +58,7 @@ class Layout:
 
     @property
     def strategy(self) -> str:
-        """The name in a table: `DDP`, `FSDP`, `TP8 PP4 FSDP2`."""
+        """Return the name in a table: `DDP`, `FSDP`, `TP8 PP4 FSDP2`."""
         shape = self.sharding
         axes = (("TP", shape.tensor), ("CP", shape.context), ("PP", shape.pipeline), ("EP", shape.expert))
         parts = [f"{axis}{size}" for axis, size in axes if size > 1]
@@ -69,7 +69,7 @@ class Layout:
 
 
 def find_layout(training: Training, hardware: Hardware, node_count: int) -> Layout | None:
-    """The fastest layout that fits, simpler ones preferred; None where none fits. Pure."""
+    """Return the fastest layout that fits, preferring simpler ones; None if none fits. Pure."""
     best: tuple[float, Layout] | None = None
     for sharding in list_shardings(training, hardware.accelerators, node_count):
         layout = _try_sharding(training, hardware, node_count, sharding)
@@ -82,7 +82,8 @@ def find_layout(training: Training, hardware: Hardware, node_count: int) -> Layo
 
 
 def find_smallest_memory(training: Training, hardware: Hardware, node_count: int) -> MemoryEstimate | None:
-    """What the thriftiest layout needs, fit or not; None where the gang has more ranks than the batch has work."""
+    """Return the memory of the most economical layout, whether or not it fits; None if the gang has more ranks than the
+    batch has work."""
     needs = [
         measure_memory(training, sharding, micro_batch=1, recompute="full")
         for sharding in list_shardings(training, hardware.accelerators, node_count)
@@ -91,7 +92,7 @@ def find_smallest_memory(training: Training, hardware: Hardware, node_count: int
 
 
 def list_shardings(training: Training, accelerators: int, node_count: int) -> Iterator[Sharding]:
-    """Tensor ranks stay within a node, and pipelines come once tensor ranks fill it (Narayanan 2021, section 3.2).
+    """List shardings: tensor ranks within a node, and stages once tensor ranks fill it (Narayanan 2021, section 3.2).
 
     The bundled trainer's tensor ranks share heads and vocabulary evenly.
     """
@@ -116,7 +117,7 @@ def list_shardings(training: Training, accelerators: int, node_count: int) -> It
 
 
 def measure_memory(training: Training, sharding: Sharding, *, micro_batch: int, recompute: Recompute) -> MemoryEstimate:
-    """What the program of `advise_task.write_command` holds."""
+    """Return the memory of the program in `task_file.write_command`."""
     if training.trainer == "megatron":
         return measure_field_memory(
             training.shape, sharding, sequence=training.sequence, micro_batch=micro_batch, recompute=recompute,
@@ -129,11 +130,11 @@ def measure_memory(training: Training, sharding: Sharding, *, micro_batch: int, 
 
 
 def list_activations(training: Training, layout: Layout) -> dict[Recompute, float]:
-    """Bytes of activations of a layout under each kind of recomputation."""
+    """List bytes of a layout's activations under each kind of recomputation."""
     kinds: tuple[Recompute, ...] = ("none", "selective", "full")
     return {
-        each: measure_memory(training, layout.sharding, micro_batch=layout.micro_batch, recompute=each).activations
-        for each in kinds
+        kind: measure_memory(training, layout.sharding, micro_batch=layout.micro_batch, recompute=kind).activations
+        for kind in kinds
     }
 
 
@@ -142,7 +143,7 @@ def count_micro_batches(training: Training, sharding: Sharding, micro_batch: int
 
 
 def can_split(training: Training, sharding: Sharding, micro_batch: int) -> bool:
-    """Whether the batch can be cut so: a pipeline takes equal micro-batches, and at least as many as it has stages."""
+    """Return whether the batch can be split like this: a pipeline needs equal micro-batches, at least one per stage."""
     passes, rest = divmod(training.batch, sharding.data * micro_batch)
     if training.trainer == "megatron":
         return micro_batch == 1 or passes >= sharding.pipeline
@@ -152,7 +153,7 @@ def can_split(training: Training, sharding: Sharding, micro_batch: int) -> bool:
 
 
 def _try_sharding(training: Training, hardware: Hardware, node_count: int, sharding: Sharding) -> Layout | None:
-    """The fastest micro-batch and recomputation of one sharding that fit."""
+    """Return the fastest micro-batch and recomputation of one sharding that fit."""
     usable = usable_bytes(hardware.figures.memory_gib)
     best: Layout | None = None
     for recompute in RECOMPUTE:
@@ -177,9 +178,9 @@ def _try_sharding(training: Training, hardware: Hardware, node_count: int, shard
                 )  # fmt: skip
             tried += 1
             if tried == 2 and sharding.pipeline == 1:
-                break  # smaller micro-batches only cost
+                break  # smaller micro-batches are only slower
         if best is not None and sharding.pipeline == 1:
-            break  # without recomputation it fits: with it, it is slower
+            break  # it fits without recomputation, which is slower
     return best
 
 
@@ -191,9 +192,9 @@ def _time_step(
         training.shape, sharding, hardware, sequence=training.sequence, batch=training.batch,
         micro_batch=micro_batch, recompute="none" if is_megatron and recompute == "selective" else recompute,
         dtype=training.dtype,
-        # Gradients are summed in float32, by Megatron-LM too.
+        # Gradients are accumulated in float32, by Megatron-LM too.
         gradient_bytes=2 if training.dtype == "fp16" and not is_megatron else 4,
-        # The bundled trainer's `allreduce` waits.
+        # The bundled trainer's `allreduce` does not overlap.
         is_overlapped=is_megatron or sharding.zero == 3 or sharding.tensor == sharding.pipeline == 1,
     )  # fmt: skip
 
@@ -201,8 +202,8 @@ def _time_step(
 def _keep_what_fits(
     training: Training, hardware: Hardware, sharding: Sharding, micro_batch: int, full: MemoryEstimate, slow: StepTime
 ) -> tuple[MemoryEstimate, StepTime]:
-    """Recompute only as many blocks as must be (Megatron-LM's `--recompute-method block`): between recomputing all of
-    them and keeping all, memory and time are taken to be linear."""
+    """Recompute only as many blocks as needed (Megatron-LM's `--recompute-method block`): memory and time are assumed
+    linear between recomputing all blocks and none."""
     kept = measure_memory(training, sharding, micro_batch=micro_batch, recompute="selective")
     spare = usable_bytes(hardware.figures.memory_gib) - full.total
     share = min(1.0, spare / (kept.total - full.total)) if kept.total > full.total else 1.0

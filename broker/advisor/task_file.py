@@ -1,4 +1,4 @@
-"""Writes the task file that runs an option of the advice: `broker plan` and `broker jobs launch` take it as it is."""
+"""Write the task file of an option, for `broker plan` and `broker jobs launch`."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from broker.advisor.advise import Option, Wish
 from broker.advisor.amounts import show_amount
 from broker.advisor.layout import Layout, Training
 
-LEARNING_RATE_MIN = 6e-5  # below the law's range: what the largest published models were trained with
-CHECKPOINT_S = 1800.0  # where nothing is expected to preempt
+LEARNING_RATE_MIN = 6e-5  # below the formula's range: used by the largest published models
+CHECKPOINT_S = 1800.0  # where no preemptions are expected
 
 
 def write_task(wish: Wish, option: Option, *, infra: str | None = None) -> str:
-    """The YAML text. A gang of several nodes keeps to the cloud it was priced on, for another has another network."""
+    """Return YAML text. A gang of several nodes stays on the cloud for which it was priced, as networks differ."""
     training, layout = wish.training, option.layout
     placement, spec = option.estimate.placement, option.task.checkpoint
     place = infra or (placement.offer.cloud if layout.node_count > 1 else None)
@@ -32,7 +32,8 @@ def write_task(wish: Wish, option: Option, *, infra: str | None = None) -> str:
         f"num_nodes: {layout.node_count}",
         "",
         "goal:",
-        f"  work: {option.work_hours:.{2 if option.work_hours >= 10 else 4}f}h",  # minutes of a large gang cost much
+        # minutes of a large gang are expensive
+        f"  work: {option.work_hours:.{2 if option.work_hours >= 10 else 4}f}h",
         *([f"  deadline: {wish.deadline_hours:g}h"] if wish.deadline_hours is not None else []),
         *([f"  budget: {wish.budget_usd:g}"] if wish.budget_usd is not None else []),
         "",
@@ -44,7 +45,7 @@ def write_task(wish: Wish, option: Option, *, infra: str | None = None) -> str:
         "envs:",
         '  DATA: ""   # a folder of text, parquet or token files that every node sees; empty trains on a sample',
         "",
-        *([] if training.dtype == "fp16" else ["setup: python3 -m trainers.setup", ""]),  # torch, where none fits
+        *([] if training.dtype == "fp16" else ["setup: python3 -m trainers.setup", ""]),  # torch, if fp16 is not used
         "run: |",
         *(f"  {line}" for line in write_command(training, option)),
     ]
@@ -52,7 +53,7 @@ def write_task(wish: Wish, option: Option, *, infra: str | None = None) -> str:
 
 
 def write_command(training: Training, option: Option) -> list[str]:
-    """The bundled trainer's flags, or torchrun of the user's own program in an arithmetic that the trainer lacks."""
+    """Return the bundled trainer's flags, or torchrun of the user's program for a precision that the trainer lacks."""
     layout, shape = option.layout, training.shape
     if training.trainer == "megatron" or training.dtype == "fp16":
         lacks = "this layout" if training.trainer == "megatron" else "float16"
@@ -67,7 +68,7 @@ def write_command(training: Training, option: Option) -> list[str]:
     rate = max(LEARNING_RATE_MIN, find_learning_rate(shape.parameters))
     every = max(1, round((option.estimate.checkpoint_every_s or CHECKPOINT_S) / layout.step.total_s))
     is_bf16 = training.dtype == "bf16"
-    # Tensor ranks and stages hold the embedding and the output layer in different places.
+    # Tensor ranks and stages place the embedding and the output layer differently.
     tied = "true" if layout.sharding.tensor == layout.sharding.pipeline == 1 else "false"
     groups = [
         [f"--strategy {strategy}", *([f"--mesh {mesh}"] if mesh else []), *(["--dtype bfloat16"] if is_bf16 else []),
@@ -86,9 +87,9 @@ def write_command(training: Training, option: Option) -> list[str]:
 
 
 def name_strategy(layout: Layout) -> tuple[str, str]:
-    """The trainer's `--strategy` and `--mesh`: stages across nodes first, tensor ranks within a node last."""
+    """Return the trainer's `--strategy` and `--mesh`: stages across nodes first, tensor ranks within a node last."""
     shape = layout.sharding
-    # DDP needs the whole model on each rank.
+    # DDP requires the whole model on each rank.
     data = "fsdp" if shape.zero == 3 else "ddp" if shape.tensor == shape.pipeline == 1 else "allreduce"
     axes = [("pipeline", shape.pipeline), (data, shape.data), ("tensor", shape.tensor)]
     used = [(name, size) for name, size in axes if size > 1] or [("ddp", 1)]
@@ -97,10 +98,11 @@ def name_strategy(layout: Layout) -> tuple[str, str]:
 
 
 def find_learning_rate(parameters: float) -> float:
-    """Peak of Adam's learning rate (Kaplan 2020, equation D.1); falls below zero past ten billion or so."""
+    """Return the peak of Adam's learning rate (Kaplan 2020, equation D.1); negative above about ten billion
+    parameters."""
     return 0.003239 - 0.0001395 * math.log(parameters)
 
 
 def _name_size(parameters: float) -> str:
-    """As a part of a name: letters, digits and dots."""
+    """Return the size as part of a name: letters, digits and dots."""
     return show_amount(parameters).replace(",", "").lower()

@@ -1,6 +1,6 @@
-"""What the bundled trainer holds on one accelerator: more than the papers count, for its weights are float32.
+"""Memory of the bundled trainer on one accelerator: more than in the papers, as its weights are float32.
 
-Counted from its tensors: tests/advisor/test_trainer_memory.py holds these figures to what its blocks really keep.
+Counted from its tensors: tests/advisor/test_trainer_memory.py compares these figures with what its blocks keep.
 """
 
 from __future__ import annotations
@@ -8,15 +8,15 @@ from __future__ import annotations
 from broker.optimizer.memory_model import BYTES_PER_PARAMETER, MemoryEstimate, Recompute, Sharding, estimate_memory
 from broker.optimizer.model_shape import ModelShape
 
-STATE_BYTES = BYTES_PER_PARAMETER["fp32"]  # under autocast too: weights, gradients and moments stay float32
+STATE_BYTES = BYTES_PER_PARAMETER["fp32"]  # also under autocast: weights, gradients and moments stay float32
 COPY_BYTES = 2  # autocast's bfloat16 copies of all weights live from forward to backward
-BUCKET_BYTES = 4  # DistributedDataParallel sends gradients from buckets of its own
-FLAT_BYTES = 4  # `allreduce` copies gradients into buckets once activations are gone
-# Bytes a token and unit of width that a block keeps: (on every tensor rank, shared by tensor ranks). In bfloat16 the
-# two norms keep float32 inputs (8) and two linear layers what the norms made (4); shared are queries, keys and values
+BUCKET_BYTES = 4  # DistributedDataParallel sends gradients from its own buckets
+FLAT_BYTES = 4  # `allreduce` copies gradients into buckets once activations are freed
+# Bytes per token and unit of width that a block keeps: (on every tensor rank, shared by tensor ranks). In bfloat16 the
+# two norms keep float32 inputs (8) and two linear layers the norms' outputs (4); shared are queries, keys and values
 # (6), attention's output (2), and the perceptron's middle before and after GELU (16). Attention is fused.
 BLOCK_BYTES = {"bf16": (12, 24), "fp32": (16, 48)}
-# Logits: as the head makes them, in float32, their log-softmax and its gradient. The head's output is gathered on
+# Logits: as computed by the head, in float32, their log-softmax and its gradient. The head's output is gathered on
 # every tensor rank.
 LOGIT_BYTES = {"bf16": 12, "fp32": 12}
 
@@ -31,12 +31,13 @@ def estimate_trainer_memory(
     recompute: Recompute,
     dtype: str,
 ) -> MemoryEstimate:
-    """Bytes on the fullest rank under `ddp`, `fsdp`, or either with `tensor` and `pipeline`; `dtype` bf16 or fp32."""
+    """Return bytes on the fullest rank under `ddp`, `fsdp`, or either with `tensor` and `pipeline`; `dtype` bf16 or
+    fp32."""
     is_sharded, is_alone = sharding.zero == 3 and sharding.data > 1, sharding.tensor == sharding.pipeline == 1
     own = count_own_parameters(shape, sharding, sequence=sequence)
     parts = sharding.data if is_sharded else 1
-    keeps_gradients = is_sharded and micro_batches > 1  # added up whole, in float32, until the last micro-batch
-    weights, gradients, optimizer = (each * own for each in STATE_BYTES)
+    keeps_gradients = is_sharded and micro_batches > 1  # accumulated in full, in float32, until the last micro-batch
+    weights, gradients, optimizer = (byte * own for byte in STATE_BYTES)
     after = 0.0
     if is_sharded:
         copies = _count_gathered(shape, sharding, own, sequence=sequence, dtype=dtype)
@@ -60,10 +61,10 @@ def estimate_trainer_memory(
 
 
 def count_own_parameters(shape: ModelShape, sharding: Sharding, *, sequence: int) -> float:
-    """Of one tensor and pipeline rank, before sharding over data ranks.
+    """Count the parameters of one tensor and pipeline rank, before sharding over data ranks.
 
-    Positions are learned, one for each token of a sequence. With tensor or pipeline ranks the output layer is its own:
-    the embedding lies whole on each tensor rank of the first stage, the output layer in parts on the last.
+    Positions are learned, one for each token of a sequence. With tensor or pipeline ranks the output layer is separate:
+    the embedding is complete on each tensor rank of the first stage, the output layer is split over the last.
     """
     table = float(shape.vocabulary * shape.width)
     blocks = shape.layers * shape.layer_parameters / (sharding.tensor * sharding.pipeline)
@@ -81,18 +82,18 @@ def count_activations(
     recompute: Recompute,
     dtype: str,
 ) -> float:
-    """Bytes kept for the backward pass, of the fuller of the first and the last stage.
+    """Return bytes kept for the backward pass, on the fuller of the first and the last stage.
 
-    The first holds as many micro-batches as there are stages, the last one and its logits (1F1B).
+    The first holds as many micro-batches as there are stages, the last holds one and its logits (1F1B).
     """
     tokens = float(sequence * micro_batch)
     whole, shared = BLOCK_BYTES[dtype]
     block = tokens * shape.width * (whole + shared / sharding.tensor)
-    if recompute == "none":  # without fused attention: two copies of the scores as in Korthikanti 2022, equation 1
+    if recompute == "none":  # unfused attention has two copies of the scores as in Korthikanti 2022, equation 1
         block += 5.0 * tokens * shape.heads * sequence / sharding.tensor
     blocks = shape.layers / sharding.pipeline
     if recompute == "full":
-        # Each block's input: float32, or bfloat16 under full sharding, which casts what goes into a block.
+        # Each block's input: float32, or bfloat16 under full sharding, which casts a block's inputs.
         kept = tokens * shape.width * (2 if sharding.zero == 3 and dtype == "bf16" else 4) * blocks
         busy = block
     else:
@@ -103,12 +104,12 @@ def count_activations(
 
 
 def _count_gathered(shape: ModelShape, sharding: Sharding, own: float, *, sequence: int, dtype: str) -> float:
-    """What full sharding puts together for a moment, beyond a rank's own part."""
+    """Count bytes that full sharding gathers temporarily, beyond a rank's own part."""
     width = 2 if dtype == "bf16" else 4
     if sharding.pipeline > 1:
-        return width * own  # between a step's micro-batches the stages of a pipeline keep their weights gathered
+        return width * own  # between a step's micro-batches, the stages of a pipeline keep their weights gathered
     block = shape.layer_parameters / sharding.tensor
-    # Two blocks' weights, one's gradients as computed and as summed; the embeddings stay for the whole pass.
+    # Two blocks' weights, one block's gradients as computed and as accumulated; the embeddings stay for the whole pass.
     root = own - shape.layers * block
     return (2 * width + width + 4) * block + (width + 4) * root
 
@@ -123,7 +124,7 @@ def estimate_program_memory(
     recompute: Recompute,
     dtype: str,
 ) -> MemoryEstimate:
-    """The bundled trainer's, or in float16, which it lacks, what the papers count for a program of one's own."""
+    """Return the bundled trainer's memory, or in float16, which it lacks, the papers' count for another program."""
     if dtype != "fp16":
         return estimate_trainer_memory(
             shape, sharding, sequence=sequence, micro_batch=micro_batch, micro_batches=micro_batches,

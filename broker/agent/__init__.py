@@ -1,6 +1,6 @@
-"""The program that broker ships to nodes: standard library only, imports nothing else of broker.
+"""The program that broker installs on nodes: standard library only, no imports from the rest of broker.
 
-A node gets the files side by side, without this one, so they import each other by bare names.
+A node gets all files but this one in one folder, so they import each other by bare names.
 """
 
 from __future__ import annotations

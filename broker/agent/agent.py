@@ -1,8 +1,8 @@
-"""The agent on every node: `python3 -I -S agent.py VERB`, JSON on stdin, JSON on stdout. Standard library only.
+"""Run the agent on a node: `python3 -I -S agent.py VERB`, JSON on stdin, JSON on stdout. Standard library only.
 
-Verbs: submit, access (agent_access.py), status, log, cancel, lease, autostop, and follow, a session that is kept open
-(agent_follow.py). All state is below ~/.broker. A watcher, started with the first verb that needs one, ends the node
-when its lease runs out, when it is done while its broker is away (agent_lease.py), or when it idles past its autostop.
+Verbs: submit, access (agent_access.py), status, log, cancel, lease, autostop, and follow, a persistent session
+(agent_follow.py). All state is below ~/.broker. A watcher, started with the first verb that needs one, shuts the node
+down when its lease expires, when its work is done while the broker is away (agent_lease.py), or on autostop.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from broker.agent import agent_access, agent_dead_runs, agent_delivery, agent_flush, agent_lease
     from broker.agent import agent_files as files
 else:
-    sys.path.insert(0, str(Path(__file__).resolve().parent))  # `-I` leaves it out
+    sys.path.insert(0, str(Path(__file__).resolve().parent))  # `-I` omits it
     import agent_access
     import agent_dead_runs
     import agent_delivery
@@ -30,9 +30,9 @@ else:
     import agent_flush
     import agent_lease
 
-LINGER_S = 5.0  # however short the autostop: whoever follows a run can read its last lines
+LINGER_S = 5.0  # minimum idle time before autostop, so that log followers can read the last lines
 WATCH_S = 0.5
-POWER_OFF_S = 5.0  # until it is tried again
+POWER_OFF_S = 5.0  # between two tries
 LOG_BYTES_MAX = 1 << 20
 
 
@@ -40,9 +40,9 @@ def main(verb: str, *arguments: str) -> None:
     os.umask(0o077)
     files.make_private(files.RUNS)
     if not verb.startswith("_"):
-        files.note_heard()
+        files.record_contact()
     if verb == "_run":
-        import agent_run  # type: ignore[import-not-found]  # beside us on the node; only the runner needs it
+        import agent_run  # type: ignore[import-not-found]  # next to this file on the node; only the runner needs it
 
         agent_run.run(int(arguments[0]), int(arguments[1]) if len(arguments) > 1 else None)
     elif verb == "_contain":
@@ -69,35 +69,37 @@ def read_request() -> dict[str, Any]:
 
 
 def submit(spec: dict[str, Any]) -> dict[str, Any]:
-    """Start a run, once: asked again, it only answers the same again. The head's word counts for the whole gang."""
+    """Start a run, once: a repeated call returns the same answer. The head's answer applies to the whole gang."""
     run_id = int(spec["run_id"])
     folder = files.make_private(files.run_folder(run_id))
     lock = files.wait_lock(files.STATE / "submit.lock")
     try:
-        known = files.read_json(folder / "spec.json")
+        submitted = files.read_json(folder / "spec.json")
         has_begun = files.is_locked(folder / "runner.lock") or (folder / "state.json").exists()
-        if known is None or not has_begun:
-            known = begin(folder, spec)
+        if submitted is None or not has_begun:
+            submitted = begin(folder, spec)
         if spec.get("lease_s"):
             agent_lease.renew(float(spec["lease_s"]))
         ensure_watcher()
     finally:
         os.close(lock)
-    if int(known["rank"]):
+    if int(submitted["rank"]):
         return {}
-    ports = {key: known["head"][key] for key in ("coordinator_port", "master_port")}
+    ports = {key: submitted["head"][key] for key in ("coordinator_port", "master_port")}
     return {**ports, "credential": (folder / files.CREDENTIAL).read_text(encoding="ascii")}
 
 
 def begin(folder: Path, spec: dict[str, Any]) -> dict[str, Any]:
-    """Rank 0's runner inherits the listening socket, and every runner its lock: no moment when either is free."""
+    """Start the runner. It inherits its lock and, on rank 0, the listening socket, so that neither is ever free."""
     runner_lock = files.try_lock(folder / "runner.lock")
-    assert runner_lock is not None, "no runner holds it: we looked, under the submit lock"
+    assert runner_lock is not None, "no runner holds it: checked under the submit lock"
     arguments, inherited = [str(spec["run_id"])], [runner_lock]
     head = dict(spec["head"])
-    files.write_text(folder / files.CREDENTIAL, head.pop("credential"))  # a file that programs can be pointed to
+    files.write_text(
+        folder / files.CREDENTIAL, head.pop("credential")
+    )  # a file, so that programs can be given its path
     if int(spec["rank"]) == 0:
-        import agent_link  # type: ignore[import-not-found]  # TLS, which no other verb needs
+        import agent_link  # type: ignore[import-not-found]  # imports TLS, which no other verb needs
 
         listener = agent_link.listen(spec["node_ips"][0], int(spec["num_nodes"]))
         host, port = listener.getsockname()[:2]
@@ -113,7 +115,7 @@ def begin(folder: Path, spec: dict[str, Any]) -> dict[str, Any]:
 
 
 def remember_image(image: str | None) -> str | None:
-    """A run that names no image is run in the one before it, as by `exec` on a cluster that was launched with one."""
+    """Return the run's image, else the previous run's: `exec` uses the image that the cluster was launched with."""
     path = files.STATE / "image.json"
     if image:
         files.write_json(path, {"image": image})
@@ -122,7 +124,7 @@ def remember_image(image: str | None) -> str | None:
 
 
 def pick_port() -> int:
-    """Free now, and below the ephemeral ports (Linux: 32768 up), so that no outgoing connection takes it meanwhile."""
+    """Return a free port below the ephemeral range (Linux: from 32768), so that no outgoing connection takes it."""
     for port in random.sample(range(20000, 32000), 200):
         with socket.socket() as probe:
             try:
@@ -134,7 +136,7 @@ def pick_port() -> int:
 
 
 def start_detached(verb: str, arguments: list[str], inherited: list[int]) -> None:
-    """In a session of its own, with no ties to who asked."""
+    """Start an agent process in its own session, detached from the caller."""
     script = str(Path(__file__).resolve())
     subprocess.Popen(
         [sys.executable, "-I", "-S", script, verb, *arguments],
@@ -149,22 +151,22 @@ def start_detached(verb: str, arguments: list[str], inherited: list[int]) -> Non
 
 def report_status(request: dict[str, Any]) -> dict[str, Any]:
     ids = [int(request["run_id"])] if "run_id" in request else files.list_run_ids()
-    known = set(files.list_run_ids())
+    existing = set(files.list_run_ids())
     return {
-        "runs": [{**files.describe_run(run_id), **read_asked(run_id)} for run_id in ids if run_id in known],
+        "runs": [{**files.describe_run(run_id), **read_request_fields(run_id)} for run_id in ids if run_id in existing],
         "idle_s": measure_idle_s(),
-        "is_advised": (files.STATE / "rebalance").exists(),  # by the cloud, to leave this node
+        "is_advised": (files.STATE / "rebalance").exists(),  # the cloud recommends leaving this node
         "lease_left_s": agent_lease.measure_left_s(),
     }
 
 
-def read_asked(run_id: int) -> dict[str, str]:
+def read_request_fields(run_id: int) -> dict[str, str]:
     spec = files.read_json(files.run_folder(run_id) / "spec.json") or {}
     return {name: str(spec.get(name) or "") for name in ("name", "accelerators")}
 
 
 def send_log(request: dict[str, Any]) -> None:
-    """Raw bytes of the merged log from `offset`, at most a mebibyte at a time."""
+    """Write raw bytes of the merged log from `offset` to stdout, at most 1 MiB per call."""
     path = files.run_folder(int(request["run_id"])) / "log"
     if path.exists():
         with path.open("rb") as file:
@@ -186,7 +188,7 @@ def renew_lease(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def set_autostop(request: dict[str, Any]) -> dict[str, Any]:
-    """`idle_minutes` null takes it back."""
+    """Set the autostop; `idle_minutes` null removes it."""
     path = files.STATE / "autostop.json"
     if request.get("idle_minutes") is None:
         if path.exists():
@@ -199,7 +201,7 @@ def set_autostop(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def measure_idle_s() -> float:
-    """Seconds since the last run here ended, or since the agent came; 0 while one is live."""
+    """Return the seconds since the last run ended, or since the agent's first use; 0 while a run is live."""
     newest = files.STATE.joinpath("boot")
     if not newest.exists():
         newest.touch(mode=0o600)
@@ -228,9 +230,9 @@ def watch() -> None:
             agent_dead_runs.end_if_dead(run_id)
         agent_access.forget_used()
         reason = decide_power_off()
-        if reason and reason != "lease":  # written outside a run, or by one whose runner was killed
+        if reason and reason != "lease":  # files may come from outside a run, or from one whose runner was killed
             flush = flush or agent_flush.Flush()
-            reason = "" if flush.look() == "waiting" else reason
+            reason = "" if flush.poll() == "waiting" else reason
         else:
             flush = None
         if reason:
@@ -240,7 +242,7 @@ def watch() -> None:
 
 
 def start_notices() -> None:
-    """Where node.json names a cloud that gives notice, somebody listens for it."""
+    """Start a thread that watches for preemption notices if node.json names a cloud that gives them."""
     cloud = (files.read_json(files.STATE / "node.json") or {}).get("notices")
     if cloud:
         import agent_notice  # type: ignore[import-not-found]
@@ -249,7 +251,7 @@ def start_notices() -> None:
 
 
 def decide_power_off() -> str:
-    """ "" to stay, "lease", "done" or "autostop" to end the node, "stop" to stop it with its disk kept."""
+    """Return "" to stay, "lease", "done" or "autostop" to terminate the node, "stop" to stop it and keep its disk."""
     if reason := agent_lease.find_end():
         return reason
     rule = files.read_of_this_boot(files.STATE / "autostop.json")
@@ -260,15 +262,15 @@ def decide_power_off() -> str:
         if idle_s >= max(rule["idle_minutes"] * 60, LINGER_S):
             return "autostop" if rule["is_down"] else "stop"
     except agent_lease.DAMAGE:
-        pass  # the watcher must outlive a damaged file
+        pass  # the watcher must survive a damaged file
     return ""
 
 
 def power_off(reason: str) -> None:
-    """As ~/.broker/node.json says: "file" (the pretend machine reads the reason) or a command, such as shutdown."""
+    """Power off as ~/.broker/node.json says: "file" (a simulated machine reads the reason) or a shutdown command."""
     if reason in ("autostop", "stop"):
         (files.STATE / "autostop.json").unlink()
-    # The lease stays, so that a machine whose shutdown failed is told again.
+    # The lease stays, so that a failed shutdown is retried.
     how = (files.read_json(files.STATE / "node.json") or {}).get("power_off", "file")
     files.write_text(files.STATE / "shutdown", reason)
     if how != "file":

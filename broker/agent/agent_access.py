@@ -1,7 +1,7 @@
-"""Access to buckets that the broker grants to a run: files of mode 0600 beside it, renewed while it runs.
+"""Store the bucket access that the broker grants to a run: files of mode 0600 in its folder, renewed while it runs.
 
-Standard library only. Each renewal rewrites the files as a whole; programs find them by the variables in
-`envs.json`, and AWS's libraries read theirs again when a session is about to end.
+Standard library only. Each renewal rewrites the files as a whole; programs find them through the variables in
+`envs.json`, and AWS's libraries read theirs again when a session is about to expire.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ else:
     import agent_flush as flush
 
 FOLDER = "access"
-PLACEHOLDER = "{access}"  # in variables and files: the folder they lie in
+PLACEHOLDER = "{access}"  # in variables and files: stands for their folder
 ENVS = "envs.json"
 SCOPE = "scope"
 MAIN = "BROKER_ACCESS_DIR"
@@ -32,24 +32,24 @@ def find_folder(run_id: int) -> Path:
 
 
 def receive(request: dict[str, Any]) -> dict[str, Any]:
-    """`files`, `envs`, `scope` and `run_id`; without one, for every run here that has access and has not ended.
+    """Write `files` and `envs` of `scope` for `run_id`, or for every unfinished run here that has access.
 
-    Older runs of the same scope get the files too: what one of them mounted is used by the next.
+    Older runs of the same scope get the files too, because later runs use their mounts.
     """
-    known = [each for each in files.list_run_ids() if (find_folder(each) / ENVS).exists()]
+    granted = [other for other in files.list_run_ids() if (find_folder(other) / ENVS).exists()]
     if "run_id" in request:
         run_id = int(request["run_id"])
         files.make_private(files.run_folder(run_id))
-        run_ids = [*(each for each in known if each != run_id and read_scope(each) == request["scope"]), run_id]
+        run_ids = [*(other for other in granted if other != run_id and read_scope(other) == request["scope"]), run_id]
     else:
-        run_ids = [each for each in known if not has_ended(each)]
+        run_ids = [other for other in granted if not has_ended(other)]
     for run_id in run_ids:
         write(run_id, request)
     return {"runs": run_ids}
 
 
 def write(run_id: int, request: dict[str, Any]) -> None:
-    """Each file appears whole: a program may read it at this moment. The variables come last: they name the files."""
+    """Replace each file atomically, as a program may be reading it. The variables come last, as they name the files."""
     folder = files.make_private(find_folder(run_id))
     for name, text in request["files"].items():
         path = folder / name
@@ -61,7 +61,7 @@ def write(run_id: int, request: dict[str, Any]) -> None:
 
 
 def read_envs(run_id: int) -> dict[str, str]:
-    """Variables for the run's program; empty without a grant."""
+    """Return the variables for the run's program; empty without a grant."""
     return {name: str(value) for name, value in (files.read_json(find_folder(run_id) / ENVS) or {}).items()}
 
 
@@ -75,14 +75,14 @@ def has_ended(run_id: int) -> bool:
 
 
 def forget_used() -> None:
-    """Delete the files of managed runs once everything they are for is done: all runs here have ended, what the head
-    leaves in the bucket has arrived, and so has what programs wrote to mounts.
+    """Delete the files of managed runs once they are no longer needed.
 
-    A cluster's mounts outlive a run: there the files stay as long as the node.
+    That is when all runs here have ended, and the head's results and the files written to mounts are in the bucket. A
+    cluster's mounts outlive a run: there the files stay as long as the node.
     """
     run_ids = files.list_run_ids()
-    if not any(find_folder(each).exists() for each in run_ids) or not (files.STATE / "lease.json").exists():
+    if not any(find_folder(run_id).exists() for run_id in run_ids) or not (files.STATE / "lease.json").exists():
         return
-    if all(has_ended(each) and not delivery.is_due(each) for each in run_ids) and not flush.list_pending():
+    if all(has_ended(run_id) and not delivery.is_due(run_id) for run_id in run_ids) and not flush.list_pending():
         for run_id in run_ids:
             shutil.rmtree(str(find_folder(run_id)), ignore_errors=True)

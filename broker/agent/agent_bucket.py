@@ -1,7 +1,7 @@
-"""Leaves a run's outcome and log in a bucket, to be read after the node has ended itself. Standard library only.
+"""Upload a run's outcome and log to a bucket, to be read after the node has shut down. Standard library only.
 
-S3 and what speaks like it, and Google's, by the logins that `agent_login` finds; Azure's by the account's key, a shared
-access signature or the machine's identity.
+S3, compatible services and Google Cloud Storage use the logins that `agent_login` finds; Azure uses the account's key,
+a shared access signature or the machine's identity.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from broker.agent import agent_login
     from broker.agent.agent_login import Refused
-else:  # beside us: on a node by its own name; the broker reads the names of objects here
+else:  # a sibling module: a plain name on a node, a package member in the broker, which uses the object names here
     agent_login = importlib.import_module(__name__.replace("agent_bucket", "agent_login"))
     Refused = agent_login.Refused
 
@@ -45,7 +45,7 @@ AZURE_ENDPOINTS = ("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT")
 
 
 def name_outcome(attempt: int) -> str:
-    """Below the job's folder for checkpoints."""
+    """Return the key of an attempt's outcome below the job's checkpoint folder."""
     return f"outcomes/{attempt}.json"
 
 
@@ -54,13 +54,13 @@ def name_log(attempt: int) -> str:
 
 
 def find_url(variables: Mapping[str, str], name: Callable[[int], str]) -> str:
-    """Where an object of this attempt goes; "" where the environment names no bucket."""
+    """Return the URL of an object of this attempt; "" if the environment names no bucket."""
     place, attempt = variables.get("BROKER_CHECKPOINT_DIR", ""), variables.get("BROKER_ATTEMPT", "")
     return f"{place}/{name(int(attempt))}" if place.startswith(SCHEMES) and attempt.isdigit() else ""
 
 
 def leave_outcome(outcome: Mapping[str, Any], variables: Mapping[str, str]) -> str:
-    """Where it was left; "" where the environment names no bucket. Raises Refused."""
+    """Upload the outcome and return its URL; "" if the environment names no bucket. Raises Refused."""
     url = find_url(variables, name_outcome)
     if url:
         put(url, json.dumps(dict(outcome)).encode(), variables)
@@ -68,7 +68,7 @@ def leave_outcome(outcome: Mapping[str, Any], variables: Mapping[str, str]) -> s
 
 
 def leave_log(path: Path, variables: Mapping[str, str]) -> str:
-    """As `leave_outcome`, for the log that lies at `path`; one that does not exist is left as an empty one."""
+    """Upload the log at `path` like `leave_outcome`; a missing log becomes an empty one."""
     url = find_url(variables, name_log)
     if url:
         put(url, read_bounded(path), variables)
@@ -76,7 +76,7 @@ def leave_log(path: Path, variables: Mapping[str, str]) -> str:
 
 
 def read_bounded(path: Path) -> bytes:
-    """The log, at most LOG_BYTES_MAX of it: of a longer one the head, a line that says what was cut, and the tail."""
+    """Return the log; beyond LOG_BYTES_MAX its head, a line that says how much was cut, and its tail."""
     try:
         with path.open("rb") as file:
             size = file.seek(0, 2)
@@ -92,9 +92,9 @@ def read_bounded(path: Path) -> bytes:
 
 
 def find_rest(content: bytes, offset: int) -> tuple[bytes, int]:
-    """What follows byte `offset` of the log that `read_bounded` made `content` of, and how long the log was.
+    """Return the part after byte `offset` of the log that `read_bounded` cut to `content`, and the log's length.
 
-    A reader that is in the part which was cut gets the line that says so, and the tail.
+    An offset within the cut part returns the line that says so, and the tail.
     """
     if len(content) <= LOG_BYTES_MAX:
         return content[offset:], max(offset, len(content))
@@ -102,7 +102,7 @@ def find_rest(content: bytes, offset: int) -> tuple[bytes, int]:
     tail = rest[len(rest) - (LOG_BYTES_MAX - LOG_HEAD_BYTES) :]
     note = rest[: len(rest) - len(tail)]
     cut_bytes = int(re.sub(rb"[^0-9]", b"", note) or b"0")
-    skipped_bytes = offset - LOG_HEAD_BYTES - cut_bytes  # of the tail, which is known already
+    skipped_bytes = offset - LOG_HEAD_BYTES - cut_bytes  # of the tail: already read
     length = len(head) + cut_bytes + len(tail)
     if skipped_bytes >= 0:
         return tail[skipped_bytes:], max(offset, length)
@@ -110,7 +110,7 @@ def find_rest(content: bytes, offset: int) -> tuple[bytes, int]:
 
 
 def put(url: str, content: bytes, variables: Mapping[str, str]) -> None:
-    """One object, whatever was there before. Raises Refused."""
+    """Write one object, replacing an existing one. Raises Refused."""
     scheme, _, rest = url.partition("://")
     bucket, _, key = rest.partition("/")
     if scheme == "s3":
@@ -122,7 +122,7 @@ def put(url: str, content: bytes, variables: Mapping[str, str]) -> None:
     elif scheme == "az":
         request = make_azure_request(bucket, key, content, variables)
     else:
-        raise Refused(f"nothing here writes to {scheme}://")
+        raise Refused(f"unsupported bucket scheme {scheme}://")
     for attempt in range(1, TRIES + 1):
         try:
             with urllib.request.urlopen(request, timeout=ANSWER_S):
@@ -137,7 +137,7 @@ def put(url: str, content: bytes, variables: Mapping[str, str]) -> None:
 
 
 def find_region(bucket: str, variables: Mapping[str, str]) -> str:
-    """S3 tells a bucket's region to anyone, in a header of whatever it answers."""
+    """Return a bucket's region, which S3 sends in a header of any answer, even without a login."""
     if find_endpoint(variables):
         return "us-east-1"
     try:
@@ -158,7 +158,7 @@ def find_endpoint(variables: Mapping[str, str]) -> str:
 def make_s3_request(
     bucket: str, key: str, content: bytes, *, variables: Mapping[str, str], login: Mapping[str, str], region: str
 ) -> urllib.request.Request:
-    """Signed with AWS Signature Version 4 (AWS documentation, "Create a signed AWS API request")."""
+    """Make a request signed with AWS Signature Version 4 (AWS documentation, "Create a signed AWS API request")."""
     base = find_endpoint(variables).rstrip("/") or f"https://s3.{region}.amazonaws.com"
     path = urllib.parse.quote(f"{urllib.parse.urlsplit(base).path}/{bucket}/{key}", safe="/-_.~")
     origin = urllib.parse.urlsplit(base)
@@ -180,13 +180,13 @@ def make_s3_request(
     headers["Authorization"] = (
         f"AWS4-HMAC-SHA256 Credential={login['key']}/{scope}, SignedHeaders={names}, Signature={signature}"
     )
-    headers["Content-Type"] = find_type(key)  # urllib would call it a form
+    headers["Content-Type"] = find_type(key)  # urllib would default to a form
     url = f"{origin.scheme}://{origin.netloc}{path}"
     return urllib.request.Request(url, data=content, method="PUT", headers=headers)
 
 
 def make_google_request(bucket: str, key: str, content: bytes, variables: Mapping[str, str]) -> urllib.request.Request:
-    """By the JSON API's simple upload."""
+    """Make a simple upload request of the JSON API."""
     token = agent_login.find_google_token(variables)
     base = variables.get("STORAGE_EMULATOR_HOST", "").rstrip("/") or "https://storage.googleapis.com"
     name = urllib.parse.quote(key, safe="")
@@ -196,7 +196,7 @@ def make_google_request(bucket: str, key: str, content: bytes, variables: Mappin
 
 
 def make_azure_request(bucket: str, key: str, content: bytes, variables: Mapping[str, str]) -> urllib.request.Request:
-    """Put Blob (Azure Storage documentation, "Put Blob"). Raises Refused without an account or a login."""
+    """Make a Put Blob request (Azure Storage documentation, "Put Blob"). Raises Refused without account or login."""
     account = find_first(AZURE_ACCOUNTS, variables)
     if not account:
         raise Refused("no login for az://: AZURE_STORAGE_ACCOUNT_NAME is not set")
@@ -219,31 +219,30 @@ def make_azure_request(bucket: str, key: str, content: bytes, variables: Mapping
 
 
 def sign_for_azure(url: str, headers: Mapping[str, str], length: int, *, account: str, key: str) -> str:
-    """Of a PUT whose only standard header is its type (Azure Storage documentation, "Authorize with Shared Key")."""
+    """Sign a PUT whose only standard header is its type (Azure Storage documentation, "Authorize with Shared Key")."""
     own = [f"{name}:{headers[name]}" for name in sorted(headers) if name.startswith("x-ms-")]
     resource = f"/{account}{urllib.parse.urlsplit(url).path}"
-    # Encoding, language, length, MD5, type, date, four conditions and the range stand between the verb and ours.
+    # Encoding, language, length, MD5, type, date, four conditions and the range precede our own headers.
     lines = ["PUT", "", "", str(length or ""), "", headers["Content-Type"], *[""] * 6, *own, resource]
     try:
         secret = base64.b64decode(key, validate=True)
     except binascii.Error as error:
-        raise Refused("the key of the storage account is not one: it is no base64") from error
+        raise Refused("invalid storage account key: not base64") from error
     return base64.b64encode(hmac.new(secret, "\n".join(lines).encode(), hashlib.sha256).digest()).decode("ascii")
 
 
 def find_azure_token(variables: Mapping[str, str]) -> str:
-    """Of the machine's managed identity, the one that AZURE_CLIENT_ID names where it has several."""
+    """Return a token of the machine's managed identity; AZURE_CLIENT_ID selects among several."""
     query = {"api-version": "2018-02-01", "resource": "https://storage.azure.com/"}
     if variables.get("AZURE_CLIENT_ID"):
         query["client_id"] = variables["AZURE_CLIENT_ID"]
     url = f"{agent_login.METADATA}/metadata/identity/oauth2/token?{urllib.parse.urlencode(query)}"
     try:
-        found = json.loads(agent_login.ask(urllib.request.Request(url, headers={"Metadata": "true"})))["access_token"]
+        token = json.loads(agent_login.ask(urllib.request.Request(url, headers={"Metadata": "true"})))["access_token"]
     except (OSError, ValueError, KeyError) as error:
-        raise Refused(
-            f"no login for az://: neither {AZURE_KEYS[0]} nor {AZURE_SIGNATURES[0]} nor an identity of the machine"
-        ) from error
-    return str(found)
+        names = f"{AZURE_KEYS[0]} nor {AZURE_SIGNATURES[0]}"
+        raise Refused(f"no login for az://: neither {names} is set, and the machine has no identity") from error
+    return str(token)
 
 
 def find_type(key: str) -> str:

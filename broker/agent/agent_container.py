@@ -1,7 +1,7 @@
-"""Runs a phase in a container of the node's docker, as if it ran on the node itself. Standard library only.
+"""Run a phase in a container with the node's docker, as if it ran on the node itself. Standard library only.
 
-One container a node and image lives as long as the node, so that what `setup` installs is there for `run`. The node's
-home is at its own path inside, network and devices are the node's. Nothing secret is in any argument.
+There is one container per node and image. It lives as long as the node, so that `run` finds what `setup` installed.
+The node's home is mounted at the same path; network and devices are the node's. No argument contains a secret.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ if TYPE_CHECKING:
 EX_UNAVAILABLE = 69
 START_S = 60.0
 LOGIN = ("SKYPILOT_DOCKER_USERNAME", "SKYPILOT_DOCKER_PASSWORD", "SKYPILOT_DOCKER_SERVER")
-DEVICES = ("/dev/infiniband", "/dev/kfd", "/dev/dri", "/dev/fuse")  # of those, what the node has
-LIMITS = ("--ulimit", "memlock=-1", "--ulimit", "stack=67108864")  # for network cards that read memory by themselves
+DEVICES = ("/dev/infiniband", "/dev/kfd", "/dev/dri", "/dev/fuse")  # passed on if the node has them
+LIMITS = ("--ulimit", "memlock=-1", "--ulimit", "stack=67108864")  # for network cards with direct memory access
 INSTALL = "sudo -n apt-get update -q && sudo -n apt-get install -y -q docker.io"
-# Ends all that carry a mark in their environment: those of the container are root's, and are seen from inside only.
+# Signals all processes with a mark in their environment: the container's belong to root and are visible inside only.
 KILL = """\
 grep -lF -e "$1" /proc/[0-9]*/environ 2>/dev/null | while IFS=/ read -r _ _ pid _; do kill -"$2" "$pid"; done
 true"""
-# The main process of a container: it ends with the node's process that holds its input open.
+# The container's main process: it ends with the process on the node that holds its input open.
 KEEP = "sleep 2147483647 | { @DOCKER@; kill -KILL 0; }"
 
 
 class Failure(Exception):
-    """Told in the run's log."""
+    """A failure to report in the run's log."""
 
 
 class Container:
-    """`image` on this node. `mounts`: what lies outside the home folder and is seen inside at the same path."""
+    """A container of `image` on this node. `mounts`: paths outside the home folder, mounted at the same path."""
 
     def __init__(self, image: str, *, home: Path, mounts: list[str], has_gpus: bool) -> None:
         self._image, self._home, self._mounts, self._has_gpus = image, home, mounts, has_gpus
@@ -49,7 +49,7 @@ class Container:
         self._docker: list[str] | None = None
 
     def prepare(self, variables: Mapping[str, str]) -> None:
-        """Have it running; what docker says of it goes to stdout. Asked again it changes nothing. Raises Failure."""
+        """Ensure that it runs; docker's output goes to stdout. Idempotent. Raises Failure."""
         docker = self._find_docker()
         if self._call("inspect", self.name).returncode == 0 and self._call("exec", self.name, "true").returncode == 0:
             return
@@ -57,32 +57,32 @@ class Container:
             self._log_in(docker, variables)
             if subprocess.run([*docker, "pull", self._image], check=False, stdin=subprocess.DEVNULL).returncode:
                 raise Failure(f"docker cannot pull `{self._image}`")
-        # A docker that is itself in a container may not raise limits, and few programs need them raised.
+        # Docker inside a container may not raise limits, and few programs need that.
         if self._begin(docker, LIMITS) and (refusal := self._begin(docker, ())):
             raise Failure(f"docker cannot run `{self._image}`: {refusal[-300:]}")
 
     def _begin(self, docker: list[str], limits: Sequence[str]) -> str:
-        """What docker says where the container ends at once; empty: it is up. Raises Failure where it is neither."""
+        """Start the container; return docker's output if it exits at once, else "". Raises Failure on a timeout."""
         self._call("rm", "--force", self.name)
         flags = [*self._list_flags(), *limits]
         argv = [*docker, "run", "--rm", "--interactive", "--name", self.name, *flags, self._image, "cat"]
         log = self._home / ".broker" / f"{self.name}.log"
-        with log.open("wb") as said:
+        with log.open("wb") as output:
             keeper = subprocess.Popen(
                 ["sh", "-c", KEEP.replace("@DOCKER@", shlex.join(argv))],
-                stdin=subprocess.DEVNULL, stdout=said, stderr=said, start_new_session=True,
+                stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True,
             )  # fmt: skip
         give_up_s = time.monotonic() + START_S
         while self._call("exec", self.name, "true").returncode:
             if keeper.poll() is not None:
-                return log.read_text(errors="replace").strip() or "it says nothing"
+                return log.read_text(errors="replace").strip() or "no output"
             if time.monotonic() >= give_up_s:
-                raise Failure(f"docker has not run `{self._image}` within {START_S:g} s")
+                raise Failure(f"docker did not start `{self._image}` within {START_S:g} s")
             time.sleep(0.1)
         return ""
 
     def make_argv(self, script: Path, folder: Path) -> list[str]:
-        """What runs a file of commands inside, with its output and its exit code."""
+        """Return the command that runs a script inside, passing on its output and exit code."""
         return [*self._find_docker(), "exec", "--workdir", str(folder), self.name, "sh", str(script)]
 
     def signal(self, mark: str, number: int) -> None:
@@ -105,7 +105,7 @@ class Container:
         return [*flags, "--gpus", "all"] if self._has_gpus and not Path("/dev/kfd").exists() else flags
 
     def _find_docker(self) -> list[str]:
-        """As ourselves, else as root; installed where the node has none and knows how."""
+        """Return the docker command, run as this user or as root; install docker if the node has none and uses apt."""
         if self._docker:
             return self._docker
         if not shutil.which("docker") and shutil.which("apt-get"):
@@ -113,26 +113,26 @@ class Container:
             subprocess.run(["sh", "-c", INSTALL], check=False, stdin=subprocess.DEVNULL)
         path = shutil.which("docker")
         if path is None:
-            raise Failure("this node has no docker; an `image_id` with docker in it helps, or no `docker:` image")
-        said = ""
+            raise Failure("this node has no docker; use an `image_id` that includes it, or omit the `docker:` image")
+        refusal = ""
         for argv in ([path], ["sudo", "-n", path]):
             try:
-                done = subprocess.run([*argv, "info"], capture_output=True, check=False, stdin=subprocess.DEVNULL)
+                info = subprocess.run([*argv, "info"], capture_output=True, check=False, stdin=subprocess.DEVNULL)
             except FileNotFoundError:  # no sudo
                 continue
-            if done.returncode == 0:
+            if info.returncode == 0:
                 self._docker = argv
                 return argv
-            said = said or done.stderr.decode("utf-8", "replace").strip().rpartition("\n")[2]
-        raise Failure(f"this node's docker does not answer: {said[:300]}")
+            refusal = refusal or info.stderr.decode("utf-8", "replace").strip().rpartition("\n")[2]
+        raise Failure(f"this node's docker does not answer: {refusal[:300]}")
 
     def _log_in(self, docker: list[str], variables: Mapping[str, str]) -> None:
-        """SkyPilot's variables of a private registry."""
+        """Log in to a private registry with SkyPilot's variables."""
         user, password, server = (variables.get(name, "") for name in LOGIN)
         if user and password:
             argv = [*docker, "login", "--username", user, "--password-stdin", *([server] if server else [])]
-            done = subprocess.run(argv, input=password.encode(), capture_output=True, check=False)
-            if done.returncode:
+            login = subprocess.run(argv, input=password.encode(), capture_output=True, check=False)
+            if login.returncode:
                 raise Failure(f"the registry refused the login of `{user}`")
 
     def _call(self, *words: str) -> subprocess.CompletedProcess[bytes]:
@@ -141,7 +141,7 @@ class Container:
 
 
 def find_container(spec: Mapping[str, Any], home: Path) -> Container | None:
-    """The one that a run's spec asks for."""
+    """Return the container that a run's spec requests."""
     if not spec.get("image"):
         return None
     has_gpus = float(spec["gpus_per_node"]) > 0
@@ -156,9 +156,9 @@ def write_script(
     first: Mapping[str, str] = MappingProxyType({}),
     folders: Sequence[str] = (),
 ) -> None:
-    """The commands with their environment, to be read by us alone. What the image sets stays where we say nothing.
+    """Write the commands with their environment to a private file. Other variables of the image stay.
 
-    `first` goes before the value that a variable has, as in PATH; `folders` are made where they are missing.
+    `first` is prepended to a variable's value, as in PATH; missing `folders` are created.
     """
     lines = [f"export {name}={shlex.quote(value)}" for name, value in sorted(variables.items())]
     lines += [f"export {name}={shlex.quote(value)}${{{name}:+:${name}}}" for name, value in sorted(first.items())]
@@ -171,13 +171,13 @@ def write_script(
 
 
 def main(phase_folder: str, phase: str) -> None:
-    """`agent.py _contain FOLDER PHASE`: prepare, then become the command; both words go where ours do."""
+    """Run `agent.py _contain FOLDER PHASE`: prepare, then exec the command, which inherits stdout and stderr."""
     import agent_files  # type: ignore[import-not-found]
 
     folder = Path(phase_folder)
     spec = agent_files.read_json(folder / "spec.json")
     container = find_container(spec, agent_files.HOME)
-    assert container is not None, "only runs with an image come here"
+    assert container is not None, "only called for runs with an image"
     try:
         container.prepare({**spec["envs"], **spec["secrets"]})
     except Failure as failure:

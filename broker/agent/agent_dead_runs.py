@@ -1,4 +1,4 @@
-"""Ends what a run leaves behind when its runner is gone. Standard library only."""
+"""Clean up after a run whose runner is gone. Standard library only."""
 
 from __future__ import annotations
 
@@ -34,17 +34,17 @@ def end_if_dead(run_id: int) -> None:
         return
     lock = agent_files.try_lock(folder / "runner.lock")
     if lock is not None:
-        if not (folder / "outcome.json").exists():  # it may have written it between our two looks
+        if not (folder / "outcome.json").exists():  # the runner may have written it since the first check
             end_dead_run(run_id)
         os.close(lock)
 
 
 def end_dead_run(run_id: int) -> None:
-    """The runner was killed from outside: end what it ran and write the outcome it could not."""
+    """Kill the processes of a runner that was killed, and write the outcome in its place."""
     spec = agent_files.read_json(agent_files.run_folder(run_id) / "spec.json") or {}
     container = None
     if spec.get("image"):
-        import agent_container  # type: ignore[import-not-found]  # which few runs need, and the watcher least of all
+        import agent_container  # type: ignore[import-not-found]  # imported late: few runs need it, and the watcher rarely does
 
         container = agent_container.find_container(spec, agent_files.HOME)
     for phase in PHASES:

@@ -1,7 +1,7 @@
-"""Brings what a run leaves from the head to the bucket, again and again until all is there. Standard library only.
+"""Upload a run's outcome and log from the head to the bucket, with retries until both are there. Standard library only.
 
 The outcome goes first: it is small, and the node may be preempted at any moment. `delivery.json` in the run's folder
-says what has arrived, so that a watcher that was started again continues.
+records which parts have arrived, so that a restarted watcher continues.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ else:
 LOOK_S = 1.0
 RETRY_S, RETRY_S_MAX = 2.0, 300.0
 PARTS = ("outcome", "log")
-KEEP_LOG_S = 600.0  # between two copies of the log of a run that works while its broker is away
+KEEP_LOG_S = 600.0  # between two uploads of a running program's log while the broker is away
 
 
 def load_bucket() -> Any:
-    """Import `agent_bucket` when it is first used: urllib and email are half of what a verb of the agent takes."""
-    import agent_bucket  # type: ignore[import-not-found]  # beside us on the node
+    """Import `agent_bucket` on first use: urllib and email take half of the start-up time of the agent."""
+    import agent_bucket  # type: ignore[import-not-found]  # next to this file on the node
 
     return agent_bucket
 
@@ -42,7 +42,7 @@ def is_delivered(run_id: int) -> bool:
 
 
 def is_due(run_id: int) -> bool:
-    """A run that this node is the head of has ended, and not all of it is in the bucket."""
+    """Return whether a run that this node heads has ended and is not completely in the bucket."""
     folder = agent_files.run_folder(run_id)
     if not (folder / "outcome.json").exists() or is_delivered(run_id):
         return False
@@ -51,7 +51,7 @@ def is_due(run_id: int) -> bool:
 
 
 def deliver(run_id: int) -> str:
-    """One try at what is missing. Returns why it failed; empty when all is there, or another process is at it."""
+    """Try to upload the missing parts; return why it failed, or "" if all are there or another process uploads them."""
     folder = agent_files.run_folder(run_id)
     lock = agent_files.try_lock(folder / "delivery.lock")
     if lock is None:
@@ -73,7 +73,7 @@ def deliver(run_id: int) -> str:
 
 
 def send(run_id: int, part: str) -> None:
-    """Raises Refused."""
+    """Upload one part. Raises Refused."""
     agent_bucket = load_bucket()
     folder = agent_files.run_folder(run_id)
     spec = agent_files.read_json(folder / "spec.json") or {}
@@ -87,25 +87,27 @@ def send(run_id: int, part: str) -> None:
     agent_bucket.leave_outcome({**outcome, "progress": progress}, variables)
 
 
-def keep_log(run_id: int, known_bytes: int) -> int:
-    """While the broker is away the log exists on this node only, and a preemption would take it along: leave what there
-    is of it now. Returns its size; `known_bytes` where there is nothing to do. Raises Refused."""
+def keep_log(run_id: int, kept_bytes: int) -> int:
+    """Upload the log so far while the broker is away, as a preemption would destroy the only copy.
+
+    Return its size, or `kept_bytes` if there is nothing to do. Raises Refused.
+    """
     folder = agent_files.run_folder(run_id)
     spec = agent_files.read_json(folder / "spec.json") or {}
     if agent_files.measure_quiet_s() < agent_files.QUIET_S or int(spec.get("rank", -1)) or not has_bucket(spec):
-        return known_bytes
+        return kept_bytes
     size = (folder / "log").stat().st_size if (folder / "log").exists() else 0
-    if size == known_bytes or (folder / "outcome.json").exists():
-        return known_bytes
+    if size == kept_bytes or (folder / "outcome.json").exists():
+        return kept_bytes
     send(run_id, "log")
     return size
 
 
 def deliver_forever() -> None:
-    """A thread of the watcher. Each run that is due is tried until all of it is in the bucket, at growing distances."""
+    """Retry each finished run's uploads, with growing intervals, until all are done; a thread of the watcher."""
     kept: dict[int, int] = {}  # run -> bytes of its log in the bucket
     kept_s = time.monotonic()
-    waits: dict[int, tuple[float, float]] = {}  # run -> not before (monotonic), and how long to wait after that
+    waits: dict[int, tuple[float, float]] = {}  # run -> earliest next try (monotonic), and the wait after it
     while True:
         for run_id in agent_files.list_run_ids():
             not_before_s, wait_s = waits.get(run_id, (0.0, RETRY_S))
@@ -113,7 +115,7 @@ def deliver_forever() -> None:
                 continue
             try:
                 error = deliver(run_id)
-            except Exception as fault:  # whatever it is, the thread must live: nothing else brings the outcome out
+            except Exception as fault:  # the thread must survive any error: nothing else uploads the outcome
                 error = repr(fault)
             if error:
                 waits[run_id] = (time.monotonic() + wait_s, min(RETRY_S_MAX, 2 * wait_s))
@@ -122,6 +124,6 @@ def deliver_forever() -> None:
             for run_id in agent_files.list_run_ids():
                 try:
                     kept[run_id] = keep_log(run_id, kept.get(run_id, 0))
-                except Exception:  # next time
+                except Exception:  # retried next time
                     continue
         time.sleep(LOOK_S)

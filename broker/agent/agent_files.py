@@ -1,4 +1,4 @@
-"""What the agent keeps below ~/.broker, and how it writes it: private, atomic, durable. Standard library only."""
+"""Read and write the agent's state below ~/.broker: private, atomic, durable. Standard library only."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from typing import Any
 HOME = Path(os.environ.get("HOME") or Path.home())
 STATE = HOME / ".broker"
 RUNS = STATE / "runs"
-CREDENTIAL = "gang.pem"  # in a run's folder: the certificate and key by which its nodes know each other
+CREDENTIAL = "gang.pem"  # in a run's folder: the certificate and key with which its nodes authenticate each other
 HEARD = "heard.json"
-# Without a word from the broker, before it counts as away. One that is there renews the lease each minute; once the
-# program has ended, it reads the log and takes the node down itself.
+# Without a request from the broker before it counts as away. A running broker renews the lease every minute, and once
+# the program has ended, it reads the log and takes the node down itself.
 QUIET_S = 300.0
 TERMINAL = ("SUCCEEDED", "FAILED", "FAILED_SETUP", "CANCELLED")
 
@@ -39,15 +39,15 @@ def make_private(folder: Path) -> Path:
 
 
 def write_text(path: Path, text: str, *, is_durable: bool = True) -> None:
-    """All or nothing, and on the disk when it returns unless it need not survive a power cut."""
-    aside = path.with_name(f".{path.name}.{os.getpid()}.{time.monotonic_ns()}")
-    fd = os.open(str(aside), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    """Write atomically; on return the text survives a power cut, unless `is_durable` is False."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.{time.monotonic_ns()}")
+    fd = os.open(str(temporary), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(fd, "w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
         if is_durable:
             os.fsync(file.fileno())
-    aside.replace(path)
+    temporary.replace(path)
 
 
 def write_json(path: Path, value: dict[str, Any], *, is_durable: bool = True) -> None:
@@ -63,7 +63,7 @@ def read_json(path: Path) -> dict[str, Any] | None:
 
 
 def read_boot() -> str:
-    """Another text after each boot; always the same where the system has none to give."""
+    """Return an id that changes with each boot; constant on systems without one."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except OSError:
@@ -71,18 +71,18 @@ def read_boot() -> str:
 
 
 def read_uptime_s() -> float:
-    """Seconds since this boot, with the time that the machine slept (Linux): a wall clock may be set back or ahead."""
+    """Return the seconds since boot, on Linux including suspend; unlike a wall clock it cannot be set."""
     return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
 
 
 def read_of_this_boot(path: Path) -> dict[str, Any] | None:
-    """What was written in an earlier boot counts no more: a stopped node that starts again must not end at once."""
+    """Read a file, ignoring earlier boots: a stopped node that restarts must not shut down at once."""
     value = read_json(path)
     return value if value and value.get("boot") == read_boot() else None
 
 
-def note_heard() -> None:
-    """The broker, or another command of the user, has just asked for something."""
+def record_contact() -> None:
+    """Record that the broker, or another command of the user, has just sent a request."""
     try:
         write_json(STATE / HEARD, {"at_s": read_uptime_s(), "boot": read_boot()}, is_durable=False)
     except OSError:
@@ -95,7 +95,7 @@ def measure_quiet_s() -> float:
 
 
 def try_lock(path: Path) -> int | None:
-    """The lock's descriptor, or None while somebody else holds it."""
+    """Return the lock's descriptor, or None while another process holds it."""
     fd = os.open(str(path), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -112,7 +112,7 @@ def wait_lock(path: Path) -> int:
 
 
 def is_locked(path: Path) -> bool:
-    """Whether somebody holds it; a shared look, so that two who look do not see each other."""
+    """Return whether a process holds the lock; tested with a shared lock, so that testers do not affect each other."""
     try:
         fd = os.open(str(path), os.O_RDWR | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -127,7 +127,7 @@ def is_locked(path: Path) -> bool:
 
 
 def describe_run(run_id: int) -> dict[str, Any]:
-    """A run as its files and its runner's lock show it; a runner that vanished means FAILED."""
+    """Describe a run by its files and its runner's lock; a dead runner means FAILED."""
     folder = run_folder(run_id)
     is_live = is_locked(folder / "runner.lock")
     report = {"id": run_id, "status": "PENDING", "returncode": None, "started_s": 0.0, "ended_s": None, "reason": ""}
@@ -142,14 +142,14 @@ def describe_run(run_id: int) -> dict[str, Any]:
 
 
 def is_over(run_id: int) -> bool:
-    """Whether nothing of the run is left: where its runner was killed, the watcher ends its programs first."""
+    """Return whether no process of the run is left; if its runner was killed, the watcher kills its programs first."""
     folder = run_folder(run_id)
     has_ended = (folder / "outcome.json").exists() or not (folder / "state.json").exists()
     return has_ended and describe_run(run_id)["status"] in TERMINAL
 
 
 def read_progress(path: Path) -> dict[str, Any] | None:
-    """The newest whole line that is a JSON object."""
+    """Return the newest complete line that is a JSON object."""
     try:
         with path.open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - 8192))
@@ -167,7 +167,7 @@ def read_progress(path: Path) -> dict[str, Any] | None:
 
 
 def find_marked(mark: str) -> Iterator[int]:
-    """Processes with exactly this `NAME=value` in their environment (Linux; elsewhere none are found)."""
+    """Yield the processes with exactly this `NAME=value` in their environment (Linux only; elsewhere none)."""
     proc = Path("/proc")
     for entry in proc.iterdir() if proc.exists() else ():
         if entry.name.isdigit() and int(entry.name) != os.getpid():

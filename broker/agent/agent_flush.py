@@ -1,9 +1,9 @@
-"""Waits until what programs wrote to mounted buckets lies there. Standard library only.
+"""Wait until files that programs wrote to mounted buckets are uploaded. Standard library only.
 
-rclone keeps written files on the node's disk and uploads them later; whatever is not uploaded is lost with the node.
-Each mount that `node_mount.py` makes is described in `~/.broker/mounts`: `{"url", "cache", "socket"}`. Which files are
-still to be uploaded is told by rclone's cache (a JSON file for each, with `Dirty`), which outlives rclone itself; how
-many bytes are on their way, by its remote control (`core/stats`), where it has one.
+rclone keeps written files on the node's disk and uploads them later; files that are not uploaded are lost with the
+node. Each mount that `node_mount.py` makes is described in `~/.broker/mounts`: `{"url", "cache", "socket"}`. rclone's
+cache, which outlives rclone, shows which files are pending (a JSON file for each, with `Dirty`). Its remote control
+(`core/stats`), if it has one, shows how many bytes it has sent.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ else:
     import agent_files as files
 
 MOUNTS = "mounts"
-# How long the node is kept while nothing arrives in the bucket. rclone itself tries again at distances up to 5 min.
+# How long the node is kept while nothing arrives in the bucket. rclone itself retries at intervals of up to 5 min.
 HOLD_S = 1800.0
 HOLD_VARIABLE = "BROKER_FLUSH_HOLD_S"  # among a task's `envs`, in seconds
 LOOK_S = 0.5
 ANSWER_S = 5.0
-RETRY_S = 60.0  # without a byte, until a mount whose rclone is dead is made again: its cache is still there
+RETRY_S = 60.0  # without a byte, before a mount whose rclone is dead is mounted again: its cache still exists
 
 
 class Pending(NamedTuple):
@@ -57,9 +57,9 @@ def has_mounts() -> bool:
 
 
 def list_pending() -> list[Pending]:
-    """Of every mount with something to upload."""
-    found = (find_pending(mount) for mount in read_mounts())
-    return [each for each in found if each.file_count]
+    """Return the pending files of every mount that has any."""
+    pending = (find_pending(mount) for mount in read_mounts())
+    return [files_left for files_left in pending if files_left.file_count]
 
 
 def read_mounts() -> list[dict[str, Any]]:
@@ -77,13 +77,13 @@ def find_pending(mount: dict[str, Any]) -> Pending:
         except FileNotFoundError:  # removed meanwhile
             continue
         except (OSError, ValueError, KeyError, TypeError):
-            is_dirty, entry_size = True, 0  # being written, or of a form we do not know: not known to be uploaded
+            is_dirty, entry_size = True, 0  # being written, or of an unknown format: treated as pending
         count, size = count + is_dirty, size + (entry_size if is_dirty else 0)
     return Pending(str(mount["url"]), count, size)
 
 
 def make_retry_script() -> str:
-    """Bash that mounts again what is not mounted any more, as `setup` did; rclone then uploads what its cache holds."""
+    """Return a Bash script that restores lost mounts as `setup` made them; rclone then uploads its cached files."""
     program = files.STATE / "node_mount.py"
     lines = []
     for mount in read_mounts():
@@ -94,20 +94,20 @@ def make_retry_script() -> str:
 
 
 class Sent(NamedTuple):
-    """What a mount's rclone has sent, and how often it failed to."""
+    """Upload statistics of a mount's rclone."""
 
     size_bytes: int
     error_count: int
 
 
 def read_sent() -> Sent:
-    """Of all mounts, as far as they tell."""
-    found = [ask_sent(str(mount.get("socket") or "")) for mount in read_mounts()]
-    return Sent(sum(each.size_bytes for each in found), sum(each.error_count for each in found))
+    """Return the sum over all mounts that report statistics."""
+    stats = [ask_sent(str(mount.get("socket") or "")) for mount in read_mounts()]
+    return Sent(sum(sent.size_bytes for sent in stats), sum(sent.error_count for sent in stats))
 
 
 def ask_sent(path: str) -> Sent:
-    """Nothing where rclone is too old for a remote control on a socket, or gone."""
+    """Return the statistics of one rclone; zeros if it is gone or too old for remote control through a socket."""
     if not path:
         return Sent(0, 0)
     import http.client  # heavy, and few nodes have mounts
@@ -127,17 +127,17 @@ def ask_sent(path: str) -> Sent:
 
 
 class Flush:
-    """One wait for all mounts. It lasts as long as something arrives, and `hold_s` longer."""
+    """Wait for all mounts as long as data arrives, and `hold_s` longer."""
 
     def __init__(self, *, hold_s: float = HOLD_S, now_s: Callable[[], float] = time.monotonic) -> None:
         self._hold_s, self._now_s = hold_s, now_s
         self._sent: Sent | None = None
-        self._error_count = 0  # when a file arrived last
+        self._error_count = 0  # when the last file arrived
         self._moved_s = self._tried_s = now_s()
         self.pending: list[Pending] = []
 
-    def look(self) -> str:
-        """ "clean", "waiting" or "failed"."""
+    def poll(self) -> str:
+        """Return "clean", "waiting" or "failed"."""
         pending, sent = list_pending(), read_sent()
         if not pending:
             self.pending = []
@@ -145,13 +145,13 @@ class Flush:
         if pending != self.pending:
             self.pending, self._error_count, self._moved_s = pending, sent.error_count, self._now_s()
         elif sent != self._sent and sent.error_count == self._error_count:
-            # A large file is on its way. After an error the same bytes are sent again and again: they count no more.
+            # A large file is being sent. After an error the same bytes are sent repeatedly and no longer count.
             self._moved_s = self._now_s()
         self._sent = sent
         return "failed" if self._now_s() - self._moved_s >= self._hold_s else "waiting"
 
     def is_retry_due(self) -> bool:
-        """Whether nothing has arrived for a while, nor has this been asked for as long."""
+        """Return whether nothing has arrived, and no retry was due, for a while."""
         now_s = self._now_s()
         is_due = now_s - max(self._moved_s, self._tried_s) >= min(RETRY_S, self._hold_s / 30)
         if is_due:
@@ -159,8 +159,8 @@ class Flush:
         return is_due
 
     def describe(self) -> str:
-        """Without figures that change at every look: said once, not once a file."""
-        urls = ", ".join(f"`{each.url}`" for each in self.pending)
+        """Describe the pending uploads without changing figures, so that the text is logged once."""
+        urls = ", ".join(f"`{mount.url}`" for mount in self.pending)
         return (
             f"written files are not in {urls} yet; this node is kept until they are, or until nothing has arrived "
             f"for {self._hold_s / 60:.3g} min"
@@ -169,8 +169,8 @@ class Flush:
     def describe_failure(self) -> str:
         caches = {str(mount["url"]): str(mount["cache"]) for mount in read_mounts()}
         left = ", ".join(
-            f"{each.file_count} files ({each.size_bytes / 1e9:.3f} GB) for `{each.url}`, which lie in "
-            f"`{caches.get(each.url, '')}` on the node"
-            for each in self.pending
+            f"{mount.file_count} files ({mount.size_bytes / 1e9:.3f} GB) for `{mount.url}`, which are in "
+            f"`{caches.get(mount.url, '')}` on the node"
+            for mount in self.pending
         )
         return f"written files did not arrive: {left}; nothing was uploaded for {self._hold_s / 60:.3g} min"

@@ -1,13 +1,12 @@
-"""A kept session of the agent: pushes what changes on its node, and answers requests. Standard library only.
+"""Serve a persistent session of the agent: push changes on its node, and answer requests. Standard library only.
 
-Both ways one JSON object a line. From the broker: first `{"run_id", "pace_s"}`; then requests `{"id", "verb",
-"request"}`, a new `{"pace_s"}`, or an empty line, which says that it is still there. To the broker: `{"status",
-"log_bytes"}` at once and after each change, `{"id", "answer"}` or `{"id", "error"}`, and every BEAT_S `{}`, which the
-broker answers.
-A change of status is told at the next look, progress and growth of the log at most every `pace_s`.
+Both directions carry one JSON object per line. From the broker: first `{"run_id", "pace_s"}`; then requests `{"id",
+"verb", "request"}`, a new `{"pace_s"}`, or an empty line as a heartbeat. To the broker: `{"status", "log_bytes"}` at
+once and after each change, `{"id", "answer"}` or `{"id", "error"}`, and every BEAT_S `{}`, which the broker answers.
+A change of status is pushed at the next poll, progress and growth of the log at most every `pace_s`.
 
 The session ends with its connection: at the end of its input, when a write fails, when the broker has been silent for
-SILENCE_S (a machine that lost power closes nothing), and when newer files of the agent replace the ones it runs.
+SILENCE_S (a machine that lost power closes nothing), and when newer agent files replace the running ones.
 """
 
 from __future__ import annotations
@@ -36,11 +35,11 @@ BEAT_S = 10.0
 SILENCE_S = 120.0  # the broker answers each heartbeat
 PACE_S = 1.0
 LINE_BYTES_MAX = 1 << 20
-LOG_BYTES_MAX = 1 << 18  # of one answer: it must fit a line of the broker's reader
+LOG_BYTES_MAX = 1 << 18  # per answer: it must fit a line of the broker's reader
 
 
 def read_log(request: dict[str, Any]) -> dict[str, Any]:
-    """The merged log from `offset`; base64, for its bytes need not be text."""
+    """Return the merged log from `offset`, in base64 because it need not be text."""
     path = files.run_folder(int(request["run_id"])) / "log"
     try:
         with path.open("rb") as file:
@@ -51,7 +50,7 @@ def read_log(request: dict[str, Any]) -> dict[str, Any]:
 
 
 class Follower:
-    """`report_status` and `verbs` are the agent's own; only what may be repeated is offered."""
+    """A session. `report_status` and `verbs` are the agent's own; only idempotent verbs are offered."""
 
     def __init__(self, report_status: Verb, verbs: dict[str, Verb]) -> None:
         self._report_status = report_status
@@ -64,7 +63,7 @@ class Follower:
         self._pace_s = PACE_S
         self._urgent: object = None
         self._usual: object = None
-        self._told_s = self._beat_s = self._heard_s = time.monotonic()
+        self._pushed_s = self._beat_s = self._heard_s = time.monotonic()
 
     def run(self) -> None:
         try:
@@ -79,21 +78,21 @@ class Follower:
         return is_replaced or time.monotonic() - self._heard_s > SILENCE_S
 
     def _read(self) -> bool:
-        """Wait for input, at most until the next look. False at its end."""
+        """Wait for input, at most until the next poll. Return False at its end."""
         if not select.select([0], [], [], LOOK_S)[0]:
             return True
         chunk = os.read(0, 1 << 16)
         if not chunk or len(self._rest) > LINE_BYTES_MAX:
             return False
         self._heard_s = time.monotonic()
-        files.note_heard()  # the node counts as attended
+        files.record_contact()  # the node counts as attended
         *lines, self._rest = (self._rest + chunk).split(b"\n")
         for line in lines:
             if line:
-                self._hear(json.loads(line))
+                self._handle(json.loads(line))
         return True
 
-    def _hear(self, message: dict[str, Any]) -> None:
+    def _handle(self, message: dict[str, Any]) -> None:
         self._pace_s = float(message.get("pace_s", self._pace_s))
         if "run_id" in message:
             self._run_id = int(message["run_id"])
@@ -105,16 +104,16 @@ class Follower:
         try:
             answer = {"answer": self._verbs[message["verb"]](message["request"])}
         except (OSError, KeyError, TypeError, ValueError) as error:
-            answer = {"error": f"{type(error).__name__}: {error}"}  # as a call would fail; the session stays open
+            answer = {"error": f"{type(error).__name__}: {error}"}  # like a failed call; the session stays open
         self._write({"id": message["id"], **answer})
 
     def _push(self, run_id: int, marks: Marks) -> None:
         now_s = time.monotonic()
-        urgent, usual = marks.look()
-        if urgent != self._urgent or (usual != self._usual and now_s - self._told_s >= self._pace_s):
-            self._urgent, self._usual, self._told_s = urgent, usual, now_s
+        urgent, usual = marks.read()
+        if urgent != self._urgent or (usual != self._usual and now_s - self._pushed_s >= self._pace_s):
+            self._urgent, self._usual, self._pushed_s = urgent, usual, now_s
             status = self._report_status({"run_id": run_id})
-            # The length after the status: a run that has ended writes no more, so this is all of its log.
+            # The length is read after the status: a run that has ended writes no more, so this is its whole log.
             self._write({"status": status, "log_bytes": read_stamp(str(files.run_folder(run_id) / "log"))[0] or 0})
         if now_s - self._beat_s >= BEAT_S:
             self._beat_s = now_s
@@ -127,7 +126,7 @@ class Follower:
 
 
 class Marks:
-    """Of a run's files: equal marks, nothing new. No file is read, and paths are made once: it looks all the time."""
+    """Stamps of a run's files, equal while nothing changes. Cheap: polled often, it opens no file and caches paths."""
 
     def __init__(self, run_id: int) -> None:
         folder = files.run_folder(run_id)
@@ -135,15 +134,15 @@ class Marks:
         self._paths = [str(path) for path in (*(folder / name for name in names), files.STATE / "rebalance")]
         self._lock = folder / "runner.lock"
 
-    def look(self) -> tuple[object, object]:
-        """Of what must be told at once, and of what can wait."""
+    def read(self) -> tuple[object, object]:
+        """Return the stamp of changes to push at once, and of changes that can wait."""
         outcome, state, progress, log, rebalance = map(read_stamp, self._paths)
         is_running = outcome[0] is None and files.is_locked(self._lock)
         return (outcome, is_running, state, rebalance, bool(progress[0])), (progress, log)
 
 
 def read_stamp(path: str) -> Stamp:
-    """Length and time of change; None where there is no file."""
+    """Return length and modification time; None if there is no file."""
     try:
         status = os.stat(path)  # noqa: PTH116
     except OSError:

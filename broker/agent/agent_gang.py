@@ -1,4 +1,4 @@
-"""The gang's coordinator on rank 0, to which each rank (0 too) has a link. Standard library only.
+"""Coordinate the gang on rank 0, to which each rank (0 included) has a link. Standard library only.
 
 JSON lines over the TLS of `agent_link`. Up: hello {rank}, setup {returncode}, exit {returncode, unflushed}, log {text},
 notice {notice_s}, cancel, beat. Down: welcome, turn {cards, share}, go, notice {notice_s},
@@ -25,16 +25,16 @@ else:
 
 JOIN_S = 120.0
 LEAVE_S = 5.0
-FINISH_S = 10.0  # of an elastic gang, after its head has
-EX_IOERR = 74  # sysexits.h: what a run ends with whose program succeeded, but whose files did not arrive
+FINISH_S = 10.0  # for an elastic gang to end after its head
+EX_IOERR = 74  # sysexits.h: the program succeeded, but its files did not arrive
 SUCCESS = {"status": "SUCCEEDED", "returncode": 0, "reason": ""}
 
 
 class Coordinator:
-    """Decides for the gang, on rank 0: all set up -> go; one fails or is lost -> kill all; says how it ended.
+    """Decide for the gang, on rank 0: all set up -> go; one fails or is lost -> kill all; then report the outcome.
 
-    With `nodes_min` the program is elastic: once it runs, ranks but the first may be lost, leave after a notice, and be
-    replaced, while so many are left.
+    With `nodes_min` the program is elastic: once it runs, any rank but the first may be lost, leave after a notice, and
+    be replaced, as long as `nodes_min` ranks remain.
     """
 
     def __init__(
@@ -55,22 +55,22 @@ class Coordinator:
         self._ready: set[int] = set()
         self._gone: set[int] = set()
         self._noticed: set[int] = set()
-        self._unfit: dict[int, Message] = {}  # newcomers whose setup failed, and what they are told of it
+        self._unfit: dict[int, Message] = {}  # new ranks whose setup failed, and their outcome
         self._is_going = False
         self._turn: Message | None = None
         self._left = threading.Semaphore(0)
         self._timers: list[threading.Timer] = []
-        self._unflushed: dict[int, str] = {}  # by rank: of programs that succeeded, why their files did not arrive
+        self._unflushed: dict[int, str] = {}  # rank -> why the files of a successful program did not arrive
         self._is_preempted = False
         self._verdict: Message | None = None
-        self.failed_rank: int | None = None  # whose program or setup ended the run by an exit code of its own
+        self.failed_rank: int | None = None  # the rank whose program or setup failed first
 
     def start(self) -> None:
         self._door.start()
         self._set_timer(JOIN_S, self._check_joined)
 
     def close(self) -> None:
-        """Stop listening, and close all connections without a word."""
+        """Stop listening, and close all connections without a message."""
         self._door.close()
         with self._lock:
             links = list(self._links.values())
@@ -80,7 +80,7 @@ class Coordinator:
             link.close()
 
     def wait_until_left(self) -> None:
-        """Until the other ranks have written their outcomes and hung up: the head says last that it is over."""
+        """Wait until the other ranks have written their outcomes and disconnected: the head writes its own last."""
         give_up_s = time.monotonic() + LEAVE_S
         for _ in range(len(self._links) - 1):
             self._left.acquire(timeout=max(0.0, give_up_s - time.monotonic()))
@@ -92,8 +92,8 @@ class Coordinator:
         self._timers.append(timer)
 
     def _admit(self, wire: agent_wire.Wire, rank: int) -> None:
-        """A rank can be taken once, and by another node where an elastic gang has lost it."""
-        link = agent_link.Link(wire, lambda message: self._hear(rank, link, message))
+        """Admit a rank once, and again from another node if an elastic gang has lost it."""
+        link = agent_link.Link(wire, lambda message: self._handle(rank, link, message))
         with self._lock:
             is_lost = self._is_going and rank in self._gone and self._nodes_min < self._num_nodes
             if rank in self._links and not is_lost:
@@ -111,12 +111,12 @@ class Coordinator:
         link.start()
 
     def give_turn(self, held: Message) -> None:
-        """Tell all ranks, and those that join later, what the run has on each node: setup may begin there."""
+        """Send the reservation to all ranks, also those that join later: setup may then begin there."""
         with self._lock:
             self._turn = dict(held)
-            self._tell("turn", **held)
+            self._broadcast("turn", **held)
 
-    def _hear(self, rank: int, link: agent_link.Link, message: Message) -> None:
+    def _handle(self, rank: int, link: agent_link.Link, message: Message) -> None:
         with self._lock:
             if self._links.get(rank) is not link:
                 return  # a new node has taken this one's place
@@ -124,66 +124,66 @@ class Coordinator:
             if kind == "log":
                 self._write_log(rank, str(message["text"]))
             elif kind == "setup" and self._is_going and message["returncode"] != 0:
-                self._hear_unfit(rank, message["returncode"])
+                self._handle_unfit(rank, message["returncode"])
             elif kind == "setup":
-                self._hear_setup(rank, message["returncode"])
+                self._handle_setup(rank, message["returncode"])
             elif kind == "exit":
-                self._hear_exit(rank, message["returncode"], str(message.get("unflushed") or ""))
+                self._handle_exit(rank, message["returncode"], str(message.get("unflushed") or ""))
             elif kind == "notice":
-                self._hear_notice(rank, message["notice_s"])
+                self._handle_notice(rank, message["notice_s"])
             elif kind == "cancel":
                 self._fail("CANCELLED", None, "cancelled")
             elif kind == "lost":
                 self._left.release()
-                self._hear_lost(rank)
+                self._handle_lost(rank)
 
-    def _hear_exit(self, rank: int, returncode: int, unflushed: str) -> None:
+    def _handle_exit(self, rank: int, returncode: int, unflushed: str) -> None:
         self._gone.add(rank)
-        is_leaving = rank in self._noticed and self._can_go_on()
+        is_leaving = rank in self._noticed and self._can_continue()
         if rank in self._unfit and is_leaving:
             self._links[rank].send("end", **self._unfit[rank])
-        if unflushed and not is_leaving:  # others may still work: it is told when all have ended
+        if unflushed and not is_leaving:  # others may still work: it is reported once all have ended
             self._unflushed[rank], returncode = unflushed, 0
         if returncode != 0 and not is_leaving:
             self._fail("FAILED", returncode, f"rank {rank} exited with {returncode}", rank)
         elif rank == 0 and self._nodes_min < self._num_nodes and not self._verdict:
-            # The head's word counts. A node that came too late to take part has nothing to wait for.
+            # The head's result applies to all. A node that joined too late to take part must not wait.
             self._verdict = dict(SUCCESS)
             self._set_timer(FINISH_S, self._dismiss)
         self._finish()
 
-    def _hear_unfit(self, rank: int, returncode: int) -> None:
-        """A newcomer that cannot take part leaves the others alone; the broker ends it by its own outcome."""
+    def _handle_unfit(self, rank: int, returncode: int) -> None:
+        """Record a new rank whose setup failed: the others continue, and the broker terminates this one."""
         self._noticed.add(rank)
         reason = f"setup exited with {returncode} on rank {rank}"
         self._unfit[rank] = {"status": "FAILED_SETUP", "returncode": returncode, "reason": reason}
 
     def _dismiss(self) -> None:
         with self._lock:
-            self._tell("kill", **SUCCESS)
+            self._broadcast("kill", **SUCCESS)
 
-    def _hear_notice(self, rank: int, notice_s: float) -> None:
-        """It is all the gang's, unless the others can go on."""
+    def _handle_notice(self, rank: int, notice_s: float) -> None:
+        """Pass a preemption notice on to the whole gang unless the others can continue."""
         self._noticed.add(rank)
-        if not self._is_preempted and not self._can_go_on():
+        if not self._is_preempted and not self._can_continue():
             self._is_preempted = True
-            self._tell("notice", notice_s=notice_s)
+            self._broadcast("notice", notice_s=notice_s)
 
-    def _hear_lost(self, rank: int) -> None:
+    def _handle_lost(self, rank: int) -> None:
         if rank not in self._gone:
             self._gone.add(rank)
-            if not self._can_go_on():
+            if not self._can_continue():
                 self._fail("FAILED", None, f"rank {rank} is lost")
             self._finish()
 
-    def _can_go_on(self) -> bool:
-        """Without those that are gone or about to go. Before the start there is nothing to go on with."""
+    def _can_continue(self) -> bool:
+        """Return whether the gang can continue without the ranks that are gone or leaving; never before its start."""
         leaving = self._gone | self._noticed
         return (
             self._is_going and 0 not in leaving and self._nodes_min <= self._num_nodes - len(leaving) < self._num_nodes
         )
 
-    def _hear_setup(self, rank: int, returncode: int) -> None:
+    def _handle_setup(self, rank: int, returncode: int) -> None:
         if returncode != 0:
             self._fail("FAILED_SETUP", returncode, f"setup exited with {returncode} on rank {rank}", rank)
         self._ready.add(rank)
@@ -191,7 +191,7 @@ class Coordinator:
             self._links[rank].send("go")
         elif len(self._ready) == self._num_nodes and not self._verdict:
             self._is_going = True
-            self._tell("go")
+            self._broadcast("go")
 
     def _check_joined(self) -> None:
         with self._lock:
@@ -202,7 +202,7 @@ class Coordinator:
                 self._finish()
 
     def _fail(self, status: str, returncode: int | None, reason: str, rank: int | None = None) -> None:
-        """The first failure is the gang's; after a preemption notice it is nobody's fault and nobody is hurried."""
+        """Record the first failure as the gang's; after a preemption notice blame no rank and let all save."""
         if self._verdict:
             return
         if self._is_preempted and status == "FAILED":
@@ -210,7 +210,7 @@ class Coordinator:
         self.failed_rank = rank
         self._verdict = {"status": status, "returncode": returncode, "reason": reason}
         if reason != "preempted":
-            self._tell("kill", **self._verdict)
+            self._broadcast("kill", **self._verdict)
 
     def _finish(self) -> None:
         if len(self._gone) == self._num_nodes:
@@ -220,10 +220,10 @@ class Coordinator:
                 reason = f"the program succeeded, but on rank {rank} {unflushed}"
                 verdict = {"status": "FAILED", "returncode": EX_IOERR, "reason": reason, "unflushed": unflushed}
                 self._verdict = verdict
-            self._tell("end", **verdict)
+            self._broadcast("end", **verdict)
 
-    def _tell(self, kind: str, **fields: Any) -> None:
-        """Rank 0 last: it is our own process, which leaves once it has heard the end."""
+    def _broadcast(self, kind: str, **fields: Any) -> None:
+        """Send to all ranks, rank 0 last: it is our own process, which exits on `end`."""
         for _, link in sorted(self._links.items(), reverse=True):
             link.send(kind, **fields)
 

@@ -1,7 +1,7 @@
-"""How long this node may run without its broker, and when it is done before that. Standard library only.
+"""Limit how long this node runs without the broker. Standard library only.
 
-The broker renews the lease each minute. Where it is away, the node works on until the lease ends: "lease". It ends
-itself earlier, "done", when all its runs have ended and what is left of them lies in the bucket.
+The broker renews the lease every minute. While it is away, the node works until the lease expires: "lease". It shuts
+down earlier, "done", once all its runs have ended and their results are in the bucket.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ else:
     import agent_files as files
 
 LEASE = "lease.json"
-DAMAGE = (KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError)  # a file of another form
+DAMAGE = (KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError)  # a file with another format
 
 
 def renew(lease_s: float) -> None:
@@ -26,27 +26,27 @@ def renew(lease_s: float) -> None:
         "until_s": now_s + lease_s,
         "renewed_s": now_s,
         "lease_s": lease_s,
-        "expires_s": time.time() + lease_s,  # read by the watcher of an older agent, which may still run here
+        "expires_s": time.time() + lease_s,  # read by an older agent's watcher, which may still run here
         "boot": files.read_boot(),
     }
     files.write_json(files.STATE / LEASE, lease)
 
 
 def measure_left_s() -> float | None:
-    """Seconds until the lease ends; None without one."""
+    """Return the seconds until the lease expires; None without one."""
     lease = files.read_of_this_boot(files.STATE / LEASE)
     if lease is None:
         return None
     try:
         if "until_s" in lease:
             return float(lease["until_s"]) - files.read_uptime_s()
-        return float(lease["expires_s"]) - time.time()  # given by an older agent
+        return float(lease["expires_s"]) - time.time()  # written by an older agent
     except DAMAGE:
-        return None  # as a lease that cannot be parsed: the broker renews it within a minute
+        return None  # like an unreadable lease: the broker renews it within a minute
 
 
 def find_end() -> str:
-    """ "" to stay, "lease" or "done" to end the node. Clusters have no lease: they end by their autostop."""
+    """Return "" to stay, "lease" or "done" to shut down. Clusters have no lease, but autostop."""
     left_s = measure_left_s()
     if left_s is None:
         return ""
@@ -57,18 +57,18 @@ def find_end() -> str:
         is_quiet = bool(ids) and files.measure_quiet_s() >= files.QUIET_S
         return "done" if is_quiet and all(is_safe_to_go(run_id) for run_id in ids) else ""
     except DAMAGE:
-        return ""  # the watcher must outlive it: the lease ends this node
+        return ""  # the watcher must survive it: the lease still ends this node
 
 
 def is_safe_to_go(run_id: int) -> bool:
-    """Whether the run has ended and nothing of it exists on this node only.
+    """Return whether the run has ended and no result of it exists on this node only.
 
-    Checkpoints need no look: a program writes them to the bucket itself, and waits for the last one before it exits.
-    Without a bucket, outcome and logs exist only here: then the node stays until its lease ends.
+    Checkpoints need no check: a program writes them to the bucket itself, and waits for the last one before it exits.
+    Without a bucket, outcome and logs exist only here, so the node stays until its lease expires.
     """
     spec: dict[str, Any] = files.read_json(files.run_folder(run_id) / "spec.json") or {}
     if files.describe_run(run_id)["status"] not in files.TERMINAL or not delivery.has_bucket(spec):
         return False
     if int(spec["rank"]) == 0:
         return delivery.is_delivered(run_id)
-    return not spec.get("ends_together")  # else this node's end would be the head's, which may still be uploading
+    return not spec.get("ends_together")  # otherwise the head, which may still be uploading, would end with this node

@@ -1,4 +1,4 @@
-"""How nodes of one gang connect: listener, handshake, and JSON lines over TLS. Standard library only."""
+"""Connect the nodes of one gang: listener, handshake, and JSON lines over TLS. Standard library only."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ else:
 
 BEAT_S = 2.0
 LOST_S = 15.0  # a peer that is silent for this long is lost
-HANDSHAKE_S = 15.0  # until a connection is authenticated and has said who it is
+HANDSHAKE_S = 15.0  # until a connection is authenticated and has sent `hello`
 CONNECT_S = 5.0
-STRANGERS_MAX = 256  # connections that are not authenticated yet, besides one for each rank
+STRANGERS_MAX = 256  # connections that are not yet authenticated, in addition to one per rank
 SECONDS_MAX = 1e7
 ANY = ("0.0.0.0", "::")
 STATUSES = ("SUCCEEDED", "FAILED", "FAILED_SETUP", "CANCELLED")
@@ -49,7 +49,7 @@ ENDING: dict[str, Callable[[Any], bool]] = {
     "returncode": lambda value: value is None or is_whole(value),
     "reason": is_text,
 }
-# The fields of each kind and what they may hold. Kinds that are not listed are of a later version, and are ignored.
+# The fields of each kind and their checks. Other kinds belong to a later version and are ignored.
 FIELDS: dict[str, dict[str, Callable[[Any], bool]]] = {
     "hello": {"rank": lambda value: is_whole(value) and value >= 0},
     "setup": {"returncode": is_whole},
@@ -77,9 +77,9 @@ def parse_message(line: bytes) -> Message:
 
 
 class Link:
-    """One authenticated connection, either end. `on_message` gets {"type": "lost"} once, when the other side is gone.
+    """One end of an authenticated connection. `on_message` gets {"type": "lost"} once, when the peer is gone.
 
-    A peer that sends what no correct member sends is gone, too.
+    A peer that sends an invalid message counts as gone, too.
     """
 
     def __init__(self, wire: agent_wire.Wire, on_message: Callable[[Message], None]) -> None:
@@ -111,7 +111,7 @@ class Link:
         try:
             while True:
                 message = parse_message(self._wire.read_line())
-                if message["type"] not in ("beat", "lost"):  # the latter is ours to say
+                if message["type"] not in ("beat", "lost"):  # only we create "lost"
                     self._on_message(message)
         except (OSError, ValueError):
             pass
@@ -125,7 +125,7 @@ def encode(kind: str, **fields: Any) -> bytes:
 
 
 def connect(address: str, port: int, context: ssl.SSLContext, rank: int, on_message: Callable[[Message], None]) -> Link:
-    """Join as `rank`. Raises OSError while the coordinator does not listen or does not take this rank."""
+    """Join as `rank`. Raises OSError while the coordinator does not listen or does not admit this rank."""
     connection = socket.create_connection((address, port), timeout=CONNECT_S)
     try:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -133,7 +133,7 @@ def connect(address: str, port: int, context: ssl.SSLContext, rank: int, on_mess
         wire = agent_wire.Wire(connection, context, is_server=False)
         wire.shake_hands(give_up_s)
         wire.write(encode("hello", rank=rank))
-        # With TLS 1.3 our handshake is complete before the other end has judged our certificate.
+        # With TLS 1.3 our handshake completes before the peer has verified our certificate.
         if parse_message(wire.read_line(give_up_s))["type"] != "welcome":
             raise ConnectionError("not welcome")
     except (OSError, ValueError) as error:
@@ -145,10 +145,10 @@ def connect(address: str, port: int, context: ssl.SSLContext, rank: int, on_mess
 
 
 class Door:
-    """Accepts connections, authenticates each in a thread of its own, and hands on those that say a valid `hello`.
+    """Accept connections, authenticate each in its own thread, and pass on those that send a valid `hello`.
 
-    `on_member(wire, rank)` runs in that thread. Where more strangers wait than `STRANGERS_MAX` and the gang's size,
-    the one that waits longest is closed: a member is through in milliseconds, and tries again if it was hit.
+    `on_member(wire, rank)` runs in that thread. If more unauthenticated connections wait than `STRANGERS_MAX` plus the
+    gang's size, the oldest is closed: a member authenticates in milliseconds, and retries if it was closed.
     """
 
     def __init__(
@@ -172,19 +172,19 @@ class Door:
         threading.Thread(target=self._accept, name="gang-accept", daemon=True).start()
 
     def close(self) -> None:
-        """Stop listening, and close what is not authenticated."""
+        """Stop listening, and close unauthenticated connections."""
         with self._lock:
             self._is_closed = True
             strangers = list(self._strangers.values())
-        for each in (self._listener, *strangers):
-            agent_wire.hang_up(each)
+        for connection in (self._listener, *strangers):
+            agent_wire.hang_up(connection)
 
     def _accept(self) -> None:
         while not self._is_closed:
             try:
                 connection = self._listener.accept()[0]
             except OSError:
-                time.sleep(0.0 if self._is_closed else 0.1)  # out of descriptors, or reset before it was taken
+                time.sleep(0.0 if self._is_closed else 0.1)  # out of descriptors, or reset before it was accepted
                 continue
             with self._lock:
                 self._count += 1
@@ -196,7 +196,7 @@ class Door:
                     agent_wire.hang_up(connection)
             try:
                 threading.Thread(target=self._greet, args=(number, connection), name="gang-greet", daemon=True).start()
-            except RuntimeError:  # the system gives no more threads: this one may try again
+            except RuntimeError:  # out of threads: the peer may retry
                 self._forget(number)
                 connection.close()
         self._listener.close()
@@ -217,7 +217,7 @@ class Door:
             if hello["type"] == "hello" and hello["rank"] < self._size:
                 wire, rank = candidate, hello["rank"]
         except (OSError, ValueError):
-            pass  # a stranger, or a member that is not correct
+            pass  # not a member, or a faulty one
         self._forget(number)
         if wire is None or self._is_closed:
             connection.close()
@@ -226,10 +226,10 @@ class Door:
 
 
 def listen(address: str, size: int) -> socket.socket:
-    """Listen for a gang whose first node has this address: there, or on all interfaces where it is not this machine's.
+    """Listen on the first node's address, or on all interfaces if this machine does not have it.
 
-    Behind a NAT the address that others use is not ours; a name may stand for the loopback here (Debian's /etc/hosts)
-    and is not asked. A gang of one needs the loopback only.
+    Behind a NAT the address that others use is not ours. A name is not resolved, as it may map to the loopback here
+    (Debian's /etc/hosts). A gang of one only needs the loopback.
     """
     if size == 1:
         address = "127.0.0.1"
@@ -244,7 +244,7 @@ def listen(address: str, size: int) -> socket.socket:
 
 
 def find_own(address: str) -> str:
-    """Return the address at which this machine itself reaches what it listens on."""
+    """Return the address at which this machine reaches its own listener."""
     return {ANY[0]: "127.0.0.1", ANY[1]: "::1"}.get(address, address)
 
 

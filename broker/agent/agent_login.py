@@ -1,7 +1,7 @@
-"""Logins for buckets as a node finds them: variables, files of AWS's and Google's own tools, the machine's identity.
+"""Find a node's logins for buckets: variables, the files of AWS's and Google's tools, the machine's identity.
 
-Standard library only. Google's service account keys sign with RSA, for which the standard library has no function:
-PKCS #1 v1.5 with SHA-256 is a padding and one power (RFC 8017, section 8.2.1).
+Standard library only. Google's service account keys sign with RSA, which the standard library lacks: PKCS #1 v1.5 with
+SHA-256 is a padding and one modular power (RFC 8017, section 8.2.1).
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ INTEGER, SEQUENCE, OCTETS = 0x02, 0x30, 0x04  # tags of ASN.1
 
 
 class Refused(Exception):
-    """Told in one line of the runner's log."""
+    """A missing login or refused request, reported as one line in the runner's log."""
 
 
 def find_s3_login(variables: Mapping[str, str]) -> dict[str, str]:
-    """Keys of the environment, else of AWS's files, else of the role that the machine has (IMDSv2)."""
+    """Return keys from the environment, else from AWS's files, else of the machine's role (IMDSv2)."""
     if variables.get("AWS_ACCESS_KEY_ID") and variables.get("AWS_SECRET_ACCESS_KEY"):
         names = {"key": "AWS_ACCESS_KEY_ID", "secret": "AWS_SECRET_ACCESS_KEY", "token": "AWS_SESSION_TOKEN"}
         return {short: variables.get(name, "") for short, name in names.items()}
@@ -50,14 +50,14 @@ def find_s3_login(variables: Mapping[str, str]) -> dict[str, str]:
         token = ask(urllib.request.Request(f"{METADATA}/latest/api/token", method="PUT", headers=ttl))
         headers = {"X-aws-ec2-metadata-token": token}
         role = ask(urllib.request.Request(base, headers=headers)).split()[0]
-        found = json.loads(ask(urllib.request.Request(base + role, headers=headers)))
-        return {"key": found["AccessKeyId"], "secret": found["SecretAccessKey"], "token": found["Token"]}
+        keys = json.loads(ask(urllib.request.Request(base + role, headers=headers)))
+        return {"key": keys["AccessKeyId"], "secret": keys["SecretAccessKey"], "token": keys["Token"]}
     except (OSError, ValueError, KeyError, IndexError) as error:
-        raise Refused("no login for S3: no AWS_ACCESS_KEY_ID, no profile, and no role of the machine") from error
+        raise Refused("no login for S3: no AWS_ACCESS_KEY_ID, no profile, and the machine has no role") from error
 
 
 def read_profile(variables: Mapping[str, str]) -> dict[str, str]:
-    """Of `~/.aws`, or of the files that the variables name: keys, or what its `credential_process` prints."""
+    """Return the keys of a profile in `~/.aws` or the files in the variables, or from its `credential_process`."""
     home = Path(variables.get("HOME") or Path.home())
     name = variables.get("AWS_PROFILE") or "default"
     places = (
@@ -81,25 +81,25 @@ def read_profile(variables: Mapping[str, str]) -> dict[str, str]:
 
 
 def run_process(command: str) -> dict[str, str]:
-    """As AWS's libraries run it: no shell (AWS SDKs and Tools Reference Guide, "Process credential provider")."""
+    """Run the process without a shell, as AWS's libraries do (AWS SDKs and Tools, "Process credential provider")."""
     try:
-        done = subprocess.run(
+        process = subprocess.run(
             shlex.split(command), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, timeout=PROCESS_S, check=True
         )
-        found = json.loads(done.stdout.decode("utf-8"))
-        return {"key": found["AccessKeyId"], "secret": found["SecretAccessKey"], "token": found.get("SessionToken", "")}
+        keys = json.loads(process.stdout.decode("utf-8"))
+        return {"key": keys["AccessKeyId"], "secret": keys["SecretAccessKey"], "token": keys.get("SessionToken", "")}
     except (OSError, subprocess.SubprocessError, ValueError, KeyError, TypeError) as error:
-        raise Refused(f"no login for S3: `credential_process` gave none ({type(error).__name__})") from error
+        raise Refused(f"no login for S3: `credential_process` failed ({type(error).__name__})") from error
 
 
 def find_google_token(variables: Mapping[str, str]) -> str:
-    """By the file that GOOGLE_APPLICATION_CREDENTIALS names, else gcloud's own, else the machine's service account."""
+    """Return a token by GOOGLE_APPLICATION_CREDENTIALS, else gcloud's file, else the machine's service account."""
     home = Path(variables.get("HOME") or Path.home())
     folder = variables.get("CLOUDSDK_CONFIG") or str(home / ".config" / "gcloud")
     named = variables.get("GOOGLE_APPLICATION_CREDENTIALS")
     path = Path(named or Path(folder) / "application_default_credentials.json")
     try:
-        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        key: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         if named:
             raise Refused(f"no login for gs://: `{named}` does not exist") from error
@@ -107,14 +107,14 @@ def find_google_token(variables: Mapping[str, str]) -> str:
     except (OSError, ValueError) as error:
         raise Refused(f"no login for gs://: `{path}` cannot be read") from error
     try:
-        if found.get("type") == "service_account":
-            grant = {"grant_type": "urn:ietf:params:oauth:grant-type:jwt-bearer", "assertion": make_assertion(found)}
-        elif found.get("type") == "authorized_user":
+        if key.get("type") == "service_account":
+            grant = {"grant_type": "urn:ietf:params:oauth:grant-type:jwt-bearer", "assertion": make_assertion(key)}
+        elif key.get("type") == "authorized_user":
             names = ("client_id", "client_secret", "refresh_token")
-            grant = {"grant_type": "refresh_token", **{name: str(found[name]) for name in names}}
+            grant = {"grant_type": "refresh_token", **{name: str(key[name]) for name in names}}
         else:
-            raise Refused(f"no login for gs://: `{path}` is of the unknown type `{found.get('type')}`")
-        url = str(found.get("token_uri") or TOKEN_URL)
+            raise Refused(f"no login for gs://: `{path}` has the unknown type `{key.get('type')}`")
+        url = str(key.get("token_uri") or TOKEN_URL)
         request = urllib.request.Request(url, data=urllib.parse.urlencode(grant).encode(), method="POST")
         with urllib.request.urlopen(request, timeout=ANSWER_S) as answer:
             return str(json.loads(answer.read().decode("utf-8"))["access_token"])
@@ -136,7 +136,7 @@ def ask_machine() -> str:
 
 
 def make_assertion(key: Mapping[str, Any]) -> str:
-    """A signed JWT that Google exchanges for a token ("Using OAuth 2.0 for Server to Server Applications")."""
+    """Return a signed JWT that Google exchanges for a token ("Using OAuth 2.0 for Server to Server Applications")."""
     now_s = int(time.time())
     head = {"alg": "RS256", "typ": "JWT", "kid": key.get("private_key_id", "")}
     claims = {
@@ -155,7 +155,7 @@ def encode(content: bytes) -> bytes:
 
 
 def sign(text: bytes, pem: str) -> bytes:
-    """RS256 with an RSA key as Google writes it: PKCS #8 in PEM."""
+    """Sign by RS256 with an RSA key in Google's format: PKCS #8 in PEM."""
     modulus, exponent = read_rsa_key(pem)
     size = (modulus.bit_length() + 7) // 8
     digest = SHA256_PREFIX + hashlib.sha256(text).digest()
@@ -164,8 +164,10 @@ def sign(text: bytes, pem: str) -> bytes:
 
 
 def read_rsa_key(pem: str) -> tuple[int, int]:
-    """Modulus and private exponent (RFC 5958: version, algorithm, octets; RFC 8017: version, n, e, d). Raises
-    ValueError, IndexError for another form."""
+    """Return modulus and private exponent (RFC 5958: version, algorithm, octets; RFC 8017: version, n, e, d).
+
+    Raises ValueError, IndexError for another format.
+    """
     body = "".join(line.strip() for line in pem.splitlines() if line and not line.startswith("-----"))
     outer = read_items(read_items(base64.b64decode(body, validate=True))[0][1])
     inner = read_items(read_items([content for tag, content in outer if tag == OCTETS][0])[0][1])  # noqa: RUF015
@@ -174,7 +176,7 @@ def read_rsa_key(pem: str) -> tuple[int, int]:
 
 
 def read_items(data: bytes) -> list[tuple[int, bytes]]:
-    """The items of DER that stand side by side: tag and content."""
+    """Return consecutive DER items as pairs of tag and content."""
     items, place = [], 0
     while place < len(data):
         tag, length, place = data[place], data[place + 1], place + 2
@@ -182,14 +184,14 @@ def read_items(data: bytes) -> list[tuple[int, bytes]]:
             count = length & 0x7F
             length, place = int.from_bytes(data[place : place + count], "big"), place + count
         if place + length > len(data):
-            raise ValueError("a DER item is cut short")
+            raise ValueError("truncated DER item")
         items.append((tag, data[place : place + length]))
         place += length
     return items
 
 
 def ask(request: urllib.request.Request) -> str:
-    """The metadata server's word, past any proxy of the environment."""
+    """Return the metadata server's answer, bypassing any proxy of the environment."""
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     with opener.open(request, timeout=METADATA_S) as answer:
         text: str = answer.read().decode("utf-8")

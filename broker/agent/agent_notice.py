@@ -1,8 +1,8 @@
-"""Hears from the cloud's metadata server that a spot node will be taken away. Standard library only.
+"""Watch the cloud's metadata server for the preemption notice of a spot node. Standard library only.
 
-EC2: `spot/instance-action` is there two minutes before the end, at best; a rebalance recommendation may come earlier
-and is only passed on as news, for most of them are never followed by an end. Compute Engine: `instance/preempted` turns
-TRUE thirty seconds before. Both are plain HTTP to a link-local address, past any proxy of the environment.
+EC2: `spot/instance-action` appears at best two minutes before the end; a rebalance recommendation may come earlier and
+is only reported, as most are never followed by a preemption. Compute Engine: `instance/preempted` turns TRUE thirty
+seconds before. Both are plain HTTP to a link-local address, bypassing any proxy of the environment.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ else:
     import agent_files as files
 
 SERVER = "169.254.169.254"
-POLL_S = 1.0  # EC2 asks not to be polled faster than each 5 s per item; a second costs it nothing and saves us four
+POLL_S = 1.0  # EC2 recommends 5 s per item; polling every second has shown no cost and gains up to four seconds
 ANSWER_S = 2.0
-HOLD_S = 60  # how long Compute Engine keeps a question open until there is news
+HOLD_S = 60  # how long Compute Engine holds a request until there is a change
 GCP_NOTICE_S = 30.0
 TOKEN_S = 21600
-TRIES_MAX = 60  # in a row without any answer: there is no metadata server here
+TRIES_MAX = 60  # consecutive tries without an answer: there is no metadata server here
 
 
 class Silence(Exception):
-    """The server gave no answer, or none that makes sense."""
+    """The server did not answer, or its answer is invalid."""
 
 
 def watch_notices(cloud: str) -> None:
-    """Returns when notice was given (and written down for the runners), or where nobody will ever give one."""
+    """Poll until a notice is recorded for the runners; return at once on clouds without notices."""
     read = READERS.get(cloud)
     failures = 0
     while read is not None and failures < TRIES_MAX:
@@ -49,7 +49,7 @@ def watch_notices(cloud: str) -> None:
 
 
 def read_aws() -> float | None:
-    """Seconds until the end, or None while none is announced; one look, then a pause."""
+    """Poll EC2; return the seconds until the end once announced, or None when the token must be renewed."""
     token = ask("PUT", "/latest/api/token", {"X-aws-ec2-metadata-token-ttl-seconds": str(TOKEN_S)})
     if token is None:
         raise Silence
@@ -67,12 +67,12 @@ def read_aws() -> float | None:
 
 
 def read_gcp() -> float | None:
-    """The server answers when there is news, or after HOLD_S."""
+    """Wait for Compute Engine's answer, which comes with a change or after HOLD_S."""
     path = f"/computeMetadata/v1/instance/preempted?wait_for_change=true&timeout_sec={HOLD_S}"
     flavor = {"Metadata-Flavor": "Google"}
-    # A change that came before the question was asked would not be one: look first.
-    for each in ("/computeMetadata/v1/instance/preempted", path):
-        text = ask("GET", each, flavor, answer_s=HOLD_S + ANSWER_S)
+    # A change before the request would not be reported as one, so read the current value first.
+    for target in ("/computeMetadata/v1/instance/preempted", path):
+        text = ask("GET", target, flavor, answer_s=HOLD_S + ANSWER_S)
         if text is None:
             raise Silence
         if text.strip() == "TRUE":
@@ -81,7 +81,7 @@ def read_gcp() -> float | None:
 
 
 def ask(verb: str, path: str, headers: dict[str, str], *, answer_s: float = ANSWER_S) -> str | None:
-    """The body; None where the server says 404. Raises OSError, HTTPException or Silence."""
+    """Return the body, or None on 404. Raises OSError, HTTPException or Silence."""
     connection = http.client.HTTPConnection(SERVER, timeout=answer_s)
     try:
         connection.request(verb, path, headers=headers)

@@ -1,4 +1,4 @@
-"""Folders that a run's program is pointed to: the bundled trainers, their Python, and where its state outlives it.
+"""Locate the folders for a run's program: the bundled trainers, their Python, and its durable state.
 
 Standard library only.
 """
@@ -22,7 +22,7 @@ STATE_VARIABLES = ("BROKER_CHECKPOINT_DIR", "BROKER_PIPELINE_DIR")
 
 
 def list_first(spec: Mapping[str, Any], container: Container | None) -> dict[str, str]:
-    """Return what goes first in PATH and PYTHONPATH: the trainers, and the Python that `trainers.setup` chose."""
+    """Return the first entries of PATH and PYTHONPATH: the Python that `trainers.setup` chose, and the trainers."""
     if not spec.get("trainers"):
         return {}
     return {
@@ -32,25 +32,25 @@ def list_first(spec: Mapping[str, Any], container: Container | None) -> dict[str
 
 
 def find_python_folder(container: Container | None) -> Path:
-    """Return BROKER_PYTHON. An image has another Python than the node, and both see this home folder."""
+    """Return BROKER_PYTHON. An image and the node share this home folder but need different Pythons."""
     return agent_files.STATE / "python" / (container.name if container else "node")
 
 
 def put_first(variables: Mapping[str, str], first: Mapping[str, str]) -> dict[str, str]:
-    """Return `variables` with each value of `first` before the one that is there, as in PATH."""
+    """Return `variables` with each value of `first` prepended, as in PATH."""
     joined = {name: os.pathsep.join(filter(None, (value, variables.get(name)))) for name, value in first.items()}
     return {**variables, **joined}
 
 
 def list_folders(variables: Mapping[str, str]) -> list[str]:
-    """Return the places for state that are folders, not buckets."""
+    """Return the state locations that are folders, not buckets."""
     places = [variables.get(name, "") for name in STATE_VARIABLES]
     paths = [place[len("file://") :] if place.startswith("file://") else place for place in places]
     return [path for path in paths if path and "://" not in path]
 
 
 def make_folders(folders: Sequence[str]) -> Iterator[str]:
-    """Make what is missing; yield why a folder cannot be made. The program decides whether it needs it."""
+    """Create missing folders; yield a warning for each failure, as the program may not need the folder."""
     for folder in folders:
         try:
             Path(folder).mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""The runner of one run on one node: waits its turn, sets up, runs, leaves nothing behind. Standard library only."""
+"""Run one run on one node: wait for its turn, set up, run, clean up. Standard library only."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ else:
 
 GRACE_S = 5.0
 TICK_S = 0.1
-END_S = 15.0  # how long to wait for the coordinator's last word
+END_S = 15.0  # how long to wait for the coordinator's `end`
 RETURNCODE_OF_KILL = 137
 
 
 class Runner:
-    """Main thread: the phases. Link's thread: what the coordinator says. One more thread copies output to the logs."""
+    """Run the phases in the main thread, the coordinator's messages in the link's, and copy output in a third."""
 
     def __init__(self, run_id: int, listener: socket.socket | None) -> None:
         self._folder = agent_files.run_folder(run_id)
@@ -67,21 +67,23 @@ class Runner:
         self._turn: dict[str, Any] | None = None  # what the head has reserved on each node
         self._held: dict[str, Any] | None = None
         self._notice_s: float | None = None
-        self._is_notice_told = False
+        self._is_notice_sent = False
         self._verdict: dict[str, Any] | None = None
-        self._is_verdict_told = False
+        self._is_verdict_sent = False
         self._is_ended = False
-        self._cancel_told = False
-        self._flush_note = ""
+        self._is_cancel_sent = False
+        self._flush_report = ""
         self._returncode: int | None = None
         self._log: IO[bytes] = (self._folder / "rank.log").open("ab", buffering=0)
 
     def run(self) -> None:
-        """Always leaves an outcome.json; the status is the gang's, `own_returncode` this node's."""
+        """Run, and always write outcome.json: the status is the gang's, `own_returncode` this node's."""
         self._write_state(agent_turn.PENDING)
         if self._listener is not None:
             if self._listener.getsockname()[0] in agent_link.ANY:
-                print(f"{self._spec['node_ips'][0]} is not of this machine: listening on all", file=sys.stderr)
+                print(
+                    f"{self._spec['node_ips'][0]} is not an address of this machine: listening on all", file=sys.stderr
+                )
             self._coordinator = agent_gang.Coordinator(
                 self._listener,
                 context=agent_wire.make_context(self._folder / agent_files.CREDENTIAL, is_server=True),
@@ -93,7 +95,7 @@ class Runner:
         if self._join():
             self._execute()
             give_up_s = time.monotonic() + END_S + (self._notice_s or 0)
-            if agent_flush.has_mounts():  # the others may upload for longer; a head that is lost is told by its link
+            if agent_flush.has_mounts():  # the others may upload for longer; the link reports a lost head
                 give_up_s = float("inf")
             while not self._is_ended and time.monotonic() < give_up_s:
                 self._pause()
@@ -103,7 +105,7 @@ class Runner:
             self._coordinator.wait_until_left()
         verdict = self._verdict or {"status": "FAILED", "returncode": None, "reason": "the head is lost"}
         outcome = {key: verdict.get(key) for key in ("status", "returncode", "reason", "unflushed")}
-        # A node whose lease is about to end may have taken the program down with it: the reader must know.
+        # The reader must know the lease: a node whose lease was about to expire may have ended the program.
         outcome.update(own_returncode=self._returncode, ended_s=time.time(), lease_left_s=agent_lease.measure_left_s())
         outcome["failed_rank"] = self._coordinator.failed_rank if self._coordinator else None
         agent_files.write_json(self._folder / "outcome.json", outcome)
@@ -111,10 +113,9 @@ class Runner:
             self._leave()
 
     def _leave(self) -> None:
-        """Also where it is found when nobody asks this node before it ends. That it cannot be left there is no fault
-        of the run; the watcher tries again."""
+        """Upload the outcome, so that it survives this node. A failure does not fail the run; the watcher retries."""
         if agent_delivery.is_due(self._id) and (error := agent_delivery.deliver(self._id)):
-            print(f"not left in the bucket yet: {error}", file=sys.stderr)
+            print(f"not uploaded to the bucket yet: {error}", file=sys.stderr)
 
     def _join(self) -> bool:
         head, rank = self._spec["head"], int(self._spec["rank"])
@@ -123,7 +124,7 @@ class Runner:
         while time.monotonic() < give_up_s:
             try:
                 port = int(head["coordinator_port"])
-                self._link = agent_link.connect(head["address"], port, context, rank, self._hear)
+                self._link = agent_link.connect(head["address"], port, context, rank, self._handle)
                 return True
             except OSError:
                 if (self._folder / "cancel").exists():
@@ -132,7 +133,7 @@ class Runner:
                 time.sleep(TICK_S)
         return False
 
-    def _hear(self, message: dict[str, Any]) -> None:
+    def _handle(self, message: dict[str, Any]) -> None:
         kind = message["type"]
         if kind == "go":
             self._is_go = True
@@ -149,7 +150,7 @@ class Runner:
         self._wake.set()
 
     def _execute(self) -> None:
-        """Our turn, setup, the gang's go, run; a verdict ends any of them."""
+        """Wait for our turn, set up, wait for the gang's `go`, run; a verdict ends each phase."""
         self._wait_turn()
         returncode = self._set_up()
         self._send("setup", returncode=returncode)
@@ -167,15 +168,15 @@ class Runner:
         self._returncode = returncode
 
     def _wait_turn(self) -> None:
-        """Until what the run asks for is free; on all nodes but the head, also until the head says which part that is.
+        """Wait until the requested accelerators are free; nodes other than the head first wait for its reservation.
 
-        A managed job has its nodes to itself, and a head of an older agent says nothing of turns.
+        A managed job has its nodes to itself, and the head of an older agent sends no reservation.
         """
         is_led = int(self._spec["rank"]) > 0 and bool(self._spec.get("queue"))
         while not self._verdict:
             if not is_led or self._turn:
-                told = self._turn if is_led else None
-                self._held = agent_turn.take(self._id, self._spec, partial(self._write_state, "SETTING_UP"), told)
+                given = self._turn if is_led else None
+                self._held = agent_turn.take(self._id, self._spec, partial(self._write_state, "SETTING_UP"), given)
             if self._held:
                 if self._coordinator:
                     self._coordinator.give_turn(self._held)
@@ -186,7 +187,7 @@ class Runner:
             self._pause()
 
     def _set_up(self) -> int:
-        """Run `setup`, unless an earlier run of the same job has done so on this node: it may not bear repetition."""
+        """Run `setup`, unless an earlier run of the same job did so on this node: it may not be repeatable."""
         digest, path = self._spec.get("setup_digest"), agent_files.STATE / "setup.json"
         if digest and (agent_files.read_json(path) or {}).get("digest") == digest:
             return 0
@@ -196,26 +197,29 @@ class Runner:
         return returncode
 
     def _flush(self) -> str:
-        """Wait until written files lie in their buckets; return why they do not, or nothing. The run has not ended
-        before: the cluster is not given back, whether the program succeeded, failed, was cancelled or had notice."""
+        """Wait until written files are in their buckets; return "" or why they are not.
+
+        The run ends only afterwards, so the cluster is not released before, whether the program succeeded, failed, was
+        cancelled or got a preemption notice.
+        """
         flush = agent_flush.Flush(hold_s=agent_flush.read_hold_s(self._spec["envs"]))
-        while (found := flush.look()) == "waiting":
-            self._note_flush(flush.describe())
+        while (state := flush.poll()) == "waiting":
+            self._report_flush(flush.describe())
             if flush.is_retry_due() and (script := agent_flush.make_retry_script()):
                 self._run_phase("flush", script)
             self._pause(agent_flush.LOOK_S)
-        if found == "failed":
-            self._note_flush(unflushed := flush.describe_failure())
+        if state == "failed":
+            self._report_flush(unflushed := flush.describe_failure())
             return unflushed
-        if self._flush_note:
-            self._note_flush("written files have arrived", is_over=True)
+        if self._flush_report:
+            self._report_flush("written files have arrived", is_over=True)
         return ""
 
-    def _note_flush(self, note: str, *, is_over: bool = False) -> None:
-        if note != self._flush_note:
-            self._flush_note = note
-            self._write_log(f"broker: {note}\n".encode())
-            self._write_state("RUNNING", flush="" if is_over else note)
+    def _report_flush(self, text: str, *, is_over: bool = False) -> None:
+        if text != self._flush_report:
+            self._flush_report = text
+            self._write_log(f"broker: {text}\n".encode())
+            self._write_state("RUNNING", flush="" if is_over else text)
 
     def _run_phase(self, phase: str, script: str = "") -> int:
         script = script or str(self._spec.get(phase) or "")
@@ -228,7 +232,7 @@ class Runner:
         own, first = self._make_env(phase), agent_paths.list_first(self._spec, self._container)
         argv, env = ["bash", "-c", script], agent_paths.put_first({**os.environ, **own}, first)
         folders = agent_paths.list_folders(own) if phase == "run" else []
-        if self._container:  # made in `setup`, so that all nodes have it when the gang is told to go
+        if self._container:  # created in `setup`, so that all nodes have it at the gang's `go`
             (self._folder / "progress.jsonl").touch(mode=0o600)
             path = self._folder / f"{phase}.sh"
             agent_container.write_script(path, script or "true", own, first=first, folders=folders)
@@ -256,18 +260,18 @@ class Runner:
         returncode = process.wait()
         if phase == "run":
             self._kill_marked(phase)
-        pump.join(GRACE_S)  # a daemon of setup may hold the pipe open for as long as it lives
+        pump.join(GRACE_S)  # a daemon started by setup may hold the pipe open as long as it lives
         return returncode if returncode >= 0 else 128 - returncode
 
     def _urge(self, pid: int, phase: str, kill_s: float | None) -> float | None:
-        """Tell the processes to go when they must; returns when (monotonic) they will be made to."""
+        """Send SIGTERM when the processes must end; return when (monotonic) they will be killed."""
         preempted = self._folder / "preemption"
         if self._notice_s is not None and not preempted.exists():
             preempted.touch(mode=0o600)
             self._signal(pid, phase, signal.SIGTERM)
             kill_s = time.monotonic() + self._notice_s
-        if self._verdict and not self._is_verdict_told:
-            self._is_verdict_told = True
+        if self._verdict and not self._is_verdict_sent:
+            self._is_verdict_sent = True
             self._signal(pid, phase, signal.SIGTERM)
             kill_s = min(kill_s or float("inf"), time.monotonic() + GRACE_S)
         if kill_s is not None and time.monotonic() >= kill_s:
@@ -275,8 +279,10 @@ class Runner:
         return kill_s
 
     def _signal(self, pid: int, phase: str, number: int) -> None:
-        """To the process group, and to whoever left it but still carries our mark. A container's client passes no
-        signal on, and takes the last words with it when it ends: it is spared until all must go."""
+        """Signal the process group, and processes that left it but carry our mark.
+
+        A container's client passes no signals on, and its end would cut off the last output, so it only gets SIGKILL.
+        """
         if self._container:
             self._container.signal(self._mark(phase), number)
             if number != signal.SIGKILL:
@@ -298,22 +304,22 @@ class Runner:
         agent_dead_runs.kill_marked(self._mark(phase))
 
     def _pause(self, wait_s: float = TICK_S) -> None:
-        """One tick; looks for a cancel request and for a preemption notice, and passes them on."""
+        """Wait one tick, then pass on a cancel request or preemption notice."""
         self._wake.wait(wait_s)
         self._wake.clear()
-        if not self._cancel_told and (self._folder / "cancel").exists():
-            self._cancel_told = self._send("cancel")
-        if not self._is_notice_told:
+        if not self._is_cancel_sent and (self._folder / "cancel").exists():
+            self._is_cancel_sent = self._send("cancel")
+        if not self._is_notice_sent:
             notice = agent_files.read_json(agent_files.STATE / "preemption")
             if notice:
                 self._notice_s = self._notice_s or float(notice["notice_s"])
-                self._is_notice_told = self._send("notice", notice_s=self._notice_s)
+                self._is_notice_sent = self._send("notice", notice_s=self._notice_s)
 
     def _send(self, kind: str, **fields: Any) -> bool:
         return self._link is not None and self._link.send(kind, **fields)
 
     def _copy_output(self, output: IO[bytes]) -> None:
-        """To our own log with the time, and to the head's; what is there at once goes in one message."""
+        """Copy output to our log with timestamps, and to the head's; available output goes in one message."""
         rest = b""
         while True:
             chunk = os.read(output.fileno(), 1 << 16)
@@ -340,7 +346,7 @@ class Runner:
         return agent_dead_runs.make_mark(self._id, phase)
 
     def _make_env(self, phase: str) -> dict[str, str]:
-        """What we set ourselves, over what the node or the container has."""
+        """Return the variables that we set, which override those of the node or container."""
         spec = self._spec
         ips: list[str] = spec["node_ips"]
         env: dict[str, str] = {}

@@ -1,10 +1,10 @@
-"""When a run may begin on a node, and which accelerators it has there. Standard library only.
+"""Queue the runs of a node and reserve accelerators for them. Standard library only.
 
-Runs begin in the order of their ids, and none overtakes one that waits: a stream of small runs cannot starve a large
-one. A run reserves whole accelerators, a part of one, or the whole node, and begins as soon as that is free. What is
-reserved is recorded in the run's own `state.json` and counts until the run is over, so that it is true after any kill.
-The head decides for all nodes of a cluster: if each node decided for itself, two runs that reach the nodes in different
-orders could wait for each other.
+Runs begin in the order of their ids, and none overtakes a waiting one, so a stream of small runs cannot starve a large
+one. A run reserves whole accelerators, a fraction of one, or the whole node, and begins as soon as that is free. The
+reservation is recorded in the run's own `state.json` and holds until the run is over, so it stays correct after any
+kill. The head decides for all nodes of a cluster: if each node decided for itself, two runs that reach the nodes in
+different orders could deadlock.
 """
 
 from __future__ import annotations
@@ -21,37 +21,37 @@ if TYPE_CHECKING:
 else:
     import agent_files as files
 
-UNITS = 10_000  # of one accelerator: shares are added up as whole numbers
+UNITS = 10_000  # per accelerator: shares are added up as integers
 WHOLE_NODE = {"cards": None, "share": 1.0}
 PENDING = "PENDING"
 
 
-def take(run_id: int, spec: Mapping[str, Any], record: Callable[..., None], told: Held | None = None) -> Held | None:
-    """Reserve what the run asks for and return it as `{"cards": [index, ...] or None, "share"}`; None: not yet.
+def take(run_id: int, spec: Mapping[str, Any], record: Callable[..., None], given: Held | None = None) -> Held | None:
+    """Reserve what the run requests and return it as `{"cards": [index, ...] or None, "share"}`; None: not yet.
 
-    `record` writes it down while no other run here can decide. `told`: what the head has reserved, to be the same here.
+    `record` stores it while no other run here can decide. `given`: the head's reservation, to be repeated here.
     """
     lock = files.try_lock(files.STATE / "turn.lock")
     if lock is None:
-        return None  # another run is deciding: asked again at the next tick
+        return None  # another run is deciding: retried at the next tick
     try:
         waiting, held = read_others(run_id)
-        if told is not None:
-            found = told if fits(told, held) else None
+        if given is not None:
+            reserved = given if fits(given, held) else None
         elif any(other < run_id for other in waiting):
             return None
         else:
             queue = spec.get("queue") or {}
-            found = choose(queue.get("count"), int(queue.get("card_count") or 0), held)
-        if found is not None:
-            record(held=found)
-        return found
+            reserved = choose(queue.get("count"), int(queue.get("card_count") or 0), held)
+        if reserved is not None:
+            record(held=reserved)
+        return reserved
     finally:
         os.close(lock)
 
 
 def read_others(run_id: int) -> tuple[list[int], list[Held]]:
-    """Ids of the other runs that wait, and what those have that do not."""
+    """Return the ids of other waiting runs, and the reservations of the others."""
     waiting: list[int] = []
     held: list[Held] = []
     for other in files.list_run_ids():
@@ -66,7 +66,7 @@ def read_others(run_id: int) -> tuple[list[int], list[Held]]:
 
 
 def read_held(value: Any) -> Held:
-    """The whole node where nothing that can be read is recorded, as by an older agent: it knew whole nodes only."""
+    """Parse a reservation; the whole node if it is missing or invalid, as older agents only reserve whole nodes."""
     try:
         if value["cards"] is not None:
             return {"cards": [int(card) for card in value["cards"]], "share": float(value["share"])}
@@ -76,10 +76,10 @@ def read_held(value: Any) -> Held:
 
 
 def choose(count: float | None, card_count: int, held: Sequence[Held]) -> Held | None:
-    """Return what a run gets that asks for `count` of so many cards, None for the whole node; None where it must wait.
+    """Return the reservation for `count` of `card_count` cards (None: the whole node), or None if the run must wait.
 
-    A part goes to the fullest card that has room, so that whole ones stay free: of two cards with 0.5 and 0 in use,
-    0.5 more is put on the first, 0.7 on the second, and 2 must wait.
+    A fraction goes to the fullest card with room, so that whole ones stay free: of two cards with 0.5 and 0 in use,
+    0.5 more goes to the first, 0.7 to the second, and 2 must wait.
     """
     if count is None:
         return None if held else dict(WHOLE_NODE)
@@ -88,30 +88,30 @@ def choose(count: float | None, card_count: int, held: Sequence[Held]) -> Held |
         return None
     cards = range(card_count)
     if count < 1:
-        having_room = [card for card in cards if used.get(card, 0) + to_units(count) <= UNITS]
-        if not having_room:
+        candidates = [card for card in cards if used.get(card, 0) + to_units(count) <= UNITS]
+        if not candidates:
             return None
-        return {"cards": [max(having_room, key=lambda card: (used.get(card, 0), -card))], "share": count}
-    free, wanted = [card for card in cards if not used.get(card)], min(int(count), card_count)
-    return {"cards": free[:wanted], "share": 1.0} if len(free) >= wanted else None
+        return {"cards": [max(candidates, key=lambda card: (used.get(card, 0), -card))], "share": count}
+    free, needed = [card for card in cards if not used.get(card)], min(int(count), card_count)
+    return {"cards": free[:needed], "share": 1.0} if len(free) >= needed else None
 
 
-def fits(asked: Held, held: Sequence[Held]) -> bool:
-    """Whether these very cards are free."""
-    if asked["cards"] is None:
+def fits(given: Held, held: Sequence[Held]) -> bool:
+    """Return whether exactly these cards are free."""
+    if given["cards"] is None:
         return not held
     used = add_up(held)
-    return used is not None and all(used.get(card, 0) + to_units(asked["share"]) <= UNITS for card in asked["cards"])
+    return used is not None and all(used.get(card, 0) + to_units(given["share"]) <= UNITS for card in given["cards"])
 
 
 def add_up(held: Sequence[Held]) -> dict[int, int] | None:
-    """Units in use by card; None where a run has the whole node."""
+    """Return the units in use by card; None if a run has the whole node."""
     used: dict[int, int] = {}
-    for each in held:
-        if each["cards"] is None:
+    for reservation in held:
+        if reservation["cards"] is None:
             return None
-        for card in each["cards"]:
-            used[card] = used.get(card, 0) + to_units(each["share"])
+        for card in reservation["cards"]:
+            used[card] = used.get(card, 0) + to_units(reservation["share"])
     return used
 
 
@@ -122,8 +122,8 @@ def to_units(share: float) -> int:
 def name_cards(held: Held | None, spec: Mapping[str, Any], around: Mapping[str, str]) -> dict[str, str]:
     """Return the variable that shows the program its accelerators and no others.
 
-    Where `around`, the agent's own environment, is limited to some of the machine's, the run's are among those; one
-    that names too few of them is left as it is.
+    If `around`, the agent's own environment, is limited to some of the machine's accelerators, the run's are chosen
+    from those; a limit to too few is left unchanged.
     """
     variable = (spec.get("queue") or {}).get("variable")
     if not variable or held is None or held["cards"] is None:

@@ -1,7 +1,7 @@
-"""TLS between the nodes of one gang. Standard library only.
+"""Connect the nodes of one gang through TLS. Standard library only.
 
-Both ends present the gang's certificate and trust no other. Host names are not checked: a member is whoever holds the
-gang's private key, whatever its address. Nothing that a peer without the key sends reaches a parser of ours.
+Both ends present the gang's certificate and trust no other. Host names are not checked: possession of the gang's
+private key identifies a member at any address. Data from a peer without the key never reaches our parsers.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ CHUNK_BYTES = 1 << 16
 
 
 def make_context(pem: Path, *, is_server: bool) -> ssl.SSLContext:
-    """Return the settings of one end. `pem` holds the gang's certificate and key."""
+    """Return the TLS settings of one end. `pem` holds the gang's certificate and key."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if is_server else ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False  # possession of the key is the identity
     context.verify_mode = ssl.CERT_REQUIRED
-    context.minimum_version = ssl.TLSVersion.TLSv1_2  # 1.3 where both ends have it
+    context.minimum_version = ssl.TLSVersion.TLSv1_2  # 1.3 if both ends support it
     context.options |= ssl.OP_NO_TICKET | getattr(ssl, "OP_NO_RENEGOTIATION", 0)
     if is_server and hasattr(context, "num_tickets"):
-        context.num_tickets = 0  # no session is ever resumed
+        context.num_tickets = 0  # sessions are never resumed
     context.load_cert_chain(str(pem))
     context.load_verify_locations(str(pem))
     return context
 
 
 class Wire:
-    """A TLS connection for one reading thread and any number of writing ones.
+    """A TLS connection for one reading thread and any number of writing threads.
 
-    OpenSSL's objects must not be used by two threads at once, and a lock round blocking calls would make writers wait
-    for the reader. So TLS runs in memory under a lock that is never held while the socket blocks.
+    Two threads must not use OpenSSL's objects at once, and a lock around blocking calls would make writers wait for the
+    reader. So TLS runs in memory, under a lock that is never held while the socket blocks.
     """
 
     def __init__(self, connection: socket.socket, context: ssl.SSLContext, *, is_server: bool) -> None:
@@ -45,7 +45,7 @@ class Wire:
         self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
         self._tls = context.wrap_bio(self._incoming, self._outgoing, server_side=is_server)
         self._lock = threading.Lock()  # of the three above
-        self._write_lock = threading.Lock()  # records are sent in the order in which they were made
+        self._write_lock = threading.Lock()  # records are sent in the order of their creation
         self._received = bytearray()
 
     def shake_hands(self, give_up_s: float) -> None:
@@ -63,7 +63,7 @@ class Wire:
             self._incoming.write(self._receive(give_up_s))
 
     def read_line(self, give_up_s: float | None = None) -> bytes:
-        """Return a line without its end. Raises OSError, also where the peer has closed, and ValueError for a long one.
+        """Return a line without its newline. Raises OSError, also if the peer has closed, ValueError if it is too long.
 
         Without `give_up_s` the peer must send something every LOST_S.
         """
@@ -75,7 +75,7 @@ class Wire:
         return bytes(line)
 
     def write(self, data: bytes) -> None:
-        """Send all of it, from any thread. Raises OSError; then the connection is of no more use, and is closed."""
+        """Send all data, from any thread. Raises OSError, after which the connection is closed."""
         with self._write_lock:
             with self._lock:
                 left = memoryview(data)
@@ -85,18 +85,18 @@ class Wire:
             try:
                 self._socket.sendall(records)
             except OSError:
-                self.close()  # part of a record may have gone
+                self.close()  # part of a record may have been sent
                 raise
 
     def set_timeout(self, timeout_s: float) -> None:
         self._socket.settimeout(timeout_s)
 
     def close(self) -> None:
-        """End it from any thread: a blocked read or write returns, and the reader is the one to call `release`."""
+        """Shut down from any thread: a blocked read or write returns. The reader then calls `release`."""
         hang_up(self._socket)
 
     def release(self) -> None:
-        """Give the descriptor back, by the only reader, when no writer uses it."""
+        """Close the descriptor once no writer uses it. Only the reader calls this."""
         self.close()
         with self._write_lock:
             self._socket.close()
@@ -107,7 +107,7 @@ class Wire:
                 try:
                     return self._tls.read(CHUNK_BYTES)
                 except ssl.SSLWantReadError:
-                    pass  # what TLS may have to answer leaves with the next write: a reader must not wait for one
+                    pass  # any TLS reply leaves with the next write: a reader must not wait for the socket
             data = self._receive(give_up_s)
             with self._lock:
                 self._incoming.write(data)
@@ -129,12 +129,12 @@ class Wire:
     def _limit(self, give_up_s: float) -> None:
         left_s = give_up_s - time.monotonic()
         if left_s <= 0:
-            raise socket.timeout("the peer is too slow")  # another class than TimeoutError before 3.10
+            raise socket.timeout("the peer is too slow")  # not TimeoutError before 3.10
         self._socket.settimeout(left_s)
 
 
 def hang_up(connection: socket.socket) -> None:
-    """Wake whoever waits for it, in whatever thread; that one closes the descriptor."""
+    """Wake the thread that is blocked on the connection; that thread closes the descriptor."""
     try:
         connection.shutdown(socket.SHUT_RDWR)
     except OSError:

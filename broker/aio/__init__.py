@@ -54,8 +54,13 @@ async def plan(task: TaskLike, *, clouds: Collection[str] | None = None, cache: 
     Raises TaskError for an invalid task, NoOfferError with verified hints where nothing fits, StateError where the
     price book cannot be opened.
     """
-    usable = None if clouds is None else frozenset(clouds)
-    return await asyncio.to_thread(lambda: Market(cache or find_cache()).plan(read_task(task), usable_clouds=usable))
+
+    def rank() -> Plan:
+        market = Market(cache or find_cache())
+        resolved = market.resolve(read_task(task))
+        return market.plan(resolved, usable_clouds=None if clouds is None else frozenset(clouds))
+
+    return await asyncio.to_thread(rank)
 
 
 async def launch(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,10 +24,34 @@ if TYPE_CHECKING:
     from broker.provision.lifecycle import Provisioner
     from broker.runtime.base import Transport
     from broker.runtime.gang import Gang
+    from broker.state.events import Refusal
     from broker.state.store import Store
     from broker.types import Autostop, Cluster, Event, NodeRequest, Objective, PipelinePlan, Placement, Plan, Task
 
 DAEMON = (sys.executable, "-m", "broker", "daemon")
+
+
+class LazyClouds(Mapping[str, "Cloud"]):
+    """The clouds that are set up. Each adapter is imported when its cloud is first looked up, all by an iteration."""
+
+    def __init__(self, names: Sequence[str], make: Callable[[str], Cloud | None]) -> None:
+        self._names = names
+        self._make = make
+        self._made: dict[str, Cloud | None] = {}
+
+    def __getitem__(self, name: str) -> Cloud:
+        if name in self._names and name not in self._made:
+            self._made[name] = self._make(name)
+        cloud = self._made.get(name)
+        if cloud is None:
+            raise KeyError(name)
+        return cloud
+
+    def __iter__(self) -> Iterator[str]:
+        return (name for name in self._names if name in self)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
 
 
 class Context:
@@ -57,9 +81,11 @@ class Context:
         """Every cloud that is set up to launch nodes."""
         from broker.clouds import CLOUDS
 
-        makers: dict[str, MakeCloud] = {name: load_entry(path) for name, path in CLOUDS.items()}
-        clouds = {name: make(self.config, clock=self.clock) for name, make in makers.items()}
-        return {name: cloud for name, cloud in clouds.items() if cloud is not None}
+        def make(name: str) -> Cloud | None:
+            make_cloud: MakeCloud = load_entry(CLOUDS[name])
+            return make_cloud(self.config, clock=self.clock)
+
+        return LazyClouds(tuple(CLOUDS), make)
 
     def close(self) -> None:
         """Close the store, if it was opened."""
@@ -249,6 +275,14 @@ class Context:
             return self.store.history.read() if (path / "state.db").exists() else None
         except StateError:
             return None  # a plan does not depend on it
+
+    def read_refusals(self) -> Sequence[Refusal]:
+        """Read the placements that were refused lately; none without a state folder, as for the history."""
+        path = find_home(self._home)
+        try:
+            return self.store.refusals.list_active(self.clock.now_s()) if (path / "state.db").exists() else ()
+        except StateError:
+            return ()
 
     def plan_pipeline(
         self, plans: Sequence[Plan], *, objective: Objective = "cost", deadline_hours: float | None = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from broker.app.buckets import TrackUpload, fill_buckets, note_copies
 from broker.app.container import Context
@@ -15,6 +15,9 @@ from broker.formatting import format_count, format_usd
 from broker.nouns import noun
 from broker.types import Autostop, Cluster, ClusterStatus, NodeState, Plan, Task
 from broker.wording import describe_event
+
+if TYPE_CHECKING:
+    from broker.jobs.monitor import AttemptMonitor
 
 POLL_S = 0.3
 
@@ -168,6 +171,7 @@ async def start_cluster(
     `on_stage` is called with the work at hand.
     """
     name, (task,), (plan,) = target.name, ready.tasks, ready.plans
+    known = context.store.clusters.get(name)
     cluster = await context.provisioner.up(
         name,
         plan,
@@ -181,6 +185,8 @@ async def start_cluster(
             f"cluster `{name}` has {format_count(len(cluster.nodes), 'node')}, but the task requires {task.num_nodes}",
             hints=["launch a new cluster: pass another name with `-c`"],
         )
+    if known is not None and known.status is ClusterStatus.UP:
+        cluster = match_alternative(cluster, task)
     context.note(f"cluster `{name}` is up: {format_count(len(cluster.nodes), 'node')}")
     on_stage(f"uploading files to `{name}`" if task.workdir or task.file_mounts else f"starting the run on `{name}`")
     run_id = None
@@ -194,6 +200,14 @@ async def start_cluster(
     return run_id
 
 
+def match_alternative(cluster: Cluster, task: Task) -> Cluster:
+    """Return the cluster as the place of a task that it was not planned for."""
+    from broker.optimizer.filters import find_alternative
+
+    alternative = find_alternative(task, cluster.placement)
+    return replace(cluster, placement=replace(cluster.placement, alternative=alternative))
+
+
 async def exec_task(context: Context, cluster: Cluster, task: Task) -> int:
     """Start the task's `run`, without its `setup`, on a cluster that is up; return the run's id."""
     task = replace(anchor(task), setup=None)
@@ -201,7 +215,7 @@ async def exec_task(context: Context, cluster: Cluster, task: Task) -> int:
         task = context.resolve(task)
     check_notices([task], is_launch=True, note=context.note)
     (task,) = settle_checkpoints(context, [task])
-    return await start_run(context, cluster, task)
+    return await start_run(context, match_alternative(cluster, task), task)
 
 
 async def start_run(context: Context, cluster: Cluster, task: Task) -> int:
@@ -226,15 +240,16 @@ async def wait_booted(context: Context, cluster: Cluster, task: Task) -> None:
 
     Raises TransientError for lost nodes, and for nodes that a managed job would give up as well.
     """
-    from broker.jobs.booting import StartVerdict, judge_start
-    from broker.jobs.monitor import AttemptMonitor
-
-    monitor = AttemptMonitor(cluster.name)
+    monitor: AttemptMonitor | None = None
     while True:
         try:
             await context.gang.prepare(cluster, task)
             return
         except TransientError as error:
+            from broker.jobs.booting import StartVerdict, judge_start
+            from broker.jobs.monitor import AttemptMonitor
+
+            monitor = monitor or AttemptMonitor(cluster.name)
             cluster = await context.provisioner.refresh(cluster)
             if judge_start(error, cluster, monitor, context.clock.now_s()) is not StartVerdict.WAIT:
                 raise explain_unreachable(context, cluster, error) from error

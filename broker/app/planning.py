@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -67,6 +68,11 @@ def plan_launch(context: Context, task: Task, *, is_dryrun: bool = False) -> Pla
     """Plan on the clouds that are set up; a dry run plans on all."""
     if is_dryrun:
         return context.plan(task)
+    named = {each.cloud for each in task.resources}
+    if None not in named:  # without loading the adapters of other clouds
+        usable_clouds = frozenset(name for name in named if name and name in context.clouds)
+        with suppress(NoOfferError):  # explained below, with what other clouds offer
+            return context.market.rank(task, usable_clouds=usable_clouds, history=context.read_history())
     try:
         return context.plan(task, usable_clouds=frozenset(context.clouds))
     except UnknownNameError:

@@ -63,7 +63,7 @@ def simulate(
     traces = read_traces(request.traces)
     job = measure_job(context, task, traces, request.deadline_hours, request.notice_s)
     scenes = set_scenes(job, traces, request.starts, is_apart=request.is_apart)
-    study = run_study(scenes, names, optima_count=request.optima, tell=on_progress)
+    study = run_study(scenes, names, optima_count=request.optima, on_step=on_progress)
     return Simulation(job=job, traces=tuple(traces), study=study)
 
 
@@ -122,7 +122,7 @@ def measure_job(
     context: Context, task: Task, traces: Sequence[Trace], deadline_hours: float | None, notice_s: float
 ) -> SimulatedJob:
     """Plan the task. Raises UsageError without work, NoOfferError without an offer of both spot and on-demand."""
-    from broker.optimizer.cost import Terms
+    from broker.optimizer.cost import RunInputs
     from broker.spot.interval import best_interval_s
 
     if task.goal is None or task.goal.work_hours is None:
@@ -140,7 +140,7 @@ def measure_job(
     placement = estimate.placement
     work = estimate.breakdown.work_hours
     deadline = deadline_hours or task.goal.deadline_hours
-    terms = Terms.of(work, 0.0, task.checkpoint, None, placement.offer.cloud, placement.node_count)
+    inputs = RunInputs.of(work, 0.0, task.checkpoint, None, placement.offer.cloud, placement.node_count)
     every_s = task.checkpoint.every_s or best_interval_s(task.checkpoint.stall_s, _mean_hazard(traces))
     every = min(every_s / 3600, work)
     stall = task.checkpoint.stall_s / 3600
@@ -152,7 +152,7 @@ def measure_job(
         work_hours=work,
         deadline_hours=deadline or SLACK_DEFAULT * work,
         is_deadline_assumed=not deadline,
-        start_hours=terms.recovery_hours,
+        start_hours=inputs.recovery_hours,
         save_every_hours=every,
         spot_speed=every / (every + stall),
         notice_hours=notice_s / 3600,

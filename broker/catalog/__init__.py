@@ -1,1 +1,1 @@
-"""What is for sale: offers with prices and dates."""
+"""Offers with prices and dates."""

@@ -1,4 +1,4 @@
-"""Exchanges clouds of the live book: a copy is written aside and renamed, one writer at a time."""
+"""Replace clouds of the live book atomically: write a copy, then rename it; one writer at a time."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from broker.types import Offer
 def replace_clouds(
     cache: Path, book: Book, clouds: Iterable[tuple[CloudFacts, Iterable[Offer]]], *, is_alone: bool = False
 ) -> None:
-    """Put the clouds' new offers in place of what the live book has of them; `book` where there is no live one yet.
+    """Replace the clouds' offers in the live book, starting from `book` if there is no live one.
 
-    `is_alone` leaves no other cloud. Readers see the old book or the new one, never a part. Of two writers the second
-    waits and adds to what the first wrote. Raises StateError; then the old book stands.
+    `is_alone` removes all other clouds. Readers see the old book or the new one, never a mixture. A second writer waits
+    and adds to the first one's result. Raises StateError; then the old book is unchanged.
     """
     target = locate_live_book(cache)
     aside = target.with_suffix(f".{os.urandom(8).hex()}.tmp")
@@ -36,7 +36,7 @@ def replace_clouds(
             finally:
                 aside.unlink(missing_ok=True)
     except (sqlite3.Error, OSError) as error:
-        raise StateError(f"the new prices cannot be written to {cache}: {error}", hints=["is the disk full?"]) from None
+        raise StateError(f"cannot write the new prices to {cache}: {error}", hints=["is the disk full?"]) from None
 
 
 def _write_aside(
@@ -55,6 +55,6 @@ def _write_aside(
         database.execute("VACUUM")
     descriptor = os.open(aside, os.O_RDONLY)
     try:
-        os.fsync(descriptor)  # a rename may outlive a power cut that its bytes don't
+        os.fsync(descriptor)  # after a power cut the rename may survive and the bytes not
     finally:
         os.close(descriptor)

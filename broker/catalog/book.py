@@ -1,4 +1,4 @@
-"""The price book: what is for sale, as queries on a read-only SQLite file."""
+"""The price book: queries on a read-only SQLite file of offers."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from broker.catalog.suggestions import Suggestions
 from broker.nouns import noun
 from broker.types import AcceleratorFigures, EgressPrice, Offer, Quantity, Resources, Task
 
-CHEAPEST_COUNT = 1000  # of each pricing model, where no accelerator is asked for
-# Above this share of all machine types it is quicker to walk along the prices until enough of them fit than to sort
+CHEAPEST_COUNT = 1000  # of each pricing model, if no accelerator is requested
+# If more than this share of all machine types fits, walking along the prices until enough fit is faster than sorting
 # all that fit: measured with tests/bench/bench_catalog.py.
 WALK_SHARE = 0.05
 
@@ -30,7 +30,7 @@ _OFFER_FIELDS = tuple(field.name for field in fields(Offer))  # in the order of 
 
 @noun
 class AcceleratorPrice:
-    """The cheapest places for so many of one accelerator; USD per instance-hour."""
+    """The cheapest places for a number of one accelerator; USD per instance-hour."""
 
     name: str
     count: float
@@ -42,7 +42,7 @@ class AcceleratorPrice:
 
 
 class Book:
-    """All queries on one opened price book."""
+    """All queries on an open price book."""
 
     def __init__(self, database: sqlite3.Connection) -> None:
         self._database = database
@@ -54,7 +54,7 @@ class Book:
 
     @property
     def as_of(self) -> str:
-        """The date of the newest prices, ISO; each Offer has its own."""
+        """Return the date of the newest prices, ISO; each Offer has its own."""
         return max(max(each.ondemand_as_of, each.spot_as_of) for each in self._facts.values())
 
     @property
@@ -65,21 +65,22 @@ class Book:
         return self._facts[cloud]
 
     def describe_age(self, cloud: str, now_s: float) -> PriceAge:
-        """How old a cloud's prices are, and whether that is too old. Raises NoOfferError for a cloud without prices."""
+        """Return the age of a cloud's prices, and whether they are stale. Raises NoOfferError for a cloud without
+        prices."""
         self._places.check_cloud(cloud)
         facts = self._facts[cloud]
         return describe_age(facts.ondemand_as_of, facts.spot_as_of, now_s)
 
     def copy_to(self, database: sqlite3.Connection) -> None:
-        """Everything, as it stands."""
+        """Copy the whole book."""
         self._database.backup(database)
 
     def list_offers(self, cloud: str) -> Sequence[Offer]:
-        """Everything that a cloud sells; none for one that the book doesn't know."""
+        """List all offers of a cloud; empty for an unknown cloud."""
         return [_make_offer(row) for row in self._database.execute(f"{_SELECT} WHERE t.cloud = ?", (cloud,))]
 
     def find_prices(self, instance_type: str) -> Sequence[Offer]:
-        """One machine at every place, cheapest first. Raises UnknownNameError with the near miss."""
+        """List one machine's offers at every place, cheapest first. Raises UnknownNameError with near misses."""
         name = self._find_name("types", "instance_type", instance_type) or instance_type
         cheapest = "coalesce(min(o.spot_usd_hour, o.ondemand_usd_hour), o.spot_usd_hour, o.ondemand_usd_hour)"
         rows = self._database.execute(f"{_SELECT} WHERE t.instance_type = ? ORDER BY {cheapest}, 1, 2, 3", (name,))
@@ -89,10 +90,10 @@ class Book:
         return found
 
     def find_offers(self, task: Task) -> Sequence[Offer]:
-        """Every offer that may fit one of the task's alternatives.
+        """Return every offer that may fit one of the task's alternatives.
 
-        Where no accelerator is asked for, only the cheapest of each pricing model that the task can use. Raises
-        NoOfferError for a name that the book doesn't know.
+        If no accelerator is requested, only the cheapest of each pricing model that the task can use. Raises
+        NoOfferError for an unknown name.
         """
         found: dict[tuple[str, str, str | None, str], Offer] = {}
         for resources in task.resources:
@@ -106,23 +107,23 @@ class Book:
         return list(found.values())
 
     def check_places(self, resources: Resources) -> None:
-        """Raises UnknownNameError with the near miss for a cloud, region, zone or instance type that is sold nowhere,
-        or not where it is asked for."""
+        """Raise UnknownNameError with near misses for an unknown cloud, region, zone or instance type, or one that the
+        requested place lacks."""
         self._places.check(resources)
 
     def check_cloud(self, cloud: str) -> None:
-        """Raises UnknownNameError with the near miss for a cloud without prices."""
+        """Raise UnknownNameError with near misses for a cloud without prices."""
         self._places.check_cloud(cloud)
 
     def resolve_accelerator(self, name: str) -> str:
-        """The book's spelling of an accelerator. Raises UnknownNameError with the near miss."""
+        """Return the book's spelling of an accelerator. Raises UnknownNameError with near misses."""
         for table, column in (("accelerators", "name"), ("types", "accelerator")):
             if found := self._find_name(table, column, name):
                 return found
         raise self._places.explain_accelerator(name)
 
     def _find_name(self, table: str, column: str, name: str) -> str | None:
-        """The book's spelling: as given where it is there, else whatever the case. By index first, then by reading."""
+        """Return the book's spelling: an exact match by index, else a case-insensitive search."""
         for collation in ("", " COLLATE NOCASE"):
             row = self._database.execute(
                 f"SELECT {column} FROM {table} WHERE {column} = ?{collation} LIMIT 1", (name,)
@@ -137,7 +138,7 @@ class Book:
             machine.need("t.accelerator = ?", self.resolve_accelerator(resources.accelerator))
             machine.need("t.accelerator_count >= ?", resources.accelerator_count)
         elif not resources.instance_type:
-            # As SkyPilot: nobody pays for a GPU not asked for, and most programs are built for x86.
+            # As in SkyPilot: a GPU that was not requested is not paid for, and most programs are built for x86.
             machine.need("t.accelerator IS NULL AND t.arch = 'x86_64'")
         for column, quantity in (("t.vcpus", resources.cpus), ("t.memory_gib", resources.memory_gib)):
             if isinstance(quantity, Quantity):
@@ -163,15 +164,16 @@ class Book:
         return [_make_offer(row) for row in rows]
 
     def _list_cheapest(self, price: str, machine: _Where, place: _Where) -> Sequence[tuple[object, ...]]:
-        """Tens of thousands of machines without accelerators may fit; the dear ones are not worth reading."""
+        """List the cheapest: tens of thousands of machines without accelerators may fit, and expensive ones need not be
+        read."""
         where = _Where.join(machine, place)
         count, fitting = self._database.execute(
             f"SELECT count(*), count(*) FILTER (WHERE {machine}) FROM types t", machine.values
         ).fetchone()
-        # A CROSS JOIN keeps SQLite to the order it is written in: https://www.sqlite.org/optoverview.html#crossjoin
+        # A CROSS JOIN keeps SQLite to the written order: https://www.sqlite.org/optoverview.html#crossjoin
         if not place.values and fitting > WALK_SHARE * count:
             chosen = f"offers o CROSS JOIN types t ON t.id = o.type WHERE {where} AND o.{price} > 0 ORDER BY o.{price}"
-        else:  # the plus signs keep it from walking along the prices
+        else:  # the plus signs prevent a walk along the price index
             chosen = (
                 f"types t CROSS JOIN offers o ON o.type = t.id WHERE {where} AND +o.{price} > 0 ORDER BY +o.{price}"
             )
@@ -182,7 +184,7 @@ class Book:
         return self._database.execute(query, where.values).fetchall()
 
     def count_offers(self) -> Mapping[str, int]:
-        """Number of offers by cloud."""
+        """Return the number of offers by cloud."""
         return dict(
             self._database.execute(
                 "SELECT t.cloud, count(*) FROM offers o JOIN types t ON t.id = o.type GROUP BY 1 ORDER BY 2 DESC"
@@ -190,14 +192,14 @@ class Book:
         )
 
     def count_estimated(self) -> Mapping[str, int]:
-        """Number of offers whose on-demand price is an estimate, by cloud."""
+        """Return the number of offers with an estimated on-demand price, by cloud."""
         rows = "SELECT t.cloud, count(*) FROM offers o JOIN types t ON t.id = o.type WHERE o.is_estimated GROUP BY 1"
         return dict(self._database.execute(rows))
 
     def list_accelerators(
         self, name: str | None = None, count: float | None = None, *, cloud: str | None = None, by_region: bool = False
     ) -> Sequence[AcceleratorPrice]:
-        """The cheapest place for each accelerator, count and cloud, or the cheapest zone of each region."""
+        """List the cheapest place for each accelerator, count and cloud, or the cheapest zone of each region."""
         where, values = ["t.accelerator IS NOT NULL"], list[object]()
         for clause, value in (
             ("t.accelerator = ?", self.resolve_accelerator(name) if name else None),
@@ -224,7 +226,7 @@ class Book:
         ]  # fmt: skip
 
     def read_figures(self) -> Mapping[str, AcceleratorFigures]:
-        """What every accelerator can do, by name."""
+        """Return the performance figures of every accelerator, by name."""
         rows = self._database.execute(
             "SELECT name, memory_gib, bf16_dense_tflops, fp32_tflops, memory_bandwidth_gbs, nvlink_gbs"
             " FROM accelerators ORDER BY name"
@@ -238,7 +240,7 @@ class Book:
         }  # fmt: skip
 
     def read_egress(self) -> Sequence[EgressPrice]:
-        """What leaving each cloud's regions costs."""
+        """Return the egress prices of each cloud's regions."""
         rows = self._database.execute("SELECT cloud, from_region, target, usd_per_gb FROM egress ORDER BY 1, 2, 3")
         return [
             EgressPrice(cloud=cloud, from_region=region, target=target, usd_per_gb=usd)
@@ -247,7 +249,7 @@ class Book:
 
 
 class _Where:
-    """Conditions and the values they wait for, in step."""
+    """Conditions and their values, in matching order."""
 
     def __init__(self) -> None:
         self._clauses: list[str] = []
@@ -270,14 +272,15 @@ class _Where:
 
 
 def _list_prices(resources: Resources, *, has_goal: bool) -> Sequence[str]:
-    """The columns of the pricing models that these resources can use; see Resources.use_spot."""
+    """List the price columns that these resources can use; see Resources.use_spot."""
     if resources.use_spot is None:
         return ("ondemand_usd_hour", "spot_usd_hour") if has_goal else ("ondemand_usd_hour",)
     return ("spot_usd_hour",) if resources.use_spot else ("ondemand_usd_hour",)
 
 
 def _make_offer(row: tuple[object, ...]) -> Offer:
-    """Past Offer's __init__, which sets its frozen fields one by one: a quarter of the time, and thousands are made."""
+    """Bypass Offer's __init__, which sets its frozen fields one by one: a quarter of the time, for thousands of
+    objects."""
     offer = object.__new__(Offer)
     values = dict(zip(_OFFER_FIELDS, row, strict=True))
     values["is_estimated"] = bool(values["is_estimated"])

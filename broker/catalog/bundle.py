@@ -1,4 +1,4 @@
-"""Opens the price book: the refreshed one where there is one, else the one that ships, unpacked once into the cache."""
+"""Open the price book: the refreshed one if it exists, else the bundled one, unpacked once into the cache."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from broker.catalog.schema import ARCHIVE, INDEXES, SCHEMA_VERSION
 from broker.errors import StateError
 
 SHIPPED = Path(__file__).parent / "data" / ARCHIVE
-UNPACKED_KEPT = 3  # several versions of broker may share a cache; each unpacks its own
+UNPACKED_KEPT = 3  # several versions of broker may share a cache; each unpacks its own book
 
 
 def open_book(cache: Path, archive: Path = SHIPPED) -> Book:
-    """The live book, or the shipped one. Without a cache that can be written it is read in memory: slower, as good.
+    """Return the live book, or the bundled one. Without a writable cache it is opened in memory, which is slower.
 
-    Raises StateError for a book of a newer broker, and where the shipped one is damaged.
+    Raises StateError for a book of a newer broker, and if the bundled one is damaged.
     """
     if live := open_live_book(cache):
         return live
@@ -29,9 +29,9 @@ def open_book(cache: Path, archive: Path = SHIPPED) -> Book:
 
 
 def open_live_book(cache: Path) -> Book | None:
-    """Refreshed or imported prices; None where there are none, or none that can be read, or only of an older format.
+    """Return refreshed or imported prices; None if there are none, or they are unreadable or of an older format.
 
-    Raises StateError where a newer broker wrote them: it may have a reason that this one doesn't know.
+    Raises StateError if a newer broker wrote them: this one cannot know what changed.
     """
     live = locate_live_book(cache)
     if not live.exists():
@@ -39,14 +39,14 @@ def open_live_book(cache: Path) -> Book | None:
     version, book = _try_open(live)
     if version > SCHEMA_VERSION:
         raise StateError(
-            f"{live} is of format {version}, written by a newer broker; this one reads up to {SCHEMA_VERSION}",
-            hints=["upgrade broker", "`broker catalog reset` goes back to the prices that ship with this one"],
+            f"{live} has format {version}, written by a newer broker; this one reads up to {SCHEMA_VERSION}",
+            hints=["upgrade broker", "`broker catalog reset` restores the prices bundled with this version"],
         )
     return book
 
 
 def locate_live_book(cache: Path) -> Path:
-    """Where refreshed and imported prices lie."""
+    """Return the path of refreshed and imported prices."""
     return cache / "prices-live.db"
 
 
@@ -58,12 +58,12 @@ def _open_cached(cache: Path, archive: Path) -> Book:
         _, book = _try_open(path)
         if book is not None:
             return book
-        path.unlink(missing_ok=True)  # a damaged copy is made anew
-    raise OSError(f"{path} does not open")
+        path.unlink(missing_ok=True)  # unpack a damaged copy again
+    raise OSError(f"cannot open {path}")
 
 
 def _try_open(path: Path) -> tuple[int, Book | None]:
-    """The format's version, 0 where it cannot be told, and the book where it is ours and whole."""
+    """Return the format's version, 0 if unknown, and the book if it is complete and of our format."""
     try:
         if not _is_whole(path):
             return 0, None
@@ -78,7 +78,7 @@ def _try_open(path: Path) -> tuple[int, Book | None]:
 
 
 def _is_whole(path: Path) -> bool:
-    """As long as its header says (https://www.sqlite.org/fileformat.html): a copy may break off on a full disk."""
+    """Compare the size with the header (https://www.sqlite.org/fileformat.html): a full disk may truncate a copy."""
     with path.open("rb") as file:
         head = file.read(100)
     page_size = int.from_bytes(head[16:18], "big")
@@ -97,20 +97,20 @@ def _open_in_memory(archive: Path) -> Book:
             database.execute("PRAGMA temp_store = MEMORY")  # the disk may be full
             database.executescript(INDEXES)
             return Book(database)
-        reason = f"it is of format {version}, and this broker reads {SCHEMA_VERSION}"
+        reason = f"it has format {version}, and this broker reads {SCHEMA_VERSION}"
     except (OSError, EOFError, lzma.LZMAError, sqlite3.Error) as error:
         reason = str(error)
-    raise StateError(f"the price book that ships with broker does not open: {reason}", hints=["reinstall broker"])
+    raise StateError(f"cannot open the price book bundled with broker: {reason}", hints=["reinstall broker"])
 
 
 def _fingerprint(archive: Path) -> str:
-    """Names the archive's content by size and modification time, so that no megabytes are hashed at every start."""
+    """Identify the archive by size and modification time, to avoid hashing megabytes at every start."""
     facts = archive.stat()
     return f"{facts.st_size:x}-{facts.st_mtime_ns:x}"
 
 
 def _unpack(archive: Path, path: Path) -> None:
-    """Written aside and renamed: of two first commands at once, each reads a whole book."""
+    """Write to a temporary file and rename it, so that two concurrent first commands each read a complete book."""
     import lzma
 
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -132,8 +132,8 @@ def _unpack(archive: Path, path: Path) -> None:
 
 
 def _remove_old(cache: Path) -> None:
-    """Books that older versions unpacked; who has one open goes on reading it."""
+    """Remove books that older versions unpacked; a process that has one open can still read it."""
     with suppress(OSError):
         books = sorted(cache.glob("prices-*-*-*.db"), key=lambda each: each.stat().st_mtime, reverse=True)
-        for each in books[UNPACKED_KEPT:]:
-            each.unlink(missing_ok=True)
+        for book in books[UNPACKED_KEPT:]:
+            book.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""Compiles the price book from CSV facts: `python -m broker.catalog.compile FACTS_DIR [OUTPUT]`.
+"""Compile the price book from CSV facts: `python -m broker.catalog.compile FACTS_DIR [OUTPUT]`.
 
 Reads offers_*.csv, derived.csv (which on-demand prices are estimates), accelerators.csv and egress.csv; the same facts
 give the same bytes.
@@ -18,14 +18,14 @@ from broker.catalog.staleness import CloudFacts
 from broker.catalog.writer import BookWriter
 from broker.types import Offer
 
-# Date of the oldest figure a cloud's prices rest on: (on-demand, spot). The facts' source table says where each is
-# from; catalogues without a date count from the day they were read.
+# Date of the oldest figure that a cloud's prices depend on: (on-demand, spot). The facts' source table names the origin
+# of each; catalogues without a date count from the day they were read.
 PRICES_AS_OF = {
     "aws": ("2025-04-04", "2025-06-28"),
     "azure": ("2026-06-18", "2024-09-28"),
     "gcp": ("2026-08-03", "2026-08-03"),
 }
-ONDEMAND_AS_OF = {("aws", "us-east-1"): "2026-07-20"}  # a region whose list is newer than its cloud's
+ONDEMAND_AS_OF = {("aws", "us-east-1"): "2026-07-20"}  # a region whose list is newer than the rest of its cloud
 READ_ON = "2026-11-21"
 SOURCE = "shipped with broker"
 
@@ -41,7 +41,7 @@ def main(arguments: list[str]) -> int:
 
 
 def compile_book(facts: Path, output: Path) -> int:
-    """Write the compressed book and return how many offers it holds. A row without any price is an error."""
+    """Write the compressed book and return its number of offers. A row without any price is an error."""
     database = sqlite3.connect(":memory:")
     database.execute("PRAGMA page_size = 4096")
     database.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")

@@ -1,4 +1,4 @@
-"""What prices were: each refresh adds those that changed. One file beside the book, bounded in days and rows."""
+"""Price history: each refresh adds the prices that changed. One file next to the book, bounded in days and rows."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from broker.nouns import noun
 from broker.types import Offer
 
 DAYS_KEPT = 400
-ROWS_MAX = 500_000  # some 50 MB
+ROWS_MAX = 500_000  # about 50 MB
 TABLE = """
 CREATE TABLE IF NOT EXISTS changes (
     cloud TEXT NOT NULL, instance_type TEXT NOT NULL, region TEXT NOT NULL, zone TEXT NOT NULL, day TEXT NOT NULL,
@@ -23,7 +23,7 @@ Place = tuple[str, str, str, str]  # cloud, instance type, region, zone
 
 @noun
 class PricePoint:
-    """Prices of one machine at one place from `day` (ISO) on."""
+    """Prices of one machine at one place, valid from `day` (ISO)."""
 
     cloud: str
     instance_type: str
@@ -35,12 +35,15 @@ class PricePoint:
 
 
 def remember_changes(cache: Path, offers: Sequence[Offer], known: Sequence[Offer], *, day: str) -> int:
-    """Remember what differs from `known`, with what it was before; returns how many places' prices did.
+    """Record prices that differ from `known`, with their previous value; return the number of places whose prices
+    changed.
 
-    A history that cannot be written is no reason to refuse new prices: then nothing is remembered.
+    A history that cannot be written must not prevent a refresh: then nothing is recorded.
     """
     before = {_name_place(each): each for each in known}
-    changed = [each for each in offers if (old := before.get(_name_place(each))) is None or _pair(old) != _pair(each)]
+    changed = [
+        offer for offer in offers if (old := before.get(_name_place(offer))) is None or _pair(old) != _pair(offer)
+    ]
     olds = [before[place] for each in changed if (place := _name_place(each)) in before]
     try:
         cache.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -55,7 +58,7 @@ def remember_changes(cache: Path, offers: Sequence[Offer], known: Sequence[Offer
 
 
 def find_points(cache: Path, instance_type: str, *, region: str | None = None) -> Sequence[PricePoint]:
-    """All that is remembered of a machine, by place and day; nothing where there is no history or it does not open."""
+    """Return all recorded prices of a machine, by place and day; empty if there is no readable history."""
     path = name_history(cache)
     if not path.exists():
         return []
@@ -85,7 +88,7 @@ def _pair(offer: Offer) -> tuple[float | None, float | None]:
 
 
 def _add_first(database: sqlite3.Connection, offers: Iterable[Offer]) -> None:
-    """Where a place has no history yet, it begins with the price that is now being replaced."""
+    """Start the history of a new place with the price that is being replaced."""
     known = set(database.execute("SELECT DISTINCT cloud, instance_type, region, zone FROM changes"))
     for offer in offers:
         if _name_place(offer) not in known and offer.as_of:
@@ -95,12 +98,13 @@ def _add_first(database: sqlite3.Connection, offers: Iterable[Offer]) -> None:
 def _add(database: sqlite3.Connection, offers: Iterable[Offer], day: str) -> None:
     database.executemany(
         "INSERT OR REPLACE INTO changes VALUES (?,?,?,?,?,?,?)",
-        [(each.cloud, each.instance_type, each.region, each.zone or "", day, *_pair(each)) for each in offers],
+        [(offer.cloud, offer.instance_type, offer.region, offer.zone or "", day, *_pair(offer)) for offer in offers],
     )
 
 
 def _forget(database: sqlite3.Connection, day: str) -> None:
-    """Drop what is too old, then the oldest days until the rest fits. The last price before the bound still holds."""
+    """Delete entries that are too old, then the oldest days until the rest fits. The last price before the bound still
+    applies."""
     oldest = f"date('{day}', '-{DAYS_KEPT} days')"
     database.execute(
         f"DELETE FROM changes WHERE day < {oldest} AND EXISTS (SELECT 1 FROM changes AS later WHERE "

@@ -1,4 +1,4 @@
-"""HTTP for the price sources: the standard library's client, patient with throttling, bounded in size and time."""
+"""HTTP client for the price sources: the standard library's, with backoff, and bounded in size and time."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from broker.errors import AuthError, SourceError
 
 TIMEOUT_S = 60.0
 TRIES_MAX = 5
-BACKOFF_S = 1.0  # doubled each time, unless the server names a time
+BACKOFF_S = 1.0  # doubled each time, unless the server specifies a delay
 BACKOFF_S_MAX = 60.0
 BYTES_MAX = 512 << 20  # the largest public price file is near 300 MB
-LOOPBACK = ("127.0.0.1", "localhost", "::1")  # where tests and mirrors of one's own may listen without TLS
+LOOPBACK = ("127.0.0.1", "localhost", "::1")  # tests and local mirrors may use plain HTTP here
 RETRYABLE = (429, 500, 502, 503, 504)
 
 
 class HttpGet:
-    """A Get. `sleep` is how it waits between tries, in seconds."""
+    """Implements `Get`. `sleep` waits between tries, in seconds."""
 
     def __init__(self, sleep: Callable[[float], None]) -> None:
         self._sleep = sleep
@@ -35,9 +35,9 @@ class HttpGet:
                 return _read(whole)
             except urllib.error.HTTPError as error:
                 if error.code in (401, 403):
-                    raise AuthError(f"{_hide_query(whole)} refuses: {error.code}") from None
+                    raise AuthError(f"{_hide_query(whole)} denies access: HTTP {error.code}") from None
                 if error.code not in RETRYABLE or tries == TRIES_MAX - 1:
-                    raise SourceError(f"{_hide_query(whole)} answers {error.code} {error.reason}") from None
+                    raise SourceError(f"{_hide_query(whole)} responded with {error.code} {error.reason}") from None
                 self._sleep(_read_wait_s(error.headers.get("Retry-After"), tries))
             except (urllib.error.URLError, TimeoutError, ConnectionError, http.client.HTTPException) as error:
                 if tries == TRIES_MAX - 1:
@@ -53,9 +53,9 @@ def _read(url: str) -> bytes:
         body: bytes = answer.read(BYTES_MAX + 1)
         length = answer.headers.get("Content-Length")
     if length and length.isdigit() and len(body) < min(int(length), BYTES_MAX):
-        raise ConnectionError(f"the answer broke off after {len(body)} of {length} bytes")
+        raise ConnectionError(f"the response broke off after {len(body)} of {length} bytes")
     if len(body) > BYTES_MAX:
-        raise SourceError(f"{_hide_query(url)} sends more than {BYTES_MAX >> 20} MiB")
+        raise SourceError(f"the response of {_hide_query(url)} is larger than {BYTES_MAX >> 20} MiB")
     return body
 
 
@@ -65,5 +65,5 @@ def _read_wait_s(text: str | None, tries: int) -> float:
 
 
 def _hide_query(url: str) -> str:
-    """A query may hold a key."""
+    """Remove the query, which may contain a key."""
     return url.partition("?")[0]

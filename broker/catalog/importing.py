@@ -1,4 +1,4 @@
-"""Takes a folder of SkyPilot catalog files into the book."""
+"""Import a folder of SkyPilot catalog files into the book."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ def import_catalog(
     is_alone: bool = False,
     on_cloud: Callable[[str], None] = lambda cloud: None,
 ) -> ImportReport:
-    """Each cloud found replaces what the book had of it; `is_alone` leaves no other cloud. All or nothing.
+    """Replace each cloud in the folder; `is_alone` removes all other clouds. All or nothing.
 
-    Its prices are dated by their file: SkyPilot's files don't say how old they are, but not younger than that.
+    Prices get their file's date: SkyPilot's files do not date them, and they are at least that old.
 
-    Raises UsageError where the folder holds no catalog, SourceError for a file that is none, StateError when the book
-    cannot be written.
+    Raises UsageError if the folder contains no catalog, SourceError for an invalid file, StateError if the book cannot
+    be written.
     """
     files = sorted(folder.glob("*/vms.csv"))
     if not files:

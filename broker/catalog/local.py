@@ -1,4 +1,4 @@
-"""What the `local` cloud pretends to sell: slices of this machine, in three zones."""
+"""Simulated offers of the `local` cloud: slices of this machine, in three zones."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from collections.abc import Sequence
 
 from broker.types import Offer
 
-# Pretend prices, near what small cloud machines cost, so that a rehearsal's bill has a familiar size.
+# Simulated prices, close to those of small cloud machines, so that a rehearsal's bill has a familiar size.
 ONDEMAND_USD_VCPU_HOUR = 0.05
 SPOT_USD_VCPU_HOUR = {"local-a": 0.015, "local-b": 0.016, "local-c": 0.018}
 
 
 def list_local_offers(vcpus: int, memory_gib: float) -> Sequence[Offer]:
-    """Offers of 1, 2, 4 ... vCPUs up to the machine's own, each in every zone."""
+    """List offers of 1, 2, 4 ... vCPUs up to the machine's own, each in every zone."""
     sizes = [size for size in (1, 2, 4, 8, 16, 32, 64) if size <= vcpus] or [1]
     return [
         Offer(

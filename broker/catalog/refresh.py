@@ -1,7 +1,7 @@
-"""Brings the book up to date: each cloud from its source, checked before it counts, exchanged in one rename.
+"""Refresh the book: fetch each cloud from its source, check the result, replace the cloud atomically.
 
-A cloud whose refresh fails keeps its old prices with their old date; a bad answer never replaces a good book. What was
-fetched of one cloud stays when the next is interrupted.
+A cloud whose refresh fails keeps its old prices with their dates; an implausible response never replaces a good book.
+Clouds already fetched are kept if the refresh is interrupted later.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from broker.types import Offer
 
 @noun
 class CloudRefresh:
-    """How one cloud fared. `error` None: it has new prices."""
+    """Result for one cloud. `error` None: its prices are new."""
 
     cloud: str
     source: str
@@ -36,7 +36,7 @@ class CloudRefresh:
 
 
 def load_sources(urls: Mapping[str, str] | None = None) -> Mapping[str, PriceSource]:
-    """Every source by name; `urls` are other places to ask than the usual, such as a mirror."""
+    """Load all sources by name; `urls` override the default addresses, e.g. with a mirror."""
     sources: dict[str, PriceSource] = {}
     for name, path in SOURCES.items():
         module, _, attribute = path.partition(":")
@@ -55,9 +55,9 @@ def refresh_book(
     now_s: float,
     on_cloud: Callable[[str, str], None] = lambda cloud, source: None,
 ) -> Sequence[CloudRefresh]:
-    """Ask each cloud's sources in their order until one is believed, and exchange that cloud's part of the book.
+    """Query each cloud's sources in order until one gives plausible prices, and replace that cloud in the book.
 
-    `on_cloud(cloud, source)` is told before each source is asked. Raises StateError when the book cannot be written.
+    `on_cloud(cloud, source)` is called before each source. Raises StateError if the book cannot be written.
     """
     return [_refresh_cloud(cache, book, cloud, sources, get, now_s, on_cloud) for cloud in clouds]
 
@@ -73,7 +73,7 @@ def _refresh_cloud(
 ) -> CloudRefresh:
     able = {name: source for name, source in sources.items() if cloud in source.clouds}
     if not able:
-        return CloudRefresh(cloud=cloud, source="", error="no source knows this cloud")
+        return CloudRefresh(cloud=cloud, source="", error="no source covers this cloud")
     known = book.list_offers(cloud)
     errors: list[tuple[str, SourceError | AuthError]] = []
     for name, source in able.items():
@@ -86,7 +86,7 @@ def _refresh_cloud(
             continue
         changed = _take(cache, book, cloud, name, offers, known, now_s)
         return CloudRefresh(cloud=cloud, source=name, offers=len(offers), changed=changed)
-    # The last source is the general one: what the cloud's own said helps the user more, so both are told.
+    # The last source is the general one: the error of the cloud's own source helps the user more, so both are reported.
     return CloudRefresh(
         cloud=cloud,
         source=errors[-1][0],
@@ -98,7 +98,7 @@ def _refresh_cloud(
 def _take(
     cache: Path, book: Book, cloud: str, source: str, offers: list[Offer], known: Sequence[Offer], now_s: float
 ) -> int:
-    """Write what was believed; returns how many prices changed."""
+    """Write accepted prices; return the number of changed prices."""
     day = datetime.fromtimestamp(now_s, UTC).date().isoformat()
     facts = CloudFacts(cloud=cloud, ondemand_as_of=day, spot_as_of=day, source=source)
     replace_clouds(cache, book, [(facts, offers)])

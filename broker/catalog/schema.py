@@ -1,12 +1,12 @@
-"""The layout of the price book, shared by what writes it and what reads it."""
+"""The schema of the price book, shared by writer and reader."""
 
 from __future__ import annotations
 
 SCHEMA_VERSION = 3
 ARCHIVE = "book.db.xz"
 
-# Texts are stored once and named by number; prices are USD per instance-hour, memory is GiB. `clouds` says of each
-# cloud how old its prices are, as ISO dates, and where they are from; an offer whose prices have other dates has them.
+# Texts are stored once and referenced by number; prices are USD per instance-hour, memory is GiB. `clouds` has the age
+# of each cloud's prices, as ISO dates, and their source; an offer with other dates has its own.
 TABLES = """
 CREATE TABLE texts (id INTEGER PRIMARY KEY, text TEXT NOT NULL UNIQUE);
 CREATE TABLE types (
@@ -27,7 +27,7 @@ CREATE TABLE clouds (
     cloud TEXT PRIMARY KEY, ondemand_as_of TEXT NOT NULL, spot_as_of TEXT NOT NULL, source TEXT NOT NULL
 );
 """
-# Made when the book is unpacked: the archive ships without them.
+# Created when the book is unpacked: the archive omits them.
 INDEXES = """
 CREATE INDEX IF NOT EXISTS types_by_accelerator ON types (accelerator, accelerator_count);
 CREATE INDEX IF NOT EXISTS types_by_name ON types (instance_type);

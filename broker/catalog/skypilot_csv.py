@@ -1,8 +1,8 @@
-"""SkyPilot's catalog files, `<cloud>/vms.csv` of versions 5 to 8, as offers.
+"""Read SkyPilot's catalog files, `<cloud>/vms.csv` of versions 5 to 8, as offers.
 
 Columns: InstanceType, vCPUs, MemoryGiB, AcceleratorName, AcceleratorCount, GpuInfo, Region, AvailabilityZone, Price,
-SpotPrice; some clouds leave some out. On GCP an accelerator has rows of its own, without a machine: `skypilot_gcp`
-joins the two.
+SpotPrice; some clouds omit some. On GCP an accelerator has rows of its own, without a machine: `skypilot_gcp` joins the
+two.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ SAME_SHARE = 0.05
 
 @noun
 class RowIssue:
-    """A row that could not be read."""
+    """An unreadable row."""
 
     file: str
     line: int
@@ -41,7 +41,8 @@ class RowIssue:
 
 
 def parse_vms(text: str, *, cloud: str, file: str) -> tuple[list[Offer], list[RowIssue]]:
-    """All rows with a price, and the faults of the others. Raises SourceError where the file is no such catalog."""
+    """Return all rows with a price, and issues of unreadable ones. Raises SourceError if the file is not such a
+    catalog."""
     reader = csv.DictReader(io.StringIO(text, newline=""))
     missing = [name for name in NEEDED if name not in (reader.fieldnames or ())]
     if missing:
@@ -62,7 +63,7 @@ def parse_vms(text: str, *, cloud: str, file: str) -> tuple[list[Offer], list[Ro
 
 
 def _read_row(row: Mapping[str, str], cloud: str) -> Offer | None:
-    """None for a row without a price. Raises ValueError that names the column."""
+    """Read a row; None without a price. Raises ValueError that names the column."""
     price, spot = _read_number(row, "Price"), _read_number(row, "SpotPrice")
     if not price and not spot:
         return None
@@ -97,13 +98,13 @@ def _read_number(row: Mapping[str, str], column: str) -> float | None:
     except ValueError:
         raise ValueError(f"`{column}` is not a number: `{text}`") from None
     if not math.isfinite(number) or number < 0:
-        raise ValueError(f"`{column}` makes no sense: `{text}`")
+        raise ValueError(f"`{column}` is out of range: `{text}`")
     return number
 
 
-@lru_cache(maxsize=4096)  # a few hundred texts stand in tens of thousands of rows
+@lru_cache(maxsize=4096)  # tens of thousands of rows share a few hundred texts
 def _read_memory_gib(info: str) -> float:
-    """From a Python literal such as {'Gpus': [{'MemoryInfo': {'SizeInMiB': 16384}}]}; 0 where it does not say."""
+    """Parse a Python literal such as {'Gpus': [{'MemoryInfo': {'SizeInMiB': 16384}}]}; 0 if it gives no memory."""
     try:
         size = float(ast.literal_eval(info)["Gpus"][0]["MemoryInfo"]["SizeInMiB"]) if info else 0.0
     except (ValueError, SyntaxError, KeyError, IndexError, TypeError, MemoryError, RecursionError):
@@ -111,12 +112,13 @@ def _read_memory_gib(info: str) -> float:
         size = float(found[1]) if found else 0.0
     if not math.isfinite(size) or size < 0:
         return 0.0
-    # Some clouds' files give GiB in the field for MiB: no accelerator has so few MiB.
+    # Some clouds' files give GiB in the field for MiB: no accelerator has that few MiB.
     return round(size if size < MIB_MIN else size / 1024, 3)
 
 
 def _settle_memory(offers: Iterable[Offer]) -> Iterator[Offer]:
-    """Some clouds' files give the memory of all accelerators of a machine, others that of one: offers of one tell."""
+    """Convert to memory per accelerator: some clouds' files give the memory of all accelerators of a machine, as offers
+    with a single one show."""
     offers = list(offers)
     single: dict[str | None, float] = {}
     for offer in offers:

@@ -1,4 +1,5 @@
-"""Joins the two halves of SkyPilot's GCP catalog: machines and accelerators have rows apart, and prices that add up."""
+"""Join the two halves of SkyPilot's GCP catalog: machines and accelerators have separate rows, and their prices
+add up."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from dataclasses import replace
 
 from broker.types import Offer
 
-HOSTS_GCP = {  # accelerator -> the machine family that has it built in
+HOSTS_GCP = {  # accelerator -> the machine family with it built in
     "A100": "a2-highgpu-{count}g",
     "A100-80GB": "a2-ultragpu-{count}g",
     "H100": "a3-highgpu-{count}g",
@@ -30,16 +31,16 @@ ATTACHED_GCP = {
     8: ("n1-standard-64",),
 }
 NAMES = {"H100-MEGA": "H100"}  # SkyPilot's name -> ours, where they differ
-# Machines of these families are never sold without their accelerators, whatever a row of their own says.
+# Machines of these families are never sold without their accelerators, even if they have a row of their own.
 FAMILIES_WITH_ACCELERATORS = ("a2-", "a3-", "a4-", "a4x-", "g2-", "g4-", "ct")
-# A TPU slice is rented whole, its host included. Up to v5p the number in its name counts cores, two a chip.
+# A TPU slice is rented as a whole, including its host. Up to v5p the number in its name counts cores, two per chip.
 TPU = re.compile(r"tpu-(?P<version>v\d+\w*?)(?:litepod)?-(?P<size>\d+)$", re.IGNORECASE)
 TPU_NAMES = {"v2": "TPU-v2", "v3": "TPU-v3", "v4": "TPU-v4", "v5": "TPU-v5e", "v5p": "TPU-v5p", "v6e": "TPU-v6e"}
 TPU_CORES = ("v2", "v3", "v4", "v5p")
 
 
 def compose(machines: list[Offer], parts: list[Offer]) -> Iterator[Offer]:
-    """Machines without accelerators, and each with the accelerators that go with it, at the sum of both prices."""
+    """Return machines without accelerators, and each with its accelerators, at the sum of both prices."""
     by_place = {(offer.instance_type, offer.region, offer.zone): offer for offer in machines}
     composed: list[Offer] = []
     for part in parts:
@@ -56,7 +57,7 @@ def compose(machines: list[Offer], parts: list[Offer]) -> Iterator[Offer]:
 
 
 def _list_hosts(part: Offer) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Machines that have it built in, and machines that it can be attached to."""
+    """List machines with it built in, and machines that it can be attached to."""
     name, count = part.accelerator or "", int(part.accelerator_count)
     if odd := HOSTS_GCP_ODD.get((name, count)):
         return odd, ()
@@ -66,7 +67,7 @@ def _list_hosts(part: Offer) -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 
 def _read_tpu(part: Offer) -> Offer | None:
-    """A slice as an offer of its own, its accelerators counted in chips; None for what is no TPU."""
+    """Read a slice as an offer of its own, its accelerators counted in chips; None for anything but a TPU."""
     found = TPU.match(part.accelerator or "")
     if found is None:
         return None

@@ -1,4 +1,4 @@
-"""How old prices may grow before a plan says so. Pure."""
+"""The age of prices, and the limits above which a plan warns. Pure."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ ONDEMAND_DAYS_MAX = 90
 
 @noun
 class CloudFacts:
-    """Of one cloud: the ISO dates of its on-demand and spot prices, where an offer has none of its own, and the
-    source."""
+    """Default dates of one cloud's on-demand and spot prices (ISO), and their source. An offer may have its own
+    dates."""
 
     cloud: str
     ondemand_as_of: str
@@ -26,7 +26,7 @@ class CloudFacts:
 
 @noun
 class PriceAge:
-    """Of one cloud: ISO dates of its prices, whole days since, and whether they are older than they should be."""
+    """Age of one cloud's prices: ISO dates, whole days since, and whether they are stale."""
 
     ondemand_as_of: str
     spot_as_of: str
@@ -37,7 +37,7 @@ class PriceAge:
 
 
 def describe_age(ondemand_as_of: str, spot_as_of: str, now_s: float) -> PriceAge:
-    """How old two ISO dates are at `now_s`."""
+    """Return the age of two ISO dates at `now_s`."""
     return PriceAge(
         ondemand_as_of=ondemand_as_of,
         spot_as_of=spot_as_of,
@@ -49,7 +49,7 @@ def describe_age(ondemand_as_of: str, spot_as_of: str, now_s: float) -> PriceAge
 
 
 def warn_if_stale(placement: Placement, now_s: float) -> str | None:
-    """One line where the price that would be paid is older than it should be; None where it is not, or is pretended."""
+    """Return one line if the price to be paid is stale; None if it is not, or is simulated."""
     as_of, cloud = placement.as_of, placement.offer.cloud
     if not as_of or cloud == "local" or not is_stale(as_of, now_s, is_spot=placement.is_spot):
         return None
@@ -59,8 +59,8 @@ def warn_if_stale(placement: Placement, now_s: float) -> str | None:
 
 
 def warn_of_stale_dates(dates: Iterable[tuple[str, bool, str]], now_s: float) -> str | None:
-    """Two lines for a list of prices, (cloud, is spot, ISO date) of each: which are old, and the remedy. None if none
-    is old."""
+    """Return two lines for a list of prices, (cloud, is spot, ISO date) of each: the stale ones and the remedy. None if
+    none is stale."""
     days: dict[tuple[bool, str], int] = {}
     for cloud, is_spot, as_of in dates:
         if as_of and cloud != "local" and is_stale(as_of, now_s, is_spot=is_spot):
@@ -75,7 +75,7 @@ def warn_of_stale_dates(dates: Iterable[tuple[str, bool, str]], now_s: float) ->
 
 
 def measure_age_days(as_of: str, now_s: float) -> int:
-    """Whole days since an ISO date; a date to come counts as today."""
+    """Return whole days since an ISO date; a future date counts as today."""
     return max(0, (datetime.fromtimestamp(now_s, UTC).date() - date.fromisoformat(as_of)).days)
 
 

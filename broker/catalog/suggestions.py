@@ -1,4 +1,4 @@
-"""Explains names that the book doesn't have: clouds, regions, zones, instance types, accelerators."""
+"""Errors with suggestions for unknown names: clouds, regions, zones, instance types, accelerators."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ PLACES = "offers o JOIN types t ON t.id = o.type JOIN texts x ON x.id = o."
 
 
 class Suggestions:
-    """Looks only where an answer is needed: each check reads whole columns."""
+    """Queries the book only when needed: each check reads whole columns."""
 
     def __init__(self, database: sqlite3.Connection) -> None:
         self._database = database
 
     def check(self, resources: Resources) -> None:
-        """Raises UnknownNameError for the first name that is sold nowhere, or not where it is asked for."""
+        """Raise UnknownNameError for the first name that is unknown, or unknown in the requested place."""
         cloud = resources.cloud.lower() if resources.cloud else None
         if cloud and cloud not in (clouds := self._list("SELECT cloud FROM clouds")):
             raise _explain("cloud", cloud, clouds, _hint_cloud(cloud))
@@ -44,14 +44,14 @@ class Suggestions:
             self.check_instance_type(resources.instance_type, self._list(types, cloud), of_cloud)
 
     def check_instance_type(self, name: str, known: Iterable[str] | None = None, of_cloud: str = "") -> None:
-        """Raises UnknownNameError for a machine that none of `known`, or of all there are, is called like."""
+        """Raise UnknownNameError for an instance type that is not in `known`, by default all in the book."""
         known = self._list("SELECT DISTINCT instance_type FROM types") if known is None else known
         if not _has(known, name):
             rows = self._list("SELECT DISTINCT cloud FROM types WHERE instance_type = ?1 COLLATE NOCASE", name)
             raise _explain(f"instance type{of_cloud}", name, known, [f"available on {cloud}" for cloud in sorted(rows)])
 
     def check_cloud(self, name: str) -> None:
-        """Raises UnknownNameError for a cloud without prices."""
+        """Raise UnknownNameError for a cloud without prices."""
         self.check(Resources(cloud=name))
 
     def explain_accelerator(self, name: str) -> UnknownNameError:
@@ -60,7 +60,7 @@ class Suggestions:
         return _explain("accelerator", name, known, ["list all with `broker gpus`"])
 
     def _locate(self, name: str) -> Sequence[str]:
-        """Where a region or zone of this name is, and how to write it."""
+        """Return where a region or zone of this name is, and how to write it."""
         hints = []
         for kind in ("region", "zone"):
             rows = self._database.execute(
@@ -84,7 +84,7 @@ def _has(known: Iterable[str], name: str) -> bool:
 def _explain(word: str, name: str, known: Iterable[str], more: Sequence[str] = ()) -> UnknownNameError:
     by_lower = {each.lower(): each for each in sorted(known)}
     close = difflib.get_close_matches(name.lower(), by_lower, n=20, cutoff=0.6)
-    # Of names that are as near, as zones of a region are, those that come first in the alphabet.
+    # Ties, such as zones of one region, are broken alphabetically.
     near = sorted(close, key=lambda each: (-difflib.SequenceMatcher(None, each, name.lower()).ratio(), each))
     near = near[:NEAR_COUNT]
     hints = [f"did you mean {' or '.join(f'`{by_lower[each]}`' for each in near)}?"] if near else []

@@ -1,4 +1,4 @@
-"""Writes offers into a price book; the same offers in the same order give the same bytes."""
+"""Write offers into a price book; the same offers in the same order give the same bytes."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from broker.catalog.architecture import guess_architecture
 from broker.catalog.staleness import CloudFacts
 from broker.types import Offer
 
-NOMINAL_SHARE = 0.1  # 80 GB are sold, 79.6 GiB are reported
+NOMINAL_SHARE = 0.1  # a card is sold as 80 GB and reported as 79.6 GiB
 
 
 class BookWriter:
-    """Works on a database that has the book's tables, empty or full. The caller commits."""
+    """Writes to a database with the book's tables, empty or not. The caller commits."""
 
     def __init__(self, database: sqlite3.Connection) -> None:
         self._database = database
@@ -27,9 +27,9 @@ class BookWriter:
         self._architectures = {(kind[0], kind[1]): str(kind[-1]) for kind in self._types}
 
     def replace_cloud(self, facts: CloudFacts, offers: Iterable[Offer]) -> int:
-        """Exchange everything that is known of a cloud; returns how many offers it has now.
+        """Replace all offers of a cloud; return their number.
 
-        Of several offers of one machine at one place the cheapest stays.
+        Of several offers of one machine at one place, the cheapest is kept.
         """
         self._database.execute(
             "DELETE FROM offers WHERE type IN (SELECT id FROM types WHERE cloud = ?)", (facts.cloud,)
@@ -54,7 +54,7 @@ class BookWriter:
         return len(cheapest)
 
     def add_offer(self, offer: Offer, *, arch: str, facts: CloudFacts) -> None:
-        """An offer's dates are kept where they are not its cloud's."""
+        """Add an offer; its dates are stored if they differ from its cloud's."""
         assert offer.ondemand_usd_hour or offer.spot_usd_hour, f"no price: {offer}"
         kind = (
             offer.cloud, offer.instance_type, float(offer.vcpus), float(offer.memory_gib), offer.accelerator,
@@ -70,12 +70,13 @@ class BookWriter:
         self._database.execute("INSERT INTO offers VALUES (?,?,?,?,?,?,?,?,?)", values)
 
     def _settle_memory(self, offer: Offer) -> float:
-        """The nominal memory of one accelerator, where the source's figure is near it, for all of them, or missing."""
+        """Return the nominal memory of one accelerator if the source's figure is close to it, is a total, or is
+        missing."""
         nominal, found = self._nominal_gib.get(offer.accelerator or "", 0.0), offer.accelerator_memory_gib
         if not found:
             return round(nominal * min(1.0, offer.accelerator_count), 3)
         shares = (found, found / max(1.0, offer.accelerator_count))
-        return nominal if any(abs(each - nominal) <= NOMINAL_SHARE * nominal for each in shares) else found
+        return nominal if any(abs(share - nominal) <= NOMINAL_SHARE * nominal for share in shares) else found
 
     def _number_text(self, text: str) -> int:
         if text not in self._texts:

@@ -1,1 +1,1 @@
-"""The door: speech, wiring, exit codes."""
+"""The command line: flags in, lines and exit codes out."""

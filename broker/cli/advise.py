@@ -199,7 +199,7 @@ def describe_advice(wish: Wish, advice: Advice, text: str, top: int) -> dict[str
     return {
         "training": {**to_plain(training), "parameters": training.shape.parameters, "steps": training.steps},
         "prices_as_of": advice.prices_as_of,
-        "options": [describe_option(each) for each in advice.options[:top]],
+        "options": [describe_option(option) for option in advice.options[:top]],
         "faster": [describe_option(each) for each in advice.faster],
         "yaml": text,
     }

@@ -110,7 +110,7 @@ def update(
                 print_line(f"{each.cloud}: {each.offers:,} offers from {each.source}, {each.changed:,} prices changed")
             else:
                 print_line(f"{each.cloud}: not updated: {each.error}")
-    failed = [each for each in reports if each.error is not None]
+    failed = [report for report in reports if report.error is not None]
     if failed:
         hints = list(dict.fromkeys(hint for each in failed for hint in each.hints))
         raise SourceError(f"could not update {len(failed)} of {len(reports)} clouds", hints=hints)

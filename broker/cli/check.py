@@ -130,7 +130,7 @@ async def _sum_up(name: str, context: Context) -> tuple[bool, str]:
         findings = await look(context.config, clock=context.clock)
     except CloudError as error:
         return False, error.message
-    wrong = next((each for each in findings if each.is_needed and not each.is_ok), None)
+    wrong = next((finding for finding in findings if finding.is_needed and not finding.is_ok), None)
     return (True, findings[0].note) if wrong is None else (False, f"{wrong.name}: {wrong.note}")
 
 
@@ -138,11 +138,11 @@ def _show_closely(context: Context, name: str, *, as_json: bool) -> None:
     findings = asyncio.run(_find_inspector(name).inspect(context.config, clock=context.clock))
     if as_json:
         keys = ("name", "is_ok", "note", "command", "is_needed")
-        print_json([{key: getattr(each, key) for key in keys} for each in findings])
+        print_json([{key: getattr(finding, key) for key in keys} for finding in findings])
     else:
-        for each in findings:
-            _show_finding(each)
-    if any(each.is_needed and not each.is_ok for each in findings):
+        for finding in findings:
+            _show_finding(finding)
+    if any(finding.is_needed and not finding.is_ok for finding in findings):
         raise typer.Exit(AuthError.exit_code)
 
 
@@ -157,17 +157,23 @@ def _show_types(context: Context, name: str | None, *, as_json: bool) -> None:
     offers = context.book.list_offers(name)
     findings = asyncio.run(inspector.inspect_types(context.config, clock=context.clock, offers=offers))
     if as_json:
-        print_json([dataclasses.asdict(each) for each in findings])
+        print_json([dataclasses.asdict(finding) for finding in findings])
         return
     rows = [
-        [each.accelerator, each.instance_type, _name_ways(each.ways), each.region or "-", each.why.partition(":")[0]]
-        for each in findings
+        [
+            finding.accelerator,
+            finding.instance_type,
+            _name_ways(finding.ways),
+            finding.region or "-",
+            finding.why.partition(":")[0],
+        ]
+        for finding in findings
     ]
     print_table(["GPU", "MACHINE", "STARTS", "REGION", "WHY"], rows, firm=("GPU", "STARTS", "REGION", "WHY"))
     alike: dict[str, list[str]] = {}
-    for each in findings:
-        if each.why:
-            alike.setdefault(each.why, []).append(each.accelerator)
+    for finding in findings:
+        if finding.why:
+            alike.setdefault(finding.why, []).append(finding.accelerator)
     for why, accelerators in alike.items():
         print_wrapped(f"{why} ({', '.join(accelerators)})", indent=2)
     print_line("Listed with the smallest machine; capacity is known only when a node is created.")

@@ -17,8 +17,8 @@ def show_explanation(plan: Plan, unlimited: Plan) -> None:
     losers = list_losers(plan, unlimited)
     if losers:
         print_line("\nCheaper per hour, but ranked lower:")
-        for each in losers[:LOSERS_MAX]:
-            print_wrapped(_say_loser(each), indent=4)
+        for loser in losers[:LOSERS_MAX]:
+            print_wrapped(_say_loser(loser), indent=4)
         if len(losers) > LOSERS_MAX:
             print_line(f"... and {len(losers) - LOSERS_MAX} more instance types")
     _show_assumptions(plan)

@@ -4,20 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from broker.app.container import Context
 from broker.cli.render import print_line, print_wrapped
 from broker.formatting import format_count, format_hours, format_usd, to_plain
 from broker.optimizer.explain import show_chance
 from broker.optimizer.forecast import CostForecast, Range, forecast_plan, list_influences
-from broker.optimizer.rating import History
-from broker.types import Plan
+from broker.types import Placement, Plan
 
 INFLUENCES_MAX, INFLUENCE_MIN = 4, 0.005  # smaller shares of the expected cost are not shown
 HOURS_MIN = 0.05
 
 
-def list_forecast_lines(plan: Plan, history: History | None) -> list[str]:
+def make_forecast(context: Context, plan: Plan) -> CostForecast | None:
+    """Forecast with all that this machine has seen of spot markets: own history and recent refusals."""
+    return forecast_plan(plan, context.read_history(), is_refused=_find_refused(context))
+
+
+def _find_refused(context: Context) -> Callable[[Placement], bool]:
+    refusals = context.read_refusals()
+    return lambda placement: any(each.covers(placement) for each in refusals)
+
+
+def list_forecast_lines(context: Context, plan: Plan) -> list[str]:
     """List p50 and p10-p90 of cost and time under the production policy, and what it is expected to do."""
-    found = forecast_plan(plan, history)
+    found = make_forecast(context, plan)
     if found is None:
         return []
     lines = [
@@ -36,13 +46,14 @@ def list_forecast_lines(plan: Plan, history: History | None) -> list[str]:
     return lines
 
 
-def show_influences(plan: Plan, history: History | None) -> None:
+def show_influences(context: Context, plan: Plan) -> None:
     """Print what moves the expected cost most."""
-    found = forecast_plan(plan, history)
+    found = make_forecast(context, plan)
     if found is None:
         return
     print_line(f"\nExpected {format_usd(found.usd_mean)} USD; this would change if")
-    for each in list_influences(plan, history)[:INFLUENCES_MAX]:
+    influences = list_influences(plan, context.read_history(), is_refused=_find_refused(context))
+    for each in influences[:INFLUENCES_MAX]:
         change = each.usd_mean - found.usd_mean
         if abs(change) >= INFLUENCE_MIN * found.usd_mean:
             print_wrapped(f"  {each.change}: {'-' if change < 0 else '+'}{format_usd(abs(change))} USD", indent=4)
@@ -69,7 +80,7 @@ def _say_counts(found: CostForecast) -> str:
     return ", ".join(parts)
 
 
-def describe_forecast(plan: Plan, history: History | None) -> object:
+def describe_forecast(context: Context, plan: Plan) -> object:
     """Return the forecast, JSON-ready; None where the choice does not run on spot."""
-    found = forecast_plan(plan, history)
+    found = make_forecast(context, plan)
     return None if found is None else to_plain(found)

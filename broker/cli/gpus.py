@@ -38,16 +38,16 @@ def gpus(
         wanted or None, _read_count(count), cloud=cloud.lower() if cloud else None, by_region=all_regions
     )
     if spot:
-        prices = [each for each in prices if each.spot_usd_hour is not None]
+        prices = [price for price in prices if price.spot_usd_hour is not None]
         prices = sorted(prices, key=lambda each: (each.name, each.count, each.spot_usd_hour or 0.0))
     if as_json:
         print_json(to_plain(list(prices)))
         return
     if not wanted:  # one row an accelerator: the cheapest single unit, or the smallest count offered
-        smallest = {each.name: each.count for each in reversed(prices)}
-        prices = [each for each in prices if each.count == smallest[each.name]]
+        smallest = {price.name: price.count for price in reversed(prices)}
+        prices = [price for price in prices if price.count == smallest[price.name]]
         if not all_regions:
-            prices = list({each.name: each for each in reversed(prices)}.values())[::-1]
+            prices = list({price.name: price for price in reversed(prices)}.values())[::-1]
     rows = [
         [each.name, f"{each.count:g}", f"{each.memory_gib:g}", each.cloud, each.region,
          format_usd(each.ondemand_usd_hour), format_usd(each.spot_usd_hour)]
@@ -69,12 +69,12 @@ def _note_age(context: Context, prices: Sequence[AcceleratorPrice]) -> None:
     """Warn of outdated prices, as a plan does."""
     now_s = context.clock.now_s()
     dates = []
-    for each in prices:
-        age = context.book.describe_age(each.cloud, now_s)
-        if each.ondemand_usd_hour is not None:
-            dates.append((each.cloud, False, age.ondemand_as_of))
-        if each.spot_usd_hour is not None:
-            dates.append((each.cloud, True, age.spot_as_of))
+    for price in prices:
+        age = context.book.describe_age(price.cloud, now_s)
+        if price.ondemand_usd_hour is not None:
+            dates.append((price.cloud, False, age.ondemand_as_of))
+        if price.spot_usd_hour is not None:
+            dates.append((price.cloud, True, age.spot_as_of))
     if warning := warn_of_stale_dates(dates, now_s):
         print_wrapped_note(f"note: {warning}")
 

@@ -14,7 +14,7 @@ from broker.cli import jobs_queue, jobs_show, options
 from broker.cli.completion import complete_jobs
 from broker.cli.context import make_context
 from broker.cli.jobs_show import JobName, follow_job
-from broker.cli.plan_table import show_plan
+from broker.cli.plan_table import has_spot_work, show_plan
 from broker.cli.render import note_damage, print_json, print_line, print_note
 from broker.errors import BrokerError, UsageError
 from broker.formatting import format_count
@@ -58,8 +58,10 @@ def launch(
     as_json = as_json or output is options.Format.JSON
 
     def show(plans: Sequence[Plan]) -> None:
+        from broker.cli.forecast import list_forecast_lines
+
         for plan in plans if not as_json else []:
-            show_plan(plan)
+            show_plan(plan, forecast=list_forecast_lines(context, plan) if has_spot_work(plan) else ())
 
     tasks = options.read_tasks(entrypoint, overrides)
     callbacks = make_callbacks(show, yes=yes)

@@ -28,30 +28,30 @@ JobName = Annotated[str, typer.Argument(help="Job ID or name.", show_default=Fal
 
 # What each status means, for `why`.
 MEANING = {
-    JobStatus.PENDING: "waits: for the jobs it needs, or for a place that has room",
-    JobStatus.STARTING: "is getting its machines",
+    JobStatus.PENDING: "is waiting for the jobs it needs, or for a place with capacity",
+    JobStatus.STARTING: "is acquiring its machines",
     JobStatus.RUNNING: "runs",
-    JobStatus.RECOVERING: "is being restarted: on its machines where they are well, else on new ones",
-    JobStatus.CANCELLING: "was cancelled; its machines are being taken down",
+    JobStatus.RECOVERING: "is being restarted: on its machines if they are usable, else on new ones",
+    JobStatus.CANCELLING: "was cancelled; its machines are being terminated",
     JobStatus.SUCCEEDED: "ran to its end",
     JobStatus.CANCELLED: "was cancelled",
-    JobStatus.FAILED: "failed by itself: its program, or its budget",
+    JobStatus.FAILED: "failed: its program failed, or its budget was spent",
     JobStatus.FAILED_SETUP: "failed in `setup`, before `run`",
-    JobStatus.FAILED_PRECHECKS: "could not be started at all",
-    JobStatus.FAILED_NO_RESOURCE: "found nothing for sale that fits",
-    JobStatus.FAILED_CONTROLLER: "was given up because of a fault in broker",
+    JobStatus.FAILED_PRECHECKS: "could not be started",
+    JobStatus.FAILED_NO_RESOURCE: "found no matching offer",
+    JobStatus.FAILED_CONTROLLER: "failed because of a bug in broker",
 }
 
 
 def describe(job: Job, spent_usd: float) -> dict[str, object]:
     data: dict[str, object] = to_plain(job)
     del data["task"]
-    attempts = [_describe_attempt(each) for each in job.attempts]
+    attempts = [_describe_attempt(attempt) for attempt in job.attempts]
     return {**data, "attempts": attempts, "spent_usd": spent_usd}
 
 
 def _describe_attempt(attempt: Attempt) -> dict[str, object]:
-    """`outcome` is a sentence; `outcome_kind` is what scripts compare."""
+    """Describe an attempt: `outcome` is a sentence for people, `outcome_kind` is for scripts."""
     outcome = attempt.outcome
     return {
         **to_plain(attempt),
@@ -113,8 +113,8 @@ def why(job: JobName, as_json: options.AsJson = False, output: options.Output = 
     if not found.status.is_terminal and (sentence := _describe_allowance(found, paid, context.clock.now_s())):
         print_line(f"It {sentence}.")
     if found.resumes:
-        print_line(f"It goes on with the checkpoints of job {found.resumes}.")
-    for other in (context.store.jobs.get(each) for each in found.needs):
+        print_line(f"It continues from the checkpoints of job {found.resumes}.")
+    for other in (context.store.jobs.get(need) for need in found.needs):
         if other:
             print_line(f"It needs job {other.id} ({other.name}), which is {other.status.value}.")
     print_line(f"{_show_time(found.submitted_s)}  submitted")
@@ -132,7 +132,7 @@ def why(job: JobName, as_json: options.AsJson = False, output: options.Output = 
 
 
 def _describe_allowance(job: Job, paid_usd: float, now_s: float) -> str:
-    """Describe what a job's machines do while this one is away; empty where they are processes of this machine."""
+    """Describe what happens to its machines while this one is away; empty if they are processes of this machine."""
     from broker.jobs.allowance import describe_allowance, measure_allowance_s
     from broker.jobs.checkpoints import HERE
 

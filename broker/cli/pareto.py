@@ -46,8 +46,8 @@ def draw(points: Sequence[Estimate], frontier: Sequence[Estimate]) -> list[str]:
     """Draw a character plot: cost upwards, time to the right; an axis with a wide range is logarithmic."""
     from broker.cli.axes import Axis
 
-    hours = Axis([each.expected_hours or 0.0 for each in points])
-    usd = Axis([each.expected_usd or 0.0 for each in points])
+    hours = Axis([point.expected_hours or 0.0 for point in points])
+    usd = Axis([point.expected_usd or 0.0 for point in points])
     cells = [[" "] * WIDTH for _ in range(HEIGHT)]
 
     def put(each: Estimate, mark: str) -> None:

@@ -120,16 +120,16 @@ def _plan_all(context: Context, tasks: Sequence[Task]) -> tuple[list[Plan], list
 def _show(
     context: Context, plan: Plan, what_if: Sequence[str], plot: Path | None, *, top: int, explain: bool, pareto: bool
 ) -> None:
-    lines, history = list[str](), context.read_history() if has_spot_work(plan) else None
+    lines = list[str]()
     if has_spot_work(plan):
         from broker.cli.forecast import list_forecast_lines
 
-        lines = list_forecast_lines(plan, history)
+        lines = list_forecast_lines(context, plan)
     show_plan(plan, top=top, now_s=context.clock.now_s(), forecast=lines)
     if explain and lines:
         from broker.cli.forecast import show_influences
 
-        show_influences(plan, history)
+        show_influences(context, plan)
     if explain:
         from broker.cli.explain import show_explanation
         from broker.optimizer.explain import lift_limits
@@ -159,9 +159,8 @@ def _describe(
     if any(has_spot_work(each) for each in plans):
         from broker.cli.forecast import describe_forecast
 
-        history = context.read_history()
         for data, each in zip(found, plans, strict=True):
-            data["forecast"] = describe_forecast(each, history)
+            data["forecast"] = describe_forecast(context, each)
     if what_if:
         from broker.cli.what_if import describe_what_ifs
 

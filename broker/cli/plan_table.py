@@ -67,13 +67,13 @@ def has_spot_work(plan: Plan) -> bool:
 def fold_zones(estimates: Sequence[Estimate], top: int) -> list[list[Estimate]]:
     """Group the first `top` lines of a ranking: neighbours that differ only by zone share a line."""
     groups = list[list[Estimate]]()
-    for each in estimates:
-        if groups and _strip_zone(each) == _strip_zone(groups[-1][0]):
-            groups[-1].append(each)
+    for estimate in estimates:
+        if groups and _strip_zone(estimate) == _strip_zone(groups[-1][0]):
+            groups[-1].append(estimate)
         elif len(groups) == top:
             break
         else:
-            groups.append([each])
+            groups.append([estimate])
     return groups
 
 
@@ -138,7 +138,7 @@ def describe_plan(plan: Plan, top: int) -> dict[str, object]:
         "prices_as_of": plan.prices_as_of,
         "candidates": len(plan.estimates),
         "choice": describe_estimate(plan.choice),
-        "estimates": [describe_estimate(each) for each in plan.estimates[:top]],
+        "estimates": [describe_estimate(estimate) for estimate in plan.estimates[:top]],
         "rejections": to_plain(plan.rejections),
     }
 

@@ -34,18 +34,18 @@ def prices(instance_type: InstanceType, as_json: options.AsJson = False) -> None
     print_table(
         ["CLOUD", "REGION", "ZONE", "USD/h", "OF", "SPOT", "OF", "INTERRUPTED"],
         [
-            [each.cloud, each.region, each.zone or "-",
-             format_usd(each.ondemand_usd_hour, is_estimated=each.is_estimated),
-             each.as_of[:7] if each.ondemand_usd_hour else "", format_usd(each.spot_usd_hour),
-             each.spot_as_of[:7] if each.spot_usd_hour else "", _show_band(each.interruption_band)]
-            for each in offers
+            [offer.cloud, offer.region, offer.zone or "-",
+             format_usd(offer.ondemand_usd_hour, is_estimated=offer.is_estimated),
+             offer.as_of[:7] if offer.ondemand_usd_hour else "", format_usd(offer.spot_usd_hour),
+             offer.spot_as_of[:7] if offer.spot_usd_hour else "", _show_band(offer.interruption_band)]
+            for offer in offers
         ],
         right=("USD/h", "SPOT"),
     )  # fmt: skip
-    if any(each.is_estimated for each in offers):
+    if any(offer.is_estimated for offer in offers):
         print_line("~ marks an estimate")
-    dates = [(each.cloud, False, each.as_of) for each in offers if each.ondemand_usd_hour]
-    dates += [(each.cloud, True, each.spot_as_of) for each in offers if each.spot_usd_hour]
+    dates = [(offer.cloud, False, offer.as_of) for offer in offers if offer.ondemand_usd_hour]
+    dates += [(offer.cloud, True, offer.spot_as_of) for offer in offers if offer.spot_usd_hour]
     if warning := warn_of_stale_dates(dates, context.clock.now_s()):
         print_wrapped_note(f"note: {warning}")
 
@@ -74,7 +74,7 @@ def history(
         print_json(to_plain(list(points)))
         return
     if not points:
-        days = " and ".join(sorted({date for each in offers for date in (each.as_of, each.spot_as_of)}))
+        days = " and ".join(sorted({date for offer in offers for date in (offer.as_of, offer.spot_as_of)}))
         print_line(f"No price changes of {instance_type} are recorded; the catalog has prices of {days}")
         print_note("each `broker catalog update` adds to the history; see current prices with `broker prices`")
         return

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import shutil
 import sys
 import tempfile
@@ -19,17 +18,14 @@ from broker.cli.context import make_context
 from broker.cli.plan_table import show_plan
 from broker.cli.render import print_json, print_line, print_note
 from broker.cli.terminal import is_drawing, show_wait
-from broker.errors import BrokerError, UsageError
 from broker.formatting import strip_control
-from broker.types import JobStatus, Plan, Task
+from broker.types import Plan
 
 if TYPE_CHECKING:
     from broker.rehearsal.context import Stage
-    from broker.rehearsal.market import PlaceMarket
     from broker.rehearsal.result import Rehearsal
 
 SPEED = 600.0  # without a goal to say how much work the run represents: a second is ten minutes
-PLACES_MAX = 2000  # placements of the plan whose clouds are simulated
 
 
 PreemptionsOption = Annotated[
@@ -88,11 +84,13 @@ def rehearse(
 
     Clouds, time and prices are simulated; the program is real. Exit code 1 if it does not recover.
     """
+    from broker.rehearsal.staging import choose_resources, open_market, raise_failure, set_stage
+
     (first, *others) = options.read_tasks(entrypoint, overrides)
     if others:
         print_note(f"note: rehearsing only the first of {len(others) + 1} tasks")
     context = make_context()
-    task = choose_resources(context.resolve(first))
+    task = choose_resources(context.resolve(first), note=print_note)
     check_notices([task], is_launch=True, note=print_note)
     check_place(task, {"local"}, is_launch=False, note=print_note)
     plan = context.plan(task)
@@ -113,52 +111,6 @@ def rehearse(
 
         show_rehearsal(result)
     raise_failure(result, forced)
-
-
-def choose_resources(task: Task) -> Task:
-    """Choose spot, and clouds other than `local` where the task names any: this machine only simulates them."""
-    away = tuple(each for each in task.resources if each.cloud != "local") or task.resources
-    if any(each.use_spot is False for each in away):
-        print_note("note: the task requests on-demand; rehearsing it as a spot job")
-    has_goal = task.goal is not None
-    chosen = tuple(each if each.use_spot is None and has_goal else replace(each, use_spot=True) for each in away)
-    return replace(task, resources=chosen)
-
-
-def open_market(traces: Path | None, seed: int) -> PlaceMarket:
-    """Open the traces, or a seeded market. Raises UsageError without traces, SourceError for an invalid file."""
-    from broker.rehearsal.market import RecordedMarket, SeededMarket
-
-    if traces is None:
-        return SeededMarket(seed=seed)
-    from broker.lab.traces import parse_trace
-
-    files = sorted(traces.rglob("*.json")) if traces.is_dir() else [traces]
-    if not files or not all(file.is_file() for file in files):
-        raise UsageError(
-            f"no traces (`*.json`) in `--traces {traces}`", hints=["record some with `broker traces record`"]
-        )
-    return RecordedMarket(traces=tuple(parse_trace(file.read_bytes(), file.stem) for file in files), seed=seed)
-
-
-def set_stage(plan: Plan, market: PlaceMarket, nodes_local: int | None, *, has_given_speed: bool) -> Stage:
-    """Simulate all clouds of the plan, and no more nodes than this machine can run."""
-    from broker.rehearsal.context import Stage
-
-    task = lift_stall_limit(plan.task)
-    limit = nodes_local or max(2, os.cpu_count() or 1)
-    return Stage(
-        task=task,
-        node_count=min(task.num_nodes, limit),
-        clouds=frozenset(each.placement.offer.cloud for each in plan.estimates[:PLACES_MAX]),
-        market=market,
-        has_given_speed=has_given_speed,
-    )
-
-
-def lift_stall_limit(task: Task) -> Task:
-    """Remove `stall_timeout`, which is in real time, while simulated steps are fast."""
-    return replace(task, recovery=replace(task.recovery, stall_timeout_s=None))
 
 
 def show_stage(stage: Stage, speed: float | None) -> None:
@@ -193,25 +145,10 @@ def play(
         stage = replace(stage, market=SeededMarket(seed=0, full_share=0.0))
     home = Path(tempfile.mkdtemp(prefix="broker-rehearsal-"))
     try:
-        context = RehearsalContext(home, stage, speed=speed, on_event=lambda message: driver.tell_market(message))
+        context = RehearsalContext(home, stage, speed=speed, on_event=lambda message: driver.report_market(message))
         with show_wait("rehearsing", is_told=False) as bar:
             driver = Driver(context, preemptions, notice_s, tell, bar if is_drawing(sys.stderr) else None)
             job = asyncio.run(driver.run())
         return draw_up(context, driver, job, plan)
     finally:
         shutil.rmtree(home, ignore_errors=True)
-
-
-def raise_failure(result: Rehearsal, preemptions: int) -> None:
-    """Raise BrokerError where the run failed, or was not preempted as requested."""
-    bad = [each for each in result.findings if each.level == "bad"]
-    hints = [each.hint for each in bad if each.hint]
-    if result.status is not JobStatus.SUCCEEDED:
-        raise BrokerError(f"the job ended with status {result.status.value}: {result.failure}", hints=hints)
-    if result.preemptions < preemptions:
-        raise BrokerError(
-            f"the job finished after {result.preemptions} of {preemptions} preemptions",
-            hints=["use a longer task, and report its steps in `$BROKER_PROGRESS_FILE`"],
-        )
-    if bad:
-        raise BrokerError(bad[0].text, hints=hints)

@@ -101,14 +101,14 @@ def _show(job: SimulatedJob, study: Benchmark, traces: Sequence[Trace], *, sourc
     for name, text in job.list_facts():
         print_line(f"{name:>12}  {text}")
     print_line()
-    base = next(each for each in study.scores if each.policy == "on-demand").usd_mean
+    base = next(score for score in study.scores if score.policy == "on-demand").usd_mean
     columns = ["POLICY", "USD", "P95", "SAVED", "OVER", "TIME", "P95", "LOST", "LATE"]
-    rows = [_list_cells(each, base) for each in study.scores]
+    rows = [_list_cells(score, base) for score in study.scores]
     print_table(columns, rows, right=columns[1:], firm=columns)
     print_line()
     for line in _draw(study, base):
         print_line(line)
-    if any(each.is_oracle for each in study.scores):
+    if any(score.is_oracle for score in study.scores):
         print_line("* knows when each spot interval ends, which no real policy can")
     print_line("USD and TIME to finish, mean and 95th percentile; LOST: preemptions per replay")
     known = sum(each is not None for each in study.optima)
@@ -140,7 +140,7 @@ def _show_cost(usd: float) -> str:
 
 def _draw(study: Benchmark, base: float) -> list[str]:
     """Draw mean costs as bars."""
-    bars = [(each.policy, each.usd_mean) for each in study.scores]
+    bars = [(score.policy, score.usd_mean) for score in study.scores]
     if study.optimum_usd_mean is not None:
         bars.append(("(optimum)", study.optimum_usd_mean))
     most = max(usd for _, usd in bars)
@@ -157,7 +157,7 @@ def _describe(job: SimulatedJob, study: Benchmark, traces: Sequence[Trace]) -> d
             "work_hours": job.work_hours, "deadline_hours": job.deadline_hours, "start_hours": job.start_hours,
             "save_every_hours": job.save_every_hours, "notice_hours": job.notice_hours,
         },
-        "traces": [{"name": each.name, "hours": each.hours, "open_share": each.open_share} for each in traces],
+        "traces": [{"name": trace.name, "hours": trace.hours, "open_share": trace.open_share} for trace in traces],
         "policies": [to_plain(each) for each in study.scores],
         "optimum_usd": list(study.optima),
         "optimum_usd_mean": study.optimum_usd_mean,

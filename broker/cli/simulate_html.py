@@ -114,12 +114,12 @@ def spread_labels(heights: Sequence[float], lowest: float) -> list[float]:
 def _draw_scene(study: Benchmark, scene: Scene) -> Iterator[str]:
     """Draw the markets above and one line a policy below, from submission to the last end or the deadline."""
     case = scene.case
-    names = [each.policy for each in study.scores]
+    names = [score.policy for score in study.scores]
     lives = [
         replay(case, load_policy(name), scene.from_hour, is_oracle=name in ORACLES, keeps_timeline=True)
         for name in names
     ]
-    span = max(case.deadline_hours, *(each.hours for each in lives)) * 1.01
+    span = max(case.deadline_hours, *(live.hours for live in lives)) * 1.01
     height = ROW * (len(case.sites) + len(names)) + 40
     scale = (WIDTH - LEFT - 90) / span
 

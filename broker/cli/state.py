@@ -1,4 +1,4 @@
-"""`broker state`: inspect, back up, restore and reset the state file, which holds everything broker remembers."""
+"""`broker state`: inspect, back up, restore and reset the state file, which holds all of broker's state."""
 
 from __future__ import annotations
 

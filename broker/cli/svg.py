@@ -27,7 +27,7 @@ def draw_svg(points: Sequence[Estimate], frontier: Sequence[Estimate], *, title:
         *picture.draw_axes(),
         *picture.draw_points(points),
         *picture.draw_frontier(frontier),
-        *picture.draw_legend({each.strategy for each in points}),
+        *picture.draw_legend({point.strategy for point in points}),
         "</svg>",
     ]
     return "\n".join(parts) + "\n"
@@ -35,8 +35,8 @@ def draw_svg(points: Sequence[Estimate], frontier: Sequence[Estimate], *, title:
 
 class _Picture:
     def __init__(self, points: Sequence[Estimate]) -> None:
-        self.hours = Axis([each.expected_hours or 0.0 for each in points])
-        self.usd = Axis([each.expected_usd or 0.0 for each in points])
+        self.hours = Axis([point.expected_hours or 0.0 for point in points])
+        self.usd = Axis([point.expected_usd or 0.0 for point in points])
 
     def x(self, hours: float) -> float:
         return round(LEFT + self.hours.place(hours) * (WIDTH - LEFT - RIGHT), 1)
@@ -86,7 +86,7 @@ class _Picture:
 
     def draw_legend(self, strategies: set[str]) -> Iterator[str]:
         x = WIDTH - RIGHT - 10
-        for strategy in reversed([each for each in COLOURS if each in strategies]):
+        for strategy in reversed([colour for colour in COLOURS if colour in strategies]):
             yield f'<text x="{x}" y="28" text-anchor="end">{strategy}</text>'
             x -= 7 * len(strategy) + 12
             yield f'<circle cx="{x}" cy="24" r="4" fill="{COLOURS[strategy]}"/>'

@@ -29,7 +29,7 @@ COLOURS = {
 
 
 def is_drawing(stream: TextIO) -> bool:
-    """Tell whether a stream is a terminal that allows colour and redrawing."""
+    """Return whether a stream is a terminal that allows colour and redrawing."""
     return stream.isatty() and os.getenv("TERM") not in ("dumb", "unknown") and not os.getenv("NO_COLOR")
 
 

@@ -102,7 +102,7 @@ def record(
         raise typer.Exit(1)
     recorder = Recorder(
         context.provisioner, plan, chosen, clock=context.clock, owner=context.config.owner, out=out,
-        every_s=every * 60, tell=print_note,
+        every_s=every * 60, on_message=print_note,
     )  # fmt: skip
     try:
         asyncio.run(recorder.run(ticks))
@@ -114,10 +114,10 @@ def record(
 def _choose_places(plan: Plan, count: int) -> list[Estimate]:
     """Choose the cheapest estimate of each zone, for `count` zones."""
     found = dict[tuple[str, str], Estimate]()
-    for each in plan.estimates:
-        offer = each.placement.offer
-        if each.placement.is_spot:
-            found.setdefault((offer.cloud, offer.zone or offer.region), each)
+    for estimate in plan.estimates:
+        offer = estimate.placement.offer
+        if estimate.placement.is_spot:
+            found.setdefault((offer.cloud, offer.zone or offer.region), estimate)
         if len(found) == count:
             break
     if not found:

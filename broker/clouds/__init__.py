@@ -1,4 +1,4 @@
-"""Other people's machines. One file a cloud, one line in `CLOUDS`."""
+"""Cloud adapters: one file per cloud, one line in `CLOUDS`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ CLOUDS: dict[str, str] = {
     "vsphere": "broker.clouds.sky.makers:make_vsphere",
     "yotta": "broker.clouds.sky.makers:make_yotta",
 }
-# name -> `broker.clouds.findings.Inspector`, for `broker check`: a module, or "module:class" made with the name
+# name -> `broker.clouds.findings.Inspector`, for `broker check`: a module, or "module:class" instantiated with the name
 CHECKS: dict[str, str] = {
     "aws": "broker.clouds.aws.check",
     "gcp": "broker.clouds.gcp.check",

@@ -1,4 +1,4 @@
-"""The seam to other people's machines: four verbs, and one Protocol for each extra ability."""
+"""The interface to cloud providers: four verbs, and one Protocol for each optional capability."""
 
 from __future__ import annotations
 
@@ -14,51 +14,53 @@ if TYPE_CHECKING:
 
 
 class Cloud(Protocol):
-    """Every method may be called again after a crash and must then do no second harm."""
+    """A cloud adapter. Every method is idempotent: calling it again after a crash does no harm."""
 
     name: ClassVar[str]
     settle_s: ClassVar[float]  # how long `list_nodes` may lag behind `create_nodes`
 
     async def check(self) -> None:
-        """Raise AuthError naming the missing login, or return."""
+        """Return if the login works; raise AuthError that names the missing credentials otherwise."""
 
     async def create_nodes(self, request: NodeRequest) -> Sequence[Node]:
-        """Ask for the whole gang and return at once; the same token gives the same nodes.
+        """Request the whole gang and return without waiting; the same token gives the same nodes.
 
-        Raises CapacityError, QuotaError (nothing was made), UnknownOutcomeError (look before asking again).
+        Raises CapacityError, QuotaError (nothing was created), UnknownOutcomeError (list the nodes before retrying).
         """
 
     async def list_nodes(self, owner: str) -> NodeList:
-        """All nodes tagged with `owner`, recently terminated ones too; absence proves nothing before `settle_s`.
+        """List all nodes tagged with `owner`, including recently terminated ones; absence proves nothing before
+        `settle_s`.
 
-        Regions that give no answer are named in the list. Raises CloudError only where none gives one.
+        Regions that do not respond are named in the list. Raises CloudError only if no region responds.
         """
 
     async def terminate_nodes(self, nodes: Sequence[Node]) -> None:
-        """Begin to end these nodes, each in its own region; already gone is success. `list_nodes` tells when they are.
+        """Start terminating these nodes, each in its own region. Nodes that are already gone count as success.
 
-        All are asked for, whatever becomes of one; then the first failure is raised.
+        Returns before the nodes are gone; `list_nodes` shows when they are. Every node is attempted, then the first
+        failure is raised.
         """
 
 
 class MakeCloud(Protocol):
-    """What stands in the registry, in a module that imports no SDK."""
+    """The type of a registry entry, in a module that imports no SDK."""
 
     def __call__(self, config: Config, *, clock: Clock) -> Cloud | None:
-        """None where a glance at environment and files finds no login; nothing is asked of the cloud itself."""
+        """Return None if environment and files show no login; the cloud itself is not called."""
 
 
 @runtime_checkable
 class HasAccounts(Protocol):
-    """Clouds where one shell may be logged in to one account today and to another tomorrow."""
+    """A cloud where the same shell may be logged in to different accounts at different times."""
 
     async def find_account(self) -> str:
-        """The account that this login reaches: AWS account id, Google project. Raises CloudError."""
+        """Return the account that this login reaches: AWS account id, Google project. Raises CloudError."""
 
 
 @runtime_checkable
 class CanStop(Protocol):
-    """Clouds whose nodes can be stopped with their disk kept, and started again."""
+    """A cloud whose nodes can be stopped, keeping their disk, and started again."""
 
     async def stop_nodes(self, ids: Sequence[str]) -> None: ...
 
@@ -67,60 +69,60 @@ class CanStop(Protocol):
 
 @runtime_checkable
 class CanPrepare(Protocol):
-    """Clouds whose library takes seconds to import."""
+    """A cloud whose library takes seconds to import."""
 
     def prepare(self) -> None:
-        """Begin in a thread with what the first call will need, and return at once; twice does no harm."""
+        """Start loading what the first call needs, in a thread, and return at once. Idempotent."""
 
 
 @runtime_checkable
 class CanExtend(Protocol):
-    """Clouds where a node that is made later is reached by all of the same cluster and attempt, and reaches them."""
+    """A cloud where a node created later can reach, and be reached by, all nodes of the same cluster and attempt."""
 
     extends_gangs: ClassVar[bool]
 
 
 @runtime_checkable
 class CanSweep(Protocol):
-    """Clouds where a cluster leaves more behind than nodes: firewall groups, templates, disks."""
+    """A cloud where a cluster creates more than nodes: firewall groups, templates, disks."""
 
     async def sweep(self, owner: str, keep: Collection[str]) -> int:
-        """Delete what `owner` made for clusters that are not in `keep`; returns how many things.
+        """Delete what `owner` created for clusters that are not in `keep`; return the number of resources deleted.
 
-        What a machine on its way down still uses stays for the next sweep. `keep` is read before the cloud is listed,
-        so it must name every cluster that is there or may be coming up.
+        Resources still used by a machine that is shutting down are left for the next sweep. `keep` is read before the
+        cloud is listed, so it must name every cluster that exists or may be starting.
         """
 
 
 @runtime_checkable
 class RenewsAccess(Protocol):
-    """Clouds whose firewall lets ssh in from the address alone that this machine had when a node was made."""
+    """A cloud whose firewall admits ssh only from the address that this machine had when the node was created."""
 
     async def renew_access(self, nodes: Sequence[Node]) -> bool:
-        """Let this machine's present address in to those of these nodes that run; returns whether a rule changed.
+        """Admit this machine's current address to the running nodes among these; return whether a rule changed.
 
-        Addresses that were let in before stay. Called again it changes nothing. Raises CloudError.
+        Addresses admitted earlier stay. Idempotent. Raises CloudError.
         """
         ...
 
 
 @runtime_checkable
 class SupportsZoneSearch(Protocol):
-    """Clouds where one call looks for room in several zones, and puts the whole gang into one of them or nowhere.
+    """A cloud where one call searches several zones for capacity and puts the whole gang into one of them or nowhere.
 
-    `create_nodes` is then asked with `Placement.other_zones`; its nodes say which zone it was.
+    `create_nodes` is then called with `Placement.other_zones`; the returned nodes name the zone.
     """
 
     def is_search_worth(self, spec: MachineSpec, *, zone_count: int) -> bool:
-        """Whether that takes less than one call after another."""
+        """Return whether a search is faster than one call per zone."""
         ...
 
 
 @runtime_checkable
 class ProvidesSshHosts(Protocol):
-    """Clouds whose nodes are machines that boot with a script and are reached by ssh as `user`.
+    """A cloud whose nodes are machines that boot with a script and accept ssh as `user`.
 
-    A node that shuts itself down there is gone, or stands still without anybody knowing: only a call stops one.
+    A node that shuts itself down there either disappears or stops without a signal: stopping it takes an API call.
     """
 
     name: ClassVar[str]
@@ -131,24 +133,24 @@ class ProvidesSshHosts(Protocol):
 
 @runtime_checkable
 class SupportsConsole(Protocol):
-    """Clouds that keep what a machine prints while it boots."""
+    """A cloud that keeps the console output of a booting machine."""
 
     def name_console(self, node: Node) -> str:
-        """The command that shows it."""
+        """Return the command that prints the console output."""
         ...
 
 
 @runtime_checkable
 class CanObserve(Protocol):
-    """Clouds whose library tells what goes over the wire."""
+    """A cloud whose library can report its requests and responses."""
 
     def observe(self, hear: Listener) -> None:
-        """Tell `hear` of all that is asked and answered from now on, from whichever thread the answer arrives in."""
+        """Report every request and response to `hear` from now on, from the thread in which the response arrives."""
         ...
 
 
 @runtime_checkable
 class CanPreempt(Protocol):
-    """Pretend clouds that can take a node away on demand, as a spot market does."""
+    """A simulated cloud that can preempt nodes on demand, as a spot market does."""
 
     async def preempt_nodes(self, ids: Sequence[str], *, notice_s: float) -> None: ...

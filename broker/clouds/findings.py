@@ -1,4 +1,4 @@
-"""What `broker check` found out about a cloud, in the words of whoever looked."""
+"""Results of `broker check`, as each cloud's inspector words them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from broker.types import Offer
 
 @noun
 class CheckResult:
-    """One thing that was looked at. `command` mends it; where `is_needed` is False it stands in nobody's way."""
+    """One checked item. `command` fixes it; `is_needed` False means that launches work without it."""
 
     name: str
     is_ok: bool
@@ -24,34 +24,37 @@ class CheckResult:
 
 
 class Inspector(Protocol):
-    """What a module in the table `CHECKS` has."""
+    """The interface of a module in the table `CHECKS`."""
 
     async def inspect(self, config: Config, *, clock: Clock) -> Sequence[CheckResult]:
-        """In the order in which things depend on each other; what cannot be asked any more is left out.
+        """Return results in order of dependency, leaving out checks that a failed one makes impossible.
 
-        Raises CloudError where the cloud cannot be reached.
+        Raises CloudError if the cloud cannot be reached.
         """
 
     def write_policy(self, config: Config) -> str:
-        """The least that the login must be allowed, as a file that the cloud's own tool takes."""
+        """Return the minimal permissions for this login, as a file that the cloud's own tool accepts."""
 
 
 @noun
 class TypeCheckResult:
-    """Whether the smallest machine with so many accelerators would start now. `ways`: "on-demand" and "spot", as far as
-    they would; `why`: what stands in the way of the others, else what is worth knowing; `command` mends it."""
+    """Whether the smallest machine with this number of accelerators would start now.
 
-    accelerator: str  # as a task asks for it: `A100:8`
+    `ways`: "on-demand" and "spot", those that would. `why`: the obstacle for the others, else a remark. `command` fixes
+    it.
+    """
+
+    accelerator: str  # as written in a task: `A100:8`
     instance_type: str
     ways: tuple[str, ...]
-    region: str  # where it would start, else the last that was looked at
+    region: str  # where it would start, else the last region checked
     why: str = ""
     command: str = ""
 
 
 @runtime_checkable
 class InspectsTypes(Protocol):
-    """Inspectors that can say of each machine type whether the account, its quotas and our images let it start."""
+    """An inspector that can say for each machine type whether account, quotas and images allow it to start."""
 
     async def inspect_types(
         self, config: Config, *, clock: Clock, offers: Sequence[Offer]
@@ -59,7 +62,7 @@ class InspectsTypes(Protocol):
 
 
 def group_offers(offers: Sequence[Offer]) -> Mapping[str, Sequence[Offer]]:
-    """Accelerator and count -> the offers of its smallest machine, cheapest place first, one a region."""
+    """Map (accelerator, count) to offers of its smallest machine, one per region, cheapest first."""
     found: dict[tuple[str, float], list[Offer]] = {}
     for offer in sorted(offers, key=lambda each: (each.vcpus, each.instance_type, _find_price(each))):
         if offer.accelerator and offer.accelerator_count:
@@ -77,6 +80,6 @@ def _find_price(offer: Offer) -> float:
 
 @runtime_checkable
 class CanGlance(Protocol):
-    """Inspectors for which a close look is slow: where all clouds are listed, this is asked instead."""
+    """An inspector whose full check is slow: `broker check` without a cloud calls `glance` instead."""
 
     async def glance(self, config: Config, *, clock: Clock) -> Sequence[CheckResult]: ...

@@ -1,6 +1,8 @@
-"""The local cloud: nodes are process trees on this machine, each in its own folder, so all can be rehearsed.
+"""The local cloud: nodes are process trees on this machine, each in its own folder, so that everything can be
+rehearsed.
 
-What `list_nodes` says is read from the processes themselves (a lock the node holds while it lives), never remembered.
+`list_nodes` reads the processes themselves (a lock that a node holds while it lives), never a record.
+
 A file ROOT/faults.json {"zones": {"local-a": "capacity"}} makes a zone refuse, to rehearse failover.
 """
 
@@ -33,12 +35,12 @@ from broker.types import Node, NodeList, NodeRequest, NodeState
 BOOT_S_MAX = 20.0
 KILL_S_MAX = 20.0
 KEEP_ENDED_S = 3600.0  # as EC2, which lists a terminated instance for about an hour
-# What a node takes over of our environment; HOME, TMPDIR and credentials are not among it.
+# Variables that a node inherits from our environment; HOME, TMPDIR and credentials are excluded.
 PASSED_ENV = (
     *("LANG", "LC_ALL", "USER", "LOGNAME", "SHELL", "TZ", "LD_LIBRARY_PATH", "SSL_CERT_FILE", "CUDA_VISIBLE_DEVICES"),
     *("http_proxy", "https_proxy", "no_proxy", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY"),
 )
-LEFT_OVERS = (  # of the boot before: a node that starts again has neither lease nor autostop until it is given one
+LEFT_OVERS = (  # from the previous boot: a restarted node has neither lease nor autostop until it is given one
     *("ended.json", "machine.json", "preempt.json", "home/.broker/shutdown", "home/.broker/preemption"),
     *("home/.broker/lease.json", "home/.broker/heard.json", "home/.broker/autostop.json", "home/.broker/boot"),
 )
@@ -47,12 +49,12 @@ Result = TypeVar("Result")
 
 
 def make_cloud(config: Config, *, clock: Clock) -> LocalCloud:
-    """For the registry; this machine needs no login."""
+    """Make the cloud for the registry; this machine requires no login."""
     return LocalCloud(config.local_cloud, clock=clock)
 
 
 class LocalCloud:
-    """Cloud, CanStop and CanPreempt over folders ROOT/<node-id>; every change is made under the lock ROOT/lock."""
+    """Cloud, CanStop and CanPreempt over folders ROOT/<node-id>. Every change is made under the lock ROOT/lock."""
 
     name: ClassVar[str] = "local"
     settle_s: ClassVar[float] = 0.0
@@ -82,7 +84,8 @@ class LocalCloud:
         await self._locked(lambda: self._start(ids))
 
     async def preempt_nodes(self, ids: Sequence[str], *, notice_s: float) -> None:
-        """Take nodes away as a spot market does: at once, or after a notice that the agent passes on to the program."""
+        """Preempt nodes as a spot market does: immediately, or after a notice that the agent passes on to the
+        program."""
         if notice_s <= 0:
             await self._locked(lambda: self._end(ids, state="TERMINATED", reason="preempted"))
         else:
@@ -97,7 +100,7 @@ class LocalCloud:
             except OSError as error:
                 raise TransientError(
                     f"the local cloud cannot use {error.filename or self._root}: {error.strerror or error}",
-                    hints=("Check that the disk is not full and the folder is yours.",),
+                    hints=("Check that the disk is not full and that you own the folder.",),
                 ) from error
 
         return await asyncio.to_thread(act)
@@ -123,9 +126,10 @@ class LocalCloud:
             raise CapacityError(f"no capacity in `{zone}`", scope="zone")
 
     def _make_folder(self, folder: Path, request: NodeRequest, rank: int) -> None:
-        """All or nothing: the folder appears under its name only with its tags in it.
+        """Create the node's folder atomically: it appears under its name only with its tags in it.
 
-        Remove what a full disk or a kill left of an earlier one first: under the lock no other process makes one.
+        First remove the remains of an earlier one that a full disk or a kill interrupted: under the lock no other
+        process creates one.
         """
         for left in self._root.glob(".new-*"):
             shutil.rmtree(left, ignore_errors=True)
@@ -156,7 +160,7 @@ class LocalCloud:
         return [node for node in found if node]
 
     def _observe(self, folder: Path) -> Node | None:
-        """The node as its processes show it; one found dead is recorded so, and cleaned up."""
+        """Return the node as its processes show it; record a dead one and clean up after it."""
         record = read_json(folder / "node.json")
         if record is None:
             return None
@@ -227,7 +231,7 @@ class LocalCloud:
 
 
 def boot(folder: Path) -> None:
-    """Start the node's processes and wait until they answer (some 40 ms)."""
+    """Start the node's processes and wait until they respond (about 40 ms)."""
     command = [sys.executable, "-I", "-S", local_machine.__file__, str(folder)]
     try:
         done = subprocess.run(
@@ -240,7 +244,7 @@ def boot(folder: Path) -> None:
 
 
 def make_env(folder: Path) -> dict[str, str]:
-    """A clean environment whose `python` is ours."""
+    """Return a clean environment in which `python` is ours."""
     passed = {name: os.environ[name] for name in PASSED_ENV if name in os.environ}  # noqa: TID251 - passed on
     search = [str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)]  # noqa: TID251 - passed on
     home = {"HOME": str(folder / "home"), "TMPDIR": str(folder / "tmp"), "BROKER_NODE_DIR": str(folder)}
@@ -252,7 +256,7 @@ def is_alive(folder: Path) -> bool:
 
 
 def kill(folder: Path) -> None:
-    """End the node's processes now; they kill their own trees and let go of the lock last."""
+    """Kill the node's processes; each kills its own tree and releases the lock last."""
     give_up_s = time.monotonic() + KILL_S_MAX
     while is_alive(folder):
         pids = read_json(folder / "machine.json") or {}
@@ -260,14 +264,15 @@ def kill(folder: Path) -> None:
             if not local_machine.IS_LINUX or str(folder) in local_machine.read_text(f"/proc/{pid}/cmdline").split("\0"):
                 local_machine.send(pid, signal.SIGTERM)
         if time.monotonic() > give_up_s:
-            raise UnknownOutcomeError(f"node `{folder.name}` does not end")
+            raise UnknownOutcomeError(f"node `{folder.name}` does not terminate")
         time.sleep(0.002)  # noqa: TID251 - in a thread: waits for a kill
 
 
 def settle_end(folder: Path) -> dict[str, Any]:
-    """Return how a dead node ended. Where no record was left (both its processes were killed), clean up after them.
+    """Return how a dead node ended. If neither process left a record (both were killed), clean up after them.
 
-    Raises TransientError where that cannot be written, as on a full disk: no list is better than one that changes.
+    Raises TransientError if the record cannot be written, e.g. on a full disk: failing is better than a list that
+    changes later.
     """
     ended = read_json(folder / "ended.json")
     if ended is None:
@@ -277,14 +282,14 @@ def settle_end(folder: Path) -> dict[str, Any]:
         ended = read_json(folder / "ended.json")
     if ended is None:
         raise TransientError(
-            f"the end of node `{folder.name}` cannot be written down",
-            hints=(f"Free some space on the disk of `{folder.parent}`, and see that the folder can be written.",),
+            f"cannot record the end of node `{folder.name}`",
+            hints=(f"Free some disk space for `{folder.parent}`, and check that the folder is writable.",),
         )
     return ended
 
 
 def pick_address(taken: set[str]) -> str:
-    """A loopback address of its own where the system has them (Linux: all of 127/8; macOS: one)."""
+    """Pick a separate loopback address if the system has several (Linux: all of 127/8; macOS: one)."""
     for last in range(2, 255):
         address = f"127.0.0.{last}"
         if address in taken:
@@ -299,13 +304,14 @@ def pick_address(taken: set[str]) -> str:
 
 
 def socket_folder() -> Path:
-    """A private folder with a short name: a Unix socket's path has at most 104 bytes (macOS) or 108 (Linux)."""
+    """Return a private folder with a short path: a Unix socket's path is limited to 104 bytes (macOS) or 108
+    (Linux)."""
     base = tempfile.gettempdir()
     folder = Path(base if len(base) < 50 else "/tmp") / f"broker-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
     status = folder.lstat()
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
-        raise StateError(f"`{folder}` is not a private folder of yours", hints=(f"remove `{folder}`",))
+        raise StateError(f"`{folder}` is not a private folder that you own", hints=(f"remove `{folder}`",))
     return folder
 
 
@@ -314,5 +320,5 @@ def read_json(path: Path) -> dict[str, Any] | None:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError):
         return None
-    assert isinstance(value, dict), f"{path} holds no object"
+    assert isinstance(value, dict), f"{path} does not contain a JSON object"
     return value

@@ -1,9 +1,9 @@
-"""The pretend machine of the local cloud: `python -I -S local_machine.py NODE_DIR`; standard library only.
+"""The simulated machine of the local cloud: `python -I -S local_machine.py NODE_DIR`; standard library only.
 
-Two processes, so that none of its children outlives it however it dies. The keeper holds the tree; the machine serves
-commands on a Unix socket (the pretend sshd), one a connection. Both are child subreapers: whoever is left when the
-other is killed stops and kills every descendant, then exits. Without prctl (macOS) orphans are found by a marker in
-their environment instead. Both share a lock on NODE_DIR/alive.lock: a node is alive exactly as long as it is held.
+Two processes, so that no child outlives the machine however it dies. The keeper holds the tree; the machine serves
+commands on a Unix socket (in place of sshd), one per connection. Both are child subreapers: when one is killed, the
+other stops and kills every descendant, then exits. Without prctl (macOS), orphans are found by a marker in their
+environment instead. Both share a lock on NODE_DIR/alive.lock: a node is alive exactly as long as the lock is held.
 """
 # Plain paths: pathlib would double the boot time.
 # ruff: noqa: PTH105, PTH108, PTH118, PTH123, PTH208
@@ -31,7 +31,7 @@ REQUEST_BYTES_MAX = 1 << 30
 
 
 def main(folder: str) -> None:
-    """Boot the node in the background; returns (exit status 0) once its socket answers."""
+    """Boot the node in the background; return (exit status 0) once its socket responds."""
     ready_out, ready_in = os.pipe()
     if os.fork():
         os.close(ready_in)
@@ -54,7 +54,7 @@ def main(folder: str) -> None:
 
 
 def open_lock(folder: str) -> int:
-    """Hold alive.lock; a reader that looks whether we live holds it for an instant, so try for a while."""
+    """Lock alive.lock. A reader that checks whether the node lives holds it for an instant, so retry for a while."""
     lock = os.open(os.path.join(folder, "alive.lock"), os.O_RDWR | os.O_CREAT, 0o600)
     give_up_s = time.monotonic() + 2
     while True:
@@ -80,7 +80,7 @@ def become_subreaper() -> None:
 
 
 def serve(folder: str, ready: int) -> NoReturn:
-    """The machine: run commands until told, or seen to be told, to power off."""
+    """Run commands until a power-off is requested."""
     keeper = os.getppid()
     signal.signal(signal.SIGTERM, lambda *_: power_off(folder, "crashed"))
     become_subreaper()
@@ -109,8 +109,8 @@ def serve(folder: str, ready: int) -> NoReturn:
 
 
 def check_power(folder: str, preempt_s: float | None) -> float | None:
-    """Power off when the agent asked for it (`.broker/shutdown` says why), a preemption notice has run out, or the
-    node's folder was deleted: nobody could list it any more, nor end it."""
+    """Power off if the agent requested it (`.broker/shutdown` gives the reason), a preemption notice has run out, or
+    the node's folder was deleted, as a node without a folder could be neither listed nor terminated."""
     if not read_text(os.path.join(folder, "node.json")):
         power_off(folder, "deleted")
     shutdown = read_text(os.path.join(folder, "home", ".broker", "shutdown"))
@@ -125,11 +125,11 @@ def check_power(folder: str, preempt_s: float | None) -> float | None:
 
 
 def handle(connection: socket.socket) -> NoReturn:
-    """One command: a 4-byte length, a JSON header {argv, env, stdin, timeout_s}, then stdin; answers in the same shape.
+    """Serve one command: a 4-byte length, a JSON header {argv, env, stdin, timeout_s}, then stdin; answer likewise.
 
-    With `is_stream` in the header, all that follows on the connection is the command's own input and output.
+    With `is_stream` in the header, the rest of the connection is the command's input and output.
 
-    Output goes through unlinked files, so a daemon that keeps them open does not hold up the answer.
+    Output goes through unlinked files, so a daemon that keeps them open does not delay the answer.
     """
     code = 1
     try:
@@ -150,13 +150,14 @@ def handle(connection: socket.socket) -> NoReturn:
                 offset += len(chunk)
         code = 0
     except (OSError, ValueError, KeyError, EOFError) as error:
-        print(f"command failed: {type(error).__name__}", flush=True)  # not its text: it may quote the request
+        print(f"command failed: {type(error).__name__}", flush=True)  # not its text, which may quote the request
     finally:
         os._exit(code)
 
 
 def become_command(header: dict[str, Any], connection: int) -> NoReturn:
-    """The command takes our place; the connection is its input and output, and ends when either side closes it."""
+    """Replace this process with the command. The connection is its input and output; it ends when either side closes
+    it."""
     os.setsid()
     os.chdir(os.environ["HOME"])
     for number in (signal.SIGTERM, signal.SIGPIPE):
@@ -167,9 +168,10 @@ def become_command(header: dict[str, Any], connection: int) -> NoReturn:
 
 
 def run_command(header: dict[str, Any], files: list[int]) -> int:
-    """Run it in a session of its own and wait; past its time limit its whole group is killed and TimeoutError raised:
+    """Run the command in its own session; at its time limit kill its whole process group and raise TimeoutError.
 
-    an answer of -9 could reach a caller, whose own limit runs out at the same moment, before that does."""
+    An answer of -9 could reach a caller whose own limit expires at the same moment before the group is dead.
+    """
     os.chdir(os.environ["HOME"])
     environment = {**os.environ, **header["env"]}
     actions = [(os.POSIX_SPAWN_DUP2, fd, target) for target, fd in enumerate(files)]
@@ -228,7 +230,7 @@ def read_exactly(connection: socket.socket, size: int) -> bytes:
 
 
 def power_off(folder: str, reason: str) -> NoReturn:
-    """End at once and without a word, as a machine that loses its power: note why, kill every descendant, leave."""
+    """End immediately and silently, as a machine that loses power: record the reason, kill every descendant, exit."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     state = "STOPPED" if reason == "stop" else "TERMINATED"
     kill_tree(folder)
@@ -237,19 +239,19 @@ def power_off(folder: str, reason: str) -> NoReturn:
 
 
 def record_end(folder: str, *, state: str, reason: str) -> None:
-    """The first to say why a node ended is believed; NODE_DIR/ended.json is written once a boot."""
+    """Record why the node ended. NODE_DIR/ended.json is written once per boot: the first record stands."""
     path = os.path.join(folder, "ended.json")
     aside = os.path.join(folder, f".ended.{os.getpid()}.{time.monotonic_ns()}")
     try:
         write_json(aside, {"state": state, "reason": reason, "ended_s": time.time()})
         os.link(aside, path)
     except OSError:
-        pass  # somebody said it before, or the folder is gone
+        pass  # already recorded, or the folder is gone
     remove(aside)
 
 
 def kill_tree(folder: str) -> None:
-    """Stop first, then kill, until nobody is left: a fork bomb cannot outrun it."""
+    """Stop all descendants, then kill them, until none is left: a fork bomb cannot escape."""
     while True:
         stopped: set[int] = set()
         while fresh := set(find_victims(folder)) - stopped:
@@ -291,7 +293,7 @@ def is_zombie(pid: int) -> bool:
 
 
 def find_marked(folder: str) -> list[int]:
-    """Processes whose environment names this node: the net below the net, and the only one where there is no prctl."""
+    """Find processes whose environment names this node: the fallback, and the only way without prctl."""
     mark, found = f"BROKER_NODE_DIR={folder}", []
     if IS_LINUX:
         for entry in filter(str.isdigit, os.listdir("/proc")):

@@ -1,8 +1,8 @@
-"""What a cloud was asked and what it answered, as it went over the wire, written to a file without anything private.
+"""Record requests to a cloud and its responses in a file, without private data.
 
-`broker check CLOUD --live --record FILE` makes one: a JSON object a line, in the order in which the answers came.
-Headers are never kept, since they carry the login. Equal private texts become equal placeholders, so that a fake of
-the cloud can answer from the file.
+`broker check CLOUD --live --record FILE` writes one JSON object per line, in the order of the responses. Headers are
+never recorded, since they carry the login. Equal private texts become equal placeholders, so that a fake of the cloud
+can answer from the file.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from broker.nouns import noun
 
 @noun
 class Exchange:
-    """One request and its answer. `operation`: the name that the cloud gives it, or method and path."""
+    """One request and its response. `operation`: the cloud's name for it, or method and path."""
 
     service: str
     operation: str
@@ -34,7 +34,7 @@ class Exchange:
 
 Listener = Callable[[Exchange], None]
 
-# What stands between these is private as a whole: scripts with keys, and keys.
+# Text between these is private as a whole: scripts with keys, and keys.
 BODIES = (
     re.compile(r"((?:^|&)[\w.]*UserData=)[^&]+"),
     re.compile(r"((?:^|&)[\w.]*PublicKeyMaterial=)[^&]+"),
@@ -45,7 +45,7 @@ BODIES = (
     re.compile(r"((?:access_token|id_token|refresh_token|client_secret)\"?[=:]\s*\"?)[^\"&\s]+"),
     re.compile(r"(X-(?:Amz|Goog)-(?:Signature|Credential|Security-Token)=)[^&\s\"]+", re.IGNORECASE),
 )
-# kind of placeholder -> what it stands for
+# kind of placeholder -> pattern of the texts that it replaces
 WORDS = {
     "mail": re.compile(r"[\w.+-]+(?:@|%40)[\w-]+\.[\w.-]*\w"),
     "principal": re.compile(r"\bA(?:KIA|SIA|IDA|ROA|GPA|NPA)[A-Z0-9]{12,}\b"),
@@ -65,14 +65,14 @@ SHAPES = {
 
 
 def cut_bodies(text: str) -> str:
-    """Without scripts and keys, which are private as a whole."""
+    """Remove scripts and keys, which are private as a whole."""
     for pattern in BODIES:
         text = pattern.sub(r"\1scrubbed", text)
     return text
 
 
 class Scrubber:
-    """Replaces what is private. `known`: texts that are, such as a project's name, and what stands for each."""
+    """Replaces private text. `known`: private texts such as a project's name, each with its placeholder."""
 
     def __init__(self, known: Mapping[str, str] | None = None) -> None:
         self._known = {text: stands for text, stands in (known or {}).items() if text}
@@ -88,12 +88,12 @@ class Scrubber:
 
     def _stand_in(self, kind: str, text: str) -> str:
         if text in self._found.values() or text in self._known.values():
-            return text  # a placeholder already
+            return text  # already a placeholder
         number = 1 + sum(each == kind for each, _ in self._found)
         return self._found.setdefault((kind, text), SHAPES[kind].format(number))
 
     def _hide_address(self, text: str) -> str:
-        """Public addresses become some of those that documentation uses (RFC 5737); private ones tell nothing."""
+        """Replace a public address by one reserved for documentation (RFC 5737); private addresses reveal nothing."""
         try:
             address = ipaddress.IPv4Address(text)
         except ValueError:
@@ -105,10 +105,10 @@ class Scrubber:
 
 
 class Tape:
-    """Written line by line from the threads in which a cloud's library works."""
+    """Writes line by line, from the threads in which a cloud's library works."""
 
     def __init__(self, path: Path, scrubber: Scrubber) -> None:
-        """Raises UsageError where the file cannot be made, or is there already."""
+        """Create the file. Raises UsageError if it cannot be created or exists already."""
         self._scrubber = scrubber
         self._lock = threading.Lock()
         self.count = 0
@@ -116,7 +116,7 @@ class Tape:
             self._file = path.open("x", encoding="utf-8")
         except OSError as error:
             raise UsageError(
-                f"cannot write {path}: {error.strerror}", hints=["name a new file in a folder that is there"]
+                f"cannot write {path}: {error.strerror}", hints=["name a new file in an existing folder"]
             ) from None
 
     def hear(self, exchange: Exchange) -> None:

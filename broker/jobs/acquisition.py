@@ -1,4 +1,4 @@
-"""Gets a job its machines: plans what is left to do, searches, and records the attempt that they are for."""
+"""Acquire machines for a job: plan the remaining work, search for capacity, record the attempt."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Planner = Callable[[Task, Callable[[Placement], bool] | None], Plan]
 
 
 class Acquisition:
-    """Of one job."""
+    """Acquire the machines of one job."""
 
     def __init__(
         self,
@@ -49,13 +49,13 @@ class Acquisition:
         self._clock = clock
         self._policy_runner = policy_runner
         self._endings = endings
-        self._refusals = 0  # in a row; only paces the retries
+        self._refusals = 0  # consecutive; only sets the backoff
 
     async def begin_attempt(self, job: Job) -> Attempt | float:
-        """Return the new attempt, its nodes up; or, where there is none now, the seconds until the next step."""
+        """Return the new attempt once its nodes are up, else the seconds until the next step."""
         number = job.next_attempt
         if failure := find_overspending(job, self._store, self._clock):
-            return self._endings.finish(job, JobStatus.FAILED, OutcomeKind.BUDGET_EXCEEDED, failure)
+            return self._endings.finish_job(job, JobStatus.FAILED, OutcomeKind.BUDGET_EXCEEDED, failure)
         if job.status is JobStatus.PENDING:
             self._store.jobs.set_status(job.id, JobStatus.STARTING)
         try:
@@ -63,28 +63,28 @@ class Acquisition:
         except Pause as pause:
             return pause.wait_s
         except NoOfferError as error:
-            return self._endings.finish(job, JobStatus.FAILED_NO_RESOURCE, OutcomeKind.NO_OFFER, error.message)
+            return self._endings.finish_job(job, JobStatus.FAILED_NO_RESOURCE, OutcomeKind.NO_OFFER, error.message)
         try:
             cluster = await self._provisioner.up(
                 job.name_cluster(number),
                 plan,
                 attempt=number,
                 job_id=job.id,
-                on_event=lambda event: self._tell(job, event),
+                on_event=lambda event: self._add_event(job, event),
                 hedge=job.hedge,
                 check_budget=lambda: check_budget(job, self._store, self._clock),
             )
         except Overspent as error:
-            return self._endings.finish(job, JobStatus.FAILED, OutcomeKind.BUDGET_EXCEEDED, str(error))
+            return self._endings.finish_job(job, JobStatus.FAILED, OutcomeKind.BUDGET_EXCEEDED, str(error))
         except (CapacityError, AuthError) as error:
             return self._wait(job, error)
         except InvalidRequestError as error:
-            return self._endings.finish(job, JobStatus.FAILED_PRECHECKS, OutcomeKind.REFUSED, error.message)
+            return self._endings.finish_job(job, JobStatus.FAILED_PRECHECKS, OutcomeKind.REFUSED, error.message)
         self._refusals = 0
         return self._record(job, number, cluster)
 
     def plan_rest(self, job: Job) -> Plan:
-        """What is left to do, at today's prices; a job that is late already still wants to finish."""
+        """Plan the remaining work at today's prices; without the deadline if it can no longer be met."""
         now_s = self._clock.now_s()
         rest = cut_to_rest(job, now_s=now_s, spent_usd=self._store.bills.spend_usd(job_id=job.id, now_s=now_s))
         try:
@@ -93,7 +93,7 @@ class Acquisition:
             if not job.attempts or rest.goal is None or rest.goal.deadline_hours is None:
                 raise
             plan = self._planner(drop_limits(rest), None)
-            self._tell(job, make_event(EventKind.LATE))
+            self._add_event(job, make_event(EventKind.LATE))
             return plan
 
     def _record(self, job: Job, number: int, cluster: Cluster) -> Attempt:
@@ -104,19 +104,19 @@ class Acquisition:
         with self._store.transaction():
             self._store.jobs.put_attempt(attempt)
             place, usd_hour = make_place(placement), placement.usd_hour
-            self._tell(job, make_event(EventKind.ATTEMPT, number=number, place=place, usd_hour=usd_hour))
+            self._add_event(job, make_event(EventKind.ATTEMPT, number=number, place=place, usd_hour=usd_hour))
         return attempt
 
     def _wait(self, job: Job, error: CapacityError | AuthError) -> float:
-        """A login that has expired under a job that worked ends only its patience."""
+        """Back off and retry; only a job that has never had an attempt fails on a login error."""
         if isinstance(error, AuthError) and not isinstance(error, AccountError) and not job.attempts:
-            return self._endings.finish(job, JobStatus.FAILED_PRECHECKS, OutcomeKind.REFUSED, error.message)
+            return self._endings.finish_job(job, JobStatus.FAILED_PRECHECKS, OutcomeKind.REFUSED, error.message)
         self._refusals += 1
         wait_s = draw_backoff_s(self._refusals, base_s=10.0, cap_s=300.0)
-        self._tell(job, make_event(EventKind.WAITING, error=error.message, wait_s=wait_s))
+        self._add_event(job, make_event(EventKind.WAITING, error=error.message, wait_s=wait_s))
         if not job.attempts:
             self._store.jobs.set_status(job.id, JobStatus.PENDING)
         return wait_s
 
-    def _tell(self, job: Job, event: Event) -> None:
+    def _add_event(self, job: Job, event: Event) -> None:
         self._store.events.add(event, job_id=job.id)

@@ -1,7 +1,7 @@
-"""How long nodes may run while the broker is away, as the lease that they are given. Pure but for `find_lease_s`.
+"""Compute the lease of a job's nodes: how long they may run without the broker. Pure except for `find_lease_s`.
 
-While the broker is away, the lease alone bounds the bill: it ends when the user's allowance, the budget or the time to
-the deadline does, whichever is first. While the broker is there it renews the lease every `LEASE_EVERY_S`.
+While the broker is away, only the lease bounds the bill. It ends with the user's allowance, the budget or the deadline,
+whichever comes first. A running broker renews the lease every `LEASE_EVERY_S`.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from broker.task.measures import UNATTENDED_S_MIN, Duration
 from broker.types import Cluster, Job, Plan, Task
 
 UNATTENDED_S = 12 * 3600.0
-# A late job still wants to finish, and a broker that is there lets it: past its deadline, and just before, it has this.
+# A running broker lets a late job finish, so the lease is never shorter than this because of the deadline alone.
 LATE_S = 3600.0
-# Past the second when the budget is used up: a broker that is there ends the program then, and reads its log.
+# Beyond the moment when the budget is used up: a running broker ends the program then and still reads its log.
 BUDGET_MARGIN_S = LEASE_EVERY_S / 2
 
 
 def measure_allowance_s(
     task: Task, *, usd_hour: float, spent_usd: float = 0.0, submitted_s: float = 0.0, now_s: float = 0.0
 ) -> float:
-    """Return the seconds that the nodes of a gang at `usd_hour` may run from now without their broker.
+    """Return the seconds for which a gang that costs `usd_hour` may run from now without the broker.
 
-    12 h, 6 USD of the budget left, 2 USD/h -> 3 h. The deadline in 30 minutes -> 1 h. The lease is longer than the
-    renewals are apart, except where the budget ends before the next one is due.
+    12 h, 6 USD of the budget left, 2 USD/h -> 3 h. The deadline in 30 minutes -> 1 h. The lease outlasts the renewal
+    interval unless the budget ends before the next renewal.
     """
     allowed_s = get_unattended_s(task)
     goal = task.goal
@@ -46,7 +46,7 @@ def measure_allowance_s(
 
 
 def find_lease_s(job: Job, cluster: Cluster, store: Store, clock: Clock) -> float:
-    """The allowance of a job's gang now. Priced as a whole gang: a lost node may be replaced within the lease."""
+    """Return the current lease of a job's gang, priced as a full gang: a lost node may be replaced within the lease."""
     now_s = clock.now_s()
     has_budget = job.task.goal is not None and job.task.goal.budget_usd is not None
     return measure_allowance_s(
@@ -63,12 +63,12 @@ def get_unattended_s(task: Task) -> float:
 
 
 def settle_unattended(tasks: Iterable[Task], default_s: float) -> tuple[Task, ...]:
-    """Each with its allowance written down: what was told at launch may not change while a job lives."""
-    return tuple(each if each.unattended_s is not None else replace(each, unattended_s=default_s) for each in tasks)
+    """Return the tasks with an explicit allowance, so that a later change of the default does not reach a live job."""
+    return tuple(task if task.unattended_s is not None else replace(task, unattended_s=default_s) for task in tasks)
 
 
 def read_unattended_s(config: Config) -> float:
-    """The user's default. Raises UsageError that names the setting."""
+    """Return the user's default. Raises UsageError that names the setting."""
     value = find_unattended(config)
     if value is None:
         return UNATTENDED_S
@@ -82,9 +82,9 @@ def read_unattended_s(config: Config) -> float:
 
 
 def describe_allowances(plans: Sequence[Plan]) -> Sequence[str]:
-    """One sentence for the user, or one a task where they differ; none for what runs on this machine only."""
-    sentences: dict[str, str] = {}  # sentence -> the first task it is true of
-    paid = [plan for plan in plans if any(each.placement.offer.cloud != HERE for each in plan.estimates)]
+    """Return one sentence for the user, or one per task where they differ; none for tasks that only run locally."""
+    sentences: dict[str, str] = {}  # sentence -> the first task that it applies to
+    paid = [plan for plan in plans if any(estimate.placement.offer.cloud != HERE for estimate in plan.estimates)]
     for plan in paid:
         allowed_s = measure_allowance_s(plan.task, usd_hour=plan.choice.placement.usd_hour)
         sentences.setdefault(describe_allowance(allowed_s), plan.task.name or "the task")
@@ -98,6 +98,6 @@ def describe_allowance(allowed_s: float) -> str:
 
 
 def show_hours(duration_s: float) -> str:
-    """`12 h`, `1.5 h`, `45 min`."""
+    """Format as `12 h`, `1.5 h` or `45 min`."""
     minutes = math.floor(duration_s / 60)
     return f"{minutes} min" if minutes < 60 else f"{minutes / 60:.3g} h"

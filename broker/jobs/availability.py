@@ -1,6 +1,6 @@
-"""What a job has found out about the places it may run at: since when spot is to be had there, or refused. Pure.
+"""Track the spot availability a job has observed: since when each place has been open or has refused requests. Pure.
 
-A simulated market is watched all the time. A real one shows what it has only to who asks, and to who runs there.
+A simulated market can be observed at any time. A real one reveals its capacity only through requests and running nodes.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ PlaceKey = tuple[str, str, str | None, str]
 
 @noun
 class Availability:
-    """Open or refused since `since_s`, a guess where nobody saw it begin, and known to be so since `met_s`.
+    """The state of one place: open or refused since `since_s`, confirmed since `met_s`.
 
-    `is_sure`: our own nodes ran there. Else "open" is only that nobody was refused lately, and `refused_s` since when
-    it was refused before that.
+    `since_s` is an estimate if the change itself was not observed. `is_sure`: our own nodes ran there. Otherwise "open"
+    only means that no recent request was refused, and `refused_s` is when the preceding refusal began.
     """
 
     is_open: bool
@@ -42,49 +42,49 @@ def update_availability(
     live: Attempt | None,
     now_s: float,
 ) -> dict[PlaceKey, Availability]:
-    """`before`, with what is known now of `places`: (place, whether no refusal of it is known)."""
+    """Return `before` updated with `places`, pairs of a place and whether it has no active refusal."""
     lost_s = {
-        name_place(each.placement): each.lost_s
-        for each in attempts
-        if each.lost_s is not None and each.outcome is not None and each.outcome.kind is OutcomeKind.PREEMPTED
+        name_place(attempt.placement): attempt.lost_s
+        for attempt in attempts
+        if attempt.lost_s is not None and attempt.outcome is not None and attempt.outcome.kind is OutcomeKind.PREEMPTED
     }
     here = name_place(live.placement) if live is not None and live.placement.is_spot else None
-    found = dict(before)
+    updated = dict(before)
     for place, is_open in places:
-        known = _close(before.get(place), lost_s.get(place))
+        previous = _apply_preemption(before.get(place), lost_s.get(place))
         if live is not None and place == here:
-            found[place] = _settle(known, live.started_s)
+            updated[place] = _apply_stay(previous, live.started_s)
         else:
-            found[place] = _look(known, is_open=is_open, now_s=now_s)
-    return found
+            updated[place] = _apply_observation(previous, is_open=is_open, now_s=now_s)
+    return updated
 
 
-def _close(known: Availability | None, lost_s: float | None) -> Availability | None:
-    """As it was left by a preemption: refused from then on."""
-    if lost_s is None or (known is not None and known.met_s >= lost_s):
-        return known
+def _apply_preemption(previous: Availability | None, lost_s: float | None) -> Availability | None:
+    """Apply a preemption: the place is refused from then on."""
+    if lost_s is None or (previous is not None and previous.met_s >= lost_s):
+        return previous
     return Availability(is_open=False, since_s=lost_s, met_s=lost_s)
 
 
-def _settle(known: Availability | None, started_s: float) -> Availability:
-    """Our nodes run there: whatever was thought before, it is open, and it will show when that ends."""
-    if known is not None and known.is_sure and known.met_s == started_s:
-        return known
-    since_s = started_s if known is not None and not known.is_open else started_s - MET_HOURS * 3600
-    since_s = known.since_s if known is not None and known.is_open else since_s
+def _apply_stay(previous: Availability | None, started_s: float) -> Availability:
+    """Apply the fact that our nodes run there: the place is open, and we will observe when that ends."""
+    if previous is not None and previous.is_sure and previous.met_s == started_s:
+        return previous
+    since_s = started_s if previous is not None and not previous.is_open else started_s - MET_HOURS * 3600
+    since_s = previous.since_s if previous is not None and previous.is_open else since_s
     return Availability(is_open=True, since_s=min(since_s, started_s), met_s=started_s, is_sure=True)
 
 
-def _look(known: Availability | None, *, is_open: bool, now_s: float) -> Availability:
-    if known is None:
+def _apply_observation(previous: Availability | None, *, is_open: bool, now_s: float) -> Availability:
+    if previous is None:
         return Availability(is_open=is_open, since_s=now_s - MET_HOURS * 3600, met_s=now_s)
-    if known.is_open and is_open:
-        return Availability(is_open=True, since_s=known.since_s, met_s=now_s, refused_s=known.refused_s)
-    if is_open:  # its refusal has run out: it may be asked again
-        return Availability(is_open=True, since_s=now_s, met_s=now_s, refused_s=known.since_s)
-    if not known.is_open:
-        return known
-    if known.is_sure:
+    if previous.is_open and is_open:
+        return Availability(is_open=True, since_s=previous.since_s, met_s=now_s, refused_s=previous.refused_s)
+    if is_open:  # its refusal has expired: the place may be tried again
+        return Availability(is_open=True, since_s=now_s, met_s=now_s, refused_s=previous.since_s)
+    if not previous.is_open:
+        return previous
+    if previous.is_sure:
         return Availability(is_open=False, since_s=now_s, met_s=now_s)
-    since_s = now_s - MET_HOURS * 3600 if known.refused_s is None else known.refused_s
-    return Availability(is_open=False, since_s=since_s, met_s=now_s if known.refused_s is None else since_s)
+    since_s = now_s - MET_HOURS * 3600 if previous.refused_s is None else previous.refused_s
+    return Availability(is_open=False, since_s=since_s, met_s=now_s if previous.refused_s is None else since_s)

@@ -25,7 +25,7 @@ def judge_start(error: CloudError, cluster: Cluster, monitor: AttemptMonitor, no
     """
     if list_lost_ranks(cluster.nodes):
         return StartVerdict.LOST
-    is_silent = monitor.note_silence(now_s)
+    is_silent = monitor.record_silence(now_s)
     # Not from the start of the attempt, which is that of the search: a long search must not use up the boot.
     is_booting = isinstance(error, UnreachedError) and monitor.measure_boot_s(error.node_id, now_s) < BOOT_S_MAX
     return StartVerdict.WAIT if is_booting or not is_silent else StartVerdict.FAILED

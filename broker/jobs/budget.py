@@ -1,4 +1,4 @@
-"""Whether a job may cost more: what its goal allows against what its machines have cost so far."""
+"""Check a job's spending so far against the budget of its goal."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from broker.wording import explain_budget
 
 
 class Overspent(Exception):
-    """The search for machines has used up what was left of the budget."""
+    """Raised when the search for machines has used up the rest of the budget."""
 
 
 def check_budget(job: Job, store: Store, clock: Clock) -> None:
-    """Raises Overspent when the job may not cost more."""
+    """Raise Overspent if the budget is used up."""
     if failure := find_overspending(job, store, clock):
         raise Overspent(failure)
 
 
 def find_overspending(job: Job, store: Store, clock: Clock) -> str:
-    """Why the job may not cost more; empty while it may."""
+    """Return why the job may not spend more; empty while it may."""
     budget_usd = job.task.goal.budget_usd if job.task.goal else None
     if budget_usd is None:
         return ""

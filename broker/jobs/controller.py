@@ -1,6 +1,6 @@
-"""One managed job: compares what the store wants with what cloud and gang show, and takes one step.
+"""Reconcile one managed job: compare the store with the observed cloud and gang, and take one step.
 
-All it must know is in the store: a new controller continues where a killed one stopped. An attempt moves
+All durable state is in the store: a new controller continues where a killed one stopped. An attempt moves
 up -> (running) -> outcome set -> nodes confirmed gone -> ended; the next one starts only after that.
 """
 
@@ -26,7 +26,7 @@ from broker.jobs.booting import StartVerdict, judge_start
 from broker.jobs.budget import find_overspending
 from broker.jobs.endings import Endings
 from broker.jobs.environment import make_envs
-from broker.jobs.gang import Gang, GangReport, HearsNews, get_run_id
+from broker.jobs.gang import Gang, GangReport, PushesNews, get_run_id
 from broker.jobs.health import Verdict, classify
 from broker.jobs.in_place import InPlace, Kept, are_running
 from broker.jobs.keeping import Keeping
@@ -55,16 +55,16 @@ from broker.types import (
 from broker.wording import describe_lost_start, explain_dependency
 
 POLL_S = 0.5
-NEWS_S = 5.0  # where the gang tells of news by itself: for what time alone changes, such as budget and lists
+NEWS_S = 5.0  # for gangs that push updates: checks that depend on time alone, such as budget and lists
 PIPELINE_POLL_S = 1.0
 ADOPTION_POLL_S = 5.0
-LIST_AGE_S_MAX = 5.0  # where nothing is amiss, jobs share their looks at a cloud
-GRACE_S = 30.0  # for a program that is stopped at its budget
+LIST_AGE_S_MAX = 5.0  # jobs without suspicious signals share one listing of a cloud
+GRACE_S = 30.0  # for a program that is stopped because the budget is used up
 T = TypeVar("T")
 
 
 class _Interrupted(Exception):
-    """While something long was under way, the user asked for the end, or the money ran out."""
+    """Raised when a cancel request or the end of the budget interrupts a long operation."""
 
 
 class JobController:
@@ -80,7 +80,7 @@ class JobController:
         config: Config,
         outcomes: Outcomes | None = None,
     ) -> None:
-        """`outcomes`: of gangs that are gone; None reads them from their buckets."""
+        """Create the controller. `outcomes` reads the results of gangs that are gone; by default from their buckets."""
         self.job_id = job_id
         self._store = store
         self._provisioner = provisioner
@@ -97,23 +97,23 @@ class JobController:
         self._lost_gang = LostGang(store, config, self._endings, outcomes or BucketOutcomes())
         self._monitor: AttemptMonitor | None = None
         self._monitored = 0  # number of the attempt
-        self._blind_to = ""  # why lists tell nothing of its nodes, as last told
-        self._quiet: tuple[Cluster, int] | None = None  # runs, with this id, and only news or time changes what to do
+        self._list_error = ""  # why the nodes cannot be listed, as last reported
+        self._quiet: tuple[Cluster, int] | None = None  # cluster and run id while only a pushed update or time matters
 
     async def rest(self, wait_s: float, wake: asyncio.Event) -> None:
-        """Between two steps: less than `wait_s` when `wake` is set, longer where the gang itself tells of news."""
-        if self._quiet is not None and isinstance(self._gang, HearsNews):
+        """Wait between two steps: shorter than `wait_s` if `wake` is set, longer if the gang pushes its updates."""
+        if self._quiet is not None and isinstance(self._gang, PushesNews):
             cluster, run_id = self._quiet
             await self._gang.wait_news(cluster, run_id, wake=wake, timeout_s=NEWS_S)
         else:
             await self._clock.sleep(wait_s)
 
     async def step(self) -> float:
-        """Seconds until the next step is wished; infinity when the job has ended and nothing of it is left."""
+        """Take one step; return the seconds until the next one, infinity once the job has ended and is cleaned up."""
         self._quiet = None
         job = self._store.jobs.get(self.job_id)
         if job is None:
-            return math.inf  # a user has dropped its damaged row: the collector ends what it left
+            return math.inf  # a user has dropped its damaged row: the collector terminates its nodes
         live = next((attempt for attempt in job.attempts if attempt.ended_s is None), None)
         if live is None or live.outcome or job.status.is_terminal or job.cancel_requested:
             self._replacer.stop()
@@ -128,32 +128,32 @@ class JobController:
             if live is None:
                 if wait_s := await self._wait_for_adoption(job) or self._wait_for_others(job):
                     return wait_s
-                return await self._until_unwanted(job, self._bring_up(job))
+                return await self._unless_interrupted(job, self._bring_up(job))
             if live.outcome:
-                return await self._follow(job, live)
+                return await self._follow_up(job, live)
             if live.running_s is None:
                 if find_overspending(job, self._store, self._clock):
-                    return self._endings.refuse(live, Outcome(kind=OutcomeKind.BUDGET_EXCEEDED))
-                return await self._until_unwanted(job, self._start(job, live))
-            return await self._look(job, live)
+                    return self._endings.record_refusal(live, Outcome(kind=OutcomeKind.BUDGET_EXCEEDED))
+                return await self._unless_interrupted(job, self._start(job, live))
+            return await self._poll(job, live)
         except _Interrupted:
             return 0.0
 
     async def _wait_for_adoption(self, job: Job) -> float:
-        """Seconds to wait, after a restore, until all clouds were asked: an attempt that is not recorded may run."""
+        """Return the seconds to wait, after a restore, until all clouds are listed: an unrecorded attempt may run."""
         if job.submitted_s > self._store.meta.restored_s or self._provisioner.is_adopted():
             return 0.0
         await self._provisioner.adopt()
         return ADOPTION_POLL_S
 
     def _wait_for_others(self, job: Job) -> float:
-        """Seconds to wait for the jobs it needs; one that did not succeed ends this one too."""
+        """Return the seconds to wait for the jobs it needs; if one of them did not succeed, this job ends too."""
         for other in (self._store.jobs.get(job_id) for job_id in job.needs):
             if other is None or (other.status.is_terminal and other.status is not JobStatus.SUCCEEDED):
                 status = other.status.value if other else "gone"
                 failure = explain_dependency(other.id if other else None, other.name if other else "", status)
                 kind = OutcomeKind.DEPENDENCY_FAILED
-                return self._endings.finish(job, JobStatus.CANCELLED, kind, failure) or POLL_S
+                return self._endings.finish_job(job, JobStatus.CANCELLED, kind, failure) or POLL_S
             if not other.status.is_terminal:
                 return PIPELINE_POLL_S
         return 0.0
@@ -162,26 +162,26 @@ class JobController:
         attempt = await self._acquisition.begin_attempt(job)
         return await self._start(job, attempt) if isinstance(attempt, Attempt) else attempt
 
-    async def _follow(self, job: Job, live: Attempt) -> float:
-        """What comes after an attempt that has ended."""
+    async def _follow_up(self, job: Job, live: Attempt) -> float:
+        """Follow up on an attempt that has ended: reuse its nodes or terminate them."""
         if live.kept_until_s is not None:
-            return await self._until_unwanted(job, self._continue_in_place(job, live))
+            return await self._unless_interrupted(job, self._continue_in_place(job, live))
         await self._teardown.terminate(live)
-        return self._endings.conclude_unstarted(job, live)
+        return self._endings.resolve_refusal(job, live)
 
     async def _continue_in_place(self, job: Job, live: Attempt) -> float:
-        """The next attempt on the nodes of this one, once they are whole and its program has ended."""
-        kept = await self._in_place.look(job, live)
+        """Start the next attempt on the nodes of this one, once the gang is complete and the program has ended."""
+        kept = await self._in_place.step(job, live)
         if kept is Kept.WAITING:
             return POLL_S
         if kept is Kept.GIVEN_UP:
-            return self._endings.give_up_nodes(live)
+            return self._endings.release_nodes(live)
         return await self._start(job, self._in_place.begin_attempt(job, live))
 
     async def _start(self, job: Job, attempt: Attempt) -> float:
         cluster = self._store.clusters.get(attempt.cluster)
         if cluster is None:
-            return self._endings.lose_cluster(attempt)
+            return self._endings.record_takedown(attempt)
         monitor = self._get_monitor(attempt)
         try:
             task = add_mounts(job.task)
@@ -190,47 +190,47 @@ class JobController:
             envs = self._make_envs(job, attempt, cluster)
             await self._gang.start(cluster, task, run_id=get_run_id(attempt, cluster), envs=envs, lease_s=lease_s)
         except InvalidRequestError as error:
-            return self._endings.refuse(attempt, Outcome(kind=OutcomeKind.REFUSED, detail=error.message))
+            return self._endings.record_refusal(attempt, Outcome(kind=OutcomeKind.REFUSED, detail=error.message))
         except CloudError as error:
-            return await self._judge_start(job, attempt, cluster, monitor, error)
+            return await self._handle_failed_start(job, attempt, cluster, monitor, error)
         now_s = self._clock.now_s()
         with self._store.transaction():
             self._store.jobs.put_attempt(replace(attempt, running_s=now_s))
             self._store.jobs.set_status(job.id, JobStatus.RUNNING)
-            self._tell(make_event(EventKind.STARTED))
-        monitor.note_lease(now_s)
+            self._add_event(make_event(EventKind.STARTED))
+        monitor.record_lease(now_s)
         return POLL_S
 
-    async def _judge_start(
+    async def _handle_failed_start(
         self, job: Job, attempt: Attempt, cluster: Cluster, monitor: AttemptMonitor, error: CloudError
     ) -> float:
-        """Lost nodes are replaced; a start that fails on cluster after cluster is not the cluster's fault."""
+        """Handle a failed start: replace lost nodes, retry silent ones, and refuse an attempt that cannot start."""
         cluster = await self._provisioner.refresh(cluster)
         verdict = judge_start(error, cluster, monitor, self._clock.now_s())
         if verdict is StartVerdict.LOST:
-            wait_s = await self._lost_gang.conclude_success(job, attempt, cluster)
-            if wait_s is not None:  # a process that died had started it
+            wait_s = await self._lost_gang.record_success(job, attempt, cluster)
+            if wait_s is not None:  # a controller that was killed had started it
                 return wait_s
-            return self._endings.lose(attempt, describe_lost_start(error.message))
+            return self._endings.record_loss(attempt, describe_lost_start(error.message))
         if verdict is StartVerdict.WAIT:
             return POLL_S
-        return self._endings.refuse(attempt, Outcome(kind=OutcomeKind.LAUNCH_FAILED, detail=error.message))
+        return self._endings.record_refusal(attempt, Outcome(kind=OutcomeKind.LAUNCH_FAILED, detail=error.message))
 
-    async def _look(self, job: Job, attempt: Attempt) -> float:
+    async def _poll(self, job: Job, attempt: Attempt) -> float:
         cluster, monitor = self._store.clusters.get(attempt.cluster), self._get_monitor(attempt)
         if cluster is None and monitor.has_succeeded:
-            return self._endings.succeed(job, attempt)
+            return self._endings.record_success(job, attempt)
         if cluster is None and monitor.unflushed:
-            return self._endings.conclude(job, attempt, Verdict.FAILED, RunEnd(unflushed=monitor.unflushed))
+            return self._endings.record_exit(job, attempt, Verdict.FAILED, RunEnd(unflushed=monitor.unflushed))
         if cluster is None:
-            return self._endings.lose_cluster(attempt)
+            return self._endings.record_takedown(attempt)
         report = await self._gang.poll(cluster, get_run_id(attempt, cluster))
-        monitor.hear(report)
-        self._teardown.note_flush(job.id, report)
+        monitor.observe(report)
+        self._teardown.report_flush(job.id, report)
         if report.progress is not None and report.progress != job.progress:
-            attempt = self._note_progress(job, attempt, report.progress)
-        for rank in monitor.take_advised(report, cluster):
-            self._tell(make_event(EventKind.ADVISED, rank=rank))
+            attempt = self._record_progress(job, attempt, report.progress)
+        for rank in monitor.list_new_advisories(report, cluster):
+            self._add_event(make_event(EventKind.ADVISED, rank=rank))
         refreshed = await self._refresh(monitor, report, cluster)
         if refreshed is None:  # no answer is no evidence, and a failure is not judged without the list
             await self._renew_lease(job, monitor, cluster)
@@ -245,11 +245,11 @@ class JobController:
             find_envs = partial(self._make_envs, job, attempt, cluster)
             find_lease = partial(find_lease_s, job, cluster, self._store, self._clock)
             run_id = get_run_id(attempt, cluster)
-            await self._replacer.look(job, cluster, report, run_id=run_id, make_envs=find_envs, find_lease_s=find_lease)
-            return await self._look_closer(job, attempt, cluster, monitor, report)
+            await self._replacer.step(job, cluster, report, run_id=run_id, make_envs=find_envs, find_lease_s=find_lease)
+            return await self._check_running(job, attempt, cluster, monitor, report)
         if verdict is Verdict.LOST:
             was_attended = monitor.is_attended(self._clock.now_s())
-            return await self._lost_gang.conclude(
+            return await self._lost_gang.record_loss(
                 job,
                 attempt,
                 cluster,
@@ -259,57 +259,57 @@ class JobController:
                 find_kept_until_s=partial(self._keeping.find_until_s, job, attempt, cluster, report),
             )
         run = replace(self._read_end(attempt, cluster, report), unflushed=monitor.unflushed)
-        return self._endings.conclude(job, attempt, verdict, run)
+        return self._endings.record_exit(job, attempt, verdict, run)
 
     def _read_end(self, attempt: Attempt, cluster: Cluster, report: GangReport) -> RunEnd:
         return read_run_end(
             self._store,
             self._config.logs,
             attempt=attempt,
-            told=report,
+            report=report,
             progress=report.progress,
             is_whole=are_running(cluster.nodes) and not report.unreachable,
         )
 
     async def _refresh(self, monitor: AttemptMonitor, report: GangReport, cluster: Cluster) -> Cluster | None:
-        """As the cloud lists it now, where it is time to look; None where a list that is needed tells nothing."""
+        """Return the cluster as the cloud lists it, if a list is due; None if a required list failed."""
         if not monitor.needs_list(report, self._clock.now_s()):
             return cluster
         age_s_max = 0.0 if monitor.is_suspicious(report) else LIST_AGE_S_MAX
         answering = list_answering(report, cluster)
         try:
             cluster = await self._provisioner.refresh(cluster, age_s_max=age_s_max, answering=answering)
-            self._blind_to = ""
+            self._list_error = ""
         except CloudError as error:
             if not monitor.has_succeeded:
-                self._tell_blind(error)
+                self._report_list_error(error)
                 return None
-        monitor.note_list(self._clock.now_s())
+        monitor.record_list(self._clock.now_s())
         return cluster
 
-    async def _look_closer(
+    async def _check_running(
         self, job: Job, attempt: Attempt, cluster: Cluster, monitor: AttemptMonitor, report: GangReport
     ) -> float:
-        """It runs: but does it get anywhere, and is there money left?"""
+        """Check a running attempt for budget, policy moves and stalls."""
         now_s = self._clock.now_s()
         if failure := find_overspending(job, self._store, self._clock):
             await self._teardown.end_program(attempt, cluster, grace_s=GRACE_S)
-            return self._endings.exceed_budget(job, attempt, failure)
+            return self._endings.record_overspending(job, attempt, failure)
         if await self._policy_runner.reconsider(job, attempt, cluster, report.progress):
             return 0.0
         recovery = job.task.recovery
         timeout_s = None if report.flush else recovery.stall_timeout_s
         if timeout_s is None or monitor.measure_stall_s(report, now_s) < timeout_s:
-            # A gang that is being mended, or whose signs are not clear, is looked at closely.
+            # An elastic gang, or one with suspicious signals, is polled at the full rate.
             is_clear = not monitor.is_suspicious(report) and recovery.nodes_min is None
             self._quiet = (cluster, get_run_id(attempt, cluster)) if is_clear else None
             return POLL_S
-        return self._endings.stall(job, attempt, timeout_s, self._read_end(attempt, cluster, report))
+        return self._endings.record_stall(job, attempt, timeout_s, self._read_end(attempt, cluster, report))
 
-    def _note_progress(self, job: Job, attempt: Attempt, progress: Progress) -> Attempt:
-        """The first step of an attempt ends its recovery: that is when work goes on."""
+    def _record_progress(self, job: Job, attempt: Attempt, progress: Progress) -> Attempt:
+        """Record progress; the first new step of an attempt ends its recovery."""
         now_s = self._clock.now_s()
-        with self._store.transaction(is_durable=False):  # what a power cut takes is seen again
+        with self._store.transaction(is_durable=False):  # after a power cut, progress is observed again
             self._store.jobs.set_progress(job.id, progress)
             if attempt.resumed_s is not None or not self._is_new_step(attempt, progress):
                 return attempt
@@ -318,11 +318,11 @@ class JobController:
             lost_s = next((old.lost_s for old in reversed(job.attempts) if old.number < attempt.number), None)
             if lost_s is not None:
                 took_s = now_s - lost_s if now_s >= lost_s else None  # None: the clock was set back
-                self._tell(make_event(EventKind.RECOVERED, step=progress.step, took_s=took_s))
+                self._add_event(make_event(EventKind.RECOVERED, step=progress.step, took_s=took_s))
         return attempt
 
     def _is_new_step(self, attempt: Attempt, progress: Progress) -> bool:
-        """A program that has just restored, or started from nothing, reports a step that is no new one."""
+        """Return whether the step is new: a program that just restored or started reports a step without new work."""
         first_step = self._store.jobs.list_steps(attempt.job_id)[attempt.number].first_step
         return progress.step > 0 and progress.step > min(
             first_step, progress.checkpoint_step if progress.checkpoint_step is not None else -1
@@ -336,30 +336,29 @@ class JobController:
             if live:
                 outcome = live.outcome or Outcome(kind=OutcomeKind.CANCELLED)
                 self._teardown.close(replace(live, outcome=outcome))
-            self._endings.finish(job, JobStatus.CANCELLED, OutcomeKind.CANCELLED, "")
+            self._endings.finish_job(job, JobStatus.CANCELLED, OutcomeKind.CANCELLED, "")
         return 0.0
 
-    async def _until_unwanted(self, job: Job, work: Coroutine[Any, Any, T]) -> T:
-        """Give up long work when a cancel is asked for, or when nodes that only boot have used up the budget.
+    async def _unless_interrupted(self, job: Job, work: Coroutine[Any, Any, T]) -> T:
+        """Interrupt a long operation on a cancel request, or when booting nodes have used up the budget.
 
-        What it leaves half done is found by its intents.
+        Later steps find half-finished work by its intents.
         """
-        doing = asyncio.ensure_future(work)
-        watching = asyncio.ensure_future(self._wait_until_unwanted(job))
+        operation = asyncio.ensure_future(work)
+        interruption = asyncio.ensure_future(self._wait_for_interruption(job))
         try:
-            await asyncio.wait({doing, watching}, return_when=asyncio.FIRST_COMPLETED)
-            if not doing.done():
+            await asyncio.wait({operation, interruption}, return_when=asyncio.FIRST_COMPLETED)
+            if not operation.done():
                 raise _Interrupted
-            return doing.result()
+            return operation.result()
         finally:
-            doing.cancel()
-            watching.cancel()
-            await asyncio.gather(doing, watching, return_exceptions=True)
+            operation.cancel()
+            interruption.cancel()
+            await asyncio.gather(operation, interruption, return_exceptions=True)
 
-    async def _wait_until_unwanted(self, job: Job) -> None:
-        while not self._store.jobs.is_cancel_requested(self.job_id) and not find_overspending(
-            job, self._store, self._clock
-        ):
+    async def _wait_for_interruption(self, job: Job) -> None:
+        jobs = self._store.jobs
+        while not jobs.is_cancel_requested(self.job_id) and not find_overspending(job, self._store, self._clock):
             await self._clock.sleep(POLL_S)
 
     async def _renew_lease(self, job: Job, monitor: AttemptMonitor, cluster: Cluster) -> None:
@@ -368,8 +367,8 @@ class JobController:
         try:
             await self._gang.renew_lease(cluster, lease_s=find_lease_s(job, cluster, self._store, self._clock))
         except CloudError:
-            return  # tried again at the next step; the lease holds for many of them
-        monitor.note_lease(self._clock.now_s())
+            return  # retried at the next step; the lease outlasts many of them
+        monitor.record_lease(self._clock.now_s())
 
     def _get_monitor(self, attempt: Attempt) -> AttemptMonitor:
         if self._monitor is None or self._monitored != attempt.number:
@@ -379,11 +378,11 @@ class JobController:
     def _make_envs(self, job: Job, attempt: Attempt, cluster: Cluster) -> dict[str, str]:
         return make_envs(self._config, job, attempt, cluster, advice=self._policy_runner.advise(job.task, attempt))
 
-    def _tell_blind(self, error: CloudError) -> None:
-        """Once for each reason that only the user can mend; what passes by itself is no news."""
-        if isinstance(error, AuthError) and error.message != self._blind_to:
-            self._blind_to = error.message
-            self._tell(make_event(EventKind.UNSEEN, error=error.message))
+    def _report_list_error(self, error: CloudError) -> None:
+        """Report each login error once: only the user can fix it, whereas other errors pass."""
+        if isinstance(error, AuthError) and error.message != self._list_error:
+            self._list_error = error.message
+            self._add_event(make_event(EventKind.UNSEEN, error=error.message))
 
-    def _tell(self, event: Event) -> None:
+    def _add_event(self, event: Event) -> None:
         self._store.events.add(event, job_id=self.job_id)

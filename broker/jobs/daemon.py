@@ -1,7 +1,7 @@
-"""The process that keeps promises while no command runs: one controller per live job, and the collector.
+"""Run the jobs daemon: one controller per live job, and the collector, while no command runs.
 
-Only one leads a state folder: by flock, and by an epoch that fences every write of one that was replaced while it
-slept. It may be killed or stopped at any instant: jobs do not notice, and the next one goes on.
+One daemon leads a state folder. A flock elects it, and an epoch fences every write of a leader that was replaced while
+it slept. The daemon may be killed or stopped at any instant: jobs keep running and the next daemon takes over.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ START_LOOK_S = 0.05
 START_LOOKS_MAX = 400  # twenty seconds
 COMPACT_EVERY_S = 86400.0
 BEAT_EVERY_S = 2.0
-STALE_S = 15.0  # without a beat for so long, a leader may be replaced though its lock is held
-LOCK_TRIES = 10  # a command that only looks whether the lock is held, holds it for an instant
+STALE_S = 15.0  # a leader without a heartbeat for this long may be replaced although it holds the lock
+LOCK_TRIES = 10  # a command that tests the lock holds it for an instant
 
 
 class Controller(Protocol):
     async def step(self) -> float: ...
 
     async def rest(self, wait_s: float, wake: asyncio.Event) -> None:
-        """Until the next step is due: about `wait_s`, or until `wake` is set."""
+        """Wait until the next step is due: about `wait_s`, or until `wake` is set."""
         ...
 
 
@@ -57,13 +57,13 @@ async def run_daemon(
     config: Config,
     idle_s: float = 60,
 ) -> None:
-    """Returns when another daemon holds the lock, after `idle_s` without live jobs, or on SIGTERM."""
+    """Lead until another daemon holds the lock, `idle_s` pass without live jobs, or SIGTERM arrives."""
     loop = asyncio.get_running_loop()
     is_needed = True
     while is_needed:
         if not await _take_turn(store, make_controller, provisioner, clock, config, idle_s, loop):
             return
-        # A job submitted while the lock was still held found a daemon; it must not be left without one.
+        # A command that submitted a job while we held the lock did not start a daemon, so this one must serve it.
         is_needed = bool(store.jobs.list_unfinished_ids())
 
 
@@ -76,10 +76,10 @@ async def _take_turn(
     idle_s: float,
     loop: asyncio.AbstractEventLoop,
 ) -> bool:
-    """Whether this process led and left only because nothing was to do."""
+    """Return whether this process led and stopped only because it was idle."""
     for _ in range(LOCK_TRIES):
         with hold_lock(config) as is_held:
-            if is_held or store.leader.measure_beat_age_s() > STALE_S:  # whoever holds it still is stopped or hangs
+            if is_held or store.leader.measure_beat_age_s() > STALE_S:  # the lock's holder is stopped or hangs
                 log.info("leading with epoch %s", store.leader.lead())
                 main = asyncio.ensure_future(_Daemon(store, make_controller, provisioner, clock, config, idle_s).run())
                 with _cancel_on_sigterm(loop, main):
@@ -92,18 +92,18 @@ async def _wait_for(main: asyncio.Future[None]) -> bool:
     try:
         await main
     except asyncio.CancelledError:
-        log.info("asked to leave; jobs go on without a daemon until the next command")
+        log.info("stopped by SIGTERM; jobs keep running without a daemon until the next command")
         return False
     except FencedError as error:
-        log.warning("%s; leaving", error.message)
+        log.warning("%s; stopping", error.message)
         return False
     return True
 
 
 def ensure_daemon(config: Config, store: Store, argv: Sequence[str]) -> None:
-    """Start `argv` on its own, away from this terminal, unless a daemon lives; returns when one does.
+    """Start `argv` detached from this terminal unless a daemon is alive; return once one is.
 
-    Raises StateError, with the end of its log, when the new process leaves instead.
+    Raises StateError, with the end of its log, if the new process exits instead.
     """
     if _is_alive(config, store):
         return
@@ -117,9 +117,9 @@ def ensure_daemon(config: Config, store: Store, argv: Sequence[str]) -> None:
         except subprocess.TimeoutExpired:
             continue
         if returncode == 0:
-            return  # another one was faster, or has already done all there was to do
+            return  # another daemon was faster, or this one has already finished
         last = path.read_text(errors="replace").strip().rpartition("\n")[2]
-        reason = f"signal {-returncode} ended it" if returncode < 0 else last or f"it exited with code {returncode}"
+        reason = f"killed by signal {-returncode}" if returncode < 0 else last or f"it exited with code {returncode}"
         hints = ["`broker status` starts it again; recorded jobs then continue", f"its log is {path}"]
         raise StateError(f"the jobs daemon did not start: {reason}", hints=hints)
     raise StateError("the jobs daemon does not take its lock", hints=[f"its log is {path}"])
@@ -190,12 +190,12 @@ class _Daemon:
             if job_id not in self._drives:
                 self._wakes[job_id] = asyncio.Event()
                 self._drives[job_id] = asyncio.ensure_future(self._drive(job_id, self._wakes[job_id]))
-        for job_id in self._store.jobs.list_cancel_requested_ids():  # one query for all, where each would ask by itself
+        for job_id in self._store.jobs.list_cancel_requested_ids():  # one query instead of one per job
             if job_id in self._wakes:
                 self._wakes[job_id].set()
 
     async def _drive(self, job_id: int, wake: asyncio.Event) -> None:
-        """Step after step; an unexpected error costs this job a pause, and no other job anything."""
+        """Step one job until it ends; an unexpected error delays this job only."""
         controller: Controller | None = None
         failures = 0
         while True:
@@ -207,14 +207,14 @@ class _Daemon:
                     return
                 await controller.rest(wait_s, wake)
             except FencedError:
-                return  # the main loop finds out by itself; this job is another daemon's now
+                return  # another daemon leads now; the main loop detects it too
             except Exception as error:  # the outermost edge of one job
                 failures += 1
                 wait_s = draw_backoff_s(failures, cap_s=60.0)
                 text = error.message if isinstance(error, BrokerError) else repr(error)
                 log.warning("job %s: %s; next try in %.1f s", job_id, text, wait_s, exc_info=error)
                 if not isinstance(error, BrokerError):
-                    controller = None  # its memory is not to be trusted; the store is
+                    controller = None  # its memory cannot be trusted; the store can
                 await self._clock.sleep(wait_s)
 
     async def _collect_forever(self) -> None:
@@ -222,14 +222,14 @@ class _Daemon:
         while True:
             try:
                 rotate_log(self._config.daemon_log)
-                self._is_collecting = True  # a cluster that is being ended takes minutes to be confirmed gone
+                self._is_collecting = True  # confirming that a cluster is gone takes minutes
                 try:
                     await self._provisioner.collect()
                 finally:
                     self._is_collecting = False
                 if is_due(compacted_s, COMPACT_EVERY_S, self._clock.now_s()):
                     compacted_s = self._clock.now_s()
-                    self._store.copy_if_due()  # first: what is pruned now can be looked up there for a week
+                    self._store.copy_if_due()  # first: the copy keeps pruned rows for another week
                     keep_days = read_keep_days(self._config)
                     self._store.retention.compact(keep_days=keep_days)
                     forget_logs(self._store, self._config.logs, older_than_s=compacted_s - keep_days * 86400)
@@ -240,7 +240,7 @@ class _Daemon:
 
 @contextmanager
 def hold_lock(config: Config) -> Iterator[bool]:
-    """The kernel drops the lock with the process, however it dies; the descriptor is not inherited."""
+    """Try to lock; yield whether it succeeded. The kernel releases the lock with the process; nothing inherits it."""
     with ExitStack() as stack:
         try:
             is_held = stack.enter_context(try_lock(config.daemon_lock))

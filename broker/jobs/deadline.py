@@ -1,6 +1,6 @@
-"""What the deadline strategy decides by: the job as a spot policy sees it, and the places it may choose from.
+"""Prepare the input of the deadline strategy: the job as a spot policy sees it, and the candidate places.
 
-Pure: job, plan, refusals and history in; view, candidates and sentences out. The policy itself is in `broker.spot`.
+Pure: job, plan, refusals and history in; view, candidates and events out. The policy itself is in `broker.spot`.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from broker.types import Attempt, Estimate, Event, EventKind, Job, Placement, Pl
 from broker.wording import make_place
 
 STRATEGY = "deadline"
-SPOT_MAX = 8  # places that are looked at; a plan has hundreds
+SPOT_MAX = 8  # candidate places per pricing model; a plan has hundreds
 ONDEMAND_MAX = 3
-HAZARD_MIN = 0.1  # an hour, of a job with a deadline: recorded spells last hours where the advisor's bands say months
+HAZARD_MIN = 0.1  # per hour, with a deadline: recorded intervals last hours where the advisor's bands imply months
 
 
 @dataclass(frozen=True, kw_only=True)
 class Situation:
-    """What a policy is asked about."""
+    """The input of one policy decision."""
 
     view: JobView
     candidates: tuple[Candidate, ...]
@@ -43,11 +43,11 @@ class Situation:
 
 
 def follows_deadline(task: Task) -> bool:
-    """A goal with work and deadline, some spot, and no other strategy asked for."""
+    """Return whether the task has work and a deadline, allows spot, and requests no other strategy."""
     goal, strategy = task.goal, task.recovery.strategy
     if goal is None or goal.work_hours is None or goal.deadline_hours is None:
         return False
-    return strategy in (None, STRATEGY) and any(each.use_spot is not False for each in task.resources)
+    return strategy in (None, STRATEGY) and any(resources.use_spot is not False for resources in task.resources)
 
 
 def read_situation(
@@ -62,9 +62,10 @@ def read_situation(
     spent_usd: float,
     live: Attempt | None = None,
 ) -> Situation:
-    """`plan` is of what is left, without limits; `live` is the attempt whose nodes are up.
+    """Return what a policy decides by.
 
-    `availability` holds what was seen of places before, `spells` of stays that are over.
+    `plan` covers the remaining work, without limits; `live` is the attempt whose nodes are up. `availability` holds
+    earlier observations of places, `durations` those of stays that are over.
     """
     goal = job.task.goal
     assert goal is not None and goal.work_hours is not None and goal.deadline_hours is not None
@@ -73,15 +74,15 @@ def read_situation(
     last = job.attempts[-1].placement if job.attempts and live is None else None
     estimates = _choose(plan.estimates, here or last)
     places = {
-        name_place(each.placement): not any(refusal.covers(each.placement) for refusal in refusals)
-        for each in estimates
-        if each.placement.is_spot
+        name_place(estimate.placement): not any(refusal.covers(estimate.placement) for refusal in refusals)
+        for estimate in estimates
+        if estimate.placement.is_spot
     }
     seen = update_availability(availability, places.items(), job.attempts, live=live, now_s=now_s)
-    candidates = [_read_candidate(each, left, seen, durations, now_s=now_s, live=live) for each in estimates]
-    if here is not None and not any(is_same_place(each.placement, here) for each in candidates):
-        candidates.append(Candidate(placement=here))  # what runs is for sale no more
-    spot = next((each for each in estimates if each.placement.is_spot), None)
+    candidates = [_read_candidate(estimate, left, seen, durations, now_s=now_s, live=live) for estimate in estimates]
+    if here is not None and not any(is_same_place(candidate.placement, here) for candidate in candidates):
+        candidates.append(Candidate(placement=here))  # the running placement is no longer offered
+    spot = next((estimate for estimate in estimates if estimate.placement.is_spot), None)
     every_s = spot.checkpoint_every_s if spot and spot.checkpoint_every_s else 0.0
     save_s = advise_every_s(job.task, spot.preemptions_per_hour if spot else 0.0) or every_s
     view = JobView(
@@ -101,14 +102,14 @@ def read_situation(
 
 
 def arrange(plan: Plan, target: Candidate) -> Plan:
-    """The target first, then other places of its pricing model: whether to pay for the other is the policy's to say."""
-    kind = [each for each in plan.estimates if each.placement.is_spot == target.is_spot]
-    kind.sort(key=lambda each: not is_same_place(each.placement, target.placement))
+    """Put the target first, then other places of its pricing model: only the policy may change the pricing model."""
+    kind = [estimate for estimate in plan.estimates if estimate.placement.is_spot == target.is_spot]
+    kind.sort(key=lambda estimate: not is_same_place(estimate.placement, target.placement))
     return replace(plan, estimates=tuple(kind))
 
 
 def record_decision(situation: Situation, decision: Decision) -> Event:
-    """Return what was decided, why, and the numbers it was decided by."""
+    """Return an event with the decision, its reason and the numbers behind it."""
     view, candidates = situation.view, situation.candidates
     data: dict[str, object] = {"action": "wait", "reason": decision.reason, "work_left_hours": view.work_left_hours}
     if not isinstance(decision, Wait):
@@ -129,13 +130,13 @@ def record_decision(situation: Situation, decision: Decision) -> Event:
 
 
 def is_voluntary(situation: Situation, decision: Move) -> bool:
-    """Whether it can wait for a checkpoint; leaving spot for on-demand cannot."""
+    """Return whether the move can wait for a checkpoint; a move from spot to on-demand cannot."""
     current = situation.view.current
     return current is not None and not (situation.candidates[current].is_spot and not decision.target.is_spot)
 
 
 def estimate_hazard(placement: Placement, history: Mapping[PlaceKey, Observation]) -> float:
-    """Preemptions an hour of the whole gang, by the price book and by what was seen there; 0 on-demand."""
+    """Return the gang's preemptions per hour from the price book and observations there; 0 on-demand."""
     if not placement.is_spot:
         return 0.0
     prior = hazard_per_node_hour(placement.offer.interruption_band)
@@ -143,9 +144,9 @@ def estimate_hazard(placement: Placement, history: Mapping[PlaceKey, Observation
 
 
 def advise_every_s(task: Task, hazard: float) -> float | None:
-    """Seconds between checkpoints: the user's, else Young/Daly's, for a pessimist where there is a deadline.
+    """Return the seconds between checkpoints: the user's, else Young/Daly's, pessimistic if there is a deadline.
 
-    None where nothing is preempted and the task says nothing.
+    None if preemptions are not expected and the task sets no interval.
     """
     if task.checkpoint.every_s is not None:
         return task.checkpoint.every_s
@@ -163,13 +164,15 @@ def estimate_start_hazard(
     availability: Mapping[PlaceKey, Availability],
     now_s: float,
 ) -> float:
-    """As `estimate_hazard`, for a start now: with a deadline also by how young the market is there, and by how long it
-    lasted the last times."""
+    """Return `estimate_hazard` for a start now.
+
+    With a deadline it also reflects how recently the market opened there, and how long its earlier intervals lasted.
+    """
     hazard = estimate_hazard(placement, history)
     if hazard > 0 and _is_urgent(task):
         place = name_place(placement)
-        known = update_availability(availability, [(place, True)], (), live=None, now_s=now_s)[place]
-        here = _observe(Candidate(placement=placement), known, durations.get(place, NOTHING_SEEN), now_s=now_s)
+        observed = update_availability(availability, [(place, True)], (), live=None, now_s=now_s)[place]
+        here = _observe(Candidate(placement=placement), observed, durations.get(place, NOTHING_SEEN), now_s=now_s)
         hazard = max(hazard, read_market(here, None, MEASURED).soon_hazard)
     return hazard
 
@@ -178,20 +181,20 @@ def _is_urgent(task: Task) -> bool:
     return task.goal is not None and task.goal.deadline_hours is not None
 
 
-def is_same_place(one: Placement, other: Placement) -> bool:
-    """Whatever the prices are today."""
-    return (name_place(one), one.is_spot, one.node_count) == (name_place(other), other.is_spot, other.node_count)
+def is_same_place(a: Placement, b: Placement) -> bool:
+    """Return whether both are the same purchase in the same place, at any price."""
+    return (name_place(a), a.is_spot, a.node_count) == (name_place(b), b.is_spot, b.node_count)
 
 
 def _choose(estimates: Sequence[Estimate], here: Placement | None) -> list[Estimate]:
-    """The first of each pricing model, in the plan's order, and where the job is or was."""
+    """Return the first estimates of each pricing model, in plan order, and that of the job's current or last place."""
     spot, ondemand, own = list[Estimate](), list[Estimate](), list[Estimate]()
-    for each in estimates:
-        bin_, limit = (spot, SPOT_MAX) if each.placement.is_spot else (ondemand, ONDEMAND_MAX)
+    for estimate in estimates:
+        bin_, limit = (spot, SPOT_MAX) if estimate.placement.is_spot else (ondemand, ONDEMAND_MAX)
         if len(bin_) < limit:
-            bin_.append(each)
-        elif here is not None and is_same_place(each.placement, here):
-            own.append(each)
+            bin_.append(estimate)
+        elif here is not None and is_same_place(estimate.placement, here):
+            own.append(estimate)
         if len(spot) == SPOT_MAX and len(ondemand) == ONDEMAND_MAX and (here is None or own):
             break
     return [*spot, *ondemand, *own[:1]]
@@ -218,16 +221,16 @@ def _read_candidate(
     if not placement.is_spot:
         return common
     place = name_place(placement)
-    known = _observe(common, availability[place], durations.get(place, NOTHING_SEEN), now_s=now_s)
-    return replace(known, is_open=is_here or known.is_open, is_watched=is_here)
+    observed = _observe(common, availability[place], durations.get(place, NOTHING_SEEN), now_s=now_s)
+    return replace(observed, is_open=is_here or observed.is_open, is_watched=is_here)
 
 
-def _observe(candidate: Candidate, known: Availability, seen: Durations, *, now_s: float) -> Candidate:
+def _observe(candidate: Candidate, observed: Availability, seen: Durations, *, now_s: float) -> Candidate:
     return replace(
         candidate,
-        is_open=known.is_open,
-        age_hours=max(now_s - known.since_s, 0.0) / 3600,
-        met_hours=max(known.met_s - known.since_s, 0.0) / 3600,
+        is_open=observed.is_open,
+        age_hours=max(now_s - observed.since_s, 0.0) / 3600,
+        met_hours=max(observed.met_s - observed.since_s, 0.0) / 3600,
         seen=seen,
     )
 
@@ -251,4 +254,4 @@ def _count_unsaved_hours(job: Job) -> float:
 def _find(candidates: Sequence[Candidate], place: Placement | None) -> int | None:
     if place is None:
         return None
-    return next((i for i, each in enumerate(candidates) if is_same_place(each.placement, place)), None)
+    return next((i for i, candidate in enumerate(candidates) if is_same_place(candidate.placement, place)), None)

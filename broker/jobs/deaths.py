@@ -1,8 +1,9 @@
-"""A program that ended with an exit code of its own: the likely cause, and whether to start it again. Pure.
+"""Explain why a program exited with an error, and decide whether to restart it. Pure.
 
-By default a job is restarted while it makes headway: a step, or a checkpoint, beyond what it had reached at its last
-death. Deaths at steps 40, 90 and 130 are three restarts; three deaths at step 40 end the job. A job that has never
-reached a step fails at once, unless a signal ended a program that keeps checkpoints: a typo is not worth three tries.
+By default a job is restarted while it makes headway: a step or checkpoint beyond the one it had reached at its last
+failure. Failures at steps 40, 90 and 130 are three restarts; three failures at step 40 end the job. A job that has
+never reached a step fails at once, as a typo is not worth retrying, unless a signal ended a program that keeps
+checkpoints.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from broker.state.jobs import StepRange
 from broker.types import Attempt, JobRecovery
 
-DEATHS_MAX = 3  # at one step: then it is the program, not the machines
+DEATHS_MAX = 3  # at one step: the program is at fault, not the machines
 SHELL_BASE = 128  # a shell reports death by signal n as 128 + n
 CAUSES = {
     signal.SIGKILL: "killed, probably out of memory",
@@ -27,31 +28,31 @@ CAUSES = {
     signal.SIGINT: "interrupted",
 }
 CODES = {
-    75: "it asked for a restart: no headway for too long",
+    75: "it requested a restart: no headway",
     126: "the command cannot be executed",
     127: "the command was not found",
 }
-# What a launcher such as torchrun prints of the rank that died first; its own exit code is 1 then.
+# A launcher such as torchrun exits with 1 and prints the exit code or signal of the rank that failed first.
 LAUNCHERS = re.compile(r"exitcode\s*:\s*-(\d+)|[Ss]ignal (\d+) \(SIG")
 OUT_OF_GPU_MEMORY = re.compile(r"CUDA out of memory|OutOfMemoryError|HIP out of memory")
 
 
 def find_signal(returncode: int) -> int | None:
-    """The signal that ended the program; None where it exited by itself."""
+    """Return the signal that ended the program; None if it exited normally."""
     number = -returncode if returncode < 0 else returncode - SHELL_BASE
     return number if number in set(signal.Signals) else None
 
 
 def describe_cause(returncode: int | None, last_lines: Sequence[str] = ()) -> str:
-    """Return the likely cause in a few words; empty where nothing tells it."""
+    """Return the likely cause in a few words; empty if unknown."""
     if returncode is None:
         return ""
     text = "\n".join(last_lines)
     if OUT_OF_GPU_MEMORY.search(text):
         return "out of GPU memory"
     number = find_signal(returncode)
-    if number is None and (found := LAUNCHERS.search(text)):
-        number = int(found[1] or found[2])
+    if number is None and (match := LAUNCHERS.search(text)):
+        number = int(match[1] or match[2])
     if number is None:
         return CODES.get(returncode, "")
     if number not in set(signal.Signals):
@@ -61,9 +62,9 @@ def describe_cause(returncode: int | None, last_lines: Sequence[str] = ()) -> st
 
 
 def measure_headway(steps: Mapping[int, StepRange], *, until: int) -> int:
-    """Return the highest step that attempts up to this number were seen at, or have saved; 0 where none is known."""
-    reached = (max(each.last_step, each.checkpoint_step or 0) for number, each in steps.items() if number <= until)
-    return max(reached, default=0)
+    """Return the highest step that attempts up to this number have reported or saved; 0 if there is none."""
+    ranges = [steps_seen for number, steps_seen in steps.items() if number <= until]
+    return max((max(seen.last_step, seen.checkpoint_step or 0) for seen in ranges), default=0)
 
 
 def is_counted(recovery: JobRecovery, attempt: Attempt) -> bool:
@@ -74,7 +75,7 @@ def is_counted(recovery: JobRecovery, attempt: Attempt) -> bool:
 def count_deaths(
     recovery: JobRecovery, attempts: Sequence[Attempt], steps: Mapping[int, StepRange], *, present: int
 ) -> int:
-    """Return how often the program died with the job no further than it is now, this death included."""
+    """Return how often the program failed without headway since, this failure included."""
     reached = measure_headway(steps, until=present)
     earlier = (old for old in attempts if old.number < present and is_counted(recovery, old))
     return 1 + sum(1 for old in earlier if measure_headway(steps, until=old.number) == reached)
@@ -89,12 +90,12 @@ def is_restart_due(
     reached: int = 0,
     keeps_checkpoints: bool = False,
 ) -> bool:
-    """Return whether the program is started again.
+    """Return whether to restart the program.
 
-    `failures`: earlier restarts after exit codes that are not listed. `deaths`: at the step `reached`, this one
-    included. What the task says of exit codes and restarts counts before the default.
+    `failures`: earlier restarts after exit codes that are not listed. `deaths`: failures at the step `reached`, this
+    one included. The task's own settings for exit codes and restarts override the default.
     """
-    if returncode in recovery.recover_on_exit_codes:  # whatever their number (SkyPilot)
+    if returncode in recovery.recover_on_exit_codes:  # unlimited, as in SkyPilot
         return True
     if recovery.max_restarts_on_errors is not None:
         return failures < recovery.max_restarts_on_errors

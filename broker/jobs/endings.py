@@ -1,4 +1,4 @@
-"""How attempts and jobs end: one commit for the attempt's outcome, the job's status and the event that tells it."""
+"""Record how attempts and jobs end: one commit for the attempt's outcome, the job's status and the event."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ from broker.wording import (
     explain_stall,
 )
 
-END_S_MAX = 120.0  # for a program to end on all nodes: SIGTERM, grace, SIGKILL, and the head's last word
+END_S_MAX = 120.0  # for a program to end on all nodes: SIGTERM, grace, SIGKILL, and the head's final report
 START_TRIES_MAX = 3
-REPEATS_MAX = 3  # at one step: then it is the program, not the machines
+REPEATS_MAX = 3  # at one step: the program is at fault, not the machines
 
 
 class Endings:
-    """Of one job. Each method returns the seconds until the next step: none, as an end is always followed by one."""
+    """Record the endings of one job. Each method returns the seconds until the next step: always 0."""
 
     def __init__(self, job_id: int, store: Store, clock: Clock) -> None:
         self._job_id = job_id
         self._store = store
         self._clock = clock
 
-    def lose(
+    def record_loss(
         self,
         attempt: Attempt,
         detail: str,
@@ -51,9 +51,9 @@ class Endings:
         kept_until_s: float | None = None,
         kept_count: int | None = None,
     ) -> float:
-        """The cloud took what it ran on, or a part of it. `kept_count`: of its nodes, kept until `kept_until_s`."""
+        """Record that the cloud took some or all nodes. `kept_count` of them are kept until `kept_until_s`."""
         kind = OutcomeKind.PREEMPTED if attempt.placement.is_spot else OutcomeKind.NODE_LOST
-        return self._lose(
+        return self._record_loss(
             attempt,
             Outcome(kind=kind, detail=detail, step=step),
             lost_s=lost_s,
@@ -61,46 +61,46 @@ class Endings:
             kept_count=kept_count,
         )
 
-    def lose_cluster(self, attempt: Attempt) -> float:
-        """A user took its cluster down: no market did."""
-        return self._lose(attempt, Outcome(kind=OutcomeKind.TAKEN_DOWN))
+    def record_takedown(self, attempt: Attempt) -> float:
+        """Record that a user, not the market, took its cluster down."""
+        return self._record_loss(attempt, Outcome(kind=OutcomeKind.TAKEN_DOWN))
 
-    def leave_unattended(
+    def record_lease_expiry(
         self, attempt: Attempt, allowance: str, *, step: int | None = None, lost_s: float | None = None
     ) -> float:
-        """Its nodes ended themselves while no broker renewed their lease: no market took them."""
+        """Record that its nodes shut down because no broker renewed their lease: it is not a preemption."""
         outcome = Outcome(kind=OutcomeKind.LEASE_EXPIRED, detail=allowance, step=step)
         event = make_event(EventKind.LEASE_EXPIRED, allowance=allowance, step=step)
         return self._restart(attempt, outcome, event, lost_s=lost_s)
 
-    def conclude(self, job: Job, attempt: Attempt, verdict: Verdict, run: RunEnd) -> float:
-        """The run has ended by itself."""
+    def record_exit(self, job: Job, attempt: Attempt, verdict: Verdict, run: RunEnd) -> float:
+        """Record a run that has ended without losing its nodes."""
         if verdict is Verdict.SUCCEEDED:
-            return self.succeed(job, attempt)
+            return self.record_success(job, attempt)
         if verdict is Verdict.CANCELLED:
             failure = find_overspending(job, self._store, self._clock)
-            if failure:  # it was us, before a crash: nobody asked for a cancel
-                return self.exceed_budget(job, attempt, failure)
+            if failure:  # we stopped it before a crash: the user did not cancel
+                return self.record_overspending(job, attempt, failure)
             outcome = Outcome(kind=OutcomeKind.CANCELLED)
-            return self.end(job, attempt, JobStatus.CANCELLED, outcome, explain_cancelled_run())
+            return self.end_job(job, attempt, JobStatus.CANCELLED, outcome, explain_cancelled_run())
         if verdict is Verdict.APART:
-            return self.break_apart(job, attempt, run)
+            return self.record_broken_gang(job, attempt, run)
         if verdict is Verdict.FAILED_SETUP:
             outcome = Outcome(kind=OutcomeKind.SETUP_FAILED, exit_code=run.returncode)
-            if is_in_place(job, attempt):  # it has passed on fresh nodes, and need not bear what a run left behind
+            if is_in_place(job, attempt):  # it passed on new nodes, and used ones keep the state of a run
                 event = make_event(EventKind.SETUP_RETRIED, exit_code=run.returncode)
                 return self._restart(attempt, outcome, event)
             with self._store.transaction():
-                self._tell_last_lines(attempt, run)
+                self._record_last_lines(attempt, run)
                 failure = explain_setup_exit(run.returncode)
-                return self.end(job, attempt, JobStatus.FAILED_SETUP, outcome, failure)
-        return self._fail(job, attempt, run)
+                return self.end_job(job, attempt, JobStatus.FAILED_SETUP, outcome, failure)
+        return self._record_program_failure(job, attempt, run)
 
-    def _fail(self, job: Job, attempt: Attempt, run: RunEnd) -> float:
-        """The program ended with an exit code of its own: it is started again while that promises anything."""
-        if run.unflushed:  # it succeeded: nothing is gained by running it again
+    def _record_program_failure(self, job: Job, attempt: Attempt, run: RunEnd) -> float:
+        """Record a program that exited with an error; restart it while `is_restart_due` allows."""
+        if run.unflushed:  # the program succeeded: running it again gains nothing
             outcome = Outcome(kind=OutcomeKind.FILES_LOST, detail=run.unflushed)
-            return self.end(job, attempt, JobStatus.FAILED, outcome, explain_lost_files(run.unflushed))
+            return self.end_job(job, attempt, JobStatus.FAILED, outcome, explain_lost_files(run.unflushed))
         recovery, steps = job.task.recovery, self._store.jobs.list_steps(job.id)
         reached = measure_headway(steps, until=attempt.number)
         deaths = count_deaths(recovery, job.attempts, steps, present=attempt.number)
@@ -115,103 +115,106 @@ class Endings:
         cause = describe_cause(run.returncode, run.last_lines)
         outcome = Outcome(kind=OutcomeKind.PROGRAM_FAILED, detail=cause, step=reached or None, exit_code=run.returncode)
         with self._store.transaction():
-            self._tell_last_lines(attempt, run)
+            self._record_last_lines(attempt, run)
             if is_due:
                 event = make_event(
                     EventKind.PROGRAM_RESTARTED, exit_code=run.returncode, cause=cause, step=reached or None
                 )
-                return self._restart_here(job, attempt, outcome, event, run)
+                return self._restart_in_place(job, attempt, outcome, event, run)
             failure = explain_exit(run.returncode, cause=cause, times=deaths, step=reached)
-            return self.end(job, attempt, JobStatus.FAILED, outcome, failure)
+            return self.end_job(job, attempt, JobStatus.FAILED, outcome, failure)
 
-    def break_apart(self, job: Job, attempt: Attempt, run: RunEnd) -> float:
-        """A rank was lost, and no program failed by itself."""
-        outcome, times = self._count(job, OutcomeKind.GANG_BROKEN, run.reason, run)
+    def record_broken_gang(self, job: Job, attempt: Attempt, run: RunEnd) -> float:
+        """Record that the gang lost a rank although no program failed on its own."""
+        outcome, times = self._count_repeats(job, OutcomeKind.GANG_BROKEN, run.reason, run)
         failure = explain_broken_gang(run.reason, times=times, step=outcome.step)
         event = make_event(EventKind.GANG_RESTARTED, reason=run.reason, step=outcome.step)
-        return self._repeat(job, attempt, outcome, event, run, times=times, failure=failure)
+        return self._restart_or_fail(job, attempt, outcome, event, run, times=times, failure=failure)
 
-    def stall(self, job: Job, attempt: Attempt, timeout_s: float, run: RunEnd) -> float:
-        """It has reported no new step for so long."""
-        outcome, times = self._count(job, OutcomeKind.STALLED, "", run)
+    def record_stall(self, job: Job, attempt: Attempt, timeout_s: float, run: RunEnd) -> float:
+        """Record that the program reported no new step for `timeout_s`."""
+        outcome, times = self._count_repeats(job, OutcomeKind.STALLED, "", run)
         failure = explain_stall(timeout_s, times=times, step=outcome.step)
         event = make_event(EventKind.STALL_RESTARTED, timeout_s=timeout_s, step=outcome.step)
-        return self._repeat(job, attempt, outcome, event, run, times=times, failure=failure)
+        return self._restart_or_fail(job, attempt, outcome, event, run, times=times, failure=failure)
 
-    def _count(self, job: Job, kind: OutcomeKind, detail: str, run: RunEnd) -> tuple[Outcome, int]:
-        """Return the outcome, and how often attempts have ended so at this very step, this one included."""
+    def _count_repeats(self, job: Job, kind: OutcomeKind, detail: str, run: RunEnd) -> tuple[Outcome, int]:
+        """Return the outcome, and how many attempts ended with it at the same step, this one included."""
         outcome = Outcome(kind=kind, detail=detail, step=run.progress.step if run.progress else 0)
         ends = (old.outcome for old in job.attempts if old.outcome is not None)
         return outcome, 1 + sum(1 for old in ends if (old.kind, old.step) == (kind, outcome.step))
 
-    def _repeat(
+    def _restart_or_fail(
         self, job: Job, attempt: Attempt, outcome: Outcome, event: Event, run: RunEnd, *, times: int, failure: str
     ) -> float:
-        """Restart it, unless the same has happened too often at this very step."""
+        """Restart the attempt, or fail the job if the same happened too often at the same step."""
         with self._store.transaction():
-            self._tell_last_lines(attempt, run)
+            self._record_last_lines(attempt, run)
             if times >= REPEATS_MAX:
-                return self.end(job, attempt, JobStatus.FAILED, outcome, failure)
-            return self._restart_here(job, attempt, outcome, event, run)
+                return self.end_job(job, attempt, JobStatus.FAILED, outcome, failure)
+            return self._restart_in_place(job, attempt, outcome, event, run)
 
-    def _restart_here(self, job: Job, attempt: Attempt, outcome: Outcome, event: Event, run: RunEnd) -> float:
-        """On the same nodes where all of them are well, unless that was just tried and brought no headway."""
+    def _restart_in_place(self, job: Job, attempt: Attempt, outcome: Outcome, event: Event, run: RunEnd) -> float:
+        """Restart on the same nodes if all are healthy, unless the last attempt did so and made no headway."""
         steps = self._store.jobs.list_steps(job.id)
         reached, before = (measure_headway(steps, until=number) for number in (attempt.number, attempt.number - 1))
         is_sick = is_in_place(job, attempt) and reached == before
-        is_known = attempt.started_s > self._store.meta.restored_s  # else later attempts may run there
-        in_place = run.is_whole and not is_sick and is_known
+        is_recorded = attempt.started_s > self._store.meta.restored_s  # otherwise later attempts may run there
+        in_place = run.is_whole and not is_sick and is_recorded
         event = make_event(event.kind, **event.data, in_place=in_place)
         until_s = self._clock.now_s() + END_S_MAX if in_place else None
         return self._restart(attempt, outcome, event, kept_until_s=until_s)
 
-    def give_up_nodes(self, attempt: Attempt) -> float:
-        """What was kept for the next attempt is given back: that one gets new nodes."""
+    def release_nodes(self, attempt: Attempt) -> float:
+        """Release the nodes that were kept for the next attempt, which gets new ones."""
         with self._store.transaction():
             self._store.jobs.put_attempt(replace(attempt, kept_until_s=None))
-            self._tell(make_event(EventKind.NODES_GIVEN_BACK, number=attempt.number))
+            self._add_event(make_event(EventKind.NODES_GIVEN_BACK, number=attempt.number))
         return 0.0
 
-    def succeed(self, job: Job, attempt: Attempt) -> float:
-        return self.end(job, attempt, JobStatus.SUCCEEDED, Outcome(kind=OutcomeKind.SUCCEEDED), "")
+    def record_success(self, job: Job, attempt: Attempt) -> float:
+        return self.end_job(job, attempt, JobStatus.SUCCEEDED, Outcome(kind=OutcomeKind.SUCCEEDED), "")
 
-    def exceed_budget(self, job: Job, attempt: Attempt, failure: str) -> float:
-        return self.end(job, attempt, JobStatus.FAILED, Outcome(kind=OutcomeKind.BUDGET_EXCEEDED), failure)
+    def record_overspending(self, job: Job, attempt: Attempt, failure: str) -> float:
+        return self.end_job(job, attempt, JobStatus.FAILED, Outcome(kind=OutcomeKind.BUDGET_EXCEEDED), failure)
 
-    def end(self, job: Job, attempt: Attempt, status: JobStatus, outcome: Outcome, failure: str) -> float:
+    def end_job(self, job: Job, attempt: Attempt, status: JobStatus, outcome: Outcome, failure: str) -> float:
         with self._store.transaction():
             self._store.jobs.put_attempt(replace(attempt, outcome=outcome))
-            self.finish(job, status, outcome.kind, failure)
+            self.finish_job(job, status, outcome.kind, failure)
         return 0.0
 
-    def refuse(self, attempt: Attempt, outcome: Outcome) -> float:
-        """This attempt will not be started. What that means for the job is decided when its nodes are gone: a leader
-        that was stopped in the middle of its start call must find none, for an ended job may not start."""
+    def record_refusal(self, attempt: Attempt, outcome: Outcome) -> float:
+        """Record that this attempt will not be started.
+
+        The job's outcome is decided once its nodes are gone: a leader that was stopped in the middle of its start call
+        must find none, as an ended job may not start.
+        """
         self._store.jobs.put_attempt(replace(attempt, outcome=outcome))
         return 0.0
 
-    def conclude_unstarted(self, job: Job, attempt: Attempt) -> float:
-        """After `refuse`, with the nodes confirmed gone: another attempt, unless no cluster would do better."""
+    def resolve_refusal(self, job: Job, attempt: Attempt) -> float:
+        """Retry after `record_refusal`, once the nodes are confirmed gone, or end the job if no retry would help."""
         outcome = attempt.outcome
         if outcome is None or outcome.kind not in (OutcomeKind.REFUSED, OutcomeKind.LAUNCH_FAILED):
             return 0.0
         if outcome.kind is OutcomeKind.REFUSED:
-            return self.finish(job, JobStatus.FAILED_PRECHECKS, outcome.kind, outcome.detail)
+            return self.finish_job(job, JobStatus.FAILED_PRECHECKS, outcome.kind, outcome.detail)
         tries = sum(1 for each in job.attempts if each.outcome and each.outcome.kind is OutcomeKind.LAUNCH_FAILED)
         if tries >= START_TRIES_MAX:
             failure = explain_failed_launches(tries, outcome.detail)
-            return self.finish(job, JobStatus.FAILED_PRECHECKS, outcome.kind, failure)
-        self._tell(make_event(EventKind.LAUNCH_RETRIED, cluster=attempt.cluster, error=outcome.detail))
+            return self.finish_job(job, JobStatus.FAILED_PRECHECKS, outcome.kind, failure)
+        self._add_event(make_event(EventKind.LAUNCH_RETRIED, cluster=attempt.cluster, error=outcome.detail))
         return 0.0
 
-    def finish(self, job: Job, status: JobStatus, kind: OutcomeKind, failure: str) -> float:
-        """`failure` is for people."""
+    def finish_job(self, job: Job, status: JobStatus, kind: OutcomeKind, failure: str) -> float:
+        """End the job. `failure` is the text shown to the user."""
         with self._store.transaction():
             if self._store.jobs.set_status(job.id, status, failure, outcome_kind=kind):
-                self._tell(make_event(EventKind.ENDED, status=status.value, outcome=kind.value, failure=failure))
+                self._add_event(make_event(EventKind.ENDED, status=status.value, outcome=kind.value, failure=failure))
         return 0.0
 
-    def _lose(
+    def _record_loss(
         self,
         attempt: Attempt,
         outcome: Outcome,
@@ -239,19 +242,19 @@ class Endings:
         with self._store.transaction():
             self._store.jobs.put_attempt(replace(attempt, outcome=outcome, lost_s=lost_s, kept_until_s=kept_until_s))
             self._store.jobs.set_status(self._job_id, JobStatus.RECOVERING)
-            self._tell(event)
+            self._add_event(event)
         return 0.0
 
-    def _tell_last_lines(self, attempt: Attempt, run: RunEnd) -> None:
-        """Kept apart from the log, in which later attempts follow."""
+    def _record_last_lines(self, attempt: Attempt, run: RunEnd) -> None:
+        """Record the last lines as an event, because later attempts append to the log."""
         if run.last_lines:
             lines = list(run.last_lines)
-            self._tell(make_event(EventKind.LAST_LINES, number=attempt.number, rank=run.failed_rank, lines=lines))
+            self._add_event(make_event(EventKind.LAST_LINES, number=attempt.number, rank=run.failed_rank, lines=lines))
 
-    def _tell(self, event: Event) -> None:
+    def _add_event(self, event: Event) -> None:
         self._store.events.add(event, job_id=self._job_id)
 
 
 def is_in_place(job: Job, attempt: Attempt) -> bool:
-    """Whether it has the nodes of an earlier attempt."""
+    """Return whether the attempt reuses the nodes of an earlier one."""
     return any(old.cluster == attempt.cluster and old.number < attempt.number for old in job.attempts)

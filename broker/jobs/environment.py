@@ -1,4 +1,4 @@
-"""The environment of a managed job's program: which job and attempt it is, and where its state outlives it."""
+"""Build the environment of a managed job's program: its job and attempt ids, and its durable folders."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from broker.types import Attempt, Cluster, Job
 def make_envs(
     config: Config, job: Job, attempt: Attempt, cluster: Cluster, *, advice: Mapping[str, str]
 ) -> dict[str, str]:
-    """Variables by name. `advice` says what preemptions to expect there, and how often to save."""
+    """Return variables by name. `advice` has the expected preemptions there and the checkpoint interval."""
     folders = {"BROKER_CHECKPOINT_DIR": name_job_folder(job)}
-    if job.pipeline:  # where its tasks leave what the next ones need
+    if job.pipeline:  # its tasks leave the input of later tasks there
         folders["BROKER_PIPELINE_DIR"] = job.pipeline
     places = {key: find_checkpoint_dir(config, job.task, cluster, name=name) for key, name in folders.items()}
     return {

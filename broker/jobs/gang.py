@@ -1,4 +1,4 @@
-"""What the controller needs of the runtime's Gang, as a Protocol, so that a simulation can stand in for it."""
+"""Declare the part of the runtime's Gang that the controller uses, so that a simulation can replace it."""
 
 from __future__ import annotations
 
@@ -10,102 +10,107 @@ from broker.types import Attempt, Cluster, Progress, RunStatus, Task
 
 
 class GangReport(Protocol):
-    """What was heard of a run at one look."""
+    """The state of a run at one poll."""
 
     @property
     def status(self) -> RunStatus: ...
     @property
     def returncode(self) -> int | None:
-        """The first failed program's; None before the run's end, and where no program gave one."""
+        """Exit code of the first failed program; None before the run's end or if no program exited."""
         ...
 
     @property
     def unreachable(self) -> tuple[int, ...]:
-        """Ranks that gave no answer: no evidence yet that they are gone."""
+        """Ranks that did not answer: not yet evidence that they are gone."""
         ...
 
     @property
     def progress(self) -> Progress | None: ...
     @property
     def reason(self) -> str:
-        """Why the run ended, where the node knows more than its status says."""
+        """Why the run ended, if the node knows more than its status says."""
         ...
 
     @property
     def advised(self) -> tuple[int, ...]:
-        """Ranks whose cloud thinks a preemption likelier than usual: news, and no notice."""
+        """Ranks with an elevated preemption risk according to the cloud: a recommendation, not a notice."""
         ...
 
     @property
     def statuses(self) -> Sequence[RunStatus | None]:
-        """Of each node, by rank; None where one did not answer or does not know the run."""
+        """Status of each node, by rank; None if it did not answer or does not know the run."""
         ...
 
     @property
     def failed_rank(self) -> int | None:
-        """Whose program ended first with an exit code of its own; None where no program did, or it is not known."""
+        """Rank of the program that failed first; None if no program failed or it is unknown."""
         ...
 
     @property
     def flush(self) -> str:
-        """What a node says while written files are not in their bucket yet; empty where all are."""
+        """Report of a node that is still uploading written files to their bucket; empty once all have arrived."""
         ...
 
     @property
     def unfit(self) -> Sequence[tuple[int, str]]:
-        """Ranks that were to join an elastic gang at work and whose `setup` failed, with the reason."""
+        """Ranks that could not join a running elastic gang because `setup` failed, with the reason."""
         ...
 
     @property
     def unflushed(self) -> str:
-        """Of a run that FAILED though its program succeeded: which written files did not arrive. Else empty."""
+        """Files that did not arrive in a run that FAILED although its program succeeded; otherwise empty."""
         ...
 
 
 class Gang(Protocol):
-    """All but `poll` raise TransientError for a node that does not answer, and InvalidRequestError for a task that
-    no repetition mends. Each may be asked again after any end of the call."""
+    """The nodes of one cluster.
+
+    All methods but `poll` raise TransientError if a node does not answer, and InvalidRequestError for a task that fails
+    permanently. Each call may be repeated, however the last one ended.
+    """
 
     async def prepare(self, cluster: Cluster, task: Task) -> None:
-        """Put what the task needs on every node; what is there already stays."""
+        """Put the task's files on every node; existing ones stay."""
         ...
 
     async def start(
         self, cluster: Cluster, task: Task, *, run_id: int, envs: Mapping[str, str], lease_s: float | None = None
     ) -> None:
-        """Begin the run on all nodes; one that has begun is left alone. Nodes end themselves after `lease_s` seconds
-        in which nobody has renewed it."""
+        """Start the run on all nodes; do nothing on nodes where it has started.
+
+        Nodes shut down once `lease_s` seconds pass without a renewal.
+        """
         ...
 
     async def poll(self, cluster: Cluster, run_id: int) -> GangReport:
-        """Ask every node; silence is an answer."""
+        """Query every node; a node without an answer is reported, not raised."""
         ...
 
     async def cancel(self, cluster: Cluster, run_id: int) -> None:
-        """End the run on every node that can be reached; one that has ended is left alone."""
+        """End the run on every reachable node; do nothing where it has ended."""
         ...
 
     async def read_log(self, cluster: Cluster, run_id: int, *, offset: int) -> tuple[bytes, int]:
-        """What the head's log holds from that byte on, as far as one answer goes, and the byte after it."""
+        """Return a chunk of the head's log from `offset`, and the offset after it."""
         ...
 
     async def renew_lease(self, cluster: Cluster, *, lease_s: float) -> None:
-        """From now on the nodes may live so many seconds without a word from us."""
+        """Let the nodes run for another `lease_s` seconds without a renewal."""
         ...
 
 
 def get_run_id(attempt: Attempt, cluster: Cluster) -> int:
-    """Each attempt on a cluster is a run of its own there: the first is that of the attempt it was brought up for."""
+    """Return the attempt's run id on its cluster: 1 for the attempt that created it, then counting up."""
     return attempt.number - cluster.attempt + 1
 
 
 @runtime_checkable
-class HearsNews(Protocol):
-    """A gang whose nodes tell by themselves when something changes. One that cannot is polled."""
+class PushesNews(Protocol):
+    """A gang whose nodes push changes. Other gangs are polled."""
 
     async def wait_news(self, cluster: Cluster, run_id: int, *, wake: asyncio.Event, timeout_s: float) -> None:
-        """Until `poll` or `read_log` would answer something new, `wake` is set (it is cleared), or the time is up.
+        """Wait until `poll` or `read_log` has something new, `wake` is set (it is then cleared), or the time is up.
 
-        Where a node cannot tell of news now: for as long as a poll may wait.
+        If a node cannot push now, wait one poll interval.
         """
         ...

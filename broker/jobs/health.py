@@ -1,7 +1,7 @@
-"""What a running attempt's signs mean. Pure: the gang's report and the cloud's list go in, a verdict comes out.
+"""Classify the health of a running attempt. Pure: the gang's report and the cloud's list in, a verdict out.
 
-The job's own outcome decides; a failure counts as the user's only when a program of theirs ended with an exit code
-and no node was lost under it.
+The job's own outcome decides. A failure counts as the user's only if their program exited with a code and no node was
+lost.
 """
 
 from __future__ import annotations
@@ -14,27 +14,27 @@ from broker.types import Node, NodeEnd, NodeState, RunStatus
 
 MISSES_MIN = 3  # polls without an answer, and
 UNREACHABLE_S_MIN = 120.0  # seconds of silence: only both together are a loss (SkyPilot #10155)
-# Of a whole gang that its cloud lists as RUNNING: more often our own network than a machine that hangs.
+# For a whole gang that its cloud lists as RUNNING: our own network is a likelier cause than machines that hang.
 GANG_UNREACHABLE_S_MIN = 600.0
 NOTICE_S_MAX = 150.0  # AWS gives 120 s of notice; the program may exit on SIGTERM at its start
-PEER_LOSS_S_MAX = 5.0  # a gang that fails together: the list may learn of the lost peer this much later
+PEER_LOSS_S_MAX = 5.0  # a gang fails together: the list may show the lost peer this much later
 SIGTERM_CODES = (143, -15)
 
 
 class Verdict(StrEnum):
     RUNNING = "RUNNING"
-    UNCLEAR = "UNCLEAR"  # look again soon
+    UNCLEAR = "UNCLEAR"  # poll again soon
     SUCCEEDED = "SUCCEEDED"
     FAILED = "FAILED"
     FAILED_SETUP = "FAILED_SETUP"
     CANCELLED = "CANCELLED"
-    APART = "APART"  # it ended and no program failed by itself: a rank did not join, or its machine went silent
+    APART = "APART"  # it ended although no program failed: a rank did not join, or its machine went silent
     LOST = "LOST"
 
 
 @noun
 class HealthSignals:
-    """`status` None: nobody answered. Durations are how long the sign has been standing."""
+    """The observations behind a verdict. `status`: None if no node answered. `_s`: how long a signal lasts."""
 
     status: RunStatus | None
     returncode: int | None
@@ -44,8 +44,8 @@ class HealthSignals:
     misses: int = 0
     unreachable_s: float = 0.0
     failed_s: float = 0.0
-    nodes_min: int | None = None  # with so many left, the first among them, an elastic program goes on
-    is_unflushed: bool = False  # its program succeeded, and files that it wrote did not arrive
+    nodes_min: int | None = None  # an elastic program continues on at least this many nodes, including the first
+    is_unflushed: bool = False  # its program succeeded, but files that it wrote did not arrive
     is_noticed: bool = False  # the gang had a preemption notice before its program ended
 
 
@@ -53,11 +53,11 @@ def classify(signals: HealthSignals) -> Verdict:
     if signals.status is RunStatus.SUCCEEDED:
         return Verdict.SUCCEEDED
     if signals.is_unflushed:
-        return Verdict.FAILED  # whatever becomes of its nodes: a program that ended well is not run again
+        return Verdict.FAILED  # even if nodes are lost: a program that succeeded is not run again
     if list_lost_ranks(signals.nodes) and not can_go_on(signals):
         return Verdict.LOST
     if signals.is_noticed and signals.status in (RunStatus.FAILED, RunStatus.FAILED_SETUP):
-        return Verdict.LOST  # it has saved what it could: new nodes now, not when the cloud takes these
+        return Verdict.LOST  # it has saved its state: get new nodes now instead of waiting for the preemption
     if signals.unreachable and signals.misses >= MISSES_MIN and signals.unreachable_s >= measure_patience_s(signals):
         return Verdict.LOST
     if signals.status is RunStatus.CANCELLED:
@@ -72,22 +72,22 @@ def classify(signals: HealthSignals) -> Verdict:
 
 
 def can_go_on(signals: HealthSignals) -> bool:
-    """Whether an elastic program goes on without the nodes that are lost."""
+    """Return whether an elastic program continues without the lost nodes."""
     lost = [node.rank for node in signals.nodes if node.state is NodeState.TERMINATED]
     if len(lost) < len(list_lost_ranks(signals.nodes)):
-        return False  # one is stopped: it holds its place, and cannot be replaced
+        return False  # one is stopped: it still occupies its slot and cannot be replaced
     is_enough = signals.nodes_min is not None and len(signals.nodes) - len(lost) >= signals.nodes_min
     return is_enough and 0 not in lost and signals.status is RunStatus.RUNNING
 
 
 def measure_patience_s(signals: HealthSignals) -> float:
-    """How long nodes may be silent that the cloud lists as living: one among others that answer is sick itself."""
+    """Return how long listed nodes may be silent: a single silent node is at fault itself, a silent gang may not be."""
     live_count = sum(1 for node in signals.nodes if node.state is not NodeState.TERMINATED)
     return GANG_UNREACHABLE_S_MIN if len(signals.unreachable) >= live_count else UNREACHABLE_S_MIN
 
 
 def measure_doubt_s(signals: HealthSignals) -> float:
-    """How long a failure may still turn out to be a preemption that the list has not told yet."""
+    """Return how long a failure may still turn out to be a preemption that is not listed yet."""
     if signals.returncode in SIGTERM_CODES or any(node.reason == NodeEnd.PREEMPTED for node in signals.nodes):
         return NOTICE_S_MAX if signals.is_spot else 2 * PEER_LOSS_S_MAX
     return PEER_LOSS_S_MAX if signals.is_spot and len(signals.nodes) > 1 else 0.0

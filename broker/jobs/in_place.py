@@ -1,9 +1,9 @@
-"""The next attempt on the nodes of the last one: its program has ended everywhere, lost nodes are replaced, one commit.
+"""Start the next attempt on the nodes of the last one: end its program everywhere, replace lost nodes, commit once.
 
-An attempt that ended may keep its nodes until `kept_until_s`. Each step looks at them once; when all run, answer and
-have ended the old program, one commit closes the old attempt and opens the next on the same cluster. Its number
-fences what the old one may still write, and its run id what its agents may still report. Where that does not come
-about in time, or would cost more than new nodes, the cluster is given back as after any other end.
+An attempt that ended may keep its nodes until `kept_until_s`. Each step polls them once; when all run, answer and have
+ended the old program, one commit closes the old attempt and opens the next on the same cluster. The new number fences
+late writes of the old attempt, and the new run id its agents' late reports. If this takes too long or would cost more
+than new nodes, the cluster is released as after any other end.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ KEPT_S_MAX = 1800.0  # longer only after the wall clock was set back
 
 
 class Kept(StrEnum):
-    """What became of nodes that are kept."""
+    """State of the nodes that are kept."""
 
     WAITING = "waiting"
     READY = "ready"
@@ -37,7 +37,7 @@ class Kept(StrEnum):
 
 
 class InPlace:
-    """Of one job."""
+    """Reuse the nodes of one job."""
 
     def __init__(
         self, store: Store, provisioner: Provisioner, gang: Gang, clock: Clock, teardown: AttemptTeardown
@@ -50,14 +50,14 @@ class InPlace:
         self._replacing: asyncio.Task[Cluster] | None = None
 
     def stop(self) -> None:
-        """A node that is on its way is found by its intent."""
+        """Stop waiting for a replacement; a node that is being created is found by its intent."""
         if self._replacing is not None:
             self._replacing.cancel()
-            self._replacing.add_done_callback(lambda done: done.cancelled() or done.exception())
+            self._replacing.add_done_callback(lambda task: task.cancelled() or task.exception())
             self._replacing = None
 
-    async def look(self, job: Job, attempt: Attempt) -> Kept:
-        """Take one step towards a whole gang without a program."""
+    async def step(self, job: Job, attempt: Attempt) -> Kept:
+        """Take one step towards a complete gang without a running program."""
         cluster = self._store.clusters.get(attempt.cluster)
         if cluster is None or cluster.status is not ClusterStatus.UP:
             return Kept.GIVEN_UP
@@ -67,7 +67,7 @@ class InPlace:
         report = await self._gang.poll(cluster, get_run_id(attempt, cluster))
         try:
             answering = list_answering(report, cluster)
-            # Asked for now: an older list lacks a node that was just made, and would make it look gone.
+            # Without a cached list: an older one lacks a node that was just created, which would then look gone.
             cluster = await self._provisioner.refresh(cluster, answering=answering)
         except CloudError:
             return Kept.WAITING
@@ -83,7 +83,7 @@ class InPlace:
         return Kept.READY
 
     def begin_attempt(self, job: Job, old: Attempt) -> Attempt:
-        """One commit: there is no moment without a live attempt, in which the nodes would be nobody's."""
+        """Close the old attempt and open the next in one commit, so that the nodes always belong to a live attempt."""
         new = Attempt(
             job_id=job.id,
             number=job.next_attempt,
@@ -99,20 +99,20 @@ class InPlace:
         return new
 
     def _replace(self, job: Job, cluster: Cluster) -> Kept:
-        """One lost node after another; the first refusal ends it, as the place has no room."""
+        """Replace lost nodes one at a time; the first refusal gives up, as the place has no capacity."""
         if self._replacing is not None:
             if not self._replacing.done():
                 return Kept.WAITING
-            done, self._replacing = self._replacing, None
-            if (error := done.exception()) is None:
-                return Kept.WAITING  # looked at once more
+            task, self._replacing = self._replacing, None
+            if (error := task.exception()) is None:
+                return Kept.WAITING  # the next step polls it
             if not isinstance(error, BrokerError | Overspent):
                 raise error
             self._store.events.add(make_event(EventKind.REPLACEMENT_FAILED, error=str(error)), job_id=job.id)
             return Kept.GIVEN_UP
         lost = [node for node in cluster.nodes if node.state is NodeState.TERMINATED]
         if len(lost) < len(list_lost_ranks(cluster.nodes)) or len(lost) == len(cluster.nodes):
-            return Kept.GIVEN_UP  # one is stopped and holds its place, or nothing is left to keep
+            return Kept.GIVEN_UP  # one is stopped and occupies its slot, or all are gone
         if not self._provisioner.can_replace_node(cluster):
             return Kept.GIVEN_UP
         self._replacing = asyncio.ensure_future(
@@ -126,25 +126,25 @@ class InPlace:
         return Kept.WAITING
 
     async def _prepare(self, job: Job, cluster: Cluster, ranks: Sequence[int]) -> bool:
-        """Put the agent on nodes that do not answer, as new ones have none. False where the task's files are gone."""
+        """Install the agent on nodes that do not answer, as new ones lack it. False if the task's files are gone."""
         silent = replace(cluster, nodes=tuple(node for node in cluster.nodes if node.rank in ranks))
         try:
             await self._gang.prepare(silent, add_mounts(job.task))
         except InvalidRequestError:
             return False
         except CloudError:
-            pass  # it boots; asked again at the next look
+            pass  # it boots; retried at the next step
         return True
 
     async def _end_program(self, attempt: Attempt, cluster: Cluster) -> None:
         try:
             await self._gang.cancel(cluster, get_run_id(attempt, cluster))
         except CloudError:
-            pass  # asked again at the next look
+            pass  # retried at the next step
 
 
 def has_ended(report: GangReport) -> bool:
-    """Whether the program runs on no node that answered; a node that replaced another has not heard of it."""
+    """Return whether the program has ended on every node that answered; a replacement node does not know the run."""
     return report.status.is_terminal and all(status is None or status.is_terminal for status in report.statuses)
 
 

@@ -1,4 +1,4 @@
-"""Whether the nodes that are left of a gang are kept while a lost one is replaced: by what that costs."""
+"""Decide by cost whether a gang's remaining nodes are kept while a lost one is replaced."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ PATIENCE_S_MAX = 600.0  # as long as one search waits for nodes to boot
 
 @noun
 class Elsewhere:
-    """The best other place: the gang's price there, and how much less the rest of the job is expected to cost."""
+    """The best other place: the gang's price there, and the expected saving for the rest of the job."""
 
     usd_hour: float
     saving_usd: float = 0.0
 
 
 def measure_patience_s(placement: Placement, *, lost_count: int, start_s: float, elsewhere: Elsewhere | None) -> float:
-    """Return for how many seconds idle survivors may be paid for until new nodes elsewhere would have been cheaper.
+    """Return for how many seconds paying for idle survivors is cheaper than starting new nodes elsewhere.
 
-    0 where that is over before the lost ones can be replaced, one after another. `start_s`: until new nodes run.
+    0 if the lost nodes cannot be replaced, one after another, within that time. `start_s`: until new nodes run.
     4 nodes at 8 USD/h, one lost, 140 s: a start elsewhere at that price costs 0.31 USD, as three nodes do in 187 s.
-    What `setup` takes there is not known, and speaks for waiting even longer.
+    The time for `setup` elsewhere is unknown and would justify a longer wait.
     """
     if elsewhere is None:
         return PATIENCE_S_MAX
@@ -40,7 +40,7 @@ def measure_patience_s(placement: Placement, *, lost_count: int, start_s: float,
 
 
 class Keeping:
-    """Of one job."""
+    """Decide whether to keep the nodes of one job."""
 
     def __init__(self, store: Store, provisioner: Provisioner, acquisition: Acquisition, clock: Clock) -> None:
         self._store = store
@@ -49,14 +49,14 @@ class Keeping:
         self._clock = clock
 
     def find_until_s(self, job: Job, attempt: Attempt, cluster: Cluster, report: GangReport) -> float | None:
-        """Return until when the nodes that are left are kept; None where they are given back."""
+        """Return until when the remaining nodes are kept; None if they are released."""
         lost = list_lost_ranks(cluster.nodes)
         others = [node for node in cluster.nodes if node.rank not in lost]
         is_safe = (
             0 < len(lost) < len(cluster.nodes)
             and all(node.state is NodeState.TERMINATED for node in cluster.nodes if node.rank in lost)
             and all(node.state is NodeState.RUNNING and node.rank not in report.unreachable for node in others)
-            and attempt.started_s > self._store.meta.restored_s  # else a later attempt may run there
+            and attempt.started_s > self._store.meta.restored_s  # otherwise a later attempt may run there
             and job.task.recovery.strategy != LEAVES_AT_ONCE
         )
         if not is_safe or not self._provisioner.can_replace_node(cluster):
@@ -74,18 +74,18 @@ class Keeping:
             plan = self._acquisition.plan_rest(job)
         except NoOfferError:
             return None
-        other = next((each for each in plan.estimates if not is_at(each.placement, here)), None)
+        other = next((estimate for estimate in plan.estimates if not is_at(estimate.placement, here)), None)
         if other is None:
             return None
-        same = next((each for each in plan.estimates if is_at(each.placement, here)), None)
+        same = next((estimate for estimate in plan.estimates if is_at(estimate.placement, here)), None)
         return Elsewhere(usd_hour=other.placement.usd_hour, saving_usd=_measure_saving(same, other))
 
 
-def is_at(one: Placement, other: Placement) -> bool:
-    """Whether both are the same machines, bought alike, in the same zone."""
-    zone = other.offer.zone
-    same_zone = zone in (one.offer.zone, *one.other_zones)
-    return same_zone and _strip(one) == _strip(other)
+def is_at(a: Placement, b: Placement) -> bool:
+    """Return whether both have the same instance type, pricing model and zone."""
+    zone = b.offer.zone
+    same_zone = zone in (a.offer.zone, *a.other_zones)
+    return same_zone and _strip(a) == _strip(b)
 
 
 def _strip(placement: Placement) -> tuple[object, ...]:

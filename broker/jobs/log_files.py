@@ -1,6 +1,6 @@
-"""Copies a job's log from its gang's head to one file, across attempts, with no gap and no repeat.
+"""Copy a job's log from its gang's head to one file, across attempts, without gaps or duplicates.
 
-Our file is cut back to the last committed length before each append, so a crash in between leaves nothing twice.
+Our file is truncated to the last committed length before each append, so a crash in between duplicates nothing.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from broker.types import Attempt, Cluster
 
 log = logging.getLogger(__name__)
 
-DAEMON_LOG_BYTES_MAX = 10 << 20  # the one before is kept
-CHUNKS_MAX = 256  # in one visit; the rest follows in the next
+DAEMON_LOG_BYTES_MAX = 10 << 20  # the previous file is kept
+CHUNKS_MAX = 256  # per call; the rest follows in the next
 LAST_LINES = 20
 LINE_CHARS_MAX = 400
-TAIL_BYTES_MAX = 1 << 20  # of a log, searched for one rank's last lines
+TAIL_BYTES_MAX = 1 << 20  # of a log, read to find one rank's last lines
 RANK_MARK = re.compile(r"\(rank(\d+)\) ")
 
 
@@ -34,7 +34,7 @@ def get_log_path(logs: Path, job_id: int) -> Path:
 
 
 async def copy_log(store: Store, gang: Gang, logs: Path, *, attempt: Attempt, cluster: Cluster, run_id: int) -> None:
-    """An unreachable head is no error: what it still holds is copied when it answers again."""
+    """Copy new log output. An unreachable head is not an error: the rest is copied when it answers again."""
     offset = _find_offset(store, attempt)
     for _ in range(CHUNKS_MAX):
         try:
@@ -46,7 +46,7 @@ async def copy_log(store: Store, gang: Gang, logs: Path, *, attempt: Attempt, cl
         path = get_log_path(logs, attempt.job_id)
         try:
             file_bytes = _append(path, chunk, at_bytes=offset.file_bytes)
-        except OSError as error:  # the job continues; the rest of the log is copied when there is room again
+        except OSError as error:  # the job continues; the rest of the log is copied once the disk has space
             log.warning("%s", explain_os_error(error, default=path).message)
             return
         offset = LogOffset(attempt=attempt.number, source_bytes=next_bytes, file_bytes=file_bytes)
@@ -54,7 +54,7 @@ async def copy_log(store: Store, gang: Gang, logs: Path, *, attempt: Attempt, cl
 
 
 def copy_left_log(store: Store, logs: Path, *, attempt: Attempt, content: bytes) -> None:
-    """What is not copied yet of the log that the head left in the bucket, before it was gone."""
+    """Copy the rest of a log that the head uploaded to the bucket before it was gone."""
     offset = _find_offset(store, attempt)
     chunk, next_bytes = find_rest(content, offset.source_bytes)
     if chunk:
@@ -64,8 +64,10 @@ def copy_left_log(store: Store, logs: Path, *, attempt: Attempt, content: bytes)
 
 
 def read_last_lines(store: Store, logs: Path, *, attempt: Attempt, rank: int | None) -> list[str]:
-    """Return the last lines that one rank of this attempt printed, as far as they are copied; of all where `rank` is
-    None or has printed none."""
+    """Return the last copied lines of `rank` in this attempt, or of all ranks if it is None or has printed none.
+
+    An unreadable log counts as empty.
+    """
     offset = store.jobs.get_log_offset(attempt.job_id)
     if offset.attempt != attempt.number:
         return []
@@ -81,9 +83,9 @@ def read_last_lines(store: Store, logs: Path, *, attempt: Attempt, rank: int | N
 
 
 def _read_rank(line: str) -> int:
-    """Lines of the first rank have no mark (`agent/agent_gang.py`)."""
-    found = RANK_MARK.match(line)
-    return int(found[1]) if found else 0
+    """Return the rank that printed the line; lines of the first rank have no mark (`agent/agent_gang.py`)."""
+    mark = RANK_MARK.match(line)
+    return int(mark[1]) if mark else 0
 
 
 def _find_offset(store: Store, attempt: Attempt) -> LogOffset:
@@ -94,14 +96,14 @@ def _find_offset(store: Store, attempt: Attempt) -> LogOffset:
 
 
 def rotate_log(path: Path) -> None:
-    """For a log whose writer keeps it open to append: what there is becomes `.1`, and the file starts anew."""
+    """Copy a large log to `.1` and truncate it in place, because its writer keeps it open for appending."""
     if path.exists() and path.stat().st_size > DAEMON_LOG_BYTES_MAX:
         shutil.copyfile(path, path.with_name(f"{path.name}.1"))
         os.truncate(path, 0)
 
 
 def forget_logs(store: Store, logs: Path, *, older_than_s: float) -> None:
-    """Logs of jobs that ended before: with their events, they are no longer told."""
+    """Delete the logs of jobs that ended longer ago; their events are pruned at the same age."""
     live = set(store.jobs.list_unfinished_ids())
     for path in (logs / "jobs").glob("*.log"):
         with suppress(FileNotFoundError):  # a user may delete one meanwhile

@@ -1,4 +1,4 @@
-"""An attempt whose nodes are gone: what it came to, by what its head left in the bucket and by how the nodes ended."""
+"""Record the outcome of an attempt whose nodes are gone, from the head's result in the bucket and the nodes' ends."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from broker.state.store import Store
 from broker.types import Attempt, Cluster, Job, Node, NodeEnd, NodeState, RunStatus
 from broker.wording import describe_lost_nodes, describe_notice
 
-GONE = (NodeState.TERMINATED, NodeState.STOPPED)  # GCP keeps a node that switched itself off, until we delete it
-# The leases of a gang may end this far apart: a node that could not be reached for longer was taken for lost.
+GONE = (NodeState.TERMINATED, NodeState.STOPPED)  # GCP keeps a node that shut itself down until we delete it
+# The leases of a gang may end this far apart: a node that is unreachable for longer counts as lost.
 LEASES_APART_S = 600.0
 
 
@@ -29,7 +29,7 @@ class LostGang:
         self._endings = endings
         self._outcomes = outcomes
 
-    async def conclude(
+    async def record_loss(
         self,
         job: Job,
         attempt: Attempt,
@@ -40,16 +40,19 @@ class LostGang:
         was_attended: bool,
         find_kept_until_s: Callable[[], float | None] = lambda: None,
     ) -> float:
-        """`was_attended`: this broker has renewed the lease just before, so that it is not the lease which ended.
-        `find_kept_until_s` says until when the nodes that are left are kept."""
-        left = await self._read_left(job, attempt, cluster)
+        """Record the outcome of a lost gang.
+
+        `was_attended`: this broker has just renewed the lease, so it has not expired. `find_kept_until_s` returns
+        until when the remaining nodes are kept.
+        """
+        left = await self._read_result(job, attempt, cluster)
         progress = (left.progress if left else None) or report.progress or job.progress
         if left and left.status is RunStatus.SUCCEEDED:
-            return self._endings.succeed(job, attempt)
+            return self._endings.record_success(job, attempt)
         if left and (left.unflushed or is_programs_failure(left, cluster.nodes, report.unreachable)):
-            run = read_run_end(self._store, self._config.logs, attempt=attempt, told=left, progress=progress)
+            run = read_run_end(self._store, self._config.logs, attempt=attempt, report=left, progress=progress)
             verdict = Verdict.FAILED_SETUP if left.status is RunStatus.FAILED_SETUP else Verdict.FAILED
-            return self._endings.conclude(job, attempt, verdict, run)
+            return self._endings.record_exit(job, attempt, verdict, run)
         ranks = list_lost_ranks(cluster.nodes) or report.unreachable
         step = progress.step if progress else None
         ended_s = [node.ended_s for node in cluster.nodes if node.ended_s is not None]
@@ -57,11 +60,11 @@ class LostGang:
         if not left and not was_attended and have_leases_ended(cluster.nodes):
             allowance = show_hours(get_unattended_s(job.task))
             up_to = "up to " if job.task.goal and (job.task.goal.budget_usd or job.task.goal.deadline_hours) else ""
-            return self._endings.leave_unattended(attempt, f"{up_to}{allowance}", step=step, lost_s=lost_s)
+            return self._endings.record_lease_expiry(attempt, f"{up_to}{allowance}", step=step, lost_s=lost_s)
         if is_noticed and not ranks:
-            return self._endings.lose(attempt, describe_notice(), step=step)
+            return self._endings.record_loss(attempt, describe_notice(), step=step)
         kept_until_s = find_kept_until_s()
-        return self._endings.lose(
+        return self._endings.record_loss(
             attempt,
             describe_lost_nodes(ranks),
             step=step,
@@ -70,17 +73,17 @@ class LostGang:
             kept_count=None if kept_until_s is None else len(cluster.nodes) - len(ranks),
         )
 
-    async def conclude_success(self, job: Job, attempt: Attempt, cluster: Cluster) -> float | None:
-        """End the job where its program succeeded, by what was left of a start that is not on record; else None."""
-        left = await self._read_left(job, attempt, cluster)
+    async def record_success(self, job: Job, attempt: Attempt, cluster: Cluster) -> float | None:
+        """End the job if the bucket shows that an unrecorded start ran to its end; otherwise return None."""
+        left = await self._read_result(job, attempt, cluster)
         if left is not None and left.status is RunStatus.SUCCEEDED:
-            return self._endings.succeed(job, attempt)
+            return self._endings.record_success(job, attempt)
         if left is not None and left.unflushed:
-            return self._endings.conclude(job, attempt, Verdict.FAILED, RunEnd(unflushed=left.unflushed))
+            return self._endings.record_exit(job, attempt, Verdict.FAILED, RunEnd(unflushed=left.unflushed))
         return None
 
-    async def _read_left(self, job: Job, attempt: Attempt, cluster: Cluster) -> RunResult | None:
-        """Nodes that end themselves leave word beside the checkpoints: the broker may have been away."""
+    async def _read_result(self, job: Job, attempt: Attempt, cluster: Cluster) -> RunResult | None:
+        """Read the result that nodes leave next to the checkpoints in case the broker is away."""
         place = find_checkpoint_dir(self._config, job.task, cluster, name=name_job_folder(job))
         if place is None or not place.startswith(BUCKET_SCHEMES):
             return None
@@ -93,10 +96,10 @@ class LostGang:
 
 
 def is_programs_failure(left: RunResult, nodes: Sequence[Node], unreachable: Sequence[int]) -> bool:
-    """Whether a failure that was left in the bucket is the program's own, and not the end of a peer's machine.
+    """Return whether a failure in the bucket was caused by the program, not by the loss of a peer.
 
-    Each node must have switched itself off, or be there and answer. No lease may have been about to end when the
-    program did: where one ends first, the programs of the others fail with an exit code of theirs.
+    Each node must have shut itself down, or be up and answer. No lease may have been about to expire when the program
+    failed: if one node's lease expires first, the programs on the others fail with their own exit codes.
     """
     return (
         left.status in (RunStatus.FAILED, RunStatus.FAILED_SETUP)
@@ -108,7 +111,7 @@ def is_programs_failure(left: RunResult, nodes: Sequence[Node], unreachable: Seq
 
 
 def has_ended_itself(node: Node) -> bool:
-    """AWS and GCP know of one reason only, LEASE."""
+    """Return whether the node shut itself down; AWS and GCP report LEASE as the only reason."""
     return node.reason in (NodeEnd.LEASE, NodeEnd.DONE)
 
 

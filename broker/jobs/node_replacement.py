@@ -1,4 +1,4 @@
-"""A job that goes on without some of its nodes (`job_recovery: {min_nodes: }`): it gets new ones beside the work."""
+"""Replace lost nodes of an elastic job (`job_recovery: {min_nodes: }`) while the others keep working."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ from broker.types import Cluster, EventKind, Job, Node, make_event
 
 RETRY_BASE_S = 15.0
 RETRY_S_MAX = 300.0
-END_AGAIN_S = 30.0  # until a node that still runs is asked to end once more
+END_AGAIN_S = 30.0  # until the request to terminate a node that still runs is repeated
 MakeEnvs = Callable[[], dict[str, str]]
 
 
 class NodeReplacer:
-    """Remembers which nodes take part; after a crash of the controller all are submitted to again, to no harm."""
+    """Track the participating nodes. After a controller crash it submits to all again, which is harmless."""
 
     def __init__(self, store: Store, provisioner: Provisioner, gang: Gang, clock: Clock) -> None:
         self._store = store
         self._provisioner = provisioner
         self._gang = gang
         self._clock = clock
-        self._doing: asyncio.Task[Cluster] | None = None
-        self._taking_part: frozenset[str] = frozenset()
-        self._told: set[str] = set()
-        self._ending_s: dict[str, float] = {}  # by id of nodes that cannot take part: when their end was last asked for
-        self._refusals = 0  # in a row, of places
+        self._replacing: asyncio.Task[Cluster] | None = None
+        self._participants: frozenset[str] = frozenset()
+        self._reported: set[str] = set()
+        self._ending_s: dict[str, float] = {}  # node id -> when its termination was last requested, as it cannot join
+        self._refusals = 0  # consecutive
         self._next_try_s = 0.0
 
-    async def look(
+    async def step(
         self,
         job: Job,
         cluster: Cluster,
@@ -48,27 +48,27 @@ class NodeReplacer:
         make_envs: MakeEnvs,
         find_lease_s: Callable[[], float],
     ) -> None:
-        """One step: tell of a loss, ask for a node, take one in, end one that cannot take part.
+        """Take one step: report a loss, request a node, add a new one, or terminate one that cannot join.
 
-        Returns soon; a node takes minutes to come.
+        Return without waiting: a new node takes minutes.
         """
         if job.task.recovery.nodes_min is None:
             return
-        await self._take_in(job, cluster, run_id, make_envs, find_lease_s)
+        await self._add_nodes(job, cluster, run_id, make_envs, find_lease_s)
         await self._end_unfit(job, cluster, report)
-        self._hear(job)
+        self._check_replacement(job)
         current = self._store.clusters.get(cluster.name)  # a node may just have been replaced
         lost = list_lost_ranks(current.nodes) if current else []
         if current is None or not lost:
             return
         for node in current.nodes:
-            if node.rank in lost and node.id not in self._told:
-                self._told.add(node.id)
+            if node.rank in lost and node.id not in self._reported:
+                self._reported.add(node.id)
                 left = len(current.nodes) - len(lost)
                 event = make_event(EventKind.SHRUNK, rank=node.rank, left=left, node_count=len(current.nodes))
                 self._store.events.add(event, job_id=job.id)
-        if self._doing is None and self._clock.now_s() >= self._next_try_s:
-            self._doing = asyncio.ensure_future(
+        if self._replacing is None and self._clock.now_s() >= self._next_try_s:
+            self._replacing = asyncio.ensure_future(
                 self._provisioner.replace_node(
                     current,
                     job.task,
@@ -78,14 +78,14 @@ class NodeReplacer:
             )
 
     async def _end_unfit(self, job: Job, cluster: Cluster, report: GangReport) -> None:
-        """A node whose `setup` failed would idle beside the others: once it is gone it is replaced as a lost one."""
+        """Terminate a node whose `setup` failed; once it is gone it is replaced like a lost one."""
         reasons = dict(report.unfit)
         for node in list_live(cluster):
             asked_s, now_s = self._ending_s.get(node.id), self._clock.now_s()
             if node.rank not in reasons or (asked_s is not None and not is_due(asked_s, END_AGAIN_S, now_s)):
                 continue
             if asked_s is None:
-                self._told.add(node.id)
+                self._reported.add(node.id)
                 wait_s = self._back_off(1 + len(self._ending_s))
                 reason = reasons[node.rank]
                 event = make_event(EventKind.UNFIT, rank=node.rank, reason=reason, wait_s=wait_s, job=job.id)
@@ -94,7 +94,7 @@ class NodeReplacer:
             try:
                 await self._provisioner.end_node(cluster, node)
             except CloudError:
-                pass  # asked again
+                pass  # retried
 
     def _back_off(self, times: int) -> float:
         wait_s = draw_backoff_s(times, base_s=RETRY_BASE_S, cap_s=RETRY_S_MAX)
@@ -102,19 +102,19 @@ class NodeReplacer:
         return wait_s
 
     def stop(self) -> None:
-        """The attempt is over: what is on its way ends with the cluster, or is taken up for the next attempt on it."""
-        self._taking_part = frozenset()
-        if self._doing is not None:
-            self._doing.cancel()
-            self._doing.add_done_callback(lambda done: done.cancelled() or done.exception())
-            self._doing = None
+        """Stop at the attempt's end: a node that is being created goes with the cluster or serves its next attempt."""
+        self._participants = frozenset()
+        if self._replacing is not None:
+            self._replacing.cancel()
+            self._replacing.add_done_callback(lambda task: task.cancelled() or task.exception())
+            self._replacing = None
 
-    def _hear(self, job: Job) -> None:
-        """What became of the node that was asked for."""
-        if self._doing is None or not self._doing.done():
+    def _check_replacement(self, job: Job) -> None:
+        """Check the result of the replacement that was requested."""
+        if self._replacing is None or not self._replacing.done():
             return
-        done, self._doing = self._doing, None
-        error = done.exception()
+        task, self._replacing = self._replacing, None
+        error = task.exception()
         if error is None:
             self._refusals = 0
             return
@@ -125,20 +125,20 @@ class NodeReplacer:
         event = make_event(EventKind.REPLACEMENT_FAILED, error=str(error), wait_s=wait_s)
         self._store.events.add(event, job_id=job.id)
 
-    async def _take_in(
+    async def _add_nodes(
         self, job: Job, cluster: Cluster, run_id: int, make_envs: MakeEnvs, find_lease_s: Callable[[], float]
     ) -> None:
-        """Submit to all nodes: those that run already only answer."""
+        """Submit to all nodes; on those that run already it has no effect."""
         live = frozenset(node.id for node in list_live(cluster))
-        if live <= self._taking_part:
+        if live <= self._participants:
             return
         task = add_mounts(job.task)
         try:
             await self._gang.prepare(cluster, task)
             await self._gang.start(cluster, task, run_id=run_id, envs=make_envs(), lease_s=find_lease_s())
         except CloudError:
-            return  # one does not answer yet, or another is just being lost: at the next look
-        self._taking_part = live
+            return  # one does not answer yet, or another was just lost: retried at the next step
+        self._participants = live
 
 
 def list_live(cluster: Cluster) -> list[Node]:

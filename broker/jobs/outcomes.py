@@ -1,4 +1,4 @@
-"""What the head of a gang left in the bucket before its nodes ended: the outcome of its run, and the log."""
+"""Read the result and the log that a gang's head uploaded to the bucket before its nodes ended."""
 
 from __future__ import annotations
 
@@ -17,8 +17,11 @@ from broker.types import Progress, RunStatus
 
 @noun
 class RunResult:
-    """`returncode` is None where no program ended by itself, and `failed_rank` where it is not known whose did.
-    `lease_left_s`: of the head, when the run ended. `unflushed`: as in `GangReport`."""
+    """The result of a run.
+
+    `returncode` is None if no program exited, `failed_rank` if it is unknown which program failed first.
+    `lease_left_s`: the head's, when the run ended. `unflushed`: as in `GangReport`.
+    """
 
     status: RunStatus
     returncode: int | None = None
@@ -30,14 +33,14 @@ class RunResult:
 
 
 class Outcomes(Protocol):
-    """Neither verb raises: a bucket that cannot be read from here tells nothing."""
+    """Results in buckets. Neither method raises: an unreadable bucket counts as empty."""
 
     async def read_outcome(self, place: str, attempt: int) -> RunResult | None:
-        """What the attempt's head left below `place`; None where there is nothing."""
+        """Return the result that the attempt's head left below `place`, or None."""
         ...
 
     async def read_log(self, place: str, attempt: int) -> bytes | None:
-        """The log as `agent_bucket.read_bounded` made it."""
+        """Return the log as `agent_bucket.read_bounded` cut it, or None."""
         ...
 
 
@@ -51,11 +54,11 @@ class BucketOutcomes:
 
 
 def parse_outcome(content: bytes) -> RunResult | None:
-    """None for what no agent wrote: a program can write to its job's folder."""
+    """Parse a result; None for content that no agent wrote, as a program can write to its job's folder."""
     try:
-        found: Mapping[str, Any] = json.loads(content)
-        status = RunStatus(found["status"])
-        returncode, left_s, progress = found.get("returncode"), found.get("lease_left_s"), found.get("progress")
+        fields: Mapping[str, Any] = json.loads(content)
+        status = RunStatus(fields["status"])
+        returncode, left_s, progress = fields.get("returncode"), fields.get("lease_left_s"), fields.get("progress")
     except (ValueError, KeyError, TypeError, AttributeError):
         return None
     if not status.is_terminal:
@@ -63,9 +66,9 @@ def parse_outcome(content: bytes) -> RunResult | None:
     return RunResult(
         status=status,
         returncode=returncode if isinstance(returncode, int) and not isinstance(returncode, bool) else None,
-        reason=str(found.get("reason") or ""),
-        unflushed=str(found.get("unflushed") or "") if status is RunStatus.FAILED else "",
-        failed_rank=rank if isinstance(rank := found.get("failed_rank"), int) else None,
+        reason=str(fields.get("reason") or ""),
+        unflushed=str(fields.get("unflushed") or "") if status is RunStatus.FAILED else "",
+        failed_rank=rank if isinstance(rank := fields.get("failed_rank"), int) else None,
         lease_left_s=float(left_s) if isinstance(left_s, int | float) and not isinstance(left_s, bool) else None,
         progress=parse_progress(progress) if isinstance(progress, dict) else None,
     )

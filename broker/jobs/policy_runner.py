@@ -1,4 +1,4 @@
-"""Asks the spot policy where a job should run, when it starts and while it runs, and carries its word out."""
+"""Run the spot policy of a job, at its start and while it runs, and carry out the decisions."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from broker.types import Attempt, Cluster, Job, JobStatus, Outcome, OutcomeKind,
 
 POLICY = "adaptive"
 LOOK_S_MIN, LOOK_S_MAX = 30.0, 300.0
-SAVE_S_MAX = 60.0  # for a program to save what it has, before it is moved
+SAVE_S_MAX = 60.0  # for a program to save its state before it is moved
 
 
 class Pause(Exception):
-    """The policy holds no machines for now."""
+    """Raised when the policy decides to hold no machines for now."""
 
     def __init__(self, wait_s: float) -> None:
         super().__init__(wait_s)
@@ -40,7 +40,7 @@ class Pause(Exception):
 
 
 class PolicyRunner:
-    """Of one job. What it remembers is only lost with the controller, and then thought over anew."""
+    """Run the policy of one job. Its memory is lost with the controller and then rebuilt."""
 
     def __init__(
         self,
@@ -55,50 +55,50 @@ class PolicyRunner:
         self._teardown = teardown
         self._target: Candidate | None = None
         self._availability: Mapping[PlaceKey, Availability] = {}
-        self._told = ""
-        self._look_s = 0.0
+        self._recorded = ""
+        self._next_s = 0.0
         self._saved_step: int | None = None
 
     def plan(self, job: Job) -> Plan | None:
-        """Where to start; None where the job follows no deadline. Raises Pause, NoOfferError."""
+        """Return where to start; None if the job follows no deadline. Raises Pause, NoOfferError."""
         if not follows_deadline(job.task):
             return None
-        plan, situation = self._look(job, None)
+        plan, situation = self._observe(job, None)
         decision = self._decide(situation)
         target = decision.target if isinstance(decision, Move) else self._target
         self._target = None
-        self._tell(job, situation, decision)
+        self._record_decision(job, situation, decision)
         if target is None:
             raise Pause(min(max(decision.hours * 3600, LOOK_S_MIN), LOOK_S_MAX))
         return arrange(plan, target)
 
     async def reconsider(self, job: Job, attempt: Attempt, cluster: Cluster, progress: Progress | None) -> bool:
-        """Whether the attempt was ended because its job is better off elsewhere."""
+        """Ask the policy again; return whether the attempt was ended in order to move."""
         if not follows_deadline(job.task):
             return False
         now_s = self._clock.now_s()
         saved = progress.checkpoint_step if progress else None
         is_saved = saved != self._saved_step
-        if now_s < self._look_s and not (is_saved and now_s >= self._look_s - LOOK_S_MAX + LOOK_S_MIN):
+        if now_s < self._next_s and not (is_saved and now_s >= self._next_s - LOOK_S_MAX + LOOK_S_MIN):
             return False
         self._saved_step = saved
-        _, situation = self._look(replace(job, progress=progress or job.progress), attempt)
+        _, situation = self._observe(replace(job, progress=progress or job.progress), attempt)
         decision = self._decide(situation)
-        self._look_s = now_s + min(max(decision.hours * 3600, LOOK_S_MIN), LOOK_S_MAX)
+        self._next_s = now_s + min(max(decision.hours * 3600, LOOK_S_MIN), LOOK_S_MAX)
         if not isinstance(decision, Move | Wait) or self._is_here(situation, decision):
-            self._tell(job, situation, decision)
+            self._record_decision(job, situation, decision)
             return False
         if isinstance(decision, Wait) or (is_voluntary(situation, decision) and not (is_saved and saved)):
-            return False  # machines that run are not given up for none, and work that is not saved not for cheaper ones
-        self._tell(job, situation, decision)
+            return False  # do not trade running machines for none, nor unsaved work for cheaper machines
+        self._record_decision(job, situation, decision)
         self._target = decision.target
         await self._move(job, attempt, cluster, decision)
         return True
 
     def advise(self, task: Task, attempt: Attempt) -> Mapping[str, str]:
-        """For the program's environment: what preemptions to expect where it runs now, and how often to save."""
+        """Return variables for the program: the expected preemptions where it runs, and the checkpoint interval."""
         now_s = self._clock.now_s()
-        age_s_max = min(SHARED_S_MAX, now_s - attempt.started_s)  # the preemption before it is to count
+        age_s_max = min(SHARED_S_MAX, now_s - attempt.started_s)  # includes the preemption before this attempt
         hazard = estimate_start_hazard(
             task,
             attempt.placement,
@@ -111,7 +111,7 @@ class PolicyRunner:
         advice = {"BROKER_HAZARD_PER_HOUR": f"{hazard:.4g}"}
         return advice if every_s is None else {**advice, "BROKER_CHECKPOINT_EVERY_S": f"{every_s:.0f}"}
 
-    def _look(self, job: Job, live: Attempt | None) -> tuple[Plan, Situation]:
+    def _observe(self, job: Job, live: Attempt | None) -> tuple[Plan, Situation]:
         now_s = self._clock.now_s()
         spent_usd = self._store.bills.spend_usd(job_id=job.id, now_s=now_s)
         rest = cut_to_rest(job, now_s=now_s, spent_usd=spent_usd)
@@ -141,9 +141,9 @@ class PolicyRunner:
         return is_same_place(situation.candidates[current].placement, decision.target.placement)
 
     async def _move(self, job: Job, attempt: Attempt, cluster: Cluster, decision: Move) -> None:
-        """The program saves on SIGTERM, as before a preemption; then its machines are given back.
+        """Let the program save on SIGTERM, as before a preemption; its machines are released afterwards.
 
-        The outcome comes first: a run that is found ended without one would count as cancelled by its user.
+        The outcome is recorded first: a run that ended without one would count as cancelled by its user.
         """
         with self._store.transaction():
             outcome = Outcome(kind=OutcomeKind.MOVED, detail=decision.reason)
@@ -151,13 +151,13 @@ class PolicyRunner:
             self._store.jobs.set_status(job.id, JobStatus.RECOVERING)
         await self._teardown.end_program(attempt, cluster, grace_s=SAVE_S_MAX)
 
-    def _tell(self, job: Job, situation: Situation, decision: Decision) -> None:
-        """Each decision once, not each look that came to the same."""
+    def _record_decision(self, job: Job, situation: Situation, decision: Decision) -> None:
+        """Record a decision only when it changes."""
         where = decision.target.placement if isinstance(decision, Move) else None
         offer = where.offer if where else None
         kind = f"{type(decision).__name__} {offer.cloud} {offer.zone} {where.is_spot}" if offer and where else ""
         kind = kind or f"{type(decision).__name__} {decision.reason}"
-        if kind == self._told:
+        if kind == self._recorded:
             return
-        self._told = kind
+        self._recorded = kind
         self._store.events.add(record_decision(situation, decision), job_id=job.id)

@@ -1,4 +1,4 @@
-"""How a run ended, as its gang or what it left in the bucket tells it."""
+"""Describe how a run ended, from its gang's report or the result in the bucket."""
 
 from __future__ import annotations
 
@@ -13,9 +13,12 @@ from broker.types import Attempt, Progress
 
 @noun
 class RunEnd:
-    """`failed_rank`: whose program was the first to end with an exit code; the last lines are of that rank. `is_whole`:
-    every node runs and answers, so that the next attempt may have them. `unflushed`: the program succeeded, and this is
-    why files that it wrote did not arrive."""
+    """How a run ended.
+
+    `failed_rank`: the rank whose program failed first; the last lines are from it. `is_whole`: every node runs and
+    answers, so the next attempt may use them. `unflushed`: the program succeeded, and this is why files that it wrote
+    did not arrive.
+    """
 
     returncode: int | None = None
     reason: str = ""
@@ -26,8 +29,8 @@ class RunEnd:
     unflushed: str = ""
 
 
-class TellsEnd(Protocol):
-    """A gang's report, or an outcome that was left in the bucket."""
+class ReportsEnd(Protocol):
+    """A gang's report, or a result in the bucket."""
 
     @property
     def returncode(self) -> int | None: ...
@@ -40,16 +43,16 @@ class TellsEnd(Protocol):
 
 
 def read_run_end(
-    store: Store, logs: Path, *, attempt: Attempt, told: TellsEnd, progress: Progress | None, is_whole: bool = False
+    store: Store, logs: Path, *, attempt: Attempt, report: ReportsEnd, progress: Progress | None, is_whole: bool = False
 ) -> RunEnd:
-    """With the last lines that are copied of its log: the caller copies it first."""
-    lines = read_last_lines(store, logs, attempt=attempt, rank=told.failed_rank)
+    """Add the last lines of the log, which the caller copies first."""
+    lines = read_last_lines(store, logs, attempt=attempt, rank=report.failed_rank)
     return RunEnd(
-        returncode=told.returncode,
-        reason=told.reason,
+        returncode=report.returncode,
+        reason=report.reason,
         progress=progress,
-        failed_rank=told.failed_rank,
+        failed_rank=report.failed_rank,
         last_lines=tuple(lines),
         is_whole=is_whole,
-        unflushed=told.unflushed,
+        unflushed=report.unflushed,
     )

@@ -1,4 +1,4 @@
-"""Puts tasks into the store as managed jobs: one alone, a pipeline, or an ended one once more."""
+"""Submit tasks to the store as managed jobs: one task, a pipeline, or a retry of an ended job."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from broker.types import Job, JobStatus, Secret, Task
 def submit_tasks(
     store: Store, tasks: Sequence[Task], *, name: str | None = None, request_id: str | None = None, hedge: int = HEDGE
 ) -> Sequence[Job]:
-    """All or none, in an order that can run; the same `request_id` submits nothing twice.
+    """Submit all tasks or none, in an order that can run; the same `request_id` submits nothing twice.
 
-    Several tasks are a pipeline: each waits for those it needs, by `needs`, or else for the one written before it.
-    Raises UsageError for needs that go in a circle or name no task.
+    Several tasks form a pipeline: each waits for the tasks in its `needs`, or by default for the preceding one.
+    Raises UsageError for circular needs or an unknown task in them.
     """
     if len(tasks) == 1:
         return [store.jobs.add(name or tasks[0].name or "job", tasks[0], request_id, hedge=hedge)]
@@ -27,7 +27,7 @@ def submit_tasks(
     jobs: dict[int, Job] = {}
     with store.transaction():
         base = name or tasks[0].pipeline or "pipeline"
-        pipeline = f"{base}-{store.draw_uid()}"  # it names a folder: no other pipeline ever has it
+        pipeline = f"{base}-{store.draw_uid()}"  # it names a folder, so it must be unique
         for index in order_indexes(tasks):
             jobs[index] = store.jobs.add(
                 names[index],
@@ -42,7 +42,7 @@ def submit_tasks(
 
 def _find_needs(tasks: Sequence[Task]) -> Sequence[Sequence[int]]:
     if any(task.needs for task in tasks):
-        return [list(each) for each in find_needs(tasks)]
+        return [list(indexes) for indexes in find_needs(tasks)]
     return [[index - 1] if index else [] for index in range(len(tasks))]
 
 
@@ -54,23 +54,23 @@ def retry_job(
     request_id: str | None = None,
     check: Callable[[Task], None] = lambda task: None,
 ) -> Job:
-    """A new job with the old one's task, checkpoints and attempt numbers; the same `request_id` makes one only.
+    """Submit a new job with the old one's task, checkpoints and attempt numbers; the same `request_id` creates one job.
 
-    `check` gets the task with its secrets before the job is submitted; what it raises prevents that. Raises UsageError.
+    `check` gets the task with its secrets before submission and may raise to prevent it. Raises UsageError.
     """
-    if known := store.jobs.find_request(request_id):
-        return known
+    if submitted := store.jobs.find_request(request_id):
+        return submitted
     if not job.status.is_terminal:
         raise UsageError(
             f"job {job.id} is {job.status.value}, not ended", hints=[f"`broker jobs cancel {job.id}` first"]
         )
     if job.status is JobStatus.SUCCEEDED:
-        raise UsageError(f"job {job.id} has succeeded already", hints=["`broker jobs launch` runs it anew"])
+        raise UsageError(f"job {job.id} has already succeeded", hints=["`broker jobs launch` starts a new one"])
     root = job.resumes or job.id
     for other in store.jobs.list():
         if other.id > job.id and (other.resumes or other.id) == root:
             raise UsageError(
-                f"job {other.id} goes on with the checkpoints of job {job.id} already",
+                f"job {other.id} already continues from the checkpoints of job {job.id}",
                 hints=[
                     f"`broker jobs retry {other.id}`" if other.status.is_terminal else f"`broker jobs logs {other.id}`"
                 ],

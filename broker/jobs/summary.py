@@ -1,4 +1,4 @@
-"""What a job's run came to: steps, losses, recoveries, time and money. Pure."""
+"""Summarize a job: steps, losses, recoveries, time and money. Pure."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from broker.types import Attempt, Job
 class RunSummary:
     steps: int
     steps_total: int | None
-    steps_lost: int  # done, but not in the checkpoint the next attempt resumed from
+    steps_lost: int  # done, but missing in the checkpoint that the next attempt resumed from
     recoveries: int
     recovery_s: float  # from each loss to the next attempt's first step, summed
     total_s: float  # from submission to the end, or to now
-    useful_s: float  # running, less the share of the steps done twice
+    useful_s: float  # running time without the share of repeated steps
     paid_usd: float
     ondemand_usd: float  # the same node-hours at the on-demand price
 
@@ -26,7 +26,7 @@ class RunSummary:
 def summarize(
     job: Job, attempts: Sequence[Attempt], steps: Mapping[int, StepRange], *, paid_usd: float, now_s: float
 ) -> RunSummary:
-    """`steps` and `paid_usd` are the store's `list_steps(job.id)` and `spend_usd(job_id=job.id, now_s=now_s)`."""
+    """Summarize a job; pass the store's `list_steps(job.id)` and `spend_usd(job_id=job.id, now_s=now_s)`."""
     newest = job.progress.step if job.progress else 0
     lost = sum(_count_lost(steps.get(old.number), steps.get(new.number)) for old, new in pairwise(attempts))
     end_s = job.ended_s if job.ended_s is not None else now_s
@@ -50,14 +50,14 @@ def summarize(
 
 
 def _measure_recovery_s(old: Attempt, new: Attempt) -> float:
-    """A program that reports no steps counts as recovered when it was started."""
+    """Return the recovery time; a program that reports no steps counts as recovered when it started."""
     since_s = old.lost_s if old.lost_s is not None else old.ended_s
     until_s = new.resumed_s if new.resumed_s is not None else new.running_s
     return max(0.0, until_s - since_s) if since_s is not None and until_s is not None else 0.0
 
 
 def _count_lost(old: StepRange | None, new: StepRange | None) -> int:
-    """A reported checkpoint tells exactly; else the step the next attempt was first seen at."""
+    """Return the lost steps: exact with a reported checkpoint, else from the next attempt's first reported step."""
     if old is None:
         return 0
     if old.checkpoint_step is not None:
@@ -66,7 +66,7 @@ def _count_lost(old: StepRange | None, new: StepRange | None) -> int:
 
 
 def _price_ondemand(attempt: Attempt, end_s: float) -> float:
-    """An offer without an on-demand price counts at what was paid."""
+    """Return the on-demand cost; the amount paid if the offer has no on-demand price."""
     price = attempt.placement.offer.ondemand_usd_hour
     if price is None:
         return attempt.usd

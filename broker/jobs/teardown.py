@@ -1,4 +1,4 @@
-"""Ends attempts: the program, then its nodes, then the record. Every part may be repeated after a crash."""
+"""Tear down attempts: the program, then its nodes, then the record. Every part may be repeated after a crash."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from broker.types import Attempt, Cluster, EventKind, Job, make_event
 
 LOOK_S = 0.5
 END_S = 15.0  # from a cancel until the program is killed and the first files are on their way
-FLUSH_SILENCE_S = 60.0  # without an answer from a node that was uploading
+FLUSH_SILENCE_S = 60.0  # without an upload report
 
 
 class AttemptTeardown:
@@ -26,17 +26,17 @@ class AttemptTeardown:
         self._gang = gang
         self._clock = clock
         self._config = config
-        self._flush = ""  # as last told
+        self._flush = ""  # as last reported
 
     async def terminate(self, attempt: Attempt) -> None:
-        """Returns when its nodes are confirmed gone: before that nothing else may start."""
+        """Terminate the nodes; return once they are confirmed gone, as no other attempt may start before."""
         await self._provisioner.down(attempt.cluster)
         self.close(attempt)
 
     async def end_program(self, attempt: Attempt, cluster: Cluster, *, grace_s: float = 0.0) -> None:
-        """SIGTERM; and so long for the program to save what it has.
+        """Send SIGTERM and wait up to `grace_s` for the program to save its state.
 
-        Longer while a node says that written files are on their way to a bucket: it gives up by itself.
+        Wait longer while a node reports that it is uploading written files: the node itself limits that.
         """
         run_id = get_run_id(attempt, cluster)
         try:
@@ -51,12 +51,12 @@ class AttemptTeardown:
                 return
             if report.flush:
                 if cluster.job_id is not None:
-                    self.note_flush(cluster.job_id, report)
+                    self.report_flush(cluster.job_id, report)
                 until_s = max(until_s, self._clock.now_s() + FLUSH_SILENCE_S)
             await self._clock.sleep(LOOK_S)
 
-    def note_flush(self, job_id: int, report: GangReport) -> None:
-        """Tell the user once what keeps a cluster whose program has ended."""
+    def report_flush(self, job_id: int, report: GangReport) -> None:
+        """Report once why a cluster is kept although its program has ended."""
         if report.flush and report.flush != self._flush:
             self._store.events.add(make_event(EventKind.FLUSHING, text=report.flush), job_id=job_id)
         self._flush = report.flush
@@ -66,11 +66,11 @@ class AttemptTeardown:
         if live and cluster and live.running_s is not None and not live.outcome:
             await self.end_program(live, cluster, grace_s=find_grace_s(job))
             await self.copy_log(live, cluster)
-        # Without an attempt, `up` may have been cut short: what it made goes by the name it would have had.
+        # Without an attempt, `up` may have been interrupted: its nodes have the name of the next attempt's cluster.
         await self._provisioner.down(live.cluster if live else job.name_cluster(job.next_attempt))
 
     async def clean_up(self, job: Job, live: Attempt | None) -> None:
-        """After a job's end nothing of it is left."""
+        """Remove all resources of an ended job."""
         if live is None:
             await self._provisioner.down(job.name_cluster(job.next_attempt))
             return
@@ -80,7 +80,7 @@ class AttemptTeardown:
         await self.terminate(live)
 
     def close(self, attempt: Attempt) -> None:
-        """Its cost is the cluster's, less that of earlier attempts on the same nodes."""
+        """Close the attempt's record. Its cost is the cluster's without that of earlier attempts on the same nodes."""
         now_s = self._clock.now_s()
         attempts = self._store.jobs.list_attempts(attempt.job_id)
         earlier = (old.usd for old in attempts if old.cluster == attempt.cluster and old.number < attempt.number)
@@ -93,6 +93,8 @@ class AttemptTeardown:
 
 
 def find_grace_s(job: Job) -> float:
-    """How long a cancelled program may take. It has nothing to save, but files it wrote to a mounted bucket may still
-    be on the node's disk."""
+    """Return how long a cancelled program may take.
+
+    It has no state to save, but files it wrote to a mounted bucket may still be on the node's disk.
+    """
     return END_S if any(mount.mode.upper() != "COPY" for mount in job.task.storage_mounts) else 0.0

@@ -1,4 +1,4 @@
-"""Many replays of one job under several policies, and what they come to."""
+"""Benchmark spot policies: many replays of one job under each, with summary statistics."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from broker.lab.offline_optimum import find_optimum, list_intervals
 from broker.lab.replay import Case, Outcome, replay
 from broker.spot.policies import ORACLES, load_policy
 
-# The optimum's plan may cost at most about so much more than the best: its search is ten times as fast as at 0.02 %.
+# The share by which the plan found may exceed the optimum. The search is ten times as fast as at 0.02 %.
 OPTIMUM_TOLERANCE = 0.003
-# Changes of markets that the optimum is searched over where its count is left open: 1,000 take about 0.5 s.
+# The total of market changes over which the optimum is searched by default: 1,000 take about 0.5 s.
 OPTIMA_CHANGES = 2_500
 
 
@@ -27,8 +27,11 @@ class Scene:
 
 @dataclass(frozen=True, kw_only=True)
 class Score:
-    """One policy over all scenes. USD and hours; `over_optimum` is `usd_mean` over the study's `optimum_usd_mean`, less
-    one, so that it ranks policies as their costs do. Hours of jobs are from submission to end."""
+    """The result of one policy over all scenes, in USD and hours from submission to end.
+
+    `over_optimum` is the share by which `usd_mean` exceeds the study's `optimum_usd_mean`; it ranks policies like their
+    costs.
+    """
 
     policy: str
     is_oracle: bool
@@ -45,12 +48,12 @@ class Score:
 
 @dataclass(frozen=True, kw_only=True)
 class Benchmark:
-    """`optimum_usd_mean` is of all scenes: where `optima` lacks some, as `estimate_optimum` fills them in."""
+    """All results. `optimum_usd_mean` covers all scenes; `estimate_optimum` fills in those missing in `optima`."""
 
     scores: tuple[Score, ...]
     scenes: tuple[Scene, ...]
     outcomes: tuple[tuple[Outcome, ...], ...]  # by policy, by scene
-    optima: tuple[float | None, ...]  # by scene; None where it was not looked for
+    optima: tuple[float | None, ...]  # by scene; None if it was not computed
     optimum_usd_mean: float | None = None
 
 
@@ -59,42 +62,45 @@ def run_study(
     policies: Sequence[str],
     *,
     optima_count: int | None,
-    tell: Callable[[int, int, str], None] | None = None,
+    on_step: Callable[[int, int, str], None] | None = None,
 ) -> Benchmark:
-    """Every policy on every scene; the optimum on `optima_count` of them, evenly spread, or on as many as
-    `OPTIMA_CHANGES` allows. `tell` hears (steps done, steps in all, what is done next)."""
+    """Replay every policy on every scene.
+
+    The optimum is computed for `optima_count` scenes, evenly spread, or for as many as `OPTIMA_CHANGES` allows.
+    `on_step` gets (completed steps, all steps, name of the next step).
+    """
     assert scenes and policies
     chosen = pick_evenly(len(scenes), count_optima(scenes) if optima_count is None else optima_count)
-    steps, done = len(scenes) * len(policies) + len(chosen), 0
+    steps, completed = len(scenes) * len(policies) + len(chosen), 0
 
     def step(name: str) -> None:
-        nonlocal done
-        if tell is not None:
-            tell(done, steps, name)
-        done += 1
+        nonlocal completed
+        if on_step is not None:
+            on_step(completed, steps, name)
+        completed += 1
 
     outcomes = []
     for name in policies:
         policy, is_oracle = load_policy(name), name in ORACLES
-        found = []
+        replays = []
         for scene in scenes:
             step(name)
-            found.append(replay(scene.case, policy, scene.from_hour, is_oracle=is_oracle))
-        outcomes.append(tuple(found))
+            replays.append(replay(scene.case, policy, scene.from_hour, is_oracle=is_oracle))
+        outcomes.append(tuple(replays))
     optima = list[float | None]([None] * len(scenes))
     for index in chosen:
         step("optimum")
         optima[index] = _find_optimum(scenes[index])
     best = estimate_optimum(outcomes, optima)
-    scores = tuple(_score(name, found, best) for name, found in zip(policies, outcomes, strict=True))
+    scores = tuple(_score(name, replays, best) for name, replays in zip(policies, outcomes, strict=True))
     return Benchmark(
         scores=scores, scenes=tuple(scenes), outcomes=tuple(outcomes), optima=tuple(optima), optimum_usd_mean=best
     )
 
 
 def count_optima(scenes: Sequence[Scene]) -> int:
-    """Of how many scenes the optimum is soon found; at least one."""
-    counted: dict[int, int] = {}  # scenes of one group of markets change about as often
+    """Return for how many scenes the optimum can be computed quickly; at least one."""
+    counted: dict[int, int] = {}  # scenes of one group of markets change about equally often
     for scene in scenes:
         case = scene.case
         if id(case) not in counted:
@@ -104,21 +110,21 @@ def count_optima(scenes: Sequence[Scene]) -> int:
 
 
 def estimate_optimum(outcomes: Sequence[Sequence[Outcome]], optima: Sequence[float | None]) -> float | None:
-    """Mean optimum of all scenes; None where none is known.
+    """Estimate the mean optimum of all scenes; None if no optimum is known.
 
-    Where some are not known, the known ones' share of what the cheapest policy paid on the very same scenes is taken
-    for all. One denominator for all policies: those that are compared on other scenes than their mean cost could rank
-    the other way round.
+    If some are missing, the known optima are extrapolated by their ratio to the cost of the cheapest policy on the same
+    scenes. All policies share this denominator: with different scenes for the ratio and the mean cost, policies could
+    rank the other way round.
     """
-    known = [(index, best) for index, best in enumerate(optima) if best is not None]
-    if not known:
+    computed = [(index, best) for index, best in enumerate(optima) if best is not None]
+    if not computed:
         return None
-    found = sum(best for _, best in known)
-    if len(known) == len(optima):
-        return found / len(known)
-    cheapest = min(outcomes, key=lambda each: sum(one.usd for one in each))
-    paid = sum(cheapest[index].usd for index, _ in known)
-    return found / paid * sum(each.usd for each in cheapest) / len(cheapest)
+    total = sum(best for _, best in computed)
+    if len(computed) == len(optima):
+        return total / len(computed)
+    cheapest = min(outcomes, key=lambda replays: sum(outcome.usd for outcome in replays))
+    paid = sum(cheapest[index].usd for index, _ in computed)
+    return total / paid * sum(outcome.usd for outcome in cheapest) / len(cheapest)
 
 
 def _find_optimum(scene: Scene) -> float | None:
@@ -130,7 +136,7 @@ def _find_optimum(scene: Scene) -> float | None:
 
 
 def spread_starts(sites: Sequence[Site], deadline_hours: float, count: int) -> list[float]:
-    """Hours of submission, evenly spread over the longest recording; recordings repeat where a job outlasts them."""
+    """Return submission hours, evenly spread over the longest recording; recordings repeat if a job outlasts them."""
     longest = max(site.trace.hours for site in sites)
     room = longest - deadline_hours if longest > deadline_hours else longest
     return [room * index / max(count, 1) for index in range(count)]
@@ -142,16 +148,16 @@ def pick_evenly(total: int, count: int) -> list[int]:
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """The least value that at least `share` of all do not exceed."""
+    """Return the smallest value that at least `share` of all values do not exceed."""
     ranked = sorted(values)
     return ranked[max(math.ceil(share * len(ranked)) - 1, 0)]
 
 
 def _score(name: str, outcomes: Sequence[Outcome], optimum_usd_mean: float | None) -> Score:
     count = len(outcomes)
-    usd, hours = [each.usd for each in outcomes], [each.hours for each in outcomes]
-    on_spot = sum(each.spot_hours for each in outcomes)
-    paid = on_spot + sum(each.ondemand_hours for each in outcomes)
+    usd, hours = [outcome.usd for outcome in outcomes], [outcome.hours for outcome in outcomes]
+    on_spot = sum(outcome.spot_hours for outcome in outcomes)
+    paid = on_spot + sum(outcome.ondemand_hours for outcome in outcomes)
     return Score(
         policy=name,
         is_oracle=name in ORACLES,
@@ -160,8 +166,8 @@ def _score(name: str, outcomes: Sequence[Outcome], optimum_usd_mean: float | Non
         usd_p95=percentile(usd, 0.95),
         hours_mean=sum(hours) / count,
         hours_p95=percentile(hours, 0.95),
-        preemptions_mean=sum(each.preemptions for each in outcomes) / count,
-        late=sum(each.is_late for each in outcomes),
+        preemptions_mean=sum(outcome.preemptions for outcome in outcomes) / count,
+        late=sum(outcome.is_late for outcome in outcomes),
         spot_share=on_spot / paid if paid else 0.0,
         over_optimum=sum(usd) / count / optimum_usd_mean - 1 if optimum_usd_mean else None,
     )

@@ -1,4 +1,4 @@
-"""The markets that a replay runs over: places with their recordings and prices, as they look at any hour."""
+"""Define the markets of a replay: places with their recordings and prices at any hour."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from broker.types import Offer, Placement
 
 @dataclass(frozen=True, kw_only=True)
 class Site:
-    """A place where the gang may run on spot by `trace`, or on-demand at any time.
+    """A place where the gang may run on spot according to `trace`, or on-demand at any time.
 
-    Where the trace has prices, the spot price is `spot` times their ratio to the first one. The recording repeats when
-    it is over.
+    If the trace has prices, the spot price is `spot` times their ratio to the first one. The recording repeats at its
+    end.
     """
 
     trace: Trace
@@ -33,34 +33,34 @@ class Site:
         first = self.trace.prices[0] if self.trace.prices else 0.0
         placed = dict[float, Placement]()
         is_open, ratio = False, 1.0
-        found = []
+        steps = []
         for hour in hours:
             is_open = opens.get(hour, is_open)
             if first > 0 and hour in prices:
                 ratio = prices[hour] / first
             if ratio not in placed:
                 placed[ratio] = _scale(self.spot, ratio)
-            found.append((hour, is_open, placed[ratio]))
-        return tuple(found)
+            steps.append((hour, is_open, placed[ratio]))
+        return tuple(steps)
 
     @cached_property
     def _hours(self) -> tuple[float, ...]:
         return tuple(hour for hour, _, _ in self.steps)
 
     def find_step(self, hour: float) -> int:
-        """The number of the step that holds at `hour`; steps count on through repetitions."""
+        """Return the number of the step at `hour`; numbers keep counting through repetitions."""
         cycle, rest = divmod(hour, self.trace.hours)
         index = bisect_right(self._hours, rest + 1e-9) - 1
         return int(cycle) * len(self.steps) + index
 
     def read_step(self, number: int) -> tuple[float, bool, Placement]:
-        """(hour, is open, placement) of the step of that number."""
+        """Return (hour, is open, placement) of a step."""
         cycle, index = divmod(number, len(self.steps))
         hour, is_open, placement = self.steps[index]
         return cycle * self.trace.hours + hour, is_open, placement
 
     def closes_at(self, number: int) -> float:
-        """When the open step of that number will have closed; far away where it never does."""
+        """Return when an open step closes; infinite if it never does."""
         for ahead in range(number + 1, number + 1 + len(self.steps)):
             hour, is_open, _ = self.read_step(ahead)
             if not is_open:
@@ -77,7 +77,7 @@ def make_site(
     region: str = "",
     cloud: str = "trace",
 ) -> Site:
-    """A site of one pretend instance type. The default price ratio is that of a V100 on AWS in 2023."""
+    """Make a site with one fictitious instance type. The default price ratio is that of a V100 on AWS in 2023."""
     offer = Offer(
         cloud=cloud,
         region=region or trace.name,

@@ -1,11 +1,11 @@
-"""What a job would have cost with the future known: the bound that no policy can pass.
+"""Compute the cost of a job with hindsight: the lower bound for every policy.
 
-Exact dynamic programme over the moments at which any market changes. A label is a plan so far: work done, dollars, and
-what runs. Between two moments nothing changes, so a plan uses an interval whole or not at all, but for one: of two that
-are used in part, the dearer could be shortened and the other one lengthened. So what was done too much is taken back
-at the end, from the last stretch, which ends with the work, or from the dearest stretch before it that begins a run.
-Plans are dropped that another one beats in every respect, and plans that cannot
-beat the best found: by the Lagrangian bound, in which an hour of work still missing is bought at one fixed price.
+This is an exact dynamic program over the times at which any market changes. A label is a partial plan: work done,
+dollars, and the running mode. Nothing changes within an interval, so a plan uses each interval completely or not at
+all, with one exception: of two partially used intervals, the more expensive one could be shortened and the other
+lengthened. Excess work is therefore taken back at the end, from the last stretch, which ends with the work, or from the
+most expensive earlier stretch that begins a run. A plan is dropped if another one dominates it, or if it cannot beat
+the best one by the Lagrangian bound, which prices each missing hour of work at one fixed rate.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ from dataclasses import dataclass
 
 from broker.lab.markets import Site
 
-IDLE, SURE = -2, -1  # modes; 0 and up: the site that runs on spot
-# Plans that would be better by less than this share are not looked for; and of plans whose work lies this close, the
-# cheapest by the bound's price and the longest are kept.
+IDLE, SURE = -2, -1  # modes: no machines, on-demand; from 0: the site that runs on spot
+# The search ignores improvements below this share. Of plans whose work differs by less, it keeps the cheapest by the
+# bound's price and the longest.
 TOLERANCE = 2e-4
 PRICE_STEPS = 24
 
 
 @dataclass(frozen=True, kw_only=True)
 class Interval:
-    """Between two changes: (site, USD per hour) of the open ones, by site."""
+    """The time between two changes, with (site, USD per hour) of the open sites, by site."""
 
     from_hours: float
     to_hours: float
     open_sites: tuple[tuple[int, float], ...]
 
 
-# (work, usd, work that may be taken back, usd that an hour of it cost); a start is owed at once, as work below what
-# was done
+# (work, usd, work that may be taken back, its usd per hour). A start is charged at once, by subtracting its time from
+# the work done.
 Label = tuple[float, float, float, float]
 START: Label = (0.0, 0.0, 0.0, 0.0)
 
@@ -47,31 +47,31 @@ def find_optimum(
     from_hour: float = 0.0,
     tolerance: float = TOLERANCE,
 ) -> float:
-    """Least USD to finish in time from `from_hour` of the recordings, egress not counted; infinite where none can.
+    """Return the least USD to finish in time from `from_hour` of the recordings without egress; infinite if impossible.
 
-    The plan found costs at most about a share of `tolerance` more than the best: ten times the tolerance takes a tenth
-    of the time or less.
+    The result exceeds the optimum by at most about the share `tolerance`: ten times the tolerance takes a tenth of the
+    time or less.
     """
     intervals = list_intervals(sites, from_hour, deadline_hours)
     return _Search(sites, intervals, work_hours, deadline_hours, tolerance).run()
 
 
 def list_intervals(sites: Sequence[Site], from_hour: float, hours: float) -> list[Interval]:
-    """The recordings from one hour on, cut at every change of any site."""
+    """Split the recordings, from one hour on, at every change of any site."""
     steps = [site.find_step(from_hour) for site in sites]
-    cuts, found = 0.0, list[Interval]()
+    cuts, intervals = 0.0, list[Interval]()
     while cuts < hours - 1e-9:
         following = [site.read_step(step + 1)[0] - from_hour for site, step in zip(sites, steps, strict=True)]
         until = min([*following, hours])
         now = [site.read_step(step) for site, step in zip(sites, steps, strict=True)]
-        opened = tuple((index, each[2].usd_hour) for index, each in enumerate(now) if each[1])
-        if found and found[-1].open_sites == opened:
-            found[-1] = Interval(from_hours=found[-1].from_hours, to_hours=until, open_sites=opened)
+        opened = tuple((index, placement.usd_hour) for index, (_, is_open, placement) in enumerate(now) if is_open)
+        if intervals and intervals[-1].open_sites == opened:
+            intervals[-1] = Interval(from_hours=intervals[-1].from_hours, to_hours=until, open_sites=opened)
         else:
-            found.append(Interval(from_hours=cuts, to_hours=until, open_sites=opened))
+            intervals.append(Interval(from_hours=cuts, to_hours=until, open_sites=opened))
         steps = [step + (after <= until + 1e-9) for step, after in zip(steps, following, strict=True)]
         cuts = until
-    return found
+    return intervals
 
 
 class _Search:
@@ -91,8 +91,8 @@ class _Search:
         self.sure_start = sure.start_hours
         self.usd_work = self.sure_usd / self.sure_speed
         self.fastest = max(*self.speeds, self.sure_speed)
-        rates = {usd / self.speeds[index] for each in intervals for index, usd in each.open_sites}
-        self.least_rate = min(rates, default=math.inf)  # work at this price need not be taken back: no other is cheaper
+        rates = {usd / self.speeds[index] for interval in intervals for index, usd in interval.open_sites}
+        self.least_rate = min(rates, default=math.inf)  # work at this price is never taken back: no other is cheaper
         self.best = math.inf
         self.tolerance, self.bucket = tolerance, work_hours * tolerance
 
@@ -100,47 +100,47 @@ class _Search:
         self._choose_price()
         labels: dict[int, list[Label]] = {IDLE: [START]}
         for number, interval in enumerate(self.intervals):
-            for mode, found in labels.items():
-                self._try_sure_to_the_end(mode, found, self.deadline - interval.from_hours)
+            for mode, plans in labels.items():
+                self._try_sure_to_the_end(mode, plans, self.deadline - interval.from_hours)
             labels = self._advance(labels, interval)
             self._improve(labels, number + 1)
             left = self.deadline - interval.to_hours
             labels = {
                 mode: kept
-                for mode, found in labels.items()
-                if (kept := self._prune(found, left * self.fastest, self.to_go[number + 1], mode))
+                for mode, plans in labels.items()
+                if (kept := self._prune(plans, left * self.fastest, self.to_go[number + 1], mode))
             }
-        for mode, found in labels.items():
-            self._try_sure_to_the_end(mode, found, 0.0)
+        for mode, plans in labels.items():
+            self._try_sure_to_the_end(mode, plans, 0.0)
         return self.best
 
     def _improve(self, labels: dict[int, list[Label]], number: int) -> None:
-        """Finish the most promising plan of each mode by the bound's plan: a good best cuts the search short."""
-        for mode, found in labels.items():
-            if found:
-                ranked = sorted(found, key=lambda label: self._bound(label, self.to_go[number][mode]))
+        """Complete the most promising plan of each mode with the bound's plan: a good incumbent prunes more."""
+        for mode, plans in labels.items():
+            if plans:
+                ranked = sorted(plans, key=lambda label: self._bound(label, self.to_go[number][mode]))
                 for label in ranked[:: max(1, len(ranked) // 4)][:4]:
                     self._walk(label, mode, number)
 
     def _choose_price(self) -> None:
-        """The price of missing work that makes the bound highest: the bound is concave in it."""
+        """Find the price of missing work with the highest bound: the bound is concave in it."""
         low, high = 0.0, self.usd_work * 64
         for _ in range(PRICE_STEPS):
             self.price = (low + high) / 2
             self.to_go = self._bound_to_go()
             work = self._walk()
             if self.best * (1 - self.tolerance) <= self._bound(START, self.to_go[0][IDLE]):
-                return  # no other plan is better by more
+                return  # no other plan is better by more than the tolerance
             if work < self.work:
                 low = self.price
             else:
                 high = self.price
 
     def _bound_to_go(self) -> list[dict[int, float]]:
-        """For each interval and mode before it: least USD from there on, less the worth of the work done."""
+        """Return, by interval and mode before it, the least remaining USD minus the value of the work done."""
         worth = self.price
         following = dict.fromkeys((IDLE, SURE, *range(len(self.speeds))), 0.0)
-        found = [following]
+        bounds = [following]
         for interval in reversed(self.intervals):
             hours = interval.to_hours - interval.from_hours
             own = {
@@ -151,8 +151,8 @@ class _Search:
                 own[index] = following[index] + min(0.0, usd_hour - worth * self.speeds[index]) * hours
             after_start = min(usd + self._start_usd(mode) for mode, usd in own.items())
             following = {mode: min(after_start, own.get(mode, math.inf)) for mode in following}
-            found.append(following)
-        return found[::-1]
+            bounds.append(following)
+        return bounds[::-1]
 
     def _start_usd(self, mode: int) -> float:
         if mode == IDLE:
@@ -160,21 +160,21 @@ class _Search:
         return self.price * (self.sure_start * self.sure_speed if mode == SURE else self.starts[mode])
 
     def _walk(self, label: Label = START, mode: int = IDLE, begin: int = 0) -> float:
-        """Follow the bound's own plan, and keep its price as the best where it is in time. Its work."""
+        """Follow the bound's own plan; keep its cost as the best if it is in time; return its work."""
         for number, interval in enumerate(self.intervals[begin:], start=begin):
             self._try_sure_to_the_end(mode, [label], self.deadline - interval.from_hours)
             choices = self._advance({mode: [label]}, interval)
-            if any(not found for each, found in choices.items() if each != SURE):
+            if any(not kept for choice, kept in choices.items() if choice != SURE):
                 return self.work
             to_go = self.to_go[number + 1]
             mode, label = min(
-                ((each, found[0]) for each, found in choices.items() if found),
-                key=lambda choice: self._bound(choice[1], to_go[choice[0]]),
+                ((choice, kept[0]) for choice, kept in choices.items() if kept),
+                key=lambda pair: self._bound(pair[1], to_go[pair[0]]),
             )
         return label[0]
 
     def _bound(self, label: Label, to_go: float) -> float:
-        """No plan that goes on from this label costs less."""
+        """Return a lower bound for the cost of all plans that continue from this label."""
         work, usd, taken, rate = label
         return usd + self.price * (self.work - work) + to_go - max(0.0, rate - self.price) * max(taken, 0.0)
 
@@ -186,9 +186,9 @@ class _Search:
                 self.best = min(self.best, usd + hours * self.sure_usd)
 
     def _advance(self, labels: dict[int, list[Label]], interval: Interval) -> dict[int, list[Label]]:
-        """All plans after one more interval; what finishes within it is priced and dropped."""
+        """Return all plans after one more interval; plans that finish within it are priced and dropped."""
         hours = interval.to_hours - interval.from_hours
-        every = [(mode, label) for mode, found in labels.items() for label in found]
+        every = [(mode, label) for mode, plans in labels.items() for label in plans]
         following: dict[int, list[Label]] = {IDLE: [label for _, label in every]}
         owed = self.sure_start * self.sure_speed
         gain = hours * self.sure_speed
@@ -203,8 +203,10 @@ class _Search:
     def _use(
         self, every: Iterable[tuple[int, Label]], own: int, gain: float, owed: float, more_usd: float, own_rate: float
     ) -> Iterator[tuple[Label, float]]:
-        """Each label after an interval in mode `own`, and the work of that interval that is not in `taken`. On-demand
-        hours are alike wherever they lie, and add up."""
+        """Yield each label after an interval in mode `own`, and the interval's work that is not in `taken`.
+
+        On-demand hours are interchangeable and add up.
+        """
         is_sure = own == SURE
         for mode, (work, usd, taken, rate) in every:
             fresh = gain if mode == own else gain - owed
@@ -216,10 +218,9 @@ class _Search:
                 yield (work + fresh, usd + more_usd, taken, rate), gain
 
     def _finish(self, labels: Iterable[tuple[Label, float]], usd_work: float) -> list[Label]:
-        """Price what is done, and keep what may still become cheaper.
+        """Price finished plans; keep unfinished ones, and finished ones that may still become cheaper.
 
-        Of the interval that finishes the work no more is left out than was done in it: work done too much before it
-        was paid at another price.
+        The last interval is shortened by at most the work done in it: earlier excess work was paid at another price.
         """
         left = []
         for label, own in labels:
@@ -231,12 +232,12 @@ class _Search:
             is_dearest = rate >= usd_work
             back = min(max(excess, 0.0), max(taken, 0.0)) if is_dearest else 0.0
             self.best = min(self.best, usd - back * rate - min(excess - back, own) * usd_work)
-            if taken > back:  # done with dear hours that cheaper ones may still replace
+            if taken > back:  # finished with expensive hours that cheaper ones may still replace
                 left.append((self.work, usd - back * rate, taken - back, rate) if is_dearest else label)
         return left
 
     def _prune(self, labels: list[Label], most_work: float, to_go: dict[int, float], mode: int) -> list[Label]:
-        """Without those that cannot be in time, cannot beat the best, or are beaten by another in every respect."""
+        """Drop labels that cannot finish in time, cannot beat the best, or are dominated by another."""
         limit = self.best * (1 - self.tolerance)
         labels = [
             label
@@ -245,10 +246,10 @@ class _Search:
         ]
         labels.sort(key=lambda label: (-label[0], label[1]))
         kept, last, least, least_bound = list[Label](), -1, 0.0, 0.0
-        stairs = dict[float, _Stairs]()  # by the price of what may be taken back
+        fronts = dict[float, _ParetoFront]()  # by the price of the work that may be taken back
         for work, usd, taken, rate in labels:
             base = usd - rate * max(taken, 0.0)
-            if any(price >= rate and each.beats(usd, base) for price, each in stairs.items()):
+            if any(price >= rate and front.dominates(usd, base) for price, front in fronts.items()):
                 continue
             bucket, value = int((self.work - work) / self.bucket), usd - self.price * work
             bound = value - max(0.0, rate - self.price) * max(taken, 0.0)
@@ -258,19 +259,19 @@ class _Search:
                 continue
             least, least_bound = min(least, value), min(least_bound, bound)
             kept.append((work, usd, taken, rate))
-            stairs.setdefault(rate, _Stairs()).add(usd, base)
+            fronts.setdefault(rate, _ParetoFront()).add(usd, base)
         return kept
 
 
-class _Stairs:
-    """Plans of which none beats another: what they cost as they are, rising, and with all taken back, falling."""
+class _ParetoFront:
+    """Plans that do not dominate each other: their costs, ascending, and costs with all taken back, descending."""
 
     def __init__(self) -> None:
         self._costs: list[float] = []
         self._bases: list[float] = []
 
-    def beats(self, usd: float, base: float) -> bool:
-        """Whether one of these costs no more, as it is and with all taken back."""
+    def dominates(self, usd: float, base: float) -> bool:
+        """Return whether one of these costs no more, both as it is and with all taken back."""
         place = bisect_left(self._costs, usd + 1e-12)
         return bool(place) and self._bases[place - 1] <= base + 1e-12
 

@@ -14,6 +14,7 @@ import itertools
 import json
 import multiprocessing
 import random
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,16 +46,13 @@ class RecordedMarket:
 @dataclass(frozen=True, kw_only=True)
 class ScenarioRuns:
     """One scenario: what is known of the market, and `runs[cell]` as (spot hours, on-demand hours, hours, preemptions),
-    in the order of `list_cells`. `closings` and `open_hours` are totals of the market, `open_share` of its time."""
+    in the order of `list_cells`."""
 
     market: str
     family: str
     places: int
     from_hour: float
     is_open: bool
-    closings: int
-    open_hours: float
-    open_share: float
     runs: tuple[tuple[float, float, float, int], ...]
 
 
@@ -121,16 +119,12 @@ def _replay_cell(
 def _make_scenario(
     market: RecordedMarket, hour: float, runs: tuple[tuple[float, float, float, int], ...]
 ) -> ScenarioRuns:
-    open_hours = sum(trace.hours * trace.open_share for trace in market.traces)
     return ScenarioRuns(
         market=market.name,
         family=market.family,
         places=len(market.traces),
         from_hour=hour,
         is_open=any(trace.is_open_at(hour % trace.hours) for trace in market.traces),
-        closings=sum(not is_open for trace in market.traces for _, is_open in trace.changes[1:]),
-        open_hours=open_hours,
-        open_share=open_hours / sum(trace.hours for trace in market.traces),
         runs=runs,
     )
 
@@ -142,15 +136,19 @@ def _sum_up(outcome: Outcome) -> tuple[float, float, float, int]:
 def write_table(scenarios: Sequence[ScenarioRuns], source: str) -> str:
     """The text that `broker.spot.recorded_runs` reads: hours as whole thousandths of the work."""
     works = [work for work, _, _ in list_cells()]
+    alone = list(list_cells()).index((WORKS_HOURS[-1], None, STARTS_HOURS[0]))
+    preempted, spot_hours = Counter[str](), dict[str, float]()
+    for each in scenarios:
+        preempted[each.market] += each.runs[alone][3]
+        spot_hours[each.market] = spot_hours.get(each.market, 0.0) + each.runs[alone][0]
     rows = [
         {
             "family": each.family,
             "market": each.market,
             "places": each.places,
             "is_open": each.is_open,
-            "closings": each.closings,
-            "open_hours": round(each.open_hours, 2),
-            "open_share": round(each.open_share, 4),
+            "preempted": preempted[each.market],
+            "spot_hours": round(spot_hours[each.market], 1),
             "spot": [round(run[0] / work * 1000) for run, work in zip(each.runs, works, strict=True)],
             "ondemand": [round(run[1] / work * 1000) for run, work in zip(each.runs, works, strict=True)],
             "hours": [round(run[2] / work * 1000) for run, work in zip(each.runs, works, strict=True)],

@@ -1,8 +1,8 @@
-"""A job's life over recorded markets under one policy: jumps from change to change, so that years take seconds.
+"""Replay a job over recorded markets under one policy, from change to change, so that years take seconds.
 
-What is modelled: every start is billed and brings no work; spot goes without warning (or with `notice_hours` of it) the
-moment its market closes; work since the last checkpoint is then lost; on-demand always starts. A job that is given up
-waiting for spot at `PATIENCE` times its deadline is finished on-demand.
+The model: every start is billed and does no work; spot is preempted without warning (or with `notice_hours`) when its
+market closes, and work since the last checkpoint is lost; on-demand always starts. A job that still waits for spot at
+`PATIENCE` times its deadline is finished on-demand.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ MODES = ("waiting", "spot", "on-demand")
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """The job. `move_usd[a][b]` is paid to start at site b with the data at site a; the data are at site 0 at first."""
+    """A job. `move_usd[a][b]` is the cost to start at site b with the data at site a; the data start at site 0."""
 
     sites: tuple[Site, ...]
     work_hours: float
     deadline_hours: float
-    save_every_hours: float = 0.0  # 0: nothing done is ever lost
+    save_every_hours: float = 0.0  # 0: no work is ever lost
     notice_hours: float = 0.0
     move_usd: tuple[tuple[float, ...], ...] = ()
     look_hours: float = 0.0
@@ -35,7 +35,7 @@ class Case:
 
 @dataclass(frozen=True, kw_only=True)
 class Stretch:
-    """A part of the time line: mode, site, and the share of it that brought work."""
+    """A part of the timeline: mode, site, and the hours spent starting."""
 
     from_hours: float
     to_hours: float
@@ -47,7 +47,7 @@ class Stretch:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What it came to. `hours` is infinite for a job that never finished."""
+    """The result of a replay. `hours` is infinite for a job that never finished."""
 
     usd: float
     hours: float
@@ -62,14 +62,14 @@ class Outcome:
 def replay(
     case: Case, policy: SpotPolicy, from_hour: float = 0.0, *, is_oracle: bool = False, keeps_timeline: bool = False
 ) -> Outcome:
-    """The life of a job submitted at `from_hour` of the recordings. An oracle is told when each open spell will end."""
+    """Replay a job submitted at `from_hour` of the recordings. An oracle knows when each open interval will end."""
     life = _Life(case, from_hour, is_oracle=is_oracle, keeps_timeline=keeps_timeline)
     for _ in range(DECISIONS_MAX):
         if life.is_over:
             return life.sum_up()
-        view, candidates = life.look()
+        view, candidates = life.observe()
         life.follow(policy(view, candidates), candidates)
-    raise AssertionError("the policy asks to be asked again without end")
+    raise AssertionError("the policy exceeds the limit of decisions")
 
 
 class _Life:
@@ -89,8 +89,8 @@ class _Life:
         self.steps = [site.find_step(from_hour) for site in case.sites]
         self.now = [site.read_step(step)[1:] for site, step in zip(case.sites, self.steps, strict=True)]
         self.next = [site.read_step(step + 1)[0] for site, step in zip(case.sites, self.steps, strict=True)]
-        self.met = [MET_HOURS] * len(case.sites)  # the beginnings of the first spells are not seen
-        self.since = [-MET_HOURS] * len(case.sites)  # of the spell, in hours since submission
+        self.met = [MET_HOURS] * len(case.sites)  # the starts of the first intervals are not observed
+        self.since = [-MET_HOURS] * len(case.sites)  # start of the interval, in hours since submission
         self.seen: list[Durations] = [NOTHING_SEEN] * len(case.sites)
         self.closes = [math.inf] * len(case.sites)
         for index in range(len(case.sites)):
@@ -100,7 +100,7 @@ class _Life:
     def is_over(self) -> bool:
         return self.saved + self.unsaved >= self.case.work_hours - EPSILON_HOURS
 
-    def look(self) -> tuple[JobView, list[Candidate]]:
+    def observe(self) -> tuple[JobView, list[Candidate]]:
         case, candidates = self.case, list[Candidate]()
         for index, site in enumerate(case.sites):
             is_open, placement = self.now[index]
@@ -146,24 +146,24 @@ class _Life:
         return self.is_oracle or closes_in <= self.case.notice_hours + EPSILON_HOURS
 
     def follow(self, decision: Decision, candidates: Sequence[Candidate]) -> None:
-        """Carry the decision out until something changes."""
+        """Carry out the decision until the next change."""
         if self.hour >= PATIENCE * self.case.deadline_hours and not self._is_on_demand:
             self._switch(1 + 2 * self.data, candidates)
         elif isinstance(decision, Move):
-            target = next(index for index, each in enumerate(candidates) if each is decision.target)
+            target = next(index for index, candidate in enumerate(candidates) if candidate is decision.target)
             if target != self.current:
                 self._switch(target, candidates)
         elif isinstance(decision, Wait):
             self._switch(None, candidates)
-        asked = self.hour + max(decision.hours, 1e-6)
-        self._run_until(min(asked, self._next_event()))
+        requested = self.hour + max(decision.hours, 1e-6)
+        self._run_until(min(requested, self._next_event()))
 
     @property
     def _is_on_demand(self) -> bool:
         return self.current is not None and self.current % 2 == 1
 
     def _switch(self, target: int | None, candidates: Sequence[Candidate]) -> None:
-        """Given up on purpose: what is done is saved first."""
+        """Switch on purpose: the work done is saved first."""
         if target == self.current:
             return
         if target is not None and target % 2 == 0:
@@ -190,7 +190,7 @@ class _Life:
         self.begun = self.hour
 
     def _next_event(self) -> float:
-        """When the world changes by itself: a market, a notice, the end of the work."""
+        """Return the time of the next change: of a market, a notice, or the end of the work."""
         until = min(self.next) - self.from_hour
         notice = self.case.notice_hours
         if notice > 0:
@@ -239,7 +239,7 @@ class _Life:
             self.saved, self.unsaved = self.saved + kept, max(self.unsaved - kept, 0.0)
 
     def _change(self, index: int) -> None:
-        """The market of one site takes its next step."""
+        """Advance the market of one site by a step."""
         site = self.case.sites[index]
         was_open = self.now[index][0]
         self.steps[index] += 1
@@ -255,7 +255,7 @@ class _Life:
         self.since[index] = self.hour
         self._foresee(index)
         if was_open and self.current == 2 * index:
-            if self.case.notice_hours > 0:  # a notice is time enough for a checkpoint
+            if self.case.notice_hours > 0:  # a notice leaves enough time for a checkpoint
                 self.saved += self.unsaved
             self.unsaved = 0.0
             self._close_stretch(is_lost=True)

@@ -15,8 +15,8 @@ def read_traces(path: Path) -> list[Trace]:
     """Read a trace file, or all `*.json` of a folder, by name. Raises UsageError or SourceError."""
     files = sorted(path.glob("*.json")) if path.is_dir() else [path]
     if not files:
-        deeper = sorted({each.parent for each in path.glob("*/*.json")})
-        hints = [f"pass `--traces {each}`" for each in deeper[:3]]
+        deeper = sorted({file.parent for file in path.glob("*/*.json")})
+        hints = [f"pass `--traces {folder}`" for folder in deeper[:3]]
         raise UsageError(f"no traces (`*.json`) in {path}", hints=hints)
     if len(files) > FILES_MAX:
         raise UsageError(f"{path} has {len(files)} traces; the limit is {FILES_MAX}")

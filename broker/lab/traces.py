@@ -1,8 +1,8 @@
-"""What a spot market did: recordings, and one made by the project so that everything works without files.
+"""Read, write and generate recordings of spot markets.
 
 A recording is JSON text: {"metadata": {"gap_seconds": 600, "gang": 1, ...}, "data": [1, 1, 0, ...]}, where data[i] is
-how many instances could be had at tick i; the gang can run while that is at least `gang`. `prices` (USD per hour and
-instance, one a tick) and `metadata.on_demand_price` are optional.
+the number of available instances at tick i; the gang can run while it is at least `gang`. `prices` (USD per hour and
+instance, one per tick) and `metadata.on_demand_price` are optional.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ TICKS_MAX = 5_000_000
 
 @dataclass(frozen=True, kw_only=True)
 class Trace:
-    """One place's market, tick by tick. Traces of one group start at the same moment."""
+    """One place's market, tick by tick. Traces of one group start at the same time."""
 
     name: str
     gap_hours: float
-    counts: tuple[int, ...]  # instances to be had
+    counts: tuple[int, ...]  # available instances
     gang: int = 1
-    prices: tuple[float, ...] = ()  # spot, USD per hour and instance; empty: not known
+    prices: tuple[float, ...] = ()  # spot, USD per hour and instance; empty: unknown
     ondemand_usd_hour: float | None = None
     started_s: float | None = None  # when the recording began
 
@@ -40,31 +40,32 @@ class Trace:
     @cached_property
     def changes(self) -> tuple[tuple[float, bool], ...]:
         """(hour, is open) at the start and at each change."""
-        found = list[tuple[float, bool]]()
+        changes = list[tuple[float, bool]]()
         for tick, count in enumerate(self.counts):
             is_open = count >= self.gang
-            if not found or found[-1][1] != is_open:
-                found.append((tick * self.gap_hours, is_open))
-        return tuple(found)
+            if not changes or changes[-1][1] != is_open:
+                changes.append((tick * self.gap_hours, is_open))
+        return tuple(changes)
 
     @cached_property
     def price_changes(self) -> tuple[tuple[float, float], ...]:
-        """(hour, USD per hour and instance) at the start and at each change; empty where no price is known."""
-        found = list[tuple[float, float]]()
+        """(hour, USD per hour and instance) at the start and at each change; empty without prices."""
+        changes = list[tuple[float, float]]()
         for tick, price in enumerate(self.prices):
-            if not found or found[-1][1] != price:
-                found.append((tick * self.gap_hours, price))
-        return tuple(found)
+            if not changes or changes[-1][1] != price:
+                changes.append((tick * self.gap_hours, price))
+        return tuple(changes)
+
+    def is_open_at(self, hour: float) -> bool:
+        """Return whether spot was available at this hour of the recording."""
+        return self.changes[bisect_right(self.changes, (hour, True)) - 1][1]
 
     @property
     def open_share(self) -> float:
         return sum(count >= self.gang for count in self.counts) / len(self.counts)
 
-    def is_open_at(self, hour: float) -> bool:
-        return self.changes[bisect_right(self.changes, (hour, True)) - 1][1]
-
     def count_spells(self) -> Durations:
-        """All spells, the first and the last as seen from and up to the ends of the recording."""
+        """Return the durations of all intervals; the first and last are censored by the ends of the recording."""
         seen = NOTHING_SEEN
         borders = [*(hour for hour, _ in self.changes), self.hours]
         last = len(self.changes) - 1
@@ -77,7 +78,7 @@ class Trace:
 
 @dataclass(frozen=True, kw_only=True)
 class TraceFacts:
-    """A trace in figures. Means are None where nothing of the kind was seen."""
+    """Statistics of a trace. Means are None without an observation."""
 
     name: str
     hours: float
@@ -108,13 +109,13 @@ def measure_trace(trace: Trace) -> TraceFacts:
 
 
 def parse_trace(text: str | bytes, name: str) -> Trace:
-    """Raises SourceError that says what is wrong with the text."""
+    """Parse a recording. Raises SourceError."""
     try:
-        found = json.loads(text)
-        metadata, data = found["metadata"], found["data"]
+        recording = json.loads(text)
+        metadata, data = recording["metadata"], recording["data"]
         gap_s, gang = float(metadata["gap_seconds"]), int(metadata.get("gang", 1))
-        counts = tuple(int(each) for each in data)
-        prices = tuple(float(each) for each in found.get("prices") or ())
+        counts = tuple(int(count) for count in data)
+        prices = tuple(float(price) for price in recording.get("prices") or ())
         ondemand = metadata.get("on_demand_price")
         started = metadata.get("started_s")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -123,7 +124,7 @@ def parse_trace(text: str | bytes, name: str) -> Trace:
         raise _unreadable(name, f"`gap_seconds` is {gap_s:g} and `gang` is {gang}")
     if not 0 < len(counts) <= TICKS_MAX or min(counts) < 0:
         raise _unreadable(name, f"`data` must hold 1 to {TICKS_MAX:,} counts, none below 0")
-    if prices and (len(prices) != len(counts) or not all(0 <= each < math.inf for each in prices)):
+    if prices and (len(prices) != len(counts) or not all(0 <= price < math.inf for price in prices)):
         raise _unreadable(name, f"`prices` must hold one price for each of the {len(counts)} ticks")
     return Trace(
         name=name,
@@ -137,26 +138,26 @@ def parse_trace(text: str | bytes, name: str) -> Trace:
 
 
 def write_trace(trace: Trace) -> str:
-    """The text that `parse_trace` reads."""
+    """Return the text that `parse_trace` reads."""
     metadata: dict[str, object] = {"gap_seconds": round(trace.gap_hours * 3600, 6), "gang": trace.gang}
     if trace.ondemand_usd_hour is not None:
         metadata["on_demand_price"] = trace.ondemand_usd_hour
     if trace.started_s is not None:
         metadata["started_s"] = trace.started_s
-    found: dict[str, object] = {"metadata": metadata, "data": trace.counts}
+    recording: dict[str, object] = {"metadata": metadata, "data": trace.counts}
     if trace.prices:
-        found["prices"] = trace.prices
-    return json.dumps(found) + "\n"
+        recording["prices"] = trace.prices
+    return json.dumps(recording) + "\n"
 
 
 def _unreadable(name: str, why: str) -> SourceError:
-    hint = 'a trace is {"metadata": {"gap_seconds": 600, "gang": 1}, "data": [1, 1, 0, ...]}, 1 where spot could be had'
+    hint = 'a trace is {"metadata": {"gap_seconds": 600, "gang": 1}, "data": [1, 1, 0, ...]}, 1 while spot is available'
     return SourceError(f"trace `{name}` cannot be read: {why}", hints=[hint])
 
 
 @dataclass(frozen=True, kw_only=True)
 class Weather:
-    """A made-up market: calm and stormy weather follow each other; each has its mean lengths of spells, in hours."""
+    """A synthetic market that alternates between a calm and a stormy regime, with mean interval lengths in hours."""
 
     calm_hours: float = 30.0
     stormy_hours: float = 9.0
@@ -164,13 +165,13 @@ class Weather:
     closed_calm_hours: float = 0.4
     open_stormy_hours: float = 0.5
     closed_stormy_hours: float = 1.6
-    price_share: float = 0.32  # of the on-demand price, wandering by a tenth
+    price_share: float = 0.32  # of the on-demand price; a random walk moves it
 
 
 def make_trace(
     name: str, seed: int, *, hours: float = 336.0, gap_s: float = 300.0, weather: Weather | None = None
 ) -> Trace:
-    """A trace drawn from `weather` (default: one of our own by seed); the same arguments give the same trace."""
+    """Draw a trace from `weather` (by default drawn by seed, too); the same arguments give the same trace."""
     chance = random.Random(f"{name}/{seed}")
     sky = weather or _draw_weather(chance)
     counts, prices = list[int](), list[float]()
@@ -211,7 +212,7 @@ def _draw_weather(chance: random.Random) -> Weather:
 
 
 def make_default_traces(count: int = 4, seed: int = 1, *, hours: float = 336.0) -> tuple[Trace, ...]:
-    """The project's own market of several zones: it ships as this generator and its seed, and is no real place's."""
+    """Generate the project's synthetic market of several zones; it ships as this generator and a seed."""
     return tuple(make_trace(f"made-{letter}", seed, hours=hours) for letter in _letters(count))
 
 

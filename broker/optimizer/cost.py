@@ -43,7 +43,7 @@ class RunForecast:
 
 
 @noun
-class Terms:
+class RunInputs:
     """What decides a course, apart from the place: work, hazard of the gang per hour, checkpoints, recovery."""
 
     work_hours: float
@@ -62,7 +62,7 @@ class Terms:
         goal: Goal | None,
         cloud: str,
         node_count: int,
-    ) -> Terms:
+    ) -> RunInputs:
         restore_s = measure_restore_s(checkpoint.size_gib)
         billed_s = bill_recovery_s(cloud, node_count, checkpoint.restart_s, restore_s)
         return cls(
@@ -81,7 +81,7 @@ class Terms:
         return min(every_s / 3600, self.work_hours)
 
 
-def run_on_demand(terms: Terms) -> RunForecast:
+def run_on_demand(terms: RunInputs) -> RunForecast:
     """Without preemption; checkpoints are written only where the user fixes their interval."""
     is_saving = terms.checkpoint.every_s is not None and terms.work_hours > 0
     checkpoints = terms.work_hours / terms.every_hours if is_saving else 0.0
@@ -101,7 +101,7 @@ def run_on_demand(terms: Terms) -> RunForecast:
     )
 
 
-def run_on_spot(terms: Terms) -> RunForecast:
+def run_on_spot(terms: RunInputs) -> RunForecast:
     """On spot to the end, however often it is preempted."""
     if terms.hazard <= 0 or terms.work_hours <= 0:
         calm = run_on_demand(terms)
@@ -129,7 +129,7 @@ def run_on_spot(terms: Terms) -> RunForecast:
     )
 
 
-def run_on_spot_then_on_demand(terms: Terms) -> RunForecast | None:
+def run_on_spot_then_on_demand(terms: RunInputs) -> RunForecast | None:
     """On spot until a preemption leaves too little time for one more, then on-demand: the deadline always holds.
 
     With s = tau + delta, the slack u = D - (W / tau) s - (s + R) is what losses may add up to. After the preemption

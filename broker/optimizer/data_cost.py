@@ -1,4 +1,4 @@
-"""What a task's data costs at one place: what it reads, what it writes, and its checkpoints."""
+"""The cost of a task's data at one place: inputs, outputs and checkpoints."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from broker.nouns import noun
 from broker.optimizer.egress import GB_PER_GIB, REGION_GBIT_S, EgressTable
 from broker.types import DataSet, Task
 
-# Who sells a bucket, by the scheme of its URL. Cloudflare's R2 doesn't bill for what leaves it.
+# The cloud that sells a bucket, by the scheme of its URL. Cloudflare's R2 does not bill for outgoing data.
 BUCKET_CLOUDS = {"s3": "aws", "gs": "gcp", "az": "azure", "oci": "oci", "nebius": "nebius", "r2": "cloudflare"}
 FREE_TO_LEAVE = ("cloudflare",)
 
-# Checkpoints that exist at once: the newest complete one, and the next while it is written.
+# Checkpoints that exist at the same time: the newest complete one, and the next while it is written.
 CHECKPOINTS_KEPT = 2
-# S3 Standard in us-east-1, first 50 TB; Google's and Azure's hot storage lie a little below.
+# S3 Standard in us-east-1, first 50 TB; Google's and Azure's hot storage cost a little less.
 STORAGE_USD_GB_MONTH = 0.023
 HOURS_A_MONTH = 730.0
 
 
 @noun
 class DataCost:
-    """USD: once a start of the gang, once at the end, for a checkpoint written, for one read back, and by the hour."""
+    """USD per start of the gang, at the end, per checkpoint written, per checkpoint read back, and per hour."""
 
     start_usd: float = 0.0
     finish_usd: float = 0.0
@@ -38,11 +38,12 @@ def has_data(task: Task) -> bool:
 
 
 def price_data(task: Task, cloud: str, region: str, table: EgressTable) -> DataCost:
-    """What the task's data costs where it runs at `cloud` and `region`.
+    """Price the task's data if it runs at `cloud` and `region`.
 
-    New machines are empty, so inputs move at every start. A bucket of the same cloud is taken to lie in the same
-    region, where moving is free: its URL doesn't say where it is. Checkpoints lie beside the gang unless the task's
-    BROKER_CHECKPOINT_DIR names a bucket. What is no bucket is read free of charge, and written to over the internet.
+    New machines are empty, so inputs are transferred at every start. A bucket of the same cloud is assumed to be in the
+    same region, where transfers are free: its URL does not name a region. Checkpoints are stored in the gang's region
+    unless the task's BROKER_CHECKPOINT_DIR names a bucket. Other URLs are read free of charge, and written to over the
+    internet.
     """
     leaving = table.find(cloud, region).internet * GB_PER_GIB
     bucket = find_bucket_cloud(task.envs.get("BROKER_CHECKPOINT_DIR", "")) or cloud
@@ -50,7 +51,7 @@ def price_data(task: Task, cloud: str, region: str, table: EgressTable) -> DataC
     size = task.checkpoint.size_gib
     return DataCost(
         start_usd=sum(_price_input(each, cloud, table) for each in task.inputs),
-        finish_usd=sum(each.size_gib * leaving for each in task.outputs if find_bucket_cloud(each.url) != cloud),
+        finish_usd=sum(output.size_gib * leaving for output in task.outputs if find_bucket_cloud(output.url) != cloud),
         checkpoint_usd=size * leaving if is_far else 0.0,
         restore_usd=size * _price_leaving(bucket, table) if is_far else 0.0,
         storage_usd_hour=size * GB_PER_GIB * CHECKPOINTS_KEPT * STORAGE_USD_GB_MONTH / HOURS_A_MONTH,
@@ -58,13 +59,13 @@ def price_data(task: Task, cloud: str, region: str, table: EgressTable) -> DataC
 
 
 def find_bucket_cloud(url: str) -> str | None:
-    """The cloud that sells the bucket of a URL; None for anything but a bucket."""
+    """Return the cloud that sells the bucket of a URL; None if the URL is not a bucket."""
     scheme, separator, _ = url.partition("://")
     return BUCKET_CLOUDS.get(scheme) if separator else None
 
 
 def measure_restore_s(size_gib: float) -> float:
-    """Seconds to read a checkpoint back over one machine's network."""
+    """Return the seconds to read a checkpoint back over one machine's network."""
     return size_gib * GB_PER_GIB * 8 / REGION_GBIT_S
 
 
@@ -85,7 +86,7 @@ def _price_input(data: DataSet, cloud: str, table: EgressTable) -> float:
 
 
 def _price_leaving(cloud: str | None, table: EgressTable) -> float:
-    """USD per GiB that leaves a bucket whose region is not known."""
+    """Return USD per GiB that leaves a bucket whose region is unknown."""
     if cloud is None or cloud in FREE_TO_LEAVE:
         return 0.0
     return table.find(cloud, "*").internet * GB_PER_GIB

@@ -1,4 +1,4 @@
-"""What it costs, and how long it takes, to move data from one placement to another."""
+"""Cost and duration of moving data from one placement to another."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from broker.types import EgressPrice, Offer, Transfer
 
 GB_PER_GIB = 2**30 / 1e9
 
-# A cloud without a row: the dearest of the big three's list prices to the internet (Google, premium tier; AWS asks
-# 0.09 and Azure 0.087), so that an unknown price never draws data towards it.
+# For a cloud without a row: the highest list price of the three large clouds to the internet (Google, premium tier; AWS
+# charges 0.09 and Azure 0.087), so that an unknown price never attracts data.
 ASSUMED_USD_PER_GB = 0.12
 
-# What one machine moves. AWS holds a single flow, and all traffic that leaves the region of machines below 32 vCPUs,
-# to 5 Gbit/s ("Amazon EC2 instance network bandwidth", EC2 user guide); within a region twice that is common.
+# Bandwidth of one machine. AWS limits a single flow, and all traffic that leaves the region from machines below 32
+# vCPUs, to 5 Gbit/s ("Amazon EC2 instance network bandwidth", EC2 user guide); within a region twice that is common.
 REGION_GBIT_S = 10.0
 OUTSIDE_GBIT_S = 5.0
 
 
 @noun
 class LeavingPrice:
-    """USD per GB out of one region, by how far the data goes."""
+    """USD per GB out of one region, by destination."""
 
     same_region: float
     other_region: float
@@ -32,16 +32,17 @@ class LeavingPrice:
 
 @noun
 class EgressTable:
-    """Prices by cloud and region; a region without its own row takes the cloud's `*`."""
+    """Prices by cloud and region; a region without a row uses the cloud's `*`."""
 
     rows: dict[tuple[str, str, str], float] = field(default_factory=dict)
 
     @classmethod
     def from_prices(cls, prices: Iterable[EgressPrice]) -> EgressTable:
-        return cls(rows={(each.cloud, each.from_region, each.target): each.usd_per_gb for each in prices})
+        return cls(rows={(price.cloud, price.from_region, price.target): price.usd_per_gb for price in prices})
 
     def find(self, cloud: str, region: str) -> LeavingPrice:
-        """What leaving a region costs. An unknown cloud costs `ASSUMED_USD_PER_GB` out of the region, nothing in it."""
+        """Return the price of leaving a region. An unknown cloud costs `ASSUMED_USD_PER_GB` out of the region, nothing
+        within it."""
 
         def look(target: str) -> float | None:
             found = self.rows.get((cloud, region, target))
@@ -59,7 +60,7 @@ class EgressTable:
 
 
 def price_transfer(source: Offer, target: Offer, gib: float, table: EgressTable) -> Transfer:
-    """Moving `gib` from `source` to `target`: the source's cloud bills it; clouds don't bill what comes in."""
+    """Price moving `gib` from `source` to `target`. The source's cloud bills it; incoming data is free."""
     leaving = table.find(source.cloud, source.region)
     gigabytes = gib * GB_PER_GIB
     if (source.cloud, source.region) == (target.cloud, target.region):

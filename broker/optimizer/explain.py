@@ -1,4 +1,4 @@
-"""Why placements that are cheaper by the hour lost, in words."""
+"""Explain why placements with a lower hourly price were not chosen."""
 
 from __future__ import annotations
 
@@ -11,8 +11,11 @@ from broker.types import Estimate, Goal, Plan, Task
 
 @noun
 class Rejected:
-    """The best placement of its kind (cloud, instance type, pricing model) that is cheaper by the hour than the choice,
-    and why it was not chosen. `others` counts its like elsewhere."""
+    """The best placement of its kind (cloud, instance type, pricing model) with a lower hourly price than the choice,
+    and why it was rejected.
+
+    `others` counts placements of the same kind elsewhere.
+    """
 
     estimate: Estimate
     reason: str
@@ -20,18 +23,18 @@ class Rejected:
 
 
 def lift_limits(task: Task) -> Task:
-    """The task with its deadline asked with no confidence at all, and without budget: what would fit otherwise.
+    """Return the task without budget and without a required confidence: it shows what would fit otherwise.
 
-    The deadline stays, so that each estimate still has its chance.
+    The deadline stays, so that each estimate still has its chance to meet it.
     """
     return replace(task, goal=replace(task.goal, budget_usd=None, confidence=0.0)) if task.goal else task
 
 
 def list_losers(plan: Plan, unlimited: Plan) -> list[Rejected]:
-    """Losers in the order of their cost to finish. `unlimited` is the plan of `lift_limits(plan.task)`."""
+    """List rejected placements by cost to finish. `unlimited` is the plan of `lift_limits(plan.task)`."""
     goal = plan.task.goal
     if goal is None or goal.work_hours is None:
-        return []  # the choice is the cheapest by the hour
+        return []  # the choice has the lowest hourly price
     best = plan.choice
     first = dict[tuple[object, ...], Estimate]()
     count = dict[tuple[object, ...], int]()
@@ -49,12 +52,12 @@ def list_losers(plan: Plan, unlimited: Plan) -> list[Rejected]:
 
 
 def _list_reasons(best: Estimate, loser: Estimate, goal: Goal) -> Iterator[str]:
-    """The limit that it breaks, else what makes it dearer: the largest difference in dollars first."""
+    """List the violated limit, else the causes of the higher cost, the largest difference in dollars first."""
     chance = loser.deadline_chance
     if chance is not None and chance < goal.confidence:
         yield f"meets the deadline with {show_chance(chance)}; {show_chance(goal.confidence)} is required"
     if goal.budget_usd is not None and (loser.expected_usd or 0.0) > goal.budget_usd:
-        yield f"{loser.expected_usd or 0:,.2f} USD expected, which is over the budget"
+        yield f"{loser.expected_usd or 0:,.2f} USD expected, which exceeds the budget"
         return
     if chance is not None and chance < goal.confidence:
         return
@@ -82,7 +85,7 @@ def _say_slower(own: float, its: float) -> str:
 
 
 def show_chance(chance: float) -> str:
-    """A percentage that never rounds to certainty."""
+    """Format a percentage, never rounding to certainty."""
     percent = chance * 100
     if 99.95 <= percent < 100:
         return ">99.9 %"

@@ -1,4 +1,4 @@
-"""Named filters: each takes offers out for one reason and can say which came nearest."""
+"""Named filters: each rejects offers for one reason and can report the nearest miss."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ Test = Callable[[Offer], bool]
 
 @noun
 class Filter:
-    """`make_test` gives the test for what is asked, None where nothing is; `show` names what a rejected offer has.
+    """A filter. `make_test` returns the test for a request, None if it does not apply; `show` describes what a rejected
+    offer has.
 
-    `fields` are those of Resources that ask for it: without them the filter keeps everything.
+    `fields` are the fields of Resources that activate it: without them it keeps every offer.
     """
 
     name: str
@@ -26,7 +27,7 @@ class Filter:
 
 def _test_cloud(asked: Resources) -> Test | None:
     if asked.cloud is None:
-        return lambda offer: offer.cloud != "local"  # rehearsal is asked for by name only
+        return lambda offer: offer.cloud != "local"  # the local cloud is for rehearsals, and used only by name
     cloud = asked.cloud.lower()
     return lambda offer: offer.cloud == cloud
 
@@ -42,7 +43,7 @@ def _test_count(asked: Resources) -> Test | None:
     if asked.accelerator is None:
         return None
     count = asked.accelerator_count
-    if count < 1:  # a part of one where a cloud sells parts; else a whole one, which several runs share
+    if count < 1:  # a fraction where a cloud sells fractions; else a whole one, which several runs share
         return lambda offer: offer.accelerator_count in (count, 1)
     return lambda offer: offer.accelerator_count == count
 
@@ -53,7 +54,7 @@ def _test_instance_type(asked: Resources) -> Test | None:
     name = asked.instance_type.lower()
     if asked.accelerator is None:
         return lambda offer: offer.instance_type.lower() == name
-    # The host of attached cards is named alone, as SkyPilot does: `n1-standard-4` is that of `n1-standard-4+1xT4`.
+    # The host of attached cards may be named alone, as in SkyPilot: `n1-standard-4` matches `n1-standard-4+1xT4`.
     return lambda offer: name in (offer.instance_type.lower(), offer.instance_type.lower().partition("+")[0])
 
 
@@ -119,7 +120,7 @@ FILTERS: tuple[Filter, ...] = (
 
 
 class OfferIndex:
-    """The offers by accelerator, so that of many alternatives each looks only at its own."""
+    """Offers indexed by accelerator, so that each of many alternatives reads only its own."""
 
     def __init__(self, offers: Sequence[Offer]) -> None:
         self._all = offers
@@ -128,7 +129,8 @@ class OfferIndex:
             self._by_name.setdefault(offer.accelerator, []).append(offer)
 
     def pick(self, resources: Resources) -> Sequence[Offer]:
-        """All that may fit; everything where none has the accelerator, so that the filter can say what there is."""
+        """Return all offers that may fit; if none has the accelerator, return all, so that the filter can report the
+        misses."""
         if resources.accelerator is None:
             return self._all
         wanted = resources.accelerator.lower()
@@ -137,7 +139,7 @@ class OfferIndex:
 
 
 def apply_filters(resources: Resources, offers: Sequence[Offer]) -> tuple[list[Offer], list[Rejection]]:
-    """The offers that fit, and what each filter took out."""
+    """Return the offers that fit, and what each filter rejected."""
     kept, rejections = list(offers), list[Rejection]()
     for each in FILTERS:
         test = each.make_test(resources)
@@ -163,7 +165,7 @@ def find_alternative(task: Task, placement: Placement) -> int:
 
 
 def find_least_usd(offer: Offer) -> float:
-    """The lowest price per instance-hour, spot or on-demand."""
+    """Return the lowest price per instance-hour, spot or on-demand."""
     spot, ondemand = offer.spot_usd_hour, offer.ondemand_usd_hour
     if spot is None:
         return float("inf") if ondemand is None else ondemand

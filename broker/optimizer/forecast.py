@@ -7,17 +7,17 @@ on-demand. Time counts from submission to end, the first start and all waiting i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from broker.nouns import noun
 from broker.optimizer.data_cost import NO_DATA, DataCost
 from broker.optimizer.ranking import LazyEstimates, RankedOffer
-from broker.optimizer.rating import History
+from broker.optimizer.rating import History, place
 from broker.spot.interval import best_interval_s
 from broker.spot.market_model import MarketEvidence, RunDistribution, find_hazard, forecast_run
 from broker.spot.recorded_runs import Run
-from broker.types import Breakdown, CheckpointSpec, Estimate, Plan
+from broker.types import Breakdown, CheckpointSpec, Estimate, Placement, Plan
 
 PLACES_MAX = 6  # recorded markets have no more; further places add little
 NEAR_PRICE = 1.25  # places count as candidates up to this multiple of the choice's cost
@@ -78,15 +78,22 @@ class _Basis:
     evidence: MarketEvidence
 
 
-def forecast_plan(plan: Plan, history: History | None = None) -> CostForecast | None:
-    """The forecast for the choice; None where no work is given or the choice runs on-demand, which is no gamble."""
-    basis = _read_basis(plan, history)
+def forecast_plan(
+    plan: Plan, history: History | None = None, *, is_refused: Callable[[Placement], bool] | None = None
+) -> CostForecast | None:
+    """Forecast the choice; None where no work is given or the choice runs on-demand.
+
+    `is_refused` tells whether a placement was refused lately: where all candidate places were, spot is unavailable now.
+    """
+    basis = _read_basis(plan, history, is_refused)
     return None if basis is None else _forecast(plan, basis)
 
 
-def list_influences(plan: Plan, history: History | None = None) -> list[Influence]:
-    """What would change the expected cost, the largest change first."""
-    basis = _read_basis(plan, history)
+def list_influences(
+    plan: Plan, history: History | None = None, *, is_refused: Callable[[Placement], bool] | None = None
+) -> list[Influence]:
+    """List changes of one condition and the expected cost under each, the largest change first."""
+    basis = _read_basis(plan, history, is_refused)
     if basis is None:
         return []
     own = _forecast(plan, basis).usd_mean
@@ -103,7 +110,7 @@ def list_influences(plan: Plan, history: History | None = None) -> list[Influenc
     return sorted(found, key=lambda each: -abs(each.usd_mean - own))
 
 
-def _read_basis(plan: Plan, history: History | None) -> _Basis | None:
+def _read_basis(plan: Plan, history: History | None, is_refused: Callable[[Placement], bool] | None) -> _Basis | None:
     choice = plan.choice
     parts = choice.breakdown
     if not choice.placement.is_spot or parts is None or parts.work_hours <= 0:
@@ -111,13 +118,18 @@ def _read_basis(plan: Plan, history: History | None) -> _Basis | None:
     placement, offer, goal = choice.placement, choice.placement.offer, plan.task.goal
     candidates = plan.estimates.candidates if isinstance(plan.estimates, LazyEstimates) else ()
     deadline = goal.deadline_hours if goal else None
+    asked = plan.task.resources[candidates[0].alternative if candidates else 0]
     ondemand_usd = None
-    if plan.task.resources[0].use_spot is None:
+    if asked.use_spot is None:
         ondemand_usd = _find_ondemand_usd(choice, candidates, parts.work_hours)
     seen = (history or {}).get((offer.cloud, offer.region, offer.zone, offer.instance_type))
-    evidence = MarketEvidence()
-    if seen is not None:
-        evidence = MarketEvidence(preemptions=seen.preemptions, gang_hours=seen.node_hours / placement.node_count)
+    near = _list_near(choice, candidates)
+    refused = is_refused is not None and all(is_refused(place(each, placement.node_count)) for each in near)
+    evidence = MarketEvidence(
+        preemptions=seen.preemptions if seen else 0.0,
+        gang_hours=seen.node_hours / placement.node_count if seen else 0.0,
+        is_open=False if near and refused else None,
+    )
     return _Basis(
         work_hours=parts.work_hours,
         deadline_hours=deadline,
@@ -127,7 +139,7 @@ def _read_basis(plan: Plan, history: History | None) -> _Basis | None:
         spot_usd_hour=placement.usd_hour,
         ondemand_usd_hour=None if ondemand_usd is None else ondemand_usd / parts.work_hours,
         data=candidates[0].data if candidates else NO_DATA,
-        places=_count_places(choice, candidates),
+        places=min(max(len({(each.cloud, each.region, each.zone) for each in near}), 1), PLACES_MAX),
         evidence=evidence,
     )
 
@@ -146,11 +158,10 @@ def _find_ondemand_usd(choice: Estimate, candidates: Sequence[RankedOffer], work
     return min(found, default=None)
 
 
-def _count_places(choice: Estimate, candidates: Sequence[RankedOffer]) -> int:
-    """Zones that offer spot at nearly the choice's cost to finish."""
+def _list_near(choice: Estimate, candidates: Sequence[RankedOffer]) -> list[RankedOffer]:
+    """Spot placements at nearly the choice's cost to finish, the choice among them."""
     most = (choice.expected_usd or 0.0) * NEAR_PRICE
-    near = {(each.cloud, each.region, each.zone) for each in candidates if each.is_spot and each.usd <= most}
-    return min(max(len(near), 1), PLACES_MAX)
+    return [each for each in candidates if each.is_spot and each.usd <= most]
 
 
 def _forecast(plan: Plan, basis: _Basis) -> CostForecast:

@@ -1,4 +1,5 @@
-"""Nothing fits: which filter took what, and the smallest changes that would make something fit, each tried out."""
+"""Explain an infeasible task: what each filter rejected, and the smallest changes that make an offer fit, each
+verified."""
 
 from __future__ import annotations
 
@@ -21,14 +22,14 @@ Planner = Callable[[Task], Plan]  # raises NoOfferError
 
 @noun
 class Relaxation:
-    """One change of a task. `words` end a sentence that begins with "drop" or the like; fields are what it touches."""
+    """One change of a task. `words` start with a verb such as "drop"; `fields` are the fields that it touches."""
 
     words: str
     change: Callable[[Task], Task]
 
 
 def loosen_places(task: Task) -> Task:
-    """The same machines anywhere, in any size and number: what the nearest misses are looked for in."""
+    """Return the same request for any place, size and number of nodes, in which to look for the nearest misses."""
     loose = []
     for each in task.resources:
         if each.accelerator:
@@ -41,12 +42,12 @@ def loosen_places(task: Task) -> Task:
 
 
 def explain_infeasible(error: NoOfferError, task: Task, make_plan: Planner) -> NoOfferError:
-    """The error with hints: single changes that help, the cheapest outcome first, else a pair of them.
+    """Make the error with hints: single changes that help, the cheapest outcome first, else a pair of changes.
 
-    `make_plan` is asked with changed tasks, on the widest set of offers that there is.
+    `make_plan` is called with changed tasks, on the widest set of offers.
     """
     goal, changes = task.goal, list(_list_relaxations(task))
-    hints = sorted(_try_all([(each,) for each in changes], task, make_plan))
+    hints = sorted(_try_all([(change,) for change in changes], task, make_plan))
     if not hints:
         if goal and goal.deadline_hours is not None:
             changes.append(Relaxation(words="extend `deadline`", change=_set_goal(deadline_hours=None)))
@@ -61,7 +62,7 @@ def explain_infeasible(error: NoOfferError, task: Task, make_plan: Planner) -> N
 
 
 def _try_all(groups: Sequence[tuple[Relaxation, ...]], task: Task, make_plan: Planner) -> Iterator[tuple[float, str]]:
-    """(cost, hint) of each group of changes that makes something fit."""
+    """Return (cost, hint) for each group of changes that makes an offer fit."""
     for group in groups:
         changed = task
         for each in group:
@@ -89,7 +90,7 @@ def _show(best: Estimate, node_count: int) -> str:
 
 
 def _list_relaxations(task: Task) -> Iterator[Relaxation]:
-    """What was asked, each thing taken back in every alternative; a broader place takes the finer ones with it."""
+    """List the request's conditions, each dropped in every alternative; dropping a region also drops its zone."""
     for field, also in (("zone", ()), ("region", ("zone",)), ("cloud", ("region", "zone"))):
         value = _ask(task, field)
         if value is not None:
@@ -121,12 +122,12 @@ def _at_least(size: Quantity | None) -> Quantity | None:
 
 
 def _ask(task: Task, field: str) -> object:
-    """What the first alternative that says anything about a field says."""
+    """Return the field's value in the first alternative that sets it."""
     return next((value for each in task.resources if (value := getattr(each, field)) is not None), None)
 
 
 def drop_fields(task: Task, *fields: str) -> Task:
-    """The task without what its alternatives ask for in these fields of Resources."""
+    """Return the task without these fields of Resources in any alternative."""
     return _drop(*fields)(task)
 
 
@@ -149,8 +150,8 @@ def _set_goal(**values: object) -> Callable[[Task], Task]:
 
 
 def _find_deadline(task: Task, goal: Goal, make_plan: Planner) -> float | None:
-    """The least deadline in hours, to a tenth, that can be met with everything else as it is; None where time does not
-    help or is not what lacks."""
+    """Return the shortest feasible deadline in hours, to a tenth, with all else unchanged; None if the deadline is not
+    the obstacle."""
 
     def fits(hours: float) -> bool:
         try:

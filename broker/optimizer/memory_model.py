@@ -1,4 +1,4 @@
-"""What one accelerator must hold to train a transformer: weights, gradients, optimizer states, activations.
+"""Memory of one accelerator for training a transformer: weights, gradients, optimizer states, activations.
 
 Bytes throughout; 1 GB is 1e9 as in the papers, 1 GiB is 2^30 as on the card.
 """
@@ -25,20 +25,21 @@ USABLE_SHARE = 0.94
 
 @noun
 class Sharding:
-    """How a model is spread over accelerators. `zero` 0 is plain data parallel, 3 is FSDP's full sharding."""
+    """How a model is distributed over accelerators. `zero` 0 is plain data parallelism, 3 is FSDP's full sharding."""
 
     tensor: int = 1
     pipeline: int = 1
     data: int = 1
     zero: int = 0
-    interleave: int = 1  # pipeline chunks a rank holds (Narayanan 2021, section 2.2.2)
+    interleave: int = 1  # pipeline chunks per rank (Narayanan 2021, section 2.2.2)
     is_sequence_parallel: bool = True  # norms and dropouts split along the sequence too, over the tensor ranks
     context: int = 1  # ranks that share each sequence
     expert: int = 1  # ranks, among data and context ranks, that share the experts
 
     @property
     def replicas(self) -> int:
-        """Ranks with the same parameters, but for experts: gradients are summed over them, states sharded."""
+        """Return the number of ranks with the same parameters, experts aside: gradients are summed over them, states
+        sharded."""
         return self.data * self.context
 
     @property
@@ -48,7 +49,7 @@ class Sharding:
 
 @noun
 class MemoryEstimate:
-    """Bytes on the fullest accelerator. `gathered`: put together for a moment by full sharding, and other copies."""
+    """Bytes on the fullest accelerator. `gathered`: weights gathered temporarily by full sharding, and other copies."""
 
     weights: float
     gradients: float
@@ -65,7 +66,7 @@ class MemoryEstimate:
 
 
 def usable_bytes(card_gib: float) -> float:
-    """What a program can fill of a card of `card_gib`; never below nothing."""
+    """Return the bytes that a program can use on a card of `card_gib`; never negative."""
     return max(0.0, card_gib * USABLE_SHARE - RESERVED_GIB) * 2**30
 
 
@@ -79,7 +80,7 @@ def estimate_memory(
     micro_batches: int = 1,
     dtype: Dtype = "bf16",
 ) -> MemoryEstimate:
-    """Of the first pipeline stage, which holds the most micro-batches at once."""
+    """Estimate the memory of the first pipeline stage, which holds the most micro-batches at the same time."""
     share = shape.parameters / (sharding.tensor * sharding.pipeline)
     weights, gradients, optimizer = split_states(share, zero=sharding.zero, data=sharding.data, dtype=dtype)
     gathered = 0.0
@@ -100,7 +101,7 @@ def estimate_memory(
 
 
 def split_states(parameters: float, *, zero: int, data: int, dtype: Dtype = "bf16") -> tuple[float, float, float]:
-    """Bytes of weights, gradients and optimizer states on one of `data` ranks (Rajbhandari 2020, figure 1).
+    """Return bytes of weights, gradients and optimizer states on one of `data` ranks (Rajbhandari 2020, figure 1).
 
     Stage 1 shards the optimizer states, 2 the gradients too, 3 the weights too.
     """
@@ -122,13 +123,13 @@ def estimate_activations(
     micro_batches: int = 1,
     dtype: Dtype = "bf16",
 ) -> float:
-    """Bytes kept for the backward pass (Korthikanti 2022).
+    """Return the bytes kept for the backward pass (Korthikanti 2022).
 
-    A block keeps sbh (34 + 5as/h) bytes in 16 bits (eq. 1); tensor ranks share 24 of the 34 and the attention part
-    (eq. 2), with sequence parallelism all of it (eq. 4). Selective recomputation, and flash attention alike, keeps no
-    attention part (eq. 6); full recomputation only each block's input, 2sbh, and one block at work. Under the 1F1B
-    schedule the first of p stages holds min(p, m) micro-batches of l/p blocks (section 4.2.3), and interleaving
-    1 + (p-1)/(p v) times that. Logits and the last norm add 4sb (h + V) / t where one stage holds all (section 4.3).
+    A block keeps sbh (34 + 5as/h) bytes in 16 bits (eq. 1). Tensor ranks share 24 of the 34 and the attention part (eq.
+    2); with sequence parallelism, all of it (eq. 4). Selective recomputation, like flash attention, keeps no attention
+    part (eq. 6); full recomputation keeps only each block's input, 2sbh, and one block in progress. Under the 1F1B
+    schedule the first of p stages holds min(p, m) micro-batches of l/p blocks (section 4.2.3), with interleaving 1 +
+    (p-1)/(p v) times that. Logits and the last norm add 4sb (h + V) / t if one stage holds everything (section 4.3).
     """
     tokens = float(sequence * micro_batch) / sharding.context
     t = sharding.tensor

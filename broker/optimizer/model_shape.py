@@ -1,4 +1,4 @@
-"""The shape of a transformer, and what follows from it alone: its parameters and its arithmetic a token."""
+"""The shape of a transformer and its direct consequences: number of parameters and FLOPs per token."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from functools import cached_property
 from broker.nouns import noun
 
 # GPT-3 175B (96 x 12288), GPT-3 13B (40 x 5140) and Llama-2 7B (32 x 4096) all have a width of about 128 times the
-# depth, and heads of 128; the published smaller and larger ones lie between 80 and 250.
+# depth, and heads of 128; other published models lie between 80 and 250.
 WIDTH_PER_LAYER = 128
 HEAD_WIDTH = 128
 PARAMETERS_MIN = 50e6
-VOCABULARY = 50_304  # GPT-2's 50,257, rounded up to a multiple of 128 as Megatron-LM does
+VOCABULARY = 50_304  # GPT-2's 50,257, rounded up to a multiple of 128 as in Megatron-LM
 
 
 @noun
 class ModelShape:
     """A decoder-only transformer: `layers` blocks of size `width`.
 
-    `mlp_width` counts all of the block's MLP as two matrices; a gated MLP has three, so give it 1.5 times its size.
+    `mlp_width` counts a block's MLP as two matrices; a gated MLP has three, so pass 1.5 times its size.
     """
 
     layers: int
@@ -28,46 +28,47 @@ class ModelShape:
     vocabulary: int = VOCABULARY
     kv_heads: int | None = None  # None: as many as heads
     mlp_width: float | None = None  # None: 4 times the width
-    idle_parameters: float = 0.0  # of a mixture of experts: of the experts that one token does not pass
+    idle_parameters: float = 0.0  # of a mixture of experts: parameters of the experts that a token does not use
 
-    @cached_property  # a search asks for it a hundred thousand times
+    @cached_property  # a search reads it a hundred thousand times
     def layer_parameters(self) -> float:
-        """Of one block: attention and MLP; 12 h^2 for GPT (norms and biases, 13 h, are left out)."""
+        """Count the parameters of one block: attention and MLP; 12 h^2 for GPT (norms and biases, 13 h, are
+        omitted)."""
         share = (self.kv_heads or self.heads) / self.heads
         attention = (2 + 2 * share) * self.width**2
         return attention + 2 * self.width * (self.mlp_width or 4 * self.width)
 
     @cached_property
     def active_parameters(self) -> float:
-        """Those that a token passes: of the blocks and one embedding that the output shares; 12 l h^2 + V h for GPT
-        (Narayanan 2021, eq. 2)."""
+        """Count the parameters that a token uses: of the blocks and one embedding shared with the output; 12 l h^2 + V
+        h for GPT (Narayanan 2021, eq. 2)."""
         return self.layers * self.layer_parameters + self.vocabulary * self.width
 
     @cached_property
     def parameters(self) -> float:
-        """All of them, idle experts included."""
+        """Count all parameters, including idle experts."""
         return self.active_parameters + self.idle_parameters
 
     def flops_per_token(self, sequence: int) -> float:
-        """Forward and backward, without recomputation.
+        """Return FLOPs of forward and backward pass, without recomputation.
 
-        6 for every parameter in a product (Kaplan 2020, section 2.1; Hoffmann 2022, appendix F), the output layer's
-        among them, and 12 l h s for attention scores and values over the full square, as Narayanan 2021, eq. 3, and
-        Chowdhery 2022, appendix B, count it: 72 l h^2 (1 + s / 6h + V / 12lh) for GPT.
+        6 for every parameter in a product (Kaplan 2020, section 2.1; Hoffmann 2022, appendix F), including the output
+        layer, and 12 l h s for attention scores and values over the full square, as counted by Narayanan 2021, eq. 3,
+        and Chowdhery 2022, appendix B: 72 l h^2 (1 + s / 6h + V / 12lh) for GPT.
         """
         return 6 * self.active_parameters + 12 * self.layers * self.width * sequence
 
     def attention_flops_per_token(self, sequence: int) -> float:
-        """The forward part of scores and values: what selective recomputation does once more."""
+        """Return forward FLOPs of scores and values: the part that selective recomputation repeats."""
         return 4.0 * self.layers * self.width * sequence
 
 
 def guess_shape(parameters: float, *, vocabulary: int = VOCABULARY, layers: int | None = None) -> ModelShape:
-    """A GPT of about so many parameters that can be split: layers in fours or eights, heads in eights, once there are
-    so many.
+    """Guess a GPT of about this many parameters that can be split: a multiple of 4 or 8 layers, and of 8 heads, for
+    models with that many.
 
-    Of all such shapes it takes the one nearest in parameters and, four times less weighty, to a width of 128 times
-    the depth. It hits within a few percent. Raises ValueError below 50 million: there the vocabulary decides.
+    Among these shapes, choose the one nearest in parameters and, with a quarter of the weight, nearest to a width of
+    128 times the depth. Accurate to a few percent. Raises ValueError below 50 million, where the vocabulary dominates.
     """
     if parameters < PARAMETERS_MIN:
         raise ValueError(f"the shape cannot be derived for fewer than {PARAMETERS_MIN / 1e6:g} million parameters")

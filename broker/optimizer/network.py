@@ -1,13 +1,13 @@
-"""How fast nodes of an instance type reach each other: the price book has no such column, so it is one table here."""
+"""Network speed between nodes of an instance type. The price book has no such column, so the table is here."""
 
 from __future__ import annotations
 
 from functools import lru_cache
 
-# (cloud, beginning of the instance type) -> Gbit/s of one node; the longest beginning wins. Sources: the clouds' own
-# pages of their accelerator machines, read as of 2025 (AWS "Accelerated computing instances", Google "GPU machine
-# types", Azure "GPU accelerated sizes", Oracle "GPU shapes", Nebius "GPU clusters").
-# Where a page gives several figures, this is the network that the accelerators use.
+# (cloud, prefix of the instance type) -> Gbit/s of one node; the longest prefix wins. Sources: the clouds' own pages on
+# their accelerator machines, read as of 2025 (AWS "Accelerated computing instances", Google "GPU machine types", Azure
+# "GPU accelerated sizes", Oracle "GPU shapes", Nebius "GPU clusters"). If a page gives several figures, this is the
+# network that the accelerators use.
 GBITS: dict[tuple[str, str], float] = {
     ("aws", "p6-b300"): 6400, ("aws", "p6-b200"): 3200, ("aws", "p5"): 3200, ("aws", "p5.4xlarge"): 100,
     ("aws", "p4d"): 400, ("aws", "p3dn"): 100, ("aws", "p3.16xlarge"): 25, ("aws", "p3"): 10,
@@ -29,7 +29,7 @@ GBITS: dict[tuple[str, str], float] = {
     ("oci", "BM.GPU.H200.8"): 3200, ("oci", "BM.GPU.B200.8"): 3200, ("oci", "BM.GPU.MI300X.8"): 3200,
     ("nebius", "gpu-h100-sxm_8gpu"): 3200, ("nebius", "gpu-h200-sxm_8gpu"): 3200, ("nebius", "gpu-b200-sxm_8gpu"): 3200,
 }  # fmt: skip
-DEFAULT_GBITS = 25.0  # an instance that no line names: ordinary Ethernet of a cloud's larger machines
+DEFAULT_GBITS = 25.0  # for types not listed: Ethernet of a cloud's larger machines
 
 _BY_CLOUD: dict[str, list[tuple[str, float]]] = {}
 for (_cloud, _beginning), _gbits in GBITS.items():
@@ -40,7 +40,7 @@ for _lines in _BY_CLOUD.values():
 
 @lru_cache(maxsize=4096)
 def network_gbs(cloud: str, instance_type: str) -> float:
-    """Gigabytes a second in one direction between two such nodes, as the cloud states it."""
+    """Return GB/s in one direction between two such nodes, as stated by the cloud."""
     for beginning, gbits in _BY_CLOUD.get(cloud, ()):
         if instance_type.startswith(beginning):
             return gbits / 8

@@ -1,4 +1,4 @@
-"""Cost against time: the placements that no other beats in both."""
+"""The Pareto frontier of cost and time: placements that no other placement beats in both."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from broker.types import Estimate
 
 
 def find_frontier(estimates: Iterable[Estimate]) -> list[Estimate]:
-    """From the cheapest to the soonest done; of equals the first. Only estimates with hours and dollars count."""
+    """Return the frontier from the cheapest to the fastest; of equals, the first. Estimates without hours or dollars
+    are skipped."""
     frontier = list[Estimate]()
     least_hours = math.inf
     for each in sorted(list_timed(estimates), key=lambda each: (each.expected_usd or 0.0, each.expected_hours or 0.0)):
@@ -21,12 +22,12 @@ def find_frontier(estimates: Iterable[Estimate]) -> list[Estimate]:
 
 
 def list_timed(estimates: Iterable[Estimate]) -> list[Estimate]:
-    """Those that have hours and dollars, and finite ones."""
+    """List estimates with finite hours and dollars."""
     return [
-        each
-        for each in estimates
-        if each.expected_usd is not None
-        and each.expected_hours is not None
-        and math.isfinite(each.expected_usd)
-        and math.isfinite(each.expected_hours)
+        estimate
+        for estimate in estimates
+        if estimate.expected_usd is not None
+        and estimate.expected_hours is not None
+        and math.isfinite(estimate.expected_usd)
+        and math.isfinite(estimate.expected_hours)
     ]

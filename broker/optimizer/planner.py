@@ -1,4 +1,4 @@
-"""Task + offers -> Plan: every placement that fits, cheapest to finish first."""
+"""Task + offers -> Plan: all feasible placements, cheapest to finish first."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ def make_plan(
     egress: Sequence[EgressPrice] = (),
     history: History | None = None,
 ) -> Plan:
-    """Rank by expected dollars to finish, or by price per hour where no work is given. Pure.
+    """Rank placements by expected dollars to finish, or by price per hour if no work is given. Pure.
 
-    Alternatives are as SkyPilot means them: all of `any_of` compete, and of `ordered` a later one stands behind all of
-    an earlier one. `avoid` takes out placements that were refused lately; `history` is what was seen of preemptions.
-    Raises NoOfferError, saying which filter took what.
+    Alternatives work as in SkyPilot: all of `any_of` compete, and in `ordered` all placements of an alternative precede
+    those of the next. `avoid` excludes placements that were refused recently; `history` holds observed preemptions.
+    Raises NoOfferError, which says what each filter rejected.
     """
     rater, index = CostModel(task, figures or {}, egress, history), OfferIndex(offers)
     ranked = list[RankedOffer]()
@@ -38,7 +38,7 @@ def make_plan(
         candidates, rejected = _plan_alternative(task, number, index.pick(resources), rater, usable_clouds, avoid)
         rejections += [each for each in rejected if each not in rejections]
         if len(task.resources) > 1:
-            candidates = [each for each in candidates if IDENTITY(each) not in seen]
+            candidates = [candidate for candidate in candidates if IDENTITY(candidate) not in seen]
             seen.update(map(IDENTITY, candidates))
         ranked += candidates
     if not ranked:
@@ -62,7 +62,7 @@ def _plan_alternative(
     usable_clouds: frozenset[str] | None,
     avoid: Callable[[Placement], bool] | None,
 ) -> tuple[list[RankedOffer], list[Rejection]]:
-    """All candidates of one alternative, ranked; filters go from what is asked to what is reached."""
+    """Rank the candidates of one alternative. Filters on the request come before filters on results."""
     resources = task.resources[alternative]
     kept, rejections = apply_filters(resources, offers)
     if usable_clouds is not None:
@@ -73,15 +73,15 @@ def _plan_alternative(
         kept = reached
     candidates = rater.rate(alternative, kept)
     if kept and not candidates:
-        pricing = " or ".join("spot" if each else "on-demand" for each in list_pricing_models(task, resources))
+        pricing = " or ".join("spot" if model else "on-demand" for model in list_pricing_models(task, resources))
         rejections.append(Rejection(filter=f"no {pricing} price", count=len(kept), nearest=kept[0].instance_type))
     candidates.sort(key=RANK)
 
     def keep(name: str, test: Callable[[RankedOffer], bool], show: Show) -> None:
         nonlocal candidates
-        passed = [each for each in candidates if test(each)]
+        passed = [candidate for candidate in candidates if test(candidate)]
         if len(passed) < len(candidates):
-            nearest = next(each for each in candidates if not test(each))
+            nearest = next(candidate for candidate in candidates if not test(candidate))
             rejections.append(
                 Rejection(filter=name, count=len(candidates) - len(passed), nearest=show(nearest) or None)
             )
@@ -125,7 +125,7 @@ def _give_reason(task: Task, ranked: Sequence[RankedOffer]) -> str:
 
 
 def describe_rejections(task: Task, rejections: Sequence[Rejection]) -> str:
-    """What was asked, where it was asked, and which filter took what."""
+    """Describe the request, its position in the file, and what each filter rejected."""
     asked, *others = task.resources
     more = f" (or {len(others)} other alternative{'s' if len(others) > 1 else ''})" if others else ""
     origin = f" {asked.origin}" if asked.origin else ""
@@ -137,7 +137,7 @@ def describe_rejections(task: Task, rejections: Sequence[Rejection]) -> str:
 
 
 def describe_request(task: Task, asked: Resources) -> str:
-    """What is asked, in a few words: `8 x H100:8, eu-west-1, spot, at most 20 USD/h`."""
+    """Describe the request in a few words: `8 x H100:8, eu-west-1, spot, at most 20 USD/h`."""
     machine = f"{asked.accelerator}:{asked.accelerator_count:g}" if asked.accelerator else asked.instance_type
     words = [machine or "any machine", asked.instance_type if asked.accelerator else None]
     words += [asked.cloud, asked.region, asked.zone]

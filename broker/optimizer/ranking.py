@@ -1,6 +1,6 @@
-"""Candidates as plain numbers, and the sequence that makes Estimates of them when they are looked at.
+"""Candidates as plain numbers, and a sequence that converts them to Estimates on access.
 
-Thousands of placements fit a task, and a person or the provisioner looks at a few.
+Thousands of placements fit a task, but only a few are ever read.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from broker.types import Estimate, Offer
 
 
 class RankedOffer(NamedTuple):
-    """One placement. Its first fields are the order: cheapest first, and equal costs in a fixed order."""
+    """One placement. The first fields define the order: cheapest first, with ties in a fixed order."""
 
-    usd: float  # to finish, or per hour where no work is given
+    usd: float  # to finish, or per hour if no work is given
     usd_hour: float  # of the whole gang
     cloud: str
     region: str
@@ -36,7 +36,7 @@ IDENTITY = itemgetter(slice(2, 7))
 
 
 class LazyEstimates(Sequence[Estimate]):
-    """Candidates in their order, each an Estimate on first use and the same one ever after."""
+    """Candidates in order; each is converted to an Estimate on first access and cached."""
 
     def __init__(self, candidates: Sequence[RankedOffer], make: Callable[[RankedOffer], Estimate]) -> None:
         self._candidates = candidates
@@ -58,7 +58,7 @@ class LazyEstimates(Sequence[Estimate]):
     def __getitem__(self, index: int | slice) -> Estimate | tuple[Estimate, ...]:
         if isinstance(index, slice):
             return tuple(self[i] for i in range(*index.indices(len(self))))
-        place = range(len(self))[index]  # negative ones count from the end; IndexError beyond
+        place = range(len(self))[index]  # negative indices count from the end; IndexError out of range
         found = self._made.get(place)
         if found is None:
             found = self._made[place] = self._make(self._candidates[place])

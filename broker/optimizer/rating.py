@@ -1,6 +1,6 @@
-"""Offers -> candidates: what every placement of one task would cost, as plain numbers.
+"""Offers -> candidates: the cost of every placement of one task, as plain numbers.
 
-Few courses differ: thousands of offers share their work, hazard and recovery, so each course is worked out once.
+Few forecasts differ: thousands of offers share work, hazard and recovery, so each forecast is computed once.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from broker.optimizer.cost import (
     RunForecast,
-    Terms,
+    RunInputs,
     add_data_usd,
     make_estimate,
     run_on_demand,
@@ -23,12 +23,12 @@ from broker.optimizer.throughput import scale_work
 from broker.spot.hazard import Observation, hazard_per_node_hour, mix_hazard
 from broker.types import AcceleratorFigures, EgressPrice, Estimate, Offer, Placement, Resources, Task
 
-# What was seen of spot machines, by (cloud, region, zone, instance type).
+# Preemptions observed by (cloud, region, zone, instance type).
 History = Mapping[tuple[str, str, str | None, str], Observation]
 
 
 class CostModel:
-    """Rates the offers for one task; remembers what offers have in common."""
+    """Rates the offers for one task; caches what offers have in common."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class CostModel:
         self._data = dict[tuple[str, str], DataCost]()
 
     def rate(self, alternative: int, offers: Iterable[Offer]) -> list[RankedOffer]:
-        """Every offer at each pricing model that it has a price for, in no order."""
+        """Rate every offer at each pricing model for which it has a price, in no particular order."""
         task, nodes = self._task, self._task.num_nodes
         models = list_pricing_models(task, task.resources[alternative])
         may_switch = len(models) == 2
@@ -86,7 +86,7 @@ class CostModel:
         )
 
     def _find_hazard(self, offer: Offer) -> float:
-        """Preemptions per node-hour, by the band and by what was seen there."""
+        """Return preemptions per node-hour, from the interruption band and observations."""
         band = offer.interruption_band
         hazard = self._hazards.get(band)
         if hazard is None:
@@ -104,7 +104,7 @@ class CostModel:
         key = (work, hazard, offer.cloud, may_switch)
         forecast = self._forecasts.get(key)
         if forecast is None:
-            terms = Terms.of(work, hazard, task.checkpoint, task.goal, offer.cloud, task.num_nodes)
+            terms = RunInputs.of(work, hazard, task.checkpoint, task.goal, offer.cloud, task.num_nodes)
             confidence = task.goal.confidence if task.goal else 0.0
             forecast = self._forecasts[key] = choose_forecast(terms, confidence, may_switch=may_switch)
         return forecast
@@ -122,10 +122,11 @@ class CostModel:
         return data
 
 
-def choose_forecast(terms: Terms, confidence: float, *, may_switch: bool) -> RunForecast:
-    """Spot to the end where its chance to meet the deadline suffices, else spot that may switch, where it can.
+def choose_forecast(terms: RunInputs, confidence: float, *, may_switch: bool) -> RunForecast:
+    """Choose spot to the end if it meets the deadline with the confidence, else spot that may switch to on-demand, if
+    possible.
 
-    Spot alone is tried first: where both will do, on-demand at the end would only add to the price.
+    Spot alone is tried first: if both are feasible, on-demand at the end would only add cost.
     """
     if terms.hazard <= 0:
         return run_on_demand(terms)
@@ -136,7 +137,7 @@ def choose_forecast(terms: Terms, confidence: float, *, may_switch: bool) -> Run
 
 
 def list_pricing_models(task: Task, resources: Resources) -> tuple[bool, ...]:
-    """Spot as asked; not asked is on-demand, or both when a goal says what finishing means."""
+    """List the pricing models requested; by default on-demand, or both if the task has a goal."""
     if resources.use_spot is None:
         return (False, True) if task.goal else (False,)
     return (resources.use_spot,)

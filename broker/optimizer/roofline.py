@@ -1,6 +1,7 @@
-"""How long one training step takes on given hardware: arithmetic, memory traffic, and what is sent.
+"""Duration of one training step on given hardware: arithmetic, memory traffic and communication.
 
-A bound from peaks, times the stated shares of the peaks that real programs reach. Seconds, bytes, and GB = 1e9 bytes.
+A bound from hardware peaks, times the stated shares of the peaks that real programs reach. Seconds, bytes, and GB = 1e9
+bytes.
 """
 
 from __future__ import annotations
@@ -12,34 +13,34 @@ from broker.optimizer.memory_model import BYTES_PER_PARAMETER, Dtype, Recompute,
 from broker.optimizer.model_shape import ModelShape
 from broker.types import AcceleratorFigures
 
-# Share of the peak that large matrix products reach. A100's is chosen to meet Megatron-LM's runs (Narayanan 2021;
-# Korthikanti 2022; tests/optimizer/test_roofline.py holds it), H100's agrees with Llama 3 (Dubey 2024), the others are
-# our assumption. Newer cards
-# have more arithmetic for each byte of memory, and reach less of it.
-# AMD's are taken to reach the least.
+# Share of the peak that large matrix products reach. A100's is fitted to Megatron-LM's runs (Narayanan 2021;
+# Korthikanti 2022; checked by tests/optimizer/test_roofline.py), H100's agrees with Llama 3 (Dubey 2024), the others
+# are our assumptions. Newer cards have more arithmetic per byte of memory, and reach less of it. AMD's are assumed to
+# reach the least.
 PRODUCT_EFFICIENCY = {
     "A100": 0.72, "A100-80GB": 0.72, "V100": 0.60, "V100-32GB": 0.60, "H100": 0.58, "H200": 0.60, "GH200": 0.60,
     "MI300X": 0.40, "MI355X": 0.40,
 }  # fmt: skip
 PRODUCT_EFFICIENCY_ELSE = 0.55
-# Narrow matrices do not fill a card: the share falls as w / (w + 500) with w = h / sqrt(t), the side of a square
-# matrix as large as a tensor rank's part.
+# Narrow matrices do not fill a card: the share falls as w / (w + 500) with w = h / sqrt(t), the side of a square matrix
+# of the size of a tensor rank's part.
 HALF_WIDTH = 500.0
 BANDWIDTH_EFFICIENCY = 0.80  # of the memory's peak, for long sequential reads and writes
-# Element-wise kernels read and write what they keep for the backward pass about three times in all: once written
-# forward, read by the next kernel, read again backward.
+# Element-wise kernels access what they keep for the backward pass about three times in all: written in the forward
+# pass, read by the next kernel, read again in the backward pass.
 TRAFFIC_PER_KEPT_BYTE = 3.0
 LINK_EFFICIENCY = 0.75  # of NVLink's one-way peak: 230 of 300 GB/s on A100 in nccl-tests
 NETWORK_EFFICIENCY = 0.80  # of the network's stated speed
 PCIE_GBS = 20.0  # between cards without NVLink: PCIe 4.0 x16 carries 32 at most, shared switches less
 EXPERTS_PER_TOKEN = 8  # of DeepSeek-V3, whose tokens travel to at most 4 nodes; Mixtral has 2
-EXPERTS_HIDDEN_SHARE = 0.8  # of sending tokens to experts that hides behind other work: our assumption
-EXPOSED_SHARE_MIN = 0.1  # of the gradients' traffic never hides: the last bucket has nothing to hide behind
+EXPERTS_HIDDEN_SHARE = 0.8  # share of the expert traffic that overlaps other work: our assumption
+# share of the gradient traffic that never overlaps: the last bucket has nothing to overlap with
+EXPOSED_SHARE_MIN = 0.1
 
 
 @noun
 class Hardware:
-    """One kind of node: `accelerators` of it a node, and its network in GB/s one way."""
+    """One kind of node: its number of `accelerators`, and its network in GB/s one way."""
 
     figures: AcceleratorFigures
     accelerators: int
@@ -47,7 +48,7 @@ class Hardware:
 
     @property
     def link_gbs(self) -> float:
-        """One way between two cards of a node. The maker's NVLink figure counts both ways."""
+        """Return GB/s one way between two cards of a node. The vendor's NVLink figure counts both ways."""
         nvlink = self.figures.nvlink_gbs or 0.0
         if nvlink < 150 and self.accelerators > 2:
             nvlink = 0.0  # a bridge joins two cards only
@@ -63,11 +64,11 @@ class Hardware:
 class StepTime:
     """Seconds of one optimizer step on the critical path, by cause."""
 
-    compute_s: float  # matrix products, with what is recomputed
+    compute_s: float  # matrix products, including recomputation
     memory_s: float  # element-wise kernels
     tensor_s: float  # all-reduces between tensor ranks
-    pipeline_s: float  # the bubble, and sending between stages
-    data_s: float  # gradients, and weights under full sharding, as far as they do not hide
+    pipeline_s: float  # the bubble, and transfers between stages
+    data_s: float  # gradients, and weights under full sharding, unless overlapped
     update_s: float  # the optimizer
     exchange_s: float = 0.0  # keys and values between context ranks, tokens between expert ranks
 
@@ -91,12 +92,13 @@ def estimate_step(
     gradient_bytes: int | None = None,
     is_overlapped: bool = True,
 ) -> StepTime:
-    """`batch` and `micro_batch` in sequences. Without `is_flash`, attention scores pass through memory.
+    """Estimate a step. `batch` and `micro_batch` in sequences. Without `is_flash`, attention scores pass through
+    memory.
 
-    Gradients travel in `gradient_bytes` each, those of `dtype` if not given, and under `is_overlapped` while the
-    last backward pass still runs.
+    Gradients have `gradient_bytes` each, those of `dtype` by default; with `is_overlapped` they are sent while the last
+    backward pass runs.
 
-    The pipeline takes (m + (p - 1) / v) turns for m micro-batches in v chunks a rank: a bubble of (p - 1) / (v m)
+    The pipeline takes (m + (p - 1) / v) turns for m micro-batches in v chunks per rank: a bubble of (p - 1) / (v m)
     (Narayanan 2021, section 2.2).
     """
     micro_batches = max(1, math.ceil(batch / (sharding.data * micro_batch)))
@@ -132,7 +134,7 @@ def estimate_step(
 
 
 def find_mfu(shape: ModelShape, step: StepTime, *, sequence: int, batch: int, peak_flops: float) -> float:
-    """Model FLOPs utilisation: useful FLOPs over what all cards could do; `peak_flops` is theirs together."""
+    """Return model FLOPs utilisation: useful FLOPs divided by the peak of all cards together, `peak_flops`."""
     return shape.flops_per_token(sequence) * sequence * batch / (step.total_s * peak_flops)
 
 
@@ -142,7 +144,7 @@ def _compute_s(
 ) -> float:  # fmt: skip
     flops = shape.flops_per_token(sequence)
     if recompute == "full":
-        flops *= 4 / 3  # the forward pass once more
+        flops *= 4 / 3  # the forward pass a second time
     elif recompute == "selective":
         flops += shape.attention_flops_per_token(sequence)
     width = shape.width / math.sqrt(sharding.tensor)
@@ -170,7 +172,7 @@ def _memory_s(
 def _tensor_s(
     shape: ModelShape, sharding: Sharding, hardware: Hardware, tokens: float, recompute: Recompute, dtype: Dtype
 ) -> float:
-    """Two all-reduces a block forward, two backward (Shoeybi 2019, section 3), two more when all is recomputed.
+    """Two all-reduces per block forward, two backward (Shoeybi 2019, section 3), two more with full recomputation.
 
     A ring sends 2 (n - 1) / n of the bytes (Patarasuk and Yuan 2009); sequence parallelism sends as much.
     """
@@ -186,9 +188,13 @@ def _tensor_s(
 def _exchange_s(
     shape: ModelShape, sharding: Sharding, hardware: Hardware, tokens: float, value_bytes: int
 ) -> float:  # fmt: skip
-    """Between context ranks every block gathers keys and values, and again backward, with their gradients scattered
-    (Dubey 2024, section 3.3.2). Between expert ranks every block sends each token to `EXPERTS_PER_TOKEN` experts and
-    back, and the same backward (DeepSeek-AI 2024, section 3.2.2); the share of it that hides is our assumption."""
+    """Time the exchanges between context and expert ranks.
+
+    Every block gathers keys and values between context ranks, and again in the backward pass, where their gradients are
+    scattered (Dubey 2024, section 3.3.2). Between expert ranks, every block sends each token to `EXPERTS_PER_TOKEN`
+    experts and back, and the same in the backward pass (DeepSeek-AI 2024, section 3.2.2); the overlapped share is our
+    assumption.
+    """
     blocks, seconds = shape.layers / sharding.pipeline, 0.0
     ranks = min(sharding.tensor * sharding.context, hardware.accelerators)
     if (c := sharding.context) > 1:
@@ -208,12 +214,11 @@ def _data_s(
     shape: ModelShape, sharding: Sharding, hardware: Hardware, turn_s: float, micro_batches: int, weight_bytes: int,
     gradient_bytes: int, *, is_overlapped: bool,
 ) -> float:  # fmt: skip
-    """Gradients (and weights under stage 3) between data ranks, less what hides behind compute.
+    """Time the gradients (and weights under stage 3) between data ranks, less what overlaps computation.
 
-    Stage 0 sends 2 x the gradients once a step, stages 1 and 2 gradients and weights, behind the last backward pass;
-    stage 3 gathers the weights twice
-    for every micro-batch and scatters the gradients once a step (Rajbhandari 2020, section 7.2), behind all of it.
-    Rings cross a node's network once, whatever its cards.
+    Stage 0 sends 2 x the gradients once per step, stages 1 and 2 gradients and weights, overlapping the last backward
+    pass; stage 3 gathers the weights twice per micro-batch and scatters the gradients once per step (Rajbhandari 2020,
+    section 7.2), overlapping all of it. A ring crosses a node's network once, whatever the number of its cards.
     """
     d = sharding.replicas
     if d == 1:
@@ -222,17 +227,17 @@ def _data_s(
     is_inside = sharding.accelerators <= hardware.accelerators
     rings = min(sharding.tensor * sharding.pipeline, hardware.accelerators)
     gbs = hardware.link_gbs if is_inside else min(hardware.link_gbs, _network_share(hardware, rings))
-    byte_s = own * (d - 1) / d / (gbs * 1e9)  # one byte of every parameter once round the ring
+    byte_s = own * (d - 1) / d / (gbs * 1e9)  # one byte of every parameter once around the ring
     if sharding.zero == 3:
         sent, hidden = byte_s * (2 * weight_bytes * micro_batches + gradient_bytes), turn_s * micro_batches
     else:
-        back = weight_bytes if sharding.zero else gradient_bytes  # what each rank updated, or the sums
+        back = weight_bytes if sharding.zero else gradient_bytes  # the part that each rank updated, or the sums
         sent, hidden = byte_s * (gradient_bytes + back), turn_s * 2 / 3
     return max(sent - hidden, sent * EXPOSED_SHARE_MIN) if is_overlapped else sent
 
 
 def _update_s(shape: ModelShape, sharding: Sharding, hardware: Hardware, dtype: Dtype) -> float:
-    """Reading and writing every state once."""
+    """Time one read and write of every state."""
     bandwidth = (hardware.figures.memory_bandwidth_gbs or 0.0) * 1e9 * BANDWIDTH_EFFICIENCY
     if not bandwidth:
         return 0.0
@@ -243,11 +248,11 @@ def _update_s(shape: ModelShape, sharding: Sharding, hardware: Hardware, dtype: 
 
 
 def count_own_parameters(shape: ModelShape, sharding: Sharding) -> float:
-    """Of one tensor, pipeline and expert rank, before sharding over replicas."""
+    """Count the parameters of one tensor, pipeline and expert rank, before sharding over replicas."""
     own = shape.active_parameters + shape.idle_parameters / sharding.expert
     return own / (sharding.tensor * sharding.pipeline)
 
 
 def _network_share(hardware: Hardware, sharers: int) -> float:
-    """GB/s one way for each of `sharers` that use a node's network at once."""
+    """Return GB/s one way for each of `sharers` that use a node's network at the same time."""
     return hardware.network_gbs * NETWORK_EFFICIENCY / max(1, sharers)

@@ -1,4 +1,4 @@
-"""How fast a placement does the work, relative to the one the user measured on."""
+"""Speed of a placement relative to the hardware on which the user measured."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from broker.optimizer.network import network_gbs
 from broker.optimizer.roofline import Hardware, estimate_step
 from broker.types import AcceleratorFigures, Goal, Offer
 
-# Where a task does not say what it trains, cards are compared on this: GPT-3 XL (Brown 2020, table 2.1: 1.3 billion
-# parameters, 24 x 2048), half a million tokens a step in sequences of 2,048, data parallel with sharded optimizer
+# The reference workload for tasks that do not describe their model: GPT-3 XL (Brown 2020, table 2.1: 1.3 billion
+# parameters, 24 x 2048), half a million tokens per step in sequences of 2,048, data parallel with sharded optimizer
 # states. A larger model gains more from fast cards, a smaller one less.
 REFERENCE_SHAPE = ModelShape(layers=24, width=2048, heads=16)
 REFERENCE_SEQUENCE = 2048
 REFERENCE_BATCH = 256
-# `work_on: A100:16` does not say how its cards are joined: nodes of at most 8 on 400 Gbit/s.
+# `work_on: A100:16` does not say how its cards are connected: assume nodes of at most 8 on 400 Gbit/s.
 REFERENCE_NODE = 8
 REFERENCE_NETWORK_GBS = 50.0
-PEAK_SHARE = 0.5  # of a card whose peak is all that is known
+PEAK_SHARE = 0.5  # of a card for which only the peak is known
 
 
 def scale_work(
@@ -32,10 +32,10 @@ def scale_work(
     node_count: int = 1,
     measured: Mapping[str, float] | None = None,
 ) -> float | None:
-    """Fault-free hours of the goal's work on so many nodes of this offer; None where no work is given.
+    """Return fault-free hours of the goal's work on `node_count` nodes of this offer; None if no work is given.
 
-    `goal.work_on`, and the keys of `measured` ("H100:8" -> tokens or samples a second), count all accelerators of a
-    gang. Work without `on` takes the same hours anywhere, and so does work on or from a card that nothing is known of.
+    `goal.work_on`, and the keys of `measured` ("H100:8" -> tokens or samples per second), count all accelerators of a
+    gang. Work without `on` takes the same hours everywhere, and so does work on or from an unknown card.
     """
     if goal is None or goal.work_hours is None:
         return None
@@ -65,16 +65,16 @@ def find_speed(
     network: float = REFERENCE_NETWORK_GBS,
     measured: Mapping[str, float] | None = None,
 ) -> float:
-    """Tokens a second of `node_count` nodes of `count` cards: measured where it is, else by the roofline.
+    """Return tokens per second of `node_count` nodes of `count` cards: measured, or else by the roofline.
 
-    Where another count of the same card was measured, its figure goes by the roofline's ratio of the two; where only
-    other cards were, by their mean ratio of measured to roofline. `network` in GB/s. Zero where nothing is known.
+    If another count of the same card was measured, scale its figure by the roofline's ratio of the two; if only other
+    cards were measured, by their mean ratio of measured to roofline. `network` in GB/s. Zero if nothing is known.
     """
     known = _find_figures(name, figures)
     roofline = _roofline_speed(known, count, node_count, network) if known else 0.0
     if not measured:
         return roofline
-    same: list[tuple[float, float]] = []  # (distance of the counts, measured for each that the roofline says)
+    same: list[tuple[float, float]] = []  # (distance of the counts, measured / roofline)
     others: list[float] = []
     for key, value in measured.items():
         other, _, text = key.partition(":")
@@ -98,7 +98,7 @@ def find_speed(
 def _find_gang_speed(
     name: str, count: float, figures: Mapping[str, AcceleratorFigures], measured: Mapping[str, float] | None
 ) -> float:
-    """Of so many cards in all, in nodes as `REFERENCE_NODE` says."""
+    """Return the speed of this many cards in total, in nodes like `REFERENCE_NODE`."""
     nodes = max(1, math.ceil(count / REFERENCE_NODE))
     return find_speed(name, count / nodes, figures, node_count=nodes, measured=measured)
 
@@ -113,9 +113,9 @@ def _find_figures(name: str, figures: Mapping[str, AcceleratorFigures]) -> Accel
 
 @lru_cache(maxsize=8192)
 def _roofline_speed(figures: AcceleratorFigures, count: float, node_count: int, network: float) -> float:
-    """Tokens a second on the reference workload; a part of a card does its part.
+    """Return tokens per second on the reference workload; a fraction of a card has that fraction of its speed.
 
-    Where only the peak is known, by the peak alone. Cached: a plan asks thousands of times.
+    If only the peak is known, use the peak alone. Cached: a plan calls this thousands of times.
     """
     if not figures.training_tflops or not count:
         return 0.0

@@ -1,8 +1,8 @@
-"""A lower bound on a sum of costs of single choices and of pairs, by sequential message passing.
+"""A lower bound on a sum of unary and pairwise costs, by sequential message passing.
 
-Costs are moved between tasks and edges without changing any choice's total; the sum of all minima then never exceeds
-the best total, and each sweep brings it nearer (TRW-S: Kolmogorov 2006, "Convergent tree-reweighted message passing";
-in the form of SRMP, Kolmogorov 2015). On a chain one sweep each way is the dynamic programme, and exact.
+Costs are moved between tasks and edges without changing any choice's total, so the sum of all minima never exceeds the
+optimum, and each sweep brings it closer (TRW-S: Kolmogorov 2006, "Convergent tree-reweighted message passing"; in the
+form of SRMP, Kolmogorov 2015). On a chain, one sweep in each direction is the dynamic programme, and exact.
 """
 
 from __future__ import annotations
@@ -12,20 +12,20 @@ from operator import add, sub
 from typing import Self
 
 Row = Sequence[float]
-EDGE_OVERHEAD = 100  # of `Field.size`, measured: what an edge takes with one state at each end
+EDGE_OVERHEAD = 100  # measured, in units of `CostField.size`: cost of an edge with one state at each end
 RELATIVE_ERROR = 1e-9  # sums of a few hundred doubles are far more exact than this; prices are far less
 
 
-class Field:
-    """Costs of the states still open for each task, and the bound so far. Copies share rows that don't change.
+class CostField:
+    """Costs of the open states of each task, and the current bound. Copies share unchanged rows.
 
-    `kept[v]` numbers the open states of task v as the caller does. `tables[e]` holds edge e's costs twice: rows by
-    source and rows by target. `offsets[e]` is what was moved into the edge at its source and target (negative: out).
+    `kept[v]` has the caller's numbers of task v's open states. `tables[e]` holds edge e's costs twice: rows by source
+    and rows by target. `offsets[e]` is the cost moved into the edge at its source and target (negative: out).
     `marginals[v]` bounds the best total with each of v's states, as of the last sweep.
     """
 
     def __init__(self, unary: Sequence[Row], edges: Sequence[tuple[int, int]], tables: Sequence[Sequence[Row]]) -> None:
-        """`edges` go from lower to higher tasks, each pair once; no pair may cost less than 0."""
+        """Make the field. `edges` go from lower to higher tasks, each pair once; pairwise costs are at least 0."""
         self.edges = edges
         self.earlier: list[list[int]] = [[] for _ in unary]
         self.later: list[list[int]] = [[] for _ in unary]
@@ -57,19 +57,19 @@ class Field:
 
     @property
     def size(self) -> int:
-        """What one sweep has to do, in additions or thereabouts."""
+        """Return the work of one sweep, in additions approximately."""
         return sum(len(self.unary[u]) * len(self.unary[v]) + EDGE_OVERHEAD for u, v in self.edges)
 
     def sweep(self, upper: float, *, is_forward: bool) -> bool:
-        """Pass all tasks once, raise `bound`, and close states that cannot be part of a total below `upper`.
+        """Pass over all tasks once, raise `bound`, and close states that cannot be part of a total below `upper`.
 
-        False when some task has no open state left: nothing is below `upper`.
+        Return False if some task has no open state left: no total is below `upper`.
         """
         total = sum(self._rest) + sum(self._held)
         closed = dict[int, list[int]]()
         upper -= abs(upper) * RELATIVE_ERROR
         behind, ahead = (self.earlier, self.later) if is_forward else (self.later, self.earlier)
-        mine, others = (1, 0) if is_forward else (0, 1)  # side of the edges behind
+        mine, others = (1, 0) if is_forward else (0, 1)  # side of the edges already passed
         for v in range(len(self.unary)) if is_forward else reversed(range(len(self.unary))):
             total -= self._rest[v]
             marginal = self.unary[v]
@@ -106,7 +106,7 @@ class Field:
         self._held[e] = held
 
     def restrict(self, v: int, keep: Sequence[int]) -> None:
-        """Leave only these of task v's open states, by their present place."""
+        """Keep only these of task v's open states, by position."""
         self.kept[v] = [self.kept[v][i] for i in keep]
         self.unary[v] = [self.unary[v][i] for i in keep]
         self.marginals[v] = [self.marginals[v][i] for i in keep]
@@ -120,7 +120,8 @@ class Field:
                 self.tables[e] = (rows, columns) if side == 0 else (columns, rows)
 
     def round_off(self) -> list[int]:
-        """Return a choice, by place: tasks in order, each the best given those before it and what later ones ask."""
+        """Return a choice, by position: in task order, each task takes the best state given earlier ones and later
+        bounds."""
         chosen = [0] * len(self.unary)
         for v, costs in enumerate(self.unary):
             for e in self.later[v]:

@@ -1,20 +1,20 @@
-"""Branch and bound over the states of all tasks: proves its result, or says how far from proof it stopped."""
+"""Branch and bound over the states of all tasks: proves optimality, or reports the remaining gap."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
 from broker.nouns import noun
-from broker.pipelines.bounds import RELATIVE_ERROR, Field
+from broker.pipelines.bounds import RELATIVE_ERROR, CostField
 
 SWEEPS_AT_ROOT = 60
 SWEEPS_BELOW = 4
-PROGRESS_MIN = 0.02  # of the gap, by one pair of sweeps: with less, branching helps more
+PROGRESS_MIN = 0.02  # of the gap, by one pair of sweeps: below this, branching is more effective
 
 
 @noun
 class Found:
-    """The best choice and a bound that no choice is below. `value` is infinite where none was found."""
+    """The best choice, and a lower bound on every choice. `value` is infinite if no choice was found."""
 
     choice: tuple[int, ...]
     value: float
@@ -24,7 +24,7 @@ class Found:
 
 
 def search(
-    field: Field,
+    field: CostField,
     start: Sequence[int],
     *,
     evaluate: Callable[[Sequence[int]], float],
@@ -32,18 +32,18 @@ def search(
     offset: float = 0.0,
     work_max: float,
 ) -> Found:
-    """Find the best total of `evaluate`, which for no choice is below the field's costs plus `offset`.
+    """Minimize `evaluate`, which for every choice is at least the field's costs plus `offset`.
 
-    `start` is any choice; `improve` makes a choice better by small moves, or leaves it. After `work_max`
-    additions it stops without a proof: counted, not timed, so that the same question always has the same answer.
+    `start` is any choice; `improve` improves a choice by local moves, or returns it. After `work_max` additions the
+    search stops without a proof: counted, not timed, so that results are reproducible.
     """
-    return _Search(field, start, evaluate, improve, offset, work_max).run()
+    return _BranchAndBound(field, start, evaluate, improve, offset, work_max).run()
 
 
-class _Search:
+class _BranchAndBound:
     def __init__(
         self,
-        field: Field,
+        field: CostField,
         start: Sequence[int],
         evaluate: Callable[[Sequence[int]], float],
         improve: Callable[[list[int], float], tuple[list[int], float]],
@@ -58,8 +58,8 @@ class _Search:
         self._work, self._root_size = 0.0, field.size
 
     def run(self) -> Found:
-        # (bound, field, task, place of the state that it takes); deepest last, so that memory stays small
-        stack: list[tuple[float, Field, int, int]] = [(self._root.bound, self._root, -1, 0)]
+        # (bound, field, task, position of its state); deepest last, to keep memory small
+        stack: list[tuple[float, CostField, int, int]] = [(self._root.bound, self._root, -1, 0)]
         while stack:
             bound, field, task, place = stack.pop()
             if self._is_hopeless(bound):
@@ -86,8 +86,8 @@ class _Search:
     def _is_hopeless(self, bound: float) -> bool:
         return bound + self._offset >= self._value - abs(self._value) * RELATIVE_ERROR
 
-    def _tighten(self, field: Field, sweeps: int) -> bool:
-        """Raise the bound while that goes well. False when nothing better is left below this field."""
+    def _tighten(self, field: CostField, sweeps: int) -> bool:
+        """Raise the bound while sweeps are effective. Return False if no better choice is left in this field."""
         for _ in range(sweeps):
             before = field.bound
             self._work += 2 * field.size
@@ -98,29 +98,30 @@ class _Search:
             if self._is_hopeless(field.bound):
                 return False
             if field.is_decided:
-                return False  # the one choice that is left has just been tried
+                return False  # the single choice that is left has just been evaluated
             if field.bound - before < PROGRESS_MIN * (self._value - self._offset - field.bound):
                 break
         return True
 
-    def _try(self, field: Field) -> None:
+    def _try(self, field: CostField) -> None:
         choice = [kept[place] for kept, place in zip(field.kept, field.round_off(), strict=True)]
         if tuple(choice) in self._seen:
             return
         self._seen.add(tuple(choice))
-        self._work += self._root_size  # small moves look at all states, open or not
+        self._work += self._root_size  # local moves look at all states, open or not
         better, value = self._improve(choice, self._evaluate(choice))
         if value < self._value:
             self._best, self._value = better, value
 
-    def _branch(self, field: Field) -> list[tuple[float, Field, int, int]]:
-        """One field for every open state of one task, the most promising last: the stack takes it first."""
+    def _branch(self, field: CostField) -> list[tuple[float, CostField, int, int]]:
+        """Make one field for every open state of one task, the most promising last, as the stack pops it first."""
         task = max((v for v, kept in enumerate(field.kept) if len(kept) > 1), key=lambda v: (self._rate(field, v), -v))
         ranked = sorted(((each, i) for i, each in enumerate(field.marginals[task])), reverse=True)
         return [(max(bound, field.bound), field, task, place) for bound, place in ranked]
 
-    def _rate(self, field: Field, task: int) -> float:
-        """How much is decided by deciding this task: edges to undecided tasks, and how far its second best lies."""
+    def _rate(self, field: CostField, task: int) -> float:
+        """Rate the benefit of branching on this task: its edges to undecided tasks, and the gap to its second best
+        state."""
         edges = [e for e in (*field.earlier[task], *field.later[task])]
         open_edges = sum(1 for e in edges if all(len(field.kept[end]) > 1 for end in field.edges[e]))
         first, second = sorted(field.marginals[task])[:2]

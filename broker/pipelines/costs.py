@@ -1,17 +1,17 @@
-"""The cheapest choice of a state for every task: fold what folds, search the rest."""
+"""The cheapest choice of a state for every task: eliminate tasks where possible, search the rest."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from broker.pipelines.bounds import Field
+from broker.pipelines.bounds import CostField
 from broker.pipelines.branch_and_bound import Found, search
 from broker.pipelines.elimination import Core
 from broker.pipelines.problem import Problem
 
 
 def find_cheapest(problem: Problem, *, work_max: float) -> Found:
-    """Find the least USD of all tasks and transfers."""
+    """Return the minimum USD over all tasks and transfers."""
     core = Core(
         [[state.usd for state in states] for states in problem.states],
         {(u, v): table for (u, v, _), table in zip(problem.edges, problem.edge_usd, strict=True)},
@@ -24,7 +24,7 @@ def find_cheapest(problem: Problem, *, work_max: float) -> Found:
         tables = [core.tables[(left[u], left[v])] for u, v in pairs]
         sums = Sums([core.unary[v] for v in left], pairs, tables)
         found = search(
-            Field(sums.unary, pairs, tables),
+            CostField(sums.unary, pairs, tables),
             [problem.greedy[v] for v in left],
             evaluate=sums.add_up,
             improve=sums.improve,
@@ -45,7 +45,7 @@ def find_cheapest(problem: Problem, *, work_max: float) -> Found:
 
 
 class Sums:
-    """Totals of whole choices, and small moves that lower them."""
+    """Totals of complete choices, and local moves that lower them."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class Sums:
         self.unary = unary
         self._edges = edges
         self.tables = tables
-        # of each task: its neighbours, with the table's rows by the neighbour's state
+        # for each task: its neighbours, with the table's rows by the neighbour's state
         self._around: list[list[tuple[int, Sequence[Sequence[float]]]]] = [[] for _ in unary]
         for (u, v), rows in zip(edges, tables, strict=True):
             self._around[v].append((u, rows))
@@ -67,7 +67,7 @@ class Sums:
         return total + sum(rows[choice[u]][choice[v]] for (u, v), rows in zip(self._edges, self.tables, strict=True))
 
     def improve(self, choice: list[int], value: float) -> tuple[list[int], float]:
-        """Change one task at a time to what suits its neighbours best, until nothing changes."""
+        """Move one task at a time to the best state given its neighbours, until nothing changes."""
         choice = list(choice)
         waiting = set(range(len(choice)))
         while waiting:
@@ -77,7 +77,7 @@ class Sums:
                 for i, each in enumerate(rows[choice[neighbour]]):
                     costs[i] += each
             best = min(costs)
-            if best < costs[choice[v]] * (1 - 1e-12):  # by rounding alone two moves could undo each other for ever
+            if best < costs[choice[v]] * (1 - 1e-12):  # within rounding errors, two moves could undo each other forever
                 choice[v] = costs.index(best)
                 waiting.update(neighbour for neighbour, _ in self._around[v])
         return choice, self.add_up(choice)

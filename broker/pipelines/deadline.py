@@ -1,7 +1,8 @@
 """The cheapest choice whose longest path ends by a deadline.
 
-Every path that is too long gets a price per hour (a Lagrange multiplier). Lateness priced so makes an ordinary sum of
-costs, and its bound, less what the deadline's own hours are worth, is a bound here; the search proves the rest.
+Every path that is too long gets a price per hour (a Lagrange multiplier). With lateness priced, the problem is an
+ordinary sum of costs, whose bound, less the value of the deadline's own hours, is a bound here; the search proves the
+rest.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from itertools import pairwise
 from operator import add
 from typing import Self
 
-from broker.pipelines.bounds import Field, Row
+from broker.pipelines.bounds import CostField, Row
 from broker.pipelines.branch_and_bound import Found, search
 from broker.pipelines.label_setting import TooManyLabelsError, find_by_labels, is_forest
 from broker.pipelines.local_search import TimelyMoves
@@ -22,11 +23,11 @@ from broker.pipelines.schedule import Timetable
 
 ROUNDS = 30
 ROUNDS_WITHOUT_PROGRESS = 8
-ROUNDING = 1e-12  # of the deadline: a plan that takes exactly that long is in time
+ROUNDING = 1e-12  # of the deadline: a plan that takes exactly that long is on time
 
 
-class TimedField(Field):
-    """A field that also closes states which are too late, whatever the others choose."""
+class TimedField(CostField):
+    """A field that also closes states that are late whatever the other tasks choose."""
 
     def __init__(self, unary: Sequence[Row], tables: Sequence[Sequence[Row]], times: Timetable, limit: float) -> None:
         super().__init__(unary, times.edges, tables)
@@ -41,7 +42,7 @@ class TimedField(Field):
 
     @property
     def size(self) -> int:
-        return 3 * super().size  # hours are bounded forwards and backwards besides
+        return 3 * super().size  # hours are bounded forwards and backwards in addition
 
     def restrict(self, v: int, keep: Sequence[int]) -> None:
         super().restrict(v, keep)
@@ -59,7 +60,7 @@ class TimedField(Field):
 
 @dataclass(kw_only=True)
 class _Prices:
-    """USD per hour by path (task indexes), and what they sum to on every task and edge."""
+    """USD per hour by path (task indexes), and their sum on every task and edge."""
 
     by_path: dict[tuple[int, ...], float] = field(default_factory=dict)
 
@@ -75,10 +76,10 @@ class _Prices:
 
 
 def find_cheapest_in_time(problem: Problem, start: Sequence[int], deadline_hours: float, *, work_max: float) -> Found:
-    """Find the least USD with a longest path of at most the deadline. `start` is any choice that is in time."""
+    """Return the minimum USD with a longest path of at most the deadline. `start` is any choice that is on time."""
     limit = deadline_hours * (1 + ROUNDING)
     moves = TimelyMoves(problem, limit)
-    assert problem.measure_hours(start) <= limit, "the start is in time"
+    assert problem.measure_hours(start) <= limit, "the start is on time"
     best, value = moves.improve(list(start), problem.add_usd(start))
     times = Timetable(problem)
     if not times.close_late(limit):
@@ -100,13 +101,13 @@ def find_cheapest_in_time(problem: Problem, start: Sequence[int], deadline_hours
 def _raise_prices(
     problem: Problem, times: Timetable, moves: TimelyMoves, best: list[int], value: float, limit: float
 ) -> tuple[_Prices, list[int], float, Timetable]:
-    """Subgradient steps of Polyak's length: what is late becomes dearer, what has time to spare cheaper."""
+    """Take subgradient steps of Polyak's length: raise prices of late paths, lower prices of early ones."""
     prices, top, top_prices, idle, pace = _Prices(), float("-inf"), _Prices(), 0, 1.0
     for _ in range(ROUNDS):
         offset = -limit * sum(prices.by_path.values())
         root = _make_field(problem, times, prices, limit)
         is_open = all(root.sweep(value - offset, is_forward=is_forward) for is_forward in (True, False, True, False))
-        if not is_open:  # nothing is cheaper: the bound holds for what was left
+        if not is_open:  # no cheaper choice is left: the bound holds
             return prices, best, value, times
         times = root.times
         bound = root.bound + offset
@@ -168,7 +169,7 @@ def _measure_path(problem: Problem, choice: Sequence[int], path: Sequence[int]) 
 
 
 def _make_field(problem: Problem, times: Timetable, prices: _Prices, limit: float) -> TimedField:
-    """Costs with lateness priced, of the states that the timetable has open."""
+    """Make costs with lateness priced, for the states that the timetable has open."""
     by_task, by_edge = prices.spread(problem)
     times = times.copy()
     unary = [

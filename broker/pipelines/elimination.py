@@ -1,8 +1,8 @@
-"""Exact elimination of tasks with at most two neighbours; chains, trees and series-parallel pipelines vanish whole.
+"""Exact elimination of tasks with at most two neighbours; it solves chains, trees and series-parallel pipelines.
 
-A task's best answer to each choice of its neighbours is worked out once and added to what remains: to the total, to
-its one neighbour's costs, or to the edge between its two (bucket elimination: Dechter 1999). What is left, if
-anything, is a core in which every task has three neighbours or more, for the search.
+A task's best response to each choice of its neighbours is computed once and added to the remaining costs: to the total,
+to its one neighbour's costs, or to the edge between its two (bucket elimination: Dechter 1999). What remains is a core
+in which every task has three or more neighbours, for the search.
 """
 
 from __future__ import annotations
@@ -11,11 +11,12 @@ from collections.abc import Sequence
 from operator import add
 
 Row = Sequence[float]
-PAIR_WORK_MAX = 2_000_000  # additions to fold one task between two neighbours; beyond, the search is left to do it
+# additions to eliminate one task between two neighbours; above this, it is left to the search
+PAIR_WORK_MAX = 2_000_000
 
 
 class Core:
-    """Costs by task, and tables by unordered pair (lower, higher), from which tasks are taken one by one."""
+    """Costs by task, and tables by unordered pair (lower, higher), from which tasks are eliminated one by one."""
 
     def __init__(self, unary: Sequence[Row], tables: dict[tuple[int, int], Sequence[Row]]) -> None:
         self.unary = dict(enumerate(list(row) for row in unary))
@@ -28,7 +29,7 @@ class Core:
         self._folded: list[tuple[int, list[float], list[tuple[int, list[Row]]]]] = []
 
     def fold(self) -> None:
-        """Take out tasks with at most two neighbours until none is left."""
+        """Eliminate tasks with at most two neighbours until none is left."""
         waiting = sorted(self.unary, reverse=True)
         while waiting:
             v = waiting.pop()
@@ -37,7 +38,7 @@ class Core:
                 waiting.extend(sorted(touched, reverse=True))
 
     def unfold(self, chosen: dict[int, int]) -> dict[int, int]:
-        """Return the whole choice that belongs to the core's: folded tasks answer in the opposite order."""
+        """Extend the core's choice to all tasks: eliminated tasks respond in reverse order."""
         chosen = dict(chosen)
         for v, costs, links in reversed(self._folded):
             for neighbour, rows in links:
@@ -79,7 +80,7 @@ class Core:
         return neighbours
 
     def _take_rows(self, neighbour: int, v: int) -> list[Row]:
-        """Return the table between the two, by the neighbour's state, and out of the core."""
+        """Remove the table between the two from the core; return it by the neighbour's state."""
         if neighbour < v:
             return list(self.tables.pop((neighbour, v)))
         return list(zip(*self.tables.pop((v, neighbour)), strict=True))

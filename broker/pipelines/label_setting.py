@@ -1,8 +1,8 @@
-"""The cheapest choice in time where no two paths meet twice (chains, trees): a dynamic programme over (USD, hours).
+"""The cheapest choice on time where no two paths meet twice (chains, trees): dynamic programming over (USD, hours).
 
-The part of a tree behind one edge matters to the rest by two figures only: what it costs, and how long the path
-through that edge takes. So each state of each task keeps those pairs that no other beats in both, less those that
-the bound of priced lateness proves no better than a known choice (label setting: Dumitrescu and Boland 2003).
+The part of a tree behind one edge affects the rest through two figures only: its cost, and the length of the path
+through that edge. So each state of each task keeps its Pareto-optimal pairs, less those that the bound of priced
+lateness proves no better than a known choice (label setting: Dumitrescu and Boland 2003).
 """
 
 from __future__ import annotations
@@ -10,22 +10,22 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from operator import itemgetter
 
-from broker.pipelines.bounds import RELATIVE_ERROR, Field
+from broker.pipelines.bounds import RELATIVE_ERROR, CostField
 from broker.pipelines.problem import Problem
 from broker.pipelines.schedule import Timetable
 
-# usd, hours on the open path before the task, hours after it, usd with lateness priced, what was chosen
+# usd, hours on the open path before the task, hours after it, usd with lateness priced, choices made
 Label = tuple[float, float, float, float, "Trace"]
 Trace = tuple[int, int, "Trace | None", "Trace | None"]  # task, state, and the traces of two parts
-LABEL_WORK = 10  # additions that one label is worth
+LABEL_WORK = 10  # cost of one label, in additions
 
 
 class TooManyLabelsError(Exception):
-    """The pairs outgrew the work that was allowed; never leaves this module's caller."""
+    """The labels exceeded the work limit; caught within this module's caller."""
 
 
 def is_forest(count: int, edges: Sequence[tuple[int, int]]) -> bool:
-    """Whether no two paths meet twice, whatever their direction."""
+    """Return whether no two paths meet twice, ignoring directions."""
     group = list(range(count))
 
     def find(v: int) -> int:
@@ -42,25 +42,25 @@ def is_forest(count: int, edges: Sequence[tuple[int, int]]) -> bool:
 
 
 def find_by_labels(
-    problem: Problem, field: Field, times: Timetable, *, upper: float, limit: float, work_max: float
+    problem: Problem, field: CostField, times: Timetable, *, upper: float, limit: float, work_max: float
 ) -> list[int] | None:
-    """Find the cheapest choice that ends by `limit`; None where none is below what `upper` stands for.
+    """Return the cheapest choice that ends by `limit`; None if none is below the bound that `upper` represents.
 
-    `field` has lateness priced and was swept; `upper` bounds its totals. Both have the same states open.
-    Raises TooManyLabelsError.
+    `field` has lateness priced and was swept; `upper` bounds its totals. Both have the same states open. Raises
+    TooManyLabelsError.
     """
     return _Labels(problem, field, times, upper, limit, work_max).run()
 
 
 class _Labels:
     def __init__(
-        self, problem: Problem, field: Field, times: Timetable, upper: float, limit: float, work_max: float
+        self, problem: Problem, field: CostField, times: Timetable, upper: float, limit: float, work_max: float
     ) -> None:
         self._problem, self._field, self._times = problem, field, times
         self._upper = upper - abs(upper) * RELATIVE_ERROR
         self._limit, self._labels_left = limit, work_max / LABEL_WORK
         self._ends, self._rests = times.bound_ends(), times.bound_rests()
-        self._done: dict[int, list[list[Label]]] = {}  # by task, then place of its state
+        self._done: dict[int, list[list[Label]]] = {}  # by task, then position of its state
 
     def run(self) -> list[int] | None:
         chosen = [-1] * len(self._problem.states)
@@ -75,7 +75,7 @@ class _Labels:
         return chosen
 
     def _list_trees(self) -> Iterator[list[tuple[int, int | None, list[int]]]]:
-        """For every tree: (task, edge to its parent, edges to its children), children first."""
+        """Return for every tree: (task, edge to its parent, edges to its children), children first."""
         seen = set[int]()
         for root in range(len(self._field.kept)):
             if root in seen:
@@ -96,7 +96,7 @@ class _Labels:
         return w if u == v else u
 
     def _join(self, v: int, i: int, child_edges: Sequence[int]) -> list[Label]:
-        """All ways to choose what hangs on task v in state i, that are in time and not beaten."""
+        """Join the children's labels at task v in state i; keep those that are on time and not dominated."""
         state = self._field.kept[v][i]
         own_hours = self._times.hours[v][i]
         labels: list[Label] = [
@@ -116,7 +116,7 @@ class _Labels:
         return labels
 
     def _carry(self, e: int, v: int, i: int, *, is_before: bool) -> list[Label]:
-        """Return a child's labels, over its edge, as task v in state i sees them; the hours stand in second place."""
+        """Move a child's labels over its edge, as task v in state i sees them; hours are in second place."""
         child = self._other_end(e, v)
         side = 1 if is_before else 0
         priced_row, hours_row = self._field.tables[e][side][i], self._times.tables[e][side][i]
@@ -135,7 +135,7 @@ class _Labels:
         return _keep_unbeaten(carried)
 
     def _thin(self, v: int, i: int, labels: list[Label], parent_edge: int | None) -> list[Label]:
-        """Keep what the parent needs: the hours of the path towards it stand in second place. Hopeless labels go."""
+        """Keep the labels that the parent needs, with the hours of the path towards it in second place."""
         own_hours = self._times.hours[v][i]
         if parent_edge is None or self._times.edges[parent_edge][0] == v:
             turned = [(usd, head + own_hours, 0.0, priced, trace) for usd, head, _, priced, trace in labels]
@@ -157,7 +157,7 @@ class _Labels:
 
 
 def _keep_unbeaten(labels: list[Label]) -> list[Label]:
-    """Labels that no other matches or beats in money, hours before and hours after."""
+    """Keep labels that no other matches or beats in money, hours before and hours after."""
     labels.sort(key=itemgetter(0, 1, 2))
     kept = list[Label]()
     if all(label[2] == 0.0 for label in labels):

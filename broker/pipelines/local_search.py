@@ -1,4 +1,4 @@
-"""Small moves from choice to choice that keep a deadline, or win it back."""
+"""Local moves between choices that keep a deadline, or restore it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MENDS_MAX = 400
 
 
 class TimelyMoves:
-    """Totals of whole choices under a limit of hours, and moves of one task at a time."""
+    """Totals of complete choices under a limit of hours, and moves of one task at a time."""
 
     def __init__(self, problem: Problem, limit: float) -> None:
         self._problem = problem
@@ -24,12 +24,12 @@ class TimelyMoves:
             self._after[u].append((e, v))
 
     def evaluate(self, choice: Sequence[int]) -> float:
-        """USD; infinite when late."""
+        """Return USD; infinite if late."""
         is_late = self._problem.measure_hours(choice) > self._limit
         return math.inf if is_late else self._problem.add_usd(choice)
 
     def improve(self, choice: list[int], value: float) -> tuple[list[int], float]:
-        """While that saves money and stays in time, change one task. A late choice is left alone."""
+        """Change one task at a time while that saves money and stays on time. A late choice is returned unchanged."""
         if not math.isfinite(value):
             return choice, value
         choice = list(choice)
@@ -49,7 +49,7 @@ class TimelyMoves:
         return choice, self._problem.add_usd(choice)
 
     def mend(self, choice: Sequence[int]) -> list[int] | None:
-        """Make a late choice timely, by the change that costs least per hour won, again and again. None: it failed."""
+        """Repair a late choice by repeated changes of the least cost per hour gained; None if that fails."""
         choice = list(choice)
         for _ in range(MENDS_MAX):
             ends, rests = self._measure(choice)
@@ -75,7 +75,7 @@ class TimelyMoves:
         return self._through(choice, v, i, ends, rests) <= self._limit
 
     def _through(self, choice: Sequence[int], v: int, i: int, ends: Sequence[float], rests: Sequence[float]) -> float:
-        """Hours of the longest path through task v in state i, all others as chosen."""
+        """Return the hours of the longest path through task v in state i, all others as chosen."""
         problem = self._problem
         start = max((ends[u] + problem.edge_hours[e][choice[u]][i] for e, u in self._before[v]), default=0.0)
         rest = max(
@@ -88,14 +88,14 @@ class TimelyMoves:
         return start + problem.states[v][i].hours + rest
 
     def _price(self, choice: Sequence[int], v: int, i: int) -> float:
-        """USD of task v in state i with all its transfers."""
+        """Return the USD of task v in state i with all its transfers."""
         problem = self._problem
         usd = problem.states[v][i].usd
         usd += sum(problem.edge_usd[e][choice[u]][i] for e, u in self._before[v])
         return usd + sum(problem.edge_usd[e][i][choice[w]] for e, w in self._after[v])
 
     def _measure(self, choice: Sequence[int]) -> tuple[list[float], list[float]]:
-        """When each task ends, and how long all that follows takes from there."""
+        """Return when each task ends, and the time from there to the end of all that follow."""
         problem = self._problem
         count = len(choice)
         ends, rests = [0.0] * count, [0.0] * count

@@ -1,4 +1,4 @@
-"""Names for a pipeline's tasks, what each needs, and an order in which they can run."""
+"""Names of a pipeline's tasks, their dependencies, and an order of execution."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from broker.types import Task
 
 
 def order_tasks(tasks: Sequence[Task]) -> tuple[str, ...]:
-    """Names in an order in which every task follows what it needs; as written where both orders would do.
+    """Return names in topological order, ties as written.
 
-    Tasks without a name are called `task-1`, `task-2`, ... by their place.
-    Raises UsageError for a circle, for a name that no task has, and for one that several have.
+    Tasks without a name are called `task-1`, `task-2`, ... by position. Raises UsageError for a cycle, an unknown name,
+    and an ambiguous name.
     """
     names = name_tasks(tasks)
     return tuple(names[i] for i in order_indexes(tasks))
 
 
 def name_tasks(tasks: Sequence[Task]) -> tuple[str, ...]:
-    """Choose a distinct name for every task: its own, else by its place; a repeated one gets its place behind it."""
+    """Give every task a distinct name: its own, or one by position; a duplicate gets its position as a suffix."""
     own = [each.name or f"task-{place}" for place, each in enumerate(tasks, start=1)]
     taken = set(own)
     names, seen = list[str](), set[str]()
@@ -34,7 +34,7 @@ def name_tasks(tasks: Sequence[Task]) -> tuple[str, ...]:
 
 
 def find_needs(tasks: Sequence[Task]) -> list[dict[int, float]]:
-    """For every task: index of a task that it needs -> GiB. Raises UsageError."""
+    """Return for every task: index of a task that it needs -> GiB. Raises UsageError."""
     own = [each.name or f"task-{place}" for place, each in enumerate(tasks, start=1)]
     found = list[dict[int, float]]()
     for i, task in enumerate(tasks):
@@ -57,7 +57,7 @@ def find_needs(tasks: Sequence[Task]) -> list[dict[int, float]]:
 
 
 def order_indexes(tasks: Sequence[Task]) -> list[int]:
-    """As `order_tasks`, as indexes."""
+    """Like `order_tasks`, but return indexes."""
     needs = find_needs(tasks)
     followers: list[list[int]] = [[] for _ in tasks]
     missing = [len(each) for each in needs]
@@ -81,7 +81,7 @@ def order_indexes(tasks: Sequence[Task]) -> list[int]:
 
 
 def _find_circle(needs: Sequence[dict[int, float]], missing: Sequence[int]) -> list[int]:
-    """Walk back along needs that never come true until a task repeats."""
+    """Walk back along unsatisfied needs until a task repeats."""
     at = next(i for i, count in enumerate(missing) if count)
     trail = list[int]()
     while at not in trail:

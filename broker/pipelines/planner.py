@@ -1,6 +1,6 @@
-"""Tasks with data between them -> PipelinePlan: where each should run, so that the whole is cheapest or soonest done.
+"""Tasks with data between them -> PipelinePlan: places that make the whole pipeline cheapest or fastest.
 
-Exact: what is returned is proven best, or carries how far from the best it can be at most.
+Exact: the result is proven optimal, or has the maximum gap to the optimum.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from broker.types import EgressPrice, Objective, PipelineEdge, PipelinePlan, Pip
 
 __all__ = ["order_tasks", "plan_pipeline"]
 
-WORK_MAX = 1e8  # additions before the search gives up on a proof; some 10 s
+WORK_MAX = 1e8  # additions before the search gives up on a proof; about 10 s
 
 
 def plan_pipeline(
@@ -34,11 +34,12 @@ def plan_pipeline(
 ) -> PipelinePlan:
     """Choose one of `plans[i].estimates` for every `tasks[i]`. Pure.
 
-    "cost" asks for the least USD, within `deadline_hours` from first start to last end where given; "time" for the
-    least hours, and the least USD among the choices that take no longer. Expected hours count, not worst cases.
-    A task that gives no work counts as one hour. A task with an order of preference keeps its plan's choice.
-    Raises UsageError for needs that make no sense, NoOfferError where a task cannot finish anywhere,
-    or not all of them by the deadline.
+    "cost" minimizes USD, within `deadline_hours` from first start to last end if given; "time" minimizes hours, then
+    USD among the choices that take no longer. Expected hours count, not worst cases. A task without work counts as one
+    hour. A task with an order of preference keeps its plan's choice.
+
+    Raises UsageError for invalid needs, NoOfferError if a task cannot finish anywhere, or not all of them by the
+    deadline.
     """
     assert len(tasks) == len(plans), "one plan a task"
     order = order_indexes(tasks)
@@ -71,7 +72,7 @@ def _solve(problem: Problem, objective: Objective, deadline_hours: float | None,
         return find_cheapest(problem, work_max=work_max)
     soonest = find_soonest(problem, work_max=work_max)
     if deadline_hours is not None and soonest.value > deadline_hours:
-        known = f"the soonest{'' if soonest.is_optimal else ' found'} takes {soonest.value:.1f} h"
+        known = f"the fastest{'' if soonest.is_optimal else ' found'} takes {soonest.value:.1f} h"
         raise NoOfferError(
             f"no combination of placements meets the deadline of {deadline_hours:g} h: {known}",
             hints=["extend the deadline, or allow faster machines"],

@@ -1,7 +1,7 @@
 """A pipeline as numbers: a few states for every task, costs of states, and costs of pairs along the edges.
 
-What moving data costs depends on cloud and region only, so of all estimates in one region only the cheapest can be part
-of the cheapest plan; where time counts too, only those that no other beats in both money and time.
+Transfer costs depend on cloud and region only, so in each region only the cheapest estimate can be part of the cheapest
+plan; if time counts too, only Pareto-optimal estimates.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from broker.optimizer.egress import GB_PER_GIB, EgressTable, price_transfer
 from broker.types import Estimate, Offer, Plan
 
 Table = list[list[float]]  # by state of the edge's source, then of its target
-ASSUMED_HOURS = 1.0  # of a task that gives no work, as SkyPilot counts it
+ASSUMED_HOURS = 1.0  # of a task without work, as in SkyPilot
 
 
 @noun
@@ -34,7 +34,7 @@ class State:
 
 @noun
 class Problem:
-    """Tasks by index in an order that can be run: every edge (source, target, GiB) goes forwards.
+    """Tasks by index in topological order: every edge (source, target, GiB) goes forwards.
 
     `greedy` is the state that each task would choose alone.
     """
@@ -46,14 +46,14 @@ class Problem:
     greedy: tuple[int, ...]
 
     def add_usd(self, choice: Sequence[int]) -> float:
-        """All tasks and transfers of a choice of one state for every task."""
+        """Sum all tasks and transfers of a choice of one state for every task."""
         total = math.fsum(states[i].usd for states, i in zip(self.states, choice, strict=True))
         return total + math.fsum(
             table[choice[u]][choice[v]] for (u, v, _), table in zip(self.edges, self.edge_usd, strict=True)
         )
 
     def measure_hours(self, choice: Sequence[int]) -> float:
-        """Measure the longest path: a task starts when all it needs has arrived."""
+        """Return the longest path: a task starts when all its inputs have arrived."""
         start = [0.0] * len(self.states)
         end = 0.0
         arrivals: list[list[tuple[int, Table]]] = [[] for _ in self.states]
@@ -75,7 +75,7 @@ def make_problem(
     *,
     needs_time: bool,
 ) -> Problem:
-    """States and tables for plans that stand in an order that can be run. Raises NoOfferError."""
+    """Make states and tables for plans in topological order. Raises NoOfferError."""
     states = [_list_states(name, plan, needs_time=needs_time) for name, plan in zip(names, plans, strict=True)]
     if not needs_time:
         states = _drop_far_too_dear(states, [each.choice for each in plans], edges, egress)
@@ -94,14 +94,14 @@ def make_problem(
 
 
 def make_state(estimate: Estimate) -> State:
-    """Money and hours to finish; of one assumed hour where no work is given."""
+    """Return money and hours to finish; for one assumed hour if no work is given."""
     if estimate.expected_usd is None or estimate.expected_hours is None:
         return State(estimate=estimate, usd=estimate.placement.usd_hour * ASSUMED_HOURS, hours=ASSUMED_HOURS)
     return State(estimate=estimate, usd=estimate.expected_usd, hours=estimate.expected_hours)
 
 
 def _list_states(name: str, plan: Plan, *, needs_time: bool) -> list[State]:
-    """List the estimates that can matter. A task with an order of preference keeps its first choice."""
+    """List the estimates that can be optimal. A task with an order of preference keeps its first choice."""
     estimates = plan.estimates[:1] if plan.task.is_ordered else plan.estimates
     by_place = dict[tuple[str, str], list[State]]()
     for estimate in estimates:
@@ -116,7 +116,7 @@ def _list_states(name: str, plan: Plan, *, needs_time: bool) -> list[State]:
     choice = plan.choice
     kept = list[State]()
     for states in by_place.values():
-        # sorted() is stable, so that of equals the plan's order decides
+        # sorted() is stable, so ties keep the plan's order
         ranked = sorted(states, key=lambda each: (each.usd, each.hours, each.estimate is not choice))
         kept.append(ranked[0])
         if needs_time:
@@ -135,9 +135,9 @@ def _drop_far_too_dear(
     edges: Sequence[tuple[int, int, float]],
     egress: EgressTable,
 ) -> list[list[State]]:
-    """Take out what the cheapest state beats even if all its data moved at the highest price and the other's for free.
+    """Drop states that the cheapest one beats even if all its data moved at the highest price and theirs for free.
 
-    The choices that are made alone stay, so that they can be compared with.
+    States that tasks would choose alone stay, for comparison.
     """
     slack = [0.0] * len(states)
     dearest = [max(_price_leaving(each.estimate, egress) for each in options) for options in states]
@@ -152,14 +152,14 @@ def _drop_far_too_dear(
 
 
 def _price_leaving(estimate: Estimate, egress: EgressTable) -> float:
-    """Return the most that a GiB which leaves this placement can cost."""
+    """Return the highest price of a GiB that leaves this placement."""
     offer = estimate.placement.offer
     leaving = egress.find(offer.cloud, offer.region)
     return max(leaving.same_region, leaving.other_region, leaving.internet) * GB_PER_GIB
 
 
 class _Units:
-    """USD and hours to move one GiB between two places, worked out once a pair; places are numbered as they come up."""
+    """USD and hours to move one GiB between two places, cached by pair; places are numbered in order of appearance."""
 
     def __init__(self, egress: EgressTable) -> None:
         self._egress = egress

@@ -1,4 +1,4 @@
-"""Hours through a pipeline: bounds for every state, and the soonest possible end."""
+"""Hours through a pipeline: bounds for every state, and the earliest possible end."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from broker.pipelines.problem import Problem
 
 
 class Timetable:
-    """Hours of the states still open for each task, and of moving data between them. Copies share rows."""
+    """Hours of each task's open states, and of moving data between them. Copies share rows."""
 
     def __init__(self, problem: Problem) -> None:
         self.edges = [(u, v) for u, v, _ in problem.edges]
@@ -33,7 +33,7 @@ class Timetable:
         return twin
 
     def restrict(self, v: int, keep: Sequence[int]) -> None:
-        """Leave only these of task v's open states, by their present place."""
+        """Keep only these of task v's open states, by position."""
         self.kept[v] = [self.kept[v][i] for i in keep]
         self.hours[v] = [self.hours[v][i] for i in keep]
         for edges, side in ((self.later[v], 0), (self.earlier[v], 1)):
@@ -45,11 +45,11 @@ class Timetable:
 
     @property
     def size(self) -> int:
-        """What bounding all ends has to do, in additions or thereabouts."""
+        """Return the work of bounding all ends, in additions approximately."""
         return sum(len(self.hours[u]) * len(self.hours[v]) + EDGE_OVERHEAD for u, v in self.edges)
 
     def bound_ends(self) -> list[list[float]]:
-        """By task and state: the soonest it can end, if each thing it needs chose for it alone."""
+        """Return by task and state: its earliest end, if each of its inputs chose for it alone."""
         ends = list[list[float]]()
         for v, hours in enumerate(self.hours):
             start = [0.0] * len(hours)
@@ -62,7 +62,7 @@ class Timetable:
         return ends
 
     def bound_rests(self) -> list[list[float]]:
-        """By task and state: the least time from its end to the end of all that follows, in the same sense."""
+        """Return by task and state: the least time from its end to the end of all that follow, in the same sense."""
         rests: list[list[float]] = [[] for _ in self.hours]
         for u in reversed(range(len(self.hours))):
             rest = [0.0] * len(self.hours[u])
@@ -74,7 +74,8 @@ class Timetable:
         return rests
 
     def list_timely(self, limit: float) -> list[tuple[int, list[int]]] | None:
-        """For tasks with states that cannot be part of an end by `limit`: the places of the others. None: no way."""
+        """List tasks with states that cannot be part of an end by `limit`, with the positions of the others; None if
+        infeasible."""
         found = list[tuple[int, list[int]]]()
         for v, (ends, rests) in enumerate(zip(self.bound_ends(), self.bound_rests(), strict=True)):
             keep = [i for i, (end, rest) in enumerate(zip(ends, rests, strict=True)) if end + rest <= limit]
@@ -85,7 +86,7 @@ class Timetable:
         return found
 
     def close_late(self, limit: float) -> bool:
-        """Close states that cannot be part of an end by `limit`. False when nothing ends by then."""
+        """Close states that cannot be part of an end by `limit`. Return False if no choice ends by then."""
         while True:
             timely = self.list_timely(limit)
             if timely is None:
@@ -96,13 +97,13 @@ class Timetable:
                 self.restrict(v, keep)
 
     def bound_end(self) -> float:
-        """No choice among the open states ends sooner."""
+        """Return a lower bound on the end of every choice among the open states."""
         both = zip(self.bound_ends(), self.bound_rests(), strict=True)
         soonest: list[float] = [min(map(add, ends, rests)) for ends, rests in both]
         return max(soonest)
 
     def round_off(self) -> list[int]:
-        """Return a choice, by place: tasks in order, each taking what ends soonest with the least that follows."""
+        """Return a choice, by position: in task order, each takes the state with the earliest end and shortest rest."""
         rests = self.bound_rests()
         chosen, ended = list[int](), list[float]()
         for v, hours in enumerate(self.hours):
@@ -119,7 +120,7 @@ class Timetable:
 
 
 def find_soonest(problem: Problem, *, work_max: float) -> Found:
-    """Find the least hours of the longest path, by branch and bound."""
+    """Minimize the hours of the longest path, by branch and bound."""
     best: Sequence[int] = problem.greedy
     value = problem.measure_hours(best)
     root = Timetable(problem)
@@ -147,7 +148,7 @@ def find_soonest(problem: Problem, *, work_max: float) -> Found:
 
 
 def _branch(times: Timetable, bound: float) -> list[tuple[float, Timetable, int, int]]:
-    """All open states of the task that most others hang on, the soonest last: the stack takes it first."""
+    """List all open states of the task with the most dependents, the fastest last, as the stack pops it first."""
     undecided = [v for v, kept in enumerate(times.kept) if len(kept) > 1]
     if not undecided:
         return []

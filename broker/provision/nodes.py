@@ -66,7 +66,7 @@ async def confirm_gone(
                 absence.note(node.id, is_listed=node.id in present, now_s=now_s) or _was_missing(node, present)
                 for node in live
             ]
-            has_settled = covered.look(now_s) >= UNSEEN_SETTLES * cloud.settle_s and looks >= MISSES_MIN
+            has_settled = covered.observe(now_s) >= UNSEEN_SETTLES * cloud.settle_s and looks >= MISSES_MIN
             if all(is_gone) and ending.has_asked(live) and (is_whole or has_settled):
                 return ending.list_gone(now_s)
         elif not live and is_whole:
@@ -153,7 +153,7 @@ class Absence:
 
     def note(self, node_id: str, *, is_listed: bool, now_s: float) -> bool:
         """Whether it is believed gone by now."""
-        seen_s = self._stopwatch.look(now_s)
+        seen_s = self._stopwatch.observe(now_s)
         if is_listed:
             self._misses.pop(node_id, None)
             return False

@@ -1,7 +1,7 @@
-"""A cloud that is rehearsed: its machines are process trees here, its market, its clock and its bill are simulated.
+"""Simulate a cloud for a rehearsal: machines are local process trees; market, clock and bill are simulated.
 
-Spot machines are refused where the market has none and taken away when its spell ends; on-demand is always to be had.
-The work of making and ending local nodes holds the clock; what a real cloud takes for it is slept instead.
+Spot machines are refused while the market is closed and preempted when its open interval ends; on-demand is always
+available. The clock is held while local nodes are created or terminated; the time a real cloud takes is slept instead.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from broker.errors import CapacityError
 from broker.rehearsal.market import PlaceMarket
 from broker.types import Node, NodeList, NodeRequest, NodeState, Offer
 
-BOOT_S = 45.0  # until a machine of a large cloud answers; 30 to 60 s are usual for Linux images
-NOTICE_S = {"aws": 120.0, "gcp": 30.0, "azure": 30.0}  # warning before a spot machine goes, from the clouds' own pages
-NOTICE_S_MAX = 20.0  # real seconds that a rehearsal waits for a program that was warned
+BOOT_S = 45.0  # until a machine of a large cloud answers; 30 to 60 s are typical for Linux images
+NOTICE_S = {"aws": 120.0, "gcp": 30.0, "azure": 30.0}  # preemption warning, from the clouds' documentation
+NOTICE_S_MAX = 20.0  # real seconds that a rehearsal gives a program after the warning
 WAIT_SPEED = 300.0
 WAIT_FLOOR_S = 0.02
-FULL_AFTER_S = 1800.0  # a place that took machines away has none for so long
+FULL_AFTER_S = 1800.0  # a place refuses requests for this long after a preemption
 
 
 @dataclass
 class Pace:
-    """How simulated time passes: as it is while a program runs, and fast while machines are waited for.
+    """The speed of simulated time: real time while a program runs, faster while waiting for machines.
 
-    The program's steps stand for more work than they are: who sees them adds the time that they stand for.
+    A step of the rehearsed program represents more work than it does; its observer advances the clock by the rest.
     """
 
     clock: ScaledClock
@@ -49,12 +49,12 @@ class _Machine:
     created_s: float
     running_s: float
     ended_s: float | None = None
-    notice_real_s: float | None = None  # by the system's clock; when its notice runs out
+    notice_real_s: float | None = None  # when its notice expires, by the system's clock
 
 
 @dataclass(kw_only=True)
 class RehearsedCloud:
-    """Cloud and CanPreempt. One process rehearses at a time, so what is simulated is remembered in memory."""
+    """Cloud and CanPreempt. A rehearsal is one process, so the simulated state is kept in memory."""
 
     name: ClassVar[str] = "rehearsed"
     settle_s: ClassVar[float] = 0.0
@@ -64,7 +64,7 @@ class RehearsedCloud:
     pace: Pace
     market: PlaceMarket
     start_s: float  # when the market begins
-    on_event: Callable[[str], None]  # told in a sentence what the market does
+    on_event: Callable[[str], None]  # gets a sentence about each market event
     _machines: dict[str, _Machine] = field(default_factory=dict)
     _full_until_s: dict[tuple[str, str | None], float] = field(default_factory=dict)
     refusals: int = 0
@@ -107,12 +107,12 @@ class RehearsedCloud:
         self._note_end([node.id for node in nodes], self.clock.now_s())
 
     async def preempt_nodes(self, ids: Sequence[str], *, notice_s: float) -> None:
-        """As the market does. The notice is in real seconds, as the program's own work is: it has to save within it."""
+        """Preempt nodes like the market. The notice is in real seconds, because the program really saves its state."""
         live = [node_id for node_id in ids if node_id in self._machines and self._machines[node_id].ended_s is None]
         if not live:
             return
         self.preemptions += 1
-        self.pace.run()  # until the controller finds out, as long as it takes
+        self.pace.run()  # real time until the controller detects the loss
         now_s = self.clock.now_s()
         for node_id in live:
             offer = self._machines[node_id].offer
@@ -125,11 +125,11 @@ class RehearsedCloud:
         held_s = min(notice_s, NOTICE_S_MAX)
         for node_id in live:
             self._machines[node_id].notice_real_s = self._system.now_s() + held_s
-        # The machine would power off by itself at the end; we do it, so that the end has its simulated time.
+        # The machine would power off by itself; we do it, so that the end gets its simulated time.
         await self._local.preempt_nodes(live, notice_s=held_s + 3600)
 
     async def take_due(self) -> None:
-        """End whose notice is over or used, and take whose spell has ended."""
+        """Terminate nodes whose notice has expired or was used, and preempt nodes whose open interval has ended."""
         await self._end_noticed()
         now_s = self.clock.now_s()
         due: dict[tuple[str, str | None], list[str]] = {}
@@ -140,17 +140,19 @@ class RehearsedCloud:
             if begin.is_open and self.start_s + begin.end_s <= now_s:
                 due.setdefault((machine.offer.region, machine.offer.zone), []).append(node_id)
         for (region, zone), ids in due.items():
-            self.on_event(f"the spot market of {zone or region} ({self.name}) takes all {len(ids)} nodes away")
+            self.on_event(f"the spot market of {zone or region} ({self.name}) preempts all {len(ids)} nodes")
             await self.preempt_nodes(ids, notice_s=0)
 
     async def _end_noticed(self) -> None:
-        """A warned gang goes together: when its program has ended on any of them, or when time is up."""
+        """Terminate a warned gang together, once its program has ended on any node or the time is up."""
         warned = [
-            (node_id, each) for node_id, each in self._machines.items() if each.notice_real_s and not each.ended_s
+            (node_id, machine)
+            for node_id, machine in self._machines.items()
+            if machine.notice_real_s and not machine.ended_s
         ]
         if not warned:
             return
-        is_over = self._system.now_s() >= max(each.notice_real_s or 0.0 for _, each in warned)
+        is_over = self._system.now_s() >= max(machine.notice_real_s or 0.0 for _, machine in warned)
         has_ended = [self._has_ended(node_id) for node_id, _ in warned]
         if not (is_over or any(has_ended)):
             return
@@ -161,13 +163,13 @@ class RehearsedCloud:
             await self._local.preempt_nodes(ids, notice_s=0)
 
     def _has_ended(self, node_id: str) -> bool:
-        """Whether the agent there has written down how its newest run ended."""
+        """Return whether the agent has recorded the outcome of its newest run."""
         runs = self.root / node_id / "home" / ".broker" / "runs"
         newest = max(runs.glob("*/spec.json"), default=None, key=lambda path: int(path.parent.name))
         return newest is None or newest.with_name("outcome.json").exists()
 
     async def end_all(self, owner: str) -> None:
-        """Whatever happened: nothing is left running."""
+        """Terminate all nodes, whatever happened before."""
         listed = await self._local.list_nodes(owner)
         await asyncio.shield(self._local.terminate_nodes(listed.nodes))
 
@@ -186,13 +188,13 @@ class RehearsedCloud:
                 machine.ended_s = ended_s
 
     def _translate(self, node: Node) -> Node:
-        """A local node as this cloud's: in simulated time, and booting for as long as a real one."""
+        """Translate a local node to this cloud's: in simulated time, and with the boot time of a real one."""
         machine = self._machines.get(node.id)
         if machine is None:
             return replace(node, cloud=self.name)
         state = node.state
         if state is NodeState.TERMINATED:
-            self._note_end([node.id], self.clock.now_s())  # it went by itself, and is found now
+            self._note_end([node.id], self.clock.now_s())  # it ended by itself and is observed now
         elif state is NodeState.RUNNING and self.clock.now_s() < machine.running_s:
             state = NodeState.PENDING
         ended_s = machine.ended_s if state is NodeState.TERMINATED else None
@@ -202,6 +204,6 @@ class RehearsedCloud:
 def make_rehearsed_cloud(
     name: str, *, root: Path, pace: Pace, market: PlaceMarket, start_s: float, on_event: Callable[[str], None]
 ) -> RehearsedCloud:
-    """The cloud of this name: names belong to classes, and there is no class for each of them."""
+    """Return a cloud with this name, through a subclass because the name is a class attribute."""
     named: type[RehearsedCloud] = type("RehearsedCloud", (RehearsedCloud,), {"name": name})
     return named(root=root / name, pace=pace, market=market, start_s=start_s, on_event=on_event)

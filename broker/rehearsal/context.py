@@ -109,7 +109,7 @@ class RehearsalContext(Context):
         plan = self.plan_real(task, avoid)
         if self.stage.node_count == self.stage.task.num_nodes:
             return plan
-        estimates = tuple(self._shrink(each) for each in plan.estimates)
+        estimates = tuple(self._shrink(estimate) for estimate in plan.estimates)
         return replace(plan, estimates=estimates)
 
     def _shrink(self, estimate: Estimate) -> Estimate:

@@ -30,8 +30,8 @@ class Watched:
     started_s: float
     source: Path  # the progress file in the head's folder, deleted with the node
     progress_file: Path  # a hard link to it
-    running_s: float | None = None  # when `run` was first seen running: `setup` may take minutes
-    looks: list[tuple[float, int]] = field(default_factory=list)  # time, and newest step then
+    running_s: float | None = None  # when `run` was first observed: `setup` may take minutes
+    observations: list[tuple[float, int]] = field(default_factory=list)  # time, and newest step then
 
 
 class RehearsedGang:
@@ -80,7 +80,7 @@ class RehearsedGang:
         if watched is not None and watched.running_s is None and report.status is RunStatus.RUNNING:
             watched.running_s = self._real.now_s()
         if report.progress is not None:
-            self._note(cluster, number, report.progress.step, report.progress.total)
+            self._add_work(cluster, number, report.progress.step, report.progress.total)
         if report.status.is_terminal:
             self.pass_steps()
         return report
@@ -103,14 +103,14 @@ class RehearsedGang:
         self._pace.clock.advance(self._pending_s)
         self._pending_s = 0.0
 
-    def look(self, cluster: Cluster, number: int, *, is_resumed: bool) -> Line | None:
+    def read_progress(self, cluster: Cluster, number: int, *, is_resumed: bool) -> Line | None:
         """Read the newest line of attempt `number`; advance the clock up to it once the program has resumed."""
         watched = self._keep_progress(number)
         if watched is None:
             return None
         line = read_newest_line(watched.progress_file)
         if line is not None and is_resumed:
-            self._note(cluster, number, line.step, line.total)
+            self._add_work(cluster, number, line.step, line.total)
             self.pass_steps()
         return line
 
@@ -121,16 +121,19 @@ class RehearsedGang:
                 os.link(watched.source, watched.progress_file)
         return watched
 
-    def _note(self, cluster: Cluster, number: int, step: int, total: int | None) -> None:
+    def _add_work(self, cluster: Cluster, number: int, step: int, total: int | None) -> None:
         """Add the simulated seconds that new steps represent, beyond the real ones they took."""
         watched = self.attempts.get(number)
-        if watched is None or (watched.looks and step <= watched.looks[-1][1]):
+        if watched is None or (watched.observations and step <= watched.observations[-1][1]):
             return
         now_s = self._real.now_s()
-        begin = Trial(number=0, lines=read_lines(watched.progress_file)).begin_step if not watched.looks else None
-        before_s, before = watched.looks[-1] if watched.looks else (now_s, step if begin is None else begin)
+        if watched.observations:
+            before_s, before = watched.observations[-1]
+        else:
+            begin = Trial(number=0, lines=read_lines(watched.progress_file)).begin_step
+            before_s, before = now_s, step if begin is None else begin
         real_s = now_s - before_s
         work_s = self._work_s_of(cluster) if total else None
         stood_s = work_s / total * (step - before) if work_s and total else real_s * self._speed
         self._pending_s += max(0.0, stood_s - real_s)
-        watched.looks.append((now_s, step))
+        watched.observations.append((now_s, step))

@@ -1,4 +1,4 @@
-"""When a rehearsed place has spot machines to give. Pure: a seed or recorded availability in, spells of time out."""
+"""Simulate the spot availability of places. Pure: a seed or recorded availability in, intervals out."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from broker.lab.traces import Trace
 from broker.spot.hazard import hazard_per_node_hour
 from broker.types import Offer
 
-FULL_SHARE = 0.2  # of places, at the start; recorded zones stand between 0.02 and 0.89
-FULL_HOURS = 1.0  # mean time for which a place stays full; recorded means lie between ten minutes and some hours
+FULL_SHARE = 0.2  # of places, at the start; recorded zones range from 0.02 to 0.89
+FULL_HOURS = 1.0  # mean time for which a place stays full; recorded means range from ten minutes to several hours
 SPELLS_MAX = 100_000
 
 
 @dataclass(frozen=True, kw_only=True)
 class Spell:
-    """From `start_s` on and before `end_s`, seconds since the market's start, a place has machines or has none."""
+    """The interval from `start_s` to `end_s`, in seconds since the market's start, of one state of a place."""
 
     start_s: float
     end_s: float
@@ -29,18 +29,18 @@ class Spell:
 
 
 class PlaceMarket(Protocol):
-    """What every market answers about one place, at any time from its start on."""
+    """A source of availability for each place at any time from the market's start."""
 
     def find_spell(self, offer: Offer, at_s: float) -> Spell:
-        """The spell that holds at `at_s` seconds after the market's start."""
+        """Return the interval that contains `at_s`, in seconds after the market's start."""
 
 
 @dataclass(kw_only=True)
 class SeededMarket:
-    """Spells drawn at random, the same ones for the same seed.
+    """Intervals drawn at random, reproducible by seed.
 
-    A place loses its machines at the hazard that the price book gives for one node, and has none for an hour in the
-    mean; a fifth of the places start without.
+    A place closes at the hazard that the price book gives for one node, and stays closed for an hour on average; a
+    fifth of the places start closed.
     """
 
     seed: int
@@ -59,7 +59,7 @@ class SeededMarket:
             assert len(spells) < SPELLS_MAX, "spells are hours, and rehearsals days"
             last = spells[-1]
             spells.append(self._draw_spell(offer, self._draws[key], last.end_s, is_open=not last.is_open))
-        return next(each for each in reversed(spells) if each.start_s <= at_s)
+        return next(spell for spell in reversed(spells) if spell.start_s <= at_s)
 
     def _draw_spell(self, offer: Offer, draw: random.Random, start_s: float, *, is_open: bool) -> Spell:
         hazard = hazard_per_node_hour(offer.interruption_band)
@@ -70,7 +70,7 @@ class SeededMarket:
 
 @dataclass(frozen=True, kw_only=True)
 class RecordedMarket:
-    """Recordings, played again and again. A zone that nobody recorded is lent one, and always the same."""
+    """Recordings, replayed in a loop. A zone without a recording gets another zone's, always the same one."""
 
     traces: Sequence[Trace]
     seed: int = 0
@@ -84,22 +84,22 @@ class RecordedMarket:
         return Spell(start_s=(start + offset) * 3600, end_s=(end + offset) * 3600, is_open=is_open)
 
     def find_recording(self, offer: Offer) -> tuple[Trace, float]:
-        """And the hour of it at which the market starts: 0 in the zone's own recording, so that zones keep step."""
-        own = [each for each in self.traces if offer.zone and offer.zone in re.split(r"[^a-z0-9-]", each.name)]
+        """Return a recording and its hour at the market's start: 0 for the zone's own, so that zones stay in sync."""
+        own = [trace for trace in self.traces if offer.zone and offer.zone in re.split(r"[^a-z0-9-]", trace.name)]
         draw = random.Random(f"{self.seed}:{'/'.join(name_place(offer))}")
         trace = draw.choice(own or list(self.traces))
         return trace, draw.uniform(0, trace.hours) if not own or self.seed else 0.0
 
 
 def _find_change(trace: Trace, hour: float) -> tuple[float, float, bool]:
-    """Start and end of the spell that holds at `hour`, and whether it is open; one that never ends is infinite."""
+    """Return start and end (infinite if it never ends) of the interval that contains `hour`, and whether it is open."""
     changes = trace.changes
     if len(changes) == 1:
         return 0.0, math.inf, changes[0][1]
     index = bisect_right(changes, (hour, True)) - 1
     end = changes[index + 1][0] if index + 1 < len(changes) else trace.hours
     if end == trace.hours and changes[0][1] == changes[index][1]:
-        end += changes[1][0]  # it goes on where the recording begins again
+        end += changes[1][0]  # it continues at the start of the next repetition
     return changes[index][0], end, changes[index][1]
 
 

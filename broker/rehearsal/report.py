@@ -99,8 +99,8 @@ class Measures:
     last_step: int | None
     step_s: float | None = None
     start_s: float | None = None  # from the program's start to its first new step
-    stall_s: float | None = None  # what a checkpoint adds to the steps round it
-    checkpoint_steps: int | None = None  # steps from one to the next
+    stall_s: float | None = None  # time that a checkpoint adds to the steps around it
+    checkpoint_steps: int | None = None  # steps between checkpoints
 
 
 def read_lines(path: Path) -> tuple[Line, ...]:
@@ -124,15 +124,15 @@ def read_newest_line(path: Path) -> Line | None:
 
 
 def _parse_lines(texts: Sequence[bytes]) -> list[Line]:
-    found = []
+    lines = []
     for text in texts:
         try:
             value = json.loads(text.decode("utf-8", "replace"))
         except ValueError:
             continue
         if isinstance(value, dict) and _number(value.get("step")) is not None:
-            found.append(_parse(value))
-    return found
+            lines.append(_parse(value))
+    return lines
 
 
 def _parse(value: Mapping[str, Any]) -> Line:
@@ -167,31 +167,31 @@ def measure_start_s(lines: Sequence[Line], started_s: float) -> float | None:
 
 def find_resumes(trials: Sequence[Trial]) -> tuple[Resume, ...]:
     """Find the resume of every attempt that reported after another had."""
-    found = []
-    told = [trial for trial in trials if trial.lines]
-    for index, trial in enumerate(told[1:], start=1):
-        before = told[:index]
+    resumes = []
+    reported = [trial for trial in trials if trial.lines]
+    for index, trial in enumerate(reported[1:], start=1):
+        before = reported[:index]
         begin = trial.begin_step
         assert begin is not None and before[-1].last_step is not None
-        saved = max((each.saved_step for each in before if each.saved_step is not None), default=None)
-        found.append(Resume(number=trial.number, last_step=before[-1].last_step, saved_step=saved, begin_step=begin))
-    return tuple(found)
+        saved = max((earlier.saved_step for earlier in before if earlier.saved_step is not None), default=None)
+        resumes.append(Resume(number=trial.number, last_step=before[-1].last_step, saved_step=saved, begin_step=begin))
+    return tuple(resumes)
 
 
 def compare_repeats(trials: Sequence[Trial]) -> Comparison:
     """Compare every step that two attempts ran, the later with the earlier one."""
     pairs = list[tuple[int, float, float]]()
-    known = dict[int, float]()
+    earlier = dict[int, float]()
     for trial in trials:
         losses = read_losses([trial])
-        pairs += [(step, known[step], loss) for step, loss in losses.items() if step in known]
-        known.update(losses)
+        pairs += [(step, earlier[step], loss) for step, loss in losses.items() if step in earlier]
+        earlier.update(losses)
     return _compare(pairs)
 
 
-def compare_runs(one: Sequence[Trial], other: Sequence[Trial]) -> Comparison:
+def compare_runs(first: Sequence[Trial], second: Sequence[Trial]) -> Comparison:
     """Compare every step of two runs, with the last loss of each."""
-    left, right = read_losses(one), read_losses(other)
+    left, right = read_losses(first), read_losses(second)
     return _compare([(step, left[step], right[step]) for step in sorted(left.keys() & right.keys())])
 
 
@@ -201,13 +201,13 @@ def read_losses(trials: Iterable[Trial]) -> dict[int, float]:
 
 def _compare(pairs: Sequence[tuple[int, float, float]]) -> Comparison:
     """Compare exactly: floats are written with all digits. NaN equals NaN."""
-    unequal = [(step, one, other) for step, one, other in pairs if one != other and not (one != one and other != other)]
+    unequal = [(step, a, b) for step, a, b in pairs if a != b and not (a != a and b != b)]
     return Comparison(steps=len(pairs), equal=len(pairs) - len(unequal), first=unequal[0] if unequal else None)
 
 
 def measure(trials: Sequence[Trial]) -> Measures:
     lines = [line for trial in trials for line in trial.lines]
-    steps = [each for trial in trials for each in _time_steps(trial.lines)]
+    steps = [step_s for trial in trials for step_s in _time_steps(trial.lines)]
     starts = [trial.start_s for trial in trials if trial.start_s is not None]
     gaps = [late - early for trial in trials for early, late in pairwise(list_saved_steps(trial))]
     return Measures(
@@ -227,13 +227,13 @@ def list_saved_steps(trial: Trial) -> list[int]:
 def _time_steps(lines: Sequence[Line]) -> list[float]:
     """Return the seconds of each step after the warm-up."""
     timed = [(line.step, line.time_s) for line in lines if line.time_s is not None and line.loss is not None]
-    found = [(b_s - a_s) / (b - a) for (a, a_s), (b, b_s) in pairwise(timed) if b > a]
-    return found[WARM_UP_STEPS:] if len(found) > 2 * WARM_UP_STEPS else found
+    durations = [(b_s - a_s) / (b - a) for (a, a_s), (b, b_s) in pairwise(timed) if b > a]
+    return durations[WARM_UP_STEPS:] if len(durations) > 2 * WARM_UP_STEPS else durations
 
 
 def _measure_stall_s(trials: Sequence[Trial]) -> float | None:
     """Measure the time beyond the median step time, per checkpoint."""
-    steps = [each for trial in trials for each in _time_steps(trial.lines)]
+    steps = [step_s for trial in trials for step_s in _time_steps(trial.lines)]
     saves = sum(len(list_saved_steps(trial)) for trial in trials)
     if len(steps) < 10 or saves < 2:
         return None

@@ -62,7 +62,7 @@ class Rehearsal:
     notices_ignored: int
     places: tuple[str, ...]
     work_hours: float
-    hazard: float  # preemptions an hour of the whole gang, where it ran first
+    hazard: float  # preemptions per hour of the whole gang, where it ran first
     checkpoint: CheckpointSpec
     interval: Interval | None
     forecast: Estimate | None  # of the real run, with the program's own checkpoint interval; None without a goal
@@ -70,9 +70,9 @@ class Rehearsal:
     has_goal: bool = False
     deadline_hours: float | None = None
     real_s: float = 0.0
-    has_saved: bool = True  # anything lies in the checkpoint folder
-    last_words: str = ""  # of its log, where it failed
-    missing_module: str = ""  # which Python could not import, where it failed
+    has_saved: bool = True  # the checkpoint folder is not empty
+    last_words: str = ""  # of its log, if it failed
+    missing_module: str = ""  # that Python could not import, if it failed
     grace_s: float = NOTICE_S_MAX  # real seconds from a warning to the end
     unbroken: Comparison | None = None
 
@@ -105,12 +105,12 @@ class Rehearsal:
         data = {name: to_plain(getattr(self, name)) for name in self.__dataclass_fields__ if name not in hidden}
         data["trials"] = [
             {
-                "attempt": each.number,
-                "begin_step": each.begin_step,
-                "last_step": each.last_step,
-                "start_s": each.start_s,
+                "attempt": trial.number,
+                "begin_step": trial.begin_step,
+                "last_step": trial.last_step,
+                "start_s": trial.start_s,
             }
-            for each in self.trials
+            for trial in self.trials
         ]
         data["forecast"] = to_plain(self.forecast) if self.forecast else None
         data["findings"] = to_plain(self.findings)
@@ -125,7 +125,7 @@ def draw_up(context: RehearsalContext, driver: Driver, job: Job, plan: Plan) -> 
     trials = read_trials(context)
     measures = measure(trials)
     first = job.attempts[0].placement if job.attempts else plan.choice.placement
-    chosen = next((each for each in plan.estimates[:200] if _is_same(each.placement, first)), plan.choice)
+    chosen = next((estimate for estimate in plan.estimates[:200] if _is_same(estimate.placement, first)), plan.choice)
     hazard = chosen.preemptions_per_hour
     work_s = (measures.total or 0) * (measures.step_s or 0.0) * context.speed
     if task.goal and task.goal.work_hours is not None and chosen.breakdown is not None:
@@ -142,11 +142,11 @@ def draw_up(context: RehearsalContext, driver: Driver, job: Job, plan: Plan) -> 
         resumes=find_resumes(trials),
         repeats=compare_repeats(trials),
         measures=measures,
-        preemptions=sum(each.preemptions for each in clouds),
-        refusals=sum(each.refusals for each in clouds),
-        notices=sum(each.notice_s > 0 for each in driver.strikes),
-        notices_ignored=sum(each.ignored_notices for each in clouds),
-        places=tuple(_name_place(each.placement) for each in job.attempts),
+        preemptions=sum(cloud.preemptions for cloud in clouds),
+        refusals=sum(cloud.refusals for cloud in clouds),
+        notices=sum(strike.notice_s > 0 for strike in driver.strikes),
+        notices_ignored=sum(cloud.ignored_notices for cloud in clouds),
+        places=tuple(_name_place(attempt.placement) for attempt in job.attempts),
         work_hours=work_s / 3600,
         hazard=hazard,
         checkpoint=task.checkpoint,
@@ -159,20 +159,20 @@ def draw_up(context: RehearsalContext, driver: Driver, job: Job, plan: Plan) -> 
         has_saved=any(path.is_file() for path in context.config.checkpoints.rglob("*")),
         last_words=read_last_words(log) if log else "",
         missing_module=find_missing_module(log) if log else "",
-        grace_s=min(max((each.notice_s for each in driver.strikes), default=NOTICE_S_MAX), NOTICE_S_MAX),
+        grace_s=min(max((strike.notice_s for strike in driver.strikes), default=NOTICE_S_MAX), NOTICE_S_MAX),
     )
 
 
 def read_last_words(log: Path) -> str:
-    """Return the last line that is not blank; empty where there is no log."""
+    """Return the last line that is not blank; empty if there is no log."""
     lines = _read_tail(log).splitlines()
     return next((strip_control(line).strip()[:WORDS_MAX] for line in reversed(lines) if line.strip()), "")
 
 
 def find_missing_module(log: Path) -> str:
-    """Return the module of the last `ModuleNotFoundError`; empty where there is none."""
-    found = MISSING_MODULE.findall(_read_tail(log))
-    return str(found[-1]) if found else ""
+    """Return the module of the last `ModuleNotFoundError`; empty if there is none."""
+    modules = MISSING_MODULE.findall(_read_tail(log))
+    return str(modules[-1]) if modules else ""
 
 
 def _read_tail(log: Path) -> str:
@@ -183,11 +183,11 @@ def _read_tail(log: Path) -> str:
 
 
 def read_trials(context: RehearsalContext) -> tuple[Trial, ...]:
-    found: list[Trial] = []
+    trials: list[Trial] = []
     for number, watched in sorted(context.program.attempts.items()):
         lines = read_lines(watched.progress_file)
-        found.append(Trial(number=number, lines=lines, start_s=measure_start_s(lines, watched.started_s)))
-    return tuple(found)
+        trials.append(Trial(number=number, lines=lines, start_s=measure_start_s(lines, watched.started_s)))
+    return tuple(trials)
 
 
 def _forecast(context: RehearsalContext, interval: Interval | None) -> tuple[Estimate | None, str]:
@@ -203,7 +203,7 @@ def _forecast(context: RehearsalContext, interval: Interval | None) -> tuple[Est
 
 
 def _is_same(one: Placement, other: Placement) -> bool:
-    """Tell whether two placements differ only in the number of nodes, which is smaller here."""
+    """Return whether two placements differ at most in the number of nodes, which is smaller here."""
     kind = (one.offer.cloud, one.offer.region, one.offer.zone, one.offer.instance_type, one.is_spot)
     return kind == (
         other.offer.cloud, other.offer.region, other.offer.zone, other.offer.instance_type, other.is_spot

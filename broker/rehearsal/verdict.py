@@ -18,7 +18,7 @@ REPORT_HINT = (
     'append lines such as {"step": 7, "total": 100, "loss": 2.1, "checkpoint_step": 5} to $BROKER_PROGRESS_FILE'
 )
 TRAINER_PACKAGES = ("torch", "numpy")  # the extra `train`
-GOOD_SHARE = 0.02  # of expected time that an interval may cost over the best one
+GOOD_SHARE = 0.02  # of expected time that an interval may cost above the best one
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +50,7 @@ class Interval:
 def weigh_interval(
     measures: Measures, *, work_hours: float, hazard: float, checkpoint: CheckpointSpec
 ) -> Interval | None:
-    """Compare intervals; None where the program does not report steps and checkpoints."""
+    """Compare intervals; None if the program does not report steps and checkpoints."""
     if not measures.total or not measures.checkpoint_steps or work_hours <= 0:
         return None
     step_s = work_hours * 3600 / measures.total
@@ -83,15 +83,15 @@ def judge_resume(
 ) -> list[Finding]:
     """Judge whether the program resumed where it was, with one finding for each way in which it did not.
 
-    `has_saved`: the checkpoint folder is not empty. `failure`: why the job failed, with `last_words`, the last line of
-    its log. `missing_module`: the module that Python could not import, from the log.
+    `has_saved`: the checkpoint folder is not empty. `failure`: why the job failed. `last_words`: the last line of its
+    log. `missing_module`: the module that Python could not import, from the log.
     """
     if failure and missing_module:
         return [_explain_import(missing_module)]
-    found = _judge_resume(trials, resumes, preemptions=preemptions, has_saved=has_saved, failure=failure)
+    findings = _judge_resume(trials, resumes, preemptions=preemptions, has_saved=has_saved, failure=failure)
     if failure and last_words:
-        found.append(Finding(level="note", about="log", text=f"the last line is `{last_words}`"))
-    return found
+        findings.append(Finding(level="note", about="log", text=f"the last line is `{last_words}`"))
+    return findings
 
 
 def _explain_import(module: str) -> Finding:
@@ -109,17 +109,17 @@ def _judge_resume(
     if not any(trial.lines for trial in trials):
         return [_bad("the program reported no progress, so it is unknown whether it resumed", REPORT_HINT)]
     if failure and len(trials) > 1 and not trials[-1].lines:
-        before = max((each.saved_step for each in trials if each.saved_step is not None), default=None)
+        before = max((trial.saved_step for trial in trials if trial.saved_step is not None), default=None)
         where = f"from the checkpoint at step {before}" if before else "from the start"
         text = f"attempt {trials[-1].number} should have resumed {where}, but ended before its first step: {failure}"
         return [_bad(text, "make the program load its own checkpoint, and check it with `broker rehearse`")]
-    scratch = [each for each in resumes if each.is_from_scratch]
+    scratch = [resume for resume in resumes if resume.is_from_scratch]
     if scratch:
         return [_judge_scratch(scratch[0], has_saved=has_saved)]
     if not resumes:
         text = "there was no preemption" if not preemptions else "the preemption came before the first reported step"
         return [Finding(level="note", about="resume", text=f"not tested: {text}")]
-    short = next((each for each in resumes if each.is_short), None)
+    short = next((resume for resume in resumes if resume.is_short), None)
     if short is not None:
         return [
             _bad(
@@ -128,8 +128,8 @@ def _judge_resume(
                 "report `checkpoint_step` only when the checkpoint is complete and can be loaded",
             )
         ]
-    steps = ", ".join(str(each.begin_step) for each in resumes)
-    lost = sum(each.steps_lost for each in resumes)
+    steps = ", ".join(str(resume.begin_step) for resume in resumes)
+    lost = sum(resume.steps_lost for resume in resumes)
     times = "once" if len(resumes) == 1 else f"{len(resumes)} times"
     again = "1 step" if lost == 1 else f"{lost} steps"
     return [Finding(level="good", about="resume", text=f"resumed {times}, from step {steps}; repeated {again}")]
@@ -161,14 +161,14 @@ def _bad(text: str, hint: str) -> Finding:
 
 
 def judge_losses(repeats: Comparison, unbroken: Comparison | None) -> list[Finding]:
-    found = []
+    findings = []
     if repeats.steps:
-        found.append(_judge_comparison(repeats, "repeated"))
+        findings.append(_judge_comparison(repeats, "repeated"))
     if unbroken is not None and unbroken.steps:
-        found.append(_judge_comparison(unbroken, "compared with an uninterrupted run"))
+        findings.append(_judge_comparison(unbroken, "compared with an uninterrupted run"))
     elif unbroken is not None:
-        found.append(Finding(level="note", about="losses", text="the program reports no losses to compare"))
-    return found
+        findings.append(Finding(level="note", about="losses", text="the program reports no losses to compare"))
+    return findings
 
 
 def _judge_comparison(comparison: Comparison, what: str) -> Finding:
@@ -176,12 +176,12 @@ def _judge_comparison(comparison: Comparison, what: str) -> Finding:
     if comparison.is_exact:
         return Finding(level="good", about="losses", text=f"{steps} {what}: all losses are bit-identical")
     assert comparison.first is not None
-    step, one, other = comparison.first
+    step, first, second = comparison.first
     return Finding(
         level="note",
         about="losses",
         text=f"{comparison.steps - comparison.equal} of {steps} {what} have a different loss, "
-        f"first at step {step}: {one!r} and {other!r}",
+        f"first at step {step}: {first!r} and {second!r}",
         hint="for an exact resume, also save the data position, the random state of every rank, and the optimizer",
     )
 

@@ -1,4 +1,4 @@
-"""The seam to a node: run a command on it, put files on it."""
+"""Define the interface to a node: run a command, copy files, open a shell or a stream."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Completed:
 
 @noun
 class Shell:
-    """What to execute in the user's own terminal to stand on a node."""
+    """The command to execute in the user's terminal to get a shell on a node."""
 
     argv: tuple[str, ...]
     env: Mapping[str, str]
@@ -30,7 +30,7 @@ class Shell:
 
 
 class Transport(Protocol):
-    """Raises TransientError when the node cannot be reached or does not answer in time."""
+    """A way to reach nodes. Raises TransientError if the node cannot be reached or does not answer in time."""
 
     async def run(
         self,
@@ -50,28 +50,30 @@ class Transport(Protocol):
 
 @runtime_checkable
 class AsksForAccess(Protocol):
-    """A transport that a firewall may keep out. `renew_access` is called before a node is given up; True: try again."""
+    """A transport that a firewall may block. `renew_access` is called before giving up on a node; True: try again."""
 
     renew_access: Callable[[Node], Awaitable[bool]]
 
 
 @runtime_checkable
 class CanStream(Protocol):
-    """A transport that can keep a program's input and output open."""
+    """A transport that supports long-lived input and output of a program."""
 
     async def open_stream(self, node: Node, argv: Sequence[str]) -> Stream:
-        """Start the program in the node's HOME. Raises TransientError when the node cannot be reached; a program that
-        ends at once is an end of the stream. The program's input ends when this process does, however it dies."""
+        """Start the program in the node's HOME. Raises TransientError if the node cannot be reached.
+
+        A program that exits at once ends the stream. The program's input closes with this process, however it dies.
+        """
         ...
 
 
 class GrantsAccess(Protocol):
-    """Makes the files by which nodes reach a task's buckets: what the agent's verb `access` is asked with."""
+    """Creates the files that give nodes access to a task's buckets: the request of the agent's verb `access`."""
 
     async def grant(self, cluster: Cluster, task: Task) -> Mapping[str, Any] | None:
-        """For a run that is about to start; None where its nodes need none. Raises CloudError."""
+        """Grant access for a run that is about to start; None if its nodes need none. Raises CloudError."""
         ...
 
     async def renew(self, cluster: Cluster, deliver: Callable[[Mapping[str, Any]], Awaitable[object]]) -> None:
-        """For what runs there, where the old files are due to be replaced. Raises nothing."""
+        """Replace the files of a running task when they are due. Raises nothing."""
         ...

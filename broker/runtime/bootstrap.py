@@ -1,4 +1,4 @@
-"""A node's first start as a shell script: who may log in, which host key it shows, when it ends itself. Pure."""
+"""Make a node's boot script: its login key, its host key, and when it shuts itself down. Pure."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ import shlex
 from broker.runtime.keys import KeyPair
 
 USER = "ubuntu"
-UNCLAIMED_MINUTES = 30  # longer than any boot; a node that nobody took up by then was lost by its maker
-# 64 nodes' worth of sessions at once, and as many log-ins that are not through yet (sshd's default: 10).
+UNCLAIMED_MINUTES = 30  # longer than any boot; a node without an agent by then was lost by its creator
+# Enough for the sessions of 64 nodes at once, and as many pending logins (sshd's default: 10).
 MAX_STARTUPS, MAX_SESSIONS = "256:30:512", 256
 
 SCRIPT = """\
 #!/bin/sh
-# Written by broker for the first start of a node. Run again it changes nothing.
+# Written by broker for the first start of a node. Idempotent.
 umask 077
 user=@USER@
 
 write() { cat >"$1.broker" && chmod "$2" "$1.broker" && mv -f "$1.broker" "$1"; }
 
-# The host key first: until it is in place, whoever made this node refuses to talk to it.
+# The host key first: until it is in place, broker refuses to connect.
 mkdir -p /etc/ssh /run/sshd
 write /etc/ssh/broker_host_key 600 <<'BROKER_END'
 @HOST_PRIVATE@
@@ -39,7 +39,7 @@ elif ! grep -q broker_host_key /etc/ssh/sshd_config 2>/dev/null; then
 fi
 
 id "$user" >/dev/null 2>&1 || useradd -m -s /bin/bash "$user"
-case "$(getent shadow "$user" | cut -d: -f2)" in '!'*) usermod -p '*' "$user" ;; esac  # locked means no key either
+case "$(getent shadow "$user" | cut -d: -f2)" in '!'*) usermod -p '*' "$user" ;; esac  # locked accounts accept no key
 home=$(getent passwd "$user" | cut -d: -f6)
 mkdir -p "$home/.ssh" "$home/.broker"
 if ! grep -qxF @LOGIN_PUBLIC@ "$home/.ssh/authorized_keys" 2>/dev/null; then
@@ -54,8 +54,8 @@ if [ "$user" != root ] && [ -d /etc/sudoers.d ]; then
   echo "$user ALL=(ALL) NOPASSWD:ALL" | write /etc/sudoers.d/90-broker 440
 fi
 
-# A lease holds for one boot. A node that its cloud restarted (host failure, maintenance) runs nothing of ours that
-# could end it: unless its broker gives it a lease again, it goes.
+# A lease is valid for one boot. A node that its cloud restarted (host failure, maintenance) runs no agent that could
+# shut it down: unless the broker renews its lease, this service does.
 mkdir -p /etc/broker && chmod 755 /etc/broker
 write /etc/broker/restarted 755 <<'BROKER_END'
 #!/bin/sh
@@ -66,7 +66,7 @@ BROKER_END
 mkdir -p /etc/systemd/system
 write /etc/systemd/system/broker-restarted.service 644 <<BROKER_END
 [Unit]
-Description=End a node that has restarted and whose broker does not return
+Description=Shut down a restarted node whose broker does not return
 [Service]
 ExecStart=/etc/broker/restarted "$home"
 [Install]
@@ -80,7 +80,7 @@ elif [ -s /run/sshd.pid ]; then
   kill -HUP "$(cat /run/sshd.pid)"
 fi
 
-# The dead man's switch: nobody outside has to notice a node that its maker forgot.
+# The dead man's switch: a node that broker lost shuts itself down.
 [ -d "$home/.broker/runs" ] || setsid sh -c '
   sleep "$2"
   [ -d "$1/.broker/runs" ] || shutdown -h now
@@ -91,9 +91,9 @@ fi
 def make_boot(
     *, cloud: str, login: str, host: KeyPair, user: str = USER, unclaimed_minutes: float = UNCLAIMED_MINUTES
 ) -> str:
-    """The script for a node of `cloud`, to be run as root. `login` is the public key that may log in as `user`.
+    """Return the script for a node of `cloud`, to be run as root. `login` is the public key that may log in as `user`.
 
-    The node ends itself (`shutdown -h now`) when no agent has been asked anything within `unclaimed_minutes`.
+    The node shuts itself down (`shutdown -h now`) if no agent is called within `unclaimed_minutes`.
     """
     power_off = ["shutdown", "-h", "now"]
     node = {"power_off": power_off if user == "root" else ["sudo", "-n", *power_off], "notices": cloud}

@@ -1,4 +1,4 @@
-"""The credential of a gang: one certificate and its private key, made for one run and given to its nodes only."""
+"""Make the credential of a gang: a certificate and private key for one run, given to its nodes only."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from datetime import UTC, datetime, timedelta
 from broker.clock import SystemClock
 from broker.types import Secret
 
-# A node's clock may be behind ours until its first NTP answer.
+# A node's clock may lag behind ours until its first NTP answer.
 BACKDATED = timedelta(days=1)
-# Longer than any run: node replacements join with the credential of the first node. The key is gone with the nodes.
+# Longer than any run: replacement nodes join with the first node's credential. The key disappears with the nodes.
 VALID = timedelta(days=365)
 
 
 def make_credential(subject: str) -> Secret:
     """Return a self-signed P-256 certificate and its key as one PEM text.
 
-    Both ends of a connection present this certificate and trust no other, so it needs no authority and no host names:
-    possession of the key is membership. Dates are real time, not a rehearsal's: nodes compare them with their clocks.
+    Both ends of a connection present this certificate and trust no other, so it needs no CA and no host names:
+    possession of the key is membership. Dates are in real time even in a rehearsal: nodes compare them to their clocks.
     """
     from cryptography import x509
     from cryptography.hazmat.primitives import hashes, serialization

@@ -1,4 +1,4 @@
-"""A task on a cluster: all nodes at once, one call a node; what a run is, the nodes' agents know."""
+"""Run a task on the nodes of a cluster, one call per node, in parallel. The nodes' agents hold the state of runs."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from broker.types import Autostop, Cluster, Node, NodeState, Progress, Run, RunS
 
 AGENT_FOLDER = ".broker/agent"
 AGENT_ARGV = ("python3", "-I", "-S", f"{AGENT_FOLDER}/agent.py")
-CHANNEL_VERBS = ("lease", "cancel")  # small, and asked twice they change nothing
+CHANNEL_VERBS = ("lease", "cancel")  # small and idempotent
 CALL_S = 30.0
-LOOK_S = 0.5  # between two polls where a node has no channel
-# One call for all files, and nothing is touched where they are there: an agent may be starting from them.
+LOOK_S = 0.5  # between two polls if a node has no channel
+# One call for all files. Existing files stay untouched, as an agent may be starting from them.
 UNPACK = f"""\
 cd && mkdir -p {AGENT_FOLDER} && cd {AGENT_FOLDER} || exit 1
 if [ "$(cat digest 2>/dev/null)" = "$1" ]; then exec cat >/dev/null; fi
@@ -38,13 +38,13 @@ new=$(mktemp -d .new.XXXXXX) && tar -xf - -C "$new" && mv -f "$new"/* . && rmdir
 
 @noun
 class GangReport:
-    """`returncode` is None where no program of ours failed by itself (lost node, preemption); `reason` says so.
+    """The state of a run at one poll.
 
-    `advised`: ranks whose cloud thinks a preemption likelier than usual; most live on. `failed_rank`: whose program
-    ended first with an exit code of its own. `flush`: while the program has ended, but not all that it wrote lies in
-    its bucket, what a node says about that. `unflushed`: of a run whose program succeeded and whose files did not
-    arrive in time, why and where they lie; it has FAILED, and no program of it did. `unfit`: ranks that were to
-    join an elastic gang at work and whose `setup` failed, with the reason.
+    `returncode` is None if no program failed by itself (lost node, preemption); `reason` then says why it ended.
+    `advised`: ranks with an elevated preemption risk according to the cloud; most survive. `failed_rank`: the rank
+    whose program failed first. `flush`: a node's report while the program has ended but its files are still being
+    uploaded. `unflushed`: for a run that FAILED although its program succeeded, why its files did not arrive and where
+    they are. `unfit`: ranks that could not join a running elastic gang because `setup` failed, with the reason.
     """
 
     status: RunStatus
@@ -62,14 +62,14 @@ class GangReport:
 
 
 class Gang:
-    """The nodes of a cluster through their agents: `broker.jobs.gang.Gang`, and what clusters need besides."""
+    """Control the nodes of a cluster through their agents: `broker.jobs.gang.Gang` plus verbs for clusters."""
 
     def __init__(self, transport: Transport, *, clock: Clock, access: GrantsAccess | None = None) -> None:
-        """`access`: to the buckets of tasks, for nodes that have none of their own; None grants nothing."""
+        """Create the gang. `access` grants access to a task's buckets to nodes that have none; None grants nothing."""
         self._transport = transport
         self._clock = clock
         self._access = access
-        self._channels: Channels | None = None  # made by the first `wait_news`: a command that only looks opens none
+        self._channels: Channels | None = None  # created by the first `wait_news`: a single poll needs none
         self._silent: frozenset[str] = frozenset()  # nodes that did not answer the newest poll
 
     async def prepare(self, cluster: Cluster, task: Task) -> None:
@@ -78,9 +78,9 @@ class Gang:
 
     async def _prepare(self, node: Node, task: Task) -> None:
         digest, archive = pack_agent()
-        done = await self._transport.run(node, ["sh", "-c", UNPACK, "sh", digest], timeout_s=CALL_S, stdin=archive)
-        if done.returncode:
-            last = done.stderr.decode(errors="replace").strip().rpartition("\n")[2]
+        result = await self._transport.run(node, ["sh", "-c", UNPACK, "sh", digest], timeout_s=CALL_S, stdin=archive)
+        if result.returncode:
+            last = result.stderr.decode(errors="replace").strip().rpartition("\n")[2]
             raise TransientError(f"the agent cannot be put on node `{node.id}`: {last[:200]}")
         if needs_trainers(task):
             await send_trainers(self._transport, node)
@@ -90,30 +90,30 @@ class Gang:
             await self._put(node, f"file_mounts: {target}", Path(source), target)
 
     async def _put(self, node: Node, field: str, source: Path, target: str) -> None:
-        """A source that has gone since the task was loaded is the user's to mend, not ours to try again."""
+        """Copy a source; a missing one is the user's error, which a retry does not fix."""
         path = source.expanduser()
         if not path.exists():
-            raise InvalidRequestError(f"`{field}`: {path} is not there any more")
+            raise InvalidRequestError(f"`{field}`: {path} no longer exists")
         await self._transport.put(node, path, target)
 
     async def start(
         self, cluster: Cluster, task: Task, *, run_id: int, envs: Mapping[str, str], lease_s: float | None = None
     ) -> None:
-        """Submit to the head, which names ports and credential, then to the rest; asked again it changes nothing.
+        """Submit to the head, which returns ports and credential, then to the other nodes. Idempotent.
 
-        The credential of the first call counts: the head keeps it, and answers with it ever after.
+        The credential of the first call applies: the head keeps it and returns it on every later call.
         """
         nodes = sort_nodes(cluster)
         is_managed = "BROKER_JOB_ID" in envs
         reserved = None if is_managed else find_reservation(task, cluster)  # a managed job has its cluster to itself
-        # What SkyPilot has put up is in the container already.
+        # Nodes behind SkyPilot already run inside the container.
         image = None if nodes[0].handle.startswith("sky://") else cluster.placement.get_resources(task).container
         spec: dict[str, Any] = {
             "run_id": run_id,
             "name": task.name or "",
             "setup": task.setup,
             "run": task.run,
-            # A managed job's next attempt may come to nodes that its last one has set up.
+            # A managed job's next attempt may reuse nodes that the last one has set up.
             "setup_digest": digest_setup(task, image) if is_managed else None,
             "envs": {**task.envs, **envs},
             "secrets": {name: secret.value for name, secret in task.secrets.items()},
@@ -126,7 +126,7 @@ class Gang:
             "accelerators": reserved.text if reserved else "",
             "queue": None if is_managed else describe_turn(reserved),
             "lease_s": lease_s,
-            # SkyPilot takes a whole cluster down when one of its nodes ends itself.
+            # SkyPilot takes a whole cluster down when one of its nodes shuts itself down.
             "ends_together": nodes[0].handle.startswith("sky://"),
             "nodes_min": task.recovery.nodes_min,
             "head": {
@@ -143,18 +143,18 @@ class Gang:
         )
 
     async def poll(self, cluster: Cluster, run_id: int) -> GangReport:
-        """What every node says of the run. The head speaks for the gang; where it is silent, the others do.
+        """Return the state of the run: the head's view, or that of the first other node if the head is silent.
 
-        A node whose channel is open has said it already; any other is asked, and only a plain call that fails makes
-        it unreachable.
+        A node with an open channel has pushed its state already; others are called, and only a failed plain call makes
+        a node unreachable.
         """
         nodes = sort_nodes(cluster)
         live = list_live(nodes)
-        found = await asyncio.gather(*(self._read_status(node, run_id) for node in live))
-        silent = {node.id for node, answer in zip(live, found, strict=True) if answer is None}
+        replies = await asyncio.gather(*(self._read_status(node, run_id) for node in live))
+        silent = {node.id for node, answer in zip(live, replies, strict=True) if answer is None}
         self._silent = (self._silent - {node.id for node in nodes}) | silent
-        by_rank = {node.rank: answer for node, answer in zip(live, found, strict=True)}
-        await self._ask_again(live, run_id, by_rank)
+        by_rank = {node.rank: answer for node, answer in zip(live, replies, strict=True)}
+        await self._refresh_late(live, run_id, by_rank)
         answers = [by_rank.get(node.rank) for node in nodes]
         runs = [answer["runs"][0] if answer and answer["runs"] else None for answer in answers]
         statuses = tuple(RunStatus(run["status"]) if run else None for run in runs)
@@ -175,21 +175,23 @@ class Gang:
             flush=next((str(run["flush"]) for run in runs if run and run.get("flush")), ""),
         )
 
-    async def _ask_again(self, live: Sequence[Node], run_id: int, by_rank: dict[int, Mapping[str, Any] | None]) -> None:
-        """The head says last that a run has succeeded, so a node that said RUNNING was only asked before it ended.
+    async def _refresh_late(
+        self, live: Sequence[Node], run_id: int, by_rank: dict[int, Mapping[str, Any] | None]
+    ) -> None:
+        """Poll nodes again that reported RUNNING although the head, which ends last, reports a success.
 
         Nodes answer in any order: without this a report could show a success in which some ranks still run.
         """
         if _read_run_status(by_rank.get(0)) is not RunStatus.SUCCEEDED:
             return
         late = [node for node in live if (status := _read_run_status(by_rank[node.rank])) and not status.is_terminal]
-        found = await asyncio.gather(*(self._try_status(node, run_id) for node in late))
-        by_rank.update({node.rank: answer for node, answer in zip(late, found, strict=True) if answer is not None})
+        replies = await asyncio.gather(*(self._try_status(node, run_id) for node in late))
+        by_rank.update({node.rank: answer for node, answer in zip(late, replies, strict=True) if answer is not None})
 
     async def wait_news(self, cluster: Cluster, run_id: int, *, wake: asyncio.Event, timeout_s: float) -> None:
-        """Until a node has something new since the last poll, `wake` is set, or the time is up.
+        """Wait until a node has something new since the last poll, `wake` is set, or the time is up.
 
-        Opens a channel to each node that answered the last poll; while one of them has none, this is a short sleep.
+        Open a channel to each node that answered the last poll; while one of them has none, sleep briefly.
         """
         if self._channels is None and isinstance(self._transport, CanStream):
             self._channels = Channels(self._transport, [*AGENT_ARGV, "follow"], clock=self._clock)
@@ -199,11 +201,11 @@ class Gang:
             await self._clock.sleep(min(LOOK_S, timeout_s))
 
     async def cancel(self, cluster: Cluster, run_id: int) -> None:
-        """Ask every node that can be reached; the gang ends when any of them heard it."""
+        """Request a cancel from every reachable node; the gang ends once any of them receives it."""
         await self._call_all(cluster, "cancel", {"run_id": run_id})
 
     async def list_runs(self, cluster: Cluster) -> Sequence[Run]:
-        """All that the head remembers. Raises TransientError when it does not answer."""
+        """Return all runs that the head knows. Raises TransientError if it does not answer."""
         answer = await self._call(sort_nodes(cluster)[0], "status", {})
         return [
             Run(
@@ -230,28 +232,28 @@ class Gang:
                 data = base64.b64decode(str((await channel.call("log", request)).get("data", "")))
                 return data, offset + len(data)
             except (TransientError, ValueError):
-                pass  # asked again, on a connection of its own
-        done = await self._run_agent(head, "log", request)
-        return done.stdout, offset + len(done.stdout)
+                pass  # repeated as a plain call
+        result = await self._run_agent(head, "log", request)
+        return result.stdout, offset + len(result.stdout)
 
     async def renew_lease(self, cluster: Cluster, *, lease_s: float) -> None:
-        """Let the nodes run for at most `lease_s` seconds from now, unless it is renewed; and keep their access."""
+        """Let the nodes run for another `lease_s` seconds at most, and renew their bucket access."""
         await self._call_all(cluster, "lease", {"lease_s": lease_s})
         if self._access:
             await self._access.renew(cluster, partial(self._call_all, cluster, "access"))
 
     async def set_autostop(self, cluster: Cluster, autostop: Autostop | None) -> None:
-        """Nodes end themselves once idle for so long, whoever is there to see it; None: they do not."""
+        """Make the nodes stop themselves after the idle time, without the broker; None disables it."""
         rule = {"idle_minutes": autostop.idle_minutes, "is_down": autostop.is_down} if autostop else {}
         await self._call_all(cluster, "autostop", rule)
 
     async def idle_minutes(self, cluster: Cluster) -> float | None:
-        """Of the head, by the agent's own clock; None when it cannot be asked."""
+        """Return the head's idle minutes by the agent's clock; None if it does not answer."""
         answer = await self._try_status(sort_nodes(cluster)[0], None)
         return answer["idle_s"] / 60 if answer else None
 
     async def _call_all(self, cluster: Cluster, verb: str, request: Mapping[str, Any]) -> None:
-        """All nodes hear it even if one cannot be reached; then that is raised."""
+        """Call all nodes, even if one cannot be reached; then raise that error."""
         calls = (self._call(node, verb, request) for node in list_live(cluster.nodes))
         for result in await asyncio.gather(*calls, return_exceptions=True):
             if isinstance(result, BaseException):
@@ -274,24 +276,24 @@ class Gang:
             try:
                 return dict(await channel.call(verb, request))
             except TransientError:
-                pass  # repeated on a connection of its own: that does no harm
+                pass  # repeated as a plain call, which is harmless
         answer = json.loads((await self._run_agent(node, verb, request)).stdout)
         assert isinstance(answer, dict), "the agent answers with an object"
         return answer
 
     async def _run_agent(self, node: Node, verb: str, request: Mapping[str, Any]) -> Completed:
-        done = await self._transport.run(
+        result = await self._transport.run(
             node, [*AGENT_ARGV, verb], timeout_s=CALL_S, stdin=json.dumps(request).encode()
         )
-        if done.returncode:
-            last = done.stderr.decode(errors="replace").strip().rpartition("\n")[2]
+        if result.returncode:
+            last = result.stderr.decode(errors="replace").strip().rpartition("\n")[2]
             raise TransientError(f"the agent on node `{node.id}` failed at `{verb}`: {last[:200]}")
-        return done
+        return result
 
 
 @cache
 def pack_agent() -> tuple[str, bytes]:
-    """The agent's files as an archive, and a digest of it."""
+    """Pack the agent's files; return the digest and the archive."""
     packed = io.BytesIO()
     with tarfile.open(fileobj=packed, mode="w") as archive:
         for name in agent.FILES:
@@ -308,7 +310,7 @@ def digest_setup(task: Task, image: str | None) -> str:
 
 
 def find_unfit(runs: Sequence[Mapping[str, Any] | None]) -> tuple[tuple[int, str], ...]:
-    """Ranks whose `setup` failed while the head's program runs, with the reason: they replaced lost ones."""
+    """Return replacement ranks whose `setup` failed while the head's program runs, with the reason."""
     if not runs or not runs[0] or runs[0]["status"] != RunStatus.RUNNING:
         return ()
     failed = ((rank, run) for rank, run in enumerate(runs) if run and run["status"] == RunStatus.FAILED_SETUP)
@@ -316,13 +318,13 @@ def find_unfit(runs: Sequence[Mapping[str, Any] | None]) -> tuple[tuple[int, str
 
 
 def sort_nodes(cluster: Cluster) -> list[Node]:
-    """By rank: the head first."""
+    """Return the nodes by rank, the head first."""
     assert cluster.nodes, "a gang has nodes"
     return sorted(cluster.nodes, key=lambda node: node.rank)
 
 
 def list_live(nodes: Sequence[Node]) -> list[Node]:
-    """Without those that the cloud has confirmed gone: a gang may go on without them."""
+    """Return the nodes that the cloud has not confirmed gone: an elastic gang continues without those."""
     return [node for node in nodes if node.state is not NodeState.TERMINATED]
 
 
@@ -331,7 +333,7 @@ def _read_run_status(answer: Mapping[str, Any] | None) -> RunStatus | None:
 
 
 def parse_progress(line: Mapping[str, Any] | None) -> Progress | None:
-    """The program wrote it: what is not of the right kind is left out."""
+    """Parse a progress line, ignoring invalid fields, as it comes from the user's program."""
     if line is None:
         return None
 

@@ -1,4 +1,4 @@
-"""The SSH keys of each gang, made by us: one to log in with, one that its nodes show as their own."""
+"""Make and store the SSH keys of each gang: one login key, and one host key for its nodes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ KEYGEN_S = 30.0
 
 @dataclass(frozen=True, kw_only=True)
 class KeyPair:
-    """Text as `ssh-keygen` writes it."""
+    """A key pair in the format of `ssh-keygen`."""
 
     private: str
     public: str
@@ -30,7 +30,7 @@ class KeyPair:
 
 @dataclass(frozen=True, kw_only=True)
 class GangKeys:
-    """Where the keys of one token lie, and by which name its nodes stand in `known_hosts`."""
+    """The folder with the keys of one token, and the alias of its nodes in `known_hosts`."""
 
     folder: Path
     alias: str
@@ -48,20 +48,20 @@ class GangKeys:
 
 
 class Keys:
-    """A folder a token below `root` (0700); all nodes of one token share a host key, as they share a boot script."""
+    """One folder per token below `root` (0700). All nodes of a token share a host key, as they share a boot script."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
 
     def find(self, cluster: str, token: str) -> GangKeys | None:
-        """The keys that were made for this token; None where this installation made none."""
+        """Return the keys of this token; None if this installation has none."""
         keys = self._name(cluster, token)
         return keys if keys.known_hosts.exists() else None
 
     def ensure(self, cluster: str, token: str) -> GangKeys:
-        """Make them on the first call; the same ones on every later call, whatever was cut short before.
+        """Create the keys on the first call; return the same ones later, even after an interrupted call.
 
-        Raises StateError without a working `ssh-keygen`, and where they cannot be written.
+        Raises StateError without a working `ssh-keygen`, and if they cannot be written.
         """
         keys = self._name(cluster, token)
         try:
@@ -69,7 +69,7 @@ class Keys:
         except OSError as error:
             raise StateError(
                 f"the keys of `{cluster}` cannot be written to {self._root}: {error.strerror or error}",
-                hints=(f"Check that {self._root} is a writable folder and its disk not full.",),
+                hints=(f"check that {self._root} is a writable folder and its disk is not full",),
             ) from error
 
     def _make(self, keys: GangKeys) -> GangKeys:
@@ -83,14 +83,14 @@ class Keys:
             write_private(aside / "known_hosts", f"{keys.alias} {kind} {blob}\n")
             aside.rename(keys.folder)
         except OSError:
-            if not keys.known_hosts.exists():  # else somebody was faster, and theirs are the keys
+            if not keys.known_hosts.exists():  # otherwise another process was faster, and its keys apply
                 raise
         finally:
             shutil.rmtree(aside, ignore_errors=True)
         return keys
 
     def forget(self, *, but: Iterable[tuple[str, str]]) -> int:
-        """Remove the keys of gangs that are gone: all but those of these (cluster, token); returns how many."""
+        """Remove the keys of all gangs but these (cluster, token) pairs; return how many were removed."""
         kept = {self._name(cluster, token).folder.name for cluster, token in but}
         folders = self._root.iterdir() if self._root.exists() else ()
         gone = [path for path in folders if path.name not in kept and not path.name.startswith(".")]
@@ -107,13 +107,13 @@ def make_pair(path: Path, *, comment: str) -> None:
     command = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", comment, "-f", str(path)]
     hints = ("install OpenSSH's client (`apt-get install openssh-client`)",)
     try:
-        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=KEYGEN_S)
+        process = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=KEYGEN_S)
     except FileNotFoundError:
-        raise StateError("there is no `ssh-keygen` to make a gang's keys with", hints=hints) from None
+        raise StateError("creating a gang's keys requires `ssh-keygen`", hints=hints) from None
     except subprocess.TimeoutExpired:
-        raise StateError(f"`ssh-keygen` did not end within {KEYGEN_S:g} s") from None
-    if done.returncode:
-        raise StateError(f"`ssh-keygen` failed: {done.stderr.decode(errors='replace').strip()}", hints=hints)
+        raise StateError(f"`ssh-keygen` did not finish within {KEYGEN_S:g} s") from None
+    if process.returncode:
+        raise StateError(f"`ssh-keygen` failed: {process.stderr.decode(errors='replace').strip()}", hints=hints)
 
 
 def write_private(path: Path, text: str) -> None:

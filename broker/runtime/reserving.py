@@ -1,4 +1,4 @@
-"""What a run reserves of its cluster's accelerators, so that others run beside it."""
+"""Compute which of a cluster's accelerators a run reserves, so that several runs can share a node."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from broker.nouns import noun
 from broker.task.accelerators import find_maker
 from broker.types import Cluster, Resources, Task
 
-# By which variable a program sees some of a node's accelerators only. Others (TPUs need their topology as well,
+# The variable that limits a program to some of a node's accelerators. Other makers' (TPUs also need their topology,
 # Neuron counts cores) are not shared: a run on them has the whole node.
 VARIABLES = {"nvidia": "CUDA_VISIBLE_DEVICES", "amd": "HIP_VISIBLE_DEVICES"}
 
 
 @noun
 class Reservation:
-    """`count` of the `card_count` accelerators of each node; below 1 it is a part of one.
+    """`count` of the `card_count` accelerators of each node; below 1 it is a fraction of one.
 
-    `variable`: which shows a program its own. `text`: as people write it, such as `T4:0.5`.
+    `variable` limits a program to its own accelerators. `text` is the reservation in task syntax, such as `T4:0.5`.
     """
 
     count: float
@@ -28,60 +28,61 @@ class Reservation:
 
 
 def find_reservation(task: Task, cluster: Cluster) -> Reservation | None:
-    """Return what the task reserves; None for the whole of each node, as where it asks for no accelerator.
+    """Return the task's reservation; None for whole nodes, as for a task without accelerators.
 
-    Of its alternatives that fit the cluster the one counts that asks for exactly what a node has, else the first.
-    Raises UsageError where none fits: such a run would never begin.
+    Among the alternatives that fit the cluster, one that requests exactly a node's accelerators is preferred, then the
+    first. Raises UsageError if none fits, as such a run would never start.
     """
     offer = cluster.placement.offer
-    asked = [each for each in task.resources if each.accelerator]
-    fitting = [each for each in asked if _fits(each, offer.accelerator, offer.accelerator_count)]
+    requested = [resources for resources in task.resources if resources.accelerator]
+    fitting = [resources for resources in requested if _fits(resources, offer.accelerator, offer.accelerator_count)]
     if not fitting:
-        if len(asked) < len(task.resources) or not asked:
+        if len(requested) < len(task.resources) or not requested:
             return None
-        wanted = " or ".join(f"{each.accelerator}:{each.accelerator_count:g}" for each in asked)
+        needs = " or ".join(f"{resources.accelerator}:{resources.accelerator_count:g}" for resources in requested)
         has = f"{offer.accelerator}:{offer.accelerator_count:g}" if offer.accelerator else "no accelerators"
         raise UsageError(
-            f"the task asks for {wanted} on each node, and the nodes of cluster `{cluster.name}` have {has}",
+            f"the task requests {needs} on each node, but the nodes of cluster `{cluster.name}` have {has}",
             hints=["change `accelerators`, or bring up another cluster with `broker launch TASK.yaml -c NAME`"],
         )
     assert offer.accelerator is not None, "it fits"
-    found = next((each for each in fitting if each.accelerator_count == offer.accelerator_count), fitting[0])
+    exact = (resources for resources in fitting if resources.accelerator_count == offer.accelerator_count)
+    chosen = next(exact, fitting[0])
     variable = VARIABLES.get(find_maker(offer.accelerator))
     if variable is None:
         return None
-    # A cloud may sell a part of a card as one device: half of it is half of that device.
+    # A cloud may sell a fraction of a card as one device: half of it is half of that device.
     part = min(offer.accelerator_count, 1.0)
-    count = found.accelerator_count / part if found.accelerator_count < 1 else found.accelerator_count
+    count = chosen.accelerator_count / part if chosen.accelerator_count < 1 else chosen.accelerator_count
     return Reservation(
         count=count,
         card_count=max(1, round(offer.accelerator_count)),
         variable=variable,
-        text=f"{offer.accelerator}:{found.accelerator_count:g}",
+        text=f"{offer.accelerator}:{chosen.accelerator_count:g}",
     )
 
 
 def count_gpus(task: Task, cluster: Cluster, reserved: Reservation | None) -> float:
-    """Of a node, as the program may use them."""
-    offer, asked = cluster.placement.offer, task.resources[0]
+    """Return the number of a node's GPUs that the program may use."""
+    offer, requested = cluster.placement.offer, task.resources[0]
     if reserved is not None:
         return reserved.count
     if offer.accelerator:
         return offer.accelerator_count
-    return asked.accelerator_count if asked.accelerator else 0
+    return requested.accelerator_count if requested.accelerator else 0
 
 
 def describe_turn(reserved: Reservation | None) -> dict[str, Any]:
-    """For `agent_turn.py`: what the run waits for on each node."""
+    """Describe the accelerators that the run waits for on each node, for `agent_turn.py`."""
     if reserved is None:
         return {"count": None}
     return {"count": reserved.count, "card_count": reserved.card_count, "variable": reserved.variable}
 
 
-def _fits(asked: Resources, accelerator: str | None, count: float) -> bool:
+def _fits(requested: Resources, accelerator: str | None, count: float) -> bool:
     return (
-        asked.accelerator is not None
+        requested.accelerator is not None
         and accelerator is not None
-        and asked.accelerator.lower() == accelerator.lower()
-        and asked.accelerator_count <= count
+        and requested.accelerator.lower() == accelerator.lower()
+        and requested.accelerator_count <= count
     )

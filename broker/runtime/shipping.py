@@ -2,8 +2,8 @@
 
     run: python -m trainers.lm      ->  ~/.broker/trainers/<digest>/trainers/ on every node, first on PYTHONPATH
 
-Every start of a gang sends it, so a replacement or a node that joins an elastic gang has it as well. A node that holds
-this digest keeps what it has.
+Every start of a gang sends it, so replacement nodes and nodes that join an elastic gang get it too. A node that already
+has this digest ignores it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ DIGEST_LENGTH = 16
 SEND_S = 60.0
 LEFT_OUT = ("__pycache__", ".pyc")
 EPOCH = (1980, 1, 1, 0, 0, 0)  # the earliest time that a zip archive can hold
-# The folder appears complete or not at all; of two calls at once, one wins.
+# The folder appears complete or not at all; of two concurrent calls, one wins.
 UNPACK = """\
 import hashlib, io, os, shutil, sys, tempfile, zipfile
 digest, name = sys.argv[1:]
@@ -38,7 +38,7 @@ home = os.path.join(os.environ.get("HOME") or os.path.expanduser("~"), ".broker"
 target = os.path.join(home, name)
 if not os.path.isdir(target):
     if hashlib.sha256(content).hexdigest() != digest:
-        sys.exit("the archive has another checksum on arrival")
+        sys.exit("the archive's checksum does not match")
     os.umask(0o077)
     os.makedirs(home, exist_ok=True)
     aside = tempfile.mkdtemp(prefix=".new.", dir=home)
@@ -70,23 +70,21 @@ def needs_trainers(task: Task) -> bool:
 
 
 async def send_trainers(transport: Transport, node: Node) -> None:
-    """Put the trainers on a node; unchanged ones stay. Raises TransientError where the node cannot take them."""
+    """Put the trainers on a node; unchanged ones stay. Raises TransientError if that fails."""
     archive = pack_trainers()
     argv = ["python3", "-I", "-S", "-c", UNPACK, archive.digest, archive.name]
-    done = await transport.run(node, argv, timeout_s=SEND_S, stdin=archive.content)
-    if done.returncode:
-        last = done.stderr.decode(errors="replace").strip().rpartition("\n")[2]
+    result = await transport.run(node, argv, timeout_s=SEND_S, stdin=archive.content)
+    if result.returncode:
+        last = result.stderr.decode(errors="replace").strip().rpartition("\n")[2]
         raise TransientError(f"the trainers cannot be put on node `{node.id}`: {last[:200]}")
 
 
 @cache
 def pack_trainers() -> Archive:
-    """Pack the installed package. The same files give the same bytes, whenever and wherever they were installed."""
+    """Pack the installed package reproducibly: the same files give the same bytes."""
     spec = importlib.util.find_spec(PACKAGE)  # found, not imported: broker runs without torch
     if spec is None or not spec.submodule_search_locations:
-        raise StateError(
-            "the bundled trainers are not installed beside broker", hints=("reinstall `intercloud-broker`",)
-        )
+        raise StateError("the bundled trainers are not installed with broker", hints=("reinstall `intercloud-broker`",))
     return pack(Path(next(iter(spec.submodule_search_locations))))
 
 

@@ -1,7 +1,7 @@
-"""The files of a folder that go to nodes and into buckets: all but what its ignore files exclude, as git reads them.
+"""Select the files of a folder to send to nodes and buckets: all but those that ignore files exclude, by git's rules.
 
-As SkyPilot does: `.skyignore` where the folder has one at its top, else `.gitignore` and `.git/info/exclude`. Files of
-that name in subfolders count below them. Every sender asks `walk`, so all send the same files.
+Like SkyPilot, use `.skyignore` if the folder has one at its top, else `.gitignore` and `.git/info/exclude`. Such files
+in subfolders apply below them. Every sender uses `walk`, so all send the same files.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from contextlib import suppress
 from pathlib import Path
 
 NEVER_COPIED = (".git", ".venv", "__pycache__")
-Pattern = tuple[re.Pattern[str], bool]  # and whether it excludes; `!` takes back
+Pattern = tuple[re.Pattern[str], bool]  # and whether it excludes; `!` includes again
 Rules = tuple[tuple[str, tuple[Pattern, ...]], ...]  # (folder relative to the source, its patterns), innermost last
 
 
 def walk(source: Path) -> Iterator[tuple[Path, list[str]]]:
-    """Each folder that is sent, with the names of its files and links. Links to folders are not entered."""
+    """Yield each folder to send, with the names of its files and links. Links to folders are not followed."""
     file_name = ".skyignore" if (source / ".skyignore").is_file() else ".gitignore"
     rules_of: dict[str, Rules] = {}
     outer = () if file_name == ".skyignore" else _read_rules(source / ".git" / "info" / "exclude", "")
@@ -38,7 +38,7 @@ def walk(source: Path) -> Iterator[tuple[Path, list[str]]]:
 
 
 def is_ignored(path: str, rules: Rules) -> bool:
-    """Whether a path relative to the source is excluded; a folder's ends with `/`, and those above it are not excluded.
+    """Return whether a relative path is excluded. A folder's path ends with `/`; its parents must not be excluded.
 
     The innermost file decides, and in it the last pattern that matches.
     """
@@ -51,16 +51,16 @@ def is_ignored(path: str, rules: Rules) -> bool:
 
 
 def _matches(expression: re.Pattern[str], name: str) -> bool:
-    """Whether a pattern names this very file or folder.
+    """Return whether a pattern matches exactly this file or folder.
 
-    pathspec's expressions also match what lies below a folder that they name (by their only group), which may have been
-    taken back since: `*`, `!*/` excludes every file and no folder.
+    pathspec's expressions also match paths below a folder that they match (by their only group), which may have been
+    included again: `*`, `!*/` excludes every file and no folder.
     """
-    return any(not expression.groups or found.end() == len(name) for found in expression.finditer(name))
+    return any(not expression.groups or match.end() == len(name) for match in expression.finditer(name))
 
 
 def _read_rules(path: Path, folder: str) -> Rules:
-    """Empty where there is no such file, or nothing in it."""
+    """Read an ignore file; empty if it is missing or has no patterns."""
     if not path.is_file():
         return ()
     patterns = tuple(_parse(path.read_text(encoding="utf-8", errors="replace").splitlines()))
@@ -68,13 +68,13 @@ def _read_rules(path: Path, folder: str) -> Rules:
 
 
 def _parse(lines: Iterable[str]) -> Iterator[Pattern]:
-    """A line that is not a pattern, such as a lone `!`, is passed over, as git does."""
-    from pathspec import GitIgnoreSpec  # only a command that sends files pays for the import
+    """Parse patterns; skip invalid lines such as a lone `!`, as git does."""
+    from pathspec import GitIgnoreSpec  # imported late: only commands that send files need it
 
     for line in lines:
-        if line.rstrip().endswith("/**/"):  # the folders below: pathspec takes the one above them as well
+        if line.rstrip().endswith("/**/"):  # only folders below: pathspec would also match their parent
             line = f"{line.rstrip()}*/"
         with suppress(ValueError):
-            for each in GitIgnoreSpec.from_lines([line]).patterns:
-                if each.include is not None and each.regex is not None:
-                    yield each.regex, each.include
+            for pattern in GitIgnoreSpec.from_lines([line]).patterns:
+                if pattern.include is not None and pattern.regex is not None:
+                    yield pattern.regex, pattern.include

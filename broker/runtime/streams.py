@@ -1,4 +1,4 @@
-"""A program on a node whose input and output stay open: lines of JSON both ways."""
+"""Keep the input and output of a program on a node open: JSON lines in both directions."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _closed: list[subprocess.Popen[bytes]] = []  # local processes that are ending, 
 
 
 class Stream:
-    """Ends when either side closes it; `process` carries it, where the way to the node is a local program."""
+    """A stream that ends when either side closes it. `process`: the local program that carries it, if any."""
 
     def __init__(
         self,
@@ -29,29 +29,29 @@ class Stream:
         self.process = process
 
     async def read(self) -> Mapping[str, Any]:
-        """The next message. Raises TransientError at the end, and for what is no line of JSON."""
+        """Return the next message. Raises TransientError at the end, and for a line that is not JSON."""
         try:
             line = await self._reader.readuntil(b"\n")
             message = json.loads(line)
         except (OSError, EOFError, ValueError, asyncio.LimitOverrunError) as error:
             raise TransientError("the session with the node's agent ended") from error
         if not isinstance(message, dict):
-            raise TransientError("the node's agent sent something else than an object")
+            raise TransientError("the node's agent sent a message that is not an object")
         return message
 
     def write(self, message: Mapping[str, Any] | None) -> None:
-        """One line; None: an empty one. What a closed stream is told is lost."""
+        """Write one line; None writes an empty one. Messages to a closed stream are dropped."""
         if not self._writer.is_closing():
             self._writer.write(b"\n" if message is None else json.dumps(message).encode() + b"\n")
 
     def close(self) -> None:
-        """The program sees the end of its input. A local ssh may stay a while for calls that share its connection."""
+        """Close the program's input. A local ssh may stay for a while for calls that share its connection."""
         self._writer.close()
         if self.process is not None:
             _closed.append(self.process)
 
     def kill(self) -> None:
-        """For one that does not answer: what it has not read yet is not waited for."""
+        """Close a stream that does not answer, without waiting for unread data."""
         self._writer.transport.abort()
         self.close()
         if self.process is not None:
@@ -59,12 +59,12 @@ class Stream:
 
 
 async def open_program(argv: Sequence[str]) -> Stream:
-    """A local program on one socket: no thread waits for it and a thousand take a thousand descriptors, not three."""
+    """Start a local program on one socket: no thread waits for it, and it takes one descriptor instead of three."""
     _reap()
     ours, theirs = socket.socketpair()
     with theirs:
         try:
-            # In a session of its own: a Ctrl-C in the terminal is for us, not for our connections.
+            # In its own session, so that Ctrl-C in the terminal does not reach our connections.
             process = subprocess.Popen(
                 argv, stdin=theirs.fileno(), stdout=theirs.fileno(), stderr=subprocess.DEVNULL, start_new_session=True
             )

@@ -18,7 +18,7 @@ from broker.spot.recorded_runs import Run, Scenario, interpolate_runs, read_scen
 
 # A recorded market's rate holds on average only, as storms come and go: preemptions in some hours are negative
 # binomial, and the rate of those hours is Gamma with this shape.
-PACE_SHAPE = 1.0
+PACE_SHAPE = 2.0
 # Places of one region and machine may close together: the chance that a market is worth no more than the next smaller
 # one. Without it the 80 % interval of cost in groups of places held 60 % of the runs, with it 64 % (bench_forecast).
 TOGETHER_SHARE = 0.15
@@ -84,7 +84,7 @@ def forecast_run(
 def find_hazard(places: int = 1, evidence: MarketEvidence = NOTHING) -> float:
     """Expected preemptions per hour on spot."""
     kept = _choose_scenarios(places, evidence, None)
-    return sum(weight * _closing_rate(each) for each, weight in kept) / sum(weight for _, weight in kept)
+    return sum(weight * _preemption_rate(each) for each, weight in kept) / sum(weight for _, weight in kept)
 
 
 def _choose_scenarios(
@@ -112,8 +112,8 @@ def weigh_scenarios(scenarios: Sequence[Scenario], evidence: MarketEvidence) -> 
 
 def _log_evidence(scenario: Scenario, evidence: MarketEvidence) -> float:
     found = 0.0
-    if evidence.gang_hours > 0:
-        expected = _closing_rate(scenario) * evidence.gang_hours
+    if evidence.gang_hours > 0 and scenario.places == 1:  # of one place: it misleads where the job can move on
+        expected = _preemption_rate(scenario) * evidence.gang_hours
         found += evidence.preemptions * math.log(expected / (PACE_SHAPE + expected))
         found -= PACE_SHAPE * math.log1p(expected / PACE_SHAPE)
     if evidence.is_open is not None and scenario.is_open is not evidence.is_open:
@@ -121,9 +121,9 @@ def _log_evidence(scenario: Scenario, evidence: MarketEvidence) -> float:
     return found
 
 
-def _closing_rate(scenario: Scenario) -> float:
-    """Per hour open; a recording without any closing still allows for one."""
-    return (scenario.closings + 0.5) / (scenario.open_hours + 1.0)
+def _preemption_rate(scenario: Scenario) -> float:
+    """Preemptions per hour on spot; a recording without any still allows for half of one."""
+    return (scenario.preempted + 0.5) / (scenario.spot_hours + 1.0)
 
 
 def _weigh_places(places: int, sizes: Sequence[int]) -> list[tuple[int, float]]:

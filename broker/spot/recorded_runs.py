@@ -28,7 +28,7 @@ PER_MILLE = 1000
 
 @noun
 class Scenario:
-    """`closings` in `open_hours` and `open_share` are those of the whole recording; `is_open` is at submission.
+    """`preempted` times in `spot_hours` is what long runs on spot alone met in this market; `is_open` at submission.
 
     `spot`, `ondemand` and `hours` are per mille of the work, one for each cell, as are `preemptions`.
     """
@@ -37,9 +37,8 @@ class Scenario:
     market: str
     places: int
     is_open: bool
-    closings: int
-    open_hours: float
-    open_share: float
+    preempted: int
+    spot_hours: float
     spot: tuple[int, ...]
     ondemand: tuple[int, ...]
     hours: tuple[int, ...]

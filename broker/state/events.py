@@ -64,6 +64,7 @@ class EventRows:
 
     def add(self, event: Event, *, job_id: int | None = None, cluster: str | None = None) -> None:
         data = json.dumps(event.data, ensure_ascii=False)
+        data = json.dumps(event.data, ensure_ascii=False)
         self._database.write(
             "INSERT INTO events (time_s, kind, data, job_id, cluster) VALUES (?, ?, ?, ?, ?)",
             (self._database.clock.now_s(), event.kind.value, data, job_id, cluster),

@@ -1,4 +1,4 @@
-"""Other people's bytes: folders and buckets behind one Protocol, and how a node comes to see them."""
+"""Object storage: folders and buckets behind one Protocol, and their mounts on nodes."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ BUCKETS: dict[str, str] = {
 
 
 def open_bucket(url: str) -> Bucket:
-    """The bucket, or the folder in one, that a URL names. Raises InvalidRequestError for a scheme nobody serves."""
+    """Return the bucket, or folder in a bucket, that a URL names. Raises InvalidRequestError for an unsupported
+    scheme."""
     scheme = urlsplit(url).scheme
     target = BUCKETS.get(scheme)
     if target is None:
         known = ", ".join(f"`{each}://`" for each in BUCKETS)
-        raise InvalidRequestError(f"no storage for `{scheme}://` in `{url}`", hints=(f"broker reads {known}",))
+        raise InvalidRequestError(f"unsupported storage `{scheme}://` in `{url}`", hints=(f"supported: {known}",))
     module, _, maker = target.partition(":")
     make: MakeBucket = getattr(importlib.import_module(module), maker)
     return make(url)

@@ -1,4 +1,4 @@
-"""Azure Blob Storage; AZURE_STORAGE_ACCOUNT_NAME names the account, AZURE_STORAGE_ENDPOINT where else it is."""
+"""Azure Blob Storage. AZURE_STORAGE_ACCOUNT_NAME names the account, AZURE_STORAGE_ENDPOINT an emulator."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ ENDPOINTS = ("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT")
 
 
 def make_bucket(url: str) -> ObjectBucket:
-    """`az://container/prefix`."""
+    """Make the bucket of `az://container/prefix`."""
     return ObjectBucket(open_store(url, **find_options(read_azure_environment())), url, login=LOGIN)
 
 
 def find_options(variables: Mapping[str, str]) -> dict[str, Any]:
-    """obstore reads the variables itself, but takes no stand-in without TLS unless it is told to."""
+    """Return options for obstore, which reads the variables itself but requires a flag for an emulator without TLS."""
     endpoint = next((variables[name] for name in ENDPOINTS if variables.get(name)), "")
     return {"client_options": {"allow_http": True}} if endpoint.startswith("http://") else {}

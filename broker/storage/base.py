@@ -1,4 +1,4 @@
-"""The seam to storage: seven verbs on keys below one prefix."""
+"""The interface to storage: seven verbs on keys below one prefix."""
 
 from __future__ import annotations
 
@@ -15,49 +15,50 @@ class StoredKey:
 
     key: str
     size_bytes: int
-    modified_s: float = 0.0  # epoch
+    modified_s: float = 0.0  # Unix time
 
 
 class Bucket(Protocol):
-    """Every verb may be repeated, from several threads at once, and waits.
+    """A bucket. Every verb blocks, is idempotent and thread-safe.
 
-    Raises AuthError for a login that is missing or too weak, InvalidRequestError for a bucket that does not exist,
-    and TransientError when the network stays at fault. A write is seen by every later read and listing, or not at all.
+    Raises AuthError for a missing or insufficient login, InvalidRequestError for a bucket that does not exist, and
+    TransientError if the network keeps failing. A write is seen by every later read and listing, or not at all.
     """
 
     def list_keys(self, prefix: str = "") -> Sequence[StoredKey]:
-        """All keys that begin with whole parts of `prefix`, sorted; none is no error."""
+        """Return all keys that begin with whole parts of `prefix`, sorted; an empty result is not an error."""
         ...
 
     def read(self, key: str) -> bytes | None:
-        """A small object; None where there is none."""
+        """Return a small object; None if it does not exist."""
         ...
 
     def write(self, key: str, content: bytes) -> None:
-        """Put an object there, whatever was before."""
+        """Write an object, replacing an existing one."""
         ...
 
     def write_if_absent(self, key: str, content: bytes) -> bool:
-        """Put an object where there is none, in one step; False, and nothing changed, where there is one.
+        """Write an object atomically unless it exists; return False, changing nothing, if it exists.
 
-        Of several at once exactly one hears True. After an error it may have worked: read before trying again.
+        Of several concurrent calls exactly one returns True. After an error the write may have happened: read before
+        retrying.
         """
         ...
 
     def upload(self, source: Path, key: str) -> None:
-        """Put a file there, in parts where it is large; nothing appears before all of it is sent."""
+        """Upload a file, in parts if it is large; the object appears only when it is complete."""
         ...
 
     def download(self, key: str, target: Path) -> bool:
-        """Fetch an object into a file that appears whole; False, and no file, where there is none."""
+        """Download an object into a file that appears complete; return False, without a file, if there is no object."""
         ...
 
     def delete(self, key: str) -> None:
-        """Already gone is success."""
+        """Delete an object; already gone is success."""
         ...
 
 
 class MakeBucket(Protocol):
-    """What `BUCKETS` names. Asks the network for nothing that can wait for the first verb."""
+    """The type of the makers in `BUCKETS`. Makes no network call that can wait for the first verb."""
 
     def __call__(self, url: str) -> Bucket: ...

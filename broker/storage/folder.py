@@ -62,11 +62,11 @@ class FolderBucket:
     def _find(self, key: str) -> Path:
         path = self._root / key
         if not path.resolve().is_relative_to(self._root.resolve()):
-            raise InvalidRequestError(f"`{key}` leads out of `{self._root}`")
+            raise InvalidRequestError(f"`{key}` is outside `{self._root}`")
         return path
 
     def _put(self, key: str, fill: Callable[[Path], object], *, is_new: bool) -> bool:
-        """Write beside the place and link into it: the link is the one step in which a file appears."""
+        """Write a temporary file and link it: the link makes the file appear in one step."""
         target = self._find(key)
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -94,5 +94,5 @@ def _write(path: Path, content: bytes) -> None:
 
 
 def make_bucket(url: str) -> FolderBucket:
-    """`file:///path`."""
+    """Make the bucket of `file:///path`."""
     return FolderBucket(Path(url.removeprefix("file://")))

@@ -8,5 +8,5 @@ LOGIN = "log in with `gcloud auth application-default login`"
 
 
 def make_bucket(url: str) -> ObjectBucket:
-    """`gs://bucket/prefix`."""
+    """Make the bucket of `gs://bucket/prefix`."""
     return ObjectBucket(open_store(url), url, login=LOGIN)

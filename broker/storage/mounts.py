@@ -1,4 +1,5 @@
-"""What a node has to do to see a task's buckets, and what bringing them there costs. Pure, save `measure_mounts`."""
+"""The steps that make a task's buckets visible on a node, and the cost of copying them. Pure, except
+`measure_mounts`."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from broker.storage.base import StoredKey
 from broker.types import StorageMount, Task
 
 PROGRAM = "~/.broker/node_mount.py"
-# SkyPilot's names of stores -> schemes that a node can be given; `gcs://` is `gs://`.
+# SkyPilot's store names -> schemes that nodes support; `gcs://` is an alias of `gs://`.
 STORE_SCHEMES = {"s3": "s3", "gcs": "gs", "azure": "az", "r2": "r2"}
 SCHEMES = ("s3", "gs", "az", "r2", "file")
 MODES = ("COPY", "MOUNT", "MOUNT_CACHED")
@@ -26,17 +27,17 @@ GIB = 2**30
 
 @noun
 class MountStep:
-    """One bucket to one folder."""
+    """One bucket mounted at, or copied to, one folder."""
 
     target: str
     url: str
     mode: str
-    uploads: tuple[str, ...] | None = None  # local paths to put there first; empty: only the bucket is to be there
+    uploads: tuple[str, ...] | None = None  # local paths to upload first; empty: only the bucket must exist
 
 
 @noun
 class MountPrice:
-    """What copying one bucket to all nodes costs once: each node fetches it, and its cloud bills what leaves."""
+    """Cost of copying one bucket to all nodes once: each node downloads it, and its cloud bills the egress."""
 
     url: str
     gib: float
@@ -44,7 +45,7 @@ class MountPrice:
 
 
 def plan_mounts(task: Task) -> tuple[MountStep, ...]:
-    """The steps in the order they were written. Raises InvalidRequestError for what no node can be given."""
+    """Return the steps in the order of the task file. Raises InvalidRequestError for an unsupported mount."""
     return tuple(
         MountStep(target=mount.target, url=_find_url(mount), mode=_find_mode(mount), uploads=find_uploads(mount))
         for mount in task.storage_mounts
@@ -52,10 +53,10 @@ def plan_mounts(task: Task) -> tuple[MountStep, ...]:
 
 
 def add_mounts(task: Task) -> Task:
-    """The task with its buckets brought to the nodes before anything else of `setup`.
+    """Return the task with its mounts at the start of `setup`.
 
-    There the agent runs it: it outlives a lost connection, its words are in the run's log, and its failure is setup's.
-    The mounts stay listed, for those who grant access to their buckets; so call this once a start.
+    The agent runs them there: they survive a lost connection, their output is in the run's log, and their failure fails
+    the setup. The task still lists its mounts, as granting bucket access requires them; so call this once per start.
     """
     steps = plan_mounts(task)
     if not steps:
@@ -64,7 +65,8 @@ def add_mounts(task: Task) -> Task:
 
 
 def make_script(steps: Sequence[MountStep]) -> str:
-    """Bash that carries the node's program along and runs it once a step; ends with the first failure's exit code."""
+    """Make a bash script that contains the node's program and runs it once per step; exits with the first failure's
+    code."""
     lines = [f"mkdir -p {PROGRAM.rpartition('/')[0]}", f"cat > {PROGRAM} <<'END_OF_NODE_MOUNT'", read_program()]
     lines.append("END_OF_NODE_MOUNT")
     for step in steps:
@@ -79,9 +81,9 @@ def read_program() -> str:
 
 
 def measure_mounts(steps: Sequence[MountStep]) -> Mapping[str, float]:
-    """GiB that each copied URL holds, by asking the buckets. Raises what `Bucket.list_keys` raises.
+    """Measure the GiB of each copied URL by querying the buckets. Raises the errors of `Bucket.list_keys`.
 
-    What is still to be put there is left out: who puts it there says how much it is.
+    Data that is still to be uploaded is excluded: the upload reports its own size.
     """
     urls = {step.url for step in steps if step.mode == "COPY" and step.uploads is None}
     return {url: sum(each.size_bytes for each in _list(url)) / GIB for url in sorted(urls)}
@@ -90,10 +92,10 @@ def measure_mounts(steps: Sequence[MountStep]) -> Mapping[str, float]:
 def price_mounts(
     sizes_gib: Mapping[str, float], *, cloud: str, node_count: int, table: EgressTable
 ) -> tuple[MountPrice, ...]:
-    """What the copies cost on `node_count` nodes of `cloud`, dearest first.
+    """Price the copies on `node_count` nodes of `cloud`, most expensive first.
 
-    As the planner counts data (`data_cost.py`): nothing within a cloud, for a URL doesn't say the bucket's region;
-    across clouds the price to the internet.
+    Like the planner (`data_cost.py`): free within a cloud, as a URL does not name the bucket's region; across clouds at
+    the price to the internet.
     """
     prices = []
     for url, gib in sizes_gib.items():
@@ -113,7 +115,7 @@ def _list(url: str) -> Sequence[StoredKey]:
 
 
 def find_uploads(mount: StorageMount) -> tuple[str, ...] | None:
-    """Local paths that are to be put into the mount's bucket; None for a bucket that is used as it is."""
+    """Return local paths to upload into the mount's bucket; None for a bucket that is used as it is."""
     return None if mount.source and "://" in mount.source[0] else mount.source
 
 

@@ -1,7 +1,8 @@
-"""A program of its own on a node: brings a bucket to a folder. Standard library only; obstore where it is there.
+"""A standalone program on a node: copies a bucket to a folder, or mounts it there. Standard library only; uses obstore
+if available.
 
-`python3 node_mount.py COPY|MOUNT|MOUNT_CACHED URL TARGET`. May be run again: what is there already stays, what was cut
-short goes on. Exit code 69 where the node lacks a tool.
+`python3 node_mount.py COPY|MOUNT|MOUNT_CACHED URL TARGET`. Idempotent: completed work stays, interrupted work
+continues. Exit code 69 if the node lacks a tool.
 """
 
 import concurrent.futures
@@ -28,7 +29,7 @@ PART_BYTES = 8 << 20
 ATTEMPTS_MAX = 3
 REGION_S = 10.0
 LIBRARY = pathlib.Path.home() / ".broker" / "lib"
-# rclone's names of who sells a bucket, with the machine's own login.
+# rclone's names of bucket providers, with the machine's own login.
 RCLONE = {
     "s3": ":s3,provider=AWS,env_auth=true:",
     "r2": ":s3,provider=Cloudflare,env_auth=true:",
@@ -37,13 +38,13 @@ RCLONE = {
 }
 MOUNTERS = {"s3": "mount-s3", "gs": "gcsfuse"}
 MOUNTS = pathlib.Path.home() / ".broker" / "mounts"  # read by the agent
-RC_SOCKET_VERSION = (1, 62)  # of rclone: its remote control on a socket of the file system
+RC_SOCKET_VERSION = (1, 62)  # of rclone: the first whose remote control supports a Unix socket
 SOCKET_PATH_BYTES_MAX = 103  # macOS; Linux has 107
 CACHE_FLAGS = ("--vfs-cache-mode", "full", "--vfs-write-back", "1s")
 
 
 class MountError(Exception):
-    """Told in one line."""
+    """Reported as one line."""
 
 
 def main(mode: str, url: str, target: str) -> None:
@@ -59,11 +60,11 @@ def main(mode: str, url: str, target: str) -> None:
 
 
 def make_room(target: str) -> pathlib.Path:
-    """The target as a path whose parent exists; outside the home folder that may take root."""
+    """Return the target as a path whose parent exists; outside the home folder that may require root."""
     place = pathlib.Path(target).expanduser()
     place = place if place.is_absolute() else pathlib.Path.home() / place
     if "BROKER_NODE_DIR" in os.environ and pathlib.Path.home() not in (place, *place.parents):
-        raise MountError(f"`{target}` lies outside the home folder of a local node; use a path below `~/`")
+        raise MountError(f"`{target}` is outside the home folder of a local node; use a path below `~/`")
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
         if not os.access(place.parent, os.W_OK) and not os.access(place, os.W_OK):
@@ -77,7 +78,7 @@ def make_room(target: str) -> pathlib.Path:
 
 
 def link_folder(source: pathlib.Path, place: pathlib.Path) -> None:
-    """A folder of this very machine is seen where it is."""
+    """Link a folder of this machine to the target."""
     if not source.is_dir():
         raise MountError(f"`file://{source}` is not a folder")
     if place.is_symlink():
@@ -93,7 +94,7 @@ def copy_folder(source: pathlib.Path, place: pathlib.Path) -> None:
     elif source.is_dir():
         shutil.copytree(source, place, dirs_exist_ok=True)
     else:
-        raise MountError(f"`file://{source}` is not there")
+        raise MountError(f"`file://{source}` does not exist")
 
 
 def copy_bucket(url: str, place: pathlib.Path) -> None:
@@ -134,7 +135,7 @@ def find_inside(place: pathlib.Path, name: str) -> pathlib.Path:
 
 
 def fetch(obstore: Any, store: Any, meta: Any, file: pathlib.Path) -> None:
-    """One object; a file of its size that is no older is taken to be it."""
+    """Download one object, unless a file of its size that is at least as new exists."""
     if file.is_file():
         here = file.stat()
         if here.st_size == meta["size"] and here.st_mtime >= meta["last_modified"].timestamp():
@@ -149,7 +150,7 @@ def fetch(obstore: Any, store: Any, meta: Any, file: pathlib.Path) -> None:
         try:
             fetch_whole(file, fill)
             return
-        except obstore.exceptions.GenericError:  # the wire broke in the middle of the answer
+        except obstore.exceptions.GenericError:  # the connection broke within the response
             if attempt == ATTEMPTS_MAX:
                 raise
 
@@ -166,7 +167,7 @@ def fetch_whole(file: pathlib.Path, fill: Callable[[pathlib.Path], object]) -> N
 
 
 def import_obstore() -> bool:
-    """Whether obstore can be used; fetched by pip into a folder of ours where nothing else can copy either."""
+    """Return whether obstore can be used; install it with pip into our own folder if no other tool can copy."""
     sys.path.insert(0, str(LIBRARY))
     for is_fetched in (False, True):
         try:
@@ -183,7 +184,7 @@ def import_obstore() -> bool:
 
 
 def open_store(url: str) -> tuple[Any, str]:
-    """The bucket alone, and the path in it."""
+    """Open the bucket; return it and the path in it."""
     import obstore.store
 
     scheme, _, rest = url.partition("://")
@@ -201,7 +202,7 @@ def open_store(url: str) -> tuple[Any, str]:
 
 
 def find_s3_options(bucket: str) -> dict[str, Any]:
-    """Where else S3 is, or the bucket's region; and the login that the broker grants, where it does."""
+    """Return the S3 endpoint or the bucket's region, and the login granted by broker, if any."""
     options: dict[str, Any] = {}
     endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
     if endpoint:
@@ -216,7 +217,7 @@ def find_s3_options(bucket: str) -> dict[str, Any]:
 
 
 def read_granted(path: pathlib.Path) -> dict[str, Any]:
-    """Asked for again after ten minutes: the broker replaces the file before its session ends."""
+    """Reread the granted login every ten minutes: broker replaces the file before its session ends."""
     found = json.loads(path.read_text(encoding="utf-8"))
     now = datetime.datetime.now(datetime.timezone.utc)  # nodes may have Python 3.9
     again = now + datetime.timedelta(minutes=10)
@@ -225,7 +226,7 @@ def read_granted(path: pathlib.Path) -> dict[str, Any]:
 
 
 def find_region(bucket: str) -> "str | None":
-    """S3 tells a bucket's region to anyone, in a header of whatever it answers; None without a network."""
+    """Read the bucket's region, which S3 sends to any client in a header of every response; None without a network."""
     request = urllib.request.Request(f"https://{bucket}.s3.amazonaws.com/", method="HEAD")
     try:
         with urllib.request.urlopen(request, timeout=REGION_S) as answer:
@@ -239,7 +240,7 @@ def find_region(bucket: str) -> "str | None":
 
 
 def find_r2_login() -> dict[str, str]:
-    """Of variables, or of SkyPilot's files for Cloudflare in the home folder."""
+    """Read the login from variables, or from SkyPilot's files for Cloudflare in the home folder."""
     folder = pathlib.Path.home() / ".cloudflare"
     account = os.environ.get("R2_ACCOUNT_ID") or read_text(folder / "accountid")
     endpoint = os.environ.get("R2_ENDPOINT_URL") or (f"https://{account}.r2.cloudflarestorage.com" if account else "")
@@ -250,7 +251,7 @@ def find_r2_login() -> dict[str, str]:
     secret = os.environ.get("R2_SECRET_ACCESS_KEY") or profile.get("aws_secret_access_key", "")
     if not (endpoint and key and secret):
         raise MountError(
-            "no login for r2:// on this node: give it R2_ACCOUNT_ID, R2_ACCESS_KEY_ID and R2_SECRET_ACCESS_KEY"
+            "no login for r2:// on this node: set R2_ACCOUNT_ID, R2_ACCESS_KEY_ID and R2_SECRET_ACCESS_KEY"
         )
     return {"endpoint": endpoint, "key": key, "secret": secret}
 
@@ -263,14 +264,14 @@ def read_text(path: pathlib.Path) -> str:
 
 
 def use_r2_login() -> None:
-    """For tools that speak S3: whom they reach, and as whom."""
+    """Configure endpoint and login for tools that use the S3 API."""
     login = find_r2_login()
     os.environ.update(AWS_ACCESS_KEY_ID=login["key"], AWS_SECRET_ACCESS_KEY=login["secret"], AWS_REGION="auto")
     os.environ.update(AWS_ENDPOINT_URL=login["endpoint"], RCLONE_S3_ENDPOINT=login["endpoint"])
 
 
 def copy_by_tool(url: str, place: pathlib.Path) -> None:
-    """With what the image brings."""
+    """Copy with a tool of the image."""
     scheme, _, rest = url.partition("://")
     place.mkdir(parents=True, exist_ok=True)
     if scheme == "r2":
@@ -310,12 +311,13 @@ def mount_bucket(scheme: str, rest: str, place: pathlib.Path, *, is_cached: bool
         tools = [each for each in (None if is_cached else own, "rclone") if each]
         raise MountError(
             f"this node cannot mount `{scheme}://{rest}`: it has no {' and no '.join(tools)}\n\n"
-            "hint: use `mode: COPY`, or an `image_id` that brings one of them"
+            "hint: use `mode: COPY`, or an `image_id` that includes one of them"
         )
 
 
 def mount_by_rclone(scheme: str, rest: str, place: pathlib.Path, *, is_cached: bool) -> None:
-    """Written files stay in a cache of this mount's own until they are uploaded; the agent waits for that."""
+    """Mount with rclone. Written files stay in a cache of this mount until they are uploaded; the agent waits
+    for that."""
     mode, flags = ("MOUNT_CACHED", CACHE_FLAGS) if is_cached else ("MOUNT", ("--vfs-cache-mode", "writes"))
     name = hashlib.sha256(f"{scheme}://{rest} {place}".encode()).hexdigest()[:16]
     MOUNTS.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -326,7 +328,7 @@ def mount_by_rclone(scheme: str, rest: str, place: pathlib.Path, *, is_cached: b
     endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
     if scheme == "s3" and endpoint:
         os.environ.setdefault("RCLONE_S3_ENDPOINT", endpoint)
-    # Before the mount is there: whatever is written to it is waited for.
+    # Register before mounting, so that all writes to the mount are waited for.
     about = {"url": f"{scheme}://{rest}", "target": str(place), "cache": str(cache), "mode": mode}
     about["socket"] = str(control) if remote_control else ""
     write_whole(MOUNTS / f"{name}.json", json.dumps(about))
@@ -347,7 +349,7 @@ def write_whole(path: pathlib.Path, text: str) -> None:
 
 
 def drop_dead_mount(place: pathlib.Path) -> None:
-    """A mount whose program was killed answers every look with an error until it is taken away."""
+    """Unmount a mount whose program was killed, as every access to it would fail."""
     try:
         place.stat()
     except OSError as error:
@@ -359,7 +361,7 @@ def drop_dead_mount(place: pathlib.Path) -> None:
 
 
 def run(argv: Sequence[str | pathlib.Path]) -> None:
-    # What serves a mount outlives the run that made it: without the mark by which a run's processes are ended.
+    # The mount's process outlives the run: it must not carry the mark by which a run's processes are ended.
     environment = {name: value for name, value in os.environ.items() if name != "BROKER_RUN"}
     done = subprocess.run([str(each) for each in argv], check=False, env=environment)
     if done.returncode:
@@ -374,5 +376,5 @@ if __name__ == "__main__":
         sys.exit(EX_UNAVAILABLE)
     except Exception as error:
         first = str(error).partition("\n")[0].partition("<?xml")[0]
-        print(f"error: `{sys.argv[2]}` was not brought to `{sys.argv[3]}`: {first}", file=sys.stderr)
+        print(f"error: cannot bring `{sys.argv[2]}` to `{sys.argv[3]}`: {first}", file=sys.stderr)
         sys.exit(1)

@@ -1,4 +1,4 @@
-"""A bucket behind obstore, whoever sells it; and that library's errors as ours."""
+"""A bucket of any provider through obstore, with that library's errors translated to ours."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from broker.errors import AuthError, BrokerError, InvalidRequestError, MissingPa
 from broker.storage.base import StoredKey
 
 Answer = TypeVar("Answer")
-PART_BYTES = 32 << 20  # S3 takes 10,000 parts, so a file of 312 GiB
+PART_BYTES = 32 << 20  # S3 allows 10,000 parts, so a file of 312 GiB
 READ_BYTES = 8 << 20
 
 # obstore.exceptions -> ours. FileNotFoundError is obstore's NotFoundError, of an object or of the bucket.
 ERRORS: dict[str, type[BrokerError]] = {
     "AlreadyExistsError": InvalidRequestError,
     "BaseError": TransientError,
-    "GenericError": TransientError,  # whatever it tried again until its patience ended
+    "GenericError": TransientError,  # raised after its own retries
     "InvalidPathError": InvalidRequestError,
     "JoinError": TransientError,
     "NotFoundError": InvalidRequestError,
@@ -30,7 +30,7 @@ ERRORS: dict[str, type[BrokerError]] = {
     "UnauthenticatedError": AuthError,
     "UnknownConfigurationKeyError": InvalidRequestError,
 }
-# The services' own codes, where the library says no more than GenericError.
+# The services' error codes, for cases in which the library raises only GenericError.
 CODES: dict[str, type[BrokerError]] = {
     "NoSuchBucket": InvalidRequestError,
     "ContainerNotFound": InvalidRequestError,
@@ -44,7 +44,7 @@ CODES: dict[str, type[BrokerError]] = {
 
 class ObjectBucket:
     def __init__(self, store: Any, url: str, *, login: str) -> None:
-        """Keep below the store's prefix. `login` is what to do where the login is missing."""
+        """Bind to the store's prefix. `login` is the hint for a missing login."""
         import obstore
 
         self._store, self._library, self._url, self._login = store, obstore, url, login
@@ -60,7 +60,7 @@ class ObjectBucket:
 
         found = self._ask("list", look)
         if not found and prefix and (size := self._ask("look into", lambda: self._measure(prefix))) is not None:
-            found = [StoredKey(key=prefix, size_bytes=size)]  # listings are of what lies below; this is the object
+            found = [StoredKey(key=prefix, size_bytes=size)]  # a listing excludes the object of that exact name
         return sorted(found, key=lambda each: each.key)
 
     def read(self, key: str) -> bytes | None:
@@ -125,7 +125,7 @@ class ObjectBucket:
 
     @staticmethod
     def _pass_over(error: FileNotFoundError) -> None:
-        """An object that is not there is an answer; a bucket that is not, a mistake."""
+        """Accept a missing object; raise for a missing bucket."""
         if find_code(error) in ("NoSuchBucket", "ContainerNotFound"):
             raise error
 
@@ -147,13 +147,13 @@ class ObjectBucket:
 
 
 def find_code(error: Exception) -> str | None:
-    """The service's own word, where its XML is part of the message."""
+    """Return the service's error code, if the message contains its XML."""
     found = re.search(r"<Code>(\w+)</Code>", str(error))
     return found[1] if found else None
 
 
 def open_store(url: str, **options: Any) -> Any:
-    """obstore's store for a URL. Raises MissingPackageError, and InvalidRequestError without a bucket's name."""
+    """Open obstore's store for a URL. Raises MissingPackageError, and InvalidRequestError without a bucket name."""
     try:
         from obstore.store import from_url
     except ImportError as error:
@@ -164,7 +164,7 @@ def open_store(url: str, **options: Any) -> Any:
         return from_url(url.rstrip("/"), **options)
     except (ValueError, _base_error()) as error:
         first = str(error).strip().partition("\n")[0]
-        raise InvalidRequestError(f"`{url}` cannot be opened: {first}") from error
+        raise InvalidRequestError(f"cannot open `{url}`: {first}") from error
 
 
 def _base_error() -> type[Exception]:

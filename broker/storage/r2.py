@@ -1,4 +1,4 @@
-"""Cloudflare's R2: S3 under an account's own address, with a login of its own (SkyPilot's files for it are read)."""
+"""Cloudflare's R2: the S3 API at an account's address, with a separate login (SkyPilot's files for it are read)."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ LOGIN = (
 
 
 def make_bucket(url: str) -> ObjectBucket:
-    """`r2://bucket/prefix`."""
+    """Make the bucket of `r2://bucket/prefix`."""
     parts = urlsplit(url)
     return ObjectBucket(open_store(f"s3://{parts.netloc}{parts.path}", **find_options()), url, login=LOGIN)
 
 
 def find_options() -> dict[str, Any]:
-    """For obstore's S3. Raises AuthError where no account or no key is to be found."""
+    """Return options for obstore's S3 store. Raises AuthError if account or key is missing."""
     found = find_login(read_r2_environment(), Path.home() / ".cloudflare")
     return {**found, "region": "auto", "client_options": {"allow_http": found["endpoint"].startswith("http://")}}
 
 
 def find_login(variables: Mapping[str, str], folder: Path) -> dict[str, str]:
-    """`endpoint`, `access_key_id` and `secret_access_key`, from variables or from files. Raises AuthError."""
+    """Read `endpoint`, `access_key_id` and `secret_access_key` from variables or files. Raises AuthError."""
     account = variables.get("R2_ACCOUNT_ID") or _read(folder / "accountid")
     endpoint = variables.get("R2_ENDPOINT_URL") or (f"https://{account}.r2.cloudflarestorage.com" if account else "")
     file = configparser.ConfigParser()
@@ -40,7 +40,7 @@ def find_login(variables: Mapping[str, str], folder: Path) -> dict[str, str]:
     key = variables.get("R2_ACCESS_KEY_ID") or profile.get("aws_access_key_id", "")
     secret = variables.get("R2_SECRET_ACCESS_KEY") or profile.get("aws_secret_access_key", "")
     if not (endpoint and key and secret):
-        raise AuthError("there is no login for r2://", hints=(LOGIN,))
+        raise AuthError("no login for r2://", hints=(LOGIN,))
     return {"endpoint": endpoint, "access_key_id": key, "secret_access_key": secret}
 
 
@@ -52,11 +52,11 @@ def _read(path: Path) -> str:
 
 
 def create_bucket(name: str) -> None:
-    """An empty one. Raises what `s3.create_bucket` raises."""
+    """Create an empty bucket. Raises the errors of `s3.create_bucket`."""
     from broker.storage.s3 import create_with
 
     found = find_login(read_r2_environment(), Path.home() / ".cloudflare")
-    create_with(  # R2 takes us-east-1 for its own `auto` (Cloudflare, "S3 API compatibility")
+    create_with(  # R2 maps us-east-1 to its own `auto` (Cloudflare, "S3 API compatibility")
         name, region="us-east-1", endpoint_url=found["endpoint"], aws_access_key_id=found["access_key_id"],
         aws_secret_access_key=found["secret_access_key"],
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Amazon S3, and what speaks like it when AWS_ENDPOINT_URL says where."""
+"""Amazon S3, and compatible services at AWS_ENDPOINT_URL."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ REGION_TIMEOUT_S = 10.0
 
 
 def make_bucket(url: str) -> ObjectBucket:
-    """`s3://bucket/prefix`."""
+    """Make the bucket of `s3://bucket/prefix`."""
     return ObjectBucket(open_store(url, **find_options(urlsplit(url).netloc, read_aws_environment())), url, login=LOGIN)
 
 
 def find_options(bucket: str, variables: Mapping[str, str]) -> dict[str, Any]:
-    """What obstore does not find by itself: where else S3 is, the bucket's region, and logins in `~/.aws`."""
+    """Return options that obstore does not find itself: the endpoint, the bucket's region, and logins in `~/.aws`."""
     options: dict[str, Any] = {}
     endpoint = variables.get("AWS_ENDPOINT_URL_S3") or variables.get("AWS_ENDPOINT_URL")
     if endpoint:
@@ -43,7 +43,7 @@ def find_options(bucket: str, variables: Mapping[str, str]) -> dict[str, Any]:
 
 
 def find_region(bucket: str) -> str | None:
-    """S3 tells a bucket's region to anyone, in a header of whatever it answers; None without a network."""
+    """Read the bucket's region, which S3 sends to any client in a header of every response; None without a network."""
     request = urllib.request.Request(f"https://{bucket}.s3.amazonaws.com/", method="HEAD")
     try:
         with urllib.request.urlopen(request, timeout=REGION_TIMEOUT_S) as answer:
@@ -57,7 +57,7 @@ def find_region(bucket: str) -> str | None:
 
 
 def create_bucket(name: str) -> None:
-    """An empty one, private as S3 makes them, in the login's region. One of ours that is there already will do.
+    """Create an empty bucket, private by S3's default, in the login's region. An existing one of ours is success.
 
     Raises AuthError, InvalidRequestError.
     """
@@ -66,7 +66,7 @@ def create_bucket(name: str) -> None:
 
 
 def create_with(name: str, *, region: str | None, **login: str) -> None:
-    """By boto3, with a login of its own where one is given."""
+    """Create the bucket with boto3, and the given login if any."""
     try:
         import boto3
         from botocore.exceptions import BotoCoreError, ClientError

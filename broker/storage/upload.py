@@ -1,4 +1,4 @@
-"""Puts local files into a bucket that a task names, and makes the bucket where there is none yet."""
+"""Upload local files into a task's bucket, creating the bucket if it does not exist."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from broker.storage import open_bucket
 from broker.storage.base import Bucket, StoredKey
 
 WORKERS = 16
-# scheme -> what makes an empty bucket by its name. Elsewhere a bucket wants a project or an account: that is said.
+# scheme -> function that creates an empty bucket by name. Other clouds require a project or an account: the user
+# creates it.
 CREATORS: dict[str, str] = {
     "s3": "broker.storage.s3:create_bucket",
     "r2": "broker.storage.r2:create_bucket",
@@ -26,7 +27,7 @@ BY_HAND = {
 
 @noun
 class UploadResult:
-    """What was there to send, and how much of it went."""
+    """The number of files, and the part of them that was uploaded."""
 
     files: int
     sent_files: int
@@ -35,7 +36,7 @@ class UploadResult:
 
 
 def ensure_bucket(url: str) -> bool:
-    """True where the bucket of the URL had to be made. Raises InvalidRequestError, AuthError."""
+    """Return whether the URL's bucket had to be created. Raises InvalidRequestError, AuthError."""
     scheme, _, rest = url.partition("://")
     name = rest.partition("/")[0]
     try:
@@ -45,7 +46,7 @@ def ensure_bucket(url: str) -> bool:
         if scheme not in CREATORS:
             command = BY_HAND.get(scheme, "").format(name=name)
             raise InvalidRequestError(
-                f"bucket `{scheme}://{name}` does not exist, or is not readable: {error.message}",
+                f"bucket `{scheme}://{name}` does not exist or is not readable: {error.message}",
                 hints=(f"create it with `{command}`",) if command else (),
             ) from error
     module, _, function = CREATORS[scheme].partition(":")
@@ -57,11 +58,11 @@ def ensure_bucket(url: str) -> bool:
 def send_files(
     url: str, files: Mapping[str, Path], *, on_sent: Callable[[int, int], None] = lambda sent, total: None
 ) -> UploadResult:
-    """Key below the URL -> file. What has the same size there and is no older stays; nothing is deleted.
+    """Upload files, given as key below the URL -> file. Files of the same size that are not newer are skipped; nothing
+    is deleted.
 
-    `on_sent` is told after each file how many bytes of how many have gone.
-
-    Safe to run again: a file appears whole or not at all, and one that is there is not sent twice.
+    `on_sent` is called after each file with the bytes sent and the total. Idempotent: a file appears complete or not at
+    all, and is not sent twice.
     """
     is_new = ensure_bucket(url)
     bucket = open_bucket(url)

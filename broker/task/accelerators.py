@@ -1,4 +1,4 @@
-"""Names of accelerators as people write them: `a100`, `H100-80GB:8`, `tpu-v5e-8`, `80GB+`, `nvidia:80GB+:8`."""
+"""Parse names of accelerators as users write them: `a100`, `H100-80GB:8`, `tpu-v5e-8`, `80GB+`, `nvidia:80GB+:8`."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from broker.types import AcceleratorFigures, Notice, Origin, Quantity, Resources
 
 _BY_MEMORY = r"(?:([A-Za-z]+):)?([0-9]+[gGmMtT][bB])(\+?)"
 _TPU = r"[tT][pP][uU]-[vV]([0-9][a-zA-Z]*)-([0-9]+)"
-# A TPU's name counts cores up to v4 and v5p, and chips since: https://cloud.google.com/tpu/docs/system-architecture-tpu-vm
+# A TPU's name counts cores up to v4 and v5p, and chips in later ones:
+# https://cloud.google.com/tpu/docs/system-architecture-tpu-vm
 _CORES_PER_CHIP = {"2": 2, "3": 2, "4": 2, "5p": 2}
 _TPU_NAMES = {"5litepod": "5e", "5lite": "5e"}
 _MAKERS = (("MI", "amd"), ("Radeon", "amd"), ("TPU", "google"), ("Inferentia", "amazon"), ("Trainium", "amazon"),
            ("Gaudi", "intel"), ("AI100", "qualcomm"))  # fmt: skip
-# What people and SkyPilot's files write for a card of the book; of a family, each generation with so many devices fits
-# (SkyPilot's `Inferentia:6` is an inf2.24xlarge).
+# Aliases that users and SkyPilot's files use for accelerators of the book; a family matches every generation with that
+# many devices (SkyPilot's `Inferentia:6` is an inf2.24xlarge).
 ALIASES: dict[str, tuple[str, ...]] = {
     "mi300": ("MI300X",), "mi355": ("MI355X",), "a100-80": ("A100-80GB",), "a100-40": ("A100",),
     "a100-80gb-sxm": ("A100-80GB",), "h100-sxm": ("H100",), "h100-80gb-hbm3": ("H100",), "h200-sxm": ("H200",),
@@ -34,7 +35,7 @@ _MEMORY_SLACK = 0.02  # a "141 GB" device is sold as 141 or 144, a "180 GB" one 
 
 
 def read_accelerator(text: str) -> tuple[str, float]:
-    """`H100:8` -> H100 and 8; the count of a bare name is 1. The text fits `fields_resources.ACCELERATOR`."""
+    """Parse `H100:8` into H100 and 8; the default count is 1. The text matches `fields_resources.ACCELERATOR`."""
     name, _, count = text.rpartition(":")
     if not name or not re.fullmatch(r"[0-9]+(\.[0-9]+)?", count):
         name, count = text, "1"
@@ -45,10 +46,11 @@ def read_accelerator(text: str) -> tuple[str, float]:
 
 
 def resolve_accelerators(task: Task, figures: Mapping[str, AcceleratorFigures]) -> Task:
-    """The task with every accelerator named as in `figures`; one asked for by memory becomes all that fit.
+    """Return the task with every accelerator named as in `figures`; a request by memory becomes all accelerators that
+    fit.
 
-    As in SkyPilot, an unknown name among alternatives is left out, with a notice; alone it stays for the book to
-    refuse.
+    As in SkyPilot, an unknown name among alternatives is skipped with a notice; a single unknown name is kept, for the
+    book to refuse.
     """
     by_lower = {name.lower(): name for name in figures}
     found: list[Resources] = []
@@ -99,14 +101,14 @@ def find_maker(name: str) -> str:
 
 
 def _list_names(name: str, by_lower: Mapping[str, str], figures: Mapping[str, AcceleratorFigures]) -> list[str]:
-    """The book's names for what is asked: one, but for a family of devices."""
+    """List the book's names for a request: one, or several for a family of devices."""
     if found := [each for each in ALIASES.get(name.lower(), ()) if each in figures]:
         return found
     return [_find_name(name, by_lower, figures)]
 
 
 def _find_name(name: str, by_lower: Mapping[str, str], figures: Mapping[str, AcceleratorFigures]) -> str:
-    """The known spelling; a memory suffix that says nothing new falls away (`A100-40GB` is `A100`)."""
+    """Return the known spelling, dropping a redundant memory suffix (`A100-40GB` is `A100`)."""
     if known := by_lower.get(name.lower()):
         return known
     base, _, suffix = name.rpartition("-")

@@ -1,10 +1,10 @@
-"""The texts that task files, flags and the Python API may hold: one rule for each kind, and whose rule it is.
+"""The texts allowed in task files, flags and the Python API: one rule for each kind, with its source.
 
 The loader, `broker schema`, the flags and `broker.plan` all read this table, so that a text which no cloud, shell or
-kernel takes is refused before anything is asked for or paid. Where clouds differ, the rule here is what any of them
-takes, and `LABELS` and `BUCKETS` say what each one takes.
+kernel accepts is refused before any request or payment. Where clouds differ, a rule accepts what any of them accepts,
+and `LABELS` and `BUCKETS` have the rule of each one.
 
-Patterns are in the syntax that Python and JSON Schema share. They never match a control character.
+Patterns use the syntax common to Python and JSON Schema. They never match a control character.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-# One argument or `NAME=VALUE` given to a program, its closing NUL included: MAX_ARG_STRLEN of Linux, 32 pages of 4 KiB.
+# One argument or `NAME=VALUE` of a program, including its final NUL: MAX_ARG_STRLEN of Linux, 32 pages of 4 KiB.
 ARGUMENT_BYTES_MAX = 131_072
-# All variables of a task. Linux grants a quarter of the stack limit, 2 MiB by default, to arguments and environment;
-# the node's own environment and a script of `ARGUMENT_BYTES_MAX` have room beside it.
+# All variables of a task. Linux allows a quarter of the stack limit, 2 MiB by default, for arguments and environment;
+# this leaves room for the node's own environment and a script of `ARGUMENT_BYTES_MAX`.
 ENVIRONMENT_BYTES_MAX = 1_000_000
-PATH_BYTES_MAX = 4_095  # PATH_MAX of Linux, less its NUL
+PATH_BYTES_MAX = 4_095  # PATH_MAX of Linux, without the NUL
 _SHOWN_MAX = 60
 _PLAIN = r"[^\x00-\x1f\x7f]"  # any character but the control characters
 _SOLID = r"[^\s\x00-\x1f\x7f]"  # neither a control character nor a space
@@ -25,7 +25,8 @@ _NAME = r"[A-Za-z0-9](?:[-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?"
 
 
 class Rule:
-    """One kind of text. `expected` completes "must be ...", `source` is whose rule it is, `repair` a near miss."""
+    """One kind of text. `expected` completes "must be ...", `source` is the origin of the rule, `repair` makes a near
+    miss."""
 
     def __init__(
         self, *, pattern: str, expected: str, source: str, bytes_max: int | None = None, repairs: bool = False
@@ -42,7 +43,7 @@ class Rule:
         return re.fullmatch(self.pattern, text) is not None
 
     def suggest(self, text: str) -> str | None:
-        """What helps to mend a text that is refused: its size, what is wrong with it, or a near miss."""
+        """Return a hint for a refused text: its size, its fault, or a near miss."""
         if not is_text(text):
             return "it contains a zero byte or half of a surrogate pair"
         if self.bytes_max is not None and (size := len(text.encode())) > self.bytes_max:
@@ -55,12 +56,12 @@ class Rule:
 
 
 def is_text(text: str) -> bool:
-    """Whether a program, a file and a cloud can be given it: no NUL, and no lone half of a surrogate pair."""
+    """Return whether programs, files and clouds accept the text: no NUL, and no lone surrogate."""
     return "\0" not in text and not (not text.isascii() and any("\ud800" <= each <= "\udfff" for each in text))
 
 
 def is_credential_name(name: str) -> bool:
-    """Whether a variable is called as credentials are: HF_TOKEN, WANDB_API_KEY, AWS_SECRET_ACCESS_KEY."""
+    """Return whether a variable has the name of a credential: HF_TOKEN, WANDB_API_KEY, AWS_SECRET_ACCESS_KEY."""
     words = name.upper().split("_")
     is_key = words[-1] == "KEY" and words[-2:-1] in (["API"], ["ACCESS"], ["SECRET"], ["PRIVATE"])
     return is_key or words[-1] in ("TOKEN", "SECRET", "PASSWORD", "PASSWD", "CREDENTIAL", "CREDENTIALS")
@@ -155,7 +156,7 @@ VOLUME_NAME = Rule(
     repairs=True,
 )
 
-# A named bucket, by the word of `store`. A name may hold variables that are filled in later.
+# Rules of a bucket's name, by value of `store`. A name may contain variables that are filled in later.
 BUCKETS: Mapping[str, Rule] = {
     "s3": Rule(
         pattern=r"(?!xn--|sthree-)(?![0-9.]+$)(?![^\x00]*\.\.)[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]",
@@ -185,13 +186,13 @@ BUCKETS: Mapping[str, Rule] = {
 BUCKET = Rule(  # of any store; `ORG/NAME` is Hugging Face's
     pattern=rf"|(?![^\x00]*\.\.)[A-Za-z0-9](?:[-A-Za-z0-9._/]{{0,251}}[A-Za-z0-9])?|{_PLAIN}*\${_PLAIN}*",
     expected="a bucket name: letters, digits, `-`, `_` or `.`, with a letter or digit at both ends",
-    source="the widest of the stores; GCS allows 222",
+    source="the most permissive of the stores; GCS allows 222",
     bytes_max=1_024,
     repairs=True,
 )
 
 _DNS = r"[a-z0-9](?:[-a-z0-9.]{0,251}[a-z0-9])?"
-# Cloud -> rules of a label's key and value. Google's labels are made to fit from any text (`clouds/gcp/names.py`).
+# Cloud -> rules of a label's key and value. For Google, any text is converted (`clouds/gcp/names.py`).
 LABELS: Mapping[str, tuple[Rule, Rule]] = {
     "aws": (
         Rule(

@@ -1,4 +1,4 @@
-"""Checks of a whole task against the table of what is allowed: of a file with places, and of a `Task` from Python."""
+"""Check whole tasks against the table of allowed texts: from a file, with positions, and from a `Task` in Python."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from broker.types import Resources, Task
 
 
 def check_labels(reader: Reader, section: Section | None, resources: Sequence[Resources]) -> None:
-    """A label that a cloud refuses is a fault where no other cloud may run the task, else a notice about that cloud."""
+    """Report a label that a cloud refuses: as an error if the task can run on no other cloud, else as a notice."""
     for part in _list_parts(section):
         labels = part.get("labels", {})
         for key, value in labels.items():
@@ -45,7 +45,7 @@ def check_labels(reader: Reader, section: Section | None, resources: Sequence[Re
 
 
 def _list_parts(section: Section | None) -> Iterator[Section]:
-    """The section and its alternatives."""
+    """Return the section and its alternatives."""
     if section is not None:
         yield section
         for name in ("any_of", "ordered"):
@@ -53,7 +53,7 @@ def _list_parts(section: Section | None) -> Iterator[Section]:
 
 
 def find_refusals(key: str, value: str, clouds: set[str | None]) -> Iterator[tuple[str, str, str | None]]:
-    """The clouds, among these (None: any), that refuse a label: the cloud, why, and a hint."""
+    """Return the clouds, among these (None: any), that refuse a label: cloud, reason and hint."""
     for cloud, (key_rule, value_rule) in LABELS.items():
         if cloud not in clouds and None not in clouds:
             continue
@@ -65,14 +65,16 @@ def find_refusals(key: str, value: str, clouds: set[str | None]) -> Iterator[tup
 
 
 def check_bucket(name: str, store: str | None) -> tuple[Rule, str | None] | None:
-    """The rule that a bucket's name breaks, with a hint; None where it can be called so. Variables are not filled in
-    yet where a value is still missing, and a name with one is let through."""
+    """Return the rule that a bucket's name violates, with a hint; None if it is valid.
+
+    A name with a variable whose value is still missing is accepted.
+    """
     rule = BUCKETS.get(store or "", BUCKET)
     return None if not name or "$" in name or rule.admits(name) else (rule, rule.suggest(name))
 
 
 def check_environment(reader: Reader, section: Section, name: str, values: Mapping[str, str]) -> None:
-    """What the kernel takes of one variable and of all together; the values are not shown."""
+    """Check the kernel's limits for one variable and for all together; values are not shown."""
     marked = section.marks.get(name)
     for key, value in values.items():
         if (size := _measure(key, value)) > ARGUMENT_BYTES_MAX:
@@ -87,12 +89,12 @@ def check_environment(reader: Reader, section: Section, name: str, values: Mappi
 
 
 def _measure(name: str, value: str) -> int:
-    """Bytes of `NAME=VALUE` with its NUL."""
+    """Return the bytes of `NAME=VALUE` with its NUL."""
     return len(name) + 1 + len(value.encode("utf-8", "surrogatepass")) + 1
 
 
 def check_flag(flag: str, text: str | None, rule: Rule, *, is_hidden: bool = False) -> None:
-    """That a flag's value is allowed. Raises UsageError, which does not show a hidden value."""
+    """Check a flag's value. Raises UsageError, which does not show a hidden value."""
     if text is None or rule.admits(text):
         return
     shown = "" if is_hidden else f", not {describe(text)}"
@@ -101,7 +103,8 @@ def check_flag(flag: str, text: str | None, rule: Rule, *, is_hidden: bool = Fal
 
 
 def check_task(task: Task, file: str = "task") -> Task:
-    """The same task, if everything in it is allowed. Raises TaskError with every fault; lines are not known."""
+    """Return the task unchanged if everything in it is allowed. Raises TaskError with every fault, without line
+    numbers."""
     issues = [
         Issue(file=file, line=0, column=0, message=message, hint=hint)
         for message, hint in [*_check_texts(task), *_check_places(task), *_check_values(task)]

@@ -1,4 +1,4 @@
-"""Task <-> JSON text for the store. The values of secrets are never in it, only their names."""
+"""Task <-> JSON text for the store. The text contains the names of secrets, never their values."""
 
 from __future__ import annotations
 
@@ -16,6 +16,6 @@ def encode_task(task: Task) -> str:
 
 
 def decode_task(text: str, secrets: Mapping[str, str]) -> Task:
-    """The task with its secrets put back; a secret that is no longer known stays empty."""
+    """Return the task with its secrets filled in; a secret that is no longer known stays empty."""
     task = msgspec.json.decode(text, type=Task)
     return replace(task, secrets={name: Secret(value=secrets.get(name, "")) for name in task.secrets})

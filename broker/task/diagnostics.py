@@ -1,20 +1,20 @@
-"""Draws one issue of a task file: place, message, source line with a caret, hint."""
+"""Render one issue of a task file: position, message, source line with a caret, hint."""
 
 from __future__ import annotations
 
 from broker.errors import Issue
 
-_WIDTH = 100  # of the source line; a longer one is cut round the caret
+_WIDTH = 100  # of the source line; a longer one is cut around the caret
 _LEAD = 60
 
 
 def render_issue(issue: Issue) -> str:
-    """Plain text of several lines, without a closing newline."""
+    """Return plain text of several lines, without a final newline."""
     place = f"{issue.file}:{issue.line}:{issue.column}" if issue.line else issue.file
     lines = [f"{place}: {issue.message}"]
     if issue.source_line is not None and issue.column:
         number = f"{issue.line:5d}"
-        # A file may hold characters that steer a terminal; they are not passed on.
+        # Control characters of the file must not reach the terminal.
         source = "".join(each if each.isprintable() or each == "\t" else "?" for each in issue.source_line.rstrip())
         start = max(0, issue.column - 1 - _LEAD)
         lead = "".join("\t" if letter == "\t" else " " for letter in source[start : issue.column - 1])

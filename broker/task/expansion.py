@@ -1,6 +1,6 @@
-"""Fills a task's own variables into its paths, as SkyPilot does: `$NAME` and `${NAME}` of `envs` and `secrets`.
+"""Expand a task's own variables in its paths, as SkyPilot does: `$NAME` and `${NAME}` of `envs` and `secrets`.
 
-Only `workdir`, `file_mounts`, `volumes` and `service` are filled in; `setup` and `run` get them as environment.
+Only `workdir`, `file_mounts`, `volumes` and `service` are expanded; `setup` and `run` get variables as environment.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _VARIABLE = r"\$(?:\{([A-Za-z_][A-Za-z0-9_]*)\}|([A-Za-z_][A-Za-z0-9_]*))"
 
 
 def expand_variables(reader: Reader, document: Marked, values: Mapping[str, str]) -> Marked:
-    """The document with the fields above filled in; a variable that is not known stays as it is written."""
+    """Return the document with the fields above expanded; an unknown variable stays as written."""
     if not values:
         return document
     expander = _Expander(values)
@@ -32,7 +32,7 @@ def expand_variables(reader: Reader, document: Marked, values: Mapping[str, str]
 
 
 class _Expander:
-    """Counts what it has made: a small file can otherwise stand for a huge one."""
+    """Counts its output: a small file can otherwise expand to a huge one."""
 
     def __init__(self, values: Mapping[str, str]) -> None:
         self._values = values
@@ -67,7 +67,7 @@ class _Expander:
 
 
 def _split(text: str) -> list[tuple[str, str]]:
-    """Pieces of the text: what is written, and the variable's name where it is one."""
+    """Split the text into literal pieces and variable names."""
     pieces, end = [], 0
     for found in re.finditer(_VARIABLE, text):
         pieces += [(text[end : found.start()], ""), (found[0], found[1] or found[2])]

@@ -1,6 +1,6 @@
-"""The fields of a task: SkyPilot 0.14's, and ours on top (`goal`, `checkpoint`, `unattended`, `needs`).
+"""The fields of a task: those of SkyPilot 0.14, and broker's extensions (`goal`, `checkpoint`, `unattended`, `needs`).
 
-This table is what the loader reads by and what `broker schema` prints.
+The loader and `broker schema` read this table.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ _SECTION = MapOf(value=Anything())
 
 
 def _ignored(cloud: str) -> Later:
-    """What SkyPilot runs takes its settings from SkyPilot's own file."""
+    """Describe a cloud's settings, which SkyPilot reads only from its own file."""
     return Later(
         message=f"{cloud} settings have no effect in a task",
         hint="write them to `~/.sky/config.yaml`",

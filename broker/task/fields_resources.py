@@ -1,4 +1,4 @@
-"""The fields of `resources`: SkyPilot 0.14's, each with its shape and what broker does with it."""
+"""The fields of `resources`: those of SkyPilot 0.14, each with its shape and broker's support."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ from broker.task.shapes import (
 from broker.task.tables import Field, Later, Table
 from broker.task.yaml_reader import Marked
 
-# SkyPilot 0.14.1 `sky/skylet/constants.py` ALL_CLOUDS, its short names, and what broker's own price book adds.
+# SkyPilot 0.14.1 `sky/skylet/constants.py` ALL_CLOUDS, its short names, and additional clouds of broker's price book.
 CLOUDS = (
     "aws", "azure", "gcp", "lambda", "runpod", "nebius", "oci", "hyperbolic", "seeweb", "verda", "jarvislabs",
     "cudo", "do", "fluidstack", "ibm", "mithril", "paperspace", "primeintellect", "scp", "shadeform", "vast",
     "vsphere", "yotta", "kubernetes", "k8s", "ssh", "slurm", "local",
 )  # fmt: skip
-WITH_CONTEXTS = ("kubernetes", "k8s", "ssh")  # what follows the `/` is one name
+WITH_CONTEXTS = ("kubernetes", "k8s", "ssh")  # the text after the `/` is a single name
 STRATEGIES = ("failover", "eager_next_region", "cheapest", "deadline")
-ELASTIC = "dynamic_node_set"  # SkyPilot's name for a gang that runs on with fewer nodes; broker's is `min_nodes`
+ELASTIC = "dynamic_node_set"  # SkyPilot's name for a gang that continues with fewer nodes; broker's is `min_nodes`
 STRATEGY_WORDS = (*STRATEGIES, ELASTIC, "none")
 _SPACED = r"(?:[rR][aA][dD][eE][oO][nN]|[gG][aA][uU][dD][iI])(?: [A-Za-z0-9-]{1,20}){1,2}"  # `Radeon Pro V520`
 ACCELERATOR_NAME = rf"(?:{_SPACED}|[A-Za-z][A-Za-z0-9_.-]{{0,60}})"
@@ -46,7 +46,7 @@ EXAMPLE_ACCELERATORS = ("H100:8", "H200:8", "A100:8", "A100-80GB:8", "L4:1", "T4
 
 
 class Infra(Scalar):
-    """`aws`, `aws/us-east-1`, `*/*/us-east-1a`, `k8s/any/context` -> the parts, `*` and empty ones as None."""
+    """Parse `aws`, `aws/us-east-1`, `*/*/us-east-1a`, `k8s/any/context` into parts, `*` and empty ones as None."""
 
     expected = "like `aws`, `aws/us-east-1` or `aws/us-east-1/us-east-1a`"
 
@@ -56,7 +56,7 @@ class Infra(Scalar):
         is_known = cloud == "*" or cloud.lower() in CLOUDS
         if not is_known or not all(rest):
             return None
-        if cloud.lower() in WITH_CONTEXTS:  # a context's name may hold slashes
+        if cloud.lower() in WITH_CONTEXTS:  # a context's name may contain slashes
             rest = ["/".join(rest)] if rest else []
         if not all(allowed.PLACE.admits(each) for each in rest):
             return None
@@ -72,7 +72,7 @@ class Infra(Scalar):
         )
 
     def describe(self) -> Schema:
-        others = any_case([each for each in CLOUDS if each not in WITH_CONTEXTS])
+        others = any_case([cloud for cloud in CLOUDS if cloud not in WITH_CONTEXTS])
         part = r"/(?!-)[^/\s\x00-\x1f\x7f]{1,253}"
         context = r"/(?!-)(?=[^\s]{1,253}/?\s*$)[^/\s\x00-\x1f\x7f]+(?:/[^/\s\x00-\x1f\x7f]+)*"
         pattern = rf"(?:{others}|\*)(?:{part}){{0,2}}/?|(?:{any_case(WITH_CONTEXTS)})(?:{context})?/?"
@@ -80,7 +80,7 @@ class Infra(Scalar):
 
 
 class Port(Scalar):
-    """`8080` or `8000-8010` -> text."""
+    """`8080` or `8000-8010`, as text."""
 
     expected = "like `8080` or `8000-8010`"
     _port = "(?:[1-9][0-9]{0,3}|[1-5][0-9]{4}|6[0-4][0-9]{3}|65[0-4][0-9]{2}|655[0-2][0-9]|6553[0-5])"
@@ -118,11 +118,11 @@ _ACCELERATORS = Either(
 
 
 def _has_none(clouds: Sequence[str], message: str, **more: Any) -> dict[str, Later]:
-    """For `at`: on these clouds the field has no effect."""
+    """For `at`: clouds on which the field has no effect."""
     return {cloud: Later(message=message, blocks_launch=False, **more) for cloud in clouds}
 
 
-_PODS = ("kubernetes", "slurm", "ssh")  # what runs there has the disk that it is given
+_PODS = ("kubernetes", "slurm", "ssh")  # tasks there have the disk that the cluster provides
 _NOT_YET_DISK = "choosing local disks is not supported"
 
 AUTOSTOP = Table(

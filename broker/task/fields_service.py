@@ -1,4 +1,4 @@
-"""The fields of `service` and `pool`: parsed in full, so that typos are found, and then reported as not supported."""
+"""The fields of `service` and `pool`: parsed fully to find typos, then reported as not supported."""
 
 from __future__ import annotations
 

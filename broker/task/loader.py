@@ -1,4 +1,4 @@
-"""YAML -> Task. Every fault of a file is reported at once; what a field cannot do yet is said, never ignored."""
+"""YAML -> Task. Every fault of a file is reported in one run; an unsupported field is reported, never ignored."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _SMALLEST = "for example, a minimal task: `run: echo hello`"
 def load_tasks(
     path: Path, *, envs: Mapping[str, str] | None = None, secrets: Mapping[str, str] | None = None
 ) -> tuple[Task, ...]:
-    """The tasks of a file: several documents are a pipeline or a DAG. Raises TaskError."""
+    """Load the tasks of a file: several documents are a pipeline or a DAG. Raises TaskError."""
 
     def fail(message: str, *, line: int = 0, hint: str | None = None) -> TaskError:
         return TaskError([Issue(file=str(path), line=line, column=1 if line else 0, message=message, hint=hint)])
@@ -39,7 +39,7 @@ def load_tasks(
     if data.startswith((b"\xff\xfe", b"\xfe\xff")):
         raise fail("the file is UTF-16, not UTF-8 text", hint="save it as UTF-8")
     if len(data) > BYTES_MAX:
-        data = data[: BYTES_MAX + 1].decode("utf-8", "replace").encode()  # whatever it is, it is too large
+        data = data[: BYTES_MAX + 1].decode("utf-8", "replace").encode()  # whatever it contains, it is too large
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -51,7 +51,7 @@ def load_tasks(
 def load_tasks_text(
     text: str, file: str, *, envs: Mapping[str, str] | None = None, secrets: Mapping[str, str] | None = None
 ) -> tuple[Task, ...]:
-    """As `load_tasks`; `envs` and `secrets` override the file's. A first document may be the pipeline's header."""
+    """Like `load_tasks`; `envs` and `secrets` override the file's. A first document may be the pipeline's header."""
     text = text.removeprefix("\ufeff")
     documents = read_documents(text, file)
     reader = Reader(text, file)
@@ -64,7 +64,7 @@ def load_tasks_text(
         raise TaskError(sorted(reader.issues, key=lambda issue: (issue.line, issue.column)))
     if header and len(tasks) == 1:
         return (replace(tasks[0], name=tasks[0].name or header.get("name")),)
-    return tuple(replace(each, pipeline=header.get("name")) for each in tasks) if header else tasks
+    return tuple(replace(task, pipeline=header.get("name")) for task in tasks) if header else tasks
 
 
 def _read_document(
@@ -82,7 +82,7 @@ def _read_document(
 
 
 def _peek(marked: Marked, name: str) -> dict[str, str]:
-    """The values of `envs` or `secrets` before they are checked: paths may hold them."""
+    """Read values of `envs` or `secrets` before they are checked, as paths may refer to them."""
     fields = marked.value[name].value if name in marked.value else None
     pairs = fields.items() if isinstance(fields, dict) else ()
     return {
@@ -123,7 +123,7 @@ def _read_task(reader: Reader, section: Section, envs: Mapping[str, str], secret
 
 
 def _read_values(reader: Reader, section: Section, name: str, given: Mapping[str, str]) -> dict[str, str]:
-    """Values by name. One left empty must be given on the command line before the task is launched."""
+    """Return values by name. An empty one must be given on the command line before the task is launched."""
     value = section.get(name, {})
     fields: Mapping[str, str | None] = dict.fromkeys(value) if isinstance(value, list) else value
     flag = "--env" if name == "envs" else "--secret"

@@ -1,4 +1,4 @@
-"""The shapes of amounts with units: `4+`, `32GB`, `1h30m`, `0.5TB`, `1 USD`."""
+"""Shapes of amounts with units: `4+`, `32GB`, `1h30m`, `0.5TB`, `1 USD`."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from broker.types import Quantity
 
 _NUMBER = r"[0-9]{1,9}(?:\.[0-9]{1,20})?"
 _POSITIVE = rf"(?=[0-9.]*[1-9]){_NUMBER}"
-# SkyPilot's sizes are powers of 1024 whether written GB, Gi or GiB; a bare letter is our addition.
+# SkyPilot's sizes are powers of 1024 whether written GB, Gi or GiB; a single letter is our addition.
 _UNIT = r"[kKmMgGtTpP](?:[iI]?[bB]|[iI])?"
 _GIB = {"k": 2.0**-20, "m": 2.0**-10, "g": 1.0, "t": 2.0**10, "p": 2.0**20}
 _SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0, "w": 604800.0}
 _PART = rf"{_NUMBER} ?[sSmMhHdDwW]"
 _SPAN = rf"{_PART}(?: ?{_PART}){{0,4}}"
 NUMBER_MAX = 1e9
-UNATTENDED_S_MIN = 900.0  # many renewals of the lease, so that no slow network ends a node
+UNATTENDED_S_MIN = 900.0  # several renewals of the lease, so that a slow network terminates no node
 
 
 def _is_number(value: Any) -> bool:
@@ -26,13 +26,13 @@ def _is_number(value: Any) -> bool:
 
 
 class Measure(Scalar):
-    """A positive number, or text of a pattern."""
+    """A positive number, or text that matches a pattern."""
 
     pattern: str
     is_zero_ok: bool = False
 
     def convert(self, text: str) -> Any:
-        """The value of a text that fits the pattern."""
+        """Return the value of a text that matches the pattern."""
         raise NotImplementedError
 
     def from_number(self, value: float) -> Any:
@@ -42,7 +42,7 @@ class Measure(Scalar):
         return self.read_value(marked.value)
 
     def read_value(self, value: Any) -> Any:
-        """The amount; None where it does not fit."""
+        """Return the amount; None if it is invalid."""
         if _is_number(value):
             fits = (value >= 0 if self.is_zero_ok else value > 0) and value < NUMBER_MAX
             return self.from_number(float(value)) if fits else None
@@ -75,7 +75,7 @@ class Count(Measure):
 
 
 class Ratio(float):
-    """`4x`: so many GiB for every vCPU, at least."""
+    """`4x`: at least this many GiB per vCPU."""
 
 
 class MemorySize(Measure):
@@ -105,7 +105,7 @@ class Size(Measure):
 
 
 class Duration(Measure):
-    """`90s`, `10m`, `1h30m`, `6d` -> seconds; a bare number counts in `bare_unit`."""
+    """`90s`, `10m`, `1h30m`, `6d` -> seconds; a bare number is in `bare_unit`."""
 
     expected = "a duration like `90s`, `10m`, `1h30m` or `6d`"
 

@@ -11,7 +11,7 @@ from broker.task.tables import Section
 from broker.task.yaml_reader import Marked
 from broker.types import StorageMount
 
-# What nodes can be given (`storage/mounts.py`), as a URL or as the store of a named bucket.
+# Storage that nodes support (`storage/mounts.py`), as a URL or as the store of a named bucket.
 SERVED_SCHEMES = ("s3://", "gs://", "gcs://", "az://", "r2://", "file://")
 SERVED_STORES = ("s3", "gcs", "azure", "r2")
 _FETCH = "use a local path, or download the data in `setup`"
@@ -20,7 +20,7 @@ _FROM_HERE = "paths are relative to the current folder"
 
 
 def read_workdir(reader: Reader, section: Section) -> str | None:
-    """The local folder; one that is not there, or a repository, keeps the task from being launched."""
+    """Return the local folder. A missing one, or a repository, prevents the launch."""
     value = section.get("workdir")
     if value is None:
         return None
@@ -37,7 +37,7 @@ def read_workdir(reader: Reader, section: Section) -> str | None:
 
 
 def read_file_mounts(reader: Reader, section: Section) -> tuple[dict[str, str], tuple[StorageMount, ...]]:
-    """Target -> local source, and the buckets."""
+    """Return target -> local source, and the buckets."""
     mounts: dict[str, str] = {}
     storage: list[StorageMount] = []
     for target, value in section.get("file_mounts", {}).items():
@@ -75,7 +75,7 @@ def _read_storage(reader: Reader, target: str, section: Section) -> StorageMount
             place = (section.marked.line, section.marked.column)
             hint = "delete it yourself when you no longer need it"
             reader.warn(place, "file_mounts", "`persistent: false`: the bucket is kept", hint, blocks_launch=False)
-        if not name and not sources:  # also where a variable that stands for it is still empty
+        if not name and not sources:  # also if the variable for it is still empty
             _warn(
                 reader, section.marked, "`file_mounts`: storage requires `name` or `source`", "write `source: s3://...`"
             )
@@ -91,8 +91,9 @@ def _read_storage(reader: Reader, target: str, section: Section) -> StorageMount
 
 
 def _is_served(sources: tuple[str, ...], name: str | None, store: str | None) -> bool:
-    """A bucket that exists, or one by name, which is made where it is missing and gets the local files of `source`."""
-    if any("://" in each for each in sources):
+    """Return whether it is a supported bucket: an existing one, or one by name, created if missing, with uploads from
+    `source`."""
+    if any("://" in source for source in sources):
         return len(sources) == 1 and sources[0].startswith(SERVED_SCHEMES)
     return bool(name) and (store or "").lower() in SERVED_STORES
 
@@ -105,5 +106,5 @@ def _exists(path: str, *, is_folder: bool) -> bool:
     try:
         found = Path(path).expanduser()
         return found.is_dir() if is_folder else found.exists()
-    except (OSError, RuntimeError, ValueError):  # a name too long, no such user behind `~`, a zero byte
+    except (OSError, RuntimeError, ValueError):  # a name too long, an unknown user after `~`, a zero byte
         return False

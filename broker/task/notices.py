@@ -1,4 +1,4 @@
-"""What a task asks for and broker does not do: said before a plan, refused before a launch."""
+"""Unsupported features that a task requests: reported before a plan, refused before a launch."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from broker.types import Notice
 
 
 def refuse_blocking(notices: Sequence[Notice]) -> None:
-    """Raises TaskError with every notice that keeps a task from being launched."""
+    """Raise TaskError with every notice that prevents a launch."""
     issues = [
         Issue(
-            file=each.origin.file,
-            line=each.origin.line,
-            column=each.origin.column,
-            message=each.message,
-            hint=each.hint,
-            source_line=each.source_line,
+            file=notice.origin.file,
+            line=notice.origin.line,
+            column=notice.origin.column,
+            message=notice.message,
+            hint=notice.hint,
+            source_line=notice.source_line,
         )
-        for each in notices
-        if each.blocks_launch
+        for notice in notices
+        if notice.blocks_launch
     ]
     if issues:
         raise TaskError(issues)
 
 
 def render_notice(notice: Notice) -> str:
-    """`note: FILE:LINE:COLUMN: what is not done (what to do instead)`, on one line."""
+    """Render `note: FILE:LINE:COLUMN: unsupported feature (alternative)` on one line."""
     hint = f" ({notice.hint})" if notice.hint else ""
     return f"note: {notice.origin}: {notice.message}{hint}"

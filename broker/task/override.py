@@ -1,4 +1,4 @@
-"""What the command line says over what the task file says."""
+"""Command-line flags override the task file."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def override_resources(
     use_spot: bool | None = None,
     num_nodes: int | None = None,
 ) -> Task:
-    """A task whose every alternative follows the flags; None leaves a field as it is. Raises TaskError."""
+    """Apply the flags to every alternative of a task; None leaves a field unchanged. Raises TaskError."""
     given: dict[str, Any] = {
         "infra": infra, "cloud": cloud, "region": region, "zone": zone, "instance_type": instance_type,
         "accelerators": accelerators, "cpus": cpus, "memory": memory, "use_spot": use_spot,
@@ -51,7 +51,7 @@ def override_resources(
             if (merged := replace(each, **changes)) not in resources:
                 resources.append(merged)
     replaced = {*given, "cloud"} if "infra" in given else {*given, "infra"} if "cloud" in given else set(given)
-    kept = tuple(each for each in task.notices if each.field not in replaced)
+    kept = tuple(notice for notice in task.notices if notice.field not in replaced)
     return replace(
         task,
         resources=tuple(resources),
@@ -61,7 +61,7 @@ def override_resources(
 
 
 def _list_changes(given: dict[str, Any]) -> list[str]:
-    """The fields of Resources that the flags speak of; naming a place forgets the file's finer place."""
+    """List the fields of Resources that the flags set; naming a place drops the file's more specific parts."""
     names = {"accelerators": ["accelerator", "accelerator_count"], "memory": ["memory_gib"]}
     names |= {"infra": ["cloud", "region", "zone"], "cloud": ["cloud", "region", "zone"], "region": ["region", "zone"]}
     return list(dict.fromkeys(field for flag in given for field in names.get(flag, [flag])))

@@ -1,4 +1,4 @@
-"""Several documents of one file: the header, names, and what needs what."""
+"""Several documents of one file: header, names and dependencies."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from broker.task.yaml_reader import Marked
 from broker.types import Task
 
 TASKS_MAX = 1_000
-_SHOWN_MAX = 6  # names of a circle
-Document = tuple[Section, Task]  # a task as it was read, with the section that it came from
+_SHOWN_MAX = 6  # names of a cycle
+Document = tuple[Section, Task]  # a task with the section that it was read from
 
 
 def split_header(reader: Reader, documents: Sequence[Marked]) -> tuple[Section | None, list[Marked]]:
-    """The header, when the first of several documents has nothing but a header's fields; and the tasks."""
-    found = [each for each in documents if each.value is not None]
+    """Return the header, if the first of several documents has only a header's fields, and the tasks."""
+    found = [document for document in documents if document.value is not None]
     if len(found) > TASKS_MAX + 1:
         reader.fault(
             found[TASKS_MAX + 1], f"the file contains more than {TASKS_MAX:,} tasks", "split it into several files"
@@ -32,7 +32,7 @@ def split_header(reader: Reader, documents: Sequence[Marked]) -> tuple[Section |
 
 
 def join_tasks(reader: Reader, header: Section | None, documents: Sequence[Document]) -> tuple[Task, ...]:
-    """The tasks with `needs` filled in: as written, or else each needs the one before it."""
+    """Return the tasks with `needs` resolved: as written, or else each needs the previous one."""
     is_parallel = header is not None and header.get("execution") == "parallel"
     has_needs = any("needs" in section.values for section, _ in documents)
     tasks = _name_tasks(reader, documents, has_needs=has_needs) if len(documents) > 1 or has_needs else None
@@ -57,7 +57,7 @@ def join_tasks(reader: Reader, header: Section | None, documents: Sequence[Docum
 
 
 def _name_tasks(reader: Reader, documents: Sequence[Document], *, has_needs: bool) -> list[Task]:
-    """Each with a name of its own: SkyPilot lets tasks be nameless or share a name, `needs` cannot."""
+    """Give each task a name: SkyPilot allows tasks without a name and duplicate names, `needs` does not."""
     taken = {task.name for _, task in documents}
     seen: set[str] = set()
     tasks = []
@@ -94,7 +94,7 @@ def _read_needs(reader: Reader, sections: Sequence[Section], tasks: Sequence[Tas
 
 
 def _list_needs(section: Section) -> dict[str, tuple[Marked, Any]]:
-    """Name -> where it is written, and GiB or None."""
+    """Return name -> position in the file, and GiB or None."""
     value = section.get("needs", [])
     if "needs" not in section.values:
         return {}
@@ -108,12 +108,12 @@ def _list_needs(section: Section) -> dict[str, tuple[Marked, Any]]:
 
 
 def _measure_outputs(task: Task) -> float:
-    return sum(each.size_gib for each in task.outputs)
+    return sum(output.size_gib for output in task.outputs)
 
 
 def _find_circle(edges: Mapping[str, Sequence[str]]) -> list[str] | None:
-    """A circle, from its first task in the order of the file back to itself. No recursion: chains may be long."""
-    state: dict[str, int] = {}  # 1: on the trail, 2: done
+    """Return a cycle, from its first task in file order back to itself. Not recursive, as chains may be long."""
+    state: dict[str, int] = {}  # 1: on the path, 2: done
     for start in edges:
         trail: list[tuple[str, list[str]]] = [(start, list(edges[start]))] if start not in state else []
         while trail:

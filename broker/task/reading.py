@@ -1,4 +1,4 @@
-"""Collects what is wrong with a task file, and what broker does not do of it: all of it, each with its place."""
+"""Collect all faults and unsupported features of a task file, with their positions."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from broker.errors import Issue
 from broker.task.yaml_reader import Marked, split_lines
 from broker.types import Notice, Origin
 
-ISSUES_MAX = 100  # nobody reads more, and near misses take time to look for
+ISSUES_MAX = 100  # enough for any reader, and near misses take time to find
 _SHOWN_MAX = 40
-_SECRET_MIN = 4  # shorter ones are found in too much else
+_SECRET_MIN = 4  # shorter ones occur in too many other texts
 
 
 class Reader:
-    """One file's issues and notices. A document's notices are taken by `take_notices` when it is read."""
+    """Issues and notices of one file. `take_notices` returns a document's notices when it is read."""
 
     def __init__(self, text: str, file: str) -> None:
         self.file = file
@@ -26,14 +26,14 @@ class Reader:
         self._text = text
 
     def hide(self, texts: Iterable[str]) -> None:
-        """Secrets: lines that are shown with an issue or a notice from now on have `***` in their place."""
-        self._hidden += sorted((each for each in texts if len(each) >= _SECRET_MIN), key=len, reverse=True)
+        """Replace these secrets by `***` in lines shown with later issues and notices."""
+        self._hidden += sorted((text for text in texts if len(text) >= _SECRET_MIN), key=len, reverse=True)
 
     def find_origin(self, marked: Marked) -> Origin:
         return Origin(file=self.file, line=marked.line, column=marked.column)
 
     def note(self, line: int, column: int, message: str, hint: str | None = None, *, shows_line: bool = True) -> None:
-        """An issue at a place; beyond the limit none is added. `shows_line` False: the line may hold a secret."""
+        """Add an issue at a position, up to the limit. `shows_line` False: the line may contain a secret."""
         source_line = self._find_line(line) if shows_line else None
         issue = Issue(file=self.file, line=line, column=column, message=message, hint=hint, source_line=source_line)
         if not self.is_full and issue not in self.issues:
@@ -56,7 +56,7 @@ class Reader:
         blocks_launch: bool,
         cloud: str | None = None,
     ) -> None:
-        """A notice: the file is right, but broker does not do this."""
+        """Add a notice: the file is valid, but broker does not support this."""
         line, column = place
         self._notices.append(
             Notice(
@@ -66,7 +66,7 @@ class Reader:
         )  # fmt: skip
 
     def take_notices(self) -> tuple[Notice, ...]:
-        """Those since the last call, in the order of the file, each once."""
+        """Return the notices since the last call, in file order, without duplicates."""
         found = sorted(dict.fromkeys(self._notices), key=lambda each: (each.origin.line, each.origin.column))
         self._notices = []
         return tuple(found)
@@ -83,7 +83,7 @@ class Reader:
 
 
 def describe(value: Any) -> str:
-    """A value, as an error message shows it."""
+    """Format a value for an error message."""
     if isinstance(value, Marked):
         return describe(value.value if isinstance(value.value, (dict, list)) or value.value is None else value.text)
     if isinstance(value, dict):
@@ -97,8 +97,8 @@ def describe(value: Any) -> str:
 
 
 def suggest(word: str, known: Iterable[str]) -> str | None:
-    """The near miss, as a hint."""
-    import difflib  # only for a fault: it takes longer to import than a task to load
+    """Return the near miss as a hint."""
+    import difflib  # only after a fault: the import takes longer than loading a task
 
     by_lower = {each.lower(): each for each in known}
     near = difflib.get_close_matches(word.lower()[:_SHOWN_MAX], by_lower, n=1, cutoff=0.6)

@@ -15,8 +15,8 @@ from broker.task.tables import Section
 from broker.types import Autostop, JobRecovery, Quantity, Resources
 from broker.types.task import CONTAINER
 
-IDLE_MINUTES = 5  # SkyPilot's, for `autostop: true`
-ALTERNATIVES_MAX = 1_000  # each is planned by itself
+IDLE_MINUTES = 5  # SkyPilot's default for `autostop: true`
+ALTERNATIVES_MAX = 1_000  # each is planned separately
 SKYPILOT = "skypilot:"
 IMAGE_CLOUDS = {"ami-": "aws", "ssm:": "aws", "projects/": "gcp"}
 
@@ -24,7 +24,7 @@ _Pairs = list[tuple[str, float]]
 
 
 def read_resources(reader: Reader, section: Section | None) -> tuple[tuple[Resources, ...], bool]:
-    """All alternatives, and whether their order is a preference."""
+    """Return all alternatives, and whether their order is a preference."""
     if section is None:
         return (Resources(),), False
     base = _apply(reader, section, Resources())
@@ -72,7 +72,7 @@ def _read_first(section: Section | None, field: str) -> Any:
 def _read_alternatives(
     reader: Reader, items: Sequence[Section], base: Resources, accelerators: _Pairs, images: dict[str, str]
 ) -> tuple[Resources, ...]:
-    """Each alternative over the fields outside; what it does not say is taken over."""
+    """Return each alternative; it inherits the fields outside."""
     found: list[Resources] = []
     for item in items:
         each = _apply(reader, item, base)
@@ -87,7 +87,7 @@ def _read_alternatives(
 
 
 def _apply(reader: Reader, section: Section, base: Resources) -> Resources:
-    """Every field that has one value, over what `base` says."""
+    """Apply every single-valued field to `base`."""
     get = section.get
     changes: dict[str, Any] = {
         "cpus": get("cpus"),
@@ -115,14 +115,14 @@ def _apply(reader: Reader, section: Section, base: Resources) -> Resources:
 
 
 def _asks_for_tpu_node(section: Section) -> bool:
-    """Whether the instance type is that of a TPU node's host: a TPU VM is its own host and has no other."""
+    """Return whether the instance type is a TPU node's host: a TPU VM is its own host."""
     options = section.get("accelerator_args")
     is_node = options is not None and options.get("tpu_vm") is False
     return is_node and any(name.startswith("TPU-") for name, _ in _read_accelerators(section)[0])
 
 
 def _read_place(reader: Reader, section: Section, base: Resources) -> dict[str, str | None]:
-    """Cloud, region and zone; naming one forgets what `base` says of the finer ones."""
+    """Read cloud, region and zone; a new one drops the finer parts of `base`."""
     if (infra := section.get("infra")) is not None:
         cloud, region, zone = infra
         place = {"cloud": cloud, "region": region, "zone": zone}
@@ -186,7 +186,7 @@ def _read_recovery(value: Any) -> JobRecovery:
 
 
 def _read_accelerators(section: Section) -> tuple[_Pairs, bool]:
-    """`H100:8`, `{A100: 8, H100: 8}` (either), `[A100:8, H100:8]` (in this order): names with counts."""
+    """Read `H100:8`, `{A100: 8, H100: 8}` (either), `[A100:8, H100:8]` (in this order) as names with counts."""
     value = section.get("accelerators")
     if value is None:
         return [], False
@@ -195,14 +195,14 @@ def _read_accelerators(section: Section) -> tuple[_Pairs, bool]:
         if isinstance(each, str):
             pairs.append(read_accelerator(each))
             continue
-        for key, count in each.items():  # in flow style without a space YAML reads `{A100:8}` as a key with no value
+        for key, count in each.items():  # in flow style without a space, YAML reads `{A100:8}` as a key without a value
             name, own = read_accelerator(key)
             pairs.append((name, own if count is None else own * count))
     return list(dict.fromkeys(pairs)), isinstance(value, list)
 
 
 def _check_counts(reader: Reader, section: Section, pairs: _Pairs) -> None:
-    """A part of one accelerator, or whole ones (SkyPilot)."""
+    """Check counts: a fraction of one accelerator, or whole ones (as in SkyPilot)."""
     for name, count in pairs:
         if count > 1 and not count.is_integer():
             line, column = section.find_key("accelerators")
@@ -213,7 +213,7 @@ def _check_counts(reader: Reader, section: Section, pairs: _Pairs) -> None:
 
 
 def _read_images(reader: Reader, section: Section) -> dict[str, str]:
-    """Image by region; an image for every region has the key "". What is not booted, or not on local, is said."""
+    """Return image by region; the key "" is for every region. Unsupported images are reported."""
     value = section.get("image_id")
     if value is None:
         return {}
@@ -234,7 +234,7 @@ def _read_images(reader: Reader, section: Section) -> dict[str, str]:
 
 
 def _spread(base: Resources, accelerators: _Pairs, images: dict[str, str]) -> tuple[Resources, ...]:
-    """One Resources for every accelerator and every region that has an image."""
+    """Return one Resources for every accelerator and every region that has an image."""
     found = [base] if not accelerators else [
         replace(base, accelerator=name, accelerator_count=count) for name, count in accelerators
     ]  # fmt: skip
@@ -249,5 +249,5 @@ def _spread(base: Resources, accelerators: _Pairs, images: dict[str, str]) -> tu
 
 
 def _find_cloud(image: str) -> str | None:
-    """Whose image it is by its form; None for a container, which any cloud runs."""
+    """Return the cloud of an image, by its form; None for a container, which any cloud can run."""
     return next((cloud for start, cloud in IMAGE_CLOUDS.items() if image.startswith(start)), None)

@@ -1,4 +1,4 @@
-"""The dialect as JSON Schema, from the same table that the loader reads by."""
+"""The dialect as JSON Schema, from the table that the loader uses."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ DRAFT = "https://json-schema.org/draft/2020-12/schema"
 
 
 def make_schema() -> Schema:
-    """JSON Schema, draft 2020-12, of one document of a task file: a task, or a pipeline's header."""
+    """Return the JSON Schema, draft 2020-12, of one document of a task file: a task, or a pipeline's header."""
     tables = {table.name: table for table in list_tables()}
     return {
         "$schema": DRAFT,
@@ -24,7 +24,7 @@ def make_schema() -> Schema:
 
 
 def list_tables() -> Sequence[Table]:
-    """Every table of fields that a task file can hold."""
+    """List every table of fields that a task file can contain."""
     return [table for root in (TASK, HEADER) for table in _list_tables(root)]
 
 

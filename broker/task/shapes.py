@@ -1,6 +1,6 @@
-"""The shapes that a value of a task file can have: each reads a value, and describes itself as JSON Schema.
+"""Shapes of values in a task file: each parses a value, and describes itself as JSON Schema.
 
-One table of fields made of these shapes is the dialect; the loader and `broker schema` both come from it.
+One table of fields made of these shapes defines the dialect, for both the loader and `broker schema`.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ from broker.task.allowed import Rule
 from broker.task.reading import Reader, describe, suggest
 from broker.task.yaml_reader import Marked
 
-# No dataclasses in the tables: every command that reads a task would pay 0.4 ms for each, 8 ms in all.
+# No dataclasses in the tables: each would cost every command that reads a task 0.4 ms, 8 ms in all.
 Schema = dict[str, Any]
 
 
 class Shape:
-    """What a value must be. `expected` completes "`cpus` must be ..."."""
+    """The form of a value. `expected` completes "`cpus` must be ..."."""
 
     expected: str = ""
 
     def admits_kind(self, value: Any) -> bool:
-        """Whether the value is of the right kind (text, mapping, ...), right or wrong."""
+        """Return whether the value has the right kind (text, mapping, ...), valid or not."""
         raise NotImplementedError
 
     def read(self, reader: Reader, marked: Marked, name: str) -> Any:
-        """The typed value, or None with issues noted. Never called for a null."""
+        """Return the typed value, or None with issues reported. Never called for null."""
         raise NotImplementedError
 
     def describe(self) -> Schema:
@@ -35,7 +35,7 @@ class Shape:
 
 
 class Scalar(Shape):
-    """A shape of one word or number: `parse` gives the typed value, or None when it does not fit."""
+    """A single word or number: `parse` returns the typed value, or None if it is invalid."""
 
     def parse(self, marked: Marked) -> Any:
         raise NotImplementedError
@@ -54,8 +54,10 @@ class Scalar(Shape):
 
 
 class Text(Scalar):
-    """Text, perhaps of a form or of a kind in `allowed`. `also_scalar`: a number or true/false stands for its own text.
-    `is_hidden`: a fault does not show it."""
+    """Text, optionally of a form or of a kind in `allowed`.
+
+    `also_scalar`: a number or true/false is accepted as its own text. `is_hidden`: an error does not show the value.
+    """
 
     def __init__(
         self,
@@ -102,12 +104,12 @@ class Text(Scalar):
     def describe(self) -> Schema:
         kind: Schema = {"type": ["string", "number", "boolean"] if self.also_scalar else "string"}
         if self.rule and self.rule.bytes_max is not None:
-            kind["maxLength"] = self.rule.bytes_max  # the schema counts characters, of which none is less than a byte
+            kind["maxLength"] = self.rule.bytes_max  # the schema counts characters, each of which has at least one byte
         return kind if self.pattern is None else {**kind, "pattern": f"^(?:{self.pattern})$"}
 
 
 class Choice(Scalar):
-    """One of a few words, in any case; the value is the word as it stands in `words`."""
+    """One of a few words, in any case; the value is the spelling in `words`."""
 
     def __init__(self, *, words: Sequence[str]) -> None:
         self.words = words
@@ -180,7 +182,7 @@ class Number(Scalar):
 
 
 class Anything(Shape):
-    """Any value; it is only kept from being a surprise."""
+    """Any value, accepted to avoid an "unknown field" error."""
 
     expected = "any value"
 
@@ -225,7 +227,7 @@ class ListOf(Shape):
 
 
 class MapOf(Shape):
-    """A mapping from free keys to values of one shape; with `has_null` a key without a value gives None."""
+    """A mapping from free keys to values of one shape; with `has_null`, a key without a value gives None."""
 
     expected = "a mapping"
 
@@ -274,17 +276,17 @@ class MapOf(Shape):
 
 
 class Either(Shape):
-    """One of several shapes, told apart by their kinds; the first of a kind explains what is wrong."""
+    """One of several shapes, distinguished by kind; the first shape of a kind explains its errors."""
 
     def __init__(self, *, shapes: Sequence[Shape]) -> None:
         self.shapes = shapes
-        self.expected = " or ".join(dict.fromkeys(each.expected for each in shapes))
+        self.expected = " or ".join(dict.fromkeys(shape.expected for shape in shapes))
 
     def admits_kind(self, value: Any) -> bool:
-        return any(each.admits_kind(value) for each in self.shapes)
+        return any(shape.admits_kind(value) for shape in self.shapes)
 
     def read(self, reader: Reader, marked: Marked, name: str) -> Any:
-        fitting = [each for each in self.shapes if each.admits_kind(marked.value)]
+        fitting = [shape for shape in self.shapes if shape.admits_kind(marked.value)]
         for each in fitting:
             if isinstance(each, Scalar) and each.parse(marked) is not None:
                 return each.parse(marked)
@@ -294,11 +296,11 @@ class Either(Shape):
         return None
 
     def describe(self) -> Schema:
-        return {"anyOf": [each.describe() for each in self.shapes]}
+        return {"anyOf": [shape.describe() for shape in self.shapes]}
 
 
 def allow_null(schema: Schema) -> Schema:
-    """A field written without a value counts as not written."""
+    """Treat a field without a value as absent."""
     if isinstance(schema.get("type"), str):
         return {**schema, "type": [schema["type"], "null"]}
     if isinstance(schema.get("type"), list):
@@ -309,5 +311,5 @@ def allow_null(schema: Schema) -> Schema:
 
 
 def any_case(words: Sequence[str]) -> str:
-    """A pattern for the words in any case, in the syntax that Python and JavaScript share."""
+    """Return a pattern for the words in any case, in the syntax common to Python and JavaScript."""
     return "|".join("".join(f"[{a.lower()}{a.upper()}]" if a.isalpha() else a for a in word) for word in words)

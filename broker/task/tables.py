@@ -1,4 +1,4 @@
-"""Tables of fields: a mapping of the task file whose keys are known, each with its shape and what it means."""
+"""Tables of fields: a mapping of the task file with known keys, each with its shape and description."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from broker.task.yaml_reader import Marked
 
 
 class Later:
-    """What is said of a field that loads but is not carried out. `{value}` in the message is what was written."""
+    """The notice for a field that is accepted but not supported. `{value}` in the message is the value written."""
 
     def __init__(
         self,
@@ -28,7 +28,7 @@ class Later:
 
 
 class Field:
-    """One key: its shape, and what editors and the reference say of it. `at`: clouds on which it is not carried out."""
+    """One key: its shape, and its description for editors and the reference. `at`: clouds that do not support it."""
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class Field:
 
 
 class Section:
-    """A read table: typed values by field; one that is not given, null or at fault is absent."""
+    """A parsed table: typed values by field; fields that are missing, null or invalid are absent."""
 
     def __init__(self, *, marked: Marked, values: Mapping[str, Any], marks: Mapping[str, Marked]) -> None:
         self.marked = marked
@@ -62,14 +62,14 @@ class Section:
         return self.values.get(name, default)
 
     def find_key(self, name: str) -> tuple[int, int]:
-        """Line and column of the key, aliases included."""
+        """Return line and column of the key or one of its aliases."""
         return next(
             (place for key, place in self.marked.keys.items() if self.marks.get(name) is self.marked.value[key])
         )
 
 
 class Table(Shape):
-    """A mapping with known keys. `exclusive` lists pairs that must not stand together, `retired` what to write now."""
+    """A mapping with known keys. `exclusive` lists mutually exclusive pairs, `retired` the replacements of old keys."""
 
     expected = "a mapping"
 
@@ -111,7 +111,7 @@ class Table(Shape):
         return Section(marked=marked, values=values, marks=marks)
 
     def _warn(self, reader: Reader, place: tuple[int, int], key: str, value: Any) -> None:
-        """Notices of what is not carried out, anywhere or on one cloud."""
+        """Report fields that are not supported, on any cloud or on one."""
         entry = self.fields[key]
         laters: list[tuple[str | None, Later]] = [(None, entry.later)] if entry.later else []
         for cloud, later in [*laters, *entry.at.items()]:
@@ -154,7 +154,7 @@ class Table(Shape):
         return {"$ref": f"#/$defs/{self.name}"}
 
     def describe_fully(self) -> Schema:
-        """The definition that `describe` refers to."""
+        """Return the definition that `describe` refers to."""
         schema: Schema = {
             "type": "object",
             "title": self.name.replace("_", " "),

@@ -1,7 +1,7 @@
-"""Reads YAML by 1.2 rules and remembers where everything was written.
+"""Read YAML by 1.2 rules and record the position of every value.
 
-PyYAML's C parser gives the events; the composing is ours, because PyYAML's own follows YAML 1.1 (`on` is true,
-`22:22` is 1342, the last of two equal keys wins).
+PyYAML's C parser gives the events; the composer is ours, because PyYAML's own follows YAML 1.1 (`on` is true, `22:22`
+is 1342, the last of two equal keys wins).
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from broker.errors import Issue, TaskError
 from broker.task.allowed import is_text
 
 BYTES_MAX = 1_000_000
-NODES_MAX = 100_000  # after aliases are expanded: a small file can otherwise stand for a huge one
-DEPTH_MAX = 60  # of mappings and lists in each other, aliases included; task files need about ten
+NODES_MAX = 100_000  # after expansion of aliases: a small file can otherwise expand to a huge one
+DEPTH_MAX = 60  # of nested mappings and lists, aliases included; task files need about ten
 
 _TAG = "tag:yaml.org,2002:"
 _KNOWN_TAGS = ("str", "int", "float", "bool", "null", "seq", "map", "set")
@@ -31,9 +31,10 @@ _LINE_END = "\r\n|[\n\r\x85\u2028\u2029]"
 
 @dataclass(kw_only=True)
 class Marked:
-    """A value with its place: a scalar, a list of Marked, or a dict from text to Marked with the places of its keys.
+    """A value with its position: a scalar, a list of Marked, or a dict from text to Marked with the positions of its
+    keys.
 
-    `text` is how a scalar was written, quotes aside: `1.10` is the number 1.1 and the text 1.10.
+    `text` is the scalar as written, without quotes: `1.10` is the number 1.1 and the text 1.10.
     """
 
     value: Any
@@ -53,7 +54,7 @@ class ComposeError(Exception):
 
 
 def read_documents(text: str, file: str) -> list[Marked]:
-    """All documents of a text. Raises TaskError with the place of the first fault of syntax."""
+    """Return all documents of a text. Raises TaskError with the position of the first syntax error."""
 
     def fail(line: int, column: int, message: str, hint: str | None = None, *, shows_line: bool = True) -> TaskError:
         lines = split_lines(text)
@@ -82,7 +83,7 @@ def read_documents(text: str, file: str) -> list[Marked]:
     except ComposeError as fault:
         raise fail(fault.line, fault.column, fault.message, fault.hint, shows_line=fault.shows_line) from None
     except yaml.MarkedYAMLError as error:
-        is_bare = "simple key" in (error.context or "")  # the parser looks for the `:` as far as the next line
+        is_bare = "simple key" in (error.context or "")  # the parser searches for the `:` as far as the next line
         mark = (error.context_mark if is_bare else None) or error.problem_mark or error.context_mark
         line, column = (mark.line + 1, mark.column + 1) if mark else (1, 1)
         problem = "a field without `:`" if is_bare else error.problem or error.context
@@ -94,7 +95,7 @@ def read_documents(text: str, file: str) -> list[Marked]:
 
 
 def split_lines(text: str) -> list[str]:
-    """Lines as YAML counts them."""
+    """Split text into lines as YAML counts them."""
     return re.split(_LINE_END, text)
 
 
@@ -111,7 +112,7 @@ def _loader() -> Any:
     return getattr(yaml, "CLoader", yaml.Loader)
 
 
-_Anchored = tuple[Marked, int, int]  # the node, how many values it stands for, how deep it is
+_Anchored = tuple[Marked, int, int]  # the node, its number of values after expansion, its depth
 
 
 class _Composer:
@@ -119,7 +120,7 @@ class _Composer:
         self._events = iter(events)
         self._anchors: dict[str, _Anchored] = {}
         self._count = 0
-        self._height = 0  # of the node composed last
+        self._height = 0  # of the last composed node
 
     def compose_all(self) -> list[Marked]:
         documents = []
@@ -199,7 +200,7 @@ class _Composer:
                 merged += self._list_merged(value, mark)
             else:
                 node.keys[key], node.value[key] = (mark.line + 1, mark.column + 1), value
-        for source in merged:  # YAML 1.1's merge key, which SkyPilot's files use; what is written here wins
+        for source in merged:  # YAML 1.1's merge key, which SkyPilot's files use; explicit keys win
             for key, value in source.value.items():
                 if key not in node.value:
                     node.keys[key], node.value[key] = source.keys[key], value
@@ -207,7 +208,7 @@ class _Composer:
 
     def _list_merged(self, value: Marked, mark: Any) -> list[Marked]:
         sources = value.value if isinstance(value.value, list) else [value]
-        if not all(isinstance(each.value, dict) for each in sources):
+        if not all(isinstance(source.value, dict) for source in sources):
             raise ComposeError(
                 mark, "`<<` must refer to a mapping or a list of mappings", "for example `<<: *defaults`"
             )
@@ -215,7 +216,7 @@ class _Composer:
 
 
 def _check_text(event: Any) -> None:
-    """An escape in quotes can make what the file itself cannot hold. The line is not shown: it may be a secret's."""
+    """Reject a zero byte, which an escape in quotes can produce. The line is not shown: it may contain a secret."""
     if not is_text(event.value):
         message = "a text must not contain a zero byte, which no program, file or cloud accepts"
         raise ComposeError(event.start_mark, message, "remove `\\0`, `\\x00` or `\\u0000`", shows_line=False)
@@ -229,7 +230,7 @@ def _check_tag(event: Any) -> None:
 
 
 def _read_scalar(event: Any) -> Any:
-    """The YAML 1.2 core schema; quoted and tagged-as-text scalars stay text."""
+    """Return a value by the YAML 1.2 core schema; quoted scalars and those tagged as text stay text."""
     text: str = event.value
     _check_tag(event)
     is_tagged = event.tag not in (None, "!")
@@ -253,7 +254,7 @@ def _resolve(text: str) -> Any:
 
 
 def _read_number(text: str) -> Any:
-    """A number, or the text when it is none. By hand: compiling patterns takes longer than reading a task."""
+    """Return a number, or the text unchanged. Hand-written: compiling patterns takes longer than reading a task."""
     unsigned = text[1:] if text[0] in "+-" else text
     if unsigned.isascii() and unsigned.isdigit():
         return int(text)

@@ -1,4 +1,4 @@
-"""A user of an AWS account on the loopback, who has no other login."""
+"""A user of an AWS account on the loopback, without any other login."""
 
 from __future__ import annotations
 

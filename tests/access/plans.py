@@ -17,7 +17,7 @@ def make_offer(cloud: str) -> Offer:
 
 def make_task(to: str | None = "s3://testbed/runs", **fields: Any) -> Task:
     clouds = ("aws", "gcp", "local")
-    resources = tuple(Resources(cloud=cloud) for cloud in clouds)  # the local cloud is used where it is asked for
+    resources = tuple(Resources(cloud=cloud) for cloud in clouds)  # the local cloud is used only on request
     return Task(name="t", resources=resources, run="python -m trainers.lm", checkpoint=CheckpointSpec(to=to), **fields)
 
 

@@ -1,4 +1,5 @@
-"""Access to Azure's containers: signatures as Azure's own library makes them, held to by a Blob service on the wire."""
+"""Access to Azure's containers: signatures equal to those of Azure's own library, enforced by a Blob service on the
+wire."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ def service(config: Config, monkeypatch: pytest.MonkeyPatch) -> Iterator[Objects
         monkeypatch.delenv(name)
     monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_NAME", AZURE_ACCOUNT)
     monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_KEY", AZURE_KEY)
-    # The fake knows one signature only; ours are compared with Azure's below.
+    # The fake accepts only one signature; ours are compared with Azure's below.
     known = parse_qs(objects.AZURE_SIGNATURE)["sig"][0]
     monkeypatch.setattr(azure.base64, "b64encode", lambda digest: known.encode())
     with serve_azure() as (served, variables):

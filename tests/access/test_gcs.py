@@ -1,4 +1,4 @@
-"""Access to Google's buckets through the wire: Google's own login library uses what nodes are given."""
+"""Access to Google's buckets over the wire: Google's own login library uses the files that nodes get."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PLACE = "gs://testbed/runs"
 
 
 class PatientClock(SystemClock):
-    """Sleeps take no time, but pass."""
+    """A clock whose sleeps return at once and advance it."""
 
     ahead_s = 0.0
 
@@ -51,7 +51,7 @@ def issue(config: Config, clock: SystemClock, *needs: Need) -> Grant:
 
 
 def write(config: Config, google: FakeGoogle, grant: Grant, key: str) -> None:
-    """As the node's agent leaves an outcome, by the file that Google's libraries read too."""
+    """Write an outcome as the node's agent does, with the file that Google's libraries read too."""
     path = config.home / "google.json"
     path.write_text(grant.files["google.json"].value)
     variables = {"GOOGLE_APPLICATION_CREDENTIALS": str(path), "STORAGE_EMULATOR_HOST": google.url}
@@ -156,13 +156,13 @@ def test_copied_data_may_be_read_and_only_that(config: Config, google: FakeGoogl
 def test_obstore_signs_with_the_key_that_nodes_are_given(
     config: Config, google: FakeGoogle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The trainers' library finds the file by the variable, and has no other login."""
+    """The trainers' library finds the file through the variable, and has no other login."""
     from obstore.store import GCSStore
 
     path = config.home / "google.json"
     path.write_text(issue(config, SystemClock()).files["google.json"].value)
     monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", str(path))
-    GCSStore("testbed")  # a file that it could not read would be an error here
+    GCSStore("testbed")  # it fails on a file that it cannot read
     path.write_text("{}")
     with pytest.raises(Exception, match=r"(?i)credential|missing|decode"):
         GCSStore("testbed")

@@ -1,4 +1,4 @@
-"""Which grants are made, for whom, and when they are made again; no service is asked."""
+"""Which grants are made, for which nodes, and when they are renewed; no service is called."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.access.plans import make_cluster, make_task, plan_on
 
 
 class FakeGranter:
-    """Counts what it grants; `own`: clouds whose nodes have access of their own."""
+    """Counts its grants; `own`: clouds whose nodes have access of their own."""
 
     def __init__(self, own: Sequence[str] = ()) -> None:
         self.own, self.issued, self.proved = own, 0, list[Need]()
@@ -45,7 +45,7 @@ class FakeGranter:
 
 
 class GranterClock(SystemClock):
-    """The time that a fake granter goes by."""
+    """The clock of a fake granter."""
 
     def __init__(self, granter: FakeGranter) -> None:
         self._granter = granter
@@ -174,7 +174,7 @@ def test_grant_is_renewed_when_due_also_by_a_daemon_that_was_started_again(
     assert renew(again) == [] and told == []
 
 
-def test_renewal_that_fails_is_told_once_and_tried_again(config: Config, granter: FakeGranter) -> None:
+def test_failed_renewal_is_reported_once_and_retried(config: Config, granter: FakeGranter) -> None:
     grants, told = make_grants(config, granter, make_task())
     granter.error = TransientError("no network")
     assert renew(grants) == renew(grants) == []

@@ -1,4 +1,4 @@
-"""Real nodes with no login of their own: programs and agent reach the bucket by what the broker hands them."""
+"""Real nodes without a login of their own: programs and agent reach the bucket through broker's grants."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ except Exception as error:
 END
 cat ~/data/a
 """
-# A client that was made once, as a program of many hours has it.
+# A client made once, as in a program that runs for hours.
 LONG = f"""\
 {sys.executable} - <<'END'
 import boto3, time
@@ -71,7 +71,7 @@ def rig(tmp_path: Path) -> Iterator[Rig]:
 
 
 def grant_on(rig: Rig, config: Config, task: Task) -> AheadClock:
-    """Have the rig's gang hand out access, as `app/container.py` joins them."""
+    """Make the rig's gang deliver access, wired as in `app/container.py`."""
     clock = AheadClock()
     grants = Grants(config, clock=clock, find_task=lambda cluster: task)
     rig.gang = Gang(LocalTransport(), clock=SystemClock(), access=grants)
@@ -124,7 +124,7 @@ def test_program_mount_outcome_and_log_reach_the_bucket_by_the_grant(
 
 
 def test_renewed_grant_is_used_by_a_program_that_runs(rig: Rig, config: Config, store: FakeStore) -> None:
-    store.life_s = 120.0  # libraries ask for another session in the last minutes of one
+    store.life_s = 120.0  # libraries request another session in the last minutes of one
     task = make_task(LONG, checkpoint=CheckpointSpec(to=PLACE))
     clock = grant_on(rig, config, task)
 

@@ -1,4 +1,4 @@
-"""Access to S3 through the wire: boto3 asks STS, and S3 holds nodes to what was granted."""
+"""Access to S3 over the wire: boto3 calls STS, and S3 limits nodes to their grant."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_grant_reaches_this_installations_checkpoints_and_nothing_else(store: Fa
             getattr(client, call)(Bucket="testbed", Key=key)
     with pytest.raises(ClientError, match="AccessDenied"):
         client.list_objects_v2(Bucket="testbed", Prefix="runs/other-job/")
-    with pytest.raises(ClientError, match="NoSuchKey"):  # programs tell a missing object from a forbidden one
+    with pytest.raises(ClientError, match="NoSuchKey"):  # programs distinguish a missing object from a forbidden one
         client.get_object(Bucket="testbed", Key="runs/0wner-job/none")
 
 
@@ -82,7 +82,7 @@ def test_user_gets_a_session_of_36_hours_that_covers_an_unattended_night(store: 
     assert not store.objects, "the object that proves the access is deleted again"
 
 
-def test_session_shorter_than_the_allowance_is_told(store: FakeStore, config: Config) -> None:
+def test_session_shorter_than_the_allowance_is_reported(store: FakeStore, config: Config) -> None:
     (config.home / "aws.toml").write_text(f'bucket_role = "{ROLE}"\n')
     store.arn = ADMIN
     (sentence,) = Grants(config, clock=SystemClock()).check([plan_on(make_task(), "gcp")], allowances_s=[12 * 3600.0])
@@ -136,7 +136,7 @@ def test_role_login_makes_a_user_for_these_keys_whose_end_each_renewal_moves(sto
     client.put_object(Bucket="testbed", Key="runs/0wner-job/a", Body=b"mine")
     with pytest.raises(ClientError, match="AccessDenied"):
         client.get_object(Bucket="testbed", Key="runs/other-job/a")
-    clock.ahead_s = -40 * 3600.0  # the last renewal was so long ago
+    clock.ahead_s = -40 * 3600.0  # the last renewal was that long ago
     again = S3Granter(Settings(), config, clock=clock).issue(needs)
     assert again.files["aws.json"].value == grant.files["aws.json"].value, "the daemon uses the key that is kept"
     with pytest.raises(ClientError, match="AccessDenied"):
@@ -165,7 +165,7 @@ def test_users_session_that_cannot_federate_makes_a_user(store: FakeStore, confi
     """As with MFA: AWS lets only a user's long-lived key call GetFederationToken."""
     store.forbidden = {"GetFederationToken"}
     (sentence,) = Grants(config, clock=SystemClock()).check([plan_on(make_task(), "aws")])
-    assert "which broker made" in sentence and len(store.users) == 1
+    assert "which broker created" in sentence and len(store.users) == 1
 
 
 def test_grant_that_cannot_write_is_found_by_writing(store: FakeStore, config: Config) -> None:

@@ -1,4 +1,4 @@
-"""Advice for training: against published runs, and what a user would notice when it cannot be done."""
+"""Training advice: compared with published runs, and the errors that users see when it is infeasible."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_published_gpu_hours_are_met_within_a_factor_of_1_35(
 def test_llama2_70b_needs_more_than_one_node_of_a100s() -> None:
     hardware = Hardware(figures=CARDS["A100-80GB"], accelerators=8, network_gbs=200)
     training = train(70e9, 1e12, batch=1024)
-    assert find_layout(training, hardware, 1) is None  # 16 bytes a parameter alone are 1,040 GiB
+    assert find_layout(training, hardware, 1) is None  # 16 bytes per parameter alone are 1,040 GiB
     layout = find_layout(training, hardware, 8)
     assert layout is not None
     assert layout.memory.total <= usable_bytes(80)
@@ -175,7 +175,7 @@ def test_named_cards_are_the_only_ones() -> None:
     assert {each.layout.hardware.figures.name for each in ask(gpus=("A100-80GB",)).options} == {"A100-80GB"}
 
 
-def test_too_large_a_model_says_what_it_needs_and_what_would_do() -> None:
+def test_a_model_that_is_too_large_reports_its_requirement_and_a_remedy() -> None:
     with pytest.raises(
         NoOfferError, match=r"8 x A100-80GB, requires \d+\.\d GiB per GPU and has 73\.2 usable"
     ) as caught:
@@ -186,7 +186,7 @@ def test_too_large_a_model_says_what_it_needs_and_what_would_do() -> None:
         ask(70e9, 1e9, gpus=("A100-80GB",), gpus_max=enough // 2)
 
 
-def test_too_soon_a_deadline_says_by_how_much() -> None:
+def test_a_deadline_that_is_too_early_reports_by_how_much() -> None:
     with pytest.raises(NoOfferError, match=r"the fastest, 16 x H100, takes .* times the limit of 5\.0 h") as caught:
         ask(deadline_hours=5.0, gpus_max=16)
     assert any("--max-gpus" in hint for hint in caught.value.hints)
@@ -201,14 +201,14 @@ def test_the_deadline_that_is_named_would_do() -> None:
     assert ask(deadline_hours=hours, gpus_max=16, spot=False).options
 
 
-def test_too_small_a_budget_says_what_the_cheapest_costs() -> None:
+def test_a_budget_that_is_too_small_reports_the_cheapest_cost() -> None:
     with pytest.raises(NoOfferError, match=r"the cheapest is expected to cost .* USD") as caught:
         ask(budget_usd=10)
     budget = float(caught.value.hints[0].split("--budget ")[1].rstrip("`"))
     assert ask(budget_usd=budget).options
 
 
-def test_nothing_for_sale_is_said() -> None:
+def test_no_matching_offer_is_reported() -> None:
     with pytest.raises(NoOfferError, match="no available GPU"):
         make_advice(Wish(training=train(7e9, 1e9)), [], CARDS, prices_as_of="")
 
@@ -279,7 +279,7 @@ def test_of_options_within_a_percent_of_cost_the_faster_is_advised() -> None:
 
 
 def test_a_smaller_batch_that_is_faster_a_token_is_found() -> None:
-    # 70B on 1,024 H100: with one micro-batch a rank no whole gradients are kept, and nothing is computed again.
+    # 70B on 1,024 H100: with one micro-batch per rank no full gradients are kept, and nothing is recomputed.
     training = train(70e9, 1e12, batch=1024)
     layout = find_layout(training, H100_NODE, 128)
     assert layout is not None

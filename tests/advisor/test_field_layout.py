@@ -1,4 +1,4 @@
-"""Layouts as the field trains: against published runs, and what any search must promise."""
+"""Layouts in common practice: compared with published runs, and properties of any such search."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NODE = Hardware(figures=H100, accelerators=8, network_gbs=400)
 LLAMA_70B = ModelShape(layers=80, width=8192, heads=64, kv_heads=8, vocabulary=128256, mlp_width=1.5 * 28672)
 LLAMA_405B = ModelShape(layers=126, width=16384, heads=128, kv_heads=8, vocabulary=128256, mlp_width=1.5 * 53248)
 MPT_7B = ModelShape(layers=32, width=4096, heads=32, vocabulary=50432)
-# 256 routed experts of width 2,048, of which a token passes 8, and one shared; 671B in all, 37B active.
+# 256 routed experts of width 2,048, of which a token uses 8, and one shared; 671B in total, 37B active.
 DEEPSEEK_V3 = ModelShape(
     layers=61, width=7168, heads=128, kv_heads=32, vocabulary=129280, mlp_width=1.5 * 9 * 2048, idle_parameters=636e9
 )
@@ -89,7 +89,7 @@ def test_twice_the_batch_is_never_slower_a_token(parameters: float, nodes: int) 
             assert layout.memory.total <= usable_bytes(80) * 1.0001
             seconds.append(layout.step.total_s / batch)
     assert seconds
-    # Of two that are nearly as fast, the simpler layout is taken.
+    # Of two with nearly the same speed, the simpler layout is chosen.
     assert all(later <= before * 1.04 for before, later in itertools.pairwise(seconds))
 
 

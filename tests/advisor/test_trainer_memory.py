@@ -1,4 +1,4 @@
-"""The memory of advised layouts is that of the program they name, and that program starts."""
+"""The memory of advised layouts equals that of the program they name, and that program starts."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ SEVEN = guess_shape(7e9)
 
 
 def measure_kept(layers: int, recompute: str, dtype: str) -> tuple[float, float]:
-    """Bytes that the trainer's network keeps for its backward pass, and of those the copies of weights."""
+    """Return the bytes that the trainer's network keeps for its backward pass, and the part that is copies of
+    weights."""
     import torch
 
     from trainers.blocks import prepare_blocks
@@ -49,7 +50,7 @@ def measure_kept(layers: int, recompute: str, dtype: str) -> tuple[float, float]
     def pack(tensor: Any) -> Any:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in own:
-            alive.append(tensor)  # or its address would be used again
+            alive.append(tensor)  # or its address would be reused
             (copies if tensor.shape in shapes else kept)[storage.data_ptr()] = storage.nbytes()
         return tensor
 
@@ -81,7 +82,7 @@ def test_parameters_are_those_of_the_trainers_network() -> None:
         config = ModelConfig(depth=6, width=512, heads=4, context=256, vocabulary=1024, tie_embeddings=tied)
         real = sum(each.numel() for each in create_language_model("gpt", config).parameters())
         whole = count_own_parameters(shape, sharding, sequence=256)
-        if not tied:  # a rank has half of all but embeddings
+        if not tied:  # a rank has half of everything but embeddings
             whole += 6 * 12 * 512**2 / 2 + 1024 * 512 / 2
         assert whole == pytest.approx(real, rel=0.003)  # biases and norms
 
@@ -96,7 +97,7 @@ def test_sums_over_micro_batches_are_kept_whole_and_in_float32_under_full_shardi
     assert measure(1) * 8 == measure(2) == 4 * count_own_parameters(SEVEN, Sharding(), sequence=2048)
 
 
-def test_ddp_holds_copies_and_buckets_beside_sixteen_bytes_a_parameter() -> None:
+def test_ddp_holds_copies_and_buckets_in_addition_to_sixteen_bytes_per_parameter() -> None:
     memory = estimate_trainer_memory(
         SEVEN, Sharding(data=8), sequence=2048, micro_batch=1, micro_batches=1, recompute="full", dtype="bf16"
     )
@@ -181,7 +182,7 @@ def test_the_command_of_every_kind_of_layout_trains(worlds: Worlds, sharding: Sh
     shape = ModelShape(layers=2, width=64, heads=2, vocabulary=512)
     training = Training(shape=shape, tokens=2 * 8 * 32, sequence=32, batch=8)
     script = "\n".join(write_command(training, make_option(training, sharding)))
-    shell = 'python() { printf "%s\\n" "$@"; }\n'  # so that the shell says what the program is given
+    shell = 'python() { printf "%s\\n" "$@"; }\n'  # so that the shell prints the program's arguments
     done = subprocess.run(
         ["bash", "-c", shell + script], env={**os.environ, "DATA": ""}, capture_output=True, text=True, check=True
     )

@@ -172,7 +172,7 @@ def test_refusal_is_told_in_a_line(metadata: Metadata) -> None:
         agent_bucket.put("az://b/k", b"{}", {})
     with pytest.raises(agent_login.Refused, match="no login for az://"):
         agent_bucket.put("az://b/k", b"{}", {"AZURE_STORAGE_ACCOUNT_NAME": "a"})
-    with pytest.raises(agent_login.Refused, match="no base64"):
+    with pytest.raises(agent_login.Refused, match="not base64"):
         agent_bucket.put("az://b/k", b"{}", {"AZURE_STORAGE_ACCOUNT_NAME": "a", "AZURE_STORAGE_ACCOUNT_KEY": "k"})
     with pytest.raises(agent_login.Refused, match="r2://"):
         agent_bucket.put("r2://b/k", b"{}", {})

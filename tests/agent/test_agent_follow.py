@@ -258,29 +258,29 @@ def test_a_runner_that_vanishes_is_urgent_news_until_there_is_an_outcome(follow:
     lock = agent_files.try_lock(home / ".broker/runs/1/runner.lock")
     assert lock is not None
     marks = follow.Marks(1)
-    running, _ = marks.look()
+    running, _ = marks.read()
     os.close(lock)
-    gone, usual = marks.look()
+    gone, usual = marks.read()
     assert gone != running
-    assert marks.look() == (gone, usual), "nothing is new"
+    assert marks.read() == (gone, usual), "nothing is new"
     (home / ".broker/runs/1/outcome.json").write_text("{}")
-    assert marks.look()[0] != gone
+    assert marks.read()[0] != gone
 
 
 @pytest.mark.parametrize("name", ["state.json", "outcome.json"])
 def test_what_must_be_told_at_once_is_urgent(follow: Any, home: Path, name: str) -> None:
     marks = follow.Marks(1)
-    before = marks.look()
+    before = marks.read()
     (home / ".broker/runs/1" / name).write_text('{"status": "a longer text than before it changed"}')
-    assert marks.look()[0] != before[0]
+    assert marks.read()[0] != before[0]
 
 
 def test_of_progress_only_the_first_step_is_urgent(follow: Any, home: Path) -> None:
     file = home / ".broker/runs/1/progress.jsonl"
     marks = follow.Marks(1)
-    none, _ = marks.look()
+    none, _ = marks.read()
     file.write_text('{"step": 1}\n')
-    first, usual = marks.look()
+    first, usual = marks.read()
     assert first != none
     file.write_text('{"step": 1}\n{"step": 2}\n')
-    assert marks.look()[0] == first and marks.look()[1] != usual
+    assert marks.read()[0] == first and marks.read()[1] != usual

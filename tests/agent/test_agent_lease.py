@@ -94,7 +94,7 @@ def test_lease_that_an_older_agent_gave_still_holds(node: Node) -> None:
 
 def test_head_is_done_when_its_run_has_ended_all_is_in_the_bucket_and_nobody_asks(node: Node) -> None:
     lease.renew(12 * HOUR)
-    files.note_heard()
+    files.record_contact()
     folder = node.begin()
     node.uptime_s += HOUR
     assert agent.decide_power_off() == "", "the program works"
@@ -104,7 +104,7 @@ def test_head_is_done_when_its_run_has_ended_all_is_in_the_bucket_and_nobody_ask
     assert agent.decide_power_off() == "", "the log exists here only"
     (folder / "delivery.json").write_text('{"outcome": true, "log": true, "error": ""}')
     assert agent.decide_power_off() == "done"
-    files.note_heard()
+    files.record_contact()
     node.uptime_s += files.QUIET_S - 1
     assert agent.decide_power_off() == "", "a broker that is there takes the node down itself"
     node.uptime_s += 1
@@ -113,7 +113,7 @@ def test_head_is_done_when_its_run_has_ended_all_is_in_the_bucket_and_nobody_ask
 
 def test_failed_run_is_done_as_well(node: Node) -> None:
     lease.renew(12 * HOUR)
-    files.note_heard()
+    files.record_contact()
     folder = node.begin()
     node.finish(folder, "FAILED")
     (folder / "delivery.json").write_text('{"outcome": true, "log": true}')
@@ -127,7 +127,7 @@ def test_failed_run_is_done_as_well(node: Node) -> None:
 @pytest.mark.parametrize("rank", [0, 1])
 def test_without_a_bucket_the_node_stays_until_its_lease_ends(node: Node, envs: dict[str, str], rank: int) -> None:
     lease.renew(12 * HOUR)
-    files.note_heard()
+    files.record_contact()
     node.finish(node.begin(rank=rank, envs=envs))
     node.uptime_s += 11 * HOUR
     assert agent.decide_power_off() == ""
@@ -140,7 +140,7 @@ def test_other_ranks_leave_before_the_head_unless_that_ends_the_head(
     node: Node, ends_together: bool, reason: str
 ) -> None:
     lease.renew(12 * HOUR)
-    files.note_heard()
+    files.record_contact()
     folder = node.begin(rank=1, ends_together=ends_together)
     node.uptime_s += HOUR
     assert agent.decide_power_off() == ""
@@ -149,7 +149,7 @@ def test_other_ranks_leave_before_the_head_unless_that_ends_the_head(
 
 
 def test_node_of_a_cluster_has_no_lease_and_is_never_done(node: Node) -> None:
-    files.note_heard()
+    files.record_contact()
     folder = node.begin()
     node.finish(folder)
     (folder / "delivery.json").write_text('{"outcome": true, "log": true}')
@@ -241,7 +241,7 @@ def test_delivery_goes_on_where_it_failed_also_in_another_process(node: Node, bu
 def test_log_of_a_run_that_works_is_kept_while_the_broker_is_away(node: Node, bucket: Bucket) -> None:
     folder = node.begin()
     (folder / "log").write_bytes(b"step 1\n")
-    files.note_heard()
+    files.record_contact()
     node.uptime_s += files.QUIET_S - 1
     assert delivery.keep_log(1, 0) == 0 and not bucket.objects, "a broker that is there copies it"
     node.uptime_s += 1
@@ -258,7 +258,7 @@ def test_log_is_kept_by_the_head_and_with_a_bucket_only(
     node: Node, bucket: Bucket, rank: int, envs: dict[str, str]
 ) -> None:
     (node.begin(rank=rank, envs=envs) / "log").write_bytes(b"x\n")
-    files.note_heard()
+    files.record_contact()
     node.uptime_s += HOUR
     assert delivery.keep_log(1, 0) == 0 and not bucket.objects
 

@@ -59,24 +59,24 @@ def test_wait_lasts_as_long_as_something_arrives_and_so_long_after(
     flush = Flush(hold_s=100.0, now_s=lambda: now_s)
     for _ in range(50):  # one file for over an hour
         now_s, sent = now_s + 99.0, sent._replace(size_bytes=sent.size_bytes + 1)
-        assert flush.look() == "waiting"
+        assert flush.poll() == "waiting"
     set_entry(mounts, "b", dirty=True, size=9)
     now_s += 99.0
-    assert flush.look() == "waiting"
+    assert flush.poll() == "waiting"
     now_s += 99.0
-    assert flush.look() == "waiting"
+    assert flush.poll() == "waiting"
     sent = agent_flush.Sent(sent.size_bytes + 9, 4)  # sent once more after an error: nothing has arrived
     now_s += 1.0
-    assert flush.look() == "failed"
+    assert flush.poll() == "failed"
     assert "2 files (0.000 GB) for `s3://bucket/out`" in flush.describe_failure()
     for name in "ab":
         set_entry(mounts, name, dirty=False, size=9)
-    assert flush.look() == "clean"
+    assert flush.poll() == "clean"
 
 
 def test_node_without_mounts_has_nothing_to_wait_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(files, "STATE", tmp_path)
-    assert Flush().look() == "clean" and not agent_flush.has_mounts() and agent_flush.read_sent() == (0, 0)
+    assert Flush().poll() == "clean" and not agent_flush.has_mounts() and agent_flush.read_sent() == (0, 0)
 
 
 @pytest.mark.parametrize(
@@ -177,7 +177,7 @@ def test_run_whose_files_do_not_arrive_has_failed_and_says_so(rig: Rig, tmp_path
         assert report.unflushed == report.flush and report.failed_rank is None
         assert report.reason == f"the program succeeded, but on rank 0 {report.flush}"
         (cache,) = (home_of(rig) / ".broker/mounts").glob("*/vfs")
-        assert f"lie in `{cache.parent}` on the node" in report.unflushed
+        assert f"are in `{cache.parent}` on the node" in report.unflushed
 
     asyncio.run(act())
 

@@ -1,4 +1,4 @@
-"""What copying a task's buckets costs, said before a launch; what cannot be asked from here stops nothing."""
+"""The cost of copying a task's buckets is shown before a launch; a bucket that cannot be queried does not stop it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def make_plans(url: str) -> list[Any]:
 def test_without_the_package_the_cost_is_not_known_and_the_launch_continues(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setitem(sys.modules, "obstore.store", None)  # as where it is not installed
+    monkeypatch.setitem(sys.modules, "obstore.store", None)  # as if it were not installed
     note_copies(CONTEXT, make_plans("s3://some-bucket/data"))
     noted = NOTES.pop()
     assert "unknown copy cost: `s3://some-bucket` requires the package obstore" in noted

@@ -19,11 +19,17 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from broker.lab.markets import Site, make_site
 from broker.lab.recorded_runs import list_cells, list_markets, read_families
+from broker.lab.replay import Case as ReplayCase
+from broker.lab.replay import Outcome, replay
+from broker.lab.trace_files import read_traces
+from broker.lab.traces import Trace
 from broker.optimizer.cost import Terms, run_on_spot
 from broker.spot.hazard import hazard_per_node_hour
 from broker.spot.market_model import NOTHING, MarketEvidence, forecast_run
-from broker.spot.recorded_runs import Run, Scenario, parse_scenarios
+from broker.spot.policies import load_policy
+from broker.spot.recorded_runs import Run, Scenario, interpolate_runs, parse_scenarios
 from broker.types import CheckpointSpec, Goal
 
 SPOT_USD = 1 / 3.1  # of on-demand
@@ -33,7 +39,15 @@ LIMITS = (1.05, 1.15, 1.3, 1.6, 2.0, 3.0, 5.0)  # deadlines of jobs on spot alon
 COVERAGE_OFF_MAX, BIAS_MAX, RELIABILITY_OFF_MAX = 0.05, 0.05, 0.05
 BINS = 5
 TIE = 0.002  # runs that differ by less, as a share of the work, count as equal
-BEFORE_HOURS = 48.0  # of own history, where it is given
+BEFORE_HOURS, SEEN_HOURS_MIN = 48.0, 0.05  # of own history, where it is given
+# Work, deadline over work, start, spot price, hours between checkpoints.
+BETWEEN = (
+    (24.0, 1.5, 0.15, SPOT_USD, 0.0), (24.0, 1.2, 0.1, SPOT_USD, 0.0), (24.0, 2.5, 0.1, SPOT_USD, 0.0),
+    (6.0, 1.5, 0.1, SPOT_USD, 0.0), (90.0, 1.4, 0.2, SPOT_USD, 0.0), (24.0, 1.5, 0.15, 0.8, 0.0),
+    (24.0, 1.5, 0.15, SPOT_USD, 0.3),
+)  # fmt: skip
+CHOICE_SLACKS, CHOICE_STARTS = (1.2, 1.5), 6
+CHOICE_MAX, DEARER_MAX = 1.03, 1.02
 
 Value = Callable[[Run], float]
 
@@ -83,23 +97,28 @@ def list_cases(scenarios: Sequence[Scenario], folder: Path) -> list[Case]:
         index = counted[scenario.market]
         counted[scenario.market] += 1
         from_hour = max(trace.hours for trace in traces) * (index + 0.5) / sizes[scenario.market]
-        closings, opened = 0.0, 0.0
-        for trace in traces:
-            begin, hour = max(from_hour - BEFORE_HOURS, 0.0), min(from_hour, trace.hours)
-            closings += sum(begin < when <= hour and not is_open for when, is_open in trace.changes)
-            borders = [*trace.changes, (trace.hours, False)]
-            for (since, is_open), (until, _) in itertools.pairwise(borders):
-                opened += max(min(until, hour) - max(since, begin), 0.0) * is_open
+        preempted, opened = watch_gang(traces[0], from_hour)
         for cell, (work, deadline, start) in enumerate(list_cells()):
             allowed = None if deadline is None else work * deadline + start
             (actual,) = interpolate_own(scenario, cell, work)
             found.append(
                 Case(
                     scenario=scenario, work=work, deadline=allowed, start=start, actual=actual,
-                    preemptions=closings, open_hours=opened, is_open=scenario.is_open,
+                    preemptions=preempted, open_hours=opened, is_open=scenario.is_open,
                 )
             )  # fmt: skip
     return found
+
+
+def watch_gang(trace: Trace, hour: float) -> tuple[float, float]:
+    """(preemptions, spot hours) of an own gang at one place in the two days before, of spells that outlive a start."""
+    preempted, opened, until = 0.0, 0.0, min(hour, trace.hours)
+    for (since, is_open), (closed, _) in itertools.pairwise([*trace.changes, (trace.hours, False)]):
+        begin, end = max(since, hour - BEFORE_HOURS, 0.0), min(closed, until)
+        if is_open and end - begin >= SEEN_HOURS_MIN:
+            opened += end - begin
+            preempted += closed <= until
+    return preempted, opened
 
 
 def interpolate_own(scenario: Scenario, cell: int, work: float) -> Iterator[Run]:
@@ -268,11 +287,79 @@ def list_missed(marks: Marks) -> list[str]:
     return found
 
 
+def show_between(scenarios: Sequence[Scenario], folder: Path) -> None:
+    """Terms that are no nodes of the table, replayed in the same markets: cost and time over what was replayed."""
+    markets = [each for each in list_markets(read_families(folder)) if len(each.traces) == 1]
+    of = {each.name: [row for row in scenarios if row.market == each.name] for each in markets}
+    sys.stdout.write(
+        "between the nodes, over replays: work, deadline over work, start, spot price, save every (hours)\n"
+    )
+    for work, slack, start, price, every in BETWEEN:
+        deadline = work * slack + start
+        replayed = list[Outcome]()
+        for market in markets:
+            sites = tuple(make_site(each, start_hours=start, spot_usd_hour=price) for each in market.traces)
+            case = ReplayCase(sites=sites, work_hours=work, deadline_hours=deadline, save_every_hours=every)
+            longest, count = market.traces[0].hours, len(of[market.name])
+            for index in range(count):
+                replayed.append(replay(case, load_policy("adaptive"), longest * (index + 0.5) / count))
+        lost = every / 2
+        runs = interpolate_runs(
+            [row for rows in of.values() for row in rows], work_hours=work, deadline_hours=deadline + lost,
+            start_hours=start + lost,
+        )  # fmt: skip
+        cost = sum((each.spot_hours - lost) * price + each.ondemand_hours for each in runs)
+        took = sum(each.hours - lost for each in runs)
+        sys.stdout.write(
+            f"  {work:g}, {slack:g}, {start:g}, {price:.2f}, {every:g}: "
+            f"cost {cost / sum(each.usd for each in replayed):.3f}, "
+            f"time {took / sum(each.hours for each in replayed):.3f}\n"
+        )
+
+
+def judge_choice(folder: Path) -> list[str]:
+    """Zones with recorded prices: the policy over all of them against the policy in one, the cheapest by price at
+    submission or the best in hindsight."""
+    missed = []
+    for group in sorted(each for each in folder.iterdir() if each.is_dir()):
+        traces = read_traces(group)
+        unit = min(each.ondemand_usd_hour or 1.0 for each in traces)
+        sites = [
+            make_site(
+                each, start_hours=0.1, ondemand_usd_hour=(each.ondemand_usd_hour or unit) / unit,
+                spot_usd_hour=each.prices[0] / unit,
+            )
+            for each in traces
+        ]  # fmt: skip
+        ours, best, dearest = 0.0, 0.0, 0.0
+        for slack, index in itertools.product(CHOICE_SLACKS, range(CHOICE_STARTS)):
+            hour = max(each.hours for each in traces) * (index + 0.5) / CHOICE_STARTS
+
+            def cost(chosen: Sequence[Site], slack: float = slack, hour: float = hour) -> float:
+                case = ReplayCase(sites=tuple(chosen), work_hours=24.0, deadline_hours=24.0 * slack + 0.1)
+                return replay(case, load_policy("adaptive"), hour).usd
+
+            alone = [cost([site]) for site in sites]
+            prices = [site.read_step(site.find_step(hour))[2].usd_hour for site in sites]
+            paid = cost(sites)
+            ours, best = ours + paid, best + min(alone)
+            dearest = max(dearest, paid / alone[prices.index(min(prices))])
+        sys.stdout.write(
+            f"choice in {group.name}: {ours / best:.3f} of the best place in hindsight, at most {dearest:.3f} of the "
+            "cheapest by price\n"
+        )
+        if ours / best > CHOICE_MAX or dearest > DEARER_MAX:
+            missed.append(f"choice in {group.name}")
+    return missed
+
+
 def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("--traces", type=Path, default=os.environ.get("BROKER_TRACES"), help="folder of families")
     arguments.add_argument("--runs", type=Path, required=True, help="table made by broker.lab.recorded_runs")
     arguments.add_argument("--places", type=int, nargs="*", default=[1, 3, 6], help="only markets of so many places")
+    arguments.add_argument("--between", action="store_true", help="replay terms that are no nodes of the table")
+    arguments.add_argument("--zones", type=Path, help="judge the choice: folder of aligned zones with prices, by group")
     arguments.add_argument("--check", action="store_true", help="fail where a bar is missed")
     given = arguments.parse_args()
     if given.traces is None:
@@ -299,7 +386,12 @@ def main() -> None:
         marks = judge(cases, [forecast_by_model(each, others[each.scenario.family], known(each)) for each in cases])
         show(name, marks)
     assert marks is not None
-    if given.check and (missed := list_missed(marks)):
+    missed = list_missed(marks)
+    if given.between:
+        show_between(scenarios, Path(given.traces))
+    if given.zones:
+        missed += judge_choice(given.zones)
+    if given.check and missed:
         sys.exit("missed: " + "; ".join(missed))
 
 

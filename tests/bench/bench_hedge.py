@@ -23,12 +23,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random, getstate, seed, setstate
 
-from broker.clouds.simulated import CloudTimings, SimulatedCloud
 from broker.errors import CapacityError
 from broker.provision.listing import Lister
 from broker.provision.nodes import WAIT_LOOK_S_MAX, wait_running
 from broker.types import Estimate, Node, NodeRequest, Offer, Placement, Plan
 from tests.bench.bench_jobs import MEMORY, report
+from tests.clouds.simulated import CloudTimings, SimulatedCloud
 from tests.simulation.world import OWNER, World, make_plan
 
 NODES = 4

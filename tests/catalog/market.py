@@ -1,4 +1,4 @@
-"""Offers as a book knows them before a refresh, and answers as the sources' documentation gives them."""
+"""Offers as a book has them before a refresh, and responses in the sources' documented formats."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def read(name: str) -> bytes:
 
 
 class FakeWeb:
-    """A Get whose pages are bytes by a part of their URL; `change` spoils them."""
+    """A Get whose pages are bytes by a part of their URL; `change` corrupts them."""
 
     def __init__(self, pages: Mapping[str, bytes], change: Callable[[bytes], bytes] = lambda body: body) -> None:
         self._pages = pages
@@ -71,7 +71,7 @@ class FakeWeb:
 
 
 class FakeAws:
-    """What boto3 gives: clients with paginators over recorded pages."""
+    """Fake boto3: clients with paginators over recorded pages."""
 
     def __init__(self, change: Callable[[Any], Any] = lambda page: page, error: Exception | None = None) -> None:
         self._change = change
@@ -99,7 +99,7 @@ class FakeAws:
 
 
 def make_source(name: str, *, change: Callable[[bytes], bytes] = lambda body: body) -> tuple[Any, str, FakeWeb]:
-    """A source by its registry's name, a cloud to ask it for, and the web it asks."""
+    """Make a source by its name in the registry, a cloud to query it for, and its web."""
     from broker.catalog.sources.aws import AwsSource
     from broker.catalog.sources.azure import AzureSource
     from broker.catalog.sources.gcp import GcpSource

@@ -72,7 +72,7 @@ def query(book: Book, sql: str) -> list[tuple[object, ...]]:
 def test_machines_without_accelerator_are_the_cheapest_there_are(
     book: Book, asked: str, where: str, use_spot: str, price: str
 ) -> None:
-    """Whichever way the query goes: the prices are those of a plain sort of everything."""
+    """Both query plans return the prices of a plain sort of all offers."""
     everything = query(
         book,
         f"SELECT o.{price} FROM types t JOIN offers o ON o.type = t.id JOIN texts r ON r.id = o.region WHERE "
@@ -129,22 +129,20 @@ def test_each_price_has_its_own_date(book: Book) -> None:
         ("{accelerators: H1000:8}", "unknown accelerator `H1000`", "did you mean `H100`"),
     ],
 )
-def test_names_that_nobody_sells_are_told_with_the_near_miss(
-    book: Book, resources: str, message: str, hint: str
-) -> None:
+def test_unknown_names_are_refused_with_near_misses(book: Book, resources: str, message: str, hint: str) -> None:
     with pytest.raises(NoOfferError) as caught:
         find(book, resources)
     assert message in caught.value.message
     assert hint in " ".join(caught.value.hints)
 
 
-def test_a_cloud_that_nobody_has_heard_of_is_told(book: Book) -> None:
+def test_an_unknown_cloud_is_refused(book: Book) -> None:
     with pytest.raises(NoOfferError, match="unknown cloud `awz`") as caught:
         book.check_cloud("awz")
     assert "did you mean `aws`?" in caught.value.hints
 
 
-def test_a_place_that_exists_but_has_nothing_that_fits_is_no_misspelling(book: Book) -> None:
+def test_an_existing_place_without_a_match_is_not_an_unknown_name(book: Book) -> None:
     assert find(book, "{infra: aws/af-south-1, accelerators: H200:8}") == []
     book.check_places(Resources(cloud="aws", region="af-south-1"))
 
@@ -155,12 +153,12 @@ def test_names_ignore_case(book: Book) -> None:
     )
 
 
-def test_architectures_are_told_from_names_as_the_book_knows_them(book: Book) -> None:
+def test_architectures_guessed_from_names_match_the_book(book: Book) -> None:
     for cloud, instance_type, arch in query(book, "SELECT cloud, instance_type, arch FROM types"):
         assert guess_architecture(str(cloud), str(instance_type)) == arch, instance_type
 
 
-def test_damaged_cache_is_made_anew(tmp_path: Path) -> None:
+def test_damaged_cache_is_rebuilt(tmp_path: Path) -> None:
     open_book(tmp_path)
     (path,) = tmp_path.glob("*.db")
     path.chmod(0o600)

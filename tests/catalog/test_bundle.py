@@ -1,4 +1,4 @@
-"""The book's file: unpacked once, whole or not at all, and never of a format that is not understood."""
+"""The book's file: unpacked once, atomically, and never read in an unknown format."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_a_book_of_an_older_broker_gives_way_to_the_shipped_one_and_the_next_ref
 
 
 @pytest.mark.parametrize("keep", [0, 50, 4096, 100_000, -4096])
-def test_a_copy_that_broke_off_is_made_anew(tmp_path: Path, keep: int) -> None:
+def test_a_truncated_copy_is_unpacked_again(tmp_path: Path, keep: int) -> None:
     assert count(tmp_path) == OFFERS
     (path,) = tmp_path.glob("prices-*.db")
     path.write_bytes(path.read_bytes()[:keep])
@@ -77,13 +77,13 @@ def test_a_cache_that_cannot_be_written_does_not_stop_a_plan(tmp_path: Path) -> 
 
 
 def test_a_disk_that_is_full_does_not_stop_a_plan(tmp_path: Path) -> None:
-    """A real limit on the size of files, in a process of its own: bytes and indexes fail as on a full disk."""
+    """A real limit on the size of files, in a separate process: bytes and indexes fail as on a full disk."""
     program = (
         "import sys; from pathlib import Path; from broker.catalog.bundle import open_book; "
         "print(sum(open_book(Path(sys.argv[1])).count_offers().values()))"
     )
     size = len(lzma.decompress(SHIPPED.read_bytes()))
-    for limit in (1_000_000, size + 100_000):  # fails while bytes are written, and while indexes are made
+    for limit in (1_000_000, size + 100_000):  # fails while bytes are written, and while indexes are created
 
         def limit_files(limit: int = limit) -> None:
             import signal
@@ -115,10 +115,10 @@ def test_processes_that_unpack_at_once_all_read_a_whole_book(tmp_path: Path) -> 
     assert len(list(tmp_path.iterdir())) == 1
 
 
-def test_an_archive_that_is_damaged_or_of_another_format_is_told(tmp_path: Path) -> None:
+def test_a_damaged_archive_or_another_format_is_reported(tmp_path: Path) -> None:
     archive = tmp_path / "book.db.xz"
     archive.write_bytes(SHIPPED.read_bytes()[:1000])
-    with pytest.raises(StateError, match="does not open") as caught:
+    with pytest.raises(StateError, match="cannot open") as caught:
         open_book(tmp_path / "cache", archive)
     assert caught.value.hints == ("reinstall broker",)
     other = tmp_path / "other.db"

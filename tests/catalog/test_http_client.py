@@ -51,7 +51,7 @@ def url(server: Server) -> str:
     return f"http://127.0.0.1:{server.server_port}/list"
 
 
-def test_a_throttled_request_waits_as_long_as_it_is_told_and_is_asked_again(server: Server, url: str) -> None:
+def test_a_throttled_request_is_retried_after_the_requested_delay(server: Server, url: str) -> None:
     server.answers = [(429, {"Retry-After": "7"}, b""), (503, {}, b""), (200, {}, b"prices")]
     waits: list[float] = []
     assert HttpGet(waits.append)(url, query={"key": "a b"}) == b"prices"

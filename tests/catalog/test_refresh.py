@@ -1,4 +1,4 @@
-"""A bad refresh never replaces a good book; a good one is one rename."""
+"""A bad refresh never replaces a good book; a good one is a single rename."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ DAY_S = 86400.0
 
 
 class Source:
-    """A price source that sells what the book knows, changed."""
+    """A price source that returns the book's offers, changed."""
 
     name, clouds = "fake", ("lambda", "verda")
 
@@ -77,14 +77,14 @@ def test_new_prices_are_used_by_the_next_command_and_dated(tmp_path: Path) -> No
     ("source", "words"),
     [
         (Source(lambda offers: []), "only 0 offers"),
-        (Source(lambda offers: offers[: len(offers) // 3]), "not believed"),
-        (Source(scale(0.0)), "not believed"),
-        (Source(scale(float("nan"))), "not believed"),
+        (Source(lambda offers: offers[: len(offers) // 3]), "rejected"),
+        (Source(scale(0.0)), "rejected"),
+        (Source(scale(float("nan"))), "rejected"),
         (Source(scale(30.0)), "another unit or currency"),
         (Source(lambda offers: [replace(each, zone="other", ondemand_usd_hour=40.0) for each in offers]), "currency"),
-        (Source(lambda offers: [replace(each, region="") for each in offers]), "without cloud, region"),
-        (Source(lambda offers: [replace(each, instance_type="") for each in offers]), "without cloud, region"),
-        (Source(lambda offers: [replace(each, cloud="aws") for each in offers]), "without cloud, region"),
+        (Source(lambda offers: [replace(each, region="") for each in offers]), "lacks cloud, region"),
+        (Source(lambda offers: [replace(each, instance_type="") for each in offers]), "lacks cloud, region"),
+        (Source(lambda offers: [replace(each, cloud="aws") for each in offers]), "lacks cloud, region"),
         (Source(lambda offers: [replace(each, ondemand_usd_hour=None) for each in offers]), "has no price"),
         (Source(scale(1.1), SourceError("the page broke off")), "broke off"),
         (Source(scale(1.1), NO_LOGIN), "no login here"),
@@ -194,7 +194,7 @@ def test_a_history_that_is_damaged_does_not_stop_a_refresh(tmp_path: Path) -> No
 
 
 def test_two_refreshes_at_once_keep_what_each_brought(tmp_path: Path) -> None:
-    """Both opened the book before either wrote: what the first brought must outlive the second."""
+    """Both opened the book before either wrote: the first one's prices must survive the second."""
     book = open_book(tmp_path)
     for cloud in ("lambda", "verda"):
         facts = CloudFacts(cloud=cloud, ondemand_as_of="2026-12-01", spot_as_of="2026-12-01", source="test")

@@ -27,13 +27,13 @@ def write_gpu(name: str, count: int, size_mib: float) -> str:
     return f"\"{{'Gpus': [{{'Name': '{name}', 'Count': {count}, 'MemoryInfo': {{'SizeInMiB': {size_mib}}}}}]}}\""
 
 
-def test_memory_of_an_accelerator_is_read_whatever_the_file_counts() -> None:
+def test_memory_of_an_accelerator_is_read_in_every_unit_of_the_files() -> None:
     rows = [
         f"one,RTX4090,1,{write_gpu('RTX4090', 1, 24576)}",  # MiB of one
         f"eight,RTX4090,8,{write_gpu('RTX4090', 8, 8 * 24564)}",  # MiB of all eight
         f"two,A6000,2,{write_gpu('A6000', 2, 48)}",  # GiB in the field for MiB
         f"four,H100,4,{write_gpu('H100', 4, 81920)}",  # MiB of one
-        f"alone,B200,8,{write_gpu('B200', 8, 8 * 183359)}",  # MiB of all, and no offer of one to compare with
+        f"alone,B200,8,{write_gpu('B200', 8, 8 * 183359)}",  # MiB of all, without an offer of one to compare with
         "silent,T4,1,T4",
     ]
     text = "InstanceType,AcceleratorName,AcceleratorCount,GpuInfo,Price,Region\n"

@@ -1,4 +1,4 @@
-"""Every source, on answers in its documented form, whole and spoilt."""
+"""Every source, on responses in its documented format, valid and corrupted."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_every_source_gives_offers_that_are_believed(name: str) -> None:
 )
 def test_a_spoilt_answer_is_an_error_or_not_believed(name: str, change: Callable[[bytes], bytes]) -> None:
     _, cloud, _ = make_source(name)
-    with pytest.raises((SourceError, ValueError)) as caught:  # a FakeAws page that is no JSON fails in the fake itself
+    with pytest.raises((SourceError, ValueError)) as caught:  # a FakeAws page that is not JSON fails in the fake itself
         check_offers(cloud, fetch(name, change), KNOWN[cloud])
     assert isinstance(caught.value, SourceError) or name == "aws"
 
@@ -72,8 +72,8 @@ def test_azure_takes_linux_prices_of_machines_it_knows_and_skips_the_free_ones()
     ("old", "new", "words"),
     [
         (b'"currencyCode": "USD"', b'"currencyCode": "EUR"', "EUR, not USD"),
-        (b'"retailPrice"', b'"retail_price"', "changed its form"),
-        (b"retail/prices?page=2", b"retail/prices?page=1", "does not end"),
+        (b'"retailPrice"', b'"retail_price"', "unexpected format"),
+        (b"retail/prices?page=2", b"retail/prices?page=1", "exceeds the limit"),
         (b"https://prices.azure.com", b"https://prices.example.com", "continues on another host"),
         (b"https://prices.azure.com", b"https://[prices.azure.com", "continues on another host"),
     ],
@@ -101,7 +101,7 @@ JUNK: tuple[Any, ...] = (None, [], {}, "", "x", -1, 1e999, True, [None], {"USD":
 
 
 def spoil(value: Any, draw: random.Random) -> Any:
-    """The same JSON with one thing in it missing, or something else."""
+    """Corrupt the JSON: remove one value, or replace it."""
     if isinstance(value, (dict, list)) and value and draw.random() < 0.93:
         keys = list(value) if isinstance(value, dict) else list(range(len(value)))
         key = draw.choice(keys)
@@ -140,9 +140,9 @@ def test_aws_joins_list_prices_spot_history_and_bands() -> None:
     assert show(offers) == {
         ("p4d.24xlarge", "us-east-1a"): (21.957642, 9.5),  # the newest of two
         ("p4d.24xlarge", "us-east-1b"): (21.957642, None),
-        ("p4d.24xlarge", "us-east-1c"): (21.957642, 7.25),  # a zone that the book did not know
+        ("p4d.24xlarge", "us-east-1c"): (21.957642, 7.25),  # a zone that is not in the book
         ("m5.large", "us-east-1a"): (0.096, 0.038),
-        ("m5.large", "af-south-1a"): (0.096, 0.05),  # a region that is off in this account: its last spot price
+        ("m5.large", "af-south-1a"): (0.096, 0.05),  # a region that is disabled in this account: its last spot price
         ("p4d.24xlarge", "af-south-1"): (21.957642, None),
     }
     bands = {each.instance_type: each.interruption_band for each in offers if each.region == "us-east-1"}
@@ -154,7 +154,7 @@ def test_aws_joins_list_prices_spot_history_and_bands() -> None:
     assert not any(each.is_estimated for each in offers)
 
 
-def test_aws_without_a_login_says_so() -> None:
+def test_aws_without_a_login_raises_an_auth_error() -> None:
     error = type("NoCredentialsError", (Exception,), {})("Unable to locate credentials")
     source = AwsSource(make_client=FakeAws(error=error))
     with pytest.raises(AuthError) as caught:
@@ -163,7 +163,7 @@ def test_aws_without_a_login_says_so() -> None:
 
 
 @pytest.mark.parametrize("code", ["AuthFailure", "ExpiredToken", "AccessDeniedException", "UnauthorizedOperation"])
-def test_aws_with_a_login_that_is_not_enough_says_which_leave_is_missing(code: str) -> None:
+def test_aws_login_without_permission_names_the_permission(code: str) -> None:
     error = type("ClientError", (Exception,), {"response": {"Error": {"Code": code}}})(code)
     source = AwsSource(make_client=FakeAws(error=error))
     with pytest.raises(AuthError) as caught:
@@ -203,7 +203,7 @@ def test_gcp_sells_mega_accelerators_under_another_name() -> None:
     assert price_machine(offer, mega, is_spot=False) == pytest.approx(208 * 0.03 + 1872 * 0.003 + 8 * 9.0)
 
 
-def test_gcp_without_a_key_says_which_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gcp_without_a_key_names_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("GOOGLE_API_KEY", raising=False)
     with pytest.raises(AuthError) as caught:
         list(GcpSource().fetch("gcp", FakeWeb({}), known=KNOWN["gcp"], as_of_s=NOW_S))
@@ -212,11 +212,11 @@ def test_gcp_without_a_key_says_which_variable(monkeypatch: pytest.MonkeyPatch) 
 
 def test_gcp_refuses_a_page_token_that_comes_again() -> None:
     again = json.dumps({"skus": [], "nextPageToken": "p2"}).encode()
-    with pytest.raises(SourceError, match="does not end"):
+    with pytest.raises(SourceError, match="repeats a page token"):
         list(GcpSource(key="k").fetch("gcp", FakeWeb({"": again}), known=KNOWN["gcp"], as_of_s=NOW_S))
 
 
-def test_skypilots_rows_keep_what_the_book_knows_besides() -> None:
+def test_skypilots_rows_keep_other_facts_of_the_book() -> None:
     found = {each.instance_type: each for each in fetch("skypilot")}
     assert found["gpu_8x_h100_sxm5"].accelerator_memory_gib == 80
     assert found["gpu_1x_a10"].interruption_band == 5.0

@@ -1,4 +1,4 @@
-"""When prices count as old."""
+"""When prices count as stale."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_a_plan_is_warned_by_the_date_of_the_price_it_pays(is_spot: bool, cloud:
     assert warn_if_stale(Placement(offer=offer, is_spot=is_spot, node_count=1), NOW_S) == warning
 
 
-def test_age_of_a_cloud_tells_both_models_apart() -> None:
+def test_age_of_a_cloud_is_by_pricing_model() -> None:
     age = describe_age("2026-11-01", "2026-11-01", NOW_S)
     assert (age.ondemand_days, age.is_ondemand_stale, age.spot_days, age.is_spot_stale) == (20, False, 20, True)
 

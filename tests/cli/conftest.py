@@ -1,4 +1,4 @@
-"""A state folder of its own for each test, and the proof that nothing outlives it."""
+"""A state folder for each test, and the check that no process outlives it."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from broker.types import JobStatus
 
 ROOT = Path(__file__).parent.parent.parent
 CLOUD_LOGINS = ("AWS_", "GOOGLE_", "CLOUDSDK_", "BROKER_GCP_")
-COMMAND_S_MAX = 60  # far more than any needs: a hang fails instead of blocking the suite
+COMMAND_S_MAX = 60  # far more than required: a hang fails instead of blocking the suite
 
 
 class Shell:
-    """The user's terminal: `broker` commands on one state folder, task files beside it."""
+    """The user's terminal: `broker` commands on one state folder, with task files next to it."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.home = folder / "home"
         self.database = self.home / "state.db"
         kept = {name: value for name, value in os.environ.items() if not name.startswith(CLOUD_LOGINS)}
-        nowhere = str(folder / "no-login")  # nobody's real account is asked, whoever runs the tests
+        nowhere = str(folder / "no-login")  # no real account is called, whatever the machine's login
         logins = ("CLOUDSDK_CONFIG", "AWS_CONFIG_FILE", "AWS_SHARED_CREDENTIALS_FILE", "BROKER_SKY_PYTHON")
         self.environment = {
             **kept, **dict.fromkeys(logins, nowhere), "BROKER_HOME": str(self.home), "TMPDIR": str(folder),
@@ -45,7 +45,7 @@ class Shell:
         return str(path)
 
     def run(self, *arguments: str, code: int | None = 0) -> subprocess.CompletedProcess[str]:
-        """One command to its end; `code` None takes any exit code."""
+        """Run one command to its end; `code` None accepts any exit code."""
         command = [sys.executable, "-m", "broker", *arguments]
         done = subprocess.run(
             command, capture_output=True, text=True, cwd=self.folder, env=self.environment, timeout=COMMAND_S_MAX
@@ -57,7 +57,7 @@ class Shell:
         return json.loads(self.run(*arguments, "--json").stdout)
 
     def open(self, *arguments: str, stdin: int | None = None) -> subprocess.Popen[str]:
-        """A command that goes on while the test does."""
+        """Start a command that runs during the test."""
         return subprocess.Popen(
             [sys.executable, "-m", "broker", *arguments],
             stdin=stdin,
@@ -66,18 +66,18 @@ class Shell:
             text=True,
             cwd=self.folder,
             env=self.environment,
-            # A suite that was started in the background inherits an ignored SIGINT, and a terminal does not.
+            # A suite started in the background inherits an ignored SIGINT; a terminal does not ignore it.
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
 
     def find_checkpoints(self, job_id: int) -> Path:
-        """A job's folder; its name ends with a random part."""
+        """Return a job's folder; its name ends with a random part."""
         base = self.home / "checkpoints"
         return next(base.glob(f"job-{job_id}-*"), base / f"job-{job_id}-unknown")
 
     @contextlib.contextmanager
     def open_store(self) -> Iterator[Store]:
-        """What the state folder holds, read in this process: a command in each turn of a wait costs seconds."""
+        """Open the state in this process: a command per iteration of a wait takes seconds."""
         store = Store(self.database, clock=SystemClock())
         try:
             yield store
@@ -95,7 +95,7 @@ class Shell:
             return [job.id for job in store.jobs.list() if not job.status.is_terminal]
 
     def is_at_rest(self) -> bool:
-        """Whether no command that was run here left anything that has to be ended."""
+        """Return whether no command left anything running."""
         if not self.database.exists():
             return True
         with self.open_store() as store:
@@ -108,7 +108,7 @@ class Shell:
             time.sleep(0.05)
 
     def find_processes(self, word: str = "") -> dict[int, str]:
-        """Everything that runs for this test: its folder is in the command line or in the environment."""
+        """List all processes of this test: its folder is in the command line or in the environment."""
         found = {}
         for entry in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
@@ -119,7 +119,7 @@ class Shell:
         return found
 
     def kill_daemon(self) -> None:
-        """kill -9, as the out-of-memory killer does."""
+        """Send kill -9, as the out-of-memory killer does."""
         daemons = self.find_processes("broker daemon")
         assert daemons, "a daemon runs"
         for pid in daemons:

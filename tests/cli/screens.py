@@ -1,4 +1,4 @@
-"""Screens: what a command prints and how it exits, as text that a snapshot file holds.
+"""Screens: a command's output and exit code, as text for a snapshot file.
 
 A `Screen` runs commands in this process on a price book of ten offers, at a fixed time, in 80 columns and without
 colour. Temporary paths and random ids are replaced. Update the files with `pytest tests/cli --snapshot-update`, and
@@ -28,21 +28,21 @@ NOW_S = 1_796_126_400.0  # 2026-12-01 12:00 UTC
 OWNER = "0123456789ab"
 LOGINS = ("AWS_", "AZURE_", "BROKER_", "CLOUDSDK_", "GOOGLE_", "R2_")
 SCRUBBED = (
-    (re.compile(r"(job-\d+|nightly)-[a-z0-9]{5}\b"), r"\1-XXXXX"),  # of the same width: tables stay as they are
+    (re.compile(r"(job-\d+|nightly)-[a-z0-9]{5}\b"), r"\1-XXXXX"),  # of the same width, so that tables do not change
     (re.compile(r"^(lineage +).+$", re.MULTILINE), r"\1[ID]"),
     (re.compile(r"^(size +).+$", re.MULTILINE), r"\1[SIZE]"),
 )
 
 
 class TextExtension(SingleFileSnapshotExtension):
-    """One readable file a screen."""
+    """One readable file per screen."""
 
     _write_mode = WriteMode.TEXT
     file_extension = "txt"
 
 
 def make_offers(cloud: str, *rows: tuple[str, str, str, float, float | None, float | None]) -> list[Offer]:
-    """Rows of (zone or region, instance type, accelerators, on-demand USD/h, spot USD/h, band)."""
+    """Make rows of (zone or region, instance type, accelerators, on-demand USD/h, spot USD/h, band)."""
     offers = []
     for place, instance_type, accelerators, ondemand_usd, spot_usd, band in rows:
         name, _, count = accelerators.partition(":")
@@ -83,7 +83,7 @@ OFFERS = {
 
 
 def make_book(cache: Path) -> None:
-    """A price book of the offers above, alone."""
+    """Make a price book of the offers above only."""
     facts = {
         name: CloudFacts(cloud=name, ondemand_as_of="2026-11-28", spot_as_of="2026-11-30", source="a test")
         for name in OFFERS
@@ -92,7 +92,7 @@ def make_book(cache: Path) -> None:
 
 
 class Screen:
-    """A terminal of 80 columns on a state folder of its own."""
+    """A terminal of 80 columns with its own state folder."""
 
     def __init__(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
         self.folder = folder
@@ -109,7 +109,7 @@ class Screen:
         return Store(self.home / "state.db", clock=SystemClock(), owner=OWNER)
 
     def show(self, *arguments: str) -> str:
-        """The command line, its exit code, stdout and stderr."""
+        """Return the command line, its exit code, stdout and stderr."""
         with pytest.raises(SystemExit) as leave:
             main(arguments)
         told = self._capsys.readouterr()
@@ -128,7 +128,7 @@ class Screen:
 def open_screen(
     folder: Path, cache: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> Screen:
-    """A screen whose commands see this price book, no login, no daemon, and noon of 2026-12-01 in UTC."""
+    """Open a screen whose commands see this price book, no login, no daemon, and noon of 2026-12-01 in UTC."""
     for name in list(os.environ):
         if name.startswith(LOGINS):
             monkeypatch.delenv(name)

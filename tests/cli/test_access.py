@@ -1,4 +1,4 @@
-"""Commands and the daemon reach nodes through a transport that renews their firewall before it gives them up."""
+"""Commands and the daemon use a transport that renews a node's firewall before it gives up."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`broker advise` as its user sees it."""
+"""`broker advise` on the command line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a user reads of bucket access before and after a launch, and that a launch without any costs nothing."""
+"""Output on bucket access before and after a launch; a launch that is refused for it costs nothing."""
 
 from __future__ import annotations
 

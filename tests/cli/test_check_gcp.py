@@ -1,4 +1,4 @@
-"""`broker check` as a user of Google's sees it."""
+"""`broker check` for users of Google Cloud."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`broker check` as a user sees it who has no SkyPilot, or one that says nothing."""
+"""`broker check` for users without SkyPilot, or with one that does not respond."""
 
 from __future__ import annotations
 

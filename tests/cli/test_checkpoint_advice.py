@@ -1,4 +1,4 @@
-"""How often to save is advised for where a job runs now, and the bundled trainer follows."""
+"""The checkpoint interval is advised for the place where a job runs, and the bundled trainer follows it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.cli.conftest import Shell
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux's /proc")
 
-# Steps of some milliseconds; every checkpoint is kept, so that they can be counted.
+# Steps of a few milliseconds; every checkpoint is kept, so that they can be counted.
 TRAIN = """\
 name: train
 resources: {{infra: local, use_spot: true}}
@@ -34,13 +34,13 @@ def count_saves(shell: Shell, job_id: int) -> int:
     return len(list(shell.find_checkpoints(job_id).glob("step*")))
 
 
-def test_the_trainer_saves_as_often_as_a_save_is_said_to_cost_little(shell: Shell) -> None:
-    """The dearer a save, the longer the advised interval: nothing but the task's `stall` differs."""
+def test_the_trainer_saves_at_the_interval_for_the_stated_checkpoint_cost(shell: Shell) -> None:
+    """The more a checkpoint costs, the longer the advised interval: only the task's `stall` differs."""
     for job_id, stall in enumerate(("0s", "60s"), start=1):
         shell.run("jobs", "launch", shell.write(f"{job_id}.yaml", TRAIN.format(stall=stall)), "--yes")
         assert shell.read_json("jobs", "queue")[0]["status"] == "SUCCEEDED"
     cheap, dear = count_saves(shell, 1), count_saves(shell, 2)
-    assert dear == 3  # the two that measure what a save takes, and the last
+    assert dear == 3  # the two that measure the duration of a save, and the last
     assert cheap > dear
 
 

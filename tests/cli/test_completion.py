@@ -52,7 +52,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def complete(home: Path, line: str, shell: str = "bash", **more: str) -> subprocess.CompletedProcess[str]:
-    """As the shell's script asks, for a line with the cursor at its end; stderr names what was imported."""
+    """Complete a line with the cursor at its end, as the shell's script does; stderr names the imports."""
     words = line.split(" ")
     asked = {
         "_BROKER_COMPLETE": f"complete_{shell}", "COMP_WORDS": "\n".join(words), "COMP_CWORD": str(len(words) - 1),
@@ -124,7 +124,7 @@ def test_state_that_cannot_be_read_suggests_nothing_and_is_not_made(tmp_path: Pa
 
 
 def test_every_argument_that_is_a_name_is_in_the_table() -> None:
-    """What a command says of its arguments counts; the table is its copy for speed."""
+    """The commands' own arguments are authoritative; the table is their copy for speed."""
     group = typer.main.get_command(root)
     assert isinstance(group, LazyGroup)
     found = set()

@@ -1,4 +1,4 @@
-"""A managed job that goes on while its nodes come and go: one attempt, however many machines it took."""
+"""A managed job that continues while its nodes come and go: one attempt, whatever the number of machines."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def list_events(shell: Shell) -> str:
 
 
 @pytest.mark.slow
-def test_lost_nodes_are_replaced_beside_the_work_and_the_attempt_stays_the_first(shell: Shell) -> None:
-    """One is taken without a word, one with notice: the first node's program never hears of either."""
+def test_lost_nodes_are_replaced_during_the_work_within_the_first_attempt(shell: Shell) -> None:
+    """One is taken without notice, one with notice: the first node's program never hears of either."""
     end = shell.folder / "end"
     shell.run("jobs", "launch", shell.write("task.yaml", TASK % end), "--yes", "--detach-run")
     shell.wait_until(lambda: all(count_starts(shell, rank) == 1 for rank in range(3)), "all three run")

@@ -1,4 +1,4 @@
-"""Every help text, as a snapshot. A change of one is reviewed as a diff of `__snapshots__/`."""
+"""Every help text as a snapshot. Review a change as a diff of `__snapshots__/`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ROOT = typer.main.get_command(app)
 
 
 def list_commands() -> Iterator[str]:
-    """`plan`, `jobs`, `jobs launch` and so on; the top level is the empty line."""
+    """List `plan`, `jobs`, `jobs launch` and so on; the top level is the empty line."""
     yield ""
     for name in COMMANDS:
         yield name
@@ -70,7 +70,7 @@ def test_every_option_and_argument_is_a_sentence() -> None:
 
 
 def test_no_screen_is_named_like_a_test_file() -> None:
-    """syrupy takes `test_state.txt` for a snapshot of `test_state.py`, and fails a run of that file: it is unused."""
+    """syrupy considers `test_state.txt` an unused snapshot of `test_state.py`, and fails a run of that file."""
     here = Path(__file__).parent
     screens = {each.stem for each in (here / "__snapshots__").rglob("*.txt")}
     assert screens and not screens & {each.stem for each in here.glob("*.py")}

@@ -1,4 +1,4 @@
-"""`broker jobs queue`: pipelines keep their name and their jobs together."""
+"""`broker jobs queue` keeps a pipeline's name and jobs together."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A cluster's whole life at the command line, on real processes."""
+"""A cluster's whole life on the command line, with real processes."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_ssh_opens_a_shell_in_the_nodes_own_home(shell: Shell) -> None:
     assert "mine" in out and f"home is {shell.home}" in out
 
 
-def test_ctrl_c_detaches_and_says_how_to_come_back(shell: Shell) -> None:
+def test_ctrl_c_detaches_and_explains_how_to_reattach(shell: Shell) -> None:
     process = shell.open("launch", shell.write("long.yaml", LONG), "-c", "dev")
     assert process.stdout is not None
     assert any("begun" in line for line in iter(process.stdout.readline, ""))
@@ -131,7 +131,7 @@ def test_a_launch_killed_in_the_middle_leaves_a_cluster_that_the_next_command_fi
     assert not shell.find_processes()
 
 
-def test_an_interrupted_launch_says_what_is_left_and_how_to_end_it(shell: Shell) -> None:
+def test_an_interrupted_launch_lists_remaining_nodes_and_how_to_terminate_them(shell: Shell) -> None:
     task = shell.write("slow.yaml", "resources: {infra: local}\nnum_nodes: 2\nrun: sleep 600\n")
     process = shell.open("launch", task, "-c", "dev")
     assert process.stderr is not None
@@ -149,7 +149,7 @@ def test_two_launches_of_one_name_at_once_are_one_cluster_and_one_clear_error(sh
     both = [shell.open("launch", task, "-c", "dev") for _ in range(2)]
     notes = [process.communicate(timeout=60)[1] for process in both]
     codes = sorted(process.returncode for process in both)
-    assert codes in ([0, 2], [0, 0]), notes  # [0, 0]: the second came when the first was up
+    assert codes in ([0, 2], [0, 0]), notes  # [0, 0]: the second started when the first was up
     assert codes == [0, 0] or any("another command is bringing `dev` up" in note for note in notes)
     (cluster,) = shell.read_json("status")["clusters"]
     assert len(cluster["nodes"]) == 2 and shell.read_json("gc", "--dry-run")["nodes"] == []
@@ -181,7 +181,7 @@ def test_cluster_that_still_comes_up_has_no_node_to_preempt(shell: Shell) -> Non
 
 
 def test_a_cluster_is_its_jobs_until_that_has_ended(shell: Shell) -> None:
-    """Jobs end before their clusters are gone: what is left then is no reason to refuse `down --all`."""
+    """Jobs end before their clusters are gone: the rest must not prevent `down --all`."""
     store = Store(shell.home / "state.db", clock=SystemClock())
     job = store.jobs.add("train", Task())
     placement = Placement(offer=replace(make_offer("here"), cloud="local"), is_spot=False, node_count=1)

@@ -1,4 +1,4 @@
-"""`broker down` with several names: what exists goes, the rest is named."""
+"""`broker down` with several names: terminate those that exist, report the others."""
 
 from __future__ import annotations
 

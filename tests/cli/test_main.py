@@ -1,4 +1,4 @@
-"""The way into every command: global options, and Ctrl-C while Python still imports."""
+"""The entry of every command: global options, and Ctrl-C while Python still imports."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from broker import __version__
 
 ROOT = Path(__file__).parent.parent.parent
 
-# Loaded by Python at its start: presses Ctrl-C when the module of the variable is looked for.
+# Loaded by Python at its start: simulates Ctrl-C when the module in the variable is looked up.
 INTERRUPT_AT_IMPORT = """\
 import os, signal, sys
 

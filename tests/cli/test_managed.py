@@ -1,4 +1,4 @@
-"""Managed jobs at the command line: real daemon, real processes, kill -9."""
+"""Managed jobs on the command line: real daemon, real processes, kill -9."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def read_ledger(shell: Shell) -> list[tuple[int, int]]:
 
 
 def hold(shell: Shell) -> Path:
-    """The first job counts no further than 25 while this file is there: what the test does meanwhile is never late."""
+    """Hold the first job at 25 while this file exists, so that the test's actions are never late."""
     path = shell.home / "checkpoints" / "hold"
     path.parent.mkdir(mode=0o700, parents=True)
     path.touch()
@@ -58,19 +58,19 @@ def wait_for_step(shell: Shell, step: int) -> None:
 
 
 def wait_for_end(shell: Shell) -> dict[str, object]:
-    # A command, unlike a look into the store, replaces a daemon that was killed or stopped.
+    # A command, unlike a read of the store, replaces a daemon that was killed or stopped.
     shell.wait_until(lambda: not shell.read_json("status")["live_jobs"], "the job has ended")
     job: dict[str, object] = shell.read_json("jobs", "queue")[0]
     return job
 
 
-def test_the_daemon_may_be_killed_and_the_job_goes_on_where_it_was(shell: Shell) -> None:
+def test_the_daemon_may_be_killed_and_the_job_continues(shell: Shell) -> None:
     held = hold(shell)
     shell.run("jobs", "launch", shell.write("count.yaml", COUNT), "--yes", "--detach-run")
     wait_for_step(shell, 5)
     shell.kill_daemon()
     held.unlink()
-    job = wait_for_end(shell)  # the commands that look bring the daemon back
+    job = wait_for_end(shell)  # the polling commands restart the daemon
     assert job["status"] == "SUCCEEDED"
     assert read_ledger(shell) == [(1, step) for step in range(1, 41)]
     log = shell.run("jobs", "logs", "1").stdout.splitlines()
@@ -97,7 +97,7 @@ def test_nodes_lost_while_the_daemon_is_dead_are_replaced_and_no_step_runs_twice
         assert word in story
 
 
-def test_one_node_that_is_lost_is_replaced_beside_the_others_and_the_program_restarted_on_all(shell: Shell) -> None:
+def test_one_lost_node_is_replaced_and_the_program_restarted_on_all(shell: Shell) -> None:
     held = hold(shell)
     text = COUNT.replace("run: |", "setup: mkdir $HOME/made && echo setting up\nrun: |")
     shell.run("jobs", "launch", shell.write("count.yaml", text), "--yes", "--detach-run")
@@ -134,7 +134,7 @@ def test_a_stopped_daemon_is_replaced_and_does_nothing_when_it_wakes(shell: Shel
     assert "taken over" in (shell.home / "logs" / "daemon.log").read_text()
 
 
-def test_a_job_that_fails_by_itself_is_not_tried_again_and_says_its_code(shell: Shell) -> None:
+def test_a_failed_program_is_not_restarted_and_its_exit_code_is_shown(shell: Shell) -> None:
     task = shell.write("fails.yaml", "name: bad\nresources: {infra: local}\nrun: 'echo oh no; exit 3'\n")
     done = shell.run("jobs", "launch", task, "--yes", code=100)
     assert "oh no" in done.stdout and "FAILED" in done.stderr and "code 3" in done.stderr
@@ -197,7 +197,7 @@ def test_what_needs_a_failed_task_is_never_started(shell: Shell) -> None:
     assert "job 1 (prepare), which it needs, is FAILED" in shell.run("jobs", "why", "2").stdout
 
 
-def test_a_retried_job_goes_on_with_its_checkpoints_and_later_attempt_numbers(shell: Shell) -> None:
+def test_a_retried_job_continues_from_its_checkpoints_with_later_attempt_numbers(shell: Shell) -> None:
     text = COUNT.replace(
         "sleep 0.1\n", "sleep 0.02\n    [ $n$SKYPILOT_NODE_RANK != 100 ] || [ $BROKER_ATTEMPT -gt 1 ] || exit 5\n"
     ).replace("use_spot: true", "use_spot: true, job_recovery: {max_restarts_on_errors: 0}")
@@ -211,10 +211,10 @@ def test_a_retried_job_goes_on_with_its_checkpoints_and_later_attempt_numbers(sh
     assert "job 2 goes on with the checkpoints of job 1" in twice.stderr
 
 
-def test_a_rank_that_is_killed_costs_a_restart_and_the_story_says_why(shell: Shell) -> None:
+def test_a_killed_rank_costs_a_restart_and_why_names_the_cause(shell: Shell) -> None:
     die = "[ $n$SKYPILOT_NODE_RANK != 101 ] || [ $BROKER_ATTEMPT -gt 1 ] || { echo allocating; kill -9 $$; }"
     text = COUNT.replace("sleep 0.1\n", f"sleep 0.1\n    {die}\n")
-    text = text.replace("run: |", "setup: mkdir $HOME/made && echo setting up\nrun: |")  # it bears no repetition
+    text = text.replace("run: |", "setup: mkdir $HOME/made && echo setting up\nrun: |")  # it cannot be repeated
     shell.run("jobs", "launch", shell.write("count.yaml", text), "--yes")
     (job,) = shell.read_json("jobs", "queue")
     assert len({each["cluster"] for each in job["attempts"]}) == 1, "it is restarted on the same nodes"
@@ -234,8 +234,8 @@ def test_a_submit_repeated_with_its_request_id_is_one_job(shell: Shell) -> None:
     assert len(shell.read_json("jobs", "queue")) == 1
 
 
-def test_job_whose_daemon_is_killed_at_its_start_is_told_and_runs_with_the_next_one(shell: Shell) -> None:
-    """Else its user, who sees an error alone, launches it a second time."""
+def test_job_whose_daemon_is_killed_at_its_start_runs_with_the_next_one(shell: Shell) -> None:
+    """Otherwise the user, who sees only an error, would launch it a second time."""
     (shell.folder / "sitecustomize.py").write_text(
         "import os, pathlib, sys\n"
         "if sys.orig_argv[-1] == 'daemon' and not pathlib.Path('spared').exists(): os.kill(os.getpid(), 9)\n"
@@ -271,7 +271,7 @@ def test_every_jobs_command_answers_in_json(shell: Shell) -> None:
     assert read("cancel", "2") == [{"id": 2, "name": "fail", "status": "FAILED", "is_cancelling": False}]
 
 
-def test_cost_is_told_by_job_cloud_and_day_and_nothing_is_left_to_collect(shell: Shell) -> None:
+def test_cost_is_shown_by_job_cloud_and_day_and_nothing_is_left_to_collect(shell: Shell) -> None:
     shell.run(
         "jobs", "launch", shell.write("hello.yaml", "name: hi\nresources: {infra: local}\nrun: echo hi\n"), "--yes"
     )

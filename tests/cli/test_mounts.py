@@ -1,4 +1,4 @@
-"""A task's buckets, from the file to the nodes, and what it costs to bring them there."""
+"""A task's buckets, from the file to the nodes, and the cost of copying them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Notices on the command line: said beside a plan, in the way of a launch; and the schema for editors."""
+"""Notices on the command line: shown with a plan, refused by a launch; and the schema for editors."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 SERVED = "resources: {cpus: 2+, infra: local}\nservice: {readiness_probe: /health, replicas: 2}\nrun: echo hello\n"
 
 
-def test_plan_goes_on_and_notes_what_is_not_done(shell: Any) -> None:
+def test_plan_continues_with_notes_on_unsupported_fields(shell: Any) -> None:
     path = shell.write("serve.yaml", SERVED)
     done = shell.run("plan", path)
     assert "Choice:" in done.stdout

@@ -1,4 +1,4 @@
-"""`broker plan` on a file of several tasks, as a user meets it."""
+"""`broker plan` for a file of several tasks."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_edges_total_and_greedy_are_shown(capsys: pytest.CaptureFixture[str]) ->
     )
 
 
-def test_what_is_not_proven_says_how_far_it_may_be_off(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unproven_plan_reports_its_gap(capsys: pytest.CaptureFixture[str]) -> None:
     show_pipeline(make_plan(lower_bound=38.5, is_optimal=False))
     assert "Not proven optimal: the lower bound is 38.50 USD, this plan costs 39.00\n" in capsys.readouterr().out
     show_pipeline(make_plan(objective="time", lower_bound=2.0, is_optimal=False))

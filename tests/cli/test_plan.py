@@ -1,4 +1,4 @@
-"""`broker plan` and its neighbours, as a user meets them."""
+"""`broker plan` and related commands."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_options_alone_are_planned() -> None:
     assert (placement["offer"]["accelerator"], placement["is_spot"], placement["node_count"]) == ("H100", True, 2)
 
 
-def test_a_cloud_without_prices_says_how_to_give_them() -> None:
+def test_a_cloud_without_prices_explains_how_to_add_them() -> None:
     shown = broker("plan", "--infra", "k8s/mine", "--gpus", "H100:8")
     assert shown.returncode == 0 and "has no offers of kubernetes yet" in shown.stderr
     assert "`broker catalog import DIR`" in shown.stderr and shown.stdout == ""

@@ -1,4 +1,4 @@
-"""`broker plan` of kinds of task files that SkyPilot's users bring along."""
+"""`broker plan` for the kinds of task files that SkyPilot users have."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`broker plan` asked for more: terms, changes, pictures, limits."""
+"""Options of `broker plan`: terms, changes, plots, limits."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from xml.etree import ElementTree
 
 import pytest
 
+from broker.app.what_if import change_task
 from broker.cli.axes import Axis
-from broker.cli.what_if import change_task
 from broker.errors import TaskError, UsageError
 from broker.task.loader import load_tasks_text
 
@@ -43,7 +43,7 @@ def file(tmp_path: Path) -> str:
     return str(path)
 
 
-def test_explanation_adds_up_and_tells_why_cheaper_hours_lost(file: str) -> None:
+def test_explanation_adds_up_and_explains_why_cheaper_hours_ranked_lower(file: str) -> None:
     shown = broker("plan", file, "--explain", "--top", "3").stdout
     assert "1. 2 x" in shown and "2. 2 x" in shown and "Cheaper per hour, but ranked lower:" in shown
     assert all(len(line) <= 80 for line in shown.splitlines() if not line.startswith("Why"))
@@ -59,7 +59,7 @@ def test_explanation_takes_zones_that_differ_in_nothing_once(tmp_path: Path) -> 
     assert ",b" in shown.partition("\n1. ")[2].partition("\n2. ")[0].splitlines()[0], first
 
 
-def test_what_if_that_fits_nothing_says_why_and_what_would(file: str) -> None:
+def test_infeasible_what_if_gives_reason_and_hint(file: str) -> None:
     changes = ["deadline=1h", "infra=aws/us-eest-1"]
     shown = broker("plan", file, *(word for each in changes for word in ("--what-if", each))).stdout
     below = shown[shown.index("What if:") :]
@@ -68,14 +68,14 @@ def test_what_if_that_fits_nothing_says_why_and_what_would(file: str) -> None:
     assert all(len(line) <= 80 for line in below.splitlines())
 
 
-def test_what_if_shows_each_change_beside_the_plan_as_it_is(file: str) -> None:
+def test_what_if_compares_each_change_with_the_unchanged_plan(file: str) -> None:
     shown = broker("plan", file, "--what-if", "use_spot=false", "--what-if", "budget=1").stdout
     table = shown[shown.index("What if:") :]
     assert "(unchanged)" in table
     assert "nothing fits" in next(line for line in table.splitlines() if line.startswith("budget=1"))
     changed = next(line for line in table.splitlines() if line.startswith("use_spot=false"))
     assert " od " in changed
-    assert " +" in changed  # on-demand costs more than what was chosen
+    assert " +" in changed  # on-demand costs more than the choice
     assert all(len(line) <= 80 for line in table.splitlines())
 
 
@@ -154,7 +154,7 @@ def test_price_cap_holds_for_each_node(file: str) -> None:
     assert "hint: raise the price limit" in refused
 
 
-def test_a_mistyped_file_is_no_command() -> None:
+def test_a_mistyped_file_is_not_run_as_a_command() -> None:
     assert "cannot read the task file" in broker("plan", "trian", code=2).stderr
 
 

@@ -1,4 +1,4 @@
-"""A launch that clouds refuse, as its user reads it: what happened where, why, and what to do next."""
+"""A launch that clouds refuse: the output names what happened where, why, and what to do next."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def find_hints(text: str) -> list[str]:
     return [line for line in text.splitlines() if line.startswith("hint: ")]
 
 
-def test_region_that_is_full_is_told_once_with_all_its_zones(shell: Any, account: Account) -> None:
+def test_full_region_is_reported_once_with_all_its_zones(shell: Any, account: Account) -> None:
     account.full = {(f"us-east-1{letter}", "g5.xlarge") for letter in "abc"}
     error = shell.run(*ON_AWS, code=5).stderr.partition("error: ")[2]
     details = [line for line in error.splitlines() if line.startswith("  ")]
@@ -48,7 +48,7 @@ def test_region_that_is_full_is_told_once_with_all_its_zones(shell: Any, account
     assert [action for action, _, _ in account.calls if action in LAUNCHES] == ["ec2:CreateFleet"]
 
 
-def test_each_refusal_of_aws_is_told_once_with_its_reason_and_what_mends_it(shell: Any, account: Account) -> None:
+def test_each_refusal_of_aws_is_reported_once_with_reason_and_remedy(shell: Any, account: Account) -> None:
     places = "".join(f"    - {{infra: aws/us-east-1/us-east-1{letter}}}\n" for letter in "abc")
     task = shell.write("ordered.yaml", f"resources:\n  instance_type: g5.xlarge\n  ordered:\n{places}run: echo hi\n")
     ordered = (*ASK, task)
@@ -75,7 +75,7 @@ def test_each_refusal_of_aws_is_told_once_with_its_reason_and_what_mends_it(shel
 @pytest.mark.parametrize(
     ("code", "status", "hint"),
     [
-        ("UnauthorizedOperation", 403, "`broker check --policy aws` prints the permissions that are needed."),
+        ("UnauthorizedOperation", 403, "`broker check --policy aws` prints the required permissions."),
         ("ExpiredToken", 400, "Log in with `aws configure` or `aws sso login`, then run `broker check`."),
     ],
 )
@@ -89,7 +89,7 @@ def test_aws_is_asked_no_further_where_the_login_is_at_fault(
     assert shell.read_json("status")["clusters"] == []
 
 
-def test_each_refusal_of_google_is_told_once_with_its_reason_and_what_mends_it(shell: Any) -> None:
+def test_each_refusal_of_google_is_reported_once_with_reason_and_remedy(shell: Any) -> None:
     gce = FakeGce()
     gce.fail("POST", "instances", code="ZONE_RESOURCE_POOL_EXHAUSTED_WITH_DETAILS")
     gce.fail("POST", "instances", code="QUOTA_EXCEEDED")

@@ -1,4 +1,4 @@
-"""Rehearsals at the command line: real processes on simulated clouds, and what programs that don't resume are told."""
+"""Rehearsals on the command line: real processes on simulated clouds, and reports on programs that do not resume."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from tests.cli.conftest import Shell
 
 pytestmark = pytest.mark.skipif(not Path("/proc").exists(), reason="needs Linux's /proc")
 
-# Counts to 30, saving every tenth number before it tells of it. `loss` is a function of the step. It waits to be
-# preempted P times, a few steps after it is due and before it saves again: however slow this machine is, no market
-# comes too late, and none in the middle of a save.
+# Counts to 30, saving every tenth number before reporting it. `loss` is a function of the step. It waits to be
+# preempted P times, a few steps after the preemption is due and before the next save: however slow this machine is, no
+# preemption comes too late, and none during a save.
 COUNT = """\
 name: count
 resources: {infra: aws, cpus: 2+, use_spot: true}
@@ -68,13 +68,13 @@ def test_two_preemptions_and_a_warning_as_data(shell: Shell) -> None:
     assert found["summary"]["paid_usd"] > 0
 
 
-def test_a_program_that_starts_from_step_0_again_is_told_so(shell: Shell) -> None:
+def test_a_program_that_restarts_from_step_0_is_reported(shell: Shell) -> None:
     done = shell.run("rehearse", shell.write("count.yaml", FORGETFUL), code=1)
     assert "BAD resume: attempt 2 restarted from step 0, although it had reported" in done.stdout
     assert "hint: load the newest checkpoint from $BROKER_CHECKPOINT_DIR" in done.stderr
 
 
-def test_a_program_that_ignores_its_warning_is_told_so(shell: Shell) -> None:
+def test_a_program_that_ignores_its_warning_is_reported(shell: Shell) -> None:
     done = shell.run("rehearse", shell.write("count.yaml", DEAF), "--notice", "1", code=1)
     assert "BAD notice: the program ignored SIGTERM" in done.stdout
     assert "was terminated 1.0s later" in done.stderr
@@ -82,9 +82,7 @@ def test_a_program_that_ignores_its_warning_is_told_so(shell: Shell) -> None:
 
 
 @pytest.mark.parametrize("asked", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_a_rehearsal_that_is_interrupted_says_so_and_leaves_nothing_running(
-    shell: Shell, asked: signal.Signals
-) -> None:
+def test_an_interrupted_rehearsal_is_reported_and_leaves_nothing_running(shell: Shell, asked: signal.Signals) -> None:
     process = shell.open("rehearse", shell.write("count.yaml", COUNT))
     assert process.stdout is not None
     assert any("the program was started" in line for line in iter(process.stdout.readline, ""))

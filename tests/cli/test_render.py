@@ -11,7 +11,7 @@ from broker.cli.render import _fit_column, print_table
 AZURE = ["Standard_ND96isr_H100_v5", "Standard_ND96isr_H200_v5", "Standard_ND96isr_H100_v5"]
 
 
-def test_long_names_that_begin_alike_can_be_told_apart_at_80_columns(capsys: pytest.CaptureFixture[str]) -> None:
+def test_long_names_with_a_common_prefix_stay_distinct_at_80_columns(capsys: pytest.CaptureFixture[str]) -> None:
     wide = "x" * 56
     print_table(["A", "INSTANCE"], [[wide, name] for name in AZURE], firm=("A",))
     _, *rows = capsys.readouterr().out.splitlines()
@@ -19,7 +19,7 @@ def test_long_names_that_begin_alike_can_be_told_apart_at_80_columns(capsys: pyt
     assert rows[0] == rows[2] != rows[1]
 
 
-def test_name_that_no_cut_tells_apart_is_wrapped() -> None:
+def test_name_that_no_cut_keeps_distinct_is_wrapped() -> None:
     cells = ["aaaa1bbbb", "aaaa2bbbb"]
     assert _fit_column(cells, 4) == [["aaaa", "1bbb", "b"], ["aaaa", "2bbb", "b"]]
 

@@ -1,4 +1,4 @@
-"""What commands print, whole, as snapshots: plans, lists, stories and errors. See `screens.py`."""
+"""Complete output of commands as snapshots: plans, lists, histories and errors. See `screens.py`."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def screen(tmp_path: Path, cache: Path, capsys: pytest.CaptureFixture[str]) -> I
         for name, text in (("train.yaml", TRAIN), ("hello.yaml", HELLO), ("pipe.yaml", PIPELINE)):
             screen.write(name, text)
         yield screen
-    time.tzset()  # as the environment has it again
+    time.tzset()  # restore the environment's zone
 
 
 def show_all(screen: Screen, *lines: Sequence[str]) -> str:
@@ -200,7 +200,7 @@ def test_error(name: str, screen: Screen, snapshot: SnapshotAssertion) -> None:
 
 
 def add_clusters(screen: Screen) -> None:
-    """One on Lambda that is up, and one on AWS that is stopped and lost a node."""
+    """Add one on Lambda that is up, and one on AWS that is stopped and lost a node."""
     store = screen.open_store()
     for name, cloud, count, status in (
         ("dev", "lambda", 1, ClusterStatus.UP),
@@ -245,7 +245,7 @@ def test_clusters(screen: Screen, snapshot: SnapshotAssertion, monkeypatch: pyte
 
 @pytest.mark.parametrize("story", ["preemption", "cancel", "restart"])
 def test_job(story: str, screen: Screen, snapshot: SnapshotAssertion, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The store that the real controller leaves in virtual time, told by every command that tells of jobs."""
+    """The store that the real controller leaves in virtual time, shown by every command about jobs."""
     screen.open_store().close()
     world = World(screen.home, exit_codes=(3,) if story == "restart" else ())
     run_to_end(world, "plain" if story == "restart" else story)

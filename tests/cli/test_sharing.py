@@ -1,4 +1,4 @@
-"""Runs that ask for a part of an accelerator share one, as `broker exec` and `broker queue` show it."""
+"""Runs that request a fraction of an accelerator share one, in `broker exec` and `broker queue`."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ pytestmark = pytest.mark.skipif(not Path("/proc").exists(), reason="needs Linux'
 LONG = "resources: {accelerators: 't4:0.5'}\nrun: 'echo begun; sleep 600'\n"
 
 
-def test_exec_runs_halves_beside_each_other_and_queue_shows_who_waits(shell: Shell) -> None:
+def test_exec_runs_halves_in_parallel_and_queue_shows_waiting_runs(shell: Shell) -> None:
     shell.run("launch", shell.write("none.yaml", "resources: {infra: local}\nsetup: 'true'\n"), "-c", "c")
     store = Store(shell.home / "state.db", clock=SystemClock())
     cluster = store.clusters.get("c")
     assert cluster is not None
-    offer = replace(cluster.placement.offer, accelerator="T4", accelerator_count=1)  # pretended: none is touched
+    offer = replace(cluster.placement.offer, accelerator="T4", accelerator_count=1)  # simulated: no accelerator is used
     store.clusters.put(replace(cluster, placement=replace(cluster.placement, offer=offer)))
     store.close()
 

@@ -1,4 +1,4 @@
-"""`broker simulate` and `broker traces`, as a user types them."""
+"""`broker simulate` and `broker traces` on the command line."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_the_report_is_one_file_without_scripts_or_links(shell: Shell) -> None:
     for tag in ("svg", "table", "p", "h2", "h3"):
         assert text.count(f"<{tag}") - text.count(f"<{tag}r") >= 1
         assert len(re.findall(rf"<{tag}[ >]", text)) == text.count(f"</{tag}>")
-    assert text.count("<svg") == 4  # the costs, and three time lines
+    assert text.count("<svg") == 4  # the costs, and three timelines
     assert "train on recorded spot markets" in text and "synthetic" not in text
 
 
@@ -92,7 +92,7 @@ def test_one_s_own_traces_alone_or_together(shell: Shell) -> None:
     assert together["policies"][1]["over_optimum"] is None
 
 
-def test_what_cannot_be_simulated_is_said_with_a_way_out(shell: Shell) -> None:
+def test_unsupported_simulations_are_refused_with_hints(shell: Shell) -> None:
     task = shell.write("t.yaml", TASK)
     no_work = shell.write("n.yaml", "resources: {infra: local, cpus: 1+}\nrun: 'true'\n")
     for arguments, words in (

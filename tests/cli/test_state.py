@@ -1,4 +1,4 @@
-"""`broker state` end to end: what a user does when the state file is lost under a running job."""
+"""`broker state` end to end: the steps after losing the state file under a running job."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""`broker status --refresh` where one cloud does not answer: its clusters are shown as they were, the others anew."""
+"""`broker status --refresh` if one cloud does not respond: its clusters keep their last state, the others are
+refreshed."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ REASON = "could not query aws: clusters there show their last known state"
 
 @pytest.fixture
 def account(shell: Shell) -> Iterator[Account]:
-    """AWS as well, and a cluster that is known to be there."""
+    """Add AWS, and a cluster that is recorded there."""
     account = Account(clock=SystemClock())
     aws = FakeAws(account)
     shell.environment |= aws.environment
@@ -42,22 +43,22 @@ def account(shell: Shell) -> Iterator[Account]:
     store.close()
     yield account
     store = Store(shell.home / "state.db", clock=SystemClock())
-    store.clusters.delete("far")  # its machine never was
+    store.clusters.delete("far")  # its machine never existed
     store.close()
     aws.close()
 
 
 def lose_a_node(shell: Shell) -> None:
-    """Of the cluster on this machine, which comes up beside the one on AWS."""
+    """Lose a node of the cluster on this machine, listed together with the one on AWS."""
     shell.run("launch", shell.write("hello.yaml", HELLO), "-c", "near", "--down")
     shell.wait_until(lambda: not shell.find_processes(), "its machine has ended itself")
 
 
 @pytest.mark.parametrize("flaw", ["login", "forgotten"])
-def test_others_are_asked_all_the_same_and_the_reason_is_said(shell: Shell, account: Account, flaw: str) -> None:
+def test_other_clouds_are_still_queried_and_the_reason_is_shown(shell: Shell, account: Account, flaw: str) -> None:
     account.has_login = False
     lose_a_node(shell)
-    if flaw == "forgotten":  # no login is left in the environment at all
+    if flaw == "forgotten":  # the environment has no login left
         shell.environment = {name: value for name, value in shell.environment.items() if not name.startswith("AWS_")}
         nowhere = str(shell.folder / "no-login")
         shell.environment |= {"AWS_CONFIG_FILE": nowhere, "AWS_SHARED_CREDENTIALS_FILE": nowhere}

@@ -1,4 +1,4 @@
-"""Every ready task runs on this machine as it is; only its steps are fewer and its model is smaller."""
+"""Every task template runs on this machine unchanged, except for fewer steps and a smaller model."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from trainers.strategies import STRATEGIES
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux's /proc")
 TEMPLATES = sorted((ROOT / "task_templates").glob("*.yaml"))
-# Run by `make test`: a program that is none of ours, and each of the bundled ones. The rest differ in their strategies,
-# which tests/trainers runs; their commands are read in any case.
+# Run by `make test`: a program that is not ours, and each of the bundled ones. The others differ in their strategies,
+# which tests/trainers runs; their commands are always parsed.
 OFTEN = {"hello", "ddp", "allreduce", "image"}
-RUN_S_MAX = 300  # far more than any needs
+RUN_S_MAX = 300  # far more than required
 STEPS = "--train.steps 4"
 SMALL = {
     "trainers.lm": "--model.width 32 --model.context 32",
     "trainers.image": "--model.width 8 --data.size 8",
 }
-# In place of Python: what the shell would start it with, an argument a line, and an empty line after each command.
+# In place of Python: prints its arguments, one per line, and an empty line after each command.
 SHOW = 'python() { printf "%s\\n" "$@" ""; }; python3() { python "$@"; }\n'
 
 
 def shorten(task: dict[str, str], envs: dict[str, str]) -> list[str]:
-    """A later flag beats an earlier one."""
+    """Append flags: a later flag overrides an earlier one."""
     found = []
     if "MODEL" in envs:
         small = next(flags for program, flags in SMALL.items() if f"-m {program} " in task["run"])

@@ -1,4 +1,4 @@
-"""On a terminal: colour, bars and views by one module. In a pipe, under NO_COLOR and with TERM=dumb: plain lines."""
+"""On a terminal, one module draws colour, bars and views. In a pipe, under NO_COLOR and with TERM=dumb: plain lines."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ COLUMNS = 80
 
 
 def run(code: str, *, is_terminal: bool, **environment: str) -> str:
-    """What a program of these lines writes, stdout and stderr together."""
+    """Run a program of these lines; return stdout and stderr together."""
     given = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "TERM", "COLUMNS")}
     given |= {"TERM": "xterm-256color", "PYTHONPATH": str(ROOT), **environment}
     argv = [sys.executable, "-c", code]
@@ -84,13 +84,13 @@ def test_table_has_colour_on_a_terminal_and_states_alone_have_their_own() -> Non
 
 
 @pytest.mark.parametrize("environment", [{"NO_COLOR": "1"}, {"TERM": "dumb"}], ids=["NO_COLOR", "dumb"])
-def test_terminal_that_wants_plain_text_gets_it(environment: dict[str, str]) -> None:
+def test_terminal_set_to_plain_text_gets_it(environment: dict[str, str]) -> None:
     for code in (TABLE, BAR, VIEW):
         told, piped = run(code, is_terminal=True, **environment), run(code, is_terminal=False)
         assert sorted(told.splitlines()) == sorted(piped.splitlines()) and "\x1b" not in told
 
 
-def test_pipe_is_told_quarters_and_nothing_is_imported_for_it() -> None:
+def test_pipe_gets_quarters_without_importing_rich() -> None:
     told = run(BAR, is_terminal=False)
     assert [line for line in told.splitlines() if line.startswith("sending")] == [
         "sending: 25%", "sending: 50%", "sending: 75%", "sending: 100%"

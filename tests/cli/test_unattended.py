@@ -1,4 +1,4 @@
-"""What happens to a managed job while the machine that launched it is away: told before it starts, and kept."""
+"""A managed job while the machine that launched it is away: announced before it starts, and kept."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.testbed.ec2_account import Account
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux's /proc")
 TASK = "name: t\nresources: {infra: aws/us-east-1, instance_type: g5.xlarge, use_spot: true}\nrun: sleep 1\n"
-# Waits for the test, so that all of its second half runs without a daemon.
+# Waits for the test, so that its whole second half runs without a daemon.
 HELD = """\
 name: held
 resources: {infra: local, use_spot: true}
@@ -51,7 +51,7 @@ def account(shell: Any) -> Iterator[Account]:
     ("more", "setting", "allowance"),
     [("", "", "12 h"), ("", 'unattended = "3h"\n', "3 h"), ("unattended: 45m\n", 'unattended = "3h"\n', "45 min")],
 )
-def test_launch_says_in_one_line_how_long_it_continues(
+def test_launch_shows_in_one_line_how_long_it_continues(
     shell: Any, account: Account, more: str, setting: str, allowance: str
 ) -> None:
     (shell.home / "config.toml").write_text(setting)
@@ -66,7 +66,7 @@ def test_job_on_this_machine_is_launched_without_that_line(shell: Any) -> None:
     assert "without this machine" not in done.stderr + done.stdout
 
 
-def test_why_says_how_long_a_job_elsewhere_continues_from_now(shell: Any) -> None:
+def test_why_shows_how_long_a_job_elsewhere_continues(shell: Any) -> None:
     config = load_config(shell.home)
     store = Store(config.database, clock=SystemClock())
     task = Task(name="t", run="x", unattended_s=7200.0)

@@ -1,4 +1,4 @@
-"""A clock that jumps: nobody waits for it, and it stands still while a call to a cloud is under way in a thread."""
+"""A clock that jumps instead of waiting, and stands still while a call to a cloud runs in a thread."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from typing import Any
 import pytest
 
 START_S = 1_790_000_000.0
-QUIET_MIN = 25  # rounds of the event loop in which nobody has anything to do but to wait for the clock
+QUIET_MIN = 25  # rounds of the event loop in which all tasks only wait for the clock
 POLL_S = 0.0005
 
 
 class Calls:
-    """How many calls are under way in threads."""
+    """Counts calls running in threads."""
 
     count = 0
 
 
 def count_calls(patch: pytest.MonkeyPatch) -> None:
-    """For a fixture: without it a limit on a call's time would jump past the call itself."""
+    """Patch the thread calls, for a fixture: without it a time limit would jump past the call itself."""
     run = BaseEventLoop.run_in_executor
 
     def counted(self: BaseEventLoop, executor: Any, function: Any, *arguments: Any) -> Any:
@@ -39,7 +39,7 @@ def _note_end(future: asyncio.Future[Any]) -> None:
 
 
 class JumpingClock:
-    """Of all who sleep the one who is due first wakes up, as soon as nothing else can happen."""
+    """Wakes the sleeper that is due first, as soon as nothing else can happen."""
 
     def __init__(self) -> None:
         self._now_s = START_S

@@ -1,7 +1,7 @@
-"""What every cloud promises its callers: one suite, run on each of them.
+"""The contract of all clouds: one suite, run on each of them.
 
-A cloud's test file makes a `Bed` (a cloud with somebody to play its provider) in a fixture named `bed` and inherits
-`CloudContract`. What a bed cannot play it does not override, and the claim is skipped by that name.
+A cloud's test file makes a `Bed` (a cloud with a simulated provider) in a fixture named `bed` and inherits
+`CloudContract`. A bed does not override what it cannot simulate, and the claim is skipped by that name.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ __all__ = [
 
 
 class CloudContract:
-    """Inherit, and give a fixture `bed`."""
+    """Inherit, and provide a fixture `bed`."""
 
     def test_check_accepts_a_login(self, bed: Bed) -> None:
         bed.run(bed.cloud.check())
 
-    def test_check_tells_a_missing_login_and_what_to_do(self, bed: Bed) -> None:
+    def test_check_reports_a_missing_login_with_a_hint(self, bed: Bed) -> None:
         bed.log_out()
 
         async def act() -> None:
@@ -133,7 +133,7 @@ class CloudContract:
 
         bed.run(act())
 
-    def test_list_shows_nobody_elses_nodes(self, bed: Bed) -> None:
+    def test_list_shows_only_the_owners_nodes(self, bed: Bed) -> None:
         async def act() -> None:
             mine, theirs = make_request(bed), make_request(bed, owner="somebody-else")
             await bed.cloud.create_nodes(mine)
@@ -157,7 +157,7 @@ class CloudContract:
 
         bed.run(act())
 
-    def test_ending_twice_or_what_never_was_is_no_error_and_spares_the_rest(self, bed: Bed) -> None:
+    def test_terminating_twice_or_an_unknown_node_succeeds_and_spares_the_rest(self, bed: Bed) -> None:
         async def act() -> None:
             keep, end = make_request(bed), make_request(bed)
             await bed.cloud.create_nodes(keep)
@@ -250,7 +250,7 @@ class CloudContract:
 
         bed.run(act())
 
-    def test_everything_that_is_made_says_whose_it_is(self, bed: Bed) -> None:
+    def test_every_resource_is_tagged_with_its_owner(self, bed: Bed) -> None:
         async def act() -> None:
             spec = MachineSpec(ports=("8080",), labels={"team": "vision"})
             await bed.cloud.create_nodes(make_request(bed, node_count=2, spec=spec))
@@ -278,7 +278,7 @@ class CloudContract:
 
         bed.run(act())
 
-    def test_machine_that_dies_at_birth_is_told_with_its_reason(self, bed: Bed) -> None:
+    def test_machine_that_dies_at_boot_is_reported_with_its_reason(self, bed: Bed) -> None:
         async def act() -> None:
             request = make_request(bed, node_count=2)
             created = await bed.cloud.create_nodes(request)
@@ -289,7 +289,7 @@ class CloudContract:
 
         bed.run(act())
 
-    def test_preempted_node_is_told_apart(self, bed: Bed) -> None:
+    def test_preempted_node_is_distinguished(self, bed: Bed) -> None:
         async def act() -> None:
             request = make_request(bed, node_count=2, is_spot=True)
             await bed.cloud.create_nodes(request)

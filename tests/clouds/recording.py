@@ -1,4 +1,4 @@
-"""What `broker traces record` makes of a live cloud: one suite, run on each fake of one."""
+"""`broker traces record` on a live cloud: one suite, run on each fake."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ROOM, NO_ROOM = 64, 0
 
 
 class RecordingSuite:
-    """Inherit, and give a fixture `bed`."""
+    """Inherit, and provide a fixture `bed`."""
 
     def test_what_a_zone_gives_at_each_look_is_kept_and_nothing_else(self, bed: Bed, tmp_path: Path) -> None:
         world = World(bed, tmp_path)
@@ -54,7 +54,7 @@ class RecordingSuite:
         assert world.list_files() == []
         world.check_nothing_left()
 
-    def test_a_quota_is_told_and_not_taken_for_a_full_zone(self, bed: Bed, tmp_path: Path) -> None:
+    def test_a_quota_error_is_reported_and_not_recorded_as_a_full_zone(self, bed: Bed, tmp_path: Path) -> None:
         world = World(bed, tmp_path)
         bed.exhaust_quota()
         with pytest.raises(QuotaError):
@@ -82,7 +82,7 @@ class RecordingSuite:
 
 
 class World:
-    """One zone, recorded by looks at a set distance; before each of them something may happen."""
+    """One zone, recorded by periodic looks; before each of them an event may happen."""
 
     def __init__(self, bed: Bed, folder: Path) -> None:
         self.bed, self.out = bed, folder / "recorded"
@@ -107,7 +107,7 @@ class World:
         )
 
     def record(self, looks: Sequence[int | Callable[[], None]]) -> Trace:
-        """A look for each: at so many machines left in the zone, or after something has happened."""
+        """Record one look for each item: a number of machines left in the zone, or an event."""
         coming = iter(looks)
 
         def go_on(text: str) -> None:
@@ -128,7 +128,7 @@ class World:
     def make_recorder(self, tell: Callable[[str], None]) -> Recorder:
         return Recorder(
             self.provisioner, self.plan, self.plan.estimates, clock=self.bed.clock, owner=OWNER, out=self.out,
-            every_s=EVERY_S, tell=tell,
+            every_s=EVERY_S, on_message=tell,
         )  # fmt: skip
 
     def run(self, work: Coroutine[Any, Any, None]) -> None:

@@ -1,4 +1,4 @@
-"""The local cloud keeps the contract, with real processes."""
+"""The local cloud fulfils the contract, with real processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The cloud in memory keeps the contract too, on virtual time."""
+"""The cloud in memory fulfils the contract too, on virtual time."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from broker.clouds.base import Cloud
-from broker.clouds.simulated import FaultRates, SimulatedCloud
 from broker.types import Node, Offer
 from tests.clouds.contract import Bed, CloudContract
+from tests.clouds.simulated import FaultRates, SimulatedCloud
 from tests.simulation.virtual import VirtualClock
 
 
@@ -28,7 +28,7 @@ class SimulatedBed(Bed):
         )  # fmt: skip
 
     def reopen(self) -> Cloud:
-        return self.cloud  # it has no memory but its machines
+        return self.cloud  # it has no state but its machines
 
     def run(self, work: Coroutine[Any, Any, None]) -> None:
         self.virtual.run(lambda: work)

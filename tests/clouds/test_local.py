@@ -22,7 +22,7 @@ from broker.errors import CapacityError, TransientError
 from broker.runtime.transports.local import exchange
 from broker.types import Node, NodeState
 
-# Three double-forked grandchildren in sessions of their own, deaf to SIGTERM, and one that works on in the foreground.
+# Three double-forked grandchildren in their own sessions, ignoring SIGTERM, and one that works in the foreground.
 EVIL = """
 import os, signal, time
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -151,18 +151,18 @@ def test_terminating_twice_or_the_unknown_is_success(rig: Rig) -> None:
     asyncio.run(act())
 
 
-def test_end_that_a_full_disk_does_not_take_is_told_and_written_when_there_is_room(rig: Rig) -> None:
+def test_end_that_a_full_disk_cannot_record_is_reported_and_recorded_later(rig: Rig) -> None:
     async def act() -> None:
         (node,) = await rig.cloud.create_nodes(make_request())
         limits = resource.getrlimit(resource.RLIMIT_FSIZE)
         pids = json.loads((Path(node.handle) / "machine.json").read_text()).values()
-        for number in (signal.SIGSTOP, signal.SIGKILL):  # stopped first: neither may write down how the other ended
+        for number in (signal.SIGSTOP, signal.SIGKILL):  # stopped first: neither may record how the other ended
             for pid in pids:
                 os.kill(pid, number)
         await wait_for(lambda: not is_alive(Path(node.handle)))
         resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))  # no file may grow, as on a full disk
         try:
-            with pytest.raises(TransientError, match="cannot be written down"):
+            with pytest.raises(TransientError, match="cannot record the end"):
                 await rig.cloud.terminate_nodes([node])
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
@@ -231,7 +231,7 @@ def test_folders_are_private_and_abilities_declared(rig: Rig) -> None:
     asyncio.run(act())
 
 
-def test_ended_is_told_once(tmp_path: Path) -> None:
+def test_an_end_is_recorded_once(tmp_path: Path) -> None:
     local_machine.record_end(str(tmp_path), state="TERMINATED", reason="first")
     local_machine.record_end(str(tmp_path), state="TERMINATED", reason="second")
     assert json.loads((tmp_path / "ended.json").read_text())["reason"] == "first"
@@ -263,7 +263,7 @@ def test_a_node_whose_folder_is_deleted_ends_with_all_that_it_runs(rig: Rig) -> 
 def test_a_full_disk_is_the_clouds_error_and_leaves_no_half_made_node(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The controller tries again elsewhere or later; a raw OSError would be a fault of ours."""
+    """The controller retries elsewhere or later; a raw OSError would be our bug."""
 
     def fail(path: str, value: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)

@@ -40,7 +40,7 @@ def test_the_same_text_gets_the_same_placeholder_and_another_one_another() -> No
 
 
 @pytest.mark.parametrize("text", ["10.0.0.7", "172.31.5.9", "999.1.2.3", "i-0123456789abcdef0", "m5.large", "1.2.3"])
-def test_what_tells_nothing_stays(text: str) -> None:
+def test_text_without_private_data_is_kept(text: str) -> None:
     assert Scrubber().scrub(text) == text
 
 

@@ -1,4 +1,4 @@
-"""`broker check --live` against a fake of a cloud, and again against what the first run recorded."""
+"""`broker check --live` against a fake of a cloud, and again against the recording of the first run."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.testbed.replay import read_tape, serve
 
 
 class PaperGang:
-    """Answers for a node on paper: what is submitted has ended well, with the output of the check's command."""
+    """Answers for a node on paper: whatever is submitted has ended well, with the output of the check's command."""
 
     def __init__(self, *, status: RunStatus = RunStatus.SUCCEEDED, failure: TransientError | None = None) -> None:
         self.status, self.failure = status, failure
@@ -95,14 +95,14 @@ class World:
 
 
 class TrialSuite:
-    """Inherit, and give a fixture `bed`, and `reopen_at`: the adapter as it is with another endpoint."""
+    """Inherit, and provide a fixture `bed`, and `reopen_at`: the adapter with another endpoint."""
 
     private: Sequence[str] = ()  # must not be in a recording
 
     def reopen_at(self, bed: Bed, url: str, monkeypatch: pytest.MonkeyPatch, folder: Path) -> Cloud:
         raise NotImplementedError
 
-    def test_each_step_is_told_and_nothing_is_left(self, bed: Bed, tmp_path: Path) -> None:
+    def test_each_step_is_reported_and_nothing_is_left(self, bed: Bed, tmp_path: Path) -> None:
         world = World(bed, tmp_path)
         assert world.play(bed.reopen()) == [
             ("login", "ok"), ("bucket", "skipped"), ("create", "ok"), ("connect", "ok"), ("run", "ok"),

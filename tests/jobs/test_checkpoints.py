@@ -78,10 +78,10 @@ def test_task_that_saves_its_state_is_not_launched_where_that_would_be_lost(task
 def test_task_that_only_has_torch_set_up_may_keep_its_state_elsewhere() -> None:
     task = Task(name="t", setup="python3 -m trainers.setup", run="python x.py")
     (note,) = check_checkpoints([plan(task, "aws")])
-    assert "names no place for checkpoints" in note
+    assert "has no checkpoint location" in note
 
 
-def test_task_that_saves_into_a_bucket_of_its_own_is_launched_without_a_word() -> None:
+def test_task_that_saves_into_a_bucket_of_its_own_is_launched_without_a_notice() -> None:
     own = StorageMount(target="/ckpt", source=("s3://mine",))
     task = Task(name="t", run="python x.py --out /ckpt", checkpoint=CheckpointSpec(stall_s=9), storage_mounts=(own,))
     assert check_checkpoints([plan(task, "aws")]) == []
@@ -89,9 +89,9 @@ def test_task_that_saves_into_a_bucket_of_its_own_is_launched_without_a_word() -
         check_checkpoints([plan(replace(task, storage_mounts=(replace(own, mode="COPY"),)), "aws")])
 
 
-def test_task_that_saves_nothing_is_launched_with_a_word() -> None:
+def test_task_that_saves_nothing_is_launched_with_a_notice() -> None:
     (sentence,) = check_checkpoints([plan(Task(name="t", run="python x.py"), "aws")])
-    assert "begins anew" in sentence
+    assert "starts from scratch" in sentence
 
 
 def test_default_comes_from_the_environment_then_from_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

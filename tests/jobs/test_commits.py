@@ -13,9 +13,9 @@ from types import FrameType
 
 import pytest
 
-from broker.clouds.simulated import FaultRates
 from broker.errors import TransientError
 from broker.types import JobRecovery, Task
+from tests.clouds.simulated import FaultRates
 from tests.simulation.test_crashes import run_to_end
 from tests.simulation.world import CrashingStore, World, make_plan
 
@@ -29,11 +29,11 @@ COMMITS_MAX = {
     "Launcher._see_through": 1,
     "Launcher.record": 1,
     "Endings._restart": 1,
-    "Endings.end": 1,
-    "Endings.finish": 1,
-    "Endings.refuse": 1,
+    "Endings.end_job": 1,
+    "Endings.finish_job": 1,
+    "Endings.record_refusal": 1,
     "JobController._cancel": 2,
-    "JobController._note_progress": 1,
+    "JobController._record_progress": 1,
     "JobController._start": 1,
     "Provisioner._enter": 1,
     "Provisioner.down": 2,
@@ -43,7 +43,7 @@ COMMITS_MAX = {
 NOT_DURABLE = {
     "Launcher._create",  # only looks whether its intent is open, and whether it still leads
     "Launcher._end_unless_open",
-    "JobController._note_progress",  # is seen again
+    "JobController._record_progress",  # is seen again
     "HedgeTimer.note",
     "UnavailableOffers.note_failed_call",
     "copy_log",

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from broker.clouds.simulated import FaultRates
 from broker.errors import TransientError
 from broker.jobs.controller import JobController
 from broker.types import (
@@ -27,6 +26,7 @@ from broker.types import (
     RunStatus,
     Task,
 )
+from tests.clouds.simulated import FaultRates
 from tests.simulation.test_crashes import run_to_end
 from tests.simulation.world import Report, World, make_plan
 
@@ -258,7 +258,7 @@ def test_the_step_that_ends_a_recovery_is_noted_and_told_in_one_commit(world: Wo
     world.store.jobs.set_progress(world.job_id, Progress(step=10))
     controller, ran = world.make_controller(), list[str]()
     world.store._connection.set_trace_callback(ran.append)
-    noted = controller._note_progress(world.get_job(), live, Progress(step=11))
+    noted = controller._record_progress(world.get_job(), live, Progress(step=11))
     world.store._connection.set_trace_callback(None)
     assert noted.resumed_s == now_s and world.store.jobs.list_attempts(world.job_id)[-1] == noted
     assert ran.count("COMMIT") == 1

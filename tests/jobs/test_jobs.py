@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 from broker.clock import SystemClock
-from broker.clouds.simulated import FaultRates
 from broker.config import Config
 from broker.errors import (
     AuthError,
@@ -52,6 +51,7 @@ from broker.types import (  # fmt: skip
     make_event,
 )
 from broker.wording import describe_outcome
+from tests.clouds.simulated import FaultRates
 from tests.simulation.test_crashes import check, run_to_end
 from tests.simulation.world import OWNER, Report, World, make_plan
 
@@ -141,13 +141,13 @@ def test_logs_do_not_grow_for_ever(tmp_path: Path) -> None:
 def test_a_clock_that_jumps_keeps_leases_and_lists_going(jump_s: float) -> None:
     watch = AttemptMonitor("c")
     report = Report(status=RunStatus.RUNNING, returncode=None, unreachable=(), progress=None)
-    watch.note_lease(1000.0)
-    watch.note_list(1000.0)
+    watch.record_lease(1000.0)
+    watch.record_list(1000.0)
     assert not watch.needs_lease(1001.0) and not watch.needs_list(report, 1001.0)
     assert watch.needs_lease(1001.0 + jump_s) and watch.needs_list(report, 1001.0 + jump_s)
-    watch.note_silence(1000.0)
-    assert not watch.note_silence(1000.0 - 3600.0)
-    assert not watch.note_silence(1001.0 - 3600.0), "silence counts from the new time on"
+    watch.record_silence(1000.0)
+    assert not watch.record_silence(1000.0 - 3600.0)
+    assert not watch.record_silence(1001.0 - 3600.0), "silence counts from the new time on"
 
 
 def test_after_a_notice_new_nodes_are_asked_for_before_the_cloud_takes_the_old_ones(tmp_path: Path) -> None:
@@ -204,7 +204,7 @@ def test_no_offer_ends_the_job_with_the_reason(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("error", "clusters", "words"),
     [
-        (InvalidRequestError("`workdir`: ./src is not there any more"), 1, "./src is not there any more"),
+        (InvalidRequestError("`workdir`: ./src no longer exists"), 1, "./src no longer exists"),
         (TransientError("the agent fails: no python3"), 3, "on 3 clusters: the agent fails: no python3"),
     ],
 )
@@ -291,8 +291,8 @@ def test_a_head_that_is_out_of_reach_is_no_program_that_hangs() -> None:
 
 def test_a_clock_that_jumps_makes_no_silence() -> None:
     watch = AttemptMonitor("job-1-1")
-    assert not any(watch.note_silence(now_s) for now_s in (0.0, 1.0, 2.0, 7202.0, 7203.0))
-    assert watch.note_silence(7300.0) or watch.note_silence(7330.0) or watch.note_silence(7360.0)
+    assert not any(watch.record_silence(now_s) for now_s in (0.0, 1.0, 2.0, 7202.0, 7203.0))
+    assert watch.record_silence(7300.0) or watch.record_silence(7330.0) or watch.record_silence(7360.0)
 
 
 def test_a_program_that_always_hangs_at_one_step_is_given_up(tmp_path: Path) -> None:

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from broker.clouds.simulated import FaultRates
 from broker.errors import NoOfferError
 from broker.jobs.keeping import PATIENCE_S_MAX, Elsewhere, Keeping, is_at, measure_patience_s
 from broker.types import (
@@ -25,6 +24,7 @@ from broker.types import (
     Plan,
     RunStatus,
 )
+from tests.clouds.simulated import FaultRates
 from tests.jobs.test_node_replacement import take_nodes
 from tests.simulation.test_crashes import check, drive
 from tests.simulation.world import Report, World, make_offer

@@ -80,9 +80,9 @@ def conclude(
     config = Config(home=folder, owner=OWNER)
     gang = LostGang(world.store, config, Endings(job.id, world.store, world.clock), left)
     if is_starting:
-        asyncio.run(gang.conclude_success(job, attempt, cluster))
+        asyncio.run(gang.record_success(job, attempt, cluster))
         return world.get_job(), world
-    asyncio.run(gang.conclude(job, attempt, cluster, SILENT, is_noticed=False, was_attended=was_attended))
+    asyncio.run(gang.record_loss(job, attempt, cluster, SILENT, is_noticed=False, was_attended=was_attended))
     return world.get_job(), world
 
 

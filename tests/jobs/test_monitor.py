@@ -65,8 +65,8 @@ def test_a_thing_is_due_after_its_interval_and_when_the_clock_was_set_back() -> 
 def test_lists_and_leases_are_asked_for_at_once_and_then_at_their_intervals() -> None:
     watch = AttemptMonitor("c")
     assert watch.needs_list(report(), 1000.0) and watch.needs_lease(1000.0)
-    watch.note_list(1000.0)
-    watch.note_lease(1000.0)
+    watch.record_list(1000.0)
+    watch.record_lease(1000.0)
     assert not watch.needs_list(report(), 1000.0 + LIST_EVERY_S - 0.1)
     assert watch.needs_list(report(), 1000.0 + LIST_EVERY_S)
     assert not watch.needs_lease(1000.0 + LEASE_EVERY_S - 0.1)
@@ -77,7 +77,7 @@ def test_lists_and_leases_are_asked_for_at_once_and_then_at_their_intervals() ->
 def test_a_gang_is_attended_for_five_renewals_after_the_last_one() -> None:
     watch = AttemptMonitor("c")
     assert not watch.is_attended(1000.0), "nobody has renewed it yet"
-    watch.note_lease(1000.0)
+    watch.record_lease(1000.0)
     assert watch.is_attended(1000.0 + ATTENDED_S - 0.1) and not watch.is_attended(1000.0 + ATTENDED_S)
     assert ATTENDED_S == 5 * LEASE_EVERY_S
 
@@ -94,17 +94,17 @@ def test_nodes_that_answer_are_those_that_live_and_are_not_silent() -> None:
 )
 def test_a_suspicious_report_asks_for_a_list_at_once(suspicious: GangReport) -> None:
     watch = AttemptMonitor("c")
-    watch.note_list(1000.0)
+    watch.record_list(1000.0)
     assert watch.is_suspicious(suspicious) and watch.needs_list(suspicious, 1000.0)
     assert not watch.is_suspicious(report()) and not watch.is_suspicious(report(RunStatus.SUCCEEDED))
 
 
 def test_silence_counts_looks_and_seconds_as_they_were_seen_to_pass() -> None:
     watch = AttemptMonitor("c")
-    looks = [watch.note_silence(1000.0 + 10.0 * look) for look in range(14)]
+    looks = [watch.record_silence(1000.0 + 10.0 * look) for look in range(14)]
     assert looks.index(True) == UNREACHABLE_S_MIN / 10.0, "from the first silent look on"
     asleep = AttemptMonitor("c")
-    jumps = [asleep.note_silence(1000.0 + 3600.0 * look) for look in range(6)]
+    jumps = [asleep.record_silence(1000.0 + 3600.0 * look) for look in range(6)]
     assert jumps.index(True) == UNREACHABLE_S_MIN / GAP_S_MAX, "an hour asleep is one gap, no more"
 
 
@@ -132,10 +132,10 @@ def test_a_failure_is_as_old_as_its_first_look_and_forgotten_when_it_is_taken_ba
 
 def test_a_success_once_heard_stays_one_and_the_rest_of_the_signs_is_told_as_it_is() -> None:
     watch = AttemptMonitor("c")
-    watch.hear(report())
+    watch.observe(report())
     assert not watch.has_succeeded
-    watch.hear(report(RunStatus.SUCCEEDED))
-    watch.hear(report(RunStatus.FAILED))
+    watch.observe(report(RunStatus.SUCCEEDED))
+    watch.observe(report(RunStatus.FAILED))
     signals = watch.read_signals(report(RunStatus.FAILED, reason=NodeEnd.PREEMPTED), CLUSTER, 1000.0, nodes_min=2)
     assert signals.status is RunStatus.SUCCEEDED and signals.is_noticed and signals.is_spot and signals.nodes_min == 2
     assert signals.nodes == NODES
@@ -163,6 +163,6 @@ def test_no_stall_time_counts_while_the_head_is_silent() -> None:
 
 def test_each_node_is_advised_of_once_by_its_rank() -> None:
     watch = AttemptMonitor("c")
-    assert watch.take_advised(report(advised=(2, 1)), CLUSTER) == [1, 2]
-    assert watch.take_advised(report(advised=(0, 1, 2)), CLUSTER) == [0]
-    assert watch.take_advised(report(advised=(0, 1, 2)), CLUSTER) == []
+    assert watch.list_new_advisories(report(advised=(2, 1)), CLUSTER) == [1, 2]
+    assert watch.list_new_advisories(report(advised=(0, 1, 2)), CLUSTER) == [0]
+    assert watch.list_new_advisories(report(advised=(0, 1, 2)), CLUSTER) == []

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from broker.clouds.simulated import FaultRates
 from broker.types import Cluster, JobRecovery, JobStatus, Node, NodeState, RunStatus, Task
+from tests.clouds.simulated import FaultRates
 from tests.simulation.test_crashes import check, drive
 from tests.simulation.world import Crash, Report, SimulatedGang, World, _Run
 

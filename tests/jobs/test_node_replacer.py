@@ -82,10 +82,10 @@ class Stage:
     def list_told(self, kind: EventKind) -> list[str]:
         return [event.message for event in self.store.events.list(job_id=self.job.id) if event.kind is kind]
 
-    def look(self, cluster: Cluster, report: Report, *, until_s: float) -> None:
+    def step(self, cluster: Cluster, report: Report, *, until_s: float) -> None:
         async def act() -> None:
             while self.clock.time_s < START_S + until_s:
-                await self.replacer.look(
+                await self.replacer.step(
                     self.job, cluster, report, run_id=1, make_envs=dict, find_lease_s=lambda: 900.0
                 )
                 await asyncio.sleep(0)
@@ -99,7 +99,7 @@ def test_a_loss_is_told_once_and_a_full_place_is_asked_later_and_later_up_to_fiv
 ) -> None:
     monkeypatch.setattr("random.uniform", lambda low, high: high)
     stage = Stage(tmp_path)
-    stage.look(stage.cluster, CALM, until_s=1200.0)
+    stage.step(stage.cluster, CALM, until_s=1200.0)
     pauses = [later - earlier for (earlier, _), (later, _) in pairwise(stage.world.asked)]
     assert pauses == pytest.approx([30.0, 60.0, 120.0, 240.0, 300.0, 300.0], abs=2 * LOOK_S)
     assert {rank for _, rank in stage.world.asked} == {1} and stage.world.started == [(1, 900.0)]
@@ -114,14 +114,14 @@ def test_a_node_whose_setup_failed_is_ended_and_then_replaced_as_a_lost_one(
     monkeypatch.setattr("random.uniform", lambda low, high: high)
     stage = Stage(tmp_path, second=NodeState.RUNNING)
     unfit = replace(CALM, unfit=((1, "setup exited with 3 on rank 1"),))
-    stage.look(stage.cluster, unfit, until_s=40.0)
+    stage.step(stage.cluster, unfit, until_s=40.0)
     ended = [(time_s - START_S, node_id) for time_s, node_id in stage.world.ended]
     assert ended == [(0.0, "m"), (30.0, "m")], "asked again"
     assert not stage.world.asked, "it is not replaced before it is gone"
     first, second = stage.cluster.nodes
     gone = replace(stage.cluster, nodes=(first, replace(second, state=NodeState.TERMINATED)))
     stage.store.clusters.put(gone)
-    stage.look(gone, CALM, until_s=50.0)
+    stage.step(gone, CALM, until_s=50.0)
     assert [rank for _, rank in stage.world.asked] == [1]
     [told] = stage.list_told(EventKind.UNFIT)
     assert told.startswith("setup exited with 3 on rank 1") and f"`broker jobs logs {stage.job.id}`" in told
@@ -132,5 +132,5 @@ def test_a_node_whose_setup_failed_is_ended_and_then_replaced_as_a_lost_one(
 def test_a_fault_of_ours_while_a_node_is_replaced_is_not_taken_for_a_full_place(tmp_path: Path) -> None:
     stage = Stage(tmp_path, Faulty)
     with pytest.raises(ZeroDivisionError):
-        stage.look(stage.cluster, CALM, until_s=10.0)
+        stage.step(stage.cluster, CALM, until_s=10.0)
     assert not stage.list_told(EventKind.REPLACEMENT_FAILED)

@@ -65,7 +65,7 @@ class Stage:
         recorded_by: Any = provisioner
         self.recorder = Recorder(
             recorded_by, plan, chosen, clock=self.clock, owner="owner-1", out=folder, every_s=every_s,
-            tell=self.told.append,
+            on_message=self.told.append,
         )  # fmt: skip
 
     def run(self, ticks: int) -> None:
@@ -75,7 +75,7 @@ class Stage:
         return json.loads((self.folder / f"simulated-{zone}-{OFFER.instance_type}.json").read_text())
 
 
-def test_each_place_has_a_file_of_what_its_looks_found(tmp_path: Path) -> None:
+def test_each_place_has_a_file_with_its_samples(tmp_path: Path) -> None:
     provisioner = Provisioner(a=[None, FULL, None], b=[FULL, FULL, None])
     stage = Stage(tmp_path, provisioner, "a", "b")
     stage.run(3)
@@ -85,9 +85,11 @@ def test_each_place_has_a_file_of_what_its_looks_found(tmp_path: Path) -> None:
         "prices": [2.0, 2.0, 2.0],
     }
     assert stage.read("b")["data"] == [0, 0, 2]
-    assert stage.told == [f"look {n} of 3: {given} of 2 places give the nodes" for n, given in ((1, 1), (2, 0), (3, 2))]
-    assert stage.clock.time_s == START_S + 2 * 600.0, "the first look is at once"
-    assert not provisioner.up_now and len(provisioner.downs) == 12, "before each look, too: an earlier one was killed"
+    assert stage.told == [
+        f"sample {n} of 3: {given} of 2 places have capacity" for n, given in ((1, 1), (2, 0), (3, 2))
+    ]
+    assert stage.clock.time_s == START_S + 2 * 600.0, "the first sample is immediate"
+    assert not provisioner.up_now and len(provisioner.downs) == 12, "before each sample, too: an earlier one was killed"
     assert set(provisioner.downs) == {"broker-trace-owne-0", "broker-trace-owne-1"}
     assert sorted(path.suffix for path in tmp_path.iterdir()) == [".json", ".json"]
 

@@ -149,7 +149,7 @@ def test_a_study_tells_each_step_and_searches_the_optimum_as_far_as_the_effort_a
     assert count_optima(scenes) == 3
     assert count_optima([Scene(case=long, from_hour=hour) for hour in range(50)]) == 1
     told = list[tuple[int, int, str]]()
-    study = run_study(scenes, ["greedy"], optima_count=None, tell=lambda *step: told.append(step))
+    study = run_study(scenes, ["greedy"], optima_count=None, on_step=lambda *step: told.append(step))
     assert told == [(index, 6, "greedy" if index < 3 else "optimum") for index in range(6)]
     (greedy,) = study.scores
     assert study.optimum_usd_mean is not None and greedy.over_optimum is not None

@@ -4,7 +4,7 @@ A mutant replaces a span of bytes and keeps every other byte, so line numbers st
 matters, and are left alone:
 
 * docstrings, annotations, `__all__`, bodies under `if TYPE_CHECKING` and of Protocols, `__repr__`
-* log calls, and calls that make or add an event (`make_event`, `events.add`, `on_event`, `_tell` outside of the agent):
+* log calls, and calls that make or add an event (`make_event`, `add_event`, `on_event`, `_tell` outside of the agent):
   both are only read
 * functions that make texts for people: named `say`, `describe`, `show` or `explain` and returning `str`, and `_tell`
 * tuning values by one: numbers that are no small count become 0 or ten times as much
@@ -25,7 +25,7 @@ NEGATION = {
 ARITHMETIC = {ast.Add: "-", ast.Sub: "+", ast.Mult: "/", ast.Div: "*", ast.FloorDiv: "*", ast.Mod: "*", ast.Pow: "*"}
 EXTREMES = {"min": "max", "max": "min", "any": "all", "all": "any"}
 LOGS = ("log", "logger", "logging")
-EVENTS = ("on_event", "_tell", "make_event")
+EVENTS = ("on_event", "_tell", "_add_event", "_record_decision", "make_event")
 TEXTS = ("say", "describe", "show", "explain")
 UNREAD_KEYWORDS = ("hints", "message", "kind", "details")
 SQL_CALLS = ("execute", "write", "row", "rows")

@@ -1,4 +1,4 @@
-"""Expected hours and dollars: limits that can be worked out by hand, and simulations of the same process."""
+"""Expected hours and dollars: limits computed by hand, and simulations of the same process."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from broker.optimizer.billing import bill_recovery_s
 from broker.optimizer.cost import (
-    Terms,
+    RunInputs,
     expected_hours,
     run_on_demand,
     run_on_spot,
@@ -46,7 +46,7 @@ def test_daly_interval_is_near_the_best_of_a_grid(hazard: float, stall: float) -
 
 
 def test_recoveries_that_can_be_struck_change_little() -> None:
-    """Daly's model has exp(H R) / H where ours has 1/H + R: they part by less than (H R)^2."""
+    """Daly's model has exp(H R) / H where ours has 1/H + R: they differ by less than (H R)^2."""
     work, hazard, tau, stall, restart = 100.0, 0.05, 3600.0, 30.0, 900.0
     ours = expected_hours(work, hazard, tau, stall, restart)
     dalys = work / (tau / 3600) * math.exp(hazard * restart / 3600) / hazard * math.expm1(hazard * (tau + stall) / 3600)
@@ -63,8 +63,8 @@ class Run:
     ondemand_hours: float = 0.0
 
 
-def simulate(draw: random.Random, terms: Terms, segments: int, switch_after: float | None) -> Run:
-    """Stretch by stretch; leaves spot after the preemption that brings the losses over `switch_after`."""
+def simulate(draw: random.Random, terms: RunInputs, segments: int, switch_after: float | None) -> Run:
+    """Simulate stretch by stretch; leave spot after the preemption that brings the losses over `switch_after`."""
     tau, stall = terms.every_hours, terms.checkpoint.stall_s / 3600
     run, lost, left = Run(), 0.0, segments
     while left:
@@ -85,9 +85,9 @@ def simulate(draw: random.Random, terms: Terms, segments: int, switch_after: flo
     return run
 
 
-def make_terms(hazard: float, deadline: float | None, work: float = 24.0) -> Terms:
+def make_terms(hazard: float, deadline: float | None, work: float = 24.0) -> RunInputs:
     spec = CheckpointSpec(stall_s=60, restart_s=900)
-    return Terms(
+    return RunInputs(
         work_hours=work, hazard=hazard, checkpoint=spec, recovery_hours=0.25, recovery_billed_hours=0.2,
         deadline_hours=deadline,
     )  # fmt: skip
@@ -97,7 +97,7 @@ def make_terms(hazard: float, deadline: float | None, work: float = 24.0) -> Ter
 def test_spot_agrees_with_a_simulation(hazard: float) -> None:
     loose = make_terms(hazard, 30.0)
     segments = max(1, round(24 / loose.every_hours))
-    terms = make_terms(hazard, 30.0, work=segments * loose.every_hours)  # whole stretches, as the simulation does them
+    terms = make_terms(hazard, 30.0, work=segments * loose.every_hours)  # whole stretches, as in the simulation
     course = run_on_spot(terms)
     draw = random.Random(3)
     runs = [simulate(draw, terms, segments, None) for _ in range(SAMPLES)]
@@ -140,10 +140,10 @@ def test_much_slack_makes_the_switch_the_same_as_spot() -> None:
 
 
 def test_on_demand_stalls_only_where_the_task_fixes_an_interval() -> None:
-    free = Terms(work_hours=10, hazard=0, checkpoint=CheckpointSpec(), recovery_hours=0, recovery_billed_hours=0)
+    free = RunInputs(work_hours=10, hazard=0, checkpoint=CheckpointSpec(), recovery_hours=0, recovery_billed_hours=0)
     assert run_on_demand(free).hours == 10
     fixed = CheckpointSpec(every_s=3600, stall_s=36)
-    saving = Terms(work_hours=10, hazard=0, checkpoint=fixed, recovery_hours=0, recovery_billed_hours=0)
+    saving = RunInputs(work_hours=10, hazard=0, checkpoint=fixed, recovery_hours=0, recovery_billed_hours=0)
     assert run_on_demand(saving).hours == pytest.approx(10.1)
 
 
@@ -156,7 +156,7 @@ def test_deadline_chance_is_a_chance_and_grows_with_time() -> None:
 
 
 def test_spot_that_never_gets_through_a_stretch_has_no_finite_cost() -> None:
-    terms = Terms(
+    terms = RunInputs(
         work_hours=100, hazard=100, checkpoint=CheckpointSpec(every_s=36_000), recovery_hours=0.1,
         recovery_billed_hours=0.1, deadline_hours=1000,
     )  # fmt: skip
@@ -166,7 +166,7 @@ def test_spot_that_never_gets_through_a_stretch_has_no_finite_cost() -> None:
 
 
 def test_a_lost_machine_is_not_billed_and_clouds_start_the_clock_at_different_times() -> None:
-    assert bill_recovery_s("runpod", 1, 300, 0) == 270  # one node: nothing runs while the loss is noticed
-    assert bill_recovery_s("runpod", 4, 300, 0) == 292.5  # of four nodes three are paid for meanwhile
+    assert bill_recovery_s("runpod", 1, 300, 0) == 270  # one node: nothing runs until the loss is detected
+    assert bill_recovery_s("runpod", 4, 300, 0) == 292.5  # of four nodes, three are billed meanwhile
     assert bill_recovery_s("lambda", 1, 300, 0) < bill_recovery_s("aws", 1, 300, 0)
-    assert bill_recovery_s("aws", 1, 0, 60) == 60  # reading a checkpoint back is always paid
+    assert bill_recovery_s("aws", 1, 0, 60) == 60  # reading a checkpoint back is always billed

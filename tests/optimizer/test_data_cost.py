@@ -1,4 +1,4 @@
-"""Egress of inputs, outputs and checkpoints, and what keeping them costs."""
+"""Egress of inputs, outputs and checkpoints, and the cost of storing them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Why nothing fits, why something cheaper lost, and what lies between cost and time."""
+"""Why a task is infeasible, why a cheaper placement was rejected, and the frontier between cost and time."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FIGURES = {
 
 
 def explain(text: str, offers: list[Offer] = OFFERS) -> NoOfferError:
-    """The error, after every hint in it was tried by hand too."""
+    """Return the error, after trying every hint in it."""
     task = read(text)
     with pytest.raises(NoOfferError) as caught:
         plan(task, offers)
@@ -66,24 +66,24 @@ def test_deadline_hint_is_the_least_that_can_be_met() -> None:
         plan(text.replace("50h", "99.8h"), OFFERS)
 
 
-def test_budget_hint_says_what_it_costs() -> None:
+def test_budget_hint_has_the_cost() -> None:
     error = explain("resources: {accelerators: H100:8}\ngoal: {work: 100h, budget: 10}")
     assert error.hints[0].startswith("raise `budget`: 4 placements fit, cheapest aws us-east-1")
     assert "USD expected" in error.hints[0]
 
 
-def test_two_faults_are_mended_together() -> None:
+def test_two_changes_are_combined_if_one_is_not_enough() -> None:
     error = explain("resources: {accelerators: H100:8, region: mars, cpus: 900+}")
     assert error.hints[0].startswith("drop `region: mars` and drop `cpus: 900+`")
 
 
-def test_every_filter_says_what_it_took_and_what_came_nearest() -> None:
+def test_every_filter_reports_its_count_and_nearest_miss() -> None:
     error = explain("resources: {accelerators: H100:2, cloud: gcp}")
     assert [line.split()[0] for line in error.message.splitlines()[1:]] == ["cloud", "accelerator"]
     assert "nearest H100:4 (half)" in error.message
 
 
-def test_loser_says_what_makes_it_dearer_in_the_end() -> None:
+def test_rejected_placement_names_the_cause_of_its_cost() -> None:
     slow = offer("aws", accelerator="A100", instance_type="old", spot_usd_hour=5.0, ondemand_usd_hour=15.0)
     fast = offer("gcp", spot_usd_hour=10.0)
     text = "resources: {accelerators: {A100: 8, H100: 8}, use_spot: true}\ngoal: {work: {hours: 90, on: A100:8}}"
@@ -95,7 +95,7 @@ def test_loser_says_what_makes_it_dearer_in_the_end() -> None:
     assert loser.reason.endswith("USD to finish")
 
 
-def test_loser_that_is_late_says_so() -> None:
+def test_rejected_placement_that_is_late_gives_that_reason() -> None:
     offers = [offer("aws", spot_usd_hour=10.0, interruption_band=100)]
     text = "resources: {accelerators: H100:8}\nnum_nodes: 64\ncheckpoint: {restart: 2h}\n"
     made = plan(text + "goal: {work: 100h, deadline: 101h, confidence: 0.99}", offers)

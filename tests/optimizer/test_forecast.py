@@ -86,3 +86,13 @@ def test_the_cheapest_on_demand_gang_is_the_fallback_whatever_its_machines() -> 
     found = forecast_plan(plan(TASK, [offer(), other]))
     assert found is not None and found.ondemand_usd == pytest.approx(22.0 * 40)
     assert found.usd_mean < forecast().usd_mean
+
+
+def test_refused_places_make_spot_dearer_only_where_all_of_them_refused() -> None:
+    chosen = plan(TASK, [offer(zone="us-east-1a"), offer(zone="us-east-1b")])
+    own, some, none = (
+        forecast_plan(chosen, is_refused=lambda each, zones=zones: each.offer.zone in zones)  # type: ignore[misc]
+        for zones in ((), ("us-east-1a",), ("us-east-1a", "us-east-1b"))
+    )
+    assert own is not None and some is not None and none is not None
+    assert own.usd_mean == some.usd_mean < none.usd_mean

@@ -1,4 +1,4 @@
-"""Memory of training against the figures that papers print."""
+"""Training memory compared with the figures in papers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_stage_2_shrinks_with_ranks_as_table_1_says(data: int, gigabytes: float)
 
 
 # Korthikanti 2022, table 3: shapes, tensor x pipeline, micro-batch; all ran on 80 GB A100, and figure 1 shows that
-# the same without sequence parallelism and recomputation does not fit.
+# without sequence parallelism and recomputation they do not fit.
 MEGATRON = {
     "22B": (ModelShape(layers=48, width=6144, heads=64, vocabulary=51200), 8, 1, 4, 1),
     "175B": (ModelShape(layers=96, width=12288, heads=96, vocabulary=51200), 8, 8, 1, 64),

@@ -1,4 +1,4 @@
-"""What must hold for any offers: properties of the whole ranking."""
+"""Properties of the whole ranking that hold for any offers."""
 
 from __future__ import annotations
 

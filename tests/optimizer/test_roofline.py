@@ -1,4 +1,4 @@
-"""The step-time model against published runs, and the properties that any such model must have."""
+"""The step-time model compared with published runs, and the properties of any such model."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def gpt(layers: int, width: int, heads: int) -> ModelShape:
     return ModelShape(layers=layers, width=width, heads=heads, vocabulary=51200)
 
 
-# Narayanan 2021, table 1: shape, tensor, pipeline, GPUs, batch, achieved TFLOP/s a GPU (recomputed ones among them).
-# The micro-batches are not in the table: these are our choice, large where memory allows.
+# Narayanan 2021, table 1: shape, tensor, pipeline, GPUs, batch, achieved TFLOP/s per GPU (including recomputation). The
+# table lacks micro-batches: these are our choice, large if memory allows.
 TABLE_1 = [
     pytest.param(gpt(24, 2304, 24), 1, 1, 32, 512, 16, 137, id="1.7B"),
     pytest.param(gpt(30, 3072, 32), 2, 1, 64, 512, 16, 138, id="3.6B"),
@@ -115,7 +115,7 @@ def take_step(
 def test_twice_the_nodes_are_never_slower_until_a_card_has_one_sequence(
     parameters: float, power: int, zero: int
 ) -> None:
-    """On 3.2 Tbit/s: the claim needs a network that keeps up, as the next test shows."""
+    """On 3.2 Tbit/s: the claim requires a fast enough network, as the next test shows."""
     once = take_step(parameters, nodes=2**power, zero=zero)
     twice = take_step(parameters, nodes=2 ** (power + 1), zero=zero)
     assert twice.total_s <= once.total_s * 1.0001
@@ -173,7 +173,7 @@ def test_network_speed_is_that_of_the_longest_beginning() -> None:
 
 
 def test_gradients_that_hide_behind_nothing_cost_their_whole_way() -> None:
-    # 2 x 7/8 of 4 bytes a parameter over NVLink's 450 GB/s one way, at the stated 75 %.
+    # 2 x 7/8 of 4 bytes per parameter over NVLink's 450 GB/s one way, at the stated 75 %.
     shape, hardware = guess_shape(1e9), Hardware(figures=H100, accelerators=8, network_gbs=400)
     hidden, bare = (
         estimate_step(

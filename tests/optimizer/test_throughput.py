@@ -1,4 +1,4 @@
-"""Work scaled from the placement it was measured on to another."""
+"""Work scaled from the placement on which it was measured to another."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def scale(accelerator: str | None, count: float, *, nodes: int = 1, goal: Goal =
     return hours
 
 
-def test_no_work_is_no_hours() -> None:
+def test_without_work_there_are_no_hours() -> None:
     assert scale_work(None, sell("A100", 8), FIGURES) is None
     assert scale_work(Goal(deadline_hours=3), sell("A100", 8), FIGURES) is None
 
@@ -71,7 +71,7 @@ def test_a_figure_for_another_count_keeps_the_measured_ratio_of_cards() -> None:
 
 
 def test_a_card_that_was_not_measured_follows_the_mean_of_those_that_were() -> None:
-    # Only the card of the goal measured: the ratio is the roofline's own.
+    # Only the goal's card is measured: the ratio is the roofline's.
     assert scale("H100", 8, A100_8=12_500) == pytest.approx(scale("H100", 8))
 
 
@@ -95,7 +95,7 @@ def test_a_card_without_figures_goes_by_count_or_not_at_all() -> None:
     assert scale("Unheard", 4, nodes=2, goal=Goal(work_hours=10, work_on="unheard:8")) == 10
 
 
-def test_names_are_found_whatever_their_case() -> None:
+def test_names_are_case_insensitive() -> None:
     assert scale("H100", 8, goal=Goal(work_hours=100, work_on="a100:8")) == scale("H100", 8)
 
 

@@ -1,4 +1,4 @@
-"""The search on costs without any pattern, where the bound alone proves nothing and branching must."""
+"""The search on costs without structure, where the bound alone proves nothing and branching is required."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from broker.pipelines.bounds import Field
+from broker.pipelines.bounds import CostField
 from broker.pipelines.branch_and_bound import Found, search
 from broker.pipelines.costs import Sums
 
@@ -21,8 +21,8 @@ def draw_sums(seed: int) -> Sums:
 
 
 def solve(sums: Sums, *, work_max: float = 1e7) -> Found:
-    field = Field(sums.unary, PAIRS, sums.tables)
-    # without small moves the start stays bad for long, and much has to be proven
+    field = CostField(sums.unary, PAIRS, sums.tables)
+    # without local moves the incumbent stays bad for long, and much must be proven
     return search(
         field, [0] * 6, evaluate=sums.add_up, improve=lambda choice, value: (choice, value), work_max=work_max
     )

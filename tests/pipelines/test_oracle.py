@@ -1,4 +1,4 @@
-"""Pipelines too large to try every choice, against a solver that shares no line with ours (HiGHS, where installed)."""
+"""Pipelines too large for exhaustive search, compared with an independent solver (HiGHS, if installed)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ highspy = pytest.importorskip("highspy", reason="the extra `solver` is not insta
 
 
 def solve_with_highs(tasks: list[Task], plans: list[Plan], egress: list[EgressPrice]) -> float:
-    """Integer programme: one binary a candidate; a share for each pair along an edge, whose sums equal its ends'."""
+    """Solve an integer programme: one binary per candidate; a share for each pair along an edge, whose sums equal its
+    ends'."""
     model = highspy.Highs()
     model.setOptionValue("output_flag", False)
     model.setOptionValue("mip_rel_gap", 0.0)

@@ -1,4 +1,4 @@
-"""Pipelines: by hand where a person can, against every possible choice where a machine must."""
+"""Small pipelines checked by hand, larger ones by exhaustive search."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ PRICES = (
 
 
 def estimate(place: str, usd: float, hours: float | None = 1.0, instance_type: str = "x") -> Estimate:
-    """`place` is "cloud/region". Hours None: no work was given, and `usd` is the price per hour."""
+    """`place` is "cloud/region". Hours None: no work is given, and `usd` is the price per hour."""
     cloud, region = place.split("/")
     offer = Offer(
         cloud=cloud, region=region, zone=None, instance_type=instance_type, vcpus=8, memory_gib=32,
@@ -67,7 +67,7 @@ PLACES = ("aws/a", "aws/b", "aws/far", "gcp/a", "gcp/b", "vast/a")
 
 
 def draw_case(seed: int, *, tasks_max: int = 6, options_max: int = 4) -> Case:
-    """A random pipeline, dense or sparse, with free, cheap and dear data. One seed, one case."""
+    """Draw a random pipeline, dense or sparse, with free, cheap and expensive data, from one seed."""
     draw = random.Random(seed)
     count = draw.randint(1, tasks_max)
     density, scale = draw.random(), draw.choice((0.0, 1.0, 20.0, 100.0, 1000.0))
@@ -95,7 +95,7 @@ def draw_case(seed: int, *, tasks_max: int = 6, options_max: int = 4) -> Case:
 
 
 def price_choice(case: Case, chosen: Mapping[str, Estimate]) -> float:
-    """USD of a whole choice, from first principles."""
+    """Return the USD of a complete choice, from first principles."""
     table = EgressTable.from_prices(case.egress)
     total = sum(each.placement.usd_hour if each.expected_usd is None else each.expected_usd for each in chosen.values())
     for task in case.tasks:
@@ -106,7 +106,7 @@ def price_choice(case: Case, chosen: Mapping[str, Estimate]) -> float:
 
 
 def try_everything(case: Case) -> float:
-    """The least USD of all choices, one by one; only the prices of pairs are looked up beforehand."""
+    """Return the minimum USD by exhaustive search; only the prices of pairs are precomputed."""
     table = EgressTable.from_prices(case.egress)
     place = {task.name: i for i, task in enumerate(case.tasks)}
     options = [[each.placement.offer for each in plan.estimates] for plan in case.plans]
@@ -139,7 +139,7 @@ def test_no_possible_choice_is_cheaper(block: int) -> None:
 
 
 def test_the_search_was_needed_and_found_the_same_as_trying_everything() -> None:
-    """Every task linked with every other: nothing folds beyond the last three."""
+    """Every task is linked with every other: nothing can be eliminated beyond the last three."""
     for seed in range(40):
         draw = random.Random(seed)
         names = [f"t{i}" for i in range(6)]
@@ -152,13 +152,13 @@ def test_the_search_was_needed_and_found_the_same_as_trying_everything() -> None
 
 
 def list_outcomes(case: Case) -> list[tuple[float, float]]:
-    """(USD, hours) of all choices, one by one."""
+    """List (USD, hours) of all choices, one by one."""
     table = EgressTable.from_prices(case.egress)
     outcomes = list[tuple[float, float]]()
     for picked in itertools.product(*(plan.estimates for plan in case.plans)):
         chosen = {task.name or "": each for task, each in zip(case.tasks, picked, strict=True)}
         ends = dict[str, float]()
-        for task in case.tasks:  # draw_case writes what is needed first
+        for task in case.tasks:  # draw_case writes dependencies first
             name = task.name or ""
             starts = [
                 ends[other]
@@ -192,7 +192,7 @@ def test_no_possible_choice_is_cheaper_in_time_or_sooner(block: int) -> None:
 
 
 def draw_tree(seed: int, count: int, options: int) -> Case:
-    """Every task is linked with one earlier task, which it needs or which needs it: paths never meet twice."""
+    """Link every task with one earlier task, in either direction: paths never meet twice."""
     draw = random.Random(seed)
     needs: dict[str, dict[str, float]] = {f"t{i}": {} for i in range(count)}
     for i in range(1, count):
@@ -237,7 +237,7 @@ def test_trees_are_solved_alike_by_labels_and_by_search(seed: int, monkeypatch: 
 
 @pytest.mark.parametrize("seed", range(6))
 def test_a_long_chain_meets_its_deadline_at_the_least_cost(seed: int) -> None:
-    """Against the plain programme over all (USD, hours) pairs, which nothing cuts short."""
+    """Compared with the plain programme over all (USD, hours) pairs, without pruning."""
     draw = random.Random(seed)
     names = [f"t{i}" for i in range(12)]
     gib = {name: draw.uniform(0, 100) for name in names}
@@ -275,14 +275,14 @@ def test_a_long_chain_meets_its_deadline_at_the_least_cost(seed: int) -> None:
         assert planned.usd == near(min(usd for usd, hours in outcomes if hours <= deadline))
 
 
-def test_a_deadline_that_nothing_meets_says_what_is_possible() -> None:
+def test_an_infeasible_deadline_reports_the_fastest_plan() -> None:
     each = case({"a": {}, "b": {"a": 1.0}}, {"a": [estimate("aws/a", 1.0, 5.0)], "b": [estimate("aws/a", 1.0, 7.0)]})
-    with pytest.raises(NoOfferError, match=r"deadline of 10 h: the soonest takes 12\.0 h"):
+    with pytest.raises(NoOfferError, match=r"deadline of 10 h: the fastest takes 12\.0 h"):
         plan_pipeline(each.tasks, each.plans, each.egress, deadline_hours=10.0)
 
 
 def test_a_deadline_pays_for_speed_only_where_it_is_needed() -> None:
-    """Two tasks side by side: the short one may dawdle."""
+    """Two parallel tasks: the shorter one may be slow."""
     options = {
         "long": [estimate("aws/a", 10.0, 10.0), estimate("aws/a", 30.0, 5.0, "fast")],
         "short": [estimate("aws/a", 4.0, 4.0), estimate("aws/a", 9.0, 2.0, "fast")],
@@ -358,7 +358,7 @@ def test_a_task_with_an_order_of_preference_keeps_it() -> None:
     assert ordered.solve().steps[1].estimate.placement.offer.cloud == "gcp"
 
 
-def test_a_task_without_work_counts_as_one_hour_and_says_so() -> None:
+def test_a_task_without_work_counts_as_one_hour_and_is_marked() -> None:
     solved = case(
         {"a": {}, "b": {"a": 0.0}}, {"a": [estimate("aws/a", 4.0, None)], "b": [estimate("aws/a", 6.0, 3.0)]}
     ).solve()
@@ -372,8 +372,8 @@ def test_a_task_that_never_finishes_anywhere_is_named() -> None:
         stuck.solve()
 
 
-def test_a_search_that_is_cut_short_says_how_far_it_may_be_off() -> None:
-    """With no steps at all the greedy choice, mended by small moves, comes back with an honest bound."""
+def test_a_search_that_stops_early_reports_its_gap() -> None:
+    """Without any steps, the greedy choice improved by local moves is returned with a valid bound."""
     draw = random.Random(5)
     names = [f"t{i}" for i in range(7)]
     needs = {name: {other: draw.uniform(5, 60) for other in names[:i]} for i, name in enumerate(names)}
@@ -438,7 +438,7 @@ class TestOrder:
     def test_tasks_without_a_name_are_called_by_their_place(self) -> None:
         assert order_tasks([Task(), Task(name="b", needs={"task-1": 1.0}), Task()]) == ("task-1", "b", "task-3")
 
-    def test_a_name_used_twice_stays_apart_until_somebody_needs_it(self) -> None:
+    def test_a_duplicate_name_is_ambiguous_only_in_needs(self) -> None:
         assert order_tasks([Task(name="a"), Task(name="a")]) == ("a", "a-2")
         with pytest.raises(UsageError, match="2 tasks are named"):
             order_tasks([Task(name="a"), Task(name="a"), Task(name="b", needs={"a": 1.0})])

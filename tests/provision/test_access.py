@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 import pytest
 
-from broker.clouds.simulated import SimulatedCloud
 from broker.errors import AuthError
 from broker.provision.access import RENEW_EVERY_S, WAIT_S_MAX, AccessRenewer
 from broker.types import Node, NodeState
+from tests.clouds.simulated import SimulatedCloud
 from tests.simulation.virtual import VirtualClock
 
 NODE = Node(id="i-1", cloud="cloud", owner="me", cluster="c", attempt=1, rank=0, state=NodeState.RUNNING, token="t")

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from broker.clouds.simulated import FaultRates
 from broker.errors import AuthError, CapacityError, DeniedError, QuotaError, ThrottledError, UsageError
 from broker.provision.failover import CAPACITY_REFUSAL_S, make_token
 from broker.provision.launch import CREATE_TRIES_MAX
 from broker.provision.nodes import RESUMED_S_MIN
 from broker.types import Cluster, Event, EventKind, Node, NodeList, NodeRequest, NodeState, Task
 from broker.wording import describe_event
+from tests.clouds.simulated import FaultRates
 from tests.simulation.world import FOREIGN, OWNER, World, make_plan
 
 

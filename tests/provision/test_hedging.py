@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from broker.clouds.simulated import CloudTimings, FaultRates, SimulatedCloud
 from broker.errors import BrokerError, CapacityError, ThrottledError, TransientError, UnknownOutcomeError
 from broker.provision.hedge_timer import LIMITS, Answer, HedgeTimer, bound, learn
 from broker.provision.lifecycle import Provisioner
 from broker.provision.refusals import FAILURES_MAX, PROBE_S, UnavailableOffers
 from broker.types import Cluster, ClusterStatus, Node, NodeList, NodeRequest, NodeState
 from broker.wording import describe_event
+from tests.clouds.simulated import CloudTimings, FaultRates, SimulatedCloud
 from tests.simulation.test_crashes import check, run_to_end
 from tests.simulation.world import World, make_plan
 

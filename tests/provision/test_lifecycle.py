@@ -11,7 +11,6 @@ from typing import Any, TypeVar
 
 import pytest
 
-from broker.clouds.simulated import CloudTimings, FaultRates, SimulatedCloud
 from broker.errors import AccountError, AuthError, BrokerError, CapacityError, TransientError, UsageError
 from broker.provision.lifecycle import STOP_S_MAX, Provisioner
 from broker.provision.nodes import LOOK_S_MAX
@@ -29,6 +28,7 @@ from broker.types import (
     Task,
 )
 from broker.wording import describe_event
+from tests.clouds.simulated import CloudTimings, FaultRates, SimulatedCloud
 from tests.simulation.world import OWNER, World, make_plan
 
 T = TypeVar("T")

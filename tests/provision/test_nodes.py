@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from broker.clouds.simulated import CloudTimings, FaultRates
 from broker.errors import AuthError, UnknownOutcomeError, UsageError
 from broker.provision.lifecycle import Provisioner
 from broker.provision.listing import Lister
 from broker.provision.nodes import Absence, confirm_gone
 from broker.types import ClusterStatus, IntentEnd, Node, NodeRequest, NodeState
+from tests.clouds.simulated import CloudTimings, FaultRates
 from tests.simulation.virtual import VirtualClock
 from tests.simulation.world import OWNER, World, make_plan
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from broker.clouds.simulated import CloudTimings
 from broker.errors import AuthError, BrokerError, TransientError, UnreachedError
 from broker.provision.trial import CONNECT_S_MAX, MARK, RUN_S_MAX, StepOutcome, Trial, choose_places
 from broker.runtime.gang import GangReport
 from broker.types import Autostop, Cluster, NodeState, Plan, RunStatus, Task
+from tests.clouds.simulated import CloudTimings
 from tests.provision.test_lifecycle import Stage, Stopping
 from tests.simulation.world import OWNER, make_plan
 

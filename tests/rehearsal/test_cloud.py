@@ -138,7 +138,7 @@ def test_the_end_of_a_spell_takes_the_whole_gang_and_leaves_on_demand_alone(rig:
         assert [(node.state, node.reason) for node in spot] == [(NodeState.TERMINATED, "preempted")] * 2
 
     asyncio.run(play())
-    assert cloud.preemptions == 1 and "takes all 2 nodes away" in rig.told[0]
+    assert cloud.preemptions == 1 and "preempts all 2 nodes" in rig.told[0]
 
 
 def test_a_place_that_took_machines_away_has_none_for_a_while(rig: Rig) -> None:

@@ -207,7 +207,7 @@ def test_nothing_of_a_channel_that_was_cut_stays_on_the_node(way: Way) -> None:
 
 
 def test_channel_that_nothing_asks_for_is_closed(way: Way, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(channels, "UNWANTED_S", 0.5)
+    monkeypatch.setattr(channels, "UNUSED_S", 0.5)
 
     async def act() -> None:
         await way.start("i=0; until [ -e $HOME/enough ]; do i=$((i + 1)); echo $i; sleep 0.2; done")

@@ -26,10 +26,10 @@ def test_a_machine_without_ssh_keygen_and_one_that_hangs_are_told(
         raise subprocess.TimeoutExpired("ssh-keygen", timeout)
 
     monkeypatch.setattr(keys.subprocess, "run", hang)
-    with pytest.raises(StateError, match=f"did not end within {keys.KEYGEN_S:g} s"):
+    with pytest.raises(StateError, match=f"did not finish within {keys.KEYGEN_S:g} s"):
         keys.make_pair(tmp_path / "login", comment="c")
     monkeypatch.undo()
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(StateError, match="no `ssh-keygen`") as caught:
+    with pytest.raises(StateError, match="requires `ssh-keygen`") as caught:
         keys.make_pair(tmp_path / "login", comment="c")
     assert "openssh-client" in caught.value.hints[0]

@@ -206,5 +206,5 @@ def test_a_way_that_keeps_no_sessions_says_so() -> None:
         address="", handle="x://c/0",
     )  # fmt: skip
     routed = RoutedTransport({"x": Calling})
-    with pytest.raises(TransientError, match="the way to node `n` keeps no sessions"):
+    with pytest.raises(TransientError, match="the transport to node `n` does not support sessions"):
         asyncio.run(routed.open_stream(node, ["true"]))

@@ -7,9 +7,9 @@ import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from broker.clouds.simulated import SimulatedCloud
 from broker.jobs.outcomes import RunResult
 from broker.types import Progress, RunStatus
+from tests.clouds.simulated import SimulatedCloud
 from tests.simulation.events import LOST, Event, Violation
 from tests.simulation.machines import MachineGang, MachineRun
 

@@ -10,10 +10,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from random import Random
 
-from broker.clouds.simulated import SimulatedCloud
 from broker.errors import TransientError
 from broker.runtime.gang import list_live
 from broker.types import Cluster, Node, NodeState, Progress, RunStatus, Task
+from tests.clouds.simulated import SimulatedCloud
 from tests.simulation.processes import Process, ProcessClock, get_process
 from tests.simulation.shuffled import ShuffledLoop
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from random import Random
 
-from broker.clouds.simulated import CloudTimings, FaultRates
 from broker.types import CheckpointSpec, Goal, JobRecovery, Task
+from tests.clouds.simulated import CloudTimings, FaultRates
 from tests.simulation.machines import Program
 
 CLOUD_RATES_MAX = {

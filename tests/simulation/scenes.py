@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 
 import msgspec
 
-from broker.clouds.simulated import CloudTimings, FaultRates
 from broker.types import CheckpointSpec, Goal, JobRecovery, JobStatus, NodeRequest, NodeState, Task
+from tests.clouds.simulated import CloudTimings, FaultRates
 from tests.simulation import host, stories
 from tests.simulation.machines import Program
 from tests.simulation.mixes import JobSpec, Mix

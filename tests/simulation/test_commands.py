@@ -12,8 +12,8 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from broker.clouds.simulated import FaultRates
 from broker.types import JobStatus
+from tests.clouds.simulated import FaultRates
 from tests.simulation import scenes, stories
 from tests.simulation.invariants import TERMINAL
 from tests.simulation.runner import make_folder, watch_log

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from broker.clouds.simulated import FaultRates
 from broker.errors import BrokerError
 from broker.jobs.acquisition import Planner
 from broker.types import JobStatus, NodeState
+from tests.clouds.simulated import FaultRates
 from tests.simulation.world import FOREIGN, OWNER, Crash, World
 
 LIMIT_S = 6 * 3600.0

@@ -7,10 +7,10 @@ import math
 from collections.abc import Coroutine, Sequence
 from typing import TYPE_CHECKING, Any
 
-from broker.clouds.simulated import SimulatedCloud
 from broker.provision.lifecycle import Provisioner
 from broker.provision.listing import Lister, Listing
 from broker.types import Cluster, Node, NodeRequest
+from tests.clouds.simulated import SimulatedCloud
 from tests.simulation.processes import get_process
 from tests.simulation.records import IS_COLLECTOR
 from tests.simulation.shuffled import ShuffledLoop

@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from broker.clouds.simulated import FaultRates, SimulatedCloud
 from broker.config import Config
 from broker.errors import CloudError, TransientError
 from broker.jobs.acquisition import Planner
@@ -26,6 +25,7 @@ from broker.types import (
     RunStatus,
     Task,
 )
+from tests.clouds.simulated import FaultRates, SimulatedCloud
 from tests.simulation.virtual import VirtualClock
 
 OWNER = "me"

@@ -100,7 +100,7 @@ def test_every_error_of_the_library_has_one_of_ours() -> None:
 
 
 class Refusal(BaseHTTPRequestHandler):
-    """An S3 that knows nobody."""
+    """An S3 that accepts no login."""
 
     def do_GET(self) -> None:
         content = b"<Error><Code>InvalidAccessKeyId</Code></Error>"
@@ -113,7 +113,7 @@ class Refusal(BaseHTTPRequestHandler):
         pass
 
 
-def test_refused_login_says_how_to_log_in(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refused_login_explains_how_to_log_in(monkeypatch: pytest.MonkeyPatch) -> None:
     with ThreadingHTTPServer(("127.0.0.1", 0), Refusal) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         for name, value in S3Server(port=server.server_port).variables.items():
@@ -127,8 +127,8 @@ def test_refused_login_says_how_to_log_in(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_unknown_scheme_and_a_way_out_of_the_folder_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(InvalidRequestError, match="no storage for `ftp://`"):
+    with pytest.raises(InvalidRequestError, match="unsupported storage `ftp://`"):
         open_bucket("ftp://host/x")
-    with pytest.raises(InvalidRequestError, match="leads out of"):
+    with pytest.raises(InvalidRequestError, match="is outside"):
         open_bucket(f"file://{tmp_path}/in").write("../out", b"")
     assert set(BUCKETS) == {"file", "s3", "gs", "az", "r2"}

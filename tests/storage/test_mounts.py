@@ -1,4 +1,4 @@
-"""Buckets as folders on a node: the scripts are run, on this machine as on a node of the local cloud."""
+"""Buckets as folders on a node: the scripts run on this machine as on a node of the local cloud."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def server() -> Iterator[S3Server]:
 
 @pytest.fixture
 def url(server: S3Server, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A prefix with three objects, beside another that begins alike."""
+    """A prefix with three objects, next to another prefix that begins alike."""
     for name, value in server.variables.items():
         monkeypatch.setenv(name, value)
     prefix = uuid.uuid4().hex
@@ -94,11 +94,11 @@ def test_source_that_is_not_there_stops_the_script_and_is_named(node: Node, url:
     assert done.returncode == 69 and "done" not in done.stdout and not (node.home / "more").exists()
     assert done.stderr == f"error: `{url}/dat` does not exist or is empty\n"
     done = node.run(copy_to("~/in", "s3://no-such-bucket/x"))
-    assert done.returncode == 1 and "`s3://no-such-bucket/x` was not brought to `~/in`" in done.stderr
+    assert done.returncode == 1 and "cannot bring `s3://no-such-bucket/x` to `~/in`" in done.stderr
 
 
 def test_r2_bucket_is_copied_with_its_own_login(node: Node, url: str, server: S3Server) -> None:
-    """Moto's server in Cloudflare's place; the login is that of SkyPilot's files, or of variables."""
+    """Moto's server stands for Cloudflare; the login is from SkyPilot's files, or from variables."""
     step = copy_to("~/in", url.replace("s3://", "r2://") + "/data")
     bare = replace(node, environment={"PATH": node.environment["PATH"]})
     refused = bare.run(step)
@@ -150,7 +150,7 @@ def test_mount_takes_the_tool_that_the_node_has(
         assert not known
 
 
-def test_node_without_a_tool_says_which(node: Node) -> None:
+def test_node_without_a_tool_names_it(node: Node) -> None:
     bare = replace(node, environment={"PATH": "/usr/bin:/bin"})
     done = bare.run(MountStep(target="~/see", url="s3://b/x", mode="MOUNT"))
     assert done.returncode == 69
@@ -236,6 +236,6 @@ def test_nodes_of_a_gang_see_the_data_and_a_missing_source_fails_the_run(rig: Ri
         await rig.start(cluster, add_mounts(replace(task, storage_mounts=(gone,))), run_id=2)
         report = await rig.finish(cluster, run_id=2)
         assert (report.status, report.returncode) == (RunStatus.FAILED_SETUP, 69)
-        assert f"error: `file://{tmp_path}/gone` is not there" in await rig.read_log(cluster, run_id=2)
+        assert f"error: `file://{tmp_path}/gone` does not exist" in await rig.read_log(cluster, run_id=2)
 
     asyncio.run(act())

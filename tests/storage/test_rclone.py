@@ -1,6 +1,7 @@
-"""Real rclone before an object server that is slow: what its cache and its remote control say is what the agent reads.
+"""Real rclone with a slow object server: the agent reads its cache and its remote control.
 
-Runs where rclone, FUSE and the right to mount are at hand; `tests/agent/test_flush.py` holds the rest everywhere.
+Runs where rclone, FUSE and the permission to mount are available; `tests/agent/test_flush.py` covers the rest
+everywhere.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ pytestmark = pytest.mark.skipif(
 
 @dataclass(kw_only=True)
 class Gate(Wire):
-    """Passes nothing large on to the object server while it is closed: looks and small files go through."""
+    """Forwards looks and small files to the object server, but nothing large while it is closed."""
 
     is_open: threading.Event = field(default_factory=threading.Event)
 
@@ -56,7 +57,7 @@ def test_run_ends_when_rclone_has_uploaded_its_files(rig: Rig, slow: tuple[S3Ser
     folders = {str(Path(found).parent) for tool in ("rclone", "fusermount3") if (found := shutil.which(tool))}
     envs = {
         **server.variables,
-        "RCLONE_S3_USE_UNSIGNED_PAYLOAD": "true",  # else rclone asks for TLS, which the stand-in has not
+        "RCLONE_S3_USE_UNSIGNED_PAYLOAD": "true",  # otherwise rclone requires TLS, which the fake lacks
         "RCLONE_S3_USE_DATA_INTEGRITY_PROTECTIONS": "false",
         "AWS_ENDPOINT_URL": f"http://127.0.0.1:{gate.port}",
         "PATH": ":".join([*folders, str(Path(sys.executable).parent), "/usr/bin", "/bin"]),
@@ -92,5 +93,5 @@ def test_run_ends_when_rclone_has_uploaded_its_files(rig: Rig, slow: tuple[S3Ser
 
 
 def find_home(rig: Rig) -> Path:
-    """Of the only node."""
+    """Return the home folder of the only node."""
     return next(rig.root.rglob(".broker")).parent

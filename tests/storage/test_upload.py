@@ -1,4 +1,4 @@
-"""Local files into buckets: made where they are missing, sent once, and again only where they changed."""
+"""Local files into buckets: created if missing, sent once, and again only if changed."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def server() -> Iterator[S3Server]:
 
 @pytest.fixture(params=["s3", "r2"])
 def url(request: pytest.FixtureRequest, server: S3Server, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A bucket that nobody has made. R2 is moto's server too, reached by R2's variables alone."""
+    """A bucket that does not exist yet. R2 is moto's server too, reached through R2's variables alone."""
     keys = {"R2_ACCESS_KEY_ID": "key", "R2_SECRET_ACCESS_KEY": "secret", "R2_ENDPOINT_URL": server.url}
     for name, value in (server.variables if request.param == "s3" else keys).items():
         monkeypatch.setenv(name, value)
@@ -35,14 +35,14 @@ def test_files_are_sent_once_and_those_that_changed_again(url: str, tmp_path: Pa
     files = {"a": tmp_path / "a", "deep/b": tmp_path / "b"}
     for name, file in files.items():
         file.write_text(name)
-        os.utime(file, (1e9, 1e9))  # S3 tells whole seconds: what is as new as that is sent again
+        os.utime(file, (1e9, 1e9))  # S3 has whole seconds: a file as new as that is sent again
     told: list[tuple[int, int]] = []
     first = send_files(url, files, on_sent=lambda sent, total: told.append((sent, total)))
     assert told in ([(1, 7), (7, 7)], [(6, 7), (7, 7)]), "how many bytes of all have gone, after each file"
     assert (first.files, first.sent_files, first.sent_bytes, first.is_new_bucket) == (2, 2, 7, True)
     again = send_files(url, files)
     assert (again.sent_files, again.is_new_bucket) == (0, False)
-    files["a"].write_text("A")  # as long as before, and newer
+    files["a"].write_text("A")  # of the same length, and newer
     future_s = files["a"].stat().st_mtime + 60
     os.utime(files["a"], (future_s, future_s))
     assert send_files(url, files).sent_files == 1

@@ -1,4 +1,4 @@
-"""Texts that no cloud, shell or kernel takes are refused when they are read, with their place."""
+"""Texts that no cloud, shell or kernel accepts are refused when read, with their position."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_variables_that_together_are_more_than_a_program_takes_are_refused() -> 
 
 
 def test_limit_of_the_table_is_the_limit_of_this_kernel() -> None:
-    """What the agent does with `run`: one argument of bash."""
+    """The agent passes `run` to bash in one argument."""
     import subprocess
 
     script = "exit 0 #" + "x" * (allowed.ARGUMENT_BYTES_MAX - 1 - len("exit 0 #"))
@@ -200,7 +200,7 @@ def test_mapping_keeps_every_character_that_a_program_can_be_given(text: str) ->
     assert (task.run, task.envs["A"]) == (f"echo {text}", text)
 
 
-def test_every_rule_says_what_is_allowed_and_whose_rule_it_is() -> None:
+def test_every_rule_has_a_description_and_a_source() -> None:
     for kind, rule in RULES.items():
         assert rule.expected and rule.source, kind
         re.compile(f"^(?:{rule.pattern})$")
@@ -209,7 +209,7 @@ def test_every_rule_says_what_is_allowed_and_whose_rule_it_is() -> None:
         assert not rule.admits("a\0b") and not rule.admits("a\ud800"), kind
 
 
-def test_editors_are_told_the_same_patterns() -> None:
+def test_the_schema_has_the_same_patterns() -> None:
     definitions = make_schema()["$defs"]
     task, resources = definitions["task"]["properties"], definitions["resources"]["properties"]
     assert task["run"]["pattern"] == f"^(?:{allowed.SCRIPT.pattern})$"

@@ -1,4 +1,4 @@
-"""SkyPilot's dialect: the shapes of task files that people have, and what each becomes."""
+"""SkyPilot's dialect: forms of real task files, and the result of each."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whatever is in the file, the user gets tasks or our error with a place; never a stack trace."""
+"""For any file content, the user gets tasks or our error with a position; never a stack trace."""
 
 from __future__ import annotations
 

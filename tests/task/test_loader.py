@@ -1,4 +1,4 @@
-"""Task files: what is read, and what is said when it cannot be."""
+"""Task files: results, and errors for invalid ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What loads but is not carried out: said with its place, and refused at launch where it matters."""
+"""Unsupported fields: reported with their position, and refused at launch where they matter."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def load(text: str) -> Task:
         ("resources: {accelerator_args: {runtime_version: v2}}", "accelerator_args", True),
     ],
 )
-def test_task_loads_for_planning_and_says_what_is_not_done(text: str, field: str, blocks: bool) -> None:
+def test_task_with_unsupported_fields_loads_with_notices(text: str, field: str, blocks: bool) -> None:
     task = load(f"run: x\n{text}")
     assert [(each.field, each.blocks_launch) for each in task.notices] == [(field, blocks)]
     (notice,) = task.notices
@@ -89,14 +89,14 @@ def test_field_that_clouds_carry_out_is_a_notice_only_of_those_that_do_not(
 
 
 @pytest.mark.parametrize("field", ["disk_tier: none", "network_tier: standard"])
-def test_the_usual_is_no_notice_anywhere(field: str) -> None:
+def test_common_fields_give_no_notice_on_any_cloud(field: str) -> None:
     assert load(f"run: x\nresources: {{{field}}}").notices == ()
 
 
 @pytest.mark.parametrize(
     "text", ["api_server_access: false", "resources: {accelerator_args: {tpu_vm: true}}", "config: {}", "volumes: {}"]
 )
-def test_field_that_asks_for_nothing_is_no_notice(text: str) -> None:
+def test_field_without_effect_gives_no_notice(text: str) -> None:
     assert load(f"run: x\n{text}").notices == ()
 
 
@@ -150,7 +150,7 @@ def test_local_paths_that_are_there_are_mounted(tmp_path: Path) -> None:
         (b"# " + b"x" * 1_000_001, "the file is larger than 1,000,000 bytes"),
     ],
 )
-def test_file_that_is_no_task_file_is_told_so(tmp_path: Path, data: bytes, message: str) -> None:
+def test_file_that_is_not_a_task_file_is_refused(tmp_path: Path, data: bytes, message: str) -> None:
     path = tmp_path / "task.yaml"
     path.write_bytes(data)
     with pytest.raises(TaskError) as caught:
@@ -158,7 +158,7 @@ def test_file_that_is_no_task_file_is_told_so(tmp_path: Path, data: bytes, messa
     assert caught.value.issues[0].message.startswith(message)
 
 
-def test_line_of_the_first_byte_that_is_no_text_is_named(tmp_path: Path) -> None:
+def test_line_of_the_first_invalid_byte_is_named(tmp_path: Path) -> None:
     path = tmp_path / "task.yaml"
     path.write_bytes(b"name: a\nrun: \xe9\n")
     with pytest.raises(TaskError) as caught:
@@ -166,7 +166,7 @@ def test_line_of_the_first_byte_that_is_no_text_is_named(tmp_path: Path) -> None
     assert caught.value.issues[0].line == 2
 
 
-def test_byte_order_mark_is_no_text(tmp_path: Path) -> None:
+def test_byte_order_mark_is_ignored(tmp_path: Path) -> None:
     path = tmp_path / "task.yaml"
     path.write_bytes(b"\xef\xbb\xbfname: a\nrun: x\n")
     assert load_tasks(path)[0].name == "a"
@@ -175,7 +175,7 @@ def test_byte_order_mark_is_no_text(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "value", ["s3://bucket/x", "gs://bucket", "{source: 'gcs://b/x', mode: MOUNT}", "{name: data, store: AZURE}"]
 )
-def test_bucket_that_nodes_can_be_given_is_no_notice(value: str) -> None:
+def test_supported_bucket_gives_no_notice(value: str) -> None:
     written = value if value.startswith("{") else f"'{value}'"
     task = load(f"run: x\nfile_mounts: {{/data: {written}}}")
     assert task.notices == () and len(task.storage_mounts) == 1

@@ -28,7 +28,7 @@ def test_documents_without_needs_are_a_chain_with_the_sizes_of_outputs() -> None
     assert list_needs(tasks) == {"a": {}, "b": {"a": 128.0}, "task-3": {"b": 0.0}}
 
 
-def test_header_says_serial() -> None:
+def test_header_may_say_serial() -> None:
     assert list_needs(load("name: all\nexecution: serial", "name: a\nrun: x", "name: b\nrun: x"))["b"] == {"a": 0.0}
 
 
@@ -60,7 +60,7 @@ def test_circle_is_shown_with_its_names() -> None:
     assert "a -> a" in find_message("name: a\nneeds: a\nrun: x")
 
 
-def test_long_chain_of_needs_is_no_recursion() -> None:
+def test_long_chain_of_needs_does_not_recurse() -> None:
     tasks = load(*[f"name: t{i}\nneeds: [{'' if i == 0 else f't{i - 1}'}]\nrun: x" for i in range(900)])
     assert len(tasks) == 900
 

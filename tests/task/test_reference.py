@@ -1,4 +1,4 @@
-"""docs/TASK_FILE.md has every field of the dialect, in the words that editors show."""
+"""docs/TASK_FILE.md has every field of the dialect, with the descriptions shown by editors."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from broker.task.allowed import RULES
 from broker.task.schema import list_tables
 
 PAGE = Path(__file__).parent.parent.parent / "docs" / "TASK_FILE.md"
-MARK = "<!-- Below here: one row a field, from broker/task/fields*.py. BROKER_UPDATE_SNAPSHOTS=1 pytest remakes it. -->"
+MARK = "<!-- Below: one row per field, from broker/task/fields*.py. BROKER_UPDATE_SNAPSHOTS=1 pytest rewrites it. -->"
 
 
 def write_reference() -> str:
@@ -31,16 +31,16 @@ def write_reference() -> str:
 
 
 def write_rules() -> list[str]:
-    """What texts may hold, from broker/task/allowed.py."""
+    """Render the rules for texts from broker/task/allowed.py."""
     lines = [
         "",
         "## Allowed texts",
         "",
-        "A text that breaks its rule is refused when the file is read, with its place. No text may hold a zero byte",
-        "or half of a surrogate pair. Flags and `broker.plan` follow the same rules. A label that one cloud refuses",
-        "is an error where no other cloud may run the task, and a note otherwise.",
+        "A text that violates its rule is refused when the file is read, with its position. No text may contain a",
+        "zero byte or half of a surrogate pair. Flags and `broker.plan` follow the same rules. A label that one cloud",
+        "refuses is an error if no other cloud may run the task, and a note otherwise.",
         "",
-        "| text | must be | whose rule |",
+        "| text | must be | source |",
         "| --- | --- | --- |",
     ]
     return lines + [f"| {kind} | {rule.expected} | {rule.source} |" for kind, rule in RULES.items()]

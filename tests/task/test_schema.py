@@ -1,4 +1,4 @@
-"""The JSON Schema and the loader come from one table: they accept and refuse the same values."""
+"""The JSON Schema and the loader share one table: they accept and refuse the same values."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def fill(name: str, key: str, value: Any) -> dict[str, Any]:
 
 
 def is_backwards(value: Any) -> bool:
-    """The one rule that the schema cannot say: a range of ports goes up."""
+    """Return whether a range of ports is descending: the one rule that the schema cannot express."""
     if isinstance(value, list):
         return any(is_backwards(each) for each in value)
     ends = value.split("-") if isinstance(value, str) else []
@@ -96,7 +96,7 @@ def test_unknown_field_is_refused_by_both(name: str) -> None:
 @settings(QUIET, max_examples=150)
 @given(value=make_values(DEFS["resources"], DEFS))
 def test_valid_resources_load_from_text(value: dict[str, Any]) -> None:
-    """Through the whole loader: what the shapes take, the parts behind them can build a task of."""
+    """Through the whole loader: whatever the shapes accept can become a task."""
     if not VALIDATORS["resources"].is_valid(value):
         return
     try:
@@ -114,7 +114,7 @@ def test_valid_resources_load_from_text(value: dict[str, Any]) -> None:
         assert task.resources
 
 
-def test_schema_says_which_draft_it_follows_and_stays_small() -> None:
+def test_schema_names_its_draft_and_stays_small() -> None:
     assert SCHEMA["$schema"] == "https://json-schema.org/draft/2020-12/schema"
     Draft202012Validator.check_schema(SCHEMA)
     assert len(json.dumps(SCHEMA)) < 100_000

@@ -36,7 +36,7 @@ class Ear:
     def __init__(self) -> None:
         self.told: list[dict[str, Any]] = []
 
-    def tell(self, **message: Any) -> None:
+    def send(self, **message: Any) -> None:
         self.told.append(message)
 
     def take(self) -> list[str]:
@@ -49,8 +49,8 @@ class Ear:
 class Ears(Member):
     ear: Ear
 
-    def tell(self, **message: Any) -> None:
-        self.ear.tell(**message)
+    def send(self, **message: Any) -> None:
+        self.ear.send(**message)
 
 
 def make_member(

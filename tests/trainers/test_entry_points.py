@@ -123,7 +123,10 @@ def test_bandwidths_are_those_of_nccl_tests() -> None:
 
 
 def test_one_rank_alone_and_a_size_that_is_none_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    for flags, message in ((["--largest", "1T"], "`1T` is no size"), (["--collectives", "all_to_all"], "`all_to_all`")):
+    for flags, message in (
+        (["--largest", "1T"], "`1T` is not a size"),
+        (["--collectives", "all_to_all"], "`all_to_all`"),
+    ):
         with pytest.raises(SystemExit) as caught:
             parse_config(flags)
         assert caught.value.code == 2 and message in capsys.readouterr().err

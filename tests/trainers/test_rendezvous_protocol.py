@@ -256,7 +256,7 @@ def test_file_that_is_no_credential_is_named(content: str | None, tmp_path: Path
         pem.write_text(content)
     done = start_node(2, BROKER_GANG_PEM=str(pem))
     assert done.returncode == 1
-    assert f"error: `BROKER_GANG_PEM`: {pem} is no certificate with its key" in done.stderr
+    assert f"error: `BROKER_GANG_PEM`: {pem} is not a certificate with its key" in done.stderr
     assert "Traceback" not in done.stderr
 
 

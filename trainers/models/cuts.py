@@ -20,7 +20,7 @@ class Sliceable(Protocol):
     """A module some of whose linear layers may be spread over ranks."""
 
     def slicings(self) -> dict[str, Slicing]:
-        """By the name of a direct child."""
+        """Return how to spread layers, by the name of a direct child."""
         ...
 
 

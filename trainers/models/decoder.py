@@ -48,7 +48,7 @@ class Decoder(nn.Module):
         return logits
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """What enters the first block."""
+        """Return what enters the first block."""
         assert self.token_embedding is not None, "the first stage embeds"
         hidden: Tensor = self.token_embedding(tokens)
         return hidden
@@ -99,7 +99,7 @@ class Decoder(nn.Module):
 
     def _draw(self, name: str, parameter: Tensor) -> None:
         if parameter.dim() < 2:
-            parameter.fill_(0.0 if name.endswith("bias") else 1.0)  # as GPT-2; what is no bias scales a norm
+            parameter.fill_(0.0 if name.endswith("bias") else 1.0)  # as GPT-2; other vectors scale a norm
             return
         if name.endswith("lora_b"):
             parameter.zero_()  # an adapter starts as none

@@ -31,7 +31,7 @@ class GPT(Decoder):
         return hidden
 
     def drop_ends(self, *, is_first: bool, is_last: bool) -> None:
-        """Positions go with the tokens."""
+        """Drop positions with the tokens."""
         super().drop_ends(is_first=is_first, is_last=is_last)
         if not is_first:
             self.position_embedding = None

@@ -27,7 +27,7 @@ class Llama(Decoder):
         self.draw_weights()
 
     def fill(self, device: torch.device) -> None:
-        """The waves are no parameters, and have their values from the start."""
+        """Compute the waves too, which are not parameters."""
         super().fill(device)
         with device:
             waves = make_waves(*self._shape)
@@ -151,7 +151,7 @@ def scale_frequencies(frequencies: Tensor, scaling: str) -> Tensor:
 
 def turn(heads: Tensor, waves: tuple[Tensor, Tensor]) -> Tensor:
     """Turn each pair of `[batch, heads, time, width]` by its position's angle; a pair is one entry of each half."""
-    cosines, sines = (each[: heads.shape[2]] for each in waves)
+    cosines, sines = (wave[: heads.shape[2]] for wave in waves)
     left, right = heads.float().chunk(2, dim=-1)
     turned = torch.cat([left * cosines - right * sines, right * cosines + left * sines], dim=-1)
     return turned.to(heads.dtype)

@@ -73,7 +73,7 @@ def make_norm(width: int) -> nn.Module:
 
 
 def count_flops(model: nn.Module, size: int) -> float:
-    """Multiplications and additions of one image, forward and backward: three times those of forward alone."""
+    """Return multiplications and additions of one image, forward and backward: three times those of forward alone."""
     total = 0.0
 
     def count(module: nn.Module, inputs: tuple[Tensor], outputs: Tensor) -> None:

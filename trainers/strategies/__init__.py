@@ -38,22 +38,22 @@ def create_strategy(name: str, ranks: "Ranks", options: StrategyOptions | None =
     if problem:
         raise TrainerError(problem)
     axes = find_axes(name)
-    classes = [_load(each) for each in name.split("+")]
+    classes = [_load(part) for part in name.split("+")]
     if len(classes) > 1 and "server" in axes:
         raise TrainerError("`parameter_server` cannot be combined")
     grid = Grid(ranks, axes, options.mesh)
     if len(classes) == 1:
         return classes[0](ranks, grid, options)
-    return Combined(ranks, grid, options, [each(ranks, grid, options) for each in classes])
+    return Combined(ranks, grid, options, [strategy(ranks, grid, options) for strategy in classes])
 
 
 def find_axes(name: str) -> tuple[str, ...]:
-    """The axes of a strategy's mesh; an unknown name and an axis used twice are a TrainerError."""
+    """Return the axes of a strategy's mesh; an unknown name and an axis used twice are a TrainerError."""
     names = name.split("+")
-    for each in names:
-        if each not in STRATEGIES:
-            raise TrainerError(f"no strategy is called `{each}`; known: {', '.join(STRATEGIES)}")
-    axes = tuple(axis for each in names for axis in _load(each).AXES)
+    for part in names:
+        if part not in STRATEGIES:
+            raise TrainerError(f"no strategy is called `{part}`; known: {', '.join(STRATEGIES)}")
+    axes = tuple(axis for part in names for axis in _load(part).AXES)
     if len(set(axes)) < len(axes):
         raise TrainerError(f"`{name}` uses an axis twice: {' x '.join(axes)}")
     return axes
@@ -61,5 +61,5 @@ def find_axes(name: str) -> tuple[str, ...]:
 
 def _load(name: str) -> "type[Strategy]":
     module_name, _, class_name = STRATEGIES[name].partition(":")
-    found: type[Strategy] = getattr(importlib.import_module(module_name), class_name)
-    return found
+    strategy: type[Strategy] = getattr(importlib.import_module(module_name), class_name)
+    return strategy

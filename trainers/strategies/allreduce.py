@@ -26,7 +26,7 @@ class AllReduce(Strategy):
         """Exchange gradients once the last backward pass of the step is through."""
         yield
         if last and self.grid.size("replicate") > 1:
-            gradients = [local(each.grad) for each in model.parameters() if each.grad is not None]
+            gradients = [local(parameter.grad) for parameter in model.parameters() if parameter.grad is not None]
             self._synchronize(gradients)
 
     def _synchronize(self, gradients: list[Tensor]) -> None:
@@ -35,10 +35,10 @@ class AllReduce(Strategy):
         buckets = fill_buckets(gradients, int(self.options.allreduce.bucket_mib * 2**20))
         flat = [torch.cat([gradient.reshape(-1) for gradient in bucket]) for bucket in buckets]
         if self.options.allreduce.algorithm == "ring":
-            for each in flat:
-                ring_all_reduce(each, group)
+            for bucket_flat in flat:
+                ring_all_reduce(bucket_flat, group)
         else:
-            for work in [dist.all_reduce(each, group=group, async_op=True) for each in flat]:
+            for work in [dist.all_reduce(bucket_flat, group=group, async_op=True) for bucket_flat in flat]:
                 work.wait()
         for bucket, whole in zip(buckets, flat, strict=True):
             whole /= count

@@ -59,15 +59,15 @@ class Combined(Strategy):
         return owner.all_reduce_loss(loss, weight=weight, is_stop_asked=is_stop_asked)
 
     def shared_state(self, model: nn.Module, optimizer: Optimizer) -> Mapping[str, Any]:
-        """As the part under which ranks differ."""
+        """Return that of the part under which ranks differ."""
         return self._find_owner("shared_state").shared_state(model, optimizer)
 
     def own_state(self, model: nn.Module, optimizer: Optimizer) -> Mapping[str, Any]:
-        """As the part under which ranks differ."""
+        """Return that of the part under which ranks differ."""
         return self._find_owner("own_state").own_state(model, optimizer)
 
     def find_part(self) -> Part | None:
-        """Where it is one under every part of the strategy."""
+        """Return the part, if there is one under every part of the strategy."""
         return self.grid.find_part() if all(part.MOVES_ALONE for part in self._parts) else None
 
     def _find_owner(self, verb: str) -> Strategy:

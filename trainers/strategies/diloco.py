@@ -1,4 +1,4 @@
-"""DiLoCo: islands train alone and meet every so often, for slow links between clouds (arXiv:2311.08105).
+"""DiLoCo: islands train alone and synchronise every few steps, for slow links between clouds (arXiv:2311.08105).
 
 Each island takes its share of every batch. With an outer learning rate of 1 and no momentum this is local SGD.
 """
@@ -16,7 +16,7 @@ from trainers.strategies.islands import OwnTensors, hold_by_first, list_local
 
 
 class Diloco(Strategy):
-    """Nothing travels between islands but their parameters, once every so many steps.
+    """Islands exchange their parameters only, once every few steps.
 
     Between meetings each rank reports its island's loss, and a stop asked for is put off: islands then do not even
     wait for each other.
@@ -25,7 +25,7 @@ class Diloco(Strategy):
     AXES = ("island",)
 
     def step(self, model: nn.Module, optimizer: Optimizer, loss: Tensor) -> None:
-        """Move this island's parameters; meet when it is time, and after the very last step."""
+        """Update this island's parameters; synchronise when it is time, and after the very last step."""
         self._is_met = False
         if self.grid.size("island") == 1:
             optimizer.step()
@@ -55,14 +55,14 @@ class Diloco(Strategy):
         return torch.stack([totals[0] / totals[1], torch.zeros_like(loss)])
 
     def shared_state(self, model: nn.Module, optimizer: Optimizer) -> Mapping[str, Any]:
-        """The first island's model, and what all islands departed from."""
+        """Return the first island's model, and what all islands departed from."""
         if self.grid.size("island") == 1:
             return super().shared_state(model, optimizer)
         self._outer = Outer(model)
         return {**hold_by_first(model, optimizer, is_first=self.grid.index("island") == 0), "diloco": self._outer}
 
     def own_state(self, model: nn.Module, optimizer: Optimizer) -> Mapping[str, Any]:
-        """This island's model."""
+        """Return this island's model."""
         return {"island": OwnTensors(model, optimizer)} if self.grid.size("island") > 1 else {}
 
 
@@ -72,21 +72,21 @@ class Outer:
     def __init__(self, model: nn.Module) -> None:
         """Allocate, so that a checkpoint can be read into it."""
         self.is_begun = False
-        self._anchor = {name: each.detach().clone() for name, each in model.named_parameters()}
-        self._momentum = {name: torch.zeros_like(each) for name, each in self._anchor.items()}
+        self._anchor = {name: tensor.detach().clone() for name, tensor in model.named_parameters()}
+        self._momentum = {name: torch.zeros_like(tensor) for name, tensor in self._anchor.items()}
 
     def begin(self, model: nn.Module) -> None:
-        """Set out from the model as it is: fresh, or from a checkpoint of another strategy."""
+        """Start from the model as it is: fresh, or from a checkpoint of another strategy."""
         self.is_begun = True
         torch._foreach_copy_(self._list(self._anchor), list_local(model))
 
     def meet(self, model: nn.Module, *, group: Any, count: int, learning_rate: float, momentum: float) -> None:
-        """Take the way islands went on average for a gradient, move the anchor by it, and put every island there."""
+        """Take the mean change of the islands as a gradient, move the anchor by it, and set every island to it."""
         parameters, anchor, velocity = list_local(model), self._list(self._anchor), self._list(self._momentum)
-        mean = torch.cat([each.reshape(-1) for each in parameters])
+        mean = torch.cat([tensor.reshape(-1) for tensor in parameters])
         dist.all_reduce(mean, group=group)
         mean /= count
-        sizes = [each.numel() for each in anchor]
+        sizes = [tensor.numel() for tensor in anchor]
         ways = [at - to.view_as(at) for at, to in zip(anchor, mean.split(sizes), strict=True)]
         torch._foreach_mul_(velocity, momentum)
         torch._foreach_add_(velocity, ways)
@@ -99,7 +99,7 @@ class Outer:
         return {"anchor": dict(self._anchor), "momentum": dict(self._momentum)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from where the islands had set out."""
+        """Load anchor and momentum."""
         self.is_begun = True
         for mine, theirs in ((self._anchor, state["anchor"]), (self._momentum, state["momentum"])):
             for name, value in mine.items():
@@ -107,4 +107,4 @@ class Outer:
 
     @staticmethod
     def _list(tensors: dict[str, Tensor]) -> list[Tensor]:
-        return [local(each) for each in tensors.values()]
+        return [local(tensor) for tensor in tensors.values()]

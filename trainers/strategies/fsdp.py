@@ -65,4 +65,4 @@ class FullyShardedDataParallel(Strategy):
 def find_units(model: nn.Module) -> list[nn.Module]:
     """Children of module lists that hold parameters, outer ones before inner ones."""
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
-    return [child for each in lists for child in each if next(child.parameters(), None) is not None]
+    return [child for children in lists for child in children if next(child.parameters(), None) is not None]

@@ -48,20 +48,20 @@ class Gossip(Strategy):
         return torch.stack([loss / weight, torch.full_like(loss, float(is_stopping))])
 
     def shared_state(self, model: nn.Module, optimizer: Optimizer) -> Mapping[str, Any]:
-        """The first rank's model."""
+        """Return the first rank's model."""
         if self.grid.size("island") == 1:
             return super().shared_state(model, optimizer)
         return hold_by_first(model, optimizer, is_first=self.grid.index("island") == 0)
 
     def own_state(self, model: nn.Module, optimizer: Optimizer) -> Mapping[str, Any]:
-        """This rank's model."""
+        """Return this rank's model."""
         return {"island": OwnTensors(model, optimizer)} if self.grid.size("island") > 1 else {}
 
     def _exchange(self, parameters: list[Tensor], distance: int) -> None:
         group: Any = self.grid.group("island") or dist.group.WORLD
         rank, count = self.grid.index("island"), self.grid.size("island")
         to, source = (dist.get_global_rank(group, peer % count) for peer in (rank + distance, rank - distance))
-        outgoing = torch.cat([each.reshape(-1) for each in parameters])
+        outgoing = torch.cat([tensor.reshape(-1) for tensor in parameters])
         incoming = torch.empty_like(outgoing)
         stop_step = torch.tensor([self._stop_step], device=self.ranks.device)
         stop_step_heard = torch.empty_like(stop_step)
@@ -74,6 +74,6 @@ class Gossip(Strategy):
         for work in dist.batch_isend_irecv(operations):
             work.wait()
         self._stop_step = min(self._stop_step, int(stop_step_heard.item()))
-        parts = incoming.split([each.numel() for each in parameters])
+        parts = incoming.split([tensor.numel() for tensor in parameters])
         heard = [part.view_as(to) for part, to in zip(parts, parameters, strict=True)]
         torch._foreach_lerp_(parameters, heard, 0.5)

@@ -37,7 +37,8 @@ def clip_gradients(
     # On a CPU a look at the factor is free and may save a pass over all gradients; a GPU would have to be waited for.
     if device.type != "cpu" or factor < 1.0:
         for parts in by_groups.values():
-            torch._foreach_mul_(parts, factor)
+            # On a GPU the fused kernel wants the list's own type; on a CPU nothing is lost by keeping all digits.
+            torch._foreach_mul_(parts, factor if device.type == "cpu" else factor.to(parts[0].dtype))
     return norm
 
 

@@ -25,11 +25,11 @@ class Share:
     draw: int = 0  # ranks with an equal number draw equal random numbers
 
     def find_samples(self, first: int, batch: int) -> range:
-        """The global indexes read of a step's batch: shares in a row read it in order, without gaps."""
+        """Return the global indexes read of a step's batch: shares in a row read it in order, without gaps."""
         return samples_of_rank(first, batch, self.index, self.count) if self.count else range(first, first)
 
     def find_passes(self, first: int, batch: int, micro_batch: int) -> list[tuple[range, float]]:
-        """The samples of each forward pass of a step, and the part of the batch that they stand for.
+        """Return the samples of each forward pass of a step, and the part of the batch that they stand for.
 
         Every share makes as many passes, for some strategies exchange something in each: where one has no sample
         left it repeats its last, which then stands for nothing.
@@ -64,24 +64,24 @@ class Grid:
         self._device_mesh: Any = None
 
     def size(self, axis: str) -> int:
-        """How many ranks stand along an axis; 1 for one the grid does not have."""
+        """Return how many ranks stand along an axis; 1 for one the grid does not have."""
         return self.sizes[self.axes.index(axis)] if axis in self.axes else 1
 
     def index(self, axis: str) -> int:
-        """Where this rank stands along an axis."""
+        """Return where this rank stands along an axis."""
         if axis not in self.axes:
             return 0
         place = self.axes.index(axis)
         return self._ranks.rank // math.prod(self.sizes[place + 1 :]) % self.sizes[place]
 
     def group(self, axis: str) -> Any:
-        """The process group along an axis of more than one rank; None, torch's word for all ranks, if all are on it."""
+        """Return the process group along an axis; None, torch's word for all ranks, if all are on it."""
         if self.size(axis) == self._ranks.world_size:
             return None
         return self.device_mesh(axis).get_group()
 
     def device_mesh(self, *axes: str) -> Any:
-        """The part of torch's DeviceMesh along some axes."""
+        """Return the part of torch's DeviceMesh along some axes."""
         if self._device_mesh is None:
             from torch.distributed.device_mesh import init_device_mesh
 
@@ -89,7 +89,7 @@ class Grid:
         return self._device_mesh if axes == self.axes else self._device_mesh[axes]
 
     def find_part(self) -> Part | None:
-        """What this rank holds where ranks along `replicate` hold equal states; None where no mesh has such ranks."""
+        """Return what this rank holds where ranks along `replicate` hold equal states; None without such ranks."""
         if "replicate" not in self.axes:
             return None
         index, count = 0, 1
@@ -104,7 +104,7 @@ class Grid:
         return self.axes == ("replicate",)
 
     def find_share(self) -> Share:
-        """This rank's share where every data axis divides the samples."""
+        """Return this rank's share where every data axis divides the samples."""
         index, count, draw = 0, 1, 0
         for axis, size in zip(self.axes, self.sizes, strict=True):
             if axis in DATA_AXES:
@@ -118,7 +118,7 @@ class Grid:
 
 
 def parse_mesh(text: str, axes: tuple[str, ...], world_size: int, local_world_size: int) -> tuple[int, ...]:
-    """Sizes of the axes. Without a text the last axis stays within a node and the first spans the nodes."""
+    """Return sizes of the axes. Without a text the last axis stays within a node and the first spans the nodes."""
     if not text:
         if len(axes) == 1:
             return (world_size,)
@@ -129,11 +129,11 @@ def parse_mesh(text: str, axes: tuple[str, ...], world_size: int, local_world_si
         raise TrainerError(f"`--mesh {text}` has {len(words)} axes, the strategy {len(axes)}: {' x '.join(axes)}")
     if words.count("*") > 1 or not all(word == "*" or (word.isdecimal() and int(word) > 0) for word in words):
         raise TrainerError(f"`--mesh {text}` is not like `2x4` or `*x4`")
-    known = math.prod(int(word) for word in words if word != "*")
-    if world_size % known or ("*" not in words and known != world_size):
+    fixed = math.prod(int(word) for word in words if word != "*")
+    if world_size % fixed or ("*" not in words and fixed != world_size):
         reason = "a multiple of " if "*" in words else ""
         raise TrainerError(
-            f"`--mesh {text}` is for {reason}{known} ranks and there are {world_size}; "
+            f"`--mesh {text}` is for {reason}{fixed} ranks and there are {world_size}; "
             "with `*` for one axis it follows the number of ranks"
         )
-    return tuple(world_size // known if word == "*" else int(word) for word in words)
+    return tuple(world_size // fixed if word == "*" else int(word) for word in words)

@@ -18,7 +18,7 @@ class OwnTensors:
         self._model, self._optimizer = model, optimizer
 
     def state_dict(self) -> dict[str, Any]:
-        """The live tensors by name."""
+        """Return the live tensors by name."""
         moments = {key: value for key, value in self._optimizer.state_dict().items() if isinstance(value, dict)}
         parts = {"model": self._model.state_dict(), **moments}
         return {key: {name: local(value.detach()) for name, value in part.items()} for key, part in parts.items()}
@@ -32,7 +32,7 @@ class OwnTensors:
 
 
 def hold_by_first(model: nn.Module, optimizer: Optimizer, *, is_first: bool) -> Mapping[str, Any]:
-    """The shared state of ranks that drift apart: the first's model and moments stand for all."""
+    """Return the shared state of ranks that drift apart: the first's model and moments stand for all."""
     return {
         "model": HeldByOne(model, is_holder=is_first),
         "optimizer": HeldByOne(optimizer, is_holder=is_first),
@@ -40,5 +40,5 @@ def hold_by_first(model: nn.Module, optimizer: Optimizer, *, is_first: bool) -> 
 
 
 def list_local(model: nn.Module) -> list[Tensor]:
-    """This rank's part of every parameter, in one order everywhere."""
+    """Return this rank's part of every parameter, in one order everywhere."""
     return [local(parameter.detach()) for parameter in model.parameters()]

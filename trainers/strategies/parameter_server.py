@@ -1,7 +1,7 @@
 """A parameter server: rank 0 keeps parameters and moments, the others send it gradients (Li et al., OSDI 2014).
 
 Without staleness all workers' gradients make one step. With it each makes its own as it arrives, and a worker may be
-at most so many steps ahead of the slowest (Ho et al., NIPS 2013).
+at most that many steps ahead of the slowest (Ho et al., NIPS 2013).
 """
 
 from collections.abc import Mapping, Sequence
@@ -83,7 +83,7 @@ class ParameterServer(Strategy):
         return torch.tensor([mean, float(is_stopping)], dtype=torch.float64)
 
     def shared_state(self, model: nn.Module, optimizer: Optimizer) -> Mapping[str, Any]:
-        """The server's. Saving brings every worker up to its parameters first."""
+        """Return the server's. Saving brings every worker up to its parameters first."""
         if self._role is None:
             return super().shared_state(model, optimizer)
         is_server = self.ranks.is_first
@@ -94,7 +94,7 @@ class ParameterServer(Strategy):
 
 
 class Worker:
-    """Sends a gradient, and waits for parameters to go on with."""
+    """Sends a gradient and waits for parameters."""
 
     def __init__(self, model: nn.Module, group: Any) -> None:
         """Serve one model."""
@@ -107,11 +107,11 @@ class Worker:
         return self._steps_done >= self._stop_step
 
     def step(self, loss_part: float, *, is_stop_asked: bool) -> None:
-        """Returns when the server lets this worker go on."""
+        """Exchange; returns when the server lets this worker continue."""
         self._steps_done += 1
         head = torch.tensor([self._steps_done, loss_part, is_stop_asked], dtype=torch.float64)
         dist.send(head, 0, group=self._group, tag=HEAD_TAG)
-        dist.send(_flatten([_gradient(each) for each in self._parameters]), 0, group=self._group, tag=BODY_TAG)
+        dist.send(_flatten([_gradient(tensor) for tensor in self._parameters]), 0, group=self._group, tag=BODY_TAG)
         for parameter in self._parameters:
             parameter.grad = None
         dist.recv(head, 0, group=self._group, tag=HEAD_TAG)
@@ -159,13 +159,13 @@ class Server:
         self._steps_done += 1
 
     def tally(self, *, is_stop_asked: bool) -> tuple[float, bool]:
-        """The loss that workers reported for the step just done."""
+        """Return the loss that workers reported for the step just done."""
         if is_stop_asked:
             self._stop_soon()
         return self._losses.pop(self._steps_done), self._steps_done >= self._stop_step
 
     def _receive(self, rank: int | None) -> tuple[int, Tensor]:
-        """A gradient from one worker, or from whichever is first; it then waits for an answer."""
+        """Return a gradient from one worker, or from whichever is first; it then waits for an answer."""
         head, body = torch.empty(HEAD_SIZE, dtype=torch.float64), _flatten(self._parameters)
         source = dist.recv(head, rank, group=self._group, tag=HEAD_TAG)
         dist.recv(body, source, group=self._group, tag=BODY_TAG)
@@ -179,7 +179,7 @@ class Server:
         return source, body
 
     def _answer(self) -> None:
-        """Let those go on that are not too far ahead of the slowest."""
+        """Answer the workers that are not too far ahead of the slowest."""
         slowest = min(self._done.values())
         ready = sorted(rank for rank in self._waiting if self._done[rank] - slowest <= self.staleness_max)
         if not ready:
@@ -199,7 +199,7 @@ class Server:
     def _put(self, gradient: Tensor) -> None:
         for parameter in self._parameters:
             parameter.grad = torch.empty_like(parameter)
-        _unflatten(gradient, [_gradient(each) for each in self._parameters])
+        _unflatten(gradient, [_gradient(tensor) for tensor in self._parameters])
 
 
 class Settled:
@@ -210,7 +210,7 @@ class Settled:
         self._model, self._group = model, group
 
     def state_dict(self) -> dict[str, Any]:
-        """The server's parameters; waits for all ranks."""
+        """Return the server's parameters; waits for all ranks."""
         parameters = list(self._model.parameters())
         body = _flatten(parameters)
         dist.broadcast(body, 0, group=self._group)
@@ -219,7 +219,7 @@ class Settled:
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The model's."""
+        """Load into the model."""
         self._model.load_state_dict(state)
 
 
@@ -229,11 +229,11 @@ def list_trained(model: nn.Module) -> list[Tensor]:
 
 
 def _flatten(tensors: Sequence[Tensor]) -> Tensor:
-    return torch.cat([each.detach().reshape(-1).float() for each in tensors]).cpu()
+    return torch.cat([tensor.detach().reshape(-1).float() for tensor in tensors]).cpu()
 
 
 def _unflatten(flat: Tensor, tensors: Sequence[Tensor]) -> None:
-    parts = flat.split([each.numel() for each in tensors])
+    parts = flat.split([tensor.numel() for tensor in tensors])
     with torch.no_grad():
         for part, to in zip(parts, tensors, strict=True):
             to.copy_(part.view_as(to))

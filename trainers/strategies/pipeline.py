@@ -106,7 +106,7 @@ class Stages(nn.ModuleList):
         self._group = group
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """The last stage's outputs, on every rank."""
+        """Return the last stage's outputs, on every rank."""
         assert not torch.is_grad_enabled(), "gradients do not find their way back"
         value = inputs
         for place in range(self._stage_count):

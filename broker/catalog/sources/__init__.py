@@ -1,8 +1,8 @@
-"""Where prices come from. One file a source, one line in `SOURCES`."""
+"""Price sources. One file per source, one line in `SOURCES`."""
 
 from __future__ import annotations
 
-# name -> "module:class", imported on first use; of two that know a cloud, the first is asked first
+# name -> "module:class", imported on first use. If two sources cover a cloud, the first is queried first.
 SOURCES: dict[str, str] = {
     "aws": "broker.catalog.sources.aws:AwsSource",
     "gcp": "broker.catalog.sources.gcp:GcpSource",

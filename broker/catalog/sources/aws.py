@@ -1,6 +1,6 @@
 """AWS: on-demand from the Price List API, spot from EC2's price history, interruption bands from the spot advisor.
 
-GetProducts and DescribeSpotPriceHistory through boto3 (they need a login); the advisor's file is public:
+GetProducts and DescribeSpotPriceHistory through boto3 (login required); the advisor's file is public:
 https://spot-bid-advisor.s3.amazonaws.com/spot-advisor-data.json
 """
 
@@ -17,8 +17,8 @@ from broker.errors import AuthError, SourceError
 from broker.types import Offer
 
 ADVISOR_URL = "https://spot-bid-advisor.s3.amazonaws.com/spot-advisor-data.json"
-PRICING_REGION = "us-east-1"  # the Price List API answers for all regions from here
-BANDS = (5.0, 10.0, 15.0, 20.0, 100.0)  # upper bounds in percent a month, by the advisor's index
+PRICING_REGION = "us-east-1"  # the Price List API serves all regions from here
+BANDS = (5.0, 10.0, 15.0, 20.0, 100.0)  # upper bounds in percent per month, by the advisor's index
 ONDEMAND_FILTERS = {
     "operatingSystem": "Linux",
     "tenancy": "Shared",
@@ -35,7 +35,7 @@ LOGIN_CODES = (
     "RequestExpired", "SignatureDoesNotMatch", "AccessDenied", "AccessDeniedException", "UnauthorizedOperation",
 )  # fmt: skip
 LOGIN_HINT = (
-    "`aws configure` or `aws sso login`, with leave for ec2:DescribeRegions, ec2:DescribeSpotPriceHistory and "
+    "`aws configure` or `aws sso login`, with permission for ec2:DescribeRegions, ec2:DescribeSpotPriceHistory and "
     "pricing:GetProducts"
 )
 Key = tuple[str, str]  # instance type, region
@@ -52,8 +52,11 @@ class AwsSource:
         self._make_client = make_client or _make_boto3_client
 
     def fetch(self, cloud: str, get: Get, *, known: Sequence[Offer], as_of_s: float) -> Iterator[Offer]:
-        """A region that is off in this account has no spot prices for it: there the last known stay, with their date.
-        Machines that the book doesn't know stay out: a price list names them without their size."""
+        """Fetch prices. A region that is disabled in this account has no spot prices: it keeps the last known ones,
+        with their date.
+
+        Machines that are not in the book are skipped: a price list gives no sizes.
+        """
         bands = parse_advisor(get(self._advisor_url))
         enabled = self._list_regions()
         shapes = {offer.instance_type: offer for offer in known}
@@ -82,7 +85,7 @@ class AwsSource:
                     yield offer
 
     def _list_regions(self) -> frozenset[str]:
-        """Those that are on in this account."""
+        """List the regions enabled in this account."""
         answer = self._call(PRICING_REGION, "ec2", "describe_regions")
         return frozenset(str(_get(each, "RegionName")) for each in _list(answer, "Regions"))
 
@@ -97,7 +100,7 @@ class AwsSource:
     def _read_spot(self, region: str, as_of_s: float) -> Spot:
         newest: dict[Place, Any] = {}
         found: Spot = {}
-        now = datetime.fromtimestamp(as_of_s, UTC)  # a start of now asks for the price in force, without its history
+        now = datetime.fromtimestamp(as_of_s, UTC)  # a start time of now returns current prices only, no history
         pages = self._list_pages(
             "ec2", region, "describe_spot_price_history", ProductDescriptions=["Linux/UNIX"], StartTime=now
         )
@@ -131,7 +134,7 @@ def _keep_spot(known: Sequence[Offer]) -> Spot:
 
 
 def _list_places(known: Sequence[Offer], ondemand: Mapping[str, float], spot: Spot) -> set[Place]:
-    """Every machine that has a price, in each of its zones; with no zone where none is known."""
+    """List every machine that has a price, in each of its zones; without a zone if none is known."""
     zones: dict[str, set[str]] = {}
     for offer in known:
         zones.setdefault(offer.instance_type, set()).add(offer.zone or "")
@@ -144,18 +147,18 @@ def _list_places(known: Sequence[Offer], ondemand: Mapping[str, float], spot: Sp
 
 
 def _translate(error: Exception, words: str) -> Exception:
-    """The SDK's own tree, told apart by name and code, as it must not be imported here."""
+    """Translate the SDK's errors by name and code, as the SDK must not be imported here."""
     if isinstance(error, (SourceError, AuthError)):
         return error
     response = getattr(error, "response", None)
     code = str(response.get("Error", {}).get("Code", "")) if isinstance(response, dict) else ""
     if type(error).__name__ in LOGIN_ERRORS or code in LOGIN_CODES:
-        return AuthError(f"AWS has no login here that may read prices: {error}", hints=[LOGIN_HINT])
+        return AuthError(f"no AWS login that may read prices: {error}", hints=[LOGIN_HINT])
     return SourceError(f"AWS {words}: {error}")
 
 
 def parse_advisor(body: bytes) -> Mapping[Key, float]:
-    """(instance type, region) -> upper bound of its interruption band, percent a month. Raises SourceError."""
+    """Return (instance type, region) -> upper bound of its interruption band, percent per month. Raises SourceError."""
     try:
         regions = json.loads(body)["spot_advisor"]
         return {
@@ -164,11 +167,12 @@ def parse_advisor(body: bytes) -> Mapping[Key, float]:
             for instance_type, entry in systems.get("Linux", {}).items()
         }
     except (ValueError, KeyError, TypeError, IndexError, AttributeError, OverflowError, RecursionError) as error:
-        raise SourceError(f"the AWS spot advisor has changed its form: {error!r}") from None
+        raise SourceError(f"unexpected format of the AWS spot advisor: {error!r}") from None
 
 
 def parse_product(text: str | Mapping[str, Any]) -> tuple[str, float] | None:
-    """(instance type, USD per hour) of one entry of the price list; None where it sells no hour. Raises SourceError."""
+    """Return (instance type, USD per hour) of one price list entry; None if it is not priced by the hour. Raises
+    SourceError."""
     try:
         product = json.loads(text) if isinstance(text, str) else text
         instance_type = product["product"]["attributes"]["instanceType"]
@@ -178,7 +182,7 @@ def parse_product(text: str | Mapping[str, Any]) -> tuple[str, float] | None:
                     usd = _to_usd(dimension["pricePerUnit"]["USD"])
                     return (str(instance_type), usd) if usd > 0 else None
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
-        raise SourceError(f"the AWS price list has changed its form: {error!r}") from None
+        raise SourceError(f"unexpected format of the AWS price list: {error!r}") from None
     return None
 
 
@@ -186,13 +190,13 @@ def _get(page: Any, field: str) -> Any:
     try:
         return page[field]
     except (KeyError, TypeError):
-        raise SourceError(f"AWS answers without `{field}`") from None
+        raise SourceError(f"the AWS response has no `{field}`") from None
 
 
 def _list(page: Any, field: str) -> list[Any]:
     found = _get(page, field)
     if not isinstance(found, list):
-        raise SourceError(f"AWS answers with a `{field}` that is no list")
+        raise SourceError(f"`{field}` in the AWS response is not a list")
     return found
 
 
@@ -210,5 +214,5 @@ def _make_boto3_client(service: str, region: str) -> Any:
         raise AuthError("boto3 is not installed", hints=["`pip install 'intercloud-broker[aws]'`"]) from None
     from botocore.config import Config
 
-    retries: Any = {"mode": "standard", "total_max_attempts": 8}  # thousands of pages, and each may be throttled
+    retries: Any = {"mode": "standard", "total_max_attempts": 8}  # thousands of pages, each of which may be throttled
     return boto3.client(service, region_name=region, config=Config(retries=retries, read_timeout=60))

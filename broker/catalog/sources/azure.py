@@ -17,7 +17,7 @@ from broker.types import Offer
 
 URL = "https://prices.azure.com/api/retail/prices"
 VERSION = "2023-01-01-preview"
-PAGES_MAX = 5000  # of 1,000 prices at most; some 1,500 would do in 2026, and an endless chain of pages ends here
+PAGES_MAX = 5000  # of at most 1,000 prices; about 1,500 pages suffice in 2026, and this ends an infinite chain
 Key = tuple[str, str]  # instance type, region
 
 
@@ -43,7 +43,7 @@ class AzureSource:
         for key in sorted({*ondemand, *spot}):
             shape = shapes.get(key[0])
             if shape is None:
-                continue  # the price list names machines without their size: one that the book doesn't know stays out
+                continue  # the price list gives no sizes: a machine that is not in the book is skipped
             yield replace(
                 shape,
                 region=key[1],
@@ -69,29 +69,29 @@ class AzureSource:
             if not self._is_ours(following):
                 raise SourceError(f"azure's price list continues on another host: {str(following)[:80]!r}")
             if following in seen or len(seen) >= PAGES_MAX:
-                raise SourceError(f"azure's price list does not end: {len(seen) + 1} pages")
+                raise SourceError(f"azure's price list exceeds the limit: {len(seen) + 1} pages")
             seen.add(following)
             body = get(following)
 
     def _is_ours(self, address: object) -> bool:
-        """Whether it is an address of the same host."""
+        """Return whether the address is on the same host."""
         try:
             return isinstance(address, str) and urlsplit(address).hostname == urlsplit(self._url).hostname
-        except ValueError:  # an IPv6 address without its bracket
+        except ValueError:  # an IPv6 address with an unclosed bracket
             return False
 
 
 def read_price(item: dict[str, Any]) -> tuple[bool, Key, float] | None:
-    """(is spot, key, USD per hour) of a Linux machine; None for what else the list sells. Raises SourceError."""
+    """Return (is spot, key, USD per hour) of a Linux machine; None for all other entries. Raises SourceError."""
     try:
         name, sku = str(item["productName"]), str(item["skuName"])
         if "Windows" in name or "Low Priority" in sku or "Cloud Services" in name or item["unitOfMeasure"] != "1 Hour":
             return None
         if item["currencyCode"] != "USD":
-            raise SourceError(f"azure answers in {item['currencyCode']}, not USD")
+            raise SourceError(f"azure's prices are in {item['currencyCode']}, not USD")
         usd, key = float(item["retailPrice"]), (str(item["armSkuName"]), str(item["armRegionName"]))
     except (KeyError, TypeError, ValueError, OverflowError) as error:
-        raise SourceError(f"azure's price list has changed its form: {error!r} in {str(item)[:120]}") from None
+        raise SourceError(f"unexpected format of azure's price list: {error!r} in {str(item)[:120]}") from None
     return ("Spot" in sku, key, usd) if usd > 0 and all(key) else None
 
 
@@ -99,7 +99,7 @@ def _parse(body: bytes) -> dict[str, Any]:
     try:
         page = json.loads(body)
     except (ValueError, RecursionError):
-        raise SourceError(f"azure answers with something other than JSON: {body[:60]!r}") from None
+        raise SourceError(f"azure's response is not JSON: {body[:60]!r}") from None
     if not isinstance(page, dict) or not isinstance(page.get("Items"), list):
         raise SourceError("azure's price list has no `Items`")
     return page

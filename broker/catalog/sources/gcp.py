@@ -1,6 +1,6 @@
-"""GCP: the Cloud Billing Catalog API sells cores, memory and accelerators by the hour; machines are put together here.
+"""GCP: the Cloud Billing Catalog API lists cores, memory and accelerators by the hour; machines are composed here.
 
-GET /v1/services/{service}/skus: https://cloud.google.com/billing/v1/how-tos/catalog-api. Needs an API key in
+GET /v1/services/{service}/skus: https://cloud.google.com/billing/v1/how-tos/catalog-api. Requires an API key in
 `GOOGLE_API_KEY`.
 """
 
@@ -33,8 +33,8 @@ GPU_NAMES = {
     "Tesla A100 80GB": "A100-80GB", "H100 80GB": "H100", "H200 141GB": "H200", "B200": "B200",
     "H100 80GB Mega": "H100-MEGA", "H100 Mega 80GB": "H100-MEGA", "H100 80GB Plus": "H100-MEGA",
 }  # fmt: skip
-MEGA = "a3-megagpu-"  # its H100s are sold under a name of their own
-PRICED_SHARE_MIN = 0.5  # of the machines that the book knows: below, the list is not understood any more
+MEGA = "a3-megagpu-"  # its H100s have SKUs of their own
+PRICED_SHARE_MIN = 0.5  # of the machines in the book; below this share the list's format has changed
 FAMILY_NAMES = {"Compute optimized": "C2"}
 SHARED_CORE = ("e2-micro", "e2-small", "e2-medium", "f1-", "g1-")  # billed by a share of their cores
 Rates = dict[tuple[bool, str, str], float]  # (is spot, "N1 Core" or "T4", region) -> USD per unit and hour
@@ -56,7 +56,7 @@ class GcpSource:
         count = 0
         for offer in known:
             ondemand, spot = (price_machine(offer, rates, is_spot=is_spot) for is_spot in (False, True))
-            if ondemand is None:  # sold in a way that is not put together here: its last price stands, with its date
+            if ondemand is None:  # not priced by parts: keep its last price and date
                 yield offer
                 continue
             count += 1
@@ -69,7 +69,7 @@ class GcpSource:
     def _list_skus(self, get: Get) -> Iterator[dict[str, Any]]:
         key = self._key or os.getenv("GOOGLE_API_KEY")
         if not key:
-            raise AuthError("GCP's price list needs an API key", hints=["set `GOOGLE_API_KEY`"])
+            raise AuthError("GCP's price list requires an API key", hints=["set `GOOGLE_API_KEY`"])
         query = {"key": key, "pageSize": "5000", "currencyCode": "USD"}
         seen: set[str] = set()
         while True:
@@ -79,15 +79,15 @@ class GcpSource:
             if not token:
                 return
             if not isinstance(token, str):
-                raise SourceError("GCP's price list has a page token that is no text")
+                raise SourceError("a page token of GCP's price list is not text")
             if token in seen or len(seen) >= PAGES_MAX:
-                raise SourceError("GCP's price list does not end: a page token is repeated")
+                raise SourceError("GCP's price list repeats a page token")
             seen.add(token)
             query = {**query, "pageToken": token}
 
 
 def read_sku(sku: Mapping[str, Any]) -> Iterator[tuple[tuple[bool, str, str], float]]:
-    """What one price stands for, by region; nothing for what machines are not made of. Raises SourceError."""
+    """Return one SKU's price by region; empty if machines are not composed of it. Raises SourceError."""
     try:
         text, usage = str(sku["description"]), sku["category"]["usageType"]
         if usage not in ("OnDemand", "Preemptible"):
@@ -102,17 +102,17 @@ def read_sku(sku: Mapping[str, Any]) -> Iterator[tuple[tuple[bool, str, str], fl
         expression = sku["pricingInfo"][0]["pricingExpression"]
         price = expression["tieredRates"][-1]["unitPrice"]
         if price["currencyCode"] != "USD":
-            raise SourceError(f"GCP answers in {price['currencyCode']}, not USD")
+            raise SourceError(f"GCP's prices are in {price['currencyCode']}, not USD")
         usd = int(price.get("units") or 0) + int(price.get("nanos") or 0) / 1e9
         for region in sku["serviceRegions"]:
             if usd > 0:
                 yield (usage == "Preemptible", name, str(region)), usd
     except (KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError) as error:
-        raise SourceError(f"GCP's price list has changed its form: {error!r} in {str(sku)[:120]}") from None
+        raise SourceError(f"unexpected format of GCP's price list: {error!r} in {str(sku)[:120]}") from None
 
 
 def price_machine(offer: Offer, rates: Mapping[tuple[bool, str, str], float], *, is_spot: bool) -> float | None:
-    """USD per hour: cores, memory and accelerators; None where a part has no price."""
+    """Return USD per hour for cores, memory and accelerators; None if a part has no price."""
     if offer.instance_type.startswith(SHARED_CORE):
         return None
     family = offer.instance_type.partition("-")[0].upper()
@@ -130,7 +130,7 @@ def _parse(body: bytes) -> dict[str, Any]:
     try:
         page = json.loads(body)
     except (ValueError, RecursionError):
-        raise SourceError(f"GCP answers with something other than JSON: {body[:60]!r}") from None
+        raise SourceError(f"GCP's response is not JSON: {body[:60]!r}") from None
     if not isinstance(page, dict) or not isinstance(page.get("skus"), list):
         raise SourceError("GCP's price list has no `skus`")
     return page

@@ -1,4 +1,4 @@
-"""SkyPilot's hosted catalog: one CSV file a cloud, for every cloud it knows. Public, no login."""
+"""SkyPilot's hosted catalog: one CSV file per cloud. Public, no login."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from broker.errors import SourceError
 from broker.types import Offer
 
 URL = "https://raw.githubusercontent.com/skypilot-org/skypilot-catalog/master/catalogs/v8"
-FAULTS_SHARE_MAX = 0.02  # more rows than that unreadable: the file is broken, not a row
+FAULTS_SHARE_MAX = 0.02  # above this share of unreadable rows, the file itself is damaged
 
 
 class SkyPilotSource:
@@ -32,10 +32,10 @@ class SkyPilotSource:
         except UnicodeDecodeError:
             raise SourceError(f"{file} is not text") from None
         if not text.endswith("\n"):
-            raise SourceError(f"{file} breaks off in the middle of a line")
+            raise SourceError(f"{file} ends in the middle of a line")
         offers, faults = parse_vms(text, cloud=cloud, file=f"{cloud}/vms.csv")
         if len(faults) > FAULTS_SHARE_MAX * (len(offers) + len(faults)):
-            raise SourceError(f"{len(faults)} rows cannot be read, such as {faults[0]}")
+            raise SourceError(f"{len(faults)} unreadable rows, such as {faults[0]}")
         bands = {(offer.instance_type, offer.region): offer.interruption_band for offer in known}
         memory = {(offer.accelerator, offer.instance_type): offer.accelerator_memory_gib for offer in known}
         for offer in offers:

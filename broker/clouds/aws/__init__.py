@@ -1,1 +1,1 @@
-"""Amazon EC2, split by what is made or asked there; `cloud.py` joins it."""
+"""Amazon EC2. One file per resource; `cloud.py` joins them."""

@@ -1,4 +1,5 @@
-"""`broker check` for AWS: login, regions, network, permissions, quotas; for each fault the command that mends it."""
+"""`broker check` for AWS: login, regions, network, permissions, quotas; each failure comes with the command that fixes
+it."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ POLICY_COMMAND = (
     "aws iam put-user-policy --user-name {user} --policy-name broker --policy-document file://broker-policy.json"
 )
 GPU_FAMILIES = {"G (T4, A10G, L4, L40S)": "g", "P (V100, A100, H100, ...)": "p", "P5 (H100, H200)": "p5", "Trn": "trn"}
-NAMED_MAX = 4  # so many regions are named in a note
+NAMED_MAX = 4  # at most this many regions are named in a note
 
 
 async def inspect(config: Config, *, clock: Clock) -> Sequence[CheckResult]:
@@ -99,7 +100,7 @@ async def _check_network(clients: Clients, settings: Settings, home: str) -> tup
 async def _check_permissions(
     clients: Clients, home: str, site: RegionNetwork | None, owner: str, user: str
 ) -> CheckResult:
-    """Creates are tried without being carried out (DryRun); ends need something to end, and are not tried."""
+    """Try creates as dry runs. Deletes need an existing resource and are not tried."""
     parameter = {"Name": PLAIN_IMAGE.format(arch="amd64")}
     needed: list[tuple[str, str, dict[str, Any]]] = [("ssm", "get_parameter", parameter)]
     needed += [("ec2", name, {}) for name in ("describe_instances", "describe_security_groups", "describe_volumes")]
@@ -118,7 +119,7 @@ async def _check_permissions(
 
 
 def make_trials(owner: str, site: RegionNetwork | None, image: str) -> list[tuple[str, dict[str, Any]]]:
-    """What a launch would make, tagged as it would be; none of it is made."""
+    """Return the calls of a launch with its tags; as dry runs they create nothing."""
     ours = {tags.OWNER: owner, tags.CLUSTER: "check"}
     trials: list[tuple[str, dict[str, Any]]] = [
         (
@@ -159,7 +160,7 @@ def make_trials(owner: str, site: RegionNetwork | None, image: str) -> list[tupl
 
 
 async def _may(clients: Clients, region: str, service: str, operation: str, asked: Mapping[str, Any]) -> str | None:
-    """The operation's name where it is forbidden."""
+    """Return the operation's name if it is forbidden."""
     try:
         await clients.read(service, region, operation, **asked)
     except ApiError as refusal:
@@ -168,7 +169,8 @@ async def _may(clients: Clients, region: str, service: str, operation: str, aske
 
 
 async def _check_quotas(clients: Clients, regions: Sequence[str]) -> list[CheckResult]:
-    """One line a family of machines and way of paying. None stands in the way: there are other families and clouds."""
+    """Return one line per family of machines, on-demand and spot. None prevents launches: other families and clouds
+    remain."""
     try:
         listed = await asyncio.gather(*(_list_quotas(clients, each) for each in regions))
     except ApiError as refusal:
@@ -183,13 +185,13 @@ async def _check_quotas(clients: Clients, regions: Sequence[str]) -> list[CheckR
         for kind, code in zip(("on-demand", "spot"), QUOTAS[family], strict=True):
             limits = sorted(by_code.get(code, ()), key=lambda each: (-each.vcpus, each.region))
             if family == "p5" and kind == "on-demand":
-                continue  # counts with P
+                continue  # counts under P
             findings.append(_judge_quota(f"quota {title} {kind}", limits, Quota(code=code, region=regions[0], vcpus=0)))
     return findings
 
 
 def _judge_quota(name: str, limits: Sequence[Quota], missing: Quota) -> CheckResult:
-    some = [each for each in limits if each.vcpus]
+    some = [limit for limit in limits if limit.vcpus]
     note = ", ".join(f"{each.region} {each.vcpus:g} vCPUs" for each in some[:NAMED_MAX])
     worst = limits[-1] if limits else missing
     return CheckResult(
@@ -198,7 +200,7 @@ def _judge_quota(name: str, limits: Sequence[Quota], missing: Quota) -> CheckRes
 
 
 async def _list_quotas(clients: Clients, region: str) -> dict[str, float]:
-    """Quota code -> vCPUs."""
+    """Return quota code -> vCPUs."""
     found: dict[str, float] = {}
     more: dict[str, Any] = {}
     for _ in range(100):

@@ -1,4 +1,5 @@
-"""boto3 behind one door: clients made once a region, calls in a bounded set of threads, refusals as one exception."""
+"""The interface to boto3: one client per region, calls in a bounded set of threads, every error as one
+exception type."""
 
 from __future__ import annotations
 
@@ -17,16 +18,16 @@ CONNECT_S_MAX = 5.0
 ANSWER_S_MAX = 60.0  # RunInstances of a large gang takes seconds
 READ_TRIES = 4  # of calls that change nothing
 PAGES_MAX = 1000
-HOME_REGION = "us-east-1"  # asked for what is the same everywhere, where the login names no region
+HOME_REGION = "us-east-1"  # for data that is the same everywhere, if the login names no region
 
 Result = TypeVar("Result")
 
 
 class Clients:
-    """Makes nothing and imports nothing before the first call."""
+    """boto3 clients. Creates and imports nothing before the first call."""
 
     def __init__(self, open_session: Callable[[], Any] | None = None) -> None:
-        """`open_session` makes the boto3 session; None: by the user's own settings."""
+        """Make the clients. `open_session` creates the boto3 session; None: from the user's own settings."""
         self._make_session = open_session or _open_boto3_session
         self._lock = threading.Lock()
         self._session: Any = None
@@ -35,19 +36,20 @@ class Clients:
         self._threads: ThreadPoolExecutor | None = None
 
     async def read(self, service: str, region: str, operation: str, **parameters: Any) -> dict[str, Any]:
-        """A call that changes nothing: tried again by botocore. Raises RefusedError."""
+        """Make a call that changes nothing; botocore retries it. Raises ApiError."""
         return await self._in_thread(self._call, service, region, operation, parameters, READ_TRIES)
 
     async def glance(self, service: str, region: str, operation: str, **parameters: Any) -> dict[str, Any]:
-        """As `read`, and asked once only: what is nice to know must not hold up a launch."""
+        """Like `read`, but without retries: optional information must not delay a launch."""
         return await self._in_thread(self._call, service, region, operation, parameters, 1)
 
     async def change(self, region: str, operation: str, **parameters: Any) -> dict[str, Any]:
-        """An EC2 call that makes or ends something: sent once, so that the caller decides what a silence means."""
+        """Make an EC2 call that creates or deletes something: sent once, so that the caller decides what a lost
+        response means."""
         return await self._in_thread(self._call, "ec2", region, operation, parameters, 1)
 
     async def read_all(self, region: str, operation: str, key: str, **parameters: Any) -> list[Any]:
-        """All pages of an EC2 list."""
+        """Read all pages of an EC2 list."""
         found: list[Any] = []
         more: dict[str, str] = {}
         for _ in range(PAGES_MAX):
@@ -59,18 +61,18 @@ class Clients:
         raise ApiError("InvalidPaginationToken", "pages have no end", operation=operation, region=region)
 
     async def find_home(self) -> str:
-        """The region that the login names."""
+        """Return the region of the login."""
         return await self._in_thread(self._find_home)
 
     def observe(self, hear: Listener) -> None:
-        """Tell `hear` of all that is asked and answered from now on."""
+        """Report all requests and responses to `hear` from now on."""
         with self._lock:
             self._listener = hear
             self._session = None
-            self._clients.clear()  # made before, they would not tell
+            self._clients.clear()  # existing clients would not report
 
     def prepare(self) -> None:
-        """Import boto3 and read EC2's model, a second's work, in a thread."""
+        """Import boto3 and read EC2's model in a thread, which takes about a second."""
         self._open_threads().submit(self._prepare)
 
     def _prepare(self) -> None:
@@ -79,7 +81,7 @@ class Clients:
         try:
             self._find_client("ec2", self._find_home(), READ_TRIES)
         except (BotoCoreError, ApiError):
-            pass  # the first call says what is wrong
+            pass  # the first call reports the error
 
     def _open_threads(self) -> ThreadPoolExecutor:
         with self._lock:
@@ -93,7 +95,7 @@ class Clients:
         try:
             with self._lock:
                 return str(self._open_session().region_name or HOME_REGION)
-        except BotoCoreError as error:  # a profile that is not there, a file that cannot be read
+        except BotoCoreError as error:  # a missing profile, an unreadable file
             raise ApiError(name_exception(error), str(error), operation="login", region=HOME_REGION) from error
 
     async def _in_thread(self, work: Callable[..., Result], *arguments: Any) -> Result:
@@ -121,7 +123,7 @@ class Clients:
     def _find_client(self, service: str, region: str, tries: int) -> Any:
         from botocore.config import Config
 
-        with self._lock:  # making a client is not safe in two threads at once; using one is
+        with self._lock:  # creating a client is not thread-safe; using one is
             key = (service, region, tries)
             if key not in self._clients:
                 settings = Config(
@@ -148,7 +150,7 @@ def _open_boto3_session() -> Any:
 
 
 def name_exception(error: Exception) -> str:
-    """The class in the table that this exception is, or descends from."""
+    """Return the class in the table that this exception is, or derives from."""
     from broker.clouds.aws.errors import KINDS
 
     names: Sequence[str] = [each.__name__ for each in type(error).__mro__]

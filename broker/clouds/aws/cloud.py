@@ -1,4 +1,4 @@
-"""Amazon EC2 behind the seam: four verbs, stopping, and the sweep of what clusters leave behind."""
+"""Amazon EC2 as a cloud: four verbs, stopping, and the sweep of resources that outlive clusters."""
 
 from __future__ import annotations
 
@@ -26,24 +26,24 @@ from broker.errors import CapacityError, CloudError, InvalidRequestError, Unknow
 from broker.types import MachineSpec, Node, NodeList, NodeRequest, NodeState
 
 REGIONS_KNOWN_S = 3600.0
-SEARCHED_ZONES_MIN = 3  # a fleet that finds nothing takes three calls, and RunInstances one a zone
+SEARCHED_ZONES_MIN = 3  # a fleet without a result takes three calls; RunInstances takes one per zone
 LOGIN_VARIABLES = (  # botocore, "Credentials": each is enough for a login
     *("AWS_ACCESS_KEY_ID", "AWS_PROFILE", "AWS_WEB_IDENTITY_TOKEN_FILE"),
     *("AWS_CONTAINER_CREDENTIALS_RELATIVE_URI", "AWS_CONTAINER_CREDENTIALS_FULL_URI"),
 )
-START_HINT = "A stopped machine starts in its own zone only: try later, or `broker down` it and launch anew elsewhere."
+START_HINT = "A stopped machine starts in its own zone only: try later, or `broker down` it and launch again elsewhere."
 LOGIN_FILES = {"AWS_SHARED_CREDENTIALS_FILE": ".aws/credentials", "AWS_CONFIG_FILE": ".aws/config"}
 
 
 def make_cloud(config: Config, *, clock: Clock) -> AwsCloud | None:
-    """For the registry: None without boto3 or a login."""
+    """Make the cloud for the registry; None without boto3 or a login."""
     if importlib.util.find_spec("boto3") is None or not has_login():
         return None
     return AwsCloud(load_settings(config.home), clock=clock)
 
 
 def has_login() -> bool:
-    """Whether there is anything that could be a login; whether it is one, only AWS can say."""
+    """Return whether credentials may exist; only AWS can say whether they are valid."""
     files = (Path(os.getenv(variable) or Path.home() / path) for variable, path in LOGIN_FILES.items())
     return any(os.getenv(variable) for variable in LOGIN_VARIABLES) or any(file.exists() for file in files)
 
@@ -56,7 +56,8 @@ class AwsCloud:
     extends_gangs: ClassVar[bool] = True
 
     def is_search_worth(self, spec: MachineSpec, *, zone_count: int) -> bool:
-        """A fleet takes a launch template, made and deleted, and machines with one network card."""
+        """Return whether a fleet is worth its overhead: a launch template, created and deleted. Its machines have one
+        network card."""
         return zone_count >= SEARCHED_ZONES_MIN and spec.network_tier != "best"
 
     def __init__(self, settings: Settings, *, clock: Clock, open_session: Callable[[], Any] | None = None) -> None:
@@ -68,12 +69,12 @@ class AwsCloud:
         self._sweeper = Sweeper(self._clients)
         self._regions: tuple[float, Sequence[str]] = (0.0, ())
         self._regions_by_id: dict[str, str] = {}
-        self._listable: set[str] = set()  # regions whose newest list was answered
+        self._listable: set[str] = set()  # regions whose latest list succeeded
         self._account = ""
-        self._ended_s: dict[str, float] = {}  # nodes of which EC2 does not tell when they ended: when we saw it first
+        self._ended_s: dict[str, float] = {}  # nodes whose end EC2 does not date: when we first saw it
 
     def prepare(self) -> None:
-        """Begin to import the SDK in a thread, and return at once; twice does no harm."""
+        """Start importing the SDK in a thread, and return at once. Idempotent."""
         self._clients.prepare()
 
     def observe(self, hear: Listener) -> None:
@@ -91,7 +92,7 @@ class AwsCloud:
             await self._clients.read("sts", await self._clients.find_home(), "get_caller_identity")
 
     async def find_account(self) -> str:
-        """Asked of AWS once: a process keeps the login that it started with."""
+        """Return the account, read from AWS once: a process keeps the login that it started with."""
         if not self._account:
             with translated():
                 home = await self._clients.find_home()
@@ -104,10 +105,10 @@ class AwsCloud:
             enabled = await self.list_regions()
         if region not in enabled:
             raise InvalidRequestError(
-                f"region {region} is off in this account",
-                hints=(f"Turn it on with `aws account enable-region --region-name {region}`.",),
+                f"region {region} is disabled in this account",
+                hints=(f"Enable it with `aws account enable-region --region-name {region}`.",),
             )
-        if region not in self._listable:  # make nothing where we could not see it, nor end it
+        if region not in self._listable:  # create nothing where it could be neither listed nor terminated
             await self._list_region(region, request.owner)
         with translated(is_create=True):
             try:
@@ -137,7 +138,7 @@ class AwsCloud:
         return NodeList(nodes=tuple(nodes), account=account, unseen=unseen)
 
     async def terminate_nodes(self, nodes: Sequence[Node]) -> None:
-        """A node whose region is on record needs no list to be found: lists may be what fails."""
+        """Terminate nodes. A node whose region is recorded needs no list, which may be the call that fails."""
         self._regions_by_id.update((node.id, node.region) for node in nodes if node.region)
         await self._change_each("terminate_instances", [node.id for node in nodes])
 
@@ -165,7 +166,10 @@ class AwsCloud:
             return await self._sweeper.sweep(await self.list_regions(), owner, keep)
 
     async def list_regions(self) -> Sequence[str]:
-        """Those set, else all that are enabled in this account: nodes may be in any of them. Raises RefusedError."""
+        """List the regions from the settings, else all that are enabled in this account: nodes may be in any of them.
+
+        Raises ApiError.
+        """
         if self._settings.regions:
             return self._settings.regions
         now_s = self._clock.now_s()
@@ -176,7 +180,7 @@ class AwsCloud:
             except ApiError:
                 if not known:
                     raise
-                return known  # an outage at home must not hide the nodes elsewhere
+                return known  # an outage of the home region must not hide nodes elsewhere
             known = sorted(each["RegionName"] for each in answer["Regions"])
             self._regions = (now_s, known)
         return known
@@ -194,11 +198,12 @@ class AwsCloud:
         return [replace(node, account=account) for node in nodes]
 
     async def _find_made(self, request: NodeRequest, refusal: ApiError) -> Sequence[Mapping[str, Any]]:
-        """What this token made before: EC2 tells so where something differs (a newer image), or all of it has ended."""
+        """Return what this token created before. EC2 reports the token as used if a parameter differs (a newer image),
+        or if all its instances have ended."""
         filters = tags.match_tags(owner=request.owner, token=request.token)
         found = await self._launcher.find_instances(request.placement.offer.region, filters)
         if not found:
-            raise UnknownOutcomeError(f"token {request.token} was used and its nodes are not shown") from refusal
+            raise UnknownOutcomeError(f"token {request.token} was used and its nodes are not listed") from refusal
         clusters = {tags.read_tags(each).get(tags.CLUSTER) for each in found}
         if clusters != {request.cluster}:
             raise InvalidRequestError(f"token {request.token} was used for another request") from refusal
@@ -216,9 +221,9 @@ class AwsCloud:
         ]
 
     async def _change_each(self, operation: str, ids: Sequence[str]) -> None:
-        """EC2 refuses the whole call for one id that it does not know (any more): then they go one by one.
+        """Change nodes in every region. EC2 refuses a whole call for one unknown id, so these ids then go one by one.
 
-        Every region is asked, whatever another one says; then the first refusal is raised.
+        Every region is called, whatever another one answers; then the first error is raised.
         """
         with translated():
             grouped = await self._group(ids)
@@ -232,7 +237,7 @@ class AwsCloud:
             await self._clients.change(region, operation, InstanceIds=list(ids))
         except ApiError as refusal:
             if refusal.code == "UnauthorizedOperation":
-                # A policy that allows this by tag refuses an id that is gone: it has no tag to look at.
+                # A policy that allows this by tag refuses an id that is gone, as it has no tags to check.
                 filters = [{"Name": "instance-id", "Values": list(ids)}]
                 found = await self._launcher.find_instances(region, filters)
                 left = [each["InstanceId"] for each in found]
@@ -252,7 +257,7 @@ class AwsCloud:
                 await self._clients.change(region, operation, InstanceIds=known)
 
     async def _group(self, ids: Sequence[str]) -> Mapping[str, list[str]]:
-        """Region -> ids. Where nobody told us a node's region, all are asked; what none has is gone."""
+        """Group ids by region. A node of unknown region is looked up in all regions; if none has it, it is gone."""
         unknown = [node_id for node_id in ids if node_id not in self._regions_by_id]
         if unknown:
             regions = await self.list_regions()

@@ -1,7 +1,7 @@
-"""From AWS's error codes to our classes: one table, no look at message texts.
+"""AWS's error codes as our error classes: one table; message text is never matched.
 
-Codes: EC2 API reference, "Error codes"; Service Quotas, SSM and STS references, "Common errors"; names that end in
-`Error` are botocore's own exceptions, for answers that never came.
+Codes: EC2 API reference, "Error codes"; Service Quotas, SSM and STS references, "Common errors". Names that end in
+`Error` are botocore's own exceptions, for responses that never came.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ CODES: dict[Kind, tuple[str, ...]] = {
         *("InsufficientFreeAddressesInSubnet", "InsufficientAddressCapacity", "InsufficientVolumeCapacity"),
         *("InsufficientCapacityOnOutpost", "InsufficientCapacityOnHost", "ReservationCapacityExceeded"),
         *("InsufficientReservedInstancesCapacity", "IncompatibleHostRequirements"),
-        # The zone does not have this machine at all; and an account's first use of a region, which Amazon looks into.
+        # The zone lacks this machine type, or this is an account's first use of a region, which Amazon reviews.
         *("Unsupported", "PendingVerification"),
     ),
     "quota": (
@@ -112,48 +112,50 @@ CLASSES: dict[Kind, type[CloudError]] = {
     "unknown": UnknownOutcomeError,
 }
 HINTS: dict[Kind, tuple[str, ...]] = {
-    "capacity": (),  # whoever asked goes on elsewhere
-    "quota": ("`broker check` shows the quotas and the command that asks for more.",),
+    "capacity": (),  # the caller tries other places
+    "quota": ("`broker check` shows the quotas and the command that requests more.",),
     "login": ("Log in with `aws configure` or `aws sso login`, then run `broker check`.",),
     "forbidden": (
-        "`broker check --policy aws` prints the permissions that are needed.",
-        "Where an organisation's policy allows some regions only, name those in `aws.toml`: `regions = [...]`.",
+        "`broker check --policy aws` prints the required permissions.",
+        "If an organisation's policy allows some regions only, name those in `aws.toml`: `regions = [...]`.",
     ),
-    "throttled": ("AWS asks to be asked less often; broker tries again by itself.",),
+    "throttled": ("AWS limits the rate of requests; broker retries automatically.",),
     "invalid": (),
     "transient": (),
-    "unknown": ("`broker status` shows what was made.",),
+    "unknown": ("`broker status` shows what was created.",),
 }
 
 
-REGION_WIDE = frozenset({"PendingVerification"})  # all other lacks are of one zone
-SET_CLOCK = ("Set this machine's clock: AWS refuses what is signed with a time that is minutes off.",)
-OWN_HINTS: dict[str, tuple[str, ...]] = {  # where the hint of the kind would send somebody the wrong way
+REGION_WIDE = frozenset({"PendingVerification"})  # all other capacity errors concern one zone
+SET_CLOCK = ("Set this machine's clock: AWS rejects signatures with a time that is minutes off.",)
+OWN_HINTS: dict[str, tuple[str, ...]] = {  # where the hint of the kind would be wrong
     "AuthFailure.ServiceLinkedRoleCreationNotPermitted": (
-        "Have somebody who may run `aws iam create-service-linked-role --aws-service-name spot.amazonaws.com`, once.",
+        "Ask an administrator to run `aws iam create-service-linked-role --aws-service-name spot.amazonaws.com`, once.",
     ),
-    "Blocked": ("Amazon has closed this account to new machines: https://console.aws.amazon.com/support tells why.",),
-    "AccountProblem": ("Amazon has closed this account to new machines: https://console.aws.amazon.com/support.",),
+    "Blocked": (
+        "Amazon blocks new machines in this account; for the reason see https://console.aws.amazon.com/support.",
+    ),
+    "AccountProblem": ("Amazon blocks new machines in this account: https://console.aws.amazon.com/support.",),
     "InsufficientFreeAddressesInSubnet": (
-        "Name a VPC with larger subnets in `aws.toml`, or end machines that are not used.",
+        "Name a VPC with larger subnets in `aws.toml`, or terminate unused machines.",
     ),
-    "InvalidAMIID.NotFound": (
-        "An image belongs to one region: write `image_id: {us-east-1: ami-...}`, or leave it out.",
-    ),
+    "InvalidAMIID.NotFound": ("An image belongs to one region: write `image_id: {us-east-1: ami-...}`, or omit it.",),
     "OptInRequired": (
         "Sign the account up for EC2, or accept the terms of a Marketplace image: "
         "https://console.aws.amazon.com/marketplace.",
     ),
-    "PendingVerification": ("Wait for Amazon's mail, up to four hours; other regions may be open already.",),
+    "PendingVerification": ("Wait for Amazon's email, up to four hours; other regions may be available already.",),
     "RequestExpired": SET_CLOCK,
     "RequestTimeTooSkewed": SET_CLOCK,
-    "Unsupported": ("`aws ec2 describe-instance-type-offerings --location-type availability-zone` lists who has it.",),
+    "Unsupported": (
+        "`aws ec2 describe-instance-type-offerings --location-type availability-zone` lists the zones that offer it.",
+    ),
 }
-MESSAGE_MAX = 300  # characters; a refusal by IAM brings a thousand that are encoded
+MESSAGE_MAX = 300  # characters; an IAM denial adds a thousand that are encoded
 
 
 class ApiError(Exception):
-    """An answer that was no: `code` is AWS's, or the name of botocore's exception where none came."""
+    """An error response. `code` is AWS's, or the name of botocore's exception if there was no response."""
 
     def __init__(self, code: str, message: str, *, operation: str, region: str, status: int = 0) -> None:
         super().__init__(f"{operation}: {code}")
@@ -165,19 +167,19 @@ class ApiError(Exception):
 
 
 def find_kind(code: str, status: int = 0) -> Kind:
-    """What a code means; one that nobody wrote down goes by its ending and its HTTP status."""
+    """Classify a code; an unlisted one by its suffix and HTTP status."""
     known = KINDS.get(code)
     if known is not None:
         return known
     if code.endswith("LimitExceeded"):
-        return "quota"  # as all of EC2's quotas end; its two exceptions are in the table
+        return "quota"  # the suffix of all EC2 quotas; its two exceptions are in the table
     if status == 429:
         return "throttled"
     return "unknown" if status >= 500 or status == 0 else "invalid"
 
 
 def translate(refusal: ApiError, *, is_create: bool = False) -> CloudError:
-    """Where nothing can have been made, an answer that never came is merely transient."""
+    """Translate an error. If nothing can have been created, a missing response is merely transient."""
     kind = find_kind(refusal.code, refusal.status)
     if kind == "unknown" and not is_create:
         kind = "transient"
@@ -191,7 +193,7 @@ def translate(refusal: ApiError, *, is_create: bool = False) -> CloudError:
 
 @contextmanager
 def translated(*, is_create: bool = False) -> Iterator[None]:
-    """What leaves the adapter is one of our classes."""
+    """Translate every exception that leaves the adapter into one of our classes."""
     try:
         yield
     except ApiError as refusal:

@@ -1,4 +1,4 @@
-"""Instant fleets: a gang in whichever zone has room for all of it. EC2 user guide, "EC2 Fleet"."""
+"""Instant fleets: a gang in whichever zone has capacity for all of it. EC2 user guide, "EC2 Fleet"."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from broker.types import NodeRequest, Placement
 
 log = logging.getLogger(__name__)
 
-END_WAITS_S = (1.0, 2.0, 4.0, 8.0)  # a machine that is not listed yet cannot be ended yet
+END_WAITS_S = (1.0, 2.0, 4.0, 8.0)  # a machine that is not listed yet cannot be terminated yet
 Instance = Mapping[str, Any]
 
 
@@ -37,9 +37,10 @@ class Fleets:
     async def create(
         self, request: NodeRequest, around: Surroundings, data: bytes, site: RegionNetwork
     ) -> Sequence[Instance]:
-        """All nodes, or CapacityError, QuotaError, InvalidRequestError and nothing. Raises RefusedError too.
+        """Create all nodes, or raise CapacityError, QuotaError or InvalidRequestError with none created. Raises
+        ApiError too.
 
-        A fleet takes its machines from a launch template only, which is named after the token.
+        A fleet takes its parameters from a launch template only, which is named after the token.
         """
         name = name_template(request)
         await self._ensure_template(request, around, data, name)
@@ -55,7 +56,7 @@ class Fleets:
         instances = [
             {
                 "InstanceId": instance_id,
-                "LaunchTime": datetime.fromtimestamp(self._clock.now_s(), UTC),  # the answer names no time
+                "LaunchTime": datetime.fromtimestamp(self._clock.now_s(), UTC),  # the response has no time
                 "InstanceLifecycle": group.get("Lifecycle"),
                 "Placement": {"AvailabilityZone": _find_zone(group, site)},
                 "Tags": tags.write_tags({**tags.make_tags(request), tags.FLEET: answer["FleetId"]}),
@@ -83,11 +84,12 @@ class Fleets:
                 ),
             )
         except ApiError as refusal:
-            if refusal.code != "InvalidLaunchTemplateName.AlreadyExistsException":  # the same token: the same template
+            # the same token has the same template
+            if refusal.code != "InvalidLaunchTemplateName.AlreadyExistsException":
                 raise
 
     async def _list_overrides(self, placement: Placement, site: RegionNetwork) -> list[dict[str, Any]]:
-        """A subnet of each zone; for spot, those first where AWS thinks that capacity is likely."""
+        """List a subnet of each zone; for spot, the zones with the best placement score first."""
         scores = await self._scores.read(placement) if placement.is_spot else {}
         if not scores:
             return [{"SubnetId": subnet} for subnet in site.subnets.values()]
@@ -97,28 +99,28 @@ class Fleets:
     async def _give_up(
         self, request: NodeRequest, instances: Sequence[Instance], answer: Mapping[str, Any], name: str
     ) -> None:
-        """Part of a gang is no gang: end it, and say why the rest was not given. Raises always."""
+        """Terminate a partial gang and raise the reason for the rest."""
         region = request.placement.offer.region
         if instances:
             await self._end(region, [instance["InstanceId"] for instance in instances])
         elif not answer.get("Errors"):
-            raise UnknownOutcomeError(f"create_fleet in {region}: neither nodes nor a reason")
+            raise UnknownOutcomeError(f"create_fleet in {region} returned neither nodes nor a reason")
         await self._drop_template(region, name)
         raise await self._judge(request.placement, answer.get("Errors", ()))
 
     async def _end(self, region: str, ids: Sequence[str]) -> None:
-        """Raises UnknownOutcomeError where EC2 will not hear of machines that it has just made."""
+        """Terminate instances. Raises UnknownOutcomeError if EC2 does not know machines that it has just created."""
         for wait_s in END_WAITS_S:
             try:
                 await self._clients.change(region, "terminate_instances", InstanceIds=list(ids))
                 return
             except ApiError as refusal:
-                log.info("a part of a gang is not ended yet: %s", refusal)
+                log.info("a partial gang is not terminated yet: %s", refusal)
             await self._clock.sleep(wait_s)
-        raise UnknownOutcomeError(f"{len(ids)} nodes of a part of a gang may run in {region}")
+        raise UnknownOutcomeError(f"{len(ids)} nodes of a partial gang may run in {region}")
 
     async def _judge(self, placement: Placement, errors: Sequence[Mapping[str, Any]]) -> CloudError:
-        """One error for what each zone said: what no other zone can mend goes first."""
+        """Merge the errors of the zones into one: an error that no other zone can avoid takes precedence."""
         region = placement.offer.region
         found = [
             translate(
@@ -134,7 +136,9 @@ class Fleets:
         by_class = {type(error): error for error in reversed(found)}
         if found and CapacityError not in by_class:
             return next((each for each in found if not isinstance(each, InvalidRequestError)), found[0])
-        message = "; ".join(dict.fromkeys(error.message for error in found)) or f"{region} gave a part of the gang only"
+        message = (
+            "; ".join(dict.fromkeys(error.message for error in found)) or f"{region} provided only part of the gang"
+        )
         return CapacityError(message, scope="zone" if placement.offer.zone else "region")
 
     async def _drop_template(self, region: str, name: str) -> None:
@@ -144,8 +148,11 @@ class Fleets:
             pass  # the sweep finds it by its tag
 
     async def _write_ranks(self, region: str, instances: Sequence[Instance]) -> None:
-        """A fleet launches machines one by one and numbers none. Who asks again writes the same; where it fails, the
-        gang is ranked by `rank_gang` for as long as all of it is listed."""
+        """Write ranks as tags: a fleet launches machines one by one and numbers none.
+
+        A repeated call writes the same ranks; if it fails, `rank_gang` ranks the gang for as long as all of it is
+        listed.
+        """
         writes = [
             self._clients.change(
                 region,
@@ -167,10 +174,10 @@ def name_template(request: NodeRequest) -> str:
 
 
 def describe_fleet(request: NodeRequest, template: str, overrides: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """All nodes of one kind in one zone, or none. EC2 reference, `MinTargetCapacity`."""
+    """Describe the fleet: all nodes of one type in one zone, or none. EC2 reference, `MinTargetCapacity`."""
     placement = request.placement
     whole = {"SingleInstanceType": True, "SingleAvailabilityZone": True, "MinTargetCapacity": placement.node_count}
-    is_ranked = any("Priority" in each for each in overrides)
+    is_ranked = any("Priority" in override for override in overrides)
     options: dict[str, Any]
     if placement.is_spot:
         strategy = "capacity-optimized-prioritized" if is_ranked else "price-capacity-optimized"
@@ -184,7 +191,7 @@ def describe_fleet(request: NodeRequest, template: str, overrides: Sequence[Mapp
         "LaunchTemplateConfigs": [
             {
                 "LaunchTemplateSpecification": {"LaunchTemplateName": template, "Version": "1"},
-                "Overrides": [dict(each) for each in overrides],
+                "Overrides": [dict(override) for override in overrides],
             }
         ],
         "TargetCapacitySpecification": {

@@ -1,4 +1,4 @@
-"""Which machine image boots, and what its root disk is called."""
+"""The machine image to boot, and the name of its root disk."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from broker.errors import InvalidRequestError
 from broker.nouns import noun
 from broker.types import MachineSpec, Offer
 
-# Public parameters that AWS and Canonical keep up to date: the DLAMI guide, "Find the latest DLAMI id", and
-# Canonical's "Find Ubuntu images on AWS". Base images: driver, CUDA and EFA, and no frameworks.
+# Public parameters that AWS and Canonical maintain: the DLAMI guide, "Find the latest DLAMI id", and Canonical's "Find
+# Ubuntu images on AWS". Base images have driver, CUDA and EFA, and no frameworks.
 GPU_IMAGE = "/aws/service/deeplearning/ami/{arch}/base-oss-nvidia-driver-gpu-ubuntu-22.04/latest/ami-id"
 NEURON_IMAGE = "/aws/service/neuron/dlami/multi-framework/ubuntu-22.04/latest/image_id"
 PLAIN_IMAGE = "/aws/service/canonical/ubuntu/server/22.04/stable/current/{arch}/hvm/ebs-gp2/ami-id"
@@ -20,30 +20,30 @@ PARAMETER = "ssm:"
 
 @noun
 class ImageRule:
-    """Machines whose type begins with one of `families` boot `parameter`; where AWS publishes nothing that drives their
-    accelerator, `why` says so."""
+    """A rule: machine types that begin with one of `families` boot `parameter`. If AWS publishes no image with a driver
+    for their accelerator, `why` gives the reason."""
 
     families: tuple[str, ...]
     parameter: str = ""
     why: str = ""
 
 
-# AWS's base GPU image brings NVIDIA's open kernel modules, which serve Turing and newer. Maxwell to Volta need the
+# AWS's base GPU image has NVIDIA's open kernel modules, which support Turing and newer. Maxwell to Volta require the
 # proprietary ones, of which R580 is the last branch, and Kepler R470: NVIDIA's driver installation guide, "Kernel
 # Modules" (https://docs.nvidia.com/datacenter/tesla/driver-installation-guide/kernel-modules.html, read 2026-11-22).
-PROPRIETARY = "needs NVIDIA's proprietary driver, R580 or older"
+PROPRIETARY = "requires NVIDIA's proprietary driver, R580 or older"
 IMAGE_RULES: tuple[ImageRule, ...] = (
     ImageRule(families=("trn", "inf"), parameter=NEURON_IMAGE),
-    ImageRule(families=("p2.",), why="Kepler needs NVIDIA's driver R470 or older"),
+    ImageRule(families=("p2.",), why="Kepler requires NVIDIA's driver R470 or older"),
     ImageRule(families=("g3.", "g3s."), why=f"Maxwell {PROPRIETARY}"),
     ImageRule(families=("p3.", "p3dn."), why=f"Volta {PROPRIETARY}"),
-    ImageRule(families=("g4ad.",), why="its GPU needs AMD's driver"),
-    ImageRule(families=("dl1.",), why="Gaudi needs Habana's driver"),
-    ImageRule(families=("dl2q.",), why="it needs Qualcomm's driver"),
-    ImageRule(families=("vt1.", "f1.", "f2."), why="it needs AMD's driver"),
+    ImageRule(families=("g4ad.",), why="its GPU requires AMD's driver"),
+    ImageRule(families=("dl1.",), why="Gaudi requires Habana's driver"),
+    ImageRule(families=("dl2q.",), why="it requires Qualcomm's driver"),
+    ImageRule(families=("vt1.", "f1.", "f2."), why="it requires AMD's driver"),
 )
 IMAGE_HINTS = (
-    "Name an image of yours that has the driver: `image_id: ami-...` in `resources`, or `[images]` in `aws.toml`.",
+    "Name an image that has the driver: `image_id: ami-...` in `resources`, or `[images]` in `aws.toml`.",
     "Or choose another GPU: `broker gpus` lists them.",
 )
 
@@ -52,7 +52,7 @@ IMAGE_HINTS = (
 class Image:
     id: str
     root_device: str
-    size_gib: int  # the least its root disk can have
+    size_gib: int  # minimum size of its root disk
 
 
 class Images:
@@ -62,7 +62,7 @@ class Images:
         self._found: dict[tuple[str, str], Image] = {}
 
     async def find(self, offer: Offer, spec: MachineSpec) -> Image:
-        """Raises InvalidRequestError where there is no such image."""
+        """Look the image up. Raises InvalidRequestError if it does not exist."""
         wanted = self.choose(offer, spec)
         key = (offer.region, wanted)
         if key not in self._found:
@@ -70,7 +70,7 @@ class Images:
         return self._found[key]
 
     def choose(self, offer: Offer, spec: MachineSpec) -> str:
-        """The task's image, else the settings', else AWS's. Raises InvalidRequestError where none has a driver."""
+        """Choose the task's image, else the settings', else AWS's. Raises InvalidRequestError if none has a driver."""
         return spec.image_id or self._settings.images.get(offer.region) or PARAMETER + choose_parameter(offer)
 
     async def _look_up(self, region: str, wanted: str) -> Image:
@@ -80,8 +80,8 @@ class Images:
             wanted = str(answer["Parameter"]["Value"])
         if not wanted.startswith("ami-"):
             raise InvalidRequestError(
-                f"`{wanted}` is no image of EC2",
-                hints=("Write `image_id: ami-...`, or `image_id: ssm:/NAME/OF/A/PARAMETER` that holds one.",),
+                f"invalid EC2 image `{wanted}`",
+                hints=("Write `image_id: ami-...`, or `image_id: ssm:/NAME/OF/A/PARAMETER` that contains one.",),
             )
         answer = await self._clients.read("ec2", region, "describe_images", ImageIds=[wanted])
         if not answer.get("Images"):
@@ -93,8 +93,11 @@ class Images:
 
 
 def choose_parameter(offer: Offer) -> str:
-    """The public parameter of the image that suits a machine. Raises InvalidRequestError where none drives its
-    accelerator: without one the machine costs the price of a GPU and has none to use."""
+    """Choose the public parameter of the image for a machine type.
+
+    Raises InvalidRequestError if no image has a driver for its accelerator: the machine would be billed for a GPU it
+    cannot use.
+    """
     arch = guess_architecture("aws", offer.instance_type)
     rule = next((rule for rule in IMAGE_RULES if offer.instance_type.startswith(rule.families)), None)
     if rule is not None and rule.why:

@@ -1,4 +1,4 @@
-"""One gang, all or none, under one token: RunInstances in a named zone, an instant fleet where any zone will do."""
+"""Launching a gang, all or nothing, with one token: RunInstances in a given zone, an instant fleet in any zone."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ class NodeLauncher:
         self._efa_counts: dict[str, int] = {}
 
     async def launch(self, request: NodeRequest) -> Sequence[Instance]:
-        """Instances as EC2 describes them. Raises CloudError and RefusedError; see `Cloud.create_nodes`."""
+        """Return instances as EC2 describes them. Raises CloudError and ApiError; see `Cloud.create_nodes`."""
         offer = request.placement.offer
         data = pack_boot(request)
-        self._images.choose(offer, request.spec)  # before anything is asked for
+        self._images.choose(offer, request.spec)  # before any create call
         zones = (offer.zone, *request.placement.other_zones) if offer.zone else ()
         site, image, efa_count, *_ = await asyncio.gather(
             self._network.find_site(offer.region, *zones),
@@ -70,15 +70,18 @@ class NodeLauncher:
         return [instance for reservation in found for instance in reservation["Instances"]]
 
     async def _find_placement_group(self, request: NodeRequest) -> str | None:
-        """Only gangs of accelerators talk so much that standing close is worth the scarcer capacity."""
+        """Return a placement group for gangs with accelerators: only their traffic justifies the scarcer capacity."""
         offer = request.placement.offer
         if request.placement.node_count == 1 or not offer.accelerator:
             return None
         return await self._network.ensure_placement_group(request, offer.region)
 
     async def _count_efa(self, request: NodeRequest) -> int:
-        """How many Elastic Fabric Adapters to attach: none unless asked for, as many as the machine has cards for where
-        nodes have no public address, else one. A fleet that looks for a zone gives machines of one card only."""
+        """Count Elastic Fabric Adapters to attach: none unless requested; one per card if nodes have no public address,
+        else one.
+
+        A fleet that searches for a zone supports one card only.
+        """
         offer = request.placement.offer
         if request.spec.network_tier != "best":
             return 0
@@ -100,7 +103,7 @@ class NodeLauncher:
         count = request.placement.node_count
         parameters = describe_machine(request, around, subnet=subnet)
         if data:
-            parameters["UserData"] = data  # botocore writes it as base64 here, and does not in launch templates
+            parameters["UserData"] = data  # botocore encodes it as base64 here, but not in launch templates
         if request.placement.is_spot:
             parameters["InstanceMarketOptions"] = {
                 "MarketType": "spot",

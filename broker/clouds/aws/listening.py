@@ -1,4 +1,4 @@
-"""botocore's events as exchanges: what goes out just before it is sent, and what comes back, in the same thread."""
+"""Pair botocore's events into exchanges: the request just before it is sent and its response, in the same thread."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from broker.clouds.tape import Exchange, Listener
 
 
 def listen(session: Any, hear: Listener) -> None:
-    """Tell `hear` of each answer that any client of this boto3 session gets; a call without an answer is not told."""
+    """Report each response of any client of this boto3 session to `hear`; calls without a response are not reported."""
     sent = threading.local()
 
     def note_region(context: Any, **_: Any) -> None:

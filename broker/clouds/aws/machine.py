@@ -1,6 +1,6 @@
-"""What RunInstances and launch templates are told of a node: a pure function of the request and of what was found.
+"""Parameters of a node for RunInstances and launch templates: a pure function of the request and its surroundings.
 
-For one token it is the same text each time: EC2 refuses a token that comes back with other parameters.
+The result is identical for every call with one token: EC2 refuses a token that returns with other parameters.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from broker.types import NodeRequest
 
 USER_DATA_BYTES_MAX = 16384  # EC2 user guide, before base64
 IOPS_PER_GIB_MAX = 500  # EBS user guide, gp3 and io2
-DISKS: Mapping[str, Mapping[str, Any]] = {  # EBS user guide: gp3 is given 3000 IOPS and 125 MB/s, io2 none
-    "none": {"VolumeType": "gp3"},  # SkyPilot's word for what the cloud usually gives
+DISKS: Mapping[str, Mapping[str, Any]] = {  # EBS user guide: gp3 gets 3000 IOPS and 125 MB/s, io2 none
+    "none": {"VolumeType": "gp3"},  # SkyPilot's name for the cloud's default
     "low": {"VolumeType": "gp3"},
     "medium": {"VolumeType": "gp3", "Iops": 3500, "Throughput": 250},
     "high": {"VolumeType": "gp3", "Iops": 7000, "Throughput": 500},
@@ -29,7 +29,7 @@ DISKS: Mapping[str, Mapping[str, Any]] = {  # EBS user guide: gp3 is given 3000 
 
 @noun
 class Surroundings:
-    """What was found or made for a gang before it is launched."""
+    """Resources found or created for a gang before its launch."""
 
     image: Image
     group_id: str
@@ -40,13 +40,13 @@ class Surroundings:
 
 
 def describe_machine(request: NodeRequest, around: Surroundings, *, subnet: str | None) -> dict[str, Any]:
-    """Parameters that RunInstances and launch templates share. `subnet` None: a fleet chooses."""
+    """Make the parameters that RunInstances and launch templates share. `subnet` None: a fleet chooses."""
     machine: dict[str, Any] = {
         "ImageId": around.image.id,
         "InstanceType": request.placement.offer.instance_type,
         "NetworkInterfaces": describe_cards(around, subnet=subnet),
         "BlockDeviceMappings": [{"DeviceName": around.image.root_device, "Ebs": describe_disk(request, around.image)}],
-        # One hop more than the machine itself would let containers of other people ask for its identity.
+        # One more hop would let containers of other users request the machine's identity.
         "MetadataOptions": {"HttpTokens": "required", "HttpEndpoint": "enabled", "HttpPutResponseHopLimit": 1},
         "InstanceInitiatedShutdownBehavior": "terminate",
         "TagSpecifications": tags.specify_tags(tags.make_tags(request), *tags.TAGGED_AT_LAUNCH),
@@ -59,12 +59,15 @@ def describe_machine(request: NodeRequest, around: Surroundings, *, subnet: str 
 
 
 def describe_cards(around: Surroundings, *, subnet: str | None) -> list[dict[str, Any]]:
-    """The first carries addresses, further ones only EFA's own traffic. EC2 user guide, "Maximize network bandwidth on
-    instances with multiple network cards"; it gives a machine with several cards no public address."""
+    """Describe the network cards. The first has addresses, the others only carry EFA's own traffic.
+
+    EC2 user guide, "Maximize network bandwidth on instances with multiple network cards"; a machine with several cards
+    gets no public address.
+    """
     common = {"Groups": [around.group_id], "DeleteOnTermination": True} | ({"SubnetId": subnet} if subnet else {})
     first: dict[str, Any] = {"DeviceIndex": 0, **common}
     if around.efa_count > 1:
-        assert not around.has_public_address, "a machine with a public address has one card"
+        assert not around.has_public_address, "a machine with a public address has only one card"
         others = range(1, around.efa_count)
         return [
             first | {"NetworkCardIndex": 0, "InterfaceType": "efa"},
@@ -78,7 +81,7 @@ def describe_disk(request: NodeRequest, image: Image) -> dict[str, Any]:
     tier = request.spec.disk_tier or "medium"
     if tier not in DISKS:
         raise InvalidRequestError(
-            f"AWS has no disk tier `{tier}`", hints=(f"There is {', '.join(f'`{each}`' for each in DISKS)}.",)
+            f"unknown disk tier `{tier}` on AWS", hints=(f"Tiers: {', '.join(f'`{each}`' for each in DISKS)}.",)
         )
     size_gib = max(request.spec.disk_size_gib, image.size_gib)
     disk = {"VolumeSize": size_gib, "Encrypted": True, "DeleteOnTermination": True, **DISKS[tier]}
@@ -88,15 +91,15 @@ def describe_disk(request: NodeRequest, image: Image) -> dict[str, Any]:
 
 
 def pack_boot(request: NodeRequest) -> bytes:
-    """The first-boot script as user data, packed where it is long; cloud-init unpacks it.
+    """Encode the first-boot script as user data, compressed if it is long; cloud-init decompresses it.
 
-    Raises InvalidRequestError where it doesn't fit even so.
+    Raises InvalidRequestError if it is still too long.
     """
     data = request.boot.encode()
     if len(data) > USER_DATA_BYTES_MAX:
         data = gzip.compress(data, mtime=0)  # no time in it: the same script gives the same bytes
     if len(data) > USER_DATA_BYTES_MAX:
         raise InvalidRequestError(
-            f"the first-boot script takes {len(data)} bytes packed, EC2 takes {USER_DATA_BYTES_MAX}"
+            f"the first-boot script has {len(data)} bytes compressed; EC2 allows {USER_DATA_BYTES_MAX}"
         )
     return data

@@ -1,4 +1,4 @@
-"""Where nodes stand in the network: VPC, subnet, one security group a cluster, one placement group a GPU gang."""
+"""The network of nodes: VPC, subnet, one security group per cluster, one placement group per GPU gang."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ANYWHERE = ("0.0.0.0/0", "::/0")
 
 @noun
 class RegionNetwork:
-    """Where a gang may stand: `subnets` maps zone to subnet."""
+    """A region's network: `subnets` maps zone to subnet."""
 
     region: str
     vpc: str
@@ -34,9 +34,11 @@ class Network:
         self._settings = settings
 
     async def find_site(self, region: str, *zones: str) -> RegionNetwork:
-        """With a subnet of each zone, or of those named here. Raises InvalidRequestError where the region has no
-        network to stand in, CapacityError where only these zones have none: Amazon opens zones that older VPCs have no
-        subnet in."""
+        """Find the VPC with a subnet of each zone, or of the zones given.
+
+        Raises InvalidRequestError if the region has no usable network, CapacityError if only these zones have none:
+        Amazon opens zones in which older VPCs have no subnet.
+        """
         named = self._settings.vpcs.get(region)
         vpc = named or await self._find_default_vpc(region)
         filters = [_filter("vpc-id", vpc), _filter("state", "available")]
@@ -61,14 +63,14 @@ class Network:
             raise InvalidRequestError(
                 f"{region} has no default VPC",
                 hints=(
-                    f"Make one with `aws ec2 create-default-vpc --region {region}`.",
-                    f'Or name yours in `aws.toml`: `vpcs = {{{region} = "vpc-..."}}`.',
+                    f"Create one with `aws ec2 create-default-vpc --region {region}`.",
+                    f'Or name your own in `aws.toml`: `vpcs = {{{region} = "vpc-..."}}`.',
                 ),
             )
         return str(found[0]["VpcId"])
 
     async def ensure_group(self, request: NodeRequest, site: RegionNetwork) -> str:
-        """The cluster's security group, made or found again, with the rules that this request asks for."""
+        """Return the cluster's security group, created or found, with the rules that this request requires."""
         group_id = await self._find_group(request, site)
         if group_id is None:
             try:
@@ -76,15 +78,15 @@ class Network:
             except ApiError as refusal:
                 if refusal.code != "InvalidGroup.Duplicate":
                     raise
-                group_id = await self._find_group(request, site)  # another process was faster
+                group_id = await self._find_group(request, site)  # another process created it first
                 if group_id is None:
-                    message = f"{name_group(request)} exists in {site.region}, and is not shown yet"
+                    message = f"{name_group(request)} exists in {site.region}, but is not listed yet"
                     raise TransientError(message) from None
         blocks = self._settings.ssh_from or await self._find_own_block()
         for rule in make_rules(group_id, request.spec.ports, blocks):
             await self._add_rule(site.region, group_id, rule, "authorize_security_group_ingress")
         if request.spec.network_tier == "best":
-            # EFA's traffic bypasses addresses, so the usual rule to everywhere does not cover it (EC2 guide, EFA).
+            # EFA's traffic has no IP addresses, so the usual rule to everywhere does not cover it (EC2 guide, EFA).
             await self._add_rule(site.region, group_id, _among_themselves(group_id), "authorize_security_group_egress")
         return group_id
 
@@ -105,7 +107,7 @@ class Network:
         return str(made["GroupId"])
 
     async def renew_access(self, region: str, *, owner: str, cluster: str) -> bool:
-        """Let ssh in from where this machine is seen now; returns whether that was not allowed before."""
+        """Admit ssh from this machine's current address; return whether it was not admitted before."""
         filters = [_filter("group-name", _join_name(owner, cluster)), _filter(f"tag:{tags.OWNER}", owner)]
         groups = await self._clients.read_all(region, "describe_security_groups", "SecurityGroups", Filters=filters)
         blocks = self._settings.ssh_from or await self._find_own_block()
@@ -117,7 +119,7 @@ class Network:
         return any(added)
 
     async def _add_rule(self, region: str, group_id: str, rule: Mapping[str, Any], operation: str) -> bool:
-        """Whether it was not there before."""
+        """Add a rule; return whether it is new."""
         try:
             await self._clients.change(region, operation, GroupId=group_id, IpPermissions=[rule])
         except ApiError as refusal:
@@ -127,19 +129,19 @@ class Network:
         return True
 
     async def _find_own_block(self) -> Sequence[str]:
-        """The address from which AWS sees us, as a block of one."""
+        """Return the address from which AWS sees this machine, as a block of one."""
         try:
             text = await asyncio.to_thread(_fetch, self._settings.address_url)
             address = ipaddress.ip_address(text.strip())
         except (OSError, ValueError) as error:
             raise TransientError(
-                f"cannot learn this machine's public address from {self._settings.address_url}: {error}",
+                f"cannot determine this machine's public address from {self._settings.address_url}: {error}",
                 hints=('Name it in `aws.toml`: `ssh_from = ["203.0.113.7/32"]`.',),
             ) from error
         return (f"{address}/{address.max_prefixlen}",)
 
     async def ensure_placement_group(self, request: NodeRequest, region: str) -> str:
-        """Nodes of one placement group stand close to each other. Its name."""
+        """Return the name of the cluster's placement group, which keeps its nodes close together."""
         name = name_group(request)
         try:
             await self._clients.change(
@@ -164,7 +166,7 @@ def _join_name(owner: str, cluster: str) -> str:
 
 
 def make_rules(group_id: str, ports: Sequence[str], ssh_from: Sequence[str]) -> list[dict[str, Any]]:
-    """Who may come in: ssh from these blocks, the task's own ports from anywhere, nodes among themselves."""
+    """Make the ingress rules: ssh from these blocks, the task's ports from anywhere, all traffic between nodes."""
     rules = [_among_themselves(group_id), _let_in(22, 22, ssh_from)]
     for port in ports:
         first, _, last = port.partition("-")
@@ -184,12 +186,13 @@ def _let_in(first: int, last: int, blocks: Sequence[str]) -> dict[str, Any]:
 
 
 def _tell_subnet(region: str, zone: str | None, vpc: str | None) -> str:
-    """How a subnet is made: by hand in a VPC of the user's own, whose addresses only its owner divides."""
+    """Return the command that creates a subnet: by hand in the user's own VPC, whose address ranges only its owner
+    assigns."""
     if vpc is None:
         verb = f"create-default-subnet --region {region}"
     else:
         verb = f"create-subnet --vpc-id {vpc} --region {region} --cidr-block BLOCK"
-    return f"Make one with `aws ec2 {verb} --availability-zone {zone or 'ZONE'}`."
+    return f"Create one with `aws ec2 {verb} --availability-zone {zone or 'ZONE'}`."
 
 
 def _filter(name: str, value: str) -> dict[str, Any]:

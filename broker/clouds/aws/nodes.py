@@ -1,4 +1,4 @@
-"""An instance as EC2 describes it, as a Node."""
+"""Convert an instance as EC2 describes it to a Node."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from broker.clouds.aws import tags
 from broker.types import Node, NodeEnd, NodeState
 
-# A machine on its way down still computes: it is neither RUNNING (nobody may count on it) nor TERMINATED yet.
+# A machine that is shutting down still computes: it is not TERMINATED yet, and not RUNNING, as it cannot be relied on.
 STATES = {
     "pending": NodeState.PENDING,
     "running": NodeState.RUNNING,
@@ -24,13 +24,13 @@ REASONS = {  # EC2 user guide, "Why Amazon EC2 terminated your instance"
     "Server.SpotInstanceTermination": NodeEnd.PREEMPTED,
     "Server.SpotInstanceShutdown": NodeEnd.PREEMPTED,
     "Client.UserInitiatedShutdown": NodeEnd.TERMINATED,
-    "Client.InstanceInitiatedShutdown": NodeEnd.LEASE,  # or DONE: only our agent switches a node off from inside
+    "Client.InstanceInitiatedShutdown": NodeEnd.LEASE,  # or DONE: only our agent shuts a node down from inside
 }
 ENDED_AT = re.compile(r"\((\d{4}-\d\d-\d\d \d\d:\d\d:\d\d) (?:GMT|UTC)\)")
 
 
 def read_nodes(instances: Iterable[Mapping[str, Any]], *, region: str, user: str) -> list[Node]:
-    """Instances of several gangs of one region. What carries no tag of ours is left out."""
+    """Read instances of several gangs of one region, skipping those without our tags."""
     gangs: dict[str, list[Mapping[str, Any]]] = defaultdict(list)
     for instance in instances:
         found = tags.read_tags(instance)
@@ -44,8 +44,11 @@ def read_nodes(instances: Iterable[Mapping[str, Any]], *, region: str, user: str
 
 
 def rank_gang(gang: Sequence[Mapping[str, Any]]) -> list[int]:
-    """Written on the node (fleets), or its place in the one launch that made all. A fleet whose ranks were never
-    written, because its creator died, goes by instance id, as its creator would have."""
+    """Rank nodes by their tags (fleets), or by their place in the launch that created all.
+
+    A fleet whose ranks were never written, because its creator died, is ranked by instance id, as its creator would
+    have done.
+    """
     order = sorted(instance["InstanceId"] for instance in gang)
     ranks = []
     for instance in gang:
@@ -97,7 +100,7 @@ def find_reason(instance: Mapping[str, Any]) -> str:
 
 
 def find_end_s(instance: Mapping[str, Any]) -> float | None:
-    """EC2 tells when an instance ended in one place only: in brackets behind its reason, and not always."""
+    """Read when an instance ended. EC2 reports it in one place only: in brackets after the reason, and not always."""
     match = ENDED_AT.search(instance.get("StateTransitionReason", ""))
     if not match:
         return None

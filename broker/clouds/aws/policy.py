@@ -1,4 +1,4 @@
-"""The least an account must allow broker: what carries this installation's tag may be made, changed and ended."""
+"""The minimal permissions on AWS: create, change and delete resources that carry this installation's tag."""
 
 from __future__ import annotations
 
@@ -14,18 +14,19 @@ LISTED = (
 )
 LAUNCHED = ("instance", "volume", "network-interface")
 SHARED = ("security-group", "placement-group", "launch-template")
-FOUND = ("image", "subnet", "security-group", "spot-instances-request")  # only looked up, or Amazon's own
+FOUND = ("image", "subnet", "security-group", "spot-instances-request")  # read only, or Amazon's own
 MADE = ("CreateSecurityGroup", "CreatePlacementGroup", "CreateLaunchTemplate", "CreateFleet")
 ENDED = (
     *("ec2:TerminateInstances", "ec2:StopInstances", "ec2:StartInstances", "ec2:DeleteVolume"),
     *("ec2:DeleteSecurityGroup", "ec2:DeletePlacementGroup", "ec2:DeleteLaunchTemplate"),
     *("ec2:AuthorizeSecurityGroupIngress", "ec2:AuthorizeSecurityGroupEgress"),
 )
-SERVICES = ("spot.amazonaws.com", "ec2fleet.amazonaws.com")  # an account's first spot machine and fleet make a role
+# an account's first spot machine and first fleet create a role
+SERVICES = ("spot.amazonaws.com", "ec2fleet.amazonaws.com")
 
 
 def make_policy(owner: str, *, instance_profile_role: str | None = None) -> dict[str, Any]:
-    """An IAM identity policy. `instance_profile_role`: ARN of the role that nodes get, where aws.toml names one."""
+    """Make an IAM identity policy. `instance_profile_role`: ARN of the nodes' role, if aws.toml names one."""
     is_given = {"StringEquals": {f"aws:RequestTag/{tags.OWNER}": owner}}
     is_ours = {"StringEquals": {f"ec2:ResourceTag/{tags.OWNER}": owner}}
     creates = [*MADE, "RunInstances"]
@@ -61,5 +62,5 @@ def _allow(
 
 
 def _arns(*kinds: str) -> list[str]:
-    """An image belongs to no account, so its ARN has none."""
+    """Return the ARN pattern of a kind. An image belongs to no account, so its ARN has none."""
     return [f"arn:aws:ec2:*:{'' if kind == 'image' else '*'}:{kind}/*" for kind in kinds]

@@ -1,4 +1,4 @@
-"""What the account may have at once: vCPUs, by family of machines."""
+"""The account's vCPU quotas, by family of machines."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from broker.errors import QuotaError
 from broker.nouns import noun
 from broker.types import Placement
 
-KNOWN_S = 600.0  # a quota changes by hand: it is worth asking again after a while
-# Service Quotas, service `ec2`, counted in vCPUs: family -> (on-demand, spot). Names as its console shows them.
+KNOWN_S = 600.0  # quotas are changed by hand: reread after a while
+# Service Quotas, service `ec2`, counted in vCPUs: family -> (on-demand, spot). Names as in its console.
 QUOTAS = {
     "standard": ("L-1216C47A", "L-34B43A08"),  # A, C, D, H, I, M, R, T, Z
     "g": ("L-DB2E81BA", "L-3819A6DF"),  # G and VT
@@ -30,7 +30,7 @@ ALIASES = {**dict.fromkeys("acdhimrtz", "standard"), "vt": "g"}
 
 @noun
 class Quota:
-    """`vcpus` may run at once in the region."""
+    """`vcpus` is the limit for machines running at the same time in the region."""
 
     code: str
     region: str
@@ -38,7 +38,7 @@ class Quota:
 
     @property
     def command(self) -> str:
-        """Asks Amazon for more; VCPUS is the reader's to fill in."""
+        """Return the command that requests an increase; the reader replaces VCPUS."""
         return (
             f"aws service-quotas request-service-quota-increase --service-code ec2 --quota-code {self.code} "
             f"--region {self.region} --desired-value VCPUS"
@@ -52,7 +52,7 @@ class Quotas:
         self._quotas: dict[tuple[str, str], tuple[float, Quota | None]] = {}
 
     async def find(self, region: str, instance_type: str, *, is_spot: bool) -> Quota | None:
-        """None where nobody knows: the machine counts for no quota we know, or we may not ask."""
+        """Return the quota; None if the machine counts under no known quota, or the login may not read quotas."""
         code = find_code(instance_type, is_spot=is_spot)
         return await self.read(region, code) if code else None
 
@@ -69,19 +69,19 @@ class Quotas:
         except ApiError as refusal:
             if find_kind(refusal.code, refusal.status) == "login":
                 raise
-            quota = None  # a look ahead only: the launch itself is refused where it must be
+            quota = None  # a precheck only: the launch itself fails if it must
         self._quotas[region, code] = (now_s, quota)
         return quota
 
     async def refuse_hopeless(self, placement: Placement) -> None:
-        """Raises QuotaError with the numbers where even an idle account could not have this gang."""
+        """Raise QuotaError with the figures if even an idle account could not have this gang."""
         offer = placement.offer
         quota = await self.find(offer.region, offer.instance_type, is_spot=placement.is_spot)
         if quota is not None and quota.vcpus < count_vcpus(placement):
             raise make_refusal(placement, quota)
 
     async def explain(self, placement: Placement, message: str) -> QuotaError:
-        """The refusal of a launch, with the numbers where they can be had."""
+        """Explain a refused launch, with the figures if available."""
         offer = placement.offer
         quota = await self.find(offer.region, offer.instance_type, is_spot=placement.is_spot)
         return make_refusal(placement, quota) if quota else QuotaError(message, hints=("Run `broker check`.",))
@@ -107,10 +107,10 @@ def make_refusal(placement: Placement, quota: Quota) -> QuotaError:
     asked = count_vcpus(placement)
     kind = "spot" if placement.is_spot else "on-demand"
     is_too_small = quota.vcpus < asked
-    rest = "" if is_too_small else ", and others run already"
+    rest = "" if is_too_small else ", and other machines run already"
     wanted = asked if is_too_small else quota.vcpus + asked
     return QuotaError(
-        f"quota of {offer.region}: {placement.node_count} x {offer.instance_type} {kind} takes {asked:g} vCPUs, "
-        f"the account may have {quota.vcpus:g}{rest}",
-        hints=(f"Ask for more: `{quota.command.replace('VCPUS', f'{wanted:g}')}`",),
+        f"quota of {offer.region}: {placement.node_count} x {offer.instance_type} {kind} requires {asked:g} vCPUs, "
+        f"the account's limit is {quota.vcpus:g}{rest}",
+        hints=(f"Request more: `{quota.command.replace('VCPUS', f'{wanted:g}')}`",),
     )

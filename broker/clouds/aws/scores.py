@@ -1,4 +1,4 @@
-"""How likely a zone is to give spot machines now, and to leave them: AWS's own scores, asked before trying."""
+"""Spot placement scores: AWS's estimate of a zone's capacity for spot machines, read before a launch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from broker.clouds.aws.errors import ApiError, find_kind
 from broker.errors import CapacityError
 from broker.types import Placement
 
-KNOWN_S = 600.0  # the market moves; and an account may ask about a few dozen different gangs a day only
+KNOWN_S = 600.0  # scores change, and an account may query only a few dozen different gangs a day
 # From 1, "very unlikely to succeed", to 10 (EC2 user guide, "Spot placement score").
 HOPELESS, BETTER = 1, 4
 
@@ -24,7 +24,7 @@ class Scores:
         self._doubted: dict[tuple[str, str, int], float] = {}
 
     async def read(self, placement: Placement) -> Mapping[str, int]:
-        """Zone -> 1 to 10; empty where AWS does not say."""
+        """Return zone -> 1 to 10; empty if AWS gives no scores."""
         offer = placement.offer
         key = (offer.region, offer.instance_type, placement.node_count)
         now_s = self._clock.now_s()
@@ -44,7 +44,7 @@ class Scores:
             if find_kind(refusal.code, refusal.status) == "login":
                 raise
             told, names = {}, {}
-        # A zone's name is the account's own; scores go by its id, which is everybody's.
+        # Zone names differ between accounts; scores are by zone id, which does not.
         by_id = {each["ZoneId"]: each["ZoneName"] for each in names.get("AvailabilityZones", ())}
         found = {
             by_id[each["AvailabilityZoneId"]]: int(each["Score"])
@@ -55,11 +55,14 @@ class Scores:
         return found
 
     async def refuse_unlikely(self, placement: Placement) -> None:
-        """Raises CapacityError for a zone that AWS expects nothing of while another of the region may well give: what
-        came there would soon be taken back. Who asks again has nowhere else to go, and may try."""
+        """Raise CapacityError for a zone with the lowest score while another zone of the region scores well: machines
+        there would soon be preempted.
+
+        A caller that asks again has no alternative, and may try.
+        """
         offer = placement.offer
         if not placement.is_spot or offer.zone is None or placement.other_zones:
-            return  # a fleet that looks in several begins with the likeliest
+            return  # a fleet that searches several zones begins with the best
         scores = await self.read(placement)
         likely = [zone for zone, score in scores.items() if score >= BETTER and zone != offer.zone]
         key = (offer.zone, offer.instance_type, placement.node_count)
@@ -70,7 +73,7 @@ class Scores:
         self._doubted[key] = now_s
         best = max(likely, key=lambda zone: scores[zone])
         raise CapacityError(
-            f"AWS rates the chance of {placement.node_count} x {offer.instance_type} spot in {offer.zone} 1 of 10 "
+            f"AWS rates the chance of {placement.node_count} x {offer.instance_type} spot in {offer.zone} at 1 of 10 "
             f"now, in {best} {scores[best]}",
             scope="zone",
         )

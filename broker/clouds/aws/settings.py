@@ -1,4 +1,4 @@
-"""What a user may set for AWS, in `aws.toml` in the state folder; every line of it is optional. See docs/AWS.md."""
+"""User settings for AWS, in `aws.toml` in the state folder; every line is optional. See docs/AWS.md."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ from broker.errors import UsageError
 from broker.nouns import noun
 
 FILE = "aws.toml"
-KINDS = {"list": "a list", "dict": "a table", "bool": "`true` or `false`", "str": "a string"}  # TOML's words
-ADDRESS_URL = "https://checkip.amazonaws.com"  # Amazon's own; answers with the caller's address as one line
+KINDS = {"list": "a list", "dict": "a table", "bool": "`true` or `false`", "str": "a string"}  # TOML's terms
+ADDRESS_URL = "https://checkip.amazonaws.com"  # Amazon's own; responds with the caller's address as one line
 
 
 @noun
 class Settings:
-    """`ssh_from`: blocks of addresses that may log in; empty: the address that this machine has now."""
+    """`ssh_from`: address blocks that may log in; empty: this machine's current address."""
 
     regions: tuple[str, ...] = ()  # empty: all that are enabled in the account
     ssh_from: tuple[str, ...] = ()
-    vpcs: Mapping[str, str] = field(default_factory=dict)  # region -> VPC; elsewhere the default one
-    images: Mapping[str, str] = field(default_factory=dict)  # region -> image; elsewhere the public one
-    user: str = "ubuntu"  # who logs in to the images
+    vpcs: Mapping[str, str] = field(default_factory=dict)  # region -> VPC; the default VPC elsewhere
+    images: Mapping[str, str] = field(default_factory=dict)  # region -> image; the public image elsewhere
+    user: str = "ubuntu"  # the images' login user
     instance_profile: str | None = None
     bucket_role: str | None = None  # ARN of a role that broker assumes for nodes' access to buckets
-    uses_private_addresses: bool = False  # nodes get no public address: broker runs inside the VPC, or has a way in
+    uses_private_addresses: bool = False  # nodes get no public address: broker runs inside the VPC, or can reach it
     address_url: str = ADDRESS_URL
 
 
 def load_settings(home: Path) -> Settings:
-    """Raises UsageError that names file and key."""
+    """Load the settings. Raises UsageError that names file and key."""
     path = home / FILE
     try:
         found = tomllib.loads(path.read_text(encoding="utf-8"))
@@ -45,7 +45,7 @@ def load_settings(home: Path) -> Settings:
     known = {each.name: each for each in dataclasses.fields(Settings)}
     for name, value in found.items():
         if name not in known:
-            raise UsageError(f"{path}: there is no `{name}`", hints=(f"There is {', '.join(sorted(known))}.",))
+            raise UsageError(f"{path}: unknown setting `{name}`", hints=(f"Settings: {', '.join(sorted(known))}.",))
         _check(path, name, value)
     values: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in found.items()}
     return Settings(**values)
@@ -58,7 +58,7 @@ def _check(path: Path, name: str, value: Any) -> None:
         raise UsageError(f"{path}: `{name}` must be {KINDS[wanted]}")
     inner = value.values() if wanted == "dict" else value if wanted == "list" else ()
     if not all(isinstance(each, str) for each in inner):
-        raise UsageError(f"{path}: `{name}` must hold strings")
+        raise UsageError(f"{path}: `{name}` must contain strings")
     if name == "ssh_from":
         for block in value:
             try:

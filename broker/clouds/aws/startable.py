@@ -1,4 +1,4 @@
-"""Which accelerators would start today in this account: the machine sold, its image, its quota; nothing is made."""
+"""Which accelerators would start today in this account, by machine type, image and quota; nothing is created."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from broker.clouds.findings import TypeCheckResult, group_offers
 from broker.errors import CloudError, InvalidRequestError
 from broker.types import MachineSpec, Offer
 
-REGIONS_MAX = 4  # the cheapest are looked at
-# Machines with several network cards, of which one is used while nodes have public addresses: EC2 user guide, "Maximize
+REGIONS_MAX = 4  # only the cheapest are checked
+# Machines with several network cards, of which one is used if nodes have public addresses: EC2 user guide, "Maximize
 # network bandwidth on instances with multiple network cards" (read 2026-11-22).
 MANY_CARDS = ("p4d.", "p4de.", "p5.48", "p5e.", "p5en.", "p6-", "trn1.32", "trn1n.", "trn2.48")
-ONE_CARD = "one EFA card of several: `uses_private_addresses` uses all"
+ONE_CARD = "one EFA card of several: `uses_private_addresses` enables all"
 
 
 async def judge_types(
     clients: Clients, settings: Settings, offers: Sequence[Offer], *, clock: Clock
 ) -> Sequence[TypeCheckResult]:
-    """One for each accelerator and count. Raises CloudError where the login or the regions cannot be asked."""
+    """Judge each accelerator and count. Raises CloudError if the login or the regions cannot be queried."""
     with translated():
         home = await clients.find_home()
         listed = (await clients.read("ec2", home, "describe_regions"))["Regions"]
@@ -41,10 +41,10 @@ class _Judge:
         self._quotas = quotas
         self._settings = settings
         self._enabled = enabled
-        self._reads = asyncio.Lock()  # what one has asked, the next finds in the memory
+        self._reads = asyncio.Lock()  # what one judgement has read, the next finds in the cache
 
     async def judge(self, name: str, offers: Sequence[Offer]) -> TypeCheckResult:
-        """In the cheapest of the regions that let it start in the most ways."""
+        """Choose the cheapest of the regions in which it can start in the most ways."""
         here = [offer for offer in offers if offer.region in self._enabled][:REGIONS_MAX]
         if not here:
             first = offers[0]

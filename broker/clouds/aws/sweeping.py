@@ -1,4 +1,4 @@
-"""What clusters leave behind once their nodes are gone: security groups, placement groups, templates, disks."""
+"""Resources that outlive a cluster's nodes: security groups, placement groups, templates, disks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from broker.nouns import noun
 
 @noun
 class Kind:
-    """How orphans of one kind are listed and deleted. Where EC2 lists no pages, `is_paged` is False."""
+    """How orphans of one kind are listed and deleted. `is_paged` is False where EC2 lists without pages."""
 
     lists: str
     key: str
@@ -55,8 +55,11 @@ class Sweeper:
         self._clients = clients
 
     async def sweep(self, regions: Sequence[str], owner: str, keep: Collection[str]) -> int:
-        """Delete what is tagged with this owner and belongs to no cluster in `keep`; returns how many. What is still
-        used by a machine on its way down stays for the next sweep. Raises the first RefusedError when all is done."""
+        """Delete resources tagged with this owner that belong to no cluster in `keep`; return how many.
+
+        Resources still used by a machine that is shutting down are left for the next sweep. Raises the first ApiError
+        at the end.
+        """
         outcomes = await asyncio.gather(
             *(self._sweep_kind(region, kind, owner, keep) for region in regions for kind in KINDS),
             return_exceptions=True,

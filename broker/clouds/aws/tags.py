@@ -1,4 +1,4 @@
-"""What is written on everything that we make on EC2, and read back from it."""
+"""Tags on all our EC2 resources, written and read back."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ ATTEMPT = "broker-attempt"
 TOKEN = "broker-token"
 RANK = "broker-rank"
 USD_HOUR = "broker-usd-hour"
-FLEET = "aws:ec2:fleet-id"  # EC2 writes it on instances of a fleet
+FLEET = "aws:ec2:fleet-id"  # written by EC2 on instances of a fleet
 TAGGED_AT_LAUNCH = ("instance", "volume", "network-interface")
 
 
 def make_tags(request: NodeRequest) -> dict[str, str]:
-    """Of a gang's instances, disks and network cards; ours win over labels of the same name."""
+    """Make the tags of a gang's instances, disks and network cards; ours override labels of the same name."""
     placement = request.placement
     return {
         "Name": f"{request.cluster}-{request.attempt}",
@@ -30,7 +30,8 @@ def make_tags(request: NodeRequest) -> dict[str, str]:
 
 
 def make_cluster_tags(request: NodeRequest) -> dict[str, str]:
-    """Of what the nodes of one cluster share. The user's labels too: some accounts refuse what lacks a certain tag."""
+    """Make the tags of resources that a cluster's nodes share, including the user's labels, as some accounts require
+    tags."""
     return {**request.spec.labels, OWNER: request.owner, CLUSTER: request.cluster}
 
 
@@ -47,7 +48,7 @@ def read_tags(resource: Mapping[str, Any]) -> dict[str, str]:
 
 
 def match_tags(**tags: str | Iterable[str]) -> list[dict[str, Any]]:
-    """Filters of a Describe call: `match_tags(owner=..., token=...)`."""
+    """Make the filters of a Describe call: `match_tags(owner=..., token=...)`."""
     names = {"owner": OWNER, "cluster": CLUSTER, "token": TOKEN}
     values = {key: [value] if isinstance(value, str) else list(value) for key, value in tags.items()}
     return [{"Name": f"tag:{names[key]}", "Values": value} for key, value in values.items()]

@@ -1,1 +1,2 @@
-"""Google Compute Engine. One file a resource; `cloud.py` joins them, and none imports Google's library by itself."""
+"""Google Compute Engine. One file per resource; `cloud.py` joins them. Importing them does not import Google's
+library."""

@@ -1,4 +1,5 @@
-"""`broker check` for Google: login, project, API, permissions, quotas; for each fault the command that mends it."""
+"""`broker check` for Google: login, project, API, permissions, quotas; each failure comes with the command that fixes
+it."""
 
 from __future__ import annotations
 
@@ -20,9 +21,9 @@ from broker.errors import AuthError
 from broker.types import Offer
 
 LOGIN_COMMAND = "gcloud auth application-default login"
-ASKED_GPUS = 8  # one machine of the large kinds
-HOME_REGION = "us-central1"  # for what no region has; Google's largest
-NAMED_MAX = 4  # so many regions or permissions are named in a note
+ASKED_GPUS = 8  # one machine of the largest kinds
+HOME_REGION = "us-central1"  # shown if no region has quota; Google's largest
+NAMED_MAX = 4  # at most this many regions or permissions are named in a note
 
 
 async def inspect(config: Config, *, clock: Clock) -> Sequence[CheckResult]:
@@ -37,19 +38,19 @@ async def inspect_types(config: Config, *, clock: Clock, offers: Sequence[Offer]
     """See `InspectsTypes`."""
     login = find_login(load_settings(config.home))
     if login is None or not login.project:
-        raise AuthError("no login or no project is found", hints=("Run `broker check gcp`.",))
+        raise AuthError("no login or no project found", hints=("Run `broker check gcp`.",))
     return await judge_types(Sdk(login), offers)
 
 
 def write_policy(config: Config) -> str:
-    """YAML for `gcloud iam roles create`."""
+    """Return YAML for `gcloud iam roles create`."""
     login = find_login(load_settings(config.home))
     return write_role(login.project if login else "")
 
 
 async def inspect_project(sdk: Sdk) -> Sequence[CheckResult]:
-    """In the order in which they depend on each other; the first that fails ends it. Raises CloudError only where
-    Google cannot be reached."""
+    """Check in order of dependency, stopping at the first failure. Raises CloudError only if Google cannot be
+    reached."""
     login = sdk.login
     try:
         await sdk.call(_refresh)
@@ -67,8 +68,8 @@ async def inspect_project(sdk: Sdk) -> Sequence[CheckResult]:
         command = f"gcloud services enable compute.googleapis.com --project={login.project}"
         return [*findings, CheckResult(name="api", is_ok=False, note=error.message, command=command)]
     except AuthError:
-        pass  # it answers; what is missing is told below
-    findings.append(CheckResult(name="api", is_ok=True, note="Compute Engine answers"))
+        pass  # the API responds; missing permissions are reported below
+    findings.append(CheckResult(name="api", is_ok=True, note="Compute Engine responds"))
     findings.append(await _inspect_permissions(sdk))
     if not findings[-1].is_ok and findings[-1].is_needed:
         return findings
@@ -82,7 +83,7 @@ async def _inspect_permissions(sdk: Sdk) -> CheckResult:
         return judge_permissions(await sdk.call(_list_permissions), sdk.login.project)
     except AuthError as error:
         command = f"gcloud services enable cloudresourcemanager.googleapis.com --project={sdk.login.project}"
-        note = f"cannot be told: {error.message}"
+        note = f"unknown: {error.message}"
         return CheckResult(name="permissions", is_ok=False, note=note, command=command, is_needed=False)
 
 
@@ -97,17 +98,17 @@ async def _inspect_network(sdk: Sdk) -> CheckResult:
 
 
 def require(findings: Sequence[CheckResult]) -> None:
-    """Raises AuthError for the first finding that stands in the way."""
+    """Raise AuthError for the first result that prevents launches."""
     for finding in findings:
         if finding.is_needed and not finding.is_ok:
-            hint = f"Run `{finding.command}`." if finding.command else "`broker check gcp` tells more."
+            hint = f"Run `{finding.command}`." if finding.command else "Run `broker check gcp` for details."
             raise AuthError(f"{finding.name}: {finding.note}", hints=(hint,))
 
 
 def judge_permissions(allowed: frozenset[str], project: str) -> CheckResult:
     missing = [name for name in PERMISSIONS if name not in allowed]
     if not missing:
-        return CheckResult(name="permissions", is_ok=True, note=f"all {len(PERMISSIONS)} that are needed")
+        return CheckResult(name="permissions", is_ok=True, note=f"all {len(PERMISSIONS)} required permissions")
     named = ", ".join(missing[:NAMED_MAX]) + (f" and {len(missing) - NAMED_MAX} more" if missing[NAMED_MAX:] else "")
     command = (
         f"broker check --policy gcp > broker-role.yaml && gcloud iam roles create {ROLE} --project={project} "
@@ -118,16 +119,16 @@ def judge_permissions(allowed: frozenset[str], project: str) -> CheckResult:
 
 
 def judge_project_quota(quotas: Mapping[str, Quota], project: str) -> CheckResult:
-    """The limit that new projects run into first, whatever their regions would give."""
+    """Check the limit that new projects reach first, whatever their regions allow."""
     quota = quotas.get(ALL_REGIONS)
     limit, used = (quota.limit, quota.usage) if quota else (0.0, 0.0)
-    note = f"{used:g} of {limit:g} in use" if limit else "none: on-demand GPUs cannot be had in any region"
+    note = f"{used:g} of {limit:g} in use" if limit else "0: no region can start on-demand GPUs"
     name, command = "quota of all GPUs", "" if limit else ask_for_more(project, ALL_REGIONS, "", ASKED_GPUS)
     return CheckResult(name=name, is_ok=limit > 0, note=note, command=command, is_needed=False)
 
 
 def judge_quotas(quotas: Mapping[str, Mapping[str, float]], project: str) -> list[CheckResult]:
-    """One line an accelerator. Wanting quotas do not stand in the way: there are other accelerators and clouds."""
+    """Return one line per accelerator. Missing quotas do not prevent launches: other accelerators and clouds remain."""
     findings = []
     for accelerator, metric in GPU_METRICS.items():
         limits = {
@@ -152,7 +153,7 @@ def judge_quotas(quotas: Mapping[str, Mapping[str, float]], project: str) -> lis
 
 
 def _refresh(clients: Clients) -> None:
-    """Credentials are only known to be good when a token has been had for them."""
+    """Refresh the token: only then are the credentials known to be valid."""
     from google.auth.transport.requests import Request
 
     if clients.login.endpoint is None:
@@ -160,7 +161,8 @@ def _refresh(clients: Clients) -> None:
 
 
 def _list_permissions(clients: Clients) -> frozenset[str]:
-    """Those of ours that the login has: https://cloud.google.com/resource-manager/reference/rest/v1/projects."""
+    """List which of our permissions the login has:
+    https://cloud.google.com/resource-manager/reference/rest/v1/projects."""
     import google.api_core.exceptions as api
 
     url = f"{clients.login.resource_manager_url}/v1/projects/{clients.login.project}:testIamPermissions"
@@ -179,4 +181,4 @@ def _look_at_network(clients: Clients) -> None:
 def _list_gpu_quotas(clients: Clients) -> Mapping[str, Mapping[str, float]]:
     """region -> metric -> limit."""
     found = clients.get("Regions").list(project=clients.login.project, timeout=TIMEOUT_S)
-    return {region.name: {each.metric: each.limit for each in region.quotas} for region in found}
+    return {region.name: {quota.metric: quota.limit for quota in region.quotas} for region in found}

@@ -1,4 +1,4 @@
-"""Google Compute Engine as a cloud: four verbs, and stopping. What each asks of Google lies in the files beside."""
+"""Google Compute Engine as a cloud: four verbs, and stopping. The calls to Google are in the files beside this one."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from broker.types import Node, NodeEnd, NodeList, NodeRequest, NodeState
 
 log = logging.getLogger(__name__)
 
-NO_PROJECT = "no project is named"
+NO_PROJECT = "no project is configured"
 PROJECT_HINT = "Run `gcloud config set project PROJECT`, or set `GOOGLE_CLOUD_PROJECT`."
 
 
 def make_cloud(config: Config, *, clock: Clock) -> GcpCloud | None:
-    """For the registry."""
+    """Make the cloud for the registry."""
     login = find_login(load_settings(config.home))
     if login is None or not is_sdk_installed():
         return None
@@ -42,7 +42,7 @@ def make_cloud(config: Config, *, clock: Clock) -> GcpCloud | None:
 class GcpCloud:
     """Cloud, CanStop, CanPrepare, CanSweep, RenewsAccess, CanObserve.
 
-    A token gives its gang's names: what is asked for twice is found again.
+    The names of a gang's instances derive from its token, so a repeated request finds the same instances.
     """
 
     name: ClassVar[str] = "gcp"
@@ -61,7 +61,7 @@ class GcpCloud:
         self._state_file = state_file
         self._clock = clock
         self._sdk = Sdk(login)
-        self._unseen: frozenset[str] | None = None  # regions that the newest list left out; None: there was none yet
+        self._unseen: frozenset[str] | None = None  # regions that the newest list left out; None before the first list
         self._launcher = NodeLauncher(self._sdk, clock=clock, find_callers=callers)
 
     @property
@@ -76,7 +76,7 @@ class GcpCloud:
         )
 
     def prepare(self) -> None:
-        """Begin to import Google's library, which takes seconds; returns at once."""
+        """Start importing Google's library, which takes seconds; return at once."""
         self._sdk.prepare()
 
     def observe(self, hear: Listener) -> None:
@@ -86,7 +86,7 @@ class GcpCloud:
         require(await inspect_project(self._sdk))
 
     async def create_nodes(self, request: NodeRequest) -> Sequence[Node]:
-        """Waits for Google's verdict, which lies in the operation; the machines start meanwhile."""
+        """Wait for the operation's result; the machines boot meanwhile."""
         check_request(request)
         if not self._login.project:
             raise AuthError(NO_PROJECT, hints=(PROJECT_HINT,))
@@ -101,21 +101,21 @@ class GcpCloud:
         return nodes
 
     async def find_account(self) -> str:
-        """The project."""
+        """Return the project."""
         if not self._login.project:
             raise AuthError(NO_PROJECT, hints=(PROJECT_HINT,))
         return self._login.project
 
     async def list_nodes(self, owner: str) -> NodeList:
-        """Deletes on the way what has shut itself down: of such a node only its disk is left, which costs money. One
-        that its host took down stands still, and can be started again."""
+        """List nodes, and delete those that shut themselves down: only their disk is left, which is billed. A node that
+        its host took down is stopped, and can be started again."""
         project = await self.find_account()
         found_by_google, unseen_zones = await self._list_all(owner)
         listed = {node.id: node for node in found_by_google}
         known = {node_id: node for node_id, node in self._state_file.read().items() if node.owner == owner}
         missing = [node for node in known.values() if node.id not in listed and node.state is not NodeState.TERMINATED]
         unseen: dict[str, CloudError] = {
-            zone.rpartition("-")[0]: TransientError(f"Google could not look into {zone}") for zone in unseen_zones
+            zone.rpartition("-")[0]: TransientError(f"Google could not query {zone}") for zone in unseen_zones
         }
         found = {node.id: node for node in await self._resolve(missing, owner, unseen)} if missing else {}
         still = [node for node in listed.values() if node.state is NodeState.STOPPED and node.reason]
@@ -134,7 +134,7 @@ class GcpCloud:
         return found, zones
 
     async def _require_listable(self, request: NodeRequest) -> None:
-        """Make nothing where we could not see it: a list has to have shown this region. Raises CloudError."""
+        """Refuse to create nodes in a region that the last list did not show. Raises CloudError."""
         region = request.placement.offer.region
         if self._unseen is None or region in self._unseen:
             await self._list_all(request.owner)
@@ -159,15 +159,16 @@ class GcpCloud:
         return has_changed
 
     async def sweep(self, owner: str, keep: Collection[str]) -> int:
-        """Firewall rules are all that a gang leaves behind; disks and addresses go with their instance."""
+        """Delete firewall rules, the only resource that outlives a gang; disks and addresses are deleted with their
+        instance."""
         nodes = await self.list_nodes(owner)
         if nodes.unseen:
-            return 0  # rules of a gang in a zone that gave no answer must stay
+            return 0  # rules of a gang in a zone that did not respond must stay
         live = {NodeId.parse(node.id).gang for node in nodes if node.state is not NodeState.TERMINATED}
         return await self._sdk.call(lambda clients: firewall.sweep_rules(clients, owner, keep, live))
 
     async def _each(self, ids: Sequence[str], act: Callable[[Clients, NodeId], None]) -> None:
-        """All are asked for, whatever becomes of one; then the first failure is told."""
+        """Run the calls for every node, then raise the first failure."""
         works = [self._act(act, NodeId.parse(node_id)) for node_id in ids]
         results = await asyncio.gather(*works, return_exceptions=True)
         for result in results:
@@ -178,15 +179,16 @@ class GcpCloud:
         await self._sdk.call(lambda clients: act(clients, where), does_change=True)
 
     def _find_dead(self, request: NodeRequest) -> Sequence[Node]:
-        """The nodes of a token that was used up: Google has forgotten them, and would make them anew after an hour."""
+        """Return the nodes of a token that was used: Google has forgotten them, and would recreate them after
+        an hour."""
         nodes = [node for node in self._state_file.read().values() if node.token == request.token]
         is_dead = nodes and all(node.state is NodeState.TERMINATED for node in nodes)
         return sorted(nodes, key=lambda node: node.rank) if is_dead else ()
 
     async def _resolve(self, missing: Sequence[Node], owner: str, unseen: dict[str, CloudError]) -> Sequence[Node]:
-        """Nodes that a list leaves out, as they are: asked for by name, and what their operations tell of their end.
+        """Resolve nodes missing from a list: query them by name, and read their end from their operations.
 
-        One that cannot be asked for stays as it was, and its region is added to `unseen`.
+        A node that cannot be queried keeps its state, and its region is added to `unseen`.
         """
         found = await asyncio.gather(*(self._look_again(node) for node in missing), return_exceptions=True)
         gone: list[Node] = []
@@ -209,7 +211,7 @@ class GcpCloud:
         return [*seen, *ended]
 
     async def _judge(self, still: Sequence[Node], owner: str) -> Sequence[Node]:
-        """Nodes that stand still though we did not stop them, with the reason why; those that ended themselves go."""
+        """Find the reason of nodes that stopped without our request; delete those that ended themselves."""
         if not still:
             return ()
         endings = await self._read_endings(self._login.project, owner)
@@ -218,37 +220,37 @@ class GcpCloud:
         try:
             await self.terminate_nodes([node for node in judged if node.reason == NodeEnd.LEASE or node.is_spot])
         except CloudError as error:
-            log.warning("a node that ended itself keeps its disk for now: %s", error.message)
+            log.warning("the disk of a node that ended itself is kept for now: %s", error.message)
         return judged
 
     async def _look_again(self, node: Node) -> Node | None:
-        """A node in a project that this login cannot see into is believed to be as it was."""
+        """Query the nodes again; a node in a project that this login cannot access keeps its recorded state."""
         where = NodeId.parse(node.id)
         try:
             return await self._sdk.call(lambda clients: instances.fetch(clients, where))
         except AuthError as error:
             if where.project == self._login.project:
                 raise
-            log.warning("%s cannot be looked at with this login: %s", node.id, error.message)
+            log.warning("%s cannot be queried with this login: %s", node.id, error.message)
             return node
 
     async def _read_endings(self, project: str, owner: str) -> dict[NodeId, Ending]:
-        """Why nodes ended is good to know, and no more than that."""
+        """Read why nodes ended. A failure is logged only, as the reason is informational."""
         try:
             return dict(await self._sdk.call(lambda clients: read_endings(clients, project, owner)))
         except AuthError as error:
-            log.warning("nobody tells why nodes ended: %s", error.message)
+            log.warning("cannot read why nodes ended: %s", error.message)
             return {}
 
     async def _tidy(self, nodes: Sequence[Node], changed: Sequence[Node]) -> None:
-        """Close the rules of gangs that have just ended."""
+        """Delete the firewall rules of gangs that have just ended."""
         live = {NodeId.parse(node.id).gang for node in nodes if node.state is not NodeState.TERMINATED}
         for gang in {NodeId.parse(node.id).gang for node in changed if node.state is NodeState.TERMINATED} - live:
             await self._launcher.close_gang(gang)
 
 
 def _end(node: Node, ending: Ending | None, now_s: float) -> Node:
-    """A node that Google knows no more, as it ended."""
+    """Return a node that Google no longer knows, with its end."""
     reason = ending.reason if ending else node.reason
     ended_s = node.ended_s or (ending.ended_s if ending else now_s)
     return replace(node, state=NodeState.TERMINATED, ended_s=ended_s, reason=reason or "terminated")

@@ -1,4 +1,4 @@
-"""What Google says, in our words: one table from error code to class. Message texts are passed on, never matched on."""
+"""Google's errors as our error classes: one table by error code. Message text is passed on, never matched."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ class UnpaidError(AuthError):
 
 
 class NotFoundError(InvalidRequestError):
-    """What was asked about does not exist; for most verbs that is an answer, not a fault."""
+    """The resource does not exist; for most verbs this is a result, not a fault."""
 
 
 class ExistsError(InvalidRequestError):
-    """The name is taken. Our names are derived from the request, so it is our own earlier call that took it."""
+    """The name is taken. Names derive from the request, so an earlier call of ours took it."""
 
 
 class BusyError(TransientError):
-    """The resource is in the midst of another operation."""
+    """Another operation on the resource is in progress."""
 
 
 # `errors[].reason` of an HTTP answer (camelCase) and `error.errors[].code` of an operation (capitals):
@@ -82,8 +82,8 @@ CODES: dict[str, type[CloudError]] = {
     "duplicate": ExistsError,
     "RESOURCE_NOT_READY": BusyError,
     "RESOURCE_IN_USE_BY_ANOTHER_RESOURCE": BusyError,
-    # An organisation's policy, such as constraints/compute.vmExternalIpAccess or gcp.resourceLocations. A call that
-    # names a fingerprint gets the same answer where another writer was faster: `instances.relabel`, the only one.
+    # An organisation's policy, such as constraints/compute.vmExternalIpAccess or gcp.resourceLocations. A call with a
+    # fingerprint gets the same answer if another writer was faster: `instances.relabel` is the only one.
     "CONDITION_NOT_MET": DeniedError,
     "conditionNotMet": DeniedError,
     "POLICY_VIOLATION": DeniedError,
@@ -101,7 +101,7 @@ CODES: dict[str, type[CloudError]] = {
     "invalidParameter": InvalidRequestError,
     "required": InvalidRequestError,
     "parseError": InvalidRequestError,
-    # Its catalogue: https://docs.cloud.google.com/compute/docs/reference/rest/v1/errors (read 2026-11-22)
+    # Google's catalogue: https://docs.cloud.google.com/compute/docs/reference/rest/v1/errors (read 2026-11-22)
     "FIELD_SIZE_TOO_LARGE": InvalidRequestError,
     "MISSING_REQUIRED_FIELD": InvalidRequestError,
     "PROJECT_NOT_FOUND": AuthError,
@@ -153,7 +153,7 @@ CODES: dict[str, type[CloudError]] = {
 }
 CAPACITY_SCOPES: dict[str, Scope] = {"REGION_RESOURCE_POOL_EXHAUSTED": "region"}  # all others: the zone
 
-# Where the answer carries no code that we know, its HTTP status decides.
+# If the response has no code from the table, its HTTP status decides.
 STATUSES: dict[int, type[CloudError]] = {
     401: AuthError,
     403: AuthError,
@@ -166,22 +166,23 @@ STATUSES: dict[int, type[CloudError]] = {
 
 
 QUOTAS_URL = "https://console.cloud.google.com/iam-admin/quotas"
-# By class, the most special first; what else a caller knows comes before.
+# By class, the most specific first; hints from the caller come before these.
 HINTS: tuple[tuple[type[CloudError], str], ...] = (
     (DisabledError, "Run `gcloud services enable compute.googleapis.com`."),
     (UnpaidError, "Run `gcloud billing projects link PROJECT --billing-account=ACCOUNT`."),
     (
         DeniedError,
-        "An organisation's policy forbids it: `gcloud org-policies list --project=PROJECT` names the policies. Where "
+        "An organisation's policy forbids it: `gcloud org-policies list --project=PROJECT` names the policies. If "
         "public addresses or images are forbidden, set `uses_private_addresses` or `images` in `gcp.toml`.",
     ),
-    (AuthError, "Run `broker check gcp` to see what is missing."),
-    (QuotaError, f"Ask for more: {QUOTAS_URL}."),
+    (AuthError, "Run `broker check gcp` to list missing permissions."),
+    (QuotaError, f"Request more: {QUOTAS_URL}."),
 )
 
 
 def make_error(code: str, message: str, *, status: int = 0, hints: tuple[str, ...] = ()) -> CloudError:
-    """By the table, else by the HTTP status, else by its class: 4xx is our mistake, all else may pass."""
+    """Make the error by the table, else by HTTP status, else by class: 4xx is our mistake, all others may be
+    transient."""
     kind = CODES.get(code) or STATUSES.get(status)
     if kind is None:
         kind = InvalidRequestError if 400 <= status < 500 else TransientError
@@ -193,10 +194,11 @@ def make_error(code: str, message: str, *, status: int = 0, hints: tuple[str, ..
 
 
 def read_operation_error(operation: Any) -> CloudError | None:
-    """What an operation that is DONE says; a capacity error speaks before the ones that follow from it."""
+    """Read the error of an operation that is DONE; a capacity error takes precedence over the errors that follow from
+    it."""
     found = [
-        make_error(each.code, each.message or each.code, hints=_find_quota_hint(each))
-        for each in operation.error.errors
+        make_error(error.code, error.message or error.code, hints=_find_quota_hint(error))
+        for error in operation.error.errors
     ]
     if not found:
         status = operation.http_error_status_code
@@ -205,19 +207,19 @@ def read_operation_error(operation: Any) -> CloudError | None:
 
 
 def _find_quota_hint(error: Any) -> tuple[str, ...]:
-    """Google names the quota that was exceeded, also one that it does not let us ask for before."""
-    for each in error.error_details:
-        quota = each.quota_info
+    """Name the quota that was exceeded, which Google reports even where it cannot be queried."""
+    for detail in error.error_details:
+        quota = detail.quota_info
         if quota.limit_name or quota.metric_name:
             place = ", ".join(f"{key} {value}" for key, value in sorted(quota.dimensions.items()))
             name = quota.limit_name or quota.metric_name
-            return (f"Ask for more: {QUOTAS_URL} (filter `{name}`{f', {place}' if place else ''}).",)
+            return (f"Request more: {QUOTAS_URL} (filter `{name}`{f', {place}' if place else ''}).",)
     return ()
 
 
 def translate(error: Exception, *, does_change: bool) -> CloudError | None:
-    """What Google's library raised, or None for what is no fault of the outside. An answer that got lost after a call
-    that changes something is an UnknownOutcomeError."""
+    """Translate an exception of Google's library; None if the cause is not external. A response lost after a call that
+    changes something is an UnknownOutcomeError."""
     import google.api_core.exceptions as api
     import google.auth.exceptions as auth
     import requests
@@ -234,13 +236,13 @@ def translate(error: Exception, *, does_change: bool) -> CloudError | None:
         is_clear = (error.code or 500) < 500 or isinstance(found, CapacityError | QuotaError | ThrottledError)
         return found if is_clear else lost(found.message)
     if isinstance(error, api.RetryError | requests.RequestException | OSError):
-        return lost(f"no answer from Compute Engine: {type(error).__name__}")
+        return lost(f"no response from Compute Engine: {type(error).__name__}")
     return None
 
 
 def _read_answer(error: Any) -> tuple[str, str]:
-    """Code and message. `reason` is of the newer kind that says more (a project without billing is only `forbidden` in
-    the older); the library puts method and URL before the older kind's message."""
+    """Read code and message. The newer `reason` is more specific (a project without billing is only `forbidden` in the
+    older one); the library puts method and URL before the older message."""
     told = [each for each in error.errors or () if isinstance(each, Mapping)]
     codes = [str(error.reason or ""), *(str(each.get("reason") or "") for each in told)]
     code = next((each for each in codes if each in CODES), next(filter(None, codes), ""))

@@ -1,7 +1,8 @@
-"""Who may reach a gang: its maker by ssh, its own nodes, and whoever for the ports that were asked for.
+"""Firewall rules of a gang: ssh from its creator, all traffic between its nodes, and public access to the requested
+ports.
 
-Rules belong to one gang and are named after it; they go with it. One more rule for all gangs of an owner shuts out the
-rest, which the default network would let in by ssh: it costs nothing, and stays.
+The rules belong to one gang, are named after it and are deleted with it. One more rule per owner denies all other ssh,
+which the default network would allow; it is free of charge and stays.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ from broker.clouds.gcp.sdk import TIMEOUT_S, Clients
 from broker.types import NodeRequest
 
 ANYWHERE = "0.0.0.0/0"
-ALLOW_PRIORITY, DENY_PRIORITY = 900, 910  # lower wins; the default network's rules have 65534
+ALLOW_PRIORITY, DENY_PRIORITY = 900, 910  # lower numbers win; the default network's rules have 65534
 PURPOSES = ("ssh", "nodes", "ports")
 
 
 def make_rules(request: NodeRequest, callers: Sequence[str], network: str) -> list[dict[str, Any]]:
-    """Bodies of the rules for one gang. `callers`: address ranges that ssh may come from."""
+    """Make the bodies of the rules for one gang. `callers`: address ranges that ssh may come from."""
     gang, owner = gang_name(request), owner_prefix(request.owner)
     shut = {
         "name": f"{owner}shut",
@@ -50,16 +51,15 @@ def make_rules(request: NodeRequest, callers: Sequence[str], network: str) -> li
 
 
 def open_rules(clients: Clients, request: NodeRequest, callers: Sequence[str]) -> list[Any]:
-    """Ask for all rules of a gang; those that are there already stay. Returns what `await_rules` waits for, so that
-    the machines can be asked for meanwhile. No request ids: Google would answer a second try with the first's failure.
-    """
+    """Request all rules of a gang; existing ones stay. Returns the input of `await_rules`, so that the machines can be
+    requested meanwhile. No request ids: Google would answer a retry with the first call's failure."""
     network = find_network(clients)
     operations = [_insert(clients, rule) for rule in make_rules(request, callers, network)]
     return [operation for operation in operations if operation is not None]
 
 
 def await_rules(clients: Clients, operations: Sequence[Any]) -> None:
-    """Raises the CloudError of the first rule that was not made."""
+    """Wait for the rules. Raises the CloudError of the first one that failed."""
     for operation in operations:
         try:
             wait_global(clients, clients.login.project, operation)
@@ -68,7 +68,7 @@ def await_rules(clients: Clients, operations: Sequence[Any]) -> None:
 
 
 def admit(clients: Clients, project: str, owner: str, gang: str, callers: Sequence[str]) -> bool:
-    """Add address ranges to the rule for ssh of a gang; returns whether one was missing."""
+    """Add address ranges to the ssh rule of a gang; return whether one was missing."""
     name = f"{gang}-ssh"
     known = next((rule for rule in list_rules(clients, owner, project=project) if rule.name == name), None)
     if known is None or set(callers) <= set(known.source_ranges):
@@ -106,7 +106,7 @@ def list_rules(clients: Clients, owner: str, *, project: str = "") -> list[Any]:
 
 
 def find_network(clients: Clients) -> str:
-    """Path of the network that nodes stand in; where the settings name a subnetwork, Google tells which."""
+    """Return the path of the nodes' network; for a subnetwork in the settings, query its network."""
     network = clients.login.settings.network
     if "/subnetworks/" not in network:
         return network_path(network)
@@ -130,7 +130,7 @@ def _insert(clients: Clients, rule: dict[str, Any]) -> Any:
 
 
 def _delete(clients: Clients, project: str, name: str) -> None:
-    """Gone already, or going, is success."""
+    """Delete a rule; already gone or being deleted is success."""
     try:
         clients.get("Firewalls").delete_unary(project=project, firewall=name, timeout=TIMEOUT_S)
     except Exception as error:

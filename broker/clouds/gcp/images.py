@@ -1,4 +1,4 @@
-"""Which disk image a node starts from: Google's deep-learning images bring NVIDIA's driver, Ubuntu is for the rest."""
+"""The disk image of a node: Google's deep-learning images include NVIDIA's driver; other nodes start from Ubuntu."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from broker.clouds.gcp.sdk import Clients
 from broker.errors import InvalidRequestError
 from broker.types import NodeRequest
 
-# Newest first: Google retires families as CUDA moves on, so the first that still exists is taken.
+# Newest first: Google retires families as CUDA advances, so the first that still exists is used.
 # https://cloud.google.com/deep-learning-vm/docs/images
 GPU_FAMILIES = (
     ("deeplearning-platform-release", "common-cu129-ubuntu-2204-nvidia-580"),
@@ -23,26 +23,28 @@ IMAGE_PATH = re.compile(r"projects/[^/]+/global/images/(family/)?[^/]+")
 
 
 def list_families(request: NodeRequest) -> tuple[tuple[str, str], ...]:
-    """Pairs of project and family, best first."""
+    """List pairs of project and family, best first."""
     return {"arm": ARM_FAMILIES, "gpu": GPU_FAMILIES, "cpu": CPU_FAMILIES}[image_kind(request)]
 
 
 def image_kind(request: NodeRequest) -> str:
-    """Key of `images` in the settings."""
+    """Return the key of `images` in the settings."""
     if request.placement.offer.instance_type.startswith(ARM_MACHINES):
         return "arm"
     return "gpu" if request.placement.offer.accelerator else "cpu"
 
 
 def find_image(clients: Clients, request: NodeRequest) -> str:
-    """Path of the image: the task's, else the settings', else the newest of Google's. Raises InvalidRequestError
-    where the task names none that could be one."""
+    """Return the path of the image: the task's, else the settings', else the newest of Google's.
+
+    Raises InvalidRequestError if the task names an invalid one.
+    """
     asked = request.spec.image_id or clients.login.settings.images.get(image_kind(request))
     if asked:
         found = IMAGE_PATH.search(asked)
         if found is None:
-            hint = "Write `image_id: projects/PROJECT/global/images/IMAGE`, or leave it out."
-            raise InvalidRequestError(f"`{asked}` is no image of Google's", hints=(hint,))
+            hint = "Write `image_id: projects/PROJECT/global/images/IMAGE`, or omit it."
+            raise InvalidRequestError(f"invalid Google image `{asked}`", hints=(hint,))
         return found[0]
     for project, family in list_families(request):
         path = _find_newest(clients, project, family)

@@ -1,4 +1,4 @@
-"""Instances at Google: made, listed, ended, and read as nodes. Everything here runs in one of the SDK's threads."""
+"""Instances at Google: create, list, delete, and read as nodes. Runs in one of the SDK's threads."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from broker.clouds.gcp.sdk import TIMEOUT_S, Clients
 from broker.errors import CloudError, DeniedError
 from broker.types import Node, NodeRequest, NodeState
 
-# Every word of https://cloud.google.com/compute/docs/instances/instance-lifecycle; a machine that is on its way out
-# still runs, and is billed, until it is gone.
+# Every state of https://cloud.google.com/compute/docs/instances/instance-lifecycle. A machine that is shutting down is
+# still running, and billed, until it is gone.
 STATES = {
     "PENDING": NodeState.PENDING,
     "PROVISIONING": NodeState.PENDING,
@@ -32,16 +32,16 @@ STATES = {
     "DEPROVISIONING": NodeState.RUNNING,
     "STOPPED": NodeState.STOPPED,
     "SUSPENDED": NodeState.STOPPED,
-    "TERMINATED": NodeState.STOPPED,  # Google's word for a machine that stands still with its disk
+    "TERMINATED": NodeState.STOPPED,  # Google's word for a stopped machine, whose disk remains
     "UNDEFINED_STATUS": NodeState.PENDING,
 }
 SSH_USER = "ubuntu"
-UNREACHABLE = "UNREACHABLE"  # warning of a zone that gave no answer to an aggregated list
-UNASKED = "stopped"  # reason of a node that stands still for a reason unknown
+UNREACHABLE = "UNREACHABLE"  # warning for a zone that did not respond to an aggregated list
+UNASKED = "stopped"  # reason of a node that stopped for an unknown reason
 
 
 def insert(clients: Clients, request: NodeRequest, zone: str, image: str) -> None:
-    """The whole gang, and wait for Google's verdict on it. What is there already is left as it is."""
+    """Create the whole gang and wait for the operation's result. Existing instances stay as they are."""
     login = clients.login
     types, client = clients.types, clients.get("Instances")
     place = {"project": login.project, "zone": zone, "request_id": request_id(request.token, f"insert {zone}")}
@@ -61,7 +61,7 @@ def insert(clients: Clients, request: NodeRequest, zone: str, image: str) -> Non
 
 
 def fetch(clients: Clients, where: NodeId) -> Node | None:
-    """None: there is no such instance, or it is not ours."""
+    """Return the instance; None if it does not exist or is not ours."""
     import google.api_core.exceptions as api
 
     try:
@@ -74,7 +74,7 @@ def fetch(clients: Clients, where: NodeId) -> Node | None:
 
 
 def list_all(clients: Clients, owner: str) -> tuple[list[Node], frozenset[str]]:
-    """Of every zone, in one call a page; and the zones that Google could not look into."""
+    """List all zones, one call per page; also return the zones that Google could not query."""
     wanted = f"labels.broker-owner = {label_value(owner)}"
     request = clients.types.AggregatedListInstancesRequest(
         project=clients.login.project, filter=wanted, max_results=500
@@ -86,15 +86,15 @@ def list_all(clients: Clients, owner: str) -> tuple[list[Node], frozenset[str]]:
         for scope, scoped in page.items.items():
             if scoped.warning.code == UNREACHABLE:
                 unseen.add(scope)
-            nodes = (read_node(each) for each in scoped.instances)
+            nodes = (read_node(instance) for instance in scoped.instances)
             found += [node for node in nodes if node is not None and node.owner == owner]
     return found, frozenset(scope.rpartition("/")[2] for scope in unseen)
 
 
 def read_node(instance: Any) -> Node | None:
-    """A node as Google tells of it; None for what broker did not make.
+    """Read an instance as a node; None if broker did not create it.
 
-    One that stands still though we did not stop it has `reason` set; its operations tell the true one.
+    A node that stopped without our request has a preliminary `reason`; its operations hold the true one.
     """
     told = read_description(instance.description)
     where = NodeId.from_link(instance.self_link)
@@ -129,8 +129,8 @@ def read_node(instance: Any) -> Node | None:
 
 
 def delete(clients: Clients, where: NodeId) -> None:
-    """Begin to delete; gone already, or going, is success. No request id: Google would answer a later try with the
-    failure of the first."""
+    """Start deleting; already gone or being deleted is success. No request id: Google would answer a retry with the
+    first call's failure."""
     try:
         clients.get("Instances").delete_unary(
             project=where.project, zone=where.zone, instance=where.name, timeout=TIMEOUT_S
@@ -141,7 +141,7 @@ def delete(clients: Clients, where: NodeId) -> None:
 
 
 def stop(clients: Clients, where: NodeId) -> None:
-    """Label, then stop: a node without the label that stands still is taken for one that ended itself."""
+    """Label, then stop: a stopped node without the label counts as one that ended itself."""
     relabel(clients, where, is_stopped=True)
     operation = clients.get("Instances").stop_unary(
         project=where.project, zone=where.zone, instance=where.name, timeout=TIMEOUT_S
@@ -150,7 +150,7 @@ def stop(clients: Clients, where: NodeId) -> None:
 
 
 def start(clients: Clients, where: NodeId) -> None:
-    """Start, then take the label off: the other way round, a crash in between would cost the node its disk."""
+    """Start, then remove the label: in the other order, a crash in between would cost the node its disk."""
     operation = clients.get("Instances").start_unary(
         project=where.project, zone=where.zone, instance=where.name, timeout=TIMEOUT_S
     )
@@ -159,7 +159,7 @@ def start(clients: Clients, where: NodeId) -> None:
 
 
 def relabel(clients: Clients, where: NodeId, *, is_stopped: bool) -> None:
-    """Raises BusyError when somebody else changed the labels meanwhile."""
+    """Replace the labels. Raises BusyError if another writer changed them meanwhile."""
     client = clients.get("Instances")
     found = client.get(project=where.project, zone=where.zone, instance=where.name, timeout=TIMEOUT_S)
     labels = {key: value for key, value in found.labels.items() if key != STOP_LABEL}
@@ -177,7 +177,7 @@ def relabel(clients: Clients, where: NodeId, *, is_stopped: bool) -> None:
         )
         wait_zone(clients, where.project, where.zone, operation)
     except Exception as error:
-        if isinstance(found := as_cloud_error(error), DeniedError):  # the labels' fingerprint is not the newest
+        if isinstance(found := as_cloud_error(error), DeniedError):  # the labels' fingerprint is outdated
             raise BusyError(found.message) from error
         raise
 

@@ -1,4 +1,4 @@
-"""A gang's way into being: the zone that has it already, else quotas, image, firewall rules, and Google's verdict."""
+"""Creating a gang: find the zone that already has it, else check quotas, image and firewall rules, and insert."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from broker.clouds.gcp.zones import list_zones
 from broker.errors import CapacityError, CloudError, TransientError, UnknownOutcomeError
 from broker.types import Node, NodeRequest, NodeState
 
-CALLERS_KNOWN_S = 60.0  # one gang after another asks once
+CALLERS_KNOWN_S = 60.0  # several gangs in a row share one lookup
 
 log = logging.getLogger(__name__)
 
@@ -35,28 +35,29 @@ class NodeLauncher:
         self._login = sdk.login
         self._clock = clock
         self._find_callers = find_callers
-        self._callers: tuple[float, Sequence[str]] = (0.0, ())  # since when they are known
+        self._callers: tuple[float, Sequence[str]] = (0.0, ())  # when they were determined
 
     async def launch(self, request: NodeRequest) -> list[Node]:
-        """Every node of the gang by rank, made now or by an earlier call. Raises what `Cloud.create_nodes` may."""
+        """Return every node of the gang by rank, created now or by an earlier call. Raises the errors of
+        `Cloud.create_nodes`."""
         zones = await self._sdk.call(lambda clients: list_zones(clients, request.placement.offer))
         zone = await self._find_zone(request, zones)
         if zone is None:
             zone = await self._insert(request, zones)
-        else:  # our earlier call may not have come so far
+        else:  # our earlier call may have failed before this step
             rules = await self._open_rules(request)
             await self._sdk.call(lambda clients: firewall.await_rules(clients, rules))
         return await self._read_gang(request, zone)
 
     async def renew_access(self, where: NodeId, owner: str) -> bool:
-        """Let ssh in from where this machine is seen now; returns whether that was not allowed before."""
+        """Admit ssh from this machine's current address; return whether it was not admitted before."""
         callers = await self._find_callers_now(known_s_max=0.0)
         return await self._sdk.call(
             lambda clients: firewall.admit(clients, where.project, owner, where.gang, callers), does_change=True
         )
 
     async def _find_callers_now(self, *, known_s_max: float) -> Sequence[str]:
-        """A process may outlive an address by days."""
+        """Determine our addresses again: a process may outlive an address by days."""
         now_s = self._clock.now_s()
         known_s, callers = self._callers
         if not callers or not 0.0 <= now_s - known_s < known_s_max:
@@ -65,15 +66,15 @@ class NodeLauncher:
         return callers
 
     async def close_gang(self, gang: str) -> None:
-        """Delete a gang's firewall rules; what fails here is swept later."""
+        """Delete a gang's firewall rules; a failure is left to the next sweep."""
         project = self._login.project
         try:
             await self._sdk.call(lambda clients: firewall.close_gang(clients, project, gang))
         except CloudError as error:
-            log.warning("firewall rules of %s are left over for now: %s", gang, error.message)
+            log.warning("firewall rules of %s are kept for now: %s", gang, error.message)
 
     async def _find_zone(self, request: NodeRequest, zones: Sequence[str]) -> str | None:
-        """Where an earlier call with this token has made its nodes. By name: lists may lag."""
+        """Find the zone in which an earlier call with this token created its nodes. By name, as lists may lag."""
         name, project = instance_names(request)[0], self._login.project
 
         def look(zone: str) -> Callable[[Clients], Node | None]:
@@ -83,7 +84,8 @@ class NodeLauncher:
         return next((zone for zone, node in zip(zones, found, strict=True) if node is not None), None)
 
     async def _insert(self, request: NodeRequest, zones: Sequence[str]) -> str:
-        """The zone that gave the gang. Raises what the last zone said, CapacityError only after all were asked."""
+        """Return the zone that took the gang. Raises the last zone's error, and CapacityError only after all zones were
+        tried."""
         image, _ = await asyncio.gather(
             self._sdk.call(lambda clients: find_image(clients, request)), self._check_quotas(request)
         )
@@ -98,7 +100,7 @@ class NodeLauncher:
                 except CapacityError as error:
                     refusal = error
         except (UnknownOutcomeError, TransientError):
-            raise  # the nodes may be there, and will need their rules
+            raise  # the nodes may exist, and need their rules
         except CloudError:
             await self.close_gang(gang_name(request))
             raise
@@ -107,7 +109,7 @@ class NodeLauncher:
         raise refusal
 
     async def _check_quotas(self, request: NodeRequest) -> None:
-        """Raises QuotaError before anything is tried."""
+        """Raise QuotaError before any create call."""
         region, project, needs = request.placement.offer.region, self._login.project, list_project_needs(request)
         works = [self._sdk.call(lambda clients: read_quotas(clients, region))]
         works += [self._sdk.call(read_project_quotas)] if needs else []
@@ -120,7 +122,7 @@ class NodeLauncher:
         await self._sdk.call(lambda clients: instances.insert(clients, request, zone, image), does_change=True)
 
     async def _await_rules(self, request: NodeRequest, zone: str, rules: Sequence[Any]) -> None:
-        """Nodes that nobody could reach are ended before the failure is told."""
+        """Wait for the rules; if one fails, delete the unreachable nodes before raising."""
         try:
             await self._sdk.call(lambda clients: firewall.await_rules(clients, rules))
         except CloudError:
@@ -141,7 +143,7 @@ class NodeLauncher:
         return await self._sdk.call(lambda clients: firewall.open_rules(clients, request, callers))
 
     async def _read_gang(self, request: NodeRequest, zone: str) -> list[Node]:
-        """Every node of the gang; one that Google does not know has ended already."""
+        """Return every node of the gang; a node that Google does not know has ended already."""
         places = self._list_places(request, zone)
 
         def look(where: NodeId) -> Callable[[Clients], Node | None]:

@@ -1,4 +1,4 @@
-"""Who we are at Google, by a glance at environment and files; nothing is imported from Google, nothing asked of it."""
+"""Google credentials and project, judged from environment and files; imports nothing from Google and makes no calls."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ from broker.nouns import noun
 
 ENDPOINT = "https://compute.googleapis.com"
 RESOURCE_MANAGER = "https://cloudresourcemanager.googleapis.com"
-PRODUCT_NAME = Path("/sys/class/dmi/id/product_name")  # where a machine of Google's says so
+PRODUCT_NAME = Path("/sys/class/dmi/id/product_name")  # names Google on its machines
 
 
 @noun
 class Login:
-    """`endpoint` is given where something else than Google answers: it is asked without credentials.
+    """A login.
 
-    `source` says in words where the credentials come from; `project` is empty where none is named anywhere.
+    `endpoint` is set if a server other than Google responds: it is called without credentials. `source` describes in
+    words where the credentials come from; `project` is empty if none is configured.
     """
 
     project: str
@@ -46,7 +47,7 @@ def is_sdk_installed() -> bool:
 
 
 def find_login(settings: Settings) -> Login | None:
-    """None where there are no credentials to be seen."""
+    """Return the login; None if no credentials are found."""
     endpoint = os.getenv("BROKER_GCP_ENDPOINT")
     source, content = ("BROKER_GCP_ENDPOINT", {}) if endpoint else _find_credentials()
     if not source:
@@ -60,7 +61,7 @@ def find_login(settings: Settings) -> Login | None:
 
 
 def _find_credentials() -> tuple[str, dict[str, Any]]:
-    """As google.auth.default looks: the variable, gcloud's file, the machine we are on."""
+    """Search like google.auth.default: the variable, gcloud's file, this machine's service account."""
     named = os.getenv("GOOGLE_APPLICATION_CREDENTIALS")
     if named:
         path = Path(named).expanduser()
@@ -86,7 +87,7 @@ def _find_project(credentials: dict[str, Any]) -> str:
 
 
 def _read_gcloud_project() -> str:
-    """The project of gcloud's active configuration."""
+    """Read the project of gcloud's active configuration."""
     folder = gcloud_folder()
     try:
         active = (folder / "active_config").read_text().strip()

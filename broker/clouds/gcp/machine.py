@@ -1,4 +1,4 @@
-"""A request as the body of Google's insert calls. Pure: dictionaries of the fields of `Instance`."""
+"""Bodies of Google's insert calls for a request. Pure: dictionaries with the fields of `Instance`."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from broker.clouds.gcp.settings import Settings
 from broker.errors import InvalidRequestError
 from broker.types import NodeRequest, Offer
 
-# A node ends itself after so long, whatever became of us: the last of the dead man's switches. GPU machines that are
-# deleted within 7 days may draw on the preemptible quota too, which is often the larger one:
+# Google deletes a node after this time, whatever happens to broker: the last of the dead man's switches. GPU machines
+# limited to 7 days may also draw on the preemptible quota, which is often the larger one:
 # https://cloud.google.com/compute/docs/instances/limit-vm-runtime
 MAX_RUN_S, MAX_RUN_CPU_S = 7 * 86400, 30 * 86400
-# Accelerators that are attached to a machine of the n1 family; all other families have theirs built in.
+# Accelerators that are attached to a machine of the n1 family; in all other families they are built in.
 # https://cloud.google.com/compute/docs/gpus
 ATTACHED = {"T4": "nvidia-tesla-t4", "V100": "nvidia-tesla-v100", "P100": "nvidia-tesla-p100", "P4": "nvidia-tesla-p4"}
-TPU_MACHINES = ("tpu-", "ct")  # ct5lp-hightpu-8t and its like
-# SkyPilot's words for `disk_tier`, `sky/clouds/gcp.py`.
+TPU_MACHINES = ("tpu-", "ct")  # such as ct5lp-hightpu-8t
+# SkyPilot's names for `disk_tier`, `sky/clouds/gcp.py`.
 DISK_TYPES: dict[str | None, str] = {
     None: "pd-balanced",
     "none": "pd-balanced",
@@ -27,37 +27,37 @@ DISK_TYPES: dict[str | None, str] = {
     "best": "pd-ssd",
     "ultra": "pd-extreme",
 }
-# Families that take no Persistent Disk: https://cloud.google.com/compute/docs/disks/hyperdisks (read 2026-11-22)
+# Families without Persistent Disk: https://cloud.google.com/compute/docs/disks/hyperdisks (read 2026-11-22)
 HYPERDISK_MACHINES = ("c4-", "c4a-", "c4d-", "n4-", "n4a-", "n4d-", "a3-ultragpu-", "a4-", "a4x-", "g4-")
-# There a tier is IOPS and MiB/s of the one kind of disk; for others Google's own figures, which grow with the size.
-# 3000 and 140 cost nothing; limits: https://cloud.google.com/compute/docs/disks/hd-types/hyperdisk-balanced
+# On these, a tier is IOPS and MiB/s of the one kind of disk; on others, Google's own figures, which grow with the size.
+# 3000 and 140 are free of charge; limits: https://cloud.google.com/compute/docs/disks/hd-types/hyperdisk-balanced
 HYPERDISK_FIGURES = {"low": (3000, 140), "high": (7000, 500), "best": (16000, 1000), "ultra": (32000, 2000)}
 HYPERDISK_IOPS_PER_GIB, HYPERDISK_IOPS_PER_MIB = 500, 4
-# Machines whose other cards carry RDMA, each in a network of its own. They start with the card of the host alone, which
-# has to be gVNIC (https://github.com/dstackai/dstack/pull/3100, which starts A4 so; read 2026-11-22).
+# Machines whose other network cards carry RDMA, each in its own network. They start with the host's card alone, which
+# must be gVNIC (https://github.com/dstackai/dstack/pull/3100, which starts A4 so; read 2026-11-22).
 RDMA_MACHINES = ("a3-ultragpu-", "a4-", "a4x-")
 # https://cloud.google.com/compute/docs/networking/configure-vm-with-high-bandwidth-configuration
 TIER_1_MACHINES, TIER_1_VCPUS_MIN = ("n2-", "n2d-", "c2-", "c2d-", "c3-", "c3d-"), 30
 STARTED = "/var/lib/broker-started"
-STORAGE_SCOPE = "https://www.googleapis.com/auth/devstorage.read_write"  # buckets, and nothing else of the account's
+STORAGE_SCOPE = "https://www.googleapis.com/auth/devstorage.read_write"  # buckets, and nothing else in the account
 
 
 def check_request(request: NodeRequest) -> None:
-    """Raises InvalidRequestError for what this adapter cannot make."""
+    """Raise InvalidRequestError for requests that this adapter does not support."""
     offer = request.placement.offer
     if offer.instance_type.startswith(TPU_MACHINES):
         raise InvalidRequestError(
-            f"`{offer.instance_type}` is a TPU machine, which this adapter does not make",
+            f"`{offer.instance_type}` is a TPU machine, which this adapter does not support",
             hints=(
-                "SkyPilot makes TPUs: `pip install 'intercloud-broker[sky]'`, `sky check gcp`, then `broker check`.",
+                "SkyPilot creates TPUs: `pip install 'intercloud-broker[sky]'`, `sky check gcp`, then `broker check`.",
                 "Or choose a GPU with `--gpus`.",
             ),
         )
     attached = read_attached(offer.instance_type)
     if attached is not None and attached[0] not in ATTACHED:
-        raise InvalidRequestError(f"no accelerator `{attached[0]}` can be attached to a machine at Google")
+        raise InvalidRequestError(f"Google cannot attach accelerator `{attached[0]}` to a machine")
     if request.spec.disk_tier not in DISK_TYPES:
-        raise InvalidRequestError(f"no disk tier `{request.spec.disk_tier}` at Google")
+        raise InvalidRequestError(f"unknown disk tier `{request.spec.disk_tier}` at Google")
 
 
 def machine_type(offer: Offer) -> str:
@@ -65,14 +65,14 @@ def machine_type(offer: Offer) -> str:
 
 
 def read_attached(instance_type: str) -> tuple[str, int] | None:
-    """From the price book's spelling: "n1-highmem-4+1xT4" has one T4 attached."""
+    """Read attached accelerators from the price book's spelling: "n1-highmem-4+1xT4" has one T4."""
     _, _, extra = instance_type.partition("+")
     count, _, name = extra.partition("x")
     return (name, int(count)) if count.isdigit() else None
 
 
 def make_instance(request: NodeRequest, zone: str, image: str, settings: Settings) -> dict[str, Any]:
-    """For `insert`: a single node. Types are named by their place."""
+    """Make the body of `insert`: a single node. Types are named with their zone."""
     body = _make_properties(request, image, settings)
     body["name"] = instance_names(request)[0]
     body["machine_type"] = f"zones/{zone}/machineTypes/{body['machine_type']}"
@@ -84,7 +84,7 @@ def make_instance(request: NodeRequest, zone: str, image: str, settings: Setting
 
 
 def make_gang(request: NodeRequest, image: str, settings: Settings) -> dict[str, Any]:
-    """For `bulkInsert`: the whole gang or nothing. Types are named without a place."""
+    """Make the body of `bulkInsert`: the whole gang or nothing. Types are named without a zone."""
     count = request.placement.node_count
     return {
         "count": count,
@@ -128,14 +128,15 @@ def _make_properties(request: NodeRequest, image: str, settings: Settings) -> di
 
 
 def make_scheduling(request: NodeRequest) -> dict[str, Any]:
-    """No machine comes back by itself: what is gone stays gone, and the next attempt is our own."""
+    """Make the scheduling options. No machine restarts automatically: a node that is gone stays gone; retries
+    are ours."""
     is_spot, has_gpu = request.placement.is_spot, bool(request.placement.offer.accelerator)
     return {
         "provisioning_model": "SPOT" if is_spot else "STANDARD",
         "instance_termination_action": "DELETE",
         "max_run_duration": {"seconds": MAX_RUN_S if is_spot or has_gpu else MAX_RUN_CPU_S},
         "automatic_restart": False,
-        # A machine with GPUs cannot move to another host while it runs, and a spot machine may not.
+        # A machine with GPUs cannot migrate while it runs, and a spot machine may not.
         "on_host_maintenance": "TERMINATE" if is_spot or has_gpu else "MIGRATE",
     }
 
@@ -165,15 +166,15 @@ def _make_interface(settings: Settings) -> dict[str, Any]:
 
 
 def _make_metadata(request: NodeRequest) -> dict[str, str]:
-    """Nobody logs in but through the boot script's key."""
+    """Make the metadata. Only the boot script's key can log in."""
     settings = {"enable-oslogin": "FALSE", "block-project-ssh-keys": "TRUE", "serial-port-enable": "FALSE"}
     if request.placement.offer.accelerator:
-        settings["install-nvidia-driver"] = "True"  # for those of Google's GPU images that do not bring it
+        settings["install-nvidia-driver"] = "True"  # for Google's GPU images that do not include it
     return settings | ({"startup-script": run_once(request.boot)} if request.boot else {})
 
 
 def run_once(script: str) -> str:
-    """Google runs a startup script at every start of the machine; ours is for the first."""
+    """Limit the boot script to the first start: Google runs a startup script at every start."""
     first, _, rest = script.partition("\n")
     guard = f"[ -e {STARTED} ] && exit 0\ntrap 'touch {STARTED}' EXIT\n"
     return f"{first}\n{guard}{rest}" if first.startswith("#!") else f"#!/bin/sh\n{guard}{script}"

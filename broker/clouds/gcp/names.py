@@ -1,6 +1,7 @@
-"""Names and labels of what we make at Google, derived from the request alone: a second try finds the first one's work.
+"""Names and labels of our resources at Google, derived from the request alone, so that a retry finds the first try's
+work.
 
-An instance is called b-OWNER-GANG-RANK. What its labels cannot hold as written stands in its description, as JSON.
+An instance is named b-OWNER-GANG-RANK. Text that labels cannot hold unchanged is in its description, as JSON.
 """
 
 from __future__ import annotations
@@ -15,14 +16,14 @@ from typing import Any
 from broker.nouns import noun
 from broker.types import NodeRequest
 
-NAMESPACE = uuid.UUID("4f6c3f5e-0c5b-5b7e-9a63-5d1c2d0a7f11")  # drawn once, for request ids
+NAMESPACE = uuid.UUID("4f6c3f5e-0c5b-5b7e-9a63-5d1c2d0a7f11")  # generated once, for request ids
 LABEL_LENGTH_MAX = 63  # https://cloud.google.com/compute/docs/labeling-resources#requirements
-STOP_LABEL = "broker-stopped"  # set before we stop a node: without it, a node that stands still ended itself
+STOP_LABEL = "broker-stopped"  # set before we stop a node: a stopped node without it ended itself
 
 
 @noun
 class NodeId:
-    """Where one instance is. Written PROJECT/ZONE/NAME, which is the id of a node."""
+    """The address of one instance. Written as PROJECT/ZONE/NAME, which is a node's id."""
 
     project: str
     zone: str
@@ -38,7 +39,7 @@ class NodeId:
 
     @classmethod
     def from_link(cls, link: str) -> NodeId | None:
-        """From `.../projects/P/zones/Z/instances/N`; None for what is no instance."""
+        """Parse `.../projects/P/zones/Z/instances/N`; None for anything else."""
         found = re.search(r"projects/([^/]+)/zones/([^/]+)/instances/([^/]+)$", link)
         return cls(project=found[1], zone=found[2], name=found[3]) if found else None
 
@@ -52,7 +53,7 @@ class NodeId:
 
 
 def owner_prefix(owner: str) -> str:
-    """What the names of all that belongs to `owner` begin with."""
+    """Return the prefix of the names of all resources that belong to `owner`."""
     is_plain = re.fullmatch(r"[a-z0-9]{1,16}", owner)
     return f"b-{owner if is_plain else hashlib.sha256(owner.encode()).hexdigest()[:16]}-"
 
@@ -62,7 +63,7 @@ def gang_name(request: NodeRequest) -> str:
 
 
 def peers_tag(request: NodeRequest) -> str:
-    """Shared by all nodes of one attempt, those that were made later in place of lost ones too."""
+    """Return the tag that all nodes of one attempt share, including later replacements of lost ones."""
     text = f"{request.cluster}\0{request.attempt}"
     return owner_prefix(request.owner) + hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -72,12 +73,12 @@ def instance_names(request: NodeRequest) -> list[str]:
 
 
 def request_id(token: str, purpose: str) -> str:
-    """Google ignores a second call with the same id, for at least an hour."""
+    """Return a request id: Google ignores a second call with the same id for at least an hour."""
     return str(uuid.uuid5(NAMESPACE, f"{token}\0{purpose}"))
 
 
 def label_value(text: str) -> str:
-    """Fit for a label: other characters become `-`, and a digest keeps apart what would otherwise look alike."""
+    """Make a valid label value: other characters become `-`, and a digest keeps similar texts distinct."""
     plain = re.sub(r"[^a-z0-9_-]", "-", text.lower())
     if plain == text and len(text) <= LABEL_LENGTH_MAX:
         return plain
@@ -85,13 +86,13 @@ def label_value(text: str) -> str:
 
 
 def make_plain(text: str, *, is_key: bool) -> str:
-    """A user's word in the grammar of labels: `Team` becomes `team`."""
+    """Convert a user's text to the grammar of labels: `Team` becomes `team`."""
     plain = re.sub(r"[^a-z0-9_-]", "-", text.lower())
     return (f"x{plain}" if is_key and not plain[:1].isalpha() else plain)[:LABEL_LENGTH_MAX]
 
 
 def make_labels(request: NodeRequest) -> dict[str, str]:
-    """The user's own first: ours cannot be overwritten by them."""
+    """Merge labels, the user's first: they cannot override ours."""
     labels = request.spec.labels.items()
     own = {make_plain(key, is_key=True): make_plain(value, is_key=False) for key, value in labels}
     return own | {
@@ -103,7 +104,7 @@ def make_labels(request: NodeRequest) -> dict[str, str]:
 
 
 def describe(request: NodeRequest) -> str:
-    """The truth that labels only hint at, for `read_description`."""
+    """Make the description with the exact values that labels only approximate, for `read_description`."""
     placement = request.placement
     return json.dumps(
         {
@@ -118,7 +119,7 @@ def describe(request: NodeRequest) -> str:
 
 
 def read_description(text: str) -> Mapping[str, Any] | None:
-    """None for what broker did not write."""
+    """Parse a description; None if broker did not write it."""
     try:
         found = json.loads(text)
     except ValueError:

@@ -1,4 +1,4 @@
-"""Google's operations: waited for where an answer lies in them, read where they tell how a machine ended."""
+"""Google's operations: wait for their result, and read how a machine ended."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ from broker.nouns import noun
 from broker.types import NodeEnd
 
 OPERATION_S_MAX = 300.0
-# operationType -> why the machine is gone or stands still
+# operationType -> why the machine is gone or stopped
 ENDINGS = {
     "delete": NodeEnd.TERMINATED,
     "compute.instances.preempted": NodeEnd.PREEMPTED,
     "compute.instances.hostError": "crashed",
     "compute.instances.terminateOnHostMaintenance": "maintenance",
-    "compute.instances.guestTerminate": NodeEnd.LEASE,  # or DONE: Google does not tell why
+    "compute.instances.guestTerminate": NodeEnd.LEASE,  # or DONE: Google does not distinguish them
 }
 
 
 @noun
 class Ending:
-    """How an instance ended, in the words of `Node.reason`, and when."""
+    """How an instance ended, as a value of `Node.reason`, and when."""
 
     reason: str
     ended_s: float
 
 
 def wait_zone(clients: Clients, project: str, zone: str, operation: Any) -> None:
-    """Hold the line until the operation is DONE. Raises the CloudError it ended with, or UnknownOutcomeError.
+    """Wait until the operation is DONE. Raises its CloudError, or UnknownOutcomeError.
 
-    `operation.result()` would ask the public host whatever endpoint was set, and sleeps between its questions.
+    `operation.result()` would call the public host whatever endpoint was set, and sleeps between its calls.
     """
     client = clients.get("ZoneOperations")
     start_s = time.monotonic()
@@ -53,7 +53,7 @@ def wait_zone(clients: Clients, project: str, zone: str, operation: Any) -> None
 
 
 def wait_global(clients: Clients, project: str, operation: Any) -> None:
-    """As `wait_zone`, for what belongs to no zone: firewall rules."""
+    """Like `wait_zone`, for resources without a zone: firewall rules."""
     found = clients.get("GlobalOperations").wait(project=project, operation=operation.name, timeout=WAIT_TIMEOUT_S)
     error = read_operation_error(found)
     if error is not None:
@@ -61,8 +61,10 @@ def wait_global(clients: Clients, project: str, operation: Any) -> None:
 
 
 def read_endings(clients: Clients, project: str, owner: str) -> Mapping[NodeId, Ending]:
-    """How instances of `owner` ended, as far back as Google tells (14 days). One call; the newest word counts,
-    but a preemption is the reason of the deletion that follows it."""
+    """Read how instances of `owner` ended, as far back as Google keeps it (14 days), in one call.
+
+    The newest operation counts, but a preemption is the reason of the deletion that follows it.
+    """
     types = clients.types
     wanted = f'targetLink : "/instances/{owner_prefix(owner)}"'
     request = types.AggregatedListGlobalOperationsRequest(project=project, filter=wanted, max_results=500)
@@ -82,5 +84,5 @@ def read_endings(clients: Clients, project: str, owner: str) -> Mapping[NodeId, 
 
 
 def parse_time(text: str) -> float:
-    """Unix seconds of Google's RFC 3339."""
+    """Convert Google's RFC 3339 time to Unix seconds."""
     return datetime.fromisoformat(text).timestamp() if text else 0.0

@@ -1,4 +1,4 @@
-"""What a project may have in a region, asked before trying: a create that cannot work is not worth a minute."""
+"""A project's quotas in a region, checked before a create call, as a call that must fail costs a minute."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from broker.nouns import noun
 from broker.types import NodeRequest, Offer
 
 # Names of the quotas in `regions.get`, https://cloud.google.com/compute/resource-usage. Newer accelerators (H100 and
-# after) are counted elsewhere, which `regions.get` does not tell: there the create call itself has to find out.
+# later) are counted elsewhere, which `regions.get` does not show: for those, only the create call shows whether there
+# is quota.
 GPU_METRICS = {
     "T4": "NVIDIA_T4_GPUS",
     "P4": "NVIDIA_P4_GPUS",
@@ -20,14 +21,16 @@ GPU_METRICS = {
     "A100": "NVIDIA_A100_GPUS",
     "A100-80GB": "NVIDIA_A100_80GB_GPUS",
 }
-ALL_REGIONS = "GPUS_ALL_REGIONS"  # a project's limit for all GPUs; many new projects have 0
+ALL_REGIONS = "GPUS_ALL_REGIONS"  # a project's limit for all GPUs; 0 for many new projects
 # Families with a quota of their own; all others share CPUS.
 CPU_FAMILIES = frozenset({"a2", "c2", "c2d", "c3", "m1", "m2", "m3", "n2", "n2a", "n2d", "t2a", "t2d"})
 
 
 def ask_for_more(project: str, metric: str, region: str, value: float) -> str:
-    """The command; `region` is empty for what counts in all of them. Ids as the Cloud Quotas API makes them of metrics:
-    https://cloud.google.com/docs/quotas/gcloud-cli-examples."""
+    """Return the command that requests a quota; `region` is empty for one of all regions.
+
+    The Cloud Quotas API derives ids from metrics like this: https://cloud.google.com/docs/quotas/gcloud-cli-examples.
+    """
     identity = f"{metric.replace('_', '-')}-per-project{'-region' if region else ''}"
     return (
         f"gcloud quotas preferences create --service=compute.googleapis.com --project={project} "
@@ -50,7 +53,7 @@ class Quota:
 
 @noun
 class QuotaNeed:
-    """So much of one quota; `metrics` in the order in which Google draws on them."""
+    """An amount of one quota; `metrics` in the order in which Google draws on them."""
 
     what: str
     metrics: tuple[str, ...]
@@ -58,8 +61,8 @@ class QuotaNeed:
 
 
 def list_needs(request: NodeRequest) -> list[QuotaNeed]:
-    """What a gang takes of a region's quotas. A spot machine draws on the preemptible quota where there is one, else
-    on the ordinary one; cores of accelerator machines are not counted."""
+    """List the quotas that a gang draws on in a region. A spot machine draws on the preemptible quota if there is one,
+    else on the ordinary one; cores of accelerator machines are not counted."""
     offer, is_spot, count = request.placement.offer, request.placement.is_spot, request.placement.node_count
     needs = []
     metric = GPU_METRICS.get(offer.accelerator or "")
@@ -82,17 +85,18 @@ def _cpu_metric(offer: Offer) -> str:
 
 def read_quotas(clients: Clients, region: str) -> Mapping[str, Quota]:
     found = clients.get("Regions").get(project=clients.login.project, region=region, timeout=TIMEOUT_S)
-    return {each.metric: Quota(metric=each.metric, limit=each.limit, usage=each.usage) for each in found.quotas}
+    return {quota.metric: Quota(metric=quota.metric, limit=quota.limit, usage=quota.usage) for quota in found.quotas}
 
 
 def read_project_quotas(clients: Clients) -> Mapping[str, Quota]:
-    """Those that hold for all regions together."""
+    """Read the quotas of all regions together."""
     found = clients.get("Projects").get(project=clients.login.project, timeout=TIMEOUT_S)
-    return {each.metric: Quota(metric=each.metric, limit=each.limit, usage=each.usage) for each in found.quotas}
+    return {quota.metric: Quota(metric=quota.metric, limit=quota.limit, usage=quota.usage) for quota in found.quotas}
 
 
 def list_project_needs(request: NodeRequest) -> list[QuotaNeed]:
-    """On-demand GPUs of any kind count against one limit; what spot machines count against, Google does not say."""
+    """List needs from project-wide quotas. On-demand GPUs of any kind share one limit; for spot machines Google does
+    not document it."""
     offer, count = request.placement.offer, request.placement.node_count
     if not offer.accelerator or request.placement.is_spot:
         return []
@@ -100,15 +104,15 @@ def list_project_needs(request: NodeRequest) -> list[QuotaNeed]:
 
 
 def check_quotas(needs: Sequence[QuotaNeed], quotas: Mapping[str, Quota], *, project: str, region: str = "") -> None:
-    """Raises QuotaError with the figures where no quota that may be drawn on has enough left."""
+    """Raise QuotaError with the figures if none of the applicable quotas suffices."""
     for need in needs:
-        known = [quotas[each] for each in need.metrics if each in quotas]
+        known = [quotas[metric] for metric in need.metrics if metric in quotas]
         if not known or any(quota.left >= need.amount for quota in known):
             continue
         best = max(known, key=lambda quota: quota.left)
         command = ask_for_more(project, best.metric, region, best.usage + need.amount)
         raise QuotaError(
-            f"{need.amount:g} {need.what} wanted in {region or 'all regions together'}, {max(0.0, best.left):g} of "
+            f"{need.amount:g} {need.what} requested in {region or 'all regions together'}, {max(0.0, best.left):g} of "
             f"{best.limit:g} left ({best.metric})",
-            hints=(f"Ask for more: `{command}`",),
+            hints=(f"Request more: `{command}`",),
         )

@@ -1,4 +1,4 @@
-"""Google's client library: imported in a thread while nobody waits, called in a bounded number of threads."""
+"""Google's client library: imported in a background thread, called in a bounded number of threads."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from broker.clouds.gcp.login import Login
 from broker.clouds.tape import Exchange, Listener
 
 THREADS_MAX = 16
-TIMEOUT_S = 30.0  # of one answer; an operation's `wait` holds the line for up to two minutes
+TIMEOUT_S = 30.0  # of one response; an operation's `wait` holds the connection for up to two minutes
 WAIT_TIMEOUT_S = 150.0
 
 Result = TypeVar("Result")
 
 
 def listen(session: Any, hear: Listener) -> None:
-    """Tell `hear` of each answer that a `requests` session gets."""
+    """Report each response of a `requests` session to `hear`."""
 
     def note(response: Any, **_: Any) -> None:
         request, url = response.request, urlsplit(response.request.url)
@@ -42,7 +42,7 @@ def listen(session: Any, hear: Listener) -> None:
 
 
 class Clients:
-    """One client a resource, made on first use. `types` is the module with the messages."""
+    """One client per resource, created on first use. `types` is the module with the messages."""
 
     def __init__(self, login: Login, listener: Listener | None = None) -> None:
         from google.cloud import compute_v1
@@ -63,7 +63,7 @@ class Clients:
         return google.auth.default(scopes=["https://www.googleapis.com/auth/cloud-platform"])[0]
 
     def get(self, resource: str) -> Any:
-        """The client of a resource, by the first half of its class name: "Instances"."""
+        """Return the client of a resource, by the first half of its class name: "Instances"."""
         from google.api_core.client_options import ClientOptions
 
         with self._lock:
@@ -77,7 +77,7 @@ class Clients:
 
     @cached_property
     def session(self) -> Any:
-        """For the few questions that Compute Engine does not answer itself."""
+        """Return a session for the few calls that Compute Engine itself does not serve."""
         from google.auth.transport.requests import AuthorizedSession
 
         session = AuthorizedSession(self.credentials)  # type: ignore[no-untyped-call]
@@ -87,7 +87,7 @@ class Clients:
 
 
 class Sdk:
-    """The library as the rest of this folder uses it: `await sdk.call(work)` runs `work(clients)` in a thread."""
+    """The library as this folder uses it: `await sdk.call(work)` runs `work(clients)` in a thread."""
 
     def __init__(self, login: Login) -> None:
         self.login = login
@@ -97,24 +97,24 @@ class Sdk:
         self._listener: Listener | None = None
 
     def observe(self, hear: Listener) -> None:
-        """Tell `hear` of all that is asked and answered from now on."""
+        """Report all requests and responses to `hear` from now on."""
         with self._lock:
             self._listener = hear
-            self._clients = None  # made before, they would not tell
+            self._clients = None  # existing clients would not report
 
     def prepare(self) -> None:
-        """Begin to import; returns at once. The thread dies with the process, whatever it is at."""
+        """Start importing; return at once. The thread is a daemon: it ends with the process."""
         threading.Thread(target=self._load, name="gcp-import", daemon=True).start()
 
     async def call(self, work: Callable[[Clients], Result], *, does_change: bool = False) -> Result:
-        """Raises CloudError only; `does_change` makes a lost answer an UnknownOutcomeError."""
+        """Call the library. Raises CloudError only; `does_change` makes a lost response an UnknownOutcomeError."""
         return await asyncio.get_running_loop().run_in_executor(self._pool, self._act, work, does_change)
 
     def _act(self, work: Callable[[Clients], Result], does_change: bool) -> Result:
         clients = self._load()
         try:
             return work(clients)
-        except Exception as error:  # the edge of Google's library: all it raises is put in our words, or raised again
+        except Exception as error:  # the edge of Google's library: all its exceptions are translated or re-raised
             found = translate(error, does_change=does_change)
             if found is None:
                 raise

@@ -1,4 +1,4 @@
-"""What a user may set for Google, in `gcp.toml` in the state folder; every line of it is optional. See docs/GCP.md."""
+"""User settings for Google, in `gcp.toml` in the state folder; every line is optional. See docs/GCP.md."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ IMAGE_KINDS = ("gpu", "cpu", "arm")
 
 @noun
 class Settings:
-    """`network`: a name, or the path of a network or subnetwork. `ssh_from`: blocks of addresses that may log in;
-    empty: the address that this machine has now."""
+    """`network`: a name, or the path of a network or subnetwork. `ssh_from`: address blocks that may log in; empty:
+    this machine's current address."""
 
-    project: str = ""  # empty: as gcloud has it
+    project: str = ""  # empty: gcloud's project
     network: str = "default"
     ssh_from: tuple[str, ...] = ()
     images: Mapping[str, str] = field(default_factory=dict)  # "gpu", "cpu" or "arm" -> image; else Google's own
     uses_private_addresses: bool = False  # nodes get no public address: broker runs inside the network
-    service_account: str = ""  # email of the account that programs on nodes act as; empty: none
+    service_account: str = ""  # email of the account that programs on nodes use; empty: none
 
 
 def load_settings(home: Path) -> Settings:
-    """Raises UsageError that names file and key."""
+    """Load the settings. Raises UsageError that names file and key."""
     path = home / FILE
     try:
         found = tomllib.loads(path.read_text(encoding="utf-8"))
@@ -44,7 +44,7 @@ def load_settings(home: Path) -> Settings:
     }  # fmt: skip
     for name, value in found.items():
         if name not in kinds:
-            raise UsageError(f"{path}: there is no `{name}`", hints=(f"There is {', '.join(sorted(kinds))}.",))
+            raise UsageError(f"{path}: unknown setting `{name}`", hints=(f"Settings: {', '.join(sorted(kinds))}.",))
         if not isinstance(value, kinds[name]):
             raise UsageError(f"{path}: `{name}` must be a {kinds[name].__name__}")
     _check_blocks(path, found.get("ssh_from", []))
@@ -64,5 +64,5 @@ def _check_blocks(path: Path, blocks: list[Any]) -> None:
 def _check_images(path: Path, images: Mapping[str, Any]) -> None:
     for kind, image in images.items():
         if kind not in IMAGE_KINDS or not isinstance(image, str) or not image.startswith("projects/"):
-            hint = '`gpu = "projects/PROJECT/global/images/IMAGE"`; there is gpu, cpu and arm'
-            raise UsageError(f"{path}: `images.{kind}` names no image", hints=(hint,))
+            hint = '`gpu = "projects/PROJECT/global/images/IMAGE"`; keys: gpu, cpu, arm'
+            raise UsageError(f"{path}: invalid image in `images.{kind}`", hints=(hint,))

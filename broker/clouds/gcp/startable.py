@@ -1,4 +1,4 @@
-"""Which accelerators would start today in this project: the machine sold, its image, its quotas; nothing is made."""
+"""Which accelerators would start today in this project, by machine type, image and quotas; nothing is created."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Quotas = Mapping[str, Quota]
 
 
 async def judge_types(sdk: Sdk, offers: Sequence[Offer]) -> Sequence[TypeCheckResult]:
-    """One for each accelerator and count. Raises CloudError where the project cannot be asked."""
+    """Judge each accelerator and count. Raises CloudError if the project cannot be queried."""
     regions = await sdk.call(_read_all_quotas)
     everywhere = await sdk.call(read_project_quotas)
     images: dict[str, str] = {}
@@ -36,7 +36,7 @@ def _read_all_quotas(clients: Clients) -> Mapping[str, Quotas]:
     found = clients.get("Regions").list(project=clients.login.project, timeout=TIMEOUT_S)
     return {
         region.name: {
-            each.metric: Quota(metric=each.metric, limit=each.limit, usage=each.usage) for each in region.quotas
+            quota.metric: Quota(metric=quota.metric, limit=quota.limit, usage=quota.usage) for quota in region.quotas
         }
         for region in found
     }
@@ -50,7 +50,7 @@ def _judge_in(
     everywhere: Quotas,
     images: dict[str, str],
 ) -> TypeCheckResult:
-    """`images`: what was found out about each kind of image, for the next machine."""
+    """Judge one region. `images`: results for each kind of image, shared between machines."""
 
     def find(ways: tuple[str, ...], why: str, command: str = "") -> TypeCheckResult:
         return TypeCheckResult(
@@ -93,10 +93,10 @@ def _judge_in(
 
 
 def _judge_image(clients: Clients, request: NodeRequest) -> str:
-    """Why there is none; empty where there is."""
+    """Return why there is no image; empty if there is one."""
     try:
         find_image(clients, request)
-    except Exception as error:  # Google's library has its own, which `Sdk` translates only where a call ends
+    except Exception as error:  # Google's library raises its own, which `Sdk` translates only at the end of a call
         found = as_cloud_error(error)
         if found is None:
             raise
@@ -105,11 +105,11 @@ def _judge_image(clients: Clients, request: NodeRequest) -> str:
 
 
 def _note(offer: Offer) -> str:
-    """What is worth knowing of a machine that starts."""
+    """Return remarks on a machine that starts."""
     notes = ["network: one card, without RDMA"] if offer.instance_type.startswith(RDMA_MACHINES) else []
     notes += ["disk: Hyperdisk only"] if offer.instance_type.startswith(HYPERDISK_MACHINES) else []
     is_counted = any(need.metrics for need in list_needs(_make_request(offer, is_spot=False)))
-    return "; ".join(notes + ([] if is_counted else ["quota: told by the create only"]))
+    return "; ".join(notes + ([] if is_counted else ["quota: checked by the create call only"]))
 
 
 def _make_request(offer: Offer, *, is_spot: bool) -> NodeRequest:

@@ -1,7 +1,7 @@
-"""Nodes that this installation has seen at Google, which forgets a deleted instance at once.
+"""A file of the nodes that this installation has seen at Google, which forgets a deleted instance at once.
 
-A file beside the state, so that the next command knows them too. It is a help, not a record: without it, a node that
-is gone is only believed gone when it has been missing for long.
+It lies next to the state, so that later commands know these nodes too. It is an aid, not a record: without it, a node
+counts as gone only after it has been missing for long.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ class GcpStateFile:
         self._path = folder / "nodes.json"
 
     def read(self) -> Mapping[str, Node]:
-        """By id; empty where the file is not there or cannot be understood."""
+        """Return nodes by id; empty if the file is missing or unreadable."""
         try:
             return {node.id: node for node in msgspec.json.decode(self._path.read_bytes(), type=list[Node])}
         except (OSError, msgspec.DecodeError, msgspec.ValidationError):
             return {}
 
     def note(self, nodes: Sequence[Node], *, now_s: float) -> None:
-        """Take over what these nodes look like now; an end is never taken back, and forgotten after an hour."""
+        """Record the current state of these nodes. An end is never revoked, and is forgotten after an hour."""
         if not nodes:
             return
         with hold_lock(self._folder / "lock"):

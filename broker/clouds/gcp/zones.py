@@ -1,4 +1,4 @@
-"""Which zones of a region sell a machine type: asked where the price book names a region only."""
+"""The zones of a region that offer a machine type: queried if the price book names only the region."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from broker.types import Offer
 
 
 def list_zones(clients: Clients, offer: Offer) -> list[str]:
-    """In the order in which they are tried, which is the same every time. Raises InvalidRequestError for none."""
+    """List zones in a fixed order of trial. Raises InvalidRequestError if there is none."""
     if offer.zone:
         return [offer.zone]
     name = machine_type(offer)

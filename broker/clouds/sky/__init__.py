@@ -1,1 +1,1 @@
-"""Every other cloud, through SkyPilot."""
+"""All other clouds, through SkyPilot."""

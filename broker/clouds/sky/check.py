@@ -1,4 +1,5 @@
-"""`broker check` for clouds behind SkyPilot: is it there, does its server answer, which clouds has it enabled."""
+"""`broker check` for clouds behind SkyPilot: whether it is installed, its server responds, and which clouds are
+enabled."""
 
 from __future__ import annotations
 
@@ -24,14 +25,14 @@ COMMANDS: dict[type[CloudError], str] = {NotInstalledError: INSTALL, TransientEr
 
 @noun
 class Survey:
-    """What SkyPilot said about all clouds together; `fault` stands where it could not be asked."""
+    """SkyPilot's report on all clouds; `fault` holds the error if it could not be queried."""
 
     server: CheckResult
     enabled: tuple[str, ...] = ()
 
 
 class SkyInspector:
-    """`Inspector` and `CanGlance` for one cloud. Many are asked in one command: the first one's answer serves all."""
+    """`Inspector` and `CanGlance` for one cloud. Inspectors in one command share the first one's survey."""
 
     _surveys: ClassVar[dict[str, Survey]] = {}
 
@@ -40,7 +41,7 @@ class SkyInspector:
         self._engine = engine
 
     async def glance(self, config: Config, *, clock: Clock) -> Sequence[CheckResult]:
-        """As of SkyPilot's last check. What it has enabled is remembered: these can be launched on from now on."""
+        """Report SkyPilot's last check. Enabled clouds are remembered: launches may use them from now on."""
         engine = self._find_engine()
         if engine is None:
             return [CheckResult(name="skypilot", is_ok=False, note="not installed", command=INSTALL)]
@@ -51,7 +52,7 @@ class SkyInspector:
         return [found.server, self._judge(found.enabled)] if found.server.is_ok else [found.server]
 
     async def inspect(self, config: Config, *, clock: Clock) -> Sequence[CheckResult]:
-        """Has SkyPilot ask the cloud itself, and shows what it says about it."""
+        """Have SkyPilot check the cloud itself, and show its report."""
         engine = self._find_engine()
         if engine is None:
             return [CheckResult(name="skypilot", is_ok=False, note="not installed", command=INSTALL)]
@@ -63,12 +64,12 @@ class SkyInspector:
         state_file.note_enabled(await engine.list_enabled())
         findings = [found.server, self._judge([self._cloud] if is_enabled else [], read_reason(text))]
         if is_enabled and self._cloud in NO_AUTODOWN:
-            note = "its machines cannot end themselves: what broker loses sight of runs until `broker gc`"
+            note = "its machines cannot terminate themselves: nodes that broker loses track of run until `broker gc`"
             findings.append(CheckResult(name="lease", is_ok=False, note=note, is_needed=False))
         return findings
 
     def write_policy(self, config: Config) -> str:
-        """SkyPilot's own list is the least that it works with."""
+        """Refer to SkyPilot's own list of minimal permissions."""
         return f"# {self._cloud} is used through SkyPilot, whose permissions are described at\n{PERMISSIONS}\n"
 
     def _find_engine(self) -> Engine | None:
@@ -86,7 +87,7 @@ PERMISSIONS = "# https://docs.skypilot.co/en/latest/cloud-setup/cloud-permission
 
 
 async def survey(engine: Engine, state_file: SkyStateFile) -> Survey:
-    """Starts no server. Where none answers, what was remembered stays as it is."""
+    """Query SkyPilot without starting a server. If none responds, the remembered clouds stay as they are."""
     try:
         server = await engine.hello()
         enabled = await engine.list_enabled()
@@ -99,7 +100,7 @@ async def survey(engine: Engine, state_file: SkyStateFile) -> Survey:
 
 
 def read_reason(text: str) -> str:
-    """What `sky check` shows between the cloud's line and its summary, on one line."""
+    """Return the text that `sky check` prints between the cloud's line and its summary, on one line."""
     blocks = COLORS.sub("", text).split("\n\n")
     lines = [line.strip() for line in blocks[0].splitlines()[2:]]
     return " ".join(line for line in lines if line)

@@ -1,4 +1,4 @@
-"""One cloud behind SkyPilot: four verbs, and stopping. A gang is one SkyPilot cluster, ended as a whole."""
+"""One cloud behind SkyPilot: four verbs, and stopping. A gang is one SkyPilot cluster, terminated as a whole."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ from broker.types import Node, NodeList, NodeRequest, NodeState
 
 log = logging.getLogger(__name__)
 
-VERDICT_S = 45.0  # most refusals come within; a launch itself takes minutes and is not waited for
+VERDICT_S = 45.0  # most refusals arrive within this; a launch takes minutes and is not awaited
 LOOK_S, LOOK_S_MAX = 0.5, 5.0
-GONE_S = 120.0  # for what a failed launch left behind
+GONE_S = 120.0  # for the remains of a failed launch
 REFRESH_EVERY_S = 15.0
 
 
 class SkyCloud:
-    """Cloud, CanStop, CanPrepare. The token names the cluster: what is asked for twice is found again."""
+    """Cloud, CanStop and CanPrepare. The token is the cluster's name, so a repeated request finds the same cluster."""
 
     settle_s: ClassVar[float] = 10.0
-    name: str  # one class for all clouds behind SkyPilot
+    name: str  # one class serves all clouds behind SkyPilot
 
     def __init__(self, name: str, *, engine: Engine, state_file: SkyStateFile, clock: Clock) -> None:
         self.name = name
@@ -51,7 +51,7 @@ class SkyCloud:
         self._refreshed_s = float("-inf")
 
     def prepare(self) -> None:
-        """Start the worker, whose import takes seconds; returns at once."""
+        """Start the worker, whose import takes seconds; return at once."""
         if isinstance(self._engine, WorkerEngine):
             self._engine.start()
 
@@ -62,7 +62,7 @@ class SkyCloud:
             raise AuthError(f"SkyPilot has not enabled {self.name}", hints=(f"Run `sky check {self.name}`.",))
 
     async def create_nodes(self, request: NodeRequest) -> Sequence[Node]:
-        """Waits `VERDICT_S` for a refusal; machines that are still on their way by then are PENDING."""
+        """Wait `VERDICT_S` for a refusal; machines still starting by then are PENDING."""
         task = make_task(request)
         name = make_name(request)
         gang = self._state_file.read().get(name)
@@ -79,7 +79,7 @@ class SkyCloud:
         return list_nodes_of(gang, state or NodeState.PENDING)
 
     async def list_nodes(self, owner: str) -> NodeList:
-        """Ends on the way what a failed launch left behind."""
+        """List nodes, and take down the remains of failed launches."""
         known = {
             name: gang
             for name, gang in self._state_file.read().items()
@@ -107,7 +107,7 @@ class SkyCloud:
         return NodeList(nodes=tuple(nodes))
 
     async def terminate_nodes(self, nodes: Sequence[Node]) -> None:
-        """A node is ended with its whole gang: SkyPilot knows no part of a cluster."""
+        """Terminate whole gangs: SkyPilot cannot terminate a part of a cluster."""
         failures: list[CloudError] = []
         for name in self._list_names([node.id for node in nodes]):
             gang = self._state_file.read().get(name)
@@ -129,18 +129,19 @@ class SkyCloud:
                 await self._engine.stop(name)
 
     async def start_nodes(self, ids: Sequence[str]) -> None:
-        """By launching again, which also starts the keeper; SkyPilot's own start would leave nobody to end it."""
+        """Launch again, which also starts the keeper; SkyPilot's own start would leave nodes that cannot end
+        themselves."""
         for name in self._list_names(ids):
             gang = self._state_file.read().get(name)
             look = await self._engine.look(name, [])
             seen = look.find(name)
             if seen is None:
-                raise InvalidRequestError(f"SkyPilot has no cluster {name} to start")
+                raise InvalidRequestError(f"SkyPilot has no cluster `{name}` to start")
             if seen.status != "STOPPED" or look.is_launching(name):
                 continue
             if gang is None or not gang.task:
                 raise InvalidRequestError(
-                    f"how {name} was launched is not in this state folder", hints=(f"Run `sky start {name}`.",)
+                    f"this state folder does not record how `{name}` was launched", hints=(f"Run `sky start {name}`.",)
                 )
             request_id = await self._engine.launch(name, gang.task)
             self._state_file.note([replace(gang, request_id=request_id)], now_s=self._clock.now_s())
@@ -149,7 +150,7 @@ class SkyCloud:
         return list(dict.fromkeys(read_name(node_id) for node_id in ids))
 
     async def _launch(self, gang: SkyGang) -> SkyGang:
-        """Once: what SkyPilot has or is making already is taken over."""
+        """Launch once: adopt a cluster that SkyPilot already has or is creating."""
         look = await self._engine.look(gang.name, [gang.request_id] if gang.request_id else [])
         if look.find(gang.name) is None and not look.is_launching(gang.name) and not gang.was_seen:
             if look.read_status(gang.request_id) in FAILED:
@@ -157,7 +158,7 @@ class SkyCloud:
             self._state_file.note([gang], now_s=self._clock.now_s())
             gang = replace(gang, request_id=await self._engine.launch(gang.name, gang.task))
         elif not gang.request_id:
-            request_id = next((each.id for each in look.requests if each.cluster == gang.name), "")
+            request_id = next((request.id for request in look.requests if request.cluster == gang.name), "")
             gang = replace(gang, request_id=request_id)
         self._state_file.note([gang], now_s=self._clock.now_s())
         return gang
@@ -176,7 +177,7 @@ class SkyCloud:
             look_s = min(LOOK_S_MAX, look_s * 1.5)
 
     async def _reach(self, gang: SkyGang, state: NodeState | None, look: Look) -> tuple[SkyGang, NodeState | None]:
-        """A gang that is up counts as RUNNING once we know how to reach it; after each start that is elsewhere."""
+        """Count a gang that is up as RUNNING once its ssh addresses are known, and again after each start elsewhere."""
         seen = look.find(gang.name)
         if state is not NodeState.RUNNING or seen is None or seen.launched_at == gang.reached_at:
             return gang, state
@@ -187,16 +188,16 @@ class SkyCloud:
         return replace(gang, reached_at=seen.launched_at), state
 
     async def _read_refusal(self, gang: SkyGang, look: Look) -> CloudError:
-        """Why the launch failed, once nothing is left of it; TransientError where that cannot be told yet."""
+        """Return why the launch failed, once nothing is left of it; TransientError if that is not known yet."""
         try:
             await self._engine.fetch(gang.request_id)
-            reason: CloudError = TransientError(f"SkyPilot says no more why {gang.name} failed")
+            reason: CloudError = TransientError(f"SkyPilot no longer reports why `{gang.name}` failed")
         except CloudError as error:
             reason = error
         start_s = self._clock.now_s()
         while look.find(gang.name) is not None:
             if self._clock.now_s() - start_s >= GONE_S:
-                return TransientError(f"a failed launch is not gone yet: {reason.message}")
+                return TransientError(f"a failed launch is not cleaned up yet: {reason.message}")
             await self._engine.end(gang.name)
             await self._clock.sleep(LOOK_S_MAX)
             look = await self._engine.look(gang.name, [])
@@ -206,15 +207,17 @@ class SkyCloud:
         return reason
 
     def _adopt_strangers(self, owner: str, look: Look) -> dict[str, SkyGang]:
-        """Ours by name, and not in the memory: the state folder was lost, or a command died at the wrong moment."""
-        names = {each.name for each in look.clusters}
-        names |= {each.cluster for each in look.requests if look.is_launching(each.cluster)}
+        """Adopt clusters that are ours by name but not recorded: the state folder was lost, or a command died
+        mid-call."""
+        names = {cluster.name for cluster in look.clusters}
+        names |= {request.cluster for request in look.requests if look.is_launching(request.cluster)}
         ours = [name for name in names if (found := NAME.fullmatch(name)) and found["cloud"] == self.name]
         adopted = [adopt(name, owner, look.find(name)) for name in ours]
         return {gang.name: gang for gang in adopted if gang is not None}
 
     async def _refresh(self, spot: Sequence[Node]) -> None:
-        """SkyPilot asks the clouds about each cluster once a minute; for spot that is late."""
+        """Refresh spot clusters: SkyPilot queries the clouds about each cluster once a minute, which is late
+        for spot."""
         now_s = self._clock.now_s()
         if spot and now_s - self._refreshed_s >= REFRESH_EVERY_S:
             self._refreshed_s = now_s

@@ -1,6 +1,6 @@
-"""The seam to SkyPilot, and what stands behind it: a worker in SkyPilot's interpreter, spoken to in JSON lines.
+"""The interface to SkyPilot: a worker in SkyPilot's interpreter that reads and writes JSON lines.
 
-A process of its own: SkyPilot pins other versions than we do, prints where it likes and takes seconds to import.
+A separate process, because SkyPilot pins different versions than we do, prints to stdout and takes seconds to import.
 """
 
 from __future__ import annotations
@@ -23,47 +23,47 @@ from broker.errors import AuthError, TransientError, UnknownOutcomeError
 log = logging.getLogger(__name__)
 
 WORKER = Path(__file__).with_name("worker.py")
-CALL_S_MAX = 120.0  # a server that was just started takes most of a minute to its first answer
-SLOW_S_MAX = 900.0  # stopping machines, asking clouds about a login
+CALL_S_MAX = 120.0  # a server that was just started takes most of a minute until its first response
+SLOW_S_MAX = 900.0  # stopping machines, checking a login with the cloud
 SSH_S = 120.0  # `sky status`, which the worker runs
 ENDED = "SkyPilot's worker ended"
 
 
 class Engine(Protocol):
-    """Every verb raises CloudError, and TransientError where SkyPilot's API server cannot be reached."""
+    """Verbs of SkyPilot. All raise CloudError; TransientError if SkyPilot's API server cannot be reached."""
 
     async def hello(self) -> Mapping[str, str]:
-        """`version` and `url` of the server; starts none."""
+        """Return `version` and `url` of the server; does not start one."""
 
     async def list_enabled(self) -> Sequence[str]:
-        """The clouds that SkyPilot can use, in lower case, as of its last check."""
+        """List the clouds that SkyPilot can use, in lower case, as of its last check."""
 
     async def check(self, cloud: str) -> tuple[bool, str]:
-        """Whether the cloud can be used, asked of the cloud itself, and what SkyPilot says about it."""
+        """Check with the cloud itself whether it can be used; return the result and SkyPilot's report."""
 
     async def launch(self, name: str, task: Mapping[str, Any], *, is_dry: bool = False) -> str:
-        """Begin, and return the request's id. UnknownOutcomeError: it may have been taken on."""
+        """Start a launch and return the request's id. UnknownOutcomeError: the server may have accepted it."""
 
     async def look(self, prefix: str, request_ids: Sequence[str]) -> Look:
-        """Clusters and live requests by their cluster's name, and how `request_ids` stand."""
+        """Return clusters and live requests by cluster name prefix, and the status of `request_ids`."""
 
     async def refresh(self, names: Sequence[str]) -> None:
-        """Have the clouds asked how these clusters are; a later look shows it."""
+        """Ask SkyPilot to query the clouds about these clusters; a later `look` shows the result."""
 
     async def fetch(self, request_id: str) -> None:
-        """Wait for a request's end; raises what it failed with."""
+        """Wait until a request ends; raise its error."""
 
     async def end(self, name: str) -> None:
-        """Call off a launch, begin to take the cluster down; already gone is success."""
+        """Cancel a launch and start taking the cluster down; already gone is success."""
 
     async def stop(self, name: str) -> None: ...
 
     async def write_ssh(self, name: str) -> Path | None:
-        """A file for `ssh -F` with the hosts NAME, NAME-worker1, ...; None where there is no such cluster."""
+        """Write a file for `ssh -F` with the hosts NAME, NAME-worker1, ...; None if there is no such cluster."""
 
 
 class WorkerEngine:
-    """Starts the worker with the first call and again after its end; usable from any event loop."""
+    """An engine that starts the worker on the first call and restarts it after its end; usable from any event loop."""
 
     def __init__(self, python: str, *, worker: Path = WORKER) -> None:
         self._python = python
@@ -74,7 +74,7 @@ class WorkerEngine:
         self._ids = count(1)
 
     def start(self) -> None:
-        """The worker, if it is not there; twice does no harm."""
+        """Start the worker unless it runs. Idempotent."""
         with self._lock:
             self._ensure()
 
@@ -125,13 +125,13 @@ class WorkerEngine:
     async def _call(
         self, verb: str, *, does_change: bool = False, limit_s: float = CALL_S_MAX, **arguments: Any
     ) -> Any:
-        """A silence after a call that changes something is an UnknownOutcomeError."""
+        """Call the worker. No response to a call that changes something is an UnknownOutcomeError."""
         lost = UnknownOutcomeError if does_change else TransientError
         call_id, answer = self._send(verb, arguments)
         try:
             reply = await asyncio.wait_for(asyncio.wrap_future(answer), limit_s)
         except TimeoutError as error:
-            raise lost(f"SkyPilot did not answer `{verb}` within {limit_s:g} s") from error
+            raise lost(f"SkyPilot did not respond to `{verb}` within {limit_s:g} s") from error
         except EOFError as error:
             raise lost(f"{ENDED} during `{verb}`") from error
         finally:
@@ -157,7 +157,8 @@ class WorkerEngine:
         return call_id, answer
 
     def _ensure(self) -> subprocess.Popen[str]:
-        """Called with the lock held. A process stands here until its reader has told everybody of its end."""
+        """Start the worker if needed, with the lock held. A process is kept until its reader has notified all waiters
+        of its end."""
         if self._process is None:
             try:
                 self._process = subprocess.Popen(
@@ -166,25 +167,25 @@ class WorkerEngine:
                     stdout=subprocess.PIPE,
                     stderr=subprocess.DEVNULL,
                     text=True,
-                    start_new_session=True,  # a Ctrl-C in the terminal is for us, and we say what to call off
+                    start_new_session=True,  # a Ctrl-C in the terminal is for us; we decide what to cancel
                 )
             except OSError as error:
                 raise AuthError(
                     f"`{self._python}` cannot be run: {error.strerror}",
-                    hints=("Set `BROKER_SKY_PYTHON` to the interpreter that SkyPilot is installed in.",),
+                    hints=("Set `BROKER_SKY_PYTHON` to the interpreter in which SkyPilot is installed.",),
                 ) from error
             threading.Thread(target=self._read, args=(self._process,), daemon=True).start()
         return self._process
 
     def _read(self, process: subprocess.Popen[str]) -> None:
-        """In a thread: hand each answer to who waits for it; at the end, tell the others."""
+        """Hand each answer to its waiter, in a thread; at the end, notify the rest."""
         assert process.stdout is not None, "it was made with a pipe"
         for line in process.stdout:
             try:
                 reply = json.loads(line)
                 call_id = reply["id"]
             except (ValueError, TypeError, KeyError):
-                log.warning("SkyPilot's worker said what is no answer: %s", line[:200])
+                log.warning("SkyPilot's worker wrote a line that is not an answer: %s", line[:200])
                 continue
             with self._lock:
                 _, answer = self._waiting.pop(call_id, (None, None))

@@ -1,4 +1,4 @@
-"""What SkyPilot raises, in our words: one table from the name of its exception to our class. No text is matched."""
+"""SkyPilot's exceptions as our error classes: one table by exception name. Message text is never matched."""
 
 from __future__ import annotations
 
@@ -22,23 +22,24 @@ from broker.nouns import noun
 CHECK_HINT = "Run `sky check` to see which clouds SkyPilot can use, and how to enable the others."
 SERVER_HINT = "Start SkyPilot's API server with `sky api start`, or look at it with `sky api info`."
 POLICY_HINT = (
-    "A policy or a missing permission forbids it there: ask who administers the account, or choose with `--infra`."
+    "A policy or a missing permission forbids it there: ask the account's administrator, or choose another place "
+    "with `--infra`."
 )
-QUOTA_HINT = "Ask the cloud for more in its console, or choose another place with `--infra`."
+QUOTA_HINT = "Request a higher quota in the cloud's console, or choose another place with `--infra`."
 COLORS = re.compile(r"\x1b\[[0-9;]*m")
 MESSAGE_MAX = 400
 
 
 class ClusterNotFoundError(InvalidRequestError):
-    """There is no such cluster."""
+    """The cluster does not exist."""
 
 
 class NotInstalledError(AuthError):
-    """The interpreter has no SkyPilot, or SkyPilot not the part that a cloud needs."""
+    """The interpreter lacks SkyPilot, or the part of SkyPilot that a cloud requires."""
 
 
-# `sky.exceptions` of 0.14.1, whole; and from `sky.provision.common` what a failover history may hold. Parents stand for
-# themselves only: what SkyPilot names, we name.
+# All of `sky.exceptions` of 0.14.1, and those of `sky.provision.common` that a failover history may hold. A parent
+# class stands for itself only, as SkyPilot's classes are listed one by one.
 KINDS: dict[str, type[CloudError]] = {
     "APINotSupportedError": InvalidRequestError,
     "APIVersionMismatchError": AuthError,
@@ -116,8 +117,8 @@ KINDS: dict[str, type[CloudError]] = {
     "VolumeNotReadyError": TransientError,
     "VolumeTopologyConflictError": InvalidRequestError,
     "WorkspaceAmbiguousError": InvalidRequestError,
-    "NotForSaleError": CapacityError,  # our worker's: the price book has what SkyPilot's catalog has not
-    # Python's own, as SkyPilot raises them
+    "NotForSaleError": CapacityError,  # our worker's: the price book has an offer that SkyPilot's catalog lacks
+    # Python's own exceptions, as SkyPilot raises them
     "AssertionError": InvalidRequestError,
     "ImportError": NotInstalledError,
     "KeyError": InvalidRequestError,
@@ -126,14 +127,15 @@ KINDS: dict[str, type[CloudError]] = {
     "TypeError": InvalidRequestError,
     "ValueError": InvalidRequestError,
 }
-# What a place itself said, where SkyPilot passes it on: `ProvisionerError.errors[].code`, `CloudError.error_type`.
+# Error codes of the cloud itself, where SkyPilot passes them on: `ProvisionerError.errors[].code`,
+# `CloudError.error_type`.
 CODES: dict[str, type[CloudError]] = {
     "QUOTA_EXCEEDED": QuotaError,
     "quotaExceeded": QuotaError,
     "QuotaExceeded": QuotaError,
     "LimitExceeded": QuotaError,
-    "OperationNotAllowed": QuotaError,  # Azure's word for a quota of cores
-    "global-soft-quota-exceeded": QuotaError,  # as Lambda puts it
+    "OperationNotAllowed": QuotaError,  # Azure's code for a quota of cores
+    "global-soft-quota-exceeded": QuotaError,  # Lambda's code
     "instance-operations/launch/insufficient-capacity": CapacityError,
     "SkuNotAvailable": CapacityError,
     "AllocationFailed": CapacityError,
@@ -157,12 +159,13 @@ CODES: dict[str, type[CloudError]] = {
     "conditionNotMet": DeniedError,
 }
 
-CLEAR = (QuotaError, AuthError, DeniedError, InvalidRequestError)  # what says more than that a place could not serve
+# more specific than "this place could not serve the request"
+CLEAR = (QuotaError, AuthError, DeniedError, InvalidRequestError)
 
 
 @noun
 class SkyError:
-    """An exception of SkyPilot's as its worker describes it. `history`: what each place said that was tried."""
+    """An exception of SkyPilot as its worker describes it. `history`: the error of each place that was tried."""
 
     type: str
     message: str = ""
@@ -182,7 +185,8 @@ class SkyError:
 
 
 def translate(fault: SkyError, *, does_change: bool = False) -> CloudError:
-    """By what the place itself said, else by the table; what is in neither may pass, and may have had its effect."""
+    """Translate by the cloud's own code, else by the table. An unknown error may be transient and may have had its
+    effect."""
     kind = _find_kind(fault)
     said = [each for each in fault.history if each.message or each.codes]
     told = next((each for each in said if _find_kind(each) in CLEAR), said[-1] if said else None)
@@ -211,6 +215,6 @@ def _find_kind(fault: SkyError) -> type[CloudError] | None:
 
 
 def shorten(message: str) -> str:
-    """The first paragraph without colours, on one line."""
+    """Return the first paragraph without colours, on one line."""
     lines = [line.strip() for line in COLORS.sub("", message).strip().split("\n\n")[0].splitlines()]
     return " ".join(line for line in lines if line).rstrip(".")[:MESSAGE_MAX]

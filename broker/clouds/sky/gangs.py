@@ -1,4 +1,4 @@
-"""One gang is one SkyPilot cluster: its name, what we remember of it, and how its nodes stand. Pure."""
+"""One gang is one SkyPilot cluster: its name, our record of it, and the state of its nodes. Pure."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from broker.types import Node, NodeEnd, NodeRequest, NodeState
 NAME = re.compile(r"b-(?P<owner>[0-9a-z-]+)-(?P<cloud>[a-z]+)-(?P<token>[0-9a-f]+)")
 CLUSTER_LABEL, ATTEMPT_LABEL = "broker-cluster", "broker-attempt"
 LAUNCHES = ("launch", "start")
-LIVE, FAILED = ("PENDING", "RUNNING"), ("FAILED", "CANCELLED")  # of a request; the third is SUCCEEDED
-# A cluster's words are SkyPilot's; what is INIT may be live or down, and only the agents on its nodes can tell.
+LIVE, FAILED = ("PENDING", "RUNNING"), ("FAILED", "CANCELLED")  # of a request; the third state is SUCCEEDED
+# SkyPilot's cluster states. INIT may be live or down; only the agents on its nodes can tell.
 STATES = {
     "INIT": NodeState.PENDING,
     "PENDING": NodeState.PENDING,
@@ -27,7 +27,7 @@ STATES = {
 
 @noun
 class SkyGang:
-    """What we remember of one launch. `task` is what SkyPilot was given; `ended_s` is None while it lives."""
+    """Our record of one launch. `task` is the task given to SkyPilot; `ended_s` is None while the gang lives."""
 
     name: str
     cloud: str
@@ -43,7 +43,7 @@ class SkyGang:
     created_s: float = 0.0
     request_id: str = ""
     task: dict[str, Any] = field(default_factory=dict)
-    reached_at: float = 0.0  # `Seen.launched_at` for which we know how to reach its nodes
+    reached_at: float = 0.0  # the `Seen.launched_at` for which its nodes' addresses are known
     was_seen: bool = False
     was_up: bool = False
     addresses: tuple[str, ...] = ()
@@ -54,7 +54,7 @@ class SkyGang:
 
 @noun
 class Seen:
-    """A cluster in SkyPilot's table."""
+    """A row of SkyPilot's table of clusters."""
 
     name: str
     status: str
@@ -69,7 +69,7 @@ class Seen:
 
 @noun
 class Request:
-    """One request to the API server; `cluster` is the name it is about."""
+    """One request to the API server; `cluster` is the cluster that it concerns."""
 
     id: str
     verb: str
@@ -83,14 +83,16 @@ class Look:
     requests: Sequence[Request] = ()
 
     def find(self, name: str) -> Seen | None:
-        return next((each for each in self.clusters if each.name == name), None)
+        return next((cluster for cluster in self.clusters if cluster.name == name), None)
 
     def is_launching(self, name: str) -> bool:
-        return any(each.cluster == name and each.verb in LAUNCHES and each.status in LIVE for each in self.requests)
+        return any(
+            request.cluster == name and request.verb in LAUNCHES and request.status in LIVE for request in self.requests
+        )
 
     def read_status(self, request_id: str) -> str:
-        """Empty where the server does not know it."""
-        return next((each.status for each in self.requests if each.id == request_id), "")
+        """Return the request's status; empty if the server does not know it."""
+        return next((request.status for request in self.requests if request.id == request_id), "")
 
 
 def make_prefix(owner: str) -> str:
@@ -121,7 +123,7 @@ def make_gang(request: NodeRequest, *, task: dict[str, Any], now_s: float) -> Sk
 
 
 def adopt(name: str, owner: str, seen: Seen | None) -> SkyGang | None:
-    """A gang of ours that we do not remember: what its name and labels tell."""
+    """Make a record, from name and labels, for a gang of ours that has none."""
     found = NAME.fullmatch(name)
     if found is None:
         return None
@@ -141,10 +143,10 @@ def adopt(name: str, owner: str, seen: Seen | None) -> SkyGang | None:
 
 
 def judge(gang: SkyGang, look: Look, *, now_s: float) -> tuple[SkyGang, NodeState | None]:
-    """How a gang stands; None where nothing proves that SkyPilot ever heard of it.
+    """Return the gang's state; None if nothing proves that SkyPilot received its request.
 
-    It has ended when its cluster has left SkyPilot's table, where it stays until it is confirmed gone, and nothing is
-    on its way.
+    A gang has ended when its cluster has left SkyPilot's table, where it stays until confirmed gone, and no request for
+    it is live.
     """
     if gang.ended_s is not None:
         return gang, NodeState.TERMINATED
@@ -166,12 +168,12 @@ def _tell_end(gang: SkyGang, status: str) -> str:
     if gang.is_down_asked:
         return NodeEnd.TERMINATED
     if gang.was_up or status == "SUCCEEDED":
-        return NodeEnd.PREEMPTED if gang.is_spot else NodeEnd.LEASE  # nothing else takes a cluster that is up
+        return NodeEnd.PREEMPTED if gang.is_spot else NodeEnd.LEASE  # nothing else terminates a cluster that is up
     return "refused"
 
 
 def is_broken(gang: SkyGang, look: Look) -> bool:
-    """Whether a launch failed half-way and left something behind."""
+    """Return whether a launch failed half-way and left something behind."""
     return (
         look.find(gang.name) is not None
         and not look.is_launching(gang.name)
@@ -206,8 +208,8 @@ def list_nodes_of(gang: SkyGang, state: NodeState) -> Sequence[Node]:
 
 
 def read_name(node_id: str) -> str:
-    """The cluster of a node."""
+    """Return the cluster of a node."""
     name = node_id.partition("/")[0]
     if not NAME.fullmatch(name):
-        raise InvalidRequestError(f"`{node_id}` is no node of SkyPilot's")
+        raise InvalidRequestError(f"invalid SkyPilot node `{node_id}`")
     return name

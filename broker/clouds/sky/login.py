@@ -1,4 +1,4 @@
-"""Where SkyPilot is installed and whether it was set up, by a glance; nothing of it is imported, nothing asked."""
+"""Whether SkyPilot is installed and set up, judged from files alone: nothing is imported or called."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from pathlib import Path
 
 
 def find_python() -> str | None:
-    """The interpreter that has SkyPilot: the one that is named, ours, or the one that runs `sky` on the PATH."""
+    """Find the interpreter that has SkyPilot: the configured one, ours, or the one that runs `sky` on the PATH."""
     named = os.getenv("BROKER_SKY_PYTHON")
     if named:
         return shutil.which(named)
     found = importlib.util.find_spec("sky")
-    if found is not None and found.origin:  # a folder that happens to be called so has none
+    if found is not None and found.origin:  # an unrelated folder of that name has no origin
         return sys.executable
     program = shutil.which("sky")
     return _read_interpreter(Path(program)) if program else None
 
 
 def _read_interpreter(program: Path) -> str | None:
-    """Of a script that pip or uv made: its first line names it."""
+    """Read the interpreter from the first line of a script that pip or uv made."""
     try:
         with program.open("rb") as file:
             first = file.readline(512).decode(errors="replace").strip()

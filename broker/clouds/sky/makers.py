@@ -1,4 +1,4 @@
-"""For the registry: one maker a cloud, all of the same kind. A cloud is usable when SkyPilot said so last."""
+"""Registry entries: one maker per cloud, all of the same kind. A cloud is usable if SkyPilot's last check said so."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ ENABLED = "enabled.json"  # below `sky` in the state folder; `broker check` writ
 
 
 def make_cloud(name: str, config: Config, *, clock: Clock) -> SkyCloud | None:
-    """None without a file that names the cloud, so that who has no SkyPilot pays for one look at the disk."""
+    """Make the cloud; None without a file that names it, so that users without SkyPilot pay for one file access
+    only."""
     if not (config.home / "sky" / ENABLED).is_file():
         return None
     from broker.clouds.sky.state_file import SkyStateFile
@@ -33,7 +34,7 @@ def make_cloud(name: str, config: Config, *, clock: Clock) -> SkyCloud | None:
 
 @cache
 def make_engine(python: str) -> WorkerEngine:
-    """One worker for all clouds of a process."""
+    """Make the engine: one worker for all clouds of a process."""
     from broker.clouds.sky.engine import WorkerEngine
 
     return WorkerEngine(python)

@@ -1,6 +1,6 @@
-"""Gangs that this installation asked SkyPilot for, and the clouds that it said it can use: files beside the state.
+"""State files of this installation: gangs requested from SkyPilot, and the clouds that it reported as enabled.
 
-SkyPilot forgets a cluster the moment it is gone. Without these files its table, names and labels tell nearly the same.
+SkyPilot forgets a cluster as soon as it is gone. Without these files, its table, names and labels hold nearly the same.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class SkyStateFile:
         self._folder = folder
 
     def read(self) -> Mapping[str, SkyGang]:
-        """By name; empty where the file is not there or cannot be understood."""
+        """Return gangs by name; empty if the file is missing or unreadable."""
         try:
             found = msgspec.json.decode((self._folder / "gangs.json").read_bytes(), type=list[SkyGang])
         except (OSError, msgspec.DecodeError):
@@ -30,7 +30,7 @@ class SkyStateFile:
         return {gang.name: gang for gang in found}
 
     def note(self, gangs: Sequence[SkyGang], *, now_s: float) -> None:
-        """Take over what these look like now; an end is never taken back, and forgotten after an hour."""
+        """Record the current state of these gangs. An end is never revoked, and is forgotten after an hour."""
         if not gangs:
             return
         with hold_lock(self._folder / "lock"):
@@ -50,12 +50,12 @@ class SkyStateFile:
             self._write("gangs.json", msgspec.json.encode([g for g in self.read().values() if g.name != name]))
 
     def keep_ssh(self, name: str, file: Path) -> None:
-        """Take over SkyPilot's file that says how to reach a cluster, for the transport."""
+        """Keep SkyPilot's ssh configuration of a cluster, for the transport."""
         (self._folder / "ssh").mkdir(mode=0o700, parents=True, exist_ok=True)
         self._write(f"ssh/{name}", file.read_bytes())
 
     def read_enabled(self) -> Sequence[str]:
-        """The clouds that SkyPilot said it can use when it was last asked."""
+        """Return the clouds that SkyPilot's last check enabled."""
         try:
             return msgspec.json.decode((self._folder / "enabled.json").read_bytes(), type=list[str])
         except (OSError, msgspec.DecodeError):

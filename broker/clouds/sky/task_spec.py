@@ -1,4 +1,4 @@
-"""A request for nodes as the task that SkyPilot is given: one place pinned, and a keeper that ends it. Pure."""
+"""A node request as a SkyPilot task: pinned to one place, with a keeper that terminates it. Pure."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from broker.errors import InvalidRequestError
 from broker.types import NodeRequest, Offer
 
 PODS = ("kubernetes", "slurm", "ssh")  # sell cores and memory, no instance types
-# SkyPilot 0.14.1 cannot take these down from inside (`sky/clouds/*.py`, AUTODOWN): nothing ends them but broker.
+# SkyPilot 0.14.1 cannot take these down from inside (`sky/clouds/*.py`, AUTODOWN): only broker terminates them.
 NO_AUTODOWN = ("hyperbolic", "primeintellect", "verda", "yotta")
 KEEPER_LOOK_S = 10
 UNCLAIMED_MINUTES = 30  # as for nodes of broker's own clouds
 
-# SkyPilot takes a cluster down when no job runs on it. This job runs until the node's agent says that its lease or its
-# autostop is over, or nobody has come to talk to the node; any node's end is the end of all.
+# SkyPilot takes a cluster down when no job runs on it. This job runs until the node's agent reports the end of its
+# lease or autostop, or until no client has claimed the node in time; the end of any node ends all.
 KEEPER = """\
 state="$HOME/.broker"; mkdir -p "$state" && chmod 700 "$state" && rm -f "$state/shutdown"
 looks=@LOOKS@
@@ -25,13 +25,14 @@ while [ ! -e "$state/shutdown" ]; do
     looks=$((looks - 1)); [ "$looks" -gt 0 ] || break
   fi
 done
-echo "broker: the end of this node: $(cat "$state/shutdown" 2>/dev/null || echo nobody claimed it)"
+echo "broker: the end of this node: $(cat "$state/shutdown" 2>/dev/null || echo unclaimed)"
 exit 1
 """
 
 
 def make_task(request: NodeRequest) -> dict[str, Any]:
-    """What `sky.Task.from_yaml_config` takes. Raises InvalidRequestError for what no cloud behind SkyPilot has."""
+    """Make the input of `sky.Task.from_yaml_config`. Raises InvalidRequestError for features that no cloud behind
+    SkyPilot has."""
     keeper = KEEPER.replace("@LOOKS@", str(UNCLAIMED_MINUTES * 60 // KEEPER_LOOK_S))
     return {
         "name": "broker-keeper",
@@ -42,7 +43,7 @@ def make_task(request: NodeRequest) -> dict[str, Any]:
 
 
 def make_resources(request: NodeRequest) -> dict[str, Any]:
-    """The offer's place and machine, nothing left to choose."""
+    """Pin the offer's place and machine, leaving SkyPilot no choice."""
     offer, spec = request.placement.offer, request.spec
     resources: dict[str, Any] = {
         "infra": "/".join(each for each in (offer.cloud, offer.region, offer.zone) if each),
@@ -74,7 +75,7 @@ def make_machine(offer: Offer) -> dict[str, Any]:
         return {"accelerators": f"{offer.instance_type}:1"}
     if offer.cloud not in PODS:
         if not offer.instance_type:
-            raise InvalidRequestError(f"an offer of {offer.cloud} names no instance type")
+            raise InvalidRequestError(f"an offer of {offer.cloud} has no instance type")
         return {"instance_type": offer.instance_type}
     machine = {"cpus": f"{_say(offer.vcpus)}+", "memory": f"{_say(offer.memory_gib)}+"}
     if offer.accelerator:
@@ -83,7 +84,8 @@ def make_machine(offer: Offer) -> dict[str, Any]:
 
 
 def is_tpu(offer: Offer) -> bool:
-    """The price book calls a slice by SkyPilot's name, such as `tpu-v5litepod-8`, its host included."""
+    """Return whether the offer is a TPU slice. The price book uses SkyPilot's name, such as `tpu-v5litepod-8`, host
+    included."""
     return offer.cloud == "gcp" and offer.instance_type.startswith("tpu-")
 
 

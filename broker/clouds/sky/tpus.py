@@ -1,4 +1,4 @@
-"""Google's cloud with both its ways: machines by the adapter of their own, TPU slices through SkyPilot."""
+"""Google Cloud: machines through its own adapter, TPU slices through SkyPilot."""
 
 from __future__ import annotations
 
@@ -16,21 +16,22 @@ from broker.config import Config
 from broker.types import Node, NodeList, NodeRequest
 
 if TYPE_CHECKING:
-    from broker.clouds.sky.cloud import SkyCloud  # 40 ms that who has no SkyPilot need not pay
+    from broker.clouds.sky.cloud import SkyCloud  # 40 ms that users without SkyPilot need not spend
 
 
 def make_cloud(config: Config, *, clock: Clock) -> GcpCloud | TpuCloud | None:
-    """For the registry. Without SkyPilot, or where it has not enabled Google, the adapter refuses TPUs with a hint."""
+    """Make the cloud for the registry. Without SkyPilot, or if it has not enabled Google, TPUs are refused with
+    a hint."""
     own = make_own(config, clock=clock)
     behind = make_behind("gcp", config, clock=clock) if own is not None else None
     return own if own is None or behind is None else TpuCloud(own, behind)
 
 
 class TpuCloud:
-    """Cloud, CanStop, CanPrepare, CanSweep, CanExtend, HandsOutHosts. A node's id tells which way it was made."""
+    """Cloud, CanStop, CanPrepare, CanSweep, CanExtend, ProvidesSshHosts. A node's id shows which backend created it."""
 
     name: ClassVar[str] = "gcp"
-    settle_s: ClassVar[float] = 10.0  # the longer of both
+    settle_s: ClassVar[float] = 10.0  # the longer of the two
     extends_gangs: ClassVar[bool] = True
 
     def __init__(self, own: GcpCloud, behind: SkyCloud) -> None:
@@ -55,7 +56,7 @@ class TpuCloud:
         return await self._own.find_account()
 
     async def list_nodes(self, owner: str) -> NodeList:
-        """Both or none: a part of a list would let the other part's nodes look lost."""
+        """List both backends or fail: with only one of the lists, the other backend's nodes would look lost."""
         own, behind = await asyncio.gather(self._own.list_nodes(owner), self._behind.list_nodes(owner))
         return NodeList(nodes=(*own.nodes, *behind.nodes), account=own.account, unseen={**own.unseen, **behind.unseen})
 

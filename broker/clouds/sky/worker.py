@@ -1,7 +1,7 @@
-"""Runs in SkyPilot's own interpreter: one JSON line in is one call of its SDK, one JSON line out the answer.
+"""Runs in SkyPilot's own interpreter: one JSON line in is one call of its SDK, one JSON line out is the answer.
 
 In: {"id", "verb", "arguments"}; out: {"id", "value"} or {"id", "fault": {"type", "message", "history"}}. Nothing of
-broker is imported here. What SkyPilot prints goes to stderr; the program ends with its stdin.
+broker is imported here. Output printed by SkyPilot goes to stderr; the program ends when its stdin closes.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from pathlib import Path
 from typing import Any
 
 THREADS = 8
-MESSAGE_MAX = 2000  # characters of an error; SkyPilot's may hold whole logs
+MESSAGE_MAX = 2000  # characters of an error; SkyPilot's may contain whole logs
 SSH_S = 120.0
 GRACE_S = 10.0
 LAUNCHES = ("launch", "start")
-# A line of its own in what Azure's SDK makes of an answer (`azure.core.exceptions.ODataV4Format`), one for the envelope
-# and one for each cause: SkyPilot passes on nothing but the exception's text.
+# One line for the envelope and one for each cause in the text of an Azure error
+# (`azure.core.exceptions.ODataV4Format`): SkyPilot passes on only the exception's text.
 AZURE_CODE = re.compile(r"^\s*Code: (\w+)\s*$", re.MULTILINE)
 PLACE = ("infra", "instance_type", "accelerators", "cpus", "memory", "use_spot")
 
 
 class NotForSaleError(ValueError):
-    """SkyPilot's catalog does not have the machine at the place: another offer may do."""
+    """SkyPilot's catalog lacks this machine at this place: another offer may work."""
 
 
 def main() -> None:
-    """Real stdout is kept aside first: whatever prints must not end up among the answers."""
+    """Serve requests. The real stdout is set aside first, so that nothing printed mixes with the answers."""
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     sys.path[:] = [each for each in sys.path if Path(each or ".").resolve() != Path(__file__).resolve().parent]
@@ -52,14 +52,15 @@ def main() -> None:
     with ThreadPoolExecutor(THREADS) as pool:
         for line in sys.stdin:
             pool.submit(answer, json.loads(line))
-        # Whoever asked is gone: what is half done gets a little time, what waits for a launch gets no more.
+        # The client is gone: calls in progress get a little time, waits for a launch get none.
         end = threading.Timer(GRACE_S, os._exit, (0,))
         end.daemon = True
         end.start()
 
 
 def describe(error: BaseException) -> dict[str, Any]:
-    """Types and codes, on which the other side decides; `history` is what each place said that SkyPilot tried."""
+    """Describe an error by types and codes, on which the client decides; `history` has the error of each place
+    tried."""
     codes = [str(each.get("code", "")) for each in getattr(error, "errors", None) or () if isinstance(each, dict)]
     kind = getattr(error, "error_type", None)
     if getattr(error, "cloud_provider", None) == "azure":
@@ -74,7 +75,7 @@ def describe(error: BaseException) -> dict[str, Any]:
 
 
 def hello() -> dict[str, str]:
-    """Raises what the health check raises where no server answers; starts none."""
+    """Return version and url; raise the health check's error if no server responds. Does not start one."""
     import sky
     from sky.server import common
 
@@ -83,14 +84,14 @@ def hello() -> dict[str, str]:
 
 
 def list_enabled() -> list[str]:
-    """Lower-case names, as the server remembers them from its last check."""
+    """List names in lower case, as of the server's last check."""
     from sky.client import sdk
 
     return sorted(str(name).lower() for name in sdk.get(sdk.enabled_clouds()))
 
 
 def check(cloud: str) -> dict[str, Any]:
-    """Ask the cloud; `text` is what `sky check` shows."""
+    """Check with the cloud; `text` is the output of `sky check`."""
     from sky.client import sdk
 
     text = io.StringIO()
@@ -100,11 +101,11 @@ def check(cloud: str) -> dict[str, Any]:
 
 
 def launch(name: str, task: dict[str, Any], *, is_dry: bool = False) -> str:
-    """The request's id, once the server has taken it on. Raises NotForSaleError where the place alone is refused."""
+    """Return the request's id once the server has accepted it. Raises NotForSaleError if only the place is refused."""
     import sky
     from sky.client import sdk
 
-    place = {key: value for key, value in task["resources"].items() if key in PLACE}  # before SkyPilot empties it
+    place = {key: value for key, value in task["resources"].items() if key in PLACE}  # SkyPilot empties it
     try:
         return str(sdk.launch(sky.Task.from_yaml_config(task), cluster_name=name, dryrun=is_dry))
     except ValueError as error:
@@ -114,7 +115,7 @@ def launch(name: str, task: dict[str, Any], *, is_dry: bool = False) -> str:
 
 
 def is_valid(task: dict[str, Any]) -> bool:
-    """By the server's word, whose catalog counts."""
+    """Validate with the server, whose catalog is authoritative."""
     import sky
     from sky.client import sdk
     from sky.utils import dag_utils
@@ -127,7 +128,7 @@ def is_valid(task: dict[str, Any]) -> bool:
 
 
 def look(prefix: str, request_ids: Sequence[str]) -> dict[str, Any]:
-    """Clusters and live requests whose cluster's name begins so, and how these requests stand."""
+    """Return clusters and live requests whose cluster name has the prefix, and the status of these requests."""
     from sky.client import sdk
 
     clusters = [read_cluster(each) for each in sdk.get(sdk.status()) if each["name"].startswith(prefix)]
@@ -162,7 +163,7 @@ def read_request(request: Any) -> dict[str, Any]:
 
 
 def refresh(names: Sequence[str]) -> str:
-    """Begin to ask the clouds themselves; what they say stands in the table later."""
+    """Start querying the clouds; the table shows the result later."""
     from sky.client import sdk
     from sky.utils import common
 
@@ -170,14 +171,14 @@ def refresh(names: Sequence[str]) -> str:
 
 
 def fetch(request_id: str) -> None:
-    """Wait for a request's end; raises what it failed with."""
+    """Wait until a request ends; raise its error."""
     from sky.client import sdk
 
     sdk.get(request_id)
 
 
 def end(name: str) -> None:
-    """Call off what is still being launched, and begin to take the cluster down. Already gone is success."""
+    """Cancel launches in progress and start taking the cluster down. Already gone is success."""
     from sky import exceptions
     from sky.client import sdk
 
@@ -198,7 +199,7 @@ def stop(name: str) -> None:
 
 
 def write_ssh(name: str) -> str:
-    """SkyPilot's command line writes how to reach a cluster; returns the file."""
+    """Have SkyPilot's command line write the ssh configuration; return the file."""
     command = [sys.executable, "-c", "from sky.client.cli.command import cli; cli()", "status", name]
     subprocess.run(command, stdin=subprocess.DEVNULL, stdout=sys.stderr, timeout=SSH_S, check=False)
     path = Path("~/.sky/generated/ssh").expanduser() / name

@@ -1,8 +1,8 @@
-"""How to reach nodes. One file a way, one line in `TRANSPORTS`."""
+"""Register the transports to nodes: one file per transport, one line in `TRANSPORTS`."""
 
 from __future__ import annotations
 
-# the way a node's handle names -> "module:maker", called with (config, clock=) on first use
+# scheme of a node's handle -> "module:maker", called with (config, clock=) on first use
 TRANSPORTS: dict[str, str] = {
     "local": "broker.runtime.transports.local:make_transport",
     "ssh": "broker.runtime.transports.ssh:make_transport",

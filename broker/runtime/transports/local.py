@@ -1,4 +1,4 @@
-"""The way to a local node: commands through its machine's Unix socket, files by copying into its home."""
+"""Reach a local node: commands through its machine's Unix socket, files by copying into its home."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SHELL_S = 30.0
 
 
 def make_transport(config: Config, *, clock: Clock) -> LocalTransport:
-    """For the registry; a local node's handle says all."""
+    """Create the transport, for the registry; a local node's handle is enough to reach it."""
     return LocalTransport()
 
 
@@ -46,7 +46,7 @@ class LocalTransport:
             raise TransientError(f"node `{node.id}` cannot be reached") from error
 
     async def open_stream(self, node: Node, argv: Sequence[str]) -> Stream:
-        """A machine that was booted by an older broker runs the program once, without input: the stream ends."""
+        """Open a stream; a machine booted by an older broker runs the program without input, which ends the stream."""
         header = {"argv": list(argv), "env": {}, "stdin": 0, "timeout_s": SHELL_S, "is_stream": True}
         try:
             return Stream(*await connect(Path(node.handle), header))
@@ -54,9 +54,9 @@ class LocalTransport:
             raise TransientError(f"node `{node.id}` cannot be reached") from error
 
     async def open_shell(self, node: Node) -> Shell:
-        """A local node is this machine: its environment is what makes it another."""
-        done = await self.run(node, ["env", "-0"], timeout_s=SHELL_S)
-        pairs = (line.partition("=") for line in done.stdout.decode(errors="replace").split("\0") if line)
+        """Return a shell with the node's environment, which distinguishes it from this machine."""
+        result = await self.run(node, ["env", "-0"], timeout_s=SHELL_S)
+        pairs = (line.partition("=") for line in result.stdout.decode(errors="replace").split("\0") if line)
         env = {name: value for name, _, value in pairs}
         return Shell(argv=("bash", "--norc", "-i"), env={**env, "PS1": f"{node.id}:\\w$ "}, folder=env["HOME"])
 
@@ -65,7 +65,7 @@ class LocalTransport:
         path = home / target.removeprefix("~/").rstrip("/")
         if PurePosixPath(target).is_absolute() or not path.resolve().is_relative_to(home.resolve()):
             raise InvalidRequestError(
-                f"`{target}` lies outside the home folder of local node `{node.id}`", hints=("use a path below `~/`",)
+                f"`{target}` is outside the home folder of local node `{node.id}`", hints=("use a path below `~/`",)
             )
         try:
             if not home.is_dir():
@@ -90,7 +90,7 @@ async def exchange(folder: Path, header: Mapping[str, object], stdin: bytes) -> 
 
 
 async def connect(folder: Path, header: Mapping[str, object]) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """To the machine's socket, with the header of a command sent."""
+    """Connect to the machine's socket and send the header of a command."""
     path = json.loads(await asyncio.to_thread((folder / "node.json").read_text))["socket"]
     reader, writer = await asyncio.open_unix_connection(path, limit=LINE_BYTES_MAX)
     request = json.dumps(header).encode()
@@ -99,7 +99,7 @@ async def connect(folder: Path, header: Mapping[str, object]) -> tuple[asyncio.S
 
 
 def copy(source: Path, target: Path) -> None:
-    """As rsync: what has the same size and time stays, nothing is deleted; `skyignore` decides what is excluded."""
+    """Copy like rsync: skip files with the same size and time, delete nothing, respect ignore files."""
     if not source.is_dir():
         target.parent.mkdir(parents=True, exist_ok=True)
         copy_file(source, target / source.name if target.is_dir() else target)
@@ -122,6 +122,6 @@ def copy_file(source: Path, target: Path) -> None:
         old = target.stat()
         if (old.st_size, old.st_mtime_ns) == (new.st_size, new.st_mtime_ns):
             return
-    aside = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
-    shutil.copy2(source, aside)
-    aside.replace(target)
+    temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
+    shutil.copy2(source, temporary)
+    temporary.replace(target)

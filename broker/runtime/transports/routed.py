@@ -1,4 +1,4 @@
-"""One transport for clusters of every cloud: a node's handle says which way leads to it."""
+"""Route calls to the transport that a node's handle names, so that one transport serves every cloud."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from broker.runtime.base import CanStream, Completed, Shell, Transport
 from broker.runtime.streams import Stream
 from broker.types import Node
 
-DEFAULT_WAY = "local"  # whose handle is a folder
+DEFAULT_SCHEME = "local"  # its handles are folders
 
 
 class RoutedTransport:
-    """Ways are made on first use: a command on local nodes loads nothing of ssh."""
+    """A transport that creates others on first use: a command on local nodes does not import ssh."""
 
     def __init__(self, make: Mapping[str, Callable[[], Transport]]) -> None:
         self._make = make
@@ -38,14 +38,14 @@ class RoutedTransport:
         return await self._choose(node).open_shell(node)
 
     async def open_stream(self, node: Node, argv: Sequence[str]) -> Stream:
-        way = self._choose(node)
-        if not isinstance(way, CanStream):
-            raise TransientError(f"the way to node `{node.id}` keeps no sessions")
-        return await way.open_stream(node, argv)
+        transport = self._choose(node)
+        if not isinstance(transport, CanStream):
+            raise TransientError(f"the transport to node `{node.id}` does not support sessions")
+        return await transport.open_stream(node, argv)
 
     def _choose(self, node: Node) -> Transport:
         scheme, separator, _ = node.handle.partition("://")
-        way = scheme if separator else DEFAULT_WAY
-        if way not in self._made:
-            self._made[way] = self._make[way]()
-        return self._made[way]
+        name = scheme if separator else DEFAULT_SCHEME
+        if name not in self._made:
+            self._made[name] = self._make[name]()
+        return self._made[name]

@@ -1,4 +1,4 @@
-"""The way to a node behind SkyPilot: ssh by the file that SkyPilot wrote, through whatever proxy it names."""
+"""Reach a node behind SkyPilot: ssh with the configuration that SkyPilot wrote, including its proxy."""
 
 from __future__ import annotations
 
@@ -20,31 +20,33 @@ from broker.runtime.transports.ssh_options import (
 from broker.types import Node
 
 SCHEME = "sky://"
-CONNECT_S = 20  # a proxy is a program that first has to start (Kubernetes: a websocket to the API server)
+CONNECT_S = 20  # a proxy is a program that must start first (Kubernetes: a websocket to the API server)
 
 
 def make_transport(config: Config, *, clock: Clock) -> SkyTransport:
-    """For the registry."""
+    """Create the transport, for the registry."""
     return SkyTransport(config, clock=clock)
 
 
 class SkyTransport(SshTransport):
-    """As SshTransport, but which key a host shows is not known: SkyPilot does not look at it either."""
+    """An SshTransport without known host keys: SkyPilot does not verify them either."""
 
     def __init__(self, config: Config, *, clock: Clock, patience_s: float = PATIENCE_S) -> None:
         super().__init__(Keys(config.keys), clock=clock, patience_s=patience_s)
         self._folder = config.home / "sky" / "ssh"
 
     def _find(self, node: Node) -> Route:
-        """Raises StateError where SkyPilot's file has not been fetched, or the handle is none of SkyPilot's."""
+        """Find the route. Raises StateError if SkyPilot's file was not fetched or the handle is not SkyPilot's."""
         name, slash, rank = node.handle.removeprefix(SCHEME).partition("/")
         if not node.handle.startswith(SCHEME) or not slash or not rank.isdigit():
-            raise StateError(f"`{node.handle}` does not say where a node listens", hints=("it is `sky://NAME/RANK`",))
+            raise StateError(f"invalid node handle `{node.handle}`", hints=("the format is `sky://NAME/RANK`",))
         path = self._folder / name
         if not path.is_file():
             raise StateError(
-                f"how to reach `{name}` is not in this state folder",
-                hints=("run `broker status`, which asks SkyPilot, or use the BROKER_HOME it was made with",),
+                f"the ssh configuration of `{name}` is not in this state folder",
+                hints=(
+                    "run `broker status`, which fetches it, or use the BROKER_HOME that `{name}` was launched with",
+                ),
             )
         host = name if rank == "0" else f"{name}-worker{rank}"
         control = make_control_folder() / f"sky-{_digest(path, host)}"
@@ -63,5 +65,5 @@ class SkyTransport(SshTransport):
 
 
 def _digest(path: Path, host: str) -> str:
-    """Of the file's content too: a cluster that started again listens elsewhere."""
+    """Return a digest that covers the file's content, as a restarted cluster has another address."""
     return hashlib.sha256(path.read_bytes() + b"\0" + host.encode()).hexdigest()[:16]

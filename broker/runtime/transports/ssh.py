@@ -1,4 +1,4 @@
-"""The way to a real host: the system's OpenSSH, one kept connection a host, files by tar or rsync."""
+"""Reach a real host: the system's OpenSSH, one persistent connection per host, files by tar or rsync."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ from broker.types import Node
 MARGIN_S = ALIVE_INTERVAL_S * ALIVE_COUNT_MAX + 2.0
 FIRST_LOOK_S = 0.1
 LOOK_S_MAX = 1.0
-# Before a node's boot script is through, its sshd is not there, or shows a host key that is not ours yet.
+# Until a node's boot script has finished, its sshd is down or presents a host key that is not ours.
 PATIENCE_S = 60.0
-# A keepalive a second costs 0.18 ms of processor time a second and connection. Above this many sessions keepalives are
-# sent less often, and a host that loses its power is missed after 20 s instead of 4 s.
+# A keepalive per second costs 0.18 ms of CPU time per second and connection. Above this many sessions keepalives are
+# sent less often, and the loss of a host that loses power is detected after 20 s instead of 4 s.
 SESSIONS_PER_S_MAX, MANY_ALIVE_INTERVAL_S = 500, 5
-RENEWED_S = 15.0  # a firewall's new rule holds within seconds
+RENEWED_S = 15.0  # a new firewall rule takes effect within seconds
 KILLED = 128 + signal.SIGKILL
 MARK = b"\nbroker-exit "
-# Output goes through unlinked files, so a daemon that keeps them open does not hold up the answer; the exit code comes
-# last on stderr, so that ssh's own 255 is never taken for the program's.
+# Output goes through unlinked files, so that a daemon that keeps them open does not delay the answer. The exit code is
+# the last line of stderr, so that ssh's own 255 is not mistaken for the program's.
 WRAPPER = """\
 if [ "$2" = env ]; then IFS= read -r line; eval "$(printf %s "$line" | base64 -d)"; fi
 limit=$1; shift 2; umask 077
@@ -55,7 +55,7 @@ r=$?; cat <&4; cat <&6 >&2; printf '\\nbroker-exit %s' "$r" >&2"""
 
 
 def make_transport(config: Config, *, clock: Clock) -> SshTransport:
-    """For the registry."""
+    """Create the transport, for the registry."""
     return SshTransport(Keys(config.keys), clock=clock)
 
 
@@ -64,13 +64,13 @@ async def renew_nothing(node: Node) -> bool:
 
 
 class SshTransport:
-    """Raises TransientError where a host cannot be reached, and shows no key but the one we made for it."""
+    """Reach hosts through OpenSSH. Raises TransientError if a host is unreachable or presents another host key."""
 
     def __init__(self, keys: Keys, *, clock: Clock, patience_s: float = PATIENCE_S) -> None:
         self._keys = keys
         self._clock = clock
         self._patience_s = patience_s
-        # Asked before a node is given up: whether its firewall had to be told this machine's present address.
+        # Called before giving up on a node: returns whether this machine's current address was added to its firewall.
         self.renew_access: Callable[[Node], Awaitable[bool]] = renew_nothing
         self._locks: dict[str, asyncio.Lock] = {}
         self._reached: set[str] = set()
@@ -85,20 +85,20 @@ class SshTransport:
         stdin: bytes = b"",
         env: Mapping[str, str] | None = None,
     ) -> Completed:
-        """The environment goes by stdin: nobody on either machine can read it in a list of processes."""
+        """Run a command. The environment is sent through stdin, so that no process list shows it."""
         words = ["sh", "-c", WRAPPER, "sh", f"{timeout_s:.3f}", "env" if env else "-", *argv]
         if env:
             exports = "".join(f"export {name}={shlex.quote(value)}\n" for name, value in env.items())
             stdin = base64.b64encode(exports.encode()) + b"\n" + stdin
         await self._connect(node)
         start_s = self._clock.now_s()
-        done = await self._ssh(node, shlex.join(words), timeout_s=timeout_s, stdin=stdin)
-        stderr, mark, code = done.stderr.rpartition(MARK)
+        result = await self._ssh(node, shlex.join(words), timeout_s=timeout_s, stdin=stdin)
+        stderr, mark, code = result.stderr.rpartition(MARK)
         if not mark:
-            raise TransientError(f"node `{node.id}` cannot be reached{explain(done.stderr)}")
+            raise TransientError(f"node `{node.id}` cannot be reached{explain(result.stderr)}")
         if int(code) == KILLED and self._clock.now_s() - start_s >= timeout_s:
             raise TransientError(f"node `{node.id}` did not answer within {timeout_s:g} s")
-        return Completed(returncode=int(code), stdout=done.stdout, stderr=stderr)
+        return Completed(returncode=int(code), stdout=result.stdout, stderr=stderr)
 
     async def put(self, node: Node, source: Path, target: str) -> None:
         await self._connect(node)
@@ -107,11 +107,11 @@ class SshTransport:
         await put_files(self, node, source, target, remote_shell=remote_shell, destination=route.host)
 
     async def stream(self, node: Node, command: str, *, stdin: bytes | IO[bytes], timeout_s: float) -> Completed:
-        """A shell command of our own, without the wrapper. Raises TransientError when it fails or ssh does."""
-        done = await self._ssh(node, command, timeout_s=timeout_s, stdin=stdin)
-        if done.returncode:
-            raise TransientError(f"node `{node.id}` refused a copy{explain(done.stderr)}")
-        return done
+        """Run a shell command without the wrapper. Raises TransientError if it or ssh fails."""
+        result = await self._ssh(node, command, timeout_s=timeout_s, stdin=stdin)
+        if result.returncode:
+            raise TransientError(f"node `{node.id}` refused a copy{explain(result.stderr)}")
+        return result
 
     async def open_shell(self, node: Node) -> Shell:
         await self._connect(node)
@@ -120,9 +120,9 @@ class SshTransport:
         return Shell(argv=argv, env={}, folder=str(Path.home()))
 
     async def open_stream(self, node: Node, argv: Sequence[str]) -> Stream:
-        """The session is itself the connection that all other calls share: one local process a host, not two.
+        """Open a session that is also the connection shared by all other calls: one local process per host, not two.
 
-        The connection that `_connect` keeps is asked to end with its last call; without it nothing would use this one.
+        The connection from `_connect` is told to stop after its last call, as otherwise calls would keep using it.
         """
         await self._connect(node)
         route = self._find(node)
@@ -136,7 +136,7 @@ class SshTransport:
             stream = await open_program([ssh, "-T", *master, *route.options, route.host, command])
             self._streams.add(stream)
             give_up_s = self._clock.now_s() + route.connect_s_max
-            while not is_listening(route.control):  # a call that came before would open a connection of its own
+            while not is_listening(route.control):  # earlier calls would open their own connections
                 has_ended = stream.process is None or stream.process.poll() is not None
                 if has_ended or self._clock.now_s() >= give_up_s:
                     stream.kill()
@@ -151,7 +151,7 @@ class SshTransport:
         return await call(argv, stdin=stdin, timeout_s=timeout_s + MARGIN_S, what=f"node `{node.id}`")
 
     async def _connect(self, node: Node) -> None:
-        """Keep one connection open. A node that was never reached is given time to boot; a known one is not."""
+        """Ensure an open connection. A node that was never reached gets time to boot; others do not."""
         route = self._find(node)
         async with self._locks.setdefault(str(route.control), asyncio.Lock()):
             if is_listening(route.control):
@@ -176,21 +176,21 @@ class SshTransport:
                     route.mark.touch(mode=0o600)
 
     async def _try_connect(self, node: Node, route: Route) -> str | None:
-        """None once connected, else why not."""
+        """Connect; return None on success, else the reason."""
         master = ["-o", "ControlMaster=yes", "-o", f"ControlPersist={PERSIST_S}", "-f", "-N"]
         argv = [find_program("ssh"), "-T", *route.options, *master, route.host]
         try:
-            done = await call(argv, stdin=b"", timeout_s=route.connect_s_max, what=f"node `{node.id}`")
+            result = await call(argv, stdin=b"", timeout_s=route.connect_s_max, what=f"node `{node.id}`")
         except TransientError as error:
             return f": {error.message}"
-        return explain(done.stderr) if done.returncode else None
+        return explain(result.stderr) if result.returncode else None
 
     def _find(self, node: Node) -> Route:
         keys = self._keys.find(node.cluster, node.token)
         if keys is None:
             raise StateError(
                 f"the keys of cluster `{node.cluster}` are not in this state folder",
-                hints=(f"end it with `broker down {node.cluster}`, or use the BROKER_HOME it was made with",),
+                hints=(f"run `broker down {node.cluster}`, or use the BROKER_HOME that it was launched with",),
             )
         place = parse_handle(node.handle)
         control = name_control(keys, place)
@@ -199,7 +199,7 @@ class SshTransport:
 
 
 def is_listening(control: Path) -> bool:
-    """Whether a kept connection answers; the socket of one that was killed is cleared away."""
+    """Return whether a shared connection answers; remove the socket of a dead one."""
     with socket.socket(socket.AF_UNIX) as probe:
         try:
             probe.connect(str(control))

@@ -1,4 +1,4 @@
-"""One call of ssh or rsync to its end, within its time, and what it said when it failed."""
+"""Run ssh or rsync to completion with a timeout, and explain failures."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ def find_program(name: str) -> str:
     path = shutil.which(name)
     if path is None:
         hints = ("install OpenSSH's client (`apt-get install openssh-client`)",)
-        raise StateError(f"there is no `{name}`", hints=hints)
+        raise StateError(f"`{name}` is not installed", hints=hints)
     return path
 
 
 async def call(argv: Sequence[str], *, stdin: bytes | IO[bytes], timeout_s: float, what: str) -> Completed:
-    """One program to its end; its stderr goes to a file, which a kept connection may hold open for ever."""
+    """Run one program to completion; stderr goes to a file, as a persistent connection may hold it open forever."""
     with tempfile.TemporaryFile() as errors:
         process = await asyncio.create_subprocess_exec(
             *argv,
             stdin=asyncio.subprocess.PIPE if isinstance(stdin, bytes) else stdin,
             stdout=asyncio.subprocess.PIPE if "-f" not in argv else asyncio.subprocess.DEVNULL,
             stderr=errors,
-            start_new_session=True,  # a Ctrl-C in the terminal is for us, not for our connections
+            start_new_session=True,  # Ctrl-C in the terminal must not reach our connections
         )
         try:
             data = stdin if isinstance(stdin, bytes) else None
@@ -46,7 +46,7 @@ async def call(argv: Sequence[str], *, stdin: bytes | IO[bytes], timeout_s: floa
 
 
 def explain(stderr: bytes) -> str:
-    """ssh's own last word, for the end of a message."""
+    """Return the last line of ssh's stderr, as the end of an error message."""
     text = stderr.decode(errors="replace")
     if "HOST IDENTIFICATION HAS CHANGED" in text or "Host key verification failed" in text:
         return ": it shows a host key that is not the one made for it"

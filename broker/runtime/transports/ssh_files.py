@@ -1,4 +1,4 @@
-"""Files to a host over ssh: what is there already is asked first, then only what changed goes, by tar or rsync."""
+"""Copy files to a host over ssh: list the existing files first, then send the changed ones by tar or rsync."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from broker.types import Node
 
 LIST_S = 60.0
 COPY_S = 3600.0
-# A file that is there but differs: above this, sending its difference pays for rsync's extra round trips.
+# Above this size of changed files, sending differences outweighs rsync's extra round trips.
 RSYNC_BYTES_MIN = 4 << 20
 LIST = """\
 t={target}; case "$t" in /*) ;; *) t="$HOME/$t" ;; esac
@@ -27,7 +27,7 @@ t={target}; case "$t" in /*) ;; *) t="$HOME/$t" ;; esac
 command -v rsync >/dev/null && echo R || echo -
 [ -e "$t" ] && find "$t" -mindepth {depth} \\( -type f -o -type l -o -type d \\) -printf '%P\\t%s\\t%T@\\t%l\\0'
 true"""
-# Outside the home folder a mount point is made by root and handed over, as SkyPilot does it.
+# Outside the home folder, root creates the mount point and changes its owner, as in SkyPilot.
 UNPACK = """\
 t={target}; case "$t" in /*) ;; *) t="$HOME/$t" ;; esac
 mkdir -p "$t" 2>/dev/null || {{ sudo -n mkdir -p "$t" && sudo -n chown "$(id -u):$(id -g)" "$t"; }}
@@ -40,7 +40,7 @@ class Streams(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Remote:
-    """What a node has below the target: name -> (size in bytes, mtime in s, target of a link)."""
+    """A node's files below the target: name -> (size in bytes, mtime in s, target of a link)."""
 
     is_folder: bool
     has_rsync: bool
@@ -50,7 +50,7 @@ class Remote:
 async def put_files(
     streams: Streams, node: Node, source: Path, target: str, *, remote_shell: str, destination: str
 ) -> None:
-    """As rsync: what has the same size and time stays, nothing is deleted; `skyignore` decides what is excluded."""
+    """Copy like rsync: skip files with the same size and time, delete nothing, respect ignore files."""
     path = target.removeprefix("~/").rstrip("/") or "."
     remote = await list_remote(streams, node, path, is_folder=source.is_dir())
     if not source.is_dir():
@@ -79,7 +79,7 @@ def split_path(path: str) -> tuple[str, str]:
 
 
 def rename(files: Mapping[str, tuple[int, float, str]], name: str) -> dict[str, tuple[int, float, str]]:
-    """`find` calls the starting point itself ""."""
+    """Rename the starting point, which `find` reports as ""."""
     return {name: files[""]} if "" in files else {}
 
 
@@ -96,7 +96,7 @@ async def list_remote(streams: Streams, node: Node, path: str, *, is_folder: boo
 
 
 def list_entries(source: Path) -> Iterator[tuple[str, Path]]:
-    """Files, links and folders (which may be empty), by their names below `source`."""
+    """Yield files, links and folders (which may be empty) with their names below `source`."""
     for folder, names in walk(source):
         if folder != source:
             yield str(folder.relative_to(source)), folder
@@ -105,14 +105,14 @@ def list_entries(source: Path) -> Iterator[tuple[str, Path]]:
 
 
 def is_changed(file: Path, name: str, remote: Remote) -> bool:
-    """Times are compared in microseconds: what lies between is lost on the way through tar and `find`."""
-    known = remote.files.get(name)
+    """Return whether to send the file. Times are compared in microseconds: tar and `find` lose finer differences."""
+    existing = remote.files.get(name)
     if file.is_symlink():
-        return known is None or known[2] != str(file.readlink())
+        return existing is None or existing[2] != str(file.readlink())
     if file.is_dir():
-        return known is None
+        return existing is None
     status = file.stat()
-    return known is None or known[0] != status.st_size or abs(known[1] - status.st_mtime) > 2e-6
+    return existing is None or existing[0] != status.st_size or abs(existing[1] - status.st_mtime) > 2e-6
 
 
 async def send_by_tar(streams: Streams, node: Node, folder: str, entries: Mapping[str, Path]) -> None:
@@ -126,7 +126,7 @@ async def send_by_tar(streams: Streams, node: Node, folder: str, entries: Mappin
         try:
             await asyncio.to_thread(pack, archive)
         except FileNotFoundError as error:
-            raise InvalidRequestError(f"{error.filename} went away while it was copied") from error
+            raise InvalidRequestError(f"{error.filename} disappeared while it was being copied") from error
         command = UNPACK.format(target=shlex.quote(folder))
         await streams.stream(node, command, stdin=archive, timeout_s=COPY_S)
 
@@ -138,6 +138,6 @@ async def send_by_rsync(
     argv = [find_program("rsync"), "--archive", "--no-owner", "--no-group", "--files-from=-", "--from0"]
     host = f"[{destination}]" if ":" in destination else destination
     argv += ["--rsh", remote_shell, f"{source}/", f"{host}:{folder}/"]
-    done = await call(argv, stdin=names, timeout_s=COPY_S, what=f"node `{node.id}`")
-    if done.returncode:
-        raise TransientError(f"node `{node.id}` refused a copy{explain(done.stderr)}")
+    result = await call(argv, stdin=names, timeout_s=COPY_S, what=f"node `{node.id}`")
+    if result.returncode:
+        raise TransientError(f"node `{node.id}` refused a copy{explain(result.stderr)}")

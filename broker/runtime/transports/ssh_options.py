@@ -1,4 +1,4 @@
-"""How `ssh` is called: one kept connection a host, our own keys and host keys, nothing taken on trust."""
+"""Build ssh's options: one persistent connection per host, our own keys and host keys, no trust on first use."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from broker.errors import StateError
 from broker.runtime.keys import GangKeys
 
 CONNECT_S = 5
-# A host that loses power says nothing: three unanswered seconds end the connection.
+# A host that loses power does not close connections: three unanswered keepalives, one per second, do.
 ALIVE_INTERVAL_S, ALIVE_COUNT_MAX = 1, 3
 PERSIST_S = 600
-# The default exchange (post-quantum sntrup761) takes 0.4 s instead of 0.17 s a connection on a small machine.
+# The default key exchange (post-quantum sntrup761) takes 0.4 s instead of 0.17 s per connection on a small machine.
 KEX = "curve25519-sha256,curve25519-sha256@libssh.org,sntrup761x25519-sha512@openssh.com"
 HANDLE = re.compile(r"ssh://(?P<user>\w[\w.-]*)@(?P<host>\[[0-9a-fA-F:.]+\]|\w[\w.-]*)(?::(?P<port>\d+))?")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Where a node listens."""
+    """The address of a node's sshd."""
 
     user: str
     host: str
@@ -33,10 +33,10 @@ class Place:
 
 @dataclass(frozen=True, kw_only=True)
 class Route:
-    """How ssh gets there: its options, the host by the name that they know, the kept connection's socket.
+    """The ssh options, the host name for them, and the shared connection's socket.
 
-    `connect_s_max`: for a host that accepts and then says nothing. `mark`: a file that is there once the host was
-    reached, so that later processes do not take its silence for booting.
+    `connect_s_max`: limit for a host that accepts a connection and then stays silent. `mark`: a file that exists once
+    the host was reached, so that later processes do not mistake its silence for booting.
     """
 
     options: tuple[str, ...]
@@ -47,15 +47,15 @@ class Route:
 
 
 def parse_handle(handle: str) -> Place:
-    """`ssh://user@host:port`, an IPv6 host in brackets. Raises StateError."""
-    found = HANDLE.fullmatch(handle)
-    if not found:
-        raise StateError(f"`{handle}` does not say where a node listens", hints=("it is `ssh://USER@HOST:PORT`",))
-    return Place(user=found["user"], host=found["host"].strip("[]"), port=int(found["port"] or 22))
+    """Parse `ssh://user@host:port`, an IPv6 host in brackets. Raises StateError."""
+    match = HANDLE.fullmatch(handle)
+    if not match:
+        raise StateError(f"invalid node handle `{handle}`", hints=("the format is `ssh://USER@HOST:PORT`",))
+    return Place(user=match["user"], host=match["host"].strip("[]"), port=int(match["port"] or 22))
 
 
 def make_options(keys: GangKeys, place: Place, control: Path) -> list[str]:
-    """For ssh and for rsync's ssh alike. The user's own configuration is left aside: a node is ours, not theirs."""
+    """Return the options for ssh and rsync's ssh. The user's own ssh configuration is ignored, as nodes are ours."""
     pairs = {
         "BatchMode": "yes",
         "IdentityFile": escape(keys.login_path),
@@ -85,19 +85,19 @@ def make_options(keys: GangKeys, place: Place, control: Path) -> list[str]:
 
 
 def escape(path: Path) -> str:
-    """As ssh reads a path in its configuration: quoted, `%` doubled."""
+    """Escape a path for ssh's configuration: quoted, `%` doubled."""
     text = str(path).replace("%", "%%")
     return f'"{text}"' if " " in text else text
 
 
 def name_control(keys: GangKeys, place: Place) -> Path:
-    """The kept connection's socket: a short name, for a Unix socket's path has at most 104 bytes (macOS)."""
+    """Return the shared connection's socket, a short name because the path is limited to 104 bytes (macOS)."""
     text = f"{keys.folder}\0{place.user}\0{place.host}\0{place.port}"
     return make_control_folder() / f"ssh-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
 
 
 def make_control_folder() -> Path:
-    """Ours alone, or none at all: who can open the socket can log in."""
+    """Return a private folder for sockets, as access to a socket allows a login. Raises StateError if it is not."""
     base = tempfile.gettempdir()
     folder = Path(base if len(base) < 40 else "/tmp") / f"broker-ssh-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)

@@ -1,4 +1,4 @@
-"""AWS for the contract and the adapter's own tests: the adapter over the fake, on a clock that jumps."""
+"""AWS for the contract and the adapter's own tests: the adapter over the fake, with a jumping clock."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ OFFER = Offer(
 )  # fmt: skip
 
 
-LOADER = Loader()  # keeps AWS's service models, a second's reading, from one test to the next
+LOADER = Loader()  # keeps AWS's service models, which take a second to read, between tests
 
 
 class AwsBed(Bed):
-    look_s = 2.5  # below the times in which the fake boots and ends machines
+    look_s = 2.5  # below the times in which the fake boots and terminates machines
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.clock = JumpingClock()

@@ -1,4 +1,4 @@
-"""A node that runs is let in to from this machine's present address, which changes with the network it is in."""
+"""A running node admits ssh from this machine's current address, which changes with its network."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ async def make_node(bed: AwsBed) -> Node:
 
 
 def move(bed: AwsBed, block: str) -> RenewsAccess:
-    """As a process has it that is seen to come from this address."""
+    """Make the cloud as a process at this address would."""
     bed.settings = replace(bed.settings, ssh_from=(block,))
     cloud = bed.reopen()
     assert isinstance(cloud, RenewsAccess)
     return cloud
 
 
-def test_ssh_from_a_new_address_is_let_in_once_beside_the_old_one(bed: AwsBed) -> None:
+def test_ssh_from_a_new_address_is_admitted_once_and_the_old_one_stays(bed: AwsBed) -> None:
     async def act() -> None:
         bed.cloud = move(bed, HOME)  # type: ignore[assignment]
         node = await make_node(bed)
@@ -48,7 +48,7 @@ def test_ssh_from_a_new_address_is_let_in_once_beside_the_old_one(bed: AwsBed) -
     bed.run(act())
 
 
-def test_nodes_that_do_not_run_are_let_in_to_by_nobody(bed: AwsBed) -> None:
+def test_stopped_nodes_admit_no_new_address(bed: AwsBed) -> None:
     async def act() -> None:
         bed.cloud = move(bed, HOME)  # type: ignore[assignment]
         node = await make_node(bed)

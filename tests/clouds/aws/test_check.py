@@ -1,4 +1,4 @@
-"""`broker check` for AWS says what is wrong and prints the command that mends it."""
+"""`broker check` for AWS reports each problem with the command that fixes it."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_all_is_well_and_nothing_was_made(bed: AwsBed) -> None:
     assert bed.account.placement_groups == {}
 
 
-def test_wrong_login_is_the_only_thing_told(bed: AwsBed) -> None:
+def test_wrong_login_is_the_only_result(bed: AwsBed) -> None:
     bed.log_out()
     (finding,) = inspect(bed).values()
     assert (finding.name, finding.is_ok, finding.command) == ("credentials", False, "aws configure")
@@ -49,7 +49,7 @@ def test_profile_that_is_not_there_is_a_wrong_login(bed: AwsBed, monkeypatch: py
     assert finding.note.startswith("ProfileNotFound: ") and not finding.is_ok
 
 
-def test_region_that_is_off_is_told_only_where_it_was_asked_for(bed: AwsBed) -> None:
+def test_disabled_region_is_reported_only_if_it_was_requested(bed: AwsBed) -> None:
     bed.account.disabled_regions = {"eu-central-1"}
     assert inspect(bed)["regions"].is_ok
     assert inspect(bed)["regions"].note == "2 on, off: eu-central-1"
@@ -102,7 +102,7 @@ def test_command_shows_it(aws: FakeAws, tmp_path: Path) -> None:
     assert policy == make_policy((shell.home / "owner").read_text())
 
 
-def test_command_without_login_says_how_to_log_in(aws: FakeAws, tmp_path: Path) -> None:
+def test_command_without_login_explains_how_to_log_in(aws: FakeAws, tmp_path: Path) -> None:
     shell = Shell(tmp_path)
     shell.environment = {
         name: value for name, value in shell.environment.items() if not name.startswith("AWS_")

@@ -1,4 +1,4 @@
-"""AWS keeps the contract of all clouds, over our fake of EC2."""
+"""AWS fulfils the contract of all clouds, over our fake of EC2."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Each of AWS's codes means what the documentation says, as it comes through real boto3."""
+"""Each of AWS's codes is classified as documented, through real boto3."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.clouds.beds import make_node
 from tests.clouds.contract import OWNER, count_living, make_request, settle
 from tests.testbed import ec2_account
 
-# From the EC2 API reference, "Error codes": those that our calls can bring, with the HTTP status they come with.
+# From the EC2 API reference, "Error codes": those that our calls can return, with their HTTP status.
 DOCUMENTED: dict[type[CloudError], dict[str, int]] = {
     CapacityError: {
         "InsufficientInstanceCapacity": 500,
@@ -100,7 +100,7 @@ DOCUMENTED: dict[type[CloudError], dict[str, int]] = {
 }  # fmt: skip
 
 
-# Calls of services whose model says how they may fail; all others that we make are EC2's.
+# Calls of services whose model lists their errors; all other calls are EC2's.
 CALLED = (("ssm", "GetParameter"), ("service-quotas", "GetServiceQuota"), ("service-quotas", "ListServiceQuotas"))
 
 
@@ -115,7 +115,7 @@ def test_table_knows_every_code_that_the_fake_plays() -> None:
     text = "".join(path.read_text() for path in folder.glob("ec2*.py"))
     played = set(re.findall(r'ApiError\(\s*"([^"]+)"', text))
     assert len(played) > 20
-    assert played - set(KINDS) == {"DryRunOperation"}  # which is no refusal
+    assert played - set(KINDS) == {"DryRunOperation"}  # which is not an error
 
 
 def test_table_knows_botocores_exceptions_of_login_and_transport() -> None:
@@ -132,7 +132,7 @@ def test_table_knows_botocores_exceptions_of_login_and_transport() -> None:
 
 
 def test_table_knows_every_code_that_botocores_service_models_list_for_our_calls() -> None:
-    """EC2's model lists none per operation: there its waiters and the retry rules name some."""
+    """EC2's model lists none per operation: its waiters and the retry rules name some."""
     from botocore.session import get_session
 
     session = get_session()  # type: ignore[no-untyped-call]
@@ -180,7 +180,7 @@ def test_documented_code_of_a_launch_becomes_our_class_and_leaves_nothing(
 
 
 def test_launch_is_sent_once_and_a_look_several_times(bed: AwsBed) -> None:
-    """botocore would repeat a launch by itself; what its silence means is for the caller to decide."""
+    """botocore would retry a launch itself; the caller must decide what a missing response means."""
     bed.account.fail("RunInstances", "Unavailable", status=503)
     bed.account.fail("DescribeSubnets", "Unavailable", status=503)
 
@@ -207,7 +207,9 @@ def test_lost_answer_of_what_may_be_repeated_is_transient(bed: AwsBed, verb: str
     bed.run(act())
 
 
-def test_nobody_listening_is_transient_and_no_login_is_told(bed: AwsBed, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refused_connection_is_transient_and_a_missing_login_an_auth_error(
+    bed: AwsBed, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def act() -> None:
         bed.aws.close()
         with pytest.raises(TransientError):
@@ -222,7 +224,7 @@ def test_nobody_listening_is_transient_and_no_login_is_told(bed: AwsBed, monkeyp
 
 
 def test_region_that_amazon_still_looks_into_is_left_for_others(bed: AwsBed) -> None:
-    """An account's first launch in a region; those that it uses already stay open."""
+    """An account's first launch in a region may be under review; regions already in use stay open."""
     bed.account.fail("RunInstances", "PendingVerification")
 
     async def act() -> None:
@@ -235,7 +237,7 @@ def test_region_that_amazon_still_looks_into_is_left_for_others(bed: AwsBed) -> 
 
 
 @pytest.mark.parametrize("code", list(OWN_HINTS))
-def test_fault_that_no_login_mends_does_not_send_anybody_to_log_in(code: str) -> None:
+def test_error_that_a_login_cannot_fix_has_no_hint_to_log_in(code: str) -> None:
     refusal = ApiError(code, "?", operation="run_instances", region="us-east-1")
     assert code in KINDS
     hints = " ".join(translate(refusal, is_create=True).hints)

@@ -1,4 +1,4 @@
-"""Where the offer names no zone, an instant fleet finds one: the whole gang in it, or nothing at all."""
+"""If the offer names no zone, an instant fleet finds one: for the whole gang, or for nothing."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_zone_with_the_best_score_is_tried_first_for_spot(bed: AwsBed) -> None:
 
 
 @pytest.mark.parametrize("code", ["RequestLimitExceeded", "MaxConfigLimitExceeded", "UnauthorizedOperation"])
-def test_launch_goes_on_without_scores(bed: AwsBed, code: str) -> None:
+def test_launch_works_without_scores(bed: AwsBed, code: str) -> None:
     bed.account.fail("GetSpotPlacementScores", code, times=9)
 
     async def act() -> None:
@@ -93,8 +93,8 @@ def test_part_of_a_gang_is_ended_and_refused(bed: AwsBed) -> None:
     bed.run(act())
 
 
-def test_part_of_a_gang_that_cannot_be_ended_is_no_refusal(bed: AwsBed) -> None:
-    """A refusal would close the books on two machines that run."""
+def test_partial_gang_that_cannot_be_terminated_is_an_unknown_outcome(bed: AwsBed) -> None:
+    """A refusal would forget two machines that run."""
     bed.account.partial_fleet = 2
     bed.account.fail("TerminateInstances", "Unavailable", status=503, times=9)
 

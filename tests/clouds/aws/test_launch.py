@@ -1,4 +1,4 @@
-"""What a launch asks of EC2: machines that end by themselves, tell nobody secrets, and let in whom they should."""
+"""Requests of a launch to EC2: machines that terminate themselves, keep secrets, and admit the right callers only."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CPU = {"accelerator": None, "accelerator_count": 0, "instance_type": "m5.large",
 
 
 def launch(bed: AwsBed, **request: Any) -> Mapping[str, Any]:
-    """The parameters of RunInstances."""
+    """Return the parameters of RunInstances."""
 
     launch_any(bed, **request)
     return next(parameters for action, _, parameters in reversed(bed.account.calls) if action == "ec2:RunInstances")
@@ -185,9 +185,9 @@ def test_image_suits_the_machine(instance_type: str, accelerator: str | None, wo
 @pytest.mark.parametrize(
     ("instance_type", "accelerator", "why"),
     [
-        ("p2.xlarge", "K80", "Kepler needs NVIDIA's driver R470"),
-        ("g3s.xlarge", "M60", "Maxwell needs NVIDIA's proprietary driver, R580"),
-        ("p3.2xlarge", "V100", "Volta needs NVIDIA's proprietary driver, R580"),
+        ("p2.xlarge", "K80", "Kepler requires NVIDIA's driver R470"),
+        ("g3s.xlarge", "M60", "Maxwell requires NVIDIA's proprietary driver, R580"),
+        ("p3.2xlarge", "V100", "Volta requires NVIDIA's proprietary driver, R580"),
         ("p3dn.24xlarge", "V100-32GB", "Volta"),
         ("g4ad.xlarge", "Radeon-Pro-V520", "AMD's driver"),
         ("dl1.24xlarge", "Gaudi", "Habana's driver"),
@@ -208,7 +208,7 @@ def test_a_gpu_that_no_public_image_drives_is_refused_before_money_unless_an_ima
     bed.run(act())
     with pytest.raises(
         InvalidRequestError, match="no "
-    ):  # the fake has no such machine; the image is not what it lacks
+    ):  # the fake has no such machine type; the image is not the problem
         launch(bed, spec=MachineSpec(image_id="ami-0123"))
     assert find_calls(bed, "RunInstances")[-1]["ImageId"] == "ami-0123"
 
@@ -226,7 +226,7 @@ def test_named_image_boots_instead(bed: AwsBed, image: str | None, booted: str) 
 
 
 @pytest.mark.parametrize("image", ["docker:ubuntu:22.04", "ami-0missing", "ssm:/nobody/has/this"])
-def test_image_that_is_not_there_is_told_before_anything_is_made(bed: AwsBed, image: str) -> None:
+def test_missing_image_is_refused_before_any_create_call(bed: AwsBed, image: str) -> None:
     async def act() -> None:
         with pytest.raises(InvalidRequestError):
             await bed.cloud.create_nodes(make_request(bed, spec=MachineSpec(image_id=image)))
@@ -257,7 +257,7 @@ def test_long_script_is_packed_and_the_same_each_time(bed: AwsBed, zone: str | N
     assert gzip.decompress(instance.user_data).decode() == boot
 
 
-def test_script_that_does_not_fit_is_told(bed: AwsBed) -> None:
+def test_script_that_is_too_long_is_refused(bed: AwsBed) -> None:
     noise = random.Random(1).randbytes(20_000).hex()
 
     async def act() -> None:
@@ -270,7 +270,7 @@ def test_script_that_does_not_fit_is_told(bed: AwsBed) -> None:
 
 @pytest.mark.parametrize("zone", ["us-east-1b", None], ids=["zone", "fleet"])
 def test_secrets_of_the_task_and_of_the_login_are_in_nothing_that_amazon_keeps(bed: AwsBed, zone: str | None) -> None:
-    """Tags, user data and templates can be read by everybody in the account, and by every program on the node."""
+    """Tags, user data and templates can be read by every user of the account, and by every program on the node."""
     bed.offer = replace(OFFER, zone=zone)
     canary = "canary-task-secret"
     task = Task(secrets={"TOKEN": Secret(value=canary)})
@@ -287,14 +287,14 @@ def test_secrets_of_the_task_and_of_the_login_are_in_nothing_that_amazon_keeps(b
     assert canary not in kept and "canary-aws-secret" not in kept
 
 
-def test_hopeless_quota_is_told_with_numbers_before_anything_is_made(bed: AwsBed) -> None:
+def test_insufficient_quota_is_refused_with_figures_before_any_create_call(bed: AwsBed) -> None:
     bed.account.quotas["us-east-1", "L-417A185B"] = 96.0
 
     async def act() -> None:
         with pytest.raises(QuotaError) as caught:
             await bed.cloud.create_nodes(make_request(bed, node_count=2))
         assert caught.value.message == (
-            "quota of us-east-1: 2 x p4d.24xlarge on-demand takes 192 vCPUs, the account may have 96"
+            "quota of us-east-1: 2 x p4d.24xlarge on-demand requires 192 vCPUs, the account's limit is 96"
         )
         assert "--quota-code L-417A185B --region us-east-1 --desired-value 192`" in caught.value.hints[0]
 
@@ -302,12 +302,14 @@ def test_hopeless_quota_is_told_with_numbers_before_anything_is_made(bed: AwsBed
     assert find_calls(bed, "RunInstances") == []
 
 
-def test_quota_used_up_by_others_is_told_with_numbers_too(bed: AwsBed) -> None:
+def test_quota_used_by_other_machines_is_reported_with_figures(bed: AwsBed) -> None:
     bed.account.quotas["us-east-1", "L-417A185B"] = 200.0
 
     async def act() -> None:
         await bed.cloud.create_nodes(make_request(bed, node_count=2))
-        with pytest.raises(QuotaError, match="takes 96 vCPUs, the account may have 200, and others run already"):
+        with pytest.raises(
+            QuotaError, match="requires 96 vCPUs, the account's limit is 200, and other machines run already"
+        ):
             await bed.cloud.create_nodes(make_request(bed))
 
     bed.run(act())
@@ -333,7 +335,7 @@ def test_machine_counts_for_its_quota(instance_type: str, is_spot: bool, code: s
     assert find_code(instance_type, is_spot=is_spot) == code
 
 
-def test_quota_that_may_not_be_asked_stops_nobody(bed: AwsBed) -> None:
+def test_unreadable_quota_does_not_prevent_a_launch(bed: AwsBed) -> None:
     bed.account.fail("GetServiceQuota", "AccessDeniedException")
     assert launch(bed)["MinCount"] == 1
 
@@ -364,7 +366,7 @@ def test_group_that_is_not_shown_yet_is_a_reason_to_ask_again(bed: AwsBed, zone:
 
 
 def test_token_that_ec2_knows_and_lists_no_nodes_of_is_unknown(bed: AwsBed) -> None:
-    """They may be listed in a moment: neither a refusal nor nodes."""
+    """They may be listed later: this is neither a refusal nor a list of nodes."""
     bed.account.fail("RunInstances", "IdempotentParameterMismatch")
 
     async def act() -> None:
@@ -403,7 +405,7 @@ def test_own_vpc_profile_and_private_addresses_are_used(bed: AwsBed) -> None:
     bed.run(act())
 
 
-def test_vpc_without_any_subnet_is_told(bed: AwsBed) -> None:
+def test_vpc_without_any_subnet_is_refused(bed: AwsBed) -> None:
     bed.settings = replace(bed.settings, vpcs={"us-east-1": "vpc-empty"})
     bed.cloud = bed.reopen()
 
@@ -416,7 +418,7 @@ def test_vpc_without_any_subnet_is_told(bed: AwsBed) -> None:
 
 
 def test_zone_without_a_subnet_is_full_for_us_and_the_others_are_not(bed: AwsBed) -> None:
-    """Amazon opens zones in which an old default VPC has no subnet: the search goes on elsewhere."""
+    """Amazon opens zones in which an old default VPC has no subnet: the search continues elsewhere."""
     bed.account.bare_zones = {"us-east-1b"}
 
     async def act() -> None:
@@ -437,7 +439,7 @@ def test_zone_without_a_subnet_is_full_for_us_and_the_others_are_not(bed: AwsBed
 
 
 def test_spot_zone_that_aws_expects_nothing_of_is_passed_over_once(bed: AwsBed) -> None:
-    """Whoever comes back has nowhere else to go."""
+    """A caller that asks again has no alternative."""
     bed.account.scores = {"us-east-1a": 3, "us-east-1b": 1, "us-east-1c": 9}
 
     async def act() -> None:
@@ -446,7 +448,7 @@ def test_spot_zone_that_aws_expects_nothing_of_is_passed_over_once(bed: AwsBed) 
             await bed.cloud.create_nodes(request)
         assert caught.value.scope == "zone"
         assert caught.value.message == (
-            "AWS rates the chance of 2 x p4d.24xlarge spot in us-east-1b 1 of 10 now, in us-east-1c 9"
+            "AWS rates the chance of 2 x p4d.24xlarge spot in us-east-1b at 1 of 10 now, in us-east-1c 9"
         )
         assert find_calls(bed, "RunInstances") == []
         assert len(await bed.cloud.create_nodes(request)) == 2
@@ -464,7 +466,7 @@ def test_spot_zone_that_aws_expects_nothing_of_is_passed_over_once(bed: AwsBed) 
     ],
     ids=["nowhere better", "not hopeless", "not told", "on-demand"],
 )
-def test_other_scores_keep_nobody_from_trying(bed: AwsBed, scores: dict[str, int], is_spot: bool) -> None:
+def test_other_scores_do_not_prevent_a_launch(bed: AwsBed, scores: dict[str, int], is_spot: bool) -> None:
     bed.account.scores = scores
     assert launch(bed, is_spot=is_spot)["MinCount"] == 1
     assert len(find_calls(bed, "GetSpotPlacementScores")) == is_spot

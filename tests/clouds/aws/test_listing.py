@@ -1,4 +1,4 @@
-"""Lists see all regions and all pages; what is left of clusters is swept, and nothing of anybody else's."""
+"""Lists cover all regions and all pages; orphans of clusters are swept, and never another owner's resources."""
 
 from __future__ import annotations
 
@@ -59,14 +59,14 @@ def test_long_list_comes_in_pages(bed: AwsBed) -> None:
 
 
 def test_region_that_refuses_is_named_and_hides_no_other(bed: AwsBed) -> None:
-    """A list that leaves out a region without a word would have its nodes believed gone."""
+    """If a list silently omitted a region, its nodes would be considered gone."""
     bed.account.fail("DescribeInstances", "UnauthorizedOperation", status=403)
 
     async def act() -> None:
         listed = await bed.cloud.list_nodes(OWNER)
         (refusal,) = listed.unseen.values()
         assert isinstance(refusal, AuthError)
-        assert not (await bed.cloud.list_nodes(OWNER)).unseen  # it was the fault of one call
+        assert not (await bed.cloud.list_nodes(OWNER)).unseen  # only one call failed
 
     bed.run(act())
 
@@ -93,7 +93,7 @@ def test_ended_machine_is_forgotten_as_ec2_forgets_it(bed: AwsBed) -> None:
         bed.account.preempt(node.id)
         (node,) = await wait_state(bed, request.token, NodeState.TERMINATED)
         first_seen_s = bed.clock.now_s()
-        assert node.ended_s == first_seen_s  # EC2 does not tell, so it is when we saw it
+        assert node.ended_s == first_seen_s  # EC2 does not report it, so it is the time of our first observation
         await bed.clock.sleep(60)
         (node,) = await bed.cloud.list_nodes(OWNER)
         assert node.ended_s == first_seen_s
@@ -134,7 +134,8 @@ def test_sweep_deletes_what_a_cluster_left_and_spares_living_and_foreign_things(
             await bed.cloud.create_nodes(request)
         nodes = await wait_state(bed, dead.token, NodeState.RUNNING, 2)
         await bed.cloud.terminate_nodes(nodes)
-        assert await bed.adapter.sweep(OWNER, ("live",)) == 1  # the placement group; the other is in use until they end
+        # the placement group; the security group is in use until they end
+        assert await bed.adapter.sweep(OWNER, ("live",)) == 1
         await wait_state(bed, dead.token, NodeState.TERMINATED, 2)
         assert await bed.adapter.sweep(OWNER, ("live",)) == 1
         assert await bed.adapter.sweep(OWNER, ("live",)) == 0
@@ -170,7 +171,7 @@ def test_sweep_reaches_every_region_templates_and_stray_disks(bed: AwsBed) -> No
     assert (bed.account.groups, bed.account.templates) == ({}, {})
 
 
-def test_sweep_that_is_throttled_goes_on_and_one_that_is_forbidden_says_so(bed: AwsBed) -> None:
+def test_throttled_sweep_continues_and_a_forbidden_one_raises(bed: AwsBed) -> None:
     async def act() -> None:
         request = make_request(bed, spec=MachineSpec())
         (node,) = await bed.cloud.create_nodes(request)
@@ -187,7 +188,7 @@ def test_sweep_that_is_throttled_goes_on_and_one_that_is_forbidden_says_so(bed: 
     bed.run(act())
 
 
-def test_preparing_asks_nothing_and_a_wrong_profile_is_told_by_the_first_call(
+def test_preparing_makes_no_calls_and_the_first_call_reports_a_wrong_profile(
     bed: AwsBed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bed.adapter.prepare()
@@ -262,7 +263,7 @@ def test_a_region_is_listed_once_before_the_first_create_in_it(bed: AwsBed) -> N
 
 
 def test_a_node_on_record_is_terminated_though_no_list_answers(bed: AwsBed) -> None:
-    """By a process that has never listed: the record says in which region it was made."""
+    """By a process that has never listed: the record names the node's region."""
 
     async def act() -> None:
         request = make_request(bed)

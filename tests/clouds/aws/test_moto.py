@@ -1,7 +1,7 @@
-"""moto, which others wrote, understands what we send: an independent check of the wire, where it plays along.
+"""moto, an independent fake, understands our requests: a second check of the wire format, where it supports it.
 
-It does not honour ClientToken and knows neither placement groups nor spot placement scores nor EC2's quotas: those
-claims stay with our fake.
+It does not honour ClientToken and has no placement groups, spot placement scores or EC2 quotas: those claims are tested
+with our fake.
 """
 
 from __future__ import annotations

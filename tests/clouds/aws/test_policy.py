@@ -1,4 +1,4 @@
-"""The printed policy is enough for all that broker does, and lets it touch nothing of anybody else."""
+"""The printed policy is enough for all of broker's calls, and permits no changes to other resources."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from tests.clouds.contract import OWNER, CloudContract, make_request, wait_state
 
 
 class TestWithPolicyOnly(CloudContract):
-    """The whole contract, everything else denied."""
+    """The whole contract, with everything else denied."""
 
     @pytest.fixture(autouse=True)
     def deny_all_else(self, bed: AwsBed) -> None:
-        bed.account.policy = allow(OWNER, "somebody-else")  # the contract plays two installations
+        bed.account.policy = allow(OWNER, "somebody-else")  # the contract simulates two installations
 
 
 def allow(*owners: str) -> dict[str, object]:
@@ -47,7 +47,7 @@ def test_policy_suffices_for_fleets_efa_and_the_sweep(bed: AwsBed) -> None:
 
 
 def test_policy_allows_nothing_that_is_not_used(bed: AwsBed) -> None:
-    """Every listed action is called by something, so that none lingers after the code that needed it."""
+    """Every listed action is called, so that none remains after the code that required it."""
     bed.account.policy = allow(OWNER)
     bed.account.volumes["vol-1"] = {
         "region": "us-east-1", "VolumeId": "vol-1", "State": "available",
@@ -95,4 +95,4 @@ def test_policy_keeps_us_from_other_peoples_machines(bed: AwsBed) -> None:
 
 
 def test_policy_fits_into_an_inline_policy() -> None:
-    assert len(json.dumps(make_policy(OWNER), separators=(",", ":"))) < 6144  # of a managed policy, IAM quotas
+    assert len(json.dumps(make_policy(OWNER), separators=(",", ":"))) < 6144  # limit of a managed policy, IAM quotas

@@ -1,4 +1,4 @@
-"""The provisioner over EC2: failover by zones, one gang whatever goes wrong, and nothing left when all is down."""
+"""The provisioner over EC2: failover between zones, one gang whatever fails, and nothing left after termination."""
 
 from __future__ import annotations
 
@@ -34,18 +34,18 @@ class World:
         self.store = Store(folder / "state.db", clock=bed.clock)
 
     def provisioner(self, cloud: Cloud | None = None) -> Provisioner:
-        """As each process makes its own."""
+        """Make a provisioner, as each process does."""
         clouds = {"aws": cloud or self.bed.reopen()}
         boot = "#!/bin/sh\n# {0.token}\n"
         return Provisioner(clouds, self.store, clock=self.bed.clock, owner=OWNER, write_boot=boot.format)
 
 
 class KilledError(BaseException):
-    """The process is gone."""
+    """Simulates the death of the process."""
 
 
 class Dying(AwsCloud):
-    """Its process dies as soon as the machines are made."""
+    """A cloud whose process dies as soon as the machines are created."""
 
     async def create_nodes(self, request: NodeRequest) -> Sequence[Node]:
         try:
@@ -128,7 +128,7 @@ def test_passing_fault_costs_no_second_gang_and_leaks_nothing(
 
 
 def test_machines_that_stand_still_cost_nothing_until_they_run_again(world: World, bed: AwsBed) -> None:
-    """Their disks do, which is little."""
+    """Their disks are billed, which is little."""
     plan = make_plan(ZONES[0], is_spot=False)
     usd_hour = plan.choice.placement.usd_hour
 
@@ -174,13 +174,13 @@ def test_preempted_node_is_seen_with_its_reason(world: World, bed: AwsBed) -> No
 
 
 def test_node_that_no_record_knows_is_collected(world: World, bed: AwsBed) -> None:
-    """As after a state folder was restored from an old copy."""
+    """As after restoring the state folder from an old copy."""
 
     async def act() -> None:
         await world.provisioner().up("train", make_plan(ZONES[0]))
         world.store.clusters.delete("train")
         await bed.clock.sleep(120)
-        assert await world.provisioner().collect() == 3  # two nodes, and the placement group that they stood in
+        assert await world.provisioner().collect() == 3  # two nodes and their placement group
         assert await count_living(bed) == 0
 
     bed.run(act())

@@ -1,4 +1,4 @@
-"""`aws.toml` is read strictly, and the cloud is there exactly where something could be a login."""
+"""`aws.toml` is parsed strictly, and the cloud exists exactly if there may be a login."""
 
 from __future__ import annotations
 
@@ -47,9 +47,9 @@ def test_every_key_is_taken(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ('region = "us-east-1"', "there is no `region`"),
+        ('region = "us-east-1"', "unknown setting `region`"),
         ('regions = "us-east-1"', "`regions` must be a list"),
-        ("regions = [1]", "`regions` must hold strings"),
+        ("regions = [1]", "`regions` must contain strings"),
         ('vpcs = ["vpc-1"]', "`vpcs` must be a table"),
         ("user = 1", "`user` must be a string"),
         ('uses_private_addresses = "yes"', "`uses_private_addresses` must be `true` or `false`"),
@@ -58,7 +58,7 @@ def test_every_key_is_taken(tmp_path: Path) -> None:
         ("regions = [", "aws.toml: "),
     ],
 )
-def test_fault_is_told_with_file_and_key(tmp_path: Path, text: str, told: str) -> None:
+def test_error_names_file_and_key(tmp_path: Path, text: str, told: str) -> None:
     (tmp_path / "aws.toml").write_text(text)
     with pytest.raises(UsageError) as caught:
         load_settings(tmp_path)
@@ -67,7 +67,7 @@ def test_fault_is_told_with_file_and_key(tmp_path: Path, text: str, told: str) -
 
 @pytest.fixture
 def bare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A home with no login in sight."""
+    """A home folder without any login."""
     for variable in (*LOGIN_VARIABLES, *LOGIN_FILES):
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))

@@ -1,4 +1,4 @@
-"""`broker check aws --types` says which accelerators would start today, and what stands in the way of the others."""
+"""`broker check aws --types` lists which accelerators would start today, and what prevents the others."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def judge(bed: AwsBed, *offers: Offer) -> dict[str, TypeCheckResult]:
     return {each.accelerator: each for each in found}
 
 
-def test_image_region_quota_and_network_are_told_apart(bed: AwsBed) -> None:
+def test_image_region_quota_and_network_are_distinguished(bed: AwsBed) -> None:
     bed.account.quotas = {("us-east-1", "L-417A185B"): 96.0, ("us-east-1", "L-C4BD4855"): 0.0}
     found = judge(
         bed,
@@ -41,7 +41,7 @@ def test_image_region_quota_and_network_are_told_apart(bed: AwsBed) -> None:
         make_offer("g6.xlarge", "L4", 1, vcpus=4),
         make_offer("g5.xlarge", "A10G", 1, vcpus=4, region="ap-south-2", zone=None),
     )
-    assert found["V100:1"].ways == () and found["V100:1"].why.startswith("image: Volta needs")
+    assert found["V100:1"].ways == () and found["V100:1"].why.startswith("image: Volta requires")
     assert found["H100:8"].ways == () and found["H100:8"].why == "quota: on-demand 96 of 192 vCPUs, spot 0 of 192 vCPUs"
     assert "--quota-code L-417A185B --region us-east-1 --desired-value 192" in found["H100:8"].command
     assert found["A100:8"].ways == ("on-demand", "spot") and "uses_private_addresses" in found["A100:8"].why
@@ -83,6 +83,7 @@ def test_command_lists_them_within_80_columns_and_as_data(aws: FakeAws, tmp_path
         line.startswith("V100:1 ") and line.split()[2:] == ["no", rows["V100:1"]["region"], "image"]
         for line in text.splitlines()
     )
-    assert "image: Volta needs NVIDIA's proprietary driver, R580 or older (V100:1, V100:4," in text
+    sentence = "image: Volta requires NVIDIA's proprietary driver, R580 or older (V100:1, V100:4,"
+    assert sentence in " ".join(text.split())
     refused = shell.run("check", "azure", "--types", code=2)
     assert "`--types` is not supported for `azure`" in refused.stderr

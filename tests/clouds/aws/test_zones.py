@@ -1,4 +1,4 @@
-"""Three zones or more at one price are one search: fewer calls where all are full, and the plan's order is kept."""
+"""Three or more zones at one price are one search: fewer calls if all are full, in the plan's order."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ async def up(world: World, plan: Plan, *, provisioner: Provisioner | None = None
 
 
 def list_creates(bed: AwsBed) -> list[tuple[str, int]]:
-    """What was asked for machines, and in how many zones."""
+    """List the creates, with the number of zones of each."""
     return [
         (action, len(asked["LaunchTemplateConfigs"][0]["Overrides"]) if action == "ec2:CreateFleet" else 1)
         for action, _, asked in bed.account.calls
@@ -106,8 +106,8 @@ def test_spot_gang_stands_where_it_is_likeliest_to_stay(world: World, bed: AwsBe
     bed.run(act())
 
 
-def test_dearer_zone_of_the_region_is_no_part_of_the_search(world: World, bed: AwsBed) -> None:
-    """A cheaper place elsewhere stands between them in the plan, and is asked first."""
+def test_more_expensive_zone_of_the_region_is_excluded_from_the_search(world: World, bed: AwsBed) -> None:
+    """A cheaper place elsewhere precedes it in the plan, and is tried first."""
     bed.account.full = {(zone, KIND) for zone in (*ZONES[:2], "us-east-1c", ELSEWHERE)}
     places = [make_place(zone) for zone in ZONES] + [make_place(ELSEWHERE, usd_hour=12.0)]
     places.append(make_place("us-west-2b", usd_hour=12.5))
@@ -167,7 +167,7 @@ def test_zone_that_refused_lately_is_left_out(world: World, bed: AwsBed) -> None
 
 
 def test_zones_that_were_not_to_blame_are_asked_after_one_whose_machines_died(world: World, bed: AwsBed) -> None:
-    """The fleet chose a zone, and the gang did not live there: of the others nothing is known yet."""
+    """The fleet chose one zone, and the gang did not live there: nothing is known about the others yet."""
     places = [make_place(zone) for zone in ZONES]
     bed.account.on_started = lambda each: (
         bed.account.preempt(each.id) if each.zone == ZONES[0] and each.index == 0 else None
@@ -184,7 +184,7 @@ def test_zones_that_were_not_to_blame_are_asked_after_one_whose_machines_died(wo
 
 
 def test_search_that_a_crash_cut_short_is_gone_on_with(world: World, bed: AwsBed) -> None:
-    """Its intent names all zones that may have machines now: none of them is asked a second time."""
+    """Its intent names all zones that may have machines now: none of them is tried a second time."""
     bed.account.full = {(ZONES[0], KIND)}
     places = [make_place(zone) for zone in ZONES]
 

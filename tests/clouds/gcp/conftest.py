@@ -24,14 +24,14 @@ Result = TypeVar("Result")
 
 
 class Bench:
-    """A fake Compute Engine, and a cloud that talks to it with Google's own library."""
+    """A fake Compute Engine, and a cloud that talks to it through Google's own library."""
 
     def __init__(self, gce: FakeGce, url: str, folder: Path) -> None:
         self.gce, self.url, self.folder = gce, url, folder
         self.cloud = self.make_cloud()
 
     def make_cloud(self, **changes: Any) -> GcpCloud:
-        """Another process would make its own, over the same state folder."""
+        """Make a cloud as another process would, over the same state folder."""
         mine = Login(**({"project": self.gce.project, "source": "test", "endpoint": self.url} | changes))
         return GcpCloud(mine, state_file=GcpStateFile(self.folder), clock=SystemClock())
 
@@ -70,7 +70,7 @@ class GcpBed(Bed):
         self.gce.capacity["us-central1-a", "n1-standard-4"] = count
 
     def list_orphans(self) -> list[str]:
-        """All but the one rule of an owner that shuts others out, costs nothing and stays."""
+        """List everything except the owner's one rule that denies other ssh, which is free of charge and stays."""
         return [name for name in self.gce.firewalls if not name.endswith("-shut")]
 
     def list_untagged(self) -> list[str]:
@@ -148,7 +148,7 @@ def offer_of() -> Callable[..., Offer]:
 
 @pytest.fixture
 def no_google(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Nobody is logged in; returned is the folder where gcloud would keep a login."""
+    """Remove all logins; return the folder where gcloud would keep one."""
     names = ("GOOGLE_APPLICATION_CREDENTIALS", "GOOGLE_CLOUD_PROJECT", "CLOUDSDK_CORE_PROJECT", "BROKER_GCP_ENDPOINT")
     for name in names:
         monkeypatch.delenv(name, raising=False)

@@ -1,4 +1,4 @@
-"""`broker check` for Google finds what is missing and says how to mend it; the role it prints suffices, exactly."""
+"""`broker check` for Google finds each problem and its fix; the printed role is exactly sufficient."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from broker.config import Config
 from broker.errors import AuthError
 from broker.types import MachineSpec, NodeRequest, Offer
 
-# Not needed for what the fake is asked: images of one's own project, a subnetwork named in the settings, a person's
-# login in place of a service account.
+# Not required by the fake's requests: images of the user's project, a subnetwork named in the settings, a person's
+# login instead of a service account.
 FOR_OTHER_SETTINGS = {
     *("compute.images.getFromFamily", "compute.images.useReadOnly", "compute.subnetworks.get"),
     "serviceusage.services.use",
@@ -63,7 +63,7 @@ def test_missing_permissions_are_named_with_the_role_that_has_them(bench: Any) -
     assert "broker check --policy gcp" in finding.command and "--project=pretend" in finding.command
 
 
-def test_an_accelerator_without_quota_anywhere_stands_in_nobodys_way(bench: Any) -> None:
+def test_an_accelerator_without_quota_does_not_prevent_launches(bench: Any) -> None:
     for region in ("us-central1", "us-east4", "europe-west4"):
         for kind in ("", "PREEMPTIBLE_"):
             bench.gce.limits[region, f"{kind}NVIDIA_V100_GPUS"] = 0
@@ -74,15 +74,15 @@ def test_an_accelerator_without_quota_anywhere_stands_in_nobodys_way(bench: Any)
     bench.run(bench.cloud.check())
 
 
-def test_a_project_that_may_have_no_gpu_at_all_is_told_so(bench: Any) -> None:
+def test_a_project_without_gpu_quota_is_reported(bench: Any) -> None:
     assert inspect(bench)["quota of all GPUs"].note == "0 of 1000 in use"
     bench.gce.limits["global", "GPUS_ALL_REGIONS"] = 0
     finding = inspect(bench)["quota of all GPUs"]
-    assert not finding.is_ok and not finding.is_needed and "none" in finding.note
+    assert not finding.is_ok and not finding.is_needed and "no region" in finding.note
     assert "--quota-id=GPUS-ALL-REGIONS-per-project --preferred-value=8" in finding.command
 
 
-def test_a_project_without_the_network_is_told_how_to_get_it(bench: Any) -> None:
+def test_a_missing_network_comes_with_the_command_that_creates_it(bench: Any) -> None:
     assert inspect(bench)["network"].is_ok
     bench.gce.networks.clear()
     finding = inspect(bench)["network"]
@@ -91,14 +91,14 @@ def test_a_project_without_the_network_is_told_how_to_get_it(bench: Any) -> None
         bench.run(bench.cloud.check())
 
 
-def test_permissions_that_nobody_tells_stand_in_nobodys_way(bench: Any) -> None:
+def test_unknown_permissions_do_not_prevent_launches(bench: Any) -> None:
     bench.gce.tells_permissions = False
     finding = inspect(bench)["permissions"]
     assert not finding.is_ok and not finding.is_needed and "cloudresourcemanager" in finding.command
     bench.run(bench.cloud.check())
 
 
-def test_no_login_at_all_says_how_to_log_in(tmp_path: Path, no_google: None, bench: Any) -> None:
+def test_a_missing_login_comes_with_the_command_to_log_in(tmp_path: Path, no_google: None, bench: Any) -> None:
     config = Config(home=tmp_path, owner="me")
     (finding,) = bench.run(check.inspect(config, clock=SystemClock()))
     assert not finding.is_ok and finding.command == "gcloud auth application-default login"
@@ -116,7 +116,7 @@ def test_the_role_is_a_file_that_gcloud_takes(tmp_path: Path, monkeypatch: pytes
 def test_the_role_suffices_for_a_whole_life_and_has_nothing_to_spare(
     bench: Any, request_of: Callable[..., NodeRequest], offer_of: Callable[..., Offer]
 ) -> None:
-    """The fake denies whatever the role does not grant, and keeps a list of what was needed."""
+    """The fake denies whatever the role does not grant, and records what was required."""
     bench.gce.allowed = set(yaml.safe_load(write_role())["includedPermissions"])
     cloud, spec = bench.cloud, MachineSpec(ports=("8080",))
     bench.run(cloud.check())

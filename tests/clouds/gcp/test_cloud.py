@@ -1,4 +1,4 @@
-"""The four verbs and stopping, through Google's own library, against a Compute Engine of our own."""
+"""The four verbs and stopping, through Google's own library, against a fake Compute Engine."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_the_same_token_gives_the_same_nodes(bench: Any, request_of: Make, count
 
 
 @pytest.mark.parametrize("count", [1, 3])
-def test_a_lost_answer_is_told_as_such_and_asking_again_makes_no_second_gang(
+def test_a_lost_response_is_an_unknown_outcome_and_a_retry_creates_no_second_gang(
     bench: Any, request_of: Make, count: int
 ) -> None:
     request = request_of(node_count=count)
@@ -91,7 +91,7 @@ def test_a_lost_answer_is_told_as_such_and_asking_again_makes_no_second_gang(
 
 
 def test_a_repeated_insert_is_answered_by_name_where_google_forgot_its_id(bench: Any, request_of: Make) -> None:
-    """Two of our processes at once: neither sees the other's instance before its own insert."""
+    """Two of our processes run concurrently: neither sees the other's instance before its own insert."""
     request = request_of()
     first = bench.run(bench.cloud.create_nodes(request))
     bench.gce.forget_request_ids()
@@ -123,25 +123,25 @@ def test_a_region_is_asked_zone_by_zone_where_the_offer_names_none(
         bench.run(bench.cloud.create_nodes(request_of(offer_of(zone=None), token="2" * 32)))
 
 
-def test_a_quota_is_told_with_its_figures_before_anything_is_tried(
+def test_a_quota_error_has_figures_and_precedes_every_create_call(
     bench: Any, request_of: Make, offer_of: MakeOffer
 ) -> None:
     for kind in ("", "PREEMPTIBLE_"):
         bench.gce.limits["us-central1", f"{kind}NVIDIA_T4_GPUS"] = 2
     with pytest.raises(QuotaError) as caught:
         bench.run(bench.cloud.create_nodes(request_of(offer_of("n1-standard-4+1xT4"), node_count=3)))
-    assert "3 T4 GPUs wanted in us-central1, 2 of 2 left" in caught.value.message
+    assert "3 T4 GPUs requested in us-central1, 2 of 2 left" in caught.value.message
     assert "pretend" in caught.value.hints[0]
     assert not bench.gce.instances and not bench.gce.firewalls
     assert len(bench.run(bench.cloud.create_nodes(request_of(offer_of("n1-standard-4+1xT4"), node_count=2)))) == 2
 
 
-def test_a_project_without_gpus_anywhere_is_told_at_once(bench: Any, request_of: Make, offer_of: MakeOffer) -> None:
+def test_a_project_without_any_gpu_quota_is_refused_at_once(bench: Any, request_of: Make, offer_of: MakeOffer) -> None:
     bench.gce.limits["global", "GPUS_ALL_REGIONS"] = 1
     offer = offer_of("n1-standard-4+1xT4")
     with pytest.raises(QuotaError) as caught:
         bench.run(bench.cloud.create_nodes(request_of(offer, is_spot=False, node_count=2)))
-    assert "2 GPUs of any kind wanted in all regions together, 1 of 1 left" in caught.value.message
+    assert "2 GPUs of any kind requested in all regions together, 1 of 1 left" in caught.value.message
     assert bench.gce.calls["POST zones/instances/bulkInsert"] == 0
     assert len(bench.run(bench.cloud.create_nodes(request_of(offer, node_count=2)))) == 2  # spot
 
@@ -153,7 +153,7 @@ def test_what_is_there_already_is_not_held_against_its_own_quota(bench: Any, req
     assert bench.run(bench.make_cloud().create_nodes(request_of())) == nodes
 
 
-def test_a_spot_machine_draws_on_the_ordinary_quota_where_there_is_no_other(bench: Any, request_of: Make) -> None:
+def test_a_spot_machine_draws_on_the_ordinary_quota_without_a_preemptible_one(bench: Any, request_of: Make) -> None:
     bench.gce.limits["us-central1", "PREEMPTIBLE_CPUS"] = 0
     assert len(bench.run(bench.cloud.create_nodes(request_of()))) == 1
 
@@ -174,7 +174,7 @@ def test_a_spot_machine_draws_on_the_ordinary_quota_where_there_is_no_other(benc
         ("RESOURCE_OPERATION_RATE_EXCEEDED", 0, ThrottledError),
     ],
 )
-def test_a_refused_insert_is_told_by_its_class_and_leaves_nothing(
+def test_a_refused_insert_raises_its_class_and_leaves_nothing(
     bench: Any, request_of: Make, code: str, status: int, kind: type[Exception]
 ) -> None:
     bench.gce.fail("POST", INSERT, code=code, status=status)
@@ -209,7 +209,7 @@ def test_another_process_knows_a_vanished_node_too(bench: Any, request_of: Make)
     assert (listed.cluster, listed.token) == (node.cluster, node.token)
 
 
-def test_a_node_that_lists_do_not_show_yet_is_no_node_that_is_gone(bench: Any, request_of: Make) -> None:
+def test_a_node_that_is_not_listed_yet_does_not_count_as_gone(bench: Any, request_of: Make) -> None:
     bench.gce.list_lag_s = 3600.0
     (node,) = bench.run(bench.cloud.create_nodes(request_of()))
     assert bench.run(bench.cloud.list_nodes(node.owner)).nodes == (node,)
@@ -241,7 +241,7 @@ def test_a_node_whose_host_failed_keeps_its_disk_where_it_can_start_again(
         assert bench.run(bench.cloud.list_nodes(node.owner)).nodes[0].state is NodeState.RUNNING
 
 
-def test_a_disk_is_kept_where_nobody_tells_why_its_node_stands_still(bench: Any, request_of: Make) -> None:
+def test_a_disk_is_kept_if_the_reason_of_the_stop_is_unknown(bench: Any, request_of: Make) -> None:
     (node,) = bench.run(bench.cloud.create_nodes(request_of(is_spot=False)))
     bench.gce.shut_down(node.id.rpartition("/")[2])
     bench.gce.fail("GET", "aggregated/operations", code="forbidden", status=403)
@@ -249,7 +249,7 @@ def test_a_disk_is_kept_where_nobody_tells_why_its_node_stands_still(bench: Any,
     assert seen.state is NodeState.STOPPED and len(bench.gce.list_names()) == 1
 
 
-def test_a_disk_that_cannot_be_deleted_now_is_no_reason_to_list_nothing(bench: Any, request_of: Make) -> None:
+def test_a_disk_that_cannot_be_deleted_does_not_fail_the_list(bench: Any, request_of: Make) -> None:
     (node,) = bench.run(bench.cloud.create_nodes(request_of()))
     bench.gce.shut_down(node.id.rpartition("/")[2])
     bench.gce.fail("DELETE", "/instances/", code="backendError", status=503)
@@ -268,10 +268,10 @@ def test_stopped_nodes_keep_their_disk_and_start_again(bench: Any, request_of: M
             (0, NodeState.STOPPED, ""),
             (1, NodeState.STOPPED, ""),
         ]
-    bench.run(bench.cloud.stop_nodes(ids))  # asked twice
+    bench.run(bench.cloud.stop_nodes(ids))  # requested twice
     bench.run(bench.cloud.start_nodes(ids))
     assert [node.state for node in bench.run(bench.cloud.list_nodes(nodes[0].owner))] == [NodeState.RUNNING] * 2
-    bench.gce.shut_down(ids[0].rpartition("/")[2])  # now of itself: its label is off again
+    bench.gce.shut_down(ids[0].rpartition("/")[2])  # now by itself: its label is removed again
     bench.run(bench.cloud.list_nodes(nodes[0].owner))
     assert bench.gce.list_names() == [ids[1].rpartition("/")[2]]
 
@@ -331,7 +331,7 @@ def test_what_another_projects_login_cannot_see_is_believed_to_stand(bench: Any,
 
 
 def test_a_zone_that_google_cannot_look_into_is_named(bench: Any, request_of: Make) -> None:
-    """Its nodes are asked for by name, so that they do not seem to be gone; a new login knows none to ask for."""
+    """Its nodes are queried by name, so that they do not seem to be gone; a new login has none to query."""
     (node,) = bench.run(bench.cloud.create_nodes(request_of()))
     bench.gce.silent_zones = {node.zone}
     known, unknown = (bench.run(cloud.list_nodes(node.owner)) for cloud in (bench.cloud, bench.make_cloud()))
@@ -348,7 +348,7 @@ def test_nothing_is_created_in_a_region_that_google_cannot_list(bench: Any, requ
     assert bench.run(bench.cloud.create_nodes(request_of()))
 
 
-def test_why_nodes_ended_is_no_reason_to_list_none(bench: Any, request_of: Make) -> None:
+def test_unknown_end_reasons_do_not_fail_the_list(bench: Any, request_of: Make) -> None:
     (node,) = bench.run(bench.cloud.create_nodes(request_of()))
     bench.gce.preempt(node.id.rpartition("/")[2])
     bench.gce.fail("GET", "aggregated/operations", code="forbidden", status=403)

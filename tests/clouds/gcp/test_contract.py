@@ -1,4 +1,4 @@
-"""Google keeps the contract of all clouds, over our fake of Compute Engine and its lagging lists."""
+"""Google fulfils the contract of all clouds, over our fake of Compute Engine with lagging lists."""
 
 from __future__ import annotations
 

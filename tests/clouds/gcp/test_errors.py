@@ -1,4 +1,4 @@
-"""Whatever Google or its library says becomes one of our errors, by one table."""
+"""Every error of Google or its library becomes one of ours, by one table."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from broker.errors import (
     UnknownOutcomeError,
 )
 
-# Codes that Google documents and our calls can bring, by page; all read on 2026-11-22:
+# Documented codes that our calls can return, by page; all read on 2026-11-22:
 # https://docs.cloud.google.com/compute/docs/troubleshooting/troubleshooting-vm-creation
 # https://docs.cloud.google.com/compute/docs/troubleshooting/troubleshooting-bulk-vm-creation
 # https://docs.cloud.google.com/compute/docs/troubleshooting/troubleshooting-resource-availability
@@ -69,7 +69,7 @@ AUTH_ERRORS = sorted(
 
 def test_the_table_has_every_code_that_google_documents() -> None:
     assert DOCUMENTED - errors.CODES.keys() == set()
-    # The reasons of `google.rpc.ErrorInfo` in the domain googleapis.com, as Google's own library has them.
+    # The reasons of `google.rpc.ErrorInfo` in the domain googleapis.com, as in Google's own library.
     reasons = set(ErrorReason.keys()) - {"ERROR_REASON_UNSPECIFIED"}
     assert len(reasons) > 30 and reasons - errors.CODES.keys() == set()
     assert all(kind in OURS for kind in (*errors.CODES.values(), *errors.STATUSES.values()))
@@ -118,7 +118,7 @@ def test_every_fault_of_the_login_says_how_to_log_in_or_may_pass(kind: Any) -> N
 @pytest.mark.parametrize(
     "error", [requests.ConnectionError(), requests.Timeout(), TimeoutError(), ConnectionResetError(), OSError()]
 )
-def test_silence_is_no_refusal_where_something_may_have_changed(error: Exception) -> None:
+def test_no_response_is_an_unknown_outcome_if_something_may_have_changed(error: Exception) -> None:
     assert isinstance(translate(error, does_change=True), UnknownOutcomeError)
     assert type(translate(error, does_change=False)) is TransientError
 
@@ -140,7 +140,7 @@ def test_a_refusal_with_status_503_is_believed_where_its_reason_is_known() -> No
     assert isinstance(translate(error, does_change=True), CapacityError)
 
 
-def test_an_operation_tells_the_reason_before_what_follows_from_it() -> None:
+def test_an_operations_cause_precedes_its_consequences() -> None:
     def operation(*codes: str, status: int = 0) -> Any:
         errors = [SimpleNamespace(code=code, message="", error_details=()) for code in codes]
         return SimpleNamespace(
@@ -154,7 +154,7 @@ def test_an_operation_tells_the_reason_before_what_follows_from_it() -> None:
 
 
 def answer(status: int, reason: str, message: str, *, detail: str = "") -> api.GoogleAPICallError:
-    """As Google's library makes it of an answer; `detail` is the reason of the newer kind."""
+    """Make the exception that Google's library raises; `detail` is the newer kind of reason."""
     info = {"@type": "type.googleapis.com/google.rpc.ErrorInfo", "reason": detail, "domain": "googleapis.com"}
     body = {"code": status, "message": message, "errors": [{"message": message, "domain": "global", "reason": reason}]}
     response = requests.Response()
@@ -165,7 +165,7 @@ def answer(status: int, reason: str, message: str, *, detail: str = "") -> api.G
     return error
 
 
-def test_what_google_said_is_told_without_the_address_that_it_was_asked_at() -> None:
+def test_googles_message_is_shown_without_the_url() -> None:
     error = translate(answer(400, "invalid", "Invalid value for field 'x'."), does_change=True)
     assert error is not None and error.message == "Invalid value for field 'x' (invalid)"
 
@@ -179,7 +179,7 @@ def test_what_google_said_is_told_without_the_address_that_it_was_asked_at() -> 
         ("SOMETHING_NEW", AuthError, "broker check gcp"),
     ],
 )
-def test_the_newer_reason_says_what_the_older_only_forbids(detail: str, kind: type[CloudError], command: str) -> None:
+def test_the_newer_reason_is_more_specific_than_the_older(detail: str, kind: type[CloudError], command: str) -> None:
     error = translate(answer(403, "forbidden", "no", detail=detail), does_change=True)
     assert type(error) is kind
     assert len(error.hints) == 1 and command in error.hints[0]
@@ -196,6 +196,6 @@ def test_an_exceeded_quota_is_named_as_the_console_names_it() -> None:
     assert "filter `GPUS-PER-GPU-FAMILY-per-project-region`, gpu_family NVIDIA_H100" in found.hints[0]
 
 
-def test_a_code_that_nobody_knows_is_never_taken_for_success() -> None:
+def test_an_unknown_code_is_never_a_success() -> None:
     assert isinstance(make_error("SOMETHING_NEW", "odd"), TransientError)
     assert isinstance(make_error("somethingNew", "odd", status=400), InvalidRequestError)

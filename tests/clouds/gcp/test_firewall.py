@@ -1,4 +1,4 @@
-"""Who may reach a gang, and that nothing stays open behind it."""
+"""A gang's open ports, and their removal."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_ssh_is_for_the_caller_ports_for_all_and_nodes_are_among_themselves(benc
     assert rules["nodes"]["sourceTags"] == peers != gang
     assert rules["ports"]["allowed"] == [{"IPProtocol": "tcp", "ports": ["8080", "9000-9010"]}]
     assert rules["shut"]["denied"] == [{"IPProtocol": "all"}]
-    # The lower number wins, and the default network lets ssh in with 65534.
+    # Lower numbers win, and the default network allows ssh with 65534.
     assert {rules[each]["priority"] for each in ("ssh", "nodes", "ports")} == {900}
     assert 900 < rules["shut"]["priority"] < 65534
 
@@ -72,7 +72,7 @@ def test_rules_go_with_the_last_node_of_their_gang(bench: Any, request_of: Make,
 def test_rules_of_a_call_that_was_cut_short_are_swept_and_others_are_not(bench: Any, request_of: Make) -> None:
     assert isinstance(bench.cloud, CanSweep)
     bench.run(bench.cloud.create_nodes(request_of(cluster="living")))
-    bench.gce.fail("POST", "us-central1-a/instances")  # nothing is made, nothing answered
+    bench.gce.fail("POST", "us-central1-a/instances")  # nothing is created, nothing answered
     with pytest.raises(UnknownOutcomeError):
         bench.run(bench.cloud.create_nodes(request_of(cluster="starting", token="1" * 32)))
     bench.gce.fail("POST", "us-central1-a/instances")
@@ -87,7 +87,7 @@ def test_rules_of_a_call_that_was_cut_short_are_swept_and_others_are_not(bench: 
     assert bench.run(bench.cloud.sweep("somebody", set())) == 0
 
 
-def test_a_gang_that_nobody_could_reach_is_not_left_running(bench: Any, request_of: Make) -> None:
+def test_an_unreachable_gang_is_terminated(bench: Any, request_of: Make) -> None:
     bench.gce.fail("POST", "global/firewalls", code="QUOTA_EXCEEDED", times=9)
     with pytest.raises(QuotaError):
         bench.run(bench.cloud.create_nodes(request_of(node_count=2)))
@@ -111,7 +111,7 @@ def test_a_gang_found_again_gets_the_rules_that_its_first_call_did_not_come_to(b
     assert read_rules(bench).keys() == {"shut", "ssh"}
 
 
-def test_ssh_from_a_new_address_is_let_in_once_beside_the_old_one(bench: Any, request_of: Make) -> None:
+def test_ssh_from_a_new_address_is_admitted_once_and_the_old_one_stays(bench: Any, request_of: Make) -> None:
     nodes = bench.run(bench.cloud.create_nodes(request_of(node_count=2)))
     assert bench.run(bench.cloud.renew_access(nodes)) is False
     moved = bench.make_cloud()
@@ -123,7 +123,7 @@ def test_ssh_from_a_new_address_is_let_in_once_beside_the_old_one(bench: Any, re
 
 
 def test_an_address_is_asked_for_again_after_a_minute(bed: Any, request_of: Make) -> None:
-    """A daemon outlives the address it was started at: later gangs are for where it is then."""
+    """A daemon outlives its address: later gangs admit its new one."""
     addresses = iter(["203.0.113.7/32", "198.51.100.9/32"])
     cloud = bed.reopen()
     cloud._launcher._find_callers = lambda login: (next(addresses),)

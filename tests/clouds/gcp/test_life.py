@@ -19,7 +19,7 @@ OWNER = "0123456789ab"
 
 
 class Life:
-    """A provisioner of Google's alone."""
+    """A provisioner with Google as its only cloud."""
 
     def __init__(self, bed: Any, folder: Path) -> None:
         self.bed = bed
@@ -27,7 +27,7 @@ class Life:
         self.provisioner = self.reopen()
 
     def reopen(self) -> Provisioner:
-        """As the next command, or the one after a crash, has it."""
+        """Make the provisioner of a later command, or one after a crash."""
         return Provisioner(
             {"gcp": self.bed.reopen()},
             self.store,
@@ -82,13 +82,13 @@ def test_nodes_that_were_started_again_go_on_costing(life: Life) -> None:
 
 
 def test_a_full_zone_is_passed_over_and_leaves_nothing(life: Life) -> None:
-    life.bed.gce.capacity["us-central1-a", "n1-standard-4"] = 1  # not enough for a gang of two
+    life.bed.gce.capacity["us-central1-a", "n1-standard-4"] = 1  # too few for a gang of two
     plan = make_plan(life.bed.offer, ["us-central1-a", "us-east4-b"])
     cluster = life.run(life.provisioner.up("c", plan, hedge=1))
     assert cluster.status is ClusterStatus.UP and {node.zone for node in cluster.nodes} == {"us-east4-b"}
     assert len(life.standing) == 2
     assert {name.rpartition("-")[2] for name in life.bed.gce.firewalls} == {"shut", "ssh", "nodes"}
-    assert len(life.bed.gce.firewalls) == 3  # none of the gang that was refused
+    assert len(life.bed.gce.firewalls) == 3  # none of the refused gang
 
 
 def test_an_answer_lost_after_the_deed_makes_one_gang(life: Life) -> None:
@@ -116,7 +116,7 @@ def test_the_next_command_sees_a_preemption_and_takes_the_rest_down(life: Life) 
     started_s = life.bed.clock.now_s()
     life.run(life.reopen().down("c"))
     assert life.standing == [] and life.store.clusters.get("c") is None
-    assert life.bed.clock.now_s() - started_s < 60  # told by Google, not believed after a long silence
+    assert life.bed.clock.now_s() - started_s < 60  # reported by Google, not inferred after a long silence
     assert [name for name in life.bed.gce.firewalls if not name.endswith("-shut")] == []
 
 
@@ -130,7 +130,7 @@ def test_stopped_and_started_again(life: Life) -> None:
     assert all(node.state is NodeState.RUNNING for node in life.run(life.provisioner.refresh(again)).nodes)
 
 
-def test_what_nobody_records_is_collected(life: Life) -> None:
+def test_unrecorded_resources_are_collected(life: Life) -> None:
     async def make_lost() -> Sequence[Node]:
         from tests.clouds.contract import make_request
 
@@ -145,7 +145,7 @@ def test_what_nobody_records_is_collected(life: Life) -> None:
     assert life.standing == []
 
 
-def test_everything_full_is_told_and_nothing_stays(life: Life) -> None:
+def test_full_everywhere_is_reported_and_nothing_stays(life: Life) -> None:
     for letter in "ab":
         life.bed.gce.capacity[f"us-central1-{letter}", "n1-standard-4"] = 0
     with pytest.raises(CapacityError):
@@ -198,7 +198,7 @@ def test_a_process_that_dies_in_its_create_call_leaves_what_the_next_one_finds(
     assert len(life.standing) == 2 and before in ([], life.standing)
 
 
-def test_the_library_is_imported_while_somebody_reads_the_plan(bed: Any, tmp_path: Path) -> None:
+def test_the_library_is_imported_in_the_background(bed: Any, tmp_path: Path) -> None:
     """`prepare` returns before the import is done, and the first call waits for it instead of importing again."""
     script = (
         "import asyncio, sys\n"

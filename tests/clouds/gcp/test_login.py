@@ -1,4 +1,4 @@
-"""A glance at environment and files tells whether there is a login, and for which project."""
+"""Environment and files show whether there is a login, and for which project."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_a_service_accounts_file_names_its_project(
 ) -> None:
     path = tmp_path / "key.json"
     monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", str(path))
-    assert find_login(Settings()) is None  # the variable is set, the file is not there: google.auth would fail too
+    assert find_login(Settings()) is None  # the variable is set, the file does not exist: google.auth would fail too
     path.write_text(json.dumps({"type": "service_account", "project_id": "from-key"}))
     write_gcloud(no_google, project="from-gcloud")
     found = find_login(Settings())

@@ -1,4 +1,4 @@
-"""What a request becomes at Google, without Google: bodies, names, labels, quotas."""
+"""A request's bodies, names, labels and quotas at Google, without Google."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_quotas_go_by_names_that_google_has() -> None:
 
 
 @given(st.text(max_size=80), st.text(max_size=80), st.text(min_size=1, max_size=80), st.integers(0, 999))
-def test_names_and_labels_keep_googles_grammar_whatever_is_asked(
+def test_names_and_labels_follow_googles_grammar_for_any_request(
     owner: str, cluster: str, token: str, rank: int
 ) -> None:
     prefix = names.owner_prefix(owner)
@@ -184,7 +184,7 @@ def test_quotas_are_counted_by_what_the_gang_draws_on(request_of: Make, offer_of
     assert needs("e2-standard-4", is_spot=False) == {"CPUS": 8}
     a100 = {"accelerator": "A100", "accelerator_count": 8, "vcpus": 96, "is_spot": False}
     assert needs("a2-highgpu-8g", **a100) == {"NVIDIA_A100_GPUS": 16}
-    assert needs("a3-highgpu-8g", **(a100 | {"accelerator": "H100"})) == {}  # counted where regions do not tell
+    assert needs("a3-highgpu-8g", **(a100 | {"accelerator": "H100"})) == {}  # counted where regions do not report it
 
 
 def test_a_quota_that_google_does_not_tell_is_not_taken_for_nothing(request_of: Make, offer_of: MakeOffer) -> None:

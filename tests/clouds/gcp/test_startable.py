@@ -1,4 +1,4 @@
-"""`broker check gcp --types` says which accelerators would start today, and what stands in the way of the others."""
+"""`broker check gcp --types` lists which accelerators would start today, and what prevents the others."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def judge(bench: Any, *offers: Offer) -> dict[str, TypeCheckResult]:
     return {each.accelerator: each for each in found}
 
 
-def test_machine_quota_network_disk_and_region_are_told_apart(bench: Any, offer_of: MakeOffer) -> None:
+def test_machine_quota_network_disk_and_region_are_distinguished(bench: Any, offer_of: MakeOffer) -> None:
     bench.gce.limits.update({("us-central1", f"{kind}NVIDIA_V100_GPUS"): 0 for kind in ("", "PREEMPTIBLE_")})
     bench.gce.limits["us-central1", "NVIDIA_P100_GPUS"] = 0
     bench.gce.limits["us-central1", "PREEMPTIBLE_NVIDIA_P100_GPUS"] = 4
@@ -38,11 +38,11 @@ def test_machine_quota_network_disk_and_region_are_told_apart(bench: Any, offer_
         offer_of("g2-standard-4", zone=None, region="moon-west1", accelerator="L4", accelerator_count=1),
     )
     assert found["T4:1"].ways == ("on-demand", "spot") and found["T4:1"].why == ""
-    assert found["V100:1"].ways == () and "1 V100 GPUs wanted in us-central1, 0 of 0 left" in found["V100:1"].why
+    assert found["V100:1"].ways == () and "1 V100 GPUs requested in us-central1, 0 of 0 left" in found["V100:1"].why
     assert found["V100:1"].command.startswith("gcloud quotas preferences create")
     assert found["B200:8"].ways == ("on-demand", "spot")
     assert "without RDMA" in found["B200:8"].why and "Hyperdisk only" in found["B200:8"].why
-    assert "told by the create only" in found["B200:8"].why
+    assert "checked by the create call only" in found["B200:8"].why
     assert found["TPU-v5e:1"].ways == () and found["TPU-v5e:1"].why.startswith("machine: ")
     assert found["L4:1"].ways == () and found["L4:1"].why.startswith("region: ")
 

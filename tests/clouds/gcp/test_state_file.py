@@ -1,4 +1,4 @@
-"""Nodes are remembered across processes, for as long as anybody may ask after them."""
+"""Nodes are remembered across processes, for as long as they may be asked for."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_living_nodes_are_kept_however_old(tmp_path: Path) -> None:
     assert len(state_file.read()) == 2
 
 
-def test_a_file_that_cannot_be_read_is_no_memory_and_is_written_anew(tmp_path: Path) -> None:
+def test_an_unreadable_file_counts_as_empty_and_is_rewritten(tmp_path: Path) -> None:
     state_file = GcpStateFile(tmp_path)
     (tmp_path / "nodes.json").write_text('[{"id": ')
     assert state_file.read() == {}

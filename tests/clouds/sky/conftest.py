@@ -1,4 +1,4 @@
-"""SkyPilot as its API server behaves, played by the clock: requests that take time, a table of clusters."""
+"""SkyPilot's API server, simulated by the clock: requests that take time, a table of clusters."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from broker.types import Node, Offer
 from tests.clouds.clock_jumps import JumpingClock
 from tests.clouds.contract import Bed
 
-ACCEPT_S, BOOT_S, DOWN_S = 2.0, 180.0, 30.0  # a request waits for a worker; a cluster comes up; it goes
+ACCEPT_S, BOOT_S, DOWN_S = 2.0, 180.0, 30.0  # a request waits for a worker; a cluster comes up; it goes down
 IDS = itertools.count(1)
 
 
 @dataclass
 class Job:
-    """A request to the server, done at `end_s` unless called off."""
+    """A request to the server, done at `end_s` unless cancelled."""
 
     id: str
     verb: str
@@ -39,7 +39,7 @@ class Job:
 
 
 class FakeEngine:
-    """Keeps SkyPilot's rules: one cluster a name, INIT while it comes up, in the table until it is confirmed gone."""
+    """Follows SkyPilot's rules: one cluster per name, INIT while it comes up, in the table until confirmed gone."""
 
     def __init__(self, clock: JumpingClock, folder: Path, enabled: Sequence[str] = ("lambda",)) -> None:
         self.clock, self.folder = clock, folder
@@ -49,7 +49,7 @@ class FakeEngine:
         self.launched: list[tuple[str, Mapping[str, Any]]] = []
         self.refreshed: list[Sequence[str]] = []
         self.refusal: SkyError | None = None  # of every launch from now on
-        self.refuses_late = False  # once machines have been made
+        self.refuses_late = False  # after machines were created
         self.loses_next_answer = False
 
     async def hello(self) -> Mapping[str, str]:
@@ -115,7 +115,7 @@ class FakeEngine:
         return path
 
     def vanish(self, name: str) -> None:
-        """All machines are gone, and SkyPilot has seen it."""
+        """Remove all machines; SkyPilot has noticed."""
         del self.clusters[name]
 
     def _advance(self) -> None:

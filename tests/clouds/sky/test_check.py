@@ -1,4 +1,4 @@
-"""`broker check` tells of each cloud behind SkyPilot what SkyPilot says, and what to do."""
+"""`broker check` shows for each cloud behind SkyPilot what SkyPilot reports, and what to do."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_a_cloud_that_is_enabled(bed: Any, config: Config, verb: str) -> None:
     assert SkyStateFile(config.home / "sky").read_enabled() == ["lambda"]
 
 
-def test_a_cloud_that_is_not_says_why_in_skypilots_words(bed: Any, config: Config) -> None:
+def test_a_disabled_cloud_shows_skypilots_reason(bed: Any, config: Config) -> None:
     bed.engine.enabled = ["nebius"]
     inspector = SkyInspector("lambda", bed.engine)
     login = find(asyncio.run(inspector.inspect(config, clock=bed.clock)), "login")

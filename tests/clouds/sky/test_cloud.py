@@ -1,4 +1,4 @@
-"""What is particular to a cloud behind SkyPilot: late verdicts, orphans, whole gangs, how to reach them."""
+"""Specifics of a cloud behind SkyPilot: late verdicts, orphans, whole gangs, access."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_a_start_is_a_launch_so_that_the_keeper_runs_again(bed: Any) -> None:
         await wait_state(bed, request.token, RUNNING)
         await bed.cloud.stop_nodes([node.id])
         await bed.cloud.start_nodes([node.id])
-        await bed.reopen().start_nodes([node.id])  # twice, from elsewhere
+        await bed.reopen().start_nodes([node.id])  # twice, from another process
         await wait_state(bed, request.token, RUNNING)
         first, second = bed.engine.launched
         assert first == second and "shutdown" in second[1]["run"]
@@ -75,7 +75,7 @@ def test_a_start_is_a_launch_so_that_the_keeper_runs_again(bed: Any) -> None:
 
 
 def test_a_launch_that_fails_late_leaves_nothing(bed: Any) -> None:
-    """The verdict comes after `create_nodes` has returned, and SkyPilot keeps what it has made by then."""
+    """The verdict comes after `create_nodes` has returned, and SkyPilot keeps what it has created by then."""
     bed.engine.refusal, bed.engine.refuses_late = NO_ROOM, True
 
     async def act() -> None:
@@ -95,7 +95,7 @@ def test_a_launch_that_fails_early_with_machines_is_refused_once_they_are_gone(b
         request = make_request(bed)
         name = f"b-{OWNER}-lambda-{request.token}"
         await bed.engine.launch(name, {"num_nodes": 1, "resources": {"infra": "lambda/us-east-1", "labels": {}}})
-        await bed.clock.sleep(160)  # an earlier command asked, and died; the launch is about to fail
+        await bed.clock.sleep(160)  # an earlier command requested it and died; the launch is about to fail
         with pytest.raises(CapacityError):
             await bed.cloud.create_nodes(request)
         assert len(bed.engine.launched) == 1 and not bed.engine.clusters
@@ -140,7 +140,7 @@ def test_a_launch_that_is_called_off_never_comes_up(bed: Any) -> None:
 
 
 def test_nodes_are_found_without_the_memory_and_can_be_ended(bed: Any) -> None:
-    """The state folder's notes are gone; names and labels tell whose they are."""
+    """The state files are gone; names and labels identify the owner."""
 
     async def act() -> None:
         request = make_request(bed, node_count=2, attempt=4)
@@ -159,7 +159,7 @@ def test_nodes_are_found_without_the_memory_and_can_be_ended(bed: Any) -> None:
 
 
 def test_a_cloud_does_not_list_its_neighbours(bed: Any) -> None:
-    """One table for all clouds behind SkyPilot."""
+    """All clouds behind SkyPilot share one table."""
     from broker.clouds.sky.cloud import SkyCloud
 
     async def act() -> None:
@@ -213,7 +213,7 @@ def test_spot_is_looked_at_more_often_than_skypilot_does(bed: Any) -> None:
 
 
 def test_a_cluster_in_an_unclear_state_is_neither_lost_nor_running(bed: Any) -> None:
-    """SkyPilot's INIT after UP: it may be live; the agents on its nodes are asked before anybody recovers."""
+    """SkyPilot's INIT after UP: it may be live; the agents on its nodes are queried before any recovery."""
     from dataclasses import replace
 
     async def act() -> None:

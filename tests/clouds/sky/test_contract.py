@@ -1,4 +1,4 @@
-"""A cloud behind SkyPilot keeps the contract of all clouds."""
+"""A cloud behind SkyPilot fulfils the contract of all clouds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The worker as a process: many calls at once, its death, its silence, what is no answer."""
+"""The worker process: concurrent calls, its death, no response, lines that are not answers."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def make(tmp_path: Path) -> Iterator[Make]:
         each.close()
 
 
-def test_answers_find_who_asked_whatever_their_order(make: Make) -> None:
+def test_answers_reach_their_callers_in_any_order(make: Make) -> None:
     engine = make(
         """
         held.append(call)
@@ -105,7 +105,7 @@ def test_silence_has_an_end(make: Make, monkeypatch: pytest.MonkeyPatch) -> None
         asyncio.run(engine.list_enabled())
 
 
-def test_what_is_no_answer_is_passed_over(make: Make) -> None:
+def test_lines_that_are_not_answers_are_skipped(make: Make) -> None:
     assert asyncio.run(make('print("a warning"); answer(call, value=["oci"])').list_enabled()) == ["oci"]
 
 
@@ -117,7 +117,7 @@ def test_an_interpreter_that_is_not_there_is_named(tmp_path: Path) -> None:
 
 
 def test_without_skypilot_the_worker_says_so(tmp_path: Path) -> None:
-    """The real worker, in an interpreter that has no SkyPilot (isolated: nothing of ours is on its path)."""
+    """The real worker, in an interpreter without SkyPilot (isolated: nothing of ours is on its path)."""
     python = tmp_path / "python"
     python.write_text(f'#!/bin/sh\nexec {sys.executable} -I -S "$@"\n')
     python.chmod(0o755)

@@ -1,4 +1,4 @@
-"""Each fault of SkyPilot's leads to what broker can do about it. tests/sky holds the table against SkyPilot itself."""
+"""Each SkyPilot error leads to an action of broker. tests/sky compares the table with SkyPilot itself."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def unavailable(*history: SkyError) -> SkyError:
         (unavailable(SkyError(type="CloudError", codes=("QUOTA_EXCEEDED",))), QuotaError),
         (unavailable(SkyError(type="InvalidCloudCredentials", message="expired")), AuthError),
         (unavailable(SkyError(type="NotSupportedError", message="no ports")), InvalidRequestError),
-        # a place that is out of machines, and another that may be tried again: neither ends the search
+        # a place without machines, and another that may be retried: neither ends the search
         (unavailable(SkyError(type="RuntimeError")), CapacityError),
         (unavailable(SkyError(type="ProvisionerError", codes=("VM_MIN_COUNT_NOT_REACHED",))), CapacityError),
         (SkyError(type="NoCloudAccessError"), AuthError),
@@ -44,7 +44,7 @@ def unavailable(*history: SkyError) -> SkyError:
         (SkyError(type="ConcurrentWorkerExhaustedError"), ThrottledError),
     ],
 )
-def test_faults_are_told_apart(fault: SkyError, kind: type[CloudError]) -> None:
+def test_errors_are_distinguished(fault: SkyError, kind: type[CloudError]) -> None:
     for does_change in (False, True):
         assert type(translate(fault, does_change=does_change)) is kind
 
@@ -56,7 +56,7 @@ def test_what_is_not_known_may_have_had_its_effect() -> None:
 
 
 @pytest.mark.parametrize("kind", [AuthError, QuotaError])
-def test_who_must_act_is_told_how(kind: type[CloudError]) -> None:
+def test_hints_say_what_to_do(kind: type[CloudError]) -> None:
     faults: Sequence[SkyError] = [SkyError(type=name) for name, found in KINDS.items() if found is kind]
     for fault in faults or [unavailable(SkyError(type="CloudError", codes=("quotaExceeded",)))]:
         assert translate(fault).hints

@@ -1,4 +1,4 @@
-"""Where SkyPilot is found, and which clouds count as usable: by files alone, nothing is started."""
+"""SkyPilot's location, and the clouds that count as usable: from files alone, nothing is started."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from broker.config import Config
 
 @pytest.fixture(autouse=True)
 def no_skypilot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """It is installed nowhere; returned is a folder on the PATH."""
+    """Remove every SkyPilot; return a folder on the PATH."""
     monkeypatch.delenv("BROKER_SKY_PYTHON", raising=False)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     folder = tmp_path / "bin"

@@ -1,4 +1,4 @@
-"""A plan pins what SkyPilot makes, and the keeper ends what nobody needs: run here as on a node."""
+"""A plan pins what SkyPilot creates, and the keeper ends unclaimed nodes: run here as on a node."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_place_and_machine_are_pinned() -> None:
     }
 
 
-def test_what_nobody_asked_for_is_left_to_skypilot() -> None:
+def test_unset_options_are_left_to_skypilot() -> None:
     resources = make_task(make_request(zone=None))["resources"]
     assert resources["infra"] == "azure/eastus"
     assert not {"disk_tier", "network_tier", "image_id", "ports"} & set(resources)
@@ -83,7 +83,8 @@ def test_an_offer_without_a_machine_is_refused() -> None:
 
 
 def keep(home: Path, monkeypatch: pytest.MonkeyPatch, *, looks: int = 6) -> subprocess.Popen[str]:
-    """The keeper in a home of its own. A look takes no time, but a line of stdin; at "end" the agent ends the node."""
+    """Run the keeper in its own home folder. A look takes no time, but one line of stdin; at "end" the agent ends the
+    node."""
     monkeypatch.setattr(task_spec, "UNCLAIMED_MINUTES", looks // 6)
     monkeypatch.setattr(task_spec, "KEEPER_LOOK_S", 10)
     agent = '[ "$line" != end ] || echo autostop >"$HOME/.broker/shutdown"'
@@ -97,10 +98,10 @@ def keep(home: Path, monkeypatch: pytest.MonkeyPatch, *, looks: int = 6) -> subp
     )
 
 
-def test_a_node_that_nobody_claims_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unclaimed_node_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     keeper = keep(tmp_path, monkeypatch, looks=6)
     done, _ = keeper.communicate("look\n" * 6, timeout=60)
-    assert "nobody claimed it" in done and keeper.returncode == 1
+    assert "unclaimed" in done and keeper.returncode == 1
 
 
 def test_a_claimed_node_is_kept_until_its_agent_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,7 +109,7 @@ def test_a_claimed_node_is_kept_until_its_agent_says_so(tmp_path: Path, monkeypa
     (state / "runs").mkdir(parents=True)
     (state / "shutdown").write_text("lease")  # of an earlier boot
     keeper = keep(tmp_path, monkeypatch, looks=6)
-    done, _ = keeper.communicate("look\n" * 50, timeout=60)  # it reads them all, and would go on
+    done, _ = keeper.communicate("look\n" * 50, timeout=60)  # it reads them all, and would continue
     assert keeper.returncode == 9 and done == "" and not (state / "shutdown").exists()
     keeper = keep(tmp_path, monkeypatch, looks=6)
     done, _ = keeper.communicate("look\n" * 20 + "end\n", timeout=60)

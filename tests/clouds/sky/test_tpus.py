@@ -1,4 +1,4 @@
-"""Google's two ways side by side: which one makes what, and that none forgets the other's nodes."""
+"""Google's two backends together: which one creates a node, and that neither forgets the other's nodes."""
 
 from __future__ import annotations
 
@@ -77,14 +77,14 @@ def test_slices_go_through_skypilot_and_machines_do_not(bed: Any, cloud: TpuClou
     assert states == {OWN.id: NodeState.RUNNING, node.id: NodeState.TERMINATED}
 
 
-def test_half_a_list_is_no_list(cloud: TpuCloud, own: Own) -> None:
+def test_partial_list_fails(cloud: TpuCloud, own: Own) -> None:
     own.fails = True
     with pytest.raises(TransientError):
         asyncio.run(cloud.list_nodes(OWNER))
 
 
 def test_it_can_what_googles_adapter_can(cloud: TpuCloud) -> None:
-    """With SkyPilot beside it, Google's machines still boot with our script and are reached by ssh."""
+    """With SkyPilot in addition, Google's machines still boot with our script and are reached by ssh."""
     for ability in (CanExtend, CanPrepare, CanStop, CanSweep, ProvidesSshHosts):
         assert isinstance(cloud, ability), ability.__name__
     assert cloud.settle_s == max(GcpCloud.settle_s, SkyCloud.settle_s)

@@ -131,7 +131,7 @@ def outcome_left_behind_is_not_read() -> Patches:
     async def read(self: Any, job: Any, attempt: Any, cluster: Any) -> None:
         return None
 
-    return (patch.object(lost_gang.LostGang, "_read_left", read),)
+    return (patch.object(lost_gang.LostGang, "_read_result", read),)
 
 
 def lease_never_renewed() -> Patches:
@@ -165,11 +165,11 @@ def retry_counts_attempts_anew() -> Patches:
 def outcome_and_status_in_two_commits() -> Patches:
     """Between them, a job whose program has succeeded looks like one that lost its machines."""
 
-    def end(self: Any, job: Job, attempt: Attempt, status: JobStatus, outcome: Outcome, failure: str) -> float:
+    def end_job(self: Any, job: Job, attempt: Attempt, status: JobStatus, outcome: Outcome, failure: str) -> float:
         self._store.jobs.put_attempt(replace(attempt, outcome=outcome))
-        return float(self.finish(job, status, outcome.kind, failure))
+        return float(self.finish_job(job, status, outcome.kind, failure))
 
-    return (patch.object(Endings, "end", end),)
+    return (patch.object(Endings, "end_job", end_job),)
 
 
 def restarted_without_headway() -> Patches:

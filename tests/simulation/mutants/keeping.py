@@ -142,11 +142,11 @@ def budget_per_attempt() -> Patches:
 
 
 def stopwatch_counts_suspended_time() -> Patches:
-    def look(self: Any, now_s: float) -> float:
-        self._looked_s = now_s if self._looked_s is None else self._looked_s
-        return now_s - float(self._looked_s)
+    def observe(self: Any, now_s: float) -> float:
+        self._observed_s = now_s if self._observed_s is None else self._observed_s
+        return now_s - float(self._observed_s)
 
-    return (patch.object(Stopwatch, "look", look),)
+    return (patch.object(Stopwatch, "observe", observe),)
 
 
 # -- lists --------------------------------------------------------------------------------------------------------

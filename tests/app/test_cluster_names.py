@@ -1,4 +1,4 @@
-"""What `broker launch` settles before anything is begun."""
+"""Checks and decisions of `broker launch` before anything starts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from broker.types import Task
 
 
 @given(st.from_regex(TASK_NAME.pattern, fullmatch=True), st.text("0123456789abcdef", min_size=12, max_size=12))
-def test_whatever_a_task_may_be_called_a_cluster_can_be_called_after_it(name: str, owner: str) -> None:
+def test_every_valid_task_name_gives_a_valid_cluster_name(name: str, owner: str) -> None:
     wanted = name_cluster(Task(name=name), owner)
     assert CLUSTER_NAME.admits(wanted) and wanted.endswith(owner[:4])
 

@@ -1,4 +1,4 @@
-"""What stands on the command line over what stands in the file."""
+"""Options on the command line override the task file."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from broker.app.overrides import Overrides, read_pairs, read_task
 from broker.cli.main import main
-from broker.cli.options import Overrides, read_pairs, read_task
 from broker.errors import TaskError, UsageError
 
 FILE = "name: train\nresources: {infra: local}\nenvs: {A: file, B: file, C: file}\nrun: echo\n"

@@ -1,6 +1,6 @@
-"""A cloud in memory, for tests and rehearsal: whatever a real one does to its callers, on a clock that may be virtual.
+"""A cloud in memory for tests: it does to its callers whatever a real cloud does, on a clock that may be virtual.
 
-Its lists lag, its zones fill up, its answers get lost after the deed, and it sends a bill. Faults are counted.
+Lists lag, zones fill up, responses are lost after the effect, and usage is billed. Faults are counted.
 """
 
 from __future__ import annotations
@@ -30,41 +30,42 @@ from broker.types import Node, NodeList, NodeRequest, NodeState
 
 @noun
 class FaultRates:
-    """Chance of each fault per call, 0 to 1."""
+    """Probability of each fault per call, 0 to 1."""
 
     transient: float = 0.0
     throttled: float = 0.0
-    unknown_before: float = 0.0  # the answer is lost and nothing was done
-    unknown_after: float = 0.0  # the answer is lost after the deed
-    late: float = 0.0  # the answer is lost, and the deed is done up to `Market.late_s` later
+    unknown_before: float = 0.0  # the response is lost and nothing was done
+    unknown_after: float = 0.0  # the response is lost after the effect
+    late: float = 0.0  # the response is lost, and the effect comes up to `CloudTimings.late_s` later
     full: float = 0.0
     quota: float = 0.0
-    auth: float = 0.0  # the login expires: every call is refused for `Market.auth_s`
-    partial: float = 0.0  # a create makes a part of the gang only
-    stuck: float = 0.0  # a create hangs for up to `Market.hang_s` before the deed; one given up meanwhile does nothing
-    mute: float = 0.0  # a create's answer comes up to `Market.hang_s` after the deed, or never where that is infinite
-    never_boots: float = 0.0  # of one node
+    auth: float = 0.0  # the login expires: every call is refused for `CloudTimings.auth_s`
+    partial: float = 0.0  # a create makes only a part of the gang
+    # a create hangs for up to `CloudTimings.hang_s` before the effect; one cancelled meanwhile does nothing
+    stuck: float = 0.0
+    mute: float = 0.0  # a create responds up to `CloudTimings.hang_s` after the effect, or never if that is infinite
+    never_boots: float = 0.0  # per node
     forgotten: float = 0.0  # some nodes are missing from a list
     blank: float = 0.0  # a list is empty
-    blackout: float = 0.0  # every list is empty for `Market.blackout_s`
-    stale: float = 0.0  # a list tells how things were `Market.stale_s` ago
-    behind: float = 0.0  # one region's part of a list does so: it disagrees with the others
-    repeated: float = 0.0  # an earlier list comes once more, of at most `Market.repeated_s` ago
-    silent: float = 0.0  # one region gives no answer for `Market.silent_s`: its part is named as unseen
-    ignored: float = 0.0  # a terminate is accepted and forgotten
-    refused: float = 0.0  # a node may not be terminated for `Market.refused_s`
+    blackout: float = 0.0  # every list is empty for `CloudTimings.blackout_s`
+    stale: float = 0.0  # a list shows the state of `CloudTimings.stale_s` ago
+    behind: float = 0.0  # the same for one region of a list, which then disagrees with the others
+    repeated: float = 0.0  # an earlier list is returned again, at most `CloudTimings.repeated_s` old
+    silent: float = 0.0  # one region does not respond for `CloudTimings.silent_s`: the list names it as unseen
+    ignored: float = 0.0  # a terminate is accepted and has no effect
+    refused: float = 0.0  # a node cannot be terminated for `CloudTimings.refused_s`
 
 
 @noun
 class CloudTimings:
-    """How slow this cloud is, in seconds."""
+    """Latencies of the cloud, in seconds."""
 
     boot_s: float = 20.0
     boot_s_max: float = 40.0
-    list_s: float = 0.01  # that a list takes
-    list_lag_s: float = 5.0  # a new node may be missing from lists for so long; below `settle_s`
+    list_s: float = 0.01  # duration of a list call
+    list_lag_s: float = 5.0  # a new node may be missing from lists for this long; below `settle_s`
     terminate_s: float = 3.0
-    late_s: float = 4.0  # with the lag of lists, below `settle_s`
+    late_s: float = 4.0  # together with the lag of lists, below `settle_s`
     auth_s: float = 60.0
     blackout_s: float = 20.0
     stale_s: float = 8.0
@@ -72,14 +73,14 @@ class CloudTimings:
     silent_s: float = 30.0
     refused_s: float = 180.0
     hang_s: float = 60.0
-    vanish_s: float = math.inf  # so long after its end a node is listed no more
+    vanish_s: float = math.inf  # a terminated node is no longer listed after this
 
 
 @dataclass(kw_only=True)
-class _Machine:
-    """The truth about one node; what a list tells may lag behind it."""
+class _SimulatedMachine:
+    """The true state of one node; lists may lag behind it."""
 
-    node: Node  # as it was last looked at
+    node: Node  # as last observed
     running_s: float
     visible_s: float
     ending_s: float | None = None  # when it is gone
@@ -89,9 +90,10 @@ class _Machine:
 
 @dataclass(kw_only=True)
 class SimulatedCloud:
-    """Cloud, HasAccounts and CanPreempt. `on_effect` is called before and after each deed: raise in it to play a crash.
+    """Cloud, HasAccounts and CanPreempt.
 
-    `on_fault` hears of each fault as it is played, with the cluster it hits ("" for all).
+    `on_effect` is called before and after each effect; an exception raised in it simulates a crash. `on_fault` is
+    called for each injected fault with the affected cluster ("" for all).
     """
 
     name: ClassVar[str] = "simulated"
@@ -105,15 +107,15 @@ class SimulatedCloud:
     on_effect: Callable[[str], None] | None = None
     on_fault: Callable[[str, str], None] | None = None
     full_zones: dict[str, float] = field(default_factory=dict)  # zone -> full until
-    account: str = "account-1"  # that the login reaches now: nodes of another one are neither listed nor ended
-    silent_regions: dict[str, CloudError] = field(default_factory=dict)  # region -> what its list says instead
+    account: str = "account-1"  # that the login reaches now; nodes of other accounts are neither listed nor terminated
+    silent_regions: dict[str, CloudError] = field(default_factory=dict)  # region -> error that its list reports instead
     fault_counts: Counter[str] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
         self._random = random.Random(self.seed)
-        self._machines: dict[str, _Machine] = {}
+        self._machines: dict[str, _SimulatedMachine] = {}
         self._ids_by_token: dict[str, list[str]] = {}
-        self.asked_s: dict[str, float] = {}  # token -> when a call for it last set out, however late it is carried out
+        self.asked_s: dict[str, float] = {}  # token -> when a call for it was last sent, however late it takes effect
         self._late: list[tuple[float, NodeRequest]] = []
         self._locked_until_s = self._blank_until_s = 0.0
         self._silent_until_s: dict[str, float] = {}  # by region
@@ -129,7 +131,7 @@ class SimulatedCloud:
         return self.account
 
     async def create_nodes(self, request: NodeRequest) -> Sequence[Node]:
-        request = replace(request, account=self._find_login())  # also of a deed that is done late
+        request = replace(request, account=self._find_login())  # also for an effect that comes late
         await self.clock.sleep(0.05)
         self._maybe_fail("create", request.cluster)
         known = self._ids_by_token.get(request.token)
@@ -167,7 +169,7 @@ class SimulatedCloud:
         return self._list(self._maybe_repeat(listed) if self.faults.repeated else listed)
 
     def _list_machines(self, owner: str, now_s: float) -> list[Node]:
-        """As things were then; with a region that is further behind, drawn for each list."""
+        """List the state at that time; one region, drawn for each list, may be further behind."""
         seen_s: dict[str, float] = {}
         if self.faults.behind:
             regions = sorted({machine.node.region for machine in self._machines.values()})
@@ -191,7 +193,7 @@ class SimulatedCloud:
         return listed
 
     def _list(self, nodes: Sequence[Node]) -> NodeList:
-        """What of these this login may see, and which regions say nothing."""
+        """Return the nodes that this login may see, and the regions that do not respond."""
         login, unseen = self._find_login(), dict(self.silent_regions)
         if self.faults.silent or self._silent_until_s:
             unseen |= self._draw_silence(nodes)
@@ -204,14 +206,14 @@ class SimulatedCloud:
         if regions and self._draw("list:silent", self.faults.silent):
             self.silence(self._random.choice(regions), self.timings.silent_s)
         self._silent_until_s = {region: s for region, s in self._silent_until_s.items() if now_s < s}
-        return {region: TransientError(f"{region} gives no answer") for region in self._silent_until_s}
+        return {region: TransientError(f"{region} does not respond") for region in self._silent_until_s}
 
     def silence(self, region: str, duration_s: float) -> None:
         """Leave this region out of every list for `duration_s`."""
         self._silent_until_s[region] = self.clock.now_s() + duration_s
 
     def recover(self) -> None:
-        """From now on every call is answered, at once and in full."""
+        """Answer every call from now on, immediately and completely."""
         self.faults = FaultRates()
         self.full_zones.clear()
         self.silent_regions.clear()
@@ -219,7 +221,7 @@ class SimulatedCloud:
         self._told.clear()
 
     async def terminate_nodes(self, nodes: Sequence[Node]) -> None:
-        """An id that lists do not show yet counts as already gone, as on EC2: nothing is done, and nothing said."""
+        """Terminate nodes. An id that lists do not show yet counts as already gone, as on EC2: no effect, no error."""
         await self.clock.sleep(0.02)
         cluster = self._machines[nodes[0].id].node.cluster if nodes and nodes[0].id in self._machines else ""
         self._maybe_fail("terminate", cluster)
@@ -230,7 +232,7 @@ class SimulatedCloud:
             if self._draw("terminate:refused", self.faults.refused, cluster):
                 machine.refuses_until_s = now_s + self.timings.refused_s
         if any(machine.refuses_until_s > now_s for machine in machines):
-            raise TransientError("terminate: refused for now, try again later")
+            raise TransientError("terminate: refused for now, retry later")
         self._report("terminate:before")
         if not self._draw("terminate:ignored", self.faults.ignored, cluster):
             for machine in machines:
@@ -247,7 +249,7 @@ class SimulatedCloud:
         self.fault_counts["preempted"] += 1
 
     def black_out(self, duration_s: float) -> None:
-        """For so long every list is empty."""
+        """Return only empty lists for `duration_s`."""
         self._blank_until_s = self.clock.now_s() + duration_s
 
     def lock_out(self, duration_s: float) -> None:
@@ -255,21 +257,21 @@ class SimulatedCloud:
         self._locked_until_s = self.clock.now_s() + duration_s
 
     def end_by_itself(self, node_id: str, *, reason: str) -> None:
-        """The machine switches itself off, as when its lease runs out."""
+        """Shut the machine down from inside, as when its lease expires."""
         self._end(self._machines[node_id], after_s=0.0, reason=reason)
 
     def add_foreign_node(self, node: Node) -> None:
-        """A node somebody else owns, running from now on."""
+        """Add a running node that another owner created."""
         now_s = self.clock.now_s()
-        self._machines[node.id] = _Machine(node=node, running_s=now_s, visible_s=now_s)
+        self._machines[node.id] = _SimulatedMachine(node=node, running_s=now_s, visible_s=now_s)
 
     def observe(self) -> Sequence[Node]:
-        """The truth, with no lag: for checkers and the pretend runtime only."""
+        """Return the true state without lag: for checkers and the simulated runtime only."""
         self._do_late_deeds()
         return [self._look(machine) for machine in self._machines.values()]
 
     def find(self, ids: Sequence[str]) -> Sequence[Node]:
-        """As `observe`, of these nodes."""
+        """Like `observe`, for these nodes only."""
         return [self._look(self._machines[node_id]) for node_id in ids]
 
     def bill_usd(self) -> float:
@@ -308,7 +310,7 @@ class SimulatedCloud:
         )
         boots = not self._draw("boot:never", self.faults.never_boots, request.cluster)
         boot_s = self._random.uniform(self.timings.boot_s, self.timings.boot_s_max) if boots else math.inf
-        self._machines[node_id] = _Machine(
+        self._machines[node_id] = _SimulatedMachine(
             node=node,
             running_s=now_s + boot_s,
             visible_s=now_s + self._random.uniform(0.0, self.timings.list_lag_s),
@@ -323,21 +325,22 @@ class SimulatedCloud:
             if request.token not in self._ids_by_token:
                 self._make_gang(request, due_s)
 
-    def _has_vanished(self, machine: _Machine, now_s: float) -> bool:
+    def _has_vanished(self, machine: _SimulatedMachine, now_s: float) -> bool:
         return machine.ending_s is not None and now_s >= machine.ending_s + self.timings.vanish_s
 
-    def _look(self, machine: _Machine, at_s: float | None = None) -> Node:
+    def _look(self, machine: _SimulatedMachine, at_s: float | None = None) -> Node:
         now_s = self.clock.now_s() if at_s is None else at_s
         state = NodeState.RUNNING if now_s >= machine.running_s else NodeState.PENDING
         ended_s = None
         if machine.ending_s is not None and now_s >= machine.ending_s:
             state, ended_s = NodeState.TERMINATED, machine.ending_s
         node = machine.node
-        if (node.state, node.ended_s, node.reason) != (state, ended_s, machine.reason):  # else it is made already
+        # otherwise the state is current
+        if (node.state, node.ended_s, node.reason) != (state, ended_s, machine.reason):
             node = machine.node = replace(node, state=state, ended_s=ended_s, reason=machine.reason)
         return node
 
-    def _end(self, machine: _Machine, *, after_s: float, reason: str) -> None:
+    def _end(self, machine: _SimulatedMachine, *, after_s: float, reason: str) -> None:
         ending_s = self.clock.now_s() + after_s
         if machine.ending_s is None or ending_s < machine.ending_s:
             machine.ending_s, machine.reason = ending_s, machine.reason or reason

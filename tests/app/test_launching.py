@@ -1,0 +1,134 @@
+"""Every kind of launch prepares its tasks in the same order, and nothing is sent before the price is confirmed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from broker.app.container import Context, LazyClouds
+from broker.app.jobs import JobTarget
+from broker.app.launching import Callbacks, ClusterTarget, Target, prepare
+from broker.app.planning import read_task
+from broker.errors import UsageError
+from broker.types import Cluster, ClusterStatus, Plan, StorageMount, Task
+
+KINDS: tuple[Callable[[Context, Task], Target], ...] = (
+    lambda context, task: ClusterTarget.of(context, task, name="dev"),
+    lambda context, task: JobTarget(context=context),
+)
+
+
+class Refused(Exception):
+    pass
+
+
+class Recorder:
+    """Callbacks that record what they are called for."""
+
+    def __init__(self, *, agrees: bool = True) -> None:
+        self.calls: list[str] = []
+        self._agrees = agrees
+
+    def show(self, plans: Sequence[Plan]) -> None:
+        self.calls.append("show")
+
+    def confirm(self, plans: Sequence[Plan]) -> None:
+        self.calls.append("confirm")
+        if not self._agrees:
+            raise Refused
+
+    @contextmanager
+    def track(self, url: str) -> Iterator[Callable[[int, int], None]]:
+        self.calls.append(f"upload to {url}")
+        yield lambda done, total: None
+
+    def make(self) -> Callbacks:
+        return Callbacks(show=self.show, confirm=self.confirm, track_upload=self.track)
+
+
+@pytest.fixture
+def context(tmp_path: Path) -> Iterator[Context]:
+    home = tmp_path / "home"
+    home.mkdir()
+    (home / "config.toml").write_text('checkpoints = "/shared/checkpoints"\n')
+    context = Context(home)
+    yield context
+    context.close()
+
+
+@pytest.fixture
+def task(tmp_path: Path) -> Task:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "a.txt").write_text("a")
+    mount = StorageMount(target="/data", source=(str(tmp_path / "data"),), name="a-bucket", store="s3")
+    task = read_task({"name": "t", "resources": {"infra": "local"}, "run": "true", "workdir": "."})
+    return replace(task, storage_mounts=(mount,))
+
+
+@pytest.mark.parametrize("make_target", KINDS)
+def test_price_is_confirmed_before_anything_is_sent(
+    context: Context, task: Task, make_target: Callable[[Context, Task], Target]
+) -> None:
+    recorder = Recorder(agrees=False)
+    with pytest.raises(Refused):
+        prepare(context, [task], make_target(context, task), callbacks=recorder.make())
+    assert recorder.calls == ["show", "confirm"]
+
+
+@pytest.mark.parametrize("make_target", KINDS)
+def test_defaults_are_settled_before_the_plan_and_paths_are_absolute(
+    context: Context, task: Task, make_target: Callable[[Context, Task], Target]
+) -> None:
+    bare = replace(task, storage_mounts=())
+    ready = prepare(context, [bare], make_target(context, bare))
+    assert ready.tasks[0].checkpoint.to == ready.plans[0].task.checkpoint.to == "/shared/checkpoints"
+    assert ready.tasks[0].workdir == str(Path.cwd())
+
+
+@pytest.mark.parametrize("make_target", KINDS)
+def test_a_dry_run_ends_after_the_plan(
+    context: Context, task: Task, make_target: Callable[[Context, Task], Target]
+) -> None:
+    recorder = Recorder()
+    prepare(context, [task], make_target(context, task), callbacks=recorder.make(), is_dryrun=True)
+    assert recorder.calls == ["show"]
+
+
+def test_a_cluster_that_is_up_is_paid_for_already(context: Context, task: Task) -> None:
+    bare = replace(task, storage_mounts=())
+    target = ClusterTarget.of(context, bare, name="dev")
+    (plan,) = prepare(context, [bare], target).plans
+    context.store.clusters.put(
+        Cluster(name="dev", status=ClusterStatus.UP, placement=plan.choice.placement, attempt=1, nodes=())
+    )
+    recorder = Recorder()
+    prepare(context, [bare], target, callbacks=recorder.make())
+    assert recorder.calls == ["show"]
+
+
+def test_a_name_that_no_cluster_can_have_is_refused(context: Context, task: Task) -> None:
+    recorder = Recorder()
+    target = ClusterTarget.of(context, task, name="two words")
+    with pytest.raises(UsageError, match="invalid cluster name `two words`"):
+        prepare(context, [task], target, callbacks=recorder.make())
+    assert recorder.calls == ["show"]
+
+
+def test_a_launch_on_one_cloud_makes_no_other(context: Context, task: Task) -> None:
+    bare = replace(task, storage_mounts=())
+    made: list[str] = []
+    clouds = context.clouds
+    assert isinstance(clouds, LazyClouds)
+
+    def make(name: str) -> object:
+        made.append(name)
+        return clouds.get(name)
+
+    context.__dict__["clouds"] = LazyClouds(("local", "aws", "gcp"), make)  # type: ignore[arg-type]
+    prepare(context, [bare], ClusterTarget.of(context, bare, name="dev"))
+    assert set(made) == {"local"}
+    assert "none" not in context.clouds and "local" in list(context.clouds) and "aws" in made
