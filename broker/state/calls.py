@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from broker.nouns import noun
-from broker.state.database import Database
+from broker.state.base import Database
 
 
 @noun

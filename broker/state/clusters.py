@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sqlite3
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -11,7 +10,7 @@ import msgspec
 
 from broker.errors import DamagedRowError
 from broker.nouns import noun
-from broker.state.database import Database, keep_readable, read_row, read_s, read_text
+from broker.state.base import Database, Row, keep_readable, read_row, read_s, read_text
 from broker.types import Cluster, IntentEnd, Node, NodeRequest, NodeState
 
 
@@ -135,7 +134,7 @@ class IntentRows:
         return int(rows[0][0])
 
 
-def _read_cluster(row: sqlite3.Row) -> Cluster:
+def _read_cluster(row: Row) -> Cluster:
     def read() -> Cluster:
         cluster = msgspec.json.decode(row["body"], type=Cluster)
         _ = cluster.placement.usd_hour  # a damaged name of a field reads as a field that is missing
@@ -144,7 +143,7 @@ def _read_cluster(row: sqlite3.Row) -> Cluster:
     return read_row("clusters", row["name"], read)
 
 
-def _read_intent(row: sqlite3.Row) -> Intent:
+def _read_intent(row: Row) -> Intent:
     return read_row(
         "intents",
         row["token"],
@@ -239,7 +238,7 @@ class BillRows:
         return {row[0]: row[1] for row in rows}
 
 
-def _read_bill(row: sqlite3.Row) -> Bill:
+def _read_bill(row: Row) -> Bill:
     return read_row(
         "nodes",
         f"{row['cloud']}/{row['node']}",

@@ -3,32 +3,24 @@
 from __future__ import annotations
 
 import os
-import random
 import sqlite3
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from broker.clock import Clock
-from broker.errors import DamagedRowError, FencedError, StateError
+from broker.errors import FencedError, StateError
+from broker.state.base import draw_uid
 from broker.state.copies import is_copy_due, write_copy
 from broker.state.faults import FAULTS, explain_fault, is_unwritable
 from broker.state.guard import Guard, check_lineage, check_not_lost, list_ways_back, read_guard, write_guard
 from broker.state.schema import MIGRATIONS
 
 BUSY_TIMEOUT_MS = 60_000  # a command waits this long for another broker's transaction before it gives up
-UID_LETTERS = "abcdefghjkmnpqrstuvwxyz23456789"  # none that looks like another: 28 million ids of five
-UID_LENGTH = 5
-TIME_S_MAX = 1e11  # the year 5138
-T = TypeVar("T")
 
 
-def draw_uid() -> str:
-    return "".join(random.SystemRandom().choices(UID_LETTERS, k=UID_LENGTH))
-
-
-class Database:
+class SqliteDatabase:
     """WAL and synchronous=FULL: a committed intent survives a power cut (measured 0.14 ms a commit).
 
     `owner` is the installation's id, recorded in the file and compared when it is opened. `draw_uid` makes the random
@@ -242,40 +234,3 @@ class Database:
         )
         if guard != wanted:
             write_guard(self.path, wanted)
-
-
-def read_row(table: str, key: object, decode: Callable[[], T]) -> T:
-    """What `decode` makes of a row. Raises DamagedRowError where its content is not what was written."""
-    try:
-        return decode()
-    except (ValueError, TypeError, KeyError, AttributeError, OverflowError, AssertionError) as error:
-        raise DamagedRowError(table, str(key), str(error)) from error
-
-
-def keep_readable(rows: Sequence[Callable[[], T]], on_damage: Callable[[DamagedRowError], None] | None) -> list[T]:
-    """What each row says. A damaged one is told to `on_damage` and left out, or raised where there is none."""
-    found = []
-    for read in rows:
-        try:
-            found.append(read())
-        except DamagedRowError as error:
-            if on_damage is None:
-                raise
-            on_damage(error)
-    return found
-
-
-def read_s(value: object) -> float:
-    """A point in time, in seconds. Raises ValueError, TypeError for what is none."""
-    if not isinstance(value, int | float):
-        raise TypeError(f"time expected, found {type(value).__name__}")
-    if not abs(value) < TIME_S_MAX:
-        raise ValueError(f"{value} is no point in time")
-    return float(value)
-
-
-def read_text(value: object) -> str:
-    """SQLite keeps any kind of value in any column. Raises TypeError for one that is no text."""
-    if not isinstance(value, str):
-        raise TypeError(f"text expected, found {type(value).__name__}")
-    return value

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import math
-import sqlite3
 from collections.abc import Sequence
 
 from broker.nouns import noun
-from broker.state.database import TIME_S_MAX, Database
+from broker.state.base import TIME_S_MAX, Database, Row
 from broker.types import Placement
 from broker.types.outcomes import Event, EventData, EventKind, make_event
 from broker.wording import describe_event
@@ -64,7 +63,6 @@ class EventRows:
 
     def add(self, event: Event, *, job_id: int | None = None, cluster: str | None = None) -> None:
         data = json.dumps(event.data, ensure_ascii=False)
-        data = json.dumps(event.data, ensure_ascii=False)
         self._database.write(
             "INSERT INTO events (time_s, kind, data, job_id, cluster) VALUES (?, ?, ?, ?, ?)",
             (self._database.clock.now_s(), event.kind.value, data, job_id, cluster),
@@ -80,7 +78,7 @@ class EventRows:
         return [_read_event(row) for row in rows]
 
 
-def _read_event(row: sqlite3.Row) -> EventRow:
+def _read_event(row: Row) -> EventRow:
     """A damaged one is shown as far as it can be read: no list of events is worth less for it."""
     event = _decode(row["kind"], row["data"])
     return EventRow(

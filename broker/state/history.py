@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from broker.nouns import noun
 from broker.spot.durations import NOTHING_SEEN, Durations
 from broker.spot.hazard import Observation
-from broker.state.database import Database
+from broker.state.base import Database
 from broker.types import OutcomeKind
 
 HALF_LIFE_DAYS = 14.0  # markets of last month say little: recorded zones change their character within weeks

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sqlite3
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
@@ -12,7 +11,7 @@ import msgspec
 
 from broker.errors import DamagedRowError, UsageError
 from broker.nouns import noun
-from broker.state.database import Database, keep_readable, read_row, read_s, read_text
+from broker.state.base import Database, Row, keep_readable, read_row, read_s, read_text
 from broker.state.secret_files import SecretFiles
 from broker.task.codec import decode_task, encode_task
 from broker.types import Attempt, Job, JobStatus, Outcome, OutcomeKind, Progress, Task
@@ -120,11 +119,11 @@ class JobRows:
 
     def list(self, *, on_damage: OnDamage = None) -> Sequence[Job]:
         """All of them, oldest first. Damaged ones are told to `on_damage` and left out, or raised without it."""
-        attempts: dict[int, list[sqlite3.Row]] = {}
+        attempts: dict[int, list[Row]] = {}
         for row in self._database.rows(f"SELECT {ATTEMPT_COLUMNS} FROM attempts ORDER BY job_id, number"):
             attempts.setdefault(row["job_id"], []).append(row)
 
-        def read(row: sqlite3.Row) -> Job:
+        def read(row: Row) -> Job:
             return self._read_job(row, [_read_attempt(each) for each in attempts.get(row["id"], ())])
 
         rows = self._database.rows(f"SELECT {COLUMNS} FROM jobs ORDER BY id")
@@ -258,10 +257,10 @@ class JobRows:
             raise UsageError(f"there is no job {job_id}", hints=("List jobs with `broker jobs queue`.",))
         return job
 
-    def _read_job(self, row: sqlite3.Row, attempts: Sequence[Attempt]) -> Job:
+    def _read_job(self, row: Row, attempts: Sequence[Attempt]) -> Job:
         return read_row("jobs", row["id"], lambda: self._decode_job(row, attempts))
 
-    def _decode_job(self, row: sqlite3.Row, attempts: Sequence[Attempt]) -> Job:
+    def _decode_job(self, row: Row, attempts: Sequence[Attempt]) -> Job:
         names = msgspec.json.decode(row["secret_names"], type=list[str])
         progress = row["progress"]
         return Job(
@@ -287,7 +286,7 @@ class JobRows:
         )
 
 
-def _read_attempt(row: sqlite3.Row) -> Attempt:
+def _read_attempt(row: Row) -> Attempt:
     key = f"{row['job_id']}/{row['number']}"
 
     def read() -> Attempt:
@@ -312,7 +311,7 @@ def _read_count(value: object) -> int | None:
     return value
 
 
-def _read_line(row: sqlite3.Row) -> JobLine:
+def _read_line(row: Row) -> JobLine:
     return read_row(
         "jobs",
         row["id"],

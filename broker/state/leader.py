@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from broker.state.database import Database, read_row
+from broker.state.base import Database, read_row
 
 
 class LeaderRow:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from broker.state.database import Database
+from broker.state.base import Database
 
 ADOPTED = "adopted:"  # with a cloud's name: nodes there that no record names were adopted, as far as there were any
 SEEN = "seen:"  # with a cloud's name: when its nodes were first listed for that

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import sqlite3
 import time
 from calendar import timegm
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence, Set
 
 from broker.nouns import noun
-from broker.state.database import Database, read_row, read_s
+from broker.state.base import Database, Row, read_row, read_s
 from broker.state.schema import KEPT_DAYS
 
 ENDED_JOBS_MAX = 20_000
@@ -145,9 +144,7 @@ class Compaction:
             self._database.execute("PRAGMA wal_checkpoint(TRUNCATE)")
 
 
-def _choose_prunable(
-    rows: Iterable[sqlite3.Row], busy: Set[int], *, before_s: float, ended_jobs_max: int
-) -> Iterator[int]:
+def _choose_prunable(rows: Iterable[Row], busy: Set[int], *, before_s: float, ended_jobs_max: int) -> Iterator[int]:
     """`rows` newest first. Jobs only name older ones, so one pass finds all that are still named."""
     named: set[int] = set()
     ended = 0

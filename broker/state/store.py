@@ -6,9 +6,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from broker.clock import Clock
+from broker.state.base import draw_uid
 from broker.state.calls import Pace, PaceRows, RetryBudgetRows
 from broker.state.clusters import Bill, BillRows, ClusterRows, Intent, IntentRows
-from broker.state.database import Database, draw_uid
+from broker.state.database import SqliteDatabase
 from broker.state.events import EventRow, EventRows, Refusal, RefusalRows
 from broker.state.history import HistoryRows
 from broker.state.jobs import JobLine, JobRows, LogOffset, StepRange
@@ -19,7 +20,7 @@ from broker.state.retention import Compaction, Total
 __all__ = ["Bill", "EventRow", "Intent", "JobLine", "LogOffset", "Pace", "Refusal", "StepRange", "Store", "Total"]
 
 
-class Store(Database):
+class Store(SqliteDatabase):
     """Open with `Store(path, clock=clock)`; methods are synchronous, short, and durable when they return.
 
     What several repositories write within one `transaction` of the store is one commit.

@@ -21,7 +21,7 @@ from broker.state.store import Store
 from broker.types import JobStatus, Task
 from tests.simulation.virtual import VirtualClock
 from tests.simulation.world import OWNER
-from tests.state.test_rows import Hands
+from tests.state.samples import Hands
 
 
 class Provisioner:

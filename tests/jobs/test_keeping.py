@@ -28,7 +28,7 @@ from tests.clouds.simulated import FaultRates
 from tests.jobs.test_node_replacement import take_nodes
 from tests.simulation.test_crashes import check, drive
 from tests.simulation.world import Report, World, make_offer
-from tests.state.test_rows import NODE
+from tests.state.samples import NODE
 
 GANG = Placement(offer=make_offer("east1a", usd_hour=2.0), is_spot=True, node_count=4)
 

@@ -15,7 +15,7 @@ from broker.jobs.log_files import copy_left_log, copy_log, forget_logs, get_log_
 from broker.state.store import LogOffset, Store
 from broker.types import Attempt, JobStatus, Placement, Task
 from tests.simulation.world import make_offer
-from tests.state.test_rows import START_S, Hands
+from tests.state.samples import START_S, Hands
 
 PLACEMENT = Placement(offer=make_offer("east1a"), is_spot=True, node_count=1)
 

@@ -25,7 +25,7 @@ from broker.types import (
     Task,
 )
 from tests.simulation.world import Report, make_offer
-from tests.state.test_rows import NODE, START_S, Hands
+from tests.state.samples import NODE, START_S, Hands
 
 TASK = Task(num_nodes=2, recovery=JobRecovery(nodes_min=1))
 LOOK_S = 2.0

@@ -11,7 +11,7 @@ from broker.jobs.policy_runner import LOOK_S_MAX, LOOK_S_MIN, PolicyRunner
 from broker.state.store import Store
 from broker.types import Attempt, Cluster, JobStatus, Plan, Progress, Task
 from tests.jobs.test_deadline import DEAR, TASK, make_moving_stage, plan_of
-from tests.state.test_rows import START_S, Hands
+from tests.state.samples import START_S, Hands
 
 FULL = 2  # SQLite's number of `synchronous`
 

@@ -11,7 +11,7 @@ from broker.jobs.submission import retry_job, submit_tasks
 from broker.state.store import Store
 from broker.types import Attempt, Job, JobStatus, Placement, Secret, Task
 from tests.simulation.world import make_offer
-from tests.state.test_rows import Hands
+from tests.state.samples import Hands
 
 
 @pytest.fixture

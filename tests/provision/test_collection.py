@@ -29,7 +29,7 @@ from broker.types import (
     Task,
 )
 from tests.simulation.world import make_offer
-from tests.state.test_rows import START_S, Hands
+from tests.state.samples import START_S, Hands
 
 PLACEMENT = Placement(offer=make_offer("east1a"), is_spot=True, node_count=1)
 NODE = Node(

@@ -9,7 +9,7 @@ import pytest
 from broker.provision.hedge_timer import LIMITS, Answer, HedgeLimits, HedgeTimer, bound, learn
 from broker.state.calls import Pace
 from broker.state.store import Store
-from tests.state.test_rows import Hands
+from tests.state.samples import Hands
 
 
 @pytest.fixture

@@ -2,24 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
-import pytest
-
 from broker.provision.hedge_timer import learn
 from broker.state.calls import Pace
 from broker.state.store import Store
-from tests.state.test_rows import Hands
-
-
-@pytest.fixture
-def clock() -> Hands:
-    return Hands()
-
-
-@pytest.fixture
-def store(tmp_path: Path, clock: Hands) -> Store:
-    return Store(tmp_path / "state.db", clock=clock)
+from tests.state.samples import Hands
 
 
 def test_failed_calls_take_tokens_and_time_gives_them_back(store: Store, clock: Hands) -> None:

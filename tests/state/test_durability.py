@@ -12,28 +12,16 @@ from broker.provision.hedge_timer import learn
 from broker.state.jobs import LogOffset
 from broker.state.store import Store
 from broker.types import (
-    Attempt,
-    Cluster,
-    ClusterStatus,
     EventKind,
     IntentEnd,
     JobStatus,
-    Node,
-    NodeRequest,
-    NodeState,
-    Placement,
     Progress,
     Secret,
     Task,
     make_event,
 )
-from tests.simulation.world import make_offer
+from tests.state.samples import ATTEMPT, CLUSTER, NODE, PLACEMENT, REQUEST
 
-PLACEMENT = Placement(offer=make_offer("east1a"), is_spot=True, node_count=2)
-NODE = Node(id="n", cloud="x", owner="me", cluster="c", attempt=1, rank=0, state=NodeState.RUNNING)
-REQUEST = NodeRequest(owner="me", cluster="c", attempt=1, token="t", placement=PLACEMENT)
-ATTEMPT = Attempt(job_id=1, number=1, cluster="c", placement=PLACEMENT, started_s=0.0)
-CLUSTER = Cluster(name="c", status=ClusterStatus.UP, placement=PLACEMENT, attempt=1)
 FULL, NORMAL = 2, 1  # SQLite's numbers of `synchronous`
 Deed = Callable[[Store], object]
 

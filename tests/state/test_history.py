@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -12,7 +11,8 @@ from broker.state.history import HALF_LIFE_DAYS, SPELL_DAYS, SpotStay, gather_du
 from broker.state.store import Store
 from broker.types import Attempt, Outcome, OutcomeKind, Placement, Task
 from tests.simulation.world import make_offer
-from tests.state.test_rows import START_S, Hands
+from tests.state.conftest import OpenStore
+from tests.state.samples import START_S, Hands
 
 OFFER = make_offer("east1a")
 PLACE = (OFFER.cloud, OFFER.region, OFFER.zone, OFFER.instance_type)
@@ -23,13 +23,8 @@ STAY = SpotStay(place=PLACE, node_count=2, begin_s=NOW_S - 3 * HOUR_S, end_s=NOW
 
 
 @pytest.fixture
-def clock() -> Hands:
-    return Hands()
-
-
-@pytest.fixture
-def store(tmp_path: Path, clock: Hands) -> Store:
-    made = Store(tmp_path / "state.db", clock=clock)
+def store(open_store: OpenStore) -> Store:
+    made = open_store()
     made.jobs.add("j", Task())
     return made
 

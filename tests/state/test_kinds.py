@@ -30,7 +30,7 @@ from broker.state.store import Store
 from broker.types import Attempt, EventKind, Outcome, OutcomeKind, Placement, Task, make_event
 from broker.wording import describe_event, describe_outcome
 from tests.simulation.world import make_offer
-from tests.state.test_rows import Hands
+from tests.state.samples import Hands
 
 HERE = Path(__file__).parent
 SAID: dict[str, Any] = json.loads((HERE / "schema_9.json").read_text())

@@ -19,7 +19,7 @@ from broker.state.restoring import find_copy, reset, restore
 from broker.state.schema import MIGRATIONS
 from broker.state.store import Store
 from broker.types import EventKind, JobStatus, Secret, Task
-from tests.state.test_retention import Hands
+from tests.state.samples import Hands
 
 CLOCK = SystemClock()
 OWNER = "0123456789ab"

@@ -8,7 +8,7 @@ from pathlib import Path
 from broker.state.names import list_cluster_names, list_job_names
 from broker.state.store import Store
 from broker.types import Cluster, ClusterStatus, JobStatus, Task
-from tests.state.test_rows import PLACEMENT, Hands
+from tests.state.samples import PLACEMENT, Hands
 
 
 def test_live_and_ended_jobs_are_told_apart_and_unsafe_names_are_left_out(tmp_path: Path) -> None:

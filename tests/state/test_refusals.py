@@ -3,28 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 from broker.state.events import FORGIVEN_AFTER_S, Refusal
 from broker.state.store import Store
-from broker.types import Placement
 from tests.simulation.world import make_offer
-from tests.state.test_rows import START_S, Hands
+from tests.state.samples import PLACEMENT, START_S, Hands
 
 OFFER = make_offer("east1a")
-PLACEMENT = Placement(offer=OFFER, is_spot=True, node_count=2)
-
-
-@pytest.fixture
-def clock() -> Hands:
-    return Hands()
-
-
-@pytest.fixture
-def store(tmp_path: Path, clock: Hands) -> Store:
-    return Store(tmp_path / "state.db", clock=clock)
 
 
 def make(**fields: object) -> Refusal:

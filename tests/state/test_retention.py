@@ -42,16 +42,6 @@ class Hands:
         self.time_s += duration_s
 
 
-@pytest.fixture
-def clock() -> Hands:
-    return Hands()
-
-
-@pytest.fixture
-def store(tmp_path: Path, clock: Hands) -> Store:
-    return Store(tmp_path / "state.db", clock=clock)
-
-
 def run_job(
     store: Store, clock: Hands, *, begin_s: float, hours: float = 2.0, usd_hour: float = 1.0, **job: object
 ) -> int:

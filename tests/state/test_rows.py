@@ -20,45 +20,14 @@ from broker.types import (
     IntentEnd,
     Job,
     JobStatus,
-    Node,
     NodeRequest,
     NodeState,
-    Placement,
     Progress,
     Secret,
     Task,
     make_event,
 )
-from tests.simulation.world import make_offer
-
-PLACEMENT = Placement(offer=make_offer("east1a"), is_spot=True, node_count=2)
-START_S = 1_800_000_000.0
-NODE = Node(
-    id="n", cloud="x", owner="me", cluster="c", attempt=1, rank=0, state=NodeState.RUNNING, usd_hour=2.0, created_s=0.0
-)
-
-
-class Hands:
-    """A clock that stands still until it is moved."""
-
-    def __init__(self) -> None:
-        self.time_s = START_S
-
-    def now_s(self) -> float:
-        return self.time_s
-
-    async def sleep(self, duration_s: float) -> None:
-        self.time_s += duration_s
-
-
-@pytest.fixture
-def clock() -> Hands:
-    return Hands()
-
-
-@pytest.fixture
-def store(tmp_path: Path, clock: Hands) -> Store:
-    return Store(tmp_path / "state.db", clock=clock)
+from tests.state.samples import NODE, PLACEMENT, START_S, Hands
 
 
 def get(store: Store, job: Job) -> Job:

@@ -19,20 +19,12 @@ from broker.types import (
     Node,
     NodeRequest,
     NodeState,
-    Placement,
     Progress,
     Secret,
     Task,
     make_event,
 )
-from tests.simulation.world import make_offer
-
-PLACEMENT = Placement(offer=make_offer("east1a"), is_spot=True, node_count=2)
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Store:
-    return Store(tmp_path / "home" / "state.db", clock=SystemClock())
+from tests.state.samples import PLACEMENT
 
 
 def test_a_terminal_job_never_changes(store: Store) -> None:

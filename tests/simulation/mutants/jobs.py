@@ -12,7 +12,7 @@ from broker.jobs import acquisition, allowance, controller, daemon, endings, in_
 from broker.jobs.controller import JobController
 from broker.jobs.endings import Endings
 from broker.jobs.health import HealthSignals, Verdict, classify, list_lost_ranks
-from broker.state.database import Database
+from broker.state.database import SqliteDatabase
 from broker.state.jobs import JobRows
 from broker.types import Attempt, Job, JobStatus, Outcome, RunStatus
 
@@ -50,7 +50,7 @@ def terminal_state_overwritten() -> Patches:
 
 def stale_epoch_writes() -> Patches:
     """A leader that slept through its replacement goes on."""
-    return (patch.object(Database, "_check_epoch", lambda self: None),)
+    return (patch.object(SqliteDatabase, "_check_epoch", lambda self: None),)
 
 
 def two_leaders() -> Patches:
@@ -60,7 +60,7 @@ def two_leaders() -> Patches:
     def hold(config: Any) -> Iterator[bool]:
         yield True
 
-    return (patch.object(daemon, "hold_lock", hold), patch.object(Database, "_check_epoch", lambda self: None))
+    return (patch.object(daemon, "hold_lock", hold), patch.object(SqliteDatabase, "_check_epoch", lambda self: None))
 
 
 def outcome_ignored() -> Patches:

@@ -19,7 +19,7 @@ from broker.provision.launch import Launcher
 from broker.provision.lifecycle import Provisioner
 from broker.provision.listing import Lister
 from broker.state.clusters import IntentRows
-from broker.state.database import Database
+from broker.state.database import SqliteDatabase
 from broker.state.store import Store
 from broker.types import Cluster, Job, NodeState
 
@@ -51,14 +51,14 @@ def intents_not_durable() -> Patches:
 
 def synchronous_never_back_to_full() -> Patches:
     """The first commit that needs no sync takes it from all that follow on its connection."""
-    transaction = Database.transaction
+    transaction = SqliteDatabase.transaction
 
     @contextmanager
     def loosen(self: Any, *, is_durable: bool = True) -> Iterator[None]:
         with transaction(self, is_durable=is_durable and self._is_durable):
             yield
 
-    return (patch.object(Database, "transaction", loosen),)
+    return (patch.object(SqliteDatabase, "transaction", loosen),)
 
 
 # -- records ------------------------------------------------------------------------------------------------------
