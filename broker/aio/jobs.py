@@ -93,7 +93,7 @@ async def queue(*, home: Path | None = None, on_note: Notes | None = None) -> tu
     """Return all managed jobs, oldest first. A daemon that died is restarted."""
 
     def list_jobs(context: Context) -> tuple[Job, ...]:
-        found = context.store.list_jobs(on_damage=context.warn)
+        found = context.store.jobs.list(on_damage=context.warn)
         context.keep_jobs_going()
         return tuple(found)
 
@@ -108,7 +108,7 @@ async def cancel(*wanted: int | str, home: Path | None = None, on_note: Notes | 
 
     def end(context: Context) -> tuple[Job, ...]:
         found = jobs.find_jobs(context, wanted)
-        live = tuple(job for job in found if context.store.request_cancel(job.id))
+        live = tuple(job for job in found if context.store.jobs.request_cancel(job.id))
         if live:
             context.ensure_daemon()
         return live

@@ -39,14 +39,14 @@ def find_up(context: Context, name: str) -> Cluster:
 
 async def read_status(context: Context, *, is_refreshing: bool) -> Status:
     """Read the records of all clusters, and with `is_refreshing` their state at the clouds."""
-    known = context.store.list_clusters(on_damage=context.warn)
+    known = context.store.clusters.list(on_damage=context.warn)
     clusters, failures = await refresh_clusters(context, known) if is_refreshing else (known, {})
     now_s = context.clock.now_s()
     return Status(
         clusters=tuple(clusters),
-        spent_usd={each.name: context.store.spend_usd(cluster=each.name, now_s=now_s) for each in clusters},
-        total_usd=context.store.spend_usd(now_s=now_s),
-        live_job_ids=tuple(context.store.list_live_job_ids()),
+        spent_usd={each.name: context.store.bills.spend_usd(cluster=each.name, now_s=now_s) for each in clusters},
+        total_usd=context.store.bills.spend_usd(now_s=now_s),
+        live_job_ids=tuple(context.store.jobs.list_live_ids()),
         failures=failures,
     )
 
@@ -79,7 +79,7 @@ def raise_unasked(failures: Mapping[str, CloudError]) -> None:
 
 def find_run_id(context: Context, cluster: str, run_id: int | None) -> int:
     """Return the given run, or the newest. Raises UsageError where there is none."""
-    wanted = run_id or context.store.newest_run_id(cluster)
+    wanted = run_id or context.store.clusters.newest_run_id(cluster)
     if not wanted:
         raise UsageError(
             f"cluster `{cluster}` has no runs yet", hints=[f"run a task with `broker exec {cluster} TASK.yaml`"]
@@ -144,20 +144,20 @@ async def set_autostop(context: Context, name: str, rule: Autostop | None) -> No
     await context.gang.set_autostop(cluster, rule)
     with context.store.transaction():
         current = find_up(context, name)  # it may have been terminated, or one of its nodes replaced
-        context.store.put_cluster(replace(current, autostop=rule))
+        context.store.clusters.put(replace(current, autostop=rule))
 
 
 def select_clusters(
     context: Context, patterns: Sequence[str], *, is_all: bool = False
 ) -> tuple[list[Cluster], list[BrokerError]]:
     """Select the matching clusters that may be terminated; return an error for every other name or cluster."""
-    known = context.store.list_clusters(on_damage=context.warn)
+    known = context.store.clusters.list(on_damage=context.warn)
     matching = [each for each in known if any(fnmatch.fnmatch(each.name, pattern) for pattern in patterns)]
     failures: list[BrokerError] = []
     for pattern in patterns:
         if not is_all and not any(fnmatch.fnmatch(each.name, pattern) for each in known):
             failures.append(context.explain_missing(pattern))
-    live_jobs = context.store.list_live_job_ids()  # the cluster of an ended job may be terminated like any other
+    live_jobs = context.store.jobs.list_live_ids()  # the cluster of an ended job may be terminated like any other
     for each in matching:
         if each.job_id in live_jobs:
             hint = f"cancel the job, which terminates its cluster: `broker jobs cancel {each.job_id}`"

@@ -119,9 +119,9 @@ class Context:
             return ""
         keys = Keys(self.config.keys)
         # Intents first: one that closes meanwhile has its cluster recorded in the same commit.
-        live = [(intent.request.cluster, intent.request.token) for intent in self.store.list_open_intents()]
-        for cluster in self.store.list_clusters():
-            live += [(cluster.name, token) for token in self.store.list_tokens(cluster.name)]
+        live = [(intent.request.cluster, intent.request.token) for intent in self.store.intents.list_open()]
+        for cluster in self.store.clusters.list():
+            live += [(cluster.name, token) for token in self.store.intents.list_tokens(cluster.name)]
         if self.provisioner.is_adopted():  # else unrecorded nodes may still need these keys
             keys.forget(but=live)
         pair = keys.ensure(request.cluster, request.token)
@@ -160,12 +160,12 @@ class Context:
         from broker.access.granting import Grants
 
         def find_task(cluster: Cluster) -> Task | None:
-            job = None if cluster.job_id is None else self.store.get_job(cluster.job_id)
+            job = None if cluster.job_id is None else self.store.jobs.get(cluster.job_id)
             return None if job is None else job.task
 
         def tell(cluster: Cluster, event: Event) -> None:
             if cluster.job_id is not None:
-                self.store.add_event(event, job_id=cluster.job_id)
+                self.store.events.add(event, job_id=cluster.job_id)
 
         return Grants(self.config, clock=self.clock, find_task=find_task, tell=tell)
 
@@ -182,7 +182,7 @@ class Context:
                 task,
                 usable_clouds=frozenset(self.clouds),
                 avoid=avoid,
-                history=self.store.read_spot_history(age_s_max=SHARED_S_MAX),
+                history=self.store.history.read(age_s_max=SHARED_S_MAX),
             ),
             clock=self.clock,
             config=self.config,
@@ -206,7 +206,7 @@ class Context:
 
     def keep_jobs_going(self) -> None:
         """Restart a dead daemon while any job is live; every command that shows jobs calls this."""
-        if self.store.list_live_job_ids():
+        if self.store.jobs.list_live_ids():
             self.revive_daemon()
 
     def warn(self, error: BrokerError) -> None:
@@ -232,7 +232,7 @@ class Context:
 
     def find_cluster(self, name: str) -> Cluster:
         """Find a cluster by name. Raises UsageError that lists the known names."""
-        cluster = self.store.get_cluster(name)
+        cluster = self.store.clusters.get(name)
         if cluster is None:
             raise self.explain_missing(name)
         return cluster
@@ -241,7 +241,7 @@ class Context:
         """Make the error for an unknown cluster, with the known names or a near miss."""
         import difflib
 
-        names = [each.name for each in self.store.list_clusters(on_damage=self.warn)]
+        names = [each.name for each in self.store.clusters.list(on_damage=self.warn)]
         hint = "start one with `broker launch TASK.yaml`"
         if names:
             near = difflib.get_close_matches(name, names, n=1)
@@ -272,7 +272,7 @@ class Context:
         """Read the preemption history of our own spot nodes; None without a state folder: a plan creates none."""
         path = find_home(self._home)
         try:
-            return self.store.read_spot_history() if (path / "state.db").exists() else None
+            return self.store.history.read() if (path / "state.db").exists() else None
         except StateError:
             return None  # a plan does not depend on it
 
@@ -280,7 +280,7 @@ class Context:
         """Read the placements that were refused lately; none without a state folder, as for the history."""
         path = find_home(self._home)
         try:
-            return self.store.active_refusals(self.clock.now_s()) if (path / "state.db").exists() else ()
+            return self.store.refusals.list_active(self.clock.now_s()) if (path / "state.db").exists() else ()
         except StateError:
             return ()
 

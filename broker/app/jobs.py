@@ -69,9 +69,9 @@ def check_names(name: str | None, request_id: str | None) -> None:
 def find_job(context: Context, wanted: str | int) -> Job:
     """Find a job by ID, or the newest of a name. Raises UsageError."""
     text = str(wanted)
-    if text.isdigit() and (job := context.store.get_job(int(text))):
+    if text.isdigit() and (job := context.store.jobs.get(int(text))):
         return job
-    named = [each for each in context.store.list_jobs(on_damage=context.warn) if each.name == text]
+    named = [each for each in context.store.jobs.list(on_damage=context.warn) if each.name == text]
     if not named:
         raise UsageError(f"unknown managed job `{text}`", hints=["list jobs with `broker jobs queue`"])
     return named[-1]
@@ -79,7 +79,7 @@ def find_job(context: Context, wanted: str | int) -> Job:
 
 def find_jobs(context: Context, wanted: Sequence[str | int]) -> Sequence[Job]:
     """Find jobs by ID or name, and all jobs of pipelines. Raises UsageError for the first that is unknown."""
-    known = context.store.list_jobs(on_damage=context.warn)
+    known = context.store.jobs.list(on_damage=context.warn)
     return [
         job for text in wanted
         for job in [each for each in known if each.pipeline == text] or [find_job(context, text)]
@@ -122,7 +122,7 @@ async def wait_for(context: Context, job_id: int, status: JobStatus, *, timeout_
     """Wait until a job reaches a status or ends; a timeout of 0 is none. Raises WaitTimeoutError."""
     start_s = context.clock.now_s()
     while True:
-        job = context.store.get_job(job_id)
+        job = context.store.jobs.get(job_id)
         assert job is not None
         if job.status is status or job.status.is_terminal:
             return job
@@ -144,7 +144,7 @@ async def follow_job(context: Context, job_id: int) -> AsyncIterator[str]:
     """Yield the lines of a job's log as it grows, across recoveries, until the job ends."""
     offset = 0
     while True:
-        job = context.store.get_job(job_id)
+        job = context.store.jobs.get(job_id)
         assert job is not None
         if not job.status.is_terminal:
             context.ensure_daemon()  # restart it if it died
@@ -185,11 +185,11 @@ def explain(context: Context, job: Job) -> Explanation:
     from broker.jobs.summary import summarize
 
     now_s = context.clock.now_s()
-    paid = context.store.spend_usd(job_id=job.id, now_s=now_s)
-    steps = context.store.list_steps(job.id)
+    paid = context.store.bills.spend_usd(job_id=job.id, now_s=now_s)
+    steps = context.store.jobs.list_steps(job.id)
     return Explanation(
         job=job,
-        events=tuple(context.store.list_events(job_id=job.id)),
+        events=tuple(context.store.events.list(job_id=job.id)),
         summary=summarize(job, job.attempts, steps, paid_usd=paid, now_s=now_s),
         paid_usd=paid,
     )

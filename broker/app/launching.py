@@ -119,7 +119,7 @@ class ClusterTarget:
         check_cluster_name(self.name)
         clouds = {each.placement.offer.cloud for plan in plans for each in plan.estimates}
         self.context.check_autostop(self.autostop, clouds)
-        known = self.context.store.get_cluster(self.name)
+        known = self.context.store.clusters.get(self.name)
         return known is None or known.status is not ClusterStatus.UP
 
     def list_allowances_s(self, tasks: Sequence[Task]) -> None:
@@ -171,7 +171,7 @@ async def start_cluster(
     `on_stage` is called with the work at hand.
     """
     name, (task,), (plan,) = target.name, ready.tasks, ready.plans
-    known = context.store.get_cluster(name)
+    known = context.store.clusters.get(name)
     cluster = await context.provisioner.up(
         name,
         plan,
@@ -226,7 +226,7 @@ async def start_run(context: Context, cluster: Cluster, task: Task) -> int:
     if task.run is None and task.setup is None:
         raise UsageError("the task has no `run:` and no `setup:`", hints=["add `run:` to the task"])
     find_reservation(task, cluster)  # before anything is sent: refuse what no node has
-    run_id = context.store.next_run_id(cluster.name)
+    run_id = context.store.clusters.next_run_id(cluster.name)
     envs = {"SKYPILOT_TASK_ID": f"broker-{cluster.name}-{run_id}"}
     if place := find_checkpoint_dir(context.config, task, cluster, name=cluster.name):
         envs["BROKER_CHECKPOINT_DIR"] = place
@@ -282,8 +282,8 @@ def describe_interrupted(context: Context, name: str) -> Sequence[str]:
     """List what an interrupted launch started and still costs money, with the command that terminates it."""
     from broker.provision.launch import describe
 
-    begun = [intent.request.placement for intent in context.store.list_open_intents(name)]
-    cluster = context.store.get_cluster(name)
+    begun = [intent.request.placement for intent in context.store.intents.list_open(name)]
+    cluster = context.store.clusters.get(name)
     if cluster is not None and cluster.status is ClusterStatus.UP:
         return [
             f"interrupted; cluster `{name}` is up at {format_usd(cluster.placement.usd_hour)} USD/h",

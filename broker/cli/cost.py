@@ -36,12 +36,12 @@ def cost(
     context = make_context()
     store = context.store
     context.keep_jobs_going()
-    names = {job.id: job.name for job in store.list_job_lines(on_damage=note_damage)} if by is By.JOB else {}
+    names = {job.id: job.name for job in store.jobs.list_lines(on_damage=note_damage)} if by is By.JOB else {}
     sums: dict[str, tuple[float, float]] = defaultdict(lambda: (0.0, 0.0))
-    shares = list_shares(store.list_bills(on_damage=note_damage), by, context.clock.now_s())
-    for key, hours, usd in (*list_pruned(store.list_totals(), by), *shares):
+    shares = list_shares(store.bills.list(on_damage=note_damage), by, context.clock.now_s())
+    for key, hours, usd in (*list_pruned(store.retention.list_totals(), by), *shares):
         sums[key] = (sums[key][0] + hours, sums[key][1] + usd)
-    pruned_before_s = store.get_pruned_before_s()
+    pruned_before_s = store.retention.get_pruned_before_s()
     pruned_before = None if pruned_before_s is None else time.strftime("%Y-%m-%d", time.localtime(pruned_before_s))
     total_usd = sum(usd for _, usd in sums.values())
     if as_json:

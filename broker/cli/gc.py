@@ -56,9 +56,9 @@ def gc(
 
 def _sweep_access(context: Context) -> None:
     """Delete bucket access accounts once no cluster or job is left: until then a node may need them."""
-    if not (context.config.home / "access").is_dir() or context.store.list_clusters(on_damage=note_damage):
+    if not (context.config.home / "access").is_dir() or context.store.clusters.list(on_damage=note_damage):
         return
-    if any(not job.status.is_terminal for job in context.store.list_jobs(on_damage=note_damage)):
+    if any(not job.status.is_terminal for job in context.store.jobs.list(on_damage=note_damage)):
         return
     try:
         count = context.grants.sweep()

@@ -101,7 +101,7 @@ def cancel(
 ) -> None:
     """Cancel jobs and terminate their clusters."""
     context = make_context()
-    known = context.store.list_jobs(on_damage=note_damage)
+    known = context.store.jobs.list(on_damage=note_damage)
     wanted: list[Job] = [job for job in known if not job.status.is_terminal] if everything else []
     if not jobs and not everything:
         raise UsageError("no job was named", hints=["name one: `broker jobs cancel ID`, or pass `--all`"])
@@ -116,7 +116,7 @@ def cancel(
     as_json = as_json or output is options.Format.JSON
     told = []
     for job in wanted:
-        is_live = context.store.request_cancel(job.id)
+        is_live = context.store.jobs.request_cancel(job.id)
         if as_json:
             told.append({"id": job.id, "name": job.name, "status": job.status.value, "is_cancelling": is_live})
         elif is_live:
@@ -175,7 +175,7 @@ def wait(
     job_id = find_job(context, job).id
     found = asyncio.run(wait_for(context, job_id, wanted, timeout_s=timeout))
     if as_json or output is options.Format.JSON:
-        print_json(jobs_show.describe(found, context.store.spend_usd(job_id=job_id, now_s=context.clock.now_s())))
+        print_json(jobs_show.describe(found, context.store.bills.spend_usd(job_id=job_id, now_s=context.clock.now_s())))
     elif found.status is wanted:
         print_line(f"Job {job_id} ({found.name}) is {wanted.value}")
     if found.status is not wanted:

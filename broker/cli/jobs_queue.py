@@ -68,25 +68,25 @@ def _show(lines: Sequence[str]) -> None:
 
 
 def _print_jobs(context: Context) -> None:
-    jobs = context.store.list_jobs(on_damage=note_damage)
+    jobs = context.store.jobs.list(on_damage=note_damage)
     context.keep_jobs_going()
-    spent = context.store.list_spend_usd(now_s=context.clock.now_s())
+    spent = context.store.bills.list_spend_usd(now_s=context.clock.now_s())
     print_json([describe(job, spent.get(job.id, 0.0)) for job in jobs])
 
 
 def list_lines(context: Context, newest: int | None) -> list[str]:
     """Make the table, and a line that counts the jobs it leaves out."""
-    lines = context.store.list_job_lines(newest, on_damage=note_damage)
+    lines = context.store.jobs.list_lines(newest, on_damage=note_damage)
     context.keep_jobs_going()
     now_s = context.clock.now_s()
-    rows = list_rows(lines, context.store.list_spend_usd(now_s=now_s), now_s)
+    rows = list_rows(lines, context.store.bills.list_spend_usd(now_s=now_s), now_s)
     if not rows:
         return ["No managed jobs; submit one with `broker jobs launch TASK.yaml`"]
     table = format_table(
         ["ID", "NAME", "STATUS", "STEP", "RECOVERIES", "TIME", "USD"],
         rows, right=("ID", "STEP", "RECOVERIES", "TIME", "USD"),
     )  # fmt: skip
-    hidden = context.store.count_jobs() - len(lines)
+    hidden = context.store.jobs.count() - len(lines)
     return [*table, *([f"... and {hidden} older; show them with `--all`"] if hidden else [])]
 
 

@@ -89,7 +89,7 @@ def events(job: JobName, as_json: options.AsJson = False, output: options.Output
     """List the events of a job."""
     context = make_context()
     context.keep_jobs_going()
-    found = context.store.list_events(job_id=find_job(context, job).id)
+    found = context.store.events.list(job_id=find_job(context, job).id)
     if as_json or output is options.Format.JSON:
         print_json([_describe_event(each) for each in found])
         return
@@ -114,7 +114,7 @@ def why(job: JobName, as_json: options.AsJson = False, output: options.Output = 
         print_line(f"It {sentence}.")
     if found.resumes:
         print_line(f"It continues from the checkpoints of job {found.resumes}.")
-    for other in (context.store.get_job(need) for need in found.needs):
+    for other in (context.store.jobs.get(need) for need in found.needs):
         if other:
             print_line(f"It needs job {other.id} ({other.name}), which is {other.status.value}.")
     print_line(f"{_show_time(found.submitted_s)}  submitted")
@@ -157,7 +157,7 @@ def follow_job(context: Context, job_id: int, *, as_json: bool = False) -> None:
     except KeyboardInterrupt:
         print_note(f"\ndetached; the job continues; reattach with `broker jobs logs {job_id}`")
         raise typer.Exit(130) from None
-    job = context.store.get_job(job_id)
+    job = context.store.jobs.get(job_id)
     assert job is not None
     print_note(f"Job {job_id} ended with status {job.status.value}{': ' + job.failure if job.failure else ''}")
     if job.status is not JobStatus.SUCCEEDED:

@@ -98,7 +98,7 @@ def ssh(
     """Open a shell on a node, or run a command there."""
     context = make_context()
     name, rank = node, 0
-    if context.store.get_cluster(node) is None and (found := re.fullmatch(r"(.+)-(\d+)", node)):
+    if context.store.clusters.get(node) is None and (found := re.fullmatch(r"(.+)-(\d+)", node)):
         name, rank = found[1], int(found[2])
     cluster = find_up(context, name)
     wanted = next((each for each in cluster.nodes if each.rank == rank), None)

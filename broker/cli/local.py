@@ -43,8 +43,8 @@ def preempt(
 ) -> None:
     """Preempt nodes, as a spot market does."""
     context = make_context()
-    clusters = context.store.list_clusters()
-    jobs = [job for job in context.store.list_jobs() if cluster in (str(job.id), job.name)]
+    clusters = context.store.clusters.list()
+    jobs = [job for job in context.store.jobs.list() if cluster in (str(job.id), job.name)]
     ids = {job.id for job in jobs if not job.status.is_terminal}
     found = next((each for each in clusters if each.name == cluster or each.job_id in ids), None)
     found = found or context.find_cluster(cluster)

@@ -57,7 +57,7 @@ class Acquisition:
         if failure := find_overspending(job, self._store, self._clock):
             return self._endings.finish_job(job, JobStatus.FAILED, OutcomeKind.BUDGET_EXCEEDED, failure)
         if job.status is JobStatus.PENDING:
-            self._store.set_job_status(job.id, JobStatus.STARTING)
+            self._store.jobs.set_status(job.id, JobStatus.STARTING)
         try:
             plan = self._policy_runner.plan(job) or order_plan(self.plan_rest(job), job.attempts)
         except Pause as pause:
@@ -86,7 +86,7 @@ class Acquisition:
     def plan_rest(self, job: Job) -> Plan:
         """Plan the remaining work at today's prices; without the deadline if it can no longer be met."""
         now_s = self._clock.now_s()
-        rest = cut_to_rest(job, now_s=now_s, spent_usd=self._store.spend_usd(job_id=job.id, now_s=now_s))
+        rest = cut_to_rest(job, now_s=now_s, spent_usd=self._store.bills.spend_usd(job_id=job.id, now_s=now_s))
         try:
             return self._planner(rest, None)
         except NoOfferError:
@@ -102,7 +102,7 @@ class Acquisition:
             job_id=job.id, number=number, cluster=cluster.name, placement=placement, started_s=cluster.created_s
         )
         with self._store.transaction():
-            self._store.put_attempt(attempt)
+            self._store.jobs.put_attempt(attempt)
             place, usd_hour = make_place(placement), placement.usd_hour
             self._add_event(job, make_event(EventKind.ATTEMPT, number=number, place=place, usd_hour=usd_hour))
         return attempt
@@ -115,8 +115,8 @@ class Acquisition:
         wait_s = draw_backoff_s(self._refusals, base_s=10.0, cap_s=300.0)
         self._add_event(job, make_event(EventKind.WAITING, error=error.message, wait_s=wait_s))
         if not job.attempts:
-            self._store.set_job_status(job.id, JobStatus.PENDING)
+            self._store.jobs.set_status(job.id, JobStatus.PENDING)
         return wait_s
 
     def _add_event(self, job: Job, event: Event) -> None:
-        self._store.add_event(event, job_id=job.id)
+        self._store.events.add(event, job_id=job.id)

@@ -52,7 +52,7 @@ def find_lease_s(job: Job, cluster: Cluster, store: Store, clock: Clock) -> floa
     return measure_allowance_s(
         job.task,
         usd_hour=cluster.placement.usd_hour,
-        spent_usd=store.spend_usd(job_id=job.id, now_s=now_s) if has_budget else 0.0,
+        spent_usd=store.bills.spend_usd(job_id=job.id, now_s=now_s) if has_budget else 0.0,
         submitted_s=job.submitted_s,
         now_s=now_s,
     )

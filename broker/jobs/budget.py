@@ -23,7 +23,7 @@ def find_overspending(job: Job, store: Store, clock: Clock) -> str:
     budget_usd = job.task.goal.budget_usd if job.task.goal else None
     if budget_usd is None:
         return ""
-    spent_usd = store.spend_usd(job_id=job.id, now_s=clock.now_s())
+    spent_usd = store.bills.spend_usd(job_id=job.id, now_s=clock.now_s())
     if spent_usd < budget_usd:
         return ""
     return explain_budget(budget_usd, spent_usd)

@@ -111,7 +111,7 @@ class JobController:
     async def step(self) -> float:
         """Take one step; return the seconds until the next one, infinity once the job has ended and is cleaned up."""
         self._quiet = None
-        job = self._store.get_job(self.job_id)
+        job = self._store.jobs.get(self.job_id)
         if job is None:
             return math.inf  # a user has dropped its damaged row: the collector terminates its nodes
         live = next((attempt for attempt in job.attempts if attempt.ended_s is None), None)
@@ -141,14 +141,14 @@ class JobController:
 
     async def _wait_for_adoption(self, job: Job) -> float:
         """Return the seconds to wait, after a restore, until all clouds are listed: an unrecorded attempt may run."""
-        if job.submitted_s > self._store.restored_s or self._provisioner.is_adopted():
+        if job.submitted_s > self._store.meta.restored_s or self._provisioner.is_adopted():
             return 0.0
         await self._provisioner.adopt()
         return ADOPTION_POLL_S
 
     def _wait_for_others(self, job: Job) -> float:
         """Return the seconds to wait for the jobs it needs; if one of them did not succeed, this job ends too."""
-        for other in (self._store.get_job(job_id) for job_id in job.needs):
+        for other in (self._store.jobs.get(job_id) for job_id in job.needs):
             if other is None or (other.status.is_terminal and other.status is not JobStatus.SUCCEEDED):
                 status = other.status.value if other else "gone"
                 failure = explain_dependency(other.id if other else None, other.name if other else "", status)
@@ -179,7 +179,7 @@ class JobController:
         return await self._start(job, self._in_place.begin_attempt(job, live))
 
     async def _start(self, job: Job, attempt: Attempt) -> float:
-        cluster = self._store.get_cluster(attempt.cluster)
+        cluster = self._store.clusters.get(attempt.cluster)
         if cluster is None:
             return self._endings.record_takedown(attempt)
         monitor = self._get_monitor(attempt)
@@ -195,8 +195,8 @@ class JobController:
             return await self._handle_failed_start(job, attempt, cluster, monitor, error)
         now_s = self._clock.now_s()
         with self._store.transaction():
-            self._store.put_attempt(replace(attempt, running_s=now_s))
-            self._store.set_job_status(job.id, JobStatus.RUNNING)
+            self._store.jobs.put_attempt(replace(attempt, running_s=now_s))
+            self._store.jobs.set_status(job.id, JobStatus.RUNNING)
             self._add_event(make_event(EventKind.STARTED))
         monitor.record_lease(now_s)
         return POLL_S
@@ -217,7 +217,7 @@ class JobController:
         return self._endings.record_refusal(attempt, Outcome(kind=OutcomeKind.LAUNCH_FAILED, detail=error.message))
 
     async def _poll(self, job: Job, attempt: Attempt) -> float:
-        cluster, monitor = self._store.get_cluster(attempt.cluster), self._get_monitor(attempt)
+        cluster, monitor = self._store.clusters.get(attempt.cluster), self._get_monitor(attempt)
         if cluster is None and monitor.has_succeeded:
             return self._endings.record_success(job, attempt)
         if cluster is None and monitor.unflushed:
@@ -310,11 +310,11 @@ class JobController:
         """Record progress; the first new step of an attempt ends its recovery."""
         now_s = self._clock.now_s()
         with self._store.transaction(is_durable=False):  # after a power cut, progress is observed again
-            self._store.set_progress(job.id, progress)
+            self._store.jobs.set_progress(job.id, progress)
             if attempt.resumed_s is not None or not self._is_new_step(attempt, progress):
                 return attempt
             attempt = replace(attempt, resumed_s=now_s)
-            self._store.put_attempt(attempt)
+            self._store.jobs.put_attempt(attempt)
             lost_s = next((old.lost_s for old in reversed(job.attempts) if old.number < attempt.number), None)
             if lost_s is not None:
                 took_s = now_s - lost_s if now_s >= lost_s else None  # None: the clock was set back
@@ -323,14 +323,14 @@ class JobController:
 
     def _is_new_step(self, attempt: Attempt, progress: Progress) -> bool:
         """Return whether the step is new: a program that just restored or started reports a step without new work."""
-        first_step = self._store.list_steps(attempt.job_id)[attempt.number].first_step
+        first_step = self._store.jobs.list_steps(attempt.job_id)[attempt.number].first_step
         return progress.step > 0 and progress.step > min(
             first_step, progress.checkpoint_step if progress.checkpoint_step is not None else -1
         )
 
     async def _cancel(self, job: Job, live: Attempt | None) -> float:
         if job.status is not JobStatus.CANCELLING:
-            self._store.set_job_status(job.id, JobStatus.CANCELLING)
+            self._store.jobs.set_status(job.id, JobStatus.CANCELLING)
         await self._teardown.cancel(job, live)
         with self._store.transaction():
             if live:
@@ -357,7 +357,8 @@ class JobController:
             await asyncio.gather(operation, interruption, return_exceptions=True)
 
     async def _wait_for_interruption(self, job: Job) -> None:
-        while not self._store.is_cancel_requested(self.job_id) and not find_overspending(job, self._store, self._clock):
+        jobs = self._store.jobs
+        while not jobs.is_cancel_requested(self.job_id) and not find_overspending(job, self._store, self._clock):
             await self._clock.sleep(POLL_S)
 
     async def _renew_lease(self, job: Job, monitor: AttemptMonitor, cluster: Cluster) -> None:
@@ -384,4 +385,4 @@ class JobController:
             self._add_event(make_event(EventKind.UNSEEN, error=error.message))
 
     def _add_event(self, event: Event) -> None:
-        self._store.add_event(event, job_id=self.job_id)
+        self._store.events.add(event, job_id=self.job_id)

@@ -64,7 +64,7 @@ async def run_daemon(
         if not await _take_turn(store, make_controller, provisioner, clock, config, idle_s, loop):
             return
         # A command that submitted a job while we held the lock did not start a daemon, so this one must serve it.
-        is_needed = bool(store.list_unfinished_job_ids())
+        is_needed = bool(store.jobs.list_unfinished_ids())
 
 
 async def _take_turn(
@@ -79,8 +79,8 @@ async def _take_turn(
     """Return whether this process led and stopped only because it was idle."""
     for _ in range(LOCK_TRIES):
         with hold_lock(config) as is_held:
-            if is_held or store.measure_beat_age_s() > STALE_S:  # the lock's holder is stopped or hangs
-                log.info("leading with epoch %s", store.lead())
+            if is_held or store.leader.measure_beat_age_s() > STALE_S:  # the lock's holder is stopped or hangs
+                log.info("leading with epoch %s", store.leader.lead())
                 main = asyncio.ensure_future(_Daemon(store, make_controller, provisioner, clock, config, idle_s).run())
                 with _cancel_on_sigterm(loop, main):
                     return await _wait_for(main)
@@ -139,7 +139,7 @@ def _start_process(argv: Sequence[str], log_path: Path) -> subprocess.Popen[byte
 
 def _is_alive(config: Config, store: Store) -> bool:
     with hold_lock(config) as is_ours:
-        return not is_ours and store.measure_beat_age_s() <= STALE_S
+        return not is_ours and store.leader.measure_beat_age_s() <= STALE_S
 
 
 class _Daemon:
@@ -168,13 +168,13 @@ class _Daemon:
         try:
             while True:
                 if is_due(beat_s, BEAT_EVERY_S, self._clock.now_s()):
-                    self._store.beat()
+                    self._store.leader.beat()
                     beat_s = self._clock.now_s()
                 self._start_controllers()
                 if self._drives:
                     idle_since_s = self._clock.now_s()
                 elif self._clock.now_s() - idle_since_s >= self._idle_s and not self._is_collecting:
-                    self._store.resign()
+                    self._store.leader.resign()
                     return
                 await self._clock.sleep(LOOK_FOR_JOBS_S)
         finally:
@@ -186,11 +186,11 @@ class _Daemon:
     def _start_controllers(self) -> None:
         for job_id in [job_id for job_id, task in self._drives.items() if task.done()]:
             del self._drives[job_id], self._wakes[job_id]
-        for job_id in self._store.list_unfinished_job_ids():
+        for job_id in self._store.jobs.list_unfinished_ids():
             if job_id not in self._drives:
                 self._wakes[job_id] = asyncio.Event()
                 self._drives[job_id] = asyncio.ensure_future(self._drive(job_id, self._wakes[job_id]))
-        for job_id in self._store.list_cancel_requested_ids():  # one query instead of one per job
+        for job_id in self._store.jobs.list_cancel_requested_ids():  # one query instead of one per job
             if job_id in self._wakes:
                 self._wakes[job_id].set()
 
@@ -231,7 +231,7 @@ class _Daemon:
                     compacted_s = self._clock.now_s()
                     self._store.copy_if_due()  # first: the copy keeps pruned rows for another week
                     keep_days = read_keep_days(self._config)
-                    self._store.compact(keep_days=keep_days)
+                    self._store.retention.compact(keep_days=keep_days)
                     forget_logs(self._store, self._config.logs, older_than_s=compacted_s - keep_days * 86400)
             except Exception as error:  # the outermost edge of the collector
                 log.warning("collecting failed", exc_info=error)

@@ -101,7 +101,7 @@ class Endings:
         if run.unflushed:  # the program succeeded: running it again gains nothing
             outcome = Outcome(kind=OutcomeKind.FILES_LOST, detail=run.unflushed)
             return self.end_job(job, attempt, JobStatus.FAILED, outcome, explain_lost_files(run.unflushed))
-        recovery, steps = job.task.recovery, self._store.list_steps(job.id)
+        recovery, steps = job.task.recovery, self._store.jobs.list_steps(job.id)
         reached = measure_headway(steps, until=attempt.number)
         deaths = count_deaths(recovery, job.attempts, steps, present=attempt.number)
         is_due = is_restart_due(
@@ -156,10 +156,10 @@ class Endings:
 
     def _restart_in_place(self, job: Job, attempt: Attempt, outcome: Outcome, event: Event, run: RunEnd) -> float:
         """Restart on the same nodes if all are healthy, unless the last attempt did so and made no headway."""
-        steps = self._store.list_steps(job.id)
+        steps = self._store.jobs.list_steps(job.id)
         reached, before = (measure_headway(steps, until=number) for number in (attempt.number, attempt.number - 1))
         is_sick = is_in_place(job, attempt) and reached == before
-        is_recorded = attempt.started_s > self._store.restored_s  # otherwise later attempts may run there
+        is_recorded = attempt.started_s > self._store.meta.restored_s  # otherwise later attempts may run there
         in_place = run.is_whole and not is_sick and is_recorded
         event = make_event(event.kind, **event.data, in_place=in_place)
         until_s = self._clock.now_s() + END_S_MAX if in_place else None
@@ -168,7 +168,7 @@ class Endings:
     def release_nodes(self, attempt: Attempt) -> float:
         """Release the nodes that were kept for the next attempt, which gets new ones."""
         with self._store.transaction():
-            self._store.put_attempt(replace(attempt, kept_until_s=None))
+            self._store.jobs.put_attempt(replace(attempt, kept_until_s=None))
             self._add_event(make_event(EventKind.NODES_GIVEN_BACK, number=attempt.number))
         return 0.0
 
@@ -180,7 +180,7 @@ class Endings:
 
     def end_job(self, job: Job, attempt: Attempt, status: JobStatus, outcome: Outcome, failure: str) -> float:
         with self._store.transaction():
-            self._store.put_attempt(replace(attempt, outcome=outcome))
+            self._store.jobs.put_attempt(replace(attempt, outcome=outcome))
             self.finish_job(job, status, outcome.kind, failure)
         return 0.0
 
@@ -190,7 +190,7 @@ class Endings:
         The job's outcome is decided once its nodes are gone: a leader that was stopped in the middle of its start call
         must find none, as an ended job may not start.
         """
-        self._store.put_attempt(replace(attempt, outcome=outcome))
+        self._store.jobs.put_attempt(replace(attempt, outcome=outcome))
         return 0.0
 
     def resolve_refusal(self, job: Job, attempt: Attempt) -> float:
@@ -210,7 +210,7 @@ class Endings:
     def finish_job(self, job: Job, status: JobStatus, kind: OutcomeKind, failure: str) -> float:
         """End the job. `failure` is the text shown to the user."""
         with self._store.transaction():
-            if self._store.set_job_status(job.id, status, failure, outcome_kind=kind):
+            if self._store.jobs.set_status(job.id, status, failure, outcome_kind=kind):
                 self._add_event(make_event(EventKind.ENDED, status=status.value, outcome=kind.value, failure=failure))
         return 0.0
 
@@ -240,8 +240,8 @@ class Endings:
     ) -> float:
         lost_s = self._clock.now_s() if lost_s is None else lost_s
         with self._store.transaction():
-            self._store.put_attempt(replace(attempt, outcome=outcome, lost_s=lost_s, kept_until_s=kept_until_s))
-            self._store.set_job_status(self._job_id, JobStatus.RECOVERING)
+            self._store.jobs.put_attempt(replace(attempt, outcome=outcome, lost_s=lost_s, kept_until_s=kept_until_s))
+            self._store.jobs.set_status(self._job_id, JobStatus.RECOVERING)
             self._add_event(event)
         return 0.0
 
@@ -252,7 +252,7 @@ class Endings:
             self._add_event(make_event(EventKind.LAST_LINES, number=attempt.number, rank=run.failed_rank, lines=lines))
 
     def _add_event(self, event: Event) -> None:
-        self._store.add_event(event, job_id=self._job_id)
+        self._store.events.add(event, job_id=self._job_id)
 
 
 def is_in_place(job: Job, attempt: Attempt) -> bool:

@@ -58,7 +58,7 @@ class InPlace:
 
     async def step(self, job: Job, attempt: Attempt) -> Kept:
         """Take one step towards a complete gang without a running program."""
-        cluster = self._store.get_cluster(attempt.cluster)
+        cluster = self._store.clusters.get(attempt.cluster)
         if cluster is None or cluster.status is not ClusterStatus.UP:
             return Kept.GIVEN_UP
         left_s = (attempt.kept_until_s or 0.0) - self._clock.now_s()
@@ -93,9 +93,9 @@ class InPlace:
         )
         with self._store.transaction():
             self._teardown.close(replace(old, kept_until_s=None))
-            self._store.put_attempt(new)
+            self._store.jobs.put_attempt(new)
             event = make_event(EventKind.ATTEMPT_IN_PLACE, number=new.number, earlier=old.number)
-            self._store.add_event(event, job_id=job.id)
+            self._store.events.add(event, job_id=job.id)
         return new
 
     def _replace(self, job: Job, cluster: Cluster) -> Kept:
@@ -108,7 +108,7 @@ class InPlace:
                 return Kept.WAITING  # the next step polls it
             if not isinstance(error, BrokerError | Overspent):
                 raise error
-            self._store.add_event(make_event(EventKind.REPLACEMENT_FAILED, error=str(error)), job_id=job.id)
+            self._store.events.add(make_event(EventKind.REPLACEMENT_FAILED, error=str(error)), job_id=job.id)
             return Kept.GIVEN_UP
         lost = [node for node in cluster.nodes if node.state is NodeState.TERMINATED]
         if len(lost) < len(list_lost_ranks(cluster.nodes)) or len(lost) == len(cluster.nodes):

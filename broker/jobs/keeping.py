@@ -56,7 +56,7 @@ class Keeping:
             0 < len(lost) < len(cluster.nodes)
             and all(node.state is NodeState.TERMINATED for node in cluster.nodes if node.rank in lost)
             and all(node.state is NodeState.RUNNING and node.rank not in report.unreachable for node in others)
-            and attempt.started_s > self._store.restored_s  # otherwise a later attempt may run there
+            and attempt.started_s > self._store.meta.restored_s  # otherwise a later attempt may run there
             and job.task.recovery.strategy != LEAVES_AT_ONCE
         )
         if not is_safe or not self._provisioner.can_replace_node(cluster):

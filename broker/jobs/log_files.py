@@ -50,7 +50,7 @@ async def copy_log(store: Store, gang: Gang, logs: Path, *, attempt: Attempt, cl
             log.warning("%s", explain_os_error(error, default=path).message)
             return
         offset = LogOffset(attempt=attempt.number, source_bytes=next_bytes, file_bytes=file_bytes)
-        store.set_log_offset(attempt.job_id, offset)
+        store.jobs.set_log_offset(attempt.job_id, offset)
 
 
 def copy_left_log(store: Store, logs: Path, *, attempt: Attempt, content: bytes) -> None:
@@ -60,7 +60,7 @@ def copy_left_log(store: Store, logs: Path, *, attempt: Attempt, content: bytes)
     if chunk:
         file_bytes = _append(get_log_path(logs, attempt.job_id), chunk, at_bytes=offset.file_bytes)
         offset = LogOffset(attempt=attempt.number, source_bytes=next_bytes, file_bytes=file_bytes)
-        store.set_log_offset(attempt.job_id, offset)
+        store.jobs.set_log_offset(attempt.job_id, offset)
 
 
 def read_last_lines(store: Store, logs: Path, *, attempt: Attempt, rank: int | None) -> list[str]:
@@ -68,7 +68,7 @@ def read_last_lines(store: Store, logs: Path, *, attempt: Attempt, rank: int | N
 
     An unreadable log counts as empty.
     """
-    offset = store.get_log_offset(attempt.job_id)
+    offset = store.jobs.get_log_offset(attempt.job_id)
     if offset.attempt != attempt.number:
         return []
     begin = max(0, offset.file_bytes - offset.source_bytes, offset.file_bytes - TAIL_BYTES_MAX)
@@ -89,7 +89,7 @@ def _read_rank(line: str) -> int:
 
 
 def _find_offset(store: Store, attempt: Attempt) -> LogOffset:
-    offset = store.get_log_offset(attempt.job_id)
+    offset = store.jobs.get_log_offset(attempt.job_id)
     if offset.attempt != attempt.number:
         return LogOffset(attempt=attempt.number, source_bytes=0, file_bytes=offset.file_bytes)
     return offset
@@ -104,7 +104,7 @@ def rotate_log(path: Path) -> None:
 
 def forget_logs(store: Store, logs: Path, *, older_than_s: float) -> None:
     """Delete the logs of jobs that ended longer ago; their events are pruned at the same age."""
-    live = set(store.list_unfinished_job_ids())
+    live = set(store.jobs.list_unfinished_ids())
     for path in (logs / "jobs").glob("*.log"):
         with suppress(FileNotFoundError):  # a user may delete one meanwhile
             if path.stem.isdigit() and int(path.stem) not in live and path.stat().st_mtime < older_than_s:

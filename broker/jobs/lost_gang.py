@@ -89,7 +89,7 @@ class LostGang:
             return None
         left = await self._outcomes.read_outcome(place, attempt.number)
         if left is not None and left.progress is not None and left.progress != job.progress:
-            self._store.set_progress(job.id, left.progress)
+            self._store.jobs.set_progress(job.id, left.progress)
         if (content := await self._outcomes.read_log(place, attempt.number)) is not None:
             copy_left_log(self._store, self._config.logs, attempt=attempt, content=content)
         return left

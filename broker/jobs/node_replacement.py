@@ -57,7 +57,7 @@ class NodeReplacer:
         await self._add_nodes(job, cluster, run_id, make_envs, find_lease_s)
         await self._end_unfit(job, cluster, report)
         self._check_replacement(job)
-        current = self._store.get_cluster(cluster.name)  # a node may just have been replaced
+        current = self._store.clusters.get(cluster.name)  # a node may just have been replaced
         lost = list_lost_ranks(current.nodes) if current else []
         if current is None or not lost:
             return
@@ -66,7 +66,7 @@ class NodeReplacer:
                 self._reported.add(node.id)
                 left = len(current.nodes) - len(lost)
                 event = make_event(EventKind.SHRUNK, rank=node.rank, left=left, node_count=len(current.nodes))
-                self._store.add_event(event, job_id=job.id)
+                self._store.events.add(event, job_id=job.id)
         if self._replacing is None and self._clock.now_s() >= self._next_try_s:
             self._replacing = asyncio.ensure_future(
                 self._provisioner.replace_node(
@@ -89,7 +89,7 @@ class NodeReplacer:
                 wait_s = self._back_off(1 + len(self._ending_s))
                 reason = reasons[node.rank]
                 event = make_event(EventKind.UNFIT, rank=node.rank, reason=reason, wait_s=wait_s, job=job.id)
-                self._store.add_event(event, job_id=job.id)
+                self._store.events.add(event, job_id=job.id)
             self._ending_s[node.id] = now_s
             try:
                 await self._provisioner.end_node(cluster, node)
@@ -123,7 +123,7 @@ class NodeReplacer:
         self._refusals += 1
         wait_s = self._back_off(self._refusals)
         event = make_event(EventKind.REPLACEMENT_FAILED, error=str(error), wait_s=wait_s)
-        self._store.add_event(event, job_id=job.id)
+        self._store.events.add(event, job_id=job.id)
 
     async def _add_nodes(
         self, job: Job, cluster: Cluster, run_id: int, make_envs: MakeEnvs, find_lease_s: Callable[[], float]

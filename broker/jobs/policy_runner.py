@@ -102,8 +102,8 @@ class PolicyRunner:
         hazard = estimate_start_hazard(
             task,
             attempt.placement,
-            history=self._store.read_spot_history(age_s_max=age_s_max),
-            durations=gather_durations(self._store.list_spot_stays(), now_s=now_s) if follows_deadline(task) else {},
+            history=self._store.history.read(age_s_max=age_s_max),
+            durations=gather_durations(self._store.history.list_stays(), now_s=now_s) if follows_deadline(task) else {},
             availability=self._availability,
             now_s=now_s,
         )
@@ -113,17 +113,17 @@ class PolicyRunner:
 
     def _observe(self, job: Job, live: Attempt | None) -> tuple[Plan, Situation]:
         now_s = self._clock.now_s()
-        spent_usd = self._store.spend_usd(job_id=job.id, now_s=now_s)
+        spent_usd = self._store.bills.spend_usd(job_id=job.id, now_s=now_s)
         rest = cut_to_rest(job, now_s=now_s, spent_usd=spent_usd)
         plan = self._planner(drop_limits(rest), None)
-        refusals = self._store.active_refusals(now_s)
+        refusals = self._store.refusals.list_active(now_s)
         situation = read_situation(
             job,
             plan,
             now_s=now_s,
             refusals=refusals,
             availability=self._availability,
-            durations=gather_durations(self._store.list_spot_stays(), now_s=now_s),
+            durations=gather_durations(self._store.history.list_stays(), now_s=now_s),
             look_hours=(LOOK_S_MAX + LOOK_S_MIN) / 3600,
             spent_usd=spent_usd,
             live=live,
@@ -147,8 +147,8 @@ class PolicyRunner:
         """
         with self._store.transaction():
             outcome = Outcome(kind=OutcomeKind.MOVED, detail=decision.reason)
-            self._store.put_attempt(replace(attempt, outcome=outcome, lost_s=self._clock.now_s()))
-            self._store.set_job_status(job.id, JobStatus.RECOVERING)
+            self._store.jobs.put_attempt(replace(attempt, outcome=outcome, lost_s=self._clock.now_s()))
+            self._store.jobs.set_status(job.id, JobStatus.RECOVERING)
         await self._teardown.end_program(attempt, cluster, grace_s=SAVE_S_MAX)
 
     def _record_decision(self, job: Job, situation: Situation, decision: Decision) -> None:
@@ -160,4 +160,4 @@ class PolicyRunner:
         if kind == self._recorded:
             return
         self._recorded = kind
-        self._store.add_event(record_decision(situation, decision), job_id=job.id)
+        self._store.events.add(record_decision(situation, decision), job_id=job.id)

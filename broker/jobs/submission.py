@@ -21,7 +21,7 @@ def submit_tasks(
     Raises UsageError for circular needs or an unknown task in them.
     """
     if len(tasks) == 1:
-        return [store.add_job(name or tasks[0].name or "job", tasks[0], request_id, hedge=hedge)]
+        return [store.jobs.add(name or tasks[0].name or "job", tasks[0], request_id, hedge=hedge)]
     needs = _find_needs(tasks)
     names = name_tasks(tasks)
     jobs: dict[int, Job] = {}
@@ -29,7 +29,7 @@ def submit_tasks(
         base = name or tasks[0].pipeline or "pipeline"
         pipeline = f"{base}-{store.draw_uid()}"  # it names a folder, so it must be unique
         for index in order_indexes(tasks):
-            jobs[index] = store.add_job(
+            jobs[index] = store.jobs.add(
                 names[index],
                 tasks[index],
                 f"{request_id}/{index}" if request_id else None,
@@ -58,7 +58,7 @@ def retry_job(
 
     `check` gets the task with its secrets before submission and may raise to prevent it. Raises UsageError.
     """
-    if submitted := store.find_request(request_id):
+    if submitted := store.jobs.find_request(request_id):
         return submitted
     if not job.status.is_terminal:
         raise UsageError(
@@ -67,7 +67,7 @@ def retry_job(
     if job.status is JobStatus.SUCCEEDED:
         raise UsageError(f"job {job.id} has already succeeded", hints=["`broker jobs launch` starts a new one"])
     root = job.resumes or job.id
-    for other in store.list_jobs():
+    for other in store.jobs.list():
         if other.id > job.id and (other.resumes or other.id) == root:
             raise UsageError(
                 f"job {other.id} already continues from the checkpoints of job {job.id}",
@@ -81,6 +81,6 @@ def retry_job(
         raise UsageError(f"job {job.id} needs its secrets again", hints=[f"`broker jobs retry {job.id} {flags}`"])
     task = replace(job.task, secrets={name: secrets[name] for name in job.task.secrets})
     check(task)
-    return store.add_job(
+    return store.jobs.add(
         job.name, task, request_id, needs=job.needs, pipeline=job.pipeline, resumes=job, hedge=job.hedge
     )

@@ -58,11 +58,11 @@ class AttemptTeardown:
     def report_flush(self, job_id: int, report: GangReport) -> None:
         """Report once why a cluster is kept although its program has ended."""
         if report.flush and report.flush != self._flush:
-            self._store.add_event(make_event(EventKind.FLUSHING, text=report.flush), job_id=job_id)
+            self._store.events.add(make_event(EventKind.FLUSHING, text=report.flush), job_id=job_id)
         self._flush = report.flush
 
     async def cancel(self, job: Job, live: Attempt | None) -> None:
-        cluster = self._store.get_cluster(live.cluster) if live else None
+        cluster = self._store.clusters.get(live.cluster) if live else None
         if live and cluster and live.running_s is not None and not live.outcome:
             await self.end_program(live, cluster, grace_s=find_grace_s(job))
             await self.copy_log(live, cluster)
@@ -74,7 +74,7 @@ class AttemptTeardown:
         if live is None:
             await self._provisioner.down(job.name_cluster(job.next_attempt))
             return
-        cluster = self._store.get_cluster(live.cluster)
+        cluster = self._store.clusters.get(live.cluster)
         if cluster:
             await self.copy_log(live, cluster)
         await self.terminate(live)
@@ -82,10 +82,10 @@ class AttemptTeardown:
     def close(self, attempt: Attempt) -> None:
         """Close the attempt's record. Its cost is the cluster's without that of earlier attempts on the same nodes."""
         now_s = self._clock.now_s()
-        attempts = self._store.list_attempts(attempt.job_id)
+        attempts = self._store.jobs.list_attempts(attempt.job_id)
         earlier = (old.usd for old in attempts if old.cluster == attempt.cluster and old.number < attempt.number)
-        usd = max(0.0, self._store.spend_usd(cluster=attempt.cluster, now_s=now_s) - sum(earlier))
-        self._store.put_attempt(replace(attempt, ended_s=now_s, usd=usd))
+        usd = max(0.0, self._store.bills.spend_usd(cluster=attempt.cluster, now_s=now_s) - sum(earlier))
+        self._store.jobs.put_attempt(replace(attempt, ended_s=now_s, usd=usd))
 
     async def copy_log(self, attempt: Attempt, cluster: Cluster) -> None:
         run_id = get_run_id(attempt, cluster)

@@ -133,7 +133,7 @@ class Adopter:
 
     def is_done(self) -> bool:
         """Return whether every cloud was compared with the records since these were created or restored."""
-        return all(self._store.is_adopted(name) for name in self._clouds)
+        return all(self._store.meta.is_adopted(name) for name in self._clouds)
 
     async def adopt_all(self) -> Sequence[str]:
         """Return the names of adopted clusters. A cloud whose list fails is compared again by the next call."""
@@ -150,7 +150,7 @@ class Adopter:
 
         A single list may be late or empty. Raises CloudError.
         """
-        if self._store.is_adopted(cloud.name):
+        if self._store.meta.is_adopted(cloud.name):
             return ()
         listed = await cloud.list_nodes(self._owner)
         names = []
@@ -158,24 +158,24 @@ class Adopter:
             for adoption in decide(self._find_strangers(listed), self._find_jobs(listed)):
                 names.append(self._carry_out(adoption))
             if _is_whole(listed) and self._is_same_account(cloud.name, listed.account):
-                self._store.note_listed(cloud.name, settled_after_s=max(SETTLED_S_MIN, 4 * cloud.settle_s))
+                self._store.meta.note_listed(cloud.name, settled_after_s=max(SETTLED_S_MIN, 4 * cloud.settle_s))
         return names
 
     def _is_same_account(self, cloud: str, account: str) -> bool:
         """Return whether this login is for the account of the recorded nodes; another login cannot list them."""
-        nodes = (node for cluster in self._store.list_clusters() for node in cluster.nodes if node.cloud == cloud)
+        nodes = (node for cluster in self._store.clusters.list() for node in cluster.nodes if node.cloud == cloud)
         return all(account == node.account for node in nodes if account and node.account)
 
     def _find_strangers(self, listed: Iterable[Node]) -> Sequence[Node]:
         """Return live nodes without a record. A node whose token is in the store is recorded, or lost."""
         alive = [node for node in listed if node.owner == self._owner and node.state is not NodeState.TERMINATED]
-        tokens = self._store.list_known_tokens({node.token for node in alive})
-        recorded = {node.id for cluster in self._store.list_clusters() for node in cluster.nodes}
+        tokens = self._store.intents.list_known_tokens({node.token for node in alive})
+        recorded = {node.id for cluster in self._store.clusters.list() for node in cluster.nodes}
         return [node for node in alive if node.token not in tokens and node.id not in recorded]
 
     def _find_jobs(self, listed: Iterable[Node]) -> Mapping[int, Job]:
         ids = {read_job_id(node.cluster) for node in listed} - {None}
-        return {job.id: job for job in (self._store.get_job(job_id) for job_id in ids if job_id is not None) if job}
+        return {job.id: job for job in (self._store.jobs.get(job_id) for job_id in ids if job_id is not None) if job}
 
     def _carry_out(self, adoption: Adoption) -> str:
         now_s = self._clock.now_s()
@@ -192,9 +192,9 @@ class Adopter:
         self._record_intents(cluster, adoption)
         if job is not None:
             self._end_earlier(job, but=cluster.name, now_s=now_s)
-        self._store.put_cluster(cluster)
+        self._store.clusters.put(cluster)
         for node in adoption.nodes:
-            self._store.record_node(replace(node, cluster=cluster.name))
+            self._store.bills.record(replace(node, cluster=cluster.name))
         if job is None:
             event = make_event(
                 EventKind.CLUSTER_ADOPTED,
@@ -202,10 +202,10 @@ class Adopter:
                 tag=adoption.cluster,
                 node_count=len(adoption.nodes),
             )
-            self._store.add_event(event, cluster=cluster.name)
+            self._store.events.add(event, cluster=cluster.name)
             return cluster.name
         is_whole = adoption.deed is Deed.CONTINUE
-        self._store.put_attempt(
+        self._store.jobs.put_attempt(
             Attempt(
                 job_id=job.id,
                 number=adoption.attempt,
@@ -217,10 +217,10 @@ class Adopter:
             )
         )
         if job.status is JobStatus.PENDING:
-            self._store.set_job_status(job.id, JobStatus.STARTING)
+            self._store.jobs.set_status(job.id, JobStatus.STARTING)
         found_count = None if is_whole else len(adoption.nodes)
         event = make_event(EventKind.ATTEMPT_ADOPTED, number=adoption.attempt, found_count=found_count)
-        self._store.add_event(event, job_id=job.id)
+        self._store.events.add(event, job_id=job.id)
         return cluster.name
 
     def _record_intents(self, cluster: Cluster, adoption: Adoption) -> None:
@@ -239,25 +239,25 @@ class Adopter:
                     placement=make_placement(gang),
                     account=gang[0].account,
                 )
-                self._store.put_intent(request)
+                self._store.intents.put(request)
                 if is_kept:
-                    self._store.close_intent(token, IntentEnd.ADOPTED)
+                    self._store.intents.close(token, IntentEnd.ADOPTED)
 
     def _end_earlier(self, job: Job, *, but: str, now_s: float) -> None:
         """End earlier attempts, whose records are out of date, and have their clusters taken down."""
         for attempt in job.attempts:
             if attempt.ended_s is None:
-                usd = self._store.spend_usd(cluster=attempt.cluster, now_s=now_s)
+                usd = self._store.bills.spend_usd(cluster=attempt.cluster, now_s=now_s)
                 outcome = attempt.outcome or Outcome(kind=OutcomeKind.SUPERSEDED)
-                self._store.put_attempt(replace(attempt, outcome=outcome, ended_s=now_s, usd=usd))
-        for cluster in self._store.list_clusters():
+                self._store.jobs.put_attempt(replace(attempt, outcome=outcome, ended_s=now_s, usd=usd))
+        for cluster in self._store.clusters.list():
             if cluster.job_id == job.id and cluster.name != but:
-                self._store.put_cluster(replace(cluster, status=ClusterStatus.TERMINATING))
+                self._store.clusters.put(replace(cluster, status=ClusterStatus.TERMINATING))
 
     def _find_name(self, tag: str) -> str:
         """Return the tag, with a suffix if a cluster of that name exists already."""
         names = (tag, *(f"{tag}-adopted-{n}" for n in range(1, 1000)))
-        return next(name for name in names if self._store.get_cluster(name) is None)
+        return next(name for name in names if self._store.clusters.get(name) is None)
 
 
 def make_placement(nodes: Sequence[Node]) -> Placement:

@@ -91,7 +91,7 @@ class ClusterBuilder:
 
         Raises UsageError if the name stands for a stopped or running cluster.
         """
-        existing = self._store.get_cluster(name)
+        existing = self._store.clusters.get(name)
         if existing and (existing.status is ClusterStatus.TERMINATING or existing.attempt != attempt):
             await self._down(name)
             existing = None
@@ -135,22 +135,22 @@ class ClusterBuilder:
 
     def _swap(self, name: str, new: Node) -> Cluster:
         with self._store.transaction():
-            cluster = self._store.get_cluster(name)
-            if cluster is None or cluster.status is not ClusterStatus.UP or not self._store.is_intent_open(new.token):
+            cluster = self._store.clusters.get(name)
+            if cluster is None or cluster.status is not ClusterStatus.UP or not self._store.intents.is_open(new.token):
                 raise UsageError(f"{name} was taken down while a node of it was replaced")
             old = next(node for node in cluster.nodes if node.rank == new.rank)
             assert old.state is NodeState.TERMINATED, "a node is replaced once it is confirmed gone"
             changed = replace(cluster, nodes=tuple(new if node is old else node for node in cluster.nodes))
-            self._store.put_cluster(changed)
+            self._store.clusters.put(changed)
             self._failover.launcher.record([new])
-            self._store.close_intent(new.token, IntentEnd.UP)
+            self._store.intents.close(new.token, IntentEnd.UP)
             event = make_event(EventKind.REPLACED, cluster=name, rank=new.rank)
-            self._store.add_event(event, cluster=name, job_id=cluster.job_id)
+            self._store.events.add(event, cluster=name, job_id=cluster.job_id)
         return changed
 
     async def _search(self, spec: LaunchSpec, plan: Plan) -> Cluster:
         name = spec.cluster.name
-        resumed = [intent.request.placement for intent in self._store.list_open_intents(name)]
+        resumed = [intent.request.placement for intent in self._store.intents.list_open(name)]
         zones = [replace(zone, alternative=0) for placement in resumed for zone in split_zones(placement)]
         # A zone is requested once, even if it stands for another alternative since the task file was changed.
         others = (estimate for estimate in plan.estimates if replace(estimate.placement, alternative=0) not in zones)
@@ -158,8 +158,8 @@ class ClusterBuilder:
         try:
             result = await self._failover.acquire(spec, ordered, resumed=resumed)
         except Exception:
-            if not self._store.list_open_intents(name):
-                self._store.delete_cluster(name)
+            if not self._store.intents.list_open(name):
+                self._store.clusters.delete(name)
             raise
         try:
             return self._enter(spec, result.placement, result.nodes)
@@ -171,13 +171,13 @@ class ClusterBuilder:
         name = spec.cluster.name
         cluster = replace(spec.cluster, status=ClusterStatus.UP, placement=placement, nodes=tuple(nodes))
         with self._store.transaction():
-            current = self._store.get_cluster(name)
+            current = self._store.clusters.get(name)
             is_going = current is not None and current.status is ClusterStatus.TERMINATING  # its intent closes later
-            if is_going or not self._store.is_intent_open(nodes[0].token):
+            if is_going or not self._store.intents.is_open(nodes[0].token):
                 raise make_down_error(name)
-            self._store.put_cluster(cluster)
+            self._store.clusters.put(cluster)
             self._failover.launcher.record(nodes)
-            self._store.close_intent(nodes[0].token, IntentEnd.UP)
+            self._store.intents.close(nodes[0].token, IntentEnd.UP)
             event = make_event(EventKind.UP, cluster=name, place=make_place(placement))
-            self._store.add_event(event, cluster=name, job_id=cluster.job_id)
+            self._store.events.add(event, cluster=name, job_id=cluster.job_id)
         return cluster

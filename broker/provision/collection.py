@@ -109,11 +109,11 @@ class Collector:
     async def _collect_nodes(self, cloud: Cloud) -> int:
         lost = await self._find_lost_nodes(cloud)
         for node in lost:
-            self._store.record_node(node)  # before the call: if this process is killed, the cost is on record
+            self._store.bills.record(node)  # before the call: if this process is killed, the cost is on record
         if lost:
             await cloud.terminate_nodes(lost)
             for node in lost:
-                self._store.add_event(make_event(EventKind.COLLECTED, node=node.id), cluster=node.cluster)
+                self._store.events.add(make_event(EventKind.COLLECTED, node=node.id), cluster=node.cluster)
         return len(lost)
 
     async def _find_lost_nodes(self, cloud: Cloud, orphaned: Collection[str] = ()) -> Sequence[Node]:
@@ -124,12 +124,12 @@ class Collector:
         """
         listed = await cloud.list_nodes(self._owner)
         self._close_bills(listed)
-        clusters = {cluster.name: cluster for cluster in self._store.list_clusters()}
-        tokens = {intent.request.token for intent in self._store.list_open_intents()} - set(orphaned)
+        clusters = {cluster.name: cluster for cluster in self._store.clusters.list()}
+        tokens = {intent.request.token for intent in self._store.intents.list_open()} - set(orphaned)
         oldest_s = self._clock.now_s() - GRACE_S - cloud.settle_s
         own_tokens = None
-        if not self._store.is_adopted(cloud.name):
-            own_tokens = self._store.list_known_tokens({node.token for node in listed})
+        if not self._store.meta.is_adopted(cloud.name):
+            own_tokens = self._store.intents.list_known_tokens({node.token for node in listed})
         return [
             node
             for node in listed
@@ -144,16 +144,16 @@ class Collector:
     def _close_bills(self, listed: Iterable[Node]) -> None:
         """Close the bills of collected nodes, which are in no record that would note their end."""
         for node in listed:
-            if node.state is NodeState.TERMINATED and node.ended_s is not None and self._store.is_bill_open(node):
-                self._store.record_node(node)
+            if node.state is NodeState.TERMINATED and node.ended_s is not None and self._store.bills.is_open(node):
+                self._store.bills.record(node)
 
     def _find_orphans(self) -> Sequence[NodeRequest]:
         """Return open intents of clusters that are up: a search did not need them, and its process died too early."""
-        clusters = {cluster.name: cluster for cluster in self._store.list_clusters()}
+        clusters = {cluster.name: cluster for cluster in self._store.clusters.list()}
         oldest_s = self._clock.now_s() - UP_S_MAX
         return [
             intent.request
-            for intent in self._store.list_open_intents()
+            for intent in self._store.intents.list_open()
             if (cluster := clusters.get(intent.request.cluster)) is not None
             and cluster.status in (ClusterStatus.UP, ClusterStatus.STOPPED)
             and not (_is_replacement(intent.request, cluster) and intent.created_s > oldest_s)
@@ -165,16 +165,16 @@ class Collector:
     def _find_dead_names(self) -> Sequence[str]:
         """Return clusters whose job has ended, or whose `up` or `down` was interrupted long ago."""
         now_s = self._clock.now_s()
-        live_jobs = set(self._store.list_live_job_ids())
+        live_jobs = set(self._store.jobs.list_live_ids())
         names = {
             cluster.name
-            for cluster in self._store.list_clusters()
+            for cluster in self._store.clusters.list()
             if (cluster.job_id is not None and cluster.job_id not in live_jobs)
             or cluster.status is ClusterStatus.TERMINATING
             or (cluster.status is ClusterStatus.INIT and not cluster.job_id and now_s - cluster.created_s > UP_S_MAX)
         }
-        clusters = {cluster.name: cluster for cluster in self._store.list_clusters()}
-        for intent in self._store.list_open_intents():
+        clusters = {cluster.name: cluster for cluster in self._store.clusters.list()}
+        for intent in self._store.intents.list_open():
             cluster = clusters.get(intent.request.cluster)
             is_coming_up = cluster is None or (cluster.job_id is None and cluster.status is ClusterStatus.INIT)
             if is_coming_up and now_s - intent.created_s > UP_S_MAX:
@@ -217,8 +217,8 @@ class ResourceSweeper:
 
     def _list_names(self) -> frozenset[str]:
         """Return the names of all clusters that exist or may be coming up."""
-        coming = (intent.request.cluster for intent in self._store.list_open_intents())
-        return frozenset((*coming, *(cluster.name for cluster in self._store.list_clusters())))
+        coming = (intent.request.cluster for intent in self._store.intents.list_open())
+        return frozenset((*coming, *(cluster.name for cluster in self._store.clusters.list())))
 
 
 async def _sum_concurrently(works: Sequence[Coroutine[Any, Any, int]]) -> int:

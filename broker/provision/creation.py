@@ -63,7 +63,7 @@ class NodeCreator:
         for tries in range(CREATE_TRIES_MAX):
             try:
                 await self._note_account(launch)
-                if not self._store.is_intent_open(request.token):
+                if not self._store.intents.is_open(request.token):
                     raise make_down_error(request.cluster)
                 if tries:
                     spec.check_budget()
@@ -123,7 +123,7 @@ class NodeCreator:
             )
         if not noted:
             launch.request = replace(launch.request, account=account)
-            self._store.note_intent_account(launch.request.token, account)
+            self._store.intents.note_account(launch.request.token, account)
 
     async def _look_for(self, cloud: Cloud, request: NodeRequest) -> Sequence[Node]:
         """Return the nodes with this token as soon as lists show the whole gang, else what they show once settled."""

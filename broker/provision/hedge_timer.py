@@ -8,7 +8,7 @@ from __future__ import annotations
 from enum import StrEnum
 
 from broker.nouns import noun
-from broker.state.store import Pace, Store
+from broker.state.calls import Pace, PaceRows
 
 
 class Answer(StrEnum):
@@ -34,12 +34,12 @@ LIMITS = {
 
 
 class HedgeTimer:
-    def __init__(self, store: Store) -> None:
-        self._store = store
+    def __init__(self, paces: PaceRows) -> None:
+        self._paces = paces
 
     def measure_s(self, cloud: str, answer: Answer) -> float:
         """Return seconds to wait for this answer before another placement is requested as well."""
-        return bound(self._store.get_pace(cloud, answer), LIMITS[answer])
+        return bound(self._paces.get(cloud, answer), LIMITS[answer])
 
     def note(self, cloud: str, answer: Answer, took_s: float) -> None:
         """Learn from an answer. Refusals and lost answers are not noted.
@@ -48,7 +48,7 @@ class HedgeTimer:
         count as an answer that took a day, and dozens of normal answers would not undo it.
         """
         learned_s = min(LIMITS[answer].most_s, max(0.0, took_s))
-        self._store.learn_pace(cloud, answer, lambda pace: learn(pace, learned_s))
+        self._paces.learn(cloud, answer, lambda pace: learn(pace, learned_s))
 
 
 def bound(pace: Pace | None, limits: HedgeLimits) -> float:

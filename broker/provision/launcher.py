@@ -84,7 +84,7 @@ class Launcher:
 
     def find_intent(self, cluster: Cluster, placement: Placement) -> NodeRequest | None:
         """Return the open intent of this placement and attempt, which an earlier process has left."""
-        requests = [intent.request for intent in self._store.list_open_intents(cluster.name)]
+        requests = [intent.request for intent in self._store.intents.list_open(cluster.name)]
         same = (
             request for request in requests if request.placement == placement and request.attempt == cluster.attempt
         )
@@ -100,13 +100,13 @@ class Launcher:
         refusal = await self._creator.hear_out(launch, launch.call) if launch.call is not None else None
         may_exist = launch.was_unanswered or bool(launch.nodes)
         if may_exist or (launch.call is not None and refusal is None):
-            is_left = launch.nodes or self._store.is_intent_open(launch.request.token)
+            is_left = launch.nodes or self._store.intents.is_open(launch.request.token)
             return await self._release(launch) if is_left else ()
         launch.enter(LaunchState.CLOSED, self._clock.now_s())
         if refusal is None:
-            self._store.close_intent(launch.request.token, IntentEnd.NEVER_ASKED)
+            self._store.intents.close(launch.request.token, IntentEnd.NEVER_ASKED)
         else:
-            self._store.close_intent(launch.request.token, find_intent_end(refusal), refusal.message)
+            self._store.intents.close(launch.request.token, find_intent_end(refusal), refusal.message)
         return ()
 
     async def _release(self, launch: Launch) -> Sequence[Node]:
@@ -117,8 +117,8 @@ class Launcher:
 
     async def terminate(self, cloud: Cloud, request: NodeRequest, *, known: Sequence[Node] = ()) -> Sequence[Node]:
         """Terminate the nodes of this intent, confirm their end, and only then close the intent; return the nodes."""
-        request = self._store.get_request(request.token) or request  # its account may have been noted since
-        known = known or self._store.list_made_nodes(request.token)
+        request = self._store.intents.get_request(request.token) or request  # its account may have been noted since
+        known = known or self._store.intents.list_nodes(request.token)
         gone = await confirm_gone(
             cloud,
             self._lister,
@@ -130,36 +130,36 @@ class Launcher:
         )
         with self._store.transaction():
             self.record(gone)
-            self._store.close_intent(request.token, IntentEnd.TERMINATED)
+            self._store.intents.close(request.token, IntentEnd.TERMINATED)
         return gone
 
     def record(self, nodes: Sequence[Node]) -> None:
         with self._store.transaction():
             for node in nodes:
-                self._store.record_node(node)
+                self._store.bills.record(node)
 
     def _open_intent(self, spec: LaunchSpec, placement: Placement, *, is_first: bool, is_addition: bool) -> NodeRequest:
         cluster = spec.cluster
-        serial = self._store.count_closed_intents(cluster.name)
+        serial = self._store.intents.count_closed(cluster.name)
         request = NodeRequest(
             owner=self._owner,
             cluster=cluster.name,
             attempt=cluster.attempt,
-            token=make_token(f"{self._owner}{self._store.salt}", cluster.name, cluster.attempt, placement, serial),
+            token=make_token(f"{self._owner}{self._store.meta.salt}", cluster.name, cluster.attempt, placement, serial),
             placement=placement,
             spec=spec.make_spec(placement),
             # All nodes of a gang are in one account: another login can neither see nor terminate the existing ones.
             account=next((node.account for node in cluster.nodes if node.account), "") if is_addition else "",
         )
         with self._store.transaction():
-            current = self._store.get_cluster(cluster.name)
+            current = self._store.clusters.get(cluster.name)
             is_ours = is_first if current is None else current.created_s == cluster.created_s
             if not is_ours or (current and current.status is ClusterStatus.TERMINATING):
                 raise make_down_error(cluster.name)
             self._offers.begin(placement)
             if not is_addition:
-                self._store.put_cluster(replace(cluster, status=ClusterStatus.INIT, placement=placement, nodes=()))
-            self._store.put_intent(request)
+                self._store.clusters.put(replace(cluster, status=ClusterStatus.INIT, placement=placement, nodes=()))
+            self._store.intents.put(request)
         return request
 
     async def _see_through(self, launch: Launch, spec: LaunchSpec) -> Sequence[Node]:
@@ -169,7 +169,7 @@ class Launcher:
         launch.enter(LaunchState.CREATED, created_s)
         with self._store.transaction():
             self.record(launch.nodes)
-            self._store.note_made_nodes(launch.request.token, launch.nodes)
+            self._store.intents.note_nodes(launch.request.token, launch.nodes)
         await self._end_unless_open(launch)
         node_count = launch.placement.node_count
         if len(launch.nodes) < node_count:  # the rest will not come, and these nodes cost money
@@ -209,7 +209,7 @@ class Launcher:
 
         Raises UsageError then.
         """
-        if not self._store.is_intent_open(launch.request.token):
+        if not self._store.intents.is_open(launch.request.token):
             await self._release(launch)
             raise make_down_error(launch.request.cluster)
 
@@ -223,7 +223,7 @@ class Launcher:
                 spec.on_event(make_event(EventKind.PLACE_GIVEN_UP, place=make_place(launch.placement)))
                 launch.abandon(error, self._clock.now_s())
                 await self.terminate(launch.cloud, launch.request)
-            self._store.close_intent(token, find_intent_end(error), error.message)
+            self._store.intents.close(token, find_intent_end(error), error.message)
             launch.enter(LaunchState.CLOSED, self._clock.now_s())
             raise
 

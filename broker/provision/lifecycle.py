@@ -84,7 +84,7 @@ class Provisioner:
         back in the background; `finish` waits for that. `check_budget` is called before each call that may cost money;
         its error ends the search. `retry_until_up`: repeat the search with a growing backoff until it succeeds.
         """
-        existing = self._store.get_cluster(name)
+        existing = self._store.clusters.get(name)
         if existing and existing.status is ClusterStatus.UP and existing.attempt == attempt:
             return await self.refresh(existing)
         # A job's cluster needs no lock: the epoch fences leaders, and a suspended one must not block the next.
@@ -142,10 +142,10 @@ class Provisioner:
         if nodes != cluster.nodes:
             with self._store.transaction():
                 self._failover.launcher.record(nodes)
-                current = self._store.get_cluster(cluster.name)
+                current = self._store.clusters.get(cluster.name)
                 # Since the caller read the record, a node may have been replaced or the cluster taken down.
                 if current is not None and [node.id for node in current.nodes] == [node.id for node in nodes]:
-                    self._store.put_cluster(replace(current, nodes=nodes))
+                    self._store.clusters.put(replace(current, nodes=nodes))
         return replace(cluster, nodes=nodes)
 
     def can_replace_node(self, cluster: Cluster) -> bool:
@@ -180,12 +180,12 @@ class Provisioner:
     async def down(self, name: str) -> None:
         """Terminate the cluster; its record is deleted only after the cloud confirms that every node is gone."""
         with self._store.transaction():
-            cluster = self._store.get_cluster(name)
-            intents = self._store.list_open_intents(name)
+            cluster = self._store.clusters.get(name)
+            intents = self._store.intents.list_open(name)
             if cluster is None and not intents:
                 return
             if cluster and cluster.status is not ClusterStatus.TERMINATING:
-                self._store.put_cluster(replace(cluster, status=ClusterStatus.TERMINATING))
+                self._store.clusters.put(replace(cluster, status=ClusterStatus.TERMINATING))
         # Concurrently: a region that does not answer must not delay the termination of nodes elsewhere.
         works = [self._terminate(intent.request) for intent in intents]
         if cluster and cluster.nodes:
@@ -196,15 +196,15 @@ class Provisioner:
         if cluster is None:
             return
         with self._store.transaction():
-            current = self._store.get_cluster(name)
+            current = self._store.clusters.get(name)
             if current is None or current.created_s != cluster.created_s:
                 return  # another process finished this, and the name may already stand for a new cluster
-            self._store.delete_cluster(name)
-            self._store.add_event(make_event(EventKind.DOWN, cluster=name), cluster=name, job_id=cluster.job_id)
+            self._store.clusters.delete(name)
+            self._store.events.add(make_event(EventKind.DOWN, cluster=name), cluster=name, job_id=cluster.job_id)
 
     async def _end_nodes(self, cluster: Cluster) -> None:
         """Terminate the recorded nodes, and all others that carry the cluster's name and a token of ours."""
-        tokens = self._store.list_tokens(cluster.name)
+        tokens = self._store.intents.list_tokens(cluster.name)
         gone = await confirm_gone(
             self._get_cloud(cluster.placement),
             self._lister,
@@ -222,7 +222,7 @@ class Provisioner:
         await self._wait_all(cluster, NodeState.STOPPED)
         with self._store.transaction():
             for node in cluster.nodes:
-                self._store.close_bill(node)
+                self._store.bills.close(node)
             self._change_status(name, ClusterStatus.STOPPED)
 
     async def start(self, name: str) -> Cluster:
@@ -230,7 +230,7 @@ class Provisioner:
         await cloud.start_nodes([node.id for node in cluster.nodes])
         with self._store.transaction():
             for node in cluster.nodes:
-                self._store.reopen_bill(node)
+                self._store.bills.reopen(node)
         await self._wait_all(cluster, NodeState.RUNNING)
         return self._change_status(name, ClusterStatus.UP)
 
@@ -279,7 +279,7 @@ class Provisioner:
         return replace(seen, rank=node.rank, account=seen.account or node.account)
 
     def _find_stoppable(self, name: str) -> tuple[Cluster, CanStop]:
-        cluster = self._store.get_cluster(name)
+        cluster = self._store.clusters.get(name)
         if cluster is None:
             raise UsageError(f"cluster {name} does not exist", hints=("List clusters with `broker status`.",))
         cloud = self._get_cloud(cluster.placement)
@@ -306,11 +306,11 @@ class Provisioner:
 
     def _change_status(self, name: str, status: ClusterStatus) -> Cluster:
         with self._store.transaction():
-            cluster = self._store.get_cluster(name)
+            cluster = self._store.clusters.get(name)
             if cluster is None or cluster.status is ClusterStatus.TERMINATING:
                 raise UsageError(f"{name} was taken down while it was stopped or started")
             changed = replace(cluster, status=status)
-            self._store.put_cluster(changed)
+            self._store.clusters.put(changed)
         return changed
 
 

@@ -34,7 +34,7 @@ class UnavailableOffers:
         self._store = store
 
     def list_active(self) -> tuple[Refusal, ...]:
-        return tuple(self._store.active_refusals(self._store.clock.now_s()))
+        return tuple(self._store.refusals.list_active(self._store.clock.now_s()))
 
     def list_covering(self, placement: Placement, active: Iterable[Refusal]) -> Sequence[Refusal]:
         """Return the refusals that forbid to request this placement now."""
@@ -50,7 +50,7 @@ class UnavailableOffers:
     def begin(self, placement: Placement) -> None:
         """Note that a launch begins there: if a refusal has just expired, this launch is the probe for all searches."""
         for zone in split_zones(placement):
-            self._store.begin_probe(zone, lasts_s=PROBE_S)
+            self._store.refusals.begin_probe(zone, lasts_s=PROBE_S)
 
     def refuse(self, placement: Placement, error: CloudError, *, is_region_wide: bool = False) -> None:
         """Record a refusal; if several zones were requested as one, for each of them.
@@ -72,7 +72,7 @@ class UnavailableOffers:
             lasts_s = CAPACITY_REFUSAL_S
             region = "" if error.scope == "cloud" else region
             zone = zone if error.scope == "zone" else None
-        self._store.add_refusal(
+        self._store.refusals.add(
             offer.cloud,
             region,
             zone,
@@ -87,15 +87,15 @@ class UnavailableOffers:
         )
 
     def forgive(self, placement: Placement) -> None:
-        self._store.forgive(placement)
+        self._store.refusals.forgive(placement)
 
     def note_failed_call(self, cloud: str) -> None:
         """Take one from the retry budget that all jobs share: a call was refused, throttled or lost."""
-        self._store.take_retry(cloud, tokens_max=FAILURES_MAX, refill_s=FAILURE_REFILL_S)
+        self._store.retries.take(cloud, tokens_max=FAILURES_MAX, refill_s=FAILURE_REFILL_S)
 
     def measure_wait_s(self, cloud: str) -> float:
         """Return seconds until this cloud may be called again; 0 while its retry budget lasts."""
-        return self._store.measure_retry_wait_s(cloud, tokens_max=FAILURES_MAX, refill_s=FAILURE_REFILL_S)
+        return self._store.retries.measure_wait_s(cloud, tokens_max=FAILURES_MAX, refill_s=FAILURE_REFILL_S)
 
 
 def find_intent_end(error: CloudError) -> IntentEnd:

@@ -88,7 +88,9 @@ class Trial:
         self._spend_usd_max = spend_usd_max
         self._folder = f"{bucket_url.rstrip('/')}/{owner}-{MARK}-{uuid.uuid4().hex[:8]}" if bucket_url else ""
         self._cluster: Cluster | None = None
-        self._begun_usd = store.spend_usd(cluster=name, now_s=clock.now_s())  # earlier trials have used the same name
+        self._begun_usd = store.bills.spend_usd(
+            cluster=name, now_s=clock.now_s()
+        )  # earlier trials have used the same name
         self._failed = ""  # name of the first failed step
         self.steps: list[Step] = []
 
@@ -150,7 +152,7 @@ class Trial:
             await self._clock.sleep(LOOK_S)
 
     def _measure_spend_usd(self) -> float:
-        return self._store.spend_usd(cluster=self._name, now_s=self._clock.now_s()) - self._begun_usd
+        return self._store.bills.spend_usd(cluster=self._name, now_s=self._clock.now_s()) - self._begun_usd
 
     async def _log_in(self) -> str:
         await self._cloud.check()
@@ -259,7 +261,7 @@ class Trial:
         return f"stopped, and up again after {self._clock.now_s() - stopped_s:.0f} s"
 
     async def _terminate(self) -> str:
-        if self._store.get_cluster(self._name) is None and not self._store.list_open_intents(self._name):
+        if self._store.clusters.get(self._name) is None and not self._store.intents.list_open(self._name):
             raise Skip("nothing was created")
         try:
             await self._provisioner.down(self._name)

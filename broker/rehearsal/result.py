@@ -120,8 +120,8 @@ class Rehearsal:
 def draw_up(context: RehearsalContext, driver: Driver, job: Job, plan: Plan) -> Rehearsal:
     """Collect the result from the store, the clouds and the progress files before they are deleted."""
     store, now_s, task, config = context.store, context.clock.now_s(), context.stage.task, context.config
-    paid = store.spend_usd(job_id=job.id, now_s=now_s)
-    summary = summarize(job, job.attempts, store.list_steps(job.id), paid_usd=paid, now_s=now_s)
+    paid = store.bills.spend_usd(job_id=job.id, now_s=now_s)
+    summary = summarize(job, job.attempts, store.jobs.list_steps(job.id), paid_usd=paid, now_s=now_s)
     trials = read_trials(context)
     measures = measure(trials)
     first = job.attempts[0].placement if job.attempts else plan.choice.placement

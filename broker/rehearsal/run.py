@@ -57,7 +57,7 @@ class Driver:
         """Run the job to its end. An interrupt terminates all nodes, then raises KeyboardInterrupt."""
         context = self.context
         store = context.store
-        job = store.add_job(context.stage.task.name or "rehearsal", context.stage.played)
+        job = store.jobs.add(context.stage.task.name or "rehearsal", context.stage.played)
         driving = asyncio.ensure_future(self._run_daemon())
         begin_s, interrupted = SystemClock().now_s(), asyncio.Event()
         _listen(interrupted)
@@ -69,7 +69,7 @@ class Driver:
             if interrupted.is_set() or not self._read_job(job.id).status.is_terminal:
                 interrupted.set()  # the daemon itself exits on SIGTERM: the next one terminates the nodes
                 self.write("interrupted: terminating the nodes ...")
-                store.request_cancel(job.id)
+                store.jobs.request_cancel(job.id)
                 await driving
                 _listen(interrupted)
                 await self._run_daemon()
@@ -95,7 +95,7 @@ class Driver:
         )
 
     def _read_job(self, job_id: int) -> Job:
-        job = self.context.store.get_job(job_id)
+        job = self.context.store.jobs.get(job_id)
         assert job is not None
         return job
 
@@ -107,11 +107,11 @@ class Driver:
             with contextlib.suppress(CloudError):
                 await cloud.take_due()
         self._report_events(job_id)
-        job = self.context.store.get_job(job_id)
+        job = self.context.store.jobs.get(job_id)
         if job is None or job.status is not JobStatus.RUNNING:
             return
         attempt = job.attempts[-1]
-        cluster = self.context.store.get_cluster(attempt.cluster)
+        cluster = self.context.store.clusters.get(attempt.cluster)
         if cluster is None:
             return
         line = self.context.program.read_progress(cluster, attempt.number, is_resumed=attempt.resumed_s is not None)
@@ -126,7 +126,7 @@ class Driver:
         if self.bar is None and real_s - self._line_s < LINE_EVERY_S:
             return
         self._line_s = real_s
-        spent = self.context.store.spend_usd(job_id=job.id, now_s=self.context.clock.now_s())
+        spent = self.context.store.bills.spend_usd(job_id=job.id, now_s=self.context.clock.now_s())
         if self.bar is not None:  # it shows the step itself and leaves half a line for text
             loss = f" loss {line.loss:.3f}," if line.loss is not None else ""
             self.bar.describe(f"{self._stamp().strip()},{loss} {format_usd(spent)} USD")
@@ -173,7 +173,7 @@ class Driver:
         return NOTICE_S.get(cluster.placement.offer.cloud, 30.0) if len(self.strikes) % 2 else 0.0
 
     def _report_events(self, job_id: int) -> None:
-        for event in self.context.store.list_events(job_id=job_id, after=self._reported):
+        for event in self.context.store.events.list(job_id=job_id, after=self._reported):
             self._reported = event.id
             self.write(f"{self._stamp(event.time_s)} * {event.message}")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sqlite3
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -11,7 +10,7 @@ import msgspec
 
 from broker.errors import DamagedRowError
 from broker.nouns import noun
-from broker.state.database import Database, keep_readable, read_row, read_s, read_text
+from broker.state.base import Database, Row, keep_readable, read_row, read_s, read_text
 from broker.types import Cluster, IntentEnd, Node, NodeRequest, NodeState
 
 
@@ -23,32 +22,35 @@ class Intent:
     created_s: float
 
 
-class ClusterRows(Database):
-    def put_cluster(self, cluster: Cluster) -> None:
-        self._write(
+class ClusterRows:
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    def put(self, cluster: Cluster) -> None:
+        self._database.write(
             "INSERT INTO clusters (name, job_id, body) VALUES (?, ?, ?) "
             "ON CONFLICT (name) DO UPDATE SET job_id = excluded.job_id, body = excluded.body",
             (cluster.name, cluster.job_id, msgspec.json.encode(cluster)),
         )
 
-    def get_cluster(self, name: str) -> Cluster | None:
-        row = self._row("SELECT name, body FROM clusters WHERE name = ?", (name,))
+    def get(self, name: str) -> Cluster | None:
+        row = self._database.row("SELECT name, body FROM clusters WHERE name = ?", (name,))
         return _read_cluster(row) if row else None
 
-    def list_clusters(self, *, on_damage: Callable[[DamagedRowError], None] | None = None) -> Sequence[Cluster]:
+    def list(self, *, on_damage: Callable[[DamagedRowError], None] | None = None) -> Sequence[Cluster]:
         """By name. Damaged ones are told to `on_damage` and left out: only for showing, as their nodes still run."""
-        rows = self._rows("SELECT name, body FROM clusters ORDER BY name")
+        rows = self._database.rows("SELECT name, body FROM clusters ORDER BY name")
         return keep_readable([partial(_read_cluster, row) for row in rows], on_damage)
 
-    def delete_cluster(self, name: str) -> None:
+    def delete(self, name: str) -> None:
         """The next cluster of this name counts its runs from 1 again; intents, bills and events stay."""
-        with self.transaction():
-            self._write("DELETE FROM clusters WHERE name = ?", (name,))
-            self._write("DELETE FROM run_ids WHERE cluster = ?", (name,))
+        with self._database.transaction():
+            self._database.write("DELETE FROM clusters WHERE name = ?", (name,))
+            self._database.write("DELETE FROM run_ids WHERE cluster = ?", (name,))
 
     def next_run_id(self, cluster: str) -> int:
-        with self.transaction():
-            row = self._write(
+        with self._database.transaction():
+            row = self._database.write(
                 "INSERT INTO run_ids (cluster, newest) VALUES (?, 1) "
                 "ON CONFLICT (cluster) DO UPDATE SET newest = newest + 1 RETURNING newest",
                 (cluster,),
@@ -57,56 +59,59 @@ class ClusterRows(Database):
 
     def newest_run_id(self, cluster: str) -> int:
         """0 where nothing was run."""
-        row = self._row("SELECT newest FROM run_ids WHERE cluster = ?", (cluster,))
+        row = self._database.row("SELECT newest FROM run_ids WHERE cluster = ?", (cluster,))
         return int(row["newest"]) if row else 0
 
 
-class IntentRows(Database):
-    def put_intent(self, request: NodeRequest) -> None:
+class IntentRows:
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    def put(self, request: NodeRequest) -> None:
         """Asked again with the same token, nothing changes: the first intent stands."""
-        self._write(
+        self._database.write(
             "INSERT INTO intents (token, cluster, created_s, body) VALUES (?, ?, ?, ?) ON CONFLICT (token) DO NOTHING",
-            (request.token, request.cluster, self.clock.now_s(), msgspec.json.encode(request)),
+            (request.token, request.cluster, self._database.clock.now_s(), msgspec.json.encode(request)),
         )
 
-    def note_intent_account(self, token: str, account: str) -> None:
+    def note_account(self, token: str, account: str) -> None:
         """Durable when it returns: the create call comes next."""
-        with self.transaction():
+        with self._database.transaction():
             request = self.get_request(token)
             assert request is not None, "an intent is written before its account is known"
             body = msgspec.json.encode(replace(request, account=account))
-            self._write("UPDATE intents SET body = ? WHERE token = ?", (body, token))
+            self._database.write("UPDATE intents SET body = ? WHERE token = ?", (body, token))
 
     def get_request(self, token: str) -> NodeRequest | None:
-        row = self._row("SELECT body FROM intents WHERE token = ?", (token,))
+        row = self._database.row("SELECT body FROM intents WHERE token = ?", (token,))
         return read_row("intents", token, lambda: msgspec.json.decode(row["body"], type=NodeRequest)) if row else None
 
-    def note_made_nodes(self, token: str, nodes: Sequence[Node]) -> None:
+    def note_nodes(self, token: str, nodes: Sequence[Node]) -> None:
         """What the create call answered: these ids are terminated even where no list shows them."""
-        self._write("UPDATE intents SET nodes = ? WHERE token = ?", (msgspec.json.encode(nodes), token))
+        self._database.write("UPDATE intents SET nodes = ? WHERE token = ?", (msgspec.json.encode(nodes), token))
 
-    def list_made_nodes(self, token: str) -> Sequence[Node]:
-        row = self._row("SELECT nodes FROM intents WHERE token = ?", (token,))
+    def list_nodes(self, token: str) -> Sequence[Node]:
+        row = self._database.row("SELECT nodes FROM intents WHERE token = ?", (token,))
         if row is None or not row["nodes"]:
             return ()
         return read_row("intents", token, lambda: msgspec.json.decode(row["nodes"], type=list[Node]))
 
-    def close_intent(self, token: str, outcome: IntentEnd, detail: str = "") -> None:
+    def close(self, token: str, outcome: IntentEnd, detail: str = "") -> None:
         """The first outcome stands. `detail` is for people."""
-        self._write(
+        self._database.write(
             "UPDATE intents SET outcome = ?, detail = ?, closed_s = ? WHERE token = ? AND outcome IS NULL",
-            (outcome.value, detail, self.clock.now_s(), token),
+            (outcome.value, detail, self._database.clock.now_s(), token),
         )
 
-    def is_intent_open(self, token: str) -> bool:
+    def is_open(self, token: str) -> bool:
         """Asked right before each create call. Raises FencedError for a leader that was replaced while it slept."""
-        with self.transaction(is_durable=False):
-            return bool(self._rows("SELECT 1 FROM intents WHERE token = ? AND outcome IS NULL", (token,)))
+        with self._database.transaction(is_durable=False):
+            return bool(self._database.rows("SELECT 1 FROM intents WHERE token = ? AND outcome IS NULL", (token,)))
 
-    def list_open_intents(self, cluster: str | None = None) -> Sequence[Intent]:
+    def list_open(self, cluster: str | None = None) -> Sequence[Intent]:
         # Two statements: one that fits both cases reads every open intent of ten thousand jobs for each of them.
         where, parameters = ("", ()) if cluster is None else (" AND cluster = ?", (cluster,))
-        rows = self._rows(
+        rows = self._database.rows(
             f"SELECT token, body, created_s FROM intents WHERE outcome IS NULL{where} ORDER BY created_s, rowid",
             parameters,
         )
@@ -114,18 +119,22 @@ class IntentRows(Database):
 
     def list_known_tokens(self, tokens: Iterable[str]) -> frozenset[str]:
         """Which of these were ever used by this store, open or closed."""
-        return frozenset(token for token in tokens if self._rows("SELECT 1 FROM intents WHERE token = ?", (token,)))
+        return frozenset(
+            token for token in tokens if self._database.rows("SELECT 1 FROM intents WHERE token = ?", (token,))
+        )
 
     def list_tokens(self, cluster: str) -> frozenset[str]:
         """Every token ever used for this name, open or closed."""
-        return frozenset(row["token"] for row in self._rows("SELECT token FROM intents WHERE cluster = ?", (cluster,)))
+        return frozenset(
+            row["token"] for row in self._database.rows("SELECT token FROM intents WHERE cluster = ?", (cluster,))
+        )
 
-    def count_closed_intents(self, cluster: str) -> int:
-        rows = self._rows("SELECT count(*) FROM intents WHERE cluster = ? AND outcome IS NOT NULL", (cluster,))
+    def count_closed(self, cluster: str) -> int:
+        rows = self._database.rows("SELECT count(*) FROM intents WHERE cluster = ? AND outcome IS NOT NULL", (cluster,))
         return int(rows[0][0])
 
 
-def _read_cluster(row: sqlite3.Row) -> Cluster:
+def _read_cluster(row: Row) -> Cluster:
     def read() -> Cluster:
         cluster = msgspec.json.decode(row["body"], type=Cluster)
         _ = cluster.placement.usd_hour  # a damaged name of a field reads as a field that is missing
@@ -134,7 +143,7 @@ def _read_cluster(row: sqlite3.Row) -> Cluster:
     return read_row("clusters", row["name"], read)
 
 
-def _read_intent(row: sqlite3.Row) -> Intent:
+def _read_intent(row: Row) -> Intent:
     return read_row(
         "intents",
         row["token"],
@@ -155,21 +164,24 @@ class Bill:
     ended_s: float | None
 
 
-class BillRows(Database):
-    def list_bills(self, *, on_damage: Callable[[DamagedRowError], None] | None = None) -> Sequence[Bill]:
-        rows = self._rows(
+class BillRows:
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    def list(self, *, on_damage: Callable[[DamagedRowError], None] | None = None) -> Sequence[Bill]:
+        rows = self._database.rows(
             "SELECT cloud, id AS node, cluster, job_id, usd_hour, created_s, ended_s FROM nodes ORDER BY created_s"
         )
         return keep_readable([partial(_read_bill, row) for row in rows], on_damage)
 
-    def is_bill_open(self, node: Node) -> bool:
+    def is_open(self, node: Node) -> bool:
         found = "SELECT 1 FROM nodes WHERE cloud = ? AND id = ? AND ended_s IS NULL"
-        return bool(self._rows(found, (node.cloud, node.id)))
+        return bool(self._database.rows(found, (node.cloud, node.id)))
 
-    def record_node(self, node: Node) -> None:
+    def record(self, node: Node) -> None:
         """An end once seen stays: a lagging list cannot reopen a bill. Nor can it close one that a start has opened
         anew: a node that is still shown to stand still since before then costs something."""
-        self._write(
+        self._database.write(
             "INSERT INTO nodes (cloud, id, cluster, job_id, usd_hour, created_s, ended_s, is_spot) "
             "VALUES (?1, ?2, ?3, (SELECT job_id FROM clusters WHERE name = ?3), ?4, ?5, ?6, ?8) "
             "ON CONFLICT (cloud, id) DO UPDATE SET usd_hour = excluded.usd_hour, "
@@ -182,25 +194,25 @@ class BillRows(Database):
             ),
         )
 
-    def close_bill(self, node: Node) -> None:
+    def close(self, node: Node) -> None:
         """The node stands still from now on, whatever its cloud says of when that began."""
-        self._write(
+        self._database.write(
             "UPDATE nodes SET ended_s = COALESCE(ended_s, ?) WHERE cloud = ? AND id = ?",
-            (self.clock.now_s(), node.cloud, node.id),
+            (self._database.clock.now_s(), node.cloud, node.id),
         )
 
-    def reopen_bill(self, node: Node) -> None:
+    def reopen(self, node: Node) -> None:
         """The node runs again from now on: what it has cost until it was stopped stands in a row of its own. Twice in
         a row does nothing."""
-        with self.transaction():
-            self._write(
+        with self._database.transaction():
+            self._database.write(
                 "UPDATE nodes SET id = id || '@' || created_s WHERE cloud = ? AND id = ? AND ended_s IS NOT NULL",
                 (node.cloud, node.id),
             )
-            self._write(
+            self._database.write(
                 "INSERT OR IGNORE INTO nodes (cloud, id, cluster, job_id, usd_hour, created_s, ended_s, is_spot) "
                 "VALUES (?1, ?2, ?3, (SELECT job_id FROM clusters WHERE name = ?3), ?4, ?5, NULL, ?6)",
-                (node.cloud, node.id, node.cluster, node.usd_hour, self.clock.now_s(), node.is_spot),
+                (node.cloud, node.id, node.cluster, node.usd_hour, self._database.clock.now_s(), node.is_spot),
             )
 
     def spend_usd(self, cluster: str | None = None, job_id: int | None = None, *, now_s: float) -> float:
@@ -209,16 +221,16 @@ class BillRows(Database):
         wanted = {"cluster = ?": cluster, "job_id = ?": job_id}
         chosen = {condition: value for condition, value in wanted.items() if value is not None}
         where = f" WHERE {' AND '.join(chosen)}" if chosen else ""
-        rows = self._rows(
+        rows = self._database.rows(
             f"SELECT total(usd_hour * max(0.0, coalesce(ended_s, ?) - created_s)) / 3600 FROM nodes{where}",
             (now_s, *chosen.values()),
         )
-        pruned_usd = 0.0 if chosen else float(self._rows("SELECT total(usd) FROM totals")[0][0])
+        pruned_usd = 0.0 if chosen else float(self._database.rows("SELECT total(usd) FROM totals")[0][0])
         return float(rows[0][0]) + pruned_usd
 
     def list_spend_usd(self, *, now_s: float) -> Mapping[int, float]:
         """What each managed job has cost up to now, by its id."""
-        rows = self._rows(
+        rows = self._database.rows(
             "SELECT job_id, total(usd_hour * max(0.0, coalesce(ended_s, ?) - created_s)) / 3600 FROM nodes "
             "WHERE job_id IS NOT NULL GROUP BY job_id",
             (now_s,),
@@ -226,7 +238,7 @@ class BillRows(Database):
         return {row[0]: row[1] for row in rows}
 
 
-def _read_bill(row: sqlite3.Row) -> Bill:
+def _read_bill(row: Row) -> Bill:
     return read_row(
         "nodes",
         f"{row['cloud']}/{row['node']}",

@@ -3,32 +3,24 @@
 from __future__ import annotations
 
 import os
-import random
 import sqlite3
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from broker.clock import Clock
-from broker.errors import DamagedRowError, FencedError, StateError
+from broker.errors import FencedError, StateError
+from broker.state.base import draw_uid
 from broker.state.copies import is_copy_due, write_copy
 from broker.state.faults import FAULTS, explain_fault, is_unwritable
 from broker.state.guard import Guard, check_lineage, check_not_lost, list_ways_back, read_guard, write_guard
 from broker.state.schema import MIGRATIONS
 
 BUSY_TIMEOUT_MS = 60_000  # a command waits this long for another broker's transaction before it gives up
-UID_LETTERS = "abcdefghjkmnpqrstuvwxyz23456789"  # none that looks like another: 28 million ids of five
-UID_LENGTH = 5
-TIME_S_MAX = 1e11  # the year 5138
-T = TypeVar("T")
 
 
-def draw_uid() -> str:
-    return "".join(random.SystemRandom().choices(UID_LETTERS, k=UID_LENGTH))
-
-
-class Database:
+class SqliteDatabase:
     """WAL and synchronous=FULL: a committed intent survives a power cut (measured 0.14 ms a commit).
 
     `owner` is the installation's id, recorded in the file and compared when it is opened. `draw_uid` makes the random
@@ -45,7 +37,7 @@ class Database:
         self._owner = owner
         self._depth = 0
         self._is_durable = True
-        self._epoch: int | None = None  # a leader's; every write of a store that leads is checked against the file's
+        self.epoch: int | None = None  # a leader's; every write of a store that leads is checked against the file's
         try:
             self._connection = self._open()
             self._migrate()
@@ -66,9 +58,9 @@ class Database:
             yield
             return
         if is_durable != self._is_durable:
-            self._execute(f"PRAGMA synchronous={'FULL' if is_durable else 'NORMAL'}")
+            self.execute(f"PRAGMA synchronous={'FULL' if is_durable else 'NORMAL'}")
             self._is_durable = is_durable
-        self._execute("BEGIN IMMEDIATE")
+        self.execute("BEGIN IMMEDIATE")
         self._depth += 1
         try:
             self._check_epoch()
@@ -104,23 +96,23 @@ class Database:
 
     def _check_epoch(self) -> None:
         """A process that slept through its own replacement may not write any more (a fencing token)."""
-        if self._epoch is not None and self._rows("SELECT epoch FROM leader")[0][0] != self._epoch:
+        if self.epoch is not None and self.rows("SELECT epoch FROM leader")[0][0] != self.epoch:
             raise FencedError("another daemon of this state folder has taken over")
 
     def _commit(self) -> None:
-        self._execute("COMMIT")
+        self.execute("COMMIT")
 
-    def _execute(self, sql: str, parameters: Sequence[Any] = ()) -> sqlite3.Cursor:
+    def execute(self, sql: str, parameters: Sequence[Any] = ()) -> sqlite3.Cursor:
         try:
             return self._connection.execute(sql, parameters)
         except (sqlite3.DatabaseError, UnicodeDecodeError) as error:
             raise explain_fault(self.path, error) from error
 
-    def _write(self, sql: str, parameters: Sequence[Any] = (), *, is_durable: bool = True) -> sqlite3.Cursor:
+    def write(self, sql: str, parameters: Sequence[Any] = (), *, is_durable: bool = True) -> sqlite3.Cursor:
         with self.transaction(is_durable=is_durable):
-            return self._execute(sql, parameters)
+            return self.execute(sql, parameters)
 
-    def _rows(self, sql: str, parameters: Sequence[Any] = ()) -> list[sqlite3.Row]:
+    def rows(self, sql: str, parameters: Sequence[Any] = ()) -> list[sqlite3.Row]:
         try:
             return self._connection.execute(sql, parameters).fetchall()
         except sqlite3.OperationalError as error:
@@ -140,8 +132,8 @@ class Database:
         finally:
             self._connection.text_factory = str
 
-    def _row(self, sql: str, parameters: Sequence[Any] = ()) -> sqlite3.Row | None:
-        rows = self._rows(sql, parameters)
+    def row(self, sql: str, parameters: Sequence[Any] = ()) -> sqlite3.Row | None:
+        rows = self.rows(sql, parameters)
         return rows[0] if rows else None
 
     def _open(self) -> sqlite3.Connection:
@@ -196,10 +188,10 @@ class Database:
             for steps in MIGRATIONS[version:]:
                 for step in steps:
                     if isinstance(step, str):
-                        self._execute(step)
+                        self.execute(step)
                     else:
                         step(self._connection)
-            self._execute(f"PRAGMA user_version={len(MIGRATIONS)}")
+            self.execute(f"PRAGMA user_version={len(MIGRATIONS)}")
 
     def _check_version(self, version: int) -> None:
         if version > len(MIGRATIONS):
@@ -214,14 +206,14 @@ class Database:
             )
 
     def _schema_version(self) -> int:
-        return int(self._rows("PRAGMA user_version")[0][0])
+        return int(self.rows("PRAGMA user_version")[0][0])
 
     def _identify(self) -> None:
         """Compare file, guard and owner; write what is not written yet."""
         if not self.path.exists():
             return  # kept in memory, by a simulation
         guard = read_guard(self.path)
-        known = {str(row["key"]): str(row["value"]) for row in self._rows("SELECT key, value FROM meta")}
+        known = {str(row["key"]): str(row["value"]) for row in self.rows("SELECT key, value FROM meta")}
         lineage, owner = known.get("lineage", ""), known.get("installation", "")
         check_lineage(self.path, guard, lineage)
         if self._owner is not None and owner not in ("", self._owner):
@@ -232,7 +224,7 @@ class Database:
         if self.is_read_only:
             return
         if self._owner and not owner:
-            self._write("INSERT OR IGNORE INTO meta (key, value) VALUES ('installation', ?)", (self._owner,))
+            self.write("INSERT OR IGNORE INTO meta (key, value) VALUES ('installation', ?)", (self._owner,))
         wanted = Guard(
             lineage=lineage,
             owner=owner or self._owner or "",
@@ -242,40 +234,3 @@ class Database:
         )
         if guard != wanted:
             write_guard(self.path, wanted)
-
-
-def read_row(table: str, key: object, decode: Callable[[], T]) -> T:
-    """What `decode` makes of a row. Raises DamagedRowError where its content is not what was written."""
-    try:
-        return decode()
-    except (ValueError, TypeError, KeyError, AttributeError, OverflowError, AssertionError) as error:
-        raise DamagedRowError(table, str(key), str(error)) from error
-
-
-def keep_readable(rows: Sequence[Callable[[], T]], on_damage: Callable[[DamagedRowError], None] | None) -> list[T]:
-    """What each row says. A damaged one is told to `on_damage` and left out, or raised where there is none."""
-    found = []
-    for read in rows:
-        try:
-            found.append(read())
-        except DamagedRowError as error:
-            if on_damage is None:
-                raise
-            on_damage(error)
-    return found
-
-
-def read_s(value: object) -> float:
-    """A point in time, in seconds. Raises ValueError, TypeError for what is none."""
-    if not isinstance(value, int | float):
-        raise TypeError(f"time expected, found {type(value).__name__}")
-    if not abs(value) < TIME_S_MAX:
-        raise ValueError(f"{value} is no point in time")
-    return float(value)
-
-
-def read_text(value: object) -> str:
-    """SQLite keeps any kind of value in any column. Raises TypeError for one that is no text."""
-    if not isinstance(value, str):
-        raise TypeError(f"text expected, found {type(value).__name__}")
-    return value

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import math
-import sqlite3
 from collections.abc import Sequence
 
 from broker.nouns import noun
-from broker.state.database import TIME_S_MAX, Database
+from broker.state.base import TIME_S_MAX, Database, Row
 from broker.types import Placement
 from broker.types.outcomes import Event, EventData, EventKind, make_event
 from broker.wording import describe_event
@@ -58,24 +57,28 @@ class Refusal:
         )
 
 
-class EventRows(Database):
-    def add_event(self, event: Event, *, job_id: int | None = None, cluster: str | None = None) -> None:
-        self._write(
+class EventRows:
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    def add(self, event: Event, *, job_id: int | None = None, cluster: str | None = None) -> None:
+        data = json.dumps(event.data, ensure_ascii=False)
+        self._database.write(
             "INSERT INTO events (time_s, kind, data, job_id, cluster) VALUES (?, ?, ?, ?, ?)",
-            (self.clock.now_s(), event.kind.value, json.dumps(event.data, ensure_ascii=False), job_id, cluster),
+            (self._database.clock.now_s(), event.kind.value, data, job_id, cluster),
         )
 
-    def list_events(self, job_id: int | None = None, cluster: str | None = None, after: int = 0) -> Sequence[EventRow]:
+    def list(self, job_id: int | None = None, cluster: str | None = None, after: int = 0) -> Sequence[EventRow]:
         wanted = {"id > ?": after, "job_id = ?": job_id, "cluster = ?": cluster}
         chosen = {condition: value for condition, value in wanted.items() if value is not None}
-        rows = self._rows(
+        rows = self._database.rows(
             f"SELECT id, time_s, kind, data, job_id, cluster FROM events WHERE {' AND '.join(chosen)} ORDER BY id",
             tuple(chosen.values()),
         )
         return [_read_event(row) for row in rows]
 
 
-def _read_event(row: sqlite3.Row) -> EventRow:
+def _read_event(row: Row) -> EventRow:
     """A damaged one is shown as far as it can be read: no list of events is worth less for it."""
     event = _decode(row["kind"], row["data"])
     return EventRow(
@@ -98,8 +101,11 @@ def _decode(kind: object, data: object) -> Event:
     return make_event(EventKind.NOTE, text=f"{kind}: {data}")
 
 
-class RefusalRows(Database):
-    def add_refusal(
+class RefusalRows:
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    def add(
         self,
         cloud: str,
         region: str,
@@ -123,15 +129,15 @@ class RefusalRows(Database):
         """
         key = (cloud, region, zone or "", instance_type, is_spot)
         where = "cloud = ? AND region = ? AND zone = ? AND instance_type = ? AND is_spot = ?"
-        now_s = self.clock.now_s()
-        with self.transaction():
-            known = self._row(f"SELECT count, expires_s, reask_s FROM refusals WHERE {where}", key)
+        now_s = self._database.clock.now_s()
+        with self._database.transaction():
+            known = self._database.row(f"SELECT count, expires_s, reask_s FROM refusals WHERE {where}", key)
             count = 1
             if known is not None and now_s < known["expires_s"] + FORGIVEN_AFTER_S:
                 count = known["count"] + int(now_s >= known["reask_s"])
             held_s = min(lasts_s * 2.0 ** (count - 1), max(lasts_s, lasts_s_max or lasts_s))
             pause_s = min(held_s, reask_after_s_max, reask_after_s * 1.5 ** min(count - 1, 40))
-            self._execute(
+            self._database.execute(
                 "INSERT OR REPLACE INTO refusals (cloud, region, zone, instance_type, is_spot, expires_s, reason, "
                 "count, reask_s, hints) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
                 (*key, now_s + held_s, reason, count, now_s + pause_s, json.dumps(list(hints))),
@@ -139,21 +145,21 @@ class RefusalRows(Database):
 
     def forgive(self, placement: Placement) -> None:
         """It gave a whole gang: earlier refusals there count no more."""
-        self._write(f"DELETE FROM refusals WHERE {_COVERING}", _read_place(placement))
+        self._database.write(f"DELETE FROM refusals WHERE {_COVERING}", _read_place(placement))
 
     def begin_probe(self, placement: Placement, *, lasts_s: float) -> None:
         """Half-open: refusals of this place hold for everybody else, run out or not, while one try looks again.
 
         The try's end forgives or refuses anew; a process that dies meanwhile holds the others up for `lasts_s` only.
         """
-        now_s = self.clock.now_s()
+        now_s = self._database.clock.now_s()
         where = f"{_COVERING} AND expires_s > ?"
         bounds = (*_read_place(placement), now_s - FORGIVEN_AFTER_S)
-        if self._rows(f"SELECT 1 FROM refusals WHERE {where}", bounds):
-            self._write(f"UPDATE refusals SET probed_until_s = ? WHERE {where}", (now_s + lasts_s, *bounds))
+        if self._database.rows(f"SELECT 1 FROM refusals WHERE {where}", bounds):
+            self._database.write(f"UPDATE refusals SET probed_until_s = ? WHERE {where}", (now_s + lasts_s, *bounds))
 
-    def active_refusals(self, now_s: float) -> Sequence[Refusal]:
-        rows = self._rows(
+    def list_active(self, now_s: float) -> Sequence[Refusal]:
+        rows = self._database.rows(
             "SELECT cloud, region, zone, instance_type, is_spot, expires_s, reason, reask_s, probed_until_s, hints "
             "FROM refusals WHERE max(expires_s, probed_until_s) > ? ORDER BY expires_s",
             (now_s,),

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from broker.nouns import noun
 from broker.spot.durations import NOTHING_SEEN, Durations
 from broker.spot.hazard import Observation
-from broker.state.database import Database
+from broker.state.base import Database
 from broker.types import OutcomeKind
 
 HALF_LIFE_DAYS = 14.0  # markets of last month say little: recorded zones change their character within weeks
@@ -37,13 +37,16 @@ class SpotStay:
         return max(0.0, self.end_s - self.begin_s) / 3600
 
 
-class HistoryRows(Database):
+class HistoryRows:
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
     _weighed: tuple[float, Mapping[PlaceKey, Observation]] | None = None  # when, and what it came to
 
-    def list_spot_stays(self) -> list[SpotStay]:
+    def list_stays(self) -> list[SpotStay]:
         """Of managed jobs' attempts, newest first; those that still run count up to now."""
-        now_s = self.clock.now_s()
-        rows = self._rows(
+        now_s = self._database.clock.now_s()
+        rows = self._database.rows(
             "SELECT json_extract(body, '$.placement.offer.cloud'), json_extract(body, '$.placement.offer.region'), "
             "json_extract(body, '$.placement.offer.zone'), json_extract(body, '$.placement.offer.instance_type'), "
             "json_extract(body, '$.placement.node_count'), json_extract(body, '$.started_s'), "
@@ -65,14 +68,14 @@ class HistoryRows(Database):
             for row in rows
         ]
 
-    def read_spot_history(self, *, age_s_max: float = 0.0) -> Mapping[PlaceKey, Observation]:
+    def read(self, *, age_s_max: float = 0.0) -> Mapping[PlaceKey, Observation]:
         """As the planner takes it; what was read at most `age_s_max` ago will do.
 
         A daemon that starts ten thousand jobs asks for each of them, and reading thousands of stays takes 20 ms.
         """
-        now_s = self.clock.now_s()
+        now_s = self._database.clock.now_s()
         if self._weighed is None or not 0.0 <= now_s - self._weighed[0] < age_s_max:
-            self._weighed = now_s, weigh_stays(self.list_spot_stays(), now_s=now_s)
+            self._weighed = now_s, weigh_stays(self.list_stays(), now_s=now_s)
         return self._weighed[1]
 
 

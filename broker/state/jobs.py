@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import json
-import os
-import sqlite3
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
-from pathlib import Path
 
 import msgspec
 
 from broker.errors import DamagedRowError, UsageError
 from broker.nouns import noun
-from broker.state.database import Database, keep_readable, read_row, read_s, read_text
-from broker.state.faults import explain_os_error
+from broker.state.base import Database, Row, keep_readable, read_row, read_s, read_text
+from broker.state.secret_files import SecretFiles
 from broker.task.codec import decode_task, encode_task
 from broker.types import Attempt, Job, JobStatus, Outcome, OutcomeKind, Progress, Task
-from broker.types.jobs import name_job
 
 OnDamage = Callable[[DamagedRowError], None] | None
 
@@ -64,8 +60,12 @@ COLUMNS = (
 ATTEMPT_COLUMNS = "job_id, number, body, outcome_kind, outcome_detail, outcome_step, exit_code"
 
 
-class JobRows(Database):
-    def add_job(
+class JobRows:
+    def __init__(self, database: Database) -> None:
+        self._database = database
+        self._secrets = SecretFiles(database.path.parent / "secrets")
+
+    def add(
         self,
         name: str,
         task: Task,
@@ -77,12 +77,14 @@ class JobRows(Database):
         hedge: int = 2,
     ) -> Job:
         """The same `request_id` is the same job: a repeated submit adds nothing."""
-        with self.transaction():
-            known = self._row("SELECT id FROM jobs WHERE request_id = ?", (request_id,)) if request_id else None
+        with self._database.transaction():
+            known = (
+                self._database.row("SELECT id FROM jobs WHERE request_id = ?", (request_id,)) if request_id else None
+            )
             if known:
                 return self._must_get(known["id"])
-            uid = resumes.uid if resumes else self.draw_uid()
-            cursor = self._execute(
+            uid = resumes.uid if resumes else self._database.draw_uid()
+            cursor = self._database.execute(
                 "INSERT INTO jobs (name, status, request_id, task, secret_names, submitted_s, needs, pipeline, "
                 "resumes, first_attempt, hedge, uid) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
                 (
@@ -91,7 +93,7 @@ class JobRows(Database):
                     request_id,
                     encode_task(task),
                     msgspec.json.encode(sorted(task.secrets)),
-                    self.clock.now_s(),
+                    self._database.clock.now_s(),
                     json.dumps(list(needs)),
                     pipeline,
                     (resumes.resumes or resumes.id) if resumes else None,
@@ -103,33 +105,33 @@ class JobRows(Database):
             job_id = cursor.lastrowid
             assert job_id is not None
             if task.secrets:
-                self._write_secrets(job_id, uid, {name: secret.value for name, secret in task.secrets.items()})
+                self._secrets.write(job_id, uid, {name: secret.value for name, secret in task.secrets.items()})
             return self._must_get(job_id)
 
     def find_request(self, request_id: str | None) -> Job | None:
         """The job that was submitted with this request id."""
-        row = self._row("SELECT id FROM jobs WHERE request_id = ?", (request_id,)) if request_id else None
-        return self.get_job(row["id"]) if row else None
+        row = self._database.row("SELECT id FROM jobs WHERE request_id = ?", (request_id,)) if request_id else None
+        return self.get(row["id"]) if row else None
 
-    def get_job(self, job_id: int) -> Job | None:
-        row = self._row(f"SELECT {COLUMNS} FROM jobs WHERE id = ?", (job_id,))
+    def get(self, job_id: int) -> Job | None:
+        row = self._database.row(f"SELECT {COLUMNS} FROM jobs WHERE id = ?", (job_id,))
         return self._read_job(row, self.list_attempts(job_id)) if row else None
 
-    def list_jobs(self, *, on_damage: OnDamage = None) -> Sequence[Job]:
+    def list(self, *, on_damage: OnDamage = None) -> Sequence[Job]:
         """All of them, oldest first. Damaged ones are told to `on_damage` and left out, or raised without it."""
-        attempts: dict[int, list[sqlite3.Row]] = {}
-        for row in self._rows(f"SELECT {ATTEMPT_COLUMNS} FROM attempts ORDER BY job_id, number"):
+        attempts: dict[int, list[Row]] = {}
+        for row in self._database.rows(f"SELECT {ATTEMPT_COLUMNS} FROM attempts ORDER BY job_id, number"):
             attempts.setdefault(row["job_id"], []).append(row)
 
-        def read(row: sqlite3.Row) -> Job:
+        def read(row: Row) -> Job:
             return self._read_job(row, [_read_attempt(each) for each in attempts.get(row["id"], ())])
 
-        rows = self._rows(f"SELECT {COLUMNS} FROM jobs ORDER BY id")
+        rows = self._database.rows(f"SELECT {COLUMNS} FROM jobs ORDER BY id")
         return keep_readable([partial(read, row) for row in rows], on_damage)
 
-    def list_job_lines(self, newest: int | None = None, *, on_damage: OnDamage = None) -> Sequence[JobLine]:
+    def list_lines(self, newest: int | None = None, *, on_damage: OnDamage = None) -> Sequence[JobLine]:
         """The newest so many, and every live one besides; all without a number. Newest first."""
-        rows = self._rows(
+        rows = self._database.rows(
             "SELECT id, name, status, pipeline, "
             "CASE WHEN json_valid(progress) THEN json_extract(progress, '$.step') END AS step, "
             "CASE WHEN json_valid(progress) THEN json_extract(progress, '$.total') END AS total, submitted_s, ended_s, "
@@ -140,54 +142,59 @@ class JobRows(Database):
         )
         return keep_readable([partial(_read_line, row) for row in rows], on_damage)
 
-    def count_jobs(self) -> int:
-        return int(self._rows("SELECT count(*) FROM jobs")[0][0])
+    def count(self) -> int:
+        return int(self._database.rows("SELECT count(*) FROM jobs")[0][0])
 
-    def list_live_job_ids(self) -> Sequence[int]:
-        return [row["id"] for row in self._rows("SELECT id FROM jobs WHERE NOT is_terminal ORDER BY id")]
+    def list_live_ids(self) -> Sequence[int]:
+        return [row["id"] for row in self._database.rows("SELECT id FROM jobs WHERE NOT is_terminal ORDER BY id")]
 
-    def list_unfinished_job_ids(self) -> Sequence[int]:
+    def list_unfinished_ids(self) -> Sequence[int]:
         """Live jobs, and ended ones that still have a cluster or an attempt to close."""
-        rows = self._rows(
+        rows = self._database.rows(
             "SELECT id FROM jobs WHERE NOT is_terminal UNION SELECT job_id FROM clusters WHERE job_id IS NOT NULL "
             "UNION SELECT job_id FROM attempts WHERE json_extract(body, '$.ended_s') IS NULL ORDER BY 1"
         )
         return [row["id"] for row in rows]
 
-    def set_job_status(
+    def set_status(
         self, job_id: int, status: JobStatus, failure: str = "", *, outcome_kind: OutcomeKind | None = None
     ) -> bool:
         """Whether it was written: False when the job had ended already, whatever was asked."""
-        ended_s = self.clock.now_s() if status.is_terminal else None
-        with self.transaction():
-            cursor = self._execute(
+        ended_s = self._database.clock.now_s() if status.is_terminal else None
+        with self._database.transaction():
+            cursor = self._database.execute(
                 "UPDATE jobs SET status = ?, failure = ?, ended_s = ?, is_terminal = ?, outcome_kind = ? "
                 "WHERE id = ? AND NOT is_terminal",
                 (status.value, failure, ended_s, status.is_terminal, outcome_kind and outcome_kind.value, job_id),
             )
         is_written = cursor.rowcount == 1
         if is_written and status.is_terminal:
-            self._forget_secrets(job_id)
+            row = self._database.row("SELECT uid FROM jobs WHERE id = ?", (job_id,))
+            self._secrets.forget(job_id, str(row["uid"]) if row else "")
         return is_written
 
     def request_cancel(self, job_id: int) -> bool:
         """Whether there was anything left to cancel."""
-        cursor = self._write("UPDATE jobs SET cancel_requested = 1 WHERE id = ? AND NOT is_terminal", (job_id,))
+        cursor = self._database.write(
+            "UPDATE jobs SET cancel_requested = 1 WHERE id = ? AND NOT is_terminal", (job_id,)
+        )
         return cursor.rowcount == 1
 
     def is_cancel_requested(self, job_id: int) -> bool:
-        row = self._row("SELECT cancel_requested FROM jobs WHERE id = ?", (job_id,))
+        row = self._database.row("SELECT cancel_requested FROM jobs WHERE id = ?", (job_id,))
         return bool(row and row["cancel_requested"])
 
     def list_cancel_requested_ids(self) -> Sequence[int]:
         """Live jobs that the user wants ended."""
-        return [row["id"] for row in self._rows("SELECT id FROM jobs WHERE NOT is_terminal AND cancel_requested")]
+        return [
+            row["id"] for row in self._database.rows("SELECT id FROM jobs WHERE NOT is_terminal AND cancel_requested")
+        ]
 
     def set_progress(self, job_id: int, progress: Progress) -> None:
         """Also remembered per attempt, so that lost steps can be counted later."""
-        with self.transaction(is_durable=False):
-            self._execute("UPDATE jobs SET progress = ? WHERE id = ?", (msgspec.json.encode(progress), job_id))
-            self._execute(
+        with self._database.transaction(is_durable=False):
+            self._database.execute("UPDATE jobs SET progress = ? WHERE id = ?", (msgspec.json.encode(progress), job_id))
+            self._database.execute(
                 "INSERT INTO attempt_steps (job_id, number, first_step, last_step, checkpoint_step) "
                 "SELECT ?1, max(number), ?2, ?2, ?3 FROM attempts WHERE job_id = ?1 HAVING max(number) IS NOT NULL "
                 "ON CONFLICT (job_id, number) DO UPDATE SET last_step = max(last_step, excluded.last_step), "
@@ -196,7 +203,7 @@ class JobRows(Database):
             )
 
     def list_steps(self, job_id: int) -> Mapping[int, StepRange]:
-        rows = self._rows(
+        rows = self._database.rows(
             "SELECT number, first_step, last_step, checkpoint_step FROM attempt_steps WHERE job_id = ? ORDER BY number",
             (job_id,),
         )
@@ -209,7 +216,7 @@ class JobRows(Database):
 
     def put_attempt(self, attempt: Attempt) -> None:
         outcome = attempt.outcome
-        self._write(
+        self._database.write(
             f"INSERT INTO attempts ({ATTEMPT_COLUMNS}) VALUES (?, ?, ?, ?, ?, ?, ?) "
             "ON CONFLICT (job_id, number) DO UPDATE SET body = excluded.body, outcome_kind = excluded.outcome_kind, "
             "outcome_detail = excluded.outcome_detail, outcome_step = excluded.outcome_step, "
@@ -226,37 +233,41 @@ class JobRows(Database):
         )
 
     def list_attempts(self, job_id: int) -> Sequence[Attempt]:
-        rows = self._rows(f"SELECT {ATTEMPT_COLUMNS} FROM attempts WHERE job_id = ? ORDER BY number", (job_id,))
+        rows = self._database.rows(
+            f"SELECT {ATTEMPT_COLUMNS} FROM attempts WHERE job_id = ? ORDER BY number", (job_id,)
+        )
         return [_read_attempt(row) for row in rows]
 
     def get_log_offset(self, job_id: int) -> LogOffset:
-        row = self._row("SELECT attempt, source_bytes, file_bytes FROM log_offsets WHERE job_id = ?", (job_id,))
+        row = self._database.row(
+            "SELECT attempt, source_bytes, file_bytes FROM log_offsets WHERE job_id = ?", (job_id,)
+        )
         return LogOffset(**dict(row)) if row else LogOffset()
 
     def set_log_offset(self, job_id: int, offset: LogOffset) -> None:
-        self._write(
+        self._database.write(
             "INSERT OR REPLACE INTO log_offsets (job_id, attempt, source_bytes, file_bytes) VALUES (?, ?, ?, ?)",
             (job_id, offset.attempt, offset.source_bytes, offset.file_bytes),
             is_durable=False,
         )
 
     def _must_get(self, job_id: int) -> Job:
-        job = self.get_job(job_id)
+        job = self.get(job_id)
         if job is None:
             raise UsageError(f"there is no job {job_id}", hints=("List jobs with `broker jobs queue`.",))
         return job
 
-    def _read_job(self, row: sqlite3.Row, attempts: Sequence[Attempt]) -> Job:
+    def _read_job(self, row: Row, attempts: Sequence[Attempt]) -> Job:
         return read_row("jobs", row["id"], lambda: self._decode_job(row, attempts))
 
-    def _decode_job(self, row: sqlite3.Row, attempts: Sequence[Attempt]) -> Job:
+    def _decode_job(self, row: Row, attempts: Sequence[Attempt]) -> Job:
         names = msgspec.json.decode(row["secret_names"], type=list[str])
         progress = row["progress"]
         return Job(
             id=row["id"],
             name=read_text(row["name"]),
             status=JobStatus(row["status"]),
-            task=decode_task(row["task"], self._read_secrets(row["id"], row["uid"], names))
+            task=decode_task(row["task"], self._secrets.read(row["id"], row["uid"], names))
             if names
             else _decode_plain(row["task"]),
             submitted_s=read_s(row["submitted_s"]),
@@ -274,47 +285,8 @@ class JobRows(Database):
             outcome_kind=None if row["outcome_kind"] is None else OutcomeKind(row["outcome_kind"]),
         )
 
-    def _secrets_path(self, job_id: int, uid: str) -> Path:
-        # A damaged name must not lead out of the folder.
-        return self.path.parent / "secrets" / f"{name_job(job_id, uid).replace('/', '_')}.json"
 
-    def _forget_secrets(self, job_id: int) -> None:
-        row = self._row("SELECT uid FROM jobs WHERE id = ?", (job_id,))
-        if row is None:
-            return
-        path = self._secrets_path(job_id, str(row["uid"]))
-        try:
-            path.unlink(missing_ok=True)
-        except OSError as error:
-            raise explain_os_error(error, default=path) from error
-
-    def _write_secrets(self, job_id: int, uid: str, values: Mapping[str, str]) -> None:
-        path = self._secrets_path(job_id, uid)
-        try:
-            path.parent.mkdir(mode=0o700, exist_ok=True)
-            path.unlink(missing_ok=True)
-            with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-                json.dump(dict(values), file)
-                file.flush()
-                os.fsync(file.fileno())
-        except OSError as error:
-            raise explain_os_error(error, default=path) from error
-
-    def _read_secrets(self, job_id: int, uid: str, names: Sequence[str]) -> Mapping[str, str]:
-        """Empty values once the job has ended and its file is gone. Raises StateError for a damaged file."""
-        path = self._secrets_path(job_id, uid)
-        try:
-            values = msgspec.json.decode(path.read_bytes(), type=dict[str, str])
-        except FileNotFoundError:
-            values = {}
-        except OSError as error:
-            raise DamagedRowError("jobs", str(job_id), f"its secrets in {path}: {error.strerror}") from error
-        except ValueError as error:
-            raise DamagedRowError("jobs", str(job_id), f"its secrets in {path} are no JSON") from error
-        return {name: values.get(name, "") for name in names}
-
-
-def _read_attempt(row: sqlite3.Row) -> Attempt:
+def _read_attempt(row: Row) -> Attempt:
     key = f"{row['job_id']}/{row['number']}"
 
     def read() -> Attempt:
@@ -339,7 +311,7 @@ def _read_count(value: object) -> int | None:
     return value
 
 
-def _read_line(row: sqlite3.Row) -> JobLine:
+def _read_line(row: Row) -> JobLine:
     return read_row(
         "jobs",
         row["id"],

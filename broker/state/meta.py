@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from broker.state.database import Database
+from broker.state.base import Database
 
 ADOPTED = "adopted:"  # with a cloud's name: nodes there that no record names were adopted, as far as there were any
 SEEN = "seen:"  # with a cloud's name: when its nodes were first listed for that
@@ -12,49 +12,52 @@ RESTORED = "restored_s"
 SALT = "salt"
 
 
-class MetaRows(Database):
+class MetaRows:
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
     _salt: str | None = None
 
     @property
     def lineage(self) -> str:
-        return self.get_meta("lineage") or ""
+        return self.get("lineage") or ""
 
     @property
     def salt(self) -> str:
         """Part of every create token: another one after each restore and reset, as the same places and serial numbers
         may have been used by what was lost. Read once: it changes only while no other process has the store open."""
         if self._salt is None:
-            self._salt = self.get_meta(SALT) or ""
+            self._salt = self.get(SALT) or ""
         return self._salt
 
     @property
     def restored_s(self) -> float:
         """When a copy was put in the place of the state file; 0 where that has never happened."""
         try:
-            return float(self.get_meta(RESTORED) or 0.0)
+            return float(self.get(RESTORED) or 0.0)
         except ValueError:
-            return self.clock.now_s()  # damaged: looking at the clouds once too often costs little
+            return self._database.clock.now_s()  # damaged: looking at the clouds once too often costs little
 
-    def get_meta(self, key: str) -> str | None:
-        row = self._row("SELECT value FROM meta WHERE key = ?", (key,))
+    def get(self, key: str) -> str | None:
+        row = self._database.row("SELECT value FROM meta WHERE key = ?", (key,))
         return str(row["value"]) if row else None
 
-    def put_meta(self, key: str, value: str) -> None:
-        self._write("INSERT OR REPLACE INTO meta (key, value) VALUES (?, ?)", (key, value))
+    def put(self, key: str, value: str) -> None:
+        self._database.write("INSERT OR REPLACE INTO meta (key, value) VALUES (?, ?)", (key, value))
 
     def is_adopted(self, cloud: str) -> bool:
         """Whether all nodes of ours on this cloud that run were compared with the records."""
-        return self.get_meta(f"{ADOPTED}{cloud}") is not None
+        return self.get(f"{ADOPTED}{cloud}") is not None
 
     def note_listed(self, cloud: str, *, settled_after_s: float) -> bool:
         """A whole list was compared with the records: whether the first such list is so long ago that the cloud
         counts as adopted. One list may be empty or late and not say so."""
-        now_s = self.clock.now_s()
-        with self.transaction():
-            first = self.get_meta(f"{SEEN}{cloud}")
+        now_s = self._database.clock.now_s()
+        with self._database.transaction():
+            first = self.get(f"{SEEN}{cloud}")
             age_s = -1.0 if first is None else now_s - float(first)
             if age_s < 0.0:  # the first one, or the wall clock was set back since
-                self.put_meta(f"{SEEN}{cloud}", repr(now_s))
+                self.put(f"{SEEN}{cloud}", repr(now_s))
                 return False
             if age_s < settled_after_s:
                 return False
@@ -62,26 +65,26 @@ class MetaRows(Database):
         return True
 
     def mark_adopted(self, cloud: str) -> None:
-        self.put_meta(f"{ADOPTED}{cloud}", repr(self.clock.now_s()))
+        self.put(f"{ADOPTED}{cloud}", repr(self._database.clock.now_s()))
 
     def forget_adoptions(self, *, prefixes: Sequence[str] = (ADOPTED, SEEN)) -> None:
         """After this the clouds are compared with the records again."""
-        with self.transaction():
+        with self._database.transaction():
             for prefix in prefixes:
-                self._execute("DELETE FROM meta WHERE substr(key, 1, ?) = ?", (len(prefix), prefix))
+                self._database.execute("DELETE FROM meta WHERE substr(key, 1, ?) = ?", (len(prefix), prefix))
 
     def forget_half_done(self, *, attempts_skipped: int) -> None:
         """Of a copy: gangs whose start had not ended when it was made, and attempt numbers used since then."""
-        with self.transaction():
-            self._execute(
+        with self._database.transaction():
+            self._database.execute(
                 "DELETE FROM clusters WHERE CASE WHEN json_valid(body) THEN json_extract(body, '$.status') END = 'INIT'"
             )
-            self._execute("DELETE FROM intents WHERE outcome IS NULL")
-            self._execute("UPDATE jobs SET first_attempt = first_attempt + ?", (attempts_skipped,))
+            self._database.execute("DELETE FROM intents WHERE outcome IS NULL")
+            self._database.execute("UPDATE jobs SET first_attempt = first_attempt + ?", (attempts_skipped,))
 
     def drop_row(self, table: str, where: str, key: Sequence[str], *, with_job: Sequence[str]) -> bool:
         """`table` and `where` are ours, never a user's. Bills of a job stay: they are part of what was spent."""
-        with self.transaction():
+        with self._database.transaction():
             for other in with_job:
-                self._execute(f"DELETE FROM {other} WHERE job_id = ?", key)
-            return self._execute(f"DELETE FROM {table} WHERE {where}", key).rowcount > 0
+                self._database.execute(f"DELETE FROM {other} WHERE job_id = ?", key)
+            return self._database.execute(f"DELETE FROM {table} WHERE {where}", key).rowcount > 0

@@ -158,7 +158,7 @@ def reset(database: Path, *, clock: Clock, owner: str) -> Path | None:
     except FAULTS as error:
         raise explain_fault(database, error) from error
     store = Store(database, clock=clock, owner=owner)
-    store.put_meta(SALT, secrets.token_hex(8))
+    store.meta.put(SALT, secrets.token_hex(8))
     store.close()
     if (guard := read_guard(database)) and before.restores:
         write_guard(database, replace(guard, restores=before.restores))
@@ -174,7 +174,7 @@ def drop_row(store: Store, table: str, key: str) -> bool:
     if len(values) != len(columns):
         raise UsageError(f"`{key}` is no key of `{table}`", hints=(f"it is {'/'.join(columns).upper()}",))
     where = " AND ".join(f"{column} = ?" for column in columns)
-    return store.drop_row(table, where, values, with_job=WITH_A_JOB if table == "jobs" else ())
+    return store.meta.drop_row(table, where, values, with_job=WITH_A_JOB if table == "jobs" else ())
 
 
 def _check_copy(copy: Path) -> None:
@@ -198,11 +198,11 @@ def _make_ready(copy: Path, target: Path, *, clock: Clock, owner: str | None, re
         shutil.copyfileobj(source, out)
     store = Store(target, clock=clock, owner=owner)
     with store.transaction():
-        store.forget_adoptions(prefixes=(ADOPTED, SEEN))
-        store.put_meta(RESTORED, repr(clock.now_s()))
-        store.put_meta(SALT, secrets.token_hex(8))
-        store.forget_half_done(attempts_skipped=ATTEMPTS_SKIPPED * restores)
-        store.add_event(make_event(EventKind.RESTORED, copy=copy.name))
+        store.meta.forget_adoptions(prefixes=(ADOPTED, SEEN))
+        store.meta.put(RESTORED, repr(clock.now_s()))
+        store.meta.put(SALT, secrets.token_hex(8))
+        store.meta.forget_half_done(attempts_skipped=ATTEMPTS_SKIPPED * restores)
+        store.events.add(make_event(EventKind.RESTORED, copy=copy.name))
     store.close()
     _merge_log(target)
     sync_file(target)

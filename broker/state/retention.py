@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import sqlite3
 import time
 from calendar import timegm
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence, Set
 
 from broker.nouns import noun
-from broker.state.database import Database, read_row, read_s
+from broker.state.base import Database, Row, read_row, read_s
 from broker.state.schema import KEPT_DAYS
 
 ENDED_JOBS_MAX = 20_000
@@ -31,15 +30,18 @@ class Total:
     usd: float
 
 
-class Compaction(Database):
+class Compaction:
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
     def compact(self, *, keep_days: float = KEPT_DAYS, ended_jobs_max: int = ENDED_JOBS_MAX) -> int:
         """Forget ended jobs that are older, or too many, and what was asked of clouds for so long; their money is added
         to the totals in the same commit. Returns how many jobs.
 
         A job stays while one that stays needs or resumes it, and while any of its nodes is not known to have ended.
         """
-        before_s = self.clock.now_s() - keep_days * 86400
-        with self.transaction():
+        before_s = self._database.clock.now_s() - keep_days * 86400
+        with self._database.transaction():
             pruned = self._find_prunable(before_s, ended_jobs_max)
             self._prune_jobs(pruned)
             self._prune_bills(before_s)
@@ -48,7 +50,9 @@ class Compaction(Database):
         return len(pruned)
 
     def list_totals(self) -> Sequence[Total]:
-        rows = self._rows("SELECT month, cloud, pricing, node_hours, usd FROM totals ORDER BY month, cloud, pricing")
+        rows = self._database.rows(
+            "SELECT month, cloud, pricing, node_hours, usd FROM totals ORDER BY month, cloud, pricing"
+        )
         return [
             read_row("totals", row["month"], lambda row=row: Total(**dict(row)))  # type: ignore[misc]
             for row in rows
@@ -56,17 +60,17 @@ class Compaction(Database):
 
     def get_pruned_before_s(self) -> float | None:
         """Jobs that ended before are known by their totals only; None while nothing was pruned."""
-        row = self._row("SELECT value FROM meta WHERE key = 'pruned_before_s'")
+        row = self._database.row("SELECT value FROM meta WHERE key = 'pruned_before_s'")
         try:
             return read_s(float(row["value"])) if row else None
         except ValueError:
             return None  # damaged; the totals do not depend on it
 
     def _find_prunable(self, before_s: float, ended_jobs_max: int) -> list[int]:
-        rows = self._rows("SELECT id, is_terminal, ended_s, needs, resumes FROM jobs ORDER BY id DESC")
+        rows = self._database.rows("SELECT id, is_terminal, ended_s, needs, resumes FROM jobs ORDER BY id DESC")
         busy = {
             row[0]
-            for row in self._rows(
+            for row in self._database.rows(
                 "SELECT job_id FROM clusters WHERE job_id IS NOT NULL "
                 "UNION SELECT job_id FROM nodes WHERE ended_s IS NULL AND job_id IS NOT NULL "
                 "UNION SELECT job_id FROM attempts WHERE json_extract(body, '$.ended_s') IS NULL"
@@ -80,8 +84,8 @@ class Compaction(Database):
             marks = ", ".join("?" * len(batch))
             self._add_to_totals(f"job_id IN ({marks})", batch)
             for table in TABLES_OF_JOBS:
-                self._execute(f"DELETE FROM {table} WHERE job_id IN ({marks})", batch)
-            self._execute(f"DELETE FROM jobs WHERE id IN ({marks})", batch)
+                self._database.execute(f"DELETE FROM {table} WHERE job_id IN ({marks})", batch)
+            self._database.execute(f"DELETE FROM jobs WHERE id IN ({marks})", batch)
 
     def _prune_bills(self, before_s: float) -> None:
         """Of clusters without a job, and of jobs that were pruned before their last bill came."""
@@ -90,10 +94,12 @@ class Compaction(Database):
             "AND cluster NOT IN (SELECT name FROM clusters)"
         )
         self._add_to_totals(where, (before_s,))
-        self._execute(f"DELETE FROM nodes WHERE {where}", (before_s,))
+        self._database.execute(f"DELETE FROM nodes WHERE {where}", (before_s,))
 
     def _add_to_totals(self, where: str, parameters: Sequence[object]) -> None:
-        rows = self._rows(f"SELECT cloud, usd_hour, created_s, ended_s, is_spot FROM nodes WHERE {where}", parameters)
+        rows = self._database.rows(
+            f"SELECT cloud, usd_hour, created_s, ended_s, is_spot FROM nodes WHERE {where}", parameters
+        )
         if not rows:
             return
         hours: dict[tuple[str, str, str], float] = defaultdict(float)
@@ -105,14 +111,14 @@ class Compaction(Database):
                 hours[key] += share_s / 3600
                 usd[key] += share_s / 3600 * row["usd_hour"]
         for key in hours:
-            self._execute(
+            self._database.execute(
                 "INSERT INTO totals (month, cloud, pricing, node_hours, usd) VALUES (?, ?, ?, ?, ?) "
                 "ON CONFLICT (month, cloud, pricing) DO UPDATE SET node_hours = node_hours + excluded.node_hours, "
                 "usd = usd + excluded.usd",
                 (*key, hours[key], usd[key]),
             )
         newest_s = max(row["ended_s"] for row in rows)
-        self._execute(
+        self._database.execute(
             "INSERT INTO meta (key, value) VALUES ('pruned_before_s', ?1) "
             "ON CONFLICT (key) DO UPDATE SET value = max(CAST(value AS REAL), ?1)",
             (newest_s,),
@@ -120,27 +126,25 @@ class Compaction(Database):
 
     def _prune_stories(self, before_s: float) -> None:
         """Young events stay whatever `before_s` is: a trigger keeps them."""
-        self._execute(
+        self._database.execute(
             "DELETE FROM events WHERE time_s < ?1 AND time_s < unixepoch() - ?2 * 86400 AND "
             "(job_id IS NULL OR job_id NOT IN (SELECT id FROM jobs WHERE NOT is_terminal))",
             (before_s, KEPT_DAYS),
         )
-        self._execute(
+        self._database.execute(
             "DELETE FROM intents WHERE closed_s < ? AND cluster NOT IN (SELECT name FROM clusters)", (before_s,)
         )
-        self._execute("DELETE FROM refusals WHERE expires_s < ?", (before_s,))
+        self._database.execute("DELETE FROM refusals WHERE expires_s < ?", (before_s,))
 
     def _give_back_pages(self) -> None:
         """A file does not shrink by itself: one with many free pages is rewritten."""
-        free, pages = (int(self._rows(f"PRAGMA {name}")[0][0]) for name in ("freelist_count", "page_count"))
+        free, pages = (int(self._database.rows(f"PRAGMA {name}")[0][0]) for name in ("freelist_count", "page_count"))
         if free >= FREE_PAGES_MIN and free > pages * FREE_SHARE_MAX:
-            self._execute("VACUUM")
-            self._execute("PRAGMA wal_checkpoint(TRUNCATE)")
+            self._database.execute("VACUUM")
+            self._database.execute("PRAGMA wal_checkpoint(TRUNCATE)")
 
 
-def _choose_prunable(
-    rows: Iterable[sqlite3.Row], busy: Set[int], *, before_s: float, ended_jobs_max: int
-) -> Iterator[int]:
+def _choose_prunable(rows: Iterable[Row], busy: Set[int], *, before_s: float, ended_jobs_max: int) -> Iterator[int]:
     """`rows` newest first. Jobs only name older ones, so one pass finds all that are still named."""
     named: set[int] = set()
     ended = 0

@@ -1,9 +1,15 @@
-"""The store: everything broker remembers, in one file. Each noun has its module; this joins them."""
+"""The store: everything broker remembers, in one file. Each noun has a repository, and all share one database."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
+
+from broker.clock import Clock
+from broker.state.base import draw_uid
 from broker.state.calls import Pace, PaceRows, RetryBudgetRows
 from broker.state.clusters import Bill, BillRows, ClusterRows, Intent, IntentRows
+from broker.state.database import SqliteDatabase
 from broker.state.events import EventRow, EventRows, Refusal, RefusalRows
 from broker.state.history import HistoryRows
 from broker.state.jobs import JobLine, JobRows, LogOffset, StepRange
@@ -14,18 +20,25 @@ from broker.state.retention import Compaction, Total
 __all__ = ["Bill", "EventRow", "Intent", "JobLine", "LogOffset", "Pace", "Refusal", "StepRange", "Store", "Total"]
 
 
-class Store(
-    ClusterRows,
-    IntentRows,
-    BillRows,
-    JobRows,
-    EventRows,
-    RefusalRows,
-    HistoryRows,
-    PaceRows,
-    RetryBudgetRows,
-    Compaction,
-    LeaderRow,
-    MetaRows,
-):
-    """Opened with `Store(path, clock=clock)`; methods are synchronous, short, and durable when they return."""
+class Store(SqliteDatabase):
+    """Open with `Store(path, clock=clock)`; methods are synchronous, short, and durable when they return.
+
+    What several repositories write within one `transaction` of the store is one commit.
+    """
+
+    def __init__(
+        self, path: Path, *, clock: Clock, owner: str | None = None, draw_uid: Callable[[], str] = draw_uid
+    ) -> None:
+        super().__init__(path, clock=clock, owner=owner, draw_uid=draw_uid)
+        self.clusters = ClusterRows(self)
+        self.intents = IntentRows(self)
+        self.bills = BillRows(self)
+        self.jobs = JobRows(self)
+        self.events = EventRows(self)
+        self.refusals = RefusalRows(self)
+        self.history = HistoryRows(self)
+        self.paces = PaceRows(self)
+        self.retries = RetryBudgetRows(self)
+        self.retention = Compaction(self)
+        self.leader = LeaderRow(self)
+        self.meta = MetaRows(self)

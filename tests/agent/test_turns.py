@@ -256,5 +256,5 @@ def test_what_a_task_reserves(has: Any, asked: Any, found: str | None) -> None:
 )
 def test_what_no_node_has_is_refused_and_not_waited_for(has: Any, asked: Any) -> None:
     cluster = make_record(*has)
-    with pytest.raises(UsageError, match="the task asks for"):
+    with pytest.raises(UsageError, match="the task requests"):
         find_reservation(make_run("x", asked), cluster)

@@ -28,10 +28,10 @@ def test_keys_go_with_their_clusters_once_the_cloud_was_compared_with_the_record
     keys.ensure("ended", "t0")
     placement = make_plan(Task(), node_count=1).choice.placement
     request = NodeRequest(owner="me", cluster="new", attempt=1, token="t1", placement=placement)
-    context.store.put_intent(request)
+    context.store.intents.put(request)
     context._write_boot(request)
     assert keys.find("ended", "t0")
-    context.store.mark_adopted("simulated")
+    context.store.meta.mark_adopted("simulated")
     context._write_boot(request)
     assert not keys.find("ended", "t0") and keys.find("new", "t1")
     context.store.close()

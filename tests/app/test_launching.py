@@ -102,7 +102,7 @@ def test_a_cluster_that_is_up_is_paid_for_already(context: Context, task: Task) 
     bare = replace(task, storage_mounts=())
     target = ClusterTarget.of(context, bare, name="dev")
     (plan,) = prepare(context, [bare], target).plans
-    context.store.put_cluster(
+    context.store.clusters.put(
         Cluster(name="dev", status=ClusterStatus.UP, placement=plan.choice.placement, attempt=1, nodes=())
     )
     recorder = Recorder()

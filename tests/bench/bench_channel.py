@@ -206,7 +206,7 @@ def measure_daemon(folder: Path, count: int, pace_s: float | None) -> tuple[floa
         gang.pace_s = pace_s
     world.gang = gang
     with world.store.transaction():
-        ids = [world.store.add_job(f"job-{number}", world.task).id for number in range(count)]
+        ids = [world.store.jobs.add(f"job-{number}", world.task).id for number in range(count)]
     provisioner = world.make_provisioner()
 
     def make(job_id: int) -> object:
@@ -215,7 +215,7 @@ def measure_daemon(folder: Path, count: int, pace_s: float | None) -> tuple[floa
 
     async def work() -> tuple[float, float]:
         daemon = asyncio.ensure_future(start(world, make, provisioner, folder))
-        while any(world.store.get_job(id).status is not JobStatus.RUNNING for id in ids):  # type: ignore[union-attr]
+        while any(world.store.jobs.get(id).status is not JobStatus.RUNNING for id in ids):  # type: ignore[union-attr]
             await world.clock.sleep(10.0)
         await world.clock.sleep(10.0)
         start_s, polls = time.process_time(), gang.polls

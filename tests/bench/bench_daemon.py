@@ -86,7 +86,7 @@ def measure(bench: Bench, count: int, seconds: float) -> None:
     store = Store(bench.folder / "state.db", clock=SystemClock())
     with store.transaction():
         for number in range(count):
-            store.add_job(f"idle-{number}", Task(name="idle", run="true"), needs=(1,))
+            store.jobs.add(f"idle-{number}", Task(name="idle", run="true"), needs=(1,))
     begun_s = bench.measure_cpu_s()
     time.sleep(5.0)  # it finds them all
     report(f"the daemon finds {count:,} new jobs, cpu", bench.measure_cpu_s() - begun_s, "s")
@@ -107,7 +107,7 @@ def measure(bench: Bench, count: int, seconds: float) -> None:
     report("a newcomer from launch to its success", time.perf_counter() - start_s, "s")
     start_s = time.perf_counter()
     bench.run("jobs", "cancel", "--all")
-    while store.list_unfinished_job_ids():
+    while store.jobs.list_unfinished_ids():
         time.sleep(0.2)
     report("all are cancelled and their machines gone", time.perf_counter() - start_s, "s")
     store.close()

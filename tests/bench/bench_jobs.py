@@ -36,7 +36,7 @@ def main() -> None:
         world = World(Path(folder))
         world.gang.steps = 100_000
         with world.store.transaction():
-            ids = [world.store.add_job(f"job-{n}", world.task).id for n in range(count)]
+            ids = [world.store.jobs.add(f"job-{n}", world.task).id for n in range(count)]
         provisioner = world.make_provisioner()
         controllers = {job_id: make_controller(world, job_id, provisioner) for job_id in ids}
         start_s = time.process_time()
@@ -62,7 +62,7 @@ def make_controller(world: World, job_id: int, provisioner: object) -> JobContro
 async def bring_up(world: World, controllers: dict[int, JobController]) -> None:
     async def drive(job_id: int, controller: JobController) -> None:
         while True:
-            job = world.store.get_job(job_id)
+            job = world.store.jobs.get(job_id)
             assert job is not None
             if job.status is JobStatus.RUNNING:
                 return
@@ -81,8 +81,8 @@ def measure_queue(folder: Path, count: int) -> None:
     """The whole process of `broker jobs queue`, when all jobs have ended, against a bare interpreter."""
     store = Store(folder / "state.db", clock=SystemClock())
     with store.transaction():
-        for job_id in store.list_live_job_ids():
-            store.set_job_status(job_id, JobStatus.SUCCEEDED)
+        for job_id in store.jobs.list_live_ids():
+            store.jobs.set_status(job_id, JobStatus.SUCCEEDED)
     store.close()
     environment = {**os.environ, "BROKER_HOME": str(folder)}
     bare_s, _ = measure_process(environment, "-c", "pass")

@@ -86,20 +86,20 @@ class Shell:
 
     def get_status(self, job_id: int) -> JobStatus:
         with self.open_store() as store:
-            job = store.get_job(job_id)
+            job = store.jobs.get(job_id)
         assert job is not None
         return job.status
 
     def list_live_jobs(self) -> list[int]:
         with self.open_store() as store:
-            return [job.id for job in store.list_jobs() if not job.status.is_terminal]
+            return [job.id for job in store.jobs.list() if not job.status.is_terminal]
 
     def is_at_rest(self) -> bool:
         """Return whether no command left anything running."""
         if not self.database.exists():
             return True
         with self.open_store() as store:
-            return not (store.list_unfinished_job_ids() or store.list_clusters() or store.list_open_intents())
+            return not (store.jobs.list_unfinished_ids() or store.clusters.list() or store.intents.list_open())
 
     def wait_until(self, is_so: Callable[[], bool], what: str) -> None:
         end_s = time.monotonic() + COMMAND_S_MAX

@@ -65,8 +65,8 @@ def test_retry_is_refused_like_the_launch_where_no_credentials_can_work(
 ) -> None:
     (task,) = load_tasks_text(TASK, "t.yaml")
     memory = Store(shell.home / "state.db", clock=SystemClock())
-    job = memory.add_job("train", *settle_tasks([task], None))
-    memory.set_job_status(job.id, JobStatus.FAILED, "`run` exited with code 1")
+    job = memory.jobs.add("train", *settle_tasks([task], None))
+    memory.jobs.set_status(job.id, JobStatus.FAILED, "`run` exited with code 1")
     memory.close()
     store.arn = "arn:aws:sts::123456789012:assumed-role/AWSReservedSSO_Developer/me"
     store.forbidden = {"CreateUser"}

@@ -42,10 +42,10 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     store = Store(tmp_path / "state.db", clock=SystemClock())
     placement = Placement(offer=replace(make_offer("here"), cloud="local"), is_spot=False, node_count=1)
     for name in ("dev", "prod"):
-        store.put_cluster(Cluster(name=name, status=ClusterStatus.UP, placement=placement, attempt=1, nodes=()))
-    store.set_job_status(store.add_job("prepare", Task()).id, JobStatus.SUCCEEDED)
-    store.add_job("train", Task())
-    store.add_job("$(reboot)", Task())
+        store.clusters.put(Cluster(name=name, status=ClusterStatus.UP, placement=placement, attempt=1, nodes=()))
+    store.jobs.set_status(store.jobs.add("prepare", Task()).id, JobStatus.SUCCEEDED)
+    store.jobs.add("train", Task())
+    store.jobs.add("$(reboot)", Task())
     store.close()
     monkeypatch.setenv("BROKER_HOME", str(tmp_path))
     return tmp_path

@@ -39,6 +39,6 @@ def test_json_has_the_forecast_and_refusals_of_all_places_make_it_dearer(
     assert isinstance(usd, dict) and usd["p10"] < usd["p50"] < usd["p90"]
     store = screen.open_store()
     for cloud in OFFERS:
-        store.add_refusal(cloud, "", None, "", True, 3600.0, "full")
+        store.refusals.add(cloud, "", None, "", True, 3600.0, "full")
     after = read_forecast(screen, capsys)
     assert after["usd_mean"] > before["usd_mean"]  # type: ignore[operator]

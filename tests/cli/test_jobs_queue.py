@@ -24,8 +24,8 @@ def test_pipeline_keeps_the_name_of_its_header_and_its_jobs_stand_together(tmp_p
     submit_tasks(store, [Task(name="before")])
     first, second = submit_tasks(store, load_tasks_text(PIPE, "pipe.yaml"))
     submit_tasks(store, [Task(name="after")])
-    store.set_job_status(first.id, JobStatus.SUCCEEDED)
-    rows = list_rows(store.list_job_lines(), {first.id: 1.0, second.id: 2.0}, now_s=store.clock.now_s())
+    store.jobs.set_status(first.id, JobStatus.SUCCEEDED)
+    rows = list_rows(store.jobs.list_lines(), {first.id: 1.0, second.id: 2.0}, now_s=store.clock.now_s())
     assert [row[1] for row in rows] == ["after", first.pipeline, "  prepare", "  train", "before"]
     assert first.pipeline.startswith("nightly-")
     assert (rows[1][2], rows[1][3], rows[1][6]) == ("PENDING", "1/2 jobs", "3.00")
@@ -69,10 +69,10 @@ def test_every_command_that_looks_at_live_jobs_starts_a_dead_daemon_again(
     monkeypatch.setattr(Context, "clouds", {})
     monkeypatch.setenv("BROKER_HOME", str(tmp_path))
     store = Store(tmp_path / "state.db", clock=SystemClock())
-    job = store.add_job("train", Task())
+    job = store.jobs.add("train", Task())
     for count, status in enumerate([None, JobStatus.SUCCEEDED]):
         if status:
-            store.set_job_status(job.id, status)
+            store.jobs.set_status(job.id, status)
         with pytest.raises(SystemExit, match=r"^0$"):
             main(arguments)
         assert len(started) == 1, "once while the job is live, and not after its end" if count else "not started"

@@ -173,24 +173,24 @@ def test_a_preempted_cluster_shows_it_and_can_be_taken_down(shell: Shell) -> Non
 def test_cluster_that_still_comes_up_has_no_node_to_preempt(shell: Shell) -> None:
     store = Store(shell.home / "state.db", clock=SystemClock())
     placement = Placement(offer=replace(make_offer("here"), cloud="local"), is_spot=True, node_count=1)
-    store.put_cluster(Cluster(name="dev", status=ClusterStatus.INIT, placement=placement, attempt=1, nodes=()))
+    store.clusters.put(Cluster(name="dev", status=ClusterStatus.INIT, placement=placement, attempt=1, nodes=()))
     refused = shell.run("local", "preempt", "dev", code=2)
     assert "`dev` has no nodes yet" in refused.stderr
-    store.delete_cluster("dev")
+    store.clusters.delete("dev")
     store.close()
 
 
 def test_a_cluster_is_its_jobs_until_that_has_ended(shell: Shell) -> None:
     """Jobs end before their clusters are gone: the rest must not prevent `down --all`."""
     store = Store(shell.home / "state.db", clock=SystemClock())
-    job = store.add_job("train", Task())
+    job = store.jobs.add("train", Task())
     placement = Placement(offer=replace(make_offer("here"), cloud="local"), is_spot=False, node_count=1)
-    store.put_cluster(
+    store.clusters.put(
         Cluster(name="job-1-1", status=ClusterStatus.UP, placement=placement, attempt=1, nodes=(), job_id=job.id)
     )
     refused = shell.run("down", "--all", "--yes", code=2)
     assert "belongs to managed job 1" in refused.stderr and "broker jobs cancel 1" in refused.stderr
-    store.set_job_status(job.id, JobStatus.CANCELLED)
+    store.jobs.set_status(job.id, JobStatus.CANCELLED)
     assert "terminated" in shell.run("down", "--all", "--yes").stdout
-    assert not store.list_clusters()
+    assert not store.clusters.list()
     store.close()

@@ -29,7 +29,7 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
 def add_clusters(store: Store, *names: str, job_id: int | None = None) -> None:
     placement = Placement(offer=replace(make_offer("here"), cloud="local"), is_spot=False, node_count=1)
     for name in names:
-        store.put_cluster(
+        store.clusters.put(
             Cluster(name=name, status=ClusterStatus.UP, placement=placement, attempt=1, nodes=(), job_id=job_id)
         )
 
@@ -42,7 +42,7 @@ def run(*arguments: str) -> int:
 
 
 def list_names(store: Store) -> list[str]:
-    return [each.name for each in store.list_clusters()]
+    return [each.name for each in store.clusters.list()]
 
 
 def test_unknown_name_leaves_no_known_cluster_up(store: Store, capsys: pytest.CaptureFixture[str]) -> None:
@@ -64,14 +64,14 @@ def test_unknown_job_keeps_no_known_one_from_being_cancelled(
     store: Store, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Context, "ensure_daemon", lambda context: None)
-    jobs = [store.add_job(name, Task()) for name in ("train", "other")]
+    jobs = [store.jobs.add(name, Task()) for name in ("train", "other")]
     assert run("jobs", "cancel", "train", "ghost") == 1
-    assert [store.is_cancel_requested(job.id) for job in jobs] == [True, False]
+    assert [store.jobs.is_cancel_requested(job.id) for job in jobs] == [True, False]
     assert "unknown managed job `ghost`" in capsys.readouterr().err
 
 
 def test_cluster_of_a_live_job_stays_and_the_others_go(store: Store, capsys: pytest.CaptureFixture[str]) -> None:
-    job = store.add_job("train", Task())
+    job = store.jobs.add("train", Task())
     add_clusters(store, "job-1-1", job_id=job.id)
     add_clusters(store, "a")
     assert run("down", "--all", "--yes") == 1

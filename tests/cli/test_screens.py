@@ -195,7 +195,7 @@ def test_error(name: str, screen: Screen, snapshot: SnapshotAssertion) -> None:
     if text:
         screen.write("t.yaml", text)
     if name == "unknown-state":
-        screen.open_store().add_job("train", Task())
+        screen.open_store().jobs.add("train", Task())
     assert screen.show(*arguments) == snapshot
 
 
@@ -215,13 +215,13 @@ def add_clusters(screen: Screen) -> None:
             )
             for rank in range(count)
         )  # fmt: skip
-        store.put_cluster(
+        store.clusters.put(
             Cluster(
                 name=name, status=status, placement=placement, attempt=1, nodes=nodes, created_s=NOW_S - 7200
             )
         )  # fmt: skip
         for node in nodes:
-            store.record_node(node)
+            store.bills.record(node)
     store.close()
 
 
@@ -259,7 +259,7 @@ def test_queue_of_pipelines(screen: Screen, snapshot: SnapshotAssertion) -> None
     store = screen.open_store()
     submit_tasks(store, [Task(name="single", resources=(Resources(cloud="local"),))])
     first, _ = submit_tasks(store, load_tasks_text(PIPELINE, "pipe.yaml"))
-    store.set_job_status(first.id, JobStatus.SUCCEEDED)
+    store.jobs.set_status(first.id, JobStatus.SUCCEEDED)
     store.close()
     assert show_all(screen, ("jobs", "queue"), ("jobs", "why", "3"), ("jobs", "cancel", "1"), ("status",)) == snapshot
 

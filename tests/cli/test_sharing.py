@@ -19,10 +19,10 @@ LONG = "resources: {accelerators: 't4:0.5'}\nrun: 'echo begun; sleep 600'\n"
 def test_exec_runs_halves_in_parallel_and_queue_shows_waiting_runs(shell: Shell) -> None:
     shell.run("launch", shell.write("none.yaml", "resources: {infra: local}\nsetup: 'true'\n"), "-c", "c")
     store = Store(shell.home / "state.db", clock=SystemClock())
-    cluster = store.get_cluster("c")
+    cluster = store.clusters.get("c")
     assert cluster is not None
     offer = replace(cluster.placement.offer, accelerator="T4", accelerator_count=1)  # simulated: no accelerator is used
-    store.put_cluster(replace(cluster, placement=replace(cluster.placement, offer=offer)))
+    store.clusters.put(replace(cluster, placement=replace(cluster.placement, offer=offer)))
     store.close()
 
     path = shell.write("half.yaml", LONG)

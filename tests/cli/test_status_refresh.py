@@ -39,11 +39,11 @@ def account(shell: Shell) -> Iterator[Account]:
         nodes=(node,), created_s=1.0,
     )  # fmt: skip
     store = Store(shell.home / "state.db", clock=SystemClock())
-    store.put_cluster(cluster)
+    store.clusters.put(cluster)
     store.close()
     yield account
     store = Store(shell.home / "state.db", clock=SystemClock())
-    store.delete_cluster("far")  # its machine never existed
+    store.clusters.delete("far")  # its machine never existed
     store.close()
     aws.close()
 

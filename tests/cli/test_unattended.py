@@ -72,12 +72,12 @@ def test_why_shows_how_long_a_job_elsewhere_continues(shell: Any) -> None:
     task = Task(name="t", run="x", unattended_s=7200.0)
     offer = replace(make_offer("east1a"), cloud="aws")
     placement = Placement(offer=offer, is_spot=True, node_count=1)
-    job = store.add_job("t", task)
-    store.put_attempt(Attempt(job_id=job.id, number=1, cluster="job-1-1", placement=placement, started_s=1.0))
-    store.set_job_status(job.id, JobStatus.RUNNING)
+    job = store.jobs.add("t", task)
+    store.jobs.put_attempt(Attempt(job_id=job.id, number=1, cluster="job-1-1", placement=placement, started_s=1.0))
+    store.jobs.set_status(job.id, JobStatus.RUNNING)
     sentence = "It continues for up to 2 h without this machine; a preemption meanwhile waits for it."
     assert sentence in shell.run("jobs", "why", "1").stdout.splitlines()
-    store.set_job_status(job.id, JobStatus.CANCELLED)
+    store.jobs.set_status(job.id, JobStatus.CANCELLED)
     store.close()
     assert "without this machine" not in shell.run("jobs", "why", "1").stdout, "it has ended"
 

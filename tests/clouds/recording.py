@@ -144,6 +144,6 @@ class World:
     def check_nothing_left(self) -> None:
         async def act() -> None:
             assert await count_living(self.bed) == 0
-            assert not self.store.list_open_intents()
+            assert not self.store.intents.list_open()
 
         self.run(act())

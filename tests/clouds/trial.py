@@ -89,7 +89,7 @@ class World:
     def check_nothing_left(self) -> None:
         async def act() -> None:
             assert await count_living(self.bed) == 0
-            assert not self.store.list_open_intents() and not self.store.list_clusters()
+            assert not self.store.intents.list_open() and not self.store.clusters.list()
 
         self.bed.run(act())
 

@@ -49,15 +49,15 @@ def make_template() -> bytes:
         id="n", cloud="simulated", owner="me", cluster="c", attempt=1, rank=0, state=NodeState.RUNNING, token="t",
         address="10.0.0.1", handle="h",
     )  # fmt: skip
-    job = store.add_job("train", Task(name="a", run="x", secrets={"TOKEN": Secret(value="s")}), "request")
-    store.put_intent(request)
-    store.put_cluster(
+    job = store.jobs.add("train", Task(name="a", run="x", secrets={"TOKEN": Secret(value="s")}), "request")
+    store.intents.put(request)
+    store.clusters.put(
         Cluster(name="c", status=ClusterStatus.UP, placement=_PLACEMENT, attempt=1, nodes=(node,), job_id=job.id)
     )
-    store.record_node(node)
-    store.put_attempt(Attempt(job_id=job.id, number=1, cluster="c", started_s=1.0, placement=_PLACEMENT))
-    store.set_progress(job.id, Progress(step=1, total=2))
-    store.add_event(make_event(EventKind.STARTED), job_id=job.id)
+    store.bills.record(node)
+    store.jobs.put_attempt(Attempt(job_id=job.id, number=1, cluster="c", started_s=1.0, placement=_PLACEMENT))
+    store.jobs.set_progress(job.id, Progress(step=1, total=2))
+    store.events.add(make_event(EventKind.STARTED), job_id=job.id)
     store.close()
     with contextlib.closing(sqlite3.connect(folder / "state.db")) as connection:
         connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
@@ -99,15 +99,18 @@ def damage(path: Path, data: bytes) -> None:
 
 def list_reads(store: Store) -> list[Callable[[], Any]]:
     return [
-        store.list_jobs, lambda: store.get_job(1), store.list_job_lines, store.list_live_job_ids,
-        store.list_unfinished_job_ids, store.list_clusters, lambda: store.get_cluster("c"), store.list_open_intents,
-        lambda: store.list_tokens("c"), store.list_bills, lambda: store.spend_usd(now_s=1.0),
-        lambda: store.list_spend_usd(now_s=1.0), lambda: store.list_events(1), lambda: store.list_attempts(1),
-        lambda: store.list_steps(1), lambda: store.get_log_offset(1), lambda: store.active_refusals(1.0),
-        store.list_spot_stays, lambda: store.read_spot_history(), lambda: store.get_pace("aws", "answer"),
-        store.measure_beat_age_s, lambda: store.newest_run_id("c"), lambda: store.find_request("request"),
-        lambda: store.add_event(make_event(EventKind.LATE), job_id=1), lambda: store.add_job("b", Task(run="x")),
-        lambda: store.request_cancel(1), lambda: store.set_job_status(1, JobStatus.FAILED, "x"), store.compact,
+        store.jobs.list, lambda: store.jobs.get(1), store.jobs.list_lines, store.jobs.list_live_ids,
+        store.jobs.list_unfinished_ids, store.clusters.list, lambda: store.clusters.get("c"), store.intents.list_open,
+        lambda: store.intents.list_tokens("c"), store.bills.list, lambda: store.bills.spend_usd(now_s=1.0),
+        lambda: store.bills.list_spend_usd(now_s=1.0), lambda: store.events.list(1),
+        lambda: store.jobs.list_attempts(1),
+        lambda: store.jobs.list_steps(1), lambda: store.jobs.get_log_offset(1), lambda: store.refusals.list_active(1.0),
+        store.history.list_stays, lambda: store.history.read(), lambda: store.paces.get("aws", "answer"),
+        store.leader.measure_beat_age_s, lambda: store.clusters.newest_run_id("c"),
+        lambda: store.jobs.find_request("request"),
+        lambda: store.events.add(make_event(EventKind.LATE), job_id=1), lambda: store.jobs.add("b", Task(run="x")),
+        lambda: store.jobs.request_cancel(1), lambda: store.jobs.set_status(1, JobStatus.FAILED, "x"),
+        store.retention.compact,
     ]  # fmt: skip
 
 

@@ -15,7 +15,7 @@ from broker.cli.main import main
 from broker.clock import SystemClock
 from broker.clouds.local import LocalCloud
 from broker.runtime.gang import Gang
-from broker.state.database import Database
+from broker.state.database import SqliteDatabase
 
 CRASH_AT = int(os.environ.get("CRASH_AT", "0"))  # 0: never
 CLOCK_OFFSET = Path(os.environ.get("CLOCK_OFFSET", "/nonexistent"))
@@ -39,15 +39,15 @@ def crashing(method: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[A
     return call
 
 
-def commit(self: Database) -> None:
-    if self._epoch is not None:  # only what the leader writes: opening the store is not its deed
+def commit(self: SqliteDatabase) -> None:
+    if self.epoch is not None:  # only what the leader writes: opening the store is not its deed
         pass_by()
     self._execute("COMMIT")
-    if self._epoch is not None:
+    if self.epoch is not None:
         pass_by()
 
 
-Database._commit = commit  # type: ignore[method-assign]
+SqliteDatabase._commit = commit  # type: ignore[method-assign]
 
 
 def now_s(self: SystemClock) -> float:

@@ -22,6 +22,6 @@ def test_advice_is_told_once_for_each_node(tmp_path: Path) -> None:
     world.gang = AdvisedGang(world.cloud, world.clock, exit_codes=())
     run_to_end(world, "none")
     check(world, JobStatus.SUCCEEDED)
-    told = [event.message for event in world.store.list_events(job_id=world.job_id) if event.kind == "advised"]
+    told = [event.message for event in world.store.events.list(job_id=world.job_id) if event.kind == "advised"]
     assert told == ["the cloud reports an elevated preemption risk for node 1"]
     assert len(world.get_job().attempts) == 1

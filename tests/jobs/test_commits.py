@@ -79,7 +79,7 @@ def live(folder: Path, scenario: str, *, task: Task | None = None, **faults: flo
         world.gang.start_error, scenario = TransientError("no route to host"), "plain"
     if task is not None:
         world.task = task
-        world.job_id = world.store.add_job("j", task).id
+        world.job_id = world.store.jobs.add("j", task).id
     run_to_end(world, "plain" if scenario == "failing" else scenario, lambda task, avoid: make_plan(task))
     world.store.close()
 
@@ -89,7 +89,7 @@ def commits(tmp_path: Path) -> Iterator[Commits]:
     found, commit = Commits(), CrashingStore._commit
 
     def note(store: CrashingStore) -> None:
-        found.note(int(store._rows("PRAGMA synchronous")[0][0]))
+        found.note(int(store.rows("PRAGMA synchronous")[0][0]))
         commit(store)
 
     with pytest.MonkeyPatch.context() as patch:

@@ -50,13 +50,13 @@ def note_cancels(world: World) -> list[tuple[str, int]]:
 
 
 def list_names(world: World) -> list[str]:
-    return [attempt.cluster for attempt in world.store.list_attempts(world.job_id)]
+    return [attempt.cluster for attempt in world.store.jobs.list_attempts(world.job_id)]
 
 
 def test_a_program_whose_budget_is_used_up_is_told_before_its_nodes_go(world: World) -> None:
     told = note_cancels(world)
     world.gang.steps = 600
-    world.job_id = world.store.add_job("dear", replace(world.task, goal=Goal(budget_usd=0.05))).id
+    world.job_id = world.store.jobs.add("dear", replace(world.task, goal=Goal(budget_usd=0.05))).id
     run_to_end(world, "plain")
     assert world.get_job().status is JobStatus.FAILED
     assert told == [(name, 2) for name in list_names(world)] and len(told) == 1
@@ -104,16 +104,16 @@ def test_full_places_are_asked_again_later_and_later_up_to_five_minutes(
     assert waits[:5] == [20.0, 40.0, 80.0, 160.0, 300.0] and set(waits[5:]) == {300.0}
     job = world.get_job()
     assert (job.status, job.attempts) == (JobStatus.PENDING, ())
-    assert [event.kind for event in world.store.list_events(job_id=job.id)].count("waiting") == 8
+    assert [event.kind for event in world.store.events.list(job_id=job.id)].count("waiting") == 8
 
 
 @pytest.mark.parametrize("status", [JobStatus.FAILED, JobStatus.CANCELLED])
 def test_a_job_whose_need_did_not_succeed_is_cancelled_and_says_which(world: World, status: JobStatus) -> None:
     needed = world.job_id
-    world.job_id = world.store.add_job("second", world.task, needs=(needed,)).id
+    world.job_id = world.store.jobs.add("second", world.task, needs=(needed,)).id
     assert step(world, lambda controller: controller.step()) > 0
     assert world.get_job().status is JobStatus.PENDING and not world.cloud.asked_s
-    world.store.set_job_status(needed, status)
+    world.store.jobs.set_status(needed, status)
     step(world, lambda controller: controller.step())
     job = world.get_job()
     assert job.status is JobStatus.CANCELLED
@@ -121,17 +121,17 @@ def test_a_job_whose_need_did_not_succeed_is_cancelled_and_says_which(world: Wor
 
 
 def test_a_job_starts_when_all_that_it_needs_has_succeeded(world: World) -> None:
-    needed = [world.job_id, world.store.add_job("other", world.task).id]
-    world.job_id = world.store.add_job("third", world.task, needs=needed).id
-    world.store.set_job_status(needed[0], JobStatus.SUCCEEDED)
+    needed = [world.job_id, world.store.jobs.add("other", world.task).id]
+    world.job_id = world.store.jobs.add("third", world.task, needs=needed).id
+    world.store.jobs.set_status(needed[0], JobStatus.SUCCEEDED)
     assert step(world, lambda controller: controller.step()) > 0 and not world.cloud.asked_s
-    world.store.set_job_status(needed[1], JobStatus.SUCCEEDED)
+    world.store.jobs.set_status(needed[1], JobStatus.SUCCEEDED)
     run_to_end(world, "plain")
     assert world.get_job().status is JobStatus.SUCCEEDED
 
 
 def test_a_job_that_needs_one_that_is_no_more_is_cancelled(world: World) -> None:
-    world.job_id = world.store.add_job("second", world.task, needs=(99,)).id
+    world.job_id = world.store.jobs.add("second", world.task, needs=(99,)).id
     step(world, lambda controller: controller.step())
     assert world.get_job().failure == "it depends on another job, which is gone"
 
@@ -148,7 +148,7 @@ def test_a_job_that_is_gone_or_has_ended_asks_for_nothing_more(world: World) -> 
 def test_each_deed_of_a_life_is_told_once(world: World) -> None:
     run_to_end(world, "preemption")
     job = world.get_job()
-    kinds = [event.kind for event in world.store.list_events(job_id=job.id)]
+    kinds = [event.kind for event in world.store.events.list(job_id=job.id)]
     told = ("attempt", "attempt_in_place", "started", "attempt_lost", "recovered", "ended")
     assert [kinds.count(EventKind(kind)) for kind in told] == [1, 1, 2, 1, 1, 1]
     first, second = job.attempts
@@ -162,7 +162,7 @@ def test_a_job_goes_where_its_strategy_says_after_a_loss(tmp_path: Path) -> None
     recovery = JobRecovery(strategy="eager_next_region")
     task = Task(name="train", num_nodes=2, recovery=recovery)
     world = World(tmp_path)
-    world.job_id = world.store.add_job("j", task).id
+    world.job_id = world.store.jobs.add("j", task).id
     run_to_end(world, "preemption", lambda task, avoid: make_plan(task))
     first, second = (attempt.placement.offer.region for attempt in world.get_job().attempts)
     assert first != second
@@ -200,7 +200,7 @@ def test_a_job_whose_agents_answer_goes_on_whatever_lists_leave_out(world: World
     watch(world, controller, 300.0)
     job = world.get_job()
     assert (job.status, len(job.attempts)) == (JobStatus.RUNNING, 1)
-    assert "unseen" not in {event.kind for event in world.store.list_events(job_id=job.id)}
+    assert "unseen" not in {event.kind for event in world.store.events.list(job_id=job.id)}
     log = (world.folder / "logs" / "jobs" / f"{job.id}.log").read_text()
     assert f"{list_names(world)[0]} step 290\n" in log, "its log is copied meanwhile"
 
@@ -253,16 +253,16 @@ def test_the_step_that_ends_a_recovery_is_noted_and_told_in_one_commit(world: Wo
         job_id=world.job_id, number=1, cluster="c1", placement=placement, started_s=now_s - 900.0, lost_s=now_s - 60.0
     )
     live = replace(lost, number=2, cluster="c2", started_s=now_s - 50.0, lost_s=None)
-    world.store.put_attempt(lost)
-    world.store.put_attempt(live)
-    world.store.set_progress(world.job_id, Progress(step=10))
+    world.store.jobs.put_attempt(lost)
+    world.store.jobs.put_attempt(live)
+    world.store.jobs.set_progress(world.job_id, Progress(step=10))
     controller, ran = world.make_controller(), list[str]()
     world.store._connection.set_trace_callback(ran.append)
     noted = controller._record_progress(world.get_job(), live, Progress(step=11))
     world.store._connection.set_trace_callback(None)
-    assert noted.resumed_s == now_s and world.store.list_attempts(world.job_id)[-1] == noted
+    assert noted.resumed_s == now_s and world.store.jobs.list_attempts(world.job_id)[-1] == noted
     assert ran.count("COMMIT") == 1
-    [told] = [event.message for event in world.store.list_events(job_id=world.job_id) if event.kind == "recovered"]
+    [told] = [event.message for event in world.store.events.list(job_id=world.job_id) if event.kind == "recovered"]
     assert told == "recovered at step 11, 60.0 s after the loss"
 
 
@@ -270,6 +270,6 @@ def test_an_attempt_is_on_record_from_when_its_nodes_are_up(world: World) -> Non
     """Before its program is started: a daemon that dies in between goes on with it."""
     cluster = world.clock.run(lambda: world.make_provisioner().up("c", make_plan(world.task)))
     attempt = world.make_controller()._acquisition._record(world.get_job(), 1, cluster)
-    assert world.store.list_attempts(world.job_id) == [attempt]
+    assert world.store.jobs.list_attempts(world.job_id) == [attempt]
     assert (attempt.cluster, attempt.started_s, attempt.running_s) == ("c", cluster.created_s, None)
-    assert [event.kind for event in world.store.list_events(job_id=world.job_id)][-1] == "attempt"
+    assert [event.kind for event in world.store.events.list(job_id=world.job_id)][-1] == "attempt"

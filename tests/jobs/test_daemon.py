@@ -21,7 +21,7 @@ from broker.state.store import Store
 from broker.types import JobStatus, Task
 from tests.simulation.virtual import VirtualClock
 from tests.simulation.world import OWNER
-from tests.state.test_rows import Hands
+from tests.state.samples import Hands
 
 
 class Provisioner:
@@ -50,7 +50,7 @@ class Controller:
     async def step(self) -> float:
         self.stepped_s.append(self._stage.clock.now_s())
         if not self.deeds:
-            self._stage.store.set_job_status(self._job_id, JobStatus.SUCCEEDED)
+            self._stage.store.jobs.set_status(self._job_id, JobStatus.SUCCEEDED)
             return math.inf
         deed = self.deeds.pop(0)
         if isinstance(deed, Exception):
@@ -73,7 +73,7 @@ class Stage:
         self.made: list[int] = []
 
     def add_job(self, *deeds: float | Exception) -> Controller:
-        job_id = self.store.add_job("j", Task()).id
+        job_id = self.store.jobs.add("j", Task()).id
         self.controllers[job_id] = Controller(self, job_id, *deeds)
         return self.controllers[job_id]
 
@@ -117,7 +117,7 @@ def test_a_job_that_comes_while_it_idles_is_driven_too(stage: Stage) -> None:
         stage.add_job(5.0)
 
     assert 115.0 <= stage.run(submit) < 118.0
-    assert [job.status for job in stage.store.list_jobs()] == [JobStatus.SUCCEEDED]
+    assert [job.status for job in stage.store.jobs.list()] == [JobStatus.SUCCEEDED]
 
 
 def test_it_collects_once_a_minute_whatever_that_comes_to(stage: Stage) -> None:
@@ -133,7 +133,7 @@ def test_it_shows_that_it_lives_while_it_does(stage: Stage) -> None:
     async def look() -> None:
         await stage.clock.sleep(1.0)
         for _ in range(50):
-            ages.append(stage.store.measure_beat_age_s())
+            ages.append(stage.store.leader.measure_beat_age_s())
             await stage.clock.sleep(1.0)
 
     stage.run(look)
@@ -145,7 +145,7 @@ def test_an_error_of_one_job_costs_it_a_pause_and_a_bug_its_controller(stage: St
     other = stage.add_job(*[1.0] * 20)
     buggy = stage.add_job(RuntimeError("a bug"), 1.0)
     stage.run(idle_s=0.0)
-    assert [job.status for job in stage.store.list_jobs()] == [JobStatus.SUCCEEDED] * 3
+    assert [job.status for job in stage.store.jobs.list()] == [JobStatus.SUCCEEDED] * 3
     assert (len(known.stepped_s), len(buggy.stepped_s), len(other.stepped_s)) == (3, 3, 21)
     assert sorted(stage.made) == [1, 2, 3, 3], "the memory of one with a bug is not trusted"
     assert other.stepped_s[-1] - other.stepped_s[0] < 21.0
@@ -164,14 +164,14 @@ def test_errors_in_a_row_cost_longer_and_longer_pauses_and_a_step_that_works_end
 
 def test_a_cancel_wakes_its_own_job_only(stage: Stage) -> None:
     first, second = stage.add_job(2.0, 2.0, 2.0), stage.add_job(2.0, 2.0, 2.0)
-    stage.store.request_cancel(1)
+    stage.store.jobs.request_cancel(1)
     stage.run(idle_s=0.0)
     assert first.woken_s and not second.woken_s
 
 
 def test_a_second_daemon_leaves_at_once_while_the_first_shows_that_it_lives(stage: Stage) -> None:
-    stage.store.lead()
-    stage.store.beat()
+    stage.store.leader.lead()
+    stage.store.leader.beat()
     with hold_lock(stage.config) as is_held:
         assert is_held
         assert stage.run() < 2.0 and not stage.provisioner.collected_s
@@ -179,7 +179,7 @@ def test_a_second_daemon_leaves_at_once_while_the_first_shows_that_it_lives(stag
 
 def test_one_that_holds_the_lock_and_shows_nothing_is_replaced(stage: Stage) -> None:
     other = Store(stage.store.path, clock=stage.clock)
-    other.lead()
+    other.leader.lead()
     with hold_lock(stage.config):
         stage.clock.run(lambda: stage.clock.sleep(STALE_S + 1.0))
         assert stage.run() >= 60.0 and stage.provisioner.collected_s
@@ -193,11 +193,11 @@ def test_one_that_is_asked_to_leave_leaves_its_jobs_as_they_are(stage: Stage) ->
         os.kill(os.getpid(), signal.SIGTERM)
 
     assert 50.0 <= stage.run(ask) < 53.0
-    assert stage.store.list_unfinished_job_ids() == [1] and 45 < len(job.stepped_s) < 55
+    assert stage.store.jobs.list_unfinished_ids() == [1] and 45 < len(job.stepped_s) < 55
 
 
 def test_logs_of_ended_jobs_are_kept_as_long_as_the_jobs(stage: Stage) -> None:
-    stage.store.set_job_status(stage.store.add_job("k", Task()).id, JobStatus.SUCCEEDED)
+    stage.store.jobs.set_status(stage.store.jobs.add("k", Task()).id, JobStatus.SUCCEEDED)
     folder = stage.config.logs / "jobs"
     folder.mkdir(parents=True)
     for name, days in (("1.log", 89.0), ("2.log", 91.0)):
@@ -215,7 +215,7 @@ def test_a_store_that_cannot_be_written_ends_the_daemon_with_the_reason(
     def fail() -> None:
         raise StateError("the disk is full")
 
-    monkeypatch.setattr(stage.store, "beat", fail)
+    monkeypatch.setattr(stage.store.leader, "beat", fail)
     with pytest.raises(StateError, match="the disk is full"):
         stage.run()
 
@@ -228,7 +228,7 @@ def start(tmp_path: Path, code: str, *, is_held: bool, age_s: float) -> bool:
     clock = Hands()
     store = Store(tmp_path / "state.db", clock=clock)
     config = Config(home=tmp_path, owner=OWNER)
-    store.lead()
+    store.leader.lead()
     clock.time_s += age_s
     mark = tmp_path / "started"
     mark.unlink(missing_ok=True)

@@ -192,7 +192,7 @@ class Stage:
         self.spot_from_s = 0.0  # before that, no zone has any; on-demand is always to be had
         self.world = World(folder)
         self.world.gang.steps = STEPS
-        self.world.job_id = self.world.store.add_job("train", task).id
+        self.world.job_id = self.world.store.jobs.add("train", task).id
         self.submitted_s = self.world.clock.now_s()
         refuse = self.world.cloud._refuse_if_full
 
@@ -221,7 +221,7 @@ class Stage:
         return job
 
     def list_decisions(self) -> list[str]:
-        events = self.world.store.list_events(job_id=self.world.job_id)
+        events = self.world.store.events.list(job_id=self.world.job_id)
         return [event.message for event in events if event.kind is EventKind.DECISION]
 
 
@@ -266,14 +266,14 @@ def test_a_crash_at_any_deed_of_a_move_does_no_harm(tmp_path: Path) -> None:
     (tmp_path / "calm").mkdir()
     calm = make_moving_stage(tmp_path / "calm")
     begun = list[int]()
-    put_attempt = calm.world.store.put_attempt
+    put_attempt = calm.world.store.jobs.put_attempt
 
     def note(attempt: Attempt) -> None:
         if is_moved(attempt):
             begun.append(calm.world.points.count)
         put_attempt(attempt)
 
-    calm.world.store.put_attempt = note  # type: ignore[method-assign]
+    calm.world.store.jobs.put_attempt = note  # type: ignore[method-assign]
     calm.run()
     for crash_at in range(begun[0], begun[0] + 6):
         folder = tmp_path / str(crash_at)
@@ -295,14 +295,14 @@ def test_the_store_tells_what_its_spot_attempts_lived_through(tmp_path: Path) ->
             job_id=world.job_id, number=number, cluster="c", placement=placement, started_s=now_s - 7200,
             lost_s=now_s - 3600, ended_s=now_s, outcome=Outcome(kind=kind),
         )  # fmt: skip
-        world.store.put_attempt(attempt)
+        world.store.jobs.put_attempt(attempt)
 
     put(1, spot, OutcomeKind.PREEMPTED)
     put(2, spot, OutcomeKind.MOVED)
     put(3, spot, OutcomeKind.TAKEN_DOWN)
     put(4, replace(spot, is_spot=False), OutcomeKind.NODE_LOST)
-    assert [stay.is_preempted for stay in world.store.list_spot_stays()] == [False, False, True]
-    (seen,) = world.store.read_spot_history().values()
+    assert [stay.is_preempted for stay in world.store.history.list_stays()] == [False, False, True]
+    (seen,) = world.store.history.read().values()
     assert seen.preemptions == pytest.approx(1.0, rel=0.01) and seen.node_hours == pytest.approx(6.0, rel=0.01)
 
 

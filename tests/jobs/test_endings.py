@@ -33,7 +33,7 @@ from broker.types import (
     Task,
 )
 from tests.simulation.world import make_offer
-from tests.state.test_rows import START_S, Hands
+from tests.state.samples import START_S, Hands
 
 PLACEMENT = Placement(offer=make_offer("east1a"), is_spot=True, node_count=2)
 BROKEN = Outcome(kind=OutcomeKind.GANG_BROKEN, detail="a reason", step=7)
@@ -46,14 +46,14 @@ class Stage:
     def __init__(self, folder: Path, *, task: Task | None = None) -> None:
         self.clock = Hands()
         self.store = Store(folder / "state.db", clock=self.clock)
-        self.job_id = self.store.add_job("j", task or Task()).id
+        self.job_id = self.store.jobs.add("j", task or Task()).id
         self.endings = Endings(self.job_id, self.store, self.clock)
         self.begin(1)
-        self.store.set_job_status(self.job_id, JobStatus.RUNNING)
+        self.store.jobs.set_status(self.job_id, JobStatus.RUNNING)
 
     @property
     def job(self) -> Job:
-        found = self.store.get_job(self.job_id)
+        found = self.store.jobs.get(self.job_id)
         assert found is not None
         return found
 
@@ -63,7 +63,7 @@ class Stage:
 
     def begin(self, number: int, cluster: str = "") -> None:
         started_s = self.clock.now_s()
-        self.store.put_attempt(
+        self.store.jobs.put_attempt(
             Attempt(
                 job_id=self.job_id,
                 number=number,
@@ -96,7 +96,7 @@ class Stage:
         return self.job.status, self.attempt.outcome, self.job.failure, self.attempt.lost_s
 
     def list_told(self) -> list[tuple[EventKind, str]]:
-        return [(event.kind, event.message) for event in self.store.list_events(job_id=self.job_id)]
+        return [(event.kind, event.message) for event in self.store.events.list(job_id=self.job_id)]
 
 
 @pytest.fixture
@@ -127,7 +127,7 @@ def test_a_lost_gang_makes_the_job_recover_as_of_the_loss(stage: Stage) -> None:
 
 
 def test_only_a_market_preempts(stage: Stage) -> None:
-    stage.store.put_attempt(replace(stage.attempt, placement=replace(PLACEMENT, is_spot=False)))
+    stage.store.jobs.put_attempt(replace(stage.attempt, placement=replace(PLACEMENT, is_spot=False)))
     stage.endings.record_loss(stage.attempt, "node 0 gone", step=7)
     assert stage.attempt.outcome == Outcome(kind=OutcomeKind.NODE_LOST, detail="node 0 gone", step=7)
     stage.begin(2)
@@ -195,7 +195,7 @@ def test_listed_exit_codes_are_not_counted(tmp_path: Path) -> None:
 
 
 def make_headway(stage: Stage, step: int) -> None:
-    stage.store.set_progress(stage.job_id, Progress(step=step))
+    stage.store.jobs.set_progress(stage.job_id, Progress(step=step))
 
 
 def test_a_program_that_is_killed_is_restarted_while_it_makes_headway(stage: Stage) -> None:
@@ -276,7 +276,7 @@ def test_nodes_are_given_back_where_one_is_not_well_or_records_may_lack_attempts
     assert stage.attempt.kept_until_s is None
     stage.begin(2)
     make_headway(stage, 9)
-    stage.store.put_meta("restored_s", str(START_S))
+    stage.store.meta.put("restored_s", str(START_S))
     stage.conclude(Verdict.FAILED, 137, is_whole=True)
     assert stage.attempt.kept_until_s is None, "a later attempt may run on them"
 
@@ -349,7 +349,7 @@ def test_what_a_job_came_to_is_on_the_disk_before_the_next_deed(stage: Stage, mo
     levels: list[int] = []
     commit = stage.store._commit
     monkeypatch.setattr(
-        stage.store, "_commit", lambda: levels.append(stage.store._rows("PRAGMA synchronous")[0][0]) or commit()
+        stage.store, "_commit", lambda: levels.append(stage.store.rows("PRAGMA synchronous")[0][0]) or commit()
     )
     for act in (
         lambda: stage.endings.record_loss(stage.attempt, "node 0 gone"),
@@ -371,8 +371,8 @@ def spend(stage: Stage, usd: float) -> None:
         id="n", cloud="x", owner="me", cluster="c1", attempt=1, rank=0, state=NodeState.RUNNING,
         usd_hour=usd, created_s=START_S - 3600.0, ended_s=START_S,
     )  # fmt: skip
-    stage.store.record_node(node)
-    stage.store._write("UPDATE nodes SET job_id = ?", (stage.job_id,))
+    stage.store.bills.record(node)
+    stage.store.write("UPDATE nodes SET job_id = ?", (stage.job_id,))
 
 
 @pytest.mark.parametrize(("usd", "is_over"), [(4.99, False), (5.0, True), (6.0, True)])

@@ -44,7 +44,7 @@ def world(tmp_path: Path) -> World:
     world.gang = UploadingGang(world.cloud, world.clock)
     mount = StorageMount(target="/out", source=("s3://b",), mode="MOUNT_CACHED")
     recovery = JobRecovery(stall_timeout_s=60.0)
-    world.job_id = world.store.add_job("writes", replace(world.task, storage_mounts=(mount,), recovery=recovery)).id
+    world.job_id = world.store.jobs.add("writes", replace(world.task, storage_mounts=(mount,), recovery=recovery)).id
     return world
 
 
@@ -57,7 +57,7 @@ def play(world: World, *, cancel_at_s: float = math.inf) -> float:
         while (wait_s := await controller.step()) != math.inf:
             await world.clock.sleep(max(wait_s, 0.1))
             if world.clock.now_s() - begin_s > cancel_at_s:
-                world.store.request_cancel(world.job_id)
+                world.store.jobs.request_cancel(world.job_id)
 
     world.clock.run(work)
     assert not world.list_live_nodes()
@@ -65,7 +65,7 @@ def play(world: World, *, cancel_at_s: float = math.inf) -> float:
 
 
 def list_notes(world: World) -> list[str]:
-    return [event.message for event in world.store.list_events(job_id=world.job_id) if event.kind == "flushing"]
+    return [event.message for event in world.store.events.list(job_id=world.job_id) if event.kind == "flushing"]
 
 
 def test_finished_cluster_is_kept_until_its_files_have_arrived(world: World) -> None:
@@ -107,6 +107,6 @@ def test_cancelled_job_without_mounts_waits_for_nothing(tmp_path: Path) -> None:
     world = World(tmp_path)
     begin_s = world.clock.now_s()
     task = replace(world.task, storage_mounts=(StorageMount(target="/in", source=("s3://b",), mode="COPY"),))
-    world.job_id = world.store.add_job("writes", task).id
+    world.job_id = world.store.jobs.add("writes", task).id
     ended_s = play(world, cancel_at_s=20.0)
     assert world.get_job().status is JobStatus.CANCELLED and ended_s - begin_s < 120.0

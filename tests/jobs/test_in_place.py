@@ -18,7 +18,7 @@ def make_world(folder: Path, *, exit_codes: tuple[int, ...] = (), hangs: int = 0
     world.gang.hangs = hangs
     recovery = JobRecovery(stall_timeout_s=30.0, max_restarts_on_errors=5)
     world.task = Task(name="train", run="train", num_nodes=2, recovery=recovery)
-    world.job_id = world.store.add_job("train", world.task).id
+    world.job_id = world.store.jobs.add("train", world.task).id
     return world
 
 
@@ -30,7 +30,7 @@ def test_a_hung_program_is_ended_and_started_again_on_its_nodes(tmp_path: Path) 
     assert (first.cluster, first.number, second.number) == (second.cluster, 1, 2)
     assert world.gang.starts == 2 and first.ended_s == second.started_s
     assert len([node for node in world.cloud.observe() if node.owner == "me"]) == 2
-    spent_usd = world.store.spend_usd(job_id=world.job_id, now_s=world.clock.now_s())
+    spent_usd = world.store.bills.spend_usd(job_id=world.job_id, now_s=world.clock.now_s())
     assert first.usd > 0 and first.usd + second.usd == pytest.approx(spent_usd)
 
 

@@ -124,14 +124,14 @@ def test_logs_do_not_grow_for_ever(tmp_path: Path) -> None:
         writer.write(b"next\n")
     assert log.read_bytes() == b"next\n"
     assert (tmp_path / "daemon.log.1").stat().st_size == DAEMON_LOG_BYTES_MAX + 1
-    ended, recent = (world.store.add_job(name, world.task).id for name in ("ended", "recent"))
+    ended, recent = (world.store.jobs.add(name, world.task).id for name in ("ended", "recent"))
     for job_id in (world.job_id, ended, recent):
         path = get_log_path(tmp_path, job_id)
         path.parent.mkdir(exist_ok=True)
         path.write_text("hello\n")
         os.utime(path, (1000.0, 9000.0 if job_id == recent else 1000.0))
     for job_id in (ended, recent):
-        world.store.set_job_status(job_id, JobStatus.SUCCEEDED)
+        world.store.jobs.set_status(job_id, JobStatus.SUCCEEDED)
     forget_logs(world.store, tmp_path, older_than_s=5000.0)
     left = sorted(int(path.stem) for path in (tmp_path / "jobs").iterdir())
     assert left == sorted([world.job_id, recent]), "a live job's log stays, however long it was silent"
@@ -242,7 +242,7 @@ def test_a_login_that_expires_under_a_job_that_worked_only_makes_it_wait(tmp_pat
     assert refused == 3
     assert world.get_job().status is JobStatus.SUCCEEDED
     kinds = (EventKind.WAITING, EventKind.REPLACEMENT_FAILED)
-    told = [event.message for event in world.store.list_events(job_id=world.job_id) if event.kind in kinds]
+    told = [event.message for event in world.store.events.list(job_id=world.job_id) if event.kind in kinds]
     assert len(told) == 3 and "the login has expired; retrying in" in told[1]
 
 
@@ -250,7 +250,7 @@ def make_stalling(folder: Path, hangs: int) -> World:
     world = World(folder)
     world.gang.hangs = hangs
     recovery = JobRecovery(stall_timeout_s=60.0)
-    world.job_id = world.store.add_job("hung", replace(world.task, recovery=recovery)).id
+    world.job_id = world.store.jobs.add("hung", replace(world.task, recovery=recovery)).id
     return world
 
 
@@ -306,18 +306,18 @@ def test_a_program_that_always_hangs_at_one_step_is_given_up(tmp_path: Path) -> 
 def test_a_job_never_costs_more_than_its_budget_and_one_poll(tmp_path: Path) -> None:
     world = World(tmp_path)
     goal = Goal(budget_usd=0.02)  # the gang costs 2 USD/h: 36 s of it
-    world.job_id = world.store.add_job("dear", replace(world.task, goal=goal)).id
+    world.job_id = world.store.jobs.add("dear", replace(world.task, goal=goal)).id
     run_to_end(world, "plain")
     job = world.get_job()
     assert job.status is JobStatus.FAILED and "budget of 0.02 USD" in job.failure
-    spent_usd = world.store.spend_usd(job_id=job.id, now_s=world.clock.now_s())
+    spent_usd = world.store.bills.spend_usd(job_id=job.id, now_s=world.clock.now_s())
     assert 0.02 <= spent_usd < 0.02 + 2.0 * 40 / 3600
     assert not world.list_live_nodes()
 
 
 def test_nodes_that_never_boot_cost_no_more_than_the_budget(tmp_path: Path) -> None:
     world = World(tmp_path, faults=FaultRates(never_boots=1.0))
-    world.job_id = world.store.add_job("dear", replace(world.task, goal=Goal(budget_usd=0.02))).id
+    world.job_id = world.store.jobs.add("dear", replace(world.task, goal=Goal(budget_usd=0.02))).id
     run_to_end(world, "plain")
     job = world.get_job()
     assert job.status is JobStatus.FAILED and "budget of 0.02 USD" in job.failure
@@ -329,7 +329,7 @@ def test_nodes_that_never_boot_cost_no_more_than_the_budget(tmp_path: Path) -> N
 def test_a_gang_that_cannot_be_started_costs_no_more_than_the_budget(tmp_path: Path) -> None:
     world = World(tmp_path)
     world.gang.start_error = TransientError("no route to host")
-    world.job_id = world.store.add_job("dear", replace(world.task, goal=Goal(budget_usd=0.04))).id
+    world.job_id = world.store.jobs.add("dear", replace(world.task, goal=Goal(budget_usd=0.04))).id
     run_to_end(world, "plain")
     assert world.get_job().status is JobStatus.FAILED
     assert world.cloud.bill_usd() < 0.04 + 2.0 * 10 / 3600
@@ -354,7 +354,7 @@ def test_what_is_left_of_a_goal_shrinks_with_saved_steps_time_and_money(tmp_path
 
 def test_a_late_job_goes_on_without_its_deadline(tmp_path: Path) -> None:
     world = World(tmp_path)
-    world.job_id = world.store.add_job("late", replace(world.task, goal=Goal(deadline_hours=0.001))).id
+    world.job_id = world.store.jobs.add("late", replace(world.task, goal=Goal(deadline_hours=0.001))).id
     asked: list[float | None] = []
 
     def plan(task: Task, avoid: object) -> Plan:
@@ -367,7 +367,7 @@ def test_a_late_job_goes_on_without_its_deadline(tmp_path: Path) -> None:
     run_to_end(world, "preemption", planner=plan)
     assert world.get_job().status is JobStatus.SUCCEEDED
     assert asked[-1] is None
-    assert "late" in [event.kind for event in world.store.list_events(job_id=world.job_id)]
+    assert "late" in [event.kind for event in world.store.events.list(job_id=world.job_id)]
 
 
 def test_the_log_of_all_attempts_has_no_gap_and_no_repeat_even_across_a_crash(tmp_path: Path) -> None:
@@ -387,8 +387,8 @@ def test_the_summary_counts_what_was_lost_and_paid(tmp_path: Path) -> None:
     world = World(tmp_path)
     run_to_end(world, "preemption")
     job, now_s = world.get_job(), world.clock.now_s()
-    paid_usd = world.store.spend_usd(job_id=job.id, now_s=now_s)
-    summary = summarize(job, job.attempts, world.store.list_steps(job.id), paid_usd=paid_usd, now_s=now_s)
+    paid_usd = world.store.bills.spend_usd(job_id=job.id, now_s=now_s)
+    summary = summarize(job, job.attempts, world.store.jobs.list_steps(job.id), paid_usd=paid_usd, now_s=now_s)
     assert (summary.steps, summary.recoveries) == (30, 1)
     assert 0 <= summary.steps_lost < 10
     assert 2.5 * paid_usd < summary.ondemand_usd < 3.5 * paid_usd
@@ -396,7 +396,7 @@ def test_the_summary_counts_what_was_lost_and_paid(tmp_path: Path) -> None:
     first, second = job.attempts
     assert first.lost_s is not None and second.resumed_s is not None
     assert summary.recovery_s == second.resumed_s - first.lost_s > 0
-    told = [event.message for event in world.store.list_events(job_id=job.id) if event.kind == "recovered"]
+    told = [event.message for event in world.store.events.list(job_id=job.id) if event.kind == "recovered"]
     assert len(told) == 1 and f"{summary.recovery_s:.1f} s after the loss" in told[0]
 
 
@@ -441,12 +441,12 @@ def test_a_daemon_that_slept_through_its_replacement_writes_nothing_more(tmp_pat
             )
         )
         await world.clock.sleep(5.0)
-        successor.lead()
-        before = len(successor.list_events())
+        successor.leader.lead()
+        before = len(successor.events.list())
         with pytest.raises(FencedError):
-            world.store.add_event(make_event(EventKind.LATE))
+            world.store.events.add(make_event(EventKind.LATE))
         await daemon
-        assert len(successor.list_events()) == before
+        assert len(successor.events.list()) == before
 
     world.clock.run(work)
     assert world.get_job().status is not JobStatus.SUCCEEDED
@@ -466,7 +466,7 @@ def test_the_daemon_finishes_every_job_though_one_controller_is_broken_and_then_
     world = World(tmp_path)
     config = Config(home=tmp_path, owner=OWNER)
     provisioner = world.make_provisioner()
-    broken = world.store.add_job("broken", world.task).id
+    broken = world.store.jobs.add("broken", world.task).id
     failures = 0
 
     def make(job_id: int) -> JobController:
@@ -492,5 +492,5 @@ def test_the_daemon_finishes_every_job_though_one_controller_is_broken_and_then_
         await first
 
     world.clock.run(work)
-    assert [job.status for job in world.store.list_jobs()] == [JobStatus.SUCCEEDED] * 2
+    assert [job.status for job in world.store.jobs.list()] == [JobStatus.SUCCEEDED] * 2
     assert not world.list_live_nodes()

@@ -28,7 +28,7 @@ from tests.clouds.simulated import FaultRates
 from tests.jobs.test_node_replacement import take_nodes
 from tests.simulation.test_crashes import check, drive
 from tests.simulation.world import Report, World, make_offer
-from tests.state.test_rows import NODE
+from tests.state.samples import NODE
 
 GANG = Placement(offer=make_offer("east1a", usd_hour=2.0), is_spot=True, node_count=4)
 
@@ -119,7 +119,7 @@ def test_one_lost_node_costs_one_node(tmp_path: Path, rank: int) -> None:
     first, second = world.get_job().attempts
     assert first.cluster == second.cluster
     assert first.outcome is not None and first.outcome.kind is OutcomeKind.PREEMPTED and first.outcome.step
-    (lost,) = (each for each in world.store.list_events() if each.kind is EventKind.ATTEMPT_LOST)
+    (lost,) = (each for each in world.store.events.list() if each.kind is EventKind.ATTEMPT_LOST)
     assert (lost.data["kept_count"], lost.data["node_count"]) == (1, 2)
     assert lost.message.startswith(f"preempted: node {rank} gone after step")
     assert lost.message.endswith("; keeping 1 of 2 nodes while replacing the rest")
@@ -144,7 +144,7 @@ def test_a_place_that_gives_no_other_node_is_left(tmp_path: Path) -> None:
     check(world, JobStatus.SUCCEEDED)
     first, second = world.get_job().attempts
     assert first.cluster != second.cluster and second.placement.offer.zone == "east1b"
-    told = [event.message for event in world.store.list_events(job_id=world.job_id)]
+    told = [event.message for event in world.store.events.list(job_id=world.job_id)]
     assert any(each.startswith("cannot replace the lost node") for each in told)
     assert "releasing the nodes of attempt 1; requesting new ones" in told
 

@@ -15,7 +15,7 @@ from broker.jobs.log_files import copy_left_log, copy_log, forget_logs, get_log_
 from broker.state.store import LogOffset, Store
 from broker.types import Attempt, JobStatus, Placement, Task
 from tests.simulation.world import make_offer
-from tests.state.test_rows import START_S, Hands
+from tests.state.samples import START_S, Hands
 
 PLACEMENT = Placement(offer=make_offer("east1a"), is_spot=True, node_count=1)
 
@@ -39,7 +39,7 @@ class Stage:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.store = Store(folder / "state.db", clock=Hands())
-        self.job_id = self.store.add_job("j", Task()).id
+        self.job_id = self.store.jobs.add("j", Task()).id
 
     def copy(self, head: Head, number: int = 1) -> None:
         cluster: Any = None
@@ -72,7 +72,7 @@ def test_a_log_is_copied_as_it_grows_and_the_next_attempt_follows_it(stage: Stag
     assert stage.read() == b"1234567890"
     stage.copy(Head(b"abcd"), number=2)
     assert stage.read() == b"1234567890abcd"
-    assert stage.store.get_log_offset(stage.job_id) == LogOffset(attempt=2, source_bytes=4, file_bytes=14)
+    assert stage.store.jobs.get_log_offset(stage.job_id) == LogOffset(attempt=2, source_bytes=4, file_bytes=14)
 
 
 def test_a_log_is_private(stage: Stage) -> None:
@@ -120,7 +120,7 @@ def test_what_the_head_left_in_the_bucket_completes_what_was_copied(stage: Stage
     assert stage.read() == b"12345"
     stage.copy_left(b"ab", number=2)
     assert stage.read() == b"12345ab"
-    assert stage.store.get_log_offset(stage.job_id) == LogOffset(attempt=2, source_bytes=2, file_bytes=7)
+    assert stage.store.jobs.get_log_offset(stage.job_id) == LogOffset(attempt=2, source_bytes=2, file_bytes=7)
 
 
 def test_a_daemons_log_is_rotated_past_its_limit_and_stays_the_same_file(
@@ -140,8 +140,8 @@ def test_a_daemons_log_is_rotated_past_its_limit_and_stays_the_same_file(
 
 
 def test_logs_of_jobs_that_ended_long_ago_are_forgotten(stage: Stage) -> None:
-    ended = stage.store.add_job("k", Task()).id
-    stage.store.set_job_status(ended, JobStatus.SUCCEEDED)
+    ended = stage.store.jobs.add("k", Task()).id
+    stage.store.jobs.set_status(ended, JobStatus.SUCCEEDED)
     for name in (f"{stage.job_id}.log", f"{ended}.log", "99.log", "words.log", "99.txt"):
         path = stage.folder / "jobs" / name
         path.parent.mkdir(exist_ok=True)

@@ -74,7 +74,7 @@ def conclude(
     job = replace(job, task=replace(job.task, checkpoint=CheckpointSpec(to=to), goal=goal))
     placement = make_plan(job.task).choice.placement
     attempt = Attempt(job_id=job.id, number=1, cluster="job-1-1", placement=placement, started_s=0.0, running_s=1.0)
-    world.store.put_attempt(attempt)
+    world.store.jobs.put_attempt(attempt)
     nodes = make_nodes(*reasons)
     cluster = Cluster(name="job-1-1", status=ClusterStatus.UP, placement=placement, attempt=1, nodes=nodes)
     config = Config(home=folder, owner=OWNER)
@@ -88,7 +88,7 @@ def conclude(
 
 def test_success_that_was_left_ends_the_job_with_its_last_step_and_its_log(tmp_path: Path) -> None:
     world = World(tmp_path)
-    world.store.set_progress(world.job_id, Progress(step=5, total=40))
+    world.store.jobs.set_progress(world.job_id, Progress(step=5, total=40))
     left = Left(
         RunResult(status=RunStatus.SUCCEEDED, returncode=0, progress=Progress(step=40, total=40)), b"one\ntwo\n"
     )
@@ -106,7 +106,7 @@ def test_log_continues_where_the_copy_was_and_a_second_look_repeats_nothing(tmp_
     path = get_log_path(tmp_path / "logs", world.job_id)
     path.parent.mkdir(parents=True)
     path.write_bytes(b"old attempt\none\n")
-    world.store.set_log_offset(world.job_id, LogOffset(attempt=1, source_bytes=4, file_bytes=16))
+    world.store.jobs.set_log_offset(world.job_id, LogOffset(attempt=1, source_bytes=4, file_bytes=16))
     left = Left(None, b"one\ntwo\n")
     for outcome in (RunResult(status=RunStatus.CANCELLED), RunResult(status=RunStatus.CANCELLED)):
         left.outcome = outcome
@@ -181,12 +181,12 @@ def test_node_that_still_answers_is_not_a_lost_one() -> None:
 
 def test_allowance_that_ran_out_is_told_in_words_and_is_no_preemption(tmp_path: Path) -> None:
     world = World(tmp_path)
-    world.store.set_progress(world.job_id, Progress(step=7))
+    world.store.jobs.set_progress(world.job_id, Progress(step=7))
     job, _ = conclude(tmp_path, Left(None), "lease", "lease", world=world)
     assert job.status is JobStatus.RECOVERING
     assert job.attempts[0].outcome == Outcome(kind=OutcomeKind.LEASE_EXPIRED, detail="12 h", step=7)
     assert job.attempts[0].lost_s == 50.0
-    assert world.store.list_events(job_id=job.id)[-1].message == (
+    assert world.store.events.list(job_id=job.id)[-1].message == (
         "the unattended allowance of 12 h expired after step 7; restarting on new nodes"
     )
 

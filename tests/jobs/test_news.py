@@ -71,7 +71,7 @@ def test_cancel_is_seen_within_a_second(world: World) -> None:
         looked = world.gang.polls
         while world.gang.polls == looked:  # just after a look: the next one is far
             await world.clock.sleep(0.1)
-        world.store.request_cancel(world.job_id)
+        world.store.jobs.request_cancel(world.job_id)
         await world.clock.sleep(1.0)
         assert world.get_job().status in (JobStatus.CANCELLING, JobStatus.CANCELLED)
         await daemon

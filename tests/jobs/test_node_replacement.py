@@ -42,18 +42,18 @@ def make_world(folder: Path, *, crash_at: int | None = None, **options: object) 
     world.gang = ElasticGang(world.cloud, world.clock, steps=150)
     recovery = JobRecovery(nodes_min=1)
     world.task = Task(name="train", run="train", num_nodes=2, recovery=recovery)
-    world.job_id = world.store.add_job("train", world.task).id
+    world.job_id = world.store.jobs.add("train", world.task).id
     world.points.crash_at = None if crash_at is None else world.points.count + crash_at
     return world
 
 
 async def take_nodes(world: World, *losses: tuple[float, int]) -> None:
     """At each time of the program, end the live node of a rank."""
-    while not (started := [each.running_s for each in world.store.list_attempts(world.job_id) if each.running_s]):
+    while not (started := [each.running_s for each in world.store.jobs.list_attempts(world.job_id) if each.running_s]):
         await world.clock.sleep(0.5)
     for after_s, rank in losses:
         await world.clock.sleep(max(0.0, min(started) + after_s - world.clock.now_s()))
-        (cluster,) = world.store.list_clusters()
+        (cluster,) = world.store.clusters.list()
         world.cloud.preempt([node.id for node in cluster.nodes if node.rank == rank])
 
 
@@ -66,7 +66,7 @@ async def act(world: World, *losses: tuple[float, int]) -> None:
 
 
 def list_events(world: World) -> list[str]:
-    return [event.message for event in world.store.list_events(job_id=world.job_id)]
+    return [event.message for event in world.store.events.list(job_id=world.job_id)]
 
 
 def test_two_losses_cost_two_nodes_and_no_attempt(tmp_path: Path) -> None:

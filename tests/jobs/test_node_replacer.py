@@ -25,7 +25,7 @@ from broker.types import (
     Task,
 )
 from tests.simulation.world import Report, make_offer
-from tests.state.test_rows import NODE, START_S, Hands
+from tests.state.samples import NODE, START_S, Hands
 
 TASK = Task(num_nodes=2, recovery=JobRecovery(nodes_min=1))
 LOOK_S = 2.0
@@ -69,18 +69,18 @@ class Stage:
     def __init__(self, folder: Path, world: type[Full] = Full, *, second: NodeState = NodeState.TERMINATED) -> None:
         self.clock = Hands()
         self.store = Store(folder / "state.db", clock=self.clock)
-        self.job = self.store.add_job("j", TASK)
+        self.job = self.store.jobs.add("j", TASK)
         placement = Placement(offer=make_offer("east1a"), is_spot=True, node_count=2)
         nodes = (NODE, replace(NODE, id="m", rank=1, state=second))
         self.cluster = Cluster(
             name="c", status=ClusterStatus.UP, placement=placement, attempt=1, nodes=nodes, created_s=START_S
         )
-        self.store.put_cluster(self.cluster)
+        self.store.clusters.put(self.cluster)
         self.world: Any = world(self.clock)
         self.replacer = NodeReplacer(self.store, self.world, self.world, self.clock)
 
     def list_told(self, kind: EventKind) -> list[str]:
-        return [event.message for event in self.store.list_events(job_id=self.job.id) if event.kind is kind]
+        return [event.message for event in self.store.events.list(job_id=self.job.id) if event.kind is kind]
 
     def step(self, cluster: Cluster, report: Report, *, until_s: float) -> None:
         async def act() -> None:
@@ -120,7 +120,7 @@ def test_a_node_whose_setup_failed_is_ended_and_then_replaced_as_a_lost_one(
     assert not stage.world.asked, "it is not replaced before it is gone"
     first, second = stage.cluster.nodes
     gone = replace(stage.cluster, nodes=(first, replace(second, state=NodeState.TERMINATED)))
-    stage.store.put_cluster(gone)
+    stage.store.clusters.put(gone)
     stage.step(gone, CALM, until_s=50.0)
     assert [rank for _, rank in stage.world.asked] == [1]
     [told] = stage.list_told(EventKind.UNFIT)

@@ -11,7 +11,7 @@ from broker.jobs.policy_runner import LOOK_S_MAX, LOOK_S_MIN, PolicyRunner
 from broker.state.store import Store
 from broker.types import Attempt, Cluster, JobStatus, Plan, Progress, Task
 from tests.jobs.test_deadline import DEAR, TASK, make_moving_stage, plan_of
-from tests.state.test_rows import START_S, Hands
+from tests.state.samples import START_S, Hands
 
 FULL = 2  # SQLite's number of `synchronous`
 
@@ -35,7 +35,7 @@ def test_a_program_that_is_moved_is_told_to_save_when_its_outcome_is_stored_and_
         await cancel(cluster, run_id)
 
     def note_commit() -> None:
-        level = world.store._rows("PRAGMA synchronous")[0][0]
+        level = world.store.rows("PRAGMA synchronous")[0][0]
         commit(world.store)
         if len(world.get_job().attempts) == 1:
             stored.setdefault(read(), level)
@@ -51,7 +51,7 @@ def test_a_program_that_is_moved_is_told_to_save_when_its_outcome_is_stored_and_
 def test_a_program_that_saves_all_the_time_is_thought_about_twice_a_minute_at_most(tmp_path: Path) -> None:
     clock = Hands()
     store = Store(tmp_path / "state.db", clock=clock)
-    job = store.add_job("train", TASK)
+    job = store.jobs.add("train", TASK)
     placement = plan_of(TASK, DEAR).choice.placement
     attempt = Attempt(job_id=job.id, number=1, cluster="c", placement=placement, started_s=START_S, resumed_s=START_S)
     planned_s: list[float] = []

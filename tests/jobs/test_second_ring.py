@@ -43,7 +43,7 @@ def config(tmp_path: Path) -> Config:
 def submit(config: Config, run: str = COUNT) -> Job:
     store = Store(config.database, clock=SystemClock())
     task = Task(name="count", run=run, resources=(Resources(cloud="local", use_spot=True),))
-    job = store.add_job("count", task)
+    job = store.jobs.add("count", task)
     store.close()
     return job
 
@@ -58,10 +58,10 @@ def run_daemon(config: Config, crash_at: int | None = None) -> int:
 
 def check_end(config: Config, job: Job) -> None:
     store = Store(config.database, clock=SystemClock())
-    found = store.get_job(job.id)
+    found = store.jobs.get(job.id)
     assert found is not None and found.status is JobStatus.SUCCEEDED, found
-    assert not store.list_clusters() and not store.list_open_intents()
-    assert all(bill.ended_s is not None for bill in store.list_bills()), "nothing goes on costing"
+    assert not store.clusters.list() and not store.intents.list_open()
+    assert all(bill.ended_s is not None for bill in store.bills.list()), "nothing goes on costing"
     ledger = (config.checkpoints / job.folder / "ledger").read_text().split("\n")[:-1]
     steps = [tuple(map(int, line.split())) for line in ledger]
     assert sorted({step for _, step in steps}) == list(range(1, STEPS + 1))
@@ -145,7 +145,7 @@ def wait_for(is_so: Callable[[], bool]) -> None:
 def is_half_done(config: Config, job: Job) -> bool:
     ledger = config.checkpoints / job.folder / "ledger"
     store = Store(config.database, clock=SystemClock())
-    found = store.get_job(job.id)
+    found = store.jobs.get(job.id)
     store.close()
     return ledger.exists() and ledger.read_text().endswith(" 2\n") and found is not None and found.status == "RUNNING"
 
@@ -167,7 +167,7 @@ def test_a_wall_clock_that_jumps_by_an_hour_changes_nothing(config: Config, tmp_
     assert daemon.returncode == 0, errors
     check_end(config, job)
     store = Store(config.database, clock=SystemClock())
-    assert len(store.list_attempts(job.id)) == 1, "no healthy attempt was given up"
+    assert len(store.jobs.list_attempts(job.id)) == 1, "no healthy attempt was given up"
     store.close()
 
 

@@ -11,7 +11,7 @@ from broker.jobs.submission import retry_job, submit_tasks
 from broker.state.store import Store
 from broker.types import Attempt, Job, JobStatus, Placement, Secret, Task
 from tests.simulation.world import make_offer
-from tests.state.test_rows import Hands
+from tests.state.samples import Hands
 
 
 @pytest.fixture
@@ -20,8 +20,8 @@ def store(tmp_path: Path) -> Store:
 
 
 def end(store: Store, job: Job, status: JobStatus = JobStatus.FAILED) -> Job:
-    store.set_job_status(job.id, status)
-    found = store.get_job(job.id)
+    store.jobs.set_status(job.id, status)
+    found = store.jobs.get(job.id)
     assert found is not None
     return found
 
@@ -63,14 +63,14 @@ def test_the_same_request_submits_nothing_twice(store: Store) -> None:
 def test_a_pipeline_that_cannot_be_put_in_order_leaves_nothing(store: Store) -> None:
     with pytest.raises(UsageError):
         submit_tasks(store, [Task(name="a", needs={"b": 1.0}), Task(name="b", needs={"a": 1.0})])
-    assert store.count_jobs() == 0
+    assert store.jobs.count() == 0
 
 
 def test_a_retry_has_all_that_the_old_job_had(store: Store) -> None:
     secret = Secret(value="hush")
-    job = store.add_job("j", Task(run="true", secrets={"A": secret}), needs=(9,), pipeline="p", hedge=5)
+    job = store.jobs.add("j", Task(run="true", secrets={"A": secret}), needs=(9,), pipeline="p", hedge=5)
     placement = Placement(offer=make_offer("east1a"), is_spot=True, node_count=1)
-    store.put_attempt(Attempt(job_id=job.id, number=1, cluster="c", placement=placement, started_s=0.0))
+    store.jobs.put_attempt(Attempt(job_id=job.id, number=1, cluster="c", placement=placement, started_s=0.0))
     ended = end(store, job)
     new = retry_job(store, ended, secrets={"A": secret, "B": secret}, request_id="r")
     assert (new.name, new.needs, new.pipeline, new.hedge, new.resumes) == ("j", (9,), "p", 5, job.id)
@@ -80,17 +80,17 @@ def test_a_retry_has_all_that_the_old_job_had(store: Store) -> None:
 
 
 def test_a_job_that_runs_or_has_succeeded_is_not_retried(store: Store) -> None:
-    live, done = store.add_job("a", Task()), store.add_job("b", Task())
+    live, done = store.jobs.add("a", Task()), store.jobs.add("b", Task())
     for job, hint in ((live, "broker jobs cancel 1"), (end(store, done, JobStatus.SUCCEEDED), "broker jobs launch")):
         with pytest.raises(UsageError) as caught:
             retry_job(store, job, secrets={})
         assert hint in caught.value.hints[0]
-    assert store.count_jobs() == 2
+    assert store.jobs.count() == 2
 
 
 def test_only_the_newest_of_a_line_of_retries_is_retried(store: Store) -> None:
-    first = end(store, store.add_job("a", Task()))
-    end(store, store.add_job("another", Task()))
+    first = end(store, store.jobs.add("a", Task()))
+    end(store, store.jobs.add("another", Task()))
     second = retry_job(store, first, secrets={})
     with pytest.raises(UsageError) as caught:
         retry_job(store, first, secrets={})
@@ -107,7 +107,7 @@ def test_only_the_newest_of_a_line_of_retries_is_retried(store: Store) -> None:
 
 def test_a_retry_without_its_secrets_says_which(store: Store) -> None:
     secrets = {name: Secret(value="x") for name in "BA"}
-    job = end(store, store.add_job("j", Task(secrets=secrets)))
+    job = end(store, store.jobs.add("j", Task(secrets=secrets)))
     with pytest.raises(UsageError) as caught:
         retry_job(store, job, secrets={})
     assert list(caught.value.hints) == ["`broker jobs retry 1 --secret A --secret B`"]

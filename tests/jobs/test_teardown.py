@@ -15,7 +15,7 @@ from broker.errors import FencedError, TransientError
 from broker.jobs.teardown import LOOK_S, AttemptTeardown
 from broker.types import Attempt, Cluster, ClusterStatus, Node, NodeState, Placement, RunStatus
 from tests.simulation.world import OWNER, make_offer
-from tests.state.test_rows import NODE, START_S, Hands
+from tests.state.samples import NODE, START_S, Hands
 
 
 class Gang:

@@ -15,7 +15,7 @@ from broker.lab.recording import Recorder
 from broker.provision.bring_up import lock_name
 from broker.types import Estimate, Placement, Plan, Task
 from tests.simulation.world import make_offer
-from tests.state.test_rows import START_S, Hands
+from tests.state.samples import START_S, Hands
 
 OFFER = replace(make_offer("east1a"), spot_usd_hour=2.0, ondemand_usd_hour=6.0)
 FULL, UNCLEAR = CapacityError("full"), ThrottledError("slow down")

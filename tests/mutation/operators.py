@@ -25,10 +25,10 @@ NEGATION = {
 ARITHMETIC = {ast.Add: "-", ast.Sub: "+", ast.Mult: "/", ast.Div: "*", ast.FloorDiv: "*", ast.Mod: "*", ast.Pow: "*"}
 EXTREMES = {"min": "max", "max": "min", "any": "all", "all": "any"}
 LOGS = ("log", "logger", "logging")
-EVENTS = ("add_event", "on_event", "_tell", "_add_event", "_record_decision", "make_event")
+EVENTS = ("on_event", "_tell", "_add_event", "_record_decision", "make_event")
 TEXTS = ("say", "describe", "show", "explain")
 UNREAD_KEYWORDS = ("hints", "message", "kind", "details")
-SQL_CALLS = ("_execute", "_write", "_row", "_rows")
+SQL_CALLS = ("execute", "write", "row", "rows")
 SQL_CHANGES = (
     (r" AND ", " OR "),
     (r"(?<!INSERT) OR ", " AND "),
@@ -163,7 +163,7 @@ class _Finder(ast.NodeVisitor):
         name = _name_of(node.func)
         if isinstance(node.func, ast.Name) and name in EXTREMES:
             self._add("extreme", node.func, EXTREMES[name])
-        if name == "close_intent" and len(node.args) > 1 and isinstance(node.args[1], ast.Attribute):
+        if _is_call_of(node, "intents", "close") and len(node.args) > 1 and isinstance(node.args[1], ast.Attribute):
             self._add("outcome", node.args[1], "IntentEnd.NEVER_ASKED")
         if name in SQL_CALLS and node.args and isinstance(node.args[0], ast.Constant):
             self._change_sql(node.args[0])
@@ -179,6 +179,8 @@ class _Finder(ast.NodeVisitor):
     def _is_unread(self, node: ast.Call) -> bool:
         name = _name_of(node.func)
         if isinstance(node.func, ast.Attribute) and _name_of(node.func.value) in LOGS:
+            return True
+        if _is_call_of(node, "events", "add"):
             return True
         return name in EVENTS and not (name == "_tell" and self._is_agent)
 
@@ -370,6 +372,11 @@ class _Finder(ast.NodeVisitor):
 
 
 _OPERATOR = re.compile(r"is not\b|not in\b|is\b|in\b|and\b|or\b|<=|>=|==|!=|<|>|\*\*|//|[-+*/%]")
+
+
+def _is_call_of(node: ast.Call, part: str, verb: str) -> bool:
+    """Whether it calls a verb of one repository of the store, such as `store.intents.close`."""
+    return isinstance(node.func, ast.Attribute) and node.func.attr == verb and _name_of(node.func.value) == part
 
 
 def _name_of(node: ast.expr) -> str:

@@ -51,11 +51,11 @@ def mutate(source: str) -> dict[str, str]:
         ("while a: continue", "jump", "while a: break"),
         ("with a.transaction(): b()", "durable", "with a.transaction(is_durable=False): b()"),
         ("with a.transaction(): b()", "atomic", 'with __import__("contextlib").nullcontext(): b()'),
-        ("a.close_intent(b, IntentEnd.UP)", "outcome", "a.close_intent(b, IntentEnd.NEVER_ASKED)"),
+        ("a.intents.close(b, IntentEnd.UP)", "outcome", "a.intents.close(b, IntentEnd.NEVER_ASKED)"),
         (
-            'a._rows("SELECT 1 FROM jobs WHERE NOT is_terminal")',
+            'a.rows("SELECT 1 FROM jobs WHERE NOT is_terminal")',
             "sql",
-            'a._rows("SELECT 1 FROM jobs WHERE is_terminal")',
+            'a.rows("SELECT 1 FROM jobs WHERE is_terminal")',
         ),
     ],
 )
@@ -77,7 +77,7 @@ def test_caught_errors_are_narrowed_and_widened() -> None:
         'def f():\n    """Words."""\n',
         "def f(a: 'x < 1') -> 'y and z':\n    pass\n",
         "log.warning('%s is %d', a, 1 + 2)\n",
-        "def f(self):\n    self._store.add_event(event, job_id=1)\n",
+        "def f(self):\n    self._store.events.add(event, job_id=1)\n",
         "make_event(EventKind.SHRUNK, rank=1 + 2)\n",
         "def f():\n    assert a < 1, 'words'\n",
         "x = f'{a + 1}'\n",

@@ -36,7 +36,7 @@ async def drive(world: World, controller: Any, until: Callable[[], bool], *, lim
 
 
 def is_started(world: World) -> bool:
-    return any(attempt.running_s for attempt in world.store.list_attempts(world.job_id))
+    return any(attempt.running_s for attempt in world.store.jobs.list_attempts(world.job_id))
 
 
 def play(world: World, scenario: Callable[[Any], Coroutine[Any, Any, None]]) -> None:
@@ -56,7 +56,7 @@ def wait(world: World, duration_s: float) -> Callable[[], bool]:
 
 
 def count_attempts(world: World) -> int:
-    return len(world.store.list_attempts(world.job_id))
+    return len(world.store.jobs.list_attempts(world.job_id))
 
 
 def note_terminates(world: World) -> list[str]:
@@ -104,7 +104,7 @@ def test_an_unreachable_gang_of_another_account_is_neither_replaced_nor_forgotte
         world.gang.poll = silence(world, first)  # type: ignore[method-assign]
         await drive(world, controller, wait(world, 3600.0))
         assert count_attempts(world) == 1
-        told = [event.message for event in world.store.list_events(job_id=world.job_id) if event.kind == "unseen"]
+        told = [event.message for event in world.store.events.list(job_id=world.job_id) if event.kind == "unseen"]
         assert len(told) == 1 and "account account-1" in told[0] and "account-2" in told[0]
         world.cloud.account = "account-1"
         await drive(world, controller, lambda: count_attempts(world) == 2)
@@ -153,12 +153,12 @@ def test_failing_lists_do_not_delay_terminate(world: World) -> None:
             raise TransientError("ServiceUnavailable (describe_instances, north1)")
 
         world.cloud.list_nodes = fail  # type: ignore[method-assign]
-        name = world.store.list_clusters()[0].name
+        name = world.store.clusters.list()[0].name
         with pytest.raises(TransientError):
             await world.make_provisioner().down(name)
         await world.clock.sleep(30.0)
         assert not world.list_live_nodes()
-        assert world.store.get_cluster(name) is not None  # until a list confirms it
+        assert world.store.clusters.get(name) is not None  # until a list confirms it
 
     play(world, scenario)
 
@@ -166,9 +166,9 @@ def test_failing_lists_do_not_delay_terminate(world: World) -> None:
 def test_a_region_without_lists_does_not_block_down_in_another_region(world: World) -> None:
     async def scenario(controller: Any) -> None:
         world.cloud.silent_regions["north1"] = TransientError("ServiceUnavailable (describe_instances, north1)")
-        name = world.store.list_clusters()[0].name
+        name = world.store.clusters.list()[0].name
         await world.make_provisioner().down(name)
-        assert not world.list_live_nodes() and world.store.get_cluster(name) is None
+        assert not world.list_live_nodes() and world.store.clusters.get(name) is None
 
     play(world, scenario)
 
@@ -215,7 +215,7 @@ def test_nodes_of_a_failed_job_are_terminated_even_if_lists_are_denied(world: Wo
         await drive(world, controller, lambda: not world.list_live_nodes(), limit_s=600.0)
         assert world.get_job().status is JobStatus.FAILED_PRECHECKS
         assert not world.list_live_nodes()
-        assert world.store.list_open_intents()  # the end is not confirmed yet: it is asked for again and again
+        assert world.store.intents.list_open()  # the end is not confirmed yet: it is asked for again and again
 
     world.clock.run(act)
 
@@ -253,10 +253,10 @@ def test_a_search_begun_in_another_account_neither_fails_nor_is_forgotten(world:
         world.cloud.account = "account-2"
         await drive(world, world.make_controller(), wait(world, 1800.0))
         assert not world.get_job().status.is_terminal
-        assert made <= {intent.request.token for intent in world.store.list_open_intents()}
+        assert made <= {intent.request.token for intent in world.store.intents.list_open()}
         world.cloud.account = "account-1"
         await world.make_provisioner().collect()
-        assert not made & {intent.request.token for intent in world.store.list_open_intents()}
+        assert not made & {intent.request.token for intent in world.store.intents.list_open()}
         assert not made & {node.token for node in world.list_live_nodes()}
 
     world.clock.run(act)
@@ -266,7 +266,7 @@ def test_every_intent_names_the_account_before_nodes_are_created(world: World) -
     create = world.cloud.create_nodes
 
     async def check(request: Any) -> Any:
-        written = world.store.get_request(request.token)
+        written = world.store.intents.get_request(request.token)
         assert written is not None and written.account == request.account == "account-1"
         return await create(request)
 
@@ -278,10 +278,10 @@ def test_every_intent_names_the_account_before_nodes_are_created(world: World) -
 def test_down_names_the_required_login(world: World) -> None:
     async def scenario(controller: Any) -> None:
         world.cloud.account = "account-2"
-        name = world.store.list_clusters()[0].name
+        name = world.store.clusters.list()[0].name
         with pytest.raises(AccountError, match=r"account-1.*account-2"):
             await world.make_provisioner().down(name)
-        record = world.store.get_cluster(name)
+        record = world.store.clusters.get(name)
         assert record is not None and record.status is ClusterStatus.TERMINATING
 
     play(world, scenario)
@@ -313,7 +313,7 @@ def test_the_collector_terminates_listed_nodes_while_another_region_is_silent(wo
         world.cloud.add_foreign_node(lost)
         world.cloud.silent_regions["north1"] = AuthError("denied")
         await world.clock.sleep(60.0)
-        world.store.mark_adopted("simulated")  # else a node that this store did not ask for is recorded, not ended
+        world.store.meta.mark_adopted("simulated")  # else a node that this store did not ask for is recorded, not ended
         assert await world.make_provisioner().collect() == 1
         await world.clock.sleep(10.0)
         assert [node.state for node in world.cloud.find(["lost-1"])] == [NodeState.TERMINATED]
@@ -323,9 +323,9 @@ def test_the_collector_terminates_listed_nodes_while_another_region_is_silent(wo
 
 def test_a_missing_node_counts_as_alive_until_terminate_is_accepted(world: World) -> None:
     async def scenario(controller: Any) -> None:
-        cluster = world.store.list_clusters()[0]
+        cluster = world.store.clusters.list()[0]
         nodes = tuple(replace(node, state=NodeState.TERMINATED, reason=NodeEnd.MISSING) for node in cluster.nodes)
-        world.store.put_cluster(replace(cluster, nodes=nodes))
+        world.store.clusters.put(replace(cluster, nodes=nodes))
         await world.make_provisioner().down(cluster.name)
         assert not world.list_live_nodes()
 
@@ -336,10 +336,10 @@ def test_terminate_uses_the_account_that_was_noted_after_the_request_was_read(wo
     """The account of a create call may be noted after its request was read; another login cannot confirm the end."""
     placement = make_plan(world.task).estimates[0].placement
     request = NodeRequest(owner=OWNER, cluster="c", attempt=1, token="t", placement=placement)
-    world.store.put_intent(request)
-    world.store.note_intent_account("t", "account-1")
+    world.store.intents.put(request)
+    world.store.intents.note_account("t", "account-1")
     world.cloud.account = "account-2"
     launcher = world.make_provisioner()._failover.launcher
     with pytest.raises(AccountError):
         world.clock.run(lambda: launcher.terminate(world.cloud, request))
-    assert world.store.is_intent_open("t")
+    assert world.store.intents.is_open("t")

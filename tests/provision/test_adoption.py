@@ -89,7 +89,7 @@ def drive(world: World, *, until_s: float = math.inf, collect_every: int = 20) -
                 await provisioner.collect()
             steps += 1
             try:
-                wait_s = await controller.step() if world.store.get_job(world.job_id) else 1.0
+                wait_s = await controller.step() if world.store.jobs.get(world.job_id) else 1.0
             except BrokerError:
                 wait_s = 1.0
             if math.isinf(wait_s):
@@ -136,12 +136,12 @@ def test_after_a_reset_running_nodes_become_a_cluster_and_keep_running(world: Wo
     world.store = world.open()
     drive(world, until_s=900.0)
     assert len(world.list_live_nodes()) == 2
-    (cluster,) = world.store.list_clusters()
+    (cluster,) = world.store.clusters.list()
     assert (cluster.name, cluster.status, cluster.job_id, len(cluster.nodes)) == (name, ClusterStatus.UP, None, 2)
-    assert any(event.kind is EventKind.CLUSTER_ADOPTED for event in world.store.list_events(cluster=name))
-    assert world.store.is_adopted("simulated")
+    assert any(event.kind is EventKind.CLUSTER_ADOPTED for event in world.store.events.list(cluster=name))
+    assert world.store.meta.is_adopted("simulated")
     world.clock.run(lambda: world.make_provisioner().down(name))
-    assert not world.list_live_nodes() and not world.store.list_clusters()
+    assert not world.list_live_nodes() and not world.store.clusters.list()
 
 
 def test_a_job_after_a_reset_shares_no_names_with_the_old_job_of_its_id(world: World) -> None:
@@ -149,7 +149,7 @@ def test_a_job_after_a_reset_shares_no_names_with_the_old_job_of_its_id(world: W
     lose_store(world)
     reset(world.folder / "state.db", clock=world.clock, owner=OWNER)
     world.store = world.open()
-    new = world.store.add_job("other", world.task)
+    new = world.store.jobs.add("other", world.task)
     assert new.id == old.id and new.folder != old.folder and new.name_cluster(1) != old.name_cluster(1)
 
 
@@ -234,7 +234,7 @@ def test_one_empty_list_does_not_prove_that_no_node_runs(world: World) -> None:
 
 def test_a_fenced_daemon_stops_adopting(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """A failed list is retried later; FencedError, by which another daemon leads, is raised."""
-    world.store.forget_adoptions()
+    world.store.meta.forget_adoptions()
 
     async def fail(owner: str) -> NodeList:
         raise error
@@ -263,7 +263,7 @@ def test_a_cloud_with_an_unlisted_region_does_not_count_as_adopted(world: World)
     put_back(world, world.early_copy)  # type: ignore[attr-defined]
     world.cloud.silent_regions["east1"] = TransientError("no answer")  # where the job runs
     drive(world, until_s=900.0)
-    assert not world.store.is_adopted("simulated") and world.gang.starts == 1
+    assert not world.store.meta.is_adopted("simulated") and world.gang.starts == 1
     world.cloud.silent_regions.clear()
     drive(world)
     assert world.get_job().status is JobStatus.SUCCEEDED and world.gang.starts == 1
@@ -271,10 +271,10 @@ def test_a_cloud_with_an_unlisted_region_does_not_count_as_adopted(world: World)
 
 def test_a_cloud_listed_with_another_account_does_not_count_as_adopted(world: World) -> None:
     copy = world.store.copy()
-    (cluster,) = world.store.list_clusters()
+    (cluster,) = world.store.clusters.list()
     put_back(world, copy)
     nodes = tuple(replace(node, account="111") for node in cluster.nodes)
-    world.store.put_cluster(replace(cluster, nodes=nodes))
+    world.store.clusters.put(replace(cluster, nodes=nodes))
     world.cloud.account = "222"
 
     async def adopt() -> None:
@@ -284,4 +284,4 @@ def test_a_cloud_listed_with_another_account_does_not_count_as_adopted(world: Wo
             await world.clock.sleep(120.0)
 
     world.clock.run(adopt)
-    assert not world.store.is_adopted("simulated")
+    assert not world.store.meta.is_adopted("simulated")

@@ -28,7 +28,7 @@ from broker.types import (
     Task,
 )
 from tests.simulation.world import make_offer
-from tests.state.test_rows import START_S, Hands
+from tests.state.samples import START_S, Hands
 
 PLACEMENT = Placement(offer=make_offer("east1a"), is_spot=True, node_count=1)
 NODE = Node(
@@ -77,7 +77,7 @@ class Stage:
             surplus=SimpleNamespace(tokens=self.returning),  # type: ignore[arg-type]
             adopter=Adopter({}, self.store, clock=self.clock, owner="me"),
         )
-        self.store.mark_adopted("simulated")
+        self.store.meta.mark_adopted("simulated")
 
     async def down(self, name: str) -> None:
         if self.failure:
@@ -98,13 +98,13 @@ class Stage:
 
     def put_cluster(self, name: str, status: ClusterStatus = ClusterStatus.UP, **fields: Any) -> None:
         created_s = fields.pop("created_s", self.clock.now_s())
-        self.store.put_cluster(
+        self.store.clusters.put(
             Cluster(name=name, status=status, placement=PLACEMENT, attempt=1, created_s=created_s, **fields)
         )
 
     def put_intent(self, cluster: str, token: str, *, cloud: str = "simulated") -> None:
         placement = replace(PLACEMENT, offer=replace(PLACEMENT.offer, cloud=cloud))
-        self.store.put_intent(NodeRequest(owner="me", cluster=cluster, attempt=1, token=token, placement=placement))
+        self.store.intents.put(NodeRequest(owner="me", cluster=cluster, attempt=1, token=token, placement=placement))
 
 
 @pytest.fixture
@@ -116,8 +116,8 @@ def test_an_unrecorded_node_is_terminated_billed_and_reported(stage: Stage) -> N
     stage.cloud.nodes = (NODE,)
     assert stage.find() == (["n"], [])
     assert stage.collect() == 1 and stage.cloud.ended == ["n"]
-    assert [bill.node for bill in stage.store.list_bills()] == ["n"]
-    assert [(event.kind, event.cluster) for event in stage.store.list_events()] == [("collected", "c")]
+    assert [bill.node for bill in stage.store.bills.list()] == ["n"]
+    assert [(event.kind, event.cluster) for event in stage.store.events.list()] == [("collected", "c")]
 
 
 @pytest.mark.parametrize(
@@ -134,9 +134,9 @@ def test_foreign_ended_and_very_young_nodes_are_left_alone(stage: Stage, kept: N
 
 
 def test_before_adoption_only_nodes_that_this_store_requested_are_terminated(stage: Stage) -> None:
-    stage.store.forget_adoptions()
+    stage.store.meta.forget_adoptions()
     stage.put_intent("c", "t")
-    stage.store.close_intent("t", IntentEnd.REFUSED)
+    stage.store.intents.close("t", IntentEnd.REFUSED)
     stage.cloud.nodes = (NODE, replace(NODE, id="m", token="of another life"))
     assert stage.find() == (["n"], [])
     assert stage.collect() == 1 and stage.cloud.ended == ["n"]
@@ -157,7 +157,7 @@ def test_nodes_of_a_record_or_an_open_intent_are_left_alone(stage: Stage) -> Non
     assert stage.find() == (["m"], [])
     stage.put_intent("d", "s")
     assert stage.find() == ([], [])
-    stage.store.close_intent("s", IntentEnd.REFUSED)
+    stage.store.intents.close("s", IntentEnd.REFUSED)
     assert stage.find() == (["m"], [])
 
 
@@ -170,8 +170,8 @@ def test_a_failing_list_does_not_stop_the_collection_of_clusters(stage: Stage) -
 
 
 def test_clusters_of_ended_jobs_and_interrupted_ups_and_downs_are_collected(stage: Stage) -> None:
-    live, ended = (stage.store.add_job(name, Task()).id for name in "ab")
-    stage.store.set_job_status(ended, JobStatus.SUCCEEDED)
+    live, ended = (stage.store.jobs.add(name, Task()).id for name in "ab")
+    stage.store.jobs.set_status(ended, JobStatus.SUCCEEDED)
     stage.put_cluster("of-a-live-job", job_id=live)
     stage.put_cluster("of-an-ended-job", job_id=ended)
     stage.put_cluster("mine")
@@ -191,7 +191,7 @@ def test_an_old_open_intent_without_a_cluster_is_an_interrupted_up(stage: Stage)
     stage.put_intent("up", "t3")
     stage.put_cluster("up")
     stage.put_intent("of-a-job", "t4")
-    stage.put_cluster("of-a-job", ClusterStatus.INIT, job_id=stage.store.add_job("j", Task()).id)
+    stage.put_cluster("of-a-job", ClusterStatus.INIT, job_id=stage.store.jobs.add("j", Task()).id)
     stage.clock.time_s += UP_S_MAX
     assert stage.find()[1] == []
     stage.clock.time_s += 1.0
@@ -257,7 +257,7 @@ def test_a_fenced_collector_terminates_nothing_more(stage: Stage) -> None:
     stage.put_intent("up", "t1")
     with pytest.raises(FencedError):
         stage.collect()
-    stage.store.close_intent("t1", IntentEnd.REFUSED)
+    stage.store.intents.close("t1", IntentEnd.REFUSED)
     stage.put_cluster("going", ClusterStatus.TERMINATING)
     with pytest.raises(FencedError):
         stage.collect()
@@ -296,13 +296,13 @@ def test_resources_are_swept_after_a_cluster_has_gone_and_once_an_hour(stage: St
     assert sweep() == 0, "nothing has gone"
     stage.put_cluster("c")
     assert sweep() == 0
-    stage.store.delete_cluster("a")
+    stage.store.clusters.delete("a")
     assert sweep() == 2 and cloud.kept[-1] == {"b", "c"}
     stage.clock.time_s += SWEEP_EVERY_S - 1.0
     assert sweep() == 0
     stage.clock.time_s += 1.0
     assert sweep() == 2
-    stage.store.close_intent("t", IntentEnd.TERMINATED)
+    stage.store.intents.close("t", IntentEnd.TERMINATED)
     cloud.failure = TransientError("not now")
     assert sweep() == 0 and len(cloud.kept) == 4
     cloud.failure = None

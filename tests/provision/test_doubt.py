@@ -68,7 +68,7 @@ def test_another_region_is_requested_soon_and_zones_of_the_suspect_one_are_skipp
     assert search.end_s <= usual_s + 10.0, "one look for what was made, then the other region's own time"
     assert set(search.asked) == {"east1a", "west1a"}
     assert "gives no clear answer; also requesting 2 x big spot in west1a" in "\n".join(search.told)
-    assert not search.world.store.list_open_intents() and search.world.count_live(lambda node: True) == 2
+    assert not search.world.store.intents.list_open() and search.world.count_live(lambda node: True) == 2
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -80,7 +80,7 @@ def test_without_hedging_an_unclear_launch_is_abandoned_and_terminated_beside_th
     assert search.end_s <= UNCLEAR_S_MAX + search.world.cloud.timings.boot_s_max + 10.0
     assert set(search.asked) == {"east1a", "west1a"}
     assert not any("is left to try" in line for line in search.told)
-    assert not search.world.store.list_open_intents()
+    assert not search.world.store.intents.list_open()
 
 
 @pytest.mark.parametrize("hedge", [1, 2])
@@ -95,7 +95,7 @@ def test_a_search_without_other_regions_reports_so_and_ends(
     assert search.end_s <= 5 * UNCLEAR_S_MAX
     assert len([line for line in search.told if "no place outside east1 (simulated) is left to try" in line]) == 1
     assert "east1a" in str(caught.value.details) and "east1b" in str(caught.value.details)
-    assert not search.world.store.list_open_intents() and not search.world.list_live_nodes()
+    assert not search.world.store.intents.list_open() and not search.world.list_live_nodes()
 
 
 @pytest.mark.parametrize("fault", FAULTS)

@@ -72,7 +72,7 @@ def test_a_gang_that_loses_a_node_while_booting_is_terminated_and_launched_elsew
 def test_a_cluster_can_come_up_again_under_its_old_name(world: World) -> None:
     first = up(world)
     world.clock.run(lambda: world.make_provisioner().down("c"))
-    assert not world.list_live_nodes() and world.store.get_cluster("c") is None
+    assert not world.list_live_nodes() and world.store.clusters.get("c") is None
     second = up(world)
     assert not {node.id for node in first.nodes} & {node.id for node in second.nodes}
 
@@ -170,7 +170,7 @@ def test_a_missing_login_excludes_the_cloud_and_is_the_error_if_no_other_cloud_i
     world.cloud.create_nodes = refuse  # type: ignore[method-assign]
     with pytest.raises(AuthError, match="not logged in"):
         up(world)
-    assert asked == 1 and not world.store.list_open_intents() and not world.store.list_clusters()
+    assert asked == 1 and not world.store.intents.list_open() and not world.store.clusters.list()
 
 
 def refuse_regions(world: World, *regions: str) -> list[str]:
@@ -198,7 +198,7 @@ def test_if_every_region_is_forbidden_the_refusal_itself_is_raised(world: World)
     with pytest.raises(DeniedError, match="explicit deny in east1") as caught:
         up(world)
     assert caught.value.hints == ("Ask the administrator.",)
-    assert asked == ["east1a", "west1a"] and not world.store.list_open_intents()
+    assert asked == ["east1a", "west1a"] and not world.store.intents.list_open()
 
 
 def test_a_full_region_beside_a_forbidden_one_is_a_capacity_error(world: World) -> None:
@@ -231,19 +231,19 @@ def test_a_cluster_taken_down_during_failover_does_not_come_up_later(world: Worl
             await world.clock.sleep(0.1)
         await world.clock.sleep(after_s)
         await world.make_provisioner().down("c")
-        assert world.store.get_cluster("c") is None
+        assert world.store.clusters.get("c") is None
         world.cloud.faults = FaultRates()
         with pytest.raises(UsageError, match="was taken down while it came up"):
             await coming
 
     world.clock.run(scenario)
-    assert not world.list_live_nodes() and not world.store.list_open_intents() and not world.store.list_clusters()
+    assert not world.list_live_nodes() and not world.store.intents.list_open() and not world.store.clusters.list()
 
 
 def test_the_collector_terminates_our_lost_nodes_and_no_foreign_ones(world: World) -> None:
     kept = up(world, "kept")
     world.cloud.add_foreign_node(replace(FOREIGN, id="lost-1", owner=OWNER, cluster="forgotten"))
-    world.store.mark_adopted("simulated")
+    world.store.meta.mark_adopted("simulated")
     assert world.clock.run(lambda: world.make_provisioner().collect()) == 1
     world.clock.run(lambda: world.clock.sleep(10.0))
     assert {node.id for node in world.list_live_nodes()} == {node.id for node in kept.nodes}

@@ -9,7 +9,7 @@ import pytest
 from broker.provision.hedge_timer import LIMITS, Answer, HedgeLimits, HedgeTimer, bound, learn
 from broker.state.calls import Pace
 from broker.state.store import Store
-from tests.state.test_rows import Hands
+from tests.state.samples import Hands
 
 
 @pytest.fixture
@@ -35,13 +35,13 @@ def test_the_timer_is_the_mean_plus_four_deviations_within_limits() -> None:
 
 
 def test_the_timer_is_separate_per_cloud_and_answer(store: Store) -> None:
-    patience = HedgeTimer(store)
+    patience = HedgeTimer(store.paces)
     assert [patience.measure_s("x", answer) for answer in Answer] == [20.0, 120.0]
     patience.note("x", Answer.CREATED, 8.0)
     assert patience.measure_s("x", Answer.CREATED) == 24.0
     assert patience.measure_s("y", Answer.CREATED) == LIMITS[Answer.CREATED].prior_s
     patience.note("z", Answer.CREATED, -5.0)
-    assert store.get_pace("z", "created") == Pace(mean_s=0.0, deviation_s=0.0), "a clock that was set back"
+    assert store.paces.get("z", "created") == Pace(mean_s=0.0, deviation_s=0.0), "a clock that was set back"
 
 
 @pytest.mark.parametrize(

@@ -79,7 +79,7 @@ def test_a_hanging_placement_does_not_block_the_next_one(tmp_path: Path) -> None
     up_s = world.clock.run(scenario)
     assert LIMITS[Answer.CREATED].prior_s < up_s < LIMITS[Answer.CREATED].prior_s + 60.0
     assert [zone for zone, _ in world.cloud.asked] == ["east1a", "east1b"]
-    assert not world.store.list_open_intents()
+    assert not world.store.intents.list_open()
     story = "\n".join(told)
     for words in (
         "requesting 2 x big spot in east1a",
@@ -107,12 +107,12 @@ def test_the_gang_of_a_slow_placement_is_given_back_and_confirmed_gone(tmp_path:
     assert {node.zone for node in world.list_live_nodes()} == {"east1b"}
     given = [node for node in world.cloud.observe() if node.zone == "east1a"]
     assert len(given) == 2 and all(node.state is NodeState.TERMINATED for node in given), "it was made, and ended"
-    assert not world.store.list_open_intents()
-    (end,) = (line for line in told if "east1a" in line and "confirmed gone" in line)
+    assert not world.store.intents.list_open()
+    (end,) = (line for line in told if "east1a" in line and line.startswith("terminated"))
     given_usd = sum(node.usd_hour * ((node.ended_s or 0.0) - node.created_s) / 3600 for node in given)
-    told_usd = float(end.rpartition("it cost ")[2].removesuffix(" USD"))
+    told_usd = float(end.rpartition("(cost ")[2].removesuffix(" USD)"))
     assert told_usd == pytest.approx(given_usd, abs=0.0001) and given_usd > 0.0005
-    spent_usd = world.store.spend_usd(cluster="c", now_s=world.clock.now_s())
+    spent_usd = world.store.bills.spend_usd(cluster="c", now_s=world.clock.now_s())
     assert spent_usd == pytest.approx(world.cloud.bill_usd(), rel=0.01), "both gangs are on the bill"
 
 
@@ -133,7 +133,7 @@ def test_a_late_gang_is_terminated_even_if_lists_fail(tmp_path: Path) -> None:
     world.clock.run(scenario)
     given = [node for node in world.cloud.observe() if node.zone == "east1a"]
     assert [node.state for node in given] == [NodeState.TERMINATED] * 2, "its answer names them"
-    assert len(world.store.list_open_intents("c")) == 1, "nobody has confirmed that they are gone"
+    assert len(world.store.intents.list_open("c")) == 1, "nobody has confirmed that they are gone"
 
 
 def test_resumed_launches_of_a_killed_command_are_reported_as_resumed(tmp_path: Path) -> None:
@@ -146,7 +146,7 @@ def test_resumed_launches_of_a_killed_command_are_reported_as_resumed(tmp_path: 
         await asyncio.gather(coming, return_exceptions=True)
 
     world.clock.run(cut_short)
-    assert len(world.store.list_open_intents("c")) == 2
+    assert len(world.store.intents.list_open("c")) == 2
     told: list[str] = []
     up(world, told=told)
     assert [line.partition(" at ")[0] for line in told[:2]] == [
@@ -185,7 +185,7 @@ def test_a_throttled_call_is_retried_with_growing_backoff_within_the_shared_budg
 def test_nodes_of_a_lost_answer_are_adopted_once_lists_show_all_of_them(tmp_path: Path) -> None:
     world = make_world(tmp_path)
     world.cloud.timings = CloudTimings(list_lag_s=4.0)
-    create, note, begun_s = world.cloud.create_nodes, world.store.note_made_nodes, world.clock.now_s()
+    create, note, begun_s = world.cloud.create_nodes, world.store.intents.note_nodes, world.clock.now_s()
     calls: list[str] = []
     made_s: list[float] = []
 
@@ -201,7 +201,7 @@ def test_nodes_of_a_lost_answer_are_adopted_once_lists_show_all_of_them(tmp_path
         note(token, nodes)
 
     world.cloud.create_nodes = lose  # type: ignore[method-assign]
-    world.store.note_made_nodes = note_made  # type: ignore[method-assign]
+    world.store.intents.note_nodes = note_made  # type: ignore[method-assign]
     up(world)
     assert len(calls) == 1, "lists are late: that they show nothing yet is no reason to ask again"
     assert 0.5 < made_s[0] < 6.0 < world.cloud.settle_s
@@ -211,7 +211,7 @@ def test_the_slow_placement_wins_if_its_gang_runs_first(tmp_path: Path) -> None:
     world = make_world(tmp_path, slow={"east1a": 21.0, "east1b": 100.0})
     assert up(world).placement.offer.zone == "east1a"
     assert {node.zone for node in world.list_live_nodes()} == {"east1a"}
-    assert not world.store.list_open_intents()
+    assert not world.store.intents.list_open()
 
 
 def test_a_gang_that_never_boots_does_not_block_the_next_placement(tmp_path: Path) -> None:
@@ -278,7 +278,7 @@ def test_the_hedge_timer_is_learned_from_answers_and_bounded() -> None:
 
 def test_clock_that_jumped_by_a_day_is_forgotten_after_thirty_answers(tmp_path: Path) -> None:
     world = make_world(tmp_path)
-    patience = HedgeTimer(world.store)
+    patience = HedgeTimer(world.store.paces)
     patience.note("here", Answer.CREATED, 86400.0)
     for _ in range(30):
         patience.note("here", Answer.CREATED, 0.5)
@@ -332,7 +332,7 @@ def test_a_command_killed_while_giving_back_leaves_that_to_the_collector_and_kee
         await provisioner.up("c", make_plan(world.task))
 
     world.clock.run(come_up)  # its loop ends here, as its process would: the call to east1a is still under way
-    (intent,) = world.store.list_open_intents()
+    (intent,) = world.store.intents.list_open()
     assert intent.request.placement.offer.zone == "east1a"
     world.reborn()
     late = world.cloud._make_gang(intent.request, world.clock.now_s())  # the cloud does it after all
@@ -340,9 +340,9 @@ def test_a_command_killed_while_giving_back_leaves_that_to_the_collector_and_kee
     found, names = world.clock.run(lambda: world.make_provisioner().find_lost())
     assert {node.id for node in found} == set(late) and not names
     world.clock.run(lambda: world.make_provisioner().collect())
-    assert not world.store.list_open_intents()
+    assert not world.store.intents.list_open()
     assert {node.zone for node in world.list_live_nodes()} == {"east1b"}
-    cluster = world.store.get_cluster("c")
+    cluster = world.store.clusters.get("c")
     assert cluster is not None and cluster.status is ClusterStatus.UP, "what is in use is left alone"
 
 
@@ -353,7 +353,7 @@ def test_down_ends_a_search_and_all_its_launches(tmp_path: Path) -> None:
     async def scenario() -> None:
         coming = asyncio.ensure_future(provisioner.up("c", make_plan(world.task)))
         await world.clock.sleep(60.0)
-        assert len(world.store.list_open_intents()) == 2
+        assert len(world.store.intents.list_open()) == 2
         await other.down("c")
         with pytest.raises(BrokerError):
             await coming
@@ -361,7 +361,7 @@ def test_down_ends_a_search_and_all_its_launches(tmp_path: Path) -> None:
     world.clock.run(scenario)
     world.clock.run(lambda: world.make_provisioner().collect())
     world.clock.run(lambda: world.clock.sleep(60.0))
-    assert not world.list_live_nodes() and not world.store.list_open_intents()
+    assert not world.list_live_nodes() and not world.store.intents.list_open()
 
 
 def test_only_one_of_two_searches_probes_an_expired_refusal(tmp_path: Path) -> None:
@@ -385,9 +385,9 @@ def test_a_dead_probe_blocks_others_for_a_limited_time(tmp_path: Path) -> None:
     world = make_world(tmp_path)
     placement = make_plan(world.task).choice.placement
     offer = placement.offer
-    world.store.add_refusal(offer.cloud, offer.region, offer.zone, offer.instance_type, True, 1.0, "full")
+    world.store.refusals.add(offer.cloud, offer.region, offer.zone, offer.instance_type, True, 1.0, "full")
     world.clock.run(lambda: world.clock.sleep(2.0))
-    world.store.begin_probe(placement, lasts_s=PROBE_S)
+    world.store.refusals.begin_probe(placement, lasts_s=PROBE_S)
     assert up(world, name="one").placement.offer.zone == "east1b"
     world.clock.run(lambda: world.clock.sleep(PROBE_S))
     assert up(world, name="two").placement.offer.zone == "east1a"

@@ -86,7 +86,7 @@ class Stage:
         return self.run(lambda: self.provisioner.up(name, plan or self.plan, **more))
 
     def get(self, name: str = "c") -> Cluster:
-        found = self.world.store.get_cluster(name)
+        found = self.world.store.clusters.get(name)
         assert found is not None
         return found
 
@@ -107,8 +107,8 @@ def test_a_cluster_comes_up_and_is_recorded_as_requested(stage: Stage) -> None:
         (NodeState.RUNNING, 0, 3),
         (NodeState.RUNNING, 1, 3),
     ]
-    assert not stage.world.store.list_open_intents() and len(stage.world.store.list_bills()) == 2
-    assert [event.kind for event in stage.world.store.list_events(cluster="c")] == ["up"]
+    assert not stage.world.store.intents.list_open() and len(stage.world.store.bills.list()) == 2
+    assert [event.kind for event in stage.world.store.events.list(cluster="c")] == ["up"]
 
 
 def test_up_of_a_running_cluster_only_refreshes_it(stage: Stage) -> None:
@@ -140,7 +140,7 @@ def test_a_search_is_repeated_only_with_retry_until_up(stage: Stage) -> None:
     told: list[str] = []
     with pytest.raises(CapacityError):
         stage.up(plan=make_plan(stage.world.task, "east1a"))
-    assert not stage.world.store.list_clusters(), "nothing is left of it"
+    assert not stage.world.store.clusters.list(), "nothing is left of it"
     assert (
         stage.up(retry_until_up=True, on_event=lambda event: told.append(describe_event(event))).status
         is ClusterStatus.UP
@@ -193,18 +193,18 @@ def test_stop_waits_for_every_node_and_closes_bills_and_start_opens_them(stage: 
     stopped_s = stage.world.clock.now_s()
     assert stage.get().status is ClusterStatus.STOPPED and stage.cloud.stopped_at_s is not None
     assert stopped_s >= stage.cloud.stopped_at_s
-    spent_usd = stage.world.store.spend_usd(cluster="c", now_s=stopped_s)
+    spent_usd = stage.world.store.bills.spend_usd(cluster="c", now_s=stopped_s)
     stage.run(lambda: stage.world.clock.sleep(3600.0))
     later_s = stage.world.clock.now_s()
-    assert stage.world.store.spend_usd(cluster="c", now_s=later_s) == pytest.approx(spent_usd) and spent_usd > 0
+    assert stage.world.store.bills.spend_usd(cluster="c", now_s=later_s) == pytest.approx(spent_usd) and spent_usd > 0
     with pytest.raises(UsageError, match="stopped") as caught:
         stage.up()
     assert "broker start c" in caught.value.hints[0]
     started = stage.run(lambda: stage.provisioner.start("c"))
     assert started.status is ClusterStatus.UP and stage.get().status is ClusterStatus.UP
     assert stage.world.clock.now_s() >= later_s + stage.cloud.lag_s
-    assert stage.world.store.spend_usd(cluster="c", now_s=later_s + 3600.0) > spent_usd + 1.0
-    assert len([bill for bill in stage.world.store.list_bills() if bill.ended_s is None]) == 2
+    assert stage.world.store.bills.spend_usd(cluster="c", now_s=later_s + 3600.0) > spent_usd + 1.0
+    assert len([bill for bill in stage.world.store.bills.list() if bill.ended_s is None]) == 2
 
 
 def test_stop_waits_for_the_last_node(stage: Stage) -> None:
@@ -230,14 +230,16 @@ def test_a_lost_node_stops_costing(stage: Stage) -> None:
     stage.run(lambda: stage.provisioner.refresh(cluster))
     then_s = stage.world.clock.now_s()
     stage.run(lambda: stage.world.clock.sleep(3600.0))
-    more_usd = stage.world.store.spend_usd(now_s=stage.world.clock.now_s()) - stage.world.store.spend_usd(now_s=then_s)
+    more_usd = stage.world.store.bills.spend_usd(now_s=stage.world.clock.now_s()) - stage.world.store.bills.spend_usd(
+        now_s=then_s
+    )
     assert more_usd == pytest.approx(cluster.nodes[0].usd_hour, rel=0.01), "one node's hour"
 
 
 def test_a_replacement_node_keeps_the_rank_of_its_record_and_not_of_its_tags(stage: Stage) -> None:
     cluster = stage.up()
     swapped = tuple(replace(node, rank=1 - node.rank) for node in cluster.nodes)
-    stage.world.store.put_cluster(replace(cluster, nodes=swapped))
+    stage.world.store.clusters.put(replace(cluster, nodes=swapped))
     stage.cloud.preempt([swapped[0].id])
     stage.run(lambda: stage.world.clock.sleep(1.0))
     refreshed = stage.run(lambda: stage.provisioner.refresh(stage.get()))
@@ -268,7 +270,7 @@ def test_stop_of_an_unknown_or_unstoppable_cluster_is_an_error_with_a_hint(tmp_p
     with pytest.raises(UsageError, match="cannot stop") as caught:
         plain.clock.run(lambda: provisioner.stop("c"))
     assert "broker down c" in caught.value.hints[0]
-    assert provisioner.hint_console(plain.store.list_clusters()[0], "n") is None
+    assert provisioner.hint_console(plain.store.clusters.list()[0], "n") is None
 
 
 def test_a_cluster_and_its_intent_are_one_commit_and_the_closing_of_an_intent_is_durable(
@@ -276,22 +278,22 @@ def test_a_cluster_and_its_intent_are_one_commit_and_the_closing_of_an_intent_is
 ) -> None:
     """A cluster without its intent would never be terminated; an intent reopened by a power cut costs a search."""
     store = stage.world.store
-    commit, close = type(store)._commit, type(store).close_intent
+    commit, close = type(store)._commit, store.intents.close
     coming: list[bool] = []
     closed: list[tuple[str, int]] = []
 
     def note_commit() -> None:
         commit(store)
-        cluster = store.get_cluster("c")
+        cluster = store.clusters.get("c")
         if cluster is not None and cluster.status is ClusterStatus.INIT:
-            coming.append(bool(store.list_open_intents("c")))
+            coming.append(bool(store.intents.list_open("c")))
 
     def note_close(token: str, outcome: IntentEnd, detail: str = "") -> None:
-        closed.append((outcome, store._rows("PRAGMA synchronous")[0][0]))
-        close(store, token, outcome, detail)
+        closed.append((outcome, store.rows("PRAGMA synchronous")[0][0]))
+        close(token, outcome, detail)
 
     monkeypatch.setattr(store, "_commit", note_commit)
-    monkeypatch.setattr(store, "close_intent", note_close)
+    monkeypatch.setattr(store.intents, "close", note_close)
     stage.cloud.faults = FaultRates(partial=1.0)
     with pytest.raises(CapacityError):
         stage.up(plan=make_plan(stage.world.task, "east1a"))
@@ -316,7 +318,7 @@ def test_a_replacement_node_is_recorded_and_none_is_created_for_a_cluster_that_w
     stage.run(lambda: stage.provisioner.down("c"))
     with pytest.raises(UsageError, match="taken down"):
         replace_lost()
-    assert not stage.world.list_live_nodes() and not stage.world.store.list_open_intents()
+    assert not stage.world.list_live_nodes() and not stage.world.store.intents.list_open()
 
 
 def test_lists_without_accounts_keep_the_recorded_account(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -343,15 +345,15 @@ def test_down_leaves_no_node_record_or_open_intent_and_can_be_repeated(stage: St
     stage.up()
     for _ in range(2):
         stage.run(lambda: stage.provisioner.down("c"))
-        assert not stage.world.list_live_nodes() and not stage.world.store.list_clusters()
-    assert [event.kind for event in stage.world.store.list_events(cluster="c")] == ["up", "down"]
-    assert all(bill.ended_s is not None for bill in stage.world.store.list_bills())
+        assert not stage.world.list_live_nodes() and not stage.world.store.clusters.list()
+    assert [event.kind for event in stage.world.store.events.list(cluster="c")] == ["up", "down"]
+    assert all(bill.ended_s is not None for bill in stage.world.store.bills.list())
 
 
 def test_a_refresh_that_began_before_down_does_not_restore_the_record(stage: Stage) -> None:
     """If the record were UP again, a replacement node could be launched into it and lost once `down` ends."""
     seen = stage.up()
-    stage.world.store.put_cluster(replace(seen, status=ClusterStatus.TERMINATING))
+    stage.world.store.clusters.put(replace(seen, status=ClusterStatus.TERMINATING))
     stage.cloud.preempt([seen.nodes[1].id])
     stage.run(lambda: stage.world.clock.sleep(1.0))
     refreshed = stage.run(lambda: stage.provisioner.refresh(seen))
@@ -368,7 +370,7 @@ def test_a_cluster_taken_down_while_it_stops_or_starts_stays_terminating(stage: 
     async def act() -> None:
         doing = asyncio.ensure_future(getattr(stage.provisioner, verb)("c"))
         await stage.world.clock.sleep(5.0)
-        stage.world.store.put_cluster(replace(stage.get(), status=ClusterStatus.TERMINATING))
+        stage.world.store.clusters.put(replace(stage.get(), status=ClusterStatus.TERMINATING))
         with pytest.raises(UsageError, match="was taken down"):
             await doing
 
@@ -382,8 +384,8 @@ def test_nodes_that_have_ended_need_no_list_of_their_region(stage: Stage) -> Non
     stage.run(lambda: stage.provisioner.refresh(cluster))
     stage.cloud.silent_regions["east1"] = TransientError("no answer")
     stage.run(lambda: stage.provisioner.down("c"))
-    assert not stage.world.store.list_clusters()
-    assert all(bill.ended_s is not None for bill in stage.world.store.list_bills())
+    assert not stage.world.store.clusters.list()
+    assert all(bill.ended_s is not None for bill in stage.world.store.bills.list())
 
 
 def test_the_error_names_a_cloud_that_is_no_longer_set_up(stage: Stage) -> None:
@@ -407,7 +409,7 @@ def test_a_lost_node_is_not_replaced_with_a_login_for_another_account(stage: Sta
     with pytest.raises(AccountError, match="account-1"):
         stage.run(replace_it)
     assert [node.id for node in stage.world.list_live_nodes()] == [cluster.nodes[0].id]
-    assert not stage.world.store.list_open_intents("c")
+    assert not stage.world.store.intents.list_open("c")
 
 
 def test_a_node_request_carries_the_resources_of_the_task(stage: Stage) -> None:

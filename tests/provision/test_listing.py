@@ -10,7 +10,7 @@ from broker.errors import TransientError
 from broker.provision.listing import Lister
 from broker.types import Node, NodeList, NodeState
 from tests.simulation.virtual import VirtualClock
-from tests.state.test_rows import Hands
+from tests.state.samples import Hands
 
 
 class SlowCloud:

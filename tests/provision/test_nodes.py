@@ -50,7 +50,7 @@ def test_a_node_that_its_cloud_forgets_is_eventually_believed_gone(tmp_path: Pat
     provisioner = world.make_provisioner()
     world.clock.run(lambda: provisioner.up("c", make_plan(world.task)))
     world.clock.run(lambda: provisioner.down("c"))
-    assert world.store.get_cluster("c") is None and not world.list_live_nodes()
+    assert world.store.clusters.get("c") is None and not world.list_live_nodes()
 
 
 def test_a_login_that_expires_after_an_unanswered_create_closes_no_intent(tmp_path: Path) -> None:
@@ -67,11 +67,11 @@ def test_a_login_that_expires_after_an_unanswered_create_closes_no_intent(tmp_pa
     with pytest.raises(AuthError):
         world.clock.run(lambda: world.make_provisioner().up("c", make_plan(world.task)))
     assert len(world.list_live_nodes()) == 2
-    assert len(world.store.list_open_intents("c")) == 1
+    assert len(world.store.intents.list_open("c")) == 1
     world.cloud.faults = FaultRates()
     world.clock.run(lambda: world.clock.sleep(100.0))
     world.clock.run(lambda: world.make_provisioner().down("c"))
-    assert not world.list_live_nodes() and not world.store.list_open_intents("c")
+    assert not world.list_live_nodes() and not world.store.intents.list_open("c")
 
 
 def test_time_in_which_a_region_is_silent_does_not_close_an_unanswered_create(tmp_path: Path) -> None:
@@ -143,7 +143,7 @@ def test_one_of_two_commands_that_wait_for_the_old_cluster_gets_the_name(tmp_pat
 
     results = world.clock.run(scenario)
     assert sum(isinstance(result, UsageError) for result in results) == 1
-    record = world.store.get_cluster("dev")
+    record = world.store.clusters.get("dev")
     assert record is not None and {node.id for node in record.nodes} == {node.id for node in world.list_live_nodes()}
 
 
@@ -155,11 +155,11 @@ def test_a_resumed_up_keeps_no_extra_nodes_where_others_were_refused_since(tmp_p
     world.reborn()
     made = world.list_live_nodes()
     assert {node.zone for node in made} == {"east1a"}
-    world.store.add_refusal("simulated", "east1", "east1a", "big", True, 600.0, "full")
+    world.store.refusals.add("simulated", "east1", "east1a", "big", True, 600.0, "full")
     provisioner = world.make_provisioner()
     cluster = world.clock.run(lambda: provisioner.up("c", make_plan(world.task), job_id=world.job_id))
     assert sorted(node.id for node in world.list_live_nodes()) == sorted(node.id for node in cluster.nodes)
-    assert not world.store.list_open_intents("c")
+    assert not world.store.intents.list_open("c")
 
 
 def test_a_cluster_taken_down_while_it_comes_up_does_not_come_back(tmp_path: Path) -> None:
@@ -170,7 +170,7 @@ def test_a_cluster_taken_down_while_it_comes_up_does_not_come_back(tmp_path: Pat
     async def scenario() -> None:
         coming = asyncio.ensure_future(world.make_provisioner().up("dev", make_plan(world.task)))
         await world.clock.sleep(0.5)
-        world.store.close_intent(world.store.list_open_intents("dev")[0].request.token, IntentEnd.TERMINATED)
+        world.store.intents.close(world.store.intents.list_open("dev")[0].request.token, IntentEnd.TERMINATED)
         world.cloud.faults = FaultRates()
         with pytest.raises(UsageError, match="taken down"):
             await coming
@@ -191,13 +191,13 @@ def test_a_cluster_does_not_come_up_while_down_still_confirms_its_end(tmp_path: 
         going = asyncio.ensure_future(world.make_provisioner().down("dev"))
         with pytest.raises(UsageError, match="taken down"):
             await coming
-        record = world.store.get_cluster("dev")
+        record = world.store.clusters.get("dev")
         assert record is not None and record.status is ClusterStatus.TERMINATING
         world.cloud.faults = FaultRates()
         await going
 
     world.clock.run(scenario)
-    assert world.store.get_cluster("dev") is None and not world.list_live_nodes()
+    assert world.store.clusters.get("dev") is None and not world.list_live_nodes()
 
 
 def test_a_clock_jump_between_empty_lists_ends_no_node() -> None:

@@ -13,7 +13,7 @@ from broker.provision.refusals import FAILURE_REFILL_S, FAILURES_MAX, PROBE_S, U
 from broker.state.store import Refusal, Store
 from broker.types import Placement
 from tests.simulation.world import make_offer
-from tests.state.test_rows import Hands
+from tests.state.samples import Hands
 
 OFFER = make_offer("east1a")
 PLACEMENT = Placement(offer=OFFER, is_spot=True, node_count=2)

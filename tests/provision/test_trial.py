@@ -70,7 +70,7 @@ def play(stage: Stage, gang: PaperGang, **more: Any) -> dict[str, tuple[str, str
     """Run a trial, check that nothing is left, and return outcome and note of each step."""
     trial = make_trial(stage, gang, **more)
     steps = list(stage.run(trial.run))
-    assert not stage.world.list_live_nodes() and not stage.world.store.list_clusters()
+    assert not stage.world.list_live_nodes() and not stage.world.store.clusters.list()
     assert steps == trial.steps and [step.name for step in steps][-2:] == ["terminate", "leaks"]
     return {step.name: (step.outcome.value, step.note) for step in steps}
 
@@ -94,7 +94,7 @@ def test_a_successful_trial_reports_its_findings_and_its_cost(stage: Stage) -> N
     assert steps["leaks"].note == "nothing is left"
     assert gang.run_ids == {1} and gang.autostop == Autostop(idle_minutes=10, is_down=True)
     assert 5.0 <= steps["run"].took_s <= 7.0 and steps["login"].spent_usd == 0.0
-    assert steps["leaks"].spent_usd == pytest.approx(stage.world.store.spend_usd(now_s=stage.world.clock.now_s()))
+    assert steps["leaks"].spent_usd == pytest.approx(stage.world.store.bills.spend_usd(now_s=stage.world.clock.now_s()))
     again = {step.name: step for step in stage.run(make_trial(stage, gang).run)}
     assert again["login"].spent_usd == pytest.approx(0.0), "earlier trials are not on its bill"
 
@@ -163,7 +163,7 @@ def test_the_spending_limit_ends_the_trial_within_one_poll_and_the_node_is_termi
     found = play(stage, gang, spend_usd_max=0.05)
     assert found["run"] == ("failed", "the spending limit of 0.05 USD is reached")
     assert found["terminate"] == ("ok", "the cloud confirmed that the node is gone")
-    assert 0.05 <= stage.world.store.spend_usd(now_s=stage.world.clock.now_s()) < 0.06
+    assert 0.05 <= stage.world.store.bills.spend_usd(now_s=stage.world.clock.now_s()) < 0.06
 
 
 def test_a_refused_login_costs_nothing(stage: Stage) -> None:

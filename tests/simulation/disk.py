@@ -12,7 +12,7 @@ from random import Random
 from typing import Any
 
 from broker.clock import SystemClock
-from broker.state.database import UID_LENGTH, UID_LETTERS
+from broker.state.base import UID_LENGTH, UID_LETTERS
 from broker.state.store import Store
 from tests.simulation.processes import Process, ProcessClock
 

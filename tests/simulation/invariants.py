@@ -97,7 +97,7 @@ def check_s3_owned_or_dying(universe: Universe, event: Event) -> None:
 def check_s4_stale_writes(universe: Universe, event: Event) -> None:
     """A leader that was replaced changes nothing in the store."""
     store = event.process.store if event.process else None
-    epoch = store._epoch if store is not None else None
+    epoch = store.epoch if store is not None else None
     if epoch is not None and "leader" not in event.written:
         newest = universe.read("SELECT epoch FROM leader")[0][0]
         if newest != epoch:

@@ -111,7 +111,7 @@ def check_fresh_list(universe: Universe, event: Event) -> None:
 def check_s4_stale_calls(universe: Universe, event: Event) -> None:
     """A leader that was replaced asks for nothing."""
     store = event.process.store if event.process else None
-    epoch = store._epoch if store is not None else None
+    epoch = store.epoch if store is not None else None
     newest = universe.read("SELECT epoch FROM leader")[0][0]
     if epoch is not None and newest != epoch:
         raise Violation("S4", f"a leader of epoch {epoch} asks for nodes in epoch {newest}")

@@ -137,7 +137,7 @@ def cut_off(universe: Universe) -> None:
 def stop_leader(universe: Universe) -> None:
     """SIGSTOP for so long that another one takes over; then it goes on where it was."""
     for process in universe.processes:
-        if process.store is not None and process.store._epoch is not None:
+        if process.store is not None and process.store.epoch is not None:
             universe.stop(process, universe.mix.stopped_s)
 
 

@@ -136,14 +136,14 @@ async def submit_once(universe: Universe, process: Process, index: int, spec: Jo
     universe.requests.add(request_id)
     universe.expect_job(request_id, spec)
     needs = [universe.jobs_in[other] for other in spec.needs]
-    job = store.add_job(f"train-{index}", spec.task, request_id, hedge=spec.hedge, needs=needs)
+    job = store.jobs.add(f"train-{index}", spec.task, request_id, hedge=spec.hedge, needs=needs)
     universe.jobs_in[index] = job.id
     store.close()
 
 
 async def cancel_job(universe: Universe, process: Process, index: int) -> None:
     if index in universe.jobs_in:
-        universe.open_store(process).request_cancel(universe.jobs_in[index])
+        universe.open_store(process).jobs.request_cancel(universe.jobs_in[index])
 
 
 async def run_command(universe: Universe, name: str, work: Callable[[Process], Awaitable[None]]) -> bool:
@@ -211,7 +211,7 @@ async def down(universe: Universe, process: Process, name: str) -> None:
 
 async def take_down(universe: Universe, process: Process, job_id: int) -> None:
     store = universe.open_store(process)
-    names = [cluster.name for cluster in store.list_clusters() if cluster.job_id == job_id]
+    names = [cluster.name for cluster in store.clusters.list() if cluster.job_id == job_id]
     if names:
         universe.asked_down.add(names[0])
         await universe.make_provisioner(store).down(names[0])
@@ -219,7 +219,7 @@ async def take_down(universe: Universe, process: Process, job_id: int) -> None:
 
 async def retry(universe: Universe, process: Process, job_id: int) -> None:
     store = universe.open_store(process)
-    job = store.get_job(job_id)
+    job = store.jobs.get(job_id)
     if job is None or not job.status.is_terminal:
         return
     index = next(index for index, known in universe.jobs_in.items() if known == job_id)

@@ -46,9 +46,11 @@ async def disturb(world: World, scenario: str, done: set[str]) -> None:
     started_s = None
     while started_s is None or world.clock.now_s() < started_s + 12.0:
         await world.clock.sleep(0.5)
-        started_s = min((a.running_s for a in world.store.list_attempts(world.job_id) if a.running_s), default=None)
+        started_s = min(
+            (a.running_s for a in world.store.jobs.list_attempts(world.job_id) if a.running_s), default=None
+        )
     if scenario == "cancel":
-        world.store.request_cancel(world.job_id)
+        world.store.jobs.request_cancel(world.job_id)
     live = world.list_live_nodes()
     if scenario == "preemption" and live:
         world.cloud.preempt([live[0].id])
@@ -72,15 +74,15 @@ def check(world: World, expected: JobStatus) -> None:
     job = world.get_job()
     assert job.status is expected, (job.status, job.failure)
     assert not world.list_live_nodes(), "a node outlived its job"
-    assert not world.store.list_clusters()
-    assert not world.store.list_open_intents()
+    assert not world.store.clusters.list()
+    assert not world.store.intents.list_open()
     assert [node.state for node in world.cloud.observe() if node.id == FOREIGN.id] == [NodeState.RUNNING]
     assert all(attempt.ended_s is not None for attempt in job.attempts)
     mine = [node for node in world.cloud.observe() if node.owner == OWNER]
     twins = Counter((node.cluster, node.rank, node.token) for node in mine)
     assert max(twins.values(), default=0) <= 1
     # A preempted node is billed to the second the cloud says, whoever noticed it when.
-    spend_usd = world.store.spend_usd(job_id=world.job_id, now_s=world.clock.now_s())
+    spend_usd = world.store.bills.spend_usd(job_id=world.job_id, now_s=world.clock.now_s())
     assert spend_usd == pytest.approx(world.cloud.bill_usd(), rel=0.05, abs=0.01)
 
 

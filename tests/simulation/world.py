@@ -252,7 +252,7 @@ class World:
         self.points = CrashPoints()
         self.store = self.open()
         self.task = Task(name="train", run="python train.py", num_nodes=2)
-        self.job_id = self.store.add_job("train", self.task).id
+        self.job_id = self.store.jobs.add("train", self.task).id
         self.points = self.store.points = CrashPoints(crash_at)
         self.cloud.on_effect = self.points.pass_by
 
@@ -282,7 +282,7 @@ class World:
         )
 
     def get_job(self) -> Job:
-        job = self.store.get_job(self.job_id)
+        job = self.store.jobs.get(self.job_id)
         assert job is not None
         return job
 

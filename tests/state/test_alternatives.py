@@ -38,13 +38,13 @@ def store(tmp_path: Path) -> Store:
 
 
 def get_task(store: Store, job_id: int) -> Task:
-    job = store.get_job(job_id)
+    job = store.jobs.get(job_id)
     assert job is not None
     return job.task
 
 
 def get_cluster(store: Store, name: str) -> Cluster:
-    cluster = store.get_cluster(name)
+    cluster = store.clusters.get(name)
     assert cluster is not None
     return cluster
 
@@ -60,35 +60,35 @@ def test_autostop_is_that_of_the_first_alternative(store: Store) -> None:
 
 
 def test_what_runs_knows_the_alternative_that_it_was_planned_for(store: Store) -> None:
-    job = store.get_job(1)
+    job = store.jobs.get(1)
     assert job is not None
     (attempt,) = job.attempts
     cluster = get_cluster(store, attempt.cluster)
     assert attempt.placement == cluster.placement and cluster.placement.alternative == 1
     assert cluster.placement.get_resources(job.task).container == "ubuntu:22.04"
-    other = store.get_job(2)
+    other = store.jobs.get(2)
     assert other is not None and other.attempts[0].placement.alternative == 0
 
 
 def test_an_intent_that_is_open_is_of_the_same_placement_as_its_cluster(store: Store) -> None:
-    (intent,) = store.list_open_intents()
+    (intent,) = store.intents.list_open()
     assert intent.request.placement.alternative == 1
     assert intent.request.placement == get_cluster(store, intent.request.cluster).placement
 
 
 def test_a_damaged_row_stays_damaged_and_hides_no_other(store: Store) -> None:
     with pytest.raises(DamagedRowError):
-        store.get_job(4)
+        store.jobs.get(4)
     damaged: list[DamagedRowError] = []
-    assert [job.id for job in store.list_jobs(on_damage=damaged.append)] == [1, 2, 3]
+    assert [job.id for job in store.jobs.list(on_damage=damaged.append)] == [1, 2, 3]
     assert [error.key for error in damaged] == ["4"]
 
 
 def test_a_stored_task_keeps_what_the_migration_found(store: Store) -> None:
     """The second open finds the newest schema and changes nothing."""
-    path, first = store.path, store.list_jobs(on_damage=lambda error: None)
+    path, first = store.path, store.jobs.list(on_damage=lambda error: None)
     store.close()
     again = Store(path, clock=SystemClock())
-    assert again.list_jobs(on_damage=lambda error: None) == first
+    assert again.jobs.list(on_damage=lambda error: None) == first
     with closing(sqlite3.connect(path)) as connection:
         assert connection.execute("PRAGMA user_version").fetchone() == (len(MIGRATIONS),)

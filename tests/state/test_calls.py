@@ -2,32 +2,18 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
-import pytest
-
 from broker.provision.hedge_timer import learn
 from broker.state.calls import Pace
 from broker.state.store import Store
-from tests.state.test_rows import Hands
-
-
-@pytest.fixture
-def clock() -> Hands:
-    return Hands()
-
-
-@pytest.fixture
-def store(tmp_path: Path, clock: Hands) -> Store:
-    return Store(tmp_path / "state.db", clock=clock)
+from tests.state.samples import Hands
 
 
 def test_failed_calls_take_tokens_and_time_gives_them_back(store: Store, clock: Hands) -> None:
     def wait_s(cloud: str = "x") -> float:
-        return store.measure_retry_wait_s(cloud, tokens_max=3.0, refill_s=2.0)
+        return store.retries.measure_wait_s(cloud, tokens_max=3.0, refill_s=2.0)
 
     def fail(cloud: str = "x") -> None:
-        store.take_retry(cloud, tokens_max=3.0, refill_s=2.0)
+        store.retries.take(cloud, tokens_max=3.0, refill_s=2.0)
 
     assert wait_s() == 0.0
     for _ in range(2):
@@ -54,11 +40,11 @@ def test_failed_calls_take_tokens_and_time_gives_them_back(store: Store, clock: 
 
 
 def test_paces_are_kept_by_cloud_and_answer(store: Store) -> None:
-    store.learn_pace("x", "created", lambda pace: learn(pace, 8.0))
-    store.learn_pace("x", "whole", lambda pace: learn(pace, 80.0))
-    store.learn_pace("y", "created", lambda pace: learn(pace, 2.0))
-    store.learn_pace("x", "created", lambda pace: learn(pace, 16.0))
-    assert store.get_pace("x", "created") == Pace(mean_s=9.0, deviation_s=5.0)
-    assert store.get_pace("x", "whole") == Pace(mean_s=80.0, deviation_s=40.0)
-    assert store.get_pace("y", "created") == Pace(mean_s=2.0, deviation_s=1.0)
-    assert store.get_pace("y", "whole") is None
+    store.paces.learn("x", "created", lambda pace: learn(pace, 8.0))
+    store.paces.learn("x", "whole", lambda pace: learn(pace, 80.0))
+    store.paces.learn("y", "created", lambda pace: learn(pace, 2.0))
+    store.paces.learn("x", "created", lambda pace: learn(pace, 16.0))
+    assert store.paces.get("x", "created") == Pace(mean_s=9.0, deviation_s=5.0)
+    assert store.paces.get("x", "whole") == Pace(mean_s=80.0, deviation_s=40.0)
+    assert store.paces.get("y", "created") == Pace(mean_s=2.0, deviation_s=1.0)
+    assert store.paces.get("y", "whole") is None

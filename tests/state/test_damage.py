@@ -68,26 +68,26 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = load_config(home)
     store = Store(config.database, clock=SystemClock(), owner=config.owner)
     for index in range(12):
-        job = store.add_job(f"train-{index}", Task(name="train", run="python train.py", secrets=make_secrets(index)))
+        job = store.jobs.add(f"train-{index}", Task(name="train", run="python train.py", secrets=make_secrets(index)))
         for number in (1, 2):
             name = job.name_cluster(number)
-            store.put_attempt(
+            store.jobs.put_attempt(
                 Attempt(
                     job_id=job.id, number=number, cluster=name, placement=PLACEMENT, started_s=1e9 + index,
                     running_s=1e9 + 50, lost_s=1e9 + 99, ended_s=1e9 + 100, outcome=PREEMPTED, usd=0.5,
                 )
             )  # fmt: skip
-            store.set_progress(job.id, Progress(step=7 * number, total=30, checkpoint_step=7))
-            store.record_node(make_node(f"{name}-0", name))
-        store.add_event(make_event(EventKind.STARTED), job_id=job.id)
+            store.jobs.set_progress(job.id, Progress(step=7 * number, total=30, checkpoint_step=7))
+            store.bills.record(make_node(f"{name}-0", name))
+        store.events.add(make_event(EventKind.STARTED), job_id=job.id)
         if index:
-            store.set_job_status(job.id, JobStatus.SUCCEEDED if index % 2 else JobStatus.FAILED, "code 1")
+            store.jobs.set_status(job.id, JobStatus.SUCCEEDED if index % 2 else JobStatus.FAILED, "code 1")
     for name in ("dev", "far"):
         cluster = Cluster(
             name=name, status=ClusterStatus.UP, placement=PLACEMENT, attempt=1, created_s=1e9,
             nodes=tuple(make_node(f"{name}-{rank}", name, rank) for rank in (0, 1)),
         )  # fmt: skip
-        store.put_cluster(cluster)
+        store.clusters.put(cluster)
     (config.logs / "jobs").mkdir(parents=True)
     (config.logs / "jobs" / "1.log").write_text("step 1\nstep 2\n")
     (home / "config.toml").write_text('checkpoints = "s3://bucket/runs"\nkeep_days = 30\n')
@@ -239,18 +239,18 @@ def test_the_collector_never_takes_a_damaged_cluster_for_none(home: Path) -> Non
         connection.commit()
     store = Store(home / "state.db", clock=SystemClock())
     with pytest.raises(DamagedRowError):
-        store.list_clusters()
+        store.clusters.list()
 
 
 def test_a_full_disk_is_said_and_nothing_is_half_written(home: Path) -> None:
     store = Store(home / "state.db", clock=SystemClock())
-    pages = store._rows("PRAGMA page_count")[0][0]
-    store._execute(f"PRAGMA max_page_count={pages}")  # SQLite's own way to run out of room
+    pages = store.rows("PRAGMA page_count")[0][0]
+    store.execute(f"PRAGMA max_page_count={pages}")  # SQLite's own way to run out of room
     with pytest.raises(StateError, match="full") as caught, store.transaction():
         for _ in range(2000):
-            store.add_event(make_event(EventKind.NOTE, text="x" * 500))
+            store.events.add(make_event(EventKind.NOTE, text="x" * 500))
     assert any("Free some space" in hint for hint in caught.value.hints)
-    assert not [event for event in store.list_events() if event.kind is EventKind.NOTE]
+    assert not [event for event in store.events.list() if event.kind is EventKind.NOTE]
 
 
 def test_a_full_disk_under_a_log_does_not_stop_the_job(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -265,11 +265,11 @@ def test_a_full_disk_under_a_log_does_not_stop_the_job(home: Path, monkeypatch: 
 
     monkeypatch.setattr("broker.jobs.log_files._append", fail)
     store = Store(home / "state.db", clock=SystemClock())
-    job = store.get_job(2)
+    job = store.jobs.get(2)
     assert job is not None
-    cluster = store.list_clusters()[0]
+    cluster = store.clusters.list()[0]
     asyncio.run(copy_log(store, Head(), home / "logs", attempt=job.attempts[0], cluster=cluster, run_id=1))  # type: ignore[arg-type]
-    assert store.get_log_offset(2).source_bytes == 0, "it is copied when there is room again"
+    assert store.jobs.get_log_offset(2).source_bytes == 0, "it is copied when there is room again"
 
 
 def test_a_full_disk_under_keys_and_locks_is_a_state_error(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -304,7 +304,7 @@ def test_a_folder_that_cannot_be_written_is_still_read(
     store = Store(home / "state.db", clock=SystemClock())
     assert store.is_read_only
     with pytest.raises(StateError, match="readonly"):
-        store.add_job("train", Task())
+        store.jobs.add("train", Task())
 
 
 def test_secrets_that_cannot_be_read_stop_that_job_alone(home: Path, ask: Ask) -> None:
@@ -313,7 +313,7 @@ def test_secrets_that_cannot_be_read_stop_that_job_alone(home: Path, ask: Ask) -
     assert code == 0 and "train-5" in out and "secrets" in err and "hunter2" not in out + err
     store = Store(home / "state.db", clock=SystemClock())
     with pytest.raises(DamagedRowError):
-        store.get_job(1)
+        store.jobs.get(1)
 
 
 @pytest.mark.parametrize("text", ['keep_days = "x"', "keep_days = 0", "keep_days = true", "keep_day = 3"])

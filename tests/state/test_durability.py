@@ -12,28 +12,16 @@ from broker.provision.hedge_timer import learn
 from broker.state.jobs import LogOffset
 from broker.state.store import Store
 from broker.types import (
-    Attempt,
-    Cluster,
-    ClusterStatus,
     EventKind,
     IntentEnd,
     JobStatus,
-    Node,
-    NodeRequest,
-    NodeState,
-    Placement,
     Progress,
     Secret,
     Task,
     make_event,
 )
-from tests.simulation.world import make_offer
+from tests.state.samples import ATTEMPT, CLUSTER, NODE, PLACEMENT, REQUEST
 
-PLACEMENT = Placement(offer=make_offer("east1a"), is_spot=True, node_count=2)
-NODE = Node(id="n", cloud="x", owner="me", cluster="c", attempt=1, rank=0, state=NodeState.RUNNING)
-REQUEST = NodeRequest(owner="me", cluster="c", attempt=1, token="t", placement=PLACEMENT)
-ATTEMPT = Attempt(job_id=1, number=1, cluster="c", placement=PLACEMENT, started_s=0.0)
-CLUSTER = Cluster(name="c", status=ClusterStatus.UP, placement=PLACEMENT, attempt=1)
 FULL, NORMAL = 2, 1  # SQLite's numbers of `synchronous`
 Deed = Callable[[Store], object]
 
@@ -46,58 +34,58 @@ class Recording(Store):
         super().__init__(path, clock=SystemClock())
 
     def _commit(self) -> None:
-        self.commits.append(int(self._rows("PRAGMA synchronous")[0][0]))
+        self.commits.append(int(self.rows("PRAGMA synchronous")[0][0]))
         super()._commit()
 
 
 @pytest.fixture
 def store(tmp_path: Path) -> Recording:
     made = Recording(tmp_path / "state.db")
-    made.add_job("j", Task())
-    made.put_attempt(ATTEMPT)
-    made.put_cluster(CLUSTER)
-    made.put_intent(REQUEST)
-    made.record_node(NODE)
-    made.add_refusal("simulated", "", None, "", True, 100.0, "full")
+    made.jobs.add("j", Task())
+    made.jobs.put_attempt(ATTEMPT)
+    made.clusters.put(CLUSTER)
+    made.intents.put(REQUEST)
+    made.bills.record(NODE)
+    made.refusals.add("simulated", "", None, "", True, 100.0, "full")
     made.commits.clear()
     return made
 
 
 DURABLE: dict[str, Deed] = {
-    "add_job": lambda store: store.add_job("k", Task(secrets={"A": Secret(value="1")}), "r"),
-    "set_job_status": lambda store: store.set_job_status(1, JobStatus.SUCCEEDED),
-    "request_cancel": lambda store: store.request_cancel(1),
-    "put_attempt": lambda store: store.put_attempt(ATTEMPT),
-    "put_cluster": lambda store: store.put_cluster(CLUSTER),
-    "delete_cluster": lambda store: store.delete_cluster("c"),
-    "next_run_id": lambda store: store.next_run_id("c"),
-    "put_intent": lambda store: store.put_intent(REQUEST),
-    "note_intent_account": lambda store: store.note_intent_account("t", "an account"),
-    "note_made_nodes": lambda store: store.note_made_nodes("t", [NODE]),
-    "put_meta": lambda store: store.put_meta("key", "value"),
-    "mark_adopted": lambda store: store.mark_adopted("x"),
-    "forget_adoptions": lambda store: store.forget_adoptions(),
-    "forget_half_done": lambda store: store.forget_half_done(attempts_skipped=9),
-    "close_intent": lambda store: store.close_intent("t", IntentEnd.UP),
-    "record_node": lambda store: store.record_node(NODE),
-    "close_bill": lambda store: store.close_bill(NODE),
-    "reopen_bill": lambda store: store.reopen_bill(NODE),
-    "add_event": lambda store: store.add_event(make_event(EventKind.NOTE, text="words")),
-    "compact": lambda store: store.compact(),
-    "lead": lambda store: store.lead(),
-    "resign": lambda store: store.resign(),
-    "add_refusal": lambda store: store.add_refusal("x", "", None, "", True, 1.0, "full"),
-    "forgive": lambda store: store.forgive(PLACEMENT),
-    "begin_probe": lambda store: store.begin_probe(PLACEMENT, lasts_s=1.0),
+    "add_job": lambda store: store.jobs.add("k", Task(secrets={"A": Secret(value="1")}), "r"),
+    "set_job_status": lambda store: store.jobs.set_status(1, JobStatus.SUCCEEDED),
+    "request_cancel": lambda store: store.jobs.request_cancel(1),
+    "put_attempt": lambda store: store.jobs.put_attempt(ATTEMPT),
+    "put_cluster": lambda store: store.clusters.put(CLUSTER),
+    "delete_cluster": lambda store: store.clusters.delete("c"),
+    "next_run_id": lambda store: store.clusters.next_run_id("c"),
+    "put_intent": lambda store: store.intents.put(REQUEST),
+    "note_intent_account": lambda store: store.intents.note_account("t", "an account"),
+    "note_made_nodes": lambda store: store.intents.note_nodes("t", [NODE]),
+    "put_meta": lambda store: store.meta.put("key", "value"),
+    "mark_adopted": lambda store: store.meta.mark_adopted("x"),
+    "forget_adoptions": lambda store: store.meta.forget_adoptions(),
+    "forget_half_done": lambda store: store.meta.forget_half_done(attempts_skipped=9),
+    "close_intent": lambda store: store.intents.close("t", IntentEnd.UP),
+    "record_node": lambda store: store.bills.record(NODE),
+    "close_bill": lambda store: store.bills.close(NODE),
+    "reopen_bill": lambda store: store.bills.reopen(NODE),
+    "add_event": lambda store: store.events.add(make_event(EventKind.NOTE, text="words")),
+    "compact": lambda store: store.retention.compact(),
+    "lead": lambda store: store.leader.lead(),
+    "resign": lambda store: store.leader.resign(),
+    "add_refusal": lambda store: store.refusals.add("x", "", None, "", True, 1.0, "full"),
+    "forgive": lambda store: store.refusals.forgive(PLACEMENT),
+    "begin_probe": lambda store: store.refusals.begin_probe(PLACEMENT, lasts_s=1.0),
 }
 # What is seen again anyway: waiting for the disk would cost more than it is worth.
 NOT_DURABLE: dict[str, Deed] = {
-    "set_progress": lambda store: store.set_progress(1, Progress(step=1)),
-    "set_log_offset": lambda store: store.set_log_offset(1, LogOffset(attempt=1)),
-    "beat": lambda store: store.beat(),
-    "is_intent_open": lambda store: store.is_intent_open("t"),
-    "learn_pace": lambda store: store.learn_pace("x", "created", lambda pace: learn(pace, 1.0)),
-    "take_retry": lambda store: store.take_retry("x", tokens_max=5.0, refill_s=1.0),
+    "set_progress": lambda store: store.jobs.set_progress(1, Progress(step=1)),
+    "set_log_offset": lambda store: store.jobs.set_log_offset(1, LogOffset(attempt=1)),
+    "beat": lambda store: store.leader.beat(),
+    "is_intent_open": lambda store: store.intents.is_open("t"),
+    "learn_pace": lambda store: store.paces.learn("x", "created", lambda pace: learn(pace, 1.0)),
+    "take_retry": lambda store: store.retries.take("x", tokens_max=5.0, refill_s=1.0),
 }
 
 
@@ -107,7 +95,7 @@ def test_it_is_one_commit_and_on_the_disk(store: Recording, name: str) -> None:
         DURABLE[name](store)
         assert store.commits == [FULL]
         store.commits.clear()
-        store.beat()  # and the next one is durable again after one that is not
+        store.leader.beat()  # and the next one is durable again after one that is not
         store.commits.clear()
 
 
@@ -119,22 +107,22 @@ def test_it_is_one_commit_and_may_be_lost_in_a_power_cut(store: Recording, name:
 
 def test_a_transaction_is_durable_unless_said_and_its_parts_are_one_commit(store: Recording) -> None:
     with store.transaction():
-        store.set_progress(1, Progress(step=2))
-        store.put_intent(REQUEST)
-        store.beat()
+        store.jobs.set_progress(1, Progress(step=2))
+        store.intents.put(REQUEST)
+        store.leader.beat()
     assert store.commits == [FULL]
 
 
 def test_a_file_that_was_just_opened_is_durable(tmp_path: Path) -> None:
     opened = Recording(tmp_path / "new.db")
     assert opened.commits == [FULL], "its tables are made in one commit"
-    assert opened._rows("PRAGMA journal_mode")[0][0] == "wal"
+    assert opened.rows("PRAGMA journal_mode")[0][0] == "wal"
     assert Recording(tmp_path / "new.db").commits == [], "there is nothing to migrate"
 
 
 def test_reading_writes_nothing(store: Recording) -> None:
-    store.get_job(1), store.list_jobs(), store.list_job_lines(), store.list_clusters(), store.list_open_intents()
-    store.list_bills(), store.spend_usd(now_s=1.0), store.active_refusals(0.0), store.list_events()
+    store.jobs.get(1), store.jobs.list(), store.jobs.list_lines(), store.clusters.list(), store.intents.list_open()
+    store.bills.list(), store.bills.spend_usd(now_s=1.0), store.refusals.list_active(0.0), store.events.list()
     assert store.commits == []
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -12,7 +11,8 @@ from broker.state.history import HALF_LIFE_DAYS, SPELL_DAYS, SpotStay, gather_du
 from broker.state.store import Store
 from broker.types import Attempt, Outcome, OutcomeKind, Placement, Task
 from tests.simulation.world import make_offer
-from tests.state.test_rows import START_S, Hands
+from tests.state.conftest import OpenStore
+from tests.state.samples import START_S, Hands
 
 OFFER = make_offer("east1a")
 PLACE = (OFFER.cloud, OFFER.region, OFFER.zone, OFFER.instance_type)
@@ -23,14 +23,9 @@ STAY = SpotStay(place=PLACE, node_count=2, begin_s=NOW_S - 3 * HOUR_S, end_s=NOW
 
 
 @pytest.fixture
-def clock() -> Hands:
-    return Hands()
-
-
-@pytest.fixture
-def store(tmp_path: Path, clock: Hands) -> Store:
-    made = Store(tmp_path / "state.db", clock=clock)
-    made.add_job("j", Task())
+def store(open_store: OpenStore) -> Store:
+    made = open_store()
+    made.jobs.add("j", Task())
     return made
 
 
@@ -38,7 +33,7 @@ def put(
     store: Store, number: int, *, placement: Placement = SPOT, started_s: float = NOW_S - HOUR_S, **ends: object
 ) -> None:
     attempt = Attempt(job_id=1, number=number, cluster="c", placement=placement, started_s=started_s)
-    store.put_attempt(replace(attempt, **ends))  # type: ignore[arg-type]
+    store.jobs.put_attempt(replace(attempt, **ends))  # type: ignore[arg-type]
 
 
 def test_stays_are_those_on_spot_newest_first_and_end_when_the_nodes_were_lost(store: Store) -> None:
@@ -54,7 +49,7 @@ def test_stays_are_those_on_spot_newest_first_and_end_when_the_nodes_were_lost(s
     put(store, 4, placement=replace(SPOT, is_spot=False))
     put(store, 5, started_s=NOW_S - 91 * DAY_S)
     put(store, 6, outcome=Outcome(kind=OutcomeKind.TAKEN_DOWN), ended_s=NOW_S - 5.0)
-    found = store.list_spot_stays()
+    found = store.history.list_stays()
     assert [(stay.end_s - NOW_S, stay.is_preempted, stay.is_over) for stay in found] == [
         (-5.0, False, True),
         (0.0, False, False),
@@ -101,15 +96,15 @@ def test_spells_of_one_place_add_up() -> None:
 
 
 def test_evidence_is_read_again_once_it_is_too_old_and_when_the_clock_was_set_back(store: Store, clock: Hands) -> None:
-    assert store.read_spot_history(age_s_max=60.0) == {}
+    assert store.history.read(age_s_max=60.0) == {}
     put(store, 1)
-    assert store.read_spot_history(age_s_max=60.0) == {}
-    assert list(store.read_spot_history()) == [PLACE]
+    assert store.history.read(age_s_max=60.0) == {}
+    assert list(store.history.read()) == [PLACE]
     put(store, 2, placement=replace(SPOT, offer=replace(OFFER, zone="east1b")))
     clock.time_s += 59.0
-    assert len(store.read_spot_history(age_s_max=60.0)) == 1
+    assert len(store.history.read(age_s_max=60.0)) == 1
     clock.time_s += 1.0
-    assert len(store.read_spot_history(age_s_max=60.0)) == 2
+    assert len(store.history.read(age_s_max=60.0)) == 2
     put(store, 3, placement=replace(SPOT, offer=replace(OFFER, zone="east1c")))
     clock.time_s -= 3600.0
-    assert len(store.read_spot_history(age_s_max=60.0)) == 3
+    assert len(store.history.read(age_s_max=60.0)) == 3

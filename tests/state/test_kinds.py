@@ -30,7 +30,7 @@ from broker.types import Attempt, EventKind, Outcome, OutcomeKind, Placement, Ta
 from broker.wording import describe_event, describe_outcome
 from tests.simulation.world import make_offer
 from tests.state.rewording import KEPT, reword
-from tests.state.test_rows import Hands
+from tests.state.samples import Hands
 
 HERE = Path(__file__).parent
 SAID: dict[str, Any] = json.loads((HERE / "schema_9.json").read_text())
@@ -98,12 +98,12 @@ def test_outcomes_say_the_same_and_have_a_kind(home: Path, capsys: pytest.Captur
 
 def test_spot_evidence_is_the_same(home: Path) -> None:
     store = open_store(home)
-    stays = store.list_spot_stays()
+    stays = store.history.list_stays()
     assert [
         [list(stay.place), stay.node_count, stay.begin_s, stay.end_s, stay.is_preempted, stay.is_over] for stay in stays
     ] == SAID["stays"]
     assert {stay.is_preempted for stay in stays} == {True, False}
-    history = store.read_spot_history()
+    history = store.history.read()
     assert [[list(place), seen.preemptions, seen.node_hours] for place, seen in history.items()] == SAID["spot"]
 
 
@@ -114,9 +114,9 @@ def test_a_backup_of_the_last_version_is_restored(home: Path) -> None:
     (copy, *_) = list_copies(home / "state.db")
     restore(home / "state.db", copy.path, clock=SystemClock(), owner=load_config(home).owner)
     store = open_store(home)
-    messages = [event.message for event in store.list_events(job_id=1)]
+    messages = [event.message for event in store.events.list(job_id=1)]
     assert messages == [reword(text) for text in SAID["events"]["1"]]
-    assert store.list_events()[-1].kind is EventKind.RESTORED
+    assert store.events.list()[-1].kind is EventKind.RESTORED
 
 
 def test_a_damaged_row_of_the_last_version_stays_what_it_is(home: Path) -> None:
@@ -129,9 +129,9 @@ def test_a_damaged_row_of_the_last_version_stays_what_it_is(home: Path) -> None:
         connection.commit()
     store = open_store(home)
     with pytest.raises(DamagedRowError):
-        store.list_attempts(1)
-    assert store.list_attempts(2)[0].outcome is not None
-    assert [event.kind for event in store.list_events()[-2:]] == [EventKind.NOTE, EventKind.NOTE]
+        store.jobs.list_attempts(1)
+    assert store.jobs.list_attempts(2)[0].outcome is not None
+    assert [event.kind for event in store.events.list()[-2:]] == [EventKind.NOTE, EventKind.NOTE]
 
 
 @pytest.mark.parametrize(
@@ -231,7 +231,7 @@ def test_a_recorded_end_of_a_job_becomes_a_kind(status: str, failure: str, kind:
 
 def test_an_outcome_is_kept_in_columns_and_comes_back_as_it_was(tmp_path: Path) -> None:
     store = Store(tmp_path / "state.db", clock=Hands())
-    job = store.add_job("j", Task())
+    job = store.jobs.add("j", Task())
     outcomes = [
         None,
         Outcome(kind=OutcomeKind.PROGRAM_FAILED, detail="why", step=0, exit_code=0),
@@ -239,12 +239,12 @@ def test_an_outcome_is_kept_in_columns_and_comes_back_as_it_was(tmp_path: Path) 
     ]
     placement = Placement(offer=make_offer("east1a"), is_spot=True, node_count=1)
     for number, outcome in enumerate(outcomes, start=1):
-        store.put_attempt(
+        store.jobs.put_attempt(
             Attempt(job_id=job.id, number=number, cluster="c", placement=placement, started_s=0.0, outcome=outcome)
         )
-    assert [attempt.outcome for attempt in store.list_attempts(job.id)] == outcomes
-    assert [attempt.returncode for attempt in store.list_attempts(job.id)] == [None, 0, None]
-    rows = store._rows("SELECT outcome_kind, outcome_detail, outcome_step, exit_code FROM attempts ORDER BY number")
+    assert [attempt.outcome for attempt in store.jobs.list_attempts(job.id)] == outcomes
+    assert [attempt.returncode for attempt in store.jobs.list_attempts(job.id)] == [None, 0, None]
+    rows = store.rows("SELECT outcome_kind, outcome_detail, outcome_step, exit_code FROM attempts ORDER BY number")
     assert [tuple(row) for row in rows] == [
         (None, "", None, None), ("program_failed", "why", 0, 0), ("moved", "", None, None)
     ]  # fmt: skip
@@ -252,19 +252,19 @@ def test_an_outcome_is_kept_in_columns_and_comes_back_as_it_was(tmp_path: Path) 
 
 def test_an_event_is_kept_as_kind_and_data(tmp_path: Path) -> None:
     store = Store(tmp_path / "state.db", clock=Hands())
-    store.add_event(make_event(EventKind.SHRUNK, rank=1, left=3, node_count=4), job_id=7)
-    (row,) = store._rows("SELECT kind, data, job_id FROM events")
+    store.events.add(make_event(EventKind.SHRUNK, rank=1, left=3, node_count=4), job_id=7)
+    (row,) = store.rows("SELECT kind, data, job_id FROM events")
     assert (row["kind"], json.loads(row["data"]), row["job_id"]) == (
         "shrunk", {"rank": 1, "left": 3, "node_count": 4}, 7,
     )  # fmt: skip
-    assert store.list_events()[0].message == "node 1 gone; continuing on 3 of 4 nodes"
+    assert store.events.list()[0].message == "node 1 gone; continuing on 3 of 4 nodes"
 
 
 @pytest.mark.parametrize(("kind", "data"), [("shrunk", "{"), ("shrunk", "[1]"), ("no such kind", "{}")])
 def test_an_event_that_cannot_be_read_is_shown_as_far_as_it_can_be(tmp_path: Path, kind: str, data: str) -> None:
     store = Store(tmp_path / "state.db", clock=Hands())
-    store._write("INSERT INTO events (time_s, kind, data) VALUES (1.0, ?, ?)", (kind, data))
-    (event,) = store.list_events()
+    store.write("INSERT INTO events (time_s, kind, data) VALUES (1.0, ?, ?)", (kind, data))
+    (event,) = store.events.list()
     assert event.kind is EventKind.NOTE and kind in event.message and data in event.message
-    store._write("INSERT INTO events (time_s, kind, data) VALUES (2.0, 'shrunk', '{\"rank\": 1}')")
-    assert "rank" in store.list_events()[-1].message, "data that lacks something"
+    store.write("INSERT INTO events (time_s, kind, data) VALUES (2.0, 'shrunk', '{\"rank\": 1}')")
+    assert "rank" in store.events.list()[-1].message, "data that lacks something"

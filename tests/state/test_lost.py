@@ -19,7 +19,7 @@ from broker.state.restoring import find_copy, reset, restore
 from broker.state.schema import MIGRATIONS
 from broker.state.store import Store
 from broker.types import EventKind, JobStatus, Secret, Task
-from tests.state.test_retention import Hands
+from tests.state.samples import Hands
 
 CLOCK = SystemClock()
 OWNER = "0123456789ab"
@@ -31,7 +31,7 @@ def path(tmp_path: Path) -> Path:
     """A store with one job in it, closed."""
     path = tmp_path / "home" / "state.db"
     with closing(Store(path, clock=CLOCK, owner=OWNER)) as store:
-        store.add_job("train", Task())
+        store.jobs.add("train", Task())
     return path
 
 
@@ -100,13 +100,13 @@ def test_a_store_from_before_gets_its_guard_and_its_columns(tmp_path: Path) -> N
         )
         connection.commit()
     store = open_store(path)
-    (job,) = store.list_jobs()
+    (job,) = store.jobs.list()
     assert (job.uid, job.stem, job.folder, job.name_cluster(2)) == ("", "job-1", "job-1", "job-1-2")
-    assert len(store.lineage) == 16 and store.salt == ""
+    assert len(store.meta.lineage) == 16 and store.meta.salt == ""
     guard = json.loads((tmp_path / "state.guard").read_text())
-    assert guard["lineage"] == store.lineage and guard["owner"] == OWNER
+    assert guard["lineage"] == store.meta.lineage and guard["owner"] == OWNER
     assert len(list_copies(path)) == 1, "one was written before the migration"
-    new = store.add_job("new", Task())
+    new = store.jobs.add("new", Task())
     assert len(new.uid) == 5 and new.name_cluster(1) == f"job-2-{new.uid}-1"
 
 
@@ -145,13 +145,13 @@ def fail_for_lack_of_space(path: Path) -> None:
 def test_restore_brings_back_what_was_and_keeps_the_present_file(path: Path) -> None:
     with closing(open_store(path)) as store:
         store.copy()
-        store.add_job("later", Task())
-        store.set_job_status(1, JobStatus.SUCCEEDED)
+        store.jobs.add("later", Task())
+        store.jobs.set_status(1, JobStatus.SUCCEEDED)
     aside = restore(path, find_copy(path, None), clock=CLOCK, owner=OWNER)
     with closing(open_store(path)) as store:
-        (job,) = store.list_jobs()
-        assert job.status is JobStatus.PENDING and store.restored_s > 0 and store.salt
-        assert [event.kind for event in store.list_events()] == [EventKind.RESTORED]
+        (job,) = store.jobs.list()
+        assert job.status is JobStatus.PENDING and store.meta.restored_s > 0 and store.meta.salt
+        assert [event.kind for event in store.events.list()] == [EventKind.RESTORED]
     assert aside is not None and sqlite3.connect(aside).execute("SELECT count(*) FROM jobs").fetchone()[0] == 2
     assert not list(path.parent.glob(".restoring-*"))
 
@@ -165,7 +165,7 @@ def test_each_restore_skips_more_attempt_numbers_also_over_a_reset(path: Path) -
             reset(path, clock=CLOCK, owner=OWNER)
         restore(path, copy, clock=CLOCK, owner=OWNER)
         with closing(open_store(path)) as store:
-            (job,) = store.list_jobs()
+            (job,) = store.jobs.list()
             firsts.append(job.first_attempt)
     assert firsts == [1001, 2001, 3001]
 
@@ -185,25 +185,25 @@ def test_restore_is_refused_while_another_command_has_the_store_open(path: Path)
     copy = store.copy()
     with pytest.raises(StateError, match="another broker command"):
         restore(path, copy, clock=CLOCK, owner=OWNER)
-    assert store.count_jobs() == 1
+    assert store.jobs.count() == 1
 
 
 def test_names_after_a_reset_are_new_though_ids_begin_again(path: Path) -> None:
     with closing(open_store(path)) as store:
-        old, old_lineage = store.list_jobs()[0], store.lineage
+        old, old_lineage = store.jobs.list()[0], store.meta.lineage
     aside = reset(path, clock=CLOCK, owner=OWNER)
     with closing(open_store(path)) as store:
-        new = store.add_job("train", Task(secrets={"KEY": Secret(value="v")}))
-        assert (new.id, store.lineage != old_lineage) == (old.id, True)
+        new = store.jobs.add("train", Task(secrets={"KEY": Secret(value="v")}))
+        assert (new.id, store.meta.lineage != old_lineage) == (old.id, True)
         assert new.folder != old.folder and new.name_cluster(1) != old.name_cluster(1)
     assert aside is not None and aside.exists()
 
 
 def test_a_retry_keeps_the_first_folder_under_a_name_of_its_own(path: Path) -> None:
     store = open_store(path)
-    store.set_job_status(1, JobStatus.FAILED)
-    first = store.get_job(1)
-    again = store.add_job("train", Task(), resumes=first)
+    store.jobs.set_status(1, JobStatus.FAILED)
+    first = store.jobs.get(1)
+    again = store.jobs.add("train", Task(), resumes=first)
     assert first is not None and again.folder == first.folder and again.name_cluster(2) != first.name_cluster(2)
 
 

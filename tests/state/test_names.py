@@ -8,20 +8,20 @@ from pathlib import Path
 from broker.state.names import list_cluster_names, list_job_names
 from broker.state.store import Store
 from broker.types import Cluster, ClusterStatus, JobStatus, Task
-from tests.state.test_rows import PLACEMENT, Hands
+from tests.state.samples import PLACEMENT, Hands
 
 
 def test_live_and_ended_jobs_are_told_apart_and_unsafe_names_are_left_out(tmp_path: Path) -> None:
     path = tmp_path / "state.db"
     store = Store(path, clock=Hands())
-    done, _, _ = (store.add_job(name, Task()) for name in ("done", "live", "$(reboot)"))
-    store.set_job_status(done.id, JobStatus.SUCCEEDED)
+    done, _, _ = (store.jobs.add(name, Task()) for name in ("done", "live", "$(reboot)"))
+    store.jobs.set_status(done.id, JobStatus.SUCCEEDED)
     assert list_job_names(path) == ["live", "done", "3", "2", "1"]
     assert list_job_names(path, is_live=True) == ["live", "3", "2"]
     assert list_job_names(path, is_live=False) == ["done", str(done.id)]
     cluster = Cluster(name="b", status=ClusterStatus.UP, placement=PLACEMENT, attempt=1)
     for name in ("b", "a", "a b"):
-        store.put_cluster(replace(cluster, name=name))
+        store.clusters.put(replace(cluster, name=name))
     assert list_cluster_names(path) == ["a", "b"]
 
 
@@ -29,6 +29,6 @@ def test_of_many_jobs_the_newest_are_named(tmp_path: Path) -> None:
     store = Store(tmp_path / "state.db", clock=Hands())
     with store.transaction():
         for number in range(101):
-            store.add_job(f"job-{number}", Task())
+            store.jobs.add(f"job-{number}", Task())
     names = list_job_names(tmp_path / "state.db")
     assert names[0] == "job-100" and "job-0" not in names and len(names) == 200

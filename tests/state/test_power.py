@@ -22,14 +22,14 @@ class Recorder:
 
     def __init__(self, folder: Path) -> None:
         self.store = Store(folder / "live" / "state.db", clock=VirtualClock())
-        self.job_id = self.store.add_job("train", Task(name="train", run="true")).id
+        self.job_id = self.store.jobs.add("train", Task(name="train", run="true")).id
         self.sizes = [self.measure_log()]  # bytes of the log after each commit
         self.states = [self.read(self.store.path)]
 
     def commit(self, step: int, *, is_durable: bool) -> None:
         with self.store.transaction(is_durable=is_durable):
-            self.store.set_progress(self.job_id, Progress(step=step, total=99))
-            self.store.add_event(make_event(EventKind.NOTE, text=f"{step}"), job_id=self.job_id)
+            self.store.jobs.set_progress(self.job_id, Progress(step=step, total=99))
+            self.store.events.add(make_event(EventKind.NOTE, text=f"{step}"), job_id=self.job_id)
         self.sizes.append(self.measure_log())
         self.states.append(self.read(self.store.path))
 
@@ -90,9 +90,9 @@ def test_a_durable_commit_waits_for_the_disk_and_a_light_one_does_not(tmp_path: 
     seen = []
     for is_durable in (True, False, False, True, False, True, True):
         with store.transaction(is_durable=is_durable):
-            seen.append((is_durable, store._rows("PRAGMA synchronous")[0][0]))
+            seen.append((is_durable, store.rows("PRAGMA synchronous")[0][0]))
     assert seen == [(is_durable, 2 if is_durable else 1) for is_durable, _ in seen]
-    assert store._rows("PRAGMA journal_mode")[0][0] == "wal"
+    assert store.rows("PRAGMA journal_mode")[0][0] == "wal"
 
 
 def test_a_commit_that_was_synced_outlives_whatever_lies_behind_it(recorder: Recorder, tmp_path: Path) -> None:

@@ -3,28 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 from broker.state.events import FORGIVEN_AFTER_S, Refusal
 from broker.state.store import Store
-from broker.types import Placement
 from tests.simulation.world import make_offer
-from tests.state.test_rows import START_S, Hands
+from tests.state.samples import PLACEMENT, START_S, Hands
 
 OFFER = make_offer("east1a")
-PLACEMENT = Placement(offer=OFFER, is_spot=True, node_count=2)
-
-
-@pytest.fixture
-def clock() -> Hands:
-    return Hands()
-
-
-@pytest.fixture
-def store(tmp_path: Path, clock: Hands) -> Store:
-    return Store(tmp_path / "state.db", clock=clock)
 
 
 def make(**fields: object) -> Refusal:
@@ -45,18 +32,18 @@ def test_an_empty_part_covers_all_and_another_covers_nothing(name: str) -> None:
 
 
 def refuse(store: Store, lasts_s: float = 100.0, zone: str | None = "east1a", **more: object) -> Refusal:
-    store.add_refusal(
+    store.refusals.add(
         OFFER.cloud, OFFER.region, zone, OFFER.instance_type, True, lasts_s, "full", **more  # type: ignore[arg-type]
     )  # fmt: skip
-    return next(each for each in store.active_refusals(store.clock.now_s()) if each.zone == (zone or ""))
+    return next(each for each in store.refusals.list_active(store.clock.now_s()) if each.zone == (zone or ""))
 
 
 def test_what_is_said_of_a_refusal_comes_back(store: Store) -> None:
     found = refuse(store, hints=("ask for more", "or less"), reask_after_s=30.0)
     assert found == make(expires_s=START_S + 100.0, reask_s=START_S + 30.0, hints=("ask for more", "or less"))
     assert refuse(store, zone=None).hints == ()
-    assert [each.zone for each in store.active_refusals(START_S + 99.0)] == ["east1a", ""]
-    assert store.active_refusals(START_S + 100.0) == []
+    assert [each.zone for each in store.refusals.list_active(START_S + 99.0)] == ["east1a", ""]
+    assert store.refusals.list_active(START_S + 100.0) == []
 
 
 def test_without_a_most_a_refusal_never_grows(store: Store, clock: Hands) -> None:
@@ -97,27 +84,27 @@ def test_a_refusal_long_after_the_last_one_is_the_first_again(store: Store, cloc
 
 
 def test_a_probe_holds_all_others_up_as_long_as_it_lasts(store: Store, clock: Hands) -> None:
-    store.begin_probe(PLACEMENT, lasts_s=50.0)
-    assert store.active_refusals(clock.now_s()) == [], "nothing to probe"
+    store.refusals.begin_probe(PLACEMENT, lasts_s=50.0)
+    assert store.refusals.list_active(clock.now_s()) == [], "nothing to probe"
     refuse(store)
     refuse(store, zone="elsewhere")
     clock.time_s += 100.0
-    assert store.active_refusals(clock.now_s()) == []
-    store.begin_probe(PLACEMENT, lasts_s=50.0)
-    (held,) = store.active_refusals(clock.now_s())
+    assert store.refusals.list_active(clock.now_s()) == []
+    store.refusals.begin_probe(PLACEMENT, lasts_s=50.0)
+    (held,) = store.refusals.list_active(clock.now_s())
     assert (held.zone, held.probed_until_s) == ("east1a", clock.now_s() + 50.0)
     clock.time_s += 50.0
-    assert store.active_refusals(clock.now_s()) == []
+    assert store.refusals.list_active(clock.now_s()) == []
     clock.time_s += FORGIVEN_AFTER_S
-    store.begin_probe(PLACEMENT, lasts_s=50.0)
-    assert store.active_refusals(clock.now_s()) == [], "forgotten by then"
+    store.refusals.begin_probe(PLACEMENT, lasts_s=50.0)
+    assert store.refusals.list_active(clock.now_s()) == [], "forgotten by then"
 
 
 def test_a_gang_that_came_up_forgives_its_place_and_what_is_wider_and_nothing_else(store: Store) -> None:
     refuse(store)
     refuse(store, zone=None)
     refuse(store, zone="elsewhere")
-    store.forgive(replace(PLACEMENT, is_spot=False))
-    assert len(store.active_refusals(START_S)) == 3
-    store.forgive(PLACEMENT)
-    assert [each.zone for each in store.active_refusals(START_S)] == ["elsewhere"]
+    store.refusals.forgive(replace(PLACEMENT, is_spot=False))
+    assert len(store.refusals.list_active(START_S)) == 3
+    store.refusals.forgive(PLACEMENT)
+    assert [each.zone for each in store.refusals.list_active(START_S)] == ["elsewhere"]

@@ -42,35 +42,25 @@ class Hands:
         self.time_s += duration_s
 
 
-@pytest.fixture
-def clock() -> Hands:
-    return Hands()
-
-
-@pytest.fixture
-def store(tmp_path: Path, clock: Hands) -> Store:
-    return Store(tmp_path / "state.db", clock=clock)
-
-
 def run_job(
     store: Store, clock: Hands, *, begin_s: float, hours: float = 2.0, usd_hour: float = 1.0, **job: object
 ) -> int:
     """A whole life of one attempt on one node, all of it recorded."""
     clock.time_s = begin_s
-    found = store.add_job("train", Task(name="train", run="x"), **job)  # type: ignore[arg-type]
+    found = store.jobs.add("train", Task(name="train", run="x"), **job)  # type: ignore[arg-type]
     name = found.name_cluster(found.next_attempt)
     placement = Placement(offer=make_offer("east1a"), is_spot=bool(found.id % 2), node_count=1)
     attempt = {"job_id": found.id, "number": 1, "cluster": name, "placement": placement, "started_s": begin_s}
     end_s = clock.time_s = begin_s + hours * 3600
-    store.put_attempt(Attempt(**attempt, ended_s=end_s, outcome=Outcome(kind=OutcomeKind.SUCCEEDED)))  # type: ignore[arg-type]
-    store.set_progress(found.id, Progress(step=10))
+    store.jobs.put_attempt(Attempt(**attempt, ended_s=end_s, outcome=Outcome(kind=OutcomeKind.SUCCEEDED)))  # type: ignore[arg-type]
+    store.jobs.set_progress(found.id, Progress(step=10))
     node = Node(
         id=f"n-{found.id}", cloud="aws" if found.id % 3 else "gcp", owner="me", cluster=name, attempt=1, rank=0,
         state=NodeState.TERMINATED, is_spot=placement.is_spot, usd_hour=usd_hour, created_s=begin_s, ended_s=end_s,
     )  # fmt: skip
-    store.record_node(node)
-    store._execute("UPDATE nodes SET job_id = ? WHERE id = ?", (found.id, node.id))
-    store.set_job_status(found.id, JobStatus.SUCCEEDED)
+    store.bills.record(node)
+    store.execute("UPDATE nodes SET job_id = ? WHERE id = ?", (found.id, node.id))
+    store.jobs.set_status(found.id, JobStatus.SUCCEEDED)
     return found.id
 
 
@@ -81,27 +71,27 @@ def test_ten_thousand_jobs_over_three_years_become_totals_to_the_cent(store: Sto
         for begin_s in begins_s:
             run_job(store, clock, begin_s=begin_s, hours=draw.uniform(0.1, 40.0), usd_hour=draw.uniform(0.1, 30.0))
     clock.time_s = NOW_S
-    before_usd = store.spend_usd(now_s=NOW_S)
+    before_usd = store.bills.spend_usd(now_s=NOW_S)
     by_cloud = sum_by_cloud(store)
-    store._execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    store.execute("PRAGMA wal_checkpoint(TRUNCATE)")
     before_bytes = store.path.stat().st_size
-    pruned = store.compact()
-    store._execute("PRAGMA wal_checkpoint(TRUNCATE)")
-    assert 8500 < pruned < 9700 and store.count_jobs() == 10_000 - pruned
-    assert store.spend_usd(now_s=NOW_S) == pytest.approx(before_usd, abs=0.005)
+    pruned = store.retention.compact()
+    store.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    assert 8500 < pruned < 9700 and store.jobs.count() == 10_000 - pruned
+    assert store.bills.spend_usd(now_s=NOW_S) == pytest.approx(before_usd, abs=0.005)
     assert sum_by_cloud(store) == pytest.approx(by_cloud, abs=0.005)
     assert store.path.stat().st_size < before_bytes / 4, "free pages are given back"
-    assert {row[0] for row in store._rows("SELECT DISTINCT job_id FROM attempts")} == {j.id for j in store.list_jobs()}
-    assert len(store.list_totals()) < 40 * 2 * 2, "months, clouds and pricings, not jobs"
-    assert store.compact() == 0 and store.spend_usd(now_s=NOW_S) == pytest.approx(before_usd, abs=0.005)
+    assert {row[0] for row in store.rows("SELECT DISTINCT job_id FROM attempts")} == {j.id for j in store.jobs.list()}
+    assert len(store.retention.list_totals()) < 40 * 2 * 2, "months, clouds and pricings, not jobs"
+    assert store.retention.compact() == 0 and store.bills.spend_usd(now_s=NOW_S) == pytest.approx(before_usd, abs=0.005)
 
 
 def sum_by_cloud(store: Store) -> dict[str, float]:
     found = {"aws": 0.0, "gcp": 0.0}
-    for bill in store.list_bills():
+    for bill in store.bills.list():
         assert bill.ended_s is not None
         found[bill.cloud] += bill.usd_hour * (bill.ended_s - bill.created_s) / 3600
-    for total in store.list_totals():
+    for total in store.retention.list_totals():
         found[total.cloud] += total.usd
     return found
 
@@ -111,41 +101,41 @@ def test_old_jobs_stay_while_a_younger_one_needs_or_resumes_them(store: Store, c
     gone, needed, first = (run_job(store, clock, begin_s=old_s) for _ in range(3))
     between = run_job(store, clock, begin_s=old_s + 1, needs=[needed])
     young = run_job(store, clock, begin_s=young_s, needs=[between])
-    retried = run_job(store, clock, begin_s=young_s, resumes=store.get_job(first))
+    retried = run_job(store, clock, begin_s=young_s, resumes=store.jobs.get(first))
     clock.time_s = NOW_S
-    assert store.compact() == 1
-    assert [job.id for job in store.list_jobs()] == [needed, first, between, young, retried]
-    assert store.get_job(gone) is None and not store.list_attempts(gone) and not store.list_steps(gone)
+    assert store.retention.compact() == 1
+    assert [job.id for job in store.jobs.list()] == [needed, first, between, young, retried]
+    assert store.jobs.get(gone) is None and not store.jobs.list_attempts(gone) and not store.jobs.list_steps(gone)
 
 
 @pytest.mark.parametrize("damaged", ["[1", "7", '["a"]', "[[1]]", ""])
 def test_a_damaged_row_keeps_nothing_else_from_being_pruned(store: Store, clock: Hands, damaged: str) -> None:
     gone = run_job(store, clock, begin_s=NOW_S - 200 * DAY_S)
     young = run_job(store, clock, begin_s=NOW_S - 2 * DAY_S)
-    store._execute("UPDATE jobs SET needs = ? WHERE id = ?", (damaged, young))
+    store.execute("UPDATE jobs SET needs = ? WHERE id = ?", (damaged, young))
     clock.time_s = NOW_S
-    assert store.compact() == 1 and store.get_job(gone) is None
-    assert store.list_live_job_ids() == [] and store.count_jobs() == 1
+    assert store.retention.compact() == 1 and store.jobs.get(gone) is None
+    assert store.jobs.list_live_ids() == [] and store.jobs.count() == 1
 
 
 def test_jobs_that_still_have_machines_or_run_stay_however_old(store: Store, clock: Hands) -> None:
     old_s = NOW_S - 200 * DAY_S
     billed, opened = run_job(store, clock, begin_s=old_s), run_job(store, clock, begin_s=old_s)
-    store._execute("UPDATE nodes SET ended_s = NULL WHERE job_id = ?", (billed,))
-    attempt = store.list_attempts(opened)[0]
-    store._execute("UPDATE attempts SET body = json_set(body, '$.ended_s', NULL) WHERE job_id = ?", (attempt.job_id,))
-    live = store.add_job("live", Task()).id
+    store.execute("UPDATE nodes SET ended_s = NULL WHERE job_id = ?", (billed,))
+    attempt = store.jobs.list_attempts(opened)[0]
+    store.execute("UPDATE attempts SET body = json_set(body, '$.ended_s', NULL) WHERE job_id = ?", (attempt.job_id,))
+    live = store.jobs.add("live", Task()).id
     clock.time_s = NOW_S
-    assert store.compact() == 0 and {job.id for job in store.list_jobs()} == {billed, opened, live}
+    assert store.retention.compact() == 0 and {job.id for job in store.jobs.list()} == {billed, opened, live}
 
 
 def test_only_the_newest_so_many_ended_jobs_stay(store: Store, clock: Hands) -> None:
     ids = [run_job(store, clock, begin_s=NOW_S - DAY_S + n) for n in range(10)]
-    usd = store.spend_usd(now_s=NOW_S)
+    usd = store.bills.spend_usd(now_s=NOW_S)
     clock.time_s = NOW_S
-    assert store.compact(ended_jobs_max=4) == 6
-    assert [job.id for job in store.list_jobs()] == ids[-4:]
-    assert store.spend_usd(now_s=NOW_S) == pytest.approx(usd)
+    assert store.retention.compact(ended_jobs_max=4) == 6
+    assert [job.id for job in store.jobs.list()] == ids[-4:]
+    assert store.bills.spend_usd(now_s=NOW_S) == pytest.approx(usd)
 
 
 def test_ids_of_pruned_jobs_are_not_given_out_again_and_terminal_ones_still_never_change(
@@ -153,11 +143,11 @@ def test_ids_of_pruned_jobs_are_not_given_out_again_and_terminal_ones_still_neve
 ) -> None:
     last = run_job(store, clock, begin_s=NOW_S - 200 * DAY_S)
     clock.time_s = NOW_S
-    assert store.compact(keep_days=1) == 1
-    new = store.add_job("next", Task())
+    assert store.retention.compact(keep_days=1) == 1
+    new = store.jobs.add("next", Task())
     assert new.id > last
-    store.set_job_status(new.id, JobStatus.FAILED)
-    assert not store.set_job_status(new.id, JobStatus.SUCCEEDED)
+    store.jobs.set_status(new.id, JobStatus.FAILED)
+    assert not store.jobs.set_status(new.id, JobStatus.SUCCEEDED)
 
 
 def test_bills_of_clusters_without_a_job_are_added_up_too(store: Store, clock: Hands) -> None:
@@ -168,13 +158,13 @@ def test_bills_of_clusters_without_a_job_are_added_up_too(store: Store, clock: H
         )  # fmt: skip
 
     for node in (make("old", NOW_S - 199 * DAY_S), make("running", None)):
-        store.record_node(node)
-    usd = store.spend_usd(now_s=NOW_S)
-    store.compact()
-    assert [bill.node for bill in store.list_bills()] == ["running"]
-    (total,) = store.list_totals()
+        store.bills.record(node)
+    usd = store.bills.spend_usd(now_s=NOW_S)
+    store.retention.compact()
+    assert [bill.node for bill in store.bills.list()] == ["running"]
+    (total,) = store.retention.list_totals()
     assert (total.cloud, total.pricing, total.usd) == ("aws", "on-demand", pytest.approx(72.0))
-    assert store.spend_usd(now_s=NOW_S) == pytest.approx(usd)
+    assert store.bills.spend_usd(now_s=NOW_S) == pytest.approx(usd)
 
 
 def test_a_bill_over_new_year_is_split_there() -> None:
@@ -188,6 +178,6 @@ def test_events_of_pruned_jobs_leave_when_they_are_old(tmp_path: Path) -> None:
     store = Store(tmp_path / "real.db", clock=clock)
     begin_s = time.time() - 200 * DAY_S
     job_id = run_job(store, clock, begin_s=begin_s)
-    store.add_event(make_event(EventKind.NOTE, text="SUCCEEDED"), job_id=job_id)
+    store.events.add(make_event(EventKind.NOTE, text="SUCCEEDED"), job_id=job_id)
     clock.time_s = SystemClock().now_s()
-    assert store.compact() == 1 and not store.list_events(job_id=job_id)
+    assert store.retention.compact() == 1 and not store.events.list(job_id=job_id)

@@ -20,49 +20,18 @@ from broker.types import (
     IntentEnd,
     Job,
     JobStatus,
-    Node,
     NodeRequest,
     NodeState,
-    Placement,
     Progress,
     Secret,
     Task,
     make_event,
 )
-from tests.simulation.world import make_offer
-
-PLACEMENT = Placement(offer=make_offer("east1a"), is_spot=True, node_count=2)
-START_S = 1_800_000_000.0
-NODE = Node(
-    id="n", cloud="x", owner="me", cluster="c", attempt=1, rank=0, state=NodeState.RUNNING, usd_hour=2.0, created_s=0.0
-)
-
-
-class Hands:
-    """A clock that stands still until it is moved."""
-
-    def __init__(self) -> None:
-        self.time_s = START_S
-
-    def now_s(self) -> float:
-        return self.time_s
-
-    async def sleep(self, duration_s: float) -> None:
-        self.time_s += duration_s
-
-
-@pytest.fixture
-def clock() -> Hands:
-    return Hands()
-
-
-@pytest.fixture
-def store(tmp_path: Path, clock: Hands) -> Store:
-    return Store(tmp_path / "state.db", clock=clock)
+from tests.state.samples import NODE, PLACEMENT, START_S, Hands
 
 
 def get(store: Store, job: Job) -> Job:
-    found = store.get_job(job.id)
+    found = store.jobs.get(job.id)
     assert found is not None
     return found
 
@@ -77,114 +46,118 @@ def make_attempt(job_id: int, number: int = 1, **fields: object) -> Attempt:
 
 def test_a_job_comes_back_as_it_was_put_and_as_it_went_on(store: Store, clock: Hands) -> None:
     task = Task(name="train", run="true", envs={"A": "1"})
-    job = store.add_job("train", task, "r", needs=(3, 4), pipeline="p", hedge=5)
+    job = store.jobs.add("train", task, "r", needs=(3, 4), pipeline="p", hedge=5)
     assert job == Job(
         id=job.id, name="train", status=JobStatus.PENDING, task=task, submitted_s=START_S,
         needs=(3, 4), pipeline="p", hedge=5, uid=job.uid,
     )  # fmt: skip
     assert job.uid, "its names are those of no other life of this store"
     attempt, progress = make_attempt(job.id), Progress(step=3, total=9, loss=0.5, checkpoint_step=2)
-    store.put_attempt(attempt)
-    store.set_progress(job.id, progress)
+    store.jobs.put_attempt(attempt)
+    store.jobs.set_progress(job.id, progress)
     clock.time_s += 10.0
-    store.set_job_status(job.id, JobStatus.RUNNING)
+    store.jobs.set_status(job.id, JobStatus.RUNNING)
     running = replace(job, status=JobStatus.RUNNING, attempts=(attempt,), progress=progress)
-    assert get(store, job) == running == store.list_jobs()[0]
-    store.request_cancel(job.id)
-    assert get(store, job).cancel_requested and store.is_cancel_requested(job.id)
-    assert store.set_job_status(job.id, JobStatus.FAILED, "code 3")
+    assert get(store, job) == running == store.jobs.list()[0]
+    store.jobs.request_cancel(job.id)
+    assert get(store, job).cancel_requested and store.jobs.is_cancel_requested(job.id)
+    assert store.jobs.set_status(job.id, JobStatus.FAILED, "code 3")
     ended = get(store, job)
     assert (ended.ended_s, ended.failure, ended.status) == (START_S + 10.0, "code 3", JobStatus.FAILED)
 
 
 def test_a_live_status_has_no_end_and_only_live_jobs_can_be_cancelled(store: Store) -> None:
-    job = store.add_job("j", Task())
-    assert store.set_job_status(job.id, JobStatus.RECOVERING)
+    job = store.jobs.add("j", Task())
+    assert store.jobs.set_status(job.id, JobStatus.RECOVERING)
     assert get(store, job).ended_s is None and not get(store, job).cancel_requested
-    assert store.request_cancel(job.id) and not store.request_cancel(99)
-    assert not store.is_cancel_requested(99)
+    assert store.jobs.request_cancel(job.id) and not store.jobs.request_cancel(99)
+    assert not store.jobs.is_cancel_requested(99)
 
 
 def test_a_retry_goes_on_with_the_first_jobs_name_of_checkpoints_and_attempt_numbers(store: Store) -> None:
-    first = store.add_job("j", Task())
-    store.put_attempt(make_attempt(first.id))
-    second = store.add_job("j", Task(), resumes=get(store, first))
-    store.put_attempt(make_attempt(second.id, 2))
-    third = store.add_job("j", Task(), resumes=get(store, second))
+    first = store.jobs.add("j", Task())
+    store.jobs.put_attempt(make_attempt(first.id))
+    second = store.jobs.add("j", Task(), resumes=get(store, first))
+    store.jobs.put_attempt(make_attempt(second.id, 2))
+    third = store.jobs.add("j", Task(), resumes=get(store, second))
     assert (first.resumes, first.first_attempt, first.hedge) == (None, 1, 2)
     assert (second.resumes, second.first_attempt) == (first.id, 2)
     assert (third.resumes, third.first_attempt) == (first.id, 3)
-    assert first.uid == second.uid == third.uid != store.add_job("j", Task()).uid
+    assert first.uid == second.uid == third.uid != store.jobs.add("j", Task()).uid
 
 
 def test_requests_are_found_by_their_id_alone(store: Store) -> None:
-    one, two = store.add_job("a", Task(), "r1"), store.add_job("a", Task(), "r2")
-    assert one.id != two.id != store.add_job("a", Task()).id != store.add_job("a", Task()).id
-    found = store.find_request("r2")
+    one, two = store.jobs.add("a", Task(), "r1"), store.jobs.add("a", Task(), "r2")
+    assert one.id != two.id != store.jobs.add("a", Task()).id != store.jobs.add("a", Task()).id
+    found = store.jobs.find_request("r2")
     assert found is not None and found.id == two.id
-    assert store.find_request("r3") is None and store.find_request(None) is None and store.find_request("") is None
+    assert (
+        store.jobs.find_request("r3") is None
+        and store.jobs.find_request(None) is None
+        and store.jobs.find_request("") is None
+    )
 
 
 def test_live_and_unfinished_jobs(store: Store) -> None:
-    live, ended, open_attempt, has_cluster, _ = (store.add_job(name, Task()) for name in "abcde")
-    store.put_attempt(make_attempt(live.id))
-    store.put_attempt(make_attempt(open_attempt.id))
-    store.put_attempt(make_attempt(has_cluster.id, ended_s=START_S + 1.0))
-    store.put_attempt(make_attempt(ended.id, ended_s=START_S + 1.0))
-    store.put_cluster(make_cluster("c", job_id=has_cluster.id))
-    store.put_cluster(make_cluster("mine"))
+    live, ended, open_attempt, has_cluster, _ = (store.jobs.add(name, Task()) for name in "abcde")
+    store.jobs.put_attempt(make_attempt(live.id))
+    store.jobs.put_attempt(make_attempt(open_attempt.id))
+    store.jobs.put_attempt(make_attempt(has_cluster.id, ended_s=START_S + 1.0))
+    store.jobs.put_attempt(make_attempt(ended.id, ended_s=START_S + 1.0))
+    store.clusters.put(make_cluster("c", job_id=has_cluster.id))
+    store.clusters.put(make_cluster("mine"))
     for job in (ended, open_attempt, has_cluster):
-        store.set_job_status(job.id, JobStatus.SUCCEEDED)
-    assert store.list_live_job_ids() == [1, 5]
-    assert store.list_unfinished_job_ids() == [1, 3, 4, 5]
-    assert store.count_jobs() == 5
+        store.jobs.set_status(job.id, JobStatus.SUCCEEDED)
+    assert store.jobs.list_live_ids() == [1, 5]
+    assert store.jobs.list_unfinished_ids() == [1, 3, 4, 5]
+    assert store.jobs.count() == 5
 
 
 def test_a_list_shows_the_newest_and_every_live_one(store: Store, clock: Hands) -> None:
     for name in "abcde":
-        store.add_job(name, Task())
+        store.jobs.add(name, Task())
         clock.time_s += 1.0
-    store.put_attempt(make_attempt(2, 1, running_s=START_S))
-    store.put_attempt(make_attempt(2, 2))
-    store.set_progress(2, Progress(step=7, total=9))
+    store.jobs.put_attempt(make_attempt(2, 1, running_s=START_S))
+    store.jobs.put_attempt(make_attempt(2, 2))
+    store.jobs.set_progress(2, Progress(step=7, total=9))
     for job_id in (1, 3, 4):
-        store.set_job_status(job_id, JobStatus.SUCCEEDED)
-    assert [line.id for line in store.list_job_lines()] == [5, 4, 3, 2, 1]
-    assert [line.id for line in store.list_job_lines(2)] == [5, 4, 2]
-    line = next(each for each in store.list_job_lines() if each.id == 2)
+        store.jobs.set_status(job_id, JobStatus.SUCCEEDED)
+    assert [line.id for line in store.jobs.list_lines()] == [5, 4, 3, 2, 1]
+    assert [line.id for line in store.jobs.list_lines(2)] == [5, 4, 2]
+    line = next(each for each in store.jobs.list_lines() if each.id == 2)
     assert (line.name, line.status, line.step, line.total, line.starts) == ("b", JobStatus.PENDING, 7, 9, 1)
     assert (line.submitted_s, line.ended_s) == (START_S + 1.0, None)
-    assert store.list_job_lines(1)[1].ended_s is None
+    assert store.jobs.list_lines(1)[1].ended_s is None
 
 
 def test_steps_are_kept_for_the_newest_attempt_and_never_go_back(store: Store) -> None:
-    job = store.add_job("j", Task())
-    store.set_progress(job.id, Progress(step=1))
-    assert store.list_steps(job.id) == {}, "no attempt has begun"
-    store.put_attempt(make_attempt(job.id, 1))
-    store.set_progress(job.id, Progress(step=5, checkpoint_step=4))
-    store.set_progress(job.id, Progress(step=3))
-    store.put_attempt(make_attempt(job.id, 2))
-    store.set_progress(job.id, Progress(step=4))
-    assert store.list_steps(job.id) == {
+    job = store.jobs.add("j", Task())
+    store.jobs.set_progress(job.id, Progress(step=1))
+    assert store.jobs.list_steps(job.id) == {}, "no attempt has begun"
+    store.jobs.put_attempt(make_attempt(job.id, 1))
+    store.jobs.set_progress(job.id, Progress(step=5, checkpoint_step=4))
+    store.jobs.set_progress(job.id, Progress(step=3))
+    store.jobs.put_attempt(make_attempt(job.id, 2))
+    store.jobs.set_progress(job.id, Progress(step=4))
+    assert store.jobs.list_steps(job.id) == {
         1: StepRange(first_step=5, last_step=5, checkpoint_step=4),
         2: StepRange(first_step=4, last_step=4, checkpoint_step=None),
     }
 
 
 def test_log_offsets_are_kept_by_job(store: Store) -> None:
-    assert store.get_log_offset(1) == LogOffset() == LogOffset(attempt=0, source_bytes=0, file_bytes=0)
-    store.set_log_offset(1, LogOffset(attempt=2, source_bytes=30, file_bytes=40))
-    store.set_log_offset(1, LogOffset(attempt=3, source_bytes=31, file_bytes=41))
-    assert store.get_log_offset(1) == LogOffset(attempt=3, source_bytes=31, file_bytes=41)
-    assert store.get_log_offset(2) == LogOffset()
+    assert store.jobs.get_log_offset(1) == LogOffset() == LogOffset(attempt=0, source_bytes=0, file_bytes=0)
+    store.jobs.set_log_offset(1, LogOffset(attempt=2, source_bytes=30, file_bytes=40))
+    store.jobs.set_log_offset(1, LogOffset(attempt=3, source_bytes=31, file_bytes=41))
+    assert store.jobs.get_log_offset(1) == LogOffset(attempt=3, source_bytes=31, file_bytes=41)
+    assert store.jobs.get_log_offset(2) == LogOffset()
 
 
 def test_secrets_live_as_long_as_their_job(store: Store) -> None:
-    job = store.add_job("j", Task(secrets={"A": Secret(value="1"), "B": Secret(value="2")}))
-    store.set_job_status(job.id, JobStatus.RUNNING)
+    job = store.jobs.add("j", Task(secrets={"A": Secret(value="1"), "B": Secret(value="2")}))
+    store.jobs.set_status(job.id, JobStatus.RUNNING)
     assert {name: each.value for name, each in get(store, job).task.secrets.items()} == {"A": "1", "B": "2"}
-    store.set_job_status(job.id, JobStatus.CANCELLED)
+    store.jobs.set_status(job.id, JobStatus.CANCELLED)
     assert {name: each.value for name, each in get(store, job).task.secrets.items()} == {"A": "", "B": ""}
 
 
@@ -199,17 +172,21 @@ def make_cluster(name: str, job_id: int | None = None) -> Cluster:
 
 def test_clusters_come_back_by_name_and_go_with_their_run_numbers(store: Store) -> None:
     one, two = make_cluster("b"), make_cluster("a", job_id=4)
-    store.put_cluster(one)
-    store.put_cluster(two)
-    assert (store.get_cluster("b"), store.get_cluster("x")) == (one, None)
-    assert list(store.list_clusters()) == [two, one]
-    store.put_cluster(replace(one, status=ClusterStatus.TERMINATING))
-    found = store.get_cluster("b")
+    store.clusters.put(one)
+    store.clusters.put(two)
+    assert (store.clusters.get("b"), store.clusters.get("x")) == (one, None)
+    assert list(store.clusters.list()) == [two, one]
+    store.clusters.put(replace(one, status=ClusterStatus.TERMINATING))
+    found = store.clusters.get("b")
     assert found is not None and found.status is ClusterStatus.TERMINATING
-    assert (store.next_run_id("a"), store.next_run_id("b"), store.next_run_id("b")) == (1, 1, 2)
-    store.delete_cluster("b")
-    assert list(store.list_clusters()) == [two]
-    assert (store.newest_run_id("a"), store.newest_run_id("b")) == (1, 0)
+    assert (store.clusters.next_run_id("a"), store.clusters.next_run_id("b"), store.clusters.next_run_id("b")) == (
+        1,
+        1,
+        2,
+    )
+    store.clusters.delete("b")
+    assert list(store.clusters.list()) == [two]
+    assert (store.clusters.newest_run_id("a"), store.clusters.newest_run_id("b")) == (1, 0)
 
 
 def test_intents_are_open_until_their_first_outcome_each_by_its_token(store: Store, clock: Hands) -> None:
@@ -218,26 +195,26 @@ def test_intents_are_open_until_their_first_outcome_each_by_its_token(store: Sto
         for cluster, token in (("c", "t1"), ("c", "t2"), ("d", "t3"))
     ]
     for request in requests:
-        store.put_intent(request)
+        store.intents.put(request)
         clock.time_s += 1.0
-    store.put_intent(replace(requests[0], attempt=9))
-    opened = store.list_open_intents()
+    store.intents.put(replace(requests[0], attempt=9))
+    opened = store.intents.list_open()
     assert [(each.request, each.created_s) for each in opened] == [
         (request, START_S + index) for index, request in enumerate(requests)
     ]
-    store.close_intent("t1", IntentEnd.UP)
-    assert [store.is_intent_open(token) for token in ("t1", "t2", "t3", "t4")] == [False, True, True, False]
-    assert [each.request.token for each in store.list_open_intents("c")] == ["t2"]
-    assert [each.request.token for each in store.list_open_intents()] == ["t2", "t3"]
-    assert store.list_tokens("c") == {"t1", "t2"}
-    assert (store.count_closed_intents("c"), store.count_closed_intents("d")) == (1, 0)
+    store.intents.close("t1", IntentEnd.UP)
+    assert [store.intents.is_open(token) for token in ("t1", "t2", "t3", "t4")] == [False, True, True, False]
+    assert [each.request.token for each in store.intents.list_open("c")] == ["t2"]
+    assert [each.request.token for each in store.intents.list_open()] == ["t2", "t3"]
+    assert store.intents.list_tokens("c") == {"t1", "t2"}
+    assert (store.intents.count_closed("c"), store.intents.count_closed("d")) == (1, 0)
 
 
 def test_the_first_outcome_of_an_intent_stands(store: Store) -> None:
-    store.put_intent(NodeRequest(owner="me", cluster="c", attempt=1, token="t", placement=PLACEMENT))
-    store.close_intent("t", IntentEnd.UP)
-    store.close_intent("t", IntentEnd.TERMINATED)
-    assert [row[0] for row in store._rows("SELECT outcome FROM intents")] == ["up"]
+    store.intents.put(NodeRequest(owner="me", cluster="c", attempt=1, token="t", placement=PLACEMENT))
+    store.intents.close("t", IntentEnd.UP)
+    store.intents.close("t", IntentEnd.TERMINATED)
+    assert [row[0] for row in store.rows("SELECT outcome FROM intents")] == ["up"]
 
 
 def test_an_intent_keeps_the_account_and_the_nodes_that_were_made_for_it(store: Store) -> None:
@@ -245,77 +222,79 @@ def test_an_intent_keeps_the_account_and_the_nodes_that_were_made_for_it(store: 
         NodeRequest(owner="me", cluster="c", attempt=1, token=token, placement=PLACEMENT) for token in ("t1", "t2")
     ]
     for request in requests:
-        store.put_intent(request)
-    assert (store.get_request("t2"), store.get_request("t3")) == (requests[1], None)
-    assert not store.list_made_nodes("t1") and not store.list_made_nodes("t3")
-    store.note_intent_account("t1", "an account")
-    store.note_made_nodes("t1", [NODE])
-    assert store.get_request("t1") == replace(requests[0], account="an account")
-    assert (list(store.list_made_nodes("t1")), list(store.list_made_nodes("t2"))) == ([NODE], [])
-    assert store.get_request("t2") == requests[1]
+        store.intents.put(request)
+    assert (store.intents.get_request("t2"), store.intents.get_request("t3")) == (requests[1], None)
+    assert not store.intents.list_nodes("t1") and not store.intents.list_nodes("t3")
+    store.intents.note_account("t1", "an account")
+    store.intents.note_nodes("t1", [NODE])
+    assert store.intents.get_request("t1") == replace(requests[0], account="an account")
+    assert (list(store.intents.list_nodes("t1")), list(store.intents.list_nodes("t2"))) == ([NODE], [])
+    assert store.intents.get_request("t2") == requests[1]
 
 
 def test_cancels_that_were_asked_for_are_listed_while_their_job_lives(store: Store) -> None:
     for name in "abc":
-        store.add_job(name, Task())
+        store.jobs.add(name, Task())
     for job_id in (2, 3):
-        store.request_cancel(job_id)
-    store.set_job_status(3, JobStatus.CANCELLED)
-    assert store.list_cancel_requested_ids() == [2]
+        store.jobs.request_cancel(job_id)
+    store.jobs.set_status(3, JobStatus.CANCELLED)
+    assert store.jobs.list_cancel_requested_ids() == [2]
 
 
 # -- bills ----------------------------------------------------------------------------------------------------------
 
 
 def test_spending_is_summed_by_cluster_by_job_and_in_all(store: Store) -> None:
-    store.put_cluster(make_cluster("c", job_id=7))
-    store.record_node(NODE)
-    store.record_node(replace(NODE, id="m", ended_s=1800.0))
-    store.record_node(replace(NODE, id="o", cluster="d", usd_hour=1.0))
-    assert store.spend_usd(cluster="c", now_s=3600.0) == pytest.approx(3.0)
-    assert store.spend_usd(job_id=7, now_s=3600.0) == pytest.approx(3.0)
-    assert store.spend_usd(cluster="d", job_id=7, now_s=3600.0) == 0.0
-    assert store.spend_usd(now_s=3600.0) == pytest.approx(4.0)
-    assert store.spend_usd(now_s=-5.0) == 0.5 * 2.0, "a node from ahead of a clock that was set back costs nothing"
-    assert store.list_spend_usd(now_s=3600.0) == {7: pytest.approx(3.0)}
-    assert [(bill.node, bill.job_id, bill.ended_s) for bill in store.list_bills()] == [
+    store.clusters.put(make_cluster("c", job_id=7))
+    store.bills.record(NODE)
+    store.bills.record(replace(NODE, id="m", ended_s=1800.0))
+    store.bills.record(replace(NODE, id="o", cluster="d", usd_hour=1.0))
+    assert store.bills.spend_usd(cluster="c", now_s=3600.0) == pytest.approx(3.0)
+    assert store.bills.spend_usd(job_id=7, now_s=3600.0) == pytest.approx(3.0)
+    assert store.bills.spend_usd(cluster="d", job_id=7, now_s=3600.0) == 0.0
+    assert store.bills.spend_usd(now_s=3600.0) == pytest.approx(4.0)
+    assert store.bills.spend_usd(now_s=-5.0) == 0.5 * 2.0, (
+        "a node from ahead of a clock that was set back costs nothing"
+    )
+    assert store.bills.list_spend_usd(now_s=3600.0) == {7: pytest.approx(3.0)}
+    assert [(bill.node, bill.job_id, bill.ended_s) for bill in store.bills.list()] == [
         ("n", 7, None), ("m", 7, 1800.0), ("o", None, None),
     ]  # fmt: skip
 
 
 def test_a_bill_ends_once_and_starts_anew_after_a_stop(store: Store, clock: Hands) -> None:
-    store.record_node(replace(NODE, created_s=START_S))
+    store.bills.record(replace(NODE, created_s=START_S))
     clock.time_s += 3600.0
-    store.close_bill(NODE)
+    store.bills.close(NODE)
     clock.time_s += 3600.0
-    store.close_bill(NODE)
-    assert store.spend_usd(now_s=clock.time_s) == pytest.approx(2.0), "it stands still since the first time"
-    store.reopen_bill(NODE)
-    store.reopen_bill(NODE)
+    store.bills.close(NODE)
+    assert store.bills.spend_usd(now_s=clock.time_s) == pytest.approx(2.0), "it stands still since the first time"
+    store.bills.reopen(NODE)
+    store.bills.reopen(NODE)
     stopped = replace(NODE, state=NodeState.STOPPED, created_s=START_S, ended_s=START_S + 3600.0)
-    store.record_node(stopped)
+    store.bills.record(stopped)
     clock.time_s += 1800.0
-    assert store.spend_usd(now_s=clock.time_s) == pytest.approx(3.0), "what is listed of before does not close it"
-    store.record_node(replace(stopped, state=NodeState.TERMINATED, ended_s=clock.time_s))
+    assert store.bills.spend_usd(now_s=clock.time_s) == pytest.approx(3.0), "what is listed of before does not close it"
+    store.bills.record(replace(stopped, state=NodeState.TERMINATED, ended_s=clock.time_s))
     clock.time_s += 1800.0
-    assert store.spend_usd(now_s=clock.time_s) == pytest.approx(3.0)
-    assert len(store.list_bills()) == 2
+    assert store.bills.spend_usd(now_s=clock.time_s) == pytest.approx(3.0)
+    assert len(store.bills.list()) == 2
 
 
 def test_what_is_done_to_one_bill_leaves_those_of_other_nodes_and_clouds(store: Store, clock: Hands) -> None:
     others = [replace(NODE, id="m"), replace(NODE, cloud="y")]
     for node in (NODE, *others):
-        store.record_node(node)
+        store.bills.record(node)
     clock.time_s = 3600.0
-    store.close_bill(NODE)
-    assert [bill.ended_s for bill in store.list_bills()] == [3600.0, None, None]
+    store.bills.close(NODE)
+    assert [bill.ended_s for bill in store.bills.list()] == [3600.0, None, None]
     for node in others:
-        store.close_bill(node)
+        store.bills.close(node)
     clock.time_s = 7200.0
-    store.reopen_bill(NODE)
-    opened = [bill for bill in store.list_bills() if bill.ended_s is None]
+    store.bills.reopen(NODE)
+    opened = [bill for bill in store.bills.list() if bill.ended_s is None]
     assert [(bill.cloud, bill.node, bill.created_s) for bill in opened] == [("x", "n", 7200.0)]
-    assert sorted((bill.cloud, bill.node) for bill in store.list_bills())[1:] == [
+    assert sorted((bill.cloud, bill.node) for bill in store.bills.list())[1:] == [
         ("x", "n"),
         ("x", "n@0.0"),
         ("y", "n"),
@@ -323,18 +302,18 @@ def test_what_is_done_to_one_bill_leaves_those_of_other_nodes_and_clouds(store: 
 
 
 def test_a_terminated_node_ends_its_bill_even_before_it_was_opened_anew(store: Store, clock: Hands) -> None:
-    store.record_node(replace(NODE, created_s=START_S))
-    store.record_node(replace(NODE, state=NodeState.TERMINATED, ended_s=START_S - 60.0))
-    assert store.spend_usd(now_s=START_S + 3600.0) == 0.0
+    store.bills.record(replace(NODE, created_s=START_S))
+    store.bills.record(replace(NODE, state=NodeState.TERMINATED, ended_s=START_S - 60.0))
+    assert store.bills.spend_usd(now_s=START_S + 3600.0) == 0.0
 
 
 def test_a_node_takes_its_job_from_its_cluster_whenever_that_is_known_first(store: Store) -> None:
-    store.record_node(NODE)
-    store.put_cluster(make_cluster("c", job_id=7))
-    store.record_node(replace(NODE, usd_hour=4.0))
-    store.delete_cluster("c")
-    store.record_node(replace(NODE, usd_hour=4.0))
-    (bill,) = store.list_bills()
+    store.bills.record(NODE)
+    store.clusters.put(make_cluster("c", job_id=7))
+    store.bills.record(replace(NODE, usd_hour=4.0))
+    store.clusters.delete("c")
+    store.bills.record(replace(NODE, usd_hour=4.0))
+    (bill,) = store.bills.list()
     assert (bill.job_id, bill.usd_hour, bill.cloud, bill.cluster, bill.created_s) == (7, 4.0, "x", "c", 0.0)
 
 
@@ -343,45 +322,45 @@ def test_a_node_takes_its_job_from_its_cluster_whenever_that_is_known_first(stor
 
 def test_a_new_leader_fences_the_old_one_and_a_command_leads_nothing(tmp_path: Path, clock: Hands) -> None:
     old, new, command = (Store(tmp_path / "state.db", clock=clock) for _ in range(3))
-    assert old.measure_beat_age_s() == START_S
-    assert (old.lead(), new.lead()) == (1, 2)
+    assert old.leader.measure_beat_age_s() == START_S
+    assert (old.leader.lead(), new.leader.lead()) == (1, 2)
     with pytest.raises(FencedError):
-        old.add_event(make_event(EventKind.NOTE, text="late"))
+        old.events.add(make_event(EventKind.NOTE, text="late"))
     with pytest.raises(FencedError):
-        old.beat()
+        old.leader.beat()
     with pytest.raises(FencedError):
-        old.is_intent_open("t")
-    new.add_event(make_event(EventKind.NOTE, text="in time"))
-    command.add_event(make_event(EventKind.NOTE, text="by a user"))
-    assert [event.message for event in command.list_events()] == ["in time", "by a user"]
+        old.intents.is_open("t")
+    new.events.add(make_event(EventKind.NOTE, text="in time"))
+    command.events.add(make_event(EventKind.NOTE, text="by a user"))
+    assert [event.message for event in command.events.list()] == ["in time", "by a user"]
     clock.time_s += 5.0
-    assert command.measure_beat_age_s() == 5.0
-    new.beat()
-    assert command.measure_beat_age_s() == 0.0
-    new.resign()
-    assert command.measure_beat_age_s() == clock.time_s
+    assert command.leader.measure_beat_age_s() == 5.0
+    new.leader.beat()
+    assert command.leader.measure_beat_age_s() == 0.0
+    new.leader.resign()
+    assert command.leader.measure_beat_age_s() == clock.time_s
     with pytest.raises(FencedError):
-        old.lead()
-    assert command.lead() == 3
-    new.add_event(make_event(EventKind.NOTE, text="who resigned is a command again"))
+        old.leader.lead()
+    assert command.leader.lead() == 3
+    new.events.add(make_event(EventKind.NOTE, text="who resigned is a command again"))
 
 
 # -- the store itself -----------------------------------------------------------------------------------------------
 
 
 def test_a_cloud_is_adopted_after_two_lists_that_lie_far_enough_apart(store: Store, clock: Hands) -> None:
-    store.forget_adoptions()
+    store.meta.forget_adoptions()
 
     def note(cloud: str = "x") -> bool:
-        return store.note_listed(cloud, settled_after_s=60.0)
+        return store.meta.note_listed(cloud, settled_after_s=60.0)
 
-    assert not note() and not store.is_adopted("x")
+    assert not note() and not store.meta.is_adopted("x")
     clock.time_s += 59.0
-    assert not note() and not store.is_adopted("x")
+    assert not note() and not store.meta.is_adopted("x")
     clock.time_s += 1.0
-    assert note() and store.is_adopted("x") and not store.is_adopted("y")
-    store.forget_adoptions()
-    assert not store.is_adopted("x")
+    assert note() and store.meta.is_adopted("x") and not store.meta.is_adopted("y")
+    store.meta.forget_adoptions()
+    assert not store.meta.is_adopted("x")
     assert not note("y")
     clock.time_s -= 1000.0
     assert not note("y"), "the clock was set back: this is the first one"
@@ -390,15 +369,15 @@ def test_a_cloud_is_adopted_after_two_lists_that_lie_far_enough_apart(store: Sto
 
 
 def test_a_copy_that_is_put_in_place_forgets_what_was_half_done(store: Store) -> None:
-    job = store.add_job("j", Task())
-    store.put_cluster(make_cluster("up"))
-    store.put_cluster(replace(make_cluster("coming"), status=ClusterStatus.INIT))
+    job = store.jobs.add("j", Task())
+    store.clusters.put(make_cluster("up"))
+    store.clusters.put(replace(make_cluster("coming"), status=ClusterStatus.INIT))
     for token in ("t1", "t2"):
-        store.put_intent(NodeRequest(owner="me", cluster="c", attempt=1, token=token, placement=PLACEMENT))
-    store.close_intent("t1", IntentEnd.UP)
-    store.forget_half_done(attempts_skipped=100)
-    assert [cluster.name for cluster in store.list_clusters()] == ["up"]
-    assert store.list_tokens("c") == {"t1"}
+        store.intents.put(NodeRequest(owner="me", cluster="c", attempt=1, token=token, placement=PLACEMENT))
+    store.intents.close("t1", IntentEnd.UP)
+    store.meta.forget_half_done(attempts_skipped=100)
+    assert [cluster.name for cluster in store.clusters.list()] == ["up"]
+    assert store.intents.list_tokens("c") == {"t1"}
     assert get(store, job).next_attempt == 101
 
 
@@ -406,20 +385,20 @@ def test_a_copy_that_is_put_in_place_forgets_what_was_half_done(store: Store) ->
 
 
 def test_events_are_chosen_by_job_by_cluster_and_by_what_was_read_already(store: Store, clock: Hands) -> None:
-    store.add_event(make_event(EventKind.NOTE, text="one"), job_id=1)
+    store.events.add(make_event(EventKind.NOTE, text="one"), job_id=1)
     clock.time_s += 1.0
-    store.add_event(make_event(EventKind.NOTE, text="two"), cluster="c")
-    store.add_event(make_event(EventKind.NOTE, text="three"), job_id=1, cluster="c")
-    assert [event.message for event in store.list_events(job_id=1)] == ["one", "three"]
-    assert [event.message for event in store.list_events(cluster="c")] == ["two", "three"]
-    assert [event.message for event in store.list_events(job_id=1, cluster="c")] == ["three"]
-    first, *others = store.list_events()
+    store.events.add(make_event(EventKind.NOTE, text="two"), cluster="c")
+    store.events.add(make_event(EventKind.NOTE, text="three"), job_id=1, cluster="c")
+    assert [event.message for event in store.events.list(job_id=1)] == ["one", "three"]
+    assert [event.message for event in store.events.list(cluster="c")] == ["two", "three"]
+    assert [event.message for event in store.events.list(job_id=1, cluster="c")] == ["three"]
+    first, *others = store.events.list()
     assert (first.kind, first.time_s, first.job_id, first.cluster) == (EventKind.NOTE, START_S, 1, None)
-    assert store.list_events(after=first.id) == others
+    assert store.events.list(after=first.id) == others
 
 
 def test_nobody_may_delete_an_event_of_the_last_weeks(store: Store, clock: Hands) -> None:
     clock.time_s = time.time() - 80 * 86400
-    store.add_event(make_event(EventKind.NOTE, text="some weeks ago"))
+    store.events.add(make_event(EventKind.NOTE, text="some weeks ago"))
     with pytest.raises(sqlite3.IntegrityError):
         sqlite3.connect(store.path).execute("DELETE FROM events")

@@ -19,35 +19,27 @@ from broker.types import (
     Node,
     NodeRequest,
     NodeState,
-    Placement,
     Progress,
     Secret,
     Task,
     make_event,
 )
-from tests.simulation.world import make_offer
-
-PLACEMENT = Placement(offer=make_offer("east1a"), is_spot=True, node_count=2)
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Store:
-    return Store(tmp_path / "home" / "state.db", clock=SystemClock())
+from tests.state.samples import PLACEMENT
 
 
 def test_a_terminal_job_never_changes(store: Store) -> None:
-    job = store.add_job("train", Task())
-    assert store.set_job_status(job.id, JobStatus.SUCCEEDED)
-    assert not store.set_job_status(job.id, JobStatus.FAILED, "late")
-    assert not store.request_cancel(job.id)
-    found = store.get_job(job.id)
+    job = store.jobs.add("train", Task())
+    assert store.jobs.set_status(job.id, JobStatus.SUCCEEDED)
+    assert not store.jobs.set_status(job.id, JobStatus.FAILED, "late")
+    assert not store.jobs.request_cancel(job.id)
+    found = store.jobs.get(job.id)
     assert found is not None and found.status is JobStatus.SUCCEEDED and not found.failure
 
 
 def test_even_raw_sql_cannot_change_a_terminal_job_or_an_event(store: Store) -> None:
-    job = store.add_job("train", Task())
-    store.set_job_status(job.id, JobStatus.FAILED, "code 1")
-    store.add_event(make_event(EventKind.NOTE, text="FAILED"), job_id=job.id)
+    job = store.jobs.add("train", Task())
+    store.jobs.set_status(job.id, JobStatus.FAILED, "code 1")
+    store.events.add(make_event(EventKind.NOTE, text="FAILED"), job_id=job.id)
     connection = sqlite3.connect(store.path)
     for sql in ("UPDATE jobs SET status = 'RUNNING'", "UPDATE events SET kind = 'x'", "DELETE FROM events"):
         with pytest.raises(sqlite3.IntegrityError):
@@ -55,20 +47,20 @@ def test_even_raw_sql_cannot_change_a_terminal_job_or_an_event(store: Store) -> 
 
 
 def test_the_same_request_id_is_one_job(store: Store) -> None:
-    assert store.add_job("a", Task(), "r1").id == store.add_job("a", Task(), "r1").id
-    assert len(store.list_jobs()) == 1
+    assert store.jobs.add("a", Task(), "r1").id == store.jobs.add("a", Task(), "r1").id
+    assert len(store.jobs.list()) == 1
 
 
 def test_files_are_for_their_owner_alone_and_secrets_leave_with_the_job(store: Store) -> None:
-    job = store.add_job("train", Task(secrets={"TOKEN": Secret(value="hunter2")}))
+    job = store.jobs.add("train", Task(secrets={"TOKEN": Secret(value="hunter2")}))
     secrets = store.path.parent / "secrets" / f"{job.stem}.json"
     assert job.task.secrets["TOKEN"].value == "hunter2"
     assert store.path.stat().st_mode & 0o777 == secrets.stat().st_mode & 0o777 == 0o600
     assert store.path.parent.stat().st_mode & 0o777 == 0o700
     assert not any(b"hunter2" in path.read_bytes() for path in store.path.parent.glob("state.db*"))
-    store.set_job_status(job.id, JobStatus.SUCCEEDED)
+    store.jobs.set_status(job.id, JobStatus.SUCCEEDED)
     assert not secrets.exists()
-    assert store.get_job(job.id) is not None
+    assert store.jobs.get(job.id) is not None
 
 
 @pytest.mark.parametrize(("version", "way_out"), [(99, "Upgrade broker"), (-1, "broker state restore")])
@@ -91,19 +83,19 @@ def test_a_file_that_is_no_database_is_a_state_error(tmp_path: Path) -> None:
 
 def test_a_failed_transaction_leaves_nothing(store: Store) -> None:
     with pytest.raises(ValueError, match="second"), store.transaction():
-        store.add_event(make_event(EventKind.NOTE, text="first"))
+        store.events.add(make_event(EventKind.NOTE, text="first"))
         raise ValueError("second")
-    assert not store.list_events()
+    assert not store.events.list()
 
 
 def test_an_intent_stays_open_until_closed_and_its_first_outcome_stands(store: Store) -> None:
     request = NodeRequest(owner="me", cluster="c", attempt=1, token="t", placement=PLACEMENT)
-    store.put_intent(request)
-    store.put_intent(request)
-    assert [intent.request for intent in store.list_open_intents()] == [request]
-    store.close_intent("t", IntentEnd.UP)
-    assert not store.list_open_intents("c")
-    assert store.list_tokens("c") == {"t"}
+    store.intents.put(request)
+    store.intents.put(request)
+    assert [intent.request for intent in store.intents.list_open()] == [request]
+    store.intents.close("t", IntentEnd.UP)
+    assert not store.intents.list_open("c")
+    assert store.intents.list_tokens("c") == {"t"}
 
 
 def test_a_bill_once_ended_is_not_reopened_by_a_lagging_list(store: Store) -> None:
@@ -122,23 +114,23 @@ def test_a_bill_once_ended_is_not_reopened_by_a_lagging_list(store: Store) -> No
         )
 
     for ended_s in (None, 1800.0, None):
-        store.record_node(node(ended_s))
-    assert store.spend_usd(cluster="c", now_s=99_999.0) == pytest.approx(1.0)
+        store.bills.record(node(ended_s))
+    assert store.bills.spend_usd(cluster="c", now_s=99_999.0) == pytest.approx(1.0)
 
 
 def test_steps_are_remembered_for_each_attempt(store: Store) -> None:
-    job = store.add_job("train", Task())
+    job = store.jobs.add("train", Task())
     for number, steps in ((1, (3, 9)), (2, (6, 12))):
-        store.put_attempt(Attempt(job_id=job.id, number=number, cluster="c", placement=PLACEMENT, started_s=0.0))
+        store.jobs.put_attempt(Attempt(job_id=job.id, number=number, cluster="c", placement=PLACEMENT, started_s=0.0))
         for step in steps:
-            store.set_progress(job.id, Progress(step=step))
-    assert [(r.first_step, r.last_step) for r in store.list_steps(job.id).values()] == [(3, 9), (6, 12)]
+            store.jobs.set_progress(job.id, Progress(step=step))
+    assert [(r.first_step, r.last_step) for r in store.jobs.list_steps(job.id).values()] == [(3, 9), (6, 12)]
 
 
 def test_run_ids_count_from_one_and_again_after_the_cluster_is_gone(store: Store) -> None:
-    assert [store.next_run_id("c"), store.next_run_id("c")] == [1, 2]
-    store.delete_cluster("c")
-    assert store.next_run_id("c") == 1
+    assert [store.clusters.next_run_id("c"), store.clusters.next_run_id("c")] == [1, 2]
+    store.clusters.delete("c")
+    assert store.clusters.next_run_id("c") == 1
 
 
 class Hands:
@@ -158,8 +150,8 @@ def test_a_refusal_ends_when_it_expires_and_comes_back_twice_as_long(tmp_path: P
     store = Store(tmp_path / "state.db", clock=clock)
 
     def refuse() -> float:
-        store.add_refusal("simulated", "east1", "east1a", "big", True, 100.0, "full", lasts_s_max=300.0)
-        (refusal,) = store.active_refusals(clock.now_s())
+        store.refusals.add("simulated", "east1", "east1a", "big", True, 100.0, "full", lasts_s_max=300.0)
+        (refusal,) = store.refusals.list_active(clock.now_s())
         assert refusal.covers(PLACEMENT)
         return refusal.expires_s - clock.now_s()
 
@@ -167,9 +159,9 @@ def test_a_refusal_ends_when_it_expires_and_comes_back_twice_as_long(tmp_path: P
     for _ in range(4):
         lasting.append(refuse())
         clock.time_s += lasting[-1]
-        assert not store.active_refusals(clock.now_s()), "one try is let through"
+        assert not store.refusals.list_active(clock.now_s()), "one try is let through"
     assert lasting == [100.0, 200.0, 300.0, 300.0]
-    store.forgive(PLACEMENT)
+    store.refusals.forgive(PLACEMENT)
     assert refuse() == 100.0
     clock.time_s += 100.0 + 3600.0
     assert refuse() == 100.0, "long ago is forgotten"
@@ -179,21 +171,21 @@ def test_compaction_forgets_old_stories_and_keeps_bills_and_live_jobs(tmp_path: 
     clock = Hands()
     clock.time_s = time.time() - 100 * 86400
     store = Store(tmp_path / "state.db", clock=clock)
-    ended, live = store.add_job("ended", Task()), store.add_job("live", Task())
+    ended, live = store.jobs.add("ended", Task()), store.jobs.add("live", Task())
     for job in (ended, live):
-        store.add_event(make_event(EventKind.NOTE, text="long ago"), job_id=job.id)
-    store.set_job_status(ended.id, JobStatus.SUCCEEDED)
-    store.record_node(
+        store.events.add(make_event(EventKind.NOTE, text="long ago"), job_id=job.id)
+    store.jobs.set_status(ended.id, JobStatus.SUCCEEDED)
+    store.bills.record(
         Node(id="n", cloud="x", owner="me", cluster="c", attempt=1, rank=0, state=NodeState.RUNNING, usd_hour=1.0)
     )
     clock.time_s += 100 * 86400
-    store.add_event(make_event(EventKind.NOTE, text="today"), job_id=ended.id)
-    store.compact()
-    assert [event.message for event in store.list_events(job_id=ended.id)] == ["today"]
-    assert [event.message for event in store.list_events(job_id=live.id)] == ["long ago"]
-    assert len(store.list_bills()) == 1
+    store.events.add(make_event(EventKind.NOTE, text="today"), job_id=ended.id)
+    store.retention.compact()
+    assert [event.message for event in store.events.list(job_id=ended.id)] == ["today"]
+    assert [event.message for event in store.events.list(job_id=live.id)] == ["long ago"]
+    assert len(store.bills.list()) == 1
 
 
 def test_a_command_waits_a_minute_for_the_transaction_of_another(tmp_path: Path) -> None:
     store = Store(tmp_path / "state.db", clock=SystemClock())
-    assert [tuple(row) for row in store._rows("PRAGMA busy_timeout")] == [(60_000,)]
+    assert [tuple(row) for row in store.rows("PRAGMA busy_timeout")] == [(60_000,)]

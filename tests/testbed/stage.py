@@ -101,7 +101,7 @@ class Stage(Shell):
     def list_by_rank(self) -> list[str]:
         """The machines of the one gang that lives."""
         store = Store(self.home / "state.db", clock=SystemClock())
-        (cluster,) = store.list_clusters()
+        (cluster,) = store.clusters.list()
         return [node.id for node in sorted(cluster.nodes, key=lambda node: node.rank)]
 
     def wait_until(self, is_so: Callable[[], bool], what: str) -> None:
@@ -121,7 +121,7 @@ class Stage(Shell):
         store = Store(self.home / "state.db", clock=SystemClock())
 
         def is_there() -> bool:
-            job = store.get_job(1)
+            job = store.jobs.get(1)
             assert job and not job.status.is_terminal, f"it ended before step {step}\n{self.tell()}"
             return len(job.attempts) >= attempt and job.progress is not None and job.progress.step >= step
 
@@ -130,9 +130,9 @@ class Stage(Shell):
     def finish(self) -> Job:
         """Wait for the end of job 1 and of its machines."""
         store = Store(self.home / "state.db", clock=SystemClock())
-        self.wait_until(lambda: (job := store.get_job(1)) is not None and job.status.is_terminal, "the job has ended")
+        self.wait_until(lambda: (job := store.jobs.get(1)) is not None and job.status.is_terminal, "the job has ended")
         self.wait_until(lambda: not self.list_living(), "its machines have ended")
-        job = store.get_job(1)
+        job = store.jobs.get(1)
         assert job
         return job
 

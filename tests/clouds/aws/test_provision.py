@@ -134,7 +134,7 @@ def test_machines_that_stand_still_cost_nothing_until_they_run_again(world: Worl
 
     async def run_for(hours: float) -> None:
         await bed.clock.sleep(hours * 3600)
-        cluster = world.store.get_cluster("train")
+        cluster = world.store.clusters.get("train")
         assert cluster
         await world.provisioner().refresh(cluster)
 
@@ -146,10 +146,14 @@ def test_machines_that_stand_still_cost_nothing_until_they_run_again(world: Worl
             await run_for(10)
             await world.provisioner().start("train")
         await run_for(1)
-        assert world.store.spend_usd(cluster="train", now_s=bed.clock.now_s()) == pytest.approx(3 * usd_hour, rel=0.02)
+        assert world.store.bills.spend_usd(cluster="train", now_s=bed.clock.now_s()) == pytest.approx(
+            3 * usd_hour, rel=0.02
+        )
         await world.provisioner().down("train")
         await bed.clock.sleep(36000)
-        assert world.store.spend_usd(cluster="train", now_s=bed.clock.now_s()) == pytest.approx(3 * usd_hour, rel=0.02)
+        assert world.store.bills.spend_usd(cluster="train", now_s=bed.clock.now_s()) == pytest.approx(
+            3 * usd_hour, rel=0.02
+        )
 
     bed.run(act())
 
@@ -174,7 +178,7 @@ def test_node_that_no_record_knows_is_collected(world: World, bed: AwsBed) -> No
 
     async def act() -> None:
         await world.provisioner().up("train", make_plan(ZONES[0]))
-        world.store.delete_cluster("train")
+        world.store.clusters.delete("train")
         await bed.clock.sleep(120)
         assert await world.provisioner().collect() == 3  # two nodes and their placement group
         assert await count_living(bed) == 0

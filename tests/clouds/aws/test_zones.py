@@ -68,7 +68,7 @@ def test_full_region_costs_one_search_and_each_of_its_zones_is_remembered(
         assert cluster.placement == places[3]
         assert list_creates(bed) == [("ec2:CreateFleet", 3), ("ec2:RunInstances", 1)]
         assert any("in us-east-1a,b,c (aws) refused" in line for line in heard)
-        refused = world.store.active_refusals(bed.clock.now_s())
+        refused = world.store.refusals.list_active(bed.clock.now_s())
         assert {each.zone for each in refused} == set(ZONES), "and not the region, where another price may hold"
         bed.account.calls.clear()
         with pytest.raises(CapacityError) as caught:
@@ -90,7 +90,7 @@ def test_gang_is_recorded_as_the_place_where_it_stands(world: World, bed: AwsBed
         assert cluster.placement == places[2]
         assert {node.zone for node in cluster.nodes} == {ZONES[2]}
         assert [node.rank for node in cluster.nodes] == [0, 1]
-        known = world.store.get_cluster("train")
+        known = world.store.clusters.get("train")
         assert known and known.placement == places[2]
 
     bed.run(act())
@@ -177,7 +177,7 @@ def test_zones_that_were_not_to_blame_are_asked_after_one_whose_machines_died(wo
     async def act() -> None:
         cluster = await up(world, make_plan(places))
         assert cluster.placement == places[1]
-        assert {each.zone for each in world.store.active_refusals(bed.clock.now_s())} == {ZONES[0]}
+        assert {each.zone for each in world.store.refusals.list_active(bed.clock.now_s())} == {ZONES[0]}
         assert list_creates(bed) == [("ec2:CreateFleet", 3), ("ec2:CreateFleet", 2)]
         assert await count_living(bed) == 2
 
@@ -193,14 +193,14 @@ def test_search_that_a_crash_cut_short_is_gone_on_with(world: World, bed: AwsBed
         dying = Dying(bed.settings, clock=bed.clock, open_session=open_session)
         with pytest.raises(KilledError):
             await up(world, make_plan(places), provisioner=world.provisioner(dying))
-        (intent,) = world.store.list_open_intents("train")
+        (intent,) = world.store.intents.list_open("train")
         assert intent.request.placement == replace(places[0], other_zones=ZONES[1:])
         bed.account.calls.clear()
         cluster = await up(world, make_plan(places))
         assert cluster.placement == places[1]
         assert {node.id for node in cluster.nodes} == set(bed.account.instances)
         assert len(list_creates(bed)) == 1, "the same token"
-        assert not world.store.list_open_intents("train")
+        assert not world.store.intents.list_open("train")
 
     bed.run(act())
 
@@ -211,7 +211,7 @@ def test_what_a_cut_search_made_is_found_by_its_tag(world: World, bed: AwsBed) -
         with pytest.raises(KilledError):
             await up(world, make_plan(make_place(zone) for zone in ZONES), provisioner=world.provisioner(dying))
         await world.provisioner().down("train")
-        assert await count_living(bed) == 0 and not world.store.list_open_intents("train")
+        assert await count_living(bed) == 0 and not world.store.intents.list_open("train")
         await world.provisioner().sweep()
         assert bed.list_orphans() == []
 

@@ -75,7 +75,7 @@ def test_nodes_that_were_started_again_go_on_costing(life: Life) -> None:
         cluster = await life.provisioner.start("c")
         await life.bed.clock.sleep(3600)
         await life.provisioner.refresh(cluster)
-        spent_usd = life.store.spend_usd(cluster="c", now_s=life.bed.clock.now_s())
+        spent_usd = life.store.bills.spend_usd(cluster="c", now_s=life.bed.clock.now_s())
         assert spent_usd == pytest.approx(2 * plan.choice.placement.usd_hour, rel=0.02)
 
     life.run(act())
@@ -115,7 +115,7 @@ def test_the_next_command_sees_a_preemption_and_takes_the_rest_down(life: Life) 
     ]
     started_s = life.bed.clock.now_s()
     life.run(life.reopen().down("c"))
-    assert life.standing == [] and life.store.get_cluster("c") is None
+    assert life.standing == [] and life.store.clusters.get("c") is None
     assert life.bed.clock.now_s() - started_s < 60  # reported by Google, not inferred after a long silence
     assert [name for name in life.bed.gce.firewalls if not name.endswith("-shut")] == []
 
@@ -139,7 +139,7 @@ def test_unrecorded_resources_are_collected(life: Life) -> None:
 
     life.run(make_lost())
     life.run(life.bed.clock.sleep(3600.0))
-    life.store.mark_adopted("gcp")
+    life.store.meta.mark_adopted("gcp")
     assert life.run(life.reopen().collect()) == 1
     life.bed.gce.list_names()
     assert life.standing == []
@@ -150,7 +150,7 @@ def test_full_everywhere_is_reported_and_nothing_stays(life: Life) -> None:
         life.bed.gce.capacity[f"us-central1-{letter}", "n1-standard-4"] = 0
     with pytest.raises(CapacityError):
         life.run(life.provisioner.up("c", make_plan(life.bed.offer, ["us-central1-a", "us-central1-b"])))
-    assert life.standing == [] and life.store.get_cluster("c") is None
+    assert life.standing == [] and life.store.clusters.get("c") is None
 
 
 SCRIPT = """

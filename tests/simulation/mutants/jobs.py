@@ -12,7 +12,7 @@ from broker.jobs import acquisition, allowance, controller, daemon, endings, in_
 from broker.jobs.controller import JobController
 from broker.jobs.endings import Endings
 from broker.jobs.health import HealthSignals, Verdict, classify, list_lost_ranks
-from broker.state.database import Database
+from broker.state.database import SqliteDatabase
 from broker.state.jobs import JobRows
 from broker.types import Attempt, Job, JobStatus, Outcome, RunStatus
 
@@ -24,9 +24,9 @@ def controller_death_fails_the_job() -> Patches:
     start = daemon._Daemon.run
 
     async def run(self: Any) -> None:
-        for job_id in self._store.list_live_job_ids():
-            if self._store.list_attempts(job_id):
-                self._store.set_job_status(job_id, JobStatus.FAILED_CONTROLLER, "its controller died")
+        for job_id in self._store.jobs.list_live_ids():
+            if self._store.jobs.list_attempts(job_id):
+                self._store.jobs.set_status(job_id, JobStatus.FAILED_CONTROLLER, "its controller died")
         await start(self)
 
     return (patch.object(daemon._Daemon, "run", run),)
@@ -37,10 +37,10 @@ def terminal_state_overwritten() -> Patches:
     start = daemon._Daemon.run
 
     async def run(self: Any) -> None:
-        self._store._execute("DROP TRIGGER IF EXISTS jobs_terminal")
-        for job_id in self._store.list_unfinished_job_ids():
-            if self._store.list_attempts(job_id):
-                self._store._write(
+        self._store.execute("DROP TRIGGER IF EXISTS jobs_terminal")
+        for job_id in self._store.jobs.list_unfinished_ids():
+            if self._store.jobs.list_attempts(job_id):
+                self._store.write(
                     "UPDATE jobs SET status = 'RECOVERING', is_terminal = 0, ended_s = NULL WHERE id = ?", (job_id,)
                 )
         await start(self)
@@ -50,7 +50,7 @@ def terminal_state_overwritten() -> Patches:
 
 def stale_epoch_writes() -> Patches:
     """A leader that slept through its replacement goes on."""
-    return (patch.object(Database, "_check_epoch", lambda self: None),)
+    return (patch.object(SqliteDatabase, "_check_epoch", lambda self: None),)
 
 
 def two_leaders() -> Patches:
@@ -60,7 +60,7 @@ def two_leaders() -> Patches:
     def hold(config: Any) -> Iterator[bool]:
         yield True
 
-    return (patch.object(daemon, "hold_lock", hold), patch.object(Database, "_check_epoch", lambda self: None))
+    return (patch.object(daemon, "hold_lock", hold), patch.object(SqliteDatabase, "_check_epoch", lambda self: None))
 
 
 def outcome_ignored() -> Patches:
@@ -80,7 +80,7 @@ def lost_node_is_the_users_failure() -> Patches:
 
 
 def cancel_forgotten_in_recovery() -> Patches:
-    get = JobRows.get_job
+    get = JobRows.get
 
     def get_without_cancel(self: Any, job_id: int) -> Job | None:
         job = get(self, job_id)
@@ -88,7 +88,7 @@ def cancel_forgotten_in_recovery() -> Patches:
         return replace(job, cancel_requested=False) if job and is_recovering else job
 
     return (
-        patch.object(JobRows, "get_job", get_without_cancel),
+        patch.object(JobRows, "get", get_without_cancel),
         patch.object(JobRows, "is_cancel_requested", lambda self, job_id: False),
     )
 
@@ -142,31 +142,31 @@ def lease_never_renewed() -> Patches:
 
 
 def request_id_ignored() -> Patches:
-    add = JobRows.add_job
+    add = JobRows.add
 
     def add_anew(self: Any, name: str, task: Any, request_id: str | None = None, **more: Any) -> Any:
         return add(self, name, task, None, **more)
 
-    return (patch.object(JobRows, "add_job", add_anew),)
+    return (patch.object(JobRows, "add", add_anew),)
 
 
 def retry_counts_attempts_anew() -> Patches:
     """A retried job's attempts look older than those whose checkpoints it goes on with."""
-    add = JobRows.add_job
+    add = JobRows.add
 
     def add_from_one(self: Any, *arguments: Any, resumes: Any = None, **more: Any) -> Any:
         job = add(self, *arguments, resumes=resumes, **more)
-        self._write("UPDATE jobs SET first_attempt = 1 WHERE id = ?", (job.id,))
+        self._database.write("UPDATE jobs SET first_attempt = 1 WHERE id = ?", (job.id,))
         return replace(job, first_attempt=1)
 
-    return (patch.object(JobRows, "add_job", add_from_one),)
+    return (patch.object(JobRows, "add", add_from_one),)
 
 
 def outcome_and_status_in_two_commits() -> Patches:
     """Between them, a job whose program has succeeded looks like one that lost its machines."""
 
     def end_job(self: Any, job: Job, attempt: Attempt, status: JobStatus, outcome: Outcome, failure: str) -> float:
-        self._store.put_attempt(replace(attempt, outcome=outcome))
+        self._store.jobs.put_attempt(replace(attempt, outcome=outcome))
         return float(self.finish_job(job, status, outcome.kind, failure))
 
     return (patch.object(Endings, "end_job", end_job),)

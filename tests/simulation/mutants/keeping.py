@@ -19,7 +19,7 @@ from broker.provision.launcher import Launcher
 from broker.provision.lifecycle import Provisioner
 from broker.provision.listing import Lister
 from broker.state.clusters import IntentRows
-from broker.state.database import Database
+from broker.state.database import SqliteDatabase
 from broker.state.store import Store
 from broker.types import Cluster, Job, NodeState
 
@@ -37,7 +37,7 @@ def intents_not_durable() -> Patches:
         with self._store.transaction(is_durable=False):
             return open_intent(self, *arguments, **named)
 
-    note_account = IntentRows.note_intent_account
+    note_account = IntentRows.note_account
 
     def note_loosely(self: Any, *arguments: Any) -> None:
         with self.transaction(is_durable=False):
@@ -45,20 +45,20 @@ def intents_not_durable() -> Patches:
 
     return (
         patch.object(Launcher, "_open_intent", open_loosely),
-        patch.object(IntentRows, "note_intent_account", note_loosely),
+        patch.object(IntentRows, "note_account", note_loosely),
     )
 
 
 def synchronous_never_back_to_full() -> Patches:
     """The first commit that needs no sync takes it from all that follow on its connection."""
-    transaction = Database.transaction
+    transaction = SqliteDatabase.transaction
 
     @contextmanager
     def loosen(self: Any, *, is_durable: bool = True) -> Iterator[None]:
         with transaction(self, is_durable=is_durable and self._is_durable):
             yield
 
-    return (patch.object(Database, "transaction", loosen),)
+    return (patch.object(SqliteDatabase, "transaction", loosen),)
 
 
 # -- records ------------------------------------------------------------------------------------------------------
@@ -78,7 +78,7 @@ def record_deleted_before_nodes_are_gone() -> Patches:
 
     async def delete_and_confirm(*arguments: Any, **named: Any) -> Any:
         if ending := _ENDING.get():
-            ending[0].delete_cluster(ending[1])
+            ending[0].clusters.delete(ending[1])
         return await confirm(*arguments, **named)
 
     return (
@@ -91,9 +91,9 @@ def no_epoch_fence_before_create() -> Patches:
     """The intent is read, and nothing is asked about who leads."""
 
     def is_open(self: Any, token: str) -> bool:
-        return bool(self._rows("SELECT 1 FROM intents WHERE token = ? AND outcome IS NULL", (token,)))
+        return bool(self._database.rows("SELECT 1 FROM intents WHERE token = ? AND outcome IS NULL", (token,)))
 
-    return (patch.object(IntentRows, "is_intent_open", is_open),)
+    return (patch.object(IntentRows, "is_open", is_open),)
 
 
 def collector_ends_a_replacement_under_way() -> Patches:
@@ -101,8 +101,8 @@ def collector_ends_a_replacement_under_way() -> Patches:
     find = Collector._find_orphans
 
     def find_all(self: Any) -> Any:
-        clusters = {each.name for each in self._store.list_clusters() if each.status is lifecycle.ClusterStatus.UP}
-        intents = [each.request for each in self._store.list_open_intents()]
+        clusters = {each.name for each in self._store.clusters.list() if each.status is lifecycle.ClusterStatus.UP}
+        intents = [each.request for each in self._store.intents.list_open()]
         return [each for each in intents if each.cluster in clusters and each.token not in self._surplus.tokens]
 
     assert find is not find_all
@@ -122,7 +122,7 @@ def budget_per_attempt() -> Patches:
     def find(job: Job, store: Store, clock: Any) -> str:
         budget_usd = job.task.goal.budget_usd if job.task.goal else None
         live = job.attempts[-1].number if job.attempts and job.attempts[-1].ended_s is None else job.next_attempt
-        spent_usd = store.spend_usd(cluster=job.name_cluster(live), now_s=clock.now_s())
+        spent_usd = store.bills.spend_usd(cluster=job.name_cluster(live), now_s=clock.now_s())
         return "" if budget_usd is None or spent_usd < budget_usd else "the budget is used up"
 
     def check(job: Job, store: Store, clock: Any) -> None:

@@ -34,12 +34,12 @@ def effect_before_intent() -> Patches:
     create = Launcher._create
 
     def open_intent(self: Any, wanted: Any, placement: Any, **more: Any) -> Any:
-        with patch.object(IntentRows, "put_intent"):
+        with patch.object(IntentRows, "put"):
             return open_as_usual(self, wanted, placement, **more)
 
     async def create_then_write(self: Any, one: Any, wanted: Any) -> Any:
         made = await create(self, one, wanted)
-        self._store.put_intent(one.request)
+        self._store.intents.put(one.request)
         return made
 
     async def note_nothing(self: Any, one: Any) -> None:
@@ -50,7 +50,7 @@ def effect_before_intent() -> Patches:
         patch.object(Launcher, "_open_intent", open_intent),
         patch.object(Launcher, "_create", create_then_write),
         patch.object(NodeCreator, "_note_account", note_nothing),
-        patch.object(IntentRows, "is_intent_open", lambda self, token: True),
+        patch.object(IntentRows, "is_open", lambda self, token: True),
     )
 
 
@@ -76,11 +76,11 @@ def fresh_token_on_retry() -> Patches:
             try:
                 return await one.cloud.create_nodes(one.request)
             except UnknownOutcomeError:
-                self._store.close_intent(one.request.token, IntentEnd.UNCLEAR)
+                self._store.intents.close(one.request.token, IntentEnd.UNCLEAR)
                 one.request = replace(one.request, token=f"{one.request.token[:24]}/{serial}")
-                self._store.put_intent(one.request)
+                self._store.intents.put(one.request)
             except CloudError as error:
-                self._store.close_intent(one.request.token, IntentEnd.REFUSED, error.message)
+                self._store.intents.close(one.request.token, IntentEnd.REFUSED, error.message)
                 raise
         raise TransientError("no clear answer")
 
@@ -94,7 +94,7 @@ def forget_unanswered_intent() -> Patches:
         try:
             return await one.cloud.create_nodes(one.request)
         except CloudError as error:
-            self._store.close_intent(one.request.token, IntentEnd.REFUSED, error.message)
+            self._store.intents.close(one.request.token, IntentEnd.REFUSED, error.message)
             raise
 
     return (patch.object(Launcher, "_create", create),)
@@ -104,8 +104,8 @@ def intent_closed_before_the_record() -> Patches:
     """Two commits where one is needed: between them the nodes are unrecorded."""
 
     def enter(self: Any, wanted: Any, placement: Any, nodes: Any) -> Any:
-        self._store.close_intent(nodes[0].token, IntentEnd.UP)
-        with patch.object(IntentRows, "is_intent_open", lambda self, token: True):
+        self._store.intents.close(nodes[0].token, IntentEnd.UP)
+        with patch.object(IntentRows, "is_open", lambda self, token: True):
             return enter_as_usual(self, wanted, placement, nodes)
 
     enter_as_usual = ClusterBuilder._enter
@@ -132,7 +132,7 @@ def refusal_of_another_zone_believed() -> Patches:
 
 
 def refusal_for_ever() -> Patches:
-    add = Store.add_refusal
+    add = Store.refusals.add
 
     def add_for_ever(self: Any, *arguments: Any, **named: Any) -> None:
         add(self, *arguments[:5], 1e6, *arguments[6:], **{**named, "lasts_s_max": 1e6})
@@ -252,9 +252,9 @@ def relaunch_without_confirmed_end() -> Patches:
     """The next attempt starts while the last one's nodes are still to be ended."""
 
     async def terminate(self: Any, attempt: Any) -> None:
-        cluster = self._store.get_cluster(attempt.cluster)
+        cluster = self._store.clusters.get(attempt.cluster)
         if cluster is not None:
-            self._store.put_cluster(replace(cluster, status=ClusterStatus.TERMINATING))
+            self._store.clusters.put(replace(cluster, status=ClusterStatus.TERMINATING))
         self.close(attempt)  # the collector ends what is left
 
     return (patch.object(AttemptTeardown, "terminate", terminate),)
@@ -278,8 +278,8 @@ def collector_reads_records_first() -> Patches:
     """Without the grace of young nodes, which hides it: what is recorded while the list is read counts as lost."""
 
     async def find(self: Any, cloud: Any, left: Any = ()) -> Sequence[Node]:
-        recorded = {node.id for cluster in self._store.list_clusters() for node in cluster.nodes}
-        tokens = {intent.request.token for intent in self._store.list_open_intents()}
+        recorded = {node.id for cluster in self._store.clusters.list() for node in cluster.nodes}
+        tokens = {intent.request.token for intent in self._store.intents.list_open()}
         await self._clock.sleep(4.0)
         return [
             node
@@ -294,7 +294,7 @@ def collector_blind_to_intents() -> Patches:
     """Nor does it spare young nodes: what is in no record is lost, though an intent to make it is open."""
 
     async def find(self: Any, cloud: Any, left: Any = ()) -> Sequence[Node]:
-        recorded = {node.id for cluster in self._store.list_clusters() for node in cluster.nodes}
+        recorded = {node.id for cluster in self._store.clusters.list() for node in cluster.nodes}
         listed = await cloud.list_nodes(self._owner)
         return [node for node in listed if node.id not in recorded and node.state is not NodeState.TERMINATED]
 

@@ -1,0 +1,55 @@
+"""The secrets of live jobs: one file of mode 0600 for each job, deleted when it ends. They are in no database."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+
+from broker.errors import DamagedRowError
+from broker.state.faults import explain_os_error
+from broker.types.jobs import name_job
+
+
+class SecretFiles:
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def _find_path(self, job_id: int, uid: str) -> Path:
+        # A damaged name must not lead out of the folder.
+        return self._folder / f"{name_job(job_id, uid).replace('/', '_')}.json"
+
+    def forget(self, job_id: int, uid: str) -> None:
+        path = self._find_path(job_id, uid)
+        try:
+            path.unlink(missing_ok=True)
+        except OSError as error:
+            raise explain_os_error(error, default=path) from error
+
+    def write(self, job_id: int, uid: str, values: Mapping[str, str]) -> None:
+        path = self._find_path(job_id, uid)
+        try:
+            path.parent.mkdir(mode=0o700, exist_ok=True)
+            path.unlink(missing_ok=True)
+            with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+                json.dump(dict(values), file)
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            raise explain_os_error(error, default=path) from error
+
+    def read(self, job_id: int, uid: str, names: Sequence[str]) -> Mapping[str, str]:
+        """Empty values once the job has ended and its file is gone. Raises StateError for a damaged file."""
+        path = self._find_path(job_id, uid)
+        try:
+            values = msgspec.json.decode(path.read_bytes(), type=dict[str, str])
+        except FileNotFoundError:
+            values = {}
+        except OSError as error:
+            raise DamagedRowError("jobs", str(job_id), f"its secrets in {path}: {error.strerror}") from error
+        except ValueError as error:
+            raise DamagedRowError("jobs", str(job_id), f"its secrets in {path} are no JSON") from error
+        return {name: values.get(name, "") for name in names}
