@@ -27,11 +27,7 @@ test: $(INSTALLED) ## all tests except the longest
 test-slow: $(INSTALLED) ## the longest tests: all histories and kills of the simulation, combined strategies, all templates
 	$(PYTEST) -m long
 
-<<<<<<< HEAD
 # Tests that start no training and no command line: a few minutes. `make coverage TESTS=tests` includes all of `make test`.
-=======
-# Those that start no training and no command line: a few minutes. `make coverage TESTS=tests` takes all of `make test`.
->>>>>>> main
 TESTS ?= $(addprefix tests/,access advisor agent app catalog clouds jobs lab optimizer pipelines provision runtime spot state storage task)
 coverage: $(INSTALLED) ## lines of broker/ that the fast tests execute in process
 	mkdir -p build

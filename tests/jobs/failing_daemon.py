@@ -42,7 +42,7 @@ def crashing(method: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[A
 def commit(self: SqliteDatabase) -> None:
     if self.epoch is not None:  # only what the leader writes: opening the store is not its deed
         pass_by()
-    self._execute("COMMIT")
+    self.execute("COMMIT")
     if self.epoch is not None:
         pass_by()
 
