@@ -130,7 +130,7 @@ class Rendezvous:
             member.send(kind="end", is_over=True)
 
     def give_up(self) -> None:
-        """Nobody comes any more."""
+        """End the run for the ranks that wait: too few are left."""
         for member in self.waiting.values():
             member.send(kind="end", reason=f"{len(self.waiting)} ranks are left, and `--elastic` asks for {self.least}")
 

@@ -74,7 +74,7 @@ class Market:
                 raise NoOfferError(wider.message, hints=[*self._say_unpriced(task), *explained.hints]) from error
 
     def _say_unpriced(self, task: Task) -> Sequence[str]:
-        """For clouds that nobody publishes prices of, such as one's own Kubernetes."""
+        """Return a hint for each requested cloud without published prices, such as a private Kubernetes cluster."""
         return [
             f"the price book has no offers of {cloud}: `broker catalog import DIR` takes in what it offers you"
             for cloud in sorted(self._list_unpriced(task))

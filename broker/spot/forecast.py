@@ -12,7 +12,7 @@ from broker.spot.policies.base import Candidate
 from broker.spot.prior import OLD, Paces, Prior, live_through
 
 SOON_HOURS = 2.0  # checkpoints are spaced by the hazard of so many hours to come
-STINT_HOURS_MAX = 24.0  # nobody knows a market for longer than a day
+STINT_HOURS_MAX = 24.0  # evidence on a market is worth little after a day
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,7 @@ from broker.types import Cluster, IntentEnd, Node, NodeRequest, NodeState
 
 @noun
 class Intent:
-    """A gang somebody meant to create; open until its outcome is known."""
+    """A gang that was requested; open until its outcome is known."""
 
     request: NodeRequest
     created_s: float

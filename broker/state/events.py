@@ -43,7 +43,7 @@ class Refusal:
     expires_s: float
     reason: str
     reask_s: float = 0.0  # from then on it may be asked after all by one who has nowhere else to go
-    probed_until_s: float = 0.0  # somebody does so, and all others wait
+    probed_until_s: float = 0.0  # until then one launch probes the placement and all others wait
     hints: tuple[str, ...] = ()  # what mends it
 
     def covers(self, placement: Placement) -> bool:

@@ -67,7 +67,7 @@ _LIVE_INDEXES = (  # a daemon asks three times a second; ten thousand ended jobs
     "CREATE INDEX nodes_job ON nodes (job_id)",
 )
 
-_COMPACTION = (  # still nobody may delete a young event
+_COMPACTION = (  # young events remain protected from deletion
     "DROP TRIGGER events_stay",
     f"""CREATE TRIGGER events_stay BEFORE DELETE ON events WHEN OLD.time_s > unixepoch() - {KEPT_DAYS} * 86400
        BEGIN SELECT RAISE(ABORT, 'events are append-only'); END""",
