@@ -178,7 +178,7 @@ def test_failed_renewal_is_reported_once_and_retried(config: Config, granter: Fa
     grants, told = make_grants(config, granter, make_task())
     granter.error = TransientError("no network")
     assert renew(grants) == renew(grants) == []
-    assert told == ["the nodes' access to buckets is not renewed: no network"]
+    assert told == ["cannot renew the nodes' bucket access: no network"]
     granter.error = None
     assert len(renew(grants)) == 1
 

@@ -36,6 +36,6 @@ def test_exec_runs_halves_in_parallel_and_queue_shows_waiting_runs(shell: Shell)
     assert "ACCELERATORS" in table[0] and "T4:0.5" in table[1] and "PENDING" in table[1]
 
     refused = shell.run("exec", "c", path, "--gpus", "A100:8", code=2)
-    assert "asks for A100:8" in refused.stderr and "have T4:1" in refused.stderr
+    assert "requests A100:8" in refused.stderr and "have T4:1" in refused.stderr
     shell.run("cancel", "c", "2")
     shell.wait_until(lambda: shell.read_json("queue", "c")[3]["status"] == "RUNNING", "the third has its turn")

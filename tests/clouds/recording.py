@@ -112,7 +112,7 @@ class World:
 
         def go_on(text: str) -> None:
             self.told.append(text)
-            if text.startswith("look"):
+            if text.startswith("sample"):
                 self._bring_about(next(coming, ROOM))
 
         self._bring_about(next(coming))

@@ -51,7 +51,8 @@ DECLARED = (
         where="the program's own: torch's store listens on all interfaces at `BROKER_MASTER_PORT`, gloo and NCCL on "
         "the interface they choose",
         authentication="none; torch offers none",
-        stranger="whoever reaches the port can read and break the training: the firewall lets in the gang's nodes only",
+        stranger="any client that reaches the port can read and break the training: "
+        "the firewall lets in the gang's nodes only",
         code="torch; `broker/clouds/aws/network.py`, `broker/clouds/gcp/firewall.py`",
     ),
     Declared(

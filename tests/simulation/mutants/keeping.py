@@ -40,7 +40,7 @@ def intents_not_durable() -> Patches:
     note_account = IntentRows.note_account
 
     def note_loosely(self: Any, *arguments: Any) -> None:
-        with self.transaction(is_durable=False):
+        with self._database.transaction(is_durable=False):
             note_account(self, *arguments)
 
     return (

@@ -18,8 +18,7 @@ from broker.provision.creation import NodeCreator
 from broker.provision.launcher import Launcher, SurplusReleaser
 from broker.provision.lifecycle import Provisioner
 from broker.state.clusters import IntentRows
-from broker.state.events import Refusal
-from broker.state.store import Store
+from broker.state.events import Refusal, RefusalRows
 from broker.types import Cluster, ClusterStatus, IntentEnd, Node, NodeState
 from tests.simulation.world import FOREIGN
 
@@ -132,12 +131,12 @@ def refusal_of_another_zone_believed() -> Patches:
 
 
 def refusal_for_ever() -> Patches:
-    add = Store.refusals.add
+    add = RefusalRows.add
 
     def add_for_ever(self: Any, *arguments: Any, **named: Any) -> None:
         add(self, *arguments[:5], 1e6, *arguments[6:], **{**named, "lasts_s_max": 1e6})
 
-    return (patch.object(Store, "add_refusal", add_for_ever),)
+    return (patch.object(RefusalRows, "add", add_for_ever),)
 
 
 def late_gang_kept() -> Patches:
