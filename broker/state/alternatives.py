@@ -1,4 +1,4 @@
-"""Convert what schema 10 recorded: recovery and autostop move from the alternatives of a task to the task, and each
+"""Conversion of rows from schema 10: recovery and autostop move from the alternatives of a task to the task, and each
 placement gets the index of the alternative that it was planned for. Used only by that migration.
 
 An unreadable row is left unchanged; the code that reads it later reports the damage.

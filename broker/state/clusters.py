@@ -144,7 +144,7 @@ class IntentRows:
 def _read_cluster(row: Row) -> Cluster:
     def read() -> Cluster:
         cluster = msgspec.json.decode(row["body"], type=Cluster)
-        _ = cluster.placement.usd_hour  # raises if the field is missing, as it is when its name is damaged
+        _ = cluster.placement.usd_hour  # raises if the field is missing because its name is damaged
         return cluster
 
     return read_row("clusters", row["name"], read)

@@ -174,7 +174,7 @@ class JobRows:
         return is_written
 
     def request_cancel(self, job_id: int) -> bool:
-        """Request that a job is cancelled; return False if it has already ended."""
+        """Request the cancellation of a job; return False if it has already ended."""
         cursor = self._database.write(
             "UPDATE jobs SET cancel_requested = 1 WHERE id = ? AND NOT is_terminal", (job_id,)
         )

@@ -1,4 +1,4 @@
-"""Convert the sentences that schema 9 recorded into kinds with data. Used only by that migration, and never changed:
+"""Conversion of sentences from schema 9 into kinds with data. Used only by that migration, and never changed:
 today's sentences come from `broker/wording.py`, and no code reads them.
 
 A sentence that no pattern matches is kept verbatim, as `OutcomeKind.OTHER` or `EventKind.NOTE`.
