@@ -1,4 +1,4 @@
-"""The Python API for asyncio: the functions of `broker`, to be awaited.
+"""The Python API for asyncio: the functions of `broker` as coroutines.
 
 from broker import aio
 launched = await aio.launch("train.yaml", cluster="dev")
@@ -38,18 +38,18 @@ __all__ = [
 
 @noun
 class Launched:
-    """A cluster that is up, and its newest run; `run_id` is None for a task with nothing to run."""
+    """A cluster that is up, and the run that was started; `run_id` is None for a task with nothing to run."""
 
     cluster: Cluster
     run_id: int | None
 
 
 async def plan(task: TaskLike, *, clouds: Collection[str] | None = None, cache: Path | None = None) -> Plan:
-    """Rank every placement that fits, cheapest to finish first (per hour where no work is given). Starts nothing.
+    """Rank every placement that fits, cheapest to finish first (per hour if the task states no work). Starts nothing.
 
     `task` is a file (Path, or a string of one line), YAML text (a string of several lines), a mapping with a file's
-    content, or a Task. `clouds` limits the plan to some clouds. Prices come from the book in `cache`, by default the
-    one that the command line uses.
+    content, or a Task. `clouds` limits the plan to some clouds. Prices come from the price book in `cache`, by default
+    the one that the command line uses.
 
     Raises TaskError for an invalid task, NoOfferError with verified hints where nothing fits, StateError where the
     price book cannot be opened.
@@ -76,9 +76,9 @@ async def launch(
 ) -> Launched:
     """Start a cluster and a task on it, and return once the task is submitted; `logs` follows it.
 
-    Machines are paid for from here on, without a question: see `plan` for the price. A cluster of that name that is
-    up is used again. `cluster` defaults to a name that is the same for every launch of the task. With `down`, the
-    idle cluster is terminated instead of stopped. `hedge` is the number of locations to try in parallel.
+    This starts billing without confirmation: see `plan` for the price. A cluster of that name that is up is reused.
+    `cluster` defaults to a name that is the same for every launch of the task. With `down`, the idle cluster is
+    terminated instead of stopped. `hedge` is the number of locations to try in parallel.
 
     Raises TaskError, UsageError, NoOfferError, CloudError. After a CloudError or a cancellation, `down(cluster)`
     terminates what may have been started.
@@ -101,7 +101,7 @@ async def launch(
 async def exec(cluster: str, task: TaskLike, *, home: Path | None = None, on_note: Notes | None = None) -> int:
     """Start a task's `run`, without its `setup`, on a cluster that is up; return the run's id.
 
-    A task that requests accelerators reserves them and runs beside others; any other task has the whole cluster.
+    A task that requests accelerators reserves them and runs alongside others; any other task has the whole cluster.
     Raises UsageError for an unknown cluster or one that is not up, CloudError where its nodes do not respond.
     """
     with open_context(home, on_note) as context:
@@ -109,7 +109,7 @@ async def exec(cluster: str, task: TaskLike, *, home: Path | None = None, on_not
 
 
 async def status(*, refresh: bool = False, home: Path | None = None, on_note: Notes | None = None) -> Status:
-    """Return all clusters and their cost; with `refresh`, with their state as the clouds report it now.
+    """Return all clusters and their cost; with `refresh`, query the clouds for their current state.
 
     A cloud that cannot be queried is in `failures`; its clusters show their last known state.
     """
@@ -125,7 +125,7 @@ async def queue(cluster: str, *, home: Path | None = None) -> tuple[Run, ...]:
 
 
 async def cancel(cluster: str, run_ids: Sequence[int] | None = None, *, home: Path | None = None) -> tuple[int, ...]:
-    """Cancel runs of a cluster, or all with None; return the ids of those that were live."""
+    """Cancel runs of a cluster, or all if `run_ids` is None; return the ids of those that were live."""
     with open_context(home) as context:
         return tuple(await clusters.cancel_runs(context, clusters.find_up(context, cluster), run_ids))
 
@@ -135,7 +135,7 @@ async def logs(
 ) -> AsyncIterator[str]:
     """Yield the output of a run, line by line; by default of the newest run, until it ends.
 
-    Raises RunFailedError after the last line of a run that failed: a loop that ends without an error is a success.
+    Raises RunFailedError after the last line of a failed run, so a loop that ends without an error means success.
     """
     with open_context(home) as context:
         found = clusters.find_up(context, cluster)
@@ -147,8 +147,8 @@ async def logs(
 async def down(*names: str, home: Path | None = None, on_note: Notes | None = None) -> tuple[str, ...]:
     """Terminate clusters, by name or pattern (`dev-*`), and delete their disks; return their names.
 
-    Each is confirmed gone. Raises UsageError for an unknown name or the cluster of a live job, and BrokerError, after
-    the others are terminated, where a cloud fails.
+    Returns once each is confirmed gone. Raises UsageError for an unknown name or the cluster of a live job, and
+    BrokerError if a cloud fails, after the other clusters are terminated.
     """
     with open_context(home, on_note) as context:
         wanted, failures = clusters.select_clusters(context, names)
@@ -180,9 +180,9 @@ async def advise(
 ) -> Recommendation:
     """Recommend GPUs and parallelism for training a model, with time and cost. Starts nothing.
 
-    Amounts are numbers or text such as 7B; `batch` is in tokens, `deadline` a duration such as 5d. The model is given
-    by `params`, or by `layers` and `hidden`. `Recommendation.task` is the first option's task file as YAML text, which
-    `plan` and `jobs.launch` accept.
+    Amounts are numbers or text such as 7B; `batch` is in tokens, `deadline` is a duration such as 5d. `params`
+    specifies the model, or `layers` and `hidden` do. `Recommendation.task` is the first option's task file as YAML
+    text, which `plan` and `jobs.launch` accept.
     """
     request = AdviceRequest(
         params=_write_amount(params), active_params=_write_amount(active_params), tokens=_write_amount(tokens) or "",
@@ -211,8 +211,9 @@ async def simulate(
 ) -> Simulation:
     """Compare spot policies for a task on recorded markets, or on synthetic ones without `traces`.
 
-    `starts` is the number of start times, `optima` of how many of them the optimum is computed. `apart` replays each
-    trace as a market of its own instead of a zone of one market. The task must state its work (`goal: {work: 40h}`).
+    `starts` is the number of start times, `optima` the number of those for which the optimum is computed. `apart`
+    replays each trace as a separate market instead of a zone of one market. The task must state its work
+    (`goal: {work: 40h}`).
     """
     request = SimulationRequest(
         traces=traces, policies=None if policies is None else tuple(policies), starts=starts, optima=optima,

@@ -1,4 +1,4 @@
-"""Managed jobs for asyncio: the functions of `broker.jobs`, to be awaited."""
+"""Managed jobs for asyncio: the functions of `broker.jobs` as coroutines."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ async def launch(
 ) -> Job:
     """Submit a task as a managed job, which recovers from preemptions, and return at once; a daemon runs it.
 
-    Its machines are paid for without a question: see `broker.plan` for the price, and `goal: {budget: 100}` in the
+    This starts billing without confirmation: see `broker.plan` for the price, and set `goal: {budget: 100}` in the
     task for a limit. Calls with the same `request_id` create one job. Raises TaskError, UsageError for a pipeline or
-    a task without `run`, NoOfferError, and CloudError where its nodes would have no access to its buckets.
+    a task without `run`, NoOfferError, and CloudError if its nodes would have no access to its buckets.
     """
     (job,) = await _submit([read_task(task)], name, request_id, hedge, home, on_note)
     return job
@@ -45,7 +45,7 @@ async def launch_pipeline(
     home: Path | None = None,
     on_note: Notes | None = None,
 ) -> tuple[Job, ...]:
-    """Submit all tasks of a file, each as a job that waits for those it needs. Otherwise as `launch`."""
+    """Submit all tasks of a file, each as a job that waits for the jobs it needs; otherwise like `launch`."""
     return await _submit(read_tasks(task), name, request_id, hedge, home, on_note)
 
 
@@ -78,7 +78,7 @@ async def wait(
 ) -> Job:
     """Wait until a job, by id or name, reaches a status; return it.
 
-    Raises JobEndedError where it ends in another status, WaitTimeoutError after `timeout_s` seconds.
+    Raises JobEndedError if it ends in another status, WaitTimeoutError after `timeout_s` seconds.
     """
     if timeout_s is not None and timeout_s <= 0:
         raise UsageError(f"`timeout_s` must be positive, not {timeout_s:g}")
@@ -90,7 +90,7 @@ async def wait(
 
 
 async def queue(*, home: Path | None = None, on_note: Notes | None = None) -> tuple[Job, ...]:
-    """Return all managed jobs, oldest first. A daemon that died is restarted."""
+    """Return all managed jobs, oldest first; restart a dead daemon."""
 
     def list_jobs(context: Context) -> tuple[Job, ...]:
         found = context.store.jobs.list(on_damage=context.warn)
@@ -103,7 +103,7 @@ async def queue(*, home: Path | None = None, on_note: Notes | None = None) -> tu
 async def cancel(*wanted: int | str, home: Path | None = None, on_note: Notes | None = None) -> tuple[Job, ...]:
     """Cancel jobs, by id, name or pipeline, and have their clusters terminated; return those that were live.
 
-    Raises UsageError, before any is cancelled, where one is unknown.
+    Raises UsageError if one is unknown, before any is cancelled.
     """
 
     def end(context: Context) -> tuple[Job, ...]:
@@ -124,7 +124,7 @@ async def retry(
     home: Path | None = None,
     on_note: Notes | None = None,
 ) -> Job:
-    """Submit an ended job again; it resumes from its checkpoints. Its secrets were erased at its end."""
+    """Submit an ended job again, resuming from its checkpoints. Pass its `secrets`, which were erased when it ended."""
 
     def submit(context: Context) -> Job:
         return jobs.retry(context, jobs.find_job(context, job), secrets=secrets or {}, request_id=request_id)
@@ -133,7 +133,7 @@ async def retry(
 
 
 async def logs(job: int | str, *, follow: bool = True, home: Path | None = None) -> AsyncIterator[str]:
-    """Yield the output of a job across its recoveries, line by line; by default until it ends.
+    """Yield the output of a job across recoveries, line by line; by default until it ends.
 
     Raises RunFailedError after the last line of a job that did not succeed.
     """

@@ -1,4 +1,4 @@
-"""Open the objects of one call of the Python API, and run coroutines for callers without an event loop."""
+"""Contexts for calls of the Python API, and synchronous wrappers for callers without an event loop."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Notes = Callable[[str], None]
 
 @contextmanager
 def open_context(home: Path | None, on_note: Notes | None = None) -> Iterator[Context]:
-    """Open a context, and close its store at the end. It belongs to the thread that opens it."""
+    """Open a context, and close its store at the end. Use it only in the thread that opens it."""
     context = Context(home, on_note=on_note or (lambda text: None))
     try:
         yield context
@@ -28,7 +28,7 @@ def open_context(home: Path | None, on_note: Notes | None = None) -> Iterator[Co
 
 
 async def use_in_thread(home: Path | None, on_note: Notes | None, call: Callable[[Context], T]) -> T:
-    """Call with a context in a thread, for work that would block the event loop."""
+    """Run `call` with a context in a separate thread, for work that would block the event loop."""
 
     def use() -> T:
         with open_context(home, on_note) as context:
@@ -38,7 +38,7 @@ async def use_in_thread(home: Path | None, on_note: Notes | None, call: Callable
 
 
 def make_sync(call: Callable[P, Coroutine[Any, Any, T]]) -> Callable[P, T]:
-    """Make a plain function of a coroutine function. In a running loop (a notebook), it blocks the loop."""
+    """Make a synchronous function from a coroutine function. In a running loop (a notebook), it blocks the loop."""
 
     @functools.wraps(call)
     def run(*arguments: P.args, **named: P.kwargs) -> T:
@@ -60,7 +60,7 @@ def _has_loop() -> bool:
 
 
 def make_sync_iterator(call: Callable[P, AsyncIterator[T]]) -> Callable[P, Iterator[T]]:
-    """Make a generator of an asynchronous generator function; it lives in a thread with a loop of its own."""
+    """Make a synchronous generator function from an asynchronous one, which runs in a thread with its own loop."""
 
     @functools.wraps(call)
     def run(*arguments: P.args, **named: P.kwargs) -> Iterator[T]:

@@ -1,6 +1,6 @@
 """The Python API without asyncio: `broker.plan`, `broker.launch` and so on. `broker.aio` documents each function.
 
-In a running event loop (a notebook), these functions work too, and block the loop meanwhile.
+These functions also work in a running event loop (a notebook), which they block meanwhile.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Wire the parts together for the command line and the Python API."""
+"""The application layer, which wires the parts together for the command line and the Python API."""

@@ -1,4 +1,4 @@
-"""Recommend GPUs and parallelism for a model: from the amounts that a user names to options with time and cost."""
+"""Recommendations of GPUs and parallelism for a model, with time and cost, from the amounts that a user specifies."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _SCALE = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
 
 @noun
 class AdviceRequest:
-    """The model, its data and the limits, as a user writes them: `params` 7B, `tokens` 140B, `deadline` 5d."""
+    """The model, its data and the limits, as written by the user: `params` 7B, `tokens` 140B, `deadline` 5d."""
 
     params: str | None = None
     active_params: str | None = None
@@ -185,7 +185,8 @@ def choose_batch(parameters: float) -> float:
 def round_batch(sequences: float) -> int:
     """Round to a multiple of the largest power of two within `BATCH_SLACK`.
 
-    `--batch 4M` at 4,096 is 1,024 sequences: 977 hardly divide by ranks or micro-batches, so it would be slower.
+    `--batch 4M` with sequences of 4,096 tokens is 1,024 sequences: 977 would hardly divide by ranks or micro-batches,
+    and be slower.
     """
     for power in range(24, 0, -1):
         unit = 1 << power

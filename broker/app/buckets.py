@@ -1,4 +1,4 @@
-"""Upload local files to the buckets of a task, and show the cost of copying buckets to its nodes."""
+"""Uploads of local files to the buckets of a task, and the cost of copying buckets to its nodes."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ if TYPE_CHECKING:
     from broker.optimizer.egress import EgressTable
 
 MIB = 2**20
-# Called with the URL of an upload; what it gives is called with the bytes sent so far, and all of them.
+# Called with the URL of an upload; the callable that it yields is called with the bytes sent so far and the total.
 TrackUpload = Callable[[str], AbstractContextManager[Callable[[int, int], None]]]
 
 
 def fill_buckets(context: Context, tasks: Iterable[Task], *, track: TrackUpload) -> tuple[Task, ...]:
-    """Replace local files by buckets, and upload them; a repeated call uploads only changes.
+    """Upload local files and replace them with buckets; a repeated call uploads only changes.
 
-    Raises UsageError for a path that is not there, and what `storage.upload` raises.
+    Raises UsageError for a missing path, and the errors of `storage.upload`.
     """
     return tuple(_fill(context, task, track) if task.storage_mounts else task for task in tasks)
 
@@ -49,7 +49,7 @@ def _fill(context: Context, task: Task, track: TrackUpload) -> Task:
 
 
 def collect_files(sources: tuple[str, ...]) -> Mapping[str, Path]:
-    """Map keys to files as SkyPilot does: the content of a single folder at the top, several paths each by name."""
+    """Map keys to files as SkyPilot does: a single folder's content at the top, several paths each under its name."""
     found: dict[str, Path] = {}
     for source in sources:
         path = Path(source).expanduser()
@@ -73,9 +73,9 @@ def _list_folder(folder: Path, prefix: str) -> dict[str, Path]:
 
 
 def note_copies(context: Context, plans: Sequence[Plan]) -> None:
-    """Note the cost of each copied bucket, before anything is paid; a bucket that cannot be queried is only noted.
+    """Note the cost of each copied bucket before anything is paid for; note a bucket that cannot be queried.
 
-    Raises InvalidRequestError for a missing bucket, and for a mount that no node can have.
+    Raises InvalidRequestError for a missing bucket, and for a mount that is impossible on a node.
     """
     if not any(plan.task.storage_mounts for plan in plans):
         return

@@ -1,4 +1,4 @@
-"""Work on running clusters: status, output, runs, autostop and termination."""
+"""Operations on clusters: status, output, runs, autostop and termination."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ POLL_S = 0.3
 
 @noun
 class Status:
-    """All clusters, what each cost so far, and the managed jobs that have not ended."""
+    """All clusters, their cost so far, and the managed jobs that have not ended."""
 
     clusters: tuple[Cluster, ...]
     spent_usd: Mapping[str, float]  # by cluster
-    total_usd: float  # of all clusters and jobs, those that ended included
+    total_usd: float  # of all clusters and jobs, including ended ones
     live_job_ids: tuple[int, ...]
     failures: Mapping[str, CloudError]  # by cloud: its clusters show their last known state
 
 
 def find_up(context: Context, name: str) -> Cluster:
-    """Find a cluster that is up. Raises UsageError for an unknown one, and for any other state."""
+    """Find a cluster that is up. Raises UsageError if it is unknown or in any other state."""
     cluster = context.find_cluster(name)
     if cluster.status is ClusterStatus.STOPPED:
         raise UsageError(f"cluster `{name}` is stopped", hints=[f"restart it with `broker start {name}`"])
@@ -38,7 +38,7 @@ def find_up(context: Context, name: str) -> Cluster:
 
 
 async def read_status(context: Context, *, is_refreshing: bool) -> Status:
-    """Read the records of all clusters, and with `is_refreshing` their state at the clouds."""
+    """Read the records of all clusters; with `is_refreshing`, query the clouds for their current state."""
     known = context.store.clusters.list(on_damage=context.warn)
     clusters, failures = await refresh_clusters(context, known) if is_refreshing else (known, {})
     now_s = context.clock.now_s()
@@ -68,7 +68,7 @@ async def refresh_clusters(
 
 
 def raise_unasked(failures: Mapping[str, CloudError]) -> None:
-    """Raise CloudError, after everything known is shown: its exit code tells scripts that some of it is outdated."""
+    """Raise CloudError if a cloud failed; call this after the output, so that the exit code marks it as outdated."""
     if failures:
         raise CloudError(
             f"could not query {' and '.join(failures)}: clusters there show their last known state",
@@ -78,7 +78,7 @@ def raise_unasked(failures: Mapping[str, CloudError]) -> None:
 
 
 def find_run_id(context: Context, cluster: str, run_id: int | None) -> int:
-    """Return the given run, or the newest. Raises UsageError where there is none."""
+    """Return the given run id, or the newest. Raises UsageError if the cluster has no runs."""
     wanted = run_id or context.store.clusters.newest_run_id(cluster)
     if not wanted:
         raise UsageError(

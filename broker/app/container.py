@@ -1,4 +1,4 @@
-"""Wire the application together. Each object is created on first use, so a command pays only for what it needs."""
+"""The wiring of the application. Each object is created on first use, so a command only loads what it needs."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ DAEMON = (sys.executable, "-m", "broker", "daemon")
 
 
 class LazyClouds(Mapping[str, "Cloud"]):
-    """The clouds that are set up. Each adapter is imported when its cloud is first looked up, all by an iteration."""
+    """The clouds that are set up. An adapter is imported on the first lookup of its cloud; an iteration imports all."""
 
     def __init__(self, names: Sequence[str], make: Callable[[str], Cloud | None]) -> None:
         self._names = names
@@ -109,7 +109,7 @@ class Context:
         )
 
     def _write_boot(self, request: NodeRequest) -> str:
-        """Make the script that a cloud node runs at its first boot; local nodes need none."""
+        """Make the script that a cloud node runs at its first boot; return an empty one for local nodes."""
         from broker.clouds.base import ProvidesSshHosts
         from broker.runtime.bootstrap import make_boot
         from broker.runtime.keys import HOST, LOGIN, Keys
@@ -118,7 +118,7 @@ class Context:
         if not isinstance(cloud, ProvidesSshHosts):
             return ""
         keys = Keys(self.config.keys)
-        # Intents first: one that closes meanwhile has its cluster recorded in the same commit.
+        # Intents before clusters: an intent that closes in between has its cluster recorded in the same commit.
         live = [(intent.request.cluster, intent.request.token) for intent in self.store.intents.list_open()]
         for cluster in self.store.clusters.list():
             live += [(cluster.name, token) for token in self.store.intents.list_tokens(cluster.name)]
@@ -231,14 +231,14 @@ class Context:
                 )
 
     def find_cluster(self, name: str) -> Cluster:
-        """Find a cluster by name. Raises UsageError that lists the known names."""
+        """Find a cluster by name. Raises UsageError with the known names."""
         cluster = self.store.clusters.get(name)
         if cluster is None:
             raise self.explain_missing(name)
         return cluster
 
     def explain_missing(self, name: str) -> UsageError:
-        """Make the error for an unknown cluster, with the known names or a near miss."""
+        """Make the error for an unknown cluster, with the known names or the closest one."""
         import difflib
 
         names = [each.name for each in self.store.clusters.list(on_damage=self.warn)]
@@ -269,7 +269,7 @@ class Context:
         return self.market.plan(task, usable_clouds=usable_clouds, avoid=avoid, history=self.read_history())
 
     def read_history(self) -> History | None:
-        """Read the preemption history of our own spot nodes; None without a state folder: a plan creates none."""
+        """Read the preemption history of our own spot nodes; None without a state folder, which no plan creates."""
         path = find_home(self._home)
         try:
             return self.store.history.read() if (path / "state.db").exists() else None
@@ -277,7 +277,7 @@ class Context:
             return None  # a plan does not depend on it
 
     def read_refusals(self) -> Sequence[Refusal]:
-        """Read the placements that were refused lately; none without a state folder, as for the history."""
+        """Read the active refusals of placements; none without a state folder, which this never creates."""
         path = find_home(self._home)
         try:
             return self.store.refusals.list_active(self.clock.now_s()) if (path / "state.db").exists() else ()
@@ -287,7 +287,7 @@ class Context:
     def plan_pipeline(
         self, plans: Sequence[Plan], *, objective: Objective = "cost", deadline_hours: float | None = None
     ) -> PipelinePlan:
-        """Place the tasks of a pipeline together, with the catalog's egress prices between them."""
+        """Place the tasks of a pipeline jointly, with the catalog's egress prices between them."""
         from broker.pipelines.planner import plan_pipeline
 
         tasks, egress = [each.task for each in plans], self.book.read_egress()

@@ -1,4 +1,4 @@
-"""Submit managed jobs, wait for them, cancel them and explain them."""
+"""Operations on managed jobs: submitting, finding, retrying, waiting, following logs and explaining."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LOOK_S = 0.3
 
 @noun
 class JobTarget:
-    """Managed jobs: a single one, or the tasks of a pipeline."""
+    """The launch target for managed jobs: a single one, or the tasks of a pipeline."""
 
     context: Context
 
@@ -53,7 +53,7 @@ class JobTarget:
         return [get_unattended_s(task) for task in tasks]
 
     def mount(self, task: Task) -> Task:
-        """Leave it: each attempt mounts the buckets of the task as it was submitted."""
+        """Return the task unchanged, as each attempt mounts the buckets of the submitted task."""
         return task
 
 
@@ -67,7 +67,7 @@ def check_names(name: str | None, request_id: str | None) -> None:
 
 
 def find_job(context: Context, wanted: str | int) -> Job:
-    """Find a job by ID, or the newest of a name. Raises UsageError."""
+    """Find a job by ID, or the newest job of a name. Raises UsageError."""
     text = str(wanted)
     if text.isdigit() and (job := context.store.jobs.get(int(text))):
         return job
@@ -100,7 +100,7 @@ def retry(context: Context, job: Job, *, secrets: Mapping[str, str], request_id:
 
 
 def _check_access(context: Context, task: Task) -> None:
-    """Check, as before a launch, that nodes can access the task's buckets. Raises before anything is paid."""
+    """Check, as before a launch, that nodes can access the task's buckets. Raises before anything is paid for."""
     from broker.jobs.allowance import get_unattended_s
     from broker.jobs.order import drop_limits
 
@@ -119,7 +119,7 @@ def read_status(text: str) -> JobStatus:
 
 
 async def wait_for(context: Context, job_id: int, status: JobStatus, *, timeout_s: float = 0.0) -> Job:
-    """Wait until a job reaches a status or ends; a timeout of 0 is none. Raises WaitTimeoutError."""
+    """Wait until a job reaches a status or ends; a `timeout_s` of 0 waits forever. Raises WaitTimeoutError."""
     start_s = context.clock.now_s()
     while True:
         job = context.store.jobs.get(job_id)
@@ -172,7 +172,7 @@ def read_log(context: Context, job_id: int, offset: int = 0) -> tuple[Sequence[s
 
 @noun
 class Explanation:
-    """A job with its history: what happened, how long recoveries took, and what was paid."""
+    """A job with its history: its events, the time that recoveries took, and its cost."""
 
     job: Job
     events: tuple[EventRow, ...]
@@ -181,7 +181,7 @@ class Explanation:
 
 
 def explain(context: Context, job: Job) -> Explanation:
-    """Gather what is known of a job."""
+    """Gather the events, the summary and the cost of a job."""
     from broker.jobs.summary import summarize
 
     now_s = context.clock.now_s()

@@ -1,4 +1,4 @@
-"""Prepare and start tasks: one sequence for clusters, managed jobs and every other kind of launch."""
+"""The launch sequence, which is the same for clusters, managed jobs and every other kind of launch."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ POLL_S = 0.3
 
 
 class Target(Protocol):
-    """The kind of a launch: a cluster, managed jobs. A new kind implements these four methods."""
+    """The target of a launch: a cluster, or managed jobs. A new kind implements these four methods."""
 
     def settle(self, tasks: Sequence[Task]) -> tuple[Task, ...]:
-        """Write the user's defaults into the tasks. Raises UsageError for tasks that cannot be launched so."""
+        """Write the user's defaults into the tasks. Raises UsageError for tasks that this target cannot launch."""
         ...
 
     def check(self, plans: Sequence[Plan]) -> bool:
-        """Check what the kind requires; return whether the launch starts something to pay for."""
+        """Check the requirements of this target; return whether the launch starts something that costs money."""
         ...
 
     def list_allowances_s(self, tasks: Sequence[Task]) -> Sequence[float] | None:
@@ -49,7 +49,7 @@ def _ignore_upload(url: str) -> Iterator[Callable[[int, int], None]]:
 
 @noun
 class Callbacks:
-    """The caller's part in a launch; by default it shows nothing and agrees to every price."""
+    """The callbacks of a launch; the defaults show nothing and accept every price."""
 
     show: Callable[[Sequence[Plan]], None] = lambda plans: None
     confirm: Callable[[Sequence[Plan]], None] = lambda plans: None  # raises to refuse the price
@@ -58,7 +58,7 @@ class Callbacks:
 
 @noun
 class Ready:
-    """Tasks that passed all checks and whose files are uploaded, with their plans."""
+    """Tasks that passed all checks and have their files uploaded, with their plans."""
 
     tasks: tuple[Task, ...]
     plans: tuple[Plan, ...]
@@ -72,10 +72,10 @@ def prepare(
     callbacks: Callbacks | None = None,
     is_dryrun: bool = False,
 ) -> Ready:
-    """Resolve, settle, plan, check, confirm, upload and mount, in this order. Nothing paid is started.
+    """Resolve, settle, plan, check, confirm, upload and mount, in this order. No machines are started.
 
     A dry run ends after the plans are shown. Raises TaskError, UsageError, NoOfferError, AuthError,
-    InvalidRequestError, and what `callbacks` raise.
+    InvalidRequestError, and the errors of `callbacks`.
     """
     callbacks = callbacks or Callbacks()
     tasks = tuple(context.resolve(anchor(each)) for each in tasks)
@@ -97,7 +97,7 @@ def prepare(
 
 @noun
 class ClusterTarget:
-    """A cluster under a name, on which one task runs."""
+    """The launch target for a named cluster, on which one task runs."""
 
     context: Context
     name: str
@@ -107,7 +107,7 @@ class ClusterTarget:
     def of(
         cls, context: Context, task: Task, *, name: str | None = None, autostop: Autostop | None = None
     ) -> ClusterTarget:
-        """Derive what is not given from the task."""
+        """Make a target; derive the name and the autostop rule from the task where they are not given."""
         name = name_cluster(task, context.config.owner) if name is None else name
         return cls(context=context, name=name, autostop=autostop or task.autostop)
 
@@ -115,7 +115,7 @@ class ClusterTarget:
         return settle_checkpoints(self.context, tasks)
 
     def check(self, plans: Sequence[Plan]) -> bool:
-        """Check name and autostop; a cluster that is up is already paid for."""
+        """Check the name and autostop; return False for a cluster that is up, as it is already paid for."""
         check_cluster_name(self.name)
         clouds = {each.placement.offer.cloud for plan in plans for each in plan.estimates}
         self.context.check_autostop(self.autostop, clouds)
@@ -132,7 +132,7 @@ class ClusterTarget:
 
 
 def name_cluster(task: Task, owner: str) -> str:
-    """Derive the cluster's name, the same for every launch of the task; adapt task names that clusters cannot have."""
+    """Derive the cluster's name, the same for every launch of the task, and valid even if the task's name is not."""
     name = task.name or "broker"
     if not name[0].isalpha():
         name = f"broker-{name}"
@@ -140,7 +140,7 @@ def name_cluster(task: Task, owner: str) -> str:
 
 
 def check_cluster_name(name: str) -> None:
-    """Raise UsageError for a name that a cluster cannot have."""
+    """Raise UsageError for an invalid cluster name."""
     from broker.task.allowed import CLUSTER_NAME
 
     if not CLUSTER_NAME.admits(name):
@@ -150,7 +150,7 @@ def check_cluster_name(name: str) -> None:
 
 
 def settle_checkpoints(context: Context, tasks: Sequence[Task]) -> tuple[Task, ...]:
-    """Write the user's default place for checkpoints into tasks that name none."""
+    """Write the user's default checkpoint destination into tasks that set none."""
     from broker.config import find_checkpoint_url
     from broker.jobs.checkpoints import settle_tasks
 
@@ -168,7 +168,7 @@ async def start_cluster(
 ) -> int | None:
     """Bring the cluster up and start the task; return the run's id, or None for a task with nothing to run.
 
-    `on_stage` is called with the work at hand.
+    `on_stage` is called with a description of each stage.
     """
     name, (task,), (plan,) = target.name, ready.tasks, ready.plans
     known = context.store.clusters.get(name)
@@ -196,12 +196,12 @@ async def start_cluster(
         run_id = await start_run(context, cluster, task)
     if target.autostop or run_id is None:  # a node whose agent receives no request terminates itself as unclaimed
         await context.gang.set_autostop(cluster, target.autostop)
-    await context.provisioner.finish()  # wait for pending releases: there may be no later process that does
+    await context.provisioner.finish()  # wait for pending releases, as no later process may
     return run_id
 
 
 def match_alternative(cluster: Cluster, task: Task) -> Cluster:
-    """Return the cluster as the place of a task that it was not planned for."""
+    """Return the cluster with the alternative of `task` that its placement fits, as it was planned for another task."""
     from broker.optimizer.filters import find_alternative
 
     alternative = find_alternative(task, cluster.placement)
@@ -225,7 +225,7 @@ async def start_run(context: Context, cluster: Cluster, task: Task) -> int:
 
     if task.run is None and task.setup is None:
         raise UsageError("the task has no `run:` and no `setup:`", hints=["add `run:` to the task"])
-    find_reservation(task, cluster)  # before anything is sent: refuse what no node has
+    find_reservation(task, cluster)  # refuse accelerators that no node has before anything is sent
     run_id = context.store.clusters.next_run_id(cluster.name)
     envs = {"SKYPILOT_TASK_ID": f"broker-{cluster.name}-{run_id}"}
     if place := find_checkpoint_dir(context.config, task, cluster, name=cluster.name):
@@ -259,7 +259,7 @@ async def wait_booted(context: Context, cluster: Cluster, task: Task) -> None:
 
 
 def explain_unreachable(context: Context, cluster: Cluster, error: TransientError) -> TransientError:
-    """Make the error for a cluster that does not answer: where to look, its cost, and how to terminate it."""
+    """Make the error for a cluster that does not respond, with its cost and how to inspect and terminate it."""
     from broker.jobs.booting import get_wait_s
 
     lost = [node for node in cluster.nodes if node.state in (NodeState.TERMINATED, NodeState.STOPPED)]
@@ -279,7 +279,7 @@ def explain_unreachable(context: Context, cluster: Cluster, error: TransientErro
 
 
 def describe_interrupted(context: Context, name: str) -> Sequence[str]:
-    """List what an interrupted launch started and still costs money, with the command that terminates it."""
+    """Describe what an interrupted launch left running, its cost, and the command that terminates it."""
     from broker.provision.launch import describe
 
     begun = [intent.request.placement for intent in context.store.intents.list_open(name)]

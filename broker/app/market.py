@@ -1,4 +1,4 @@
-"""The price book and the planner in one, and this machine's offers where a task names `local`."""
+"""The price book and the planner, with this machine's offers for tasks that name `local`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Market:
-    """The price book, and this machine where a task names `local`."""
+    """The offers of the price book, and of this machine for tasks that name `local`, ranked by the planner."""
 
     def __init__(self, cache: Path) -> None:
         self._cache = cache
@@ -33,7 +33,7 @@ class Market:
         return self.book.read_figures()
 
     def resolve(self, task: Task) -> Task:
-        """Name the task's accelerators as in the price book, with notices of those that no cloud sells."""
+        """Name the task's accelerators as in the price book, and add notices for those that no cloud sells."""
         from broker.task.accelerators import resolve_accelerators
 
         return resolve_accelerators(task, self.figures)
@@ -46,8 +46,11 @@ class Market:
         avoid: Callable[[Placement], bool] | None = None,
         history: History | None = None,
     ) -> Plan:
-        """As `rank`, of a task that `resolve` gave; raises NoOfferError with hints, each of which was tried,
-        NotImportedError where the task names only clouds whose offers the user has to import."""
+        """Rank the placements of a resolved task, as `rank` does, with hints on failure.
+
+        Raises NoOfferError with hints that were each verified by planning, NotImportedError where the task names only
+        clouds whose offers the user has to import.
+        """
         unpriced = self._list_unpriced(task)
         if task.resources and unpriced.issuperset({each.cloud for each in task.resources}):
             raise NotImportedError(
@@ -68,7 +71,7 @@ class Market:
                 return try_plan(task)
             except NoOfferError as wider:
                 if isinstance(error, UnknownNameError) and not self._say_unpriced(task):
-                    asked = wider.message.partition("\n")[0]  # counts of offers tell nothing about a misspelt name
+                    asked = wider.message.partition("\n")[0]  # for a misspelled name, counts of offers are useless
                     raise UnknownNameError(asked, details=[error.message], hints=error.hints) from error
                 explained = explain_infeasible(wider, task, try_plan)
                 raise NoOfferError(wider.message, hints=[*self._say_unpriced(task), *explained.hints]) from error
@@ -92,9 +95,10 @@ class Market:
         offers: Sequence[Offer] | None = None,
         history: History | None = None,
     ) -> Plan:
-        """Placements of a resolved task, cheapest first, among `offers` or all there are. Raises NoOfferError, quickly.
+        """Rank the placements of a resolved task, cheapest first, among `offers` or all offers.
 
-        `history` is what was seen of preemptions; it is mixed with the price book's bands.
+        `history` holds the observed preemptions, which are combined with the price book's bands. Raises NoOfferError
+        without searching for hints, so quickly.
         """
         from broker.optimizer.planner import make_plan
 
@@ -119,7 +123,7 @@ class Market:
 
 
 def find_cache() -> Path:
-    """Where unpacked prices lie; they are public, and shared by all state folders."""
+    """Return the folder of the unpacked prices, which are public and shared by all state folders."""
     return Path(os.getenv("XDG_CACHE_HOME") or Path.home() / ".cache") / "broker"
 
 

@@ -1,4 +1,4 @@
-"""Read the task that a command line describes: a file or a command, and values that override it."""
+"""Tasks from a command line: a file or a command, and values that override it."""
 
 from __future__ import annotations
 
@@ -83,12 +83,12 @@ def read_task(entrypoint: Sequence[str], overrides: Overrides) -> Task:
 
 
 def is_file(entrypoint: Sequence[str]) -> bool:
-    """Tell a task file from a command as SkyPilot does: one word that is a file or ends like a YAML file."""
+    """Return whether this is a task file, by SkyPilot's rule: one word that is a file or ends in `.yaml` or `.yml`."""
     return len(entrypoint) == 1 and (entrypoint[0].endswith((".yaml", ".yml")) or Path(entrypoint[0]).is_file())
 
 
 def write_command(words: Sequence[str]) -> str:
-    """Join words into a shell command: a single word is a shell line, several are quoted."""
+    """Join words into a shell command: a single word is taken as a shell line, several are quoted."""
     import shlex
 
     return words[0] if len(words) == 1 else shlex.join(words)

@@ -1,4 +1,4 @@
-"""Read tasks, check what they ask for, and plan them: the first half of every launch."""
+"""Reading, checking and planning of tasks: the first half of every launch."""
 
 from __future__ import annotations
 
@@ -40,9 +40,10 @@ def read_tasks(task: TaskLike) -> Sequence[Task]:
 
 
 def _write_yaml(task: Mapping[str, Any]) -> str:
-    """JSON, which is YAML but for two things: YAML escapes no pairs of surrogates, and takes C1 controls escaped only.
+    """Write the task as JSON, adapted to YAML.
 
-    Raises UsageError for what JSON cannot hold.
+    YAML differs from JSON in two ways: it does not combine escaped surrogate pairs, and it accepts C1 controls only
+    escaped. Raises UsageError for values that JSON cannot represent.
     """
     import json
     import re
@@ -55,7 +56,7 @@ def _write_yaml(task: Mapping[str, Any]) -> str:
 
 
 def anchor(task: Task) -> Task:
-    """Make paths absolute: the daemon that reads them later runs in another folder."""
+    """Make paths absolute, as the daemon that reads them later runs in another folder."""
 
     def fix(path: str) -> str:
         return path if "://" in path else str(Path(path).expanduser().absolute())
@@ -65,13 +66,13 @@ def anchor(task: Task) -> Task:
 
 
 def plan_launch(context: Context, task: Task, *, is_dryrun: bool = False) -> Plan:
-    """Plan on the clouds that are set up; a dry run plans on all."""
+    """Plan on the clouds that are set up, or on all clouds for a dry run."""
     if is_dryrun:
         return context.plan(task)
     named = {each.cloud for each in task.resources}
-    if None not in named:  # without loading the adapters of other clouds
+    if None not in named:  # avoid loading the adapters of other clouds
         usable_clouds = frozenset(name for name in named if name and name in context.clouds)
-        with suppress(NoOfferError):  # explained below, with what other clouds offer
+        with suppress(NoOfferError):  # explained below, with the offers of other clouds
             return context.market.rank(task, usable_clouds=usable_clouds, history=context.read_history())
     try:
         return context.plan(task, usable_clouds=frozenset(context.clouds))
@@ -91,12 +92,12 @@ def check_notices(tasks: Sequence[Task], *, is_launch: bool, note: Callable[[str
 
 
 def check_place(task: Task, clouds: Collection[str], *, is_launch: bool, note: Callable[[str], None]) -> None:
-    """Do as `check_notices`, for fields that only the clouds on which the task may run do not support."""
+    """Note or refuse, like `check_notices`, fields that some of `clouds`, where the task may run, do not support."""
     _tell([each for each in task.notices if each.cloud in clouds], is_launch=is_launch, note=note)
 
 
 def check_plans(plans: Sequence[Plan], *, is_launch: bool, note: Callable[[str], None]) -> None:
-    """Check the clouds of the choice for a plan, and of every estimate for a launch, which may use any of them."""
+    """Check the chosen cloud for a plan, and the clouds of all estimates for a launch, which may use any of them."""
     for each in plans:
         estimates = each.estimates if is_launch else each.estimates[:1]
         clouds = {one.placement.offer.cloud for one in estimates}

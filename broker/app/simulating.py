@@ -1,4 +1,4 @@
-"""Replay a task on spot markets under several policies, and compare what each would cost."""
+"""Simulation: replays of a task on spot markets under several policies, to compare their costs."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def simulate(
 
 @dataclass(frozen=True, kw_only=True)
 class SimulatedJob:
-    """The task on the instances that it would run on."""
+    """The task, with the prices and times of the instances that it would run on."""
 
     estimate: Estimate
     ondemand_usd_hour: float  # of the gang
@@ -97,7 +97,7 @@ class SimulatedJob:
 
 
 def choose_policies(wanted: Sequence[str] | None, known: Sequence[str]) -> list[str]:
-    """Put `on-demand`, to which others are compared, first. Raises UsageError for an unknown policy."""
+    """Return the policies, with the baseline `on-demand` first. Raises UsageError for an unknown policy."""
     names = list(known if wanted is None else dict.fromkeys(wanted))
     for name in names:
         if name not in known:
@@ -121,7 +121,7 @@ def read_traces(path: Path | None) -> list[Trace]:
 def measure_job(
     context: Context, task: Task, traces: Sequence[Trace], deadline_hours: float | None, notice_s: float
 ) -> SimulatedJob:
-    """Plan the task. Raises UsageError without work, NoOfferError without an offer of both spot and on-demand."""
+    """Plan the task. Raises UsageError if it states no work, NoOfferError if no offer has both prices."""
     from broker.optimizer.cost import RunInputs
     from broker.spot.interval import best_interval_s
 
@@ -179,7 +179,7 @@ def set_scenes(job: SimulatedJob, traces: Sequence[Trace], starts: int, *, is_ap
     from broker.lab.replay import Case
     from broker.types import Offer, Placement
 
-    # The catalog's price is the cheapest zone's; differences between zones and over time are as recorded.
+    # The catalog's price applies to the cheapest zone; differences between zones and over time are as recorded.
     least = min((each.prices[0] for each in traces if each.prices and each.prices[0] > 0), default=1.0)
 
     def place(trace: Trace) -> Site:

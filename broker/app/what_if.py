@@ -1,4 +1,4 @@
-"""Change a task by `KEY=VALUE` text, for comparisons of plans."""
+"""Changes of a task by `KEY=VALUE` text, for comparisons of plans."""
 
 from __future__ import annotations
 

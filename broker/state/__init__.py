@@ -1,1 +1,1 @@
-"""Our own memory."""
+"""Persistent state: everything that broker records about clusters, jobs, bills and events."""

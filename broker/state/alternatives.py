@@ -1,7 +1,7 @@
-"""Convert what schema 10 recorded: recovery and autostop move from the alternatives of a task to the task, and each
-placement gets the index of the alternative that it was planned for. Used by that migration only.
+"""Conversion of rows from schema 10: recovery and autostop move from the alternatives of a task to the task, and each
+placement gets the index of the alternative that it was planned for. Used only by that migration.
 
-A row that cannot be read stays as it is; what reads it later reports the damage.
+An unreadable row is left unchanged; the code that reads it later reports the damage.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from broker.types import Placement, Task
 
 def convert(connection: sqlite3.Connection) -> None:
     tasks = _convert_tasks(connection)
-    # Placements of clusters without a job are of tasks that are not kept; only those of jobs are asked for again.
+    # The tasks of clusters without a job are not stored; only the placements of jobs are requested again.
     for job_id, number, body in connection.execute("SELECT job_id, number, body FROM attempts").fetchall():
         if changed := _set_alternative(body, tasks.get(job_id)):
             connection.execute(
@@ -35,7 +35,7 @@ def convert(connection: sqlite3.Connection) -> None:
 
 
 def _convert_tasks(connection: sqlite3.Connection) -> Mapping[int, Task]:
-    """The tasks of all jobs in the new form, by job."""
+    """Convert the tasks of all jobs to the new form; return them by job id."""
     found = {}
     for job_id, text in connection.execute("SELECT id, task FROM jobs").fetchall():
         try:
@@ -48,7 +48,10 @@ def _convert_tasks(connection: sqlite3.Connection) -> Mapping[int, Task]:
 
 
 def _lift(task: dict[str, Any]) -> dict[str, Any]:
-    """The first alternative that asked for any recovery spoke for the task; the first of all for its autostop."""
+    """Move recovery and autostop to the task.
+
+    Recovery comes from the first alternative that sets any of it, autostop from the first alternative.
+    """
     resources = task["resources"]
     recoveries = [each.pop("job_recovery", None) or {} for each in resources]
     autostops = [each.pop("autostop", None) for each in resources]
@@ -57,7 +60,7 @@ def _lift(task: dict[str, Any]) -> dict[str, Any]:
 
 
 def _set_alternative(body: str | bytes, task: Task | None) -> str | None:
-    """The row with its placement's alternative; None where nothing changes."""
+    """Return the row with its placement's alternative set; None where nothing changes."""
     if task is None:
         return None
     try:

@@ -1,6 +1,6 @@
-"""The database as the repositories see it, and how they read its rows. Another backend implements `Database` only.
+"""The database interface of the repositories, and helpers to read rows. Another backend only implements `Database`.
 
-Repositories take the `Database` and write their own SQL; its parameters are `?`, and `?1` where one is used twice.
+Each repository takes a `Database` and writes its own SQL, with `?` for parameters, or `?1` for one that is used twice.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from typing import Any, Protocol, TypeVar
 from broker.clock import Clock
 from broker.errors import DamagedRowError
 
-UID_LETTERS = "abcdefghjkmnpqrstuvwxyz23456789"  # none that looks like another: 28 million ids of five
+UID_LETTERS = "abcdefghjkmnpqrstuvwxyz23456789"  # no letters that look alike: 28 million ids of length 5
 UID_LENGTH = 5
 TIME_S_MAX = 1e11  # the year 5138
 T = TypeVar("T")
 
 
 class Row(Protocol):
-    """One row of an answer: a value by the name or the number of its column."""
+    """A result row; values are read by column name or index."""
 
     def __getitem__(self, key: Any, /) -> Any: ...
     def keys(self) -> Any: ...
 
 
 class Cursor(Protocol):
-    """The answer to one statement."""
+    """The result of one statement."""
 
     @property
     def rowcount(self) -> int: ...
@@ -38,24 +38,28 @@ class Cursor(Protocol):
 
 
 class Database(Protocol):
-    """Short transactions, never an await inside one. Every method raises StateError where the database fails."""
+    """A database with short transactions, never with an await inside one.
 
-    path: Path  # of the state file; what is no row, such as the secrets of live jobs, lies beside it
+    Every method raises StateError where the database fails.
+    """
+
+    path: Path  # of the state file; data that is not in rows, such as the secrets of live jobs, is in the same folder
     clock: Clock
     draw_uid: Callable[[], str]
-    epoch: int | None  # a leader's; every write of a store that leads is checked against the file's
+    epoch: int | None  # set while this store leads: every write is then checked against the epoch in the file
 
     def transaction(self, *, is_durable: bool = True) -> AbstractContextManager[None]:
-        """All or nothing; an inner transaction joins the outer one. Raises FencedError for a leader that was replaced.
+        """Run the block as one transaction; an inner transaction joins the outer one.
 
-        One that is not durable may be lost in a power cut, never in a crash of ours.
+        A transaction that is not durable may be lost in a power cut, but never in a crash of broker. Raises
+        FencedError for a leader that was replaced.
         """
 
     def execute(self, sql: str, parameters: Sequence[Any] = ()) -> Cursor:
-        """One statement, inside a transaction if it writes."""
+        """Execute one statement; a statement that writes must be inside a transaction."""
 
     def write(self, sql: str, parameters: Sequence[Any] = (), *, is_durable: bool = True) -> Cursor:
-        """One statement in a transaction of its own, or in the one under way."""
+        """Execute one statement in the current transaction, or in its own where there is none."""
 
     def rows(self, sql: str, parameters: Sequence[Any] = ()) -> Sequence[Row]: ...
     def row(self, sql: str, parameters: Sequence[Any] = ()) -> Row | None: ...
@@ -66,7 +70,7 @@ def draw_uid() -> str:
 
 
 def read_row(table: str, key: object, decode: Callable[[], T]) -> T:
-    """What `decode` makes of a row. Raises DamagedRowError where its content is not what was written."""
+    """Decode a row with `decode`. Raises DamagedRowError where its content is not valid."""
     try:
         return decode()
     except (ValueError, TypeError, KeyError, AttributeError, OverflowError, AssertionError) as error:
@@ -74,7 +78,7 @@ def read_row(table: str, key: object, decode: Callable[[], T]) -> T:
 
 
 def keep_readable(rows: Sequence[Callable[[], T]], on_damage: Callable[[DamagedRowError], None] | None) -> list[T]:
-    """What each row says. A damaged one is told to `on_damage` and left out, or raised where there is none."""
+    """Read all rows. A damaged row is reported to `on_damage` and left out; with None, its error is raised."""
     found = []
     for read in rows:
         try:
@@ -87,7 +91,7 @@ def keep_readable(rows: Sequence[Callable[[], T]], on_damage: Callable[[DamagedR
 
 
 def read_s(value: object) -> float:
-    """A point in time, in seconds. Raises ValueError, TypeError for what is none."""
+    """Read a point in time, in seconds since the epoch. Raises TypeError or ValueError for an invalid one."""
     if not isinstance(value, int | float):
         raise TypeError(f"time expected, found {type(value).__name__}")
     if not abs(value) < TIME_S_MAX:
@@ -96,7 +100,7 @@ def read_s(value: object) -> float:
 
 
 def read_text(value: object) -> str:
-    """SQLite keeps any kind of value in any column. Raises TypeError for one that is no text."""
+    """Read a text. Raises TypeError for another type, which SQLite accepts in any column."""
     if not isinstance(value, str):
         raise TypeError(f"text expected, found {type(value).__name__}")
     return value

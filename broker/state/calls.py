@@ -1,4 +1,4 @@
-"""Rows of what calls to clouds have taught: how long answers usually take, and how many failures are still allowed."""
+"""Rows about calls to clouds: the usual response times, and the number of failures that are still allowed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from broker.state.base import Database
 
 @noun
 class Pace:
-    """Smoothed seconds of one kind of answer of one cloud, and how far single answers lie from it."""
+    """The smoothed response time of a cloud for one kind of call, and the mean deviation from it, both in seconds."""
 
     mean_s: float
     deviation_s: float
@@ -21,14 +21,14 @@ class PaceRows:
         self._database = database
 
     def get(self, cloud: str, answer: str) -> Pace | None:
-        """`answer`: which of a cloud's answers, as `provision.patience` names them."""
+        """Return the pace of a cloud for one kind of response, `answer`, as named by `provision.patience`."""
         row = self._database.row(
             "SELECT mean_s, deviation_s FROM paces WHERE cloud = ? AND answer = ?", (cloud, answer)
         )
         return Pace(mean_s=row["mean_s"], deviation_s=row["deviation_s"]) if row else None
 
     def learn(self, cloud: str, answer: str, learn: Callable[[Pace | None], Pace]) -> None:
-        """Commands and the daemon learn into one row: read and written in one transaction."""
+        """Update a pace with `learn`, in one transaction, because commands and the daemon share the row."""
         with self._database.transaction(is_durable=False):
             pace = learn(self.get(cloud, answer))
             self._database.execute(
@@ -38,13 +38,13 @@ class PaceRows:
 
 
 class RetryBudgetRows:
-    """A token bucket for each cloud that all jobs and commands share: a failed call takes one, time gives them back."""
+    """A token bucket per cloud, shared by all jobs and commands: a failed call takes a token, and time refills it."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
 
     def take(self, cloud: str, *, tokens_max: float, refill_s: float) -> None:
-        """A call failed. `refill_s`: seconds for one token to come back."""
+        """Take a token for a failed call. One token is refilled every `refill_s` seconds."""
         with self._database.transaction(is_durable=False):
             tokens = self._count_tokens(cloud, tokens_max, refill_s)
             self._database.execute(
@@ -53,7 +53,7 @@ class RetryBudgetRows:
             )
 
     def measure_wait_s(self, cloud: str, *, tokens_max: float, refill_s: float) -> float:
-        """Seconds until a call may be tried; 0 while there is a token left."""
+        """Return the seconds until a call may be tried again; 0 while a token is left."""
         return max(0.0, 1.0 - self._count_tokens(cloud, tokens_max, refill_s)) * refill_s
 
     def _count_tokens(self, cloud: str, tokens_max: float, refill_s: float) -> float:
@@ -62,7 +62,7 @@ class RetryBudgetRows:
             return tokens_max
         passed_s = self._database.clock.now_s() - float(row["at_s"])
         if passed_s < -tokens_max * refill_s:
-            return tokens_max  # written while the clock was set far ahead: waiting for that time could take days
-        passed_s = max(0.0, passed_s)  # a clock that was set back a little gives nothing
+            return tokens_max  # written while the clock was far ahead: waiting until then could take days
+        passed_s = max(0.0, passed_s)  # a clock that was set back slightly refills nothing
         tokens = float(row["tokens"])
         return min(tokens_max, tokens + passed_s / refill_s)

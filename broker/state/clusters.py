@@ -1,4 +1,4 @@
-"""Rows of clusters, of intents to create nodes, and of what each node has cost."""
+"""Rows of clusters, of intents to create nodes, and of the cost of each node."""
 
 from __future__ import annotations
 
@@ -38,12 +38,16 @@ class ClusterRows:
         return _read_cluster(row) if row else None
 
     def list(self, *, on_damage: Callable[[DamagedRowError], None] | None = None) -> Sequence[Cluster]:
-        """By name. Damaged ones are told to `on_damage` and left out: only for showing, as their nodes still run."""
+        """Return all clusters, by name. Damaged ones are reported to `on_damage` and left out, or raised without it.
+
+        Pass `on_damage` only to display clusters: the nodes of a damaged one still run.
+        """
         rows = self._database.rows("SELECT name, body FROM clusters ORDER BY name")
         return keep_readable([partial(_read_cluster, row) for row in rows], on_damage)
 
     def delete(self, name: str) -> None:
-        """The next cluster of this name counts its runs from 1 again; intents, bills and events stay."""
+        """Delete a cluster and its run counter: the next one of this name starts at run 1. Intents, bills and events
+        stay."""
         with self._database.transaction():
             self._database.write("DELETE FROM clusters WHERE name = ?", (name,))
             self._database.write("DELETE FROM run_ids WHERE cluster = ?", (name,))
@@ -58,7 +62,7 @@ class ClusterRows:
         return int(row["newest"])
 
     def newest_run_id(self, cluster: str) -> int:
-        """0 where nothing was run."""
+        """Return the newest run id, or 0 if there was no run."""
         row = self._database.row("SELECT newest FROM run_ids WHERE cluster = ?", (cluster,))
         return int(row["newest"]) if row else 0
 
@@ -68,14 +72,14 @@ class IntentRows:
         self._database = database
 
     def put(self, request: NodeRequest) -> None:
-        """Asked again with the same token, nothing changes: the first intent stands."""
+        """Record an intent; a repeated call with the same token changes nothing."""
         self._database.write(
             "INSERT INTO intents (token, cluster, created_s, body) VALUES (?, ?, ?, ?) ON CONFLICT (token) DO NOTHING",
             (request.token, request.cluster, self._database.clock.now_s(), msgspec.json.encode(request)),
         )
 
     def note_account(self, token: str, account: str) -> None:
-        """Durable when it returns: the create call comes next."""
+        """Record the account, durably, as the create call follows."""
         with self._database.transaction():
             request = self.get_request(token)
             assert request is not None, "an intent is written before its account is known"
@@ -87,7 +91,7 @@ class IntentRows:
         return read_row("intents", token, lambda: msgspec.json.decode(row["body"], type=NodeRequest)) if row else None
 
     def note_nodes(self, token: str, nodes: Sequence[Node]) -> None:
-        """What the create call answered: these ids are terminated even where no list shows them."""
+        """Record the nodes that the create call returned: they are terminated even if no list shows them."""
         self._database.write("UPDATE intents SET nodes = ? WHERE token = ?", (msgspec.json.encode(nodes), token))
 
     def list_nodes(self, token: str) -> Sequence[Node]:
@@ -97,19 +101,22 @@ class IntentRows:
         return read_row("intents", token, lambda: msgspec.json.decode(row["nodes"], type=list[Node]))
 
     def close(self, token: str, outcome: IntentEnd, detail: str = "") -> None:
-        """The first outcome stands. `detail` is for people."""
+        """Close an intent; a later outcome is ignored. `detail` is for people."""
         self._database.write(
             "UPDATE intents SET outcome = ?, detail = ?, closed_s = ? WHERE token = ? AND outcome IS NULL",
             (outcome.value, detail, self._database.clock.now_s(), token),
         )
 
     def is_open(self, token: str) -> bool:
-        """Asked right before each create call. Raises FencedError for a leader that was replaced while it slept."""
+        """Return whether the intent is open; checked right before each create call.
+
+        Raises FencedError for a leader that was replaced while it slept.
+        """
         with self._database.transaction(is_durable=False):
             return bool(self._database.rows("SELECT 1 FROM intents WHERE token = ? AND outcome IS NULL", (token,)))
 
     def list_open(self, cluster: str | None = None) -> Sequence[Intent]:
-        # Two statements: one that fits both cases reads every open intent of ten thousand jobs for each of them.
+        # Two statements: a single one for both cases would read every open intent of ten thousand jobs for each job.
         where, parameters = ("", ()) if cluster is None else (" AND cluster = ?", (cluster,))
         rows = self._database.rows(
             f"SELECT token, body, created_s FROM intents WHERE outcome IS NULL{where} ORDER BY created_s, rowid",
@@ -118,13 +125,13 @@ class IntentRows:
         return [_read_intent(row) for row in rows]
 
     def list_known_tokens(self, tokens: Iterable[str]) -> frozenset[str]:
-        """Which of these were ever used by this store, open or closed."""
+        """Return those of the tokens that this store has ever used, open or closed."""
         return frozenset(
             token for token in tokens if self._database.rows("SELECT 1 FROM intents WHERE token = ?", (token,))
         )
 
     def list_tokens(self, cluster: str) -> frozenset[str]:
-        """Every token ever used for this name, open or closed."""
+        """Return every token ever used for this cluster name, open or closed."""
         return frozenset(
             row["token"] for row in self._database.rows("SELECT token FROM intents WHERE cluster = ?", (cluster,))
         )
@@ -137,7 +144,7 @@ class IntentRows:
 def _read_cluster(row: Row) -> Cluster:
     def read() -> Cluster:
         cluster = msgspec.json.decode(row["body"], type=Cluster)
-        _ = cluster.placement.usd_hour  # a damaged name of a field reads as a field that is missing
+        _ = cluster.placement.usd_hour  # raises if the field is missing because its name is damaged
         return cluster
 
     return read_row("clusters", row["name"], read)
@@ -153,7 +160,7 @@ def _read_intent(row: Row) -> Intent:
 
 @noun
 class Bill:
-    """One node's time; `ended_s` None: it goes on costing."""
+    """The billed time of one node; `ended_s` is None while it still costs money."""
 
     cloud: str
     node: str
@@ -179,8 +186,11 @@ class BillRows:
         return bool(self._database.rows(found, (node.cloud, node.id)))
 
     def record(self, node: Node) -> None:
-        """An end once seen stays: a lagging list cannot reopen a bill. Nor can it close one that a start has opened
-        anew: a node that is still shown to stand still since before then costs something."""
+        """Record a node as its cloud lists it.
+
+        A lagging list can neither reopen a closed bill, nor close one that was reopened by a start: a node that is
+        listed as stopped since before that start is still billed.
+        """
         self._database.write(
             "INSERT INTO nodes (cloud, id, cluster, job_id, usd_hour, created_s, ended_s, is_spot) "
             "VALUES (?1, ?2, ?3, (SELECT job_id FROM clusters WHERE name = ?3), ?4, ?5, ?6, ?8) "
@@ -195,15 +205,17 @@ class BillRows:
         )
 
     def close(self, node: Node) -> None:
-        """The node stands still from now on, whatever its cloud says of when that began."""
+        """Close the bill of a stopped node now, regardless of the time that its cloud reports."""
         self._database.write(
             "UPDATE nodes SET ended_s = COALESCE(ended_s, ?) WHERE cloud = ? AND id = ?",
             (self._database.clock.now_s(), node.cloud, node.id),
         )
 
     def reopen(self, node: Node) -> None:
-        """The node runs again from now on: what it has cost until it was stopped stands in a row of its own. Twice in
-        a row does nothing."""
+        """Open a new bill for a restarted node; its cost until it was stopped moves to a separate row.
+
+        A repeated call changes nothing.
+        """
         with self._database.transaction():
             self._database.write(
                 "UPDATE nodes SET id = id || '@' || created_s WHERE cloud = ? AND id = ? AND ended_s IS NOT NULL",
@@ -216,8 +228,7 @@ class BillRows:
             )
 
     def spend_usd(self, cluster: str | None = None, job_id: int | None = None, *, now_s: float) -> float:
-        """What the nodes of a cluster name, of a job, or of everything have cost up to now; everything includes what
-        was pruned."""
+        """Return the cost so far of a cluster name, of a job, or of everything, including pruned bills."""
         wanted = {"cluster = ?": cluster, "job_id = ?": job_id}
         chosen = {condition: value for condition, value in wanted.items() if value is not None}
         where = f" WHERE {' AND '.join(chosen)}" if chosen else ""
@@ -229,7 +240,7 @@ class BillRows:
         return float(rows[0][0]) + pruned_usd
 
     def list_spend_usd(self, *, now_s: float) -> Mapping[int, float]:
-        """What each managed job has cost up to now, by its id."""
+        """Return the cost so far of each managed job, by job id."""
         rows = self._database.rows(
             "SELECT job_id, total(usd_hour * max(0.0, coalesce(ended_s, ?) - created_s)) / 3600 FROM nodes "
             "WHERE job_id IS NOT NULL GROUP BY job_id",

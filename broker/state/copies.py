@@ -1,4 +1,4 @@
-"""Copies of the state file: a dated file each in `backups/` beside it, the newest few kept."""
+"""Copies of the state file: dated files in `backups/` next to it, of which the newest `COPIES_MAX` are kept."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def get_folder(database: Path) -> Path:
 
 
 def list_copies(database: Path) -> Sequence[Copy]:
-    """Newest first. Files with other names in that folder are the user's own. Raises OSError."""
+    """Return the copies, newest first, ignoring files with other names, which are the user's. Raises OSError."""
     folder = get_folder(database)
     found = []
     for path in folder.iterdir() if folder.is_dir() else ():
@@ -41,17 +41,20 @@ def list_copies(database: Path) -> Sequence[Copy]:
             try:
                 time_s = float(timegm(time.strptime(match[1], _FORMAT)))
             except ValueError:
-                continue  # fits the pattern and is no date
+                continue  # matches the pattern but is not a date
             found.append(Copy(path=path, time_s=time_s, size_bytes=path.stat().st_size))
     return sorted(found, key=lambda copy: copy.time_s, reverse=True)
 
 
 def write_copy(database: Path, *, now_s: float) -> Path:
-    """One consistent file, while others read and write. Written aside, then renamed. Raises sqlite3.Error, OSError."""
+    """Write a consistent copy while other processes read and write: to a temporary file, which is then renamed.
+
+    Raises sqlite3.Error, OSError.
+    """
     folder = get_folder(database)
     folder.mkdir(mode=0o700, exist_ok=True)
     aside = folder / f".new-{secrets.token_hex(8)}"
-    # Created first with this mode: SQLite would create it with that of the umask.
+    # Created here first with mode 0600: SQLite would apply the umask.
     os.close(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
     try:
         with closing(sqlite3.connect(database, isolation_level=None)) as connection:
@@ -67,7 +70,7 @@ def write_copy(database: Path, *, now_s: float) -> Path:
 
 
 def is_copy_due(database: Path, *, now_s: float) -> bool:
-    """Also when the newest copy is dated in the future: the wall clock was set back."""
+    """Return whether the newest copy is a day old, or in the future because the wall clock was set back."""
     copies = list_copies(database)
     return not copies or not 0.0 <= now_s - copies[0].time_s < COPY_EVERY_S
 

@@ -1,4 +1,4 @@
-"""One SQLite file: how it is opened, migrated and written. Short transactions, never an await inside one."""
+"""The SQLite state file: opening, migrating, reading and writing. Transactions are short and never contain an await."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from broker.state.faults import FAULTS, explain_fault, is_unwritable
 from broker.state.guard import Guard, check_lineage, check_not_lost, list_ways_back, read_guard, write_guard
 from broker.state.schema import MIGRATIONS
 
-BUSY_TIMEOUT_MS = 60_000  # a command waits this long for another broker's transaction before it gives up
+BUSY_TIMEOUT_MS = 60_000  # how long a command waits for the transaction of another broker process
 
 
 class SqliteDatabase:
-    """WAL and synchronous=FULL: a committed intent survives a power cut (measured 0.14 ms a commit).
+    """A SQLite file with WAL and synchronous=FULL: a committed intent survives a power cut (measured 0.14 ms a commit).
 
     `owner` is the installation's id, recorded in the file and compared when it is opened. `draw_uid` makes the random
-    part of names; a simulation passes its own. Where the folder cannot be written, the file is opened to read only.
+    part of names; a simulation passes its own. If the folder is not writable, the file is opened read-only.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class SqliteDatabase:
         self._owner = owner
         self._depth = 0
         self._is_durable = True
-        self.epoch: int | None = None  # a leader's; every write of a store that leads is checked against the file's
+        self.epoch: int | None = None  # set while this store leads: writes are then checked against the file's epoch
         try:
             self._connection = self._open()
             self._migrate()
@@ -50,9 +50,10 @@ class SqliteDatabase:
 
     @contextmanager
     def transaction(self, *, is_durable: bool = True) -> Iterator[None]:
-        """All or nothing; an inner transaction joins the outer one. The write lock is taken at once.
+        """Run the block as one transaction, which takes the write lock at once; an inner one joins the outer one.
 
-        One that is not durable may be lost in a power cut, never in a crash of ours: for what is seen again anyway.
+        A transaction that is not durable may be lost in a power cut, but never in a crash of broker: for data that
+        will be observed again anyway.
         """
         if self._depth:
             yield
@@ -73,14 +74,14 @@ class SqliteDatabase:
             self._depth -= 1
 
     def copy(self) -> Path:
-        """Write a copy of the whole file to `backups/`. Raises StateError; the older copies stay then."""
+        """Write a copy of the whole file to `backups/`. Raises StateError, and then keeps the older copies."""
         try:
             return write_copy(self.path, now_s=self.clock.now_s())
         except FAULTS as error:
             raise explain_fault(self.path, error) from error
 
     def copy_if_due(self) -> Path | None:
-        """A copy a day."""
+        """Write a copy if the newest one is a day old; return its path."""
         try:
             is_due = self.path.exists() and is_copy_due(self.path, now_s=self.clock.now_s())
         except OSError as error:
@@ -92,10 +93,10 @@ class SqliteDatabase:
             try:
                 self._connection.execute("ROLLBACK")
             except sqlite3.Error:
-                pass  # the error that led here says more
+                pass  # the original error says more
 
     def _check_epoch(self) -> None:
-        """A process that slept through its own replacement may not write any more (a fencing token)."""
+        """Raise FencedError if another leader took over, for example while this process slept (a fencing token)."""
         if self.epoch is not None and self.rows("SELECT epoch FROM leader")[0][0] != self.epoch:
             raise FencedError("another daemon of this state folder has taken over")
 
@@ -116,14 +117,17 @@ class SqliteDatabase:
         try:
             return self._connection.execute(sql, parameters).fetchall()
         except sqlite3.OperationalError as error:
-            if "decode to UTF-8" not in str(error):  # the module has no code of its own for it
+            if "decode to UTF-8" not in str(error):  # `sqlite3` has no error code for it
                 raise explain_fault(self.path, error) from error
         except (sqlite3.DatabaseError, UnicodeDecodeError) as error:
             raise explain_fault(self.path, error) from error
         return self._read_damaged_text(sql, parameters)
 
     def _read_damaged_text(self, sql: str, parameters: Sequence[Any]) -> list[sqlite3.Row]:
-        """One row's damaged text must not hide the others: what reads that row finds it to be damaged."""
+        """Read the rows, replacing invalid UTF-8, so that one damaged text does not hide the other rows.
+
+        The code that decodes that row reports the damage.
+        """
         self._connection.text_factory = lambda text: text.decode(errors="replace")
         try:
             return self._connection.execute(sql, parameters).fetchall()
@@ -148,7 +152,7 @@ class SqliteDatabase:
     def _open_to_write(self) -> sqlite3.Connection:
         self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         check_not_lost(self.path, read_guard(self.path))
-        # Made by us first, so that the file never exists with a wider mode; SQLite gives -wal and -shm the same one.
+        # Created here first, so that the file never has a wider mode; SQLite gives -wal and -shm the same mode.
         os.close(os.open(self.path, os.O_RDWR | os.O_CREAT, 0o600))
         connection = self._connect("mode=rw")
         connection.execute("PRAGMA journal_mode=WAL")
@@ -157,7 +161,7 @@ class SqliteDatabase:
         return connection
 
     def _open_to_read(self) -> sqlite3.Connection:
-        """A log that cannot be opened is left out only where it holds nothing."""
+        """Open the file read-only; a WAL file that cannot be opened is ignored only if it is empty."""
         check_not_lost(self.path, read_guard(self.path))
         log = self.path.with_name(f"{self.path.name}-wal")
         try:
@@ -181,9 +185,9 @@ class SqliteDatabase:
             return
         self._check_version(version)
         if version and self.path.exists():
-            self.copy()  # what a migration has changed can only be brought back from a copy
+            self.copy()  # only a copy can undo a migration
         with self.transaction():
-            version = self._schema_version()  # read again: another process may have just migrated
+            version = self._schema_version()  # read again: another process may just have migrated
             self._check_version(version)
             for steps in MIGRATIONS[version:]:
                 for step in steps:
@@ -209,9 +213,9 @@ class SqliteDatabase:
         return int(self.rows("PRAGMA user_version")[0][0])
 
     def _identify(self) -> None:
-        """Compare file, guard and owner; write what is not written yet."""
+        """Compare the file, its guard and the owner; write what is missing."""
         if not self.path.exists():
-            return  # kept in memory, by a simulation
+            return  # in memory, in a simulation
         guard = read_guard(self.path)
         known = {str(row["key"]): str(row["value"]) for row in self.rows("SELECT key, value FROM meta")}
         lineage, owner = known.get("lineage", ""), known.get("installation", "")

@@ -1,4 +1,4 @@
-"""Rows of events, the append-only story of what happened, and of refusals, what clouds said no to and until when."""
+"""Rows of events, an append-only log, and of refusals: places that clouds refused, and until when not to ask again."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from broker.types import Placement
 from broker.types.outcomes import Event, EventData, EventKind, make_event
 from broker.wording import describe_event
 
-FORGIVEN_AFTER_S = 3600.0  # a place that was silent for so long after a refusal starts anew
+FORGIVEN_AFTER_S = 3600.0  # a place without a refusal for this long after one expired counts from 1 again
 
 
 @noun
 class EventRow:
-    """One event of a job or a cluster; ids only grow. `message` puts it into words."""
+    """An event of a job or a cluster; ids only grow. `message` is the event as a sentence."""
 
     id: int
     time_s: float
@@ -33,7 +33,7 @@ class EventRow:
 
 @noun
 class Refusal:
-    """A place not to ask again before `expires_s`. Empty region, zone or instance type: all of them."""
+    """A place not to ask again before `expires_s`; an empty region, zone or instance type stands for all of them."""
 
     cloud: str
     region: str
@@ -42,9 +42,9 @@ class Refusal:
     is_spot: bool
     expires_s: float
     reason: str
-    reask_s: float = 0.0  # from then on it may be asked after all by one who has nowhere else to go
-    probed_until_s: float = 0.0  # until then one launch probes the placement and all others wait
-    hints: tuple[str, ...] = ()  # what mends it
+    reask_s: float = 0.0  # from then on, a launch without any other place may ask it again
+    probed_until_s: float = 0.0  # until then, one launch probes the placement and all others wait
+    hints: tuple[str, ...] = ()  # how to resolve it
 
     def covers(self, placement: Placement) -> bool:
         offer = placement.offer
@@ -79,7 +79,7 @@ class EventRows:
 
 
 def _read_event(row: Row) -> EventRow:
-    """A damaged one is shown as far as it can be read: no list of events is worth less for it."""
+    """Read an event; of a damaged row, as much as is readable, so that it does not hide the other events."""
     event = _decode(row["kind"], row["data"])
     return EventRow(
         id=int(row["id"]),
@@ -120,12 +120,13 @@ class RefusalRows:
         reask_after_s: float = math.inf,
         reask_after_s_max: float = math.inf,
     ) -> None:
-        """Empty `region`, `zone` or `instance_type` refuses all of them.
+        """Record a refusal; an empty `region`, `zone` or `instance_type` stands for all of them.
 
-        `reask_after_s`: so long after it, growing by half each time, one who has nowhere else to go may ask again.
+        After `reask_after_s`, which grows by half each time, a launch without any other place may ask again.
 
-        A circuit breaker: each refusal soon after the last one holds twice as long, up to `lasts_s_max`; once it
-        has expired, one try is let through. What was asked before the last refusal was known counts with it.
+        This is a circuit breaker: a refusal soon after the previous one lasts twice as long, up to `lasts_s_max`; once
+        it has expired, one attempt is let through. A request sent before the previous refusal was known counts as part
+        of that refusal.
         """
         key = (cloud, region, zone or "", instance_type, is_spot)
         where = "cloud = ? AND region = ? AND zone = ? AND instance_type = ? AND is_spot = ?"
@@ -144,13 +145,14 @@ class RefusalRows:
             )
 
     def forgive(self, placement: Placement) -> None:
-        """It gave a whole gang: earlier refusals there count no more."""
+        """Delete the refusals that cover a placement, as it provided a whole gang."""
         self._database.write(f"DELETE FROM refusals WHERE {_COVERING}", _read_place(placement))
 
     def begin_probe(self, placement: Placement, *, lasts_s: float) -> None:
-        """Half-open: refusals of this place hold for everybody else, run out or not, while one try looks again.
+        """Half-open the circuit breaker: the place stays refused for other launches, even if expired, during one probe.
 
-        The try's end forgives or refuses anew; a process that dies meanwhile holds the others up for `lasts_s` only.
+        The probe ends with a call of `forgive` or `add`; a process that dies meanwhile blocks the others for at most
+        `lasts_s`.
         """
         now_s = self._database.clock.now_s()
         where = f"{_COVERING} AND expires_s > ?"
@@ -175,7 +177,7 @@ class RefusalRows:
         ]  # fmt: skip
 
 
-# As Refusal.covers, in SQL.
+# The same condition as `Refusal.covers`, in SQL.
 _COVERING = "cloud = ? AND is_spot = ? AND region IN ('', ?) AND zone IN ('', ?) AND instance_type IN ('', ?)"
 
 

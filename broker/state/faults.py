@@ -1,4 +1,4 @@
-"""What is wrong with the state folder, in a sentence with what to do: from SQLite's and the system's error codes."""
+"""Explanations of a faulty state folder, with hints, from the error codes of SQLite and the operating system."""
 
 from __future__ import annotations
 
@@ -15,20 +15,23 @@ UNOPENED = (sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_PER
 FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
-# What damage makes SQLite raise: where its own message has damaged text in it, that cannot even be decoded.
+# Errors caused by damage. UnicodeDecodeError: SQLite's own message may quote damaged text that cannot be decoded.
 FAULTS = (sqlite3.Error, OSError, UnicodeDecodeError)
 
 
 def is_unwritable(error: Exception) -> bool:
-    """Whether reading may still work."""
+    """Return whether the error is only about writing, so that reading may still work."""
     if isinstance(error, OSError):
         return error.errno in UNWRITABLE
     return _get_code(error) in UNOPENED
 
 
 def explain_fault(path: Path, error: Exception) -> StateError:
-    """`error`: an sqlite3.Error or OSError that came of using the state file at `path`, or a UnicodeDecodeError, which
-    sqlite3 raises where its own message quotes a damaged schema."""
+    """Make the error for a failed use of the state file at `path`.
+
+    `error` is an sqlite3.Error, an OSError, or a UnicodeDecodeError, which sqlite3 raises where its own message quotes
+    a damaged schema.
+    """
     if isinstance(error, OSError):
         return explain_os_error(error, default=path)
     code = _get_code(error)
@@ -46,7 +49,7 @@ def explain_fault(path: Path, error: Exception) -> StateError:
 
 
 def explain_os_error(error: OSError, *, default: Path) -> StateError:
-    """A file of the state folder that cannot be read or written."""
+    """Make the error for a file of the state folder that cannot be read or written."""
     path = Path(str(error.filename)) if error.filename is not None else default
     what = error.strerror or str(error)
     if error.errno in FULL:
@@ -63,5 +66,5 @@ def explain_os_error(error: OSError, *, default: Path) -> StateError:
 
 
 def _get_code(error: Exception) -> int:
-    """The primary code: extended ones say more in their upper bits."""
+    """Return the primary error code; extended codes carry details in the upper bits."""
     return int(getattr(error, "sqlite_errorcode", 0)) & 0xFF

@@ -1,7 +1,7 @@
-"""The guard: a small file beside the state file that says there was one. A lost state file is then an error.
+"""The guard: a small file next to the state file that records its existence, so that a lost state file is an error.
 
-Without it, an empty folder and a lost file look the same, and the first job of the new file would continue with the
-checkpoints of the first job of the old one.
+Without a guard, an empty folder and a lost file look the same, and the first job of the new file would continue from
+the checkpoints of the first job of the old one.
 """
 
 from __future__ import annotations
@@ -18,13 +18,16 @@ from broker.state.copies import list_copies, show_date
 
 @noun
 class Guard:
-    """`lineage` names the database, drawn when that was created; empty where the guard cannot be read."""
+    """The content of a guard file.
+
+    `lineage` is the random name that a database gets when it is created; empty if the guard is unreadable.
+    """
 
     lineage: str
     owner: str = ""
     created_s: float = 0.0
     schema: int = 0
-    restores: int = 0  # times that a copy was put in the place of the state file
+    restores: int = 0  # how often a copy replaced the state file
 
 
 def get_path(database: Path) -> Path:
@@ -32,7 +35,10 @@ def get_path(database: Path) -> Path:
 
 
 def read_guard(database: Path) -> Guard | None:
-    """None where there is none; an unreadable one still says that there was a database. Raises OSError."""
+    """Read the guard; None if there is none. An unreadable guard still proves that there was a database.
+
+    Raises StateError for a folder in its place, and OSError.
+    """
     path = get_path(database)
     if path.is_dir():
         raise StateError(
@@ -54,7 +60,7 @@ def read_guard(database: Path) -> Guard | None:
 
 
 def write_guard(database: Path, guard: Guard) -> None:
-    """Whole or not at all. Raises OSError."""
+    """Write the guard atomically. Raises OSError."""
     path = get_path(database)
     data = {name: getattr(guard, name) for name in ("lineage", "owner", "created_s", "schema", "restores")}
     aside = path.with_name(f".{path.name}-{secrets.token_hex(8)}")
@@ -69,7 +75,7 @@ def write_guard(database: Path, guard: Guard) -> None:
 
 
 def check_not_lost(database: Path, guard: Guard | None) -> None:
-    """Raises StateError where the guard says there was a database and it is missing or empty."""
+    """Raise StateError if there is a guard but the database is missing or empty."""
     if guard is None:
         return
     is_there = database.exists()
@@ -85,7 +91,7 @@ def check_not_lost(database: Path, guard: Guard | None) -> None:
 
 
 def check_lineage(database: Path, guard: Guard | None, lineage: str) -> None:
-    """Raises StateError where another database has taken the place of the guarded one."""
+    """Raise StateError if another database has replaced the guarded one."""
     if guard is not None and guard.lineage and guard.lineage != lineage:
         raise StateError(
             f"{database} is not the state file that this folder has had: another file was put in its place",
@@ -95,7 +101,7 @@ def check_lineage(database: Path, guard: Guard | None, lineage: str) -> None:
 
 
 def list_ways_back(database: Path) -> tuple[str, ...]:
-    """Hints for a state file that is lost or damaged."""
+    """Return hints for a lost or damaged state file."""
     try:
         copies = list_copies(database)
     except OSError:

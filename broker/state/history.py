@@ -1,4 +1,4 @@
-"""What our own spot machines lived through: evidence about places, younger evidence weighing more."""
+"""Preemption history of our own spot machines: evidence about places, with recent evidence weighted more."""
 
 from __future__ import annotations
 
@@ -11,19 +11,22 @@ from broker.spot.hazard import Observation
 from broker.state.base import Database
 from broker.types import OutcomeKind
 
-HALF_LIFE_DAYS = 14.0  # markets of last month say little: recorded zones change their character within weeks
+HALF_LIFE_DAYS = 14.0  # last month's markets say little: recorded zones change their behavior within weeks
 KEPT_DAYS_MAX = 90.0
 STAYS_MAX = 5000
-SPELL_DAYS = 7.0  # spells fade much faster: those of a week ago weigh nothing
-SHARED_S_MAX = 60.0  # evidence that fades within weeks may be so old where many jobs ask for it
+SPELL_DAYS = 7.0  # spells fade much faster: those older than a week are ignored
+SHARED_S_MAX = 60.0  # how old a shared result may be where many jobs read it; the evidence fades within weeks
 
-# (cloud, region, zone, instance type), as the planner's history names places
+# (cloud, region, zone, instance type), as in the planner's history
 PlaceKey = tuple[str, str, str | None, str]
 
 
 @noun
 class SpotStay:
-    """One gang's time on spot at one place. `is_preempted`: the market ended it, not we. `is_over`: it runs no more."""
+    """The time of one gang on spot in one place.
+
+    `is_preempted`: it was ended by the market, not by broker. `is_over`: it no longer runs.
+    """
 
     place: PlaceKey
     node_count: int
@@ -41,10 +44,10 @@ class HistoryRows:
     def __init__(self, database: Database) -> None:
         self._database = database
 
-    _weighed: tuple[float, Mapping[PlaceKey, Observation]] | None = None  # when, and what it came to
+    _weighed: tuple[float, Mapping[PlaceKey, Observation]] | None = None  # when it was read, and the result
 
     def list_stays(self) -> list[SpotStay]:
-        """Of managed jobs' attempts, newest first; those that still run count up to now."""
+        """Return the spot stays of managed jobs' attempts, newest first; running ones end now."""
         now_s = self._database.clock.now_s()
         rows = self._database.rows(
             "SELECT json_extract(body, '$.placement.offer.cloud'), json_extract(body, '$.placement.offer.region'), "
@@ -69,9 +72,9 @@ class HistoryRows:
         ]
 
     def read(self, *, age_s_max: float = 0.0) -> Mapping[PlaceKey, Observation]:
-        """As the planner takes it; what was read at most `age_s_max` ago will do.
+        """Read the history in the planner's form, or return the last result if it is at most `age_s_max` old.
 
-        A daemon that starts ten thousand jobs asks for each of them, and reading thousands of stays takes 20 ms.
+        A daemon that starts ten thousand jobs calls this for each, and reading thousands of stays takes 20 ms.
         """
         now_s = self._database.clock.now_s()
         if self._weighed is None or not 0.0 <= now_s - self._weighed[0] < age_s_max:
@@ -80,7 +83,7 @@ class HistoryRows:
 
 
 def weigh_stays(stays: Iterable[SpotStay], *, now_s: float) -> dict[PlaceKey, Observation]:
-    """Preemptions and node-hours of each place, halved for every two weeks of age."""
+    """Sum the preemptions and node-hours of each place; a stay's weight halves every two weeks."""
     found: dict[PlaceKey, tuple[float, float]] = {}
     for stay in stays:
         weight = math.exp2(-max(0.0, now_s - stay.end_s) / 86400 / HALF_LIFE_DAYS)
@@ -90,7 +93,10 @@ def weigh_stays(stays: Iterable[SpotStay], *, now_s: float) -> dict[PlaceKey, Ob
 
 
 def gather_durations(stays: Iterable[SpotStay], *, now_s: float) -> dict[PlaceKey, Durations]:
-    """How long places stayed open under our gangs until these were taken away or left, faded as a watched market's."""
+    """Gather how long each place stayed open for our gangs, until they were preempted or left.
+
+    The spells fade like those of an observed market.
+    """
     found: dict[PlaceKey, Durations] = {}
     for stay in stays:
         age_s = now_s - stay.end_s

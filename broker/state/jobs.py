@@ -21,7 +21,7 @@ OnDamage = Callable[[DamagedRowError], None] | None
 
 @noun
 class StepRange:
-    """What one attempt was seen doing: its first, its newest and its newest saved step."""
+    """The steps that one attempt reported: the first, the newest, and the newest that was saved."""
 
     first_step: int
     last_step: int
@@ -30,7 +30,7 @@ class StepRange:
 
 @noun
 class JobLine:
-    """What a list shows of a job: cheap to read for ten thousand of them."""
+    """The fields of a job that a list shows; cheap to read for ten thousand jobs."""
 
     id: int
     name: str
@@ -45,14 +45,14 @@ class JobLine:
 
 @noun
 class LogOffset:
-    """How far a job's log is copied: so many bytes of this attempt's log end at so many bytes of our file."""
+    """How far a job's log is copied: up to `source_bytes` of the attempt's log, and `file_bytes` of our file."""
 
     attempt: int = 0
     source_bytes: int = 0
     file_bytes: int = 0
 
 
-# Named, so that SQLite itself tells of a column that a damaged schema lacks.
+# Columns are named, so that SQLite itself reports a column that a damaged schema lacks.
 COLUMNS = (
     "id, name, status, task, secret_names, submitted_s, ended_s, failure, cancel_requested, progress, needs, pipeline, "
     "resumes, first_attempt, hedge, uid, outcome_kind"
@@ -76,7 +76,7 @@ class JobRows:
         resumes: Job | None = None,
         hedge: int = 2,
     ) -> Job:
-        """The same `request_id` is the same job: a repeated submit adds nothing."""
+        """Add a job; for a `request_id` that was used before, return its job and add nothing."""
         with self._database.transaction():
             known = (
                 self._database.row("SELECT id FROM jobs WHERE request_id = ?", (request_id,)) if request_id else None
@@ -109,7 +109,7 @@ class JobRows:
             return self._must_get(job_id)
 
     def find_request(self, request_id: str | None) -> Job | None:
-        """The job that was submitted with this request id."""
+        """Return the job that was submitted with this request id; None if there is none."""
         row = self._database.row("SELECT id FROM jobs WHERE request_id = ?", (request_id,)) if request_id else None
         return self.get(row["id"]) if row else None
 
@@ -118,7 +118,7 @@ class JobRows:
         return self._read_job(row, self.list_attempts(job_id)) if row else None
 
     def list(self, *, on_damage: OnDamage = None) -> Sequence[Job]:
-        """All of them, oldest first. Damaged ones are told to `on_damage` and left out, or raised without it."""
+        """Return all jobs, oldest first; damaged ones are reported to `on_damage` and left out, or raised if None."""
         attempts: dict[int, list[Row]] = {}
         for row in self._database.rows(f"SELECT {ATTEMPT_COLUMNS} FROM attempts ORDER BY job_id, number"):
             attempts.setdefault(row["job_id"], []).append(row)
@@ -130,7 +130,7 @@ class JobRows:
         return keep_readable([partial(read, row) for row in rows], on_damage)
 
     def list_lines(self, newest: int | None = None, *, on_damage: OnDamage = None) -> Sequence[JobLine]:
-        """The newest so many, and every live one besides; all without a number. Newest first."""
+        """Return the `newest` jobs and every live one, newest first; all jobs where `newest` is None."""
         rows = self._database.rows(
             "SELECT id, name, status, pipeline, "
             "CASE WHEN json_valid(progress) THEN json_extract(progress, '$.step') END AS step, "
@@ -149,7 +149,7 @@ class JobRows:
         return [row["id"] for row in self._database.rows("SELECT id FROM jobs WHERE NOT is_terminal ORDER BY id")]
 
     def list_unfinished_ids(self) -> Sequence[int]:
-        """Live jobs, and ended ones that still have a cluster or an attempt to close."""
+        """Return the live jobs, and the ended ones that still have a cluster or an attempt to close."""
         rows = self._database.rows(
             "SELECT id FROM jobs WHERE NOT is_terminal UNION SELECT job_id FROM clusters WHERE job_id IS NOT NULL "
             "UNION SELECT job_id FROM attempts WHERE json_extract(body, '$.ended_s') IS NULL ORDER BY 1"
@@ -159,7 +159,7 @@ class JobRows:
     def set_status(
         self, job_id: int, status: JobStatus, failure: str = "", *, outcome_kind: OutcomeKind | None = None
     ) -> bool:
-        """Whether it was written: False when the job had ended already, whatever was asked."""
+        """Set the status; return False, and change nothing, if the job has already ended."""
         ended_s = self._database.clock.now_s() if status.is_terminal else None
         with self._database.transaction():
             cursor = self._database.execute(
@@ -174,7 +174,7 @@ class JobRows:
         return is_written
 
     def request_cancel(self, job_id: int) -> bool:
-        """Whether there was anything left to cancel."""
+        """Request the cancellation of a job; return False if it has already ended."""
         cursor = self._database.write(
             "UPDATE jobs SET cancel_requested = 1 WHERE id = ? AND NOT is_terminal", (job_id,)
         )
@@ -185,13 +185,13 @@ class JobRows:
         return bool(row and row["cancel_requested"])
 
     def list_cancel_requested_ids(self) -> Sequence[int]:
-        """Live jobs that the user wants ended."""
+        """Return the live jobs that the user has cancelled."""
         return [
             row["id"] for row in self._database.rows("SELECT id FROM jobs WHERE NOT is_terminal AND cancel_requested")
         ]
 
     def set_progress(self, job_id: int, progress: Progress) -> None:
-        """Also remembered per attempt, so that lost steps can be counted later."""
+        """Record the progress, for the job and for its newest attempt, so that lost steps can be counted later."""
         with self._database.transaction(is_durable=False):
             self._database.execute("UPDATE jobs SET progress = ? WHERE id = ?", (msgspec.json.encode(progress), job_id))
             self._database.execute(
@@ -291,7 +291,7 @@ def _read_attempt(row: Row) -> Attempt:
 
     def read() -> Attempt:
         attempt = msgspec.json.decode(row["body"], type=Attempt)
-        _ = attempt.placement.usd_hour  # a damaged name of a field reads as a field that is missing
+        _ = attempt.placement.usd_hour  # raises if the field is missing, as it is when its name is damaged
         if row["outcome_kind"] is None:
             return attempt
         outcome = Outcome(
@@ -331,5 +331,5 @@ def _read_line(row: Row) -> JobLine:
 
 @lru_cache(maxsize=1024)
 def _decode_plain(text: str) -> Task:
-    """A task without secrets: a controller reads its job at every step, and jobs of one sweep have one text."""
+    """Decode a task without secrets; cached, as a controller reads its job at each step and a sweep shares one text."""
     return decode_task(text, {})

@@ -1,4 +1,4 @@
-"""Who drives the jobs of this state folder: an epoch that only grows, and a beat that shows it is alive."""
+"""The leader, which drives the jobs of this state folder: an epoch that only grows, and a heartbeat."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ class LeaderRow:
         self._database = database
 
     def lead(self) -> int:
-        """Take over: from now on every write of an earlier leader raises FencedError. Returns the epoch."""
+        """Take over, so that every later write of an earlier leader raises FencedError; return the epoch."""
         with self._database.transaction():
             self._database.execute("UPDATE leader SET epoch = epoch + 1, beat_s = ?", (self._database.clock.now_s(),))
             epoch = int(self._database.rows("SELECT epoch FROM leader")[0][0])
@@ -18,15 +18,15 @@ class LeaderRow:
         return epoch
 
     def beat(self) -> None:
-        """Say that this leader lives. Raises FencedError when it leads no more."""
+        """Record that this leader is alive. Raises FencedError if it no longer leads."""
         self._database.write("UPDATE leader SET beat_s = ?", (self._database.clock.now_s(),), is_durable=False)
 
     def resign(self) -> None:
-        """The next leader need not wait for the beat to go stale."""
+        """Stop leading, so that the next leader need not wait for the heartbeat to expire."""
         self._database.write("UPDATE leader SET beat_s = 0")
         self._database.epoch = None
 
     def measure_beat_age_s(self) -> float:
-        """Seconds since the leader last showed itself; huge where there is none."""
+        """Return the seconds since the leader's last heartbeat; a huge number if there is no leader."""
         rows = self._database.rows("SELECT beat_s FROM leader")
         return self._database.clock.now_s() - read_row("leader", 1, lambda: float(rows[0][0] if rows else ""))

@@ -1,4 +1,4 @@
-"""Rows about the store itself: which installation it belongs to, and which clouds it was compared with."""
+"""Rows about the store itself: the installation that it belongs to, and the clouds that it was compared with."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from broker.state.base import Database
 
-ADOPTED = "adopted:"  # with a cloud's name: nodes there that no record names were adopted, as far as there were any
-SEEN = "seen:"  # with a cloud's name: when its nodes were first listed for that
+ADOPTED = "adopted:"  # with a cloud's name: any nodes there without a record were adopted
+SEEN = "seen:"  # with a cloud's name: when its nodes were first listed for that purpose
 RESTORED = "restored_s"
 SALT = "salt"
 
@@ -24,19 +24,19 @@ class MetaRows:
 
     @property
     def salt(self) -> str:
-        """Part of every create token: another one after each restore and reset, as the same places and serial numbers
-        may have been used by what was lost. Read once: it changes only while no other process has the store open."""
+        """Part of every create token. Each restore and reset changes it, because the lost state may have used the same
+        places and serial numbers. Read once: it changes only while no other process has the store open."""
         if self._salt is None:
             self._salt = self.get(SALT) or ""
         return self._salt
 
     @property
     def restored_s(self) -> float:
-        """When a copy was put in the place of the state file; 0 where that has never happened."""
+        """When a copy last replaced the state file; 0 if that has never happened."""
         try:
             return float(self.get(RESTORED) or 0.0)
         except ValueError:
-            return self._database.clock.now_s()  # damaged: looking at the clouds once too often costs little
+            return self._database.clock.now_s()  # damaged: comparing with the clouds once more costs little
 
     def get(self, key: str) -> str | None:
         row = self._database.row("SELECT value FROM meta WHERE key = ?", (key,))
@@ -46,12 +46,15 @@ class MetaRows:
         self._database.write("INSERT OR REPLACE INTO meta (key, value) VALUES (?, ?)", (key, value))
 
     def is_adopted(self, cloud: str) -> bool:
-        """Whether all nodes of ours on this cloud that run were compared with the records."""
+        """Return whether all our running nodes on this cloud were compared with the records."""
         return self.get(f"{ADOPTED}{cloud}") is not None
 
     def note_listed(self, cloud: str, *, settled_after_s: float) -> bool:
-        """A whole list was compared with the records: whether the first such list is so long ago that the cloud
-        counts as adopted. One list may be empty or late and not say so."""
+        """Record that a whole list of nodes was compared with the records; return whether the cloud is now adopted.
+
+        That takes a second list, at least `settled_after_s` after the first, because a single list may silently be
+        empty or outdated.
+        """
         now_s = self._database.clock.now_s()
         with self._database.transaction():
             first = self.get(f"{SEEN}{cloud}")
@@ -68,13 +71,13 @@ class MetaRows:
         self.put(f"{ADOPTED}{cloud}", repr(self._database.clock.now_s()))
 
     def forget_adoptions(self, *, prefixes: Sequence[str] = (ADOPTED, SEEN)) -> None:
-        """After this the clouds are compared with the records again."""
+        """Forget the adoptions, so that the clouds are compared with the records again."""
         with self._database.transaction():
             for prefix in prefixes:
                 self._database.execute("DELETE FROM meta WHERE substr(key, 1, ?) = ?", (len(prefix), prefix))
 
     def forget_half_done(self, *, attempts_skipped: int) -> None:
-        """Of a copy: gangs whose start had not ended when it was made, and attempt numbers used since then."""
+        """Forget, in a copy, gangs that were starting when it was made, and skip attempt numbers used since then."""
         with self._database.transaction():
             self._database.execute(
                 "DELETE FROM clusters WHERE CASE WHEN json_valid(body) THEN json_extract(body, '$.status') END = 'INIT'"
@@ -83,7 +86,10 @@ class MetaRows:
             self._database.execute("UPDATE jobs SET first_attempt = first_attempt + ?", (attempts_skipped,))
 
     def drop_row(self, table: str, where: str, key: Sequence[str], *, with_job: Sequence[str]) -> bool:
-        """`table` and `where` are ours, never a user's. Bills of a job stay: they are part of what was spent."""
+        """Delete a row and, in the tables `with_job`, the rows of the same job; return whether it existed.
+
+        `table` and `where` come from our code, never from a user. A job's bills stay, as they are part of the cost.
+        """
         with self._database.transaction():
             for other in with_job:
                 self._database.execute(f"DELETE FROM {other} WHERE job_id = ?", key)

@@ -1,4 +1,4 @@
-"""Names in the state file, for shell completion: read without the store, whose imports take longer than a key press."""
+"""Names for shell completion, read without the store, whose imports would take longer than a key press."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from pathlib import Path
 from typing import Any
 
 JOBS_MAX = 100  # the newest
-WAIT_S = 0.1  # for a writer; then nothing is suggested
-_SAFE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")  # a shell may evaluate what it is given
+WAIT_S = 0.1  # for a writer; after that, nothing is suggested
+_SAFE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")  # a shell may evaluate a suggestion
 
 
 def list_cluster_names(database: Path) -> Sequence[str]:
-    """All of them; none where the file cannot be read. The file is not made."""
+    """Return the names of all clusters; none if the file cannot be read. The file is never created."""
     return [row[0] for row in _read(database, "SELECT name FROM clusters ORDER BY name") if _SAFE.fullmatch(row[0])]
 
 
 def list_job_names(database: Path, *, is_live: bool | None = None) -> Sequence[str]:
-    """Names of the newest jobs, then their ids; `is_live` True or False takes only live or only ended ones."""
+    """Return the newest jobs' names, then their ids; `is_live` limits them to live (True) or ended (False) jobs."""
     rows = _read(
         database,
         f"SELECT id, name FROM jobs WHERE ?1 IS NULL OR is_terminal != ?1 ORDER BY id DESC LIMIT {JOBS_MAX}",
@@ -37,4 +37,4 @@ def _read(database: Path, query: str, *values: object) -> list[tuple[Any, ...]]:
         ) as connection:
             return connection.execute(query, values).fetchall()
     except sqlite3.Error:
-        return []  # no state folder yet, one that is damaged, or one of another version: completion stays silent
+        return []  # the state folder is missing, damaged or of another version: suggest nothing

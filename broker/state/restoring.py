@@ -1,6 +1,6 @@
-"""Bringing a state folder back: look at what there is, put a copy in its place, or start with an empty state file.
+"""Recovery of a state folder: examine it, restore a copy, or reset it to an empty state file.
 
-These work where the store does not open. The caller holds the daemon's lock, so nothing drives jobs meanwhile.
+These functions work even if the store does not open. The caller holds the daemon's lock, so no job is driven meanwhile.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from broker.state.schema import MIGRATIONS
 from broker.state.store import Store
 from broker.types import EventKind, make_event
 
-BESIDE = ("", "-wal", "-shm")  # what SQLite keeps beside a database belongs to it
-# The copy may be older than attempts that were started since: numbers that they may have used are skipped, because a
-# checkpoint refuses an attempt whose number is not above all that it has met. No job starts as often between copies.
+BESIDE = ("", "-wal", "-shm")  # suffixes of the database and of the files that SQLite keeps next to it
+# Attempts may have been started since the copy was made. The numbers that they may have used are skipped, because a
+# checkpoint rejects an attempt whose number is not above all earlier ones. No job starts this often between two copies.
 ATTEMPTS_SKIPPED = 1000
 PROBLEMS_MAX = 5
 
-# tables that hold one row a key, and how `broker state drop` finds it
+# tables with one row per key, and the columns of the key, by which `broker state drop` finds a row
 DROPPABLE: Mapping[str, tuple[str, ...]] = {
     "jobs": ("id",),
     "attempts": ("job_id", "number"),
@@ -45,7 +45,7 @@ WITH_A_JOB = ("attempts", "attempt_steps", "log_offsets")
 
 @noun
 class Condition:
-    """What is known of a state file. None: it cannot be read. `problems` is empty for a whole one."""
+    """The condition of a state file. A field is None if it cannot be read; `problems` is empty for an intact file."""
 
     path: Path
     size_bytes: int | None
@@ -57,7 +57,7 @@ class Condition:
 
 
 def examine(database: Path) -> Condition:
-    """Never raises: what cannot be read is a problem."""
+    """Examine a state file; never raises, but lists errors as problems."""
     try:
         copies = tuple(list_copies(database))
     except OSError as error:
@@ -90,14 +90,17 @@ def examine(database: Path) -> Condition:
 
 
 def check_integrity(database: Path) -> Sequence[str]:
-    """SQLite's own check of every page; empty for a whole file. Raises sqlite3.Error for one that is no database."""
+    """Run SQLite's integrity check; return its findings, none for an intact file.
+
+    Raises sqlite3.Error for a file that is not a database.
+    """
     with closing(sqlite3.connect(f"{database.absolute().as_uri()}?mode=ro", uri=True)) as connection:
         found = [str(row[0]) for row in connection.execute(f"PRAGMA integrity_check({PROBLEMS_MAX})")]
     return [] if found == ["ok"] else found
 
 
 def find_copy(database: Path, name: str | None) -> Path:
-    """A copy by its name in `backups/` or by its path; the newest without one. Raises StateError, UsageError."""
+    """Find a copy by its name in `backups/` or by its path; with None, the newest. Raises StateError, UsageError."""
     try:
         copies = list_copies(database)
     except OSError as error:
@@ -120,10 +123,10 @@ def find_copy(database: Path, name: str | None) -> Path:
 
 
 def restore(database: Path, copy: Path, *, clock: Clock, owner: str | None) -> Path | None:
-    """Put `copy` in the place of the state file; returns where the present one lies now, None where there was none.
+    """Replace the state file by `copy`; return the new path of the old file, or None if there was none.
 
-    Checked first, made ready aside, then renamed: cut short anywhere, the next command either finds the old file, or
-    says that it is missing and how to repeat this. Raises StateError.
+    The copy is checked, prepared in a temporary folder, then renamed: after an interruption at any point, the next
+    command either finds the old file, or reports that it is missing and how to repeat the restore. Raises StateError.
     """
     try:
         _check_copy(copy)
@@ -133,7 +136,7 @@ def restore(database: Path, copy: Path, *, clock: Clock, owner: str | None) -> P
         folder.mkdir(mode=0o700)
         try:
             ready = _make_ready(copy, folder / database.name, clock=clock, owner=owner, restores=guard.restores)
-            write_guard(database, guard)  # the count first: no attempt number is ever given out twice
+            write_guard(database, guard)  # the count first, so that no attempt number is ever used twice
             aside = _set_aside(database, clock.now_s())
             (folder / database.name).replace(database)
             write_guard(database, replace(ready, restores=guard.restores))
@@ -145,15 +148,17 @@ def restore(database: Path, copy: Path, *, clock: Clock, owner: str | None) -> P
 
 
 def reset(database: Path, *, clock: Clock, owner: str) -> Path | None:
-    """Start with an empty state file; returns where the old one lies now. The owner stays: by its tag, machines that
-    still run are found and adopted. Raises StateError."""
+    """Start with an empty state file; return the new path of the old one, or None if there was none.
+
+    The owner stays the same: machines that still run are found by its tag and adopted. Raises StateError.
+    """
     try:
         now_s = clock.now_s()
         before = read_guard(database) or Guard(lineage="")
         aside = _set_aside(database, now_s)
         get_path(database).unlink(missing_ok=True)
         logs = database.parent / "logs" / "jobs"
-        if logs.is_dir():  # job ids start from 1 again, and their logs with them
+        if logs.is_dir():  # job ids, and thus log names, start from 1 again
             logs.rename(_find_free(logs, now_s))
     except FAULTS as error:
         raise explain_fault(database, error) from error
@@ -166,7 +171,10 @@ def reset(database: Path, *, clock: Clock, owner: str) -> Path | None:
 
 
 def drop_row(store: Store, table: str, key: str) -> bool:
-    """Remove one damaged row; a job's with what belongs to it. Whether there was one. Raises UsageError."""
+    """Delete one damaged row, and for a job its attempts, steps and log offsets; return whether it existed.
+
+    Raises UsageError.
+    """
     columns = DROPPABLE.get(table)
     if columns is None:
         raise UsageError(f"rows of `{table}` cannot be dropped", hints=(f"rows of {', '.join(DROPPABLE)} can",))
@@ -189,9 +197,9 @@ def _check_copy(copy: Path) -> None:
 
 
 def _make_ready(copy: Path, target: Path, *, clock: Clock, owner: str | None, restores: int) -> Guard:
-    """The copy, migrated, and marked so that what the clouds run is compared with it before anything starts.
+    """Copy `copy` to `target`, migrate it, and mark it to be compared with the clouds before anything starts.
 
-    Half-done starts are forgotten: what became of them is found by its tag, finished or not.
+    Unfinished starts are forgotten: their machines, complete or not, are found by their tags.
     """
     os.close(os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
     with copy.open("rb") as source, target.open("r+b") as out:
@@ -212,11 +220,11 @@ def _make_ready(copy: Path, target: Path, *, clock: Clock, owner: str | None, re
 
 
 def _set_aside(database: Path, now_s: float) -> Path | None:
-    if database.is_file() and database.stat().st_size:  # SQLite would delete the log of an empty file
+    if database.is_file() and database.stat().st_size:  # SQLite would delete the WAL of an empty file
         _merge_log(database)
     aside = _find_free(database, now_s)
     has_any = False
-    for suffix in reversed(BESIDE):  # the log before the database: without it, the database is merely older
+    for suffix in reversed(BESIDE):  # the WAL before the database: without it, the database is only older
         source = database.with_name(database.name + suffix)
         if source.exists():
             source.rename(aside.with_name(aside.name + suffix))
@@ -225,7 +233,7 @@ def _set_aside(database: Path, now_s: float) -> Path | None:
 
 
 def _merge_log(database: Path) -> None:
-    """Bring the file out of WAL mode: that writes the log into it, and fails while another process has it open."""
+    """Take the file out of WAL mode, which merges the log into it and fails while another process has it open."""
     try:
         with closing(sqlite3.connect(database, timeout=2.0, isolation_level=None)) as connection:
             connection.execute("PRAGMA journal_mode=DELETE").fetchall()

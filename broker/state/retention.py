@@ -1,4 +1,4 @@
-"""What is kept and for how long: ended jobs become a line of totals, so that the file does not grow without bound."""
+"""Retention: old ended jobs are reduced to totals, so that the state file does not grow without bound."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from broker.state.schema import KEPT_DAYS
 
 ENDED_JOBS_MAX = 20_000
 FREE_SHARE_MAX = 0.25  # of the file's pages; a file with more is rewritten
-FREE_PAGES_MIN = 256  # 1 MiB: below that a rewrite gains nothing
+FREE_PAGES_MIN = 256  # 1 MiB: below this, a rewrite gains nothing
 TABLES_OF_JOBS = ("attempts", "attempt_steps", "log_offsets", "nodes")
 BATCH = 500
 
 
 @noun
 class Total:
-    """What pruned bills came to in one month (UTC) on one cloud. `pricing`: "spot", "on-demand" or "unknown"."""
+    """The sum of pruned bills for one month (UTC) and cloud. `pricing`: "spot", "on-demand" or "unknown"."""
 
     month: str
     cloud: str
@@ -35,10 +35,11 @@ class Compaction:
         self._database = database
 
     def compact(self, *, keep_days: float = KEPT_DAYS, ended_jobs_max: int = ENDED_JOBS_MAX) -> int:
-        """Forget ended jobs that are older, or too many, and what was asked of clouds for so long; their money is added
-        to the totals in the same commit. Returns how many jobs.
+        """Prune ended jobs that are older than `keep_days` or exceed `ended_jobs_max`; return their number.
 
-        A job stays while one that stays needs or resumes it, and while any of its nodes is not known to have ended.
+        Events, intents, refusals and bills that are older than `keep_days` are pruned too. The cost is added to the
+        totals in the same commit. A job stays while a job that stays needs or resumes it, and while any of its nodes
+        is not known to have ended.
         """
         before_s = self._database.clock.now_s() - keep_days * 86400
         with self._database.transaction():
@@ -59,7 +60,7 @@ class Compaction:
         ]
 
     def get_pruned_before_s(self) -> float | None:
-        """Jobs that ended before are known by their totals only; None while nothing was pruned."""
+        """Return the time before which ended jobs may exist only as totals; None if nothing was pruned."""
         row = self._database.row("SELECT value FROM meta WHERE key = 'pruned_before_s'")
         try:
             return read_s(float(row["value"])) if row else None
@@ -88,7 +89,7 @@ class Compaction:
             self._database.execute(f"DELETE FROM jobs WHERE id IN ({marks})", batch)
 
     def _prune_bills(self, before_s: float) -> None:
-        """Of clusters without a job, and of jobs that were pruned before their last bill came."""
+        """Prune the bills of clusters without a job, and of jobs that were pruned before their last bill arrived."""
         where = (
             "ended_s < ? AND (job_id IS NULL OR job_id NOT IN (SELECT id FROM jobs)) "
             "AND cluster NOT IN (SELECT name FROM clusters)"
@@ -125,7 +126,7 @@ class Compaction:
         )
 
     def _prune_stories(self, before_s: float) -> None:
-        """Young events stay whatever `before_s` is: a trigger keeps them."""
+        """Prune events, intents and refusals; a trigger protects recent events, regardless of `before_s`."""
         self._database.execute(
             "DELETE FROM events WHERE time_s < ?1 AND time_s < unixepoch() - ?2 * 86400 AND "
             "(job_id IS NULL OR job_id NOT IN (SELECT id FROM jobs WHERE NOT is_terminal))",
@@ -137,7 +138,7 @@ class Compaction:
         self._database.execute("DELETE FROM refusals WHERE expires_s < ?", (before_s,))
 
     def _give_back_pages(self) -> None:
-        """A file does not shrink by itself: one with many free pages is rewritten."""
+        """Rewrite a file that has many free pages, as it does not shrink by itself."""
         free, pages = (int(self._database.rows(f"PRAGMA {name}")[0][0]) for name in ("freelist_count", "page_count"))
         if free >= FREE_PAGES_MIN and free > pages * FREE_SHARE_MAX:
             self._database.execute("VACUUM")
@@ -145,7 +146,7 @@ class Compaction:
 
 
 def _choose_prunable(rows: Iterable[Row], busy: Set[int], *, before_s: float, ended_jobs_max: int) -> Iterator[int]:
-    """`rows` newest first. Jobs only name older ones, so one pass finds all that are still named."""
+    """Yield the ids of jobs to prune. `rows` are newest first; jobs only refer to older ones, so one pass is enough."""
     named: set[int] = set()
     ended = 0
     for row in rows:
@@ -164,12 +165,12 @@ def _read_needs(text: object) -> Sequence[int]:
     try:
         found = json.loads(str(text))
     except ValueError:
-        return ()  # a damaged row keeps nothing else from being pruned
+        return ()  # a damaged row does not keep other jobs from being pruned
     return [each for each in found if isinstance(each, int)] if isinstance(found, list) else ()
 
 
 def split_by_month(start_s: float, end_s: float) -> Iterator[tuple[str, float]]:
-    """(month in UTC, seconds) of each month that the time from start to end touches."""
+    """Yield (month in UTC, seconds) for each month between start and end."""
     while start_s < end_s:
         date = time.gmtime(start_s)
         year, month = (date.tm_year + 1, 1) if date.tm_mon == 12 else (date.tm_year, date.tm_mon + 1)

@@ -1,7 +1,7 @@
-"""The tables, as a list of migrations: entry n takes schema n to n + 1. Entries are only ever added.
+"""The tables, as a list of migrations: entry n migrates schema n to n + 1. Entries are only ever added.
 
-A step is a statement, or a function of the connection where SQL alone cannot convert what is there.
-Nested values are one JSON column `body`; what is searched or guarded by SQL has a column of its own.
+A step is a statement, or a function of the connection where SQL alone cannot convert the data.
+Nested values are in one JSON column, `body`; values that SQL searches or protects have their own columns.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from broker.state import alternatives, sentences
 
 Step = str | Callable[[sqlite3.Connection], None]
 
-KEPT_DAYS = 90  # for so long the story of a job, and what was asked of clouds, can be read
+KEPT_DAYS = 90  # how long a job's events and the requests to clouds are kept
 
 _FIRST = (
     "CREATE TABLE clusters (name TEXT PRIMARY KEY, job_id INTEGER, body BLOB NOT NULL)",
@@ -60,14 +60,14 @@ _PIPELINES = (
     "ALTER TABLE jobs ADD COLUMN first_attempt INTEGER NOT NULL DEFAULT 1",
 )
 
-_LIVE_INDEXES = (  # a daemon asks three times a second; ten thousand ended jobs must not slow it
+_LIVE_INDEXES = (  # a daemon queries three times a second; ten thousand ended jobs must not slow it down
     "CREATE INDEX jobs_live ON jobs (id) WHERE NOT is_terminal",
     "CREATE INDEX attempts_open ON attempts (job_id) WHERE json_extract(body, '$.ended_s') IS NULL",
     "CREATE INDEX intents_open ON intents (created_s) WHERE outcome IS NULL",
     "CREATE INDEX nodes_job ON nodes (job_id)",
 )
 
-_COMPACTION = (  # young events remain protected from deletion
+_COMPACTION = (  # recent events remain protected from deletion
     "DROP TRIGGER events_stay",
     f"""CREATE TRIGGER events_stay BEFORE DELETE ON events WHEN OLD.time_s > unixepoch() - {KEPT_DAYS} * 86400
        BEGIN SELECT RAISE(ABORT, 'events are append-only'); END""",
@@ -90,7 +90,7 @@ _MADE_NODES = ("ALTER TABLE intents ADD COLUMN nodes BLOB",)
 _IDENTITY = (
     "CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL)",
     "INSERT INTO meta (key, value) VALUES ('lineage', lower(hex(randomblob(8))))",
-    "ALTER TABLE jobs ADD COLUMN uid TEXT NOT NULL DEFAULT ''",  # empty: a job from before, whose names have none
+    "ALTER TABLE jobs ADD COLUMN uid TEXT NOT NULL DEFAULT ''",  # empty for older jobs, whose names have no uid
     "ALTER TABLE nodes ADD COLUMN is_spot INTEGER",
     """UPDATE nodes SET is_spot = (SELECT json_extract(body, '$.placement.is_spot') FROM attempts
        WHERE attempts.job_id = nodes.job_id AND json_extract(body, '$.cluster') = nodes.cluster)""",
@@ -98,7 +98,7 @@ _IDENTITY = (
        usd REAL NOT NULL, PRIMARY KEY (month, cloud, pricing))""",
 )
 
-_KINDS: tuple[Step, ...] = (  # outcomes and events as kinds with data, in place of sentences
+_KINDS: tuple[Step, ...] = (  # outcomes and events as kinds with data instead of sentences
     "ALTER TABLE attempts ADD COLUMN outcome_kind TEXT",
     "ALTER TABLE attempts ADD COLUMN outcome_detail TEXT NOT NULL DEFAULT ''",
     "ALTER TABLE attempts ADD COLUMN outcome_step INTEGER",

@@ -1,4 +1,4 @@
-"""The secrets of live jobs: one file of mode 0600 for each job, deleted when it ends. They are in no database."""
+"""The secrets of live jobs: one file of mode 0600 per job, deleted when it ends. They are never in the database."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class SecretFiles:
         self._folder = folder
 
     def _find_path(self, job_id: int, uid: str) -> Path:
-        # A damaged name must not lead out of the folder.
+        # A damaged uid must not lead out of the folder.
         return self._folder / f"{name_job(job_id, uid).replace('/', '_')}.json"
 
     def forget(self, job_id: int, uid: str) -> None:
@@ -42,7 +42,10 @@ class SecretFiles:
             raise explain_os_error(error, default=path) from error
 
     def read(self, job_id: int, uid: str, names: Sequence[str]) -> Mapping[str, str]:
-        """Empty values once the job has ended and its file is gone. Raises StateError for a damaged file."""
+        """Return the secrets by name, with empty values after the job has ended and its file is deleted.
+
+        Raises DamagedRowError for an unreadable file.
+        """
         path = self._find_path(job_id, uid)
         try:
             values = msgspec.json.decode(path.read_bytes(), type=dict[str, str])

@@ -1,7 +1,7 @@
-"""Convert what schema 9 recorded in sentences into kinds with data. Used by that migration only, and never changed:
-sentences of today are made by `broker/wording.py`, and no code reads those.
+"""Conversion of sentences from schema 9 into kinds with data. Used only by that migration, and never changed:
+today's sentences come from `broker/wording.py`, and no code reads them.
 
-A sentence that no pattern matches is kept word for word, as `OutcomeKind.OTHER` or `EventKind.NOTE`.
+A sentence that no pattern matches is kept verbatim, as `OutcomeKind.OTHER` or `EventKind.NOTE`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _OUTCOMES: tuple[tuple[OutcomeKind, str], ...] = (
     (OutcomeKind.GANG_INCOMPLETE, r"the state was restored, and nodes of its gang were missing"),
 )
 
-# By status, the first that matches the failure.
+# By status; the first pattern that matches the failure applies.
 _ENDS: Mapping[str, tuple[tuple[OutcomeKind, str], ...]] = {
     "SUCCEEDED": ((OutcomeKind.SUCCEEDED, r".*"),),
     "CANCELLED": ((OutcomeKind.DEPENDENCY_FAILED, r".*, which it needs, is .*"), (OutcomeKind.CANCELLED, r".*")),
@@ -173,7 +173,7 @@ _EVENTS: Mapping[str, tuple[tuple[EventKind, str], ...]] = {
         ),
     ),
 }  # fmt: skip
-_TEXTS = {"cause": "", "failure": "", "reason": ""}  # what an empty one stands for where it is not optional
+_TEXTS = {"cause": "", "failure": "", "reason": ""}  # the value of an empty group that is not optional
 _COUNTS = {
     "number", "earlier", "step", "kept_count", "node_count", "exit_code", "rank", "left", "found_count", "job",
 }  # fmt: skip
@@ -188,7 +188,7 @@ _DECISION = (
 
 
 def convert(connection: sqlite3.Connection) -> None:
-    """Fill the columns of schema 10, within the transaction of the migration. A damaged row stays as it is."""
+    """Fill the columns of schema 10, within the transaction of the migration. Damaged rows are left unchanged."""
     before = connection.text_factory
     connection.text_factory = lambda text: text.decode(errors="replace")
     try:
@@ -201,7 +201,7 @@ def convert(connection: sqlite3.Connection) -> None:
 
 
 def read_outcome(sentence: str, *, is_spot: bool = True) -> Outcome | None:
-    """Return the outcome that an attempt's sentence stands for; None for an empty one: it has not ended."""
+    """Return the outcome that an attempt's sentence describes; None for an empty one, as the attempt has not ended."""
     for kind, pattern in _OUTCOMES if sentence else ():
         if found := re.fullmatch(pattern, sentence, re.DOTALL):
             parts = found.groupdict()
@@ -217,7 +217,7 @@ def read_outcome(sentence: str, *, is_spot: bool = True) -> Outcome | None:
 
 
 def read_end(status: str, failure: str) -> OutcomeKind | None:
-    """Return how a job has ended; None for one that has not."""
+    """Return how a job ended; None if it has not ended."""
     found = (kind for kind, pattern in _ENDS.get(status, ()) if re.fullmatch(pattern, failure, re.DOTALL))
     return next(found, OutcomeKind.OTHER if status.startswith("FAILED") else None)
 
@@ -301,7 +301,7 @@ def _read_number(text: str | None) -> int | None:
 
 
 def _read_place(text: str) -> dict[str, object]:
-    """The region is told where zones share it as their beginning; else it is the first zone."""
+    """Read a place; the region is the common prefix of several zones, or the only zone."""
     found = re.fullmatch(r"(\d+) x (\S+) (spot|on-demand) in (\S+) \((\S+)\)", text)
     assert found is not None, "the pattern of the event has found it"
     count, instance_type, pricing, names, cloud = found.groups()

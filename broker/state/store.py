@@ -1,4 +1,4 @@
-"""The store: everything broker remembers, in one file. Each noun has a repository, and all share one database."""
+"""The store: all persistent state in one file, with a repository for each noun on a shared database."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ __all__ = ["Bill", "EventRow", "Intent", "JobLine", "LogOffset", "Pace", "Refusa
 
 
 class Store(SqliteDatabase):
-    """Open with `Store(path, clock=clock)`; methods are synchronous, short, and durable when they return.
+    """The repositories of one state file; their methods are synchronous, short, and durable when they return.
 
-    What several repositories write within one `transaction` of the store is one commit.
+    Writes of several repositories within one `transaction` of the store are one commit.
     """
 
     def __init__(

@@ -1,10 +1,10 @@
-"""The nouns. Each room turns one of these into the next; all are frozen, and nothing mutates what it was handed.
+"""The domain types, or nouns. Each package turns one into the next; all are frozen, and no function mutates its input.
 
 task.yaml -> Task -> Offers -> Plan -> Cluster -> Run -> Job with its Attempts
-Units stand last in a name: `_s`, `_hours`, `_usd`, `_gib`. Money is US dollars, memory is GiB, a point in time is
+Names end with their unit: `_s`, `_hours`, `_usd`, `_gib`. Money is in US dollars, memory in GiB, a point in time in
 seconds since the epoch.
 
-Each noun is imported when it is first named: making a dataclass takes half a millisecond, and `broker plan` needs few.
+Each noun is imported on first use: creating a dataclass takes half a millisecond, and `broker plan` needs few of them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Managed jobs: promised to finish, over as many attempts as it takes."""
+"""Managed jobs, which run to completion over as many attempts as necessary."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from broker.types.task import Task
 
 
 class JobStatus(StrEnum):
-    """States of a managed job, in SkyPilot's words. The last seven are terminal and never change."""
+    """States of a managed job, named as in SkyPilot. The last seven are terminal and never change."""
 
     PENDING = "PENDING"
     STARTING = "STARTING"
@@ -48,11 +48,11 @@ class Attempt:
     started_s: float
     running_s: float | None = None  # when the program was started
     resumed_s: float | None = None  # when it first reported a step
-    lost_s: float | None = None  # when its first node went, or its program failed
+    lost_s: float | None = None  # when its first node was lost, or its program failed
     ended_s: float | None = None
     outcome: Outcome | None = None
     usd: float = 0.0
-    kept_until_s: float | None = None  # its nodes are kept for the next attempt, until then; None: given back
+    kept_until_s: float | None = None  # its nodes are kept until then for the next attempt; None: released
 
     @property
     def returncode(self) -> int | None:
@@ -72,12 +72,12 @@ class Progress:
     tokens_per_s: float | None = None
     checkpoint_step: int | None = None
     time_s: float = 0.0
-    busy_s: float | None = None  # no new step is to be expected for so long: it restores, or compiles
+    busy_s: float | None = None  # for this long, no new step is expected: the program restores or compiles
 
 
 @noun
 class Job:
-    """A managed job: promised to finish or to say why not."""
+    """A managed job, which either finishes or reports why it could not."""
 
     id: int
     name: str
@@ -92,19 +92,19 @@ class Job:
     cancel_requested: bool = False
     needs: tuple[int, ...] = ()  # jobs that must have succeeded before this one starts
     pipeline: str = ""  # name of the pipeline it is part of
-    resumes: int | None = None  # the ended job whose checkpoints and attempt numbers it goes on with
+    resumes: int | None = None  # the ended job whose checkpoints and attempt numbers it continues
     first_attempt: int = 1
     hedge: int = 2  # places that may be asked for its machines at once
-    uid: str = ""  # random, so that no name is used twice after a state folder was lost; a retry keeps the first one's
+    uid: str = ""  # random, so that no name is reused after a state folder is lost; a retry keeps the first job's
 
     @property
     def stem(self) -> str:
-        """First part of the names of its clusters and files."""
+        """The prefix of the names of its clusters and files."""
         return name_job(self.id, self.uid)
 
     @property
     def folder(self) -> str:
-        """Name of the folder of its checkpoints: a retry uses that of the first job."""
+        """The name of its checkpoint folder; a retry uses that of the first job."""
         return name_job(self.resumes or self.id, self.uid)
 
     def name_cluster(self, attempt: int) -> str:
@@ -112,10 +112,10 @@ class Job:
 
     @property
     def next_attempt(self) -> int:
-        """Attempt numbers only grow, over retries too: they fence the checkpoints."""
+        """The number of the next attempt. Numbers only grow, across retries too, because they fence the checkpoints."""
         return self.first_attempt + len(self.attempts)
 
 
 def name_job(job_id: int, uid: str) -> str:
-    """`job-3-k7wq2`; `job-3` for jobs from before jobs had a random part."""
+    """Return a job's name: `job-3-k7wq2`, or `job-3` for an old job without a uid."""
     return f"job-{job_id}-{uid}" if uid else f"job-{job_id}"

@@ -20,32 +20,32 @@ class NodeState(StrEnum):
 
 
 class NodeEnd(StrEnum):
-    """Why a node ended, where code asks for it. A cloud may give another word: then `Node.reason` is that one."""
+    """The reasons for a node's end that code checks for. `Node.reason` may also be a cloud's own word."""
 
     PREEMPTED = "preempted"
-    LEASE = "lease"  # no broker renewed its lease; some clouds tell no more than that it switched itself off
-    DONE = "done"  # it switched itself off: its work had ended
+    LEASE = "lease"  # no broker renewed its lease; some clouds only report that it shut itself down
+    DONE = "done"  # it shut itself down after its work had ended
     TERMINATED = "terminated"  # on request
-    MISSING = "missing"  # lists leave it out for too long
+    MISSING = "missing"  # missing from the cloud's lists for too long
 
 
 @noun
 class MachineSpec:
-    """What every node of a gang gets besides its instance type; None leaves the choice to the cloud's adapter."""
+    """The properties of a gang's nodes other than the instance type; None leaves the choice to the cloud's adapter."""
 
     disk_size_gib: int = 256
     disk_tier: str | None = None
     network_tier: str | None = None
     image_id: str | None = None
-    ports: tuple[str, ...] = ()  # "8080" or "8000-8010", open to everybody
+    ports: tuple[str, ...] = ()  # "8080" or "8000-8010", open to any address
     labels: Mapping[str, str] = field(default_factory=dict)
 
 
 @noun
 class NodeRequest:
-    """A gang to create. The same `token` gives the same nodes, however often it is asked.
+    """A gang to create; repeated requests with the same `token` return the same nodes.
 
-    `boot` is the script that a node runs as root at its first start; it is the same for one token.
+    `boot` is the script that a node runs as root at its first start; it is the same for every request with one token.
     """
 
     owner: str
@@ -54,7 +54,7 @@ class NodeRequest:
     token: str
     placement: Placement
     spec: MachineSpec = MachineSpec()
-    account: str = ""  # where it is asked for, written down before the call; empty: not asked yet, or no accounts there
+    account: str = ""  # recorded before the create call; empty before that, and for clouds without accounts
     boot: str = field(default="", repr=False)
 
 
@@ -79,15 +79,15 @@ class Node:
     ended_s: float | None = None  # when billing stopped
     reason: str = ""  # why it ended: a `NodeEnd`, or the cloud's own word
     handle: str = ""  # what the transport needs to reach it (local: the node's folder; ssh: user@host)
-    account: str = ""  # whose it is: AWS account id, Google project; empty where a cloud knows no accounts
+    account: str = ""  # its AWS account id or Google project; empty for clouds without accounts
 
 
 @noun
 class NodeList:
-    """What one look at a cloud showed. A node that is missing from it proves nothing about a region in `unseen`."""
+    """The nodes that a cloud listed. A node in one of the regions `unseen` may exist although it is not listed."""
 
     nodes: tuple[Node, ...] = ()
-    account: str = ""  # of the login that asked
+    account: str = ""  # of the login that listed them
     unseen: Mapping[str, CloudError] = field(default_factory=dict)  # region -> why it could not be listed
 
     def __iter__(self) -> Iterator[Node]:
@@ -98,7 +98,7 @@ class NodeList:
 
 
 class ClusterStatus(StrEnum):
-    """SkyPilot's words."""
+    """States of a cluster, named as in SkyPilot."""
 
     INIT = "INIT"
     UP = "UP"
@@ -119,9 +119,9 @@ class Cluster:
 
 
 class RunStatus(StrEnum):
-    """States of one execution of a task on a cluster; each node's agent reports one, the gang's is derived."""
+    """States of one execution of a task on a cluster; each node's agent reports one, and the gang's is derived."""
 
-    PENDING = "PENDING"  # it waits for its turn, or for accelerators that others have
+    PENDING = "PENDING"  # waiting for its turn, or for accelerators that other runs hold
     SETTING_UP = "SETTING_UP"
     RUNNING = "RUNNING"
     SUCCEEDED = "SUCCEEDED"
@@ -138,8 +138,8 @@ class RunStatus(StrEnum):
 class Run:
     """One execution on a cluster. `id` counts from 1 within the cluster.
 
-    `accelerators`: what it reserves of each node, such as `T4:0.5`, and `cards` which of the head's it has; empty where
-    it has the whole of each node.
+    `accelerators` is its reservation on each node, such as `T4:0.5`, and `cards` are its devices on the head node;
+    both are empty if it has whole nodes.
     """
 
     id: int

@@ -1,4 +1,4 @@
-"""What is for sale, and a ranking of it for one task."""
+"""Offers of machines, and their ranking for one task."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Literal
 from broker.nouns import noun
 from broker.types.task import Resources, Task
 
-Objective = Literal["cost", "time"]  # what tasks that pass data on should take least of, together
+Objective = Literal["cost", "time"]  # what to minimize over all tasks of a pipeline
 Strategy = Literal["on-demand", "spot", "spot, then on-demand"]
 
 
 @noun
 class AcceleratorFigures:
-    """What one accelerator can do, from its maker's data sheet; None where the sheet is silent."""
+    """The capabilities of one accelerator, from its maker's data sheet; None for those that it does not state."""
 
     name: str
     memory_gib: float
@@ -31,8 +31,10 @@ class AcceleratorFigures:
 
 @noun
 class EgressPrice:
-    """USD per GB that leaves `from_region` of `cloud` ("*": any) for `target`: "internet",
-    "same_cloud_other_region" or "same_region"."""
+    """The price in USD per GB sent from `from_region` of `cloud` ("*": any region) to `target`.
+
+    `target` is "internet", "same_cloud_other_region" or "same_region".
+    """
 
     cloud: str
     from_region: str
@@ -42,7 +44,7 @@ class EgressPrice:
 
 @noun
 class Offer:
-    """One instance type for sale at one place, prices in USD per instance-hour.
+    """An instance type for sale in one place, with prices in USD per instance-hour.
 
     `as_of` is the ISO date of the on-demand price, `spot_as_of` that of the spot price.
     """
@@ -58,17 +60,17 @@ class Offer:
     accelerator_memory_gib: float = 0
     ondemand_usd_hour: float | None = None
     spot_usd_hour: float | None = None
-    interruption_band: float | None = None  # upper bound in percent a month; 100 stands for "over 20"
-    is_estimated: bool = False  # the on-demand price is worked out, not listed: shown with `~`
+    interruption_band: float | None = None  # upper bound in percent per month; 100 stands for "over 20"
+    is_estimated: bool = False  # the on-demand price is derived, not listed, and shown with `~`
     as_of: str = ""
     spot_as_of: str = ""
 
 
 @noun
 class Placement:
-    """Where a gang would run: so many nodes of one offer, spot or on-demand.
+    """A place for a gang: `node_count` nodes of one offer, spot or on-demand.
 
-    `other_zones`, at the same price in the same region, will do as well: the cloud is to choose one for all nodes.
+    `other_zones` have the same price in the same region; the cloud may choose any of them, the same for all nodes.
     `alternative` is the index of the task's alternative (`Task.resources`) that the offer fits.
     """
 
@@ -80,7 +82,7 @@ class Placement:
 
     @property
     def usd_hour(self) -> float:
-        """Price of the whole gang, USD per hour."""
+        """The price of the whole gang, in USD per hour."""
         price = self.offer.spot_usd_hour if self.is_spot else self.offer.ondemand_usd_hour
         assert price is not None, "a placement is only made from an offer that has its price"
         return price * self.node_count
@@ -88,28 +90,28 @@ class Placement:
     def get_resources(self, task: Task) -> Resources:
         """Return the alternative of `task` that this placement was planned for.
 
-        A launch that is repeated with a shorter list of alternatives may take up a placement of the longer one; the
-        first alternative holds then.
+        A launch that is repeated with a shorter list of alternatives may resume a placement of the longer list; then
+        the first alternative applies.
         """
         return task.resources[self.alternative if self.alternative < len(task.resources) else 0]
 
     @property
     def as_of(self) -> str:
-        """ISO date of the price that is paid; empty where it is not known."""
+        """The ISO date of the price that applies; empty if unknown."""
         return (self.offer.spot_as_of if self.is_spot else "") or self.offer.as_of
 
 
 @noun
 class Breakdown:
-    """Every term of an estimate: where its expected hours go, which of them are billed, and what else costs money.
+    """The terms of an estimate: its expected hours, the hours that are billed, and all other costs.
 
     `work_hours` + `stall_hours` + `lost_hours` + `recovery_hours` are the expected hours. A checkpoint is written every
-    `every_s` of work; `recovery_s` is one recovery, of which `recovery_billed_s` are paid for.
+    `Estimate.checkpoint_every_s` of work. A recovery takes `recovery_s`, of which `recovery_billed_s` are paid for.
     """
 
     work_hours: float
     stall_hours: float = 0.0  # writing checkpoints
-    lost_hours: float = 0.0  # done since a checkpoint, and done again
+    lost_hours: float = 0.0  # work since the last checkpoint, which is repeated
     recovery_hours: float = 0.0
     recovery_s: float = 0.0
     recovery_billed_s: float = 0.0
@@ -118,15 +120,15 @@ class Breakdown:
     compute_usd: float = 0.0
     egress_usd: float = 0.0
     storage_usd: float = 0.0
-    switch_chance: float | None = None  # that the job ends up on on-demand, where it may switch
+    switch_chance: float | None = None  # probability that the job switches to on-demand, if it may
 
 
 @noun
 class Estimate:
-    """A placement with what it is expected to cost to finish. Hours and dollars are None where no work was given.
+    """A placement with the expected cost to finish. Hours and dollars are None if the task states no work.
 
-    `switch_after_hours` is given where the job starts on spot and goes on with on-demand at the first preemption that
-    brings its lost time over so many hours.
+    `switch_after_hours` is set if the job starts on spot and continues on on-demand after the first preemption that
+    brings its lost time above that many hours.
     """
 
     placement: Placement
@@ -136,7 +138,7 @@ class Estimate:
     expected_preemptions: float | None = None
     expected_usd: float | None = None
     deadline_chance: float | None = None
-    budget_chance: float | None = None  # at least this, where the job may switch
+    budget_chance: float | None = None  # a lower bound if the job may switch
     switch_after_hours: float | None = None
     breakdown: Breakdown | None = None
 
@@ -149,7 +151,7 @@ class Estimate:
 
 @noun
 class Rejection:
-    """How many offers a named filter took out, and the nearest miss in words."""
+    """The number of offers that a named filter removed, and the nearest miss in words."""
 
     filter: str
     count: int
@@ -158,9 +160,9 @@ class Rejection:
 
 @noun
 class Plan:
-    """Estimates, best first, never empty; `estimates[0]` is the choice and `reason` says why in one sentence.
+    """A ranking of estimates, best first, never empty; `reason` explains the choice, `estimates[0]`, in one sentence.
 
-    The planner's own sequence makes each estimate when it is first asked for: thousands fit, and few are looked at.
+    The planner's sequence computes each estimate on first access: thousands of offers fit, and few are read.
     """
 
     task: Task

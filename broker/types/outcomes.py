@@ -1,6 +1,6 @@
-"""How attempts and jobs end, and what happens to them on the way: kinds with data.
+"""Outcomes and events of attempts and jobs, as kinds with data.
 
-Code compares kinds. `broker/wording.py` alone turns them into sentences, and no code reads a sentence back.
+Code compares kinds. Only `broker/wording.py` turns them into sentences, and no code parses a sentence.
 """
 
 from __future__ import annotations
@@ -12,33 +12,33 @@ from broker.nouns import noun
 
 
 class OutcomeKind(StrEnum):
-    """How an attempt ended, or the job itself. The values are stored, and shown by `--json`."""
+    """The ways in which an attempt or a job ends. The values are stored, and shown by `--json`."""
 
     SUCCEEDED = "succeeded"
-    PROGRAM_FAILED = "program_failed"  # it exited with a code of its own
+    PROGRAM_FAILED = "program_failed"  # it exited by itself with an error code
     SETUP_FAILED = "setup_failed"
     STALLED = "stalled"  # no new step within the task's stall timeout
     GANG_BROKEN = "gang_broken"  # a rank was lost, and no program failed by itself
     PREEMPTED = "preempted"  # a spot market took nodes, or gave notice
-    NODE_LOST = "node_lost"  # on-demand nodes are gone
+    NODE_LOST = "node_lost"  # on-demand nodes were lost
     TAKEN_DOWN = "taken_down"  # a user ended the cluster
     LEASE_EXPIRED = "lease_expired"  # no broker renewed the nodes' lease
     MOVED = "moved"  # the spot policy chose another place
     LAUNCH_FAILED = "launch_failed"  # the program could not be started on its nodes
-    REFUSED = "refused"  # the task or the account is at fault: another cluster would not help
-    FILES_LOST = "files_lost"  # the program succeeded, and files that it wrote did not reach their bucket
+    REFUSED = "refused"  # the task or the account is at fault, so another cluster would not help
+    FILES_LOST = "files_lost"  # the program succeeded, but files that it wrote did not reach their bucket
     BUDGET_EXCEEDED = "budget_exceeded"
     CANCELLED = "cancelled"
-    SUPERSEDED = "superseded"  # after a restore, a newer attempt was found to run
+    SUPERSEDED = "superseded"  # after a restore, a newer attempt was found running
     GANG_INCOMPLETE = "gang_incomplete"  # after a restore, some of its nodes were missing
     NO_OFFER = "no_offer"  # of jobs only
     DEPENDENCY_FAILED = "dependency_failed"  # of jobs only
-    OTHER = "other"  # recorded before kinds existed, in a sentence that no kind stands for
+    OTHER = "other"  # recorded before kinds existed, as a sentence that matches no kind
 
 
 @noun
 class Outcome:
-    """How one attempt ended. `detail` is for people. `step`: the newest known then. `exit_code`: the program's own."""
+    """The end of an attempt: `detail` for people, the newest `step` known then, and the program's own `exit_code`."""
 
     kind: OutcomeKind
     detail: str = ""
@@ -47,19 +47,19 @@ class Outcome:
 
 
 class IntentEnd(StrEnum):
-    """What became of nodes that a search meant to create."""
+    """The outcomes of an intent to create nodes."""
 
     UP = "up"
     ADOPTED = "adopted"  # after a restore
-    TERMINATED = "terminated"  # what was created is confirmed gone
+    TERMINATED = "terminated"  # any nodes that were created are confirmed gone
     NEVER_ASKED = "never_asked"
     REFUSED = "refused"
     QUOTA_EXCEEDED = "quota_exceeded"
-    UNCLEAR = "unclear"  # no clear answer, and nothing of it is left
+    UNCLEAR = "unclear"  # no clear answer, and no nodes of it are left
 
 
 class EventKind(StrEnum):
-    """What happened to a job or a cluster. The values are stored, and shown by `--json`."""
+    """The kinds of events of a job or a cluster. The values are stored, and shown by `--json`."""
 
     # A job's attempts
     ATTEMPT = "attempt"
@@ -117,7 +117,7 @@ EventData = Mapping[str, object]  # JSON values
 
 @noun
 class Event:
-    """`data`: what `broker/wording.py` needs to put this kind into words."""
+    """An event of a job or a cluster; `data` is what `broker/wording.py` needs to describe its kind."""
 
     kind: EventKind
     data: EventData

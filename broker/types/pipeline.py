@@ -1,4 +1,4 @@
-"""Several tasks with data between them, and where all of them would run."""
+"""Pipelines: tasks that pass data to each other, and the placements of all of them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from broker.types.market import Estimate, Objective
 
 @noun
 class Transfer:
-    """Data moved from one placement to another. `is_assumed`: no price is known, a conservative one is used."""
+    """Data moved from one placement to another. `is_assumed`: the price is unknown and a conservative one is used."""
 
     usd: float
     hours: float
@@ -17,7 +17,7 @@ class Transfer:
 
 @noun
 class PipelineStep:
-    """One task's choice. `is_assumed`: the task gives no work, and counts as one hour."""
+    """The choice for one task. `is_assumed`: the task states no work and counts as one hour."""
 
     name: str
     estimate: Estimate
@@ -40,9 +40,9 @@ class PipelineEdge:
 class PipelinePlan:
     """The choice for every task, in an order that can be run.
 
-    `usd` is all steps and transfers; `hours` the longest path through them. `lower_bound` is in the objective's unit
-    (USD, or hours for "time"): nothing can be better; with `is_optimal` the plan reaches it. `greedy_*` is what
-    choosing for every task alone would come to.
+    `usd` is the cost of all steps and transfers; `hours` is the longest path through them. `lower_bound` is in the
+    objective's unit (USD, or hours for "time"): no plan can be better, and with `is_optimal` this one reaches it.
+    `greedy_*` is the result of choosing for each task alone.
     """
 
     objective: Objective

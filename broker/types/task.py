@@ -1,4 +1,4 @@
-"""What the user wrote: a task, the shapes of node that it accepts, and what finishing means."""
+"""Tasks as the user wrote them: the program, the node shapes that it accepts, and the goal."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dataclasses import field
 
 from broker.nouns import noun
 
-CONTAINER = "docker:"  # SkyPilot's word before an image that is run, not booted
+CONTAINER = "docker:"  # SkyPilot's prefix for an image that is run as a container, not booted
 
 
 @noun
 class Origin:
-    """Where in a task file something was written; lines and columns count from 1."""
+    """A position in a task file; lines and columns count from 1."""
 
     file: str
     line: int
@@ -24,7 +24,7 @@ class Origin:
 
 @noun
 class Quantity:
-    """An asked amount: `4` is exactly 4, `4+` at least 4."""
+    """A requested amount: `4` is exactly 4, `4+` at least 4."""
 
     value: float
     is_minimum: bool = False
@@ -44,19 +44,22 @@ class Autostop:
 
 @noun
 class JobRecovery:
-    """`strategy` None is the default: same place first, then the plan's order. `max_restarts_on_errors` None: a program
-    that fails is restarted while the job makes headway (`jobs/deaths.py`)."""
+    """How a managed job recovers.
+
+    `strategy` None is the default: the same place first, then the plan's order. `max_restarts_on_errors` None: a
+    program that fails is restarted while the job makes progress (`jobs/deaths.py`).
+    """
 
     strategy: str | None = None
     max_restarts_on_errors: int | None = None
     recover_on_exit_codes: tuple[int, ...] = ()
-    stall_timeout_s: float | None = None  # restart a program that reports no new step for so long
-    nodes_min: int | None = None  # of an elastic program: it goes on while the first node and so many in all are left
+    stall_timeout_s: float | None = None  # restart a program that reports no new step for this long
+    nodes_min: int | None = None  # of an elastic program: it continues with at least this many, the first included
 
 
 @noun
 class Resources:
-    """One acceptable shape of a node. Alternatives (`any_of`, a set of accelerators) become several Resources."""
+    """An acceptable node shape. Alternatives (`any_of`, a set of accelerators) become several Resources."""
 
     accelerator: str | None = None
     accelerator_count: float = 0
@@ -73,23 +76,23 @@ class Resources:
     ports: tuple[str, ...] = ()
     image_id: str | None = None
     labels: Mapping[str, str] = field(default_factory=dict)
-    usd_hour_max: float | None = None  # of one node, at the price of its pricing model
+    usd_hour_max: float | None = None  # per node, at its spot or on-demand price
     origin: Origin | None = None
 
     @property
     def container(self) -> str | None:
-        """The image that the program runs in; None where it runs on the machine itself."""
+        """The image that the program runs in; None if it runs on the machine itself."""
         image = self.image_id or ""
         return image.removeprefix(CONTAINER) if image.startswith(CONTAINER) else None
 
 
 @noun
 class Goal:
-    """What finishing means. `work_hours` is the time without faults on `work_on` ("A100:8"; None: on any placement)."""
+    """The goal of a task. `work_hours` is the time without faults on `work_on` ("A100:8"; None: on any placement)."""
 
     work_hours: float | None = None
     work_on: str | None = None
-    throughput: Mapping[str, float] = field(default_factory=dict)  # "H100:8" -> tokens or samples a second
+    throughput: Mapping[str, float] = field(default_factory=dict)  # "H100:8" -> tokens or samples per second
     deadline_hours: float | None = None
     budget_usd: float | None = None
     confidence: float = 0.9
@@ -97,9 +100,9 @@ class Goal:
 
 @noun
 class CheckpointSpec:
-    """What a checkpoint costs, and where it goes. `every_s` None: the Young/Daly interval is used.
+    """The cost and the destination of checkpoints. `every_s` None: the Young/Daly interval is used.
 
-    `to`: the bucket, or the folder that every node sees; None: the user's own default, else a folder of this machine.
+    `to` is a bucket, or a folder that every node sees; None: the user's own default, else a folder on this machine.
     """
 
     every_s: float | None = None
@@ -111,7 +114,7 @@ class CheckpointSpec:
 
 @noun
 class Secret:
-    """A value that never shows itself: not in repr, logs, or `str`."""
+    """A value that never appears in `repr`, `str` or logs."""
 
     value: str
 
@@ -123,7 +126,7 @@ class Secret:
 
 @noun
 class DataSet:
-    """Data that a task reads or writes: a folder or bucket URL, and its size."""
+    """Data that a task reads or writes: the URL of a folder or bucket, and its size."""
 
     url: str
     size_gib: float
@@ -131,7 +134,7 @@ class DataSet:
 
 @noun
 class StorageMount:
-    """A bucket that the task wants to see as a folder. `source` is a URL, local paths, or empty for a new bucket."""
+    """A bucket mounted as a folder. `source` is a URL, local paths, or empty for a new bucket."""
 
     target: str
     source: tuple[str, ...] = ()
@@ -144,7 +147,7 @@ class StorageMount:
 
 @noun
 class Notice:
-    """What a task file asks for and broker does not do; `blocks_launch` when ignoring it would run another task."""
+    """A request of a task file that broker does not support; `blocks_launch` if ignoring it would change the task."""
 
     origin: Origin
     field: str
@@ -152,12 +155,12 @@ class Notice:
     hint: str | None = None
     blocks_launch: bool = False
     source_line: str | None = None
-    cloud: str | None = None  # where this is so; None: everywhere
+    cloud: str | None = None  # the cloud that this applies to; None: all
 
 
 @noun
 class Task:
-    """What the user wrote. `resources` is never empty; its order is a preference when `is_ordered`."""
+    """A task as the user wrote it. `resources` is never empty; its order is a preference if `is_ordered`."""
 
     name: str | None = None
     resources: tuple[Resources, ...] = (Resources(),)

@@ -1,4 +1,4 @@
-"""A store for each backend: whatever takes `store` or `open_store` is the contract that all of them keep."""
+"""A store for each backend: tests that take `store` or `open_store` define the contract of every backend."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def clock() -> Hands:
 
 @pytest.fixture(params=BACKENDS)
 def open_store(request: pytest.FixtureRequest, tmp_path: Path, clock: Hands) -> Iterator[OpenStore]:
-    """Open the one store of this test again, as another process of broker would."""
+    """Open the test's store again, as another broker process would."""
     opened: list[Store] = []
 
     def open_it() -> Store:

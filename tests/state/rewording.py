@@ -1,10 +1,10 @@
-"""Translate sentences that schema 9 recorded to the wording of today. Texts of a job's failure are kept as recorded."""
+"""Translation of sentences from schema 9 to today's wording; texts of a job's failure stay as recorded."""
 
 from __future__ import annotations
 
 import re
 
-# (sentence of schema 9, today's), applied in this order.
+# (pattern for schema 9's sentence, today's sentence), applied in this order.
 RULES: tuple[tuple[str, str], ...] = (
     (r"failed by itself: its program, or its budget", r"failed: its program failed, or its budget was spent"),
     (r"could not be started at all", r"could not be started"),
@@ -87,7 +87,7 @@ KEPT = re.compile(r"; keeping \d+ of \d+ nodes while replacing the rest$")  # pa
 
 
 def reword(text: str) -> str:
-    """Return a text of the last version as today's version words it."""
+    """Return a text of schema 9 in today's wording."""
     for old, new in RULES:
         text = re.sub(old, new, text)
     return text

@@ -1,4 +1,4 @@
-"""What tests of the store write into it, and the clock that they move by hand."""
+"""Sample rows for tests of the store, and a clock that they set by hand."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CLUSTER = Cluster(name="c", status=ClusterStatus.UP, placement=PLACEMENT, attemp
 
 
 class Hands:
-    """A clock that stands still until it is moved."""
+    """A clock that moves only when it is set or slept on."""
 
     def __init__(self) -> None:
         self.time_s = START_S

@@ -1,6 +1,6 @@
-"""Recovery and autostop belong to the task, and a placement knows its alternative: also in what schema 10 recorded.
+"""Recovery and autostop of the task, and the alternative of each placement, also for rows that schema 10 recorded.
 
-`schema_10.sql` is a state file of the last version in which each alternative had its own recovery. Job 1 runs on its
+`schema_10.sql` is a state file of the last schema in which each alternative had its own recovery. Job 1 runs on its
 second alternative, job 2 on its only one, job 3 has an open intent on its second one, and the task of job 4 is damaged.
 """
 
@@ -85,7 +85,7 @@ def test_a_damaged_row_stays_damaged_and_hides_no_other(store: Store) -> None:
 
 
 def test_a_stored_task_keeps_what_the_migration_found(store: Store) -> None:
-    """The second open finds the newest schema and changes nothing."""
+    """The second open finds the newest schema, and changes nothing."""
     path, first = store.path, store.jobs.list(on_damage=lambda error: None)
     store.close()
     again = Store(path, clock=SystemClock())

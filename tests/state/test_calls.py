@@ -1,4 +1,4 @@
-"""Budgets of failed calls and learned paces: shared by all who open the file, a row for each cloud."""
+"""Budgets of failed calls and learned paces, with a row for each cloud, shared by all processes that open the file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whatever a disk or a hand did to the state folder, commands answer with a sentence, never with a traceback."""
+"""Commands on a damaged state folder print an error message, never a traceback."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ FILES = ("state.db", "state.guard", "owner", "config.toml", "daemon.lock", "secr
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A state folder with something of everything in it."""
+    """A state folder with rows and files of every kind."""
     home = tmp_path_factory.mktemp("whole") / "home"
     config = load_config(home)
     store = Store(config.database, clock=SystemClock(), owner=config.owner)
@@ -126,7 +126,7 @@ Ask = Callable[..., tuple[int, str, str]]
 
 @pytest.fixture
 def ask(capsys: pytest.CaptureFixture[str]) -> Ask:
-    """A command as its user sees it: exit code, what it says and what it complains of."""
+    """Run a command; return its exit code, stdout and stderr."""
 
     def run(*arguments: str) -> tuple[int, str, str]:
         code = 0
@@ -148,7 +148,7 @@ def test_the_folder_is_read_whole_before_any_damage(home: Path, ask: Ask) -> Non
         assert code == 0 and out
 
 
-# Shrinking a failure takes minutes, and which bytes it was is all there is to learn.
+# Shrinking a failure takes minutes, and only reveals the bytes at fault.
 DRAWN = (Phase.explicit, Phase.generate)
 
 
@@ -184,7 +184,7 @@ def test_damage_to_any_other_file_never_shows_a_traceback(
 
 
 def check_reads(home: Path, name: str, content: bytes, whole: Path, ask: Ask) -> None:
-    """Every read command on a folder that is whole but for this file."""
+    """Run every read command on a folder in which only this file is damaged."""
     shutil.rmtree(home)
     shutil.copytree(whole, home)
     find_file(home, name).write_bytes(content)
@@ -212,7 +212,7 @@ def test_a_folder_in_the_place_of_a_file_is_a_sentence(home: Path, ask: Ask, nam
 def test_one_damaged_row_hides_no_other_and_says_how_to_drop_it(home: Path, ask: Ask) -> None:
     with closing(sqlite3.connect(home / "state.db")) as connection:
         connection.execute("UPDATE clusters SET body = 'garbage' WHERE name = 'far'")
-        connection.execute("DROP INDEX attempts_open")  # it reads what is written; damage is not written through it
+        connection.execute("DROP INDEX attempts_open")  # its expression would reject damaged JSON on this write
         connection.execute("UPDATE attempts SET body = '{' WHERE job_id = 5 AND number = 2")
         connection.execute("DROP TRIGGER jobs_terminal")
         connection.execute("UPDATE jobs SET status = 'DANCING' WHERE id = 6")
@@ -245,7 +245,7 @@ def test_the_collector_never_takes_a_damaged_cluster_for_none(home: Path) -> Non
 def test_a_full_disk_is_said_and_nothing_is_half_written(home: Path) -> None:
     store = Store(home / "state.db", clock=SystemClock())
     pages = store.rows("PRAGMA page_count")[0][0]
-    store.execute(f"PRAGMA max_page_count={pages}")  # SQLite's own way to run out of room
+    store.execute(f"PRAGMA max_page_count={pages}")  # SQLite then reports a full disk
     with pytest.raises(StateError, match="full") as caught, store.transaction():
         for _ in range(2000):
             store.events.add(make_event(EventKind.NOTE, text="x" * 500))
@@ -287,7 +287,7 @@ def test_a_full_disk_under_keys_and_locks_is_a_state_error(home: Path, monkeypat
 def test_a_folder_that_cannot_be_written_is_still_read(
     home: Path, ask: Ask, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
-    """Root may write everywhere, so the system's answer is played."""
+    """The system's error is simulated, as root may write everywhere."""
     real = os.open
 
     def refuse(path: Any, flags: int, *given: Any, **named: Any) -> int:

@@ -1,4 +1,4 @@
-"""What must survive a power cut is on the disk when a method returns, and what belongs together is one commit."""
+"""Durability: critical data is on the disk when a method returns, and related data is written in one commit."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Deed = Callable[[Store], object]
 
 
 class Recording(Store):
-    """Notes how each commit is written."""
+    """A store that records the `synchronous` mode of each commit."""
 
     def __init__(self, path: Path) -> None:
         self.commits: list[int] = []
@@ -78,7 +78,7 @@ DURABLE: dict[str, Deed] = {
     "forgive": lambda store: store.refusals.forgive(PLACEMENT),
     "begin_probe": lambda store: store.refusals.begin_probe(PLACEMENT, lasts_s=1.0),
 }
-# What is seen again anyway: waiting for the disk would cost more than it is worth.
+# Data that will be observed again anyway: waiting for the disk would cost more than its loss.
 NOT_DURABLE: dict[str, Deed] = {
     "set_progress": lambda store: store.jobs.set_progress(1, Progress(step=1)),
     "set_log_offset": lambda store: store.jobs.set_log_offset(1, LogOffset(attempt=1)),
@@ -95,7 +95,7 @@ def test_it_is_one_commit_and_on_the_disk(store: Recording, name: str) -> None:
         DURABLE[name](store)
         assert store.commits == [FULL]
         store.commits.clear()
-        store.leader.beat()  # and the next one is durable again after one that is not
+        store.leader.beat()  # not durable; the next commit is durable again
         store.commits.clear()
 
 

@@ -1,4 +1,4 @@
-"""Stays of our own spot machines become evidence about places, and fade."""
+"""The spot history: stays of our own spot machines become evidence about places, and fade."""
 
 from __future__ import annotations
 

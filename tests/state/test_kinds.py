@@ -1,7 +1,7 @@
-"""Outcomes and events as kinds: how they are kept, and what becomes of the sentences that schema 9 recorded.
+"""Outcomes and events as kinds: their storage, and the conversion of the sentences that schema 9 recorded.
 
-`schema_9.sql` is a state file of the last version with sentences: rows that its controller wrote in the simulation.
-`schema_9.json` is what its `jobs why`, `jobs events` and spot history said of them.
+`schema_9.sql` is a state file of the last schema with sentences: rows that its controller wrote in the simulation.
+`schema_9.json` is the output of its `jobs why`, `jobs events` and spot history for those rows.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ NOW_S = 1700003700.0  # soon after the last of them ended
 
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A state folder as the last version left it."""
+    """A state folder as schema 9 left it."""
     folder = tmp_path / "home"
     folder.mkdir()
     with closing(sqlite3.connect(folder / "state.db")) as connection:
@@ -121,7 +121,7 @@ def test_a_backup_of_the_last_version_is_restored(home: Path) -> None:
 
 def test_a_damaged_row_of_the_last_version_stays_what_it_is(home: Path) -> None:
     with closing(sqlite3.connect(home / "state.db")) as connection:
-        connection.execute("DROP INDEX attempts_open")  # it refuses what a disk may do
+        connection.execute("DROP INDEX attempts_open")  # the index would reject damage that a disk may cause
         connection.execute("UPDATE attempts SET body = '{\"job_id' WHERE job_id = 1")
         connection.execute(
             "INSERT INTO events (time_s, kind, message) VALUES (1.0, 'late', CAST(X'FF00FE' AS TEXT)), (1.0, X'00', 7)"

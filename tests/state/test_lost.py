@@ -1,4 +1,4 @@
-"""A state file that is lost, emptied or replaced is an error with a way back, and copies are that way."""
+"""A lost, emptied or replaced state file is an error with hints to recover it, from a copy."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ IDENTITY = 8  # the last schema without a lineage and random parts of names
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    """A store with one job in it, closed."""
+    """The path of a closed store with one job."""
     path = tmp_path / "home" / "state.db"
     with closing(Store(path, clock=CLOCK, owner=OWNER)) as store:
         store.jobs.add("train", Task())
@@ -87,7 +87,7 @@ def test_another_database_in_its_place_is_refused(path: Path, tmp_path: Path) ->
 
 
 def test_a_store_from_before_gets_its_guard_and_its_columns(tmp_path: Path) -> None:
-    """As the last schema without them wrote it."""
+    """The file is written as by the last schema without a guard and those columns."""
     path = tmp_path / "state.db"
     with closing(sqlite3.connect(path)) as connection:
         for statement in (each for group in MIGRATIONS[:IDENTITY] for each in group):

@@ -1,4 +1,4 @@
-"""Names for shell completion: read straight from the file that the store wrote."""
+"""Names for shell completion, read directly from the file that the store wrote."""
 
 from __future__ import annotations
 

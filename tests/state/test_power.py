@@ -1,4 +1,4 @@
-"""A power cut leaves a prefix of the commits in a real file, whichever byte of its log was the last on the disk."""
+"""A power cut leaves a prefix of the commits in a real file, for any last byte of its log that reached the disk."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ COMMITS = 6
 
 
 class Recorder:
-    """A store whose file is copied after each commit, as a disk would hold it if all had been synced."""
+    """A store that records its content after each commit, as a fully synced disk would hold it."""
 
     def __init__(self, folder: Path) -> None:
         self.store = Store(folder / "live" / "state.db", clock=VirtualClock())
@@ -46,7 +46,7 @@ class Recorder:
             connection.close()
 
     def cut(self, target: Path, length: int, *, garbage: bytes = b"") -> tuple[object, ...]:
-        """What another process finds where the log ends after so many bytes, or what lies behind them is garbage."""
+        """Return what another process reads if the log is cut to `length` bytes, followed by `garbage`."""
         target.mkdir()
         shutil.copy(self.store.path, target / "state.db")
         log = self.store.path.with_name("state.db-wal").read_bytes()
@@ -66,7 +66,7 @@ def recorder(tmp_path: Path) -> Recorder:
 
 
 def list_cuts(recorder: Recorder) -> list[int]:
-    """Around each frame's edges, and anywhere."""
+    """Return lengths around the edges of each frame, and random ones."""
     page_bytes = sqlite3.connect(recorder.store.path).execute("PRAGMA page_size").fetchone()[0]
     frame_bytes = FRAME_HEADER_BYTES + page_bytes
     edges = range(HEADER_BYTES, recorder.sizes[-1] + 1, frame_bytes)
@@ -85,7 +85,7 @@ def test_a_log_that_ends_at_any_byte_opens_to_a_prefix_of_the_commits(
 
 
 def test_a_durable_commit_waits_for_the_disk_and_a_light_one_does_not(tmp_path: Path) -> None:
-    """SQLite syncs the log at a commit with synchronous=FULL (2), and with NORMAL (1) at checkpoints only."""
+    """SQLite syncs the log at each commit with synchronous=FULL (2), but only at checkpoints with NORMAL (1)."""
     store = Store(tmp_path / "state.db", clock=VirtualClock())
     seen = []
     for is_durable in (True, False, False, True, False, True, True):
@@ -96,7 +96,7 @@ def test_a_durable_commit_waits_for_the_disk_and_a_light_one_does_not(tmp_path: 
 
 
 def test_a_commit_that_was_synced_outlives_whatever_lies_behind_it(recorder: Recorder, tmp_path: Path) -> None:
-    """Its own frames were on the disk when it returned, and so were all before them."""
+    """The commit's frames and all frames before them were on the disk when it returned."""
     for number, size in enumerate(recorder.sizes):
         state = recorder.cut(tmp_path / f"kept-{number}", size, garbage=b"\xff" * 100)
         assert state == recorder.states[number]

@@ -1,4 +1,4 @@
-"""Refusals: what they cover, how long they hold, who may ask meanwhile, and what ends them."""
+"""Refusals: their coverage, their duration, the launches that may ask meanwhile, and their end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The file stays bounded and the sums stay exact: ended jobs become totals."""
+"""Retention: ended jobs become totals, so the file stays bounded, and the sums stay exact."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ NOW_S = 1_795_000_000.0
 
 
 class Hands:
-    """A clock that stands still until it is moved."""
+    """A clock that moves only when it is set or slept on."""
 
     time_s = NOW_S
 
@@ -45,7 +45,7 @@ class Hands:
 def run_job(
     store: Store, clock: Hands, *, begin_s: float, hours: float = 2.0, usd_hour: float = 1.0, **job: object
 ) -> int:
-    """A whole life of one attempt on one node, all of it recorded."""
+    """Record the whole life of a job with one attempt on one node."""
     clock.time_s = begin_s
     found = store.jobs.add("train", Task(name="train", run="x"), **job)  # type: ignore[arg-type]
     name = found.name_cluster(found.next_attempt)
@@ -173,7 +173,7 @@ def test_a_bill_over_new_year_is_split_there() -> None:
 
 
 def test_events_of_pruned_jobs_leave_when_they_are_old(tmp_path: Path) -> None:
-    """Their trigger compares with the real time."""
+    """The trigger on events compares with the real time, so the test uses it too."""
     clock = Hands()
     store = Store(tmp_path / "real.db", clock=clock)
     begin_s = time.time() - 200 * DAY_S

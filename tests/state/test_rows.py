@@ -1,4 +1,4 @@
-"""What each method writes is what the others read: jobs, clusters, intents, bills, run numbers, leaders."""
+"""Round trips of rows: jobs, clusters, intents, bills, run ids and leaders are read as they were written."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The store keeps what it was told, refuses what may not change, and is nobody else's to read."""
+"""The store keeps its rows, rejects forbidden changes, and is readable only by its owner."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def test_run_ids_count_from_one_and_again_after_the_cluster_is_gone(store: Store
 
 
 class Hands:
-    """A clock that stands still until it is moved."""
+    """A clock that moves only when it is set or slept on."""
 
     time_s = 1_800_000_000.0
 
