@@ -79,7 +79,7 @@ Weighed = tuple[tuple[str, float], ...]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stay:
-    """Continue unchanged. Every decision is requested again after `hours` at the latest."""
+    """The decision to continue unchanged. Every decision is requested again after `hours` at the latest."""
 
     hours: float = math.inf
     reason: str = ""
@@ -88,7 +88,7 @@ class Stay:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Move:
-    """Terminate the running machines, if any, and start at `target`."""
+    """The decision to terminate the running machines, if any, and to start at `target`."""
 
     target: Candidate
     hours: float = math.inf
@@ -98,7 +98,7 @@ class Move:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Wait:
-    """Hold no machines for now."""
+    """The decision to hold no machines for now."""
 
     hours: float = math.inf
     reason: str = ""
