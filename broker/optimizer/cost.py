@@ -5,7 +5,7 @@ work, and each preemption costs the work since the last checkpoint and a recover
     E[preemptions] = (W / tau) (exp(H (tau + delta)) - 1)
     E[T]           = E[preemptions] (1/H + R),   and W (1 + delta / tau) as H -> 0.
 J. T. Daly's complete model (FGCS 22, 2006) also lets preemptions strike recoveries, with exp(H R) / H in place of
-1/H + R: equal to first order in H R. Here a recovery is the search for machines, so nothing can be preempted.
+1/H + R: equal to first order in H R. Here the machines for a recovery are still being requested, so none can be lost.
 """
 
 from __future__ import annotations
