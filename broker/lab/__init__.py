@@ -1,1 +1,1 @@
-"""Replay recorded spot markets to compare policies."""
+"""Replays of recorded spot markets to compare policies."""

@@ -1,4 +1,4 @@
-"""Benchmark spot policies: many replays of one job under each, with summary statistics."""
+"""Benchmark of spot policies: many replays of one job under each, with summary statistics."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class Scene:
 class Score:
     """The result of one policy over all scenes, in USD and hours from submission to end.
 
-    `over_optimum` is the share by which `usd_mean` exceeds the study's `optimum_usd_mean`; it ranks policies like their
-    costs.
+    `over_optimum` is the share by which `usd_mean` exceeds the study's `optimum_usd_mean`; it ranks policies as their
+    mean costs do.
     """
 
     policy: str
@@ -99,7 +99,7 @@ def run_study(
 
 
 def count_optima(scenes: Sequence[Scene]) -> int:
-    """Return for how many scenes the optimum can be computed quickly; at least one."""
+    """Return the number of scenes, at least one, for which the optimum can be computed quickly."""
     counted: dict[int, int] = {}  # scenes of one group of markets change about equally often
     for scene in scenes:
         case = scene.case

@@ -1,4 +1,4 @@
-"""Define the markets of a replay: places with their recordings and prices at any hour."""
+"""Markets of a replay: places with their recordings and prices at any hour."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Site:
 
     @cached_property
     def steps(self) -> tuple[tuple[float, bool, Placement], ...]:
-        """(hour, is open, spot placement at its price) at the start of the recording and at each change."""
+        """Return (hour, is open, spot placement at its price) at the start of the recording and at each change."""
         hours = sorted({hour for hour, _ in self.trace.changes} | {hour for hour, _ in self.trace.price_changes})
         opens, prices = dict(self.trace.changes), dict(self.trace.price_changes)
         first = self.trace.prices[0] if self.trace.prices else 0.0

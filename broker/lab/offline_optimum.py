@@ -1,4 +1,4 @@
-"""Compute the cost of a job with hindsight: the lower bound for every policy.
+"""Optimal cost of a job with perfect foresight: the lower bound for every policy.
 
 This is an exact dynamic program over the times at which any market changes. A label is a partial plan: work done,
 dollars, and the running mode. Nothing changes within an interval, so a plan uses each interval completely or not at
@@ -92,7 +92,7 @@ class _Search:
         self.usd_work = self.sure_usd / self.sure_speed
         self.fastest = max(*self.speeds, self.sure_speed)
         rates = {usd / self.speeds[index] for interval in intervals for index, usd in interval.open_sites}
-        self.least_rate = min(rates, default=math.inf)  # work at this price is never taken back: no other is cheaper
+        self.least_rate = min(rates, default=math.inf)  # work at this price is never taken back, as it is the cheapest
         self.best = math.inf
         self.tolerance, self.bucket = tolerance, work_hours * tolerance
 
@@ -264,14 +264,14 @@ class _Search:
 
 
 class _ParetoFront:
-    """Plans that do not dominate each other: their costs, ascending, and costs with all taken back, descending."""
+    """Plans that do not dominate each other: costs, ascending, and costs less all returnable work, descending."""
 
     def __init__(self) -> None:
         self._costs: list[float] = []
         self._bases: list[float] = []
 
     def dominates(self, usd: float, base: float) -> bool:
-        """Return whether one of these costs no more, both as it is and with all taken back."""
+        """Return whether one of these costs no more, both as it is and less all returnable work."""
         place = bisect_left(self._costs, usd + 1e-12)
         return bool(place) and self._bases[place - 1] <= base + 1e-12
 

@@ -1,4 +1,4 @@
-"""Replay jobs over recorded markets under the production policy and write what they came to: the table behind `plan`.
+"""Replays of jobs over recorded markets under the production policy, written as the table that `plan` reads.
 
     python -m broker.lab.recorded_runs DIR broker/spot/data/recorded_runs.json
 
@@ -27,13 +27,13 @@ from broker.spot.policies import load_policy
 from broker.spot.recorded_runs import DEADLINES, STARTS_HOURS, WORKS_HOURS
 
 HOURS_A_MARKET = 4  # hours of submission in each market
-GROUPS = {3: 2, 6: 1}  # places in a group -> groups drawn from each family that has as many
+GROUPS = {3: 2, 6: 1}  # places in a group -> groups drawn from each family of at least that size
 ENDLESS = 20.0  # deadline of a job that runs on spot alone, as a multiple of its work
 
 
 @dataclass(frozen=True, kw_only=True)
 class RecordedMarket:
-    """Places that a job may run at, by their recordings."""
+    """Recordings of the places where a job may run."""
 
     family: str
     traces: tuple[Trace, ...]
@@ -45,8 +45,10 @@ class RecordedMarket:
 
 @dataclass(frozen=True, kw_only=True)
 class ScenarioRuns:
-    """One scenario: what is known of the market, and `runs[cell]` as (spot hours, on-demand hours, hours, preemptions),
-    in the order of `list_cells`."""
+    """One scenario: its market and hour of submission, and one run for each cell.
+
+    `runs` holds (spot hours, on-demand hours, hours, preemptions), in the order of `list_cells`.
+    """
 
     market: str
     family: str
@@ -57,18 +59,18 @@ class ScenarioRuns:
 
 
 def list_cells() -> Iterator[tuple[float, float | None, float]]:
-    """(work hours, deadline over work or None for spot alone, hours of a start) of each cell."""
+    """Yield (work hours, deadline over work or None for spot alone, start-up hours) of each cell."""
     yield from itertools.product(WORKS_HOURS, (*DEADLINES, None), STARTS_HOURS)
 
 
 def read_families(folder: Path) -> dict[str, list[Trace]]:
-    """The recordings below a folder by family; of folders of one name the last is taken."""
+    """Read the recordings below a folder by family; of several folders with one name, the last is taken."""
     found = {place.name: read_traces(place) for place in sorted({file.parent for file in folder.rglob("*.json")})}
     return dict(sorted(found.items()))
 
 
 def list_markets(families: dict[str, list[Trace]], *, seed: int = 1) -> list[RecordedMarket]:
-    """Each recording alone, and groups of places drawn from each family that is large enough."""
+    """List each recording alone, and groups of places drawn from each family that is large enough."""
     found = list[RecordedMarket]()
     for family, traces in families.items():
         found += [RecordedMarket(family=family, traces=(trace,)) for trace in traces]
@@ -84,7 +86,7 @@ def list_markets(families: dict[str, list[Trace]], *, seed: int = 1) -> list[Rec
 
 
 def replay_markets(markets: Sequence[RecordedMarket], *, hours: int, processes: int = 1) -> list[ScenarioRuns]:
-    """Every cell in every market at `hours` hours of submission, evenly spread."""
+    """Replay every cell in every market at `hours` evenly spaced hours of submission."""
     works = [(tuple(markets), cell, hours) for cell in list_cells()]
     if processes == 1:
         cells = [_replay_cell(*each) for each in works]
@@ -106,7 +108,7 @@ def _spread_hours(market: RecordedMarket, count: int) -> list[float]:
 def _replay_cell(
     markets: Sequence[RecordedMarket], cell: tuple[float, float | None, float], hours: int
 ) -> list[tuple[float, float, float, int]]:
-    """One cell in all markets: the policy's tables are made once and serve all of them."""
+    """Replay one cell in all markets, so that the policy's tables are computed once for all of them."""
     work, deadline, start = cell
     policy, found = load_policy("failover" if deadline is None else "adaptive"), []
     for market in markets:
@@ -134,7 +136,7 @@ def _sum_up(outcome: Outcome) -> tuple[float, float, float, int]:
 
 
 def write_table(scenarios: Sequence[ScenarioRuns], source: str) -> str:
-    """The text that `broker.spot.recorded_runs` reads: hours as whole thousandths of the work."""
+    """Return the text that `broker.spot.recorded_runs` reads: hours as whole thousandths of the work."""
     works = [work for work, _, _ in list_cells()]
     alone = list(list_cells()).index((WORKS_HOURS[-1], None, STARTS_HOURS[0]))
     preempted, spot_hours = Counter[str](), dict[str, float]()

@@ -1,4 +1,4 @@
-"""Record spot markets: request the nodes of a task periodically, record the answer, and terminate them at once.
+"""Recorder of spot markets: request the nodes of a task periodically, record the answer, terminate them at once.
 
 Each place has one cluster, brought up and taken down at every sample, with intents and tags like any other. A sample
 without a clear answer repeats the previous one, so that an outage at night does not end a recording of several days and
@@ -21,7 +21,7 @@ LASTING = (AuthError, InvalidRequestError, QuotaError)  # errors that later samp
 
 
 class Recorder:
-    """Record each place in `chosen` to its own file in the folder `out`."""
+    """A recorder of each place in `chosen` to its own file in the folder `out`."""
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class Recorder:
         self._begun_s = [clock.now_s()] * len(chosen)
 
     async def run(self, ticks: int) -> None:
-        """Record `ticks` samples. Raises permanent errors such as AuthError; nodes are terminated and traces kept."""
+        """Record `ticks` samples. Raise permanent errors such as AuthError; nodes are terminated and traces kept."""
         begun_s = self._clock.now_s()
         for tick in range(ticks):
             await self._clock.sleep(max(begun_s + tick * self._every_s - self._clock.now_s(), 0.0))

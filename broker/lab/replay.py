@@ -1,7 +1,7 @@
-"""Replay a job over recorded markets under one policy, from change to change, so that years take seconds.
+"""Event-driven replay of a job over recorded markets under one policy, in which years take seconds.
 
 The model: every start is billed and does no work; spot is preempted without warning (or with `notice_hours`) when its
-market closes, and work since the last checkpoint is lost; on-demand always starts. A job that still waits for spot at
+market closes, and work since the last checkpoint is lost; on-demand always starts. A job that is not on on-demand at
 `PATIENCE` times its deadline is finished on-demand.
 """
 
@@ -85,7 +85,7 @@ class _Life:
         self.hours = [0.0, 0.0]  # spot, on-demand
         self.timeline = list[Stretch]()
         self.begun = 0.0
-        self.lead = 0.0  # of `begun`, spent starting
+        self.lead = 0.0  # start-up hours of the stretch that began at `begun`
         self.steps = [site.find_step(from_hour) for site in case.sites]
         self.now = [site.read_step(step)[1:] for site, step in zip(case.sites, self.steps, strict=True)]
         self.next = [site.read_step(step + 1)[0] for site, step in zip(case.sites, self.steps, strict=True)]

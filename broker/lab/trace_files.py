@@ -1,4 +1,4 @@
-"""Read traces from disk: a folder of JSON files, one per zone."""
+"""Traces on disk: a folder of JSON files, one per zone."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ BYTES_MAX = 64 * 1024 * 1024
 
 
 def read_traces(path: Path) -> list[Trace]:
-    """Read a trace file, or all `*.json` of a folder, by name. Raises UsageError or SourceError."""
+    """Read a trace file, or all `*.json` of a folder, by name. Raise UsageError or SourceError."""
     files = sorted(path.glob("*.json")) if path.is_dir() else [path]
     if not files:
         deeper = sorted({file.parent for file in path.glob("*/*.json")})

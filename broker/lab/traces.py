@@ -1,4 +1,4 @@
-"""Read, write and generate recordings of spot markets.
+"""Recordings of spot markets: parsing, writing and generation.
 
 A recording is JSON text: {"metadata": {"gap_seconds": 600, "gang": 1, ...}, "data": [1, 1, 0, ...]}, where data[i] is
 the number of available instances at tick i; the gang can run while it is at least `gang`. `prices` (USD per hour and
@@ -39,7 +39,7 @@ class Trace:
 
     @cached_property
     def changes(self) -> tuple[tuple[float, bool], ...]:
-        """(hour, is open) at the start and at each change."""
+        """Return (hour, is open) at the start and at each change."""
         changes = list[tuple[float, bool]]()
         for tick, count in enumerate(self.counts):
             is_open = count >= self.gang
@@ -49,7 +49,7 @@ class Trace:
 
     @cached_property
     def price_changes(self) -> tuple[tuple[float, float], ...]:
-        """(hour, USD per hour and instance) at the start and at each change; empty without prices."""
+        """Return (hour, USD per hour and instance) at the start and at each change; empty without prices."""
         changes = list[tuple[float, float]]()
         for tick, price in enumerate(self.prices):
             if not changes or changes[-1][1] != price:
@@ -85,7 +85,7 @@ class TraceFacts:
     gap_hours: float
     gang: int
     open_share: float
-    preemptions: int  # times that it closed
+    preemptions: int  # the number of times the market closed
     mean_open_hours: float | None
     mean_closed_hours: float | None
     mean_usd_hour: float | None
@@ -109,7 +109,7 @@ def measure_trace(trace: Trace) -> TraceFacts:
 
 
 def parse_trace(text: str | bytes, name: str) -> Trace:
-    """Parse a recording. Raises SourceError."""
+    """Parse a recording. Raise SourceError if it is invalid."""
     try:
         recording = json.loads(text)
         metadata, data = recording["metadata"], recording["data"]

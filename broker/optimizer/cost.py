@@ -1,11 +1,11 @@
-"""Expected time and money to finish: how a run goes (`Course`), and what it costs at one place.
+"""Expected time and cost to finish: the forecast of a run (`RunForecast`), and its price at one place.
 
 Model: preemptions strike the running gang at a constant rate H, a checkpoint of stall delta follows each stretch tau of
-work, and each preemption costs the work since the last checkpoint and a recovery R in which nothing runs. Then
+work, and each preemption costs the work since the last checkpoint and a recovery R during which nothing runs. Then
     E[preemptions] = (W / tau) (exp(H (tau + delta)) - 1)
     E[T]           = E[preemptions] (1/H + R),   and W (1 + delta / tau) as H -> 0.
-J. T. Daly's complete model (FGCS 22, 2006) lets preemptions strike recoveries too, with exp(H R) / H for 1/H + R: the
-same to first order in H R. Here machines of a recovery are still being found, so there is nothing to take away.
+J. T. Daly's complete model (FGCS 22, 2006) also lets preemptions strike recoveries, with exp(H R) / H in place of
+1/H + R: equal to first order in H R. Here the machines for a recovery are still being requested, so none can be lost.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from broker.types import Breakdown, CheckpointSpec, Estimate, Goal, Placement
 
 @noun
 class RunForecast:
-    """How a run is expected to go, whatever its price. Hours; `recovery_*` are of one recovery."""
+    """The expected course of a run, independent of prices. Times are in hours; `recovery_*` are per recovery."""
 
     work_hours: float
     hours: float
@@ -39,12 +39,12 @@ class RunForecast:
     switch_after_hours: float | None = None
     switch_chance: float | None = None
     every_s: float | None = None
-    losses: LostTime | None = None  # None where nothing is preempted
+    losses: LostTime | None = None  # None if preemption is impossible
 
 
 @noun
 class RunInputs:
-    """What decides a course, apart from the place: work, hazard of the gang per hour, checkpoints, recovery."""
+    """The inputs of a forecast other than prices: work, hazard of the gang per hour, checkpoints, recovery."""
 
     work_hours: float
     hazard: float
@@ -76,13 +76,13 @@ class RunInputs:
 
     @property
     def every_hours(self) -> float:
-        """tau: the user's, else Young/Daly's, and never longer than the work."""
+        """Return tau: the user's, else the Young/Daly optimum, and at most the work."""
         every_s = self.checkpoint.every_s or best_interval_s(self.checkpoint.stall_s, self.hazard)
         return min(every_s / 3600, self.work_hours)
 
 
 def run_on_demand(terms: RunInputs) -> RunForecast:
-    """Without preemption; checkpoints are written only where the user fixes their interval."""
+    """Forecast a run without preemption; it writes checkpoints only if the user fixes their interval."""
     is_saving = terms.checkpoint.every_s is not None and terms.work_hours > 0
     checkpoints = terms.work_hours / terms.every_hours if is_saving else 0.0
     stalls = checkpoints * terms.checkpoint.stall_s / 3600
@@ -102,7 +102,7 @@ def run_on_demand(terms: RunInputs) -> RunForecast:
 
 
 def run_on_spot(terms: RunInputs) -> RunForecast:
-    """On spot to the end, however often it is preempted."""
+    """Forecast a run on spot to the end, whatever the number of preemptions."""
     if terms.hazard <= 0 or terms.work_hours <= 0:
         calm = run_on_demand(terms)
         return replace(calm, spot_hours=calm.hours, ondemand_hours=0.0)
@@ -130,13 +130,14 @@ def run_on_spot(terms: RunInputs) -> RunForecast:
 
 
 def run_on_spot_then_on_demand(terms: RunInputs) -> RunForecast | None:
-    """On spot until a preemption leaves too little time for one more, then on-demand: the deadline always holds.
+    """Forecast a run on spot until a preemption leaves too little time for another, then on-demand.
 
-    With s = tau + delta, the slack u = D - (W / tau) s - (s + R) is what losses may add up to. After the preemption
-    that exceeds it, at most u + s + R is lost, and on-demand does the rest without fault. As the count k* of that
-    preemption is independent of how the work goes, and successes less failures x p / (1 - p) are a martingale,
+    The deadline always holds. With s = tau + delta, the slack u = D - (W / tau) s - (s + R) bounds the losses on spot.
+    After the preemption that exceeds it, at most u + s + R is lost, and on-demand finishes without preemption. As the
+    index k* of that preemption is independent of the progress, and successes minus failures x p / (1 - p) are a
+    martingale,
         E[preemptions] = phi = E[min(K, k*)],   E[segments done on spot] = phi / (exp(H s) - 1).
-    None where not even the first loss can be borne, or nothing is preempted.
+    Return None without a deadline, without work or preemptions, if the slack is negative, or if H s exceeds 700.
     """
     if terms.deadline_hours is None or terms.hazard <= 0 or terms.work_hours <= 0:
         return None
@@ -174,15 +175,17 @@ def run_on_spot_then_on_demand(terms: RunInputs) -> RunForecast | None:
 
 
 def add_data_usd(course: RunForecast, data: DataCost) -> tuple[float, float]:
-    """USD of moving data, and of keeping checkpoints, over a whole run."""
+    """Return USD for moving data, and for keeping checkpoints, over a whole run."""
     moves = data.start_usd * (1 + course.preemptions) + data.finish_usd
     moves += data.checkpoint_usd * course.checkpoints + data.restore_usd * course.preemptions
     return moves, data.storage_usd_hour * course.hours
 
 
 def budget_chance(course: RunForecast, placement: Placement, budget_usd: float, data_usd: float) -> float:
-    """P(all costs <= budget), data at its expected cost; for a run that may switch, the chance of doing both: staying
-    within the budget and on spot."""
+    """Return P(total cost <= budget), with data at its expected cost.
+
+    For a run that may switch to on-demand, return the probability of staying both within the budget and on spot.
+    """
     hourly = placement.usd_hour
     if course.losses is None or hourly <= 0:
         return float(course.hours * hourly + data_usd <= budget_usd)
@@ -196,7 +199,7 @@ def budget_chance(course: RunForecast, placement: Placement, budget_usd: float, 
 def make_estimate(
     placement: Placement, course: RunForecast, data: DataCost, *, hazard: float, goal: Goal | None
 ) -> Estimate:
-    """The course at this placement's prices, every term shown."""
+    """Price the forecast at this placement, with every term in the breakdown."""
     offer, nodes = placement.offer, placement.node_count
     compute = nodes * (
         course.spot_hours * (offer.spot_usd_hour or 0.0) + course.ondemand_hours * (offer.ondemand_usd_hour or 0.0)
@@ -231,7 +234,7 @@ def make_estimate(
 
 
 def expected_hours(work_hours: float, hazard: float, every_s: float, stall_s: float, restart_s: float) -> float:
-    """E[T] in hours; `hazard` in preemptions per hour of the gang."""
+    """Return E[T] in hours; `hazard` is in preemptions of the gang per hour."""
     tau, delta, restart = every_s / 3600, stall_s / 3600, restart_s / 3600
     if hazard * (tau + delta) < 1e-12:
         return work_hours * (1 + delta / tau)

@@ -1,8 +1,8 @@
-"""What a plan comes to under the production policy: cost and time as a distribution, from recorded markets.
+"""Distribution of a plan's cost and time under the production policy, from recorded markets.
 
-`broker.optimizer.cost` ranks thousands of placements by the closed form for one place with a constant hazard. This says
-for the choice what may really happen: spot closes and the job moves to another candidate place, waits, or continues
-on-demand. Time counts from submission to end, the first start and all waiting included.
+`broker.optimizer.cost` ranks thousands of placements by the closed form for one place with a constant hazard. This
+module forecasts the choice alone, under realistic behaviour: when spot closes, the job moves to another candidate
+place, waits, or continues on-demand. Time counts from submission to end, including the first start and all waiting.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from broker.spot.market_model import MarketEvidence, RunDistribution, find_hazar
 from broker.spot.recorded_runs import Run
 from broker.types import Breakdown, CheckpointSpec, Estimate, Placement, Plan
 
-PLACES_MAX = 6  # recorded markets have no more; further places add little
+PLACES_MAX = 6  # the largest recorded group; further places add little
 NEAR_PRICE = 1.25  # places count as candidates up to this multiple of the choice's cost
 SHARES = (0.1, 0.5, 0.9)
 
 
 @noun
 class Range:
-    """p10, p50 and p90."""
+    """The 10th, 50th and 90th percentiles."""
 
     p10: float
     p50: float
@@ -35,7 +35,7 @@ class Range:
 
 @noun
 class Influence:
-    """The expected cost if one thing were different."""
+    """The expected cost under one changed condition."""
 
     change: str
     usd_mean: float
@@ -43,8 +43,11 @@ class Influence:
 
 @noun
 class CostForecast:
-    """USD and hours from submission to end. Chances are None where the task has no such limit. `places` is how many
-    candidate places spot capacity is expected to be found in; `hazard` is preemptions per hour on spot."""
+    """The forecast of a plan: USD and hours from submission to end.
+
+    Chances are None where the task has no such limit. `places` is the number of candidate places for spot capacity;
+    `hazard` is preemptions per hour on spot.
+    """
 
     usd: Range
     usd_mean: float
@@ -56,15 +59,17 @@ class CostForecast:
     hazard: float
     places: int
     ondemand_usd: float | None  # to finish on the cheapest on-demand gang; None where the task rules it out
-    has_fallback: bool  # on-demand at the end keeps the deadline, as far as on-demand is available
+    has_fallback: bool  # on-demand keeps the deadline, if on-demand capacity is available
     deadline_chance: float | None = None
     budget_chance: float | None = None
 
 
 @noun
 class _Basis:
-    """All that the forecast follows from. Prices are of the whole gang, USD per hour; that of on-demand is per hour of
-    work as the choice does it, as the cheapest on-demand gang may have other machines."""
+    """All inputs of the forecast. Prices are in USD per hour of the whole gang.
+
+    The on-demand price is per hour of the choice's work, as the cheapest on-demand gang may have other machines.
+    """
 
     work_hours: float
     deadline_hours: float | None
@@ -81,9 +86,9 @@ class _Basis:
 def forecast_plan(
     plan: Plan, history: History | None = None, *, is_refused: Callable[[Placement], bool] | None = None
 ) -> CostForecast | None:
-    """Forecast the choice; None where no work is given or the choice runs on-demand.
+    """Forecast the choice; None if no work is given or the choice runs on-demand.
 
-    `is_refused` tells whether a placement was refused lately: where all candidate places were, spot is unavailable now.
+    `is_refused` tells whether a placement was recently refused; if all candidate places were, spot is unavailable now.
     """
     basis = _read_basis(plan, history, is_refused)
     return None if basis is None else _forecast(plan, basis)
@@ -149,8 +154,10 @@ def _find_unbilled(parts: Breakdown) -> float:
 
 
 def _find_ondemand_usd(choice: Estimate, candidates: Sequence[RankedOffer], work_hours: float) -> float | None:
-    """To finish on the cheapest on-demand gang, whatever its machines. The choice's own machines count even where a
-    budget has filtered them out: the policy is allowed to fall back on them."""
+    """Return the USD to finish on the cheapest on-demand gang, whatever its machines.
+
+    The choice's own machines count even if a budget has filtered them out, as the policy may fall back on them.
+    """
     own = choice.placement.offer.ondemand_usd_hour
     found = [each.usd for each in candidates if not each.is_spot]
     if own is not None:
@@ -159,7 +166,7 @@ def _find_ondemand_usd(choice: Estimate, candidates: Sequence[RankedOffer], work
 
 
 def _list_near(choice: Estimate, candidates: Sequence[RankedOffer]) -> list[RankedOffer]:
-    """Spot placements at nearly the choice's cost to finish, the choice among them."""
+    """List the spot placements with nearly the choice's cost to finish, including the choice."""
     most = (choice.expected_usd or 0.0) * NEAR_PRICE
     return [each for each in candidates if each.is_spot and each.usd <= most]
 
@@ -196,8 +203,11 @@ def _forecast(plan: Plan, basis: _Basis) -> CostForecast:
 
 
 def _forecast_runs(basis: _Basis, hazard: float) -> tuple[RunDistribution, float]:
-    """The runs, and the hours that they count too many: a preemption loses half an interval of work, which is added to
-    each start although the first one loses nothing."""
+    """Return the runs, and the hours by which each is too long.
+
+    A preemption loses half a checkpoint interval of work. This is added to every start, although the first start loses
+    nothing.
+    """
     spec, limit = basis.checkpoint, basis.deadline_hours
     every = min((spec.every_s or best_interval_s(spec.stall_s, hazard)) / 3600, basis.work_hours)
     work = basis.work_hours * (1 + spec.stall_s / 3600 / every)
@@ -213,7 +223,7 @@ def _forecast_runs(basis: _Basis, hazard: float) -> tuple[RunDistribution, float
 
 
 def _find_deadline_chance(basis: _Basis, runs: RunDistribution, lost_hours: float) -> float | None:
-    """With on-demand to fall back on, the policy is never late where on-demand alone would not have been."""
+    """Return the chance of the deadline; with an on-demand fallback, 1 if on-demand alone is in time, else 0."""
     limit = basis.deadline_hours
     if limit is None:
         return None

@@ -1,6 +1,6 @@
-"""Offers -> candidates: the cost of every placement of one task, as plain numbers.
+"""Rating of offers: the cost of every placement of one task, as plain numbers.
 
-Few forecasts differ: thousands of offers share work, hazard and recovery, so each forecast is computed once.
+Thousands of offers share work, hazard and recovery, so each distinct forecast is computed once.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ History = Mapping[tuple[str, str, str | None, str], Observation]
 
 
 class CostModel:
-    """Rates the offers for one task; caches what offers have in common."""
+    """The costs of offers for one task, with caches of the terms that offers share."""
 
     def __init__(
         self,
@@ -123,10 +123,9 @@ class CostModel:
 
 
 def choose_forecast(terms: RunInputs, confidence: float, *, may_switch: bool) -> RunForecast:
-    """Choose spot to the end if it meets the deadline with the confidence, else spot that may switch to on-demand, if
-    possible.
+    """Choose spot to the end if it meets the deadline with this confidence, else spot that may switch to on-demand.
 
-    Spot alone is tried first: if both are feasible, on-demand at the end would only add cost.
+    If both are feasible, an on-demand phase would only add cost. If switching is infeasible, choose spot to the end.
     """
     if terms.hazard <= 0:
         return run_on_demand(terms)

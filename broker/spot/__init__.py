@@ -1,1 +1,1 @@
-"""Pure maths of the spot market."""
+"""Pure mathematics of the spot market."""

@@ -1,7 +1,7 @@
-"""How long a market stays open or closed: what was seen of it, by age of the spell.
+"""Durations of the open and closed periods of a market, by age of the spell.
 
-A spell is a stretch of time without change. What is kept of finished ones is, for each class of age, how many hours
-were lived through and how many spells ended: enough for any hazard that depends on age, and easily added up.
+A spell is a period during which a market stays open or closed. For each age class, the hours of exposure and the number
+of spells that ended are kept: sufficient statistics for any hazard that depends on age, and they add up.
 """
 
 from __future__ import annotations
@@ -10,17 +10,18 @@ import math
 from bisect import bisect_right
 from dataclasses import dataclass
 
-# Classes of age, hours. Recordings have spells from one reading (half a minute) to weeks: about three classes a decade.
+# Lower bounds of the age classes, hours. Recorded spells last from one sample (half a minute) to weeks: about three
+# classes per decade.
 AGES = (0.0, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 24.0)
-# The age to assume of a spell whose beginning was not seen: at a random moment one mostly meets long spells.
+# The assumed age of a spell whose beginning was not observed: a random moment falls mostly into long spells.
 MET_HOURS = 5.0
-HALF_LIFE_HOURS = 24.0  # of what was seen, where a market is watched live
+HALF_LIFE_HOURS = 24.0  # of the observations, where a market is watched live
 _NONE = (0.0,) * len(AGES)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Durations:
-    """Hours lived and ends seen, in each class of `AGES`, of open and of closed spells."""
+    """Exposure hours and observed ends of open and of closed spells, by class of `AGES`."""
 
     open_hours: tuple[float, ...] = _NONE
     open_ends: tuple[float, ...] = _NONE
@@ -28,7 +29,7 @@ class Durations:
     closed_ends: tuple[float, ...] = _NONE
 
     def with_spell(self, hours: float, *, is_open: bool, from_hours: float = 0.0, is_ended: bool = True) -> Durations:
-        """With one more spell of `hours`, watched from the age `from_hours`, to its end or not."""
+        """Return the durations plus one spell of `hours`, watched from age `from_hours`; censored unless `is_ended`."""
         lived, ends = (self.open_hours, self.open_ends) if is_open else (self.closed_hours, self.closed_ends)
         lived, ends = _add(lived, ends, from_hours, hours, is_ended=is_ended)
         if is_open:
@@ -38,7 +39,7 @@ class Durations:
         return Durations(open_hours=self.open_hours, open_ends=self.open_ends, closed_hours=lived, closed_ends=ends)
 
     def fade(self, hours: float) -> Durations:
-        """What was seen, so many hours later: the weather of a market changes from day to day."""
+        """Return the observations discounted by `hours`, as the behaviour of a market changes from day to day."""
         share = 0.5 ** (hours / HALF_LIFE_HOURS)
         return Durations(
             open_hours=tuple(each * share for each in self.open_hours),
@@ -48,7 +49,7 @@ class Durations:
         )
 
     def count_reached(self, from_hours: float, to_hours: float) -> tuple[float, float]:
-        """Of the finished open spells that reached the class of one age: how many, and how many reached the other's."""
+        """Count the finished open spells that reached the class of `from_hours`, and that of `to_hours`."""
         first, then = class_of(from_hours), class_of(to_hours)
         return (sum(self.open_ends[first:]), sum(self.open_ends[then:])) if then > first else (0.0, 0.0)
 
@@ -65,12 +66,12 @@ NOTHING_SEEN = Durations()
 
 
 def class_of(age_hours: float) -> int:
-    """The index of the class of age in `AGES`."""
+    """Return the index of the age class in `AGES`."""
     return bisect_right(AGES, age_hours) - 1
 
 
 def hours_in_classes(from_hours: float, to_hours: float) -> list[tuple[int, float]]:
-    """(class, hours) of each class that a spell lives through between two ages."""
+    """List (class, hours) for each age class that a spell passes through between two ages."""
     found = []
     index = class_of(from_hours)
     while index < len(AGES) and from_hours < to_hours:
@@ -89,7 +90,7 @@ def _add(
     if not is_ended:
         return tuple(hours), ends
     counts = list(ends)
-    counts[class_of(max(to_hours - 1e-6, 0.0))] += 1  # one that ends where a class begins was never lived there
+    counts[class_of(max(to_hours - 1e-6, 0.0))] += 1  # a spell that ends where a class begins has no exposure in it
     return tuple(hours), tuple(counts)
 
 

@@ -1,4 +1,4 @@
-"""One spot market as a policy weighs it: its price, how soon it closes and opens, and what it takes to get there."""
+"""A spot market as a policy evaluates it: price, hazards of closing and opening, and the cost of moving there."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from broker.spot.durations import hours_in_classes
 from broker.spot.policies.base import Candidate
 from broker.spot.prior import OLD, Paces, Prior, live_through
 
-SOON_HOURS = 2.0  # checkpoints are spaced by the hazard of so many hours to come
-STINT_HOURS_MAX = 24.0  # evidence on a market is worth little after a day
+SOON_HOURS = 2.0  # checkpoints are spaced by the mean hazard of the next two hours
+STINT_HOURS_MAX = 24.0  # evidence on a market says little about more than a day ahead
 
 
 @dataclass(frozen=True, kw_only=True)
 class SpotMarket:
-    """Prices are in prices of an on-demand hour of work (USD per work-hour where there is no on-demand)."""
+    """A spot market. Prices are in on-demand prices of an hour of work (USD per work-hour without on-demand)."""
 
     candidate: Candidate
     prior: Prior
@@ -28,27 +28,27 @@ class SpotMarket:
 
     @cached_property
     def soon_hazard(self) -> float:
-        """Mean rate at which it closes in the hours to come."""
+        """Return the mean hazard of closing over the next `SOON_HOURS`."""
         return sum(hazard * hours for hazard, hours in self._list_hazards(SOON_HOURS)) / SOON_HOURS
 
     @property
     def stint_hours(self) -> float:
-        """How long a job might stay: the mean time until it closes, of a day at most."""
+        """Return the expected stay of a job: the mean time until the market closes, truncated at a day."""
         return self._stint[0]
 
     @property
     def hazard(self) -> float:
-        """Rate at which it closes over such a stint."""
+        """Return the mean hazard of closing over the expected stay."""
         mean, alive = self._stint
         return (1 - alive) / mean
 
     @cached_property
     def _stint(self) -> tuple[float, float]:
-        """(mean hours open, chance to stay open) of the day to come."""
+        """Return (mean hours open, survival probability) over the next day."""
         return live_through(self._list_hazards(STINT_HOURS_MAX))
 
     def _list_hazards(self, ahead_hours: float) -> list[tuple[float, float]]:
-        """(rate at which it closes, hours) of the time to come."""
+        """List (hazard of closing, hours) for each age class of the next `ahead_hours`."""
         begin = self.candidate.age_hours if self.candidate.is_open else 0.0
         return [
             (self.prior.open_hazards[index] * self.open_paces[index >= OLD], hours)
@@ -73,31 +73,31 @@ class SpotMarket:
         return self.candidate.age_hours - self.candidate.met_hours
 
     def expect_open(self, ahead_hours: float) -> float:
-        """The chance that it is open in so many hours: it forgets what it is now, as a market of two states does."""
+        """Return the probability of being open in `ahead_hours`, as a two-state Markov chain from the present state."""
         share = self.mean_open_hours / (self.mean_open_hours + self.mean_closed_hours)
         memory = math.exp(-ahead_hours * (1 / self.mean_open_hours + 1 / self.mean_closed_hours))
         return share + (self.candidate.is_open - share) * memory
 
     @property
     def loss_price(self) -> float:
-        """What a start costs there."""
+        """Return the cost of a start there."""
         return self.candidate.start_hours * self.candidate.speed * self.price
 
     @property
     def outlives_start(self) -> bool:
-        """Whether a notice leaves time for more work than its start costs."""
+        """Return whether the market has given no notice, or closes later than after two start-up times."""
         closes_in = self.candidate.closes_in_hours
         return closes_in is None or closes_in > 2 * self.candidate.start_hours
 
     def rate(self, loss: float, work_hours: float) -> float:
-        """Price of an hour of work there: what a loss costs included, the way there spread over the stay."""
+        """Return the price of an hour of work: spot, expected losses, and the move spread over the expected stay."""
         stay = max(min(self.stint_hours, work_hours), 0.1)
         closes_in = self.candidate.closes_in_hours
         hazard = self.hazard if closes_in is None else max(self.hazard, 1 / max(closes_in, 0.01))
         return self.price + hazard * loss + self.move_price / stay
 
     def appeal(self, best: SpotMarket) -> float:
-        """How much of the best market's saving this one brings, 0 to 1."""
+        """Return the share of the best market's saving over on-demand that this one offers, 0.02 to 1."""
         saving = 1 - best.price
         return min(max((1 - self.price) / saving, 0.02), 1.0) if saving > 0 else 1.0
 
@@ -116,7 +116,7 @@ def read_market(candidate: Candidate, refuge: Candidate | None, prior: Prior) ->
 
 
 def expect_second_chance(markets: Sequence[SpotMarket], best: SpotMarket) -> float:
-    """The chance that another market is open when the best one is lost, dear ones counting less."""
+    """Return the probability that another market is open when the best is lost; expensive ones count less."""
     none_open = 1.0
     for each in markets:
         if each is not best:

@@ -1,4 +1,4 @@
-"""How often spot machines are taken away: by published bands, and by what was seen."""
+"""Hazards of preemption of spot machines, from published bands and from observations."""
 
 from __future__ import annotations
 
@@ -13,30 +13,31 @@ _OVER_TWENTY_PERCENT = 30.0
 # Clouds that publish no band: the middle of the advisor's five is assumed.
 UNKNOWN_BAND_PERCENT = 15.0
 
-# A band is a month's statistic of one machine: it weighs as much as a month of one machine that one watched oneself.
+# A band is a monthly statistic of one machine, so it weighs as much as a month of observing one machine.
 PRIOR_NODE_HOURS = HOURS_A_MONTH
 
-# One place in a hundred thousand is taken to be nothing like its band, but like the zones of public recordings: they
-# close every few hours (see broker.spot.prior). Without that, dozens of preemptions a day would hardly count against a
-# band.
+# One place in a hundred thousand is assumed to behave unlike its band and like the zones of public recordings, which
+# close every few hours (see broker.spot.prior). Without this component, dozens of preemptions a day would hardly move
+# the posterior away from the band.
 UNLIKE_BAND_SHARE = 1e-5
-UNLIKE_BAND_COUNT, UNLIKE_BAND_HOURS = 0.5, 2.0  # Gamma: a mean of 0.25 an hour, as broad as the recordings are
+UNLIKE_BAND_COUNT, UNLIKE_BAND_HOURS = 0.5, 2.0  # Gamma: mean 0.25 per hour, as broad as the recordings
 
 
 @noun
 class Observation:
-    """What was seen of one instance type at one place: preemptions of single nodes, in so many spot node-hours.
+    """Observed preemptions of single nodes of one instance type at one place, and the spot node-hours of exposure.
 
-    Both may be weighed by how old they are, so neither is a whole number."""
+    Both may be discounted by age, so they need not be integers.
+    """
 
     preemptions: float
     node_hours: float
 
 
 def hazard_per_node_hour(interruption_band: float | None) -> float:
-    """Preemptions per node-hour from a band's upper bound in percent a month.
+    """Return preemptions per node-hour from a band's upper bound in percent per month.
 
-    A share p of machines gone within a month of T hours is a constant hazard of -ln(1 - p) / T.
+    If a share p of machines is preempted within a month of T hours, the constant hazard is -ln(1 - p) / T.
     """
     band = UNKNOWN_BAND_PERCENT if interruption_band is None else interruption_band
     share = min(_OVER_TWENTY_PERCENT if band > 20 else band, 99.0) / 100
@@ -44,11 +45,12 @@ def hazard_per_node_hour(interruption_band: float | None) -> float:
 
 
 def mix_hazard(prior_per_node_hour: float, seen: Observation | None) -> float:
-    """Preemptions per node-hour after seeing some: the mean of a mixture of two Gamma posteriors.
+    """Return the posterior mean of preemptions per node-hour under a mixture of two Gamma priors.
 
-    Either the band holds: Gamma(h0 B, B) with mean h0 and weight B = PRIOR_NODE_HOURS. Or the place is unlike its band:
-    Gamma(UNLIKE_BAND_COUNT, UNLIKE_BAND_HOURS). k preemptions in t node-hours are Poisson, so each Gamma(a, b) becomes
-    Gamma(a + k, b + t), and how far each is believed goes by the chance that it gave to what was seen.
+    One component says that the band holds: Gamma(h0 B, B) with mean h0 and weight B = PRIOR_NODE_HOURS. The other says
+    that the place is unlike its band: Gamma(UNLIKE_BAND_COUNT, UNLIKE_BAND_HOURS). k preemptions in t node-hours are
+    Poisson, so Gamma(a, b) is updated to Gamma(a + k, b + t), and each component is reweighted by its marginal
+    likelihood of the observations.
     """
     if seen is None:
         return prior_per_node_hour
@@ -65,5 +67,5 @@ def mix_hazard(prior_per_node_hour: float, seen: Observation | None) -> float:
 
 
 def _log_chance(count: float, hours: float, k: float, t: float) -> float:
-    """Of k preemptions in t hours where the hazard is Gamma(count, hours), but for what all priors have in common."""
+    """Return the log marginal likelihood of k preemptions in t hours under Gamma(count, hours), up to a constant."""
     return math.lgamma(count + k) - math.lgamma(count) + count * math.log(hours) - (count + k) * math.log(hours + t)

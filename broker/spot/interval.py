@@ -1,4 +1,4 @@
-"""How often to checkpoint."""
+"""The optimal checkpoint interval."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ INTERVAL_S_MIN = 1.0
 
 
 def best_interval_s(stall_s: float, hazard_per_hour: float) -> float:
-    """Seconds of work between checkpoints that waste the least; infinite without hazard.
+    """Return the seconds of work between checkpoints that minimise lost time; infinite without hazard.
 
     Daly's higher-order optimum (J. T. Daly, "A higher order estimate of the optimum checkpoint interval for restart
     dumps", FGCS 22, 2006); its first term is Young's sqrt(2 delta M) (CACM 17, 1974).

@@ -1,9 +1,9 @@
-"""How many preemptions a run meets and how much time they cost in all: the distributions behind deadline and budget.
+"""Distributions of the number of preemptions of a run and of the total time they cost, for deadline and budget.
 
-The process: work is done in `segments` stretches of s hours (work and the stall of its checkpoint). Preemptions strike
-a running gang at the rate H. One that strikes loses the time since the last checkpoint, an exponential time cut off at
-s, and costs a recovery R, during which nothing runs that could be struck. So the number K of preemptions until
-`segments` stretches went well is negative binomial, and the lost times are independent of it and of each other.
+The process: work consists of `segments` stretches of s hours (work and the stall of its checkpoint). Preemptions strike
+a running gang at the rate H. Each loses the time since the last checkpoint, an exponential time truncated at s, and
+costs a recovery R, during which nothing runs that could be preempted. The number K of preemptions until `segments`
+stretches have completed is therefore negative binomial, and the lost times are independent of K and of each other.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from functools import cached_property
 
 from broker.nouns import noun
 
-_TAIL = 1e-10  # preemption counts less likely than this in all are left out
+_TAIL = 1e-10  # total probability of the preemption counts that are left out
 _COUNTS_MAX = 20_000
-_FLAT = 1e-4  # below this H s, a lost time is as good as uniform: H s / 8 bounds the error of its distribution
+_FLAT = 1e-4  # below this H s, a lost time counts as uniform: H s / 8 bounds the error of its distribution
 
 
 @noun
 class LostTime:
-    """`hazard` is per hour of the whole gang and positive, `stretch` is s in hours."""
+    """The process of one run: `hazard` is that of the whole gang per hour, and positive; `stretch` is s in hours."""
 
     segments: float
     stretch: float
@@ -29,20 +29,20 @@ class LostTime:
 
     @property
     def mean_count(self) -> float:
-        """E[K] = segments (exp(H s) - 1)."""
+        """Return E[K] = segments (exp(H s) - 1)."""
         return self.segments * math.expm1(min(self.hazard * self.stretch, 700.0))
 
     def finish_chance(self, slack: float, recovery: float) -> float:
-        """P(all lost times and recoveries together take at most `slack` hours)."""
+        """Return P(the lost times and recoveries add up to at most `slack` hours)."""
         if slack < 0:
             return 0.0
         return self._fold(lambda count: self.within_chance(count, slack - count * recovery), slack, recovery)
 
     def expect_until(self, slack: float, recovery: float) -> tuple[float, float]:
-        """Of a run that leaves spot at the first preemption which brings its losses over `slack`: the expected number
-        of preemptions, and the chance that it leaves.
+        """Return the expected number of preemptions and the probability of leaving spot.
 
-        With k* the first count whose losses exceed the slack, independent of K:
+        The run leaves spot at the first preemption at which its losses exceed `slack`. With k* the first count
+        whose losses exceed the slack, independent of K:
             E[min(K, k*)] = sum over i >= 1 of P(K >= i) P(losses of i - 1 <= slack),
             P(K >= k*) = sum over i >= 1 of P(K = i) P(losses of i > slack).
         """
@@ -59,7 +59,7 @@ class LostTime:
         return expected, min(leaving + tail * (1 - stays), 1.0)
 
     def within_chance(self, count: int, limit: float) -> float:
-        """P(`count` lost times add up to at most `limit` hours): exact up to two, an Edgeworth series from three."""
+        """Return P(`count` lost times add up to at most `limit` hours): exact up to two, then an Edgeworth series."""
         if limit < 0:
             return 0.0
         if count == 0 or limit >= count * self.stretch:
@@ -76,7 +76,7 @@ class LostTime:
         return math.expm1(-self.hazard * limit) / math.expm1(-self.hazard * self.stretch)
 
     def _two_within(self, limit: float) -> float:
-        """The density of the sum is (H / (1 - e^{-Hs}))^2 e^{-Hx} times the overlap min(x, 2s - x)."""
+        """Integrate the density of the sum, (H / (1 - e^{-Hs}))^2 e^{-Hx} times the overlap min(x, 2s - x)."""
         s, h = self.stretch, self.hazard
         if h * s < _FLAT:
             x = limit / s
@@ -92,7 +92,7 @@ class LostTime:
         return scale * (2 * rising(s) + flat - rising(limit))
 
     def _fold(self, weigh: Callable[[int], float], slack: float, recovery: float) -> float:
-        """The sum of P(K = k) weigh(k), up to the count whose recoveries alone exceed the slack."""
+        """Return the sum of P(K = k) weigh(k), up to the count whose recoveries alone exceed the slack."""
         if self._is_crowded:
             return self._normal_chance(slack, recovery)
         total, left = 0.0, 1.0
@@ -105,7 +105,7 @@ class LostTime:
         return min(total, 1.0)
 
     def _normal_chance(self, slack: float, recovery: float) -> float:
-        """Thousands of preemptions: the compound sum is as good as normal."""
+        """Return the probability by the normal approximation of the compound sum, for thousands of preemptions."""
         mean, variance, _, _ = self._moments
         count = self.mean_count
         spread = count * math.exp(min(self.hazard * self.stretch, 700.0))  # variance of the negative binomial
@@ -123,9 +123,9 @@ class LostTime:
         return _measure_loss(self.hazard, self.stretch)
 
     def _walk_counts(self) -> Iterator[tuple[int, float]]:
-        """(k, P(K = k)) for k = 0, 1, ...: negative binomial, for any positive real number of segments."""
+        """Yield (k, P(K = k)) for k = 0, 1, ...: negative binomial, for any positive real number of segments."""
         exponent = self.hazard * self.stretch
-        if self._is_crowded:  # more than will be counted: certain to be met
+        if self._is_crowded:  # the count exceeds `_COUNTS_MAX` almost surely
             yield from ((count, 0.0) for count in range(_COUNTS_MAX))
             return
         log_chance, log_fail = -self.segments * exponent, math.log(-math.expm1(-exponent))
@@ -135,11 +135,11 @@ class LostTime:
 
 
 def _measure_loss(hazard: float, stretch: float) -> tuple[float, float, float, float]:
-    """Mean, variance, skewness and excess kurtosis of an exponential time cut off at `stretch`.
+    """Return mean, variance, skewness and excess kurtosis of an exponential time truncated at `stretch`.
 
-    Gauss-Legendre quadrature, ten points: closed forms cancel badly where H s is small, which is the common case.
+    By ten-point Gauss-Legendre quadrature: closed forms suffer from cancellation for small H s, the common case.
     """
-    longest = min(stretch, 60 / hazard)  # beyond, e^{-Ht} holds nothing
+    longest = min(stretch, 60 / hazard)  # beyond that, e^{-Ht} is negligible
     times = [longest * (1 + x) / 2 for x in _NODES]
     weights = [w * math.exp(-hazard * t) for w, t in zip(_WEIGHTS, times, strict=True)]
     total = sum(weights)
@@ -151,7 +151,7 @@ def _measure_loss(hazard: float, stretch: float) -> tuple[float, float, float, f
 
 
 def _edgeworth(count: int, limit: float, mean: float, variance: float, skew: float, excess: float) -> float:
-    """Distribution of a sum of independent terms, to the order 1 / count (W. Feller, volume 2, XVI.4)."""
+    """Return P(sum of `count` independent terms <= `limit`) to the order 1 / count (W. Feller, volume 2, XVI.4)."""
     z = (limit - count * mean) / math.sqrt(count * variance)
     bell = math.exp(-z * z / 2) / math.sqrt(2 * math.pi)
     cubic = skew / (6 * math.sqrt(count)) * (z * z - 1)

@@ -1,8 +1,9 @@
-"""What a spot market may be like, given what was seen of it, and what a job there comes to.
+"""Posterior over recorded spot markets given the observations, and the distribution of a job's outcome.
 
-A market is taken to be like one of the recorded ones (`broker.spot.recorded_runs`); which of them is not known, so each
-has a weight. The prior gives each family of recordings the same say. Evidence multiplies the weights: preemptions in
-the hours that own gangs ran there, and whether it was open at the last try. The forecast is the mixture of the runs.
+A market is assumed to behave like one of the recorded ones (`broker.spot.recorded_runs`); it is unknown which, so each
+has a weight. The prior weighs each family of recordings by the square root of its number of recordings. Two kinds of
+evidence multiply the weights: preemptions in the hours that own gangs ran there, and the answer to the last request for
+spot capacity. The forecast is the mixture of the runs.
 """
 
 from __future__ import annotations
@@ -16,18 +17,21 @@ from collections.abc import Callable, Sequence
 from broker.nouns import noun
 from broker.spot.recorded_runs import Run, Scenario, interpolate_runs, read_scenarios
 
-# A recorded market's rate holds on average only, as storms come and go: preemptions in some hours are negative
-# binomial, and the rate of those hours is Gamma with this shape.
+# A recorded market's rate holds only on average, as storms come and go: the rate over a given period is Gamma with this
+# shape, so its number of preemptions is negative binomial.
 PACE_SHAPE = 2.0
-# Places of one region and machine may close together: the chance that a market is worth no more than the next smaller
-# one. Without it the 80 % interval of cost in groups of places held 60 % of the runs, with it 64 % (bench_forecast).
+# Places of one region and machine may close together. This is the probability that a group of places behaves like one
+# of the next smaller recorded size. Without it the 80 % interval of cost for groups of places covered 60 % of the runs,
+# with it 64 % (bench_forecast).
 TOGETHER_SHARE = 0.15
 
 
 @noun
 class MarketEvidence:
-    """What was seen of the market: `preemptions` of whole gangs in `gang_hours` on spot; `is_open`: the last request
-    for spot capacity succeeded, failed, or (None) there was none."""
+    """Observations of a market: `preemptions` of whole gangs in `gang_hours` on spot.
+
+    `is_open` says whether the last request for spot capacity succeeded; None if there was none.
+    """
 
     preemptions: float = 0.0
     gang_hours: float = 0.0
@@ -48,13 +52,13 @@ class RunDistribution:
         return sum(weight * value(run) for run, weight in zip(self.runs, self.weights, strict=True))
 
     def chance(self, claim: Callable[[Run], bool]) -> float:
-        """Of a claim that the runs bear out; never certain, as there are only some hundred of them."""
+        """Return the probability of a claim; never 0 or 1, as there are only a few hundred runs."""
         found = sum(weight for run, weight in zip(self.runs, self.weights, strict=True) if claim(run))
         least = 1 / (len(self.runs) + 2)
         return min(max(found, least), 1 - least)
 
     def quantiles(self, value: Callable[[Run], float], shares: Sequence[float]) -> list[float]:
-        """Values that are not exceeded with these probabilities, between the runs in straight lines."""
+        """Return the quantiles of `value` at `shares`, interpolated linearly between runs."""
         ranked = sorted((value(run), weight) for run, weight in zip(self.runs, self.weights, strict=True))
         middles, below = [], 0.0
         for _, weight in ranked:
@@ -72,7 +76,7 @@ def forecast_run(
     evidence: MarketEvidence = NOTHING,
     scenarios: Sequence[Scenario] | None = None,
 ) -> RunDistribution:
-    """What the job comes to over so many candidate places; no deadline is a job that stays on spot."""
+    """Forecast the job over `places` candidate places; without a deadline it stays on spot."""
     kept = _choose_scenarios(places, evidence, scenarios)
     total = sum(weight for _, weight in kept)
     runs = interpolate_runs(
@@ -82,7 +86,7 @@ def forecast_run(
 
 
 def find_hazard(places: int = 1, evidence: MarketEvidence = NOTHING) -> float:
-    """Expected preemptions per hour on spot."""
+    """Return the posterior mean of preemptions per hour on spot."""
     kept = _choose_scenarios(places, evidence, None)
     return sum(weight * _preemption_rate(each) for each, weight in kept) / sum(weight for _, weight in kept)
 
@@ -90,7 +94,7 @@ def find_hazard(places: int = 1, evidence: MarketEvidence = NOTHING) -> float:
 def _choose_scenarios(
     places: int, evidence: MarketEvidence, scenarios: Sequence[Scenario] | None
 ) -> list[tuple[Scenario, float]]:
-    """Scenarios that matter, and their weights."""
+    """Return the scenarios of non-negligible weight, and their weights."""
     table = read_scenarios() if scenarios is None else scenarios
     found = list[tuple[Scenario, float]]()
     for size, share in _weigh_places(places, sorted({each.places for each in table})):
@@ -101,7 +105,7 @@ def _choose_scenarios(
 
 
 def weigh_scenarios(scenarios: Sequence[Scenario], evidence: MarketEvidence) -> list[float]:
-    """The posterior of each; they add up to 1."""
+    """Return the posterior weight of each scenario; they add up to 1."""
     sizes = Counter(each.family for each in scenarios)
     logs = [_log_evidence(each, evidence) for each in scenarios]
     best = max(logs)
@@ -112,22 +116,22 @@ def weigh_scenarios(scenarios: Sequence[Scenario], evidence: MarketEvidence) -> 
 
 def _log_evidence(scenario: Scenario, evidence: MarketEvidence) -> float:
     found = 0.0
-    if evidence.gang_hours > 0 and scenario.places == 1:  # of one place: it misleads where the job can move on
+    if evidence.gang_hours > 0 and scenario.places == 1:  # history of one place misleads where the job can move
         expected = _preemption_rate(scenario) * evidence.gang_hours
         found += evidence.preemptions * math.log(expected / (PACE_SHAPE + expected))
         found -= PACE_SHAPE * math.log1p(expected / PACE_SHAPE)
     if evidence.is_open is not None and scenario.is_open is not evidence.is_open:
-        found -= 3.0  # the market was asked a while ago
+        found -= 3.0  # finite: the answer may be out of date
     return found
 
 
 def _preemption_rate(scenario: Scenario) -> float:
-    """Preemptions per hour on spot; a recording without any still allows for half of one."""
+    """Return preemptions per hour on spot, with half a preemption added so that the rate is never zero."""
     return (scenario.preempted + 0.5) / (scenario.spot_hours + 1.0)
 
 
 def _weigh_places(places: int, sizes: Sequence[int]) -> list[tuple[int, float]]:
-    """The recorded sizes on either side, by the logarithm, and a share of each for the next smaller one."""
+    """Interpolate log-linearly between the recorded group sizes; move `TOGETHER_SHARE` of each to the next smaller."""
     index = min(bisect_left(sizes, places), len(sizes) - 1)
     found = dict.fromkeys(sizes, 0.0)
     if places <= sizes[0] or places >= sizes[index]:

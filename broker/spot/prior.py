@@ -1,7 +1,7 @@
-"""What to expect of a spot market before and while one watches it: hazards by age, scaled by what was seen of it.
+"""Hazards of a spot market by age of the spell: a pooled prior, scaled by the observations of the market.
 
-Markets differ far more in how fast they change than in how their hazards fall with age. So the shape is a prior, and a
-market's own pace is two factors, one for open and one for closed spells, learnt while it is watched.
+Markets differ far more in how fast they change than in how their hazards decline with age. The shape is therefore a
+prior, and a market's own paces are factors on it, for open and for closed spells, young and old, learned online.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from functools import cached_property, lru_cache
 from broker.spot.durations import AGES, Durations, class_of, hours_in_classes
 
 OLD = class_of(1.0)  # the class from which spells count as old
-# How many ended spells one must see to doubt the prior by half. Recorded markets change pace from day to day: what
-# a few spells say of tomorrow is mostly chance, of closed ones more than of open ones.
+# The number of ended spells that weigh as much as the prior. Recorded markets change pace from day to day, so a few
+# spells say little about tomorrow, and closed ones less than open ones.
 OPEN_WEIGHT, CLOSED_WEIGHT = 6.0, 16.0
-SPLIT_WEIGHT = 16.0  # how many ended spells of an age one must see to believe in a pace of its own
+SPLIT_WEIGHT = 16.0  # ended spells of one age group that weigh as much as the pace common to all ages
 
 
 @dataclass(frozen=True, kw_only=True)
 class Prior:
-    """Hazards per hour for each class of age; `weight` is how many ended spells one must see to doubt it by half."""
+    """Hazards per hour by age class; a weight is the number of ended spells that weigh as much as the prior."""
 
     open_hazards: tuple[float, ...]
     closed_hazards: tuple[float, ...]
@@ -32,7 +32,7 @@ class Prior:
 
     @cached_property
     def mean_open_hours(self) -> float:
-        """Mean length of an open spell by the shape alone."""
+        """Return the mean length of an open spell under the prior alone."""
         return _mean_spell_hours(self.open_hazards)
 
     @cached_property
@@ -40,9 +40,9 @@ class Prior:
         return _mean_spell_hours(self.closed_hazards)
 
     def learn_open(self, seen: Durations, watched: tuple[float, float] | None = None) -> Paces:
-        """The factors on `open_hazards` of young and of old spells: means of Gamma posteriors.
+        """Return the factors on `open_hazards` for young and for old spells: means of Gamma posteriors.
 
-        `watched` are the ages from and to which a spell that is still open was watched.
+        `watched` is the range of ages over which the present open spell was watched.
         """
         return _learn(self.open_hazards, seen.open_hours, seen.open_ends, watched, self.open_weight)
 
@@ -63,7 +63,7 @@ def _mean_spell_hours(hazards: Sequence[float]) -> float:
 
 
 def live_through(parts: Iterable[tuple[float, float]]) -> tuple[float, float]:
-    """(mean hours lived, chance to outlive them all) of a spell that ends at a rate for so many hours, part by part."""
+    """Return (mean lifetime, survival) of a spell with a piecewise constant hazard; parts are (hazard, hours)."""
     alive, mean = 1.0, 0.0
     for hazard, hours in parts:
         rate = max(hazard, 1e-6)
@@ -80,7 +80,7 @@ def _learn(
     watched: tuple[float, float] | None,
     weight: float,
 ) -> Paces:
-    """First one factor for all ages, from the prior 1; then one for each half, from that factor."""
+    """Return one factor for young and one for old spells, shrunk to their common factor, itself shrunk to 1."""
     young_ends, old_ends, young, old = _count_ends(hazards, hours, ends)
     if watched:
         for index, lived in hours_in_classes(*watched):
@@ -95,17 +95,17 @@ def _learn(
     )
 
 
-@lru_cache(maxsize=1024)  # what was seen stays the same until a spell ends
+@lru_cache(maxsize=1024)  # the observations change only when a spell ends
 def _count_ends(
     hazards: tuple[float, ...], hours: tuple[float, ...], ends: tuple[float, ...]
 ) -> tuple[float, float, float, float]:
-    """Ends of young and of old spells, and how many of each the hazards let one expect."""
+    """Count the observed ends of young and of old spells, and those expected from the hazards."""
     expected = [hazard * lived for hazard, lived in zip(hazards, hours, strict=True)]
     return sum(ends[:OLD]), sum(ends[OLD:]), sum(expected[:OLD]), sum(expected[OLD:])
 
 
 def fit_prior(recordings: Sequence[Durations]) -> Prior:
-    """The shape that recordings have in common, each weighing the same however long it is."""
+    """Fit the pooled hazards of recordings, which all weigh the same, whatever their length."""
     assert recordings
     opened, closed = (
         _pool([(each.open_hours, each.open_ends) for each in recordings]),
@@ -127,7 +127,7 @@ def _pool(recordings: Sequence[tuple[Sequence[float], Sequence[float]]]) -> tupl
     return tuple((end + 0.01 * overall) / (live + 0.01) for live, end in zip(lived, ended, strict=True))
 
 
-# Ends per hour in the classes of `AGES`, pooled from public recordings of AWS and GCP zones of 2022 to 2025 (the
+# Ends per hour by class of `AGES`, pooled from public recordings of AWS and GCP zones of 2022 to 2025 (the
 # availability sets behind "Can't Be Late", NSDI 2024, and SkyNomad).
 MEASURED = Prior(
     open_hazards=(0.188, 2.829, 0.98, 0.818, 0.524, 0.245, 0.133, 0.115, 0.032),

@@ -1,8 +1,8 @@
-"""What jobs came to when replayed over recorded markets: a grid of scenarios, read between its nodes.
+"""Outcomes of jobs replayed over recorded markets: a grid for each scenario, with interpolation between its nodes.
 
-The table is made by `python -m broker.lab.recorded_runs` and says where its recordings come from. A scenario is a
+The table is made by `python -m broker.lab.recorded_runs` and names the sources of its recordings. A scenario is a
 recorded market and an hour of submission; its runs, one for each cell of the grid, are those of the production policy.
-Recordings keep what a hazard by age leaves out: storms, quiet weeks, and places that close together.
+Recordings retain effects that a hazard by age omits: storms, quiet weeks, and places that close together.
 """
 
 from __future__ import annotations
@@ -19,18 +19,20 @@ from broker.nouns import noun
 
 TABLE = Path(__file__).parent / "data/recorded_runs.json"
 WORKS_HOURS = (12.0, 48.0)
-DEADLINES = (1.08, 1.3, 1.8)  # over work; a start is added to each
+DEADLINES = (1.08, 1.3, 1.8)  # as multiples of work; a start-up time is added to each
 STARTS_HOURS = (0.05, 0.3)
-START_HOURS_MAX = 1.0  # the grid is extended in straight lines to here
+START_HOURS_MAX = 1.0  # the grid is extrapolated linearly up to here
 ALONE = len(DEADLINES)  # the column of a job that runs on spot alone, without a deadline
 PER_MILLE = 1000
 
 
 @noun
 class Scenario:
-    """`preempted` times in `spot_hours` is what long runs on spot alone met in this market; `is_open` at submission.
+    """A recorded market and an hour of submission, with one run for each cell of the grid.
 
-    `spot`, `ondemand` and `hours` are per mille of the work, one for each cell, as are `preemptions`.
+    Long runs on spot alone were preempted `preempted` times in `spot_hours` in this market; `is_open` is its state at
+    submission. `spot`, `ondemand` and `hours` are in thousandths of the work, one for each cell; `preemptions` are
+    counts, one for each cell.
     """
 
     family: str
@@ -47,7 +49,7 @@ class Scenario:
 
 @noun
 class Run:
-    """Outcome of one scenario. Hours; `spot_hours` and `ondemand_hours` are billed, the rest of `hours` is waiting."""
+    """The outcome of one scenario: `spot_hours` and `ondemand_hours` are billed, the rest of `hours` is waiting."""
 
     spot_hours: float
     ondemand_hours: float
@@ -57,7 +59,7 @@ class Run:
 
 @lru_cache(maxsize=1)
 def read_scenarios() -> tuple[Scenario, ...]:
-    """The shipped table."""
+    """Read the shipped table."""
     return parse_scenarios(json.loads(TABLE.read_text()))
 
 
@@ -69,10 +71,10 @@ def parse_scenarios(table: Mapping[str, Any]) -> tuple[Scenario, ...]:
 def interpolate_runs(
     scenarios: Iterable[Scenario], *, work_hours: float, deadline_hours: float | None, start_hours: float
 ) -> list[Run]:
-    """Each scenario at any work, deadline and start-up time; no deadline is a job that stays on spot.
+    """Interpolate each scenario at any work, deadline and start-up time; without a deadline the job stays on spot.
 
-    Between the nodes all is linear in the logarithm of the work, in work over deadline and in the start. Beyond the
-    longest and the shortest work a run keeps its proportions, but for its first start.
+    Between the nodes, runs are linear in the logarithm of work, in work over deadline and in start-up time. Outside the
+    range of work, a run keeps its proportions except for its first start.
     """
     start = min(start_hours, START_HOURS_MAX)
     allowed = None if deadline_hours is None else deadline_hours - start_hours
@@ -84,7 +86,7 @@ def interpolate_runs(
 
 
 def _weigh_corners(work: float, allowed: float | None, start: float) -> tuple[list[tuple[int, float]], float]:
-    """(cell, weight) of the nodes around a point, and the weight of running on-demand alone."""
+    """Return (cell, weight) of the nodes around a point, and the weight of running on-demand alone."""
     across = _weigh_log(work)
     deep = _weigh_deadline(0.0 if allowed is None else work / allowed)
     low, high = STARTS_HOURS
@@ -106,7 +108,7 @@ def _weigh_log(work: float) -> list[tuple[int, float]]:
 
 
 def _weigh_deadline(fullness: float) -> list[tuple[int, float]]:
-    """Columns by work over the time allowed: 0 is spot alone, and 1, on-demand alone, has no column."""
+    """Return (column, weight) by work over allowed time: 0 is spot alone; 1, on-demand alone, has no column."""
     nodes: Sequence[tuple[float, int | None]] = (
         (1.0, None), *((1 / each, column) for column, each in enumerate(DEADLINES)), (0.0, ALONE),
     )  # fmt: skip
@@ -130,7 +132,7 @@ def _blend(
         node = WORKS_HOURS[cell // ((ALONE + 1) * len(STARTS_HOURS))]
         first = STARTS_HOURS[cell % len(STARTS_HOURS)] / node
         billed = max(scenario.spot[cell] + scenario.ondemand[cell], 1)
-        keep = 1 - first * PER_MILLE / billed  # without the first start, which does not grow with the work
+        keep = 1 - first * PER_MILLE / billed  # without the first start, which does not scale with work
         spot += weight * scenario.spot[cell] / PER_MILLE * keep
         ondemand += weight * scenario.ondemand[cell] / PER_MILLE * keep
         hours += weight * (scenario.hours[cell] / PER_MILLE - first)

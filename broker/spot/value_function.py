@@ -1,14 +1,15 @@
-"""The worth of every state of a job on a spot market: a decision process, solved backwards into a table.
+"""State values of a job on a spot market: a Markov decision process, solved backwards into tables.
 
-State: work left w, spare hours u (how long nothing may happen before on-demand must start), whether the market is
-open or closed and the age of that spell, and what runs: spot, on-demand or nothing. Spot runs at the price c and
-on-demand at 1, per hour of work; a start takes d hours that are paid and bring no work. An open spell of age a ends at
-the hazard h(a), a closed one at g(a). The least expected cost V satisfies, for instance on spot,
+State: remaining work w, spare time u (how long the job may idle before on-demand must start), the market (open or
+closed), the age of its spell, and the running mode: spot, on-demand or nothing. Spot runs at the price c and on-demand
+at 1, per hour of work; a start takes d hours that are billed and do no work. An open spell of age a ends with the
+hazard h(a), a closed one with g(a). The least expected cost V satisfies, for instance on spot,
     0 = min over actions of  c + h (V_closed - V) + dV/da - dV/dw,
-and waiting costs nothing but spare time, -dV/du. It is solved on a grid, along the way from each node to the next one
-(M. Falcone and R. Ferretti, "Semi-Lagrangian Approximation Schemes for Linear and Hamilton-Jacobi Equations", 2013):
-either nothing happens for exactly so long, or the spell ends or grows older on the way, where the worth is taken to be
-linear. Nodes lie half of d apart where spare time is scarce, and in growing steps where it is not.
+and waiting uses up spare time, -dV/du, at the small price `WAIT_PRICE`. The equation is solved on a grid by a
+semi-Lagrangian scheme, along the path from each node to the next one (M. Falcone and R. Ferretti, "Semi-Lagrangian
+Approximation Schemes for Linear and Hamilton-Jacobi Equations", 2013): either no event happens on the path, or the
+spell ends or enters the next age class on it, where the value is interpolated linearly. Nodes are d / 2 apart where
+spare time is scarce, and increasingly far apart elsewhere.
 """
 
 from __future__ import annotations
@@ -23,29 +24,29 @@ from broker.spot.durations import AGES, class_of
 
 CLASSES = len(AGES)
 OLDEST = CLASSES - 1
-# The age of the spell at a second place, as at any moment one mostly meets long ones. Taken young, losses look too
-# dear; five hours or more would be too much trust where places close together.
+# The assumed age of the spell at a second place, as a random moment falls mostly into long spells. A young age makes
+# losses look too expensive; five hours or more is too optimistic where places close together.
 SECOND_CLASS = class_of(2.0)
-WORK_GROWTH, SPARE_GROWTH = 1.2, 1.15  # of the steps of the grids: the worth bends little with work, more with time
-# An hour of waiting counts as so much of an on-demand hour: of plans that cost the same the sooner is better.
+WORK_GROWTH, SPARE_GROWTH = 1.2, 1.15  # of the grid steps: the value has little curvature in work, more in spare time
+# The price of an hour of waiting, in on-demand hours: of plans with equal cost, the faster one is better.
 WAIT_PRICE = 0.02
-SURVIVAL_WEIGHT = 4.0  # so many spells seen weigh as much as the hazards, in whether a start is survived
+SURVIVAL_WEIGHT = 4.0  # observed spells that weigh as much as the hazards, for the survival of a start
 PASSES_MAX = 12
 TOLERANCE = 5e-4  # hours of on-demand price
 
-Row = list[float]  # the worth at one node for each class of age, the oldest first
-_NOTHING: Row = [0.0] * CLASSES  # no work left: worth 0; rows are replaced, never changed
-# At which rate a spell of some age becomes one of the next class; the oldest stays what it is.
+Row = list[float]  # the values at one node by age class, the oldest first
+_NOTHING: Row = [0.0] * CLASSES  # no work left: value 0; rows are replaced, never modified
+# The rate at which a spell moves from its age class to the next one; the oldest class is absorbing.
 _AGEING = tuple(1 / (AGES[index + 1] - AGES[index]) if index < OLDEST else 0.0 for index in range(CLASSES))
-_SECOND = OLDEST - SECOND_CLASS  # in a row
+_SECOND = OLDEST - SECOND_CLASS  # its index in a row
 EVEN_NODES = 10  # of spare time, half a start apart
-LEAPS, LEAP_HOURS = 3, 1e-4  # at whole starts of spare time the worth leaps: a node lies just below each of the first
-START_PARTS = 50  # a start is followed through so many steps
+LEAPS, LEAP_HOURS = 3, 1e-4  # the value jumps at multiples of a start: a node just below each of the first
+START_PARTS = 50  # time steps of a simulated start
 
 
 @dataclass(frozen=True, kw_only=True)
 class Terms:
-    """What a table is made for. Hazards per hour, one for each class of age; prices in on-demand prices."""
+    """The parameters of a value function. Hazards per hour by age class; prices as multiples of on-demand."""
 
     open_hazards: tuple[float, ...]
     closed_hazards: tuple[float, ...]
@@ -53,21 +54,21 @@ class Terms:
     start_hours: float
     work_hours: float
     spare_hours: float
-    second_chance: float = 0.0  # that another place is open when spot is lost
+    second_chance: float = 0.0  # probability that another place is open when spot is lost
 
 
-Point = tuple[int, float, float]  # a node, and the share of the way to the next one of work and of spare time
+Point = tuple[int, float, float]  # a node, and the fractions of the steps to the next node of work and of spare time
 
 
 class Table:
-    """The worth of one way to go on, at every node."""
+    """The values of one state or action at every node."""
 
     def __init__(self, width: int, height: int) -> None:
         self.width = width  # nodes of work in a row of the grid
         self.rows: list[Row] = [_NOTHING] * (width * height)
 
     def read(self, age_class: int, point: Point) -> float:
-        """At any point of the grid, by bilinear interpolation."""
+        """Interpolate bilinearly at any point of the grid."""
         rows, k = self.rows, OLDEST - age_class
         at, across, up = point
         near = rows[at][k] + across * (rows[at + 1][k] - rows[at][k])
@@ -77,11 +78,12 @@ class Table:
 
 
 class ValueFunction:
-    """`Outlook(terms)` solves. Each table is the worth of a state, or of an action from there on:
+    """The solved decision process for one set of terms.
 
-    `run` on spot; `wait_open`, `wait_closed`: nothing runs, and nothing is started yet; `idle_open`, `idle_closed`:
-    nothing runs, and the best is done; `keep_open`, `keep_closed`: on-demand runs and is kept for now; `sure_open`,
-    `sure_closed`: on-demand runs, and the best is done.
+    Each table holds the values of a state, or of an action in it. `run`: spot runs; `wait_open`, `wait_closed`: nothing
+    runs, and nothing is started yet; `idle_open`, `idle_closed`: nothing runs, and the best action is taken;
+    `keep_open`, `keep_closed`: on-demand runs and is kept for now; `sure_open`, `sure_closed`: on-demand runs, and the
+    best action is taken.
     """
 
     def __init__(self, terms: Terms) -> None:
@@ -100,15 +102,15 @@ class ValueFunction:
                 _Cell(self, i, j, starts, backs[i], losses[i]).solve()
 
     def locate(self, work: float, spare: float) -> Point:
-        """Where to read the tables for any work left and spare time."""
+        """Return the grid point for any remaining work and spare time."""
         j, across = _place(self.work, work)
         i, up = _place(self.spare, spare)
         return i * len(self.work) + j, across, up
 
     def enter_usd(self, age_class: int, work: float, spare: float, *, seen: tuple[float, float] = (0.0, 0.0)) -> float:
-        """The worth of a start on spot: it is survived, or lost halfway.
+        """Return the value of starting on spot, which is either survived or lost on the way.
 
-        `seen`: spells that were as old as this one, and those of them that outlived such a start.
+        `seen` counts the spells that reached this age, and those of them that outlived such a start.
         """
         price, start = self.terms.spot_price, self.terms.start_hours
         way = self.starts[OLDEST - age_class]
@@ -120,21 +122,21 @@ class ValueFunction:
         return survive * on + (1 - survive) * off
 
     def lost_usd(self, work: float, spare: float) -> float:
-        """The worth of having just lost spot: another place may be open."""
+        """Return the value just after the loss of spot, when another place may be open."""
         rho, point = self.terms.second_chance, self.locate(work, spare)
         closed = self.idle_closed.read(0, point)
         return rho * self.idle_open.read(SECOND_CLASS, point) + (1 - rho) * closed if rho else closed
 
 
-# For a class of age: chance that nothing happens; hours until something does or the next node is reached; the chances
-# that the spell ends, and that it grows older, each split into what is read here and what at the next node.
+# For one age class: the probability of no event; the mean hours until an event or the next node; the probabilities that
+# the spell ends, and that it enters the next age class, each split into weights of this node and of the next one.
 Way = tuple[float, float, float, float, float, float]
 Ways = tuple[tuple[Way, ...], tuple[Way, ...]]  # of open and of closed spells, the oldest first
-Back = tuple[int, int, float]  # two nodes of spare time, and the share of the lower; (-1, -1, 0): none
+Back = tuple[int, int, float]  # two nodes of spare time, and the weight of the lower; (-1, -1, 0): none
 
 
 def _list_ways(terms: Terms, nodes: Sequence[float]) -> list[Ways]:
-    """For each node, what may happen on the way to the one below it; nothing for the first."""
+    """List for each node the event probabilities on the way to the one below it; none for the first."""
     found: list[Ways] = [((), ())]
     for low, high in itertools.pairwise(nodes):
         opened, closed = (
@@ -146,7 +148,7 @@ def _list_ways(terms: Terms, nodes: Sequence[float]) -> list[Ways]:
 
 
 def _find_way(end_rate: float, age_rate: float, hours: float) -> Way:
-    """With r both rates: the time t of an event has E[t; t < hours] = (1 - e^{-r hours}) / r - hours e^{-r hours}."""
+    """Return the way by E[t; t < hours] = (1 - e^{-r hours}) / r - hours e^{-r hours}, with r the sum of both rates."""
     rate = max(end_rate + age_rate, 1e-9)
     stay = math.exp(-rate * hours)
     passed = -math.expm1(-rate * hours) / rate
@@ -158,7 +160,7 @@ def _find_way(end_rate: float, age_rate: float, hours: float) -> Way:
 
 @dataclass(frozen=True, kw_only=True)
 class _Start:
-    """A start on spot begun at one class of age: when it is lost on average, and where it leads to otherwise."""
+    """A start on spot from one age class: survival, mean time of a loss, and the age classes it leads to."""
 
     survive: float
     lost_hours: float
@@ -166,7 +168,7 @@ class _Start:
 
 
 def _follow_starts(terms: Terms) -> list[_Start]:
-    """For each class of age, the oldest first."""
+    """Simulate a start from each age class, the oldest first."""
     found, step = [], terms.start_hours / START_PARTS
     for begin in range(CLASSES):
         alive, lost, lost_hours = [0.0] * CLASSES, 0.0, 0.0
@@ -191,7 +193,7 @@ def _follow_starts(terms: Terms) -> list[_Start]:
 
 
 def _find_back(spare: Sequence[float], here: float, hours: float) -> Back:
-    """The nodes between which so much less of spare time lies."""
+    """Return the nodes that bracket the spare time `here - hours`."""
     left = here - hours
     if left < -1e-9:
         return -1, -1, 0.0
@@ -201,7 +203,7 @@ def _find_back(spare: Sequence[float], here: float, hours: float) -> Back:
 
 
 class _Cell:
-    """All states at one node of work and spare time: they lead to each other, so passes are made until they agree."""
+    """All states at one node of work and spare time. They depend on each other, so they are solved by iteration."""
 
     def __init__(
         self, outlook: ValueFunction, i: int, j: int, starts: Sequence[_Start], back: Back, losses: Sequence[Back]
@@ -223,7 +225,7 @@ class _Cell:
     def _guess(self) -> None:
         outlook = self.outlook
         sure_end, start = self.work, self.terms.start_hours
-        if self.i:  # a first guess from the node below, so that few passes are needed
+        if self.i:  # start from the values at the node below, so that few passes are needed
             for table in (outlook.run, outlook.idle_open, outlook.idle_closed, outlook.sure_open, outlook.sure_closed):
                 table.rows[self.at] = list(table.rows[self.below])
             return
@@ -233,7 +235,7 @@ class _Cell:
             table.rows[self.at] = [sure_end] * CLASSES
 
     def _list_sures(self, table: Table, low: int, high: int, share: float) -> Row:
-        """Starting on-demand, by class."""
+        """List the values of starting on-demand, by age class."""
         start = self.terms.start_hours
         if not self.is_reachable:
             return [start + self.work] * CLASSES
@@ -243,7 +245,7 @@ class _Cell:
         ]
 
     def _list_survivals(self, low: int, high: int, share: float) -> Row:
-        """Of starting on spot what comes of surviving it, weighed by its chance, by class."""
+        """List the contributions of survival to the value of starting on spot, by age class."""
         if not self.is_reachable:
             return [math.inf] * CLASSES
         paid, rest = self.terms.start_hours * self.terms.spot_price, 1 - share
@@ -267,13 +269,13 @@ class _Cell:
             if abs(change) < TOLERANCE:
                 return
             rate = change / change_before if change_before else 0.0
-            if 0 < rate < 0.95:  # passes contract by a near constant factor: go to where they lead (Aitken)
+            if 0 < rate < 0.95:  # passes contract by a nearly constant factor: extrapolate (Aitken)
                 guess, change_before = found + change * rate / (1 - rate), 0.0
             else:
                 guess, change_before = found, change
 
     def _drop(self, at: int) -> float:
-        """Spot was lost at that node."""
+        """Return the value just after the loss of spot at a node."""
         rho, closed = self.terms.second_chance, self.outlook.idle_closed.rows[at][-1]
         return rho * self.outlook.idle_open.rows[at][_SECOND] + (1 - rho) * closed if rho else closed
 
@@ -286,7 +288,7 @@ class _Cell:
         )[0]
 
     def _pass_open(self, closed_usd: float) -> None:
-        """Nothing runs and the market is open: wait, enter, or start on-demand."""
+        """Update the states where nothing runs and the market is open: wait, enter spot, or start on-demand."""
         outlook = self.outlook
         below, next_closed = outlook.idle_open.rows[self.below], outlook.idle_closed.rows[self.below][-1]
         others = [min(enter, sure) for enter, sure in zip(self._list_enters(), self.sures_open, strict=True)]
@@ -294,7 +296,7 @@ class _Cell:
         outlook.wait_open.rows[self.at], outlook.idle_open.rows[self.at] = waits, bests
 
     def _list_enters(self) -> Row:
-        """Starting on spot, by class: survived, or lost on the way."""
+        """List the values of starting on spot, survived or lost on the way, by age class."""
         if not self.is_reachable:
             return self.survivals
         price, found = self.terms.spot_price, []
@@ -311,7 +313,7 @@ class _Cell:
         outlook.wait_closed.rows[self.at], outlook.idle_closed.rows[self.at] = waits, bests
 
     def _pass_sure(self) -> None:
-        """On-demand runs: open and closed markets lead to each other, so both are taken to where they agree."""
+        """Update the states where on-demand runs, iterating over open and closed, which depend on each other."""
         guess = self.outlook.sure_closed.rows[self.at][-1]
         first = self._round_sure(guess)
         if abs(first - guess) < TOLERANCE / 4:
@@ -337,9 +339,10 @@ class _Cell:
 def _go_on(
     ways: Sequence[Way], price: float, following: Row, ended: float, ended_next: float, others: Row | None
 ) -> tuple[Row, Row]:
-    """By class: the worth of the best, and of going on to the next node, whose row is `following`.
+    """Return by age class the value of the best action, and of continuing to the next node, whose row is `following`.
 
-    `ended`, `ended_next`: the worth of the spell's end, here and at the next node; `others`: what else may be done.
+    `ended` and `ended_next` are the values after the end of the spell, here and at the next node; `others` are the
+    values of the alternatives.
     """
     bests, goes = [], []
     older = older_next = 0.0
@@ -355,7 +358,7 @@ def _go_on(
 
 
 def _list_spare(terms: Terms) -> tuple[float, ...]:
-    """Nodes of spare time. At one start's length, and again at two, a way to go on is lost at once: the worth leaps."""
+    """List nodes of spare time. The value jumps at whole multiples of a start, where an action becomes infeasible."""
     nodes = grow_nodes(
         max(terms.start_hours / 2, 0.01), max(terms.spare_hours, 0.02), even=EVEN_NODES, growth=SPARE_GROWTH
     )
@@ -364,7 +367,7 @@ def _list_spare(terms: Terms) -> tuple[float, ...]:
 
 
 def grow_nodes(step: float, end: float, *, even: int, growth: float) -> tuple[float, ...]:
-    """0, some even steps, then steps that grow, up to `end` or just beyond."""
+    """Return nodes from 0: `even` equal steps, then growing ones, up to `end` or just beyond."""
     nodes = [0.0]
     while nodes[-1] < end or len(nodes) < 3:
         if len(nodes) > even:
@@ -374,7 +377,7 @@ def grow_nodes(step: float, end: float, *, even: int, growth: float) -> tuple[fl
 
 
 def _place(nodes: Sequence[float], value: float) -> tuple[int, float]:
-    """The node below, and how far it is to the next one; what lies beyond the ends counts as there."""
+    """Return the node below and the fraction of the step to the next one; values beyond the ends are clamped."""
     below = bisect_right(nodes, value) - 1
     if below < 0:
         return 0, 0.0

@@ -1,4 +1,4 @@
-"""Hazards from bands, and from what was seen."""
+"""Hazards from bands and from observations."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_a_month_of_quiet_weighs_as_much_as_the_band() -> None:
 
 
 def test_a_place_that_is_nothing_like_its_band_is_believed_soon() -> None:
-    """A band says months between preemptions; recorded zones close every few hours."""
+    """A band implies months between preemptions; recorded zones close every few hours."""
     band = hazard_per_node_hour(5)
     found = [mix_hazard(band, Observation(preemptions=count, node_hours=5.0 * count)) for count in range(6)]
     assert found[0] == pytest.approx(band, rel=0.05) and found[1] < 0.01, "one may be bad luck"

@@ -1,4 +1,4 @@
-"""The chances behind deadline and budget, against simulations of the same process."""
+"""Probabilities of deadline and budget, compared with simulations of the same process."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from broker.spot.lost_time import LostTime
 
-# segments, stretch, hazard, recovery (hours): calm, long and short stretches, one stretch, dear recoveries, rough
+# segments, stretch, hazard, recovery (hours): calm, long and short stretches, one stretch, expensive recoveries, rough
 CASES = [
     (40, 0.5, 0.05, 0.1),
     (20, 2.0, 0.2, 0.5),
@@ -22,12 +22,12 @@ CASES = [
     (10, 3.0, 0.5, 0.2),
 ]
 SAMPLES = 4000
-# A chance of 0.5 has a standard error of 0.008 over so many samples; four of them, and the series' own 0.002.
+# A probability of 0.5 has a standard error of 0.008 with `SAMPLES` samples: four of these, plus 0.002 for the series.
 TOLERANCE = 0.034
 
 
 def draw_losses(draw: random.Random, segments: int, stretch: float, hazard: float, recovery: float) -> list[float]:
-    """What each preemption of one run cost, in order."""
+    """Return the cost of each preemption of one run, in order."""
     costs = []
     for _ in range(segments):
         while (strike := draw.expovariate(hazard)) < stretch:
@@ -67,7 +67,7 @@ def test_preemptions_until_the_switch_agree_with_a_simulation(case: tuple[int, f
 
 
 def test_sums_of_many_lost_times_agree_with_repeated_integration() -> None:
-    """The Edgeworth series against the exact distribution on a fine grid."""
+    """Compare the Edgeworth series with the exact distribution on a fine grid."""
     hazard, stretch, cells = 0.3, 2.0, 400
     losses = LostTime(segments=10, stretch=stretch, hazard=hazard)
     step = stretch / cells
@@ -104,7 +104,7 @@ def test_chance_grows_with_slack_and_stays_a_chance(
     losses = LostTime(segments=segments, stretch=stretch, hazard=hazard)
     one, other = losses.finish_chance(slack, recovery), losses.finish_chance(slack + more, recovery)
     assert 0 <= one <= 1
-    assert one <= other + 0.004  # what the series may be off by
+    assert one <= other + 0.004  # the error of the series
 
 
 def test_no_slack_leaves_only_runs_without_preemption() -> None:

@@ -1,4 +1,4 @@
-"""What the market model expects, and how evidence moves it."""
+"""Forecasts of the market model, and the effect of evidence on them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every policy of the registry on every kind of market: what it says, and that it keeps deadlines that can be kept."""
+"""Every registered policy on every kind of market: its decisions, and deadlines kept wherever that is possible."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_without_deadline_spot_is_waited_for(name: str) -> None:
 
 
 def test_open_spot_that_nobody_watches_is_not_waited_beside() -> None:
-    """To wait would show nothing: it is started on where that is safe, as long as there is time to spare at all."""
+    """Waiting reveals nothing: the policy starts on it wherever that is safe and any spare time is left."""
     policy, sure = load_policy("adaptive"), make_candidate(is_spot=False)
     for age in (0.0, 0.1, 0.3, 2.0, 30.0):
         for left in (10.7, 12.0, 18.0, 60.0):
@@ -111,7 +111,7 @@ starts = st.sampled_from((0.0, 0.02, 0.1, 0.37, 0.5))
 def test_a_deadline_that_on_demand_keeps_is_kept(
     name: str, counts: list[int], slack: float, start: float, every: float, notice: float, look: float
 ) -> None:
-    slack += (start + look) / WORK  # what on-demand itself needs
+    slack += (start + look) / WORK  # the time that on-demand itself needs
     found = live(
         counts, name, slack=slack, start=start, save_every_hours=every, notice_hours=notice, look_hours=look
     )  # fmt: skip
@@ -177,7 +177,7 @@ def test_when_too_much_was_lost_on_spot_it_is_not_tried_again() -> None:
 
 
 def test_a_choice_holds_until_time_or_age_alone_would_change_it() -> None:
-    """A market that just opened is watched until it has lasted; the decision says for how long."""
+    """A market that has just opened is watched until it has lasted a while; the decision says how long."""
     policy, sure = load_policy("adaptive"), make_candidate(is_spot=False)
     young = make_candidate(is_spot=True, usd=0.9, age_hours=0.1)
     decision = policy(view_of(10, 18.0), [young, sure])
@@ -200,7 +200,7 @@ def test_a_cheaper_place_that_has_just_closed_is_waited_for_while_there_is_time(
 
 
 def test_a_dear_calm_place_is_weighed_by_its_own_price() -> None:
-    """Beside a cheap place that has just opened, with little time to spare."""
+    """The alternative is a cheap place that has just opened, and there is little spare time."""
     policy, sure = load_policy("adaptive"), make_candidate(is_spot=False)
     young = make_candidate("young", is_spot=True, usd=0.2, age_hours=0.3)
     calm = make_candidate("calm", is_spot=True, usd=0.85, age_hours=30.0)
@@ -241,7 +241,7 @@ def test_a_small_difference_or_a_dear_way_is_not_worth_a_move() -> None:
 
 
 def test_a_cheaper_place_is_moved_to_once_it_has_been_open_for_some_hours() -> None:
-    """Its hazard is still high then, but falls: on average it lasts far longer than at the hazard of the moment."""
+    """Its hazard is still high but falling: its mean residual life is far longer than under the present hazard."""
     policy, sure = load_policy("adaptive"), make_candidate(is_spot=False)
     calm = make_candidate("calm", is_spot=True, usd=0.22, age_hours=30.0)
 

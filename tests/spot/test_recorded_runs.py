@@ -1,4 +1,4 @@
-"""Runs between the nodes of the table of recorded runs."""
+"""Interpolation between the nodes of the table of recorded runs."""
 
 from __future__ import annotations
 

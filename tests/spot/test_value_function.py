@@ -1,4 +1,4 @@
-"""The decision process: what must hold for any market, and cases with a known answer."""
+"""The value function: properties that hold for any market, and cases with a known solution."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_more_time_less_work_and_what_runs_already_never_cost_more() -> None:
                 assert (
                     by_spare == sorted(by_spare, reverse=True)
                     or max(after - before for before, after in itertools.pairwise(by_spare)) < 0.02 * work
-                )  # waiting has a small price of its own
+                )  # waiting has a small price
             for spare in spares:
                 by_work = [table.read(age, outlook.locate(work, spare)) for work in works]
                 assert by_work == sorted(by_work)
@@ -80,7 +80,7 @@ def test_a_two_state_market_with_free_starts_and_much_time_is_all_spot() -> None
 
 
 def test_below_one_starts_length_of_spare_time_waiting_is_worth_no_more_than_on_demand() -> None:
-    """A start on spot would not be safe any more, so the worth leaps there: no table may smooth that away."""
+    """A start on spot is no longer safe there, so the value jumps, and interpolation must not smooth the jump."""
     for start in (0.1, 0.5):
         outlook = solve(start_hours=start)
         for spare in (0.3 * start, 0.9 * start, start):
@@ -89,7 +89,7 @@ def test_below_one_starts_length_of_spare_time_waiting_is_worth_no_more_than_on_
 
 
 def test_on_demand_kept_for_now_is_never_worth_what_leaving_it_at_once_is() -> None:
-    """Else the choice between them would be left to rounding, and an old open market never be entered."""
+    """Otherwise rounding would decide between the two, and an old open market would never be entered."""
     outlook = solve(start_hours=0.2)
     for age in range(5, len(AGES)):
         entered, kept = outlook.enter_usd(age, 20.0, 6.0), outlook.keep_open.read(age, outlook.locate(20.0, 6.0))

@@ -1,4 +1,4 @@
-"""What to do next with a job on a spot market. One file a policy, one line in `POLICIES`."""
+"""Policies for a job on spot markets. Each has one file and one line in `POLICIES`."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ POLICIES: dict[str, str] = {
     "eager": "broker.spot.policies.skypilot:decide_eager",
     "adaptive": "broker.spot.policies.adaptive:decide",
 }
-# Policies that are told the future in a replay: bounds to compare with, of no use on a real market.
+# Policies that know the future of a replay: bounds for comparison, unusable on a real market.
 ORACLES = frozenset({"next-spot"})
 
 
 def load_policy(name: str) -> SpotPolicy:
-    """The policy of that name, which must be in `POLICIES`."""
+    """Return the policy of that name, which must be in `POLICIES`."""
     module, _, attribute = POLICIES[name].partition(":")
     policy: SpotPolicy = getattr(importlib.import_module(module), attribute)
     return policy

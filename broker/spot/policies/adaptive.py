@@ -1,8 +1,8 @@
-"""Ours: the cheapest expected end, by a decision process whose hazards are learnt on the way; never too late.
+"""The broker's policy: least expected cost, by a Markov decision process with hazards learned online; never too late.
 
-One market's decision process (`broker.spot.value_function`) stands for all of them: the best place to be gives the
-price and the hazard, the others the chance that one is open when it is lost, and how soon any opens again. Which place
-is best is weighed by price, by hazard times what a loss costs, and by what it costs to get there.
+The decision process of one market (`broker.spot.value_function`) represents all of them: the best place determines the
+price and the hazard, the others the probability that one is open when it is lost, and the hazard of reopening. Places
+are ranked by price, by hazard times the cost of a loss, and by the cost of moving there.
 """
 
 from __future__ import annotations
@@ -32,28 +32,28 @@ from broker.spot.policies.base import (
 from broker.spot.prior import MEASURED, Paces, Prior, scale_hazards
 from broker.spot.value_function import Terms, ValueFunction
 
-PACE_STEP = math.log(2)  # paces are rounded, so that a table serves again
-# At least and at most so many: belief in closed spells slower than the prior's cost 0.001 to 0.006 of the optimum.
+PACE_STEP = math.log(2)  # paces are rounded, so that tables can be reused
+# Bounds on the steps: a pace of closed spells below the prior's was measured to cost 0.001 to 0.006 of the optimum.
 OPEN_STEPS, CLOSED_STEPS = (-1, 4), (0, 4)
 CHANCES = (0.0, 0.25, 0.5, 0.75, 0.9, 0.97)
 PRICE_STEP = 0.02
-# Hostile markets teach nothing in time, so what they may cost beyond on-demand is bounded: by a share, or by a few
-# failed starts where those are dearer, as recordings ask for that much trust.
+# Nothing can be learned from hostile markets in time, so their cost beyond on-demand is bounded: by a share, or by a
+# few failed starts if those are more expensive, since recorded markets require that tolerance.
 EXCESS_SHARE_MAX, FAILURES_MAX = 0.015, 3
 LOOK_HOURS_MIN, LOOK_HOURS_MAX = 0.02, 1.0
 LOOKS_AHEAD = tuple(LOOK_HOURS_MIN * 2.0**step for step in range(6))
-MOVE_GAIN = 1.15  # a better place must promise so much more than the move costs: promises are uncertain
+MOVE_GAIN = 1.15  # the expected gain of a move must exceed its cost by 15 %, as it is uncertain
 TABLES_MAX = 512
 SPOT, SURE, WAITING = "spot now", "on-demand now", "waiting"
 
 
 def decide(view: JobView, candidates: Sequence[Candidate]) -> Decision:
-    """Never late where on-demand would not have been late."""
+    """Decide by expected cost; never late where on-demand alone would not have been late."""
     return weigh(view, candidates, MEASURED)
 
 
 def weigh(view: JobView, candidates: Sequence[Candidate], prior: Prior) -> Decision:
-    """As `decide`, with a prior of one's own."""
+    """Decide as `decide` does, with another prior."""
     refuge = find_refuge(view, candidates)
     spots = [each for each in candidates if each.is_spot]
     current = None if view.current is None else candidates[view.current]
@@ -79,14 +79,14 @@ def weigh(view: JobView, candidates: Sequence[Candidate], prior: Prior) -> Decis
 
 @dataclass(frozen=True, kw_only=True)
 class _Scale:
-    """What options are weighed on: the table, and where in it the job stands. Money in on-demand hours of work."""
+    """The value function and the state of the job in it. Costs are in on-demand hours of work."""
 
     view: JobView
     refuge: Candidate
     markets: Sequence[SpotMarket]
     prior: Prior
-    best: SpotMarket  # the open market that is best to be in, else the one that is best to wait for
-    outlook: ValueFunction  # by the terms of `basis`
+    best: SpotMarket  # the best open market, else the best one to wait for
+    outlook: ValueFunction  # for the terms of `basis`
     basis: SpotMarket
     spare: float
     work: float
@@ -121,7 +121,7 @@ class _Scale:
         return self._find_entry(current)._choose_off_spot(current)
 
     def _find_entry(self, current: Candidate | None) -> _Scale:
-        """The cheap place or the calm one, whichever costs less to the end, each by its own terms."""
+        """Choose between the cheap and the calm place by expected cost to the end, each by its own value function."""
         if self.best is self.basis:
             return self
         calm = replace(
@@ -146,9 +146,9 @@ class _Scale:
         return Move(target=self.refuge, hours=hours, reason="time is worth more than waiting saves", weighed=weighed)
 
     def _weigh_options(self, current: Candidate | None, ahead: float) -> dict[str, float]:
-        """What each way to go on costs to the end, so many hours from now if nothing changes until then."""
+        """Return the expected cost to the end of each option, `ahead` hours from now if nothing changes until then."""
         outlook, target, is_open = self.outlook, self.best.candidate, self.best.candidate.is_open
-        begun = self.view.starting_hours if current is not None else ahead  # hours ahead that bring no work
+        begun = self.view.starting_hours if current is not None else ahead  # hours ahead without work
         idle = min(ahead, begun)
         work, spare, age_hours = self.work - (ahead - idle), self.spare - idle, self._age_hours + ahead
         age, options = class_of(age_hours), dict[str, float]()
@@ -157,7 +157,7 @@ class _Scale:
         if can_enter:
             outlived = target.seen.count_reached(age_hours, age_hours + target.start_hours)
             options[SPOT] = outlook.enter_usd(age, work, spare, seen=outlived) + self.best.move_price
-        if current is not None:  # where its start is not over, the rest is still to be paid
+        if current is not None:  # the rest of an unfinished start is still to be paid
             rest = begun - idle
             table = outlook.keep_open if is_open else outlook.keep_closed
             options[SURE] = rest + table.read(age, outlook.locate(work, max(spare - rest, 0.0)))
@@ -165,7 +165,7 @@ class _Scale:
             start = outlook.terms.start_hours
             table, after = outlook.sure_open if is_open else outlook.sure_closed, spare - start
             options[SURE] = start + (table.read(age, outlook.locate(work, after)) if after >= 0 else work)
-        # Machines that run are not given up for none, and waiting shows nothing of spot that is not watched.
+        # Running machines are not given up in order to wait, and waiting reveals nothing about an unwatched market.
         if current is None and spare > EPSILON_HOURS and (target.is_watched or not can_enter):
             table = outlook.wait_open if is_open else outlook.wait_closed
             options[WAITING] = table.read(age, outlook.locate(work, spare))
@@ -177,9 +177,9 @@ class _Scale:
         return options
 
     def _find_change(self, current: Candidate | None, choice: str) -> float:
-        """Hours for which the choice holds if nothing changes: what time and age alone bring is foreseen."""
+        """Return the hours for which the choice holds if nothing but time and age changes."""
         if current is not None and not self.best.candidate.is_open:
-            return math.inf  # there is no other choice before spot opens
+            return math.inf  # on-demand is the only option before spot opens
         hours = LOOK_HOURS_MIN
         for ahead in LOOKS_AHEAD:
             options = self._weigh_options(current, ahead)
@@ -189,7 +189,7 @@ class _Scale:
         return hours
 
     def _choose_on_spot(self, current: Candidate) -> Decision:
-        """Stay, or move on to a place that is better by more than the move costs."""
+        """Stay, or move to a place whose gain exceeds the cost of the move."""
         hours = safe_hours(self.view, current, self.refuge)
         here = next(each for each in self.markets if each.candidate is current)
         best = self.best
@@ -208,13 +208,13 @@ class _Scale:
         return stay
 
     def loss_of(self, market: SpotMarket) -> float:
-        """What being lost there now costs."""
+        """Return the cost of a loss there now."""
         here = self.outlook.locate(self.work, self.spare)
         on = self.outlook.run.read(class_of(market.candidate.age_hours), here)
         return max(self.outlook.lost_usd(self.work, self.spare) - on, 0.0)
 
     def _usd_spare_hour(self) -> float:
-        """What an hour of spare time is worth."""
+        """Return the marginal value of an hour of spare time."""
         age, step = class_of(self._age_hours), max(self.outlook.terms.start_hours, 0.1)
         low = max(self.spare - step, 0.0)
         less, more = (self.outlook.run.read(age, self.outlook.locate(self.work, each)) for each in (low, low + step))
@@ -222,14 +222,14 @@ class _Scale:
 
     @cached_property
     def _age_hours(self) -> float:
-        """Of the market as a whole: open as long as its best place, closed since the last place closed."""
+        """Return the age of the market as a whole: that of its best open place, or since the last place closed."""
         if self.best.candidate.is_open:
             return self.best.candidate.age_hours
         return min(each.candidate.age_hours for each in self.markets)
 
     @cached_property
     def _awaited(self) -> tuple[SpotMarket, ValueFunction] | None:
-        """The cheapest place that is closed, if cheaper than the best open one, and its table."""
+        """Return the cheapest closed place and its value function, if it is cheaper than the best open place."""
         closed = [each for each in self.markets if not each.candidate.is_open and each.price < self.best.price]
         if not closed or not self.best.candidate.is_open:
             return None
@@ -247,7 +247,7 @@ class _Scale:
 
 
 def _weigh_without_deadline(view: JobView, current: Candidate | None, markets: Sequence[SpotMarket]) -> Decision:
-    """Time is free: the place with the least price of work, losses included."""
+    """Choose the place with the lowest price of work, losses included, as time costs nothing."""
     opened = [each for each in markets if each.candidate.is_open and each.outlives_start]
     if current is not None and not current.is_spot:
         opened = [each for each in opened if each.price < 1]
@@ -294,7 +294,7 @@ def _round_paces(paces: Paces, bounds: tuple[int, int]) -> tuple[int, int]:
 
 
 def _round_up(hours: float) -> float:
-    """To the next of eight steps an octave."""
+    """Round up to a grid of eight steps per octave."""
     return math.exp2(math.ceil(math.log2(max(hours, 0.1)) * 8 - 1e-9) / 8)
 
 

@@ -1,7 +1,7 @@
-"""The seam of spot policies: what one sees, what it may say, and the arithmetic of never being late.
+"""Interface of spot policies: inputs, decisions, and the arithmetic that keeps deadlines.
 
 A policy is a pure function. Simulation, rehearsal and production call it whenever something changes (a market opens
-or closes, a node is lost, a notice comes) and when the hours that its last decision holds for are over.
+or closes, a node is lost, a notice comes) and when the hours for which its last decision holds are over.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from typing import Protocol
 from broker.spot.durations import NOTHING_SEEN, Durations
 from broker.types import Placement
 
-EPSILON_HOURS = 1e-7  # below a millisecond: what sums of hours may be off by
+EPSILON_HOURS = 1e-7  # below a millisecond: the rounding error of sums of hours
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Candidate:
-    """A placement, and what is known of its market now.
+    """A placement and the present knowledge of its market.
 
-    `is_open` is about spot: capacity could be had, as far as is known; on-demand counts as always open. `is_watched`:
-    its end would be noticed, though nothing ran there.
-    `age_hours` is how long it has been open (or closed), and `met_hours` the age it had when it was first watched: 0
-    where its beginning was seen, else a guess (`broker.spot.durations.MET_HOURS`) from which `age_hours` counts on.
-    `start_hours` are billed and bring no work: making nodes, setup, data, restoring the checkpoint. `move_usd` is paid
-    once to get there (egress). `speed` is work-hours done in an hour.
+    `is_open` says that spot capacity is available, as far as known; on-demand counts as always open. `is_watched` says
+    that the end of its spell would be noticed even if nothing ran there.
+    `age_hours` is the age of its present spell, and `met_hours` the age at which watching began: 0 where the beginning
+    was observed, else an assumption (`broker.spot.durations.MET_HOURS`) from which `age_hours` continues.
+    `start_hours` are billed and do no work: creating nodes, setup, data, restoring the checkpoint. `move_usd` is paid
+    once to move there (egress). `speed` is work-hours per hour.
     """
 
     placement: Placement
@@ -37,7 +37,7 @@ class Candidate:
     start_hours: float = 0.0
     move_usd: float = 0.0
     speed: float = 1.0
-    closes_in_hours: float | None = None  # known beforehand: a preemption notice
+    closes_in_hours: float | None = None  # known from a preemption notice
     seen: Durations = NOTHING_SEEN  # finished spells of this market
 
     @property
@@ -46,7 +46,7 @@ class Candidate:
 
     @property
     def usd_work_hour(self) -> float:
-        """USD per hour of work done there."""
+        """Return USD per hour of work done there."""
         return self.placement.usd_hour / self.speed
 
 
@@ -54,10 +54,10 @@ class Candidate:
 class JobView:
     """A job as its policy sees it.
 
-    `work_left_hours` counts from what is saved: `unsaved_hours` of it are done but not in a checkpoint yet. `current`
-    is the index of the candidate that nodes are up (or starting) at, `starting_hours` what is left of its start.
-    `look_hours` bounds the time between a fault and the next decision, beyond the hours a decision holds for.
-    `spent_usd` is what the job has cost so far; None where that is not known.
+    `work_left_hours` counts from the last checkpoint: `unsaved_hours` of it are done but not saved yet. `current` is
+    the index of the candidate with running (or starting) nodes, `starting_hours` the remainder of its start.
+    `look_hours` bounds the time between a fault and the next decision, in addition to the hours for which a decision
+    holds. `spent_usd` is the cost of the job up to now; None where it is unknown.
     """
 
     work_left_hours: float
@@ -65,21 +65,21 @@ class JobView:
     current: int | None = None
     starting_hours: float = 0.0
     unsaved_hours: float = 0.0
-    save_every_hours: float = 0.0  # work and stall from one checkpoint to the next; 0: nothing done is ever lost
+    save_every_hours: float = 0.0  # work and stall from one checkpoint to the next; 0: no work is ever lost
     look_hours: float = 0.0
-    last: int | None = None  # the candidate that was lost last, where nothing runs
-    work_hours: float = 0.0  # in all; with `deadline_hours` it tells how far on the job should be
+    last: int | None = None  # the candidate lost last, if nothing runs
+    work_hours: float = 0.0  # in total; gives the due progress together with `deadline_hours`
     deadline_hours: float | None = None  # from submission
     spent_usd: float | None = None
 
 
-# What each way to go on is expected to cost to the end: (a word or two, USD).
+# The expected cost to the end of each option: (a word or two, USD).
 Weighed = tuple[tuple[str, float], ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stay:
-    """Go on as it is. Every decision is asked for again after `hours` at the latest."""
+    """The decision to continue unchanged. Every decision is requested again after `hours` at the latest."""
 
     hours: float = math.inf
     reason: str = ""
@@ -88,7 +88,7 @@ class Stay:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Move:
-    """Give up what runs, if anything does, and start at `target`."""
+    """The decision to terminate the running machines, if any, and to start at `target`."""
 
     target: Candidate
     hours: float = math.inf
@@ -98,7 +98,7 @@ class Move:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Wait:
-    """Hold no machines for now."""
+    """The decision to hold no machines for now."""
 
     hours: float = math.inf
     reason: str = ""
@@ -113,7 +113,7 @@ class SpotPolicy(Protocol):
 
 
 def find_refuge(view: JobView, candidates: Sequence[Candidate]) -> Candidate | None:
-    """The cheapest on-demand candidate that would finish in time, else the soonest; None where there is none."""
+    """Return the cheapest on-demand fallback that finishes in time, else the fastest; None without on-demand."""
     sure, work, limit = [each for each in candidates if not each.is_spot], view.work_left_hours, view.time_left_hours
     if len(sure) < 2:
         return sure[0] if sure else None
@@ -125,14 +125,14 @@ def find_refuge(view: JobView, candidates: Sequence[Candidate]) -> Candidate | N
 
 
 def finish_hours(candidate: Candidate, work_hours: float) -> float:
-    """Hours that `work_hours` take when started there now and never interrupted."""
+    """Return the hours that `work_hours` take if started there now and never interrupted."""
     return candidate.start_hours + work_hours / candidate.speed
 
 
 def spare_hours(view: JobView, refuge: Candidate) -> float:
-    """How long nothing may happen before on-demand must be started to be in time; infinite without a deadline.
+    """Return how long the job may idle before on-demand must start to be in time; infinite without a deadline.
 
-    The worst is assumed of what runs: it is lost at once, with all that is not saved.
+    The worst case is assumed: the running machines are lost at once, with all unsaved work.
     """
     if view.time_left_hours is None:
         return math.inf
@@ -140,14 +140,16 @@ def spare_hours(view: JobView, refuge: Candidate) -> float:
 
 
 def is_safe_to_start(view: JobView, target: Candidate, refuge: Candidate) -> bool:
-    """Whether, after a start on spot that is lost just before it saves anything, on-demand would still be in time."""
+    """Return whether on-demand is still in time after a start on spot that is lost just before its first checkpoint."""
     return spare_hours(view, refuge) >= target.start_hours + view.save_every_hours - EPSILON_HOURS
 
 
 def is_affordable(view: JobView, target: Candidate, refuge: Candidate, *, share: float, failures: int) -> bool:
-    """Whether, after a start on spot that is lost just before it saves anything, on-demand to the end would still come
-    to at most what on-demand alone would have cost and a `share` of it, or so many `failures` to leave on-demand for
-    spot if those are dearer. True where what was spent is not known."""
+    """Return whether the cost stays bounded after a start on spot that is lost just before its first checkpoint.
+
+    The bound on the total cost, with on-demand to the end, is the cost of on-demand alone plus a `share` of it, or plus
+    the cost of `failures` failed moves from on-demand to spot if that is more. True if the spent amount is unknown.
+    """
     if view.spent_usd is None:
         return True
     rate, work = refuge.placement.usd_hour, max(view.work_hours, view.work_left_hours)
@@ -158,16 +160,16 @@ def is_affordable(view: JobView, target: Candidate, refuge: Candidate, *, share:
 
 
 def safe_hours(view: JobView, current: Candidate, refuge: Candidate) -> float:
-    """How long what runs on spot may go on before the next look; 0: on-demand must start now.
+    """Return how long the job may continue on spot before the next decision; 0: on-demand must start now.
 
-    Where nothing done is ever lost, work makes up for time as far as spot is as fast as on-demand; a start uses it up.
+    Where no work is ever lost, spare time falls only during a start and as far as spot is slower than on-demand.
     """
     spare = spare_hours(view, refuge)
     if view.save_every_hours > 0:
         return spare if spare > EPSILON_HOURS else 0.0
     if spare < view.starting_hours - EPSILON_HOURS:
         return spare if spare > EPSILON_HOURS else 0.0
-    falling = 1 - current.speed / refuge.speed  # spare time used up in an hour of work
+    falling = 1 - current.speed / refuge.speed  # spare time used per hour of work
     if falling <= 1e-12:
         return math.inf
     left = view.starting_hours + (spare - view.starting_hours) / falling
@@ -175,13 +177,13 @@ def safe_hours(view: JobView, current: Candidate, refuge: Candidate) -> float:
 
 
 def cheapest_open_spot(candidates: Sequence[Candidate]) -> Candidate | None:
-    """By price of work; of equals the one with the cheapest move."""
+    """Return the open spot candidate with the cheapest work; among equals, the one with the cheapest move."""
     open_ones = [each for each in candidates if each.is_spot and each.is_open]
     return min(open_ones, key=lambda each: (each.usd_work_hour, each.move_usd), default=None)
 
 
 def take_refuge(view: JobView, candidates: Sequence[Candidate], refuge: Candidate, reason: str) -> Decision:
-    """On-demand to the end."""
+    """Return the decision to run on-demand to the end."""
     if view.current is not None and not candidates[view.current].is_spot:
         return Stay(reason=reason)
     return Move(target=refuge, reason=reason)

@@ -1,4 +1,4 @@
-"""Spot while there is any, nothing while there is none, on-demand from the point of no return."""
+"""Greedy policy: spot whenever available, else wait; on-demand from the point of no return."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from broker.spot.policies.base import (
 
 
 def decide(view: JobView, candidates: Sequence[Candidate]) -> Decision:
-    """Never late where on-demand would not have been late."""
+    """Decide greedily; never late where on-demand alone would not have been late."""
     refuge = find_refuge(view, candidates)
     current = None if view.current is None else candidates[view.current]
     if current is not None and not current.is_spot:

@@ -1,4 +1,4 @@
-"""On-demand from start to end: what everything else is compared with."""
+"""On-demand from start to end: the baseline of every comparison."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from broker.spot.policies.base import Candidate, Decision, JobView, Move, Stay, 
 
 
 def decide(view: JobView, candidates: Sequence[Candidate]) -> Decision:
-    """The cheapest on-demand place that is in time, else the fastest; spot only where nothing else is for sale."""
+    """Choose the cheapest on-demand place that is in time, else the fastest; spot only if nothing else is for sale."""
     if view.current is not None:
         return Stay(reason="runs on-demand")
     sure = [each for each in candidates if not each.is_spot] or list(candidates)

@@ -1,7 +1,7 @@
-"""SkyPilot's two ways to recover a managed spot job. Neither knows of deadlines, nor of on-demand.
+"""SkyPilot's two recovery strategies for managed spot jobs. Neither uses deadlines or on-demand.
 
-Docs of SkyPilot 0.14, `job_recovery.strategy`: FAILOVER asks first where the job was, then anywhere; EAGER_NEXT_REGION
-leaves the region that took the machines away at once, and comes back to it only when no other has any.
+Documentation of SkyPilot 0.14, `job_recovery.strategy`: FAILOVER first retries the place of the job, then any other;
+EAGER_NEXT_REGION leaves the region of the preemption at once, and returns to it only if no other has capacity.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from broker.spot.policies.base import Candidate, Decision, JobView, Move, Stay, 
 
 
 def decide_failover(view: JobView, candidates: Sequence[Candidate]) -> Decision:
-    """The same place and region first."""
+    """Retry the same place and region first."""
     return _recover(view, candidates, is_eager=False)
 
 
 def decide_eager(view: JobView, candidates: Sequence[Candidate]) -> Decision:
-    """Another region first."""
+    """Try another region first."""
     return _recover(view, candidates, is_eager=True)
 
 

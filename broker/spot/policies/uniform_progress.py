@@ -1,8 +1,8 @@
 """Uniform Progress: keep up with a straight line from nothing at submission to all the work at the deadline.
 
-Z. Wu and others, "Can't Be Late: Optimizing Spot Instance Savings under Deadlines" (NSDI 2024). Spot whenever there is
-any; without it, wait while ahead of the line and go on-demand when behind. Back from on-demand to spot only once two
-starts are banked, so that a short spell of spot is not paid for twice.
+Z. Wu and others, "Can't Be Late: Optimizing Spot Instance Savings under Deadlines" (NSDI 2024). Run on spot
+whenever it is open; otherwise wait while ahead of the line, and run on-demand when behind. Return from on-demand to
+spot only with spare time for two starts, so that a short open spell does not cost two starts.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ STARTS_BANKED = 2.0
 
 
 def decide(view: JobView, candidates: Sequence[Candidate]) -> Decision:
-    """Never late where on-demand would not have been late. Without a deadline there is no line: greedy."""
+    """Decide by the line; never late where on-demand alone would not have been. Without a deadline: greedy."""
     return pace(view, candidates, is_choosy=False)
 
 
 def decide_next_spot(view: JobView, candidates: Sequence[Candidate]) -> Decision:
-    """The variant that knows how long an open spell will last, and takes it only when that pays for its start."""
+    """Decide with knowledge of the length of open spells, and use only those that pay for their start."""
     return pace(view, candidates, is_choosy=True)
 
 
@@ -54,12 +54,12 @@ def pace(view: JobView, candidates: Sequence[Candidate], *, is_choosy: bool) -> 
     is_sure = current is not None
     spot = cheapest_open_spot([each for each in candidates if not is_choosy or _pays(each, refuge, is_sure=is_sure)])
     if spot is not None and is_safe_to_start(view, spot, refuge):
-        banked = spare + (refuge.start_hours if is_sure else 0.0)  # on-demand is running: its start is behind
+        banked = spare + (refuge.start_hours if is_sure else 0.0)  # on-demand is running: its start is already paid
         if not is_sure or banked >= STARTS_BANKED * spot.start_hours + view.starting_hours:
             return Move(target=spot, reason="spot is open")
     behind = _behind_hours(view)
     if current is not None:
-        # Ahead of the line again, on-demand is given up only for spot: a start has been paid for.
+        # When ahead of the line again, on-demand is given up only for spot: its start has been paid.
         return Stay(reason="on-demand")
     if spare <= EPSILON_HOURS:
         return take_refuge(view, candidates, refuge, "the point of no return")
@@ -69,7 +69,7 @@ def pace(view: JobView, candidates: Sequence[Candidate], *, is_choosy: bool) -> 
 
 
 def _behind_hours(view: JobView) -> float:
-    """Work that the line asks for now, less the work done."""
+    """Return the work due by the line now, minus the work done."""
     assert view.deadline_hours and view.time_left_hours is not None
     passed = view.deadline_hours - view.time_left_hours
     done = view.work_hours - view.work_left_hours
@@ -77,13 +77,13 @@ def _behind_hours(view: JobView) -> float:
 
 
 def _hours_ahead(view: JobView) -> float:
-    """How long nothing may happen before the line is met."""
+    """Return how long the job may idle before it falls to the line."""
     assert view.deadline_hours
     return max(-_behind_hours(view) * view.deadline_hours / view.work_hours, 0.0)
 
 
 def _pays(spot: Candidate, refuge: Candidate, *, is_sure: bool) -> bool:
-    """Whether a spell of known length is worth its start (and the start of on-demand after it)."""
+    """Return whether a spell of known length pays for its start (and the start of on-demand after it)."""
     if spot.closes_in_hours is None or not math.isfinite(spot.closes_in_hours):
         return True
     work = (spot.closes_in_hours - spot.start_hours) * spot.speed
