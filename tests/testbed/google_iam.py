@@ -156,7 +156,7 @@ class FakeGoogle:
 
 
 def holds(expression: str | None, resource: str) -> bool:
-    """Of CEL what is used: equality and beginnings of `resource.name`, joined by "or"."""
+    """Evaluate the used part of CEL: equality and beginnings of `resource.name`, joined by "or"."""
     if expression is None:
         return True
     for part in expression.split(" || "):

@@ -19,7 +19,7 @@ from tests.testbed.registry import find_obstacle, serve_index
 from tests.testbed.s3 import BUCKET
 from tests.testbed.stage import BUCKET_LOGIN, Stage, open_stage
 
-# What broker and this machine bring: their Python, its packages and pip, and this working tree.
+# Brought by broker and this machine: their Python, its packages and pip, and this working tree.
 DIST_PACKAGES = Path("/usr/lib/python3/dist-packages")
 BROUGHT = (ROOT, Path(sys.prefix), Path(sys.base_prefix), DIST_PACKAGES, *Path("/usr/local/lib").glob("python3*"))
 BARE = """\
