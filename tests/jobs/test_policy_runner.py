@@ -1,4 +1,4 @@
-"""How a policy's word is carried out: a program is moved as before a preemption, and looked at at a bounded rate."""
+"""Execution of a policy's decisions: a program is moved as before a preemption, and polled at a bounded rate."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_a_program_that_saves_all_the_time_is_thought_about_twice_a_minute_at_mo
         return plan_of(task, DEAR)
 
     async def look(seconds: int, *, save_every: int) -> list[float]:
-        """Returns the seconds between one thought and the next."""
+        """Return the seconds between one decision and the next."""
         pilot = PolicyRunner(store, plan, clock, unused)
         planned_s.clear()
         for second in range(seconds):
