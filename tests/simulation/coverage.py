@@ -41,7 +41,7 @@ def list_cells() -> Iterator[tuple[str, str]]:
     for fault in (*SQLITE_FAULTS, "kill:point", "kill:anytime", "stop", *OF_THE_HOST):
         yield from ((fault, state) for state in ALWAYS)
     yield from (("clock:jump", state) for state in BUSY)
-    yield "move", "RECOVERING"  # what a spot policy asks of a job with a deadline
+    yield "move", "RECOVERING"  # a spot policy requests it for a job with a deadline
     yield "bucket:silent", "RUNNING"  # looked into when a running attempt seems lost
     for command in COMMANDS:
         yield from ((f"command:{command}", state) for state in BUSY)

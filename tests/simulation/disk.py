@@ -24,7 +24,7 @@ SQLITE_FAULTS = {
 
 
 FREQUENT = {"UPDATE jobs SET progress =": "progress", "UPDATE leader SET beat_s =": "beat"}
-TRIFLES = frozenset(("progress", "beat", "attempt_steps", "log_offsets"))  # what is seen again anyway
+TRIFLES = frozenset(("progress", "beat", "attempt_steps", "log_offsets"))  # observed again anyway
 TRIFLE = "trifle"
 Statement = tuple[str, Sequence[Any]]
 
@@ -44,7 +44,7 @@ class SimulatedFile:
         self.writer: Process | None = None  # whose transaction is open
         self.is_full = False
         self._may_lose_power = may_lose_power  # else no image is kept: it costs time
-        self._synced: bytes | None = None  # what is safe, where anything is not
+        self._synced: bytes | None = None  # the durable image, while any commit is unsynced
         self._unsynced: list[list[Statement]] = []  # commits since
 
     def keep_image(self) -> None:
@@ -101,7 +101,7 @@ def _make_empty() -> bytes:
         Store(path, clock=SystemClock()).close()
         connection = sqlite3.connect(path, isolation_level=None)
         connection.execute("UPDATE meta SET value = 'simulated' WHERE key = 'lineage'")  # it is random
-        connection.execute("PRAGMA journal_mode=DELETE")  # a database in memory has no log beside it
+        connection.execute("PRAGMA journal_mode=DELETE")  # a database in memory has no log file
         connection.close()
         return path.read_bytes()
 

@@ -44,7 +44,7 @@ class Turns:
     refused: dict[Place, tuple[float, int]] = field(default_factory=dict)  # until when at most, how often
     poor_s: float = -math.inf  # when the budget of failed calls was last low
     searched_s: dict[str, float] = field(default_factory=dict)  # cluster -> when the search began
-    written: dict[Place, float] = field(default_factory=dict)  # what the product remembers, and until when
+    written: dict[Place, float] = field(default_factory=dict)  # the product's memory of refusals, and until when
     unclear: Counter[str] = field(default_factory=Counter)  # cluster -> calls in this search that failed unexplained
 
 
@@ -121,7 +121,7 @@ def _note_closed(universe: Universe, turns: Turns, now_s: float) -> None:
         if outcome is None:
             continue
         _, placement = turns.open.pop(token)
-        if outcome in (*REFUSED, IntentEnd.TERMINATED):  # what came up in part is ended, and counts as full
+        if outcome in (*REFUSED, IntentEnd.TERMINATED):  # a partial gang is ended, and counts as full
             _note_refusal(turns, placement, outcome, now_s)
 
 
@@ -162,7 +162,7 @@ def _find_passed_over(
     job_id = universe.get_job_id(cluster)
     searched_s = turns.searched_s.get(cluster, now_s)
     if job_id is not None and follows_deadline(universe.tasks[job_id]):
-        return None  # where and when is the policy's to say
+        return None  # where and when is for the policy to decide
     if job_id is None or not universe.mix.is_clock_true or turns.poor_s >= searched_s - PROBE_S:
         return None
     if placement.node_count < universe.tasks[job_id].num_nodes:
@@ -172,7 +172,7 @@ def _find_passed_over(
     better = order if _has_refused(universe, placement) else order[: order.index(placement)]
     busy = {place.offer.zone for owner, place in turns.open.values() if owner == cluster}
     tried = {place.offer.region for owner, place in turns.open.values() if owner == cluster}
-    doubtful = tried if turns.unclear[cluster] >= 2 else ()  # where it has failed twice, another zone would fail too
+    doubtful = tried if turns.unclear[cluster] >= 2 else ()  # after two failures, another zone would fail too
     asked = turns.asked.get(cluster, [])
     for each in better:
         is_excused = (

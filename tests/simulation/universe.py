@@ -101,7 +101,7 @@ class Universe:
         self.follows_deadline = any(follows_deadline(spec.task) for spec in mix.jobs)
         self.jumps = 0  # of the wall clock
         self.jobs_in: dict[int, int] = {}  # index of the spec -> id of its job
-        self.memory: dict[str, Any] = {}  # what checkers remember, by their letter
+        self.memory: dict[str, Any] = {}  # state of checkers, by their letter
         self.away_until_s = 0.0  # no broker is started before
         self.is_healed = False
         self.healed_s = math.inf
@@ -256,7 +256,7 @@ class Universe:
                 then_s,
                 job_id,
                 then_s if ago_s else math.inf,
-            ),  # what has ended cost that, also where the clock was set back
+            ),  # ended machines cost that, also where the clock was set back
         )
         known_s: dict[str, float] = self.memory.get("bills", {})
         known_by_s = self.loop.time() - ago_s
