@@ -47,7 +47,7 @@ def start_docker(host: Host, image: str, shared: Path) -> str:
     if done.returncode:
         return f"no docker daemon runs here: {done.stderr.strip()[-500:]}"
     host.execute("docker", "import", "--change", "ENV FROM_IMAGE=yes", str(archive), image)
-    # What a container may not do here, as in some nested environments, says nothing about broker.
+    # An action that a container may not perform here, as in some nested environments, is no fault of broker.
     done = host.try_execute("docker", "run", "--rm", "--network", "host", image, "true")
     return f"no container runs here: {done.stderr.strip()[-500:]}" if done.returncode else ""
 

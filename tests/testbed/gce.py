@@ -1,7 +1,8 @@
 """A Compute Engine of our own, in memory, for Google's real client library: the REST methods that broker uses.
 
-Strict where Google is: names, fields, quotas, permissions. Nothing happens by itself: an operation's deed is done when
-somebody looks after it is due. `fail` plays faults, `capacity` and `limits` say what there is, `preempt` takes away.
+Strict where Google is: names, fields, quotas, permissions. Nothing happens by itself: an operation takes effect when it
+is polled after it is due. `fail` adds faults, `capacity` and `limits` set what is available, `preempt` takes a machine
+away.
 """
 
 from __future__ import annotations

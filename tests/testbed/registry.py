@@ -1,6 +1,7 @@
 """A package index in a folder, for hosts that reach no other: `python -m tests.testbed.registry` fills it, once.
 
-Filled outside the sealed world, by pip, for this machine's Python; a server on the clouds' address shows it to hosts.
+It is filled outside the sealed network, by pip, for this machine's Python; a server on the clouds' address shows it to
+hosts.
 """
 
 from __future__ import annotations

@@ -75,7 +75,7 @@ def test_ddp_trains_on_bare_hosts_through_a_preemption_to_its_end(stage: Stage) 
     stage.wait_for_step(1)
     first = stage.list_by_rank()
     for name in first:
-        expect_bare(stage, name)  # what setup installed is in the agent's folder, and no command of the host's
+        expect_bare(stage, name)  # setup installs into the agent's folder, not as a command of the host's
     stage.wait_for_step(10)
     stage.bridge.preempt(first[1], notice_s=0)
     job = stage.finish()
