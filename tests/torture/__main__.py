@@ -49,7 +49,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def play_in_world(options: argparse.Namespace, arguments: Sequence[str], beds: Sequence[str]) -> int:
-    """The test-bed in a process and a network of its own, which all in it die with; beside it the local bed."""
+    """Run the test-bed in a process and network of its own, which all in it die with; run the local bed in parallel."""
     command = [sys.executable, "-m", "tests.torture", *arguments, "--bed", "testbed", "--seed", str(options.seed)]
     world = subprocess.Popen([sys.executable, "-m", "tests.testbed.world", *command])
     try:

@@ -1,4 +1,4 @@
-"""The test-bed's bed: hosts of their own behind a fake AWS and a fake Google, in a sealed network. Needs its world."""
+"""The test-bed's bed: hosts of their own behind a fake AWS and a fake Google. It must run in the sealed network."""
 
 from __future__ import annotations
 

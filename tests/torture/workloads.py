@@ -51,7 +51,7 @@ class Workload:
     nodes: int = 1  # at work at once
     training: Training | None = None
     counts: bool = False  # its program keeps a ledger of steps
-    follow_up: str = ""  # what its user does later: "cancel", "retry" or "down"
+    follow_up: str = ""  # the user's later command: "cancel", "retry" or "down"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +65,7 @@ class Setting:
     pace: str = str(HERE / "pace")
     witness: str = str(HERE / "witness.py")
     root: str = str(ROOT)
-    state: str = "$BROKER_CHECKPOINT_DIR"  # where a shell program keeps its count
+    state: str = "$BROKER_CHECKPOINT_DIR"  # place of a shell program's count
     step_s: float = STEP_S
     pace_s: float = PACE_S
     train_steps: int = TRAIN_STEPS
