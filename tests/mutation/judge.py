@@ -155,8 +155,11 @@ def draw_kills(plays: Sequence[Reached], mutant: Mutant) -> list[tuple[str, floa
 
 
 def find_unfinished(tests: Sequence[Reached], output: str) -> Reached | None:
-    """The test that was under way when a limit ended them all: the processor time of what it left running is not in
-    the record of any, so only a run of its own tells whether the mutant or their sum was too much."""
+    """Find the test that was under way when a limit ended them all.
+
+    The processor time of processes it left running is in no record, so only a run of its own shows whether the mutant
+    or their sum was too much.
+    """
     return next((each for each in reversed(tests) if f"{each.name} " in output.rpartition("\n")[2]), None)
 
 

@@ -1,7 +1,7 @@
 """A copy of the product and its tests, in which one module at a time is changed; the work tree is never touched.
 
-What runs in the copy imports the copy, in processes that it starts as well: `PYTHONPATH` and the working folder come
-before the installed package, the tests hand on the folder they lie in, and node agents are packed from beside
+Programs in the copy import the copy, as do the processes they start: `PYTHONPATH` and the working folder come before
+the installed package, the tests hand on their own folder, and node agents are packed from the folder of
 `broker/runtime/gang.py`.
 """
 
