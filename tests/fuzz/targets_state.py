@@ -41,7 +41,7 @@ _HEADER = 6  # bytes that say which kind of damage, and where
 
 @functools.cache
 def make_template() -> bytes:
-    """A state file with a row in every table that a small installation fills."""
+    """Make a state file with a row in every table that a small installation fills."""
     folder = _ROOT / "template"
     store = Store(folder / "state.db", clock=SystemClock())
     request = NodeRequest(owner="me", cluster="c", attempt=1, token="t", placement=_PLACEMENT)
