@@ -22,7 +22,7 @@ def test_a_program_that_is_moved_is_told_to_save_when_its_outcome_is_stored_and_
     stage = make_moving_stage(tmp_path)
     world = stage.world
     told: list[tuple[JobStatus, str, int]] = []
-    stored: dict[tuple[JobStatus, str], int] = {}  # what a crash could leave of the first attempt -> how durable
+    stored: dict[tuple[JobStatus, str], int] = {}  # state of the first attempt after a crash -> how durable
     cancel, commit = world.gang.cancel, type(world.store)._commit
 
     def read() -> tuple[JobStatus, str]:
