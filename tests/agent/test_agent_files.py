@@ -1,4 +1,4 @@
-"""What the agent writes is whole, private and on the disk, and what it reads may be half written by another."""
+"""The agent's writes are whole, private and on the disk; files that it reads may be half written by another process."""
 
 from __future__ import annotations
 
