@@ -437,7 +437,7 @@ def test_broker_that_was_suspended_does_not_take_its_own_sleep_for_silence() -> 
             desk.node.is_up = False  # the network comes back last
             desk.clock.s += 3600.0
             assert await desk.poll() == (RunStatus.RUNNING, ())
-            desk.node.say({})  # what came meanwhile is read after the first look
+            desk.node.say({})  # news that came meanwhile are read after the first look
             await settle()
         assert not desk.node.calls
 
