@@ -1,4 +1,4 @@
-"""The files of a grant on a node: whose they are, who gets newer ones, and when they go."""
+"""The files of a grant on a node: their owner, the receivers of newer ones, and their removal."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def ask(key: str, scope: str = "a", **fields: Any) -> dict[str, Any]:
 
 
 def begin(access: ModuleType, run_id: int, *, status: str = "") -> Path:
-    """A run with its spec; `status` is its outcome, else its runner holds the lock."""
+    """Begin a run with its spec; `status` is its outcome, else its runner holds the lock."""
     folder = access.files.make_private(access.files.run_folder(run_id))
     (folder / "spec.json").write_text(json.dumps({"rank": 0, "envs": {}}))
     if status:

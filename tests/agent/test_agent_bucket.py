@@ -1,4 +1,4 @@
-"""The agent signs and sends by itself: as Amazon's own library does, by Azure's rules; refusals are told in words."""
+"""The agent signs and sends without a library, as Amazon's own and by Azure's rules; refusals are explained."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_signature_is_the_one_that_amazons_library_makes(endpoint: str) -> None:
     theirs = AWSRequest(method="PUT", url=ours.full_url, data=b"content")
     theirs.context["timestamp"] = headers["x-amz-date"]
     signer = S3SigV4Auth(Credentials("AKID", "wJalr", "session"), "s3", "eu-west-1")
-    # The library takes the clock's time; ours is the time that was signed.
+    # The library uses the clock's time; ours is the time that was signed.
     for name in ("host", "x-amz-content-sha256", "x-amz-date", "x-amz-security-token"):
         theirs.headers[name] = headers[name]
     text = signer.string_to_sign(theirs, signer.canonical_request(theirs))
@@ -43,7 +43,7 @@ def test_signature_is_the_one_that_amazons_library_makes(endpoint: str) -> None:
 
 
 class Metadata:
-    """A machine's metadata server and the clouds' storage in one: what came is in `seen`."""
+    """A machine's metadata server and the clouds' storage in one; requests are in `seen`."""
 
     def __init__(self) -> None:
         self.seen: list[tuple[str, str, bytes]] = []
@@ -114,7 +114,7 @@ def test_googles_bucket_is_written_as_the_machines_account(metadata: Metadata) -
 
 @pytest.fixture(scope="module")
 def azure() -> Iterator[tuple[Objects, dict[str, str]]]:
-    """It lets in what obstore signs (tests/trainers/test_buckets.py), and nothing that is not signed."""
+    """The server accepts what obstore signs (tests/trainers/test_buckets.py), and nothing that is not signed."""
     with serve_azure() as served:
         yield served
 

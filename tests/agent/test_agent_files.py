@@ -1,4 +1,4 @@
-"""What the agent writes is whole, private and on the disk, and what it reads may be half written by another."""
+"""The agent's writes are whole, private and on the disk; files that it reads may be half written by another process."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_a_lock_has_one_holder_and_is_seen_by_all(tmp_path: Path) -> None:
 
 
 def count_descriptors() -> int:
-    """0 where the system does not tell."""
+    """Count open descriptors; return 0 where the system does not show them."""
     folder = Path("/proc/self/fd")
     return len(list(folder.iterdir())) if folder.exists() else 0
 

@@ -34,7 +34,7 @@ agent.main("follow")
 
 
 class Session:
-    """`home` is the node's; constants of the session may be made smaller."""
+    """A session. `home` is the node's; constants of the session may be made smaller."""
 
     def __init__(self, home: Path, agent: Path, **constants: float) -> None:
         self.run = home / ".broker" / "runs" / "1"
@@ -50,7 +50,7 @@ class Session:
         self.process.stdin.write(b"\n" if message is None else json.dumps(message).encode() + b"\n")
 
     def hear(self, matches: Callable[[dict[str, Any]], Any] = lambda message: message) -> dict[str, Any]:
-        """The next message that matches; heartbeats are passed over."""
+        """Return the next message that matches; heartbeats are skipped."""
         give_up_s = time.monotonic() + END_S
         while True:
             while b"\n" in self._rest:
@@ -74,7 +74,7 @@ class Session:
 
 @pytest.fixture
 def home(tmp_path: Path) -> Path:
-    """A node whose run 1 is in its setup: its runner holds the lock."""
+    """Return a node whose run 1 is in its setup: its runner holds the lock."""
     run = tmp_path / "home" / ".broker" / "runs" / "1"
     run.mkdir(parents=True)
     (run / "spec.json").write_text('{"name": "train"}')
@@ -233,7 +233,7 @@ def test_it_gives_way_to_a_newer_agent(start: Callable[..., Session], tmp_path: 
 
 
 def test_a_broker_that_only_answers_heartbeats_counts_as_heard(start: Callable[..., Session], home: Path) -> None:
-    """Else a node whose program has ended would switch itself off under a broker that is there."""
+    """Otherwise a node whose program has ended would switch itself off although a broker is there."""
     session = start()
     session.open()
     heard = home / ".broker" / agent_files.HEARD
@@ -246,7 +246,7 @@ def test_a_broker_that_only_answers_heartbeats_counts_as_heard(start: Callable[.
 
 @pytest.fixture
 def follow(home: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The session's module in this process, on the node's files."""
+    """Load the session's module in this process, on the node's files."""
     monkeypatch.syspath_prepend(str(FOLDER))
     module = importlib.import_module("agent_follow")
     monkeypatch.setattr(module.files, "STATE", home / ".broker")

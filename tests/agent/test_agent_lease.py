@@ -1,4 +1,4 @@
-"""A node ends itself when its lease does, or when all it did is over and safe and its broker is away; never before."""
+"""A node ends itself when its lease does, or when its work is done and saved and its broker is away; never before."""
 
 from __future__ import annotations
 
@@ -190,7 +190,7 @@ def test_machine_whose_shutdown_failed_is_told_again(node: Node, monkeypatch: py
     assert calls == [["shutdown", "-h", "now"]] * 2 and (node.state / "shutdown").read_text() == reason
 
 
-# -- what is brought to the bucket ---------------------------------------------------------------------------------
+# -- uploads to the bucket -----------------------------------------------------------------------------------------
 
 
 class Bucket:

@@ -75,7 +75,7 @@ def test_key_with_foreign_characters_is_refused() -> None:
 
 @given(st.binary(max_size=40))
 def test_damaged_keys_are_told_apart(content: bytes) -> None:
-    """Whatever the file holds, it is an error of the two kinds that the caller turns into a line."""
+    """Whatever the file holds, the error is of the two kinds that the caller turns into a line."""
     import base64
 
     pem = f"-----BEGIN PRIVATE KEY-----\n{base64.b64encode(content).decode()}\n-----END PRIVATE KEY-----\n"
@@ -84,7 +84,7 @@ def test_damaged_keys_are_told_apart(content: bytes) -> None:
 
 
 def test_copy_from_another_region_asks_s3_where_the_bucket_is(tmp_path: Path) -> None:
-    """As a node runs it: a program of its own, with no variable that names a region."""
+    """A node runs it as a program of its own, with no variable that names a region."""
     program = Path(agent_login.__file__).parents[1] / "storage" / "node_mount.py"
     script = f"""
 import runpy, sys, os

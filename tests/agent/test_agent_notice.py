@@ -1,4 +1,4 @@
-"""A notice is heard within a second of its announcement: of the two that may be all there is."""
+"""A notice is detected within a second of its announcement: there may be only two."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_notice_is_written_down_while_the_machine_still_has_a_second(agent: Agen
     cloud = Cloud(notice_at_s=at_s)
     agent.watch(cloud, kind)
     assert agent.read("preemption")
-    heard_s = cloud.now_s - at_s + agent.run.TICK_S  # the runner looks once a tick
+    heard_s = cloud.now_s - at_s + agent.run.TICK_S  # the runner polls once a tick
     assert heard_s < HEARD_S_MAX - 0.5, "and half a second to act"
 
 

@@ -30,7 +30,7 @@ def server() -> Iterator[S3Server]:
 
 
 def forget_the_broker(node: Node) -> None:
-    """Let the node's last contact lie further back than it waits."""
+    """Move the node's last contact further back than it waits."""
     files = agent.files
     heard = {"at_s": files.read_uptime_s() - files.QUIET_S, "boot": files.read_boot()}
     files.write_json(Path(node.handle) / "home/.broker/heard.json", heard)

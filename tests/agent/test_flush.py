@@ -1,4 +1,4 @@
-"""A run ends when what it wrote to mounted buckets lies there: not before, and not never."""
+"""A run ends when its output to mounted buckets is uploaded: not before, and not never."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MOUNT = MountStep(target="~/out", url="s3://bucket/out", mode="MOUNT_CACHED")
 
 @pytest.fixture
 def mounts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """One mount with two files in its cache, the first of them not uploaded."""
+    """Return one mount with two files in its cache, the first of them not uploaded."""
     monkeypatch.setattr(files, "STATE", tmp_path)
     (tmp_path / "mounts").mkdir()
     about = {"url": "s3://bucket/out", "cache": str(tmp_path / "cache"), "socket": ""}
@@ -126,7 +126,7 @@ def make_writing_task(tmp_path: Path, run: str, num_nodes: int = 1, **envs: str)
 
 
 def home_of(rig: Rig, rank: int = 0) -> Path:
-    """Of a node of the only cluster."""
+    """Return the home of a node of the only cluster."""
     found = sorted(path for path in rig.root.rglob("fake_mounts"))
     return found[rank].parent
 

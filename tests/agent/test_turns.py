@@ -27,7 +27,7 @@ WAITS = (
 
 
 def give_cards(cluster: Cluster, accelerator: str | None = "T4", count: float = 1) -> Cluster:
-    """The same nodes, as if each had these: what is not there is not used."""
+    """Return the cluster as if each node had these accelerators: missing devices are not used."""
     offer = replace(cluster.placement.offer, accelerator=accelerator, accelerator_count=count)
     return replace(cluster, placement=replace(cluster.placement, offer=offer))
 
@@ -44,7 +44,7 @@ def make_run(name: str, *asked: tuple[str, float], num_nodes: int = 1) -> Task:
 
 
 class Queue:
-    """A cluster of the rig with cards, and what its runs have come to."""
+    """A cluster of the rig with cards, and the results of its runs."""
 
     def __init__(self, rig: Rig, cluster: Cluster) -> None:
         self.rig, self.cluster = rig, cluster
@@ -55,7 +55,7 @@ class Queue:
         await self.rig.start(self.cluster, task, run_id)
 
     async def wait_begun(self, run_id: int) -> list[str]:
-        """What the program sees, on each node."""
+        """Wait for the program's start; return what it sees on each node."""
         files = [home / f"begun-{run_id}" for home in self.homes]
         await wait_for(lambda: all(file.exists() and file.read_text() for file in files))
         return [file.read_text().strip() for file in files]

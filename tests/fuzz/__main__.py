@@ -43,7 +43,7 @@ def main() -> int:
 
 
 def run_all(minutes: float, seed: int, engine: str) -> int:
-    """Each in a process of its own; all of them, whatever the first finds."""
+    """Run each target in a process of its own, and all of them, whatever the first finds."""
     import subprocess
 
     failed = []
@@ -80,7 +80,7 @@ def tell_crash(name: str, data: bytes) -> None:
 
 
 def run_atheris(name: str, minutes: float, seed: int) -> int:
-    """libFuzzer ends the process itself: what it did is printed at the end of its own report."""
+    """Run atheris. libFuzzer ends the process itself: its results are printed at the end of its own report."""
     import atheris
 
     with atheris.instrument_imports(include=["broker", "trainers", "agent"]):

@@ -25,11 +25,11 @@ WORDS = (
 
 
 class HangError(Exception):
-    """An input took longer than any should."""
+    """An input that took longer than any should."""
 
 
 def make_inputs(seeds: Sequence[bytes], seed: int) -> Iterator[bytes]:
-    """The seeds, then changed ones without end."""
+    """Yield the seeds, then changed ones without end."""
     yield from seeds
     draw = random.Random(seed)
     while True:
@@ -63,7 +63,7 @@ def mutate(data: bytearray, draw: random.Random, seeds: Sequence[bytes]) -> None
 
 @contextmanager
 def limit_time() -> Iterator[None]:
-    """Raises HangError in the main thread."""
+    """Raise HangError in the main thread after the limit."""
 
     def expire(_signal: int, _frame: FrameType | None) -> None:
         raise HangError(f"no end after {HANG_S} s")
@@ -83,7 +83,7 @@ def try_input(target: Target, data: bytes) -> None:
 
 
 def keep_input(name: str, data: bytes, folder: Path) -> Path:
-    """A file that reproduces a crash."""
+    """Write a file that reproduces a crash."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}-{hashlib.sha256(data).hexdigest()[:12]}"
     path.write_bytes(data)

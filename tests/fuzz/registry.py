@@ -19,6 +19,6 @@ TARGETS = {name: module for module, names in MODULES.items() for name in names}
 
 
 def load_target(name: str) -> tuple[Target, Sequence[bytes]]:
-    """The target and the inputs to begin with."""
+    """Return the target and its initial inputs."""
     module = importlib.import_module(TARGETS[name])
     return module.FUZZ_TARGETS[name], getattr(module, "SEEDS", {}).get(name, [b""])

@@ -1,4 +1,4 @@
-"""Price lists and catalog files from the network: offers or SourceError come out."""
+"""Fuzz target for price lists and catalog files from the network: the result is offers or SourceError."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _DATA = Path(__file__).parent.parent / "data" / "catalog"
 
 
 def fuzz_catalog(data: bytes) -> None:
-    """The first byte picks who answers; the rest is the answer to whatever is asked."""
+    """Fuzz the catalog. ¶ The first byte picks the source; the rest is its answer to every request."""
     kind, body = (data[0] if data else 0) % 6, data[1:]
     asked = 0
 

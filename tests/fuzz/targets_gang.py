@@ -42,7 +42,7 @@ PEERS = ("plaintext", "half a handshake", "another credential", "member")
 
 @cache
 def make_pem(name: str) -> Path:
-    """A credential's file; the same one for the same name."""
+    """Make a credential's file; the same one for the same name."""
     folder = Path(tempfile.mkdtemp(prefix="broker-fuzz-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     path = folder / f"{name}.pem"
@@ -62,7 +62,7 @@ def list_threads() -> list[str]:
 
 
 def client_hello() -> bytes:
-    """What a correct member sends first."""
+    """Return the first bytes that a correct member sends."""
     incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
     tls = agent_wire.make_context(make_pem("gang"), is_server=False).wrap_bio(incoming, outgoing)
     with suppress(ssl.SSLWantReadError):
@@ -84,7 +84,7 @@ def open_tls(port: int, name: str) -> ssl.SSLSocket:
 
 @contextmanager
 def ignore_closing() -> Iterator[None]:
-    """The other end may close at any time; that it does nothing at all is a hang, and raised."""
+    """Ignore that the other end closes, which it may do at any time; a peer that never reacts is a hang, and raised."""
     try:
         yield
     except TimeoutError:
@@ -103,7 +103,7 @@ def hang_up(connection: socket.socket) -> None:
 
 
 def visit(port: int, peer: str, payload: bytes, first: bytes = b"") -> None:
-    """Be that peer: send `first` if a member, then the payload, and hang up."""
+    """Act as that peer: send `first` if a member, then the payload, and hang up."""
     if peer in ("plaintext", "half a handshake"):
         plain = socket.create_connection(("127.0.0.1", port), timeout=HANG_S)
         with ignore_closing():
@@ -142,7 +142,7 @@ class Gang:
         return self.links[-1], heard
 
     def close(self) -> None:
-        """A thread that ended by an exception is a crash."""
+        """Close, and treat a thread that ended by an exception as a crash."""
         self.coordinator.close()
         for link in self.links:
             link.close()
@@ -166,7 +166,7 @@ def open_gang() -> Iterator[Gang]:
 
 
 def fuzz_coordinator(data: bytes) -> None:
-    """Peers: strangers, a member before its hello, and rank 1 after it."""
+    """Fuzz the coordinator. Peers: strangers, a member before its hello, and rank 1 after it."""
     kind, payload = data[:1] or b"\0", data[1:]
     peers = (*PEERS, "rank 1")
     peer = peers[kind[0] % len(peers)]
@@ -181,7 +181,7 @@ def fuzz_coordinator(data: bytes) -> None:
 
 
 def check_coordinator(gang: Gang, *, is_stranger: bool) -> None:
-    """Members that come now are heard; where only strangers came, they run to a good end."""
+    """Check that new members are heard; where only strangers came, that they run to a good end."""
     if not is_stranger:
         taken = set(gang.coordinator._links)  # a member may have said a correct hello of any rank, once
         rank = next(rank for rank in (2, 0) if rank not in taken)
@@ -218,14 +218,14 @@ def make_hello(name: str, place: int = 0) -> dict[str, Any]:
 
 @contextmanager
 def open_rendezvous(count: int = 2, credential: Credential | None = None) -> Iterator[tuple[Rendezvous, Server]]:
-    """For two workers at least, `count` of whom it waits for."""
+    """Open a rendezvous for two workers at least, `count` of which it waits for."""
     rendezvous = Rendezvous(least=2, most=count, first_count=count)
     server = Server(rendezvous, "127.0.0.1", 0, credential or Credential(pem=make_pem("gang")))
     crashes: list[Any] = []
     server._loop.set_exception_handler(lambda _, context: crashes.append(context))
     try:
         yield rendezvous, server
-        gc.collect()  # a task that ended by an exception is told of when it is collected
+        gc.collect()  # a task that ended by an exception is reported when it is collected
     finally:
         server.close()
         assert not list_threads(), list_threads()
@@ -233,7 +233,7 @@ def open_rendezvous(count: int = 2, credential: Credential | None = None) -> Ite
 
 
 def come(server: Server, name: str, place: int = 0, credential: Credential | None = None) -> Wire:
-    """A correct worker."""
+    """Join as a correct worker."""
     connection = socket.create_connection(("127.0.0.1", server.port), timeout=HANG_S)
     wire = Wire(connection, credential or Credential(pem=make_pem("gang")))
     connection.settimeout(HANG_S)
@@ -242,7 +242,10 @@ def come(server: Server, name: str, place: int = 0, credential: Credential | Non
 
 
 def fuzz_rendezvous(data: bytes) -> None:
-    """Peers: strangers, a member before its hello, one that waits, and one of the current world."""
+    """Fuzz the rendezvous.
+
+    Peers: strangers, a member before its hello, one that waits, and one of the current world.
+    """
     kind, payload = data[:1] or b"\0", data[1:]
     peers = (*PEERS, "waiting", "current")
     peer = peers[kind[0] % len(peers)]
@@ -267,7 +270,10 @@ def fuzz_rendezvous(data: bytes) -> None:
 
 
 def fuzz_current(payload: bytes, hello: bytes) -> None:
-    """Of three workers one sends the payload and is lost. The others hear of it, unless it said that all is done."""
+    """Let one of three workers send the payload and drop out.
+
+    The others hear of it, unless it reported that all is done.
+    """
     with open_rendezvous(3) as (rendezvous, server):
         wires = [come(server, name, place) for place, name in enumerate("ab")]
         connection = open_tls(server.port, "gang")

@@ -1,6 +1,6 @@
-"""The program on a node: requests on its stdin, and its files on a disk that was damaged.
+"""Fuzz targets of the program on a node: requests on its stdin, and its files on a damaged disk.
 
-In a process of its own home folder; what it would start is noted and not started.
+Each runs in a home folder of its own; processes it would start are recorded and not started.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import agent_files
 sys.path.pop()
 
 VERBS = ("submit", "status", "cancel", "lease", "autostop", "log")
-# What a request that is not the broker's may raise: the verb ends with a trace on the stderr of whoever asked.
+# Exceptions that an invalid request may raise: the verb ends with a trace on the caller's stderr.
 REFUSALS = (ValueError, KeyError, TypeError, AssertionError, AttributeError, IndexError, OverflowError, RecursionError)
 # The agent waits for its files to be on the disk: memory spares most of an input's time.
 _HOME = Path(tempfile.mkdtemp(prefix="fuzz-node-", dir="/dev/shm" if Path("/dev/shm").is_dir() else None))
@@ -63,7 +63,7 @@ def reset() -> None:
 
 
 def start_nothing(*_: Any, **__: Any) -> None:
-    """In place of a process that would outlive the input."""
+    """Replace a process that would outlive the input."""
 
 
 def call(verb: str, stdin: bytes) -> str:
@@ -80,7 +80,7 @@ def call(verb: str, stdin: bytes) -> str:
 
 
 def fuzz_agent(data: bytes) -> None:
-    """Whatever is asked, the agent writes below its own folder only, and answers the next correct request."""
+    """Check that the agent writes only below its own folder and answers the next correct request."""
     reset()
     verb = VERBS[(data[0] if data else 0) % len(VERBS)]
     before = set(_HOME.iterdir())
@@ -96,7 +96,7 @@ def fuzz_agent(data: bytes) -> None:
 
 
 def fuzz_files(data: bytes) -> None:
-    """One damaged file: the node still answers, still judges its end, and knows that a dead run is dead."""
+    """Damage one file: the node still answers, still judges its end, and knows that a dead run is dead."""
     reset()
     name = list(FILES)[(data[0] if data else 0) % len(FILES)]
     (_HOME / ".broker" / name).write_bytes(data[1:])
@@ -108,7 +108,7 @@ def fuzz_files(data: bytes) -> None:
         agent_dead_runs.end_if_dead(1)
     finally:
         agent_dead_runs.kill_marked = starter
-    with contextlib.suppress(*(REFUSALS if name == "runs/1/spec.json" else ())):  # a run that nobody can go on with
+    with contextlib.suppress(*(REFUSALS if name == "runs/1/spec.json" else ())):  # a run that cannot be continued
         call("submit", json.dumps(_SPEC).encode())
     call("autostop", b'{"idle_minutes": 1, "is_down": true}')
 
@@ -121,7 +121,7 @@ SEEDS = {
     )],
     "agent-files": [
         *[bytes([place]) + text.encode() for place, text in enumerate(FILES.values())],
-        # What was found once: files of the right form with values of another kind, of this boot.
+        # Found once: files of the right form with values of another kind, of this boot.
         *[bytes([place]) + json.dumps({**value, "boot": agent_files.read_boot()}).encode() for place, value in (
             (5, {"expires_s": "x"}), (5, {}), (5, {"until_s": []}), (6, {"set_s": "x"}), (6, {}), (0, {"notice_s": 30}),
         )],

@@ -41,7 +41,7 @@ _HEADER = 6  # bytes that say which kind of damage, and where
 
 @functools.cache
 def make_template() -> bytes:
-    """A state file with a row in every table that a small installation fills."""
+    """Make a state file with a row in every table that a small installation fills."""
     folder = _ROOT / "template"
     store = Store(folder / "state.db", clock=SystemClock())
     request = NodeRequest(owner="me", cluster="c", attempt=1, token="t", placement=_PLACEMENT)
@@ -74,7 +74,7 @@ def list_columns() -> list[tuple[str, str]]:
 
 
 def damage(path: Path, data: bytes) -> None:
-    """Bytes flipped, the file cut, its beginning replaced, or one column of all rows set to a text or a blob."""
+    """Flip bytes, cut the file, replace its beginning, or set one column of all rows to a text or a blob."""
     whole, header, rest = bytearray(make_template()), data[:_HEADER].ljust(_HEADER, b"\0"), data[_HEADER:]
     kind, place = header[0] % 5, int.from_bytes(header[1:4], "big") % len(whole)
     if kind == 0:
@@ -133,7 +133,7 @@ def fuzz_store(data: bytes) -> None:
 
 
 FUZZ_TARGETS: dict[str, Target] = {"store": fuzz_store}
-# What was found once: a broken schema that sqlite3 quotes, and values of another kind than were written.
+# Found once: a broken schema that sqlite3 quotes, and values of another kind than were written.
 _FOUND = (
     b"\xbeD}\xbf\xb9\xe4\x087\x87\xe5w\xa8\x92\tn\xc0",
     b"^\xf6\xdd\xde;\xa0\xfa$\xc0P\t#w\x05\x96\xcf\x0e\xd6\xd9\xfe\xe4\xedkE?13\xc6\xf6\x88\x80,\x03\x00\x10Z{}",

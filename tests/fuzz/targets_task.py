@@ -45,7 +45,7 @@ _LAUGHS = b"a: &a [x, x, x]\nb: &b [*a, *a, *a, *a]\nc: &c [*b, *b, *b, *b]\nd: 
 
 
 def fuzz_yaml(data: bytes) -> None:
-    """Only TaskError may come out; a task that loads is allowed in full, and survives the store's encoding."""
+    """Check that only TaskError comes out; a task that loads is allowed in full, and survives the store's encoding."""
     path = _FOLDER / "task.yaml"
     path.write_bytes(data)
     try:
@@ -87,7 +87,10 @@ WORDS = (*FLAGS, *VALUES, *TASK.fields)
 
 
 def fuzz_arguments(data: bytes) -> None:
-    """The first byte picks the command; each further one a word, or 0xff a text of the bytes up to the next."""
+    """Fuzz arguments.
+
+    The first byte picks the command; each further one a word, or 0xff a text of the bytes up to the next.
+    """
     words = list(COMMANDS[data[0] % len(COMMANDS)]) if data else []
     for part in data[1:].split(b"\xff"):
         words += [WORDS[each % len(WORDS)] for each in part[:12]]
@@ -97,7 +100,7 @@ def fuzz_arguments(data: bytes) -> None:
 
 
 def run_command(words: Sequence[str]) -> None:
-    """In a folder of its own, without logins."""
+    """Run a command in a folder of its own, without logins."""
     _prepare()
     out, err = io.StringIO(), io.StringIO()
     code: object = 0

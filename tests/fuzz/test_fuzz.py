@@ -16,7 +16,7 @@ from tests.fuzz.engine import HangError, make_inputs, try_input
 from tests.fuzz.registry import MODULES, TARGETS, load_target
 
 ROOT = Path(__file__).parent.parent.parent
-# Inputs beside the seeds: a few seconds each.
+# Inputs in addition to the seeds: a few seconds each.
 COUNTS = {
     "yaml": 150, "arguments": 60, "agent": 40, "agent-files": 60, "store": 150, "catalog": 1500, "coordinator": 12,
     "rendezvous": 12,

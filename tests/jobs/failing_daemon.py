@@ -1,6 +1,6 @@
-"""The real daemon, killed (as by kill -9) at the CRASH_AT-th deed: a commit, or a call to the local cloud.
+"""The real daemon, killed (as by kill -9) at the CRASH_AT-th effect: a commit, or a call to the local cloud.
 
-Its wall clock is off by the seconds in the file CLOCK_OFFSET, whenever that changes; none where it is not there.
+Its wall clock is off by the seconds in the file CLOCK_OFFSET, whenever that changes; by none where the file is missing.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def crashing(method: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[A
 
 
 def commit(self: SqliteDatabase) -> None:
-    if self.epoch is not None:  # only what the leader writes: opening the store is not its deed
+    if self.epoch is not None:  # only the leader's writes: opening the store is not its effect
         pass_by()
     self.execute("COMMIT")
     if self.epoch is not None:

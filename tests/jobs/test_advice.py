@@ -1,4 +1,4 @@
-"""What a cloud advises is part of the job's story, once a node, and changes nothing else."""
+"""A cloud's advice is part of the job's story, once per node, and changes nothing else."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.simulation.world import Report, SimulatedGang, World
 
 
 class AdvisedGang(SimulatedGang):
-    """Node 1 is expected to go, at every look."""
+    """A gang that reports on every poll that node 1 is expected to go."""
 
     async def poll(self, cluster: Cluster, run_id: int) -> Report:
         return replace(await super().poll(cluster, run_id), advised=(1,))

@@ -1,4 +1,4 @@
-"""Nodes may go on alone for as long as the user allows, and for no more money and time than the job has left."""
+"""Nodes may run alone for as long as the user allows, and for no more money and time than the job has left."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_no_lease_is_longer_than_allowed_nor_so_short_that_a_renewal_comes_late(
 def test_unattended_the_bill_exceeds_the_budget_by_less_than_one_renewal(
     budget_usd: float, usd_hour: float, gaps_s: list[float], node_count: int
 ) -> None:
-    """However often the broker renewed before it went for ever, if it did not spend too much itself."""
+    """The bound holds however often the broker renewed before it left for ever, if it did not overspend itself."""
     task = Task(goal=Goal(budget_usd=budget_usd), num_nodes=node_count)
     now_s = ends_s = 0.0
     for gap_s in (0.0, *gaps_s):

@@ -1,4 +1,4 @@
-"""Machines that boot for minutes are waited for, and those that never answer are given up with words that help."""
+"""Machines that boot for minutes are waited for, and those that never answer are given up with a helpful message."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.simulation.world import SimulatedGang, World, make_offer
 
 
 class SlowGang(SimulatedGang):
-    """Its nodes answer only `boot_s` after they were first asked; each question takes a minute to fail."""
+    """A transport whose nodes answer only `boot_s` after the first call; each earlier call takes a minute to fail."""
 
     def __init__(self, *arguments: Any, error: CloudError, boot_s: float) -> None:
         super().__init__(*arguments, exit_codes=())

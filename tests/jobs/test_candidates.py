@@ -1,4 +1,4 @@
-"""What a policy is shown of a plan: which places, how they look from where the job is, and what work is at risk."""
+"""A policy's view of a plan: the places, how they look from where the job is, and the work at risk."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What belongs together is one commit, and all but progress is on the disk before the next deed.
+"""Related writes are one commit, and all but progress is on the disk before the next effect.
 
 Each call of a function that writes is counted in lives of jobs: plain, preempted, cancelled, refused and failing ones.
 """
@@ -20,7 +20,7 @@ from tests.simulation.test_crashes import run_to_end
 from tests.simulation.world import CrashingStore, World, make_plan
 
 FULL, NORMAL = 2, 1  # SQLite's numbers of `synchronous`
-# Function -> the most commits of one call. Two are: the status before a search or an end, and what came of it.
+# Function -> the most commits of one call. Those with two: the status before a search or an end, and its result.
 COMMITS_MAX = {
     "Acquisition._record": 1,
     "Acquisition.begin_attempt": 1,
@@ -51,7 +51,7 @@ NOT_DURABLE = {
 
 
 class Commits:
-    """Of each function of `jobs` and `provision`: commits of each call, and how durable they were."""
+    """The commits of each call of each function of `jobs` and `provision`, and how durable they were."""
 
     def __init__(self) -> None:
         self.calls: dict[str, dict[FrameType, int]] = defaultdict(lambda: defaultdict(int))

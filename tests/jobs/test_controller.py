@@ -1,4 +1,4 @@
-"""Single steps of a controller: what it waits for, whom it tells before it ends machines, and what it leaves alone."""
+"""Single steps of a controller: its waits, the notices it sends before it ends machines, and what it leaves alone."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def world(tmp_path: Path) -> World:
 
 
 def note_cancels(world: World) -> list[tuple[str, int]]:
-    """Clusters whose program was told to end, with the nodes that lived then."""
+    """Note clusters whose program was told to end, with the nodes that lived then."""
     told: list[tuple[str, int]] = []
     cancel = world.gang.cancel
 
@@ -76,7 +76,7 @@ def test_what_had_happened_until_the_end_is_in_the_log(world: World) -> None:
 
 
 def step(world: World, work: Callable[[Any], Awaitable[float]]) -> float:
-    """What one controller does when it is asked to."""
+    """Run one piece of a controller's work and return its result."""
     found: list[float] = []
 
     async def act() -> None:
@@ -168,11 +168,11 @@ def test_a_job_goes_where_its_strategy_says_after_a_loss(tmp_path: Path) -> None
     assert first != second
 
 
-# -- a job that runs ------------------------------------------------------------------------------------------------
+# -- a running job -------------------------------------------------------------------------------------------------
 
 
 def begin(world: World) -> JobController:
-    """A controller whose job has just been started, for ten minutes of work."""
+    """Return a controller whose job has just been started, for ten minutes of work."""
     world.gang.steps = 600
     controller = world.make_controller()
     world.clock.run(controller.step)
@@ -267,7 +267,7 @@ def test_the_step_that_ends_a_recovery_is_noted_and_told_in_one_commit(world: Wo
 
 
 def test_an_attempt_is_on_record_from_when_its_nodes_are_up(world: World) -> None:
-    """Before its program is started: a daemon that dies in between goes on with it."""
+    """The record precedes the program's start, so that after a daemon's death the next one continues with it."""
     cluster = world.clock.run(lambda: world.make_provisioner().up("c", make_plan(world.task)))
     attempt = world.make_controller()._acquisition._record(world.get_job(), 1, cluster)
     assert world.store.jobs.list_attempts(world.job_id) == [attempt]

@@ -1,4 +1,4 @@
-"""The daemon: when it leads, when it leaves, and what it does meanwhile."""
+"""The daemon: when it leads, when it leaves, and its work meanwhile."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.state.samples import Hands
 
 
 class Provisioner:
-    """Counts how often it collects; the first time fails."""
+    """A collector that counts its runs; the first one fails."""
 
     def __init__(self, clock: VirtualClock) -> None:
         self._clock = clock
@@ -39,7 +39,7 @@ class Provisioner:
 
 
 class Controller:
-    """Does what it is told at each step, and ends its job after the last."""
+    """A controller that follows a script, one entry per step, and ends its job after the last."""
 
     def __init__(self, stage: Stage, job_id: int, *deeds: float | Exception) -> None:
         self._stage, self._job_id = stage, job_id
@@ -82,7 +82,7 @@ class Stage:
         return self.controllers[job_id]
 
     def run(self, beside: Callable[[], Any] | None = None, *, idle_s: float = 60.0) -> float:
-        """Returns how long the daemon stayed."""
+        """Run the daemon; return how long it stayed."""
         begun_s = self.clock.now_s()
         provisioner: Any = self.provisioner
 
@@ -224,7 +224,7 @@ def test_a_store_that_cannot_be_written_ends_the_daemon_with_the_reason(
 
 
 def start(tmp_path: Path, code: str, *, is_held: bool, age_s: float) -> bool:
-    """Whether `ensure_daemon` started a program, with a lock that is held or not and a beat so long ago."""
+    """Return whether `ensure_daemon` started a program, with a lock that is held or not and a beat this long ago."""
     clock = Hands()
     store = Store(tmp_path / "state.db", clock=clock)
     config = Config(home=tmp_path, owner=OWNER)

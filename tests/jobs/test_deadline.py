@@ -1,4 +1,4 @@
-"""The deadline strategy in production: in time, back to spot when that is safe, and each decision told with numbers."""
+"""The deadline strategy in production: in time, back to spot when safe, and each decision explained in numbers."""
 
 from __future__ import annotations
 
@@ -184,12 +184,12 @@ def test_with_a_deadline_saves_are_as_frequent_as_the_market_is_young_and_has_be
 
 
 class Stage:
-    """A world whose planner is the real one, over offers that may change while the job runs."""
+    """A simulated world whose planner is the real one, over offers that may change while the job runs."""
 
     def __init__(self, folder: Path, *offers: Offer, task: Task = TASK) -> None:
         self.offers = offers or (make_offer("east1a"), make_offer("west1a"))
-        self.later: tuple[float, tuple[Offer, ...]] | None = None  # from so many seconds on: other offers
-        self.spot_from_s = 0.0  # before that, no zone has any; on-demand is always to be had
+        self.later: tuple[float, tuple[Offer, ...]] | None = None  # other offers from this many seconds on
+        self.spot_from_s = 0.0  # before that, no zone has any; on-demand is always available
         self.world = World(folder)
         self.world.gang.steps = STEPS
         self.world.job_id = self.world.store.jobs.add("train", task).id
@@ -212,7 +212,7 @@ class Stage:
         return plan_of(task, *offers)
 
     def run(self) -> Job:
-        """To the end, in time and with nothing left behind."""
+        """Run to the end, in time and with nothing left behind."""
         self.crashes = run_to_end(self.world, "plain", self.plan)
         check(self.world, JobStatus.SUCCEEDED)
         job = self.world.get_job()
@@ -226,7 +226,7 @@ class Stage:
 
 
 def make_moving_stage(folder: Path) -> Stage:
-    """It runs at a dear place, and after a while there is a cheap one."""
+    """Make a stage on which the job runs at a dear place, and a cheap one appears after a while."""
     stage = Stage(folder, make_offer("east1a", usd_hour=10.0))
     stage.later = (100.0, (make_offer("east1a", usd_hour=10.0), make_offer("west1a", usd_hour=1.0)))
     return stage
@@ -246,7 +246,7 @@ def test_a_job_with_spot_stays_there(tmp_path: Path) -> None:
 
 
 def test_a_job_on_demand_goes_over_to_spot_when_there_is_some_and_it_is_safe(tmp_path: Path) -> None:
-    """Its steps are faster than its goal says: only the policy thinks in hours."""
+    """Its steps are faster than its goal says: only the policy calculates in hours."""
     task = replace(TASK, goal=replace(GOAL, work_hours=10.0, deadline_hours=20.0))
     stage = Stage(tmp_path, replace(DEAR, spot_usd_hour=None), task=task)
     stage.later = (100.0, (DEAR,))

@@ -1,4 +1,4 @@
-"""What an exit code tells of a program's death, and when the program is started again."""
+"""What an exit code says about a program's death, and when the program is restarted."""
 
 from __future__ import annotations
 

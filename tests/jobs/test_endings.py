@@ -345,7 +345,7 @@ def test_outcome_and_status_are_one_commit(stage: Stage, monkeypatch: pytest.Mon
 
 
 def test_what_a_job_came_to_is_on_the_disk_before_the_next_deed(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A power cut after it would make an ended job run again."""
+    """A power cut after the effect would otherwise make an ended job run again."""
     levels: list[int] = []
     commit = stage.store._commit
     monkeypatch.setattr(

@@ -1,4 +1,4 @@
-"""What a managed job's program is told about itself."""
+"""The variables that describe a managed job to its program."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ NOTE = "written files are not in `s3://b` yet"
 
 
 class UploadingGang(SimulatedGang):
-    """Once a program has ended, its files take a while; only then has the run ended."""
+    """A gang whose run ends only some time after its program: its files take a while."""
 
     flushed_s = math.inf
     failure = ""
@@ -49,7 +49,7 @@ def world(tmp_path: Path) -> World:
 
 
 def play(world: World, *, cancel_at_s: float = math.inf) -> float:
-    """Let the controller work to the end of the job; when its last node ended."""
+    """Let the controller work to the end of the job; return when its last node ended."""
     begin_s = world.clock.now_s()
 
     async def work() -> None:

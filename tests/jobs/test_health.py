@@ -1,4 +1,4 @@
-"""What a report and a list mean together: the table of verdicts, at the borders of each rule."""
+"""The joint meaning of a report and a list: the table of verdicts, at the borders of each rule."""
 
 from __future__ import annotations
 

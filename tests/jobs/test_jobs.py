@@ -151,7 +151,7 @@ def test_a_clock_that_jumps_keeps_leases_and_lists_going(jump_s: float) -> None:
 
 
 def test_after_a_notice_new_nodes_are_asked_for_before_the_cloud_takes_the_old_ones(tmp_path: Path) -> None:
-    """One spot node that was warned, and whose program has ended: no fault of the user's, and no time to lose."""
+    """One spot node had a notice and its program has ended: no fault of the user's, and no time to lose."""
     world = World(tmp_path)
     controller = world.make_controller()
     while world.get_job().status is not JobStatus.RUNNING:
@@ -269,7 +269,7 @@ def test_a_hung_program_is_restarted_on_new_nodes_and_finishes(tmp_path: Path) -
 
 
 def test_an_hour_without_observations_does_not_count_as_a_stall() -> None:
-    """A laptop that sleeps, a clock that is set: the healthy program must not be restarted for it."""
+    """A laptop may sleep and a clock may be set: the healthy program must not be restarted for it."""
     watch, seen = AttemptMonitor("job-1-1"), make_report(step=7)
     assert watch.measure_stall_s(seen, 1000.0) == 0.0
     assert watch.measure_stall_s(seen, 1010.0) == 10.0
@@ -406,7 +406,7 @@ def test_a_command_that_looks_for_the_daemon_does_not_drive_it_away(tmp_path: Pa
     provisioner = world.make_provisioner()
 
     async def work() -> None:
-        with hold_lock(config) as is_held:  # what a command does for an instant
+        with hold_lock(config) as is_held:  # a command holds it for an instant only
             assert is_held
             daemon = asyncio.ensure_future(
                 run_daemon(
@@ -450,7 +450,7 @@ def test_a_daemon_that_slept_through_its_replacement_writes_nothing_more(tmp_pat
 
     world.clock.run(work)
     assert world.get_job().status is not JobStatus.SUCCEEDED
-    world.reborn()  # a new process goes on from what it finds
+    world.reborn()  # a new process continues from what it finds
     run_to_end(world, "plain")
     check(world, JobStatus.SUCCEEDED)
 

@@ -91,7 +91,7 @@ def test_survivors_are_kept_where_all_others_are_confirmed_gone(
 
 
 class Stub:
-    """A place where nodes can be replaced, and no other place to go to."""
+    """A place where nodes can be replaced, as the only one."""
 
     def can_replace_node(self, cluster: Cluster) -> bool:
         return True

@@ -21,7 +21,7 @@ PLACEMENT = Placement(offer=make_offer("east1a"), is_spot=True, node_count=1)
 
 
 class Head:
-    """A gang whose head gives three bytes an answer."""
+    """A gang whose head returns three bytes per answer."""
 
     def __init__(self, content: bytes) -> None:
         self.content = content
@@ -159,7 +159,7 @@ def test_last_lines_are_those_of_the_rank_that_died_in_this_attempt(tmp_path: Pa
     stage.copy(Head(b"of attempt 1\n"))
     own = [f"(rank1) step {number}" for number in range(30)]
     mixed = "\n".join(f"{line}\nstep of the head\n(rank10) other" for line in own) + "\n"
-    for _ in range(3):  # a visit copies so many bytes only
+    for _ in range(3):  # a visit copies this many bytes only
         stage.copy(Head(mixed.encode()), 2)
     assert read_last_lines(stage.store, tmp_path, attempt=stage.attempt(2), rank=1) == own[-20:]
     assert read_last_lines(stage.store, tmp_path, attempt=stage.attempt(2), rank=0) == ["step of the head"] * 20

@@ -1,4 +1,4 @@
-"""What an attempt came to whose nodes are gone: the program's end, the end of its allowance, or a loss."""
+"""The outcome of an attempt whose nodes are gone: the program's end, the end of its allowance, or a loss."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def test_a_start_that_is_not_on_record_may_have_come_to_its_end(tmp_path: Path) 
     for name, left, expected in (
         ("a", RunResult(status=RunStatus.SUCCEEDED, returncode=0), JobStatus.SUCCEEDED),
         ("b", unflushed, JobStatus.FAILED),
-        ("c", FAILED, JobStatus.PENDING),  # what its nodes came to decides
+        ("c", FAILED, JobStatus.PENDING),  # the outcome of its nodes decides
     ):
         (tmp_path / name).mkdir()
         job, _ = conclude(tmp_path / name, Left(left), "done", "done", is_starting=True)

@@ -1,4 +1,4 @@
-"""What a controller remembers between two looks: silence, failures, stalls, and when to ask again."""
+"""A controller's memory between two polls: silence, failures, stalls, and when to ask again."""
 
 from __future__ import annotations
 

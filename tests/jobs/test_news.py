@@ -1,4 +1,4 @@
-"""A daemon whose gangs tell of news by themselves: what it still looks at, and what wakes it."""
+"""A daemon whose gangs report news by themselves: what it still polls, and what wakes it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LOOKS_S = 60.0
 
 
 class TellingGang(SimulatedGang):
-    """Has nothing to tell by itself; counts how often it is asked. `fails` makes waiting for news a bug."""
+    """A gang that reports nothing by itself and counts polls. `fails` makes waiting for news a bug."""
 
     polls = 0
     fails = 0

@@ -1,4 +1,4 @@
-"""An elastic job beset by losses, faults and crashes: one attempt while it can be, and never a node too many."""
+"""An elastic job under losses, faults and crashes: one attempt while possible, and never a node too many."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ RATES = FaultRates(transient=0.05, throttled=0.03, unknown_before=0.1, unknown_a
 
 
 class ElasticGang(SimulatedGang):
-    """Its program goes on while the first node is there; nodes that the record calls gone are not asked."""
+    """A gang whose program continues while the first node is there; nodes recorded as gone are not asked."""
 
     def _measure(self, run: _Run) -> tuple[int, RunStatus, int | None]:
         return super()._measure(replace(run, ids=run.ids[:1]))
@@ -48,7 +48,7 @@ def make_world(folder: Path, *, crash_at: int | None = None, **options: object) 
 
 
 async def take_nodes(world: World, *losses: tuple[float, int]) -> None:
-    """At each time of the program, end the live node of a rank."""
+    """End the live node of a rank at each of these times of the program."""
     while not (started := [each.running_s for each in world.store.jobs.list_attempts(world.job_id) if each.running_s]):
         await world.clock.sleep(0.5)
     for after_s, rank in losses:

@@ -1,4 +1,4 @@
-"""A loss is told once, the rest is submitted to once, and a full place is asked ever less often."""
+"""A loss is reported once, the rest is submitted to once, and a full place is asked ever less often."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a job goes after a loss, and what is left of its goal by then."""
+"""The next place of a job after a loss, and the rest of its goal by then."""
 
 from __future__ import annotations
 

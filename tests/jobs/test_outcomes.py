@@ -1,4 +1,4 @@
-"""What a head left in the bucket is read as it was written, and nothing else counts."""
+"""An outcome that a head left in the bucket is read as it was written, and nothing else counts."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def azure() -> Iterator[dict[str, str]]:
 def test_broker_reads_what_the_agent_wrote(
     request: pytest.FixtureRequest, scheme: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """The agent writes by itself, broker reads by its library."""
+    """The agent writes by itself, and broker reads with its library: the two must agree."""
     login: dict[str, str] = request.getfixturevalue("server").variables
     if scheme == "az":
         login = request.getfixturevalue("azure")
@@ -69,7 +69,7 @@ def test_broker_reads_what_the_agent_wrote(
 
 
 def test_only_what_a_bucket_answers_counts_as_nothing_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A fault of ours is tried again: taken for an empty bucket, it would run a job twice that has succeeded."""
+    """A fault of ours is tried again: taken for an empty bucket, it would rerun a job that has succeeded."""
     error: Exception = AuthError("denied")
 
     def fail(place: str) -> None:

@@ -1,4 +1,4 @@
-"""How a policy's word is carried out: a program is moved as before a preemption, and looked at at a bounded rate."""
+"""Execution of a policy's decisions: a program is moved as before a preemption, and polled at a bounded rate."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_a_program_that_is_moved_is_told_to_save_when_its_outcome_is_stored_and_
     stage = make_moving_stage(tmp_path)
     world = stage.world
     told: list[tuple[JobStatus, str, int]] = []
-    stored: dict[tuple[JobStatus, str], int] = {}  # what a crash could leave of the first attempt -> how durable
+    stored: dict[tuple[JobStatus, str], int] = {}  # state of the first attempt after a crash -> how durable
     cancel, commit = world.gang.cancel, type(world.store)._commit
 
     def read() -> tuple[JobStatus, str]:
@@ -62,7 +62,7 @@ def test_a_program_that_saves_all_the_time_is_thought_about_twice_a_minute_at_mo
         return plan_of(task, DEAR)
 
     async def look(seconds: int, *, save_every: int) -> list[float]:
-        """Returns the seconds between one thought and the next."""
+        """Return the seconds between one decision and the next."""
         pilot = PolicyRunner(store, plan, clock, unused)
         planned_s.clear()
         for second in range(seconds):

@@ -1,4 +1,4 @@
-"""The real daemon as a process, a real file, real nodes: killed at every deed, starved of disk, locked out.
+"""The real daemon as a process, a real file, real nodes: killed at every effect, starved of disk, locked out.
 
 The first ring, thousands of histories on virtual time, is tests/simulation.
 """
@@ -82,8 +82,8 @@ def find_processes(home: Path) -> list[str]:
     return found
 
 
-# A calm run passes about forty deeds; eight groups share them out over the test workers. tests/simulation kills at the
-# same deeds on virtual time, so `make test` takes every second one here.
+# A calm run passes about forty effects; eight groups share them out over the test workers. tests/simulation kills at
+# the same effects on virtual time, so `make test` takes every second one here.
 @pytest.mark.parametrize(
     "group", [pytest.param(group, marks=pytest.mark.long if group % 2 else ()) for group in range(8)]
 )
@@ -94,7 +94,7 @@ def test_killed_at_any_deed_the_next_daemon_ends_the_job_once(tmp_path: Path, gr
         job = submit(config)
         code = run_daemon(config, crash_at)
         if code == 0:
-            break  # a run without a crash: all deeds were tried
+            break  # a run without a crash: all effects were tried
         crashes += 1
         run_daemon(config)
         check_end(config, job)

@@ -1,4 +1,4 @@
-"""Tasks become jobs: one, a pipeline, or an ended one once more."""
+"""Tasks become jobs: a single one, a pipeline, or a retry of an ended one."""
 
 from __future__ import annotations
 

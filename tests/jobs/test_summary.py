@@ -1,4 +1,4 @@
-"""What a job's run came to, counted by hand."""
+"""The summary of a job's run, counted by hand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a program is told to end before its nodes go: once, with time to save, and no longer than it can use."""
+"""A program is told to end before its nodes go: once, with time to save, and no longer than it can use."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.state.samples import NODE, START_S, Hands
 
 
 class Gang:
-    """Its program ends `ends_after_s` after it was told to; `silent` ranks give no answer."""
+    """A gang whose program ends `ends_after_s` after it was told to; `silent` ranks give no answer."""
 
     def __init__(self, clock: Hands, *, ends_after_s: float, silent: tuple[int, ...] = ()) -> None:
         self._clock, self._ends_after_s, self._silent = clock, ends_after_s, silent
@@ -45,7 +45,7 @@ class Gang:
 
 
 def end(folder: Path, gang: Gang, clock: Hands, *, grace_s: float, nodes: tuple[Node, ...]) -> float:
-    """Returns the seconds that it took."""
+    """End the program; return the seconds that it took."""
     unused: Any = None
     teardown = AttemptTeardown(unused, unused, gang, clock, Config(home=folder, owner=OWNER))  # type: ignore[arg-type]
     placement = Placement(offer=make_offer("east1a"), is_spot=True, node_count=len(nodes))
@@ -96,7 +96,7 @@ def test_files_on_their_way_to_a_bucket_are_waited_for_past_the_grace(tmp_path: 
 
 
 def test_an_answer_of_the_cloud_excuses_a_program_that_was_not_told_and_no_other_error_does(tmp_path: Path) -> None:
-    """A daemon that was replaced must stop here, and a fault of ours must be seen: the nodes are not ended yet."""
+    """A replaced daemon must stop here, and a fault of ours must be seen: the nodes are not ended yet."""
     clock = Hands()
     gang = Gang(clock, ends_after_s=90.0)
     gang.error = TransientError("no answer")

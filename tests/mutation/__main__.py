@@ -1,9 +1,9 @@
-"""`python -m tests.mutation --count 300 --seed 1`: small faults put into the product, and which of them are told.
+"""Mutation testing of the product: `python -m tests.mutation --count 300 --seed 1` plants small faults.
 
-Draws mutants of `jobs`, `provision`, `state`, `runtime` and `agent`, runs each in a copy of the tree against the fast
-tests and the simulation, and prints who told and what survives. Exits with 1 where fewer than 90 % are told. With
-`--resume` results are kept in a file, one JSON line each, and a run that was cut off continues; a change of the
-mutated file makes its results void, and `--retry` judges survivors again.
+It draws mutants of `jobs`, `provision`, `state`, `runtime` and `agent`, runs each in a copy of the tree against the
+fast tests and the simulation, and prints the detector of each and the survivors. It exits with 1 where fewer than 90 %
+are detected. With `--resume` results are kept in a file, one JSON line each, and a run that was cut off continues; a
+change of the mutated file makes its results void, and `--retry` judges survivors again.
 """
 
 from __future__ import annotations

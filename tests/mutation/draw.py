@@ -1,4 +1,4 @@
-"""Which mutants are judged: the same for one seed and one state of the sources, each file by its length."""
+"""The choice of mutants: the same for one seed and one state of the sources, each file by its length."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ EQUIVALENT = Path(__file__).parent / "equivalent.toml"
 
 
 def list_files(only: Sequence[str] = ROOMS) -> list[str]:
-    """Files of these folders or files, by path."""
+    """List files of these folders or files, by path."""
     found: set[Path] = set()
     for name in only:
         path = ROOT / name.rstrip("/")
@@ -26,9 +26,9 @@ def list_files(only: Sequence[str] = ROOMS) -> list[str]:
 
 
 def draw(count: int, seed: int, files: Iterable[str]) -> list[Mutant]:
-    """So many mutants, less where there are no more; known equivalents are passed over.
+    """Draw up to `count` mutants; known equivalents are passed over.
 
-    Each file has a share by its lines; what a file cannot give, the others do.
+    Each file has a share by its lines; the others make up for what a file cannot give.
     """
     sources = {file: (ROOT / file).read_text() for file in files}
     piles = {file: _pile(file, text, Random(f"{seed}/{file}")) for file, text in sources.items()}
@@ -51,7 +51,7 @@ def _pile(file: str, text: str, random: Random) -> Iterator[Mutant]:
 
 
 def share_out(count: int, weights: Mapping[str, int]) -> dict[str, int]:
-    """Whole numbers that sum to `count`, as near to the weights as can be (largest remainder)."""
+    """Split `count` into whole numbers as near to the weights as possible (largest remainder)."""
     total = sum(weights.values())
     exact = {name: count * weight / total for name, weight in weights.items()} if total else {}
     shares = {name: int(share) for name, share in exact.items()}
@@ -62,7 +62,7 @@ def share_out(count: int, weights: Mapping[str, int]) -> dict[str, int]:
 
 
 def shuffle(mutants: Sequence[Mutant], random: Random) -> Iterator[Mutant]:
-    """One operator after the other, so that a frequent one does not crowd out the others."""
+    """Alternate operators, so that a frequent one does not crowd out the others."""
     by_operator: dict[str, list[Mutant]] = {}
     for mutant in mutants:
         by_operator.setdefault(mutant.operator, []).append(mutant)
@@ -77,13 +77,13 @@ def shuffle(mutants: Sequence[Mutant], random: Random) -> Iterator[Mutant]:
 
 
 def read_equivalents(path: Path = EQUIVALENT) -> dict[tuple[str, str, str, str, str], str]:
-    """The reason for each mutant that changes nothing, by `Mutant.identity`."""
+    """Read the reason for each mutant that changes nothing, by `Mutant.identity`."""
     rows = tomllib.loads(path.read_text()).get("mutant", [])
     return {(row["file"], row["function"], row["operator"], row["text"], row["change"]): row["why"] for row in rows}
 
 
 def find_stale(files: Iterable[str]) -> list[str]:
-    """Equivalents whose line is not in the sources any more."""
+    """Find equivalents whose line is not in the sources any more."""
     present = {mutant.identity for file in files for mutant in find_mutants(file, (ROOT / file).read_text())}
     return [" | ".join(identity) for identity in read_equivalents() if identity not in present]
 

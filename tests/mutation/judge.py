@@ -1,4 +1,4 @@
-"""Whether the fast tests or the simulation tell of a mutant: the quickest that enter its function first."""
+"""Judgement of a mutant by the fast tests and the simulation: the quickest that enter its function first."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from tests.mutation.operators import Mutant
 from tests.mutation.shadow import Shadow
 from tests.mutation.survey import Reached, Survey
 
-QUICK_PLAYS_S = 1.0  # of the quickest plays and tests: most mutants are told here
+QUICK_PLAYS_S = 1.0  # of the quickest plays and tests: most mutants are detected here
 QUICK_TESTS_S = 2.0
 TESTS_S = 8.0
 PLAYS_S = 5.0
-KILLS = 16  # plays with a kill at a deed, over all scenes that enter the function
+KILLS = 16  # plays with a kill at an effect, over all scenes that enter the function
 START_S = 10.0  # to start Python and import what tests need, on a slow day
 SLOWDOWN = 4.0  # a mutant may take this much longer than its tests did
 SURE_S = 0.5  # a test that takes longer runs real processes: its failure is confirmed by another run
@@ -26,7 +26,10 @@ SURE_S = 0.5  # a test that takes longer runs real processes: its failure is con
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """`by`: `test`, `simulation`, `limit`; empty where nothing tells. `where`: the test or play, and what it said."""
+    """A verdict.
+
+    `by`: `test`, `simulation`, `limit`; empty where the mutant survives. `where`: the test or play, and its message.
+    """
 
     by: str
     where: str
@@ -116,9 +119,10 @@ class Judge:
 
 
 def choose(survey: Sequence[Reached], mutant: Mutant, cpu_s_max: float) -> list[Reached]:
-    """What enters the mutant's function, quickest first; where nothing does, its file; else the tests of its room.
+    """Choose the tests and plays that enter the mutant's function, quickest first.
 
-    A module of constants is entered by nothing, and read by all of its room.
+    Where nothing enters it, choose those that enter its file; else the tests of its room. A module of constants is
+    entered by nothing, and read by all of its room.
     """
     entering = [each for each in survey if each.enters(mutant)]
     entering = entering or [each for each in survey if each.enters_file(mutant)]
@@ -127,7 +131,7 @@ def choose(survey: Sequence[Reached], mutant: Mutant, cpu_s_max: float) -> list[
 
 
 def take(found: Sequence[Reached], cpu_s_max: float) -> list[Reached]:
-    """The first of these that take so long together, and one at least."""
+    """Take the first of these within this total time, and at least one."""
     taken: list[Reached] = []
     total_s = 0.0
     for each in found:
@@ -139,7 +143,7 @@ def take(found: Sequence[Reached], cpu_s_max: float) -> list[Reached]:
 
 
 def draw_kills(plays: Sequence[Reached], mutant: Mutant) -> list[tuple[str, float]]:
-    """Scenes that enter the function, killed at deeds that the mutant's own seed draws."""
+    """Draw kills in scenes that enter the function, at effects that the mutant's own seed draws."""
     random = Random(" ".join(mutant.identity))
     points = [
         (f"kill {deed} {play.name.removeprefix('scene ')}", play.cpu_s)
@@ -151,13 +155,16 @@ def draw_kills(plays: Sequence[Reached], mutant: Mutant) -> list[tuple[str, floa
 
 
 def find_unfinished(tests: Sequence[Reached], output: str) -> Reached | None:
-    """The test that was under way when a limit ended them all: the processor time of what it left running is not in
-    the record of any, so only a run of its own tells whether the mutant or their sum was too much."""
+    """Find the test that was under way when a limit ended them all.
+
+    The processor time of processes it left running is in no record, so only a run of its own shows whether the mutant
+    or their sum was too much.
+    """
     return next((each for each in reversed(tests) if f"{each.name} " in output.rpartition("\n")[2]), None)
 
 
 def read_pytest(ended: Ended) -> tuple[str, str]:
-    """Who tells, and where. Exit codes of pytest: 1 failed, 2 to 4 did not come to a test."""
+    """Return the detecting test and its place. Exit codes of pytest: 1 failed, 2 to 4 did not come to a test."""
     if ended.returncode is None:
         return "limit", "tests"
     if ended.returncode in (0, 5):

@@ -1,4 +1,4 @@
-"""Runs a program until it ends, has used its processor time, or stands still; nothing that it started outlives it."""
+"""Runs of a program until it ends, exceeds its processor time, or stalls; nothing that it started outlives it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 LOOK_S = 0.05
-MEASURE_S = 1.0  # between two looks at all processes of the machine
+MEASURE_S = 1.0  # between two scans of all processes of the machine
 STILL_S = 45.0  # without a tick of processor time: a deadlock
 WALL_FACTOR = 20.0  # on a machine shared with others a program may get a twentieth of a processor
 TICKS = os.sysconf("SC_CLK_TCK")
@@ -24,7 +24,7 @@ PR_SET_CHILD_SUBREAPER = 36
 
 @dataclass(frozen=True, kw_only=True)
 class Ended:
-    """`returncode` None: a limit ended it."""
+    """The end of a program. `returncode` None: a limit ended it."""
 
     returncode: int | None
     output: str
@@ -32,7 +32,7 @@ class Ended:
 
 
 def adopt_orphans() -> None:
-    """On Linux what our children leave behind becomes our child, so that it can be found and ended."""
+    """Adopt, on Linux, orphans of our children, so that they can be found and ended."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
@@ -40,7 +40,7 @@ def adopt_orphans() -> None:
 def run_limited(
     command: Sequence[str], *, cwd: Path, environment: Mapping[str, str], output: Path, cpu_s_max: float
 ) -> Ended:
-    others = frozenset(_list_descendants())  # of whoever calls: they are neither measured nor ended
+    others = frozenset(_list_descendants())  # of the caller: they are neither measured nor ended
     before_s = _measure_children_s()
     begun_s = time.monotonic()
     with output.open("wb") as file:
@@ -83,7 +83,7 @@ def _measure_live_s(others: Set[int]) -> float:
 
 
 def _list_descendants(but: Set[int] = frozenset()) -> Iterator[int]:
-    """Of this process, without some and what they started; none where there is no /proc."""
+    """List descendants of this process, except some and what they started; none where there is no /proc."""
     parents: dict[int, list[int]] = {}
     for entry in Path("/proc").iterdir() if Path("/proc").is_dir() else ():
         if entry.name.isdigit():
@@ -100,7 +100,7 @@ def _list_descendants(but: Set[int] = frozenset()) -> Iterator[int]:
 
 
 def _end_all(process: subprocess.Popen[bytes], others: Set[int]) -> None:
-    """Until none is left: one that is ended may just have started another."""
+    """End all until none is left: one that is ended may just have started another."""
     for _ in range(100):
         left = list(_list_descendants(others))  # before its parents die, for those that have a session of their own
         with contextlib.suppress(ProcessLookupError, PermissionError):

@@ -41,7 +41,10 @@ SQL_CHANGES += ((r" IS NOT NULL", " IS NULL"), (r" IS NULL", " IS NOT NULL"), (r
 
 @dataclass(frozen=True, kw_only=True)
 class Mutant:
-    """`function`: qualified name, empty at module level. `start`, `end`: bytes of the source that `after` replaces."""
+    """A mutant.
+
+    `function`: qualified name, empty at module level. `start`, `end`: bytes of the source that `after` replaces.
+    """
 
     file: str
     line: int
@@ -59,12 +62,12 @@ class Mutant:
 
     @property
     def identity(self) -> tuple[str, str, str, str, str]:
-        """Stays the same when other lines of the file change."""
+        """Return an identity that stays the same when other lines of the file change."""
         return self.file, self.function, self.operator, self.text, f"{self.before} -> {self.after}"
 
 
 def find_mutants(file: str, source: str) -> list[Mutant]:
-    """All mutants of one module in the order of their place; see `is_sound`."""
+    """Find all mutants of one module in the order of their place; see `is_sound`."""
     finder = _Finder(file, source)
     finder.visit(ast.parse(source))
     found = {(each.start, each.end, each.after): each for each in finder.found}
@@ -78,7 +81,10 @@ def plant(source: str, mutant: Mutant) -> str:
 
 
 def is_sound(source: str, mutant: Mutant) -> bool:
-    """Whether it compiles to another program. Costs a parse, so it is asked of those that are drawn."""
+    """Return whether it compiles to another program.
+
+    This costs a parse, so it is called only for mutants that are drawn.
+    """
     try:
         changed = ast.parse(plant(source, mutant))
     except SyntaxError:
@@ -92,7 +98,7 @@ def _shorten(text: str) -> str:
 
 
 class _Finder(ast.NodeVisitor):
-    """Collects mutants of the nodes that it visits; what it does not descend into has none."""
+    """A collector of mutants of the nodes that it visits; nodes it does not descend into have none."""
 
     def __init__(self, file: str, source: str) -> None:
         self.found: list[Mutant] = []
@@ -305,13 +311,13 @@ class _Finder(ast.NodeVisitor):
     # -- parts ------------------------------------------------------------------------------------------------------
 
     def _negate(self, test: ast.expr) -> None:
-        """Comparisons and `not` have a negation of their own."""
+        """Negate; comparisons and `not` have a negation of their own."""
         is_own = isinstance(test, ast.Compare) and len(test.ops) == 1
         if not is_own and not (isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not)):
             self._add("condition", test, f"not ({self._text(test)})")
 
     def _delete(self, node: ast.stmt, target: ast.expr) -> None:
-        """An assignment whose target exists without it; otherwise any run tells."""
+        """Delete an assignment whose target exists without it; otherwise any run detects the mutant."""
         if isinstance(target, ast.Attribute | ast.Subscript) and self._scope[-1:] != ["__init__"]:
             self._add("statement", node, "pass")
 
@@ -365,7 +371,7 @@ class _Finder(ast.NodeVisitor):
         return first, self._offsets[place.end_lineno - 1] + place.end_col_offset
 
     def _between(self, left: ast.expr, right: ast.expr) -> tuple[int, int]:
-        """The operator between two operands, without the brackets round them."""
+        """Find the operator between two operands, without the brackets round them."""
         first, last = self._span(left)[1], self._span(right)[0]
         match = _OPERATOR.search(self._data[first:last].decode())
         return (first + match.start(), first + match.end()) if match else (first, last)
@@ -375,12 +381,12 @@ _OPERATOR = re.compile(r"is not\b|not in\b|is\b|in\b|and\b|or\b|<=|>=|==|!=|<|>|
 
 
 def _is_call_of(node: ast.Call, part: str, verb: str) -> bool:
-    """Whether it calls a verb of one repository of the store, such as `store.intents.close`."""
+    """Return whether it calls a verb of one repository of the store, such as `store.intents.close`."""
     return isinstance(node.func, ast.Attribute) and node.func.attr == verb and _name_of(node.func.value) == part
 
 
 def _name_of(node: ast.expr) -> str:
-    """The last part of a dotted name."""
+    """Return the last part of a dotted name."""
     return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
 
 

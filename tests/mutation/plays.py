@@ -1,7 +1,7 @@
-"""`python -m tests.mutation.plays FILE`: plays the histories and scenes that FILE names, up to the first failure.
+"""Plays of the histories and scenes that FILE names, up to the first failure: `python -m tests.mutation.plays FILE`.
 
-A play is `seed 12`, `scene plain` or `kill 30 plain`. With `--reach LOG` each is played alone, what functions it
-enters is read from LOG, and one JSON line a play says so.
+A play is `seed 12`, `scene plain` or `kill 30 plain`. With `--reach LOG` each is played alone, the functions it enters
+are read from LOG and reported in one JSON line per play.
 """
 
 from __future__ import annotations

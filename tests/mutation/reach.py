@@ -1,4 +1,4 @@
-"""Which test or play enters which functions: as a pytest plugin it writes one JSON line a test that passes."""
+"""The functions that each test or play enters: as a pytest plugin, it writes one JSON line per passing test."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ import pytest
 
 
 class Reader:
-    """Reads what the recorder of `shadow.py` logged of one test; this process reports each function anew for each."""
+    """A reader of what the recorder of `shadow.py` logged of one test.
+
+    This process reports each function again for each test.
+    """
 
     def __init__(self, log: Path) -> None:
         self._log = log
@@ -26,7 +29,7 @@ class Reader:
         self._start = self._log.stat().st_size if self._log.exists() else 0
 
     def read(self) -> list[str]:
-        """`broker/jobs/monitor.py Watch.hear`, sorted."""
+        """Read names such as `broker/jobs/monitor.py Watch.hear`, sorted."""
         if not self._log.exists():
             return []
         with self._log.open("rb") as file:
@@ -44,7 +47,7 @@ def _name_function(line: str) -> str:
 
 
 def measure_cpu_s() -> float:
-    """Of this process and of the children that it has waited for."""
+    """Measure the processor time of this process and of the children that it has waited for."""
     return sum(os.times()[:4])
 
 
@@ -62,6 +65,6 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[Any]:
         return (yield)
     finally:
         line = {"name": item.nodeid, "cpu_s": measure_cpu_s() - begun_s, "functions": reader.read()}
-        if item.session.testsfailed == failed:  # one that fails without a mutant tells of none
+        if item.session.testsfailed == failed:  # one that fails without a mutant detects none
             with Path(item.config.getoption("--reach-to")).open("a") as file:
                 file.write(json.dumps(line) + "\n")

@@ -1,4 +1,4 @@
-"""What a run came to, as lines: totals a room and what told, then each survivor with the change and why."""
+"""The results of a run, as lines: totals per room and per detector, then each survivor with the change and why."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """A copy of the product and its tests, in which one module at a time is changed; the work tree is never touched.
 
-What runs in the copy imports the copy, in processes that it starts as well: `PYTHONPATH` and the working folder come
-before the installed package, the tests hand on the folder they lie in, and node agents are packed from beside
+Programs in the copy import the copy, as do the processes they start: `PYTHONPATH` and the working folder come before
+the installed package, the tests hand on their own folder, and node agents are packed from the folder of
 `broker/runtime/gang.py`.
 """
 
@@ -50,14 +50,14 @@ class Shadow:
         self._unchanged: dict[str, str] = {}
 
     def read(self, file: str) -> str:
-        """Its text when the copy was made, whatever becomes of the work tree meanwhile."""
+        """Return the file's text when the copy was made, whatever becomes of the work tree meanwhile."""
         if file not in self._unchanged:
             self._unchanged[file] = (self.folder / file).read_text()
         return self._unchanged[file]
 
     @contextmanager
     def planted(self, mutant: Mutant) -> Iterator[None]:
-        """The copy has this fault for as long as it lasts."""
+        """Plant this fault in the copy for the duration of the context."""
         self._write(mutant.file, plant(self.read(mutant.file), mutant))
         try:
             yield
@@ -65,7 +65,7 @@ class Shadow:
             self._write(mutant.file, self.read(mutant.file))
 
     def record_reach(self) -> Path:
-        """From now on its programs add to this file what functions they enter."""
+        """Record in this file, from now on, the functions that the copy's programs enter."""
         log = self.folder / "reach.tsv"
         recorder = RECORDER.format(mark=f"{self.folder}/broker/", log=str(log))
         for file in ("broker/__init__.py", *(f"broker/agent/{name}" for name in AGENT)):
@@ -78,7 +78,7 @@ class Shadow:
         return {**kept, "PYTHONPATH": str(self.folder), "PYTHONHASHSEED": "0", "PYTHONFAULTHANDLER": "1"}
 
     def _write(self, file: str, text: str) -> None:
-        """Each writing has a time of its own: Python takes compiled code by whole seconds and length."""
+        """Write with a distinct time: Python matches compiled code by whole seconds and length."""
         path = self.folder / file
         path.write_text(text)
         self._stamp_s += 10

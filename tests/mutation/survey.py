@@ -1,4 +1,4 @@
-"""What each fast test and each play enters and takes, recorded once and kept while the test files stay as they are."""
+"""The functions and time of each fast test and each play, recorded once and kept while the test files are unchanged."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ CACHE = ROOT / "build" / "mutation" / "reach.json"
 FOLDERS = ("tests/jobs", "tests/provision", "tests/state")
 RUNTIME = ("tests/runtime", "tests/agent")  # real processes: run for mutants of these rooms only
 SLOW = ("tests/jobs/test_second_ring.py",)  # kills real daemons, a dozen seconds a test
-FAST_S = 5.0  # a test that takes longer is none of the fast ones
+FAST_S = 5.0  # a slower test is not one of the fast ones
 RECORD_CPU_S_MAX = 1800.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Reached:
-    """A test or a play: what it enters, what it takes, and in how many deeds a play may be killed."""
+    """A test or a play: the functions it enters, its time, and the number of effects it may be killed at."""
 
     name: str
     cpu_s: float
@@ -33,7 +33,10 @@ class Reached:
     deeds: int = 0
 
     def enters(self, mutant: Mutant) -> bool:
-        """A default, a field or a constant belongs to no function: whatever enters the file may read it."""
+        """Return whether it may reach the mutant.
+
+        A default, a field or a constant belongs to no function: any test that enters the file may read it.
+        """
         wanted = f"{mutant.file} {mutant.function}"
         return wanted in self.functions
 
@@ -48,7 +51,7 @@ class Survey:
 
 
 def survey(files: Iterable[str]) -> Survey:
-    """What may tell of mutants of these files: from the cache, and recorded where a test file is new or has changed."""
+    """Return tests that may detect mutants of these files, cached; record those whose test file is new or changed."""
     is_runtime = any(file.startswith(("broker/runtime/", "broker/agent/")) for file in files)
     folders = [*FOLDERS, *RUNTIME] if is_runtime else FOLDERS
     cache: dict[str, Any] = json.loads(CACHE.read_text()) if CACHE.exists() else {}

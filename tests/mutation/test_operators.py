@@ -17,7 +17,7 @@ FILE = "broker/jobs/example.py"
 
 
 def mutate(source: str) -> dict[str, str]:
-    """What each mutant is called, and the line that it makes."""
+    """Return each mutant's name and the line that it makes."""
     text = dedent(source)
     found = {}
     for mutant in find_mutants(FILE, text):

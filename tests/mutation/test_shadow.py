@@ -1,4 +1,4 @@
-"""A planted fault is told, in processes that the copy starts as well; the copy without one passes; the tree stays."""
+"""A planted fault is detected, also in processes that the copy starts; the copy without one passes; the tree stays."""
 
 from __future__ import annotations
 

@@ -92,6 +92,6 @@ class FakeDocker:
         return [words for words in calls if words[0] == verb]
 
     def list_containers(self) -> list[str]:
-        """Those whose input is still held open: at its end, docker ends them."""
+        """List containers whose input is still held open: at its end, docker ends them."""
         files = (self.folder / "containers").iterdir()
         return sorted(each.name for each in files if Path(f"/proc/{each.read_text()}").exists())

@@ -79,7 +79,7 @@ class Rig:
         return report
 
     async def finish_all(self, cluster: Cluster, run_id: int = 1) -> GangReport:
-        """As `finish`, once every rank has written its own outcome too."""
+        """Finish as `finish` does, once every rank has written its own outcome too."""
 
         async def are_over() -> GangReport | None:
             report = await self.gang.poll(cluster, run_id)
@@ -117,5 +117,5 @@ class Rig:
 
 
 def processes_of(node: Node) -> Sequence[int]:
-    """Living processes of this node, zombies left out."""
+    """List living processes of this node, zombies left out."""
     return [pid for pid in local_machine.find_marked(node.handle) if not local_machine.is_zombie(pid)]

@@ -1,4 +1,4 @@
-"""Run a real sshd on the loopback as the current user: one node that boots on request."""
+"""A real sshd on the loopback as the current user: one node that boots on request."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ START_S_MAX = 30.0
 
 
 class Sshd:
-    """Its users are those of this machine; home is the folder it was given."""
+    """A server whose users are those of this machine; home is the folder it was given."""
 
     def __init__(self, folder: Path, keys: Keys, *, token: str = "token-1", host_key: Path | None = None) -> None:
         self.folder = folder
@@ -60,7 +60,7 @@ class Sshd:
             time.sleep(0.01)
 
     def stop(self) -> None:
-        """With every session, as a machine that is switched off."""
+        """Stop with every session, as a machine that is switched off."""
         if self._process:
             subprocess.run(["pkill", "-KILL", "-P", str(self._process.pid)], check=False)
             self._process.kill()

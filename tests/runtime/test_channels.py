@@ -30,7 +30,7 @@ TICKS = "i=0; while [ ! -e $HOME/enough ]; do i=$((i + 1)); echo line $i; sleep 
 
 
 def count_calls(transport: Any) -> list[Sequence[str]]:
-    """Every plain call from now on."""
+    """Count every plain call from now on."""
     made: list[Sequence[str]] = []
     run = transport.run
 
@@ -44,7 +44,7 @@ def count_calls(transport: Any) -> list[Sequence[str]]:
 
 
 def list_processes(home: Path, word: str) -> list[int]:
-    """On the node with this home, with that word among their arguments."""
+    """List processes on the node with this home, with that word among their arguments."""
     found = []
     for entry in Path("/proc").iterdir():
         try:
@@ -58,7 +58,7 @@ def list_processes(home: Path, word: str) -> list[int]:
 
 @dataclass(frozen=True, kw_only=True)
 class Way:
-    """A cluster of one node whose agent is there."""
+    """Return a cluster of one node whose agent is there."""
 
     gang: Gang
     transport: LocalTransport | SshTransport
@@ -72,7 +72,7 @@ class Way:
         await self.gang.start(self.cluster, task, run_id=1, envs={})
 
     async def open_channel(self) -> None:
-        """As a controller does: poll, wait for news, until the node tells by itself."""
+        """Act as a controller does: poll, then wait for news, until the node reports by itself."""
 
         async def is_open() -> bool:
             await self.gang.poll(self.cluster, 1)
@@ -255,7 +255,10 @@ def test_ssh_that_is_killed_costs_no_answer(way: Way) -> None:
 
 
 def list_clients(control: str) -> list[int]:
-    """Local ssh processes on this connection; a master that runs in the background has put its socket in its title."""
+    """List local ssh processes on this connection.
+
+    A master that runs in the background has put its socket in its title.
+    """
     found = []
     for entry in Path("/proc").iterdir():
         try:
@@ -267,7 +270,7 @@ def list_clients(control: str) -> list[int]:
 
 
 class HandClock:
-    """Moved by the test; a sleep is one turn of the loop."""
+    """A clock moved by the test; a sleep is one turn of the loop."""
 
     def __init__(self) -> None:
         self.s = 1_000_000.0
@@ -281,7 +284,7 @@ class HandClock:
 
 
 class Pretended:
-    """A transport to one node that says what the test lets it say."""
+    """A transport to one node whose answers the test sets."""
 
     def __init__(self) -> None:
         self.is_up = True
@@ -318,7 +321,7 @@ class Pretended:
 
 
 class Unheard:
-    """A writer whose words are lost; closing it ends what is read, as that of a socket does."""
+    """A writer whose output is lost; closing it ends what is read, as that of a socket does."""
 
     def __init__(self, reader: asyncio.StreamReader) -> None:
         self._reader = reader
@@ -431,10 +434,10 @@ def test_broker_that_was_suspended_does_not_take_its_own_sleep_for_silence() -> 
         desk = Desk()
         await desk.open()
         for _ in range(10):
-            desk.node.is_up = False  # the network is the last to come back
+            desk.node.is_up = False  # the network comes back last
             desk.clock.s += 3600.0
             assert await desk.poll() == (RunStatus.RUNNING, ())
-            desk.node.say({})  # what came meanwhile is read after the first look
+            desk.node.say({})  # news that came meanwhile are read after the first look
             await settle()
         assert not desk.node.calls
 
@@ -507,7 +510,7 @@ def test_call_that_fails_says_whether_the_agent_or_the_session_failed() -> None:
 
 
 def test_news_are_waited_for_only_when_every_node_has_a_channel() -> None:
-    """Else a node without one would not be looked at before another has news."""
+    """Otherwise a node without a channel would not be polled before another has news."""
 
     async def act() -> None:
         desk = Desk()

@@ -1,4 +1,4 @@
-"""`image_id: docker:...` on real local nodes, with a docker that writes down what it is asked."""
+"""`image_id: docker:...` on real local nodes, with a docker that records its calls."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_trainers_come_first_inside_and_the_folder_for_state_exists(
         assert f"from {home}/trainers/" in log and "state there" in log
         (path,) = (line.split()[1] for line in log.splitlines() if line.startswith("path "))
         first, rest = path.split(":", 1)
-        # Not the node's own: the image has another Python. What the image sets comes after it.
+        # Not the node's own: the image has another Python. The image's own settings come after it.
         assert first.startswith(f"{home}/python/broker-") and first.endswith("/bin") and rest
 
     asyncio.run(act())

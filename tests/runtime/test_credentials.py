@@ -1,4 +1,4 @@
-"""The credential of a gang: what OpenSSL on a node makes of it, and where it does not show itself."""
+"""The credential of a gang: what OpenSSL on a node makes of it, and where it is not visible."""
 
 from __future__ import annotations
 

@@ -211,7 +211,7 @@ def test_a_newcomer_whose_setup_fails_is_told_and_the_others_work(rig: Rig, tmp_
         changed = replace(cluster, nodes=(cluster.nodes[0], replace(new, rank=1)))
 
         async def has_joined() -> bool:
-            """The head takes the rank once it has missed the old node."""
+            """Return whether it has joined: the head takes the rank once it has missed the old node."""
             await rig.start(changed, task)
             return bool((await rig.gang.poll(changed, 1)).unfit)
 
@@ -283,7 +283,7 @@ def test_unreachable_nodes_are_reported_not_raised(rig: Rig) -> None:
 
 
 def test_advice_to_leave_a_node_is_told_and_ends_nothing(rig: Rig) -> None:
-    """EC2's rebalance recommendation, as the node's listener writes it down; most nodes live on."""
+    """EC2's rebalance recommendation, as the node's listener records it; most such nodes live on."""
 
     async def act() -> None:
         cluster = await rig.make_cluster(2)

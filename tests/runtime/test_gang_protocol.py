@@ -108,7 +108,7 @@ def test_kinds_of_a_later_version_are_ignored() -> None:
 
 
 def test_member_with_a_bug_is_dropped_and_the_others_go_on() -> None:
-    """An elastic gang under way: what rank 2 says is invalid, so rank 2 is lost, as if its machine had gone."""
+    """An elastic gang continues: what rank 2 sends is invalid, so rank 2 is lost, as if its machine had gone."""
     with open_gang() as gang:
         (head, heard), (other, _), (broken, lost) = (gang.join(rank) for rank in range(3))
         for link in (head, other, broken):
@@ -181,7 +181,7 @@ def test_another_gangs_credential_is_refused_by_both_ends() -> None:
 
 
 def test_silent_strangers_do_not_keep_members_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """More than may wait: the oldest are closed, and members are through before it is their turn."""
+    """With more strangers than may wait, the oldest are closed, and members get through before their turn."""
     monkeypatch.setattr(agent_link, "STRANGERS_MAX", 5)
     monkeypatch.setattr(agent_link, "HANDSHAKE_S", 10 * HANG_S)  # they are not closed for their silence
     with open_gang() as gang:
@@ -218,7 +218,7 @@ def test_handshake_has_an_end(is_trickling: bool, monkeypatch: pytest.MonkeyPatc
 
 
 def test_both_directions_carry_large_logs_from_many_threads_at_once() -> None:
-    """One reader and four writers an end, and records that change hands between them: order and content are kept."""
+    """One reader and four writers per end, whose records interleave: order and content are kept."""
     server, client = make_links()
     count, writers = 150, 4
     threads = []
@@ -249,7 +249,7 @@ def test_both_directions_carry_large_logs_from_many_threads_at_once() -> None:
 
 
 def make_links(relay: Callable[[int], int] = lambda port: port) -> Sequence[tuple[Any, queue.Queue[dict[str, Any]]]]:
-    """Two ends of one connection, the server's first, and what each hears."""
+    """Make two ends of one connection, the server's first, and the messages each receives."""
     heard: tuple[queue.Queue[dict[str, Any]], ...] = (queue.Queue(), queue.Queue())
     ends: list[Any] = []
     contexts = [agent_wire.make_context(make_pem("gang"), is_server=is_server) for is_server in (True, False)]

@@ -1,4 +1,4 @@
-"""Keys of gangs: made by OpenSSH's own program, whose refusals are told."""
+"""Keys of gangs: made by OpenSSH's own program, whose refusals are reported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is asked of a metadata server, by the wire: a real server on this machine answers."""
+"""Requests to a metadata server on the wire: a real server on this machine answers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from broker.agent import FOLDER
 
 
 class Server:
-    """Answers by path; what has no answer is a 404."""
+    """A server that answers by path; a path without an answer is a 404."""
 
     def __init__(self) -> None:
         self.answers: dict[str, tuple[int, str]] = {}

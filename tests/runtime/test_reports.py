@@ -1,4 +1,4 @@
-"""What nodes' agents answer becomes one report of a gang; what a program writes about itself is not trusted."""
+"""Answers of nodes' agents become one report of a gang; a program's statements about itself are not trusted."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.simulation.world import make_offer
 
 
 class Agents:
-    """A transport whose agents say what they are told to; None: no answer."""
+    """A transport whose agents give set answers; None: no answer."""
 
     def __init__(self, answers: Sequence[Any]) -> None:
         self.answers = answers

@@ -1,4 +1,4 @@
-"""What only ssh can get wrong: keys, host keys, hosts that boot, connections that are kept."""
+"""Errors that only ssh can have: keys, host keys, hosts that boot, connections that are kept."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(not SSHD, reason=REASON)
 
 
 class Clock(SystemClock):
-    """Notes the waits; the first of them is when the host comes up."""
+    """A clock that counts the waits; the host comes up at the second one."""
 
     def __init__(self, sshd: Sshd | None = None) -> None:
         self.waits = 0
@@ -74,7 +74,7 @@ def test_host_that_was_up_is_not_waited_for(sshd: Sshd, keys: Keys) -> None:
 
 @pytest.mark.parametrize("is_known", [True, False])
 def test_host_that_a_firewall_keeps_out_is_reached_once_it_lets_us_in(sshd: Sshd, keys: Keys, is_known: bool) -> None:
-    """This machine's address has changed: the rule is renewed before the host is given up, and tried again."""
+    """This machine's address may change: the rule is renewed before the host is given up, and the call tried again."""
     transport = SshTransport(keys, clock=Clock(), patience_s=0)
     if is_known:
         sshd.start()

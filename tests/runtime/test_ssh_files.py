@@ -1,4 +1,4 @@
-"""What is compared before files are sent, on a shell of this machine in place of a node's."""
+"""The comparison before files are sent, on a shell of this machine in place of a node's."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NODE = Node(id="n", cloud="aws", owner="o", cluster="c", attempt=1, rank=0, stat
 
 
 class Here:
-    """Runs on this machine what a node would be told to."""
+    """A transport that runs a node's commands on this machine."""
 
     async def stream(self, node: Node, command: str, *, stdin: bytes | IO[bytes], timeout_s: float) -> Completed:
         done = subprocess.run(["sh", "-c", command], capture_output=True, check=True)
@@ -61,7 +61,7 @@ def test_a_link_to_nothing_is_sent_as_a_link_though_the_node_has_a_file_there(tm
 
 
 class There(Here):
-    """Takes what is sent, too."""
+    """A transport that takes sent files, too."""
 
     async def stream(self, node: Node, command: str, *, stdin: bytes | IO[bytes], timeout_s: float) -> Completed:
         data = stdin if isinstance(stdin, bytes) else stdin.read()

@@ -1,4 +1,4 @@
-"""How `ssh` is called: nothing is taken on trust, and the sockets of kept connections are ours alone."""
+"""The options of `ssh`: nothing is taken on trust, and the sockets of kept connections are ours alone."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PLACE = Place(user="ubuntu", host="10.0.0.1", port=2222)
 
 @pytest.fixture
 def sockets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Where sockets go: a short path, as a user's own is."""
+    """Return the folder of sockets: a short path, as a user's own is."""
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:
         monkeypatch.setattr(tempfile, "tempdir", folder)
         yield Path(folder)

@@ -1,4 +1,4 @@
-"""What every way to a node promises, tried on each: a local node, and a host behind a real sshd."""
+"""Promises of every way to a node, tried on each: a local node, and a host behind a real sshd."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Stand:
 
 
 def write_host(config: Config, keys: Keys, sshd: Sshd) -> Node:
-    """A cluster's second node, in a file as SkyPilot writes it."""
+    """Write a cluster's second node in a file as SkyPilot writes it."""
     user, _, port = sshd.node.handle.removeprefix("ssh://").replace("@", " ").replace(":", " ").split()
     name = "b-me-lambda-00ff"
     file = config.home / "sky" / "ssh" / name

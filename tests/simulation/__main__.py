@@ -1,4 +1,4 @@
-"""`python -m tests.simulation --seeds 1000`: plays histories and says which one broke what, and how to replay it."""
+"""`python -m tests.simulation --seeds 1000`: play histories, report which invariant each broke and how to replay it."""
 
 from __future__ import annotations
 

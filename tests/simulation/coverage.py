@@ -1,4 +1,4 @@
-"""Which fault hit a job in which state: an empty cell that can happen is a history that nobody has looked at."""
+"""Coverage of faults by job state: an empty cell that can occur is a history that was never examined."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from tests.simulation.events import TERMINAL
 from tests.simulation.mixes import CLOUD_RATES_MAX
 
 STATES = ("PENDING", "STARTING", "RUNNING", "RECOVERING", "CANCELLING", "ENDED")
-ASKING = ("STARTING", "RECOVERING")  # only then nodes are asked for
-ENDING = ("ENDED", "RECOVERING")  # only then they are ended as a rule
+ASKING = ("STARTING", "RECOVERING")  # nodes are only requested then
+ENDING = ("ENDED", "RECOVERING")  # nodes are normally ended only then
 AT_WORK = ("STARTING", "RUNNING")
 BUSY = ("STARTING", "RUNNING", "RECOVERING", "ENDED")
 ALWAYS = (*BUSY, "CANCELLING")
@@ -27,7 +27,7 @@ RARE = {"auth", "quota", "blackout"}  # too seldom, or too often fatal, to be se
 
 
 def list_cells() -> Iterator[tuple[str, str]]:
-    """Every cell that must be hit."""
+    """List every cell that must be hit."""
     states = {"create": ASKING, "list": ALWAYS, "terminate": ENDING}
     of_call = {"create": (*OF_CHANGES, *OF_CREATE), "list": OF_LIST, "terminate": (*OF_CHANGES, *OF_TERMINATE)}
     for call in CALLS:
@@ -41,14 +41,14 @@ def list_cells() -> Iterator[tuple[str, str]]:
     for fault in (*SQLITE_FAULTS, "kill:point", "kill:anytime", "stop", *OF_THE_HOST):
         yield from ((fault, state) for state in ALWAYS)
     yield from (("clock:jump", state) for state in BUSY)
-    yield "move", "RECOVERING"  # what a spot policy asks of a job with a deadline
+    yield "move", "RECOVERING"  # a spot policy requests it for a job with a deadline
     yield "bucket:silent", "RUNNING"  # looked into when a running attempt seems lost
     for command in COMMANDS:
         yield from ((f"command:{command}", state) for state in BUSY)
 
 
 def fold(cells: Mapping[tuple[str, str], int]) -> Counter[tuple[str, str]]:
-    """All ends of a job are one state."""
+    """Merge all ends of a job into one state."""
     folded: Counter[tuple[str, str]] = Counter()
     for (fault, status), count in cells.items():
         folded[fault, "ENDED" if status in TERMINAL else status] += count
@@ -68,7 +68,7 @@ def render(cells: Mapping[tuple[str, str], int]) -> Iterator[str]:
 
 
 def list_fault_names() -> set[str]:
-    """Those of the cloud that this table speaks of, by their names in `FaultRates`."""
+    """List the cloud faults in this table by their names in `FaultRates`."""
     return {*OF_EACH_CALL, *OF_CHANGES, *OF_CREATE, *OF_LIST, *OF_TERMINATE, "never_boots"}
 
 

@@ -1,4 +1,4 @@
-"""The host's disk: the store's file in memory, seen by every process, which may fail, fill up, or lose its power."""
+"""The host's disk: the store's file in memory, shared by every process; it may fail, fill up, or lose power."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SQLITE_FAULTS = {
 
 
 FREQUENT = {"UPDATE jobs SET progress =": "progress", "UPDATE leader SET beat_s =": "beat"}
-TRIFLES = frozenset(("progress", "beat", "attempt_steps", "log_offsets"))  # what is seen again anyway
+TRIFLES = frozenset(("progress", "beat", "attempt_steps", "log_offsets"))  # observed again anyway
 TRIFLE = "trifle"
 Statement = tuple[str, Sequence[Any]]
 
@@ -44,11 +44,11 @@ class SimulatedFile:
         self.writer: Process | None = None  # whose transaction is open
         self.is_full = False
         self._may_lose_power = may_lose_power  # else no image is kept: it costs time
-        self._synced: bytes | None = None  # what is safe, where anything is not
+        self._synced: bytes | None = None  # the durable image, while any commit is unsynced
         self._unsynced: list[list[Statement]] = []  # commits since
 
     def keep_image(self) -> None:
-        """Before the first write of a transaction that will not be synced."""
+        """Keep an image before the first write of a transaction that will not be synced."""
         if self._may_lose_power and not self._unsynced:
             self._synced = self.connection.serialize()
 
@@ -59,12 +59,12 @@ class SimulatedFile:
             self._unsynced.append(statements)
 
     def is_intent_synced(self, token: str) -> bool:
-        """Whether a power cut would leave what the file says of this intent."""
+        """Return whether a power cut would preserve what the file records of this intent."""
         written = (each for statements in self._unsynced for each in statements)
         return not any(sql.startswith("INSERT INTO intents") and token in parameters for sql, parameters in written)
 
     def cut_power(self, chance: Random) -> int:
-        """How many commits are lost."""
+        """Cut the power and return how many commits are lost."""
         assert self._may_lose_power and not self.connection.in_transaction
         if not self._unsynced:
             return 0
@@ -95,20 +95,20 @@ class SimulatedFile:
 
 @cache
 def _make_empty() -> bytes:
-    """The tables, as the product makes them."""
+    """Create the tables as the product does."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "state.db"
         Store(path, clock=SystemClock()).close()
         connection = sqlite3.connect(path, isolation_level=None)
         connection.execute("UPDATE meta SET value = 'simulated' WHERE key = 'lineage'")  # it is random
-        connection.execute("PRAGMA journal_mode=DELETE")  # a database in memory has no log beside it
+        connection.execute("PRAGMA journal_mode=DELETE")  # a database in memory has no log file
         connection.close()
         return path.read_bytes()
 
 
 @cache
 def find_table(sql: str) -> str:
-    """Which table it writes; "progress" and "beat" are the columns that change all the time."""
+    """Return the table that the statement writes; "progress" and "beat" are the columns that change constantly."""
     for prefix, name in FREQUENT.items():
         if sql.startswith(prefix):
             return name
@@ -117,7 +117,7 @@ def find_table(sql: str) -> str:
 
 
 class SimulatedConnection:
-    """A process's connection to the store's file: counts statements, fails the chosen one, tells of commits."""
+    """A process's connection to the store's file: it counts statements, fails the chosen one and reports commits."""
 
     def __init__(self, file: SimulatedFile, process: Process, on_commit: Callable[..., None]) -> None:
         self._file = file
@@ -162,7 +162,7 @@ class SimulatedConnection:
         return cursor
 
     def close(self) -> None:
-        """The file stays open for the others."""
+        """Leave the file open for the other processes."""
         assert not self.in_transaction
 
     def abandon(self) -> None:
@@ -195,12 +195,12 @@ class SimulatedConnection:
 
 
 def draw_seeded_uid() -> str:
-    """From the generator that is seeded for each history."""
+    """Draw from the generator that is seeded for each history."""
     return "".join(random.choices(UID_LETTERS, k=UID_LENGTH))
 
 
 class SimulatedStore(Store):
-    """The store itself, on a connection that belongs to a process. Nothing lies at `path` but what is beside it."""
+    """The store itself, on a connection owned by a process. Only the files next to the store exist at `path`."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""What checkers are told of, and what they say when something that must hold does not."""
+"""The events that checkers receive, and the violation they raise when an invariant does not hold."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Event:
     name: str = ""  # of a cluster that is searched for, or of a node
     lease_s: float = 0.0
     reason: str = ""
-    late_s: float = 0.0  # how long before its asking a list set out
+    late_s: float = 0.0  # how long before the request a list was started
     written: tuple[str, ...] = ()
 
     def __str__(self) -> str:

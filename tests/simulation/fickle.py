@@ -1,4 +1,4 @@
-"""A spot policy that changes its mind: what it asks for must be carried out well, however little sense it makes."""
+"""A spot policy that changes its mind: its requests must be carried out correctly, however little sense they make."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SOON_HOURS = 5.0 / 3600
 
 @contextmanager
 def fickle_policy(universe: Universe) -> Iterator[None]:
-    """In place of the one that jobs with a deadline follow. In peace it stays where it is."""
+    """Replace the policy of jobs with a deadline. Once faults have stopped, its job stays where it is."""
 
     def decide(view: JobView, candidates: Sequence[Candidate]) -> Decision:
         is_held = view.current is not None

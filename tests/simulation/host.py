@@ -1,4 +1,4 @@
-"""What befalls the machine that brokers and commands run on: its disk fills up, its power fails, its lid is closed."""
+"""Faults of the machine that runs brokers and commands: its disk fills up, its power fails, its lid is closed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ AWAY_BEFORE_S, AWAY_AFTER_S = 3.0, 6.0  # the network goes before the machine sl
 
 
 def fill_disk(universe: Universe) -> None:
-    """Nothing can be written, by any process, for as long as it takes until a user notices."""
+    """Fail every write of every process until a user notices."""
     universe.note_fault("disk:full")
     universe.file.is_full = True
     universe.loop.call_world(universe.random.choice(DISK_FULL_S), free_disk, universe)
@@ -28,7 +28,7 @@ def free_disk(universe: Universe) -> None:
 
 
 def cut_power(universe: Universe) -> None:
-    """Every process dies, and commits that were not synced are lost, the newest first."""
+    """Kill every process and lose the commits that were not synced, newest first."""
     universe.note_fault("power:cut")
     for process in list(universe.processes):
         if process.is_alive:
@@ -40,9 +40,10 @@ def cut_power(universe: Universe) -> None:
 
 
 def suspend(universe: Universe) -> None:
-    """A laptop's lid: processes stand still and so does their monotonic clock; the wall clock and the nodes go on.
+    """Close a laptop's lid.
 
-    The network is away for a moment on both sides of it.
+    Processes and their monotonic clock stand still; the wall clock and the nodes continue. The network is away for a
+    moment before and after.
     """
     suspend_for(universe, universe.random.choice(SUSPENDED_S))
 
@@ -61,7 +62,7 @@ def suspend_for(universe: Universe, duration_s: float) -> None:
 
 
 def lose_owner(universe: Universe) -> None:
-    """The file that says whose the nodes are is empty: nothing starts until it is restored."""
+    """Empty the file that records the nodes' owner: nothing starts until it is restored."""
     universe.note_fault("owner:lost")
     universe.is_owner_lost = True
     universe.loop.call_world(universe.random.choice(OWNER_LOST_S), restore_owner, universe)
@@ -72,7 +73,7 @@ def restore_owner(universe: Universe) -> None:
 
 
 def switch_login(universe: Universe) -> None:
-    """Brokers and commands are started from a shell that is logged in to another account; a user notices later."""
+    """Start brokers and commands from a shell logged in to another account, until a user notices."""
     if universe.account != HOME:
         return
     universe.note_fault("account:other")
@@ -81,7 +82,7 @@ def switch_login(universe: Universe) -> None:
 
 
 def log_in(universe: Universe, account: str) -> None:
-    """What was started before keeps its login: it is ended, and will be started again."""
+    """Log in to an account. Running processes keep their login, so they are ended and started again."""
     if universe.account != account:
         universe.say(f"log in to {account}")
         universe.account, universe.login_s = account, universe.loop.time()
@@ -90,7 +91,7 @@ def log_in(universe: Universe, account: str) -> None:
 
 
 async def visit_accounts(universe: Universe) -> None:
-    """After the last fault a user logs in to each account in turn where nodes or intents are left."""
+    """Log in to each account that still has nodes or intents, as a user does after the last fault."""
     while True:
         await asyncio.sleep(VISIT_LOOK_S)
         if not universe.is_healed or universe.mix.leaves_broker_dead:
@@ -103,7 +104,7 @@ async def visit_accounts(universe: Universe) -> None:
 
 
 def _list_accounts(universe: Universe) -> set[str]:
-    """Where anything is left to do."""
+    """List the accounts with anything left to do."""
     left = {node.account for node in universe.list_live_nodes()}
     for (body,) in universe.read("SELECT body FROM intents WHERE outcome IS NULL"):
         left.add(json.loads(body)["account"])
@@ -113,7 +114,7 @@ def _list_accounts(universe: Universe) -> set[str]:
 
 
 def mend(universe: Universe) -> None:
-    """No more faults."""
+    """Stop all faults."""
     free_disk(universe)
     restore_owner(universe)
     universe.wake_up()

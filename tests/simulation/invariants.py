@@ -1,6 +1,6 @@
-"""What must hold at every instant of every history: one function an invariant, by the letter it has in the notes.
+"""Invariants that must hold at every instant of every history, one function each, named by its letter in the notes.
 
-S1-S18 are safety: looked at whenever something happens. L1-L3 are liveness: looked at when faults have stopped.
+S1-S18 are safety: checked whenever something happens. L1-L3 are liveness: checked when faults have stopped.
 """
 
 from __future__ import annotations
@@ -47,7 +47,10 @@ LEASE_CALL_S = 0.1  # a lease is on its way to its node this long at most: bills
 
 
 def check_s1_intent_first(universe: Universe, event: Event) -> None:
-    """No node is made unless its intent is on disk, open; who was stopped, or whose call hung, may come too late."""
+    """Check that no node is made unless its intent is on disk and open.
+
+    Stopped processes and hung calls may come too late.
+    """
     assert event.request is not None
     rows = universe.read("SELECT outcome FROM intents WHERE token = ?", (event.request.token,))
     if not rows:
@@ -62,13 +65,13 @@ def check_s1_intent_first(universe: Universe, event: Event) -> None:
 
 
 def check_s2_no_twins(universe: Universe, event: Event) -> None:
-    """Of each cluster, attempt, rank and zone one live node at most, whatever is collected later."""
+    """Check that each cluster, attempt, rank and zone has at most one live node, whatever is collected later."""
     assert event.request is not None
     live: dict[tuple[object, ...], str] = {}
     job_id = universe.get_job_id(event.request.cluster)
     whole = universe.tasks[job_id].num_nodes if job_id else 1
     gang = [each for each in universe.list_live_nodes() if each.cluster == event.request.cluster]
-    # Made too late, by a process that was killed before it could end them: the collector does.
+    # Made too late, by a process that was killed before it could end them: the collector ends them.
     late = universe.memory.get("late", {})
     orphans = {token for token, process in late.items() if process is None or not process.is_alive}
     counts = Counter((node.attempt, node.zone, node.is_spot) for node in gang if node.token not in orphans)
@@ -84,7 +87,7 @@ def check_s2_no_twins(universe: Universe, event: Event) -> None:
 
 
 def check_s3_owned_or_dying(universe: Universe, event: Event) -> None:
-    """Every node of ours that lives is in a record, an open intent, or was asked to end; how long not is measured."""
+    """Measure how long live nodes of ours are in no record and no open intent, and not asked to end."""
     now_s = event.time_s
     last_s = universe.memory.get("S3", now_s)
     universe.memory["S3"] = now_s
@@ -95,7 +98,7 @@ def check_s3_owned_or_dying(universe: Universe, event: Event) -> None:
 
 
 def check_s4_stale_writes(universe: Universe, event: Event) -> None:
-    """A leader that was replaced changes nothing in the store."""
+    """Check that a replaced leader changes nothing in the store."""
     store = event.process.store if event.process else None
     epoch = store.epoch if store is not None else None
     if epoch is not None and "leader" not in event.written:
@@ -105,7 +108,7 @@ def check_s4_stale_writes(universe: Universe, event: Event) -> None:
 
 
 def check_s5_healthy_work_is_kept(universe: Universe, event: Event) -> None:
-    """We end a working gang only for a reason that is true: not because of one odd answer."""
+    """Check that a working gang is only ended for a valid reason, not because of one odd answer."""
     node = event.node
     assert node is not None
     run = universe.gang.find_run(node.cluster)
@@ -129,7 +132,7 @@ def check_s5_healthy_work_is_kept(universe: Universe, event: Event) -> None:
 
 
 def check_s6_checkpoints_grow(universe: Universe, event: Event) -> None:
-    """What is saved never goes back, neither in step nor in attempt."""
+    """Check that saved progress never goes back, neither in step nor in attempt."""
     run = event.run
     assert run is not None
     newest = universe.memory.setdefault("S6", {})
@@ -141,7 +144,7 @@ def check_s6_checkpoints_grow(universe: Universe, event: Event) -> None:
 
 
 def check_s7_ends_are_final(universe: Universe, event: Event) -> None:
-    """An ended job never changes."""
+    """Check that an ended job never changes."""
     if "jobs" not in event.written:
         return
     ended = universe.memory.setdefault("S7", {})
@@ -163,7 +166,7 @@ def note_cancels(universe: Universe, event: Event) -> None:
 
 
 def check_s7_success_is_kept(universe: Universe, event: Event) -> None:
-    """A broker that was told of a program's success never calls that attempt lost."""
+    """Check that a broker that has heard of a program's success never calls that attempt lost."""
     if "attempts" not in event.written:
         return
     for key, process in universe.gang.told.items():
@@ -176,7 +179,7 @@ def check_s7_success_is_kept(universe: Universe, event: Event) -> None:
 
 
 def check_s8_only_ours(universe: Universe, event: Event) -> None:
-    """Every node we end carries our tag and a token from our journal."""
+    """Check that every node we end carries our tag and a token from our journal."""
     node = event.node
     assert node is not None
     is_known = universe.read("SELECT 1 FROM intents WHERE token = ?", (node.token,))
@@ -185,7 +188,7 @@ def check_s8_only_ours(universe: Universe, event: Event) -> None:
 
 
 def note_bills(universe: Universe, event: Event) -> None:
-    """When each node was first on record, as it is billed from its creation, which nobody knew of before; and gone."""
+    """Note when each node was first on record, since billing starts at its creation, and when it was gone."""
     if "nodes" in event.written:
         known: dict[str, float] = universe.memory.setdefault("bills", {})
         gone: dict[str, float] = universe.memory.setdefault("gone", {})
@@ -196,7 +199,7 @@ def note_bills(universe: Universe, event: Event) -> None:
 
 
 def check_s9_budget(universe: Universe, event: Event) -> None:
-    """A job whose money is spent asks for nothing more, but for one look."""
+    """Check that a job whose money is spent requests nothing more, except for one poll."""
     assert event.request is not None
     job_id = universe.get_job_id(event.request.cluster)
     budget_usd = universe.budgets.get(job_id) if job_id else None
@@ -208,7 +211,7 @@ def check_s9_budget(universe: Universe, event: Event) -> None:
 
 
 def check_s10_unknown_is_not_failed(universe: Universe, event: Event) -> None:
-    """An intent is only closed as refused when nothing of it lives: no answer is no refusal."""
+    """Check that an intent is closed as refused only when nothing of it lives: no answer is not a refusal."""
     if "intents" not in event.written:
         return
     closed = universe.read(f"SELECT token, outcome FROM intents WHERE outcome IN {REFUSED}")
@@ -219,7 +222,7 @@ def check_s10_unknown_is_not_failed(universe: Universe, event: Event) -> None:
 
 
 def check_s12_one_effect_a_request(universe: Universe, event: Event) -> None:
-    """The same request twice is one job."""
+    """Check that the same request made twice is one job."""
     if "jobs" not in event.written:
         return
     count = universe.read("SELECT count(*) FROM jobs")[0][0]
@@ -228,7 +231,7 @@ def check_s12_one_effect_a_request(universe: Universe, event: Event) -> None:
 
 
 def check_ends_are_true(universe: Universe, event: Event) -> None:
-    """S7, L2: a job says how it ended, and that is how it did end."""
+    """Check S7 and L2: a job's recorded end is how it did end."""
     if "jobs" not in event.written:
         return
     told = universe.memory.setdefault("truth", set())
@@ -257,7 +260,7 @@ def check_ends_are_true(universe: Universe, event: Event) -> None:
 
 
 def check_l1_unowned_go(universe: Universe, event: Event) -> None:
-    """After the last fault, no node stays unowned for long."""
+    """Check that after the last fault no node stays unowned beyond the limit."""
     from tests.simulation.universe import L1_S
 
     for node_id, since_s in universe.unowned_since_s.items():
@@ -268,7 +271,7 @@ def check_l1_unowned_go(universe: Universe, event: Event) -> None:
 
 
 def check_l2_jobs_end(universe: Universe, event: Event) -> None:
-    """After the last fault, every job ends and nothing of it is left."""
+    """Check that after the last fault every job ends and leaves nothing behind."""
     late_s = universe.mix.end_s_max
     if event.time_s - universe.healed_s > late_s and not universe.mix.leaves_broker_dead:
         left = [
@@ -283,13 +286,13 @@ def check_l2_jobs_end(universe: Universe, event: Event) -> None:
 
 
 def find_allowance_s(universe: Universe, job_id: int) -> float:
-    """How long the job's machines may go on without a broker, as its user wrote it."""
+    """Return how long the job's machines may run without a broker, as its user wrote it."""
     unattended_s = universe.tasks[job_id].unattended_s
     return UNATTENDED_S if unattended_s is None else unattended_s
 
 
 def check_l3_unattended_time_is_bounded(universe: Universe, event: Event) -> None:
-    """No node that was given a program lives longer than its allowance after its broker's last word."""
+    """Check that no node given a program lives longer than its allowance after its broker's last word."""
     live = {node.id for node in universe.list_live_nodes()}
     heard_s: dict[str, tuple[float, MachineRun]] = {}  # a node may have had several runs: its lease is the newest
     for run in universe.gang.runs.values():
@@ -304,7 +307,7 @@ def check_l3_unattended_time_is_bounded(universe: Universe, event: Event) -> Non
 
 
 def check_l3_lease_is_allowed(universe: Universe, event: Event) -> None:
-    """A lease ends with the allowance at the latest, and no later than one renewal after the budget is used up."""
+    """Check that a lease ends within the allowance, and at most one renewal after the budget is used up."""
     run = event.run
     assert run is not None
     if event.lease_s > find_allowance_s(universe, run.job):
@@ -321,7 +324,7 @@ def check_l3_lease_is_allowed(universe: Universe, event: Event) -> None:
 
 
 def check_s14_useful_nodes_are_left_alone(universe: Universe, event: Event) -> None:
-    """No node ends itself while its program works and its broker was heard within its allowance."""
+    """Check that no node ends itself while its program works and its broker was heard within its allowance."""
     run = event.run
     assert run is not None
     goal = universe.tasks[run.job].goal
@@ -337,7 +340,7 @@ def check_s14_useful_nodes_are_left_alone(universe: Universe, event: Event) -> N
 
 
 def _is_spent(universe: Universe, run: MachineRun, alone_s: float) -> bool:
-    """Whether the budget is used up by what is on record, or was to be by now when the broker was last heard."""
+    """Return whether the recorded cost uses up the budget, or was due to by now when the broker was last heard."""
     budget_usd = universe.budgets.get(run.job)
     if budget_usd is None:
         return False

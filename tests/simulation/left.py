@@ -1,4 +1,4 @@
-"""What simulated heads leave in their bucket: stands in for `broker.jobs.outcomes.BucketOutcomes`."""
+"""Outcomes that simulated heads leave in their bucket: a stand-in for `broker.jobs.outcomes.BucketOutcomes`."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ class SimulatedOutcomes:
     def __init__(
         self, gang: MachineGang, cloud: SimulatedCloud, *, is_silent: Callable[[MachineRun], bool] = lambda run: False
     ) -> None:
-        """`is_silent`: whether the bucket gives no answer this time."""
+        """Wrap the gang; `is_silent` returns whether the bucket gives no answer this time."""
         self._gang = gang
         self._cloud = cloud
         self._is_silent = is_silent
 
     async def read_outcome(self, place: str, attempt: int) -> RunResult | None:
-        """There is one where the run ended before its head did."""
+        """Return the outcome, which exists where the run ended before its head did."""
         run = self._find_run(place, attempt)
         return None if run is None or self._is_silent(run) else self.find_outcome(run)
 
@@ -55,7 +55,7 @@ class SimulatedOutcomes:
 
 
 def check_s7_left_success_is_heard(universe: Universe, event: Event) -> None:
-    """An attempt whose head has left its success in a bucket that answers does not count as lost."""
+    """Check that an attempt does not count as lost when its success is in a bucket that answers."""
     if "attempts" not in event.written:
         return
     known = universe.memory.setdefault("lost attempts", set())

@@ -1,6 +1,6 @@
-"""What runs on the simulated nodes: programs that make a step a second and save each tenth, with every way to go wrong.
+"""Programs on the simulated nodes: a step a second, a save each tenth step, and every way to fail.
 
-Stands in for `runtime.gang.Gang`. The truth about a program follows from times alone, so nothing has to tick.
+Stands in for `runtime.gang.Gang`. A program's state follows from times alone, so nothing has to tick.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from tests.simulation.shuffled import ShuffledLoop
 SAVE_EVERY = 10
 STEPS_MAX = 1_000_000
 QUIET_S = 300.0  # as `agent_files.QUIET_S`
-LOOK_S = 60.0  # how often a machine that is alone looks whether it is done
+LOOK_S = 60.0  # how often a machine without a broker checks whether it is done
 
 
 @dataclass(frozen=True, kw_only=True)
 class Program:
-    """What a job's program does, whatever its broker does.
+    """The behaviour of a job's program, whatever its broker does.
 
     `hang_at`: the first `hangs` starts stop there. `break_at`: the first `breaks` starts of a gang lose a rank there.
-    `deaths`: of each start in turn, the step at which its last rank dies, and the exit code that this gives.
+    `deaths`: for each start in turn, the step at which its last rank dies, and the resulting exit code.
     """
 
     steps: int = 30
@@ -39,12 +39,12 @@ class Program:
     break_at: int = 7
     breaks: int = 0
     deaths: tuple[tuple[int, int], ...] = ()
-    unfit: int = 0  # so many nodes that join an elastic gang at work fail in `setup`, the first ones
+    unfit: int = 0  # number of nodes joining a working elastic gang that fail in `setup`, the first ones
 
 
 @dataclass(frozen=True, kw_only=True)
 class Member:
-    """A node that takes part, since when."""
+    """A participating node, and since when."""
 
     rank: int
     id: str
@@ -54,7 +54,7 @@ class Member:
 
 @dataclass(kw_only=True)
 class MachineRun:
-    """One start of a program on a gang. With `nodes_min` it goes on while so many are left, the head among them."""
+    """One start of a program on a gang. With `nodes_min` it continues while that many are left, the head among them."""
 
     job: int
     attempt: int
@@ -74,7 +74,7 @@ class MachineRun:
 
     @property
     def ids(self) -> tuple[str, ...]:
-        """Of all that ever took part."""
+        """Return the ids of all nodes that ever took part."""
         return tuple(each.id for each in self.members)
 
 
@@ -94,7 +94,7 @@ class Report:
 
 
 class MachineGang:
-    """A Gang. `on_effect` is called around each deed, `on_start` and `on_save` tell the checkers what happened."""
+    """A stand-in Gang. `on_effect` is called around each effect; `on_start` and `on_save` report to the checkers."""
 
     def __init__(
         self,
@@ -121,9 +121,9 @@ class MachineGang:
         self._prepared: set[str] = set()  # nodes that have the agent
         self.runs: dict[tuple[str, int], MachineRun] = {}  # by cluster and run id
         self.runs_by_job: dict[int, list[MachineRun]] = {}
-        self.told: dict[tuple[str, int], Process | None] = {}  # run -> who was told of its program's success
+        self.told: dict[tuple[str, int], Process | None] = {}  # run -> processes that heard of its program's success
         self.programs: dict[int, Program] = {}
-        self.roots: dict[int, int] = {}  # a retried job's id -> the one whose checkpoints it goes on with
+        self.roots: dict[int, int] = {}  # a retried job's id -> the one whose checkpoints it continues from
         self.saved: dict[int, int] = {}  # job -> newest checkpoint, outside all nodes
         self.unreachable: dict[str, list[tuple[float, float]]] = {}  # node id -> partitions from, until
         self.skews: dict[str, float] = {}
@@ -186,7 +186,7 @@ class MachineGang:
         )
 
     def _list_unfit(self, cluster: Cluster, run: MachineRun, silent: tuple[int, ...]) -> tuple[tuple[int, str], ...]:
-        """Of the nodes that the broker asked and that answered."""
+        """List the unfit nodes among those that the broker asked and that answered."""
         unfit = {each.id for each in run.members if each.is_unfit}
         ranks = (node.rank for node in list_live(cluster.nodes) if node.id in unfit and node.rank not in silent)
         return tuple((rank, f"setup exited with 3 on rank {rank}") for rank in ranks)
@@ -219,7 +219,7 @@ class MachineGang:
             raise TransientError("a node does not answer")
 
     def measure(self, run: MachineRun) -> tuple[int, RunStatus, int | None]:
-        """Step, status and exit code now. The program ends with the first node that it cannot do without."""
+        """Return step, status and exit code now. The program ends with the first node that it cannot do without."""
         now_s = self._loop.time()
         begun_s = run.started_s + run.program.setup_s
         lost_s = self._find_loss_s(run, begun_s)
@@ -246,7 +246,7 @@ class MachineGang:
         return step, RunStatus.SETTING_UP if now_s < begun_s else RunStatus.RUNNING, None
 
     def measure_end_s(self, run: MachineRun) -> float:
-        """When a program that has ended did."""
+        """Return when a program that has ended did so."""
         begun_s = run.started_s + run.program.setup_s
         step = self.measure(run)[0]
         ends_s = [self._find_loss_s(run, begun_s), run.cancelled_s, begun_s + self._measure_break_s(run)]
@@ -254,7 +254,7 @@ class MachineGang:
         return begun_s + step - run.first_step if step >= run.program.steps else min(ends_s)
 
     def has_died(self, run: MachineRun) -> bool:
-        """Whether its program ended with an exit code of its own, and not with a node."""
+        """Return whether the program ended with an exit code of its own, and not with a node."""
         step, status, code = self.measure(run)
         death_s = self._find_death(run, run.started_s + run.program.setup_s)[0]
         is_done = step >= run.program.steps
@@ -280,7 +280,7 @@ class MachineGang:
         return math.inf
 
     def _measure_break_s(self, run: MachineRun) -> float:
-        """Seconds of work until its ranks lose each other, though every node lives; a broken network, say."""
+        """Return the seconds of work until ranks lose each other while every node lives (a broken network, say)."""
         if run.serial >= run.program.breaks or len(run.ids) == 1:
             return math.inf
         return float(max(0, run.program.break_at - run.first_step))
@@ -292,7 +292,7 @@ class MachineGang:
         return run.serial < run.program.hangs and self.measure(run)[0] >= run.program.hang_at
 
     def save(self, run: MachineRun) -> None:
-        """Commits of its newest checkpoint up to now; storage refuses an attempt older than the newest to save."""
+        """Commit the newest checkpoint up to now; storage refuses an attempt older than the newest to save."""
         step = max(run.first_step, self.measure(run)[0] // SAVE_EVERY * SAVE_EVERY)
         if step > run.saved_step:
             run.saved_step = step
@@ -305,7 +305,7 @@ class MachineGang:
         return any(since_s <= now_s < until_s for since_s, until_s in self.unreachable.get(node_id, ()))
 
     def was_silent(self, ids: Sequence[str], *, one_s: float, all_s: float) -> bool:
-        """Whether one of these was out of reach for `one_s` while another was not, or all were for `all_s`."""
+        """Return whether one node was unreachable for `one_s` while another was not, or all were for `all_s`."""
         windows = [self._join_windows(node_id) for node_id in ids]
         common = windows[0]
         for each in windows[1:]:
@@ -321,7 +321,7 @@ class MachineGang:
         return any(end_s - begin_s >= one_s for begin_s, end_s in alone)
 
     def _join_windows(self, node_id: str) -> list[tuple[float, float]]:
-        """When it was out of reach, up to now."""
+        """Return when the node was unreachable, up to now."""
         now_s = self._loop.time()
         joined: list[tuple[float, float]] = []
         for since_s, until_s in sorted(self.unreachable.get(node_id, ())):
@@ -333,7 +333,7 @@ class MachineGang:
         return joined
 
     def find_run(self, cluster: str) -> MachineRun | None:
-        """The newest on these nodes."""
+        """Find the newest run on these nodes."""
         of_cluster = [run for (name, _), run in self.runs.items() if name == cluster]
         return of_cluster[-1] if of_cluster else None
 
@@ -341,7 +341,7 @@ class MachineGang:
         root = self.roots.get(job, job)
         family = [root, *(each for each, of in self.roots.items() if of == root)]
         for run in [run for each in family for run in self.runs_by_job.get(each, ())]:
-            self.save(run)  # as it did by itself in its time, also where nobody has looked since
+            self.save(run)  # as it did by itself in its time, even if it was not polled since
         old = self.runs_by_job.setdefault(job, [])
         started = MachineRun(
             job=job,
@@ -360,7 +360,7 @@ class MachineGang:
         old.append(started)
 
     def _join(self, cluster: Cluster, run: MachineRun) -> None:
-        """Nodes that have taken the place of lost ones; a program that has ended takes in none."""
+        """Add nodes that have replaced lost ones to the run; a program that has ended takes in none."""
         for node in list_live(cluster.nodes):
             if node.id not in run.ids and self.is_working(run):
                 others = (each for old in self.runs_by_job[run.job] for each in old.members if each.is_unfit)
@@ -383,7 +383,7 @@ class MachineGang:
                 self._loop.call_world(lease_s + 0.001, self._end_unleased, run, node.id)
 
     def _end_unleased(self, run: MachineRun, node_id: str) -> None:
-        """The machine's own watch: no heartbeat for so long, and it switches itself off."""
+        """Run the machine's own watchdog: shut down when the lease ends without a heartbeat."""
         lease_s = max(each.lease_s.get(node_id, 0.0) for each in self._list_runs(run, node_id))
         if lease_s <= self._loop.time() and self._is_live(node_id):
             self.save(run)
@@ -391,7 +391,7 @@ class MachineGang:
             self._cloud.end_by_itself(node_id, reason="lease")
 
     def _look_if_done(self, run: MachineRun, node_id: str) -> None:
-        """The machine's own watch: its programs have ended, all that is left is in the bucket, and no broker asks."""
+        """Shut the machine down when its programs have ended, all is in the bucket, and no broker asks."""
         if not self._is_live(node_id):
             return
         runs = self._list_runs(run, node_id)
@@ -403,14 +403,14 @@ class MachineGang:
             self._loop.call_world(LOOK_S, self._look_if_done, run, node_id)
 
     def _list_runs(self, run: MachineRun, node_id: str) -> list[MachineRun]:
-        """All that the node was given: its lease and its quiet are the node's, not those of one run."""
+        """List all that the node was given: its lease and its quiet belong to the node, not to one run."""
         return [each for each in self.runs_by_job.get(run.job, ()) if node_id in each.ids]
 
     def _is_live(self, node_id: str) -> bool:
         return self._cloud.find([node_id])[0].state is not NodeState.TERMINATED
 
     def _hear(self, cluster: Cluster, silent: tuple[int, ...]) -> None:
-        """Whoever was asked knows that the broker is there."""
+        """Note that each polled node has heard the broker."""
         run = self.find_run(cluster.name)
         for node in list_live(cluster.nodes) if run is not None else ():
             if node.rank not in silent and node.id in run.heard_s:

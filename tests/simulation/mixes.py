@@ -1,4 +1,4 @@
-"""Which faults a seed plays and how often: every seed mixes its own (swarm testing), many leave most kinds out."""
+"""Kinds and rates of faults for a seed: each seed mixes its own (swarm testing), and many omit most kinds."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class JobSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class Mix:
-    """Rates are mean seconds between two faults of the kind, over the whole world; infinite: never."""
+    """Mean seconds between two faults of each kind, over the whole universe; infinite means never."""
 
     jobs: tuple[JobSpec, ...]
     cloud: FaultRates = field(default_factory=FaultRates)
@@ -68,9 +68,9 @@ class Mix:
     restart_s_max: float = 5.0
     poll_s: float = 0.5  # of the product's own pace; coarser ones play more histories in the same time
     end_s_max: float = END_S_MAX  # after the last fault every job has ended and nothing is left
-    leaves_broker_dead: bool = False  # nobody ever starts it again: nodes must end by themselves
+    leaves_broker_dead: bool = False  # the broker is never started again: nodes must end by themselves
     away_at_s: float = math.inf  # the machine of the brokers is closed then,
-    away_s: float = 0.0  # for so long
+    away_s: float = 0.0  # for this many seconds
 
     @property
     def may_lose_power(self) -> bool:
@@ -78,7 +78,7 @@ class Mix:
 
     @property
     def is_clock_true(self) -> bool:
-        """Whether the broker's clock measures what passes; how far it is off matters to nothing that is measured."""
+        """Return whether the broker's clock measures elapsed time; a constant offset affects no measurement."""
         return math.isinf(self.jump_every_s) and self.drift == 0.0
 
 
@@ -141,7 +141,7 @@ def draw_mix(random: Random) -> Mix:
 
 
 def draw_jobs(random: Random) -> tuple[JobSpec, ...]:
-    """Now and then one needs the one before it."""
+    """Draw jobs; occasionally one needs the one before it."""
     jobs = [draw_job(random) for _ in range(random.choice((1, 1, 2, 2, 3, 4)))]
     return tuple(
         replace(job, needs=(index - 1,)) if index and random.random() < 0.2 else job for index, job in enumerate(jobs)
@@ -149,7 +149,7 @@ def draw_jobs(random: Random) -> tuple[JobSpec, ...]:
 
 
 def draw_deaths(random: Random, steps: int) -> tuple[tuple[int, int], ...]:
-    """Of a third of all programs: ranks that are killed, abort or fail, at one step or on the way."""
+    """Draw the deaths of a third of all programs: ranks are killed, abort or fail, at one step or while progressing."""
     if random.random() < 0.67:
         return ()
     same = random.randrange(steps)
@@ -158,7 +158,7 @@ def draw_deaths(random: Random, steps: int) -> tuple[tuple[int, int], ...]:
 
 
 def draw_goal(random: Random, steps: int, budget_usd: float | None) -> Goal | None:
-    """A deadline now and then: then a spot policy says where the job runs, and moves it."""
+    """Draw an occasional deadline: then a spot policy says where the job runs, and moves it."""
     if random.random() < 0.15:
         work_hours = steps / 3600
         return Goal(work_hours=work_hours, deadline_hours=random.choice((2.0, 10.0)) * work_hours)
@@ -204,5 +204,5 @@ def draw_job(random: Random) -> JobSpec:
 
 
 def calm(jobs: Sequence[JobSpec], **changes: object) -> Mix:
-    """No fault at all, apart from `changes`."""
+    """Return a mix without faults, apart from `changes`."""
     return replace(Mix(jobs=tuple(jobs)), **changes)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""A broker's process as its host sees it: it can be killed, stopped and resumed, and its disk may fail it."""
+"""A broker's process as its host sees it: it can be killed, stopped and resumed, and its disk may fail."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ if TYPE_CHECKING:
 
 
 class Crash(BaseException):
-    """kill -9: no handler of the product's may catch it."""
+    """A kill -9: no handler of the product may catch it."""
 
 
 class Process:
-    """Dead, it can do nothing more, whichever of its tasks still wakes up: every port asks `check` first."""
+    """A process. Once dead it has no effect, whichever of its tasks still wakes up: every port calls `check` first."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class Process:
             raise Crash(self.name)
 
     def pass_by(self, point: str) -> None:
-        """A deed or commit is just before or behind us: this is where it may be killed."""
+        """Mark the instant just before or after an effect or commit: the process may be killed here."""
         self.check()
         self._on_point(self, point)
         self.check()
@@ -64,7 +64,7 @@ class Process:
         self.is_alive = False
         self.was_killed = True
         for connection in self.connections:
-            connection.abandon()  # at once: whoever writes next finds no lock of the dead
+            connection.abandon()  # at once: the next writer finds no lock held by the dead process
         self.release()
         self.loop.call_world(0.0, self._terminate)
 
@@ -73,7 +73,7 @@ class Process:
         return bool(self._held)
 
     def stop(self, why: str = "stop") -> None:
-        """SIGSTOP, or its whole machine is suspended; each reason has to end."""
+        """Send SIGSTOP, or suspend the whole machine; each reason has to end."""
         if self.is_alive:
             self.loop.stopped_count += not self._held
             self._held.add(why)
@@ -87,17 +87,17 @@ class Process:
                 self.loop.unpark()
 
     def release(self) -> None:
-        """Whatever it was stopped for."""
+        """Resume, whatever the reason for the stop was."""
         for why in sorted(self._held):
             self.resume(why)
 
     def kill_rest(self) -> None:
-        """It has exited: whatever it left running ends with it."""
+        """Kill what the exited process left running."""
         self.is_alive = False
         self._terminate()
 
     def mend(self) -> None:
-        """The disk works again."""
+        """Make the disk work again."""
         self.statements_left = None
 
     def prune(self) -> None:
@@ -117,7 +117,10 @@ def get_process() -> Process | None:
 
 
 class ProcessClock:
-    """The host's wall clock: it may jump, run fast or slow, and differ from the cloud's. A dead process reads none."""
+    """The host's wall clock: it may jump, run fast or slow, and differ from the cloud's.
+
+    A dead process cannot read it.
+    """
 
     def __init__(self, loop: ShuffledLoop, *, offset_s: float = 0.0, drift: float = 0.0) -> None:
         self._loop = loop

@@ -1,4 +1,4 @@
-"""Records and nodes: whose a node is, who may end it, and that what is on record is what there is."""
+"""Invariants of records and nodes: each node's owner, who may end it, and agreement between records and nodes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ IS_COLLECTOR: ContextVar[bool] = ContextVar("is_collector", default=False)
 
 
 def note_end(universe: Universe, event: Event) -> None:
-    """Whether a node was anybody's when it was asked to end."""
+    """Note whether a node had an owner when it was asked to end."""
     node = event.node
     assert node is not None
     is_owned = node.id not in {each.id for each in universe.list_unowned_nodes()}
@@ -25,7 +25,7 @@ def note_end(universe: Universe, event: Event) -> None:
 
 
 def check_s3_only_the_lost_are_collected(universe: Universe, event: Event) -> None:
-    """The collector ends nothing that an open intent or a record names."""
+    """Check that the collector ends nothing that an open intent or a record names."""
     if "events" not in event.written:
         return
     last = universe.memory.get("collected", 0)
@@ -43,7 +43,7 @@ def check_s3_only_the_lost_are_collected(universe: Universe, event: Event) -> No
 
 
 def check_s3_young_nodes_are_spared(universe: Universe, event: Event) -> None:
-    """The collector waits until no call that is under way can claim a node; with a true clock it knows the age."""
+    """Check that the collector waits until no call under way can claim a node; with a true clock it knows the age."""
     node = event.node
     assert node is not None
     age_s = event.time_s - node.created_s
@@ -53,7 +53,7 @@ def check_s3_young_nodes_are_spared(universe: Universe, event: Event) -> None:
 
 
 def check_s3_replacements_are_spared(universe: Universe, event: Event) -> None:
-    """The collector ends no node that a gang at work is waiting for."""
+    """Check that the collector ends no node that a working gang is waiting for."""
     node = event.node
     assert node is not None
     process = universe.memory.get("replacing", {}).get(node.cluster)
@@ -71,7 +71,7 @@ def check_s3_replacements_are_spared(universe: Universe, event: Event) -> None:
 
 
 def check_s3_records_outlive_nodes(universe: Universe, event: Event) -> None:
-    """A node leaves its record, and an intent is closed as ended, when the node is gone and not before."""
+    """Check that a node leaves its record, and an intent is closed as ended, only when the node is gone."""
     if "clusters" in event.written:
         rows = universe.read("SELECT name, CAST(body AS TEXT) FROM clusters")
         records = {name: {node["id"] for node in json.loads(body)["nodes"]} for name, body in rows}
@@ -103,13 +103,13 @@ def _list_unowned(universe: Universe) -> set[str]:
 
 
 def check_fresh_list(universe: Universe, event: Event) -> None:
-    """S16: whoever asks for a list gets one that set out after the asking: an older one may lack what was just made."""
+    """Check S16: a requested list starts after the request, since an older one may lack new nodes."""
     if event.late_s > 0.0:
         raise Violation("S16", f"a list is shared that set out {event.late_s:.3f} s before it was asked for")
 
 
 def check_s4_stale_calls(universe: Universe, event: Event) -> None:
-    """A leader that was replaced asks for nothing."""
+    """Check that a replaced leader requests nothing."""
     store = event.process.store if event.process else None
     epoch = store.epoch if store is not None else None
     newest = universe.read("SELECT epoch FROM leader")[0][0]

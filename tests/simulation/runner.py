@@ -1,4 +1,4 @@
-"""Plays one seed from nothing: the same seed is the same history, on every machine and under every hash seed."""
+"""Play of one seed from nothing: the same seed is the same history on every machine and under every hash seed."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def play_mix(seed: int, mix: Mix, *, trace: bool = False) -> Result:
 
 
 def play_scene(scene: Scene, *, kill_at: int | None = None, stop_at: int | None = None, trace: bool = False) -> Result:
-    """One scene; with `kill_at` or `stop_at`, whoever comes to that deed or commit is killed or stopped there."""
+    """Play one scene; with `kill_at` or `stop_at`, kill or stop the process that reaches that effect or commit."""
 
     async def act(universe: Universe) -> None:
         universe.begin(act_out(universe, scene))
@@ -84,7 +84,7 @@ def _play(
 
 @contextmanager
 def make_folder() -> Iterator[Path]:
-    """In memory where there is such a disk: these commits need not outlive a power cut."""
+    """Make a folder, in memory where possible: these commits need not outlive a power cut."""
     memory = Path("/dev/shm")
     folder = Path(tempfile.mkdtemp(prefix="broker-simulation-", dir=memory if memory.is_dir() else None))
     try:
@@ -94,7 +94,7 @@ def make_folder() -> Iterator[Path]:
 
 
 class _Listener(logging.Handler):
-    """The daemon survives an unexpected error of one job; here it is a failure."""
+    """A daemon in which an unexpected error of one job is a failure, although the product's survives it."""
 
     def __init__(self, universe: Universe) -> None:
         super().__init__(logging.WARNING)

@@ -1,6 +1,7 @@
-"""Small worlds with one thing happening in each, played without chance: for killing a broker at its every deed.
+"""Small universes with one event each, played without chance, for killing a broker at its every effect.
 
-A scene's acts are timed from the first start of a program, so that they hit the same moment whoever was killed.
+A scene's acts are timed from the first start of a program, so that they hit the same moment whichever process was
+killed.
 """
 
 from __future__ import annotations
@@ -26,10 +27,11 @@ Act = Callable[[Universe], None]
 
 @dataclass(frozen=True, kw_only=True)
 class Scene:
-    """`acts`: seconds after the first start, and what happens then. `ends`: how each job may end.
+    """A scene.
 
-    `self_ends`: the reasons for which nodes end themselves; None: any. `starts`: of programs in all; `machines`: nodes
-    that were made in all; None: any number.
+    `acts`: seconds after the first start, and what happens then. `ends`: how each job may end. `self_ends`: the reasons
+    for which nodes end themselves; None: any. `starts`: of programs in all; `machines`: nodes that were made in all;
+    None: any number.
     """
 
     name: str
@@ -98,7 +100,7 @@ def make_mix(*jobs: JobSpec, cloud: FaultRates = FaultRates(), market: CloudTimi
 
 
 def preempt(universe: Universe) -> None:
-    """The newest node of a program that works."""
+    """Preempt the newest node of a working program."""
     working = [run for run in universe.gang.runs.values() if universe.gang.is_working(run)]
     if working:
         universe.note_fault("preempt", working[-1].cluster)
@@ -106,7 +108,7 @@ def preempt(universe: Universe) -> None:
 
 
 def end_rank_1(universe: Universe) -> None:
-    """Of the newest gang, whatever its program does."""
+    """End rank 1 of the newest gang, whatever its program does."""
     run = list(universe.gang.runs.values())[-1]
     universe.note_fault("preempt", run.cluster)
     universe.cloud.preempt([run.ids[1]])
@@ -119,7 +121,7 @@ def end_rank_0(universe: Universe) -> None:
 
 
 def fill_place(universe: Universe) -> None:
-    """The zone of the newest gang has no room for another node."""
+    """Fill the zone of the newest gang, so that it has no room for another node."""
     run = list(universe.gang.runs.values())[-1]
     zone = universe.cloud.find(run.ids)[0].zone
     assert zone is not None
@@ -127,7 +129,7 @@ def fill_place(universe: Universe) -> None:
 
 
 def cut_off(universe: Universe) -> None:
-    """The head of every program answers nobody for half a minute."""
+    """Make the head of every program unreachable for half a minute."""
     universe.note_fault("partition")
     now_s = universe.loop.time()
     for run in universe.gang.runs.values():
@@ -135,33 +137,33 @@ def cut_off(universe: Universe) -> None:
 
 
 def stop_leader(universe: Universe) -> None:
-    """SIGSTOP for so long that another one takes over; then it goes on where it was."""
+    """Send SIGSTOP for long enough that another broker takes over; then resume."""
     for process in universe.processes:
         if process.store is not None and process.store.epoch is not None:
             universe.stop(process, universe.mix.stopped_s)
 
 
 def black_out(universe: Universe) -> None:
-    """For most of a minute the cloud lists nothing, though all is well."""
+    """Return empty lists from the cloud for most of a minute, though all is well."""
     universe.note_fault("list:blackout")
     universe.cloud.black_out(50.0)
 
 
 def black_out_for_long(universe: Universe) -> None:
-    """For ten minutes, while every agent answers."""
+    """Return empty lists for ten minutes, while every agent answers."""
     universe.note_fault("list:blackout")
     universe.cloud.black_out(600.0)
 
 
 def silence_region(universe: Universe) -> None:
-    """No list covers the place of the newest program for two minutes."""
+    """Leave the place of the newest program out of every list for two minutes."""
     run = list(universe.gang.runs.values())[-1]
     universe.note_fault("list:silent", run.cluster)
     universe.cloud.silence(universe.cloud.find(run.ids)[0].region, 120.0)
 
 
 def cut_off_shortly(universe: Universe) -> None:
-    """No node of any program answers for most of a minute."""
+    """Make every node of every program unreachable for most of a minute."""
     universe.note_fault("partition:gang")
     now_s = universe.loop.time()
     for run in universe.gang.runs.values():
@@ -170,7 +172,7 @@ def cut_off_shortly(universe: Universe) -> None:
 
 
 def cut_off_gang(universe: Universe) -> None:
-    """No node of any program answers for most of ten minutes; their cloud lists them as RUNNING."""
+    """Make every node of every program unreachable for most of ten minutes; their cloud lists them as RUNNING."""
     universe.note_fault("partition:gang")
     now_s = universe.loop.time()
     for run in universe.gang.runs.values():
@@ -188,7 +190,7 @@ def log_in_at_home(universe: Universe) -> None:
 
 
 def leave(duration_s: float) -> Act:
-    """The laptop is closed."""
+    """Close the laptop."""
     return lambda universe: stories.leave(universe, duration_s)
 
 
@@ -204,13 +206,13 @@ def take_down(universe: Universe) -> None:
 
 
 def submit_again(universe: Universe) -> None:
-    """With the request id it had."""
+    """Submit again with the same request id."""
     spec = universe.mix.jobs[0]
     universe.begin(stories.insist(universe, "submit", lambda process: stories.submit_once(universe, process, 0, spec)))
 
 
 def kill(universe: Universe) -> None:
-    """Whoever is a broker or a command just now."""
+    """Kill every current broker and command."""
     stories.kill(universe)
 
 
@@ -228,7 +230,7 @@ def use_cluster(universe: Universe) -> None:
 
 
 def sleep(universe: Universe) -> None:
-    """The lid is closed for most of a quarter of an hour."""
+    """Close the lid for most of a quarter of an hour."""
     host.suspend_for(universe, 700.0)
 
 
@@ -237,20 +239,20 @@ def cut_power(universe: Universe) -> None:
 
 
 def fill_disk(universe: Universe) -> None:
-    """For most of a minute."""
+    """Fill the disk for most of a minute."""
     universe.note_fault("disk:full")
     universe.file.is_full = True
     universe.loop.call_world(50.0, host.free_disk, universe)
 
 
 def expire_login(universe: Universe) -> None:
-    """Nothing can be asked of the cloud for most of a minute, though all is well."""
+    """Refuse every call to the cloud for most of a minute, though all is well."""
     universe.note_fault("list:auth")
     universe.cloud.lock_out(50.0)
 
 
 def repeat_call(universe: Universe) -> None:
-    """The cloud makes the first job's nodes once more, minutes late, and nobody waits for them."""
+    """Make the first job's nodes once more, minutes late, with no caller waiting for them."""
     rows = universe.read("SELECT body FROM intents WHERE outcome IS NOT NULL ORDER BY rowid")
     if rows:
         request = msgspec.json.decode(rows[0][0], type=NodeRequest)
@@ -258,7 +260,7 @@ def repeat_call(universe: Universe) -> None:
 
 
 async def act_out(universe: Universe, scene: Scene) -> None:
-    """Acts in turn; without any program started within a while, they happen all the same."""
+    """Perform acts in turn, even if no program has started within the wait."""
     universe.is_acting = True
     for zone in scene.full_zones:
         universe.cloud.full_zones[zone] = float("inf")
@@ -274,13 +276,13 @@ async def act_out(universe: Universe, scene: Scene) -> None:
 
 
 def check_end(universe: Universe, scene: Scene) -> str:
-    """What is wrong with the end; empty when all is well."""
+    """Return what is wrong with the end; empty when all is well."""
     rows = universe.read("SELECT id, status, failure FROM jobs")
     wrong = [f"job {job_id} is {status} ({failure})" for job_id, status, failure in rows if status not in scene.ends]
     foreign = universe.cloud.find(["foreign-1"])[0]
     if foreign.state is not NodeState.RUNNING:
         wrong.append("somebody else's node was ended")
-    # The bill of the cloud and ours agree, whoever was killed: a node's end is told by the cloud, to the second.
+    # The bill of the cloud and ours agree, whichever process was killed: the cloud reports a node's end to the second.
     ours_usd = universe.measure_recorded_usd(None)
     theirs_usd = universe.cloud.bill_usd()
     self_ends = {node.reason for node in universe.cloud.observe()} & {"lease", "done"}
@@ -414,7 +416,7 @@ SCENES: tuple[Scene, ...] = (
         acts=((60.0, retry),),
         ends=(JobStatus.FAILED, JobStatus.SUCCEEDED),
     ),
-    # The second death at step 8 shows that the nodes are no better for another start.
+    # The second death at step 8 shows that another start does not help on these nodes.
     Scene(name="killed ranks and headway", mix=make_mix(make_job(deaths=KILLED)), starts=5, machines=4),
     Scene(name="a killed rank and two brokers", mix=make_mix(make_job(deaths=KILLED[:2]), is_doubled=True), machines=2),
     Scene(

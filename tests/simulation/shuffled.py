@@ -24,7 +24,7 @@ CURRENT: ContextVar[Host | None] = ContextVar("process", default=None)
 
 
 class ShuffledLoop(asyncio.BaseEventLoop):
-    """Never waits: when nothing is ready, time jumps to the next timer. What is ready at once runs in any order."""
+    """A loop that never waits: when nothing is ready, time jumps to the next timer. Ready handles run in any order."""
 
     def __init__(self, random: Random, start_s: float = START_S) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ class ShuffledLoop(asyncio.BaseEventLoop):
         self._time_s = start_s
         self._parked: list[asyncio.Handle] = []
         self._frozen: list[tuple[asyncio.TimerHandle, float]] = []  # and how long each still had to run
-        self.stopped_count = 0  # processes that are stopped: only then every handle must be looked at
+        self.stopped_count = 0  # stopped processes: only then every handle must be examined
         self.set_task_factory(_make_task)
         self.set_exception_handler(lambda loop, context: None)
 
@@ -40,17 +40,17 @@ class ShuffledLoop(asyncio.BaseEventLoop):
         return self._time_s
 
     def begin(self, work: Coroutine[Any, Any, Any], host: Host | None) -> asyncio.Task[Any]:
-        """A task of `host`, or of the world itself; all that it starts belongs to the same."""
+        """Start a task of `host`, or of the universe itself; everything it starts belongs to the same."""
         context = Context()
         context.run(CURRENT.set, host)
         return self.create_task(work, context=context)
 
     def call_world(self, delay_s: float, call: Any, *arguments: Any) -> None:
-        """As `call_later`, whatever becomes of the process that asks."""
+        """Act as `call_later`, whatever becomes of the calling process."""
         self.call_later(delay_s, call, *arguments, context=Context())
 
     def freeze(self, hosts: Collection[Host]) -> None:
-        """Timers of these stand still, as on a machine that is suspended; see `thaw`."""
+        """Freeze the timers of these processes, as on a machine that is suspended; see `thaw`."""
         going = []
         for handle in self._scheduled:
             if handle._context.get(CURRENT) in hosts:
@@ -67,12 +67,12 @@ class ShuffledLoop(asyncio.BaseEventLoop):
         self._frozen = []
 
     def unpark(self) -> None:
-        """After a process goes on: what was parked for it is ready again, in the order it came."""
+        """Make handles parked for a resumed process ready again, in the order they came."""
         parked, self._parked = self._parked, []
         self._ready.extend(parked)
 
     def add_signal_handler(self, sig: int, callback: Any, *args: Any) -> None:
-        """Nobody sends SIGTERM here: processes are killed and stopped, which they cannot catch."""
+        """Ignore handlers: processes are killed and stopped, which they cannot catch, and SIGTERM is never sent."""
 
     def remove_signal_handler(self, sig: int) -> bool:
         return True
@@ -112,10 +112,10 @@ class ShuffledLoop(asyncio.BaseEventLoop):
         self._ready.extend(ready)
 
     def _process_events(self, event_list: Any) -> None:
-        """There are no sockets here."""
+        """Do nothing: there are no sockets here."""
 
     def _write_to_self(self) -> None:
-        """Nor threads."""
+        """Do nothing: there are no threads here."""
 
 
 def _make_task(

@@ -1,4 +1,4 @@
-"""When a program may start: one attempt of a job at a time, a whole gang, and never after the job's end."""
+"""Invariants of program starts: one attempt of a job at a time, a whole gang, and never after the job's end."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def check_s4_one_active_attempt(universe: Universe, event: Event) -> None:
-    """While one attempt of a job works no other starts, and their numbers grow."""
+    """Check that no attempt of a job starts while another works, and that their numbers grow."""
     run = event.run
     assert run is not None
     roots = universe.gang.roots
@@ -31,7 +31,7 @@ def check_s4_one_active_attempt(universe: Universe, event: Event) -> None:
 
 
 def check_s7_no_start_after_the_end(universe: Universe, event: Event) -> None:
-    """An ended job does not run again, not even by a leader that was stopped meanwhile: its nodes are gone by then."""
+    """Check that an ended job does not run again, even by a leader stopped meanwhile: its nodes are gone by then."""
     assert event.run is not None
     status = universe.read("SELECT status FROM jobs WHERE id = ?", (event.run.job,))[0][0]
     if status in TERMINAL:
@@ -39,7 +39,7 @@ def check_s7_no_start_after_the_end(universe: Universe, event: Event) -> None:
 
 
 def check_s7_no_start_after_success(universe: Universe, event: Event) -> None:
-    """An attempt recorded as succeeded is the last: its outcome and the job's end are one commit."""
+    """Check that an attempt recorded as succeeded is the last: its outcome and the job's end are one commit."""
     assert event.run is not None
     for number, kind in universe.read("SELECT number, outcome_kind FROM attempts WHERE job_id = ?", (event.run.job,)):
         if kind == OutcomeKind.SUCCEEDED:
@@ -47,7 +47,7 @@ def check_s7_no_start_after_success(universe: Universe, event: Event) -> None:
 
 
 def check_s7_no_start_after_a_cancel(universe: Universe, event: Event) -> None:
-    """Whoever was told that the job is being cancelled does not see it start a while later."""
+    """Check that no job starts well after its cancel was acknowledged to a user."""
     run = event.run
     assert run is not None
     asked_s = universe.memory.get("cancels", {}).get(run.job, math.inf)
@@ -58,7 +58,7 @@ def check_s7_no_start_after_a_cancel(universe: Universe, event: Event) -> None:
 
 
 def check_whole_gang(universe: Universe, event: Event) -> None:
-    """A program starts on as many nodes as its task asks for, all of one zone."""
+    """Check that a program starts on as many nodes as its task asks for, all of one zone."""
     run = event.run
     assert run is not None
     wanted = universe.tasks[run.job].num_nodes
@@ -68,7 +68,7 @@ def check_whole_gang(universe: Universe, event: Event) -> None:
 
 
 def check_s15_needs_come_first(universe: Universe, event: Event) -> None:
-    """A job of a pipeline starts when all that it needs have succeeded."""
+    """Check that a job of a pipeline starts when all that it needs have succeeded."""
     assert event.run is not None
     needs = json.loads(universe.read("SELECT needs FROM jobs WHERE id = ?", (event.run.job,))[0][0])
     for other in needs:
@@ -78,7 +78,7 @@ def check_s15_needs_come_first(universe: Universe, event: Event) -> None:
 
 
 def check_s17_restarts_are_bounded(universe: Universe, event: Event) -> None:
-    """A program that dies is started again as often as its task says; else until three deaths without headway."""
+    """Check that a program that dies restarts as often as its task says; else until three deaths without headway."""
     run = event.run
     assert run is not None
     restarts_max = universe.tasks[run.job].recovery.max_restarts_on_errors
@@ -98,7 +98,7 @@ def check_s17_restarts_are_bounded(universe: Universe, event: Event) -> None:
 
 
 def check_s7_deaths_are_true(universe: Universe, event: Event) -> None:
-    """An exit code on record is one of the program itself, and not of a rank whose peer's machine was lost."""
+    """Check that a recorded exit code is the program's own, and not of a rank whose peer's machine was lost."""
     if "attempts" not in event.written:
         return
     known = universe.memory.setdefault("deaths", set())
@@ -113,7 +113,7 @@ def check_s7_deaths_are_true(universe: Universe, event: Event) -> None:
 
 
 def note_moves(universe: Universe, event: Event) -> None:
-    """A job that follows a deadline is moved to another place while it works."""
+    """Note that a job that follows a deadline is moved to another place while it works."""
     if "attempts" in event.written and universe.follows_deadline:
         moved = universe.memory.setdefault("moved", set())
         for (cluster,) in universe.read(

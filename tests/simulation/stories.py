@@ -1,4 +1,4 @@
-"""What happens in a history besides the brokers: users, faults, and in the end peace, after which all must be well."""
+"""Events of a history besides the brokers: users, faults, and a final fault-free phase that must end well."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ END_S_MAX = 24 * 3600.0
 
 
 async def play(universe: Universe) -> None:
-    """Faults until `heal_s`, or until nothing is left to disturb; then peace until all is done."""
+    """Play faults until `heal_s`, or until nothing is left to disturb; then run without faults until all is done."""
     mix = universe.mix
     tasks = [universe.loop.begin(work, None) for work in list_actors(universe)]
     try:
@@ -56,7 +56,7 @@ async def play(universe: Universe) -> None:
 
 
 def measure_allowance_s(universe: Universe) -> float:
-    """After so long without a broker no node may be left."""
+    """Return the time without a broker after which no node may be left."""
     return max(find_allowance_s(universe, job_id) for job_id in universe.tasks) if universe.tasks else 0.0
 
 
@@ -116,7 +116,7 @@ def heal(universe: Universe) -> None:
 
 
 async def submit(universe: Universe, index: int, spec: JobSpec) -> None:
-    """As a script would: with one request id, again and again until it worked."""
+    """Submit as a script would: with one request id, again and again until it works."""
     await asyncio.sleep(spec.submit_s)
     while not all(other in universe.jobs_in for other in spec.needs):
         await asyncio.sleep(1.0)
@@ -147,7 +147,7 @@ async def cancel_job(universe: Universe, process: Process, index: int) -> None:
 
 
 async def run_command(universe: Universe, name: str, work: Callable[[Process], Awaitable[None]]) -> bool:
-    """A command is a process of its own. Whether it ended well: not killed, no error told."""
+    """Run a command as a process of its own; return whether it ended well: not killed, no error reported."""
     process = universe.spawn(name, work)
     is_whole = await universe.wait_for(process) is None and not process.was_killed
     universe.say(f"{name} {'ends' if is_whole else 'fails'}")
@@ -155,7 +155,7 @@ async def run_command(universe: Universe, name: str, work: Callable[[Process], A
 
 
 async def insist(universe: Universe, name: str, work: Callable[[Process], Awaitable[None]]) -> None:
-    """Once more until it worked."""
+    """Repeat until it has worked."""
     for _ in range(TRIES_MAX):
         if await run_command(universe, name, work):
             return
@@ -189,7 +189,7 @@ async def collect(universe: Universe, process: Process) -> None:
 
 
 async def use_cluster(universe: Universe, name: str) -> None:
-    """`broker launch` of a cluster called dev, and `broker down` until it works; now and then somebody forgets."""
+    """Run `broker launch` for a cluster called dev, and `broker down` until it works; occasionally omit the latter."""
     await run_command(universe, name, lambda process: launch(universe, process))
     await asyncio.sleep(5.0)
     sql = "SELECT 1 FROM clusters WHERE name = 'dev' AND json_array_length(body, '$.nodes')"
@@ -232,7 +232,7 @@ async def retry(universe: Universe, process: Process, job_id: int) -> None:
 
 
 def partition(universe: Universe) -> None:
-    """A node lives and works, and the broker cannot reach it."""
+    """Make a node unreachable for the broker while it lives and works."""
     live = universe.list_live_nodes()
     if not live:
         return
@@ -244,7 +244,7 @@ def partition(universe: Universe) -> None:
 
 
 def cut_off_gang(universe: Universe) -> None:
-    """No node of one cluster answers, the broker's address is blocked, say; its cloud says RUNNING of each."""
+    """Make every node of a cluster unreachable (a blocked broker address, say); its cloud reports each as RUNNING."""
     clusters = sorted({node.cluster for node in universe.list_live_nodes()})
     if not clusters:
         return
@@ -264,7 +264,7 @@ def kill(universe: Universe) -> None:
 
 
 def stop(universe: Universe) -> None:
-    """SIGSTOP; it goes on much later, sure that it still leads."""
+    """Send SIGSTOP; the broker resumes much later, sure that it still leads."""
     going = [process for process in universe.processes if process.is_alive and not process.is_stopped]
     if not going:
         return
@@ -273,14 +273,14 @@ def stop(universe: Universe) -> None:
 
 
 async def close(universe: Universe) -> None:
-    """The machine of all brokers and commands is closed for a while."""
+    """Close the machine of all brokers and commands for a while."""
     await asyncio.sleep(universe.mix.away_at_s)
     if not universe.is_healed:
         leave(universe, universe.mix.away_s)
 
 
 def leave(universe: Universe, duration_s: float) -> None:
-    """Whoever is a broker or a command is gone, and no broker comes back before."""
+    """Remove every broker and command; no broker comes back before a set time."""
     universe.note_fault("away")
     universe.away_until_s = universe.loop.time() + duration_s
     for process in list(universe.processes):

@@ -1,4 +1,4 @@
-"""Whatever users do, in whatever order, while the world does its worst: hypothesis finds a sequence and shortens it."""
+"""Users' commands in any order under faults: hypothesis finds a failing sequence and shortens it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TROUBLES = ("stuck", "mute", "unknown_after", "late", "full", "partial", "forgot
 
 
 class Commands(RuleBasedStateMachine):
-    """A broker and its users. After each command some time passes; every checker looks at every deed meanwhile."""
+    """A broker and its users. After each command some time passes; every checker examines every effect meanwhile."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class Commands(RuleBasedStateMachine):
         self.launch_job(nodes=2, exit_codes=(), hedge=2, budget_usd=None, pause_s=3.0)
 
     def teardown(self) -> None:
-        """Peace: then every job ends, and nothing is left."""
+        """Stop faults: then every job ends, and nothing is left."""
         if self.universe is None:
             return
         universe = self.universe
@@ -115,14 +115,14 @@ class Commands(RuleBasedStateMachine):
     @precondition(lambda self: self.universe.mix.jobs)
     @rule(pause_s=PAUSES_S)
     def launch_cluster(self, pause_s: float) -> None:
-        """And take it down in the end."""
+        """Launch a cluster, and take it down in the end."""
         self.universe.begin(stories.use_cluster(self.universe, "launch"))
         self._pass(pause_s)
 
     @precondition(lambda self: self._list_dev_nodes())
     @rule(pause_s=PAUSES_S)
     def autostop(self, pause_s: float) -> None:
-        """Its nodes were idle for long enough and switch themselves off."""
+        """Switch off nodes that were idle for long enough, as autostop does."""
         for node_id in self._list_dev_nodes():
             self.universe.cloud.end_by_itself(node_id, reason="autostop")
         self._pass(pause_s)
@@ -131,7 +131,7 @@ class Commands(RuleBasedStateMachine):
     def collect(self, pause_s: float) -> None:
         self._command("gc", lambda process: stories.collect(self.universe, process), pause_s)
 
-    # -- the world ------------------------------------------------------------------------------------------------
+    # -- the universe -------------------------------------------------------------------------------------------------
 
     @rule(pause_s=PAUSES_S)
     def kill_the_controller(self, pause_s: float) -> None:
@@ -140,7 +140,7 @@ class Commands(RuleBasedStateMachine):
 
     @rule(pause_s=PAUSES_S)
     def stop_the_controller(self, pause_s: float) -> None:
-        """As a laptop's lid does; it goes on later, sure that it still leads."""
+        """Stop the controller as a laptop's lid does; it resumes later, sure that it still leads."""
         stories.stop(self.universe)
         self._pass(pause_s)
 
@@ -158,7 +158,7 @@ class Commands(RuleBasedStateMachine):
 
     @rule(name=st.sampled_from(TROUBLES), pause_s=PAUSES_S)
     def trouble_the_cloud(self, name: str, pause_s: float) -> None:
-        """Half of its answers go wrong in one way, until the next trouble."""
+        """Make half of the cloud's answers fail in one way, until the next trouble."""
         self.universe.cloud.faults = FaultRates(**{name: 0.5})
         self._pass(pause_s)
 
@@ -189,7 +189,7 @@ class Commands(RuleBasedStateMachine):
 
 
 async def _settle(universe: Universe) -> None:
-    """What belongs to the world and not to the story: its last commands."""
+    """Settle the last commands, which belong to the universe and not to the story."""
     await asyncio.gather(*universe.side_tasks, return_exceptions=True)
 
 

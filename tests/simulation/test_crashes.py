@@ -1,4 +1,4 @@
-"""A broker beset by random faults and crashes ends every job as an undisturbed one would (every deed: test_scenes)."""
+"""A broker under random faults and crashes ends every job as an undisturbed one would (every effect: test_scenes)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LIMIT_S = 6 * 3600.0
 
 
 async def drive(world: World, scenario: str, done: set[str], planner: Planner | None = None) -> None:
-    """One process: the controller, and beside it whatever the scenario does to the world."""
+    """Run one process: the controller, and alongside it the scenario's own events."""
     outside = asyncio.ensure_future(disturb(world, scenario, done))
     controller = world.make_controller(planner=planner)
     provisioner = world.make_provisioner()
@@ -58,7 +58,7 @@ async def disturb(world: World, scenario: str, done: set[str]) -> None:
 
 
 def run_to_end(world: World, scenario: str, planner: Planner | None = None) -> int:
-    """Returns how many crashes there were; after each a new process takes over."""
+    """Run to the end and return the number of crashes; a new process takes over after each."""
     crashes = 0
     done: set[str] = set()
     while True:
@@ -81,7 +81,7 @@ def check(world: World, expected: JobStatus) -> None:
     mine = [node for node in world.cloud.observe() if node.owner == OWNER]
     twins = Counter((node.cluster, node.rank, node.token) for node in mine)
     assert max(twins.values(), default=0) <= 1
-    # A preempted node is billed to the second the cloud says, whoever noticed it when.
+    # A preempted node is billed to the second that the cloud reports, whenever it was noticed.
     spend_usd = world.store.bills.spend_usd(job_id=world.job_id, now_s=world.clock.now_s())
     assert spend_usd == pytest.approx(world.cloud.bill_usd(), rel=0.05, abs=0.01)
 
@@ -105,6 +105,6 @@ def test_random_faults_and_crashes_leave_a_finished_job_and_no_node(tmp_path: Pa
     else:
         world.reborn()
         world.clock.run(lambda: drive(world, scenario, done))
-    is_cancelled = world.get_job().cancel_requested  # many crashes may let the job end before anybody cancels
+    is_cancelled = world.get_job().cancel_requested  # many crashes may let the job end before a cancel
     check(world, JobStatus.CANCELLED if is_cancelled else JobStatus.SUCCEEDED)
     assert world.cloud.fault_counts, "no fault was played"

@@ -42,7 +42,7 @@ FEW = 150  # seeds of `make test`, and more until every fault has met a job
 COVERED = 400  # seeds that meet nearly every cell together
 COVERED_MAX = 1200  # the rarest cells come once in some hundred seeds: more are played until all are met
 CHUNK = 100
-UNOWNED_S_MAX = 10.0  # mean over the seeds: a node of ours runs, and nobody knows of it
+UNOWNED_S_MAX = 10.0  # mean over the seeds: a node of ours runs without being recorded
 DIGESTS = "from tests.simulation.runner import play_seed; print(*(play_seed(seed).digest for seed in range(20, 32)))"
 
 

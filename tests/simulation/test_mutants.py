@@ -1,4 +1,4 @@
-"""Every known bug, planted into the product, is told by the invariant that forbids it, whatever else defends us."""
+"""Every known bug, planted into the product, is detected by the invariant that forbids it, despite other defences."""
 
 from __future__ import annotations
 

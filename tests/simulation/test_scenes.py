@@ -1,4 +1,4 @@
-"""Killed at any deed or commit of any scene, the broker's next life ends the job as an undisturbed one would."""
+"""Killed at any effect or commit of any scene, the broker's next process ends the job as an undisturbed one would."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import pytest
 from tests.simulation.runner import play_scene
 from tests.simulation.scenes import SCENES, Scene
 
-KILL_EVERY = 6  # deeds of a scene that are killed at in `make test`; `make test-slow` kills at all others
+KILL_EVERY = 6  # effects of a scene killed at in `make test`; `make test-slow` kills at all others
 
 
 def kill_at_each(scene: Scene, *, is_rest: bool) -> None:
-    """Kill at every `KILL_EVERY`th deed, from a first one that the scene's name picks; the rest is all others."""
+    """Kill at every `KILL_EVERY`th effect, from a first one that the scene's name picks; the rest is all others."""
     calm = play_scene(scene)
     assert not calm.failure, calm.failure
     hit = {fault.rpartition(":")[2] for fault in calm.faults}

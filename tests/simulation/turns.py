@@ -1,6 +1,6 @@
-"""The order in which places are asked: nobody is passed over for a refusal of somebody else, or for one that ran out.
+"""The order in which places are asked: no place is skipped for another's refusal, or for an expired one.
 
-Reckoned from what was committed and from the plan alone: the product's own memory of refusals is what is checked.
+Derived from commits and the plan alone: the product's own memory of refusals is what is checked.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from tests.simulation.events import REFUSED, Event, Violation
 if TYPE_CHECKING:
     from tests.simulation.universe import Universe
 
-# As README and docs promise them to users: a full place rests for ten minutes, twice as long each time, a used up
-# quota for an hour, an answer that says nothing for a minute; none for more than four hours.
+# As README and docs promise users: a full place rests for ten minutes, twice as long each time, a used up quota for an
+# hour, an unexplained answer for a minute; none for more than four hours.
 FULL_S, QUOTA_S, UNCLEAR_S, REST_S_MAX = 600.0, 3600.0, 60.0, 4 * 3600.0
 LATE_S = 300.0
-PROBE_S = 120.0  # one looks whether a place gives again, and all others wait
+PROBE_S = 120.0  # one search probes whether a place gives again, and all others wait
 UNCLEAR = tuple(
     f"create:{fault}" for fault in ("transient", "unknown_before", "unknown_after", "late", "mute", "stuck")
 )
@@ -35,7 +35,7 @@ Place = tuple[str, str, bool]  # region, zone ("": all of it), is_spot
 
 @dataclass
 class Turns:
-    """What checkers know of asking so far. Times are the loop's, which never jump."""
+    """Checkers' knowledge of requests so far. Times are the loop's, which never jump."""
 
     newest: int = 0  # row of the newest intent
     asked: dict[str, list[Placement]] = field(default_factory=dict)  # cluster -> in this search
@@ -44,7 +44,7 @@ class Turns:
     refused: dict[Place, tuple[float, int]] = field(default_factory=dict)  # until when at most, how often
     poor_s: float = -math.inf  # when the budget of failed calls was last low
     searched_s: dict[str, float] = field(default_factory=dict)  # cluster -> when the search began
-    written: dict[Place, float] = field(default_factory=dict)  # what the product remembers, and until when
+    written: dict[Place, float] = field(default_factory=dict)  # the product's memory of refusals, and until when
     unclear: Counter[str] = field(default_factory=Counter)  # cluster -> calls in this search that failed unexplained
 
 
@@ -55,7 +55,7 @@ def get_turns(universe: Universe) -> Turns:
 
 
 def note_search(universe: Universe, event: Event) -> None:
-    """Somebody begins at the top of the plan; what an earlier life of the search has begun goes on at once."""
+    """Note that a search begins at the top of the plan; requests begun by an earlier process of it continue at once."""
     turns = get_turns(universe)
     turns.asked[event.name] = [placement for cluster, placement in turns.open.values() if cluster == event.name]
     turns.searched_s[event.name] = event.time_s
@@ -63,13 +63,13 @@ def note_search(universe: Universe, event: Event) -> None:
 
 
 def note_unclear(universe: Universe, fault: str, cluster: str) -> None:
-    """A create call of this cluster failed, and its caller does not hear why."""
+    """Note that a create call of this cluster failed, and its caller does not hear why."""
     if fault in UNCLEAR:
         get_turns(universe).unclear[cluster] += 1
 
 
 def check_s13_nobody_is_passed_over(universe: Universe, event: Event) -> None:
-    """A place is asked when each better one was asked in this search, or has refused and may still stand by it."""
+    """Check that each better place was asked in this search, or has refused and may still stand by it."""
     turns = get_turns(universe)
     if "retry_budgets" in event.written:
         tokens = universe.read("SELECT min(tokens) FROM retry_budgets")[0][0]
@@ -94,7 +94,7 @@ def check_s13_nobody_is_passed_over(universe: Universe, event: Event) -> None:
 
 
 def check_l1_late_gangs_go(universe: Universe, event: Event) -> None:
-    """After the last fault, no gang that a search did not need lives on beside the one it found."""
+    """Check that after the last fault no gang that a search did not need lives on alongside the one it found."""
     if universe.mix.leaves_broker_dead or not universe.is_healed:
         return
     rows = universe.read(
@@ -121,7 +121,7 @@ def _note_closed(universe: Universe, turns: Turns, now_s: float) -> None:
         if outcome is None:
             continue
         _, placement = turns.open.pop(token)
-        if outcome in (*REFUSED, IntentEnd.TERMINATED):  # what came up in part is ended, and counts as full
+        if outcome in (*REFUSED, IntentEnd.TERMINATED):  # a partial gang is ended, and counts as full
             _note_refusal(turns, placement, outcome, now_s)
 
 
@@ -136,7 +136,7 @@ def _note_refusal(turns: Turns, placement: Placement, outcome: str, now_s: float
 
 
 def _note_written(universe: Universe, turns: Turns, now_s: float) -> None:
-    """A refusal is noted when its try is over: later than its intent was closed, where somebody else did that."""
+    """Note a refusal at the end of its try: later than its intent was closed, if another process closed it."""
     rows = universe.read("SELECT region, zone, is_spot, expires_s FROM refusals")
     written = {(region, zone, bool(is_spot)): expires_s for region, zone, is_spot, expires_s in rows}
     for place, expires_s in written.items():
@@ -158,21 +158,21 @@ def _rest(turns: Turns, place: Place, rest_s: float, now_s: float, *, is_new: bo
 def _find_passed_over(
     universe: Universe, turns: Turns, cluster: str, placement: Placement, now_s: float
 ) -> Placement | None:
-    """The first place that should have been asked before this one; None: all is as it should be."""
+    """Return the first place that should have been asked before this one, or None."""
     job_id = universe.get_job_id(cluster)
     searched_s = turns.searched_s.get(cluster, now_s)
     if job_id is not None and follows_deadline(universe.tasks[job_id]):
-        return None  # where and when is the policy's to say
+        return None  # where and when is for the policy to decide
     if job_id is None or not universe.mix.is_clock_true or turns.poor_s >= searched_s - PROBE_S:
         return None
     if placement.node_count < universe.tasks[job_id].num_nodes:
         return None  # for a gang that stands: where that is
     order = _list_places(universe, job_id)
-    # Whoever asks a place again that has just refused has nowhere else to go: then all others count as better.
+    # A place asked again right after its refusal was the only one left: then all others count as better.
     better = order if _has_refused(universe, placement) else order[: order.index(placement)]
     busy = {place.offer.zone for owner, place in turns.open.values() if owner == cluster}
     tried = {place.offer.region for owner, place in turns.open.values() if owner == cluster}
-    doubtful = tried if turns.unclear[cluster] >= 2 else ()  # where it has failed twice, another zone would fail too
+    doubtful = tried if turns.unclear[cluster] >= 2 else ()  # after two failures, another zone would fail too
     asked = turns.asked.get(cluster, [])
     for each in better:
         is_excused = (
@@ -210,7 +210,7 @@ def _list_rests(turns: Turns, placement: Placement) -> Iterator[float]:
 
 
 def _is_probed(turns: Turns, placement: Placement, cluster: str, now_s: float) -> bool:
-    """Somebody else looks whether this place, which did refuse, gives again."""
+    """Return whether another search probes whether this place, which did refuse, gives again."""
     if not any(_list_rests(turns, placement)):
         return False
     begun = turns.begun_s.get((placement.offer.region, placement.is_spot), [])

@@ -40,7 +40,7 @@ OWNERS = frozenset(("jobs", "clusters", "intents"))  # tables that say what is l
 ZONES = ("east1a", "east1b", "west1a", "north1a")
 TICK_S = 2.0  # while faults are played
 CALM_TICK_S = 5.0  # afterwards
-L1_S = 300.0  # an unowned node is gone so long after the last fault
+L1_S = 300.0  # an unowned node is gone within this time after the last fault
 
 
 class Universe:
@@ -57,7 +57,7 @@ class Universe:
         self.folder = folder
         self.seed = seed
         self.mix = mix
-        self.kill_at = kill_at  # the one deed or commit, of all, to be killed at
+        self.kill_at = kill_at  # the one effect or commit, of all, to be killed at
         self.stop_at = stop_at  # as `kill_at`, but with SIGSTOP, for `Mix.stopped_s`
         self.random = Random(f"{seed}/world")
         self.loop = ShuffledLoop(Random(f"{seed}/order"))
@@ -101,7 +101,7 @@ class Universe:
         self.follows_deadline = any(follows_deadline(spec.task) for spec in mix.jobs)
         self.jumps = 0  # of the wall clock
         self.jobs_in: dict[int, int] = {}  # index of the spec -> id of its job
-        self.memory: dict[str, Any] = {}  # what checkers remember, by their letter
+        self.memory: dict[str, Any] = {}  # state of checkers, by their letter
         self.away_until_s = 0.0  # no broker is started before
         self.is_healed = False
         self.healed_s = math.inf
@@ -117,14 +117,14 @@ class Universe:
         self.unread: set[str] = set()  # clusters whose bucket gave no answer when it was last asked
         self.is_suspended = False  # the machine that brokers and commands run on
         self.is_owner_lost = False
-        self.account = self.cloud.account  # that whoever starts now is logged in to, since
+        self.account = self.cloud.account  # the account that new processes are logged in to, since
         self.login_s = self.start_s
         self._seen: dict[str, list[Any]] = {}
 
-    # -- what the world tells -------------------------------------------------------------------------------------
+    # -- what the universe reports ------------------------------------------------------------------------------------
 
     def emit(self, kind: str, **data: Any) -> None:
-        """Something happened: every checker that cares looks at once. The first violation ends the history."""
+        """Report an event to every checker that handles it at once. The first violation ends the history."""
         if self.failure is not None:
             return
         event = Event(kind=kind, time_s=self.loop.time(), process=get_process(), **data)
@@ -146,12 +146,12 @@ class Universe:
             self.trace_lines.append(line)
 
     def check_list(self, late_s: float) -> None:
-        """Every list is looked at; only a late one is told, for there are many."""
+        """Check every list; only a late one is reported, since there are many."""
         if late_s > 1e-6:
             self.emit("list", late_s=late_s)
 
     def note_made(self, ids: Sequence[str]) -> None:
-        """Spot nodes may be fated: when each is preempted is drawn when it is made."""
+        """Draw when a spot node is preempted as soon as it is made."""
         for node_id in ids:
             node = self.cloud.find([node_id])[0]
             self.gang.skews[node_id] = self.mix.skew_s
@@ -169,24 +169,24 @@ class Universe:
                 self.cells[fault, status] += 1
 
     def read(self, sql: str, parameters: Sequence[Any] = ()) -> list[Any]:
-        """What is committed, seen from outside."""
+        """Read what is committed, as seen from outside."""
         return self.file.connection.execute(sql, parameters).fetchall()
 
     def _see(self, sql: str) -> list[Any]:
-        """As `read`, of the tables in OWNERS: asked again only when one of them was written."""
+        """Read the tables in OWNERS, querying again only when one of them was written."""
         if sql not in self._seen:
             self._seen[sql] = self.read(sql)
         return self._seen[sql]
 
     def forget_what_was_seen(self) -> None:
-        """The file has changed without a commit."""
+        """Drop cached reads after the file has changed without a commit."""
         self._seen.clear()
 
     def list_live_nodes(self) -> list[Node]:
         return [node for node in self.cloud.observe() if node.owner == OWNER and node.state is not NodeState.TERMINATED]
 
     def list_unowned_nodes(self) -> list[Node]:
-        """Alive, not asked to end, and in no record and no open intent."""
+        """List nodes that are alive, not asked to end, and in no record and no open intent."""
         live = [node for node in self.list_live_nodes() if math.isinf(self.cloud.get_ending_s(node.id))]
         if not live:
             return []
@@ -196,7 +196,7 @@ class Universe:
         return [node for node in live if node.token not in tokens and f'"{node.id}"' not in bodies]
 
     def is_quiet(self) -> bool:
-        """Nothing is left to do, and nothing left lying about."""
+        """Return whether nothing is left to do and nothing was left behind."""
         rows = self._see(
             f"SELECT EXISTS (SELECT 1 FROM jobs WHERE status NOT IN {TERMINAL}) "
             "OR EXISTS (SELECT 1 FROM clusters) OR EXISTS (SELECT 1 FROM intents WHERE outcome IS NULL)"
@@ -211,7 +211,7 @@ class Universe:
         return len(self.requests) + self.retries
 
     def expect_job(self, request_id: str, spec: JobSpec) -> None:
-        """The id is the next one, or the one it has already: programs and budgets are looked up by it."""
+        """Expect the next job id, or the one it already has: programs and budgets are looked up by it."""
         rows = self.read("SELECT id FROM jobs WHERE request_id = ?", (request_id,))
         self._expect(rows[0][0] if rows else self._next_job_id(), spec)
 
@@ -234,11 +234,11 @@ class Universe:
         return int(self.read("SELECT coalesce(max(id), 0) + 1 FROM jobs")[0][0])
 
     def make_whole_plan(self, job_id: int) -> Plan:
-        """Whatever is left of its budget."""
+        """Make the plan of a job without its goal, whatever is left of its budget."""
         return make_plan(replace(self.tasks[job_id], goal=None))
 
     def list_replacement_tokens(self, cluster: str, node_count: int) -> set[str]:
-        """Of requests for fewer nodes than the gang has: for those that an elastic one lost."""
+        """List tokens of requests for fewer nodes than the gang has: for those that an elastic one lost."""
         rows = self.read("SELECT token, body FROM intents WHERE cluster = ?", (cluster,))
         return {token for token, body in rows if json.loads(body)["placement"]["node_count"] < node_count}
 
@@ -247,7 +247,7 @@ class Universe:
         return int(rest.partition("-")[0]) if kind == "job" else None
 
     def measure_recorded_usd(self, job_id: int | None, *, ago_s: float = 0.0) -> float:
-        """Of this job, or of everything there ever was; as far as it was known so long ago."""
+        """Measure the recorded cost of this job, or of everything ever; as far as it was known that long ago."""
         then_s = self.clock.now_s() - ago_s
         rows = self.read(
             "SELECT id, usd_hour * max(0.0, min(coalesce(ended_s, ?1), ?3) - created_s) / 3600 FROM nodes "
@@ -256,7 +256,7 @@ class Universe:
                 then_s,
                 job_id,
                 then_s if ago_s else math.inf,
-            ),  # what has ended cost that, also where the clock was set back
+            ),  # ended machines cost that, also where the clock was set back
         )
         known_s: dict[str, float] = self.memory.get("bills", {})
         known_by_s = self.loop.time() - ago_s
@@ -339,7 +339,7 @@ class Universe:
         )
 
     async def keep_broker(self, name: str) -> None:
-        """Somebody starts it again whenever it is gone, sooner or later."""
+        """Start the broker again whenever it is gone, sooner or later."""
         while not self.is_over:
             while self.loop.time() < self.away_until_s:
                 await asyncio.sleep(self.away_until_s - self.loop.time())
@@ -351,7 +351,7 @@ class Universe:
             await asyncio.sleep(self.random.uniform(0.2, 2.0 if self.is_healed else self.mix.restart_s_max))
 
     async def wait_for(self, process: Process) -> BaseException | None:
-        """Until it has ended or was killed, and its last task is gone. Returns the error it ended with."""
+        """Wait until it has ended or was killed, and its last task is gone. Return the error it ended with."""
         assert process.main is not None
         await asyncio.wait({process.main, process.dead}, return_when=asyncio.FIRST_COMPLETED)
         if process.is_alive:
@@ -396,7 +396,7 @@ class Universe:
         process.kill()
 
     def stop(self, process: Process, duration_s: float) -> None:
-        """SIGSTOP; it continues much later, sure that it still leads."""
+        """Send SIGSTOP; the process continues much later, sure that it still leads."""
         self.note_fault("stop")
         process.stop()
         self.loop.call_world(duration_s, process.resume)
@@ -435,7 +435,7 @@ def make_plan(task: Task, avoid: Any = None) -> Plan:
 
 
 def run_universe(universe: Universe, story: Callable[[Universe], Any]) -> None:
-    """Plays it to its end; `universe.failure` tells whether all was well."""
+    """Play it to its end; `universe.failure` says whether all was well."""
     state = global_random.getstate()
     global_random.seed(universe.seed)  # the product's jitter
     try:
@@ -451,7 +451,7 @@ def run_universe(universe: Universe, story: Callable[[Universe], Any]) -> None:
 
 @contextmanager
 def pace(poll_s: float) -> Iterator[None]:
-    """How often the daemon and its controllers look: constants of the product, nothing else of it is touched."""
+    """Set how often the daemon and its controllers poll; nothing else of the product is touched."""
     scale = poll_s / controller.POLL_S
     names = ((controller, "POLL_S"), (daemon, "LOOK_FOR_JOBS_S"))
     usual = [getattr(module, name) for module, name in names]

@@ -46,7 +46,7 @@ class VirtualClock:
         await asyncio.sleep(duration_s)
 
     def run(self, work: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
-        """Run to the end, or to the crash; time goes on from the last run."""
+        """Run to the end, or to the crash; time continues from the last run."""
         loop = self.loop = VirtualLoop(self._idle_s)
         loop.set_exception_handler(lambda loop, context: None)
         try:

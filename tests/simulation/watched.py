@@ -1,4 +1,4 @@
-"""Cloud, lists and provisioner as the product uses them, each telling the universe of what it does."""
+"""Cloud, lists and provisioner as the product uses them, each reporting its actions to the universe."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class TrueClock:
-    """The cloud's: it never jumps."""
+    """The cloud's clock: it never jumps."""
 
     def __init__(self, loop: ShuffledLoop) -> None:
         self._loop = loop
@@ -33,7 +33,7 @@ class TrueClock:
 
 
 class WatchedCloud(SimulatedCloud):
-    """Tells the universe of each deed in the moment it is done, late ones too."""
+    """A cloud that reports each effect to the universe at the moment it happens, late ones too."""
 
     universe: Universe
 
@@ -63,7 +63,7 @@ class WatchedCloud(SimulatedCloud):
 
 
 class WatchedLister(Lister):
-    """Tells the universe how old a list is that was asked for without an age."""
+    """Lists that report to the universe the age of a list requested without one."""
 
     universe: Universe
 
@@ -76,7 +76,7 @@ class WatchedLister(Lister):
 
 
 class WatchedProvisioner(Provisioner):
-    """Tells the universe of searches, of replacements under way, and of what the collector does."""
+    """A provisioner that reports searches, replacements under way and the collector's work to the universe."""
 
     universe: Universe
 

@@ -1,4 +1,4 @@
-"""A world to run controllers in: a simulated cloud, a pretend gang that checks the rules, a store that may crash."""
+"""A simulated environment for controllers: a cloud, a pretend gang that checks the rules, a store that may crash."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ FOREIGN = Node(
 
 
 class Crash(BaseException):
-    """kill -9: no handler of ours may catch it."""
+    """A kill -9: no handler of ours may catch it."""
 
 
 class CrashPoints:
-    """Counts deeds and commits; raises at the chosen one."""
+    """A counter of effects and commits that raises at the chosen one."""
 
     def __init__(self, crash_at: int | None = None) -> None:
         self.crash_at = crash_at
@@ -55,7 +55,7 @@ class CrashPoints:
 
     def pass_by(self, what: str) -> None:
         if self.has_crashed:
-            raise Crash(what)  # a dead process does nothing more, whatever task wakes up
+            raise Crash(what)  # a dead process has no further effect, whatever task wakes up
         self.count += 1
         if self.count == self.crash_at:
             self.has_crashed = True
@@ -98,7 +98,10 @@ class _Run:
 
 
 class SimulatedGang:
-    """One step a second, a checkpoint each tenth. Two attempts of one job at work at once fail the test."""
+    """A pretend gang: one step a second, a checkpoint each tenth.
+
+    Two attempts of one job at work at once fail the test.
+    """
 
     def __init__(
         self, cloud: SimulatedCloud, clock: VirtualClock, *, steps: int = 30, exit_codes: tuple[int, ...] = ()
@@ -112,7 +115,7 @@ class SimulatedGang:
         self._checkpoints: dict[str, int] = {}
         self.starts = 0
         self.start_error: CloudError | None = None
-        self.hangs = 0  # so many attempts stop at step 15 and go on running
+        self.hangs = 0  # number of attempts that stop at step 15 and keep running
 
     async def prepare(self, cluster: Cluster, task: Task) -> None:
         await self._clock.sleep(0.1)
@@ -175,7 +178,7 @@ class SimulatedGang:
         self._reach(cluster)
 
     def _measure(self, run: _Run) -> tuple[int, RunStatus, int | None]:
-        """Step, status and exit code now. The program ends with its first lost node."""
+        """Return step, status and exit code now. The program ends with its first lost node."""
         ends = [node.ended_s for node in self._cloud.find(run.ids) if node.ended_s is not None]
         now_s = self._clock.now_s()
         end_s = min([now_s, *ends, *([run.cancelled_s] if run.cancelled_s else [])])
@@ -261,7 +264,7 @@ class World:
         return CrashingStore(self.folder / "state.db", clock=self.clock)
 
     def reborn(self, crash_at: int | None = None) -> None:
-        """A new process on the same file."""
+        """Return a new process on the same file."""
         self.store.close()
         self.points = CrashPoints(crash_at)
         self.store = self.open()

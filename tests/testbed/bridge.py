@@ -1,5 +1,8 @@
-"""Puts a real host behind every machine of the fake clouds: it boots with the machine's own boot script, sees its own
-metadata, and ends with the machine, or the machine with it."""
+"""Real hosts behind every machine of the fake clouds.
+
+A host boots with the machine's own boot script, sees its own metadata, and ends with the machine, or the machine with
+it.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ from tests.testbed.metadata import Guest, MetadataServer
 
 
 class Bridge:
-    """`hosts` by the cloud's own name of the machine."""
+    """Real hosts for machines; `hosts` is keyed by the cloud's own name of the machine."""
 
     def __init__(
         self, folder: Path, metadata: MetadataServer, *, aws: FakeAws, gce: FakeGce, shared: Sequence[Path] = (),
@@ -32,7 +35,10 @@ class Bridge:
         gce.on_instance = self
 
     def preempt(self, name: str, *, notice_s: float) -> None:
-        """As a spot market: a notice, then no more power, then the cloud's list says so. Returns with the notice."""
+        """Preempt as a spot market does: a notice, then no power, then the cloud's list says so.
+
+        Return with the notice.
+        """
         guest, host = self._guests[name], self.hosts[name]
         guest.give_notice(time.time() + notice_s)
 
@@ -65,7 +71,7 @@ class Bridge:
         self._end(instance["name"])
 
     def _start_aws(self, instance: Instance) -> None:
-        """The caller holds the fake's lock: the host is switched on beside it."""
+        """Switch a host on in the background, since the caller holds the fake's lock."""
         addresses = [each for each in (instance.private_address, instance.public_address) if each]
         is_on = threading.Event()
         instance.is_ready = is_on.is_set

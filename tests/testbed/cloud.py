@@ -57,7 +57,7 @@ class HostCloud:
         self._metadata.guests[self._nodes[id].address].give_notice(time.time() + in_s)
 
     def advise(self, id: str) -> None:
-        """EC2's rebalance recommendation."""
+        """Announce EC2's rebalance recommendation."""
         self._metadata.guests[self._nodes[id].address].rebalance_s = time.time()
 
     def end_all(self) -> None:

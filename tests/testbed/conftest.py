@@ -1,4 +1,4 @@
-"""The world of real hosts, for whoever asks for it; elsewhere such tests are skipped with the reason."""
+"""Fixtures for real hosts in a sealed network; where that is impossible, such tests are skipped with the reason."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.testbed.world import INSIDE, build, find_obstacle
 
 @pytest.fixture(scope="session")
 def metadata() -> Iterator[MetadataServer]:
-    """The metadata server of the world; asking for it asks for the world."""
+    """Return the metadata server of the sealed network, which this fixture requires."""
     if INSIDE not in os.environ:
         pytest.skip(find_obstacle() or "runs in a world of its own: `make testbed`")
     build()
@@ -25,7 +25,7 @@ def metadata() -> Iterator[MetadataServer]:
 
 @pytest.fixture
 def shared(tmp_path: Path) -> Path:
-    """A folder that hosts and broker share, as a bucket or a network disk would be."""
+    """Return a folder that hosts and broker share, as a bucket or a network disk would be."""
     folder = tmp_path / "shared"
     folder.mkdir()
     folder.chmod(0o777)

@@ -34,26 +34,26 @@ exit 1
 
 
 def find_obstacle() -> str:
-    """Why no docker can be had here; empty where it can."""
+    """Return why docker is not available here, or an empty string."""
     missing = [name for name in PROGRAMS if not shutil.which(name, path=PATH)]
     return f"needs a docker engine: apt-get install docker.io ({', '.join(missing)} not found)" if missing else ""
 
 
 def start_docker(host: Host, image: str, shared: Path) -> str:
-    """Have the daemon running on `host`, with `image` in its store; what keeps it from that, else nothing."""
+    """Start the daemon on `host` with `image` in its store; return what prevents it, or an empty string."""
     archive = shared / "image.tar"
     archive.write_bytes(make_image())
     done = host.try_execute("sh", "-c", START)
     if done.returncode:
         return f"no docker daemon runs here: {done.stderr.strip()[-500:]}"
     host.execute("docker", "import", "--change", "ENV FROM_IMAGE=yes", str(archive), image)
-    # What a container may not do here, as in some nested worlds, tells nothing of broker.
+    # An action that a container may not perform here, as in some nested environments, is no fault of broker.
     done = host.try_execute("docker", "run", "--rm", "--network", "host", image, "true")
     return f"no container runs here: {done.stderr.strip()[-500:]}" if done.returncode else ""
 
 
 def make_image() -> bytes:
-    """A root folder with a shell and little else, as a tar archive."""
+    """Make a root folder with a shell and little else, as a tar archive."""
     packed = io.BytesIO()
     with tarfile.open(fileobj=packed, mode="w") as archive:
         files: dict[str, Path] = {}

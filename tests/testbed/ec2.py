@@ -33,7 +33,7 @@ class FakeAws:
 
     @property
     def environment(self) -> dict[str, str]:
-        """For a process that should take this for AWS."""
+        """Return the environment of a process that should take this for AWS."""
         return {
             "AWS_ENDPOINT_URL": self.url,
             "AWS_ACCESS_KEY_ID": "AKIDFAKE",

@@ -1,4 +1,4 @@
-"""Which permissions an EC2 call needs: every thing it touches, with the tags on it and those it is given."""
+"""Permissions that an EC2 call needs: every object it touches, with its existing tags and those it is given."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Needed = tuple[str, list[Target]]
 
 
 def list_targets(account: Account, action: str, region: str, asked: Mapping[str, Any]) -> Iterator[Needed]:
-    """Pairs of an action and what it is done to."""
+    """List pairs of an action and its target."""
     name = action.partition(":")[2]
     if name.startswith(("Describe", "Get", "List")):
         yield action, [Target(arn="*")]
@@ -79,7 +79,7 @@ def _create(region: str, name: str, asked: Mapping[str, Any]) -> Iterator[Needed
 
 
 def _list_existing(asked: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """What an action names that is there already."""
+    """List existing objects that an action names."""
     for identity in (*asked.get("InstanceIds", ()), *asked.get("Resources", ())):
         yield "instance", identity
     if "GroupId" in asked:

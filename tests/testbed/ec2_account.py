@@ -1,4 +1,4 @@
-"""What an AWS account holds in the fake: its machines and their lives, and whatever the test arranged to go wrong."""
+"""Contents of an AWS account in the fake: its machines and their lifecycles, and the faults a test arranged."""
 
 from __future__ import annotations
 
@@ -58,9 +58,9 @@ class Instance:
 
 @dataclass(kw_only=True)
 class Fault:
-    """The next `times` calls of this action are answered so, in `region` where one is named.
+    """A fixed answer to the next `times` calls of this action, in `region` where one is named.
 
-    `is_after`: the deed is done, its answer lost.
+    `is_after`: the call takes effect, its answer is lost.
     """
 
     action: str
@@ -77,7 +77,7 @@ class Account:
     shutdown_s: float = 3.0
     list_lag_s: float = 2.0
     page_size: int = 1000
-    partial_fleet: int | None = None  # the next fleet gets so many machines, whatever it asked for
+    partial_fleet: int | None = None  # the next fleet gets this many machines, whatever it asked for
     partial_is_silent: bool = False  # and without a reason
     fleet_errors: Mapping[str, str] = field(default_factory=dict)  # zone -> why a fleet gets nothing there
     policy: Mapping[str, Any] | None = None  # None: everything is allowed
@@ -110,7 +110,7 @@ class Account:
         self.faults.append(Fault(action=action, error=ApiError(code, status=status), times=times, region=region))
 
     def lose_answer(self, action: str, *, times: int = 1) -> None:
-        """The next such calls are carried out, and the connection is closed instead of an answer."""
+        """Carry out the next such calls, and close the connection instead of answering."""
         self.faults.append(Fault(action=action, error=None, times=times, is_after=True))
 
     def take_fault(self, action: str, region: str, *, is_after: bool) -> Fault | None:
@@ -124,7 +124,7 @@ class Account:
         return None
 
     def tick(self) -> None:
-        """Bring every machine to where it is by now."""
+        """Advance every machine to its state by now."""
         now_s = self.clock.now_s()
         for instance in list(self.instances.values()):
             if instance.due and instance.due[0] <= now_s and (instance.due[1] != "running" or instance.is_ready()):
@@ -147,7 +147,7 @@ class Account:
         self.on_started(instance)
 
     def end(self, instance: Instance, code: str, reason: str, *, after_s: float | None = None) -> None:
-        """Towards `terminated`, for good."""
+        """Move the machine towards `terminated`, for good."""
         if instance.state in ("shutting-down", "terminated"):
             return
         end_s = self.clock.now_s() + (self.shutdown_s if after_s is None else after_s)
@@ -163,11 +163,11 @@ class Account:
         self.on_ended(instance)
 
     def preempt(self, instance_id: str) -> None:
-        """As the spot market takes a machine back, at the end of its notice."""
+        """Preempt as the spot market does, at the end of the machine's notice."""
         self.end(self.instances[instance_id], "Server.SpotInstanceTermination", "Server.SpotInstanceTermination")
 
     def end_from_inside(self, instance_id: str) -> None:
-        """`shutdown -h` on the machine: what then happens was said at its launch."""
+        """Run `shutdown -h` on the machine: the effect was set at its launch."""
         instance = self.instances[instance_id]
         if instance.parameters.get("InstanceInitiatedShutdownBehavior") == "terminate":
             self.end(instance, "Client.InstanceInitiatedShutdown", "User initiated shutdown")

@@ -124,7 +124,7 @@ def describe(account: Account, instance: Instance) -> Answer:
 
 
 def describe_instances(account: Account, region: str, asked: Parameters) -> Answer:
-    """Eventually consistent: a machine younger than the lag is not there."""
+    """Describe machines, eventually consistently: a machine younger than the lag is missing."""
     now_s = account.clock.now_s()
     wanted = [
         each
@@ -152,7 +152,7 @@ def _matches(instance: Instance, filters: Any) -> bool:
 
 
 def _find(account: Account, region: str, asked: Parameters) -> list[Instance]:
-    """All of the ids asked for, or none: as EC2 does it."""
+    """Find all requested ids or none, as EC2 does."""
     now_s = account.clock.now_s()
     found = [account.instances.get(id) for id in asked["InstanceIds"]]
     if any(each is None or each.region != region or each.visible_s > now_s for each in found):
@@ -194,7 +194,7 @@ def create_tags(account: Account, region: str, asked: Parameters) -> Answer:
 
 
 def create_fleet(account: Account, region: str, asked: Parameters) -> Answer:
-    """Instant fleets: all machines in the first zone that has them, by priority."""
+    """Create an instant fleet: all machines in the first zone that has them, by priority."""
     token = asked["ClientToken"]
     text = json.dumps({**asked, "ClientToken": ""}, sort_keys=True)
     if (region, token) in account.launches:

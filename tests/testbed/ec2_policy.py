@@ -10,7 +10,7 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """One thing that an action touches: each must be allowed on its own, as EC2 does it."""
+    """An object that an action touches: each must be allowed on its own, as EC2 does it."""
 
     arn: str
     request_tags: Mapping[str, str] = field(default_factory=dict)

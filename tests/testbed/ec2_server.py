@@ -15,11 +15,11 @@ Serve = Callable[[str, str, str, str, dict[str, Any]], dict[str, Any]]
 
 
 class HangUp(Exception):
-    """Close the connection with no answer."""
+    """A request to close the connection with no answer."""
 
 
 class AwsServer:
-    """`serve(key, service, region, action, parameters)` answers or raises ApiError or HangUp."""
+    """A server whose `serve(key, service, region, action, parameters)` answers or raises ApiError or HangUp."""
 
     def __init__(self, serve: Serve, *, caller_address: str = "203.0.113.7") -> None:
         class Handler(BaseHTTPRequestHandler):

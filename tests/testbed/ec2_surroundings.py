@@ -1,4 +1,4 @@
-"""EC2's actions on what machines stand in: regions, networks, groups, images, templates, disks; SSM, quotas, STS."""
+"""EC2's actions on what surrounds machines: regions, networks, groups, images, templates, disks; SSM, quotas, STS."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def describe_availability_zones(account: Account, region: str, asked: Parameters
 
 
 def zone_id(zone: str) -> str:
-    """The zone's name is the account's own, its id everybody's."""
+    """Return the zone's id, which is the same for all accounts; its name is the account's own."""
     return f"{zone[:3]}1-az{ord(zone[-1]) - ord('a') + 1}"
 
 
@@ -221,7 +221,7 @@ def get_service_quota(account: Account, region: str, asked: Parameters) -> Answe
 
 
 def list_service_quotas(account: Account, region: str, asked: Parameters) -> Answer:
-    """A page each quota: real pages are long, and nobody reads the second by accident."""
+    """List quotas, one per page: real pages are long, and no test reads a second one by accident."""
     codes = sorted({code for pair in QUOTAS.values() for code in pair})
     place = int(asked.get("NextToken", 0))
     more = {"NextToken": str(place + 1)} if place + 1 < len(codes) else {}

@@ -19,7 +19,7 @@ EC2_XML = "http://ec2.amazonaws.com/doc/2016-11-15/"
 
 
 class ApiError(Exception):
-    """What a service answers instead: its code, a message, and the HTTP status."""
+    """A service's error answer: its code, a message, and the HTTP status."""
 
     def __init__(self, code: str, message: str = "played by the test", status: int = 400) -> None:
         super().__init__(code)
@@ -37,7 +37,7 @@ def load_model(service: str) -> Any:
 
 
 def read_request(service: str, body: bytes, target: str) -> tuple[str, dict[str, Any]]:
-    """The action and its parameters, as boto3's caller wrote them."""
+    """Return the action and its parameters, as boto3's caller wrote them."""
     if service in ("ssm", "servicequotas"):
         return target.rpartition(".")[2], json.loads(body or b"{}")
     form = dict(parse_qsl(body.decode(), keep_blank_values=True))
@@ -98,7 +98,7 @@ def _query_name(name: str, shape: Any) -> str:
 
 
 def write_answer(service: str, action: str, answer: Mapping[str, Any]) -> tuple[str, bytes]:
-    """Content type and body."""
+    """Return content type and body."""
     if service in ("ssm", "servicequotas"):
         return "application/x-amz-json-1.1", json.dumps(answer).encode()
     shape = load_model(service).operation_model(action).output_shape

@@ -1,7 +1,8 @@
 """A Compute Engine of our own, in memory, for Google's real client library: the REST methods that broker uses.
 
-Strict where Google is: names, fields, quotas, permissions. Nothing happens by itself: an operation's deed is done when
-somebody looks after it is due. `fail` plays faults, `capacity` and `limits` say what there is, `preempt` takes away.
+Strict where Google is: names, fields, quotas, permissions. Nothing happens by itself: an operation takes effect when it
+is polled after it is due. `fail` adds faults, `capacity` and `limits` set what is available, `preempt` takes a machine
+away.
 """
 
 from __future__ import annotations
@@ -37,16 +38,19 @@ class OnInstance(Protocol):
     """Real machines behind the pretend ones. Each call comes in a thread of its own and may take its time."""
 
     def started(self, instance: Json) -> None:
-        """Its startup script is in `metadata`, its addresses in `networkInterfaces`; it is RUNNING on return."""
+        """Start a machine.
+
+        Its startup script is in `metadata`, its addresses in `networkInterfaces`; it is RUNNING on return.
+        """
 
     def ended(self, instance: Json) -> None:
-        """Stopped, deleted or preempted; `started` is called again when it is started again."""
+        """End a machine: stopped, deleted or preempted; `started` is called again when it is started again."""
 
 
 @dataclass(kw_only=True)
 class FakeGce(Operations):
     project: str = "pretend"
-    list_lag_s: float = 0.0  # a new instance is missing from lists for so long
+    list_lag_s: float = 0.0  # a new instance is missing from lists for this many seconds
     silent_zones: set[str] = field(default_factory=set)  # Compute Engine cannot look into these
     capacity: dict[tuple[str, str], int] = field(default_factory=dict)  # (zone, machine type) -> machines; else many
     limits: dict[tuple[str, str], float] = field(default_factory=dict)  # (region, metric) -> limit; else 1000
@@ -65,29 +69,29 @@ class FakeGce(Operations):
         self.instances: dict[tuple[str, str], Json] = {}  # (zone, name)
         self.firewalls: dict[str, Json] = {}
 
-    # What tests do to it
+    # Controls for tests
 
     def preempt(self, name: str) -> None:
-        """As a spot machine is taken: an operation of Google's own, then it is gone or stands still."""
+        """Preempt as Google takes a spot machine: by its own operation, then the machine is gone or stopped."""
         with self._lock:
             zone = next((zone for zone, known in self.instances if known == name), "")
             if not zone:
-                return  # somebody was quicker
+                return  # another request came first
             instance = self.instances[zone, name]
             assert instance["scheduling"]["provisioningModel"] == "SPOT", "only spot machines are preempted"
             self._operate(zone, "compute.instances.preempted", instance, lambda: None, user="system@google.com")
             self._remove(zone, name)
 
     def break_host(self, name: str) -> None:
-        """Its host fails: it stands still, and its disk is kept."""
+        """Fail the machine's host: the machine stops, and its disk is kept."""
         self.shut_down(name, kind="compute.instances.hostError")
 
     def shut_down(self, name: str, *, kind: str = "compute.instances.guestTerminate") -> None:
-        """The machine's own `shutdown -h now`: it stands still, and its disk is kept."""
+        """Run the machine's own `shutdown -h now`: it stops, and its disk is kept."""
         with self._lock:
             zone = next((zone for zone, known in self.instances if known == name), "")
             if not zone or self.instances[zone, name]["status"] == "TERMINATED":
-                return  # somebody was quicker
+                return  # another request came first
             instance = self.instances[zone, name]
             self._halt(instance)
             self._operate(zone, kind, instance, lambda: None, user="system@google.com")
@@ -102,10 +106,10 @@ class FakeGce(Operations):
             self._settle()
             return sorted(name for _, name in self.instances)
 
-    # What the server asks of it
+    # Interface for the server
 
     def answer(self, method: str, path: str, query: dict[str, str], body: Json) -> Json:
-        """Raises GceError, or LostAnswer."""
+        """Answer a request. Raise GceError, or LostAnswer."""
         project, _, rest = path.removeprefix("/compute/v1/projects/").partition("/")
         if path.endswith(":testIamPermissions"):
             return self._tell_permissions(body["permissions"])
@@ -375,7 +379,7 @@ class FakeGce(Operations):
         return {"name": region, "quotas": [self._quota(region, each) for each in METRICS]}
 
     def _quota(self, region: str, metric: str) -> Json:
-        """`region` is "global" for what counts in all regions together."""
+        """Return a quota; `region` is "global" for totals over all regions."""
         return {"metric": metric, "limit": self._limit(region, metric), "usage": self._used(region, metric)}
 
     def _limit(self, region: str, metric: str) -> float:
@@ -404,7 +408,7 @@ class FakeGce(Operations):
 
 
 def _group(kind: str, items: list[Json]) -> Json:
-    """An aggregated list: by zone, and an empty one tells so."""
+    """Return an aggregated list: by zone, with a warning for an empty one."""
     scopes: dict[str, Json] = {}
     for item in items:
         zone = str(item.get("zone", "")).rpartition("/")[2]

@@ -1,5 +1,4 @@
-"""Operations of the fake Compute Engine: deeds that take their time, repeats that are known by their request id, and
-faults that are played on purpose."""
+"""Operations of the fake Compute Engine: delayed effects, repeats recognised by request id, and deliberate faults."""
 
 from __future__ import annotations
 
@@ -16,8 +15,11 @@ from tests.testbed.gce_rules import GceError, Json
 
 @dataclass(kw_only=True)
 class Fault:
-    """Plays `times` times on calls of `method` whose path contains `path`. A `status` answers the call, a `code`
-    without one fails the operation, neither loses the answer: `has_effect` says whether after the deed."""
+    """A fault played `times` times on calls of `method` whose path contains `path`.
+
+    A `status` answers the call, a `code` without one fails the operation, neither loses the answer: `has_effect` says
+    whether after the effect.
+    """
 
     method: str
     path: str
@@ -29,12 +31,12 @@ class Fault:
 
 
 class LostAnswer(Exception):
-    """The connection is closed without a word."""
+    """A connection that is closed without an answer."""
 
 
 @dataclass(kw_only=True)
 class Operations:
-    """Nothing happens by itself: a deed is done when somebody looks after it is due."""
+    """Operations that make no progress by themselves: each takes effect when it is polled after it is due."""
 
     latency_s: float = 0.0  # of every operation, in real time
     now: Callable[[], float] = time.time
@@ -50,15 +52,15 @@ class Operations:
         self._lock = threading.RLock()
 
     def fail(self, method: str, path: str, **what: object) -> None:
-        """See `Fault`."""
+        """Add a fault; see `Fault`."""
         self._faults.append(Fault(method=method, path=path, **what))  # type: ignore[arg-type]
 
     def forget_request_ids(self) -> None:
-        """As after an hour or more."""
+        """Forget request ids, as after an hour or more."""
         self._by_request_id.clear()
 
     def _draw(self, method: str, path: str) -> Fault | None:
-        """Raises GceError or LostAnswer where the fault comes before the deed."""
+        """Draw a fault. Raise GceError or LostAnswer where the fault comes before the effect."""
         fault = next(
             (each for each in self._faults if each.times and each.method == method and each.path in path), None
         )
@@ -114,7 +116,7 @@ class Operations:
             finish()
 
     def _wait(self, operation: Json) -> None:
-        """Hold the line, as Google does, until the operation is done. The caller does not hold the lock."""
+        """Hold the request, as Google does, until the operation is done. The caller does not hold the lock."""
         due_s = next((due_s for due_s, each, _ in self._due if each is operation), 0.0)
         threading.Event().wait(max(0.0, due_s - time.monotonic()))
         with self._lock:

@@ -1,4 +1,4 @@
-"""What the fake Compute Engine knows by heart: machines, quotas, permissions, and what a request must look like."""
+"""Fixed rules of the fake Compute Engine: machines, quotas, permissions, and the required form of requests."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ INSERT_PERMISSIONS = (
     *("compute.instances.setTags", "compute.disks.create", "compute.disks.setLabels"),
     *("compute.subnetworks.use", "compute.subnetworks.useExternalIp"),
 )
-# Method and path below projects/P -> what the caller must be allowed to do, as the API's reference lists it.
+# Method and path below projects/P -> permissions the caller needs, as the API's reference lists them.
 PERMISSIONS: list[tuple[str, str, tuple[str, ...]]] = [
     ("POST", r"zones/[^/]+/instances", INSERT_PERMISSIONS),
     ("POST", r"zones/[^/]+/instances/bulkInsert", INSERT_PERMISSIONS),
@@ -83,7 +83,7 @@ PERMISSIONS: list[tuple[str, str, tuple[str, ...]]] = [
     ("DELETE", r"global/firewalls/[^/]+", ("compute.firewalls.delete", "compute.networks.updatePolicy")),
 ]
 
-# Words of a path that say what it is about; the rest are names.
+# Words of a path that name its kind; the rest are names.
 KINDS = {
     *("instances", "bulkInsert", "stop", "start", "setLabels", "aggregated", "machineTypes", "operations", "wait"),
     *("regions", "global", "firewalls", "images", "family", "zones"),
@@ -111,7 +111,7 @@ def missing(path: str) -> GceError:
 
 
 def find_permissions(method: str, path: str) -> tuple[str, ...]:
-    """Raises GceError 404 for what this fake does not serve."""
+    """Find the permissions for a call. Raise GceError 404 for a path that this fake does not serve."""
     for known, pattern, permissions in PERMISSIONS:
         if known == method and re.fullmatch(pattern, path):
             return permissions
@@ -119,7 +119,7 @@ def find_permissions(method: str, path: str) -> tuple[str, ...]:
 
 
 def check_instance(body: Json, *, zone: str, is_bulk: bool) -> None:
-    """Raises GceError for what Google would not take."""
+    """Raise GceError for an instance that Google would reject."""
     machine = _last(body.get("machineType", ""), f"zones/{zone}/machineTypes/", is_bulk, "machineType")
     if machine not in MACHINES:
         raise invalid("resource.machineType", machine)
@@ -142,7 +142,7 @@ def check_instance(body: Json, *, zone: str, is_bulk: bool) -> None:
 
 
 def _last(path: str, prefix: str, is_bulk: bool, field: str) -> str:
-    """Instances name their types by place, bulk requests by name alone."""
+    """Return the last part: instances name their types by place, bulk requests by name alone."""
     if is_bulk == ("/" in path) or (not is_bulk and not path.endswith(prefix + path.rpartition("/")[2])):
         raise invalid(f"resource.{field}", path)
     return path.rpartition("/")[2]
@@ -184,7 +184,7 @@ def _check_scheduling(scheduling: Json, *, has_gpu: bool) -> None:
 
 
 def matches(item: Json, wanted: str | None) -> bool:
-    """Google's filters, as far as they are used here; any other is refused, not ignored."""
+    """Apply Google's filters, as far as they are used here; any other is refused, not ignored."""
     if not wanted:
         return True
     if found := re.fullmatch(r"labels\.([\w-]+) = ([\w-]+)", wanted):
@@ -199,7 +199,7 @@ def matches(item: Json, wanted: str | None) -> bool:
 
 
 def count_use(instance: Json) -> dict[str, float]:
-    """What a machine takes of its region's quotas."""
+    """Count a machine's use of its region's quotas."""
     machine = MACHINES[instance["machineType"].rpartition("/")[2]]
     kind = "PREEMPTIBLE_" if instance.get("scheduling", {}).get("provisioningModel") == "SPOT" else ""
     use: dict[str, float] = {}

@@ -46,7 +46,7 @@ class Handler(BaseHTTPRequestHandler):
 
 
 def _strip(value: Any) -> Any:
-    """Without our own notes, whose names begin with `_`."""
+    """Remove our own notes, whose names begin with `_`."""
     if isinstance(value, dict):
         return {key: _strip(each) for key, each in value.items() if not key.startswith("_")}
     return [_strip(each) for each in value] if isinstance(value, list) else value
@@ -54,7 +54,7 @@ def _strip(value: Any) -> Any:
 
 @contextmanager
 def serve(gce: FakeGce, *, host: str = "127.0.0.1", port: int = 0) -> Iterator[str]:
-    """The URL it is served at, for BROKER_GCP_ENDPOINT."""
+    """Serve, and yield the URL for BROKER_GCP_ENDPOINT."""
     handler = type("BoundHandler", (Handler,), {"gce": gce})
     server = ThreadingHTTPServer((host, port), handler)
     server.daemon_threads = True

@@ -1,7 +1,7 @@
 """Google's IAM, token and JSON storage services on the loopback, which let a key do what its account's bindings allow.
 
 Keys are checked as Google does: the signature of the assertion against the certificates that were uploaded, and their
-dates. What was just made may be unknown for some calls (`unknown_count`).
+dates. New objects may be unknown to some calls (`unknown_count`).
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ class FakeGoogle:
 
 
 def holds(expression: str | None, resource: str) -> bool:
-    """Of CEL what is used: equality and beginnings of `resource.name`, joined by "or"."""
+    """Evaluate the used part of CEL: equality and beginnings of `resource.name`, joined by "or"."""
     if expression is None:
         return True
     for part in expression.split(" || "):

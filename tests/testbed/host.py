@@ -1,7 +1,7 @@
-"""A pretend machine that is as real as one gets without a cloud: own network, processes, root folder and sshd.
+"""A pretend machine as real as possible without a cloud: own network, processes, root folder and sshd.
 
-It boots as an image does: sshd with keys nobody knows, then the boot script as root. The root folder is the machine's
-own under an overlay, so all its programs are there and nothing written comes back.
+It boots as an image does: sshd with fresh host keys, then the boot script as root. The root folder is the machine's own
+under an overlay, so all its programs are there and nothing written comes back.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ while :; do sleep 3600 & wait $!; done
 
 
 class Host:
-    """`addresses`: the one peers use first, then those it has as well. Ends when it is told to, or by itself."""
+    """A host. `addresses`: the one peers use first, then its others. It ends on request, or by itself."""
 
     def __init__(
         self,
@@ -72,7 +72,10 @@ class Host:
         hidden: Sequence[Path] = (),
         on_end: Callable[[], None] = lambda: None,
     ) -> None:
-        """`shared`: folders of this machine that are the same on the host, to read and write; `hidden`: empty there."""
+        """Set up a host.
+
+        `shared`: folders of this machine that are the same on the host, to read and write; `hidden`: empty there.
+        """
         self.name, self.addresses = name, tuple(addresses)
         self._number = next(NUMBERS)
         self._device = f"h{self._number}"
@@ -88,7 +91,7 @@ class Host:
         self.on_s = self.off_s = 0.0  # when it was switched on, and when it was off for certain; monotonic
 
     def start(self) -> Host:
-        """Returns when the machine is switched on; sshd and the boot script follow by themselves."""
+        """Switch the machine on and return; sshd and the boot script follow by themselves."""
         self._folder.mkdir(parents=True)
         self.on_s = time.monotonic()
         environment = {
@@ -112,7 +115,7 @@ class Host:
         return self
 
     def execute(self, *argv: str, stdin: str = "") -> str:
-        """As root on its console. Fails the test when the command does."""
+        """Execute as root on its console. Fail the test when the command fails."""
         done = self.try_execute(*argv, stdin=stdin)
         assert done.returncode == 0, f"{argv}: {done.returncode}\n{done.stdout}{done.stderr}"
         return done.stdout
@@ -124,12 +127,12 @@ class Host:
         )
 
     def shut_down(self) -> None:
-        """As its own user would. What asks may end with the machine, before it can say that it went well."""
+        """Shut down as its own user would. ¶ The command may end with the machine, before it can report success."""
         with contextlib.suppress(AssertionError):
             self.execute("/usr/local/sbin/shutdown", "-h", "now")
 
     def power_off(self, *, is_silent: bool = False) -> None:
-        """Silent: the cable is pulled first, so that no peer hears a last word, as when a machine loses its power."""
+        """Power off silently: the cable is pulled first, so that no peer hears a last word, as at a power loss."""
         with self._lock:
             if not self.is_alive:
                 return
@@ -142,7 +145,7 @@ class Host:
             self._watcher.join()
 
     def cut_off(self) -> None:
-        """A partition: it goes on, but nobody hears it and it hears nobody."""
+        """Partition the host: it keeps running, but can neither send to nor receive from any peer."""
         self._unplug()
 
     def reconnect(self) -> None:
@@ -157,7 +160,7 @@ class Host:
         return int(text[0])
 
     def _plug_in(self) -> None:
-        """A cable of its own to the router, and the router's address fixed: a dead host is a hole, not an error."""
+        """Connect a cable to the router, with the router's address fixed: a dead host is a black hole, not an error."""
         run_ip(
             f"link add {self._device} type veth peer name eth0 netns {self.pid}",
             f"link set {self._device} address {ROUTER_MAC} up",
@@ -201,6 +204,6 @@ class Host:
 
 
 def find_other_mounts() -> list[Path]:
-    """An overlay shows one file system: what the Python that runs us needs from another is bound in."""
+    """Find other mounts to bind in: an overlay shows one file system, and the running Python may need another."""
     needed = {Path(sys.prefix), Path(sys.base_prefix)}
     return [path for path in sorted(needed) if path.stat().st_dev != Path("/").stat().st_dev]

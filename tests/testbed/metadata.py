@@ -1,4 +1,4 @@
-"""The metadata server at 169.254.169.254, as EC2 and Compute Engine have it: who asks is known by the address."""
+"""The metadata server at 169.254.169.254, as EC2 and Compute Engine have it; a client is known by its address."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ AWS_ROOT, GCP_ROOT = "/latest/meta-data/", "/computeMetadata/v1/"
 
 @dataclass(kw_only=True)
 class Guest:
-    """What one host may learn of itself; `notice_s` is when (epoch) it will be taken away."""
+    """Metadata of one host; `notice_s` is when (epoch) it will be taken away."""
 
     cloud: str
     id: str
@@ -34,7 +34,7 @@ class QuietServer(ThreadingHTTPServer):
     daemon_threads = True
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """Hosts die in the middle of a question."""
+        """Ignore errors: hosts die in the middle of a request."""
 
 
 class MetadataServer:

@@ -26,7 +26,7 @@ AZURE_SIGNATURE = "sv=2021-08-06&sr=c&sp=rwl&sig=a%2Bb%3D"
 
 @dataclass(kw_only=True)
 class Objects:
-    """What is in the bucket, and what was asked."""
+    """The bucket's content, and the requests made."""
 
     content: dict[str, bytes] = field(default_factory=dict)
     parts: dict[str, dict[str, bytes]] = field(default_factory=dict)  # of uploads under way
@@ -36,7 +36,7 @@ class Objects:
     lock: threading.RLock = field(default_factory=threading.RLock)
 
     def put(self, name: str, content: bytes, *, is_new_only: bool) -> bool:
-        """Whether it was written: the one atomic step."""
+        """Write an object and return whether it was written: the one atomic step."""
         with self.lock:
             if is_new_only and name in self.content:
                 self.refused_count += 1
@@ -45,7 +45,7 @@ class Objects:
             return True
 
     def find(self, prefix: str, delimiter: str) -> tuple[list[str], list[str]]:
-        """Names under a prefix, and the prefixes that a delimiter makes of the others."""
+        """Find names under a prefix, and the prefixes that a delimiter makes of the others."""
         with self.lock:
             names = sorted(name for name in self.content if name.startswith(prefix))
         if not delimiter:
@@ -56,16 +56,16 @@ class Objects:
 
 
 class Handler(BaseHTTPRequestHandler):
-    """What both clouds have in common."""
+    """The common part of both clouds."""
 
     protocol_version = "HTTP/1.1"
     objects: ClassVar[Objects]
 
     def log_message(self, *_: Any) -> None:
-        """Nothing."""
+        """Log nothing."""
 
     def begin(self) -> tuple[str, dict[str, str], bytes]:
-        """The object's name, the query and the body."""
+        """Return the object's name, the query and the body."""
         parts = urlsplit(self.path)
         query = {key: values[0] for key, values in parse_qs(parts.query, keep_blank_values=True).items()}
         _, _, name = unquote(parts.path).lstrip("/").partition(f"{BUCKET}")
@@ -80,7 +80,7 @@ class Handler(BaseHTTPRequestHandler):
         return name.lstrip("/"), query, body
 
     def answer(self, status: int, body: bytes = b"", headers: Mapping[str, str] | None = None) -> None:
-        """One whole answer."""
+        """Send one whole answer."""
         self.send_response(status)
         for key, value in {"Content-Length": str(len(body)), **(headers or {})}.items():
             self.send_header(key, value)
@@ -89,7 +89,7 @@ class Handler(BaseHTTPRequestHandler):
             self.wfile.write(body)
 
     def answer_object(self, name: str) -> None:
-        """All of it or the range that was asked for."""
+        """Send all of an object or the requested range."""
         content = self.objects.content.get(name)
         if content is None:
             self.answer(404, b"<Error><Code>NoSuchKey</Code></Error>")
@@ -106,7 +106,7 @@ class Handler(BaseHTTPRequestHandler):
         self.answer(206, content[int(first) : end], headers)
 
     def do_GET(self) -> None:
-        """A list, or an object."""
+        """Send a list or an object."""
         name, query, _ = self.begin()
         if name:
             self.answer_object(name)
@@ -114,11 +114,11 @@ class Handler(BaseHTTPRequestHandler):
             self.answer(200, self.write_list(*self.objects.find(query.get("prefix", ""), query.get("delimiter", ""))))
 
     def do_HEAD(self) -> None:
-        """What an object is like."""
+        """Send an object's headers."""
         self.answer_object(self.begin()[0])
 
     def write_list(self, names: list[str], folders: list[str]) -> bytes:
-        """In the cloud's words."""
+        """Send a list in the cloud's format."""
         raise NotImplementedError
 
 
@@ -126,7 +126,7 @@ class Google(Handler):
     """Google's XML API; generation 0 stands for an object that is not there."""
 
     def do_PUT(self) -> None:
-        """An object, a copy, or a part of an upload."""
+        """Put an object, a copy, or a part of an upload."""
         name, query, body = self.begin()
         if "uploadId" in query:
             self.objects.parts[query["uploadId"]][query["partNumber"]] = body
@@ -145,7 +145,7 @@ class Google(Handler):
             self.answer(200, headers={"ETag": tag(body), "x-goog-generation": "1"})
 
     def do_POST(self) -> None:
-        """An upload in parts begins, or is put together."""
+        """Begin an upload in parts, or assemble it."""
         name, query, body = self.begin()
         if "uploads" in query:
             upload = str(len(self.objects.parts) + 1)
@@ -159,13 +159,13 @@ class Google(Handler):
         self.answer(200, wrap("CompleteMultipartUploadResult", ETag=tag(whole)).encode())
 
     def do_DELETE(self) -> None:
-        """An object."""
+        """Delete an object."""
         name, _, _ = self.begin()
         is_known = self.objects.content.pop(name, None) is not None
         self.answer(204 if is_known else 404)
 
     def write_list(self, names: list[str], folders: list[str]) -> bytes:
-        """ListBucketResult."""
+        """Send a ListBucketResult."""
         contents = "".join(
             "<Contents>"
             f"<Key>{escape(name)}</Key><LastModified>2026-01-01T00:00:00.000Z</LastModified>"
@@ -178,21 +178,24 @@ class Google(Handler):
 
 
 class ForbiddenError(Exception):
-    """The signature is wrong, or there is none."""
+    """A login that is missing, or whose signature is wrong."""
 
 
 class Azure(Handler):
     """Azure's Blob service."""
 
     def begin(self) -> tuple[str, dict[str, str], bytes]:
-        """Raises what `handle_one_request` answers with: who shows no login of the account is sent away."""
+        """Begin a request.
+
+        Raise the error that `handle_one_request` answers with, if there is no login of the account.
+        """
         found = super().begin()
         if not is_let_in(self.command, self.path, {name.lower(): value for name, value in self.headers.items()}):
             raise ForbiddenError
         return found
 
     def handle_one_request(self) -> None:
-        """As the base, with the one refusal that may come of any verb."""
+        """Handle a request as the base does, with the one refusal that may come of any verb."""
         try:
             super().handle_one_request()
         except ForbiddenError:
@@ -200,7 +203,7 @@ class Azure(Handler):
             self.answer(403, b"<Error><Code>AuthenticationFailed</Code></Error>")
 
     def do_PUT(self) -> None:
-        """A blob, a copy, a block, or the list that makes blocks a blob."""
+        """Put a blob, a copy, a block, or the list that makes blocks a blob."""
         name, query, body = self.begin()
         headers = {"ETag": tag(body), "x-ms-request-id": "1", "Last-Modified": formatdate(usegmt=True)}
         if query.get("comp") == "block":
@@ -220,7 +223,7 @@ class Azure(Handler):
             self.answer(409, b"<Error><Code>BlobAlreadyExists</Code></Error>", {"x-ms-error-code": "BlobAlreadyExists"})
 
     def do_POST(self) -> None:
-        """Several deletions in one request, each answered in a part of its own."""
+        """Carry out several deletions in one request, each answered in a part of its own."""
         _, _, body = self.begin()
         head = f"Content-Type: {self.headers['Content-Type']}\r\n\r\n".encode()
         answers = []
@@ -238,13 +241,13 @@ class Azure(Handler):
         self.answer(202, text.encode(), {"Content-Type": "multipart/mixed; boundary=batch"})
 
     def do_DELETE(self) -> None:
-        """A blob."""
+        """Delete a blob."""
         name, _, _ = self.begin()
         is_known = self.objects.content.pop(name, None) is not None
         self.answer(202 if is_known else 404)
 
     def write_list(self, names: list[str], folders: list[str]) -> bytes:
-        """EnumerationResults."""
+        """Send EnumerationResults."""
         blobs = "".join(
             f"<Blob><Name>{escape(name)}</Name><Properties><Last-Modified>{formatdate(usegmt=True)}</Last-Modified>"
             f"<Etag>{tag(self.objects.content[name])}</Etag><Content-Length>{len(self.objects.content[name])}"
@@ -256,7 +259,7 @@ class Azure(Handler):
 
 
 def is_let_in(verb: str, path: str, headers: Mapping[str, str]) -> bool:
-    """By the account's key, by a signature in the query, or by a token of Entra's."""
+    """Return whether the account's key, a signature in the query, or a token of Entra's authorises the request."""
     parts = urlsplit(path)
     query = parse_qs(parts.query, keep_blank_values=True)
     kind, _, word = headers.get("authorization", "").partition(" ")
@@ -266,7 +269,7 @@ def is_let_in(verb: str, path: str, headers: Mapping[str, str]) -> bool:
 
 
 def sign_as_azure(verb: str, path: str, query: Mapping[str, list[str]], headers: Mapping[str, str]) -> str:
-    """Shared Key of 2015-02-21 and later, where a length of zero is left out."""
+    """Sign with Shared Key of 2015-02-21 and later, where a length of zero is left out."""
     names = ("content-encoding", "content-language", "content-length", "content-md5", "content-type", "date")
     names += ("if-modified-since", "if-match", "if-none-match", "if-unmodified-since", "range")
     plain = ["" if (name, headers.get(name)) == ("content-length", "0") else headers.get(name, "") for name in names]
@@ -278,31 +281,31 @@ def sign_as_azure(verb: str, path: str, query: Mapping[str, list[str]], headers:
 
 
 def wrap(kind: str, **values: str) -> str:
-    """A small XML document."""
+    """Make a small XML document."""
     return f"<{kind}><Bucket>{BUCKET}</Bucket>{''.join(f'<{k}>{v}</{k}>' for k, v in values.items())}</{kind}>"
 
 
 def tag(content: bytes) -> str:
-    """As ETags look."""
+    """Make a tag in the form of ETags."""
     return f'"{hashlib.md5(content, usedforsecurity=False).hexdigest()}"'
 
 
 def describe(content: bytes) -> dict[str, str]:
-    """Headers of an object."""
+    """Return the headers of an object."""
     date = {"Last-Modified": formatdate(0, usegmt=True)}
     return {"ETag": tag(content), "x-goog-generation": "1", "x-ms-blob-type": "BlockBlob", **date}
 
 
 @contextlib.contextmanager
 def serve_google() -> Iterator[tuple[Objects, dict[str, str]]]:
-    """An empty bucket, and the environment in which a program finds it."""
+    """Serve an empty bucket, and yield the environment in which a program finds it."""
     with _serve(Google) as (objects, port):
         yield objects, {"STORAGE_EMULATOR_HOST": f"http://127.0.0.1:{port}"}
 
 
 @contextlib.contextmanager
 def serve_azure() -> Iterator[tuple[Objects, dict[str, str]]]:
-    """An empty container, and the environment in which a program finds it."""
+    """Serve an empty container, and yield the environment in which a program finds it."""
     with _serve(Azure) as (objects, port):
         yield (
             objects,

@@ -1,6 +1,7 @@
 """A package index in a folder, for hosts that reach no other: `python -m tests.testbed.registry` fills it, once.
 
-Filled outside the sealed world, by pip, for this machine's Python; a server on the clouds' address shows it to hosts.
+It is filled outside the sealed network, by pip, for this machine's Python; a server on the clouds' address shows it to
+hosts.
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ SYSTEM_PYTHON = Path("/usr/bin/python3")
 
 
 def find_folder() -> Path:
-    """Each pinned version and each Python has an index of its own."""
+    """Find the folder: each pinned version and each Python has an index of its own."""
     return ROOT / "build" / f"index-torch{TORCH}-uv{UV}-py{sys.version_info[0]}{sys.version_info[1]}"
 
 
 def find_obstacle() -> str:
-    """Why there is no index for the hosts, and what helps; empty where there is one."""
+    """Return why there is no index for the hosts, with a remedy; empty where there is one."""
     if not (find_folder() / "complete").exists():
         return "hosts have no package index: run `python -m tests.testbed.registry` outside the world (`make testbed`)"
     says = "import sys; print(*sys.version_info[:2])"
@@ -56,7 +57,7 @@ def fill() -> None:
 
 
 class Handler(SimpleHTTPRequestHandler):
-    """Lists folders as pages of links, which is all that the simple index asks for (PEP 503)."""
+    """A server that lists folders as pages of links, which is all that the simple index requires (PEP 503)."""
 
     def log_message(self, format: str, *arguments: object) -> None:
         pass
@@ -64,7 +65,7 @@ class Handler(SimpleHTTPRequestHandler):
 
 @contextmanager
 def serve_index() -> Iterator[str]:
-    """The index's address, for hosts."""
+    """Serve the index, and yield its address for hosts."""
     server = ThreadingHTTPServer((CONTROL, 0), partial(Handler, directory=str(find_folder())))
     Thread(target=server.serve_forever, daemon=True).start()
     try:

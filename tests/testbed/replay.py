@@ -25,7 +25,7 @@ WORD = re.compile(r"[\w-]{8,}")
 
 
 class NotRecorded(Exception):
-    """The cloud was asked for something that the recording does not have."""
+    """A request to the cloud that is not in the recording."""
 
 
 def read_tape(path: Path) -> list[Exchange]:
@@ -35,13 +35,13 @@ def read_tape(path: Path) -> list[Exchange]:
 class Replay:
     def __init__(self, exchanges: Sequence[Exchange]) -> None:
         self._exchanges = exchanges
-        self._place = 0  # of the newest change that was asked for
+        self._place = 0  # of the newest change that was requested
         self._used: set[int] = set()
         self._words: dict[str, str] = {}  # in the recording -> now
         self._lock = threading.Lock()
 
     def answer(self, key: tuple[str, str, str], request: str) -> Exchange:
-        """`key`: service, region, operation. Raises NotRecorded."""
+        """Answer a request; `key` is service, region, operation. Raise NotRecorded."""
         with self._lock:
             mine = [index for index, each in enumerate(self._exchanges) if self._read_key(each) == key]
             found = self._choose(mine, is_read=bool(READS.match(key[2])))
@@ -86,7 +86,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def _answer(self) -> None:
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0)).decode()
-        if self.command == "GET" and self.path == "/":  # who asks for its own address
+        if self.command == "GET" and self.path == "/":  # the request for the caller's own address
             self._send(200, "text/plain", "203.0.113.7\n")
             return
         try:
@@ -124,7 +124,7 @@ class Handler(BaseHTTPRequestHandler):
 
 @contextmanager
 def serve(exchanges: Sequence[Exchange]) -> Iterator[tuple[str, list[str]]]:
-    """The URL, and a list that fills with what was asked and is not in the recording."""
+    """Serve, and yield the URL and a list that collects requests that are not in the recording."""
     missing: list[str] = []
     handler = type("BoundHandler", (Handler,), {"replay": Replay(exchanges), "missing": missing})
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)

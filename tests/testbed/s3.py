@@ -13,18 +13,18 @@ LOGIN = {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_REG
 
 @dataclass(frozen=True, kw_only=True)
 class S3Server:
-    """Where it listens."""
+    """The address of the server."""
 
     port: int
     address: str = "127.0.0.1"
 
     @property
     def url(self) -> str:
-        """For AWS_ENDPOINT_URL."""
+        """Return the URL for AWS_ENDPOINT_URL."""
         return f"http://{self.address}:{self.port}"
 
     def list_keys(self, prefix: str) -> list[str]:
-        """What lies in the bucket below a prefix, whatever login this process has."""
+        """List the bucket's keys below a prefix, whatever login this process has."""
         import obstore
         from obstore.store import from_url
 
@@ -34,13 +34,13 @@ class S3Server:
 
     @property
     def variables(self) -> dict[str, str]:
-        """The environment in which a program finds it."""
+        """Return the environment in which a program finds it."""
         return LOGIN | {"AWS_ENDPOINT_URL": self.url}
 
 
 @contextlib.contextmanager
 def serve_s3(address: str = "127.0.0.1") -> Iterator[S3Server]:
-    """One bucket, empty."""
+    """Serve one empty bucket."""
     from moto.server import ThreadedMotoServer
 
     logging.getLogger("werkzeug").setLevel(logging.ERROR)
@@ -58,7 +58,7 @@ def serve_s3(address: str = "127.0.0.1") -> Iterator[S3Server]:
 
 @dataclass(kw_only=True)
 class Wire:
-    """Passes bytes on to a port, and breaks the connection that carries too many, as often as it is told to."""
+    """A proxy to a port that breaks connections carrying too many bytes, as often as it is told to."""
 
     target: int
     cuts_left: int = 0
@@ -69,7 +69,7 @@ class Wire:
 
     @property
     def port(self) -> int:
-        """Where to connect to."""
+        """Return the port to connect to."""
         port: int = self._listener.getsockname()[1]
         return port
 

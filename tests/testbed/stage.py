@@ -41,7 +41,7 @@ resources:
 {PLACES}
 run: echo "hello from $(hostname) at $(date +%s.%N)"
 """
-# What a program on any cloud needs to reach the bucket.
+# Settings that a program on any cloud needs to reach the bucket.
 BUCKET_LOGIN = (
     "--secret", "AWS_ACCESS_KEY_ID", "--secret", "AWS_SECRET_ACCESS_KEY", "--env", "AWS_ENDPOINT_URL_S3",
 )  # fmt: skip
@@ -61,7 +61,7 @@ run: |
 
 
 class WatchedGce(FakeGce):
-    """One that keeps what it was asked."""
+    """A server that records the requests it receives."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -92,14 +92,14 @@ class Stage(Shell):
 
     @property
     def owner(self) -> str:
-        """The installation's id."""
+        """Return the installation's id."""
         return (self.home / "owner").read_text().strip()
 
     def list_living(self) -> set[str]:
         return {name for name, host in self.bridge.hosts.items() if host.is_alive}
 
     def list_by_rank(self) -> list[str]:
-        """The machines of the one gang that lives."""
+        """List the machines of the one live gang, by rank."""
         store = Store(self.home / "state.db", clock=SystemClock())
         (cluster,) = store.clusters.list()
         return [node.id for node in sorted(cluster.nodes, key=lambda node: node.rank)]
@@ -111,13 +111,13 @@ class Stage(Shell):
             time.sleep(0.1)
 
     def tell(self) -> str:
-        """The story so far."""
+        """Return the story so far."""
         parts = [self.run("jobs", "events", "1", code=None).stdout, self.run("jobs", "queue", code=None).stdout]
         parts += [path.read_text()[-3000:] for path in (self.home / "logs").rglob("*.log")]
         return "\n".join(parts)
 
     def wait_for_step(self, step: int, *, attempt: int = 1) -> None:
-        """Read from the store: a command each look would take the processors that train."""
+        """Wait for a step, reading from the store: a command for each poll would take the processors that train."""
         store = Store(self.home / "state.db", clock=SystemClock())
 
         def is_there() -> bool:
@@ -141,7 +141,7 @@ class Stage(Shell):
 def open_stage(
     folder: Path, metadata: MetadataServer, *, shared: Sequence[Path] = (), hidden: Sequence[Path] = ()
 ) -> Iterator[Stage]:
-    """`shared`: folders of this machine that every host has as well; `hidden`: those that none has."""
+    """Open a stage. `shared`: folders of this machine that every host has as well; `hidden`: those that none has."""
     stage = Stage(folder, metadata, shared=shared, hidden=hidden)
     try:
         with serve(stage.gce) as url, serve_s3(CONTROL) as s3:

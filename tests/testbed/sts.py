@@ -47,13 +47,13 @@ class Session:
 
 
 def is_past(condition: Mapping[str, Any]) -> bool:
-    """Of refusals, the one condition that is used."""
+    """Evaluate the one condition used in refusals."""
     end = datetime.fromisoformat(condition["DateGreaterThan"]["aws:CurrentTime"].replace("Z", "+00:00"))
     return time.time() > end.timestamp()
 
 
 def holds(condition: Mapping[str, Any], prefix: str | None) -> bool:
-    """The one condition that is used with S3; any other is of KMS, and never true here."""
+    """Evaluate the one condition used with S3; any other is of KMS, and never true here."""
     if not condition:
         return True
     patterns = condition.get("StringLikeIfExists", {}).get("s3:prefix")
@@ -62,7 +62,7 @@ def holds(condition: Mapping[str, Any], prefix: str | None) -> bool:
 
 @dataclass(kw_only=True)
 class FakeStore:
-    """`calls`: what STS was asked, with its parameters. `forbidden`: actions of STS that are refused."""
+    """An STS account. `calls`: requests to STS, with their parameters. `forbidden`: actions of STS that are refused."""
 
     arn: str = USER
     life_s: float | None = None  # of a session; None: as asked
@@ -80,7 +80,7 @@ class FakeStore:
 
     @property
     def variables(self) -> dict[str, str]:
-        """The environment of a user of this account."""
+        """Return the environment of a user of this account."""
         login = {"AWS_ACCESS_KEY_ID": KEY, "AWS_SECRET_ACCESS_KEY": SECRET, "AWS_REGION": "us-east-1"}
         return login | {"AWS_ENDPOINT_URL": self.url}
 
@@ -101,7 +101,7 @@ class FakeStore:
         return {"Credentials": {**login, "SessionToken": session.token, "Expiration": end}}
 
     def answer_iam(self, action: str, asked: dict[str, str]) -> dict[str, Any]:
-        """Users with one policy and keys; a user with keys or a policy cannot be deleted, as at IAM."""
+        """Answer for IAM: users with one policy and keys; a user with keys or a policy cannot be deleted, as at IAM."""
         self.calls.append((action, asked))
         if action in self.forbidden:
             raise Denied("AccessDenied")
@@ -173,7 +173,7 @@ class Handler(BaseHTTPRequestHandler):
     store: ClassVar[FakeStore]
 
     def log_message(self, *_: Any) -> None:
-        """Nothing."""
+        """Log nothing."""
 
     def handle_call(self) -> None:
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
@@ -251,7 +251,7 @@ MOMENT, MOMENT_ISO = "Thu, 01 Jan 2026 00:00:00 GMT", "2026-01-01T00:00:00Z"
 
 
 class Raw(str):
-    """XML already."""
+    """Return the body, which is XML already."""
 
 
 def to_xml(value: Mapping[str, Any]) -> str:

@@ -19,7 +19,7 @@ from tests.testbed.registry import find_obstacle, serve_index
 from tests.testbed.s3 import BUCKET
 from tests.testbed.stage import BUCKET_LOGIN, Stage, open_stage
 
-# What broker and this machine bring: their Python, its packages and pip, and this working tree.
+# Brought by broker and this machine: their Python, its packages and pip, and this working tree.
 DIST_PACKAGES = Path("/usr/lib/python3/dist-packages")
 BROUGHT = (ROOT, Path(sys.prefix), Path(sys.base_prefix), DIST_PACKAGES, *Path("/usr/local/lib").glob("python3*"))
 BARE = """\
@@ -75,7 +75,7 @@ def test_ddp_trains_on_bare_hosts_through_a_preemption_to_its_end(stage: Stage) 
     stage.wait_for_step(1)
     first = stage.list_by_rank()
     for name in first:
-        expect_bare(stage, name)  # what setup installed is in the agent's folder, and no command of the host's
+        expect_bare(stage, name)  # setup installs into the agent's folder, not as a command of the host's
     stage.wait_for_step(10)
     stage.bridge.preempt(first[1], notice_s=0)
     job = stage.finish()

@@ -1,4 +1,4 @@
-"""Real hosts of two clouds without a login: a job reaches its bucket from both, its outcome also without the broker."""
+"""Real hosts of two clouds without a login: a job reaches its bucket, and its outcome does even without the broker."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_job_without_keys_reaches_its_bucket_from_two_clouds_and_without_its_bro
 
 
 def expect_secret(stage: Stage, name: str) -> None:
-    """Sessions lie in files of the program's user alone; the user's own key is on no machine; the store has neither."""
+    """Expect sessions in the program's user's own files; the user's own key is on no machine; the store has neither."""
     host = stage.bridge.hosts[name]
     assert not host.execute("sh", "-c", f"grep -rl {SECRET} /home/ubuntu /var/log /run || true").strip()
     found = host.execute("sh", "-c", "grep -rl session-secret- /home/ubuntu /var/log /run || true").split()

@@ -1,4 +1,4 @@
-"""`image_id: docker:...` on hosts with a real docker engine: what the unit tests' pretend one promises is so."""
+"""`image_id: docker:...` on hosts with a real docker engine, which confirms the pretend docker of the unit tests."""
 
 from __future__ import annotations
 

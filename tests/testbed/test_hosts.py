@@ -79,7 +79,7 @@ def test_eight_hosts_are_reached_at_once_and_stand_apart(bed: Bed) -> None:
 
 
 def test_command_on_a_host_that_dies_silently_fails_within_seconds(bed: Bed) -> None:
-    """No last word comes from a host that loses its power; without keepalives ssh would wait for ever."""
+    """A host that loses its power sends no last word; without keepalives ssh would wait for ever."""
 
     async def act() -> float:
         node = (await bed.make_cluster()).nodes[0]
@@ -96,7 +96,7 @@ def test_command_on_a_host_that_dies_silently_fails_within_seconds(bed: Bed) -> 
 
 
 def test_watched_host_that_dies_silently_is_missed_within_seconds(bed: Bed) -> None:
-    """Nothing is asked meanwhile: the kept session itself ends, and the call after it fails."""
+    """No request is made meanwhile: the kept session itself ends, and the call after it fails."""
 
     async def act() -> float:
         cluster = await bed.make_cluster()
@@ -130,7 +130,7 @@ def test_short_partition_is_survived(bed: Bed) -> None:
 
 
 def test_host_that_shows_another_key_is_refused(bed: Bed, tmp_path: Path) -> None:
-    """As when somebody else has got the address: nothing is said to it."""
+    """Another host may have got the address: nothing is sent to it."""
 
     async def act() -> None:
         stranger = Keys(tmp_path / "strangers").ensure("c", "x")
@@ -146,7 +146,7 @@ def test_host_that_shows_another_key_is_refused(bed: Bed, tmp_path: Path) -> Non
 
 
 async def follow(bed: Bed, cluster: Cluster) -> tuple[RunStatus, str]:
-    """To the end of run 1: its status and its log."""
+    """Follow run 1 to its end; return its status and its log."""
     while True:
         report = await bed.gang.poll(cluster, 1)
         if report.status.is_terminal:

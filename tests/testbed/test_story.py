@@ -44,7 +44,7 @@ def test_training_moves_from_region_to_region_to_another_cloud_and_goes_on_from_
     stage.wait_for_step(3)
     stage.account.full.add(("us-east-1a", "m5.large"))
     first = stage.list_by_rank()
-    for name in first:  # nobody is left to speak for the gang
+    for name in first:  # no node is left to speak for the gang
         stage.bridge.preempt(name, notice_s=2)
     stage.wait_for_step(20, attempt=2)
     stage.account.full.add(("us-west-2a", "m5.large"))
@@ -55,7 +55,7 @@ def test_training_moves_from_region_to_region_to_another_cloud_and_goes_on_from_
     zones = [attempt.placement.offer.zone for attempt in job.attempts]
     assert zones == ["us-east-1a", "us-west-2a", "us-central1-a"]
     events = stage.run("jobs", "events", "1").stdout
-    # Two seconds are enough to save, and to say so where the processors are free; else the list says who is gone.
+    # Two seconds are enough to save and to report it where the processors are free; else the list shows which are gone.
     assert "the cloud gave notice" in events or "node 0 and 1 gone" in events, events
     assert "node 1 gone" in events, events
     assert events.count("recovered: step") == 2, events
@@ -112,7 +112,7 @@ run: |
 
 
 def test_secret_is_seen_by_the_program_and_by_nobody_else(stage: Stage) -> None:
-    """On two clouds: in no list of processes, file, log, tag, boot script or call, while it runs or at its end."""
+    """On two clouds, a secret must be in no process list, file, log, tag, boot script or call, even after the run."""
     task = f"""\
 name: quiet
 resources:
@@ -154,7 +154,7 @@ run: |
 
 
 def expect_quiet(stage: Stage, name: str) -> None:
-    """The canary is with the program on host `name`, in files of its user alone, and nowhere else."""
+    """Expect the canary with the program on host `name`, in files of its user alone, and nowhere else."""
     host = stage.bridge.hosts[name]
     processes = host.execute("sh", "-c", "cat /proc/[0-9]*/cmdline | tr '\\0' '\\n'")
     assert "agent.py" in processes and CANARY not in processes

@@ -1,4 +1,4 @@
-"""What is told where no world of hosts can be made."""
+"""The message where no sealed network of hosts can be made."""
 
 from __future__ import annotations
 

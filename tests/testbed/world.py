@@ -1,6 +1,6 @@
-"""A sealed world for real hosts: one network namespace with no way out. `python -m tests.testbed.world COMMAND...`
+"""A sealed network namespace for real hosts, with no way out: `python -m tests.testbed.world COMMAND...`
 
-Whatever runs in it, host or program, dies with it: nothing a test forgets outlives the command.
+Everything that runs in it, host or program, dies with it: nothing a test leaves behind outlives the command.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 GATEWAY, METADATA = "169.254.1.1", "169.254.169.254"
-CONTROL = "10.255.0.1"  # where the pretend clouds answer
+CONTROL = "10.255.0.1"  # address of the pretend clouds
 INSIDE = "BROKER_TESTBED_WORLD"
 PACKAGES = {
     "ip": "iproute2", "sshd": "openssh-server", "ssh": "openssh-client", "unshare": "util-linux", "sudo": "sudo",
@@ -24,7 +24,7 @@ PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 
 def find_obstacle() -> str:
-    """Why no world can be made here, and what helps; empty when one can."""
+    """Return why no sealed network can be made here, with a remedy; empty when one can."""
     if not sys.platform.startswith("linux"):
         return "the test-bed of real hosts needs Linux"
     missing = sorted(package for program, package in PACKAGES.items() if not shutil.which(program, path=PATH))
@@ -44,7 +44,7 @@ UNSHARE = ["unshare", "--net", "--mount", "--pid", "--fork", "--kill-child", "--
 
 
 def build() -> None:
-    """Called once inside: the addresses of gateway, metadata server and clouds, and a hole for what is dead."""
+    """Add addresses of gateway, metadata server and clouds, and a black hole for dead hosts; called once inside."""
     run_ip(
         "link set lo up",
         *(f"addr add {address}/32 dev lo" for address in (GATEWAY, METADATA, CONTROL)),
@@ -56,7 +56,7 @@ def build() -> None:
 
 
 def run_ip(*lines: str, pid: int | None = None) -> None:
-    """A batch for `ip`, in the network of process `pid` or our own."""
+    """Run a batch for `ip`, in the network of process `pid` or our own."""
     enter = ["nsenter", "-t", str(pid), "-n"] if pid else []
     text = "\n".join(lines) + "\n"
     done = subprocess.run([*enter, "ip", "-batch", "-"], input=text, text=True, capture_output=True)

@@ -49,7 +49,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def play_in_world(options: argparse.Namespace, arguments: Sequence[str], beds: Sequence[str]) -> int:
-    """The test-bed in a process and a network of its own, which all in it die with; beside it the local bed."""
+    """Run the test-bed in a process and network of its own, which all in it die with; run the local bed in parallel."""
     command = [sys.executable, "-m", "tests.torture", *arguments, "--bed", "testbed", "--seed", str(options.seed)]
     world = subprocess.Popen([sys.executable, "-m", "tests.testbed.world", *command])
     try:
@@ -61,7 +61,7 @@ def play_in_world(options: argparse.Namespace, arguments: Sequence[str], beds: S
 
 
 def choose_beds(wanted: str) -> Sequence[str]:
-    """`both` is the local one alone where no world of hosts can be made, which is said."""
+    """Return the beds; `both` is the local one alone where no sealed network can be made, which is reported."""
     if wanted == "local":
         return ["local"]
     if INSIDE in os.environ:
@@ -75,7 +75,7 @@ def choose_beds(wanted: str) -> Sequence[str]:
 
 
 def play(options: argparse.Namespace, name: str) -> int:
-    """One bed's run to its end; 1 where a promise was broken."""
+    """Play one bed's run to its end; return 1 where a promise was broken."""
     folder = Path(tempfile.mkdtemp(prefix=f"torture-{name}-", dir="/tmp"))
     print(f"{name}: seed {options.seed}, everything is below {folder}", flush=True)
     history = History(folder / "history.jsonl", seed=options.seed, bed=name)
@@ -120,7 +120,7 @@ def make_bed(
 
 
 def choose_acts(acts: Acts, wanted: str) -> Acts:
-    """Those asked for, each as likely against the others as usual; all where none is named."""
+    """Return the requested acts, each as likely against the others as usual; all where none is named."""
     names = {name for name in wanted.split(",") if name}
     if unknown := sorted(names - {kind for kind, _ in acts}):
         sys.exit(f"error: no acts of this bed: {', '.join(unknown)}; there are {', '.join(kind for kind, _ in acts)}")

@@ -20,12 +20,12 @@ from tests.torture.workloads import HERE, ROOT, Setting
 COMMAND_S_MAX = 300.0  # a stopped daemon may hold the store for as long as it is stopped; more is a hang
 DISK_MIB = 160
 CLOUD_LOGINS = ("AWS_", "GOOGLE_", "CLOUDSDK_", "BROKER_", "AZURE_", "R2_", "SKYPILOT_")
-# What a user sees of an error that broker did not foresee.
+# Output that a user sees for an error that broker did not foresee.
 RAW_ERRORS = ("Traceback (most recent call last)", "this is a fault of broker")
 
 
 class LocalBed:
-    """Nodes are processes here. `folder` must be new; all but `evidence` may be on a small disk."""
+    """A bed whose nodes are processes. `folder` must be new; all but `evidence` may be on a small disk."""
 
     name = "local"
 
@@ -55,7 +55,7 @@ class LocalBed:
 
     @property
     def launch_flags(self) -> tuple[str, ...]:
-        """What a program needs to be told at its launch."""
+        """Return the flags that a program needs at its launch."""
         return ()
 
     @property
@@ -64,7 +64,7 @@ class LocalBed:
 
     @property
     def mark(self) -> str:
-        """What the environment of every process of this bed has, and of no other."""
+        """Return the mark in the environment of every process of this bed, and of no other."""
         return str(self.folder / "small")
 
     def open(self) -> None:
@@ -110,7 +110,7 @@ class LocalBed:
         return "LD_PRELOAD" in self.environment
 
     def fill_disk(self, left_bytes: int) -> None:
-        """Leave so much room in the state folder and on all nodes."""
+        """Fill the disk, leaving this much room in the state folder and on all nodes."""
         with self._filler.open("wb", buffering=0) as file, contextlib.suppress(OSError):
             while file.write(bytes(65536)) == 65536:
                 pass
@@ -127,7 +127,7 @@ class LocalBed:
         return self._filler.exists()
 
     def set_clock(self, skew_s: int) -> None:
-        """Of broker's commands and daemon; nodes keep their own."""
+        """Set the clock of broker's commands and daemon; nodes keep their own."""
         with self.clock.open("r+b") as file:
             file.write(struct.pack("q", skew_s))
 
@@ -135,15 +135,15 @@ class LocalBed:
         return list_processes(self.mark)
 
     def signal(self, process: Process, number: int) -> bool:
-        """Whether it was delivered: never to a process that is not of this bed."""
+        """Signal a process and return whether it was delivered: never to a process that is not of this bed."""
         return send_signal(process, number, lambda pid: read_process(pid, self.mark))
 
     def find_checkpoints(self, folder: str) -> str:
-        """Where the trainers of a job keep them."""
+        """Find the places where the trainers of a job keep checkpoints."""
         return str(self.home / "checkpoints" / folder)
 
     def check_nodes(self) -> None:
-        """Every node of the local cloud has ended, and has left neither files of a program nor a socket."""
+        """Check that every node of the local cloud has ended, and has left neither files of a program nor a socket."""
         root, violate = self.home / "local", self.history.violate
         for folder in sorted(root.iterdir()) if root.exists() else []:
             if folder.name.startswith(".new-"):
@@ -176,7 +176,7 @@ class LocalBed:
         )
 
     def run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        """One command to its end. A hang and a raw Python error are violations; other refusals are the caller's."""
+        """Run one command to its end. A hang and a raw Python error are violations; other refusals are the caller's."""
         was_full = self.is_full
         process = self.start(*arguments)
         try:
@@ -199,5 +199,5 @@ class LocalBed:
 
 
 def ignore_special(folder: str, names: list[str]) -> list[str]:
-    """Sockets and pipes cannot be copied."""
+    """Ignore sockets and pipes, which cannot be copied."""
     return [name for name in names if not ((path := Path(folder) / name).is_file() or path.is_dir())]

@@ -1,4 +1,4 @@
-"""What must hold when everything has healed: each job once, the same numbers, and nothing left."""
+"""Checks after all faults have been healed: each job once, the same numbers, and nothing left."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def read_log(evidence: Path) -> list[dict[str, Any]]:
 def check_jobs(
     bed: LocalBed, history: History, view: View, submitted: Sequence[Workload], references: References
 ) -> None:
-    """Every job ended as it must, once, with the numbers of an undisturbed run."""
+    """Check that every job ended as it must, once, with the numbers of an undisturbed run."""
     known = {LAST, *(name for work in submitted for name in work.ends)}
     for job in view.jobs.values():
         if job.name not in known:
@@ -45,7 +45,7 @@ def check_jobs(
 def check_numbers(
     bed: LocalBed, history: History, view: View, submitted: Sequence[Workload], references: References
 ) -> None:
-    """Losses and tensors of each trainer's run that succeeded, against the run that was left in peace."""
+    """Check losses and tensors of each trainer's successful run against the undisturbed run."""
     places: dict[str, Training] = {}
     names: dict[str, str] = {}
     for work in submitted:
@@ -72,7 +72,7 @@ def check_ends(history: History, work: Workload, name: str, end: str, jobs: Sequ
 
 
 def find_problems(work: Workload, name: str, jobs: Sequence[JobRow], evidence: Path) -> Iterator[str]:
-    """What the witnesses of one job's attempts saw."""
+    """Find problems that the witnesses of one job's attempts saw."""
     log = read_log(evidence)
     finishes = [line for line in log if line["event"] == "finish"]
     succeeded = any(job.status == "SUCCEEDED" for job in jobs)
@@ -94,7 +94,7 @@ def find_problems(work: Workload, name: str, jobs: Sequence[JobRow], evidence: P
 
 
 def check_count(lines: Sequence[str]) -> Iterator[str]:
-    """Steps in order; an attempt goes on after the last step that the one before had saved."""
+    """Check the order of steps; an attempt continues after the last step that the one before had saved."""
     last_attempt = last_step = 0
     for line in lines:
         attempt, step = map(int, line.split())
@@ -109,7 +109,7 @@ def check_count(lines: Sequence[str]) -> Iterator[str]:
 
 
 def check_rest(bed: LocalBed, history: History, view: View) -> None:
-    """Nothing is left, by the store, the cloud's folders, and the kernel."""
+    """Check that nothing is left according to the store, the cloud's folders, and the kernel."""
     if view.clusters:
         history.violate(f"clusters are left: {sorted(view.clusters)}")
     if view.open_intents:
@@ -134,7 +134,7 @@ def check_rest(bed: LocalBed, history: History, view: View) -> None:
 
 
 def check_modes(bed: LocalBed, history: History) -> None:
-    """The state folder is private: no file of it is for others to read, but the public halves of keys."""
+    """Check that the state folder is private: no file is readable by others, except the public halves of keys."""
     for path in [bed.home, *bed.home.rglob("*")]:
         mode = path.lstat().st_mode
         if not stat.S_ISLNK(mode) and mode & 0o077 and path.suffix != ".pub":
@@ -142,7 +142,7 @@ def check_modes(bed: LocalBed, history: History) -> None:
 
 
 def check_locks(bed: LocalBed, history: History) -> None:
-    """When no process is left, no lock is held."""
+    """Check that no lock is held when no process is left."""
     for path in (bed.home / "daemon.lock", bed.home / "local" / "lock"):
         if path.exists():
             with path.open("rb") as file:

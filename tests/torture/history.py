@@ -1,4 +1,4 @@
-"""What was done to a torture run and what it broke: JSON lines, with the seed, written as they happen."""
+"""The acts and violations of a torture run: JSON lines, with the seed, written as they happen."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 
 class History:
-    """Shared by all threads of one bed's run."""
+    """The history of one bed's run, shared by all its threads."""
 
     def __init__(self, path: Path, *, seed: int, bed: str) -> None:
         self.path = path
@@ -33,13 +33,13 @@ class History:
             self._file.flush()
 
     def act(self, kind: str, **fields: Any) -> None:
-        """One deed of the killer or of a user; counted."""
+        """Record and count one act of the killer or of a user."""
         with self._lock:
             self.acts[kind] += 1
         self.write("act", kind=kind, **fields)
 
     def violate(self, claim: str, **evidence: Any) -> None:
-        """A broken promise. Each claim is told once."""
+        """Record a broken promise. Each claim is reported once."""
         with self._lock:
             if claim in self.violations:
                 return

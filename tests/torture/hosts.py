@@ -1,4 +1,4 @@
-"""The test-bed's bed: hosts of their own behind a fake AWS and a fake Google, in a sealed network. Needs its world."""
+"""The test-bed's bed: hosts of their own behind a fake AWS and a fake Google. It must run in the sealed network."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class HostsBed(LocalBed):
         return False
 
     def list_processes(self) -> list[Process]:
-        """The broker's own, and what runs on living hosts: those in a host's process namespace."""
+        """List the broker's own processes, and those on living hosts, found by the host's process namespace."""
         return list_processes(self.mark) + [each for host in self.list_hosts() for each in list_host_processes(host)]
 
     def list_hosts(self) -> list[Host]:
@@ -99,11 +99,11 @@ class HostsBed(LocalBed):
         return send_signal(process, number, read)
 
     def find_checkpoints(self, folder: str) -> str:
-        """With the login that a program has, in this process's environment of commands."""
+        """Find checkpoints with the login that a program has, in this process's environment of commands."""
         return f"s3://{BUCKET}/runs/{self.stage.owner}-{folder}"
 
     def check_nodes(self) -> None:
-        """No machine is left in either cloud, and no host runs."""
+        """Check that no machine is left in either cloud, and no host runs."""
         with self.stage.aws.lock:
             self.stage.account.tick()
             left = [each.id for each in self.stage.account.instances.values() if each.state in LIVING]
@@ -115,7 +115,7 @@ class HostsBed(LocalBed):
 
 
 def one_line(places: str) -> str:
-    """The list of places as it stands in a mapping on one line."""
+    """Return the list of places as it stands in a mapping on one line."""
     lines = [line.strip().removeprefix("- ") for line in places.strip().splitlines()]
     return f"{lines[0]} [{', '.join(lines[1:])}]"
 
@@ -127,7 +127,7 @@ def list_host_processes(host: Host) -> Iterator[Process]:
 
 
 def read_host_process(host: Host, pid: int) -> Process | None:
-    """None for a process that is gone, a kernel's or a zombie, and one that is not of this host."""
+    """Read a process; return None if it is gone, the kernel's, a zombie, or not of this host."""
     try:
         is_inside = Path(f"/proc/{pid}/ns/pid").readlink() == Path(f"/proc/{host.pid}/ns/pid").readlink()
     except OSError:
@@ -139,7 +139,7 @@ def read_host_process(host: Host, pid: int) -> Process | None:
 
 
 class HostsKiller(Killer):
-    """What clouds and networks do as well."""
+    """A killer that also acts on clouds and networks."""
 
     def __init__(self, bed: HostsBed, history: History, *, seed: int, every_s: float, acts: Acts = ACTS) -> None:
         super().__init__(bed, history, seed=seed, every_s=every_s, acts=acts)
@@ -154,7 +154,7 @@ class HostsKiller(Killer):
         }  # fmt: skip
 
     def _name_job(self, node: str) -> str:
-        """By the tags that the cloud's machine has."""
+        """Return the job's name from the tags of the cloud's machine."""
         stage = self._hosts.stage
         machines: list[object] = [stage.account.instances.get(node)]
         machines += [machine for (_, name), machine in list(stage.gce.instances.items()) if name == node]
@@ -166,7 +166,7 @@ class HostsKiller(Killer):
         return self._draw.choice(hosts) if hosts else None
 
     def _take(self, kind: str) -> dict[str, object] | None:
-        """The market's preemption of one machine, with the clouds' notice in small."""
+        """Preempt one machine as the market does, with a shortened notice."""
         if (host := self._draw_host()) is None:
             return None
         notice_s = self._draw.uniform(2, 10) if kind == "preempt-notice" else 0.0
@@ -174,7 +174,7 @@ class HostsKiller(Killer):
         return {"host": host.name, "notice_s": round(notice_s, 1)}
 
     def _lose_power(self, kind: str) -> dict[str, object] | None:
-        """Silent, and the cloud's list still says that it runs."""
+        """Cut the power silently, while the cloud's list still shows the machine as running."""
         if (host := self._draw_host()) is None:
             return None
         host.power_off(is_silent=True)
@@ -187,7 +187,7 @@ class HostsKiller(Killer):
         return {"host": host.name}
 
     def _part(self, kind: str) -> dict[str, object] | None:
-        """Neither the broker nor a peer hears the host for a while. It works on."""
+        """Partition a host for a while: neither the broker nor a peer hears it, and it works on."""
         host = self._draw_host()
         if host is None or host.name in self._cut:
             return None
@@ -225,7 +225,7 @@ class HostsKiller(Killer):
         return {"call": call, "code": code, "times": times}
 
     def _lose_answers(self, kind: str) -> dict[str, object] | None:
-        """Carried out, and no word of it."""
+        """Carry out calls, and lose their answers."""
         call = self._draw.choice(("CreateFleet", "RunInstances", "TerminateInstances"))
         with self._hosts.stage.aws.lock:
             self._hosts.stage.account.lose_answer(call)

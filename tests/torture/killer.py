@@ -1,4 +1,4 @@
-"""The killer: a seed draws what is done to which process, disk, clock or market, and when it is undone."""
+"""The killer: a seed draws each act, its target process, disk, clock or market, and when it is undone."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from tests.torture.ledger import read_store
 from tests.torture.processes import Process
 
 TICK_S = 0.2
-TRIES_MAX = 5  # draws for one deed: many find no target
+TRIES_MAX = 5  # draws for one act: many find no target
 STOP_S_MAX = 25.0  # longer than a daemon without a beat is waited for (15 s)
 SHORT_S_MAX = 9.0  # shorter than the gang's patience with a silent rank (15 s)
-# A gang that fell apart three times at one step is given up: the program is blamed. So what makes it do so is done to a
-# job twice at most, which keeps the end of every job defined.
+# A gang that fell apart three times at one step is given up, and the program is blamed. Acts that cause this are
+# therefore done to a job twice at most, which keeps the end of every job defined.
 BREAKS_MAX = 2
 CLOCK_JUMPS_S = (-86400, -3600, -60, -5, 5, 60, 3600, 86400)
 ZONES = ("local-a", "local-b", "local-c")
@@ -46,8 +46,10 @@ class Undo:
 
 
 class Undos(threading.Thread):
-    """Undoes each act when its time is over, whatever the killer waits for meanwhile: a command that needs what a
-    stopped process holds ends only when that process continues."""
+    """A timer that undoes each act when its time is over, whatever the killer waits for meanwhile.
+
+    A command that needs a resource held by a stopped process ends only when that process continues.
+    """
 
     def __init__(self, history: History) -> None:
         super().__init__(name="undos", daemon=True)
@@ -81,7 +83,7 @@ class Undos(threading.Thread):
 
 
 class Killer(threading.Thread):
-    """Acts until told to stop, then undoes all that is still to be undone."""
+    """A killer that acts until told to stop, then undoes all outstanding acts."""
 
     def __init__(
         self,
@@ -111,12 +113,12 @@ class Killer(threading.Thread):
         self.heal()
 
     def end(self) -> None:
-        """Returns when everything is healed."""
+        """End, and return when everything is healed."""
         self._ended.set()
         self.join()
 
     def act(self, kind: str = "") -> bool:
-        """One deed; whether it found a target."""
+        """Perform one act; return whether it found a target."""
         kinds, weights = zip(*self._acts, strict=True)
         kind = kind or self._draw.choices(kinds, weights)[0]
         special = self._list_special()
@@ -126,7 +128,10 @@ class Killer(threading.Thread):
         return done is not None
 
     def _list_special(self) -> dict[str, Callable[[str], dict[str, object] | None]]:
-        """Acts that are more than a signal to one process. Each returns what it did, None where it found no target."""
+        """List acts that are more than a signal to one process.
+
+        Each returns what it did, None where it found no target.
+        """
         return {
             "node-kill": self._kill_node,
             "preempt": self._preempt,
@@ -144,7 +149,7 @@ class Killer(threading.Thread):
         self._undos.add(seconds, what, action)
 
     def _signal(self, kind: str) -> dict[str, object] | None:
-        """To one process of a role. A stopped one goes on after a while."""
+        """Signal one process of a role. A stopped one continues after a while."""
         role, _, deed = kind.partition("-")
         found = sorted((each for each in self._bed.list_processes() if each.kind == role), key=lambda each: each.pid)
         if not found:
@@ -166,17 +171,17 @@ class Killer(threading.Thread):
         return details
 
     def _may_break_apart(self, job: str) -> bool:
-        """Counts what makes a gang fall apart."""
+        """Count acts that make a gang fall apart; return whether another is allowed."""
         self._breaks[job] += 1
         return self._breaks[job] <= BREAKS_MAX
 
     def _name_job(self, node: str) -> str:
-        """`job-12` of the node `job-12-1-2-3fb1a0c9de-0`."""
+        """Return `job-12` for the node `job-12-1-2-3fb1a0c9de-0`."""
         found = re.match(r"job-\d+", node)
         return found[0] if found else node
 
     def _kill_node(self, kind: str) -> dict[str, object] | None:
-        """Keeper and machine at once: nothing is left that could end the node's other processes."""
+        """Kill keeper and machine at once: no process is left that could end the node's other processes."""
         found = [each for each in self._bed.list_processes() if each.kind in ("keeper", "machine")]
         nodes = sorted({each.node for each in found})
         if not nodes:
@@ -186,7 +191,7 @@ class Killer(threading.Thread):
         return {"node": node, "processes": sum(hit)} if any(hit) else None
 
     def _preempt(self, kind: str) -> dict[str, object] | None:
-        """As a spot market does, through the user's command for that."""
+        """Preempt as a spot market does, through the user's command for that."""
         view = read_store(self._bed.database)
         names = sorted(name for name, job_id in view.clusters.items() if job_id is not None) if view else []
         if not names:
@@ -199,7 +204,7 @@ class Killer(threading.Thread):
         return {"cluster": name, "arguments": arguments} if code == 0 else None
 
     def _fill_zones(self, kind: str) -> dict[str, object] | None:
-        """One or two zones refuse; a third always gives."""
+        """Let one or two zones refuse; a third always gives."""
         path = self._bed.home / "local" / "faults.json"
         if not path.parent.exists() or path.exists():
             return None
@@ -226,7 +231,7 @@ class Killer(threading.Thread):
         return {"left_bytes": left, "for_s": round(seconds, 1)}
 
     def _jump(self, kind: str) -> dict[str, object] | None:
-        """The wall clock of broker's own processes. It is set right again after a while, which is a jump too."""
+        """Move the wall clock of broker's own processes. It is corrected after a while, which is a jump too."""
         if not self._bed.can_jump:
             return None
         skew_s = self._draw.choice(CLOCK_JUMPS_S)

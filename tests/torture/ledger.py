@@ -1,4 +1,4 @@
-"""Reads the store of a running broker from outside, without its code: what it says, look after look, must hold."""
+"""Checks of a running broker's store, read from outside without its code: each reading must hold against the last."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LIVE = ("PENDING", "STARTING", "RUNNING", "RECOVERING", "CANCELLING")
 
 @dataclass(frozen=True, kw_only=True)
 class JobRow:
-    """One job as the file has it."""
+    """One job as recorded in the file."""
 
     id: int
     name: str
@@ -30,7 +30,7 @@ class JobRow:
 
     @property
     def folder(self) -> str:
-        """Name of the folder of its checkpoints."""
+        """Return the name of the folder of its checkpoints."""
         number = self.resumes or self.id
         return f"job-{number}-{self.uid}" if self.uid else f"job-{number}"
 
@@ -41,7 +41,7 @@ class JobRow:
 
 @dataclass(frozen=True, kw_only=True)
 class View:
-    """One look at the whole file."""
+    """One reading of the whole file."""
 
     jobs: dict[int, JobRow]
     clusters: dict[str, int | None]  # the job of each
@@ -52,7 +52,7 @@ class View:
 
     @property
     def stamp(self) -> str:
-        """Changes whenever anything has moved."""
+        """Return a value that changes whenever anything has moved."""
         jobs = [(job.id, job.status, job.attempts, job.progress) for job in self.jobs.values()]
         return repr((jobs, self.clusters, self.open_intents, self.open_bills, self.event_count))
 
@@ -61,7 +61,7 @@ class View:
 
 
 def read_store(path: Path) -> View | None:
-    """None while there is none, or it cannot be read just now."""
+    """Read the store; return None while there is none, or it cannot be read just now."""
     try:
         with closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True, timeout=30)) as connection:
             connection.row_factory = sqlite3.Row
@@ -107,7 +107,7 @@ def _read(connection: sqlite3.Connection) -> View:
 
 
 class Monitor:
-    """Compares each look with the one before."""
+    """A comparison of each reading with the one before."""
 
     def __init__(self, history: History) -> None:
         self._history = history

@@ -1,4 +1,4 @@
-"""Finds the processes of one torture run and signals them, and no other process of this machine."""
+"""Discovery and signalling of the processes of one torture run, and of no other process of this machine."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ KINDS = ("daemon", "keeper", "machine", "watcher", "runner", "witness", "trainer
 
 @dataclass(frozen=True, kw_only=True)
 class Process:
-    """`node` is the folder name of the local node or the test-bed's host it runs on, where it runs on one."""
+    """A process.
+
+    `node` is the folder name of the local node or the test-bed's host it runs on, where it runs on one.
+    """
 
     pid: int
     kind: str
@@ -22,12 +25,12 @@ class Process:
 
 
 def list_processes(mark: str) -> list[Process]:
-    """All whose state folder or node is below `mark`: told by their environment, which their children inherit."""
+    """List processes whose state folder or node is below `mark`, found by their environment, which children inherit."""
     return [found for entry in Path("/proc").glob("[0-9]*") if (found := read_process(int(entry.name), mark))]
 
 
 def read_process(pid: int, mark: str) -> Process | None:
-    """None for a process that is gone, a zombie, or not ours."""
+    """Read a process; return None for one that is gone, a zombie, or not ours."""
     if pid == os.getpid():
         return None
     try:
@@ -45,7 +48,7 @@ def read_process(pid: int, mark: str) -> Process | None:
 
 
 def name_kind(pid: int, command: str) -> str:
-    """What role it has. Keeper and machine are one program: the machine's parent is the keeper."""
+    """Return its role. Keeper and machine are one program: the machine's parent is the keeper."""
     if "local_machine.py" in command:
         return "machine" if "local_machine.py" in read_command(read_parent(pid)) else "keeper"
     signs = {
@@ -74,9 +77,10 @@ def read_parent(pid: int) -> int:
 
 
 def send_signal(process: Process, number: int, read: Callable[[int], Process | None]) -> bool:
-    """Whether it was delivered. A descriptor pins the process, so a reused id is never signalled.
+    """Send a signal and return whether it was delivered.
 
-    `read` says what the process of an id is, None for one that is not ours.
+    A descriptor pins the process, so a reused id is never signalled. `read` returns the process with an id, None for
+    one that is not ours.
     """
     try:
         descriptor = os.pidfd_open(process.pid)

@@ -1,4 +1,4 @@
-"""What a trainer's run comes to undisturbed, and whether a disturbed one came to the same bits."""
+"""Results of a trainer's undisturbed run, and their bitwise comparison with a disturbed one."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ NUMBERS = ("loss", "validation_loss")
 
 
 class References:
-    """Undisturbed runs without a broker, one for each training that is asked for, kept below `folder`."""
+    """Undisturbed runs without a broker, one for each requested training, kept below `folder`."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._known: dict[Training, Path] = {}
 
     def find(self, training: Training) -> Path:
-        """The folder of the run, with `metrics.jsonl` and `checkpoints`; made now if it is new."""
+        """Return the folder of the run, with `metrics.jsonl` and `checkpoints`; run it now if it is new."""
         if training not in self._known:
             kind = "elastic" if training.nodes_min else training.strategy
             place = self._folder / f"{kind}-{training.nodes}-{training.seed}-{training.steps}"
@@ -45,12 +45,12 @@ class References:
         return self._known[training]
 
     def compare(self, training: Training, metrics: Path) -> list[str]:
-        """What was told otherwise than in the undisturbed run, in sentences; none where all is equal."""
+        """Describe in sentences how reports differ from the undisturbed run; empty where all is equal."""
         wanted = read_numbers(self.find(training) / "metrics.jsonl")
         return compare_numbers(wanted, read_numbers(metrics), is_exact=training.nodes_min is None)
 
     def compare_tensors(self, places: Mapping[str, Training], environment: Mapping[str, str]) -> dict[str, str]:
-        """For each place of checkpoints that ended otherwise than the undisturbed run: what is different.
+        """Describe differences for each place of checkpoints that ended otherwise than the undisturbed run.
 
         `environment` holds the login of the bucket, where a place is one.
         """
@@ -65,7 +65,7 @@ class References:
 
 
 def run_undisturbed(training: Training, place: Path) -> None:
-    """One process a rank, as the broker's nodes would start them. Raises RuntimeError for a run that fails."""
+    """Run one process a rank, as the broker's nodes would start them. Raise RuntimeError for a run that fails."""
     place.mkdir(parents=True)
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("BROKER_", "SKYPILOT_"))}
     common = {
@@ -98,7 +98,7 @@ def run_undisturbed(training: Training, place: Path) -> None:
 
 
 def read_numbers(metrics: Path) -> list[tuple[int, str, float]]:
-    """Step, name and value, in the order they were written; a line torn by a kill is left out."""
+    """Read step, name and value, in the order they were written; a line torn by a kill is left out."""
     numbers = []
     for line in metrics.read_text().splitlines() if metrics.exists() else []:
         try:
@@ -114,9 +114,9 @@ def read_numbers(metrics: Path) -> list[tuple[int, str, float]]:
 def compare_numbers(
     wanted: Sequence[tuple[int, str, float]], found: Sequence[tuple[int, str, float]], *, is_exact: bool
 ) -> list[str]:
-    """Every value of every attempt against the undisturbed one; and the last step must be there.
+    """Compare every value of every attempt with the undisturbed one; the last step must be there.
 
-    Steps between may be missing: an attempt may be killed after a checkpoint and before it told of its last steps.
+    Steps between may be missing: an attempt may be killed after a checkpoint and before it reported its last steps.
     """
     expected = {(step, name): value for step, name, value in wanted}
     problems, differing = [], []
@@ -136,7 +136,7 @@ def compare_numbers(
 
 
 def digest(places: Sequence[str], environment: Mapping[str, str]) -> dict[str, str]:
-    """Of all tensors in each place's newest complete checkpoint, by a process of its own: this one imports no torch."""
+    """Hash all tensors in each place's newest complete checkpoint, in a separate process: this one imports no torch."""
     command = [sys.executable, "-m", "tests.torture.digest", *places]
     variables = {name: value for name, value in environment.items() if name != "LD_PRELOAD"}
     done = subprocess.run(command, capture_output=True, text=True, env=variables, timeout=RUN_S_MAX, cwd=ROOT)

@@ -20,14 +20,14 @@ from tests.torture.users import Looker, Submitter
 
 LOOK_S = 1.0
 TELL_EVERY_S = 30.0
-# Healed, something must move within this time. The product's longest pause are ten minutes: a gang may be silent as a
-# whole for so long while its cloud lists it as running.
+# After healing, something must move within this time. The product's longest pause is ten minutes: a gang may be silent
+# as a whole for that long while its cloud lists it as running.
 STALL_S_MAX = 900.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """One bed's run in numbers."""
+    """The totals of one bed's run."""
 
     bed: str
     seed: int
@@ -43,7 +43,7 @@ class Outcome:
 
 
 class Story:
-    """Opens nothing and closes nothing: the bed is its caller's."""
+    """A run that opens nothing and closes nothing: the bed is its caller's."""
 
     def __init__(
         self,
@@ -84,7 +84,7 @@ class Story:
         return self._sum_up()
 
     def _tell_of_thread(self, failed: threading.ExceptHookArgs) -> None:
-        """A user or a killer that stops by an error of its own has proven nothing."""
+        """Report a user or a killer that stopped by an error of its own: such a run has proven nothing."""
         if self._bed.is_closed:
             return  # the run was interrupted: threads that fail now say nothing about the product
         text = "".join(traceback.format_exception(failed.exc_type, failed.exc_value, failed.exc_traceback))
@@ -92,7 +92,7 @@ class Story:
         self._history.violate(f"the test itself failed: {name}: {failed.exc_value!r}", traceback=text)
 
     def _torture(self) -> None:
-        """Until the time is up; or, where the number of jobs is given, until all have ended."""
+        """Torture until the time is up or, where the number of jobs is given, until all have ended."""
         told_s = self._history.elapsed_s
         while self._history.elapsed_s < self._minutes * 60:
             self._look()
@@ -119,7 +119,7 @@ class Story:
         )
 
     def _wait_until_ended(self) -> None:
-        """As long as anything moves it is waited for; only a standstill is a violation."""
+        """Wait as long as anything moves; only a standstill is a violation."""
         stamp, moved_s, told_s = "", time.monotonic(), time.monotonic()
         while True:
             self._look()
@@ -140,7 +140,7 @@ class Story:
             time.sleep(LOOK_S)
 
     def _leave_nothing(self) -> None:
-        """A last job shows that nothing blocks a start; then the collector is asked, and the daemon to leave."""
+        """Run a last job to show that nothing blocks a start; then call the collector and ask the daemon to leave."""
         bed = self._bed
         hello = f"name: {LAST}\nresources: {{{bed.setting.resources}}}\nrun: echo hello\n"
         done = bed.run("jobs", "launch", bed.write_task(LAST, hello), *bed.launch_flags, "--yes")
@@ -169,7 +169,7 @@ class Story:
         check_locks(bed, history)
 
     def tell(self) -> None:
-        """One line of progress."""
+        """Print one line of progress."""
         view = self._view
         jobs = list(view.jobs.values()) if view else []
         ended = sum(1 for job in jobs if not job.is_live)

@@ -1,4 +1,4 @@
-"""The checks of a torture run tell what they are there for: each is shown the fault it must not miss."""
+"""Each check of a torture run reports the fault that it must not miss."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def list_events(evidence: Path) -> list[str]:
 
 @pytest.mark.parametrize("is_witness_killed", [False, True])
 def test_attempt_that_starts_while_another_lives_is_told(tmp_path: Path, is_witness_killed: bool) -> None:
-    """Also when only the program of the other attempt is left."""
+    """The program of the other attempt counts even when it is all that is left of it."""
     started = tmp_path / "started"
     first = start_witness(tmp_path / "job", 1, "sh", "-c", f"echo > {started}; exec sleep 100")
     try:

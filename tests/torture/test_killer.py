@@ -11,7 +11,7 @@ WAIT_S = 30.0
 
 
 def test_an_act_is_undone_while_the_next_one_waits_for_that(tmp_path: Path) -> None:
-    """A stopped daemon may hold what the command of the next act needs."""
+    """A stopped daemon may hold a resource that the command of the next act needs."""
     is_undone = threading.Event()
     heard: list[bool] = []
 

@@ -30,7 +30,7 @@ ACTS = (
 
 @pytest.fixture
 def folder() -> Iterator[Path]:
-    """A short path: Unix sockets lie below it."""
+    """Return a short path: Unix sockets lie below it."""
     path = Path(tempfile.mkdtemp(prefix="torture-", dir="/tmp"))
     yield path
     shutil.rmtree(path, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""The people at the terminal: one submits, repeats, cancels and retries; another one only looks."""
+"""Users at the terminal: one submits, repeats, cancels and retries; another one only reads."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.torture.workloads import Workload, draw_workload
 
 NODES_MAX = 4  # at work at once: torture needs few processors
 TICK_S = 0.5
-# The first ones bring a daemon back that was killed; the others only look.
+# The first ones bring back a daemon that was killed; the others only read.
 REVIVING: tuple[tuple[str, ...], ...] = (
     ("status", "--json"),
     ("status", "--refresh"),
@@ -26,7 +26,7 @@ LOOKS: tuple[tuple[str, ...], ...] = (("gc",), ("gc", "--dry-run"), ("cost", "--
 
 
 class Submitter(threading.Thread):
-    """Keeps a few nodes busy until told to stop, then carries out what is still owed: cancels, retries, downs."""
+    """A user that keeps a few nodes busy until told to stop, then carries out pending cancels, retries and downs."""
 
     def __init__(
         self, bed: LocalBed, history: History, *, seed: int, jobs_max: int | None = None, kinds: Sequence[str] = ()
@@ -51,7 +51,7 @@ class Submitter(threading.Thread):
             time.sleep(TICK_S)
 
     def end(self) -> None:
-        """No new jobs from here on; `is_alive` while something is owed."""
+        """Submit no new jobs from here on; `is_alive` while something is outstanding."""
         self._ended.set()
 
     @property
@@ -74,7 +74,7 @@ class Submitter(threading.Thread):
         return busy < NODES_MAX
 
     def _submit(self, work: Workload) -> None:
-        """Ask until it is accepted, always with the same request: some answers are lost, some commands killed."""
+        """Submit until accepted, always with the same request: some answers are lost, some commands killed."""
         self.submitted.append(work)
         path = self._bed.write_task(work.name, work.text)
         arguments = (
@@ -128,7 +128,7 @@ class Submitter(threading.Thread):
         return True
 
     def _retry(self, work: Workload, view: View) -> bool:
-        """When it has failed, as it must, its user repairs it."""
+        """Repair and retry a job when it has failed, as it must."""
         job = next((each for each in view.list_named(work.name) if each.resumes is None), None)
         if job is None or job.is_live:
             return False
@@ -150,7 +150,7 @@ class Submitter(threading.Thread):
 
 
 class Looker(threading.Thread):
-    """Looks at everything now and then. Every second look brings back a daemon that was killed."""
+    """A user that occasionally reads everything. Every second reading brings back a daemon that was killed."""
 
     def __init__(self, bed: LocalBed, *, seed: int, every_s: float) -> None:
         super().__init__(name="looker", daemon=True)

@@ -49,7 +49,7 @@ class Witness:
         return lock
 
     def count_failures(self) -> int:
-        """How often this job's first rank has failed because it was asked to."""
+        """Return how often this job's first rank has failed on request."""
         try:
             lines = (self.folder / "log.jsonl").read_text().splitlines()
         except FileNotFoundError:
@@ -57,7 +57,7 @@ class Witness:
         return sum(1 for line in lines if json.loads(line)["event"] == "fail")
 
     def finish(self) -> None:
-        """The job's one effect. Where an earlier attempt has had it, this one only says so."""
+        """Make the job's one effect. Where an earlier attempt has made it, only report that."""
         try:
             descriptor = os.open(self.folder / "finished.json", os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
         except FileExistsError:
@@ -80,7 +80,10 @@ def is_held(path: Path) -> bool:
 
 
 def run_program(command: list[str], lock: int, umask: int) -> int:
-    """Let the program hold the lock too: it may outlive this process. SIGTERM is left to it: all the group gets it."""
+    """Run the program and let it hold the lock too, since it may outlive this process.
+
+    SIGTERM is left to it: the whole group gets it.
+    """
     signal.signal(signal.SIGTERM, lambda *_: None)
     code = subprocess.Popen(command, pass_fds=[lock], umask=umask).wait()
     return code if code >= 0 else 128 - code

@@ -1,4 +1,4 @@
-"""The jobs of a torture run: a seed draws their kinds; each says how it must end, whatever happens to it."""
+"""The jobs of a torture run: a seed draws their kinds; each defines how it must end, whatever happens to it."""
 
 from __future__ import annotations
 
@@ -18,31 +18,31 @@ MODEL = (
     *("--train.batch", "6", "--train.micro_batch", "2", "--sample.tokens", "0"),
     *("--evaluate.every_steps", "20", "--evaluate.samples", "8", "--checkpoint.every_steps", "8"),
 )
-# A program killed by a signal on a healthy node, and one that meets a full disk, is started again without a limit: what
-# a torture run does to programs is no fault of theirs.
+# A program killed by a signal on a healthy node, or one that meets a full disk, is restarted without a limit: the acts
+# of a torture run are no fault of the program's.
 RECOVERY = "max_restarts_on_errors: 1000, recover_on_exit_codes: [75, 137, 143]"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """What decides the numbers of a trainer's run: equal values, equal losses."""
+    """The parameters that decide the numbers of a trainer's run: equal values, equal losses."""
 
     strategy: str
     nodes: int
     seed: int
-    nodes_min: int | None = None  # elastic: the order in which gradients are added depends on who was there
+    nodes_min: int | None = None  # elastic: the order in which gradients are added depends on membership
     steps: int = TRAIN_STEPS
 
     @property
     def flags(self) -> tuple[str, ...]:
-        # Random numbers start again where the number of ranks changes, so an elastic run draws none.
+        # Random numbers restart where the number of ranks changes, so an elastic run draws none.
         drawn = ("--model.dropout", "0" if self.nodes_min else "0.1", "--train.seed", str(self.seed))
         return ("--strategy", self.strategy, *MODEL, "--train.steps", str(self.steps), *drawn)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """One submission. `ends` says how each of its jobs must end, by the job's name; a cluster has none."""
+    """One submission. `ends`: how each of its jobs must end, by the job's name; a cluster has none."""
 
     kind: str
     name: str
@@ -51,12 +51,12 @@ class Workload:
     nodes: int = 1  # at work at once
     training: Training | None = None
     counts: bool = False  # its program keeps a ledger of steps
-    follow_up: str = ""  # what its user does later: "cancel", "retry" or "down"
+    follow_up: str = ""  # the user's later command: "cancel", "retry" or "down"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """What task files must know of the bed: where evidence lies and on what the nodes are."""
+    """Properties of the bed that task files need: the place of evidence and the nodes' resources."""
 
     evidence: Path
     resources: str = "infra: local, use_spot: true"
@@ -65,7 +65,7 @@ class Setting:
     pace: str = str(HERE / "pace")
     witness: str = str(HERE / "witness.py")
     root: str = str(ROOT)
-    state: str = "$BROKER_CHECKPOINT_DIR"  # where a shell program keeps its count
+    state: str = "$BROKER_CHECKPOINT_DIR"  # place of a shell program's count
     step_s: float = STEP_S
     pace_s: float = PACE_S
     train_steps: int = TRAIN_STEPS
@@ -98,7 +98,7 @@ COUNT = """\
 
 
 def draw_workload(draw: random.Random, number: int, setting: Setting, kind: str = "") -> Workload:
-    """The `number`th submission of the run."""
+    """Draw the `number`th submission of the run."""
     kinds, weights = zip(*setting.kinds, strict=True)
     kind = kind or draw.choices(kinds, weights)[0]
     return MAKERS[kind](draw, f"{kind}-{number:03d}", setting)
@@ -114,7 +114,7 @@ def make_task(
     more: str = "",
     head: str = "",
 ) -> str:
-    """A task file. `program` are the words after `witness.py EVIDENCE`."""
+    """Make a task file. `program`: the words after `witness.py EVIDENCE`."""
     evidence = setting.evidence / name
     return f"""\
 name: {name}
@@ -141,7 +141,7 @@ def make_gang(draw: random.Random, name: str, setting: Setting) -> Workload:
 
 
 def make_deadline(draw: random.Random, name: str, setting: Setting) -> Workload:
-    """A spot policy decides where it runs, and may move it."""
+    """Make a job whose spot policy decides where it runs, and may move it."""
     more = "goal: {work: 1m, deadline: 2h}\ncheckpoint: {every: 5s, stall: 1s, restart: 5s}\n"
     text = make_task(name, setting, "-- bash count.sh", head=count(setting), more=more)
     return Workload(kind="deadline", name=name, text=text, ends={name: "SUCCEEDED"}, counts=True)
@@ -153,7 +153,7 @@ def make_fails_twice(draw: random.Random, name: str, setting: Setting) -> Worklo
 
 
 def make_retried(draw: random.Random, name: str, setting: Setting) -> Workload:
-    """Fails whatever happens, until its user repairs it and asks for a retry."""
+    """Make a job that fails whatever happens, until its user repairs it and retries."""
     recovery = "max_restarts_on_errors: 0"
     text = make_task(name, setting, "--fail-first 1000 -- true", recovery=recovery)
     return Workload(kind="retried", name=name, text=text, ends={name: "FAILED"}, follow_up="retry")
@@ -170,7 +170,7 @@ def make_cluster(draw: random.Random, name: str, setting: Setting) -> Workload:
 
 
 def make_pipeline(draw: random.Random, name: str, setting: Setting) -> Workload:
-    """Three tasks, each of which needs the data of the one before."""
+    """Make three tasks, each of which needs the data of the one before."""
     parts = {
         f"{name}-a": "-- bash -c 'mkdir -p $BROKER_PIPELINE_DIR && sleep 3 && echo one > $BROKER_PIPELINE_DIR/a'",
         f"{name}-b": "-- bash -c 'sleep 3 && sed s/one/two/ $BROKER_PIPELINE_DIR/a > $BROKER_PIPELINE_DIR/b'",

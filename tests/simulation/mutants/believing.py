@@ -1,4 +1,4 @@
-"""Bugs planted into what is believed of lists: whose they are, what they cover, and what speaks against them."""
+"""Bugs planted into the interpretation of lists: their owner, their coverage, and the evidence against them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Patches = Sequence[Any]
 
 
 def list_of_another_account_believed() -> Patches:
-    """The nodes are not in it, so they are gone."""
+    """Believe another account's list: the nodes are not in it, so they count as gone."""
     find_doubt = Listing.find_doubt
 
     def doubt_regions_only(self: Any, place: Any) -> Any:
@@ -25,7 +25,7 @@ def list_of_another_account_believed() -> Patches:
 
 
 def silent_region_counts_as_empty() -> Patches:
-    """What one region does not tell is not there."""
+    """Treat a region that does not answer as empty."""
     find_doubt = Listing.find_doubt
 
     def doubt_accounts_only(self: Any, place: Any) -> Any:
@@ -36,10 +36,10 @@ def silent_region_counts_as_empty() -> Patches:
 
 
 def answering_agent_is_no_proof_of_life() -> Patches:
-    """A list without a node beats the node that has just answered."""
+    """Let a list without a node beat the node that has just answered."""
     return (patch.object(controller, "list_answering", lambda report, cluster: frozenset()),)
 
 
 def silent_gang_replaced_as_soon_as_one_node() -> Patches:
-    """Our own network may be what is broken."""
+    """Replace a silent gang as soon as one node, although our own network may be broken."""
     return (patch.object(health, "GANG_UNREACHABLE_S_MIN", health.UNREACHABLE_S_MIN),)

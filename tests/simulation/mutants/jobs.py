@@ -20,7 +20,7 @@ Patches = Sequence[Any]
 
 
 def controller_death_fails_the_job() -> Patches:
-    """SkyPilot #10061: a job whose controller died is FAILED_CONTROLLER."""
+    """Fail a job when its controller dies (SkyPilot #10061: FAILED_CONTROLLER)."""
     start = daemon._Daemon.run
 
     async def run(self: Any) -> None:
@@ -33,7 +33,7 @@ def controller_death_fails_the_job() -> Patches:
 
 
 def terminal_state_overwritten() -> Patches:
-    """A daemon that starts takes every job that has something left for one that runs."""
+    """Let a starting daemon treat every job with something left as running."""
     start = daemon._Daemon.run
 
     async def run(self: Any) -> None:
@@ -49,12 +49,12 @@ def terminal_state_overwritten() -> Patches:
 
 
 def stale_epoch_writes() -> Patches:
-    """A leader that slept through its replacement goes on."""
+    """Let a leader that slept through its replacement continue."""
     return (patch.object(SqliteDatabase, "_check_epoch", lambda self: None),)
 
 
 def two_leaders() -> Patches:
-    """Without a lock, every daemon leads."""
+    """Let every daemon lead, without a lock."""
 
     @contextmanager
     def hold(config: Any) -> Iterator[bool]:
@@ -64,7 +64,7 @@ def two_leaders() -> Patches:
 
 
 def outcome_ignored() -> Patches:
-    """SkyPilot #6133: a lost node makes a recovery of a program that has succeeded."""
+    """Recover a program that has succeeded because a node was lost (SkyPilot #6133)."""
 
     def judge_nodes_first(signs: HealthSignals) -> Verdict:
         return Verdict.LOST if list_lost_ranks(signs.nodes) or signs.unreachable else classify(signs)
@@ -102,12 +102,12 @@ def budget_unchecked() -> Patches:
 
 
 def lease_never_given() -> Patches:
-    """Nodes do not end by themselves when there is no broker left."""
+    """Give no lease, so nodes do not end by themselves when no broker is left."""
     return (patch.object(controller, "find_lease_s", lambda job, cluster, store, clock: None),)
 
 
 def lease_of_a_quarter_of_an_hour() -> Patches:
-    """As it was: a laptop that is closed for longer ends every job's machines."""
+    """Keep the former lease: a laptop closed for longer ends every job's machines."""
     return (patch.object(controller, "find_lease_s", lambda job, cluster, store, clock: 900.0),)
 
 
@@ -119,7 +119,7 @@ def lease_regardless_of_the_budget() -> Patches:
 
 
 def failure_left_behind_is_the_programs() -> Patches:
-    """Whatever ended the nodes, the exit code that the head left counts as the program's."""
+    """Count the exit code that the head left as the program's, whatever ended the nodes."""
     return (
         patch.object(
             lost_gang, "is_programs_failure", lambda left, nodes, unreachable: left.status is RunStatus.FAILED
@@ -151,7 +151,7 @@ def request_id_ignored() -> Patches:
 
 
 def retry_counts_attempts_anew() -> Patches:
-    """A retried job's attempts look older than those whose checkpoints it goes on with."""
+    """Make a retried job's attempts look older than those whose checkpoints it continues from."""
     add = JobRows.add
 
     def add_from_one(self: Any, *arguments: Any, resumes: Any = None, **more: Any) -> Any:
@@ -163,7 +163,7 @@ def retry_counts_attempts_anew() -> Patches:
 
 
 def outcome_and_status_in_two_commits() -> Patches:
-    """Between them, a job whose program has succeeded looks like one that lost its machines."""
+    """Split the commit: in between, a job whose program succeeded looks like one that lost its machines."""
 
     def end_job(self: Any, job: Job, attempt: Attempt, status: JobStatus, outcome: Outcome, failure: str) -> float:
         self._store.jobs.put_attempt(replace(attempt, outcome=outcome))
@@ -173,17 +173,17 @@ def outcome_and_status_in_two_commits() -> Patches:
 
 
 def restarted_without_headway() -> Patches:
-    """Whatever dies is started again, for as long as there is money."""
+    """Restart every program that dies, as long as there is money."""
     return (patch.object(endings, "is_restart_due", lambda *arguments, **more: True),)
 
 
 def started_beside_the_old_program() -> Patches:
-    """A restart in place does not wait until the old program has ended."""
+    """Restart in place without waiting until the old program has ended."""
     return (patch.object(in_place, "has_ended", lambda report: True),)
 
 
 def report_of_the_old_run_counts() -> Patches:
-    """All attempts on a cluster share one run."""
+    """Share one run between all attempts on a cluster."""
     return tuple(
         patch.object(module, "get_run_id", lambda attempt, cluster: 1) for module in (teardown, controller, in_place)
     )
@@ -194,7 +194,7 @@ def nodes_given_back_at_every_restart() -> Patches:
 
 
 def restart_in_place_in_two_commits() -> Patches:
-    """Between them, the job has a gang that no attempt of it knows."""
+    """Split the commit: in between, the job has a gang that none of its attempts knows."""
     begin = in_place.InPlace.begin_attempt
 
     def begin_later(self: Any, job: Job, old: Attempt) -> Attempt:
@@ -205,10 +205,10 @@ def restart_in_place_in_two_commits() -> Patches:
 
 
 def survivors_given_back() -> Patches:
-    """One lost node ends all the others."""
+    """End all nodes when one is lost."""
     return (patch.object(keeping.Keeping, "find_until_s", lambda self, job, attempt, cluster, report: None),)
 
 
 def needs_ignored() -> Patches:
-    """All jobs of a pipeline start at once."""
+    """Start all jobs of a pipeline at once."""
     return (patch.object(JobController, "_wait_for_others", lambda self, job: 0.0),)

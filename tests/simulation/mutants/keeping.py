@@ -1,4 +1,4 @@
-"""Bugs planted into what is kept: transactions and their durability, records, money, time, lists that are shared."""
+"""Bugs planted into storage: transactions and their durability, records, money, time, shared lists."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Patches = Sequence[Any]
 
 
 def intents_not_durable() -> Patches:
-    """Committed without waiting for the disk, as progress is."""
+    """Commit intents without waiting for the disk, as progress is."""
     open_intent = Launcher._open_intent
 
     def open_loosely(self: Any, *arguments: Any, **named: Any) -> Any:
@@ -50,7 +50,7 @@ def intents_not_durable() -> Patches:
 
 
 def synchronous_never_back_to_full() -> Patches:
-    """The first commit that needs no sync takes it from all that follow on its connection."""
+    """Leave `synchronous` lowered for all commits that follow on a connection after the first that needs no sync."""
     transaction = SqliteDatabase.transaction
 
     @contextmanager
@@ -88,7 +88,7 @@ def record_deleted_before_nodes_are_gone() -> Patches:
 
 
 def no_epoch_fence_before_create() -> Patches:
-    """The intent is read, and nothing is asked about who leads."""
+    """Read the intent without checking which broker leads."""
 
     def is_open(self: Any, token: str) -> bool:
         return bool(self._database.rows("SELECT 1 FROM intents WHERE token = ? AND outcome IS NULL", (token,)))
@@ -97,7 +97,7 @@ def no_epoch_fence_before_create() -> Patches:
 
 
 def collector_ends_a_replacement_under_way() -> Patches:
-    """It takes what is asked for beside a gang that is up for a place that a search did not need."""
+    """Collect nodes requested alongside a working gang as if for a place that a search did not need."""
     find = Collector._find_orphans
 
     def find_all(self: Any) -> Any:
@@ -117,7 +117,7 @@ def collector_ignores_age() -> Patches:
 
 
 def budget_per_attempt() -> Patches:
-    """What earlier attempts have cost is forgotten."""
+    """Forget what earlier attempts have cost."""
 
     def find(job: Job, store: Store, clock: Any) -> str:
         budget_usd = job.task.goal.budget_usd if job.task.goal else None
@@ -153,7 +153,7 @@ def stopwatch_counts_suspended_time() -> Patches:
 
 
 def lister_shares_an_older_list() -> Patches:
-    """Whoever asks while a list is on its way is given that one."""
+    """Return a list under way to every caller that asks meanwhile."""
 
     async def share(self: Any, cloud: Any) -> Any:
         shared = self._shared[cloud.name]
@@ -166,7 +166,7 @@ def lister_shares_an_older_list() -> Patches:
 
 
 def failed_list_is_a_loss() -> Patches:
-    """A cloud that cannot be listed has none of our nodes."""
+    """Conclude from a failed list that a cloud has none of our nodes."""
     refresh = Provisioner.refresh
 
     async def refresh_or_lose(self: Any, cluster: Cluster, **named: Any) -> Cluster:

@@ -1,4 +1,4 @@
-"""Bugs planted into asking for nodes, believing lists, ending nodes and collecting what is lost."""
+"""Bugs planted into requesting nodes, believing lists, ending nodes and collecting lost ones."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Patches = Sequence[Any]
 
 
 def effect_before_intent() -> Patches:
-    """The record is written when the nodes are there."""
+    """Write the record when the nodes already exist."""
     create = Launcher._create
 
     def open_intent(self: Any, wanted: Any, placement: Any, **more: Any) -> Any:
@@ -54,7 +54,7 @@ def effect_before_intent() -> Patches:
 
 
 def fresh_token_after_a_crash() -> Patches:
-    """A new life does not look for what the last one began (`find_intent` finds nothing)."""
+    """Ignore what the last process began (`find_intent` finds nothing)."""
     count = itertools.count()
     make_token = launcher.make_token
 
@@ -68,7 +68,7 @@ def fresh_token_after_a_crash() -> Patches:
 
 
 def fresh_token_on_retry() -> Patches:
-    """As botocore fills one in for each call: an unanswered call is made again with another token."""
+    """Repeat an unanswered call with another token, as botocore does by filling one in for each call."""
 
     async def create(self: Any, one: Any, wanted: Any) -> Any:
         for serial in range(6):
@@ -87,7 +87,7 @@ def fresh_token_on_retry() -> Patches:
 
 
 def forget_unanswered_intent() -> Patches:
-    """No answer counts as a refusal."""
+    """Count a missing answer as a refusal."""
 
     async def create(self: Any, one: Any, wanted: Any) -> Any:
         try:
@@ -100,7 +100,7 @@ def forget_unanswered_intent() -> Patches:
 
 
 def intent_closed_before_the_record() -> Patches:
-    """Two commits where one is needed: between them the nodes are unrecorded."""
+    """Split one commit in two: in between the nodes are unrecorded."""
 
     def enter(self: Any, wanted: Any, placement: Any, nodes: Any) -> Any:
         self._store.intents.close(nodes[0].token, IntentEnd.UP)
@@ -112,7 +112,7 @@ def intent_closed_before_the_record() -> Patches:
 
 
 def part_of_a_gang_accepted() -> Patches:
-    """What came up in time is the gang."""
+    """Accept the nodes that came up in time as the whole gang."""
     wait_running = nodes.wait_running
 
     async def wait(cloud: Any, lister: Any, **named: Any) -> Any:
@@ -126,7 +126,7 @@ def part_of_a_gang_accepted() -> Patches:
 
 
 def refusal_of_another_zone_believed() -> Patches:
-    """One zone is full, so all are."""
+    """Treat all zones as full when one is."""
     return (patch.object(Refusal, "covers", lambda self, placement: self.cloud == placement.offer.cloud),)
 
 
@@ -140,7 +140,7 @@ def refusal_for_ever() -> Patches:
 
 
 def late_gang_kept() -> Patches:
-    """What a hedge has won is recorded, and the other gang is forgotten; no collector looks for it either."""
+    """Record the gang that won a hedge and forget the other one, which no collector looks for either."""
     return (
         patch.object(SurplusReleaser, "begin", lambda self, others, on_event: None),
         patch.object(Collector, "_find_orphans", lambda self: []),
@@ -148,7 +148,7 @@ def late_gang_kept() -> Patches:
 
 
 def late_call_unheard() -> Patches:
-    """A place given back before its answer came has made nothing."""
+    """Assume that a place given back before its answer came has made nothing."""
 
     async def hear_nothing(self: Any, one: Any, call: Any) -> CloudError:
         call.cancel()
@@ -158,7 +158,7 @@ def late_call_unheard() -> Patches:
 
 
 def late_nodes_of_a_closed_intent_kept() -> Patches:
-    """Whoever closed the intent has ended them, surely."""
+    """Assume that the process that closed the intent has ended its nodes."""
 
     async def do_nothing(self: Any, one: Any) -> None:
         return
@@ -167,7 +167,7 @@ def late_nodes_of_a_closed_intent_kept() -> Patches:
 
 
 def answer_awaited_for_ever() -> Patches:
-    """Nothing bounds a call but its cloud."""
+    """Leave each call unbounded except by its cloud."""
     return (patch.object(creation, "ANSWER_S_MAX", 1e9),)
 
 
@@ -175,22 +175,22 @@ def answer_awaited_for_ever() -> Patches:
 
 
 def one_miss_believed() -> Patches:
-    """SkyPilot #4443: not in the list is gone."""
+    """Treat a node missing from one list as gone (SkyPilot #4443)."""
     return (patch.object(nodes.Absence, "note", lambda self, node_id, *, is_listed, now_s: not is_listed),)
 
 
 def absence_by_a_short_time_only() -> Patches:
-    """Two lists without a node are two of the same seconds in which a cloud forgets."""
+    """Treat two lists as independent although both fall within the seconds in which a cloud forgets."""
     return (patch.object(nodes, "MISSES_MIN", 1), patch.object(nodes, "MISSING_S_MIN", 8.0))
 
 
 def absence_by_count_only() -> Patches:
-    """Two lists without it, however soon one after the other."""
+    """Believe two lists without the node, however soon one follows the other."""
     return (patch.object(nodes, "MISSES_MIN", 2), patch.object(nodes, "MISSING_S_MIN", 0.0))
 
 
 def empty_list_trusted() -> Patches:
-    """SkyPilot #7854: an empty list means that all nodes are gone."""
+    """Conclude from an empty list that all nodes are gone (SkyPilot #7854)."""
     refresh = Provisioner.refresh
 
     async def refresh_trusting(self: Any, cluster: Cluster, **named: Any) -> Cluster:
@@ -206,7 +206,7 @@ def empty_list_trusted() -> Patches:
 
 
 def silence_believed_at_once() -> Patches:
-    """SkyPilot #10155: one poll without an answer recovers a healthy job."""
+    """Recover a healthy job after one poll without an answer (SkyPilot #10155)."""
     return (
         patch.object(health, "UNREACHABLE_S_MIN", 0.0),
         patch.object(health, "MISSES_MIN", 1),
@@ -218,7 +218,7 @@ def silence_believed_at_once() -> Patches:
 
 
 def dead_on_request_accepted() -> Patches:
-    """A terminate that was accepted counts as done."""
+    """Count an accepted terminate request as a confirmed end."""
 
     async def confirm(cloud: Any, lister: Any, *, known: Any, is_ours: Any, clock: Any, **rest: Any) -> Any:
         listing = await lister.list(cloud)
@@ -231,7 +231,7 @@ def dead_on_request_accepted() -> Patches:
 
 
 def failed_teardown_forgotten() -> Patches:
-    """SkyPilot #2990: a teardown that fails is reported, and the record is dropped."""
+    """Report a teardown that fails, and drop the record (SkyPilot #2990)."""
     confirm = nodes.confirm_gone
 
     async def confirm_or_forget(*arguments: Any, **named: Any) -> Any:
@@ -248,7 +248,7 @@ def failed_teardown_forgotten() -> Patches:
 
 
 def relaunch_without_confirmed_end() -> Patches:
-    """The next attempt starts while the last one's nodes are still to be ended."""
+    """Start the next attempt while the last one's nodes are still to be ended."""
 
     async def terminate(self: Any, attempt: Any) -> None:
         cluster = self._store.clusters.get(attempt.cluster)
@@ -260,7 +260,7 @@ def relaunch_without_confirmed_end() -> Patches:
 
 
 def collector_ends_foreign_nodes() -> Patches:
-    """A node that nobody here records is lost, whoever owns it."""
+    """Treat a node without a local record as lost, whatever its owner."""
     find = Collector._find_lost_nodes
 
     async def find_any(self: Any, cloud: Any, left: Any = ()) -> Sequence[Node]:
@@ -274,7 +274,7 @@ def collector_ends_foreign_nodes() -> Patches:
 
 
 def collector_reads_records_first() -> Patches:
-    """Without the grace of young nodes, which hides it: what is recorded while the list is read counts as lost."""
+    """Collect without sparing young nodes, which hides the bug: nodes recorded while the list is read count as lost."""
 
     async def find(self: Any, cloud: Any, left: Any = ()) -> Sequence[Node]:
         recorded = {node.id for cluster in self._store.clusters.list() for node in cluster.nodes}
@@ -290,7 +290,7 @@ def collector_reads_records_first() -> Patches:
 
 
 def collector_blind_to_intents() -> Patches:
-    """Nor does it spare young nodes: what is in no record is lost, though an intent to make it is open."""
+    """Treat a node without a record as lost although its intent is open; young nodes are not spared either."""
 
     async def find(self: Any, cloud: Any, left: Any = ()) -> Sequence[Node]:
         recorded = {node.id for cluster in self._store.clusters.list() for node in cluster.nodes}

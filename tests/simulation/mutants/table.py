@@ -21,13 +21,16 @@ POINTS_MAX = 100
 
 @dataclass(frozen=True, kw_only=True)
 class Mutant:
-    """`letters`: the invariants that may tell. `scene`: the one that is sure to, undisturbed or killed at one deed."""
+    """A planted bug.
+
+    `letters`: the invariants that may fail. `scene`: the one sure to expose it, undisturbed or killed at one effect.
+    """
 
     plant: Callable[[], provisioning.Patches]
     letters: str
     scene: str
     needs_collector: bool = False
-    is_stop: bool = False  # told where a process is stopped at a deed; else where it is killed
+    is_stop: bool = False  # exposed where a process is stopped at an effect; else where it is killed
 
     @property
     def name(self) -> str:
@@ -179,7 +182,7 @@ MUTANTS: tuple[Mutant, ...] = (
 
 
 def hunt(mutant: Mutant, *, is_collector_off: bool = False) -> Catch | None:
-    """The first play of its scene that tells; None: nothing does."""
+    """Return the first play of the scene that exposes the mutant, or None."""
     with planted(mutant, is_collector_off=is_collector_off):
         for where, play in _list_plays(mutant):
             if failure := play().failure:
@@ -188,7 +191,7 @@ def hunt(mutant: Mutant, *, is_collector_off: bool = False) -> Catch | None:
 
 
 def _list_plays(mutant: Mutant) -> Iterator[tuple[str, Callable[[], Result]]]:
-    """The scene undisturbed, then with a kill, or a stop, at each deed."""
+    """List the plays: the scene undisturbed, then with a kill, or a stop, at each effect."""
     scene = next(scene for scene in SCENES if scene.name == mutant.scene)
     yield scene.name, partial(play_scene, scene)
     for point in range(1, POINTS_MAX):
