@@ -58,7 +58,7 @@ def test_training_moves_from_region_to_region_to_another_cloud_and_goes_on_from_
     # Two seconds are enough to save and to report it where the processors are free; else the list shows which are gone.
     assert "the cloud gave notice" in events or "node 0 and 1 gone" in events, events
     assert "node 1 gone" in events, events
-    assert events.count("recovered: step") == 2, events
+    assert events.count("recovered at step") == 2, events
     hosts = dict(stage.bridge.hosts)
     gangs = [[hosts.pop(name) for name in names] for names in (first, second)] + [list(hosts.values())]
     for before, after in pairwise(gangs):
