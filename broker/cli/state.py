@@ -13,7 +13,7 @@ import typer
 from broker.cli import options
 from broker.cli.context import make_context
 from broker.cli.render import print_json, print_line
-from broker.config import Config, find_home, read_guarded_owner, read_owner, write_owner
+from broker.config import Config, find_home, find_state_url, read_guarded_owner, read_owner, write_owner
 from broker.errors import StateError, UsageError
 
 app = typer.Typer(
@@ -37,6 +37,9 @@ def info(as_json: options.AsJson = False) -> None:
     """Show the state file, its condition and its copies."""
     from broker.state.restoring import describe_copy, examine
 
+    if find_state_url(find_home()) is not None:
+        _show_server(as_json=as_json)
+        return
     found = examine(_find_database())
     if as_json:
         copies = [
@@ -78,10 +81,10 @@ def restore(copy: CopyName = None, owner: IsOwner = False, yes: options.Yes = Fa
     from broker.state.restoring import find_copy
     from broker.state.restoring import restore as put_back
 
-    database = _find_database()
     if owner:
-        _restore_owner(database)
+        _restore_owner(Config(home=find_home(), owner="").database)
         return
+    database = _find_database()
     chosen = find_copy(database, copy)
     _confirm(f"Replace {database} with {chosen.name}?", yes=yes)
     with _without_daemon(database):
@@ -140,8 +143,79 @@ def drop(
     print_line(f"deleted row `{key}` of `{table}`")
 
 
+@app.command()
+def export(
+    target: Annotated[Path, typer.Argument(metavar="FILE", help="New file, in JSON lines.")],
+) -> None:
+    """Write the whole state to a file, to move it to another database.
+
+    Secrets in it are encrypted with the key in `secret.key`. Stop the daemon before you move live jobs.
+    """
+    from broker.state.transfer import export_store
+
+    if target.exists():
+        raise UsageError(f"{target} exists already", hints=("name a new file",))
+    moved = export_store(make_context().store, target)
+    print_line(f"exported {moved.total:,} rows to {target}")
+
+
+@app.command("import")
+def import_(
+    source: Annotated[Path, typer.Argument(metavar="FILE", help="File that `broker state export` wrote.")],
+) -> None:
+    """Fill an empty state from a file.
+
+    Before anything starts, the running nodes are compared with the records, as after `broker state restore`.
+    """
+    from broker.state.transfer import import_store
+
+    moved = import_store(make_context().store, source)
+    print_line(f"imported {moved.total:,} rows from {source}")
+    print_line("adopt running nodes that the file does not list, by their tags: `broker gc`, then `broker status`")
+
+
+@app.command()
+def check() -> None:
+    """Read every row of the state and report what is damaged or refers to missing rows."""
+    from broker.state.transfer import check_store
+
+    problems = check_store(make_context().store)
+    for problem in problems:
+        print_line(problem)
+    if problems:
+        raise StateError(
+            f"the state has {len(problems)} problems", hints=("remove a damaged row with `broker state drop`",)
+        )
+    print_line("the state is intact")
+
+
+def _show_server(*, as_json: bool) -> None:
+    from broker.state.schema import MIGRATIONS
+
+    store = make_context().store
+    found = {
+        "url": str(store),
+        "schema": len(MIGRATIONS),
+        "lineage": store.meta.lineage,
+        "installation": store.meta.get("installation"),
+        "controllers": store.claims.measure_load().controller_count,
+    }
+    if as_json:
+        print_json(found)
+        return
+    print_line(f"database      {found['url']}, schema {found['schema']}")
+    print_line(f"installation  {found['installation'] or '-'}")
+    print_line(f"lineage       {found['lineage']}")
+    print_line(f"controllers   {found['controllers']}")
+
+
 def _find_database() -> Path:
     """Find the file without opening it: these commands must work when nothing else does."""
+    if find_state_url(find_home()) is not None:
+        raise UsageError(
+            "this state is in PostgreSQL, not in a file",
+            hints=("back it up and restore it with `pg_dump` and `pg_restore`, or `broker state export` and `import`",),
+        )
     return Config(home=find_home(), owner="").database
 
 
@@ -159,10 +233,14 @@ def _read_owner(database: Path) -> str | None:
 def _restore_owner(database: Path) -> None:
     from broker.state.restoring import examine
 
-    found = examine(database)
-    known = found.installation or read_guarded_owner(database.parent)
-    for copy in found.copies:
-        known = known or examine(copy.path).installation
+    url = find_state_url(database.parent)
+    if url is not None:
+        known = _read_server_owner(url, database.parent)
+    else:
+        found = examine(database)
+        known = found.installation or read_guarded_owner(database.parent)
+        for copy in found.copies:
+            known = known or examine(copy.path).installation
     path = database.parent / "owner"
     if not known:
         raise StateError(
@@ -176,6 +254,17 @@ def _restore_owner(database: Path) -> None:
 
         raise explain_os_error(error, default=path) from error
     print_line(f"restored the ID {known} in {path}")
+
+
+def _read_server_owner(url: str, home: Path) -> str | None:
+    from broker.clock import SystemClock
+    from broker.state.postgres_store import PostgresStore
+
+    store = PostgresStore(url, home=home, clock=SystemClock())
+    try:
+        return store.meta.get("installation")
+    finally:
+        store.close()
 
 
 def _confirm(question: str, *, yes: bool) -> None:

@@ -8,11 +8,13 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from broker.clock import Clock
-from broker.errors import DamagedRowError
+from broker.errors import DamagedRowError, FencedError
+from broker.nouns import noun
 
 UID_LETTERS = "abcdefghjkmnpqrstuvwxyz23456789"  # no letters that look alike: 28 million ids of length 5
 UID_LENGTH = 5
@@ -32,9 +34,19 @@ class Cursor(Protocol):
 
     @property
     def rowcount(self) -> int: ...
-    @property
-    def lastrowid(self) -> int | None: ...
     def fetchone(self) -> Any: ...
+
+
+@noun
+class Fence:
+    """The claim under which a task works: it may write only while the claim of this job still has this epoch."""
+
+    job_id: int
+    epoch: int
+
+
+# The claim of the current task, inherited by the tasks that it starts; None where no claim is needed.
+FENCE: ContextVar[Fence | None] = ContextVar("FENCE", default=None)
 
 
 class Database(Protocol):
@@ -47,12 +59,21 @@ class Database(Protocol):
     clock: Clock
     draw_uid: Callable[[], str]
     epoch: int | None  # set while this store leads: every write is then checked against the epoch in the file
+    is_shared: bool  # several controller processes share the jobs, by claims
+    lock_and_skip: str  # appended to a SELECT: lock its rows, and skip rows that another transaction has locked
+    lock_to_read: str  # appended to a SELECT: let no other transaction change its rows before this one ends
 
     def transaction(self, *, is_durable: bool = True) -> AbstractContextManager[None]:
         """Run the block as one transaction; an inner transaction joins the outer one.
 
         A transaction that is not durable may be lost in a power cut, but never in a crash of broker. Raises
-        FencedError for a leader that was replaced.
+        FencedError for a leader that was replaced, and under a claim (`FENCE`) that another controller has taken over.
+        """
+
+    def claiming(self, *, is_durable: bool) -> AbstractContextManager[None]:
+        """Run the block as a transaction that only touches `controllers` and `claims`, and ignores `FENCE`.
+
+        It does not wait for the transactions of other processes, where the backend can lock single rows.
         """
 
     def execute(self, sql: str, parameters: Sequence[Any] = ()) -> Cursor:
@@ -63,6 +84,27 @@ class Database(Protocol):
 
     def rows(self, sql: str, parameters: Sequence[Any] = ()) -> Sequence[Row]: ...
     def row(self, sql: str, parameters: Sequence[Any] = ()) -> Row | None: ...
+    def read_time_s(self) -> float:
+        """Return the time of the store, which all processes that share it agree on."""
+
+    def skip_used_ids(self, tables: Sequence[str]) -> None:
+        """Let the next rows of these tables have larger ids than all that were imported."""
+
+    def reclaim_space(self) -> None:
+        """Return free space to the file system, if there is much."""
+
+
+def check_claim(database: Database) -> None:
+    """Raise FencedError if another controller has taken over the job of the current task.
+
+    The claim stays as it is until the transaction ends, so that no takeover comes between this check and the writes.
+    """
+    fence = FENCE.get()
+    if fence is None:
+        return
+    found = database.row(f"SELECT epoch FROM claims WHERE job_id = ?{database.lock_to_read}", (fence.job_id,))
+    if found is None or found["epoch"] != fence.epoch:
+        raise FencedError(f"another controller has taken over job {fence.job_id}")
 
 
 def draw_uid() -> str:

@@ -32,7 +32,9 @@ class PaceRows:
         with self._database.transaction(is_durable=False):
             pace = learn(self.get(cloud, answer))
             self._database.execute(
-                "INSERT OR REPLACE INTO paces (cloud, answer, mean_s, deviation_s) VALUES (?, ?, ?, ?)",
+                "INSERT INTO paces (cloud, answer, mean_s, deviation_s) VALUES (?, ?, ?, ?) "
+                "ON CONFLICT (cloud, answer) "
+                "DO UPDATE SET mean_s = excluded.mean_s, deviation_s = excluded.deviation_s",
                 (cloud, answer, pace.mean_s, pace.deviation_s),
             )
 
@@ -48,7 +50,8 @@ class RetryBudgetRows:
         with self._database.transaction(is_durable=False):
             tokens = self._count_tokens(cloud, tokens_max, refill_s)
             self._database.execute(
-                "INSERT OR REPLACE INTO retry_budgets (cloud, tokens, at_s) VALUES (?, ?, ?)",
+                "INSERT INTO retry_budgets (cloud, tokens, at_s) VALUES (?, ?, ?) "
+                "ON CONFLICT (cloud) DO UPDATE SET tokens = excluded.tokens, at_s = excluded.at_s",
                 (cloud, max(0.0, tokens - 1.0), self._database.clock.now_s()),
             )
 

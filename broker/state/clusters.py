@@ -56,7 +56,7 @@ class ClusterRows:
         with self._database.transaction():
             row = self._database.write(
                 "INSERT INTO run_ids (cluster, newest) VALUES (?, 1) "
-                "ON CONFLICT (cluster) DO UPDATE SET newest = newest + 1 RETURNING newest",
+                "ON CONFLICT (cluster) DO UPDATE SET newest = run_ids.newest + 1 RETURNING newest",
                 (cluster,),
             ).fetchone()
         return int(row["newest"])
@@ -171,13 +171,21 @@ class Bill:
     ended_s: float | None
 
 
+# The cost of some nodes until `?`, given twice; a node that ended before it was created costs nothing.
+_BILLED_USD = (
+    "coalesce(sum(CASE WHEN coalesce(ended_s, ?) > created_s "
+    "THEN usd_hour * (coalesce(ended_s, ?) - created_s) END), 0.0) / 3600"
+)
+
+
 class BillRows:
     def __init__(self, database: Database) -> None:
         self._database = database
 
     def list(self, *, on_damage: Callable[[DamagedRowError], None] | None = None) -> Sequence[Bill]:
         rows = self._database.rows(
-            "SELECT cloud, id AS node, cluster, job_id, usd_hour, created_s, ended_s FROM nodes ORDER BY created_s"
+            "SELECT cloud, id AS node, cluster, job_id, usd_hour, created_s, ended_s FROM nodes "
+            "ORDER BY created_s, rowid"
         )
         return keep_readable([partial(_read_bill, row) for row in rows], on_damage)
 
@@ -217,13 +225,18 @@ class BillRows:
         A repeated call changes nothing.
         """
         with self._database.transaction():
-            self._database.write(
-                "UPDATE nodes SET id = id || '@' || created_s WHERE cloud = ? AND id = ? AND ended_s IS NOT NULL",
-                (node.cloud, node.id),
+            ended = self._database.row(
+                "SELECT created_s FROM nodes WHERE cloud = ? AND id = ? AND ended_s IS NOT NULL", (node.cloud, node.id)
             )
+            if ended is not None:
+                self._database.write(
+                    "UPDATE nodes SET id = ? WHERE cloud = ? AND id = ?",
+                    (f"{node.id}@{ended['created_s']}", node.cloud, node.id),
+                )
             self._database.write(
-                "INSERT OR IGNORE INTO nodes (cloud, id, cluster, job_id, usd_hour, created_s, ended_s, is_spot) "
-                "VALUES (?1, ?2, ?3, (SELECT job_id FROM clusters WHERE name = ?3), ?4, ?5, NULL, ?6)",
+                "INSERT INTO nodes (cloud, id, cluster, job_id, usd_hour, created_s, ended_s, is_spot) "
+                "VALUES (?1, ?2, ?3, (SELECT job_id FROM clusters WHERE name = ?3), ?4, ?5, NULL, ?6) "
+                "ON CONFLICT (cloud, id) DO NOTHING",
                 (node.cloud, node.id, node.cluster, node.usd_hour, self._database.clock.now_s(), node.is_spot),
             )
 
@@ -232,21 +245,28 @@ class BillRows:
         wanted = {"cluster = ?": cluster, "job_id = ?": job_id}
         chosen = {condition: value for condition, value in wanted.items() if value is not None}
         where = f" WHERE {' AND '.join(chosen)}" if chosen else ""
-        rows = self._database.rows(
-            f"SELECT total(usd_hour * max(0.0, coalesce(ended_s, ?) - created_s)) / 3600 FROM nodes{where}",
-            (now_s, *chosen.values()),
-        )
-        pruned_usd = 0.0 if chosen else float(self._database.rows("SELECT total(usd) FROM totals")[0][0])
+        rows = self._database.rows(f"SELECT {_BILLED_USD} FROM nodes{where}", (now_s, now_s, *chosen.values()))
+        pruned_usd = 0.0 if chosen else float(self._database.rows("SELECT coalesce(sum(usd), 0.0) FROM totals")[0][0])
         return float(rows[0][0]) + pruned_usd
 
     def list_spend_usd(self, *, now_s: float) -> Mapping[int, float]:
         """Return the cost so far of each managed job, by job id."""
         rows = self._database.rows(
-            "SELECT job_id, total(usd_hour * max(0.0, coalesce(ended_s, ?) - created_s)) / 3600 FROM nodes "
-            "WHERE job_id IS NOT NULL GROUP BY job_id",
-            (now_s,),
+            f"SELECT job_id, {_BILLED_USD} FROM nodes WHERE job_id IS NOT NULL GROUP BY job_id", (now_s, now_s)
         )
         return {row[0]: row[1] for row in rows}
+
+    def spend_since_usd(self, since_s: float, *, now_s: float) -> float:
+        """Return the cost of everything from `since_s` to now; pruned bills are older than any month shown."""
+        rows = self._database.rows(
+            "SELECT usd_hour, created_s, ended_s FROM nodes WHERE ended_s IS NULL OR ended_s > ?", (since_s,)
+        )
+        hours = (max(0.0, (row["ended_s"] or now_s) - max(row["created_s"], since_s)) / 3600 for row in rows)
+        return float(sum(row["usd_hour"] * each for row, each in zip(rows, hours, strict=True)))
+
+    def get_usd_hour(self) -> float:
+        """Return the hourly price of all nodes that are billed now."""
+        return float(self._database.rows("SELECT coalesce(sum(usd_hour), 0.0) FROM nodes WHERE ended_s IS NULL")[0][0])
 
 
 def _read_bill(row: Row) -> Bill:

@@ -11,12 +11,14 @@ from typing import Any
 
 from broker.clock import Clock
 from broker.errors import FencedError, StateError
-from broker.state.base import draw_uid
+from broker.state.base import FENCE, Cursor, Row, check_claim, draw_uid
 from broker.state.copies import is_copy_due, write_copy
 from broker.state.faults import FAULTS, explain_fault, is_unwritable
 from broker.state.guard import Guard, check_lineage, check_not_lost, list_ways_back, read_guard, write_guard
 from broker.state.schema import MIGRATIONS
 
+FREE_SHARE_MAX = 0.25  # of the file's pages; a file with more is rewritten
+FREE_PAGES_MIN = 256  # 1 MiB: below this, a rewrite gains nothing
 BUSY_TIMEOUT_MS = 60_000  # how long a command waits for the transaction of another broker process
 
 
@@ -26,6 +28,9 @@ class SqliteDatabase:
     `owner` is the installation's id, recorded in the file and compared when it is opened. `draw_uid` makes the random
     part of names; a simulation passes its own. If the folder is not writable, the file is opened read-only.
     """
+
+    is_shared = False
+    lock_and_skip = lock_to_read = ""  # a transaction has the whole file for itself
 
     def __init__(
         self, path: Path, *, clock: Clock, owner: str | None = None, draw_uid: Callable[[], str] = draw_uid
@@ -65,6 +70,7 @@ class SqliteDatabase:
         self._depth += 1
         try:
             self._check_epoch()
+            check_claim(self)
             yield
             self._commit()
         except BaseException:
@@ -72,6 +78,28 @@ class SqliteDatabase:
             raise
         finally:
             self._depth -= 1
+
+    @contextmanager
+    def claiming(self, *, is_durable: bool) -> Iterator[None]:
+        assert not self._depth, "claims are transactions of their own"
+        token = FENCE.set(None)
+        try:
+            with self.transaction(is_durable=is_durable):
+                yield
+        finally:
+            FENCE.reset(token)
+
+    def read_time_s(self) -> float:
+        return self.clock.now_s()
+
+    def skip_used_ids(self, tables: Sequence[str]) -> None:
+        """Do nothing: SQLite counts from the largest id by itself."""
+
+    def reclaim_space(self) -> None:
+        free, pages = (int(self.rows(f"PRAGMA {name}")[0][0]) for name in ("freelist_count", "page_count"))
+        if free >= FREE_PAGES_MIN and free > pages * FREE_SHARE_MAX:
+            self.execute("VACUUM")
+            self.execute("PRAGMA wal_checkpoint(TRUNCATE)")
 
     def copy(self) -> Path:
         """Write a copy of the whole file to `backups/`. Raises StateError, and then keeps the older copies."""
@@ -103,17 +131,17 @@ class SqliteDatabase:
     def _commit(self) -> None:
         self.execute("COMMIT")
 
-    def execute(self, sql: str, parameters: Sequence[Any] = ()) -> sqlite3.Cursor:
+    def execute(self, sql: str, parameters: Sequence[Any] = ()) -> Cursor:
         try:
             return self._connection.execute(sql, parameters)
         except (sqlite3.DatabaseError, UnicodeDecodeError) as error:
             raise explain_fault(self.path, error) from error
 
-    def write(self, sql: str, parameters: Sequence[Any] = (), *, is_durable: bool = True) -> sqlite3.Cursor:
+    def write(self, sql: str, parameters: Sequence[Any] = (), *, is_durable: bool = True) -> Cursor:
         with self.transaction(is_durable=is_durable):
             return self.execute(sql, parameters)
 
-    def rows(self, sql: str, parameters: Sequence[Any] = ()) -> list[sqlite3.Row]:
+    def rows(self, sql: str, parameters: Sequence[Any] = ()) -> Sequence[Row]:
         try:
             return self._connection.execute(sql, parameters).fetchall()
         except sqlite3.OperationalError as error:
@@ -136,7 +164,7 @@ class SqliteDatabase:
         finally:
             self._connection.text_factory = str
 
-    def row(self, sql: str, parameters: Sequence[Any] = ()) -> sqlite3.Row | None:
+    def row(self, sql: str, parameters: Sequence[Any] = ()) -> Row | None:
         rows = self.rows(sql, parameters)
         return rows[0] if rows else None
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from broker.nouns import noun
 from broker.state.base import TIME_S_MAX, Database, Row
@@ -77,6 +77,22 @@ class EventRows:
         )
         return [_read_event(row) for row in rows]
 
+    def list_newest(self, job_ids: Sequence[int]) -> Mapping[int, EventRow]:
+        """Return the newest event of each of these jobs."""
+        if not job_ids:
+            return {}
+        marks = ", ".join("?" * len(job_ids))
+        rows = self._database.rows(
+            "SELECT id, time_s, kind, data, job_id, cluster FROM events WHERE id IN "
+            f"(SELECT max(id) FROM events WHERE job_id IN ({marks}) GROUP BY job_id)",
+            tuple(job_ids),
+        )
+        return {event.job_id: event for event in map(_read_event, rows) if event.job_id is not None}
+
+    def get_newest_id(self) -> int:
+        """Return the id of the newest event; 0 without events. IDs only grow."""
+        return int(self._database.rows("SELECT coalesce(max(id), 0) FROM events")[0][0])
+
 
 def _read_event(row: Row) -> EventRow:
     """Read an event; of a damaged row, as much as is readable, so that it does not hide the other events."""
@@ -139,8 +155,12 @@ class RefusalRows:
             held_s = min(lasts_s * 2.0 ** (count - 1), max(lasts_s, lasts_s_max or lasts_s))
             pause_s = min(held_s, reask_after_s_max, reask_after_s * 1.5 ** min(count - 1, 40))
             self._database.execute(
-                "INSERT OR REPLACE INTO refusals (cloud, region, zone, instance_type, is_spot, expires_s, reason, "
-                "count, reask_s, hints) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+                "INSERT INTO refusals (cloud, region, zone, instance_type, is_spot, expires_s, reason, "
+                "count, reask_s, hints) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?) "
+                "ON CONFLICT (cloud, region, zone, instance_type, is_spot) DO UPDATE SET "
+                "expires_s = excluded.expires_s, reason = excluded.reason, count = excluded.count, "
+                "reask_s = excluded.reask_s, hints = excluded.hints, "
+                "probed_until_s = 0.0",
                 (*key, now_s + held_s, reason, count, now_s + pause_s, json.dumps(list(hints))),
             )
 
@@ -163,7 +183,7 @@ class RefusalRows:
     def list_active(self, now_s: float) -> Sequence[Refusal]:
         rows = self._database.rows(
             "SELECT cloud, region, zone, instance_type, is_spot, expires_s, reason, reask_s, probed_until_s, hints "
-            "FROM refusals WHERE max(expires_s, probed_until_s) > ? ORDER BY expires_s",
+            "FROM refusals WHERE expires_s > ?1 OR probed_until_s > ?1 ORDER BY expires_s",
             (now_s,),
         )
         return [

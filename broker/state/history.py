@@ -54,16 +54,17 @@ class HistoryRows:
             "json_extract(body, '$.placement.offer.zone'), json_extract(body, '$.placement.offer.instance_type'), "
             "json_extract(body, '$.placement.node_count'), json_extract(body, '$.started_s'), "
             "json_extract(body, '$.lost_s'), json_extract(body, '$.ended_s'), outcome_kind "
-            "FROM attempts WHERE CASE WHEN json_valid(body) THEN json_extract(body, '$.placement.is_spot') "
-            "AND json_extract(body, '$.started_s') > ? END "
+            "FROM attempts WHERE CASE WHEN json_valid(body) "
+            "THEN CAST(json_extract(body, '$.placement.is_spot') AS TEXT) IN ('1', 'true') "
+            "AND CAST(json_extract(body, '$.started_s') AS DOUBLE PRECISION) > ? END "
             "ORDER BY rowid DESC LIMIT ?",
             (now_s - KEPT_DAYS_MAX * 86400, STAYS_MAX),
         )
         return [
             SpotStay(
                 place=(row[0], row[1], row[2], row[3]),
-                node_count=row[4],
-                begin_s=row[5],
+                node_count=int(row[4]),
+                begin_s=float(row[5]),
                 end_s=_first(row[6], row[7], now_s),
                 is_preempted=row[8] == OutcomeKind.PREEMPTED,
                 is_over=row[6] is not None or row[7] is not None,
@@ -106,5 +107,5 @@ def gather_durations(stays: Iterable[SpotStay], *, now_s: float) -> dict[PlaceKe
     return found
 
 
-def _first(*times_s: float | None) -> float:
-    return next(each for each in times_s if each is not None)
+def _first(*times_s: float | str | None) -> float:
+    return float(next(each for each in times_s if each is not None))

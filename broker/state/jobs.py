@@ -12,7 +12,7 @@ import msgspec
 from broker.errors import DamagedRowError, UsageError
 from broker.nouns import noun
 from broker.state.base import Database, Row, keep_readable, read_row, read_s, read_text
-from broker.state.secret_files import SecretFiles
+from broker.state.secret_files import SecretStore
 from broker.task.codec import decode_task, encode_task
 from broker.types import Attempt, Job, JobStatus, Outcome, OutcomeKind, Progress, Task
 
@@ -61,9 +61,9 @@ ATTEMPT_COLUMNS = "job_id, number, body, outcome_kind, outcome_detail, outcome_s
 
 
 class JobRows:
-    def __init__(self, database: Database) -> None:
+    def __init__(self, database: Database, secrets: SecretStore) -> None:
         self._database = database
-        self._secrets = SecretFiles(database.path.parent / "secrets")
+        self._secrets = secrets
 
     def add(
         self,
@@ -86,7 +86,7 @@ class JobRows:
             uid = resumes.uid if resumes else self._database.draw_uid()
             cursor = self._database.execute(
                 "INSERT INTO jobs (name, status, request_id, task, secret_names, submitted_s, needs, pipeline, "
-                "resumes, first_attempt, hedge, uid) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+                "resumes, first_attempt, hedge, uid) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?) RETURNING id",
                 (
                     name,
                     JobStatus.PENDING.value,
@@ -102,11 +102,14 @@ class JobRows:
                     uid,
                 ),
             )
-            job_id = cursor.lastrowid
-            assert job_id is not None
+            job_id = int(cursor.fetchone()["id"])
             if task.secrets:
                 self._secrets.write(job_id, uid, {name: secret.value for name, secret in task.secrets.items()})
             return self._must_get(job_id)
+
+    def write_secrets(self, job_id: int, uid: str, values: Mapping[str, str]) -> None:
+        """Write the secrets of an imported job."""
+        self._secrets.write(job_id, uid, values)
 
     def find_request(self, request_id: str | None) -> Job | None:
         """Return the job that was submitted with this request id; None if there is none."""
@@ -145,6 +148,11 @@ class JobRows:
     def count(self) -> int:
         return int(self._database.rows("SELECT count(*) FROM jobs")[0][0])
 
+    def count_by_status(self) -> Mapping[str, int]:
+        """Count all recorded jobs by status, as `JobStatus` names them; unreadable statuses are left out."""
+        rows = self._database.rows("SELECT status, count(*) AS jobs FROM jobs GROUP BY status ORDER BY status")
+        return {row["status"]: int(row["jobs"]) for row in rows if row["status"] in JobStatus.__members__}
+
     def list_live_ids(self) -> Sequence[int]:
         return [row["id"] for row in self._database.rows("SELECT id FROM jobs WHERE NOT is_terminal ORDER BY id")]
 
@@ -176,7 +184,7 @@ class JobRows:
     def request_cancel(self, job_id: int) -> bool:
         """Request the cancellation of a job; return False if it has already ended."""
         cursor = self._database.write(
-            "UPDATE jobs SET cancel_requested = 1 WHERE id = ? AND NOT is_terminal", (job_id,)
+            "UPDATE jobs SET cancel_requested = TRUE WHERE id = ? AND NOT is_terminal", (job_id,)
         )
         return cursor.rowcount == 1
 
@@ -197,8 +205,10 @@ class JobRows:
             self._database.execute(
                 "INSERT INTO attempt_steps (job_id, number, first_step, last_step, checkpoint_step) "
                 "SELECT ?1, max(number), ?2, ?2, ?3 FROM attempts WHERE job_id = ?1 HAVING max(number) IS NOT NULL "
-                "ON CONFLICT (job_id, number) DO UPDATE SET last_step = max(last_step, excluded.last_step), "
-                "checkpoint_step = coalesce(excluded.checkpoint_step, checkpoint_step)",
+                "ON CONFLICT (job_id, number) DO UPDATE SET "
+                "last_step = CASE WHEN excluded.last_step > attempt_steps.last_step THEN excluded.last_step "
+                "ELSE attempt_steps.last_step END, "
+                "checkpoint_step = coalesce(excluded.checkpoint_step, attempt_steps.checkpoint_step)",
                 (job_id, progress.step, progress.checkpoint_step),
             )
 
@@ -246,7 +256,9 @@ class JobRows:
 
     def set_log_offset(self, job_id: int, offset: LogOffset) -> None:
         self._database.write(
-            "INSERT OR REPLACE INTO log_offsets (job_id, attempt, source_bytes, file_bytes) VALUES (?, ?, ?, ?)",
+            "INSERT INTO log_offsets (job_id, attempt, source_bytes, file_bytes) VALUES (?, ?, ?, ?) "
+            "ON CONFLICT (job_id) DO UPDATE SET attempt = excluded.attempt, source_bytes = excluded.source_bytes, "
+            "file_bytes = excluded.file_bytes",
             (job_id, offset.attempt, offset.source_bytes, offset.file_bytes),
             is_durable=False,
         )

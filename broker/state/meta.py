@@ -43,7 +43,10 @@ class MetaRows:
         return str(row["value"]) if row else None
 
     def put(self, key: str, value: str) -> None:
-        self._database.write("INSERT OR REPLACE INTO meta (key, value) VALUES (?, ?)", (key, value))
+        self._database.write(
+            "INSERT INTO meta (key, value) VALUES (?, ?) ON CONFLICT (key) DO UPDATE SET value = excluded.value",
+            (key, value),
+        )
 
     def is_adopted(self, cloud: str) -> bool:
         """Return whether all our running nodes on this cloud were compared with the records."""

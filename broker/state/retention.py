@@ -13,9 +13,7 @@ from broker.state.base import Database, Row, read_row, read_s
 from broker.state.schema import KEPT_DAYS
 
 ENDED_JOBS_MAX = 20_000
-FREE_SHARE_MAX = 0.25  # of the file's pages; a file with more is rewritten
-FREE_PAGES_MIN = 256  # 1 MiB: below this, a rewrite gains nothing
-TABLES_OF_JOBS = ("attempts", "attempt_steps", "log_offsets", "nodes")
+TABLES_OF_JOBS = ("attempts", "attempt_steps", "log_offsets", "nodes", "claims")
 BATCH = 500
 
 
@@ -47,7 +45,7 @@ class Compaction:
             self._prune_jobs(pruned)
             self._prune_bills(before_s)
             self._prune_stories(before_s)
-        self._give_back_pages()
+        self._database.reclaim_space()
         return len(pruned)
 
     def list_totals(self) -> Sequence[Total]:
@@ -114,15 +112,15 @@ class Compaction:
         for key in hours:
             self._database.execute(
                 "INSERT INTO totals (month, cloud, pricing, node_hours, usd) VALUES (?, ?, ?, ?, ?) "
-                "ON CONFLICT (month, cloud, pricing) DO UPDATE SET node_hours = node_hours + excluded.node_hours, "
-                "usd = usd + excluded.usd",
+                "ON CONFLICT (month, cloud, pricing) DO UPDATE SET "
+                "node_hours = totals.node_hours + excluded.node_hours, usd = totals.usd + excluded.usd",
                 (*key, hours[key], usd[key]),
             )
         newest_s = max(row["ended_s"] for row in rows)
         self._database.execute(
-            "INSERT INTO meta (key, value) VALUES ('pruned_before_s', ?1) "
-            "ON CONFLICT (key) DO UPDATE SET value = max(CAST(value AS REAL), ?1)",
-            (newest_s,),
+            "INSERT INTO meta (key, value) VALUES ('pruned_before_s', ?) "
+            "ON CONFLICT (key) DO UPDATE SET value = excluded.value",
+            (repr(max(newest_s, self.get_pruned_before_s() or newest_s)),),
         )
 
     def _prune_stories(self, before_s: float) -> None:
@@ -136,13 +134,6 @@ class Compaction:
             "DELETE FROM intents WHERE closed_s < ? AND cluster NOT IN (SELECT name FROM clusters)", (before_s,)
         )
         self._database.execute("DELETE FROM refusals WHERE expires_s < ?", (before_s,))
-
-    def _give_back_pages(self) -> None:
-        """Rewrite a file that has many free pages, as it does not shrink by itself."""
-        free, pages = (int(self._database.rows(f"PRAGMA {name}")[0][0]) for name in ("freelist_count", "page_count"))
-        if free >= FREE_PAGES_MIN and free > pages * FREE_SHARE_MAX:
-            self._database.execute("VACUUM")
-            self._database.execute("PRAGMA wal_checkpoint(TRUNCATE)")
 
 
 def _choose_prunable(rows: Iterable[Row], busy: Set[int], *, before_s: float, ended_jobs_max: int) -> Iterator[int]:

@@ -113,10 +113,33 @@ _KINDS: tuple[Step, ...] = (  # outcomes and events as kinds with data instead o
        BEGIN SELECT RAISE(ABORT, 'events are append-only'); END""",
 )
 
+# From here on, both backends run the same statements; `postgres_schema.py` names the types and keys of PostgreSQL.
+_CLAIMS = (
+    "CREATE TABLE controllers (name TEXT PRIMARY KEY, until_s REAL NOT NULL)",
+    """CREATE TABLE claims (job_id INTEGER PRIMARY KEY, holder TEXT NOT NULL DEFAULT '',
+       epoch INTEGER NOT NULL DEFAULT 0)""",
+)
+
+SQLITE_ONLY = 11  # the schema that a new PostgreSQL database starts from
+
+_SERVICES = (
+    """CREATE TABLE services (name TEXT PRIMARY KEY, uid TEXT NOT NULL, version INTEGER NOT NULL, host TEXT NOT NULL,
+       port INTEGER NOT NULL, mode TEXT NOT NULL, wanted INTEGER NOT NULL, drawn INTEGER NOT NULL,
+       created_s REAL NOT NULL, down_requested INTEGER NOT NULL, failure TEXT NOT NULL)""",
+    """CREATE TABLE service_versions (service TEXT NOT NULL, version INTEGER NOT NULL, task TEXT NOT NULL,
+       secret_names TEXT NOT NULL, was_ready INTEGER NOT NULL, PRIMARY KEY (service, version))""",
+    """CREATE TABLE service_replicas (service TEXT NOT NULL, number INTEGER NOT NULL, job_id INTEGER NOT NULL,
+       body TEXT NOT NULL, PRIMARY KEY (service, number))""",
+    """CREATE TABLE service_events (service TEXT NOT NULL, number INTEGER NOT NULL, time_s REAL NOT NULL,
+       kind TEXT NOT NULL, replica INTEGER, detail TEXT NOT NULL, PRIMARY KEY (service, number))""",
+)
+
 MIGRATIONS: tuple[tuple[Step, ...], ...] = (
     *(_FIRST, _LEADER, _PIPELINES, _LIVE_INDEXES, _COMPACTION, _CALLS, _HINTS),
     _MADE_NODES,
     _IDENTITY,
     _KINDS,
     (alternatives.convert,),
+    _CLAIMS,
+    _SERVICES,
 )

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Protocol
 
 import msgspec
 
@@ -14,13 +16,22 @@ from broker.state.faults import explain_os_error
 from broker.types.jobs import name_job
 
 
+class SecretStore(Protocol):
+    """Where the secrets of live jobs are kept."""
+
+    def write(self, job_id: int, uid: str, values: Mapping[str, str]) -> None: ...
+    def forget(self, job_id: int, uid: str) -> None: ...
+    def read(self, job_id: int, uid: str, names: Sequence[str]) -> Mapping[str, str]:
+        """Return the secrets by name, with empty values after the job has ended. Raises DamagedRowError."""
+
+
 class SecretFiles:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
     def _find_path(self, job_id: int, uid: str) -> Path:
-        # A damaged uid must not lead out of the folder.
-        return self._folder / f"{name_job(job_id, uid).replace('/', '_')}.json"
+        # A damaged uid may hold any character: it must not lead out of the folder, and no path can hold a NUL.
+        return self._folder / f"{re.sub(r'[^A-Za-z0-9._-]', '_', name_job(job_id, uid))}.json"
 
     def forget(self, job_id: int, uid: str) -> None:
         path = self._find_path(job_id, uid)

@@ -1,4 +1,4 @@
-"""The store: all persistent state in one file, with a repository for each noun on a shared database."""
+"""The store: all persistent state in one database, with a repository for each noun."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 from broker.clock import Clock
 from broker.state.base import draw_uid
 from broker.state.calls import Pace, PaceRows, RetryBudgetRows
+from broker.state.claims import Claims
 from broker.state.clusters import Bill, BillRows, ClusterRows, Intent, IntentRows
 from broker.state.database import SqliteDatabase
 from broker.state.events import EventRow, EventRows, Refusal, RefusalRows
@@ -16,6 +17,8 @@ from broker.state.jobs import JobLine, JobRows, LogOffset, StepRange
 from broker.state.leader import LeaderRow
 from broker.state.meta import MetaRows
 from broker.state.retention import Compaction, Total
+from broker.state.secret_files import SecretFiles, SecretStore
+from broker.state.services import ServiceRows
 
 __all__ = ["Bill", "EventRow", "Intent", "JobLine", "LogOffset", "Pace", "Refusal", "StepRange", "Store", "Total"]
 
@@ -30,10 +33,14 @@ class Store(SqliteDatabase):
         self, path: Path, *, clock: Clock, owner: str | None = None, draw_uid: Callable[[], str] = draw_uid
     ) -> None:
         super().__init__(path, clock=clock, owner=owner, draw_uid=draw_uid)
+        self.add_repositories(SecretFiles(path.parent / "secrets"))
+
+    def add_repositories(self, secrets: SecretStore) -> None:
         self.clusters = ClusterRows(self)
         self.intents = IntentRows(self)
         self.bills = BillRows(self)
-        self.jobs = JobRows(self)
+        self.jobs = JobRows(self, secrets)
+        self.services = ServiceRows(self)
         self.events = EventRows(self)
         self.refusals = RefusalRows(self)
         self.history = HistoryRows(self)
@@ -41,4 +48,5 @@ class Store(SqliteDatabase):
         self.retries = RetryBudgetRows(self)
         self.retention = Compaction(self)
         self.leader = LeaderRow(self)
+        self.claims = Claims(self)
         self.meta = MetaRows(self)

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from broker.types.market import *  # noqa: F403
     from broker.types.outcomes import *  # noqa: F403
     from broker.types.pipeline import *  # noqa: F403
+    from broker.types.service import *  # noqa: F403
     from broker.types.task import *  # noqa: F403
 
 _NOUNS = {
@@ -48,6 +49,16 @@ _NOUNS = {
     ),
     "outcomes": ("Event", "EventData", "EventKind", "IntentEnd", "Outcome", "OutcomeKind", "make_event"),
     "pipeline": ("PipelineEdge", "PipelinePlan", "PipelineStep", "Transfer"),
+    "service": (
+        "ReadinessProbe",
+        "Replica",
+        "ReplicaPolicy",
+        "Service",
+        "ServiceEventKind",
+        "ServiceSpec",
+        "TlsFiles",
+        "UpdateMode",
+    ),
     "task": (
         "Autostop",
         "CheckpointSpec",

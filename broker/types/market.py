@@ -105,30 +105,34 @@ class Placement:
 class Breakdown:
     """The terms of an estimate: its expected hours, the hours that are billed, and all other costs.
 
-    `work_hours` + `stall_hours` + `lost_hours` + `recovery_hours` are the expected hours. A checkpoint is written every
-    `Estimate.checkpoint_every_s` of work. A recovery takes `recovery_s`, of which `recovery_billed_s` are paid for.
+    `work_hours` + `stall_hours` + `lost_hours` + `recovery_hours` + `waiting_hours` are the expected hours. A
+    checkpoint is written every `Estimate.checkpoint_every_s` of work. A start takes `recovery_s`, of which
+    `recovery_billed_s` are paid for. `*_usd_hour` are of the whole gang: on spot, the mean of the candidate places;
+    on-demand, the cheapest.
     """
 
     work_hours: float
     stall_hours: float = 0.0  # writing checkpoints
     lost_hours: float = 0.0  # work since the last checkpoint, which is repeated
-    recovery_hours: float = 0.0
+    recovery_hours: float = 0.0  # on spot, the first start included
+    waiting_hours: float = 0.0  # for spot capacity
     recovery_s: float = 0.0
     recovery_billed_s: float = 0.0
     spot_hours: float = 0.0  # billed at the spot price
     ondemand_hours: float = 0.0  # billed at the on-demand price
+    spot_usd_hour: float = 0.0
+    ondemand_usd_hour: float = 0.0
     compute_usd: float = 0.0
     egress_usd: float = 0.0
     storage_usd: float = 0.0
-    switch_chance: float | None = None  # probability that the job switches to on-demand, if it may
 
 
 @noun
 class Estimate:
     """A placement with the expected cost to finish. Hours and dollars are None if the task states no work.
 
-    `switch_after_hours` is set if the job starts on spot and continues on on-demand after the first preemption that
-    brings its lost time above that many hours.
+    Time on spot counts from submission. `switch_after_hours` is set if the job starts on spot and may continue
+    on-demand: when waiting, starts and lost work have used up that many hours of its deadline.
     """
 
     placement: Placement
@@ -138,7 +142,7 @@ class Estimate:
     expected_preemptions: float | None = None
     expected_usd: float | None = None
     deadline_chance: float | None = None
-    budget_chance: float | None = None  # a lower bound if the job may switch
+    budget_chance: float | None = None
     switch_after_hours: float | None = None
     breakdown: Breakdown | None = None
 
@@ -163,6 +167,7 @@ class Plan:
     """A ranking of estimates, best first, never empty; `reason` explains the choice, `estimates[0]`, in one sentence.
 
     The planner's sequence computes each estimate on first access: thousands of offers fit, and few are read.
+    `hour_value_usd` is the value of an hour by which placements were ranked; None if the task states no work.
     """
 
     task: Task
@@ -170,6 +175,7 @@ class Plan:
     rejections: tuple[Rejection, ...]
     prices_as_of: str
     reason: str
+    hour_value_usd: float | None = None
 
     @property
     def choice(self) -> Estimate:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import field
 
 from broker.nouns import noun
+from broker.types.service import ServiceSpec
 
 CONTAINER = "docker:"  # SkyPilot's prefix for an image that is run as a container, not booted
 
@@ -96,6 +97,7 @@ class Goal:
     deadline_hours: float | None = None
     budget_usd: float | None = None
     confidence: float = 0.9
+    hour_value_usd: float | None = None  # of an hour earlier; None: derived from the on-demand price of the gang
 
 
 @noun
@@ -141,7 +143,6 @@ class StorageMount:
     name: str | None = None
     store: str | None = None
     mode: str = "MOUNT"  # or COPY, MOUNT_CACHED
-    is_persistent: bool = True
     origin: Origin | None = None
 
 
@@ -181,6 +182,7 @@ class Task:
     inputs: tuple[DataSet, ...] = ()
     outputs: tuple[DataSet, ...] = ()
     needs: Mapping[str, float] = field(default_factory=dict)  # name of an earlier task -> GiB moved from it
+    service: ServiceSpec | None = None  # of `broker serve`
     pipeline: str | None = None  # name in the header of the file's several tasks
     notices: tuple[Notice, ...] = ()
     origin: Origin | None = None

@@ -180,7 +180,7 @@ def _find_passed_over(
             or each.offer.zone in busy  # a zone that is late is late for all
             or each.offer.region in doubtful
             or any(searched_s < until_s for until_s in _list_rests(turns, each))  # when its turn came, perhaps
-            or _is_probed(turns, each, cluster, now_s)
+            or _is_probed(turns, each, cluster, searched_s=searched_s, now_s=now_s)
         )
         if not is_excused:
             return each
@@ -209,12 +209,15 @@ def _list_rests(turns: Turns, placement: Placement) -> Iterator[float]:
         yield turns.refused.get((offer.region, zone, placement.is_spot), (0.0, 0))[0]
 
 
-def _is_probed(turns: Turns, placement: Placement, cluster: str, now_s: float) -> bool:
-    """Return whether another search probes whether this place, which did refuse, gives again."""
+def _is_probed(turns: Turns, placement: Placement, cluster: str, *, searched_s: float, now_s: float) -> bool:
+    """Return whether another search probes whether this place, which did refuse, gives again.
+
+    Or did so during this search: when it skipped the place is unknown, and its next request may come much later.
+    """
     if not any(_list_rests(turns, placement)):
         return False
     begun = turns.begun_s.get((placement.offer.region, placement.is_spot), [])
-    return any(now_s < begun_s + PROBE_S + 1.0 for begun_s, _ in begun)
+    return any((now_s if owner == cluster else searched_s) < begun_s + PROBE_S + 1.0 for begun_s, owner in begun)
 
 
 def _name(placement: Placement) -> str:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import sqlite3
 import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from broker.errors import FencedError
+from broker.errors import FencedError, StateError
 from broker.state.jobs import LogOffset, StepRange
 from broker.state.store import Store
 from broker.types import (
@@ -400,5 +399,22 @@ def test_events_are_chosen_by_job_by_cluster_and_by_what_was_read_already(store:
 def test_nobody_may_delete_an_event_of_the_last_weeks(store: Store, clock: Hands) -> None:
     clock.time_s = time.time() - 80 * 86400
     store.events.add(make_event(EventKind.NOTE, text="some weeks ago"))
-    with pytest.raises(sqlite3.IntegrityError):
-        sqlite3.connect(store.path).execute("DELETE FROM events")
+    with pytest.raises(StateError, match="append-only"):
+        store.write("DELETE FROM events")
+
+
+def test_overview_counts_jobs_bills_and_the_newest_events(store: Store) -> None:
+    first, second = store.jobs.add("a", Task()), store.jobs.add("b", Task())
+    store.jobs.set_status(second.id, JobStatus.SUCCEEDED)
+    assert store.jobs.count_by_status() == {"PENDING": 1, "SUCCEEDED": 1}
+    assert store.events.get_newest_id() == 0
+    for text in ("old", "new"):
+        store.events.add(make_event(EventKind.NOTE, text=text), job_id=first.id)
+    newest = store.events.list_newest([first.id, second.id])
+    assert {job_id: event.message for job_id, event in newest.items()} == {first.id: "new"}
+    assert store.events.get_newest_id() == newest[first.id].id
+    assert store.events.list_newest([]) == {}
+    store.bills.record(replace(NODE, usd_hour=2.0, created_s=1000.0, ended_s=None))
+    assert store.bills.get_usd_hour() == 2.0
+    assert store.bills.spend_since_usd(2800.0, now_s=4600.0) == 1.0
+    assert store.bills.spend_since_usd(0.0, now_s=4600.0) == 2.0

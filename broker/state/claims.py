@@ -1,0 +1,121 @@
+"""Claims: which controller process drives which job, so that any number of processes share the jobs of one store.
+
+A process holds a lease, which it renews. Each job has an epoch that only grows: a claim raises it, and a task under a
+claim (`FENCE`) writes only while the job still has the epoch of that claim. The lease decides when a job may be taken
+over; the epoch alone decides who may write, so a process that was stopped, was cut off from the store, or whose clock
+is wrong loses its jobs but damages nothing. Job 0 is the housekeeping: collecting machines and compacting the store.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+from broker.nouns import noun
+from broker.state.base import FENCE, Database, Fence
+
+HOUSEKEEPING = 0
+LEASE_S = 9.0  # a process that renews every two seconds misses four times; with the next look this stays below 15 s
+# The rows of `_UNFINISHED` are those of `JobRows.list_unfinished_ids`.
+_UNFINISHED = (
+    "SELECT id FROM jobs WHERE NOT is_terminal UNION SELECT job_id FROM clusters WHERE job_id IS NOT NULL "
+    "UNION SELECT job_id FROM attempts WHERE json_extract(body, '$.ended_s') IS NULL"
+)
+_FREE = "holder NOT IN (SELECT name FROM controllers WHERE until_s > ?)"
+
+
+@noun
+class JobLoad:
+    """How many processes share the jobs, and how many jobs are unfinished."""
+
+    controller_count: int
+    job_count: int
+
+
+class Claims:
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    def renew(self, holder: str) -> Mapping[int, int]:
+        """Extend the lease of `holder`, or begin it; return the epoch of each job that it holds, by job id."""
+        with self._database.claiming(is_durable=False):
+            until_s = self._database.read_time_s() + LEASE_S
+            self._database.execute(
+                "INSERT INTO controllers (name, until_s) VALUES (?, ?) "
+                "ON CONFLICT (name) DO UPDATE SET until_s = excluded.until_s",
+                (holder, until_s),
+            )
+            # One without a lease for an hour is gone; until then its row tells people what happened.
+            self._database.execute("DELETE FROM controllers WHERE until_s < ?", (until_s - 3600.0,))
+            rows = self._database.rows("SELECT job_id, epoch FROM claims WHERE holder = ?", (holder,))
+        return {row["job_id"]: row["epoch"] for row in rows}
+
+    def find_free(self, limit: int) -> Sequence[int]:
+        """Return unfinished jobs, and the housekeeping, that no process with a lease holds; the oldest first."""
+        rows = self._database.rows(
+            f"SELECT id FROM ({_UNFINISHED} UNION SELECT {HOUSEKEEPING}) AS wanted WHERE id NOT IN "
+            f"(SELECT job_id FROM claims WHERE NOT {_FREE}) ORDER BY id LIMIT {int(limit)}",
+            (self._database.read_time_s(),),
+        )
+        return [row["id"] for row in rows]
+
+    def claim(self, holder: str, job_ids: Sequence[int]) -> Mapping[int, int]:
+        """Claim those of the jobs that are still free; return their new epochs."""
+        marks = ", ".join("?" * len(job_ids))
+        with self._database.claiming(is_durable=True):  # a lost epoch would be given out twice
+            for job_id in job_ids:
+                self._database.execute(
+                    "INSERT INTO claims (job_id) VALUES (?) ON CONFLICT (job_id) DO NOTHING", (job_id,)
+                )
+            free = self._database.rows(
+                f"SELECT job_id FROM claims WHERE job_id IN ({marks}) AND {_FREE}{self._database.lock_and_skip}",
+                (*job_ids, self._database.read_time_s()),
+            )
+            for row in free:
+                self._database.execute(
+                    "UPDATE claims SET holder = ?, epoch = epoch + 1 WHERE job_id = ?", (holder, row["job_id"])
+                )
+            rows = self._database.rows(
+                f"SELECT job_id, epoch FROM claims WHERE holder = ? AND job_id IN ({marks})", (holder, *job_ids)
+            )
+        taken = {row["job_id"] for row in free}
+        return {row["job_id"]: row["epoch"] for row in rows if row["job_id"] in taken}
+
+    def release(self, holder: str, job_ids: Sequence[int]) -> None:
+        """Give up jobs. Until another process takes over, this one may still write what it has begun."""
+        with self._database.claiming(is_durable=False):
+            for job_id in job_ids:
+                self._database.execute(
+                    "UPDATE claims SET holder = '' WHERE job_id = ? AND holder = ?", (job_id, holder)
+                )
+
+    def resign(self, holder: str) -> None:
+        """End the lease, so that other processes take over all its jobs at once."""
+        with self._database.claiming(is_durable=False):
+            self._database.execute("UPDATE claims SET holder = '' WHERE holder = ?", (holder,))
+            self._database.execute("DELETE FROM controllers WHERE name = ?", (holder,))
+
+    def has_controller(self) -> bool:
+        """Return whether any process has a lease."""
+        found = self._database.rows(
+            "SELECT 1 FROM controllers WHERE until_s > ? LIMIT 1", (self._database.read_time_s(),)
+        )
+        return bool(found)
+
+    def measure_load(self) -> JobLoad:
+        row = self._database.rows(
+            "SELECT (SELECT count(*) FROM controllers WHERE until_s > ?), "
+            f"(SELECT count(*) FROM ({_UNFINISHED}) AS jobs)",
+            (self._database.read_time_s(),),
+        )[0]
+        return JobLoad(controller_count=row[0], job_count=row[1])
+
+
+@contextmanager
+def hold_claim(job_id: int, epoch: int) -> Iterator[None]:
+    """Let the block, and the tasks that it starts, write only while the claim is valid."""
+    token = FENCE.set(Fence(job_id=job_id, epoch=epoch))
+    try:
+        yield
+    finally:
+        FENCE.reset(token)

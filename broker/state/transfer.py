@@ -1,0 +1,232 @@
+"""Move a whole store between files and databases: export to JSON lines, import, and check.
+
+An imported store counts as restored: machines that run are compared with the records before anything starts, as after
+`broker state restore`. Secrets of live jobs are exported encrypted, with the key in `secret.key`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from broker.errors import BrokerError, DamagedRowError, StateError
+from broker.nouns import noun
+from broker.state.base import Database
+from broker.state.faults import explain_os_error
+from broker.state.meta import ADOPTED, RESTORED, SALT, SEEN
+from broker.state.restoring import ATTEMPTS_SKIPPED
+from broker.state.schema import MIGRATIONS
+from broker.state.secret_rows import SecretBox, load_key
+from broker.state.store import Store
+from broker.types import EventKind, make_event
+from broker.types.jobs import name_job
+
+FORMAT = "broker-state-1"
+# Every table, and the columns that order its rows. A new table is added here; a test compares with both backends.
+TABLES: Mapping[str, str] = {
+    "meta": "key",
+    "jobs": "id",
+    "attempts": "job_id, number",
+    "attempt_steps": "job_id, number",
+    "log_offsets": "job_id",
+    "clusters": "name",
+    "run_ids": "cluster",
+    "intents": "created_s, token",
+    "nodes": "created_s, cloud, id",
+    "totals": "month, cloud, pricing",
+    "events": "id",
+    "refusals": "cloud, region, zone, instance_type, is_spot",
+    "paces": "cloud, answer",
+    "retry_budgets": "cloud",
+    "services": "name",
+    "service_versions": "service, version",
+    "service_replicas": "service, number",
+    "service_events": "service, number",
+}
+# Tables that belong to one database, and the secrets, which are exported by job.
+LEFT_OUT = frozenset(("leader", "controllers", "claims", "secrets"))
+INSTALLATION = "installation"
+OWN_META = frozenset(("lineage", "schema", "secret_key"))  # rows of `meta` that belong to one database
+BOOLEANS = frozenset(("is_terminal", "cancel_requested", "is_spot"))  # numbers on SQLite
+COUNTED = ("jobs", "events")  # tables that number their rows
+
+
+@noun
+class Moved:
+    """How many rows of each table were written."""
+
+    counts: Mapping[str, int]
+
+    @property
+    def total(self) -> int:
+        return sum(self.counts.values())
+
+
+def export_store(store: Store, target: Path) -> Moved:
+    """Write every row, as of one moment, to a new file of mode 0600. Raises StateError."""
+    counts: dict[str, int] = {}
+    aside = target.with_name(f".{target.name}-{secrets.token_hex(8)}")
+    try:
+        try:
+            with os.fdopen(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
+                with store.transaction(is_durable=False):  # no other process writes meanwhile
+                    for line in _list_lines(store):
+                        counts[line["table"]] = counts.get(line["table"], 0) + 1
+                        file.write(json.dumps(line, ensure_ascii=False) + "\n")
+                file.write(json.dumps({"table": "end", "row": counts}) + "\n")
+                file.flush()
+                os.fsync(file.fileno())
+            aside.replace(target)
+        finally:
+            aside.unlink(missing_ok=True)
+    except OSError as error:
+        raise explain_os_error(error, default=target) from error
+    counts.pop("header")
+    return Moved(counts=counts)
+
+
+def _list_lines(store: Store) -> Iterator[dict[str, Any]]:
+    yield {"table": "header", "row": {"format": FORMAT, "schema": len(MIGRATIONS), "time_s": store.clock.now_s()}}
+    for table, order in TABLES.items():
+        for row in store.rows(f"SELECT * FROM {table} ORDER BY {order}"):
+            yield {"table": table, "row": {name: _to_json(row[name]) for name in list(row.keys()) if name != "rowid"}}
+    box: SecretBox | None = None
+    for job in store.jobs.list(on_damage=lambda error: None):
+        values = {name: secret.value for name, secret in job.task.secrets.items()}
+        if values and not job.status.is_terminal:
+            box = box or SecretBox(load_key(store.path.parent))
+            name = name_job(job.id, job.uid)
+            yield {"table": "secrets", "row": {"job_id": job.id, "uid": job.uid, "body": box.seal(name, values)}}
+
+
+def import_store(store: Store, source: Path) -> Moved:
+    """Fill an empty store from a file of `export_store`, all or nothing. Raises StateError."""
+    if store.jobs.count() or store.clusters.list(on_damage=lambda error: None):
+        raise StateError(
+            "this state is not empty", hints=("import into a new database, or after `broker state reset`",)
+        )
+    counts: dict[str, int] = {}
+    box: SecretBox | None = None
+    owner = store.meta.get(INSTALLATION)
+    with store.transaction():
+        for table, row in _read_lines(source):
+            counts[table] = counts.get(table, 0) + 1
+            if table == "secrets":
+                box = box or SecretBox(load_key(store.path.parent))
+                _import_secrets(store, box, row)
+            elif table == "meta" and row["key"] == INSTALLATION and row["value"] != (owner or row["value"]):
+                raise StateError(
+                    f"{source} belongs to installation {row['value']}, this state to {owner}",
+                    details=("Machines are found by this ID; with another one, running machines would be lost.",),
+                    hints=(f"import into a new folder, after `echo {row['value']} > FOLDER/owner`",),
+                )
+            elif table != "meta" or row["key"] not in OWN_META:
+                _insert(store, table, row)
+        store.skip_used_ids(COUNTED)
+        _mark_restored(store, source)
+    return Moved(counts=counts)
+
+
+def _import_secrets(store: Store, box: SecretBox, row: Mapping[str, Any]) -> None:
+    try:
+        values = box.open(name_job(row["job_id"], row["uid"]), row["body"])
+    except ValueError as error:
+        raise StateError(
+            f"the secrets of job {row['job_id']} cannot be read: {error}",
+            hints=(f"copy `secret.key` from the folder of the exported state to {store.path.parent}",),
+        ) from error
+    store.jobs.write_secrets(row["job_id"], row["uid"], values)
+
+
+def _insert(store: Database, table: str, row: Mapping[str, Any]) -> None:
+    values = {name: bool(value) if name in BOOLEANS and value is not None else value for name, value in row.items()}
+    if table == "meta":
+        store.execute("DELETE FROM meta WHERE key = ?", (row["key"],))
+    names, marks = ", ".join(values), ", ".join("?" * len(values))
+    store.execute(f"INSERT INTO {table} ({names}) VALUES ({marks})", tuple(values.values()))
+
+
+def _mark_restored(store: Store, source: Path) -> None:
+    """Do as after the restore of a copy: whatever was started since is found by its tags."""
+    store.meta.forget_adoptions(prefixes=(ADOPTED, SEEN))
+    store.meta.put(RESTORED, repr(store.clock.now_s()))
+    store.meta.put(SALT, secrets.token_hex(8))
+    store.meta.forget_half_done(attempts_skipped=ATTEMPTS_SKIPPED)
+    store.events.add(make_event(EventKind.RESTORED, copy=source.name))
+
+
+def _read_lines(source: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Read the rows. Raises StateError for a file that is damaged, incomplete, or of another version."""
+    counts: dict[str, int] = {}
+    table = ""
+    try:
+        with source.open(encoding="utf-8") as file:
+            for number, text in enumerate(file, 1):
+                line = json.loads(text)
+                table, row = line["table"], line["row"]
+                if number == 1:
+                    _check_header(source, table, row)
+                elif table == "end" and {**row, "header": 1} != counts:
+                    raise StateError(f"{source} lacks rows: it is damaged")
+                elif table != "end":
+                    _check_row(source, number, table, row)
+                    yield table, row
+                counts[table] = counts.get(table, 0) + 1
+    except OSError as error:
+        raise explain_os_error(error, default=source) from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise StateError(f"{source} is no export of broker's state: {error!r}") from error
+    if table != "end":
+        raise StateError(f"{source} is incomplete: its last line is missing")
+
+
+def _check_header(source: Path, table: str, row: Mapping[str, Any]) -> None:
+    if table != "header" or row["format"] != FORMAT:
+        raise StateError(f"{source} is no export of broker's state")
+    if row["schema"] != len(MIGRATIONS):
+        raise StateError(
+            f"{source} has schema {row['schema']}, this broker has {len(MIGRATIONS)}",
+            hints=("export it again with this version of broker",),
+        )
+
+
+def _check_row(source: Path, number: int, table: str, row: object) -> None:
+    """Raise StateError for a name that is no identifier: names become part of statements."""
+    is_valid = isinstance(row, dict) and all(isinstance(name, str) and name.isidentifier() for name in row)
+    if (table not in TABLES and table != "secrets") or not is_valid:
+        raise StateError(f"{source}:{number}: unknown table or column")
+
+
+def _to_json(value: object) -> object:
+    return value.decode(errors="replace") if isinstance(value, bytes) else value
+
+
+def check_store(store: Store) -> list[str]:
+    """Read every row and follow its references; return what is wrong, nothing for an intact store."""
+    found: list[str] = []
+
+    def note(error: DamagedRowError) -> None:
+        found.append(error.message)
+
+    store.jobs.list(on_damage=note)
+    store.clusters.list(on_damage=note)
+    store.bills.list(on_damage=note)
+    for read in (store.intents.list_open, store.events.list, store.history.list_stays, store.retention.list_totals):
+        try:
+            read()
+        except DamagedRowError as error:
+            note(error)
+        except BrokerError as error:
+            found.append(error.message)
+    for table in ("attempts", "attempt_steps", "log_offsets"):
+        for row in store.rows(f"SELECT DISTINCT job_id FROM {table} WHERE job_id NOT IN (SELECT id FROM jobs)"):
+            found.append(f"{table} of job {row['job_id']}, which is missing")
+    for row in store.rows("SELECT name, job_id FROM clusters WHERE job_id NOT IN (SELECT id FROM jobs)"):
+        found.append(f"cluster {row['name']} belongs to job {row['job_id']}, which is missing")
+    for row in store.rows("SELECT id, resumes FROM jobs WHERE resumes NOT IN (SELECT id FROM jobs)"):
+        found.append(f"job {row['id']} resumes job {row['resumes']}, which is missing")
+    return sorted(set(found))

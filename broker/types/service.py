@@ -1,0 +1,113 @@
+"""Services: how many replicas a task is served by, when a replica is ready, and what may be spent on availability."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import field
+from enum import StrEnum
+
+from broker.nouns import noun
+
+
+@noun
+class ReadinessProbe:
+    """The request that a replica must answer with a 2xx status before it receives traffic."""
+
+    path: str
+    initial_delay_s: float = 1200.0  # a replica that was never ready for this long has failed (SkyPilot's default)
+    timeout_s: float = 15.0
+    interval_s: float = 1.0
+    failure_s: float = 180.0  # a replica that was ready and fails probes for this long is replaced
+    post_data: str | None = None  # the body of a POST; None: the probe is a GET
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+
+@noun
+class ReplicaPolicy:
+    """Bounds and targets of the number of replicas. `replicas_max` None: the number is fixed."""
+
+    replicas_min: int = 1
+    replicas_max: int | None = None
+    spare_count: int = 0
+    target_qps: Mapping[str, float] = field(default_factory=dict)  # by accelerator; "" for any
+    target_in_flight: float | None = None  # requests in flight per replica
+    ondemand_min: int = 0
+    has_ondemand_fallback: bool = False
+    upscale_delay_s: float = 0.0
+    downscale_delay_s: float = 1200.0  # SkyPilot's default
+
+
+@noun
+class TlsFiles:
+    key_path: str
+    certificate_path: str
+
+
+@noun
+class ServiceSpec:
+    """The `service` of a task. `availability` None: replicas are placed by price alone."""
+
+    probe: ReadinessProbe | None = None  # required by `serve up`
+    policy: ReplicaPolicy = ReplicaPolicy()
+    port: int | None = None  # None: the only port of the task's resources
+    availability: float | None = None
+    balancing: str = "least_load"
+    stream_timeout_s: float = 120.0  # SkyServe's default
+    tls: TlsFiles | None = None
+
+
+class ServiceEventKind(StrEnum):
+    """What happened to a service; `serve/wording.py` makes sentences of it."""
+
+    CREATED = "CREATED"
+    UPDATED = "UPDATED"
+    SCALED = "SCALED"
+    REPLICA_STARTED = "REPLICA_STARTED"
+    REPLICA_READY = "REPLICA_READY"
+    REPLICA_FAILED = "REPLICA_FAILED"
+    REPLICA_DRAINED = "REPLICA_DRAINED"
+    ROLLED_BACK = "ROLLED_BACK"
+    FAILED = "FAILED"
+    BALANCER_STARTED = "BALANCER_STARTED"
+    DOWN_REQUESTED = "DOWN_REQUESTED"
+
+
+class UpdateMode(StrEnum):
+    """How a new version replaces the old one, in SkyPilot's words."""
+
+    ROLLING = "rolling"  # one replica at a time
+    BLUE_GREEN = "blue_green"  # the old ones serve until all new ones are ready
+
+
+@noun
+class Service:
+    """A service: the wanted version and number of replicas, and the address of its balancer."""
+
+    name: str
+    uid: str
+    version: int
+    host: str
+    port: int
+    created_s: float
+    mode: UpdateMode = UpdateMode.ROLLING
+    wanted: int = 0  # by the autoscaler, spare ones excluded
+    down_requested: bool = False
+    failure: str = ""  # why no more replicas are started
+
+
+@noun
+class Replica:
+    """One replica: a managed job with a number that is never reused. `zone` and `is_spot`: as it was placed."""
+
+    service: str
+    number: int
+    version: int
+    job_id: int
+    port: int
+    created_s: float
+    is_spot: bool | None = None  # None: as the task says
+    region: str | None = None
+    zone: str | None = None
+    ready_s: float | None = None  # when it first was
+    drained_s: float | None = None  # since then it gets no new requests
+    failure: str = ""  # why it is replaced

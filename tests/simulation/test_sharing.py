@@ -1,0 +1,48 @@
+"""Histories of two to five controllers on one store: no invariant breaks, and every planted bug of claims is caught."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from contextlib import ExitStack
+
+import pytest
+
+from tests.simulation.mutants.sharing import MUTANTS, Patches
+from tests.simulation.sharing import SharedResult, play_shared
+
+FEW, MANY = 40, 20  # histories of `make test` and, besides, of `make test-slow`
+HUNTED_MAX = 40  # histories until a planted bug is caught
+FAULTS = {"kill:anytime", "stop", "store:cut off", "store:restart", "store:crash", "store:answer lost"}
+
+
+def check(result: SharedResult) -> None:
+    seed = result.seed
+    assert not result.failure, f"{result.failure}\n  python -m tests.simulation.sharing --seed {seed} --trace"
+
+
+def test_controllers_share_jobs_whatever_happens_to_them_and_to_the_store() -> None:
+    takeovers, faults = 0, Counter[str]()
+    for seed in range(FEW):
+        result = play_shared(seed)
+        check(result)
+        takeovers += result.takeovers
+        faults += result.faults
+    assert takeovers > 5 * FEW, "jobs change their controllers"
+    assert faults.keys() >= FAULTS
+
+
+@pytest.mark.long
+def test_more_histories_of_several_controllers() -> None:
+    for seed in range(FEW, FEW + MANY):
+        check(play_shared(seed))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("plant", "letters", "first"), MUTANTS, ids=[plant.__name__ for plant, *_ in MUTANTS])
+def test_a_planted_bug_of_claims_is_caught(plant: Callable[[], Patches], letters: str, first: int) -> None:
+    with ExitStack() as stack:
+        for each in plant():
+            stack.enter_context(each)
+        failure = next((found for seed in range(first, first + HUNTED_MAX) if (found := play_shared(seed).failure)), "")
+    assert failure.partition(":")[0] in letters.split(), failure or "not caught"

@@ -1,0 +1,110 @@
+"""Claims: one process has a job, another takes over when its lease has ended, and the first can write nothing then."""
+
+from __future__ import annotations
+
+import pytest
+
+from broker.errors import FencedError
+from broker.state.base import FENCE
+from broker.state.claims import HOUSEKEEPING, LEASE_S, JobLoad, hold_claim
+from broker.state.store import Store
+from broker.types import JobStatus, Task
+from tests.state.conftest import OpenStore
+from tests.state.samples import Hands
+
+
+@pytest.fixture
+def wait(store: Store, clock: Hands, monkeypatch: pytest.MonkeyPatch) -> object:
+    """Let the time of the store be the test's."""
+    monkeypatch.setattr(type(store), "read_time_s", lambda self: clock.now_s())
+
+    def wait(duration_s: float) -> None:
+        clock.time_s += duration_s
+
+    return wait
+
+
+def test_a_job_is_claimed_once_and_its_epoch_grows(store: Store, open_store: OpenStore, wait: object) -> None:
+    other = open_store()
+    first, second = store.jobs.add("a", Task()).id, store.jobs.add("b", Task()).id
+    for name in ("x", "y"):
+        store.claims.renew(name)
+    assert store.claims.measure_load() == JobLoad(controller_count=2, job_count=2)
+    assert store.claims.find_free(9) == [HOUSEKEEPING, first, second]
+    assert store.claims.find_free(2) == [HOUSEKEEPING, first]
+    assert store.claims.claim("x", [first]) == {first: 1}
+    assert other.claims.claim("y", [first, second, HOUSEKEEPING]) == {second: 1, HOUSEKEEPING: 1}
+    assert other.claims.find_free(9) == []
+    assert store.claims.renew("x") == {first: 1}
+    store.claims.release("x", [first, second])
+    assert other.claims.find_free(9) == [first] and other.claims.claim("y", [first]) == {first: 2}
+
+
+def test_a_takeover_fences_every_write_of_the_first(store: Store, open_store: OpenStore, wait: object) -> None:
+    job = store.jobs.add("a", Task()).id
+    other = open_store()
+    store.claims.renew("x")
+    store.claims.claim("x", [job])
+    with hold_claim(job, 1):
+        assert store.jobs.set_status(job, JobStatus.STARTING)
+        wait(LEASE_S + 0.1)  # type: ignore[operator]
+        assert store.jobs.set_status(job, JobStatus.RUNNING), "without a lease, but nobody has taken over"
+        other.claims.renew("y")
+        assert other.claims.claim("y", [job]) == {job: 2}
+        for write in (
+            lambda: store.jobs.set_status(job, JobStatus.FAILED),
+            lambda: store.intents.is_open("t"),
+            lambda: store.paces.learn("x", "y", lambda pace: pytest.fail("is not reached")),
+        ):
+            with pytest.raises(FencedError):
+                write()
+        assert store.claims.renew("x") == {}, "claims are no work for a job"
+    assert FENCE.get() is None
+    store.jobs.request_cancel(job)  # a command needs no claim
+    found = other.jobs.get(job)
+    assert found is not None and found.status is JobStatus.RUNNING
+
+
+def test_only_a_lease_keeps_a_claim(store: Store, wait: object) -> None:
+    job = store.jobs.add("a", Task()).id
+    store.claims.renew("x")
+    store.claims.claim("x", [job])
+    wait(LEASE_S - 0.5)  # type: ignore[operator]
+    assert store.claims.renew("x") == {job: 1}
+    wait(LEASE_S - 0.5)  # type: ignore[operator]
+    assert store.claims.find_free(9) == [HOUSEKEEPING] and store.claims.has_controller()
+    wait(1.0)  # type: ignore[operator]
+    assert store.claims.find_free(9) == [HOUSEKEEPING, job] and not store.claims.has_controller()
+    assert store.claims.measure_load().controller_count == 0
+
+
+def test_who_resigns_leaves_its_jobs_at_once(store: Store, wait: object) -> None:
+    job = store.jobs.add("a", Task()).id
+    for name in ("x", "y"):
+        store.claims.renew(name)
+    store.claims.claim("x", [job])
+    store.claims.resign("x")
+    assert store.claims.measure_load().controller_count == 1
+    assert store.claims.claim("y", store.claims.find_free(9)) == {HOUSEKEEPING: 1, job: 2}
+
+
+def test_an_epoch_survives_the_end_of_its_job(store: Store, wait: object) -> None:
+    job = store.jobs.add("a", Task()).id
+    store.claims.renew("x")
+    store.claims.claim("x", [job])
+    store.jobs.set_status(job, JobStatus.SUCCEEDED)
+    assert store.claims.find_free(9) == [HOUSEKEEPING]
+    assert store.claims.renew("x") == {job: 1}
+    with hold_claim(7, 1), pytest.raises(FencedError):
+        store.jobs.request_cancel(job)
+
+
+def test_a_claim_is_durable(sqlite_store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An epoch that a crash of the store takes back would be given out twice."""
+    seen: list[bool] = []
+    before = sqlite_store.transaction
+    monkeypatch.setattr(
+        sqlite_store, "transaction", lambda *, is_durable=True: seen.append(is_durable) or before(is_durable=is_durable)
+    )
+    sqlite_store.claims.claim("x", [HOUSEKEEPING])
+    assert seen == [True]
