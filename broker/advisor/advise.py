@@ -48,6 +48,7 @@ class Wish:
     confidence: float = 0.9
     gpus_max: int = GPUS_MAX
     spot: bool | None = None
+    hour_value_usd: float = 0.0
 
 
 @noun
@@ -112,22 +113,29 @@ def make_advice(
     if not met:
         found = [(each.usd, each.hours, _is_met(replace(wish, budget_usd=None), each, limit)) for each in priced]
         raise explain_prices(found, limit=limit, budget_usd=wish.budget_usd)
-    met.sort(key=lambda each: (each.usd, each.hours))
+    met.sort(key=lambda each: (_score(wish, each), each.hours))
     by_card: dict[tuple[str, int], list[Option]] = {}
     for each in met:
         by_card.setdefault((each.layout.hardware.figures.name, each.layout.hardware.accelerators), []).append(each)
-    best = sorted((prefer_faster(own) for own in by_card.values()), key=lambda each: (each.usd, each.hours))
-    first = prefer_faster(best)
+    best = [prefer_faster(own, wish.hour_value_usd) for own in by_card.values()]
+    best.sort(key=lambda each: (_score(wish, each), each.hours))
+    first = prefer_faster(best, wish.hour_value_usd)
     options = (first, *(each for each in best if each is not first))
     return Advice(options=options, faster=_find_faster(met, first), prices_as_of=prices_as_of)
 
 
-def prefer_faster(options: Sequence[Option]) -> Option:
-    """Return the fastest of the options within `SAME_COST` of the cheapest."""
-    least = min(option.usd for option in options)
+def prefer_faster(options: Sequence[Option], hour_value_usd: float = 0.0) -> Option:
+    """Return the fastest of the options whose cost, time included, is within `SAME_COST` of the least."""
+    scores = [option.usd + hour_value_usd * option.hours for option in options]
+    most = min(scores) * SAME_COST
     return min(
-        (option for option in options if option.usd <= least * SAME_COST), key=lambda each: (each.hours, each.usd)
+        (option for option, score in zip(options, scores, strict=True) if score <= most),
+        key=lambda each: (each.hours, each.usd),
     )
+
+
+def _score(wish: Wish, option: Option) -> float:
+    return option.usd + wish.hour_value_usd * option.hours
 
 
 def find_hours(training: Training, layout: Layout) -> float:
@@ -252,7 +260,12 @@ def _price(wish: Wish, layout: Layout, sold: Sequence[Offer], hours: float, pric
             Resources(accelerator=hardware.figures.name, accelerator_count=hardware.accelerators, use_spot=wish.spot),
         ),
         num_nodes=layout.node_count,
-        goal=Goal(work_hours=hours, deadline_hours=wish.deadline_hours, confidence=wish.confidence),
+        goal=Goal(
+            work_hours=hours,
+            deadline_hours=wish.deadline_hours,
+            confidence=wish.confidence,
+            hour_value_usd=wish.hour_value_usd or None,
+        ),
         checkpoint=write_checkpoint(wish.training, layout),
     )
     assert task.goal is not None

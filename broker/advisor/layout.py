@@ -6,15 +6,17 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Literal
 
+from broker.advisor.experts import find_experts
 from broker.advisor.field_layout import list_field_shardings, measure_field_memory
 from broker.advisor.trainer_memory import estimate_program_memory
 from broker.nouns import noun
 from broker.optimizer.memory_model import Dtype, MemoryEstimate, Recompute, Sharding, usable_bytes
 from broker.optimizer.model_shape import ModelShape
-from broker.optimizer.roofline import Hardware, StepTime, estimate_step, find_mfu
+from broker.optimizer.roofline import EXPERTS_HIDDEN_SHARE, Hardware, StepTime, estimate_step, find_mfu
 
 # A strategy with more parts must be this much faster per part: it is harder to set up and to debug.
 PART_WORTH = 0.03
+EXPERT_RANKS = (1, 2, 4, 8, 16, 32, 64)
 PIPELINES = (2, 4, 8, 16, 32, 64)
 MICRO_BATCHES = (16, 8, 4, 2, 1)
 RECOMPUTE: tuple[Recompute, ...] = ("selective", "full")
@@ -103,6 +105,9 @@ def list_shardings(training: Training, accelerators: int, node_count: int) -> It
         )  # fmt: skip
         return
     shape, total = training.shape, accelerators * node_count
+    if shape.idle_parameters:
+        yield from list_expert_shardings(training, total)
+        return
     tensors = [t for t in (1, 2, 4, 8) if not (accelerators % t or shape.heads % t or shape.vocabulary % t)]
     for tensor in tensors:
         pipelines = (1, *PIPELINES) if tensor == tensors[-1] else (1,)
@@ -114,6 +119,19 @@ def list_shardings(training: Training, accelerators: int, node_count: int) -> It
                 yield Sharding(
                     tensor=tensor, pipeline=pipeline, data=data, zero=zero, is_sequence_parallel=False
                 )  # fmt: skip
+
+
+def list_expert_shardings(training: Training, total: int) -> Iterator[Sharding]:
+    """List the bundled trainer's shardings of a mixture: expert ranks, each with an equal number of experts, and copies
+    or shards of the whole over the others."""
+    experts = find_experts(training.shape)
+    assert experts is not None, "a mixture has experts"
+    for expert in EXPERT_RANKS:
+        replicas, rest = divmod(total, expert)
+        if rest or experts.count % expert or not 0 < total <= training.batch:
+            continue
+        for zero in (0, 3) if replicas > 1 else (0,):
+            yield Sharding(data=total, zero=zero, is_sequence_parallel=False, expert=expert)
 
 
 def measure_memory(training: Training, sharding: Sharding, *, micro_batch: int, recompute: Recompute) -> MemoryEstimate:
@@ -195,7 +213,8 @@ def _time_step(
         # Gradients are accumulated in float32, by Megatron-LM too.
         gradient_bytes=2 if training.dtype == "fp16" and not is_megatron else 4,
         # The bundled trainer's `allreduce` does not overlap.
-        is_overlapped=is_megatron or sharding.zero == 3 or sharding.tensor == sharding.pipeline == 1,
+        is_overlapped=is_megatron or sharding.zero == 3 or sharding.tensor * sharding.pipeline * sharding.expert == 1,
+        experts_hidden_share=EXPERTS_HIDDEN_SHARE if is_megatron else 0.0,
     )  # fmt: skip
 
 

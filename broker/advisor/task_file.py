@@ -6,6 +6,7 @@ import math
 
 from broker.advisor.advise import Option, Wish
 from broker.advisor.amounts import show_amount
+from broker.advisor.experts import find_experts
 from broker.advisor.layout import Layout, Training
 
 LEARNING_RATE_MIN = 6e-5  # below the formula's range: used by the largest published models
@@ -36,6 +37,7 @@ def write_task(wish: Wish, option: Option, *, infra: str | None = None) -> str:
         f"  work: {option.work_hours:.{2 if option.work_hours >= 10 else 4}f}h",
         *([f"  deadline: {wish.deadline_hours:g}h"] if wish.deadline_hours is not None else []),
         *([f"  budget: {wish.budget_usd:g}"] if wish.budget_usd is not None else []),
+        *([f"  hour_value: {wish.hour_value_usd:g}"] if wish.hour_value_usd else []),
         "",
         "checkpoint:",
         f"  stall: {spec.stall_s:g}s",
@@ -64,6 +66,7 @@ def write_command(training: Training, option: Option) -> list[str]:
             f"  train.py  # {layout.strategy}, micro-batch {layout.micro_batch}, {training.batch} sequences a step",
         ]
     strategy, mesh = name_strategy(layout)
+    experts = find_experts(shape)
     steps = math.ceil(training.steps)
     rate = max(LEARNING_RATE_MIN, find_learning_rate(shape.parameters))
     every = max(1, round((option.estimate.checkpoint_every_s or CHECKPOINT_S) / layout.step.total_s))
@@ -76,6 +79,8 @@ def write_command(training: Training, option: Option) -> list[str]:
          *(["--recompute full"] if layout.recompute == "full" else [])],
         [f"--model.depth {shape.layers}", f"--model.width {shape.width}", f"--model.heads {shape.heads}",
          f"--model.context {training.sequence}"],
+        *([[f"--model.experts {experts.count}", f"--model.experts_per_token {experts.per_token}",
+            f"--model.hidden_width {experts.width}"]] if experts else []),
         [f"--model.vocabulary {shape.vocabulary}", f"--model.tie_embeddings {tied}", '--data.path "$DATA"'],
         [f"--train.steps {steps}", f"--train.batch {training.batch}", f"--train.micro_batch {layout.micro_batch}"],
         [f"--train.learning_rate {rate:.2g}", f"--train.learning_rate_min {rate / 10:.2g}",
@@ -90,8 +95,10 @@ def name_strategy(layout: Layout) -> tuple[str, str]:
     """Return the trainer's `--strategy` and `--mesh`: stages across nodes first, tensor ranks within a node last."""
     shape = layout.sharding
     # DDP requires the whole model on each rank.
-    data = "fsdp" if shape.zero == 3 else "ddp" if shape.tensor == shape.pipeline == 1 else "allreduce"
-    axes = [("pipeline", shape.pipeline), (data, shape.data), ("tensor", shape.tensor)]
+    is_whole = shape.tensor == shape.pipeline == shape.expert == 1
+    data = "fsdp" if shape.zero == 3 else "ddp" if is_whole else "allreduce"
+    copies = shape.data // shape.expert
+    axes = [("pipeline", shape.pipeline), (data, copies), ("expert", shape.expert), ("tensor", shape.tensor)]
     used = [(name, size) for name, size in axes if size > 1] or [("ddp", 1)]
     mesh = "x".join(str(size) for _, size in used) if len(used) > 1 else ""
     return "+".join(name for name, _ in used), mesh

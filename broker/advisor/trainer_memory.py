@@ -5,6 +5,7 @@ Counted from its tensors: tests/advisor/test_trainer_memory.py compares these fi
 
 from __future__ import annotations
 
+from broker.advisor.experts import find_active_expert_parameters
 from broker.optimizer.memory_model import BYTES_PER_PARAMETER, MemoryEstimate, Recompute, Sharding, estimate_memory
 from broker.optimizer.model_shape import ModelShape
 
@@ -16,6 +17,8 @@ FLAT_BYTES = 4  # `allreduce` copies gradients into buckets once activations are
 # two norms keep float32 inputs (8) and two linear layers the norms' outputs (4); shared are queries, keys and values
 # (6), attention's output (2), and the perceptron's middle before and after GELU (16). Attention is fused.
 BLOCK_BYTES = {"bf16": (12, 24), "fp32": (16, 48)}
+# The same for each expert that a token uses: its copy of the token, and its output. Experts are assumed equally busy.
+EXPERT_BYTES = {"bf16": 7.0, "fp32": 12.25}
 # Logits: as computed by the head, in float32, their log-softmax and its gradient. The head's output is gathered on
 # every tensor rank.
 LOGIT_BYTES = {"bf16": 12, "fp32": 12}
@@ -33,9 +36,10 @@ def estimate_trainer_memory(
 ) -> MemoryEstimate:
     """Return bytes on the fullest rank under `ddp`, `fsdp`, or either with `tensor` and `pipeline`; `dtype` bf16 or
     fp32."""
-    is_sharded, is_alone = sharding.zero == 3 and sharding.data > 1, sharding.tensor == sharding.pipeline == 1
+    shards = sharding.data // sharding.expert  # expert ranks hold different experts, and all of the rest
+    is_sharded, is_alone = sharding.zero == 3 and shards > 1, sharding.tensor * sharding.pipeline * sharding.expert == 1
     own = count_own_parameters(shape, sharding, sequence=sequence)
-    parts = sharding.data if is_sharded else 1
+    parts = shards if is_sharded else 1
     keeps_gradients = is_sharded and micro_batches > 1  # accumulated in full, in float32, until the last micro-batch
     weights, gradients, optimizer = (byte * own for byte in STATE_BYTES)
     after = 0.0
@@ -67,9 +71,18 @@ def count_own_parameters(shape: ModelShape, sharding: Sharding, *, sequence: int
     the embedding is complete on each tensor rank of the first stage, the output layer is split over the last.
     """
     table = float(shape.vocabulary * shape.width)
-    blocks = shape.layers * shape.layer_parameters / (sharding.tensor * sharding.pipeline)
+    blocks = shape.layers * count_block_parameters(shape, sharding) / sharding.pipeline
     is_untied = sharding.tensor > 1 and sharding.pipeline == 1
     return blocks + table + sequence * shape.width + (table / sharding.tensor if is_untied else 0.0)
+
+
+def count_block_parameters(shape: ModelShape, sharding: Sharding) -> float:
+    """Count the parameters of one block on one tensor and expert rank."""
+    if not shape.idle_parameters:
+        return shape.layer_parameters / sharding.tensor
+    active = find_active_expert_parameters(shape) / shape.layers
+    experts = (active + shape.idle_parameters / shape.layers) / sharding.expert
+    return shape.layer_parameters - active + experts
 
 
 def count_activations(
@@ -89,6 +102,8 @@ def count_activations(
     tokens = float(sequence * micro_batch)
     whole, shared = BLOCK_BYTES[dtype]
     block = tokens * shape.width * (whole + shared / sharding.tensor)
+    if shape.idle_parameters:
+        block += tokens * shape.width * EXPERT_BYTES[dtype] * shape.experts_per_token
     if recompute == "none":  # unfused attention has two copies of the scores as in Korthikanti 2022, equation 1
         block += 5.0 * tokens * shape.heads * sequence / sharding.tensor
     blocks = shape.layers / sharding.pipeline
@@ -108,7 +123,7 @@ def _count_gathered(shape: ModelShape, sharding: Sharding, own: float, *, sequen
     width = 2 if dtype == "bf16" else 4
     if sharding.pipeline > 1:
         return width * own  # between a step's micro-batches, the stages of a pipeline keep their weights gathered
-    block = shape.layer_parameters / sharding.tensor
+    block = count_block_parameters(shape, sharding)
     # Two blocks' weights, one block's gradients as computed and as accumulated; the embeddings stay for the whole pass.
     root = own - shape.layers * block
     return (2 * width + width + 4) * block + (width + 4) * root

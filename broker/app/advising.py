@@ -38,6 +38,7 @@ class AdviceRequest:
     infra: str | None = None
     gpus_max: int = 512
     spot: bool | None = None
+    hour_value_usd: float = 0.0
     trainer: Trainer | None = None
     layers: int | None = None
     hidden: int | None = None
@@ -68,6 +69,7 @@ def advise(context: Context, request: AdviceRequest) -> Recommendation:
 def make_wish(context: Context, request: AdviceRequest) -> Wish:
     """Read the amounts of a request. Raises UsageError."""
     from broker.advisor.advise import Wish
+    from broker.advisor.experts import round_experts
     from broker.advisor.layout import Training
 
     if not request.tokens:
@@ -79,10 +81,8 @@ def make_wish(context: Context, request: AdviceRequest) -> Wish:
         request.params, request.layers, request.hidden, request.heads, request.vocab, active=request.active_params
     )
     trainer = request.trainer or ("megatron" if shape.idle_parameters else "bundled")
-    if shape.idle_parameters and trainer == "bundled":
-        raise UsageError(
-            "the bundled trainer does not support a mixture of experts", hints=["drop `--trainer bundled`"]
-        )
+    if trainer == "bundled":
+        shape = round_experts(shape)
     step_tokens = read_amount(request.batch, "--batch") if request.batch else choose_batch(shape.parameters)
     training = Training(
         shape=shape, tokens=read_amount(request.tokens, "--tokens"), sequence=request.sequence, dtype=request.dtype,
@@ -94,6 +94,7 @@ def make_wish(context: Context, request: AdviceRequest) -> Wish:
         gpus=tuple(context.book.resolve_accelerator(each) for each in names if each),
         deadline_hours=read_hours(request.deadline) if request.deadline else None,
         budget_usd=request.budget_usd, gpus_max=request.gpus_max, spot=request.spot,
+        hour_value_usd=request.hour_value_usd,
     )  # fmt: skip
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from broker.app.market import Market, find_cache
 from broker.clock import Clock, SystemClock
-from broker.config import Config, find_home, load_config
+from broker.config import Config, find_home, find_state_url, load_config
 from broker.errors import BrokerError, StateError, UsageError
 
 if TYPE_CHECKING:
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
     from broker.catalog.book import Book
     from broker.clouds.base import Cloud, MakeCloud
     from broker.jobs.controller import JobController
+    from broker.jobs.daemon import Controller
     from broker.optimizer.rating import History
     from broker.provision.access import AccessRenewer
     from broker.provision.lifecycle import Provisioner
     from broker.runtime.base import Transport
     from broker.runtime.gang import Gang
-    from broker.state.events import Refusal
     from broker.state.store import Store
     from broker.types import Autostop, Cluster, Event, NodeRequest, Objective, PipelinePlan, Placement, Plan, Task
 
@@ -72,9 +72,9 @@ class Context:
 
     @cached_property
     def store(self) -> Store:
-        from broker.state.store import Store
+        from broker.state.opening import open_store
 
-        return Store(self.config.database, clock=self.clock, owner=self.config.owner)
+        return open_store(self.config, clock=self.clock)
 
     @cached_property
     def clouds(self) -> Mapping[str, Cloud]:
@@ -188,6 +188,14 @@ class Context:
             config=self.config,
         )
 
+    def make_any_controller(self, key: int | str) -> Controller:
+        """Make the controller of a job, by its id, or of a service, by its name."""
+        if isinstance(key, int):
+            return self.make_controller(key)
+        from broker.app.services import make_service_controller
+
+        return make_service_controller(self, key)
+
     def ensure_daemon(self) -> None:
         """Start the daemon of this state folder unless it is running."""
         from broker.jobs.daemon import ensure_daemon
@@ -205,8 +213,8 @@ class Context:
             self.warn(error)
 
     def keep_jobs_going(self) -> None:
-        """Restart a dead daemon while any job is live; every command that shows jobs calls this."""
-        if self.store.jobs.list_live_ids():
+        """Restart a dead daemon while any job or service is live; every command that shows jobs calls this."""
+        if self.store.jobs.list_live_ids() or self.store.services.list_names():
             self.revive_daemon()
 
     def warn(self, error: BrokerError) -> None:
@@ -266,23 +274,30 @@ class Context:
         avoid: Callable[[Placement], bool] | None = None,
     ) -> Plan:
         """Rank placements. Raises NoOfferError with hints that were verified by planning."""
-        return self.market.plan(task, usable_clouds=usable_clouds, avoid=avoid, history=self.read_history())
+        return self.market.plan(
+            task,
+            usable_clouds=usable_clouds,
+            avoid=avoid,
+            history=self.read_history(),
+            is_refused=self.find_refused(),
+        )
 
     def read_history(self) -> History | None:
         """Read the preemption history of our own spot nodes; None without a state folder, which no plan creates."""
         path = find_home(self._home)
         try:
-            return self.store.history.read() if (path / "state.db").exists() else None
+            return self.store.history.read() if _has_store(path) else None
         except StateError:
             return None  # a plan does not depend on it
 
-    def read_refusals(self) -> Sequence[Refusal]:
-        """Read the active refusals of placements; none without a state folder, which this never creates."""
+    def find_refused(self) -> Callable[[Placement], bool] | None:
+        """Return whether a placement was refused recently; None without refusals or state folder."""
         path = find_home(self._home)
         try:
-            return self.store.refusals.list_active(self.clock.now_s()) if (path / "state.db").exists() else ()
+            found = self.store.refusals.list_active(self.clock.now_s()) if _has_store(path) else ()
         except StateError:
-            return ()
+            return None
+        return (lambda placement: any(each.covers(placement) for each in found)) if found else None
 
     def plan_pipeline(
         self, plans: Sequence[Plan], *, objective: Objective = "cost", deadline_hours: float | None = None
@@ -292,6 +307,10 @@ class Context:
 
         tasks, egress = [each.task for each in plans], self.book.read_egress()
         return plan_pipeline(tasks, plans, egress, objective=objective, deadline_hours=deadline_hours)
+
+
+def _has_store(home: Path) -> bool:
+    return (home / "state.db").exists() or find_state_url(home) is not None
 
 
 def load_entry(path: str) -> Any:

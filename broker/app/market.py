@@ -45,6 +45,7 @@ class Market:
         usable_clouds: frozenset[str] | None = None,
         avoid: Callable[[Placement], bool] | None = None,
         history: History | None = None,
+        is_refused: Callable[[Placement], bool] | None = None,
     ) -> Plan:
         """Rank the placements of a resolved task, as `rank` does, with hints on failure.
 
@@ -58,14 +59,21 @@ class Market:
                 hints=["import offers with `broker catalog import DIR`; docs/CATALOG.md describes the files in DIR"],
             )
         try:
-            return self.rank(task, usable_clouds=usable_clouds, avoid=avoid, history=history)
+            return self.rank(task, usable_clouds=usable_clouds, avoid=avoid, history=history, is_refused=is_refused)
         except NoOfferError as error:
             from broker.optimizer.infeasible import explain_infeasible, loosen_places
 
-            wide = self._find_offers(loosen_places(task))
+            wide = self.book.find_offers(loosen_places(task))
 
             def try_plan(changed: Task) -> Plan:
-                return self.rank(changed, usable_clouds=usable_clouds, avoid=avoid, offers=wide)
+                return self.rank(
+                    changed,
+                    usable_clouds=usable_clouds,
+                    avoid=avoid,
+                    offers=[*wide, *_list_local_offers(changed)],
+                    history=history,
+                    is_refused=is_refused,
+                )
 
             try:
                 return try_plan(task)
@@ -94,11 +102,12 @@ class Market:
         avoid: Callable[[Placement], bool] | None = None,
         offers: Sequence[Offer] | None = None,
         history: History | None = None,
+        is_refused: Callable[[Placement], bool] | None = None,
     ) -> Plan:
         """Rank the placements of a resolved task, cheapest first, among `offers` or all offers.
 
-        `history` holds the observed preemptions, which are combined with the price book's bands. Raises NoOfferError
-        without searching for hints, so quickly.
+        `history` holds observed preemptions, `is_refused` tells recent refusals of spot. Raises NoOfferError without
+        searching for hints, so quickly.
         """
         from broker.optimizer.planner import make_plan
 
@@ -111,15 +120,20 @@ class Market:
             figures=self.figures,
             egress=self.book.read_egress(),
             history=history,
+            is_refused=is_refused,
         )
 
     def _find_offers(self, task: Task) -> Sequence[Offer]:
-        offers = self.book.find_offers(task)
-        if any(each.cloud == "local" for each in task.resources):
-            from broker.catalog.local import list_local_offers
+        return [*self.book.find_offers(task), *_list_local_offers(task)]
 
-            return [*offers, *list_local_offers(*measure_machine())]
-        return offers
+
+def _list_local_offers(task: Task) -> Sequence[Offer]:
+    """List the offers of this machine, which only a task that names the local cloud may use."""
+    if all(each.cloud != "local" for each in task.resources):
+        return ()
+    from broker.catalog.local import list_local_offers
+
+    return list_local_offers(*measure_machine())
 
 
 def find_cache() -> Path:

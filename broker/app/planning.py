@@ -73,7 +73,12 @@ def plan_launch(context: Context, task: Task, *, is_dryrun: bool = False) -> Pla
     if None not in named:  # avoid loading the adapters of other clouds
         usable_clouds = frozenset(name for name in named if name and name in context.clouds)
         with suppress(NoOfferError):  # explained below, with the offers of other clouds
-            return context.market.rank(task, usable_clouds=usable_clouds, history=context.read_history())
+            return context.market.rank(
+                task,
+                usable_clouds=usable_clouds,
+                history=context.read_history(),
+                is_refused=context.find_refused(),
+            )
     try:
         return context.plan(task, usable_clouds=frozenset(context.clouds))
     except UnknownNameError:

@@ -122,7 +122,6 @@ def measure_job(
     context: Context, task: Task, traces: Sequence[Trace], deadline_hours: float | None, notice_s: float
 ) -> SimulatedJob:
     """Plan the task. Raises UsageError if it states no work, NoOfferError if no offer has both prices."""
-    from broker.optimizer.cost import RunInputs
     from broker.spot.interval import best_interval_s
 
     if task.goal is None or task.goal.work_hours is None:
@@ -140,7 +139,6 @@ def measure_job(
     placement = estimate.placement
     work = estimate.breakdown.work_hours
     deadline = deadline_hours or task.goal.deadline_hours
-    inputs = RunInputs.of(work, 0.0, task.checkpoint, None, placement.offer.cloud, placement.node_count)
     every_s = task.checkpoint.every_s or best_interval_s(task.checkpoint.stall_s, _mean_hazard(traces))
     every = min(every_s / 3600, work)
     stall = task.checkpoint.stall_s / 3600
@@ -152,7 +150,7 @@ def measure_job(
         work_hours=work,
         deadline_hours=deadline or SLACK_DEFAULT * work,
         is_deadline_assumed=not deadline,
-        start_hours=inputs.recovery_hours,
+        start_hours=estimate.breakdown.recovery_s / 3600,
         save_every_hours=every,
         spot_speed=every / (every + stall),
         notice_hours=notice_s / 3600,

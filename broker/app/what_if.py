@@ -10,7 +10,10 @@ from broker.task.loader import load_tasks_text
 from broker.task.override import override_resources
 from broker.types import Goal, Task
 
-GOAL = {"work": "work_hours", "deadline": "deadline_hours", "budget": "budget_usd", "confidence": "confidence"}
+GOAL = {
+    "work": "work_hours", "deadline": "deadline_hours", "budget": "budget_usd", "confidence": "confidence",
+    "hour_value": "hour_value_usd",
+}  # fmt: skip
 CHECKPOINT = {"every": "every_s", "stall": "stall_s", "restart": "restart_s", "size": "size_gib"}
 RESOURCES = ("infra", "cloud", "region", "zone", "instance_type", "accelerators", "cpus", "memory")
 KEYS = (*GOAL, *(f"checkpoint.{name}" for name in CHECKPOINT), *RESOURCES, "use_spot", "max_hourly_cost", "num_nodes")

@@ -33,6 +33,12 @@ DeadlineOption = Annotated[
     str | None, typer.Option("--deadline", metavar="TIME", help="Finish within this time, e.g. 5d or 36h.")
 ]
 BudgetOption = Annotated[float | None, typer.Option("--budget", metavar="USD", help="Maximum total cost, in USD.")]
+HourValueOption = Annotated[
+    float,
+    typer.Option(
+        "--hour-value", metavar="USD", min=0, help="What an hour earlier is worth, in USD.", show_default=False
+    ),
+]
 DtypeOption = Annotated[Precision, typer.Option("--dtype", help="Compute precision.")]
 GpusOption = Annotated[str | None, typer.Option("--gpus", metavar="NAME[,...]", help="Consider only these GPUs.")]
 InfraOption = Annotated[
@@ -73,6 +79,7 @@ def advise(
     batch: BatchOption = None,
     deadline: DeadlineOption = None,
     budget: BudgetOption = None,
+    hour_value: HourValueOption = 0.0,
     dtype: DtypeOption = "bf16",
     gpus: GpusOption = None,
     infra: InfraOption = None,
@@ -96,7 +103,7 @@ def advise(
     request = AdviceRequest(
         params=params, active_params=active_params, tokens=tokens, sequence=seq, batch=batch, deadline=deadline,
         budget_usd=budget, dtype=dtype, gpus=gpus, infra=infra, gpus_max=max_gpus, spot=spot, trainer=trainer,
-        layers=layers, hidden=hidden, heads=heads, vocab=vocab,
+        layers=layers, hidden=hidden, heads=heads, vocab=vocab, hour_value_usd=hour_value,
     )  # fmt: skip
     found = recommend(make_context(), request)
     if yaml is not None:
@@ -155,8 +162,8 @@ def _tell_limits(wish: Wish, first: Option, shown: tuple[Option, ...]) -> None:
 
     if wish.training.trainer == "megatron":
         print_note(
-            "note: these layouts require a program such as Megatron-LM: the bundled trainer has no sequence, context "
-            "or expert parallelism, no interleaved stages, and no sharded optimizer states combined with them"
+            "note: these layouts require a program such as Megatron-LM: the bundled trainer has no sequence "
+            "parallelism on tensor ranks, and no interleaved stages or sharded optimizer states combined with them"
         )
     else:
         speedup = find_field_speedup(wish.training, first.layout)

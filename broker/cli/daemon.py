@@ -30,7 +30,7 @@ def daemon(
     asyncio.run(
         run_daemon(
             store=context.store,
-            make_controller=context.make_controller,
+            make_controller=context.make_any_controller,
             provisioner=context.provisioner,
             clock=context.clock,
             config=context.config,

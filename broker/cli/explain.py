@@ -7,9 +7,11 @@ from broker.cli.render import print_line, print_wrapped
 from broker.formatting import format_count, format_duration, format_hours, format_usd
 from broker.optimizer.data_cost import list_assumptions, measure_restore_s
 from broker.optimizer.explain import Rejected, list_losers, show_chance
+from broker.optimizer.rating import HOUR_VALUE_SHARE
 from broker.types import Breakdown, Estimate, Plan, Task
 
 LOSERS_MAX = 12
+HOURS_MIN = 0.05  # shorter shares on-demand are not shown
 
 
 def show_explanation(plan: Plan, unlimited: Plan) -> None:
@@ -50,25 +52,21 @@ def list_terms(task: Task, estimate: Estimate) -> list[tuple[str, str]]:
     nodes = format_count(placement.node_count, "node")
     terms = [("price c", f"{format_usd(placement.usd_hour)} USD/h for {nodes}")]
     if placement.is_spot:
-        terms.append(("hazard H", _say_hazard(estimate)))
+        terms.append(("hazard", _say_hazard(estimate)))
     if parts is not None:
         terms += _list_hours(task, estimate, parts)
         terms += _list_dollars(estimate, parts)
     if estimate.deadline_chance is not None:
         terms.append(("deadline chance", show_chance(estimate.deadline_chance)))
     if estimate.budget_chance is not None:
-        least = "at least " if estimate.switch_after_hours is not None else ""
-        terms.append(("budget chance", least + show_chance(estimate.budget_chance)))
+        terms.append(("budget chance", show_chance(estimate.budget_chance)))
     return terms
 
 
 def _say_hazard(estimate: Estimate) -> str:
     band = estimate.placement.offer.interruption_band
-    if band is None:
-        source = "assumed; no interruption band is published"
-    else:
-        source = f"interruption band {'over 20' if band > 20 else f'up to {band:g}'} % per node and month"
-    return f"{estimate.preemptions_per_hour:.5f} preemptions/h for the gang ({source})"
+    source = "" if band is None else f", interruption band {'over 20' if band > 20 else f'up to {band:g}'} % included"
+    return f"{estimate.preemptions_per_hour:.3f} preemptions/h on spot for the gang (recorded markets{source})"
 
 
 def _list_hours(task: Task, estimate: Estimate, parts: Breakdown) -> list[tuple[str, str]]:
@@ -85,22 +83,23 @@ def _list_hours(task: Task, estimate: Estimate, parts: Breakdown) -> list[tuple[
         terms += [
             ("expected preemptions", f"{estimate.expected_preemptions or 0:.2f}"),
             ("lost work", format_hours(parts.lost_hours)),
-            ("recovery R", f"{format_duration(spec.restart_s)} restart{restore}, {billed}"),
-            ("recovery time", format_hours(parts.recovery_hours)),
+            ("start R", f"{format_duration(spec.restart_s)} restart{restore}, {billed}"),
+            ("time for starts", format_hours(parts.recovery_hours)),
+            ("waiting for spot", format_hours(parts.waiting_hours)),
         ]
     if estimate.switch_after_hours is not None:
-        terms.append(("switch to on-demand", f"after preemptions cost {format_hours(estimate.switch_after_hours)}"))
-        terms.append(("switch chance", show_chance(parts.switch_chance or 0.0)))
+        spare = f"after {format_hours(estimate.switch_after_hours)} of waiting, starts and lost work"
+        terms.append(("switch to on-demand", spare))
     return [*terms, ("expected time", format_hours(estimate.expected_hours))]
 
 
 def _list_dollars(estimate: Estimate, parts: Breakdown) -> list[tuple[str, str]]:
-    offer, nodes = estimate.placement.offer, estimate.placement.node_count
     billed = []
     if parts.spot_hours:
-        billed.append(f"{format_hours(parts.spot_hours)} at {format_usd((offer.spot_usd_hour or 0) * nodes)}")
-    if parts.ondemand_hours:
-        billed.append(f"{format_hours(parts.ondemand_hours)} at {format_usd((offer.ondemand_usd_hour or 0) * nodes)}")
+        billed.append(f"{format_hours(parts.spot_hours)} at {format_usd(parts.spot_usd_hour)}")
+    if parts.ondemand_hours >= HOURS_MIN or not parts.spot_hours:
+        model = " on-demand" if parts.spot_hours else ""
+        billed.append(f"{format_hours(parts.ondemand_hours)} at {format_usd(parts.ondemand_usd_hour)}{model}")
     terms = [("machines", f"{format_usd(parts.compute_usd)} USD: {' + '.join(billed)}")]
     if parts.egress_usd:
         terms.append(("data transfer", f"{format_usd(parts.egress_usd)} USD"))
@@ -113,11 +112,21 @@ def _show_assumptions(plan: Plan) -> None:
     if plan.choice.breakdown is None:
         return
     lines = [
-        "time counts from the first start of the gang; on-demand instances are not preempted",
+        "time on spot counts from submission, on-demand from the first start; on-demand instances are not preempted",
         *list_assumptions(plan.task, plan.choice.placement.offer.cloud),
+        describe_hour_value(plan),
     ]
     if plan.task.goal and plan.task.goal.budget_usd is not None:
         lines.append("the budget applies to the expected cost; a managed job ends when it has spent it")
     print_line("\nAssumptions:")
     for line in lines:
         print_wrapped(f"  - {line}", indent=4)
+
+
+def describe_hour_value(plan: Plan) -> str:
+    """Describe the value of an hour and its origin."""
+    usd = format_usd(plan.hour_value_usd)
+    if plan.task.goal and plan.task.goal.hour_value_usd is not None:
+        return f"an hour earlier is worth {usd} USD, as the task says"
+    share = f"{HOUR_VALUE_SHARE * 100:g} % of the on-demand price of the gang"
+    return f"an hour earlier is worth {usd} USD: {share}; set another with `goal: {{hour_value: USD}}`"

@@ -4,30 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from broker.app.container import Context
 from broker.cli.render import print_line, print_wrapped
 from broker.formatting import format_count, format_hours, format_usd, to_plain
 from broker.optimizer.explain import show_chance
 from broker.optimizer.forecast import CostForecast, Range, forecast_plan, list_influences
-from broker.types import Placement, Plan
+from broker.types import Plan
 
 INFLUENCES_MAX, INFLUENCE_MIN = 4, 0.005  # smaller shares of the expected cost are not shown
 HOURS_MIN = 0.05
 
 
-def make_forecast(context: Context, plan: Plan) -> CostForecast | None:
-    """Forecast with all that this machine has seen of spot markets: own history and recent refusals."""
-    return forecast_plan(plan, context.read_history(), is_refused=_find_refused(context))
-
-
-def _find_refused(context: Context) -> Callable[[Placement], bool]:
-    refusals = context.read_refusals()
-    return lambda placement: any(each.covers(placement) for each in refusals)
-
-
-def list_forecast_lines(context: Context, plan: Plan) -> list[str]:
+def list_forecast_lines(plan: Plan) -> list[str]:
     """List p50 and p10-p90 of cost and time under the production policy, and what it is expected to do."""
-    found = make_forecast(context, plan)
+    found = forecast_plan(plan)
     if found is None:
         return []
     lines = [
@@ -38,7 +27,7 @@ def list_forecast_lines(context: Context, plan: Plan) -> list[str]:
     ]
     if not _say_chances(found):
         del lines[1]
-    if found.ondemand_usd is not None and found.ondemand_usd < found.usd_mean:
+    if found.is_dearer_than_on_demand(plan.hour_value_usd or 0.0):
         lines.append(
             f"Note: on-demand to the end costs {format_usd(found.ondemand_usd)} USD, less than the forecast's mean of "
             f"{format_usd(found.usd_mean)} USD"
@@ -46,13 +35,13 @@ def list_forecast_lines(context: Context, plan: Plan) -> list[str]:
     return lines
 
 
-def show_influences(context: Context, plan: Plan) -> None:
+def show_influences(plan: Plan) -> None:
     """Print what moves the expected cost most."""
-    found = make_forecast(context, plan)
+    found = forecast_plan(plan)
     if found is None:
         return
     print_line(f"\nExpected {format_usd(found.usd_mean)} USD; this would change if")
-    influences = list_influences(plan, context.read_history(), is_refused=_find_refused(context))
+    influences = list_influences(plan)
     for each in influences[:INFLUENCES_MAX]:
         change = each.usd_mean - found.usd_mean
         if abs(change) >= INFLUENCE_MIN * found.usd_mean:
@@ -80,7 +69,7 @@ def _say_counts(found: CostForecast) -> str:
     return ", ".join(parts)
 
 
-def describe_forecast(context: Context, plan: Plan) -> object:
+def describe_forecast(plan: Plan) -> object:
     """Return the forecast, JSON-ready; None where the choice does not run on spot."""
-    found = make_forecast(context, plan)
+    found = forecast_plan(plan)
     return None if found is None else to_plain(found)

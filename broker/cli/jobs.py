@@ -14,7 +14,7 @@ from broker.cli import jobs_queue, jobs_show, options
 from broker.cli.completion import complete_jobs
 from broker.cli.context import make_context
 from broker.cli.jobs_show import JobName, follow_job
-from broker.cli.plan_table import has_spot_work, show_plan
+from broker.cli.plan_table import describe_plan, has_spot_work, show_plan
 from broker.cli.render import note_damage, print_json, print_line, print_note
 from broker.errors import BrokerError, UsageError
 from broker.formatting import format_count
@@ -42,7 +42,10 @@ def launch(
     yes: options.Yes = False,
     detach: options.Detach = False,
     dryrun: options.Dryrun = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the jobs as JSON without following them.")] = False,
+    as_json: Annotated[
+        bool,
+        typer.Option("--json", help="Print the jobs (with --dryrun: the plans) as JSON."),
+    ] = False,
     output: options.Output = options.Format.TABLE,
 ) -> None:
     """Submit a task as a managed job.
@@ -60,8 +63,12 @@ def launch(
     def show(plans: Sequence[Plan]) -> None:
         from broker.cli.forecast import list_forecast_lines
 
-        for plan in plans if not as_json else []:
-            show_plan(plan, forecast=list_forecast_lines(context, plan) if has_spot_work(plan) else ())
+        if as_json:
+            if dryrun:
+                print_json([describe_plan(plan, 10) for plan in plans])
+            return
+        for plan in plans:
+            show_plan(plan, forecast=list_forecast_lines(plan) if has_spot_work(plan) else ())
 
     tasks = options.read_tasks(entrypoint, overrides)
     callbacks = make_callbacks(show, yes=yes)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from broker.cli.plan_table import MODELS
-from broker.cli.render import print_line, print_table
+from broker.cli.render import print_line, print_table, print_wrapped
 from broker.errors import UsageError
 from broker.formatting import format_hours, format_usd
 from broker.optimizer.pareto import find_frontier, list_timed
@@ -37,6 +37,9 @@ def show_pareto(plan: Plan, file: Path | None) -> None:
         for mark, each in zip(MARKS, frontier, strict=False)
     ]  # fmt: skip
     print_table(["#", "USD", "TIME", "CLOUD", "REGION/ZONE", "INSTANCE", "MODEL"], rows, right=("USD", "TIME"))
+    from broker.cli.explain import describe_hour_value
+
+    print_wrapped(f"The choice weighs cost against time: {describe_hour_value(plan)}.", indent=0)
     if file is not None:
         write_plot(file, points, frontier, title=f"{plan.task.name or 'task'}: cost against time")
         print_line(f"Wrote {file}")

@@ -124,12 +124,12 @@ def _show(
     if has_spot_work(plan):
         from broker.cli.forecast import list_forecast_lines
 
-        lines = list_forecast_lines(context, plan)
+        lines = list_forecast_lines(plan)
     show_plan(plan, top=top, now_s=context.clock.now_s(), forecast=lines)
     if explain and lines:
         from broker.cli.forecast import show_influences
 
-        show_influences(context, plan)
+        show_influences(plan)
     if explain:
         from broker.cli.explain import show_explanation
         from broker.optimizer.explain import lift_limits
@@ -160,7 +160,7 @@ def _describe(
         from broker.cli.forecast import describe_forecast
 
         for data, each in zip(found, plans, strict=True):
-            data["forecast"] = describe_forecast(context, each)
+            data["forecast"] = describe_forecast(each)
     if what_if:
         from broker.cli.what_if import describe_what_ifs
 

@@ -15,7 +15,7 @@ MODELS = {"on-demand": "od", "spot": "spot", "spot, then on-demand": "spot>od"}
 
 def show_plan(plan: Plan, *, top: int = 5, now_s: float | None = None, forecast: Sequence[str] = ()) -> None:
     """Print the ranked table, the choice and its reason, and the date of the prices; `now_s` enables the age note, and
-    the lines of a `forecast` replace the chances of the closed form."""
+    the lines of a `forecast` replace the chances of the estimate."""
     task = plan.task
     print_line(f"Task {task.name or '(no name)'}: {format_count(task.num_nodes, 'node')}")
     groups = fold_zones(plan.estimates, top)
@@ -124,8 +124,7 @@ def _say_chances(estimate: Estimate) -> str:
     if estimate.deadline_chance is not None:
         parts.append(f"{show_chance(estimate.deadline_chance)} to meet the deadline")
     if estimate.budget_chance is not None:
-        least = "at least " if estimate.switch_after_hours is not None else ""
-        parts.append(f"{least}{show_chance(estimate.budget_chance)} to stay within the budget")
+        parts.append(f"{show_chance(estimate.budget_chance)} to stay within the budget")
     return ", ".join(parts)
 
 
@@ -135,6 +134,7 @@ def describe_plan(plan: Plan, top: int) -> dict[str, object]:
         "task": plan.task.name,
         "num_nodes": plan.task.num_nodes,
         "reason": plan.reason,
+        "hour_value_usd": plan.hour_value_usd,
         "prices_as_of": plan.prices_as_of,
         "candidates": len(plan.estimates),
         "choice": describe_estimate(plan.choice),

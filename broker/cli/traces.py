@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -81,6 +82,7 @@ def record(
     context = make_context()
     overrides = options.Overrides(infra=infra, gpus=gpus, num_nodes=num_nodes, use_spot=True)
     task = context.resolve(options.read_task(entrypoint, overrides))
+    task = replace(task, goal=None)  # a recording observes the market, whether or not a deadline could be met there
     plan = context.plan(task, usable_clouds=frozenset(context.clouds))
     chosen = _choose_places(plan, places)
     ticks = max(1, round(hours * 60 / every)) if every > 0 else 1

@@ -1,7 +1,8 @@
-"""Run the jobs daemon: one controller per live job, and the collector, while no command runs.
+"""Run the jobs daemon: one controller per live job or service, and the collector, while no command runs.
 
 One daemon leads a state folder. A flock elects it, and an epoch fences every write of a leader that was replaced while
-it slept. The daemon may be killed or stopped at any instant: jobs keep running and the next daemon takes over.
+it slept. In a shared store any number of daemons claim jobs one by one, see `workload.py`. A daemon may be killed or
+stopped at any instant: jobs keep running and another daemon takes over.
 """
 
 from __future__ import annotations
@@ -15,16 +16,18 @@ import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from broker.clock import Clock
 from broker.config import Config, read_keep_days
 from broker.errors import BrokerError, FencedError, StateError
 from broker.jobs.log_files import forget_logs, rotate_log
 from broker.jobs.monitor import is_due
+from broker.jobs.workload import Key, LeaderWorkload, SharedWorkload, Workload, list_keys
 from broker.locks import try_lock
 from broker.provision.lifecycle import Provisioner
 from broker.provision.refusals import draw_backoff_s
+from broker.state.claims import HOUSEKEEPING
 from broker.state.faults import explain_os_error
 from broker.state.store import Store
 
@@ -35,7 +38,6 @@ COLLECT_EVERY_S = 60.0
 START_LOOK_S = 0.05
 START_LOOKS_MAX = 400  # twenty seconds
 COMPACT_EVERY_S = 86400.0
-BEAT_EVERY_S = 2.0
 STALE_S = 15.0  # a leader without a heartbeat for this long may be replaced although it holds the lock
 LOCK_TRIES = 10  # a command that tests the lock holds it for an instant
 
@@ -48,28 +50,35 @@ class Controller(Protocol):
         ...
 
 
+MakeController = Callable[[Any], Controller]  # of a Key; a caller without services takes ids only
+
+
 async def run_daemon(
     *,
     store: Store,
-    make_controller: Callable[[int], Controller],
+    make_controller: MakeController,
     provisioner: Provisioner,
     clock: Clock,
     config: Config,
     idle_s: float = 60,
 ) -> None:
-    """Lead until another daemon holds the lock, `idle_s` pass without live jobs, or SIGTERM arrives."""
+    """Lead until another daemon holds the lock, `idle_s` pass without live jobs, or SIGTERM arrives.
+
+    In a shared store, drive a share of the jobs, until `idle_s` pass without any, or SIGTERM arrives.
+    """
     loop = asyncio.get_running_loop()
     is_needed = True
     while is_needed:
-        if not await _take_turn(store, make_controller, provisioner, clock, config, idle_s, loop):
+        take_turn = _share if store.is_shared else _take_turn
+        if not await take_turn(store, make_controller, provisioner, clock, config, idle_s, loop):
             return
         # A command that submitted a job while we held the lock did not start a daemon, so this one must serve it.
-        is_needed = bool(store.jobs.list_unfinished_ids())
+        is_needed = bool(list_keys(store))
 
 
 async def _take_turn(
     store: Store,
-    make_controller: Callable[[int], Controller],
+    make_controller: MakeController,
     provisioner: Provisioner,
     clock: Clock,
     config: Config,
@@ -81,11 +90,34 @@ async def _take_turn(
         with hold_lock(config) as is_held:
             if is_held or store.leader.measure_beat_age_s() > STALE_S:  # the lock's holder is stopped or hangs
                 log.info("leading with epoch %s", store.leader.lead())
-                main = asyncio.ensure_future(_Daemon(store, make_controller, provisioner, clock, config, idle_s).run())
+                workload = LeaderWorkload(store, clock)
+                daemon = _Daemon(store, make_controller, provisioner, clock, config, idle_s, workload)
+                main = asyncio.ensure_future(daemon.run())
                 with _cancel_on_sigterm(loop, main):
                     return await _wait_for(main)
         await clock.sleep(START_LOOK_S)
     return False
+
+
+async def _share(
+    store: Store,
+    make_controller: MakeController,
+    provisioner: Provisioner,
+    clock: Clock,
+    config: Config,
+    idle_s: float,
+    loop: asyncio.AbstractEventLoop,
+) -> bool:
+    """Return whether this process stopped only because it was idle."""
+    workload = SharedWorkload(store, clock)
+    log.info("sharing the jobs as %s", workload.name)
+    daemon = _Daemon(store, make_controller, provisioner, clock, config, idle_s, workload)
+    main = asyncio.ensure_future(daemon.run())
+    try:
+        with _cancel_on_sigterm(loop, main):
+            return await _wait_for(main)
+    finally:
+        workload.resign()
 
 
 async def _wait_for(main: asyncio.Future[None]) -> bool:
@@ -138,6 +170,8 @@ def _start_process(argv: Sequence[str], log_path: Path) -> subprocess.Popen[byte
 
 
 def _is_alive(config: Config, store: Store) -> bool:
+    if store.is_shared:
+        return store.claims.has_controller()
     with hold_lock(config) as is_ours:
         return not is_ours and store.leader.measure_beat_age_s() <= STALE_S
 
@@ -146,35 +180,34 @@ class _Daemon:
     def __init__(
         self,
         store: Store,
-        make_controller: Callable[[int], Controller],
+        make_controller: MakeController,
         provisioner: Provisioner,
         clock: Clock,
         config: Config,
         idle_s: float,
+        workload: Workload,
     ) -> None:
+        self._workload = workload
         self._config = config
         self._store = store
         self._make_controller = make_controller
         self._provisioner = provisioner
         self._clock = clock
         self._idle_s = idle_s
-        self._drives: dict[int, asyncio.Task[None]] = {}
+        self._drives: dict[Key, asyncio.Task[None]] = {}
         self._is_collecting = False
-        self._wakes: dict[int, asyncio.Event] = {}
+        self._wakes: dict[Key, asyncio.Event] = {}
 
     async def run(self) -> None:
         collecting = asyncio.ensure_future(self._collect_forever())
-        idle_since_s = beat_s = self._clock.now_s()
+        idle_since_s = self._clock.now_s()
         try:
             while True:
-                if is_due(beat_s, BEAT_EVERY_S, self._clock.now_s()):
-                    self._store.leader.beat()
-                    beat_s = self._clock.now_s()
                 self._start_controllers()
                 if self._drives:
                     idle_since_s = self._clock.now_s()
                 elif self._clock.now_s() - idle_since_s >= self._idle_s and not self._is_collecting:
-                    self._store.leader.resign()
+                    self._workload.resign()
                     return
                 await self._clock.sleep(LOOK_FOR_JOBS_S)
         finally:
@@ -184,35 +217,49 @@ class _Daemon:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     def _start_controllers(self) -> None:
-        for job_id in [job_id for job_id, task in self._drives.items() if task.done()]:
-            del self._drives[job_id], self._wakes[job_id]
-        for job_id in self._store.jobs.list_unfinished_ids():
-            if job_id not in self._drives:
-                self._wakes[job_id] = asyncio.Event()
-                self._drives[job_id] = asyncio.ensure_future(self._drive(job_id, self._wakes[job_id]))
-        for job_id in self._store.jobs.list_cancel_requested_ids():  # one query instead of one per job
+        for key in [key for key, task in self._drives.items() if task.done()]:
+            del self._drives[key], self._wakes[key]
+            self._workload.finish(key)
+        for key in self._workload.refresh():
+            if key not in self._drives:
+                self._wakes[key] = asyncio.Event()
+                self._drives[key] = asyncio.ensure_future(self._drive(key, self._wakes[key]))
+        for job_id in self._workload.list_cancelled():  # one query instead of one per job
             if job_id in self._wakes:
                 self._wakes[job_id].set()
+        for key, drive in self._drives.items():
+            if self._workload.is_lost(key):
+                drive.cancel()
+            elif not self._workload.is_mine(key):
+                self._wakes[key].set()  # it gives the job up after this step
 
-    async def _drive(self, job_id: int, wake: asyncio.Event) -> None:
-        """Step one job until it ends; an unexpected error delays this job only."""
+    async def _drive(self, key: Key, wake: asyncio.Event) -> None:
+        """Step one job or service until it ends; an unexpected error delays this one only."""
+        try:
+            with self._workload.hold(key):
+                await self._step_until_ended(key, wake)
+        except FencedError:
+            return  # another daemon drives it now; the main loop detects it too
+
+    async def _step_until_ended(self, key: Key, wake: asyncio.Event) -> None:
         controller: Controller | None = None
         failures = 0
-        while True:
+        while self._workload.is_mine(key):
             try:
-                controller = controller or self._make_controller(job_id)
+                controller = controller or self._make_controller(key)
                 wait_s = await controller.step()
                 failures = 0
                 if math.isinf(wait_s):
                     return
                 await controller.rest(wait_s, wake)
             except FencedError:
-                return  # another daemon leads now; the main loop detects it too
+                raise
             except Exception as error:  # the outermost edge of one job
                 failures += 1
                 wait_s = draw_backoff_s(failures, cap_s=60.0)
                 text = error.message if isinstance(error, BrokerError) else repr(error)
-                log.warning("job %s: %s; next try in %.1f s", job_id, text, wait_s, exc_info=error)
+                noun = "job" if isinstance(key, int) else "service"
+                log.warning("%s %s: %s; next try in %.1f s", noun, key, text, wait_s, exc_info=error)
                 if not isinstance(error, BrokerError):
                     controller = None  # its memory cannot be trusted; the store can
                 await self._clock.sleep(wait_s)
@@ -222,20 +269,31 @@ class _Daemon:
         while True:
             try:
                 rotate_log(self._config.daemon_log)
-                self._is_collecting = True  # confirming that a cluster is gone takes minutes
-                try:
-                    await self._provisioner.collect()
-                finally:
-                    self._is_collecting = False
-                if is_due(compacted_s, COMPACT_EVERY_S, self._clock.now_s()):
-                    compacted_s = self._clock.now_s()
-                    self._store.copy_if_due()  # first: the copy keeps pruned rows for another week
-                    keep_days = read_keep_days(self._config)
-                    self._store.retention.compact(keep_days=keep_days)
-                    forget_logs(self._store, self._config.logs, older_than_s=compacted_s - keep_days * 86400)
+                if self._workload.does_housekeeping():
+                    with self._workload.hold(HOUSEKEEPING):
+                        await self._collect()
+                    if is_due(compacted_s, COMPACT_EVERY_S, self._clock.now_s()):
+                        compacted_s = self._clock.now_s()
+                        with self._workload.hold(HOUSEKEEPING):
+                            self._compact(compacted_s)
+            except FencedError as error:
+                log.info("%s", error.message)  # the main loop detects it too
             except Exception as error:  # the outermost edge of the collector
                 log.warning("collecting failed", exc_info=error)
             await self._clock.sleep(COLLECT_EVERY_S)
+
+    async def _collect(self) -> None:
+        self._is_collecting = True  # confirming that a cluster is gone takes minutes
+        try:
+            await self._provisioner.collect()
+        finally:
+            self._is_collecting = False
+
+    def _compact(self, now_s: float) -> None:
+        self._store.copy_if_due()  # first: the copy keeps pruned rows for another week
+        keep_days = read_keep_days(self._config)
+        self._store.retention.compact(keep_days=keep_days)
+        forget_logs(self._store, self._config.logs, older_than_s=now_s - keep_days * 86400)
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from broker.jobs.deadline import (
     arrange,
     estimate_start_hazard,
     follows_deadline,
+    has_saved_on_notice,
     is_same_place,
     is_voluntary,
     read_situation,
@@ -127,6 +128,7 @@ class PolicyRunner:
             look_hours=(LOOK_S_MAX + LOOK_S_MIN) / 3600,
             spent_usd=spent_usd,
             live=live,
+            saves_on_notice=has_saved_on_notice(job.attempts, self._store.jobs.list_steps(job.id)),
         )
         self._availability = situation.availability
         return plan, situation

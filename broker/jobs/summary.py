@@ -28,7 +28,7 @@ def summarize(
 ) -> RunSummary:
     """Summarize a job; pass the store's `list_steps(job.id)` and `spend_usd(job_id=job.id, now_s=now_s)`."""
     newest = job.progress.step if job.progress else 0
-    lost = sum(_count_lost(steps.get(old.number), steps.get(new.number)) for old, new in pairwise(attempts))
+    lost = sum(count_lost_steps(steps.get(old.number), steps.get(new.number)) for old, new in pairwise(attempts))
     end_s = job.ended_s if job.ended_s is not None else now_s
     running_s = sum(
         min(attempt.ended_s or end_s, end_s) - attempt.running_s
@@ -56,7 +56,7 @@ def _measure_recovery_s(old: Attempt, new: Attempt) -> float:
     return max(0.0, until_s - since_s) if since_s is not None and until_s is not None else 0.0
 
 
-def _count_lost(old: StepRange | None, new: StepRange | None) -> int:
+def count_lost_steps(old: StepRange | None, new: StepRange | None) -> int:
     """Return the lost steps: exact with a reported checkpoint, else from the next attempt's first reported step."""
     if old is None:
         return 0

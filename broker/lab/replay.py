@@ -1,7 +1,8 @@
 """Event-driven replay of a job over recorded markets under one policy, in which years take seconds.
 
 The model: every start is billed and does no work; spot is preempted without warning (or with `notice_hours`) when its
-market closes, and work since the last checkpoint is lost; on-demand always starts. A job that is not on on-demand at
+market closes, and work since the last checkpoint is lost; on-demand always starts. A policy is told how long a start
+takes, and later the longest of the starts that were seen. A job that is not on on-demand at
 `PATIENCE` times its deadline is finished on-demand.
 """
 
@@ -31,6 +32,8 @@ class Case:
     notice_hours: float = 0.0
     move_usd: tuple[tuple[float, ...], ...] = ()
     look_hours: float = 0.0
+    start_factor: float = 1.0  # starts take this many times as long as the policy is told
+    ondemand_delay_hours: float = 0.0  # an on-demand start takes this much longer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +66,7 @@ def replay(
     case: Case, policy: SpotPolicy, from_hour: float = 0.0, *, is_oracle: bool = False, keeps_timeline: bool = False
 ) -> Outcome:
     """Replay a job submitted at `from_hour` of the recordings. An oracle knows when each open interval will end."""
-    life = _Life(case, from_hour, is_oracle=is_oracle, keeps_timeline=keeps_timeline)
+    life = Life(case, from_hour, is_oracle=is_oracle, keeps_timeline=keeps_timeline)
     for _ in range(DECISIONS_MAX):
         if life.is_over:
             return life.sum_up()
@@ -72,7 +75,7 @@ def replay(
     raise AssertionError("the policy exceeds the limit of decisions")
 
 
-class _Life:
+class Life:
     """The state of one replay. Candidate 2 i is site i on spot, 2 i + 1 on-demand."""
 
     def __init__(self, case: Case, from_hour: float, *, is_oracle: bool, keeps_timeline: bool) -> None:
@@ -83,6 +86,7 @@ class _Life:
         self.last: int | None = None
         self.preemptions = self.moves = self.data = 0
         self.hours = [0.0, 0.0]  # spot, on-demand
+        self.seen_start = 0.0  # the longest start up to now
         self.timeline = list[Stretch]()
         self.begun = 0.0
         self.lead = 0.0  # start-up hours of the stretch that began at `begun`
@@ -112,7 +116,7 @@ class _Life:
                     is_open=is_open,
                     age_hours=self.hour - self.since[index],
                     met_hours=self.met[index],
-                    start_hours=site.start_hours,
+                    start_hours=max(site.start_hours, self.seen_start),
                     move_usd=move_usd,
                     speed=site.spot_speed,
                     closes_in_hours=closes_in if is_open and self._knows(closes_in) else None,
@@ -122,7 +126,7 @@ class _Life:
             candidates.append(
                 Candidate(
                     placement=site.ondemand,
-                    start_hours=site.start_hours,
+                    start_hours=max(site.start_hours, self.seen_start),
                     move_usd=move_usd,
                     speed=site.ondemand_speed,
                 )
@@ -131,7 +135,7 @@ class _Life:
             work_left_hours=case.work_hours - self.saved,
             time_left_hours=case.deadline_hours - self.hour,
             current=self.current,
-            starting_hours=self.starting,
+            starting_hours=self._expect_start() if self.starting else 0.0,
             unsaved_hours=self.unsaved,
             save_every_hours=case.save_every_hours,
             look_hours=case.look_hours,
@@ -139,8 +143,17 @@ class _Life:
             work_hours=case.work_hours,
             deadline_hours=case.deadline_hours,
             spent_usd=self.usd,
+            saves_on_notice=case.notice_hours > 0,
         )
         return view, candidates
+
+    def _expect_start(self) -> float:
+        """Return what is left of a start as far as the policy knows, which has seen how long it has taken up to now."""
+        assert self.current is not None
+        told = max(self.case.sites[self.current // 2].start_hours, self.seen_start)
+        if self.lead <= told + EPSILON_HOURS:
+            return self.starting
+        return max(told - (self.lead - self.starting), EPSILON_HOURS)
 
     def _knows(self, closes_in: float) -> bool:
         return self.is_oracle or closes_in <= self.case.notice_hours + EPSILON_HOURS
@@ -170,12 +183,13 @@ class _Life:
             assert self.now[target // 2][0], "a policy moved to spot that is not open"
         self.saved, self.unsaved = self.saved + self.unsaved, 0.0
         self._close_stretch(is_lost=False)
-        self.last, self.current = None, target
+        self.last, self.current, self.starting = None, target, 0.0
         if target is not None:
             self.moves += 1
             self.usd += candidates[target].move_usd
             self.data = target // 2
-            self.starting = self.lead = candidates[target].start_hours
+            delay = self.case.ondemand_delay_hours * (target % 2)
+            self.starting = self.lead = self.case.sites[self.data].start_hours * self.case.start_factor + delay
 
     def _close_stretch(self, *, is_lost: bool) -> None:
         if self.keeps_timeline and self.hour > self.begun:
@@ -218,6 +232,8 @@ class _Life:
             self.hours[self.current % 2] += span
             begun = min(self.starting, span)
             self.starting -= begun
+            if self.lead > 0:
+                self.seen_start = max(self.seen_start, self.lead - self.starting)
             if self.starting < EPSILON_HOURS:
                 self.starting = 0.0
             self._work((span - begun) * self._speed)

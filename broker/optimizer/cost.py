@@ -1,24 +1,112 @@
-"""Expected time and cost to finish: the forecast of a run (`RunForecast`), and its price at one place.
+"""Expected course of a run (`RunForecast`), and its price at one place.
 
-Model: preemptions strike the running gang at a constant rate H, a checkpoint of stall delta follows each stretch tau of
-work, and each preemption costs the work since the last checkpoint and a recovery R during which nothing runs. Then
-    E[preemptions] = (W / tau) (exp(H (tau + delta)) - 1)
-    E[T]           = E[preemptions] (1/H + R),   and W (1 + delta / tau) as H -> 0.
-J. T. Daly's complete model (FGCS 22, 2006) also lets preemptions strike recoveries, with exp(H R) / H in place of
-1/H + R: equal to first order in H R. Here the machines for a recovery are still being requested, so none can be lost.
+A run on spot is the mean of recorded runs of the production policy (`broker.spot.market_model`): preemptions, waiting,
+moves between the candidate places, and on-demand where a deadline requires it. Time on spot counts from submission to
+end. A published interruption band strikes in addition, each node by itself: recordings have no bands, and their gangs
+are small.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 from broker.nouns import noun
-from broker.optimizer.billing import bill_recovery_s
-from broker.optimizer.data_cost import DataCost, measure_restore_s
+from broker.optimizer.data_cost import DataCost
 from broker.spot.interval import best_interval_s
-from broker.spot.lost_time import LostTime
-from broker.types import Breakdown, CheckpointSpec, Estimate, Goal, Placement
+from broker.spot.market_model import NOTHING, MarketEvidence, RunDistribution, find_hazard, forecast_mean, forecast_run
+from broker.spot.recorded_runs import START_HOURS_MAX, Run
+from broker.types import Breakdown, CheckpointSpec, Estimate, Placement
+
+SWITCH_SHARE_MIN = 0.01  # of the billed hours: below this share on-demand is not part of the strategy
+STRETCH_MAX = 50.0  # preemptions per stretch of work: beyond, spot never finishes
+
+
+@noun
+class SpotInputs:
+    """The inputs of a run on spot other than prices. `recovery_hours` are per start of the gang.
+
+    `band_hazard` is the gang's preemptions per hour by the published band. With `has_fallback` the job continues
+    on-demand where the deadline requires it.
+    """
+
+    work_hours: float
+    checkpoint: CheckpointSpec
+    recovery_hours: float
+    unbilled_hours: float = 0.0
+    band_hazard: float = 0.0
+    deadline_hours: float | None = None
+    has_fallback: bool = False
+    places: int = 1
+    evidence: MarketEvidence = NOTHING
+
+    @property
+    def hazard(self) -> float:
+        return find_hazard(self.places, self.evidence) + self.band_hazard
+
+    @property
+    def every_hours(self) -> float:
+        """Return hours of work between checkpoints: the user's, else the Young/Daly optimum, and at most the work."""
+        every_s = self.checkpoint.every_s or best_interval_s(self.checkpoint.stall_s, self.hazard)
+        return min(every_s / 3600, self.work_hours)
+
+    @property
+    def lost_hours(self) -> float:
+        """Return the hours of work that a preemption loses on average: half an interval."""
+        return self.every_hours / 2
+
+    @property
+    def run_terms(self) -> dict[str, float | None]:
+        """Return work with its checkpoints, deadline, and start-up with the loss of a preemption.
+
+        The loss is added to every start, although the first loses nothing: `shorten` takes it off again.
+        """
+        lost, limit = self.lost_hours, self.deadline_hours
+        stall = self.checkpoint.stall_s / 3600
+        return {
+            "work_hours": self.work_hours * (1 + stall / self.every_hours),
+            "deadline_hours": limit + lost if limit is not None and self.has_fallback else None,
+            "start_hours": self.recovery_hours + lost,
+        }
+
+    def adjust(self, run: Run) -> Run:
+        """Return the run without the loss of the first start, as billed, with the terms that recorded runs lack.
+
+        These are the preemptions by the band, start-up beyond `START_HOURS_MAX`, and stretches of work so long that
+        preemptions strike their repetitions too: with x preemptions per stretch, it takes (exp(x) - 1) / x of its time
+        instead of 1 + x / 2.
+        """
+        lost, struck = self.lost_hours, run.spot_hours * self.band_hazard
+        stretch = min(self.hazard * self.every_hours, STRETCH_MAX)
+        repeated = math.expm1(stretch) / stretch / (1 + stretch / 2) - 1
+        excess = max(self.recovery_hours + lost - START_HOURS_MAX, 0.0)
+        more = struck * (self.recovery_hours + lost) + run.preemptions * excess + run.spot_hours * repeated
+        share = run.spot_hours / max(run.spot_hours + run.ondemand_hours, 1e-9)
+        off = lost + self.unbilled_hours * (1 + run.preemptions)
+        hours = run.hours - lost
+        if self.has_fallback and self.deadline_hours is not None:
+            hours = max(min(hours + more, self.deadline_hours), hours)
+        else:
+            hours += more
+        return Run(
+            spot_hours=max(run.spot_hours + more - off * share - self.unbilled_hours * struck, 0.0),
+            ondemand_hours=max(run.ondemand_hours - off * (1 - share), 0.0),
+            hours=hours,
+            preemptions=run.preemptions + struck,
+        )
+
+    def list_runs(self) -> RunDistribution:
+        """Return the distribution whose mean `run_on_spot` prices."""
+        found = forecast_run(**self.run_terms, places=self.places, evidence=self.evidence)  # type: ignore[arg-type]
+        return RunDistribution(runs=[self.adjust(run) for run in found.runs], weights=found.weights)
+
+    def find_deadline_chance(self) -> float | None:
+        """Return the chance of the deadline; with a fallback 1 if on-demand alone is in time, else 0."""
+        limit = self.deadline_hours
+        if limit is None:
+            return None
+        if self.has_fallback:
+            return float(self.work_hours + self.recovery_hours <= limit)
+        return self.list_runs().chance(lambda run: run.hours <= limit)
 
 
 @noun
@@ -29,6 +117,8 @@ class RunForecast:
     hours: float
     stall_hours: float = 0.0
     lost_hours: float = 0.0
+    starting_hours: float = 0.0
+    waiting_hours: float = 0.0
     preemptions: float = 0.0
     checkpoints: float = 0.0
     recovery_hours: float = 0.0
@@ -37,209 +127,132 @@ class RunForecast:
     ondemand_hours: float = 0.0
     deadline_chance: float | None = None
     switch_after_hours: float | None = None
-    switch_chance: float | None = None
     every_s: float | None = None
-    losses: LostTime | None = None  # None if preemption is impossible
+    hazard: float = 0.0
+    inputs: SpotInputs | None = None  # None on-demand
 
 
-@noun
-class RunInputs:
-    """The inputs of a forecast other than prices: work, hazard of the gang per hour, checkpoints, recovery."""
-
-    work_hours: float
-    hazard: float
-    checkpoint: CheckpointSpec
-    recovery_hours: float
-    recovery_billed_hours: float
-    deadline_hours: float | None = None
-
-    @classmethod
-    def of(
-        cls,
-        work_hours: float,
-        hazard: float,
-        checkpoint: CheckpointSpec,
-        goal: Goal | None,
-        cloud: str,
-        node_count: int,
-    ) -> RunInputs:
-        restore_s = measure_restore_s(checkpoint.size_gib)
-        billed_s = bill_recovery_s(cloud, node_count, checkpoint.restart_s, restore_s)
-        return cls(
-            work_hours=work_hours,
-            hazard=hazard,
-            checkpoint=checkpoint,
-            recovery_hours=(checkpoint.restart_s + restore_s) / 3600,
-            recovery_billed_hours=billed_s / 3600,
-            deadline_hours=goal.deadline_hours if goal else None,
-        )
-
-    @property
-    def every_hours(self) -> float:
-        """Return tau: the user's, else the Young/Daly optimum, and at most the work."""
-        every_s = self.checkpoint.every_s or best_interval_s(self.checkpoint.stall_s, self.hazard)
-        return min(every_s / 3600, self.work_hours)
-
-
-def run_on_demand(terms: RunInputs) -> RunForecast:
+def run_on_demand(
+    work_hours: float,
+    checkpoint: CheckpointSpec,
+    *,
+    deadline_hours: float | None = None,
+    recovery_hours: float = 0.0,
+    recovery_billed_hours: float = 0.0,
+) -> RunForecast:
     """Forecast a run without preemption; it writes checkpoints only if the user fixes their interval."""
-    is_saving = terms.checkpoint.every_s is not None and terms.work_hours > 0
-    checkpoints = terms.work_hours / terms.every_hours if is_saving else 0.0
-    stalls = checkpoints * terms.checkpoint.stall_s / 3600
-    hours = terms.work_hours + stalls
-    limit = terms.deadline_hours
+    is_saving = checkpoint.every_s is not None and work_hours > 0
+    every_hours = min((checkpoint.every_s or 0.0) / 3600, work_hours)
+    checkpoints = work_hours / every_hours if is_saving else 0.0
+    stalls = checkpoints * checkpoint.stall_s / 3600
+    hours = work_hours + stalls
     return RunForecast(
-        work_hours=terms.work_hours,
+        work_hours=work_hours,
         hours=hours,
         stall_hours=stalls,
         checkpoints=checkpoints,
-        recovery_hours=terms.recovery_hours,
-        recovery_billed_hours=terms.recovery_billed_hours,
+        recovery_hours=recovery_hours,
+        recovery_billed_hours=recovery_billed_hours,
         ondemand_hours=hours,
-        deadline_chance=None if limit is None else float(hours <= limit),
-        every_s=terms.checkpoint.every_s,
+        deadline_chance=None if deadline_hours is None else float(hours <= deadline_hours),
+        every_s=checkpoint.every_s,
     )
 
 
-def run_on_spot(terms: RunInputs) -> RunForecast:
-    """Forecast a run on spot to the end, whatever the number of preemptions."""
-    if terms.hazard <= 0 or terms.work_hours <= 0:
-        calm = run_on_demand(terms)
-        return replace(calm, spot_hours=calm.hours, ondemand_hours=0.0)
-    every, stall = terms.every_hours, terms.checkpoint.stall_s / 3600
-    segments = terms.work_hours / every
-    losses = LostTime(segments=segments, stretch=every + stall, hazard=terms.hazard)
-    smooth = segments * (every + stall)
-    preemptions = segments * _expm1(terms.hazard * (every + stall))
-    running = max(preemptions / terms.hazard, smooth)
-    limit = terms.deadline_hours
+def run_on_spot(inputs: SpotInputs) -> RunForecast:
+    """Return the mean of the runs on spot; work must be above 0. The chance of the deadline is left out."""
+    found = forecast_mean(**inputs.run_terms, places=inputs.places, evidence=inputs.evidence)  # type: ignore[arg-type]
+    run, every = inputs.adjust(found), inputs.every_hours
+    segments = inputs.work_hours / every
+    stall = segments * inputs.checkpoint.stall_s / 3600
+    waiting = max(found.hours - found.spot_hours - found.ondemand_hours, 0.0)
+    starting = (1 + run.preemptions) * inputs.recovery_hours
+    lost = max(run.hours - waiting - inputs.work_hours - stall - starting, 0.0)
+    starting = max(run.hours - waiting - inputs.work_hours - stall - lost, 0.0)
+    spare = None if inputs.deadline_hours is None else inputs.deadline_hours - inputs.work_hours - stall
+    switches = inputs.has_fallback and run.ondemand_hours > SWITCH_SHARE_MIN * (run.spot_hours + run.ondemand_hours)
     return RunForecast(
-        work_hours=terms.work_hours,
-        hours=running + preemptions * terms.recovery_hours,
-        stall_hours=segments * stall,
-        lost_hours=running - smooth,
-        preemptions=preemptions,
+        work_hours=inputs.work_hours,
+        hours=run.hours,
+        stall_hours=stall,
+        lost_hours=lost,
+        starting_hours=starting,
+        waiting_hours=waiting,
+        preemptions=run.preemptions,
         checkpoints=segments,
-        recovery_hours=terms.recovery_hours,
-        recovery_billed_hours=terms.recovery_billed_hours,
-        spot_hours=running + preemptions * terms.recovery_billed_hours,
-        deadline_chance=None if limit is None else losses.finish_chance(limit - smooth, terms.recovery_hours),
+        recovery_hours=inputs.recovery_hours,
+        recovery_billed_hours=max(inputs.recovery_hours - inputs.unbilled_hours, 0.0),
+        spot_hours=run.spot_hours,
+        ondemand_hours=run.ondemand_hours,
+        switch_after_hours=max(spare - inputs.recovery_hours, 0.0) if switches and spare is not None else None,
         every_s=every * 3600,
-        losses=losses,
+        hazard=inputs.hazard,
+        inputs=inputs,
     )
 
 
-def run_on_spot_then_on_demand(terms: RunInputs) -> RunForecast | None:
-    """Forecast a run on spot until a preemption leaves too little time for another, then on-demand.
-
-    The deadline always holds. With s = tau + delta, the slack u = D - (W / tau) s - (s + R) bounds the losses on spot.
-    After the preemption that exceeds it, at most u + s + R is lost, and on-demand finishes without preemption. As the
-    index k* of that preemption is independent of the progress, and successes minus failures x p / (1 - p) are a
-    martingale,
-        E[preemptions] = phi = E[min(K, k*)],   E[segments done on spot] = phi / (exp(H s) - 1).
-    Return None without a deadline, without work or preemptions, if the slack is negative, or if H s exceeds 700.
-    """
-    if terms.deadline_hours is None or terms.hazard <= 0 or terms.work_hours <= 0:
-        return None
-    every, stall = terms.every_hours, terms.checkpoint.stall_s / 3600
-    segments, stretch = terms.work_hours / every, every + stall
-    if terms.hazard * stretch > 700:
-        return None
-    slack = terms.deadline_hours - segments * stretch - (stretch + terms.recovery_hours)
-    if slack < 0:
-        return None
-    losses = LostTime(segments=segments, stretch=stretch, hazard=terms.hazard)
-    preemptions, switch_chance = losses.expect_until(slack, terms.recovery_hours)
-    done = min(preemptions / math.expm1(terms.hazard * stretch), segments)
-    rest = (segments - done) * (stretch if terms.checkpoint.every_s else every)
-    running = max(preemptions / terms.hazard, done * stretch)
-    billed = terms.recovery_billed_hours
-    stalls = done * stall + (segments - done) * (stall if terms.checkpoint.every_s else 0.0)
-    return RunForecast(
-        work_hours=terms.work_hours,
-        hours=running + preemptions * terms.recovery_hours + rest,
-        stall_hours=stalls,
-        lost_hours=running - done * stretch,
-        preemptions=preemptions,
-        checkpoints=segments if terms.checkpoint.every_s else done,
-        recovery_hours=terms.recovery_hours,
-        recovery_billed_hours=billed,
-        spot_hours=running + max(preemptions - switch_chance, 0.0) * billed,
-        ondemand_hours=rest + switch_chance * billed,
-        deadline_chance=1.0,
-        switch_after_hours=slack,
-        switch_chance=switch_chance,
-        every_s=every * 3600,
-        losses=losses,
-    )
-
-
-def add_data_usd(course: RunForecast, data: DataCost) -> tuple[float, float]:
+def add_data_usd(course: RunForecast | Run, data: DataCost, checkpoints: float) -> tuple[float, float]:
     """Return USD for moving data, and for keeping checkpoints, over a whole run."""
     moves = data.start_usd * (1 + course.preemptions) + data.finish_usd
-    moves += data.checkpoint_usd * course.checkpoints + data.restore_usd * course.preemptions
+    moves += data.checkpoint_usd * checkpoints + data.restore_usd * course.preemptions
     return moves, data.storage_usd_hour * course.hours
 
 
-def budget_chance(course: RunForecast, placement: Placement, budget_usd: float, data_usd: float) -> float:
-    """Return P(total cost <= budget), with data at its expected cost.
+@noun
+class GangPrices:
+    """USD per hour of the whole gang: on spot, the mean of the candidate places; on-demand, per hour of the choice's
+    work, as the cheapest on-demand gang may have other machines."""
 
-    For a run that may switch to on-demand, return the probability of staying both within the budget and on spot.
-    """
-    hourly = placement.usd_hour
-    if course.losses is None or hourly <= 0:
-        return float(course.hours * hourly + data_usd <= budget_usd)
-    smooth = course.losses.segments * course.losses.stretch
-    slack = (budget_usd - data_usd) / hourly - smooth
-    if course.switch_after_hours is None:
-        return course.losses.finish_chance(slack, course.recovery_billed_hours)
-    return course.losses.finish_chance(min(slack, course.switch_after_hours), course.recovery_hours)
+    spot_usd_hour: float = 0.0
+    ondemand_usd_hour: float = 0.0
+
+
+NO_PRICES = GangPrices()
+
+
+def price_run(course: RunForecast | Run, prices: GangPrices, data: DataCost, checkpoints: float) -> float:
+    """Return the USD of a run, data included."""
+    compute = course.spot_hours * prices.spot_usd_hour + course.ondemand_hours * prices.ondemand_usd_hour
+    return compute + sum(add_data_usd(course, data, checkpoints))
+
+
+def find_budget_chance(course: RunForecast, prices: GangPrices, data: DataCost, budget_usd: float) -> float:
+    """Return P(total cost <= budget)."""
+    if course.inputs is None:
+        return float(price_run(course, prices, data, course.checkpoints) <= budget_usd)
+    return course.inputs.list_runs().chance(lambda run: price_run(run, prices, data, course.checkpoints) <= budget_usd)
 
 
 def make_estimate(
-    placement: Placement, course: RunForecast, data: DataCost, *, hazard: float, goal: Goal | None
+    placement: Placement, course: RunForecast, prices: GangPrices, data: DataCost, *, budget_usd: float | None
 ) -> Estimate:
     """Price the forecast at this placement, with every term in the breakdown."""
-    offer, nodes = placement.offer, placement.node_count
-    compute = nodes * (
-        course.spot_hours * (offer.spot_usd_hour or 0.0) + course.ondemand_hours * (offer.ondemand_usd_hour or 0.0)
-    )
-    egress, storage = add_data_usd(course, data)
-    budget = goal.budget_usd if goal else None
+    egress, storage = add_data_usd(course, data, course.checkpoints)
+    compute = course.spot_hours * prices.spot_usd_hour + course.ondemand_hours * prices.ondemand_usd_hour
     return Estimate(
         placement=placement,
-        preemptions_per_hour=hazard,
+        preemptions_per_hour=course.hazard,
         checkpoint_every_s=course.every_s,
         expected_hours=course.hours,
         expected_preemptions=course.preemptions,
         expected_usd=compute + egress + storage,
         deadline_chance=course.deadline_chance,
-        budget_chance=None if budget is None else budget_chance(course, placement, budget, egress + storage),
+        budget_chance=None if budget_usd is None else find_budget_chance(course, prices, data, budget_usd),
         switch_after_hours=course.switch_after_hours,
         breakdown=Breakdown(
             work_hours=course.work_hours,
             stall_hours=course.stall_hours,
             lost_hours=course.lost_hours,
-            recovery_hours=course.preemptions * course.recovery_hours,
+            recovery_hours=course.starting_hours,
+            waiting_hours=course.waiting_hours,
             recovery_s=course.recovery_hours * 3600,
             recovery_billed_s=course.recovery_billed_hours * 3600,
             spot_hours=course.spot_hours,
             ondemand_hours=course.ondemand_hours,
+            spot_usd_hour=prices.spot_usd_hour,
+            ondemand_usd_hour=prices.ondemand_usd_hour,
             compute_usd=compute,
             egress_usd=egress,
             storage_usd=storage,
-            switch_chance=course.switch_chance,
         ),
     )
-
-
-def expected_hours(work_hours: float, hazard: float, every_s: float, stall_s: float, restart_s: float) -> float:
-    """Return E[T] in hours; `hazard` is in preemptions of the gang per hour."""
-    tau, delta, restart = every_s / 3600, stall_s / 3600, restart_s / 3600
-    if hazard * (tau + delta) < 1e-12:
-        return work_hours * (1 + delta / tau)
-    return work_hours / tau * (1 / hazard + restart) * _expm1(hazard * (tau + delta))
-
-
-def _expm1(exponent: float) -> float:
-    return math.expm1(exponent) if exponent <= 700 else math.inf

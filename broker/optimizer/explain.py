@@ -71,7 +71,10 @@ def _list_reasons(best: Estimate, loser: Estimate, goal: Goal) -> Iterator[str]:
     causes = [
         ((other.work_hours - one.work_hours) * price, _say_slower(one.work_hours, other.work_hours)),
         (waste * price, f"preemptions and checkpoints cost {waste:.1f} h more"),
-        (other.ondemand_hours * price, f"{other.ondemand_hours:.1f} h run on-demand"),
+        (
+            other.ondemand_hours * other.ondemand_usd_hour - one.ondemand_hours * one.ondemand_usd_hour,
+            f"{other.ondemand_hours:.1f} h run on-demand",
+        ),
         (other.egress_usd - one.egress_usd, f"data transfer costs {other.egress_usd:,.2f} USD"),
     ]
     usd, words = max(causes)

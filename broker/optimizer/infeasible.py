@@ -111,9 +111,17 @@ def _list_relaxations(task: Task) -> Iterator[Relaxation]:
         yield Relaxation(words=f"set `use_spot: {str(not use_spot).lower()}`", change=_set(use_spot=not use_spot))
     if _ask(task, "usd_hour_max") is not None:
         yield Relaxation(words="raise the price limit (`max_hourly_cost`, `--max-price`)", change=_drop("usd_hour_max"))
-    if task.goal and task.goal.budget_usd is not None:
+    if task.goal is not None:
+        yield from _list_goal_relaxations(task.goal, is_spot_only=use_spot is True)
+
+
+def _list_goal_relaxations(goal: Goal, *, is_spot_only: bool) -> Iterator[Relaxation]:
+    if is_spot_only and goal.deadline_hours is not None:
+        words = "drop `use_spot: true`, so that on-demand can take over in time"
+        yield Relaxation(words=words, change=_drop("use_spot"))
+    if goal.budget_usd is not None:
         yield Relaxation(words="raise `budget`", change=_set_goal(budget_usd=None))
-    if task.goal and task.goal.confidence > 0.5 and task.goal.deadline_hours is not None:
+    if goal.confidence > 0.5 and goal.deadline_hours is not None:
         yield Relaxation(words="lower `confidence` to 0.5", change=_set_goal(confidence=0.5))
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from broker.errors import NoOfferError
 from broker.optimizer.filters import OfferIndex, apply_filters
-from broker.optimizer.ranking import IDENTITY, RANK, LazyEstimates, RankedOffer
+from broker.optimizer.ranking import IDENTITY, RANK, LazyEstimates, RankedOffer, rank_by_score
 from broker.optimizer.rating import CostModel, History, list_pricing_models, place
 from broker.types import AcceleratorFigures, EgressPrice, Offer, Placement, Plan, Rejection, Resources, Task
 
@@ -23,15 +23,17 @@ def make_plan(
     figures: Mapping[str, AcceleratorFigures] | None = None,
     egress: Sequence[EgressPrice] = (),
     history: History | None = None,
+    is_refused: Callable[[Placement], bool] | None = None,
 ) -> Plan:
-    """Rank placements by expected dollars to finish, or by price per hour if no work is given. Pure.
+    """Rank placements by expected dollars to finish and the value of the time; without work, by price per hour. Pure.
 
     Alternatives work as in SkyPilot: all of `any_of` compete, and in `ordered` all placements of an alternative precede
-    those of the next. `avoid` excludes placements that were refused recently; `history` holds observed preemptions.
-    Raises NoOfferError, which says what each filter rejected.
+    those of the next. `avoid` excludes placements that were refused recently; `history` holds observed preemptions;
+    spot counts as unavailable now where `is_refused` is true of all candidate places. Raises NoOfferError, which says
+    what each filter rejected.
     """
-    rater, index = CostModel(task, figures or {}, egress, history), OfferIndex(offers)
-    ranked = list[RankedOffer]()
+    rater, index = CostModel(task, figures or {}, egress, history, is_refused), OfferIndex(offers)
+    groups = list[list[RankedOffer]]()
     rejections = list[Rejection]()
     seen = set[tuple[object, ...]]()
     for number, resources in enumerate(task.resources):
@@ -40,17 +42,23 @@ def make_plan(
         if len(task.resources) > 1:
             candidates = [candidate for candidate in candidates if IDENTITY(candidate) not in seen]
             seen.update(map(IDENTITY, candidates))
-        ranked += candidates
-    if not ranked:
+        groups.append(candidates)
+    if not any(groups):
         raise NoOfferError(describe_rejections(task, rejections))
     if not task.is_ordered:
-        ranked.sort(key=RANK)
+        groups = [[each for group in groups for each in group]]
+    hour_value_usd = rater.hour_value_usd
+    if hour_value_usd is not None:
+        ranked = [each for group in groups for each in rank_by_score(group, hour_value_usd)]
+    else:
+        ranked = [each for group in groups for each in sorted(group, key=RANK)]
     return Plan(
         task=task,
         estimates=LazyEstimates(ranked, rater.make_estimate),
         rejections=tuple(rejections),
         prices_as_of=prices_as_of,
-        reason=_give_reason(task, ranked),
+        reason=_give_reason(task, ranked, hour_value_usd),
+        hour_value_usd=hour_value_usd,
     )
 
 
@@ -95,7 +103,7 @@ def _plan_alternative(
         keep("recently refused", lambda each: not avoid(place(each, task.num_nodes)), lambda each: "")
     if goal is not None and goal.work_hours is not None:
         if goal.deadline_hours is not None:
-            keep("deadline", lambda each: _is_timely(each, goal.confidence), _show_hours)
+            keep("deadline", lambda each: _is_timely(each, goal.confidence), _show_chance)
         if goal.budget_usd is not None:
             budget = goal.budget_usd
             keep("budget", lambda each: each.usd <= budget, lambda each: f"{each.usd:.2f} USD expected")
@@ -106,19 +114,25 @@ def _is_timely(candidate: RankedOffer, confidence: float) -> bool:
     return candidate.forecast is not None and (candidate.forecast.deadline_chance or 0.0) >= confidence
 
 
-def _show_hours(candidate: RankedOffer) -> str:
-    return f"{candidate.forecast.hours if candidate.forecast else 0:.1f} h expected"
+def _show_chance(candidate: RankedOffer) -> str:
+    """Describe the miss: hours, and on spot alone the chance, which the mean of the hours does not show."""
+    course = candidate.forecast
+    chance = (course.deadline_chance or 0.0) if course else 0.0
+    hours = f"{candidate.hours:.1f} h expected"
+    return f"{hours}, {chance * 100:.0f} % chance" if 0 < chance < 1 else hours
 
 
 def _show_price(task: Task) -> Show:
     return lambda each: f"{each.cloud} {each.region} at {each.usd_hour / task.num_nodes:.2f} USD/h"
 
 
-def _give_reason(task: Task, ranked: Sequence[RankedOffer]) -> str:
+def _give_reason(task: Task, ranked: Sequence[RankedOffer], hour_value_usd: float | None) -> str:
     best = ranked[0]
     if task.is_ordered and len(task.resources) > 1:
         return "first in the order given by the task"
     kind = "cheapest per hour" if best.forecast is None else "cheapest to finish"
+    if hour_value_usd is not None and any(each.usd < best.usd for each in ranked[1:]):
+        kind = f"best with an hour worth {hour_value_usd:.2f} USD"
     text = f"{kind}: {best.usd:.2f} USD" + ("" if best.forecast is None else " expected")
     other = next((each for each in ranked[1:] if (each.cloud, each.region) != (best.cloud, best.region)), None)
     return text if other is None else f"{text}; the next best is {other.cloud} {other.region} at {other.usd:.2f}"

@@ -9,14 +9,15 @@ from collections.abc import Callable, Sequence
 from operator import itemgetter
 from typing import NamedTuple, overload
 
-from broker.optimizer.cost import RunForecast
+from broker.optimizer.cost import GangPrices, RunForecast
 from broker.optimizer.data_cost import DataCost
 from broker.types import Estimate, Offer
 
 
 class RankedOffer(NamedTuple):
-    """One placement. The first fields define the order: cheapest first, with ties in a fixed order."""
+    """One placement. The first fields define the order: lowest score first, with ties in a fixed order."""
 
+    score: float  # USD to finish and the value of its time, or USD per hour if no work is given
     usd: float  # to finish, or per hour if no work is given
     usd_hour: float  # of the whole gang
     cloud: str
@@ -26,13 +27,38 @@ class RankedOffer(NamedTuple):
     is_spot: bool
     offer: Offer
     forecast: RunForecast | None
+    prices: GangPrices
     data: DataCost
-    hazard: float
     alternative: int = 0  # of the task: the first one that the offer fits
 
+    @property
+    def hours(self) -> float:
+        return 0.0 if self.forecast is None else self.forecast.hours
 
-RANK = itemgetter(slice(0, 7))
-IDENTITY = itemgetter(slice(2, 7))
+
+RANK = itemgetter(slice(0, 8))
+IDENTITY = itemgetter(slice(3, 8))
+SAME_SCORE = 1.01  # of placements this close to the best, the fastest is chosen
+
+
+def rank_by_score(candidates: Sequence[RankedOffer], hour_value_usd: float) -> list[RankedOffer]:
+    """Rank by USD plus the value of the time; of those within `SAME_SCORE` of the best, the fastest comes first."""
+    ranked = [each._replace(score=each.usd + hour_value_usd * each.hours) for each in candidates]
+    ranked.sort(key=RANK)
+    if not ranked:
+        return ranked
+    most = ranked[0].score * SAME_SCORE
+    fastest = 0
+    for index, each in enumerate(ranked):
+        if each.score > most:
+            break
+        if each.hours < ranked[fastest].hours * (1 - 1e-9):
+            fastest = index
+    if fastest == 0:
+        return ranked
+    best = ranked[fastest]
+    equal = [each for each in ranked if (each.score, each.hours) == (best.score, best.hours)]  # zones stay together
+    return [*equal, *(each for each in ranked if (each.score, each.hours) != (best.score, best.hours))]
 
 
 class LazyEstimates(Sequence[Estimate]):

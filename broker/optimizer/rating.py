@@ -5,26 +5,44 @@ Thousands of offers share work, hazard and recovery, so each distinct forecast i
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
+from broker.nouns import noun
+from broker.optimizer.billing import bill_recovery_s
+from broker.optimizer.candidate_places import CandidatePlaces
 from broker.optimizer.cost import (
+    NO_PRICES,
+    GangPrices,
     RunForecast,
-    RunInputs,
-    add_data_usd,
+    SpotInputs,
     make_estimate,
+    price_run,
     run_on_demand,
     run_on_spot,
-    run_on_spot_then_on_demand,
 )
-from broker.optimizer.data_cost import NO_DATA, DataCost, has_data, price_data
+from broker.optimizer.data_cost import NO_DATA, DataCost, has_data, measure_restore_s, price_data
 from broker.optimizer.egress import EgressTable
 from broker.optimizer.ranking import RankedOffer
 from broker.optimizer.throughput import scale_work
-from broker.spot.hazard import Observation, hazard_per_node_hour, mix_hazard
+from broker.spot.hazard import Observation, hazard_per_node_hour
+from broker.spot.market_model import NOTHING, MarketEvidence
 from broker.types import AcceleratorFigures, EgressPrice, Estimate, Offer, Placement, Resources, Task
 
 # Preemptions observed by (cloud, region, zone, instance type).
 History = Mapping[tuple[str, str, str | None, str], Observation]
+Refused = Callable[[Placement], bool]
+HOUR_VALUE_SHARE = 0.02  # of the gang's on-demand price: 1 % of the cost of 100 h on-demand is worth half an hour
+PLACE_COUNTS = (1, 2, 3, 6)  # sizes of candidate sets that are compared; 6 is the largest recorded group
+
+
+@noun
+class _Fallback:
+    """The cheapest on-demand gang that is in time: USD to finish and per hour."""
+
+    usd: float
+    usd_hour: float
 
 
 class CostModel:
@@ -36,103 +54,245 @@ class CostModel:
         figures: Mapping[str, AcceleratorFigures],
         egress: Sequence[EgressPrice],
         history: History | None,
+        is_refused: Refused | None = None,
     ) -> None:
         self._task = task
         self._figures = figures
         self._history = history or {}
-        self._has_work = task.goal is not None and task.goal.work_hours is not None
+        self._is_refused = is_refused
+        goal = task.goal
+        self._has_work = goal is not None and goal.work_hours is not None
+        self._deadline_hours = goal.deadline_hours if goal else None
+        self._budget_usd = goal.budget_usd if goal else None
         self._egress = EgressTable.from_prices(egress) if self._has_work and has_data(task) else None
         self._work = dict[tuple[str, str], float]()
-        self._hazards = dict[float | None, float]()
-        self._forecasts = dict[tuple[float, float, str, bool], RunForecast]()
+        self._recoveries = dict[str, tuple[float, float]]()
+        self._ondemand = dict[tuple[float, str], RunForecast]()
+        self._spot = dict[tuple[object, ...], RunForecast]()
+        self._chances = dict[tuple[object, ...], float | None]()
         self._data = dict[tuple[str, str], DataCost]()
+        self._ondemand_gangs = list[tuple[float, float]]()  # (USD to finish, USD per hour) of on-demand gangs
 
-    def rate(self, alternative: int, offers: Iterable[Offer]) -> list[RankedOffer]:
+    @property
+    def hour_value_usd(self) -> float | None:
+        """Return the value of an hour: the task's, else a share of the on-demand price of the cheapest gang so far."""
+        goal = self._task.goal
+        if not self._has_work or goal is None:
+            return None
+        if goal.hour_value_usd is not None:
+            return goal.hour_value_usd
+        return HOUR_VALUE_SHARE * min(self._ondemand_gangs, default=(0.0, 0.0))[1]
+
+    def rate(self, alternative: int, offers: Sequence[Offer]) -> list[RankedOffer]:
         """Rate every offer at each pricing model for which it has a price, in no particular order."""
-        task, nodes = self._task, self._task.num_nodes
+        task = self._task
         models = list_pricing_models(task, task.resources[alternative])
-        may_switch = len(models) == 2
-        candidates = list[RankedOffer]()
-        for offer in offers:
-            for is_spot in models:
-                price = offer.spot_usd_hour if is_spot else offer.ondemand_usd_hour
-                if price is None:
-                    continue
-                usd = usd_hour = price * nodes
-                hazard = nodes * self._find_hazard(offer) if is_spot else 0.0
-                forecast, data = None, NO_DATA
-                if self._has_work:
-                    forecast = self._find_forecast(offer, hazard, may_switch and offer.ondemand_usd_hour is not None)
-                    usd = usd_hour * (forecast.spot_hours if is_spot else forecast.ondemand_hours)
-                    if is_spot and forecast.ondemand_hours and offer.ondemand_usd_hour is not None:
-                        usd += nodes * forecast.ondemand_hours * offer.ondemand_usd_hour
-                    if self._egress is not None:
-                        data = self._find_data(offer, self._egress)
-                        usd += sum(add_data_usd(forecast, data))
-                candidates.append(
-                    RankedOffer(
-                        usd, usd_hour, offer.cloud, offer.region, offer.zone or "", offer.instance_type, is_spot,
-                        offer, forecast, data, hazard, alternative,
+        if not self._has_work:
+            return [
+                _rank(offer, task.num_nodes, alternative, is_spot=is_spot)
+                for offer in offers
+                for is_spot in models
+                if (offer.spot_usd_hour if is_spot else offer.ondemand_usd_hour) is not None
+            ]
+        limit = task.resources[alternative].usd_hour_max
+        ondemand = [self._rate_on_demand(offer, alternative) for offer in offers if offer.ondemand_usd_hour is not None]
+        self._ondemand_gangs += [(each.usd, each.usd_hour) for each in ondemand]
+        found = ondemand if False in models else []
+        if True not in models:
+            return found
+        sold = [offer for offer in offers if offer.spot_usd_hour is not None]
+        fallback = self._find_fallback(found, limit)
+        within = sold if limit is None else [each for each in sold if (each.spot_usd_hour or 0.0) <= limit]
+        places = CandidatePlaces([(self._measure_base(each), each) for each in within or sold])
+        return [*found, *self._rate_on_spot(alternative, sold, places, fallback)]
+
+    def _rate_on_demand(self, offer: Offer, alternative: int) -> RankedOffer:
+        work, nodes = self._find_work(offer), self._task.num_nodes
+        course = self._ondemand.get((work, offer.cloud))
+        if course is None:
+            recovery, billed = self._find_recovery(offer.cloud)
+            course = self._ondemand[work, offer.cloud] = run_on_demand(
+                work, self._task.checkpoint, deadline_hours=self._deadline_hours,
+                recovery_hours=recovery, recovery_billed_hours=billed,
+            )  # fmt: skip
+        data = self._find_data(offer)
+        prices = GangPrices(ondemand_usd_hour=nodes * (offer.ondemand_usd_hour or 0.0))
+        return _rank(offer, nodes, alternative, course, prices, data, is_spot=False)
+
+    def _rate_on_spot(
+        self, alternative: int, sold: Sequence[Offer], places: CandidatePlaces, fallback: _Fallback | None
+    ) -> list[RankedOffer]:
+        found, known = list[RankedOffer](), dict[tuple[object, ...], tuple[RunForecast, GangPrices]]()
+        for offer in sold:
+            evidence = self._gather_evidence(offer)
+            base, data = self._measure_base(offer), self._find_data(offer)
+            near = places.list_near(base, offer)
+            if self._is_refused is not None and self._are_refused(offer, [each for _, each in near]):
+                evidence = replace(evidence, is_open=False)
+            near_usd = tuple([each for each, _ in near])
+            # Zones of one region share all of these, so they share the result.
+            key = (offer.cloud, offer.region, offer.instance_type, offer.interruption_band, base, evidence, near_usd)
+            own = known.get(key)
+            if own is None:
+                own = known[key] = self._choose_course(offer, base, near_usd, evidence, fallback)
+            course, prices = own
+            found.append(_rank(offer, self._task.num_nodes, alternative, course, prices, data, is_spot=True))
+        return found
+
+    def _choose_course(
+        self,
+        offer: Offer,
+        base: float,
+        near: Sequence[float],
+        evidence: MarketEvidence,
+        fallback: _Fallback | None,
+    ) -> tuple[RunForecast, GangPrices]:
+        """Choose the number of candidate places at which the mean cost is lowest.
+
+        More places wait less but cost more. A job stays where it starts until that place closes, so half of its hours
+        on spot have the price of the choice, and half the mean of all candidate places.
+        """
+        work, usd_hour = self._find_work(offer), self._task.num_nodes * (offer.spot_usd_hour or 0.0)
+        fallback_usd_hour = 0.0 if fallback is None or work <= 0 else fallback.usd / work
+        data, best, least = self._find_data(offer), None, math.inf
+        for count in PLACE_COUNTS:
+            if count > 1 + len(near):
+                break
+            mean = (base + (base + sum(near[: count - 1])) / count) / 2
+            course = self._find_course(offer, work, count, evidence, has_fallback=fallback is not None)
+            prices = GangPrices(
+                spot_usd_hour=usd_hour * (mean / base if base > 0 else 1.0), ondemand_usd_hour=fallback_usd_hour
+            )
+            usd = price_run(course, prices, data, course.checkpoints)
+            if usd < least:
+                best, least = (course, prices), usd
+        assert best is not None
+        course, prices = best
+        return replace(course, deadline_chance=self._find_chance(course)), prices
+
+    def _find_course(
+        self, offer: Offer, work: float, places: int, evidence: MarketEvidence, *, has_fallback: bool
+    ) -> RunForecast:
+        key = (work, places, evidence, offer.cloud, offer.interruption_band, has_fallback)
+        course = self._spot.get(key)
+        if course is None:
+            nodes = self._task.num_nodes
+            recovery, billed = self._find_recovery(offer.cloud)
+            if work <= 0:
+                calm = run_on_demand(work, self._task.checkpoint, recovery_hours=recovery)
+                course = replace(calm, spot_hours=calm.hours, ondemand_hours=0.0)
+            else:
+                course = run_on_spot(
+                    SpotInputs(
+                        work_hours=work, checkpoint=self._task.checkpoint, recovery_hours=recovery,
+                        unbilled_hours=max(recovery - billed, 0.0), places=places, evidence=evidence,
+                        band_hazard=nodes * hazard_per_node_hour(offer.interruption_band),
+                        deadline_hours=self._deadline_hours, has_fallback=has_fallback,
                     )
                 )  # fmt: skip
-        return candidates
+            self._spot[key] = course
+        return course
+
+    def _find_chance(self, course: RunForecast) -> float | None:
+        given = course.inputs
+        if given is None:
+            return None if self._deadline_hours is None else 1.0
+        key = (given.work_hours, given.places, given.evidence, given.recovery_hours, given.band_hazard)
+        if key not in self._chances:
+            self._chances[key] = given.find_deadline_chance()
+        return self._chances[key]
+
+    def _find_fallback(self, ondemand: Sequence[RankedOffer], limit: float | None) -> _Fallback | None:
+        """Find the on-demand gang on which the job continues if the deadline requires it; None if there is none."""
+        if self._deadline_hours is None:
+            return None
+        nodes = self._task.num_nodes
+        found = [
+            (each.usd, each.usd_hour)
+            for each in ondemand
+            if each.hours <= self._deadline_hours and (limit is None or each.usd_hour <= limit * nodes)
+        ]
+        return _Fallback(usd=min(found)[0], usd_hour=min(found)[1]) if found else None
+
+    def _gather_evidence(self, offer: Offer) -> MarketEvidence:
+        seen = (
+            self._history.get((offer.cloud, offer.region, offer.zone, offer.instance_type)) if self._history else None
+        )
+        if seen is None:
+            return NOTHING
+        return MarketEvidence(preemptions=seen.preemptions, gang_hours=seen.node_hours / self._task.num_nodes)
+
+    def _are_refused(self, offer: Offer, others: Sequence[Offer]) -> bool:
+        assert self._is_refused is not None
+        return all(
+            self._is_refused(Placement(offer=each, is_spot=True, node_count=self._task.num_nodes))
+            for each in (offer, *others)
+        )
 
     def make_estimate(self, candidate: RankedOffer) -> Estimate:
         placement = place(candidate, self._task.num_nodes)
         if candidate.forecast is None:
-            return Estimate(placement=placement, preemptions_per_hour=candidate.hazard)
+            hazard = self._task.num_nodes * hazard_per_node_hour(candidate.offer.interruption_band)
+            return Estimate(placement=placement, preemptions_per_hour=hazard if candidate.is_spot else 0.0)
         return make_estimate(
-            placement, candidate.forecast, candidate.data, hazard=candidate.hazard, goal=self._task.goal
+            placement, candidate.forecast, candidate.prices, candidate.data, budget_usd=self._budget_usd
         )
 
-    def _find_hazard(self, offer: Offer) -> float:
-        """Return preemptions per node-hour, from the interruption band and observations."""
-        band = offer.interruption_band
-        hazard = self._hazards.get(band)
-        if hazard is None:
-            hazard = self._hazards[band] = hazard_per_node_hour(band)
-        if not self._history:
-            return hazard
-        return mix_hazard(hazard, self._history.get((offer.cloud, offer.region, offer.zone, offer.instance_type)))
+    def _measure_base(self, offer: Offer) -> float:
+        """Return the USD of the work on spot without faults, by which places of different machines are compared."""
+        data = self._find_data(offer)
+        usd = self._task.num_nodes * (offer.spot_usd_hour or 0.0) * self._find_work(offer)
+        return usd + data.start_usd + data.finish_usd
 
-    def _find_forecast(self, offer: Offer, hazard: float, may_switch: bool) -> RunForecast:
-        task = self._task
+    def _find_recovery(self, cloud: str) -> tuple[float, float]:
+        """Return the hours of a start of the gang, and the billed part of them."""
+        found = self._recoveries.get(cloud)
+        if found is None:
+            spec = self._task.checkpoint
+            restore_s = measure_restore_s(spec.size_gib)
+            billed_s = bill_recovery_s(cloud, self._task.num_nodes, spec.restart_s, restore_s)
+            found = self._recoveries[cloud] = ((spec.restart_s + restore_s) / 3600, billed_s / 3600)
+        return found
+
+    def _find_work(self, offer: Offer) -> float:
         kind = (offer.cloud, offer.instance_type)
         work = self._work.get(kind)
         if work is None:
             work = self._work[kind] = self._scale_work(offer)
-        key = (work, hazard, offer.cloud, may_switch)
-        forecast = self._forecasts.get(key)
-        if forecast is None:
-            terms = RunInputs.of(work, hazard, task.checkpoint, task.goal, offer.cloud, task.num_nodes)
-            confidence = task.goal.confidence if task.goal else 0.0
-            forecast = self._forecasts[key] = choose_forecast(terms, confidence, may_switch=may_switch)
-        return forecast
+        return work
 
     def _scale_work(self, offer: Offer) -> float:
         goal = self._task.goal
         measured = goal.throughput if goal else {}
         return scale_work(goal, offer, self._figures, node_count=self._task.num_nodes, measured=measured) or 0.0
 
-    def _find_data(self, offer: Offer, egress: EgressTable) -> DataCost:
+    def _find_data(self, offer: Offer) -> DataCost:
+        if self._egress is None:
+            return NO_DATA
         key = (offer.cloud, offer.region)
         data = self._data.get(key)
         if data is None:
-            data = self._data[key] = price_data(self._task, offer.cloud, offer.region, egress)
+            data = self._data[key] = price_data(self._task, offer.cloud, offer.region, self._egress)
         return data
 
 
-def choose_forecast(terms: RunInputs, confidence: float, *, may_switch: bool) -> RunForecast:
-    """Choose spot to the end if it meets the deadline with this confidence, else spot that may switch to on-demand.
-
-    If both are feasible, an on-demand phase would only add cost. If switching is infeasible, choose spot to the end.
-    """
-    if terms.hazard <= 0:
-        return run_on_demand(terms)
-    alone = run_on_spot(terms)
-    if may_switch and alone.deadline_chance is not None and alone.deadline_chance < confidence:
-        return run_on_spot_then_on_demand(terms) or alone
-    return alone
+def _rank(
+    offer: Offer,
+    nodes: int,
+    alternative: int,
+    course: RunForecast | None = None,
+    prices: GangPrices = NO_PRICES,
+    data: DataCost = NO_DATA,
+    *,
+    is_spot: bool,
+) -> RankedOffer:
+    usd = usd_hour = nodes * ((offer.spot_usd_hour if is_spot else offer.ondemand_usd_hour) or 0.0)
+    if course is not None:
+        usd = price_run(course, prices, data, course.checkpoints)
+    return RankedOffer(
+        usd, usd, usd_hour, offer.cloud, offer.region, offer.zone or "", offer.instance_type, is_spot,
+        offer, course, prices, data, alternative,
+    )  # fmt: skip
 
 
 def list_pricing_models(task: Task, resources: Resources) -> tuple[bool, ...]:

@@ -32,7 +32,6 @@ TRAFFIC_PER_KEPT_BYTE = 3.0
 LINK_EFFICIENCY = 0.75  # of NVLink's one-way peak: 230 of 300 GB/s on A100 in nccl-tests
 NETWORK_EFFICIENCY = 0.80  # of the network's stated speed
 PCIE_GBS = 20.0  # between cards without NVLink: PCIe 4.0 x16 carries 32 at most, shared switches less
-EXPERTS_PER_TOKEN = 8  # of DeepSeek-V3, whose tokens travel to at most 4 nodes; Mixtral has 2
 EXPERTS_HIDDEN_SHARE = 0.8  # share of the expert traffic that overlaps other work: our assumption
 # share of the gradient traffic that never overlaps: the last bucket has nothing to overlap with
 EXPOSED_SHARE_MIN = 0.1
@@ -91,6 +90,7 @@ def estimate_step(
     is_flash: bool = True,
     gradient_bytes: int | None = None,
     is_overlapped: bool = True,
+    experts_hidden_share: float = EXPERTS_HIDDEN_SHARE,
 ) -> StepTime:
     """Estimate a step. `batch` and `micro_batch` in sequences. Without `is_flash`, attention scores pass through
     memory.
@@ -106,7 +106,7 @@ def estimate_step(
     compute = _compute_s(shape, sharding, hardware, sequence, tokens, recompute, dtype)
     memory = _memory_s(shape, sharding, hardware, sequence, tokens, recompute, dtype, is_flash=is_flash)
     tensor = _tensor_s(shape, sharding, hardware, tokens, recompute, dtype)
-    exchange = _exchange_s(shape, sharding, hardware, tokens, BYTES_PER_PARAMETER[dtype][0])
+    exchange = _exchange_s(shape, sharding, hardware, tokens, BYTES_PER_PARAMETER[dtype][0], experts_hidden_share)
     turn = compute + memory + tensor + exchange
     pipeline = 0.0
     if sharding.pipeline > 1:
@@ -186,12 +186,13 @@ def _tensor_s(
 
 
 def _exchange_s(
-    shape: ModelShape, sharding: Sharding, hardware: Hardware, tokens: float, value_bytes: int
+    shape: ModelShape, sharding: Sharding, hardware: Hardware, tokens: float, value_bytes: int,
+    experts_hidden_share: float,
 ) -> float:  # fmt: skip
     """Time the exchanges between context and expert ranks.
 
     Every block gathers keys and values between context ranks, and again in the backward pass, where their gradients are
-    scattered (Dubey 2024, section 3.3.2). Between expert ranks, every block sends each token to `EXPERTS_PER_TOKEN`
+    scattered (Dubey 2024, section 3.3.2). Between expert ranks, every block sends each token to its
     experts and back, and the same in the backward pass (DeepSeek-AI 2024, section 3.2.2); the overlapped share is our
     assumption.
     """
@@ -203,10 +204,10 @@ def _exchange_s(
         is_inside = sharding.tensor * c <= hardware.accelerators
         seconds += blocks * sent / ((hardware.link_gbs if is_inside else _network_share(hardware, ranks)) * 1e9)
     if (e := sharding.expert) > 1:
-        sent = 4 * EXPERTS_PER_TOKEN * tokens / sharding.tensor * shape.width * value_bytes * (e - 1) / e
+        sent = 4 * shape.experts_per_token * tokens / sharding.tensor * shape.width * value_bytes * (e - 1) / e
         is_inside = sharding.tensor * e <= hardware.accelerators
         gbs = hardware.link_gbs if is_inside else _network_share(hardware, hardware.accelerators)
-        seconds += blocks * sent * (1 - EXPERTS_HIDDEN_SHARE) / (gbs * 1e9)
+        seconds += blocks * sent * (1 - experts_hidden_share) / (gbs * 1e9)
     return seconds
 
 

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from broker.formatting import format_count, format_duration
-from broker.optimizer.cost import expected_hours
 from broker.rehearsal.report import Comparison, Measures, Resume, Trial
-from broker.spot.interval import best_interval_s
+from broker.spot.interval import best_interval_s, expected_hours
 from broker.types import CheckpointSpec
 
 Level = Literal["good", "note", "bad"]

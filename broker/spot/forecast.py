@@ -96,10 +96,22 @@ class SpotMarket:
         hazard = self.hazard if closes_in is None else max(self.hazard, 1 / max(closes_in, 0.01))
         return self.price + hazard * loss + self.move_price / stay
 
-    def appeal(self, best: SpotMarket) -> float:
-        """Return the share of the best market's saving over on-demand that this one offers, 0.02 to 1."""
-        saving = 1 - best.price
-        return min(max((1 - self.price) / saving, 0.02), 1.0) if saving > 0 else 1.0
+    def appeal(self, best: SpotMarket, work_hours: float) -> float:
+        """Return the share of the best market's saving over on-demand that this one offers, after a move from there.
+
+        0.02 to 1, or 0 where the move costs more than a stay saves.
+        """
+        saving, move = 1 - best.price, self.move_from(best)
+        if saving <= 0:
+            return 1.0 if move <= 0 else 0.0
+        if move <= 0:
+            return min(max((1 - self.price) / saving, 0.02), 1.0)
+        stay = max(min(self.stint_hours, work_hours), 0.1)
+        return min(max((1 - self.price - move / stay) / saving, 0.0), 1.0)
+
+    def move_from(self, other: SpotMarket) -> float:
+        """Return the cost of a move from another market to this one, of which only moves from the data are known."""
+        return max(self.move_price, other.move_price) if self is not other else 0.0
 
 
 def read_market(candidate: Candidate, refuge: Candidate | None, prior: Prior) -> SpotMarket:
@@ -115,12 +127,12 @@ def read_market(candidate: Candidate, refuge: Candidate | None, prior: Prior) ->
     )
 
 
-def expect_second_chance(markets: Sequence[SpotMarket], best: SpotMarket) -> float:
-    """Return the probability that another market is open when the best is lost; expensive ones count less."""
+def expect_second_chance(markets: Sequence[SpotMarket], best: SpotMarket, work_hours: float) -> float:
+    """Return the probability that another market is open when the best is lost; expensive and far ones count less."""
     none_open = 1.0
     for each in markets:
         if each is not best:
-            none_open *= 1 - each.expect_open(best.stint_hours) * each.appeal(best)
+            none_open *= 1 - each.expect_open(best.stint_hours) * each.appeal(best, work_hours)
     return 1 - none_open
 
 

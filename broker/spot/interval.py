@@ -1,4 +1,4 @@
-"""The optimal checkpoint interval."""
+"""The optimal checkpoint interval, and the time of a run at a given one."""
 
 from __future__ import annotations
 
@@ -21,3 +21,16 @@ def best_interval_s(stall_s: float, hazard_per_hour: float) -> float:
     ratio = math.sqrt(stall_s / (2 * mean_s))
     interval_s = math.sqrt(2 * stall_s * mean_s) * (1 + ratio / 3 + ratio * ratio / 9) - stall_s
     return max(interval_s, INTERVAL_S_MIN)
+
+
+def expected_hours(work_hours: float, hazard: float, every_s: float, stall_s: float, restart_s: float) -> float:
+    """Return the expected hours of a run at one place; `hazard` is in preemptions of the gang per hour.
+
+    With tau, delta and R for interval, stall and restart: W / tau (1/H + R) (exp(H (tau + delta)) - 1). Daly has
+    exp(H R) / H in place of 1/H + R, as there preemptions also strike restarts.
+    """
+    tau, delta, restart = every_s / 3600, stall_s / 3600, restart_s / 3600
+    if hazard * (tau + delta) < 1e-12:
+        return work_hours * (1 + delta / tau)
+    exponent = hazard * (tau + delta)
+    return work_hours / tau * (1 / hazard + restart) * (math.expm1(exponent) if exponent <= 700 else math.inf)

@@ -18,6 +18,7 @@ OLD = class_of(1.0)  # the class from which spells count as old
 # The number of ended spells that weigh as much as the prior. Recorded markets change pace from day to day, so a few
 # spells say little about tomorrow, and closed ones less than open ones.
 OPEN_WEIGHT, CLOSED_WEIGHT = 6.0, 16.0
+EXPOSURE_HOURS = 12.0  # of open or of closed spells, from which a recording has its full weight in a prior
 SPLIT_WEIGHT = 16.0  # ended spells of one age group that weigh as much as the pace common to all ages
 
 
@@ -105,7 +106,11 @@ def _count_ends(
 
 
 def fit_prior(recordings: Sequence[Durations]) -> Prior:
-    """Fit the pooled hazards of recordings, which all weigh the same, whatever their length."""
+    """Fit the pooled hazards of recordings.
+
+    All weigh the same, whatever their length, but for those with less than `EXPOSURE_HOURS` of such spells: these weigh
+    by their hours. A recording that was closed for half a minute in two days says next to nothing about reopening.
+    """
     assert recordings
     opened, closed = (
         _pool([(each.open_hours, each.open_ends) for each in recordings]),
@@ -117,9 +122,7 @@ def fit_prior(recordings: Sequence[Durations]) -> Prior:
 def _pool(recordings: Sequence[tuple[Sequence[float], Sequence[float]]]) -> tuple[float, ...]:
     lived, ended = [0.0] * len(AGES), [0.0] * len(AGES)
     for hours, ends in recordings:
-        total = sum(hours)
-        if total <= 0:
-            continue
+        total = max(sum(hours), EXPOSURE_HOURS)
         for index in range(len(AGES)):
             lived[index] += hours[index] / total
             ended[index] += ends[index] / total

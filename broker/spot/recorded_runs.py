@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import operator
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -24,6 +25,10 @@ STARTS_HOURS = (0.05, 0.3)
 START_HOURS_MAX = 1.0  # the grid is extrapolated linearly up to here
 ALONE = len(DEADLINES)  # the column of a job that runs on spot alone, without a deadline
 PER_MILLE = 1000
+
+# Of one cell, without the first start: spot hours, on-demand hours and hours over work, preemptions per hour of work,
+# and the share of the billed hours that is on spot.
+CellShares = tuple[float, float, float, float, float]
 
 
 @noun
@@ -76,13 +81,82 @@ def interpolate_runs(
     Between the nodes, runs are linear in the logarithm of work, in work over deadline and in start-up time. Outside the
     range of work, a run keeps its proportions except for its first start.
     """
+    table = [read_cells(each) for each in scenarios]
+    return _interpolate(table, work_hours, deadline_hours, start_hours)
+
+
+def interpolate_mean(
+    cells: Sequence[CellShares], *, work_hours: float, deadline_hours: float | None, start_hours: float
+) -> Run:
+    """Interpolate mean cells, as `average_cells` returns them.
+
+    This is the mean of the interpolated runs, but for the bound of their hours (`interpolate_hours`), as long as the
+    start-up time is within the grid.
+    """
+    return _interpolate([cells], work_hours, deadline_hours, start_hours)[0]
+
+
+def interpolate_hours(
+    scenarios: Iterable[Scenario], *, work_hours: float, deadline_hours: float, start_hours: float
+) -> list[float]:
+    """Return the hours of `interpolate_runs` alone."""
+    corners, sure = _weigh_corners(work_hours, deadline_hours - start_hours, start_hours)
+    parts = [(cell, weight * work_hours) for cell, weight in corners]
+    most = deadline_hours - start_hours - sure * work_hours
+    base = deadline_hours - most
+    found = list[float]()
+    for each in scenarios:
+        cells = read_cells(each)
+        found.append(base + min(sum([weight * cells[cell][2] for cell, weight in parts]), most))
+    return found
+
+
+def _interpolate(
+    table: Sequence[Sequence[CellShares]], work_hours: float, deadline_hours: float | None, start_hours: float
+) -> list[Run]:
     start = min(start_hours, START_HOURS_MAX)
     allowed = None if deadline_hours is None else deadline_hours - start_hours
     if allowed is not None and allowed <= work_hours:  # no room for spot
         hours = work_hours + start_hours
-        return [Run(spot_hours=0.0, ondemand_hours=hours, hours=hours, preemptions=0.0) for _ in scenarios]
+        return [Run(spot_hours=0.0, ondemand_hours=hours, hours=hours, preemptions=0.0) for _ in table]
     corners, sure = _weigh_corners(work_hours, allowed, start)
-    return [_blend(each, corners, sure, work_hours, deadline_hours, start) for each in scenarios]
+    return [_blend(cells, corners, sure, work_hours, deadline_hours, start) for cells in table]
+
+
+def read_cells(scenario: Scenario) -> tuple[CellShares, ...]:
+    """Return the run of each cell without its first start, which does not scale with work."""
+    return _read_cells(scenario.spot, scenario.ondemand, scenario.hours, scenario.preemptions)
+
+
+@lru_cache(maxsize=4096)
+def _read_cells(
+    spot: tuple[int, ...], ondemand: tuple[int, ...], hours: tuple[int, ...], preemptions: tuple[int, ...]
+) -> tuple[CellShares, ...]:
+    found = list[CellShares]()
+    for cell, spot_hours in enumerate(spot):
+        node = WORKS_HOURS[cell // ((ALONE + 1) * len(STARTS_HOURS))]
+        first = STARTS_HOURS[cell % len(STARTS_HOURS)] / node
+        billed = max(spot_hours + ondemand[cell], 1)
+        keep = (1 - first * PER_MILLE / billed) / PER_MILLE
+        found.append(
+            (
+                spot_hours * keep, ondemand[cell] * keep, hours[cell] / PER_MILLE - first, preemptions[cell] / node,
+                spot_hours / billed,
+            )
+        )  # fmt: skip
+    return tuple(found)
+
+
+def average_cells(tables: Sequence[tuple[Sequence[CellShares], float]]) -> tuple[CellShares, ...]:
+    """Average cells by weights that add up to 1."""
+    weights = [weight for _, weight in tables]
+    found = list[CellShares]()
+    for cell in zip(*(cells for cells, _ in tables), strict=True):
+        spot, ondemand, hours, preemptions, share = (
+            sum(map(operator.mul, values, weights)) for values in zip(*cell, strict=True)
+        )
+        found.append((spot, ondemand, hours, preemptions, share))
+    return tuple(found)
 
 
 def _weigh_corners(work: float, allowed: float | None, start: float) -> tuple[list[tuple[int, float]], float]:
@@ -120,28 +194,26 @@ def _weigh_deadline(fullness: float) -> list[tuple[int, float]]:
 
 
 def _blend(
-    scenario: Scenario,
+    cells: Sequence[CellShares],
     corners: Sequence[tuple[int, float]],
     sure: float,
     work: float,
     deadline: float | None,
     start: float,
 ) -> Run:
-    spot, ondemand, hours, preemptions = 0.0, sure, sure, 0.0
+    """Blend cells linearly, so that the blend of mean cells is the mean of the blends, but for the bounds."""
+    spot, ondemand, hours, preemptions, spot_share = 0.0, sure, sure, 0.0, 0.0
     for cell, weight in corners:
-        node = WORKS_HOURS[cell // ((ALONE + 1) * len(STARTS_HOURS))]
-        first = STARTS_HOURS[cell % len(STARTS_HOURS)] / node
-        billed = max(scenario.spot[cell] + scenario.ondemand[cell], 1)
-        keep = 1 - first * PER_MILLE / billed  # without the first start, which does not scale with work
-        spot += weight * scenario.spot[cell] / PER_MILLE * keep
-        ondemand += weight * scenario.ondemand[cell] / PER_MILLE * keep
-        hours += weight * (scenario.hours[cell] / PER_MILLE - first)
-        preemptions += weight * scenario.preemptions[cell] / node
-    total = max(spot + ondemand, 1e-9)
+        own = cells[cell]
+        spot += weight * own[0]
+        ondemand += weight * own[1]
+        hours += weight * own[2]
+        preemptions += weight * own[3]
+        spot_share += weight * own[4]
+    spot_hours, ondemand_hours = spot * work + start * spot_share, ondemand * work + start * (1 - spot_share)
     whole = hours * work + start
-    return Run(
-        spot_hours=max(spot * work + start * spot / total, 0.0),
-        ondemand_hours=max(ondemand * work + start * ondemand / total, 0.0),
-        hours=whole if deadline is None else min(whole, deadline),
-        preemptions=max(preemptions * work, 0.0),
-    )
+    whole = whole if deadline is None else min(whole, deadline)
+    if start > STARTS_HOURS[-1]:  # an extrapolated run may bill negative hours, or more than it lasts
+        ondemand_hours = min(max(ondemand_hours, 0.0), whole)
+        spot_hours, preemptions = min(max(spot_hours, 0.0), whole - ondemand_hours), max(preemptions, 0.0)
+    return Run(spot_hours=spot_hours, ondemand_hours=ondemand_hours, hours=whole, preemptions=preemptions * work)

@@ -158,7 +158,9 @@ def test_dollars_are_those_of_the_plan_with_spot_risk() -> None:
     assert option.estimate.placement.is_spot
     assert option.hours > option.work_hours
     assert (option.estimate.expected_preemptions or 0) > 0
-    assert option.usd == pytest.approx(option.hours * option.estimate.placement.usd_hour, rel=0.05)
+    parts = option.estimate.breakdown
+    assert parts is not None and parts.waiting_hours > 0, "waiting takes time but costs nothing"
+    assert option.usd == pytest.approx(parts.spot_hours * parts.spot_usd_hour, rel=0.05)
 
 
 def test_no_spot_means_none() -> None:

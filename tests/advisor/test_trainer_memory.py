@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from broker.advisor.advise import Option
+from broker.advisor.experts import find_experts, round_experts
 from broker.advisor.layout import Layout, Training, can_split, list_shardings, measure_memory
 from broker.advisor.task_file import write_command
 from broker.advisor.trainer_memory import (
     BLOCK_BYTES,
+    EXPERT_BYTES,
     count_activations,
     count_own_parameters,
     estimate_trainer_memory,
@@ -29,7 +32,7 @@ from tests.trainers.strategies.conftest import Worlds, read_losses
 SEVEN = guess_shape(7e9)
 
 
-def measure_kept(layers: int, recompute: str, dtype: str) -> tuple[float, float]:
+def measure_kept(layers: int, recompute: str, dtype: str, **more: int) -> tuple[float, float]:
     """Return the bytes that the trainer's network keeps for its backward pass, and the part that is copies of
     weights."""
     import torch
@@ -38,7 +41,7 @@ def measure_kept(layers: int, recompute: str, dtype: str) -> tuple[float, float]
     from trainers.config import ModelConfig
     from trainers.models import create_language_model
 
-    config = ModelConfig(depth=layers, width=128, heads=2, context=48, vocabulary=64, tie_embeddings=True)
+    config = ModelConfig(depth=layers, width=128, heads=2, context=48, vocabulary=64, tie_embeddings=True, **more)
     model = create_language_model("gpt", config)
     prepare_blocks(model, recompute=recompute, is_compiled=False)
     own = {each.untyped_storage().data_ptr() for each in model.parameters()}
@@ -85,6 +88,62 @@ def test_parameters_are_those_of_the_trainers_network() -> None:
         if not tied:  # a rank has half of everything but embeddings
             whole += 6 * 12 * 512**2 / 2 + 1024 * 512 / 2
         assert whole == pytest.approx(real, rel=0.003)  # biases and norms
+
+
+@pytest.mark.parametrize("expert", [1, 2])
+def test_parameters_of_a_mixture_are_those_of_the_trainers_network(expert: int) -> None:
+    from trainers.config import ModelConfig
+    from trainers.models import create_language_model
+    from trainers.models.experts import count_idle_parameters
+
+    shape = round_experts(ModelShape(layers=6, width=512, heads=4, vocabulary=1024, idle_parameters=40e6))
+    experts = find_experts(shape)
+    assert experts is not None and experts.count % 2 == 0
+    config = ModelConfig(
+        depth=6, width=512, heads=4, context=256, vocabulary=1024, tie_embeddings=True, experts=experts.count,
+        experts_per_token=experts.per_token, hidden_width=experts.width,
+    )  # fmt: skip
+    real = sum(each.numel() for each in create_language_model("gpt", config).parameters())
+    assert shape.idle_parameters == count_idle_parameters(config)
+    elsewhere = experts.count * 6 * 2 * 512 * experts.width * (1 - 1 / expert)
+    sharding = Sharding(data=expert, expert=expert)
+    assert count_own_parameters(shape, sharding, sequence=256) + elsewhere == pytest.approx(real, rel=0.003)
+
+
+@pytest.mark.parametrize("expert", [1, 2])
+def test_a_mixture_is_laid_out_over_expert_ranks_that_divide_its_experts(expert: int) -> None:
+    shape = round_experts(ModelShape(layers=8, width=1024, heads=8, idle_parameters=7e8 * expert))
+    training = Training(shape=shape, tokens=1e9, sequence=1024, batch=64)
+    experts, found = find_experts(shape), list(list_shardings(training, 8, 2))
+    assert experts is not None and {each.expert for each in found} > {1}
+    assert all(experts.count % each.expert == 0 and each.data == 16 for each in found)
+    assert {each.zero for each in found} == {0, 3}
+
+
+def test_experts_spread_over_more_ranks_take_less_memory_each() -> None:
+    shape = round_experts(replace(SEVEN, idle_parameters=20e9))
+
+    def measure(expert: int, zero: int) -> float:
+        return estimate_trainer_memory(
+            shape, Sharding(data=8, expert=expert, zero=zero), sequence=2048, micro_batch=1, micro_batches=1,
+            recompute="full", dtype="bf16",
+        ).total  # fmt: skip
+
+    assert measure(4, 0) < measure(2, 0) < measure(1, 0)
+    assert measure(1, 3) < measure(1, 0)
+
+
+@pytest.mark.parametrize("per_token", [1, 2])
+def test_a_block_of_experts_keeps_what_the_trainers_keeps(per_token: int) -> None:
+    dense, mixed = (measure_block(experts, per_token) for experts in (0, 8))
+    assert mixed - dense == pytest.approx(EXPERT_BYTES["fp32"] * per_token, abs=0.5)
+
+
+def measure_block(experts: int, per_token: int) -> float:
+    """Return bytes that one more block keeps in float32, per token and unit of width."""
+    more = {"experts": experts, "experts_per_token": per_token, "hidden_width": 512 // per_token} if experts else {}
+    few, many = (measure_kept(layers, "none", "fp32", **more)[0] for layers in (2, 6))
+    return (many - few) / 4 / (48 * 128)
 
 
 def test_sums_over_micro_batches_are_kept_whole_and_in_float32_under_full_sharding() -> None:
@@ -176,10 +235,13 @@ def make_option(training: Training, sharding: Sharding) -> Option:
         pytest.param(Sharding(tensor=2, data=2), id="allreduce+tensor"),
         pytest.param(Sharding(tensor=2, data=2, zero=3), id="fsdp+tensor"),
         pytest.param(Sharding(pipeline=2, data=2, zero=3), id="pipeline+fsdp"),
+        pytest.param(Sharding(data=4, zero=3, expert=2), id="fsdp+expert"),
     ],
 )
 def test_the_command_of_every_kind_of_layout_trains(worlds: Worlds, sharding: Sharding, tmp_path: Path) -> None:
     shape = ModelShape(layers=2, width=64, heads=2, vocabulary=512)
+    if sharding.expert > 1:
+        shape = round_experts(replace(shape, idle_parameters=64**2 * 8))
     training = Training(shape=shape, tokens=2 * 8 * 32, sequence=32, batch=8)
     script = "\n".join(write_command(training, make_option(training, sharding)))
     shell = 'python() { printf "%s\\n" "$@"; }\n'  # so that the shell prints the program's arguments

@@ -1,9 +1,8 @@
 """How true the forecasts of `plan` are: `python -m tests.bench.bench_forecast --traces DIR --runs TABLE.json`.
 
 Not collected by pytest. DIR holds one folder of recordings for each family (or set BROKER_TRACES); TABLE is made of the
-same folder by `python -m broker.lab.recorded_runs`. Each run in the table is forecast twice: as the cost model of one
-place does (a published band, a constant hazard), and by the market model from the runs of all *other* families. Both
-are compared with what the run came to. `--check` fails where a bar is missed.
+same folder by `python -m broker.lab.recorded_runs`. Each run in the table is forecast by the market model from the runs
+of all *other* families, and compared with its outcome. `--check` fails where a bar is missed.
 """
 
 from __future__ import annotations
@@ -25,12 +24,9 @@ from broker.lab.replay import Case as ReplayCase
 from broker.lab.replay import Outcome, replay
 from broker.lab.trace_files import read_traces
 from broker.lab.traces import Trace
-from broker.optimizer.cost import Terms, run_on_spot
-from broker.spot.hazard import hazard_per_node_hour
 from broker.spot.market_model import NOTHING, MarketEvidence, forecast_run
 from broker.spot.policies import load_policy
 from broker.spot.recorded_runs import Run, Scenario, interpolate_runs, parse_scenarios
-from broker.types import CheckpointSpec, Goal
 
 SPOT_USD = 1 / 3.1  # of on-demand
 LEVELS = (0.5, 0.8, 0.9)
@@ -128,33 +124,6 @@ def interpolate_own(scenario: Scenario, cell: int, work: float) -> Iterator[Run]
         hours=scenario.hours[cell] * work / 1000,
         preemptions=scenario.preemptions[cell],
     )
-
-
-def forecast_by_band(case: Case) -> Forecast:
-    """As `plan` has it: one place, a constant hazard from its band, spot to the end."""
-    goal = Goal(work_hours=case.work, deadline_hours=case.deadline) if case.deadline else None
-    spec = CheckpointSpec(restart_s=case.start * 3600, stall_s=1.0)
-    terms = Terms.of(case.work, hazard_per_node_hour(None), spec, goal, "aws", 1)
-    course = run_on_spot(terms)
-    assert course.losses is not None
-    smooth, losses = course.losses.segments * course.losses.stretch, course.losses
-
-    def within(limit: float) -> float:
-        return losses.finish_chance(limit - case.start - smooth, terms.recovery_hours)
-
-    def quantile(share: float) -> float:
-        low, high = smooth + case.start, smooth * 3 + 10
-        for _ in range(40):
-            middle = (low + high) / 2
-            low, high = (low, middle) if within(middle) >= share else (middle, high)
-        return high
-
-    found = [quantile(share) for share in SHARES]
-    mean = course.hours + case.start
-    return Forecast(
-        usd=[each * SPOT_USD for each in found], usd_mean=mean * SPOT_USD, hours_mean=mean,
-        within_usd=lambda limit: within(limit / SPOT_USD), within=within,
-    )  # fmt: skip
 
 
 def forecast_by_model(case: Case, others: Sequence[Scenario], evidence: MarketEvidence) -> Forecast:
@@ -370,7 +339,6 @@ def main() -> None:
         family: [each for each in scenarios if each.family != family] for family in {each.family for each in scenarios}
     }
     sys.stdout.write(f"{len(cases)} runs in {len({each.scenario.market for each in cases})} markets\n")
-    show("the cost model of one place, published bands", judge(cases, [forecast_by_band(each) for each in cases]))
     kinds: dict[str, Callable[[Case], MarketEvidence]] = {
         "market model, leave one family out, prior alone": lambda case: NOTHING,
         "  with availability at submission": lambda case: MarketEvidence(is_open=case.is_open),

@@ -58,7 +58,7 @@ class Ratio:
 
 def measure(work: Work) -> list[Ratio]:
     """All policies at all starts."""
-    sites = tuple(_place(trace, work.traces, work.start_hours) for trace in work.traces)
+    sites = tuple(place_trace(trace, work.traces, work.start_hours) for trace in work.traces)
     longest = max(trace.hours for trace in work.traces)
     hours = WORK_HOURS if longest > SHORT_HOURS else WORK_HOURS_SHORT
     deadline = hours * work.slack
@@ -86,7 +86,7 @@ def measure(work: Work) -> list[Ratio]:
     return found
 
 
-def _place(trace: Trace, group: Sequence[Trace], start_hours: float) -> Site:
+def place_trace(trace: Trace, group: Sequence[Trace], start_hours: float) -> Site:
     """On-demand of the cheapest zone costs 1."""
     if len(group) == 1 or not trace.prices or not trace.ondemand_usd_hour:
         return make_site(trace, start_hours=start_hours)

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from broker.cli.cost import By, list_shares
+from broker.app.spending import By, list_shares
 from broker.state.store import Bill
 
 

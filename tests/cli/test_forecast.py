@@ -12,7 +12,9 @@ import pytest
 from broker.cli.main import main
 from tests.cli.screens import OFFERS, Screen, make_book, open_screen
 
-TASK = "resources: {accelerators: 'H100:8', use_spot: true}\ngoal: {work: 40h, deadline: 60h}\nrun: x\n"
+TASK = (
+    "resources: {accelerators: 'H100:8', use_spot: true}\ngoal: {work: 40h, deadline: 60h, confidence: 0.3}\nrun: x\n"
+)
 
 
 @pytest.fixture

@@ -33,6 +33,21 @@ def test_json_gives_the_same_as_data() -> None:
     assert costs == sorted(costs)
 
 
+def test_a_dry_run_of_a_job_prints_the_same_plan_as_json() -> None:
+    task = "tests/data/tasks/h100.yaml"
+    dry = broker("jobs", "launch", task, "--dryrun", "--json", "--yes")
+    (launched,), (planned,) = json.loads(dry.stdout), json.loads(broker("plan", task, "--json").stdout)
+    assert launched["choice"] == planned["choice"]
+
+
+def test_a_deadline_that_local_spot_would_miss_is_named(tmp_path: Path) -> None:
+    task = tmp_path / "t.yaml"
+    task.write_text("resources: {infra: local, use_spot: true}\ngoal: {work: 6h, deadline: 6.2h}\nrun: x\n")
+    shown = broker("plan", str(task))
+    assert shown.returncode == 3
+    assert "\n  deadline " in shown.stderr and "use_spot" in shown.stderr.partition("hint:")[2]
+
+
 def test_misspelt_region_gets_its_near_miss_in_launch_as_in_plan() -> None:
     shown = broker("launch", "--dryrun", "--yes", "true", "--infra", "aws/us-eest-1", "--gpus", "H100:8")
     assert shown.returncode == 3

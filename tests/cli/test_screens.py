@@ -181,7 +181,6 @@ ADVISE_REFUSED = (
     ("--params", "7B", "--tokens", "20B", "--gpus", "H100", "--budget", "1"),
     ("--tokens", "1B", "--active-params", "3B"),
     ("--params", "7B", "--tokens", "1B", "--active-params", "8B"),
-    ("--params", "70B", "--tokens", "1B", "--active-params", "8B", "--trainer", "bundled"),
 )
 
 

@@ -15,6 +15,7 @@ from broker.jobs.deadline import (
     Situation,
     advise_every_s,
     arrange,
+    find_margin_hours,
     is_same_place,
     is_voluntary,
     read_situation,
@@ -173,7 +174,9 @@ def test_times_are_of_what_is_left() -> None:
     view = read(plan).view
     assert (view.work_left_hours, view.work_hours) == (6.0, 10.0)
     assert (view.time_left_hours, view.deadline_hours) == (22.0, 24.0)
-    assert (view.look_hours, view.spent_usd) == (0.25, 1.5)
+    assert (view.look_hours, view.spent_usd) == (0.25 + find_margin_hours(GOAL), 1.5)
+    assert find_margin_hours(GOAL) == 0.5
+    assert find_margin_hours(replace(GOAL, deadline_hours=11.0)) == 0.25  # a quarter of the slack
     assert read(make_plan(SPOTS[0], goal=None)).view.work_left_hours == 10.0
     save_s = best_interval_s(36.0, 0.2)
     assert view.save_every_hours == pytest.approx((save_s + 36.0) / 3600)

@@ -16,7 +16,8 @@ import pytest
 
 from broker.config import Config
 from broker.errors import CapacityError, StateError
-from broker.jobs.daemon import BEAT_EVERY_S, COLLECT_EVERY_S, STALE_S, ensure_daemon, hold_lock, run_daemon
+from broker.jobs.daemon import COLLECT_EVERY_S, STALE_S, ensure_daemon, hold_lock, run_daemon
+from broker.jobs.workload import BEAT_EVERY_S
 from broker.state.store import Store
 from broker.types import JobStatus, Task
 from tests.simulation.virtual import VirtualClock

@@ -18,7 +18,9 @@ from broker.jobs.deadline import (
     estimate_hazard,
     estimate_start_hazard,
     follows_deadline,
+    has_saved_on_notice,
     is_voluntary,
+    measure_start_hours,
     read_situation,
     record_decision,
 )
@@ -27,6 +29,7 @@ from broker.spot.hazard import PRIOR_NODE_HOURS, Observation, hazard_per_node_ho
 from broker.spot.interval import best_interval_s
 from broker.spot.policies.base import Candidate, Move, Wait
 from broker.state.history import HALF_LIFE_DAYS, SpotStay, gather_durations, weigh_stays
+from broker.state.jobs import StepRange
 from broker.types import (
     Attempt,
     CheckpointSpec,
@@ -123,6 +126,40 @@ def test_a_policy_sees_what_is_left_and_where_spot_can_be_had() -> None:
     weighed = (("spot now", 3.0), ("on-demand now", 9.5), ("waiting", 4.25))
     text = describe_event(record_decision(situation, Move(target=target, weighed=weighed)))
     assert "expected cost to finish: 3.00 USD by spot now, 9.50 USD by on-demand now and 4.25 USD by waiting" in text
+
+
+def test_starts_are_believed_as_long_as_they_were_seen() -> None:
+    plan = plan_of(TASK)
+    where = plan.choice.placement
+    first = Attempt(
+        job_id=1, number=1, cluster="a", placement=where, started_s=0.0, resumed_s=900.0, lost_s=2900.0, ended_s=3000.0
+    )
+    early = Attempt(job_id=1, number=2, cluster="b", placement=where, started_s=2000.0, resumed_s=3100.0)
+    assert measure_start_hours([]) == 0.0
+    assert measure_start_hours([first]) == 0.25
+    assert measure_start_hours([first, early]) == 0.25, "it could start at 3000 s only"
+    situation = read_situation(
+        make_job(attempts=(first,)), plan, now_s=3000.0, refusals=(), durations={}, availability={}, look_hours=0.0,
+        spent_usd=0.0,
+    )  # fmt: skip
+    assert {each.start_hours for each in situation.candidates} == {0.25}
+    assert situation.view.look_hours == pytest.approx((1.0 - STEPS / 3600) / 4), "on-demand may come late"
+
+
+def test_a_program_saves_on_notice_if_its_last_two_preemptions_lost_no_step() -> None:
+    placement = plan_of(TASK).choice.placement
+
+    def judge(*saved: int | None, kind: OutcomeKind = OutcomeKind.PREEMPTED) -> bool:
+        attempts = [
+            Attempt(job_id=1, number=n, cluster="c", placement=placement, started_s=0.0, outcome=Outcome(kind=kind))
+            for n in range(len(saved))
+        ]
+        steps = {n: StepRange(first_step=1, last_step=50, checkpoint_step=each) for n, each in enumerate(saved)}
+        return has_saved_on_notice(attempts, steps)
+
+    assert judge(50, 50) and judge(20, 50, 50)
+    assert not judge(50) and not judge(50, 40) and not judge(50, None) and not judge(50, 50, 40)
+    assert not judge(50, 50, kind=OutcomeKind.MOVED), "told by us, with more time"
 
 
 def test_a_plan_is_arranged_round_the_target_and_keeps_to_its_pricing_model() -> None:

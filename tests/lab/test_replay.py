@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -163,3 +164,29 @@ def test_starts_are_spread_so_that_the_job_fits_the_recording() -> None:
     assert max(spread_starts([site], 500, 4)) < 100
     assert pick_evenly(10, 4) == [0, 2, 5, 7] and pick_evenly(2, 9) == [0, 1]
     assert percentile([3, 1, 2], 0.95) == 3 and percentile([5], 0.95) == 5
+
+
+def test_slow_starts_are_learned_and_a_margin_keeps_the_deadline() -> None:
+    trace = Trace(name="t", gap_hours=1 / 6, counts=(1,) * 30 + (0,) * 12)
+    sites = (make_site(trace, start_hours=0.1),)
+    case = Case(sites=sites, work_hours=12.0, deadline_hours=15.0, look_hours=0.5, start_factor=3.0)
+    views: list[tuple[float, float]] = []
+
+    def policy(view: JobView, candidates: Sequence[Candidate], /) -> Decision:
+        views.append((view.starting_hours, candidates[0].start_hours))
+        return load_policy("adaptive")(view, candidates)
+
+    found = replay(replace(case, ondemand_delay_hours=0.5), policy)
+    assert not found.is_late
+    assert views[0] == (0.0, 0.1) and views[-1][1] >= 0.3 - 1e-9, "told 0.1, and 0.3 seen"
+    assert max(left for left, _ in views) <= 0.1 + 0.3, "what is left of a start is an expectation"
+
+
+def test_a_save_on_notice_counts_in_the_worst_case() -> None:
+    """With one save in two hours, spot is worth its risk only where a notice saves the rest."""
+    trace = Trace(name="t", gap_hours=1 / 6, counts=(1,) * 30 + (0,) * 6)
+    sites = (make_site(trace, start_hours=0.1),)
+    case = Case(sites=sites, work_hours=12.0, deadline_hours=13.6, save_every_hours=2.0)
+    bare, warned = (replay(each, load_policy("adaptive")) for each in (case, replace(case, notice_hours=2 / 60)))
+    assert not bare.is_late and not warned.is_late
+    assert warned.usd < 0.8 * bare.usd

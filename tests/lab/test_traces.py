@@ -103,6 +103,16 @@ def test_a_prior_is_the_shape_that_recordings_share() -> None:
     assert slow[OLD - 1] == prior.open_hazards[OLD - 1] and slow[OLD] == prior.open_hazards[OLD] / 2
 
 
+def test_a_recording_that_was_hardly_ever_closed_says_little_about_reopening() -> None:
+    usual = NOTHING_SEEN.with_spell(30.0, is_open=True)
+    for _ in range(10):
+        usual = usual.with_spell(6.0, is_open=False)
+    blip = NOTHING_SEEN.with_spell(46.0, is_open=True).with_spell(5.0 + 30 / 3600, is_open=False, from_hours=5.0)
+    alone, both = fit_prior([usual]), fit_prior([usual, blip])
+    index = class_of(5.5)
+    assert both.closed_hazards[index] < 2 * alone.closed_hazards[index]
+
+
 def test_the_mean_spell_by_the_shape_is_that_of_constant_hazards() -> None:
     prior = fit_prior([NOTHING_SEEN.with_spell(1.0, is_open=True)])
     constant = type(prior)(open_hazards=(0.5,) * len(AGES), closed_hazards=(4.0,) * len(AGES))

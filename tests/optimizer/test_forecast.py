@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
+from broker.errors import NoOfferError
 from broker.optimizer.forecast import CostForecast, forecast_plan, list_influences
+from broker.optimizer.infeasible import explain_infeasible
 from broker.spot.hazard import Observation
-from tests.optimizer.market import offer, plan
+from tests.optimizer.market import offer, plan, read
 
 TASK = "resources: {accelerators: H100:8}\ngoal: {work: 40h, deadline: 60h, budget: 1000}"
-SPOT_ONLY = "resources: {accelerators: H100:8, use_spot: true}\ngoal: {work: 40h, deadline: 60h}"
+SPOT_ONLY = "resources: {accelerators: H100:8, use_spot: true}\ngoal: {work: 40h, deadline: 60h, confidence: 0.3}"
 
 
 def forecast(task: str = TASK, **options: object) -> CostForecast:
@@ -21,10 +25,11 @@ def forecast(task: str = TASK, **options: object) -> CostForecast:
 def test_recorded_markets_make_spot_dearer_than_its_published_band_says() -> None:
     chosen = plan(TASK, [offer(interruption_band=5.0)])
     found = forecast_plan(chosen)
-    assert found is not None and chosen.choice.expected_usd is not None
+    assert found is not None
     assert found.preemptions > 1
     assert found.usd.p10 < found.usd.p50 < found.usd.p90
-    assert found.usd_mean > 1.1 * chosen.choice.expected_usd
+    assert found.usd_mean > 1.5 * 40 * 10.0
+    assert found.usd_mean == chosen.choice.expected_usd, "what is ranked is what is shown"
     assert found.hours.p90 <= 60.0
 
 
@@ -41,9 +46,9 @@ def test_an_on_demand_choice_is_not_forecast_by_spot_markets() -> None:
 
 
 def test_a_larger_budget_is_kept_more_often() -> None:
-    chances = [forecast(TASK.replace("1000", str(budget))).budget_chance or 0.0 for budget in (450, 700, 1000, 2500)]
+    chances = [forecast(TASK.replace("1000", str(budget))).budget_chance or 0.0 for budget in (800, 900, 1000, 2500)]
     assert chances == sorted(chances)
-    assert chances[0] < 0.5 < chances[-1]
+    assert chances[0] < 0.8 < chances[-1]
 
 
 def test_every_price_scales_the_cost_and_nothing_else() -> None:
@@ -55,10 +60,10 @@ def test_every_price_scales_the_cost_and_nothing_else() -> None:
 
 
 def test_own_preemptions_at_the_place_raise_the_forecast() -> None:
-    chosen = plan(TASK, [offer(zone="us-east-1a")])
-    place = ("aws", "us-east-1", "us-east-1a", "big")
-    stormy = forecast_plan(chosen, {place: Observation(preemptions=40.0, node_hours=40.0)})
-    calm = forecast_plan(chosen, {place: Observation(preemptions=0.0, node_hours=500.0)})
+    place, zones = ("aws", "us-east-1", "us-east-1a", "big"), [offer(zone="us-east-1a")]
+    free = TASK.replace(", budget: 1000", "")
+    stormy = forecast_plan(plan(free, zones, history={place: Observation(preemptions=40.0, node_hours=40.0)}))
+    calm = forecast_plan(plan(free, zones, history={place: Observation(preemptions=0.0, node_hours=500.0)}))
     assert stormy is not None and calm is not None
     assert calm.usd_mean < forecast().usd_mean < stormy.usd_mean
 
@@ -66,7 +71,7 @@ def test_own_preemptions_at_the_place_raise_the_forecast() -> None:
 def test_further_places_at_a_near_price_make_it_cheaper_and_dear_ones_do_not_count() -> None:
     zones = [offer(zone=f"us-east-1{letter}") for letter in "abc"]
     near = forecast_plan(plan(TASK, zones))
-    dear = forecast_plan(plan(TASK, [zones[0], *(offer(zone=f"x{i}", spot_usd_hour=30.0) for i in range(5))]))
+    dear = forecast_plan(plan(TASK, [zones[0], *(offer(zone=f"x{i}", spot_usd_hour=39.0) for i in range(5))]))
     assert near is not None and dear is not None
     assert (near.places, dear.places) == (3, 1)
     assert near.usd_mean < dear.usd_mean
@@ -89,10 +94,36 @@ def test_the_cheapest_on_demand_gang_is_the_fallback_whatever_its_machines() -> 
 
 
 def test_refused_places_make_spot_dearer_only_where_all_of_them_refused() -> None:
-    chosen = plan(TASK, [offer(zone="us-east-1a"), offer(zone="us-east-1b")])
+    offers = [offer(zone="us-east-1a"), offer(zone="us-east-1b")]
     own, some, none = (
-        forecast_plan(chosen, is_refused=lambda each, zones=zones: each.offer.zone in zones)  # type: ignore[misc]
+        forecast_plan(plan(TASK, offers, is_refused=lambda each, zones=zones: each.offer.zone in zones))
         for zones in ((), ("us-east-1a",), ("us-east-1a", "us-east-1b"))
     )
     assert own is not None and some is not None and none is not None
     assert own.usd_mean == some.usd_mean < none.usd_mean
+
+
+def test_spot_is_never_chosen_while_on_demand_would_cost_less() -> None:
+    """The note of `plan` about cheaper on-demand never applies where both models compete."""
+    draw = random.Random(7)
+    noted = 0
+    for _ in range(60):
+        offers = [
+            offer(region=f"r{i}", ondemand_usd_hour=40.0, spot_usd_hour=40.0 * draw.uniform(0.2, 1.2))
+            for i in range(draw.randint(1, 7))
+        ]
+        goal = f"{{work: {draw.randint(2, 200)}h, deadline: {draw.randint(202, 600)}h}}"
+        made = plan(f"resources: {{accelerators: H100:8}}\nnum_nodes: {draw.choice((1, 16))}\ngoal: {goal}", offers)
+        found = forecast_plan(made)
+        noted += found is not None
+        assert found is None or not found.is_dearer_than_on_demand(made.hour_value_usd or 0.0)
+    assert 10 < noted < 60
+
+
+def test_spot_alone_that_would_often_be_late_is_refused_with_its_chance() -> None:
+    task = read(SPOT_ONLY.replace("0.3", "0.9"))
+    with pytest.raises(NoOfferError, match=r"nearest [\d.]+ h expected, \d\d % chance") as caught:
+        plan(task, [offer()])
+    error = explain_infeasible(caught.value, task, lambda changed: plan(changed, [offer()]))
+    assert error.hints[0].startswith("extend the deadline")
+    assert error.hints[1].startswith("drop `use_spot: true`, so that on-demand can take over in time: 2 placements fit")

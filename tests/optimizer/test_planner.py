@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from broker.errors import NoOfferError
 from broker.optimizer.filters import find_alternative
 from broker.optimizer.planner import make_plan
+from broker.optimizer.ranking import SAME_SCORE
 from broker.task.loader import load_tasks_text
 from broker.types import AcceleratorFigures, Offer, Plan
 
@@ -39,7 +40,7 @@ def test_without_work_the_cheapest_hour_wins() -> None:
 
 def test_often_interrupted_machine_loses_to_a_slightly_dearer_calm_one() -> None:
     wild = offer("aws", spot_usd_hour=10.0, interruption_band=100)
-    calm = offer("gcp", spot_usd_hour=10.1, interruption_band=5)
+    calm = offer("gcp", spot_usd_hour=10.01, interruption_band=5)
     text = f"{H100}\nnum_nodes: 16\ngoal: {{work: 100h}}\ncheckpoint: {{stall: 5m, restart: 30m}}"
     assert plan(H100, [wild, calm]).choice.placement.offer is wild
     assert plan(text, [wild, calm]).choice.placement.offer is calm
@@ -105,9 +106,15 @@ def test_choice_is_the_minimum_of_all_estimates(rows: list[tuple[float, float, f
         for i, (a, b, band) in enumerate(rows)
     ]
     made = plan("resources: {accelerators: H100:8}\ngoal: " + ("{work: 50h}" if has_work else "{}"), offers)
-    costs = [each.placement.usd_hour if each.expected_usd is None else each.expected_usd for each in made.estimates]
-    assert costs == sorted(costs)
-    assert len(costs) == 2 * len(rows)
+    scores = [each.placement.usd_hour for each in made.estimates]
+    if has_work:
+        assert made.hour_value_usd is not None
+        scores = [
+            (each.expected_usd or 0) + made.hour_value_usd * (each.expected_hours or 0) for each in made.estimates
+        ]
+    assert scores[1:] == sorted(scores[1:])
+    assert scores[0] <= min(scores) * SAME_SCORE
+    assert len(scores) == 2 * len(rows)
 
 
 def test_each_placement_knows_its_alternative_and_a_place_of_two_is_of_the_first() -> None:
@@ -128,3 +135,39 @@ def test_a_placement_of_another_task_takes_the_first_alternative_that_admits_it(
     (small,) = load_tasks_text("resources: {accelerators: T4}", "t")
     assert find_alternative(small, made.choice.placement) == 0
     assert made.choice.placement.get_resources(small) == small.resources[0], "it lost its second alternative since"
+
+
+def test_an_hour_is_worth_a_share_of_the_on_demand_price_unless_the_task_says_otherwise() -> None:
+    text = "resources: {accelerators: H100:8}\nnum_nodes: 2\ngoal: {work: 100h%s}"
+    assert plan(text % "", [offer()]).hour_value_usd == pytest.approx(0.02 * 2 * 40)
+    assert plan(text % ", hour_value: 7.5", [offer()]).hour_value_usd == 7.5
+    assert plan("resources: {accelerators: H100:8}", [offer()]).hour_value_usd is None
+    spot = text.replace("H100:8", "H100:8, use_spot: true")
+    assert plan(spot % "", [offer()]).hour_value_usd == pytest.approx(1.6), "the price counts even if not asked for"
+
+
+def test_a_higher_value_of_an_hour_chooses_the_faster_machine() -> None:
+    offers = [
+        offer(accelerator="A100", instance_type="old", spot_usd_hour=None, ondemand_usd_hour=10.0),
+        offer(instance_type="new", spot_usd_hour=None, ondemand_usd_hour=40.0),
+    ]
+    figures = {
+        name: AcceleratorFigures(name=name, memory_gib=80, bf16_dense_tflops=peak)
+        for name, peak in (("H100", 900.0), ("A100", 300.0))
+    }
+    text = 'resources: {accelerators: {A100: 8, H100: 8}}\ngoal: {work: {hours: 90, "on": "A100:8"}, hour_value: %s}'
+    chosen = [plan(text % value, offers, figures=figures).choice.placement.offer.accelerator for value in (0, 50)]
+    assert chosen == ["A100", "H100"]
+
+
+def test_within_one_percent_of_the_best_the_faster_is_chosen() -> None:
+    slow = offer(accelerator="A100", instance_type="old", spot_usd_hour=None, ondemand_usd_hour=10.0)
+    figures = {
+        name: AcceleratorFigures(name=name, memory_gib=80, bf16_dense_tflops=peak)
+        for name, peak in (("H100", 900.0), ("A100", 300.0))
+    }
+    text = 'resources: {accelerators: {A100: 8, H100: 8}}\ngoal: {work: {hours: 90, "on": "A100:8"}, hour_value: 0}'
+    speed = plan(text, [offer(spot_usd_hour=None)], figures=figures).choice.expected_hours or 0.0
+    for over, name in ((1.005, "H100"), (1.02, "A100")):
+        fast = offer(spot_usd_hour=None, ondemand_usd_hour=10.0 * 90 / speed * over)
+        assert plan(text, [slow, fast], figures=figures).choice.placement.offer.accelerator == name

@@ -9,6 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from broker.errors import NoOfferError
+from broker.optimizer.ranking import SAME_SCORE
 from broker.spot.hazard import Observation
 from broker.types import Offer
 from tests.optimizer.market import offer, plan, read
@@ -40,8 +41,8 @@ def test_one_more_offer_never_raises_the_cost(
     found: list[tuple[float, float, float | None]], more: tuple[float, float, float | None], deadline: int
 ) -> None:
     offers = make_offers([*found, more])
-    text = GOAL + f"{{work: 100h, deadline: {deadline}m}}"
-    assert find_usd(text, offers) <= find_usd(text, offers[:-1])
+    text = GOAL + f"{{work: 100h, deadline: {deadline}m, hour_value: 0}}"
+    assert find_usd(text, offers) <= find_usd(text, offers[:-1]) * SAME_SCORE
 
 
 @given(rows, st.integers(5400, 15000), st.integers(0, 6000))
@@ -49,9 +50,12 @@ def test_one_more_offer_never_raises_the_cost(
 def test_a_longer_deadline_never_raises_the_cost(
     found: list[tuple[float, float, float | None]], deadline: int, more: int
 ) -> None:
+    """But for the noise of the recorded runs, if time is worth nothing: more time is also more waiting."""
     offers = make_offers(found)
-    short, long = (GOAL + f"{{work: 100h, deadline: {minutes}m}}" for minutes in (deadline, deadline + more))
-    assert find_usd(long, offers) <= find_usd(short, offers) * (1 + 1e-9)
+    short, long = (
+        GOAL + f"{{work: 100h, deadline: {minutes}m, hour_value: 0}}" for minutes in (deadline, deadline + more)
+    )
+    assert find_usd(long, offers) <= find_usd(short, offers) * 1.02
 
 
 @given(rows, st.integers(0, 20), st.integers(0, 20))
@@ -60,14 +64,14 @@ def test_more_preemptions_seen_never_lower_the_cost_of_spot(
     found: list[tuple[float, float, float | None]], one: int, two: int
 ) -> None:
     offers = make_offers(found)
-    text = GOAL.replace("H100:8}", "H100:8, use_spot: true}") + "{work: 100h}"
+    text = GOAL.replace("H100:8}", "H100:8, use_spot: true}") + "{work: 100h, hour_value: 0}"
 
     def seen(count: int) -> dict[tuple[str, str, str | None, str], Observation]:
         observed = Observation(preemptions=count, node_hours=1000)
         return {(each.cloud, each.region, each.zone, each.instance_type): observed for each in offers}
 
     few, many = (find_usd(text, offers, history=seen(count)) for count in sorted((one, two)))
-    assert few <= many * (1 + 1e-9)
+    assert few <= many * 1.01  # the faster of two that are within 1 % is chosen
 
 
 @given(rows, st.randoms())
@@ -100,8 +104,7 @@ def test_everything_ranked_meets_the_deadline_and_the_budget(
     except NoOfferError:
         return
     costs = [each.expected_usd or 0.0 for each in made.estimates]
-    assert costs == sorted(costs)
-    assert costs[-1] <= budget
+    assert max(costs) <= budget
     assert all((each.deadline_chance or 0) >= confidence for each in made.estimates)
     assert made.choice.expected_usd == pytest.approx(sum_of_terms(made.choice))
 

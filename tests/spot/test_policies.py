@@ -87,6 +87,32 @@ def test_open_spot_that_nobody_watches_is_not_waited_beside() -> None:
     assert not isinstance(decision, Move) or decision.target is sure
 
 
+def test_a_far_place_is_entered_where_it_saves_more_than_its_egress() -> None:
+    policy, sure = load_policy("adaptive"), make_candidate(is_spot=False)
+    near = make_candidate(is_spot=True, usd=0.3, is_open=False, age_hours=2.0)
+    for egress, is_entered in ((0.5, True), (9.0, False)):
+        far = make_candidate("b", is_spot=True, usd=0.3, age_hours=9.0, move_usd=egress)
+        decision = policy(view_of(10, 20), [near, far, sure])
+        assert (isinstance(decision, Move) and decision.target is far) is is_entered
+
+
+def test_a_closed_place_is_not_awaited_beside_many_open_ones_at_nearly_its_price() -> None:
+    """It reopens at its own rate, not at that of all places together."""
+    policy, sure = load_policy("adaptive"), make_candidate(is_spot=False)
+    closed = make_candidate(is_spot=True, usd=0.28, is_open=False, age_hours=5.0)
+    opened = [make_candidate(f"z{index}", is_spot=True, usd=0.3, age_hours=9.0) for index in range(11)]
+    decision = policy(view_of(10, 20), [closed, *opened, sure])
+    assert isinstance(decision, Move) and decision.target.is_spot
+
+
+def test_a_costly_failure_far_away_does_not_bar_spot_near_the_data() -> None:
+    policy, sure = load_policy("adaptive"), make_candidate(is_spot=False)
+    near = make_candidate(is_spot=True, usd=0.3, age_hours=9.0)
+    far = make_candidate("b", is_spot=True, usd=0.3, age_hours=9.0, move_usd=2.0)
+    decision = policy(view_of(9, 18, spent_usd=4.0), [near, far, sure])
+    assert isinstance(decision, Move) and decision.target is near
+
+
 @pytest.mark.parametrize("name", POLICIES)
 def test_where_only_on_demand_is_sold_it_is_taken(name: str) -> None:
     sure = make_candidate(is_spot=False)

@@ -95,7 +95,7 @@ class _Scale:
     def of(cls, view: JobView, refuge: Candidate, markets: Sequence[SpotMarket], prior: Prior) -> _Scale:
         opened = [each for each in markets if each.candidate.is_open] or markets
         start = refuge.start_hours
-        work = view.work_left_hours / refuge.speed
+        work = view.sure_left_hours / refuge.speed
         best = opened[0]
         if len(opened) > 1:
             best = min(opened, key=lambda each: each.rate(each.price * start + start, work))
@@ -121,16 +121,29 @@ class _Scale:
         return self._find_entry(current)._choose_off_spot(current)
 
     def _find_entry(self, current: Candidate | None) -> _Scale:
-        """Choose between the cheap and the calm place by expected cost to the end, each by its own value function."""
-        if self.best is self.basis:
+        """Choose the place by expected cost to the end, each by its own value function.
+
+        In question are the cheap place, the calm one, and the best open one beside the data.
+        """
+        if self.best is self.basis and not self._has_moves:
             return self
-        calm = replace(
-            self,
-            outlook=_find_outlook(self.view, self.refuge, self.markets, self.best, self.prior),
-            basis=self.best,
-        )
-        cheap = replace(self, best=self.basis)
-        return min((calm, cheap), key=lambda each: each._weigh_options(current, 0.0).get(SPOT, math.inf))
+        places = [self.best, self.basis]
+        near = [each for each in self.markets if each.candidate.is_open and each.move_price <= 0]
+        if self._has_moves and near:
+            places.append(min(near, key=lambda each: (each.price, -each.candidate.age_hours)))
+        scales = [self._consider(each) for each in {id(each): each for each in places}.values()]
+        return min(scales, key=lambda each: each._weigh_options(current, 0.0).get(SPOT, math.inf))
+
+    def _consider(self, market: SpotMarket) -> _Scale:
+        """Return the scale by the value function of this market."""
+        if market is self.basis:
+            return replace(self, best=market)
+        outlook = _find_outlook(self.view, self.refuge, self.markets, market, self.prior)
+        return replace(self, best=market, outlook=outlook, basis=market)
+
+    @cached_property
+    def _has_moves(self) -> bool:
+        return any(each.move_price > 0 for each in self.markets)
 
     def _choose_off_spot(self, current: Candidate | None) -> Decision:
         options = self._weigh_options(current, 0.0)
@@ -152,7 +165,7 @@ class _Scale:
         idle = min(ahead, begun)
         work, spare, age_hours = self.work - (ahead - idle), self.spare - idle, self._age_hours + ahead
         age, options = class_of(age_hours), dict[str, float]()
-        is_safe = spare >= target.start_hours + self.view.save_every_hours - EPSILON_HOURS
+        is_safe = spare >= target.start_hours + self.view.exposed_hours - EPSILON_HOURS
         can_enter = is_open and is_safe and self._can_enter
         if can_enter:
             outlived = target.seen.count_reached(age_hours, age_hours + target.start_hours)
@@ -160,21 +173,42 @@ class _Scale:
         if current is not None:  # the rest of an unfinished start is still to be paid
             rest = begun - idle
             table = outlook.keep_open if is_open else outlook.keep_closed
-            options[SURE] = rest + table.read(age, outlook.locate(work, max(spare - rest, 0.0)))
+            worth = table.read(age, outlook.locate(work, max(spare - rest, 0.0)))
+            options[SURE] = rest + min(worth + self._return_price, max(work, worth))
         else:
             start = outlook.terms.start_hours
             table, after = outlook.sure_open if is_open else outlook.sure_closed, spare - start
-            options[SURE] = start + (table.read(age, outlook.locate(work, after)) if after >= 0 else work)
+            worth = table.read(age, outlook.locate(work, after)) if after >= 0 else work
+            options[SURE] = self._refuge_price + start + min(worth + self._return_price, max(work, worth))
         # Running machines are not given up in order to wait, and waiting reveals nothing about an unwatched market.
         if current is None and spare > EPSILON_HOURS and (target.is_watched or not can_enter):
             table = outlook.wait_open if is_open else outlook.wait_closed
-            options[WAITING] = table.read(age, outlook.locate(work, spare))
-        if current is None and spare > EPSILON_HOURS and self._awaited is not None:
-            closed, awaited = self._awaited
-            age = class_of(closed.candidate.age_hours + ahead)
-            worth = awaited.wait_closed.read(age, awaited.locate(work, spare))
-            options[WAITING] = min(worth, options.get(WAITING, math.inf))
+            options[WAITING] = table.read(age, outlook.locate(work, spare)) + self.best.move_price
+        if current is None and spare > EPSILON_HOURS:
+            for closed, awaited in self._awaited:
+                age = class_of(closed.candidate.age_hours + ahead)
+                worth = awaited.wait_closed.read(age, awaited.locate(work, spare)) + closed.move_price
+                options[WAITING] = min(worth, options.get(WAITING, math.inf))
         return options
+
+    @cached_property
+    def _move_usd_max(self) -> float:
+        """Return the egress that a failed start may have cost: a start near the data must not be barred by it."""
+        return max(each.candidate.move_usd for each in self.markets)
+
+    @cached_property
+    def _refuge_price(self) -> float:
+        """Return the cost of moving to the on-demand fallback."""
+        return self.refuge.move_usd / self.refuge.usd_work_hour
+
+    @cached_property
+    def _return_price(self) -> float:
+        """Return the cost of moving from on-demand to the best place: none within a zone."""
+        if not self._has_moves:
+            return 0.0
+        here, there = self.refuge.placement.offer, self.best.candidate.placement.offer
+        is_near = (here.cloud, here.region, here.zone) == (there.cloud, there.region, there.zone)
+        return 0.0 if is_near else max(self.best.move_price, self._refuge_price)
 
     def _find_change(self, current: Candidate | None, choice: str) -> float:
         """Return the hours for which the choice holds if nothing but time and age changes."""
@@ -228,13 +262,31 @@ class _Scale:
         return min(each.candidate.age_hours for each in self.markets)
 
     @cached_property
-    def _awaited(self) -> tuple[SpotMarket, ValueFunction] | None:
-        """Return the cheapest closed place and its value function, if it is cheaper than the best open place."""
-        closed = [each for each in self.markets if not each.candidate.is_open and each.price < self.best.price]
-        if not closed or not self.best.candidate.is_open:
-            return None
-        cheapest = min(closed, key=lambda each: (each.price, each.candidate.age_hours))
-        return cheapest, _find_outlook(self.view, self.refuge, self.markets, cheapest, self.prior)
+    def _awaited(self) -> Sequence[tuple[SpotMarket, ValueFunction]]:
+        """List closed places that are cheaper or nearer than the best open one, each with its own value function.
+
+        They are the cheapest one and the cheapest one beside the data. Each reopens at its own rate: what the others
+        offer is open already, and dearer.
+        """
+        best = self.best
+        if not best.candidate.is_open:
+            return ()
+        found = dict[int, SpotMarket]()
+        closed = [each for each in self.markets if not each.candidate.is_open]
+        for group in (
+            [each for each in closed if each.price < best.price],
+            [each for each in closed if each.move_price < best.move_price],
+        ):
+            if group:
+                cheapest = min(
+                    group,
+                    key=lambda each: (each.price + each.move_price / max(self.work, 0.1), each.candidate.age_hours),
+                )
+                found[id(cheapest)] = cheapest
+        return [
+            (each, _find_outlook(self.view, self.refuge, self.markets, each, self.prior, is_alone=True))
+            for each in found.values()
+        ]
 
     @cached_property
     def _can_enter(self) -> bool:
@@ -242,7 +294,9 @@ class _Scale:
         return (
             self.best.outlives_start
             and is_safe_to_start(view, target, refuge)
-            and is_affordable(view, target, refuge, share=EXCESS_SHARE_MAX, failures=FAILURES_MAX)
+            and is_affordable(
+                view, target, refuge, share=EXCESS_SHARE_MAX, failures=FAILURES_MAX, move_usd=self._move_usd_max
+            )
         )
 
 
@@ -266,13 +320,21 @@ def _weigh_without_deadline(view: JobView, current: Candidate | None, markets: S
 
 
 def _find_outlook(
-    view: JobView, refuge: Candidate, markets: Sequence[SpotMarket], best: SpotMarket, prior: Prior
+    view: JobView,
+    refuge: Candidate,
+    markets: Sequence[SpotMarket],
+    best: SpotMarket,
+    prior: Prior,
+    *,
+    is_alone: bool = False,
 ) -> ValueFunction:
+    """Return the value function of the best market; alone, it reopens at its own rate."""
     assert view.time_left_hours is not None
-    chance = expect_second_chance(markets, best)
+    left = view.work_left_hours / refuge.speed
+    chance = expect_second_chance(markets, best, left)
     work = max(view.work_hours, view.work_left_hours) / refuge.speed
     spare = max((view.deadline_hours or 0.0) - work, view.time_left_hours - view.work_left_hours / refuge.speed, 0.1)
-    appeals = [each.appeal(best) for each in markets]
+    appeals = [float(each is best) if is_alone else each.appeal(best, left) for each in markets]
     reopening = tuple(
         sum(each.closed_paces[half] * appeal for each, appeal in zip(markets, appeals, strict=True)) for half in (0, 1)
     )

@@ -71,6 +71,17 @@ class JobView:
     work_hours: float = 0.0  # in total; gives the due progress together with `deadline_hours`
     deadline_hours: float | None = None  # from submission
     spent_usd: float | None = None
+    saves_on_notice: bool = False  # a preemption loses no work: its notice is long enough for a checkpoint
+
+    @property
+    def sure_left_hours(self) -> float:
+        """Return the work left if the running machines are lost at once."""
+        return self.work_left_hours - (self.unsaved_hours if self.saves_on_notice else 0.0)
+
+    @property
+    def exposed_hours(self) -> float:
+        """Return the most work that a preemption can lose."""
+        return 0.0 if self.saves_on_notice else self.save_every_hours
 
 
 # The expected cost to the end of each option: (a word or two, USD).
@@ -114,7 +125,7 @@ class SpotPolicy(Protocol):
 
 def find_refuge(view: JobView, candidates: Sequence[Candidate]) -> Candidate | None:
     """Return the cheapest on-demand fallback that finishes in time, else the fastest; None without on-demand."""
-    sure, work, limit = [each for each in candidates if not each.is_spot], view.work_left_hours, view.time_left_hours
+    sure, work, limit = [each for each in candidates if not each.is_spot], view.sure_left_hours, view.time_left_hours
     if len(sure) < 2:
         return sure[0] if sure else None
     reach = math.inf if limit is None else limit - view.look_hours + EPSILON_HOURS
@@ -132,31 +143,35 @@ def finish_hours(candidate: Candidate, work_hours: float) -> float:
 def spare_hours(view: JobView, refuge: Candidate) -> float:
     """Return how long the job may idle before on-demand must start to be in time; infinite without a deadline.
 
-    The worst case is assumed: the running machines are lost at once, with all unsaved work.
+    The worst case is assumed: the running machines are lost at once, with all unsaved work unless a notice saves it.
     """
     if view.time_left_hours is None:
         return math.inf
-    return view.time_left_hours - view.look_hours - finish_hours(refuge, view.work_left_hours)
+    return view.time_left_hours - view.look_hours - finish_hours(refuge, view.sure_left_hours)
 
 
 def is_safe_to_start(view: JobView, target: Candidate, refuge: Candidate) -> bool:
     """Return whether on-demand is still in time after a start on spot that is lost just before its first checkpoint."""
-    return spare_hours(view, refuge) >= target.start_hours + view.save_every_hours - EPSILON_HOURS
+    return spare_hours(view, refuge) >= target.start_hours + view.exposed_hours - EPSILON_HOURS
 
 
-def is_affordable(view: JobView, target: Candidate, refuge: Candidate, *, share: float, failures: int) -> bool:
+def is_affordable(
+    view: JobView, target: Candidate, refuge: Candidate, *, share: float, failures: int, move_usd: float = 0.0
+) -> bool:
     """Return whether the cost stays bounded after a start on spot that is lost just before its first checkpoint.
 
     The bound on the total cost, with on-demand to the end, is the cost of on-demand alone plus a `share` of it, or plus
-    the cost of `failures` failed moves from on-demand to spot if that is more. True if the spent amount is unknown.
+    the cost of `failures` failed moves from on-demand to spot if that is more, with egress of `move_usd` where the
+    target's is less. True if the spent amount is unknown.
     """
     if view.spent_usd is None:
         return True
     rate, work = refuge.placement.usd_hour, max(view.work_hours, view.work_left_hours)
-    lost = target.move_usd + (target.start_hours + view.save_every_hours) * target.placement.usd_hour
-    worst = view.spent_usd + lost + rate * finish_hours(refuge, view.work_left_hours)
+    lost = target.move_usd + (target.start_hours + view.exposed_hours) * target.placement.usd_hour
+    worst = view.spent_usd + lost + rate * finish_hours(refuge, view.sure_left_hours)
     sure = rate * finish_hours(refuge, work)
-    return worst <= sure + max(share * sure, failures * (lost + rate * refuge.start_hours))
+    failed = lost + max(move_usd - target.move_usd, 0.0) + rate * refuge.start_hours
+    return worst <= sure + max(share * sure, failures * failed)
 
 
 def safe_hours(view: JobView, current: Candidate, refuge: Candidate) -> float:
@@ -165,7 +180,7 @@ def safe_hours(view: JobView, current: Candidate, refuge: Candidate) -> float:
     Where no work is ever lost, spare time falls only during a start and as far as spot is slower than on-demand.
     """
     spare = spare_hours(view, refuge)
-    if view.save_every_hours > 0:
+    if view.exposed_hours > 0:
         return spare if spare > EPSILON_HOURS else 0.0
     if spare < view.starting_hours - EPSILON_HOURS:
         return spare if spare > EPSILON_HOURS else 0.0

@@ -1,0 +1,50 @@
+"""The experts of a mixture, as the bundled trainer has them, derived from its active and idle parameters."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from broker.nouns import noun
+from broker.optimizer.model_shape import ModelShape
+
+EXPERTS_PER_TOKEN = 2  # as Mixtral; the trainer's default
+# Ranks share experts evenly. Of few experts an odd one matters more than that ranks of a whole node can share them.
+FEW_EXPERTS, FEW_MULTIPLE, MANY_MULTIPLE = 32, 2, 8
+
+
+@noun
+class Experts:
+    """`count` experts in each block, of which a token uses `per_token`; `width` is an expert's hidden width."""
+
+    count: int
+    per_token: int
+    width: int
+
+
+def find_experts(shape: ModelShape) -> Experts | None:
+    """Return the experts of a shape; None if it has none.
+
+    The active part of a block's MLP is divided among the experts that a token uses, so that idle parameters give the
+    number of the others: 2 of 4.3 billion parameters each, with 34 billion idle, leave 8 others.
+    """
+    if not shape.idle_parameters:
+        return None
+    active = find_active_expert_parameters(shape)
+    count = EXPERTS_PER_TOKEN + shape.idle_parameters / (active / EXPERTS_PER_TOKEN)
+    multiple = FEW_MULTIPLE if count < FEW_EXPERTS else MANY_MULTIPLE
+    width = round((shape.mlp_width or 4 * shape.width) / EXPERTS_PER_TOKEN)
+    return Experts(count=max(4, round(count / multiple) * multiple), per_token=EXPERTS_PER_TOKEN, width=width)
+
+
+def round_experts(shape: ModelShape) -> ModelShape:
+    """Return the shape with a whole number of experts; the total of its parameters changes accordingly."""
+    experts = find_experts(shape)
+    if experts is None:
+        return shape
+    idle = find_active_expert_parameters(shape) * (experts.count - experts.per_token) / experts.per_token
+    return replace(shape, idle_parameters=idle, experts_per_token=experts.per_token)
+
+
+def find_active_expert_parameters(shape: ModelShape) -> float:
+    """Count the parameters of the experts that a token uses, in all blocks."""
+    return shape.layers * 2 * shape.width * (shape.mlp_width or 4 * shape.width)

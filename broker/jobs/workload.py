@@ -1,0 +1,199 @@
+"""What a daemon drives: the jobs and services of a state folder that it leads, or jobs claimed in a shared store."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import socket
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Protocol
+
+from broker.clock import Clock
+from broker.errors import FencedError, StateError
+from broker.jobs.monitor import is_due
+from broker.state.claims import HOUSEKEEPING, hold_claim
+from broker.state.store import Store
+
+log = logging.getLogger(__name__)
+
+BEAT_EVERY_S = 2.0
+CLAIMS_MAX = 200  # at once, so that processes that start together share the jobs
+SKEW_S_MAX = 5.0  # between this machine's clock and the store's, before a warning
+REST_S = 5.0  # how long a job that was given up, for balance or after an unexpected end, is left to others
+
+
+Key = int | str  # a job's id, or a service's name
+
+
+def list_keys(store: Store) -> Sequence[Key]:
+    """List the jobs and services that need a controller; a shared store has no services."""
+    return [*store.jobs.list_unfinished_ids(), *([] if store.is_shared else store.services.list_names())]
+
+
+class Workload(Protocol):
+    """Which jobs and services this process may drive now."""
+
+    def refresh(self) -> Sequence[Key]:
+        """Return what to drive. Raises FencedError for a leader that was replaced, StateError."""
+        ...
+
+    def is_mine(self, key: Key) -> bool:
+        """Return whether this process may start the next step of it."""
+        ...
+
+    def is_lost(self, key: Key) -> bool:
+        """Return whether another process may already drive it."""
+        ...
+
+    def list_cancelled(self) -> Sequence[int]:
+        """Return the live jobs whose cancellation was requested."""
+        ...
+
+    def does_housekeeping(self) -> bool: ...
+    def hold(self, key: Key) -> AbstractContextManager[None]:
+        """Let the block write for it, or for `HOUSEKEEPING`. Raises FencedError where it is not ours."""
+        ...
+
+    def finish(self, key: Key) -> None:
+        """Note that this process has stopped driving it."""
+
+    def resign(self) -> None:
+        """Leave the jobs to other processes, at once."""
+
+
+class LeaderWorkload:
+    """Every unfinished job of a state folder: one daemon leads, and an epoch fences the one before it."""
+
+    def __init__(self, store: Store, clock: Clock) -> None:
+        self._store = store
+        self._clock = clock
+        self._beat_s = clock.now_s()
+
+    def refresh(self) -> Sequence[Key]:
+        if is_due(self._beat_s, BEAT_EVERY_S, self._clock.now_s()):
+            self._store.leader.beat()
+            self._beat_s = self._clock.now_s()
+        return list_keys(self._store)
+
+    def is_mine(self, key: Key) -> bool:
+        return True
+
+    def is_lost(self, key: Key) -> bool:
+        return False
+
+    def list_cancelled(self) -> Sequence[int]:
+        return self._store.jobs.list_cancel_requested_ids()
+
+    def does_housekeeping(self) -> bool:
+        return True
+
+    def hold(self, key: Key) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def finish(self, key: Key) -> None:
+        """Do nothing: the next one to lead drives it again."""
+
+    def resign(self) -> None:
+        self._store.leader.resign()
+
+
+class SharedWorkload:
+    """The jobs that this process has claimed: about as many as every other process has."""
+
+    def __init__(self, store: Store, clock: Clock, *, name: str | None = None) -> None:
+        self._store = store
+        self._clock = clock
+        self.name = name or f"{socket.gethostname()}/{os.getpid()}/{store.draw_uid()}"
+        self._epochs: Mapping[int, int] = {}
+        self._given_up: dict[int, float] = {}  # jobs to leave to others, and until when
+        self._cancelled: Sequence[int] = ()
+        self._beat_s = -math.inf
+        self._is_cut_off = self._is_skewed = False
+
+    def refresh(self) -> Sequence[Key]:
+        """Renew the lease if it is due, give up surplus jobs, claim free ones. No failure of the store is fatal.
+
+        Until the store answers again, the jobs continue: their next write decides whether they are still ours.
+        """
+        try:
+            self._renew()
+            self._claim()
+            self._cancelled = self._store.jobs.list_cancel_requested_ids()
+        except FencedError:
+            raise
+        except StateError as error:
+            if not self._is_cut_off:
+                log.warning("%s; trying again", error.message)
+            self._is_cut_off = True
+        else:
+            if self._is_cut_off:
+                log.info("the store answers again")
+            self._is_cut_off = False
+        return [job_id for job_id in self._epochs if job_id != HOUSEKEEPING and job_id not in self._given_up]
+
+    def _renew(self) -> None:
+        now_s = self._clock.now_s()
+        if not is_due(self._beat_s, BEAT_EVERY_S, now_s):
+            return
+        self._epochs = self._store.claims.renew(self.name)
+        self._beat_s = now_s
+        skew_s = now_s - self._store.read_time_s()
+        if abs(skew_s) > SKEW_S_MAX and not self._is_skewed:
+            log.warning("this machine's clock differs by %.0f s from the store's: costs and budgets do, too", skew_s)
+        self._is_skewed = abs(skew_s) > SKEW_S_MAX
+        self._given_up = {
+            job_id: until_s for job_id, until_s in self._given_up.items() if now_s < until_s <= now_s + REST_S
+        }
+        load = self._store.claims.measure_load()
+        fair = math.ceil(load.job_count / max(1, load.controller_count))
+        kept = [job_id for job_id in self._epochs if job_id != HOUSEKEEPING and job_id not in self._given_up]
+        for job_id in kept[fair:]:
+            self._given_up[job_id] = now_s + REST_S
+
+    def _claim(self) -> None:
+        free = [job_id for job_id in self._store.claims.find_free(CLAIMS_MAX) if job_id not in self._given_up]
+        if not free:
+            return
+        load = self._store.claims.measure_load()
+        room = math.ceil(load.job_count / max(1, load.controller_count)) - len(set(self._epochs) - {HOUSEKEEPING})
+        wanted = [job_id for job_id in free if job_id == HOUSEKEEPING]
+        wanted += [job_id for job_id in free if job_id != HOUSEKEEPING][: max(0, room)]
+        if wanted:
+            self._epochs = {**self._epochs, **self._store.claims.claim(self.name, wanted)}
+
+    def is_mine(self, key: Key) -> bool:
+        return key in self._epochs and key not in self._given_up
+
+    def is_lost(self, key: Key) -> bool:
+        return key not in self._epochs
+
+    def list_cancelled(self) -> Sequence[int]:
+        return self._cancelled
+
+    def does_housekeeping(self) -> bool:
+        return HOUSEKEEPING in self._epochs
+
+    def hold(self, key: Key) -> AbstractContextManager[None]:
+        assert isinstance(key, int)
+        epoch = self._epochs.get(key)
+        if epoch is None:
+            raise FencedError(f"job {key} is claimed by another controller")
+        return hold_claim(key, epoch)
+
+    def finish(self, key: Key) -> None:
+        """Release the job; leave it to others for a while, if it is not finished."""
+        assert isinstance(key, int)
+        self._epochs = {other: epoch for other, epoch in self._epochs.items() if other != key}
+        self._given_up[key] = self._clock.now_s() + REST_S
+        try:
+            self._store.claims.release(self.name, [key])
+        except StateError as error:
+            log.warning("%s; job %s stays claimed until the lease ends", error.message, key)
+
+    def resign(self) -> None:
+        try:
+            self._store.claims.resign(self.name)
+        except StateError as error:
+            log.warning("%s; other controllers take over when the lease ends", error.message)

@@ -1,0 +1,116 @@
+"""The cost of egress, of the knowledge of production and of slow starts: `python -m tests.bench.bench_worlds`.
+
+Not collected by pytest. `--traces` is a folder as for `tests.bench.bench_spot`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from broker.lab.benchmark import spread_starts
+from broker.lab.markets import Site
+from broker.lab.replay import Case, Outcome, replay
+from broker.lab.traces import Trace
+from broker.spot.policies import load_policy
+from tests.bench.bench_spot import SHORT_HOURS, WORK_HOURS, WORK_HOURS_SHORT, place_trace, read_folder
+from tests.bench.production_replay import probe_soon, replay_production
+
+SLACKS, START_HOURS = (1.17, 1.5), 0.1
+EGRESS = (0.0, 0.5, 2.0, 8.0)  # of a move, in on-demand hours
+MARGIN_HOURS = 0.5
+Run = Callable[[Case, float], Outcome]
+
+
+def run_adaptive(case: Case, hour: float) -> Outcome:
+    return replay(case, load_policy("adaptive"), hour)
+
+
+KNOWLEDGE: dict[str, Run] = {
+    "watched": run_adaptive,
+    "production": lambda case, hour: replay_production(case, load_policy("adaptive"), hour),
+    "machines kept until others are granted": lambda case, hour: replay_production(
+        case, load_policy("adaptive"), hour, keeps_machines=True
+    ),
+    "the same, refused places asked sooner": lambda case, hour: replay_production(
+        case, load_policy("adaptive"), hour, keeps_machines=True, probe=probe_soon
+    ),
+}
+STARTS: dict[str, Run] = {
+    "as told, without a margin": run_adaptive,
+    "as told": lambda case, hour: run_adaptive(replace(case, look_hours=MARGIN_HOURS), hour),
+    "starts x 3, on-demand 30 min late": lambda case, hour: run_adaptive(
+        replace(case, look_hours=MARGIN_HOURS, start_factor=3.0, ondemand_delay_hours=0.5), hour
+    ),
+}
+
+
+def make_cases(traces: Sequence[Trace], count: int) -> list[tuple[Case, float]]:
+    sites: tuple[Site, ...] = tuple(place_trace(trace, traces, START_HOURS) for trace in traces)
+    hours = WORK_HOURS if max(trace.hours for trace in traces) > SHORT_HOURS else WORK_HOURS_SHORT
+    return [
+        (Case(sites=sites, work_hours=hours, deadline_hours=hours * slack, save_every_hours=0.0), hour)
+        for slack in SLACKS
+        for hour in spread_starts(sites, hours * slack, count)
+    ]
+
+
+def compare(title: str, cases: Sequence[tuple[Case, float]], runs: dict[str, Run]) -> None:
+    """Print the total cost of each kind of run over that of the first, each case by its on-demand cost."""
+    say(f"\n{title}, {len(cases)} replays")
+    usd, late = defaultdict[str, float](float), defaultdict[str, int](int)
+    for case, hour in cases:
+        for name, run in runs.items():
+            found = run(case, hour)
+            usd[name] += found.usd / case.work_hours
+            late[name] += found.is_late
+    for name in runs:
+        say(f"{name:<44}{usd[name] / usd[next(iter(runs))]:>8.3f}{late[name]:>6} late")
+
+
+def measure_egress(name: str, traces: Sequence[Trace], count: int) -> None:
+    for egress in EGRESS:
+        ratios = list[float]()
+        for first in range(len(traces)):
+            move = tuple(tuple(egress * (a != b) for b in range(len(traces))) for a in range(len(traces)))
+            cases = make_cases([*traces[first:], *traces[:first]], count)
+            for slack in SLACKS:
+                usd = {"adaptive": 0.0, "uniform-progress": 0.0}
+                for case, hour in cases:
+                    if case.deadline_hours == case.work_hours * slack:
+                        for policy in usd:
+                            usd[policy] += replay(replace(case, move_usd=move), load_policy(policy), hour).usd
+                ratios.append(usd["adaptive"] / usd["uniform-progress"])
+        say(f"{name:<20} egress {egress:>4g}: mean {sum(ratios) / len(ratios):.3f}, worst {max(ratios):.3f}")
+
+
+def say(text: str) -> None:
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
+
+
+def main() -> None:
+    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    arguments.add_argument("--traces", type=Path, required=True)
+    arguments.add_argument("--starts", type=int, default=1, help="submissions a case")
+    arguments.add_argument("--only", choices=("egress", "knowledge", "starts"))
+    given = arguments.parse_args()
+    single, multi = read_folder(given.traces)
+    if given.only in (None, "egress"):
+        say("cost over that of uniform progress, the data in each zone in turn; egress in on-demand hours")
+        for name, group in multi.items():
+            measure_egress(name, group, given.starts)
+    if given.only in (None, "knowledge"):
+        groups = [*((trace,) for trace in single[::5]), *multi.values()]
+        compare("knowledge", [each for group in groups for each in make_cases(group, given.starts)], KNOWLEDGE)
+    if given.only in (None, "starts"):
+        cases = [each for trace in single[::2] for each in make_cases((trace,), given.starts)]
+        compare("starts", [(replace(case, save_every_hours=0.25), hour) for case, hour in cases], STARTS)
+
+
+if __name__ == "__main__":
+    main()
