@@ -45,6 +45,11 @@ class BucketStorage:
         paths = [*listing["common_prefixes"], *(entry["path"] for entry in listing["objects"])]
         return sorted(name.rstrip("/").rsplit("/", 1)[-1] for name in paths)
 
+    def list_sizes(self) -> dict[str, int]:
+        """Return the size of each object that is not in a folder further down, by name."""
+        listing = self._ask("list", self._library.list_with_delimiter, self._store)
+        return {entry["path"].rsplit("/", 1)[-1]: entry["size"] for entry in listing["objects"]}
+
     def read(self, path: str) -> bytes | None:
         """Return a whole object."""
         try:
@@ -73,11 +78,12 @@ class BucketStorage:
             for start in range(0, size, READ_BYTES):
                 if len(coming) == READS_AHEAD:
                     yield coming.popleft().result()
-                coming.append(pool.submit(self._read_part, path, start, min(READ_BYTES, size - start)))
+                coming.append(pool.submit(self.read_range, path, start, min(READ_BYTES, size - start)))
             while coming:
                 yield coming.popleft().result()
 
-    def _read_part(self, path: str, start: int, length: int) -> bytes:
+    def read_range(self, path: str, start: int, length: int) -> bytes:
+        """Return part of an object."""
         get = self._library.get_range
         return bytes(self._ask("read", lambda: get(self._store, path, start=start, length=length)))
 
@@ -210,18 +216,22 @@ class Writer(io.RawIOBase):
 
 def open_bucket(url: str) -> BucketStorage:
     """Return the bucket of an `s3://`, `gs://` or `az://` URL, with the login that the machine has."""
+    return BucketStorage(open_store(url), url)
+
+
+def open_store(url: str) -> Any:
+    """Return obstore's store for such a URL. TrainerError without the package or a bucket's name."""
     try:
         from obstore.store import from_url
     except ImportError as error:
         raise TrainerError(
-            f"checkpoints in `{url}` need the package obstore\n\nhint: `pip install 'intercloud-broker[storage]'`"
+            f"`{url}` needs the package obstore\n\nhint: `pip install 'intercloud-broker[storage]'`"
         ) from error
     parts = urlsplit(url)
     if not parts.netloc:
         raise TrainerError(f"`{url}` names no bucket")
     options: dict[str, Any] = find_s3_options(parts.netloc) if parts.scheme == "s3" else find_emulator(parts.scheme)
-    store = from_url(url.rstrip("/"), **options)
-    return BucketStorage(store, url)
+    return from_url(url.rstrip("/"), **options)
 
 
 def find_emulator(scheme: str) -> dict[str, Any]:

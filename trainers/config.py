@@ -47,6 +47,13 @@ class ModelConfig:
     activation: str = knob("gelu", "gelu, or its tanh form, which GPT-2 was trained with (gpt)", ("gelu", "gelu_tanh"))
     norm_epsilon: float = knob(1e-5, "added to variances in norms")
     positions: int = knob(0, "positions that can be embedded (gpt); 0: the context")
+    experts: int = knob(0, "perceptrons of a block, of which a token uses some (mixture of experts); 0: a single one")
+    experts_per_token: int = knob(2, "experts that a token uses: 1 as Switch, 2 as Mixtral")
+    expert_capacity: float = knob(
+        0.0, "most tokens an expert takes, in mean loads (Switch: 1.25); those above skip the block; 0: no limit"
+    )
+    balance_weight: float = knob(0.01, "weight of the loss that keeps experts equally busy (arXiv:2101.03961)")
+    router_z_weight: float = knob(0.0, "weight of the loss that keeps router logits small; 1e-3 is usual (ST-MoE)")
 
     def find_hidden_width(self) -> int:
         """Return the width inside the perceptron."""
@@ -68,8 +75,16 @@ class DataConfig:
 
     path: str = knob("", "text, parquet or .bin file, or a folder of them; empty: text that ships with Python")
     column: str = knob("text", "column of a parquet file that holds the text")
+    stream: str = knob("", "bucket or folder of token files that are fetched while they are needed, in place of path")
+    cache: str = knob("", "folder for fetched chunks; empty: in the system's folder for temporary files")
+    cache_gib: float = knob(16.0, "most a node keeps of a stream on its disk")
+    chunk_mib: float = knob(4.0, "size of a chunk of a stream, fetched by one request")
+    shuffle_chunks: int = knob(64, "chunks of a stream whose windows are shuffled among each other")
     seed: int = knob(0, "seed of the shuffle")
     validation_share: float = knob(0.01, "share of the windows kept for evaluation, where the data has no val file")
+    document_mask: bool = knob(
+        False, "keep attention within each document of a window, and restart positions there; a separator ends one"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,6 +211,9 @@ class RunConfig(StrategyOptions):
         "",
         "fewest:most ranks, such as `2:4`: continue without lost ranks, and admit new ones; empty: as `min_nodes` says",
     )
+    warm: bool = knob(
+        False, "elastic: keep a second process a rank that has imported torch, in which it starts again (Linux)"
+    )
     prefetch: bool = knob(True, "gather the next step's samples while this one computes")
     train: TrainConfig = field(default_factory=TrainConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
@@ -210,6 +228,12 @@ class Config(RunConfig):
     """A whole run of the language model."""
 
     init_from: str = knob("", "folder of a Hugging Face model whose shape and weights to begin with")
+    fused_loss: bool = knob(
+        False, "compute the last layer and the loss together, in chunks of positions: logits are never held whole"
+    )
+    scale_report: bool = knob(
+        False, "measure weak and strong scaling over this node's devices in short runs, and do not train"
+    )
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
@@ -237,8 +261,9 @@ def find_problem(config: Config) -> str | None:
         "--model.heads": model.heads,
         "--model.context": model.context,
         "--model.vocabulary_multiple": model.vocabulary_multiple,
+        "--data.shuffle_chunks": config.data.shuffle_chunks,
     }
-    if problem := find_small(positive, 1) or find_run_problem(config):
+    if problem := find_small(positive, 1) or find_run_problem(config) or find_expert_problem(model):
         return problem
     if model.width % model.heads and not model.head_width:
         return f"`--model.width {model.width}` is not a multiple of `--model.heads {model.heads}`"
@@ -252,6 +277,8 @@ def find_problem(config: Config) -> str | None:
         return "`--model.kind llama` has no dropout"
     if not 0.0 <= config.data.validation_share < 1.0:
         return f"`--data.validation_share` must be in [0, 1), not {config.data.validation_share}"
+    if config.data.stream and config.data.path:
+        return "`--data.stream` takes the place of `--data.path`"
     if model.positions and model.positions < model.context:
         return f"`--model.positions {model.positions}` is below `--model.context {model.context}`"
     if model.rope_scaling and not re.fullmatch(ROPE_SCALING, model.rope_scaling):
@@ -263,6 +290,21 @@ def find_problem(config: Config) -> str | None:
         "--lora.rank": config.lora.rank,
     }
     return find_small(natural, 0)
+
+
+def find_expert_problem(model: ModelConfig) -> str | None:
+    """Say what cannot work in the knobs of a mixture of experts, or None."""
+    natural = {
+        "--model.experts": model.experts,
+        "--model.expert_capacity": model.expert_capacity,
+        "--model.balance_weight": model.balance_weight,
+        "--model.router_z_weight": model.router_z_weight,
+    }
+    if problem := find_small(natural, 0) or find_small({"--model.experts_per_token": model.experts_per_token}, 1):
+        return problem
+    if model.experts and model.experts_per_token > model.experts:
+        return f"`--model.experts_per_token {model.experts_per_token}` is above `--model.experts {model.experts}`"
+    return None
 
 
 def find_run_problem(config: RunConfig) -> str | None:

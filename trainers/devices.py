@@ -77,13 +77,15 @@ def measure_memory_gib(device: torch.device) -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
 
 
-def check_memory(parameters: Iterable[Tensor], device: torch.device, config: RunConfig) -> None:
+def check_memory(
+    parameters: Iterable[Tensor], device: torch.device, config: RunConfig, *, state_bytes: float = BYTES_A_PARAMETER
+) -> None:
     """Raise a TrainerError where what every step needs, activations aside, is more than the device has."""
-    count = needed = 0
+    count, needed = 0, 0.0
     for parameter in parameters:
         size = (parameter.to_local() if hasattr(parameter, "to_local") else parameter).numel()
         count += size
-        needed += size * (BYTES_A_PARAMETER if parameter.requires_grad else BYTES_FROZEN)
+        needed += size * (state_bytes if parameter.requires_grad else BYTES_FROZEN)
     present = find_memory(device)
     if present is not None and needed > present:
         raise TrainerError(

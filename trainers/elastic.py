@@ -8,10 +8,8 @@ import json
 import math
 import os
 import queue
-import socket
 import sys
 import threading
-import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -22,7 +20,8 @@ from trainers.config import RunConfig
 from trainers.errors import TrainerError
 from trainers.launch import find_free_port
 from trainers.preemption import PreemptionNotice
-from trainers.wire import Wire, read_credential
+from trainers.rendezvous_search import Past, Places, read_past
+from trainers.standby import COMMAND_VARIABLE, EXIT_CODE_HANDED_OVER, PATH_VARIABLE, hand_over
 
 if TYPE_CHECKING:
     from trainers.checkpoint import CheckpointManager
@@ -32,7 +31,7 @@ if TYPE_CHECKING:
     from trainers.strategies.grid import Part
 
 BEAT_S = 2.0
-CONNECT_S_MAX = 120.0
+SEARCH_S = 3.0
 # A peer's death is heard of at once, a machine that vanished after `rendezvous.SILENCE_S_MAX`.
 CHANGE_S_MAX = 40.0
 LOCK_S_MAX = 30.0
@@ -41,7 +40,7 @@ VOTE_S_MAX = 120.0
 
 @dataclass(frozen=True, kw_only=True)
 class World:
-    """This generation, as the rendezvous announced it."""
+    """A generation of the gang, as the rendezvous announced it."""
 
     generation: int
     rank: int
@@ -49,6 +48,7 @@ class World:
     address: str
     port: int
     holdings: tuple[tuple[int, int, int], ...]  # of each rank: step of the state in its memory, which of how many parts
+    members: tuple[str, ...] = ()  # ids, where the rendezvous may move
 
     def read_holdings(self) -> "Sequence[Holding]":
         """Return what each rank kept from the previous world."""
@@ -59,10 +59,13 @@ class World:
 
 
 class Member:
-    """This process's place among workers that come and go."""
+    """The place of one process among workers that join and leave."""
 
     def __init__(self, meeting: str, *, unit: int = 1) -> None:
-        """Come to the rendezvous at `host:port`, and wait to be let into a world of a multiple of `unit` ranks."""
+        """Come to the rendezvous at `meeting`, and wait to be let into a world of a multiple of `unit` ranks.
+
+        `meeting` is a `host:port`, or one of each node joined by commas: then a run outlives its first node.
+        """
         self._kept = int(os.environ.get("BROKER_ELASTIC_STATE", "-1"))  # a file descriptor
         self._lock: Any = None
         self._position: Position | None = None
@@ -72,19 +75,14 @@ class Member:
         self._verdicts: queue.Queue[str] = queue.Queue()
         self.is_change_asked = False
         self._is_lost = threading.Event()
-        host, _, port = meeting.rpartition(":")
-        self._wire = connect(host, int(port))
-        self._id = os.environ["BROKER_ELASTIC_MEMBER"]
-        self._send(
-            kind="hello",
-            id=self._id,
-            port=find_free_port(),
-            order=json.loads(os.environ["BROKER_ELASTIC_ORDER"]),
-            holding=json.loads(os.environ.get("BROKER_ELASTIC_HOLDING", "[-1, 0, 1]")),
-            unit=unit,
-        )
+        self._past = read_past(os.environ)
+        self._places = Places(meeting, self._past)
+        self._is_done = False  # whether the end of the connection is of no account
+        self._restarting = threading.Lock()
+        self._id, self._unit = os.environ["BROKER_ELASTIC_MEMBER"], unit
+        self._leader, self._wire = self._places.connect()
         threading.Thread(target=self._beat, name="elastic-beat", daemon=True).start()
-        self.world = self._await_world()
+        self.world = self._join()
         os.environ.update(
             RANK=str(self.world.rank),
             WORLD_SIZE=str(self.world.world_size),
@@ -133,12 +131,15 @@ class Member:
             return "stop"
         self._send(kind="vote", is_leaving=is_leaving)
         try:
-            return self._verdicts.get(timeout=VOTE_S_MAX)
+            verdict = self._verdicts.get(timeout=VOTE_S_MAX)
         except queue.Empty:
-            return "stop"
+            verdict = "stop"
+        self._is_done = verdict in ("go", "stop")
+        return verdict
 
     def finish(self) -> None:
         """Report the end of the run, so that this process is not missed."""
+        self._is_done = True
         self._send(kind="done")
 
     def await_change(self) -> None:
@@ -146,7 +147,8 @@ class Member:
         self._is_lost.wait(CHANGE_S_MAX)
 
     def restart(self) -> None:
-        """Execute the program again, with the state in memory. Does not return."""
+        """Execute the program again, with the state in memory. Does not return, not for a second thread either."""
+        self._restarting.acquire()
         if self._position is not None and self._part is not None:
             import torch
 
@@ -163,6 +165,7 @@ class Member:
             self._kept = kept
             holding = [self._position.steps_done, self._part.index, self._part.count]
             os.environ["BROKER_ELASTIC_HOLDING"] = json.dumps(holding)
+        world = self.world
         for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
             os.environ.pop(name, None)
         for descriptor in Path("/proc/self/fd").iterdir():
@@ -172,20 +175,67 @@ class Member:
                     int(descriptor.name), int(descriptor.name) <= 2 or int(descriptor.name) == self._kept
                 )
         os.environ["BROKER_ELASTIC_STATE"] = str(self._kept)
+        os.environ.update(Past(leader=self._leader, generation=world.generation, members=world.members).write())
         sys.stdout.flush()
-        os.execv(sys.executable, sys.orig_argv)
+        path = os.environ.get(PATH_VARIABLE)
+        if path and hand_over(path, os.environ, self._kept):
+            os._exit(EXIT_CODE_HANDED_OVER)
+        command = os.environ.get(COMMAND_VARIABLE)  # a standby's own command line is another one
+        os.execv(sys.executable, json.loads(command) if command else sys.orig_argv)
 
-    def _await_world(self) -> World:
+    def _join(self) -> World:
+        """Find the rendezvous and wait there for a world; look for it again if it moves meanwhile."""
+        while True:
+            self._send(**self._introduce())
+            found = threading.Event()
+            threading.Thread(target=self._search, args=(found,), name="elastic-search", daemon=True).start()
+            try:
+                world = self._await_world()
+            finally:
+                found.set()
+            if world is not None:
+                return world
+            self._wire.close()
+            if self._places.is_one:
+                raise TrainerError("the rendezvous of `--elastic` ended: the first node is gone")
+            self._leader, self._wire = self._places.connect()
+
+    def _introduce(self) -> dict[str, Any]:
+        past = self._past
+        hello = {
+            "kind": "hello",
+            "id": self._id,
+            "port": find_free_port(),
+            "order": json.loads(os.environ["BROKER_ELASTIC_ORDER"]),
+            "holding": json.loads(os.environ.get("BROKER_ELASTIC_HOLDING", "[-1, 0, 1]")),
+            "unit": self._unit,
+        }
+        if past.generation and self._leader != past.leader:
+            hello |= {"generation": past.generation, "former": list(past.members), "lost": f"{past.leader}."}
+        return hello
+
+    def _search(self, found: threading.Event) -> None:
+        """While waiting for a world, leave for a place where the run continues."""
+        wire, leader = self._wire, self._leader
+        while not self._places.is_one and not found.wait(SEARCH_S):
+            if self._places.find_better(leader):
+                if not found.is_set():
+                    wire.close()
+                return
+
+    def _await_world(self) -> World | None:
+        """Return the world, or None where the connection ends first."""
         with suppress(OSError, ValueError):
             while True:
                 message = self._wire.read()
                 if message.pop("kind") == "world":
+                    message["members"] = tuple(message.get("members", ()))
                     return World(**{**message, "holdings": tuple(map(tuple, message["holdings"]))})
                 if message.get("is_over"):
                     raise SystemExit(0)  # others have done all steps before a place was free here
                 if "reason" in message:
                     raise TrainerError(message["reason"])
-        raise TrainerError("the rendezvous of `--elastic` ended: the first node is gone")
+        return None
 
     def _listen(self) -> None:
         with suppress(OSError, ValueError):
@@ -197,6 +247,8 @@ class Member:
                     self.restart()
                 elif message["kind"] == "verdict":
                     self._verdicts.put(message["verdict"])
+        if not self._places.is_one and not self._is_done:
+            self.restart()  # the leader was lost, its ranks with it
         self._is_lost.set()  # training continues; the next loss ends it
 
     def _beat(self) -> None:
@@ -246,24 +298,3 @@ def find_unit(config: RunConfig) -> int:
     if config.mesh:
         return math.prod(int(word) for word in config.mesh.split("x") if word.isdecimal() and int(word))
     return int(os.environ["LOCAL_WORLD_SIZE"]) if len(find_axes(config.strategy)) > 1 else 1
-
-
-def connect(host: str, port: int) -> Wire:
-    """Try until the first node listens and takes us for a member of its run."""
-    credential = read_credential(os.environ)
-    if credential is None:
-        raise TrainerError("`BROKER_ELASTIC_AT` is set without `BROKER_GANG_PEM`: start workers with trainers.launch")
-    end_s = time.monotonic() + CONNECT_S_MAX
-    while True:
-        try:
-            connection = socket.create_connection((host, port), timeout=10)
-            try:
-                return Wire(connection, credential)
-            except BaseException:
-                connection.close()
-                raise
-        except (OSError, ValueError) as error:
-            if time.monotonic() > end_s:
-                words = f"the rendezvous of `--elastic` at {host}:{port} cannot be reached: {error}"
-                raise TrainerError(words) from error
-            time.sleep(0.2)

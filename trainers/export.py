@@ -80,10 +80,11 @@ def export_hugging_face(url: str, output: Path, dtype: str, *, tokenizer: str | 
     model, lora = ModelConfig(**about["model"]), LoraConfig(**about["lora"])
     if lora.rank:
         tensors = merge_adapters(tensors, scale=lora.alpha / lora.rank)
+    shape = write_shape(model, dtype=dtype)
     weights = {weight.theirs: to_theirs(tensors[weight.ours], weight.layout, model) for weight in list_weights(model)}
     output.mkdir(parents=True, exist_ok=True)
     write_safetensors(output / SINGLE_FILE, convert(weights, dtype), {"format": "pt", "step": str(step)})
-    (output / "config.json").write_text(json.dumps(write_shape(model, dtype=dtype), indent=2) + "\n")
+    (output / "config.json").write_text(json.dumps(shape, indent=2) + "\n")
     copied = copy_tokenizer(tokenizer or about.get("init_from"), output)
     print(f"step {step} is in `{output}` ({'with' if copied else 'without'} a tokenizer)")
 

@@ -121,7 +121,9 @@ def _read_scaling(rope: Mapping[str, Any]) -> str:
 
 
 def write_shape(model: ModelConfig, *, dtype: str) -> dict[str, Any]:
-    """Return a `config.json` under which transformers computes what our model does."""
+    """Return a `config.json` under which transformers computes what our model does. TrainerError for a mixture."""
+    if model.experts:
+        raise TrainerError("a mixture of experts cannot be written for Hugging Face: export without `--format hf`")
     positions = max(model.positions, model.context)
     common = {"vocab_size": model.vocabulary, "tie_word_embeddings": model.tie_embeddings, "torch_dtype": dtype}
     if model.kind == "gpt":

@@ -26,7 +26,7 @@ SHOWN_COUNT = 256
 def main(arguments: Sequence[str]) -> int:
     """Train as the flags and the environment say; return the exit code."""
     config = parse_config(arguments)
-    code = launch_if_needed("trainers.image", arguments, elastic=config.elastic)
+    code = launch_if_needed("trainers.image", arguments, elastic=config.elastic, is_warm=config.warm)
     return run_session(config, partial(build, config)) if code is None else code
 
 

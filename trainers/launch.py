@@ -15,10 +15,14 @@ import sys
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from trainers.errors import TrainerError
 from trainers.preemption import EXIT_CODE_PREEMPTED
+from trainers.standby import EXIT_CODE_HANDED_OVER, PATH_VARIABLE, Standbys, hand_over
+
+if TYPE_CHECKING:
+    from trainers import rendezvous_server
 
 PORT_DEFAULT = 29500  # torchrun's own
 USAGE = "usage: python -m trainers.launch [--workers COUNT] -m MODULE [ARGUMENT ...]"
@@ -36,6 +40,8 @@ hint: in a task, `setup: python3 -m trainers.setup` installs what fits the node;
 GRACE_S = 5.0
 # Restarts of killed workers on one node of an elastic run: memory that does not suffice will not the next time.
 RESTARTS_MAX = 3
+# At the end of an elastic run, for ranks of other nodes to end before their rendezvous does.
+DEPARTURES_S_MAX = 10.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +53,7 @@ class Plan:
     node_count: int
     master_address: str
     master_port: int | None
+    addresses: tuple[str, ...] = ("127.0.0.1",)
     nodes_min: int | None = None  # the broker continues with this many nodes, the first among them
 
     @property
@@ -72,7 +79,8 @@ def main(arguments: Sequence[str]) -> int:
     plan = read_plan(os.environ, workers)
     command = [sys.executable, *command]
     if elastic := find_elastic(command):
-        return run_elastic(plan, elastic, command)
+        is_warm = any(word in ("--warm", "--warm=true") for word in command)
+        return run_elastic(plan, elastic, command, is_warm=is_warm)
     return run_fixed(plan, command)
 
 
@@ -85,12 +93,14 @@ def run_fixed(plan: Plan, command: list[str]) -> int:
     return run_workers([(command, {**os.environ, **plan.worker_variables(rank, port)}) for rank in range(plan.workers)])
 
 
-def launch_if_needed(module: str | None, arguments: Sequence[str], *, elastic: str | None = None) -> int | None:
+def launch_if_needed(
+    module: str | None, arguments: Sequence[str], *, elastic: str | None = None, is_warm: bool = False
+) -> int | None:
     """Learn this process's place among the ranks, or start them all.
 
     `module` is started with `arguments`; None starts this very command line again. `elastic` is the knob of a trainer
-    that has one, as its flags and its config file say. Returns the exit code of the workers that were started; None
-    where this process is itself a rank.
+    that has one, as its flags and its config file say; `is_warm` starts standbys for its workers. Returns the exit code
+    of the workers that were started; None where this process is itself a rank.
     """
     check_torch()
     if "RANK" in os.environ or "BROKER_ELASTIC_AT" in os.environ:  # under torchrun, or one of our own workers
@@ -99,7 +109,7 @@ def launch_if_needed(module: str | None, arguments: Sequence[str], *, elastic: s
     bounds = None if elastic is None else parse_elastic(elastic) if elastic else plan.elastic
     command = [sys.executable, *(["-m", module, *arguments] if module else sys.orig_argv[1:])]
     if bounds:
-        return run_elastic(plan, bounds, command)
+        return run_elastic(plan, bounds, command, is_warm=is_warm)
     if plan.workers > 1:
         return run_fixed(plan, command)
     if plan.node_count > 1:
@@ -145,37 +155,56 @@ def read_plan(variables: Mapping[str, str], workers: int | None = None) -> Plan:
         node_rank=int(variables.get("SKYPILOT_NODE_RANK") or 0),
         node_count=node_count,
         master_address=addresses[0] if addresses and node_count > 1 else "127.0.0.1",
+        addresses=tuple(addresses[:node_count] if node_count > 1 else ()) or ("127.0.0.1",),
         master_port=int(port) if port else None,
         nodes_min=int(nodes_min) if nodes_min and node_count > 1 else None,
     )
 
 
-def run_elastic(plan: Plan, bounds: tuple[int, int], command: list[str]) -> int:
-    """Run workers that find their ranks at the first node's rendezvous, which is here if this is that node."""
+def run_elastic(plan: Plan, bounds: tuple[int, int], command: list[str], *, is_warm: bool = False) -> int:
+    """Run workers that find their ranks at a rendezvous: the first node's, or another's after that node was lost."""
     port = plan.master_port or (find_free_port() if plan.node_count == 1 else PORT_DEFAULT)
     given = {name: os.environ[name] for name in ("BROKER_GANG_PEM",) if os.environ.get(name)}
     if not given and plan.node_count > 1:
         raise SystemExit(PEM_MISSING)
     given = given or {"BROKER_ELASTIC_SECRET": os.urandom(32).hex()}
-    if plan.node_rank == 0:
-        serve_rendezvous(plan, bounds, port, given)
+    places = [f"{address}:{port + rank}" for rank, address in enumerate(plan.addresses)]
+    # Where few may continue without many, too few of them would be left to know that no others continue too.
+    if 2 * bounds[0] <= bounds[1] or len(places) != plan.node_count:
+        places = [f"{plan.master_address}:{port}"]
+    server = None
+    if plan.node_rank < len(places):
+        rendezvous = {"least": bounds[0], "most": bounds[1], "is_movable": len(places) > 1}
+        server = serve_rendezvous(plan, rendezvous, port + plan.node_rank, given)
+
+    # Only modules and scripts: a standby cannot take over options of the interpreter.
+    is_plain = command[1] == "-m" or not command[1].startswith("-")
+    standbys = Standbys(command) if is_warm and is_plain and sys.platform == "linux" else None
 
     def prepare(local_rank: int) -> tuple[list[str], dict[str, str]]:
         return command, {
             **os.environ,
             **given,
+            **(standbys.find_variables(local_rank) if standbys else {}),
             "LOCAL_RANK": str(local_rank),
             "LOCAL_WORLD_SIZE": str(plan.workers),
-            "BROKER_ELASTIC_AT": f"{plan.master_address}:{port}",
-            "BROKER_ELASTIC_MEMBER": uuid.uuid4().hex,
+            "BROKER_ELASTIC_AT": ",".join(places),
+            # Begins with its node: all of a node's are lost with it.
+            "BROKER_ELASTIC_MEMBER": f"{plan.node_rank}.{uuid.uuid4().hex[:16]}",
             # After all that were in the generation before; among newcomers in the order of nodes.
             "BROKER_ELASTIC_ORDER": f"[1, {plan.node_rank * plan.workers + local_rank}]",
         }
 
-    return run_workers([prepare(rank) for rank in range(plan.workers)], prepare_again=prepare)
+    commands = [prepare(rank) for rank in range(plan.workers)]
+    code = run_workers(commands, prepare_again=prepare, standbys=standbys)
+    if server is not None and code == 0:
+        server.await_departures(DEPARTURES_S_MAX)
+    return code
 
 
-def serve_rendezvous(plan: Plan, bounds: tuple[int, int], port: int, given: Mapping[str, str]) -> None:
+def serve_rendezvous(
+    plan: Plan, settings: Mapping[str, Any], port: int, given: Mapping[str, str]
+) -> "rendezvous_server.Server | None":
     """Let workers meet here; those that were given the same credential."""
     from trainers.rendezvous import Rendezvous  # asyncio and ssl, which plain runs need not import
     from trainers.rendezvous_server import Server
@@ -183,15 +212,20 @@ def serve_rendezvous(plan: Plan, bounds: tuple[int, int], port: int, given: Mapp
 
     credential = read_credential(given)
     assert credential is not None, "a PEM or a secret"
-    rendezvous = Rendezvous(least=bounds[0], most=bounds[1], first_count=plan.node_count * plan.workers)
+    rendezvous = Rendezvous(first_count=plan.node_count * plan.workers, **settings)
     try:
-        server = Server(rendezvous, plan.master_address, port, credential)
+        server = Server(rendezvous, plan.addresses[plan.node_rank], port, credential)
     except TrainerError as error:
         raise SystemExit(f"error: {error}") from None
+    except OSError as error:
+        if plan.node_rank == 0:
+            raise
+        print(f"note: port {port}: {error.strerror}; the run cannot continue from this node alone", file=sys.stderr)
+        return None
     if server.address in ("0.0.0.0", "::"):
-        print(
-            f"{plan.master_address} is not of this machine: the rendezvous listens on all interfaces", file=sys.stderr
-        )
+        address = plan.addresses[plan.node_rank]
+        print(f"{address} is not of this machine: the rendezvous listens on all interfaces", file=sys.stderr)
+    return server
 
 
 def find_elastic(arguments: Sequence[str]) -> tuple[int, int] | None:
@@ -218,11 +252,15 @@ def parse_elastic(text: str) -> tuple[int, int]:
 Command = tuple[list[str], Mapping[str, str]]
 
 
-def run_workers(commands: Sequence[Command], prepare_again: Callable[[int], Command] | None = None) -> int:
+def run_workers(
+    commands: Sequence[Command],
+    prepare_again: Callable[[int], Command] | None = None,
+    standbys: Standbys | None = None,
+) -> int:
     """Start all, pass SIGTERM on, and end the others when one fails.
 
     With `prepare_again` a worker killed by a signal is restarted, a few times a node, and one that was preempted
-    leaves the others be.
+    leaves the others be. With `standbys` a worker that starts again does so in its standby.
     """
     running: dict[int, int] = {}
     restarts_left = RESTARTS_MAX if prepare_again else 0
@@ -231,15 +269,21 @@ def run_workers(commands: Sequence[Command], prepare_again: Callable[[int], Comm
     signal.signal(signal.SIGALRM, lambda *_: _send(signal.SIGKILL, running))
     for place, (command, environment) in enumerate(commands):
         running[os.posix_spawn(command[0], command, environment)] = place
+        if standbys:
+            standbys.start(place)
     exit_code = 0
     while running:
         pid, status = os.wait()
+        if standbys and standbys.forget(pid):
+            continue
         place = running.pop(pid)
         code = os.waitstatus_to_exitcode(status)
+        if code == EXIT_CODE_HANDED_OVER and standbys and (successor := standbys.take(place)):
+            running[successor] = place
+            continue
         if code < 0 and restarts_left and prepare_again and not exit_code:
             restarts_left -= 1
-            command, environment = prepare_again(place)
-            running[os.posix_spawn(command[0], command, environment)] = place
+            running[_start_again(place, prepare_again(place), standbys)] = place
             continue
         if code == EXIT_CODE_PREEMPTED and prepare_again:
             exit_code = exit_code or code
@@ -248,7 +292,18 @@ def run_workers(commands: Sequence[Command], prepare_again: Callable[[int], Comm
             # Not at once: after a preemption the first rank may still be reporting its checkpoint.
             signal.setitimer(signal.ITIMER_REAL, GRACE_S)
     signal.setitimer(signal.ITIMER_REAL, 0)
+    if standbys:
+        standbys.end()
     return exit_code
+
+
+def _start_again(place: int, command: Command, standbys: Standbys | None) -> int:
+    arguments, environment = command
+    if standbys and hand_over(environment[PATH_VARIABLE], environment, -1):
+        successor = standbys.take(place)
+        if successor:
+            return successor
+    return os.posix_spawn(arguments[0], arguments, environment)
 
 
 def _send(signal_number: int, pids: Iterable[int]) -> None:

@@ -10,11 +10,12 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainers.config import Config, ModelConfig, parse_config
+from trainers.config import Config, ModelConfig, parse_config, to_arguments
 from trainers.errors import TrainerError
 from trainers.hugging_face import adopt_shape, load_weights
 from trainers.launch import end_process, launch_if_needed
-from trainers.recipe import Recipe
+from trainers.recipe import Forward, Loss, Recipe, call_model
+from trainers.scale_report import report_scaling
 from trainers.session import run_session
 
 if TYPE_CHECKING:  # torch is imported after the flags are checked and SIGTERM is handled
@@ -22,6 +23,9 @@ if TYPE_CHECKING:  # torch is imported after the flags are checked and SIGTERM i
 
     from trainers.models.decoder import Decoder
     from trainers.tokens import Tokens
+
+# Of strategies whose ranks call the whole model with whole samples.
+WHOLE_SAMPLE_AXES = {"replicate", "shard", "island", "server"}
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -31,8 +35,10 @@ def main(arguments: Sequence[str]) -> int:
     except TrainerError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    if config.scale_report:
+        return report_scaling(to_arguments(dataclasses.replace(config, scale_report=False)), batch=config.train.batch)
     # Start one process per GPU, unless this process is one of them.
-    exit_code = launch_if_needed("trainers.lm", arguments, elastic=config.elastic)
+    exit_code = launch_if_needed("trainers.lm", arguments, elastic=config.elastic, is_warm=config.warm)
     if exit_code is not None:
         return exit_code
     # Join the other ranks, build the recipe, resume, train (trainers/loop.py), save.
@@ -44,13 +50,16 @@ def build(config: Config, device: "torch.device", is_spread: bool = False) -> Re
     import torch
 
     from trainers.lora import add_adapters, check_strategy
-    from trainers.losses import next_token_loss
     from trainers.models import create_language_model
+    from trainers.models.experts import count_idle_parameters
+    from trainers.packing import NamedBatches
     from trainers.tokens import open_corpora, open_tokens
 
     # Data.
     tokens = open_tokens(config.data)
     training, validation = open_corpora(config.data, tokens, config.model.context)
+
+    forward, loss = choose_forward(config, tokens.separator)
 
     # Model. On the `meta` device it takes no memory until that is known to suffice; but a tied weight that is already
     # spread over ranks cannot be tied again.
@@ -69,13 +78,14 @@ def build(config: Config, device: "torch.device", is_spread: bool = False) -> Re
     initialize = partial(initialize_weights, config, shape, model)
     if not is_empty:
         initialize(device, is_allocated=True)
-    parameter_count = sum(parameter.numel() for parameter in model.parameters())
+    parameter_count = sum(parameter.numel() for parameter in model.parameters()) - count_idle_parameters(shape)
 
     return Recipe(
         model=model,
-        training=training,
-        validation=validation,
-        loss=next_token_loss(config.train.z_loss),
+        training=NamedBatches(training) if config.fused_loss else training,
+        validation=NamedBatches(validation) if config.fused_loss and validation is not None else validation,
+        loss=loss,
+        forward=forward,
         unit="tokens",
         units_per_sample=config.model.context,
         flops_per_sample=count_flops(config, parameter_count, vocabulary),
@@ -83,6 +93,28 @@ def build(config: Config, device: "torch.device", is_spread: bool = False) -> Re
         demonstrate=partial(write_sample, config, tokens, device) if config.sample.tokens else None,
         about=describe(config, shape),
     )
+
+
+def choose_forward(config: Config, separator: int | None) -> "tuple[Forward, Loss]":
+    """Return how the model is called and what its loss is; a strategy that cannot do that is a TrainerError."""
+    from trainers.losses import next_token_loss
+    from trainers.packing import LanguageForward, take_loss
+    from trainers.strategies import find_axes
+
+    axes = set(find_axes(config.strategy)) - WHOLE_SAMPLE_AXES
+    if config.fused_loss and axes:
+        raise TrainerError(f"`--fused_loss` needs the whole last layer on each rank, unlike `{config.strategy}`")
+    if config.data.document_mask and axes - {"tensor"}:
+        raise TrainerError(f"`--data.document_mask` needs whole windows on each rank, unlike `{config.strategy}`")
+    if config.data.document_mask and separator is None:
+        raise TrainerError(
+            "it is unknown which id separates documents\n\n"
+            'hint: add `"separator": ID` to tokens.json, or prepare the data again'
+        )
+    if not config.fused_loss and not config.data.document_mask:
+        return call_model, next_token_loss(config.train.z_loss)
+    forward = LanguageForward(separator=separator if config.data.document_mask else None, z_weight=config.train.z_loss)
+    return forward, take_loss if config.fused_loss else next_token_loss(config.train.z_loss)
 
 
 def initialize_weights(
@@ -107,7 +139,7 @@ def describe(config: Config, shape: ModelConfig) -> dict[str, Any]:
 
 
 def count_flops(config: Config, parameter_count: int, vocabulary: int) -> float:
-    """Count the operations of one sample, forward and backward.
+    """Count the operations of one sample, forward and backward; of experts, those that a token uses.
 
     6 for each weight and token, and those of attention (arXiv:2204.02311, appendix B). An embedding is looked up, not
     multiplied with; one that is tied to the last layer is both.

@@ -114,7 +114,7 @@ def iterate_steps(
             loss = strategy.run_schedule(model, passes)
         else:
             loss = forward_backward(model, passes, strategy)
-        scaling.unscale(model.parameters())
+        scaling.unscale(parameter for _, parameter in strategy.list_trained(model))
         norm = strategy.clip(model, config.norm_max)
         optimizer.skip_unless(torch.isfinite(norm))
         is_overflow = scaling.is_on and scaling.note(is_finite=bool(torch.isfinite(norm)))
@@ -137,12 +137,14 @@ def forward_backward(model: nn.Module, passes: Passes, strategy: Strategy) -> Te
     """Accumulate the mean gradient of the global batch; return this rank's part of the mean loss, on the device."""
     total = torch.zeros((), dtype=torch.float64, device=passes.device)
     for index, micro_batch in enumerate(passes.micro_batches, start=1):
+        scale = passes.scale(micro_batch)
+        strategy.scale_own_losses(model, scale)
         # The strategy delays the exchange of gradients until the last backward pass.
         with strategy.micro_step(model, last=index == len(passes.micro_batches)):
             with passes.precision():
                 outputs = passes.forward(model, micro_batch.inputs)
             loss = passes.loss(outputs, micro_batch.targets)
-            (loss * passes.scale(micro_batch)).backward()
+            (loss * scale).backward()
         total += loss.detach().double() * micro_batch.weight
     return total
 
@@ -156,7 +158,7 @@ def read_passes(
         batch = to_device(work.samples.read(samples.start, len(samples)), ranks.device)
         inputs, targets = split_batch(batch)
         micro_batches.append(MicroBatch(inputs=inputs, targets=targets, weight=weight))
-    return Passes(
+    passes = Passes(
         micro_batches=micro_batches,
         forward=work.forward,
         loss=work.loss,
@@ -165,6 +167,7 @@ def read_passes(
         loss_scale=loss_scale,
         device=ranks.device,
     )
+    return strategy.cut(passes)
 
 
 @dataclass(kw_only=True)

@@ -86,7 +86,9 @@ def prepare(
         done = begin + size
     train.finish()
     validation.finish()
-    about = {"dtype": dtype, "tokenizer": tokenizer.name, "vocabulary": tokenizer.vocabulary}
+    about: dict[str, object] = {"dtype": dtype, "tokenizer": tokenizer.name, "vocabulary": tokenizer.vocabulary}
+    if len(tokenizer.separator) == 1:
+        about["separator"] = tokenizer.separator[0]
     about |= {"training_tokens": train.written, "validation_tokens": validation.written}
     (output / "tokens.json").write_text(json.dumps(about, indent=1) + "\n")
     progress.finish(train.written, validation.written, output)

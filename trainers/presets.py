@@ -32,6 +32,8 @@ def _optimisation(steps: int, batch: int, micro_batch: int, peak: float, warmup_
 _GPT2 = {"vocabulary": 50257, "tie_embeddings": True}
 # Llama 2, arXiv:2307.09288, and Llama 3, arXiv:2407.21783, table 3.
 _LLAMA3 = {"kind": "llama", "key_value_heads": 8, "vocabulary": 128256, "rope_theta": 500000.0}
+# Mixtral 8x7B, arXiv:2401.04088, table 1. Its batch and learning rate are not published: those of Llama 2 7B.
+_MIXTRAL = {"kind": "llama", "key_value_heads": 8, "hidden_width": 14336, "vocabulary": 32000, "rope_theta": 1000000.0}
 # Under FSDP parameters are gathered in bfloat16, and gradients summed in float32 (torchtitan's defaults).
 _BFLOAT16 = {"dtype": "bfloat16", "fsdp.param_dtype": "bfloat16", "fsdp.reduce_dtype": "float32"}
 _LARGE = {**_BFLOAT16, "recompute": "selective"}
@@ -55,4 +57,8 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     | _optimisation(500_000, 512, 1, 3e-4, 2000)
     | _LARGE
     | {"strategy": "fsdp"},
+    "mixtral-8x7b": _shape(32, 4096, 32, 4096, experts=8, experts_per_token=2, **_MIXTRAL)
+    | _optimisation(500_000, 1024, 1, 3e-4, 2000)
+    | _LARGE
+    | {"strategy": "fsdp", "model.router_z_weight": 1e-3},
 }

@@ -6,7 +6,7 @@ import torch
 
 
 class RandomNumbers:
-    """This process's torch generators."""
+    """The torch generators of one process."""
 
     def __init__(self, device: torch.device) -> None:
         """Cover the CPU's generator and, on a GPU, that device's."""

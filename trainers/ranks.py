@@ -30,7 +30,7 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 
 @dataclass(frozen=True, kw_only=True)
 class Ranks:
-    """This process's place among all, and the group that background work may use beside the loop."""
+    """The rank of one process among all, and the group that background work may use beside the loop."""
 
     rank: int
     world_size: int

@@ -1,8 +1,8 @@
 """Where the ranks of an elastic run meet: who is in, in which order, and when the world changes.
 
-Runs in the launcher of the first node (`rendezvous_server.py`) and imports no torch. Each worker keeps one connection,
-of JSON lines; the connection that ends is a worker that is gone. Every change begins a new generation, for which all
-workers start again.
+Runs in the launcher of one node (`rendezvous_server.py`), the first unless that was lost, and imports no torch. Each
+worker keeps one connection, of JSON lines; the connection that ends is a worker that is gone. Every change begins a new
+generation, for which all workers start again.
 """
 
 import json
@@ -29,6 +29,9 @@ class Member:
     writer: Any
     holding: tuple[int, int, int] = (-1, 0, 1)  # step of the state in its memory, -1 for none; which of how many parts
     unit: int = 1  # the ranks of its world must be a multiple of this many
+    generation: int = 0  # the world it comes from, 0 for none
+    former: tuple[str, ...] = ()  # ids of that world, sent where its rendezvous was another
+    lost: str = ""  # how ids of the node begin whose rendezvous was lost
 
     def send(self, **message: Any) -> None:
         """Send one line; a connection that broke is noticed where it is read."""
@@ -50,12 +53,19 @@ class Rendezvous:
     current: dict[str, Member] = field(default_factory=dict)
     expected: set[str] = field(default_factory=set)  # survivors that will come back
     votes: dict[str, bool] = field(default_factory=dict)
+    # Whether the run continues at another node when this one is lost. Two parts of a divided network may then both look
+    # for a world: only one of them has more than half of the world before, or half of it and its rendezvous.
+    is_movable: bool = False
+    is_adopted: bool = False  # whether the world before met elsewhere
+    quorum: set[str] = field(default_factory=set)  # ids of the world before, without those that left by vote
     unit: int = 1
     is_late: bool = False  # whether the time to come back has passed
     on_gather: Callable[[], None] = lambda: None
 
     def arrive(self, member: Member) -> None:
         """Add a worker that asks to be let in."""
+        if member.former and member.generation > self.generation:
+            self._adopt(member)
         self.waiting[member.id] = member
         self.expected.discard(member.id)
         self.unit = member.unit  # equal for all: it follows from the flags
@@ -103,6 +113,7 @@ class Rendezvous:
         for key, member in self.current.items():
             member.send(kind="verdict", verdict=verdicts[key])
         if "again" in verdicts.values():
+            self.quorum = staying
             self.gather(staying)
 
     def gather(self, expected: set[str]) -> None:
@@ -112,12 +123,24 @@ class Rendezvous:
         self.on_gather()
         self.consider()
 
+    def _adopt(self, member: Member) -> None:
+        """Gather the world of a rendezvous that was lost."""
+        for other in self.current.values():  # of a world that continued without this node
+            other.send(kind="change")
+        self.current, self.is_adopted = {}, True
+        self.generation, self.quorum = member.generation, set(member.former)
+        self.gather({key for key in member.former if not (member.lost and key.startswith(member.lost))})
+
     def consider(self) -> None:
         """Let the members in when all are here, or when enough are and the time is up."""
         count = self._fit(len(self.waiting))
         is_complete = not self.expected if self.generation else count >= min(self.first_count, self.most)
-        if count >= self.least and (is_complete or self.is_late):
+        if count >= self.least and (is_complete or self.is_late) and self._has_quorum():
             self._form()
+
+    def _has_quorum(self) -> bool:
+        back = self.quorum & self.waiting.keys()
+        return not self.is_movable or 2 * len(back) >= len(self.quorum) + self.is_adopted
 
     def _fit(self, count: int) -> int:
         """Return how many of the members can make up a world."""
@@ -131,8 +154,11 @@ class Rendezvous:
 
     def give_up(self) -> None:
         """End the run for the ranks that wait: too few are left."""
+        reason = f"{len(self.waiting)} ranks are left, and `--elastic` asks for {self.least}"
+        if self._fit(len(self.waiting)) >= self.least and not self._has_quorum():
+            reason = f"too many of the {len(self.quorum)} ranks were lost at once; they may continue elsewhere"
         for member in self.waiting.values():
-            member.send(kind="end", reason=f"{len(self.waiting)} ranks are left, and `--elastic` asks for {self.least}")
+            member.send(kind="end", reason=reason)
 
     def _form(self) -> None:
         members = arrange(sorted(self.waiting.values(), key=lambda member: member.order))
@@ -142,9 +168,11 @@ class Rendezvous:
         self.is_gathering = False
         self.expected, self.votes = set(), {}
         self.current = {member.id: member for member in chosen}
+        self.quorum, self.is_adopted = set(self.current), False
         self.waiting = {member.id: member for member in spare}
         holdings = [member.holding for member in chosen]
-        for rank, member in enumerate(chosen):
+        # The first rank last: it is on this node, and when it is lost in its first moment the others know their world.
+        for rank, member in reversed(list(enumerate(chosen))):
             member.send(
                 kind="world",
                 generation=self.generation,
@@ -153,6 +181,7 @@ class Rendezvous:
                 address=chosen[0].address,
                 port=chosen[0].port,
                 holdings=holdings,
+                **({"members": list(self.current)} if self.is_movable else {}),
             )
 
 

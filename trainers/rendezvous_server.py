@@ -1,12 +1,14 @@
 """Puts a `Rendezvous` on a port. Whoever cannot authenticate is not listened to, and cannot keep others out.
 
-JSON lines. From a worker: hello {id, port, order, holding, unit} first, then vote {is_leaving}, done, beat. To it:
-welcome, then what `Rendezvous` sends.
+JSON lines. From a worker: hello {id, port, order, holding, unit} first, then vote {is_leaving}, done, beat; one whose
+rendezvous was lost adds {generation, former, lost}. To it: welcome, then what `Rendezvous` sends. `where` asks for the
+state of the rendezvous, before hello.
 """
 
 import asyncio
 import errno
 import hmac
+import json
 import socket
 import threading
 from contextlib import suppress
@@ -14,19 +16,24 @@ from typing import Any
 
 from trainers.errors import TrainerError
 from trainers.rendezvous import RETURN_S_MAX, SILENCE_S_MAX, WAIT_S_MAX, Member, Rendezvous
-from trainers.wire import HANDSHAKE_S, Credential, parse_line
+from trainers.wire import HANDSHAKE_S, LINE_BYTES_MAX, Credential, parse_line
 
 STRANGERS_MAX = 512  # connections that are not authenticated yet; the one that waits longest makes room
 UNSENT_BYTES_MAX = 1 << 20  # a worker that does not read is gone
 WHOLE_MAX = 2**31
 UNIT_MAX = 2**20
+FORMER_MAX = 2**16
+DEPARTURES_S = 0.05
 
 
 class Server:
     """Listens from the start, in a thread of its own."""
 
     def __init__(self, rendezvous: Rendezvous, host: str, port: int, credential: Credential) -> None:
-        """A port that is taken is an OSError, an unreadable credential a TrainerError."""
+        """Listen on `port`.
+
+        Raises: OSError if the port is taken, TrainerError if the credential cannot be read.
+        """
         self._rendezvous = rendezvous
         self._context = credential.make_context(is_server=True)
         self._greeting = credential.greeting
@@ -38,6 +45,7 @@ class Server:
         self._timers: list[asyncio.TimerHandle] = []
         self._strangers: dict[asyncio.Task[None], socket.socket] = {}  # the oldest first
         self._tasks: set[asyncio.Task[None]] = set()
+        self._is_empty = threading.Event()  # whether no member of the world is connected, once that is asked
         rendezvous.on_gather = self._set_timers
         self._loop.call_soon(self._set_timers)
         self._thread = threading.Thread(target=self._run, name="rendezvous", daemon=True)
@@ -47,6 +55,17 @@ class Server:
         """End all connections and the thread; tests do."""
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
+
+    def await_departures(self, timeout_s: float) -> None:
+        """Wait until all members of the world have ended: one that lost us first would look for another rendezvous."""
+        self._loop.call_soon_threadsafe(self._check_departures)
+        self._is_empty.wait(timeout_s)
+
+    def _check_departures(self) -> None:
+        if not self._rendezvous.current:
+            self._is_empty.set()
+        else:
+            self._loop.call_later(DEPARTURES_S, self._check_departures)
 
     def _run(self) -> None:
         accepting = self._loop.create_task(self._accept())
@@ -108,7 +127,7 @@ class Server:
         asyncio keeps the transport of an unfinished handshake to itself: the end of file is what closes it.
         """
         transport: asyncio.BaseTransport | None = None
-        reader = asyncio.StreamReader()
+        reader = asyncio.StreamReader(limit=LINE_BYTES_MAX)
         protocol = asyncio.StreamReaderProtocol(reader)
         try:
             connection.setblocking(False)
@@ -135,9 +154,11 @@ class Server:
         try:
             while line := await asyncio.wait_for(reader.readline(), SILENCE_S_MAX):
                 message = parse_line(line)
-                if message["kind"] == "hello" and member:
+                if message["kind"] == "where" and not member:
+                    writer.write(json.dumps(self._describe()).encode() + b"\n")
+                elif message["kind"] == "hello" and member:
                     raise ValueError("a worker says hello once")
-                if message["kind"] == "hello":
+                elif message["kind"] == "hello":
                     member = self._admit(read_member(message, address, writer))
                 elif member:
                     self._hear(message, member)
@@ -149,6 +170,11 @@ class Server:
             if member:
                 self._rendezvous.depart(member)
             writer.close()
+
+    def _describe(self) -> dict[str, object]:
+        rendezvous = self._rendezvous
+        about = {"generation": rendezvous.generation, "is_gathering": rendezvous.is_gathering}
+        return {"kind": "where", "is_over": rendezvous.is_over, **about}
 
     def _admit(self, member: Member) -> Member:
         """Raise ValueError for a worker that cannot be in one world with the others."""
@@ -189,7 +215,18 @@ def read_member(message: dict[str, Any], address: str, writer: asyncio.StreamWri
         holding=(step, index, count),
         unit=message["unit"],
         writer=writer,
+        **read_past(message),
     )
+
+
+def read_past(message: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of a worker whose rendezvous was lost; ValueError as `read_member`."""
+    generation, former, lost = message.get("generation", 0), message.get("former", []), message.get("lost", "")
+    if not is_whole(generation, 0, WHOLE_MAX) or not isinstance(lost, str):
+        raise ValueError("invalid generation or node")
+    if not isinstance(former, list) or len(former) > FORMER_MAX or not all(isinstance(each, str) for each in former):
+        raise ValueError("invalid former world")
+    return {"generation": generation, "former": tuple(former), "lost": lost}
 
 
 def is_whole(value: object, least: int, most: int) -> bool:

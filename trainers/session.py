@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from trainers.state import RunState
 
 STARTED_S = time.perf_counter()
+IS_WARM = "torch" in sys.modules  # in a standby
 
 
 def run_session(config: RunConfig, build: Build) -> int:
@@ -80,7 +81,7 @@ def run_session(config: RunConfig, build: Build) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Session:
-    """This process's part in the attempt."""
+    """The part of one process in the attempt."""
 
     config: RunConfig
     environment: Environment
@@ -122,6 +123,7 @@ class Session:
             checkpoint_step=checkpoints.step_committed,
             busy_s=config.watchdog.start_s,
             **({"ranks": ranks.world_size} if member else {}),
+            **({"is_warm": True} if IS_WARM else {}),
             startup_s=round(time.perf_counter() - STARTED_S, 3),
         )
         code = self._drive(state, checkpoints, progress)

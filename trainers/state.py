@@ -58,7 +58,7 @@ def build_state(config: RunConfig, build: Build, ranks: Ranks, *, generation: in
     recipe = build(ranks.device, is_spread)
     model, fill = recipe.model, recipe.fill
     if not is_spread:
-        check_memory(model.parameters(), ranks.device, config)
+        check_memory(model.parameters(), ranks.device, config, state_bytes=strategy.count_state_bytes())
         if fill is not None:
             fill(ranks.device)
             fill = None
@@ -68,7 +68,7 @@ def build_state(config: RunConfig, build: Build, ranks: Ranks, *, generation: in
     tied = find_shared(model)
     wrapped = strategy.wrap(model)
     check_shared(model, tied, config.strategy)
-    check_memory(model.parameters(), ranks.device, config)
+    check_memory(model.parameters(), ranks.device, config, state_bytes=strategy.count_state_bytes())
     if fill is not None:
         fill(ranks.device)
     return RunState(
@@ -77,7 +77,7 @@ def build_state(config: RunConfig, build: Build, ranks: Ranks, *, generation: in
         model=model,
         wrapped=wrapped,
         optimizer=Optimizer(
-            model.named_parameters(), config.train, make=recipe.make_optimizer, schedule=recipe.schedule
+            strategy.list_trained(model), config.train, make=recipe.make_optimizer, schedule=recipe.schedule
         ),
         position=Position(recipe.training.fingerprint),
         scaling=LossScale(config.dtype),

@@ -7,7 +7,7 @@ A token file is a row of little-endian unsigned integers without a header, as na
 import hashlib
 import json
 import mmap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +17,7 @@ from torch import Tensor
 from trainers.config import DataConfig
 from trainers.data import Corpus, count_windows, split_windows
 from trainers.errors import TrainerError
+from trainers.stream import Stream, StreamCorpus, open_stream, open_stream_corpora
 from trainers.texts import find_text_files, read_documents, read_shipped_text
 
 ABOUT = "tokens.json"
@@ -26,6 +27,8 @@ TOKENIZER_DEFAULT, VOCABULARY_DEFAULT, DTYPE_DEFAULT = "gpt2", 50257, "uint16"
 # Text is held in memory; more than this belongs into token files.
 TEXT_BYTES_MAX = 2**30
 PROBE_BYTES, PROBE_COUNT = 2**16, 16
+
+Windows = Corpus | StreamCorpus
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,10 +40,15 @@ class Tokens:
     tokenizer: str
     vocabulary: int
     fingerprint: str
+    separator: int | None = None  # the id that ends a document, where it is known
+    stream: Stream | None = None  # what is fetched while it is needed; then the two rows above are empty
+    dtype: torch.dtype = torch.uint8
 
 
 def open_tokens(config: DataConfig) -> Tokens:
     """Find out what the path names and open it; what cannot be read is a TrainerError."""
+    if config.stream:
+        return _from_stream(open_stream(config.stream))
     if not config.path:
         return _from_text(read_shipped_text())
     path = Path(config.path)
@@ -58,8 +66,10 @@ def open_tokens(config: DataConfig) -> Tokens:
     return _from_text(separator.join(document for file in texts for document in read_documents(file, config.column)))
 
 
-def open_corpora(config: DataConfig, tokens: Tokens, context: int) -> tuple[Corpus, Corpus | None]:
+def open_corpora(config: DataConfig, tokens: Tokens, context: int) -> tuple[Windows, Windows | None]:
     """Return the windows to train on, and those to evaluate on, if any are kept."""
+    if tokens.stream is not None:
+        return open_stream_corpora(config, tokens.stream, tokens.dtype, context)
     count = sum(count_windows(shard, context) for shard in tokens.training)
     if tokens.validation:
         kept = sum(count_windows(shard, context) for shard in tokens.validation)
@@ -74,7 +84,23 @@ def open_corpora(config: DataConfig, tokens: Tokens, context: int) -> tuple[Corp
 def _from_text(text: bytes) -> Tokens:
     ids = torch.frombuffer(bytearray(text), dtype=torch.uint8) if text else torch.empty(0, dtype=torch.uint8)
     fingerprint = hashlib.sha256(text).hexdigest()
-    return Tokens(training=[ids], validation=[], tokenizer="bytes", vocabulary=256, fingerprint=fingerprint)
+    return Tokens(
+        training=[ids], validation=[], tokenizer="bytes", vocabulary=256, fingerprint=fingerprint, separator=0
+    )
+
+
+def _from_stream(stream: Stream) -> Tokens:
+    about = _check_about(stream.about, f"{ABOUT} of `--data.stream`")
+    return Tokens(
+        training=[],
+        validation=[],
+        tokenizer=str(about["tokenizer"]),
+        vocabulary=int(str(about["vocabulary"])),
+        fingerprint=stream.fingerprint,
+        separator=_find_separator(about),
+        stream=stream,
+        dtype=DTYPES[str(about["dtype"])],
+    )
 
 
 def _from_token_files(files: Sequence[Path]) -> Tokens:
@@ -96,24 +122,36 @@ def _from_token_files(files: Sequence[Path]) -> Tokens:
         tokenizer=str(about["tokenizer"]),
         vocabulary=int(str(about["vocabulary"])),
         fingerprint=digest.hexdigest(),
+        separator=_find_separator(about),
     )
 
 
 def _read_about(path: Path) -> dict[str, object]:
+    try:
+        return _check_about(json.loads(path.read_text()), f"`{path}`")
+    except FileNotFoundError:
+        return _check_about({}, "")
+    except ValueError as error:
+        raise TrainerError(f"`{path}` is not what `trainers.prepare` writes: {error}") from error
+
+
+def _check_about(written: object, place: str) -> dict[str, object]:
     about: dict[str, object] = {
         "dtype": DTYPE_DEFAULT,
         "tokenizer": TOKENIZER_DEFAULT,
         "vocabulary": VOCABULARY_DEFAULT,
     }
-    try:
-        about |= json.loads(path.read_text())
-    except FileNotFoundError:
-        pass
-    except (ValueError, TypeError) as error:
-        raise TrainerError(f"`{path}` is not what `trainers.prepare` writes: {error}") from error
+    about |= written if isinstance(written, dict) else {"dtype": None}
     if about["dtype"] not in DTYPES or not isinstance(about["vocabulary"], int):
-        raise TrainerError(f"`{path}` is not what `trainers.prepare` writes")
+        raise TrainerError(f"{place} is not what `trainers.prepare` writes")
     return about
+
+
+def _find_separator(about: Mapping[str, object]) -> int | None:
+    """Return the id between documents; files made before it was written down have the tokenizer's usual one."""
+    usual = {"bytes": 0, TOKENIZER_DEFAULT: VOCABULARY_DEFAULT - 1}.get(str(about["tokenizer"]))
+    separator = about.get("separator", usual)
+    return separator if isinstance(separator, int) else None
 
 
 def _map_file(file: Path) -> mmap.mmap | None:

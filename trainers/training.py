@@ -1,7 +1,7 @@
 """Train a model of your own: `from trainers import train`.
 
-Everything that `trainers.lm` can do except cutting layers (`tensor`, `pipeline`): all other strategies, exact resume,
-elastic runs, flags and `--help`.
+Everything that `trainers.lm` can do except cutting models (`tensor`, `pipeline`, `context`, `expert`): all other
+strategies, exact resume, elastic runs, flags and `--help`.
 """
 
 import sys
@@ -75,7 +75,7 @@ def train(
 def run_training(arguments: Sequence[str], recipe: Mapping[str, Any], *, defaults: Mapping[str, Any]) -> int:
     """Do as `train` does; return the exit code."""
     config = parse_config(arguments, defaults, has_validation=recipe.get("validation") is not None)
-    exit_code = launch_if_needed(None, arguments, elastic=config.elastic)
+    exit_code = launch_if_needed(None, arguments, elastic=config.elastic, is_warm=config.warm)
     return run_session(config, partial(build, config, recipe)) if exit_code is None else exit_code
 
 

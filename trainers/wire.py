@@ -104,6 +104,16 @@ class Wire:
         line, _, self._received = self._received.partition(b"\n")
         return parse_line(bytes(line))
 
+    def limit(self, timeout_s: float | None) -> None:
+        """Let `read` wait no longer than this for data, None for ever; then it raises TimeoutError, an OSError."""
+        self._socket.settimeout(timeout_s)
+
+    def close(self) -> None:
+        """End the connection; a thread that reads gets an OSError."""
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+
     def _shake_hands(self, tls: ssl.SSLObject) -> None:
         while True:
             try:

@@ -29,7 +29,9 @@ class TrainingFolder:
     path: Path
     environment: Mapping[str, str] = field(default_factory=dict)
 
-    def start(self, *flags: str, workers: int = 1, attempt: int = 1, strategy: str = "ddp") -> "subprocess.Popen[str]":
+    def start(
+        self, *flags: str, workers: int = 1, attempt: int = 1, strategy: str = "ddp", module: str = "trainers.lm"
+    ) -> "subprocess.Popen[str]":
         """Begin an attempt in a process group of its own."""
         variables = {key: value for key, value in os.environ.items() if not key.startswith(("BROKER_", "SKYPILOT_"))}
         variables |= {
@@ -42,7 +44,7 @@ class TrainingFolder:
             "CUDA_VISIBLE_DEVICES": "",
             **self.environment,
         }
-        command = [sys.executable, "-m", "trainers.launch", "-m", "trainers.lm", "--strategy", strategy, *TINY, *flags]
+        command = [sys.executable, "-m", "trainers.launch", "-m", module, "--strategy", strategy, *TINY, *flags]
         pipe = subprocess.PIPE
         return subprocess.Popen(
             command, cwd=REPOSITORY, env=variables, stdout=pipe, stderr=pipe, text=True, start_new_session=True

@@ -1,7 +1,10 @@
 """Runs that go on while ranks come and go."""
 
+import contextlib
 import itertools
 import os
+import random
+import re
 import signal
 import socket
 import subprocess
@@ -15,7 +18,7 @@ from hypothesis import strategies as st
 
 from broker.runtime.credentials import make_credential
 from trainers.config import Config, find_problem
-from trainers.launch import parse_elastic
+from trainers.launch import find_free_port, parse_elastic
 from trainers.rendezvous import Member, Rendezvous, arrange
 from trainers.state_transfer import Holding, find_step, plan_transfers
 from trainers.strategies.grid import Part
@@ -63,8 +66,8 @@ def make_member(
     return member
 
 
-def gather(least: int = 2, most: int = 3, count: int = 3) -> tuple[Rendezvous, list[Ears]]:
-    rendezvous = Rendezvous(least=least, most=most, first_count=count)
+def gather(least: int = 2, most: int = 3, count: int = 3, *, is_movable: bool = False) -> tuple[Rendezvous, list[Ears]]:
+    rendezvous = Rendezvous(least=least, most=most, first_count=count, is_movable=is_movable)
     members = [make_member(name, order=(1, place)) for place, name in enumerate("abcdef"[:count])]
     for member in members:
         rendezvous.arrive(member)
@@ -232,6 +235,74 @@ def test_part_that_one_of_sixteen_holds_comes_to_all_in_four_rounds() -> None:
     assert len(round_of) == 16 and max(round_of.values()) == 4
 
 
+def come_from(member: Ears, *, generation: int, former: str, lost: str = "a") -> Ears:
+    """A survivor whose rendezvous was lost, at another one."""
+    again = make_member(member.id, order=(0, 0), step=7)
+    again.generation, again.former, again.lost = generation, tuple(former), lost
+    return again
+
+
+def test_world_of_a_lost_rendezvous_forms_at_the_next_one_with_a_newcomer() -> None:
+    _, (_, b, c) = gather(is_movable=True)
+    successor = Rendezvous(least=2, most=3, first_count=3, is_movable=True)
+    newcomer = make_member("x", order=(1, 0))
+    successor.arrive(newcomer)
+    again = [come_from(b, generation=1, former="abc"), come_from(c, generation=1, former="abc")]
+    successor.arrive(again[0])
+    assert newcomer.ear.take() == [] and successor.is_gathering
+    successor.arrive(again[1])
+    assert [each.ear.told[0]["rank"] for each in (*again, newcomer)] == [0, 1, 2]
+    assert again[0].ear.told[0]["generation"] == 2 and again[0].ear.told[0]["members"] == ["b", "c", "x"]
+
+
+def test_part_of_a_world_that_is_not_more_than_half_never_forms_one() -> None:
+    """A leader cut off from two peers of three, given two new ones, and the two peers: only those may continue."""
+    leader, (a, b, c) = gather(is_movable=True)
+    leader.depart(b)
+    leader.depart(c)
+    a = come_back(leader, a, rank=0, step=7)
+    for name in "xy":
+        leader.arrive(make_member(name, order=(1, 1)))
+    leader.is_late = True
+    leader.consider()
+    assert leader.is_gathering and a.ear.take() == []
+    leader.give_up()
+    assert "may continue elsewhere" in a.ear.told[0]["reason"]
+    successor = Rendezvous(least=2, most=3, first_count=3, is_movable=True)
+    survivors = [come_from(each, generation=1, former="abc") for each in (b, c)]
+    for each in survivors:
+        successor.arrive(each)
+    assert [each.ear.take() for each in survivors] == [["world"]] * 2
+
+
+def test_those_who_left_by_vote_are_not_counted_as_lost() -> None:
+    rendezvous, members = gather(is_movable=True)
+    for member in members:
+        rendezvous.vote(member, is_leaving=member.id == "a")
+    rendezvous.depart(members[0])
+    back = [come_back(rendezvous, each, rank=rank, step=9) for rank, each in enumerate(members[1:], start=1)]
+    assert [each.ear.take() for each in back] == [["world"]] * 2
+
+
+def test_leader_of_an_older_world_is_deposed() -> None:
+    older, (a, _, _) = gather()
+    newer = come_from(make_member("z", order=(0, 0)), generation=5, former="z", lost="")
+    older.arrive(newer)
+    assert a.ear.take() == ["world", "change"] and older.generation == 5 and not older.current
+
+
+def test_half_of_a_world_continues_at_its_own_rendezvous_only() -> None:
+    rendezvous, (a, b) = gather(least=2, most=2, count=2, is_movable=True)
+    rendezvous.depart(b)
+    newcomer = make_member("x", order=(1, 1))
+    rendezvous.arrive(newcomer)
+    assert come_back(rendezvous, a, rank=0, step=3).ear.take() == ["world"]
+    successor = Rendezvous(least=2, most=2, first_count=2, is_movable=True)
+    successor.arrive(come_from(b, generation=1, former="ab"))
+    successor.arrive(make_member("y", order=(1, 0)))
+    assert successor.is_gathering
+
+
 @pytest.mark.parametrize("text", ["2", "0:2", "3:2", "a:b", "2:", ":2"])
 def test_bounds_that_are_none_are_refused(text: str) -> None:
     with pytest.raises(ValueError, match="is not like `2:4`"):
@@ -247,11 +318,12 @@ def start_node(folder: TrainingFolder, tmp_path: Path) -> Iterator[Start]:
     """Start nodes of one rank each, all on this machine; none outlives the test."""
     pem = tmp_path / "gang.pem"
     pem.write_text(make_credential("elastic").value)
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
+    port = find_free_ports(4)
     nodes: list[subprocess.Popen[str]] = []
 
-    def start(rank: int, *flags: str, count: int = 3, strategy: str = "allreduce") -> "subprocess.Popen[str]":
+    def start(
+        rank: int, *flags: str, count: int = 3, strategy: str = "allreduce", module: str = "trainers.lm"
+    ) -> "subprocess.Popen[str]":
         environment = {
             "SKYPILOT_NODE_RANK": str(rank),
             "SKYPILOT_NUM_NODES": str(count),
@@ -261,7 +333,8 @@ def start_node(folder: TrainingFolder, tmp_path: Path) -> Iterator[Start]:
             **PACE,  # or thousands of steps are taken while a newcomer starts, and taken again to compare them
         }
         node = TrainingFolder(path=folder.path, environment=environment)
-        nodes.append(node.start("--elastic", "2:3", "--train.steps", ENDLESS, *STEADY, *flags, strategy=strategy))
+        steps = ("--train.steps", ENDLESS, *STEADY)
+        nodes.append(node.start("--elastic", "2:3", *steps, *flags, strategy=strategy, module=module))
         return nodes[-1]
 
     yield start
@@ -269,6 +342,17 @@ def start_node(folder: TrainingFolder, tmp_path: Path) -> Iterator[Start]:
         if node.poll() is None:
             os.killpg(node.pid, signal.SIGKILL)
         node.communicate(timeout=60)
+
+
+def find_free_ports(count: int) -> int:
+    """Return the first of some ports in a row: each node's launcher has the next one."""
+    for _ in range(100):
+        port = find_free_port()
+        with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
+            for step in range(count):
+                stack.enter_context(socket.create_server(("127.0.0.1", port + step)))
+            return port
+    raise AssertionError("no ports in a row")
 
 
 def await_line(process: "subprocess.Popen[str]", words: str) -> None:
@@ -363,3 +447,56 @@ def test_replica_of_shards_is_lost_and_the_other_goes_on_from_memory(
     (folder.path / "preempted").touch()
     assert head.wait(timeout=60) == 143
     check_losses(worlds, folder, tmp_path / "alone", gaps_max=1)
+
+
+@pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="needs Linux")
+@pytest.mark.parametrize("kills", [pytest.param(1, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.long)])
+def test_run_outlives_the_node_that_leads_it(
+    kills: int, worlds: Worlds, folder: TrainingFolder, tmp_path: Path, start_node: Start
+) -> None:
+    """The node of rank 0, at which all meet, is killed and replaced, one after another."""
+    flags = ("--checkpoint.every_steps", "0", "--model.dropout", "0")
+    # The next rank leads next, and a new node becomes the last rank.
+    nodes = [(rank, start_node(rank, *flags)) for rank in range(3)]
+    await_step(nodes[0][1], 5)
+    for _ in range(kills):
+        place, leader = nodes.pop(0)
+        os.killpg(leader.pid, signal.SIGKILL)
+        await_line(nodes[0][1], "resumed from memory  ranks 2")
+        nodes.append((place, start_node(place, *flags)))
+        await_line(nodes[0][1], "resumed from memory  ranks 3")
+        await_line(nodes[0][1], "loss")
+    for _, node in nodes:
+        node.terminate()
+    assert [node.wait(timeout=60) for _, node in nodes] == [143] * 3
+    check_losses(worlds, folder, tmp_path / "alone", gaps_max=kills)
+
+
+@pytest.mark.long
+@pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="needs Linux")
+def test_rendezvous_moves_twenty_times(start_node: Start) -> None:
+    """As above with workers that do no arithmetic, and with a new node that comes at any moment of the move."""
+    draw = random.Random(20261123)
+    nodes = [(rank, start_node(rank, module="tests.trainers.elastic_worker")) for rank in range(3)]
+    generation = await_world(nodes[0][1], ranks=3, after=0)
+    for kill in range(20):
+        place, leader = nodes.pop(0)
+        is_early = draw.random() < 0.5
+        os.killpg(leader.pid, signal.SIGKILL)
+        if not is_early:
+            generation = await_world(nodes[0][1], ranks=2, after=generation)
+        nodes.append((place, start_node(place, module="tests.trainers.elastic_worker")))
+        generation = await_world(nodes[0][1], ranks=3, after=generation)
+        for _, node in nodes[1:]:  # more than half must know of a world for it to outlive its leader
+            await_world(node, ranks=3, after=generation - 1)
+        print(f"kill {kill + 1}: node {place}, {'before' if is_early else 'after'} the others met")
+
+
+def await_world(process: "subprocess.Popen[str]", *, ranks: int, after: int) -> int:
+    """Read until the worker is in a later world of that size; its generation."""
+    assert process.stdout is not None
+    for line in process.stdout:
+        _, generation, size = map(int, re.findall(r"\d+", line))
+        if size == ranks and generation > after:
+            return generation
+    raise AssertionError(f"the worker ended: {process.stderr and process.stderr.read()}")

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import nn
 
-from trainers.config import parse_config
+from trainers.config import ModelConfig, parse_config
 from trainers.errors import TrainerError
 from trainers.export import main as export
-from trainers.hugging_face import adopt_shape, read_shape
+from trainers.hugging_face import adopt_shape, read_shape, write_shape
 from trainers.lm import build
 from trainers.lm import main as train
 from trainers.prepare import main as prepare
@@ -217,3 +217,8 @@ def test_mistakes_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **SMALL}))
     with pytest.raises(TrainerError, match="holds no readable safetensors"):
         load_here(tmp_path)
+
+
+def test_mixture_of_experts_is_refused_with_a_reason() -> None:
+    with pytest.raises(TrainerError, match="cannot be written for Hugging Face"):
+        write_shape(ModelConfig(experts=4), dtype="float32")

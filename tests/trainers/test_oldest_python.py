@@ -15,7 +15,7 @@ from trainers.node_gpus import TORCH
 from trainers.node_pythons import PYTHON_OLDEST
 
 ROOT = Path(__file__).parents[2]
-SETUP = ("__init__.py", "setup.py", "node_gpus.py", "node_pythons.py", "node_uv.py")
+SETUP = ("__init__.py", "setup.py", "node_gpus.py", "node_pythons.py", "node_uv.py", "venv.py", "bridge.py")
 AGENT = [*(f"broker/agent/{name}" for name in FILES), "broker/storage/node_mount.py"]
 # All that a trainer imports before torch, and the rendezvous, which needs none.
 BEFORE_TORCH = "trainers.config, trainers.image_config, trainers.launch, trainers.rendezvous_server, trainers.setup"

@@ -238,7 +238,7 @@ def test_no_position_sees_what_comes_after_it(kind: str) -> None:
 def test_rotation_keeps_lengths_and_depends_on_distance_only() -> None:
     waves = make_waves(16, 8, 10000.0)
     query, key = torch.randn(8), torch.randn(8)
-    rows = [turn(each.expand(1, 1, 16, 8), waves)[0, 0] for each in (query, key)]
+    rows = [turn(each.expand(1, 1, 16, 8), waves, torch.arange(16)[None])[0, 0] for each in (query, key)]
     torch.testing.assert_close(rows[0].norm(dim=-1), query.norm().expand(16))
     torch.testing.assert_close(rows[0][3] @ rows[1][1], rows[0][12] @ rows[1][10])
     assert not torch.isclose(rows[0][3] @ rows[1][1], rows[0][3] @ rows[1][2])

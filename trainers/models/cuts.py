@@ -1,9 +1,11 @@
 """How a module says where it may be cut, without knowing by whom."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,6 +24,56 @@ class Sliceable(Protocol):
     def slicings(self) -> dict[str, Slicing]:
         """Return how to spread layers, by the name of a direct child."""
         ...
+
+
+class Sequence(Protocol):
+    """The part of each sequence that a pass computes (`attention.WholeSequence`)."""
+
+    def find_positions(self, length: int, device: torch.device) -> Tensor:
+        """Return where the tokens stand in the whole sequence."""
+        ...
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, *, dropout_rate: float = 0.0, mask: Tensor | None = None
+    ) -> Tensor:
+        """Let tokens read from all positions before theirs, wherever those are."""
+        ...
+
+
+@runtime_checkable
+class KnowsSequence(Protocol):
+    """A module that asks for positions or attends; all such modules of a model must say so for a sequence to be cut."""
+
+    sequence: Sequence
+
+
+@runtime_checkable
+class HasExperts(Protocol):
+    """A module with experts that may be spread over ranks, each of which then holds an equal run of them."""
+
+    expert_count: int
+    # Given rows, sorted by expert, and their number for each of all experts, return what the experts make of them.
+    # None: all experts are here.
+    exchange: "Exchange | None"
+
+    def list_expert_layers(self) -> list[nn.Module]:
+        """Return the children whose parameters are stacks with one entry for each expert."""
+        ...
+
+
+class Exchange(Protocol):
+    """Sends rows to the ranks of their experts and brings the results back."""
+
+    def __call__(self, rows: Tensor, counts: Tensor, compute: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+        """Return the result for each row. `compute` takes sorted rows and counts of the experts that are here."""
+        ...
+
+
+@runtime_checkable
+class HasOwnLoss(Protocol):
+    """A module that adds a loss of its own to the model's, in the backward pass only."""
+
+    loss_scale: float  # what the loss of the current pass is multiplied by
 
 
 @runtime_checkable

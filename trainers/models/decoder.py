@@ -12,7 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from trainers.config import ModelConfig
+from trainers.fused_loss import Head
 from trainers.models.cuts import Slicing
+from trainers.packing import Packing
 
 # One id for each value of a byte, where a config does not say.
 VOCABULARY_DEFAULT = 256
@@ -28,33 +30,40 @@ class Decoder(nn.Module):
         # A stage of a pipeline may lack what comes before the blocks, or after them.
         self.token_embedding: nn.Embedding | None
         self.norm: nn.Module | None
-        self.head: nn.Linear | None
+        self.head: Head | None
         self.vocabulary = config.vocabulary or VOCABULARY_DEFAULT
         self.token_embedding = nn.Embedding(self.vocabulary, config.width)
         self.blocks = nn.ModuleList(blocks)
         self.norm = norm
-        self.head = nn.Linear(config.width, self.vocabulary, bias=False)
+        self.head = Head(config.width, self.vocabulary, bias=False)
         if config.tie_embeddings:
             self._tie()
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Predict, at every position, the token that follows it."""
-        hidden = tokens if self.token_embedding is None else self.embed(tokens)
+    def forward(
+        self, tokens: Tensor, *, packing: Packing | None = None, targets: Tensor | None = None, z_weight: float = 0.0
+    ) -> Tensor:
+        """Predict, at every position, the token that follows it.
+
+        `packing` keeps documents of one window apart. With `targets` the result is the mean loss, a scalar.
+        """
+        hidden = tokens if self.token_embedding is None else self.embed(tokens, packing)
         for block in self.blocks:
-            hidden = block(hidden)
+            hidden = block(hidden) if packing is None else block(hidden, packing)
         if self.head is None or self.norm is None:
             return hidden
-        logits: Tensor = self.head(self.norm(hidden))
-        return logits
+        outputs: Tensor = (
+            self.head(self.norm(hidden)) if targets is None else self.head(self.norm(hidden), targets, z_weight)
+        )
+        return outputs
 
-    def embed(self, tokens: Tensor) -> Tensor:
+    def embed(self, tokens: Tensor, packing: Packing | None = None) -> Tensor:
         """Return what enters the first block."""
         assert self.token_embedding is not None, "the first stage embeds"
         hidden: Tensor = self.token_embedding(tokens)
         return hidden
 
     def slicings(self) -> dict[str, Slicing]:
-        """The head may be spread over the vocabulary."""
+        """Return the cuts that tensor parallelism may make: the head, over the vocabulary."""
         return {"head": Slicing(way="whole", pieces=self.vocabulary)}
 
     def cut(self, runs: list[range]) -> list[nn.Module]:

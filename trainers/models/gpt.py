@@ -3,13 +3,15 @@
 Plain PyTorch: no strategy, precision or device is known here.
 """
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from trainers.config import ModelConfig
-from trainers.models.cuts import Slicing
+from trainers.models.attention import WholeSequence
+from trainers.models.cuts import Sequence, Slicing
 from trainers.models.decoder import Decoder
+from trainers.models.experts import MixtureOfExperts
+from trainers.packing import Packing
 
 
 class GPT(Decoder):
@@ -21,12 +23,13 @@ class GPT(Decoder):
         super().__init__(config, blocks, nn.LayerNorm(config.width, eps=config.norm_epsilon))
         self.position_embedding: nn.Embedding | None = nn.Embedding(config.positions or config.context, config.width)
         self.dropout = nn.Dropout(config.dropout)
+        self.sequence: Sequence = WholeSequence()
         self.draw_weights()
 
-    def embed(self, tokens: Tensor) -> Tensor:
+    def embed(self, tokens: Tensor, packing: Packing | None = None) -> Tensor:
         """Add up what a token is and where it stands."""
         assert self.position_embedding is not None, "the first stage embeds"
-        positions = torch.arange(tokens.shape[1], device=tokens.device)
+        positions = packing.positions if packing else self.sequence.find_positions(tokens.shape[1], tokens.device)
         hidden: Tensor = self.dropout(super().embed(tokens) + self.position_embedding(positions))
         return hidden
 
@@ -46,11 +49,11 @@ class Block(nn.Module):
         self.attention_norm = nn.LayerNorm(config.width, eps=config.norm_epsilon)
         self.attention = Attention(config)
         self.perceptron_norm = nn.LayerNorm(config.width, eps=config.norm_epsilon)
-        self.perceptron = Perceptron(config)
+        self.perceptron = MixtureOfExperts(config) if config.experts else Perceptron(config)
 
-    def forward(self, hidden: Tensor) -> Tensor:
+    def forward(self, hidden: Tensor, packing: Packing | None = None) -> Tensor:
         """Add both branches onto the residual stream."""
-        hidden = hidden + self.attention(self.attention_norm(hidden))
+        hidden = hidden + self.attention(self.attention_norm(hidden), packing)
         result: Tensor = hidden + self.perceptron(self.perceptron_norm(hidden))
         return result
 
@@ -64,18 +67,20 @@ class Attention(nn.Module):
         self.heads = config.heads
         self.head_width = config.width // config.heads
         self.dropout_rate = config.dropout
+        self.sequence: Sequence = WholeSequence()
         self.query_key_value = nn.Linear(config.width, 3 * config.width)
         self.project = nn.Linear(config.width, config.width)
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, hidden: Tensor) -> Tensor:
-        """Let every position read from itself and those before it."""
+    def forward(self, hidden: Tensor, packing: Packing | None = None) -> Tensor:
+        """Let every position read from itself and those before it, of its document if there are several."""
         batch, time, _ = hidden.shape
         # Packed head by head, so that a rank that holds some of the columns holds whole heads.
         packed = self.query_key_value(hidden).view(batch, time, -1, 3, self.head_width)
         query, key, value = packed.permute(3, 0, 2, 1, 4)
         dropout_rate = self.dropout_rate if self.training else 0.0
-        mixed = functional.scaled_dot_product_attention(query, key, value, dropout_p=dropout_rate, is_causal=True)
+        mask = packing.mask if packing else None
+        mixed = self.sequence.attend(query, key, value, dropout_rate=dropout_rate, mask=mask)
         result: Tensor = self.dropout(self.project(mixed.transpose(1, 2).flatten(2)))
         return result
 

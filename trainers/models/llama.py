@@ -11,8 +11,11 @@ from torch.nn import functional
 
 from trainers.config import ModelConfig
 from trainers.errors import TrainerError
-from trainers.models.cuts import Slicing
+from trainers.models.attention import WholeSequence
+from trainers.models.cuts import Sequence, Slicing
 from trainers.models.decoder import Decoder
+from trainers.models.experts import MixtureOfExperts
+from trainers.packing import Packing
 
 
 class Llama(Decoder):
@@ -45,11 +48,11 @@ class Block(nn.Module):
         self.attention_norm = nn.RMSNorm(config.width, eps=config.norm_epsilon)
         self.attention = Attention(config, waves)
         self.perceptron_norm = nn.RMSNorm(config.width, eps=config.norm_epsilon)
-        self.perceptron = Perceptron(config)
+        self.perceptron = MixtureOfExperts(config) if config.experts else Perceptron(config)
 
-    def forward(self, hidden: Tensor) -> Tensor:
+    def forward(self, hidden: Tensor, packing: Packing | None = None) -> Tensor:
         """Add both branches onto the residual stream."""
-        hidden = hidden + self.attention(self.attention_norm(hidden))
+        hidden = hidden + self.attention(self.attention_norm(hidden), packing)
         result: Tensor = hidden + self.perceptron(self.perceptron_norm(hidden))
         return result
 
@@ -73,15 +76,17 @@ class Attention(nn.Module):
             self.key_norm = nn.RMSNorm(self.head_width, eps=config.norm_epsilon)
         # No buffers: DDP would send them round at every step, though they never change.
         self.waves = waves
+        self.sequence: Sequence = WholeSequence()
 
-    def forward(self, hidden: Tensor) -> Tensor:
-        """Let every position read from itself and those before it."""
+    def forward(self, hidden: Tensor, packing: Packing | None = None) -> Tensor:
+        """Let every position read from itself and those before it, of its document if there are several."""
         query, key, value = (self._split_heads(layer(hidden)) for layer in (self.query, self.key, self.value))
         if self.query_norm is not None and self.key_norm is not None:
             query, key = self.query_norm(query), self.key_norm(key)
-        query, key = turn(query, self.waves), turn(key, self.waves)
-        is_grouped = self.heads != self.key_value_heads
-        mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=is_grouped)
+        length, device = query.shape[2], query.device
+        positions = packing.positions if packing else self.sequence.find_positions(length, device)[None]
+        query, key = turn(query, self.waves, positions), turn(key, self.waves, positions)
+        mixed = self.sequence.attend(query, key, value, mask=packing.mask if packing else None)
         result: Tensor = self.project(mixed.transpose(1, 2).flatten(2))
         return result
 
@@ -149,9 +154,12 @@ def scale_frequencies(frequencies: Tensor, scaling: str) -> Tensor:
     return (1 - share) * frequencies / factor + share * frequencies
 
 
-def turn(heads: Tensor, waves: tuple[Tensor, Tensor]) -> Tensor:
-    """Turn each pair of `[batch, heads, time, width]` by its position's angle; a pair is one entry of each half."""
-    cosines, sines = (wave[: heads.shape[2]] for wave in waves)
+def turn(heads: Tensor, waves: tuple[Tensor, Tensor], positions: Tensor) -> Tensor:
+    """Turn each pair of `[batch, heads, time, width]` by its position's angle; a pair is one entry of each half.
+
+    `positions` `[batch, time]`, or `[1, time]` where they are those of every sample.
+    """
+    cosines, sines = (wave[positions].unsqueeze(1) for wave in waves)
     left, right = heads.float().chunk(2, dim=-1)
     turned = torch.cat([left * cosines - right * sines, right * cosines + left * sines], dim=-1)
     return turned.to(heads.dtype)

@@ -49,7 +49,7 @@ class Block(nn.Module):
     """Two convolutions, each after its norm (arXiv:1603.05027), added onto their input."""
 
     def __init__(self, entering: int, leaving: int, stride: int) -> None:
-        """A stride of 2 halves the image."""
+        """Build the layers; a stride of 2 halves the image."""
         super().__init__()
         self.first_norm = make_norm(entering)
         self.first = nn.Conv2d(entering, leaving, 3, stride=stride, padding=1, bias=False)

@@ -15,9 +15,13 @@ if TYPE_CHECKING:
 STRATEGIES = {
     "ddp": "trainers.strategies.ddp:DataParallel",
     "allreduce": "trainers.strategies.allreduce:AllReduce",
+    "zero1": "trainers.strategies.zero:ShardedOptimizerStates",
+    "zero2": "trainers.strategies.zero:ShardedGradients",
     "fsdp": "trainers.strategies.fsdp:FullyShardedDataParallel",
     "hsdp": "trainers.strategies.hsdp:HybridShardedDataParallel",
     "tensor": "trainers.strategies.tensor:TensorParallel",
+    "expert": "trainers.strategies.expert:ExpertParallel",
+    "context": "trainers.strategies.context:ContextParallel",
     "pipeline": "trainers.strategies.pipeline:PipelineParallel",
     "parameter_server": "trainers.strategies.parameter_server:ParameterServer",
     "diloco": "trainers.strategies.diloco:Diloco",
@@ -41,6 +45,10 @@ def create_strategy(name: str, ranks: "Ranks", options: StrategyOptions | None =
     classes = [_load(part) for part in name.split("+")]
     if len(classes) > 1 and "server" in axes:
         raise TrainerError("`parameter_server` cannot be combined")
+    for part, strategy in zip(name.split("+"), classes, strict=True):
+        others = [other for other in name.split("+") if other != part]
+        if strategy.PARTNERS is not None and not set(others) <= set(strategy.PARTNERS):
+            raise TrainerError(f"`{part}` can be combined with {', '.join(strategy.PARTNERS)} only")
     grid = Grid(ranks, axes, options.mesh)
     if len(classes) == 1:
         return classes[0](ranks, grid, options)

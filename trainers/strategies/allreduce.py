@@ -4,7 +4,8 @@ No overlap, but nothing beyond torch itself is imported: a recovery starts train
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 from trainers.optimizer import local
 from trainers.strategies.base import Strategy
+from trainers.strategies.options import AllReduceOptions
 from trainers.strategies.ring import ring_all_reduce
 
 
@@ -26,24 +28,26 @@ class AllReduce(Strategy):
         """Exchange gradients once the last backward pass of the step is through."""
         yield
         if last and self.grid.size("replicate") > 1:
-            gradients = [local(parameter.grad) for parameter in model.parameters() if parameter.grad is not None]
-            self._synchronize(gradients)
+            group, count = self.grid.group("replicate"), self.grid.size("replicate")
+            reduce_gradients(model.parameters(), self.options.allreduce, group=group, divisor=count)
 
-    def _synchronize(self, gradients: list[Tensor]) -> None:
-        """Replace gradients by their mean over the replicas. The layout is fixed, so that sums are repeatable."""
-        group, count = self.grid.group("replicate"), self.grid.size("replicate")
-        buckets = fill_buckets(gradients, int(self.options.allreduce.bucket_mib * 2**20))
-        flat = [torch.cat([gradient.reshape(-1) for gradient in bucket]) for bucket in buckets]
-        if self.options.allreduce.algorithm == "ring":
-            for bucket_flat in flat:
-                ring_all_reduce(bucket_flat, group)
-        else:
-            for work in [dist.all_reduce(bucket_flat, group=group, async_op=True) for bucket_flat in flat]:
-                work.wait()
-        for bucket, whole in zip(buckets, flat, strict=True):
-            whole /= count
-            parts = whole.split([gradient.numel() for gradient in bucket])
-            torch._foreach_copy_(bucket, [part.view_as(to) for part, to in zip(parts, bucket, strict=True)])
+
+def reduce_gradients(parameters: Iterable[Tensor], options: AllReduceOptions, *, group: Any, divisor: float) -> None:
+    """Replace gradients by their sum over a group, divided. The layout is fixed, so that sums are repeatable."""
+    gradients = [local(parameter.grad) for parameter in parameters if parameter.grad is not None]
+    buckets = fill_buckets(gradients, int(options.bucket_mib * 2**20))
+    flat = [torch.cat([gradient.reshape(-1) for gradient in bucket]) for bucket in buckets]
+    if options.algorithm == "ring":
+        for bucket_flat in flat:
+            ring_all_reduce(bucket_flat, group)
+    else:
+        for work in [dist.all_reduce(bucket_flat, group=group, async_op=True) for bucket_flat in flat]:
+            work.wait()
+    for bucket, whole in zip(buckets, flat, strict=True):
+        if divisor != 1:
+            whole /= divisor
+        parts = whole.split([gradient.numel() for gradient in bucket])
+        torch._foreach_copy_(bucket, [part.view_as(to) for part, to in zip(parts, bucket, strict=True)])
 
 
 def fill_buckets(tensors: list[Tensor], bytes_max: int) -> list[list[Tensor]]:

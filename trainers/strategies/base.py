@@ -3,7 +3,7 @@
 A plain `Strategy` is one process training alone; each file beside this one changes what its way of sharing changes.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -12,12 +12,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from trainers.models.cuts import HasOwnLoss
 from trainers.optimizer import Optimizer
 from trainers.ranks import Ranks
 from trainers.recipe import Forward, Loss
 from trainers.strategies.gradients import clip_gradients
 from trainers.strategies.grid import Grid, Part
 from trainers.strategies.options import StrategyOptions
+
+WEIGHT_BYTES = GRADIENT_BYTES = 4
+MOMENTS_BYTES = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,11 +67,14 @@ class Strategy:
     MOVES_ALONE: ClassVar[bool] = False
     # Whether `wrap` accepts a model without memory, which is allocated afterwards: it may be larger than one device.
     TAKES_EMPTY: ClassVar[bool] = False
+    # The strategies it can be joined with by `+`; None: any.
+    PARTNERS: ClassVar[tuple[str, ...] | None] = None
 
     def __init__(self, ranks: Ranks, grid: Grid, options: StrategyOptions) -> None:
         """Take a place in the grid. Nothing is sent yet."""
         self.ranks, self.grid, self.options = ranks, grid, options
         self.share = grid.find_share()
+        self._losses: list[HasOwnLoss] | None = None
 
     # The three verbs.
 
@@ -86,7 +93,34 @@ class Strategy:
     def clip(self, model: nn.Module, norm_max: float) -> Tensor:
         """Scale gradients down to `norm_max` over the whole model; return the norm before, a scalar on the device."""
         pipeline = [self.grid.group("pipeline")] if self.grid.size("pipeline") > 1 else []
-        return clip_gradients(model.parameters(), norm_max, device=self.ranks.device, across=pipeline)
+        trained = (parameter for _, parameter in self.list_trained(model))
+        return clip_gradients(trained, norm_max, device=self.ranks.device, across=pipeline)
+
+    def scale_own_losses(self, model: nn.Module, scale: float) -> None:
+        """Tell modules that have a loss of their own what the loss of the next pass is multiplied by."""
+        if self._losses is None:
+            self._losses = [module for module in model.modules() if isinstance(module, HasOwnLoss)]
+        for module in self._losses:
+            module.loss_scale = scale
+
+    # For a strategy under which a rank updates only a part of parameters that it holds whole.
+
+    def list_trained(self, model: nn.Module) -> Iterable[tuple[str, Tensor]]:
+        """Return what this rank updates, by name: once `micro_step` is through, these tensors have the gradients.
+
+        First called with the model that was given to `wrap`, after it.
+        """
+        return model.named_parameters()
+
+    def count_state_bytes(self) -> float:
+        """Return bytes of float32 weight, gradient and moments for each trained element on this rank."""
+        return WEIGHT_BYTES + GRADIENT_BYTES + MOMENTS_BYTES
+
+    # For a strategy whose ranks compute different parts of one sample.
+
+    def cut(self, passes: "Passes") -> "Passes":
+        """Return this rank's part of passes that were read for its share of the samples."""
+        return passes
 
     # For a strategy that orders forward and backward passes itself: a pipeline.
 

@@ -1,19 +1,21 @@
 """Several strategies on one mesh: `fsdp+tensor --mesh 2x4`, `pipeline+fsdp`, `diloco+fsdp`."""
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 
+from trainers.errors import TrainerError
 from trainers.optimizer import Optimizer
 from trainers.ranks import Ranks
 from trainers.strategies.base import Passes, Strategy
 from trainers.strategies.grid import Grid, Part
 from trainers.strategies.options import StrategyOptions
 
-# A model is cut into stages, layers into slices, then what is left is copied or sharded, and copies drift apart last.
-ORDER = ("pipeline", "tensor", "replicate", "shard", "island")
+# A model is cut into stages, layers into slices, experts are spread, the rest is copied or sharded, and copies drift
+# apart last.
+ORDER = ("pipeline", "tensor", "context", "expert", "replicate", "shard", "island")
 
 
 class Combined(Strategy):
@@ -23,6 +25,10 @@ class Combined(Strategy):
         """Order the parts by what each takes for granted; the order of names only says how ranks are laid out."""
         super().__init__(ranks, grid, options)
         self._plain = Strategy(ranks, grid, options)
+        for verb in ("step", "run_schedule", "list_trained"):
+            names = [type(part).__name__ for part in parts if _has_own(part, verb)]
+            if len(names) > 1:
+                raise TrainerError(f"cannot be combined, as each has its own `{verb}`: {' and '.join(names)}")
         self._parts = sorted(parts, key=lambda part: ORDER.index(part.AXES[0]))
 
     def wrap(self, model: nn.Module) -> nn.Module:
@@ -49,6 +55,20 @@ class Combined(Strategy):
         with self.micro_step(model, last=True):
             return self._find_owner("run_schedule").run_schedule(model, passes)
 
+    def list_trained(self, model: nn.Module) -> Iterable[tuple[str, Tensor]]:
+        """Return those of the part that updates its own."""
+        return self._find_owner("list_trained").list_trained(model)
+
+    def count_state_bytes(self) -> float:
+        """Return those of the part that saves any."""
+        return min(part.count_state_bytes() for part in self._parts)
+
+    def cut(self, passes: Passes) -> Passes:
+        """Cut by all parts."""
+        for part in self._parts:
+            passes = part.cut(passes)
+        return passes
+
     def step(self, model: nn.Module, optimizer: Optimizer, loss: Tensor) -> None:
         """Update as the part that owns the step."""
         self._find_owner("step").step(model, optimizer, loss)
@@ -71,6 +91,10 @@ class Combined(Strategy):
         return self.grid.find_part() if all(part.MOVES_ALONE for part in self._parts) else None
 
     def _find_owner(self, verb: str) -> Strategy:
-        owners = [part for part in self._parts if getattr(type(part), verb) is not getattr(Strategy, verb)]
+        owners = [part for part in self._parts if _has_own(part, verb)]
         assert len(owners) <= 1, f"two parts of a strategy own `{verb}`"
         return owners[0] if owners else self._plain
+
+
+def _has_own(part: Strategy, verb: str) -> bool:
+    return getattr(type(part), verb) is not getattr(Strategy, verb)

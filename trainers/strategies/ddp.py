@@ -17,7 +17,7 @@ class DataParallel(Strategy):
 
     def wrap(self, model: nn.Module) -> nn.Module:
         """Wrap for gradient exchange. The constructor imports torch._dynamo: 1.0 s on torch 2.13."""
-        if self.grid.size("tensor") > 1 or self.grid.size("pipeline") > 1:
+        if any(self.grid.size(axis) > 1 for axis in ("tensor", "pipeline", "expert")):
             raise TrainerError(
                 "`ddp` needs the whole model on each rank; combine `allreduce`, `fsdp` or `hsdp` instead"
             )

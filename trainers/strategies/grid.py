@@ -12,7 +12,7 @@ from trainers.errors import TrainerError
 from trainers.ranks import Ranks
 
 # Ranks that differ along these read different samples; along the others they work on the same ones.
-DATA_AXES = ("island", "replicate", "shard")
+DATA_AXES = ("island", "replicate", "shard", "expert")
 
 
 @dataclass(frozen=True, kw_only=True)

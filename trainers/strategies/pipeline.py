@@ -54,6 +54,7 @@ class PipelineParallel(Strategy):
                 f"choose a `--train.batch` that {self.share.count} x `--train.micro_batch` divides"
             )
         self._scale = passes.scale(first)
+        self.scale_own_losses(model, self._scale)
         if self._schedule is None:
             self._schedule = self._make_schedule(model, passes)
         losses: list[Tensor] = []

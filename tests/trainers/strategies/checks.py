@@ -7,11 +7,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
 
 from trainers.config import TrainConfig
 from trainers.optimizer import Optimizer
 from trainers.ranks import join_ranks, leave_ranks
-from trainers.strategies import create_strategy
+from trainers.strategies import create_strategy, ring_attention
 from trainers.strategies.options import DilocoOptions, GossipOptions, ParameterServerOptions, StrategyOptions
 from trainers.strategies.ring import ring_all_reduce
 
@@ -197,3 +198,27 @@ def put_gradient(model: nn.Module, step: int, rank: int) -> None:
     generator = torch.Generator().manual_seed(1000 * step + rank)
     for parameter in model.parameters():
         parameter.grad = torch.randn(parameter.shape, generator=generator)
+
+
+def ring_attention_is_attention(arguments: Sequence[str]) -> int:
+    """Outputs and gradients against torch's attention over the whole sequence, with fewer heads of keys, in runs."""
+    ranks = join_ranks()
+    heads, key_heads, batch, length, width = 4, int(arguments[0]), 2, 12 * ranks.world_size, 6
+    ring_attention.SCORE_BYTES = 4 * batch * heads * length  # so that queries are taken a few at a time
+    ring = ring_attention.Ring(group=None, rank=ranks.rank, count=ranks.world_size)
+    generator = torch.Generator().manual_seed(3)
+    shapes = [(batch, heads, length, width), *[(batch, key_heads, length, width)] * 2]
+    whole = [torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_() for shape in shapes]
+    outer = torch.randn(shapes[0], generator=generator, dtype=torch.float64)
+    expected = scaled_dot_product_attention(*whole, is_causal=True, enable_gqa=True)
+    (expected * outer).sum().backward()
+    positions = ring.find_positions(length // ranks.world_size, ranks.device)
+    parts = [each.detach().float()[:, :, positions].requires_grad_() for each in whole]
+    found = ring_attention.attend_in_ring(*parts, ring)
+    torch.testing.assert_close(found.double(), expected.detach()[:, :, positions], rtol=1e-5, atol=1e-6)
+    (found * outer.float()[:, :, positions]).sum().backward()
+    for part, each in zip(parts, whole, strict=True):
+        assert part.grad is not None and each.grad is not None
+        torch.testing.assert_close(part.grad.double(), each.grad[:, :, positions], rtol=1e-5, atol=1e-5)
+    leave_ranks()
+    return 0

@@ -82,6 +82,18 @@ class Worlds:
         return read_losses(path)
 
 
+def write_documents(folder: Path) -> list[str]:
+    """Write token files of short documents; return the flags that stream them, mask them and fuse the loss."""
+    folder.mkdir()
+    for name in ("train-0", "train-1"):
+        (folder / f"{name}.bin").write_bytes(
+            b"\0".join(b"%s of %d %s" % (name.encode(), n, b"x" * (n % 23)) for n in range(900))
+        )
+    (folder / "tokens.json").write_text('{"dtype": "uint8", "tokenizer": "bytes", "vocabulary": 256}')
+    stream = ["--data.stream", str(folder), "--data.cache", str(folder / "cache"), "--data.chunk_mib", "0.0005"]
+    return [*stream, "--data.shuffle_chunks", "4", "--data.document_mask", "--fused_loss"]
+
+
 def read_lines(path: Path) -> list[dict[str, object]]:
     """All that the runs in a folder reported."""
     return [json.loads(line) for line in (path / "progress.jsonl").read_text().splitlines()]

@@ -19,6 +19,12 @@ def test_ring_sums_as_the_library_does(worlds: Worlds, tmp_path: Path, ranks: in
     assert ended.codes == [0] * ranks, ended.errors
 
 
+@pytest.mark.parametrize(("ranks", "key_heads"), [(2, 4), (3, 2), (4, 1)])
+def test_attention_in_a_ring_is_attention(worlds: Worlds, tmp_path: Path, ranks: int, key_heads: int) -> None:
+    ended = worlds.call(tmp_path, f"{CHECKS}:ring_attention_is_attention", [str(key_heads)], ranks=ranks)
+    assert ended.codes == [0] * ranks, ended.errors
+
+
 @pytest.mark.parametrize(("strategy", "ranks"), [("diloco", 2), ("diloco", 3), ("gossip", 2), ("gossip", 3)])
 def test_islands_move_as_a_simulation_of_all_of_them(worlds: Worlds, tmp_path: Path, strategy: str, ranks: int) -> None:
     ended = worlds.call(tmp_path, f"{CHECKS}:islands_follow_the_algorithm", [strategy], ranks=ranks)

@@ -17,7 +17,10 @@ WORLDS = [
     (2, "fsdp", []),
     (2, "fsdp", ["--fsdp.reshard", "never", "--fsdp.prefetch", "1"]),
     (3, "fsdp", []),  # shares of 2, 3 and 3 samples
+    (2, "zero1", []),
+    (3, "zero2", []),
     (2, "tensor", []),
+    (2, "context", []),
     (2, "pipeline", ["--pipeline.schedule", "gpipe"]),
     (2, "pipeline", []),
     (3, "parameter_server", []),
@@ -28,6 +31,13 @@ WORLDS = [
     pytest.param(4, "pipeline+tensor", ["--mesh", "2x2"], marks=long),
     pytest.param(4, "allreduce+pipeline", ["--mesh", "2x2"], marks=long),
     pytest.param(4, "tensor+pipeline", ["--mesh", "2x2"], marks=long),
+    pytest.param(4, "context", ["--recompute", "full"], marks=long),
+    pytest.param(4, "fsdp+context", ["--mesh", "2x2"], marks=long),
+    pytest.param(4, "ddp+context", ["--mesh", "2x2"], marks=long),
+    pytest.param(4, "pipeline+context", ["--mesh", "2x2"], marks=long),
+    pytest.param(4, "context+tensor", ["--mesh", "2x2"], marks=long),
+    pytest.param(4, "pipeline+zero1", ["--mesh", "2x2"], marks=long),
+    pytest.param(4, "zero2+pipeline", ["--mesh", "2x2"], marks=long),
     pytest.param(8, "pipeline+fsdp+tensor", ["--mesh", "2x2x2"], marks=long),
     pytest.param(8, "pipeline+hsdp", ["--mesh", "2x2x2", "--train.micro_batch", "1"], marks=long),
 ]
@@ -50,6 +60,14 @@ def test_interleaved_pipeline_of_four_stages_on_two_ranks(worlds: Worlds, tmp_pa
     assert [each[0] for each in found.values()] == pytest.approx([each[0] for each in expected.values()], abs=ROUNDING)
 
 
+@long
+def test_grouped_heads_and_rotary_positions_of_a_shared_sequence(worlds: Worlds, tmp_path: Path) -> None:
+    flags = ("--model.kind", "llama", "--model.key_value_heads", "2")
+    expected = worlds.train(tmp_path / "alone", "ddp", *flags, ranks=1)
+    found = worlds.train(tmp_path / "shared", "context", *flags, "--evaluate.every_steps", "4", ranks=2)
+    assert [each[0] for each in found.values()] == pytest.approx([each[0] for each in expected.values()], abs=ROUNDING)
+
+
 def test_half_precision_where_asked_stays_near(worlds: Worlds, alone: dict[int, float], tmp_path: Path) -> None:
     flags = ("--fsdp.param_dtype", "bfloat16", "--fsdp.reduce_dtype", "float32")
     losses = worlds.train(tmp_path, "fsdp", *flags, ranks=2)
@@ -61,7 +79,10 @@ def test_half_precision_where_asked_stays_near(worlds: Worlds, alone: dict[int, 
 RESUMED = [
     (2, "fsdp", []),
     (2, "allreduce", ["--allreduce.algorithm", "ring"]),
+    (2, "zero1", []),
+    (2, "zero2", []),
     (2, "tensor", []),
+    (2, "context", []),
     (2, "pipeline", []),
     (3, "parameter_server", []),
     (2, "diloco", ["--diloco.every_steps", "3"]),
@@ -95,6 +116,8 @@ def test_killed_run_resumes_bit_identically(
 HANDED_ON = [
     ((2, "fsdp", []), (1, "ddp", [])),
     ((2, "ddp", []), (2, "fsdp", [])),
+    ((3, "zero2", []), (2, "zero1", [])),
+    ((2, "zero1", []), (3, "fsdp", [])),
     ((2, "pipeline", []), (2, "tensor", [])),
     ((2, "tensor", []), (3, "parameter_server", [])),
     ((3, "parameter_server", []), (2, "pipeline", [])),
@@ -186,6 +209,8 @@ def test_stop_asked_for_ends_all_ranks_after_one_step(
     [
         ("pipeline", ["--train.micro_batch", "3"], "micro-batches of equal size"),
         ("pipeline", ["--train.micro_batch", "16"], "at least 2 micro-batches"),
+        ("context", ["--model.context", "30"], "sequences of 30 tokens cannot be cut into 4 equal chunks"),
+        ("zero1+tensor", ["--mesh", "2x1"], "`zero1` can be combined with pipeline only"),
         ("pipeline", ["--model.depth", "1"], "1 blocks cannot be cut into 2 stages"),
         ("tensor", ["--model.heads", "1"], "`query_key_value` has 1 pieces"),
         ("ddp+tensor", ["--mesh", "1x2"], "needs the whole model"),

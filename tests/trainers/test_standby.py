@@ -1,0 +1,88 @@
+"""A worker's state and variables come to its standby, and the launcher follows."""
+
+import os
+import signal
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from trainers.standby import (
+    COMMAND_VARIABLE,
+    EXIT_CODE_HANDED_OVER,
+    PATH_VARIABLE,
+    Standbys,
+    hand_over,
+    receive,
+    run_program,
+)
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
+
+
+def hand_over_in_child(path: str, variables: dict[str, str], content: bytes) -> int:
+    """Hand over and end, as a worker does; its process id."""
+    pid = os.fork()
+    if pid:
+        return pid
+    kept = -1
+    if content:
+        kept = os.memfd_create("test", 0)
+        os.write(kept, content)
+    is_taken = hand_over(path, variables, kept)
+    os._exit(EXIT_CODE_HANDED_OVER if is_taken else 1)
+
+
+@pytest.mark.parametrize("content", [b"state" * 1000, b""], ids=["state", "no state"])
+def test_variables_and_state_arrive(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "socket"
+    received: list[tuple[dict[str, str], int]] = []
+    standby = threading.Thread(target=lambda: received.append(receive(path)))
+    standby.start()
+    variables = {"A": "ä\n", "LONG": "x" * 300_000}
+    while True:  # until it listens
+        pid = hand_over_in_child(str(path), variables, content)
+        if os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == EXIT_CODE_HANDED_OVER:
+            break
+    standby.join(timeout=60)
+    ((found, descriptor),) = received
+    assert found == variables and (descriptor >= 0) == bool(content)
+    if content:
+        with os.fdopen(descriptor, "rb") as file:
+            file.seek(0)
+            assert file.read() == content
+    assert not path.exists()
+
+
+def test_standby_that_is_not_ready_takes_nothing(tmp_path: Path) -> None:
+    assert not hand_over(str(tmp_path / "missing"), {}, -1)
+
+
+def test_launcher_replaces_a_standby_that_was_taken_but_not_one_that_died() -> None:
+    standbys = Standbys([sys.executable, "-m", "trainers.lm"])
+    variables = standbys.find_variables(1)
+    assert variables[COMMAND_VARIABLE] == f'["{sys.executable}", "-m", "trainers.lm"]'
+    assert Path(variables[PATH_VARIABLE]).parent.stat().st_mode & 0o077 == 0
+    standbys.start(1)
+    assert standbys.take(0) is None
+    worker = standbys.take(1)
+    assert worker is not None
+    os.kill(worker, signal.SIGKILL)
+    os.waitpid(worker, 0)
+    assert not standbys.forget(worker)  # it is the launcher's own by now
+    (successor,) = standbys._pids
+    assert standbys.forget(successor) and standbys.take(1) is None
+    os.kill(successor, signal.SIGKILL)
+    os.waitpid(successor, 0)
+    standbys.end()
+    assert not Path(variables[PATH_VARIABLE]).parent.exists()
+
+
+def test_program_runs_as_it_would_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", list(sys.argv))
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    script = tmp_path / "script.py"
+    script.write_text(f"import sys, pathlib\npathlib.Path({str(tmp_path / 'seen')!r}).write_text(' '.join(sys.argv))\n")
+    run_program([str(script), "--flag"])
+    assert (tmp_path / "seen").read_text() == f"{script} --flag" and sys.path[0] == str(tmp_path)

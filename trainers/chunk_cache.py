@@ -1,0 +1,140 @@
+"""Pieces of a data set on a node's disk, shared by its ranks and kept when they die.
+
+Each file is followed by its digest: what a crash left half-written is fetched again, and nothing else is.
+"""
+
+import contextlib
+import hashlib
+import mmap
+import os
+import tempfile
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from trainers.errors import TrainerError
+
+try:
+    import fcntl
+except ImportError:  # Windows: ranks may fetch a chunk twice
+    fcntl = None  # type: ignore[assignment]
+
+DIGEST_BYTES = 32
+FETCH_THREADS = 4
+ATTEMPTS_MAX = 5  # another process may drop a chunk between its arrival and its use
+LOCK_COUNT = 64  # lock files are never removed, so there is a fixed number of them
+
+
+class ChunkCache:
+    """Chunks by number, fetched once a node and dropped by least recent use."""
+
+    def __init__(self, folder: Path, fetch: Callable[[int], bytes], *, bytes_max: int, open_max: int) -> None:
+        """Keep at most `bytes_max` on the disk (all ranks together), and `open_max` files mapped by this process."""
+        self._folder, self._fetch, self._bytes_max, self._open_max = folder, fetch, bytes_max, open_max
+        self._maps: OrderedDict[int, mmap.mmap] = OrderedDict()
+        self._pool = ThreadPoolExecutor(FETCH_THREADS, thread_name_prefix="fetch")
+        self._asked: set[int] = set()
+        self._reading = threading.Lock()  # of `_maps`
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def read(self, chunk: int) -> mmap.mmap:
+        """Return a chunk's content, its digest at the end; fetched now if it is not here."""
+        with self._reading:
+            content = self._maps.get(chunk)
+            if content is None:
+                content = self._maps[chunk] = self._open(chunk)
+                while len(self._maps) > self._open_max:
+                    self._maps.popitem(last=False)
+            self._maps.move_to_end(chunk)
+            return content
+
+    def prefetch(self, chunks: Iterable[int]) -> None:
+        """Fetch chunks in the background, unless another rank does. A failure is left to the read that needs it."""
+        wanted = set(chunks)
+        new = wanted - self._asked
+        self._asked = wanted
+        for chunk in sorted(new):
+            self._pool.submit(self._ensure, chunk, is_waiting=False)
+
+    def _open(self, chunk: int) -> mmap.mmap:
+        for _ in range(ATTEMPTS_MAX):
+            content = self._map(chunk)
+            if content is not None:
+                return content
+            self._ensure(chunk, is_waiting=True)
+        raise TrainerError(f"`{self._path(chunk)}` is removed or damaged again and again; is `--data.cache` on a disk?")
+
+    def _ensure(self, chunk: int, *, is_waiting: bool) -> None:
+        path = self._path(chunk)
+        with self._lock(chunk, is_waiting=is_waiting) as is_mine:
+            if not is_mine or path.exists():
+                return
+            content = self._fetch(chunk)
+            self._make_room(len(content) + DIGEST_BYTES)
+            partial = path.with_suffix(f".{os.getpid()}.partial")
+            partial.write_bytes(content + digest(content))
+            partial.replace(path)
+
+    @contextlib.contextmanager
+    def _lock(self, chunk: int, *, is_waiting: bool) -> Iterator[bool]:
+        """Hold a lock that ends with this process; yield False if another holds it and nothing is waited for."""
+        with (self._folder / f"{chunk % LOCK_COUNT}.lock").open("wb") as file:
+            try:
+                if fcntl is not None:
+                    fcntl.flock(file, fcntl.LOCK_EX if is_waiting else fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                yield False
+                return
+            yield True
+
+    def _map(self, chunk: int) -> mmap.mmap | None:
+        path = self._path(chunk)
+        try:
+            with path.open("rb") as file:
+                # A private writable mapping: torch would warn of one that is read-only.
+                content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+            os.utime(path)
+        except (FileNotFoundError, ValueError):  # an empty file cannot be mapped
+            path.unlink(missing_ok=True)
+            return None
+        if digest(memoryview(content)[:-DIGEST_BYTES]) != content[-DIGEST_BYTES:]:
+            path.unlink(missing_ok=True)
+            return None
+        return content
+
+    def _make_room(self, size: int) -> None:
+        """Drop what was not used for longest. A file in use stays readable to those that have it mapped."""
+        files = []
+        for path in self._folder.iterdir():
+            with contextlib.suppress(FileNotFoundError):
+                about = path.stat()
+                files.append((about.st_mtime_ns, about.st_size, path))
+        total = size + sum(each for _, each, _ in files)
+        for _, each, path in sorted(files):
+            if total <= self._bytes_max:
+                return
+            if path.suffix != ".lock":
+                path.unlink(missing_ok=True)
+                total -= each
+
+    def _path(self, chunk: int) -> Path:
+        return self._folder / f"{chunk}.chunk"
+
+
+def digest(content: "bytes | memoryview") -> bytes:
+    """Return the digest that stands after a chunk."""
+    return hashlib.blake2b(content, digest_size=DIGEST_BYTES).digest()
+
+
+def find_cache_folder(configured: str) -> Path:
+    """Return where chunks are kept: as configured, or a folder of this user's for temporary files."""
+    if configured:
+        return Path(configured)
+    user = os.getuid() if hasattr(os, "getuid") else 0
+    folder = Path(tempfile.gettempdir()) / f"trainers-data-{user}"
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if hasattr(os, "getuid") and folder.stat().st_uid != user:
+        raise TrainerError(f"`{folder}` belongs to another user; name a folder with `--data.cache`")
+    return folder

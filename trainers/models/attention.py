@@ -1,0 +1,26 @@
+"""Where the tokens of a pass stand in their sequence, and how they attend to each other."""
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+
+class WholeSequence:
+    """A pass has whole sequences, from the first position on. Models begin with this one (`cuts.KnowsSequence`)."""
+
+    def find_positions(self, length: int, device: torch.device) -> Tensor:
+        """Return the positions of the tokens, `[length]`."""
+        return torch.arange(length, device=device)
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, *, dropout_rate: float = 0.0, mask: Tensor | None = None
+    ) -> Tensor:
+        """Let every position of `[batch, heads, time, width]` read from itself and those before it.
+
+        Keys and values may have fewer heads, each shared by as many queries' heads in a row. A `mask` replaces the
+        rule.
+        """
+        is_grouped = query.shape[1] != key.shape[1]
+        return functional.scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, dropout_p=dropout_rate, is_causal=mask is None, enable_gqa=is_grouped
+        )

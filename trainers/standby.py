@@ -1,0 +1,146 @@
+"""A process that has imported torch and waits: a worker of an elastic run restarts in it, instead of in a new program.
+
+Started by the launcher, one for each worker, where `--warm` is given. The worker that is to start again sends it its
+variables and the file of its state, and ends; for the launcher the standby then is the worker.
+"""
+
+import contextlib
+import ctypes
+import importlib
+import json
+import os
+import runpy
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+PATH_VARIABLE, COMMAND_VARIABLE = "BROKER_ELASTIC_STANDBY", "BROKER_ELASTIC_COMMAND"
+STATE_VARIABLE = "BROKER_ELASTIC_STATE"
+EXIT_CODE_HANDED_OVER = 86  # of a worker whose work another process continues
+HAND_OVER_S = 5.0
+READY, END = b"ready", b"\n"
+SET_PARENT_DEATH_SIGNAL = 1  # of linux/prctl.h
+# Without the session, which counts the time since its import.
+PREPARED = (
+    "torch.distributed.checkpoint",
+    "torch.distributed.fsdp",
+    "torch.nn.parallel",
+    "torch._dynamo",
+    "trainers.checkpoint",
+    "trainers.evaluate",
+    "trainers.state",
+    "trainers.state_transfer",
+    "trainers.tokens",
+)
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Import, wait at the socket of the first argument, and become the program that the others name."""
+    path, command = Path(arguments[0]), list(arguments[1:])
+    ctypes.CDLL(None).prctl(SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # as `run_session`, read at torch's import
+    for name in PREPARED:
+        importlib.import_module(name)
+    variables, descriptor = receive(path)
+    os.environ.clear()
+    os.environ.update(variables)
+    os.environ[STATE_VARIABLE] = str(descriptor)
+    run_program(command)
+
+
+def receive(path: Path) -> tuple[dict[str, str], int]:
+    """Wait for a worker's variables, its state (-1 for none) and its end."""
+    with socket.socket(socket.AF_UNIX) as listener:
+        path.unlink(missing_ok=True)
+        listener.bind(str(path))
+        listener.listen(1)
+        connection, _ = listener.accept()
+    path.unlink(missing_ok=True)
+    with connection:
+        message, descriptors, _, _ = socket.recv_fds(connection, 1 << 16, 1)
+        while not message.endswith(END):
+            part = connection.recv(1 << 16)
+            if not part:
+                raise SystemExit(1)  # the worker died half-way
+            message += part
+        connection.sendall(READY)
+        connection.recv(1)  # returns when the worker has ended, and let go of its device
+    variables: dict[str, str] = json.loads(message)
+    return variables, descriptors[0] if descriptors else -1
+
+
+def hand_over(path: str, variables: Mapping[str, str], descriptor: int) -> bool:
+    """Let the standby at `path` continue; False, and nothing happened, where there is none that is ready."""
+    with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as connection:
+        connection.settimeout(HAND_OVER_S)
+        connection.connect(path)
+        message = json.dumps(dict(variables)).encode() + END
+        sent = socket.send_fds(connection, [message], [descriptor] if descriptor >= 0 else [])
+        connection.sendall(message[sent:])
+        if connection.recv(len(READY)) == READY:
+            connection.detach()  # open until this process ends
+            return True
+    return False
+
+
+class Standbys:
+    """The standby of each of a node's workers, as the launcher sees them."""
+
+    def __init__(self, command: Sequence[str]) -> None:
+        """Prepare for workers of `command`, which begins with the interpreter; none is started yet."""
+        self._command = list(command)
+        self._folder = Path(tempfile.mkdtemp(prefix="standby-"))  # for this user only
+        self._pids: dict[int, int] = {}  # place by process id
+
+    def find_variables(self, place: int) -> dict[str, str]:
+        """Return what the worker at this place must know."""
+        return {PATH_VARIABLE: str(self._find_path(place)), COMMAND_VARIABLE: json.dumps(self._command)}
+
+    def start(self, place: int) -> None:
+        """Start a standby for the worker at this place."""
+        python, *rest = self._command
+        argv = [python, "-m", "trainers.standby", str(self._find_path(place)), *rest]
+        self._pids[os.posix_spawn(python, argv, os.environ)] = place
+
+    def take(self, place: int) -> int | None:
+        """Return the process that is now the worker at this place, and start the next standby; None: there is none."""
+        for pid, its_place in self._pids.items():
+            if its_place == place:
+                del self._pids[pid]
+                self.start(place)
+                return pid
+        return None
+
+    def forget(self, pid: int) -> bool:
+        """Return whether a process that ended was a standby; it is not replaced."""
+        return self._pids.pop(pid, None) is not None
+
+    def end(self) -> None:
+        """End all."""
+        for pid in self._pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _find_path(self, place: int) -> Path:
+        return self._folder / str(place)
+
+
+def run_program(command: Sequence[str]) -> None:
+    """Run what `python COMMAND` would."""
+    if command[0] == "-m":
+        sys.argv = [command[1], *command[2:]]
+        runpy.run_module(command[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = list(command)
+        sys.path[0] = str(Path(command[0]).resolve().parent)
+        runpy.run_path(command[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

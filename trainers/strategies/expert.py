@@ -1,0 +1,116 @@
+"""Expert parallelism: each rank holds some of the experts, and tokens travel to them and back (arXiv:2006.16668).
+
+Two ranks, four experts, two all-to-alls a block in each direction:
+
+    rank 0: experts 0, 1    rows for 0, 1, 2, 3 -> keeps 0 and 1, sends 2 and 3, gets rank 1's rows for 0 and 1
+    rank 1: experts 2, 3    results travel back the same way
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from trainers.errors import TrainerError
+from trainers.models.cuts import HasExperts
+from trainers.optimizer import local
+from trainers.strategies.allreduce import reduce_gradients
+from trainers.strategies.base import Strategy
+
+
+class ExpertParallel(Strategy):
+    """Ranks read different samples, hold different experts, and all of the rest."""
+
+    AXES = ("expert",)
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        """Spread the experts of every layer; a model without any, or with an uneven number, is a TrainerError."""
+        count = self.grid.size("expert")
+        if count == 1:
+            return model
+        mesh, group = self.grid.device_mesh("expert"), self.grid.group("expert")
+        layers = [module for module in model.modules() if isinstance(module, HasExperts)]
+        for layer in layers:
+            if layer.expert_count % count:
+                raise TrainerError(f"{layer.expert_count} experts cannot be divided evenly by {count} ranks")
+            for stack in layer.list_expert_layers():
+                spread_stack(stack, mesh)
+            layer.exchange = AllToAll(group, count)
+        if not layers and self.grid.size("pipeline") == 1:
+            raise TrainerError("this model has no experts; `expert` cannot be used without `--model.experts`")
+        return model
+
+    @contextlib.contextmanager
+    def micro_step(self, model: nn.Module, *, last: bool) -> Iterator[None]:
+        """Average gradients after the last backward pass; an expert's tokens of all ranks have been added up."""
+        yield
+        count = self.grid.size("expert")
+        if not last or count == 1:
+            return
+        layers = [module for module in model.modules() if isinstance(module, HasExperts)]
+        stacks = [stack for layer in layers for stack in layer.list_expert_layers()]
+        experts = [parameter for stack in stacks for parameter in stack.parameters()]
+        for parameter in experts:
+            if parameter.grad is not None:
+                local(parameter.grad).div_(count)
+        known = set(experts)
+        others = (parameter for parameter in model.parameters() if parameter not in known)
+        reduce_gradients(others, self.options.allreduce, group=self.grid.group("expert"), divisor=count)
+
+
+def spread_stack(stack: nn.Module, mesh: Any) -> None:
+    """Keep this rank's run of the first dimension of every parameter."""
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    for name, value in list(stack.named_parameters(recurse=False)):
+        part = distribute_tensor(value.detach(), mesh, [Shard(0)], src_data_rank=None)  # every rank has the same whole
+        stack.register_parameter(name, nn.Parameter(part, requires_grad=value.requires_grad))
+
+
+class AllToAll:
+    """Sends rows to the ranks of their experts and brings the results back. Waits for the device."""
+
+    def __init__(self, group: Any, count: int) -> None:
+        """Exchange within a group of `count` ranks, each with an equal run of the experts."""
+        self._group, self._count = group, count
+
+    def __call__(self, rows: Tensor, counts: Tensor, compute: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+        """Return the result of each row, in the order of rows; called by all ranks together."""
+        leaving = counts.view(self._count, -1)
+        arriving = torch.empty_like(leaving)
+        dist.all_to_all_single(arriving, leaving.contiguous(), group=self._group)
+        sent, got = leaving.sum(1).tolist(), arriving.sum(1).tolist()
+        exchange: Any = ExchangeRows.apply
+        arrived = exchange(rows, sent, got, self._group)
+        # Rows come rank by rank, and are computed expert by expert.
+        experts = torch.arange(arriving.shape[1], device=rows.device).repeat(self._count)
+        order = experts.repeat_interleave(arriving.flatten()).argsort(stable=True)
+        results = compute(arrived.index_select(0, order), arriving.sum(0))
+        placed = torch.zeros_like(results).index_copy(0, order, results)
+        back: Tensor = exchange(placed, got, sent, self._group)
+        return back
+
+
+class ExchangeRows(torch.autograd.Function):
+    """All-to-all of runs of rows; gradients travel the other way."""
+
+    @staticmethod
+    def forward(context: Any, rows: Tensor, sent: list[int], got: list[int], group: Any) -> Tensor:
+        """Send `sent[r]` rows to rank r, in order; return what the others sent, in the order of ranks."""
+        context.sent, context.got, context.group = sent, got, group
+        return exchange_rows(rows, sent, got, group)
+
+    @staticmethod
+    def backward(context: Any, outer: Tensor) -> tuple[Tensor, None, None, None]:
+        """Send each gradient to where its row came from."""
+        return exchange_rows(outer, context.got, context.sent, context.group), None, None, None
+
+
+def exchange_rows(rows: Tensor, sent: list[int], got: list[int], group: Any) -> Tensor:
+    """Exchange runs of rows between all ranks of a group."""
+    arrived = rows.new_empty(sum(got), *rows.shape[1:])
+    dist.all_to_all_single(arrived, rows.contiguous(), got, sent, group=group)
+    return arrived
