@@ -1,0 +1,151 @@
+"""`trainers.bridge`: a folder is a checkpoint only when it is complete; notices and progress reach both sides."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from trainers import bridge
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in [name for name in os.environ if name.startswith(("BROKER_", "SKYPILOT_", "OMPI_"))]:
+        monkeypatch.delenv(name)
+    for name in ("RANK", "CHECKPOINTS"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("BROKER_CHECKPOINT_DIR", str(tmp_path / "checkpoints"))
+    monkeypatch.setattr(bridge, "_State", type("_State", (), dict(vars(bridge._State))))
+
+
+def save(step: int, text: str = "weights") -> Path:
+    folder = bridge.folder_of(step)
+    (folder / "state").write_text(text)
+    return folder
+
+
+def test_first_start_has_no_checkpoint() -> None:
+    assert bridge.resume() == (0, None)
+
+
+def test_interrupted_checkpoint_is_never_resumed_from() -> None:
+    first = save(20)
+    bridge.commit(20)
+    save(40)
+    assert bridge.resume() == (20, first)
+
+
+def test_step_that_a_later_attempt_repeated_counts_once_and_as_the_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    save(20)
+    bridge.commit(20)
+    monkeypatch.setenv("BROKER_ATTEMPT", "2")
+    again = save(20)
+    bridge.commit(20)
+    assert bridge.resume() == (20, again)
+
+
+def test_newest_checkpoints_are_kept_and_others_deleted() -> None:
+    for step in (9, 10, 100):
+        save(step)
+        bridge.commit(step, keep=2)
+    assert [path.name[:13] for path in sorted(bridge.checkpoint_folder().iterdir())] == [
+        "step-00000010",
+        "step-00000100",
+    ]
+
+
+def test_bucket_url_is_passed_on_and_a_folder_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BROKER_CHECKPOINT_DIR", "gs://bucket/job")
+    assert bridge.checkpoint_dir() == "gs://bucket/job"
+    with pytest.raises(ValueError, match="CHECKPOINTS"):
+        bridge.checkpoint_folder()
+
+
+def test_progress_lines_hold_step_loss_and_newest_checkpoint(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    file = tmp_path / "progress.jsonl"
+    monkeypatch.setenv("BROKER_PROGRESS_FILE", str(file))
+    save(1)
+    bridge.commit(1)
+    bridge.progress(1, 10, 0.5)
+    bridge.progress(2, 10, float("nan"), extra=3)
+    first, second = [json.loads(line) for line in file.read_text().splitlines()]
+    assert (first["step"], first["total"], first["loss"], first["checkpoint_step"]) == (1, 10, 0.5, 1)
+    assert first["start_cpu_s"] > 0 and "start_cpu_s" not in second
+    assert second["loss"] is None and second["extra"] == 3
+
+
+@pytest.mark.parametrize("name", ["RANK", "OMPI_COMM_WORLD_RANK", "SKYPILOT_NODE_RANK"])
+def test_only_the_first_rank_reports(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str) -> None:
+    monkeypatch.setenv("BROKER_PROGRESS_FILE", str(tmp_path / "progress.jsonl"))
+    monkeypatch.setenv(name, "1")
+    bridge.progress(1, 10)
+    assert not (tmp_path / "progress.jsonl").exists()
+
+
+def test_notice_is_the_file_or_sigterm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        monkeypatch.setenv("BROKER_PREEMPTION_FILE", str(tmp_path / "preemption"))
+        assert not bridge.preempted()
+        (tmp_path / "preemption").touch()
+        assert bridge.preempted()
+        (tmp_path / "preemption").unlink()
+        signal.raise_signal(signal.SIGTERM)
+        assert bridge.preempted()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@pytest.mark.parametrize(("text", "seconds"), [("", 600.0), ("30", 30.0), ("x", 600.0), ("-1", 600.0)])
+def test_interval_is_the_brokers_or_the_default(monkeypatch: pytest.MonkeyPatch, text: str, seconds: float) -> None:
+    monkeypatch.setenv("BROKER_CHECKPOINT_EVERY_S", text)
+    assert bridge.every_s() == seconds
+
+
+def test_addresses_are_those_of_the_gang(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert (bridge.node_addresses(), bridge.node_count(), bridge.port(1)) == (["127.0.0.1"], 1, 29501)
+    monkeypatch.setenv("SKYPILOT_NODE_IPS", "10.0.0.1\n10.0.0.2")
+    assert bridge.node_addresses() == ["10.0.0.1", "10.0.0.2"]
+
+
+PROGRAM = """
+import sys
+from trainers import bridge
+step, folder = bridge.resume()
+value = float((folder / "state").read_text()) if folder else 0.0
+while step < 30:
+    step += 1
+    value = value * 1.1 + step
+    is_leaving = bridge.preempted()
+    if is_leaving or step % 5 == 0:
+        (bridge.folder_of(step) / "state").write_text(repr(value))
+        bridge.commit(step)
+    bridge.progress(step, 30, value)
+    if step == int(sys.argv[1]):
+        import os; os.kill(os.getpid(), int(sys.argv[2]))
+    elif is_leaving:
+        bridge.leave()
+bridge.finish(30, [repr(value).encode()])
+"""
+
+
+def run(folder: Path, step: int, number: int) -> int:
+    variables = {**os.environ, "BROKER_CHECKPOINT_DIR": str(folder), "PYTHONPATH": str(ROOT)}
+    argv = [sys.executable, "-c", PROGRAM, str(step), str(int(number))]
+    return subprocess.run(argv, env=variables, capture_output=True).returncode
+
+
+def test_killed_and_preempted_program_ends_like_an_undisturbed_one(tmp_path: Path) -> None:
+    assert run(tmp_path / "a", 13, signal.SIGKILL) == -signal.SIGKILL
+    assert run(tmp_path / "a", 22, signal.SIGTERM) == bridge.EXIT_CODE_PREEMPTED
+    assert run(tmp_path / "a", 0, 0) == run(tmp_path / "b", 0, 0) == 0
+    results = [json.loads((tmp_path / name / "result.json").read_text()) for name in "ab"]
+    assert results[0]["weights_sha256"] == results[1]["weights_sha256"]

@@ -1,0 +1,244 @@
+"""Connect any training program to the broker: checkpoints, progress and preemption notices in a few lines.
+
+    from trainers import bridge
+
+    step, folder = bridge.resume()               # (0, None) at the first start
+    while step < steps:
+        step, loss = step + 1, train(step)
+        is_leaving = bridge.preempted()
+        if is_leaving or step % 50 == 0:
+            save(bridge.folder_of(step))         # every rank may write into it
+            bridge.commit(step)                  # by the first rank, once all have written
+        bridge.progress(step, steps, loss)
+        if is_leaving:
+            bridge.leave()
+
+Every function works without a broker, with `./checkpoints` as the folder. `bridge_keras`, `bridge_lightning`,
+`bridge_hugging_face`, `bridge_accelerate` and `bridge_orbax` are callbacks for these frameworks;
+`bridge_torch` makes ranks agree. Standard library only, Python 3.8 and later.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import re
+import shutil
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any, Iterable, NamedTuple, NoReturn
+
+EXIT_CODE_PREEMPTED = 143  # what a shell reports for a process ended by SIGTERM: 128 + 15
+STEP = re.compile(r"step-(\d+)-attempt-(\d+)")
+COMPLETE = "COMPLETE"  # written last: a folder without it was interrupted
+RESULT = "result.json"
+
+
+class Resumed(NamedTuple):
+    """The newest complete checkpoint: its step and folder."""
+
+    step: int
+    folder: Path | None
+
+
+class _State:
+    """The state of this process: whether SIGTERM came, what was committed, whether progress was reported."""
+
+    has_signal = False
+    is_listening = False
+    has_reported = False
+    checkpoint_step: int | None = None
+
+
+def checkpoint_dir() -> str:
+    """Return the folder, or bucket URL, that outlives the machines; a folder exists.
+
+    `CHECKPOINTS` overrides what the broker chose: the path of a mounted bucket, for a framework that needs a folder.
+    """
+    place = os.environ.get("CHECKPOINTS") or os.environ.get("BROKER_CHECKPOINT_DIR") or "./checkpoints"
+    if place.startswith("file://"):
+        place = place[len("file://") :]
+    if "://" not in place:
+        Path(place).mkdir(parents=True, exist_ok=True)
+        place = str(Path(place).resolve())
+    return place
+
+
+def checkpoint_folder() -> Path:
+    """Return `checkpoint_dir()` as a path. Raises ValueError for a bucket's URL."""
+    place = checkpoint_dir()
+    if "://" in place:
+        raise ValueError(f"{place} is no folder: mount the bucket with `file_mounts`, and set CHECKPOINTS to it")
+    return Path(place)
+
+
+def attempt() -> int:
+    """Return the number of this start of the job; it only increases."""
+    return int(os.environ.get("BROKER_ATTEMPT") or 1)
+
+
+def node_rank() -> int:
+    return int(os.environ.get("SKYPILOT_NODE_RANK") or 0)
+
+
+def node_addresses() -> list[str]:
+    """Return the addresses of all nodes, by rank."""
+    return (os.environ.get("SKYPILOT_NODE_IPS") or "127.0.0.1").split()
+
+
+def node_count() -> int:
+    return len(node_addresses())
+
+
+def port(offset: int = 0) -> int:
+    """Return a port for a service of the gang. Local nodes share an address: one service per node needs offsets."""
+    return int(os.environ.get("BROKER_MASTER_PORT") or 29500) + offset
+
+
+def is_first() -> bool:
+    """Return whether this process is the first rank, by the variables of torchrun, MPI or the broker."""
+    for name in ("RANK", "OMPI_COMM_WORLD_RANK"):
+        if os.environ.get(name):
+            return os.environ[name] == "0"
+    return node_rank() == 0
+
+
+def every_s(default: float = 600.0) -> float:
+    """Return the seconds between checkpoints that suit the placement of this attempt."""
+    try:
+        value = float(os.environ.get("BROKER_CHECKPOINT_EVERY_S") or default)
+    except ValueError:
+        return default
+    return value if value > 0 else default
+
+
+def folder_of(step: int) -> Path:
+    """Return the folder of a new checkpoint, made if missing. An attempt never writes into another's folder."""
+    folder = checkpoint_folder() / f"step-{step:08}-attempt-{attempt():04}"
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def commit(step: int, keep: int = 3) -> None:
+    """Declare the checkpoint of `step` complete, and delete all but the newest `keep`. Called by the first rank only.
+
+    Data reaches the disk before the mark does. Raises OSError if either cannot be written.
+    """
+    folder = folder_of(step)
+    for path in sorted(folder.rglob("*")):
+        if path.is_file():
+            _flush(path)
+    (folder / COMPLETE).touch()
+    _flush(folder)
+    _State.checkpoint_step = step
+    for old in _list_complete()[keep:]:
+        (old / COMPLETE).unlink()  # first, so that a half-deleted folder never counts
+        shutil.rmtree(str(old), ignore_errors=True)
+
+
+def resume() -> Resumed:
+    """Return the newest complete checkpoint, (0, None) if there is none. All ranks get the same answer at a start."""
+    complete = _list_complete()
+    if not complete:
+        return Resumed(0, None)
+    step = _read_step(complete[0])[0]
+    _State.checkpoint_step = step
+    return Resumed(step, complete[0])
+
+
+def progress(
+    step: int, total: int, loss: float | None = None, checkpoint_step: int | None = None, **details: Any
+) -> None:
+    """Report a step, on stdout and to the broker; ranks other than the first do nothing.
+
+    `checkpoint_step` is the step of the newest checkpoint; without it, the last one of `commit` or `resume`.
+    """
+    if not is_first():
+        return
+    if checkpoint_step is not None:
+        _State.checkpoint_step = checkpoint_step
+    line: dict[str, Any] = {"time": time.time(), "step": step, "total": total, "loss": _or_null(loss)}
+    line["checkpoint_step"] = _State.checkpoint_step
+    line.update(details)
+    if not _State.has_reported:
+        line["start_cpu_s"] = round(sum(os.times()[:4]), 2)
+        _State.has_reported = True
+    place = os.environ.get("BROKER_PROGRESS_FILE")
+    if place:
+        # One small write in append mode: a reader, or a kill, sees the line whole or not at all.
+        with Path(place).open("ab", buffering=0) as file:
+            file.write(json.dumps(line).encode() + b"\n")
+    print("step {}/{}{}".format(step, total, "" if loss is None else f"  loss {loss:.6f}"), flush=True)
+
+
+def listen() -> None:
+    """Turn SIGTERM into a notice that `preempted` returns. Only the main thread of a process can."""
+    if not _State.is_listening and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, _remember)
+        _State.is_listening = True
+
+
+def preempted() -> bool:
+    """Return whether this process was asked to save and leave, by SIGTERM or by the broker's file.
+
+    Only some of the nodes may have received the notice: where all ranks save together, make them agree first
+    (`bridge_torch.agree`).
+    """
+    listen()
+    place = os.environ.get("BROKER_PREEMPTION_FILE")
+    return _State.has_signal or bool(place and Path(place).exists())
+
+
+def leave() -> NoReturn:
+    """End this process after a save: the broker starts the same command again elsewhere."""
+    sys.stdout.flush()
+    os._exit(EXIT_CODE_PREEMPTED)  # at once: a peer that left already would make the framework's shutdown wait
+
+
+def finish(step: int, arrays: Iterable[Any] = (), **values: Any) -> None:
+    """Write `result.json`, with a digest of the final weights, from which two runs can be compared bit for bit.
+
+    `arrays` are numpy arrays, or anything with a buffer. Called by the first rank only.
+    """
+    digest = hashlib.sha256()
+    for each in arrays:
+        digest.update(each.tobytes() if hasattr(each, "tobytes") else bytes(each))
+    result = dict(values, step=step, attempt=attempt(), weights_sha256=digest.hexdigest())
+    folder = checkpoint_folder()
+    aside = folder / f".{RESULT}.{os.getpid()}"
+    aside.write_text(json.dumps(result))
+    aside.replace(folder / RESULT)
+    print("finished {}  weights {}".format(step, result["weights_sha256"][:16]), flush=True)
+
+
+def _list_complete() -> list[Path]:
+    """Return the folders of complete checkpoints, the newest first."""
+    found = [path for path in checkpoint_folder().glob("step-*") if STEP.fullmatch(path.name)]
+    return sorted((path for path in found if (path / COMPLETE).exists()), key=_read_step, reverse=True)
+
+
+def _read_step(folder: Path) -> list[int]:
+    found = STEP.fullmatch(folder.name)
+    return [int(group) for group in found.groups()] if found else []
+
+
+def _flush(path: Path) -> None:
+    number = os.open(str(path), os.O_RDONLY)
+    try:
+        os.fsync(number)
+    finally:
+        os.close(number)
+
+
+def _or_null(value: float | None) -> float | None:
+    """JSON has no infinity."""
+    return None if value is None or not math.isfinite(value) else float(value)
+
+
+def _remember(signal_number: int, frame: Any) -> None:
+    _State.has_signal = True

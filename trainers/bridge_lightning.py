@@ -1,0 +1,39 @@
+"""A callback for Lightning: checkpoints that are complete or absent, progress, and a save after a notice."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning
+
+from trainers import bridge
+from trainers.bridge_torch import agree
+
+FILE = "state.ckpt"
+
+
+def find_checkpoint() -> tuple[int, str | None]:
+    """Return the newest complete checkpoint's step and `ckpt_path`. Begin the data at that step: Lightning does not."""
+    step, folder = bridge.resume()
+    return step, str(folder / FILE) if folder else None
+
+
+class BridgeLightningCallback(lightning.Callback):
+    """Save every `every_steps` steps and after a notice; then end the process. Use `enable_checkpointing=False`."""
+
+    def __init__(self, *, every_steps: int) -> None:
+        self._every_steps = every_steps
+        bridge.listen()
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_index: int) -> None:
+        step = trainer.global_step
+        is_leaving = agree(bridge.preempted())
+        if is_leaving or step % self._every_steps == 0 or step == trainer.max_steps:
+            trainer.save_checkpoint(bridge.folder_of(step) / FILE)  # a collective call: it ends with a barrier
+            if trainer.is_global_zero:
+                bridge.commit(step)
+            trainer.strategy.barrier()
+        if trainer.is_global_zero:
+            bridge.progress(step, trainer.max_steps, float(outputs["loss"]))
+        if is_leaving:
+            bridge.leave()

@@ -1,0 +1,133 @@
+"""Give this node a virtual environment of pinned packages: `python3 -m trainers.venv jax==0.10.2 flax==0.12.8`.
+
+For the `setup:` of a task that runs another framework than the bundled trainers. Environments are kept by a key made of
+the packages, the range of Pythons and the kind of accelerator, so the next attempt on this node, or another local node
+of this machine, finds its environment ready. Afterwards `python` and every program of the environment come first on
+PATH in `run:`. Run again, it changes nothing.
+
+`BROKER_VENVS` names the folder of the environments. Standard library only, Python 3.8 and later.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import platform
+import pwd
+import shlex
+import shutil
+import sys
+from pathlib import Path
+from typing import Iterator, Mapping, Sequence
+
+from trainers.node_gpus import SetupError, choose_build, find_accelerator
+from trainers.node_uv import INDEX_HINT, find_uv, names_index, read_settings
+from trainers.setup import COMPLETE, PYTHON_HINT, drop, run_uv
+
+PYTHON_RANGE = ">=3.11,<3.13"  # every framework of the templates has wheels for these
+KEY_LENGTH = 16
+ALONE_HINT = "run it in a task's `setup:`; elsewhere set BROKER_PYTHON to a folder for the links"
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Return the exit code: 0 where the environment is ready, 1 where not, with the reason on stderr."""
+    parser = argparse.ArgumentParser(prog="python3 -m trainers.venv", description=__doc__.split("\n\n")[0])
+    parser.add_argument("--python", default=PYTHON_RANGE, metavar="RANGE", help="Pythons that fit, as uv writes them")
+    parser.add_argument("requirements", nargs="+", metavar="PACKAGE==VERSION")
+    options = parser.parse_args(arguments)
+    try:
+        venv = prepare(options.requirements, options.python, os.environ)
+    except SetupError as error:
+        print(f"error: {error}" + (f"\n\nhint: {error.hint}" if error.hint else ""), file=sys.stderr)
+        return 1
+    print(f"trainers: environment {venv.name} with {', '.join(options.requirements)}", flush=True)
+    return 0
+
+
+def prepare(requirements: Sequence[str], python_range: str, variables: Mapping[str, str]) -> Path:
+    """Return the environment, made where it was missing, and put its programs into BROKER_PYTHON's `bin`.
+
+    Raises SetupError where a requirement has no exact version or the installation fails; an interrupted one is
+    repeated by the next call.
+    """
+    loose = [each for each in requirements if "==" not in each and " @ " not in each]
+    if loose:
+        raise SetupError(f"no exact version: {', '.join(loose)}", "pin it, as in `jax==0.10.2`")
+    place = variables.get("BROKER_PYTHON")
+    if not place:
+        raise SetupError("BROKER_PYTHON is not set", ALONE_HINT)
+    links = Path(place) / "bin"
+    bare = {**variables, "PATH": drop(links, variables.get("PATH", os.defpath))}
+    settings = read_settings(bare)
+    accelerator = find_accelerator(bare)
+    venv = find_cache(variables) / make_key(requirements, python_range, accelerator.kind, variables)
+    venv.parent.mkdir(parents=True, exist_ok=True)
+    with hold(venv.with_suffix(".lock")):
+        if not (venv / COMPLETE).exists():
+            if not settings.get("UV_TORCH_BACKEND") and not names_index(settings):
+                settings["UV_TORCH_BACKEND"] = choose_build(accelerator)
+            install(venv, requirements, python_range, settings)
+    link(venv, links)
+    return venv
+
+
+def find_cache(variables: Mapping[str, str]) -> Path:
+    """Return the folder of environments: one for all local nodes of this machine, whose home folders differ."""
+    if variables.get("BROKER_VENVS"):
+        return Path(variables["BROKER_VENVS"])
+    if "BROKER_NODE_DIR" in variables:
+        return Path(pwd.getpwuid(os.getuid()).pw_dir) / ".cache/broker/venvs"
+    return Path(variables["BROKER_PYTHON"]) / "venvs"
+
+
+def make_key(requirements: Sequence[str], python_range: str, accelerator: str, variables: Mapping[str, str]) -> str:
+    """Name an environment; the order of the requirements is irrelevant."""
+    build = variables.get("UV_TORCH_BACKEND", accelerator)
+    parts = [sorted(requirements), python_range, build, platform.machine(), list(platform.libc_ver())]
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:KEY_LENGTH]
+
+
+@contextlib.contextmanager
+def hold(path: Path) -> Iterator[None]:
+    """Exclude other processes of this machine; the lock ends with its process."""
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def install(venv: Path, requirements: Sequence[str], python_range: str, settings: Mapping[str, str]) -> None:
+    """Make the environment in its place, since virtual environments cannot be moved, and mark it complete."""
+    folder = venv.parent
+    uv = find_uv(folder, settings)
+    print(f"trainers: installing {', '.join(requirements)}", flush=True)
+    shutil.rmtree(venv, ignore_errors=True)
+    settings = {"UV_CACHE_DIR": str(folder / "cache"), **settings}  # on the same disk: files are linked, not copied
+    run_uv([uv, "venv", "--quiet", "--python", python_range, str(venv)], folder, settings, PYTHON_HINT)
+    python = str(venv / "bin/python")
+    run_uv([uv, "pip", "install", "--quiet", "--python", python, *requirements], folder, settings, INDEX_HINT)
+    (venv / COMPLETE).touch()
+
+
+def link(venv: Path, links: Path) -> None:
+    """Put every program of the environment into `links`, and remove what another environment left there.
+
+    Scripts, not symbolic links: those of a virtual environment's Python would find the base's packages.
+    """
+    links.mkdir(parents=True, exist_ok=True)
+    programs = {each.name: each for each in (venv / "bin").iterdir() if os.access(each, os.X_OK) and each.is_file()}
+    for name, program in programs.items():
+        aside = links / f".{name}.{os.getpid()}"
+        aside.write_text(f'#!/bin/sh\nexec {shlex.quote(str(program))} "$@"\n')
+        aside.chmod(0o755)
+        aside.replace(links / name)
+    for each in links.iterdir():
+        if each.name not in programs and not each.name.startswith("."):
+            each.unlink()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
