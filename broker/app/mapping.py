@@ -1,0 +1,221 @@
+"""Batch inference over worker jobs: begin a map, submit its workers, follow it, finish it.
+
+Every step may be repeated, so a command that was killed at any point continues when it runs again.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from broker.app.container import Context
+from broker.app.jobs import JobTarget
+from broker.app.launching import Callbacks, prepare
+from broker.batch import tally
+from broker.batch.plan_file import LEASE_S, MapPlan, begin, digest_program
+from broker.batch.splitting import SUFFIXES, Split, split
+from broker.batch.tally import Tally
+from broker.batch.workers import Crew, list_problems, plan_crew
+from broker.errors import BrokerError, UsageError
+from broker.nouns import noun
+from broker.storage import open_bucket
+from broker.types import DataSet, Job, JobStatus, Plan, Task
+
+LOOK_S = 1.0
+GIB = 1 << 30
+RUNS_WORKER = re.compile(r"-m\s+trainers\.map_worker\b")
+SCHEMES = ("file", "s3", "gs", "az")  # what the worker reads (trainers/map_places.py)
+NOT_STARTED = (JobStatus.PENDING, JobStatus.STARTING, JobStatus.RECOVERING)
+
+
+@noun
+class MapRequest:
+    """A map as the user asked for it; `input` and `output` are URLs or paths on this machine."""
+
+    task: Task
+    input: str
+    output: str
+    workers: int = 4
+    shard_bytes: int | None = None
+    lease_s: float = LEASE_S
+
+
+@noun
+class MapView:
+    """A map at one moment."""
+
+    tally: Tally
+    crew: Crew
+    usd: float
+
+
+@noun
+class MapResult:
+    """A map without work left; `failures` are the reasons for shards that were left out."""
+
+    view: MapView
+    items: int
+    manifest: str
+    failures: Sequence[str]
+
+    @property
+    def usd_per_million_items(self) -> float | None:
+        return 1e6 * self.view.usd / self.items if self.items else None
+
+
+@noun
+class MapTarget(JobTarget):
+    """The launch target for the workers of a map."""
+
+    is_here: bool  # input or output is a path of this machine
+
+    def check(self, plans: Sequence[Plan]) -> bool:
+        clouds = {each.placement.offer.cloud for plan in plans for each in plan.estimates} - {"local"}
+        if self.is_here and clouds:
+            raise UsageError(
+                f"nodes on {' or '.join(sorted(clouds)[:3])} cannot read paths of this machine",
+                hints=[
+                    "pass URLs of buckets for `--input` and `--output`; `file:///...` is a folder that all nodes see",
+                    "or run on this machine with `--infra local`",
+                ],
+            )
+        return JobTarget.check(self, plans)
+
+
+class MapDriver:
+    """Drive one map. Raises UsageError for an input, output or task that cannot be used."""
+
+    def __init__(self, context: Context, request: MapRequest, *, callbacks: Callbacks | None = None) -> None:
+        if not RUNS_WORKER.search(request.task.run or ""):
+            raise UsageError(
+                "the task's `run:` starts no map worker",
+                hints=["write `run: python -m trainers.map_worker embed.py`, or a command after `map_worker --`"],
+            )
+        self._context, self._request, self._callbacks = context, request, callbacks
+        self.output_url = to_url(request.output)
+        self.input_url, name = split_input(to_url(request.input))
+        if f"{self.output_url}/".startswith(f"{self.input_url}/") and not name:
+            raise UsageError("`--output` must not be inside the input folder")
+        self._output = open_bucket(self.output_url)
+        self.split: Split = split(open_bucket(self.input_url).list_keys(name), shard_bytes=request.shard_bytes)
+        self._task: Task | None = None
+        self._plan: MapPlan | None = None
+        self._retries_from = 0
+
+    @property
+    def plan(self) -> MapPlan:
+        assert self._plan is not None, "`begin` was called"
+        return self._plan
+
+    def show(self) -> None:
+        """Plan the workers without starting or writing anything."""
+        self._prepare(is_dryrun=True)
+
+    def begin(self) -> bool:
+        """Write the plan, or continue with the one in the output folder; return whether it is new."""
+        store, task = self._context.store, self._request.task
+        self._retries_from = 1 + max((line.id for line in store.jobs.list_lines(1)), default=0)
+        self._plan, is_new = begin(
+            self._output, self.split, input_url=self.input_url, program=digest_program(task),
+            draw_uid=store.draw_uid, lease_s=self._request.lease_s,
+        )  # fmt: skip
+        self.split = self._plan.split
+        if not is_new:
+            tally.forget_failures(self._output, tally.take(self._output, self._plan))
+        return is_new
+
+    def look(self) -> MapView:
+        """Read the state of the map and of its workers."""
+        store = self._context.store
+        now = tally.take(self._output, self.plan)
+        crew = plan_crew(
+            self.plan.group, self._request.workers, store.jobs.find_request, left=now.left,
+            retries_from=self._retries_from,
+        )  # fmt: skip
+        spent = store.bills.list_spend_usd(now_s=self._context.clock.now_s())
+        return MapView(tally=now, crew=crew, usd=sum(spent.get(each, 0.0) for each in crew.job_ids))
+
+    def submit(self, crew: Crew) -> Sequence[Job]:
+        """Submit the workers that are due; the first time, show and confirm the price."""
+        if not crew.submissions:
+            return ()
+        if self._task is None:
+            self._task = self._prepare(is_dryrun=False)
+        jobs = [
+            self._context.store.jobs.add(each.name, self._task, each.request_id, pipeline=self.plan.group)
+            for each in crew.submissions
+        ]
+        self._context.ensure_daemon()
+        return jobs
+
+    async def follow(self) -> AsyncIterator[MapView]:
+        """Yield the state, about once a second, until no shard is left. Raises BrokerError if all workers failed."""
+        while True:
+            view = self.look()
+            yield view
+            if view.tally.left <= 0:
+                return
+            if not view.crew.live and not view.crew.submissions:
+                ids = view.crew.job_ids
+                raise BrokerError(
+                    f"{view.tally.left} of {view.tally.shards} shards are left, and no worker is",
+                    details=list_problems(view.crew.newest),
+                    hints=[f"see `broker jobs logs {ids[-1]}`; the same command starts the workers again"],
+                )
+            self.submit(view.crew)
+            self._context.keep_jobs_going()
+            await self._context.clock.sleep(LOOK_S)
+
+    def finish(self, view: MapView) -> MapResult:
+        """Cancel workers that have not started, and write the manifest. May be repeated."""
+        for job in view.crew.live:
+            if job.status in NOT_STARTED:
+                self._context.store.jobs.request_cancel(job.id)
+        items = tally.count_items(self._output, view.tally)
+        key = tally.write_manifest(self._output, self.plan, view.tally, items)
+        return MapResult(
+            view=view, items=sum(items.values()), manifest=f"{self.output_url}/{key}",
+            failures=tally.explain_failures(self._output, view.tally),
+        )  # fmt: skip
+
+    def _prepare(self, *, is_dryrun: bool) -> Task:
+        request = self._request
+        target = MapTarget(context=self._context, is_here="://" not in request.input or "://" not in request.output)
+        task = make_worker_task(request.task, self.input_url, self.output_url, sum(self.split.sizes) / request.workers)
+        ready = prepare(self._context, [task], target, callbacks=self._callbacks, is_dryrun=is_dryrun)
+        return ready.tasks[0]
+
+
+def make_worker_task(task: Task, input_url: str, output_url: str, input_bytes: float) -> Task:
+    """Add to a task what gives its nodes the input, the output, and access to both."""
+    checkpoint = task.checkpoint
+    if checkpoint.to is None and not output_url.startswith("file://"):
+        checkpoint = replace(checkpoint, to=f"{output_url}/_map/jobs")
+    return replace(
+        task,
+        envs={**task.envs, "BROKER_MAP": output_url},
+        inputs=(*task.inputs, DataSet(url=input_url, size_gib=input_bytes / GIB)),
+        outputs=(*task.outputs, DataSet(url=output_url, size_gib=0.0)),
+        checkpoint=checkpoint,
+    )
+
+
+def to_url(place: str) -> str:
+    """Return the URL of a place that may be a local path. Raises UsageError for storage that workers do not read."""
+    if "://" not in place:
+        return f"file://{Path(place).expanduser().absolute()}"
+    if urlsplit(place).scheme not in SCHEMES:
+        known = ", ".join(f"`{each}://`" for each in SCHEMES)
+        raise UsageError(f"unsupported storage in `{place}`", hints=[f"supported: {known}"])
+    return place.rstrip("/")
+
+
+def split_input(url: str) -> tuple[str, str]:
+    """Return the folder of the input, and the file's name in it; "" for a whole folder."""
+    if not url.endswith(SUFFIXES):
+        return url, ""
+    folder, _, name = url.rpartition("/")
+    return folder, name

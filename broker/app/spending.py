@@ -1,0 +1,74 @@
+"""What was spent, by job, cloud or day, from the bills of all nodes and the totals of pruned jobs."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from enum import StrEnum
+from typing import TYPE_CHECKING
+
+from broker.errors import DamagedRowError
+from broker.nouns import noun
+
+if TYPE_CHECKING:
+    from broker.state.store import Bill, Store, Total
+
+PRUNED = "pruned"
+
+
+class By(StrEnum):
+    JOB = "job"
+    CLOUD = "cloud"
+    DAY = "day"
+
+
+@noun
+class Spending:
+    """Node-hours and USD by job id, cluster, cloud or day; `pruned_before_s` is None where every job is recorded."""
+
+    rows: Mapping[str, tuple[float, float]]
+    pruned_before_s: float | None
+
+    @property
+    def usd(self) -> float:
+        return sum(usd for _, usd in self.rows.values())
+
+
+def read_spending(
+    store: Store, by: By, now_s: float, *, on_damage: Callable[[DamagedRowError], None] | None = None
+) -> Spending:
+    """Sum all bills up to now; days are those of local time."""
+    sums: dict[str, tuple[float, float]] = defaultdict(lambda: (0.0, 0.0))
+    shares = list_shares(store.bills.list(on_damage=on_damage), by, now_s)
+    for key, hours, usd in (*list_pruned(store.retention.list_totals(), by), *shares):
+        sums[key] = (sums[key][0] + hours, sums[key][1] + usd)
+    return Spending(rows=dict(sums), pruned_before_s=store.retention.get_pruned_before_s())
+
+
+def list_shares(bills: Sequence[Bill], by: By, now_s: float) -> Iterator[tuple[str, float, float]]:
+    """Yield (key, node-hours, USD) of every bill; by day, split bills at midnight, local time."""
+    for bill in bills:
+        end_s = now_s if bill.ended_s is None else bill.ended_s
+        if by is not By.DAY:
+            key = bill.cloud if by is By.CLOUD else (str(bill.job_id) if bill.job_id else bill.cluster)
+            yield key, *_price(bill, bill.created_s, end_s)
+            continue
+        start_s = bill.created_s
+        while start_s < end_s:
+            day = time.localtime(start_s)
+            midnight_s = time.mktime((day.tm_year, day.tm_mon, day.tm_mday + 1, 0, 0, 0, 0, 0, -1))
+            yield time.strftime("%Y-%m-%d", day), *_price(bill, start_s, min(end_s, midnight_s))
+            start_s = midnight_s
+
+
+def list_pruned(totals: Sequence[Total], by: By) -> Iterator[tuple[str, float, float]]:
+    """Yield (key, node-hours, USD) of pruned jobs, whose names and days are no longer known."""
+    for total in totals:
+        key = {By.JOB: PRUNED, By.CLOUD: total.cloud, By.DAY: total.month}[by]
+        yield key, total.node_hours, total.usd
+
+
+def _price(bill: Bill, start_s: float, end_s: float) -> tuple[float, float]:
+    hours = max(0.0, end_s - start_s) / 3600
+    return hours, hours * bill.usd_hour

@@ -1,0 +1,130 @@
+"""Hyperparameter sweeps over managed jobs: submit runs, stop poor ones early, collect the results.
+
+The runs of a sweep are found again by request ids that depend on the task and the sweep's parameters only, so a command
+that was killed at any point continues when it runs again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import replace
+from hashlib import sha256
+
+from broker.app.container import Context
+from broker.app.jobs import JobTarget
+from broker.app.launching import Callbacks, prepare
+from broker.nouns import noun
+from broker.sweeps import board as boards
+from broker.sweeps.board import Board, Early
+from broker.sweeps.space import Configuration, draw, parse_parameters
+from broker.task.codec import encode_task
+from broker.types import Job, Task
+
+LOOK_S = 1.0
+
+
+@noun
+class SweepRequest:
+    """A sweep as the user asked for it. `runs` None: all combinations."""
+
+    task: Task
+    parameters: Sequence[str]
+    runs: int | None = None
+    parallel: int = 8
+    early: Early = "none"
+    seed: int = 0
+
+
+@noun
+class SweepView:
+    """A sweep at one moment: the jobs of the runs that were submitted, and those stopped early, with their steps."""
+
+    jobs: Mapping[int, Job]
+    stopped: Mapping[int, int]
+    usd: Mapping[int, float]
+    is_over: bool
+
+
+class SweepDriver:
+    """Drive one sweep. Raises UsageError for parameters that cannot be used."""
+
+    def __init__(self, context: Context, request: SweepRequest, *, callbacks: Callbacks | None = None) -> None:
+        self._context, self._request, self._callbacks = context, request, callbacks
+        self.names = [each.name for each in parse_parameters(request.parameters)]
+        self.configurations: Sequence[Configuration] = draw(
+            parse_parameters(request.parameters), runs=request.runs, seed=request.seed
+        )
+        self.group = name_sweep(request)
+        self._ended: dict[int, Job] = {}
+        self._task: Task | None = None
+
+    def show(self) -> None:
+        """Plan the first run without starting anything."""
+        self._prepare(is_dryrun=True)
+
+    def look(self) -> SweepView:
+        """Read the state, changing nothing."""
+        jobs, board = self._find_jobs(), self._read_board()
+        is_over = len(jobs) == len(self.configurations) and all(job.status.is_terminal for job in jobs.values())
+        return self._make_view(jobs, board, is_over=is_over)
+
+    def advance(self) -> SweepView:
+        """Take the next step: stop and submit runs; the first time, show and confirm the price."""
+        store, request = self._context.store, self._request
+        jobs, before = self._find_jobs(), self._read_board()
+        step = boards.decide(
+            before, jobs, runs=len(self.configurations), parallel=request.parallel, early=request.early
+        )
+        if step.board != before:  # first, so that a run that is stopped is known to be
+            store.meta.put(f"sweep:{self.group}", boards.encode(step.board))
+        for run in step.stops:
+            store.jobs.request_cancel(jobs[run].id)
+        for run in step.starts:
+            jobs[run] = self._submit(run)
+        if step.starts or step.stops:
+            self._context.ensure_daemon()
+        return self._make_view(jobs, step.board, is_over=step.is_over)
+
+    async def follow(self) -> AsyncIterator[SweepView]:
+        """Yield the state after each step, about once a second, until all runs have ended."""
+        while True:
+            view = self.advance()
+            yield view
+            if view.is_over:
+                return
+            self._context.keep_jobs_going()
+            await self._context.clock.sleep(LOOK_S)
+
+    def _find_jobs(self) -> dict[int, Job]:
+        found = dict(self._ended)
+        for run in range(len(self.configurations)):
+            if run not in found and (job := self._context.store.jobs.find_request(f"{self.group}/{run}")):
+                found[run] = job
+        self._ended = {run: job for run, job in found.items() if job.status.is_terminal}
+        return found
+
+    def _read_board(self) -> Board:
+        return boards.decode(self._context.store.meta.get(f"sweep:{self.group}"))
+
+    def _submit(self, run: int) -> Job:
+        if self._task is None:
+            self._task = self._prepare(is_dryrun=False)
+        task = replace(self._task, envs={**self._task.envs, **self.configurations[run]})
+        return self._context.store.jobs.add(f"{self.group}-{run + 1}", task, f"{self.group}/{run}", pipeline=self.group)
+
+    def _prepare(self, *, is_dryrun: bool) -> Task:
+        task = self._request.task
+        first = replace(task, envs={**task.envs, **self.configurations[0]})
+        target = JobTarget(context=self._context)
+        return prepare(self._context, [first], target, callbacks=self._callbacks, is_dryrun=is_dryrun).tasks[0]
+
+    def _make_view(self, jobs: Mapping[int, Job], board: Board, *, is_over: bool) -> SweepView:
+        spent = self._context.store.bills.list_spend_usd(now_s=self._context.clock.now_s())
+        usd = {run: spent.get(job.id, 0.0) for run, job in jobs.items()}
+        return SweepView(jobs=jobs, stopped=board.stopped, usd=usd, is_over=is_over)
+
+
+def name_sweep(request: SweepRequest) -> str:
+    """Return the name of a sweep: the same for the same task, parameters, number of runs, rule and seed."""
+    parts = [encode_task(request.task), *request.parameters, request.runs, request.early, request.seed]
+    return f"sweep-{sha256(repr(parts).encode()).hexdigest()[:8]}"

@@ -1,0 +1,97 @@
+"""The plan of a map: a file in its output folder, written once, which every worker and every command reads."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from hashlib import sha256
+
+from broker.batch.splitting import Split
+from broker.errors import StateError, UsageError
+from broker.nouns import noun
+from broker.storage.base import Bucket
+from broker.types import Task
+
+PLAN = "_map/plan.json"
+LEASE_S = 60.0
+
+
+@noun
+class MapPlan:
+    """A map that was begun. `uid` is part of the names of its jobs; `program` is a digest of the task's commands."""
+
+    uid: str
+    input: str
+    program: str
+    lease_s: float
+    split: Split
+
+    @property
+    def group(self) -> str:
+        """The name under which its jobs are listed and cancelled together."""
+        return f"map-{self.uid}"
+
+
+def digest_program(task: Task) -> str:
+    """Return a digest of the commands and variables, which differs where results may."""
+    return sha256(json.dumps([task.setup, task.run, sorted(task.envs.items())]).encode()).hexdigest()[:16]
+
+
+def begin(
+    bucket: Bucket, wanted: Split, *, input_url: str, program: str, draw_uid: Callable[[], str], lease_s: float
+) -> tuple[MapPlan, bool]:
+    """Write the plan, or read the one that is there; return it, and whether it is a new one.
+
+    Of commands that run at the same time one writes it. Raises UsageError where the output belongs to another input or
+    program.
+    """
+    new = MapPlan(uid=draw_uid(), input=input_url, program=program, lease_s=lease_s, split=wanted)
+    content = bucket.read(PLAN)
+    if content is None:
+        if any("/" not in each.key for each in bucket.list_keys()):
+            raise UsageError("the output folder is not empty", hints=["pass `--output` with a new folder"])
+        if bucket.write_if_absent(PLAN, encode(new)):
+            return new, True
+        content = bucket.read(PLAN)
+        assert content is not None
+    known = decode(content)
+    if (known.input, known.split.files, known.split.sizes) != (input_url, wanted.files, wanted.sizes):
+        raise _refuse("another input", known)
+    if known.program != program:
+        raise _refuse("another program", known)
+    return known, False
+
+
+def _refuse(what: str, known: MapPlan) -> UsageError:
+    return UsageError(
+        f"the output folder has results of {what} ({known.group}, input `{known.input}`)",
+        hints=["pass `--output` with a new folder, or delete this one"],
+    )
+
+
+def encode(plan: MapPlan) -> bytes:
+    text = {
+        "version": 1, "uid": plan.uid, "input": plan.input, "program": plan.program, "lease_s": plan.lease_s,
+        "files": plan.split.files, "sizes": plan.split.sizes, "shards": plan.split.shards,
+    }  # fmt: skip
+    return json.dumps(text, separators=(",", ":")).encode()
+
+
+def decode(content: bytes) -> MapPlan:
+    """Read a plan. Raises StateError if it is damaged or of a newer version."""
+    from broker.batch.splitting import Shard
+
+    try:
+        read = json.loads(content)
+        if read["version"] != 1:
+            raise StateError(f"`{PLAN}` has version {read['version']}", hints=("update broker",))
+        split = Split(
+            files=tuple(read["files"]), sizes=tuple(read["sizes"]),
+            shards=tuple(Shard(*each) for each in read["shards"]),
+        )  # fmt: skip
+        return MapPlan(
+            uid=str(read["uid"]), input=str(read["input"]), program=str(read["program"]),
+            lease_s=float(read["lease_s"]), split=split,
+        )  # fmt: skip
+    except (ValueError, KeyError, TypeError) as error:
+        raise StateError(f"`{PLAN}` in the output folder is damaged: {error}") from error

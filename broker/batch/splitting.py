@@ -1,0 +1,61 @@
+"""Split the files of a map's input into shards of about equal size. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from broker.errors import UsageError
+from broker.nouns import noun
+from broker.storage.base import StoredKey
+
+SUFFIXES = (".jsonl", ".ndjson", ".txt")
+MIB = 1 << 20
+SHARD_BYTES_MAX = 16 * MIB
+SHARDS_WANTED = 1000  # as long as they are not larger: a lost machine repeats half a shard
+SHARD_BYTES_MIN = 64 << 10  # below this, the requests to the bucket cost more than what is lost with a machine
+SHARDS_MAX = 99_999  # part names have five digits
+
+
+class Shard(NamedTuple):
+    """The lines of a file that begin at byte `start` or later, and before `end`."""
+
+    file: int
+    start: int
+    end: int
+
+
+@noun
+class Split:
+    files: tuple[str, ...]
+    sizes: tuple[int, ...]
+    shards: tuple[Shard, ...]
+
+
+def split(keys: Sequence[StoredKey], *, shard_bytes: int | None = None) -> Split:
+    """Split files of lines at multiples of `shard_bytes`, by default a thousandth of the input within 64 KiB to 16 MiB.
+
+    Only sizes are needed, no content. Raises UsageError for no input, files of another kind, or too many shards.
+    """
+    lines = [each for each in keys if each.key.endswith(SUFFIXES) and each.size_bytes]
+    if not lines:
+        raise UsageError(
+            f"the input has no lines: {len(keys)} files, none of which is a {', '.join(SUFFIXES)} with content",
+            hints=['write one JSON value per line; for other files, lines such as {"path": "s3://BUCKET/image.png"}'],
+        )
+    total = sum(each.size_bytes for each in lines)
+    step = shard_bytes or min(SHARD_BYTES_MAX, max(SHARD_BYTES_MIN, -(-total // SHARDS_WANTED)))
+    if total // step + len(lines) > SHARDS_MAX:
+        step_min = -(-total // max(1, SHARDS_MAX - len(lines)))
+        raise UsageError(
+            f"more than {SHARDS_MAX:,} shards", hints=[f"pass `--shard-mib {-(-step_min // MIB)}` or more"]
+        )
+    return Split(
+        files=tuple(each.key for each in lines),
+        sizes=tuple(each.size_bytes for each in lines),
+        shards=tuple(
+            Shard(index, start, min(start + step, each.size_bytes))
+            for index, each in enumerate(lines)
+            for start in range(0, each.size_bytes, step)
+        ),
+    )

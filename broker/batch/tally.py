@@ -1,0 +1,91 @@
+"""Count what a map has done, from one listing of its output, and write its manifest."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+from broker.batch.plan_file import MapPlan
+from broker.nouns import noun
+from broker.storage.base import Bucket, StoredKey
+
+MANIFEST = "_map/manifest.json"
+PART = re.compile(r"part-(\d+)\.jsonl")
+ITEMS = re.compile(r"_map/items/(\d+)\.(\d+)")
+FAILED = re.compile(r"(_map/failed/(\d+)/.+)")
+TRIES = 3  # as trainers/map_leases.py: failures of the program after which a shard is left out
+
+
+@noun
+class Tally:
+    """The state of a map. `items` has the results of each shard whose number is known."""
+
+    shards: int
+    parts: Mapping[int, StoredKey]
+    items: Mapping[int, int]
+    failed: Mapping[int, Sequence[str]]  # shard that was left out -> the keys of the reports
+
+    @property
+    def is_complete(self) -> bool:
+        return len(self.parts) == self.shards
+
+    @property
+    def left(self) -> int:
+        """The shards that a worker can still do."""
+        return self.shards - len(self.parts) - len(self.failed)
+
+
+def take(bucket: Bucket, plan: MapPlan) -> Tally:
+    return read(bucket.list_keys(), shards=len(plan.split.shards))
+
+
+def read(keys: Sequence[StoredKey], *, shards: int) -> Tally:
+    parts, items, failures = dict[int, StoredKey](), dict[int, int](), dict[int, list[str]]()
+    for each in keys:
+        if found := PART.fullmatch(each.key):
+            parts[int(found[1])] = each
+        elif found := ITEMS.fullmatch(each.key):
+            items[int(found[1])] = int(found[2])
+        elif found := FAILED.fullmatch(each.key):
+            failures.setdefault(int(found[2]), []).append(found[1])
+    failed = {number: each for number, each in failures.items() if len(each) >= TRIES and number not in parts}
+    return Tally(shards=shards, parts=parts, items=items, failed=failed)
+
+
+def count_items(bucket: Bucket, tally: Tally) -> Mapping[int, int]:
+    """Return the results of each finished shard; a part whose worker was killed before it noted them is counted."""
+    return {
+        number: tally.items[number] if number in tally.items else (bucket.read(part.key) or b"").count(b"\n")
+        for number, part in sorted(tally.parts.items())
+    }
+
+
+def write_manifest(bucket: Bucket, plan: MapPlan, tally: Tally, items: Mapping[int, int]) -> str:
+    """Write the list of parts, in the order of the input; return its key. Repeating it changes nothing."""
+    parts = [
+        {"part": part.key, "bytes": part.size_bytes, "items": items[number], "input": plan.split.files[shard.file],
+         "start": shard.start, "end": shard.end}
+        for number, part in sorted(tally.parts.items())
+        for shard in [plan.split.shards[number]]
+    ]  # fmt: skip
+    content = {"map": plan.group, "input": plan.input, "items": sum(items.values()), "parts": parts}
+    bucket.write(MANIFEST, json.dumps(content, indent=1).encode())
+    return MANIFEST
+
+
+def explain_failures(bucket: Bucket, tally: Tally) -> Sequence[str]:
+    """Return the reasons for which shards were left out, the most frequent first."""
+    reasons = Counter[str]()
+    for number in sorted(tally.failed)[:20]:
+        report = json.loads(bucket.read(tally.failed[number][0]) or b"{}")
+        reasons[str(report.get("reason", "unknown")).strip().split("\n")[-1]] += 1
+    return [reason for reason, _ in reasons.most_common()]
+
+
+def forget_failures(bucket: Bucket, tally: Tally) -> None:
+    """Delete the reports, so that workers try these shards again."""
+    for keys in tally.failed.values():
+        for key in keys:
+            bucket.delete(key)

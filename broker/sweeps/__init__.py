@@ -1,0 +1,1 @@
+"""Hyperparameter sweeps: runs of one task with different variables, some of them stopped early."""

@@ -1,0 +1,129 @@
+"""Parse the parameters of a sweep, and draw its configurations. Pure.
+
+    lr=1e-4..1e-2:log    any number between, its logarithm uniform
+    dropout=0..0.5       any number between
+    layers=2..12:int     a whole number, both ends included
+    seed=0,1,2           one of these values
+
+Ranges are stratified: of 64 values of `lr`, one is in each 64th of its range, in random order. Values of a list are
+used equally often. Without `runs`, lists are combined in full, which ranges do not allow.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+import re
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+from broker.errors import UsageError
+from broker.nouns import noun
+from broker.task.allowed import ENV_NAME, ENV_VALUE
+from broker.task.checking import check_flag
+
+RUNS_MAX = 10_000
+RANGE = re.compile(r"([^.,]+(?:\.\d+)?(?:e[+-]?\d+)?)\.\.(.+?)(?::(log|int|linear))?", re.IGNORECASE)
+Configuration = Mapping[str, str]  # parameter -> value, as the variable of the run
+
+
+@noun
+class Values:
+    """A list of values."""
+
+    name: str
+    values: tuple[str, ...]
+
+
+@noun
+class NumberRange:
+    """Numbers from `low` to `high`."""
+
+    name: str
+    low: float
+    high: float
+    scale: Literal["linear", "log", "int"]
+
+    def place(self, share: float) -> str:
+        """Return the value at a share of the range, from 0 to below 1."""
+        if self.scale == "log":
+            return f"{self.low * (self.high / self.low) ** share:.6g}"
+        if self.scale == "int":
+            return str(int(self.low) + math.floor(share * (int(self.high) - int(self.low) + 1)))
+        return f"{self.low + (self.high - self.low) * share:.6g}"
+
+
+Parameter = Values | NumberRange
+
+
+def parse_parameters(texts: Sequence[str]) -> tuple[Parameter, ...]:
+    """Parse `--param` flags. Raises UsageError for one that is invalid, and for a repeated name."""
+    found = [parse_parameter(text) for text in texts]
+    names = [each.name for each in found]
+    if repeated := next((name for name in names if names.count(name) > 1), None):
+        raise UsageError(f"`--param {repeated}` is given twice")
+    return tuple(found)
+
+
+def parse_parameter(text: str) -> Parameter:
+    name, separator, value = text.partition("=")
+    check_flag("--param NAME", name, ENV_NAME)
+    if not separator or not value:
+        raise _refuse(text, "it has no values")
+    if match := RANGE.fullmatch(value):
+        return _parse_range(text, name, *match.groups())
+    values = tuple(value.split(","))
+    for each in values:
+        check_flag(f"--param {name}", each, ENV_VALUE)
+    if len(set(values)) < len(values):
+        raise _refuse(text, "a value is repeated")
+    return Values(name=name, values=values)
+
+
+def _parse_range(text: str, name: str, low: str, high: str, scale: str | None) -> NumberRange:
+    try:
+        ends = float(low), float(high)
+    except ValueError:
+        raise _refuse(text, "its ends are not numbers") from None
+    if not (math.isfinite(ends[0]) and math.isfinite(ends[1]) and ends[0] < ends[1]):
+        raise _refuse(text, "its first number must be smaller than its second")
+    kind: Literal["linear", "log", "int"] = "linear"
+    if scale and scale.lower() == "log":
+        kind = "log"
+    elif scale and scale.lower() == "int":
+        kind = "int"
+    if kind == "log" and ends[0] <= 0:
+        raise _refuse(text, "a logarithmic range begins above 0")
+    if kind == "int" and any(each != int(each) for each in ends):
+        raise _refuse(text, "its ends are not whole numbers")
+    return NumberRange(name=name, low=ends[0], high=ends[1], scale=kind)
+
+
+def _refuse(text: str, reason: str) -> UsageError:
+    return UsageError(
+        f"invalid `--param {text}`: {reason}",
+        hints=["write `--param lr=1e-4..1e-2:log`, `--param layers=2..12:int` or `--param seed=0,1,2`"],
+    )
+
+
+def draw(parameters: Sequence[Parameter], *, runs: int | None, seed: int) -> tuple[Configuration, ...]:
+    """Draw configurations; the same arguments give the same ones. Raises UsageError for ranges without `runs`."""
+    if runs is None:
+        if endless := next((each for each in parameters if isinstance(each, NumberRange)), None):
+            raise UsageError(f"`{endless.name}` is a range, so the number of runs is needed", hints=["add `--runs 16`"])
+        lists = [[(each.name, value) for value in each.values] for each in parameters if isinstance(each, Values)]
+        if math.prod(map(len, lists)) > RUNS_MAX:
+            raise UsageError(f"the lists have more than {RUNS_MAX:,} combinations", hints=["add `--runs 100`"])
+        return tuple(dict(pairs) for pairs in itertools.product(*lists))
+    columns = {each.name: _draw_column(each, runs, random.Random(f"{seed} {each.name}")) for each in parameters}
+    return tuple({name: column[index] for name, column in columns.items()} for index in range(runs))
+
+
+def _draw_column(parameter: Parameter, runs: int, chance: random.Random) -> list[str]:
+    if isinstance(parameter, Values):
+        column = [parameter.values[index % len(parameter.values)] for index in range(runs)]
+    else:
+        column = [parameter.place((index + chance.random()) / runs) for index in range(runs)]
+    chance.shuffle(column)
+    return column

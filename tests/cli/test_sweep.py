@@ -1,0 +1,47 @@
+"""`broker sweep` on real nodes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import Shell
+
+pytestmark = pytest.mark.skipif(not Path("/proc").exists(), reason="needs Linux's /proc")
+
+RUN_S_MAX = 300  # far more than required
+TASK = """\
+name: fit
+resources: {infra: local, use_spot: true}
+envs: {width: 1}
+run: echo "{\\"step\\":9,\\"total\\":9,\\"loss\\":$((width * width - 4 * width + 9))}" >> $BROKER_PROGRESS_FILE
+"""
+
+
+def test_a_sweep_runs_each_value_once_and_shows_the_best(shell: Shell) -> None:
+    task = shell.write("fit.yaml", TASK)
+    command = ("sweep", task, "--param", "width=1,2,4", "--parallel", "2", "--yes")
+    running = shell.open(*command, "--json", "--plot", "plot.svg")
+    output, notes = running.communicate(timeout=RUN_S_MAX)
+    assert running.returncode == 0, notes
+    found = json.loads(output)
+    assert found["is_over"] and found["best"] == {"width": "2"}
+    assert [(each["parameters"]["width"], each["loss"]) for each in found["results"]] == [
+        ("2", 5.0), ("1", 6.0), ("4", 9.0),
+    ]  # fmt: skip
+    plot = (shell.folder / "plot.svg").read_text()
+    assert plot.count("<circle") == 3 and "loss against width" in plot
+    again = shell.run(*command)  # nothing is left, so nothing starts
+    assert "Best: --env width=2" in again.stdout and len(shell.read_json("jobs", "queue")) == 3
+    assert "given twice" in shell.run(*command, "--param", "width=1", code=2).stderr
+
+
+def test_a_dry_run_lists_the_configurations_and_a_bad_plot_is_refused_first(shell: Shell) -> None:
+    task = shell.write("fit.yaml", TASK)
+    shown = shell.run("sweep", task, "--param", "lr=1e-4..1e-2:log", "--runs", "3", "--dryrun").stdout
+    assert "RUN" in shown and "lr" in shown
+    assert "a range" in shell.run("sweep", task, "--param", "lr=1..2", code=2).stderr
+    assert ".svg" in shell.run("sweep", task, "--param", "a=1,2", "--plot", "x.png", code=2).stderr
+    assert shell.read_json("jobs", "queue") == []

@@ -1,0 +1,168 @@
+"""Sweeps: what is drawn, what is stopped early, and a command that is killed at every action."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import random
+from pathlib import Path
+
+import pytest
+
+from broker.app.container import Context
+from broker.app.sweeping import SweepDriver, SweepRequest, SweepView
+from broker.errors import UsageError
+from broker.sweeps.asha import is_kept, list_rungs, record
+from broker.sweeps.board import find_best, rank
+from broker.sweeps.space import draw, parse_parameter, parse_parameters
+from broker.task.loader import load_tasks_text
+from broker.types import Job, JobStatus, Progress
+from tests.batch.killed_command import KilledError, Killer, World
+
+TOTAL = 81
+PLANTED = 2.1e-3  # the best learning rate
+PARAMETERS = ("lr=1e-4..1e-2:log", "seed=0,1,2")
+
+
+def test_ranges_are_stratified_and_lists_are_used_equally_often() -> None:
+    drawn = draw(parse_parameters(PARAMETERS), runs=64, seed=0)
+    places = sorted(math.log10(float(each["lr"]) / 1e-4) / 2 for each in drawn)
+    assert all(index / 64 <= place < (index + 1) / 64 + 1e-6 for index, place in enumerate(places))
+    assert sorted(sum(each["seed"] == value for each in drawn) for value in "012") == [21, 21, 22]
+    assert drawn == draw(parse_parameters(PARAMETERS), runs=64, seed=0)
+    assert drawn != draw(parse_parameters(PARAMETERS), runs=64, seed=1)
+
+
+def test_lists_alone_are_combined_in_full() -> None:
+    parameters = parse_parameters(["a=1,2", "b=x,y,z"])
+    assert len({tuple(each.values()) for each in draw(parameters, runs=None, seed=0)}) == 6
+
+
+def test_whole_numbers_include_both_ends() -> None:
+    drawn = draw([parse_parameter("layers=2..4:int")], runs=9, seed=0)
+    assert sorted(each["layers"] for each in drawn) == ["2", "2", "2", "3", "3", "3", "4", "4", "4"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "lr",
+        "lr=",
+        "1r=2",
+        "lr=0..1:log",
+        "lr=2..1",
+        "n=1.5..3:int",
+        "lr=1,1",
+        "lr=a..b",
+        "lr=1..inf",
+        "l r=1",
+        "lr=1..2:cube",
+    ],
+)
+def test_invalid_parameters_are_refused(text: str) -> None:
+    with pytest.raises(UsageError):
+        draw(parse_parameters([text]), runs=2, seed=0)
+
+
+def test_a_range_needs_a_number_of_runs() -> None:
+    with pytest.raises(UsageError, match="number of runs"):
+        draw(parse_parameters(PARAMETERS), runs=None, seed=0)
+    with pytest.raises(UsageError, match="twice"):
+        parse_parameters(["a=1", "a=2"])
+
+
+def test_the_worked_example_of_the_rule() -> None:
+    assert list_rungs(810) == [30, 90, 270] and list_rungs(2) == [] and list_rungs(9) == [1, 3]
+    records, is_first = record({}, [30, 90], 0, 31, 2.9)
+    records, is_second = record(records, [30, 90], 1, 30, 3.4)
+    records, is_third = record(records, [30, 90], 2, 35, 2.7)
+    assert (is_first, is_second, is_third) == (True, False, True)
+    assert record(records, [30, 90], 2, 80, 9.9) == (records, True)  # recorded once a rung
+    assert not is_kept({0: 1.0, 1: math.nan}, 1)
+
+
+class SweepWorld(World):
+    """Each second, every live run does a few steps; its loss falls to a floor that depends on its learning rate."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder / "home", self.train)
+        self.steps = 0
+
+    def train(self, context: Context, job: Job) -> None:
+        before = job.progress.step if job.progress else 0
+        pace = random.Random(f"{job.name} {before}").randint(1, 4)
+        step = min(TOTAL, before + pace)
+        self.steps += step - before
+        context.store.jobs.set_progress(job.id, Progress(step=step, total=TOTAL, loss=compute_loss(job, step)))
+        if step == TOTAL:
+            context.store.jobs.set_status(job.id, JobStatus.SUCCEEDED)
+
+    def run(self, killer: Killer, *, runs: int = 64, parallel: int = 8) -> tuple[SweepDriver, SweepView]:
+        context = self.open(killer)
+        try:
+            (task,) = load_tasks_text("name: s\nresources: {infra: local}\nrun: train $lr\n", "task.yaml")
+            request = SweepRequest(task=task, parameters=PARAMETERS, runs=runs, parallel=parallel, early="asha")
+            driver = SweepDriver(context, request)
+            live = []
+
+            async def follow() -> SweepView:
+                view = None
+                async for view in driver.follow():
+                    live.append(sum(not job.status.is_terminal for job in view.jobs.values()))
+                assert view is not None
+                return view
+
+            view = asyncio.run(follow())
+            assert max(live) <= 2 * parallel  # at most `parallel` beside those that are being stopped
+            return driver, view
+        finally:
+            context.close()
+
+
+def compute_loss(job: Job, step: int) -> float:
+    distance = math.log10(float(job.task.envs["lr"]) / PLANTED)
+    noise = random.Random(f"{job.name} {step}").gauss(0.0, 0.002)
+    return 1.0 + distance**2 + 3.0 * math.exp(-step / 15) + noise
+
+
+def test_sixty_four_runs_find_the_planted_best_in_two_fifths_of_the_work(tmp_path: Path) -> None:
+    world = SweepWorld(tmp_path)
+    driver, view = world.run(Killer(None))
+    best = find_best(view.jobs)
+    assert best is not None and rank(view.jobs, view.stopped)[0] == best
+    assert abs(math.log10(float(driver.configurations[best]["lr"]) / PLANTED)) <= 0.06
+    assert world.steps <= 0.4 * 64 * TOTAL
+    assert len(view.jobs) == 64 and view.is_over
+    for run, job in view.jobs.items():
+        assert (job.status is JobStatus.CANCELLED) == (run in view.stopped)
+
+
+def kill_at(folder: Path, action: int) -> bool:
+    world, killer = SweepWorld(folder), Killer(action)
+    try:
+        world.run(killer, runs=6, parallel=2)
+    except KilledError:
+        world.run_jobs(world.open(Killer(None)))  # the jobs continue meanwhile
+    driver, view = world.run(Killer(None), runs=6, parallel=2)
+    assert len(view.jobs) == 6 and view.is_over and find_best(view.jobs) is not None
+    assert len({job.id for job in view.jobs.values()}) == len({job.name for job in view.jobs.values()}) == 6
+    for run, job in view.jobs.items():
+        assert job.task.envs["lr"] == driver.configurations[run]["lr"]
+        assert (job.status is JobStatus.CANCELLED) == (run in view.stopped)
+    return killer.actions >= action
+
+
+@pytest.mark.parametrize("action", [0, 1, 6, 11])
+def test_a_sweep_killed_at_one_action_is_continued_by_the_same_command(tmp_path: Path, action: int) -> None:
+    assert kill_at(tmp_path, action)
+
+
+@pytest.mark.long
+def test_a_sweep_killed_at_any_action_is_continued_by_the_same_command(tmp_path: Path) -> None:
+    for action in range(200):
+        folder = tmp_path / str(action)
+        folder.mkdir()
+        if not kill_at(folder, action):
+            assert action >= 20
+            return
+    raise AssertionError("a sweep of six runs has fewer actions")

@@ -1,0 +1,190 @@
+"""Share the shards of a map among workers that know nothing of each other, by conditional writes in one place.
+
+    part-00012.jsonl              the result of shard 12; written once, on condition that it does not exist
+    _map/plan.json                the shards, written once by `broker map`
+    _map/leases/00012/0002        the second lease of shard 12; empty: released
+    _map/items/00012.500          shard 12 has 500 results
+    _map/failed/00012/...         the program failed on shard 12
+    _map/clock/...                written to read the clock of the place
+
+A worker takes a shard by creating the next lease of it, and renews the lease by writing it again. A lease that was not
+written for `lease_s` has expired, by the clock of the place: no two clocks are compared. The creation of the part is
+the commit, so a worker whose lease was taken over can at worst repeat work; it cannot add or replace a result.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import uuid
+from dataclasses import dataclass, field
+
+from trainers.map_places import Entry, Place
+
+PLAN = "_map/plan.json"
+LEASES, ITEMS, FAILED, CLOCK = "_map/leases", "_map/items", "_map/failed", "_map/clock"
+PART = re.compile(r"part-(\d+)\.jsonl")
+TRIES = 3  # failures of the program after which a shard is left out
+
+
+@dataclass(frozen=True)
+class Shard:
+    """The lines of a file that begin at byte `start` or later, and before `end`."""
+
+    key: str
+    start: int
+    end: int
+    size_bytes: int  # of the file
+
+
+@dataclass(frozen=True)
+class MapPlan:
+    input: str
+    lease_s: float
+    shards: tuple[Shard, ...]
+
+
+@dataclass(frozen=True)
+class Lease:
+    number: int
+    epoch: int
+    content: bytes
+
+    @property
+    def key(self) -> str:
+        return name_lease(self.number, self.epoch)
+
+
+def name_part(number: int) -> str:
+    return f"part-{number:05d}.jsonl"
+
+
+def name_lease(number: int, epoch: int) -> str:
+    return f"{LEASES}/{number:05d}/{epoch:04d}"
+
+
+def read_plan(place: Place) -> MapPlan:
+    """Read the plan that `broker map` wrote. Raises FileNotFoundError where there is none."""
+    content = place.read(PLAN)
+    if content is None:
+        raise FileNotFoundError(f"no {PLAN} in the output folder")
+    plan = json.loads(content)
+    shards = tuple(Shard(plan["files"][file], start, end, plan["sizes"][file]) for file, start, end in plan["shards"])
+    return MapPlan(plan["input"], float(plan["lease_s"]), shards)
+
+
+@dataclass
+class View:
+    """The state of all shards at one moment."""
+
+    done: set[int] = field(default_factory=set)
+    free: list[tuple[int, int]] = field(default_factory=list)  # shard, and the epoch that a lease of it would have
+
+
+class Leases:
+    """The leases of one worker. `worker` is the same in every attempt of its job; `attempt` grows."""
+
+    def __init__(
+        self, place: Place, plan: MapPlan, *, worker: str, attempt: int = 1, draw: random.Random | None = None
+    ) -> None:
+        self._place, self._plan = place, plan
+        self._worker, self._attempt = worker, attempt
+        self._draw = draw or random.Random(f"{worker} {attempt}")
+        self._former: dict[str, bool] = {}  # lease -> whether an earlier attempt of this worker held it
+        self.view = View()
+
+    def acquire(self) -> Lease | None:
+        """Take a shard at random; return None where all that remain are held by others.
+
+        A holder that is lost is replaced by its own job, so a worker that finds nothing should exit and cost nothing.
+        Reclaims what an earlier attempt of this worker held.
+        """
+        if not self.view.free:
+            self.look()
+        for _ in range(10 * len(self._plan.shards) + 10):
+            if not self.view.free:
+                return None
+            lease = self._take(*self._pop())
+            if lease is not None:
+                return lease
+            self.look()  # another worker was faster: the view is outdated
+        return None
+
+    def look(self) -> None:
+        """Read the state of all shards."""
+        clock = f"{CLOCK}/{self._worker.replace('/', '-')}"
+        self._place.write(clock, b"")
+        now_s = max((each.modified_s for each in self._place.list_entries(CLOCK)), default=0.0)
+        # Leases before parts: a lease that is missing because its shard was committed has its part in the later list.
+        newest: dict[int, Entry] = {}
+        for entry in sorted(self._place.list_entries(LEASES)):
+            newest[int(entry.key.split("/")[-2])] = entry
+        failures: dict[int, int] = {}
+        for entry in self._place.list_entries(FAILED):
+            number = int(entry.key.split("/")[-2])
+            failures[number] = failures.get(number, 0) + 1
+        done = {int(found[1]) for name in self._place.list_files() if (found := PART.fullmatch(name))}
+        free = []
+        for number in range(len(self._plan.shards)):
+            if number in done or failures.get(number, 0) >= TRIES:
+                continue
+            lease = newest.get(number)
+            if lease is None or self._is_free(lease, now_s):
+                free.append((number, 1 if lease is None else int(lease.key.rpartition("/")[2]) + 1))
+        self.view = View(done, free)
+
+    def _is_free(self, lease: Entry, now_s: float) -> bool:
+        if lease.size_bytes == 0 or now_s - lease.modified_s > self._plan.lease_s:
+            return True
+        if lease.key not in self._former:
+            holder = json.loads(self._place.read(lease.key) or b"{}")
+            self._former[lease.key] = holder.get("worker") == self._worker and holder["attempt"] < self._attempt
+        return self._former[lease.key]
+
+    def _pop(self) -> tuple[int, int]:
+        free = self.view.free
+        index = self._draw.randrange(len(free))
+        free[index], free[-1] = free[-1], free[index]
+        return free.pop()
+
+    def _take(self, number: int, epoch: int) -> Lease | None:
+        content = {"worker": self._worker, "attempt": self._attempt, "token": uuid.uuid4().hex}
+        lease = Lease(number, epoch, json.dumps(content).encode())
+        # A call that the library repeated may find its own first try.
+        if not self._place.create(lease.key, lease.content) and self._place.read(lease.key) != lease.content:
+            return None
+        if self._is_done(number):  # committed since the view was read
+            self._place.delete(lease.key)
+            return None
+        return lease
+
+    def renew(self, lease: Lease) -> bool:
+        """Renew a lease; return False where another worker took it over or finished the shard."""
+        entries = self._place.list_entries(f"{LEASES}/{lease.number:05d}")
+        if any(entry.key > lease.key for entry in entries) or self._is_done(lease.number):
+            return False
+        self._place.write(lease.key, lease.content)
+        return True
+
+    def commit(self, lease: Lease, content: bytes, *, items: int) -> bool:
+        """Write the result; return False, changing nothing, if the shard has one already."""
+        is_first = self._place.create(name_part(lease.number), content)
+        if is_first:
+            self._place.create(f"{ITEMS}/{lease.number:05d}.{items}", b"")
+        self.view.done.add(lease.number)
+        self._place.delete(lease.key)
+        return is_first
+
+    def release(self, lease: Lease) -> None:
+        """Let others take the shard at once. The lease stays, empty, as an epoch is never used twice."""
+        self._place.write(lease.key, b"")
+
+    def fail(self, lease: Lease, reason: str) -> None:
+        """Record that the program failed on this shard, and release it."""
+        report = {"worker": self._worker, "attempt": self._attempt, "reason": reason[-2000:]}
+        self._place.create(f"{FAILED}/{lease.number:05d}/{uuid.uuid4().hex[:8]}", json.dumps(report).encode())
+        self.release(lease)
+
+    def _is_done(self, number: int) -> bool:
+        return self._place.has(name_part(number))

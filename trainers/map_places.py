@@ -1,0 +1,189 @@
+"""Read input and write results of a map: a folder or a bucket, behind the few verbs that a worker needs.
+
+Keys are relative, with `/`. Every verb may be repeated, and raises OSError if the place keeps failing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol, TypeVar
+from urllib.parse import urlsplit
+
+PARTIAL = ".partial"
+Answer = TypeVar("Answer")
+
+
+class Entry(NamedTuple):
+    """A key with its size and the time of its last write, by the clock of the place."""
+
+    key: str
+    size_bytes: int
+    modified_s: float
+
+
+class Place(Protocol):
+    def list_entries(self, folder: str) -> list[Entry]:
+        """Return all keys below a folder; none where it does not exist."""
+        ...
+
+    def list_files(self) -> list[str]:
+        """Return the keys at the top, without those in folders."""
+        ...
+
+    def has(self, key: str) -> bool: ...
+
+    def read(self, key: str) -> bytes | None: ...
+
+    def read_range(self, key: str, start: int, end: int) -> bytes:
+        """Return the bytes from `start` to before `end`; fewer at the end of the object."""
+        ...
+
+    def create(self, key: str, content: bytes) -> bool:
+        """Write unless the key exists; return False, changing nothing, if it does. Of several calls one wins."""
+        ...
+
+    def write(self, key: str, content: bytes) -> None: ...
+
+    def delete(self, key: str) -> None: ...
+
+
+def open_place(url: str) -> Place:
+    """Return the place of `file:///folder` or of a bucket's URL."""
+    if urlsplit(url).scheme in ("", "file"):
+        return FolderPlace(Path(url[len("file://") :] if url.startswith("file://") else url))
+    from trainers.buckets import open_store
+
+    return BucketPlace(open_store(url), url)
+
+
+class FolderPlace:
+    """A folder that all workers see."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+
+    def list_entries(self, folder: str) -> list[Entry]:
+        found = []
+        for path in sorted((self._root / folder).rglob("*")):
+            with contextlib.suppress(FileNotFoundError):  # deleted or renamed since
+                status = path.stat()
+                if path.is_file() and not path.name.endswith(PARTIAL):
+                    found.append(Entry(path.relative_to(self._root).as_posix(), status.st_size, status.st_mtime))
+        return found
+
+    def list_files(self) -> list[str]:
+        if not self._root.is_dir():
+            return []
+        return sorted(each.name for each in os.scandir(self._root) if each.is_file() and PARTIAL not in each.name)
+
+    def has(self, key: str) -> bool:
+        return (self._root / key).exists()
+
+    def read(self, key: str) -> bytes | None:
+        try:
+            return (self._root / key).read_bytes()
+        except FileNotFoundError:
+            return None
+
+    def read_range(self, key: str, start: int, end: int) -> bytes:
+        with (self._root / key).open("rb") as file:
+            file.seek(start)
+            return file.read(end - start)
+
+    def create(self, key: str, content: bytes) -> bool:
+        with self._write_aside(key, content) as aside:
+            try:
+                os.link(aside, self._root / key)
+            except FileExistsError:
+                return False
+        return True
+
+    def write(self, key: str, content: bytes) -> None:
+        with self._write_aside(key, content) as aside:
+            aside.replace(self._root / key)
+
+    def delete(self, key: str) -> None:
+        (self._root / key).unlink(missing_ok=True)
+
+    @contextlib.contextmanager
+    def _write_aside(self, key: str, content: bytes) -> Any:
+        target = self._root / key
+        target.parent.mkdir(parents=True, exist_ok=True)
+        aside = target.with_name(f".{target.name}.{uuid.uuid4().hex}{PARTIAL}")
+        try:
+            with aside.open("wb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+            yield aside
+        finally:
+            aside.unlink(missing_ok=True)
+
+
+class BucketPlace:
+    """A bucket, or a folder in one, through obstore, which repeats calls while the network is at fault."""
+
+    def __init__(self, store: Any, url: str) -> None:
+        import obstore
+
+        self._store, self._url, self._library = store, url, obstore
+
+    def list_entries(self, folder: str) -> list[Entry]:
+        def look() -> list[Entry]:
+            pages = self._library.list(self._store, folder or None, chunk_size=1000)
+            return [
+                Entry(each["path"], each["size"], each["last_modified"].timestamp()) for page in pages for each in page
+            ]
+
+        return self._ask("list", look)
+
+    def list_files(self) -> list[str]:
+        listing = self._ask("list", lambda: self._library.list_with_delimiter(self._store, None))
+        return sorted(each["path"] for each in listing["objects"])
+
+    def has(self, key: str) -> bool:
+        try:
+            self._ask("look into", lambda: self._library.head(self._store, key))
+        except FileNotFoundError:
+            return False
+        return True
+
+    def read(self, key: str) -> bytes | None:
+        try:
+            return self._ask("read", lambda: bytes(self._library.get(self._store, key).bytes()))
+        except FileNotFoundError:
+            return None
+
+    def read_range(self, key: str, start: int, end: int) -> bytes:
+        get = self._library.get_range
+        return self._ask("read", lambda: bytes(get(self._store, key, start=start, end=end)))
+
+    def create(self, key: str, content: bytes) -> bool:
+        def put() -> bool:
+            try:
+                self._library.put(self._store, key, content, mode="create")
+            except self._library.exceptions.AlreadyExistsError:
+                return False
+            return True
+
+        return self._ask("write", put)
+
+    def write(self, key: str, content: bytes) -> None:
+        self._ask("write", lambda: self._library.put(self._store, key, content))
+
+    def delete(self, key: str) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            self._ask("delete", lambda: self._library.delete(self._store, key))
+
+    def _ask(self, verb: str, call: Callable[[], Answer]) -> Answer:
+        try:
+            return call()
+        except FileNotFoundError:
+            raise
+        except self._library.exceptions.BaseError as error:
+            first = str(error).strip().partition("\n")[0]
+            raise OSError(f"could not {verb} in `{self._url}`: {first or type(error).__name__}") from error

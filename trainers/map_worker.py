@@ -1,0 +1,213 @@
+"""Work on the shards of a `broker map` until none is left: the program of a map's task.
+
+    python -m trainers.map_worker embed.py        `process(items)` in embed.py turns parsed lines into as many results
+    python -m trainers.map_worker -- ./embed.sh   a command for each shard: its lines on stdin, results on stdout
+
+The file is loaded once, so it loads its model at the top. BROKER_MAP names the output, which holds the plan.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from trainers.map_leases import Lease, Leases, MapPlan, Shard, read_plan
+from trainers.map_places import Place, open_place
+from trainers.preemption import EXIT_CODE_PREEMPTED, PreemptionNotice
+
+READ_BYTES = 1 << 20  # of one request beyond the end of a shard, for the rest of its last line
+RENEWALS = 3  # of a lease, in the time that it is valid
+FAILURES_MAX = 3  # different shards on which the program fails in a row, after which the worker does
+LOOK_S = 0.2
+IsOver = Callable[[], bool]
+
+
+class OverError(Exception):
+    """The shard was lost to another worker, or the machine is about to be."""
+
+
+class ProgramError(Exception):
+    """The user's program failed on a shard."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Return 0 where no shard is left, 1 where the program keeps failing, 143 after a preemption notice."""
+    parser = argparse.ArgumentParser(prog="python -m trainers.map_worker", description=__doc__.split("\n\n")[0])
+    parser.add_argument("program", nargs="+", help="a Python file with `process(items)`, or a command after `--`")
+    parser.add_argument("--batch", type=int, default=32, help="items in one call of `process` (default: %(default)s)")
+    given = parser.parse_args(arguments)
+    notice = PreemptionNotice(_find_file("BROKER_PREEMPTION_FILE"))
+    notice.listen()
+    run = make_program(given.program, given.batch)
+    output = open_place(os.environ["BROKER_MAP"])
+    plan = read_plan(output)
+    worker = f"{os.environ.get('SKYPILOT_TASK_ID', os.getpid())}/{os.environ.get('SKYPILOT_NODE_RANK', 0)}"
+    leases = Leases(output, plan, worker=worker, attempt=int(os.environ.get("BROKER_ATTEMPT", 1)))
+    return work(leases, plan, open_place(plan.input), run, is_noticed=notice.is_given)
+
+
+def work(
+    leases: Leases, plan: MapPlan, source: Place, run: Callable[[bytes, IsOver], list[bytes]], *, is_noticed: IsOver
+) -> int:
+    """Process shards until none is free."""
+    failed: set[int] = set()
+    report = make_report(len(plan.shards))
+    while (lease := leases.acquire()) is not None:
+        with keep(leases, lease, every_s=plan.lease_s / RENEWALS) as lost:
+            try:
+                results = run(read_lines(source, plan.shards[lease.number]), lambda: lost.is_set() or is_noticed())
+            except OverError:
+                results = None
+            except ProgramError as error:
+                print(f"shard {lease.number}: {error}", file=sys.stderr, flush=True)
+                leases.fail(lease, str(error))
+                failed.add(lease.number)
+                if len(failed) == FAILURES_MAX:
+                    return 1
+                continue
+        if results is None:
+            if is_noticed():
+                leases.release(lease)
+                return EXIT_CODE_PREEMPTED
+            continue
+        leases.commit(lease, b"".join(each + b"\n" for each in results), items=len(results))
+        failed.clear()
+        report(len(leases.view.done))
+    return 0
+
+
+@contextlib.contextmanager
+def keep(leases: Leases, lease: Lease, *, every_s: float) -> Iterator[threading.Event]:
+    """Renew the lease in a thread; the event is set when another worker has the shard."""
+    lost, over = threading.Event(), threading.Event()
+
+    def renew() -> None:
+        while not over.wait(every_s):
+            with contextlib.suppress(OSError):  # the lease may expire: the commit decides
+                if not leases.renew(lease):
+                    lost.set()
+                    return
+
+    thread = threading.Thread(target=renew, daemon=True)
+    thread.start()
+    try:
+        yield lost
+    finally:
+        over.set()
+        thread.join()  # a renewal after the commit would bring the lease back
+
+
+def read_lines(source: Place, shard: Shard) -> bytes:
+    """Return the lines that begin in the shard. The line that its first byte continues belongs to the shard before."""
+    start = max(0, shard.start - 1)
+    content = source.read_range(shard.key, start, shard.end)
+    if shard.start:
+        if (first := content.find(b"\n")) < 0:
+            return b""  # one long line, which begins before
+        content = content[first + 1 :]
+    end = shard.end
+    while content and not content.endswith(b"\n") and end < shard.size_bytes:
+        more = source.read_range(shard.key, end, min(shard.size_bytes, end + READ_BYTES))
+        cut = more.find(b"\n") + 1
+        content += more[:cut] if cut else more
+        end += len(more)
+    return content
+
+
+def make_program(words: Sequence[str], batch: int) -> Callable[[bytes, IsOver], list[bytes]]:
+    """Return the function that turns the lines of a shard into the lines of its result."""
+    if len(words) == 1 and words[0].endswith(".py"):
+        process = load_function(Path(words[0]))
+        return lambda content, is_over: call_function(process, content, batch, is_over)
+    return lambda content, is_over: run_command(words, content, is_over)
+
+
+def load_function(path: Path) -> Callable[[list[Any]], list[Any]]:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module
+    sys.path.insert(0, str(path.parent.absolute()))
+    spec.loader.exec_module(module)
+    if not hasattr(module, "process"):
+        sys.exit(f"error: {path} has no function `process(items)`")
+    process: Callable[[list[Any]], list[Any]] = module.process
+    return process
+
+
+def call_function(
+    process: Callable[[list[Any]], list[Any]], content: bytes, batch: int, is_over: IsOver
+) -> list[bytes]:
+    """Call `process` batch by batch. Raises ProgramError for any error of it, and for a wrong number of results."""
+    lines = [line for line in content.split(b"\n") if line.strip()]
+    results: list[bytes] = []
+    for first in range(0, len(lines), batch):
+        if is_over():
+            raise OverError
+        part = lines[first : first + batch]
+        try:
+            found = list(process([json.loads(line) for line in part]))
+            results += [json.dumps(each).encode() for each in found]
+        except Exception as error:  # whatever the user's program raises is reported with the shard
+            raise ProgramError(f"{type(error).__name__}: {error}") from error
+        if len(found) != len(part):
+            raise ProgramError(f"`process` returned {len(found)} results for {len(part)} items")
+    return results
+
+
+def run_command(words: Sequence[str], content: bytes, is_over: IsOver) -> list[bytes]:
+    """Run the command on the lines of one shard. Raises ProgramError for an exit code other than 0."""
+    with tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as made:
+        given.write(content)
+        given.seek(0)
+        process = subprocess.Popen(words, stdin=given, stdout=made)
+        try:
+            while True:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(LOOK_S)
+                    break
+                if is_over():
+                    raise OverError
+        finally:
+            process.kill()
+            process.wait()
+        if process.returncode and is_over():  # a notice ends the command too
+            raise OverError
+        if process.returncode:
+            raise ProgramError(f"`{words[0]}` exited with code {process.returncode}")
+        made.seek(0)
+        return made.read().splitlines()
+
+
+def make_report(total: int) -> Callable[[int], None]:
+    """Return the function that reports the shards done by all workers, as far as this one knows."""
+    file = _find_file("BROKER_PROGRESS_FILE")
+
+    def report(done: int) -> None:
+        print(f"shard {done}/{total}", flush=True)
+        if file is not None:
+            line = {"time": time.time(), "step": done, "total": total, "checkpoint_step": done}
+            with file.open("ab", buffering=0) as progress:
+                progress.write(json.dumps(line).encode() + b"\n")
+
+    return report
+
+
+def _find_file(variable: str) -> Path | None:
+    path = os.environ.get(variable)
+    return Path(path) if path else None
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
