@@ -53,7 +53,7 @@ STORAGE = Table(
             examples=("s3://bucket/folder",),
         ),
         "store": Field(shape=Choice(words=STORES), about="Storage provider of the bucket."),
-        "persistent": Field(shape=Flag(), about="Keep the bucket when the cluster is terminated (default: true)."),
+        "persistent": Field(shape=Flag(), about="Broker never deletes a bucket; `false` prints a warning."),
         "mode": Field(
             shape=Choice(words=("MOUNT", "COPY", "MOUNT_CACHED")),
             about="Read and write in place, copy before the run, or write back in the background.",
@@ -104,6 +104,11 @@ GOAL = Table(
         ),
         "deadline": Field(shape=Duration(bare_unit="h"), about="Finish within this time.", examples=("48h", "6d")),
         "budget": Field(shape=Number(), about="Maximum total cost, in USD."),
+        "hour_value": Field(
+            shape=Number(above=None),
+            about="What an hour earlier is worth, in USD (default: 2 % of the on-demand price of the gang per hour).",
+            examples=(2.5,),
+        ),
         "confidence": Field(shape=Number(at_most=0.9999), about="Required chance to meet the deadline (default: 0.9)."),
     },
 )  # fmt: skip
@@ -248,8 +253,9 @@ TASK = Table(
         "service": Field(
             shape=SERVICE, about="Serve the task behind a load balancer.",
             later=Later(
-                message="serving is not supported; the plan is for one replica",
-                hint="remove `service` to run one replica as a cluster", applies=lambda value: True,
+                message="this command starts or plans one replica only",
+                hint="serve it with `broker serve up`, or remove `service` to run one replica as a cluster",
+                applies=lambda value: True,
             ),
         ),
         "pool": Field(

@@ -1,9 +1,9 @@
-"""The fields of `service` and `pool`: parsed fully to find typos, then reported as not supported."""
+"""The fields of `service`, and those of `pool`, which are parsed to find typos and then reported as not supported."""
 
 from __future__ import annotations
 
 from broker.task.shapes import Anything, Choice, Either, Flag, MapOf, Number, Text, Whole
-from broker.task.tables import Field, Table
+from broker.task.tables import Field, Later, Table
 
 _SECONDS = Number(above=None)
 
@@ -34,6 +34,9 @@ REPLICA_POLICY = Table(
         "target_qps_per_replica": Field(
             shape=Either(shapes=(_SECONDS, MapOf(value=_SECONDS))),
             about="Target queries per second per replica; also by accelerator.",
+        ),
+        "target_requests_in_flight_per_replica": Field(
+            shape=Number(above=0), about="Target requests in flight per replica (broker extension)."
         ),
         "dynamic_ondemand_fallback": Field(shape=Flag(), about="Use on-demand replicas while spot is unavailable."),
         "base_ondemand_fallback_replicas": Field(shape=Whole(), about="Number of replicas that are always on-demand."),
@@ -67,6 +70,9 @@ POOL = Table(
         "downscale_delay_seconds": Field(shape=_SECONDS, about="Delay before scaling down."),
     },
 )
+_POOLS = Later(
+    message="worker pools are not supported", hint="launch one managed job per worker", applies=lambda value: True
+)
 SERVICE = Table(
     name="service",
     about="Serve the task behind a load balancer.",
@@ -77,8 +83,14 @@ SERVICE = Table(
         "replicas": Field(shape=Whole(), about="Fixed number of replicas."),
         "replica_policy": Field(shape=REPLICA_POLICY, about="Autoscaling policy."),
         "ports": Field(shape=Whole(minimum=1, maximum=65535), about="Port of the replicas."),
-        "workers": Field(shape=Whole(), about="Number of workers in a pool."),
-        "pool": Field(shape=POOL, about="Policy of a pool."),
+        "availability": Field(
+            shape=Number(above=0, at_most=0.9999),
+            about="Chance that all requested replicas are ready, while a lost one starts again, by which spot and "
+            "on-demand replicas are chosen (broker extension).",
+            examples=(0.99,),
+        ),
+        "workers": Field(shape=Whole(), about="Number of workers in a pool.", later=_POOLS),
+        "pool": Field(shape=POOL, about="Policy of a pool.", later=_POOLS),
         "load_balancer": Field(
             shape=Table(
                 name="load_balancer",

@@ -16,6 +16,7 @@ from broker.task.mounts import read_file_mounts, read_workdir
 from broker.task.pipeline import Document, join_tasks, split_header
 from broker.task.reading import Reader, describe
 from broker.task.resources import read_autostop, read_recovery, read_resources
+from broker.task.service import read_service
 from broker.task.tables import Section
 from broker.task.yaml_reader import BYTES_MAX, Marked, read_documents
 from broker.types import CheckpointSpec, DataSet, Goal, Origin, Secret, Task
@@ -117,6 +118,7 @@ def _read_task(reader: Reader, section: Section, envs: Mapping[str, str], secret
         unattended_s=_read_unattended(reader, section),
         inputs=_read_data(section, "inputs"),
         outputs=_read_data(section, "outputs"),
+        service=read_service(section),
         notices=reader.take_notices(),
         origin=Origin(file=reader.file, line=section.marked.line, column=section.marked.column),
     )
@@ -169,6 +171,7 @@ def _read_goal(reader: Reader, section: Section | None) -> Goal | None:
         deadline_hours=None if deadline_s is None else deadline_s / 3600,
         budget_usd=section.get("budget"),
         confidence=section.get("confidence", Goal.confidence),
+        hour_value_usd=section.get("hour_value"),
     )
 
 

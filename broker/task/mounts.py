@@ -85,7 +85,6 @@ def _read_storage(reader: Reader, target: str, section: Section) -> StorageMount
         name=name,
         store=store,
         mode=section.get("mode", "MOUNT"),
-        is_persistent=section.get("persistent", True),
         origin=reader.find_origin(section.marked),
     )
 

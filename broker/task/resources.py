@@ -61,7 +61,7 @@ def read_recovery(section: Section | None) -> JobRecovery:
 
 
 def _read_first(section: Section | None, field: str) -> Any:
-    """The field of the first alternative that has it; what stands outside of the alternatives is part of each."""
+    """Return the field of the first alternative that has it; fields outside of the alternatives belong to each."""
     if section is None:
         return None
     items: Sequence[Section] = section.get("any_of") or section.get("ordered") or []

@@ -1,0 +1,281 @@
+"""Reconcile one service: one step compares the store with the observed replicas, and may be repeated.
+
+A replica is a managed job: intents, leases, recovery and collection are those of every job. A service adds rows to the
+store, two files between it and its balancer, and the balancer's process. All durable state is in the store, so that a
+new controller continues where a killed one stopped.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+
+from broker.clock import Clock
+from broker.config import Config
+from broker.errors import StateError, UsageError
+from broker.locks import is_locked
+from broker.provision.refusals import draw_backoff_s
+from broker.serve.files import Backend, Load, Routing, ServiceFolder, read_file, write_file
+from broker.serve.observing import LOAD_AGE_S_MAX, DemandMeter, ObservedReplica, observe
+from broker.serve.reconciling import Slot, decide
+from broker.serve.replicas import find_folder, make_replica_task, remove_folder
+from broker.serve.scaling import ScalingState, count_replicas, scale
+from broker.state.store import Store
+from broker.types import Replica, Service, ServiceEventKind, ServiceSpec, Task
+
+STEP_S = 0.5
+DRAIN_S_MAX = 120.0  # SkyServe's
+FAILURES_MAX = 3  # of replicas of a version that was never ready
+BACKOFF_S_MAX = 60.0
+BALANCER_EVERY_S = 2.0  # between two starts
+
+Place = Callable[[Task, ServiceSpec, int], Sequence[Slot]]
+LaunchBalancer = Callable[[ServiceFolder], bool]
+
+
+class ServiceController:
+    """Controls one service. `place` returns the slots of that many replicas; `launch_balancer` does not wait,
+    and returns whether it started a process."""
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        store: Store,
+        clock: Clock,
+        config: Config,
+        place: Place,
+        launch_balancer: LaunchBalancer,
+        draw_port: Callable[[Task, ServiceSpec], int],
+    ) -> None:
+        self._name = name
+        self._store, self._clock, self._config = store, clock, config
+        self._place, self._launch_balancer, self._draw_port = place, launch_balancer, draw_port
+        self._meter = DemandMeter()
+        self._scaling: ScalingState | None = None
+        self._failures = 0
+        self._generation = -1  # of the newest routing file
+        self._next_start_s = self._next_balancer_s = -math.inf
+        self._slots: tuple[tuple[int, int], Sequence[Slot]] | None = None
+
+    async def rest(self, wait_s: float, wake: asyncio.Event) -> None:
+        """Wait until the next step is due, or until `wake` is set."""
+        with suppress(TimeoutError):
+            await asyncio.wait_for(wake.wait(), wait_s)
+        wake.clear()
+
+    async def step(self) -> float:
+        """Take one step; return the seconds until the next, infinity once the service is gone."""
+        service = self._store.services.get(self._name)
+        if service is None:
+            return math.inf
+        folder = find_folder(self._config, service)
+        load = self._read_load(folder)
+        unfinished = frozenset(self._store.jobs.list_unfinished_ids())
+        seen = [observe(self._store, each, load, unfinished) for each in self._store.services.list_replicas(self._name)]
+        if service.down_requested:
+            return self._take_down(service, folder, seen)
+        task = self._store.services.get_task(self._name, service.version)
+        assert task.service is not None, "`serve up` accepts tasks with a service only"
+        seen = [kept for each in seen if (kept := self._settle(service, task.service, each)) is not None]
+        self._reconcile(service, task, seen, load)
+        self._publish(service, task.service, folder, seen)
+        self._ensure_balancer(folder)
+        return STEP_S
+
+    def _read_load(self, folder: ServiceFolder) -> Load | None:
+        """Return the balancer's report; None if it does not run, or its file cannot be read."""
+        if not is_locked(folder.lock):
+            return None
+        try:
+            load = read_file(folder.load, Load)
+        except StateError:
+            return None
+        return load if load and self._clock.now_s() - load.time_s <= LOAD_AGE_S_MAX else None
+
+    def _settle(self, service: Service, spec: ServiceSpec, seen: ObservedReplica) -> ObservedReplica | None:
+        """Record what happened to a replica; return None if it is gone, otherwise the replica."""
+        replica, store = seen.replica, self._store.services
+        if seen.is_over:
+            with self._store.transaction():
+                store.delete_replica(replica)
+                if replica.drained_s is None:
+                    reason = seen.job.failure if seen.job else "its job is unknown"
+                    self._record_failure(service, replica, reason or "its program ended")
+                else:
+                    store.add_event(self._name, ServiceEventKind.REPLICA_DRAINED, replica=replica.number)
+            return None
+        if seen.is_ready and replica.ready_s is None:
+            replica = replace(replica, ready_s=self._clock.now_s())
+            with self._store.transaction():
+                store.put_replica(replica)
+                store.mark_ready(self._name, replica.version)
+                store.add_event(self._name, ServiceEventKind.REPLICA_READY, replica=replica.number)
+            self._failures = 0
+        elif replica.drained_s is None and (reason := self._find_fault(spec, seen)):
+            replica = replace(replica, drained_s=self._clock.now_s(), failure=reason)
+            with self._store.transaction():
+                store.put_replica(replica)
+                self._record_failure(service, replica, reason)
+        if replica.drained_s is not None:
+            self._end_drained(seen, replica)
+        return replace(seen, replica=replica)
+
+    def _find_fault(self, spec: ServiceSpec, seen: ObservedReplica) -> str:
+        """Return why a running replica has to be replaced; empty if it need not be."""
+        if spec.probe is None or not seen.is_running or seen.not_ready_since_s is None:
+            return ""
+        most_s = spec.probe.initial_delay_s if seen.replica.ready_s is None else spec.probe.failure_s
+        if self._clock.now_s() - seen.not_ready_since_s <= most_s:
+            return ""
+        return f"not ready for {most_s:g} s: {seen.error}"
+
+    def _end_drained(self, seen: ObservedReplica, replica: Replica) -> None:
+        """Cancel the job of a drained replica once its requests have ended, or after the longest time for that."""
+        assert replica.drained_s is not None
+        is_late = self._clock.now_s() - replica.drained_s >= DRAIN_S_MAX
+        was_adopted = seen.backend is None or seen.backend.is_draining
+        if is_late or not seen.is_ready or (was_adopted and seen.in_flight == 0 and self._has_adopted):
+            self._store.jobs.request_cancel(replica.job_id)
+
+    def _record_failure(self, service: Service, replica: Replica, reason: str) -> None:
+        """Count a failed replica; a version that was never ready is given up after three."""
+        store = self._store.services
+        store.add_event(self._name, ServiceEventKind.REPLICA_FAILED, replica=replica.number, detail=reason)
+        self._failures += 1
+        self._next_start_s = self._clock.now_s() + draw_backoff_s(self._failures, cap_s=BACKOFF_S_MAX)
+        ready = store.find_ready_version(self._name)
+        if replica.version != service.version or ready == service.version or self._failures < FAILURES_MAX:
+            return
+        if ready is not None:
+            store.set_version(self._name, ready)
+            store.add_event(self._name, ServiceEventKind.ROLLED_BACK, detail=str(ready))
+        else:
+            store.set_failure(self._name, reason)
+            store.add_event(self._name, ServiceEventKind.FAILED, detail=reason)
+        self._failures = 0
+
+    def _reconcile(self, service: Service, task: Task, seen: Sequence[ObservedReplica], load: Load | None) -> None:
+        """Scale, then start and drain replicas."""
+        spec, now_s = task.service, self._clock.now_s()
+        assert spec is not None
+        accelerator = task.resources[0].accelerator or ""
+        if self._scaling is None or self._scaling.wanted != service.wanted:
+            self._scaling = ScalingState(wanted=service.wanted)
+        asked = count_replicas(spec.policy, self._meter.measure(load), accelerator=accelerator)
+        self._scaling = scale(spec.policy, self._scaling, asked, now_s=now_s)
+        wanted = self._scaling.wanted
+        if wanted != service.wanted:
+            with self._store.transaction():
+                self._store.services.set_wanted(self._name, wanted)
+                self._store.services.add_event(self._name, ServiceEventKind.SCALED, detail=str(wanted))
+        slots = self._find_slots(service, task, spec, wanted)
+        step = decide(
+            slots, [each.describe() for each in seen],
+            version=service.version, mode=service.mode, has_fallback=spec.policy.has_ondemand_fallback,
+        )  # fmt: skip
+        for number in step.drain:
+            self._drain(next(each.replica for each in seen if each.replica.number == number))
+        service = self._store.services.get(self._name) or service
+        if not service.failure and now_s >= self._next_start_s:
+            for slot in step.start:
+                self._start(service, task, spec, slot)
+
+    def _find_slots(self, service: Service, task: Task, spec: ServiceSpec, wanted: int) -> Sequence[Slot]:
+        """Return the slots of this version and number; kept, so that prices that change do not move replicas."""
+        count = wanted + spec.policy.spare_count if wanted else 0
+        key = service.version, count
+        if self._slots is None or self._slots[0] != key:
+            self._slots = key, self._place(task, spec, count)
+        return self._slots[1]
+
+    def _drain(self, replica: Replica) -> None:
+        self._store.services.put_replica(replace(replica, drained_s=self._clock.now_s()))
+
+    def _start(self, service: Service, task: Task, spec: ServiceSpec, slot: Slot) -> None:
+        """Add a replica and its job in one transaction."""
+        port = self._draw_port(task, spec)
+        with self._store.transaction():
+            number = self._store.services.draw_number(self._name)
+            replica_task = make_replica_task(service, task, slot, number=number, port=port)
+            job = self._store.jobs.add(
+                f"{service.name}-{number}", replica_task, f"service/{service.name}/{service.uid}/{number}"
+            )
+            self._store.services.put_replica(
+                Replica(
+                    service=service.name, number=number, version=service.version, job_id=job.id, port=port,
+                    created_s=self._clock.now_s(), is_spot=slot.is_spot, region=slot.region, zone=slot.zone,
+                )
+            )  # fmt: skip
+            self._store.services.add_event(self._name, ServiceEventKind.REPLICA_STARTED, replica=number)
+
+    def _publish(
+        self, service: Service, spec: ServiceSpec, folder: ServiceFolder, seen: Sequence[ObservedReplica]
+    ) -> None:
+        """Write the routing file if anything in it changed."""
+        assert spec.probe is not None
+        drained = {each.number for each in self._store.services.list_replicas(self._name) if each.drained_s is not None}
+        backends = tuple(
+            replace(each.backend, is_draining=each.replica.number in drained) for each in seen if each.backend
+        )
+        self._write_routing(folder, service, spec, backends)
+
+    def _write_routing(
+        self, folder: ServiceFolder, service: Service, spec: ServiceSpec, backends: tuple[Backend, ...]
+    ) -> None:
+        assert spec.probe is not None
+        try:
+            known = read_file(folder.routing, Routing)
+        except StateError:
+            known = None  # damaged: written again
+        wanted = Routing(
+            generation=known.generation if known else 0,
+            host=service.host,
+            port=service.port,
+            probe=spec.probe,
+            backends=backends,
+            balancing=spec.balancing,
+            stream_timeout_s=spec.stream_timeout_s,
+            tls=spec.tls,
+        )
+        if wanted != known:
+            wanted = replace(wanted, generation=int(self._clock.now_s() * 1000) + (known.generation if known else 0))
+            write_file(folder.routing, wanted)
+        self._generation = wanted.generation
+
+    @property
+    def _has_adopted(self) -> bool:
+        """Return whether the balancer acts on the newest routing file."""
+        service = self._store.services.get(self._name)
+        load = self._read_load(find_folder(self._config, service)) if service else None
+        return load is not None and load.generation == self._generation
+
+    def _ensure_balancer(self, folder: ServiceFolder) -> None:
+        now_s = self._clock.now_s()
+        if is_locked(folder.lock) or now_s < self._next_balancer_s:
+            return
+        self._next_balancer_s = now_s + BALANCER_EVERY_S
+        if self._launch_balancer(folder):
+            self._store.services.add_event(self._name, ServiceEventKind.BALANCER_STARTED)
+
+    def _take_down(self, service: Service, folder: ServiceFolder, seen: Sequence[ObservedReplica]) -> float:
+        """Stop the balancer, cancel all jobs, and delete the service once their machines are gone."""
+        routing = None
+        with suppress(StateError):
+            routing = read_file(folder.routing, Routing)
+        if routing is not None and not routing.is_stopped:
+            write_file(folder.routing, replace(routing, generation=routing.generation + 1, is_stopped=True))
+        for each in seen:
+            if each.is_over:
+                self._store.services.delete_replica(each.replica)
+            else:
+                self._store.jobs.request_cancel(each.replica.job_id)
+        if any(not each.is_over for each in seen) or is_locked(folder.lock):
+            return STEP_S
+        remove_folder(folder)
+        with suppress(UsageError):
+            self._store.services.delete(service.name)
+        return math.inf

@@ -1,0 +1,118 @@
+"""The two files between a service's controller and its balancer, each replaced atomically by its only writer.
+
+`routing.json` says where replicas are, and that the balancer has to stop; `load.json` says which of them are ready and
+how busy they are. Either process may be killed at any time: the other continues with the last file.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import field
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from broker.errors import StateError
+from broker.nouns import noun
+from broker.state.faults import explain_os_error
+from broker.types import ReadinessProbe, TlsFiles
+
+T = TypeVar("T")
+
+
+@noun
+class Backend:
+    """A replica whose program runs, at `host` and `port`. A draining one gets no new requests."""
+
+    number: int
+    version: int
+    host: str
+    port: int
+    is_draining: bool = False
+
+
+@noun
+class Routing:
+    """What the balancer has to do. `generation` grows with each change, so that the controller sees which one acts."""
+
+    generation: int
+    host: str
+    port: int
+    probe: ReadinessProbe
+    backends: tuple[Backend, ...] = ()
+    balancing: str = "least_load"
+    stream_timeout_s: float = 120.0
+    tls: TlsFiles | None = None
+    is_stopped: bool = False
+
+
+@noun
+class ReplicaLoad:
+    """The state of one replica as the balancer sees it; `since_s` is when it became ready, or stopped being so."""
+
+    is_ready: bool
+    in_flight: int
+    since_s: float
+    error: str = ""
+
+
+@noun
+class Load:
+    """The load of a service. `arrivals` counts requests since the balancer started, `pid` tells one from another."""
+
+    generation: int
+    time_s: float
+    pid: int
+    arrivals: int = 0
+    in_flight: int = 0
+    waiting: int = 0
+    resumed: int = 0  # streams that another replica continued
+    broken: int = 0  # responses that ended in the middle
+    replicas: Mapping[int, ReplicaLoad] = field(default_factory=dict)
+
+
+@noun
+class ServiceFolder:
+    """The files of one service: its own folder in the state folder."""
+
+    path: Path
+
+    @property
+    def routing(self) -> Path:
+        return self.path / "routing.json"
+
+    @property
+    def load(self) -> Path:
+        return self.path / "load.json"
+
+    @property
+    def lock(self) -> Path:
+        return self.path / "balancer.lock"
+
+    @property
+    def log(self) -> Path:
+        return self.path / "balancer.log"
+
+
+def write_file(path: Path, content: object) -> None:
+    """Replace a file atomically. Raises StateError."""
+    aside = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with os.fdopen(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+            file.write(msgspec.json.encode(content))
+        aside.replace(path)
+    except OSError as error:
+        raise explain_os_error(error, default=path) from error
+
+
+def read_file(path: Path, kind: type[T]) -> T | None:
+    """Return the content; None if there is no file. Raises StateError for a damaged one."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=kind)
+    except FileNotFoundError:
+        return None
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise StateError(f"cannot read {path}: {error}") from error

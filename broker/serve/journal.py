@@ -1,0 +1,165 @@
+"""Streams that survive: a journal of the token ids of one stream, from which another replica continues it.
+
+Engines that return token ids (`return_token_ids`: vLLM, SGLang, `trainers.serve`) are sent the prompt's ids and the
+generated ones, with the remaining number of tokens. Pure: events in, events out.
+
+    client asks    {"prompt": "a", "max_tokens": 5, "stream": true}
+    replica 1      prompt_token_ids [97], then token_ids [1], [2]; lost
+    replica 2      {"prompt": [97, 1, 2], "max_tokens": 3, "resumed_tokens": 2}; token_ids [3], [4], [5], finish
+    client reads   one stream of five tokens with one id
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+DONE = "[DONE]"
+DEFAULT_TOKENS = 16  # of OpenAI's completions without `max_tokens`
+# Fields whose state is in the engine, or in text that the journal does not have.
+UNSUPPORTED = (
+    *("tools", "functions", "response_format", "logprobs", "top_logprobs", "echo", "suffix", "guided_json", "stop"),
+    *("guided_regex", "guided_choice", "guided_grammar", "structured_outputs", "prompt_logprobs", "min_tokens"),
+)
+
+
+class StreamJournal:
+    """The journal of one stream. `request` is what the replica is sent first."""
+
+    def __init__(self, path: str, fields: Mapping[str, Any], *, seed: int) -> None:
+        self._is_chat = path.endswith(CHAT)
+        self._fields = {"seed": seed, **fields}
+        self._shows_ids = bool(fields.get("return_token_ids"))
+        self._has_usage = bool((fields.get("stream_options") or {}).get("include_usage"))
+        self._head: dict[str, Any] = {}
+        self._prompt: list[int] = []
+        self._ids: list[int] = []
+        self._pending: list[int] = []
+        self._is_continued = False
+        self._has_finish = self._has_sent_usage = False
+        self.is_complete = False
+
+    @classmethod
+    def open(cls, method: str, path: str, body: bytes, *, seed: int) -> StreamJournal | None:
+        """Return a journal if the request is a stream that can be continued elsewhere, otherwise None."""
+        if method != "POST" or not path.endswith((COMPLETIONS, CHAT)):
+            return None
+        try:
+            fields = json.loads(body)
+        except ValueError:
+            return None
+        if not isinstance(fields, dict) or fields.get("stream") is not True:
+            return None
+        if any(fields.get(name) for name in UNSUPPORTED) or (fields.get("n") or 1) != 1:
+            return None
+        prompt = fields.get("prompt")
+        if isinstance(prompt, list) and not all(isinstance(each, int) for each in prompt):
+            return None  # several prompts, each with a stream
+        return cls(path, fields, seed=seed)
+
+    def make_request(self) -> tuple[str | None, dict[str, Any]]:
+        """Return path and body for the next replica; path None: the client's own, as nothing was generated yet."""
+        asked = {**self._fields, "return_token_ids": True}
+        self._pending = []
+        if not self._prompt or not self._ids:
+            return None, asked
+        self._is_continued = True
+        for name in ("messages", "max_completion_tokens", "add_generation_prompt", "chat_template"):
+            asked.pop(name, None)
+        continued = {"prompt": [*self._prompt, *self._ids], "max_tokens": self._remaining}
+        return COMPLETIONS, {**asked, **continued, "resumed_tokens": len(self._ids)}
+
+    @property
+    def _remaining(self) -> int | None:
+        most = self._fields.get("max_completion_tokens") or self._fields.get("max_tokens")
+        if most is None and not self._is_chat and "max_tokens" not in self._fields:
+            most = DEFAULT_TOKENS
+        return None if most is None else int(most) - len(self._ids)
+
+    @property
+    def is_resumable(self) -> bool:
+        """Return whether another replica can continue: nothing was sent yet, or all ids that were sent are known."""
+        return not self._head or bool(self._prompt)
+
+    def close(self) -> list[str]:
+        """Return the events that complete the stream without a replica, if only its end is missing."""
+        if self.is_complete:
+            return []
+        if not self._has_finish and self._remaining != 0:
+            return []
+        events = [] if self._has_finish else [self._make_finish()]
+        if self._has_usage and not self._has_sent_usage:
+            events.append(json.dumps({**self._head, "choices": [], "usage": self._count()}))
+        self.is_complete = self._has_finish = True
+        return [*events, DONE]
+
+    def take(self, event: str) -> str | None:
+        """Record an event of the replica; return it as the client gets it, or None to drop it."""
+        if event == DONE:
+            self.is_complete = True
+            return DONE
+        try:
+            chunk = json.loads(event)
+        except ValueError:
+            return event
+        if not isinstance(chunk, dict) or not isinstance(chunk.get("choices"), list):
+            return event
+        is_first = not self._head
+        if is_first:
+            self._head = {name: chunk[name] for name in ("id", "object", "created", "model") if name in chunk}
+        prompt = chunk.pop("prompt_token_ids", None)
+        if prompt and not self._prompt:
+            self._prompt = list(prompt)
+        if chunk["choices"] and self._holds_back(chunk["choices"][0]) and not is_first:
+            return None
+        if is_first and self._shows_ids and self._prompt:
+            chunk["prompt_token_ids"] = self._prompt
+        if chunk.get("usage"):
+            self._has_sent_usage = not chunk["choices"]
+            chunk["usage"] = self._count() if self._is_continued else chunk["usage"]
+        return json.dumps({**chunk, **self._head}, separators=(",", ":"))
+
+    def _holds_back(self, choice: dict[str, Any]) -> bool:
+        """Record a choice; return whether its ids have no text yet, as they begin a character.
+
+        Such ids are not in the journal until the character is complete: another replica generates them again.
+        """
+        text = choice.get("text") or (choice.get("delta") or {}).get("content")
+        self._pending += choice.pop("token_ids", None) or []
+        self._has_finish = self._has_finish or choice.get("finish_reason") is not None
+        if self._is_continued and self._is_chat and "text" in choice:
+            choice["delta"] = {"content": choice.pop("text")}
+        is_held = not text and not self._has_finish
+        if self._shows_ids:
+            choice["token_ids"] = [] if is_held else list(self._pending)
+        if not is_held:
+            self._ids += self._pending
+            self._pending = []
+        return is_held
+
+    def _make_finish(self) -> str:
+        text: dict[str, Any] = {"delta": {}} if self._is_chat else {"text": ""}
+        return json.dumps({**self._head, "choices": [{"index": 0, **text, "finish_reason": "length"}]})
+
+    def _count(self) -> dict[str, int]:
+        prompt, made = len(self._prompt), len(self._ids)
+        return {"prompt_tokens": prompt, "completion_tokens": made, "total_tokens": prompt + made}
+
+
+class EventParser:
+    """Splits the bytes of a stream of server-sent events into their data."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+
+    def feed(self, data: bytes) -> list[str]:
+        """Return the data of the events that are complete now."""
+        *whole, self._rest = (self._rest + data).replace(b"\r\n", b"\n").split(b"\n\n")
+        found = []
+        for block in whole:
+            lines = [line[5:].removeprefix(b" ") for line in block.split(b"\n") if line.startswith(b"data:")]
+            if lines:
+                found.append(b"\n".join(lines).decode(errors="replace"))
+        return found

@@ -1,0 +1,106 @@
+"""Observe a service: its replicas' jobs in the store, their addresses, and the load that the balancer reports."""
+
+from __future__ import annotations
+
+import math
+
+from broker.nouns import noun
+from broker.serve.files import Backend, Load
+from broker.serve.reconciling import ReplicaView, Slot
+from broker.serve.scaling import Demand
+from broker.state.store import Store
+from broker.types import Job, JobStatus, Replica
+
+LOAD_AGE_S_MAX = 5.0  # the balancer writes twice a second
+WINDOW_S = 60.0  # over which requests per second are counted, as SkyServe does
+LOCAL_HOST = "127.0.0.1"  # replicas on the local cloud listen on ports of their own
+
+
+@noun
+class ObservedReplica:
+    """A replica with its job. `job` None: it is gone, for example after a restore of an older state file."""
+
+    replica: Replica
+    job: Job | None
+    is_over: bool  # its job has ended and its machines are gone
+    backend: Backend | None  # where its program runs
+    is_ready: bool = False
+    not_ready_since_s: float | None = None  # of a running program
+    in_flight: int | None = None  # None: the balancer does not know the replica
+    error: str = ""
+
+    @property
+    def is_running(self) -> bool:
+        return self.job is not None and self.job.status is JobStatus.RUNNING
+
+    def describe(self) -> ReplicaView:
+        """Return what decisions are made from."""
+        replica = self.replica
+        return ReplicaView(
+            number=replica.number,
+            version=replica.version,
+            slot=Slot(is_spot=replica.is_spot, region=replica.region, zone=replica.zone),
+            is_ready=self.is_ready,
+            is_lost=self.job is not None and self.job.status is JobStatus.RECOVERING,
+            is_draining=replica.drained_s is not None or self.is_over or self.job is None,
+            in_flight=self.in_flight or 0,
+        )
+
+
+def observe(store: Store, replica: Replica, load: Load | None, unfinished: frozenset[int]) -> ObservedReplica:
+    """Join a replica with its job and its load. `load` None: the balancer does not run."""
+    job = store.jobs.get(replica.job_id)
+    is_over = job is None or (job.status.is_terminal and job.id not in unfinished)
+    backend = _find_backend(store, replica, job)
+    seen = load.replicas.get(replica.number) if load else None
+    started_s = job.attempts[-1].running_s if job and job.attempts else None
+    since_s = started_s
+    if seen is not None and not seen.is_ready:
+        since_s = seen.since_s if started_s is None else max(seen.since_s, started_s)
+    return ObservedReplica(
+        replica=replica,
+        job=job,
+        is_over=is_over,
+        backend=backend,
+        is_ready=bool(backend and seen and seen.is_ready),
+        not_ready_since_s=None if seen is None or seen.is_ready else since_s,
+        in_flight=None if seen is None else seen.in_flight,
+        error=seen.error if seen else "",
+    )
+
+
+def _find_backend(store: Store, replica: Replica, job: Job | None) -> Backend | None:
+    """Return where the program listens: on the first node of its gang."""
+    if job is None or job.status is not JobStatus.RUNNING or not job.attempts:
+        return None
+    cluster = store.clusters.get(job.attempts[-1].cluster)
+    if cluster is None or not cluster.nodes:
+        return None
+    node = min(cluster.nodes, key=lambda each: each.rank)
+    host = LOCAL_HOST if node.cloud == "local" else node.address
+    if not host:
+        return None
+    is_draining = replica.drained_s is not None
+    return Backend(
+        number=replica.number, version=replica.version, host=host, port=replica.port, is_draining=is_draining
+    )
+
+
+class DemandMeter:
+    """Measures requests per second over a minute, from the balancer's count of arrivals."""
+
+    def __init__(self) -> None:
+        self._points: list[tuple[float, int]] = []
+        self._pid: int | None = None
+
+    def measure(self, load: Load | None) -> Demand:
+        """Return the demand; none while the balancer does not run."""
+        if load is None:
+            return Demand()
+        if load.pid != self._pid:
+            self._points, self._pid = [], load.pid
+        self._points.append((load.time_s, load.arrivals))
+        self._points = [point for point in self._points if point[0] > load.time_s - WINDOW_S]
+        (first_s, first), (last_s, last) = self._points[0], self._points[-1]
+        qps = (last - first) / (last_s - first_s) if last_s > first_s else 0.0
+        return Demand(qps=qps if math.isfinite(qps) else 0.0, in_flight=float(load.in_flight))

@@ -1,0 +1,332 @@
+"""Forward requests: retried elsewhere only before the client got a byte, streamed in both directions.
+
+A request that was sent and got no answer is repeated if its method is idempotent, or if it asks for a generation.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from collections.abc import Mapping
+from typing import Any
+
+import aiohttp
+from aiohttp import web
+from multidict import CIMultiDict
+
+from broker.clock import Clock
+from broker.serve.files import Routing
+from broker.serve.journal import CHAT, COMPLETIONS, EventParser, StreamJournal
+from broker.serve.routes import BackendRoute, RouteTable
+from broker.serve.websockets import forward_websocket
+
+IN_FLIGHT_MAX = 20_000
+WAITING_MAX = 1_000  # requests that wait for a replica to become ready
+WAIT_S_MAX = 60.0
+TRIES_MAX = 4
+RESUMES_MAX = 20  # of one stream
+KEPT_BODY_BYTES_MAX = 4 << 20  # a longer body is streamed, and its request is not repeated
+HOP_HEADERS = frozenset(
+    ("connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "te", "trailer", "transfer-encoding")
+)
+IDEMPOTENT = frozenset(("GET", "HEAD", "OPTIONS", "PUT", "DELETE"))
+GENERATION_PATHS = (COMPLETIONS, CHAT, "/v1/embeddings", "/generate")
+
+
+class Counts:
+    """Requests since the balancer started, and now."""
+
+    def __init__(self) -> None:
+        self.arrivals = self.in_flight = self.waiting = self.resumed = self.broken = 0
+
+
+class _LostError(Exception):
+    """The replica did not answer, or broke off."""
+
+
+class _ClientGoneError(Exception):
+    """The client closed the connection."""
+
+
+class Proxy:
+    """Handle the requests of all clients; `wake` is called when a replica becomes ready."""
+
+    def __init__(
+        self, table: RouteTable, session: aiohttp.ClientSession, routing: Routing, *, clock: Clock, draw: random.Random
+    ) -> None:
+        self.session = session
+        self.routing = routing
+        self.counts = Counts()
+        self._table = table
+        self._clock = clock
+        self._draw = draw
+        self._woken = asyncio.Event()
+
+    def wake(self) -> None:
+        """Let waiting requests look for a replica."""
+        self._woken.set()
+        self._woken = asyncio.Event()
+
+    async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
+        """Answer one request."""
+        counts = self.counts
+        counts.arrivals += 1
+        if counts.in_flight >= IN_FLIGHT_MAX:
+            return refuse(429, "too many requests", retry_s=1)
+        counts.in_flight += 1
+        try:
+            return await self._route(request)
+        except _ClientGoneError:
+            return web.Response(status=499)  # the client has left
+        finally:
+            counts.in_flight -= 1
+
+    async def _route(self, request: web.BaseRequest) -> web.StreamResponse:
+        if request.headers.get("upgrade", "").lower() == "websocket":
+            route = await self._find(set())
+            return await forward_websocket(request, route, self.session) if route else self._refuse_unready()
+        body: bytes | aiohttp.StreamReader = request.content
+        if request.can_read_body and (request.content_length or KEPT_BODY_BYTES_MAX + 1) <= KEPT_BODY_BYTES_MAX:
+            try:
+                body = await request.read()
+            except (OSError, aiohttp.ClientError) as error:
+                raise _ClientGoneError from error
+        elif not request.can_read_body:
+            body = b""
+        seed = self._draw.getrandbits(31)
+        journal = StreamJournal.open(request.method, request.path, body, seed=seed) if isinstance(body, bytes) else None
+        if journal is not None:
+            return await _Stream(self, request, journal).run()
+        return await self._forward(request, body)
+
+    async def _forward(self, request: web.BaseRequest, body: bytes | aiohttp.StreamReader) -> web.StreamResponse:
+        tried: set[int] = set()
+        last: web.StreamResponse | None = None
+        for _ in range(TRIES_MAX):
+            route = await self._find(tried, waits=last is None)
+            if route is None:
+                return last or self._refuse_unready()
+            tried.add(route.backend.number)
+            self._start(route)
+            try:
+                response = await self._send(route, request, request.path_qs, body)
+                async with response:
+                    if response.status in (429, 503) and isinstance(body, bytes) and self._has_other(tried):
+                        last = web.Response(
+                            status=response.status, body=await response.read(), headers=pass_headers(response.headers)
+                        )
+                        continue
+                    return await self._copy(request, route, response)
+            except _LostError as error:
+                last = refuse(502, str(error))
+                if not self._may_repeat(request, body, was_refused=isinstance(error.__cause__, OSError)):
+                    return last
+            finally:
+                route.in_flight -= 1
+        return last or self._refuse_unready()
+
+    async def _send(
+        self, route: BackendRoute, request: web.BaseRequest, path: str, body: bytes | aiohttp.StreamReader
+    ) -> aiohttp.ClientResponse:
+        """Send a request. Raises _LostError, from an OSError if the connection was refused and nothing was sent."""
+        headers = pass_headers(request.headers)
+        headers.popall("content-length", None)
+        if isinstance(body, aiohttp.StreamReader) and request.content_length is not None:
+            headers["content-length"] = str(request.content_length)
+        headers["x-forwarded-for"] = ", ".join(filter(None, [headers.get("x-forwarded-for"), request.remote]))
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=5.0, sock_read=self.routing.stream_timeout_s)
+        try:
+            return await self.session.request(
+                request.method, route.base_url + path, headers=headers, data=body or None, timeout=timeout,
+                allow_redirects=False, skip_auto_headers=("user-agent", "accept-encoding", "content-type"),
+            )  # fmt: skip
+        except aiohttp.ClientConnectorError as error:
+            self._table.exclude(route, f"the connection failed: {error}")
+            raise _LostError("the replica refused the connection") from error
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            self._table.record_break(route, f"no response: {str(error) or type(error).__name__}")
+            raise _LostError("the replica did not respond") from None
+
+    async def _copy(
+        self, request: web.BaseRequest, route: BackendRoute, response: aiohttp.ClientResponse
+    ) -> web.StreamResponse:
+        """Copy a response as it arrives; where the replica breaks off, the client's connection is closed as well."""
+        answer = self.make_answer(route, response)
+        try:
+            await answer.prepare(request)
+        except (OSError, aiohttp.ClientError) as error:
+            raise _ClientGoneError from error
+        content = response.content.iter_any()
+        while True:
+            try:
+                data = await anext(content, None)
+            except (aiohttp.ClientError, TimeoutError, OSError) as error:
+                self._break_off(request, route, error)
+                return answer
+            try:
+                if data is None:
+                    await answer.write_eof()
+                    return answer
+                await answer.write(data)
+            except (OSError, aiohttp.ClientError) as error:
+                raise _ClientGoneError from error
+
+    def make_answer(self, route: BackendRoute, response: aiohttp.ClientResponse) -> web.StreamResponse:
+        """Make the response to the client, with the service's version in a header."""
+        headers = pass_headers(response.headers)
+        headers["x-broker-version"] = str(route.backend.version)
+        return web.StreamResponse(status=response.status, reason=response.reason, headers=headers)
+
+    def _break_off(self, request: web.BaseRequest, route: BackendRoute, error: BaseException) -> None:
+        self.counts.broken += 1
+        self._table.record_break(route, f"a response broke off: {str(error) or type(error).__name__}")
+        if request.transport is not None:
+            request.transport.abort()  # so that the client does not take the part for the whole
+
+    async def _find(self, tried: set[int], *, waits: bool = True) -> BackendRoute | None:
+        """Return a ready replica that was not tried, waiting for one if none is ready; None after a minute."""
+        deadline_s = self._clock.now_s() + WAIT_S_MAX
+        while True:
+            route = self._table.choose(but=tried, balancing=self.routing.balancing)
+            if route is None and tried:
+                route = self._table.choose(balancing=self.routing.balancing) if waits else None
+            if route is not None or not waits or self.counts.waiting >= WAITING_MAX:
+                return route
+            rest_s = deadline_s - self._clock.now_s()
+            if rest_s <= 0:
+                return None
+            self.counts.waiting += 1
+            try:
+                await asyncio.wait_for(self._woken.wait(), rest_s)
+            except TimeoutError:
+                return None
+            finally:
+                self.counts.waiting -= 1
+
+    def _has_other(self, tried: set[int]) -> bool:
+        return self._table.choose(but=tried) is not None
+
+    def _start(self, route: BackendRoute) -> None:
+        route.in_flight += 1
+
+    def _may_repeat(self, request: web.BaseRequest, body: object, *, was_refused: bool) -> bool:
+        if not isinstance(body, bytes):
+            return False
+        return was_refused or request.method in IDEMPOTENT or request.path.endswith(GENERATION_PATHS)
+
+    def _refuse_unready(self) -> web.Response:
+        is_full = self.counts.waiting >= WAITING_MAX
+        return (
+            refuse(429, "too many requests wait for a replica", retry_s=5)
+            if is_full
+            else refuse(503, "no replica is ready", retry_s=10)
+        )
+
+
+class _Stream:
+    """One stream of events, over as many replicas as necessary."""
+
+    def __init__(self, proxy: Proxy, request: web.BaseRequest, journal: StreamJournal) -> None:
+        self._proxy, self._request, self._journal = proxy, request, journal
+        self._answer: web.StreamResponse | None = None
+
+    async def run(self) -> web.StreamResponse:
+        tried: set[int] = set()
+        for turn in range(RESUMES_MAX):
+            route = await self._proxy._find(tried)
+            if route is None:
+                break
+            if turn and self._answer is not None:
+                self._proxy.counts.resumed += 1
+            tried = {route.backend.number}
+            self._proxy._start(route)
+            try:
+                await self._follow(route)
+                return self._must_have()
+            except _LostError:
+                if not self._journal.is_resumable:
+                    break
+                if events := self._journal.close():  # all tokens are there; only the end is missing
+                    await self._write(events)
+                    await self._must_have().write_eof()
+                    return self._must_have()
+            finally:
+                route.in_flight -= 1
+        return self._give_up()
+
+    async def _follow(self, route: BackendRoute) -> None:
+        """Follow the stream on one replica to its end. Raises _LostError."""
+        path, fields = self._journal.make_request()
+        body = json.dumps(fields).encode()
+        response = await self._proxy._send(route, self._request, path or self._request.path_qs, body)
+        async with response:
+            if response.status != 200 or not response.content_type.startswith("text/event-stream"):
+                if self._answer is not None or response.status >= 500:
+                    raise _LostError(f"the replica answered with {response.status}")
+                self._answer = await self._proxy._copy(self._request, route, response)
+                return
+            if self._answer is None:
+                await self._prepare(route, response)
+            await self._copy_events(route, response)
+
+    async def _prepare(self, route: BackendRoute, response: aiohttp.ClientResponse) -> None:
+        answer = self._proxy.make_answer(route, response)
+        answer.headers.popall("content-length", None)
+        try:
+            await answer.prepare(self._request)
+        except (OSError, aiohttp.ClientError) as error:
+            raise _ClientGoneError from error
+        self._answer = answer
+
+    async def _copy_events(self, route: BackendRoute, response: aiohttp.ClientResponse) -> None:
+        parser = EventParser()
+        content = response.content.iter_any()
+        while not self._journal.is_complete:
+            try:
+                data = await anext(content, None)
+            except (aiohttp.ClientError, TimeoutError, OSError) as error:
+                self._proxy._table.record_break(route, f"a stream broke off: {str(error) or type(error).__name__}")
+                raise _LostError("the stream broke off") from None
+            if data is None:
+                raise _LostError("the stream ended early")
+            events = [self._journal.take(event) for event in parser.feed(data)]
+            await self._write([event for event in events if event is not None])
+        await self._must_have().write_eof()
+
+    async def _write(self, events: list[str]) -> None:
+        if not events:
+            return
+        try:
+            await self._must_have().write("".join(f"data: {event}\n\n" for event in events).encode())
+        except (OSError, aiohttp.ClientError) as error:
+            raise _ClientGoneError from error
+
+    def _must_have(self) -> web.StreamResponse:
+        assert self._answer is not None
+        return self._answer
+
+    def _give_up(self) -> web.StreamResponse:
+        if self._answer is None:
+            return self._proxy._refuse_unready()
+        self._proxy.counts.broken += 1
+        if self._request.transport is not None:
+            self._request.transport.abort()
+        return self._answer
+
+
+def pass_headers(headers: Mapping[str, str]) -> CIMultiDict[str]:
+    """Return the headers that a proxy passes on."""
+    kept: CIMultiDict[str] = CIMultiDict()
+    named = {name.strip().lower() for name in headers.get("connection", "").split(",")}
+    for name, value in headers.items():
+        if name.lower() not in HOP_HEADERS and name.lower() not in named:
+            kept.add(name, value)
+    return kept
+
+
+def refuse(status: int, message: str, *, retry_s: int | None = None) -> web.Response:
+    """Make an error in the form of OpenAI's API."""
+    content: dict[str, Any] = {"error": {"message": message, "type": "server_error", "code": status}}
+    headers = {} if retry_s is None else {"retry-after": str(retry_s)}
+    return web.json_response(content, status=status, headers=headers)

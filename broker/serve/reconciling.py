@@ -1,0 +1,102 @@
+"""Compare the wanted replicas with the observed ones, and decide one step. Pure.
+
+wanted 3 of version 2, rolling; 3 of version 1 ready   ->  start 1 of version 2
+it is ready                                            ->  drain 1 of version 1, start the next
+a spot replica is lost, with on-demand fallback        ->  start 1 on-demand, drained once the lost one is ready
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from broker.nouns import noun
+from broker.types import UpdateMode
+
+
+@noun
+class Slot:
+    """A place for one replica; None: as the task says."""
+
+    is_spot: bool | None = None
+    region: str | None = None
+    zone: str | None = None
+
+
+@noun
+class ReplicaView:
+    """A replica as observed. `is_lost`: its machines were preempted or failed, and it starts elsewhere."""
+
+    number: int
+    version: int
+    slot: Slot = Slot()
+    is_ready: bool = False
+    is_lost: bool = False
+    is_draining: bool = False
+    in_flight: int = 0
+
+
+@noun
+class ReplicaStep:
+    """What to do now: start a replica in each of these slots, and drain these replicas."""
+
+    start: tuple[Slot, ...] = ()
+    drain: tuple[int, ...] = ()
+
+
+def decide(
+    slots: Sequence[Slot],
+    replicas: Sequence[ReplicaView],
+    *,
+    version: int,
+    mode: UpdateMode = UpdateMode.ROLLING,
+    has_fallback: bool = False,
+) -> ReplicaStep:
+    """Decide for one replica per slot of this version; `has_fallback`: on-demand ones stand in for lost spot ones."""
+    live = [each for each in replicas if not each.is_draining]
+    new = [each for each in live if each.version == version]
+    old = [each for each in live if each.version != version]
+    standing_in = [Slot(is_spot=False)] * sum(each.is_lost for each in new if each.slot.is_spot) if has_fallback else []
+    wanted = [*slots, *standing_in]
+    missing = _find_missing(wanted, new)
+    if old and mode is UpdateMode.ROLLING:
+        missing = missing[: max(0, len(slots) + 1 - len(old) - len(new))]
+    return ReplicaStep(
+        start=tuple(missing),
+        drain=(*_choose_surplus(wanted, slots, new), *_choose_old(len(slots), old, new, mode)),
+    )
+
+
+def _find_missing(wanted: Sequence[Slot], new: Sequence[ReplicaView]) -> list[Slot]:
+    """Return the slots without a replica, as many as there are replicas too few."""
+    rest = Counter(wanted)
+    rest.subtract(each.slot for each in new)
+    missing = [slot for slot in dict.fromkeys(wanted) for _ in range(max(0, rest[slot]))]
+    return missing[: max(0, len(wanted) - len(new))]
+
+
+def _choose_surplus(wanted: Sequence[Slot], slots: Sequence[Slot], new: Sequence[ReplicaView]) -> list[int]:
+    """Return the replicas beyond the wanted ones: first those that no slot asks for, unready, and least busy."""
+    count = len(new) - len(wanted)
+    ready_count = sum(each.is_ready for each in new)
+    rest = Counter(slots)
+    unasked = set[int]()
+    for each in sorted(new, key=lambda each: (not each.is_ready, each.number)):
+        rest[each.slot] -= 1
+        if rest[each.slot] < 0:
+            unasked.add(each.number)
+    ranked = sorted(new, key=lambda each: (each.is_ready, each.number not in unasked, each.in_flight, -each.number))
+    chosen = ranked[: max(0, count)]
+    # A ready replica stays as long as it is needed in place of one that is not.
+    spare = ready_count - len(slots)
+    kept = [each for each in chosen if each.is_ready]
+    return [each.number for each in chosen if not each.is_ready] + [each.number for each in kept[: max(0, spare)]]
+
+
+def _choose_old(count: int, old: Sequence[ReplicaView], new: Sequence[ReplicaView], mode: UpdateMode) -> list[int]:
+    """Return the replicas of other versions that ready ones of the wanted version replace."""
+    ready = sum(each.is_ready for each in new)
+    if mode is UpdateMode.BLUE_GREEN and ready < count:
+        return []
+    ranked = sorted(old, key=lambda each: (each.is_ready, each.in_flight, each.number))
+    return [each.number for each in ranked[: max(0, len(old) + ready - count)]]

@@ -1,0 +1,84 @@
+"""The task of one replica, and the folder of one service."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+from dataclasses import replace
+
+from broker.config import Config
+from broker.errors import UsageError
+from broker.serve.files import ServiceFolder
+from broker.serve.reconciling import Slot
+from broker.types import Resources, Service, ServiceSpec, Task
+
+LOCAL = "local"
+
+
+def find_folder(config: Config, service: Service) -> ServiceFolder:
+    """Return the folder of a service. Its uid keeps it apart from an earlier service of the same name."""
+    return ServiceFolder(path=config.home / "serve" / f"{service.name}-{service.uid}")
+
+
+def remove_folder(folder: ServiceFolder) -> None:
+    """Remove the files of a service that is down."""
+    shutil.rmtree(folder.path, ignore_errors=True)
+
+
+def find_port(task: Task) -> int:
+    """Return the port that replicas listen on. Raises UsageError where the task names none, or several."""
+    assert task.service is not None
+    if task.service.port is not None:
+        return task.service.port
+    ports = {port for each in task.resources for port in each.ports}
+    if len(ports) == 1 and (port := ports.pop()).isdigit():
+        return int(port)
+    why = "names no port" if not ports else "names several ports"
+    raise UsageError(f"the task {why} for its replicas", hints=["add `ports: 8080` below `service`"])
+
+
+def draw_port(task: Task, spec: ServiceSpec) -> int:
+    """Return the port of a new replica: on the local cloud, whose nodes share this machine, one that is free."""
+    if not is_local(task):
+        return find_port(task)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def is_local(task: Task) -> bool:
+    """Return whether all replicas run on this machine."""
+    return all(each.cloud == LOCAL for each in task.resources)
+
+
+def make_replica_task(service: Service, task: Task, slot: Slot, *, number: int, port: int) -> Task:
+    """Return the task of one replica. Its program learns its number and port from the environment.
+
+    A slot's place is tried first; where it has no capacity, the job goes wherever the task allows.
+    """
+    resources = task.resources
+    if not is_local(task):
+        resources = tuple(_open_port(each, port) for each in resources)
+    if slot.is_spot is not None:
+        resources = tuple(replace(each, use_spot=slot.is_spot) for each in resources)
+    is_ordered = task.is_ordered
+    if slot.zone is not None or slot.region is not None:
+        pinned = tuple(
+            replace(each, region=slot.region, zone=slot.zone) for each in resources
+            if each.region in (None, slot.region) and each.zone in (None, slot.zone)
+        )  # fmt: skip
+        resources, is_ordered = (*pinned, *(each for each in resources if each not in pinned)), True
+    envs = {
+        **task.envs,
+        "BROKER_SERVICE": service.name,
+        "BROKER_REPLICA_PORT": str(port),
+        "SKYPILOT_SERVE_REPLICA_ID": str(number),
+    }
+    return replace(
+        task, name=f"{service.name}-{number}", resources=resources, is_ordered=is_ordered, envs=envs, service=None,
+        notices=(),
+    )  # fmt: skip
+
+
+def _open_port(resources: Resources, port: int) -> Resources:
+    return resources if str(port) in resources.ports else replace(resources, ports=(*resources.ports, str(port)))

@@ -1,0 +1,94 @@
+"""Choose a replica for each request: the less busy of two drawn ones, among those that are ready.
+
+A connection that is refused takes a replica out at once; a good probe brings it back.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Collection, Sequence
+
+from broker.clock import Clock
+from broker.serve.files import Backend, ReplicaLoad
+
+# A response that breaks off says less than a refused connection: three in a row take a replica out until its probe.
+BREAKS_MAX = 3
+
+
+class BackendRoute:
+    """One replica as the balancer knows it. Counts change in the event loop only."""
+
+    def __init__(self, backend: Backend, *, now_s: float) -> None:
+        self.backend = backend
+        self.is_ready = False
+        self.since_s = now_s
+        self.in_flight = 0
+        self.breaks = 0
+        self.error = "not probed yet"
+
+    @property
+    def base_url(self) -> str:
+        return f"http://{self.backend.host}:{self.backend.port}"
+
+
+class RouteTable:
+    """The replicas of a service; `draw` is the source of the two choices."""
+
+    def __init__(self, *, clock: Clock, draw: random.Random | None = None) -> None:
+        self._clock = clock
+        self._draw = draw or random.Random()
+        self._turns = itertools.count()
+        self.routes: dict[int, BackendRoute] = {}
+
+    def update(self, backends: Sequence[Backend]) -> None:
+        """Adopt the backends; one that moved to another address has to be probed again."""
+        kept = {each.number: each for each in backends}
+        for number, backend in kept.items():
+            route = self.routes.get(number)
+            if route is None or (route.backend.host, route.backend.port) != (backend.host, backend.port):
+                self.routes[number] = BackendRoute(backend, now_s=self._clock.now_s())
+            else:
+                route.backend = backend
+        for number in [each for each in self.routes if each not in kept]:
+            del self.routes[number]
+
+    def choose(self, *, but: Collection[int] = (), balancing: str = "least_load") -> BackendRoute | None:
+        """Return a ready replica other than `but`; None if there is none."""
+        ready = [
+            route for number, route in sorted(self.routes.items())
+            if route.is_ready and not route.backend.is_draining and number not in but
+        ]  # fmt: skip
+        if not ready:
+            return None
+        if balancing == "round_robin":
+            return ready[next(self._turns) % len(ready)]
+        drawn = self._draw.sample(ready, 2) if len(ready) > 1 else ready
+        return min(drawn, key=lambda route: route.in_flight)
+
+    def admit(self, route: BackendRoute) -> None:
+        """Record a good probe."""
+        if not route.is_ready:
+            route.is_ready, route.since_s = True, self._clock.now_s()
+        route.breaks, route.error = 0, ""
+
+    def exclude(self, route: BackendRoute, error: str) -> None:
+        """Record a refused connection or a bad probe: no request goes there until a probe succeeds."""
+        if route.is_ready:
+            route.is_ready, route.since_s = False, self._clock.now_s()
+        route.error = error
+
+    def record_break(self, route: BackendRoute, error: str) -> None:
+        """Record a response that broke off."""
+        route.breaks += 1
+        if route.breaks >= BREAKS_MAX:
+            self.exclude(route, error)
+
+    def describe(self) -> dict[int, ReplicaLoad]:
+        """Return the state of each replica for the controller."""
+        return {
+            number: ReplicaLoad(
+                is_ready=route.is_ready, in_flight=route.in_flight, since_s=route.since_s, error=route.error
+            )
+            for number, route in self.routes.items()
+        }

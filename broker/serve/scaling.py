@@ -1,0 +1,57 @@
+"""The number of replicas by load. Pure.
+
+demand       (requests in flight + waiting) / target in flight, or requests per second / target; the larger
+10 in flight, target 4, 1 to 5 replicas  ->  3
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from broker.nouns import noun
+from broker.types import ReplicaPolicy
+
+
+@noun
+class Demand:
+    """The measured load. By Little's law, requests in flight are arrivals per second times seconds per request."""
+
+    qps: float = 0.0
+    in_flight: float = 0.0  # waiting ones included
+
+
+@noun
+class ScalingState:
+    """The present number, and since when the load has asked for more or fewer; None: it does not."""
+
+    wanted: int
+    above_since_s: float | None = None
+    below_since_s: float | None = None
+
+
+def count_replicas(policy: ReplicaPolicy, demand: Demand, *, accelerator: str = "") -> int:
+    """Return the number that the load asks for, within the bounds of the policy."""
+    most = policy.replicas_min if policy.replicas_max is None else max(policy.replicas_max, policy.replicas_min)
+    qps = policy.target_qps.get(accelerator) or policy.target_qps.get("") or min(policy.target_qps.values(), default=0)
+    counts = [0]
+    if qps:
+        counts.append(math.ceil(demand.qps / qps))
+    if policy.target_in_flight:
+        counts.append(math.ceil(demand.in_flight / policy.target_in_flight))
+    if policy.replicas_min == 0 and demand.in_flight > 0:
+        counts.append(1)  # requests wait: wake up
+    return min(max(*counts, policy.replicas_min), most)
+
+
+def scale(policy: ReplicaPolicy, state: ScalingState, asked: int, *, now_s: float) -> ScalingState:
+    """Move to the asked number once it has been asked for long enough; bounds apply at once."""
+    least, most = policy.replicas_min, max(policy.replicas_max or policy.replicas_min, policy.replicas_min)
+    wanted = min(max(state.wanted, least), most)
+    above_s = None if asked <= wanted else now_s if state.above_since_s is None else state.above_since_s
+    below_s = None if asked >= wanted else now_s if state.below_since_s is None else state.below_since_s
+    if above_s is not None and (wanted == 0 or now_s - above_s >= policy.upscale_delay_s):
+        return ScalingState(wanted=asked)
+    if below_s is not None and now_s - below_s >= policy.downscale_delay_s:
+        return ScalingState(wanted=asked)
+    return replace(state, wanted=wanted, above_since_s=above_s, below_since_s=below_s)

@@ -1,0 +1,25 @@
+"""Sentences for the events of services; nothing depends on them."""
+
+from __future__ import annotations
+
+from broker.state.services import ServiceEvent
+from broker.types import ServiceEventKind
+
+SENTENCES = {
+    ServiceEventKind.CREATED: "created",
+    ServiceEventKind.UPDATED: "update to version {detail} requested",
+    ServiceEventKind.SCALED: "scaled to {detail}",
+    ServiceEventKind.REPLICA_STARTED: "replica {replica} requested",
+    ServiceEventKind.REPLICA_READY: "replica {replica} is ready",
+    ServiceEventKind.REPLICA_FAILED: "replica {replica} failed: {detail}",
+    ServiceEventKind.REPLICA_DRAINED: "replica {replica} was drained and terminated",
+    ServiceEventKind.ROLLED_BACK: "rolled back to version {detail}, as no replica of the new one became ready",
+    ServiceEventKind.FAILED: "gave up starting replicas: {detail}",
+    ServiceEventKind.BALANCER_STARTED: "started the balancer",
+    ServiceEventKind.DOWN_REQUESTED: "termination requested",
+}
+
+
+def describe_service_event(event: ServiceEvent) -> str:
+    """Return an event as a sentence."""
+    return SENTENCES[event.kind].format(replica=event.replica, detail=event.detail)

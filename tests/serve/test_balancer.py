@@ -1,0 +1,245 @@
+"""The balancer over stand-in replicas: nothing is sent to a dead one, nothing is lost with it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from broker.clock import SystemClock
+from broker.serve.balancer import Balancer
+from broker.serve.files import Backend, Load, Routing, ServiceFolder, read_file
+from broker.types import ReadinessProbe
+from tests.serve.stand_in import StandIn, expect_text
+
+PROBE = ReadinessProbe(path="/health", interval_s=0.02)
+
+
+class Bed:
+    """Stand-ins behind a balancer, and a client."""
+
+    def __init__(self, balancer: Balancer, stands: list[StandIn], port: int, client: aiohttp.ClientSession) -> None:
+        self.balancer, self.stands, self.client = balancer, stands, client
+        self.url = f"http://127.0.0.1:{port}"
+
+    async def until_ready(self, count: int) -> None:
+        while sum(route.is_ready for route in self.balancer.table.routes.values()) != count:
+            await asyncio.sleep(0.005)
+
+    async def until_asked(self) -> StandIn:
+        """Return the stand-in that has a generation."""
+        while not (busy := [each for each in self.stands if each.asked]):
+            await asyncio.sleep(0.005)
+        return busy[0]
+
+    async def stream(self, path: str = "/v1/completions", **fields: Any) -> list[Any]:
+        """Read a stream to its end; `begun` is set when its first event has arrived."""
+        begun: asyncio.Event = fields.pop("begun", asyncio.Event())
+        body = {"stream": True, "max_tokens": 12, **fields}
+        async with self.client.post(self.url + path, json=body) as response:
+            first = await response.content.readany()
+            begun.set()
+            text = (first + await response.content.read()).decode()
+        events = [line.removeprefix("data: ") for line in text.split("\n\n") if line]
+        assert events[-1] == "[DONE]"
+        return [json.loads(each) for each in events[:-1]]
+
+
+def play(folder: Path, scene: Callable[[Bed], Awaitable[None]], *, count: int = 2, **settings: Any) -> Load:
+    has_ids = settings.pop("has_ids", True)
+
+    async def run() -> None:
+        stands = [StandIn(has_ids=has_ids) for _ in range(count)]
+        for each in stands:
+            await each.start()
+        backends = tuple(
+            Backend(number=number, version=1, host="127.0.0.1", port=each.port) for number, each in enumerate(stands, 1)
+        )
+        routing = Routing(generation=1, host="127.0.0.1", port=0, probe=PROBE, backends=backends, **settings)
+        balancer = Balancer(ServiceFolder(path=folder), routing, clock=SystemClock())
+        async with balancer.listen() as port, aiohttp.ClientSession() as client:
+            bed = Bed(balancer, stands, port, client)
+            await bed.until_ready(count)
+            await scene(bed)
+            balancer.write_load()
+        for each in stands:
+            await each.kill()
+
+    asyncio.run(run())
+    load = read_file(ServiceFolder(path=folder).load, Load)
+    assert load is not None
+    return load
+
+
+def test_any_method_body_and_header_passes(tmp_path: Path) -> None:
+    async def scene(bed: Bed) -> None:
+        for method in ("GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"):
+            async with bed.client.request(method, f"{bed.url}/a?b=1", data=b"x", headers={"x-sent": "y"}) as response:
+                assert (response.status, await response.read()) == (200, b"x")
+                assert response.headers["x-seen"] == "y" and response.headers["x-broker-version"] == "1"
+        async with bed.client.head(f"{bed.url}/a") as response:
+            assert response.status == 200
+
+    load = play(tmp_path, scene)
+    assert load.arrivals == 7 and load.in_flight == 0 and load.broken == 0
+
+
+def test_refused_connection_takes_a_replica_out_and_the_request_succeeds_elsewhere(tmp_path: Path) -> None:
+    async def scene(bed: Bed) -> None:
+        await bed.stands[0].kill()
+        for _ in range(20):
+            async with bed.client.post(f"{bed.url}/a", data=b"x") as response:
+                assert response.status == 200
+        assert not bed.balancer.table.routes[1].is_ready
+        await bed.stands[0].start()
+        await bed.until_ready(2)
+
+    assert play(tmp_path, scene).broken == 0
+
+
+def test_post_that_was_sent_is_not_sent_twice(tmp_path: Path) -> None:
+    async def scene(bed: Bed) -> None:
+        for each in bed.stands:
+            each.gate.clear()
+        asked = asyncio.ensure_future(bed.client.post(f"{bed.url}/slow", data=b"x"))
+        while not (busy := [each for each in bed.stands if each.seen]):
+            await asyncio.sleep(0.005)
+        await busy[0].kill()
+        response = await asked
+        assert response.status == 502
+        assert sum(len(each.seen) for each in bed.stands) == 1
+
+    play(tmp_path, scene)
+
+
+def test_request_waits_until_a_replica_is_ready(tmp_path: Path) -> None:
+    async def scene(bed: Bed) -> None:
+        bed.stands[0].is_healthy = False
+        await bed.until_ready(0)
+        asked = asyncio.ensure_future(bed.client.get(f"{bed.url}/a"))
+        while not bed.balancer.proxy.counts.waiting:  # type: ignore[union-attr]
+            await asyncio.sleep(0.005)
+        bed.stands[0].is_healthy = True
+        assert (await asked).status == 200
+
+    play(tmp_path, scene, count=1)
+
+
+def test_draining_replica_gets_no_new_request_and_ends_its_own(tmp_path: Path) -> None:
+    async def scene(bed: Bed) -> None:
+        for each in bed.stands:
+            each.gate.clear()
+        streaming = asyncio.ensure_future(bed.stream(prompt="hi"))
+        busy = await bed.until_asked()
+        routing = bed.balancer._routing
+        drained = tuple(
+            Backend(number=each.number, version=1, host=each.host, port=each.port, is_draining=each.port == busy.port)
+            for each in routing.backends
+        )
+        from dataclasses import replace
+
+        bed.balancer.adopt(replace(routing, generation=2, backends=drained))
+        for _ in range(10):
+            async with bed.client.get(f"{bed.url}/a") as response:
+                assert response.status == 200
+        assert not any(path == "/a" for _, path, _ in busy.seen)
+        busy.gate.set()
+        assert "".join(each["choices"][0]["text"] for each in await streaming) == expect_text("hi", 12)
+
+    assert play(tmp_path, scene).generation == 2
+
+
+@pytest.mark.parametrize("is_chat", [False, True])
+def test_stream_survives_its_replicas_and_reads_as_one(tmp_path: Path, is_chat: bool) -> None:
+    async def scene(bed: Bed) -> None:
+        for each in bed.stands:
+            each.gate.clear()
+        asked: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}]} if is_chat else {"prompt": "hi"}
+        path = "/v1/chat/completions" if is_chat else "/v1/completions"
+        options = {"include_usage": True}
+        begun = asyncio.Event()
+        streaming = asyncio.ensure_future(bed.stream(path, stream_options=options, begun=begun, **asked))
+        await begun.wait()
+        first = await bed.until_asked()
+        second = next(each for each in bed.stands if each is not first)
+        second.gate.set()
+        await first.kill()
+        events = await streaming
+        parts = [each["choices"][0] for each in events if each["choices"]]
+        text = "".join(each["delta"]["content"] if is_chat else each["text"] for each in parts)
+        assert text == expect_text("hi", 12)
+        assert {each["id"] for each in events} == {f"cmpl-{first.port}"}
+        assert events[-1]["usage"] == {"prompt_tokens": 2, "completion_tokens": 12, "total_tokens": 14}
+        assert not any("token_ids" in each for each in parts)
+        continued = second.asked[0]
+        assert continued["resumed_tokens"] + continued["max_tokens"] == 12
+        assert continued["seed"] == first.asked[0]["seed"]
+
+    load = play(tmp_path, scene)
+    assert load.resumed == 1 and load.broken == 0
+
+
+def test_stream_without_token_ids_breaks_off_visibly(tmp_path: Path) -> None:
+    async def scene(bed: Bed) -> None:
+        for each in bed.stands:
+            each.gate.clear()
+
+        begun = asyncio.Event()
+        streaming = asyncio.ensure_future(bed.stream(prompt="hi", begun=begun))
+        await begun.wait()
+        await (await bed.until_asked()).kill()
+        with pytest.raises(aiohttp.ClientError):
+            await streaming
+
+    assert play(tmp_path, scene, has_ids=False).broken == 1
+
+
+def test_websocket_passes_through(tmp_path: Path) -> None:
+    async def scene(bed: Bed) -> None:
+        async with bed.client.ws_connect(f"{bed.url}/socket", protocols=["chat"]) as socket:
+            assert socket.protocol == "chat"
+            await socket.send_str("a")
+            assert await socket.receive_str() == "echo a"
+
+    play(tmp_path, scene)
+
+
+def test_full_queue_is_refused_with_the_time_to_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("broker.serve.proxying.WAITING_MAX", 0)
+
+    async def scene(bed: Bed) -> None:
+        bed.stands[0].is_healthy = False
+        await bed.until_ready(0)
+        async with bed.client.get(f"{bed.url}/a") as response:
+            assert response.status == 429 and response.headers["retry-after"] == "5"
+
+    play(tmp_path, scene, count=1)
+
+
+def test_twelve_streams_survive_four_kills_identically(tmp_path: Path) -> None:
+    async def scene(bed: Bed) -> None:
+        for each in bed.stands:
+            each.gate.clear()
+        begun = [asyncio.Event() for _ in range(12)]
+        streams = [asyncio.ensure_future(bed.stream(prompt=f"p{n}", max_tokens=40, begun=begun[n])) for n in range(12)]
+        for each in begun:
+            await each.wait()
+        for _ in range(4):
+            busiest = max(bed.balancer.table.routes.values(), key=lambda route: route.in_flight)
+            victim = bed.stands[busiest.backend.number - 1]
+            await victim.kill()
+            await bed.until_ready(2)
+            await victim.start()
+            await bed.until_ready(3)
+        for each in bed.stands:
+            each.gate.set()
+        for n, events in enumerate(await asyncio.gather(*streams)):
+            assert "".join(each["choices"][0]["text"] for each in events) == expect_text(f"p{n}", 40)
+
+    load = play(tmp_path, scene, count=3)
+    assert load.resumed >= 4 and load.broken == 0

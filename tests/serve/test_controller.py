@@ -1,0 +1,327 @@
+"""The controller of a service, killed at every write: no replica is doubled, none is forgotten."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from broker.config import Config
+from broker.locks import hold_lock
+from broker.serve.controller import ServiceController
+from broker.serve.files import Load, ReplicaLoad, Routing, read_file, write_file
+from broker.serve.observing import observe
+from broker.serve.reconciling import Slot
+from broker.serve.replicas import find_folder, make_replica_task
+from broker.state.store import Store
+from broker.types import (
+    Attempt,
+    Cluster,
+    ClusterStatus,
+    JobStatus,
+    Node,
+    NodeState,
+    Placement,
+    ReadinessProbe,
+    ReplicaPolicy,
+    Resources,
+    Service,
+    ServiceEventKind,
+    ServiceSpec,
+    Task,
+)
+from tests.simulation.world import make_offer
+
+
+class Killed(BaseException):
+    """A kill at a write."""
+
+
+class StillClock:
+    now = 1_000_000.0
+
+    def now_s(self) -> float:
+        return self.now
+
+    async def sleep(self, duration_s: float) -> None:
+        self.now += duration_s
+
+
+def make_task(count: int = 2, version: str = "a", **policy: Any) -> Task:
+    spec = ServiceSpec(probe=ReadinessProbe(path="/"), policy=ReplicaPolicy(replicas_min=count, **policy), port=8080)
+    return Task(name="web", run=version, resources=(Resources(cloud="local"),), service=spec)
+
+
+class World:
+    """A store, and everything around a controller played by hand: jobs, machines and the balancer."""
+
+    def __init__(self, folder: Path, task: Task | None = None) -> None:
+        self.config = Config(home=folder, owner="a" * 12)
+        self.clock = StillClock()
+        self.store = Store(folder / "state.db", clock=self.clock)
+        self.service: Service = self.store.services.add(
+            "web",
+            task or make_task(),
+            host="127.0.0.1",
+            port=1,
+            wanted=(task or make_task()).service.policy.replicas_min,  # type: ignore[union-attr]
+        )
+        self.folder = find_folder(self.config, self.service)
+        self.balancers = 0
+        self.failing: Callable[[Task], bool] = lambda task: False
+        self.drawn = 0
+        self.controller = self.make_controller()
+        self.is_refusing = False
+
+    def make_controller(self) -> ServiceController:
+        def launch(folder: Any) -> bool:
+            self.balancers += 1
+            return True
+
+        def draw(task: Task, spec: ServiceSpec) -> int:
+            self.drawn += 1
+            return 9000 + self.drawn
+
+        return ServiceController(
+            "web", store=self.store, clock=self.clock, config=self.config,
+            place=lambda task, spec, count: [Slot()] * count, launch_balancer=launch, draw_port=draw,
+        )  # fmt: skip
+
+    def play(self) -> None:
+        """Let jobs start, fail and be cancelled, and the balancer adopt its file."""
+        for job in self.store.jobs.list():
+            if job.cancel_requested and not job.status.is_terminal:
+                self.store.jobs.set_status(job.id, JobStatus.CANCELLED)
+                for each in job.attempts:
+                    self.store.clusters.delete(each.cluster)
+                    self.store.jobs.put_attempt(
+                        Attempt(job_id=job.id, number=1, cluster=each.cluster, placement=each.placement,
+                                started_s=0.0, ended_s=self.clock.now)
+                    )  # fmt: skip
+            elif job.status is JobStatus.PENDING and self.failing(job.task):
+                self.store.jobs.set_status(job.id, JobStatus.FAILED, "its program failed")
+            elif job.status is JobStatus.PENDING:
+                self._run(job.id, job.stem)
+        routing = None if self.is_refusing else read_file(self.folder.routing, Routing)
+        if routing is not None:
+            loads = {each.number: ReplicaLoad(is_ready=True, in_flight=0, since_s=0.0) for each in routing.backends}
+            write_file(
+                self.folder.load, Load(generation=routing.generation, time_s=self.clock.now, pid=1, replicas=loads)
+            )
+
+    def _run(self, job_id: int, stem: str) -> None:
+        placement = Placement(offer=make_offer("here"), is_spot=False, node_count=1)
+        node = Node(
+            id=stem, cloud="local", owner="a" * 12, cluster=stem, attempt=1, token=stem, rank=0,
+            state=NodeState.RUNNING, address="127.0.0.9",
+        )  # fmt: skip
+        self.store.clusters.put(
+            Cluster(name=stem, status=ClusterStatus.UP, placement=placement, attempt=1, nodes=(node,), job_id=job_id)
+        )
+        self.store.jobs.put_attempt(
+            Attempt(job_id=job_id, number=1, cluster=stem, placement=placement, started_s=0.0, running_s=0.0)
+        )
+        self.store.jobs.set_status(job_id, JobStatus.RUNNING)
+
+    def settle(self, turns: int = 30) -> None:
+        self.folder.path.mkdir(parents=True, exist_ok=True)
+        for _ in range(turns):
+            if self.is_locked_run():
+                return
+            self.play()
+            self.clock.now += 1
+
+    def is_locked_run(self) -> bool:
+        """Take one step while a balancer holds its lock; return whether the service is gone."""
+        service = self.store.services.get("web")
+        if service is None:
+            return True
+        if service.down_requested:
+            return asyncio.run(self.controller.step()) == float("inf")
+        with hold_lock(self.folder.lock):
+            asyncio.run(self.controller.step())
+        return False
+
+    def check(self) -> None:
+        """Every live job of the service belongs to one replica, and every replica to one job."""
+        rows = self.store.services.list_replicas("web") if self.store.services.get("web") else []
+        live = [job.id for job in self.store.jobs.list() if not job.status.is_terminal]
+        assert len({row.job_id for row in rows}) == len(rows)
+        assert set(live) <= {row.job_id for row in rows}
+
+    def list_ready(self) -> list[int]:
+        load = read_file(self.folder.load, Load)
+        unfinished = frozenset(self.store.jobs.list_unfinished_ids())
+        seen = [observe(self.store, each, load, unfinished) for each in self.store.services.list_replicas("web")]
+        return [each.replica.version for each in seen if each.is_ready and each.replica.drained_s is None]
+
+    def list_kinds(self) -> list[ServiceEventKind]:
+        return [each.kind for each in self.store.services.list_events("web")]
+
+
+def test_wanted_replicas_become_ready_and_a_failed_one_is_replaced(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    world.settle()
+    assert world.list_ready() == [1, 1]
+    first = world.store.services.list_replicas("web")[0]
+    world.store.jobs.set_status(first.job_id, JobStatus.FAILED, "out of memory")
+    world.store.clusters.delete(world.store.jobs.get(first.job_id).attempts[0].cluster)  # type: ignore[union-attr]
+    attempt = world.store.jobs.list_attempts(first.job_id)[0]
+    from dataclasses import replace
+
+    world.store.jobs.put_attempt(replace(attempt, ended_s=1.0))
+    world.settle()
+    assert world.list_ready() == [1, 1]
+    assert first.number not in [each.number for each in world.store.services.list_replicas("web")]
+    assert [each.detail for each in world.store.services.list_events("web") if "FAILED" in each.kind] == [
+        "out of memory"
+    ]
+
+
+def test_version_that_never_becomes_ready_is_rolled_back(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    world.settle()
+    world.failing = lambda task: task.run == "b"
+    world.store.services.add_version("web", make_task(version="b"))
+    world.settle(400)
+    assert world.list_ready() == [1, 1]
+    assert ServiceEventKind.ROLLED_BACK in world.list_kinds()
+    service = world.store.services.get("web")
+    assert service is not None and service.version == 1
+
+
+def test_first_version_that_fails_three_times_is_given_up(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    world.failing = lambda task: True
+    world.settle(400)
+    service = world.store.services.get("web")
+    assert service is not None and service.failure == "its program failed"
+    assert 3 <= len(world.store.jobs.list()) <= 4
+
+
+def test_replica_that_is_not_ready_in_time_is_replaced(tmp_path: Path) -> None:
+    world = World(tmp_path, make_task(count=1))
+    world.settle()
+    number = world.store.services.list_replicas("web")[0].number
+    routing = read_file(world.folder.routing, Routing)
+    assert routing is not None
+    world.is_refusing = True
+    bad = {number: ReplicaLoad(is_ready=False, in_flight=0, since_s=world.clock.now, error="503")}
+    for _ in range(250):
+        load = Load(generation=routing.generation, time_s=world.clock.now, pid=1, replicas=bad)
+        write_file(world.folder.load, load)
+        world.is_locked_run()
+        world.play()
+        world.clock.now += 1
+    world.is_refusing = False
+    world.settle()
+    assert [each.number for each in world.store.services.list_replicas("web")] != [number]
+    assert world.list_ready() == [1]
+
+
+def test_replica_drains_until_its_requests_have_ended(tmp_path: Path) -> None:
+    world = World(tmp_path, make_task(count=1))
+    world.settle()
+    world.store.services.add_version("web", make_task(count=1, version="b"))
+    world.settle(6)
+    assert world.list_ready() == [2]
+    world.settle()
+    assert [each.version for each in world.store.services.list_replicas("web")] == [2]
+
+
+def test_down_leaves_nothing(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    world.settle()
+    world.store.services.request_down("web")
+    world.settle()
+    assert world.store.services.get("web") is None
+    assert world.store.jobs.list_unfinished_ids() == [] and not world.folder.path.exists()
+
+
+def count_writes(world: World, kill_at: int | None, is_done: Callable[[], bool]) -> int:
+    """Make the store raise at a write, and step until `is_done`; return how many writes were made."""
+    count = 0
+    execute = world.store.execute
+
+    def counted(sql: str, parameters: Any = ()) -> Any:
+        nonlocal count
+        if not sql.lstrip().upper().startswith("SELECT"):
+            count += 1
+            if count == kill_at:
+                raise Killed
+        return execute(sql, parameters)
+
+    world.store.execute = counted  # type: ignore[method-assign]
+    for _ in range(60):
+        try:
+            if world.is_locked_run():
+                break
+        except Killed:
+            world.controller = world.make_controller()
+        kept, world.store.execute = world.store.execute, execute  # type: ignore[method-assign]
+        world.play()
+        world.check()
+        if is_done():
+            break
+        world.store.execute = kept  # type: ignore[method-assign]
+        world.clock.now += 1
+    world.store.execute = execute  # type: ignore[method-assign]
+    return count
+
+
+STORIES = ("up", "update", "down")
+
+
+@pytest.mark.parametrize("story", STORIES)
+def test_kill_at_some_writes_doubles_and_forgets_nothing(tmp_path: Path, story: str) -> None:
+    kill_at_writes(tmp_path, story, every=6)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("story", STORIES)
+def test_kill_at_any_write_doubles_and_forgets_nothing(tmp_path: Path, story: str) -> None:
+    kill_at_writes(tmp_path, story, every=1)
+
+
+def kill_at_writes(tmp_path: Path, story: str, *, every: int) -> None:
+    def begin(name: str) -> World:
+        (tmp_path / name).mkdir()
+        world = World(tmp_path / name)
+        if story != "up":
+            world.settle(6)
+        if story == "update":
+            world.store.services.add_version("web", make_task(version="b"))
+        if story == "down":
+            world.store.services.request_down("web")
+        return world
+
+    def is_done(world: World) -> bool:
+        if story == "down":
+            return world.store.services.get("web") is None
+        rows = world.store.services.list_replicas("web")
+        return world.list_ready() == [2 if story == "update" else 1] * 2 and len(rows) == 2
+
+    whole = begin("whole")
+    total = count_writes(whole, None, lambda: is_done(whole))
+    assert total >= (3 if story == "down" else 10)
+    for kill_at in range(1, total + 1, every):
+        world = begin(str(kill_at))
+        count_writes(world, kill_at, partial(is_done, world))
+        assert is_done(world)
+        assert story != "down" or not world.store.jobs.list_unfinished_ids()
+        world.store.close()
+
+
+def test_replica_learns_its_number_and_port_and_prefers_its_slot(tmp_path: Path) -> None:
+    task = Task(run="x", resources=(Resources(cloud="aws"),), service=make_task().service)
+    service = Service(name="web", uid="u", version=1, host="h", port=1, created_s=0.0)
+    slot = Slot(is_spot=True, region="us-east-1", zone="us-east-1a")
+    made = make_replica_task(service, task, slot, number=3, port=8080)
+    assert made.envs["SKYPILOT_SERVE_REPLICA_ID"] == "3" and made.envs["BROKER_REPLICA_PORT"] == "8080"
+    assert [each.zone for each in made.resources] == ["us-east-1a", None] and made.is_ordered
+    assert all(each.use_spot and each.ports == ("8080",) for each in made.resources)
+    assert made.service is None

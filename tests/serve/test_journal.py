@@ -1,0 +1,86 @@
+"""What a stream's journal asks of the next replica, and what it refuses to promise."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from broker.serve.journal import DONE, EventParser, StreamJournal
+
+PATH = "/v1/completions"
+
+
+def open_journal(**fields: Any) -> StreamJournal | None:
+    body = json.dumps({"prompt": "a", "stream": True, **fields}).encode()
+    return StreamJournal.open("POST", PATH, body, seed=7)
+
+
+def make_event(text: str, ids: list[int], finish: str | None = None, **more: Any) -> str:
+    choice = {"index": 0, "text": text, "token_ids": ids, "finish_reason": finish}
+    return json.dumps({"id": "x", "choices": [choice], **more})
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"stream": False}, {"n": 2}, {"tools": [{}]}, {"logprobs": 3}, {"prompt": ["a", "b"]}, {"response_format": "x"}],
+)  # fmt: skip
+def test_request_that_another_replica_cannot_continue_has_no_journal(fields: dict[str, Any]) -> None:
+    assert open_journal(**fields) is None
+
+
+def test_request_that_is_no_stream_of_tokens_has_no_journal() -> None:
+    assert StreamJournal.open("GET", PATH, b"{}", seed=0) is None
+    assert StreamJournal.open("POST", "/other", b'{"stream": true}', seed=0) is None
+    assert StreamJournal.open("POST", PATH, b"\xff{", seed=0) is None
+
+
+def test_continuation_has_all_ids_and_the_remaining_count() -> None:
+    journal = open_journal(max_tokens=5, temperature=0.5)
+    assert journal is not None
+    assert journal.make_request()[0] is None
+    journal.take(make_event("x", [1], prompt_token_ids=[97]))
+    journal.take(make_event("y", [2, 3]))
+    path, asked = journal.make_request()
+    assert path == PATH and asked["prompt"] == [97, 1, 2, 3]
+    assert (asked["max_tokens"], asked["resumed_tokens"], asked["seed"], asked["temperature"]) == (2, 3, 7, 0.5)
+
+
+def test_ids_of_half_a_character_are_generated_again() -> None:
+    journal = open_journal(max_tokens=5)
+    assert journal is not None
+    journal.take(make_event("x", [1], prompt_token_ids=[97]))
+    assert journal.take(make_event("", [195])) is None
+    assert journal.make_request()[1]["prompt"] == [97, 1]
+    assert journal.take(make_event("", [195])) is None
+    assert json.loads(journal.take(make_event("é", [169])) or "")["choices"][0]["text"] == "é"
+    assert journal.make_request()[1]["prompt"] == [97, 1, 195, 169]
+
+
+def test_missing_end_is_written_without_a_replica() -> None:
+    journal = open_journal(max_tokens=1, stream_options={"include_usage": True})
+    assert journal is not None
+    journal.take(make_event("x", [1], prompt_token_ids=[97]))
+    finish, usage, done = journal.close()
+    assert json.loads(finish)["choices"][0]["finish_reason"] == "length"
+    assert json.loads(usage)["usage"]["total_tokens"] == 2 and done == DONE
+    unfinished = open_journal(max_tokens=2)
+    assert unfinished is not None
+    unfinished.take(make_event("x", [1], prompt_token_ids=[97]))
+    assert unfinished.close() == []
+
+
+def test_stream_without_ids_cannot_be_continued_after_its_first_event() -> None:
+    journal = open_journal()
+    assert journal is not None and journal.is_resumable
+    journal.take(json.dumps({"id": "x", "choices": [{"text": "a"}]}))
+    assert not journal.is_resumable
+
+
+def test_events_are_split_wherever_the_network_cuts_them() -> None:
+    data = 'data: {"a": 1}\r\n\r\n: comment\n\ndata: é\n\ndata: [DONE]\n\n'.encode()
+    for size in range(1, len(data)):
+        parser = EventParser()
+        found = [event for start in range(0, len(data), size) for event in parser.feed(data[start : start + size])]
+        assert found == ['{"a": 1}', "é", "[DONE]"]

@@ -1,0 +1,244 @@
+"""`trainers.serve`: batches, the cache, the journal, and continuations from token ids."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from trainers.config import ModelConfig
+from trainers.models import create_language_model
+from trainers.serve import find_host
+from trainers.serve_api import Api
+from trainers.serve_engine import Detokenizer, Engine, Generation
+from trainers.serve_http import Request, RequestError, start_server
+from trainers.serve_model import CachedModel
+from trainers.tokenizers import ByteTokenizer
+
+CPU = torch.device("cpu")
+KINDS = {
+    "gpt": ModelConfig(kind="gpt", depth=2, width=32, heads=4, context=64, vocabulary=256),
+    "llama": ModelConfig(kind="llama", depth=2, width=32, heads=4, key_value_heads=2, context=64, vocabulary=256),
+    "qwen": ModelConfig(
+        kind="llama", depth=1, width=32, heads=4, context=64, vocabulary=256, query_key_norm=True, attention_bias="qkv"
+    ),
+}
+
+
+def make_model(kind: str) -> tuple[Any, ModelConfig]:
+    torch.manual_seed(3)
+    model = create_language_model(KINDS[kind].kind, KINDS[kind])
+    with torch.no_grad():  # initial weights are so small that all tokens are nearly as likely
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(8.0)
+    return model.eval(), KINDS[kind]
+
+
+def make_engine(kind: str = "gpt", slots: int = 3) -> Engine:
+    model, config = make_model(kind)
+    return Engine(CachedModel(model, config, slots=slots, device=CPU), slots=slots, vocabulary=256)
+
+
+def generate_without_cache(kind: str, prompt: list[int], count: int) -> list[int]:
+    model, config = make_model(kind)
+    ids = list(prompt)
+    with torch.no_grad():
+        for _ in range(count):
+            ids.append(int(model(torch.tensor([ids[-config.context :]]))[0, -1].argmax()))
+    return ids[len(prompt) :]
+
+
+def run_steps(engine: Engine, *generations: Generation) -> None:
+    for each in generations:
+        engine.submit(each)
+    while any(each.finish is None for each in generations):
+        engine.step()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_batch_of_sequences_of_different_lengths_equals_the_trained_model(kind: str) -> None:
+    prompts = [[5, 6, 7], list(range(40)), [200], [9] * 17]
+    generations = [Generation(prompt=prompt, tokens_max=12) for prompt in prompts]
+    run_steps(make_engine(kind), *generations)  # three slots, so the fourth joins the running batch
+    assert [each.tokens for each in generations] == [generate_without_cache(kind, prompt, 12) for prompt in prompts]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+@pytest.mark.parametrize("cut", [1, 7, 19])
+def test_continuation_from_ids_is_the_undisturbed_run(temperature: float, cut: int) -> None:
+    prompt = [1, 2, 3]
+    whole = Generation(prompt=prompt, tokens_max=20, temperature=temperature, seed=5)
+    run_steps(make_engine(), whole)
+    head = whole.tokens[:cut]
+    rest = Generation(prompt=prompt + head, tokens_max=20 - cut, temperature=temperature, seed=5, resumed=cut)
+    run_steps(make_engine(), rest)
+    assert head + rest.tokens == whole.tokens
+
+
+def test_generation_ends_at_the_context_and_at_a_stop_id() -> None:
+    full = Generation(prompt=[1] * 60, tokens_max=100)
+    run_steps(make_engine(), full)
+    assert (len(full.tokens), full.finish) == (4, "length")
+    stop = full.tokens[2]
+    stopped = Generation(prompt=[1] * 60, tokens_max=100, stop_ids=frozenset([stop]))
+    run_steps(make_engine(), stopped)
+    assert stopped.tokens == full.tokens[: full.tokens.index(stop)] and stopped.finish == "stop"
+
+
+def test_reader_that_is_slower_than_the_engine_gets_every_token() -> None:
+    generation = Generation(prompt=[1, 2], tokens_max=10)
+
+    async def read() -> list[int]:
+        tokens: list[int] = []
+        engine = make_engine()
+        engine.submit(generation)
+        reader = generation.read()
+        while not generation.tokens:
+            engine.step()
+        async for token in reader:  # the engine ends between two reads
+            tokens.append(token)
+            while generation.finish is None:
+                engine.step()
+        return tokens
+
+    assert asyncio.run(read()) == generation.tokens and len(generation.tokens) == 10
+
+
+def test_cancelled_generation_frees_its_slot() -> None:
+    engine = make_engine(slots=1)
+    first, second = (Generation(prompt=[each], tokens_max=50) for each in (1, 2))
+    engine.submit(first)
+    engine.submit(second)
+    engine.step()
+    assert engine.counts == (1, 1)
+    first.is_cancelled = True
+    engine.step()
+    assert first.finish == "stop" and second.tokens
+
+
+def test_text_is_kept_back_until_a_character_is_complete() -> None:
+    ids = list("aé€\U0001f600b".encode())
+    text = Detokenizer(ByteTokenizer().decode)
+    pieces = [text.add(each) for each in ids]
+    assert [piece for piece, _ in pieces if piece] == ["a", "é", "€", "\U0001f600", "b"]
+    assert [token for _, taken in pieces for token in taken] == ids
+    resumed = Detokenizer(ByteTokenizer().decode)
+    resumed.skip(ids[:3])
+    assert [resumed.add(each)[0] for each in ids[3:6]] == ["", "", "€"]
+
+
+def test_bytes_that_form_no_character_are_sent_in_the_end() -> None:
+    text = Detokenizer(ByteTokenizer().decode)
+    pieces = [text.add(0xFF) for _ in range(20)]
+    assert sum(len(ids) for _, ids in [*pieces, text.flush()]) == 20
+
+
+# The API over HTTP.
+
+
+def serve(check: Callable[[int], Awaitable[None]], preemption_file: Path | None = None) -> None:
+    async def run() -> None:
+        engine = make_engine()
+        engine.start()
+        api = Api(engine, ByteTokenizer(), name="tiny", context=64, preemption_file=preemption_file)
+        server = await start_server(api.handle, "127.0.0.1", 0)
+        try:
+            await check(server.sockets[0].getsockname()[1])
+        finally:
+            server.close()
+            await asyncio.to_thread(engine.close)
+
+    asyncio.run(run())
+
+
+async def call(port: int, path: str, fields: dict[str, Any] | None = None, method: str = "POST") -> tuple[int, bytes]:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    body = json.dumps(fields or {}).encode()
+    writer.write(
+        f"{method} {path} HTTP/1.1\r\nconnection: close\r\ncontent-length: {len(body)}\r\n\r\n".encode() + body
+    )
+    answer = await reader.read()
+    writer.close()
+    head, _, content = answer.partition(b"\r\n\r\n")
+    return int(head.split()[1]), content
+
+
+def read_events(content: bytes) -> list[Any]:
+    lines = [line.removeprefix(b"data: ") for line in content.splitlines() if line.startswith(b"data: ")]
+    assert lines[-1] == b"[DONE]"
+    return [json.loads(line) for line in lines[:-1]]
+
+
+def test_stream_says_the_same_as_the_whole_answer_with_all_ids() -> None:
+    fields = {"prompt": "hello", "max_tokens": 20, "ignore_eos": True, "return_token_ids": True}
+
+    async def check(port: int) -> None:
+        whole = json.loads((await call(port, "/v1/completions", fields))[1])
+        options = {"stream": True, "stream_options": {"include_usage": True}}
+        events = read_events((await call(port, "/v1/completions", {**fields, **options}))[1])
+        choices = [each["choices"][0] for each in events if each["choices"]]
+        assert "".join(each["text"] for each in choices) == whole["choices"][0]["text"]
+        assert [token for each in choices for token in each["token_ids"]] == whole["choices"][0]["token_ids"]
+        assert events[0]["prompt_token_ids"] == list(b"hello")
+        assert (
+            events[-1]["usage"] == whole["usage"] == {"prompt_tokens": 5, "completion_tokens": 20, "total_tokens": 25}
+        )
+
+    serve(check)
+
+
+def test_chat_streams_deltas_and_other_paths_answer() -> None:
+    async def check(port: int) -> None:
+        fields = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4, "stream": True, "ignore_eos": True}
+        events = read_events((await call(port, "/v1/chat/completions", fields))[1])
+        assert events[0]["object"] == "chat.completion.chunk"
+        assert events[0]["choices"][0]["delta"]["role"] == "assistant"
+        assert events[-1]["choices"][0]["finish_reason"] == "length"
+        assert (await call(port, "/health", method="GET"))[0] == 200
+        assert json.loads((await call(port, "/v1/models", method="GET"))[1])["data"][0]["id"] == "tiny"
+        assert b"vllm:num_requests_running 0" in (await call(port, "/metrics", method="GET"))[1]
+        assert (await call(port, "/nothing"))[0] == 404
+        assert (await call(port, "/v1/completions", method="GET"))[0] == 405
+
+    serve(check)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"prompt": ""}, {"prompt": [999]}, {"prompt": "a" * 64}, {"prompt": "a", "max_tokens": "x"}, {"prompt": ["a"]},
+     {"prompt": "a", "resumed_tokens": 2}],
+)  # fmt: skip
+def test_request_that_cannot_be_answered_is_refused(fields: dict[str, Any]) -> None:
+    async def check(port: int) -> None:
+        status, content = await call(port, "/v1/completions", fields)
+        assert status == 400 and json.loads(content)["error"]["message"]
+
+    serve(check)
+
+
+def test_replica_with_a_preemption_notice_is_no_longer_healthy(tmp_path: Path) -> None:
+    notice = tmp_path / "notice"
+
+    async def check(port: int) -> None:
+        assert (await call(port, "/health", method="GET"))[0] == 200
+        notice.touch()
+        assert (await call(port, "/health", method="GET"))[0] == 503
+
+    serve(check, notice)
+
+
+def test_body_that_is_no_object_is_refused() -> None:
+    for body in (b"{", b"[]", b"\xff"):
+        with pytest.raises(RequestError):
+            Request(method="POST", path="/", body=body).read_json()
+
+
+def test_only_nodes_of_clouds_listen_beyond_the_loopback() -> None:
+    assert find_host({}) == find_host({"SKYPILOT_NODE_IPS": "127.0.0.7"}) == "127.0.0.1"
+    assert find_host({"SKYPILOT_NODE_IPS": "10.0.0.2\n10.0.0.3"}) == "0.0.0.0"

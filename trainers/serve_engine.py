@@ -1,0 +1,198 @@
+"""Continuous batching: sequences join and leave a running batch between two tokens.
+
+The journal of a generation (`tokens`, then `finish`) is the only way from the engine to its readers. A reader that is
+slower than the engine finds there what it has not read yet, also after the end.
+"""
+
+import asyncio
+import hashlib
+import threading
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from trainers.serve_model import CachedModel
+
+WAITING_MAX = 1024
+
+
+class FullError(Exception):
+    """The queue of waiting generations is full."""
+
+
+@dataclass(kw_only=True)
+class Generation:
+    """One request and its journal.
+
+    `resumed`: how many of the last ids of `prompt` were generated before, perhaps by another replica. Sampling depends
+    on seed and position only, so that a continuation draws what the first run would have drawn.
+    """
+
+    prompt: list[int]
+    tokens_max: int
+    temperature: float = 0.0
+    seed: int = 0
+    resumed: int = 0
+    stop_ids: frozenset[int] = frozenset()
+    tokens: list[int] = field(default_factory=list)
+    finish: str | None = None  # "stop" or "length", set after the last token
+    is_cancelled: bool = False
+    notify: Callable[[], object] = lambda: None
+
+    async def read(self) -> AsyncIterator[int]:
+        """Yield all tokens in order, as they are generated; may be called by one reader at a time."""
+        loop, changed = asyncio.get_running_loop(), asyncio.Event()
+        self.notify = lambda: loop.call_soon_threadsafe(changed.set)
+        index = 0
+        while True:
+            changed.clear()
+            is_over = self.finish is not None  # read before the tokens: none follow the end
+            for token in self.tokens[index:]:
+                index += 1
+                yield token
+            if is_over:
+                return
+            if index == len(self.tokens) and self.finish is None:
+                await changed.wait()
+
+
+class Engine:
+    """Generates tokens in a thread of its own for up to `slots` sequences at once."""
+
+    def __init__(self, model: CachedModel, *, slots: int, vocabulary: int) -> None:
+        """Start idle; `vocabulary` is the tokenizer's, as the model's may be padded."""
+        self._model, self._vocabulary = model, min(vocabulary, model.vocabulary)
+        self._free = list(range(slots))
+        self._active: dict[int, Generation] = {}
+        self._waiting: deque[Generation] = deque()
+        self._changed = threading.Condition()
+        self._is_closed = False
+        self.token_count = 0
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    @property
+    def counts(self) -> tuple[int, int]:
+        """Return the numbers of running and of waiting generations."""
+        return len(self._active), len(self._waiting)
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop after the present token."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify()
+        self._thread.join()
+
+    def submit(self, generation: Generation) -> None:
+        """Queue a generation. Raises FullError."""
+        with self._changed:
+            if len(self._waiting) >= WAITING_MAX:
+                raise FullError
+            self._waiting.append(generation)
+            self._changed.notify()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                while not self._waiting and not self._active and not self._is_closed:
+                    self._changed.wait()
+                if self._is_closed:
+                    return
+            self.step()
+
+    def step(self) -> None:
+        """Admit waiting sequences, compute one token for each active one, and release those that ended."""
+        for slot in [slot for slot, each in self._active.items() if each.is_cancelled]:
+            self._release(slot, "stop")
+        decoding = sorted(self._active)
+        while self._free and self._waiting:
+            self._admit(self._waiting.popleft())
+        if not decoding:
+            return
+        rows = [self._active[slot] for slot in decoding]
+        starts = [len(each.prompt) + len(each.tokens) - 1 for each in rows]
+        logits = self._model.forward([[each.tokens[-1]] for each in rows], starts, decoding)
+        for slot, row in zip(decoding, logits, strict=True):
+            self._add(slot, row)
+
+    def _admit(self, generation: Generation) -> None:
+        if generation.is_cancelled:
+            return
+        slot = self._free.pop()
+        self._active[slot] = generation
+        self._add(slot, self._model.forward([generation.prompt], [0], [slot])[0])
+
+    def _add(self, slot: int, logits: Tensor) -> None:
+        generation = self._active[slot]
+        position = generation.resumed + len(generation.tokens)
+        token = choose_token(logits[: self._vocabulary], generation.temperature, generation.seed, position)
+        self.token_count += 1
+        if token in generation.stop_ids:
+            self._release(slot, "stop")
+            return
+        generation.tokens.append(token)
+        length = len(generation.prompt) + len(generation.tokens)
+        if len(generation.tokens) >= generation.tokens_max or length >= self._model.context:
+            self._release(slot, "length")
+        else:
+            generation.notify()
+
+    def _release(self, slot: int, finish: str) -> None:
+        generation = self._active.pop(slot)
+        self._free.append(slot)
+        generation.finish = finish
+        generation.notify()
+
+
+def choose_token(logits: Tensor, temperature: float, seed: int, position: int) -> int:
+    """Return the likeliest token, or draw one by a generator seeded with seed and position."""
+    if temperature <= 0.0:
+        return int(logits.argmax())
+    digest = hashlib.blake2b(f"{seed}/{position}".encode(), digest_size=7).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest, "big"))
+    return int(torch.multinomial(torch.softmax(logits / temperature, dim=-1), 1, generator=generator))
+
+
+class Detokenizer:
+    """Turns ids into text, and keeps back ids whose text is not complete: a character may span several.
+
+    Its state depends on the ids alone, so that after `skip` it continues where another one stopped.
+    """
+
+    PENDING_MAX = 8  # a byte that begins no character would otherwise be kept back until the end
+
+    def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
+        """Start with no ids."""
+        self._decode = decode
+        self._ids: list[int] = []
+        self._prefix = self._read = 0
+
+    def skip(self, ids: Sequence[int]) -> None:
+        """Take ids whose text was sent before."""
+        for each in ids:
+            self.add(each)
+
+    def add(self, token: int) -> tuple[str, list[int]]:
+        """Return the text that is complete now, with its ids; both are empty while it is not."""
+        self._ids.append(token)
+        before, now = self._decode(self._ids[self._prefix : self._read]), self._decode(self._ids[self._prefix :])
+        is_complete = len(now) > len(before) and not now.endswith("\ufffd")
+        if not is_complete and len(self._ids) - self._read < self.PENDING_MAX:
+            return "", []
+        return self._take(now[len(before) :])
+
+    def flush(self) -> tuple[str, list[int]]:
+        """Return what was kept back."""
+        before, now = self._decode(self._ids[self._prefix : self._read]), self._decode(self._ids[self._prefix :])
+        return self._take(now[len(before) :])
+
+    def _take(self, text: str) -> tuple[str, list[int]]:
+        ids = self._ids[self._read :]
+        self._prefix, self._read = self._read, len(self._ids)
+        return text, ids
