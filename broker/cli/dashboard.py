@@ -1,0 +1,128 @@
+"""`broker dashboard` and `broker top`: jobs, clusters and cost in a browser and in a terminal."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from broker.cli import options, terminal
+from broker.cli.context import make_context
+from broker.cli.render import format_table, print_json, print_line, print_note
+from broker.dashboard.model import Overview, measure_rate_usd_hour, read_overview
+from broker.errors import UsageError
+from broker.formatting import format_duration, format_usd, to_plain
+
+if TYPE_CHECKING:
+    from broker.app.container import Context
+
+HOST = "127.0.0.1"
+WATCH_S = 2.0
+ROWS = 15
+
+
+def dashboard(
+    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="Port to listen on (0: any free one).")] = 8470,
+    open_browser: Annotated[bool, typer.Option("--open/--no-open", help="Open the page in a browser.")] = True,
+) -> None:
+    """Show jobs, clusters and cost in a browser.
+
+    Listens on 127.0.0.1 only. The printed link works once; Ctrl-C stops the dashboard, and no job.
+    """
+    try:
+        from broker.dashboard.server import serve
+    except ModuleNotFoundError as error:
+        raise UsageError(
+            f"the dashboard requires `{error.name}`", hints=["install it: `pip install 'intercloud-broker[serve]'`"]
+        ) from None
+    context = make_context()
+
+    def tell(link: str) -> None:
+        print_line(f"Dashboard: {link}")
+        print_note("press Ctrl-C to stop it; jobs continue")
+        if open_browser:
+            import webbrowser
+
+            webbrowser.open(link)
+
+    try:
+        asyncio.run(serve(context, host=HOST, port=port, on_ready=tell, until=asyncio.Event().wait))
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise UsageError(
+            f"cannot listen on {HOST}:{port}: {reason}", hints=["choose another port: `broker dashboard --port 0`"]
+        ) from None
+
+
+def top(as_json: options.AsJson = False) -> None:
+    """Show spending, jobs and clusters, refreshed every two seconds."""
+    context = make_context()
+    context.keep_jobs_going()
+    if as_json:
+        print_json(describe_overview(read_overview(context)))
+        return
+    try:
+        _watch(context)
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None
+
+
+def _watch(context: Context) -> None:
+    """Redraw one view on a terminal; print it once in a pipe."""
+    with terminal.show_view() as view:
+        if view is None:
+            for line in list_lines(read_overview(context)):
+                print_line(line)
+            return
+        while True:
+            view.show(list_lines(read_overview(context)))
+            asyncio.run(context.clock.sleep(WATCH_S))
+
+
+def describe_overview(overview: Overview) -> dict[str, object]:
+    """Make the overview JSON-ready."""
+    return {
+        **to_plain(overview),
+        "jobs": [{**to_plain(row.line), "spent_usd": row.spent_usd} for row in overview.jobs],
+        "live_jobs": overview.live_count,
+    }
+
+
+def list_lines(overview: Overview) -> Sequence[str]:
+    """List the lines of the view, 80 columns wide."""
+    stamp = time.strftime("%H:%M:%S", time.localtime(overview.now_s))
+    lines = [
+        f"{stamp}  {format_usd(overview.usd_hour)} USD/h now, {format_usd(overview.today_usd)} USD today, "
+        f"{format_usd(overview.month_usd)} this month",
+        "",
+    ]
+    if overview.attention:
+        cells = [[str(row.job_id), row.name[:16], row.reason[:54]] for row in overview.attention[:ROWS]]
+        lines += [*format_table(["JOB", "NAME", "REQUIRES ATTENTION"], cells, right=("JOB",)), ""]
+    rows = [
+        [
+            str(row.line.id), row.line.name[:24], row.line.status.value,
+            "-" if row.line.step is None else f"{row.line.step}/{row.line.total or '?'}",
+            str(max(0, row.line.starts - 1)),
+            format_duration((row.line.ended_s or overview.now_s) - row.line.submitted_s), format_usd(row.spent_usd),
+        ]
+        for row in overview.jobs[:ROWS]
+    ]  # fmt: skip
+    heads = ["JOB", "NAME", "STATUS", "STEP", "RECOVERIES", "TIME", "USD"]
+    right = ("JOB", "STEP", "RECOVERIES", "TIME", "USD")
+    lines += format_table(heads, rows, right=right) if rows else ["No managed jobs"]
+    if (hidden := overview.job_count - len(rows)) > 0:
+        lines.append(f"... and {hidden} more; show them with `broker jobs queue --all`")
+    if overview.clusters:
+        cells = [
+            [each.name[:24], each.status.value, each.placement.offer.cloud, format_usd(measure_rate_usd_hour(each)),
+             format_usd(overview.cluster_usd[each.name])]
+            for each in overview.clusters[:ROWS]
+        ]  # fmt: skip
+        lines += ["", *format_table(["CLUSTER", "STATUS", "CLOUD", "USD/h", "USD"], cells, right=("USD/h", "USD"))]
+    return lines

@@ -1,0 +1,72 @@
+"""Who may read and act: one link with a token, then a cookie; requests of other sites are refused.
+
+The token is in the URL once and is spent by its first use. The cookie is `HttpOnly` and `SameSite=Strict`. `Host` is
+compared with the address that is listened on, against DNS rebinding; actions also require a matching `Origin` and a
+ticket from a page, against cross-site requests.
+"""
+
+from __future__ import annotations
+
+import hmac
+import secrets
+from collections.abc import Awaitable, Callable
+
+from aiohttp import web
+
+COOKIE = "broker_dashboard"
+LOGIN = "/login"
+HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; style-src 'self'; script-src 'self'; connect-src 'self'; "
+    "img-src data:; form-action 'self'; base-uri 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "same-origin",  # without a referrer, a form's `Origin` is `null`
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cache-Control": "no-store",
+}
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class Gatekeeper:
+    """Checks every request before its handler runs."""
+
+    def __init__(self) -> None:
+        self._token: str | None = secrets.token_urlsafe(24)
+        self._session = secrets.token_urlsafe(24)
+        self.ticket = secrets.token_urlsafe(24)  # in every form
+
+    def make_link(self, host: str, port: int) -> str:
+        """Make the link that logs a browser in, once."""
+        self._token = secrets.token_urlsafe(24)
+        return f"http://{host}:{port}{LOGIN}?token={self._token}"
+
+    async def log_in(self, request: web.Request) -> web.StreamResponse:
+        """Exchange the token of the link for the cookie."""
+        given = request.query.get("token", "")
+        if self._token is None or not hmac.compare_digest(given.encode(), self._token.encode()):
+            return refuse(403, "this link was used before; start `broker dashboard` again for a new one")
+        self._token = None
+        answer = redirect("/")
+        answer.set_cookie(COOKIE, self._session, httponly=True, samesite="Strict", path="/")
+        return answer
+
+    def check(self, request: web.Request, hosts: frozenset[str]) -> web.StreamResponse | None:
+        """Return the refusal of a request, or None if it may pass."""
+        if request.host not in hosts:
+            return refuse(403, "unknown host")
+        if request.path == LOGIN:
+            return None
+        if not hmac.compare_digest(request.cookies.get(COOKIE, "").encode(), self._session.encode()):
+            return refuse(401, "open the link that `broker dashboard` printed")
+        if request.method == "POST" and request.headers.get("Origin") not in {f"http://{host}" for host in hosts}:
+            return refuse(403, "this action was not requested by a page of the dashboard")
+        return None
+
+
+def redirect(path: str) -> web.Response:
+    """Send the browser to another page by GET."""
+    return web.Response(status=303, headers={"Location": path})
+
+
+def refuse(status: int, reason: str) -> web.Response:
+    """Make a refusal in plain text."""
+    return web.Response(status=status, text=f"error: {reason}\n", headers=HEADERS)

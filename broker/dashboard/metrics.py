@@ -1,0 +1,77 @@
+"""`/metrics` in Prometheus' text format (https://prometheus.io/docs/instrumenting/exposition_formats/)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from broker.dashboard.model import Overview, PlaceRow
+
+SERIES_MAX = 1000  # jobs with series of their own: the live ones and those that ended within an hour
+ENDED_S = 3600.0
+
+
+class Family(NamedTuple):
+    """A metric with its help text and samples of (labels, value)."""
+
+    name: str
+    kind: str
+    text: str
+    samples: Sequence[tuple[dict[str, str], float]]
+
+
+def render_metrics(overview: Overview, places: Sequence[PlaceRow]) -> str:
+    """Render all families; a family without samples is left out."""
+    lines = []
+    for family in list_families(overview, places):
+        if family.samples:
+            lines += [f"# HELP {family.name} {family.text}", f"# TYPE {family.name} {family.kind}"]
+            lines += [f"{family.name}{_render_labels(labels)} {value:.10g}" for labels, value in family.samples]
+    return "\n".join(lines) + "\n"
+
+
+def list_families(overview: Overview, places: Sequence[PlaceRow]) -> Iterator[Family]:
+    """List the families about spending, jobs, clusters and places."""
+    now_s = overview.now_s
+    jobs = [
+        row for row in overview.jobs if row.line.ended_s is None or now_s - row.line.ended_s < ENDED_S
+    ][:SERIES_MAX]  # fmt: skip
+    yield Family("broker_spend_usd_total", "counter", "Money spent on nodes.", [({}, overview.spent_usd)])
+    yield Family("broker_price_usd_per_hour", "gauge", "Price of all billed nodes.", [({}, overview.usd_hour)])
+    counts = [({"status": status}, float(count)) for status, count in overview.counts.items()]
+    yield Family("broker_jobs", "gauge", "Managed jobs by status.", counts)
+    yield Family("broker_clusters", "gauge", "Clusters that belong to no job.", [({}, len(overview.clusters))])
+    info = [({"job": str(row.line.id), "name": row.line.name, "status": row.line.status.value}, 1.0) for row in jobs]
+    yield Family("broker_job_info", "gauge", "Name and status of a live or recently ended job.", info)
+    steps = [({"job": str(row.line.id)}, float(row.line.step)) for row in jobs if row.line.step is not None]
+    yield Family("broker_job_step", "gauge", "Newest step of a job.", steps)
+    shares = [
+        ({"job": str(row.line.id)}, (row.line.step or 0) / row.line.total) for row in jobs if row.line.total
+    ]  # fmt: skip
+    yield Family("broker_job_progress_ratio", "gauge", "Share of a job's steps that are done.", shares)
+    spent = [({"job": str(row.line.id)}, row.spent_usd) for row in jobs]
+    yield Family("broker_job_spend_usd_total", "counter", "Money spent on a job.", spent)
+    starts = [({"job": str(row.line.id)}, float(max(0, row.line.starts - 1))) for row in jobs]
+    yield Family("broker_job_recoveries_total", "counter", "Recoveries of a job.", starts)
+    where = [
+        {"cloud": each.cloud, "region": each.region, "zone": each.zone or "", "instance_type": each.instance_type}
+        for each in places
+    ]
+    lost = [(labels, float(each.preemptions)) for labels, each in zip(where, places, strict=True)]
+    yield Family("broker_preemptions_total", "counter", "Preemptions of own gangs.", lost)
+    hazards = [
+        (labels, each.hazard_per_hour)
+        for labels, each in zip(where, places, strict=True)
+        if each.hazard_per_hour is not None
+    ]
+    yield Family("broker_hazard_per_hour", "gauge", "Preemptions per gang-hour on spot.", hazards)
+
+
+def _render_labels(labels: dict[str, str]) -> str:
+    if not labels:
+        return ""
+    return "{" + ",".join(f'{name}="{_escape(value)}"' for name, value in labels.items()) + "}"
+
+
+def _escape(value: str) -> str:
+    return value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")

@@ -1,0 +1,211 @@
+"""The read model: what the pages, `broker top` and `/metrics` show. Reads the store, and never writes it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from itertools import zip_longest
+from typing import TYPE_CHECKING
+
+from broker.app.container import Context
+from broker.nouns import noun
+from broker.types import Attempt, Cluster, ClusterStatus, EventKind, Job, JobStatus
+
+if TYPE_CHECKING:
+    from broker.app.jobs import Explanation
+    from broker.state.events import EventRow
+    from broker.state.jobs import JobLine
+    from broker.state.store import Store
+
+NEWEST = 50  # jobs and attention rows on a page
+LOOKED_AT = 1000  # jobs whose newest event is read for the attention list
+FAILED_HOURS = 24.0  # a failed job asks for attention for this long
+
+
+@noun
+class JobRow:
+    """A job in a list, with its cost so far."""
+
+    line: JobLine
+    spent_usd: float
+
+
+@noun
+class Attention:
+    """A job that may require a person, and the event or failure that says why."""
+
+    job_id: int
+    name: str
+    status: JobStatus
+    reason: str
+
+
+@noun
+class Overview:
+    """What runs, what it costs and what requires attention. Days and months are those of local time."""
+
+    now_s: float
+    spent_usd: float
+    today_usd: float
+    month_usd: float
+    usd_hour: float  # of the nodes that are billed now
+    counts: Mapping[str, int]  # jobs by status
+    attention: tuple[Attention, ...]
+    jobs: tuple[JobRow, ...]  # newest first
+    clusters: tuple[Cluster, ...]
+    cluster_usd: Mapping[str, float]
+
+    @property
+    def job_count(self) -> int:
+        return sum(self.counts.values())
+
+    @property
+    def live_count(self) -> int:
+        return sum(count for status, count in self.counts.items() if not JobStatus(status).is_terminal)
+
+
+def read_overview(context: Context, *, newest: int = NEWEST) -> Overview:
+    """Read the overview; damaged rows are reported to `context.note` and left out."""
+    store, now_s = context.store, context.clock.now_s()
+    midnight_s, month_s = find_starts(now_s)
+    lines = store.jobs.list_lines(newest, on_damage=context.warn)  # every live job is among them
+    spent = store.bills.list_spend_usd(now_s=now_s)
+    clusters = [each for each in store.clusters.list(on_damage=context.warn) if each.job_id is None]
+    return Overview(
+        now_s=now_s,
+        spent_usd=store.bills.spend_usd(now_s=now_s),
+        today_usd=store.bills.spend_since_usd(midnight_s, now_s=now_s),
+        month_usd=store.bills.spend_since_usd(month_s, now_s=now_s),
+        usd_hour=store.bills.get_usd_hour(),
+        counts=store.jobs.count_by_status(),
+        attention=tuple(list_attention(store, lines[:LOOKED_AT], now_s)[:newest]),
+        jobs=tuple(JobRow(line=line, spent_usd=spent.get(line.id, 0.0)) for line in lines[:newest]),
+        clusters=tuple(clusters),
+        cluster_usd={each.name: store.bills.spend_usd(cluster=each.name, now_s=now_s) for each in clusters},
+    )
+
+
+def find_starts(now_s: float) -> tuple[float, float]:
+    """Return when today and this month began, local time."""
+    day = time.localtime(now_s)
+    begin = (0, 0, 0, 0, 0, -1)
+    midnight_s = time.mktime((day.tm_year, day.tm_mon, day.tm_mday, *begin))
+    return midnight_s, time.mktime((day.tm_year, day.tm_mon, 1, *begin))
+
+
+def list_attention(store: Store, lines: Sequence[JobLine], now_s: float) -> Sequence[Attention]:
+    """List jobs that wait, are late or cannot be reached, and those that failed within a day."""
+    newest = store.events.list_newest([line.id for line in lines if not line.status.is_terminal])
+    found = []
+    for line in lines:
+        if line.ended_s is not None and now_s - line.ended_s < FAILED_HOURS * 3600 and "FAILED" in line.status.value:
+            job = store.jobs.get(line.id)
+            found.append(
+                Attention(job_id=line.id, name=line.name, status=line.status, reason=job.failure if job else "")
+            )
+        elif (event := newest.get(line.id)) is not None and _requires_attention(event.kind):
+            found.append(Attention(job_id=line.id, name=line.name, status=line.status, reason=event.message))
+    return found
+
+
+def _requires_attention(kind: EventKind) -> bool:
+    """Return whether a live job whose newest event is of this kind may require a person."""
+    match kind:
+        case EventKind.LATE | EventKind.WAITING | EventKind.UNSEEN | EventKind.UNFIT | EventKind.LAUNCH_RETRIED:
+            return True
+        case EventKind.REPLACEMENT_FAILED | EventKind.ACCESS_NOT_RENEWED | EventKind.CALL_FAILED:
+            return True
+        case _:
+            return False
+
+
+@noun
+class AttemptRow:
+    """An attempt with its cost and the steps that it reached."""
+
+    attempt: Attempt
+    usd: float
+    first_step: int | None
+    last_step: int | None
+    checkpoint_step: int | None
+    lost_steps: int  # repeated by the next attempt
+
+
+@noun
+class JobPage:
+    """All that is known of one job."""
+
+    now_s: float
+    explanation: Explanation
+    attempts: tuple[AttemptRow, ...]
+
+    @property
+    def job(self) -> Job:
+        return self.explanation.job
+
+    @property
+    def decisions(self) -> Sequence[EventRow]:
+        """The decisions of the spot policy, newest first."""
+        return [event for event in reversed(self.explanation.events) if event.kind is EventKind.DECISION]
+
+
+def read_job(context: Context, job: Job) -> JobPage:
+    """Read a job's page."""
+    from broker.app.jobs import explain
+    from broker.jobs.summary import count_lost_steps
+
+    steps = context.store.jobs.list_steps(job.id)
+    now_s = context.clock.now_s()
+    rows = []
+    for attempt, after in zip_longest(job.attempts, job.attempts[1:]):
+        reached = steps.get(attempt.number)
+        rows.append(
+            AttemptRow(
+                attempt=attempt,
+                usd=context.store.bills.spend_usd(cluster=attempt.cluster, now_s=now_s),
+                first_step=None if reached is None else reached.first_step,
+                last_step=None if reached is None else reached.last_step,
+                checkpoint_step=None if reached is None else reached.checkpoint_step,
+                lost_steps=0 if after is None else count_lost_steps(reached, steps.get(after.number)),
+            )
+        )
+    return JobPage(now_s=now_s, explanation=explain(context, job), attempts=tuple(rows))
+
+
+@noun
+class PlaceRow:
+    """What broker has seen of one place: its own spot stays there."""
+
+    cloud: str
+    region: str
+    zone: str | None
+    instance_type: str
+    stays: int
+    hours: float
+    preemptions: int
+
+    @property
+    def hazard_per_hour(self) -> float | None:
+        """Preemptions per gang-hour; None without hours."""
+        return self.preemptions / self.hours if self.hours > 0 else None
+
+
+def list_places(store: Store) -> Sequence[PlaceRow]:
+    """List the places where broker ran on spot, the most preempted first."""
+    sums: dict[tuple[str, str, str | None, str], tuple[int, float, int]] = {}
+    for stay in store.history.list_stays():
+        stays, hours, preemptions = sums.get(stay.place, (0, 0.0, 0))
+        sums[stay.place] = (stays + 1, hours + stay.hours, preemptions + stay.is_preempted)
+    rows = [
+        PlaceRow(
+            cloud=place[0], region=place[1], zone=place[2], instance_type=place[3],
+            stays=stays, hours=hours, preemptions=preemptions,
+        )
+        for place, (stays, hours, preemptions) in sums.items()
+    ]  # fmt: skip
+    return sorted(rows, key=lambda row: (-row.preemptions, -row.hours))
+
+
+def measure_rate_usd_hour(cluster: Cluster) -> float:
+    """Return what a cluster costs an hour now: nothing while it is stopped."""
+    return 0.0 if cluster.status is ClusterStatus.STOPPED else cluster.placement.usd_hour

@@ -1,0 +1,246 @@
+"""The pages. Each is complete without JavaScript; `static/live.js` only replaces `<main>` when something changed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+
+from broker.app.spending import By, Spending
+from broker.dashboard.html import Content, Markup, element, join, table
+from broker.dashboard.model import Attention, JobPage, JobRow, Overview, PlaceRow, measure_rate_usd_hour
+from broker.dashboard.timeline import draw_timeline
+from broker.formatting import format_duration, format_usd
+from broker.state.events import Refusal
+from broker.types import Cluster, EventKind, Job, JobStatus
+from broker.wording import describe_outcome
+
+PAGES = {"/": "Overview", "/clusters": "Clusters", "/places": "Places", "/cost": "Cost"}
+EVENTS_SHOWN = 200  # the newest
+LINES_SHOWN = 200  # of a log
+
+
+def lay_out(title: str, *content: Content, path: str = "", notes: Sequence[str] = ()) -> str:
+    """Make a whole page: head, navigation, notes of this request, and the content."""
+    links = [
+        element("a", name, href=target, aria_current="page" if target == path else None)
+        for target, name in PAGES.items()
+    ]
+    head = element(
+        "head",
+        element("meta", charset="utf-8"),
+        element("meta", name="viewport", content="width=device-width, initial-scale=1"),
+        element("title", f"{title} · broker"),
+        element("link", rel="stylesheet", href="/static/style.css"),
+        element("link", rel="icon", href="data:,"),
+        element("script", src="/static/live.js", defer=True),
+    )
+    warnings = [element("p", note, class_="note", role="status") for note in notes]
+    skip = element("a", "Skip to content", href="#main", class_="skip")
+    body = element(
+        "body",
+        skip,
+        element("header", element("nav", *links, aria_label="Pages")),
+        element("main", element("h1", title), *warnings, *content, id="main"),
+    )
+    return "<!doctype html>" + element("html", head, body, lang="en")
+
+
+def show_overview(overview: Overview) -> Markup:
+    """Show what is spent, what requires attention, and the newest jobs."""
+    figures = {
+        "Today": f"{format_usd(overview.today_usd)} USD",
+        "This month": f"{format_usd(overview.month_usd)} USD",
+        "In all": f"{format_usd(overview.spent_usd)} USD",
+        "Now": f"{format_usd(overview.usd_hour)} USD/h",
+        "Live jobs": f"{overview.live_count:,}",
+        "Clusters": f"{len(overview.clusters):,}",
+    }
+    cards = [element("div", element("dt", name), element("dd", value)) for name, value in figures.items()]
+    hidden = overview.job_count - len(overview.jobs)
+    return join(
+        [
+            element("dl", *cards, class_="figures"),
+            *_show_attention(overview.attention),
+            element("h2", "Jobs"),
+            _show_jobs(overview.jobs, overview.now_s),
+            element("p", f"and {hidden:,} more; list them with `broker jobs queue --all`") if hidden > 0 else None,
+        ]
+    )
+
+
+def _show_attention(rows: Sequence[Attention]) -> Iterator[Markup]:
+    if rows:
+        yield element("h2", "Requires attention")
+        cells = [[_link_job(row.job_id), row.name, _show_status(row.status), row.reason] for row in rows]
+        yield table(["Job", "Name", "Status", "Reason"], cells, caption="Jobs that require attention", right=["Job"])
+
+
+def _show_jobs(rows: Sequence[JobRow], now_s: float) -> Markup:
+    if not rows:
+        return element("p", "No managed jobs; submit one with `broker jobs launch TASK.yaml`.")
+    cells: list[Sequence[Content]] = []
+    for row in rows:
+        line = row.line
+        step = "-" if line.step is None else f"{line.step}" + (f"/{line.total}" if line.total else "")
+        cells.append(
+            [
+                _link_job(line.id), line.name, _show_status(line.status), step, max(0, line.starts - 1),
+                format_duration((line.ended_s or now_s) - line.submitted_s), format_usd(row.spent_usd),
+            ]
+        )  # fmt: skip
+    heads = ["Job", "Name", "Status", "Step", "Recoveries", "Time", "USD"]
+    return table(heads, cells, caption="Newest managed jobs", right=["Job", "Step", "Recoveries", "Time", "USD"])
+
+
+def _link_job(job_id: int) -> Markup:
+    return element("a", str(job_id), href=f"/jobs/{job_id}")
+
+
+def _show_status(status: JobStatus) -> Markup:
+    kind = "good" if status in (JobStatus.RUNNING, JobStatus.SUCCEEDED) else "wait"
+    return element("span", status.value, class_="bad" if "FAILED" in status.value else kind)
+
+
+def show_job(page: JobPage, log: Sequence[str], *, ticket: str) -> Markup:
+    """Show a job: summary, timeline, attempts, decisions, events and the end of its log."""
+    job, summary = page.job, page.explanation.summary
+    total = f" of {summary.steps_total}" if summary.steps_total else ""
+    figures = {
+        "Status": _show_status(job.status),
+        "Steps": f"{summary.steps}{total}",
+        "Steps lost": f"{summary.steps_lost} in {summary.recoveries} recoveries",
+        "Recovery time": format_duration(summary.recovery_s),
+        "Time": format_duration(summary.total_s),
+        "Paid": f"{format_usd(summary.paid_usd)} USD",
+        "On-demand": f"{format_usd(summary.ondemand_usd)} USD",
+        "Loss": "-" if job.progress is None or job.progress.loss is None else f"{job.progress.loss:g}",
+    }
+    cards = [element("div", element("dt", name), element("dd", value)) for name, value in figures.items()]
+    decisions = [[_show_time(each.time_s), each.message] for each in page.decisions[:EVENTS_SHOWN]]
+    events = [
+        [_show_time(each.time_s), each.message]
+        for each in reversed(page.explanation.events[-EVENTS_SHOWN:])
+        if each.kind is not EventKind.LAST_LINES
+    ]
+    return join(
+        [
+            element("p", job.failure, class_="note") if job.failure else None,
+            element("dl", *cards, class_="figures"),
+            _show_action(job, ticket),
+            element("h2", "Attempts"),
+            draw_timeline(page),
+            _show_attempts(page),
+            *_show_rows("Decisions of the spot policy", ["Time", "Decision"], decisions),
+            *_show_rows("Events", ["Time", "Event"], events),
+            element("h2", "Log"),
+            element("pre", "\n".join(log[-LINES_SHOWN:]) or "The program has printed nothing yet.", tabindex=0),
+        ]
+    )
+
+
+def _show_rows(title: str, heads: Sequence[str], cells: Sequence[Sequence[Content]]) -> Iterator[Markup]:
+    if cells:
+        yield element("h2", title)
+        yield table(heads, cells, caption=title)
+
+
+def _show_attempts(page: JobPage) -> Markup:
+    cells: list[Sequence[Content]] = []
+    for row in page.attempts:
+        offer = row.attempt.placement.offer
+        outcome = describe_outcome(row.attempt.outcome) or "-"
+        steps = "-" if row.last_step is None else f"{row.first_step} to {row.last_step}"
+        cells.append(
+            [
+                row.attempt.number, f"{offer.cloud} {offer.zone or offer.region}", offer.instance_type,
+                "spot" if row.attempt.placement.is_spot else "on-demand", steps,
+                "-" if row.checkpoint_step is None else row.checkpoint_step, row.lost_steps, format_usd(row.usd),
+                outcome,
+            ]
+        )  # fmt: skip
+    heads = ["Attempt", "Place", "Type", "Market", "Steps", "Checkpoint", "Steps lost", "USD", "Outcome"]
+    return table(heads, cells, caption="Attempts", right=["Attempt", "Steps", "Checkpoint", "Steps lost", "USD"])
+
+
+def _show_action(job: Job, ticket: str) -> Markup:
+    """Offer what may be done with a job: cancel a live one, retry an ended one."""
+    verb = "retry" if job.status.is_terminal else "cancel"
+    if job.status in (JobStatus.SUCCEEDED, JobStatus.CANCELLING):
+        return Markup("")
+    return element(
+        "form",
+        element("input", type="hidden", name="ticket", value=ticket),
+        element("button", f"{verb.capitalize()} job {job.id}", type="submit"),
+        method="post", action=f"/jobs/{job.id}/{verb}",
+    )  # fmt: skip
+
+
+def show_clusters(clusters: Sequence[Cluster], spent: dict[str, float], now_s: float) -> Markup:
+    """Show every cluster, those of jobs included."""
+    if not clusters:
+        return element("p", "No clusters; start one with `broker launch TASK.yaml`.")
+    cells: list[Sequence[Content]] = []
+    for each in clusters:
+        offer = each.placement.offer
+        cells.append(
+            [
+                each.name, each.status.value, f"{each.placement.node_count} x {offer.instance_type}",
+                f"{offer.cloud} {offer.zone or offer.region}", "spot" if each.placement.is_spot else "on-demand",
+                "-" if each.job_id is None else _link_job(each.job_id), format_duration(now_s - each.created_s),
+                format_usd(measure_rate_usd_hour(each)), format_usd(spent[each.name]),
+            ]
+        )  # fmt: skip
+    heads = ["Cluster", "Status", "Nodes", "Place", "Market", "Job", "Age", "USD/h", "USD"]
+    return table(heads, cells, caption="Clusters", right=["Job", "Age", "USD/h", "USD"])
+
+
+def show_places(places: Sequence[PlaceRow], refusals: Sequence[Refusal], now_s: float) -> Markup:
+    """Show what broker has seen of each place: stays on spot, preemptions, and refusals that are in force."""
+    cells: list[Sequence[Content]] = [
+        [
+            f"{row.cloud} {row.zone or row.region}", row.instance_type, row.stays, f"{row.hours:.2f}", row.preemptions,
+            "-" if row.hazard_per_hour is None else f"{row.hazard_per_hour:.3f}",
+        ]
+        for row in places
+    ]  # fmt: skip
+    heads = ["Place", "Type", "Stays", "Hours", "Preemptions", "Preemptions/h"]
+    refused: list[Sequence[Content]] = [
+        [
+            f"{each.cloud} {each.zone or each.region or 'all regions'}", each.instance_type or "all",
+            "spot" if each.is_spot else "on-demand", format_duration(max(0.0, each.expires_s - now_s)), each.reason,
+        ]
+        for each in refusals
+    ]  # fmt: skip
+    seen = table(heads, cells, caption="Own stays on spot", right=heads[2:])
+    return join(
+        [
+            element("h2", "Own stays on spot"),
+            seen if cells else element("p", "No node has run on spot yet."),
+            *_show_rows("Refusals in force", ["Place", "Type", "Market", "Expires in", "Reason"], refused),
+        ]
+    )
+
+
+def show_cost(by: By, spending: Spending, names: dict[int, str]) -> Markup:
+    """Show spending by job, cloud or day."""
+    links = [
+        element("a", f"by {each.value}", href=f"/cost?by={each.value}", aria_current="page" if each is by else None)
+        for each in By
+    ]
+
+    def label(key: str) -> Content:
+        known = by is By.JOB and key.isdigit() and int(key) in names
+        return join([_link_job(int(key)), f" {names[int(key)]}"]) if known else key
+
+    cells = [[label(key), f"{hours:.2f}", format_usd(usd)] for key, (hours, usd) in spending.rows.items()]
+    return join(
+        [
+            element("nav", *links, aria_label="Group by", class_="by"),
+            table([by.value.capitalize(), "Node hours", "USD"], cells, caption="Cost", right=["Node hours", "USD"]),
+            element("p", f"Total: {format_usd(spending.usd)} USD"),
+        ]
+    )
+
+
+def _show_time(time_s: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(time_s))

@@ -1,0 +1,28 @@
+// Replace <main> with its newest version whenever the server reports a change.
+"use strict";
+{
+  let isLoading = false;
+  let isStale = false;
+  const load = async () => {
+    const isBusy = document.activeElement && document.activeElement.closest("form");
+    isStale = isLoading || document.hidden || Boolean(isBusy);
+    if (isStale) return;
+    isLoading = true;
+    try {
+      const answer = await fetch(location.href, { credentials: "same-origin" });
+      if (answer.ok) {
+        const page = new DOMParser().parseFromString(await answer.text(), "text/html");
+        const scrolled = document.querySelector("pre")?.scrollTop;
+        document.querySelector("main").replaceWith(page.querySelector("main"));
+        const log = document.querySelector("pre");
+        if (log && scrolled !== undefined) log.scrollTop = scrolled;
+      }
+    } catch {
+      isStale = true; // the server is away; the stream reports its return
+    } finally {
+      isLoading = false;
+    }
+  };
+  new EventSource("/changes").onmessage = load;
+  document.addEventListener("visibilitychange", () => isStale && load());
+}

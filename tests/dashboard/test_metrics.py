@@ -1,0 +1,52 @@
+"""`/metrics` is what Prometheus reads."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from dataclasses import replace
+
+import pytest
+
+from broker.dashboard.metrics import render_metrics
+from broker.dashboard.model import list_places, read_overview
+from tests.dashboard.conftest import Story
+
+LINE = re.compile(r'([a-z_]+)(?:\{((?:[a-z_]+="(?:[^"\\\n]|\\.)*",?)*)\})? (-?[0-9.e+-]+)')
+
+
+def read_samples(text: str) -> dict[tuple[str, str], float]:
+    found = {}
+    for line in text.splitlines():
+        if not line.startswith("#"):
+            match = LINE.fullmatch(line)
+            assert match, line
+            found[match[1], match[2] or ""] = float(match[3])
+    return found
+
+
+def test_every_line_can_be_read_and_the_figures_hold(story: Story) -> None:
+    overview = read_overview(story.context)
+    samples = read_samples(render_metrics(overview, list_places(story.store)))
+    assert samples["broker_jobs", 'status="RUNNING"'] == 1
+    assert samples["broker_job_step", 'job="1"'] == 31
+    assert samples["broker_job_progress_ratio", 'job="1"'] == pytest.approx(0.31)
+    assert samples["broker_spend_usd_total", ""] == pytest.approx(overview.spent_usd)
+    assert samples["broker_job_recoveries_total", 'job="1"'] == 1
+    (preempted,) = [value for (name, _), value in samples.items() if name == "broker_preemptions_total"]
+    assert preempted == 1
+
+
+def test_jobs_that_ended_long_ago_have_no_series(story: Story) -> None:
+    overview = read_overview(story.context)
+    assert 'job="3"' in render_metrics(overview, ())
+    text = render_metrics(replace(overview, now_s=overview.now_s + 7200), ())
+    assert 'broker_job_info{job="1"' in text and 'job="3"' not in text
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed (Debian: prometheus)")
+def test_promtool_accepts_the_page(story: Story) -> None:
+    text = render_metrics(read_overview(story.context), list_places(story.store))
+    done = subprocess.run(["promtool", "check", "metrics"], input=text, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr

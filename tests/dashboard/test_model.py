@@ -1,0 +1,114 @@
+"""Every number on a page equals that of `--json`."""
+
+from __future__ import annotations
+
+import json
+import time
+
+import pytest
+
+from broker.cli.dashboard import list_lines
+from broker.cli.main import main
+from broker.dashboard import pages
+from broker.dashboard.model import LOOKED_AT, find_starts, list_places, read_job, read_overview
+from broker.formatting import format_usd
+from broker.types import EventKind, JobStatus
+from broker.types.outcomes import make_event
+from tests.dashboard.conftest import Story
+
+
+def read_json(capsys: pytest.CaptureFixture[str], *arguments: str) -> object:
+    with pytest.raises(SystemExit, match=r"^0$"):
+        main((*arguments, "--json"))
+    return json.loads(capsys.readouterr().out)
+
+
+@pytest.fixture
+def frozen(story: Story, monkeypatch: pytest.MonkeyPatch) -> Story:
+    """The story at one moment, so that two readers see the same cost."""
+    monkeypatch.setattr("broker.clock.SystemClock.now_s", lambda clock: story.now_s)
+    return story
+
+
+def test_overview_equals_the_commands(frozen: Story, capsys: pytest.CaptureFixture[str]) -> None:
+    overview = read_overview(frozen.context)
+    jobs = {each["id"]: each for each in read_json(capsys, "jobs", "queue")}  # type: ignore[attr-defined]
+    assert [row.line.id for row in overview.jobs] == sorted(jobs, reverse=True)
+    for row in overview.jobs:
+        assert row.spent_usd == pytest.approx(jobs[row.line.id]["spent_usd"])
+        assert row.line.status.value == jobs[row.line.id]["status"]
+        assert row.line.step == (jobs[row.line.id]["progress"] or {}).get("step")
+    assert overview.spent_usd == pytest.approx(read_json(capsys, "cost")["usd"])  # type: ignore[index]
+    assert overview.usd_hour == 4.0  # two nodes of a job and two of a cluster
+    (cluster,) = overview.clusters
+    status = read_json(capsys, "status")
+    assert overview.cluster_usd == {
+        each["name"]: pytest.approx(each["spent_usd"])
+        for each in status["clusters"]  # type: ignore[index]
+        if each["name"] == cluster.name
+    }
+
+
+def test_top_prints_the_same_overview_as_json(frozen: Story, capsys: pytest.CaptureFixture[str]) -> None:
+    data = read_json(capsys, "top")
+    overview = read_overview(frozen.context)
+    assert data["today_usd"] == pytest.approx(overview.today_usd)  # type: ignore[index]
+    assert [each["id"] for each in data["jobs"]] == [row.line.id for row in overview.jobs]  # type: ignore[index]
+    lines = list_lines(overview)
+    assert all(len(line) <= 80 for line in lines)
+    assert any(line.split()[:3] == ["1", "train", "RUNNING"] for line in lines)
+
+
+def test_job_page_shows_what_why_prints(frozen: Story, capsys: pytest.CaptureFixture[str]) -> None:
+    told = read_json(capsys, "jobs", "why", "1")
+    job = frozen.store.jobs.get(1)
+    assert job is not None
+    page = read_job(frozen.context, job)
+    summary = told["summary"]  # type: ignore[index]
+    assert [row.lost_steps for row in page.attempts] == [10, 0]
+    assert sum(row.lost_steps for row in page.attempts) == summary["steps_lost"]
+    assert sum(row.usd for row in page.attempts) == pytest.approx(summary["paid_usd"])
+    shown = pages.show_job(page, ["a line"], ticket="t")
+    for text in (f"{format_usd(summary['paid_usd'])} USD", f"{format_usd(summary['ondemand_usd'])} USD", "31 of 100"):
+        assert text in shown
+
+
+def test_what_waits_and_what_failed_requires_attention(frozen: Story) -> None:
+    assert [row.job_id for row in read_overview(frozen.context).attention] == [2]
+    frozen.tell(1, make_event(EventKind.LATE, hours_left=1.0, slack_hours=-2.0))
+    assert [row.job_id for row in read_overview(frozen.context).attention] == [2, 1]
+    frozen.tell(1, make_event(EventKind.STARTED, attempt=2))
+    assert [row.job_id for row in read_overview(frozen.context).attention] == [2]
+
+
+def test_today_counts_from_midnight_and_the_month_from_its_first_day(frozen: Story) -> None:
+    midnight_s, month_s = find_starts(frozen.now_s)
+    assert time.localtime(midnight_s)[3:6] == (0, 0, 0) and time.localtime(month_s)[2] == 1
+    frozen.add_cluster("old", begin_s=midnight_s - 7200, end_s=midnight_s + 1800)
+    before, after = frozen.store.bills.spend_since_usd(midnight_s, now_s=frozen.now_s), 0.0
+    frozen.add_cluster("older", begin_s=midnight_s - 7200, end_s=midnight_s - 3600)
+    after = frozen.store.bills.spend_since_usd(midnight_s, now_s=frozen.now_s)
+    assert after == pytest.approx(before)
+    parts = frozen.store.bills.spend_since_usd(midnight_s - 7200, now_s=frozen.now_s) - after
+    assert parts == pytest.approx(2 * 2.0 + 2 * 1.0)
+
+
+def test_preemptions_of_a_place_are_counted(frozen: Story) -> None:
+    (place,) = list_places(frozen.store)
+    assert (place.stays, place.preemptions) == (2, 1)
+    assert place.hazard_per_hour == pytest.approx(1 / place.hours)
+
+
+def test_ten_thousand_jobs_make_a_small_page(story: Story) -> None:
+    with story.store.transaction():
+        for number in range(10_000):
+            story.store.write(
+                "INSERT INTO jobs (name, status, task, secret_names, submitted_s, is_terminal) "
+                "VALUES (?, ?, '{}', '[]', ?, ?)",
+                (f"job {number}", ("RUNNING" if number % 3 else "SUCCEEDED"), story.now_s, number % 3 == 0),
+            )
+    overview = read_overview(story.context)
+    assert overview.job_count == 10_003 and len(overview.jobs) == 50
+    assert overview.counts[JobStatus.RUNNING.value] == 6_667
+    assert len(pages.lay_out("Overview", pages.show_overview(overview))) < 100_000
+    assert LOOKED_AT < 10_003
