@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: run test test-slow coverage test-sky testbed mutation torture lint audit fuzz format docs bench bench-peer clean help
+.PHONY: run test test-slow coverage test-sky testbed test-frameworks mutation torture lint audit fuzz format docs bench bench-peer clean help
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
@@ -37,6 +37,9 @@ coverage: $(INSTALLED) ## lines of broker/ that the fast tests execute in proces
 testbed: $(INSTALLED) ## jobs on real hosts over ssh, in isolated network namespaces (Linux, as root)
 	$(BIN)/python -m tests.testbed.registry
 	$(BIN)/python -m tests.testbed.world $(CURDIR)/$(BIN)/python -m pytest tests/testbed
+
+test-frameworks: $(INSTALLED) ## other frameworks' templates, killed and preempted on two local nodes: NAMES="jax torchrun"
+	$(BIN)/python -m tests.frameworks $(NAMES)
 
 mutation: $(INSTALLED) ## 300 small faults, one at a time, in a copy of the product: which of them do the tests detect?
 	$(BIN)/python -m tests.mutation --count 300 --seed 1 --resume build/mutation/results.jsonl

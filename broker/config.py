@@ -3,6 +3,8 @@
 BROKER_HOME names the state folder (default `~/.broker`, mode 0700), which holds all of broker's state.
 BROKER_CHECKPOINTS, or `checkpoints` in its `config.toml`, is the default checkpoint location; `unattended` sets how
 long managed jobs continue while this machine is away; with `bucket_access = "own"` nodes get no grants to buckets.
+BROKER_STATE, or `state`, is the URL of a PostgreSQL database that holds the state instead of a file in that folder;
+BROKER_SECRET_KEY encrypts the secrets in it.
 """
 
 from __future__ import annotations
@@ -17,10 +19,11 @@ from broker.errors import StateError, UsageError
 from broker.nouns import noun
 
 SETTINGS = "config.toml"
-SETTING_NAMES = ("bucket_access", "checkpoints", "keep_days", "unattended")
+SETTING_NAMES = ("bucket_access", "checkpoints", "keep_days", "state", "unattended")
 KEEP_DAYS = 90.0
 # Valid checkpoint locations: buckets that the bundled trainers can write to, and folders shared by all nodes.
 OWNER = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")  # valid as a tag's value on every cloud
+STATE_URL = r"postgres(?:ql)?://"
 CHECKPOINT_URL = r"(?:(?:s3|gs|az)://[^/\s]\S*|file:///\S*|/\S*)"
 
 
@@ -148,6 +151,36 @@ def find_checkpoint_url(config: Config) -> str | None:
     if not re.fullmatch(CHECKPOINT_URL, str(text)):
         raise UsageError(f"{source} must be a bucket such as `s3://BUCKET/FOLDER`, or an absolute folder, not `{text}`")
     return str(text)
+
+
+def find_state_url(home: Path) -> str | None:
+    """Return the URL of the database that holds the state; None for the file in the state folder.
+
+    Raises UsageError for another kind of database.
+    """
+    url: object = os.environ.get("BROKER_STATE")
+    source = "BROKER_STATE"
+    if not url:
+        path = home / SETTINGS
+        try:
+            if b"state" not in path.read_bytes():  # most commands thus need no parser of TOML
+                return None
+        except OSError:
+            return None  # missing; an unreadable file is reported by the first command that needs a setting
+        source, url = f"{path}: `state`", _read_settings(path).get("state")
+    if url is None:
+        return None
+    if not isinstance(url, str) or not re.match(STATE_URL, url):
+        raise UsageError(
+            f"{source} must be a URL such as `postgresql://USER@HOST/DATABASE`",
+            hints=("without it, the state is in a SQLite file of the state folder",),
+        )
+    return url
+
+
+def read_secret_key() -> str | None:
+    """Return the key that encrypts secrets in a shared database, as set in the environment."""
+    return os.environ.get("BROKER_SECRET_KEY") or None
 
 
 def find_unattended(config: Config) -> object:

@@ -220,7 +220,7 @@ def _decision(
     ondemand_usd_work_hour: float | None = None,
     expected_usd: Mapping[str, float] | None = None,
 ) -> str:
-    """`action`: "move", "stay" or "wait". `place`: the target of a move, or the current place."""
+    """Render a decision: `action` is "move", "stay" or "wait", `place` the target of a move or the current place."""
     verb = {"move": "move to", "stay": "stay on"}.get(action)
     decision = "wait without machines" if verb is None else "stay"
     if verb and place is not None:
@@ -271,7 +271,7 @@ def _unfit(*, rank: int, reason: str, wait_s: float, job: int) -> str:
 
 
 def _replacement_failed(*, error: str, wait_s: float | None = None) -> str:
-    """`wait_s` None: the other nodes are released."""
+    """Render a failed replacement; without `wait_s`, the other nodes are released."""
     then = "" if wait_s is None else f"; retrying in {wait_s:.0f} s"
     return f"cannot replace the lost node: {error}{then}"
 
@@ -318,7 +318,7 @@ def _cloud_skipped(*, cloud: str, error: str) -> str:
 
 
 def _call_failed(*, place: Place, error: str, wait_s: float | None = None) -> str:
-    """`wait_s` None: the call is not repeated."""
+    """Render a failed call; without `wait_s`, it is not repeated."""
     then = "giving up" if wait_s is None else f"retrying in {wait_s:.1f} s"
     return f"{describe_place(place)}: {error}; {then}"
 

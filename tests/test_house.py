@@ -26,9 +26,9 @@ LAYERS: list[set[str]] = [
     {"state", "storage", "clouds", "runtime"},
     {"access"},
     {"provision"},
-    {"jobs", "lab"},
+    {"jobs", "batch", "sweeps", "lab", "serve"},
     {"app"},
-    {"rehearsal", "aio"},
+    {"rehearsal", "aio", "dashboard"},
     {"api"},
     {"cli"},
 ]

@@ -45,7 +45,7 @@ class Need:
         return (f"{self.path}*",) if self.is_open else (self.path, f"{self.path}/*")
 
     def find_probe(self) -> str:
-        """The key that is written and deleted to prove the access."""
+        """Return the key that is written and deleted to prove the access."""
         name = "broker-access-check"
         return f"{self.path}{name}" if self.is_open else f"{self.path}/{name}".lstrip("/")
 

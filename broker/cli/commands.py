@@ -21,11 +21,16 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "autostop": ("broker.cli.lifecycle", "Stop a cluster automatically when it is idle."),
     "down": ("broker.cli.lifecycle", "Terminate clusters and delete their disks."),
     "jobs": ("broker.cli.jobs", "Run managed jobs, which recover from preemptions."),
+    "serve": ("broker.cli.serve", "Serve a task by replicas behind a balancer."),
+    "map": ("broker.cli.map", "Run a program over a file of items on spot workers."),
+    "sweep": ("broker.cli.sweep", "Search hyperparameters with managed jobs."),
     "gpus": ("broker.cli.gpus", "List accelerators with their lowest prices."),
     "prices": ("broker.cli.prices", "Show the price of an instance type in every location."),
     "history": ("broker.cli.prices", "Show how the prices of an instance type changed."),
     "catalog": ("broker.cli.catalog", "Inspect, refresh, import or reset the price catalog."),
     "traces": ("broker.cli.traces", "Record spot availability and describe recordings."),
+    "top": ("broker.cli.dashboard", "Show spending, jobs and clusters, refreshed every two seconds."),
+    "dashboard": ("broker.cli.dashboard", "Show jobs, clusters and cost in a browser."),
     "check": ("broker.cli.check", "Check which clouds are usable and how to enable the others."),
     "cost": ("broker.cli.cost", "Show spending by job, cloud or day."),
     "gc": ("broker.cli.gc", "Terminate orphaned cloud resources."),
@@ -39,10 +44,14 @@ PANELS: dict[str, tuple[str, ...]] = {
     "Clusters": (
         "launch", "exec", "status", "logs", "queue", "cancel", "ssh", "stop", "start", "autostop", "down",
     ),
-    "Jobs": ("jobs",),
+    "Jobs": ("jobs", "map", "sweep", "serve"),
     "Markets": ("gpus", "prices", "history", "catalog", "traces"),
+    "Overview": ("top", "dashboard"),
     "Account": ("check", "cost", "gc", "state"),
     "Local": ("rehearse", "local"),
 }  # fmt: skip
-HIDDEN: dict[str, tuple[str, str]] = {"daemon": ("broker.cli.daemon", "Run the managed jobs of a state folder.")}
-GROUPS = ("jobs", "local", "catalog", "traces", "state")
+HIDDEN: dict[str, tuple[str, str]] = {
+    "daemon": ("broker.cli.daemon", "Run the managed jobs of a state folder."),
+    "balancer": ("broker.cli.balancer", "Run the balancer of one service."),
+}
+GROUPS = ("jobs", "serve", "local", "catalog", "traces", "state")

@@ -41,14 +41,23 @@ def read_json(node: Node, name: str) -> Any:
     return json.loads(path.read_text()) if path.exists() else {}
 
 
-def test_nodes_are_done_when_all_is_in_the_bucket(rig: Rig, server: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nodes_are_done_when_all_is_in_the_bucket(
+    rig: Rig, server: S3Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    said = tmp_path / "said"
     for name, value in server.variables.items():
         monkeypatch.setenv(name, value)
 
     async def act() -> None:
         cluster = await rig.make_cluster(2)
         secrets = {name: Secret(value=value) for name, value in server.variables.items()}
-        run = 'echo "hello from $SKYPILOT_NODE_RANK"; [ $SKYPILOT_NODE_RANK = 0 ] || exit 3'
+        # The failure of one node ends the other, which would otherwise not always come to say its line.
+        run = (
+            'echo "hello from $SKYPILOT_NODE_RANK"\n'
+            f"[ $SKYPILOT_NODE_RANK = 1 ] || {{ touch {said}; exit 0; }}\n"
+            f"until [ -e {said} ]; do sleep 0.02; done\n"
+            "exit 3"
+        )
         task = make_task(run, num_nodes=2, secrets=secrets)
         await rig.gang.prepare(cluster, task)
         await rig.gang.start(cluster, task, run_id=1, envs=ENVS, lease_s=3600)

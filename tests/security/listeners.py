@@ -45,6 +45,24 @@ DECLARED = (
         code="`trainers/rendezvous_server.py`, `trainers/wire.py`",
     ),
     Declared(
+        name="balancer of a service",
+        process=r"broker balancer",
+        address=r"tcp:.+",
+        where="the loopback, or the address that `--host` of `broker serve up` names; only while a service is up",
+        authentication="none; TLS if the task has `tls`",
+        stranger="send requests to the service, as any client",
+        code="`broker/serve/balancer.py`",
+    ),
+    Declared(
+        name="replica of a service",
+        process=r"trainers\.serve",
+        address=r"tcp:.+",
+        where="the port of the service: on the loopback for the local cloud, on all interfaces of a cloud's node",
+        authentication="none",
+        stranger="on a cloud, send requests past the balancer if the cloud's firewall admits the port",
+        code="`trainers/serve.py`, or the user's own engine",
+    ),
+    Declared(
         name="torch's store and process groups",
         process=r"python",
         address=r"tcp:.+",
@@ -81,6 +99,15 @@ DECLARED = (
         authentication="an Ed25519 key made for each cluster; the host key is made by us and pinned",
         stranger="nothing but OpenSSH's own handshake; passwords are off",
         code="`broker/runtime/keys.py`, `bootstrap.py`",
+    ),
+    Declared(
+        name="dashboard",
+        process=r"broker dashboard",
+        address=r"tcp:127\.0\.0\.1:.+",
+        where="127.0.0.1, only while `broker dashboard` runs",
+        authentication="a cookie for which a link's token is exchanged, once; `Host` and `Origin` are compared",
+        stranger="nothing: other users and sites without the cookie get 401 or 403",
+        code="`broker/dashboard/guard.py`, `server.py`",
     ),
 )
 OUTSIDE = "torch's store and process groups"
