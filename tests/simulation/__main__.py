@@ -14,6 +14,8 @@ from tests.simulation.mutants.table import MUTANTS, hunt
 from tests.simulation.runner import Result, play_scene, play_seed
 from tests.simulation.scenes import SCENES
 
+PROGRESS = 500  # seeds between two lines of progress
+
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.simulation")
@@ -67,7 +69,7 @@ def show_mutants() -> int:
 
 def play_seeds(seeds: range, jobs: int, cells: Counter[tuple[str, str]]) -> int:
     begun_s, failing, unowned_s, hours = time.perf_counter(), 0, 0.0, 0.0
-    for result in play_all(seeds, jobs):
+    for played, result in enumerate(play_all(seeds, jobs), 1):
         cells.update(fold(result.cells))
         unowned_s += result.unowned_s
         hours += result.virtual_s / 3600
@@ -75,6 +77,8 @@ def play_seeds(seeds: range, jobs: int, cells: Counter[tuple[str, str]]) -> int:
             failing += 1
             print(f"seed {result.seed}: {result.failure}\n  python -m tests.simulation --seed {result.seed} --trace")
             sys.stdout.flush()
+        if played % PROGRESS == 0:
+            print(f"{played} of {len(seeds)} seeds, {failing} failing", file=sys.stderr, flush=True)
     took_s = time.perf_counter() - begun_s
     print(f"{len(seeds)} seeds, {failing} failing; {hours:.0f} simulated hours, {len(seeds) / took_s:.1f} seeds/s")
     print(f"{unowned_s / len(seeds):.1f} s a seed that a node of ours ran and nobody knew of it")
