@@ -14,14 +14,18 @@ from torch.nn import functional
 from trainers.config import LoraConfig, ModelConfig
 from trainers.errors import TrainerError
 from trainers.models import create_language_model
+from trainers.models.experts import Router
 
 
 class CachedModel:
-    """A GPT or Llama with a cache of `slots` sequences of up to `context` tokens each."""
+    """A GPT or Llama, with experts or without, and a cache of `slots` sequences of up to `context` tokens each."""
 
     def __init__(self, model: nn.Module, config: ModelConfig, *, slots: int, device: torch.device) -> None:
         """Take memory for the cache: `[depth, slots, heads, context, head width]`, twice."""
         self._model = cast(Any, model.eval().to(device))  # a Decoder whose parts are all there
+        for module in model.modules():
+            if isinstance(module, Router):
+                module.capacity = 0.0  # what one request gets must not depend on the others in its batch
         self.device, self.context = device, config.context
         self.vocabulary: int = self._model.vocabulary
         is_llama = config.kind == "llama"

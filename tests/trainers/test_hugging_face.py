@@ -35,6 +35,7 @@ SMALL = {
     "max_position_embeddings": 64,
     "rms_norm_eps": 1e-4,
 }
+MOE = {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("GPT2Config", {"vocab_size": VOCABULARY, "n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 4}),
@@ -50,6 +51,12 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("MistralConfig", {**SMALL, "head_dim": 16, "sliding_window": 32}),
     "qwen2": ("Qwen2Config", {**SMALL, "tie_word_embeddings": True}),
     "qwen3": ("Qwen3Config", {**SMALL, "head_dim": 16}),
+    "mixtral": ("MixtralConfig", {**SMALL, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "qwen3-moe": (
+        "Qwen3MoeConfig",
+        {**SMALL, "head_dim": 16, "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
+        | {"norm_topk_prob": True},
+    ),
 }
 
 
@@ -106,9 +113,10 @@ def test_trained_model_returns_to_transformers(worlds: Worlds, tmp_path: Path, n
     assert (ours - before).abs().max() > 1e-3, "it was trained"
 
 
-@pytest.mark.parametrize("strategy", ["fsdp", "pipeline", "tensor"])
-def test_spread_model_begins_with_the_same_loss(worlds: Worlds, tmp_path: Path, strategy: str) -> None:
-    name = "qwen2" if strategy == "fsdp" else "llama"  # tied, and not
+@pytest.mark.parametrize(
+    ("strategy", "name"), [("fsdp", "qwen2"), ("pipeline", "llama"), ("tensor", "llama"), ("expert", "mixtral")]
+)
+def test_spread_model_begins_with_the_same_loss(worlds: Worlds, tmp_path: Path, strategy: str, name: str) -> None:
     save_model(tmp_path / "start", name)
     flags = ["--init-from", str(tmp_path / "start"), "--model.context", str(CONTEXT), "--train.steps", "2"]
     flags += ["--train.batch", "4", "--train.micro_batch", "2", "--sample.tokens", "0", "--checkpoint.every_steps", "0"]
@@ -174,6 +182,9 @@ def test_adapters_cannot_be_cut(worlds: Worlds, tmp_path: Path) -> None:
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "the rotary embedding `yarn`"),
         ({"model_type": "mistral", "sliding_window": 16}, "reaches back 16 tokens, fewer than `--model.context 24`"),
         ({"quantization_config": {}}, "quantized"),
+        ({"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 1}, "of which a token uses one"),
+        ({**MOE, "norm_topk_prob": False}, "do not add up to 1"),
+        ({**MOE, "mlp_only_layers": [0]}, "only some layers have experts"),
         ({"max_position_embeddings": 8}, "has 8 positions, fewer than `--model.context 24`"),
     ],
 )
@@ -219,6 +230,22 @@ def test_mistakes_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str
         load_here(tmp_path)
 
 
-def test_mixture_of_experts_is_refused_with_a_reason() -> None:
-    with pytest.raises(TrainerError, match="cannot be written for Hugging Face"):
-        write_shape(ModelConfig(experts=4), dtype="float32")
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"kind": "gpt"}, "`--model.kind gpt`"),
+        ({"kind": "llama", "experts_per_token": 1}, "`--model.experts_per_token 1`"),
+        ({"kind": "llama", "attention_bias": "qkv"}, "`--model.attention_bias qkv`"),
+        ({"kind": "llama", "attention_bias": "all"}, "without `--model.query_key_norm`"),
+    ],
+)
+def test_mixture_that_transformers_lacks_is_refused(fields: dict[str, Any], reason: str) -> None:
+    with pytest.raises(TrainerError, match=reason):
+        write_shape(ModelConfig(experts=4, **fields), dtype="float32")
+
+
+def test_flags_decide_how_experts_are_trained(tmp_path: Path) -> None:
+    save_model(tmp_path, "mixtral")
+    flags = ["--init-from", str(tmp_path), "--model.context", str(CONTEXT), "--model.expert_capacity", "1.25"]
+    model = adopt_shape(parse_config([*flags, "--model.balance_weight", "0.5"])).model
+    assert (model.experts, model.expert_capacity, model.balance_weight) == (4, 1.25, 0.5)
