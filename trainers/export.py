@@ -80,7 +80,7 @@ def export_hugging_face(url: str, output: Path, dtype: str, *, tokenizer: str | 
     model, lora = ModelConfig(**about["model"]), LoraConfig(**about["lora"])
     if lora.rank:
         tensors = merge_adapters(tensors, scale=lora.alpha / lora.rank)
-    shape = write_shape(model, dtype=dtype)
+    shape = write_shape(model, dtype=dtype, mask_id=about.get("mask_id"))
     output.mkdir(parents=True, exist_ok=True)
     about_file = {"format": "pt", "step": str(step)}
     write_safetensors(output / SINGLE_FILE, convert(rename(tensors, model), dtype), about_file)

@@ -1,4 +1,4 @@
-"""Shapes and weights of Hugging Face's models: GPT-2, Llama, Mistral, Mixtral, Qwen2 and Qwen3, in both directions.
+"""Shapes and weights of Hugging Face's models, in both directions: GPT-2, Llama, Mistral, Mixtral, Qwen and EuroBERT.
 
 Imports no torch: a folder's shape is read before flags are checked.
 """
@@ -16,9 +16,14 @@ from trainers.errors import TrainerError
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-MODEL_TYPES = ("gpt2", "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
+MODEL_TYPES = ("eurobert", "gpt2", "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
 MIXTURES = ("mixtral", "qwen3_moe")
-ARCHITECTURES = {"gpt2": "GPT2LMHeadModel", "llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM"}
+ARCHITECTURES = {
+    "eurobert": "EuroBertForMaskedLM",
+    "gpt2": "GPT2LMHeadModel",
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+}
 ARCHITECTURES |= {"qwen3": "Qwen3ForCausalLM", "mixtral": "MixtralForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM"}
 # Hugging Face's name of an activation -> ours.
 ACTIVATIONS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu"}
@@ -56,7 +61,13 @@ def adopt_shape(config: Config) -> Config:
         raise TrainerError(f"`--init-from {folder}`: cannot read `config.json`: {error}") from error
     shape = read_shape(content, context=config.model.context)
     kept = {name: getattr(config.model, name) for name in TRAINED_BY}
-    return dataclasses.replace(config, model=ModelConfig(**{**shape, **kept}))
+    model = ModelConfig(**{**shape, **kept})
+    if bool(config.data.mask_share) != model.bidirectional:
+        need = "add `--data.mask_share 0.3`" if model.bidirectional else "omit `--data.mask_share`"
+        raise TrainerError(f"`--init-from {folder}` is {'an encoder' if model.bidirectional else 'a decoder'}: {need}")
+    mask_id = content.get("mask_token_id") if config.data.mask_id < 0 else config.data.mask_id
+    data = dataclasses.replace(config.data, mask_id=-1 if mask_id is None else mask_id)
+    return dataclasses.replace(config, model=model, data=data)
 
 
 def read_shape(content: Mapping[str, Any], *, context: int) -> dict[str, Any]:
@@ -115,6 +126,7 @@ def _read_llama(content: Mapping[str, Any], kind: str, context: int) -> dict[str
         "rope_scaling": _read_scaling(rope),
         "attention_bias": bias,
         "query_key_norm": kind.startswith("qwen3"),
+        "bidirectional": kind == "eurobert",
         "tie_embeddings": bool(content.get("tie_word_embeddings", False)),
         **(_read_experts(content, kind) if kind in MIXTURES else {}),
     }
@@ -140,14 +152,21 @@ def _read_scaling(rope: Mapping[str, Any]) -> str:
     return f"{kind}:" + ",".join(str(float(rope[name])) for name in names)
 
 
-def write_shape(model: ModelConfig, *, dtype: str) -> dict[str, Any]:
+def write_shape(model: ModelConfig, *, dtype: str, mask_id: int | None = None) -> dict[str, Any]:
     """Return a `config.json` under which transformers computes what our model does.
 
-    Theirs have no limit of tokens for an expert (`expert_capacity`). TrainerError for a mixture of another shape than
-    Mixtral's or Qwen3's.
+    Theirs have no limit of tokens for an expert (`expert_capacity`). `mask_id`: the id that an encoder's hidden tokens
+    have. TrainerError for a mixture of another shape than Mixtral's or Qwen3's, and an encoder of another than
+    EuroBERT's (arXiv:2503.05500).
     """
     if model.experts:
         _check_mixture(model)
+    is_plain = model.kind == "llama" and not model.experts and not model.query_key_norm
+    if model.bidirectional and not (is_plain and model.attention_bias != "qkv"):
+        raise TrainerError(
+            "no encoder of Hugging Face's has this shape, only that of `--model.kind llama` without experts and "
+            "`--model.query_key_norm`: export without `--format hf`"
+        )
     positions = max(model.positions, model.context)
     common = {"vocab_size": model.vocabulary, "tie_word_embeddings": model.tie_embeddings, "torch_dtype": dtype}
     if model.kind == "gpt":
@@ -167,6 +186,8 @@ def write_shape(model: ModelConfig, *, dtype: str) -> dict[str, Any]:
     kind = "qwen3" if model.query_key_norm else "qwen2" if model.attention_bias == "qkv" else "llama"
     if model.experts:
         kind = "qwen3_moe" if model.query_key_norm else "mixtral"
+    if model.bidirectional:
+        kind = "eurobert"
     name, _, values = model.rope_scaling.partition(":")
     keys = LLAMA3_SCALING if name == "llama3" else ("factor",)
     scaling: dict[str, Any] | None = (
@@ -190,6 +211,8 @@ def write_shape(model: ModelConfig, *, dtype: str) -> dict[str, Any]:
         "hidden_act": "silu",
         "attention_bias": model.attention_bias == "all",
         **(_write_experts(model, kind) if model.experts else {}),
+        # Their default for the padding's id may lie beyond the vocabulary.
+        **({"mask_token_id": mask_id, "pad_token_id": None} if model.bidirectional else {}),
         **common,
     }
 

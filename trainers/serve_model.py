@@ -104,6 +104,7 @@ def load_model(source: str, *, dtype: torch.dtype) -> tuple[nn.Module, ModelConf
         )
     tensors = _merge(about, tensors)
     config = ModelConfig(**{**about["model"], "dropout": 0.0})
+    _check_writes(config)
     model = create_language_model(config.kind, config)
     model.load_state_dict(tensors)
     folder = str(about.get("init_from") or "")
@@ -118,6 +119,11 @@ def _merge(about: Mapping[str, Any], tensors: dict[str, Any]) -> dict[str, Any]:
     return merge_adapters(tensors, scale=lora.alpha / lora.rank) if lora.rank else tensors
 
 
+def _check_writes(config: ModelConfig) -> None:
+    if config.bidirectional:
+        raise TrainerError("an encoder writes no text: `trainers.serve` serves decoders")
+
+
 def _load_hugging_face(folder: Path, dtype: torch.dtype) -> tuple[nn.Module, ModelConfig, str]:
     import json
 
@@ -129,6 +135,7 @@ def _load_hugging_face(folder: Path, dtype: torch.dtype) -> tuple[nn.Module, Mod
         raise TrainerError(f"cannot read `{folder / 'config.json'}`: {error}") from error
     shape = read_shape(content, context=0)
     config = ModelConfig(**{**shape, "context": shape["positions"], "dropout": 0.0})
+    _check_writes(config)
     model = create_language_model(config.kind, config)
     load_weights(model, config, folder)
     return model.to(dtype), config, str(folder)
