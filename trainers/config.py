@@ -33,6 +33,7 @@ class ModelConfig:
     key_value_heads: int = knob(0, "heads of keys and values, shared by several of the others (llama); 0: all heads")
     hidden_width: int = knob(0, "width inside the perceptron; 0: 4 x width, for llama 8/3 x width")
     context: int = knob(128, "tokens the model sees at once")
+    bidirectional: bool = knob(False, "let tokens attend to later ones too, as an encoder; needs --data.mask_share")
     vocabulary: int = knob(0, "token ids the model knows; 0: those of the data")
     vocabulary_multiple: int = knob(128, "round the vocabulary up to a multiple of this, for GPUs; 1 does not round")
     dropout: float = knob(0.0, "share of activations dropped while training (gpt)")
@@ -85,6 +86,8 @@ class DataConfig:
     document_mask: bool = knob(
         False, "keep attention within each document of a window, and restart positions there; a separator ends one"
     )
+    mask_share: float = knob(0.0, "share of tokens that are hidden and predicted (BERT: 0.15); 0: predict the next one")
+    mask_id: int = knob(-1, "id that stands for a hidden token; -1: that of --init-from, or a new one")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -263,7 +266,8 @@ def find_problem(config: Config) -> str | None:
         "--model.vocabulary_multiple": model.vocabulary_multiple,
         "--data.shuffle_chunks": config.data.shuffle_chunks,
     }
-    if problem := find_small(positive, 1) or find_run_problem(config) or find_expert_problem(model):
+    problem = find_small(positive, 1) or find_run_problem(config) or find_expert_problem(model)
+    if problem := problem or find_mask_problem(config):
         return problem
     if model.width % model.heads and not model.head_width:
         return f"`--model.width {model.width}` is not a multiple of `--model.heads {model.heads}`"
@@ -304,6 +308,21 @@ def find_expert_problem(model: ModelConfig) -> str | None:
         return problem
     if model.experts and model.experts_per_token > model.experts:
         return f"`--model.experts_per_token {model.experts_per_token}` is above `--model.experts {model.experts}`"
+    return None
+
+
+def find_mask_problem(config: "Config") -> str | None:
+    """Say what cannot work in the knobs of an encoder, or None."""
+    share = config.data.mask_share
+    if not 0.0 <= share < 1.0:
+        return f"`--data.mask_share` must be in [0, 1), not {share}"
+    if share and not config.model.bidirectional and not config.init_from:
+        return "`--data.mask_share` trains an encoder: add `--model.bidirectional`"
+    if config.model.bidirectional and not share:
+        return "`--model.bidirectional` shows a model the next token: add `--data.mask_share 0.3`"
+    others = {"--fused_loss": config.fused_loss, "--data.document_mask": config.data.document_mask}
+    if used := [name for name, value in others.items() if value and share]:
+        return f"`--data.mask_share` cannot be combined with `{used[0]}`"
     return None
 
 

@@ -15,7 +15,7 @@ from typing import Any
 from trainers.config import LoraConfig, ModelConfig
 from trainers.environment import read_environment
 from trainers.errors import TrainerError
-from trainers.hugging_face import list_weights, to_theirs, write_shape
+from trainers.hugging_face import rename, write_shape
 
 PREFIX = "model."
 # Everything that belongs to a tokenizer in a Hugging Face folder.
@@ -80,13 +80,15 @@ def export_hugging_face(url: str, output: Path, dtype: str, *, tokenizer: str | 
     model, lora = ModelConfig(**about["model"]), LoraConfig(**about["lora"])
     if lora.rank:
         tensors = merge_adapters(tensors, scale=lora.alpha / lora.rank)
-    shape = write_shape(model, dtype=dtype)
-    weights = {weight.theirs: to_theirs(tensors[weight.ours], weight.layout, model) for weight in list_weights(model)}
+    shape = write_shape(model, dtype=dtype, mask_id=about.get("mask_id"))
     output.mkdir(parents=True, exist_ok=True)
-    write_safetensors(output / SINGLE_FILE, convert(weights, dtype), {"format": "pt", "step": str(step)})
+    about_file = {"format": "pt", "step": str(step)}
+    write_safetensors(output / SINGLE_FILE, convert(rename(tensors, model), dtype), about_file)
     (output / "config.json").write_text(json.dumps(shape, indent=2) + "\n")
     copied = copy_tokenizer(tokenizer or about.get("init_from"), output)
     print(f"step {step} is in `{output}` ({'with' if copied else 'without'} a tokenizer)")
+    if model.expert_capacity:
+        print("note: transformers has no `--model.expert_capacity`; there, no token skips its experts")
 
 
 def copy_tokenizer(source: str | None, output: Path) -> bool:

@@ -1,4 +1,4 @@
-"""Shapes and weights of Hugging Face's models: GPT-2, Llama, Mistral, Qwen2 and Qwen3, in both directions.
+"""Shapes and weights of Hugging Face's models, in both directions: GPT-2, Llama, Mistral, Mixtral, Qwen and EuroBERT.
 
 Imports no torch: a folder's shape is read before flags are checked.
 """
@@ -16,17 +16,30 @@ from trainers.errors import TrainerError
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-MODEL_TYPES = ("gpt2", "llama", "mistral", "qwen2", "qwen3")
-ARCHITECTURES = {"gpt2": "GPT2LMHeadModel", "llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM"}
-ARCHITECTURES |= {"qwen3": "Qwen3ForCausalLM"}
+MODEL_TYPES = ("eurobert", "gpt2", "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
+MIXTURES = ("mixtral", "qwen3_moe")
+ARCHITECTURES = {
+    "eurobert": "EuroBertForMaskedLM",
+    "gpt2": "GPT2LMHeadModel",
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+}
+ARCHITECTURES |= {"qwen3": "Qwen3ForCausalLM", "mixtral": "MixtralForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM"}
 # Hugging Face's name of an activation -> ours.
 ACTIVATIONS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu"}
+# Fields of ModelConfig that say how a model is trained, not what it is.
+TRAINED_BY = ("context", "dropout", "expert_capacity", "balance_weight", "router_z_weight")
+MIXTRAL_LAYERS = {"gate": "w1", "expand": "w3", "project": "w2"}
 LLAMA3_SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 
 
 @dataclass(frozen=True)
 class Weight:
-    """One tensor under both names. `layout`: equal, transposed, or packed (queries, keys and values in one)."""
+    """One tensor under both names.
+
+    `layout`: equal, transposed, packed (queries, keys and values in one), or stacked: theirs are several tensors, one
+    for each expert, and `theirs` has `{}` where its number is.
+    """
 
     ours: str
     theirs: str
@@ -36,7 +49,8 @@ class Weight:
 def adopt_shape(config: Config) -> Config:
     """Return the config with the shape of the model in `--init-from`, if given; its own where not.
 
-    The context stays that of the flags. A folder that cannot be used raises a TrainerError.
+    Context, dropout and how experts are trained stay those of the flags. A folder that cannot be used raises a
+    TrainerError.
     """
     if not config.init_from:
         return config
@@ -46,8 +60,14 @@ def adopt_shape(config: Config) -> Config:
     except (OSError, ValueError) as error:
         raise TrainerError(f"`--init-from {folder}`: cannot read `config.json`: {error}") from error
     shape = read_shape(content, context=config.model.context)
-    kept = {"context": config.model.context, "dropout": config.model.dropout}
-    return dataclasses.replace(config, model=ModelConfig(**{**shape, **kept}))
+    kept = {name: getattr(config.model, name) for name in TRAINED_BY}
+    model = ModelConfig(**{**shape, **kept})
+    if bool(config.data.mask_share) != model.bidirectional:
+        need = "add `--data.mask_share 0.3`" if model.bidirectional else "omit `--data.mask_share`"
+        raise TrainerError(f"`--init-from {folder}` is {'an encoder' if model.bidirectional else 'a decoder'}: {need}")
+    mask_id = content.get("mask_token_id") if config.data.mask_id < 0 else config.data.mask_id
+    data = dataclasses.replace(config.data, mask_id=-1 if mask_id is None else mask_id)
+    return dataclasses.replace(config, model=model, data=data)
 
 
 def read_shape(content: Mapping[str, Any], *, context: int) -> dict[str, Any]:
@@ -85,7 +105,7 @@ def _read_gpt2(content: Mapping[str, Any]) -> dict[str, Any]:
 def _read_llama(content: Mapping[str, Any], kind: str, context: int) -> dict[str, Any]:
     if content.get("hidden_act", "silu") != "silu" or content.get("mlp_bias"):
         raise TrainerError("cannot compute a perceptron with biases or another activation than `silu`")
-    window = content.get("sliding_window") if content.get("use_sliding_window", kind == "mistral") else None
+    window = content.get("sliding_window") if content.get("use_sliding_window", kind.startswith("mi")) else None
     if window and window < context:
         raise TrainerError(f"attention reaches back {window} tokens, fewer than `--model.context {context}`")
     # Since transformers 5 `rope_parameters`; before, two fields.
@@ -99,15 +119,27 @@ def _read_llama(content: Mapping[str, Any], kind: str, context: int) -> dict[str
         "heads": content["num_attention_heads"],
         "key_value_heads": content.get("num_key_value_heads") or 0,
         "head_width": content.get("head_dim") or 0,
-        "hidden_width": content["intermediate_size"],
+        "hidden_width": content["moe_intermediate_size" if kind == "qwen3_moe" else "intermediate_size"],
         "positions": content["max_position_embeddings"],
         "norm_epsilon": float(content.get("rms_norm_eps", 1e-6)),
         "rope_theta": float(theta),
         "rope_scaling": _read_scaling(rope),
         "attention_bias": bias,
-        "query_key_norm": kind == "qwen3",
+        "query_key_norm": kind.startswith("qwen3"),
+        "bidirectional": kind == "eurobert",
         "tie_embeddings": bool(content.get("tie_word_embeddings", False)),
+        **(_read_experts(content, kind) if kind in MIXTURES else {}),
     }
+
+
+def _read_experts(content: Mapping[str, Any], kind: str) -> dict[str, Any]:
+    uses = content["num_experts_per_tok"]
+    if kind == "qwen3_moe" and (content.get("mlp_only_layers") or content.get("decoder_sparse_step", 1) != 1):
+        raise TrainerError("cannot compute a model of which only some layers have experts")
+    if uses == 1 or (kind == "qwen3_moe" and not content.get("norm_topk_prob")):
+        raise TrainerError("cannot compute experts whose weights do not add up to 1, or of which a token uses one")
+    # Before transformers 5, Qwen3's files had another name.
+    return {"experts": content.get("num_local_experts", content.get("num_experts")), "experts_per_token": uses}
 
 
 def _read_scaling(rope: Mapping[str, Any]) -> str:
@@ -120,10 +152,21 @@ def _read_scaling(rope: Mapping[str, Any]) -> str:
     return f"{kind}:" + ",".join(str(float(rope[name])) for name in names)
 
 
-def write_shape(model: ModelConfig, *, dtype: str) -> dict[str, Any]:
-    """Return a `config.json` under which transformers computes what our model does. TrainerError for a mixture."""
+def write_shape(model: ModelConfig, *, dtype: str, mask_id: int | None = None) -> dict[str, Any]:
+    """Return a `config.json` under which transformers computes what our model does.
+
+    Theirs have no limit of tokens for an expert (`expert_capacity`). `mask_id`: the id that an encoder's hidden tokens
+    have. TrainerError for a mixture of another shape than Mixtral's or Qwen3's, and an encoder of another than
+    EuroBERT's (arXiv:2503.05500).
+    """
     if model.experts:
-        raise TrainerError("a mixture of experts cannot be written for Hugging Face: export without `--format hf`")
+        _check_mixture(model)
+    is_plain = model.kind == "llama" and not model.experts and not model.query_key_norm
+    if model.bidirectional and not (is_plain and model.attention_bias != "qkv"):
+        raise TrainerError(
+            "no encoder of Hugging Face's has this shape, only that of `--model.kind llama` without experts and "
+            "`--model.query_key_norm`: export without `--format hf`"
+        )
     positions = max(model.positions, model.context)
     common = {"vocab_size": model.vocabulary, "tie_word_embeddings": model.tie_embeddings, "torch_dtype": dtype}
     if model.kind == "gpt":
@@ -141,6 +184,10 @@ def write_shape(model: ModelConfig, *, dtype: str) -> dict[str, Any]:
             **common,
         }
     kind = "qwen3" if model.query_key_norm else "qwen2" if model.attention_bias == "qkv" else "llama"
+    if model.experts:
+        kind = "qwen3_moe" if model.query_key_norm else "mixtral"
+    if model.bidirectional:
+        kind = "eurobert"
     name, _, values = model.rope_scaling.partition(":")
     keys = LLAMA3_SCALING if name == "llama3" else ("factor",)
     scaling: dict[str, Any] | None = (
@@ -163,7 +210,35 @@ def write_shape(model: ModelConfig, *, dtype: str) -> dict[str, Any]:
         "rope_scaling": scaling,
         "hidden_act": "silu",
         "attention_bias": model.attention_bias == "all",
+        **(_write_experts(model, kind) if model.experts else {}),
+        # Their default for the padding's id may lie beyond the vocabulary.
+        **({"mask_token_id": mask_id, "pad_token_id": None} if model.bidirectional else {}),
         **common,
+    }
+
+
+def _check_mixture(model: ModelConfig) -> None:
+    shapes = {
+        "`--model.kind gpt`": model.kind == "gpt",
+        "`--model.experts_per_token 1`": model.experts_per_token == 1,
+        "`--model.attention_bias qkv`": model.attention_bias == "qkv",
+        "`--model.attention_bias all` without `--model.query_key_norm`": (
+            model.attention_bias == "all" and not model.query_key_norm
+        ),
+    }
+    if problems := [name for name, is_so in shapes.items() if is_so]:
+        raise TrainerError(
+            f"no model of Hugging Face's is a mixture of experts with {' and '.join(problems)}: export without "
+            "`--format hf`"
+        )
+
+
+def _write_experts(model: ModelConfig, kind: str) -> dict[str, Any]:
+    names = {"num_experts": model.experts, "moe_intermediate_size": model.find_hidden_width(), "norm_topk_prob": True}
+    return {
+        "num_local_experts": model.experts,
+        "num_experts_per_tok": model.experts_per_token,
+        **(names if kind == "qwen3_moe" else {}),
     }
 
 
@@ -201,12 +276,18 @@ def _list_llama(model: ModelConfig) -> Iterator[Weight]:
         "attention.key": "self_attn.k_proj",
         "attention.value": "self_attn.v_proj",
         "attention.project": "self_attn.o_proj",
-        "perceptron.gate": "mlp.gate_proj",
-        "perceptron.expand": "mlp.up_proj",
-        "perceptron.project": "mlp.down_proj",
         "attention_norm": "input_layernorm",
         "perceptron_norm": "post_attention_layernorm",
     }
+    layers = {"gate": "gate_proj", "expand": "up_proj", "project": "down_proj"}
+    stacks, router = {name: f"mlp.experts.{{}}.{other}" for name, other in layers.items()}, "mlp.gate"
+    if not model.query_key_norm:  # Mixtral's names
+        stacks = {name: f"block_sparse_moe.experts.{{}}.{other}" for name, other in MIXTRAL_LAYERS.items()}
+        router = "block_sparse_moe.gate"
+    if model.experts:
+        names["perceptron.router"] = router
+    else:
+        names |= {f"perceptron.{name}": f"mlp.{other}" for name, other in layers.items()}
     if model.query_key_norm:
         names |= {"attention.query_norm": "self_attn.q_norm", "attention.key_norm": "self_attn.k_norm"}
     biased = {"none": 0, "qkv": 3, "all": 4}[model.attention_bias]
@@ -216,6 +297,8 @@ def _list_llama(model: ModelConfig) -> Iterator[Weight]:
             yield Weight(f"{ours}{name}.weight", f"{theirs}{other}.weight")
         for name, other in list(names.items())[:biased]:
             yield Weight(f"{ours}{name}.bias", f"{theirs}{other}.bias")
+        for name, other in stacks.items() if model.experts else ():
+            yield Weight(f"{ours}perceptron.{name}.weight", f"{theirs}{other}.weight", "stacked")
     yield Weight("norm.weight", "model.norm.weight")
 
 
@@ -233,12 +316,16 @@ def load_weights(network: "nn.Module", model: ModelConfig, folder: Path) -> None
             weight = weights.get(name)
             if weight is None or parameter.is_meta:  # an adapter, or on another stage of a pipeline
                 continue
-            # GPT-2's own files leave out the prefix.
-            theirs = weight.theirs if weight.theirs in files else weight.theirs.removeprefix("transformer.")
-            whole = to_ours(files.read(theirs), weight.layout, model)
+            if weight.layout == "stacked":
+                whole = torch.stack([files.read(weight.theirs.format(expert)) for expert in range(model.experts)])
+            else:
+                # GPT-2's own files leave out the prefix.
+                theirs = weight.theirs if weight.theirs in files else weight.theirs.removeprefix("transformer.")
+                whole = to_ours(files.read(theirs), weight.layout, model)
             if whole.shape != parameter.shape:
                 raise TrainerError(
-                    f"`{folder}`: `{theirs}` is {list(whole.shape)}, and `config.json` says {list(parameter.shape)}"
+                    f"`{folder}`: `{weight.theirs}` is {list(whole.shape)}, and `config.json` says "
+                    f"{list(parameter.shape)}"
                 )
             fill_parameter(parameter, whole.to(parameter.device, parameter.dtype))
 
@@ -252,6 +339,18 @@ def to_ours(tensor: "Tensor", layout: str, model: ModelConfig) -> "Tensor":
         return outputs_first.contiguous()
     parts = outputs_first.reshape(3, model.heads, -1, *outputs_first.shape[1:])
     return parts.transpose(0, 1).reshape(outputs_first.shape).contiguous()
+
+
+def rename(tensors: Mapping[str, "Tensor"], model: ModelConfig) -> dict[str, "Tensor"]:
+    """Return all tensors of a model under their names and in their layouts."""
+    renamed: dict[str, Tensor] = {}
+    for weight in list_weights(model):
+        tensor = tensors[weight.ours]
+        if weight.layout == "stacked":
+            renamed |= {weight.theirs.format(expert): part for expert, part in enumerate(tensor.unbind(0))}
+        else:
+            renamed[weight.theirs] = to_theirs(tensor, weight.layout, model)
+    return renamed
 
 
 def to_theirs(tensor: "Tensor", layout: str, model: ModelConfig) -> "Tensor":

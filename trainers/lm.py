@@ -21,6 +21,7 @@ from trainers.session import run_session
 if TYPE_CHECKING:  # torch is imported after the flags are checked and SIGTERM is handled
     import torch
 
+    from trainers.data import Samples
     from trainers.models.decoder import Decoder
     from trainers.tokens import Tokens
 
@@ -52,7 +53,6 @@ def build(config: Config, device: "torch.device", is_spread: bool = False) -> Re
     from trainers.lora import add_adapters, check_strategy
     from trainers.models import create_language_model
     from trainers.models.experts import count_idle_parameters
-    from trainers.packing import NamedBatches
     from trainers.tokens import open_corpora, open_tokens
 
     # Data.
@@ -60,14 +60,16 @@ def build(config: Config, device: "torch.device", is_spread: bool = False) -> Re
     training, validation = open_corpora(config.data, tokens, config.model.context)
 
     forward, loss = choose_forward(config, tokens.separator)
+    mask_id = find_mask(config, tokens.vocabulary)
+    shape_batches = partial(make_batches, config, mask_id=mask_id, vocabulary=tokens.vocabulary)
+    ids = max(tokens.vocabulary, mask_id + 1)
 
     # Model. On the `meta` device it takes no memory until that is known to suffice; but a tied weight that is already
     # spread over ranks cannot be tied again.
-    vocabulary = config.model.vocabulary or tokens.vocabulary
-    if vocabulary < tokens.vocabulary:
-        raise TrainerError(
-            f"the data has {tokens.vocabulary} token ids, more than `--model.vocabulary {vocabulary}` allows"
-        )
+    vocabulary = config.model.vocabulary or ids
+    if vocabulary < ids:
+        mask = ", the mask included" if ids > tokens.vocabulary else ""
+        raise TrainerError(f"the data has {ids} token ids{mask}, more than `--model.vocabulary {vocabulary}` allows")
     vocabulary = -(-vocabulary // config.model.vocabulary_multiple) * config.model.vocabulary_multiple
     is_empty = not (is_spread and config.model.tie_embeddings)
     shape = dataclasses.replace(config.model, vocabulary=vocabulary)
@@ -80,24 +82,44 @@ def build(config: Config, device: "torch.device", is_spread: bool = False) -> Re
         initialize(device, is_allocated=True)
     parameter_count = sum(parameter.numel() for parameter in model.parameters()) - count_idle_parameters(shape)
 
+    writes_text = config.sample.tokens and not config.model.bidirectional
     return Recipe(
         model=model,
-        training=NamedBatches(training) if config.fused_loss else training,
-        validation=NamedBatches(validation) if config.fused_loss and validation is not None else validation,
+        training=shape_batches(training, seed=config.data.seed),
+        validation=None if validation is None else shape_batches(validation, seed=0),
         loss=loss,
         forward=forward,
         unit="tokens",
         units_per_sample=config.model.context,
         flops_per_sample=count_flops(config, parameter_count, vocabulary),
         fill=initialize if is_empty else None,
-        demonstrate=partial(write_sample, config, tokens, device) if config.sample.tokens else None,
-        about=describe(config, shape),
+        demonstrate=partial(write_sample, config, tokens, device) if writes_text else None,
+        about=describe(config, shape, mask_id),
     )
+
+
+def find_mask(config: Config, vocabulary: int) -> int:
+    """Return the id that stands for a hidden token, by default one after those of the data; -1 where none is hidden."""
+    if not config.data.mask_share:
+        return -1
+    return vocabulary if config.data.mask_id < 0 else config.data.mask_id
+
+
+def make_batches(config: Config, samples: "Samples", *, mask_id: int, vocabulary: int, seed: int) -> "Samples":
+    """Wrap windows and the tokens that follow as the loss needs them."""
+    from trainers.masking import MaskedBatches
+    from trainers.packing import NamedBatches
+
+    if config.data.mask_share:
+        share = config.data.mask_share
+        return MaskedBatches(samples, share=share, mask_id=mask_id, vocabulary=vocabulary, seed=seed)
+    return NamedBatches(samples) if config.fused_loss else samples
 
 
 def choose_forward(config: Config, separator: int | None) -> "tuple[Forward, Loss]":
     """Return how the model is called and what its loss is; a strategy that cannot do that is a TrainerError."""
     from trainers.losses import next_token_loss
+    from trainers.masking import count_hidden, masked_loss
     from trainers.packing import LanguageForward, take_loss
     from trainers.strategies import find_axes
 
@@ -111,6 +133,10 @@ def choose_forward(config: Config, separator: int | None) -> "tuple[Forward, Los
             "it is unknown which id separates documents\n\n"
             'hint: add `"separator": ID` to tokens.json, or prepare the data again'
         )
+    if config.data.mask_share:
+        if "context" in axes:
+            raise TrainerError("`--data.mask_share` needs whole windows on each rank, unlike `context`")
+        return call_model, masked_loss(config.train.z_loss, count_hidden(config.model.context, config.data.mask_share))
     if not config.fused_loss and not config.data.document_mask:
         return call_model, next_token_loss(config.train.z_loss)
     forward = LanguageForward(separator=separator if config.data.document_mask else None, z_weight=config.train.z_loss)
@@ -129,11 +155,12 @@ def initialize_weights(
         load_weights(model, shape, Path(config.init_from))
 
 
-def describe(config: Config, shape: ModelConfig) -> dict[str, Any]:
+def describe(config: Config, shape: ModelConfig, mask_id: int) -> dict[str, Any]:
     """Return what `trainers.export` needs to know about a checkpoint."""
     return {
         "model": dataclasses.asdict(shape),
         "lora": dataclasses.asdict(config.lora),
+        **({"mask_id": mask_id} if mask_id >= 0 else {}),
         "init_from": str(Path(config.init_from).resolve()) if config.init_from else "",
     }
 

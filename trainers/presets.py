@@ -1,7 +1,7 @@
 """Shapes by name, from one million to eight thousand million parameters: `--preset gpt2`.
 
 A preset is a set of values by dotted name. Batches are in samples; learning rates are those published with the shape,
-or for the two small ones, found here.
+or for the small ones, found here.
 """
 
 from collections.abc import Mapping
@@ -42,6 +42,9 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     "gpt-1m": _shape(4, 144, 4, 128) | _optimisation(2000, 32, 32, 2e-3, 100),
     "gpt-10m": _shape(6, 384, 6, 256) | _optimisation(5000, 64, 64, 1e-3, 100),
     "llama-10m": _shape(6, 384, 6, 256, kind="llama", hidden_width=1024) | _optimisation(5000, 64, 64, 1e-3, 100),
+    "encoder-10m": _shape(6, 384, 6, 256, kind="llama", hidden_width=1024, bidirectional=True)
+    | _optimisation(5000, 64, 64, 1e-3, 100)
+    | {"data.mask_share": 0.3},
     "gpt2": _shape(12, 768, 12, 1024, **_GPT2) | _optimisation(600_000, 480, 12, 6e-4, 2000) | _BFLOAT16,
     "gpt2-medium": _shape(24, 1024, 16, 1024, **_GPT2) | _optimisation(600_000, 480, 8, 3e-4, 2000) | _LARGE,
     "gpt2-large": _shape(36, 1280, 20, 1024, **_GPT2) | _optimisation(600_000, 480, 8, 2.5e-4, 2000) | _LARGE,

@@ -14,14 +14,18 @@ from torch.nn import functional
 from trainers.config import LoraConfig, ModelConfig
 from trainers.errors import TrainerError
 from trainers.models import create_language_model
+from trainers.models.experts import Router
 
 
 class CachedModel:
-    """A GPT or Llama with a cache of `slots` sequences of up to `context` tokens each."""
+    """A GPT or Llama, with experts or without, and a cache of `slots` sequences of up to `context` tokens each."""
 
     def __init__(self, model: nn.Module, config: ModelConfig, *, slots: int, device: torch.device) -> None:
         """Take memory for the cache: `[depth, slots, heads, context, head width]`, twice."""
         self._model = cast(Any, model.eval().to(device))  # a Decoder whose parts are all there
+        for module in model.modules():
+            if isinstance(module, Router):
+                module.capacity = 0.0  # what one request gets must not depend on the others in its batch
         self.device, self.context = device, config.context
         self.vocabulary: int = self._model.vocabulary
         is_llama = config.kind == "llama"
@@ -100,6 +104,7 @@ def load_model(source: str, *, dtype: torch.dtype) -> tuple[nn.Module, ModelConf
         )
     tensors = _merge(about, tensors)
     config = ModelConfig(**{**about["model"], "dropout": 0.0})
+    _check_writes(config)
     model = create_language_model(config.kind, config)
     model.load_state_dict(tensors)
     folder = str(about.get("init_from") or "")
@@ -114,6 +119,11 @@ def _merge(about: Mapping[str, Any], tensors: dict[str, Any]) -> dict[str, Any]:
     return merge_adapters(tensors, scale=lora.alpha / lora.rank) if lora.rank else tensors
 
 
+def _check_writes(config: ModelConfig) -> None:
+    if config.bidirectional:
+        raise TrainerError("an encoder writes no text: `trainers.serve` serves decoders")
+
+
 def _load_hugging_face(folder: Path, dtype: torch.dtype) -> tuple[nn.Module, ModelConfig, str]:
     import json
 
@@ -125,6 +135,7 @@ def _load_hugging_face(folder: Path, dtype: torch.dtype) -> tuple[nn.Module, Mod
         raise TrainerError(f"cannot read `{folder / 'config.json'}`: {error}") from error
     shape = read_shape(content, context=0)
     config = ModelConfig(**{**shape, "context": shape["positions"], "dropout": 0.0})
+    _check_writes(config)
     model = create_language_model(config.kind, config)
     load_weights(model, config, folder)
     return model.to(dtype), config, str(folder)

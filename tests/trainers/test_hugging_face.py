@@ -17,6 +17,7 @@ from trainers.hugging_face import adopt_shape, read_shape, write_shape
 from trainers.lm import build
 from trainers.lm import main as train
 from trainers.prepare import main as prepare
+from trainers.serve_model import load_model
 from trainers.tokenizers import create_tokenizer
 
 from .strategies.conftest import Worlds, read_lines, read_losses
@@ -35,6 +36,7 @@ SMALL = {
     "max_position_embeddings": 64,
     "rms_norm_eps": 1e-4,
 }
+MOE = {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("GPT2Config", {"vocab_size": VOCABULARY, "n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 4}),
@@ -50,14 +52,28 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("MistralConfig", {**SMALL, "head_dim": 16, "sliding_window": 32}),
     "qwen2": ("Qwen2Config", {**SMALL, "tie_word_embeddings": True}),
     "qwen3": ("Qwen3Config", {**SMALL, "head_dim": 16}),
+    "eurobert": ("EuroBertConfig", {**SMALL, "mask_token_id": 259, "pad_token_id": None}),
+    "mixtral": ("MixtralConfig", {**SMALL, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "qwen3-moe": (
+        "Qwen3MoeConfig",
+        {**SMALL, "head_dim": 16, "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
+        | {"norm_topk_prob": True},
+    ),
 }
+
+
+ENCODER = ["--data.mask_share", "0.3"]
+
+
+def find_class(name: str) -> Any:
+    return transformers.AutoModelForMaskedLM if name == "eurobert" else transformers.AutoModelForCausalLM
 
 
 def save_model(folder: Path, name: str) -> Any:
     """A model of the family with no weight at its first value: norms and biases too must arrive."""
     torch.manual_seed(1)
     class_name, fields = MODELS[name]
-    model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, class_name)(**fields)).eval()
+    model = find_class(name).from_config(getattr(transformers, class_name)(**fields)).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))
@@ -84,7 +100,8 @@ def compute_logits(model: Any) -> torch.Tensor:
 @pytest.mark.parametrize("name", MODELS)
 def test_logits_are_those_of_transformers(tmp_path: Path, name: str) -> None:
     theirs = save_model(tmp_path, name)
-    torch.testing.assert_close(compute_logits(load_here(tmp_path)), compute_logits(theirs), rtol=1e-5, atol=1e-5)
+    ours = load_here(tmp_path, *(ENCODER if name == "eurobert" else ()))
+    torch.testing.assert_close(compute_logits(ours), compute_logits(theirs), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -94,21 +111,25 @@ def test_trained_model_returns_to_transformers(worlds: Worlds, tmp_path: Path, n
     (tmp_path / "start/tokenizer.json").write_text("{}")
     flags = ["--init-from", str(tmp_path / "start"), "--model.context", str(CONTEXT), "--train.steps", "2"]
     flags += ["--train.batch", "4", "--train.micro_batch", "2", "--sample.tokens", "0", "--train.warmup_steps", "0"]
+    encoder = ENCODER if name == "eurobert" else []
+    flags += encoder
     ended = worlds.call(tmp_path / "run", "trainers.lm:main", [*flags, "--strategy", "ddp"], ranks=1)
     assert ended.codes == [0], ended.errors
     checkpoints = str(tmp_path / "run/checkpoints")
     assert export([str(tmp_path / "end"), "--checkpoint", checkpoints, "--format", "hf"]) == 0
     assert (tmp_path / "end/tokenizer.json").read_text() == "{}"
-    theirs, info = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "end", output_loading_info=True)
+    theirs, info = find_class(name).from_pretrained(tmp_path / "end", output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"]
-    ours, before = compute_logits(load_here(tmp_path / "end")), compute_logits(load_here(tmp_path / "start"))
+    assert getattr(theirs.config, "mask_token_id", None) == (259 if encoder else None)
+    ours, before = (compute_logits(load_here(tmp_path / place, *encoder)) for place in ("end", "start"))
     torch.testing.assert_close(ours, compute_logits(theirs.eval()), rtol=1e-5, atol=1e-5)
     assert (ours - before).abs().max() > 1e-3, "it was trained"
 
 
-@pytest.mark.parametrize("strategy", ["fsdp", "pipeline", "tensor"])
-def test_spread_model_begins_with_the_same_loss(worlds: Worlds, tmp_path: Path, strategy: str) -> None:
-    name = "qwen2" if strategy == "fsdp" else "llama"  # tied, and not
+@pytest.mark.parametrize(
+    ("strategy", "name"), [("fsdp", "qwen2"), ("pipeline", "llama"), ("tensor", "llama"), ("expert", "mixtral")]
+)
+def test_spread_model_begins_with_the_same_loss(worlds: Worlds, tmp_path: Path, strategy: str, name: str) -> None:
     save_model(tmp_path / "start", name)
     flags = ["--init-from", str(tmp_path / "start"), "--model.context", str(CONTEXT), "--train.steps", "2"]
     flags += ["--train.batch", "4", "--train.micro_batch", "2", "--sample.tokens", "0", "--checkpoint.every_steps", "0"]
@@ -168,12 +189,15 @@ def test_adapters_cannot_be_cut(worlds: Worlds, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"model_type": "bert"}, "cannot train a `bert`; known: gpt2, llama"),
+        ({"model_type": "bert"}, "cannot train a `bert`; known: eurobert, gpt2, llama"),
         ({"hidden_act": "gelu"}, "another activation"),
         ({"mlp_bias": True}, "with biases"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "the rotary embedding `yarn`"),
         ({"model_type": "mistral", "sliding_window": 16}, "reaches back 16 tokens, fewer than `--model.context 24`"),
         ({"quantization_config": {}}, "quantized"),
+        ({"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 1}, "of which a token uses one"),
+        ({**MOE, "norm_topk_prob": False}, "do not add up to 1"),
+        ({**MOE, "mlp_only_layers": [0]}, "only some layers have experts"),
         ({"max_position_embeddings": 8}, "has 8 positions, fewer than `--model.context 24`"),
     ],
 )
@@ -219,6 +243,35 @@ def test_mistakes_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str
         load_here(tmp_path)
 
 
-def test_mixture_of_experts_is_refused_with_a_reason() -> None:
-    with pytest.raises(TrainerError, match="cannot be written for Hugging Face"):
-        write_shape(ModelConfig(experts=4), dtype="float32")
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"kind": "gpt"}, "`--model.kind gpt`"),
+        ({"kind": "llama", "experts_per_token": 1}, "`--model.experts_per_token 1`"),
+        ({"kind": "llama", "attention_bias": "qkv"}, "`--model.attention_bias qkv`"),
+        ({"kind": "llama", "attention_bias": "all"}, "without `--model.query_key_norm`"),
+    ],
+)
+def test_mixture_that_transformers_lacks_is_refused(fields: dict[str, Any], reason: str) -> None:
+    with pytest.raises(TrainerError, match=reason):
+        write_shape(ModelConfig(experts=4, **fields), dtype="float32")
+
+
+def test_encoder_is_refused_without_its_task_and_by_what_writes_text(tmp_path: Path) -> None:
+    save_model(tmp_path / "encoder", "eurobert")
+    save_model(tmp_path / "decoder", "llama")
+    with pytest.raises(TrainerError, match=r"an encoder: add `--data.mask_share 0.3`"):
+        load_here(tmp_path / "encoder")
+    with pytest.raises(TrainerError, match=r"a decoder: omit `--data.mask_share`"):
+        load_here(tmp_path / "decoder", *ENCODER)
+    with pytest.raises(TrainerError, match="an encoder writes no text"):
+        load_model(str(tmp_path / "encoder"), dtype=torch.float32)
+    with pytest.raises(TrainerError, match="no encoder of Hugging Face's has this shape"):
+        write_shape(ModelConfig(kind="gpt", bidirectional=True), dtype="float32")
+
+
+def test_flags_decide_how_experts_are_trained(tmp_path: Path) -> None:
+    save_model(tmp_path, "mixtral")
+    flags = ["--init-from", str(tmp_path), "--model.context", str(CONTEXT), "--model.expert_capacity", "1.25"]
+    model = adopt_shape(parse_config([*flags, "--model.balance_weight", "0.5"])).model
+    assert (model.experts, model.expert_capacity, model.balance_weight) == (4, 1.25, 0.5)

@@ -27,6 +27,9 @@ KINDS = {
     "qwen": ModelConfig(
         kind="llama", depth=1, width=32, heads=4, context=64, vocabulary=256, query_key_norm=True, attention_bias="qkv"
     ),
+    "mixtral": ModelConfig(
+        kind="llama", depth=2, width=32, heads=4, context=64, vocabulary=256, experts=4, experts_per_token=2
+    ),
 }
 
 
@@ -67,6 +70,17 @@ def test_batch_of_sequences_of_different_lengths_equals_the_trained_model(kind: 
     generations = [Generation(prompt=prompt, tokens_max=12) for prompt in prompts]
     run_steps(make_engine(kind), *generations)  # three slots, so the fourth joins the running batch
     assert [each.tokens for each in generations] == [generate_without_cache(kind, prompt, 12) for prompt in prompts]
+
+
+def test_full_experts_do_not_let_one_request_change_another() -> None:
+    model, config = make_model("mixtral")
+    for block in model.blocks:
+        block.perceptron.router.capacity = 0.5  # as trained with a tight `--model.expert_capacity`
+    alone, together = (Generation(prompt=[5, 6, 7], tokens_max=12) for _ in range(2))
+    for each, others in ((alone, ()), (together, (Generation(prompt=list(range(40)), tokens_max=12),))):
+        engine = Engine(CachedModel(model, config, slots=3, device=CPU), slots=3, vocabulary=256)
+        run_steps(engine, each, *others)
+    assert alone.tokens == together.tokens == generate_without_cache("mixtral", [5, 6, 7], 12)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])

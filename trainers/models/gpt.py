@@ -59,7 +59,7 @@ class Block(nn.Module):
 
 
 class Attention(nn.Module):
-    """Causal self-attention with several heads."""
+    """Self-attention with several heads."""
 
     def __init__(self, config: ModelConfig) -> None:
         """Build the projections."""
@@ -67,7 +67,7 @@ class Attention(nn.Module):
         self.heads = config.heads
         self.head_width = config.width // config.heads
         self.dropout_rate = config.dropout
-        self.sequence: Sequence = WholeSequence()
+        self.sequence: Sequence = WholeSequence(is_causal=not config.bidirectional)
         self.query_key_value = nn.Linear(config.width, 3 * config.width)
         self.project = nn.Linear(config.width, config.width)
         self.dropout = nn.Dropout(config.dropout)

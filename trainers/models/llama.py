@@ -58,7 +58,7 @@ class Block(nn.Module):
 
 
 class Attention(nn.Module):
-    """Causal self-attention whose keys and values may be fewer than its queries (arXiv:2305.13245)."""
+    """Self-attention whose keys and values may be fewer than its queries (arXiv:2305.13245)."""
 
     def __init__(self, config: ModelConfig, waves: tuple[Tensor, Tensor]) -> None:
         """Build the projections. `waves` is shared by all layers and made on the device where they will run."""
@@ -76,10 +76,10 @@ class Attention(nn.Module):
             self.key_norm = nn.RMSNorm(self.head_width, eps=config.norm_epsilon)
         # No buffers: DDP would send them round at every step, though they never change.
         self.waves = waves
-        self.sequence: Sequence = WholeSequence()
+        self.sequence: Sequence = WholeSequence(is_causal=not config.bidirectional)
 
     def forward(self, hidden: Tensor, packing: Packing | None = None) -> Tensor:
-        """Let every position read from itself and those before it, of its document if there are several."""
+        """Let every position read from those that `sequence` allows, of its document if there are several."""
         query, key, value = (self._split_heads(layer(hidden)) for layer in (self.query, self.key, self.value))
         if self.query_norm is not None and self.key_norm is not None:
             query, key = self.query_norm(query), self.key_norm(key)
