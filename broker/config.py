@@ -185,6 +185,11 @@ def find_login() -> Path | None:
     return path if path.exists() else None
 
 
+def choose_state_url(url: str) -> None:
+    """Use a database for the state in this process and those that it starts."""
+    os.environ["BROKER_STATE"] = url
+
+
 def read_secret_key() -> str | None:
     """Return the key that encrypts secrets in a shared database, as set in the environment."""
     return os.environ.get("BROKER_SECRET_KEY") or None

@@ -27,6 +27,25 @@ def show_cost(context: Context, *, by: By) -> Bill:
     return Bill(spending=read_spending(store, by, context.clock.now_s(), on_damage=context.warn), names=names)
 
 
+@noun
+class CloudAnswer:
+    """Whether a cloud can launch nodes, and why or why not."""
+
+    cloud: str
+    can_launch: bool
+    note: str
+
+
+def check_clouds(context: Context) -> tuple[CloudAnswer, ...]:
+    """Return every cloud, and whether it is set up to launch nodes; clouds are not queried."""
+    from broker.clouds import CLOUDS
+
+    return tuple(
+        CloudAnswer(cloud=name, can_launch=name in context.clouds, note="set up" if name in context.clouds else "")
+        for name in CLOUDS
+    )
+
+
 def plan_tasks(context: Context, *, tasks: tuple[Task, ...], is_dryrun: bool = True) -> tuple[Plan, ...]:
     """Rank placements for each task, on every listed cloud, or on those that are set up without `is_dryrun`."""
     found = [context.resolve(task) for task in tasks]
