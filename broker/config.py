@@ -179,9 +179,9 @@ def find_state_url(home: Path) -> str | None:
     return url
 
 
-def find_login() -> Path | None:
+def find_login(home: Path | None = None) -> Path | None:
     """Return the file that `broker login` wrote; None while this user works on the state folder."""
-    path = find_home() / LOGIN
+    path = find_home(home) / LOGIN
     return path if path.exists() else None
 
 

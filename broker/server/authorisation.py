@@ -20,13 +20,18 @@ def has_role(token: Token, needed: Role) -> bool:
     return ORDER.index(token.role) >= ORDER.index(needed)
 
 
-def check_verb(context: Context, token: Token, verb: Verb, arguments: Mapping[str, Any]) -> None:
-    """Check the role, and for users that everything the verb changes is their own. Raises DeniedError."""
+def check_role(token: Token, verb: Verb) -> None:
+    """Raise DeniedError unless the token has the role of the verb."""
     if not has_role(token, verb.role):
         raise DeniedError(
             f"`{verb.name}` requires the role `{verb.role.value}`, and {token.user} has `{token.role.value}`",
             hints=["ask an administrator of the server for another token"],
         )
+
+
+def check_verb(context: Context, token: Token, verb: Verb, arguments: Mapping[str, Any]) -> None:
+    """Check the role, and for users that everything the verb changes is their own. Raises DeniedError."""
+    check_role(token, verb)
     if has_role(token, Role.ADMIN):
         return
     if arguments.get("is_all") and verb.owned:

@@ -19,7 +19,7 @@ from broker.dashboard.metrics import SERIES_MAX, render_metrics
 from broker.dashboard.model import list_places, read_overview
 from broker.errors import AuthError, BrokerError, DeniedError, InvalidRequestError, NoOfferError, StateError, UsageError
 from broker.errors import TaskError as InvalidTaskError
-from broker.server.authorisation import has_role
+from broker.server.authorisation import check_role, has_role
 from broker.server.context import Policy, ServerContext
 from broker.server.files import DIGEST, FileStore
 from broker.server.openapi import describe_api
@@ -34,12 +34,15 @@ BEAT_S = 5.0  # between blank lines, which keep the connection of a quiet verb a
 THREADS_MAX = 128  # verbs at work at once
 STATUSES: tuple[tuple[type[BrokerError], int], ...] = (
     (DeniedError, 403),
-    (AuthError, 401),
     (InvalidRequestError, 400),
     (InvalidTaskError, 422),
     (UsageError, 422),
     (NoOfferError, 409),
     (StateError, 503),
+)
+UNKNOWN_TOKEN = AuthError(
+    "the token is unknown, expired or revoked",
+    hints=("ask an administrator of the server for a new one, then `broker login URL --token-file FILE`",),
 )
 TOKEN = web.RequestKey("token", Token)
 
@@ -82,7 +85,10 @@ class Server:
         """Check the token and the protocol, and turn errors into JSON. Logs paths only, never bodies or headers."""
         try:
             if request.path not in ("/healthz", "/readyz", "/openapi.json"):
-                request[TOKEN] = self._authenticate(request)
+                token = self._authenticate(request)
+                if token is None:
+                    return _refuse(UNKNOWN_TOKEN, 401)
+                request[TOKEN] = token
                 _check_protocol(request)
             answer: web.StreamResponse = await handler(request)
         except BrokerError as error:
@@ -99,15 +105,9 @@ class Server:
             answer.headers["Cache-Control"] = "no-store"
         return answer
 
-    def _authenticate(self, request: web.Request) -> Token:
+    def _authenticate(self, request: web.Request) -> Token | None:
         kind, _, value = request.headers.get("Authorization", "").partition(" ")
-        token = find_token(self._context.store, value.strip()) if kind.lower() == "bearer" else None
-        if token is None:
-            raise AuthError(
-                "the token is unknown, expired or revoked",
-                hints=("ask an administrator of the server for a new one, then `broker login URL --token-file FILE`",),
-            )
-        return token
+        return find_token(self._context.store, value.strip()) if kind.lower() == "bearer" else None
 
     async def _show_health(self, request: web.Request) -> web.Response:
         return web.json_response({"status": "ok"})
@@ -152,6 +152,7 @@ class Server:
         verb = VERBS.get(request.match_info["verb"])
         if verb is None:
             raise UsageError(f"unknown verb `{request.match_info['verb']}`", hints=["see `/openapi.json`"])
+        check_role(request[TOKEN], verb)
         wanted = self._read_request(verb, await _read_object(request), request[TOKEN])
         is_agreeing = request.query.get("yes") == "true"
         running = Running(wanted, home=self._home, policy=self._policy, is_agreeing=is_agreeing)

@@ -7,9 +7,11 @@ import logging
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from broker.app.verbs.launching import name_target
 from broker.client.wire import ASKED, Signature, Verb, encode
 from broker.errors import BrokerError, UsageError
 from broker.nouns import noun
@@ -85,26 +87,37 @@ class Running:
             gone=self._gone if is_reading else None,
         )  # fmt: skip
         outcome, target = "done", ""
+        last: Frame | None = None
         try:
+            self._name_cluster(context)
             check_verb(context, token, verb, self._request.arguments)
             if not is_reading:
                 target = self._claim(context)
             result = verb.function(context, **self._request.arguments, **self._make_callbacks(context))
             target = self._own(context, result) or target
-            self._emit({"result": encode(result)})
+            last = {"result": encode(result)}
         except DisconnectedError:
             pass
         except BrokerError as error:
             outcome = type(error).__name__
-            self._emit({"error": encode(error)})
+            last = {"error": encode(error)}
         except Exception as error:
             log.exception("%s of %s failed", verb.name, token.user)
             outcome = type(error).__name__
-            self._emit({"error": encode(BrokerError(f"bug in the server: {outcome}", hints=["see the server's log"]))})
+            last = {"error": encode(BrokerError(f"bug in the server: {outcome}", hints=["see the server's log"]))}
         finally:
-            if not is_reading:
+            if not is_reading:  # recorded before the client knows
                 context.store.audit.add(user=token.user, verb=verb.name, target=target, outcome=outcome)
             context.close()
+        if last is not None:
+            self._emit(last)
+
+    def _name_cluster(self, context: ServerContext) -> None:
+        """Name the cluster of a launch that names none, before its owner is compared."""
+        arguments = self._request.arguments
+        if self._request.verb.name == "launch" and arguments["cluster"] is None:
+            name = name_target(context, task=arguments["task"])
+            self._request = replace(self._request, arguments={**arguments, "cluster": name})
 
     def _claim(self, context: ServerContext) -> str:
         """Record the owner of a new cluster before it exists, so that a crash leaves none without; return the target.

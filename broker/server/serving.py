@@ -52,6 +52,11 @@ class Certificate:
             raise UsageError(f"cannot read the certificate in {self.certificate}: {error}") from None
 
 
+def choose_certificate(home: Path, host: str, given: Certificate | None) -> Certificate | None:
+    """Return the operator's certificate, else an own one; None on the loopback, where nobody listens in."""
+    return given if given is not None or is_loopback(host) else ensure_certificate(home)
+
+
 def ensure_certificate(home: Path) -> Certificate:
     """Return this server's own certificate, made once: clients pin it."""
     from broker.runtime.credentials import make_credential
@@ -84,8 +89,7 @@ async def serve(
 ) -> None:
     """Serve until `until` returns. Raises OSError if the address cannot be listened on."""
     tls = None
-    if certificate is None and not is_loopback(host):
-        certificate = await asyncio.to_thread(ensure_certificate, home)
+    certificate = await asyncio.to_thread(choose_certificate, home, host, certificate)
     if certificate is not None:
         tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
         tls.load_cert_chain(certificate.certificate, certificate.key)

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 
 from broker.app import jobs, launching
+from broker.app.buckets import TrackUpload
 from broker.app.clusters import find_up
 from broker.app.container import Context
 from broker.app.launching import Callbacks, ClusterTarget, prepare
@@ -40,7 +41,7 @@ def launch(
     show: Show,
     confirm: Show,
     on_stage: Callable[[str], None],
-    track_upload: launching.TrackUpload = launching.ignore_upload,
+    track_upload: TrackUpload = launching.ignore_upload,
 ) -> Started:
     """Plan, confirm and start a cluster with a task on it. `confirm` raises to refuse the price."""
     target = ClusterTarget.of(context, task, name=cluster, autostop=autostop)
@@ -82,7 +83,7 @@ def launch_jobs(
     show: Show,
     confirm: Show,
     on_submitted: Callable[[tuple[Job, ...]], None],
-    track_upload: launching.TrackUpload = launching.ignore_upload,
+    track_upload: TrackUpload = launching.ignore_upload,
 ) -> tuple[Job, ...]:
     """Plan, confirm and submit managed jobs. `on_submitted` is called before the daemon starts."""
     from broker.jobs.submission import submit_tasks
