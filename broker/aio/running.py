@@ -7,6 +7,7 @@ import functools
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -48,10 +49,11 @@ async def ask(home: Path | None, on_note: Notes | None, verb: Callable[Concatena
     """Run a verb on the server of the login, in a separate thread. A cancelled call goes on at the server."""
     path = find_login(home)
     assert path is not None
-    from broker.client.remote import Remote
+    from broker.client.remote import RemoteSession
 
-    session = Remote.open(path, on_note=on_note or (lambda text: None))
-    return await asyncio.to_thread(lambda: session.call(verb, **named))
+    session = RemoteSession.open(path, on_note=on_note or (lambda text: None))
+    call: Callable[..., T] = partial(session.call, verb)
+    return await asyncio.to_thread(call, **named)
 
 
 async def list_remote_lines(home: Path | None, verb: Callable[..., None], **named: Any) -> AsyncIterator[str]:

@@ -22,7 +22,7 @@ class Session(Protocol):
         ...
 
 
-class Embedded:
+class EmbeddedSession:
     """Runs verbs in this process, on the state folder of this user."""
 
     def __init__(self, context: Context) -> None:

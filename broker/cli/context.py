@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from broker.app.container import Context
-from broker.app.session import Embedded, Session
+from broker.app.session import EmbeddedSession, Session
 from broker.cli.render import print_note
 from broker.config import find_login
 
@@ -16,7 +16,7 @@ def make_session() -> Session:
     """Make the session of a command: with the server after `broker login`, else with the state folder."""
     path = find_login()
     if path is None:
-        return Embedded(make_context())
-    from broker.client.remote import Remote
+        return EmbeddedSession(make_context())
+    from broker.client.remote import RemoteSession
 
-    return Remote.open(path, on_note=print_note)
+    return RemoteSession.open(path, on_note=print_note)

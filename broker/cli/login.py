@@ -15,10 +15,14 @@ from broker.types import Secret
 
 
 def login(
-    url: Annotated[str, typer.Argument(help="URL that `broker server start` printed.", show_default=False)],
+    url: Annotated[
+        str, typer.Argument(metavar="URL", help="URL that `broker server start` printed.", show_default=False)
+    ],
     token: Annotated[
         str | None,
-        typer.Option("--token", metavar="TOKEN", help="Token; other users of this machine may see it in `ps`."),
+        typer.Option(
+            "--token", metavar="TOKEN", help="Token. Other users of this machine can see it; prefer --token-file."
+        ),
     ] = None,
     token_file: Annotated[
         Path | None, typer.Option("--token-file", metavar="FILE", help="File with the token; `-` reads stdin.")
@@ -29,12 +33,12 @@ def login(
     ] = None,
 ) -> None:
     """Log in to a server, on which commands run from then on."""
-    from broker.client.login import Login, check_login, save_login
-    from broker.client.remote import Remote, check_handshake
+    from broker.client.login import ServerLogin, check_login, save_login
+    from broker.client.remote import RemoteSession, check_handshake
 
-    found = Login(url=url.rstrip("/"), token=_read_token(token, token_file), fingerprint=fingerprint)
+    found = ServerLogin(url=url.rstrip("/"), token=_read_token(token, token_file), fingerprint=fingerprint)
     check_login(found)
-    answer = check_handshake(Remote(found))
+    answer = check_handshake(RemoteSession(found))
     save_login(find_home() / LOGIN, found)
     print_line(f"Logged in to {found.url} as {answer.user} ({answer.role.value}), server version {answer.version}")
 

@@ -37,7 +37,7 @@ StateOption = Annotated[
 
 @app.command()
 def start(
-    host: Annotated[str, typer.Option("--host", help="Address to listen on; others than the loopback use TLS.")] = (
+    host: Annotated[str, typer.Option("--host", help="Address to listen on; any but a loopback address uses TLS.")] = (
         "127.0.0.1"
     ),
     port: Annotated[int, typer.Option("--port", min=0, max=65535, help="Port to listen on (0: any free one).")] = 8471,
@@ -49,11 +49,12 @@ def start(
         bool, typer.Option("--local-cloud", help="Let tasks run on this machine, as the user of the server.")
     ] = False,
     certificate: Annotated[
-        Path | None, typer.Option("--certificate", metavar="FILE", help="PEM certificate instead of an own one.")
+        Path | None,
+        typer.Option("--certificate", metavar="FILE", help="PEM certificate (default: made by the server)."),
     ] = None,
-    key: Annotated[Path | None, typer.Option("--key", metavar="FILE", help="PEM key of --certificate.")] = None,
+    key: Annotated[Path | None, typer.Option("--key", metavar="FILE", help="PEM private key of --certificate.")] = None,
 ) -> None:
-    """Serve the HTTP API until SIGTERM or Ctrl-C.
+    """Start the server and run until SIGTERM or Ctrl-C.
 
     Jobs and clusters continue while the server is stopped.
     """
@@ -116,7 +117,10 @@ def _ensure_first_token(home: Path) -> None:
 
 @app.command()
 def controller(state: StateOption = None) -> None:
-    """Run the controllers of jobs until SIGTERM, for servers started with `--no-controller`."""
+    """Run the controllers of jobs until SIGTERM.
+
+    For servers that were started with `--no-controller`.
+    """
     from broker.jobs.daemon import run_daemon
 
     if state is not None:

@@ -23,7 +23,7 @@ FINGERPRINT = r"sha256:[0-9a-f]{64}"
 
 
 @noun
-class Login:
+class ServerLogin:
     """`fingerprint` is `sha256:...` of the certificate to accept; None to check it as browsers do."""
 
     url: str
@@ -31,7 +31,7 @@ class Login:
     fingerprint: str | None = None
 
 
-def check_login(login: Login) -> None:
+def check_login(login: ServerLogin) -> None:
     """Raise UsageError for a URL or fingerprint that cannot be used; tokens never go over plain HTTP to other hosts."""
     parts = urlsplit(login.url)
     if parts.scheme not in ("http", "https") or not parts.hostname or parts.path.strip("/") or parts.query:
@@ -55,7 +55,7 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def save_login(path: Path, login: Login) -> None:
+def save_login(path: Path, login: ServerLogin) -> None:
     """Write the login, mode 0600. Raises OSError."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     aside = path.with_name(f".{path.name}-{os.getpid()}")
@@ -65,11 +65,11 @@ def save_login(path: Path, login: Login) -> None:
     aside.replace(path)
 
 
-def read_login(path: Path) -> Login:
+def read_login(path: Path) -> ServerLogin:
     """Read the login. Raises StateError for a damaged file."""
     try:
         data = json.loads(path.read_bytes())
-        return Login(
+        return ServerLogin(
             url=str(data["url"]),
             token=Secret(value=str(data["token"])),
             fingerprint=msgspec.convert(data["fingerprint"], str | None),
@@ -80,7 +80,7 @@ def read_login(path: Path) -> Login:
         ) from None
 
 
-def connect(login: Login) -> HTTPConnection:
+def connect(login: ServerLogin) -> HTTPConnection:
     """Open a connection whose certificate is checked before anything is sent.
 
     Raises AuthError for another certificate than the pinned one, OSError where the server does not answer.

@@ -16,7 +16,7 @@ from broker import __version__
 from broker.app.clusters import LogChunk
 from broker.app.container import Context
 from broker.client.files import upload_files
-from broker.client.login import Login, connect, read_login
+from broker.client.login import ServerLogin, connect, read_login
 from broker.client.wire import (
     HEADER,
     LINES,
@@ -40,18 +40,18 @@ RETRIES_MAX = 5  # in a row, of a connection that follows output
 RETRY_S = 1.0
 
 
-class Remote:
+class RemoteSession:
     """Runs verbs on the server of a login. Raises the verb's own errors, AuthError, TransientError."""
 
     clock: Clock
 
-    def __init__(self, login: Login, *, on_note: Callable[[str], None] = lambda text: None) -> None:
+    def __init__(self, login: ServerLogin, *, on_note: Callable[[str], None] = lambda text: None) -> None:
         self._login = login
         self._note = on_note
         self.clock = SystemClock()
 
     @classmethod
-    def open(cls, path: Path, *, on_note: Callable[[str], None]) -> Remote:
+    def open(cls, path: Path, *, on_note: Callable[[str], None]) -> RemoteSession:
         return cls(read_login(path), on_note=on_note)
 
     def call(self, verb: Callable[Concatenate[Context, P], T], *arguments: P.args, **named: P.kwargs) -> T:
@@ -210,7 +210,7 @@ class Handshake:
     role: Role
 
 
-def check_handshake(session: Remote) -> Handshake:
+def check_handshake(session: RemoteSession) -> Handshake:
     """Ask the server who we are. Raises AuthError for an invalid token, UsageError for another protocol."""
     found: Handshake = decode(session.request("GET", "/v1/handshake"), Handshake)
     return found

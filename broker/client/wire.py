@@ -11,6 +11,7 @@ import importlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from dataclasses import replace
 from enum import Enum
 from functools import cache
 from pathlib import Path
@@ -20,13 +21,14 @@ from broker import errors
 from broker.errors import BrokerError, InvalidRequestError, Issue, TaskError
 from broker.nouns import noun
 from broker.state.people import Owned, Role
-from broker.types import Secret
+from broker.types import Plan, Secret
 
 PROTOCOL = 1  # grows when an older client or server would misread a frame or an argument
 HEADER = "Broker-Protocol"
 LINES = "application/x-ndjson"
 ASKED = ("confirm",)  # callbacks that may refuse
 LOCAL = ("track_upload",)  # callbacks that only run in the process of the verb
+FORECAST = "forecast"  # beside the fields of a plan
 MESSAGE_MAX = 64 * 2**20
 
 
@@ -143,7 +145,12 @@ def encode(value: Any, *, is_revealing: bool = False) -> Any:
     if isinstance(value, Sequence | AbstractSet):
         return [encode(each, is_revealing=is_revealing) for each in value]
     assert hasattr(value, "__dataclass_fields__"), f"cannot encode {type(value).__name__}"
-    return {name: encode(getattr(value, name), is_revealing=is_revealing) for name in value.__dataclass_fields__}
+    data = {name: encode(getattr(value, name), is_revealing=is_revealing) for name in value.__dataclass_fields__}
+    if isinstance(value, Plan) and value.choice.placement.is_spot and value.choice.breakdown is not None:
+        from broker.optimizer.forecast import forecast_plan
+
+        data[FORECAST] = encode(forecast_plan(value))  # made from what the planner holds and does not send
+    return data
 
 
 def decode(data: Any, hint: Any) -> Any:
@@ -158,9 +165,20 @@ def decode(data: Any, hint: Any) -> Any:
         raise NotImplementedError(f"no type of a verb: {kind}")
 
     try:
-        return msgspec.convert(data, type=hint, strict=False, str_keys=True, dec_hook=make)
+        found = msgspec.convert(data, type=hint, strict=False, str_keys=True, dec_hook=make)
     except msgspec.ValidationError as error:
         raise InvalidRequestError(f"invalid data: {error}") from None
+    if isinstance(found, list | tuple) and found and isinstance(found[0], Plan):
+        return [_add_forecast(plan, each) for plan, each in zip(found, data, strict=True)]
+    return found
+
+
+def _add_forecast(plan: Plan, data: Mapping[str, Any]) -> Plan:
+    from broker.optimizer.forecast import CostForecast, ForecastEstimates
+
+    estimates = ForecastEstimates(plan.estimates)
+    estimates.forecast = decode(data.get(FORECAST), CostForecast | None)
+    return replace(plan, estimates=estimates)
 
 
 EXTRAS = ("returncode", "scope", "node_id", "table", "key")  # attributes of some errors, beside those of all

@@ -23,7 +23,7 @@ from broker.server.authorisation import check_role, has_role
 from broker.server.context import Policy, ServerContext
 from broker.server.files import DIGEST, FileStore
 from broker.server.openapi import describe_api
-from broker.server.running import Frame, Request, Running
+from broker.server.running import Frame, Running, VerbRequest
 from broker.server.tokens import find_token
 from broker.state.people import Role, Token
 from broker.types import Task
@@ -166,7 +166,7 @@ class Server:
             running.leave()
             del self._running[wanted.id]
 
-    def _read_request(self, verb: Verb, body: dict[str, Any], token: Token) -> Request:
+    def _read_request(self, verb: Verb, body: dict[str, Any], token: Token) -> VerbRequest:
         """Decode the arguments. Raises InvalidRequestError for a missing, unknown or invalid one."""
         signature = read_signature(verb.function)
         if unknown := sorted(set(body) - set(signature.arguments)):
@@ -174,7 +174,7 @@ class Server:
         arguments = {name: self._localize(decode(value, signature.arguments[name])) for name, value in body.items()}
         if missing := sorted(read_required(verb) - set(arguments)):
             raise InvalidRequestError(f"`{verb.name}` requires the argument `{missing[0]}`")
-        return Request(id=secrets.token_hex(16), verb=verb, signature=signature, arguments=arguments, token=token)
+        return VerbRequest(id=secrets.token_hex(16), verb=verb, signature=signature, arguments=arguments, token=token)
 
     def _localize(self, value: Any) -> Any:
         """Check tasks as those of a file are, and point them to the files that were uploaded."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +18,7 @@ from broker.nouns import noun
 from broker.server.authorisation import check_verb, list_changed
 from broker.server.context import DisconnectedError, Policy, ServerContext
 from broker.state.people import Owned, Role, Token
-from broker.types import Job
+from broker.types import Job, Plan
 
 log = logging.getLogger(__name__)
 
@@ -28,7 +28,7 @@ Frame = Mapping[str, Any]
 
 
 @noun
-class Request:
+class VerbRequest:
     """A verb with its decoded arguments, and who asks for it."""
 
     id: str
@@ -41,7 +41,7 @@ class Request:
 class Running:
     """One verb at work. Its frames end with a result or an error; `answer` resolves the question of a frame."""
 
-    def __init__(self, request: Request, *, home: Path, policy: Policy, is_agreeing: bool = False) -> None:
+    def __init__(self, request: VerbRequest, *, home: Path, policy: Policy, is_agreeing: bool = False) -> None:
         self._request = request
         self._home = home
         self._policy = policy
@@ -156,11 +156,12 @@ class Running:
 
         return {name: make(name) for name in self._request.signature.callbacks}
 
-    def _ask(self, name: str, value: object) -> None:
+    def _ask(self, name: str, plans: Sequence[Plan]) -> None:
         """Wait for the client's answer. Raises UsageError if it refuses, or does not answer in time."""
         if self._is_agreeing:
             return
-        self._emit({"ask": name, "id": self._request.id, "value": encode(value)})
+        plans = [replace(plan, estimates=(plan.choice,)) for plan in plans]  # the others were shown
+        self._emit({"ask": name, "id": self._request.id, "value": encode(plans)})
         try:
             is_accepted = self._answer.result(ANSWER_S_MAX)
         except TimeoutError:

@@ -18,7 +18,7 @@ from broker.app.clusters import LogChunk
 from broker.app.verbs.jobs import cancel_jobs, follow_log
 from broker.app.verbs.launching import launch_jobs
 from broker.client.login import read_login, save_login
-from broker.client.remote import Remote
+from broker.client.remote import RemoteSession
 from broker.config import LOGIN
 from broker.errors import DeniedError, StateError, UsageError
 from broker.types import Job, JobStatus, Plan, Resources, Task
@@ -85,7 +85,7 @@ def test_output_continues_at_its_offset_after_a_lost_connection(hosted: Hosted) 
             store.jobs.set_status(job.id, JobStatus.FAILED, failure="the end")
 
     with cut_connections(hosted.listening.url, after=b"second", times=1) as (url, requests):
-        session = Remote(replace(hosted.login("viewer"), url=url))
+        session = RemoteSession(replace(hosted.login("viewer"), url=url))
         session.call(follow_log, job=str(job.id), on_chunk=note)
     assert lines == ["first", "second", "third"], "no line twice, none lost"
     assert len(requests) == 2 and b'"offset": 13' in requests[1]

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import pytest
 
+from broker.app.market import Market, find_cache
 from broker.app.planning import read_task
 from broker.client.wire import VERBS, decode, decode_error, encode, encode_error, find_verb, read_signature
 from broker.errors import (
@@ -19,7 +21,8 @@ from broker.errors import (
     UnreachedError,
     UsageError,
 )
-from broker.types import Goal, Secret, Task
+from broker.optimizer.forecast import forecast_plan
+from broker.types import Goal, Plan, Secret, Task
 
 TASK = """\
 name: train
@@ -35,6 +38,15 @@ run: python train.py
 def test_task_arrives_as_it_was_sent() -> None:
     task = read_task(TASK)
     assert decode(encode(task, is_revealing=True), Task) == task
+
+
+def test_plan_arrives_with_its_forecast() -> None:
+    task = read_task("resources: {accelerators: 'H100:8', use_spot: true}\ngoal: {work: 40h}\nrun: python train.py\n")
+    plan = Market(find_cache()).plan(task)
+    found = decode(encode([plan]), Sequence[Plan])[0]
+    assert list(found.estimates) == list(plan.estimates) and found.rejections == plan.rejections
+    forecast = forecast_plan(plan)
+    assert forecast is not None and forecast_plan(found) == forecast
 
 
 def test_secret_is_revealed_only_on_the_way_to_the_server() -> None:

@@ -14,8 +14,8 @@ from urllib.request import Request, urlopen
 import pytest
 
 from broker.app.container import Context
-from broker.client.login import Login
-from broker.client.remote import Remote
+from broker.client.login import ServerLogin
+from broker.client.remote import RemoteSession
 from broker.server.context import Policy
 from broker.server.serving import Certificate, Listening, serve
 from broker.server.tokens import create_token
@@ -65,13 +65,13 @@ class Hosted:
         self._thread.join()
         self.context.close()
 
-    def login(self, user: str) -> Login:
-        return Login(
+    def login(self, user: str) -> ServerLogin:
+        return ServerLogin(
             url=self.listening.url, token=Secret(value=self.tokens[user]), fingerprint=self.listening.fingerprint
         )
 
-    def open(self, user: str, *, on_note: Callable[[str], None] = lambda text: None) -> Remote:
-        return Remote(self.login(user), on_note=on_note)
+    def open(self, user: str, *, on_note: Callable[[str], None] = lambda text: None) -> RemoteSession:
+        return RemoteSession(self.login(user), on_note=on_note)
 
     def ask(
         self, path: str, body: object = None, *, token: str | None = None, headers: dict[str, str] | None = None

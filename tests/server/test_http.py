@@ -14,8 +14,8 @@ from broker.app.verbs.clusters import show_status
 from broker.app.verbs.jobs import explain_job, show_job
 from broker.app.verbs.launching import exec_task
 from broker.client.files import upload_files, write_archive
-from broker.client.login import Login, check_login
-from broker.client.remote import Remote, check_handshake
+from broker.client.login import ServerLogin, check_login
+from broker.client.remote import RemoteSession, check_handshake
 from broker.client.wire import HEADER, VERBS
 from broker.errors import AuthError, TransientError, UsageError
 from broker.server.files import FileStore
@@ -146,11 +146,11 @@ def test_certificate_is_pinned(tmp_path: Path) -> None:
     try:
         good = hosted.login("viewer")
         assert good.url.startswith("https://") and good.fingerprint
-        assert check_handshake(Remote(good)).user == "viewer"
+        assert check_handshake(RemoteSession(good)).user == "viewer"
         assert hosted.open("viewer").call(show_status).clusters == ()
         for fingerprint, words in (("sha256:" + "0" * 64, "another certificate"), (None, "cannot be verified")):
             with pytest.raises(AuthError, match=words):
-                check_handshake(Remote(Login(url=good.url, token=good.token, fingerprint=fingerprint)))
+                check_handshake(RemoteSession(ServerLogin(url=good.url, token=good.token, fingerprint=fingerprint)))
     finally:
         hosted.stop()
 
@@ -164,9 +164,9 @@ def test_only_the_loopback_is_served_without_tls(tmp_path: Path) -> None:
 
 def test_token_is_not_sent_to_another_host_in_clear() -> None:
     token = Secret(value="x")
-    check_login(Login(url="http://127.0.0.1:1", token=token))
+    check_login(ServerLogin(url="http://127.0.0.1:1", token=token))
     with pytest.raises(UsageError, match="not encrypted"):
-        check_login(Login(url="http://server.example:1", token=token))
+        check_login(ServerLogin(url="http://server.example:1", token=token))
 
 
 def test_server_that_is_away_is_named(tmp_path: Path) -> None:

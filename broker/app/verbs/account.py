@@ -12,19 +12,19 @@ from broker.types import Plan, Task
 
 
 @noun
-class Bill:
+class CostReport:
     """Spending by job, cloud or day, with the names of jobs by ID."""
 
     spending: Spending
     names: Mapping[int, str]
 
 
-def show_cost(context: Context, *, by: By) -> Bill:
+def show_cost(context: Context, *, by: By) -> CostReport:
     """Sum all bills up to now."""
     context.keep_jobs_going()
     store = context.store
     names = {job.id: job.name for job in store.jobs.list_lines(on_damage=context.warn)} if by is By.JOB else {}
-    return Bill(spending=read_spending(store, by, context.clock.now_s(), on_damage=context.warn), names=names)
+    return CostReport(spending=read_spending(store, by, context.clock.now_s(), on_damage=context.warn), names=names)
 
 
 @noun

@@ -17,7 +17,7 @@ from broker.types import Job, JobStatus, Secret
 
 
 @noun
-class JobView:
+class PricedJob:
     """A job and its cost so far."""
 
     job: Job
@@ -70,21 +70,21 @@ def list_queue(context: Context, *, newest: int | None) -> Queue:
     return Queue(lines=lines, spent_usd=spent, count=context.store.jobs.count())
 
 
-def list_jobs(context: Context) -> tuple[JobView, ...]:
+def list_jobs(context: Context) -> tuple[PricedJob, ...]:
     """List all jobs in full, oldest first."""
     found = context.store.jobs.list(on_damage=context.warn)
     context.keep_jobs_going()
     spent = context.store.bills.list_spend_usd(now_s=context.clock.now_s())
-    return tuple(JobView(job=job, spent_usd=spent.get(job.id, 0.0)) for job in found)
+    return tuple(PricedJob(job=job, spent_usd=spent.get(job.id, 0.0)) for job in found)
 
 
-def show_job(context: Context, *, job: str) -> JobView:
+def show_job(context: Context, *, job: str) -> PricedJob:
     """Find a job by ID, or the newest of a name. Raises UsageError."""
     return _view(context, jobs.find_job(context, job))
 
 
-def _view(context: Context, job: Job) -> JobView:
-    return JobView(job=job, spent_usd=context.store.bills.spend_usd(job_id=job.id, now_s=context.clock.now_s()))
+def _view(context: Context, job: Job) -> PricedJob:
+    return PricedJob(job=job, spent_usd=context.store.bills.spend_usd(job_id=job.id, now_s=context.clock.now_s()))
 
 
 def follow_log(
@@ -130,7 +130,7 @@ def explain_job(context: Context, *, job: str) -> Story:
     )
 
 
-def wait_for_job(context: Context, *, job: str, status: JobStatus, timeout_s: float = 0.0) -> JobView:
+def wait_for_job(context: Context, *, job: str, status: JobStatus, timeout_s: float = 0.0) -> PricedJob:
     """Wait until a job reaches a status or ends. Raises WaitTimeoutError."""
     found = jobs.find_job(context, job)
     return _view(context, asyncio.run(jobs.wait_for(context, found.id, status, timeout_s=timeout_s)))
