@@ -19,6 +19,7 @@ from broker.errors import StateError, UsageError
 from broker.nouns import noun
 
 SETTINGS = "config.toml"
+LOGIN = "login.json"  # the server that commands speak to
 SETTING_NAMES = ("bucket_access", "checkpoints", "keep_days", "state", "unattended")
 KEEP_DAYS = 90.0
 # Valid checkpoint locations: buckets that the bundled trainers can write to, and folders shared by all nodes.
@@ -176,6 +177,17 @@ def find_state_url(home: Path) -> str | None:
             hints=("without it, the state is in a SQLite file of the state folder",),
         )
     return url
+
+
+def find_login(home: Path | None = None) -> Path | None:
+    """Return the file that `broker login` wrote; None while this user works on the state folder."""
+    path = find_home(home) / LOGIN
+    return path if path.exists() else None
+
+
+def choose_state_url(url: str) -> None:
+    """Use a database for the state in this process and those that it starts."""
+    os.environ["BROKER_STATE"] = url
 
 
 def read_secret_key() -> str | None:

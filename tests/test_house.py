@@ -28,7 +28,8 @@ LAYERS: list[set[str]] = [
     {"provision"},
     {"jobs", "batch", "sweeps", "lab", "serve"},
     {"app"},
-    {"rehearsal", "aio", "dashboard"},
+    {"rehearsal", "dashboard", "client"},
+    {"aio", "server"},
     {"api"},
     {"cli"},
 ]

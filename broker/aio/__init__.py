@@ -17,7 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from broker.aio import jobs
-from broker.aio.running import Notes, open_context, use_in_thread
+from broker.aio.running import Notes, ask, is_remote, list_remote_lines, open_context, use_in_thread
 from broker.app import clusters
 from broker.app.advising import AdviceRequest, Precision, Recommendation, Trainer
 from broker.app.advising import advise as recommend
@@ -28,6 +28,8 @@ from broker.app.market import Market, find_cache
 from broker.app.planning import TaskLike, read_task
 from broker.app.simulating import Simulation, SimulationRequest
 from broker.app.simulating import simulate as replay
+from broker.app.verbs import clusters as verbs
+from broker.app.verbs import launching
 from broker.nouns import noun
 from broker.types import Autostop, Cluster, Plan, Run
 
@@ -87,6 +89,13 @@ async def launch(
     if idle_minutes_to_autostop is not None or down:
         autostop = Autostop(idle_minutes=idle_minutes_to_autostop or 0, is_down=down)
     found = read_task(task)
+    if is_remote(home):
+        started = await ask(
+            home, on_note, launching.launch, task=found, cluster=cluster, autostop=autostop, hedge=hedge,
+            retry_until_up=retry_until_up, is_dryrun=False, show=_accept, confirm=_accept, on_stage=_ignore,
+        )  # fmt: skip
+        known = (await ask(home, on_note, verbs.show_status)).clusters
+        return Launched(cluster=next(each for each in known if each.name == started.cluster), run_id=started.run_id)
     with open_context(home, on_note) as context:
         target = ClusterTarget.of(context, found, name=cluster, autostop=autostop)
 
@@ -98,12 +107,22 @@ async def launch(
         return Launched(cluster=context.find_cluster(target.name), run_id=run_id)
 
 
+def _accept(plans: Sequence[Plan]) -> None:
+    pass
+
+
+def _ignore(text: str) -> None:
+    pass
+
+
 async def exec(cluster: str, task: TaskLike, *, home: Path | None = None, on_note: Notes | None = None) -> int:
     """Start a task's `run`, without its `setup`, on a cluster that is up; return the run's id.
 
     A task that requests accelerators reserves them and runs alongside others; any other task has the whole cluster.
     Raises UsageError for an unknown cluster or one that is not up, CloudError where its nodes do not respond.
     """
+    if is_remote(home):
+        return await ask(home, on_note, launching.exec_task, cluster=cluster, task=read_task(task))
     with open_context(home, on_note) as context:
         return await exec_task(context, clusters.find_up(context, cluster), read_task(task))
 
@@ -113,12 +132,16 @@ async def status(*, refresh: bool = False, home: Path | None = None, on_note: No
 
     A cloud that cannot be queried is in `failures`; its clusters show their last known state.
     """
+    if is_remote(home):
+        return await ask(home, on_note, verbs.show_status, is_refreshing=refresh)
     with open_context(home, on_note) as context:
         return await clusters.read_status(context, is_refreshing=refresh)
 
 
 async def queue(cluster: str, *, home: Path | None = None) -> tuple[Run, ...]:
     """Return the runs of a cluster that is up, oldest first."""
+    if is_remote(home):
+        return tuple(sorted(await ask(home, None, verbs.list_runs, cluster=cluster), key=lambda run: run.id))
     with open_context(home) as context:
         runs = await context.gang.list_runs(clusters.find_up(context, cluster))
         return tuple(sorted(runs, key=lambda run: run.id))
@@ -126,6 +149,9 @@ async def queue(cluster: str, *, home: Path | None = None) -> tuple[Run, ...]:
 
 async def cancel(cluster: str, run_ids: Sequence[int] | None = None, *, home: Path | None = None) -> tuple[int, ...]:
     """Cancel runs of a cluster, or all if `run_ids` is None; return the ids of those that were live."""
+    if is_remote(home):
+        wanted = None if run_ids is None else tuple(run_ids)
+        return await ask(home, None, verbs.cancel_runs, cluster=cluster, run_ids=wanted)
     with open_context(home) as context:
         return tuple(await clusters.cancel_runs(context, clusters.find_up(context, cluster), run_ids))
 
@@ -137,6 +163,11 @@ async def logs(
 
     Raises RunFailedError after the last line of a failed run, so a loop that ends without an error means success.
     """
+    if is_remote(home):
+        known = await ask(home, None, verbs.find_run, cluster=cluster, run_id=run_id)
+        async for line in list_remote_lines(home, verbs.follow_run, cluster=cluster, run_id=known, is_following=follow):
+            yield line
+        return
     with open_context(home) as context:
         found = clusters.find_up(context, cluster)
         wanted = clusters.find_run_id(context, cluster, run_id)
@@ -150,6 +181,11 @@ async def down(*names: str, home: Path | None = None, on_note: Notes | None = No
     Returns once each is confirmed gone. Raises UsageError for an unknown name or the cluster of a live job, and
     BrokerError if a cloud fails, after the other clusters are terminated.
     """
+    if is_remote(home):
+        preview = await ask(home, on_note, verbs.preview_down, patterns=names)
+        kept = await ask(home, on_note, verbs.terminate_clusters, names=preview.names, on_down=_ignore)
+        clusters.raise_failures([*preview.failures, *kept], ended_count=len(preview.names) - len(kept))
+        return preview.names
     with open_context(home, on_note) as context:
         wanted, failures = clusters.select_clusters(context, names)
         refused = await clusters.take_down(context, wanted)

@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
-from broker.aio.running import Notes, open_context, use_in_thread
+from broker.aio.running import Notes, ask, is_remote, list_remote_lines, open_context, use_in_thread
 from broker.app import jobs
 from broker.app.container import Context
 from broker.app.jobs import Explanation, JobTarget
 from broker.app.launching import prepare
 from broker.app.planning import TaskLike, read_task, read_tasks
+from broker.app.verbs import jobs as verbs
+from broker.app.verbs.launching import launch_jobs
 from broker.errors import RunFailedError, UsageError
-from broker.types import Job, JobStatus, Task
+from broker.types import Job, JobStatus, Plan, Secret, Task
 
 __all__ = ["cancel", "launch", "launch_pipeline", "logs", "queue", "retry", "wait", "why"]
 
@@ -66,7 +68,20 @@ async def _submit(
         context.ensure_daemon()
         return tuple(found)
 
+    if is_remote(home):
+        return await ask(
+            home, on_note, launch_jobs, tasks=tuple(tasks), name=name, request_id=request_id, hedge=hedge,
+            is_dryrun=False, show=_accept, confirm=_accept, on_submitted=_ignore,
+        )  # fmt: skip
     return await use_in_thread(home, on_note, submit)
+
+
+def _accept(plans: Sequence[Plan]) -> None:
+    pass
+
+
+def _ignore(submitted: tuple[Job, ...]) -> None:
+    pass
 
 
 async def wait(
@@ -82,6 +97,11 @@ async def wait(
     """
     if timeout_s is not None and timeout_s <= 0:
         raise UsageError(f"`timeout_s` must be positive, not {timeout_s:g}")
+    if is_remote(home):
+        view = await ask(home, None, verbs.wait_for_job, job=str(job), status=status, timeout_s=timeout_s or 0.0)
+        if view.job.status is not status:
+            raise jobs.explain_ended(view.job)
+        return view.job
     with open_context(home) as context:
         found = await jobs.wait_for(context, jobs.find_job(context, job).id, status, timeout_s=timeout_s or 0.0)
         if found.status is not status:
@@ -97,6 +117,8 @@ async def queue(*, home: Path | None = None, on_note: Notes | None = None) -> tu
         context.keep_jobs_going()
         return tuple(found)
 
+    if is_remote(home):
+        return tuple(view.job for view in await ask(home, on_note, verbs.list_jobs))
     return await use_in_thread(home, on_note, list_jobs)
 
 
@@ -113,6 +135,12 @@ async def cancel(*wanted: int | str, home: Path | None = None, on_note: Notes | 
             context.ensure_daemon()
         return live
 
+    if is_remote(home):
+        done = await ask(home, on_note, verbs.cancel_jobs, names=tuple(map(str, wanted)))
+        if done.missing:
+            raise done.missing[0]
+        ids = {each.job_id for each in done.jobs if each.is_live}
+        return tuple(view.job for view in await ask(home, on_note, verbs.list_jobs) if view.job.id in ids)
     return await use_in_thread(home, on_note, end)
 
 
@@ -129,6 +157,9 @@ async def retry(
     def submit(context: Context) -> Job:
         return jobs.retry(context, jobs.find_job(context, job), secrets=secrets or {}, request_id=request_id)
 
+    if is_remote(home):
+        given = {key: Secret(value=value) for key, value in (secrets or {}).items()}
+        return await ask(home, on_note, verbs.retry_job, job=str(job), secrets=given, request_id=request_id)
     return await use_in_thread(home, on_note, submit)
 
 
@@ -137,6 +168,14 @@ async def logs(job: int | str, *, follow: bool = True, home: Path | None = None)
 
     Raises RunFailedError after the last line of a job that did not succeed.
     """
+    if is_remote(home):
+        known = (await ask(home, None, verbs.show_job, job=str(job))).job.id
+        async for line in list_remote_lines(home, verbs.follow_log, job=str(known), is_following=follow):
+            yield line
+        ended = (await ask(home, None, verbs.show_job, job=str(known))).job
+        if follow and ended.status is not JobStatus.SUCCEEDED:
+            raise RunFailedError(f"job {known} ended with status {ended.status.value}", returncode=1)
+        return
     with open_context(home) as context:
         job_id = jobs.find_job(context, job).id
         if not follow:
@@ -152,5 +191,8 @@ async def logs(job: int | str, *, follow: bool = True, home: Path | None = None)
 
 async def why(job: int | str, *, home: Path | None = None) -> Explanation:
     """Explain the status of a job: its events, attempts, steps, recoveries and cost."""
+    if is_remote(home):
+        told = await ask(home, None, verbs.explain_job, job=str(job))
+        return Explanation(job=told.job, events=told.events, summary=told.summary, paid_usd=told.paid_usd)
     with open_context(home) as context:
         return jobs.explain(context, jobs.find_job(context, job))

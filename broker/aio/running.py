@@ -7,10 +7,13 @@ import functools
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
+from broker.app.clusters import LogChunk
 from broker.app.container import Context
+from broker.config import find_login
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -35,6 +38,41 @@ async def use_in_thread(home: Path | None, on_note: Notes | None, call: Callable
             return call(context)
 
     return await asyncio.to_thread(use)
+
+
+def is_remote(home: Path | None) -> bool:
+    """Return whether the user of this state folder is logged in to a server."""
+    return find_login(home) is not None
+
+
+async def ask(home: Path | None, on_note: Notes | None, verb: Callable[Concatenate[Context, P], T], **named: Any) -> T:
+    """Run a verb on the server of the login, in a separate thread. A cancelled call goes on at the server."""
+    path = find_login(home)
+    assert path is not None
+    from broker.client.remote import RemoteSession
+
+    session = RemoteSession.open(path, on_note=on_note or (lambda text: None))
+    call: Callable[..., T] = partial(session.call, verb)
+    return await asyncio.to_thread(call, **named)
+
+
+async def list_remote_lines(home: Path | None, verb: Callable[..., None], **named: Any) -> AsyncIterator[str]:
+    """Yield the lines that a verb passes to `on_chunk` on the server. Raises the error that ends them."""
+    loop, chunks = asyncio.get_running_loop(), asyncio.Queue[LogChunk | None]()
+
+    async def work() -> None:
+        try:
+            await ask(
+                home, None, verb, **named, on_chunk=lambda chunk: loop.call_soon_threadsafe(chunks.put_nowait, chunk)
+            )
+        finally:
+            loop.call_soon_threadsafe(chunks.put_nowait, None)
+
+    working = asyncio.ensure_future(work())
+    while (chunk := await chunks.get()) is not None:
+        for line in chunk.lines:
+            yield line
+    await working
 
 
 def make_sync(call: Callable[P, Coroutine[Any, Any, T]]) -> Callable[P, T]:

@@ -87,26 +87,44 @@ def find_run_id(context: Context, cluster: str, run_id: int | None) -> int:
     return wanted
 
 
+@noun
+class LogChunk:
+    """Complete lines of a log; reading again from `offset` continues after them."""
+
+    lines: tuple[str, ...]
+    offset: int
+
+
 async def follow_run(context: Context, cluster: Cluster, run_id: int, *, is_following: bool) -> AsyncIterator[str]:
     """Yield the lines of all nodes' merged log; with `is_following`, until the run ends.
 
     Raises RunFailedError, after the last line, for a run that did not succeed.
     """
-    offset, rest = 0, b""
+    async for chunk in follow_chunks(context, cluster, run_id, is_following=is_following):
+        for line in chunk.lines:
+            yield line
+
+
+async def follow_chunks(
+    context: Context, cluster: Cluster, run_id: int, *, is_following: bool, offset: int = 0
+) -> AsyncIterator[LogChunk]:
+    """Yield the lines after `offset` bytes of the merged log, as `follow_run` does."""
+    rest = b""
     while True:
         report = await context.gang.poll(cluster, run_id)
         if report.unreachable and len(report.unreachable) == len(cluster.nodes):
             raise UsageError(f"no node of cluster `{cluster.name}` responds", hints=["see `broker status --refresh`"])
         chunk, offset = await context.gang.read_log(cluster, run_id, offset=offset)
         *lines, rest = (rest + chunk).split(b"\n")
-        for line in lines:
-            yield strip_control(line.decode(errors="replace"))
+        if lines:
+            shown = tuple(strip_control(line.decode(errors="replace")) for line in lines)
+            yield LogChunk(lines=shown, offset=offset - len(rest))
         if not chunk and (report.status.is_terminal or not is_following):
             break
         if not chunk:
             await context.clock.sleep(POLL_S)
     if rest:
-        yield strip_control(rest.decode(errors="replace"))
+        yield LogChunk(lines=(strip_control(rest.decode(errors="replace")),), offset=offset)
     if report.status.is_terminal:
         context.note(f"run {run_id} on `{cluster.name}` ended with status {report.status.value}")
         if report.status is not RunStatus.SUCCEEDED:

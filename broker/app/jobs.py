@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from broker.app.clusters import LogChunk
 from broker.app.container import Context
 from broker.app.launching import settle_checkpoints
 from broker.app.planning import plan_launch
@@ -142,18 +143,25 @@ def explain_ended(job: Job) -> JobEndedError:
 
 async def follow_job(context: Context, job_id: int) -> AsyncIterator[str]:
     """Yield the lines of a job's log as it grows, across recoveries, until the job ends."""
-    offset = 0
+    async for chunk in follow_chunks(context, job_id):
+        for line in chunk.lines:
+            yield line
+
+
+async def follow_chunks(context: Context, job_id: int, *, offset: int = 0) -> AsyncIterator[LogChunk]:
+    """Yield the lines after `offset` bytes of a job's log, as `follow_job` does."""
     while True:
         job = context.store.jobs.get(job_id)
         assert job is not None
         if not job.status.is_terminal:
             context.ensure_daemon()  # restart it if it died
         lines, offset = read_log(context, job_id, offset)
-        for line in lines:
-            yield line
+        if lines:
+            yield LogChunk(lines=tuple(lines), offset=offset)
         if job.status.is_terminal:
-            for line in read_log(context, job_id, offset)[0]:  # written while the caller handled the others
-                yield line
+            lines, offset = read_log(context, job_id, offset)  # written while the caller handled the others
+            if lines:
+                yield LogChunk(lines=tuple(lines), offset=offset)
             return
         await context.clock.sleep(LOOK_S)
 

@@ -43,7 +43,7 @@ class Target(Protocol):
 
 
 @contextmanager
-def _ignore_upload(url: str) -> Iterator[Callable[[int, int], None]]:
+def ignore_upload(url: str) -> Iterator[Callable[[int, int], None]]:
     yield lambda done, total: None
 
 
@@ -53,7 +53,7 @@ class Callbacks:
 
     show: Callable[[Sequence[Plan]], None] = lambda plans: None
     confirm: Callable[[Sequence[Plan]], None] = lambda plans: None  # raises to refuse the price
-    track_upload: TrackUpload = _ignore_upload
+    track_upload: TrackUpload = ignore_upload
 
 
 @noun

@@ -2,46 +2,38 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Annotated
 
 import typer
 
-from broker.app.clusters import (
-    Status,
-    cancel_runs,
-    find_run_id,
-    find_up,
-    follow_run,
-    raise_unasked,
-    read_status,
-)
-from broker.app.container import Context
+from broker.app.clusters import LogChunk, Status, raise_unasked
+from broker.app.session import Session
+from broker.app.verbs.clusters import cancel_runs, find_run, follow_run, list_runs, show_status
 from broker.cli import options
 from broker.cli.completion import complete_clusters
-from broker.cli.context import make_context
+from broker.cli.context import make_session
 from broker.cli.render import print_json, print_line, print_note, print_table
 from broker.formatting import format_count, format_duration, format_usd, to_plain
-from broker.types import Cluster, ClusterStatus, Run
+from broker.types import ClusterStatus, Run
 
 ClusterName = Annotated[str, typer.Argument(help="Cluster name.", show_default=False, autocompletion=complete_clusters)]
 
 
-def follow_unless(context: Context, name: str, run_id: int, *, detach: bool) -> None:
+def follow_unless(session: Session, name: str, run_id: int, *, detach: bool) -> None:
     """Follow the run's output, or say how to with `detach` and after Ctrl-C."""
     come_back = f"show its output with `broker logs {name} {run_id}`, terminate the cluster with `broker down {name}`"
     if detach:
         print_note(f"submitted run {run_id}; {come_back}")
         return
     try:
-        asyncio.run(_follow(context, context.find_cluster(name), run_id, is_following=True))
+        session.call(follow_run, cluster=name, run_id=run_id, on_chunk=print_chunk)
     except KeyboardInterrupt:
         print_note(f"\ndetached; the run continues; {come_back}")
         raise typer.Exit(130) from None
 
 
-async def _follow(context: Context, cluster: Cluster, run_id: int, *, is_following: bool) -> None:
-    async for line in follow_run(context, cluster, run_id, is_following=is_following):
+def print_chunk(chunk: LogChunk) -> None:
+    for line in chunk.lines:
         print_line(line)
 
 
@@ -51,11 +43,10 @@ def logs(
     follow: Annotated[bool, typer.Option("--follow/--no-follow", help="Keep printing until the run ends.")] = True,
 ) -> None:
     """Print the output of a run."""
-    context = make_context()
-    found = find_up(context, cluster)
-    wanted = find_run_id(context, cluster, run_id)
+    session = make_session()
+    wanted = session.call(find_run, cluster=cluster, run_id=run_id)
     try:
-        asyncio.run(_follow(context, found, wanted, is_following=follow))
+        session.call(follow_run, cluster=cluster, run_id=wanted, on_chunk=print_chunk, is_following=follow)
     except KeyboardInterrupt:
         print_note(f"\ndetached; `broker logs {cluster} {wanted}` reattaches")
         raise typer.Exit(130) from None
@@ -63,12 +54,12 @@ def logs(
 
 def queue(cluster: ClusterName, as_json: options.AsJson = False) -> None:
     """List the runs of a cluster."""
-    context = make_context()
-    runs = asyncio.run(context.gang.list_runs(find_up(context, cluster)))
+    session = make_session()
+    runs = session.call(list_runs, cluster=cluster)
     if as_json:
         print_json(to_plain(list(runs)))
         return
-    now_s = context.clock.now_s()
+    now_s = session.clock.now_s()
     rows = [
         [str(run.id), run.name or "-", run.accelerators or "-", run.status.value, _show_time(run, now_s),
          "-" if run.returncode is None else str(run.returncode)]
@@ -88,9 +79,8 @@ def cancel(
     everything: Annotated[bool, typer.Option("--all", "-a", help="Cancel all live runs.")] = False,
 ) -> None:
     """Cancel runs on a cluster."""
-    context = make_context()
-    wanted = None if everything else run_ids or []
-    ended = asyncio.run(cancel_runs(context, find_up(context, cluster), wanted))
+    wanted = None if everything else tuple(run_ids or ())
+    ended = make_session().call(cancel_runs, cluster=cluster, run_ids=wanted)
     for run_id in ended:
         print_line(f"cancelled run {run_id}")
     if not ended:
@@ -105,13 +95,12 @@ def status(
 
     With --refresh: exit code 5 where a cloud could not be queried.
     """
-    context = make_context()
-    found = asyncio.run(read_status(context, is_refreshing=refresh))
-    context.keep_jobs_going()
+    session = make_session()
+    found = session.call(show_status, is_refreshing=refresh)
     if as_json:
         _print_status(found)
     else:
-        _show_status(found, context.clock.now_s())
+        _show_status(found, session.clock.now_s())
     raise_unasked(found.failures)
 
 

@@ -35,6 +35,9 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "cost": ("broker.cli.cost", "Show spending by job, cloud or day."),
     "gc": ("broker.cli.gc", "Terminate orphaned cloud resources."),
     "state": ("broker.cli.state", "Inspect, back up, restore or reset the state file."),
+    "server": ("broker.cli.server", "Serve several people from one installation."),
+    "login": ("broker.cli.login", "Log in to a server, on which commands run from then on."),
+    "logout": ("broker.cli.login", "Log out of the server; commands run on this machine again."),
     "rehearse": ("broker.cli.rehearse", "Run a task on this machine as a spot job, with preemptions."),
     "local": ("broker.cli.local", "Control the local simulated cloud."),
 }
@@ -48,10 +51,13 @@ PANELS: dict[str, tuple[str, ...]] = {
     "Markets": ("gpus", "prices", "history", "catalog", "traces"),
     "Overview": ("top", "dashboard"),
     "Account": ("check", "cost", "gc", "state"),
+    "Server": ("server", "login", "logout"),
     "Local": ("rehearse", "local"),
 }  # fmt: skip
 HIDDEN: dict[str, tuple[str, str]] = {
     "daemon": ("broker.cli.daemon", "Run the managed jobs of a state folder."),
     "balancer": ("broker.cli.balancer", "Run the balancer of one service."),
 }
-GROUPS = ("jobs", "serve", "local", "catalog", "traces", "state")
+GROUPS = ("jobs", "serve", "local", "catalog", "traces", "state", "server")
+# Commands on the state folder of this machine: after `broker login`, they would show another state than the server's.
+EMBEDDED = ("ssh", "serve", "map", "sweep", "top", "dashboard", "check", "gc", "state", "server")

@@ -3,8 +3,20 @@
 from __future__ import annotations
 
 from broker.app.container import Context
+from broker.app.session import EmbeddedSession, Session
 from broker.cli.render import print_note
+from broker.config import find_login
 
 
 def make_context() -> Context:
     return Context(on_note=print_note)
+
+
+def make_session() -> Session:
+    """Make the session of a command: with the server after `broker login`, else with the state folder."""
+    path = find_login()
+    if path is None:
+        return EmbeddedSession(make_context())
+    from broker.client.remote import RemoteSession
+
+    return RemoteSession.open(path, on_note=print_note)

@@ -7,10 +7,11 @@ from typing import Annotated
 
 import typer
 
-from broker.app.spending import By, read_spending
+from broker.app.spending import By
+from broker.app.verbs.account import show_cost
 from broker.cli import options
-from broker.cli.context import make_context
-from broker.cli.render import note_damage, print_json, print_line, print_table
+from broker.cli.context import make_session
+from broker.cli.render import print_json, print_line, print_table
 from broker.formatting import format_usd
 
 
@@ -19,11 +20,8 @@ def cost(
     as_json: options.AsJson = False,
 ) -> None:
     """Show spending by job, cloud or day."""
-    context = make_context()
-    store = context.store
-    context.keep_jobs_going()
-    names = {job.id: job.name for job in store.jobs.list_lines(on_damage=note_damage)} if by is By.JOB else {}
-    spending = read_spending(store, by, context.clock.now_s(), on_damage=note_damage)
+    bill = make_session().call(show_cost, by=by)
+    names, spending = bill.names, bill.spending
     sums, before_s = spending.rows, spending.pruned_before_s
     pruned_before = None if before_s is None else time.strftime("%Y-%m-%d", time.localtime(before_s))
     if as_json:

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from broker.app.jobs import JobTarget, check_names, explain_ended, find_job, read_status, wait_for
-from broker.app.jobs import retry as retry_job
+from broker.app.jobs import check_names, explain_ended, read_status
+from broker.app.verbs.jobs import cancel_jobs, retry_job, show_job, wait_for_job
 from broker.cli import jobs_queue, jobs_show, options
 from broker.cli.completion import complete_jobs
-from broker.cli.context import make_context
+from broker.cli.context import make_session
 from broker.cli.jobs_show import JobName, follow_job
 from broker.cli.plan_table import describe_plan, has_spot_work, show_plan
-from broker.cli.render import note_damage, print_json, print_line, print_note
+from broker.cli.render import print_json, print_line, print_note
 from broker.errors import BrokerError, UsageError
 from broker.formatting import format_count
+from broker.types import Secret as SecretValue
 
 if TYPE_CHECKING:
     from broker.types import Job, Plan
@@ -52,12 +52,11 @@ def launch(
 
     The job recovers from preemptions until it succeeds, fails or is cancelled.
     """
-    from broker.app.launching import prepare
-    from broker.cli.launch import make_callbacks
-    from broker.jobs.submission import submit_tasks
+    from broker.app.verbs.launching import launch_jobs
+    from broker.cli.launch import confirm_price, show_upload
 
     check_names(name, request_id)
-    context = make_context()
+    session = make_session()
     as_json = as_json or output is options.Format.JSON
 
     def show(plans: Sequence[Plan]) -> None:
@@ -70,21 +69,20 @@ def launch(
         for plan in plans:
             show_plan(plan, forecast=list_forecast_lines(plan) if has_spot_work(plan) else ())
 
-    tasks = options.read_tasks(entrypoint, overrides)
-    callbacks = make_callbacks(show, yes=yes)
-    ready = prepare(context, tasks, JobTarget(context=context), callbacks=callbacks, is_dryrun=dryrun)
-    if dryrun:
-        return
-    jobs = submit_tasks(context.store, ready.tasks, name=name, request_id=request_id, hedge=hedge)
-    # Printed before the daemon starts: the jobs are recorded, and repeating the launch would submit them twice.
-    if as_json:
-        print_json([jobs_show.describe(each, 0.0) for each in jobs])
-    else:
-        _tell_submitted(jobs)
-    context.ensure_daemon()
+    def tell(jobs: Sequence[Job]) -> None:
+        if as_json:
+            print_json([jobs_show.describe(each, 0.0) for each in jobs])
+        else:
+            _tell_submitted(jobs)
+
+    jobs = session.call(
+        launch_jobs, tasks=tuple(options.read_tasks(entrypoint, overrides)), name=name, request_id=request_id,
+        hedge=hedge, is_dryrun=dryrun, show=show, confirm=lambda plans: confirm_price(plans, yes=yes),
+        on_submitted=tell, track_upload=show_upload,
+    )  # fmt: skip
     if not detach and not as_json:
         for job in jobs:
-            follow_job(context, job.id)
+            follow_job(session, job.id)
 
 
 def _tell_submitted(jobs: Sequence[Job]) -> None:
@@ -107,37 +105,26 @@ def cancel(
     output: options.Output = options.Format.TABLE,
 ) -> None:
     """Cancel jobs and terminate their clusters."""
-    context = make_context()
-    known = context.store.jobs.list(on_damage=note_damage)
-    wanted: list[Job] = [job for job in known if not job.status.is_terminal] if everything else []
     if not jobs and not everything:
         raise UsageError("no job was named", hints=["name one: `broker jobs cancel ID`, or pass `--all`"])
-    missing = []
-    for text in [] if everything else jobs or []:
-        try:
-            wanted += [job for job in known if job.pipeline == text] or [find_job(context, text)]
-        except UsageError as error:
-            missing.append(error)
-    if missing and not wanted:
-        raise missing[0]
+    found = make_session().call(cancel_jobs, names=tuple(jobs or ()), is_all=everything)
     as_json = as_json or output is options.Format.JSON
-    told = []
-    for job in wanted:
-        is_live = context.store.jobs.request_cancel(job.id)
-        if as_json:
-            told.append({"id": job.id, "name": job.name, "status": job.status.value, "is_cancelling": is_live})
-        elif is_live:
-            print_line(f"Cancelling job {job.id} ({job.name})")
+    for job in found.jobs if not as_json else ():
+        if job.is_live:
+            print_line(f"Cancelling job {job.job_id} ({job.name})")
         else:
-            print_line(f"Job {job.id} ({job.name}) has already ended with status {job.status.value}")
-    if wanted:
-        context.ensure_daemon()
+            print_line(f"Job {job.job_id} ({job.name}) has already ended with status {job.status.value}")
     if as_json:
-        print_json(told)
-    if missing:
+        print_json(
+            [
+                {"id": job.job_id, "name": job.name, "status": job.status.value, "is_cancelling": job.is_live}
+                for job in found.jobs
+            ]
+        )
+    if found.missing:
         raise BrokerError(
-            f"could not find {format_count(len(missing), 'job')}", details=[each.message for each in missing],
-            hints=missing[0].hints,
+            f"could not find {format_count(len(found.missing), 'job')}",
+            details=[each.message for each in found.missing], hints=found.missing[0].hints,
         )  # fmt: skip
 
 
@@ -151,15 +138,15 @@ def retry(
     output: options.Output = options.Format.TABLE,
 ) -> None:
     """Resubmit an ended job, which resumes from its checkpoints."""
-    context = make_context()
-    found, secrets = find_job(context, job), options.read_pairs(secret or (), "--secret")
-    again = retry_job(context, found, secrets=secrets, request_id=request_id)
+    session = make_session()
+    secrets = {name: SecretValue(value=value) for name, value in options.read_pairs(secret or (), "--secret").items()}
+    again = session.call(retry_job, job=job, secrets=secrets, request_id=request_id)
     if as_json or output is options.Format.JSON:
         print_json(jobs_show.describe(again, 0.0))
         return
     print_line(f"Submitted managed job {again.id} ({again.name}), which resumes from the checkpoints of job {job}")
     if not detach:
-        follow_job(context, again.id)
+        follow_job(session, again.id)
 
 
 @app.command()
@@ -178,11 +165,12 @@ def wait(
 
     Exit code 1 when the job ends in another status, or at the timeout.
     """
-    context, wanted = make_context(), read_status(state)
-    job_id = find_job(context, job).id
-    found = asyncio.run(wait_for(context, job_id, wanted, timeout_s=timeout))
+    session, wanted = make_session(), read_status(state)
+    job_id = session.call(show_job, job=job).job.id  # a name may have a newer job by the end
+    view = session.call(wait_for_job, job=str(job_id), status=wanted, timeout_s=timeout)
+    found = view.job
     if as_json or output is options.Format.JSON:
-        print_json(jobs_show.describe(found, context.store.bills.spend_usd(job_id=job_id, now_s=context.clock.now_s())))
+        print_json(jobs_show.describe(found, view.spent_usd))
     elif found.status is wanted:
         print_line(f"Job {job_id} ({found.name}) is {wanted.value}")
     if found.status is not wanted:

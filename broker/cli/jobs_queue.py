@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from broker.app.container import Context
+from broker.app.session import Session
+from broker.app.verbs.jobs import list_jobs, list_queue
 from broker.cli import options, terminal
-from broker.cli.context import make_context
+from broker.cli.context import make_session
 from broker.cli.jobs_show import describe
-from broker.cli.render import format_table, note_damage, print_json, print_line
+from broker.cli.render import format_table, print_json, print_line
 from broker.formatting import format_duration, format_usd
 from broker.types import JobStatus
 
@@ -33,33 +34,33 @@ def queue(
     output: options.Output = options.Format.TABLE,
 ) -> None:
     """List managed jobs, newest first."""
-    context = make_context()
+    session = make_session()
     as_json = as_json or output is options.Format.JSON
     newest = None if everything else NEWEST
     if not watch:
-        _print_jobs(context) if as_json else _show(list_lines(context, newest))
+        _print_jobs(session) if as_json else _show(list_lines(session, newest))
         return
     try:
-        _watch(context, newest, as_json=as_json)
+        _watch(session, newest, as_json=as_json)
     except KeyboardInterrupt:
         return
 
 
-def _watch(context: Context, newest: int | None, *, as_json: bool) -> None:
+def _watch(session: Session, newest: int | None, *, as_json: bool) -> None:
     """Redraw one view on a terminal; print one list after another in a pipe."""
     if as_json:
         while True:
-            _print_jobs(context)
-            asyncio.run(context.clock.sleep(WATCH_S))
+            _print_jobs(session)
+            asyncio.run(session.clock.sleep(WATCH_S))
     with terminal.show_view() as view:
         while True:
-            lines = list_lines(context, newest)
+            lines = list_lines(session, newest)
             if view is None:
                 _show(lines)
             else:
-                stamp = time.strftime("%H:%M:%S", time.localtime(context.clock.now_s()))
+                stamp = time.strftime("%H:%M:%S", time.localtime(session.clock.now_s()))
                 view.show([*lines, "", terminal.paint(f"{stamp}, every {WATCH_S:g} s; Ctrl-C to exit", terminal.FAINT)])
-            asyncio.run(context.clock.sleep(WATCH_S))
+            asyncio.run(session.clock.sleep(WATCH_S))
 
 
 def _show(lines: Sequence[str]) -> None:
@@ -67,26 +68,21 @@ def _show(lines: Sequence[str]) -> None:
         print_line(line)
 
 
-def _print_jobs(context: Context) -> None:
-    jobs = context.store.jobs.list(on_damage=note_damage)
-    context.keep_jobs_going()
-    spent = context.store.bills.list_spend_usd(now_s=context.clock.now_s())
-    print_json([describe(job, spent.get(job.id, 0.0)) for job in jobs])
+def _print_jobs(session: Session) -> None:
+    print_json([describe(view.job, view.spent_usd) for view in session.call(list_jobs)])
 
 
-def list_lines(context: Context, newest: int | None) -> list[str]:
+def list_lines(session: Session, newest: int | None) -> list[str]:
     """Make the table, and a line that counts the jobs it leaves out."""
-    lines = context.store.jobs.list_lines(newest, on_damage=note_damage)
-    context.keep_jobs_going()
-    now_s = context.clock.now_s()
-    rows = list_rows(lines, context.store.bills.list_spend_usd(now_s=now_s), now_s)
+    found = session.call(list_queue, newest=newest)
+    rows = list_rows(found.lines, found.spent_usd, session.clock.now_s())
     if not rows:
         return ["No managed jobs; submit one with `broker jobs launch TASK.yaml`"]
     table = format_table(
         ["ID", "NAME", "STATUS", "STEP", "RECOVERIES", "TIME", "USD"],
         rows, right=("ID", "STEP", "RECOVERIES", "TIME", "USD"),
     )  # fmt: skip
-    hidden = context.store.jobs.count() - len(lines)
+    hidden = found.count - len(found.lines)
     return [*table, *([f"... and {hidden} older; show them with `--all`"] if hidden else [])]
 
 

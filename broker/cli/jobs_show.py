@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from broker.app import jobs
-from broker.app.container import Context
-from broker.app.jobs import find_job
+from broker.app.clusters import LogChunk
+from broker.app.session import Session
+from broker.app.verbs.jobs import explain_job, follow_log, list_events, show_job
 from broker.cli import options
 from broker.cli.completion import complete_jobs
-from broker.cli.context import make_context
+from broker.cli.context import make_session
 from broker.cli.render import print_json, print_line, print_note
 from broker.errors import RunFailedError
 from broker.formatting import format_duration, format_usd, strip_control, to_plain
@@ -74,22 +74,18 @@ def logs(
     output: options.Output = options.Format.TABLE,
 ) -> None:
     """Print the output of a job across its recoveries."""
-    context = make_context()
-    found = find_job(context, job)
+    session = make_session()
+    job_id = session.call(show_job, job=job).job.id
     as_json = as_json or output is options.Format.JSON
     if follow:
-        follow_job(context, found.id, as_json=as_json)
+        follow_job(session, job_id, as_json=as_json)
     else:
-        context.keep_jobs_going()
-        for line in jobs.read_log(context, found.id)[0]:
-            _print_log_line(found.id, line, as_json=as_json)
+        session.call(follow_log, job=str(job_id), on_chunk=_make_printer(job_id, as_json=as_json), is_following=False)
 
 
 def events(job: JobName, as_json: options.AsJson = False, output: options.Output = options.Format.TABLE) -> None:
     """List the events of a job."""
-    context = make_context()
-    context.keep_jobs_going()
-    found = context.store.events.list(job_id=find_job(context, job).id)
+    found = make_session().call(list_events, job=job)
     if as_json or output is options.Format.JSON:
         print_json([_describe_event(each) for each in found])
         return
@@ -99,9 +95,8 @@ def events(job: JobName, as_json: options.AsJson = False, output: options.Output
 
 def why(job: JobName, as_json: options.AsJson = False, output: options.Output = options.Format.TABLE) -> None:
     """Explain the status of a job: its history, recoveries and cost."""
-    context = make_context()
-    context.keep_jobs_going()
-    told = jobs.explain(context, find_job(context, job))
+    session = make_session()
+    told = session.call(explain_job, job=job)
     found, story, summary, paid = told.job, told.events, told.summary, told.paid_usd
     if as_json or output is options.Format.JSON:
         print_json(
@@ -110,13 +105,12 @@ def why(job: JobName, as_json: options.AsJson = False, output: options.Output = 
         return
     reason = f": {found.failure}" if found.failure else ""
     print_line(f"Job {found.id} ({found.name}) {MEANING[found.status]}{reason}.")
-    if not found.status.is_terminal and (sentence := _describe_allowance(found, paid, context.clock.now_s())):
+    if not found.status.is_terminal and (sentence := _describe_allowance(found, paid, session.clock.now_s())):
         print_line(f"It {sentence}.")
     if found.resumes:
         print_line(f"It continues from the checkpoints of job {found.resumes}.")
-    for other in (context.store.jobs.get(need) for need in found.needs):
-        if other:
-            print_line(f"It needs job {other.id} ({other.name}), which is {other.status.value}.")
+    for other in told.needs:
+        print_line(f"It needs job {other.id} ({other.name}), which is {other.status.value}.")
     print_line(f"{_show_time(found.submitted_s)}  submitted")
     for event in story:
         if event.kind is not EventKind.LAST_LINES:
@@ -145,27 +139,25 @@ def _describe_allowance(job: Job, paid_usd: float, now_s: float) -> str:
     return describe_allowance(allowed_s)
 
 
-def follow_job(context: Context, job_id: int, *, as_json: bool = False) -> None:
+def follow_job(session: Session, job_id: int, *, as_json: bool = False) -> None:
     """Print the log as it grows, until the job ends. Raises RunFailedError for a failed job."""
-
-    async def follow() -> None:
-        async for line in jobs.follow_job(context, job_id):
-            _print_log_line(job_id, line, as_json=as_json)
-
     try:
-        asyncio.run(follow())
+        session.call(follow_log, job=str(job_id), on_chunk=_make_printer(job_id, as_json=as_json))
     except KeyboardInterrupt:
         print_note(f"\ndetached; the job continues; reattach with `broker jobs logs {job_id}`")
         raise typer.Exit(130) from None
-    job = context.store.jobs.get(job_id)
-    assert job is not None
+    job = session.call(show_job, job=str(job_id)).job
     print_note(f"Job {job_id} ended with status {job.status.value}{': ' + job.failure if job.failure else ''}")
     if job.status is not JobStatus.SUCCEEDED:
         raise RunFailedError(f"job {job_id} ended with status {job.status.value}", returncode=1)
 
 
-def _print_log_line(job_id: int, line: str, *, as_json: bool) -> None:
-    print_line(json.dumps({"job": job_id, "line": line}) if as_json else line)
+def _make_printer(job_id: int, *, as_json: bool) -> Callable[[LogChunk], None]:
+    def show(chunk: LogChunk) -> None:
+        for line in chunk.lines:
+            print_line(json.dumps({"job": job_id, "line": line}) if as_json else line)
+
+    return show
 
 
 def _show_time(time_s: float) -> str:

@@ -2,29 +2,29 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Annotated
 
 import typer
 
-from broker.app.clusters import find_up
 from broker.app.container import Context
-from broker.app.launching import Callbacks, ClusterTarget, describe_interrupted, exec_task, prepare, start_cluster
+from broker.app.launching import Callbacks, describe_interrupted
+from broker.app.verbs import launching as verbs
+from broker.app.verbs.clusters import check_up
 from broker.cli import options
 from broker.cli.clusters import ClusterName, follow_unless
-from broker.cli.context import make_context
+from broker.cli.context import make_session
 from broker.cli.plan_table import describe_plan, show_plan
 from broker.cli.render import print_json, print_note
-from broker.cli.terminal import show_progress, show_wait
+from broker.cli.terminal import Bar, show_progress, show_wait
 from broker.formatting import format_usd
 from broker.types import Autostop, Plan
 
 
 def make_callbacks(show: Callable[[Sequence[Plan]], None], *, yes: bool) -> Callbacks:
     """Show plans by `show`, ask for the price unless `yes`, and draw a bar for uploads."""
-    return Callbacks(show=show, confirm=lambda plans: confirm_price(plans, yes=yes), track_upload=_show_upload)
+    return Callbacks(show=show, confirm=lambda plans: confirm_price(plans, yes=yes), track_upload=show_upload)
 
 
 def confirm_price(plans: Sequence[Plan], *, yes: bool) -> None:
@@ -40,7 +40,7 @@ def confirm_price(plans: Sequence[Plan], *, yes: bool) -> None:
 
 
 @contextmanager
-def _show_upload(url: str) -> Iterator[Callable[[int, int], None]]:
+def show_upload(url: str) -> Iterator[Callable[[int, int], None]]:
     with show_progress(f"uploading to {url}", is_bytes=True) as bar:
         yield lambda done, total: bar.update(done, total=total)
 
@@ -77,38 +77,48 @@ def launch(
     as_json: AsJsonOption = False,
 ) -> None:
     """Start a cluster and run a task on it."""
-    context = make_context()
+    session = make_session()
     task = options.read_task(entrypoint, overrides)
     autostop = None
     if idle is not None or down:
         autostop = Autostop(idle_minutes=0 if idle is None else idle, is_down=down)
-    target = ClusterTarget.of(context, task, name=cluster, autostop=autostop)
+    name = session.call(verbs.name_target, task=task) if cluster is None else cluster
 
     def show(plans: Sequence[Plan]) -> None:
         (plan,) = plans
         if dryrun and as_json:
             print_json(describe_plan(plan, 10))
             return
-        if not dryrun:
-            context.prepare(plan)
         show_plan(plan)
 
-    ready = prepare(context, [task], target, callbacks=make_callbacks(show, yes=yes), is_dryrun=dryrun)
+    with ExitStack() as stack:
+        bar: Bar | None = None
+
+        def show_stage(text: str) -> None:
+            nonlocal bar
+            if bar is None:
+                bar = stack.enter_context(show_wait(text, is_told=False))
+            bar.describe(text)
+
+        try:
+            started = session.call(
+                verbs.launch, task=task, cluster=name, autostop=autostop, hedge=hedge, retry_until_up=retry_until_up,
+                is_dryrun=dryrun, show=show, confirm=lambda plans: confirm_price(plans, yes=yes),
+                on_stage=show_stage, track_upload=show_upload,
+            )  # fmt: skip
+        except KeyboardInterrupt:
+            if bar is None:
+                raise  # nothing was started
+            stack.close()
+            for line in session.call(verbs.describe_interrupted, cluster=name):
+                print_note(line)
+            raise typer.Exit(130) from None
     if dryrun:
         return
-    try:
-        with show_wait(f"starting `{target.name}`", is_told=False) as bar:
-            starting = start_cluster(
-                context, target, ready, hedge=hedge, retry_until_up=retry_until_up, on_stage=bar.describe
-            )
-            run_id = asyncio.run(starting)
-    except KeyboardInterrupt:
-        tell_what_is_left(context, target.name)
-        raise typer.Exit(130) from None
-    if run_id is None:
-        _note_development(target.name)
+    if started.run_id is None:
+        _note_development(name)
     else:
-        follow_unless(context, target.name, run_id, detach=detach)
+        follow_unless(session, name, started.run_id, detach=detach)
 
 
 def _note_development(name: str) -> None:
@@ -137,7 +147,7 @@ def exec_(
     The task's `setup` is not run. A task that requests accelerators reserves them and runs beside others; any
     other task has the whole cluster.
     """
-    context = make_context()
-    found = find_up(context, cluster)
-    run_id = asyncio.run(exec_task(context, found, options.read_task(entrypoint, overrides)))
-    follow_unless(context, cluster, run_id, detach=detach)
+    session = make_session()
+    session.call(check_up, cluster=cluster)  # before the task is read, whose errors matter less
+    run_id = session.call(verbs.exec_task, cluster=cluster, task=options.read_task(entrypoint, overrides))
+    follow_unless(session, cluster, run_id, detach=detach)

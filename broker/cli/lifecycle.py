@@ -10,33 +10,30 @@ from typing import Annotated
 
 import typer
 
-from broker.app.clusters import find_up, raise_failures, restart, select_clusters, set_autostop, take_down
+from broker.app.clusters import find_up, raise_failures
+from broker.app.verbs.clusters import preview_down, set_autostop, start_cluster, stop_cluster, terminate_clusters
 from broker.cli import options
 from broker.cli.clusters import ClusterName
 from broker.cli.completion import complete_clusters
-from broker.cli.context import make_context
+from broker.cli.context import make_context, make_session
 from broker.cli.render import print_line
 from broker.cli.terminal import show_wait
 from broker.errors import RunFailedError, UsageError
 from broker.formatting import format_count
-from broker.types import Autostop, Cluster
+from broker.types import Autostop
 
 
 def stop(cluster: ClusterName, yes: options.Agreed = False) -> None:
     """Stop a cluster and keep its disks."""
-    context = make_context()
-    find_up(context, cluster)
     with show_wait(f"stopping `{cluster}`", is_told=False):
-        asyncio.run(context.provisioner.stop(cluster))
+        make_session().call(stop_cluster, cluster=cluster)
     print_line(f"stopped cluster `{cluster}`; restart it with `broker start {cluster}`")
 
 
 def start(cluster: ClusterName, yes: options.Agreed = False) -> None:
     """Restart a stopped cluster."""
-    context = make_context()
-    context.find_cluster(cluster)
     with show_wait(f"starting `{cluster}`", is_told=False):
-        asyncio.run(restart(context, cluster))
+        make_session().call(start_cluster, cluster=cluster)
     print_line(f"cluster `{cluster}` is up")
 
 
@@ -48,22 +45,23 @@ def down(
     yes: options.Yes = False,
 ) -> None:
     """Terminate clusters and delete their disks."""
-    context = make_context()
-    patterns = ["*"] if everything else clusters or []
+    patterns = ("*",) if everything else tuple(clusters or ())
     if not patterns:
         raise UsageError("no cluster was named", hints=["name one: `broker down NAME`, or pass `--all`"])
-    wanted, failures = select_clusters(context, patterns, is_all=everything)
+    session = make_session()
+    found = session.call(preview_down, patterns=patterns, is_all=everything)
+    wanted = found.names
     if not wanted:
-        raise_failures(failures, ended_count=0)
+        raise_failures(found.failures, ended_count=0)
     if wanted and not yes and sys.stdin.isatty():
-        typer.confirm(f"Terminate {', '.join(each.name for each in wanted)}?", abort=True)
+        typer.confirm(f"Terminate {', '.join(wanted)}?", abort=True)
     with show_wait(f"terminating {format_count(len(wanted), 'cluster')}", is_told=False):
-        refused = asyncio.run(take_down(context, wanted, on_down=_tell_terminated))
-    raise_failures([*failures, *refused], ended_count=len(wanted) - len(refused))
+        refused = session.call(terminate_clusters, names=wanted, on_down=_tell_terminated)
+    raise_failures([*found.failures, *refused], ended_count=len(wanted) - len(refused))
 
 
-def _tell_terminated(cluster: Cluster) -> None:
-    print_line(f"terminated cluster `{cluster.name}`")
+def _tell_terminated(name: str) -> None:
+    print_line(f"terminated cluster `{name}`")
 
 
 def autostop(
@@ -76,9 +74,8 @@ def autostop(
     cancel: Annotated[bool, typer.Option("--cancel", help="Disable autostop.")] = False,
 ) -> None:
     """Stop a cluster automatically when it is idle."""
-    context = make_context()
     rule = None if cancel else Autostop(idle_minutes=idle, is_down=down)
-    asyncio.run(set_autostop(context, cluster, rule))
+    make_session().call(set_autostop, cluster=cluster, rule=rule)
     if rule is None:
         print_line(f"disabled autostop for cluster `{cluster}`")
     else:

@@ -11,7 +11,7 @@ import typer
 from typer.core import TyperGroup
 
 from broker.cli import interrupts
-from broker.cli.commands import COMMANDS, GROUPS, HIDDEN, PANELS
+from broker.cli.commands import COMMANDS, EMBEDDED, GROUPS, HIDDEN, PANELS
 
 NAME_WIDTH = max(map(len, COMMANDS))
 
@@ -44,6 +44,8 @@ class LazyGroup(TyperGroup):
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Import the command; from here on, Ctrl-C raises KeyboardInterrupt in it."""
         found = super().resolve_command(ctx, args)
+        if found[0] in EMBEDDED:
+            _check_embedded(str(found[0]))
         interrupts.raise_on_interrupt()
         return found
 
@@ -65,6 +67,19 @@ class LazyGroup(TyperGroup):
 app = typer.Typer(
     cls=LazyGroup, add_completion=True, no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False
 )
+
+
+def _check_embedded(name: str) -> None:
+    """Raise UsageError for a command that works on the state of this machine while the user is on a server."""
+    from broker.config import find_login
+
+    if find_login() is not None:
+        from broker.errors import UsageError
+
+        raise UsageError(
+            f"`broker {name}` does not run through a server",
+            hints=["run it on the server itself, or log out first: `broker logout`"],
+        )
 
 
 def _print_version(is_wanted: bool) -> None:

@@ -14,7 +14,7 @@ from broker.optimizer.cost import GangPrices, SpotInputs, price_run, run_on_spot
 from broker.optimizer.data_cost import DataCost
 from broker.optimizer.ranking import SAME_SCORE, LazyEstimates
 from broker.spot.recorded_runs import Run
-from broker.types import Plan
+from broker.types import Estimate, Plan
 
 SHARES = (0.1, 0.5, 0.9)
 
@@ -67,6 +67,12 @@ class CostForecast:
         return other * SAME_SCORE < self.usd_mean + hour_value_usd * self.hours_mean
 
 
+class ForecastEstimates(tuple[Estimate, ...]):
+    """The ranking of a plan that was made in another process, with its forecast."""
+
+    forecast: CostForecast | None = None
+
+
 @noun
 class _Choice:
     """The terms of the choice that its forecast depends on."""
@@ -78,6 +84,8 @@ class _Choice:
 
 def forecast_plan(plan: Plan) -> CostForecast | None:
     """Forecast the choice; None if no work is given or the choice runs on-demand."""
+    if isinstance(plan.estimates, ForecastEstimates):
+        return plan.estimates.forecast
     choice = _read_choice(plan)
     return None if choice is None else _forecast(plan, choice)
 

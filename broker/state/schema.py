@@ -134,6 +134,14 @@ _SERVICES = (
        kind TEXT NOT NULL, replica INTEGER, detail TEXT NOT NULL, PRIMARY KEY (service, number))""",
 )
 
+_PEOPLE = (
+    """CREATE TABLE tokens (id INTEGER PRIMARY KEY AUTOINCREMENT, digest TEXT NOT NULL UNIQUE, person TEXT NOT NULL,
+       role TEXT NOT NULL, created_s REAL NOT NULL, expires_s REAL, revoked_s REAL)""",
+    "CREATE TABLE owners (kind TEXT NOT NULL, name TEXT NOT NULL, person TEXT NOT NULL, PRIMARY KEY (kind, name))",
+    """CREATE TABLE audit (id INTEGER PRIMARY KEY AUTOINCREMENT, time_s REAL NOT NULL, person TEXT NOT NULL,
+       verb TEXT NOT NULL, target TEXT NOT NULL, outcome TEXT NOT NULL)""",
+)
+
 MIGRATIONS: tuple[tuple[Step, ...], ...] = (
     *(_FIRST, _LEADER, _PIPELINES, _LIVE_INDEXES, _COMPACTION, _CALLS, _HINTS),
     _MADE_NODES,
@@ -142,4 +150,5 @@ MIGRATIONS: tuple[tuple[Step, ...], ...] = (
     (alternatives.convert,),
     _CLAIMS,
     _SERVICES,
+    _PEOPLE,
 )

@@ -16,6 +16,7 @@ from broker.state.history import HistoryRows
 from broker.state.jobs import JobLine, JobRows, LogOffset, StepRange
 from broker.state.leader import LeaderRow
 from broker.state.meta import MetaRows
+from broker.state.people import AuditRows, OwnerRows, TokenRows
 from broker.state.retention import Compaction, Total
 from broker.state.secret_files import SecretFiles, SecretStore
 from broker.state.services import ServiceRows
@@ -49,4 +50,7 @@ class Store(SqliteDatabase):
         self.retention = Compaction(self)
         self.leader = LeaderRow(self)
         self.claims = Claims(self)
+        self.tokens = TokenRows(self)
+        self.owners = OwnerRows(self)
+        self.audit = AuditRows(self)
         self.meta = MetaRows(self)

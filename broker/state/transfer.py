@@ -46,13 +46,16 @@ TABLES: Mapping[str, str] = {
     "service_versions": "service, version",
     "service_replicas": "service, number",
     "service_events": "service, number",
+    "tokens": "id",
+    "owners": "kind, name",
+    "audit": "id",
 }
 # Tables that belong to one database, and the secrets, which are exported by job.
 LEFT_OUT = frozenset(("leader", "controllers", "claims", "secrets"))
 INSTALLATION = "installation"
 OWN_META = frozenset(("lineage", "schema", "secret_key"))  # rows of `meta` that belong to one database
 BOOLEANS = frozenset(("is_terminal", "cancel_requested", "is_spot"))  # numbers on SQLite
-COUNTED = ("jobs", "events")  # tables that number their rows
+COUNTED = ("jobs", "events", "tokens", "audit")  # tables that number their rows
 
 
 @noun

@@ -1,0 +1,99 @@
+"""Verbs on clusters: status, output, runs, life cycle and termination."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from broker.app import clusters
+from broker.app.clusters import LogChunk, Status
+from broker.app.container import Context
+from broker.errors import BrokerError
+from broker.nouns import noun
+from broker.types import Autostop, Run
+
+
+@noun
+class DownPreview:
+    """The clusters that a `down` would terminate, and an error for every name that it would not."""
+
+    names: tuple[str, ...]
+    failures: tuple[BrokerError, ...]
+
+
+def show_status(context: Context, *, is_refreshing: bool = False) -> Status:
+    """Read all clusters, and restart a dead daemon while any job is live."""
+    found = asyncio.run(clusters.read_status(context, is_refreshing=is_refreshing))
+    context.keep_jobs_going()
+    return found
+
+
+def check_up(context: Context, *, cluster: str) -> None:
+    """Raise UsageError unless the cluster is up."""
+    clusters.find_up(context, cluster)
+
+
+def find_run(context: Context, *, cluster: str, run_id: int | None = None) -> int:
+    """Return the run id given, or the newest of a cluster that is up. Raises UsageError."""
+    return clusters.find_run_id(context, clusters.find_up(context, cluster).name, run_id)
+
+
+def follow_run(
+    context: Context,
+    *,
+    cluster: str,
+    run_id: int,
+    on_chunk: Callable[[LogChunk], None],
+    is_following: bool = True,
+    offset: int = 0,
+) -> None:
+    """Pass a run's output from `offset` on to `on_chunk`. Raises RunFailedError for a run that did not succeed."""
+
+    async def follow() -> None:
+        found = clusters.find_up(context, cluster)
+        async for chunk in clusters.follow_chunks(context, found, run_id, is_following=is_following, offset=offset):
+            on_chunk(chunk)
+
+    asyncio.run(follow())
+
+
+def list_runs(context: Context, *, cluster: str) -> tuple[Run, ...]:
+    """List the runs of a cluster that is up."""
+    return tuple(asyncio.run(context.gang.list_runs(clusters.find_up(context, cluster))))
+
+
+def cancel_runs(context: Context, *, cluster: str, run_ids: tuple[int, ...] | None) -> tuple[int, ...]:
+    """Cancel the runs, or all with None; return those that were live."""
+    return tuple(asyncio.run(clusters.cancel_runs(context, clusters.find_up(context, cluster), run_ids)))
+
+
+def stop_cluster(context: Context, *, cluster: str) -> None:
+    """Stop a cluster that is up, and keep its disks."""
+    clusters.find_up(context, cluster)
+    asyncio.run(context.provisioner.stop(cluster))
+
+
+def start_cluster(context: Context, *, cluster: str) -> None:
+    """Restart a stopped cluster."""
+    context.find_cluster(cluster)
+    asyncio.run(clusters.restart(context, cluster))
+
+
+def set_autostop(context: Context, *, cluster: str, rule: Autostop | None) -> None:
+    """Set or remove the autostop rule."""
+    asyncio.run(clusters.set_autostop(context, cluster, rule))
+
+
+def preview_down(context: Context, *, patterns: tuple[str, ...], is_all: bool = False) -> DownPreview:
+    """Select what `down` would terminate, without terminating anything."""
+    wanted, failures = clusters.select_clusters(context, patterns, is_all=is_all)
+    return DownPreview(names=tuple(each.name for each in wanted), failures=tuple(failures))
+
+
+def terminate_clusters(
+    context: Context, *, names: tuple[str, ...], on_down: Callable[[str], None]
+) -> tuple[BrokerError, ...]:
+    """Terminate clusters concurrently; return the errors of those that could not be."""
+    wanted, failures = clusters.select_clusters(context, names)
+    refused = asyncio.run(clusters.take_down(context, wanted, on_down=lambda cluster: on_down(cluster.name)))
+    return (*failures, *refused)

@@ -1,0 +1,163 @@
+"""Verbs on managed jobs: list, follow, explain, wait, cancel and retry."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+
+from broker.app import jobs
+from broker.app.clusters import LogChunk
+from broker.app.container import Context
+from broker.errors import UsageError
+from broker.jobs.summary import RunSummary
+from broker.nouns import noun
+from broker.state.events import EventRow
+from broker.state.jobs import JobLine
+from broker.types import Job, JobStatus, Secret
+
+
+@noun
+class PricedJob:
+    """A job and its cost so far."""
+
+    job: Job
+    spent_usd: float
+
+
+@noun
+class Queue:
+    """The newest jobs and all live ones, newest first; `count` includes those left out."""
+
+    lines: tuple[JobLine, ...]
+    spent_usd: Mapping[int, float]
+    count: int
+
+
+@noun
+class Story:
+    """A job with its events, the jobs that it needs, the time that recoveries took, and its cost."""
+
+    job: Job
+    events: tuple[EventRow, ...]
+    summary: RunSummary
+    paid_usd: float
+    needs: tuple[Job, ...]
+
+
+@noun
+class Cancellation:
+    """A job that was asked to end; `is_live` is False for one that had ended before."""
+
+    job_id: int
+    name: str
+    status: JobStatus
+    is_live: bool
+
+
+@noun
+class Cancelled:
+    """The jobs of a cancellation, and an error for every name that is unknown."""
+
+    jobs: tuple[Cancellation, ...]
+    missing: tuple[UsageError, ...]
+
+
+def list_queue(context: Context, *, newest: int | None) -> Queue:
+    """List the `newest` jobs and every live one; all jobs where it is None."""
+    lines = tuple(context.store.jobs.list_lines(newest, on_damage=context.warn))
+    context.keep_jobs_going()
+    spent = context.store.bills.list_spend_usd(now_s=context.clock.now_s())
+    return Queue(lines=lines, spent_usd=spent, count=context.store.jobs.count())
+
+
+def list_jobs(context: Context) -> tuple[PricedJob, ...]:
+    """List all jobs in full, oldest first."""
+    found = context.store.jobs.list(on_damage=context.warn)
+    context.keep_jobs_going()
+    spent = context.store.bills.list_spend_usd(now_s=context.clock.now_s())
+    return tuple(PricedJob(job=job, spent_usd=spent.get(job.id, 0.0)) for job in found)
+
+
+def show_job(context: Context, *, job: str) -> PricedJob:
+    """Find a job by ID, or the newest of a name. Raises UsageError."""
+    return _view(context, jobs.find_job(context, job))
+
+
+def _view(context: Context, job: Job) -> PricedJob:
+    return PricedJob(job=job, spent_usd=context.store.bills.spend_usd(job_id=job.id, now_s=context.clock.now_s()))
+
+
+def follow_log(
+    context: Context,
+    *,
+    job: str,
+    on_chunk: Callable[[LogChunk], None],
+    is_following: bool = True,
+    offset: int = 0,
+) -> None:
+    """Pass a job's output from `offset` on to `on_chunk`, across recoveries, until the job ends."""
+    found = jobs.find_job(context, job)
+    if not is_following:
+        context.keep_jobs_going()
+        lines, end = jobs.read_log(context, found.id, offset)
+        on_chunk(LogChunk(lines=tuple(lines), offset=end))
+        return
+
+    async def follow() -> None:
+        async for chunk in jobs.follow_chunks(context, found.id, offset=offset):
+            on_chunk(chunk)
+
+    asyncio.run(follow())
+
+
+def list_events(context: Context, *, job: str) -> tuple[EventRow, ...]:
+    """List the events of a job, oldest first."""
+    context.keep_jobs_going()
+    return tuple(context.store.events.list(job_id=jobs.find_job(context, job).id))
+
+
+def explain_job(context: Context, *, job: str) -> Story:
+    """Explain the status of a job: its history, recoveries and cost."""
+    context.keep_jobs_going()
+    told = jobs.explain(context, jobs.find_job(context, job))
+    needs = (context.store.jobs.get(need) for need in told.job.needs)
+    return Story(
+        job=told.job,
+        events=told.events,
+        summary=told.summary,
+        paid_usd=told.paid_usd,
+        needs=tuple(other for other in needs if other),
+    )
+
+
+def wait_for_job(context: Context, *, job: str, status: JobStatus, timeout_s: float = 0.0) -> PricedJob:
+    """Wait until a job reaches a status or ends. Raises WaitTimeoutError."""
+    found = jobs.find_job(context, job)
+    return _view(context, asyncio.run(jobs.wait_for(context, found.id, status, timeout_s=timeout_s)))
+
+
+def cancel_jobs(context: Context, *, names: tuple[str, ...], is_all: bool = False) -> Cancelled:
+    """Cancel jobs by ID, name or pipeline, or all that are live. Raises UsageError if none of the names is known."""
+    known = context.store.jobs.list(on_damage=context.warn)
+    wanted: list[Job] = [job for job in known if not job.status.is_terminal] if is_all else []
+    missing: list[UsageError] = []
+    for text in () if is_all else names:
+        try:
+            wanted += [job for job in known if job.pipeline == text] or [jobs.find_job(context, text)]
+        except UsageError as error:
+            missing.append(error)
+    if missing and not wanted:
+        raise missing[0]
+    done = tuple(
+        Cancellation(job_id=job.id, name=job.name, status=job.status, is_live=context.store.jobs.request_cancel(job.id))
+        for job in wanted
+    )
+    if wanted:
+        context.ensure_daemon()
+    return Cancelled(jobs=done, missing=tuple(missing))
+
+
+def retry_job(context: Context, *, job: str, secrets: Mapping[str, Secret], request_id: str | None) -> Job:
+    """Submit an ended job again, which resumes from its checkpoints."""
+    given = {name: secret.value for name, secret in secrets.items()}
+    return jobs.retry(context, jobs.find_job(context, job), secrets=given, request_id=request_id)

@@ -1,0 +1,205 @@
+"""`broker server`: serve the verbs of this installation to several people, and manage their tokens."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import signal
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from broker.cli import options
+from broker.cli.context import make_context
+from broker.cli.render import print_json, print_line, print_note, print_table
+from broker.config import choose_state_url
+from broker.errors import UsageError
+from broker.formatting import to_plain
+from broker.state.people import Role
+
+app = typer.Typer(
+    help="Serve several people from one installation.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+token_app = typer.Typer(help="Create, list and revoke the tokens of people.", no_args_is_help=True)
+app.add_typer(token_app, name="token")
+
+StateOption = Annotated[
+    str | None, typer.Option("--state", metavar="URL", help="PostgreSQL database of the state (default: a file).")
+]
+
+
+@app.command()
+def start(
+    host: Annotated[str, typer.Option("--host", help="Address to listen on; any but a loopback address uses TLS.")] = (
+        "127.0.0.1"
+    ),
+    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="Port to listen on (0: any free one).")] = 8471,
+    state: StateOption = None,
+    controller: Annotated[
+        bool, typer.Option("--controller/--no-controller", help="Run the controllers of jobs on this machine.")
+    ] = True,
+    local_cloud: Annotated[
+        bool, typer.Option("--local-cloud", help="Let tasks run on this machine, as the user of the server.")
+    ] = False,
+    certificate: Annotated[
+        Path | None,
+        typer.Option("--certificate", metavar="FILE", help="PEM certificate (default: made by the server)."),
+    ] = None,
+    key: Annotated[Path | None, typer.Option("--key", metavar="FILE", help="PEM private key of --certificate.")] = None,
+) -> None:
+    """Start the server and run until SIGTERM or Ctrl-C.
+
+    Jobs and clusters continue while the server is stopped.
+    """
+    try:
+        from broker.server.context import Policy
+        from broker.server.serving import Certificate, Listening, serve
+    except ModuleNotFoundError as error:
+        raise UsageError(
+            f"the server requires `{error.name}`", hints=["install it: `pip install 'intercloud-broker[serve]'`"]
+        ) from None
+    if (certificate is None) != (key is None):
+        raise UsageError("`--certificate` and `--key` require each other")
+    if state is not None:
+        choose_state_url(state)
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s")
+    context = make_context()
+    home = context.config.home
+    _ensure_first_token(home)
+
+    def tell(listening: Listening) -> None:
+        print_line(f"Server: {listening.url}")
+        if listening.fingerprint:
+            print_line(f"Fingerprint: {listening.fingerprint}")
+        print_note("press Ctrl-C to stop it; jobs continue")
+
+    async def wait() -> None:
+        stopped = asyncio.Event()
+        for each in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(each, stopped.set)
+        await stopped.wait()
+
+    own = Certificate(certificate=certificate, key=key) if certificate and key else None
+    policy = Policy(has_controller=controller, has_local_cloud=local_cloud)
+    try:
+        asyncio.run(serve(home, host=host, port=port, policy=policy, certificate=own, on_ready=tell, until=wait))
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise UsageError(
+            f"cannot listen on {host}:{port}: {reason}", hints=["choose another port: `broker server start --port 0`"]
+        ) from None
+
+
+def _ensure_first_token(home: Path) -> None:
+    """Write a token of an administrator to a file, mode 0600, if the server has none yet."""
+    import os
+
+    from broker.server.tokens import create_token
+
+    context = make_context()
+    if context.store.tokens.list():
+        return
+    folder = home / "server"
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    path = folder / "admin.token"
+    made = create_token(context.store, user="admin", role=Role.ADMIN, days=None)
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+        file.write(made.value.value + "\n")
+    print_note(f"wrote the token of `admin` to {path}; log in with `broker login URL --token-file {path}`")
+
+
+@app.command()
+def controller(state: StateOption = None) -> None:
+    """Run the controllers of jobs until SIGTERM.
+
+    For servers that were started with `--no-controller`.
+    """
+    from broker.jobs.daemon import run_daemon
+
+    if state is not None:
+        choose_state_url(state)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    context = make_context()
+    asyncio.run(
+        run_daemon(
+            store=context.store,
+            make_controller=context.make_any_controller,
+            provisioner=context.provisioner,
+            clock=context.clock,
+            config=context.config,
+            idle_s=math.inf,
+        )
+    )
+
+
+@token_app.command()
+def create(
+    user: Annotated[str, typer.Argument(help="User name, e.g. an address.", show_default=False)],
+    role: Annotated[Role, typer.Option("--role", help="What the token may do.")] = Role.USER,
+    days: Annotated[
+        float, typer.Option("--days", metavar="DAYS", min=0, help="Days until it expires (0 = never).")
+    ] = 90,
+    as_json: options.AsJson = False,
+) -> None:
+    """Create a token and print it, once."""
+    from broker.server.tokens import create_token
+
+    made = create_token(make_context().store, user=user, role=role, days=days or None)
+    if as_json:
+        print_json({"id": made.id, "token": made.value.value})
+        return
+    print_line(made.value.value)
+    print_note(f"token {made.id} of {user} ({role.value}) cannot be shown again; revoke it with its ID")
+
+
+@token_app.command(name="list")
+def list_tokens(as_json: options.AsJson = False) -> None:
+    """List tokens, without their values."""
+    context = make_context()
+    tokens = context.store.tokens.list()
+    if as_json:
+        print_json(to_plain(list(tokens)))
+        return
+    now_s = context.clock.now_s()
+
+    def show(token_end_s: float | None, revoked_s: float | None) -> str:
+        if revoked_s is not None:
+            return "revoked"
+        if token_end_s is None:
+            return "never"
+        return "expired" if token_end_s <= now_s else time.strftime("%Y-%m-%d", time.localtime(token_end_s))
+
+    rows = [[str(each.id), each.user, each.role.value, show(each.expires_s, each.revoked_s)] for each in tokens]
+    print_table(["ID", "USER", "ROLE", "EXPIRES"], rows, right=("ID",))
+
+
+@token_app.command()
+def revoke(token: Annotated[int, typer.Argument(help="Token ID.", show_default=False)]) -> None:
+    """Revoke a token: its next request is refused."""
+    if not make_context().store.tokens.revoke(token):
+        raise UsageError(f"token {token} is unknown or revoked", hints=["list tokens with `broker server token list`"])
+    print_line(f"revoked token {token}")
+
+
+@app.command()
+def audit(
+    newest: Annotated[int, typer.Option("--newest", metavar="N", min=1, help="Number of entries.")] = 50,
+    as_json: options.AsJson = False,
+) -> None:
+    """List who changed what through the server."""
+    found = make_context().store.audit.list(newest=newest)
+    if as_json:
+        print_json(to_plain(list(found)))
+        return
+    rows = [
+        [time.strftime("%m-%d %H:%M:%S", time.localtime(each.time_s)), each.user, each.verb, each.target, each.outcome]
+        for each in found
+    ]
+    print_table(["TIME", "USER", "VERB", "TARGET", "OUTCOME"], rows, firm=("TIME",))

@@ -1,0 +1,88 @@
+"""Files of a task for a server: each folder or file as one archive, named by the SHA-256 of its content.
+
+An archive is the same for the same files, whoever makes it: names are sorted and owners are dropped. So a folder that
+the server has already is not sent again. Times of files stay, as nodes are sent only files whose size or time changed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import stat
+import tarfile
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import IO
+
+from broker.app.planning import anchor
+from broker.errors import UsageError
+from broker.types import Task
+
+UPLOADED = "upload:"  # a path of a task on its way to a server: `upload:SHA256/NAME`
+CHUNK = 2**20
+
+Send = Callable[[str, IO[bytes]], None]
+
+
+def upload_files(task: Task, send: Send) -> Task:
+    """Send the local files of a task, and replace their paths. `send` gets the digest and the archive."""
+    task = anchor(task)
+
+    def fix(path: str) -> str:
+        return path if "://" in path else _send_path(Path(path).expanduser(), send)
+
+    mounts = tuple(replace(each, source=tuple(fix(source) for source in each.source)) for each in task.storage_mounts)
+    return replace(
+        task,
+        workdir=fix(task.workdir) if task.workdir else None,
+        file_mounts={target: fix(source) for target, source in task.file_mounts.items()},
+        storage_mounts=mounts,
+    )
+
+
+def _send_path(path: Path, send: Send) -> str:
+    if not path.exists():
+        raise UsageError(f"`{path}` is not there", hints=["paths count from the current folder"])
+    with tempfile.TemporaryFile() as file:
+        write_archive(path, file)
+        file.seek(0)
+        digest = hashlib.sha256()
+        while chunk := file.read(CHUNK):
+            digest.update(chunk)
+        file.seek(0)
+        send(digest.hexdigest(), file)
+    return f"{UPLOADED}{digest.hexdigest()}/{path.name or 'files'}"
+
+
+def write_archive(path: Path, target: IO[bytes]) -> None:
+    """Write a file, or the files of a folder that `.skyignore` or `.gitignore` admit, below the path's own name."""
+    name = path.name or "files"
+    with tarfile.open(fileobj=target, mode="w", format=tarfile.PAX_FORMAT) as archive:
+        for inner, found in sorted(_list_files(path, name)):
+            entry = archive.gettarinfo(str(found), arcname=inner)
+            if not (entry.isfile() or entry.issym() or entry.isdir() or entry.islnk()):
+                continue  # sockets and devices
+            if entry.islnk():  # the second name of a file: sent as a file
+                entry.type, entry.linkname, entry.size = tarfile.REGTYPE, "", found.stat().st_size
+            entry.uid = entry.gid = 0
+            entry.uname = entry.gname = ""
+            entry.mtime = int(entry.mtime) if entry.isfile() else 0
+            entry.mode = 0o755 if entry.mode & stat.S_IXUSR else 0o644
+            if entry.isfile():
+                with found.open("rb") as content:
+                    archive.addfile(entry, content)
+            else:
+                archive.addfile(entry)
+
+
+def _list_files(path: Path, name: str) -> Iterator[tuple[str, Path]]:
+    from broker.runtime.skyignore import walk
+
+    yield name, path
+    if path.is_dir():
+        for folder, names in walk(path):
+            inner = name if folder == path else f"{name}/{folder.relative_to(path).as_posix()}"
+            if folder != path:
+                yield inner, folder
+            yield from ((f"{inner}/{each}", folder / each) for each in names)

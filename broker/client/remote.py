@@ -1,0 +1,216 @@
+"""The session of a user who is logged in: each verb is a request to the server, and its callbacks run here.
+
+A connection that breaks while output is followed is opened again and continues at the last offset. Other verbs are
+not repeated, because the server may have done their work.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from http.client import HTTPConnection, HTTPException, HTTPResponse
+from pathlib import Path
+from typing import IO, Any, Concatenate, ParamSpec, TypeVar, cast
+
+from broker import __version__
+from broker.app.clusters import LogChunk
+from broker.app.container import Context
+from broker.client.files import upload_files
+from broker.client.login import ServerLogin, connect, read_login
+from broker.client.wire import (
+    HEADER,
+    LINES,
+    PROTOCOL,
+    Signature,
+    decode,
+    decode_error,
+    encode,
+    find_verb,
+    read_signature,
+)
+from broker.clock import Clock, SystemClock
+from broker.errors import AuthError, BrokerError, TransientError, UnknownOutcomeError
+from broker.nouns import noun
+from broker.state.people import Role
+from broker.types import Task
+
+P = ParamSpec("P")
+T = TypeVar("T")
+RETRIES_MAX = 5  # in a row, of a connection that follows output
+RETRY_S = 1.0
+
+
+class RemoteSession:
+    """Runs verbs on the server of a login. Raises the verb's own errors, AuthError, TransientError."""
+
+    clock: Clock
+
+    def __init__(self, login: ServerLogin, *, on_note: Callable[[str], None] = lambda text: None) -> None:
+        self._login = login
+        self._note = on_note
+        self.clock = SystemClock()
+
+    @classmethod
+    def open(cls, path: Path, *, on_note: Callable[[str], None]) -> RemoteSession:
+        return cls(read_login(path), on_note=on_note)
+
+    def call(self, verb: Callable[Concatenate[Context, P], T], *arguments: P.args, **named: P.kwargs) -> T:
+        assert not arguments, "verbs take their arguments by name"
+        signature = read_signature(verb)
+        callbacks = {name: cast("Callable[[Any], None]", named[name]) for name in signature.callbacks}
+        values = {name: value for name, value in named.items() if name in signature.arguments}
+        body = {name: encode(self._upload(value), is_revealing=True) for name, value in values.items()}
+        name = find_verb(verb).name
+        if "on_chunk" in callbacks:
+            return cast("T", self._follow(name, body, signature, callbacks))
+        return cast("T", self._run(name, body, signature, callbacks))
+
+    def _upload(self, value: object) -> object:
+        """Send the files of tasks ahead, each only if the server lacks it."""
+        if isinstance(value, Task):
+            return upload_files(value, self._send_file)
+        if isinstance(value, tuple) and value and isinstance(value[0], Task):
+            return tuple(upload_files(each, self._send_file) for each in value)
+        return value
+
+    def _send_file(self, digest: str, archive: IO[bytes]) -> None:
+        path = f"/v1/files/{digest}"
+        if not self.request("GET", path)["is_known"]:
+            self.request("PUT", path, archive)
+
+    def _follow(
+        self, name: str, body: dict[str, Any], signature: Signature, callbacks: Mapping[str, Callable[[Any], None]]
+    ) -> object:
+        """Follow output over any number of connections, from the offset of the last lines that arrived."""
+        failures = 0
+
+        def pass_on(chunk: LogChunk) -> None:
+            nonlocal failures
+            failures = 0
+            body["offset"] = chunk.offset
+            callbacks["on_chunk"](chunk)
+
+        while True:
+            try:
+                return self._run(name, body, signature, {**callbacks, "on_chunk": pass_on})
+            except (UnknownOutcomeError, TransientError):
+                failures += 1
+                if failures > RETRIES_MAX:
+                    raise
+                self._wait()
+
+    def _wait(self) -> None:
+        import asyncio
+
+        asyncio.run(self.clock.sleep(RETRY_S))
+
+    def _run(
+        self, name: str, body: Mapping[str, Any], signature: Signature, callbacks: Mapping[str, Callable[[Any], None]]
+    ) -> object:
+        text = json.dumps(body).encode()
+        try:
+            connection = self._connect()
+            try:
+                with self._send(connection, "POST", f"/v1/{name}", text, accept=LINES) as answer:
+                    for frame in _read_frames(answer):
+                        if "error" in frame:
+                            raise decode_error(frame["error"])
+                        if "result" in frame:
+                            return decode(frame["result"], signature.result)
+                        self._handle(frame, signature, callbacks)
+            finally:
+                connection.close()
+        except (OSError, HTTPException, ValueError) as error:
+            raise self._explain_lost(error) from None
+        raise self._explain_lost(HTTPException("the answer is incomplete"))
+
+    def _handle(
+        self, frame: Mapping[str, Any], signature: Signature, callbacks: Mapping[str, Callable[[Any], None]]
+    ) -> None:
+        if "note" in frame:
+            self._note(str(frame["note"]))
+        elif name := frame.get("call"):
+            callbacks[name](decode(frame["value"], signature.callbacks[name]))
+        elif name := frame.get("ask"):
+            path = f"/v1/answers/{frame['id']}"
+            try:
+                callbacks[name](decode(frame["value"], signature.callbacks[name]))
+            except BaseException:
+                self.request("POST", path, json.dumps({"is_accepted": False}).encode())
+                raise
+            self.request("POST", path, json.dumps({"is_accepted": True}).encode())
+
+    def request(self, method: str, path: str, body: bytes | IO[bytes] | None = None) -> Any:
+        """Send one request and return its JSON answer. Raises BrokerError."""
+        try:
+            connection = self._connect()
+            try:
+                with self._send(connection, method, path, body, accept="application/json") as answer:
+                    return json.loads(answer.read())
+            finally:
+                connection.close()
+        except (OSError, HTTPException, ValueError) as error:
+            raise self._explain_lost(error) from None
+
+    def _connect(self) -> HTTPConnection:
+        try:
+            return connect(self._login)
+        except OSError as error:
+            raise TransientError(
+                f"the server at {self._login.url} does not answer: {error.strerror or error}",
+                hints=["check that it runs and is reachable", "work without it: `broker logout`"],
+            ) from None
+
+    def _send(
+        self, connection: HTTPConnection, method: str, path: str, body: bytes | IO[bytes] | None, *, accept: str
+    ) -> HTTPResponse:
+        headers = {
+            "Authorization": f"Bearer {self._login.token.value}",
+            "Accept": accept,
+            "Content-Type": "application/json" if isinstance(body, bytes) else "application/octet-stream",
+            HEADER: str(PROTOCOL),
+            "User-Agent": f"broker/{__version__}",
+        }
+        connection.request(method, path, body=body, headers=headers)
+        answer = connection.getresponse()
+        if answer.status != 200:
+            raise self._explain_refused(answer)
+        return answer
+
+    def _explain_refused(self, answer: HTTPResponse) -> BrokerError:
+        try:
+            return decode_error(json.loads(answer.read())["error"])
+        except (ValueError, KeyError, TypeError):
+            message = f"the server at {self._login.url} answered with status {answer.status}"
+            if answer.status == 401:
+                return AuthError(message, hints=("log in again: `broker login URL --token-file FILE`",))
+            return BrokerError(message, hints=["check that the URL is that of a broker server"])
+
+    def _explain_lost(self, error: Exception) -> BrokerError:
+        return UnknownOutcomeError(
+            f"the connection to {self._login.url} was lost: {error}",
+            hints=("what was started on the server goes on: see `broker status` and `broker jobs queue`",),
+        )
+
+
+def _read_frames(answer: HTTPResponse) -> Iterator[Mapping[str, Any]]:
+    while line := answer.readline():
+        if line.strip():
+            frame: Mapping[str, Any] = json.loads(line)
+            yield frame
+
+
+@noun
+class Handshake:
+    """The server's version, and who the token belongs to."""
+
+    version: str
+    protocol: int
+    user: str
+    role: Role
+
+
+def check_handshake(session: RemoteSession) -> Handshake:
+    """Ask the server who we are. Raises AuthError for an invalid token, UsageError for another protocol."""
+    found: Handshake = decode(session.request("GET", "/v1/handshake"), Handshake)
+    return found

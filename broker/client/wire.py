@@ -1,0 +1,214 @@
+"""Verbs over HTTP: which verbs a server offers, who may call them, and their arguments and answers as JSON.
+
+`POST /v1/VERB` takes the arguments as an object. The answer is a stream of JSON lines, each one frame: `note` (text for
+people), `call` and `value` (a callback of the verb), `ask` and `value` (a callback that is answered before the verb
+goes on), and last `result` or `error`. Blank lines keep the connection alive.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import replace
+from enum import Enum
+from functools import cache
+from pathlib import Path
+from typing import Any, get_args, get_origin, get_type_hints
+
+from broker import errors
+from broker.errors import BrokerError, InvalidRequestError, Issue, TaskError
+from broker.nouns import noun
+from broker.state.people import Owned, Role
+from broker.types import Plan, Secret
+
+PROTOCOL = 1  # grows when an older client or server would misread a frame or an argument
+HEADER = "Broker-Protocol"
+LINES = "application/x-ndjson"
+ASKED = ("confirm",)  # callbacks that may refuse
+LOCAL = ("track_upload",)  # callbacks that only run in the process of the verb
+FORECAST = "forecast"  # beside the fields of a plan
+MESSAGE_MAX = 64 * 2**20
+
+
+@noun
+class Verb:
+    """A verb of `broker.app.verbs`; `owned` names the arguments that must be the caller's own, with their kind."""
+
+    name: str
+    target: str
+    role: Role
+    owned: Mapping[str, Owned]
+
+    @property
+    def function(self) -> Callable[..., Any]:
+        module, _, name = self.target.partition(":")
+        found: Callable[..., Any] = getattr(importlib.import_module(module), name)
+        return found
+
+
+def _list_verbs() -> Sequence[Verb]:
+    cluster, job = {"cluster": Owned.CLUSTER}, {"job": Owned.JOB}
+    reading: Mapping[str, Owned] = {}
+    rows: Sequence[tuple[str, str, Role, Mapping[str, Owned]]] = (
+        ("clusters", "show_status", Role.VIEWER, reading),
+        ("clusters", "check_up", Role.VIEWER, reading),
+        ("clusters", "find_run", Role.VIEWER, reading),
+        ("clusters", "follow_run", Role.VIEWER, reading),
+        ("clusters", "list_runs", Role.VIEWER, reading),
+        ("clusters", "preview_down", Role.VIEWER, reading),
+        ("clusters", "cancel_runs", Role.USER, cluster),
+        ("clusters", "stop_cluster", Role.USER, cluster),
+        ("clusters", "start_cluster", Role.USER, cluster),
+        ("clusters", "set_autostop", Role.USER, cluster),
+        ("clusters", "terminate_clusters", Role.USER, {"names": Owned.CLUSTER}),
+        ("launching", "name_target", Role.VIEWER, reading),
+        ("launching", "describe_interrupted", Role.VIEWER, reading),
+        ("launching", "launch", Role.USER, cluster),
+        ("launching", "exec_task", Role.USER, cluster),
+        ("launching", "launch_jobs", Role.USER, reading),
+        ("jobs", "list_queue", Role.VIEWER, reading),
+        ("jobs", "list_jobs", Role.VIEWER, reading),
+        ("jobs", "show_job", Role.VIEWER, reading),
+        ("jobs", "follow_log", Role.VIEWER, reading),
+        ("jobs", "list_events", Role.VIEWER, reading),
+        ("jobs", "explain_job", Role.VIEWER, reading),
+        ("jobs", "wait_for_job", Role.VIEWER, reading),
+        ("jobs", "cancel_jobs", Role.USER, {"names": Owned.JOB}),
+        ("jobs", "retry_job", Role.USER, job),
+        ("account", "show_cost", Role.VIEWER, reading),
+        ("account", "check_clouds", Role.VIEWER, reading),
+        ("account", "plan_tasks", Role.VIEWER, reading),
+    )
+    return [
+        Verb(name=name, target=f"broker.app.verbs.{module}:{name}", role=role, owned=owned)
+        for module, name, role, owned in rows
+    ]
+
+
+VERBS: Mapping[str, Verb] = {verb.name: verb for verb in _list_verbs()}
+
+
+def find_verb(function: Callable[..., object]) -> Verb:
+    """Find the verb of a function. Raises AssertionError for a function that no server offers."""
+    verb = VERBS.get(function.__name__)
+    assert verb is not None and verb.target == f"{function.__module__}:{function.__name__}", function
+    return verb
+
+
+@noun
+class Signature:
+    """The types of a verb: of its arguments, of what its callbacks receive, and of its result."""
+
+    arguments: Mapping[str, Any]
+    callbacks: Mapping[str, Any]
+    result: Any
+
+
+@cache
+def read_signature(function: Callable[..., object]) -> Signature:
+    """Read the types of a verb from its annotations."""
+    hints = get_type_hints(function)
+    result = hints.pop("return")
+    del hints["context"]
+    arguments, callbacks = {}, {}
+    for name, hint in hints.items():
+        if name in LOCAL:
+            continue
+        if get_origin(hint) is Callable:
+            callbacks[name] = get_args(hint)[0][0]
+        else:
+            arguments[name] = hint
+    return Signature(arguments=arguments, callbacks=callbacks, result=result)
+
+
+def encode(value: Any, *, is_revealing: bool = False) -> Any:
+    """Convert nouns, errors and containers to JSON-ready data; secrets become `***` unless `is_revealing`.
+
+    Infinite numbers, which JSON lacks, become text.
+    """
+    if isinstance(value, Secret):
+        return {"value": value.value if is_revealing else "***"}
+    if isinstance(value, BrokerError):
+        return encode_error(value)
+    if isinstance(value, Enum):
+        return value.value
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    if isinstance(value, Path):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {str(encode(key)): encode(each, is_revealing=is_revealing) for key, each in value.items()}
+    if isinstance(value, Sequence | AbstractSet):
+        return [encode(each, is_revealing=is_revealing) for each in value]
+    assert hasattr(value, "__dataclass_fields__"), f"cannot encode {type(value).__name__}"
+    data = {name: encode(getattr(value, name), is_revealing=is_revealing) for name in value.__dataclass_fields__}
+    if isinstance(value, Plan) and value.choice.placement.is_spot and value.choice.breakdown is not None:
+        from broker.optimizer.forecast import forecast_plan
+
+        data[FORECAST] = encode(forecast_plan(value))  # made from what the planner holds and does not send
+    return data
+
+
+def decode(data: Any, hint: Any) -> Any:
+    """Convert data of `encode` to a type. Raises InvalidRequestError for data of another shape."""
+    import msgspec
+
+    def make(kind: type, given: Any) -> Any:
+        if isinstance(kind, type) and issubclass(kind, BrokerError):
+            return decode_error(given)
+        if kind is object:  # the data of an event
+            return given
+        raise NotImplementedError(f"no type of a verb: {kind}")
+
+    try:
+        found = msgspec.convert(data, type=hint, strict=False, str_keys=True, dec_hook=make)
+    except msgspec.ValidationError as error:
+        raise InvalidRequestError(f"invalid data: {error}") from None
+    if isinstance(found, list | tuple) and found and isinstance(found[0], Plan):
+        return [_add_forecast(plan, each) for plan, each in zip(found, data, strict=True)]
+    return found
+
+
+def _add_forecast(plan: Plan, data: Mapping[str, Any]) -> Plan:
+    from broker.optimizer.forecast import CostForecast, ForecastEstimates
+
+    estimates = ForecastEstimates(plan.estimates)
+    estimates.forecast = decode(data.get(FORECAST), CostForecast | None)
+    return replace(plan, estimates=estimates)
+
+
+EXTRAS = ("returncode", "scope", "node_id", "table", "key")  # attributes of some errors, beside those of all
+
+
+def encode_error(error: BrokerError) -> Mapping[str, Any]:
+    """Convert an error to data, by the name of its class."""
+    extras = {name: getattr(error, name) for name in EXTRAS if hasattr(error, name)}
+    issues = {"issues": encode(error.issues)} if isinstance(error, TaskError) else {}
+    return {
+        "kind": type(error).__name__,
+        "message": error.message,
+        "hints": list(error.hints),
+        "details": list(error.details),
+        **extras,
+        **issues,
+    }
+
+
+def decode_error(data: Mapping[str, Any]) -> BrokerError:
+    """Make the error again; one of a newer server's kinds becomes a plain BrokerError."""
+    kind = getattr(errors, str(data.get("kind")), BrokerError)
+    if not (isinstance(kind, type) and issubclass(kind, BrokerError)):
+        kind = BrokerError
+    made = kind.__new__(kind)
+    texts = {name: [str(each) for each in data.get(name) or ()] for name in ("hints", "details")}
+    BrokerError.__init__(made, str(data.get("message")), hints=texts["hints"], details=texts["details"])
+    for name in EXTRAS:
+        if name in data:
+            setattr(made, name, data[name])
+    if isinstance(made, TaskError):
+        made.issues = tuple(decode(data["issues"], tuple[Issue, ...]))
+    return made

@@ -1,0 +1,71 @@
+"""Who may do what: the role of a token against the verb, and the owner of what the verb changes."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from broker.app import jobs
+from broker.app.container import Context
+from broker.client.wire import Verb
+from broker.errors import DeniedError, UsageError
+from broker.state.people import Owned, Role, Token
+
+ORDER = (Role.VIEWER, Role.USER, Role.ADMIN)
+
+
+def has_role(token: Token, needed: Role) -> bool:
+    """Return whether a token has at least this role."""
+    return ORDER.index(token.role) >= ORDER.index(needed)
+
+
+def check_role(token: Token, verb: Verb) -> None:
+    """Raise DeniedError unless the token has the role of the verb."""
+    if not has_role(token, verb.role):
+        raise DeniedError(
+            f"`{verb.name}` requires the role `{verb.role.value}`, and {token.user} has `{token.role.value}`",
+            hints=["ask an administrator of the server for another token"],
+        )
+
+
+def check_verb(context: Context, token: Token, verb: Verb, arguments: Mapping[str, Any]) -> None:
+    """Check the role, and for users that everything the verb changes is their own. Raises DeniedError."""
+    check_role(token, verb)
+    if has_role(token, Role.ADMIN):
+        return
+    if arguments.get("is_all") and verb.owned:
+        raise DeniedError("`--all` includes what others own", hints=["name your own jobs"])
+    for kind, name in list_changed(context, verb, arguments):
+        owner = context.store.owners.get(kind, name)
+        if kind is Owned.CLUSTER and context.store.clusters.get(name) is None:
+            if context.store.intents.list_open(name) and owner != token.user:
+                raise _deny(kind, name, owner)
+            continue  # a new cluster, or one that is gone: its name is free
+        if owner != token.user:
+            raise _deny(kind, name, owner)
+
+
+def _deny(kind: Owned, name: str, owner: str | None) -> DeniedError:
+    whose = f"belongs to {owner}" if owner else "was started on the server itself"
+    return DeniedError(f"{kind.value} `{name}` {whose}", hints=["ask its owner, or an administrator of the server"])
+
+
+def list_changed(context: Context, verb: Verb, arguments: Mapping[str, Any]) -> Iterator[tuple[Owned, str]]:
+    """List the clusters and the jobs (by id) that the arguments of a verb name."""
+    for parameter, kind in verb.owned.items():
+        given = arguments.get(parameter)
+        names = [given] if isinstance(given, str) else list(given or ())
+        for name in names:
+            if kind is Owned.JOB:
+                yield from ((kind, found) for found in _find_job_ids(context, name))
+            else:
+                known = [each.name for each in context.store.clusters.list(on_damage=context.warn)]
+                yield from ((kind, each) for each in {name, *fnmatch.filter(known, name)})
+
+
+def _find_job_ids(context: Context, name: str) -> list[str]:
+    try:
+        return [str(job.id) for job in jobs.find_jobs(context, [name])]
+    except UsageError:
+        return []  # unknown: the verb itself says so

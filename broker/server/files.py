@@ -1,0 +1,81 @@
+"""Files that clients sent: archives unpacked once, into a folder named by the SHA-256 of the archive."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import shutil
+import tarfile
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+
+from broker.client.files import UPLOADED
+from broker.errors import InvalidRequestError, UsageError
+from broker.types import Task
+
+DIGEST = r"[0-9a-f]{64}"
+ARCHIVE_MAX = 16 * 2**30
+
+
+class FileStore:
+    """The folder of uploads; an unpacked one never changes."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def has(self, digest: str) -> bool:
+        return (self._folder / digest).is_dir()
+
+    async def receive(self, digest: str, chunks: AsyncIterator[bytes], *, name: str) -> None:
+        """Write, compare and unpack an archive. Raises InvalidRequestError for one of another digest."""
+        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        archive = self._folder / f".{digest}-{name}.tar"
+        found, size = hashlib.sha256(), 0
+        try:
+            with archive.open("wb") as file:
+                async for chunk in chunks:
+                    size += len(chunk)
+                    if size > ARCHIVE_MAX:
+                        raise InvalidRequestError(f"the files exceed {ARCHIVE_MAX // 2**30} GiB")
+                    found.update(chunk)
+                    file.write(chunk)
+            if found.hexdigest() != digest:
+                raise InvalidRequestError("the files changed on their way: their SHA-256 differs")
+            self._unpack(archive, digest, name)
+        finally:
+            archive.unlink(missing_ok=True)
+
+    def _unpack(self, archive: Path, digest: str, name: str) -> None:
+        aside = self._folder / f".{digest}-{name}"
+        try:
+            aside.mkdir(mode=0o700)
+            with tarfile.open(archive) as file:
+                file.extractall(aside, filter="data")  # refuses names and links that lead outside
+            if not self.has(digest):
+                aside.rename(self._folder / digest)
+        except (tarfile.TarError, OSError) as error:
+            if not self.has(digest):
+                raise InvalidRequestError(f"cannot unpack the files: {error}") from None
+        finally:
+            shutil.rmtree(aside, ignore_errors=True)
+
+    def localize(self, task: Task) -> Task:
+        """Replace uploaded paths with those of this machine. Raises UsageError for any other path of this machine."""
+
+        def fix(path: str) -> str:
+            if "://" in path:
+                return path
+            match = re.fullmatch(rf"{UPLOADED}({DIGEST})/([^/]+)", path)
+            found = self._folder / match[1] / match[2] if match and match[2] not in (".", "..") else None
+            if found is None or not found.exists():
+                raise UsageError(f"`{path}` was not uploaded", hints=["send it first: `PUT /v1/files/SHA256`"])
+            return str(found)
+
+        mounts = tuple(replace(each, source=tuple(map(fix, each.source))) for each in task.storage_mounts)
+        return replace(
+            task,
+            workdir=fix(task.workdir) if task.workdir else None,
+            file_mounts={target: fix(source) for target, source in task.file_mounts.items()},
+            storage_mounts=mounts,
+        )

@@ -1,0 +1,260 @@
+"""The routes of the server: verbs, answers, files, health, metrics and the OpenAPI document."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import re
+import secrets
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from aiohttp import web
+
+from broker import __version__
+from broker.client.wire import HEADER, LINES, MESSAGE_MAX, PROTOCOL, VERBS, Verb, decode, encode_error, read_signature
+from broker.dashboard.metrics import SERIES_MAX, render_metrics
+from broker.dashboard.model import list_places, read_overview
+from broker.errors import AuthError, BrokerError, DeniedError, InvalidRequestError, NoOfferError, StateError, UsageError
+from broker.errors import TaskError as InvalidTaskError
+from broker.server.authorisation import check_role, has_role
+from broker.server.context import Policy, ServerContext
+from broker.server.files import DIGEST, FileStore
+from broker.server.openapi import describe_api
+from broker.server.running import Frame, Running, VerbRequest
+from broker.server.tokens import find_token
+from broker.state.people import Role, Token
+from broker.types import Task
+
+log = logging.getLogger(__name__)
+
+BEAT_S = 5.0  # between blank lines, which keep the connection of a quiet verb alive
+THREADS_MAX = 128  # verbs at work at once
+STATUSES: tuple[tuple[type[BrokerError], int], ...] = (
+    (DeniedError, 403),
+    (InvalidRequestError, 400),
+    (InvalidTaskError, 422),
+    (UsageError, 422),
+    (NoOfferError, 409),
+    (StateError, 503),
+)
+UNKNOWN_TOKEN = AuthError(
+    "the token is unknown, expired or revoked",
+    hints=("ask an administrator of the server for a new one, then `broker login URL --token-file FILE`",),
+)
+TOKEN = web.RequestKey("token", Token)
+
+
+class Server:
+    """The application on one state folder."""
+
+    def __init__(self, home: Path, policy: Policy) -> None:
+        self._home = home
+        self._policy = policy
+        self._context = ServerContext(home, policy=policy)
+        self._files = FileStore(home / "uploads")
+        self._threads = ThreadPoolExecutor(THREADS_MAX, thread_name_prefix="verb")
+        self._running: dict[str, Running] = {}
+        self._is_leaving = asyncio.Event()
+
+    def make_app(self) -> web.Application:
+        app = web.Application(middlewares=[self._guard], client_max_size=MESSAGE_MAX)
+        app.router.add_get("/healthz", self._show_health)
+        app.router.add_get("/readyz", self._show_readiness)
+        app.router.add_get("/openapi.json", self._show_api)
+        app.router.add_get("/metrics", self._show_metrics)
+        app.router.add_get("/v1/handshake", self._shake_hands)
+        app.router.add_get(r"/v1/files/{digest:[0-9a-f]{64}}", self._find_files)
+        app.router.add_put(r"/v1/files/{digest:[0-9a-f]{64}}", self._receive_files)
+        app.router.add_post(r"/v1/answers/{id:[0-9a-f]{32}}", self._answer)
+        app.router.add_post(r"/v1/{verb:[a-z_]+}", self._run_verb)
+        return app
+
+    def leave(self) -> None:
+        """End all connections; verbs that write go on until the process ends."""
+        self._is_leaving.set()
+        for running in self._running.values():
+            running.leave()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._context.close()
+
+    @web.middleware
+    async def _guard(self, request: web.Request, handler: Any) -> web.StreamResponse:
+        """Check the token and the protocol, and turn errors into JSON. Logs paths only, never bodies or headers."""
+        try:
+            if request.path not in ("/healthz", "/readyz", "/openapi.json"):
+                token = self._authenticate(request)
+                if token is None:
+                    return _refuse(UNKNOWN_TOKEN, 401)
+                request[TOKEN] = token
+                _check_protocol(request)
+            answer: web.StreamResponse = await handler(request)
+        except BrokerError as error:
+            answer = _refuse(error)
+        except web.HTTPException as error:
+            answer = _refuse(UsageError(f"{request.method} {request.path}: {error.reason.lower()}"), error.status)
+        except (ConnectionResetError, asyncio.CancelledError):
+            raise
+        except Exception:
+            log.exception("%s %s failed", request.method, request.path)
+            answer = _refuse(BrokerError("bug in the server", hints=["see the server's log"]), 500)
+        if not answer.prepared:
+            answer.headers["X-Content-Type-Options"] = "nosniff"
+            answer.headers["Cache-Control"] = "no-store"
+        return answer
+
+    def _authenticate(self, request: web.Request) -> Token | None:
+        kind, _, value = request.headers.get("Authorization", "").partition(" ")
+        return find_token(self._context.store, value.strip()) if kind.lower() == "bearer" else None
+
+    async def _show_health(self, request: web.Request) -> web.Response:
+        return web.json_response({"status": "ok"})
+
+    async def _show_readiness(self, request: web.Request) -> web.Response:
+        """Answer 200 if the store can be read, else 503."""
+        self._context.store.jobs.count()
+        return web.json_response({"status": "ready"})
+
+    async def _show_api(self, request: web.Request) -> web.Response:
+        return web.json_response(describe_api())
+
+    async def _show_metrics(self, request: web.Request) -> web.Response:
+        overview = read_overview(self._context, newest=SERIES_MAX)
+        return web.Response(text=render_metrics(overview, list_places(self._context.store)), content_type="text/plain")
+
+    async def _shake_hands(self, request: web.Request) -> web.Response:
+        token = request[TOKEN]
+        return web.json_response(
+            {"version": __version__, "protocol": PROTOCOL, "user": token.user, "role": token.role.value}
+        )
+
+    async def _find_files(self, request: web.Request) -> web.Response:
+        return web.json_response({"is_known": self._files.has(request.match_info["digest"])})
+
+    async def _receive_files(self, request: web.Request) -> web.Response:
+        if not has_role(request[TOKEN], Role.USER):
+            raise DeniedError("sending files requires the role `user`")
+        digest = request.match_info["digest"]
+        assert re.fullmatch(DIGEST, digest)
+        await self._files.receive(digest, request.content.iter_chunked(2**20), name=secrets.token_hex(8))
+        return web.json_response({"is_known": True})
+
+    async def _answer(self, request: web.Request) -> web.Response:
+        running = self._running.get(request.match_info["id"])
+        if running is None:
+            raise UsageError("this question is no longer open")
+        running.answer(is_accepted=(await _read_object(request)).get("is_accepted") is True)
+        return web.json_response({})
+
+    async def _run_verb(self, request: web.Request) -> web.StreamResponse:
+        verb = VERBS.get(request.match_info["verb"])
+        if verb is None:
+            raise UsageError(f"unknown verb `{request.match_info['verb']}`", hints=["see `/openapi.json`"])
+        check_role(request[TOKEN], verb)
+        wanted = self._read_request(verb, await _read_object(request), request[TOKEN])
+        is_agreeing = request.query.get("yes") == "true"
+        running = Running(wanted, home=self._home, policy=self._policy, is_agreeing=is_agreeing)
+        self._running[wanted.id] = running
+        asyncio.get_running_loop().run_in_executor(self._threads, running.run)
+        try:
+            if LINES in request.headers.get("Accept", ""):
+                return await self._stream(request, running)
+            return await _collect(running)
+        finally:
+            running.leave()
+            del self._running[wanted.id]
+
+    def _read_request(self, verb: Verb, body: dict[str, Any], token: Token) -> VerbRequest:
+        """Decode the arguments. Raises InvalidRequestError for a missing, unknown or invalid one."""
+        signature = read_signature(verb.function)
+        if unknown := sorted(set(body) - set(signature.arguments)):
+            raise InvalidRequestError(f"`{verb.name}` has no argument `{unknown[0]}`")
+        arguments = {name: self._localize(decode(value, signature.arguments[name])) for name, value in body.items()}
+        if missing := sorted(read_required(verb) - set(arguments)):
+            raise InvalidRequestError(f"`{verb.name}` requires the argument `{missing[0]}`")
+        return VerbRequest(id=secrets.token_hex(16), verb=verb, signature=signature, arguments=arguments, token=token)
+
+    def _localize(self, value: Any) -> Any:
+        """Check tasks as those of a file are, and point them to the files that were uploaded."""
+        if isinstance(value, Task):
+            from broker.task.checking import check_task
+
+            return self._files.localize(check_task(value))
+        if isinstance(value, tuple) and value and isinstance(value[0], Task):
+            return tuple(self._localize(each) for each in value)
+        return value
+
+    async def _stream(self, request: web.Request, running: Running) -> web.StreamResponse:
+        answer = web.StreamResponse(headers={"Content-Type": LINES, "Cache-Control": "no-store"})
+        await answer.prepare(request)
+        is_over = False
+        while not is_over and not self._is_leaving.is_set():
+            frame = await running.next_frame(BEAT_S)
+            await answer.write(b"\n" if frame is None else json.dumps(frame).encode() + b"\n")
+            is_over = frame is not None and ("result" in frame or "error" in frame)
+        return answer
+
+
+def read_required(verb: Verb) -> set[str]:
+    """Return the arguments of a verb that have no default."""
+    import inspect
+
+    parameters = inspect.signature(verb.function).parameters.values()
+    required = {each.name for each in parameters if each.default is inspect.Parameter.empty}
+    return required & set(read_signature(verb.function).arguments)
+
+
+async def _collect(running: Running) -> web.Response:
+    """Answer with one object: the result or the error, and the notes. Questions are refused without `?yes=true`."""
+    notes: list[str] = []
+    calls: dict[str, list[Any]] = {}
+    while True:
+        frame: Frame | None = await running.next_frame(BEAT_S)
+        if frame is None:
+            continue
+        if "note" in frame:
+            notes.append(frame["note"])
+        elif "call" in frame:
+            calls.setdefault(frame["call"], []).append(frame["value"])
+        elif "ask" in frame:
+            running.answer(is_accepted=False)
+        elif "error" in frame:
+            return web.json_response({**frame, "notes": notes}, status=find_status(str(frame["error"]["kind"])))
+        else:
+            return web.json_response({**frame, "calls": calls, "notes": notes})
+
+
+def find_status(kind: str) -> int:
+    """Return the HTTP status of an error, by the name of its class."""
+    from broker import errors
+
+    found = getattr(errors, kind, BrokerError)
+    return next((status for parent, status in STATUSES if issubclass(found, parent)), 502)
+
+
+def _refuse(error: BrokerError, status: int | None = None) -> web.Response:
+    return web.json_response({"error": encode_error(error)}, status=status or find_status(type(error).__name__))
+
+
+def _check_protocol(request: web.Request) -> None:
+    """Raise UsageError for a client of another protocol; requests without the header are not from a `broker`."""
+    given = request.headers.get(HEADER, str(PROTOCOL))
+    if given != str(PROTOCOL):
+        older = "client" if given.isdigit() and int(given) < PROTOCOL else "server"
+        raise UsageError(
+            f"the client speaks protocol {given}, this server ({__version__}) speaks {PROTOCOL}",
+            hints=[f"upgrade the {older}: `pip install --upgrade intercloud-broker`"],
+        )
+
+
+async def _read_object(request: web.Request) -> dict[str, Any]:
+    text = await request.read()
+    try:
+        found = json.loads(text or b"{}")
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
+        raise InvalidRequestError("the body must be a JSON object")
+    return found

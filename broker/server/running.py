@@ -1,0 +1,176 @@
+"""Run one verb in a thread, as a command would, and pass what it says to the connection as frames."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from broker.app.verbs.launching import name_target
+from broker.client.wire import ASKED, Signature, Verb, encode
+from broker.errors import BrokerError, UsageError
+from broker.nouns import noun
+from broker.server.authorisation import check_verb, list_changed
+from broker.server.context import DisconnectedError, Policy, ServerContext
+from broker.state.people import Owned, Role, Token
+from broker.types import Job, Plan
+
+log = logging.getLogger(__name__)
+
+ANSWER_S_MAX = 900.0
+FRAMES_MAX = 256  # not yet sent: a slow client slows down the verb instead of filling the memory
+Frame = Mapping[str, Any]
+
+
+@noun
+class VerbRequest:
+    """A verb with its decoded arguments, and who asks for it."""
+
+    id: str
+    verb: Verb
+    signature: Signature
+    arguments: Mapping[str, Any]
+    token: Token
+
+
+class Running:
+    """One verb at work. Its frames end with a result or an error; `answer` resolves the question of a frame."""
+
+    def __init__(self, request: VerbRequest, *, home: Path, policy: Policy, is_agreeing: bool = False) -> None:
+        self._request = request
+        self._home = home
+        self._policy = policy
+        self._is_agreeing = is_agreeing
+        self._loop = asyncio.get_running_loop()
+        self._frames: asyncio.Queue[Frame] = asyncio.Queue()
+        self._room = threading.BoundedSemaphore(FRAMES_MAX)
+        self._gone = threading.Event()
+        self._answer: Future[bool] = Future()
+
+    def leave(self) -> None:
+        """Note that the client is gone: a reading verb ends, any other goes on without it."""
+        self._gone.set()
+        self.answer(is_accepted=False)
+        for _ in range(FRAMES_MAX):
+            try:
+                self._room.release()
+            except ValueError:
+                return
+
+    def answer(self, *, is_accepted: bool) -> None:
+        if not self._answer.done():
+            self._answer.set_result(is_accepted)
+
+    async def next_frame(self, timeout_s: float) -> Frame | None:
+        """Return the next frame; None if there is none for `timeout_s` seconds."""
+        try:
+            frame = await asyncio.wait_for(self._frames.get(), timeout_s)
+        except TimeoutError:
+            return None
+        try:
+            self._room.release()
+        except ValueError:
+            pass  # `leave` has released all
+        return frame
+
+    def run(self) -> None:
+        """Run the verb to its end, in the thread of the caller."""
+        verb, token = self._request.verb, self._request.token
+        is_reading = verb.role is Role.VIEWER
+        context = ServerContext(
+            self._home, policy=self._policy, on_note=lambda text: self._emit({"note": text}),
+            gone=self._gone if is_reading else None,
+        )  # fmt: skip
+        outcome, target = "done", ""
+        last: Frame | None = None
+        try:
+            self._name_cluster(context)
+            check_verb(context, token, verb, self._request.arguments)
+            if not is_reading:
+                target = self._claim(context)
+            result = verb.function(context, **self._request.arguments, **self._make_callbacks(context))
+            target = self._own(context, result) or target
+            last = {"result": encode(result)}
+        except DisconnectedError:
+            pass
+        except BrokerError as error:
+            outcome = type(error).__name__
+            last = {"error": encode(error)}
+        except Exception as error:
+            log.exception("%s of %s failed", verb.name, token.user)
+            outcome = type(error).__name__
+            last = {"error": encode(BrokerError(f"bug in the server: {outcome}", hints=["see the server's log"]))}
+        finally:
+            if not is_reading:  # recorded before the client knows
+                context.store.audit.add(user=token.user, verb=verb.name, target=target, outcome=outcome)
+            context.close()
+        if last is not None:
+            self._emit(last)
+
+    def _name_cluster(self, context: ServerContext) -> None:
+        """Name the cluster of a launch that names none, before its owner is compared."""
+        arguments = self._request.arguments
+        if self._request.verb.name == "launch" and arguments["cluster"] is None:
+            name = name_target(context, task=arguments["task"])
+            self._request = replace(self._request, arguments={**arguments, "cluster": name})
+
+    def _claim(self, context: ServerContext) -> str:
+        """Record the owner of a new cluster before it exists, so that a crash leaves none without; return the target.
+
+        The audit shows names and IDs only: other arguments may hold secrets.
+        """
+        request = self._request
+        changed = list(list_changed(context, request.verb, request.arguments))
+        if request.verb.name == "launch":
+            for kind, name in changed:
+                if context.store.clusters.get(name) is None:
+                    context.store.owners.put(kind, name, request.token.user)
+        return ", ".join(f"{kind.value} {name}" for kind, name in changed)
+
+    def _own(self, context: ServerContext, result: object) -> str:
+        """Record the owner of jobs that the verb submitted, unless they have one; return them for the audit."""
+        if self._request.verb.name not in ("launch_jobs", "retry_job"):
+            return ""
+        submitted = [job for job in (result if isinstance(result, tuple) else (result,)) if isinstance(job, Job)]
+        for job in submitted:
+            if context.store.owners.get(Owned.JOB, str(job.id)) is None:
+                context.store.owners.put(Owned.JOB, str(job.id), self._request.token.user)
+        return ", ".join(f"job {job.id}" for job in submitted)
+
+    def _make_callbacks(self, context: ServerContext) -> Mapping[str, Callable[[Any], None]]:
+        def make(name: str) -> Callable[[Any], None]:
+            def pass_on(value: Any) -> None:
+                if name == "on_submitted":
+                    self._own(context, value)
+                if name in ASKED:
+                    self._ask(name, value)
+                else:
+                    self._emit({"call": name, "value": encode(value)})
+
+            return pass_on
+
+        return {name: make(name) for name in self._request.signature.callbacks}
+
+    def _ask(self, name: str, plans: Sequence[Plan]) -> None:
+        """Wait for the client's answer. Raises UsageError if it refuses, or does not answer in time."""
+        if self._is_agreeing:
+            return
+        plans = [replace(plan, estimates=(plan.choice,)) for plan in plans]  # the others were shown
+        self._emit({"ask": name, "id": self._request.id, "value": encode(plans)})
+        try:
+            is_accepted = self._answer.result(ANSWER_S_MAX)
+        except TimeoutError:
+            is_accepted = False
+        if not is_accepted:
+            raise UsageError("the price was not accepted, so nothing was started")
+
+    def _emit(self, frame: Frame) -> None:
+        if self._gone.is_set():
+            return
+        self._room.acquire()
+        self._loop.call_soon_threadsafe(self._frames.put_nowait, frame)

@@ -1,0 +1,132 @@
+"""Listen: on the loopback in plain text, on any other address with TLS, by a certificate made here if none is given."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import os
+import socket
+import ssl
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+from aiohttp import web
+
+from broker.client.login import is_loopback
+from broker.clock import SystemClock
+from broker.errors import BrokerError, UsageError
+from broker.nouns import noun
+from broker.server.context import Policy, ServerContext
+from broker.server.http import Server
+
+log = logging.getLogger(__name__)
+
+LEAVE_S = 5.0
+WATCH_S = 10.0  # between looks for a dead daemon
+
+
+@noun
+class Listening:
+    """The URL of the server, and the fingerprint of its certificate; None without TLS."""
+
+    url: str
+    fingerprint: str | None
+
+
+@noun
+class Certificate:
+    """PEM files of a certificate and its private key."""
+
+    certificate: Path
+    key: Path
+
+    def fingerprint(self) -> str:
+        """Return `sha256:...` of the first certificate. Raises UsageError for a file that has none."""
+        try:
+            text = self.certificate.read_text()
+            begin, end = "-----BEGIN CERTIFICATE-----", "-----END CERTIFICATE-----"
+            first = text[text.index(begin) : text.index(end) + len(end)]
+            return f"sha256:{hashlib.sha256(ssl.PEM_cert_to_DER_cert(first)).hexdigest()}"
+        except (OSError, ValueError) as error:
+            raise UsageError(f"cannot read the certificate in {self.certificate}: {error}") from None
+
+
+def choose_certificate(home: Path, host: str, given: Certificate | None) -> Certificate | None:
+    """Return the operator's certificate, else an own one; None on the loopback, where nobody listens in."""
+    return given if given is not None or is_loopback(host) else ensure_certificate(home)
+
+
+def ensure_certificate(home: Path) -> Certificate:
+    """Return this server's own certificate, made once: clients pin it."""
+    from broker.runtime.credentials import make_credential
+
+    folder = home / "server"
+    path = folder / "certificate.pem"
+    if not path.exists():
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        aside = folder / f".certificate-{os.getpid()}"
+        with os.fdopen(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+            file.write(make_credential("broker server").value)
+        try:
+            os.link(aside, path)  # of two servers that start at once, both read the same one
+        except FileExistsError:
+            pass
+        finally:
+            aside.unlink()
+    return Certificate(certificate=path, key=path)
+
+
+async def serve(
+    home: Path,
+    *,
+    host: str,
+    port: int,
+    policy: Policy,
+    certificate: Certificate | None = None,
+    on_ready: Callable[[Listening], None],
+    until: Callable[[], Awaitable[object]],
+) -> None:
+    """Serve until `until` returns. Raises OSError if the address cannot be listened on."""
+    tls = None
+    certificate = await asyncio.to_thread(choose_certificate, home, host, certificate)
+    if certificate is not None:
+        tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        tls.load_cert_chain(certificate.certificate, certificate.key)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    sock = socket.create_server((host.strip("[]"), port), family=family)
+    server = Server(home, policy)
+    runner = web.AppRunner(server.make_app(), access_log=None, shutdown_timeout=LEAVE_S)
+    await runner.setup()
+    try:
+        await web.SockSite(runner, sock, ssl_context=tls).start()
+        shown = f"[{host}]" if ":" in host else host
+        scheme = "http" if tls is None else "https"
+        url = f"{scheme}://{shown}:{sock.getsockname()[1]}"
+        on_ready(Listening(url=url, fingerprint=certificate.fingerprint() if certificate else None))
+        watching = asyncio.create_task(_keep_jobs_going(home, policy))
+        try:
+            await until()
+        finally:
+            watching.cancel()
+    finally:
+        server.leave()
+        await runner.cleanup()
+
+
+async def _keep_jobs_going(home: Path, policy: Policy) -> None:
+    """Restart a dead daemon while jobs are live, also when nobody asks for them."""
+
+    def look() -> None:
+        context = ServerContext(home, policy=policy, on_note=log.warning)
+        try:
+            context.keep_jobs_going()
+        except BrokerError as error:
+            log.warning("%s", error.message)
+        finally:
+            context.close()
+
+    clock = SystemClock()
+    while True:
+        await asyncio.to_thread(look)
+        await clock.sleep(WATCH_S)

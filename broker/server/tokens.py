@@ -1,0 +1,47 @@
+"""Tokens of people: drawn here, shown once, and kept as digests."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import secrets
+
+from broker.errors import UsageError
+from broker.nouns import noun
+from broker.state.people import Role, Token
+from broker.state.store import Store
+from broker.types import Secret
+
+PREFIX = "broker_"  # scanners of leaked secrets find tokens by it
+USER = r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}"
+DAY_S = 86400.0
+
+
+@noun
+class Created:
+    """A new token; its value cannot be read again."""
+
+    id: int
+    value: Secret
+
+
+def create_token(store: Store, *, user: str, role: Role, days: float | None) -> Created:
+    """Create a token that is valid for `days`, or until it is revoked with None. Raises UsageError."""
+    if not re.fullmatch(USER, user):
+        raise UsageError(
+            f"invalid user name `{user}`",
+            hints=["use up to 64 letters, digits, `.`, `_`, `-` and `@`, such as an address"],
+        )
+    value = PREFIX + secrets.token_urlsafe(32)
+    expires_s = None if days is None else store.clock.now_s() + days * DAY_S
+    token_id = store.tokens.add(digest=digest_token(value), user=user, role=role, expires_s=expires_s)
+    return Created(id=token_id, value=Secret(value=value))
+
+
+def find_token(store: Store, value: str) -> Token | None:
+    """Return the valid token of this value. Compared by digest, so that no timing tells about the value."""
+    return store.tokens.find(digest_token(value))
+
+
+def digest_token(value: str) -> str:
+    return hashlib.sha256(value.encode()).hexdigest()

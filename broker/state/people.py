@@ -1,0 +1,127 @@
+"""Rows of a server's people: tokens, the owners of clusters and jobs, and the audit of writes.
+
+Only the SHA-256 of a token is stored: tokens are random, so that a slow hash would add nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import StrEnum
+
+from broker.nouns import noun
+from broker.state.base import Database, Row, read_s
+
+
+class Role(StrEnum):
+    """What a token may do; each role may do what those before it may."""
+
+    VIEWER = "viewer"  # read
+    USER = "user"  # start work, and change what it owns
+    ADMIN = "admin"  # change everything
+
+
+class Owned(StrEnum):
+    CLUSTER = "cluster"
+    JOB = "job"
+
+
+@noun
+class Token:
+    """A token without its value; `expires_s` is None for one that does not expire."""
+
+    id: int
+    user: str
+    role: Role
+    created_s: float
+    expires_s: float | None
+    revoked_s: float | None
+
+
+@noun
+class AuditEvent:
+    """A write that a person asked for; `outcome` is `started`, `done`, or the class of the error."""
+
+    id: int
+    time_s: float
+    user: str
+    verb: str
+    target: str
+    outcome: str
+
+
+class TokenRows:
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    def add(self, *, digest: str, user: str, role: Role, expires_s: float | None) -> int:
+        """Add a token by its digest; return its id."""
+        with self._database.transaction():
+            cursor = self._database.execute(
+                "INSERT INTO tokens (digest, person, role, created_s, expires_s) VALUES (?, ?, ?, ?, ?) RETURNING id",
+                (digest, user, role.value, self._database.clock.now_s(), expires_s),
+            )
+            return int(cursor.fetchone()["id"])
+
+    def find(self, digest: str) -> Token | None:
+        """Return the token if it is valid now; None if it is unknown, expired or revoked."""
+        row = self._database.row("SELECT * FROM tokens WHERE digest = ?", (digest,))
+        token = _read_token(row) if row else None
+        if token is None or token.revoked_s is not None:
+            return None
+        is_expired = token.expires_s is not None and token.expires_s <= self._database.clock.now_s()
+        return None if is_expired else token
+
+    def list(self) -> Sequence[Token]:
+        return [_read_token(row) for row in self._database.rows("SELECT * FROM tokens ORDER BY id")]
+
+    def revoke(self, token_id: int) -> bool:
+        """Revoke a token; return whether it was valid until now. The server refuses it from its next request on."""
+        now_s = self._database.clock.now_s()
+        done = self._database.write(
+            "UPDATE tokens SET revoked_s = ? WHERE id = ? AND revoked_s IS NULL", (now_s, token_id)
+        )
+        return done.rowcount > 0
+
+
+class OwnerRows:
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    def get(self, kind: Owned, name: str) -> str | None:
+        """Return the owner of a cluster or a job (by id); None for what was made without a server."""
+        row = self._database.row("SELECT person FROM owners WHERE kind = ? AND name = ?", (kind.value, name))
+        return None if row is None else str(row["person"])
+
+    def put(self, kind: Owned, name: str, user: str) -> None:
+        with self._database.transaction():
+            self._database.execute("DELETE FROM owners WHERE kind = ? AND name = ?", (kind.value, name))
+            self._database.execute("INSERT INTO owners (kind, name, person) VALUES (?, ?, ?)", (kind.value, name, user))
+
+
+class AuditRows:
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    def add(self, *, user: str, verb: str, target: str, outcome: str) -> None:
+        self._database.write(
+            "INSERT INTO audit (time_s, person, verb, target, outcome) VALUES (?, ?, ?, ?, ?)",
+            (self._database.clock.now_s(), user, verb, target, outcome),
+        )
+
+    def list(self, *, newest: int = 100) -> Sequence[AuditEvent]:
+        """Return the `newest` events, oldest first."""
+        rows = self._database.rows("SELECT * FROM audit ORDER BY id DESC LIMIT ?", (newest,))
+        return [
+            AuditEvent(
+                id=row["id"], time_s=read_s(row["time_s"]), user=row["person"], verb=row["verb"],
+                target=row["target"], outcome=row["outcome"],
+            )
+            for row in rows[::-1]
+        ]  # fmt: skip
+
+
+def _read_token(row: Row) -> Token:
+    return Token(
+        id=row["id"], user=row["person"], role=Role(row["role"]), created_s=read_s(row["created_s"]),
+        expires_s=row["expires_s"], revoked_s=row["revoked_s"],
+    )  # fmt: skip

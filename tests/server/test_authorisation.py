@@ -1,0 +1,136 @@
+"""Who may do what: every role and every verb, and the owner of everything that a verb changes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from broker.client.wire import VERBS
+from broker.errors import DeniedError
+from broker.server.authorisation import check_verb
+from broker.state.people import Owned, Role
+from broker.types import Cluster, ClusterStatus, Placement, Resources, Task
+from tests.server.conftest import Hosted
+from tests.simulation.world import make_offer
+
+# The matrix, written out: whatever is not here is refused.
+READS = {
+    "show_status", "check_up", "find_run", "follow_run", "list_runs", "preview_down", "name_target",
+    "describe_interrupted", "list_queue", "list_jobs", "show_job", "follow_log", "list_events", "explain_job",
+    "wait_for_job", "show_cost", "check_clouds", "plan_tasks",
+}  # fmt: skip
+WRITES = {
+    "cancel_runs", "stop_cluster", "start_cluster", "set_autostop", "terminate_clusters", "launch", "exec_task",
+    "launch_jobs", "cancel_jobs", "retry_job",
+}  # fmt: skip
+ALLOWED = {"viewer": READS, "user": READS | WRITES, "admin": READS | WRITES}
+
+
+def test_matrix_covers_every_verb() -> None:
+    assert set(VERBS) == READS | WRITES and not READS & WRITES
+
+
+@pytest.mark.parametrize("role", ALLOWED)
+def test_role_decides_which_verbs_answer(hosted: Hosted, role: str) -> None:
+    """No arguments are sent, so that a verb with required ones answers 400 where the role admits it."""
+    statuses = {verb: hosted.ask(f"/v1/{verb}", {}, token=hosted.tokens[role])[0] for verb in VERBS}
+    assert {verb for verb, status in statuses.items() if status != 403} == ALLOWED[role]
+    assert 401 not in statuses.values() and 500 not in statuses.values()
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_no_verb_answers_without_a_valid_token(hosted: Hosted, verb: str) -> None:
+    for token in (None, "broker_wrong", hosted.tokens["admin"] + "x"):
+        status, answer = hosted.ask(f"/v1/{verb}", {}, token=token)
+        assert status == 401 and "expired or revoked" in answer["error"]["message"]
+
+
+@pytest.mark.parametrize("path", ["/metrics", "/v1/handshake", f"/v1/files/{'0' * 64}"])
+def test_other_routes_require_a_token(hosted: Hosted, path: str) -> None:
+    assert hosted.ask(path)[0] == 401
+    assert hosted.ask(path, token=hosted.tokens["viewer"])[0] == 200
+
+
+def test_health_requires_none(hosted: Hosted) -> None:
+    assert hosted.ask("/healthz") == (200, {"status": "ok"})
+    assert hosted.ask("/readyz") == (200, {"status": "ready"})
+
+
+@pytest.fixture(scope="module")
+def owned(hosted: Hosted) -> str:
+    """Record a cluster and a job of `user`; return the job's id."""
+    store = hosted.context.store
+    placement = Placement(offer=make_offer("east1a"), is_spot=False, node_count=1)
+    store.clusters.put(Cluster(name="dev", placement=placement, status=ClusterStatus.UP, attempt=1))
+    job = store.jobs.add("train", Task(run="true", resources=(Resources(cloud="local"),)))
+    store.owners.put(Owned.CLUSTER, "dev", "user")
+    store.owners.put(Owned.JOB, str(job.id), "user")
+    return str(job.id)
+
+
+def list_arguments(verb: str, job_id: str) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, kind in VERBS[verb].owned.items():
+        value = "dev" if kind is Owned.CLUSTER else job_id
+        found[name] = (value,) if name == "names" else value
+    return found
+
+
+@pytest.mark.parametrize("verb", [name for name, verb in VERBS.items() if verb.owned])
+@pytest.mark.parametrize(("user", "is_allowed"), [("user", True), ("other", False), ("admin", True), ("viewer", False)])
+def test_users_change_only_their_own(hosted: Hosted, owned: str, verb: str, user: str, *, is_allowed: bool) -> None:
+    token = next(each for each in hosted.context.store.tokens.list() if each.user == user)
+    arguments = list_arguments(verb, owned)
+    if is_allowed:
+        check_verb(hosted.context, token, VERBS[verb], arguments)
+        return
+    with pytest.raises(DeniedError):
+        check_verb(hosted.context, token, VERBS[verb], arguments)
+
+
+def test_patterns_and_all_reach_no_cluster_of_others(hosted: Hosted, owned: str) -> None:
+    token = next(each for each in hosted.context.store.tokens.list() if each.role is Role.USER and each.user == "other")
+    for verb, arguments in (
+        ("terminate_clusters", {"names": ("d*",)}),
+        ("cancel_jobs", {"names": (), "is_all": True}),
+        ("cancel_jobs", {"names": ("train",)}),
+        ("retry_job", {"job": "train"}),
+    ):
+        with pytest.raises(DeniedError):
+            check_verb(hosted.context, token, VERBS[verb], arguments)
+
+
+def test_what_was_started_without_the_server_belongs_to_administrators(hosted: Hosted) -> None:
+    store = hosted.context.store
+    job = store.jobs.add("embedded", Task(run="true"))
+    users = {each.user: each for each in store.tokens.list()}
+    check_verb(hosted.context, users["admin"], VERBS["cancel_jobs"], {"names": (str(job.id),)})
+    with pytest.raises(DeniedError, match="started on the server itself"):
+        check_verb(hosted.context, users["user"], VERBS["cancel_jobs"], {"names": (str(job.id),)})
+
+
+def test_write_is_audited_with_its_outcome(hosted: Hosted, owned: str) -> None:
+    for user, status in (("other", 403), ("user", 200)):
+        assert hosted.ask("/v1/cancel_jobs", {"names": [owned]}, token=hosted.tokens[user])[0] == status
+    found = [(each.user, each.verb, each.outcome) for each in hosted.context.store.audit.list()]
+    assert ("other", "cancel_jobs", "DeniedError") in found and ("user", "cancel_jobs", "done") in found
+
+
+def test_revoked_and_expired_tokens_are_refused(hosted: Hosted) -> None:
+    from broker.server.tokens import create_token
+
+    store = hosted.context.store
+    brief = create_token(store, user="brief", role=Role.ADMIN, days=-1)
+    assert hosted.ask("/v1/handshake", token=brief.value.value)[0] == 401
+    gone = create_token(store, user="gone", role=Role.ADMIN, days=1)
+    assert hosted.ask("/v1/handshake", token=gone.value.value)[0] == 200
+    assert store.tokens.revoke(gone.id) and not store.tokens.revoke(gone.id)
+    assert hosted.ask("/v1/handshake", token=gone.value.value)[0] == 401
+
+
+def test_no_token_is_stored_in_clear(hosted: Hosted) -> None:
+    for path in hosted.home.rglob("*"):
+        if path.is_file():
+            content = path.read_bytes()
+            assert not any(token.encode() in content for token in hosted.tokens.values()), path

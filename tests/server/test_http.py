@@ -1,0 +1,177 @@
+"""The HTTP API as any client sees it."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+from pathlib import Path
+from urllib.request import Request, urlopen
+
+import jsonschema
+import pytest
+
+from broker.app.verbs.clusters import show_status
+from broker.app.verbs.jobs import explain_job, show_job
+from broker.app.verbs.launching import exec_task
+from broker.client.files import upload_files, write_archive
+from broker.client.login import ServerLogin, check_login
+from broker.client.remote import RemoteSession, check_handshake
+from broker.client.wire import HEADER, VERBS
+from broker.errors import AuthError, TransientError, UsageError
+from broker.server.files import FileStore
+from broker.server.serving import choose_certificate, ensure_certificate
+from broker.types import Secret, Task
+from tests.server.conftest import Hosted
+
+CANARY = "swordfish-in-the-canary"
+
+
+def test_api_document_describes_every_verb_and_its_answers(hosted: Hosted) -> None:
+    _, document = hosted.ask("/openapi.json")
+    assert {f"/v1/{verb}" for verb in VERBS} <= set(document["paths"])
+    for verb, body in (("show_status", {}), ("list_queue", {"newest": 5}), ("show_cost", {"by": "day"})):
+        status, answer = hosted.ask(f"/v1/{verb}", body, token=hosted.tokens["viewer"])
+        schema = document["paths"][f"/v1/{verb}"]["post"]["responses"]["200"]["content"]["application/json"]["schema"]
+        assert status == 200
+        jsonschema.Draft202012Validator({**schema, "components": document["components"]}).validate(answer)
+
+
+@pytest.mark.parametrize(
+    ("verb", "body", "status", "words"),
+    [
+        ("show_job", {"job": "99"}, 422, "unknown managed job"),
+        ("show_job", {}, 400, "requires the argument `job`"),
+        ("show_job", {"job": "1", "more": 1}, 400, "no argument `more`"),
+        ("list_queue", {"newest": "many"}, 400, "invalid data"),
+        ("wait_for_job", {"job": "1", "status": "NEVER"}, 400, "invalid data"),
+        ("no_such_verb", {}, 422, "unknown verb"),
+    ],
+)
+def test_errors_have_a_status_and_words(
+    hosted: Hosted, verb: str, body: dict[str, object], status: int, words: str
+) -> None:
+    found, answer = hosted.ask(f"/v1/{verb}", body, token=hosted.tokens["admin"])
+    assert found == status and words in answer["error"]["message"]
+
+
+def test_body_that_is_no_object_is_refused(hosted: Hosted) -> None:
+    for body in ([], "text", 7):
+        status, answer = hosted.ask("/v1/show_status", body, token=hosted.tokens["viewer"])
+        assert status == 400 and "JSON object" in answer["error"]["message"]
+
+
+def test_client_of_another_protocol_is_told_what_to_upgrade(hosted: Hosted) -> None:
+    for given, older in (("0", "client"), ("2", "server")):
+        status, answer = hosted.ask("/v1/handshake", token=hosted.tokens["viewer"], headers={HEADER: given})
+        assert status == 422 and f"upgrade the {older}" in answer["error"]["hints"][0]
+
+
+def test_metrics_are_those_of_the_dashboard(hosted: Hosted) -> None:
+    status, text = hosted.ask("/metrics", token=hosted.tokens["viewer"])
+    assert status == 200 and "# TYPE broker_spend_usd_total counter" in text
+
+
+def test_secret_of_a_task_is_in_no_answer_and_no_file_but_its_own(hosted: Hosted) -> None:
+    task = Task(run="true", secrets={"TOKEN": Secret(value=CANARY)})
+    job = hosted.context.store.jobs.add("secretive", task)
+    for verb in ("show_job", "explain_job"):
+        status, answer = hosted.ask(f"/v1/{verb}", {"job": str(job.id)}, token=hosted.tokens["admin"])
+        assert status == 200 and CANARY not in str(answer) and "***" in str(answer)
+    remote = hosted.open("viewer")
+    assert remote.call(show_job, job=str(job.id)).job.task.secrets["TOKEN"].value == "***"
+    assert remote.call(explain_job, job=str(job.id)).job.name == "secretive"
+    with pytest.raises(UsageError, match="unknown cluster"):
+        hosted.open("user").call(exec_task, cluster="nope", task=task)
+    found = {
+        path.parent.name for path in hosted.home.rglob("*") if path.is_file() and CANARY.encode() in path.read_bytes()
+    }
+    assert found == {"secrets"}, "the store's own files of mode 0600"
+
+
+def test_task_cannot_name_files_of_the_server(hosted: Hosted) -> None:
+    for path in ("/etc/passwd", str(hosted.home / "state.db"), f"upload:{'0' * 64}/x", f"upload:{'0' * 64}/.."):
+        task = {"run": "true", "file_mounts": {"/tmp/x": path}}
+        status, answer = hosted.ask("/v1/launch_jobs", _submit(task), token=hosted.tokens["user"])
+        assert status == 422 and "was not uploaded" in answer["error"]["message"]
+
+
+def _submit(task: dict[str, object]) -> dict[str, object]:
+    return {"tasks": [task], "name": None, "request_id": None, "hedge": 1, "is_dryrun": True}
+
+
+def test_folder_is_sent_once_and_unpacked_as_it_was(hosted: Hosted, tmp_path: Path) -> None:
+    (tmp_path / "code" / "inner").mkdir(parents=True)
+    (tmp_path / "code" / "train.py").write_text("print(1)")
+    (tmp_path / "code" / "inner" / "data").write_bytes(b"\0" * 5000)
+    (tmp_path / "code" / "link").symlink_to("train.py")
+    (tmp_path / "code" / "left-out").write_text("big")
+    (tmp_path / "code" / ".skyignore").write_text("left-out\n")
+    remote = hosted.open("user")
+    sent: list[str] = []
+
+    def send(digest: str, archive: object) -> None:
+        assert isinstance(archive, io.IOBase) or hasattr(archive, "read")
+        if not remote.request("GET", f"/v1/files/{digest}")["is_known"]:
+            sent.append(digest)
+            remote.request("PUT", f"/v1/files/{digest}", archive)  # type: ignore[arg-type]
+
+    task = Task(run="true", workdir=str(tmp_path / "code"))
+    first, again = upload_files(task, send), upload_files(task, send)
+    assert first == again and len(sent) == 1
+    folder = Path(FileStore(hosted.home / "uploads").localize(first).workdir or "")
+    assert (folder / "train.py").read_text() == "print(1)" and (folder / "link").is_symlink()
+    assert (folder / "inner" / "data").stat().st_size == 5000 and not (folder / "left-out").exists()
+
+
+def test_archive_of_another_digest_is_refused(hosted: Hosted, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("content")
+    archive = io.BytesIO()
+    write_archive(tmp_path / "file", archive)
+    with pytest.raises(Exception, match="SHA-256 differs"):
+        hosted.open("user").request("PUT", f"/v1/files/{hashlib.sha256(b'other').hexdigest()}", archive.getvalue())
+    assert not list((hosted.home / "uploads").glob(".*")), "nothing is left of it"
+
+
+def test_viewer_cannot_send_files(hosted: Hosted) -> None:
+    request = Request(
+        f"{hosted.listening.url}/v1/files/{'0' * 64}", data=b"x", method="PUT",
+        headers={"Authorization": f"Bearer {hosted.tokens['viewer']}"},
+    )  # fmt: skip
+    with pytest.raises(OSError, match="403"):
+        urlopen(request, timeout=60)
+
+
+def test_certificate_is_pinned(tmp_path: Path) -> None:
+    hosted = Hosted(tmp_path / "home", ensure_certificate(tmp_path / "home"))
+    try:
+        good = hosted.login("viewer")
+        assert good.url.startswith("https://") and good.fingerprint
+        assert check_handshake(RemoteSession(good)).user == "viewer"
+        assert hosted.open("viewer").call(show_status).clusters == ()
+        for fingerprint, words in (("sha256:" + "0" * 64, "another certificate"), (None, "cannot be verified")):
+            with pytest.raises(AuthError, match=words):
+                check_handshake(RemoteSession(ServerLogin(url=good.url, token=good.token, fingerprint=fingerprint)))
+    finally:
+        hosted.stop()
+
+
+def test_only_the_loopback_is_served_without_tls(tmp_path: Path) -> None:
+    assert choose_certificate(tmp_path, "127.0.0.1", None) is None
+    own = choose_certificate(tmp_path, "0.0.0.0", None)
+    assert own is not None and own == choose_certificate(tmp_path, "server.example", None)
+    assert own.key.stat().st_mode & 0o777 == 0o600
+
+
+def test_token_is_not_sent_to_another_host_in_clear() -> None:
+    token = Secret(value="x")
+    check_login(ServerLogin(url="http://127.0.0.1:1", token=token))
+    with pytest.raises(UsageError, match="not encrypted"):
+        check_login(ServerLogin(url="http://server.example:1", token=token))
+
+
+def test_server_that_is_away_is_named(tmp_path: Path) -> None:
+    hosted = Hosted(tmp_path / "home")
+    session = hosted.open("viewer")
+    hosted.stop()
+    with pytest.raises(TransientError, match="does not answer"):
+        session.call(show_status)
