@@ -85,7 +85,7 @@ def find_processes(home: Path) -> list[str]:
 # A calm run passes about forty effects; eight groups share them out over the test workers. tests/simulation kills at
 # the same effects on virtual time, so `make test` takes every second one here.
 @pytest.mark.parametrize(
-    "group", [pytest.param(group, marks=pytest.mark.long if group % 2 else ()) for group in range(8)]
+    "group", [pytest.param(group, marks=pytest.mark.long if group % 4 else ()) for group in range(8)]
 )
 def test_killed_at_any_deed_the_next_daemon_ends_the_job_once(tmp_path: Path, group: int) -> None:
     crash_at, crashes = group + 1, 0

@@ -295,7 +295,7 @@ def test_a_fast_cloud_counts_as_late_sooner_the_second_time(tmp_path: Path) -> N
     assert world.cloud.asked[-1][1] - start_s == pytest.approx(LIMITS[Answer.CREATED].least_s, abs=0.5)
 
 
-@pytest.mark.parametrize("slow", [{"east1a": 60.0}, {"east1a": HANG_S}])
+@pytest.mark.parametrize("slow", [{"east1a": 60.0}, pytest.param({"east1a": HANG_S}, marks=pytest.mark.long)])
 def test_after_a_kill_at_any_step_of_a_hedge_the_job_ends_once_and_leaves_nothing(
     tmp_path: Path, slow: dict[str, float]
 ) -> None:
