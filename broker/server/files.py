@@ -64,7 +64,7 @@ class FileStore:
         """Replace uploaded paths with those of this machine. Raises UsageError for any other path of this machine."""
 
         def fix(path: str) -> str:
-            if "://" in path:
+            if "://" in path and not path.startswith("file:"):
                 return path
             match = re.fullmatch(rf"{UPLOADED}({DIGEST})/([^/]+)", path)
             found = self._folder / match[1] / match[2] if match and match[2] not in (".", "..") else None

@@ -105,6 +105,12 @@ def test_cluster_and_job_live_their_whole_life(terminal: Shell) -> None:
         assert [(each["verb"], each["outcome"]) for each in audit] == [
             ("launch", "done"), ("exec_task", "done"), ("launch_jobs", "done"), ("terminate_clusters", "done"),
         ]  # fmt: skip
+        made = terminal.server.run("server", "token", "create", "ben", "--role", "viewer").stdout
+        assert "(viewer)" in terminal.run("login", terminal.url, "--token", made.strip()).stdout
+        denied = terminal.run("jobs", "retry", "1", code=5)
+        assert "requires the role `user`, and ben has `viewer`" in denied.stderr
+        terminal.server.run("server", "token", "revoke", "2")
+        assert "expired or revoked" in terminal.run("jobs", "queue", code=5).stderr
         refused = terminal.run("ssh", "dev", code=2)
         assert "`broker ssh` does not run through a server" in refused.stderr
         notes = terminal.stop()

@@ -114,8 +114,8 @@ DECLARED = (
         process=r"broker server start",
         address=r"tcp:.+",
         where="the loopback, or the address that `--host` of `broker server start` names; only while the server runs",
-        authentication="a token in each request, compared by its SHA-256; TLS on every address but the loopback, with a "
-        "certificate that clients pin",
+        authentication="a token in each request, compared by its SHA-256; TLS on every address but the loopback, "
+        "with a certificate that clients pin",
         stranger="read `/healthz`, `/readyz` and `/openapi.json`; anything else gets 401",
         code="`broker/server/http.py`, `serving.py`, `authorisation.py`",
     ),

@@ -89,7 +89,14 @@ def test_secret_of_a_task_is_in_no_answer_and_no_file_but_its_own(hosted: Hosted
 
 
 def test_task_cannot_name_files_of_the_server(hosted: Hosted) -> None:
-    for path in ("/etc/passwd", str(hosted.home / "state.db"), f"upload:{'0' * 64}/x", f"upload:{'0' * 64}/.."):
+    for path in (
+        "/etc/passwd",
+        "file:///etc/passwd",
+        "~/.ssh/id_rsa",
+        str(hosted.home / "state.db"),
+        f"upload:{'0' * 64}/x",
+        f"upload:{'0' * 64}/..",
+    ):
         task = {"run": "true", "file_mounts": {"/tmp/x": path}}
         status, answer = hosted.ask("/v1/launch_jobs", _submit(task), token=hosted.tokens["user"])
         assert status == 422 and "was not uploaded" in answer["error"]["message"]

@@ -1,0 +1,42 @@
+"""What a request may use: the clouds that the operator admits, and time until its client is gone."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from pathlib import Path
+
+import pytest
+
+from broker.app.verbs.account import plan_tasks
+from broker.errors import NoOfferError
+from broker.server.context import DisconnectedError, Policy, RequestClock, ServerContext
+from broker.types import Resources, Task
+
+ON_LOCAL = Task(run="true", resources=(Resources(cloud="local"),))
+
+
+def test_tasks_run_on_the_servers_machine_only_where_the_operator_allows_it(tmp_path: Path) -> None:
+    allowing = ServerContext(tmp_path, policy=Policy(has_local_cloud=True))
+    assert "local" in allowing.clouds and plan_tasks(allowing, tasks=(ON_LOCAL,), is_dryrun=False)
+    refusing = ServerContext(tmp_path, policy=Policy())
+    assert "local" not in refusing.clouds
+    with pytest.raises(NoOfferError):
+        plan_tasks(refusing, tasks=(ON_LOCAL,), is_dryrun=False)
+
+
+def test_reading_ends_when_its_client_is_gone() -> None:
+    gone = threading.Event()
+    clock = RequestClock(gone)
+    asyncio.run(clock.sleep(0))
+    gone.set()
+    with pytest.raises(DisconnectedError):
+        asyncio.run(clock.sleep(0))
+
+
+def test_controllers_that_run_elsewhere_are_not_started_here(tmp_path: Path) -> None:
+    context = ServerContext(tmp_path, policy=Policy(has_controller=False))
+    context.store.jobs.add("train", ON_LOCAL)
+    context.keep_jobs_going()
+    assert not context.config.daemon_lock.exists() and not context.config.daemon_log.exists()
+    context.close()
