@@ -19,7 +19,7 @@ LAYERS: list[set[str]] = [
     {"nouns", "agent"},
     {"errors"},
     {"types", "clock", "config", "locks"},
-    {"wording", "formatting"},
+    {"axes", "wording", "formatting"},
     {"task", "catalog", "spot"},
     {"optimizer"},
     {"pipelines", "advisor"},

@@ -16,7 +16,10 @@ from tests.dashboard.conftest import Served, Story
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed")
-PAGES = ["/", "/clusters", "/places", "/cost", "/cost?by=job", "/jobs/1", "/jobs/2", "/jobs/77"]
+PAGES = [
+    "/", "/clusters", "/places", "/cost", "/cost?by=job", "/jobs/1", "/jobs/2", "/jobs/4", "/jobs/77", "/clouds",
+    "/services", "/services/chat", "/plan", "/jobs/4/plan", "/jobs/4/plan?change=use_spot%3Dfalse",
+]  # fmt: skip
 # No request leaves this machine: updates, sign-in and the field trials of Chromium are off.
 FLAGS = [
     "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",

@@ -13,7 +13,10 @@ from broker.types import JobStatus
 from broker.types.outcomes import EventKind, make_event
 from tests.dashboard.conftest import HOSTILE, Served, Story
 
-PAGES = ["/", "/clusters", "/places", "/cost", "/cost?by=job", "/cost?by=cloud", "/jobs/1", "/jobs/2"]
+PAGES = [
+    "/", "/clusters", "/places", "/cost", "/cost?by=job", "/cost?by=cloud", "/jobs/1", "/jobs/2", "/jobs/4", "/clouds",
+    "/services", "/services/chat", "/plan", "/jobs/4/plan", "/jobs/4/plan?change=use_spot%3Dfalse",
+]  # fmt: skip
 
 
 class Answer(NamedTuple):
@@ -48,7 +51,9 @@ class Browser:
 
 def test_the_link_works_once_and_everything_else_requires_the_cookie(served: Served) -> None:
     stranger = Browser(served, is_logged_in=False)
-    assert [stranger.get(path).status for path in (*PAGES, "/metrics", "/changes", "/static/style.css")] == [401] * 11
+    assert [stranger.get(path).status for path in (*PAGES, "/metrics", "/changes", "/static/style.css")] == [401] * (
+        len(PAGES) + 3
+    )
     assert stranger.get("/login?token=guess").status == 403
     first = stranger.get(served.link)
     assert first.status == 303
@@ -79,7 +84,7 @@ def test_every_page_has_a_strict_policy_and_no_inline_script(path: str, served: 
 def test_hostile_names_and_logs_are_shown_as_text(served: Served) -> None:
     shown = HOSTILE.partition("\x1b")[0].replace("<", "&lt;").replace(">", "&gt;").replace("'", "&#x27;")
     browser = Browser(served)
-    for path in ("/", "/jobs/1", "/jobs/2"):
+    for path in ("/", "/jobs/1", "/jobs/2", "/plan", "/jobs/2/plan", "/services/chat"):
         assert shown in browser.get(path).text, path
 
 
