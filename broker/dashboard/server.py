@@ -21,7 +21,7 @@ from broker.app.spending import By, list_day_shares, read_spending
 from broker.dashboard import pages
 from broker.dashboard.cloud_page import show_clouds
 from broker.dashboard.cost_page import show_cost
-from broker.dashboard.guard import HEADERS, LOGIN, Gatekeeper, Handler, redirect, refuse
+from broker.dashboard.guard import HEADERS, LOGIN, Gatekeeper, Handler, read_scrape_token, redirect, refuse
 from broker.dashboard.html import Content, element
 from broker.dashboard.metrics import SERIES_MAX, render_metrics
 from broker.dashboard.model import NEWEST, list_places, read_job, read_overview
@@ -36,6 +36,7 @@ TYPES = {".css": "text/css", ".js": "text/javascript"}
 LOOK_S = 0.5  # between looks for new events
 REFRESH_S = 5.0  # a page is loaded again after this long without an event: steps and costs are no events
 STREAMS_MAX = 100
+SCRAPE_TOKEN = "metrics-token"  # in the state folder
 
 
 class Dashboard:
@@ -231,7 +232,7 @@ async def serve(
     context: Context, *, host: str, port: int, on_ready: Callable[[str], None], until: Callable[[], Awaitable[object]]
 ) -> None:
     """Serve the pages until `until` returns; `on_ready` receives the link. Raises OSError if the port is taken."""
-    guard = Gatekeeper()
+    guard = Gatekeeper(read_scrape_token(context.config.home / SCRAPE_TOKEN))
     sock = socket.create_server((host, port))
     bound = sock.getsockname()[1]
     app = Dashboard(context, guard).make_app(frozenset({f"{host}:{bound}", f"localhost:{bound}"}))

@@ -141,3 +141,17 @@ def test_an_event_reaches_an_open_stream_and_a_reconnect_misses_none(served: Ser
     known = story.store.events.get_newest_id()
     assert follow(None) == known + 1
     assert follow(str(known)) == known + 1  # it happened while the page was away
+
+
+def test_the_scrape_token_admits_to_the_metrics_only(served: Served, story: Story) -> None:
+    file = story.context.config.home / "metrics-token"
+    assert file.stat().st_mode & 0o777 == 0o600
+    stranger = Browser(served, is_logged_in=False)
+    bearer = f"Bearer {file.read_text()}"
+    answer = stranger.get("/metrics", Authorization=bearer)
+    assert answer.status == 200 and "broker_spend_usd_total" in answer.text
+    assert stranger.get("/metrics", Authorization="Bearer guess").status == 401
+    assert stranger.get("/metrics", Authorization=bearer, Host="evil.example").status == 403
+    for path in ("/", "/jobs/1", "/changes"):
+        assert stranger.get(path, Authorization=bearer).status == 401, path
+    assert stranger.ask("POST", "/jobs/1/cancel", "ticket=t", Authorization=bearer, Origin=served.base).status == 401
