@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from hashlib import sha256
 from itertools import zip_longest
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from broker.errors import BrokerError, UsageError
+from broker.jobs.trace_ids import make_span_id, make_trace_id, name_run
 from broker.types import JobStatus
 from broker.wording import describe_outcome
 
@@ -70,7 +70,7 @@ def _list_attempt_spans(job: Job, attempt: Attempt, after: Attempt | None, *, en
     running_s, lost_s = attempt.running_s, attempt.lost_s
     yield _make_span(job, f"{key} start", "start", attempt.started_s, min(running_s or stop_s, stop_s), parent=key)
     if running_s is not None:
-        yield _make_span(job, f"{key} run", "run", running_s, min(lost_s or stop_s, stop_s), parent=key)
+        yield _make_span(job, name_run(attempt.number), "run", running_s, min(lost_s or stop_s, stop_s), parent=key)
     if lost_s is not None:
         yield _make_span(job, f"{key} teardown", "teardown", lost_s, stop_s, parent=key)
         resumed_s = None if after is None else after.resumed_s or after.running_s
@@ -88,16 +88,6 @@ def _make_span(job: Job, key: str, name: str, begin_s: float, end_s: float, *, p
         "endTimeUnixNano": _to_nanoseconds(max(begin_s, end_s)),
     }
     return span if parent is None else {**span, "parentSpanId": make_span_id(job, parent)}
-
-
-def make_trace_id(job: Job) -> str:
-    """Return the 32 hexadecimal digits of a job's trace."""
-    return sha256(f"broker {job.stem}".encode()).hexdigest()[:32]
-
-
-def make_span_id(job: Job, key: str) -> str:
-    """Return the 16 hexadecimal digits of one of a job's spans."""
-    return sha256(f"broker {job.stem} {key}".encode()).hexdigest()[:16]
 
 
 def _make_event(event: EventRow) -> Json:

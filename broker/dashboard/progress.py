@@ -31,7 +31,9 @@ def draw_steps(page: JobPage) -> Markup | None:
     parts = [*_draw_grid(_make_time_ticks(end_s - begin_s), [(f"{tick:g}", tick / high) for tick in _pick(high)])]
     for row in rows:
         parts += _draw_attempt(row, begin_s=begin_s, end_s=end_s, high=high)
-    return _make_chart(f"Steps of job {page.job.id} over time; hatched steps were lost and repeated", parts)
+    return _make_chart(
+        f"Steps of job {page.job.id} over time; hatched steps were lost and repeated", parts, hatch_id="hatch-steps"
+    )
 
 
 def _draw_attempt(row: AttemptRow, *, begin_s: float, end_s: float, high: int) -> Iterator[Markup]:
@@ -49,7 +51,7 @@ def _draw_attempt(row: AttemptRow, *, begin_s: float, end_s: float, high: int) -
         x_end, y_end = at(until_s, last)
         yield element(
             "polygon", element("title", f"attempt {attempt.number}: {row.lost_steps} steps lost"),
-            points=f"{x:.1f},{y:.1f} {x_end:.1f},{y_end:.1f} {x_end:.1f},{y:.1f}", fill="url(#hatch)",
+            points=f"{x:.1f},{y:.1f} {x_end:.1f},{y_end:.1f} {x_end:.1f},{y:.1f}", fill="url(#hatch-steps)",
         )  # fmt: skip
     (x, y), (x_end, y_end) = at(from_s, first), at(until_s, last)
     market = "spot" if attempt.placement.is_spot else "on-demand"
@@ -110,7 +112,7 @@ def draw_losses(page: JobPage, lines: Sequence[str]) -> Markup | None:
             parts.append(
                 element(
                     "rect", element("title", tip), x=f"{_x(low):.1f}", width=f"{max(1.0, _x(high) - _x(low)):.1f}",
-                    y=TOP, height=HEIGHT - TOP - BOTTOM, fill="url(#hatch)",
+                    y=TOP, height=HEIGHT - TOP - BOTTOM, fill="url(#hatch-loss)",
                 )
             )  # fmt: skip
     every = max(1, len(points) // POINTS_MAX)
@@ -118,15 +120,17 @@ def draw_losses(page: JobPage, lines: Sequence[str]) -> Markup | None:
         kept = [*stretch[::every], stretch[-1]]
         path = " ".join(f"{_x(steps.place(step)):.1f},{_y(losses.place(loss)):.1f}" for step, loss in kept)
         parts.append(element("polyline", points=path, class_="curve spot"))
-    return _make_chart(f"Loss of job {page.job.id} by step; hatched steps were lost and repeated", parts)
+    return _make_chart(
+        f"Loss of job {page.job.id} by step; hatched steps were lost and repeated", parts, hatch_id="hatch-loss"
+    )
 
 
-def _make_chart(title: str, parts: Sequence[Markup]) -> Markup:
-    """Make the picture, with the pattern for lost work."""
+def _make_chart(title: str, parts: Sequence[Markup], *, hatch_id: str) -> Markup:
+    """Make the picture, with the pattern for lost work under an id that is unique on the page."""
     hatch = element(
         "defs",
         element(
-            "pattern", element("path", d="M0,8 L8,0", class_="hatch"), id="hatch", width=8, height=8,
+            "pattern", element("path", d="M0,8 L8,0", class_="hatch"), id=hatch_id, width=8, height=8,
             patternUnits="userSpaceOnUse",
         ),
     )  # fmt: skip

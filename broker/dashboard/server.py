@@ -36,7 +36,7 @@ TYPES = {".css": "text/css", ".js": "text/javascript"}
 LOOK_S = 0.5  # between looks for new events
 REFRESH_S = 5.0  # a page is loaded again after this long without an event: steps and costs are no events
 STREAMS_MAX = 100
-SCRAPE_TOKEN = "metrics-token"  # in the state folder
+SCRAPE_FILE = "metrics-token"  # in the state folder
 
 
 class Dashboard:
@@ -232,7 +232,7 @@ async def serve(
     context: Context, *, host: str, port: int, on_ready: Callable[[str], None], until: Callable[[], Awaitable[object]]
 ) -> None:
     """Serve the pages until `until` returns; `on_ready` receives the link. Raises OSError if the port is taken."""
-    guard = Gatekeeper(read_scrape_token(context.config.home / SCRAPE_TOKEN))
+    guard = Gatekeeper(read_scrape_token(context.config.home / SCRAPE_FILE))
     sock = socket.create_server((host, port))
     bound = sock.getsockname()[1]
     app = Dashboard(context, guard).make_app(frozenset({f"{host}:{bound}", f"localhost:{bound}"}))

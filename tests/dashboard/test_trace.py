@@ -13,6 +13,7 @@ import pytest
 
 from broker.app.tracing import make_trace
 from broker.cli.main import main
+from broker.jobs.trace_ids import make_traceparent
 from broker.types.outcomes import EventKind, make_event
 from tests.dashboard.conftest import Story
 
@@ -85,6 +86,14 @@ def test_a_repeated_export_is_the_same_trace_and_other_jobs_have_others(story: S
     ids = [[span["spanId"] for span in list_spans(read_trace(story, 1))] for _ in range(2)]
     assert ids[0] == ids[1]
     assert list_spans(read_trace(story, 2))[0]["traceId"] != list_spans(read_trace(story, 1))[0]["traceId"]
+
+
+def test_a_program_s_spans_hang_below_the_run_of_its_attempt(story: Story) -> None:
+    job = story.store.jobs.get(1)
+    assert job is not None
+    spans = {span["spanId"]: span["name"] for span in list_spans(read_trace(story, 1))}
+    _, trace_id, parent, _ = make_traceparent(job, 2).split("-")
+    assert spans[parent] == "run" and trace_id == list_spans(read_trace(story, 1))[0]["traceId"]
 
 
 def test_the_command_sends_and_writes_the_same_trace(story: Story, collector: Any, tmp_path: Path) -> None:
