@@ -19,7 +19,7 @@ LAYERS: list[set[str]] = [
     {"nouns", "agent"},
     {"errors"},
     {"types", "clock", "config", "locks"},
-    {"wording", "formatting"},
+    {"axes", "wording", "formatting"},
     {"task", "catalog", "spot"},
     {"optimizer"},
     {"pipelines", "advisor"},
@@ -225,7 +225,12 @@ def test_every_dependency_says_why_it_is_there() -> None:
 
 
 # distribution -> the module that it installs, where that has another name
-MODULES = {"PyYAML": "yaml", "google-cloud-compute": "google.cloud.compute_v1", "skypilot": "sky"}
+MODULES = {
+    "PyYAML": "yaml",
+    "axe-playwright-python": "axe_playwright_python",
+    "google-cloud-compute": "google.cloud.compute_v1",
+    "skypilot": "sky",
+}
 # What no module of ours imports: where it is used instead, and by which words.
 USES = {
     "numpy": ("trainers/safetensors.py", ".numpy()"),

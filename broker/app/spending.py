@@ -72,3 +72,28 @@ def list_pruned(totals: Sequence[Total], by: By) -> Iterator[tuple[str, float, f
 def _price(bill: Bill, start_s: float, end_s: float) -> tuple[float, float]:
     hours = max(0.0, end_s - start_s) / 3600
     return hours, hours * bill.usd_hour
+
+
+@noun
+class Share:
+    """What one job, or a cluster without a job, spent at one cloud on one day; local time. `owner`: job id or name."""
+
+    day: str
+    cloud: str
+    owner: str
+    node_hours: float
+    usd: float
+
+
+def list_day_shares(bills: Sequence[Bill], now_s: float) -> Sequence[Share]:
+    """Sum bills by day, cloud and job; pruned jobs are left out, as their days are no longer known."""
+    sums: dict[tuple[str, str, str], tuple[float, float]] = defaultdict(lambda: (0.0, 0.0))
+    for bill in bills:
+        owner = str(bill.job_id) if bill.job_id else bill.cluster
+        for day, hours, usd in list_shares([bill], By.DAY, now_s):
+            known = sums[day, bill.cloud, owner]
+            sums[day, bill.cloud, owner] = (known[0] + hours, known[1] + usd)
+    return [
+        Share(day=day, cloud=cloud, owner=owner, node_hours=hours, usd=usd)
+        for (day, cloud, owner), (hours, usd) in sums.items()
+    ]

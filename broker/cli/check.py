@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from broker.app.checks import CheckedItem, record_findings, record_overview
 from broker.app.container import Context
 from broker.cli import options
 from broker.cli.context import make_context
@@ -102,6 +103,7 @@ def _show_all(context: Context, *, as_json: bool) -> None:
         elif name not in CLOUDS or name not in context.clouds:
             rows.append((name, False, _explain(name)))
     rows += [(name, *answers[name]) for name in unlisted if answers[name][0]]
+    record_overview(context.config, rows, now_s=context.clock.now_s())
     if as_json:
         print_json([{"cloud": name, "can_launch": can, "note": note} for name, can, note in rows])
         return
@@ -136,9 +138,13 @@ async def _sum_up(name: str, context: Context) -> tuple[bool, str]:
 
 def _show_closely(context: Context, name: str, *, as_json: bool) -> None:
     findings = asyncio.run(_find_inspector(name).inspect(context.config, clock=context.clock))
+    keys = ("name", "is_ok", "note", "command", "is_needed")
+    plain = [{key: getattr(finding, key) for key in keys} for finding in findings]
+    record_findings(
+        context.config, name, [CheckedItem(**each) for each in plain], now_s=context.clock.now_s()
+    )  # fmt: skip
     if as_json:
-        keys = ("name", "is_ok", "note", "command", "is_needed")
-        print_json([{key: getattr(finding, key) for key in keys} for finding in findings])
+        print_json(plain)
     else:
         for finding in findings:
             _show_finding(finding)

@@ -33,6 +33,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "dashboard": ("broker.cli.dashboard", "Show jobs, clusters and cost in a browser."),
     "check": ("broker.cli.check", "Check which clouds are usable and how to enable the others."),
     "cost": ("broker.cli.cost", "Show spending by job, cloud or day."),
+    "report": (
+        "broker.cli.report",
+        "Report what a month's jobs bought, saved against on-demand and lost to preemptions.",
+    ),
     "gc": ("broker.cli.gc", "Terminate orphaned cloud resources."),
     "state": ("broker.cli.state", "Inspect, back up, restore or reset the state file."),
     "server": ("broker.cli.server", "Serve several people from one installation."),
@@ -50,7 +54,7 @@ PANELS: dict[str, tuple[str, ...]] = {
     "Jobs": ("jobs", "map", "sweep", "serve"),
     "Markets": ("gpus", "prices", "history", "catalog", "traces"),
     "Overview": ("top", "dashboard"),
-    "Account": ("check", "cost", "gc", "state"),
+    "Account": ("check", "cost", "report", "gc", "state"),
     "Server": ("server", "login", "logout"),
     "Local": ("rehearse", "local"),
 }  # fmt: skip

@@ -37,7 +37,7 @@ def show_pareto(plan: Plan, file: Path | None) -> None:
         for mark, each in zip(MARKS, frontier, strict=False)
     ]  # fmt: skip
     print_table(["#", "USD", "TIME", "CLOUD", "REGION/ZONE", "INSTANCE", "MODEL"], rows, right=("USD", "TIME"))
-    from broker.cli.explain import describe_hour_value
+    from broker.optimizer.terms import describe_hour_value
 
     print_wrapped(f"The choice weighs cost against time: {describe_hour_value(plan)}.", indent=0)
     if file is not None:
@@ -47,7 +47,7 @@ def show_pareto(plan: Plan, file: Path | None) -> None:
 
 def draw(points: Sequence[Estimate], frontier: Sequence[Estimate]) -> list[str]:
     """Draw a character plot: cost upwards, time to the right; an axis with a wide range is logarithmic."""
-    from broker.cli.axes import Axis
+    from broker.axes import Axis
 
     hours = Axis([point.expected_hours or 0.0 for point in points])
     usd = Axis([point.expected_usd or 0.0 for point in points])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from xml.sax.saxutils import escape
 
-from broker.cli.axes import Axis
+from broker.axes import Axis
 from broker.formatting import format_hours, format_usd
 from broker.types import Estimate
 

@@ -8,7 +8,7 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from broker.cli.axes import Axis
+from broker.axes import Axis
 from broker.cli.svg import BOTTOM, DARK, HEIGHT, LEFT, LINE, PALE, RIGHT, TOP, WIDTH
 from broker.errors import UsageError
 from broker.types import JobStatus

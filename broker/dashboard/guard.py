@@ -2,19 +2,24 @@
 
 The token is in the URL once and is spent by its first use. The cookie is `HttpOnly` and `SameSite=Strict`. `Host` is
 compared with the address that is listened on, against DNS rebinding; actions also require a matching `Origin` and a
-ticket from a page, against cross-site requests.
+ticket from a page, against cross-site requests. Prometheus presents a token of its own, which admits to `/metrics`.
 """
 
 from __future__ import annotations
 
 import hmac
+import os
 import secrets
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 
 from aiohttp import web
 
+from broker.state.faults import explain_os_error
+
 COOKIE = "broker_dashboard"
 LOGIN = "/login"
+METRICS = "/metrics"
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; style-src 'self'; script-src 'self'; connect-src 'self'; "
     "img-src data:; form-action 'self'; base-uri 'none'; frame-ancestors 'none'",
@@ -27,9 +32,10 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class Gatekeeper:
-    """Checks every request before its handler runs."""
+    """Checks every request before its handler runs. The `scrape_token` admits to `/metrics`, and to nothing else."""
 
-    def __init__(self) -> None:
+    def __init__(self, scrape_token: str | None = None) -> None:
+        self._scrape_token = scrape_token
         self._token: str | None = secrets.token_urlsafe(24)
         self._session = secrets.token_urlsafe(24)
         self.ticket = secrets.token_urlsafe(24)  # in every form
@@ -55,11 +61,35 @@ class Gatekeeper:
             return refuse(403, "unknown host")
         if request.path == LOGIN:
             return None
+        if request.path == METRICS and request.method == "GET" and self._is_scrape(request):
+            return None
         if not hmac.compare_digest(request.cookies.get(COOKIE, "").encode(), self._session.encode()):
             return refuse(401, "open the link that `broker dashboard` printed")
         if request.method == "POST" and request.headers.get("Origin") not in {f"http://{host}" for host in hosts}:
             return refuse(403, "this action was not requested by a page of the dashboard")
         return None
+
+    def _is_scrape(self, request: web.Request) -> bool:
+        scheme, _, given = request.headers.get("Authorization", "").partition(" ")
+        if self._scrape_token is None or scheme.lower() != "bearer":
+            return False
+        return hmac.compare_digest(given.strip().encode(), self._scrape_token.encode())
+
+
+def read_scrape_token(path: Path) -> str:
+    """Return the token for scrapes of `/metrics`, kept in a file of mode 0600; make it at first. Raises StateError."""
+    aside = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        known = path.read_text(encoding="ascii").strip() if path.exists() else ""
+        if known:
+            return known
+        token = secrets.token_urlsafe(32)
+        with os.fdopen(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="ascii") as file:
+            file.write(token)
+        aside.replace(path)
+    except OSError as error:
+        raise explain_os_error(error, default=path) from error
+    return token
 
 
 def redirect(path: str) -> web.Response:

@@ -40,6 +40,8 @@ def list_families(overview: Overview, places: Sequence[PlaceRow]) -> Iterator[Fa
     yield Family("broker_price_usd_per_hour", "gauge", "Price of all billed nodes.", [({}, overview.usd_hour)])
     counts = [({"status": status}, float(count)) for status, count in overview.counts.items()]
     yield Family("broker_jobs", "gauge", "Managed jobs by status.", counts)
+    waiting = float(len(overview.attention))
+    yield Family("broker_attention_jobs", "gauge", "Jobs that require attention.", [({}, waiting)])
     yield Family("broker_clusters", "gauge", "Clusters that belong to no job.", [({}, len(overview.clusters))])
     info = [({"job": str(row.line.id), "name": row.line.name, "status": row.line.status.value}, 1.0) for row in jobs]
     yield Family("broker_job_info", "gauge", "Name and status of a live or recently ended job.", info)

@@ -5,22 +5,26 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 
-from broker.app.spending import By, Spending
+from broker.dashboard.decisions import show_decisions
 from broker.dashboard.html import Content, Markup, element, join, table
 from broker.dashboard.model import Attention, JobPage, JobRow, Overview, PlaceRow, measure_rate_usd_hour
+from broker.dashboard.progress import show_progress
 from broker.dashboard.timeline import draw_timeline
 from broker.formatting import format_duration, format_usd
 from broker.state.events import Refusal
 from broker.types import Cluster, EventKind, Job, JobStatus
 from broker.wording import describe_outcome
 
-PAGES = {"/": "Overview", "/clusters": "Clusters", "/places": "Places", "/cost": "Cost"}
+PAGES = {
+    "/": "Overview", "/clusters": "Clusters", "/services": "Services", "/plan": "Plan", "/places": "Places",
+    "/cost": "Cost", "/clouds": "Clouds",
+}  # fmt: skip
 EVENTS_SHOWN = 200  # the newest
 LINES_SHOWN = 200  # of a log
 
 
-def lay_out(title: str, *content: Content, path: str = "", notes: Sequence[str] = ()) -> str:
-    """Make a whole page: head, navigation, notes of this request, and the content."""
+def lay_out(title: str, *content: Content, path: str = "", notes: Sequence[str] = (), is_live: bool = True) -> str:
+    """Make a whole page: head, navigation, notes of this request, content. A page that is not live stays as it is."""
     links = [
         element("a", name, href=target, aria_current="page" if target == path else None)
         for target, name in PAGES.items()
@@ -32,7 +36,7 @@ def lay_out(title: str, *content: Content, path: str = "", notes: Sequence[str] 
         element("title", f"{title} · broker"),
         element("link", rel="stylesheet", href="/static/style.css"),
         element("link", rel="icon", href="data:,"),
-        element("script", src="/static/live.js", defer=True),
+        element("script", src="/static/live.js", defer=True) if is_live else None,
     )
     warnings = [element("p", note, class_="note", role="status") for note in notes]
     skip = element("a", "Skip to content", href="#main", class_="skip")
@@ -113,10 +117,10 @@ def show_job(page: JobPage, log: Sequence[str], *, ticket: str) -> Markup:
         "Time": format_duration(summary.total_s),
         "Paid": f"{format_usd(summary.paid_usd)} USD",
         "On-demand": f"{format_usd(summary.ondemand_usd)} USD",
+        "Checkpoint": "-" if job.progress is None else _show_count(job.progress.checkpoint_step),
         "Loss": "-" if job.progress is None or job.progress.loss is None else f"{job.progress.loss:g}",
     }
     cards = [element("div", element("dt", name), element("dd", value)) for name, value in figures.items()]
-    decisions = [[_show_time(each.time_s), each.message] for each in page.decisions[:EVENTS_SHOWN]]
     events = [
         [_show_time(each.time_s), each.message]
         for each in reversed(page.explanation.events[-EVENTS_SHOWN:])
@@ -126,16 +130,22 @@ def show_job(page: JobPage, log: Sequence[str], *, ticket: str) -> Markup:
         [
             element("p", job.failure, class_="note") if job.failure else None,
             element("dl", *cards, class_="figures"),
+            element("p", element("a", "Plan of this task", href=f"/jobs/{job.id}/plan")),
             _show_action(job, ticket),
             element("h2", "Attempts"),
             draw_timeline(page),
             _show_attempts(page),
-            *_show_rows("Decisions of the spot policy", ["Time", "Decision"], decisions),
+            show_progress(page, log),
+            show_decisions(page),
             *_show_rows("Events", ["Time", "Event"], events),
             element("h2", "Log"),
             element("pre", "\n".join(log[-LINES_SHOWN:]) or "The program has printed nothing yet.", tabindex=0),
         ]
     )
+
+
+def _show_count(count: int | None) -> str:
+    return "-" if count is None else f"step {count}"
 
 
 def _show_rows(title: str, heads: Sequence[str], cells: Sequence[Sequence[Content]]) -> Iterator[Markup]:
@@ -217,27 +227,6 @@ def show_places(places: Sequence[PlaceRow], refusals: Sequence[Refusal], now_s: 
             element("h2", "Own stays on spot"),
             seen if cells else element("p", "No node has run on spot yet."),
             *_show_rows("Refusals in force", ["Place", "Type", "Market", "Expires in", "Reason"], refused),
-        ]
-    )
-
-
-def show_cost(by: By, spending: Spending, names: dict[int, str]) -> Markup:
-    """Show spending by job, cloud or day."""
-    links = [
-        element("a", f"by {each.value}", href=f"/cost?by={each.value}", aria_current="page" if each is by else None)
-        for each in By
-    ]
-
-    def label(key: str) -> Content:
-        known = by is By.JOB and key.isdigit() and int(key) in names
-        return join([_link_job(int(key)), f" {names[int(key)]}"]) if known else key
-
-    cells = [[label(key), f"{hours:.2f}", format_usd(usd)] for key, (hours, usd) in spending.rows.items()]
-    return join(
-        [
-            element("nav", *links, aria_label="Group by", class_="by"),
-            table([by.value.capitalize(), "Node hours", "USD"], cells, caption="Cost", right=["Node hours", "USD"]),
-            element("p", f"Total: {format_usd(spending.usd)} USD"),
         ]
     )
 

@@ -13,14 +13,22 @@ from pathlib import Path
 from aiohttp import web
 
 from broker.app import jobs
+from broker.app.checks import read_checks
 from broker.app.container import Context
-from broker.app.spending import By, read_spending
+from broker.app.forecasts import list_forecasts
+from broker.app.services import describe_services, list_service_events
+from broker.app.spending import By, list_day_shares, read_spending
 from broker.dashboard import pages
-from broker.dashboard.guard import HEADERS, LOGIN, Gatekeeper, Handler, redirect, refuse
+from broker.dashboard.cloud_page import show_clouds
+from broker.dashboard.cost_page import show_cost
+from broker.dashboard.guard import HEADERS, LOGIN, Gatekeeper, Handler, read_scrape_token, redirect, refuse
 from broker.dashboard.html import Content, element
 from broker.dashboard.metrics import SERIES_MAX, render_metrics
-from broker.dashboard.model import list_places, read_job, read_overview
-from broker.errors import BrokerError, UsageError
+from broker.dashboard.model import NEWEST, list_places, read_job, read_overview
+from broker.dashboard.plan_page import show_choices, show_plan
+from broker.dashboard.plans import PlanPage, read_plan
+from broker.dashboard.service_page import show_service, show_services
+from broker.errors import BrokerError, NoOfferError, UsageError
 from broker.types import Job
 
 STATIC = Path(__file__).parent / "static"
@@ -28,6 +36,7 @@ TYPES = {".css": "text/css", ".js": "text/javascript"}
 LOOK_S = 0.5  # between looks for new events
 REFRESH_S = 5.0  # a page is loaded again after this long without an event: steps and costs are no events
 STREAMS_MAX = 100
+SCRAPE_FILE = "metrics-token"  # in the state folder
 
 
 class Dashboard:
@@ -59,7 +68,12 @@ class Dashboard:
             ("/clusters", self._clusters),
             ("/places", self._places),
             ("/cost", self._cost),
+            ("/clouds", self._clouds),
+            ("/services", self._services),
+            (r"/services/{name}", self._service),
+            ("/plan", self._choose_plan),
             (r"/jobs/{job:\d+}", self._job),
+            (r"/jobs/{job:\d+}/plan", self._plan),
             ("/metrics", self._metrics),
             ("/changes", self._changes),
             (r"/static/{name:[a-z]+\.[a-z]+}", self._static),
@@ -79,8 +93,10 @@ class Dashboard:
         except BrokerError as error:
             return self._show("Error", *_describe(error), status=500)
 
-    def _show(self, title: str, *content: Content, path: str = "", status: int = 200) -> web.Response:
-        text = pages.lay_out(title, *content, path=path, notes=list(dict.fromkeys(self._notes)))
+    def _show(
+        self, title: str, *content: Content, path: str = "", status: int = 200, is_live: bool = True
+    ) -> web.Response:
+        text = pages.lay_out(title, *content, path=path, notes=list(dict.fromkeys(self._notes)), is_live=is_live)
         self._notes.clear()
         return web.Response(text=text, content_type="text/html", status=status)
 
@@ -109,8 +125,46 @@ class Dashboard:
         by = By(request.query["by"]) if request.query.get("by") in list(By) else By.DAY
         store = self._context.store
         spending = read_spending(store, by, self._context.clock.now_s(), on_damage=self._context.warn)
-        names = {line.id: line.name for line in store.jobs.list_lines()} if by is By.JOB else {}
-        return self._show("Cost", pages.show_cost(by, spending, names), path="/cost")
+        lines = store.jobs.list_lines(on_damage=self._context.warn)
+        shares = list_day_shares(store.bills.list(on_damage=self._context.warn), self._context.clock.now_s())
+        forecasts = list_forecasts(store, lines, now_s=self._context.clock.now_s())
+        names = {line.id: line.name for line in lines}
+        return self._show("Cost", show_cost(by, spending, names, shares, forecasts), path="/cost")
+
+    async def _clouds(self, request: web.Request) -> web.Response:
+        checks = read_checks(self._context.config)
+        return self._show("Clouds", show_clouds(checks, self._context.clock.now_s()), path="/clouds")
+
+    async def _services(self, request: web.Request) -> web.Response:
+        lines = describe_services(self._context)
+        return self._show("Services", show_services(lines, self._context.clock.now_s()), path="/services")
+
+    async def _service(self, request: web.Request) -> web.Response:
+        name = request.match_info["name"]
+        (line,) = describe_services(self._context, [name])
+        events = list_service_events(self._context, name)
+        return self._show(f"Service {name}", show_service(line, events, self._context.clock.now_s()))
+
+    async def _choose_plan(self, request: web.Request) -> web.Response:
+        lines = self._context.store.jobs.list_lines(NEWEST, on_damage=self._context.warn)[:NEWEST]
+        return self._show("Plan", show_choices([(line.id, line.name) for line in lines]), path="/plan")
+
+    async def _plan(self, request: web.Request) -> web.Response:
+        job = jobs.find_job(self._context, int(request.match_info["job"]))
+        title = f"Plan of job {job.id}: {job.name}"
+        try:
+            page = await asyncio.to_thread(self._read_plan, job, request.query.get("change", "").strip())
+        except NoOfferError as error:
+            return self._show(title, *_describe(error), path="/plan", is_live=False)
+        return self._show(title, show_plan(page), path="/plan", is_live=False)
+
+    def _read_plan(self, job: Job, change: str) -> PlanPage:
+        """Plan in a thread, with a store of its own: ranking 100,000 offers takes a while."""
+        context = Context(self._context.config.home)
+        try:
+            return read_plan(context, job, change)
+        finally:
+            context.close()
 
     async def _metrics(self, request: web.Request) -> web.Response:
         overview = read_overview(self._context, newest=SERIES_MAX)
@@ -178,7 +232,7 @@ async def serve(
     context: Context, *, host: str, port: int, on_ready: Callable[[str], None], until: Callable[[], Awaitable[object]]
 ) -> None:
     """Serve the pages until `until` returns; `on_ready` receives the link. Raises OSError if the port is taken."""
-    guard = Gatekeeper()
+    guard = Gatekeeper(read_scrape_token(context.config.home / SCRAPE_FILE))
     sock = socket.create_server((host, port))
     bound = sock.getsockname()[1]
     app = Dashboard(context, guard).make_app(frozenset({f"{host}:{bound}", f"localhost:{bound}"}))

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from broker.config import Config
 from broker.jobs.checkpoints import find_checkpoint_dir, name_job_folder
+from broker.jobs.trace_ids import make_traceparent
 from broker.types import Attempt, Cluster, Job
 
 
@@ -21,6 +22,7 @@ def make_envs(
         "BROKER_JOB_ID": str(job.id),
         "BROKER_ATTEMPT": str(attempt.number),
         "SKYPILOT_TASK_ID": f"broker-{job.stem}",
+        "TRACEPARENT": job.task.envs.get("TRACEPARENT", make_traceparent(job, attempt.number)),
         **advice,
         **{key: place for key, place in places.items() if place is not None},
     }

@@ -11,7 +11,7 @@ from xml.etree import ElementTree
 import pytest
 
 from broker.app.what_if import change_task
-from broker.cli.axes import Axis
+from broker.axes import Axis
 from broker.errors import TaskError, UsageError
 from broker.task.loader import load_tasks_text
 

@@ -1,4 +1,4 @@
-"""A state folder with one running, one failed and one ended job, and a cluster; hostile names and texts included."""
+"""A state folder with jobs in several states, a cluster and a service; hostile names and texts included."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import pytest
 
 from broker.app.container import Context
 from broker.dashboard.server import serve
+from broker.task.loader import load_tasks_text
 from broker.types import (
     Attempt,
     Cluster,
@@ -25,16 +26,41 @@ from broker.types import (
     OutcomeKind,
     Placement,
     Progress,
+    Replica,
     Resources,
+    ServiceEventKind,
     Task,
 )
 from broker.types.outcomes import make_event
+from broker.wording import make_place
 from tests.simulation.world import make_offer
 
 HOSTILE = "<script>document.title='owned'</script>\x1b[31m"
 OFFER = replace(make_offer("east1a"), ondemand_usd_hour=3.0, spot_usd_hour=1.0)
 PLACEMENT = Placement(offer=OFFER, is_spot=True, node_count=2)
+LOG = "".join(f"step {step}/100  loss {4 - step / 40:.4f}  90 tokens/s\n" for step in (*range(0, 41, 5), 30, 31))
 TASK = Task(run="true", resources=(Resources(cloud="local"),))
+PLANNED = """
+name: planned
+resources: {infra: local}
+goal: {work: 10h, deadline: 24h}
+checkpoint: {stall: 10s, restart: 6m}
+run: "true"
+"""
+SERVED = """
+name: chat
+service: {readiness_probe: /health, replicas: 2}
+resources: {infra: local, ports: 8080}
+run: "true"
+"""
+
+
+def make_decision(action: str, *, work_left_hours: float, expected_usd: dict[str, float]) -> Event:
+    return make_event(
+        EventKind.DECISION, action=action, reason="spot is worth its start", work_left_hours=work_left_hours,
+        place=make_place(PLACEMENT), usd_work_hour=0.61, time_left_hours=22.5, spare_hours=7.25,
+        ondemand_usd_work_hour=6.0, expected_usd=expected_usd,
+    )  # fmt: skip
 
 
 class Story:
@@ -79,6 +105,28 @@ class Story:
         if end_s is not None:
             self.store.clusters.delete(name)
 
+    def add_planned(self) -> int:
+        """Add a job with work and a deadline, which follows decisions; it succeeded after two node-hours."""
+        (task,) = load_tasks_text(PLANNED, "task.yaml")
+        job_id = self.store.jobs.add("planned", task).id
+        begin_s = self.now_s - 7200
+        self.tell(job_id, make_decision("move", work_left_hours=10.0, expected_usd={"spot": 1.6, "on-demand": 4.0}))
+        self.tell(job_id, make_decision("stay", work_left_hours=4.5, expected_usd={"spot": 0.5, "on-demand": 2.0}))
+        self.add_attempt(job_id, 1, begin_s=begin_s, end_s=begin_s + 3600)
+        self.store.jobs.set_status(job_id, JobStatus.SUCCEEDED)
+        return job_id
+
+    def add_service(self) -> None:
+        """Add a service with a replica that failed; hostile text is its reason."""
+        (task,) = load_tasks_text(SERVED, "service.yaml")
+        self.store.services.add("chat", task, host="127.0.0.1", port=30001, wanted=2)
+        job_id = self.add_job("chat-1")
+        self.store.jobs.set_status(job_id, JobStatus.FAILED, f"exit code 1: {HOSTILE}")
+        self.store.services.put_replica(
+            Replica(service="chat", number=1, version=1, job_id=job_id, port=8080, created_s=self.now_s)
+        )
+        self.store.services.add_event("chat", ServiceEventKind.REPLICA_FAILED, replica=1, detail=HOSTILE)
+
     def tell(self, job_id: int, event: Event) -> None:
         self.store.events.add(event, job_id=job_id)
 
@@ -102,7 +150,7 @@ def story(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Story]:
     made.add_cluster("dev", begin_s=hour_ago_s)
     log = made.context.config.logs / "jobs" / f"{running}.log"
     log.parent.mkdir(parents=True)
-    log.write_text(f"step 1\n{HOSTILE}\n")
+    log.write_text(f"{LOG}{HOSTILE}\n")
     yield made
     made.context.close()
 
@@ -136,7 +184,9 @@ class Served:
 
 @pytest.fixture
 def served(story: Story, tmp_path: Path) -> Iterator[Served]:
-    """The dashboard of the story."""
+    """The dashboard of the story, with a job that follows a deadline and a service."""
+    story.add_planned()
+    story.add_service()
     dashboard = Served(tmp_path / "home")
     yield dashboard
     dashboard.close()

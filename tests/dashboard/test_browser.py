@@ -6,6 +6,8 @@ Requires Chromium (Debian: chromium); without it, these tests are skipped.
 from __future__ import annotations
 
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,12 +18,25 @@ from tests.dashboard.conftest import Served, Story
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed")
-PAGES = ["/", "/clusters", "/places", "/cost", "/cost?by=job", "/jobs/1", "/jobs/2", "/jobs/77"]
+PAGES = [
+    "/", "/clusters", "/places", "/cost", "/cost?by=job", "/jobs/1", "/jobs/2", "/jobs/4", "/jobs/77", "/clouds",
+    "/services", "/services/chat", "/plan", "/jobs/4/plan", "/jobs/4/plan?change=use_spot%3Dfalse",
+]  # fmt: skip
 # No request leaves this machine: updates, sign-in and the field trials of Chromium are off.
 FLAGS = [
     "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
     "--disable-component-update", "--disable-sync", "--host-resolver-rules=MAP * ~NOTFOUND,EXCLUDE 127.0.0.1",
 ]  # fmt: skip
+# Stands for the daemon in the middle of a commit.
+WRITER = """
+import sqlite3, sys
+store = sqlite3.connect(sys.argv[1], isolation_level=None)
+store.execute("BEGIN IMMEDIATE")
+data = '{"text": "never committed"}'
+store.execute("INSERT INTO events (time_s, kind, data, job_id) VALUES (1, 'note', ?, 1)", (data,))
+print("writing", flush=True)
+sys.stdin.read()
+"""
 WIDTHS = {"desk": 1280, "phone": 360}
 
 
@@ -38,9 +53,11 @@ def chromium() -> Iterator[Any]:
 class Tab:
     """A logged-in tab that records what a developer's console would show."""
 
-    def __init__(self, chromium: Any, served: Served, *, width: int = 1280, has_script: bool = True) -> None:
+    def __init__(
+        self, chromium: Any, served: Served, *, width: int = 1280, has_script: bool = True, scheme: str = "dark"
+    ) -> None:
         self.context = chromium.new_context(
-            viewport={"width": width, "height": 900}, java_script_enabled=has_script, color_scheme="dark"
+            viewport={"width": width, "height": 900}, java_script_enabled=has_script, color_scheme=scheme
         )
         self.context.set_default_timeout(300_000)  # a hang fails; a busy machine does not
         self.page = self.context.new_page()
@@ -52,6 +69,12 @@ class Tab:
 
     def open(self, path: str) -> None:
         self.page.goto(self.base + path)
+
+    def open_another(self, path: str) -> Any:
+        """Open a second page with the same cookie."""
+        page = self.context.new_page()
+        page.goto(self.base + path)
+        return page
 
 
 @pytest.mark.parametrize("width", WIDTHS)
@@ -96,4 +119,53 @@ def test_the_keyboard_alone_reaches_a_job(chromium: Any, served: Served) -> None
             break
     tab.page.keyboard.press("Enter")
     tab.page.get_by_role("heading", name="Job 1: train").wait_for()
+    tab.context.close()
+
+
+@pytest.mark.parametrize("scheme", ["dark", pytest.param("light", marks=pytest.mark.long)])
+def test_axe_finds_nothing_serious_on_any_page(scheme: str, chromium: Any, served: Served) -> None:
+    axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="axe-playwright-python is not installed")
+    tab = Tab(chromium, served, width=360 if scheme == "dark" else 1280, scheme=scheme)
+    serious = []
+    for path in PAGES:
+        tab.open(path)
+        for each in axe.Axe().run(tab.page).response["violations"]:
+            if each["impact"] in ("serious", "critical"):
+                serious.append((path, each["id"], [node["html"][:200] for node in each["nodes"]]))
+    assert serious == []
+    tab.page.evaluate("document.querySelector('main').append(document.createElement('input'))")
+    planted = axe.Axe().run(tab.page).response["violations"]
+    assert "label" in [each["id"] for each in planted]  # an input without a label is found
+    tab.context.close()
+
+
+def test_foreign_text_makes_no_element_on_any_page(chromium: Any, served: Served) -> None:
+    tab = Tab(chromium, served)
+    for path in PAGES:
+        tab.open(path)
+        inline = tab.page.evaluate("[...document.scripts].filter(each => !each.src).length")
+        text = tab.page.evaluate("document.body.textContent")
+        assert inline == 0 and "\x1b" not in text, path
+    tab.context.close()
+
+
+def test_an_open_page_outlives_a_daemon_that_is_killed_while_it_writes(
+    chromium: Any, served: Served, story: Story
+) -> None:
+    tab = Tab(chromium, served)
+    tab.open("/jobs/1")
+    tab.page.evaluate("window.wasLoadedOnce = true")
+    with subprocess.Popen(
+        [sys.executable, "-c", WRITER, str(story.context.config.database)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as writer:
+        assert writer.stdout is not None and writer.stdout.readline() == "writing\n"
+        other = tab.open_another("/jobs/1")  # read while the writer holds its lock
+        assert "never committed" not in other.content() and "the newest event" in other.content()
+        writer.kill()
+    story.tell(1, make_event(EventKind.NOTE, text="the daemon is back"))
+    tab.page.get_by_text("the daemon is back").wait_for()
+    assert tab.page.evaluate("window.wasLoadedOnce") and "never committed" not in tab.page.content()
     tab.context.close()

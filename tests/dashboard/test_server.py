@@ -13,7 +13,10 @@ from broker.types import JobStatus
 from broker.types.outcomes import EventKind, make_event
 from tests.dashboard.conftest import HOSTILE, Served, Story
 
-PAGES = ["/", "/clusters", "/places", "/cost", "/cost?by=job", "/cost?by=cloud", "/jobs/1", "/jobs/2"]
+PAGES = [
+    "/", "/clusters", "/places", "/cost", "/cost?by=job", "/cost?by=cloud", "/jobs/1", "/jobs/2", "/jobs/4", "/clouds",
+    "/services", "/services/chat", "/plan", "/jobs/4/plan", "/jobs/4/plan?change=use_spot%3Dfalse",
+]  # fmt: skip
 
 
 class Answer(NamedTuple):
@@ -48,7 +51,9 @@ class Browser:
 
 def test_the_link_works_once_and_everything_else_requires_the_cookie(served: Served) -> None:
     stranger = Browser(served, is_logged_in=False)
-    assert [stranger.get(path).status for path in (*PAGES, "/metrics", "/changes", "/static/style.css")] == [401] * 11
+    assert [stranger.get(path).status for path in (*PAGES, "/metrics", "/changes", "/static/style.css")] == [401] * (
+        len(PAGES) + 3
+    )
     assert stranger.get("/login?token=guess").status == 403
     first = stranger.get(served.link)
     assert first.status == 303
@@ -79,7 +84,7 @@ def test_every_page_has_a_strict_policy_and_no_inline_script(path: str, served: 
 def test_hostile_names_and_logs_are_shown_as_text(served: Served) -> None:
     shown = HOSTILE.partition("\x1b")[0].replace("<", "&lt;").replace(">", "&gt;").replace("'", "&#x27;")
     browser = Browser(served)
-    for path in ("/", "/jobs/1", "/jobs/2"):
+    for path in ("/", "/jobs/1", "/jobs/2", "/plan", "/jobs/2/plan", "/services/chat"):
         assert shown in browser.get(path).text, path
 
 
@@ -136,3 +141,17 @@ def test_an_event_reaches_an_open_stream_and_a_reconnect_misses_none(served: Ser
     known = story.store.events.get_newest_id()
     assert follow(None) == known + 1
     assert follow(str(known)) == known + 1  # it happened while the page was away
+
+
+def test_the_scrape_token_admits_to_the_metrics_only(served: Served, story: Story) -> None:
+    file = story.context.config.home / "metrics-token"
+    assert file.stat().st_mode & 0o777 == 0o600
+    stranger = Browser(served, is_logged_in=False)
+    bearer = f"Bearer {file.read_text()}"
+    answer = stranger.get("/metrics", Authorization=bearer)
+    assert answer.status == 200 and "broker_spend_usd_total" in answer.text
+    assert stranger.get("/metrics", Authorization="Bearer guess").status == 401
+    assert stranger.get("/metrics", Authorization=bearer, Host="evil.example").status == 403
+    for path in ("/", "/jobs/1", "/changes"):
+        assert stranger.get(path, Authorization=bearer).status == 401, path
+    assert stranger.ask("POST", "/jobs/1/cancel", "ticket=t", Authorization=bearer, Origin=served.base).status == 401

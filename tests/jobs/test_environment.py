@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -37,7 +38,22 @@ def make(job: Job, home: Path, *, handle: str) -> dict[str, str]:
 
 def test_a_program_far_away_without_a_bucket_is_told_who_it_is_and_of_no_folder(tmp_path: Path) -> None:
     found = make(JOB, tmp_path, handle="ssh://u@h")
+    parent = found.pop("TRACEPARENT")
+    assert re.fullmatch(r"00-[0-9a-f]{32}-[0-9a-f]{16}-01", parent)
     assert found == {"BROKER_JOB_ID": "7", "BROKER_ATTEMPT": "3", "SKYPILOT_TASK_ID": f"broker-{JOB.stem}", **ADVICE}
+
+
+def test_a_program_joins_the_trace_of_its_job_unless_the_task_names_another(tmp_path: Path) -> None:
+    again = make(replace(JOB, id=8), tmp_path, handle="ssh://u@h")
+    assert again["TRACEPARENT"] != make(JOB, tmp_path, handle="ssh://u@h")["TRACEPARENT"]
+    own = replace(JOB, task=Task(envs={"TRACEPARENT": "00-1-2-01"}))
+    assert make(own, tmp_path, handle="ssh://u@h")["TRACEPARENT"] == "00-1-2-01"
+
+
+def test_ids_for_experiment_trackers_are_the_same_in_every_attempt(tmp_path: Path) -> None:
+    first = make(JOB, tmp_path, handle="ssh://u@h")
+    assert first["SKYPILOT_TASK_ID"] == "broker-job-7-abcde"  # no attempt in it: fit for WANDB_RUN_ID
+    assert not first.keys() & {"WANDB_RUN_ID", "WANDB_RESUME", "MLFLOW_RUN_ID"}  # the task's own stay as they are
 
 
 @pytest.mark.parametrize("pipeline", ["", "mine-1"])

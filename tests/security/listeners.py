@@ -105,7 +105,8 @@ DECLARED = (
         process=r"broker dashboard",
         address=r"tcp:127\.0\.0\.1:.+",
         where="127.0.0.1, only while `broker dashboard` runs",
-        authentication="a cookie for which a link's token is exchanged, once; `Host` and `Origin` are compared",
+        authentication="a cookie for which a link's token is exchanged, once, and for `/metrics` a token kept in a "
+        "file of mode 0600; `Host` and `Origin` are compared",
         stranger="nothing: other users and sites without the cookie get 401 or 403",
         code="`broker/dashboard/guard.py`, `server.py`",
     ),

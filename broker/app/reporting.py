@@ -1,0 +1,242 @@
+"""The report of a month: what was bought, saved against on-demand and lost to preemptions, and how true forecasts were.
+
+Pure: `make_report` takes rows of the store and makes values; `read_report` reads those rows.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from broker.app.forecasts import JobForecast, find_forecast_usd
+from broker.errors import DamagedRowError, UsageError
+from broker.jobs.summary import count_lost_steps
+from broker.nouns import noun
+from broker.types import JobStatus, OutcomeKind
+
+if TYPE_CHECKING:
+    from broker.app.container import Context
+    from broker.state.events import EventRow
+    from broker.state.jobs import StepRange
+    from broker.state.store import Bill
+    from broker.types import Attempt, Job
+
+MONTH = re.compile(r"\d{4}-(0[1-9]|1[0-2])")
+
+
+@noun
+class Period:
+    """A month of local time: `name` as YYYY-MM, from `begin_s` up to `end_s`."""
+
+    name: str
+    begin_s: float
+    end_s: float
+
+
+@noun
+class Bought:
+    """Node-hours and USD of one cloud, instance type and market; "-" where a bill's cluster is no longer known."""
+
+    cloud: str
+    instance_type: str
+    market: str
+    node_hours: float
+    usd: float
+    ondemand_usd: float  # of the same hours, at the price that the attempt's offer had; `usd` where it had none
+
+
+@noun
+class JobShare:
+    """One job's part of the month. Steps and recoveries count in the month in which the attempt was lost."""
+
+    job_id: int
+    name: str
+    status: str
+    usd: float
+    ondemand_usd: float
+    preemptions: int
+    steps_lost: int
+
+
+@noun
+class Report:
+    """A month's report. Bills of pruned jobs are in no month's report, as their days are no longer known."""
+
+    period: Period
+    made_s: float
+    bought: tuple[Bought, ...]  # the most expensive first
+    jobs: tuple[JobShare, ...]  # the most expensive first
+    forecasts: tuple[JobForecast, ...]  # of the jobs that succeeded in the month
+
+    @property
+    def usd(self) -> float:
+        return sum(each.usd for each in self.bought)
+
+    @property
+    def node_hours(self) -> float:
+        return sum(each.node_hours for each in self.bought)
+
+    @property
+    def ondemand_usd(self) -> float:
+        return sum(each.ondemand_usd for each in self.bought)
+
+    @property
+    def saved_usd(self) -> float:
+        """What the same node-hours would have cost more on-demand; work that was repeated is not subtracted."""
+        return self.ondemand_usd - self.usd
+
+    @property
+    def preemptions(self) -> int:
+        return sum(each.preemptions for each in self.jobs)
+
+    @property
+    def steps_lost(self) -> int:
+        return sum(each.steps_lost for each in self.jobs)
+
+    @property
+    def forecast_error_ratio(self) -> float | None:
+        """The mean of |paid - forecast| / forecast; None without forecasts."""
+        errors = [abs(each.ratio - 1) for each in self.forecasts]
+        return sum(errors) / len(errors) if errors else None
+
+
+def read_month(text: str | None, *, now_s: float) -> Period:
+    """Read YYYY-MM, or take the month of now. Raises UsageError."""
+    name = time.strftime("%Y-%m", time.localtime(now_s)) if text is None else text
+    if not MONTH.fullmatch(name):
+        raise UsageError(f"`--month` must be YYYY-MM, not `{name}`", hints=["for example `--month 2026-11`"])
+    year, month = int(name[:4]), int(name[5:])
+    begin_s = time.mktime((year, month, 1, 0, 0, 0, 0, 0, -1))
+    return Period(name=name, begin_s=begin_s, end_s=time.mktime((year, month + 1, 1, 0, 0, 0, 0, 0, -1)))
+
+
+def read_report(
+    context: Context, period: Period, *, on_damage: Callable[[DamagedRowError], None] | None = None
+) -> Report:
+    """Read a month's report from the store."""
+    store, now_s = context.store, context.clock.now_s()
+    jobs = store.jobs.list(on_damage=on_damage)
+    wanted = [job for job in jobs if job.submitted_s < period.end_s and (job.ended_s or now_s) >= period.begin_s]
+    return make_report(
+        period,
+        bills=store.bills.list(on_damage=on_damage),
+        jobs=jobs,
+        steps={job.id: store.jobs.list_steps(job.id) for job in wanted},
+        events={job.id: store.events.list(job_id=job.id) for job in wanted if _succeeded_in(job, period)},
+        now_s=now_s,
+    )
+
+
+def make_report(
+    period: Period,
+    *,
+    bills: Sequence[Bill],
+    jobs: Sequence[Job],
+    steps: Mapping[int, Mapping[int, StepRange]],
+    events: Mapping[int, Sequence[EventRow]],
+    now_s: float,
+) -> Report:
+    """Make a month's report; `steps` and `events` are by job."""
+    attempts = {each.cluster: each for job in jobs for each in job.attempts}
+    kinds: dict[tuple[str, str, str], tuple[float, float, float]] = defaultdict(lambda: (0.0, 0.0, 0.0))
+    owners: dict[int, tuple[float, float]] = defaultdict(lambda: (0.0, 0.0))
+    for bill in bills:
+        hours = measure_hours(bill, period, now_s)
+        if hours <= 0:
+            continue
+        attempt = attempts.get(bill.cluster)
+        usd, ondemand_usd = hours * bill.usd_hour, hours * _find_ondemand_usd_hour(bill, attempt)
+        key = _name_kind(bill, attempt)
+        old = kinds[key]
+        kinds[key] = (old[0] + hours, old[1] + usd, old[2] + ondemand_usd)
+        if bill.job_id is not None:
+            owners[bill.job_id] = (owners[bill.job_id][0] + usd, owners[bill.job_id][1] + ondemand_usd)
+    bought = [
+        Bought(cloud=key[0], instance_type=key[1], market=key[2], node_hours=hours, usd=usd, ondemand_usd=ondemand_usd)
+        for key, (hours, usd, ondemand_usd) in kinds.items()
+    ]
+    lines = [
+        JobShare(
+            job_id=job.id,
+            name=job.name,
+            status=job.status.value,
+            usd=owners[job.id][0],
+            ondemand_usd=owners[job.id][1],
+            preemptions=sum(_is_preempted(each, period) for each in job.attempts),
+            steps_lost=_count_lost(job, steps.get(job.id, {}), period),
+        )
+        for job in jobs
+        if job.id in owners
+    ]
+    return Report(
+        period=period,
+        made_s=now_s,
+        bought=tuple(sorted(bought, key=lambda each: -each.usd)),
+        jobs=tuple(sorted(lines, key=lambda each: -each.usd)),
+        forecasts=tuple(_list_forecasts(period, bills=bills, jobs=jobs, events=events, now_s=now_s)),
+    )
+
+
+def measure_hours(bill: Bill, period: Period, now_s: float) -> float:
+    """Return the hours of a bill that lie in a period, up to now."""
+    end_s = min(now_s if bill.ended_s is None else bill.ended_s, period.end_s)
+    return max(0.0, end_s - max(bill.created_s, period.begin_s)) / 3600
+
+
+def _name_kind(bill: Bill, attempt: Attempt | None) -> tuple[str, str, str]:
+    if attempt is None:
+        return bill.cloud, "-", "-"
+    market = "spot" if attempt.placement.is_spot else "on-demand"
+    return bill.cloud, attempt.placement.offer.instance_type, market
+
+
+def _find_ondemand_usd_hour(bill: Bill, attempt: Attempt | None) -> float:
+    price = None if attempt is None else attempt.placement.offer.ondemand_usd_hour
+    return bill.usd_hour if price is None else price
+
+
+def _is_preempted(attempt: Attempt, period: Period) -> bool:
+    lost_s = attempt.lost_s or attempt.ended_s
+    kind = None if attempt.outcome is None else attempt.outcome.kind
+    return kind is OutcomeKind.PREEMPTED and lost_s is not None and period.begin_s <= lost_s < period.end_s
+
+
+def _count_lost(job: Job, steps: Mapping[int, StepRange], period: Period) -> int:
+    """Count the steps that preemptions of the month cost: those missing in the checkpoint that was resumed from."""
+    pairs = zip(job.attempts, job.attempts[1:], strict=False)
+    return sum(
+        count_lost_steps(steps.get(old.number), steps.get(new.number))
+        for old, new in pairs
+        if _is_preempted(old, period)
+    )
+
+
+def _succeeded_in(job: Job, period: Period) -> bool:
+    is_in = job.ended_s is not None and period.begin_s <= job.ended_s < period.end_s
+    return is_in and job.status is JobStatus.SUCCEEDED
+
+
+def _list_forecasts(
+    period: Period,
+    *,
+    bills: Sequence[Bill],
+    jobs: Sequence[Job],
+    events: Mapping[int, Sequence[EventRow]],
+    now_s: float,
+) -> Sequence[JobForecast]:
+    paid: dict[int, float] = defaultdict(float)
+    for bill in bills:
+        if bill.job_id is not None:
+            end_s = now_s if bill.ended_s is None else bill.ended_s
+            paid[bill.job_id] += max(0.0, end_s - bill.created_s) / 3600 * bill.usd_hour
+    found = []
+    for job in jobs:
+        forecast_usd = find_forecast_usd(events.get(job.id, ())) if _succeeded_in(job, period) else None
+        if forecast_usd is not None:
+            found.append(
+                JobForecast(job_id=job.id, name=job.name, forecast_usd=forecast_usd, paid_usd=paid[job.id])
+            )  # fmt: skip
+    return found

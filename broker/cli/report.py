@@ -1,0 +1,52 @@
+"""`broker report`: what a month bought, saved and lost, as Markdown or HTML."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from broker.app.reporting import read_month, read_report
+from broker.cli import options
+from broker.cli.context import make_context
+from broker.cli.render import note_damage, print_json, print_line
+from broker.dashboard.report import write_html, write_markdown
+from broker.errors import UsageError
+from broker.formatting import to_plain
+
+
+def report(
+    month: Annotated[
+        str | None, typer.Option("--month", metavar="YYYY-MM", help="Month, local time (default: the current one).")
+    ] = None,
+    file: Annotated[
+        Path | None, typer.Option("--output-file", "-o", metavar="FILE", help="Write to a .html or .md file.")
+    ] = None,
+    as_json: options.AsJson = False,
+) -> None:
+    """Report what a month's jobs bought, saved against on-demand and lost to preemptions.
+
+    Prints Markdown, or writes HTML or Markdown to a file.
+    """
+    context = make_context()
+    if file is not None and file.suffix.lower() not in (".html", ".md"):
+        raise UsageError(
+            f"`-o` must name a .html or .md file, not `{file}`", hints=[f"write `-o {file.with_suffix('.html')}`"]
+        )
+    found = read_report(context, read_month(month, now_s=context.clock.now_s()), on_damage=note_damage)
+    if as_json:
+        totals = ("usd", "node_hours", "ondemand_usd", "saved_usd", "preemptions", "steps_lost", "forecast_error_ratio")
+        print_json({**to_plain(found), **{name: getattr(found, name) for name in totals}})
+    if file is None:
+        if not as_json:
+            print_line(write_markdown(found).rstrip("\n"))
+        return
+    try:
+        file.write_text(
+            write_html(found) if file.suffix.lower() == ".html" else write_markdown(found), encoding="utf-8"
+        )
+    except OSError as error:
+        raise UsageError(f"cannot write `{file}`: {(error.strerror or 'no access').lower()}") from None
+    if not as_json:
+        print_line(f"Wrote {file}")

@@ -1,0 +1,84 @@
+"""The pages of services: their replicas and versions, the load that the balancer reported, and what happened."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from broker.app.services import READY, ServiceLine
+from broker.dashboard.html import Content, Markup, element, join, table
+from broker.formatting import format_duration, format_usd
+from broker.serve.wording import describe_service_event
+from broker.state.services import ServiceEvent
+
+
+def show_services(lines: Sequence[ServiceLine], now_s: float) -> Markup:
+    """Show all services."""
+    if not lines:
+        return element("p", "No services; start one with `broker serve up TASK.yaml`.")
+    cells: list[Sequence[Content]] = []
+    for line in lines:
+        service, ready = line.service, sum(each.status == READY for each in line.replicas)
+        cells.append(
+            [
+                element("a", service.name, href=f"/services/{service.name}"), _show_state(line.status),
+                service.version, f"{ready}/{service.wanted}", line.endpoint, _count(line, "in_flight"),
+                _count(line, "arrivals"), format_duration(now_s - service.created_s), format_usd(line.paid_usd),
+            ]
+        )  # fmt: skip
+    heads = ["Service", "Status", "Version", "Ready", "Endpoint", "In flight", "Requests", "Age", "USD"]
+    return table(heads, cells, caption="Services", right=["Version", "In flight", "Requests", "Age", "USD"])
+
+
+def show_service(line: ServiceLine, events: Sequence[ServiceEvent], now_s: float) -> Markup:
+    """Show one service: load, replicas with the reason of their status, and events, newest first."""
+    service = line.service
+    ready = sum(each.status == READY for each in line.replicas)
+    figures = {
+        "Status": _show_state(line.status),
+        "Version": f"{service.version} ({service.mode.value})",
+        "Replicas ready": f"{ready} of {service.wanted}",
+        "Endpoint": line.endpoint,
+        "Requests since the balancer started": _count(line, "arrivals"),
+        "In flight": _count(line, "in_flight"),
+        "Waiting": _count(line, "waiting"),
+        "Streams resumed": _count(line, "resumed"),
+        "Responses broken": _count(line, "broken"),
+        "Paid": f"{format_usd(line.paid_usd)} USD",
+    }
+    cards = [element("div", element("dt", name), element("dd", value)) for name, value in figures.items()]
+    replicas: list[Sequence[Content]] = [
+        [
+            each.replica.number, each.replica.version, _show_state(each.status), each.place,
+            format_usd(each.usd_hour), "-" if each.in_flight is None else each.in_flight,
+            element("a", str(each.replica.job_id), href=f"/jobs/{each.replica.job_id}"),
+            format_duration(now_s - each.replica.created_s), each.error,
+        ]
+        for each in line.replicas
+    ]  # fmt: skip
+    heads = ["Replica", "Version", "Status", "Place", "USD/h", "In flight", "Job", "Age", "Reason"]
+    told: list[Sequence[Content]] = [
+        [time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(each.time_s)), describe_service_event(each)]
+        for each in reversed(events)
+    ]
+    right = ["Replica", "Version", "USD/h", "In flight", "Job", "Age"]
+    return join(
+        [
+            element("p", service.failure, class_="note") if service.failure else None,
+            element("p", "The balancer does not run.", class_="note") if line.load is None else None,
+            element("dl", *cards, class_="figures"),
+            element("h2", "Replicas"),
+            table(heads, replicas, caption="Replicas", right=right) if replicas else element("p", "No replicas yet."),
+            element("h2", "Events"),
+            table(["Time", "Event"], told, caption="Events"),
+        ]
+    )
+
+
+def _count(line: ServiceLine, name: str) -> str:
+    return "-" if line.load is None else f"{getattr(line.load, name):,}"
+
+
+def _show_state(status: str) -> Markup:
+    kind = "good" if status == READY else "bad" if status == "FAILED" else "wait"
+    return element("span", status, class_=kind)

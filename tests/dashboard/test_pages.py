@@ -1,0 +1,170 @@
+"""Plans, services, cost, clouds and the charts of a job: what they show equals `--json`."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+
+from broker.app.checks import CheckedItem, read_checks, record_findings, record_overview
+from broker.app.forecasts import list_forecasts
+from broker.app.services import describe_services, list_service_events
+from broker.app.spending import By, list_day_shares, read_spending
+from broker.cli.main import main
+from broker.dashboard import pages
+from broker.dashboard.cloud_page import show_clouds
+from broker.dashboard.cost_page import show_cost
+from broker.dashboard.model import read_job
+from broker.dashboard.plan_page import show_plan
+from broker.dashboard.plans import read_plan
+from broker.dashboard.progress import draw_losses, draw_steps, read_losses
+from broker.dashboard.service_page import show_service, show_services
+from broker.formatting import format_duration, format_hours, format_usd
+from broker.types import Job
+from tests.dashboard.conftest import HOSTILE, PLANNED, Story
+from tests.dashboard.test_model import read_json
+
+PLANNED_ID = 4
+
+
+@pytest.fixture
+def frozen(story: Story, monkeypatch: pytest.MonkeyPatch) -> Story:
+    """The story at one moment, with a job that follows a deadline and a service."""
+    story.add_planned()
+    story.add_service()
+    monkeypatch.setattr("broker.clock.SystemClock.now_s", lambda clock: story.now_s)
+    return story
+
+
+def get_job(story: Story, job_id: int) -> Job:
+    job = story.store.jobs.get(job_id)
+    assert job is not None
+    return job
+
+
+def test_the_plan_page_equals_the_plan_command(
+    frozen: Story, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "task.yaml"
+    file.write_text(PLANNED)
+    change = "work=20h, use_spot=false"
+    with pytest.raises(SystemExit, match=r"^0$"):
+        main(("plan", str(file), "--what-if", change, "--json"))
+    (told,) = json.loads(capsys.readouterr().out)
+    page = read_plan(frozen.context, get_job(frozen, PLANNED_ID), change)
+    assert len(page.plan.estimates) == told["candidates"]
+    assert [each.expected_usd for each in page.top] == [each["expected_usd"] for each in told["estimates"]]
+    assert [each.expected_hours for each in page.top] == [each["expected_hours"] for each in told["estimates"]]
+    assert page.changed is not None
+    assert page.changed.choice.expected_usd == told["what_if"][0]["choice"]["expected_usd"]
+    shown = show_plan(page)
+    for estimate in (told["choice"], told["what_if"][0]["choice"]):
+        assert f">{format_usd(estimate['expected_usd'])}</td>" in shown
+        assert f">{format_hours(estimate['expected_hours'])}</td>" in shown
+    assert "expected preemptions" in shown and "<svg" in shown
+
+
+def test_a_change_that_cannot_be_planned_says_why(frozen: Story) -> None:
+    job = get_job(frozen, PLANNED_ID)
+    before = frozen.store.events.get_newest_id()
+    for change, reason in (("dedline=3h", "did you mean `deadline`"), (f"cloud={HOSTILE}", "&lt;script&gt;")):
+        page = read_plan(frozen.context, job, change)
+        assert page.changed is None and reason in show_plan(page)
+    assert frozen.store.events.get_newest_id() == before
+
+
+def test_the_service_pages_equal_the_status_command(frozen: Story, capsys: pytest.CaptureFixture[str]) -> None:
+    (told,) = read_json(capsys, "serve", "status")  # type: ignore[misc]
+    (line,) = describe_services(frozen.context)
+    listed = show_services([line], frozen.now_s)
+    detail = show_service(line, list_service_events(frozen.context, "chat"), frozen.now_s)
+    assert told["endpoint"] in listed and told["endpoint"] in detail
+    assert f"0/{told['service']['wanted']}" in listed
+    (replica,) = told["replicas"]
+    assert replica["status"] in detail and f'href="/jobs/{replica["replica"]["job_id"]}"' in detail
+    assert "exit code 1: &lt;script&gt;" in detail and "<script" not in detail and "\x1b" not in detail
+    assert "balancer does not run" in detail
+
+
+def test_days_clouds_and_jobs_sum_to_the_cost_command(frozen: Story, capsys: pytest.CaptureFixture[str]) -> None:
+    shares = list_day_shares(frozen.store.bills.list(), frozen.now_s)
+    for by, key in ((By.DAY, "day"), (By.CLOUD, "cloud"), (By.JOB, "owner")):
+        told = {row[by.value]: row["usd"] for row in read_json(capsys, "cost", "--by", by.value)["rows"]}  # type: ignore[index]
+        sums: dict[str, float] = defaultdict(float)
+        for share in shares:
+            sums[getattr(share, key)] += share.usd
+        assert dict(sums) == pytest.approx(told)
+
+
+def test_forecasts_are_compared_with_what_succeeded_jobs_cost(frozen: Story) -> None:
+    lines = frozen.store.jobs.list_lines()
+    (found,) = list_forecasts(frozen.store, lines, now_s=frozen.now_s)
+    assert (found.job_id, found.forecast_usd) == (PLANNED_ID, 1.6)  # the first decision, the least of its costs
+    assert found.paid_usd == pytest.approx(2.0) and found.ratio == pytest.approx(1.25)
+    spending = read_spending(frozen.store, By.JOB, frozen.now_s)
+    shown = show_cost(By.JOB, spending, {PLANNED_ID: HOSTILE}, list_day_shares((), frozen.now_s), [found])
+    assert ">1.25</td>" in shown and "<script" not in shown
+
+
+def test_a_check_is_recorded_and_shown_with_its_commands(frozen: Story) -> None:
+    config = frozen.context.config
+    assert "No check is recorded" in show_clouds(read_checks(config), frozen.now_s)
+    record_findings(
+        config,
+        "aws",
+        [CheckedItem(name="login", is_ok=False, note=HOSTILE, command="aws configure")],
+        now_s=frozen.now_s,
+    )
+    record_overview(config, [("aws", False, "login: none"), ("local", True, "this machine")], now_s=frozen.now_s + 60)
+    shown = show_clouds(read_checks(config), frozen.now_s + 120)
+    assert "<code>aws configure</code>" in shown and "this machine" in shown and "&lt;script&gt;" in shown
+    assert f"{format_duration(60)} ago" in shown and f"{format_duration(120)} ago" in shown
+    (config.home / "checks.json").write_text("{damaged")
+    assert "No check is recorded" in show_clouds(read_checks(config), frozen.now_s)
+
+
+def test_the_check_command_records_what_it_prints(
+    frozen: Story, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("AWS_CONFIG_FILE", "AWS_SHARED_CREDENTIALS_FILE"):
+        monkeypatch.setenv(name, str(tmp_path / "absent"))
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    with pytest.raises(SystemExit, match=r"^5$"):  # no login
+        main(("check", "aws", "--json"))
+    told = json.loads(capsys.readouterr().out)
+    known = read_checks(frozen.context.config).clouds["aws"]
+    assert told and not known.can_launch
+    assert [(each.name, each.note, each.command) for each in known.findings] == [
+        (each["name"], each["note"], each["command"]) for each in told
+    ]
+
+
+def test_decisions_are_shown_with_every_number(frozen: Story, capsys: pytest.CaptureFixture[str]) -> None:
+    events = read_json(capsys, "jobs", "why", str(PLANNED_ID))["events"]  # type: ignore[index]
+    decisions = [event["data"] for event in events if event["kind"] == "decision"]
+    shown = pages.show_job(read_job(frozen.context, get_job(frozen, PLANNED_ID)), [], ticket="t")
+    for data in decisions:
+        for name, usd in data["expected_usd"].items():
+            assert f"{name}: {usd:.2f}" in shown
+        assert f">{data['work_left_hours']:.1f} h</td>" in shown and f">{data['spare_hours']:.1f} h</td>" in shown
+    assert len(re.findall("spot is worth its start", shown)) >= 2 * len(decisions)  # in the table and in the events
+
+
+def test_lost_steps_are_hatched_where_they_were_lost(frozen: Story) -> None:
+    page = read_job(frozen.context, get_job(frozen, 1))
+    lines = [f"step {step}/100  loss {4 - step / 40:.4f}  9 tokens/s" for step in (10, 20, 30, 40, 30, 31)]
+    steps, losses = draw_steps(page), draw_losses(page, lines)
+    assert steps is not None and "attempt 1: 10 steps lost" in steps and "checkpoint of attempt 1: step 30" in steps
+    assert losses is not None and "steps 31 to 40 were lost" in losses
+    assert losses.count("<polyline") == 2  # the curve is cut where the second attempt resumed
+    assert draw_losses(page, ["loss", HOSTILE]) is None
+
+
+def test_losses_are_read_from_the_lines_of_trainers_only() -> None:
+    assert read_losses(
+        ["step 1/4  loss 2.5  10 tokens/s", "step 2/4  saved  loss 1e-3", "loss 3", "step x loss 1"]
+    ) == [[(1, 2.5), (2, 0.001)]]
+    assert read_losses(["step 1  loss nan", "step 1  loss " + "9" * 400]) == []
