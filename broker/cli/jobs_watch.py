@@ -15,7 +15,7 @@ from broker.app.jobs import explain_ended, find_job
 from broker.cli import terminal
 from broker.cli.completion import complete_jobs
 from broker.cli.context import make_context
-from broker.cli.render import format_table, note_damage, print_line
+from broker.cli.render import format_table, note_damage, print_line, print_note
 from broker.formatting import format_duration, strip_control, to_plain
 from broker.types import EventKind, JobStatus
 
@@ -127,6 +127,8 @@ async def _print_changes(context: Context, watcher: Watcher, *, as_json: bool) -
                 print_line(describe_line(line, now_s=context.clock.now_s()))
         sys.stdout.flush()
         if watcher.is_over:
+            if not watcher.lines:
+                print_note("no live jobs; list ended ones with `broker jobs queue --all`")
             return
         context.keep_jobs_going()
         await context.clock.sleep(LOOK_S)

@@ -55,3 +55,11 @@ def test_the_view_fits_eighty_columns_and_has_no_control_characters(story: Story
     lines = list_view(list(watcher.lines.values()), events, now_s=story.now_s)
     assert len(events) == 1 and all(len(line) <= 80 and line.isprintable() for line in lines)
     assert list_view([], [], now_s=story.now_s) == ["No live jobs"]
+
+
+def test_without_live_jobs_it_says_so_and_ends(story: Story, capsys: pytest.CaptureFixture[str]) -> None:
+    story.store.jobs.set_status(1, JobStatus.SUCCEEDED)
+    with pytest.raises(SystemExit, match=r"^0$"):
+        main(("jobs", "watch"))
+    shown = capsys.readouterr()
+    assert shown.out == "" and "no live jobs" in shown.err
