@@ -33,6 +33,7 @@ class SimulationRequest:
     is_apart: bool = False  # each trace is a market of its own, not a zone of one market
     notice_s: float = 0.0
     deadline_hours: float | None = None
+    workers: int = 1  # processes for a large simulation
 
 
 @noun
@@ -63,7 +64,7 @@ def simulate(
     traces = read_traces(request.traces)
     job = measure_job(context, task, traces, request.deadline_hours, request.notice_s)
     scenes = set_scenes(job, traces, request.starts, is_apart=request.is_apart)
-    study = run_study(scenes, names, optima_count=request.optima, on_step=on_progress)
+    study = run_study(scenes, names, optima_count=request.optima, on_step=on_progress, workers=request.workers)
     return Simulation(job=job, traces=tuple(traces), study=study)
 
 
