@@ -33,6 +33,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "dashboard": ("broker.cli.dashboard", "Show jobs, clusters and cost in a browser."),
     "check": ("broker.cli.check", "Check which clouds are usable and how to enable the others."),
     "cost": ("broker.cli.cost", "Show spending by job, cloud or day."),
+    "forecast": ("broker.cli.forecast_score", "Compare forecasts with the jobs that have ended."),
     "gc": ("broker.cli.gc", "Terminate orphaned cloud resources."),
     "state": ("broker.cli.state", "Inspect, back up, restore or reset the state file."),
     "rehearse": ("broker.cli.rehearse", "Run a task on this machine as a spot job, with preemptions."),
@@ -47,11 +48,11 @@ PANELS: dict[str, tuple[str, ...]] = {
     "Jobs": ("jobs", "map", "sweep", "serve"),
     "Markets": ("gpus", "prices", "history", "catalog", "traces"),
     "Overview": ("top", "dashboard"),
-    "Account": ("check", "cost", "gc", "state"),
+    "Account": ("check", "cost", "forecast", "gc", "state"),
     "Local": ("rehearse", "local"),
 }  # fmt: skip
 HIDDEN: dict[str, tuple[str, str]] = {
     "daemon": ("broker.cli.daemon", "Run the managed jobs of a state folder."),
     "balancer": ("broker.cli.balancer", "Run the balancer of one service."),
 }
-GROUPS = ("jobs", "serve", "local", "catalog", "traces", "state")
+GROUPS = ("jobs", "serve", "forecast", "local", "catalog", "traces", "state")

@@ -16,10 +16,18 @@ from broker.formatting import format_usd
 
 def cost(
     by: Annotated[By, typer.Option("--by", help="Group by job, cloud or day.")] = By.JOB,
+    forecast: Annotated[
+        bool, typer.Option("--forecast", help="Compare ended jobs with the forecast made when they were submitted.")
+    ] = False,
     as_json: options.AsJson = False,
 ) -> None:
     """Show spending by job, cloud or day."""
     context = make_context()
+    if forecast:
+        from broker.cli.forecast_score import show_judged
+
+        show_judged(context, as_json=as_json)
+        return
     store = context.store
     context.keep_jobs_going()
     names = {job.id: job.name for job in store.jobs.list_lines(on_damage=note_damage)} if by is By.JOB else {}

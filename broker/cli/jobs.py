@@ -52,9 +52,9 @@ def launch(
 
     The job recovers from preemptions until it succeeds, fails or is cancelled.
     """
+    from broker.app.forecasts import submit
     from broker.app.launching import prepare
     from broker.cli.launch import make_callbacks
-    from broker.jobs.submission import submit_tasks
 
     check_names(name, request_id)
     context = make_context()
@@ -75,7 +75,7 @@ def launch(
     ready = prepare(context, tasks, JobTarget(context=context), callbacks=callbacks, is_dryrun=dryrun)
     if dryrun:
         return
-    jobs = submit_tasks(context.store, ready.tasks, name=name, request_id=request_id, hedge=hedge)
+    jobs = submit(context, ready.tasks, ready.plans, name=name, request_id=request_id, hedge=hedge)
     # Printed before the daemon starts: the jobs are recorded, and repeating the launch would submit them twice.
     if as_json:
         print_json([jobs_show.describe(each, 0.0) for each in jobs])

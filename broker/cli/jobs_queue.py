@@ -10,18 +10,20 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from broker.app.container import Context
+from broker.app.forecasts import JobForecast, forecast_job
 from broker.cli import options, terminal
 from broker.cli.context import make_context
-from broker.cli.jobs_show import describe
+from broker.cli.jobs_show import describe, describe_forecast
 from broker.cli.render import format_table, note_damage, print_json, print_line
-from broker.formatting import format_duration, format_usd
-from broker.types import JobStatus
+from broker.formatting import format_duration, format_usd, to_plain
+from broker.types import Job, JobStatus
 
 if TYPE_CHECKING:
     from broker.state.jobs import JobLine
 
 WATCH_S = 2.0
 NEWEST = 50
+FORECASTS_MAX = 10  # each takes as long as a plan
 
 
 def queue(
@@ -71,7 +73,23 @@ def _print_jobs(context: Context) -> None:
     jobs = context.store.jobs.list(on_damage=note_damage)
     context.keep_jobs_going()
     spent = context.store.bills.list_spend_usd(now_s=context.clock.now_s())
-    print_json([describe(job, spent.get(job.id, 0.0)) for job in jobs])
+    forecasts = forecast_jobs(context, jobs, spent)
+    print_json(
+        [
+            {
+                **describe(job, spent.get(job.id, 0.0)),
+                "forecast": to_plain(forecasts[job.id]) if job.id in forecasts else None,
+            }
+            for job in jobs
+        ]
+    )
+
+
+def forecast_jobs(context: Context, jobs: Sequence[Job], spent: Mapping[int, float]) -> dict[int, JobForecast]:
+    """Forecast the newest live jobs; each takes as long as a plan."""
+    live = [job for job in jobs if not job.status.is_terminal][-FORECASTS_MAX:]
+    found = {job.id: forecast_job(context, job, paid_usd=spent.get(job.id, 0.0)) for job in live}
+    return {job_id: forecast for job_id, forecast in found.items() if forecast is not None}
 
 
 def list_lines(context: Context, newest: int | None) -> list[str]:
@@ -79,7 +97,8 @@ def list_lines(context: Context, newest: int | None) -> list[str]:
     lines = context.store.jobs.list_lines(newest, on_damage=note_damage)
     context.keep_jobs_going()
     now_s = context.clock.now_s()
-    rows = list_rows(lines, context.store.bills.list_spend_usd(now_s=now_s), now_s)
+    spent = context.store.bills.list_spend_usd(now_s=now_s)
+    rows = list_rows(lines, spent, now_s)
     if not rows:
         return ["No managed jobs; submit one with `broker jobs launch TASK.yaml`"]
     table = format_table(
@@ -87,7 +106,14 @@ def list_lines(context: Context, newest: int | None) -> list[str]:
         rows, right=("ID", "STEP", "RECOVERIES", "TIME", "USD"),
     )  # fmt: skip
     hidden = context.store.jobs.count() - len(lines)
-    return [*table, *([f"... and {hidden} older; show them with `--all`"] if hidden else [])]
+    live = [line.id for line in lines if not line.status.is_terminal][:FORECASTS_MAX]
+    jobs = [job for job_id in sorted(live) if (job := context.store.jobs.get(job_id)) is not None]
+    forecasts = forecast_jobs(context, jobs, spent)
+    return [
+        *table,
+        *([f"... and {hidden} older; show them with `--all`"] if hidden else []),
+        *(f"Job {job_id}: {describe_forecast(found)}" for job_id, found in sorted(forecasts.items(), reverse=True)),
+    ]
 
 
 def list_rows(lines: Sequence[JobLine], spent: Mapping[int, float], now_s: float) -> list[list[str]]:

@@ -11,13 +11,14 @@ import typer
 
 from broker.app import jobs
 from broker.app.container import Context
+from broker.app.forecasts import JobForecast, forecast_job
 from broker.app.jobs import find_job
 from broker.cli import options
 from broker.cli.completion import complete_jobs
 from broker.cli.context import make_context
-from broker.cli.render import print_json, print_line, print_note
+from broker.cli.render import print_json, print_line, print_note, print_wrapped
 from broker.errors import RunFailedError
-from broker.formatting import format_duration, format_usd, strip_control, to_plain
+from broker.formatting import format_duration, format_hours, format_usd, strip_control, to_plain
 from broker.types import Attempt, EventKind, Job, JobStatus
 from broker.wording import describe_outcome
 
@@ -103,9 +104,15 @@ def why(job: JobName, as_json: options.AsJson = False, output: options.Output = 
     context.keep_jobs_going()
     told = jobs.explain(context, find_job(context, job))
     found, story, summary, paid = told.job, told.events, told.summary, told.paid_usd
+    forecast = forecast_job(context, found, paid_usd=paid)
     if as_json or output is options.Format.JSON:
         print_json(
-            {**describe(found, paid), "events": [_describe_event(each) for each in story], "summary": to_plain(summary)}
+            {
+                **describe(found, paid),
+                "events": [_describe_event(each) for each in story],
+                "summary": to_plain(summary),
+                "forecast": forecast and to_plain(forecast),
+            }
         )
         return
     reason = f": {found.failure}" if found.failure else ""
@@ -129,6 +136,21 @@ def why(job: JobName, as_json: options.AsJson = False, output: options.Output = 
         f"{format_duration(summary.recovery_s)}."
     )
     print_line(f"Paid {format_usd(summary.paid_usd)} USD; on-demand {format_usd(summary.ondemand_usd)} USD.")
+    if forecast is not None:
+        print_wrapped(f"Forecast: {describe_forecast(forecast)}.", indent=2)
+
+
+def describe_forecast(forecast: JobForecast) -> str:
+    """Return total cost, time left and the chance of the deadline, as p50 and p10 to p90."""
+    from broker.optimizer.explain import show_chance
+
+    usd, hours = forecast.usd, forecast.hours_left
+    chance = forecast.deadline_chance
+    return (
+        f"{format_usd(usd.p50)} USD ({format_usd(usd.p10)} to {format_usd(usd.p90)}) in total, "
+        f"{format_hours(hours.p50)} ({format_hours(hours.p10)} to {format_hours(hours.p90)}) left"
+        + ("" if chance is None else f", {show_chance(chance)} to meet the deadline")
+    )
 
 
 def _describe_allowance(job: Job, paid_usd: float, now_s: float) -> str:

@@ -134,6 +134,8 @@ _SERVICES = (
        kind TEXT NOT NULL, replica INTEGER, detail TEXT NOT NULL, PRIMARY KEY (service, number))""",
 )
 
+_FORECASTS = ("CREATE TABLE forecasts (job_id INTEGER PRIMARY KEY, body TEXT NOT NULL)",)
+
 MIGRATIONS: tuple[tuple[Step, ...], ...] = (
     *(_FIRST, _LEADER, _PIPELINES, _LIVE_INDEXES, _COMPACTION, _CALLS, _HINTS),
     _MADE_NODES,
@@ -142,4 +144,5 @@ MIGRATIONS: tuple[tuple[Step, ...], ...] = (
     (alternatives.convert,),
     _CLAIMS,
     _SERVICES,
+    _FORECASTS,
 )
