@@ -13,8 +13,9 @@ from broker.formatting import format_hours, format_usd
 from broker.nouns import noun
 
 if TYPE_CHECKING:
-    from broker.lab.benchmark import Benchmark, Scene
+    from broker.lab.benchmark import Benchmark
     from broker.lab.markets import Site
+    from broker.lab.parts import Scene
     from broker.lab.traces import Trace
     from broker.types import Estimate, Task
 
@@ -173,8 +174,9 @@ def _mean_hazard(traces: Sequence[Trace]) -> float:
 
 
 def set_scenes(job: SimulatedJob, traces: Sequence[Trace], starts: int, *, is_apart: bool) -> list[Scene]:
-    from broker.lab.benchmark import Scene, spread_starts
+    from broker.lab.benchmark import spread_starts
     from broker.lab.markets import Site
+    from broker.lab.parts import Scene
     from broker.lab.replay import Case
     from broker.types import Offer, Placement
 
