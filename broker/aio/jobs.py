@@ -60,11 +60,11 @@ async def _submit(
     on_note: Notes | None,
 ) -> tuple[Job, ...]:
     def submit(context: Context) -> tuple[Job, ...]:
-        from broker.jobs.submission import submit_tasks
+        from broker.app.forecasts import submit as submit_forecast
 
         jobs.check_names(name, request_id)
         ready = prepare(context, tasks, JobTarget(context=context))
-        found = submit_tasks(context.store, ready.tasks, name=name, request_id=request_id, hedge=hedge)
+        found = submit_forecast(context, ready.tasks, ready.plans, name=name, request_id=request_id, hedge=hedge)
         context.ensure_daemon()
         return tuple(found)
 

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from broker.state.store import Store
     from broker.types import Autostop, Cluster, Event, NodeRequest, Objective, PipelinePlan, Placement, Plan, Task
 
+INTERVAL_FACTOR = "interval_factor"  # in the store: widens the intervals of forecasts
 DAEMON = (sys.executable, "-m", "broker", "daemon")
 
 
@@ -68,7 +69,7 @@ class Context:
 
     @cached_property
     def market(self) -> Market:
-        return Market(find_cache())
+        return Market(find_cache(), find_interval_factor=self.find_interval_factor)
 
     @cached_property
     def store(self) -> Store:
@@ -289,6 +290,13 @@ class Context:
             return self.store.history.read() if _has_store(path) else None
         except StateError:
             return None  # a plan does not depend on it
+
+    def find_interval_factor(self) -> float:
+        """Return the factor that widens forecasts, as of the last time that own jobs were compared with theirs."""
+        try:
+            return float(self.store.meta.get(INTERVAL_FACTOR) or 1.0) if _has_store(find_home(self._home)) else 1.0
+        except (StateError, ValueError):
+            return 1.0
 
     def find_refused(self) -> Callable[[Placement], bool] | None:
         """Return whether a placement was refused recently; None without refusals or state folder."""

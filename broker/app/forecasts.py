@@ -1,55 +1,124 @@
-"""Recorded forecasts of jobs against what they cost: the expected cost of each job's first decision."""
+"""Forecasts of jobs: of live ones from their remaining work, and of ended ones beside what happened."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
-from broker.nouns import noun
-from broker.types import EventKind, JobStatus
-
-if TYPE_CHECKING:
-    from broker.state.events import EventRow
-    from broker.state.jobs import JobLine
-    from broker.state.store import Store
-
-JOBS_MAX = 500  # ended jobs whose events are read, the newest
+from broker.app.container import INTERVAL_FACTOR, Context
+from broker.app.planning import plan_launch
+from broker.errors import BrokerError
+from broker.jobs.order import cut_to_rest
+from broker.jobs.scoring import ForecastScore, JudgedForecast, score_forecasts
+from broker.types import Job, JobStatus, Plan, Task
+from broker.types.forecasts import JobForecast, Range
 
 
-@noun
-class JobForecast:
-    """The cost that the spot policy expected when a job started, and what was paid when it had succeeded."""
+def submit(
+    context: Context,
+    tasks: Sequence[Task],
+    plans: Sequence[Plan],
+    *,
+    name: str | None,
+    request_id: str | None,
+    hedge: int,
+) -> Sequence[Job]:
+    """Submit tasks as managed jobs, as `submit_tasks` does, and keep the forecast of each plan with its job.
 
-    job_id: int
-    name: str
-    forecast_usd: float
-    paid_usd: float
-
-    @property
-    def ratio(self) -> float:
-        """Paid over forecast; 1 is a true forecast."""
-        return self.paid_usd / self.forecast_usd
-
-
-def find_forecast_usd(events: Iterable[EventRow]) -> float | None:
-    """Return the expected cost to finish that a job's first decision recorded: the least of what it weighed.
-
-    None where that decision weighed nothing; later ones do not count, as part of the cost is paid by then.
+    Earlier forecasts are scored then, so that later plans know whether their intervals were wide enough.
     """
-    first = next((event for event in events if event.kind is EventKind.DECISION), None)
-    weighed = None if first is None else first.data.get("expected_usd")
-    if not isinstance(weighed, Mapping):
+    from broker.jobs.submission import submit_tasks
+    from broker.optimizer.forecast import record_forecast
+
+    with context.store.transaction():
+        found = submit_tasks(context.store, tasks, name=name, request_id=request_id, hedge=hedge)
+        for job, plan in zip(found, plans, strict=True):
+            if (forecast := record_forecast(plan)) is not None:
+                context.store.forecasts.add(job.id, forecast)
+        score_own_forecasts(context)
+    return found
+
+
+def forecast_job(context: Context, job: Job, *, paid_usd: float) -> JobForecast | None:
+    """Forecast the rest of a live job from its last checkpoint, as `broker plan` would.
+
+    None for an ended job, for a task without work, for a started job whose program reports no progress, and where no
+    placement fits any more.
+    """
+    goal = job.task.goal
+    if job.status.is_terminal or job.status is JobStatus.CANCELLING or goal is None or goal.work_hours is None:
         return None
-    return min((float(usd) for usd in weighed.values() if isinstance(usd, int | float) and usd > 0), default=None)
+    if job.attempts and (job.progress is None or not job.progress.total):
+        return None
+    rest = cut_to_rest(job, now_s=context.clock.now_s(), spent_usd=paid_usd)
+    if rest.goal is None or not rest.goal.work_hours:
+        return None
+    # No placement is refused for its chance of the deadline, which is what the caller asks for.
+    free = replace(rest, goal=replace(rest.goal, confidence=0.0, budget_usd=None))
+    plan = _plan_rest(context, job, free)
+    return None if plan is None else _read_plan(plan, paid_usd)
 
 
-def list_forecasts(store: Store, lines: Sequence[JobLine], *, now_s: float) -> Sequence[JobForecast]:
-    """List the forecasts of succeeded jobs, in the order of `lines`; jobs without a recorded one are left out."""
-    found = []
-    ended = [line for line in lines if line.status is JobStatus.SUCCEEDED]
-    for line in ended[:JOBS_MAX]:
-        forecast_usd = find_forecast_usd(store.events.list(job_id=line.id))
-        if forecast_usd is not None:
-            paid_usd = store.bills.spend_usd(job_id=line.id, now_s=now_s)
-            found.append(JobForecast(job_id=line.id, name=line.name, forecast_usd=forecast_usd, paid_usd=paid_usd))
+def forecast_jobs(context: Context, jobs: Sequence[Job], spent_usd: Mapping[int, float]) -> Mapping[int, JobForecast]:
+    """Forecast each job, by ID; those without a forecast are left out."""
+    found = {job.id: forecast_job(context, job, paid_usd=spent_usd.get(job.id, 0.0)) for job in jobs}
+    return {job_id: forecast for job_id, forecast in found.items() if forecast is not None}
+
+
+def _plan_rest(context: Context, job: Job, rest: Task) -> Plan | None:
+    """Plan on the clouds that are set up here, else on those that the job has used; None if nothing fits."""
+    used = frozenset(each.placement.offer.cloud for each in job.attempts)
+    try:
+        return plan_launch(context, rest)
+    except BrokerError:
+        try:
+            return context.plan(rest, usable_clouds=used) if used else None
+        except BrokerError:
+            return None
+
+
+def _read_plan(plan: Plan, paid_usd: float) -> JobForecast:
+    from broker.optimizer.forecast import forecast_plan
+
+    found = forecast_plan(plan)
+    if found is None:  # on-demand, whose course is certain
+        usd, hours = paid_usd + (plan.choice.expected_usd or 0.0), plan.choice.expected_hours or 0.0
+        return JobForecast(
+            usd=Range(p10=usd, p50=usd, p90=usd),
+            hours_left=Range(p10=hours, p50=hours, p90=hours),
+            deadline_chance=plan.choice.deadline_chance,
+            interval_factor=1.0,
+        )
+    return JobForecast(
+        usd=Range(p10=paid_usd + found.usd.p10, p50=paid_usd + found.usd.p50, p90=paid_usd + found.usd.p90),
+        hours_left=found.hours,
+        deadline_chance=found.deadline_chance,
+        interval_factor=plan.interval_factor,
+    )
+
+
+def list_judged(context: Context) -> list[JudgedForecast]:
+    """List the jobs that have succeeded and whose forecast was kept, oldest first."""
+    store = context.store
+    forecasts = store.forecasts.list()
+    spent = store.bills.list_spend_usd(now_s=context.clock.now_s()) if forecasts else {}
+    return [
+        JudgedForecast(
+            job_id=line.id,
+            name=line.name,
+            forecast=forecasts[line.id],
+            usd=spent.get(line.id, 0.0),
+            hours=(line.ended_s - line.submitted_s) / 3600,
+        )
+        for line in sorted(store.jobs.list_lines(on_damage=context.warn), key=lambda each: each.id)
+        if line.id in forecasts and line.status is JobStatus.SUCCEEDED and line.ended_s is not None
+    ]
+
+
+def score_own_forecasts(context: Context) -> ForecastScore:
+    """Score the forecasts of own jobs, and let later plans widen their intervals by the factor that was found."""
+    found = score_forecasts(list_judged(context))
+    known = context.store.meta.get(INTERVAL_FACTOR)
+    if float(known or 1.0) != found.interval_factor:
+        context.store.meta.put(INTERVAL_FACTOR, repr(found.interval_factor))
     return found

@@ -19,8 +19,14 @@ if TYPE_CHECKING:
 class Market:
     """The offers of the price book, and of this machine for tasks that name `local`, ranked by the planner."""
 
-    def __init__(self, cache: Path) -> None:
+    def __init__(self, cache: Path, *, find_interval_factor: Callable[[], float] = lambda: 1.0) -> None:
         self._cache = cache
+        self._find_interval_factor = find_interval_factor
+
+    @cached_property
+    def interval_factor(self) -> float:
+        """The factor that widens the intervals of forecasts, read once."""
+        return self._find_interval_factor()
 
     @cached_property
     def book(self) -> Book:
@@ -121,6 +127,7 @@ class Market:
             egress=self.book.read_egress(),
             history=history,
             is_refused=is_refused,
+            interval_factor=self.interval_factor,
         )
 
     def _find_offers(self, task: Task) -> Sequence[Offer]:

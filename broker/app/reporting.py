@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from broker.app.forecasts import JobForecast, find_forecast_usd
+from broker.app.decided_costs import DecidedCost, find_expected_usd
 from broker.errors import DamagedRowError, UsageError
 from broker.jobs.summary import count_lost_steps
 from broker.nouns import noun
@@ -69,7 +69,7 @@ class Report:
     made_s: float
     bought: tuple[Bought, ...]  # the most expensive first
     jobs: tuple[JobShare, ...]  # the most expensive first
-    forecasts: tuple[JobForecast, ...]  # of the jobs that succeeded in the month
+    forecasts: tuple[DecidedCost, ...]  # of the jobs that succeeded in the month
 
     @property
     def usd(self) -> float:
@@ -176,7 +176,7 @@ def make_report(
         made_s=now_s,
         bought=tuple(sorted(bought, key=lambda each: -each.usd)),
         jobs=tuple(sorted(lines, key=lambda each: -each.usd)),
-        forecasts=tuple(_list_forecasts(period, bills=bills, jobs=jobs, events=events, now_s=now_s)),
+        forecasts=tuple(_list_decided_costs(period, bills=bills, jobs=jobs, events=events, now_s=now_s)),
     )
 
 
@@ -219,14 +219,14 @@ def _succeeded_in(job: Job, period: Period) -> bool:
     return is_in and job.status is JobStatus.SUCCEEDED
 
 
-def _list_forecasts(
+def _list_decided_costs(
     period: Period,
     *,
     bills: Sequence[Bill],
     jobs: Sequence[Job],
     events: Mapping[int, Sequence[EventRow]],
     now_s: float,
-) -> Sequence[JobForecast]:
+) -> Sequence[DecidedCost]:
     paid: dict[int, float] = defaultdict(float)
     for bill in bills:
         if bill.job_id is not None:
@@ -234,9 +234,9 @@ def _list_forecasts(
             paid[bill.job_id] += max(0.0, end_s - bill.created_s) / 3600 * bill.usd_hour
     found = []
     for job in jobs:
-        forecast_usd = find_forecast_usd(events.get(job.id, ())) if _succeeded_in(job, period) else None
+        forecast_usd = find_expected_usd(events.get(job.id, ())) if _succeeded_in(job, period) else None
         if forecast_usd is not None:
             found.append(
-                JobForecast(job_id=job.id, name=job.name, forecast_usd=forecast_usd, paid_usd=paid[job.id])
+                DecidedCost(job_id=job.id, name=job.name, forecast_usd=forecast_usd, paid_usd=paid[job.id])
             )  # fmt: skip
     return found

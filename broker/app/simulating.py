@@ -13,8 +13,9 @@ from broker.formatting import format_hours, format_usd
 from broker.nouns import noun
 
 if TYPE_CHECKING:
-    from broker.lab.benchmark import Benchmark, Scene
+    from broker.lab.benchmark import Benchmark
     from broker.lab.markets import Site
+    from broker.lab.parts import Scene
     from broker.lab.traces import Trace
     from broker.types import Estimate, Task
 
@@ -33,6 +34,7 @@ class SimulationRequest:
     is_apart: bool = False  # each trace is a market of its own, not a zone of one market
     notice_s: float = 0.0
     deadline_hours: float | None = None
+    workers: int = 1  # processes for a large simulation
 
 
 @noun
@@ -63,7 +65,7 @@ def simulate(
     traces = read_traces(request.traces)
     job = measure_job(context, task, traces, request.deadline_hours, request.notice_s)
     scenes = set_scenes(job, traces, request.starts, is_apart=request.is_apart)
-    study = run_study(scenes, names, optima_count=request.optima, on_step=on_progress)
+    study = run_study(scenes, names, optima_count=request.optima, on_step=on_progress, workers=request.workers)
     return Simulation(job=job, traces=tuple(traces), study=study)
 
 
@@ -172,8 +174,9 @@ def _mean_hazard(traces: Sequence[Trace]) -> float:
 
 
 def set_scenes(job: SimulatedJob, traces: Sequence[Trace], starts: int, *, is_apart: bool) -> list[Scene]:
-    from broker.lab.benchmark import Scene, spread_starts
+    from broker.lab.benchmark import spread_starts
     from broker.lab.markets import Site
+    from broker.lab.parts import Scene
     from broker.lab.replay import Case
     from broker.types import Offer, Placement
 

@@ -37,6 +37,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "broker.cli.report",
         "Report what a month's jobs bought, saved against on-demand and lost to preemptions.",
     ),
+    "forecast": ("broker.cli.forecast_score", "Compare forecasts with the jobs that have ended."),
     "gc": ("broker.cli.gc", "Terminate orphaned cloud resources."),
     "state": ("broker.cli.state", "Inspect, back up, restore or reset the state file."),
     "server": ("broker.cli.server", "Serve several people from one installation."),
@@ -54,7 +55,7 @@ PANELS: dict[str, tuple[str, ...]] = {
     "Jobs": ("jobs", "map", "sweep", "serve"),
     "Markets": ("gpus", "prices", "history", "catalog", "traces"),
     "Overview": ("top", "dashboard"),
-    "Account": ("check", "cost", "report", "gc", "state"),
+    "Account": ("check", "cost", "report", "forecast", "gc", "state"),
     "Server": ("server", "login", "logout"),
     "Local": ("rehearse", "local"),
 }  # fmt: skip
@@ -62,6 +63,6 @@ HIDDEN: dict[str, tuple[str, str]] = {
     "daemon": ("broker.cli.daemon", "Run the managed jobs of a state folder."),
     "balancer": ("broker.cli.balancer", "Run the balancer of one service."),
 }
-GROUPS = ("jobs", "serve", "local", "catalog", "traces", "state", "server")
+GROUPS = ("jobs", "serve", "forecast", "local", "catalog", "traces", "state", "server")
 # Commands on the state folder of this machine: after `broker login`, they would show another state than the server's.
-EMBEDDED = ("ssh", "serve", "map", "sweep", "top", "dashboard", "check", "gc", "state", "server")
+EMBEDDED = ("ssh", "serve", "map", "sweep", "top", "dashboard", "check", "forecast", "report", "gc", "state", "server")

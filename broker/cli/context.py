@@ -6,10 +6,20 @@ from broker.app.container import Context
 from broker.app.session import EmbeddedSession, Session
 from broker.cli.render import print_note
 from broker.config import find_login
+from broker.errors import UsageError
 
 
 def make_context() -> Context:
     return Context(on_note=print_note)
+
+
+def check_embedded(name: str) -> None:
+    """Raise UsageError for a command that works on the state of this machine while the user is on a server."""
+    if find_login() is not None:
+        raise UsageError(
+            f"`broker {name}` does not run through a server",
+            hints=["run it on the server itself, or log out first: `broker logout`"],
+        )
 
 
 def make_session() -> Session:

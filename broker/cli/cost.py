@@ -17,9 +17,19 @@ from broker.formatting import format_usd
 
 def cost(
     by: Annotated[By, typer.Option("--by", help="Group by job, cloud or day.")] = By.JOB,
+    forecast: Annotated[
+        bool, typer.Option("--forecast", help="Compare ended jobs with the forecast made when they were submitted.")
+    ] = False,
     as_json: options.AsJson = False,
 ) -> None:
     """Show spending by job, cloud or day."""
+    if forecast:
+        from broker.cli.context import check_embedded, make_context
+        from broker.cli.forecast_score import show_judged
+
+        check_embedded("cost --forecast")
+        show_judged(make_context(), as_json=as_json)
+        return
     bill = make_session().call(show_cost, by=by)
     names, spending = bill.names, bill.spending
     sums, before_s = spending.rows, spending.pruned_before_s

@@ -7,8 +7,9 @@ from collections.abc import Callable
 from broker.cli.render import print_line, print_wrapped
 from broker.formatting import format_count, format_hours, format_usd, to_plain
 from broker.optimizer.explain import show_chance
-from broker.optimizer.forecast import CostForecast, Range, forecast_plan, list_influences
+from broker.optimizer.forecast import CostForecast, forecast_plan, list_influences
 from broker.types import Plan
+from broker.types.forecasts import Range
 
 INFLUENCES_MAX, INFLUENCE_MIN = 4, 0.005  # smaller shares of the expected cost are not shown
 HOURS_MIN = 0.05

@@ -13,9 +13,9 @@ from broker.app.session import Session
 from broker.app.verbs.jobs import list_jobs, list_queue
 from broker.cli import options, terminal
 from broker.cli.context import make_session
-from broker.cli.jobs_show import describe
+from broker.cli.jobs_show import describe, describe_forecast
 from broker.cli.render import format_table, print_json, print_line
-from broker.formatting import format_duration, format_usd
+from broker.formatting import format_duration, format_usd, to_plain
 from broker.types import JobStatus
 
 if TYPE_CHECKING:
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 WATCH_S = 2.0
 NEWEST = 50
+FORECASTS_MAX = 10  # each takes as long as a plan
 
 
 def queue(
@@ -69,7 +70,12 @@ def _show(lines: Sequence[str]) -> None:
 
 
 def _print_jobs(session: Session) -> None:
-    print_json([describe(view.job, view.spent_usd) for view in session.call(list_jobs)])
+    print_json(
+        [
+            {**describe(view.job, view.spent_usd), "forecast": view.forecast and to_plain(view.forecast)}
+            for view in session.call(list_jobs)
+        ]
+    )
 
 
 def list_lines(session: Session, newest: int | None) -> list[str]:
@@ -83,7 +89,11 @@ def list_lines(session: Session, newest: int | None) -> list[str]:
         rows, right=("ID", "STEP", "RECOVERIES", "TIME", "USD"),
     )  # fmt: skip
     hidden = found.count - len(found.lines)
-    return [*table, *([f"... and {hidden} older; show them with `--all`"] if hidden else [])]
+    return [
+        *table,
+        *([f"... and {hidden} older; show them with `--all`"] if hidden else []),
+        *(f"Job {job_id}: {describe_forecast(each)}" for job_id, each in sorted(found.forecasts.items(), reverse=True)),
+    ]
 
 
 def list_rows(lines: Sequence[JobLine], spent: Mapping[int, float], now_s: float) -> list[list[str]]:

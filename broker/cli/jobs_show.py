@@ -15,10 +15,11 @@ from broker.app.verbs.jobs import explain_job, follow_log, list_events, show_job
 from broker.cli import options
 from broker.cli.completion import complete_jobs
 from broker.cli.context import make_session
-from broker.cli.render import print_json, print_line, print_note
+from broker.cli.render import print_json, print_line, print_note, print_wrapped
 from broker.errors import RunFailedError
-from broker.formatting import format_duration, format_usd, strip_control, to_plain
+from broker.formatting import format_duration, format_hours, format_usd, strip_control, to_plain
 from broker.types import Attempt, EventKind, Job, JobStatus
+from broker.types.forecasts import JobForecast
 from broker.wording import describe_outcome
 
 if TYPE_CHECKING:
@@ -100,7 +101,12 @@ def why(job: JobName, as_json: options.AsJson = False, output: options.Output = 
     found, story, summary, paid = told.job, told.events, told.summary, told.paid_usd
     if as_json or output is options.Format.JSON:
         print_json(
-            {**describe(found, paid), "events": [_describe_event(each) for each in story], "summary": to_plain(summary)}
+            {
+                **describe(found, paid),
+                "events": [_describe_event(each) for each in story],
+                "summary": to_plain(summary),
+                "forecast": told.forecast and to_plain(told.forecast),
+            }
         )
         return
     reason = f": {found.failure}" if found.failure else ""
@@ -123,6 +129,21 @@ def why(job: JobName, as_json: options.AsJson = False, output: options.Output = 
         f"{format_duration(summary.recovery_s)}."
     )
     print_line(f"Paid {format_usd(summary.paid_usd)} USD; on-demand {format_usd(summary.ondemand_usd)} USD.")
+    if told.forecast is not None:
+        print_wrapped(f"Forecast: {describe_forecast(told.forecast)}.", indent=2)
+
+
+def describe_forecast(forecast: JobForecast) -> str:
+    """Return total cost, time left and the chance of the deadline, as p50 and p10 to p90."""
+    from broker.optimizer.explain import show_chance
+
+    usd, hours = forecast.usd, forecast.hours_left
+    chance = forecast.deadline_chance
+    return (
+        f"{format_usd(usd.p50)} USD ({format_usd(usd.p10)} to {format_usd(usd.p90)}) in total, "
+        f"{format_hours(hours.p50)} ({format_hours(hours.p10)} to {format_hours(hours.p90)}) left"
+        + ("" if chance is None else f", {show_chance(chance)} to meet the deadline")
+    )
 
 
 def _describe_allowance(job: Job, paid_usd: float, now_s: float) -> str:

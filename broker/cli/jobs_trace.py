@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from broker.app.jobs import find_job
-from broker.cli.context import make_context
+from broker.cli.context import check_embedded, make_context
 from broker.cli.jobs_show import JobName
 from broker.cli.render import print_json, print_line
 from broker.errors import UsageError
@@ -30,6 +30,7 @@ def trace(
     """
     from broker.app.tracing import make_trace, send_trace
 
+    check_embedded("jobs trace")
     context = make_context()
     found = find_job(context, job)
     made = make_trace(found, context.store.events.list(job_id=found.id), now_s=context.clock.now_s())

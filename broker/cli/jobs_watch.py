@@ -14,7 +14,7 @@ import typer
 from broker.app.jobs import explain_ended, find_job
 from broker.cli import terminal
 from broker.cli.completion import complete_jobs
-from broker.cli.context import make_context
+from broker.cli.context import check_embedded, make_context
 from broker.cli.render import format_table, note_damage, print_line, print_note
 from broker.formatting import format_duration, strip_control, to_plain
 from broker.types import EventKind, JobStatus
@@ -43,6 +43,7 @@ def watch(
     Redraws one view on a terminal, and prints a line per change in a pipe. Exit code 1 when the named job ends in
     another status than SUCCEEDED.
     """
+    check_embedded("jobs watch")
     context = make_context()
     wanted = None if job is None else find_job(context, job).id
     watcher = Watcher(context, wanted)

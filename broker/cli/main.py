@@ -45,7 +45,9 @@ class LazyGroup(TyperGroup):
         """Import the command; from here on, Ctrl-C raises KeyboardInterrupt in it."""
         found = super().resolve_command(ctx, args)
         if found[0] in EMBEDDED:
-            _check_embedded(str(found[0]))
+            from broker.cli.context import check_embedded
+
+            check_embedded(str(found[0]))
         interrupts.raise_on_interrupt()
         return found
 
@@ -67,19 +69,6 @@ class LazyGroup(TyperGroup):
 app = typer.Typer(
     cls=LazyGroup, add_completion=True, no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False
 )
-
-
-def _check_embedded(name: str) -> None:
-    """Raise UsageError for a command that works on the state of this machine while the user is on a server."""
-    from broker.config import find_login
-
-    if find_login() is not None:
-        from broker.errors import UsageError
-
-        raise UsageError(
-            f"`broker {name}` does not run through a server",
-            hints=["run it on the server itself, or log out first: `broker logout`"],
-        )
 
 
 def _print_version(is_wanted: bool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -72,6 +73,7 @@ def simulate(
         traces=traces,
         policies=tuple(each.strip() for each in policy.split(",") if each.strip()) if policy else None,
         starts=starts, optima=optima, is_apart=apart, notice_s=notice, deadline_hours=deadline_hours,
+        workers=os.cpu_count() or 1,
     )  # fmt: skip
     task = options.read_task(entrypoint, overrides)
     with show_progress("replaying") as bar:

@@ -8,7 +8,8 @@ from pathlib import Path
 
 from broker.errors import UsageError
 from broker.formatting import format_hours, format_usd
-from broker.lab.benchmark import Benchmark, Scene, pick_evenly
+from broker.lab.benchmark import Benchmark, pick_evenly
+from broker.lab.parts import Scene
 from broker.lab.replay import Outcome, replay
 from broker.spot.policies import ORACLES, load_policy
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from broker.app.forecasts import JobForecast
+from broker.app.decided_costs import DecidedCost
 from broker.app.spending import By, Share, Spending
 from broker.dashboard.html import Content, Markup, element, join, table
 from broker.formatting import format_usd
@@ -13,7 +13,7 @@ SHARES_SHOWN = 300  # the newest days first
 
 
 def show_cost(
-    by: By, spending: Spending, names: Mapping[int, str], shares: Sequence[Share], forecasts: Sequence[JobForecast]
+    by: By, spending: Spending, names: Mapping[int, str], shares: Sequence[Share], forecasts: Sequence[DecidedCost]
 ) -> Markup:
     """Show spending by job, cloud or day; below, each day by cloud and job, and the forecasts of ended jobs."""
     links = [
@@ -60,7 +60,7 @@ def _show_shares(shares: Sequence[Share], label: Callable[[str], Content]) -> Ma
     )
 
 
-def _show_forecasts(forecasts: Sequence[JobForecast]) -> Markup:
+def _show_forecasts(forecasts: Sequence[DecidedCost]) -> Markup:
     if not forecasts:
         return element("p", "No ended job has a recorded forecast; jobs with `goal: {work, deadline}` record one.")
     cells: list[Sequence[Content]] = [

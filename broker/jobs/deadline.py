@@ -11,8 +11,9 @@ from dataclasses import dataclass, replace
 from broker.jobs.availability import Availability, PlaceKey, name_place, update_availability
 from broker.spot.durations import NOTHING_SEEN, Durations
 from broker.spot.forecast import read_market
-from broker.spot.hazard import Observation, hazard_per_node_hour, mix_hazard
+from broker.spot.hazard import Observation, hazard_per_node_hour
 from broker.spot.interval import best_interval_s
+from broker.spot.market_model import NOTHING, MarketEvidence, find_hazard
 from broker.spot.policies.base import (
     Candidate,
     Decision,
@@ -47,7 +48,7 @@ ONDEMAND_MAX = 3
 MARGIN_HOURS, MARGIN_SHARE = 0.5, 0.25
 STARTS_SEEN = 3
 CLEAN_COUNT = 2
-HAZARD_MIN = 0.1  # per hour, with a deadline: recorded intervals last hours where the advisor's bands imply months
+HAZARD_MIN = 0.1  # per hour, with a deadline: a calm history of two weeks does not rule out a storm
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,11 +189,18 @@ def is_voluntary(situation: Situation, decision: Move) -> bool:
 
 
 def estimate_hazard(placement: Placement, history: Mapping[PlaceKey, Observation]) -> float:
-    """Return the gang's preemptions per hour from the price book and observations there; 0 on-demand."""
+    """Return the gang's preemptions per hour as `broker plan` expects them there; 0 on-demand.
+
+    This is the posterior of the market model given the observations, and the published band of each node.
+    """
     if not placement.is_spot:
         return 0.0
-    prior = hazard_per_node_hour(placement.offer.interruption_band)
-    return placement.node_count * mix_hazard(prior, history.get(name_place(placement)))
+    seen = history.get(name_place(placement))
+    evidence = NOTHING
+    if seen is not None:
+        evidence = MarketEvidence(preemptions=seen.preemptions, gang_hours=seen.node_hours / placement.node_count)
+    band = placement.node_count * hazard_per_node_hour(placement.offer.interruption_band)
+    return find_hazard(1, evidence) + band
 
 
 def advise_every_s(task: Task, hazard: float) -> float | None:

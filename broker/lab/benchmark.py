@@ -7,22 +7,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from broker.lab.markets import Site
-from broker.lab.offline_optimum import find_optimum, list_intervals
-from broker.lab.replay import Case, Outcome, replay
-from broker.spot.policies import ORACLES, load_policy
+from broker.lab.offline_optimum import list_intervals
+from broker.lab.parts import Scene, run_parts
+from broker.lab.replay import Outcome
+from broker.spot.policies import ORACLES
 
-# The share by which the plan found may exceed the optimum. The search is ten times as fast as at 0.02 %.
-OPTIMUM_TOLERANCE = 0.003
 # The total of market changes over which the optimum is searched by default: 1,000 take about 0.5 s.
 OPTIMA_CHANGES = 2_500
-
-
-@dataclass(frozen=True, kw_only=True)
-class Scene:
-    """A case and the hour of its recordings at which the job is submitted."""
-
-    case: Case
-    from_hour: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,34 +54,25 @@ def run_study(
     *,
     optima_count: int | None,
     on_step: Callable[[int, int, str], None] | None = None,
+    workers: int = 1,
 ) -> Benchmark:
-    """Replay every policy on every scene.
+    """Replay every policy on every scene, in several processes if the study is large enough and `workers` allows it.
 
     The optimum is computed for `optima_count` scenes, evenly spread, or for as many as `OPTIMA_CHANGES` allows.
     `on_step` gets (completed steps, all steps, name of the next step).
     """
     assert scenes and policies
     chosen = pick_evenly(len(scenes), count_optima(scenes) if optima_count is None else optima_count)
-    steps, completed = len(scenes) * len(policies) + len(chosen), 0
-
-    def step(name: str) -> None:
-        nonlocal completed
-        if on_step is not None:
-            on_step(completed, steps, name)
-        completed += 1
-
-    outcomes = []
-    for name in policies:
-        policy, is_oracle = load_policy(name), name in ORACLES
-        replays = []
-        for scene in scenes:
-            step(name)
-            replays.append(replay(scene.case, policy, scene.from_hour, is_oracle=is_oracle))
-        outcomes.append(tuple(replays))
+    found: dict[str, dict[int, Outcome]] = {name: {} for name in policies}
     optima = list[float | None]([None] * len(scenes))
-    for index in chosen:
-        step("optimum")
-        optima[index] = _find_optimum(scenes[index])
+    tell = on_step or (lambda done, total, name: None)
+    for part, results in run_parts(scenes, policies, chosen, workers=workers, on_step=tell):
+        for index, result in zip(part.indices, results, strict=True):
+            if isinstance(result, Outcome):
+                found[part.name][index] = result
+            else:
+                optima[index] = result
+    outcomes = [tuple(found[name][index] for index in range(len(scenes))) for name in policies]
     best = estimate_optimum(outcomes, optima)
     scores = tuple(_score(name, replays, best) for name, replays in zip(policies, outcomes, strict=True))
     return Benchmark(
@@ -125,14 +107,6 @@ def estimate_optimum(outcomes: Sequence[Sequence[Outcome]], optima: Sequence[flo
     cheapest = min(outcomes, key=lambda replays: sum(outcome.usd for outcome in replays))
     paid = sum(cheapest[index].usd for index, _ in computed)
     return total / paid * sum(outcome.usd for outcome in cheapest) / len(cheapest)
-
-
-def _find_optimum(scene: Scene) -> float | None:
-    best = find_optimum(
-        scene.case.sites, work_hours=scene.case.work_hours, deadline_hours=scene.case.deadline_hours,
-        from_hour=scene.from_hour, tolerance=OPTIMUM_TOLERANCE,
-    )  # fmt: skip
-    return best if math.isfinite(best) else None
 
 
 def spread_starts(sites: Sequence[Site], deadline_hours: float, count: int) -> list[float]:

@@ -37,6 +37,8 @@ class Interval:
 # the work done.
 Label = tuple[float, float, float, float]
 START: Label = (0.0, 0.0, 0.0, 0.0)
+# (mode, work without a start, work that a start costs, usd, usd per hour of work) of one interval.
+_Use = tuple[int, float, float, float, float]
 
 
 def find_optimum(
@@ -95,6 +97,8 @@ class _Search:
         self.least_rate = min(rates, default=math.inf)  # work at this price is never taken back, as it is the cheapest
         self.best = math.inf
         self.tolerance, self.bucket = tolerance, work_hours * tolerance
+        self.uses = [self._list_uses(interval) for interval in intervals]
+        self.walked = [set[tuple[int, Label]]() for _ in intervals]
 
     def run(self) -> float:
         self._choose_price()
@@ -102,7 +106,7 @@ class _Search:
         for number, interval in enumerate(self.intervals):
             for mode, plans in labels.items():
                 self._try_sure_to_the_end(mode, plans, self.deadline - interval.from_hours)
-            labels = self._advance(labels, interval)
+            labels = self._advance(labels, number)
             self._improve(labels, number + 1)
             left = self.deadline - interval.to_hours
             labels = {
@@ -114,13 +118,35 @@ class _Search:
             self._try_sure_to_the_end(mode, plans, 0.0)
         return self.best
 
+    def _list_uses(self, interval: Interval) -> list[_Use]:
+        """List the ways to run during an interval: on-demand, then spot at each open site."""
+        hours = interval.to_hours - interval.from_hours
+        sure = (SURE, hours * self.sure_speed, self.sure_start * self.sure_speed, hours * self.sure_usd, self.usd_work)
+        return [sure] + [
+            (index, hours * self.speeds[index], self.starts[index], hours * usd_hour, usd_hour / self.speeds[index])
+            for index, usd_hour in interval.open_sites
+        ]
+
     def _improve(self, labels: dict[int, list[Label]], number: int) -> None:
         """Complete the most promising plan of each mode with the bound's plan: a good incumbent prunes more."""
         for mode, plans in labels.items():
-            if plans:
-                ranked = sorted(plans, key=lambda label: self._bound(label, self.to_go[number][mode]))
-                for label in ranked[:: max(1, len(ranked) // 4)][:4]:
-                    self._walk(label, mode, number)
+            to_go = self.to_go[number][mode]
+            ranked = sorted(plans, key=lambda label: self._bound(label, to_go))
+            for label in ranked[:: max(1, len(ranked) // 4)][:4]:
+                self._complete(label, mode, number)
+
+    def _complete(self, label: Label, mode: int, begin: int) -> None:
+        """Walk as far as the plan may still be better than the best one, and was not walked before."""
+        bound = self._bound(label, self.to_go[begin][mode])
+        for number in range(begin, len(self.intervals)):
+            walked = self.walked[number]
+            if bound >= self.best or (mode, label) in walked:
+                return
+            walked.add((mode, label))
+            following = self._step(label, mode, number)
+            if following is None:
+                return
+            mode, label, bound = following
 
     def _choose_price(self) -> None:
         """Find the price of missing work with the highest bound: the bound is concave in it."""
@@ -159,45 +185,67 @@ class _Search:
             return 0.0
         return self.price * (self.sure_start * self.sure_speed if mode == SURE else self.starts[mode])
 
-    def _walk(self, label: Label = START, mode: int = IDLE, begin: int = 0) -> float:
+    def _walk(self) -> float:
         """Follow the bound's own plan; keep its cost as the best if it is in time; return its work."""
-        for number, interval in enumerate(self.intervals[begin:], start=begin):
-            self._try_sure_to_the_end(mode, [label], self.deadline - interval.from_hours)
-            choices = self._advance({mode: [label]}, interval)
-            if any(not kept for choice, kept in choices.items() if choice != SURE):
+        mode, label = IDLE, START
+        for number in range(len(self.intervals)):
+            following = self._step(label, mode, number)
+            if following is None:
                 return self.work
-            to_go = self.to_go[number + 1]
-            mode, label = min(
-                ((choice, kept[0]) for choice, kept in choices.items() if kept),
-                key=lambda pair: self._bound(pair[1], to_go[pair[0]]),
-            )
+            mode, label, _ = following
         return label[0]
+
+    def _step(self, label: Label, mode: int, number: int) -> tuple[int, Label, float] | None:
+        """Return mode, label and bound after an interval by the bound's plan; None if spot can finish within it.
+
+        Does what `_advance` does, for one label: most of the time of a search is spent here.
+        """
+        self._try_sure_to_the_end(mode, (label,), self.deadline - self.intervals[number].from_hours)
+        work, usd, taken, rate = label
+        goal, price, to_go = self.work, self.price, self.to_go[number + 1]
+        limit = rate if taken > 0.0 else self.least_rate
+        chosen, kept, is_finished = IDLE, label, False
+        least = self._bound(label, to_go[IDLE])
+        for choice, gain, owed, more_usd, own_rate in self.uses[number]:
+            fresh, own = (gain if mode == choice else gain - owed), 0.0
+            if choice == SURE and rate <= own_rate:
+                after = (work + fresh, usd + more_usd, (taken if rate == own_rate else 0.0) + fresh, own_rate)
+            elif mode != choice and own_rate > limit:
+                after = (work + fresh, usd + more_usd, gain, own_rate)
+            else:
+                after, own = (work + fresh, usd + more_usd, taken, rate), gain
+            if after[0] - goal >= -1e-9:
+                left = self._finish([(after, own)], own_rate)
+                if not left:
+                    is_finished = is_finished or choice != SURE
+                    continue
+                after = left[0]
+            bound = after[1] + price * (goal - after[0]) + to_go[choice]
+            if after[3] > price and after[2] > 0.0:
+                bound -= (after[3] - price) * after[2]
+            if bound < least:
+                chosen, kept, least = choice, after, bound
+        return None if is_finished else (chosen, kept, least)
 
     def _bound(self, label: Label, to_go: float) -> float:
         """Return a lower bound for the cost of all plans that continue from this label."""
         work, usd, taken, rate = label
-        return usd + self.price * (self.work - work) + to_go - max(0.0, rate - self.price) * max(taken, 0.0)
+        bound = usd + self.price * (self.work - work) + to_go
+        return bound - (rate - self.price) * taken if rate > self.price and taken > 0.0 else bound
 
     def _try_sure_to_the_end(self, mode: int, labels: Iterable[Label], left: float) -> None:
         start = 0.0 if mode == SURE else self.sure_start
         for work, usd, _, _ in labels:
-            hours = max(self.work - work, 0.0) / self.sure_speed + start
-            if hours <= left + 1e-9:
-                self.best = min(self.best, usd + hours * self.sure_usd)
+            hours = (self.work - work if work < self.work else 0.0) / self.sure_speed + start
+            if hours <= left + 1e-9 and usd + hours * self.sure_usd < self.best:
+                self.best = usd + hours * self.sure_usd
 
-    def _advance(self, labels: dict[int, list[Label]], interval: Interval) -> dict[int, list[Label]]:
+    def _advance(self, labels: dict[int, list[Label]], number: int) -> dict[int, list[Label]]:
         """Return all plans after one more interval; plans that finish within it are priced and dropped."""
-        hours = interval.to_hours - interval.from_hours
         every = [(mode, label) for mode, plans in labels.items() for label in plans]
         following: dict[int, list[Label]] = {IDLE: [label for _, label in every]}
-        owed = self.sure_start * self.sure_speed
-        gain = hours * self.sure_speed
-        used = self._use(every, SURE, gain, owed, hours * self.sure_usd, self.usd_work)
-        following[SURE] = self._finish(used, self.usd_work)
-        for index, usd_hour in interval.open_sites:
-            rate, gain = usd_hour / self.speeds[index], hours * self.speeds[index]
-            used = self._use(every, index, gain, self.starts[index], hours * usd_hour, rate)
-            following[index] = self._finish(used, rate)
+        for choice, gain, owed, more_usd, rate in self.uses[number]:
+            following[choice] = self._finish(self._use(every, choice, gain, owed, more_usd, rate), rate)
         return following
 
     def _use(

@@ -9,6 +9,7 @@ are small.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from broker.nouns import noun
 from broker.optimizer.data_cost import DataCost
@@ -97,7 +98,7 @@ class SpotInputs:
     def list_runs(self) -> RunDistribution:
         """Return the distribution whose mean `run_on_spot` prices."""
         found = forecast_run(**self.run_terms, places=self.places, evidence=self.evidence)  # type: ignore[arg-type]
-        return RunDistribution(runs=[self.adjust(run) for run in found.runs], weights=found.weights)
+        return replace(found, runs=[self.adjust(run) for run in found.runs])
 
     def find_deadline_chance(self) -> float | None:
         """Return the chance of the deadline; with a fallback 1 if on-demand alone is in time, else 0."""

@@ -15,17 +15,9 @@ from broker.optimizer.data_cost import DataCost
 from broker.optimizer.ranking import SAME_SCORE, LazyEstimates
 from broker.spot.recorded_runs import Run
 from broker.types import Estimate, Plan
+from broker.types.forecasts import QUANTILES, ForecastRecord, Range
 
 SHARES = (0.1, 0.5, 0.9)
-
-
-@noun
-class Range:
-    """The 10th, 50th and 90th percentiles."""
-
-    p10: float
-    p50: float
-    p90: float
 
 
 @noun
@@ -90,6 +82,26 @@ def forecast_plan(plan: Plan) -> CostForecast | None:
     return None if choice is None else _forecast(plan, choice)
 
 
+def record_forecast(plan: Plan) -> ForecastRecord | None:
+    """Return the forecast to keep with the job, never widened; None as for `forecast_plan`."""
+    choice = _read_choice(plan)
+    if choice is None:
+        return None
+    course, runs = run_on_spot(choice.inputs), choice.inputs.list_runs()
+
+    def usd(run: Run) -> float:
+        return price_run(run, choice.prices, choice.data, course.checkpoints)
+
+    return ForecastRecord(
+        usd=tuple(runs.quantiles(usd, QUANTILES)),
+        hours=tuple(runs.quantiles(lambda run: run.hours, QUANTILES)),
+        usd_mean=price_run(course, choice.prices, choice.data, course.checkpoints),
+        hours_mean=course.hours,
+        deadline_hours=choice.inputs.deadline_hours,
+        deadline_chance=choice.inputs.find_deadline_chance(),
+    )
+
+
 def list_influences(plan: Plan) -> list[Influence]:
     """List changes of one condition and the expected cost under each, the largest change first."""
     choice = _read_choice(plan)
@@ -138,9 +150,9 @@ def _forecast(plan: Plan, choice: _Choice) -> CostForecast:
     assert isinstance(plan.estimates, LazyEstimates)
     alone = next((each for each in plan.estimates.candidates if not each.is_spot), None)
     return CostForecast(
-        usd=Range(p10=low_usd, p50=mid_usd, p90=high_usd),
+        usd=_widen(low_usd, mid_usd, high_usd, plan.interval_factor),
         usd_mean=price_run(course, choice.prices, choice.data, course.checkpoints),
-        hours=Range(p10=low_hours, p50=mid_hours, p90=high_hours),
+        hours=_widen(low_hours, mid_hours, high_hours, plan.interval_factor),
         hours_mean=course.hours,
         preemptions=course.preemptions,
         waiting_hours=course.waiting_hours,
@@ -153,3 +165,7 @@ def _forecast(plan: Plan, choice: _Choice) -> CostForecast:
         deadline_chance=given.find_deadline_chance(),
         budget_chance=None if budget is None else runs.chance(lambda run: usd(run) <= budget),
     )
+
+
+def _widen(p10: float, p50: float, p90: float, factor: float) -> Range:
+    return Range(p10=max(p50 - factor * (p50 - p10), 0.0), p50=p50, p90=p50 + factor * (p90 - p50))

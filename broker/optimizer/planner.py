@@ -24,6 +24,7 @@ def make_plan(
     egress: Sequence[EgressPrice] = (),
     history: History | None = None,
     is_refused: Callable[[Placement], bool] | None = None,
+    interval_factor: float = 1.0,
 ) -> Plan:
     """Rank placements by expected dollars to finish and the value of the time; without work, by price per hour. Pure.
 
@@ -59,6 +60,7 @@ def make_plan(
         prices_as_of=prices_as_of,
         reason=_give_reason(task, ranked, hour_value_usd),
         hour_value_usd=hour_value_usd,
+        interval_factor=interval_factor,
     )
 
 

@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from broker.spot.durations import AGES, class_of
+from broker.spot.grid import find_node, grow_nodes
 
 CLASSES = len(AGES)
 OLDEST = CLASSES - 1
@@ -93,7 +94,10 @@ class ValueFunction:
         tables = [Table(len(self.work), len(self.spare)) for _ in range(9)]
         self.run, self.wait_open, self.wait_closed, self.idle_open, self.idle_closed = tables[:5]
         self.keep_open, self.keep_closed, self.sure_open, self.sure_closed = tables[5:]
-        self.paces, self.drains = _list_ways(terms, self.work), _list_ways(terms, self.spare)
+        self.spot_ways = _list_ways(terms, self.work, terms.spot_price)
+        self.sure_ways = _list_ways(terms, self.work, 1.0)
+        self.wait_ways = _list_ways(terms, self.spare, WAIT_PRICE)
+        self.drops = [0.0] * len(self.run.rows)  # the value just after the loss of spot, by node
         self.starts = starts = _follow_starts(terms)
         backs = [_find_back(self.spare, here, terms.start_hours) for here in self.spare]
         losses = [[_find_back(self.spare, here, each.lost_hours) for each in starts] for here in self.spare]
@@ -103,8 +107,8 @@ class ValueFunction:
 
     def locate(self, work: float, spare: float) -> Point:
         """Return the grid point for any remaining work and spare time."""
-        j, across = _place(self.work, work)
-        i, up = _place(self.spare, spare)
+        j, across = find_node(self.work, work)
+        i, up = find_node(self.spare, spare)
         return i * len(self.work) + j, across, up
 
     def enter_usd(self, age_class: int, work: float, spare: float, *, seen: tuple[float, float] = (0.0, 0.0)) -> float:
@@ -128,26 +132,27 @@ class ValueFunction:
         return rho * self.idle_open.read(SECOND_CLASS, point) + (1 - rho) * closed if rho else closed
 
 
-# For one age class: the probability of no event; the mean hours until an event or the next node; the probabilities that
-# the spell ends, and that it enters the next age class, each split into weights of this node and of the next one.
+# For one age class: the probability of no event; the price of the mean time until an event or the next node; the
+# probabilities that the spell ends, and that it enters the next age class, each split into weights of this node and of
+# the next one.
 Way = tuple[float, float, float, float, float, float]
 Ways = tuple[tuple[Way, ...], tuple[Way, ...]]  # of open and of closed spells, the oldest first
 Back = tuple[int, int, float]  # two nodes of spare time, and the weight of the lower; (-1, -1, 0): none
 
 
-def _list_ways(terms: Terms, nodes: Sequence[float]) -> list[Ways]:
-    """List for each node the event probabilities on the way to the one below it; none for the first."""
+def _list_ways(terms: Terms, nodes: Sequence[float], price: float) -> list[Ways]:
+    """List for each node cost and event probabilities on the way to the one below it; none for the first."""
     found: list[Ways] = [((), ())]
     for low, high in itertools.pairwise(nodes):
         opened, closed = (
-            tuple(_find_way(h, g, high - low) for h, g in zip(hazards, _AGEING, strict=True))[::-1]
+            tuple(_find_way(h, g, high - low, price) for h, g in zip(hazards, _AGEING, strict=True))[::-1]
             for hazards in (terms.open_hazards, terms.closed_hazards)
         )
         found.append((opened, closed))
     return found
 
 
-def _find_way(end_rate: float, age_rate: float, hours: float) -> Way:
+def _find_way(end_rate: float, age_rate: float, hours: float, price: float) -> Way:
     """Return the way by E[t; t < hours] = (1 - e^{-r hours}) / r - hours e^{-r hours}, with r the sum of both rates."""
     rate = max(end_rate + age_rate, 1e-9)
     stay = math.exp(-rate * hours)
@@ -155,7 +160,7 @@ def _find_way(end_rate: float, age_rate: float, hours: float) -> Way:
     ahead = passed / hours - stay
     here = 1 - stay - ahead
     ends, ages = end_rate / rate, age_rate / rate
-    return stay, passed, ends * here, ends * ahead, ages * here, ages * ahead
+    return stay, price * passed, ends * here, ends * ahead, ages * here, ages * ahead
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,6 +175,8 @@ class _Start:
 def _follow_starts(terms: Terms) -> list[_Start]:
     """Simulate a start from each age class, the oldest first."""
     found, step = [], terms.start_hours / START_PARTS
+    rates = [ends + ages for ends, ages in zip(terms.open_hazards, _AGEING, strict=True)]
+    stays = [math.exp(-rate * step) for rate in rates]
     for begin in range(CLASSES):
         alive, lost, lost_hours = [0.0] * CLASSES, 0.0, 0.0
         alive[begin] = 1.0
@@ -178,8 +185,8 @@ def _follow_starts(terms: Terms) -> list[_Start]:
             for index in range(begin, CLASSES):
                 if alive[index] > 0:
                     ends, ages = terms.open_hazards[index], _AGEING[index]
-                    stay = math.exp(-(ends + ages) * step)
-                    left = alive[index] * (1 - stay) / max(ends + ages, 1e-9)
+                    stay = stays[index]
+                    left = alive[index] * (1 - stay) / max(rates[index], 1e-9)
                     following[index] += alive[index] * stay
                     lost += left * ends
                     lost_hours += left * ends * (part + 0.5) * step
@@ -213,7 +220,8 @@ class _Cell:
         self.at, self.before, self.below = i * width + j, i * width + j - 1, (i - 1) * width + j
         self.losses = [(low * width + j, high * width + j, share) for low, high, share in losses]
         self.work = outlook.work[j]
-        self.paces, self.drains = outlook.paces[j], outlook.drains[i]
+        self.spot_ways, self.sure_ways = outlook.spot_ways[j][0], outlook.sure_ways[j]
+        self.wait_ways = outlook.wait_ways[i]
         self._guess()
         low, high, share = back
         self.is_reachable = low >= 0
@@ -256,6 +264,10 @@ class _Cell:
         ]
 
     def solve(self) -> None:
+        self._iterate()
+        self.outlook.drops[self.at] = self._drop()
+
+    def _iterate(self) -> None:
         guess, change_before = self.outlook.idle_closed.rows[self.at][-1], 0.0
         for _ in range(PASSES_MAX):
             self._pass_spot(guess)
@@ -274,42 +286,41 @@ class _Cell:
             else:
                 guess, change_before = found, change
 
-    def _drop(self, at: int) -> float:
-        """Return the value just after the loss of spot at a node."""
-        rho, closed = self.terms.second_chance, self.outlook.idle_closed.rows[at][-1]
-        return rho * self.outlook.idle_open.rows[at][_SECOND] + (1 - rho) * closed if rho else closed
+    def _drop(self) -> float:
+        """Return the value just after the loss of spot at this node."""
+        rho, closed = self.terms.second_chance, self.outlook.idle_closed.rows[self.at][-1]
+        return rho * self.outlook.idle_open.rows[self.at][_SECOND] + (1 - rho) * closed if rho else closed
 
     def _pass_spot(self, closed_usd: float) -> None:
         outlook, rho = self.outlook, self.terms.second_chance
         drop = rho * outlook.idle_open.rows[self.at][_SECOND] + (1 - rho) * closed_usd
         before = outlook.run.rows[self.before]
-        outlook.run.rows[self.at] = _go_on(
-            self.paces[0], self.terms.spot_price, before, drop, self._drop(self.before), None
-        )[0]
+        outlook.run.rows[self.at] = _go_on(self.spot_ways, before, drop, outlook.drops[self.before])
 
     def _pass_open(self, closed_usd: float) -> None:
         """Update the states where nothing runs and the market is open: wait, enter spot, or start on-demand."""
         outlook = self.outlook
         below, next_closed = outlook.idle_open.rows[self.below], outlook.idle_closed.rows[self.below][-1]
         others = [min(enter, sure) for enter, sure in zip(self._list_enters(), self.sures_open, strict=True)]
-        bests, waits = _go_on(self.drains[0], WAIT_PRICE, below, closed_usd, next_closed, others)
+        bests, waits = _go_on_or_change(self.wait_ways[0], below, closed_usd, next_closed, others)
         outlook.wait_open.rows[self.at], outlook.idle_open.rows[self.at] = waits, bests
 
     def _list_enters(self) -> Row:
         """List the values of starting on spot, survived or lost on the way, by age class."""
         if not self.is_reachable:
             return self.survivals
-        price, found = self.terms.spot_price, []
-        for survival, each, (low, high, share) in zip(self.survivals, self.starts, self.losses, strict=True):
-            lost = price * each.lost_hours + share * self._drop(low) + (1 - share) * self._drop(high)
-            found.append(survival + (1 - each.survive) * lost)
-        return found
+        drops, price = self.outlook.drops, self.terms.spot_price
+        drops[self.at] = self._drop()
+        return [
+            survival + (1 - each.survive) * (price * each.lost_hours + share * drops[low] + (1 - share) * drops[high])
+            for survival, each, (low, high, share) in zip(self.survivals, self.starts, self.losses, strict=True)
+        ]
 
     def _pass_closed(self) -> None:
         outlook = self.outlook
         reopened, next_open = outlook.idle_open.rows[self.at][-1], outlook.idle_open.rows[self.below][-1]
         below = outlook.idle_closed.rows[self.below]
-        bests, waits = _go_on(self.drains[1], WAIT_PRICE, below, reopened, next_open, self.sures_closed)
+        bests, waits = _go_on_or_change(self.wait_ways[1], below, reopened, next_open, self.sures_closed)
         outlook.wait_closed.rows[self.at], outlook.idle_closed.rows[self.at] = waits, bests
 
     def _pass_sure(self) -> None:
@@ -327,31 +338,42 @@ class _Cell:
         outlook, at, before = self.outlook, self.at, self.before
         opened, closed = outlook.sure_open.rows, outlook.sure_closed.rows
         quit_open, quit_closed = outlook.idle_open.rows[at], outlook.idle_closed.rows[at]
-        opened[at], outlook.keep_open.rows[at] = _go_on(
-            self.paces[0], 1.0, opened[before], closed_usd, closed[before][-1], quit_open
+        opened[at], outlook.keep_open.rows[at] = _go_on_or_change(
+            self.sure_ways[0], opened[before], closed_usd, closed[before][-1], quit_open
         )
-        closed[at], outlook.keep_closed.rows[at] = _go_on(
-            self.paces[1], 1.0, closed[before], opened[at][-1], opened[before][-1], quit_closed
+        closed[at], outlook.keep_closed.rows[at] = _go_on_or_change(
+            self.sure_ways[1], closed[before], opened[at][-1], opened[before][-1], quit_closed
         )
         return closed[at][-1]
 
 
-def _go_on(
-    ways: Sequence[Way], price: float, following: Row, ended: float, ended_next: float, others: Row | None
-) -> tuple[Row, Row]:
-    """Return by age class the value of the best action, and of continuing to the next node, whose row is `following`.
+def _go_on(ways: Sequence[Way], following: Row, ended: float, ended_next: float) -> Row:
+    """Return by age class the value of continuing to the next node, whose row is `following`.
 
-    `ended` and `ended_next` are the values after the end of the spell, here and at the next node; `others` are the
-    values of the alternatives.
+    `ended` and `ended_next` are the values after the end of the spell, here and at the next node.
+    """
+    goes = []
+    older = older_next = 0.0
+    for (stay, paid, end, end_next, age, age_next), going in zip(ways, following, strict=True):
+        older = paid + stay * going + end * ended + end_next * ended_next + (age * older + age_next * older_next)
+        older_next = going
+        goes.append(older)
+    return goes
+
+
+def _go_on_or_change(
+    ways: Sequence[Way], following: Row, ended: float, ended_next: float, others: Row
+) -> tuple[Row, Row]:
+    """Return by age class the value of the best action, and of `_go_on`; `others` are the values of the alternatives.
+
+    Repeats the lines of `_go_on`: a call for each age class would double the time to solve a table.
     """
     bests, goes = [], []
     older = older_next = 0.0
-    for k, (stay, hours, end, end_next, age, age_next) in enumerate(ways):
-        go = price * hours + stay * following[k] + end * ended + end_next * ended_next
-        go += age * older + age_next * older_next
-        older, older_next = go, following[k]
-        if others is not None and others[k] < go:
-            older = others[k]
+    for (stay, paid, end, end_next, age, age_next), going, other in zip(ways, following, others, strict=True):
+        go = paid + stay * going + end * ended + end_next * ended_next + (age * older + age_next * older_next)
+        older_next = going
+        older = other if other < go else go
         goes.append(go)
         bests.append(older)
     return bests, goes
@@ -364,24 +386,3 @@ def _list_spare(terms: Terms) -> tuple[float, ...]:
     )
     leaps = [count * terms.start_hours - LEAP_HOURS for count in range(1, LEAPS + 1)]
     return tuple(sorted({*nodes, *(hours for hours in leaps if hours > LEAP_HOURS)}))
-
-
-def grow_nodes(step: float, end: float, *, even: int, growth: float) -> tuple[float, ...]:
-    """Return nodes from 0: `even` equal steps, then growing ones, up to `end` or just beyond."""
-    nodes = [0.0]
-    while nodes[-1] < end or len(nodes) < 3:
-        if len(nodes) > even:
-            step *= growth
-        nodes.append(nodes[-1] + step)
-    return tuple(nodes)
-
-
-def _place(nodes: Sequence[float], value: float) -> tuple[int, float]:
-    """Return the node below and the fraction of the step to the next one; values beyond the ends are clamped."""
-    below = bisect_right(nodes, value) - 1
-    if below < 0:
-        return 0, 0.0
-    last = len(nodes) - 2
-    if below > last:
-        return last, 1.0
-    return below, (value - nodes[below]) / (nodes[below + 1] - nodes[below])

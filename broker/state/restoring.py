@@ -40,7 +40,7 @@ DROPPABLE: Mapping[str, tuple[str, ...]] = {
     "intents": ("token",),
     "nodes": ("cloud", "id"),
 }
-WITH_A_JOB = ("attempts", "attempt_steps", "log_offsets")
+WITH_A_JOB = ("attempts", "attempt_steps", "log_offsets", "forecasts")
 
 
 @noun

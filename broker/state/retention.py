@@ -13,7 +13,7 @@ from broker.state.base import Database, Row, read_row, read_s
 from broker.state.schema import KEPT_DAYS
 
 ENDED_JOBS_MAX = 20_000
-TABLES_OF_JOBS = ("attempts", "attempt_steps", "log_offsets", "nodes", "claims")
+TABLES_OF_JOBS = ("attempts", "attempt_steps", "log_offsets", "forecasts", "nodes", "claims")
 BATCH = 500
 
 

@@ -141,6 +141,7 @@ _PEOPLE = (
     """CREATE TABLE audit (id INTEGER PRIMARY KEY AUTOINCREMENT, time_s REAL NOT NULL, person TEXT NOT NULL,
        verb TEXT NOT NULL, target TEXT NOT NULL, outcome TEXT NOT NULL)""",
 )
+_FORECASTS = ("CREATE TABLE forecasts (job_id INTEGER PRIMARY KEY, body TEXT NOT NULL)",)
 
 MIGRATIONS: tuple[tuple[Step, ...], ...] = (
     *(_FIRST, _LEADER, _PIPELINES, _LIVE_INDEXES, _COMPACTION, _CALLS, _HINTS),
@@ -151,4 +152,5 @@ MIGRATIONS: tuple[tuple[Step, ...], ...] = (
     _CLAIMS,
     _SERVICES,
     _PEOPLE,
+    _FORECASTS,
 )

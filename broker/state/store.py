@@ -12,6 +12,7 @@ from broker.state.claims import Claims
 from broker.state.clusters import Bill, BillRows, ClusterRows, Intent, IntentRows
 from broker.state.database import SqliteDatabase
 from broker.state.events import EventRow, EventRows, Refusal, RefusalRows
+from broker.state.forecasts import ForecastRows
 from broker.state.history import HistoryRows
 from broker.state.jobs import JobLine, JobRows, LogOffset, StepRange
 from broker.state.leader import LeaderRow
@@ -44,6 +45,7 @@ class Store(SqliteDatabase):
         self.services = ServiceRows(self)
         self.events = EventRows(self)
         self.refusals = RefusalRows(self)
+        self.forecasts = ForecastRows(self)
         self.history = HistoryRows(self)
         self.paces = PaceRows(self)
         self.retries = RetryBudgetRows(self)

@@ -33,6 +33,7 @@ TABLES: Mapping[str, str] = {
     "attempts": "job_id, number",
     "attempt_steps": "job_id, number",
     "log_offsets": "job_id",
+    "forecasts": "job_id",
     "clusters": "name",
     "run_ids": "cluster",
     "intents": "created_s, token",
@@ -225,7 +226,7 @@ def check_store(store: Store) -> list[str]:
             note(error)
         except BrokerError as error:
             found.append(error.message)
-    for table in ("attempts", "attempt_steps", "log_offsets"):
+    for table in ("attempts", "attempt_steps", "log_offsets", "forecasts"):
         for row in store.rows(f"SELECT DISTINCT job_id FROM {table} WHERE job_id NOT IN (SELECT id FROM jobs)"):
             found.append(f"{table} of job {row['job_id']}, which is missing")
     for row in store.rows("SELECT name, job_id FROM clusters WHERE job_id NOT IN (SELECT id FROM jobs)"):

@@ -168,6 +168,7 @@ class Plan:
 
     The planner's sequence computes each estimate on first access: thousands of offers fit, and few are read.
     `hour_value_usd` is the value of an hour by which placements were ranked; None if the task states no work.
+    `interval_factor` widens the intervals of the forecast, where those of earlier jobs were too narrow.
     """
 
     task: Task
@@ -176,6 +177,7 @@ class Plan:
     prices_as_of: str
     reason: str
     hour_value_usd: float | None = None
+    interval_factor: float = 1.0
 
     @property
     def choice(self) -> Estimate:

@@ -25,8 +25,9 @@ from broker.jobs.deadline import (
     record_decision,
 )
 from broker.optimizer.planner import make_plan
-from broker.spot.hazard import PRIOR_NODE_HOURS, Observation, hazard_per_node_hour
+from broker.spot.hazard import Observation, hazard_per_node_hour
 from broker.spot.interval import best_interval_s
+from broker.spot.market_model import find_hazard
 from broker.spot.policies.base import Candidate, Move, Wait
 from broker.state.history import HALF_LIFE_DAYS, SpotStay, gather_durations, weigh_stays
 from broker.state.jobs import StepRange
@@ -178,9 +179,15 @@ def test_own_history_is_evidence_that_fades() -> None:
     old = weigh_stays([young], now_s=36000.0 + HALF_LIFE_DAYS * DAY_S)[place]
     assert (old.preemptions, old.node_hours) == (pytest.approx(0.5), pytest.approx(10.0))
     placement = Placement(offer=make_offer("east1a"), is_spot=True, node_count=2)
-    prior = hazard_per_node_hour(None)
-    seen = estimate_hazard(placement, {place: Observation(preemptions=1.0, node_hours=20.0)})
-    assert seen == pytest.approx(2 * (prior * PRIOR_NODE_HOURS + 1) / (PRIOR_NODE_HOURS + 20), rel=0.05)
+    alone = replace(placement, node_count=1)
+    known = [
+        estimate_hazard(placement, {place: Observation(preemptions=count, node_hours=hours)})
+        for count, hours in ((0.0, 400.0), (0.0, 20.0), (1.0, 20.0), (10.0, 20.0))
+    ]
+    assert known == sorted(known) and known[-1] > 3 * known[0], "quiet hours lower it, preemptions raise it"
+    assert known[0] < estimate_hazard(placement, {}) < known[-1]
+    band = hazard_per_node_hour(None)  # of each node, beside what is known of markets
+    assert estimate_hazard(placement, {}) - estimate_hazard(alone, {}) == pytest.approx(band)
     assert estimate_hazard(replace(placement, is_spot=False), {}) == 0.0
     assert sum(gather_durations([young], now_s=36000.0)[place].open_ends) == pytest.approx(1.0, abs=0.5)
     assert not gather_durations([young], now_s=36000.0 + 30 * DAY_S)
@@ -210,13 +217,13 @@ def test_with_a_deadline_saves_are_as_frequent_as_the_market_is_young_and_has_be
         return every_s
 
     met, young, old = advise(TASK, []), advise(TASK, [], since_s=now_s), advise(TASK, [], since_s=now_s - 2 * DAY_S)
-    assert young < met <= old == pytest.approx(best_interval_s(1.0, 0.1))
+    assert young < met <= old == pytest.approx(best_interval_s(1.0, estimate_hazard(placement, {})))
     stays = [
         SpotStay(place=place, node_count=2, begin_s=end_s - 600.0, end_s=end_s, is_preempted=True)
         for end_s in (now_s - 3600.0, now_s - 7200.0, now_s - 10800.0)
     ]
     assert advise(TASK, stays) < 0.7 * met
-    assert advise(replace(TASK, goal=None), stays) < 0.1 * advise(replace(TASK, goal=None), []), "a band of months"
+    assert advise(replace(TASK, goal=None), stays) < 0.7 * advise(replace(TASK, goal=None), [])
     assert advise(replace(TASK, checkpoint=CheckpointSpec(every_s=77.0)), stays) == 77.0
 
 
@@ -354,5 +361,5 @@ def test_the_program_is_told_how_often_to_save(tmp_path: Path) -> None:
 
     world.gang.start = hear  # type: ignore[method-assign,assignment]
     run_to_end(world, "plain")
-    hazard = 2 * hazard_per_node_hour(None)
-    assert heard == [pytest.approx(best_interval_s(5.0, hazard), rel=0.01)]  # a minute of its own is seen already
+    expected = best_interval_s(5.0, find_hazard() + 2 * hazard_per_node_hour(None))
+    assert heard == [pytest.approx(expected, rel=0.02)]  # a minute of its own is seen already

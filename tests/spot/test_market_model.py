@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
+
 import pytest
 
+from broker.spot import market_model
 from broker.spot.market_model import MarketEvidence, RunDistribution, find_hazard, forecast_run, weigh_scenarios
 from broker.spot.recorded_runs import Run, read_scenarios
 
 NOTHING = MarketEvidence()
+HOURS = attrgetter("hours")
 
 
 def forecast_usd(evidence: MarketEvidence = NOTHING, places: int = 1) -> float:
@@ -50,7 +54,7 @@ def test_the_hazard_of_recorded_markets_is_far_above_published_bands() -> None:
 
 def make_runs(hours: list[float]) -> RunDistribution:
     runs = [Run(spot_hours=each, ondemand_hours=0.0, hours=each, preemptions=0.0) for each in hours]
-    return RunDistribution(runs=runs, weights=[1 / len(runs)] * len(runs))
+    return RunDistribution(runs=runs, weights=[1 / len(runs)] * len(runs), scenario_count=len(runs))
 
 
 def test_quantiles_lie_between_the_runs_and_no_chance_is_certain() -> None:
@@ -59,3 +63,30 @@ def test_quantiles_lie_between_the_runs_and_no_chance_is_certain() -> None:
     assert found.mean(lambda run: run.hours) == pytest.approx(2.5)
     assert found.chance(lambda run: run.hours <= 2.0) == pytest.approx(0.5)
     assert found.chance(lambda run: True) == pytest.approx(1 - 1 / 6)
+
+
+@pytest.mark.parametrize("deadline", [None, 30.0, 45.0])
+def test_forecasts_of_several_places_are_wider_than_the_recorded_runs_and_have_their_mean(
+    deadline: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The families in which groups of places are recorded differ more than the places of one family do."""
+
+    def forecast() -> RunDistribution:
+        return forecast_run(work_hours=24.0, deadline_hours=deadline, start_hours=0.1, places=3)
+
+    wide = forecast()
+    monkeypatch.setattr(market_model, "UNLIKE_SHARE", 0.0)
+    recorded = forecast()
+    for value in (
+        HOURS,
+        attrgetter("spot_hours"),
+        attrgetter("ondemand_hours"),
+        attrgetter("preemptions"),
+    ):
+        assert wide.mean(value) == pytest.approx(recorded.mean(value))
+        assert min(map(value, wide.runs)) >= 0.0
+    (low, high), (least, most) = (
+        (min(run.hours for run in found.runs), max(run.hours for run in found.runs)) for found in (wide, recorded)
+    )
+    assert low <= least and wide.quantiles(HOURS, (0.25,)) < recorded.quantiles(HOURS, (0.25,))
+    assert high > most if deadline is None else high <= deadline + 1e-9

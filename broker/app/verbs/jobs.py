@@ -8,12 +8,16 @@ from collections.abc import Callable, Mapping
 from broker.app import jobs
 from broker.app.clusters import LogChunk
 from broker.app.container import Context
+from broker.app.forecasts import forecast_job, forecast_jobs
 from broker.errors import UsageError
 from broker.jobs.summary import RunSummary
 from broker.nouns import noun
 from broker.state.events import EventRow
 from broker.state.jobs import JobLine
 from broker.types import Job, JobStatus, Secret
+from broker.types.forecasts import JobForecast
+
+FORECASTS_MAX = 10  # live jobs in a list whose rest is forecast, each in the time of a plan
 
 
 @noun
@@ -22,26 +26,32 @@ class PricedJob:
 
     job: Job
     spent_usd: float
+    forecast: JobForecast | None = None
 
 
 @noun
 class Queue:
-    """The newest jobs and all live ones, newest first; `count` includes those left out."""
+    """The newest jobs and all live ones, newest first; `count` includes those left out.
+
+    `forecasts` are those of the newest live jobs.
+    """
 
     lines: tuple[JobLine, ...]
     spent_usd: Mapping[int, float]
     count: int
+    forecasts: Mapping[int, JobForecast]
 
 
 @noun
 class Story:
-    """A job with its events, the jobs that it needs, the time that recoveries took, and its cost."""
+    """A job with its events, the jobs that it needs, the time that recoveries took, its cost and its forecast."""
 
     job: Job
     events: tuple[EventRow, ...]
     summary: RunSummary
     paid_usd: float
     needs: tuple[Job, ...]
+    forecast: JobForecast | None
 
 
 @noun
@@ -67,7 +77,14 @@ def list_queue(context: Context, *, newest: int | None) -> Queue:
     lines = tuple(context.store.jobs.list_lines(newest, on_damage=context.warn))
     context.keep_jobs_going()
     spent = context.store.bills.list_spend_usd(now_s=context.clock.now_s())
-    return Queue(lines=lines, spent_usd=spent, count=context.store.jobs.count())
+    live = [line.id for line in lines if not line.status.is_terminal][:FORECASTS_MAX]
+    found = [job for job_id in live if (job := context.store.jobs.get(job_id)) is not None]
+    return Queue(
+        lines=lines,
+        spent_usd=spent,
+        count=context.store.jobs.count(),
+        forecasts=forecast_jobs(context, found, spent),
+    )
 
 
 def list_jobs(context: Context) -> tuple[PricedJob, ...]:
@@ -75,7 +92,9 @@ def list_jobs(context: Context) -> tuple[PricedJob, ...]:
     found = context.store.jobs.list(on_damage=context.warn)
     context.keep_jobs_going()
     spent = context.store.bills.list_spend_usd(now_s=context.clock.now_s())
-    return tuple(PricedJob(job=job, spent_usd=spent.get(job.id, 0.0)) for job in found)
+    live = [job for job in found if not job.status.is_terminal][-FORECASTS_MAX:]
+    forecasts = forecast_jobs(context, live, spent)
+    return tuple(PricedJob(job=job, spent_usd=spent.get(job.id, 0.0), forecast=forecasts.get(job.id)) for job in found)
 
 
 def show_job(context: Context, *, job: str) -> PricedJob:
@@ -127,6 +146,7 @@ def explain_job(context: Context, *, job: str) -> Story:
         summary=told.summary,
         paid_usd=told.paid_usd,
         needs=tuple(other for other in needs if other),
+        forecast=forecast_job(context, told.job, paid_usd=told.paid_usd),
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 
-from broker.app import jobs, launching
+from broker.app import forecasts, jobs, launching
 from broker.app.buckets import TrackUpload
 from broker.app.clusters import find_up
 from broker.app.container import Context
@@ -86,14 +86,13 @@ def launch_jobs(
     track_upload: TrackUpload = launching.ignore_upload,
 ) -> tuple[Job, ...]:
     """Plan, confirm and submit managed jobs. `on_submitted` is called before the daemon starts."""
-    from broker.jobs.submission import submit_tasks
-
     jobs.check_names(name, request_id)
     callbacks = Callbacks(show=show, confirm=confirm, track_upload=track_upload)
     ready = prepare(context, tasks, jobs.JobTarget(context=context), callbacks=callbacks, is_dryrun=is_dryrun)
     if is_dryrun:
         return ()
-    submitted = tuple(submit_tasks(context.store, ready.tasks, name=name, request_id=request_id, hedge=hedge))
+    found = forecasts.submit(context, ready.tasks, ready.plans, name=name, request_id=request_id, hedge=hedge)
+    submitted = tuple(found)
     # Called before the daemon starts: the jobs are recorded, and repeating the launch would submit them twice.
     on_submitted(submitted)
     context.ensure_daemon()

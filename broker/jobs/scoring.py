@@ -1,0 +1,122 @@
+"""Compare the forecasts made at submission with the jobs that have ended since. Pure.
+
+An interval is widened only on evidence: at least `JOBS_MIN` jobs, of which so few lie within the 80 % interval that
+chance explains it in one case out of ten at most. The factor is then the one with which it would have held its share
+(split conformal prediction, J. Lei and others, "Distribution-Free Predictive Inference for Regression", 2018).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+from broker.nouns import noun
+from broker.types.forecasts import QUANTILES, ForecastRecord
+
+JOBS_MIN = 10
+LEVELS = (0.5, 0.8, 0.9)
+LEVEL = 0.8  # of p10 to p90, which are shown
+CHANCE_MAX = 0.1
+FACTOR_MAX = 4.0
+WIDTH_MIN = 0.01  # of the median: a narrower half of an interval counts as this wide
+MEDIAN = QUANTILES.index(0.5)
+
+Metric = tuple[Sequence[float], float]  # quantiles, and the actual value
+
+
+@noun
+class JudgedForecast:
+    """A forecast beside the cost and time of the job, which has succeeded."""
+
+    job_id: int
+    name: str
+    forecast: ForecastRecord
+    usd: float
+    hours: float
+
+    @property
+    def is_in_time(self) -> bool | None:
+        limit = self.forecast.deadline_hours
+        return None if limit is None else self.hours <= limit
+
+
+@noun
+class ForecastScore:
+    """The calibration over `jobs` ended jobs. Coverage is by `LEVELS`; figures are None without jobs.
+
+    `bias` is forecast mean over actual mean, minus 1. `brier` is that of the chance of the deadline, over
+    `deadline_jobs`. `interval_factor` widens the intervals of later plans.
+    """
+
+    jobs: int
+    usd_coverage: tuple[float, ...] | None = None
+    hours_coverage: tuple[float, ...] | None = None
+    usd_bias: float | None = None
+    hours_bias: float | None = None
+    deadline_jobs: int = 0
+    brier: float | None = None
+    interval_factor: float = 1.0
+
+
+def score_forecasts(judged: Sequence[JudgedForecast]) -> ForecastScore:
+    """Score the forecasts of ended jobs."""
+    if not judged:
+        return ForecastScore(jobs=0)
+    usd: list[Metric] = [(each.forecast.usd, each.usd) for each in judged]
+    hours: list[Metric] = [(each.forecast.hours, each.hours) for each in judged]
+    chances = [
+        (each.forecast.deadline_chance, each.is_in_time)
+        for each in judged
+        if each.forecast.deadline_chance is not None and each.is_in_time is not None
+    ]
+    return ForecastScore(
+        jobs=len(judged),
+        usd_coverage=tuple(_cover(usd, level) for level in LEVELS),
+        hours_coverage=tuple(_cover(hours, level) for level in LEVELS),
+        usd_bias=_measure_bias(judged, lambda each: (each.forecast.usd_mean, each.usd)),
+        hours_bias=_measure_bias(judged, lambda each: (each.forecast.hours_mean, each.hours)),
+        deadline_jobs=len(chances),
+        brier=sum((chance - came) ** 2 for chance, came in chances) / len(chances) if chances else None,
+        interval_factor=max(find_interval_factor(usd), find_interval_factor(hours)),
+    )
+
+
+def find_interval_factor(metrics: Sequence[Metric]) -> float:
+    """Return the factor on the 80 % interval that evidence of overconfidence demands; 1 without such evidence.
+
+    Of 10 jobs, 5 within the interval are too few (a chance of 3 %), 6 are not (12 %): with 5, the factor is the
+    9th smallest of the 10 distances to the median, in widths of the interval's half.
+    """
+    count = len(metrics)
+    if count < JOBS_MIN:
+        return 1.0
+    distances = sorted(_measure_distance(quantiles, actual) for quantiles, actual in metrics)
+    inside = sum(each <= 1.0 for each in distances)
+    if _chance_at_most(inside, count) > CHANCE_MAX:
+        return 1.0
+    rank = min(math.ceil(LEVEL * (count + 1)), count)
+    return min(max(distances[rank - 1], 1.0), FACTOR_MAX)
+
+
+def _cover(metrics: Sequence[Metric], level: float) -> float:
+    low, high = (QUANTILES.index(round(each, 2)) for each in ((1 - level) / 2, (1 + level) / 2))
+    return sum(quantiles[low] <= actual <= quantiles[high] for quantiles, actual in metrics) / len(metrics)
+
+
+def _measure_bias(
+    judged: Sequence[JudgedForecast], read: Callable[[JudgedForecast], tuple[float, float]]
+) -> float | None:
+    said, actual = (sum(values) for values in zip(*map(read, judged), strict=True))
+    return said / actual - 1 if actual > 0 else None
+
+
+def _measure_distance(quantiles: Sequence[float], actual: float) -> float:
+    """Return the distance to the median, in widths of that half of the 80 % interval."""
+    middle = quantiles[MEDIAN]
+    end = quantiles[QUANTILES.index(0.9 if actual > middle else 0.1)]
+    return abs(actual - middle) / max(abs(end - middle), WIDTH_MIN * abs(middle), 1e-9)
+
+
+def _chance_at_most(inside: int, count: int) -> float:
+    """Return the chance that at most `inside` of `count` jobs lie within an interval that is right."""
+    return sum(math.comb(count, k) * LEVEL**k * (1 - LEVEL) ** (count - k) for k in range(inside + 1))

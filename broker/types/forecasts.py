@@ -1,0 +1,41 @@
+"""Forecasts of jobs: as they are shown, and as they are kept to be compared with what happened."""
+
+from __future__ import annotations
+
+from broker.nouns import noun
+
+QUANTILES = (0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95)
+
+
+@noun
+class ForecastRecord:
+    """The forecast at submission: quantiles, at `QUANTILES`, of USD and of hours from submission to end.
+
+    Intervals are those of the market model, without any widening by the results of earlier jobs.
+    """
+
+    usd: tuple[float, ...]
+    hours: tuple[float, ...]
+    usd_mean: float
+    hours_mean: float
+    deadline_hours: float | None = None
+    deadline_chance: float | None = None
+
+
+@noun
+class Range:
+    """The 10th, 50th and 90th percentiles."""
+
+    p10: float
+    p50: float
+    p90: float
+
+
+@noun
+class JobForecast:
+    """What a live job is expected to cost in total, and the hours left. The chance is None without a deadline."""
+
+    usd: Range  # what was paid included
+    hours_left: Range
+    deadline_chance: float | None
+    interval_factor: float

@@ -1,0 +1,57 @@
+"""Forecasts kept with jobs: one each, through a migration, an export, and the end of a job's records."""
+
+from __future__ import annotations
+
+import sqlite3
+from pathlib import Path
+
+from broker.clock import SystemClock
+from broker.state.schema import MIGRATIONS
+from broker.state.store import Store
+from broker.state.transfer import export_store, import_store
+from broker.types import Task
+from broker.types.forecasts import ForecastRecord
+
+FORECAST = ForecastRecord(
+    usd=(1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0), hours=(1.5,) * 7, usd_mean=4.0, hours_mean=1.5, deadline_hours=2.0
+)
+BEFORE = 14  # the last schema without forecasts
+
+
+def test_the_first_forecast_of_a_job_stays_and_is_exported(tmp_path: Path) -> None:
+    store = Store(tmp_path / "a/state.db", clock=SystemClock())
+    job = store.jobs.add("train", Task())
+    store.forecasts.add(job.id, FORECAST)
+    store.forecasts.add(job.id, ForecastRecord(usd=(9.0,) * 7, hours=(9.0,) * 7, usd_mean=9.0, hours_mean=9.0))
+    assert store.forecasts.list() == {job.id: FORECAST}
+    export_store(store, tmp_path / "out.jsonl")
+    other = Store(tmp_path / "b/state.db", clock=SystemClock())
+    import_store(other, tmp_path / "out.jsonl")
+    assert other.forecasts.list() == {job.id: FORECAST}
+    store.close()
+    other.close()
+
+
+def test_a_state_file_without_forecasts_is_migrated(tmp_path: Path) -> None:
+    path = tmp_path / "state.db"
+    store = Store(path, clock=SystemClock())
+    job = store.jobs.add("train", Task())
+    store.close()
+    with sqlite3.connect(path) as connection:
+        connection.execute("DROP TABLE forecasts")
+        connection.execute(f"PRAGMA user_version={BEFORE}")
+    assert any("CREATE TABLE forecasts" in str(step) for step in MIGRATIONS[BEFORE])
+    connection.close()
+    again = Store(path, clock=SystemClock())
+    again.forecasts.add(job.id, FORECAST)
+    assert again.forecasts.list() == {job.id: FORECAST} and again.jobs.get(job.id) is not None
+    again.close()
+
+
+def test_a_damaged_forecast_hides_no_other(tmp_path: Path) -> None:
+    store = Store(tmp_path / "state.db", clock=SystemClock())
+    store.forecasts.add(1, FORECAST)
+    for job_id, body in ((2, "{"), (3, "{}"), (4, '{"usd": [1], "hours": [1]}'), (5, "[]")):
+        store.write("INSERT INTO forecasts (job_id, body) VALUES (?, ?)", (job_id, body))
+    assert store.forecasts.list() == {1: FORECAST}
+    store.close()
