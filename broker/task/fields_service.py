@@ -100,7 +100,7 @@ SERVICE = Table(
             about="The load balancer.",
         ),
         "load_balancing_policy": Field(
-            shape=Choice(words=("round_robin", "least_load", "instance_aware_least_load")),
+            shape=Choice(words=("least_load", "round_robin", "instance_aware_least_load")),
             about="Load-balancing policy.",
         ),
         "tls": Field(shape=TLS, about="Certificates."),

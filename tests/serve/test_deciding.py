@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from broker.serve.reconciling import ReplicaView, Slot, decide
-from broker.serve.scaling import Demand, ScalingState, count_replicas, scale
+from broker.serve.scaling import Demand, ScalingState, count_replicas, find_target_qps, scale
 from broker.types import ReplicaPolicy, UpdateMode
 
 POLICY = ReplicaPolicy(replicas_min=1, replicas_max=5, target_in_flight=4, upscale_delay_s=10, downscale_delay_s=100)
@@ -118,3 +118,11 @@ def test_any_mixture_converges_and_readiness_is_never_drained_below_the_wanted(
             kept.append(ReplicaView(number=number, version=2, slot=slot))
         kept = [replace(each, is_ready=True, is_lost=False) for each in kept]
     assert len(kept) == len(slots) and all(each.version == 2 for each in kept)
+
+
+@pytest.mark.parametrize(("accelerator", "count", "qps"), [("A100", 8, 2.0), ("A100", 1, 0.5), ("H100", 1, 0.5)])
+def test_target_of_the_exact_accelerators_counts_first_and_the_lowest_where_none_fits(
+    accelerator: str, count: int, qps: float
+) -> None:
+    policy = ReplicaPolicy(target_qps={"A100:8": 2.0, "A100": 0.5, "L4": 1.0})
+    assert find_target_qps(policy, accelerator, count) == qps
