@@ -62,6 +62,8 @@ class StandIn:
         self._requests.append(request)
         try:
             return await self._answer(request)
+        except ConnectionError:  # the balancer has closed the stream
+            return web.Response(status=499)
         finally:
             self._requests.remove(request)
 
