@@ -79,6 +79,8 @@ class ServiceLine:
 def check_service(task: Task) -> ServiceSpec:
     """Return the task's service. Raises UsageError where it has none, or one that cannot be run."""
     spec = task.service
+    if any(each.field in ("pool", "workers") for each in task.notices):
+        raise UsageError("worker pools are not supported", hints=["launch one managed job per worker"])
     if spec is None:
         raise UsageError(
             "the task has no `service:`", hints=["for example `service: {readiness_probe: /, replicas: 2}`"]
@@ -86,8 +88,6 @@ def check_service(task: Task) -> ServiceSpec:
     if spec.probe is None:
         raise UsageError("`service` requires `readiness_probe`", hints=["for example `readiness_probe: /health`"])
     policy = spec.policy
-    if policy.replicas_max is not None and policy.replicas_max < policy.replicas_min:
-        raise UsageError("`max_replicas` is less than `min_replicas`", hints=["raise `max_replicas`"])
     if policy.replicas_max not in (None, policy.replicas_min) and not (policy.target_qps or policy.target_in_flight):
         hint = "add `target_qps_per_replica`, or `target_requests_in_flight_per_replica`"
         raise UsageError("`max_replicas` requires a target load per replica", hints=[hint])

@@ -162,10 +162,13 @@ class ServiceController:
         """Scale, then start and drain replicas."""
         spec, now_s = task.service, self._clock.now_s()
         assert spec is not None
-        accelerator = task.resources[0].accelerator or ""
+        first = task.resources[0]
         if self._scaling is None or self._scaling.wanted != service.wanted:
             self._scaling = ScalingState(wanted=service.wanted)
-        asked = count_replicas(spec.policy, self._meter.measure(load), accelerator=accelerator)
+        asked = count_replicas(
+            spec.policy, self._meter.measure(load),
+            accelerator=first.accelerator or "", accelerator_count=first.accelerator_count,
+        )  # fmt: skip
         self._scaling = scale(spec.policy, self._scaling, asked, now_s=now_s)
         wanted = self._scaling.wanted
         if wanted != service.wanted:

@@ -148,6 +148,18 @@ class StreamJournal:
         return {"prompt_tokens": prompt, "completion_tokens": made, "total_tokens": prompt + made}
 
 
+def read_prompt(body: bytes) -> bytes:
+    """Return the prompt or messages of a request, empty if it has none: requests that begin alike share them."""
+    try:
+        fields = json.loads(body)
+    except ValueError:
+        return b""
+    if not isinstance(fields, dict):
+        return b""
+    prompt = fields.get("prompt") or fields.get("messages") or ""
+    return prompt.encode(errors="replace") if isinstance(prompt, str) else json.dumps(prompt).encode()
+
+
 class EventParser:
     """Splits the bytes of a stream of server-sent events into their data."""
 

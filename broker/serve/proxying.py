@@ -17,7 +17,7 @@ from multidict import CIMultiDict
 
 from broker.clock import Clock
 from broker.serve.files import Routing
-from broker.serve.journal import CHAT, COMPLETIONS, EventParser, StreamJournal
+from broker.serve.journal import CHAT, COMPLETIONS, EventParser, StreamJournal, read_prompt
 from broker.serve.routes import BackendRoute, RouteTable
 from broker.serve.websockets import forward_websocket
 
@@ -94,17 +94,20 @@ class Proxy:
                 raise _ClientGoneError from error
         elif not request.can_read_body:
             body = b""
+        prompt = read_prompt(body) if self.routing.balancing == "prefix_affinity" and isinstance(body, bytes) else b""
         seed = self._draw.getrandbits(31)
         journal = StreamJournal.open(request.method, request.path, body, seed=seed) if isinstance(body, bytes) else None
         if journal is not None:
-            return await _Stream(self, request, journal).run()
-        return await self._forward(request, body)
+            return await _Stream(self, request, journal, prompt).run()
+        return await self._forward(request, body, prompt)
 
-    async def _forward(self, request: web.BaseRequest, body: bytes | aiohttp.StreamReader) -> web.StreamResponse:
+    async def _forward(
+        self, request: web.BaseRequest, body: bytes | aiohttp.StreamReader, prompt: bytes
+    ) -> web.StreamResponse:
         tried: set[int] = set()
         last: web.StreamResponse | None = None
         for _ in range(TRIES_MAX):
-            route = await self._find(tried, waits=last is None)
+            route = await self._find(tried, prompt, waits=last is None)
             if route is None:
                 return last or self._refuse_unready()
             tried.add(route.backend.number)
@@ -184,13 +187,13 @@ class Proxy:
         if request.transport is not None:
             request.transport.abort()  # so that the client does not take the part for the whole
 
-    async def _find(self, tried: set[int], *, waits: bool = True) -> BackendRoute | None:
+    async def _find(self, tried: set[int], prompt: bytes = b"", *, waits: bool = True) -> BackendRoute | None:
         """Return a ready replica that was not tried, waiting for one if none is ready; None after a minute."""
         deadline_s = self._clock.now_s() + WAIT_S_MAX
         while True:
-            route = self._table.choose(but=tried, balancing=self.routing.balancing)
+            route = self._table.choose(but=tried, balancing=self.routing.balancing, prefix=prompt)
             if route is None and tried:
-                route = self._table.choose(balancing=self.routing.balancing) if waits else None
+                route = self._table.choose(balancing=self.routing.balancing, prefix=prompt) if waits else None
             if route is not None or not waits or self.counts.waiting >= WAITING_MAX:
                 return route
             rest_s = deadline_s - self._clock.now_s()
@@ -227,14 +230,14 @@ class Proxy:
 class _Stream:
     """One stream of events, over as many replicas as necessary."""
 
-    def __init__(self, proxy: Proxy, request: web.BaseRequest, journal: StreamJournal) -> None:
-        self._proxy, self._request, self._journal = proxy, request, journal
+    def __init__(self, proxy: Proxy, request: web.BaseRequest, journal: StreamJournal, prompt: bytes) -> None:
+        self._proxy, self._request, self._journal, self._prompt = proxy, request, journal, prompt
         self._answer: web.StreamResponse | None = None
 
     async def run(self) -> web.StreamResponse:
         tried: set[int] = set()
         for turn in range(RESUMES_MAX):
-            route = await self._proxy._find(tried)
+            route = await self._proxy._find(tried, self._prompt)
             if route is None:
                 break
             if turn and self._answer is not None:

@@ -23,6 +23,9 @@ class Slot:
     zone: str | None = None
 
 
+ON_DEMAND = Slot(is_spot=False)
+
+
 @noun
 class ReplicaView:
     """A replica as observed. `is_lost`: its machines were preempted or failed, and it starts elsewhere."""
@@ -56,8 +59,7 @@ def decide(
     live = [each for each in replicas if not each.is_draining]
     new = [each for each in live if each.version == version]
     old = [each for each in live if each.version != version]
-    standing_in = [Slot(is_spot=False)] * sum(each.is_lost for each in new if each.slot.is_spot) if has_fallback else []
-    wanted = [*slots, *standing_in]
+    wanted = [*slots, *[ON_DEMAND] * (_count_stand_ins(slots, new) if has_fallback else 0)]
     missing = _find_missing(wanted, new)
     if old and mode is UpdateMode.ROLLING:
         missing = missing[: max(0, len(slots) + 1 - len(old) - len(new))]
@@ -65,6 +67,13 @@ def decide(
         start=tuple(missing),
         drain=(*_choose_surplus(wanted, slots, new), *_choose_old(len(slots), old, new, mode)),
     )
+
+
+def _count_stand_ins(slots: Sequence[Slot], new: Sequence[ReplicaView]) -> int:
+    """Return the on-demand replicas that stand in: one for each lost spot one, kept until that is ready again."""
+    spot = [each for each in new if each.slot.is_spot]
+    present = sum(each.slot == ON_DEMAND for each in new) - sum(each == ON_DEMAND for each in slots)
+    return max(sum(each.is_lost for each in spot), min(present, sum(not each.is_ready for each in spot)))
 
 
 def _find_missing(wanted: Sequence[Slot], new: Sequence[ReplicaView]) -> list[Slot]:
@@ -76,7 +85,10 @@ def _find_missing(wanted: Sequence[Slot], new: Sequence[ReplicaView]) -> list[Sl
 
 
 def _choose_surplus(wanted: Sequence[Slot], slots: Sequence[Slot], new: Sequence[ReplicaView]) -> list[int]:
-    """Return the replicas beyond the wanted ones: first those that no slot asks for, unready, and least busy."""
+    """Return the replicas beyond the wanted ones: first those that no slot asks for, unready, and least busy.
+
+    One that a slot asks for is not given up for a stand-in while it starts: on-demand ones would stay for good.
+    """
     count = len(new) - len(wanted)
     ready_count = sum(each.is_ready for each in new)
     rest = Counter(slots)
@@ -85,7 +97,7 @@ def _choose_surplus(wanted: Sequence[Slot], slots: Sequence[Slot], new: Sequence
         rest[each.slot] -= 1
         if rest[each.slot] < 0:
             unasked.add(each.number)
-    ranked = sorted(new, key=lambda each: (each.is_ready, each.number not in unasked, each.in_flight, -each.number))
+    ranked = sorted(new, key=lambda each: (each.number not in unasked, each.is_ready, each.in_flight, -each.number))
     chosen = ranked[: max(0, count)]
     # A ready replica stays as long as it is needed in place of one that is not.
     spare = ready_count - len(slots)

@@ -1,11 +1,18 @@
 """Choose a replica for each request: the less busy of two drawn ones, among those that are ready.
 
+With `prefix_affinity`, requests whose prompts begin alike go to one replica, whose engine keeps the keys and values of
+that beginning. Replicas are ranked by a hash of prefix and number (rendezvous hashing), so that one that comes or goes
+moves its own share only. A replica with more than 1.25 times the mean load is passed over (Mirrokni, Thorup and
+Zadimoghaddam, "Consistent Hashing with Bounded Loads", 2018).
+
 A connection that is refused takes a replica out at once; a good probe brings it back.
 """
 
 from __future__ import annotations
 
+import hashlib
 import itertools
+import math
 import random
 from collections.abc import Collection, Sequence
 
@@ -14,6 +21,8 @@ from broker.serve.files import Backend, ReplicaLoad
 
 # A response that breaks off says less than a refused connection: three in a row take a replica out until its probe.
 BREAKS_MAX = 3
+LOAD_OVER_MEAN_MAX = 1.25
+PREFIX_BYTES = 512  # about 128 tokens: a system prompt, not the question
 
 
 class BackendRoute:
@@ -53,8 +62,10 @@ class RouteTable:
         for number in [each for each in self.routes if each not in kept]:
             del self.routes[number]
 
-    def choose(self, *, but: Collection[int] = (), balancing: str = "least_load") -> BackendRoute | None:
-        """Return a ready replica other than `but`; None if there is none."""
+    def choose(
+        self, *, but: Collection[int] = (), balancing: str = "least_load", prefix: bytes = b""
+    ) -> BackendRoute | None:
+        """Return a ready replica other than `but`; None if there is none. `prefix` is the beginning of the prompt."""
         ready = [
             route for number, route in sorted(self.routes.items())
             if route.is_ready and not route.backend.is_draining and number not in but
@@ -63,6 +74,8 @@ class RouteTable:
             return None
         if balancing == "round_robin":
             return ready[next(self._turns) % len(ready)]
+        if balancing == "prefix_affinity" and prefix:
+            return _choose_by_prefix(ready, prefix)
         drawn = self._draw.sample(ready, 2) if len(ready) > 1 else ready
         return min(drawn, key=lambda route: route.in_flight)
 
@@ -92,3 +105,14 @@ class RouteTable:
             )
             for number, route in self.routes.items()
         }
+
+
+def _choose_by_prefix(ready: Sequence[BackendRoute], prefix: bytes) -> BackendRoute:
+    """Return the first replica in the order of this prefix that is not too busy; the least busy one always is."""
+    in_flight_max = math.ceil(LOAD_OVER_MEAN_MAX * (sum(each.in_flight for each in ready) + 1) / len(ready))
+
+    def rank(route: BackendRoute) -> bytes:
+        return hashlib.blake2b(b"%d %s" % (route.backend.number, prefix[:PREFIX_BYTES]), digest_size=8).digest()
+
+    ranked = sorted(ready, key=rank)
+    return next(each for each in ranked if each.in_flight < in_flight_max)

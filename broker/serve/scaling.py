@@ -30,10 +30,22 @@ class ScalingState:
     below_since_s: float | None = None
 
 
-def count_replicas(policy: ReplicaPolicy, demand: Demand, *, accelerator: str = "") -> int:
+def find_target_qps(policy: ReplicaPolicy, accelerator: str, count: float = 1) -> float:
+    """Return the requests per second of a replica with these accelerators; 0 without a target.
+
+    Keys are `A100:8`, `A100`, or "" for any; where none fits, the lowest target counts.
+    """
+    keys = (f"{accelerator}:{count:g}", accelerator, "")
+    found = (policy.target_qps[key] for key in keys if key in policy.target_qps)
+    return next(found, min(policy.target_qps.values(), default=0.0))
+
+
+def count_replicas(
+    policy: ReplicaPolicy, demand: Demand, *, accelerator: str = "", accelerator_count: float = 1
+) -> int:
     """Return the number that the load asks for, within the bounds of the policy."""
     most = policy.replicas_min if policy.replicas_max is None else max(policy.replicas_max, policy.replicas_min)
-    qps = policy.target_qps.get(accelerator) or policy.target_qps.get("") or min(policy.target_qps.values(), default=0)
+    qps = find_target_qps(policy, accelerator, accelerator_count)
     counts = [0]
     if qps:
         counts.append(math.ceil(demand.qps / qps))

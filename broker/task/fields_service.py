@@ -100,8 +100,9 @@ SERVICE = Table(
             about="The load balancer.",
         ),
         "load_balancing_policy": Field(
-            shape=Choice(words=("round_robin", "least_load", "instance_aware_least_load")),
-            about="Load-balancing policy.",
+            shape=Choice(words=("round_robin", "least_load", "instance_aware_least_load", "prefix_affinity")),
+            about="Load-balancing policy; `prefix_affinity` (broker extension) sends prompts that begin alike to one "
+            "replica.",
         ),
         "tls": Field(shape=TLS, about="Certificates."),
     },

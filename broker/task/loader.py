@@ -118,7 +118,7 @@ def _read_task(reader: Reader, section: Section, envs: Mapping[str, str], secret
         unattended_s=_read_unattended(reader, section),
         inputs=_read_data(section, "inputs"),
         outputs=_read_data(section, "outputs"),
-        service=read_service(section),
+        service=read_service(reader, section),
         notices=reader.take_notices(),
         origin=Origin(file=reader.file, line=section.marked.line, column=section.marked.column),
     )

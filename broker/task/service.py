@@ -5,34 +5,46 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from broker.task.reading import Reader
 from broker.task.tables import Section
 from broker.task.yaml_reader import Marked
 from broker.types import ReadinessProbe, ReplicaPolicy, ServiceSpec, TlsFiles
 
 
-def read_service(section: Section) -> ServiceSpec | None:
-    """Return the service of a task; None where it has none, or describes a pool."""
+def read_service(reader: Reader, section: Section) -> ServiceSpec | None:
+    """Return the service of a task; None where it has none, or describes a pool.
+
+    Without `readiness_probe` the probe is `GET /`, as in SkyPilot.
+    """
     service: Section | None = section.get("service")
     if service is None or "workers" in service.values or "pool" in service.values:
         return None
     tls: Section | None = service.get("tls")
     balancer: Section | None = service.get("load_balancer")
-    probe = service.get("readiness_probe")
+    probe = _read_probe(reader, service)
     settings: dict[str, Any] = {
         "port": service.get("ports"),
         "availability": service.get("availability"),
-        "balancing": "round_robin" if service.get("load_balancing_policy") == "round_robin" else "least_load",
+        "balancing": service.get("load_balancing_policy"),
         "stream_timeout_s": balancer.get("stream_timeout_seconds") if balancer else None,
         "tls": TlsFiles(key_path=tls.get("keyfile", ""), certificate_path=tls.get("certfile", "")) if tls else None,
     }
     given = {name: value for name, value in settings.items() if value is not None}
-    return ServiceSpec(probe=None if probe is None else _read_probe(probe), policy=_read_policy(service), **given)
+    return ServiceSpec(probe=probe, policy=_read_policy(reader, service), **given)
 
 
-def _read_probe(probe: str | Section) -> ReadinessProbe:
+def _read_probe(reader: Reader, service: Section) -> ReadinessProbe:
+    probe: str | Section = service.get("readiness_probe", "/")
     if isinstance(probe, str):
+        _check_path(reader, service, "readiness_probe", probe)
         return ReadinessProbe(path=probe)
+    _check_path(reader, probe, "path", probe.get("path", "/"))
     body = probe.get("post_data")
+    if isinstance(body, str):
+        try:
+            json.loads(body)
+        except ValueError:
+            reader.fault(probe.marks["post_data"], "`post_data` is not valid JSON", "write it as a mapping")
     names = {
         "initial_delay_s": "initial_delay_seconds",
         "timeout_s": "timeout_seconds",
@@ -48,6 +60,11 @@ def _read_probe(probe: str | Section) -> ReadinessProbe:
     )
 
 
+def _check_path(reader: Reader, section: Section, field: str, path: str) -> None:
+    if field in section.marks and not path.startswith("/"):
+        reader.fault(section.marks[field], f"`{field}` must start with a slash", f"write `{field}: /{path}`")
+
+
 def _unmark(value: Any) -> Any:
     """Return a value of any shape without its positions."""
     if isinstance(value, Marked):
@@ -57,7 +74,7 @@ def _unmark(value: Any) -> Any:
     return [_unmark(each) for each in value] if isinstance(value, list) else value
 
 
-def _read_policy(service: Section) -> ReplicaPolicy:
+def _read_policy(reader: Reader, service: Section) -> ReplicaPolicy:
     policy: Section | None = service.get("replica_policy")
     if policy is None:
         return ReplicaPolicy(replicas_min=service.get("replicas", 1))
@@ -73,4 +90,8 @@ def _read_policy(service: Section) -> ReplicaPolicy:
     }
     given = {name: policy.values[field] for name, field in names.items() if field in policy.values}
     targets = {} if qps is None else qps if isinstance(qps, dict) else {"": qps}
-    return ReplicaPolicy(replicas_min=policy.get("min_replicas", 1), target_qps=targets, **given)
+    read = ReplicaPolicy(replicas_min=policy.get("min_replicas", 1), target_qps=targets, **given)
+    if read.replicas_max is not None and read.replicas_max < read.replicas_min:
+        hint = f"raise `max_replicas` to {read.replicas_min} or more"
+        reader.fault(policy.marks["max_replicas"], "`max_replicas` is less than `min_replicas`", hint)
+    return read

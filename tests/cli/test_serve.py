@@ -116,8 +116,8 @@ def test_update_under_load_fails_no_request(shell: Shell) -> None:
 def test_task_that_cannot_be_served_is_refused_before_anything_starts(shell: Shell) -> None:
     path = shell.write("plain.yaml", "resources: {infra: local}\nrun: echo\n")
     assert "has no `service:`" in shell.run("serve", "up", path, "-y", code=2).stderr
-    path = shell.write("probe.yaml", "resources: {infra: local}\nservice: {replicas: 1}\nrun: echo\n")
-    assert "requires `readiness_probe`" in shell.run("serve", "up", path, "-y", code=2).stderr
+    path = shell.write("pool.yaml", "resources: {infra: local}\npool: {workers: 1}\nrun: echo\n")
+    assert "worker pools are not supported" in shell.run("serve", "up", path, "-y", code=2).stderr
     assert "exists" not in shell.run("serve", "status").stdout
 
 

@@ -1,7 +1,11 @@
-"""A stand-in engine: tokens depend on all ids before them, so that a wrong continuation shows. It can be killed."""
+"""A stand-in engine: tokens depend on all ids before them, so that a wrong continuation shows. It can be killed.
+
+python -m tests.serve.stand_in --port 8000 --pause 0.02     # a process of its own, seconds between two tokens
+"""
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import hashlib
 import json
@@ -29,6 +33,7 @@ class StandIn:
         self.gate = asyncio.Event()
         self.gate.set()
         self.free = 3
+        self.pause_s = 0.0  # before each token
         self.port = 0
         self.is_healthy = True
         self.seen: list[tuple[str, str, bytes]] = []
@@ -57,6 +62,8 @@ class StandIn:
         self._requests.append(request)
         try:
             return await self._answer(request)
+        except ConnectionError:  # the balancer has closed the stream
+            return web.Response(status=499)
         finally:
             self._requests.remove(request)
 
@@ -92,6 +99,8 @@ class StandIn:
         for index in range(count):
             if index >= self.free:
                 await self.gate.wait()
+            if self.pause_s:
+                await asyncio.sleep(self.pause_s)
             ids.append(draw_token(ids))
             text = chr(ids[-1])
             choice: dict[str, Any] = {"index": 0, "finish_reason": "length" if index + 1 == count else None}
@@ -108,3 +117,18 @@ class StandIn:
         await answer.write(b"data: [DONE]\n\n")
         await answer.write_eof()
         return answer
+
+
+async def serve_forever(port: int, pause_s: float) -> None:
+    stand = StandIn()
+    stand.port, stand.pause_s = port, pause_s
+    await stand.start()
+    await asyncio.Event().wait()
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--pause", type=float, default=0.0)
+    given = parser.parse_args()
+    asyncio.run(serve_forever(given.port, given.pause))

@@ -14,6 +14,8 @@ import pytest
 from broker.clock import SystemClock
 from broker.serve.balancer import Balancer
 from broker.serve.files import Backend, Load, Routing, ServiceFolder, read_file
+from broker.serve.journal import read_prompt
+from broker.serve.routes import BackendRoute, RouteTable
 from broker.types import ReadinessProbe
 from tests.serve.stand_in import StandIn, expect_text
 
@@ -243,3 +245,32 @@ def test_twelve_streams_survive_four_kills_identically(tmp_path: Path) -> None:
 
     load = play(tmp_path, scene, count=3)
     assert load.resumed >= 4 and load.broken == 0
+
+
+def test_prompts_that_begin_alike_go_to_one_replica_unless_it_is_too_busy() -> None:
+    backends = [Backend(number=number, version=1, host="h", port=number) for number in range(1, 5)]
+    table = RouteTable(clock=SystemClock())
+    table.update(backends)
+    for route in table.routes.values():
+        table.admit(route)
+    system = b"x" * 600
+
+    def choose(prefix: bytes) -> BackendRoute:
+        route = table.choose(balancing="prefix_affinity", prefix=prefix)
+        assert route is not None
+        return route
+
+    first = choose(system + b"a")
+    assert choose(system + b"b") is first
+    assert len({choose(b"%d" % turn).backend.number for turn in range(50)}) == 4
+    for turn in range(40):
+        choose(system + b"%d" % turn).in_flight += 1
+    loads = [route.in_flight for route in table.routes.values()]
+    assert sum(loads) == 40 and max(loads) == first.in_flight <= 13  # 1.25 times the mean
+
+
+def test_prefix_affinity_sees_prompts_and_messages() -> None:
+    assert read_prompt(b'{"prompt": "hi"}') == b"hi"
+    assert read_prompt(b'{"prompt": [1, 2]}') == b"[1, 2]"
+    assert read_prompt(b'{"messages": [{"role": "user"}]}').startswith(b'[{"role"')
+    assert read_prompt(b"[1]") == read_prompt(b"{") == b""

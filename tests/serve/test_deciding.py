@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from broker.serve.reconciling import ReplicaView, Slot, decide
-from broker.serve.scaling import Demand, ScalingState, count_replicas, scale
+from broker.serve.scaling import Demand, ScalingState, count_replicas, find_target_qps, scale
 from broker.types import ReplicaPolicy, UpdateMode
 
 POLICY = ReplicaPolicy(replicas_min=1, replicas_max=5, target_in_flight=4, upscale_delay_s=10, downscale_delay_s=100)
@@ -118,3 +118,30 @@ def test_any_mixture_converges_and_readiness_is_never_drained_below_the_wanted(
             kept.append(ReplicaView(number=number, version=2, slot=slot))
         kept = [replace(each, is_ready=True, is_lost=False) for each in kept]
     assert len(kept) == len(slots) and all(each.version == 2 for each in kept)
+
+
+@pytest.mark.parametrize(("accelerator", "count", "qps"), [("A100", 8, 2.0), ("A100", 1, 0.5), ("H100", 1, 0.5)])
+def test_target_of_the_exact_accelerators_counts_first_and_the_lowest_where_none_fits(
+    accelerator: str, count: int, qps: float
+) -> None:
+    policy = ReplicaPolicy(target_qps={"A100:8": 2.0, "A100": 0.5, "L4": 1.0})
+    assert find_target_qps(policy, accelerator, count) == qps
+
+
+def test_stand_in_is_kept_until_the_spot_replica_is_ready_and_then_drained() -> None:
+    ready, stand_in = ReplicaView(number=1, version=1, slot=SPOT, is_ready=True), Slot(is_spot=False)
+    lost = ReplicaView(number=2, version=1, slot=SPOT, is_lost=True)
+    slots = [SPOT, SPOT]
+    assert decide(slots, [ready, lost], version=1, has_fallback=True).start == (stand_in,)
+    for is_ready in (False, True):
+        other = ReplicaView(number=3, version=1, slot=stand_in, is_ready=is_ready)
+        starting = replace(lost, is_lost=False)
+        assert decide(slots, [ready, starting, other], version=1, has_fallback=True).drain == ()
+        back = replace(starting, is_ready=True)
+        assert decide(slots, [ready, back, other], version=1, has_fallback=True).drain == (3,)
+
+
+def test_replica_that_a_slot_asks_for_is_not_given_up_for_a_ready_one_that_none_asks_for() -> None:
+    starting = ReplicaView(number=1, version=1, slot=SPOT)
+    other = ReplicaView(number=2, version=1, slot=ON_DEMAND, is_ready=True)
+    assert decide([SPOT], [starting, other], version=1).drain == ()

@@ -1,0 +1,242 @@
+"""A balancer and replicas as processes of their own, which can be killed with SIGKILL while clients read streams."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import aiohttp
+
+from broker.serve.files import Backend, Load, Routing, ServiceFolder, read_file, write_file
+from broker.types import ReadinessProbe
+from tests.serve.stand_in import expect_text
+
+PROBE = ReadinessProbe(path="/health", interval_s=0.05, timeout_s=15)
+LOOK_S = 0.01
+
+
+def draw_free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def read_cpu_s(pid: int) -> float:
+    """Return the processor time of a process in seconds (Linux)."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def read_resident_bytes(pid: int) -> int:
+    """Return the resident memory of a process (Linux)."""
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@dataclass
+class Replica:
+    backend: Backend
+    process: subprocess.Popen[bytes]
+
+
+@dataclass
+class StreamTally:
+    """What clients saw. `gaps_s` are the longest silences of streams, one each."""
+
+    ended: int = 0
+    broken: int = 0
+    different: int = 0
+    gaps_s: list[float] = field(default_factory=list)
+
+
+class LiveBed:
+    """Replica processes behind a balancer process. `pause_s` is the time between two tokens of a stream."""
+
+    def __init__(self, folder: Path, *, pause_s: float) -> None:
+        self.folder, self.pause_s = ServiceFolder(path=folder), pause_s
+        self.replicas: dict[int, Replica] = {}
+        self.draining: set[int] = set()
+        self.routing = Routing(generation=1, host="127.0.0.1", port=draw_free_port(), probe=PROBE)
+        self.url = f"http://127.0.0.1:{self.routing.port}"
+        self._balancer: subprocess.Popen[bytes] | None = None
+        self._drawn = 0
+
+    @property
+    def pid(self) -> int:
+        assert self._balancer is not None
+        return self._balancer.pid
+
+    @contextlib.asynccontextmanager
+    async def run(self, count: int) -> AsyncIterator[None]:
+        """Start the replicas and the balancer; kill what is left at the end."""
+        try:
+            for _ in range(count):
+                self.add(version=1)
+            self.publish()
+            argv = [sys.executable, "-m", "broker", "balancer", str(self.folder.path)]
+            self._balancer = subprocess.Popen(argv, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+            await self.until_ready(count)
+            yield
+        finally:
+            left = [each.process for each in self.replicas.values()] + ([self._balancer] if self._balancer else [])
+            for process in left:
+                process.kill()
+                process.wait()
+
+    def add(self, *, version: int) -> int:
+        """Start a replica on a free port; return its number. It gets requests once it is published."""
+        self._drawn += 1
+        backend = Backend(number=self._drawn, version=version, host="127.0.0.1", port=draw_free_port())
+        self.replicas[self._drawn] = Replica(backend, self._launch(backend.port))
+        return self._drawn
+
+    def _launch(self, port: int) -> subprocess.Popen[bytes]:
+        argv = [sys.executable, "-m", "tests.serve.stand_in", "--port", str(port), "--pause", str(self.pause_s)]
+        return subprocess.Popen(argv)
+
+    def kill(self, number: int) -> None:
+        self.replicas[number].process.send_signal(signal.SIGKILL)
+        self.replicas[number].process.wait()
+
+    def restart(self, number: int) -> None:
+        """Start a killed replica again at its port."""
+        replica = self.replicas[number]
+        replica.process = self._launch(replica.backend.port)
+
+    def publish(self) -> None:
+        """Write the routing file, as the service's controller does."""
+        backends = tuple(
+            replace(each.backend, is_draining=number in self.draining) for number, each in self.replicas.items()
+        )
+        self.routing = replace(self.routing, generation=self.routing.generation + 1, backends=backends)
+        write_file(self.folder.routing, self.routing)
+
+    def read_load(self) -> Load | None:
+        return read_file(self.folder.load, Load)
+
+    async def until_ready(self, count: int) -> None:
+        """Wait until the balancer acts on the newest routing file, and this many replicas are ready."""
+        while True:
+            load = self.read_load()
+            if load and load.generation == self.routing.generation:
+                ready = [number for number, each in load.replicas.items() if each.is_ready]
+                if len([number for number in ready if number not in self.draining]) >= count:
+                    return
+            await asyncio.sleep(LOOK_S)
+
+    async def kill_at_random(self, kills: int, draw: random.Random, *, ready_min: int) -> None:
+        """Kill a random replica that has streams, this many times; each is started again at once."""
+        for _ in range(kills):
+            await self.until_ready(ready_min)
+            load = self.read_load()
+            assert load is not None
+            busy = [number for number, each in load.replicas.items() if each.is_ready and each.in_flight]
+            number = draw.choice(sorted(busy) or sorted(self.replicas))
+            self.kill(number)
+            while (load := self.read_load()) and load.replicas[number].is_ready:
+                await asyncio.sleep(LOOK_S)
+            self.restart(number)
+        await self.until_ready(ready_min)
+
+    async def replace_all(self, version: int) -> None:
+        """Replace the replicas one by one, as a rolling update does: start, wait, drain, end."""
+        for number in list(self.replicas):
+            count = len(self.replicas)
+            self.add(version=version)
+            self.publish()
+            await self.until_ready(count + 1)
+            self.draining.add(number)
+            self.publish()
+            while not (
+                (load := self.read_load())
+                and load.generation == self.routing.generation
+                and not load.replicas[number].in_flight
+            ):
+                await asyncio.sleep(LOOK_S)
+            self.kill(number)
+            del self.replicas[number]
+            self.draining.discard(number)
+            self.publish()
+
+    async def read_streams(self, client: aiohttp.ClientSession, name: str, tally: StreamTally, tokens: int) -> None:
+        """Read one stream after the other until cancelled; compare each with the undisturbed output."""
+        for turn in range(1_000_000):
+            prompt = f"{name}-{turn}"
+            try:
+                text, gap_s = await self._read_stream(client, prompt, tokens)
+            except (aiohttp.ClientError, ConnectionError):
+                tally.broken += 1
+                continue
+            tally.ended += 1
+            tally.different += text != expect_text(prompt, tokens)
+            tally.gaps_s.append(gap_s)
+
+    async def _read_stream(self, client: aiohttp.ClientSession, prompt: str, tokens: int) -> tuple[str, float]:
+        """Return the text, and the longest silence in seconds. Raises ClientError for a stream that breaks off."""
+        body = {"prompt": prompt, "stream": True, "max_tokens": tokens, "temperature": 0}
+        last_s, gap_s, parts, is_done = time.monotonic(), 0.0, list[str](), False
+        async with client.post(f"{self.url}/v1/completions", json=body) as response:
+            if response.status != 200:
+                raise aiohttp.ClientError(f"the balancer answered with {response.status}")
+            async for line in response.content:
+                if not line.startswith(b"data: "):
+                    continue
+                now_s = time.monotonic()
+                gap_s, last_s = max(gap_s, now_s - last_s), now_s
+                if line.strip() == b"data: [DONE]":
+                    is_done = True
+                else:
+                    parts.append(json.loads(line[6:])["choices"][0]["text"])
+        if not is_done:
+            raise aiohttp.ClientError("the stream ended early")
+        return "".join(parts), gap_s
+
+
+async def survive(bed: LiveBed, *, streams: int, kills: int, tokens: int, seed: int) -> StreamTally:
+    """Keep this many streams open while replicas are killed; let the open ones end."""
+    tally = StreamTally()
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as client:
+        readers = [asyncio.ensure_future(bed.read_streams(client, f"s{n}", tally, tokens)) for n in range(streams)]
+        await bed.kill_at_random(kills, random.Random(seed), ready_min=2)
+        ended = tally.ended
+        while tally.ended < ended + streams and not tally.broken:
+            await asyncio.sleep(LOOK_S)
+        for each in readers:
+            each.cancel()
+        await asyncio.gather(*readers, return_exceptions=True)
+    return tally
+
+
+async def update(bed: LiveBed, *, updates: int, clients: int) -> tuple[int, int]:
+    """Replace all replicas this many times under load; return the requests, and those that failed."""
+    counts = [0, 0]
+
+    async def ask(client: aiohttp.ClientSession) -> None:
+        while True:
+            try:
+                async with client.post(f"{bed.url}/echo", data=b"x") as response:
+                    is_good = response.status == 200 and await response.read() == b"x"
+            except aiohttp.ClientError:
+                is_good = False
+            counts[0] += 1
+            counts[1] += not is_good
+            await asyncio.sleep(0.005)
+
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as client:
+        askers = [asyncio.ensure_future(ask(client)) for _ in range(clients)]
+        for version in range(2, updates + 2):
+            await bed.replace_all(version)
+        for each in askers:
+            each.cancel()
+        await asyncio.gather(*askers, return_exceptions=True)
+    return counts[0], counts[1]

@@ -1,0 +1,102 @@
+"""`service` in every form that SkyPilot 0.14 accepts: loaded and planned, or refused in one sentence."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import broker
+from broker.app.services import check_service
+from broker.errors import TaskError, UsageError
+from broker.task.loader import load_tasks, load_tasks_text
+from broker.types import ReadinessProbe, ServiceSpec, Task
+
+FILES = sorted((Path(__file__).parent.parent / "data" / "services").glob("*.yaml"))
+
+
+def load(text: str) -> Task:
+    (task,) = load_tasks_text(f"run: x\nresources: {{ports: 8080}}\n{text}", "task.yaml")
+    return task
+
+
+def load_file(name: str) -> ServiceSpec:
+    (task,) = load_tasks(next(each for each in FILES if each.stem == name))
+    return check_service(task)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_service_of_each_form_is_accepted_and_has_a_placement(path: Path) -> None:
+    (task,) = load_tasks(path)
+    assert check_service(task).probe is not None
+    assert [each.field for each in task.notices if each.field != "service" and each.blocks_launch] == []
+    assert broker.plan(path).estimates
+
+
+def test_probe_has_the_values_of_the_file_and_otherwise_those_of_skypilot() -> None:
+    assert load_file("probe_with_body").probe == ReadinessProbe(
+        path="/v1/chat/completions",
+        initial_delay_s=1800,
+        timeout_s=30,
+        interval_s=5,
+        failure_s=60,
+        headers={"authorization": "Bearer x"},
+        post_data='{"model": "my-org/my-model", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 1}',
+    )
+    assert load_file("default_probe").probe == ReadinessProbe(path="/")
+    assert load_file("several_nodes").stream_timeout_s == 600
+
+
+def test_words_are_accepted_in_any_case() -> None:
+    assert load_file("instance_aware").balancing == "instance_aware_least_load"
+    assert load_file("dynamic_ondemand").policy.has_ondemand_fallback
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("service: {readiness_probe: health}", "`readiness_probe` must start with a slash"),
+        ("service: {readiness_probe: {path: health}}", "`path` must start with a slash"),
+        ("service: {readiness_probe: {path: /, post_data: '{'}}", "`post_data` is not valid JSON"),
+        ("service: {replica_policy: {min_replicas: 2, max_replicas: 1}}", "`max_replicas` is less than `min_replicas`"),
+        ("service: {replicas: 1, replica_policy: {min_replicas: 1}}", "`replica_policy`"),
+        ("service: {load_balancing_policy: fastest}", "least_load"),
+        ("service: {ports: 70000}", "at most 65535"),
+        ("service: {tls: {keyfile: a}}", "certfile"),
+        ("service: {port: 8000}", "write `ports` under `resources`"),
+        ("service: {controller_resources: {cpus: 2}}", "controller_resources"),
+        ("service: {https: {key: a, cert: b}}", "https"),
+        (
+            "service: {replica_policy: {min_replicas: 1, dynamic_on_demand_fallback: true}}",
+            "did you mean `dynamic_ondemand_fallback`",
+        ),
+    ],
+)
+def test_service_that_cannot_be_run_is_refused_in_one_sentence(text: str, message: str) -> None:
+    with pytest.raises(TaskError) as caught:
+        load(text)
+    (issue,) = caught.value.issues
+    assert message in f"{issue.message} {issue.hint}" and "\n" not in issue.message
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("service: {replica_policy: {min_replicas: 1, max_replicas: 2}}", "requires a target load"),
+        ("resources: {ports: [1, 2]}\nservice: {replicas: 1}", "names several ports"),
+        ("resources: {cpus: 2}\nservice: {replicas: 1}", "names no port"),
+    ],
+)
+def test_service_without_a_target_or_port_is_refused_by_serve_up(text: str, message: str) -> None:
+    body = text if "resources" in text else f"resources: {{ports: 8080}}\n{text}"
+    (task,) = load_tasks_text(f"run: x\n{body}", "task.yaml")
+    with pytest.raises(UsageError, match=message):
+        check_service(task)
+
+
+@pytest.mark.parametrize("text", ["pool: {workers: 2}", "service: {workers: 2}", "service: {pool: {max_workers: 2}}"])
+def test_pool_loads_and_cannot_be_launched_or_served(text: str) -> None:
+    task = load(text)
+    assert [each.blocks_launch for each in task.notices if "worker pools are not supported" in each.message] == [True]
+    with pytest.raises(UsageError, match="worker pools are not supported"):
+        check_service(task)
