@@ -10,7 +10,7 @@ import typer
 
 from broker.app.jobs import JobTarget, check_names, explain_ended, find_job, read_status, wait_for
 from broker.app.jobs import retry as retry_job
-from broker.cli import jobs_queue, jobs_show, options
+from broker.cli import jobs_import, jobs_queue, jobs_show, options
 from broker.cli.completion import complete_jobs
 from broker.cli.context import make_context
 from broker.cli.jobs_show import JobName, follow_job
@@ -193,3 +193,4 @@ app.command()(jobs_queue.queue)
 app.command()(jobs_show.logs)
 app.command()(jobs_show.events)
 app.command()(jobs_show.why)
+app.command("import")(jobs_import.import_script)
