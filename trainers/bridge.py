@@ -102,7 +102,7 @@ def port(offset: int = 0) -> int:
 
 def is_first() -> bool:
     """Return whether this process is the first rank, by the variables of torchrun, MPI or the broker."""
-    for name in ("RANK", "OMPI_COMM_WORLD_RANK"):
+    for name in ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK"):
         if os.environ.get(name):
             return os.environ[name] == "0"
     return node_rank() == 0

@@ -32,4 +32,7 @@ FRAMEWORKS = {
     "lightning": Framework(distribution="lightning"),
     "tensorflow": Framework(distribution="tensorflow-cpu"),
     "keras": Framework(distribution="tf_keras"),
+    "mpi": Framework(distribution="mpi4py", victim=r"python\S* (-u )?-m trainers\.frameworks\.mpi_numpy"),
+    # Without SPT_NOENV Ray's process titles overwrite the environment, by which a process of a node is found.
+    "ray-train": Framework(distribution="ray", victim=r"^ray::.*TrainWorker", is_elastic=True, envs={"SPT_NOENV": "1"}),
 }

@@ -81,6 +81,7 @@ def test_script_becomes_a_task_that_loads(name: str, tmp_path: Path) -> None:
     path = tmp_path / "task.yaml"
     path.write_text(write_task_file("job.sbatch", imported.task, imported.notes))
     (task,) = load_tasks(path)
+    assert task.run is not None
     assert task.run == imported.task["run"]
     assert task.num_nodes == expected.get("num_nodes", 1)
     assert subprocess.run(["bash", "-n", "-c", task.run], check=False).returncode == 0
