@@ -96,7 +96,7 @@ def node_count() -> int:
 
 
 def port(offset: int = 0) -> int:
-    """Return a port for a service of the gang. Local nodes share an address: one service per node needs offsets."""
+    """Return a port for a service of the gang. Local nodes on macOS share an address: add the rank."""
     return int(os.environ.get("BROKER_MASTER_PORT") or 29500) + offset
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from mpi4py import MPI
 
@@ -50,7 +52,7 @@ def main() -> None:
         is_leaving = summed[-1] > 0
         if is_leaving or step % SAVE_STEPS == 0 or step == STEPS:
             if rank == 0:
-                state = {f"weight{place}": each for place, each in enumerate(weights)}
+                state: dict[str, Any] = {f"weight{place}": each for place, each in enumerate(weights)}
                 state.update({f"moment{place}": each for place, each in enumerate(moments)})
                 np.savez(bridge.folder_of(step) / "state.npz", **state)
                 bridge.commit(step)
