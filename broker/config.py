@@ -13,6 +13,7 @@ import json
 import os
 import re
 import uuid
+from collections.abc import Collection
 from pathlib import Path
 
 from broker.errors import StateError, UsageError
@@ -68,6 +69,11 @@ def find_home(home: Path | None = None) -> Path:
     """Return the path of the state folder, whether or not it exists."""
     folder = home or Path(os.environ.get("BROKER_HOME") or Path.home() / ".broker")
     return folder.expanduser().resolve()
+
+
+def is_state_folder(folder: Path, names: Collection[str]) -> bool:
+    """Return whether this is a state folder, of this installation or of another one; `names` are its entries."""
+    return "owner" in names and ("state.guard" in names or "state.db" in names or folder.resolve() == find_home())
 
 
 def load_config(home: Path | None = None) -> Config:

@@ -96,13 +96,13 @@ def node_count() -> int:
 
 
 def port(offset: int = 0) -> int:
-    """Return a port for a service of the gang. Local nodes share an address: one service per node needs offsets."""
+    """Return a port for a service of the gang. Local nodes on macOS share an address: add the rank."""
     return int(os.environ.get("BROKER_MASTER_PORT") or 29500) + offset
 
 
 def is_first() -> bool:
     """Return whether this process is the first rank, by the variables of torchrun, MPI or the broker."""
-    for name in ("RANK", "OMPI_COMM_WORLD_RANK"):
+    for name in ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK"):
         if os.environ.get(name):
             return os.environ[name] == "0"
     return node_rank() == 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from broker.app.buckets import TrackUpload, fill_buckets, note_copies
@@ -80,6 +81,7 @@ def prepare(
     callbacks = callbacks or Callbacks()
     tasks = tuple(context.resolve(anchor(each)) for each in tasks)
     check_notices(tasks, is_launch=not is_dryrun, note=context.note)
+    note_state_folder(context, tasks)
     tasks = target.settle(tasks)
     plans = tuple(plan_launch(context, each, is_dryrun=is_dryrun) for each in tasks)
     check_plans(plans, is_launch=not is_dryrun, note=context.note)
@@ -93,6 +95,23 @@ def prepare(
         callbacks.confirm(plans)
     tasks = fill_buckets(context, tasks, track=callbacks.track_upload)
     return Ready(tasks=tuple(target.mount(each) for each in tasks), plans=plans)
+
+
+def note_state_folder(context: Context, tasks: Sequence[Task]) -> None:
+    """Say once that the state folder is left out, where a folder to send contains it."""
+    home = context.config.home
+    for field, source in list_sources(tasks):
+        if home.is_relative_to(Path(source).resolve()):
+            context.note(f"`{field}` contains broker's state folder {home}, which is not sent")
+            return
+
+
+def list_sources(tasks: Sequence[Task]) -> Iterator[tuple[str, str]]:
+    """Yield the field and path of every local folder or file that the tasks send."""
+    for task in tasks:
+        if task.workdir:
+            yield "workdir", task.workdir
+        yield from (("file_mounts", source) for source in task.file_mounts.values())
 
 
 @noun

@@ -2,6 +2,8 @@
 
 Like SkyPilot, use `.skyignore` if the folder has one at its top, else `.gitignore` and `.git/info/exclude`. Such files
 in subfolders apply below them. Every sender uses `walk`, so all send the same files.
+
+A state folder is never sent: it holds keys, and the nodes of the local cloud, whose copies it would grow by.
 """
 
 from __future__ import annotations
@@ -11,6 +13,8 @@ import re
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
+
+from broker.config import is_state_folder
 
 NEVER_COPIED = (".git", ".venv", "__pycache__")
 Pattern = tuple[re.Pattern[str], bool]  # and whether it excludes; `!` includes again
@@ -24,6 +28,9 @@ def walk(source: Path) -> Iterator[tuple[Path, list[str]]]:
     outer = () if file_name == ".skyignore" else _read_rules(source / ".git" / "info" / "exclude", "")
     for folder_name, folders, files in os.walk(source):
         folder = Path(folder_name)
+        if is_state_folder(folder, files):
+            folders.clear()
+            continue
         relative = "" if folder == source else folder.relative_to(source).as_posix()
         above = rules_of[relative.rpartition("/")[0]] if relative else outer
         rules = rules_of[relative] = above + (_read_rules(folder / file_name, relative) if file_name in files else ())

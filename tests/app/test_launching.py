@@ -141,3 +141,17 @@ def test_a_task_on_a_cluster_of_another_is_matched_with_its_own_alternative(cont
     other = read_task({"resources": {"any_of": [{"infra": "aws"}, {"infra": "local"}]}, "run": "true"})
     assert match_alternative(cluster, other).placement.alternative == 1
     assert match_alternative(cluster, bare).placement.alternative == 0
+
+
+def test_a_workdir_around_the_state_folder_is_noted_once_that_it_is_not_sent(tmp_path: Path, task: Task) -> None:
+    notes: list[str] = []
+    context = Context(tmp_path / "state", on_note=notes.append)
+    around = replace(task, workdir=str(tmp_path), file_mounts={"~/again": str(tmp_path)}, storage_mounts=())
+    beside = replace(task, workdir=str(tmp_path / "data"), storage_mounts=())
+    try:
+        prepare(context, [beside, around], JobTarget(context=context), is_dryrun=True)
+    finally:
+        context.close()
+    assert [each for each in notes if "state folder" in each] == [
+        f"`workdir` contains broker's state folder {tmp_path / 'state'}, which is not sent"
+    ]

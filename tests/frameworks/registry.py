@@ -32,4 +32,13 @@ FRAMEWORKS = {
     "lightning": Framework(distribution="lightning"),
     "tensorflow": Framework(distribution="tensorflow-cpu"),
     "keras": Framework(distribution="tf_keras"),
+    "mpi": Framework(distribution="mpi4py", victim=r"python\S* (-u )?-m trainers\.frameworks\.mpi_numpy"),
+    "tensorflow-ps": Framework(
+        distribution="tensorflow-cpu", victim=r"^\S*" + PROGRAM, is_elastic=True, envs={"STEP_S": "0.25"}
+    ),
+    "dask": Framework(
+        distribution="distributed", victim=r"^\S*python\S* \S*dask worker", is_elastic=True, envs={"STEP_S": "0.25"}
+    ),
+    # Without SPT_NOENV Ray's process titles overwrite the environment, by which a process of a node is found.
+    "ray-train": Framework(distribution="ray", victim=r"^ray::.*TrainWorker", is_elastic=True, envs={"SPT_NOENV": "1"}),
 }

@@ -136,3 +136,24 @@ def test_random_trees_and_rules_agree_with_git(seed: int, tmp_path: Path) -> Non
         capture_output=True, text=True,
     )  # fmt: skip
     assert list_sent(tmp_path) == set(listed.stdout.split())
+
+
+@pytest.mark.parametrize("second", ["state.db", "state.guard"])
+def test_state_folder_is_never_sent_although_no_ignore_file_names_it(second: str, tmp_path: Path) -> None:
+    make(tmp_path, "train.py", "state/owner", f"state/{second}", "state/keys/node", "state/local/node-0/home/train.py")
+    make(tmp_path, "data/owner")  # the user's own file
+    assert list_sent(tmp_path) == {"train.py", "data/owner"}
+    assert [name for name, _ in list_entries(tmp_path)] == ["train.py", "data", "data/owner"]
+
+
+def test_copy_of_a_workdir_around_the_state_folder_to_a_local_node_ends(tmp_path: Path) -> None:
+    make(tmp_path, "train.py", "home/owner", "home/state.db")
+    node = tmp_path / "home/local/node-0/home/sky_workdir"
+    copy(tmp_path, node)
+    assert [path.name for path in node.rglob("*")] == ["train.py"]
+
+
+def test_state_folder_on_postgresql_is_known_by_its_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make(tmp_path, "train.py", "home/owner", "home/keys/node")
+    monkeypatch.setenv("BROKER_HOME", str(tmp_path / "home"))
+    assert list_sent(tmp_path) == {"train.py"}

@@ -1,0 +1,246 @@
+"""Convert a Slurm batch script to a task file: `#SBATCH` options to fields, the rest to `run`.
+
+    #SBATCH --nodes=4 --gres=gpu:h100:8      ->  num_nodes: 4, resources: {accelerators: H100:8}
+    #SBATCH --time=2-00:00:00                ->  goal: {work: 48h}
+    #SBATCH --array=0-9                      ->  a note with the command of `broker sweep`
+    srun python train.py                     ->  python train.py
+
+Pure: text in, an `Imported` out. Whatever has no counterpart is in its notes, never dropped silently.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import shlex
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from broker.nouns import noun
+from broker.task.allowed import TASK_NAME
+
+SHORT = {
+    "-A": "account", "-C": "constraint", "-D": "chdir", "-G": "gpus", "-J": "job-name", "-N": "nodes", "-a": "array",
+    "-c": "cpus-per-task", "-d": "dependency", "-e": "error", "-n": "ntasks", "-o": "output", "-p": "partition",
+    "-q": "qos", "-t": "time", "-w": "nodelist", "-x": "exclude",
+}  # fmt: skip
+FLAGS = {"requeue", "no-requeue", "exclusive", "overcommit", "parsable", "contiguous", "spread-job"}  # without a value
+USED = {
+    "nodes", "gres", "gpus", "gpus-per-node", "gpus-per-task", "cpus-per-task", "mem", "mem-per-cpu", "time", "array",
+    "job-name", "ntasks", "ntasks-per-node", "chdir", "requeue", "no-requeue", "partition", "dependency", "signal",
+}  # fmt: skip
+# Without an effect on the work: broker keeps logs and runs each job on its own machines.
+SILENT = {"output", "error", "exclusive", "parsable", "open-mode"}
+SRUN_FLAGS = re.compile(r"(-l|-u|-v+|-E|-O|-K|--(label|unbuffered|exclusive|exact|overlap|kill-on-bad-exit|verbose))$")
+# Slurm's variables that a program reads -> shell expressions of what broker provides.
+VARIABLES = {
+    "SLURM_JOB_ID": "${BROKER_JOB_ID:-0}",
+    "SLURM_JOBID": "${BROKER_JOB_ID:-0}",
+    "SLURM_NNODES": "$SKYPILOT_NUM_NODES",
+    "SLURM_JOB_NUM_NODES": "$SKYPILOT_NUM_NODES",
+    "SLURM_NODEID": "$SKYPILOT_NODE_RANK",
+    "SLURM_PROCID": "$SKYPILOT_NODE_RANK",
+    "SLURM_NTASKS": "$SKYPILOT_NUM_NODES",
+    "SLURM_LOCALID": "0",
+    "SLURM_GPUS_ON_NODE": "$SKYPILOT_NUM_GPUS_PER_NODE",
+    "SLURM_RESTART_COUNT": "$((${BROKER_ATTEMPT:-1} - 1))",
+    "SLURM_JOB_NODELIST": "$SKYPILOT_NODE_IPS",
+    "SLURM_NODELIST": "$SKYPILOT_NODE_IPS",
+    "SLURM_SUBMIT_DIR": "$PWD",
+}
+HOST_NAMES = re.compile(r'scontrol\s+show\s+hostnames?(\s+"?\$\{?SLURM_(JOB_)?NODELIST\}?"?)?')
+MEMORY_MIB = {"K": 1 / 1024, "M": 1.0, "G": 1024.0, "T": 1024.0**2}
+ARRAY_RUNS_MAX = 10_000
+
+
+@noun
+class Imported:
+    """A task as plain data, in the order of a task file, and what the reader has to know or complete."""
+
+    task: Mapping[str, Any]
+    notes: tuple[str, ...]
+
+
+def import_sbatch(text: str) -> Imported:
+    """Convert a script. Raises ValueError that names the option for a value that Slurm would refuse."""
+    options, body = split_script(text)
+    notes: list[str] = []
+    nodes = _read_nodes(options, notes)
+    tasks = _read_count(options, "ntasks-per-node") or max(1, math.ceil((_read_count(options, "ntasks") or 1) / nodes))
+    task: dict[str, Any] = {}
+    if name := re.sub(r"[^A-Za-z0-9_.-]+", "-", options.get("job-name", "")).strip("-_."):
+        task["name"] = name[:63].rstrip("-_.")
+        assert TASK_NAME.admits(task["name"]), "a repaired name is valid"
+    resources = _read_resources(options, nodes, tasks)
+    task["resources"] = {**resources, "use_spot": True}
+    if nodes > 1:
+        task["num_nodes"] = nodes
+    if "time" in options:
+        minutes = max(1, math.ceil(read_minutes(options["time"])))
+        task["goal"] = {"work": f"{minutes}m" if minutes % 60 else f"{minutes // 60}h"}
+        notes.append("`--time` became the work; set `work` to the expected time, and add a `deadline` and a `budget`")
+    task["workdir"] = options.get("chdir", ".")
+    if "array" in options:
+        first = _note_array(options["array"], task.get("name", "task"), notes)
+        task["envs"] = {"SLURM_ARRAY_TASK_ID": first}
+    run, modules = convert_body(body)
+    task["run"] = run
+    _note_rest(options, tasks, modules, notes)
+    return Imported(task=task, notes=tuple(notes))
+
+
+def split_script(text: str) -> tuple[dict[str, str], list[str]]:
+    """Return the options, which end at the first command as in Slurm, and the lines of the program."""
+    options: dict[str, str] = {}
+    body: list[str] = []
+    for line in text.splitlines():
+        if line.startswith("#SBATCH") and not any(each.strip() and not each.startswith("#") for each in body):
+            options.update(_parse_options(shlex.split(line[len("#SBATCH") :], comments=True)))
+        elif not (line.startswith("#!") and not body):
+            body.append(line)
+    return options, body
+
+
+def _parse_options(words: list[str]) -> Iterator[tuple[str, str]]:
+    rest = list(words)
+    while rest:
+        word = rest.pop(0)
+        if word.startswith("--"):
+            name, equals, value = word[2:].partition("=")
+        else:
+            if word[:2] not in SHORT:
+                raise ValueError(f"unknown option `{word}`")
+            name, value = SHORT[word[:2]], word[2:].removeprefix("=")
+            equals = value
+        if not equals and name not in FLAGS and rest and not rest[0].startswith("--"):
+            value = rest.pop(0)
+        yield name, value
+
+
+def _read_count(options: Mapping[str, str], name: str) -> int:
+    text = options.get(name, "0")
+    if not text.isascii() or not text.isdigit():
+        raise ValueError(f"`--{name}`: not a number: `{text}`")
+    return int(text)
+
+
+def _read_nodes(options: Mapping[str, str], notes: list[str]) -> int:
+    text = options.get("nodes", "1")
+    found = re.fullmatch(r"(\d+)(?:-(\d+))?", text)
+    if not found or int(found[1]) < 1:
+        raise ValueError(f"`--nodes`: not a number of nodes: `{text}`")
+    if found[2]:
+        notes.append(f"`--nodes={text}`: a gang has a fixed size; `job_recovery: {{min_nodes: {found[1]}}}` is elastic")
+    return int(found[2] or found[1])
+
+
+def _read_resources(options: Mapping[str, str], nodes: int, tasks: int) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    kind, count = _read_gpus(options, nodes, tasks)
+    if count:
+        found["accelerators"] = f"{kind.upper()}:{count}" if kind else f"1GB+:{count}"
+    cores = (_read_count(options, "cpus-per-task") or 1) * tasks
+    if cores > 1:
+        found["cpus"] = f"{cores}+"
+    memory = options.get("mem") or ""
+    mib = _read_mib("mem", memory) if memory else 0.0
+    if "mem-per-cpu" in options:
+        mib = _read_mib("mem-per-cpu", options["mem-per-cpu"]) * cores
+    if mib:  # 0 is all memory of a node
+        found["memory"] = f"{math.ceil(mib / 1024)}+"
+    return found
+
+
+def _read_gpus(options: Mapping[str, str], nodes: int, tasks: int) -> tuple[str, int]:
+    """Return the type ("" for any) and the number per node."""
+    for name, factor in (("gres", 1.0), ("gpus-per-node", 1.0), ("gpus-per-task", tasks), ("gpus", 1 / nodes)):
+        text = options.get(name, "")
+        if name == "gres":
+            text = next((each[4:] for each in text.split(",") if each.startswith("gpu:")), "1" if text == "gpu" else "")
+        if text:
+            kind, _, count = text.partition("(")[0].rpartition(":")
+            if count and not count.isdigit():
+                kind, count = count, "1"
+            return kind, math.ceil(int(count or 1) * factor)
+    return "", 0
+
+
+def _read_mib(name: str, text: str) -> float:
+    found = re.fullmatch(r"(\d+)([KMGT]?)B?", text.upper())
+    if not found:
+        raise ValueError(f"`--{name}`: not an amount of memory: `{text}`")
+    return int(found[1]) * MEMORY_MIB[found[2] or "M"]
+
+
+def read_minutes(text: str) -> float:
+    """Read `minutes`, `minutes:seconds`, `hours:minutes:seconds`, `days-hours[:minutes[:seconds]]`."""
+    found = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", text)
+    if not found:
+        raise ValueError(f"`--time`: not a time limit: `{text}`")
+    days, first, second, third = (int(each or 0) for each in found.groups())
+    if found[1] is not None or found[4] is not None:
+        return days * 1440 + first * 60 + second + third / 60
+    return first + second / 60
+
+
+def _note_array(text: str, name: str, notes: list[str]) -> str:
+    """Note the sweep that replaces the array; return its first index."""
+    places, _, parallel = text.partition("%")
+    indices: list[int] = []
+    for part in places.split(","):
+        found = re.fullmatch(r"(\d+)(?:-(\d+)(?::([1-9]\d*))?)?", part)
+        if not found or int(found[2] or found[1]) - int(found[1]) > ARRAY_RUNS_MAX:
+            raise ValueError(f"`--array`: not a list of indices: `{text}`")
+        indices += range(int(found[1]), int(found[2] or found[1]) + 1, int(found[3] or 1))
+    values = ",".join(map(str, indices))
+    limit = f" --parallel {parallel}" if parallel else ""
+    notes.append(
+        f"`--array`: run it with `broker sweep {name}.yaml --param SLURM_ARRAY_TASK_ID={values}{limit}`; "
+        "a launch runs the first index only"
+    )
+    return str(indices[0])
+
+
+def convert_body(lines: list[str]) -> tuple[str, list[str]]:
+    """Return `run`, with the variables of Slurm that it reads, and the `module` lines, which become comments."""
+    modules, kept = [], []
+    for line in lines:
+        if re.match(r"\s*(module|ml)\s", line):
+            modules.append(line.strip())
+            line = f"# {line.strip()}"
+        kept.append(_drop_srun(HOST_NAMES.sub('echo "$SKYPILOT_NODE_IPS"', line)))
+    text = "\n".join(kept).strip("\n") + "\n"
+    read = [name for name in VARIABLES if re.search(rf"\b{name}\b", text)]
+    exports = "".join(f'export {name}="{VARIABLES[name]}"\n' for name in read)
+    return exports + text, modules
+
+
+def _drop_srun(line: str) -> str:
+    """Start the program itself: broker starts `run` on every node, as srun would start one task on each."""
+    found = re.match(r"(\s*(?:exec\s+|time\s+)?)(?:srun|mpirun|mpiexec)\s+(.*)$", line)
+    if not found or "srun" not in line:
+        return line
+    rest = found[2]
+    while option := re.match(r"(-\S+)(\s+|$)", rest):
+        word, rest = option[1], rest[option.end() :]
+        takes_next = "=" not in word and not SRUN_FLAGS.match(word) and (word.startswith("--") or len(word) == 2)
+        if takes_next and (value := re.match(r"\S+(\s+|$)", rest)):
+            rest = rest[value.end() :]
+    return found[1] + rest
+
+
+def _note_rest(options: Mapping[str, str], tasks: int, modules: list[str], notes: list[str]) -> None:
+    if tasks > 1:
+        notes.append(f"`run` starts once per node: start the {tasks} processes of a node with torchrun or mpiexec")
+    if "partition" in options:
+        notes.append(f"`--partition={options['partition']}`: broker chooses the machines; `infra` limits it to a cloud")
+    if "signal" in options:
+        notes.append("`--signal`: a preemption sends SIGTERM and creates `$BROKER_PREEMPTION_FILE`")
+    if "no-requeue" in options:
+        notes.append("`--no-requeue`: a managed job recovers from preemptions; `broker launch` runs it once")
+    if "dependency" in options:
+        notes.append(f"`--dependency={options['dependency']}`: write both tasks into one file, with `needs`")
+    if modules:
+        notes.append(f"install in `setup`, or set `image_id`: {'; '.join(f'`{each}`' for each in modules)}")
+    for name in sorted(options.keys() - USED - SILENT):
+        notes.append(f"`--{name}` has no counterpart")

@@ -1,0 +1,111 @@
+"""Slurm batch scripts become task files that load, and whatever has no counterpart is named."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from broker.cli.jobs_import import write_task_file
+from broker.task.loader import load_tasks
+from broker.task.sbatch import import_sbatch, read_minutes
+
+SCRIPTS: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
+    "one GPU": (
+        "#!/bin/bash\n#SBATCH --job-name=tune\n#SBATCH --gres=gpu:1\n#SBATCH -t 90\npython tune.py\n",
+        {"name": "tune", "accelerators": "1GB+:1", "work": "90m", "run": "python tune.py\n"},
+        ("--time",),
+    ),
+    "nodes of eight": (
+        "#!/bin/bash\n#SBATCH -N 4 --gres=gpu:h100:8 --cpus-per-task=96 --mem=1T\n#SBATCH --requeue\n"
+        "srun --kill-on-bad-exit=1 --ntasks-per-node 1 torchrun --nnodes $SLURM_NNODES train.py\n",
+        {
+            "num_nodes": 4, "accelerators": "H100:8", "cpus": "96+", "memory": "1024+",
+            "run": 'export SLURM_NNODES="$SKYPILOT_NUM_NODES"\ntorchrun --nnodes $SLURM_NNODES train.py\n',
+        },
+        (),
+    ),
+    "an array": (
+        "#!/bin/bash\n#SBATCH --array=0-6:3,9%2 --time=1-12\npython run.py --seed $SLURM_ARRAY_TASK_ID\n",
+        {"work": "36h", "envs": {"SLURM_ARRAY_TASK_ID": "0"}},
+        ("--param SLURM_ARRAY_TASK_ID=0,3,6,9 --parallel 2",),
+    ),
+    "a task per GPU": (
+        "#!/bin/bash\n#SBATCH --nodes=2 --ntasks-per-node=4 --gpus-per-task=a100:1 --cpus-per-task=8\n"
+        "srun -l python train.py\n",
+        {"num_nodes": 2, "accelerators": "A100:4", "cpus": "32+", "run": "python train.py\n"},
+        ("start the 4 processes",),
+    ),
+    "GPUs of all nodes": (
+        "#!/bin/sh\n#SBATCH --nodes=2\n#SBATCH --gpus=l40s:16 --mem-per-cpu=4G -c 12\n#SBATCH -o %j.out\ntrain\n",
+        {"num_nodes": 2, "accelerators": "L40S:8", "cpus": "12+", "memory": "48+"},
+        (),
+    ),
+    "a site's options": (
+        "#!/bin/bash\n#SBATCH -p gpu-long -A project7 --qos=high\n#SBATCH --signal=B:TERM@60 --mail-type=END\n"
+        "module load cuda/12.4\nmodule load gcc\nmpirun -n 4 ./solve\n",
+        {"run": "# module load cuda/12.4\n# module load gcc\nmpirun -n 4 ./solve\n"},
+        ("--partition=gpu-long", "--signal", "--account", "--qos", "--mail-type", "`module load cuda/12.4`"),
+    ),
+    "host names": (
+        "#!/bin/bash\n#SBATCH --nodes=2-4 --chdir=/tmp --no-requeue\n"
+        'head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n1)\nexec srun --mpi pmix ./train $head\n',
+        {
+            "num_nodes": 4, "workdir": "/tmp",
+            "run": 'head=$(echo "$SKYPILOT_NODE_IPS" | head -n1)\nexec ./train $head\n',
+        },
+        ("min_nodes: 2", "broker launch"),
+    ),
+    "an option after the program's first line": (
+        "#!/bin/bash\n# A comment.\n#SBATCH -J 'first one'  # its name\n#SBATCH --dependency=afterok:7\n\necho a\n"
+        "#SBATCH --nodes=9\n",
+        {"name": "first-one", "run": "# A comment.\n\necho a\n#SBATCH --nodes=9\n"},
+        ("`needs`",),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_script_becomes_a_task_that_loads(name: str, tmp_path: Path) -> None:
+    script, expected, noted = SCRIPTS[name]
+    imported = import_sbatch(script)
+    flat = {**imported.task, **imported.task["resources"], **imported.task.get("goal", {})}
+    assert {key: flat.get(key) for key in expected} == expected
+    assert imported.task.get("num_nodes", 1) == expected.get("num_nodes", 1)
+    for words in noted:
+        assert any(words in note for note in imported.notes), imported.notes
+    if not noted:
+        assert imported.notes == ()
+    path = tmp_path / "task.yaml"
+    path.write_text(write_task_file("job.sbatch", imported.task, imported.notes))
+    (task,) = load_tasks(path)
+    assert task.run is not None
+    assert task.run == imported.task["run"]
+    assert task.num_nodes == expected.get("num_nodes", 1)
+    assert subprocess.run(["bash", "-n", "-c", task.run], check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "minutes"),
+    [("90", 90), ("90:30", 90.5), ("2:00:00", 120), ("1-0", 1440), ("1-12:30", 2190), ("2-00:00:30", 2880.5)],
+)
+def test_time_limits_are_read_as_slurm_reads_them(text: str, minutes: float) -> None:
+    assert read_minutes(text) == minutes
+
+
+@pytest.mark.parametrize(
+    ("line", "named"),
+    [
+        ("--time=soon", "--time"),
+        ("--mem=lots", "--mem"),
+        ("--nodes=0", "--nodes"),
+        ("--array=a-b", "--array"),
+        ("--cpus-per-task=x", "--cpus-per-task"),
+        ("-Z 1", "-Z"),
+    ],
+)
+def test_value_that_slurm_would_refuse_is_named(line: str, named: str) -> None:
+    with pytest.raises(ValueError, match=f"`{named}"):
+        import_sbatch(f"#!/bin/bash\n#SBATCH {line}\ntrue\n")
