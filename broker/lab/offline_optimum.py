@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from broker.lab.markets import Site
 
-IDLE, SURE = -2, -1  # modes: no machines, on-demand; from 0: the site that runs on spot
+IDLE, ONDEMAND = -2, -1  # modes: no machines, on-demand; from 0: the site that runs on spot
 # The search ignores improvements below this share. Of plans whose work differs by less, it keeps the cheapest by the
 # bound's price and the longest.
 TOLERANCE = 2e-4
@@ -86,11 +86,11 @@ class _Search:
         self.work, self.deadline, self.intervals = work_hours, deadline_hours, intervals
         self.speeds = [site.spot_speed for site in sites]
         self.starts = [site.start_hours * site.spot_speed for site in sites]
-        sure = min(sites, key=lambda site: site.ondemand.usd_hour / site.ondemand_speed)
-        self.sure_usd, self.sure_speed = sure.ondemand.usd_hour, sure.ondemand_speed
-        self.sure_start = sure.start_hours
-        self.usd_work = self.sure_usd / self.sure_speed
-        self.fastest = max(*self.speeds, self.sure_speed)
+        cheapest = min(sites, key=lambda site: site.ondemand.usd_hour / site.ondemand_speed)
+        self.ondemand_usd, self.ondemand_speed = cheapest.ondemand.usd_hour, cheapest.ondemand_speed
+        self.ondemand_start = cheapest.start_hours
+        self.usd_work = self.ondemand_usd / self.ondemand_speed
+        self.fastest = max(*self.speeds, self.ondemand_speed)
         rates = {usd / self.speeds[index] for interval in intervals for index, usd in interval.open_sites}
         self.least_rate = min(rates, default=math.inf)  # work at this price is never taken back, as it is the cheapest
         self.best = math.inf
@@ -139,13 +139,13 @@ class _Search:
     def _bound_to_go(self) -> list[dict[int, float]]:
         """Return, by interval and mode before it, the least remaining USD minus the value of the work done."""
         worth = self.price
-        following = dict.fromkeys((IDLE, SURE, *range(len(self.speeds))), 0.0)
+        following = dict.fromkeys((IDLE, ONDEMAND, *range(len(self.speeds))), 0.0)
         bounds = [following]
         for interval in reversed(self.intervals):
             hours = interval.to_hours - interval.from_hours
             own = {
                 IDLE: following[IDLE],
-                SURE: following[SURE] + min(0.0, self.sure_usd - worth * self.sure_speed) * hours,
+                ONDEMAND: following[ONDEMAND] + min(0.0, self.ondemand_usd - worth * self.ondemand_speed) * hours,
             }
             for index, usd_hour in interval.open_sites:
                 own[index] = following[index] + min(0.0, usd_hour - worth * self.speeds[index]) * hours
@@ -157,14 +157,14 @@ class _Search:
     def _start_usd(self, mode: int) -> float:
         if mode == IDLE:
             return 0.0
-        return self.price * (self.sure_start * self.sure_speed if mode == SURE else self.starts[mode])
+        return self.price * (self.ondemand_start * self.ondemand_speed if mode == ONDEMAND else self.starts[mode])
 
     def _walk(self, label: Label = START, mode: int = IDLE, begin: int = 0) -> float:
         """Follow the bound's own plan; keep its cost as the best if it is in time; return its work."""
         for number, interval in enumerate(self.intervals[begin:], start=begin):
             self._try_sure_to_the_end(mode, [label], self.deadline - interval.from_hours)
             choices = self._advance({mode: [label]}, interval)
-            if any(not kept for choice, kept in choices.items() if choice != SURE):
+            if any(not kept for choice, kept in choices.items() if choice != ONDEMAND):
                 return self.work
             to_go = self.to_go[number + 1]
             mode, label = min(
@@ -179,21 +179,21 @@ class _Search:
         return usd + self.price * (self.work - work) + to_go - max(0.0, rate - self.price) * max(taken, 0.0)
 
     def _try_sure_to_the_end(self, mode: int, labels: Iterable[Label], left: float) -> None:
-        start = 0.0 if mode == SURE else self.sure_start
+        start = 0.0 if mode == ONDEMAND else self.ondemand_start
         for work, usd, _, _ in labels:
-            hours = max(self.work - work, 0.0) / self.sure_speed + start
+            hours = max(self.work - work, 0.0) / self.ondemand_speed + start
             if hours <= left + 1e-9:
-                self.best = min(self.best, usd + hours * self.sure_usd)
+                self.best = min(self.best, usd + hours * self.ondemand_usd)
 
     def _advance(self, labels: dict[int, list[Label]], interval: Interval) -> dict[int, list[Label]]:
         """Return all plans after one more interval; plans that finish within it are priced and dropped."""
         hours = interval.to_hours - interval.from_hours
         every = [(mode, label) for mode, plans in labels.items() for label in plans]
         following: dict[int, list[Label]] = {IDLE: [label for _, label in every]}
-        owed = self.sure_start * self.sure_speed
-        gain = hours * self.sure_speed
-        used = self._use(every, SURE, gain, owed, hours * self.sure_usd, self.usd_work)
-        following[SURE] = self._finish(used, self.usd_work)
+        owed = self.ondemand_start * self.ondemand_speed
+        gain = hours * self.ondemand_speed
+        used = self._use(every, ONDEMAND, gain, owed, hours * self.ondemand_usd, self.usd_work)
+        following[ONDEMAND] = self._finish(used, self.usd_work)
         for index, usd_hour in interval.open_sites:
             rate, gain = usd_hour / self.speeds[index], hours * self.speeds[index]
             used = self._use(every, index, gain, self.starts[index], hours * usd_hour, rate)
@@ -207,10 +207,10 @@ class _Search:
 
         On-demand hours are interchangeable and add up.
         """
-        is_sure = own == SURE
+        is_ondemand = own == ONDEMAND
         for mode, (work, usd, taken, rate) in every:
             fresh = gain if mode == own else gain - owed
-            if is_sure and rate <= own_rate:
+            if is_ondemand and rate <= own_rate:
                 yield (work + fresh, usd + more_usd, (taken if rate == own_rate else 0.0) + fresh, own_rate), 0.0
             elif mode != own and own_rate > (rate if taken > 0.0 else self.least_rate):
                 yield (work + fresh, usd + more_usd, gain, own_rate), 0.0

@@ -82,8 +82,8 @@ class ValueFunction:
 
     Each table holds the values of a state, or of an action in it. `run`: spot runs; `wait_open`, `wait_closed`: nothing
     runs, and nothing is started yet; `idle_open`, `idle_closed`: nothing runs, and the best action is taken;
-    `keep_open`, `keep_closed`: on-demand runs and is kept for now; `sure_open`, `sure_closed`: on-demand runs, and the
-    best action is taken.
+    `keep_open`, `keep_closed`: on-demand runs and is kept for now; `ondemand_open`, `ondemand_closed`: on-demand
+    runs, and the best action is taken.
     """
 
     def __init__(self, terms: Terms) -> None:
@@ -92,7 +92,7 @@ class ValueFunction:
         self.spare = _list_spare(terms)
         tables = [Table(len(self.work), len(self.spare)) for _ in range(9)]
         self.run, self.wait_open, self.wait_closed, self.idle_open, self.idle_closed = tables[:5]
-        self.keep_open, self.keep_closed, self.sure_open, self.sure_closed = tables[5:]
+        self.keep_open, self.keep_closed, self.ondemand_open, self.ondemand_closed = tables[5:]
         self.paces, self.drains = _list_ways(terms, self.work), _list_ways(terms, self.spare)
         self.starts = starts = _follow_starts(terms)
         backs = [_find_back(self.spare, here, terms.start_hours) for here in self.spare]
@@ -218,23 +218,29 @@ class _Cell:
         low, high, share = back
         self.is_reachable = low >= 0
         low, high = low * width + j, high * width + j
-        self.sures_open = self._list_sures(outlook.sure_open, low, high, share)
-        self.sures_closed = self._list_sures(outlook.sure_closed, low, high, share)
+        self.ondemands_open = self._list_ondemands(outlook.ondemand_open, low, high, share)
+        self.ondemands_closed = self._list_ondemands(outlook.ondemand_closed, low, high, share)
         self.survivals = self._list_survivals(low, high, share)
 
     def _guess(self) -> None:
         outlook = self.outlook
         sure_end, start = self.work, self.terms.start_hours
         if self.i:  # start from the values at the node below, so that few passes are needed
-            for table in (outlook.run, outlook.idle_open, outlook.idle_closed, outlook.sure_open, outlook.sure_closed):
+            for table in (
+                outlook.run,
+                outlook.idle_open,
+                outlook.idle_closed,
+                outlook.ondemand_open,
+                outlook.ondemand_closed,
+            ):
                 table.rows[self.at] = list(table.rows[self.below])
             return
         for table in (outlook.idle_open, outlook.idle_closed, outlook.wait_open, outlook.wait_closed):
             table.rows[self.at] = [sure_end + start] * CLASSES
-        for table in (outlook.keep_open, outlook.keep_closed, outlook.sure_open, outlook.sure_closed):
+        for table in (outlook.keep_open, outlook.keep_closed, outlook.ondemand_open, outlook.ondemand_closed):
             table.rows[self.at] = [sure_end] * CLASSES
 
-    def _list_sures(self, table: Table, low: int, high: int, share: float) -> Row:
+    def _list_ondemands(self, table: Table, low: int, high: int, share: float) -> Row:
         """List the values of starting on-demand, by age class."""
         start = self.terms.start_hours
         if not self.is_reachable:
@@ -263,7 +269,7 @@ class _Cell:
                 return
             self._pass_open(guess)
             self._pass_closed()
-            self._pass_sure()
+            self._pass_ondemand()
             found = self.outlook.idle_closed.rows[self.at][-1]
             change = found - guess
             if abs(change) < TOLERANCE:
@@ -291,7 +297,9 @@ class _Cell:
         """Update the states where nothing runs and the market is open: wait, enter spot, or start on-demand."""
         outlook = self.outlook
         below, next_closed = outlook.idle_open.rows[self.below], outlook.idle_closed.rows[self.below][-1]
-        others = [min(enter, sure) for enter, sure in zip(self._list_enters(), self.sures_open, strict=True)]
+        others = [
+            min(enter, ondemand) for enter, ondemand in zip(self._list_enters(), self.ondemands_open, strict=True)
+        ]
         bests, waits = _go_on(self.drains[0], WAIT_PRICE, below, closed_usd, next_closed, others)
         outlook.wait_open.rows[self.at], outlook.idle_open.rows[self.at] = waits, bests
 
@@ -309,23 +317,23 @@ class _Cell:
         outlook = self.outlook
         reopened, next_open = outlook.idle_open.rows[self.at][-1], outlook.idle_open.rows[self.below][-1]
         below = outlook.idle_closed.rows[self.below]
-        bests, waits = _go_on(self.drains[1], WAIT_PRICE, below, reopened, next_open, self.sures_closed)
+        bests, waits = _go_on(self.drains[1], WAIT_PRICE, below, reopened, next_open, self.ondemands_closed)
         outlook.wait_closed.rows[self.at], outlook.idle_closed.rows[self.at] = waits, bests
 
-    def _pass_sure(self) -> None:
+    def _pass_ondemand(self) -> None:
         """Update the states where on-demand runs, iterating over open and closed, which depend on each other."""
-        guess = self.outlook.sure_closed.rows[self.at][-1]
-        first = self._round_sure(guess)
+        guess = self.outlook.ondemand_closed.rows[self.at][-1]
+        first = self._round_ondemand(guess)
         if abs(first - guess) < TOLERANCE / 4:
             return
-        second = self._round_sure(first)
+        second = self._round_ondemand(first)
         rate = (second - first) / (first - guess)
         if 0 < rate < 0.99:
-            self._round_sure(second + (second - first) * rate / (1 - rate))
+            self._round_ondemand(second + (second - first) * rate / (1 - rate))
 
-    def _round_sure(self, closed_usd: float) -> float:
+    def _round_ondemand(self, closed_usd: float) -> float:
         outlook, at, before = self.outlook, self.at, self.before
-        opened, closed = outlook.sure_open.rows, outlook.sure_closed.rows
+        opened, closed = outlook.ondemand_open.rows, outlook.ondemand_closed.rows
         quit_open, quit_closed = outlook.idle_open.rows[at], outlook.idle_closed.rows[at]
         opened[at], outlook.keep_open.rows[at] = _go_on(
             self.paces[0], 1.0, opened[before], closed_usd, closed[before][-1], quit_open

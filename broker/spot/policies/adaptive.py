@@ -44,7 +44,7 @@ LOOK_HOURS_MIN, LOOK_HOURS_MAX = 0.02, 1.0
 LOOKS_AHEAD = tuple(LOOK_HOURS_MIN * 2.0**step for step in range(6))
 MOVE_GAIN = 1.15  # the expected gain of a move must exceed its cost by 15 %, as it is uncertain
 TABLES_MAX = 512
-SPOT, SURE, WAITING = "spot now", "on-demand now", "waiting"
+SPOT, ONDEMAND, WAITING = "spot now", "on-demand now", "waiting"
 
 
 def decide(view: JobView, candidates: Sequence[Candidate]) -> Decision:
@@ -176,12 +176,12 @@ class _Scale:
             rest = begun - idle
             table = outlook.keep_open if is_open else outlook.keep_closed
             worth = table.read(age, outlook.locate(work, max(spare - rest, 0.0)))
-            options[SURE] = rest + min(worth + self._return_price, max(work, worth))
+            options[ONDEMAND] = rest + min(worth + self._return_price, max(work, worth))
         else:
             start = outlook.terms.start_hours
-            table, after = outlook.sure_open if is_open else outlook.sure_closed, spare - start
+            table, after = outlook.ondemand_open if is_open else outlook.ondemand_closed, spare - start
             worth = table.read(age, outlook.locate(work, after)) if after >= 0 else work
-            options[SURE] = self._fallback_price + start + min(worth + self._return_price, max(work, worth))
+            options[ONDEMAND] = self._fallback_price + start + min(worth + self._return_price, max(work, worth))
         # Running machines are not given up in order to wait, and waiting reveals nothing about an unwatched market.
         if current is None and spare > EPSILON_HOURS and (target.is_watched or not can_enter):
             table = outlook.wait_open if is_open else outlook.wait_closed

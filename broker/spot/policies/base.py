@@ -125,14 +125,15 @@ class SpotPolicy(Protocol):
 
 def find_fallback(view: JobView, candidates: Sequence[Candidate]) -> Candidate | None:
     """Return the cheapest on-demand fallback that finishes in time, else the fastest; None without on-demand."""
-    sure, work, limit = [each for each in candidates if not each.is_spot], view.sure_left_hours, view.time_left_hours
-    if len(sure) < 2:
-        return sure[0] if sure else None
+    ondemand = [each for each in candidates if not each.is_spot]
+    work, limit = view.sure_left_hours, view.time_left_hours
+    if len(ondemand) < 2:
+        return ondemand[0] if ondemand else None
     reach = math.inf if limit is None else limit - view.look_hours + EPSILON_HOURS
-    timely = [each for each in sure if finish_hours(each, work) <= reach]
+    timely = [each for each in ondemand if finish_hours(each, work) <= reach]
     if timely:
         return min(timely, key=lambda each: each.usd_work_hour * work + each.move_usd)
-    return min(sure, key=lambda each: finish_hours(each, work))
+    return min(ondemand, key=lambda each: finish_hours(each, work))
 
 
 def finish_hours(candidate: Candidate, work_hours: float) -> float:
@@ -169,9 +170,9 @@ def is_affordable(
     rate, work = fallback.placement.usd_hour, max(view.work_hours, view.work_left_hours)
     lost = target.move_usd + (target.start_hours + view.exposed_hours) * target.placement.usd_hour
     worst = view.spent_usd + lost + rate * finish_hours(fallback, view.sure_left_hours)
-    sure = rate * finish_hours(fallback, work)
+    ondemand = rate * finish_hours(fallback, work)
     failed = lost + max(move_usd - target.move_usd, 0.0) + rate * fallback.start_hours
-    return worst <= sure + max(share * sure, failures * failed)
+    return worst <= ondemand + max(share * ondemand, failures * failed)
 
 
 def safe_hours(view: JobView, current: Candidate, fallback: Candidate) -> float:

@@ -51,11 +51,15 @@ def pace(view: JobView, candidates: Sequence[Candidate], *, is_choosy: bool) -> 
             return take_fallback(view, candidates, fallback, "if spot were lost later, it would be too late")
         return Stay(hours=hours, reason="on spot")
     spare = spare_hours(view, fallback)
-    is_sure = current is not None
-    spot = cheapest_open_spot([each for each in candidates if not is_choosy or _pays(each, fallback, is_sure=is_sure)])
+    is_ondemand = current is not None
+    spot = cheapest_open_spot(
+        [each for each in candidates if not is_choosy or _pays(each, fallback, is_ondemand=is_ondemand)]
+    )
     if spot is not None and is_safe_to_start(view, spot, fallback):
-        banked = spare + (fallback.start_hours if is_sure else 0.0)  # on-demand is running: its start is already paid
-        if not is_sure or banked >= STARTS_BANKED * spot.start_hours + view.starting_hours:
+        banked = spare + (
+            fallback.start_hours if is_ondemand else 0.0
+        )  # on-demand is running: its start is already paid
+        if not is_ondemand or banked >= STARTS_BANKED * spot.start_hours + view.starting_hours:
             return Move(target=spot, reason="spot is open")
     behind = _behind_hours(view)
     if current is not None:
@@ -82,11 +86,11 @@ def _hours_ahead(view: JobView) -> float:
     return max(-_behind_hours(view) * view.deadline_hours / view.work_hours, 0.0)
 
 
-def _pays(spot: Candidate, fallback: Candidate, *, is_sure: bool) -> bool:
+def _pays(spot: Candidate, fallback: Candidate, *, is_ondemand: bool) -> bool:
     """Return whether a spell of known length pays for its start (and the start of on-demand after it)."""
     if spot.closes_in_hours is None or not math.isfinite(spot.closes_in_hours):
         return True
     work = (spot.closes_in_hours - spot.start_hours) * spot.speed
     paid = spot.closes_in_hours * spot.placement.usd_hour + spot.move_usd
-    back = fallback.start_hours * fallback.placement.usd_hour if is_sure else 0.0
+    back = fallback.start_hours * fallback.placement.usd_hour if is_ondemand else 0.0
     return paid + back < work * fallback.usd_work_hour
