@@ -166,7 +166,7 @@ def measure_job(
 
 def _mean_hazard(traces: Sequence[Trace]) -> float:
     """Return preemptions per hour of available spot, over all recordings."""
-    seen = [trace.count_spells() for trace in traces]
+    seen = [trace.count_periods() for trace in traces]
     hours = sum(sum(each.open_hours) for each in seen)
     return sum(sum(each.open_ends) for each in seen) / hours if hours > 0 else 0.0
 

@@ -266,7 +266,7 @@ class Life:
             return
         age = self.hour - self.since[index]
         seen = self.seen[index].fade(age - self.met[index])
-        self.seen[index] = seen.with_spell(age, is_open=was_open, from_hours=self.met[index])
+        self.seen[index] = seen.with_period(age, is_open=was_open, from_hours=self.met[index])
         self.met[index] = 0.0
         self.since[index] = self.hour
         self._foresee(index)

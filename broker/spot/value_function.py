@@ -1,14 +1,14 @@
 """State values of a job on a spot market: a Markov decision process, solved backwards into tables.
 
 State: remaining work w, spare time u (how long the job may idle before on-demand must start), the market (open or
-closed), the age of its spell, and the running mode: spot, on-demand or nothing. Spot runs at the price c and on-demand
-at 1, per hour of work; a start takes d hours that are billed and do no work. An open spell of age a ends with the
+closed), the age of its period, and the running mode: spot, on-demand or nothing. Spot runs at the price c and on-demand
+at 1, per hour of work; a start takes d hours that are billed and do no work. An open period of age a ends with the
 hazard h(a), a closed one with g(a). The least expected cost V satisfies, for instance on spot,
     0 = min over actions of  c + h (V_closed - V) + dV/da - dV/dw,
 and waiting uses up spare time, -dV/du, at the small price `WAIT_PRICE`. The equation is solved on a grid by a
 semi-Lagrangian scheme, along the path from each node to the next one (M. Falcone and R. Ferretti, "Semi-Lagrangian
 Approximation Schemes for Linear and Hamilton-Jacobi Equations", 2013): either no event happens on the path, or the
-spell ends or enters the next age class on it, where the value is interpolated linearly. Nodes are d / 2 apart where
+period ends or enters the next age class on it, where the value is interpolated linearly. Nodes are d / 2 apart where
 spare time is scarce, and increasingly far apart elsewhere.
 """
 
@@ -24,19 +24,19 @@ from broker.spot.durations import AGES, class_of
 
 CLASSES = len(AGES)
 OLDEST = CLASSES - 1
-# The assumed age of the spell at a second place, as a random moment falls mostly into long spells. A young age makes
+# The assumed age of the period at a second place, as a random moment falls mostly into long periods. A young age makes
 # losses look too expensive; five hours or more is too optimistic where places close together.
 SECOND_CLASS = class_of(2.0)
 WORK_GROWTH, SPARE_GROWTH = 1.2, 1.15  # of the grid steps: the value has little curvature in work, more in spare time
 # The price of an hour of waiting, in on-demand hours: of plans with equal cost, the faster one is better.
 WAIT_PRICE = 0.02
-SURVIVAL_WEIGHT = 4.0  # observed spells that weigh as much as the hazards, for the survival of a start
+SURVIVAL_WEIGHT = 4.0  # observed periods that weigh as much as the hazards, for the survival of a start
 PASSES_MAX = 12
 TOLERANCE = 5e-4  # hours of on-demand price
 
 Row = list[float]  # the values at one node by age class, the oldest first
 _NOTHING: Row = [0.0] * CLASSES  # no work left: value 0; rows are replaced, never modified
-# The rate at which a spell moves from its age class to the next one; the oldest class is absorbing.
+# The rate at which a period moves from its age class to the next one; the oldest class is absorbing.
 _AGEING = tuple(1 / (AGES[index + 1] - AGES[index]) if index < OLDEST else 0.0 for index in range(CLASSES))
 _SECOND = OLDEST - SECOND_CLASS  # its index in a row
 EVEN_NODES = 10  # of spare time, half a start apart
@@ -110,7 +110,7 @@ class ValueFunction:
     def enter_usd(self, age_class: int, work: float, spare: float, *, seen: tuple[float, float] = (0.0, 0.0)) -> float:
         """Return the value of starting on spot, which is either survived or lost on the way.
 
-        `seen` counts the spells that reached this age, and those of them that outlived such a start.
+        `seen` counts the periods that reached this age, and those of them that outlived such a start.
         """
         price, start = self.terms.spot_price, self.terms.start_hours
         way = self.starts[OLDEST - age_class]
@@ -129,9 +129,9 @@ class ValueFunction:
 
 
 # For one age class: the probability of no event; the mean hours until an event or the next node; the probabilities that
-# the spell ends, and that it enters the next age class, each split into weights of this node and of the next one.
+# the period ends, and that it enters the next age class, each split into weights of this node and of the next one.
 Way = tuple[float, float, float, float, float, float]
-Ways = tuple[tuple[Way, ...], tuple[Way, ...]]  # of open and of closed spells, the oldest first
+Ways = tuple[tuple[Way, ...], tuple[Way, ...]]  # of open and of closed periods, the oldest first
 Back = tuple[int, int, float]  # two nodes of spare time, and the weight of the lower; (-1, -1, 0): none
 
 
@@ -349,7 +349,7 @@ def _go_on(
 ) -> tuple[Row, Row]:
     """Return by age class the value of the best action, and of continuing to the next node, whose row is `following`.
 
-    `ended` and `ended_next` are the values after the end of the spell, here and at the next node; `others` are the
+    `ended` and `ended_next` are the values after the end of the period, here and at the next node; `others` are the
     values of the alternatives.
     """
     bests, goes = [], []

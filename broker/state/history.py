@@ -14,7 +14,7 @@ from broker.types import OutcomeKind
 HALF_LIFE_DAYS = 14.0  # last month's markets say little: recorded zones change their behavior within weeks
 KEPT_DAYS_MAX = 90.0
 STAYS_MAX = 5000
-SPELL_DAYS = 7.0  # spells fade much faster: those older than a week are ignored
+PERIOD_DAYS = 7.0  # periods fade much faster: those older than a week are ignored
 SHARED_S_MAX = 60.0  # how old a shared result may be where many jobs read it; the evidence fades within weeks
 
 # (cloud, region, zone, instance type), as in the planner's history
@@ -96,14 +96,14 @@ def weigh_stays(stays: Iterable[SpotStay], *, now_s: float) -> dict[PlaceKey, Ob
 def gather_durations(stays: Iterable[SpotStay], *, now_s: float) -> dict[PlaceKey, Durations]:
     """Gather how long each place stayed open for our gangs, until they were preempted or left.
 
-    The spells fade like those of an observed market.
+    The periods fade like those of an observed market.
     """
     found: dict[PlaceKey, Durations] = {}
     for stay in stays:
         age_s = now_s - stay.end_s
-        if stay.is_over and stay.hours > 0 and age_s <= SPELL_DAYS * 86400:
-            spell = NOTHING_SEEN.with_spell(stay.hours, is_open=True, is_ended=stay.is_preempted)
-            found[stay.place] = found.get(stay.place, NOTHING_SEEN) + spell.fade(max(age_s, 0.0) / 3600)
+        if stay.is_over and stay.hours > 0 and age_s <= PERIOD_DAYS * 86400:
+            period = NOTHING_SEEN.with_period(stay.hours, is_open=True, is_ended=stay.is_preempted)
+            found[stay.place] = found.get(stay.place, NOTHING_SEEN) + period.fade(max(age_s, 0.0) / 3600)
     return found
 
 

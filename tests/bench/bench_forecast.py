@@ -107,7 +107,7 @@ def list_cases(scenarios: Sequence[Scenario], folder: Path) -> list[Case]:
 
 
 def watch_gang(trace: Trace, hour: float) -> tuple[float, float]:
-    """(preemptions, spot hours) of an own gang at one place in the two days before, of spells that outlive a start."""
+    """(preemptions, spot hours) of an own gang at one place in the two days before, of periods that outlive a start."""
     preempted, opened, until = 0.0, 0.0, min(hour, trace.hours)
     for (since, is_open), (closed, _) in itertools.pairwise([*trace.changes, (trace.hours, False)]):
         begin, end = max(since, hour - BEFORE_HOURS, 0.0), min(closed, until)

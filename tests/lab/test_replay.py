@@ -97,7 +97,7 @@ def test_giving_machines_up_on_purpose_saves_first() -> None:
     assert found.ondemand_hours == pytest.approx(0.5 + 0.75 + 0.5 + 3.25)
 
 
-def test_an_oracle_is_told_the_end_of_the_spell_and_others_only_with_notice() -> None:
+def test_an_oracle_is_told_the_end_of_the_period_and_others_only_with_notice() -> None:
     told = list[float | None]()
 
     def listen(view: JobView, candidates: Sequence[Candidate]) -> Decision:

@@ -33,7 +33,7 @@ from broker.spot.prior import MEASURED, Paces, Prior, scale_hazards
 from broker.spot.value_function import Terms, ValueFunction
 
 PACE_STEP = math.log(2)  # paces are rounded, so that tables can be reused
-# Bounds on the steps: a pace of closed spells below the prior's was measured to cost 0.001 to 0.006 of the optimum.
+# Bounds on the steps: a pace of closed periods below the prior's was measured to cost 0.001 to 0.006 of the optimum.
 OPEN_STEPS, CLOSED_STEPS = (-1, 4), (0, 4)
 CHANCES = (0.0, 0.25, 0.5, 0.75, 0.9, 0.97)
 PRICE_STEP = 0.02

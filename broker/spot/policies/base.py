@@ -22,8 +22,8 @@ class Candidate:
     """A placement and the present knowledge of its market.
 
     `is_open` says that spot capacity is available, as far as known; on-demand counts as always open. `is_watched` says
-    that the end of its spell would be noticed even if nothing ran there.
-    `age_hours` is the age of its present spell, and `met_hours` the age at which watching began: 0 where the beginning
+    that the end of its period would be noticed even if nothing ran there.
+    `age_hours` is the age of its present period, and `met_hours` the age at which watching began: 0 where the beginning
     was observed, else an assumption (`broker.spot.durations.MET_HOURS`) from which `age_hours` continues.
     `start_hours` are billed and do no work: creating nodes, setup, data, restoring the checkpoint. `move_usd` is paid
     once to move there (egress). `speed` is work-hours per hour.
@@ -38,7 +38,7 @@ class Candidate:
     move_usd: float = 0.0
     speed: float = 1.0
     closes_in_hours: float | None = None  # known from a preemption notice
-    seen: Durations = NOTHING_SEEN  # finished spells of this market
+    seen: Durations = NOTHING_SEEN  # finished periods of this market
 
     @property
     def is_spot(self) -> bool:

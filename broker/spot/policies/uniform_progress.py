@@ -2,7 +2,7 @@
 
 Z. Wu and others, "Can't Be Late: Optimizing Spot Instance Savings under Deadlines" (NSDI 2024). Run on spot
 whenever it is open; otherwise wait while ahead of the line, and run on-demand when behind. Return from on-demand to
-spot only with spare time for two starts, so that a short open spell does not cost two starts.
+spot only with spare time for two starts, so that a short open period does not cost two starts.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def decide(view: JobView, candidates: Sequence[Candidate]) -> Decision:
 
 
 def decide_next_spot(view: JobView, candidates: Sequence[Candidate]) -> Decision:
-    """Decide with knowledge of the length of open spells, and use only those that pay for their start."""
+    """Decide with knowledge of the length of open periods, and use only those that pay for their start."""
     return pace(view, candidates, is_choosy=True)
 
 
@@ -87,7 +87,7 @@ def _hours_ahead(view: JobView) -> float:
 
 
 def _pays(spot: Candidate, fallback: Candidate, *, is_ondemand: bool) -> bool:
-    """Return whether a spell of known length pays for its start (and the start of on-demand after it)."""
+    """Return whether a period of known length pays for its start (and the start of on-demand after it)."""
     if spot.closes_in_hours is None or not math.isfinite(spot.closes_in_hours):
         return True
     work = (spot.closes_in_hours - spot.start_hours) * spot.speed
