@@ -16,7 +16,7 @@ import uuid
 from pathlib import Path
 
 from broker.errors import StateError, UsageError
-from broker.nouns import noun
+from broker.frozen import frozen
 
 SETTINGS = "config.toml"
 SETTING_NAMES = ("bucket_access", "checkpoints", "keep_days", "state", "unattended")
@@ -27,7 +27,7 @@ STATE_URL = r"postgres(?:ql)?://"
 CHECKPOINT_URL = r"(?:(?:s3|gs|az)://[^/\s]\S*|file:///\S*|/\S*)"
 
 
-@noun
+@frozen
 class Config:
     """Paths of one installation. `owner` tags every cloud resource that this installation creates."""
 

@@ -28,7 +28,7 @@ from broker.app.market import Market, find_cache
 from broker.app.planning import TaskLike, read_task
 from broker.app.simulating import Simulation, SimulationRequest
 from broker.app.simulating import simulate as replay
-from broker.nouns import noun
+from broker.frozen import frozen
 from broker.types import Autostop, Cluster, Plan, Run
 
 __all__ = [
@@ -36,7 +36,7 @@ __all__ = [
 ]  # fmt: skip
 
 
-@noun
+@frozen
 class Launched:
     """A cluster that is up, and the run that was started; `run_id` is None for a task with nothing to run."""
 

@@ -10,7 +10,7 @@ from broker.app.launching import settle_checkpoints
 from broker.app.planning import plan_launch
 from broker.errors import JobEndedError, UsageError, WaitTimeoutError
 from broker.formatting import strip_control
-from broker.nouns import noun
+from broker.frozen import frozen
 from broker.types import Job, JobStatus, Plan, Secret, Task
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 LOOK_S = 0.3
 
 
-@noun
+@frozen
 class JobTarget:
     """The launch target for managed jobs: a single one, or the tasks of a pipeline."""
 
@@ -170,7 +170,7 @@ def read_log(context: Context, job_id: int, offset: int = 0) -> tuple[Sequence[s
     return [strip_control(line) for line in complete.decode(errors="replace").splitlines()], offset + len(complete)
 
 
-@noun
+@frozen
 class Explanation:
     """A job with its history: its events, the time that recoveries took, and its cost."""
 

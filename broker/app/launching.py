@@ -12,7 +12,7 @@ from broker.app.container import Context
 from broker.app.planning import anchor, check_notices, check_plans, plan_launch
 from broker.errors import TransientError, UnreachedError, UsageError
 from broker.formatting import format_count, format_usd
-from broker.nouns import noun
+from broker.frozen import frozen
 from broker.types import Autostop, Cluster, ClusterStatus, NodeState, Plan, Task
 from broker.wording import describe_event
 
@@ -47,7 +47,7 @@ def _ignore_upload(url: str) -> Iterator[Callable[[int, int], None]]:
     yield lambda done, total: None
 
 
-@noun
+@frozen
 class Callbacks:
     """The callbacks of a launch; the defaults show nothing and accept every price."""
 
@@ -56,7 +56,7 @@ class Callbacks:
     track_upload: TrackUpload = _ignore_upload
 
 
-@noun
+@frozen
 class Ready:
     """Tasks that passed all checks and have their files uploaded, with their plans."""
 
@@ -95,7 +95,7 @@ def prepare(
     return Ready(tasks=tuple(target.mount(each) for each in tasks), plans=plans)
 
 
-@noun
+@frozen
 class ClusterTarget:
     """The launch target for a named cluster, on which one task runs."""
 

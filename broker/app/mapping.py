@@ -20,7 +20,7 @@ from broker.batch.splitting import SUFFIXES, Split, split
 from broker.batch.tally import Tally
 from broker.batch.workers import Crew, list_problems, plan_crew
 from broker.errors import BrokerError, UsageError
-from broker.nouns import noun
+from broker.frozen import frozen
 from broker.storage import open_bucket
 from broker.types import DataSet, Job, JobStatus, Plan, Task
 
@@ -31,7 +31,7 @@ SCHEMES = ("file", "s3", "gs", "az")  # what the worker reads (trainers/map_plac
 NOT_STARTED = (JobStatus.PENDING, JobStatus.STARTING, JobStatus.RECOVERING)
 
 
-@noun
+@frozen
 class MapRequest:
     """A map as the user asked for it; `input` and `output` are URLs or paths on this machine."""
 
@@ -43,7 +43,7 @@ class MapRequest:
     lease_s: float = LEASE_S
 
 
-@noun
+@frozen
 class MapView:
     """A map at one moment."""
 
@@ -52,7 +52,7 @@ class MapView:
     usd: float
 
 
-@noun
+@frozen
 class MapResult:
     """A map without work left; `failures` are the reasons for shards that were left out."""
 
@@ -66,7 +66,7 @@ class MapResult:
         return 1e6 * self.view.usd / self.items if self.items else None
 
 
-@noun
+@frozen
 class MapTarget(JobTarget):
     """The launch target for the workers of a map."""
 

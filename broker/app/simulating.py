@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from broker.app.container import Context
 from broker.errors import NoOfferError, UsageError
 from broker.formatting import format_hours, format_usd
-from broker.nouns import noun
+from broker.frozen import frozen
 
 if TYPE_CHECKING:
     from broker.lab.benchmark import Benchmark, Scene
@@ -22,7 +22,7 @@ SLACK_DEFAULT = 1.5  # deadline / work, for a task without a deadline
 STARTS_MAX = 100_000
 
 
-@noun
+@frozen
 class SimulationRequest:
     """The markets, policies and replays of a simulation."""
 
@@ -35,7 +35,7 @@ class SimulationRequest:
     deadline_hours: float | None = None
 
 
-@noun
+@frozen
 class Simulation:
     """The scores of all policies, and the markets and machines that they were replayed on."""
 

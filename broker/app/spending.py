@@ -9,7 +9,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from broker.errors import DamagedRowError
-from broker.nouns import noun
+from broker.frozen import frozen
 
 if TYPE_CHECKING:
     from broker.state.store import Bill, Store, Total
@@ -23,7 +23,7 @@ class By(StrEnum):
     DAY = "day"
 
 
-@noun
+@frozen
 class Spending:
     """Node-hours and USD by job id, cluster, cloud or day; `pruned_before_s` is None where every job is recorded."""
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from enum import StrEnum
 
-from broker.nouns import noun
+from broker.frozen import frozen
 from broker.types import Node, NodeEnd, NodeState, RunStatus
 
 MISSES_MIN = 3  # polls without an answer, and
@@ -32,7 +32,7 @@ class Verdict(StrEnum):
     LOST = "LOST"
 
 
-@noun
+@frozen
 class HealthSignals:
     """The observations behind a verdict. `status`: None if no node answered. `_s`: how long a signal lasts."""
 

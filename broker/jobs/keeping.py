@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from broker.clock import Clock
 from broker.errors import NoOfferError
+from broker.frozen import frozen
 from broker.jobs.acquisition import Acquisition
 from broker.jobs.gang import GangReport
 from broker.jobs.health import list_lost_ranks
-from broker.nouns import noun
 from broker.provision.lifecycle import Provisioner
 from broker.state.store import Store
 from broker.types import Attempt, Cluster, Estimate, Job, NodeState, Placement
@@ -16,7 +16,7 @@ LEAVES_AT_ONCE = "eager_next_region"
 PATIENCE_S_MAX = 600.0  # as long as one search waits for nodes to boot
 
 
-@noun
+@frozen
 class Elsewhere:
     """The best other place: the gang's price there, and the expected saving for the rest of the job."""
 

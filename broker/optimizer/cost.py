@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 
-from broker.nouns import noun
+from broker.frozen import frozen
 from broker.optimizer.data_cost import DataCost
 from broker.spot.interval import best_interval_s
 from broker.spot.market_model import NOTHING, MarketEvidence, RunDistribution, find_hazard, forecast_mean, forecast_run
@@ -21,7 +21,7 @@ SWITCH_SHARE_MIN = 0.01  # of the billed hours: below this share on-demand is no
 STRETCH_MAX = 50.0  # preemptions per stretch of work: beyond, spot never finishes
 
 
-@noun
+@frozen
 class SpotInputs:
     """The inputs of a run on spot other than prices. `recovery_hours` are per start of the gang.
 
@@ -109,7 +109,7 @@ class SpotInputs:
         return self.list_runs().chance(lambda run: run.hours <= limit)
 
 
-@noun
+@frozen
 class RunForecast:
     """The expected course of a run, independent of prices. Times are in hours; `recovery_*` are per recovery."""
 
@@ -198,7 +198,7 @@ def add_data_usd(course: RunForecast | Run, data: DataCost, checkpoints: float) 
     return moves, data.storage_usd_hour * course.hours
 
 
-@noun
+@frozen
 class GangPrices:
     """USD per hour of the whole gang: on spot, the mean of the candidate places; on-demand, per hour of the choice's
     work, as the cheapest on-demand gang may have other machines."""

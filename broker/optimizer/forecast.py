@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from broker.nouns import noun
+from broker.frozen import frozen
 from broker.optimizer.cost import GangPrices, SpotInputs, price_run, run_on_spot
 from broker.optimizer.data_cost import DataCost
 from broker.optimizer.ranking import SAME_SCORE, LazyEstimates
@@ -19,7 +19,7 @@ from broker.types import Plan
 SHARES = (0.1, 0.5, 0.9)
 
 
-@noun
+@frozen
 class Range:
     """The 10th, 50th and 90th percentiles."""
 
@@ -28,7 +28,7 @@ class Range:
     p90: float
 
 
-@noun
+@frozen
 class Influence:
     """The expected cost under one changed condition."""
 
@@ -36,7 +36,7 @@ class Influence:
     usd_mean: float
 
 
-@noun
+@frozen
 class CostForecast:
     """The forecast of a plan: USD and hours from submission to end.
 
@@ -67,7 +67,7 @@ class CostForecast:
         return other * SAME_SCORE < self.usd_mean + hour_value_usd * self.hours_mean
 
 
-@noun
+@frozen
 class _Choice:
     """The terms of the choice that its forecast depends on."""
 

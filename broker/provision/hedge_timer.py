@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from enum import StrEnum
 
-from broker.nouns import noun
+from broker.frozen import frozen
 from broker.state.calls import Pace, PaceRows
 
 
@@ -16,7 +16,7 @@ class Answer(StrEnum):
     WHOLE = "whole"  # from there, until every node runs
 
 
-@noun
+@frozen
 class HedgeLimits:
     """Limits in seconds. `prior_s` applies before the first measurement; the others bound the learned value."""
 

@@ -18,7 +18,7 @@ from broker.agent.agent_bucket import SCHEMES, name_log, name_outcome
 from broker.clock import Clock
 from broker.clouds.base import CanStop, Cloud, HasAccounts, ProvidesSshHosts
 from broker.errors import BrokerError, RunFailedError, TransientError, UnreachedError
-from broker.nouns import noun
+from broker.frozen import frozen
 from broker.provision.launch import describe
 from broker.provision.lifecycle import Provisioner
 from broker.runtime.gang import Gang
@@ -44,7 +44,7 @@ class StepOutcome(StrEnum):
     SKIPPED = "skipped"
 
 
-@noun
+@frozen
 class Step:
     """One step of a trial. `spent_usd`: cost of the trial at the end of the step."""
 

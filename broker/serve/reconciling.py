@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from broker.nouns import noun
+from broker.frozen import frozen
 from broker.types import UpdateMode
 
 
-@noun
+@frozen
 class Slot:
     """A place for one replica; None: as the task says."""
 
@@ -23,7 +23,7 @@ class Slot:
     zone: str | None = None
 
 
-@noun
+@frozen
 class ReplicaView:
     """A replica as observed. `is_lost`: its machines were preempted or failed, and it starts elsewhere."""
 
@@ -36,7 +36,7 @@ class ReplicaView:
     in_flight: int = 0
 
 
-@noun
+@frozen
 class ReplicaStep:
     """What to do now: start a replica in each of these slots, and drain these replicas."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from broker.nouns import noun
+from broker.frozen import frozen
 
 HOURS_A_MONTH = 730.0
 
@@ -23,7 +23,7 @@ UNLIKE_BAND_SHARE = 1e-5
 UNLIKE_BAND_COUNT, UNLIKE_BAND_HOURS = 0.5, 2.0  # Gamma: mean 0.25 per hour, as broad as the recordings
 
 
-@noun
+@frozen
 class Observation:
     """Observed preemptions of single nodes of one instance type at one place, and the spot node-hours of exposure.
 

@@ -18,7 +18,7 @@ from dataclasses import replace
 from functools import lru_cache
 from operator import attrgetter
 
-from broker.nouns import noun
+from broker.frozen import frozen
 from broker.spot.recorded_runs import (
     STARTS_HOURS,
     CellShares,
@@ -41,7 +41,7 @@ PACE_SHAPE = 2.0
 TOGETHER_SHARE = 0.15
 
 
-@noun
+@frozen
 class MarketEvidence:
     """Observations of a market: `preemptions` of whole gangs in `gang_hours` on spot.
 
@@ -56,7 +56,7 @@ class MarketEvidence:
 NOTHING = MarketEvidence()
 
 
-@noun
+@frozen
 class RunDistribution:
     """Runs and their weights, which add up to 1."""
 

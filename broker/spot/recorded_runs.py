@@ -16,7 +16,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from broker.nouns import noun
+from broker.frozen import frozen
 
 TABLE = Path(__file__).parent / "data/recorded_runs.json"
 WORKS_HOURS = (12.0, 48.0)
@@ -31,7 +31,7 @@ PER_MILLE = 1000
 CellShares = tuple[float, float, float, float, float]
 
 
-@noun
+@frozen
 class Scenario:
     """A recorded market and an hour of submission, with one run for each cell of the grid.
 
@@ -52,7 +52,7 @@ class Scenario:
     preemptions: tuple[int, ...]
 
 
-@noun
+@frozen
 class Run:
     """The outcome of one scenario: `spot_hours` and `ondemand_hours` are billed, the rest of `hours` is waiting."""
 

@@ -14,7 +14,7 @@ from typing import Any, Protocol, TypeVar
 
 from broker.clock import Clock
 from broker.errors import DamagedRowError, FencedError
-from broker.nouns import noun
+from broker.frozen import frozen
 
 UID_LETTERS = "abcdefghjkmnpqrstuvwxyz23456789"  # no letters that look alike: 28 million ids of length 5
 UID_LENGTH = 5
@@ -37,7 +37,7 @@ class Cursor(Protocol):
     def fetchone(self) -> Any: ...
 
 
-@noun
+@frozen
 class Fence:
     """The claim under which a task works: it may write only while the claim of this job still has this epoch."""
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from broker.nouns import noun
+from broker.frozen import frozen
 from broker.state.base import Database
 
 
-@noun
+@frozen
 class Pace:
     """The smoothed response time of a cloud for one kind of call, and the mean deviation from it, both in seconds."""
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
-from broker.nouns import noun
+from broker.frozen import frozen
 from broker.state.base import FENCE, Database, Fence
 
 HOUSEKEEPING = 0
@@ -24,7 +24,7 @@ _UNFINISHED = (
 _FREE = "holder NOT IN (SELECT name FROM controllers WHERE until_s > ?)"
 
 
-@noun
+@frozen
 class JobLoad:
     """How many processes share the jobs, and how many jobs are unfinished."""
 

@@ -9,12 +9,12 @@ from functools import partial
 import msgspec
 
 from broker.errors import DamagedRowError
-from broker.nouns import noun
+from broker.frozen import frozen
 from broker.state.base import Database, Row, keep_readable, read_row, read_s, read_text
 from broker.types import Cluster, IntentEnd, Node, NodeRequest, NodeState
 
 
-@noun
+@frozen
 class Intent:
     """A gang that was requested; open until its outcome is known."""
 
@@ -158,7 +158,7 @@ def _read_intent(row: Row) -> Intent:
     )
 
 
-@noun
+@frozen
 class Bill:
     """The billed time of one node; `ended_s` is None while it still costs money."""
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 
-from broker.nouns import noun
+from broker.frozen import frozen
 
 COPIES_MAX = 7
 COPY_EVERY_S = 86400.0
@@ -20,7 +20,7 @@ _NAME = re.compile(r"state-(\d{8}T\d{6})Z\.db")
 _FORMAT = "%Y%m%dT%H%M%S"
 
 
-@noun
+@frozen
 class Copy:
     path: Path
     time_s: float

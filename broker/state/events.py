@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 
-from broker.nouns import noun
+from broker.frozen import frozen
 from broker.state.base import TIME_S_MAX, Database, Row
 from broker.types import Placement
 from broker.types.outcomes import Event, EventData, EventKind, make_event
@@ -15,7 +15,7 @@ from broker.wording import describe_event
 FORGIVEN_AFTER_S = 3600.0  # a place without a refusal for this long after one expired counts from 1 again
 
 
-@noun
+@frozen
 class EventRow:
     """An event of a job or a cluster; ids only grow. `message` is the event as a sentence."""
 
@@ -31,7 +31,7 @@ class EventRow:
         return describe_event(Event(kind=self.kind, data=self.data))
 
 
-@noun
+@frozen
 class Refusal:
     """A place not to ask again before `expires_s`; an empty region, zone or instance type stands for all of them."""
 

@@ -12,11 +12,11 @@ import secrets
 from pathlib import Path
 
 from broker.errors import StateError
-from broker.nouns import noun
+from broker.frozen import frozen
 from broker.state.copies import list_copies, show_date
 
 
-@noun
+@frozen
 class Guard:
     """The content of a guard file.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 
-from broker.nouns import noun
+from broker.frozen import frozen
 from broker.spot.durations import NOTHING_SEEN, Durations
 from broker.spot.hazard import Observation
 from broker.state.base import Database
@@ -21,7 +21,7 @@ SHARED_S_MAX = 60.0  # how old a shared result may be where many jobs read it; t
 PlaceKey = tuple[str, str, str | None, str]
 
 
-@noun
+@frozen
 class SpotStay:
     """The time of one gang on spot in one place.
 

@@ -10,7 +10,7 @@ from functools import lru_cache, partial
 import msgspec
 
 from broker.errors import DamagedRowError, UsageError
-from broker.nouns import noun
+from broker.frozen import frozen
 from broker.state.base import Database, Row, keep_readable, read_row, read_s, read_text
 from broker.state.secret_files import SecretStore
 from broker.task.codec import decode_task, encode_task
@@ -19,7 +19,7 @@ from broker.types import Attempt, Job, JobStatus, Outcome, OutcomeKind, Progress
 OnDamage = Callable[[DamagedRowError], None] | None
 
 
-@noun
+@frozen
 class StepRange:
     """The steps that one attempt reported: the first, the newest, and the newest that was saved."""
 
@@ -28,7 +28,7 @@ class StepRange:
     checkpoint_step: int | None
 
 
-@noun
+@frozen
 class JobLine:
     """The fields of a job that a list shows; cheap to read for ten thousand jobs."""
 
@@ -43,7 +43,7 @@ class JobLine:
     pipeline: str = ""
 
 
-@noun
+@frozen
 class LogOffset:
     """How far a job's log is copied: up to `source_bytes` of the attempt's log, and `file_bytes` of our file."""
 

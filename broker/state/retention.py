@@ -8,7 +8,7 @@ from calendar import timegm
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence, Set
 
-from broker.nouns import noun
+from broker.frozen import frozen
 from broker.state.base import Database, Row, read_row, read_s
 from broker.state.schema import KEPT_DAYS
 
@@ -17,7 +17,7 @@ TABLES_OF_JOBS = ("attempts", "attempt_steps", "log_offsets", "nodes", "claims")
 BATCH = 500
 
 
-@noun
+@frozen
 class Total:
     """The sum of pruned bills for one month (UTC) and cloud. `pricing`: "spot", "on-demand" or "unknown"."""
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import msgspec
 
 from broker.errors import UsageError
-from broker.nouns import noun
+from broker.frozen import frozen
 from broker.state.base import Database, Row, read_row, read_s, read_text
 from broker.state.secret_files import SecretFiles
 from broker.task.codec import decode_task, encode_task
@@ -17,7 +17,7 @@ COLUMNS = "name, uid, version, host, port, mode, wanted, created_s, down_request
 EVENTS_MAX = 1000  # of one service; older ones are deleted
 
 
-@noun
+@frozen
 class ServiceEvent:
     """Something that happened to a service, or to one of its replicas."""
 

@@ -1,4 +1,4 @@
-"""The store: all persistent state in one database, with a repository for each noun."""
+"""The store: all persistent state in one database, with a repository for each type."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from typing import Literal
 
 from broker.errors import UsageError
-from broker.nouns import noun
+from broker.frozen import frozen
 from broker.task.allowed import ENV_NAME, ENV_VALUE
 from broker.task.checking import check_flag
 
@@ -28,7 +28,7 @@ RANGE = re.compile(r"([^.,]+(?:\.\d+)?(?:e[+-]?\d+)?)\.\.(.+?)(?::(log|int|linea
 Configuration = Mapping[str, str]  # parameter -> value, as the variable of the run
 
 
-@noun
+@frozen
 class Values:
     """A list of values."""
 
@@ -36,7 +36,7 @@ class Values:
     values: tuple[str, ...]
 
 
-@noun
+@frozen
 class NumberRange:
     """Numbers from `low` to `high`."""
 
