@@ -15,9 +15,9 @@ from broker.jobs.health import (
     HealthSignals,
     Verdict,
     classify,
+    find_unreachable_s_max,
     list_lost_ranks,
     measure_doubt_s,
-    measure_patience_s,
 )
 from broker.types import Node, NodeState, RunStatus
 
@@ -62,8 +62,8 @@ def test_silence_is_a_loss_only_when_it_is_both_repeated_and_long(ranks: tuple[i
 
 def test_nodes_that_are_confirmed_gone_are_none_of_those_that_could_answer() -> None:
     three = make_nodes(NodeState.RUNNING, NodeState.RUNNING, NodeState.TERMINATED)
-    assert measure_patience_s(replace(CALM, nodes=three, unreachable=(0, 1))) == GANG_UNREACHABLE_S_MIN
-    assert measure_patience_s(replace(CALM, nodes=three, unreachable=(1,))) == UNREACHABLE_S_MIN
+    assert find_unreachable_s_max(replace(CALM, nodes=three, unreachable=(0, 1))) == GANG_UNREACHABLE_S_MIN
+    assert find_unreachable_s_max(replace(CALM, nodes=three, unreachable=(1,))) == UNREACHABLE_S_MIN
 
 
 def test_counted_misses_mean_nothing_once_all_answer_again() -> None:

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from broker.config import Config
-from broker.jobs.endings import Endings
 from broker.jobs.log_files import get_log_path
 from broker.jobs.lost_gang import LEASES_APART_S, LostGang, is_programs_failure
+from broker.jobs.outcome_recorder import OutcomeRecorder
 from broker.jobs.outcomes import RunResult
 from broker.types import (
     Attempt,
@@ -78,7 +78,7 @@ def conclude(
     nodes = make_nodes(*reasons)
     cluster = Cluster(name="job-1-1", status=ClusterStatus.UP, placement=placement, attempt=1, nodes=nodes)
     config = Config(home=folder, owner=OWNER)
-    gang = LostGang(world.store, config, Endings(job.id, world.store, world.clock), left)
+    gang = LostGang(world.store, config, OutcomeRecorder(job.id, world.store, world.clock), left)
     if is_starting:
         asyncio.run(gang.record_success(job, attempt, cluster))
         return world.get_job(), world

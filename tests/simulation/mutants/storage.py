@@ -11,7 +11,7 @@ from unittest.mock import patch
 
 from broker.clock import Stopwatch
 from broker.errors import CloudError
-from broker.jobs import acquisition, controller, endings, in_place, node_replacement
+from broker.jobs import acquisition, controller, in_place, node_replacement, outcome_recorder
 from broker.jobs.budget import Overspent
 from broker.provision import collection, lifecycle
 from broker.provision.collection import Collector
@@ -131,7 +131,7 @@ def budget_per_attempt() -> Patches:
 
     return (
         patch.object(controller, "find_overspending", find),
-        patch.object(endings, "find_overspending", find),
+        patch.object(outcome_recorder, "find_overspending", find),
         patch.object(acquisition, "check_budget", check),
         patch.object(acquisition, "find_overspending", find),
         patch.object(in_place, "check_budget", check),
