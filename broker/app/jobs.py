@@ -102,7 +102,7 @@ def retry(context: Context, job: Job, *, secrets: Mapping[str, str], request_id:
 def _check_access(context: Context, task: Task) -> None:
     """Check, as before a launch, that nodes can access the task's buckets. Raises before anything is paid for."""
     from broker.jobs.allowance import get_unattended_s
-    from broker.jobs.order import drop_limits
+    from broker.jobs.replanning import drop_limits
 
     plan = plan_launch(context, drop_limits(task))  # a job that is late may be retried
     for sentence in context.grants.check([plan], allowances_s=[get_unattended_s(task)]):

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from broker.clock import Clock
 from broker.errors import AccountError, AuthError, CapacityError, InvalidRequestError, NoOfferError
 from broker.jobs.budget import Overspent, check_budget, find_overspending
-from broker.jobs.order import cut_to_rest, drop_limits, order_plan
 from broker.jobs.outcome_recorder import OutcomeRecorder
 from broker.jobs.policy_runner import Pause, PolicyRunner
+from broker.jobs.replanning import cut_to_rest, drop_limits, order_plan
 from broker.provision.lifecycle import Provisioner
 from broker.provision.refusals import draw_backoff_s
 from broker.state.store import Store

@@ -28,7 +28,7 @@ from broker.jobs.daemon import ensure_daemon, hold_lock, run_daemon
 from broker.jobs.health import HealthSignals, Verdict, classify
 from broker.jobs.log_files import DAEMON_LOG_BYTES_MAX, forget_logs, get_log_path, rotate_log
 from broker.jobs.monitor import AttemptMonitor
-from broker.jobs.order import cut_to_rest, order_plan
+from broker.jobs.replanning import cut_to_rest, order_plan
 from broker.jobs.summary import summarize
 from broker.state.store import Store
 from broker.types import (  # fmt: skip

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from broker.jobs.order import cut_to_rest, drop_limits, order_plan
+from broker.jobs.replanning import cut_to_rest, drop_limits, order_plan
 from broker.types import (
     Attempt,
     CheckpointSpec,
