@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from broker.clock import Clock
 from broker.errors import AccountError, AuthError, CapacityError, InvalidRequestError, NoOfferError
-from broker.jobs.budget import Overspent, check_budget, find_overspending
+from broker.jobs.budget import BudgetExceeded, check_budget, find_overspending
 from broker.jobs.outcome_recorder import OutcomeRecorder
 from broker.jobs.policy_runner import Pause, PolicyRunner
 from broker.jobs.replanning import cut_to_rest, drop_limits, order_plan
@@ -74,7 +74,7 @@ class Acquisition:
                 hedge=job.hedge,
                 check_budget=lambda: check_budget(job, self._store, self._clock),
             )
-        except Overspent as error:
+        except BudgetExceeded as error:
             return self._recorder.finish_job(job, JobStatus.FAILED, OutcomeKind.BUDGET_EXCEEDED, str(error))
         except (CapacityError, AuthError) as error:
             return self._wait(job, error)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from broker.lab.markets import Site
 from broker.lab.offline_optimum import find_optimum, list_intervals
-from broker.lab.replay import Case, Outcome, replay
+from broker.lab.replay import Case, ReplayOutcome, replay
 from broker.spot.policies import ORACLES, load_policy
 
 # The share by which the plan found may exceed the optimum. The search is ten times as fast as at 0.02 %.
@@ -52,7 +52,7 @@ class Benchmark:
 
     scores: tuple[Score, ...]
     scenes: tuple[Scene, ...]
-    outcomes: tuple[tuple[Outcome, ...], ...]  # by policy, by scene
+    outcomes: tuple[tuple[ReplayOutcome, ...], ...]  # by policy, by scene
     optima: tuple[float | None, ...]  # by scene; None if it was not computed
     optimum_usd_mean: float | None = None
 
@@ -109,7 +109,7 @@ def count_optima(scenes: Sequence[Scene]) -> int:
     return max(1, min(len(scenes), round(OPTIMA_CHANGES / max(1.0, changes))))
 
 
-def estimate_optimum(outcomes: Sequence[Sequence[Outcome]], optima: Sequence[float | None]) -> float | None:
+def estimate_optimum(outcomes: Sequence[Sequence[ReplayOutcome]], optima: Sequence[float | None]) -> float | None:
     """Estimate the mean optimum of all scenes; None if no optimum is known.
 
     If some are missing, the known optima are extrapolated by their ratio to the cost of the cheapest policy on the same
@@ -153,7 +153,7 @@ def percentile(values: Sequence[float], share: float) -> float:
     return ranked[max(math.ceil(share * len(ranked)) - 1, 0)]
 
 
-def _score(name: str, outcomes: Sequence[Outcome], optimum_usd_mean: float | None) -> Score:
+def _score(name: str, outcomes: Sequence[ReplayOutcome], optimum_usd_mean: float | None) -> Score:
     count = len(outcomes)
     usd, hours = [outcome.usd for outcome in outcomes], [outcome.hours for outcome in outcomes]
     on_spot = sum(outcome.spot_hours for outcome in outcomes)

@@ -25,7 +25,7 @@ PRICE_STEPS = 24
 
 
 @dataclass(frozen=True, kw_only=True)
-class Interval:
+class MarketInterval:
     """The time between two changes, with (site, USD per hour) of the open sites, by site."""
 
     from_hours: float
@@ -56,19 +56,19 @@ def find_optimum(
     return _Search(sites, intervals, work_hours, deadline_hours, tolerance).run()
 
 
-def list_intervals(sites: Sequence[Site], from_hour: float, hours: float) -> list[Interval]:
+def list_intervals(sites: Sequence[Site], from_hour: float, hours: float) -> list[MarketInterval]:
     """Split the recordings, from one hour on, at every change of any site."""
     steps = [site.find_step(from_hour) for site in sites]
-    cuts, intervals = 0.0, list[Interval]()
+    cuts, intervals = 0.0, list[MarketInterval]()
     while cuts < hours - 1e-9:
         following = [site.read_step(step + 1)[0] - from_hour for site, step in zip(sites, steps, strict=True)]
         until = min([*following, hours])
         now = [site.read_step(step) for site, step in zip(sites, steps, strict=True)]
         opened = tuple((index, placement.usd_hour) for index, (_, is_open, placement) in enumerate(now) if is_open)
         if intervals and intervals[-1].open_sites == opened:
-            intervals[-1] = Interval(from_hours=intervals[-1].from_hours, to_hours=until, open_sites=opened)
+            intervals[-1] = MarketInterval(from_hours=intervals[-1].from_hours, to_hours=until, open_sites=opened)
         else:
-            intervals.append(Interval(from_hours=cuts, to_hours=until, open_sites=opened))
+            intervals.append(MarketInterval(from_hours=cuts, to_hours=until, open_sites=opened))
         steps = [step + (after <= until + 1e-9) for step, after in zip(steps, following, strict=True)]
         cuts = until
     return intervals
@@ -78,7 +78,7 @@ class _Search:
     def __init__(
         self,
         sites: Sequence[Site],
-        intervals: Sequence[Interval],
+        intervals: Sequence[MarketInterval],
         work_hours: float,
         deadline_hours: float,
         tolerance: float,
@@ -185,7 +185,7 @@ class _Search:
             if hours <= left + 1e-9:
                 self.best = min(self.best, usd + hours * self.ondemand_usd)
 
-    def _advance(self, labels: dict[int, list[Label]], interval: Interval) -> dict[int, list[Label]]:
+    def _advance(self, labels: dict[int, list[Label]], interval: MarketInterval) -> dict[int, list[Label]]:
         """Return all plans after one more interval; plans that finish within it are priced and dropped."""
         hours = interval.to_hours - interval.from_hours
         every = [(mode, label) for mode, plans in labels.items() for label in plans]

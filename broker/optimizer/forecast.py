@@ -13,7 +13,7 @@ from broker.frozen import frozen
 from broker.optimizer.cost import GangPrices, SpotInputs, price_run, run_on_spot
 from broker.optimizer.data_cost import DataCost
 from broker.optimizer.ranking import SAME_SCORE, LazyEstimates
-from broker.spot.recorded_runs import Run
+from broker.spot.recorded_runs import RecordedRun
 from broker.types import Plan
 
 SHARES = (0.1, 0.5, 0.9)
@@ -121,7 +121,7 @@ def _forecast(plan: Plan, choice: _Choice) -> CostForecast:
     goal, given = plan.task.goal, choice.inputs
     course, runs = run_on_spot(given), given.list_runs()
 
-    def usd(run: Run) -> float:
+    def usd(run: RecordedRun) -> float:
         return price_run(run, choice.prices, choice.data, course.checkpoints)
 
     low_usd, mid_usd, high_usd = runs.quantiles(usd, SHARES)

@@ -62,7 +62,7 @@ class Failover:
         self._clouds = clouds
         self._clock = clock
         self._offers = UnavailableOffers(store)
-        self.hedge_timer = HedgeTimer(store.paces)
+        self.hedge_timer = HedgeTimer(store.response_times)
         self.launcher = Launcher(
             clouds,
             store,

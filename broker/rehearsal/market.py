@@ -71,7 +71,7 @@ class SeededMarket:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RecordedMarket:
+class ReplayedMarket:
     """Recordings, replayed in a loop. A zone without a recording gets another zone's, always the same one."""
 
     traces: Sequence[Trace]

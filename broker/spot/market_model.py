@@ -22,7 +22,7 @@ from broker.frozen import frozen
 from broker.spot.recorded_runs import (
     STARTS_HOURS,
     CellShares,
-    Run,
+    RecordedRun,
     Scenario,
     average_cells,
     interpolate_hours,
@@ -60,19 +60,19 @@ NOTHING = MarketEvidence()
 class RunDistribution:
     """Runs and their weights, which add up to 1."""
 
-    runs: Sequence[Run]
+    runs: Sequence[RecordedRun]
     weights: Sequence[float]
 
-    def mean(self, value: Callable[[Run], float]) -> float:
+    def mean(self, value: Callable[[RecordedRun], float]) -> float:
         return sum(weight * value(run) for run, weight in zip(self.runs, self.weights, strict=True))
 
-    def chance(self, claim: Callable[[Run], bool]) -> float:
+    def chance(self, claim: Callable[[RecordedRun], bool]) -> float:
         """Return the probability of a claim; never 0 or 1, as there are only a few hundred runs."""
         found = sum(weight for run, weight in zip(self.runs, self.weights, strict=True) if claim(run))
         least = 1 / (len(self.runs) + 2)
         return min(max(found, least), 1 - least)
 
-    def quantiles(self, value: Callable[[Run], float], shares: Sequence[float]) -> list[float]:
+    def quantiles(self, value: Callable[[RecordedRun], float], shares: Sequence[float]) -> list[float]:
         """Return the quantiles of `value` at `shares`, interpolated linearly between runs."""
         ranked = sorted((value(run), weight) for run, weight in zip(self.runs, self.weights, strict=True))
         middles, below = [], 0.0
@@ -114,7 +114,7 @@ def forecast_mean(
     start_hours: float,
     places: int = 1,
     evidence: MarketEvidence = NOTHING,
-) -> Run:
+) -> RecordedRun:
     """Return the mean of `forecast_run`, ten times as fast unless start-up takes longer than in the recorded runs."""
     if start_hours > STARTS_HOURS[-1]:  # extrapolated runs are bounded one by one
         runs = forecast_run(
@@ -124,7 +124,7 @@ def forecast_mean(
             places=places,
             evidence=evidence,
         )
-        return Run(
+        return RecordedRun(
             spot_hours=runs.mean(attrgetter("spot_hours")),
             ondemand_hours=runs.mean(attrgetter("ondemand_hours")),
             hours=runs.mean(attrgetter("hours")),

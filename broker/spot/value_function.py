@@ -60,7 +60,7 @@ class Terms:
 Point = tuple[int, float, float]  # a node, and the fractions of the steps to the next node of work and of spare time
 
 
-class Table:
+class ValueTable:
     """The values of one state or action at every node."""
 
     def __init__(self, width: int, height: int) -> None:
@@ -90,7 +90,7 @@ class ValueFunction:
         self.terms = terms
         self.work = grow_nodes(max(0.25, terms.start_hours), terms.work_hours, even=2, growth=WORK_GROWTH)
         self.spare = _list_spare(terms)
-        tables = [Table(len(self.work), len(self.spare)) for _ in range(9)]
+        tables = [ValueTable(len(self.work), len(self.spare)) for _ in range(9)]
         self.run, self.wait_open, self.wait_closed, self.idle_open, self.idle_closed = tables[:5]
         self.keep_open, self.keep_closed, self.ondemand_open, self.ondemand_closed = tables[5:]
         self.paces, self.drains = _list_ways(terms, self.work), _list_ways(terms, self.spare)
@@ -240,7 +240,7 @@ class _Cell:
         for table in (outlook.keep_open, outlook.keep_closed, outlook.ondemand_open, outlook.ondemand_closed):
             table.rows[self.at] = [sure_end] * CLASSES
 
-    def _list_ondemands(self, table: Table, low: int, high: int, share: float) -> Row:
+    def _list_ondemands(self, table: ValueTable, low: int, high: int, share: float) -> Row:
         """List the values of starting on-demand, by age class."""
         start = self.terms.start_hours
         if not self.is_reachable:

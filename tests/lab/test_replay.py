@@ -17,7 +17,7 @@ from broker.lab.benchmark import (
     spread_starts,
 )
 from broker.lab.markets import make_site
-from broker.lab.replay import Case, Outcome, replay
+from broker.lab.replay import Case, ReplayOutcome, replay
 from broker.lab.traces import Trace, make_default_traces, make_trace
 from broker.spot.policies import load_policy
 from broker.spot.policies.base import Candidate, Decision, JobView, Move, Stay, Wait
@@ -127,9 +127,9 @@ def test_a_study_sets_policies_beside_each_other_and_beside_the_optimum() -> Non
     assert failover.replays == len(study.outcomes[2]) == 6
 
 
-def outcomes_of(*usd: float) -> list[Outcome]:
+def outcomes_of(*usd: float) -> list[ReplayOutcome]:
     return [
-        Outcome(usd=each, hours=1, is_late=False, preemptions=0, moves=0, spot_hours=1, ondemand_hours=0)
+        ReplayOutcome(usd=each, hours=1, is_late=False, preemptions=0, moves=0, spot_hours=1, ondemand_hours=0)
         for each in usd
     ]
 

@@ -13,7 +13,7 @@ from broker.clock import ScaledClock
 from broker.errors import CapacityError
 from broker.lab.traces import Trace
 from broker.rehearsal.cloud import BOOT_S, FULL_AFTER_S, Pace, RehearsedCloud, make_rehearsed_cloud
-from broker.rehearsal.market import MarketPeriod, PlaceMarket, RecordedMarket, SeededMarket
+from broker.rehearsal.market import MarketPeriod, PlaceMarket, ReplayedMarket, SeededMarket
 from broker.types import NodeRequest, NodeState, Offer, Placement
 
 HOUR_S = 3600.0
@@ -208,7 +208,7 @@ def make_trace(name: str, counts: list[int], gang: int = 1) -> Trace:
 
 
 def test_a_zone_plays_its_own_recording_from_its_start() -> None:
-    market = RecordedMarket(traces=[make_trace("us-east-1a_v100", [1, 1, 0, 1]), make_trace("us-east-1b", [0])])
+    market = ReplayedMarket(traces=[make_trace("us-east-1a_v100", [1, 1, 0, 1]), make_trace("us-east-1b", [0])])
     periods = [market.find_period(make_offer(), hour * HOUR_S) for hour in (0.5, 2.5, 3.5, 5.5)]
     assert [(each.start_s / HOUR_S, each.end_s / HOUR_S, each.is_open) for each in periods] == [
         (0, 2, True),
@@ -221,9 +221,9 @@ def test_a_zone_plays_its_own_recording_from_its_start() -> None:
 
 def test_a_zone_without_a_recording_always_gets_the_same_one() -> None:
     traces = [make_trace(f"made-{number}", [1] * number + [0] * 3) for number in range(1, 6)]
-    market = RecordedMarket(traces=traces)
+    market = ReplayedMarket(traces=traces)
     for letter in "abcdef":
         offer = make_offer(f"eu-west-1{letter}")
-        assert market.find_recording(offer) == RecordedMarket(traces=traces).find_recording(offer)
+        assert market.find_recording(offer) == ReplayedMarket(traces=traces).find_recording(offer)
         period = market.find_period(offer, 7 * HOUR_S)
         assert period.start_s <= 7 * HOUR_S < period.end_s

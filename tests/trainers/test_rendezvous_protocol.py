@@ -31,7 +31,7 @@ from trainers import rendezvous_server
 from trainers.errors import TrainerError
 from trainers.launch import PEM_MISSING
 from trainers.rendezvous import Rendezvous
-from trainers.rendezvous_server import Server, listen
+from trainers.rendezvous_server import RendezvousServer, listen
 from trainers.wire import Credential, Wire, read_credential
 
 from .conftest import TINY, TrainingFolder
@@ -155,7 +155,7 @@ def test_secret_of_another_launcher_is_refused() -> None:
 def test_secret_is_for_one_machine_only_and_does_not_show_itself() -> None:
     rendezvous = Rendezvous(least=1, most=1, first_count=1)
     with pytest.raises(TrainerError, match="on one machine only"):
-        Server(rendezvous, "0.0.0.0", 0, SECRET)
+        RendezvousServer(rendezvous, "0.0.0.0", 0, SECRET)
     assert "abab" not in repr(SECRET)
 
 
