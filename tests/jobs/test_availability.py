@@ -25,7 +25,7 @@ def attempt(started_s: float, lost_s: float | None = None, kind: OutcomeKind = O
     )  # fmt: skip
 
 
-def test_what_is_met_open_or_refused_is_taken_to_have_been_so_for_a_while() -> None:
+def test_observed_availability_is_assumed_to_have_lasted_for_a_while() -> None:
     for is_open in (True, False):
         found = look({}, 1e5, is_open=is_open)[PLACE]
         assert (found.is_open, found.since_s, found.met_s) == (is_open, 1e5 - MET_S, 1e5)

@@ -79,7 +79,7 @@ def test_an_exit_code_on_machines_that_stay_is_the_users_failure(status: RunStat
     assert classify(replace(failed, is_noticed=True)) is Verdict.LOST
 
 
-def test_a_program_that_ended_well_is_no_loss_whatever_becomes_of_its_nodes() -> None:
+def test_a_program_that_succeeded_is_not_lost_with_its_nodes() -> None:
     gone = make_nodes(NodeState.RUNNING, NodeState.TERMINATED)
     ended = replace(CALM, status=RunStatus.FAILED, returncode=74, nodes=gone, is_unflushed=True)
     assert classify(ended) is Verdict.FAILED and classify(replace(ended, is_unflushed=False)) is Verdict.LOST
@@ -119,7 +119,7 @@ def test_a_cancelled_run_is_cancelled_and_one_rank_out_of_reach_makes_a_run_uncl
     assert classify(replace(CALM, unreachable=(1,))) is Verdict.UNCLEAR
 
 
-def test_an_elastic_program_goes_on_with_its_first_node_and_enough_others() -> None:
+def test_an_elastic_program_continues_with_its_first_node_and_enough_others() -> None:
     three = make_nodes(NodeState.RUNNING, NodeState.RUNNING, NodeState.TERMINATED)
     elastic = replace(CALM, nodes=three, nodes_min=2)
     assert classify(elastic) is Verdict.RUNNING

@@ -128,7 +128,7 @@ def test_one_lost_node_costs_one_node(tmp_path: Path, rank: int) -> None:
     assert len([node for node in world.cloud.observe() if node.owner == "me"]) == 3
 
 
-def test_a_place_that_gives_no_other_node_is_left(tmp_path: Path) -> None:
+def test_a_place_without_a_replacement_node_is_left(tmp_path: Path) -> None:
     world = World(tmp_path)
 
     async def lose() -> None:

@@ -140,7 +140,7 @@ def test_only_a_market_preempts(stage: Stage) -> None:
     assert stage.list_told() == told
 
 
-def test_nodes_that_were_left_alone_for_too_long_are_no_preemption(stage: Stage) -> None:
+def test_an_expired_lease_is_not_a_preemption(stage: Stage) -> None:
     stage.recorder.record_lease_expiry(stage.attempt, "12 h", step=7, lost_s=START_S - 9.0)
     outcome = Outcome(kind=OutcomeKind.LEASE_EXPIRED, detail="12 h", step=7)
     assert stage.see() == (JobStatus.RECOVERING, outcome, "", START_S - 9.0)
@@ -156,7 +156,7 @@ def test_nodes_that_were_left_alone_for_too_long_are_no_preemption(stage: Stage)
         (Verdict.CANCELLED, None, JobStatus.CANCELLED, OutcomeKind.CANCELLED, "the run was cancelled on its cluster"),
     ],
 )
-def test_what_ends_the_job(
+def test_final_outcomes_end_the_job(
     stage: Stage, verdict: Verdict, returncode: int | None, status: JobStatus, kind: OutcomeKind, failure: str
 ) -> None:
     stage.conclude(verdict, returncode)
@@ -297,7 +297,7 @@ def test_the_last_lines_of_the_rank_that_died_first_are_kept(stage: Stage) -> No
     assert stage.list_told()[0] == (EventKind.LAST_LINES, f"{title}\nstep 8\nRuntimeError: CUDA out of memory")
 
 
-def test_what_was_preempted_is_no_failure_of_the_program(tmp_path: Path) -> None:
+def test_a_preemption_is_not_a_failure_of_the_program(tmp_path: Path) -> None:
     stage = Stage(tmp_path, task=make_task(max_restarts_on_errors=1))
     stage.recorder.record_loss(stage.attempt, "node 0 gone")
     stage.begin(2)
@@ -325,7 +325,7 @@ def test_at_another_step_it_is_another_story_and_no_step_is_step_0(stage: Stage)
     assert stage.job.status is JobStatus.RECOVERING, "a stall is no falling apart"
 
 
-def test_an_end_that_comes_too_late_changes_and_tells_nothing(stage: Stage) -> None:
+def test_a_late_end_changes_and_records_nothing(stage: Stage) -> None:
     stage.conclude(Verdict.SUCCEEDED)
     told = stage.list_told()
     stage.recorder.finish_job(stage.job, JobStatus.FAILED, OutcomeKind.REFUSED, "late")
@@ -344,7 +344,7 @@ def test_outcome_and_status_are_one_commit(stage: Stage, monkeypatch: pytest.Mon
     assert len(commits) == 1
 
 
-def test_what_a_job_came_to_is_on_the_disk_before_the_next_deed(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_outcome_is_durable_before_the_next_step(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     """A power cut after the effect would otherwise make an ended job run again."""
     levels: list[int] = []
     commit = stage.store._commit

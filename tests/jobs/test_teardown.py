@@ -95,7 +95,7 @@ def test_files_on_their_way_to_a_bucket_are_waited_for_past_the_grace(tmp_path: 
     assert end(tmp_path, gang, clock, grace_s=60.0, nodes=GANG) == 300.0
 
 
-def test_an_answer_of_the_cloud_excuses_a_program_that_was_not_told_and_no_other_error_does(tmp_path: Path) -> None:
+def test_only_an_answer_of_the_cloud_permits_teardown_of_an_unnotified_program(tmp_path: Path) -> None:
     """A replaced daemon must stop here, and a fault of ours must be seen: the nodes are not ended yet."""
     clock = Hands()
     gang = Gang(clock, ends_after_s=90.0)

@@ -23,7 +23,7 @@ def test_a_gang_is_open_only_where_all_of_it_can_be_had() -> None:
     assert trace.changes == ((0.0, True), (pytest.approx(1 / 6), False), (0.5, True))
 
 
-def test_what_is_written_is_read_back() -> None:
+def test_a_written_trace_is_read_back() -> None:
     trace = make_trace("zone", 3, hours=10)
     assert parse_trace(write_trace(trace), "zone") == trace
 
@@ -41,7 +41,7 @@ def test_what_is_written_is_read_back() -> None:
         ('{"metadata": {"gap_seconds": 60}, "data": [1], "prices": [NaN]}', "one price"),
     ],
 )
-def test_what_is_no_trace_is_refused_with_the_reason(text: str, why: str) -> None:
+def test_an_invalid_trace_is_refused_with_the_reason(text: str, why: str) -> None:
     with pytest.raises(SourceError) as caught:
         parse_trace(text, "zone-a")
     assert "zone-a" in caught.value.message and why in caught.value.message
@@ -120,7 +120,7 @@ def test_the_mean_spell_by_the_shape_is_that_of_constant_hazards() -> None:
     assert constant.mean_closed_hours == pytest.approx(0.25)
 
 
-def test_what_was_seen_a_day_ago_counts_half() -> None:
+def test_observations_a_day_old_count_half() -> None:
     seen = NOTHING_SEEN.with_period(3.0, is_open=True)
     faded = seen.fade(HALF_LIFE_HOURS)
     assert sum(faded.open_hours) == pytest.approx(1.5) and sum(faded.open_ends) == pytest.approx(0.5)

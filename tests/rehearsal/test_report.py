@@ -58,7 +58,7 @@ def test_a_resume_loses_the_steps_since_its_checkpoint() -> None:
     assert not resume.is_from_scratch and not resume.is_short
 
 
-def test_attempts_that_told_nothing_are_passed_over() -> None:
+def test_attempts_without_a_report_are_skipped() -> None:
     trials = [make_trial(1, range(1, 14)), ReportedAttempt(number=2, lines=()), make_trial(3, range(11, 12))]
     assert [each.number for each in find_resumes(trials)] == [3]
 
@@ -91,7 +91,7 @@ def test_each_way_to_resume_or_not_has_its_sentence(trials: list[ReportedAttempt
     assert (finding.level == "bad") == bool(finding.hint)
 
 
-def test_a_program_that_fails_before_its_first_new_step_could_not_load_what_it_had_saved(tmp_path: Path) -> None:
+def test_a_program_that_fails_before_its_first_new_step_could_not_load_its_checkpoint(tmp_path: Path) -> None:
     trials = [make_trial(1, range(1, 14)), ReportedAttempt(number=2, lines=())]
     (tmp_path / "log").write_text("loading\nKeyError: 'epoch'\n\n")
     said = read_last_words(tmp_path / "log")
@@ -134,7 +134,7 @@ def test_a_broken_run_is_compared_with_an_unbroken_one_as_it_finally_went() -> N
     assert compare_runs(broken, [make_trial(1, range(1, 20), loss_shift=1.0)]).equal == 0
 
 
-def test_losses_that_are_no_numbers_are_equal() -> None:
+def test_nan_losses_are_equal() -> None:
     trial = ReportedAttempt(number=1, lines=(make_line(1, loss=math.nan),))
     assert compare_runs([trial], [trial]).is_exact
 

@@ -38,7 +38,7 @@ def test_without_spare_time_on_demand_starts_at_once() -> None:
     assert outlook.ondemand_closed.read(0, outlook.locate(10.0, 0.0)) == pytest.approx(10.0)
 
 
-def test_more_time_less_work_and_what_runs_already_never_cost_more() -> None:
+def test_more_time_less_work_and_running_machines_never_cost_more() -> None:
     outlook = solve()
     spares, works = (0.0, 0.3, 1.0, 4.0, 12.0, 24.0), (0.5, 2.0, 8.0, 24.0)
     for table in (outlook.run, outlook.idle_open, outlook.idle_closed, outlook.ondemand_open, outlook.ondemand_closed):

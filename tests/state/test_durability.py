@@ -127,7 +127,7 @@ def test_reading_writes_nothing(store: Recording) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in DURABLE if name not in ("forgive",)])
-def test_what_fails_at_its_commit_leaves_nothing(store: Recording, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_commit_leaves_nothing(store: Recording, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def dump() -> list[str]:
         return list(store._connection.iterdump())
 

@@ -130,7 +130,7 @@ def test_hello_that_no_correct_worker_says_is_refused(flaw: dict[str, Any]) -> N
         rendezvous_server.read_member(missing, "127.0.0.1", writer)
 
 
-def test_worker_with_other_flags_is_told_and_keeps_nobody_waiting() -> None:
+def test_worker_with_other_flags_is_refused_without_delaying_others() -> None:
     with open_rendezvous(2) as (rendezvous, server):
         first = come(server, "a")
         await_that(lambda: rendezvous.waiting, "not heard")
@@ -250,7 +250,7 @@ def test_several_nodes_without_a_credential_are_refused_with_the_command_that_ma
 
 
 @pytest.mark.parametrize("content", [None, "", "-----BEGIN PRIVATE KEY-----\nnot a key\n-----END PRIVATE KEY-----\n"])
-def test_file_that_is_no_credential_is_named(content: str | None, tmp_path: Path) -> None:
+def test_invalid_credential_file_is_named(content: str | None, tmp_path: Path) -> None:
     pem = tmp_path / "gang.pem"
     if content is not None:
         pem.write_text(content)
