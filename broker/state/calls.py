@@ -17,6 +17,8 @@ class ResponseTime:
 
 
 class ResponseTimeRows:
+    """Learned response times, one row for each cloud and kind of answer."""
+
     def __init__(self, database: Database) -> None:
         self._database = database
 

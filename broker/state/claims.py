@@ -33,6 +33,8 @@ class JobLoad:
 
 
 class Claims:
+    """Claims of jobs by controllers that share a store. Each claim has an epoch, and expires unless it is renewed."""
+
     def __init__(self, database: Database) -> None:
         self._database = database
 
@@ -103,6 +105,7 @@ class Claims:
         return bool(found)
 
     def measure_load(self) -> JobLoad:
+        """Return the number of live controllers and of unfinished jobs."""
         row = self._database.rows(
             "SELECT (SELECT count(*) FROM controllers WHERE until_s > ?), "
             f"(SELECT count(*) FROM ({_UNFINISHED}) AS jobs)",

@@ -31,6 +31,7 @@ class Guard:
 
 
 def get_path(database: Path) -> Path:
+    """Return the path of the guard, beside the database."""
     return database.with_name(f"{database.stem}.guard")
 
 

@@ -37,10 +37,13 @@ class SpotStay:
 
     @property
     def hours(self) -> float:
+        """The length of the stay in hours; 0 if the clock was set back."""
         return max(0.0, self.end_s - self.begin_s) / 3600
 
 
 class HistoryRows:
+    """The stays of jobs on spot nodes, which are the user's own evidence about markets."""
+
     def __init__(self, database: Database) -> None:
         self._database = database
 

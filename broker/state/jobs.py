@@ -61,6 +61,8 @@ ATTEMPT_COLUMNS = "job_id, number, body, outcome_kind, outcome_detail, outcome_s
 
 
 class JobRows:
+    """The managed jobs, their attempts, reported steps and log offsets."""
+
     def __init__(self, database: Database, secrets: SecretStore) -> None:
         self._database = database
         self._secrets = secrets
@@ -117,6 +119,7 @@ class JobRows:
         return self.get(row["id"]) if row else None
 
     def get(self, job_id: int) -> Job | None:
+        """Return a job with its attempts; None if the id is unknown. Raises DamagedRowError."""
         row = self._database.row(f"SELECT {COLUMNS} FROM jobs WHERE id = ?", (job_id,))
         return self._read_job(row, self.list_attempts(job_id)) if row else None
 
@@ -154,6 +157,7 @@ class JobRows:
         return {row["status"]: int(row["jobs"]) for row in rows if row["status"] in JobStatus.__members__}
 
     def list_live_ids(self) -> Sequence[int]:
+        """Return the ids of jobs without a terminal status, in ascending order."""
         return [row["id"] for row in self._database.rows("SELECT id FROM jobs WHERE NOT is_terminal ORDER BY id")]
 
     def list_unfinished_ids(self) -> Sequence[int]:
@@ -213,6 +217,7 @@ class JobRows:
             )
 
     def list_steps(self, job_id: int) -> Mapping[int, StepRange]:
+        """Return the range of steps that each attempt has reported, by attempt number."""
         rows = self._database.rows(
             "SELECT number, first_step, last_step, checkpoint_step FROM attempt_steps WHERE job_id = ? ORDER BY number",
             (job_id,),
@@ -225,6 +230,7 @@ class JobRows:
         }
 
     def put_attempt(self, attempt: Attempt) -> None:
+        """Insert or replace the record of an attempt."""
         outcome = attempt.outcome
         self._database.write(
             f"INSERT INTO attempts ({ATTEMPT_COLUMNS}) VALUES (?, ?, ?, ?, ?, ?, ?) "
@@ -243,12 +249,14 @@ class JobRows:
         )
 
     def list_attempts(self, job_id: int) -> Sequence[Attempt]:
+        """Return the attempts of a job in the order of their numbers. Raises DamagedRowError."""
         rows = self._database.rows(
             f"SELECT {ATTEMPT_COLUMNS} FROM attempts WHERE job_id = ? ORDER BY number", (job_id,)
         )
         return [_read_attempt(row) for row in rows]
 
     def get_log_offset(self, job_id: int) -> LogOffset:
+        """Return how far the job's log has been copied; zero before the first copy."""
         row = self._database.row(
             "SELECT attempt, source_bytes, file_bytes FROM log_offsets WHERE job_id = ?", (job_id,)
         )

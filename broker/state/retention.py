@@ -29,6 +29,8 @@ class Total:
 
 
 class Compaction:
+    """Delete old rows, and keep their totals."""
+
     def __init__(self, database: Database) -> None:
         self._database = database
 
@@ -49,6 +51,7 @@ class Compaction:
         return len(pruned)
 
     def list_totals(self) -> Sequence[Total]:
+        """Return the totals of deleted rows by month, cloud and pricing."""
         rows = self._database.rows(
             "SELECT month, cloud, pricing, node_hours, usd FROM totals ORDER BY month, cloud, pricing"
         )
