@@ -78,7 +78,7 @@ class MapTarget(JobTarget):
             raise UsageError(
                 f"nodes on {' or '.join(sorted(clouds)[:3])} cannot read paths of this machine",
                 hints=[
-                    "pass URLs of buckets for `--input` and `--output`; `file:///...` is a folder that all nodes see",
+                    "pass bucket URLs for `--input` and `--output`; `file:///...` is a folder that all nodes can read",
                     "or run on this machine with `--infra local`",
                 ],
             )
@@ -91,7 +91,7 @@ class MapDriver:
     def __init__(self, context: Context, request: MapRequest, *, callbacks: Callbacks | None = None) -> None:
         if not RUNS_WORKER.search(request.task.run or ""):
             raise UsageError(
-                "the task's `run:` starts no map worker",
+                "the task's `run:` does not start a map worker",
                 hints=["write `run: python -m trainers.map_worker embed.py`, or a command after `map_worker --`"],
             )
         self._context, self._request, self._callbacks = context, request, callbacks

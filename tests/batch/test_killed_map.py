@@ -130,7 +130,7 @@ def test_an_output_of_another_program_or_with_other_files_is_refused(tmp_path: P
         MapDriver(context, MapRequest(task=other, input=source, output=out)).begin()
     with pytest.raises(UsageError, match="not empty"):
         MapDriver(context, MapRequest(task=make_task(), input=source, output=str(folder))).begin()
-    with pytest.raises(UsageError, match="starts no map worker"):
+    with pytest.raises(UsageError, match="does not start a map worker"):
         MapDriver(context, MapRequest(task=make_task("run: python x.py\n"), input=source, output=out))
     with pytest.raises(UsageError, match="unsupported storage"):
         MapDriver(context, MapRequest(task=make_task(), input=source, output="ftp://x/y"))
