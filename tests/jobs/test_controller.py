@@ -37,7 +37,7 @@ def world(tmp_path: Path) -> World:
 
 
 def note_cancels(world: World) -> list[tuple[str, int]]:
-    """Note clusters whose program was told to end, with the nodes that lived then."""
+    """Record clusters whose program was notified of its end, with the nodes alive at that time."""
     told: list[tuple[str, int]] = []
     cancel = world.gang.cancel
 

@@ -1,4 +1,4 @@
-"""A program is told to end before its nodes go: once, with time to save, and no longer than it can use."""
+"""A program is notified before teardown: once, with time to save, and no longer than it needs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.state.samples import NODE, START_S, Hands
 
 
 class Gang:
-    """A gang whose program ends `ends_after_s` after it was told to; `silent` ranks give no answer."""
+    """A gang whose program ends `ends_after_s` after the notification; `silent` ranks do not respond."""
 
     def __init__(self, clock: Hands, *, ends_after_s: float, silent: tuple[int, ...] = ()) -> None:
         self._clock, self._ends_after_s, self._silent = clock, ends_after_s, silent

@@ -183,7 +183,7 @@ def test_connection_cut_in_the_middle_of_an_upload_is_made_again(
 
 
 class Refusing(buckets.BucketStorage):
-    """A bucket whose login ran out, for so many manifests."""
+    """A bucket whose login has expired, for this many manifests."""
 
     refusals = 0
 

@@ -1,4 +1,4 @@
-"""Runs that go on while ranks come and go."""
+"""Runs that continue while ranks join and leave."""
 
 import contextlib
 import itertools
@@ -34,7 +34,7 @@ PACE = {"PYTHONPATH": str(Path(__file__).parents[1] / "torture" / "pace"), "TORT
 
 
 class Ear:
-    """What a member was told."""
+    """The messages that a member received."""
 
     def __init__(self) -> None:
         self.told: list[dict[str, Any]] = []
@@ -386,7 +386,7 @@ def check_losses(worlds: Worlds, folder: TrainingFolder, path: Path, *, gaps_max
 def test_run_continues_without_a_lost_node_with_a_new_one_and_after_a_removal(
     worlds: Worlds, folder: TrainingFolder, tmp_path: Path, start_node: Start
 ) -> None:
-    """Three ranks, then two, three, two, and an end when all are told to go; no checkpoint is ever read."""
+    """Three ranks, then two, three, two, and an end when all are asked to leave; no checkpoint is ever read."""
     flags = ("--checkpoint.every_steps", "0")
     head, second, third = (start_node(rank, *flags) for rank in range(3))
     await_step(head, 10)

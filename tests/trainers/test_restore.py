@@ -37,7 +37,7 @@ STEP_LIMIT_S = 1.0
 
 
 class VirtualClock:
-    """Time that passes when it is told to."""
+    """Time that passes only on request."""
 
     def __init__(self) -> None:
         self.now_s = 1000.0
