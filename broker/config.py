@@ -17,7 +17,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 from broker.errors import StateError, UsageError
-from broker.nouns import noun
+from broker.frozen import frozen
 
 SETTINGS = "config.toml"
 LOGIN = "login.json"  # the server that commands speak to
@@ -29,7 +29,7 @@ STATE_URL = r"postgres(?:ql)?://"
 CHECKPOINT_URL = r"(?:(?:s3|gs|az)://[^/\s]\S*|file:///\S*|/\S*)"
 
 
-@noun
+@frozen
 class Config:
     """Paths of one installation. `owner` tags every cloud resource that this installation creates."""
 

@@ -32,7 +32,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import ClassVar, Literal
 
-from broker.nouns import noun
+from broker.frozen import frozen
 
 Scope = Literal["zone", "region", "cloud"]
 
@@ -52,7 +52,7 @@ class BrokerError(Exception):
         self.details = tuple(details)
 
 
-@noun
+@frozen
 class Issue:
     """One issue in a task file. Lines and columns count from 1; 0 means the whole file."""
 

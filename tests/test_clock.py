@@ -16,7 +16,7 @@ def test_an_hour_of_sleep_is_an_hour_of_simulated_time() -> None:
     assert clock.now_s() - start_s >= HOUR_S
 
 
-def test_a_held_clock_stands_still_and_goes_on() -> None:
+def test_a_held_clock_stops_and_continues() -> None:
     clock = ScaledClock(rate=1e9)
     with clock.hold():
         first_s = clock.now_s()
@@ -41,7 +41,7 @@ def test_a_sleeper_waits_until_the_clock_is_let_go() -> None:
     assert asyncio.run(play()) == (False, True)
 
 
-def test_a_new_rate_counts_for_those_who_sleep_already() -> None:
+def test_a_new_rate_applies_to_present_sleepers() -> None:
     clock = ScaledClock(rate=1e-6)  # at this rate the sleep would last for years
 
     async def play() -> None:
@@ -64,7 +64,7 @@ def test_time_never_runs_backwards_over_changes_of_rate() -> None:
     assert seen == sorted(seen)
 
 
-def test_an_advanced_clock_wakes_those_who_slept_for_less() -> None:
+def test_an_advanced_clock_wakes_sleepers_that_are_due() -> None:
     clock = ScaledClock(rate=1e-6)
 
     async def play() -> None:

@@ -9,7 +9,6 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 PER_CLOUD = "each cloud's own; callers import it from that cloud's package"
 PROTOCOL = "the Protocol in `jobs`, and its implementation in `runtime`"
-OPEN = "not renamed yet"
 SHARED = {
     "broker": {
         "Clients": PER_CLOUD,
@@ -18,21 +17,11 @@ SHARED = {
         "Settings": PER_CLOUD,
         "Gang": PROTOCOL,
         "GangReport": PROTOCOL,
-        "Interval": OPEN,
-        "Outcome": OPEN,
-        "Overspent": OPEN,
-        "Pace": OPEN,
-        "RecordedMarket": OPEN,
-        "Run": OPEN,
-        "Table": OPEN,
-        "Trial": OPEN,
     },
     "trainers": {
         "Attention": "each model file shows its whole network",
         "Block": "each model file shows its whole network",
         "Perceptron": "each model file shows its whole network",
-        "Member": OPEN,
-        "Server": OPEN,
     },
 }
 

@@ -58,7 +58,7 @@ class World:
         return [Holding(step=step, part=Part(index=index, count=count)) for step, index, count in self.holdings]
 
 
-class Member:
+class ElasticMember:
     """The place of one process among workers that join and leave."""
 
     def __init__(self, meeting: str, *, unit: int = 1) -> None:
@@ -264,7 +264,7 @@ class Member:
 class Elastic:
     """What is to be done when the ranks stop between two steps because the world is to change."""
 
-    member: Member
+    member: ElasticMember
     notice: PreemptionNotice
     is_kept: bool  # whether any rank that stays has all of the state in memory
 
@@ -279,7 +279,7 @@ class Elastic:
         return verdict
 
 
-def join_world(config: RunConfig) -> Member | None:
+def join_world(config: RunConfig) -> ElasticMember | None:
     """Meet the others of an elastic run, and learn this process's rank among them; None for any other run."""
     meeting = os.environ.get("BROKER_ELASTIC_AT")
     if meeting is None:
@@ -288,7 +288,7 @@ def join_world(config: RunConfig) -> Member | None:
         raise TrainerError("`--elastic` needs our own launcher, not torchrun: `python -m trainers.launch -m`")
     if not hasattr(os, "memfd_create"):
         raise TrainerError("`--elastic` needs Linux: elsewhere no memory outlives a program")
-    return Member(meeting, unit=find_unit(config))
+    return ElasticMember(meeting, unit=find_unit(config))
 
 
 def find_unit(config: RunConfig) -> int:

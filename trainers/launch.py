@@ -204,17 +204,17 @@ def run_elastic(plan: Plan, bounds: tuple[int, int], command: list[str], *, is_w
 
 def serve_rendezvous(
     plan: Plan, settings: Mapping[str, Any], port: int, given: Mapping[str, str]
-) -> "rendezvous_server.Server | None":
+) -> "rendezvous_server.RendezvousServer | None":
     """Let workers meet here; those that were given the same credential."""
     from trainers.rendezvous import Rendezvous  # asyncio and ssl, which plain runs need not import
-    from trainers.rendezvous_server import Server
+    from trainers.rendezvous_server import RendezvousServer
     from trainers.wire import read_credential
 
     credential = read_credential(given)
     assert credential is not None, "a PEM or a secret"
     rendezvous = Rendezvous(first_count=plan.node_count * plan.workers, **settings)
     try:
-        server = Server(rendezvous, plan.addresses[plan.node_rank], port, credential)
+        server = RendezvousServer(rendezvous, plan.addresses[plan.node_rank], port, credential)
     except TrainerError as error:
         raise SystemExit(f"error: {error}") from None
     except OSError as error:

@@ -26,6 +26,8 @@ class Entry(NamedTuple):
 
 
 class Place(Protocol):
+    """A folder or bucket that workers of a map share. Every verb raises OSError if it is unreachable."""
+
     def list_entries(self, folder: str) -> list[Entry]:
         """Return all keys below a folder; none where it does not exist."""
         ...
@@ -34,9 +36,13 @@ class Place(Protocol):
         """Return the keys at the top, without those in folders."""
         ...
 
-    def has(self, key: str) -> bool: ...
+    def has(self, key: str) -> bool:
+        """Return whether the key exists."""
+        ...
 
-    def read(self, key: str) -> bytes | None: ...
+    def read(self, key: str) -> bytes | None:
+        """Return the object's bytes; None if it does not exist."""
+        ...
 
     def read_range(self, key: str, start: int, end: int) -> bytes:
         """Return the bytes from `start` to before `end`; fewer at the end of the object."""
@@ -46,9 +52,13 @@ class Place(Protocol):
         """Write unless the key exists; return False, changing nothing, if it does. Of several calls one wins."""
         ...
 
-    def write(self, key: str, content: bytes) -> None: ...
+    def write(self, key: str, content: bytes) -> None:
+        """Create or replace the object in one atomic step."""
+        ...
 
-    def delete(self, key: str) -> None: ...
+    def delete(self, key: str) -> None:
+        """Delete the object; already gone is success."""
+        ...
 
 
 def open_place(url: str) -> Place:

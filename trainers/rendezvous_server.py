@@ -26,7 +26,7 @@ FORMER_MAX = 2**16
 DEPARTURES_S = 0.05
 
 
-class Server:
+class RendezvousServer:
     """Listens from the start, in a thread of its own."""
 
     def __init__(self, rendezvous: Rendezvous, host: str, port: int, credential: Credential) -> None:

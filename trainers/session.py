@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from trainers.config import RunConfig
-from trainers.elastic import Elastic, Member, join_world
+from trainers.elastic import Elastic, ElasticMember, join_world
 from trainers.environment import Environment, read_environment
 from trainers.errors import TrainerError
 from trainers.preemption import PreemptionNotice
@@ -88,7 +88,7 @@ class Session:
     notice: PreemptionNotice
     watchdog: Watchdog
     ranks: "Ranks"
-    member: Member | None
+    member: ElasticMember | None
     changing: threading.Lock = field(default_factory=threading.Lock)  # held while a step changes the state
 
     def train(self, build: Build) -> int:

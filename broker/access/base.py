@@ -8,13 +8,13 @@ from typing import Protocol, runtime_checkable
 
 from broker.clock import Clock
 from broker.config import Config
-from broker.nouns import noun
+from broker.frozen import frozen
 from broker.types import Secret, Task
 
 FOLDER = "{access}"  # in `Grant.envs`: stands for the folder on the node that holds the files
 
 
-@noun
+@frozen
 class Need:
     """Keys of one bucket that a task uses.
 
@@ -50,7 +50,7 @@ class Need:
         return f"{self.path}{name}" if self.is_open else f"{self.path}/{name}".lstrip("/")
 
 
-@noun
+@frozen
 class Grant:
     """What nodes are given: files by name, and variables that point programs to them.
 

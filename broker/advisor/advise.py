@@ -9,7 +9,7 @@ from dataclasses import replace
 from broker.advisor.infeasible import explain_deadline, explain_memory, explain_prices
 from broker.advisor.layout import Layout, Training, find_layout
 from broker.errors import NoOfferError
-from broker.nouns import noun
+from broker.frozen import frozen
 from broker.optimizer.network import network_gbs
 from broker.optimizer.planner import make_plan
 from broker.optimizer.roofline import Hardware
@@ -37,7 +37,7 @@ WITHOUT_BF16 = ("V100", "V100-32GB", "T4", "T4g", "RTX6000", "P100", "P4", "K80"
 WITHOUT_FP16 = ("P100", "P4", "K80", "M60")
 
 
-@noun
+@frozen
 class Wish:
     """The user's request. `spot` None allows both; empty `gpus` allows every card that supports the precision."""
 
@@ -51,7 +51,7 @@ class Wish:
     hour_value_usd: float = 0.0
 
 
-@noun
+@frozen
 class Option:
     """A layout with its cheapest place. `work_hours` is fault-free; the estimate includes preemptions."""
 
@@ -75,7 +75,7 @@ class Option:
         return self.estimate.expected_hours
 
 
-@noun
+@frozen
 class Advice:
     """Options, cheapest first, one for each card and number of cards per node; never empty.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from broker.nouns import noun
+from broker.frozen import frozen
 from broker.optimizer.model_shape import ModelShape
 
 EXPERTS_PER_TOKEN = 2  # as Mixtral; the trainer's default
@@ -12,7 +12,7 @@ EXPERTS_PER_TOKEN = 2  # as Mixtral; the trainer's default
 FEW_EXPERTS, FEW_MULTIPLE, MANY_MULTIPLE = 32, 2, 8
 
 
-@noun
+@frozen
 class Experts:
     """`count` experts in each block, of which a token uses `per_token`; `width` is an expert's hidden width."""
 

@@ -9,7 +9,7 @@ from typing import Literal
 from broker.advisor.experts import find_experts
 from broker.advisor.field_layout import list_field_shardings, measure_field_memory
 from broker.advisor.trainer_memory import estimate_program_memory
-from broker.nouns import noun
+from broker.frozen import frozen
 from broker.optimizer.memory_model import Dtype, MemoryEstimate, Recompute, Sharding, usable_bytes
 from broker.optimizer.model_shape import ModelShape
 from broker.optimizer.roofline import EXPERTS_HIDDEN_SHARE, Hardware, StepTime, estimate_step, find_mfu
@@ -26,7 +26,7 @@ RECOMPUTE: tuple[Recompute, ...] = ("selective", "full")
 Trainer = Literal["bundled", "megatron"]
 
 
-@noun
+@frozen
 class Training:
     """The training run. `sequence` in tokens, `batch` in sequences."""
 
@@ -42,7 +42,7 @@ class Training:
         return self.tokens / (self.batch * self.sequence)
 
 
-@noun
+@frozen
 class Layout:
     """One way to run a training on `node_count` nodes of `hardware`.
 

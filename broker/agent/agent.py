@@ -37,6 +37,7 @@ LOG_BYTES_MAX = 1 << 20
 
 
 def main(verb: str, *arguments: str) -> None:
+    """Run one verb: read its request as JSON from stdin, print the response as one JSON object."""
     os.umask(0o077)
     files.make_private(files.RUNS)
     if not verb.startswith("_"):
@@ -62,6 +63,7 @@ def main(verb: str, *arguments: str) -> None:
 
 
 def read_request() -> dict[str, Any]:
+    """Return the JSON object on stdin; empty input is an empty request."""
     text = sys.stdin.read()
     value = json.loads(text) if text.strip() else {}
     assert isinstance(value, dict), "a request is a JSON object"
@@ -150,6 +152,7 @@ def start_detached(verb: str, arguments: list[str], inherited: list[int]) -> Non
 
 
 def report_status(request: dict[str, Any]) -> dict[str, Any]:
+    """Return the state of `run_id`, or of every run on this node, and for how many seconds the node has been idle."""
     ids = [int(request["run_id"])] if "run_id" in request else files.list_run_ids()
     existing = set(files.list_run_ids())
     return {
@@ -175,6 +178,7 @@ def send_log(request: dict[str, Any]) -> None:
 
 
 def cancel(request: dict[str, Any]) -> dict[str, Any]:
+    """Request the end of a run; its runner notices the file. Repeated calls and unknown runs change nothing."""
     folder = files.run_folder(int(request["run_id"]))
     if folder.exists():
         (folder / "cancel").touch(mode=0o600)
@@ -182,6 +186,7 @@ def cancel(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def renew_lease(request: dict[str, Any]) -> dict[str, Any]:
+    """Extend the node's lease to `lease_s` seconds from now, and make sure that its watcher runs."""
     agent_lease.renew(float(request["lease_s"]))
     ensure_watcher()
     return {}
@@ -215,6 +220,7 @@ def measure_idle_s() -> float:
 
 
 def ensure_watcher() -> None:
+    """Start the watcher in a process of its own unless one holds the lock."""
     lock = files.try_lock(files.STATE / "watch.lock")
     if lock is not None:
         start_detached("_watch", [], [lock])
@@ -222,6 +228,7 @@ def ensure_watcher() -> None:
 
 
 def watch() -> None:
+    """Watch the runs, the lease and the uploads of this node until it shuts down."""
     start_notices()
     threading.Thread(target=agent_delivery.deliver_forever, daemon=True).start()
     flush: agent_flush.Flush | None = None

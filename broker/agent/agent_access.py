@@ -28,6 +28,7 @@ MAIN = "BROKER_ACCESS_DIR"
 
 
 def find_folder(run_id: int) -> Path:
+    """Return the folder of a run's short-lived credentials."""
     return files.run_folder(run_id) / FOLDER
 
 
@@ -66,11 +67,13 @@ def read_envs(run_id: int) -> dict[str, str]:
 
 
 def read_scope(run_id: int) -> str:
+    """Return the scope of the access that a run has; "" without any."""
     path = find_folder(run_id) / SCOPE
     return path.read_text(encoding="utf-8") if path.exists() else ""
 
 
 def has_ended(run_id: int) -> bool:
+    """Return whether the run has a terminal status."""
     return files.describe_run(run_id)["status"] in files.TERMINAL
 
 

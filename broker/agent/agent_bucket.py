@@ -50,6 +50,7 @@ def name_outcome(attempt: int) -> str:
 
 
 def name_log(attempt: int) -> str:
+    """Return the key of an attempt's log below the checkpoint folder."""
     return f"logs/{attempt}.log"
 
 
@@ -152,6 +153,7 @@ def find_region(bucket: str, variables: Mapping[str, str]) -> str:
 
 
 def find_endpoint(variables: Mapping[str, str]) -> str:
+    """Return the S3 endpoint of the environment; "" for AWS itself."""
     return variables.get("AWS_ENDPOINT_URL_S3") or variables.get("AWS_ENDPOINT_URL") or ""
 
 
@@ -246,8 +248,10 @@ def find_azure_token(variables: Mapping[str, str]) -> str:
 
 
 def find_type(key: str) -> str:
+    """Return the Content-Type of a log or of a JSON document."""
     return "text/plain; charset=utf-8" if key.endswith(".log") else "application/json"
 
 
 def find_first(names: Iterable[str], variables: Mapping[str, str]) -> str:
+    """Return the value of the first variable that is set; "" if none is."""
     return next((variables[name] for name in names if variables.get(name)), "")

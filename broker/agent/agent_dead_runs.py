@@ -17,10 +17,12 @@ PHASES = ("setup", "run")
 
 
 def make_mark(run_id: int, phase: str) -> str:
+    """Return the environment entry by which processes of a run's phase are found after their parent died."""
     return f"BROKER_RUN={agent_files.HOME}:{run_id}:{phase}"
 
 
 def kill_marked(mark: str) -> None:
+    """Send SIGKILL to every process that carries the mark; processes already gone are ignored."""
     for stray in agent_files.find_marked(mark):
         try:
             os.kill(stray, signal.SIGKILL)
@@ -29,6 +31,7 @@ def kill_marked(mark: str) -> None:
 
 
 def end_if_dead(run_id: int) -> None:
+    """Kill the processes of a run whose runner died, and write its outcome. Runs with a live runner are left alone."""
     folder = agent_files.run_folder(run_id)
     if not (folder / "state.json").exists() or (folder / "outcome.json").exists():
         return

@@ -29,6 +29,7 @@ def load_bucket() -> Any:
 
 
 def has_bucket(spec: dict[str, Any]) -> bool:
+    """Return whether the run's checkpoint folder is a bucket that the node can write to."""
     envs = spec.get("envs") or {}
     if "://" not in str(envs.get("BROKER_CHECKPOINT_DIR", "")):
         return False
@@ -37,6 +38,7 @@ def has_bucket(spec: dict[str, Any]) -> bool:
 
 
 def is_delivered(run_id: int) -> bool:
+    """Return whether every part of the run's result is in the bucket."""
     state = agent_files.read_json(agent_files.run_folder(run_id) / "delivery.json") or {}
     return all(state.get(part) for part in PARTS)
 

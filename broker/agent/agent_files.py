@@ -22,10 +22,12 @@ TERMINAL = ("SUCCEEDED", "FAILED", "FAILED_SETUP", "CANCELLED")
 
 
 def run_folder(run_id: int) -> Path:
+    """Return the folder of a run's files on this node."""
     return RUNS / str(int(run_id))
 
 
 def list_run_ids() -> list[int]:
+    """Return the ids of all runs that were requested on this node, in ascending order."""
     if not RUNS.exists():
         return []
     return sorted(
@@ -34,6 +36,7 @@ def list_run_ids() -> list[int]:
 
 
 def make_private(folder: Path) -> Path:
+    """Create the folder with mode 0700, and return it."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     return folder
 
@@ -51,10 +54,12 @@ def write_text(path: Path, text: str, *, is_durable: bool = True) -> None:
 
 
 def write_json(path: Path, value: dict[str, Any], *, is_durable: bool = True) -> None:
+    """Replace the file atomically by the JSON text of `value`."""
     write_text(path, json.dumps(value), is_durable=is_durable)
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
+    """Return the JSON object in the file; None if it is missing or damaged."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, ValueError, RecursionError):
@@ -90,6 +95,7 @@ def record_contact() -> None:
 
 
 def measure_quiet_s() -> float:
+    """Return for how many seconds of this boot no request has reached the node; 0 if none ever did."""
     heard = read_of_this_boot(STATE / HEARD)
     return read_uptime_s() - float(heard["at_s"]) if heard else 0.0
 
@@ -106,6 +112,7 @@ def try_lock(path: Path) -> int | None:
 
 
 def wait_lock(path: Path) -> int:
+    """Wait for the exclusive lock, and return its file descriptor. Closing it releases the lock."""
     fd = os.open(str(path), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     fcntl.flock(fd, fcntl.LOCK_EX)
     return fd

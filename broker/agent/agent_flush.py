@@ -40,6 +40,7 @@ class Pending(NamedTuple):
 
 
 def read_hold_s(envs: dict[str, str]) -> float:
+    """Return for how many seconds a node waits for uploads without progress; the default if the variable is invalid."""
     try:
         hold_s = float(envs.get(HOLD_VARIABLE, HOLD_S))
     except ValueError:
@@ -48,6 +49,7 @@ def read_hold_s(envs: dict[str, str]) -> float:
 
 
 def list_mounts() -> list[Path]:
+    """Return the record of each cached mount on this node."""
     folder = files.STATE / MOUNTS
     return sorted(folder.glob("*.json")) if folder.is_dir() else []
 
@@ -67,6 +69,7 @@ def read_mounts() -> list[dict[str, Any]]:
 
 
 def find_pending(mount: dict[str, Any]) -> Pending:
+    """Return the number and size of files in the mount's cache that are not uploaded yet."""
     count, size = 0, 0
     for path in Path(str(mount["cache"]), "vfsMeta").rglob("*"):
         if path.is_dir():
@@ -167,6 +170,7 @@ class Flush:
         )
 
     def describe_failure(self) -> str:
+        """Name the files that were not uploaded, their bucket, and the cache folder on the node that still has them."""
         caches = {str(mount["url"]): str(mount["cache"]) for mount in read_mounts()}
         left = ", ".join(
             f"{mount.file_count} files ({mount.size_bytes / 1e9:.3f} GB) for `{mount.url}`, which are in "

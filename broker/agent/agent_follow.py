@@ -66,6 +66,7 @@ class Follower:
         self._pushed_s = self._beat_s = self._heard_s = time.monotonic()
 
     def run(self) -> None:
+        """Push changes until the session ends or a newer agent takes over."""
         try:
             while self._read() and not self._is_over():
                 if self._run_id is not None and self._marks is not None:

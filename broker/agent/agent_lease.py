@@ -21,6 +21,7 @@ DAMAGE = (KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowE
 
 
 def renew(lease_s: float) -> None:
+    """Record that the lease ends in `lease_s` seconds, by the node's uptime, which no clock change affects."""
     now_s = files.read_uptime_s()
     lease = {
         "until_s": now_s + lease_s,

@@ -29,14 +29,17 @@ STATUSES = ("SUCCEEDED", "FAILED", "FAILED_SETUP", "CANCELLED")
 
 
 def is_number(value: Any, low: float, high: float) -> bool:
+    """Return whether a message's value is a finite number from `low` to `high`; booleans are not numbers."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and low <= value <= high
 
 
 def is_whole(value: Any) -> bool:
+    """Return whether a message's value is a 32-bit integer."""
     return isinstance(value, int) and is_number(value, -(2**31), 2**31)
 
 
 def are_cards(value: Any) -> bool:
+    """Return whether a message's value is a list of accelerator indices, or None."""
     return value is None or (isinstance(value, list) and all(is_whole(card) and card >= 0 for card in value))
 
 
@@ -89,10 +92,12 @@ class Link:
         wire.set_timeout(LOST_S)
 
     def start(self) -> None:
+        """Start the threads that read messages and send a heartbeat every `BEAT_S` seconds."""
         threading.Thread(target=self._read, name="gang-read", daemon=True).start()
         threading.Thread(target=self._beat, name="gang-beat", daemon=True).start()
 
     def send(self, kind: str, **fields: Any) -> bool:
+        """Send one message. Return False if the connection is lost."""
         try:
             self._wire.write(encode(kind, **fields))
         except OSError:
@@ -121,6 +126,7 @@ class Link:
 
 
 def encode(kind: str, **fields: Any) -> bytes:
+    """Return the message as one line of JSON."""
     return json.dumps({"type": kind, **fields}).encode() + b"\n"
 
 

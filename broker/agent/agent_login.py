@@ -127,6 +127,7 @@ def find_google_token(variables: Mapping[str, str]) -> str:
 
 
 def ask_machine() -> str:
+    """Return an access token from the metadata server of a Google machine."""
     path = "/computeMetadata/v1/instance/service-accounts/default/token"
     try:
         answer = ask(urllib.request.Request(METADATA + path, headers={"Metadata-Flavor": "Google"}))
@@ -151,6 +152,7 @@ def make_assertion(key: Mapping[str, Any]) -> str:
 
 
 def encode(content: bytes) -> bytes:
+    """Encode as unpadded URL-safe Base64, as JWT requires (RFC 7515)."""
     return base64.urlsafe_b64encode(content).rstrip(b"=")
 
 

@@ -97,6 +97,7 @@ def ask(verb: str, path: str, headers: dict[str, str], *, answer_s: float = ANSW
 
 
 def parse_time_s(text: str) -> float:
+    """Parse a UTC time such as 2026-01-31T12:00:00Z to seconds since the epoch."""
     return float(calendar.timegm(time.strptime(text, "%Y-%m-%dT%H:%M:%SZ")))
 
 

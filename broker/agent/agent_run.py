@@ -382,6 +382,7 @@ class Runner:
 
 
 def run(run_id: int, listener_fd: int | None) -> None:
+    """Run to the end in this process; stderr goes to `runner.log`. `listener_fd`: the coordinator's socket."""
     listener = socket.socket(fileno=listener_fd) if listener_fd is not None else None
     log = Path(agent_files.run_folder(run_id)) / "runner.log"
     fd = os.open(str(log), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)

@@ -116,6 +116,7 @@ def add_up(held: Sequence[Held]) -> dict[int, int] | None:
 
 
 def to_units(share: float) -> int:
+    """Return the share of a device in whole units, so that sums of shares are exact."""
     return round(share * UNITS)
 
 

@@ -30,7 +30,7 @@ from broker.app.simulating import Simulation, SimulationRequest
 from broker.app.simulating import simulate as replay
 from broker.app.verbs import clusters as verbs
 from broker.app.verbs import launching
-from broker.nouns import noun
+from broker.frozen import frozen
 from broker.types import Autostop, Cluster, Plan, Run
 
 __all__ = [
@@ -38,7 +38,7 @@ __all__ = [
 ]  # fmt: skip
 
 
-@noun
+@frozen
 class Launched:
     """A cluster that is up, and the run that was started; `run_id` is None for a task with nothing to run."""
 

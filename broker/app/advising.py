@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 
 from broker.app.container import Context
 from broker.errors import UsageError
-from broker.nouns import noun
+from broker.frozen import frozen
 
 if TYPE_CHECKING:
     from broker.advisor.advise import Advice, Wish
@@ -22,7 +22,7 @@ BATCH_SLACK = 0.05
 _SCALE = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
 
 
-@noun
+@frozen
 class AdviceRequest:
     """The model, its data and the limits, as written by the user: `params` 7B, `tokens` 140B, `deadline` 5d."""
 
@@ -46,7 +46,7 @@ class AdviceRequest:
     vocab: int | None = None
 
 
-@noun
+@frozen
 class Recommendation:
     """Options for the training run, and the task file of the first as YAML text."""
 

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from broker.nouns import noun
+from broker.frozen import frozen
 
 if TYPE_CHECKING:
     from broker.config import Config
 
 
-@noun
+@frozen
 class CheckedItem:
     """One checked item of a cloud, as `broker check CLOUD --json` prints it."""
 
@@ -26,7 +26,7 @@ class CheckedItem:
     is_needed: bool = True
 
 
-@noun
+@frozen
 class CloudCheck:
     """What is known of one cloud; `findings` are those of a detailed check, empty before one."""
 
@@ -37,7 +37,7 @@ class CloudCheck:
     findings_s: float = 0.0
 
 
-@noun
+@frozen
 class Checks:
     """The newest result of each cloud that was ever checked."""
 

@@ -10,13 +10,13 @@ from dataclasses import replace
 from broker.app.container import Context
 from broker.errors import BrokerError, CloudError, RunFailedError, UsageError
 from broker.formatting import format_count, strip_control
-from broker.nouns import noun
+from broker.frozen import frozen
 from broker.types import Autostop, Cluster, ClusterStatus, RunStatus
 
 POLL_S = 0.3
 
 
-@noun
+@frozen
 class Status:
     """All clusters, their cost so far, and the managed jobs that have not ended."""
 
@@ -87,7 +87,7 @@ def find_run_id(context: Context, cluster: str, run_id: int | None) -> int:
     return wanted
 
 
-@noun
+@frozen
 class LogChunk:
     """Complete lines of a log; reading again from `offset` continues after them."""
 

@@ -65,6 +65,7 @@ class Context:
 
     @cached_property
     def config(self) -> Config:
+        """Find or create the state folder. Raises StateError."""
         return load_config(self._home)
 
     @cached_property
@@ -73,6 +74,7 @@ class Context:
 
     @cached_property
     def store(self) -> Store:
+        """Open the store on first use. Raises StateError if it cannot be opened."""
         from broker.state.opening import open_store
 
         return open_store(self.config, clock=self.clock)
@@ -103,6 +105,7 @@ class Context:
 
     @cached_property
     def provisioner(self) -> Provisioner:
+        """Return the only object that creates and terminates nodes of the configured clouds."""
         from broker.provision.lifecycle import Provisioner
 
         return Provisioner(
@@ -131,6 +134,7 @@ class Context:
 
     @cached_property
     def transport(self) -> Transport:
+        """Return the transport that routes each node's commands by its cloud."""
         from broker.runtime.base import AsksForAccess
         from broker.runtime.transports import TRANSPORTS
         from broker.runtime.transports.routed import RoutedTransport
@@ -151,6 +155,7 @@ class Context:
 
     @cached_property
     def gang(self) -> Gang:
+        """Return the object that starts and observes programs on clusters."""
         from broker.runtime.gang import Gang
 
         return Gang(self.transport, clock=self.clock, access=self.grants)
@@ -171,6 +176,7 @@ class Context:
         return Grants(self.config, clock=self.clock, find_task=find_task, tell=tell)
 
     def make_controller(self, job_id: int) -> JobController:
+        """Return a controller for one managed job, wired to this context's store and clouds."""
         from broker.jobs.controller import JobController
         from broker.state.history import SHARED_S_MAX
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from broker.nouns import noun
+from broker.frozen import frozen
 from broker.types import EventKind, JobStatus
 
 if TYPE_CHECKING:
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 JOBS_MAX = 500  # ended jobs whose events are read, the newest
 
 
-@noun
+@frozen
 class DecidedCost:
     """The cost that the spot policy expected when a job started, and what was paid when it had succeeded."""
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from broker.app.container import INTERVAL_FACTOR, Context
 from broker.app.planning import plan_launch
 from broker.errors import BrokerError
-from broker.jobs.order import cut_to_rest
+from broker.jobs.replanning import cut_to_rest
 from broker.jobs.scoring import ForecastScore, JudgedForecast, score_forecasts
 from broker.types import Job, JobStatus, Plan, Task
 from broker.types.forecasts import JobForecast, Range

@@ -11,7 +11,7 @@ from broker.app.launching import settle_checkpoints
 from broker.app.planning import plan_launch
 from broker.errors import JobEndedError, UsageError, WaitTimeoutError
 from broker.formatting import strip_control
-from broker.nouns import noun
+from broker.frozen import frozen
 from broker.types import Job, JobStatus, Plan, Secret, Task
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 LOOK_S = 0.3
 
 
-@noun
+@frozen
 class JobTarget:
     """The launch target for managed jobs: a single one, or the tasks of a pipeline."""
 
@@ -103,7 +103,7 @@ def retry(context: Context, job: Job, *, secrets: Mapping[str, str], request_id:
 def _check_access(context: Context, task: Task) -> None:
     """Check, as before a launch, that nodes can access the task's buckets. Raises before anything is paid for."""
     from broker.jobs.allowance import get_unattended_s
-    from broker.jobs.order import drop_limits
+    from broker.jobs.replanning import drop_limits
 
     plan = plan_launch(context, drop_limits(task))  # a job that is late may be retried
     for sentence in context.grants.check([plan], allowances_s=[get_unattended_s(task)]):
@@ -178,7 +178,7 @@ def read_log(context: Context, job_id: int, offset: int = 0) -> tuple[Sequence[s
     return [strip_control(line) for line in complete.decode(errors="replace").splitlines()], offset + len(complete)
 
 
-@noun
+@frozen
 class Explanation:
     """A job with its history: its events, the time that recoveries took, and its cost."""
 

@@ -13,7 +13,7 @@ from broker.app.container import Context
 from broker.app.planning import anchor, check_notices, check_plans, plan_launch
 from broker.errors import TransientError, UnreachedError, UsageError
 from broker.formatting import format_count, format_usd
-from broker.nouns import noun
+from broker.frozen import frozen
 from broker.types import Autostop, Cluster, ClusterStatus, NodeState, Plan, Task
 from broker.wording import describe_event
 
@@ -48,7 +48,7 @@ def ignore_upload(url: str) -> Iterator[Callable[[int, int], None]]:
     yield lambda done, total: None
 
 
-@noun
+@frozen
 class Callbacks:
     """The callbacks of a launch; the defaults show nothing and accept every price."""
 
@@ -57,7 +57,7 @@ class Callbacks:
     track_upload: TrackUpload = ignore_upload
 
 
-@noun
+@frozen
 class Ready:
     """Tasks that passed all checks and have their files uploaded, with their plans."""
 
@@ -114,7 +114,7 @@ def list_sources(tasks: Sequence[Task]) -> Iterator[tuple[str, str]]:
         yield from (("file_mounts", source) for source in task.file_mounts.values())
 
 
-@noun
+@frozen
 class ClusterTarget:
     """The launch target for a named cluster, on which one task runs."""
 

@@ -20,7 +20,7 @@ from broker.batch.splitting import SUFFIXES, Split, split
 from broker.batch.tally import Tally
 from broker.batch.workers import Crew, list_problems, plan_crew
 from broker.errors import BrokerError, UsageError
-from broker.nouns import noun
+from broker.frozen import frozen
 from broker.storage import open_bucket
 from broker.types import DataSet, Job, JobStatus, Plan, Task
 
@@ -31,7 +31,7 @@ SCHEMES = ("file", "s3", "gs", "az")  # what the worker reads (trainers/map_plac
 NOT_STARTED = (JobStatus.PENDING, JobStatus.STARTING, JobStatus.RECOVERING)
 
 
-@noun
+@frozen
 class MapRequest:
     """A map as the user asked for it; `input` and `output` are URLs or paths on this machine."""
 
@@ -43,7 +43,7 @@ class MapRequest:
     lease_s: float = LEASE_S
 
 
-@noun
+@frozen
 class MapView:
     """A map at one moment."""
 
@@ -52,7 +52,7 @@ class MapView:
     usd: float
 
 
-@noun
+@frozen
 class MapResult:
     """A map without work left; `failures` are the reasons for shards that were left out."""
 
@@ -66,7 +66,7 @@ class MapResult:
         return 1e6 * self.view.usd / self.items if self.items else None
 
 
-@noun
+@frozen
 class MapTarget(JobTarget):
     """The launch target for the workers of a map."""
 
@@ -78,7 +78,7 @@ class MapTarget(JobTarget):
             raise UsageError(
                 f"nodes on {' or '.join(sorted(clouds)[:3])} cannot read paths of this machine",
                 hints=[
-                    "pass URLs of buckets for `--input` and `--output`; `file:///...` is a folder that all nodes see",
+                    "pass bucket URLs for `--input` and `--output`; `file:///...` is a folder that all nodes can read",
                     "or run on this machine with `--infra local`",
                 ],
             )
@@ -91,7 +91,7 @@ class MapDriver:
     def __init__(self, context: Context, request: MapRequest, *, callbacks: Callbacks | None = None) -> None:
         if not RUNS_WORKER.search(request.task.run or ""):
             raise UsageError(
-                "the task's `run:` starts no map worker",
+                "the task's `run:` does not start a map worker",
                 hints=["write `run: python -m trainers.map_worker embed.py`, or a command after `map_worker --`"],
             )
         self._context, self._request, self._callbacks = context, request, callbacks

@@ -8,11 +8,11 @@ from pathlib import Path
 
 from broker.app.planning import anchor
 from broker.errors import UsageError
-from broker.nouns import noun
+from broker.frozen import frozen
 from broker.types import Task
 
 
-@noun
+@frozen
 class Overrides:
     """Values from the command line that override the task file; None keeps the file's value."""
 

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 
 from broker.app.decided_costs import DecidedCost, find_expected_usd
 from broker.errors import DamagedRowError, UsageError
+from broker.frozen import frozen
 from broker.jobs.summary import count_lost_steps
-from broker.nouns import noun
 from broker.types import JobStatus, OutcomeKind
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 MONTH = re.compile(r"\d{4}-(0[1-9]|1[0-2])")
 
 
-@noun
+@frozen
 class Period:
     """A month of local time: `name` as YYYY-MM, from `begin_s` up to `end_s`."""
 
@@ -36,7 +36,7 @@ class Period:
     end_s: float
 
 
-@noun
+@frozen
 class Bought:
     """Node-hours and USD of one cloud, instance type and market; "-" where a bill's cluster is no longer known."""
 
@@ -48,7 +48,7 @@ class Bought:
     ondemand_usd: float  # of the same hours, at the price that the attempt's offer had; `usd` where it had none
 
 
-@noun
+@frozen
 class JobShare:
     """One job's part of the month. Steps and recoveries count in the month in which the attempt was lost."""
 
@@ -61,7 +61,7 @@ class JobShare:
     steps_lost: int
 
 
-@noun
+@frozen
 class Report:
     """A month's report. Bills of pruned jobs are in no month's report, as their days are no longer known."""
 

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 from broker.app.container import Context
 from broker.app.jobs import JobTarget
 from broker.errors import NoOfferError, StateError, UsageError
+from broker.frozen import frozen
 from broker.locks import is_locked
-from broker.nouns import noun
 from broker.serve.files import Load, ServiceFolder, read_file
 from broker.serve.observing import observe
 from broker.serve.processes import launch_process
@@ -35,7 +35,7 @@ UPDATED = ServiceEventKind.UPDATED
 READY, SHUTTING_DOWN, FAILED, STARTING = "READY", "SHUTTING_DOWN", "FAILED", "STARTING"
 
 
-@noun
+@frozen
 class ServiceTarget(JobTarget):
     """The launch target for a service: its replicas are managed jobs, so their checks apply."""
 
@@ -49,7 +49,7 @@ class ServiceTarget(JobTarget):
         return True
 
 
-@noun
+@frozen
 class ReplicaLine:
     """One replica for `status`."""
 
@@ -61,7 +61,7 @@ class ReplicaLine:
     error: str
 
 
-@noun
+@frozen
 class ServiceLine:
     """One service for `status`. `load` None: its balancer does not run."""
 

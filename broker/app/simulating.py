@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from broker.app.container import Context
 from broker.errors import NoOfferError, UsageError
 from broker.formatting import format_hours, format_usd
-from broker.nouns import noun
+from broker.frozen import frozen
 
 if TYPE_CHECKING:
     from broker.lab.benchmark import Benchmark
@@ -23,7 +23,7 @@ SLACK_DEFAULT = 1.5  # deadline / work, for a task without a deadline
 STARTS_MAX = 100_000
 
 
-@noun
+@frozen
 class SimulationRequest:
     """The markets, policies and replays of a simulation."""
 
@@ -37,7 +37,7 @@ class SimulationRequest:
     workers: int = 1  # processes for a large simulation
 
 
-@noun
+@frozen
 class Simulation:
     """The scores of all policies, and the markets and machines that they were replayed on."""
 
@@ -168,7 +168,7 @@ def measure_job(
 
 def _mean_hazard(traces: Sequence[Trace]) -> float:
     """Return preemptions per hour of available spot, over all recordings."""
-    seen = [trace.count_spells() for trace in traces]
+    seen = [trace.count_periods() for trace in traces]
     hours = sum(sum(each.open_hours) for each in seen)
     return sum(sum(each.open_ends) for each in seen) / hours if hours > 0 else 0.0
 

@@ -9,7 +9,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from broker.errors import DamagedRowError
-from broker.nouns import noun
+from broker.frozen import frozen
 
 if TYPE_CHECKING:
     from broker.state.store import Bill, Store, Total
@@ -23,7 +23,7 @@ class By(StrEnum):
     DAY = "day"
 
 
-@noun
+@frozen
 class Spending:
     """Node-hours and USD by job id, cluster, cloud or day; `pruned_before_s` is None where every job is recorded."""
 
@@ -74,7 +74,7 @@ def _price(bill: Bill, start_s: float, end_s: float) -> tuple[float, float]:
     return hours, hours * bill.usd_hour
 
 
-@noun
+@frozen
 class Share:
     """What one job, or a cluster without a job, spent at one cloud on one day; local time. `owner`: job id or name."""
 

@@ -13,7 +13,7 @@ from hashlib import sha256
 from broker.app.container import Context
 from broker.app.jobs import JobTarget
 from broker.app.launching import Callbacks, prepare
-from broker.nouns import noun
+from broker.frozen import frozen
 from broker.sweeps import board as boards
 from broker.sweeps.board import Board, Early
 from broker.sweeps.space import Configuration, draw, parse_parameters
@@ -23,7 +23,7 @@ from broker.types import Job, Task
 LOOK_S = 1.0
 
 
-@noun
+@frozen
 class SweepRequest:
     """A sweep as the user asked for it. `runs` None: all combinations."""
 
@@ -35,7 +35,7 @@ class SweepRequest:
     seed: int = 0
 
 
-@noun
+@frozen
 class SweepView:
     """A sweep at one moment: the jobs of the runs that were submitted, and those stopped early, with their steps."""
 

@@ -8,7 +8,7 @@ from hashlib import sha256
 
 from broker.batch.splitting import Split
 from broker.errors import StateError, UsageError
-from broker.nouns import noun
+from broker.frozen import frozen
 from broker.storage.base import Bucket
 from broker.types import Task
 
@@ -16,7 +16,7 @@ PLAN = "_map/plan.json"
 LEASE_S = 60.0
 
 
-@noun
+@frozen
 class MapPlan:
     """A map that was begun. `uid` is part of the names of its jobs; `program` is a digest of the task's commands."""
 

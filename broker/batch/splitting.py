@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from broker.errors import UsageError
-from broker.nouns import noun
+from broker.frozen import frozen
 from broker.storage.base import StoredKey
 
 SUFFIXES = (".jsonl", ".ndjson", ".txt")
@@ -25,7 +25,7 @@ class Shard(NamedTuple):
     end: int
 
 
-@noun
+@frozen
 class Split:
     files: tuple[str, ...]
     sizes: tuple[int, ...]

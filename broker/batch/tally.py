@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from broker.batch.plan_file import MapPlan
-from broker.nouns import noun
+from broker.frozen import frozen
 from broker.storage.base import Bucket, StoredKey
 
 MANIFEST = "_map/manifest.json"
@@ -18,7 +18,7 @@ FAILED = re.compile(r"(_map/failed/(\d+)/.+)")
 TRIES = 3  # as trainers/map_leases.py: failures of the program after which a shard is left out
 
 
-@noun
+@frozen
 class Tally:
     """The state of a map. `items` has the results of each shard whose number is known."""
 

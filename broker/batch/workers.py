@@ -13,13 +13,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from itertools import count
 
-from broker.nouns import noun
+from broker.frozen import frozen
 from broker.types import Job, JobStatus
 
 ROUNDS_MAX = 1000
 
 
-@noun
+@frozen
 class Submission:
     """A worker's job to submit: calls with the same `request_id` create one job."""
 
@@ -27,7 +27,7 @@ class Submission:
     request_id: str
 
 
-@noun
+@frozen
 class Crew:
     """The newest job of each worker, and the jobs to submit. `job_ids` are all that the map ever had."""
 

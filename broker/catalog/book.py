@@ -8,7 +8,7 @@ from dataclasses import fields
 
 from broker.catalog.staleness import CloudFacts, PriceAge, describe_age
 from broker.catalog.suggestions import Suggestions
-from broker.nouns import noun
+from broker.frozen import frozen
 from broker.types import AcceleratorFigures, EgressPrice, Offer, Quantity, Resources, Task
 
 CHEAPEST_COUNT = 1000  # of each pricing model, if no accelerator is requested
@@ -28,7 +28,7 @@ _SELECT = f"{_FIELDS} FROM types t JOIN offers o ON o.type = t.id {_TEXTS}"
 _OFFER_FIELDS = tuple(field.name for field in fields(Offer))  # in the order of the columns above
 
 
-@noun
+@frozen
 class AcceleratorPrice:
     """The cheapest places for a number of one accelerator; USD per instance-hour."""
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import closing
 from pathlib import Path
 
-from broker.nouns import noun
+from broker.frozen import frozen
 from broker.types import Offer
 
 DAYS_KEPT = 400
@@ -21,7 +21,7 @@ CREATE TABLE IF NOT EXISTS changes (
 Place = tuple[str, str, str, str]  # cloud, instance type, region, zone
 
 
-@noun
+@frozen
 class PricePoint:
     """Prices of one machine at one place, valid from `day` (ISO)."""
 

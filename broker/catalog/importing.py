@@ -11,11 +11,11 @@ from broker.catalog.book import Book
 from broker.catalog.skypilot_csv import RowIssue, parse_vms
 from broker.catalog.staleness import CloudFacts
 from broker.errors import SourceError, UsageError
-from broker.nouns import noun
+from broker.frozen import frozen
 from broker.types import Offer
 
 
-@noun
+@frozen
 class ImportReport:
     offers: Mapping[str, int]  # by cloud
     faults: Sequence[RowIssue]

@@ -19,11 +19,11 @@ from broker.catalog.sources import SOURCES
 from broker.catalog.sources.base import Get, PriceSource
 from broker.catalog.staleness import CloudFacts
 from broker.errors import AuthError, SourceError
-from broker.nouns import noun
+from broker.frozen import frozen
 from broker.types import Offer
 
 
-@noun
+@frozen
 class CloudRefresh:
     """Result for one cloud. `error` None: its prices are new."""
 

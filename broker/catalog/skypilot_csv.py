@@ -18,7 +18,7 @@ from functools import lru_cache
 
 from broker.catalog.skypilot_gcp import compose
 from broker.errors import SourceError
-from broker.nouns import noun
+from broker.frozen import frozen
 from broker.types import Offer
 
 NEEDED = ("Region", "Price")
@@ -28,7 +28,7 @@ MEMORY_GIB_MAX = 300.0  # the largest accelerator of 2026 has 288
 SAME_SHARE = 0.05
 
 
-@noun
+@frozen
 class RowIssue:
     """An unreadable row."""
 

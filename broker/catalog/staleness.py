@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from datetime import UTC, date, datetime
 
-from broker.nouns import noun
+from broker.frozen import frozen
 from broker.types import Placement
 
 # Spot prices move within days; list prices change a few times a year.
@@ -13,7 +13,7 @@ SPOT_DAYS_MAX = 7
 ONDEMAND_DAYS_MAX = 90
 
 
-@noun
+@frozen
 class CloudFacts:
     """Default dates of one cloud's on-demand and spot prices (ISO), and their source. An offer may have its own
     dates."""
@@ -24,7 +24,7 @@ class CloudFacts:
     source: str
 
 
-@noun
+@frozen
 class PriceAge:
     """Age of one cloud's prices: ISO dates, whole days since, and whether they are stale."""
 

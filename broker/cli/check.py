@@ -4,29 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import importlib
-import importlib.util
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from broker.app.checking import check_clouds, find_inspector
 from broker.app.checks import CheckedItem, record_findings, record_overview
 from broker.app.container import Context
 from broker.cli import options
 from broker.cli.context import make_context
 from broker.cli.render import print_json, print_line, print_table, print_wrapped
-from broker.clouds import CHECKS, CLOUDS
-from broker.clouds.findings import CanGlance, InspectsTypes
-from broker.errors import AuthError, CloudError, UsageError
-from broker.task.reading import suggest
+from broker.clouds.findings import InspectsTypes
+from broker.errors import AuthError, UsageError
 
 if TYPE_CHECKING:
-    from broker.clouds.findings import CheckResult, Inspector
-
-EXTRAS = {"aws": "boto3", "gcp": "google.cloud"}  # cloud -> what its adapter imports
-LOGIN_HINTS = {"aws": "log in with `aws configure`", "gcp": "log in with `gcloud auth application-default login`"}
+    from broker.clouds.findings import CheckResult
 
 
 def check(
@@ -82,7 +76,7 @@ def check(
             yes=yes, as_json=as_json,
         )  # fmt: skip
     elif policy is not None:
-        print_line(_find_inspector(policy).write_policy(context.config).rstrip("\n"))
+        print_line(find_inspector(policy).write_policy(context.config).rstrip("\n"))
     elif types:
         _show_types(context, cloud, as_json=as_json)
     elif cloud is not None:
@@ -92,57 +86,25 @@ def check(
 
 
 def _show_all(context: Context, *, as_json: bool) -> None:
-    listed = list(context.book.count_offers())
-    asked = [name for name in listed if name in CHECKS and (name in context.clouds or _can_glance(name))]
-    unlisted = [name for name in CHECKS if name not in listed and _can_glance(name)]
-    answers = asyncio.run(_ask_all([*asked, *unlisted], context))
-    rows = [("local", True, "this machine, simulated prices")]
-    for name in listed:
-        if name in answers:
-            rows.append((name, *answers[name]))
-        elif name not in CLOUDS or name not in context.clouds:
-            rows.append((name, False, _explain(name)))
-    rows += [(name, *answers[name]) for name in unlisted if answers[name][0]]
+    found = asyncio.run(check_clouds(context))
+    rows = [(each.name, each.can_launch, each.note) for each in found]
     record_overview(context.config, rows, now_s=context.clock.now_s())
     if as_json:
-        print_json([{"cloud": name, "can_launch": can, "note": note} for name, can, note in rows])
+        print_json([{"cloud": each.name, "can_launch": each.can_launch, "note": each.note} for each in found])
         return
-    print_table(["CLOUD", "LAUNCH", "NOTE"], [[name, "yes" if can else "no", note] for name, can, note in rows])
+    print_table(
+        ["CLOUD", "LAUNCH", "NOTE"], [[each.name, "yes" if each.can_launch else "no", each.note] for each in found]
+    )
     print_line("Check one cloud in detail with `broker check CLOUD`")
     print_line("Plans include every listed cloud: `broker plan`, `broker launch --dryrun`")
 
 
-async def _ask_all(names: Sequence[str], context: Context) -> Mapping[str, tuple[bool, str]]:
-    """Check clouds concurrently, but those behind SkyPilot in sequence: the first answer serves all of them."""
-    behind = [name for name in names if _can_glance(name)]
-
-    async def ask_behind() -> list[tuple[bool, str]]:
-        return [await _sum_up(name, context) for name in behind]
-
-    own = [name for name in names if name not in behind]
-    asking = asyncio.ensure_future(ask_behind())
-    answers = await asyncio.gather(*(_sum_up(name, context) for name in own))
-    return {**dict(zip(own, answers, strict=True)), **dict(zip(behind, await asking, strict=True))}
-
-
-async def _sum_up(name: str, context: Context) -> tuple[bool, str]:
-    inspector = _find_inspector(name)
-    look = inspector.glance if isinstance(inspector, CanGlance) else inspector.inspect
-    try:
-        findings = await look(context.config, clock=context.clock)
-    except CloudError as error:
-        return False, error.message
-    wrong = next((finding for finding in findings if finding.is_needed and not finding.is_ok), None)
-    return (True, findings[0].note) if wrong is None else (False, f"{wrong.name}: {wrong.note}")
-
-
 def _show_closely(context: Context, name: str, *, as_json: bool) -> None:
-    findings = asyncio.run(_find_inspector(name).inspect(context.config, clock=context.clock))
+    findings = asyncio.run(find_inspector(name).inspect(context.config, clock=context.clock))
     keys = ("name", "is_ok", "note", "command", "is_needed")
     plain = [{key: getattr(finding, key) for key in keys} for finding in findings]
-    record_findings(
-        context.config, name, [CheckedItem(**each) for each in plain], now_s=context.clock.now_s()
-    )  # fmt: skip
+    items = [CheckedItem(**each) for each in plain]
+    record_findings(context.config, name, items, now_s=context.clock.now_s())
     if as_json:
         print_json(plain)
     else:
@@ -155,7 +117,7 @@ def _show_closely(context: Context, name: str, *, as_json: bool) -> None:
 def _show_types(context: Context, name: str | None, *, as_json: bool) -> None:
     if name is None:
         raise UsageError("`--types` requires a cloud", hints=("name one: `broker check aws --types`",))
-    inspector = _find_inspector(name)
+    inspector = find_inspector(name)
     if not isinstance(inspector, InspectsTypes):
         raise UsageError(
             f"`--types` is not supported for `{name}`", hints=("supported: `broker check aws --types`, and `gcp`",)
@@ -196,37 +158,3 @@ def _show_finding(finding: CheckResult) -> None:
     print_wrapped(f"{word:5}  {finding.name}: {finding.note}", indent=7)
     if finding.command:
         print_line(f"       fix: {finding.command}")
-
-
-def _find_inspector(name: str) -> Inspector:
-    if name not in CHECKS:
-        near = suggest(name, CHECKS)
-        raise UsageError(f"unknown cloud `{name}`", hints=(near or f"known clouds: {', '.join(sorted(CHECKS))}",))
-    if name in EXTRAS and not _is_installed(EXTRAS[name]):
-        raise UsageError(
-            f"`{name}` requires its library", hints=(f"install it: `pip install 'intercloud-broker[{name}]'`",)
-        )
-    module, _, maker = CHECKS[name].partition(":")
-    found = importlib.import_module(module)
-    inspector: Inspector = getattr(found, maker)(name) if maker else found
-    return inspector
-
-
-def _can_glance(name: str) -> bool:
-    return ":" in CHECKS[name] and isinstance(_find_inspector(name), CanGlance)
-
-
-def _explain(name: str) -> str:
-    """Explain why a cloud cannot launch nodes."""
-    if name not in CLOUDS:
-        return "no adapter yet"
-    if name in EXTRAS and not _is_installed(EXTRAS[name]):
-        return f"install `intercloud-broker[{name}]`"
-    return LOGIN_HINTS.get(name, "no login found")
-
-
-def _is_installed(module: str) -> bool:
-    try:
-        return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:
-        return False

@@ -21,9 +21,13 @@ if TYPE_CHECKING:
 
 Input = Annotated[
     str,
-    typer.Option("--input", metavar="URL", help="File of JSON lines, or folder of such files, in a bucket or here."),
+    typer.Option(
+        "--input", metavar="URL", help="File of JSON lines, or folder of such files, in a bucket or on this machine."
+    ),
 ]
-Output = Annotated[str, typer.Option("--output", metavar="URL", help="Folder for the results, in a bucket or here.")]
+Output = Annotated[
+    str, typer.Option("--output", metavar="URL", help="Folder for the results, in a bucket or on this machine.")
+]
 Workers = Annotated[int, typer.Option("--workers", "-w", metavar="N", min=1, max=1000, help="Number of worker jobs.")]
 ShardMib = Annotated[
     float | None,
@@ -34,7 +38,9 @@ ShardMib = Annotated[
 ]  # fmt: skip
 LeaseS = Annotated[
     float,
-    typer.Option("--lease", metavar="SECONDS", min=1, help="Time after which a silent worker's shard is given away."),
+    typer.Option(
+        "--lease", metavar="SECONDS", min=1, help="Time after which the shard of a silent worker is reassigned."
+    ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result, or with -d the state, as JSON.")]
 

@@ -37,7 +37,7 @@ ServiceName = Annotated[str, typer.Argument(help="Service name.", show_default=F
 ServiceOption = Annotated[
     str | None, typer.Option("--service-name", "-n", metavar="NAME", help="Service name (default: the task's name).")
 ]
-WaitOption = Annotated[bool, typer.Option("--wait", help="Return when a replica is ready.")]
+WaitOption = Annotated[bool, typer.Option("--wait", help="Wait until a replica is ready.")]
 
 
 @app.command()

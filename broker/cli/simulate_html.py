@@ -10,7 +10,7 @@ from broker.errors import UsageError
 from broker.formatting import format_hours, format_usd
 from broker.lab.benchmark import Benchmark, pick_evenly
 from broker.lab.parts import Scene
-from broker.lab.replay import Outcome, replay
+from broker.lab.replay import ReplayOutcome, replay
 from broker.spot.policies import ORACLES, load_policy
 
 SCENES_SHOWN = 3
@@ -151,7 +151,7 @@ def _draw_scene(study: Benchmark, scene: Scene) -> Iterator[str]:
     yield f'<text x="{LEFT}" y="{top + 22}">0</text></svg>'
 
 
-def _draw_life(life: Outcome, top: int, x: Callable[[float], float], scene: Scene) -> Iterator[str]:
+def _draw_life(life: ReplayOutcome, top: int, x: Callable[[float], float], scene: Scene) -> Iterator[str]:
     for each in life.timeline:
         if each.mode == "waiting":
             continue

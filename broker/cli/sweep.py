@@ -65,7 +65,7 @@ def sweep(
 ) -> None:
     """Search hyperparameters with managed jobs.
 
-    Each run gets its values as environment variables and reports its loss by progress lines. The same command
+    Each run gets its values as environment variables and reports its loss in progress lines. The same command
     continues an interrupted sweep, or shows the results of one that has ended.
     """
     from broker.app.sweeping import SweepDriver, SweepRequest

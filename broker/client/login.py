@@ -15,14 +15,14 @@ from urllib.parse import urlsplit
 import msgspec
 
 from broker.errors import AuthError, StateError, UsageError
-from broker.nouns import noun
+from broker.frozen import frozen
 from broker.types import Secret
 
 TIMEOUT_S = 30.0  # the server sends at least a blank line every five seconds
 FINGERPRINT = r"sha256:[0-9a-f]{64}"
 
 
-@noun
+@frozen
 class ServerLogin:
     """`fingerprint` is `sha256:...` of the certificate to accept; None to check it as browsers do."""
 

@@ -30,7 +30,7 @@ from broker.client.wire import (
 )
 from broker.clock import Clock, SystemClock
 from broker.errors import AuthError, BrokerError, TransientError, UnknownOutcomeError
-from broker.nouns import noun
+from broker.frozen import frozen
 from broker.state.people import Role
 from broker.types import Task
 
@@ -200,7 +200,7 @@ def _read_frames(answer: HTTPResponse) -> Iterator[Mapping[str, Any]]:
             yield frame
 
 
-@noun
+@frozen
 class Handshake:
     """The server's version, and who the token belongs to."""
 

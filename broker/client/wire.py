@@ -19,7 +19,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 from broker import errors
 from broker.errors import BrokerError, InvalidRequestError, Issue, TaskError
-from broker.nouns import noun
+from broker.frozen import frozen
 from broker.state.people import Owned, Role
 from broker.types import Plan, Secret
 
@@ -32,7 +32,7 @@ FORECAST = "forecast"  # beside the fields of a plan
 MESSAGE_MAX = 64 * 2**20
 
 
-@noun
+@frozen
 class Verb:
     """A verb of `broker.app.verbs`; `owned` names the arguments that must be the caller's own, with their kind."""
 
@@ -97,7 +97,7 @@ def find_verb(function: Callable[..., object]) -> Verb:
     return verb
 
 
-@noun
+@frozen
 class Signature:
     """The types of a verb: of its arguments, of what its callbacks receive, and of its result."""
 

@@ -8,11 +8,11 @@ from typing import Protocol, runtime_checkable
 
 from broker.clock import Clock
 from broker.config import Config
-from broker.nouns import noun
+from broker.frozen import frozen
 from broker.types import Offer
 
 
-@noun
+@frozen
 class CheckResult:
     """One checked item. `command` fixes it; `is_needed` False means that launches work without it."""
 
@@ -36,7 +36,7 @@ class Inspector(Protocol):
         """Return the minimal permissions for this login, as a file that the cloud's own tool accepts."""
 
 
-@noun
+@frozen
 class TypeCheckResult:
     """Whether the smallest machine with this number of accelerators would start now.
 

@@ -16,10 +16,10 @@ from dataclasses import asdict
 from pathlib import Path
 
 from broker.errors import UsageError
-from broker.nouns import noun
+from broker.frozen import frozen
 
 
-@noun
+@frozen
 class Exchange:
     """One request and its response. `operation`: the cloud's name for it, or method and path."""
 

@@ -49,7 +49,7 @@ class Gatekeeper:
         """Exchange the token of the link for the cookie."""
         given = request.query.get("token", "")
         if self._token is None or not hmac.compare_digest(given.encode(), self._token.encode()):
-            return refuse(403, "this link was used before; start `broker dashboard` again for a new one")
+            return refuse(403, "this link was used before; run `broker dashboard` again for a new one")
         self._token = None
         answer = redirect("/")
         answer.set_cookie(COOKIE, self._session, httponly=True, samesite="Strict", path="/")

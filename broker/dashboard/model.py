@@ -8,7 +8,7 @@ from itertools import zip_longest
 from typing import TYPE_CHECKING
 
 from broker.app.container import Context
-from broker.nouns import noun
+from broker.frozen import frozen
 from broker.types import Attempt, Cluster, ClusterStatus, EventKind, Job, JobStatus
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ LOOKED_AT = 1000  # jobs whose newest event is read for the attention list
 FAILED_HOURS = 24.0  # a failed job asks for attention for this long
 
 
-@noun
+@frozen
 class JobRow:
     """A job in a list, with its cost so far."""
 
@@ -30,7 +30,7 @@ class JobRow:
     spent_usd: float
 
 
-@noun
+@frozen
 class Attention:
     """A job that may require a person, and the event or failure that says why."""
 
@@ -40,7 +40,7 @@ class Attention:
     reason: str
 
 
-@noun
+@frozen
 class Overview:
     """What runs, what it costs and what requires attention. Days and months are those of local time."""
 
@@ -119,7 +119,7 @@ def _requires_attention(kind: EventKind) -> bool:
             return False
 
 
-@noun
+@frozen
 class AttemptRow:
     """An attempt with its cost and the steps that it reached."""
 
@@ -131,7 +131,7 @@ class AttemptRow:
     lost_steps: int  # repeated by the next attempt
 
 
-@noun
+@frozen
 class JobPage:
     """All that is known of one job."""
 
@@ -172,7 +172,7 @@ def read_job(context: Context, job: Job) -> JobPage:
     return JobPage(now_s=now_s, explanation=explain(context, job), attempts=tuple(rows))
 
 
-@noun
+@frozen
 class PlaceRow:
     """What broker has seen of one place: its own spot stays there."""
 

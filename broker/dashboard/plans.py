@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from broker.app.what_if import change_task
 from broker.errors import NoOfferError, TaskError, UsageError
-from broker.nouns import noun
+from broker.frozen import frozen
 from broker.optimizer.pareto import find_frontier, list_timed
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ TERMS_OF = 3  # placements whose terms are listed
 CHANGE_MAX = 200  # characters of a change
 
 
-@noun
+@frozen
 class PlanPage:
     """The plan of a job's task. `changed` is the plan for the task with `change`; `problem` says why there is none."""
 

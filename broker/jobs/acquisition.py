@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 from broker.clock import Clock
 from broker.errors import AccountError, AuthError, CapacityError, InvalidRequestError, NoOfferError
-from broker.jobs.budget import Overspent, check_budget, find_overspending
-from broker.jobs.endings import Endings
-from broker.jobs.order import cut_to_rest, drop_limits, order_plan
+from broker.jobs.budget import BudgetExceeded, check_budget, find_overspending
+from broker.jobs.outcome_recorder import OutcomeRecorder
 from broker.jobs.policy_runner import Pause, PolicyRunner
+from broker.jobs.replanning import cut_to_rest, drop_limits, order_plan
 from broker.provision.lifecycle import Provisioner
 from broker.provision.refusals import draw_backoff_s
 from broker.state.store import Store
@@ -41,21 +41,21 @@ class Acquisition:
         planner: Planner,
         clock: Clock,
         policy_runner: PolicyRunner,
-        endings: Endings,
+        recorder: OutcomeRecorder,
     ) -> None:
         self._store = store
         self._provisioner = provisioner
         self._planner = planner
         self._clock = clock
         self._policy_runner = policy_runner
-        self._endings = endings
+        self._recorder = recorder
         self._refusals = 0  # consecutive; only sets the backoff
 
     async def begin_attempt(self, job: Job) -> Attempt | float:
         """Return the new attempt once its nodes are up, else the seconds until the next step."""
         number = job.next_attempt
         if failure := find_overspending(job, self._store, self._clock):
-            return self._endings.finish_job(job, JobStatus.FAILED, OutcomeKind.BUDGET_EXCEEDED, failure)
+            return self._recorder.finish_job(job, JobStatus.FAILED, OutcomeKind.BUDGET_EXCEEDED, failure)
         if job.status is JobStatus.PENDING:
             self._store.jobs.set_status(job.id, JobStatus.STARTING)
         try:
@@ -63,7 +63,7 @@ class Acquisition:
         except Pause as pause:
             return pause.wait_s
         except NoOfferError as error:
-            return self._endings.finish_job(job, JobStatus.FAILED_NO_RESOURCE, OutcomeKind.NO_OFFER, error.message)
+            return self._recorder.finish_job(job, JobStatus.FAILED_NO_RESOURCE, OutcomeKind.NO_OFFER, error.message)
         try:
             cluster = await self._provisioner.up(
                 job.name_cluster(number),
@@ -74,12 +74,12 @@ class Acquisition:
                 hedge=job.hedge,
                 check_budget=lambda: check_budget(job, self._store, self._clock),
             )
-        except Overspent as error:
-            return self._endings.finish_job(job, JobStatus.FAILED, OutcomeKind.BUDGET_EXCEEDED, str(error))
+        except BudgetExceeded as error:
+            return self._recorder.finish_job(job, JobStatus.FAILED, OutcomeKind.BUDGET_EXCEEDED, str(error))
         except (CapacityError, AuthError) as error:
             return self._wait(job, error)
         except InvalidRequestError as error:
-            return self._endings.finish_job(job, JobStatus.FAILED_PRECHECKS, OutcomeKind.REFUSED, error.message)
+            return self._recorder.finish_job(job, JobStatus.FAILED_PRECHECKS, OutcomeKind.REFUSED, error.message)
         self._refusals = 0
         return self._record(job, number, cluster)
 
@@ -110,7 +110,7 @@ class Acquisition:
     def _wait(self, job: Job, error: CapacityError | AuthError) -> float:
         """Back off and retry; only a job that has never had an attempt fails on a login error."""
         if isinstance(error, AuthError) and not isinstance(error, AccountError) and not job.attempts:
-            return self._endings.finish_job(job, JobStatus.FAILED_PRECHECKS, OutcomeKind.REFUSED, error.message)
+            return self._recorder.finish_job(job, JobStatus.FAILED_PRECHECKS, OutcomeKind.REFUSED, error.message)
         self._refusals += 1
         wait_s = draw_backoff_s(self._refusals, base_s=10.0, cap_s=300.0)
         self._add_event(job, make_event(EventKind.WAITING, error=error.message, wait_s=wait_s))

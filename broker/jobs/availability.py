@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from broker.nouns import noun
+from broker.frozen import frozen
 from broker.spot.durations import MET_HOURS
 from broker.types import Attempt, OutcomeKind, Placement
 
 PlaceKey = tuple[str, str, str | None, str]
 
 
-@noun
+@frozen
 class Availability:
     """The state of one place: open or refused since `since_s`, confirmed since `met_s`.
 

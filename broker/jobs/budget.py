@@ -8,14 +8,14 @@ from broker.types import Job
 from broker.wording import explain_budget
 
 
-class Overspent(Exception):
+class BudgetExceeded(Exception):
     """Raised when the search for machines has used up the rest of the budget."""
 
 
 def check_budget(job: Job, store: Store, clock: Clock) -> None:
-    """Raise Overspent if the budget is used up."""
+    """Raise BudgetExceeded if the budget is used up."""
     if failure := find_overspending(job, store, clock):
-        raise Overspent(failure)
+        raise BudgetExceeded(failure)
 
 
 def find_overspending(job: Job, store: Store, clock: Clock) -> str:

@@ -24,15 +24,15 @@ from broker.jobs.acquisition import Acquisition, Planner
 from broker.jobs.allowance import find_lease_s
 from broker.jobs.booting import StartVerdict, judge_start
 from broker.jobs.budget import find_overspending
-from broker.jobs.endings import Endings
 from broker.jobs.environment import make_envs
 from broker.jobs.gang import Gang, GangReport, PushesNews, get_run_id
 from broker.jobs.health import Verdict, classify
 from broker.jobs.in_place import InPlace, Kept, are_running
-from broker.jobs.keeping import Keeping
 from broker.jobs.lost_gang import LostGang
 from broker.jobs.monitor import AttemptMonitor, list_answering
 from broker.jobs.node_replacement import NodeReplacer
+from broker.jobs.node_retention import NodeRetention
+from broker.jobs.outcome_recorder import OutcomeRecorder
 from broker.jobs.outcomes import BucketOutcomes, Outcomes
 from broker.jobs.policy_runner import PolicyRunner
 from broker.jobs.run_end import RunEnd, read_run_end
@@ -89,12 +89,12 @@ class JobController:
         self._config = config
         self._teardown = AttemptTeardown(store, provisioner, gang, clock, config)
         self._policy_runner = PolicyRunner(store, planner, clock, self._teardown)
-        self._endings = Endings(job_id, store, clock)
-        self._acquisition = Acquisition(store, provisioner, planner, clock, self._policy_runner, self._endings)
+        self._recorder = OutcomeRecorder(job_id, store, clock)
+        self._acquisition = Acquisition(store, provisioner, planner, clock, self._policy_runner, self._recorder)
         self._replacer = NodeReplacer(store, provisioner, gang, clock)
         self._in_place = InPlace(store, provisioner, gang, clock, self._teardown)
-        self._keeping = Keeping(store, provisioner, self._acquisition, clock)
-        self._lost_gang = LostGang(store, config, self._endings, outcomes or BucketOutcomes())
+        self._retention = NodeRetention(store, provisioner, self._acquisition, clock)
+        self._lost_gang = LostGang(store, config, self._recorder, outcomes or BucketOutcomes())
         self._monitor: AttemptMonitor | None = None
         self._monitored = 0  # number of the attempt
         self._list_error = ""  # why the nodes cannot be listed, as last reported
@@ -133,7 +133,7 @@ class JobController:
                 return await self._follow_up(job, live)
             if live.running_s is None:
                 if find_overspending(job, self._store, self._clock):
-                    return self._endings.record_refusal(live, Outcome(kind=OutcomeKind.BUDGET_EXCEEDED))
+                    return self._recorder.record_refusal(live, Outcome(kind=OutcomeKind.BUDGET_EXCEEDED))
                 return await self._unless_interrupted(job, self._start(job, live))
             return await self._poll(job, live)
         except _Interrupted:
@@ -153,7 +153,7 @@ class JobController:
                 status = other.status.value if other else "gone"
                 failure = explain_dependency(other.id if other else None, other.name if other else "", status)
                 kind = OutcomeKind.DEPENDENCY_FAILED
-                return self._endings.finish_job(job, JobStatus.CANCELLED, kind, failure) or POLL_S
+                return self._recorder.finish_job(job, JobStatus.CANCELLED, kind, failure) or POLL_S
             if not other.status.is_terminal:
                 return PIPELINE_POLL_S
         return 0.0
@@ -167,7 +167,7 @@ class JobController:
         if live.kept_until_s is not None:
             return await self._unless_interrupted(job, self._continue_in_place(job, live))
         await self._teardown.terminate(live)
-        return self._endings.resolve_refusal(job, live)
+        return self._recorder.resolve_refusal(job, live)
 
     async def _continue_in_place(self, job: Job, live: Attempt) -> float:
         """Start the next attempt on the nodes of this one, once the gang is complete and the program has ended."""
@@ -175,13 +175,13 @@ class JobController:
         if kept is Kept.WAITING:
             return POLL_S
         if kept is Kept.GIVEN_UP:
-            return self._endings.release_nodes(live)
+            return self._recorder.release_nodes(live)
         return await self._start(job, self._in_place.begin_attempt(job, live))
 
     async def _start(self, job: Job, attempt: Attempt) -> float:
         cluster = self._store.clusters.get(attempt.cluster)
         if cluster is None:
-            return self._endings.record_takedown(attempt)
+            return self._recorder.record_takedown(attempt)
         monitor = self._get_monitor(attempt)
         try:
             task = add_mounts(job.task)
@@ -190,7 +190,7 @@ class JobController:
             envs = self._make_envs(job, attempt, cluster)
             await self._gang.start(cluster, task, run_id=get_run_id(attempt, cluster), envs=envs, lease_s=lease_s)
         except InvalidRequestError as error:
-            return self._endings.record_refusal(attempt, Outcome(kind=OutcomeKind.REFUSED, detail=error.message))
+            return self._recorder.record_refusal(attempt, Outcome(kind=OutcomeKind.REFUSED, detail=error.message))
         except CloudError as error:
             return await self._handle_failed_start(job, attempt, cluster, monitor, error)
         now_s = self._clock.now_s()
@@ -211,19 +211,19 @@ class JobController:
             wait_s = await self._lost_gang.record_success(job, attempt, cluster)
             if wait_s is not None:  # a controller that was killed had started it
                 return wait_s
-            return self._endings.record_loss(attempt, describe_lost_start(error.message))
+            return self._recorder.record_loss(attempt, describe_lost_start(error.message))
         if verdict is StartVerdict.WAIT:
             return POLL_S
-        return self._endings.record_refusal(attempt, Outcome(kind=OutcomeKind.LAUNCH_FAILED, detail=error.message))
+        return self._recorder.record_refusal(attempt, Outcome(kind=OutcomeKind.LAUNCH_FAILED, detail=error.message))
 
     async def _poll(self, job: Job, attempt: Attempt) -> float:
         cluster, monitor = self._store.clusters.get(attempt.cluster), self._get_monitor(attempt)
         if cluster is None and monitor.has_succeeded:
-            return self._endings.record_success(job, attempt)
+            return self._recorder.record_success(job, attempt)
         if cluster is None and monitor.unflushed:
-            return self._endings.record_exit(job, attempt, Verdict.FAILED, RunEnd(unflushed=monitor.unflushed))
+            return self._recorder.record_exit(job, attempt, Verdict.FAILED, RunEnd(unflushed=monitor.unflushed))
         if cluster is None:
-            return self._endings.record_takedown(attempt)
+            return self._recorder.record_takedown(attempt)
         report = await self._gang.poll(cluster, get_run_id(attempt, cluster))
         monitor.observe(report)
         self._teardown.report_flush(job.id, report)
@@ -256,10 +256,10 @@ class JobController:
                 report,
                 is_noticed=signals.is_noticed,
                 was_attended=was_attended,
-                find_kept_until_s=partial(self._keeping.find_until_s, job, attempt, cluster, report),
+                find_kept_until_s=partial(self._retention.find_until_s, job, attempt, cluster, report),
             )
         run = replace(self._read_end(attempt, cluster, report), unflushed=monitor.unflushed)
-        return self._endings.record_exit(job, attempt, verdict, run)
+        return self._recorder.record_exit(job, attempt, verdict, run)
 
     def _read_end(self, attempt: Attempt, cluster: Cluster, report: GangReport) -> RunEnd:
         return read_run_end(
@@ -294,7 +294,7 @@ class JobController:
         now_s = self._clock.now_s()
         if failure := find_overspending(job, self._store, self._clock):
             await self._teardown.end_program(attempt, cluster, grace_s=GRACE_S)
-            return self._endings.record_overspending(job, attempt, failure)
+            return self._recorder.record_overspending(job, attempt, failure)
         if await self._policy_runner.reconsider(job, attempt, cluster, report.progress):
             return 0.0
         recovery = job.task.recovery
@@ -304,7 +304,7 @@ class JobController:
             is_clear = not monitor.is_suspicious(report) and recovery.nodes_min is None
             self._quiet = (cluster, get_run_id(attempt, cluster)) if is_clear else None
             return POLL_S
-        return self._endings.record_stall(job, attempt, timeout_s, self._read_end(attempt, cluster, report))
+        return self._recorder.record_stall(job, attempt, timeout_s, self._read_end(attempt, cluster, report))
 
     def _record_progress(self, job: Job, attempt: Attempt, progress: Progress) -> Attempt:
         """Record progress; the first new step of an attempt ends its recovery."""
@@ -336,7 +336,7 @@ class JobController:
             if live:
                 outcome = live.outcome or Outcome(kind=OutcomeKind.CANCELLED)
                 self._teardown.close(replace(live, outcome=outcome))
-            self._endings.finish_job(job, JobStatus.CANCELLED, OutcomeKind.CANCELLED, "")
+            self._recorder.finish_job(job, JobStatus.CANCELLED, OutcomeKind.CANCELLED, "")
         return 0.0
 
     async def _unless_interrupted(self, job: Job, work: Coroutine[Any, Any, T]) -> T:

@@ -15,6 +15,7 @@ import signal
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -53,6 +54,18 @@ class Controller(Protocol):
 MakeController = Callable[[Any], Controller]  # of a Key; a caller without services takes ids only
 
 
+@dataclass(frozen=True, kw_only=True)
+class _DaemonContext:
+    """The parts of a daemon. `idle_s`: seconds without live jobs after which it exits."""
+
+    store: Store
+    make_controller: MakeController
+    provisioner: Provisioner
+    clock: Clock
+    config: Config
+    idle_s: float
+
+
 async def run_daemon(
     *,
     store: Store,
@@ -66,55 +79,43 @@ async def run_daemon(
 
     In a shared store, drive a share of the jobs, until `idle_s` pass without any, or SIGTERM arrives.
     """
-    loop = asyncio.get_running_loop()
+    context = _DaemonContext(
+        store=store,
+        make_controller=make_controller,
+        provisioner=provisioner,
+        clock=clock,
+        config=config,
+        idle_s=idle_s,
+    )
     is_needed = True
     while is_needed:
-        take_turn = _share if store.is_shared else _take_turn
-        if not await take_turn(store, make_controller, provisioner, clock, config, idle_s, loop):
+        if not await (_share_jobs(context) if store.is_shared else _lead(context)):
             return
         # A command that submitted a job while we held the lock did not start a daemon, so this one must serve it.
         is_needed = bool(list_keys(store))
 
 
-async def _take_turn(
-    store: Store,
-    make_controller: MakeController,
-    provisioner: Provisioner,
-    clock: Clock,
-    config: Config,
-    idle_s: float,
-    loop: asyncio.AbstractEventLoop,
-) -> bool:
+async def _lead(context: _DaemonContext) -> bool:
     """Return whether this process led and stopped only because it was idle."""
     for _ in range(LOCK_TRIES):
-        with hold_lock(config) as is_held:
-            if is_held or store.leader.measure_beat_age_s() > STALE_S:  # the lock's holder is stopped or hangs
-                log.info("leading with epoch %s", store.leader.lead())
-                workload = LeaderWorkload(store, clock)
-                daemon = _Daemon(store, make_controller, provisioner, clock, config, idle_s, workload)
-                main = asyncio.ensure_future(daemon.run())
-                with _cancel_on_sigterm(loop, main):
+        with hold_lock(context.config) as is_held:
+            if is_held or context.store.leader.measure_beat_age_s() > STALE_S:  # the lock's holder is stopped or hangs
+                log.info("leading with epoch %s", context.store.leader.lead())
+                workload = LeaderWorkload(context.store, context.clock)
+                main = asyncio.ensure_future(_Daemon(context, workload).run())
+                with _cancel_on_sigterm(main):
                     return await _wait_for(main)
-        await clock.sleep(START_LOOK_S)
+        await context.clock.sleep(START_LOOK_S)
     return False
 
 
-async def _share(
-    store: Store,
-    make_controller: MakeController,
-    provisioner: Provisioner,
-    clock: Clock,
-    config: Config,
-    idle_s: float,
-    loop: asyncio.AbstractEventLoop,
-) -> bool:
+async def _share_jobs(context: _DaemonContext) -> bool:
     """Return whether this process stopped only because it was idle."""
-    workload = SharedWorkload(store, clock)
+    workload = SharedWorkload(context.store, context.clock)
     log.info("sharing the jobs as %s", workload.name)
-    daemon = _Daemon(store, make_controller, provisioner, clock, config, idle_s, workload)
-    main = asyncio.ensure_future(daemon.run())
+    main = asyncio.ensure_future(_Daemon(context, workload).run())
     try:
-        with _cancel_on_sigterm(loop, main):
+        with _cancel_on_sigterm(main):
             return await _wait_for(main)
     finally:
         workload.resign()
@@ -177,23 +178,14 @@ def _is_alive(config: Config, store: Store) -> bool:
 
 
 class _Daemon:
-    def __init__(
-        self,
-        store: Store,
-        make_controller: MakeController,
-        provisioner: Provisioner,
-        clock: Clock,
-        config: Config,
-        idle_s: float,
-        workload: Workload,
-    ) -> None:
+    def __init__(self, context: _DaemonContext, workload: Workload) -> None:
         self._workload = workload
-        self._config = config
-        self._store = store
-        self._make_controller = make_controller
-        self._provisioner = provisioner
-        self._clock = clock
-        self._idle_s = idle_s
+        self._config = context.config
+        self._store = context.store
+        self._make_controller = context.make_controller
+        self._provisioner = context.provisioner
+        self._clock = context.clock
+        self._idle_s = context.idle_s
         self._drives: dict[Key, asyncio.Task[None]] = {}
         self._is_collecting = False
         self._wakes: dict[Key, asyncio.Event] = {}
@@ -308,7 +300,8 @@ def hold_lock(config: Config) -> Iterator[bool]:
 
 
 @contextmanager
-def _cancel_on_sigterm(loop: asyncio.AbstractEventLoop, main: asyncio.Future[None]) -> Iterator[None]:
+def _cancel_on_sigterm(main: asyncio.Future[None]) -> Iterator[None]:
+    loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGTERM, main.cancel)
     try:
         yield

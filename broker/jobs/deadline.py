@@ -20,7 +20,7 @@ from broker.spot.policies.base import (
     JobView,
     Move,
     Wait,
-    find_refuge,
+    find_fallback,
     spare_hours,
 )
 from broker.spot.prior import MEASURED
@@ -174,9 +174,9 @@ def record_decision(situation: Situation, decision: Decision) -> Event:
             data.update(place=make_place(target.placement), usd_work_hour=target.usd_work_hour)
     if view.time_left_hours is not None:
         data["time_left_hours"] = view.time_left_hours
-    refuge = find_refuge(view, candidates)
-    if refuge is not None:
-        data.update(spare_hours=spare_hours(view, refuge), ondemand_usd_work_hour=refuge.usd_work_hour)
+    fallback = find_fallback(view, candidates)
+    if fallback is not None:
+        data.update(spare_hours=spare_hours(view, fallback), ondemand_usd_work_hour=fallback.usd_work_hour)
     if len(decision.weighed) > 1:
         data["expected_usd"] = {name: usd for name, usd in decision.weighed}
     return make_event(EventKind.DECISION, **data)

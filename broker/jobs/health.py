@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from enum import StrEnum
 
-from broker.nouns import noun
+from broker.frozen import frozen
 from broker.types import Node, NodeEnd, NodeState, RunStatus
 
 MISSES_MIN = 3  # polls without an answer, and
@@ -32,7 +32,7 @@ class Verdict(StrEnum):
     LOST = "LOST"
 
 
-@noun
+@frozen
 class HealthSignals:
     """The observations behind a verdict. `status`: None if no node answered. `_s`: how long a signal lasts."""
 
@@ -58,7 +58,11 @@ def classify(signals: HealthSignals) -> Verdict:
         return Verdict.LOST
     if signals.is_noticed and signals.status in (RunStatus.FAILED, RunStatus.FAILED_SETUP):
         return Verdict.LOST  # it has saved its state: get new nodes now instead of waiting for the preemption
-    if signals.unreachable and signals.misses >= MISSES_MIN and signals.unreachable_s >= measure_patience_s(signals):
+    if (
+        signals.unreachable
+        and signals.misses >= MISSES_MIN
+        and signals.unreachable_s >= find_unreachable_s_max(signals)
+    ):
         return Verdict.LOST
     if signals.status is RunStatus.CANCELLED:
         return Verdict.CANCELLED
@@ -80,7 +84,7 @@ def can_go_on(signals: HealthSignals) -> bool:
     return is_enough and 0 not in lost and signals.status is RunStatus.RUNNING
 
 
-def measure_patience_s(signals: HealthSignals) -> float:
+def find_unreachable_s_max(signals: HealthSignals) -> float:
     """Return how long listed nodes may be silent: a single silent node is at fault itself, a silent gang may not be."""
     live_count = sum(1 for node in signals.nodes if node.state is not NodeState.TERMINATED)
     return GANG_UNREACHABLE_S_MIN if len(signals.unreachable) >= live_count else UNREACHABLE_S_MIN

@@ -15,7 +15,7 @@ from enum import StrEnum
 
 from broker.clock import Clock
 from broker.errors import BrokerError, CloudError, InvalidRequestError
-from broker.jobs.budget import Overspent, check_budget, find_overspending
+from broker.jobs.budget import BudgetExceeded, check_budget, find_overspending
 from broker.jobs.gang import Gang, GangReport, get_run_id
 from broker.jobs.health import list_lost_ranks
 from broker.jobs.monitor import list_answering
@@ -106,7 +106,7 @@ class InPlace:
             task, self._replacing = self._replacing, None
             if (error := task.exception()) is None:
                 return Kept.WAITING  # the next step polls it
-            if not isinstance(error, BrokerError | Overspent):
+            if not isinstance(error, BrokerError | BudgetExceeded):
                 raise error
             self._store.events.add(make_event(EventKind.REPLACEMENT_FAILED, error=str(error)), job_id=job.id)
             return Kept.GIVEN_UP

@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 from broker.config import Config
 from broker.jobs.allowance import get_unattended_s, show_hours
 from broker.jobs.checkpoints import BUCKET_SCHEMES, find_checkpoint_dir, name_job_folder
-from broker.jobs.endings import Endings
 from broker.jobs.gang import GangReport
 from broker.jobs.health import Verdict, list_lost_ranks
 from broker.jobs.log_files import copy_left_log
+from broker.jobs.outcome_recorder import OutcomeRecorder
 from broker.jobs.outcomes import Outcomes, RunResult
 from broker.jobs.run_end import RunEnd, read_run_end
 from broker.state.store import Store
@@ -23,10 +23,10 @@ LEASES_APART_S = 600.0
 
 
 class LostGang:
-    def __init__(self, store: Store, config: Config, endings: Endings, outcomes: Outcomes) -> None:
+    def __init__(self, store: Store, config: Config, recorder: OutcomeRecorder, outcomes: Outcomes) -> None:
         self._store = store
         self._config = config
-        self._endings = endings
+        self._recorder = recorder
         self._outcomes = outcomes
 
     async def record_loss(
@@ -48,11 +48,11 @@ class LostGang:
         left = await self._read_result(job, attempt, cluster)
         progress = (left.progress if left else None) or report.progress or job.progress
         if left and left.status is RunStatus.SUCCEEDED:
-            return self._endings.record_success(job, attempt)
+            return self._recorder.record_success(job, attempt)
         if left and (left.unflushed or is_programs_failure(left, cluster.nodes, report.unreachable)):
             run = read_run_end(self._store, self._config.logs, attempt=attempt, report=left, progress=progress)
             verdict = Verdict.FAILED_SETUP if left.status is RunStatus.FAILED_SETUP else Verdict.FAILED
-            return self._endings.record_exit(job, attempt, verdict, run)
+            return self._recorder.record_exit(job, attempt, verdict, run)
         ranks = list_lost_ranks(cluster.nodes) or report.unreachable
         step = progress.step if progress else None
         ended_s = [node.ended_s for node in cluster.nodes if node.ended_s is not None]
@@ -60,11 +60,11 @@ class LostGang:
         if not left and not was_attended and have_leases_ended(cluster.nodes):
             allowance = show_hours(get_unattended_s(job.task))
             up_to = "up to " if job.task.goal and (job.task.goal.budget_usd or job.task.goal.deadline_hours) else ""
-            return self._endings.record_lease_expiry(attempt, f"{up_to}{allowance}", step=step, lost_s=lost_s)
+            return self._recorder.record_lease_expiry(attempt, f"{up_to}{allowance}", step=step, lost_s=lost_s)
         if is_noticed and not ranks:
-            return self._endings.record_loss(attempt, describe_notice(), step=step)
+            return self._recorder.record_loss(attempt, describe_notice(), step=step)
         kept_until_s = find_kept_until_s()
-        return self._endings.record_loss(
+        return self._recorder.record_loss(
             attempt,
             describe_lost_nodes(ranks),
             step=step,
@@ -77,9 +77,9 @@ class LostGang:
         """End the job if the bucket shows that an unrecorded start ran to its end; otherwise return None."""
         left = await self._read_result(job, attempt, cluster)
         if left is not None and left.status is RunStatus.SUCCEEDED:
-            return self._endings.record_success(job, attempt)
+            return self._recorder.record_success(job, attempt)
         if left is not None and left.unflushed:
-            return self._endings.record_exit(job, attempt, Verdict.FAILED, RunEnd(unflushed=left.unflushed))
+            return self._recorder.record_exit(job, attempt, Verdict.FAILED, RunEnd(unflushed=left.unflushed))
         return None
 
     async def _read_result(self, job: Job, attempt: Attempt, cluster: Cluster) -> RunResult | None:

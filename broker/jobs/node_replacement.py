@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from broker.clock import Clock
 from broker.errors import BrokerError, CloudError
-from broker.jobs.budget import Overspent, check_budget
+from broker.jobs.budget import BudgetExceeded, check_budget
 from broker.jobs.gang import Gang, GangReport
 from broker.jobs.health import list_lost_ranks
 from broker.jobs.monitor import is_due
@@ -118,7 +118,7 @@ class NodeReplacer:
         if error is None:
             self._refusals = 0
             return
-        if not isinstance(error, BrokerError | Overspent):
+        if not isinstance(error, BrokerError | BudgetExceeded):
             raise error
         self._refusals += 1
         wait_s = self._back_off(self._refusals)

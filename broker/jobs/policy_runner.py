@@ -19,7 +19,7 @@ from broker.jobs.deadline import (
     read_situation,
     record_decision,
 )
-from broker.jobs.order import cut_to_rest, drop_limits
+from broker.jobs.replanning import cut_to_rest, drop_limits
 from broker.jobs.teardown import AttemptTeardown
 from broker.spot.policies import load_policy
 from broker.spot.policies.base import Candidate, Decision, Move, Wait

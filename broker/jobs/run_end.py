@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Protocol
 
+from broker.frozen import frozen
 from broker.jobs.log_files import read_last_lines
-from broker.nouns import noun
 from broker.state.store import Store
 from broker.types import Attempt, Progress
 
 
-@noun
+@frozen
 class RunEnd:
     """How a run ended.
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
-from broker.nouns import noun
+from broker.frozen import frozen
 from broker.types.forecasts import QUANTILES, ForecastRecord
 
 JOBS_MIN = 10
@@ -24,7 +24,7 @@ MEDIAN = QUANTILES.index(0.5)
 Metric = tuple[Sequence[float], float]  # quantiles, and the actual value
 
 
-@noun
+@frozen
 class JudgedForecast:
     """A forecast beside the cost and time of the job, which has succeeded."""
 
@@ -40,7 +40,7 @@ class JudgedForecast:
         return None if limit is None else self.hours <= limit
 
 
-@noun
+@frozen
 class ForecastScore:
     """The calibration over `jobs` ended jobs. Coverage is by `LEVELS`; figures are None without jobs.
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
-from broker.nouns import noun
+from broker.frozen import frozen
 from broker.state.jobs import StepRange
 from broker.types import Attempt, Job
 
 
-@noun
+@frozen
 class RunSummary:
     steps: int
     steps_total: int | None

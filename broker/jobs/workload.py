@@ -72,6 +72,7 @@ class LeaderWorkload:
         self._beat_s = clock.now_s()
 
     def refresh(self) -> Sequence[Key]:
+        """Renew the leadership when due, and return every unfinished job and service."""
         if is_due(self._beat_s, BEAT_EVERY_S, self._clock.now_s()):
             self._store.leader.beat()
             self._beat_s = self._clock.now_s()
@@ -164,9 +165,11 @@ class SharedWorkload:
             self._epochs = {**self._epochs, **self._store.claims.claim(self.name, wanted)}
 
     def is_mine(self, key: Key) -> bool:
+        """Return whether this process holds the claim and has not given it up."""
         return key in self._epochs and key not in self._given_up
 
     def is_lost(self, key: Key) -> bool:
+        """Return whether this process no longer holds the claim."""
         return key not in self._epochs
 
     def list_cancelled(self) -> Sequence[int]:
@@ -176,6 +179,7 @@ class SharedWorkload:
         return HOUSEKEEPING in self._epochs
 
     def hold(self, key: Key) -> AbstractContextManager[None]:
+        """Fence the block's writes by the claim's epoch. Raises FencedError if another controller claimed the job."""
         assert isinstance(key, int)
         epoch = self._epochs.get(key)
         if epoch is None:
@@ -193,6 +197,7 @@ class SharedWorkload:
             log.warning("%s; job %s stays claimed until the lease ends", error.message, key)
 
     def resign(self) -> None:
+        """Release all claims at once. If the store is unreachable, they expire with their lease."""
         try:
             self._store.claims.resign(self.name)
         except StateError as error:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from broker.lab.markets import Site
 from broker.lab.offline_optimum import list_intervals
 from broker.lab.parts import Scene, run_parts
-from broker.lab.replay import Outcome
+from broker.lab.replay import ReplayOutcome
 from broker.spot.policies import ORACLES
 
 # The total of market changes over which the optimum is searched by default: 1,000 take about 0.5 s.
@@ -43,7 +43,7 @@ class Benchmark:
 
     scores: tuple[Score, ...]
     scenes: tuple[Scene, ...]
-    outcomes: tuple[tuple[Outcome, ...], ...]  # by policy, by scene
+    outcomes: tuple[tuple[ReplayOutcome, ...], ...]  # by policy, by scene
     optima: tuple[float | None, ...]  # by scene; None if it was not computed
     optimum_usd_mean: float | None = None
 
@@ -63,12 +63,12 @@ def run_study(
     """
     assert scenes and policies
     chosen = pick_evenly(len(scenes), count_optima(scenes) if optima_count is None else optima_count)
-    found: dict[str, dict[int, Outcome]] = {name: {} for name in policies}
+    found: dict[str, dict[int, ReplayOutcome]] = {name: {} for name in policies}
     optima = list[float | None]([None] * len(scenes))
     tell = on_step or (lambda done, total, name: None)
     for part, results in run_parts(scenes, policies, chosen, workers=workers, on_step=tell):
         for index, result in zip(part.indices, results, strict=True):
-            if isinstance(result, Outcome):
+            if isinstance(result, ReplayOutcome):
                 found[part.name][index] = result
             else:
                 optima[index] = result
@@ -91,7 +91,7 @@ def count_optima(scenes: Sequence[Scene]) -> int:
     return max(1, min(len(scenes), round(OPTIMA_CHANGES / max(1.0, changes))))
 
 
-def estimate_optimum(outcomes: Sequence[Sequence[Outcome]], optima: Sequence[float | None]) -> float | None:
+def estimate_optimum(outcomes: Sequence[Sequence[ReplayOutcome]], optima: Sequence[float | None]) -> float | None:
     """Estimate the mean optimum of all scenes; None if no optimum is known.
 
     If some are missing, the known optima are extrapolated by their ratio to the cost of the cheapest policy on the same
@@ -127,7 +127,7 @@ def percentile(values: Sequence[float], share: float) -> float:
     return ranked[max(math.ceil(share * len(ranked)) - 1, 0)]
 
 
-def _score(name: str, outcomes: Sequence[Outcome], optimum_usd_mean: float | None) -> Score:
+def _score(name: str, outcomes: Sequence[ReplayOutcome], optimum_usd_mean: float | None) -> Score:
     count = len(outcomes)
     usd, hours = [outcome.usd for outcome in outcomes], [outcome.hours for outcome in outcomes]
     on_spot = sum(outcome.spot_hours for outcome in outcomes)

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from broker.lab.markets import Site
 
-IDLE, SURE = -2, -1  # modes: no machines, on-demand; from 0: the site that runs on spot
+IDLE, ONDEMAND = -2, -1  # modes: no machines, on-demand; from 0: the site that runs on spot
 # The search ignores improvements below this share. Of plans whose work differs by less, it keeps the cheapest by the
 # bound's price and the longest.
 TOLERANCE = 2e-4
@@ -25,7 +25,7 @@ PRICE_STEPS = 24
 
 
 @dataclass(frozen=True, kw_only=True)
-class Interval:
+class MarketInterval:
     """The time between two changes, with (site, USD per hour) of the open sites, by site."""
 
     from_hours: float
@@ -58,19 +58,19 @@ def find_optimum(
     return _Search(sites, intervals, work_hours, deadline_hours, tolerance).run()
 
 
-def list_intervals(sites: Sequence[Site], from_hour: float, hours: float) -> list[Interval]:
+def list_intervals(sites: Sequence[Site], from_hour: float, hours: float) -> list[MarketInterval]:
     """Split the recordings, from one hour on, at every change of any site."""
     steps = [site.find_step(from_hour) for site in sites]
-    cuts, intervals = 0.0, list[Interval]()
+    cuts, intervals = 0.0, list[MarketInterval]()
     while cuts < hours - 1e-9:
         following = [site.read_step(step + 1)[0] - from_hour for site, step in zip(sites, steps, strict=True)]
         until = min([*following, hours])
         now = [site.read_step(step) for site, step in zip(sites, steps, strict=True)]
         opened = tuple((index, placement.usd_hour) for index, (_, is_open, placement) in enumerate(now) if is_open)
         if intervals and intervals[-1].open_sites == opened:
-            intervals[-1] = Interval(from_hours=intervals[-1].from_hours, to_hours=until, open_sites=opened)
+            intervals[-1] = MarketInterval(from_hours=intervals[-1].from_hours, to_hours=until, open_sites=opened)
         else:
-            intervals.append(Interval(from_hours=cuts, to_hours=until, open_sites=opened))
+            intervals.append(MarketInterval(from_hours=cuts, to_hours=until, open_sites=opened))
         steps = [step + (after <= until + 1e-9) for step, after in zip(steps, following, strict=True)]
         cuts = until
     return intervals
@@ -80,7 +80,7 @@ class _Search:
     def __init__(
         self,
         sites: Sequence[Site],
-        intervals: Sequence[Interval],
+        intervals: Sequence[MarketInterval],
         work_hours: float,
         deadline_hours: float,
         tolerance: float,
@@ -88,11 +88,11 @@ class _Search:
         self.work, self.deadline, self.intervals = work_hours, deadline_hours, intervals
         self.speeds = [site.spot_speed for site in sites]
         self.starts = [site.start_hours * site.spot_speed for site in sites]
-        sure = min(sites, key=lambda site: site.ondemand.usd_hour / site.ondemand_speed)
-        self.sure_usd, self.sure_speed = sure.ondemand.usd_hour, sure.ondemand_speed
-        self.sure_start = sure.start_hours
-        self.usd_work = self.sure_usd / self.sure_speed
-        self.fastest = max(*self.speeds, self.sure_speed)
+        cheapest = min(sites, key=lambda site: site.ondemand.usd_hour / site.ondemand_speed)
+        self.ondemand_usd, self.ondemand_speed = cheapest.ondemand.usd_hour, cheapest.ondemand_speed
+        self.ondemand_start = cheapest.start_hours
+        self.usd_work = self.ondemand_usd / self.ondemand_speed
+        self.fastest = max(*self.speeds, self.ondemand_speed)
         rates = {usd / self.speeds[index] for interval in intervals for index, usd in interval.open_sites}
         self.least_rate = min(rates, default=math.inf)  # work at this price is never taken back, as it is the cheapest
         self.best = math.inf
@@ -118,11 +118,17 @@ class _Search:
             self._try_sure_to_the_end(mode, plans, 0.0)
         return self.best
 
-    def _list_uses(self, interval: Interval) -> list[_Use]:
+    def _list_uses(self, interval: MarketInterval) -> list[_Use]:
         """List the ways to run during an interval: on-demand, then spot at each open site."""
         hours = interval.to_hours - interval.from_hours
-        sure = (SURE, hours * self.sure_speed, self.sure_start * self.sure_speed, hours * self.sure_usd, self.usd_work)
-        return [sure] + [
+        ondemand = (
+            ONDEMAND,
+            hours * self.ondemand_speed,
+            self.ondemand_start * self.ondemand_speed,
+            hours * self.ondemand_usd,
+            self.usd_work,
+        )
+        return [ondemand] + [
             (index, hours * self.speeds[index], self.starts[index], hours * usd_hour, usd_hour / self.speeds[index])
             for index, usd_hour in interval.open_sites
         ]
@@ -165,13 +171,13 @@ class _Search:
     def _bound_to_go(self) -> list[dict[int, float]]:
         """Return, by interval and mode before it, the least remaining USD minus the value of the work done."""
         worth = self.price
-        following = dict.fromkeys((IDLE, SURE, *range(len(self.speeds))), 0.0)
+        following = dict.fromkeys((IDLE, ONDEMAND, *range(len(self.speeds))), 0.0)
         bounds = [following]
         for interval in reversed(self.intervals):
             hours = interval.to_hours - interval.from_hours
             own = {
                 IDLE: following[IDLE],
-                SURE: following[SURE] + min(0.0, self.sure_usd - worth * self.sure_speed) * hours,
+                ONDEMAND: following[ONDEMAND] + min(0.0, self.ondemand_usd - worth * self.ondemand_speed) * hours,
             }
             for index, usd_hour in interval.open_sites:
                 own[index] = following[index] + min(0.0, usd_hour - worth * self.speeds[index]) * hours
@@ -183,7 +189,7 @@ class _Search:
     def _start_usd(self, mode: int) -> float:
         if mode == IDLE:
             return 0.0
-        return self.price * (self.sure_start * self.sure_speed if mode == SURE else self.starts[mode])
+        return self.price * (self.ondemand_start * self.ondemand_speed if mode == ONDEMAND else self.starts[mode])
 
     def _walk(self) -> float:
         """Follow the bound's own plan; keep its cost as the best if it is in time; return its work."""
@@ -208,7 +214,7 @@ class _Search:
         least = self._bound(label, to_go[IDLE])
         for choice, gain, owed, more_usd, own_rate in self.uses[number]:
             fresh, own = (gain if mode == choice else gain - owed), 0.0
-            if choice == SURE and rate <= own_rate:
+            if choice == ONDEMAND and rate <= own_rate:
                 after = (work + fresh, usd + more_usd, (taken if rate == own_rate else 0.0) + fresh, own_rate)
             elif mode != choice and own_rate > limit:
                 after = (work + fresh, usd + more_usd, gain, own_rate)
@@ -217,7 +223,7 @@ class _Search:
             if after[0] - goal >= -1e-9:
                 left = self._finish([(after, own)], own_rate)
                 if not left:
-                    is_finished = is_finished or choice != SURE
+                    is_finished = is_finished or choice != ONDEMAND
                     continue
                 after = left[0]
             bound = after[1] + price * (goal - after[0]) + to_go[choice]
@@ -234,11 +240,11 @@ class _Search:
         return bound - (rate - self.price) * taken if rate > self.price and taken > 0.0 else bound
 
     def _try_sure_to_the_end(self, mode: int, labels: Iterable[Label], left: float) -> None:
-        start = 0.0 if mode == SURE else self.sure_start
+        start = 0.0 if mode == ONDEMAND else self.ondemand_start
         for work, usd, _, _ in labels:
-            hours = (self.work - work if work < self.work else 0.0) / self.sure_speed + start
-            if hours <= left + 1e-9 and usd + hours * self.sure_usd < self.best:
-                self.best = usd + hours * self.sure_usd
+            hours = (self.work - work if work < self.work else 0.0) / self.ondemand_speed + start
+            if hours <= left + 1e-9 and usd + hours * self.ondemand_usd < self.best:
+                self.best = usd + hours * self.ondemand_usd
 
     def _advance(self, labels: dict[int, list[Label]], number: int) -> dict[int, list[Label]]:
         """Return all plans after one more interval; plans that finish within it are priced and dropped."""
@@ -255,10 +261,10 @@ class _Search:
 
         On-demand hours are interchangeable and add up.
         """
-        is_sure = own == SURE
+        is_ondemand = own == ONDEMAND
         for mode, (work, usd, taken, rate) in every:
             fresh = gain if mode == own else gain - owed
-            if is_sure and rate <= own_rate:
+            if is_ondemand and rate <= own_rate:
                 yield (work + fresh, usd + more_usd, (taken if rate == own_rate else 0.0) + fresh, own_rate), 0.0
             elif mode != own and own_rate > (rate if taken > 0.0 else self.least_rate):
                 yield (work + fresh, usd + more_usd, gain, own_rate), 0.0

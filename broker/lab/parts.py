@@ -10,7 +10,7 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 
 from broker.lab.offline_optimum import find_optimum
-from broker.lab.replay import Case, Outcome, replay
+from broker.lab.replay import Case, ReplayOutcome, replay
 from broker.spot.policies import ORACLES, load_policy
 
 # The share by which the plan found may exceed the optimum. The search is ten times as fast as at 0.02 %.
@@ -37,7 +37,7 @@ class Part:
     indices: tuple[int, ...]
 
 
-Found = Sequence[Outcome] | Sequence[float | None]  # one for each scene of a part
+Found = Sequence[ReplayOutcome] | Sequence[float | None]  # one for each scene of a part
 
 
 def run_part(scenes: Sequence[Scene], part: Part) -> Found:

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from broker.lab.markets import make_site
-from broker.lab.replay import Case, Outcome, replay
+from broker.lab.replay import Case, ReplayOutcome, replay
 from broker.lab.trace_files import read_traces
 from broker.lab.traces import Trace
 from broker.spot.policies import load_policy
@@ -131,7 +131,7 @@ def _make_scenario(
     )
 
 
-def _sum_up(outcome: Outcome) -> tuple[float, float, float, int]:
+def _sum_up(outcome: ReplayOutcome) -> tuple[float, float, float, int]:
     return outcome.spot_hours, outcome.ondemand_hours, outcome.hours, outcome.preemptions
 
 

@@ -49,7 +49,7 @@ class Stretch:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
+class ReplayOutcome:
     """The result of a replay. `hours` is infinite for a job that never finished."""
 
     usd: float
@@ -64,7 +64,7 @@ class Outcome:
 
 def replay(
     case: Case, policy: SpotPolicy, from_hour: float = 0.0, *, is_oracle: bool = False, keeps_timeline: bool = False
-) -> Outcome:
+) -> ReplayOutcome:
     """Replay a job submitted at `from_hour` of the recordings. An oracle knows when each open interval will end."""
     life = Life(case, from_hour, is_oracle=is_oracle, keeps_timeline=keeps_timeline)
     for _ in range(DECISIONS_MAX):
@@ -266,7 +266,7 @@ class Life:
             return
         age = self.hour - self.since[index]
         seen = self.seen[index].fade(age - self.met[index])
-        self.seen[index] = seen.with_spell(age, is_open=was_open, from_hours=self.met[index])
+        self.seen[index] = seen.with_period(age, is_open=was_open, from_hours=self.met[index])
         self.met[index] = 0.0
         self.since[index] = self.hour
         self._foresee(index)
@@ -285,8 +285,8 @@ class Life:
         else:
             self.closes[index] = math.inf
 
-    def sum_up(self) -> Outcome:
-        return Outcome(
+    def sum_up(self) -> ReplayOutcome:
+        return ReplayOutcome(
             usd=self.usd,
             hours=self.hour,
             is_late=self.hour > self.case.deadline_hours + 1e-5,

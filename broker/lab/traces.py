@@ -64,7 +64,7 @@ class Trace:
     def open_share(self) -> float:
         return sum(count >= self.gang for count in self.counts) / len(self.counts)
 
-    def count_spells(self) -> Durations:
+    def count_periods(self) -> Durations:
         """Return the durations of all intervals; the first and last are censored by the ends of the recording."""
         seen = NOTHING_SEEN
         borders = [*(hour for hour, _ in self.changes), self.hours]
@@ -72,7 +72,7 @@ class Trace:
         for index, (hour, is_open) in enumerate(self.changes):
             length = borders[index + 1] - hour
             met = MET_HOURS if index == 0 else 0.0
-            seen = seen.with_spell(met + length, from_hours=met, is_open=is_open, is_ended=index < last)
+            seen = seen.with_period(met + length, from_hours=met, is_open=is_open, is_ended=index < last)
         return seen
 
 

@@ -11,18 +11,18 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from broker.nouns import noun
+from broker.frozen import frozen
 from broker.optimizer.data_cost import DataCost
 from broker.spot.interval import best_interval_s
 from broker.spot.market_model import NOTHING, MarketEvidence, RunDistribution, find_hazard, forecast_mean, forecast_run
-from broker.spot.recorded_runs import START_HOURS_MAX, Run
+from broker.spot.recorded_runs import START_HOURS_MAX, RecordedRun
 from broker.types import Breakdown, CheckpointSpec, Estimate, Placement
 
 SWITCH_SHARE_MIN = 0.01  # of the billed hours: below this share on-demand is not part of the strategy
 STRETCH_MAX = 50.0  # preemptions per stretch of work: beyond, spot never finishes
 
 
-@noun
+@frozen
 class SpotInputs:
     """The inputs of a run on spot other than prices. `recovery_hours` are per start of the gang.
 
@@ -69,7 +69,7 @@ class SpotInputs:
             "start_hours": self.recovery_hours + lost,
         }
 
-    def adjust(self, run: Run) -> Run:
+    def adjust(self, run: RecordedRun) -> RecordedRun:
         """Return the run without the loss of the first start, as billed, with the terms that recorded runs lack.
 
         These are the preemptions by the band, start-up beyond `START_HOURS_MAX`, and stretches of work so long that
@@ -88,7 +88,7 @@ class SpotInputs:
             hours = max(min(hours + more, self.deadline_hours), hours)
         else:
             hours += more
-        return Run(
+        return RecordedRun(
             spot_hours=max(run.spot_hours + more - off * share - self.unbilled_hours * struck, 0.0),
             ondemand_hours=max(run.ondemand_hours - off * (1 - share), 0.0),
             hours=hours,
@@ -110,7 +110,7 @@ class SpotInputs:
         return self.list_runs().chance(lambda run: run.hours <= limit)
 
 
-@noun
+@frozen
 class RunForecast:
     """The expected course of a run, independent of prices. Times are in hours; `recovery_*` are per recovery."""
 
@@ -192,14 +192,14 @@ def run_on_spot(inputs: SpotInputs) -> RunForecast:
     )
 
 
-def add_data_usd(course: RunForecast | Run, data: DataCost, checkpoints: float) -> tuple[float, float]:
+def add_data_usd(course: RunForecast | RecordedRun, data: DataCost, checkpoints: float) -> tuple[float, float]:
     """Return USD for moving data, and for keeping checkpoints, over a whole run."""
     moves = data.start_usd * (1 + course.preemptions) + data.finish_usd
     moves += data.checkpoint_usd * checkpoints + data.restore_usd * course.preemptions
     return moves, data.storage_usd_hour * course.hours
 
 
-@noun
+@frozen
 class GangPrices:
     """USD per hour of the whole gang: on spot, the mean of the candidate places; on-demand, per hour of the choice's
     work, as the cheapest on-demand gang may have other machines."""
@@ -211,7 +211,7 @@ class GangPrices:
 NO_PRICES = GangPrices()
 
 
-def price_run(course: RunForecast | Run, prices: GangPrices, data: DataCost, checkpoints: float) -> float:
+def price_run(course: RunForecast | RecordedRun, prices: GangPrices, data: DataCost, checkpoints: float) -> float:
     """Return the USD of a run, data included."""
     compute = course.spot_hours * prices.spot_usd_hour + course.ondemand_hours * prices.ondemand_usd_hour
     return compute + sum(add_data_usd(course, data, checkpoints))

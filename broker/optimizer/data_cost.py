@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from broker.nouns import noun
+from broker.frozen import frozen
 from broker.optimizer.egress import GB_PER_GIB, REGION_GBIT_S, EgressTable
 from broker.types import DataSet, Task
 
@@ -19,7 +19,7 @@ STORAGE_USD_GB_MONTH = 0.023
 HOURS_A_MONTH = 730.0
 
 
-@noun
+@frozen
 class DataCost:
     """USD per start of the gang, at the end, per checkpoint written, per checkpoint read back, and per hour."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import field
 
-from broker.nouns import noun
+from broker.frozen import frozen
 from broker.types import EgressPrice, Offer, Transfer
 
 GB_PER_GIB = 2**30 / 1e9
@@ -20,7 +20,7 @@ REGION_GBIT_S = 10.0
 OUTSIDE_GBIT_S = 5.0
 
 
-@noun
+@frozen
 class LeavingPrice:
     """USD per GB out of one region, by destination."""
 
@@ -30,7 +30,7 @@ class LeavingPrice:
     is_known: bool
 
 
-@noun
+@frozen
 class EgressTable:
     """Prices by cloud and region; a region without a row uses the cloud's `*`."""
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from broker.nouns import noun
+from broker.frozen import frozen
 from broker.types import Estimate, Goal, Plan, Task
 
 
-@noun
+@frozen
 class Rejected:
     """The best placement of its kind (cloud, instance type, pricing model) with a lower hourly price than the choice,
     and why it was rejected.

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from itertools import filterfalse
 
-from broker.nouns import noun
+from broker.frozen import frozen
 from broker.types import Offer, Placement, Rejection, Resources, Task
 
 Test = Callable[[Offer], bool]
 
 
-@noun
+@frozen
 class Filter:
     """A filter. `make_test` returns the test for a request, None if it does not apply; `show` describes what a rejected
     offer has.

@@ -9,18 +9,18 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from broker.nouns import noun
+from broker.frozen import frozen
 from broker.optimizer.cost import GangPrices, SpotInputs, price_run, run_on_spot
 from broker.optimizer.data_cost import DataCost
 from broker.optimizer.ranking import SAME_SCORE, LazyEstimates
-from broker.spot.recorded_runs import Run
+from broker.spot.recorded_runs import RecordedRun
 from broker.types import Estimate, Plan
 from broker.types.forecasts import QUANTILES, ForecastRecord, Range
 
 SHARES = (0.1, 0.5, 0.9)
 
 
-@noun
+@frozen
 class Influence:
     """The expected cost under one changed condition."""
 
@@ -28,7 +28,7 @@ class Influence:
     usd_mean: float
 
 
-@noun
+@frozen
 class CostForecast:
     """The forecast of a plan: USD and hours from submission to end.
 
@@ -65,7 +65,7 @@ class ForecastEstimates(tuple[Estimate, ...]):
     forecast: CostForecast | None = None
 
 
-@noun
+@frozen
 class _Choice:
     """The terms of the choice that its forecast depends on."""
 
@@ -89,7 +89,7 @@ def record_forecast(plan: Plan) -> ForecastRecord | None:
         return None
     course, runs = run_on_spot(choice.inputs), choice.inputs.list_runs()
 
-    def usd(run: Run) -> float:
+    def usd(run: RecordedRun) -> float:
         return price_run(run, choice.prices, choice.data, course.checkpoints)
 
     return ForecastRecord(
@@ -141,7 +141,7 @@ def _forecast(plan: Plan, choice: _Choice) -> CostForecast:
     goal, given = plan.task.goal, choice.inputs
     course, runs = run_on_spot(given), given.list_runs()
 
-    def usd(run: Run) -> float:
+    def usd(run: RecordedRun) -> float:
         return price_run(run, choice.prices, choice.data, course.checkpoints)
 
     low_usd, mid_usd, high_usd = runs.quantiles(usd, SHARES)

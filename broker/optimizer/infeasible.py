@@ -9,7 +9,7 @@ from dataclasses import replace
 from itertools import combinations
 
 from broker.errors import NoOfferError
-from broker.nouns import noun
+from broker.frozen import frozen
 from broker.types import Estimate, Goal, Plan, Quantity, Resources, Task
 
 HINTS_MAX = 3
@@ -20,7 +20,7 @@ HALVINGS_MAX = 12
 Planner = Callable[[Task], Plan]  # raises NoOfferError
 
 
-@noun
+@frozen
 class Relaxation:
     """One change of a task. `words` start with a verb such as "drop"; `fields` are the fields that it touches."""
 

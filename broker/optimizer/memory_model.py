@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from broker.nouns import noun
+from broker.frozen import frozen
 from broker.optimizer.model_shape import ModelShape
 
 Recompute = Literal["none", "selective", "full"]
@@ -23,7 +23,7 @@ RESERVED_GIB = 2.0
 USABLE_SHARE = 0.94
 
 
-@noun
+@frozen
 class Sharding:
     """How a model is distributed over accelerators. `zero` 0 is plain data parallelism, 3 is FSDP's full sharding."""
 
@@ -47,7 +47,7 @@ class Sharding:
         return self.tensor * self.pipeline * self.replicas
 
 
-@noun
+@frozen
 class MemoryEstimate:
     """Bytes on the fullest accelerator. `gathered`: weights gathered temporarily by full sharding, and other copies."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from functools import cached_property
 
-from broker.nouns import noun
+from broker.frozen import frozen
 
 # GPT-3 175B (96 x 12288), GPT-3 13B (40 x 5140) and Llama-2 7B (32 x 4096) all have a width of about 128 times the
 # depth, and heads of 128; other published models lie between 80 and 250.
@@ -15,7 +15,7 @@ PARAMETERS_MIN = 50e6
 VOCABULARY = 50_304  # GPT-2's 50,257, rounded up to a multiple of 128 as in Megatron-LM
 
 
-@noun
+@frozen
 class ModelShape:
     """A decoder-only transformer: `layers` blocks of size `width`.
 

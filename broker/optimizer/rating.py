@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from broker.nouns import noun
+from broker.frozen import frozen
 from broker.optimizer.billing import bill_recovery_s
 from broker.optimizer.candidate_places import CandidatePlaces
 from broker.optimizer.cost import (
@@ -37,7 +37,7 @@ HOUR_VALUE_SHARE = 0.02  # of the gang's on-demand price: 1 % of the cost of 100
 PLACE_COUNTS = (1, 2, 3, 6)  # sizes of candidate sets that are compared; 6 is the largest recorded group
 
 
-@noun
+@frozen
 class _Fallback:
     """The cheapest on-demand gang that is in time: USD to finish and per hour."""
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 
-from broker.nouns import noun
+from broker.frozen import frozen
 from broker.optimizer.memory_model import BYTES_PER_PARAMETER, Dtype, Recompute, Sharding
 from broker.optimizer.model_shape import ModelShape
 from broker.types import AcceleratorFigures
@@ -37,7 +37,7 @@ EXPERTS_HIDDEN_SHARE = 0.8  # share of the expert traffic that overlaps other wo
 EXPOSED_SHARE_MIN = 0.1
 
 
-@noun
+@frozen
 class Hardware:
     """One kind of node: its number of `accelerators`, and its network in GB/s one way."""
 
@@ -59,7 +59,7 @@ class Hardware:
         return (tflops or self.figures.training_tflops or 0.0) * 1e12
 
 
-@noun
+@frozen
 class StepTime:
     """Seconds of one optimizer step on the critical path, by cause."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from broker.nouns import noun
+from broker.frozen import frozen
 from broker.pipelines.bounds import RELATIVE_ERROR, CostField
 
 SWEEPS_AT_ROOT = 60
@@ -12,7 +12,7 @@ SWEEPS_BELOW = 4
 PROGRESS_MIN = 0.02  # of the gap, by one pair of sweeps: below this, branching is more effective
 
 
-@noun
+@frozen
 class Found:
     """The best choice, and a lower bound on every choice. `value` is infinite if no choice was found."""
 

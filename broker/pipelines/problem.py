@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 
 from broker.errors import NoOfferError
-from broker.nouns import noun
+from broker.frozen import frozen
 from broker.optimizer.egress import GB_PER_GIB, EgressTable, price_transfer
 from broker.types import Estimate, Offer, Plan
 
@@ -18,7 +18,7 @@ Table = list[list[float]]  # by state of the edge's source, then of its target
 ASSUMED_HOURS = 1.0  # of a task without work, as in SkyPilot
 
 
-@noun
+@frozen
 class State:
     """One estimate that may be chosen."""
 
@@ -32,7 +32,7 @@ class State:
         return offer.cloud, offer.region
 
 
-@noun
+@frozen
 class Problem:
     """Tasks by index in topological order: every edge (source, target, GiB) goes forwards.
 

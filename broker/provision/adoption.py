@@ -22,7 +22,7 @@ from enum import StrEnum
 from broker.clock import Clock
 from broker.clouds.base import Cloud
 from broker.errors import AuthError, CloudError
-from broker.nouns import noun
+from broker.frozen import frozen
 from broker.state.store import Store
 from broker.types import (
     Attempt,
@@ -57,7 +57,7 @@ class Deed(StrEnum):
     KEEP = "KEEP"
 
 
-@noun
+@frozen
 class Adoption:
     """The decision for one gang. `spare`: nodes of the same name that a search had requested elsewhere."""
 

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from broker.clock import Clock
 from broker.clouds.base import Cloud
 from broker.errors import AuthError, CloudError, DeniedError, InvalidRequestError
-from broker.nouns import noun
+from broker.frozen import frozen
 from broker.provision.candidates import Candidates, find_zone
 from broker.provision.failures import SearchFailures
 from broker.provision.hedge_timer import Answer, HedgeTimer
@@ -37,7 +37,7 @@ from broker.types import EventKind, Node, NodeRequest, Placement, make_event
 from broker.wording import make_place
 
 
-@noun
+@frozen
 class FailoverResult:
     """The gang that is kept, and the launches to give back once the gang is recorded."""
 
@@ -62,7 +62,7 @@ class Failover:
         self._clouds = clouds
         self._clock = clock
         self._offers = UnavailableOffers(store)
-        self.hedge_timer = HedgeTimer(store.paces)
+        self.hedge_timer = HedgeTimer(store.response_times)
         self.launcher = Launcher(
             clouds,
             store,

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from enum import StrEnum
 
-from broker.nouns import noun
-from broker.state.calls import Pace, PaceRows
+from broker.frozen import frozen
+from broker.state.calls import ResponseTime, ResponseTimeRows
 
 
 class Answer(StrEnum):
@@ -16,7 +16,7 @@ class Answer(StrEnum):
     WHOLE = "whole"  # from there, until every node runs
 
 
-@noun
+@frozen
 class HedgeLimits:
     """Limits in seconds. `prior_s` applies before the first measurement; the others bound the learned value."""
 
@@ -34,12 +34,12 @@ LIMITS = {
 
 
 class HedgeTimer:
-    def __init__(self, paces: PaceRows) -> None:
-        self._paces = paces
+    def __init__(self, response_times: ResponseTimeRows) -> None:
+        self._response_times = response_times
 
     def measure_s(self, cloud: str, answer: Answer) -> float:
         """Return seconds to wait for this answer before another placement is requested as well."""
-        return bound(self._paces.get(cloud, answer), LIMITS[answer])
+        return bound(self._response_times.get(cloud, answer), LIMITS[answer])
 
     def note(self, cloud: str, answer: Answer, took_s: float) -> None:
         """Learn from an answer. Refusals and lost answers are not noted.
@@ -48,19 +48,19 @@ class HedgeTimer:
         count as an answer that took a day, and dozens of normal answers would not undo it.
         """
         learned_s = min(LIMITS[answer].most_s, max(0.0, took_s))
-        self._paces.learn(cloud, answer, lambda pace: learn(pace, learned_s))
+        self._response_times.learn(cloud, answer, lambda known: learn(known, learned_s))
 
 
-def bound(pace: Pace | None, limits: HedgeLimits) -> float:
-    if pace is None:
+def bound(known: ResponseTime | None, limits: HedgeLimits) -> float:
+    if known is None:
         return limits.prior_s
-    return min(limits.most_s, max(limits.least_s, pace.mean_s + 4.0 * pace.deviation_s))
+    return min(limits.most_s, max(limits.least_s, known.mean_s + 4.0 * known.deviation_s))
 
 
-def learn(pace: Pace | None, took_s: float) -> Pace:
-    if pace is None:
-        return Pace(mean_s=took_s, deviation_s=took_s / 2)
-    return Pace(
-        mean_s=pace.mean_s + (took_s - pace.mean_s) / 8,
-        deviation_s=pace.deviation_s + (abs(took_s - pace.mean_s) - pace.deviation_s) / 4,
+def learn(known: ResponseTime | None, took_s: float) -> ResponseTime:
+    if known is None:
+        return ResponseTime(mean_s=took_s, deviation_s=took_s / 2)
+    return ResponseTime(
+        mean_s=known.mean_s + (took_s - known.mean_s) / 8,
+        deviation_s=known.deviation_s + (abs(took_s - known.mean_s) - known.deviation_s) / 4,
     )

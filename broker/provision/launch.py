@@ -39,7 +39,7 @@ from enum import StrEnum
 
 from broker.clouds.base import Cloud
 from broker.errors import CloudError, ThrottledError, UsageError
-from broker.nouns import noun
+from broker.frozen import frozen
 from broker.provision.zones import find_actual_placement
 from broker.types import Cluster, MachineSpec, Node, NodeRequest, Placement
 from broker.types.outcomes import Event
@@ -78,7 +78,7 @@ _NEXT = {
 }
 
 
-@noun
+@frozen
 class LaunchSpec:
     """The parameters of a launch that do not depend on the placement.
 

@@ -18,7 +18,7 @@ from broker.agent.agent_bucket import SCHEMES, name_log, name_outcome
 from broker.clock import Clock
 from broker.clouds.base import CanStop, Cloud, HasAccounts, ProvidesSshHosts
 from broker.errors import BrokerError, RunFailedError, TransientError, UnreachedError
-from broker.nouns import noun
+from broker.frozen import frozen
 from broker.provision.launch import describe
 from broker.provision.lifecycle import Provisioner
 from broker.runtime.gang import Gang
@@ -44,7 +44,7 @@ class StepOutcome(StrEnum):
     SKIPPED = "skipped"
 
 
-@noun
+@frozen
 class Step:
     """One step of a trial. `spent_usd`: cost of the trial at the end of the step."""
 
@@ -60,7 +60,7 @@ class Skip(Exception):
     """Raised if the step does not apply; the message says why."""
 
 
-class Overspent(Exception):
+class SpendingLimitReached(Exception):
     """Raised once the trial has reached its spending limit."""
 
 
@@ -119,7 +119,7 @@ class Trial:
             note = await (work() if is_last else self._within_limit(work()))
         except Skip as reason:
             outcome, note = StepOutcome.SKIPPED, str(reason)
-        except Overspent:
+        except SpendingLimitReached:
             outcome, note = StepOutcome.FAILED, f"the spending limit of {self._spend_usd_max:.2f} USD is reached"
             hints = ("`--spend USD` raises the limit",)
         except BrokerError as error:
@@ -134,13 +134,13 @@ class Trial:
         self._on_step(step)
 
     async def _within_limit(self, work: Coroutine[Any, Any, Result]) -> Result:
-        """Return the result of the work. At the spending limit, cancel it and raise Overspent."""
+        """Return the result of the work. At the spending limit, cancel it and raise SpendingLimitReached."""
         doing = asyncio.ensure_future(work)
         watching = asyncio.ensure_future(self._wait_until_overspent())
         try:
             await asyncio.wait({doing, watching}, return_when=asyncio.FIRST_COMPLETED)
             if not doing.done():
-                raise Overspent
+                raise SpendingLimitReached
             return doing.result()
         finally:
             doing.cancel()

@@ -136,7 +136,7 @@ class RehearsedCloud:
         for node_id, machine in self._machines.items():
             if not machine.is_spot or machine.ended_s is not None or machine.notice_real_s is not None:
                 continue
-            begin = self.market.find_spell(machine.offer, machine.created_s - self.start_s)
+            begin = self.market.find_period(machine.offer, machine.created_s - self.start_s)
             if begin.is_open and self.start_s + begin.end_s <= now_s:
                 due.setdefault((machine.offer.region, machine.offer.zone), []).append(node_id)
         for (region, zone), ids in due.items():
@@ -175,7 +175,7 @@ class RehearsedCloud:
 
     def _refuse_if_full(self, offer: Offer) -> None:
         now_s = self.clock.now_s()
-        is_open = self.market.find_spell(offer, now_s - self.start_s).is_open
+        is_open = self.market.find_period(offer, now_s - self.start_s).is_open
         if is_open and self._full_until_s.get((offer.region, offer.zone), 0.0) <= now_s:
             return
         self.refusals += 1

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from broker.clock import SystemClock
 from broker.rehearsal.cloud import Pace
-from broker.rehearsal.report import Line, Trial, read_lines, read_newest_line
+from broker.rehearsal.report import Line, ReportedAttempt, read_lines, read_newest_line
 from broker.types import Cluster, Resources, RunStatus, Task
 
 if TYPE_CHECKING:
@@ -130,7 +130,7 @@ class RehearsedGang:
         if watched.observations:
             before_s, before = watched.observations[-1]
         else:
-            begin = Trial(number=0, lines=read_lines(watched.progress_file)).begin_step
+            begin = ReportedAttempt(number=0, lines=read_lines(watched.progress_file)).begin_step
             before_s, before = now_s, step if begin is None else begin
         real_s = now_s - before_s
         work_s = self._work_s_of(cluster) if total else None

@@ -16,11 +16,11 @@ from broker.types import Offer
 
 FULL_SHARE = 0.2  # of places, at the start; recorded zones range from 0.02 to 0.89
 FULL_HOURS = 1.0  # mean time for which a place stays full; recorded means range from ten minutes to several hours
-SPELLS_MAX = 100_000
+PERIODS_MAX = 100_000
 
 
 @dataclass(frozen=True, kw_only=True)
-class Spell:
+class MarketPeriod:
     """The interval from `start_s` to `end_s`, in seconds since the market's start, of one state of a place."""
 
     start_s: float
@@ -31,7 +31,7 @@ class Spell:
 class PlaceMarket(Protocol):
     """A source of availability for each place at any time from the market's start."""
 
-    def find_spell(self, offer: Offer, at_s: float) -> Spell:
+    def find_period(self, offer: Offer, at_s: float) -> MarketPeriod:
         """Return the interval that contains `at_s`, in seconds after the market's start."""
 
 
@@ -46,42 +46,44 @@ class SeededMarket:
     seed: int
     full_share: float = FULL_SHARE
     full_hours: float = FULL_HOURS
-    _spells: dict[tuple[str, ...], list[Spell]] = field(default_factory=dict)
+    _periods: dict[tuple[str, ...], list[MarketPeriod]] = field(default_factory=dict)
     _draws: dict[tuple[str, ...], random.Random] = field(default_factory=dict)
 
-    def find_spell(self, offer: Offer, at_s: float) -> Spell:
+    def find_period(self, offer: Offer, at_s: float) -> MarketPeriod:
         key = name_place(offer)
-        spells = self._spells.get(key)
-        if spells is None:
+        periods = self._periods.get(key)
+        if periods is None:
             draw = self._draws[key] = random.Random(f"{self.seed}:{'/'.join(key)}")
-            spells = self._spells[key] = [self._draw_spell(offer, draw, 0.0, is_open=draw.random() >= self.full_share)]
-        while spells[-1].end_s <= at_s:
-            assert len(spells) < SPELLS_MAX, "spells are hours, and rehearsals days"
-            last = spells[-1]
-            spells.append(self._draw_spell(offer, self._draws[key], last.end_s, is_open=not last.is_open))
-        return next(spell for spell in reversed(spells) if spell.start_s <= at_s)
+            periods = self._periods[key] = [
+                self._draw_period(offer, draw, 0.0, is_open=draw.random() >= self.full_share)
+            ]
+        while periods[-1].end_s <= at_s:
+            assert len(periods) < PERIODS_MAX, "periods are hours, and rehearsals days"
+            last = periods[-1]
+            periods.append(self._draw_period(offer, self._draws[key], last.end_s, is_open=not last.is_open))
+        return next(period for period in reversed(periods) if period.start_s <= at_s)
 
-    def _draw_spell(self, offer: Offer, draw: random.Random, start_s: float, *, is_open: bool) -> Spell:
+    def _draw_period(self, offer: Offer, draw: random.Random, start_s: float, *, is_open: bool) -> MarketPeriod:
         hazard = hazard_per_node_hour(offer.interruption_band)
         mean_hours = (1 / hazard if hazard > 0 else math.inf) if is_open else self.full_hours
         hours = draw.expovariate(1 / mean_hours) if mean_hours < math.inf else math.inf
-        return Spell(start_s=start_s, end_s=start_s + max(hours * 3600, 60.0), is_open=is_open)
+        return MarketPeriod(start_s=start_s, end_s=start_s + max(hours * 3600, 60.0), is_open=is_open)
 
 
 @dataclass(frozen=True, kw_only=True)
-class RecordedMarket:
+class ReplayedMarket:
     """Recordings, replayed in a loop. A zone without a recording gets another zone's, always the same one."""
 
     traces: Sequence[Trace]
     seed: int = 0
 
-    def find_spell(self, offer: Offer, at_s: float) -> Spell:
+    def find_period(self, offer: Offer, at_s: float) -> MarketPeriod:
         trace, begin_hours = self.find_recording(offer)
         hour = begin_hours + at_s / 3600
         cycle = hour // trace.hours
         start, end, is_open = _find_change(trace, hour - cycle * trace.hours)
         offset = cycle * trace.hours - begin_hours
-        return Spell(start_s=(start + offset) * 3600, end_s=(end + offset) * 3600, is_open=is_open)
+        return MarketPeriod(start_s=(start + offset) * 3600, end_s=(end + offset) * 3600, is_open=is_open)
 
     def find_recording(self, offer: Offer) -> tuple[Trace, float]:
         """Return a recording and its hour at the market's start: 0 for the zone's own, so that zones stay in sync."""

@@ -28,7 +28,7 @@ class Line:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Trial:
+class ReportedAttempt:
     """One attempt as reported by its program. `start_s`: real seconds from its start to its first new step."""
 
     number: int
@@ -165,7 +165,7 @@ def measure_start_s(lines: Sequence[Line], started_s: float) -> float | None:
     return None
 
 
-def find_resumes(trials: Sequence[Trial]) -> tuple[Resume, ...]:
+def find_resumes(trials: Sequence[ReportedAttempt]) -> tuple[Resume, ...]:
     """Find the resume of every attempt that reported after another had."""
     resumes = []
     reported = [trial for trial in trials if trial.lines]
@@ -178,7 +178,7 @@ def find_resumes(trials: Sequence[Trial]) -> tuple[Resume, ...]:
     return tuple(resumes)
 
 
-def compare_repeats(trials: Sequence[Trial]) -> Comparison:
+def compare_repeats(trials: Sequence[ReportedAttempt]) -> Comparison:
     """Compare every step that two attempts ran, the later with the earlier one."""
     pairs = list[tuple[int, float, float]]()
     earlier = dict[int, float]()
@@ -189,13 +189,13 @@ def compare_repeats(trials: Sequence[Trial]) -> Comparison:
     return _compare(pairs)
 
 
-def compare_runs(first: Sequence[Trial], second: Sequence[Trial]) -> Comparison:
+def compare_runs(first: Sequence[ReportedAttempt], second: Sequence[ReportedAttempt]) -> Comparison:
     """Compare every step of two runs, with the last loss of each."""
     left, right = read_losses(first), read_losses(second)
     return _compare([(step, left[step], right[step]) for step in sorted(left.keys() & right.keys())])
 
 
-def read_losses(trials: Iterable[Trial]) -> dict[int, float]:
+def read_losses(trials: Iterable[ReportedAttempt]) -> dict[int, float]:
     return {line.step: line.loss for trial in trials for line in trial.lines if line.loss is not None}
 
 
@@ -205,7 +205,7 @@ def _compare(pairs: Sequence[tuple[int, float, float]]) -> Comparison:
     return Comparison(steps=len(pairs), equal=len(pairs) - len(unequal), first=unequal[0] if unequal else None)
 
 
-def measure(trials: Sequence[Trial]) -> Measures:
+def measure(trials: Sequence[ReportedAttempt]) -> Measures:
     lines = [line for trial in trials for line in trial.lines]
     steps = [step_s for trial in trials for step_s in _time_steps(trial.lines)]
     starts = [trial.start_s for trial in trials if trial.start_s is not None]
@@ -220,7 +220,7 @@ def measure(trials: Sequence[Trial]) -> Measures:
     )
 
 
-def list_saved_steps(trial: Trial) -> list[int]:
+def list_saved_steps(trial: ReportedAttempt) -> list[int]:
     return sorted({line.checkpoint_step for line in trial.lines if line.checkpoint_step})
 
 
@@ -231,7 +231,7 @@ def _time_steps(lines: Sequence[Line]) -> list[float]:
     return durations[WARM_UP_STEPS:] if len(durations) > 2 * WARM_UP_STEPS else durations
 
 
-def _measure_stall_s(trials: Sequence[Trial]) -> float | None:
+def _measure_stall_s(trials: Sequence[ReportedAttempt]) -> float | None:
     """Measure the time beyond the median step time, per checkpoint."""
     steps = [step_s for trial in trials for step_s in _time_steps(trial.lines)]
     saves = sum(len(list_saved_steps(trial)) for trial in trials)

@@ -16,8 +16,8 @@ from broker.rehearsal.cloud import NOTICE_S_MAX
 from broker.rehearsal.report import (
     Comparison,
     Measures,
+    ReportedAttempt,
     Resume,
-    Trial,
     compare_repeats,
     compare_runs,
     find_resumes,
@@ -26,8 +26,8 @@ from broker.rehearsal.report import (
     read_lines,
 )
 from broker.rehearsal.verdict import (
+    CheckpointInterval,
     Finding,
-    Interval,
     judge_interval,
     judge_losses,
     judge_notices,
@@ -52,7 +52,7 @@ class Rehearsal:
     status: JobStatus
     failure: str
     summary: RunSummary
-    trials: tuple[Trial, ...]
+    trials: tuple[ReportedAttempt, ...]
     resumes: tuple[Resume, ...]
     repeats: Comparison
     measures: Measures
@@ -64,7 +64,7 @@ class Rehearsal:
     work_hours: float
     hazard: float  # preemptions per hour of the whole gang, where it ran first
     checkpoint: CheckpointSpec
-    interval: Interval | None
+    interval: CheckpointInterval | None
     forecast: Estimate | None  # of the real run, with the program's own checkpoint interval; None without a goal
     forecast_failure: str = ""
     has_goal: bool = False
@@ -182,15 +182,15 @@ def _read_tail(log: Path) -> str:
         return ""
 
 
-def read_trials(context: RehearsalContext) -> tuple[Trial, ...]:
-    trials: list[Trial] = []
+def read_trials(context: RehearsalContext) -> tuple[ReportedAttempt, ...]:
+    trials: list[ReportedAttempt] = []
     for number, watched in sorted(context.program.attempts.items()):
         lines = read_lines(watched.progress_file)
-        trials.append(Trial(number=number, lines=lines, start_s=measure_start_s(lines, watched.started_s)))
+        trials.append(ReportedAttempt(number=number, lines=lines, start_s=measure_start_s(lines, watched.started_s)))
     return tuple(trials)
 
 
-def _forecast(context: RehearsalContext, interval: Interval | None) -> tuple[Estimate | None, str]:
+def _forecast(context: RehearsalContext, interval: CheckpointInterval | None) -> tuple[Estimate | None, str]:
     """Plan the real task with the program's own checkpoint interval."""
     task = context.stage.task
     if task.goal is None or task.goal.work_hours is None:

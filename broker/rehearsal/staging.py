@@ -10,7 +10,7 @@ from pathlib import Path
 from broker.errors import BrokerError, UsageError
 from broker.lab.traces import parse_trace
 from broker.rehearsal.context import Stage
-from broker.rehearsal.market import PlaceMarket, RecordedMarket, SeededMarket
+from broker.rehearsal.market import PlaceMarket, ReplayedMarket, SeededMarket
 from broker.rehearsal.result import Rehearsal
 from broker.types import JobStatus, Plan, Task
 
@@ -36,7 +36,7 @@ def open_market(traces: Path | None, seed: int) -> PlaceMarket:
         raise UsageError(
             f"no traces (`*.json`) in `--traces {traces}`", hints=["record some with `broker traces record`"]
         )
-    return RecordedMarket(traces=tuple(parse_trace(file.read_bytes(), file.stem) for file in files), seed=seed)
+    return ReplayedMarket(traces=tuple(parse_trace(file.read_bytes(), file.stem) for file in files), seed=seed)
 
 
 def set_stage(plan: Plan, market: PlaceMarket, nodes_local: int | None, *, has_given_speed: bool) -> Stage:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from broker.formatting import format_count, format_duration
-from broker.rehearsal.report import Comparison, Measures, Resume, Trial
+from broker.rehearsal.report import Comparison, Measures, ReportedAttempt, Resume
 from broker.spot.interval import best_interval_s, expected_hours
 from broker.types import CheckpointSpec
 
@@ -31,7 +31,7 @@ class Finding:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Interval:
+class CheckpointInterval:
     """The program's checkpoint interval and the best one, for `work_hours` at `hazard` preemptions per hour."""
 
     every_s: float  # simulated seconds of work from one checkpoint to the next
@@ -48,7 +48,7 @@ class Interval:
 
 def weigh_interval(
     measures: Measures, *, work_hours: float, hazard: float, checkpoint: CheckpointSpec
-) -> Interval | None:
+) -> CheckpointInterval | None:
     """Compare intervals; None if the program does not report steps and checkpoints."""
     if not measures.total or not measures.checkpoint_steps or work_hours <= 0:
         return None
@@ -60,7 +60,7 @@ def weigh_interval(
         return expected_hours(work_hours, hazard, interval_s, checkpoint.stall_s, checkpoint.restart_s)
 
     best_steps = None if math.isinf(best_s) else min(max(1, round(best_s / step_s)), measures.total)
-    return Interval(
+    return CheckpointInterval(
         every_s=every_s,
         best_s=best_s,
         every_steps=measures.checkpoint_steps,
@@ -71,7 +71,7 @@ def weigh_interval(
 
 
 def judge_resume(
-    trials: Sequence[Trial],
+    trials: Sequence[ReportedAttempt],
     resumes: Sequence[Resume],
     *,
     preemptions: int,
@@ -103,7 +103,7 @@ def _explain_import(module: str) -> Finding:
 
 
 def _judge_resume(
-    trials: Sequence[Trial], resumes: Sequence[Resume], *, preemptions: int, has_saved: bool, failure: str
+    trials: Sequence[ReportedAttempt], resumes: Sequence[Resume], *, preemptions: int, has_saved: bool, failure: str
 ) -> list[Finding]:
     if not any(trial.lines for trial in trials):
         return [_bad("the program reported no progress, so it is unknown whether it resumed", REPORT_HINT)]
@@ -200,7 +200,7 @@ def judge_notices(*, given: int, ignored: int, grace_s: float) -> list[Finding]:
     ]
 
 
-def judge_interval(interval: Interval | None, hazard: float, stall_s: float) -> list[Finding]:
+def judge_interval(interval: CheckpointInterval | None, hazard: float, stall_s: float) -> list[Finding]:
     if interval is None:
         return []
     steps, seconds = format_count(interval.every_steps, "step"), format_duration(interval.every_s)

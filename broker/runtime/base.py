@@ -6,21 +6,21 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-from broker.nouns import noun
+from broker.frozen import frozen
 from broker.types import Cluster, Node, Task
 
 if TYPE_CHECKING:
     from broker.runtime.streams import Stream
 
 
-@noun
+@frozen
 class Completed:
     returncode: int
     stdout: bytes
     stderr: bytes
 
 
-@noun
+@frozen
 class Shell:
     """The command to execute in the user's terminal to get a shell on a node."""
 

@@ -16,7 +16,7 @@ from typing import Any
 from broker import agent
 from broker.clock import Clock
 from broker.errors import CloudError, InvalidRequestError, TransientError
-from broker.nouns import noun
+from broker.frozen import frozen
 from broker.runtime.base import CanStream, Completed, GrantsAccess, Transport
 from broker.runtime.channels import Channels
 from broker.runtime.credentials import make_credential
@@ -36,7 +36,7 @@ if [ "$(cat digest 2>/dev/null)" = "$1" ]; then exec cat >/dev/null; fi
 new=$(mktemp -d .new.XXXXXX) && tar -xf - -C "$new" && mv -f "$new"/* . && rmdir "$new" && echo "$1" >digest"""
 
 
-@noun
+@frozen
 class GangReport:
     """The state of a run at one poll.
 

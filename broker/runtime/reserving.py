@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from broker.errors import UsageError
-from broker.nouns import noun
+from broker.frozen import frozen
 from broker.task.accelerators import find_maker
 from broker.types import Cluster, Resources, Task
 
@@ -14,7 +14,7 @@ from broker.types import Cluster, Resources, Task
 VARIABLES = {"nvidia": "CUDA_VISIBLE_DEVICES", "amd": "HIP_VISIBLE_DEVICES"}
 
 
-@noun
+@frozen
 class Reservation:
     """`count` of the `card_count` accelerators of each node; below 1 it is a fraction of one.
 

@@ -17,7 +17,7 @@ from functools import cache
 from pathlib import Path
 
 from broker.errors import StateError, TransientError
-from broker.nouns import noun
+from broker.frozen import frozen
 from broker.runtime.base import Transport
 from broker.types import Node, Task
 
@@ -52,7 +52,7 @@ if not os.path.isdir(target):
 """
 
 
-@noun
+@frozen
 class Archive:
     """`digest` is the SHA-256 of `content`; `name` is the folder below `~/.broker/trainers` that holds the files."""
 

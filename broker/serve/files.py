@@ -15,14 +15,14 @@ from typing import TypeVar
 import msgspec
 
 from broker.errors import StateError
-from broker.nouns import noun
+from broker.frozen import frozen
 from broker.state.faults import explain_os_error
 from broker.types import ReadinessProbe, TlsFiles
 
 T = TypeVar("T")
 
 
-@noun
+@frozen
 class Backend:
     """A replica whose program runs, at `host` and `port`. A draining one gets no new requests."""
 
@@ -33,7 +33,7 @@ class Backend:
     is_draining: bool = False
 
 
-@noun
+@frozen
 class Routing:
     """What the balancer has to do. `generation` grows with each change, so that the controller sees which one acts."""
 
@@ -48,7 +48,7 @@ class Routing:
     is_stopped: bool = False
 
 
-@noun
+@frozen
 class ReplicaLoad:
     """The state of one replica as the balancer sees it; `since_s` is when it became ready, or stopped being so."""
 
@@ -58,7 +58,7 @@ class ReplicaLoad:
     error: str = ""
 
 
-@noun
+@frozen
 class Load:
     """The load of a service. `arrivals` counts requests since the balancer started, `pid` tells one from another."""
 
@@ -73,7 +73,7 @@ class Load:
     replicas: Mapping[int, ReplicaLoad] = field(default_factory=dict)
 
 
-@noun
+@frozen
 class ServiceFolder:
     """The files of one service: its own folder in the state folder."""
 

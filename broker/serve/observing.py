@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from broker.nouns import noun
+from broker.frozen import frozen
 from broker.serve.files import Backend, Load
 from broker.serve.reconciling import ReplicaView, Slot
 from broker.serve.scaling import Demand
@@ -16,7 +16,7 @@ WINDOW_S = 60.0  # over which requests per second are counted, as SkyServe does
 LOCAL_HOST = "127.0.0.1"  # replicas on the local cloud listen on ports of their own
 
 
-@noun
+@frozen
 class ObservedReplica:
     """A replica with its job. `job` None: it is gone, for example after a restore of an older state file."""
 

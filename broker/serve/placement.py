@@ -16,13 +16,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
-from broker.nouns import noun
+from broker.frozen import frozen
 from broker.serve.reconciling import Slot
 
 PLACES_MAX = 6  # the cheapest spot places; the search grows exponentially with them
 
 
-@noun
+@frozen
 class SpotPlace:
     """A zone and machine that sells spot, with losses per hour of one replica there."""
 
@@ -31,7 +31,7 @@ class SpotPlace:
     losses_per_hour: float
 
 
-@noun
+@frozen
 class ReplicaPlacement:
     """A set of slots, its price, and the chance that enough of them are ready throughout a cold start."""
 

@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from broker.nouns import noun
+from broker.frozen import frozen
 from broker.types import UpdateMode
 
 
-@noun
+@frozen
 class Slot:
     """A place for one replica; None: as the task says."""
 
@@ -26,7 +26,7 @@ class Slot:
 ON_DEMAND = Slot(is_spot=False)
 
 
-@noun
+@frozen
 class ReplicaView:
     """A replica as observed. `is_lost`: its machines were preempted or failed, and it starts elsewhere."""
 
@@ -39,7 +39,7 @@ class ReplicaView:
     in_flight: int = 0
 
 
-@noun
+@frozen
 class ReplicaStep:
     """What to do now: start a replica in each of these slots, and drain these replicas."""
 

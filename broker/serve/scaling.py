@@ -9,11 +9,11 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from broker.nouns import noun
+from broker.frozen import frozen
 from broker.types import ReplicaPolicy
 
 
-@noun
+@frozen
 class Demand:
     """The measured load. By Little's law, requests in flight are arrivals per second times seconds per request."""
 
@@ -21,7 +21,7 @@ class Demand:
     in_flight: float = 0.0  # waiting ones included
 
 
-@noun
+@frozen
 class ScalingState:
     """The present number, and since when the load has asked for more or fewer; None: it does not."""
 

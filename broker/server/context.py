@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from broker.app.container import Context
 from broker.clock import SystemClock
-from broker.nouns import noun
+from broker.frozen import frozen
 
 if TYPE_CHECKING:
     from broker.clouds.base import Cloud
@@ -34,7 +34,7 @@ class RequestClock(SystemClock):
         await super().sleep(duration_s)
 
 
-@noun
+@frozen
 class Policy:
     """What the operator chose: who runs the controllers, and whether tasks may run on the server's own machine."""
 

@@ -14,7 +14,7 @@ from typing import Any
 from broker.app.verbs.launching import name_target
 from broker.client.wire import ASKED, Signature, Verb, encode
 from broker.errors import BrokerError, UsageError
-from broker.nouns import noun
+from broker.frozen import frozen
 from broker.server.authorisation import check_verb, list_changed
 from broker.server.context import DisconnectedError, Policy, ServerContext
 from broker.state.people import Owned, Role, Token
@@ -27,7 +27,7 @@ FRAMES_MAX = 256  # not yet sent: a slow client slows down the verb instead of f
 Frame = Mapping[str, Any]
 
 
-@noun
+@frozen
 class VerbRequest:
     """A verb with its decoded arguments, and who asks for it."""
 

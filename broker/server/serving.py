@@ -16,7 +16,7 @@ from aiohttp import web
 from broker.client.login import is_loopback
 from broker.clock import SystemClock
 from broker.errors import BrokerError, UsageError
-from broker.nouns import noun
+from broker.frozen import frozen
 from broker.server.context import Policy, ServerContext
 from broker.server.http import Server
 
@@ -26,7 +26,7 @@ LEAVE_S = 5.0
 WATCH_S = 10.0  # between looks for a dead daemon
 
 
-@noun
+@frozen
 class Listening:
     """The URL of the server, and the fingerprint of its certificate; None without TLS."""
 
@@ -34,7 +34,7 @@ class Listening:
     fingerprint: str | None
 
 
-@noun
+@frozen
 class Certificate:
     """PEM files of a certificate and its private key."""
 
@@ -53,7 +53,7 @@ class Certificate:
 
 
 def choose_certificate(home: Path, host: str, given: Certificate | None) -> Certificate | None:
-    """Return the operator's certificate, else an own one; None on the loopback, where nobody listens in."""
+    """Return the operator's certificate, else an own one; None on the loopback, which never leaves this machine."""
     return given if given is not None or is_loopback(host) else ensure_certificate(home)
 
 
@@ -115,7 +115,7 @@ async def serve(
 
 
 async def _keep_jobs_going(home: Path, policy: Policy) -> None:
-    """Restart a dead daemon while jobs are live, also when nobody asks for them."""
+    """Restart a dead daemon while jobs are live, even without requests."""
 
     def look() -> None:
         context = ServerContext(home, policy=policy, on_note=log.warning)

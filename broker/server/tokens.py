@@ -7,7 +7,7 @@ import re
 import secrets
 
 from broker.errors import UsageError
-from broker.nouns import noun
+from broker.frozen import frozen
 from broker.state.people import Role, Token
 from broker.state.store import Store
 from broker.types import Secret
@@ -17,7 +17,7 @@ USER = r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}"
 DAY_S = 86400.0
 
 
-@noun
+@frozen
 class Created:
     """A new token; its value cannot be read again."""
 

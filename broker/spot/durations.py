@@ -1,7 +1,7 @@
-"""Durations of the open and closed periods of a market, by age of the spell.
+"""Durations of the open and closed periods of a market, by age of the period.
 
-A spell is a period during which a market stays open or closed. For each age class, the hours of exposure and the number
-of spells that ended are kept: sufficient statistics for any hazard that depends on age, and they add up.
+A period is a stretch of time in which a market stays open or closed. For each age class, the hours of exposure and the
+number of periods that ended are kept: sufficient statistics for any hazard that depends on age, and they add up.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ import math
 from bisect import bisect_right
 from dataclasses import dataclass
 
-# Lower bounds of the age classes, hours. Recorded spells last from one sample (half a minute) to weeks: about three
+# Lower bounds of the age classes, hours. Recorded periods last from one sample (half a minute) to weeks: about three
 # classes per decade.
 AGES = (0.0, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 24.0)
-# The assumed age of a spell whose beginning was not observed: a random moment falls mostly into long spells.
+# The assumed age of a period whose beginning was not observed: a random moment falls mostly into long periods.
 MET_HOURS = 5.0
 HALF_LIFE_HOURS = 24.0  # of the observations, where a market is watched live
 _NONE = (0.0,) * len(AGES)
@@ -21,15 +21,15 @@ _NONE = (0.0,) * len(AGES)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Durations:
-    """Exposure hours and observed ends of open and of closed spells, by class of `AGES`."""
+    """Exposure hours and observed ends of open and of closed periods, by class of `AGES`."""
 
     open_hours: tuple[float, ...] = _NONE
     open_ends: tuple[float, ...] = _NONE
     closed_hours: tuple[float, ...] = _NONE
     closed_ends: tuple[float, ...] = _NONE
 
-    def with_spell(self, hours: float, *, is_open: bool, from_hours: float = 0.0, is_ended: bool = True) -> Durations:
-        """Return the durations plus one spell of `hours`, watched from age `from_hours`; censored unless `is_ended`."""
+    def with_period(self, hours: float, *, is_open: bool, from_hours: float = 0.0, is_ended: bool = True) -> Durations:
+        """Return a copy with a period of `hours`, watched from age `from_hours`, censored unless `is_ended`."""
         lived, ends = (self.open_hours, self.open_ends) if is_open else (self.closed_hours, self.closed_ends)
         lived, ends = _add(lived, ends, from_hours, hours, is_ended=is_ended)
         if is_open:
@@ -49,7 +49,7 @@ class Durations:
         )
 
     def count_reached(self, from_hours: float, to_hours: float) -> tuple[float, float]:
-        """Count the finished open spells that reached the class of `from_hours`, and that of `to_hours`."""
+        """Count the finished open periods that reached the class of `from_hours`, and that of `to_hours`."""
         first, then = class_of(from_hours), class_of(to_hours)
         return (sum(self.open_ends[first:]), sum(self.open_ends[then:])) if then > first else (0.0, 0.0)
 
@@ -71,7 +71,7 @@ def class_of(age_hours: float) -> int:
 
 
 def hours_in_classes(from_hours: float, to_hours: float) -> list[tuple[int, float]]:
-    """List (class, hours) for each age class that a spell passes through between two ages."""
+    """List (class, hours) for each age class that a period passes through between two ages."""
     found = []
     index = class_of(from_hours)
     while index < len(AGES) and from_hours < to_hours:
@@ -90,7 +90,7 @@ def _add(
     if not is_ended:
         return tuple(hours), ends
     counts = list(ends)
-    counts[class_of(max(to_hours - 1e-6, 0.0))] += 1  # a spell that ends where a class begins has no exposure in it
+    counts[class_of(max(to_hours - 1e-6, 0.0))] += 1  # a period that ends where a class begins has no exposure in it
     return tuple(hours), tuple(counts)
 
 

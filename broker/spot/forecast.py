@@ -114,8 +114,8 @@ class SpotMarket:
         return max(self.move_price, other.move_price) if self is not other else 0.0
 
 
-def read_market(candidate: Candidate, refuge: Candidate | None, prior: Prior) -> SpotMarket:
-    unit = refuge.usd_work_hour if refuge is not None else 1.0
+def read_market(candidate: Candidate, fallback: Candidate | None, prior: Prior) -> SpotMarket:
+    unit = fallback.usd_work_hour if fallback is not None else 1.0
     watched = (candidate.met_hours, candidate.age_hours)
     return SpotMarket(
         candidate=candidate,

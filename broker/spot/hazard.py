@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from broker.nouns import noun
+from broker.frozen import frozen
 
 HOURS_A_MONTH = 730.0
 
@@ -14,7 +14,7 @@ _OVER_TWENTY_PERCENT = 30.0
 UNKNOWN_BAND_PERCENT = 15.0
 
 
-@noun
+@frozen
 class Observation:
     """Observed preemptions of single nodes of one instance type at one place, and the spot node-hours of exposure.
 

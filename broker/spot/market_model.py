@@ -18,11 +18,11 @@ from dataclasses import replace
 from functools import lru_cache
 from operator import attrgetter
 
-from broker.nouns import noun
+from broker.frozen import frozen
 from broker.spot.recorded_runs import (
     STARTS_HOURS,
     CellShares,
-    Run,
+    RecordedRun,
     Scenario,
     average_cells,
     interpolate_hours,
@@ -45,7 +45,7 @@ TOGETHER_SHARE = 0.15
 UNLIKE_FACTOR, UNLIKE_SHARE = 5.0, 0.1
 
 
-@noun
+@frozen
 class MarketEvidence:
     """Observations of a market: `preemptions` of whole gangs in `gang_hours` on spot.
 
@@ -60,24 +60,24 @@ class MarketEvidence:
 NOTHING = MarketEvidence()
 
 
-@noun
+@frozen
 class RunDistribution:
     """Runs and their weights, which add up to 1. They come from `scenario_count` recorded scenarios."""
 
-    runs: Sequence[Run]
+    runs: Sequence[RecordedRun]
     weights: Sequence[float]
     scenario_count: int
 
-    def mean(self, value: Callable[[Run], float]) -> float:
+    def mean(self, value: Callable[[RecordedRun], float]) -> float:
         return sum(weight * value(run) for run, weight in zip(self.runs, self.weights, strict=True))
 
-    def chance(self, claim: Callable[[Run], bool]) -> float:
+    def chance(self, claim: Callable[[RecordedRun], bool]) -> float:
         """Return the probability of a claim; never 0 or 1, as there are only a few hundred scenarios."""
         found = sum(weight for run, weight in zip(self.runs, self.weights, strict=True) if claim(run))
         least = 1 / (self.scenario_count + 2)
         return min(max(found, least), 1 - least)
 
-    def quantiles(self, value: Callable[[Run], float], shares: Sequence[float]) -> list[float]:
+    def quantiles(self, value: Callable[[RecordedRun], float], shares: Sequence[float]) -> list[float]:
         """Return the quantiles of `value` at `shares`, interpolated linearly between runs."""
         ranked = sorted((value(run), weight) for run, weight in zip(self.runs, self.weights, strict=True))
         middles, below = [], 0.0
@@ -115,7 +115,7 @@ def forecast_run(
     )
 
 
-def _spread(run: Run, *, base_hours: float, deadline_hours: float | None) -> list[tuple[Run, float]]:
+def _spread(run: RecordedRun, *, base_hours: float, deadline_hours: float | None) -> list[tuple[RecordedRun, float]]:
     """Return the run with more, with less and with the same losses, and their shares, which keep its mean.
 
     Beyond `base_hours` of work and first start, all of a run grows by one factor, as far as the deadline allows.
@@ -132,9 +132,9 @@ def _spread(run: Run, *, base_hours: float, deadline_hours: float | None) -> lis
     if less_share <= 0:
         return [(run, 1.0)]
 
-    def scale(by: float) -> Run:
+    def scale(by: float) -> RecordedRun:
         ondemand = by * run.ondemand_hours
-        return Run(
+        return RecordedRun(
             spot_hours=base + by * (billed - base) - ondemand,
             ondemand_hours=ondemand,
             hours=base + by * (run.hours - base),
@@ -158,7 +158,7 @@ def forecast_mean(
     start_hours: float,
     places: int = 1,
     evidence: MarketEvidence = NOTHING,
-) -> Run:
+) -> RecordedRun:
     """Return the mean of `forecast_run`, ten times as fast unless start-up takes longer than in the recorded runs."""
     if start_hours > STARTS_HOURS[-1]:  # extrapolated runs are bounded one by one
         runs = forecast_run(
@@ -168,7 +168,7 @@ def forecast_mean(
             places=places,
             evidence=evidence,
         )
-        return Run(
+        return RecordedRun(
             spot_hours=runs.mean(attrgetter("spot_hours")),
             ondemand_hours=runs.mean(attrgetter("ondemand_hours")),
             hours=runs.mean(attrgetter("hours")),

@@ -1,7 +1,7 @@
-"""Hazards of a spot market by age of the spell: a pooled prior, scaled by the observations of the market.
+"""Hazards of a spot market by age of the period: a pooled prior, scaled by the observations of the market.
 
 Markets differ far more in how fast they change than in how their hazards decline with age. The shape is therefore a
-prior, and a market's own paces are factors on it, for open and for closed spells, young and old, learned online.
+prior, and a market's own paces are factors on it, for open and for closed periods, young and old, learned online.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from functools import cached_property, lru_cache
 
 from broker.spot.durations import AGES, Durations, class_of, hours_in_classes
 
-OLD = class_of(1.0)  # the class from which spells count as old
-# The number of ended spells that weigh as much as the prior. Recorded markets change pace from day to day, so a few
-# spells say little about tomorrow, and closed ones less than open ones.
+OLD = class_of(1.0)  # the class from which periods count as old
+# The number of ended periods that weigh as much as the prior. Recorded markets change pace from day to day, so a few
+# periods say little about tomorrow, and closed ones less than open ones.
 OPEN_WEIGHT, CLOSED_WEIGHT = 6.0, 16.0
-EXPOSURE_HOURS = 12.0  # of open or of closed spells, from which a recording has its full weight in a prior
-SPLIT_WEIGHT = 16.0  # ended spells of one age group that weigh as much as the pace common to all ages
+EXPOSURE_HOURS = 12.0  # of open or of closed periods, from which a recording has its full weight in a prior
+SPLIT_WEIGHT = 16.0  # ended periods of one age group that weigh as much as the pace common to all ages
 
 
 @dataclass(frozen=True, kw_only=True)
 class Prior:
-    """Hazards per hour by age class; a weight is the number of ended spells that weigh as much as the prior."""
+    """Hazards per hour by age class; a weight is the number of ended periods that weigh as much as the prior."""
 
     open_hazards: tuple[float, ...]
     closed_hazards: tuple[float, ...]
@@ -33,17 +33,17 @@ class Prior:
 
     @cached_property
     def mean_open_hours(self) -> float:
-        """Return the mean length of an open spell under the prior alone."""
-        return _mean_spell_hours(self.open_hazards)
+        """Return the mean length of an open period under the prior alone."""
+        return _mean_period_hours(self.open_hazards)
 
     @cached_property
     def mean_closed_hours(self) -> float:
-        return _mean_spell_hours(self.closed_hazards)
+        return _mean_period_hours(self.closed_hazards)
 
     def learn_open(self, seen: Durations, watched: tuple[float, float] | None = None) -> Paces:
-        """Return the factors on `open_hazards` for young and for old spells: means of Gamma posteriors.
+        """Return the factors on `open_hazards` for young and for old periods: means of Gamma posteriors.
 
-        `watched` is the range of ages over which the present open spell was watched.
+        `watched` is the range of ages over which the present open period was watched.
         """
         return _learn(self.open_hazards, seen.open_hours, seen.open_ends, watched, self.open_weight)
 
@@ -51,20 +51,20 @@ class Prior:
         return _learn(self.closed_hazards, seen.closed_hours, seen.closed_ends, watched, self.closed_weight)
 
 
-Paces = tuple[float, float]  # of young and of old spells
+Paces = tuple[float, float]  # of young and of old periods
 
 
 def scale_hazards(hazards: Sequence[float], paces: Paces) -> tuple[float, ...]:
     return tuple(hazard * paces[index >= OLD] for index, hazard in enumerate(hazards))
 
 
-def _mean_spell_hours(hazards: Sequence[float]) -> float:
+def _mean_period_hours(hazards: Sequence[float]) -> float:
     widths = [end - begin for begin, end in itertools.pairwise((*AGES, math.inf))]
     return live_through(zip(hazards, widths, strict=True))[0]
 
 
 def live_through(parts: Iterable[tuple[float, float]]) -> tuple[float, float]:
-    """Return (mean lifetime, survival) of a spell with a piecewise constant hazard; parts are (hazard, hours)."""
+    """Return (mean lifetime, survival) of a period with a piecewise constant hazard; parts are (hazard, hours)."""
     alive, mean = 1.0, 0.0
     for hazard, hours in parts:
         rate = max(hazard, 1e-6)
@@ -81,7 +81,7 @@ def _learn(
     watched: tuple[float, float] | None,
     weight: float,
 ) -> Paces:
-    """Return one factor for young and one for old spells, shrunk to their common factor, itself shrunk to 1."""
+    """Return one factor for young and one for old periods, shrunk to their common factor, itself shrunk to 1."""
     young_ends, old_ends, young, old = _count_ends(hazards, hours, ends)
     if watched:
         for index, lived in hours_in_classes(*watched):
@@ -96,11 +96,11 @@ def _learn(
     )
 
 
-@lru_cache(maxsize=1024)  # the observations change only when a spell ends
+@lru_cache(maxsize=1024)  # the observations change only when a period ends
 def _count_ends(
     hazards: tuple[float, ...], hours: tuple[float, ...], ends: tuple[float, ...]
 ) -> tuple[float, float, float, float]:
-    """Count the observed ends of young and of old spells, and those expected from the hazards."""
+    """Count the observed ends of young and of old periods, and those expected from the hazards."""
     expected = [hazard * lived for hazard, lived in zip(hazards, hours, strict=True)]
     return sum(ends[:OLD]), sum(ends[OLD:]), sum(expected[:OLD]), sum(expected[OLD:])
 
@@ -108,7 +108,7 @@ def _count_ends(
 def fit_prior(recordings: Sequence[Durations]) -> Prior:
     """Fit the pooled hazards of recordings.
 
-    All weigh the same, whatever their length, but for those with less than `EXPOSURE_HOURS` of such spells: these weigh
+    All weigh the same, whatever their length, except those with less than `EXPOSURE_HOURS` of such periods, which weigh
     by their hours. A recording that was closed for half a minute in two days says next to nothing about reopening.
     """
     assert recordings

@@ -16,7 +16,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from broker.nouns import noun
+from broker.frozen import frozen
 
 TABLE = Path(__file__).parent / "data/recorded_runs.json"
 WORKS_HOURS = (12.0, 48.0)
@@ -31,7 +31,7 @@ PER_MILLE = 1000
 CellShares = tuple[float, float, float, float, float]
 
 
-@noun
+@frozen
 class Scenario:
     """A recorded market and an hour of submission, with one run for each cell of the grid.
 
@@ -52,8 +52,8 @@ class Scenario:
     preemptions: tuple[int, ...]
 
 
-@noun
-class Run:
+@frozen
+class RecordedRun:
     """The outcome of one scenario: `spot_hours` and `ondemand_hours` are billed, the rest of `hours` is waiting."""
 
     spot_hours: float
@@ -75,7 +75,7 @@ def parse_scenarios(table: Mapping[str, Any]) -> tuple[Scenario, ...]:
 
 def interpolate_runs(
     scenarios: Iterable[Scenario], *, work_hours: float, deadline_hours: float | None, start_hours: float
-) -> list[Run]:
+) -> list[RecordedRun]:
     """Interpolate each scenario at any work, deadline and start-up time; without a deadline the job stays on spot.
 
     Between the nodes, runs are linear in the logarithm of work, in work over deadline and in start-up time. Outside the
@@ -87,7 +87,7 @@ def interpolate_runs(
 
 def interpolate_mean(
     cells: Sequence[CellShares], *, work_hours: float, deadline_hours: float | None, start_hours: float
-) -> Run:
+) -> RecordedRun:
     """Interpolate mean cells, as `average_cells` returns them.
 
     This is the mean of the interpolated runs, but for the bound of their hours (`interpolate_hours`), as long as the
@@ -113,12 +113,12 @@ def interpolate_hours(
 
 def _interpolate(
     table: Sequence[Sequence[CellShares]], work_hours: float, deadline_hours: float | None, start_hours: float
-) -> list[Run]:
+) -> list[RecordedRun]:
     start = min(start_hours, START_HOURS_MAX)
     allowed = None if deadline_hours is None else deadline_hours - start_hours
     if allowed is not None and allowed <= work_hours:  # no room for spot
         hours = work_hours + start_hours
-        return [Run(spot_hours=0.0, ondemand_hours=hours, hours=hours, preemptions=0.0) for _ in table]
+        return [RecordedRun(spot_hours=0.0, ondemand_hours=hours, hours=hours, preemptions=0.0) for _ in table]
     corners, sure = _weigh_corners(work_hours, allowed, start)
     return [_blend(cells, corners, sure, work_hours, deadline_hours, start) for cells in table]
 
@@ -200,7 +200,7 @@ def _blend(
     work: float,
     deadline: float | None,
     start: float,
-) -> Run:
+) -> RecordedRun:
     """Blend cells linearly, so that the blend of mean cells is the mean of the blends, but for the bounds."""
     spot, ondemand, hours, preemptions, spot_share = 0.0, sure, sure, 0.0, 0.0
     for cell, weight in corners:
@@ -216,4 +216,6 @@ def _blend(
     if start > STARTS_HOURS[-1]:  # an extrapolated run may bill negative hours, or more than it lasts
         ondemand_hours = min(max(ondemand_hours, 0.0), whole)
         spot_hours, preemptions = min(max(spot_hours, 0.0), whole - ondemand_hours), max(preemptions, 0.0)
-    return Run(spot_hours=spot_hours, ondemand_hours=ondemand_hours, hours=whole, preemptions=preemptions * work)
+    return RecordedRun(
+        spot_hours=spot_hours, ondemand_hours=ondemand_hours, hours=whole, preemptions=preemptions * work
+    )

@@ -1,14 +1,14 @@
 """State values of a job on a spot market: a Markov decision process, solved backwards into tables.
 
 State: remaining work w, spare time u (how long the job may idle before on-demand must start), the market (open or
-closed), the age of its spell, and the running mode: spot, on-demand or nothing. Spot runs at the price c and on-demand
-at 1, per hour of work; a start takes d hours that are billed and do no work. An open spell of age a ends with the
+closed), the age of its period, and the running mode: spot, on-demand or nothing. Spot runs at the price c and on-demand
+at 1, per hour of work; a start takes d hours that are billed and do no work. An open period of age a ends with the
 hazard h(a), a closed one with g(a). The least expected cost V satisfies, for instance on spot,
     0 = min over actions of  c + h (V_closed - V) + dV/da - dV/dw,
 and waiting uses up spare time, -dV/du, at the small price `WAIT_PRICE`. The equation is solved on a grid by a
 semi-Lagrangian scheme, along the path from each node to the next one (M. Falcone and R. Ferretti, "Semi-Lagrangian
 Approximation Schemes for Linear and Hamilton-Jacobi Equations", 2013): either no event happens on the path, or the
-spell ends or enters the next age class on it, where the value is interpolated linearly. Nodes are d / 2 apart where
+period ends or enters the next age class on it, where the value is interpolated linearly. Nodes are d / 2 apart where
 spare time is scarce, and increasingly far apart elsewhere.
 """
 
@@ -25,19 +25,19 @@ from broker.spot.grid import find_node, grow_nodes
 
 CLASSES = len(AGES)
 OLDEST = CLASSES - 1
-# The assumed age of the spell at a second place, as a random moment falls mostly into long spells. A young age makes
+# The assumed age of the period at a second place, as a random moment falls mostly into long periods. A young age makes
 # losses look too expensive; five hours or more is too optimistic where places close together.
 SECOND_CLASS = class_of(2.0)
 WORK_GROWTH, SPARE_GROWTH = 1.2, 1.15  # of the grid steps: the value has little curvature in work, more in spare time
 # The price of an hour of waiting, in on-demand hours: of plans with equal cost, the faster one is better.
 WAIT_PRICE = 0.02
-SURVIVAL_WEIGHT = 4.0  # observed spells that weigh as much as the hazards, for the survival of a start
+SURVIVAL_WEIGHT = 4.0  # observed periods that weigh as much as the hazards, for the survival of a start
 PASSES_MAX = 12
 TOLERANCE = 5e-4  # hours of on-demand price
 
 Row = list[float]  # the values at one node by age class, the oldest first
 _NOTHING: Row = [0.0] * CLASSES  # no work left: value 0; rows are replaced, never modified
-# The rate at which a spell moves from its age class to the next one; the oldest class is absorbing.
+# The rate at which a period moves from its age class to the next one; the oldest class is absorbing.
 _AGEING = tuple(1 / (AGES[index + 1] - AGES[index]) if index < OLDEST else 0.0 for index in range(CLASSES))
 _SECOND = OLDEST - SECOND_CLASS  # its index in a row
 EVEN_NODES = 10  # of spare time, half a start apart
@@ -61,7 +61,7 @@ class Terms:
 Point = tuple[int, float, float]  # a node, and the fractions of the steps to the next node of work and of spare time
 
 
-class Table:
+class ValueTable:
     """The values of one state or action at every node."""
 
     def __init__(self, width: int, height: int) -> None:
@@ -83,19 +83,19 @@ class ValueFunction:
 
     Each table holds the values of a state, or of an action in it. `run`: spot runs; `wait_open`, `wait_closed`: nothing
     runs, and nothing is started yet; `idle_open`, `idle_closed`: nothing runs, and the best action is taken;
-    `keep_open`, `keep_closed`: on-demand runs and is kept for now; `sure_open`, `sure_closed`: on-demand runs, and the
-    best action is taken.
+    `keep_open`, `keep_closed`: on-demand runs and is kept for now; `ondemand_open`, `ondemand_closed`: on-demand
+    runs, and the best action is taken.
     """
 
     def __init__(self, terms: Terms) -> None:
         self.terms = terms
         self.work = grow_nodes(max(0.25, terms.start_hours), terms.work_hours, even=2, growth=WORK_GROWTH)
         self.spare = _list_spare(terms)
-        tables = [Table(len(self.work), len(self.spare)) for _ in range(9)]
+        tables = [ValueTable(len(self.work), len(self.spare)) for _ in range(9)]
         self.run, self.wait_open, self.wait_closed, self.idle_open, self.idle_closed = tables[:5]
-        self.keep_open, self.keep_closed, self.sure_open, self.sure_closed = tables[5:]
+        self.keep_open, self.keep_closed, self.ondemand_open, self.ondemand_closed = tables[5:]
         self.spot_ways = _list_ways(terms, self.work, terms.spot_price)
-        self.sure_ways = _list_ways(terms, self.work, 1.0)
+        self.ondemand_ways = _list_ways(terms, self.work, 1.0)
         self.wait_ways = _list_ways(terms, self.spare, WAIT_PRICE)
         self.drops = [0.0] * len(self.run.rows)  # the value just after the loss of spot, by node
         self.starts = starts = _follow_starts(terms)
@@ -114,7 +114,7 @@ class ValueFunction:
     def enter_usd(self, age_class: int, work: float, spare: float, *, seen: tuple[float, float] = (0.0, 0.0)) -> float:
         """Return the value of starting on spot, which is either survived or lost on the way.
 
-        `seen` counts the spells that reached this age, and those of them that outlived such a start.
+        `seen` counts the periods that reached this age, and those of them that outlived such a start.
         """
         price, start = self.terms.spot_price, self.terms.start_hours
         way = self.starts[OLDEST - age_class]
@@ -133,10 +133,10 @@ class ValueFunction:
 
 
 # For one age class: the probability of no event; the price of the mean time until an event or the next node; the
-# probabilities that the spell ends, and that it enters the next age class, each split into weights of this node and of
+# probabilities that the period ends, and that it enters the next age class, each split into weights of this node and of
 # the next one.
 Way = tuple[float, float, float, float, float, float]
-Ways = tuple[tuple[Way, ...], tuple[Way, ...]]  # of open and of closed spells, the oldest first
+Ways = tuple[tuple[Way, ...], tuple[Way, ...]]  # of open and of closed periods, the oldest first
 Back = tuple[int, int, float]  # two nodes of spare time, and the weight of the lower; (-1, -1, 0): none
 
 
@@ -220,29 +220,35 @@ class _Cell:
         self.at, self.before, self.below = i * width + j, i * width + j - 1, (i - 1) * width + j
         self.losses = [(low * width + j, high * width + j, share) for low, high, share in losses]
         self.work = outlook.work[j]
-        self.spot_ways, self.sure_ways = outlook.spot_ways[j][0], outlook.sure_ways[j]
+        self.spot_ways, self.ondemand_ways = outlook.spot_ways[j][0], outlook.ondemand_ways[j]
         self.wait_ways = outlook.wait_ways[i]
         self._guess()
         low, high, share = back
         self.is_reachable = low >= 0
         low, high = low * width + j, high * width + j
-        self.sures_open = self._list_sures(outlook.sure_open, low, high, share)
-        self.sures_closed = self._list_sures(outlook.sure_closed, low, high, share)
+        self.ondemands_open = self._list_ondemands(outlook.ondemand_open, low, high, share)
+        self.ondemands_closed = self._list_ondemands(outlook.ondemand_closed, low, high, share)
         self.survivals = self._list_survivals(low, high, share)
 
     def _guess(self) -> None:
         outlook = self.outlook
         sure_end, start = self.work, self.terms.start_hours
         if self.i:  # start from the values at the node below, so that few passes are needed
-            for table in (outlook.run, outlook.idle_open, outlook.idle_closed, outlook.sure_open, outlook.sure_closed):
+            for table in (
+                outlook.run,
+                outlook.idle_open,
+                outlook.idle_closed,
+                outlook.ondemand_open,
+                outlook.ondemand_closed,
+            ):
                 table.rows[self.at] = list(table.rows[self.below])
             return
         for table in (outlook.idle_open, outlook.idle_closed, outlook.wait_open, outlook.wait_closed):
             table.rows[self.at] = [sure_end + start] * CLASSES
-        for table in (outlook.keep_open, outlook.keep_closed, outlook.sure_open, outlook.sure_closed):
+        for table in (outlook.keep_open, outlook.keep_closed, outlook.ondemand_open, outlook.ondemand_closed):
             table.rows[self.at] = [sure_end] * CLASSES
 
-    def _list_sures(self, table: Table, low: int, high: int, share: float) -> Row:
+    def _list_ondemands(self, table: ValueTable, low: int, high: int, share: float) -> Row:
         """List the values of starting on-demand, by age class."""
         start = self.terms.start_hours
         if not self.is_reachable:
@@ -275,7 +281,7 @@ class _Cell:
                 return
             self._pass_open(guess)
             self._pass_closed()
-            self._pass_sure()
+            self._pass_ondemand()
             found = self.outlook.idle_closed.rows[self.at][-1]
             change = found - guess
             if abs(change) < TOLERANCE:
@@ -301,7 +307,7 @@ class _Cell:
         """Update the states where nothing runs and the market is open: wait, enter spot, or start on-demand."""
         outlook = self.outlook
         below, next_closed = outlook.idle_open.rows[self.below], outlook.idle_closed.rows[self.below][-1]
-        others = [min(enter, sure) for enter, sure in zip(self._list_enters(), self.sures_open, strict=True)]
+        others = [min(enter, sure) for enter, sure in zip(self._list_enters(), self.ondemands_open, strict=True)]
         bests, waits = _go_on_or_change(self.wait_ways[0], below, closed_usd, next_closed, others)
         outlook.wait_open.rows[self.at], outlook.idle_open.rows[self.at] = waits, bests
 
@@ -320,29 +326,29 @@ class _Cell:
         outlook = self.outlook
         reopened, next_open = outlook.idle_open.rows[self.at][-1], outlook.idle_open.rows[self.below][-1]
         below = outlook.idle_closed.rows[self.below]
-        bests, waits = _go_on_or_change(self.wait_ways[1], below, reopened, next_open, self.sures_closed)
+        bests, waits = _go_on_or_change(self.wait_ways[1], below, reopened, next_open, self.ondemands_closed)
         outlook.wait_closed.rows[self.at], outlook.idle_closed.rows[self.at] = waits, bests
 
-    def _pass_sure(self) -> None:
+    def _pass_ondemand(self) -> None:
         """Update the states where on-demand runs, iterating over open and closed, which depend on each other."""
-        guess = self.outlook.sure_closed.rows[self.at][-1]
-        first = self._round_sure(guess)
+        guess = self.outlook.ondemand_closed.rows[self.at][-1]
+        first = self._round_ondemand(guess)
         if abs(first - guess) < TOLERANCE / 4:
             return
-        second = self._round_sure(first)
+        second = self._round_ondemand(first)
         rate = (second - first) / (first - guess)
         if 0 < rate < 0.99:
-            self._round_sure(second + (second - first) * rate / (1 - rate))
+            self._round_ondemand(second + (second - first) * rate / (1 - rate))
 
-    def _round_sure(self, closed_usd: float) -> float:
+    def _round_ondemand(self, closed_usd: float) -> float:
         outlook, at, before = self.outlook, self.at, self.before
-        opened, closed = outlook.sure_open.rows, outlook.sure_closed.rows
+        opened, closed = outlook.ondemand_open.rows, outlook.ondemand_closed.rows
         quit_open, quit_closed = outlook.idle_open.rows[at], outlook.idle_closed.rows[at]
         opened[at], outlook.keep_open.rows[at] = _go_on_or_change(
-            self.sure_ways[0], opened[before], closed_usd, closed[before][-1], quit_open
+            self.ondemand_ways[0], opened[before], closed_usd, closed[before][-1], quit_open
         )
         closed[at], outlook.keep_closed.rows[at] = _go_on_or_change(
-            self.sure_ways[1], closed[before], opened[at][-1], opened[before][-1], quit_closed
+            self.ondemand_ways[1], closed[before], opened[at][-1], opened[before][-1], quit_closed
         )
         return closed[at][-1]
 
@@ -350,7 +356,7 @@ class _Cell:
 def _go_on(ways: Sequence[Way], following: Row, ended: float, ended_next: float) -> Row:
     """Return by age class the value of continuing to the next node, whose row is `following`.
 
-    `ended` and `ended_next` are the values after the end of the spell, here and at the next node.
+    `ended` and `ended_next` are the values after the end of the period, here and at the next node.
     """
     goes = []
     older = older_next = 0.0

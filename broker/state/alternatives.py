@@ -18,6 +18,7 @@ from broker.types import Placement, Task
 
 
 def convert(connection: sqlite3.Connection) -> None:
+    """Convert schema 10 in place: recovery moves to the task, and placements name their alternative."""
     tasks = _convert_tasks(connection)
     # The tasks of clusters without a job are not stored; only the placements of jobs are requested again.
     for job_id, number, body in connection.execute("SELECT job_id, number, body FROM attempts").fetchall():

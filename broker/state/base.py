@@ -14,7 +14,7 @@ from typing import Any, Protocol, TypeVar
 
 from broker.clock import Clock
 from broker.errors import DamagedRowError, FencedError
-from broker.nouns import noun
+from broker.frozen import frozen
 
 UID_LETTERS = "abcdefghjkmnpqrstuvwxyz23456789"  # no letters that look alike: 28 million ids of length 5
 UID_LENGTH = 5
@@ -37,7 +37,7 @@ class Cursor(Protocol):
     def fetchone(self) -> Any: ...
 
 
-@noun
+@frozen
 class Fence:
     """The claim under which a task works: it may write only while the claim of this job still has this epoch."""
 
@@ -82,8 +82,14 @@ class Database(Protocol):
     def write(self, sql: str, parameters: Sequence[Any] = (), *, is_durable: bool = True) -> Cursor:
         """Execute one statement in the current transaction, or in its own where there is none."""
 
-    def rows(self, sql: str, parameters: Sequence[Any] = ()) -> Sequence[Row]: ...
-    def row(self, sql: str, parameters: Sequence[Any] = ()) -> Row | None: ...
+    def rows(self, sql: str, parameters: Sequence[Any] = ()) -> Sequence[Row]:
+        """Return all rows of a query."""
+        ...
+
+    def row(self, sql: str, parameters: Sequence[Any] = ()) -> Row | None:
+        """Return the first row of a query; None without any."""
+        ...
+
     def read_time_s(self) -> float:
         """Return the time of the store, which all processes that share it agree on."""
 
@@ -108,6 +114,7 @@ def check_claim(database: Database) -> None:
 
 
 def draw_uid() -> str:
+    """Draw a random unique id from the operating system's source."""
     return "".join(random.SystemRandom().choices(UID_LETTERS, k=UID_LENGTH))
 
 

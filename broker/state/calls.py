@@ -4,38 +4,40 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from broker.nouns import noun
+from broker.frozen import frozen
 from broker.state.base import Database
 
 
-@noun
-class Pace:
+@frozen
+class ResponseTime:
     """The smoothed response time of a cloud for one kind of call, and the mean deviation from it, both in seconds."""
 
     mean_s: float
     deviation_s: float
 
 
-class PaceRows:
+class ResponseTimeRows:
+    """Learned response times, one row for each cloud and kind of answer."""
+
     def __init__(self, database: Database) -> None:
         self._database = database
 
-    def get(self, cloud: str, answer: str) -> Pace | None:
-        """Return the pace of a cloud for one kind of response, `answer`, as named by `provision.patience`."""
+    def get(self, cloud: str, answer: str) -> ResponseTime | None:
+        """Return the response time of a cloud for one kind of answer: a value of `provision.hedge_timer.Answer`."""
         row = self._database.row(
             "SELECT mean_s, deviation_s FROM paces WHERE cloud = ? AND answer = ?", (cloud, answer)
         )
-        return Pace(mean_s=row["mean_s"], deviation_s=row["deviation_s"]) if row else None
+        return ResponseTime(mean_s=row["mean_s"], deviation_s=row["deviation_s"]) if row else None
 
-    def learn(self, cloud: str, answer: str, learn: Callable[[Pace | None], Pace]) -> None:
-        """Update a pace with `learn`, in one transaction, because commands and the daemon share the row."""
+    def learn(self, cloud: str, answer: str, learn: Callable[[ResponseTime | None], ResponseTime]) -> None:
+        """Update a response time with `learn`, in one transaction, because commands and the daemon share the row."""
         with self._database.transaction(is_durable=False):
-            pace = learn(self.get(cloud, answer))
+            response_time = learn(self.get(cloud, answer))
             self._database.execute(
                 "INSERT INTO paces (cloud, answer, mean_s, deviation_s) VALUES (?, ?, ?, ?) "
                 "ON CONFLICT (cloud, answer) "
                 "DO UPDATE SET mean_s = excluded.mean_s, deviation_s = excluded.deviation_s",
-                (cloud, answer, pace.mean_s, pace.deviation_s),
+                (cloud, answer, response_time.mean_s, response_time.deviation_s),
             )
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
-from broker.nouns import noun
+from broker.frozen import frozen
 from broker.state.base import FENCE, Database, Fence
 
 HOUSEKEEPING = 0
@@ -24,7 +24,7 @@ _UNFINISHED = (
 _FREE = "holder NOT IN (SELECT name FROM controllers WHERE until_s > ?)"
 
 
-@noun
+@frozen
 class JobLoad:
     """How many processes share the jobs, and how many jobs are unfinished."""
 
@@ -33,6 +33,8 @@ class JobLoad:
 
 
 class Claims:
+    """Claims of jobs by controllers that share a store. Each claim has an epoch, and expires unless it is renewed."""
+
     def __init__(self, database: Database) -> None:
         self._database = database
 
@@ -103,6 +105,7 @@ class Claims:
         return bool(found)
 
     def measure_load(self) -> JobLoad:
+        """Return the number of live controllers and of unfinished jobs."""
         row = self._database.rows(
             "SELECT (SELECT count(*) FROM controllers WHERE until_s > ?), "
             f"(SELECT count(*) FROM ({_UNFINISHED}) AS jobs)",

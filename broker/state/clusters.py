@@ -9,12 +9,12 @@ from functools import partial
 import msgspec
 
 from broker.errors import DamagedRowError
-from broker.nouns import noun
+from broker.frozen import frozen
 from broker.state.base import Database, Row, keep_readable, read_row, read_s, read_text
 from broker.types import Cluster, IntentEnd, Node, NodeRequest, NodeState
 
 
-@noun
+@frozen
 class Intent:
     """A gang that was requested; open until its outcome is known."""
 
@@ -23,10 +23,13 @@ class Intent:
 
 
 class ClusterRows:
+    """The clusters by name, one row each."""
+
     def __init__(self, database: Database) -> None:
         self._database = database
 
     def put(self, cluster: Cluster) -> None:
+        """Insert or replace the record of a cluster."""
         self._database.write(
             "INSERT INTO clusters (name, job_id, body) VALUES (?, ?, ?) "
             "ON CONFLICT (name) DO UPDATE SET job_id = excluded.job_id, body = excluded.body",
@@ -34,6 +37,7 @@ class ClusterRows:
         )
 
     def get(self, name: str) -> Cluster | None:
+        """Return a cluster; None if there is none. Raises DamagedRowError."""
         row = self._database.row("SELECT name, body FROM clusters WHERE name = ?", (name,))
         return _read_cluster(row) if row else None
 
@@ -53,6 +57,7 @@ class ClusterRows:
             self._database.write("DELETE FROM run_ids WHERE cluster = ?", (name,))
 
     def next_run_id(self, cluster: str) -> int:
+        """Draw the next run id of a cluster, from 1; `delete` resets the counter."""
         with self._database.transaction():
             row = self._database.write(
                 "INSERT INTO run_ids (cluster, newest) VALUES (?, 1) "
@@ -68,6 +73,8 @@ class ClusterRows:
 
 
 class IntentRows:
+    """The intents: one row for each create call, committed before the call and closed with its outcome."""
+
     def __init__(self, database: Database) -> None:
         self._database = database
 
@@ -87,6 +94,7 @@ class IntentRows:
             self._database.write("UPDATE intents SET body = ? WHERE token = ?", (body, token))
 
     def get_request(self, token: str) -> NodeRequest | None:
+        """Return the request of an intent; None if the token is unknown. Raises DamagedRowError."""
         row = self._database.row("SELECT body FROM intents WHERE token = ?", (token,))
         return read_row("intents", token, lambda: msgspec.json.decode(row["body"], type=NodeRequest)) if row else None
 
@@ -95,6 +103,7 @@ class IntentRows:
         self._database.write("UPDATE intents SET nodes = ? WHERE token = ?", (msgspec.json.encode(nodes), token))
 
     def list_nodes(self, token: str) -> Sequence[Node]:
+        """Return the nodes noted for an intent; none before the call has returned. Raises DamagedRowError."""
         row = self._database.row("SELECT nodes FROM intents WHERE token = ?", (token,))
         if row is None or not row["nodes"]:
             return ()
@@ -116,6 +125,7 @@ class IntentRows:
             return bool(self._database.rows("SELECT 1 FROM intents WHERE token = ? AND outcome IS NULL", (token,)))
 
     def list_open(self, cluster: str | None = None) -> Sequence[Intent]:
+        """Return the intents without an outcome, oldest first, of one cluster or of all."""
         # Two statements: a single one for both cases would read every open intent of ten thousand jobs for each job.
         where, parameters = ("", ()) if cluster is None else (" AND cluster = ?", (cluster,))
         rows = self._database.rows(
@@ -158,7 +168,7 @@ def _read_intent(row: Row) -> Intent:
     )
 
 
-@noun
+@frozen
 class Bill:
     """The billed time of one node; `ended_s` is None while it still costs money."""
 
@@ -179,6 +189,8 @@ _BILLED_USD = (
 
 
 class BillRows:
+    """The bills: one row for each node, with its price and the time it was created and ended."""
+
     def __init__(self, database: Database) -> None:
         self._database = database
 
@@ -190,6 +202,7 @@ class BillRows:
         return keep_readable([partial(_read_bill, row) for row in rows], on_damage)
 
     def is_open(self, node: Node) -> bool:
+        """Return whether the node is being billed."""
         found = "SELECT 1 FROM nodes WHERE cloud = ? AND id = ? AND ended_s IS NULL"
         return bool(self._database.rows(found, (node.cloud, node.id)))
 

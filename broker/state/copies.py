@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 
-from broker.nouns import noun
+from broker.frozen import frozen
 
 COPIES_MAX = 7
 COPY_EVERY_S = 86400.0
@@ -20,14 +20,17 @@ _NAME = re.compile(r"state-(\d{8}T\d{6})Z\.db")
 _FORMAT = "%Y%m%dT%H%M%S"
 
 
-@noun
+@frozen
 class Copy:
+    """One copy of the database file."""
+
     path: Path
     time_s: float
     size_bytes: int
 
 
 def get_folder(database: Path) -> Path:
+    """Return the folder of the copies, beside the database."""
     return database.parent / "backups"
 
 
@@ -76,10 +79,12 @@ def is_copy_due(database: Path, *, now_s: float) -> bool:
 
 
 def show_date(time_s: float) -> str:
+    """Show a time in seconds since the epoch as local date and minute."""
     return time.strftime("%Y-%m-%d %H:%M", time.localtime(time_s))
 
 
 def sync_file(path: Path) -> None:
+    """Flush the file to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

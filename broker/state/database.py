@@ -81,6 +81,7 @@ class SqliteDatabase:
 
     @contextmanager
     def claiming(self, *, is_durable: bool) -> Iterator[None]:
+        """Open an unfenced transaction for claims. It must not be nested in another one."""
         assert not self._depth, "claims are transactions of their own"
         token = FENCE.set(None)
         try:
@@ -96,6 +97,7 @@ class SqliteDatabase:
         """Do nothing: SQLite counts from the largest id by itself."""
 
     def reclaim_space(self) -> None:
+        """Rewrite the file if a large share of its pages is free."""
         free, pages = (int(self.rows(f"PRAGMA {name}")[0][0]) for name in ("freelist_count", "page_count"))
         if free >= FREE_PAGES_MIN and free > pages * FREE_SHARE_MAX:
             self.execute("VACUUM")
@@ -132,12 +134,14 @@ class SqliteDatabase:
         self.execute("COMMIT")
 
     def execute(self, sql: str, parameters: Sequence[Any] = ()) -> Cursor:
+        """Run one statement. Raises StateError with the path if the file is damaged, locked or full."""
         try:
             return self._connection.execute(sql, parameters)
         except (sqlite3.DatabaseError, UnicodeDecodeError) as error:
             raise explain_fault(self.path, error) from error
 
     def write(self, sql: str, parameters: Sequence[Any] = (), *, is_durable: bool = True) -> Cursor:
+        """Run one statement in a transaction."""
         with self.transaction(is_durable=is_durable):
             return self.execute(sql, parameters)
 

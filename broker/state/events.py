@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 
-from broker.nouns import noun
+from broker.frozen import frozen
 from broker.state.base import TIME_S_MAX, Database, Row
 from broker.types import Placement
 from broker.types.outcomes import Event, EventData, EventKind, make_event
@@ -15,7 +15,7 @@ from broker.wording import describe_event
 FORGIVEN_AFTER_S = 3600.0  # a place without a refusal for this long after one expired counts from 1 again
 
 
-@noun
+@frozen
 class EventRow:
     """An event of a job or a cluster; ids only grow. `message` is the event as a sentence."""
 
@@ -28,10 +28,11 @@ class EventRow:
 
     @property
     def message(self) -> str:
+        """The event as a sentence."""
         return describe_event(Event(kind=self.kind, data=self.data))
 
 
-@noun
+@frozen
 class Refusal:
     """A place not to ask again before `expires_s`; an empty region, zone or instance type stands for all of them."""
 
@@ -47,6 +48,7 @@ class Refusal:
     hints: tuple[str, ...] = ()  # how to resolve it
 
     def covers(self, placement: Placement) -> bool:
+        """Return whether the refusal applies to the placement; empty fields match any."""
         offer = placement.offer
         return (
             self.cloud == offer.cloud
@@ -58,10 +60,13 @@ class Refusal:
 
 
 class EventRows:
+    """The events of jobs and clusters, in the order in which they were recorded."""
+
     def __init__(self, database: Database) -> None:
         self._database = database
 
     def add(self, event: Event, *, job_id: int | None = None, cluster: str | None = None) -> None:
+        """Record an event at the present time."""
         data = json.dumps(event.data, ensure_ascii=False)
         self._database.write(
             "INSERT INTO events (time_s, kind, data, job_id, cluster) VALUES (?, ?, ?, ?, ?)",
@@ -69,6 +74,7 @@ class EventRows:
         )
 
     def list(self, job_id: int | None = None, cluster: str | None = None, after: int = 0) -> Sequence[EventRow]:
+        """Return the events of a job or cluster with an id above `after`, oldest first."""
         wanted = {"id > ?": after, "job_id = ?": job_id, "cluster = ?": cluster}
         chosen = {condition: value for condition, value in wanted.items() if value is not None}
         rows = self._database.rows(
@@ -118,6 +124,8 @@ def _decode(kind: object, data: object) -> Event:
 
 
 class RefusalRows:
+    """The refusals of clouds, shared by all searches until they expire."""
+
     def __init__(self, database: Database) -> None:
         self._database = database
 

@@ -12,11 +12,11 @@ import secrets
 from pathlib import Path
 
 from broker.errors import StateError
-from broker.nouns import noun
+from broker.frozen import frozen
 from broker.state.copies import list_copies, show_date
 
 
-@noun
+@frozen
 class Guard:
     """The content of a guard file.
 
@@ -31,6 +31,7 @@ class Guard:
 
 
 def get_path(database: Path) -> Path:
+    """Return the path of the guard, beside the database."""
     return database.with_name(f"{database.stem}.guard")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 
-from broker.nouns import noun
+from broker.frozen import frozen
 from broker.spot.durations import NOTHING_SEEN, Durations
 from broker.spot.hazard import Observation
 from broker.state.base import Database
@@ -14,14 +14,14 @@ from broker.types import OutcomeKind
 HALF_LIFE_DAYS = 14.0  # last month's markets say little: recorded zones change their behavior within weeks
 KEPT_DAYS_MAX = 90.0
 STAYS_MAX = 5000
-SPELL_DAYS = 7.0  # spells fade much faster: those older than a week are ignored
+PERIOD_DAYS = 7.0  # periods fade much faster: those older than a week are ignored
 SHARED_S_MAX = 60.0  # how old a shared result may be where many jobs read it; the evidence fades within weeks
 
 # (cloud, region, zone, instance type), as in the planner's history
 PlaceKey = tuple[str, str, str | None, str]
 
 
-@noun
+@frozen
 class SpotStay:
     """The time of one gang on spot in one place.
 
@@ -37,10 +37,13 @@ class SpotStay:
 
     @property
     def hours(self) -> float:
+        """The length of the stay in hours; 0 if the clock was set back."""
         return max(0.0, self.end_s - self.begin_s) / 3600
 
 
 class HistoryRows:
+    """The stays of jobs on spot nodes, which are the user's own evidence about markets."""
+
     def __init__(self, database: Database) -> None:
         self._database = database
 
@@ -96,14 +99,14 @@ def weigh_stays(stays: Iterable[SpotStay], *, now_s: float) -> dict[PlaceKey, Ob
 def gather_durations(stays: Iterable[SpotStay], *, now_s: float) -> dict[PlaceKey, Durations]:
     """Gather how long each place stayed open for our gangs, until they were preempted or left.
 
-    The spells fade like those of an observed market.
+    The periods fade like those of an observed market.
     """
     found: dict[PlaceKey, Durations] = {}
     for stay in stays:
         age_s = now_s - stay.end_s
-        if stay.is_over and stay.hours > 0 and age_s <= SPELL_DAYS * 86400:
-            spell = NOTHING_SEEN.with_spell(stay.hours, is_open=True, is_ended=stay.is_preempted)
-            found[stay.place] = found.get(stay.place, NOTHING_SEEN) + spell.fade(max(age_s, 0.0) / 3600)
+        if stay.is_over and stay.hours > 0 and age_s <= PERIOD_DAYS * 86400:
+            period = NOTHING_SEEN.with_period(stay.hours, is_open=True, is_ended=stay.is_preempted)
+            found[stay.place] = found.get(stay.place, NOTHING_SEEN) + period.fade(max(age_s, 0.0) / 3600)
     return found
 
 

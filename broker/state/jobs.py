@@ -10,7 +10,7 @@ from functools import lru_cache, partial
 import msgspec
 
 from broker.errors import DamagedRowError, UsageError
-from broker.nouns import noun
+from broker.frozen import frozen
 from broker.state.base import Database, Row, keep_readable, read_row, read_s, read_text
 from broker.state.secret_files import SecretStore
 from broker.task.codec import decode_task, encode_task
@@ -19,7 +19,7 @@ from broker.types import Attempt, Job, JobStatus, Outcome, OutcomeKind, Progress
 OnDamage = Callable[[DamagedRowError], None] | None
 
 
-@noun
+@frozen
 class StepRange:
     """The steps that one attempt reported: the first, the newest, and the newest that was saved."""
 
@@ -28,7 +28,7 @@ class StepRange:
     checkpoint_step: int | None
 
 
-@noun
+@frozen
 class JobLine:
     """The fields of a job that a list shows; cheap to read for ten thousand jobs."""
 
@@ -43,7 +43,7 @@ class JobLine:
     pipeline: str = ""
 
 
-@noun
+@frozen
 class LogOffset:
     """How far a job's log is copied: up to `source_bytes` of the attempt's log, and `file_bytes` of our file."""
 
@@ -61,6 +61,8 @@ ATTEMPT_COLUMNS = "job_id, number, body, outcome_kind, outcome_detail, outcome_s
 
 
 class JobRows:
+    """The managed jobs, their attempts, reported steps and log offsets."""
+
     def __init__(self, database: Database, secrets: SecretStore) -> None:
         self._database = database
         self._secrets = secrets
@@ -117,6 +119,7 @@ class JobRows:
         return self.get(row["id"]) if row else None
 
     def get(self, job_id: int) -> Job | None:
+        """Return a job with its attempts; None if the id is unknown. Raises DamagedRowError."""
         row = self._database.row(f"SELECT {COLUMNS} FROM jobs WHERE id = ?", (job_id,))
         return self._read_job(row, self.list_attempts(job_id)) if row else None
 
@@ -154,6 +157,7 @@ class JobRows:
         return {row["status"]: int(row["jobs"]) for row in rows if row["status"] in JobStatus.__members__}
 
     def list_live_ids(self) -> Sequence[int]:
+        """Return the ids of jobs without a terminal status, in ascending order."""
         return [row["id"] for row in self._database.rows("SELECT id FROM jobs WHERE NOT is_terminal ORDER BY id")]
 
     def list_unfinished_ids(self) -> Sequence[int]:
@@ -213,6 +217,7 @@ class JobRows:
             )
 
     def list_steps(self, job_id: int) -> Mapping[int, StepRange]:
+        """Return the range of steps that each attempt has reported, by attempt number."""
         rows = self._database.rows(
             "SELECT number, first_step, last_step, checkpoint_step FROM attempt_steps WHERE job_id = ? ORDER BY number",
             (job_id,),
@@ -225,6 +230,7 @@ class JobRows:
         }
 
     def put_attempt(self, attempt: Attempt) -> None:
+        """Insert or replace the record of an attempt."""
         outcome = attempt.outcome
         self._database.write(
             f"INSERT INTO attempts ({ATTEMPT_COLUMNS}) VALUES (?, ?, ?, ?, ?, ?, ?) "
@@ -243,12 +249,14 @@ class JobRows:
         )
 
     def list_attempts(self, job_id: int) -> Sequence[Attempt]:
+        """Return the attempts of a job in the order of their numbers. Raises DamagedRowError."""
         rows = self._database.rows(
             f"SELECT {ATTEMPT_COLUMNS} FROM attempts WHERE job_id = ? ORDER BY number", (job_id,)
         )
         return [_read_attempt(row) for row in rows]
 
     def get_log_offset(self, job_id: int) -> LogOffset:
+        """Return how far the job's log has been copied; zero before the first copy."""
         row = self._database.row(
             "SELECT attempt, source_bytes, file_bytes FROM log_offsets WHERE job_id = ?", (job_id,)
         )

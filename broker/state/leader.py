@@ -6,6 +6,8 @@ from broker.state.base import Database, read_row
 
 
 class LeaderRow:
+    """The row of the one daemon that leads: a single row, whose epoch fences earlier leaders."""
+
     def __init__(self, database: Database) -> None:
         self._database = database
 

@@ -13,6 +13,8 @@ SALT = "salt"
 
 
 class MetaRows:
+    """Facts about the store itself, by key."""
+
     def __init__(self, database: Database) -> None:
         self._database = database
 
@@ -20,6 +22,7 @@ class MetaRows:
 
     @property
     def lineage(self) -> str:
+        """The id that all copies of this store share; "" before it is drawn."""
         return self.get("lineage") or ""
 
     @property

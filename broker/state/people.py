@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from enum import StrEnum
 
-from broker.nouns import noun
+from broker.frozen import frozen
 from broker.state.base import Database, Row, read_s
 
 
@@ -25,7 +25,7 @@ class Owned(StrEnum):
     JOB = "job"
 
 
-@noun
+@frozen
 class Token:
     """A token without its value; `expires_s` is None for one that does not expire."""
 
@@ -37,7 +37,7 @@ class Token:
     revoked_s: float | None
 
 
-@noun
+@frozen
 class AuditEvent:
     """A write that a person asked for; `outcome` is `started`, `done`, or the class of the error."""
 

@@ -99,6 +99,7 @@ class PostgresDatabase:
 
     @contextmanager
     def claiming(self, *, is_durable: bool) -> Iterator[None]:
+        """Open an unfenced transaction for claims, without the lock of other writers. It must not be nested."""
         assert not self._depth, "claims are transactions of their own"
         token = FENCE.set(None)
         try:
@@ -153,6 +154,7 @@ class PostgresDatabase:
         return cast("Row | None", found)
 
     def read_time_s(self) -> float:
+        """Return the time of the server, which all controllers agree on."""
         return float(self.rows("SELECT extract(epoch FROM clock_timestamp())::float8")[0][0])
 
     def skip_used_ids(self, tables: Sequence[str]) -> None:
@@ -163,6 +165,7 @@ class PostgresDatabase:
         """Do nothing: the server does it by itself."""
 
     def copy(self) -> Path:
+        """Raise StateError: a PostgreSQL server has its own backups."""
         raise StateError(
             "this state is in PostgreSQL, which broker does not copy",
             hints=("write a file with `broker state export FILE`, or use `pg_dump`",),

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from broker.clock import Clock
 from broker.errors import StateError, UsageError
-from broker.nouns import noun
+from broker.frozen import frozen
 from broker.state.copies import Copy, get_folder, list_copies, show_date, sync_file
 from broker.state.faults import FAULTS, explain_fault
 from broker.state.guard import Guard, get_path, read_guard, write_guard
@@ -43,7 +43,7 @@ DROPPABLE: Mapping[str, tuple[str, ...]] = {
 WITH_A_JOB = ("attempts", "attempt_steps", "log_offsets", "forecasts")
 
 
-@noun
+@frozen
 class Condition:
     """The condition of a state file. A field is None if it cannot be read; `problems` is empty for an intact file."""
 

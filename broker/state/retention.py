@@ -8,7 +8,7 @@ from calendar import timegm
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence, Set
 
-from broker.nouns import noun
+from broker.frozen import frozen
 from broker.state.base import Database, Row, read_row, read_s
 from broker.state.schema import KEPT_DAYS
 
@@ -17,7 +17,7 @@ TABLES_OF_JOBS = ("attempts", "attempt_steps", "log_offsets", "forecasts", "node
 BATCH = 500
 
 
-@noun
+@frozen
 class Total:
     """The sum of pruned bills for one month (UTC) and cloud. `pricing`: "spot", "on-demand" or "unknown"."""
 
@@ -29,6 +29,8 @@ class Total:
 
 
 class Compaction:
+    """Delete old rows, and keep their totals."""
+
     def __init__(self, database: Database) -> None:
         self._database = database
 
@@ -49,6 +51,7 @@ class Compaction:
         return len(pruned)
 
     def list_totals(self) -> Sequence[Total]:
+        """Return the totals of deleted rows by month, cloud and pricing."""
         rows = self._database.rows(
             "SELECT month, cloud, pricing, node_hours, usd FROM totals ORDER BY month, cloud, pricing"
         )

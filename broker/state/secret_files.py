@@ -26,6 +26,8 @@ class SecretStore(Protocol):
 
 
 class SecretFiles:
+    """Secrets of live jobs in files of mode 0600, one for each job."""
+
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
@@ -34,6 +36,7 @@ class SecretFiles:
         return self._folder / f"{re.sub(r'[^A-Za-z0-9._-]', '_', name_job(job_id, uid))}.json"
 
     def forget(self, job_id: int, uid: str) -> None:
+        """Delete the secrets of a job; already deleted is success. Raises StateError."""
         path = self._find_path(job_id, uid)
         try:
             path.unlink(missing_ok=True)

@@ -96,6 +96,8 @@ class SecretBox:
 
 
 class SecretRows:
+    """Secrets of live jobs in the database, encrypted with the key of the state folder."""
+
     def __init__(self, database: Database) -> None:
         self._database = database
 
@@ -121,6 +123,7 @@ class SecretRows:
             )
 
     def forget(self, job_id: int, uid: str) -> None:
+        """Delete the secrets of a job; already deleted is success."""
         self._database.write("DELETE FROM secrets WHERE job_id = ?", (job_id,))
 
     def read(self, job_id: int, uid: str, names: Sequence[str]) -> Mapping[str, str]:

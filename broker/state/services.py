@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import msgspec
 
 from broker.errors import UsageError
-from broker.nouns import noun
+from broker.frozen import frozen
 from broker.state.base import Database, Row, read_row, read_s, read_text
 from broker.state.secret_files import SecretFiles
 from broker.task.codec import decode_task, encode_task
@@ -17,7 +17,7 @@ COLUMNS = "name, uid, version, host, port, mode, wanted, created_s, down_request
 EVENTS_MAX = 1000  # of one service; older ones are deleted
 
 
-@noun
+@frozen
 class ServiceEvent:
     """Something that happened to a service, or to one of its replicas."""
 
@@ -28,6 +28,8 @@ class ServiceEvent:
 
 
 class ServiceRows:
+    """The services, their versions, replicas and events."""
+
     def __init__(self, database: Database) -> None:
         self._database = database
         self._secrets = SecretFiles(database.path.parent / "service-secrets")
@@ -68,6 +70,7 @@ class ServiceRows:
             return version
 
     def get(self, name: str) -> Service | None:
+        """Return a service; None if the name is unknown. Raises DamagedRowError."""
         row = self._database.row(f"SELECT {COLUMNS} FROM services WHERE name = ?", (name,))
         return _read_service(row) if row else None
 
@@ -111,6 +114,7 @@ class ServiceRows:
         self._database.write("UPDATE services SET version = ? WHERE name = ?", (version, name))
 
     def set_wanted(self, name: str, wanted: int) -> None:
+        """Set the number of replicas that the controller aims for."""
         self._database.write("UPDATE services SET wanted = ? WHERE name = ?", (wanted, name))
 
     def set_failure(self, name: str, failure: str) -> None:
@@ -134,6 +138,7 @@ class ServiceRows:
             return int(row["drawn"])
 
     def put_replica(self, replica: Replica) -> None:
+        """Insert or replace the record of a replica."""
         self._database.write(
             "INSERT INTO service_replicas (service, number, job_id, body) VALUES (?, ?, ?, ?) "
             "ON CONFLICT (service, number) DO UPDATE SET body = excluded.body",
@@ -141,6 +146,7 @@ class ServiceRows:
         )
 
     def list_replicas(self, name: str) -> Sequence[Replica]:
+        """Return the replicas of a service by number."""
         rows = self._database.rows(
             "SELECT number, body FROM service_replicas WHERE service = ? ORDER BY number", (name,)
         )

@@ -1,4 +1,4 @@
-"""The store: all persistent state in one database, with a repository for each noun."""
+"""The store: all persistent state in one database, with a repository for each type."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 from broker.clock import Clock
 from broker.state.base import draw_uid
-from broker.state.calls import Pace, PaceRows, RetryBudgetRows
+from broker.state.calls import ResponseTime, ResponseTimeRows, RetryBudgetRows
 from broker.state.claims import Claims
 from broker.state.clusters import Bill, BillRows, ClusterRows, Intent, IntentRows
 from broker.state.database import SqliteDatabase
@@ -22,7 +22,18 @@ from broker.state.retention import Compaction, Total
 from broker.state.secret_files import SecretFiles, SecretStore
 from broker.state.services import ServiceRows
 
-__all__ = ["Bill", "EventRow", "Intent", "JobLine", "LogOffset", "Pace", "Refusal", "StepRange", "Store", "Total"]
+__all__ = [
+    "Bill",
+    "EventRow",
+    "Intent",
+    "JobLine",
+    "LogOffset",
+    "Refusal",
+    "ResponseTime",
+    "StepRange",
+    "Store",
+    "Total",
+]
 
 
 class Store(SqliteDatabase):
@@ -47,7 +58,7 @@ class Store(SqliteDatabase):
         self.refusals = RefusalRows(self)
         self.forecasts = ForecastRows(self)
         self.history = HistoryRows(self)
-        self.paces = PaceRows(self)
+        self.response_times = ResponseTimeRows(self)
         self.retries = RetryBudgetRows(self)
         self.retention = Compaction(self)
         self.leader = LeaderRow(self)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from broker.errors import BrokerError, DamagedRowError, StateError
-from broker.nouns import noun
+from broker.frozen import frozen
 from broker.state.base import Database
 from broker.state.faults import explain_os_error
 from broker.state.meta import ADOPTED, RESTORED, SALT, SEEN
@@ -59,7 +59,7 @@ BOOLEANS = frozenset(("is_terminal", "cancel_requested", "is_spot"))  # numbers 
 COUNTED = ("jobs", "events", "tokens", "audit")  # tables that number their rows
 
 
-@noun
+@frozen
 class Moved:
     """How many rows of each table were written."""
 

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
-from broker.nouns import noun
+from broker.frozen import frozen
 
 
-@noun
+@frozen
 class StoredKey:
     """A key, relative to the bucket's own prefix, with `/` between its parts."""
 

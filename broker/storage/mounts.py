@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 
 from broker.errors import InvalidRequestError
-from broker.nouns import noun
+from broker.frozen import frozen
 from broker.optimizer.data_cost import FREE_TO_LEAVE, find_bucket_cloud
 from broker.optimizer.egress import GB_PER_GIB, EgressTable
 from broker.storage import open_bucket
@@ -25,7 +25,7 @@ MODES = ("COPY", "MOUNT", "MOUNT_CACHED")
 GIB = 2**30
 
 
-@noun
+@frozen
 class MountStep:
     """One bucket mounted at, or copied to, one folder."""
 
@@ -35,7 +35,7 @@ class MountStep:
     uploads: tuple[str, ...] | None = None  # local paths to upload first; empty: only the bucket must exist
 
 
-@noun
+@frozen
 class MountPrice:
     """Cost of copying one bucket to all nodes once: each node downloads it, and its cloud bills the egress."""
 

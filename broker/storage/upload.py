@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
 from broker.errors import InvalidRequestError
-from broker.nouns import noun
+from broker.frozen import frozen
 from broker.storage import open_bucket
 from broker.storage.base import Bucket, StoredKey
 
@@ -25,7 +25,7 @@ BY_HAND = {
 }
 
 
-@noun
+@frozen
 class UploadResult:
     """The number of files, and the part of them that was uploaded."""
 

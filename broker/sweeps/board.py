@@ -9,14 +9,14 @@ from dataclasses import field, replace
 from typing import Literal
 
 from broker.errors import StateError
-from broker.nouns import noun
+from broker.frozen import frozen
 from broker.sweeps.asha import Records, list_rungs, record
 from broker.types import Job, JobStatus
 
 Early = Literal["none", "asha"]
 
 
-@noun
+@frozen
 class Board:
     """What a sweep remembers beside its jobs: the losses at rungs, and the runs that it stopped at a step."""
 
@@ -24,7 +24,7 @@ class Board:
     stopped: Mapping[int, int] = field(default_factory=dict)
 
 
-@noun
+@frozen
 class SweepStep:
     """The next actions, and the board that must be stored before they are carried out."""
 

@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from typing import Literal
 
 from broker.errors import UsageError
-from broker.nouns import noun
+from broker.frozen import frozen
 from broker.task.allowed import ENV_NAME, ENV_VALUE
 from broker.task.checking import check_flag
 
@@ -28,7 +28,7 @@ RANGE = re.compile(r"([^.,]+(?:\.\d+)?(?:e[+-]?\d+)?)\.\.(.+?)(?::(log|int|linea
 Configuration = Mapping[str, str]  # parameter -> value, as the variable of the run
 
 
-@noun
+@frozen
 class Values:
     """A list of values."""
 
@@ -36,7 +36,7 @@ class Values:
     values: tuple[str, ...]
 
 
-@noun
+@frozen
 class NumberRange:
     """Numbers from `low` to `high`."""
 
@@ -87,16 +87,16 @@ def _parse_range(text: str, name: str, low: str, high: str, scale: str | None) -
     except ValueError:
         raise _refuse(text, "its ends are not numbers") from None
     if not (math.isfinite(ends[0]) and math.isfinite(ends[1]) and ends[0] < ends[1]):
-        raise _refuse(text, "its first number must be smaller than its second")
+        raise _refuse(text, "its first bound must be below its second")
     kind: Literal["linear", "log", "int"] = "linear"
     if scale and scale.lower() == "log":
         kind = "log"
     elif scale and scale.lower() == "int":
         kind = "int"
     if kind == "log" and ends[0] <= 0:
-        raise _refuse(text, "a logarithmic range begins above 0")
+        raise _refuse(text, "a logarithmic range must begin above 0")
     if kind == "int" and any(each != int(each) for each in ends):
-        raise _refuse(text, "its ends are not whole numbers")
+        raise _refuse(text, "its bounds are not integers")
     return NumberRange(name=name, low=ends[0], high=ends[1], scale=kind)
 
 
@@ -111,7 +111,7 @@ def draw(parameters: Sequence[Parameter], *, runs: int | None, seed: int) -> tup
     """Draw configurations; the same arguments give the same ones. Raises UsageError for ranges without `runs`."""
     if runs is None:
         if endless := next((each for each in parameters if isinstance(each, NumberRange)), None):
-            raise UsageError(f"`{endless.name}` is a range, so the number of runs is needed", hints=["add `--runs 16`"])
+            raise UsageError(f"`{endless.name}` is a range, which requires a number of runs", hints=["add `--runs 16`"])
         lists = [[(each.name, value) for value in each.values] for each in parameters if isinstance(each, Values)]
         if math.prod(map(len, lists)) > RUNS_MAX:
             raise UsageError(f"the lists have more than {RUNS_MAX:,} combinations", hints=["add `--runs 100`"])

@@ -16,7 +16,7 @@ import shlex
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from broker.nouns import noun
+from broker.frozen import frozen
 from broker.task.allowed import TASK_NAME
 
 SHORT = {
@@ -53,7 +53,7 @@ MEMORY_MIB = {"K": 1 / 1024, "M": 1.0, "G": 1024.0, "T": 1024.0**2}
 ARRAY_RUNS_MAX = 10_000
 
 
-@noun
+@frozen
 class Imported:
     """A task as plain data, in the order of a task file, and what the reader has to know or complete."""
 

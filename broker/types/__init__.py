@@ -1,10 +1,10 @@
-"""The domain types, or nouns. Each package turns one into the next; all are frozen, and no function mutates its input.
+"""The domain types. Each package turns one into the next; all are frozen, and no function mutates its input.
 
 task.yaml -> Task -> Offers -> Plan -> Cluster -> Run -> Job with its Attempts
 Names end with their unit: `_s`, `_hours`, `_usd`, `_gib`. Money is in US dollars, memory in GiB, a point in time in
 seconds since the epoch.
 
-Each noun is imported on first use: creating a dataclass takes half a millisecond, and `broker plan` needs few of them.
+Each type is imported on first use: creating a dataclass takes half a millisecond, and `broker plan` needs few of them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from broker.types.service import *  # noqa: F403
     from broker.types.task import *  # noqa: F403
 
-_NOUNS = {
+_TYPES = {
     "jobs": ("Attempt", "Job", "JobStatus", "Progress"),
     "machines": (
         "Cluster",
@@ -74,7 +74,7 @@ _NOUNS = {
         "Task",
     ),
 }
-_HOMES = {noun: module for module, nouns in _NOUNS.items() for noun in nouns}
+_HOMES = {name: module for module, names in _TYPES.items() for name in names}
 
 
 def __getattr__(name: str) -> object:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from broker.nouns import noun
+from broker.frozen import frozen
 
 QUANTILES = (0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95)
 
 
-@noun
+@frozen
 class ForecastRecord:
     """The forecast at submission: quantiles, at `QUANTILES`, of USD and of hours from submission to end.
 
@@ -22,7 +22,7 @@ class ForecastRecord:
     deadline_chance: float | None = None
 
 
-@noun
+@frozen
 class Range:
     """The 10th, 50th and 90th percentiles."""
 
@@ -31,7 +31,7 @@ class Range:
     p90: float
 
 
-@noun
+@frozen
 class JobForecast:
     """What a live job is expected to cost in total, and the hours left. The chance is None without a deadline."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import StrEnum
 
-from broker.nouns import noun
+from broker.frozen import frozen
 from broker.types.market import Placement
 from broker.types.outcomes import Outcome, OutcomeKind
 from broker.types.task import Task
@@ -37,7 +37,7 @@ class JobStatus(StrEnum):
         )
 
 
-@noun
+@frozen
 class Attempt:
     """One try at a job on one cluster. `number` counts from 1 and only grows."""
 
@@ -62,7 +62,7 @@ class Attempt:
         return self.outcome.exit_code
 
 
-@noun
+@frozen
 class Progress:
     """The newest line of BROKER_PROGRESS_FILE."""
 
@@ -75,7 +75,7 @@ class Progress:
     busy_s: float | None = None  # for this long, no new step is expected: the program restores or compiles
 
 
-@noun
+@frozen
 class Job:
     """A managed job, which either finishes or reports why it could not."""
 

@@ -7,7 +7,7 @@ from dataclasses import field
 from enum import StrEnum
 
 from broker.errors import CloudError
-from broker.nouns import noun
+from broker.frozen import frozen
 from broker.types.market import Placement
 from broker.types.task import Autostop
 
@@ -29,7 +29,7 @@ class NodeEnd(StrEnum):
     MISSING = "missing"  # missing from the cloud's lists for too long
 
 
-@noun
+@frozen
 class MachineSpec:
     """The properties of a gang's nodes other than the instance type; None leaves the choice to the cloud's adapter."""
 
@@ -41,7 +41,7 @@ class MachineSpec:
     labels: Mapping[str, str] = field(default_factory=dict)
 
 
-@noun
+@frozen
 class NodeRequest:
     """A gang to create; repeated requests with the same `token` return the same nodes.
 
@@ -58,7 +58,7 @@ class NodeRequest:
     boot: str = field(default="", repr=False)
 
 
-@noun
+@frozen
 class Node:
     """A machine as its cloud lists it; `owner`, `cluster` and `attempt` come from its tags."""
 
@@ -82,7 +82,7 @@ class Node:
     account: str = ""  # its AWS account id or Google project; empty for clouds without accounts
 
 
-@noun
+@frozen
 class NodeList:
     """The nodes that a cloud listed. A node in one of the regions `unseen` may exist although it is not listed."""
 
@@ -106,7 +106,7 @@ class ClusterStatus(StrEnum):
     TERMINATING = "TERMINATING"
 
 
-@noun
+@frozen
 class Cluster:
     name: str
     status: ClusterStatus
@@ -134,7 +134,7 @@ class RunStatus(StrEnum):
         return self not in (RunStatus.PENDING, RunStatus.SETTING_UP, RunStatus.RUNNING)
 
 
-@noun
+@frozen
 class Run:
     """One execution on a cluster. `id` counts from 1 within the cluster.
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
-from broker.nouns import noun
+from broker.frozen import frozen
 from broker.types.task import Resources, Task
 
 Objective = Literal["cost", "time"]  # what to minimize over all tasks of a pipeline
 Strategy = Literal["on-demand", "spot", "spot, then on-demand"]
 
 
-@noun
+@frozen
 class AcceleratorFigures:
     """The capabilities of one accelerator, from its maker's data sheet; None for those that it does not state."""
 
@@ -29,7 +29,7 @@ class AcceleratorFigures:
         return self.bf16_dense_tflops or self.fp32_tflops
 
 
-@noun
+@frozen
 class EgressPrice:
     """The price in USD per GB sent from `from_region` of `cloud` ("*": any region) to `target`.
 
@@ -42,7 +42,7 @@ class EgressPrice:
     usd_per_gb: float
 
 
-@noun
+@frozen
 class Offer:
     """An instance type for sale in one place, with prices in USD per instance-hour.
 
@@ -66,7 +66,7 @@ class Offer:
     spot_as_of: str = ""
 
 
-@noun
+@frozen
 class Placement:
     """A place for a gang: `node_count` nodes of one offer, spot or on-demand.
 
@@ -101,7 +101,7 @@ class Placement:
         return (self.offer.spot_as_of if self.is_spot else "") or self.offer.as_of
 
 
-@noun
+@frozen
 class Breakdown:
     """The terms of an estimate: its expected hours, the hours that are billed, and all other costs.
 
@@ -127,7 +127,7 @@ class Breakdown:
     storage_usd: float = 0.0
 
 
-@noun
+@frozen
 class Estimate:
     """A placement with the expected cost to finish. Hours and dollars are None if the task states no work.
 
@@ -153,7 +153,7 @@ class Estimate:
         return "spot" if self.switch_after_hours is None else "spot, then on-demand"
 
 
-@noun
+@frozen
 class Rejection:
     """The number of offers that a named filter removed, and the nearest miss in words."""
 
@@ -162,7 +162,7 @@ class Rejection:
     nearest: str | None = None
 
 
-@noun
+@frozen
 class Plan:
     """A ranking of estimates, best first, never empty; `reason` explains the choice, `estimates[0]`, in one sentence.
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from enum import StrEnum
 
-from broker.nouns import noun
+from broker.frozen import frozen
 
 
 class OutcomeKind(StrEnum):
@@ -36,7 +36,7 @@ class OutcomeKind(StrEnum):
     OTHER = "other"  # recorded before kinds existed, as a sentence that matches no kind
 
 
-@noun
+@frozen
 class Outcome:
     """The end of an attempt: `detail` for people, the newest `step` known then, and the program's own `exit_code`."""
 
@@ -115,7 +115,7 @@ class EventKind(StrEnum):
 EventData = Mapping[str, object]  # JSON values
 
 
-@noun
+@frozen
 class Event:
     """An event of a job or a cluster; `data` is what `broker/wording.py` needs to describe its kind."""
 

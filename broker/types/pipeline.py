@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from broker.nouns import noun
+from broker.frozen import frozen
 from broker.types.market import Estimate, Objective
 
 
-@noun
+@frozen
 class Transfer:
     """Data moved from one placement to another. `is_assumed`: the price is unknown and a conservative one is used."""
 
@@ -15,7 +15,7 @@ class Transfer:
     is_assumed: bool = False
 
 
-@noun
+@frozen
 class PipelineStep:
     """The choice for one task. `is_assumed`: the task states no work and counts as one hour."""
 
@@ -26,7 +26,7 @@ class PipelineStep:
     is_assumed: bool = False
 
 
-@noun
+@frozen
 class PipelineEdge:
     """Data that step `target` needs from step `source`."""
 
@@ -36,7 +36,7 @@ class PipelineEdge:
     transfer: Transfer
 
 
-@noun
+@frozen
 class PipelinePlan:
     """The choice for every task, in an order that can be run.
 

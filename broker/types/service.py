@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import field
 from enum import StrEnum
 
-from broker.nouns import noun
+from broker.frozen import frozen
 
 
-@noun
+@frozen
 class ReadinessProbe:
     """The request that a replica must answer with a 2xx status before it receives traffic."""
 
@@ -22,7 +22,7 @@ class ReadinessProbe:
     headers: Mapping[str, str] = field(default_factory=dict)
 
 
-@noun
+@frozen
 class ReplicaPolicy:
     """Bounds and targets of the number of replicas. `replicas_max` None: the number is fixed."""
 
@@ -37,13 +37,13 @@ class ReplicaPolicy:
     downscale_delay_s: float = 1200.0  # SkyPilot's default
 
 
-@noun
+@frozen
 class TlsFiles:
     key_path: str
     certificate_path: str
 
 
-@noun
+@frozen
 class ServiceSpec:
     """The `service` of a task. `availability` None: replicas are placed by price alone."""
 
@@ -79,7 +79,7 @@ class UpdateMode(StrEnum):
     BLUE_GREEN = "blue_green"  # the old ones serve until all new ones are ready
 
 
-@noun
+@frozen
 class Service:
     """A service: the wanted version and number of replicas, and the address of its balancer."""
 
@@ -95,7 +95,7 @@ class Service:
     failure: str = ""  # why no more replicas are started
 
 
-@noun
+@frozen
 class Replica:
     """One replica: a managed job with a number that is never reused. `zone` and `is_spot`: as it was placed."""
 

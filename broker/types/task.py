@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import field
 
-from broker.nouns import noun
+from broker.frozen import frozen
 from broker.types.service import ServiceSpec
 
 CONTAINER = "docker:"  # SkyPilot's prefix for an image that is run as a container, not booted
 
 
-@noun
+@frozen
 class Origin:
     """A position in a task file; lines and columns count from 1."""
 
@@ -23,7 +23,7 @@ class Origin:
         return f"{self.file}:{self.line}:{self.column}"
 
 
-@noun
+@frozen
 class Quantity:
     """A requested amount: `4` is exactly 4, `4+` at least 4."""
 
@@ -37,13 +37,13 @@ class Quantity:
         return f"{self.value:g}{'+' if self.is_minimum else ''}"
 
 
-@noun
+@frozen
 class Autostop:
     idle_minutes: int
     is_down: bool = False
 
 
-@noun
+@frozen
 class JobRecovery:
     """How a managed job recovers.
 
@@ -58,7 +58,7 @@ class JobRecovery:
     nodes_min: int | None = None  # of an elastic program: it continues with at least this many, the first included
 
 
-@noun
+@frozen
 class Resources:
     """An acceptable node shape. Alternatives (`any_of`, a set of accelerators) become several Resources."""
 
@@ -87,7 +87,7 @@ class Resources:
         return image.removeprefix(CONTAINER) if image.startswith(CONTAINER) else None
 
 
-@noun
+@frozen
 class Goal:
     """The goal of a task. `work_hours` is the time without faults on `work_on` ("A100:8"; None: on any placement)."""
 
@@ -100,7 +100,7 @@ class Goal:
     hour_value_usd: float | None = None  # of an hour earlier; None: derived from the on-demand price of the gang
 
 
-@noun
+@frozen
 class CheckpointSpec:
     """The cost and the destination of checkpoints. `every_s` None: the Young/Daly interval is used.
 
@@ -114,7 +114,7 @@ class CheckpointSpec:
     to: str | None = None
 
 
-@noun
+@frozen
 class Secret:
     """A value that never appears in `repr`, `str` or logs."""
 
@@ -126,7 +126,7 @@ class Secret:
     __str__ = __repr__
 
 
-@noun
+@frozen
 class DataSet:
     """Data that a task reads or writes: the URL of a folder or bucket, and its size."""
 
@@ -134,7 +134,7 @@ class DataSet:
     size_gib: float
 
 
-@noun
+@frozen
 class StorageMount:
     """A bucket mounted as a folder. `source` is a URL, local paths, or empty for a new bucket."""
 
@@ -146,7 +146,7 @@ class StorageMount:
     origin: Origin | None = None
 
 
-@noun
+@frozen
 class Notice:
     """A request of a task file that broker does not support; `blocks_launch` if ignoring it would change the task."""
 
@@ -159,7 +159,7 @@ class Notice:
     cloud: str | None = None  # the cloud that this applies to; None: all
 
 
-@noun
+@frozen
 class Task:
     """A task as the user wrote it. `resources` is never empty; its order is a preference if `is_ordered`."""
 

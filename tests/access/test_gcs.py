@@ -120,7 +120,7 @@ def test_account_that_is_not_known_everywhere_yet_is_waited_for(config: Config, 
     ],
     ids=["account", "organisation", "bucket", "uniform"],
 )
-def test_google_that_does_not_let_us_refuses_the_launch_with_the_ways_out(
+def test_missing_google_permission_refuses_the_launch_and_lists_remedies(
     config: Config, google: FakeGoogle, path: str, refusal: Refusal, hint: str
 ) -> None:
     google.refusals[path] = refusal

@@ -107,7 +107,7 @@ def test_tasks_own_login_is_left_alone(config: Config, variables: dict[str, Any]
     assert "mine" in granter.find_own(make_task(), "aws") and not granter.find_own(make_task(), "gcp")
 
 
-def test_nothing_is_asked_where_no_node_needs_access(config: Config, granter: FakeGranter) -> None:
+def test_no_permission_is_checked_if_no_node_needs_access(config: Config, granter: FakeGranter) -> None:
     granter.error = AuthError("must not be asked")
     grants, _ = make_grants(config, granter)
     assert grants.check([plan_on(make_task(None), "gcp"), plan_on(make_task(), "local")]) == []

@@ -145,7 +145,7 @@ def test_azures_container_is_written_by_each_kind_of_login(
     ],
     ids=["key", "account", "signature"],
 )
-def test_azure_sends_away_who_signs_otherwise(azure: tuple[Objects, dict[str, str]], changed: dict[str, str]) -> None:
+def test_azure_refuses_a_wrong_signature(azure: tuple[Objects, dict[str, str]], changed: dict[str, str]) -> None:
     objects, variables = azure
     before = dict(objects.content)
     with pytest.raises(agent_login.Refused, match="HTTP 403"):
@@ -159,7 +159,7 @@ def test_azures_own_address_is_the_accounts() -> None:
     assert request.full_url == "https://acme.blob.core.windows.net/c/a/b.json"
 
 
-def test_refusal_is_told_in_a_line(metadata: Metadata) -> None:
+def test_refusal_is_reported_in_one_line(metadata: Metadata) -> None:
     metadata.codes = [403]
     with pytest.raises(agent_login.Refused, match="s3://b/k: HTTP 403"):
         agent_bucket.put("s3://b/k", b"{}", {"AWS_ENDPOINT_URL": metadata.url})
@@ -187,7 +187,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(agent_bucket, "LOG_HEAD_BYTES", 30)
 
 
-def test_long_log_keeps_head_and_tail_and_says_what_was_cut(tmp_path: Path, small: None) -> None:
+def test_long_log_keeps_head_and_tail_and_names_the_omitted_part(tmp_path: Path, small: None) -> None:
     path = tmp_path / "log"
     assert agent_bucket.read_bounded(path) == b""
     path.write_bytes(bytes(range(100)))

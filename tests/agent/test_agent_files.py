@@ -53,7 +53,7 @@ def test_a_write_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monkeypat
 
 
 @pytest.mark.parametrize("text", ["", "{", "[1]", "null", "\x00"])
-def test_what_is_no_object_reads_as_nothing(tmp_path: Path, text: str) -> None:
+def test_file_without_a_json_object_reads_as_empty(tmp_path: Path, text: str) -> None:
     path = tmp_path / "x.json"
     path.write_text(text)
     assert files.read_json(path) is None
@@ -110,7 +110,7 @@ def test_locks_do_not_pass_to_programs_that_are_started(tmp_path: Path) -> None:
         os.close(fd)
 
 
-def test_a_run_is_what_its_newest_file_says(runs: Path) -> None:
+def test_newest_file_decides_the_state_of_a_run(runs: Path) -> None:
     folder = make_run(runs, 1)
     lock = files.try_lock(folder / "runner.lock")
     first = files.describe_run(1)

@@ -104,7 +104,7 @@ def start(home: Path, tmp_path: Path) -> Iterator[Callable[..., Session]]:
         session.process.wait()
 
 
-def test_it_tells_all_at_once_and_then_what_changes(start: Callable[..., Session]) -> None:
+def test_first_message_has_the_whole_state_and_later_ones_the_changes(start: Callable[..., Session]) -> None:
     session = start()
     first = session.open()
     assert first["status"]["runs"][0] | {"status": "SETTING_UP", "name": "train"} == first["status"]["runs"][0]
@@ -132,7 +132,7 @@ def test_outcome_does_not_wait_for_the_pace_of_progress(start: Callable[..., Ses
     assert session.hear()["status"]["runs"][0]["status"] == "SUCCEEDED"
 
 
-def test_runner_that_vanishes_is_told(start: Callable[..., Session], home: Path) -> None:
+def test_runner_that_vanishes_is_reported(start: Callable[..., Session], home: Path) -> None:
     (home / ".broker/runs/2").mkdir()
     (home / ".broker/runs/2/spec.json").write_text("{}")
     lock = agent_files.try_lock(home / ".broker/runs/2/runner.lock")
@@ -225,7 +225,7 @@ def test_broker_that_keeps_a_session_is_not_away(start: Callable[..., Session], 
         time.sleep(0.02)
 
 
-def test_it_gives_way_to_a_newer_agent(start: Callable[..., Session], tmp_path: Path) -> None:
+def test_older_follower_ends_for_a_newer_agent(start: Callable[..., Session], tmp_path: Path) -> None:
     session = start()
     session.open()
     (tmp_path / "agent" / "digest").write_text("another")
@@ -268,7 +268,7 @@ def test_a_runner_that_vanishes_is_urgent_news_until_there_is_an_outcome(follow:
 
 
 @pytest.mark.parametrize("name", ["state.json", "outcome.json"])
-def test_what_must_be_told_at_once_is_urgent(follow: Any, home: Path, name: str) -> None:
+def test_urgent_changes_are_sent_at_once(follow: Any, home: Path, name: str) -> None:
     marks = follow.Marks(1)
     before = marks.read()
     (home / ".broker/runs/1" / name).write_text('{"status": "a longer text than before it changed"}')

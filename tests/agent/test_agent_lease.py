@@ -178,7 +178,7 @@ def test_every_verb_from_outside_is_heard_and_none_of_our_own(
 
 
 @pytest.mark.parametrize("reason", ["lease", "done"])
-def test_machine_whose_shutdown_failed_is_told_again(node: Node, monkeypatch: pytest.MonkeyPatch, reason: str) -> None:
+def test_failed_shutdown_is_requested_again(node: Node, monkeypatch: pytest.MonkeyPatch, reason: str) -> None:
     calls: list[list[str]] = []
     (node.state / "node.json").write_text('{"power_off": ["shutdown", "-h", "now"]}')
     monkeypatch.setattr(agent.subprocess, "run", lambda argv, check: calls.append(argv))
@@ -224,7 +224,7 @@ def test_outcome_progress_and_log_are_left(node: Node, bucket: Bucket) -> None:
     assert (outcome["status"], outcome["progress"]) == ("SUCCEEDED", {"step": 2, "total": 2})
 
 
-def test_delivery_goes_on_where_it_failed_also_in_another_process(node: Node, bucket: Bucket) -> None:
+def test_delivery_continues_after_a_failure_even_in_another_process(node: Node, bucket: Bucket) -> None:
     folder = node.begin()
     (folder / "log").write_bytes(b"x\n")
     node.finish(folder)

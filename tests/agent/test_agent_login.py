@@ -74,7 +74,7 @@ def test_key_with_foreign_characters_is_refused() -> None:
 
 
 @given(st.binary(max_size=40))
-def test_damaged_keys_are_told_apart(content: bytes) -> None:
+def test_damaged_keys_are_distinguished(content: bytes) -> None:
     """Whatever the file holds, the error is of the two kinds that the caller turns into a line."""
     import base64
 

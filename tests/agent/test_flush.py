@@ -164,7 +164,7 @@ def test_run_ends_when_its_files_have_arrived(rig: Rig, tmp_path: Path, is_cance
     asyncio.run(act())
 
 
-def test_run_whose_files_do_not_arrive_has_failed_and_says_so(rig: Rig, tmp_path: Path) -> None:
+def test_run_whose_files_do_not_arrive_fails_with_a_reason(rig: Rig, tmp_path: Path) -> None:
     task = make_writing_task(tmp_path, "rclone put ~/out a one", BROKER_FLUSH_HOLD_S="0.5")
 
     async def act() -> None:

@@ -205,7 +205,7 @@ def is_program(pid: int, name: str) -> bool:
         (None, 2, [], (None, 1.0)),
     ],
 )
-def test_what_a_run_gets(count: float | None, cards: int, held: list[Any], found: Any) -> None:
+def test_run_receives_its_reserved_devices(count: float | None, cards: int, held: list[Any], found: Any) -> None:
     others = [{"cards": each, "share": share} for each, share in held]
     expected = {"cards": found[0], "share": found[1]} if found else None
     assert agent_turn.choose(count, cards, others) == expected
@@ -242,7 +242,7 @@ def test_cards_are_named_among_those_that_the_agent_may_use() -> None:
         (("T4", 1), [], None),
     ],
 )
-def test_what_a_task_reserves(has: Any, asked: Any, found: str | None) -> None:
+def test_task_reserves_the_requested_devices(has: Any, asked: Any, found: str | None) -> None:
     cluster = make_record(*has)
     reserved = find_reservation(make_run("x", *asked), cluster)
     assert (reserved.text if reserved else None) == found
@@ -254,7 +254,7 @@ def test_what_a_task_reserves(has: Any, asked: Any, found: str | None) -> None:
 @pytest.mark.parametrize(
     ("has", "asked"), [(("T4", 1), ("T4", 2)), (("T4", 1), ("A100", 0.5)), ((None, 0), ("T4", 0.5))]
 )
-def test_what_no_node_has_is_refused_and_not_waited_for(has: Any, asked: Any) -> None:
+def test_request_that_no_node_can_meet_is_refused_at_once(has: Any, asked: Any) -> None:
     cluster = make_record(*has)
     with pytest.raises(UsageError, match="the task requests"):
         find_reservation(make_run("x", asked), cluster)

@@ -144,7 +144,7 @@ async def count():  # type: ignore[no-untyped-def]
         CLOSED.append("closed")
 
 
-def test_a_task_without_a_program_is_no_job(home: Path) -> None:
+def test_a_task_without_a_program_cannot_be_a_job(home: Path) -> None:
     with pytest.raises(broker.UsageError, match="has no `run:`"):
         broker.jobs.launch({"resources": {"infra": "local"}})
     assert broker.jobs.queue() == ()

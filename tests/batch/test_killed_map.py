@@ -130,7 +130,7 @@ def test_an_output_of_another_program_or_with_other_files_is_refused(tmp_path: P
         MapDriver(context, MapRequest(task=other, input=source, output=out)).begin()
     with pytest.raises(UsageError, match="not empty"):
         MapDriver(context, MapRequest(task=make_task(), input=source, output=str(folder))).begin()
-    with pytest.raises(UsageError, match="starts no map worker"):
+    with pytest.raises(UsageError, match="does not start a map worker"):
         MapDriver(context, MapRequest(task=make_task("run: python x.py\n"), input=source, output=out))
     with pytest.raises(UsageError, match="unsupported storage"):
         MapDriver(context, MapRequest(task=make_task(), input=source, output="ftp://x/y"))
@@ -139,7 +139,7 @@ def test_an_output_of_another_program_or_with_other_files_is_refused(tmp_path: P
     context.close()
 
 
-def test_a_map_whose_workers_all_fail_says_so_and_is_started_again_by_the_same_command(tmp_path: Path) -> None:
+def test_a_map_whose_workers_all_fail_reports_it_and_restarts_with_the_same_command(tmp_path: Path) -> None:
     world = MapWorld(tmp_path)
     work, world._live = world._live, lambda context, job: _fail(context, job)
     with pytest.raises(BrokerError, match="shards are left") as error:

@@ -21,12 +21,12 @@ from pathlib import Path
 from broker.lab.markets import Site, make_site
 from broker.lab.recorded_runs import list_cells, list_markets, read_families
 from broker.lab.replay import Case as ReplayCase
-from broker.lab.replay import Outcome, replay
+from broker.lab.replay import ReplayOutcome, replay
 from broker.lab.trace_files import read_traces
 from broker.lab.traces import Trace
 from broker.spot.market_model import NOTHING, MarketEvidence, forecast_run
 from broker.spot.policies import load_policy
-from broker.spot.recorded_runs import Run, Scenario, interpolate_runs, parse_scenarios
+from broker.spot.recorded_runs import RecordedRun, Scenario, interpolate_runs, parse_scenarios
 
 SPOT_USD = 1 / 3.1  # of on-demand
 LEVELS = (0.5, 0.8, 0.9)
@@ -45,7 +45,7 @@ BETWEEN = (
 CHOICE_SLACKS, CHOICE_STARTS = (1.2, 1.5), 6
 CHOICE_MAX, DEARER_MAX = 1.03, 1.02
 
-Value = Callable[[Run], float]
+Value = Callable[[RecordedRun], float]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +56,7 @@ class Case:
     work: float
     deadline: float | None
     start: float
-    actual: Run
+    actual: RecordedRun
     preemptions: float
     open_hours: float
     is_open: bool
@@ -73,11 +73,11 @@ class Forecast:
     within: Callable[[float], float]
 
 
-def usd(run: Run) -> float:
+def usd(run: RecordedRun) -> float:
     return run.spot_hours * SPOT_USD + run.ondemand_hours
 
 
-def hours(run: Run) -> float:
+def hours(run: RecordedRun) -> float:
     return run.hours
 
 
@@ -107,7 +107,7 @@ def list_cases(scenarios: Sequence[Scenario], folder: Path) -> list[Case]:
 
 
 def watch_gang(trace: Trace, hour: float) -> tuple[float, float]:
-    """(preemptions, spot hours) of an own gang at one place in the two days before, of spells that outlive a start."""
+    """(preemptions, spot hours) of an own gang at one place in the two days before, of periods that outlive a start."""
     preempted, opened, until = 0.0, 0.0, min(hour, trace.hours)
     for (since, is_open), (closed, _) in itertools.pairwise([*trace.changes, (trace.hours, False)]):
         begin, end = max(since, hour - BEFORE_HOURS, 0.0), min(closed, until)
@@ -117,8 +117,8 @@ def watch_gang(trace: Trace, hour: float) -> tuple[float, float]:
     return preempted, opened
 
 
-def interpolate_own(scenario: Scenario, cell: int, work: float) -> Iterator[Run]:
-    yield Run(
+def interpolate_own(scenario: Scenario, cell: int, work: float) -> Iterator[RecordedRun]:
+    yield RecordedRun(
         spot_hours=scenario.spot[cell] * work / 1000,
         ondemand_hours=scenario.ondemand[cell] * work / 1000,
         hours=scenario.hours[cell] * work / 1000,
@@ -265,7 +265,7 @@ def show_between(scenarios: Sequence[Scenario], folder: Path) -> None:
     )
     for work, slack, start, price, every in BETWEEN:
         deadline = work * slack + start
-        replayed = list[Outcome]()
+        replayed = list[ReplayOutcome]()
         for market in markets:
             sites = tuple(make_site(each, start_hours=start, spot_usd_hour=price) for each in market.traces)
             case = ReplayCase(sites=sites, work_hours=work, deadline_hours=deadline, save_every_hours=every)

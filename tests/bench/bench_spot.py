@@ -100,7 +100,7 @@ def place_trace(trace: Trace, group: Sequence[Trace], start_hours: float) -> Sit
 def list_works(
     single: Sequence[Trace], multi: dict[str, Sequence[Trace]], starts: int, grid: tuple[Sequence[float], ...]
 ) -> Iterable[Work]:
-    seen = {trace.name: trace.count_spells() for trace in single}
+    seen = {trace.name: trace.count_periods() for trace in single}
     for trace in single:
         others = [durations for name, durations in seen.items() if name != trace.name] or list(seen.values())
         for slack in grid[0]:

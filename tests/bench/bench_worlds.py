@@ -14,7 +14,7 @@ from pathlib import Path
 
 from broker.lab.benchmark import spread_starts
 from broker.lab.markets import Site
-from broker.lab.replay import Case, Outcome, replay
+from broker.lab.replay import Case, ReplayOutcome, replay
 from broker.lab.traces import Trace
 from broker.spot.policies import load_policy
 from tests.bench.bench_spot import SHORT_HOURS, WORK_HOURS, WORK_HOURS_SHORT, place_trace, read_folder
@@ -23,10 +23,10 @@ from tests.bench.production_replay import probe_soon, replay_production
 SLACKS, START_HOURS = (1.17, 1.5), 0.1
 EGRESS = (0.0, 0.5, 2.0, 8.0)  # of a move, in on-demand hours
 MARGIN_HOURS = 0.5
-Run = Callable[[Case, float], Outcome]
+Run = Callable[[Case, float], ReplayOutcome]
 
 
-def run_adaptive(case: Case, hour: float) -> Outcome:
+def run_adaptive(case: Case, hour: float) -> ReplayOutcome:
     return replay(case, load_policy("adaptive"), hour)
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from broker.jobs.availability import Availability, PlaceKey, name_place, update_availability
-from broker.lab.replay import DECISIONS_MAX, Case, Life, Outcome
+from broker.lab.replay import DECISIONS_MAX, Case, Life, ReplayOutcome
 from broker.provision.refusals import CAPACITY_REFUSAL_S, REFUSAL_S_MAX
 from broker.spot.durations import NOTHING_SEEN, Durations
 from broker.spot.policies.base import Candidate, Decision, JobView, Move, SpotPolicy, Wait
@@ -39,7 +39,7 @@ def replay_production(
     *,
     keeps_machines: bool = False,
     probe: WhenToAsk = double_rests,
-) -> Outcome:
+) -> ReplayOutcome:
     """Replay as `replay` does. `keeps_machines`: until those of a move are granted."""
     life = _Production(case, from_hour, keeps_machines=keeps_machines, probe=probe)
     for _ in range(DECISIONS_MAX):
@@ -119,4 +119,4 @@ class _Production(Life):
         if was_here and self.current is None:
             self.ends[index] = self._make_attempt(index, lost_s=self.hour * 3600)
             age = self.hour - self.began
-            self.stays[index] = self.stays.get(index, NOTHING_SEEN).fade(age).with_spell(age, is_open=True)
+            self.stays[index] = self.stays.get(index, NOTHING_SEEN).fade(age).with_period(age, is_open=True)

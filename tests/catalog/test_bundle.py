@@ -39,7 +39,7 @@ def make_live(cache: Path) -> Path:
     return locate_live_book(cache)
 
 
-def test_a_book_of_a_newer_broker_is_refused_with_what_to_do(tmp_path: Path) -> None:
+def test_a_book_of_a_newer_broker_is_refused_with_a_hint(tmp_path: Path) -> None:
     set_format(make_live(tmp_path), SCHEMA_VERSION + 1)
     with pytest.raises(StateError, match=f"format {SCHEMA_VERSION + 1}.*newer broker") as caught:
         open_book(tmp_path)

@@ -59,7 +59,7 @@ def test_a_throttled_request_is_retried_after_the_requested_delay(server: Server
     assert server.paths == ["/list?key=a+b"] * 3
 
 
-def test_a_server_that_stays_down_is_given_up(server: Server, url: str) -> None:
+def test_requests_to_a_server_that_stays_down_end_with_an_error(server: Server, url: str) -> None:
     server.answers = [(500, {}, b"oops")]
     waits: list[float] = []
     with pytest.raises(SourceError, match="500"):
@@ -68,14 +68,14 @@ def test_a_server_that_stays_down_is_given_up(server: Server, url: str) -> None:
 
 
 @pytest.mark.parametrize(("status", "error"), [(403, AuthError), (401, AuthError), (404, SourceError)])
-def test_a_clear_no_is_not_asked_again(server: Server, url: str, status: int, error: type[Exception]) -> None:
+def test_a_client_error_is_not_retried(server: Server, url: str, status: int, error: type[Exception]) -> None:
     server.answers = [(status, {}, b"")]
     with pytest.raises(error):
         HttpGet(lambda wait_s: None)(url)
     assert len(server.paths) == 1
 
 
-def test_a_body_that_breaks_off_is_asked_again(server: Server, url: str) -> None:
+def test_a_truncated_body_is_requested_again(server: Server, url: str) -> None:
     server.answers = [(200, {"Content-Length": "100"}, b"half"), (200, {}, b"whole")]
     assert HttpGet(lambda wait_s: None)(url) == b"whole"
 

@@ -78,12 +78,12 @@ def test_azure_takes_linux_prices_of_machines_it_knows_and_skips_the_free_ones()
         (b"https://prices.azure.com", b"https://[prices.azure.com", "continues on another host"),
     ],
 )
-def test_azure_names_what_is_wrong(old: bytes, new: bytes, words: str) -> None:
+def test_azure_error_names_the_cause(old: bytes, new: bytes, words: str) -> None:
     with pytest.raises(SourceError, match=words):
         fetch("azure", lambda body: body.replace(old, new) if b"page_2" not in body else body)
 
 
-def test_azure_whose_pages_never_end_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_endless_azure_pages_end_with_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(azure, "PAGES_MAX", 20)
     asked = 0
 

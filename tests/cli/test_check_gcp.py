@@ -27,7 +27,7 @@ def test_a_login_is_looked_at_closely(shell: Shell) -> None:
     assert found["project"]["note"] == "pretend"
 
 
-def test_what_is_wrong_comes_with_its_command_and_fails_the_command(shell: Shell) -> None:
+def test_each_finding_has_its_remedy_and_fails_the_command(shell: Shell) -> None:
     gce = FakeGce(allowed={"compute.regions.list"}, limits={("us-central1", "NVIDIA_T4_GPUS"): 0.0})
     with serve(gce) as url:
         shell.environment |= {"BROKER_GCP_ENDPOINT": url, "GOOGLE_CLOUD_PROJECT": gce.project}

@@ -23,7 +23,7 @@ def test_every_step_of_a_nodes_life_is_played_and_nothing_is_left(shell: Shell) 
     assert list(bucket.rglob("from-here")) == []
 
 
-def test_what_cannot_be_tried_is_refused_before_money_is_spent(shell: Shell) -> None:
+def test_unsupported_trial_is_refused_before_money_is_spent(shell: Shell) -> None:
     assert "--spend" in shell.run("check", "local", "--live", "--spend", "0.001", code=2).stderr
     assert "`broker check aws`" in shell.run("check", "aws", "--live", code=2).stderr
     assert "`--live` requires a cloud" in shell.run("check", "--live", code=2).stderr

@@ -49,7 +49,7 @@ def test_flag_names_a_pipeline_before_its_header_does(tmp_path: Path) -> None:
         (["SUCCEEDED", "SUCCEEDED"], "SUCCEEDED"),
     ],
 )
-def test_status_of_a_pipeline_is_what_its_user_would_say(statuses: list[str], expected: str) -> None:
+def test_status_of_a_pipeline_summarizes_its_tasks(statuses: list[str], expected: str) -> None:
     for order in itertools.permutations(statuses):
         assert sum_up([JobStatus(each) for each in order]).value == expected
 

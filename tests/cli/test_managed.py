@@ -188,7 +188,7 @@ def test_a_pipeline_runs_in_order_and_hands_its_data_on(shell: Shell) -> None:
     assert second["attempts"][0]["started_s"] >= first["ended_s"]
 
 
-def test_what_needs_a_failed_task_is_never_started(shell: Shell) -> None:
+def test_dependents_of_a_failed_task_never_start(shell: Shell) -> None:
     broken = PIPELINE.replace("mkdir -p $BROKER_PIPELINE_DIR && ", "exit 4; ")
     shell.run("jobs", "launch", shell.write("pipe.yaml", broken), "--yes", "--detach-run")
     shell.run("jobs", "wait", "2", "--for", "CANCELLED")

@@ -53,7 +53,7 @@ def test_explanation_takes_zones_that_differ_in_nothing_once(tmp_path: Path) -> 
     assert ",b" in shown.partition("\n1. ")[2].partition("\n2. ")[0].splitlines()[0], first
 
 
-def test_infeasible_what_if_gives_reason_and_hint(file: str) -> None:
+def test_infeasible_what_if_shows_reason_and_hint(file: str) -> None:
     changes = ["deadline=1h", "infra=aws/us-eest-1"]
     shown = broker("plan", file, *(word for each in changes for word in ("--what-if", each))).stdout
     below = shown[shown.index("What if:") :]

@@ -79,7 +79,7 @@ def test_each_refusal_of_aws_is_reported_once_with_reason_and_remedy(shell: Any,
         ("ExpiredToken", 400, "Log in with `aws configure` or `aws sso login`, then run `broker check`."),
     ],
 )
-def test_aws_is_asked_no_further_where_the_login_is_at_fault(
+def test_aws_is_not_called_again_after_a_login_failure(
     shell: Any, account: Account, code: str, status: int, hint: str
 ) -> None:
     account.fail("CreateFleet", code, status=status, times=9)

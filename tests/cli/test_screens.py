@@ -15,7 +15,7 @@ from broker.catalog.history import remember_changes
 from broker.cli.rehearse_show import show_rehearsal
 from broker.jobs.submission import submit_tasks
 from broker.jobs.summary import RunSummary
-from broker.rehearsal.report import Comparison, Line, Measures, Resume, Trial
+from broker.rehearsal.report import Comparison, Line, Measures, ReportedAttempt, Resume
 from broker.rehearsal.result import Rehearsal
 from broker.task.loader import load_tasks_text
 from broker.types import (
@@ -264,9 +264,9 @@ def test_queue_of_pipelines(screen: Screen, snapshot: SnapshotAssertion) -> None
 
 
 def make_rehearsal(**changes: Any) -> Rehearsal:
-    def make_trial(number: int, begin: int, end: int) -> Trial:
+    def make_trial(number: int, begin: int, end: int) -> ReportedAttempt:
         lines = tuple(Line(step=step, total=100, loss=1.0, checkpoint_step=begin, time_s=None) for step in (begin, end))
-        return Trial(number=number, lines=lines, start_s=1.5)
+        return ReportedAttempt(number=number, lines=lines, start_s=1.5)
 
     fields: dict[str, Any] = {
         "status": JobStatus.SUCCEEDED, "failure": "",

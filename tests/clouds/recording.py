@@ -24,7 +24,7 @@ ROOM, NO_ROOM = 64, 0
 class RecordingSuite:
     """Inherit, and provide a fixture `bed`."""
 
-    def test_what_a_zone_gives_at_each_look_is_kept_and_nothing_else(self, bed: Bed, tmp_path: Path) -> None:
+    def test_only_the_capacity_at_each_observation_is_recorded(self, bed: Bed, tmp_path: Path) -> None:
         world = World(bed, tmp_path)
         trace = world.record([ROOM, NO_ROOM, NO_ROOM, ROOM])
         assert trace.counts == (2, 0, 0, 2)
@@ -62,15 +62,13 @@ class RecordingSuite:
         assert world.list_files() == []
         world.check_nothing_left()
 
-    def test_a_login_that_ends_on_the_way_ends_the_recording_and_keeps_what_it_has(
-        self, bed: Bed, tmp_path: Path
-    ) -> None:
+    def test_an_expired_login_ends_the_recording_and_keeps_its_data(self, bed: Bed, tmp_path: Path) -> None:
         world = World(bed, tmp_path)
         with pytest.raises(AuthError):
             world.record([ROOM, bed.log_out])
         assert world.read().counts == (2,)
 
-    def test_what_a_killed_recording_left_is_ended_first(self, bed: Bed, tmp_path: Path) -> None:
+    def test_nodes_of_a_killed_recording_are_terminated_first(self, bed: Bed, tmp_path: Path) -> None:
         world = World(bed, tmp_path)
 
         async def act() -> None:

@@ -24,11 +24,11 @@ from broker.errors import (
     TransientError,
     UnknownOutcomeError,
 )
-from broker.nouns import noun
+from broker.frozen import frozen
 from broker.types import Node, NodeList, NodeRequest, NodeState
 
 
-@noun
+@frozen
 class FaultRates:
     """Probability of each fault per call, 0 to 1."""
 
@@ -56,7 +56,7 @@ class FaultRates:
     refused: float = 0.0  # a node cannot be terminated for `CloudTimings.refused_s`
 
 
-@noun
+@frozen
 class CloudTimings:
     """Latencies of the cloud, in seconds."""
 

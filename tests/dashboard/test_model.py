@@ -73,7 +73,7 @@ def test_job_page_shows_what_why_prints(frozen: Story, capsys: pytest.CaptureFix
         assert text in shown
 
 
-def test_what_waits_and_what_failed_requires_attention(frozen: Story) -> None:
+def test_waiting_and_failed_jobs_require_attention(frozen: Story) -> None:
     assert [row.job_id for row in read_overview(frozen.context).attention] == [2]
     frozen.tell(1, make_event(EventKind.LATE, hours_left=1.0, slack_hours=-2.0))
     assert [row.job_id for row in read_overview(frozen.context).attention] == [2, 1]

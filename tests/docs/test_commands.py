@@ -52,7 +52,7 @@ def find_problem(words: tuple[str, ...]) -> str:
         return getattr(error, "message", "") or str(error)
 
 
-def test_unknown_commands_and_flags_are_told() -> None:
+def test_unknown_commands_and_flags_are_reported() -> None:
     assert find_problem(("plan", "task.yaml")) == ""
     assert find_problem(("jobs", "launch", "task.yaml", "--detach-run")) == ""
     assert find_problem(("jobs", "--help")) == ""

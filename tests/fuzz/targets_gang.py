@@ -26,7 +26,7 @@ from typing import Any
 from broker.agent import FOLDER
 from broker.runtime.credentials import make_credential
 from trainers.rendezvous import Rendezvous
-from trainers.rendezvous_server import Server
+from trainers.rendezvous_server import RendezvousServer
 from trainers.wire import Credential, Wire
 
 sys.path.append(str(FOLDER))  # the agent's files find each other as they do on a node
@@ -217,10 +217,12 @@ def make_hello(name: str, place: int = 0) -> dict[str, Any]:
 
 
 @contextmanager
-def open_rendezvous(count: int = 2, credential: Credential | None = None) -> Iterator[tuple[Rendezvous, Server]]:
+def open_rendezvous(
+    count: int = 2, credential: Credential | None = None
+) -> Iterator[tuple[Rendezvous, RendezvousServer]]:
     """Open a rendezvous for two workers at least, `count` of which it waits for."""
     rendezvous = Rendezvous(least=2, most=count, first_count=count)
-    server = Server(rendezvous, "127.0.0.1", 0, credential or Credential(pem=make_pem("gang")))
+    server = RendezvousServer(rendezvous, "127.0.0.1", 0, credential or Credential(pem=make_pem("gang")))
     crashes: list[Any] = []
     server._loop.set_exception_handler(lambda _, context: crashes.append(context))
     try:
@@ -232,7 +234,7 @@ def open_rendezvous(count: int = 2, credential: Credential | None = None) -> Ite
     assert not crashes, crashes
 
 
-def come(server: Server, name: str, place: int = 0, credential: Credential | None = None) -> Wire:
+def come(server: RendezvousServer, name: str, place: int = 0, credential: Credential | None = None) -> Wire:
     """Join as a correct worker."""
     connection = socket.create_connection(("127.0.0.1", server.port), timeout=HANG_S)
     wire = Wire(connection, credential or Credential(pem=make_pem("gang")))

@@ -105,7 +105,7 @@ def list_reads(store: Store) -> list[Callable[[], Any]]:
         lambda: store.bills.list_spend_usd(now_s=1.0), lambda: store.events.list(1),
         lambda: store.jobs.list_attempts(1),
         lambda: store.jobs.list_steps(1), lambda: store.jobs.get_log_offset(1), lambda: store.refusals.list_active(1.0),
-        store.history.list_stays, lambda: store.history.read(), lambda: store.paces.get("aws", "answer"),
+        store.history.list_stays, lambda: store.history.read(), lambda: store.response_times.get("aws", "answer"),
         store.leader.measure_beat_age_s, lambda: store.clusters.newest_run_id("c"),
         lambda: store.jobs.find_request("request"),
         lambda: store.events.add(make_event(EventKind.LATE), job_id=1), lambda: store.jobs.add("b", Task(run="x")),

@@ -48,7 +48,7 @@ HOUR = 3600.0
         (Task(goal=Goal(deadline_hours=8.0), unattended_s=900.0), 0.0, 20 * HOUR, 900.0),
     ],
 )
-def test_allowance_is_what_user_budget_and_deadline_leave(
+def test_allowance_is_bounded_by_user_budget_and_deadline(
     task: Task, spent_usd: float, now_s: float, expected_s: float
 ) -> None:
     found_s = measure_allowance_s(task, usd_hour=2.0, spent_usd=spent_usd, submitted_s=0.0, now_s=now_s)
@@ -156,7 +156,7 @@ def test_users_default_that_says_too_little_names_the_setting(tmp_path: Path, te
 @pytest.mark.parametrize(
     ("duration_s", "expected"), [(12 * HOUR, "12 h"), (5400.0, "1.5 h"), (2700.0, "45 min"), (3629.0, "1 h")]
 )
-def test_durations_are_shown_as_people_say_them(duration_s: float, expected: str) -> None:
+def test_durations_are_shown_in_readable_units(duration_s: float, expected: str) -> None:
     assert show_hours(duration_s) == expected
 
 
@@ -166,7 +166,7 @@ def make_paid_plan(cloud: str = "aws", **fields: Any) -> Plan:
     return replace(make_plan(Task()), task=Task(**fields), estimates=(estimate,))
 
 
-def test_one_sentence_is_told_unless_tasks_differ_and_none_for_this_machine() -> None:
+def test_one_sentence_is_shown_unless_tasks_differ_and_none_for_this_machine() -> None:
     told = "continues for up to 12 h without this machine; a preemption meanwhile waits for it"
     assert describe_allowances([make_paid_plan(), make_paid_plan(name="b")]) == [told]
     assert describe_allowances([make_paid_plan("local")]) == []

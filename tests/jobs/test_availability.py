@@ -25,7 +25,7 @@ def attempt(started_s: float, lost_s: float | None = None, kind: OutcomeKind = O
     )  # fmt: skip
 
 
-def test_what_is_met_open_or_refused_is_taken_to_have_been_so_for_a_while() -> None:
+def test_observed_availability_is_assumed_to_have_lasted_for_a_while() -> None:
     for is_open in (True, False):
         found = look({}, 1e5, is_open=is_open)[PLACE]
         assert (found.is_open, found.since_s, found.met_s) == (is_open, 1e5 - MET_S, 1e5)
@@ -58,7 +58,7 @@ def test_a_place_that_took_the_nodes_away_is_refused_from_then_on_whether_asked_
     here = look(look({}, 1e5, is_open=True), 1.5e5, is_open=True, attempts=ran)
     lost = (attempt(1e5, lost_s=2e5),)
     found = look(here, 2e5 + 20, is_open=True, attempts=lost)
-    assert found[PLACE].is_open and found[PLACE].since_s == 2e5 + 20, "it may be asked, and is no old spell"
+    assert found[PLACE].is_open and found[PLACE].since_s == 2e5 + 20, "it may be asked, and is no old period"
     refused = look(found, 2e5 + 60, is_open=False, attempts=lost)
     assert not refused[PLACE].is_open and refused[PLACE].since_s == 2e5
     forgetful = look({}, 2e5 + 60, is_open=False, attempts=lost)

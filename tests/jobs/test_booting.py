@@ -134,7 +134,7 @@ def make_cluster(state: NodeState) -> Cluster:
         (TransientError("the agent failed"), UNREACHABLE_S_MIN),
     ],
 )
-def test_a_start_is_given_up_only_after_the_time_that_its_error_deserves(error: CloudError, limit_s: float) -> None:
+def test_a_start_fails_only_after_the_time_limit_of_its_error(error: CloudError, limit_s: float) -> None:
     monitor, cluster = AttemptMonitor("c"), make_cluster(NodeState.RUNNING)
     verdicts = {now_s: judge_start(error, cluster, monitor, float(now_s)) for now_s in range(0, 500, 10)}
     assert [now_s for now_s, each in verdicts.items() if each is StartVerdict.WAIT] == list(range(0, int(limit_s), 10))

@@ -121,7 +121,7 @@ def test_a_place_is_as_fast_as_the_work_that_is_left_says_and_ordinary_when_none
     assert candidate.speed == speed and candidate.usd_work_hour > 0
 
 
-def test_what_runs_and_is_for_sale_no_more_is_a_candidate_all_the_same() -> None:
+def test_the_running_placement_remains_a_candidate_when_no_longer_for_sale() -> None:
     gone = make_placement("gone")
     situation = read(make_plan(SPOTS[0]), live=attempt(gone))
     assert list_zones(situation) == ["s0", "gone"] and situation.view.current == 1
@@ -169,7 +169,7 @@ def test_a_market_is_seen_with_its_age_and_open_where_nodes_run_whatever_is_refu
     assert (ondemand.is_open, ondemand.is_watched, ondemand.seen) == (True, True, NOTHING_SEEN)
 
 
-def test_times_are_of_what_is_left() -> None:
+def test_times_refer_to_the_remaining_work() -> None:
     plan = make_plan(SPOTS[0], goal=replace(GOAL, work_hours=6.0))
     view = read(plan).view
     assert (view.work_left_hours, view.work_hours) == (6.0, 10.0)

@@ -28,10 +28,10 @@ COMMITS_MAX = {
     "Launcher._open_intent": 1,
     "Launcher._see_through": 1,
     "Launcher.record": 1,
-    "Endings._restart": 1,
-    "Endings.end_job": 1,
-    "Endings.finish_job": 1,
-    "Endings.record_refusal": 1,
+    "OutcomeRecorder._restart": 1,
+    "OutcomeRecorder.end_job": 1,
+    "OutcomeRecorder.finish_job": 1,
+    "OutcomeRecorder.record_refusal": 1,
     "JobController._cancel": 2,
     "JobController._record_progress": 1,
     "JobController._start": 1,
@@ -104,6 +104,6 @@ def commits(tmp_path: Path) -> Iterator[Commits]:
         yield found
 
 
-def test_what_belongs_together_is_one_commit_and_on_the_disk_unless_it_is_seen_again(commits: Commits) -> None:
+def test_related_changes_are_one_durable_commit_unless_observable_again(commits: Commits) -> None:
     assert {name: commits.count_most(name) for name in COMMITS_MAX} == COMMITS_MAX
     assert {name for name, levels in commits.levels.items() if levels != {FULL}} == NOT_DURABLE

@@ -37,7 +37,7 @@ def world(tmp_path: Path) -> World:
 
 
 def note_cancels(world: World) -> list[tuple[str, int]]:
-    """Note clusters whose program was told to end, with the nodes that lived then."""
+    """Record clusters whose program was notified of its end, with the nodes alive at that time."""
     told: list[tuple[str, int]] = []
     cancel = world.gang.cancel
 
@@ -53,7 +53,7 @@ def list_names(world: World) -> list[str]:
     return [attempt.cluster for attempt in world.store.jobs.list_attempts(world.job_id)]
 
 
-def test_a_program_whose_budget_is_used_up_is_told_before_its_nodes_go(world: World) -> None:
+def test_a_program_whose_budget_is_used_up_is_notified_before_teardown(world: World) -> None:
     told = note_cancels(world)
     world.gang.steps = 600
     world.job_id = world.store.jobs.add("dear", replace(world.task, goal=Goal(budget_usd=0.05))).id
@@ -62,14 +62,14 @@ def test_a_program_whose_budget_is_used_up_is_told_before_its_nodes_go(world: Wo
     assert told == [(name, 2) for name in list_names(world)] and len(told) == 1
 
 
-def test_a_program_that_the_user_cancels_is_told_before_its_nodes_go(world: World) -> None:
+def test_a_cancelled_program_is_notified_before_teardown(world: World) -> None:
     told = note_cancels(world)
     run_to_end(world, "cancel")
     assert world.get_job().status is JobStatus.CANCELLED
     assert told == [(name, 2) for name in list_names(world)] and len(told) == 1
 
 
-def test_what_had_happened_until_the_end_is_in_the_log(world: World) -> None:
+def test_the_log_is_complete_up_to_the_end(world: World) -> None:
     run_to_end(world, "cancel")
     log = (world.folder / "logs" / "jobs" / f"{world.job_id}.log").read_text()
     assert f"{list_names(world)[0]} step 1\n" in log
@@ -86,7 +86,7 @@ def step(world: World, work: Callable[[Any], Awaitable[float]]) -> float:
     return found[0]
 
 
-def test_full_places_are_asked_again_later_and_later_up_to_five_minutes(
+def test_full_places_are_retried_with_backoff_up_to_five_minutes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("random.uniform", lambda low, high: high)
@@ -130,7 +130,7 @@ def test_a_job_starts_when_all_that_it_needs_has_succeeded(world: World) -> None
     assert world.get_job().status is JobStatus.SUCCEEDED
 
 
-def test_a_job_that_needs_one_that_is_no_more_is_cancelled(world: World) -> None:
+def test_a_job_whose_dependency_was_deleted_is_cancelled(world: World) -> None:
     world.job_id = world.store.jobs.add("second", world.task, needs=(99,)).id
     step(world, lambda controller: controller.step())
     assert world.get_job().failure == "it depends on another job, which is gone"
@@ -145,7 +145,7 @@ def test_a_job_that_is_gone_or_has_ended_asks_for_nothing_more(world: World) -> 
     assert world.cloud.asked_s == asked
 
 
-def test_each_deed_of_a_life_is_told_once(world: World) -> None:
+def test_each_event_of_a_job_is_recorded_once(world: World) -> None:
     run_to_end(world, "preemption")
     job = world.get_job()
     kinds = [event.kind for event in world.store.events.list(job_id=job.id)]
@@ -191,7 +191,7 @@ def watch(world: World, controller: JobController, duration_s: float) -> None:
 
 
 @pytest.mark.parametrize("blindness", ["blank lists", "a region without lists"])
-def test_a_job_whose_agents_answer_goes_on_whatever_lists_leave_out(world: World, blindness: str) -> None:
+def test_a_job_whose_agents_answer_continues_despite_missing_list_entries(world: World, blindness: str) -> None:
     controller = begin(world)
     if blindness == "blank lists":
         world.cloud.black_out(900.0)
@@ -246,7 +246,7 @@ def test_a_recovery_ends_with_the_first_step_past_what_was_restored(
     assert (world.get_job().attempts[-1].resumed_s is not None) is is_resumed
 
 
-def test_the_step_that_ends_a_recovery_is_noted_and_told_in_one_commit(world: World) -> None:
+def test_the_step_that_ends_a_recovery_and_its_event_are_one_commit(world: World) -> None:
     now_s = world.clock.now_s()
     placement = make_plan(world.task).estimates[0].placement
     lost = Attempt(

@@ -121,7 +121,7 @@ def test_a_job_that_comes_while_it_idles_is_driven_too(stage: Stage) -> None:
     assert [job.status for job in stage.store.jobs.list()] == [JobStatus.SUCCEEDED]
 
 
-def test_it_collects_once_a_minute_whatever_that_comes_to(stage: Stage) -> None:
+def test_it_collects_once_a_minute_whatever_the_result(stage: Stage) -> None:
     stage.add_job(200.0)
     stage.run(idle_s=0.0)
     times = [each - stage.provisioner.collected_s[0] for each in stage.provisioner.collected_s]
@@ -251,7 +251,7 @@ def test_a_daemon_is_started_unless_one_holds_the_lock_and_lives(tmp_path: Path)
     assert start(tmp_path, "", is_held=False, age_s=0.0)
 
 
-def test_a_daemon_that_ends_badly_is_told_of_by_its_last_line(tmp_path: Path) -> None:
+def test_a_failed_daemon_is_reported_by_its_last_line(tmp_path: Path) -> None:
     with pytest.raises(StateError, match="the last line") as caught:
         start(tmp_path, "import sys; print('first'); print('the last line'); sys.exit(3)", is_held=False, age_s=0.0)
     assert any("daemon.log" in hint for hint in caught.value.hints)
@@ -259,7 +259,7 @@ def test_a_daemon_that_ends_badly_is_told_of_by_its_last_line(tmp_path: Path) ->
     assert log.stat().st_mode & 0o777 == 0o600 and log.read_text().startswith("first\n")
 
 
-def test_a_daemon_that_ends_badly_is_told_of_in_whatever_bytes_its_last_line_has(tmp_path: Path) -> None:
+def test_a_failed_daemon_is_reported_even_if_its_last_line_is_not_utf8(tmp_path: Path) -> None:
     code = r"import sys; sys.stdout.buffer.write(b'caf\xe9 \xff is full\n'); sys.exit(3)"
     with pytest.raises(StateError, match="is full"):
         start(tmp_path, code, is_held=False, age_s=0.0)

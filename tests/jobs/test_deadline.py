@@ -99,11 +99,11 @@ def make_job(task: Task = TASK, *, attempts: tuple[Attempt, ...] = (), progress:
         (replace(TASK, recovery=JobRecovery(strategy="deadline")), True),
     ],
 )
-def test_a_goal_with_a_deadline_is_followed_unless_another_strategy_is_asked_for(task: Task, follows: bool) -> None:
+def test_a_deadline_selects_the_policy_unless_a_strategy_is_set(task: Task, follows: bool) -> None:
     assert follows_deadline(task) is follows
 
 
-def test_a_policy_sees_what_is_left_and_where_spot_can_be_had() -> None:
+def test_a_policy_sees_the_remaining_work_and_the_open_places() -> None:
     plan = plan_of(TASK)
     here = Attempt(job_id=1, number=1, cluster="c", placement=plan.choice.placement, started_s=0.0, resumed_s=60.0)
     job = make_job(attempts=(here,), progress=Progress(step=330, total=STEPS, checkpoint_step=300))
@@ -329,7 +329,7 @@ def test_a_crash_at_any_deed_of_a_move_does_no_harm(tmp_path: Path) -> None:
         assert job.attempts[-1].placement.offer.zone == "west1a"
 
 
-def test_the_store_tells_what_its_spot_attempts_lived_through(tmp_path: Path) -> None:
+def test_the_store_returns_the_history_of_spot_attempts(tmp_path: Path) -> None:
     world = World(tmp_path)
     now_s = world.clock.now_s()
     spot = Placement(offer=make_offer("east1a"), is_spot=True, node_count=2)
@@ -350,7 +350,7 @@ def test_the_store_tells_what_its_spot_attempts_lived_through(tmp_path: Path) ->
     assert seen.preemptions == pytest.approx(1.0, rel=0.01) and seen.node_hours == pytest.approx(6.0, rel=0.01)
 
 
-def test_the_program_is_told_how_often_to_save(tmp_path: Path) -> None:
+def test_the_program_receives_its_checkpoint_interval(tmp_path: Path) -> None:
     world = World(tmp_path)
     heard = list[float]()
     start = world.gang.start

@@ -15,7 +15,7 @@ PLACEMENT = Placement(offer=make_offer("east1a"), is_spot=True, node_count=2)
 @pytest.mark.parametrize(
     ("code", "signal"), [(137, 9), (-9, 9), (134, 6), (-6, 6), (143, 15), (1, None), (75, None), (255, None)]
 )
-def test_death_by_a_signal_is_told_in_either_way(code: int, signal: int | None) -> None:
+def test_death_by_a_signal_is_named_for_both_exit_code_forms(code: int, signal: int | None) -> None:
     assert find_signal(code) == signal
 
 
@@ -64,7 +64,7 @@ def test_deaths_count_from_the_last_headway() -> None:
     assert counts == [1, 1, 2], "neither a preemption nor a listed code is a death"
 
 
-def test_what_the_task_says_counts_before_the_default() -> None:
+def test_the_task_overrides_the_default() -> None:
     listed = JobRecovery(recover_on_exit_codes=(75,), max_restarts_on_errors=0)
     assert is_restart_due(listed, 75, failures=99, deaths=99)
     assert not is_restart_due(listed, 137, deaths=1, reached=40)

@@ -36,7 +36,7 @@ def make(job: Job, home: Path, *, handle: str) -> dict[str, str]:
     return make_envs(Config(home=home, owner="owner"), job, ATTEMPT, cluster, advice=ADVICE)
 
 
-def test_a_program_far_away_without_a_bucket_is_told_who_it_is_and_of_no_folder(tmp_path: Path) -> None:
+def test_a_remote_program_without_a_bucket_gets_its_identity_and_no_folder(tmp_path: Path) -> None:
     found = make(JOB, tmp_path, handle="ssh://u@h")
     parent = found.pop("TRACEPARENT")
     assert re.fullmatch(r"00-[0-9a-f]{32}-[0-9a-f]{16}-01", parent)
@@ -71,7 +71,7 @@ def test_on_this_machine_the_folders_are_those_of_the_state_folder(tmp_path: Pat
     assert found["BROKER_CHECKPOINT_DIR"].startswith(str(tmp_path))
 
 
-def test_a_retry_has_the_folder_of_the_job_that_it_goes_on_with(tmp_path: Path) -> None:
+def test_a_retry_uses_the_folder_of_the_job_that_it_continues(tmp_path: Path) -> None:
     first = make(JOB, tmp_path, handle="/nodes/n")
     retry = make(replace(JOB, id=9, resumes=7), tmp_path, handle="/nodes/n")
     another = make(replace(JOB, id=9), tmp_path, handle="/nodes/n")

@@ -83,7 +83,7 @@ def test_cancelled_cluster_is_kept_until_its_files_have_arrived(world: World) ->
     assert list_notes(world) == [NOTE]
 
 
-def test_files_that_did_not_arrive_are_told(world: World) -> None:
+def test_files_that_did_not_arrive_are_reported(world: World) -> None:
     assert isinstance(world.gang, UploadingGang)
     world.gang.failure = "written files did not arrive: 1 files (2.000 GB) for `s3://b`"
     ended_s = play(world)

@@ -15,9 +15,9 @@ from broker.jobs.health import (
     HealthSignals,
     Verdict,
     classify,
+    find_unreachable_s_max,
     list_lost_ranks,
     measure_doubt_s,
-    measure_patience_s,
 )
 from broker.types import Node, NodeState, RunStatus
 
@@ -62,8 +62,8 @@ def test_silence_is_a_loss_only_when_it_is_both_repeated_and_long(ranks: tuple[i
 
 def test_nodes_that_are_confirmed_gone_are_none_of_those_that_could_answer() -> None:
     three = make_nodes(NodeState.RUNNING, NodeState.RUNNING, NodeState.TERMINATED)
-    assert measure_patience_s(replace(CALM, nodes=three, unreachable=(0, 1))) == GANG_UNREACHABLE_S_MIN
-    assert measure_patience_s(replace(CALM, nodes=three, unreachable=(1,))) == UNREACHABLE_S_MIN
+    assert find_unreachable_s_max(replace(CALM, nodes=three, unreachable=(0, 1))) == GANG_UNREACHABLE_S_MIN
+    assert find_unreachable_s_max(replace(CALM, nodes=three, unreachable=(1,))) == UNREACHABLE_S_MIN
 
 
 def test_counted_misses_mean_nothing_once_all_answer_again() -> None:
@@ -79,7 +79,7 @@ def test_an_exit_code_on_machines_that_stay_is_the_users_failure(status: RunStat
     assert classify(replace(failed, is_noticed=True)) is Verdict.LOST
 
 
-def test_a_program_that_ended_well_is_no_loss_whatever_becomes_of_its_nodes() -> None:
+def test_a_program_that_succeeded_is_not_lost_with_its_nodes() -> None:
     gone = make_nodes(NodeState.RUNNING, NodeState.TERMINATED)
     ended = replace(CALM, status=RunStatus.FAILED, returncode=74, nodes=gone, is_unflushed=True)
     assert classify(ended) is Verdict.FAILED and classify(replace(ended, is_unflushed=False)) is Verdict.LOST
@@ -119,7 +119,7 @@ def test_a_cancelled_run_is_cancelled_and_one_rank_out_of_reach_makes_a_run_uncl
     assert classify(replace(CALM, unreachable=(1,))) is Verdict.UNCLEAR
 
 
-def test_an_elastic_program_goes_on_with_its_first_node_and_enough_others() -> None:
+def test_an_elastic_program_continues_with_its_first_node_and_enough_others() -> None:
     three = make_nodes(NodeState.RUNNING, NodeState.RUNNING, NodeState.TERMINATED)
     elastic = replace(CALM, nodes=three, nodes_min=2)
     assert classify(elastic) is Verdict.RUNNING

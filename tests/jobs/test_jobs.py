@@ -28,7 +28,7 @@ from broker.jobs.daemon import ensure_daemon, hold_lock, run_daemon
 from broker.jobs.health import HealthSignals, Verdict, classify
 from broker.jobs.log_files import DAEMON_LOG_BYTES_MAX, forget_logs, get_log_path, rotate_log
 from broker.jobs.monitor import AttemptMonitor
-from broker.jobs.order import cut_to_rest, order_plan
+from broker.jobs.replanning import cut_to_rest, order_plan
 from broker.jobs.summary import summarize
 from broker.state.store import Store
 from broker.types import (  # fmt: skip
@@ -150,7 +150,7 @@ def test_a_clock_that_jumps_keeps_leases_and_lists_going(jump_s: float) -> None:
     assert not watch.record_silence(1001.0 - 3600.0), "silence counts from the new time on"
 
 
-def test_after_a_notice_new_nodes_are_asked_for_before_the_cloud_takes_the_old_ones(tmp_path: Path) -> None:
+def test_after_a_notice_new_nodes_are_requested_before_the_old_ones_end(tmp_path: Path) -> None:
     """One spot node had a notice and its program has ended: no fault of the user's, and no time to lose."""
     world = World(tmp_path)
     controller = world.make_controller()
@@ -279,7 +279,7 @@ def test_an_hour_without_observations_does_not_count_as_a_stall() -> None:
     assert stalls_s[-1] >= 1980.0, "time in which it is watched counts in full"
 
 
-def test_a_head_that_is_out_of_reach_is_no_program_that_hangs() -> None:
+def test_an_unreachable_head_does_not_count_as_a_stalled_program() -> None:
     watch = AttemptMonitor("job-1-1")
     assert watch.measure_stall_s(make_report(step=7), 0.0) == 0.0
     assert watch.measure_stall_s(make_report(step=7), 10.0) == 10.0
@@ -295,7 +295,7 @@ def test_a_clock_that_jumps_makes_no_silence() -> None:
     assert watch.record_silence(7300.0) or watch.record_silence(7330.0) or watch.record_silence(7360.0)
 
 
-def test_a_program_that_always_hangs_at_one_step_is_given_up(tmp_path: Path) -> None:
+def test_a_program_that_always_hangs_at_one_step_fails(tmp_path: Path) -> None:
     world = make_stalling(tmp_path, hangs=9)
     run_to_end(world, "plain")
     job = world.get_job()
@@ -336,7 +336,7 @@ def test_a_gang_that_cannot_be_started_costs_no_more_than_the_budget(tmp_path: P
     assert not world.list_live_nodes()
 
 
-def test_what_is_left_of_a_goal_shrinks_with_saved_steps_time_and_money(tmp_path: Path) -> None:
+def test_the_remaining_goal_shrinks_with_saved_steps_time_and_money(tmp_path: Path) -> None:
     job = Job(
         id=1, name="j", status=JobStatus.RECOVERING, submitted_s=0.0,
         progress=Progress(step=60, total=100, checkpoint_step=50),
@@ -352,7 +352,7 @@ def test_what_is_left_of_a_goal_shrinks_with_saved_steps_time_and_money(tmp_path
     assert late is not None and late.deadline_hours == 18.0 - 300 / 3600  # the recovery takes its part first
 
 
-def test_a_late_job_goes_on_without_its_deadline(tmp_path: Path) -> None:
+def test_a_late_job_continues_without_its_deadline(tmp_path: Path) -> None:
     world = World(tmp_path)
     world.job_id = world.store.jobs.add("late", replace(world.task, goal=Goal(deadline_hours=0.001))).id
     asked: list[float | None] = []
@@ -383,7 +383,7 @@ def test_the_log_of_all_attempts_has_no_gap_and_no_repeat_even_across_a_crash(tm
         assert len(lines) == len(set(lines)) and lines[-1].endswith("step 30")
 
 
-def test_the_summary_counts_what_was_lost_and_paid(tmp_path: Path) -> None:
+def test_the_summary_counts_losses_and_costs(tmp_path: Path) -> None:
     world = World(tmp_path)
     run_to_end(world, "preemption")
     job, now_s = world.get_job(), world.clock.now_s()

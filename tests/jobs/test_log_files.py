@@ -85,7 +85,7 @@ def test_a_log_is_private(stage: Stage) -> None:
     assert path.stat().st_mode & 0o777 == 0o600 and path.parent.stat().st_mode & 0o777 == 0o700
 
 
-def test_a_head_that_gives_no_answer_is_asked_again_from_where_it_was(stage: Stage) -> None:
+def test_a_silent_head_is_read_again_from_the_same_offset(stage: Stage) -> None:
     head = Head(b"12345678")
     head.failing_at = 3
     stage.copy(head)
@@ -95,7 +95,7 @@ def test_a_head_that_gives_no_answer_is_asked_again_from_where_it_was(stage: Sta
     assert stage.read() == b"12345678"
 
 
-def test_what_was_written_and_not_committed_before_a_crash_is_written_once(stage: Stage) -> None:
+def test_lines_not_committed_before_a_crash_are_written_once(stage: Stage) -> None:
     stage.copy(Head(b"123"))
     with get_log_path(stage.folder, stage.job_id).open("ab") as file:
         file.write(b"45 of a life that died")
@@ -112,7 +112,7 @@ def test_one_visit_copies_a_bounded_part(stage: Stage, monkeypatch: pytest.Monke
     assert stage.read() == b"1234567890"
 
 
-def test_what_the_head_left_in_the_bucket_completes_what_was_copied(stage: Stage) -> None:
+def test_the_log_in_the_bucket_completes_the_copied_part(stage: Stage) -> None:
     stage.copy(Head(b"123"))
     stage.copy_left(b"12345")
     assert stage.read() == b"12345"

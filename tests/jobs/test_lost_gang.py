@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from broker.config import Config
-from broker.jobs.endings import Endings
 from broker.jobs.log_files import get_log_path
 from broker.jobs.lost_gang import LEASES_APART_S, LostGang, is_programs_failure
+from broker.jobs.outcome_recorder import OutcomeRecorder
 from broker.jobs.outcomes import RunResult
 from broker.types import (
     Attempt,
@@ -78,7 +78,7 @@ def conclude(
     nodes = make_nodes(*reasons)
     cluster = Cluster(name="job-1-1", status=ClusterStatus.UP, placement=placement, attempt=1, nodes=nodes)
     config = Config(home=folder, owner=OWNER)
-    gang = LostGang(world.store, config, Endings(job.id, world.store, world.clock), left)
+    gang = LostGang(world.store, config, OutcomeRecorder(job.id, world.store, world.clock), left)
     if is_starting:
         asyncio.run(gang.record_success(job, attempt, cluster))
         return world.get_job(), world
@@ -144,7 +144,7 @@ def test_a_start_that_is_not_on_record_may_have_come_to_its_end(tmp_path: Path) 
         assert job.status is expected, name
 
 
-def test_failed_setup_is_told_as_such(tmp_path: Path) -> None:
+def test_failed_setup_is_reported_as_such(tmp_path: Path) -> None:
     job, _ = conclude(tmp_path, Left(replace(FAILED, status=RunStatus.FAILED_SETUP)), "done", "done")
     assert job.status is JobStatus.FAILED_SETUP
 
@@ -179,7 +179,7 @@ def test_node_that_still_answers_is_not_a_lost_one() -> None:
     assert not is_programs_failure(FAILED, make_nodes("", "done"), (0,))
 
 
-def test_allowance_that_ran_out_is_told_in_words_and_is_no_preemption(tmp_path: Path) -> None:
+def test_expired_allowance_is_described_and_not_a_preemption(tmp_path: Path) -> None:
     world = World(tmp_path)
     world.store.jobs.set_progress(world.job_id, Progress(step=7))
     job, _ = conclude(tmp_path, Left(None), "lease", "lease", world=world)
@@ -191,7 +191,7 @@ def test_allowance_that_ran_out_is_told_in_words_and_is_no_preemption(tmp_path: 
     )
 
 
-def test_allowance_that_the_budget_may_have_cut_is_not_told_as_a_whole_one(tmp_path: Path) -> None:
+def test_allowance_that_the_budget_may_have_cut_is_described_as_an_upper_bound(tmp_path: Path) -> None:
     job, _ = conclude(tmp_path, Left(None), "lease", "lease", goal=Goal(budget_usd=3.0))
     assert job.attempts[0].outcome == Outcome(kind=OutcomeKind.LEASE_EXPIRED, detail="up to 12 h")
 
@@ -208,7 +208,7 @@ def test_node_that_goes_while_the_broker_renews_its_lease_is_lost(tmp_path: Path
     assert describe_outcome(job.attempts[0].outcome) == "preempted: node 0 and 1 gone"
 
 
-def test_folder_is_no_bucket_to_look_in(tmp_path: Path) -> None:
+def test_local_folder_is_not_read_as_a_bucket(tmp_path: Path) -> None:
     left = Left(FAILED)
     job, _ = conclude(tmp_path, left, "done", "done", to="/shared")
     assert not left.asked and job.status is JobStatus.RECOVERING

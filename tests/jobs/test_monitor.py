@@ -62,7 +62,7 @@ def test_a_thing_is_due_after_its_interval_and_when_the_clock_was_set_back() -> 
     assert is_due(100.0, 10.0, 99.9)
 
 
-def test_lists_and_leases_are_asked_for_at_once_and_then_at_their_intervals() -> None:
+def test_lists_and_leases_are_due_at_once_and_then_at_their_intervals() -> None:
     watch = AttemptMonitor("c")
     assert watch.needs_list(report(), 1000.0) and watch.needs_lease(1000.0)
     watch.record_list(1000.0)
@@ -130,7 +130,7 @@ def test_a_failure_is_as_old_as_its_first_look_and_forgotten_when_it_is_taken_ba
     assert watch.read_signals(report(status), CLUSTER, 1006.0).failed_s == 0.0
 
 
-def test_a_success_once_heard_stays_one_and_the_rest_of_the_signs_is_told_as_it_is() -> None:
+def test_a_reported_success_is_final_and_other_signals_stay_current() -> None:
     watch = AttemptMonitor("c")
     watch.observe(report())
     assert not watch.has_succeeded

@@ -81,7 +81,7 @@ def test_cancel_is_seen_within_a_second(world: World) -> None:
     assert not world.list_live_nodes()
 
 
-def test_gang_that_tells_is_looked_at_for_what_time_alone_changes(world: World) -> None:
+def test_reporting_gang_is_still_checked_for_timeouts(world: World) -> None:
     async def work() -> None:
         daemon = start_daemon(world)
         await wait_until_running(world)
@@ -94,7 +94,7 @@ def test_gang_that_tells_is_looked_at_for_what_time_alone_changes(world: World) 
     world.clock.run(work)
 
 
-def test_lost_node_is_replaced_though_nothing_told_of_it(world: World) -> None:
+def test_lost_node_is_replaced_without_any_report(world: World) -> None:
     async def work() -> None:
         daemon = start_daemon(world)
         await wait_until_running(world)

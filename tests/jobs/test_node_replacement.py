@@ -86,7 +86,7 @@ def test_loss_of_the_first_node_is_a_new_attempt_also_while_another_is_on_its_wa
     assert len(world.get_job().attempts) == 2
 
 
-def test_place_that_is_full_is_asked_again_later_and_the_work_goes_on(tmp_path: Path) -> None:
+def test_full_place_is_retried_later_while_the_program_continues(tmp_path: Path) -> None:
     world = make_world(tmp_path)
 
     async def fill() -> None:

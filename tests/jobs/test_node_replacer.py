@@ -94,7 +94,7 @@ class Stage:
         asyncio.run(act())
 
 
-def test_a_loss_is_told_once_and_a_full_place_is_asked_later_and_later_up_to_five_minutes(
+def test_a_loss_is_recorded_once_and_a_full_place_is_retried_with_backoff_up_to_five_minutes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("random.uniform", lambda low, high: high)

@@ -68,7 +68,7 @@ def test_broker_reads_what_the_agent_wrote(
     assert leave_log(tmp_path / "log", {**variables, "BROKER_CHECKPOINT_DIR": "file:///folder"}) == ""
 
 
-def test_only_what_a_bucket_answers_counts_as_nothing_left(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_an_answer_of_the_bucket_proves_that_no_result_exists(monkeypatch: pytest.MonkeyPatch) -> None:
     """A fault of ours is tried again: taken for an empty bucket, it would rerun a job that has succeeded."""
     error: Exception = AuthError("denied")
 
@@ -87,7 +87,7 @@ def test_only_what_a_bucket_answers_counts_as_nothing_left(monkeypatch: pytest.M
 @pytest.mark.parametrize(
     "found", [b"", b"[]", b"\xff", b"{}", b'{"status": "GREAT"}', b'{"status": "RUNNING"}', b'{"status": 7}']
 )
-def test_rubbish_in_the_bucket_is_no_outcome(found: bytes) -> None:
+def test_invalid_data_in_the_bucket_is_not_an_outcome(found: bytes) -> None:
     assert parse_outcome(found) is None
 
 
@@ -100,5 +100,5 @@ def test_rubbish_in_the_bucket_is_no_outcome(found: bytes) -> None:
         ({"returncode": 0, "lease_left_s": 9}, RunResult(status=RunStatus.SUCCEEDED, returncode=0, lease_left_s=9.0)),
     ],
 )
-def test_what_is_not_of_the_right_kind_is_left_out(found: dict[str, Any], expected: RunResult) -> None:
+def test_values_of_the_wrong_type_are_left_out(found: dict[str, Any], expected: RunResult) -> None:
     assert parse_outcome(json.dumps({"status": "SUCCEEDED", **found}).encode()) == expected

@@ -16,7 +16,7 @@ from tests.state.samples import START_S, Hands
 FULL = 2  # SQLite's number of `synchronous`
 
 
-def test_a_program_that_is_moved_is_told_to_save_when_its_outcome_is_stored_and_while_its_nodes_live(
+def test_a_moved_program_is_notified_after_its_outcome_is_stored_and_before_teardown(
     tmp_path: Path,
 ) -> None:
     stage = make_moving_stage(tmp_path)

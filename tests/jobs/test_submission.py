@@ -105,7 +105,7 @@ def test_only_the_newest_of_a_line_of_retries_is_retried(store: Store) -> None:
         retry_job(store, ended, secrets={})
 
 
-def test_a_retry_without_its_secrets_says_which(store: Store) -> None:
+def test_a_retry_without_its_secrets_names_them(store: Store) -> None:
     secrets = {name: Secret(value="x") for name in "BA"}
     job = end(store, store.jobs.add("j", Task(secrets=secrets)))
     with pytest.raises(UsageError) as caught:

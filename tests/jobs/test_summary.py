@@ -59,7 +59,7 @@ def test_a_job_that_still_runs_counts_up_to_now() -> None:
     assert found.ondemand_usd == pytest.approx(3.0 * 2 * (470.0 + 960.0) / 3600)
 
 
-def test_what_ends_after_its_job_counts_no_longer_than_it() -> None:
+def test_attempts_that_end_after_their_job_count_until_its_end() -> None:
     assert sum_up(replace(FIRST, ended_s=2100.0), steps={}).useful_s == 900.0
 
 
@@ -81,7 +81,7 @@ def test_a_recovery_ends_with_the_first_step_or_else_with_the_start() -> None:
     assert sum_up(replace(FIRST, lost_s=1700.0), SECOND).recovery_s == 0.0
 
 
-def test_an_attempt_that_never_started_is_no_recovery() -> None:
+def test_an_attempt_that_never_started_is_not_a_recovery() -> None:
     never = Attempt(job_id=1, number=2, cluster="c", placement=PLACEMENT, started_s=1530.0, ended_s=1535.0)
     found = sum_up(FIRST, never, replace(SECOND, number=3))
     assert (found.recoveries, found.recovery_s) == (1, 150.0)

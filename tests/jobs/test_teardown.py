@@ -1,4 +1,4 @@
-"""A program is told to end before its nodes go: once, with time to save, and no longer than it can use."""
+"""A program is notified before teardown: once, with time to save, and no longer than it needs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.state.samples import NODE, START_S, Hands
 
 
 class Gang:
-    """A gang whose program ends `ends_after_s` after it was told to; `silent` ranks give no answer."""
+    """A gang whose program ends `ends_after_s` after the notification; `silent` ranks do not respond."""
 
     def __init__(self, clock: Hands, *, ends_after_s: float, silent: tuple[int, ...] = ()) -> None:
         self._clock, self._ends_after_s, self._silent = clock, ends_after_s, silent
@@ -95,7 +95,7 @@ def test_files_on_their_way_to_a_bucket_are_waited_for_past_the_grace(tmp_path: 
     assert end(tmp_path, gang, clock, grace_s=60.0, nodes=GANG) == 300.0
 
 
-def test_an_answer_of_the_cloud_excuses_a_program_that_was_not_told_and_no_other_error_does(tmp_path: Path) -> None:
+def test_only_an_answer_of_the_cloud_permits_teardown_of_an_unnotified_program(tmp_path: Path) -> None:
     """A replaced daemon must stop here, and a fault of ours must be seen: the nodes are not ended yet."""
     clock = Hands()
     gang = Gang(clock, ends_after_s=90.0)

@@ -82,7 +82,7 @@ ratios = st.lists(st.sampled_from((1.0, 1.5, 2.0, 4.0)), min_size=14, max_size=1
 
 @settings(max_examples=60, deadline=None)
 @given(bits, bits, ratios, ratios, st.integers(2, 8), st.integers(0, 2))
-def test_where_prices_move_no_plan_is_found_that_an_exhaustive_search_does_not_have(
+def test_the_optimum_equals_an_exhaustive_search_where_prices_move(
     one: list[int], two: list[int], first: list[float], second: list[float], work: int, start: int
 ) -> None:
     """Work bought at one price is never taken back at another. The end of a run is not cut where prices move, so that a
@@ -118,7 +118,7 @@ def test_no_policy_is_cheaper(counts: list[int], slack: float, start: float, nam
     assert replay(case, load_policy(name), is_oracle=name in ORACLES).usd >= best * (1 - 3e-4)
 
 
-def test_what_cannot_be_in_time_has_no_optimum() -> None:
+def test_an_infeasible_deadline_has_no_optimum() -> None:
     site = make_site(trace_of([0]), start_hours=1)
     assert find_optimum([site], work_hours=10, deadline_hours=10.5) == float("inf")
     assert find_optimum([site], work_hours=10, deadline_hours=11) == pytest.approx(11)

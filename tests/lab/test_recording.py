@@ -116,14 +116,16 @@ def test_a_look_without_a_clear_answer_counts_as_the_one_before(tmp_path: Path) 
     assert sum("no clear answer" in line for line in stage.told) == 3
 
 
-def test_what_no_later_look_would_change_ends_the_recording_and_keeps_what_there_is(tmp_path: Path) -> None:
+def test_a_permanent_error_ends_the_recording_and_keeps_its_data(tmp_path: Path) -> None:
     stage = Stage(tmp_path, Provisioner(a=[None, AuthError("no login")]), "a")
     with pytest.raises(AuthError, match="no login"):
         stage.run(5)
     assert stage.read("a")["data"] == [2] and not stage.provisioner.up_now
 
 
-def test_nodes_that_cannot_be_ended_now_are_told_of_and_ended_before_the_next_look(tmp_path: Path) -> None:
+def test_nodes_that_cannot_be_terminated_are_reported_and_terminated_before_the_next_observation(
+    tmp_path: Path,
+) -> None:
     provisioner = Provisioner(a=[None, None])
     stage = Stage(tmp_path, provisioner, "a")
     down = provisioner.down

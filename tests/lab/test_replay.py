@@ -17,7 +17,7 @@ from broker.lab.benchmark import (
     spread_starts,
 )
 from broker.lab.markets import make_site
-from broker.lab.replay import Case, Outcome, replay
+from broker.lab.replay import Case, ReplayOutcome, replay
 from broker.lab.traces import Trace, make_default_traces, make_trace
 from broker.spot.policies import load_policy
 from broker.spot.policies.base import Candidate, Decision, JobView, Move, Stay, Wait
@@ -97,7 +97,7 @@ def test_giving_machines_up_on_purpose_saves_first() -> None:
     assert found.ondemand_hours == pytest.approx(0.5 + 0.75 + 0.5 + 3.25)
 
 
-def test_an_oracle_is_told_the_end_of_the_spell_and_others_only_with_notice() -> None:
+def test_an_oracle_knows_the_end_of_the_period_and_others_only_the_notice() -> None:
     told = list[float | None]()
 
     def listen(view: JobView, candidates: Sequence[Candidate]) -> Decision:
@@ -127,9 +127,9 @@ def test_a_study_sets_policies_beside_each_other_and_beside_the_optimum() -> Non
     assert failover.replays == len(study.outcomes[2]) == 6
 
 
-def outcomes_of(*usd: float) -> list[Outcome]:
+def outcomes_of(*usd: float) -> list[ReplayOutcome]:
     return [
-        Outcome(usd=each, hours=1, is_late=False, preemptions=0, moves=0, spot_hours=1, ondemand_hours=0)
+        ReplayOutcome(usd=each, hours=1, is_late=False, preemptions=0, moves=0, spot_hours=1, ondemand_hours=0)
         for each in usd
     ]
 
@@ -143,7 +143,7 @@ def test_an_optimum_known_for_some_replays_ranks_policies_as_their_mean_costs_do
     assert estimate_optimum([cheap], [None] * 3) is None
 
 
-def test_a_study_tells_each_step_and_searches_the_optimum_as_far_as_the_effort_allows() -> None:
+def test_a_study_reports_each_step_and_limits_the_search_for_the_optimum() -> None:
     site = make_site(make_default_traces(1, hours=72)[0], start_hours=0.1)
     short, long = (Case(sites=(site,), work_hours=hours, deadline_hours=2 * hours) for hours in (10, 10_000))
     scenes = [Scene(case=short, from_hour=hour) for hour in (0, 1, 2)]

@@ -23,7 +23,7 @@ def test_a_gang_is_open_only_where_all_of_it_can_be_had() -> None:
     assert trace.changes == ((0.0, True), (pytest.approx(1 / 6), False), (0.5, True))
 
 
-def test_what_is_written_is_read_back() -> None:
+def test_a_written_trace_is_read_back() -> None:
     trace = make_trace("zone", 3, hours=10)
     assert parse_trace(write_trace(trace), "zone") == trace
 
@@ -41,7 +41,7 @@ def test_what_is_written_is_read_back() -> None:
         ('{"metadata": {"gap_seconds": 60}, "data": [1], "prices": [NaN]}', "one price"),
     ],
 )
-def test_what_is_no_trace_is_refused_with_the_reason(text: str, why: str) -> None:
+def test_an_invalid_trace_is_refused_with_the_reason(text: str, why: str) -> None:
     with pytest.raises(SourceError) as caught:
         parse_trace(text, "zone-a")
     assert "zone-a" in caught.value.message and why in caught.value.message
@@ -66,36 +66,36 @@ def test_facts_of_a_trace() -> None:
 
 
 @given(st.floats(0, 60), st.floats(0, 60))
-def test_a_spell_is_split_over_the_classes_of_age_without_loss(begin: float, length: float) -> None:
+def test_a_period_is_split_over_the_classes_of_age_without_loss(begin: float, length: float) -> None:
     parts = hours_in_classes(begin, begin + length)
     assert sum(hours for _, hours in parts) == pytest.approx(length, abs=1e-9)
     assert all(hours >= 0 for _, hours in parts)
 
 
 def test_spells_are_counted_by_age_and_the_first_is_taken_for_an_old_one() -> None:
-    seen = trace_of(1, 0, 0, 1, 1, 1, 0).count_spells()
+    seen = trace_of(1, 0, 0, 1, 1, 1, 0).count_periods()
     assert sum(seen.open_ends) == 2 and sum(seen.closed_ends) == 1
     assert seen.open_ends[class_of(1.5)] == 1 and seen.open_ends[class_of(MET_HOURS + 0.5)] == 1
     assert sum(seen.open_hours) == pytest.approx(2.0) and sum(seen.closed_hours) == pytest.approx(1.5)
     assert (seen + NOTHING_SEEN) == seen
 
 
-def test_a_market_that_changes_often_is_believed_to_after_a_few_spells() -> None:
+def test_a_market_that_changes_often_is_believed_to_after_a_few_periods() -> None:
     seen = NOTHING_SEEN
     before = MEASURED.learn_open(seen)
     assert before == (1.0, 1.0)
     for _ in range(12):
-        seen = seen.with_spell(0.15, is_open=True)
+        seen = seen.with_period(0.15, is_open=True)
     young, _ = MEASURED.learn_open(seen)
     assert young > 2
-    calm_young, calm_old = MEASURED.learn_open(NOTHING_SEEN.with_spell(200, is_open=True, is_ended=False))
+    calm_young, calm_old = MEASURED.learn_open(NOTHING_SEEN.with_period(200, is_open=True, is_ended=False))
     assert calm_old < 0.5 and calm_young < 1
     still = MEASURED.learn_open(NOTHING_SEEN, (MET_HOURS, MET_HOURS + 100))
     assert still[1] < 0.7
 
 
 def test_a_prior_is_the_shape_that_recordings_share() -> None:
-    recordings = [make_trace(f"t{seed}", seed).count_spells() for seed in range(6)]
+    recordings = [make_trace(f"t{seed}", seed).count_periods() for seed in range(6)]
     prior = fit_prior(recordings)
     assert len(prior.open_hazards) == len(AGES) and all(each > 0 for each in prior.open_hazards)
     assert prior.open_hazards[-1] < prior.open_hazards[2]  # weather: what has lasted lasts
@@ -104,23 +104,23 @@ def test_a_prior_is_the_shape_that_recordings_share() -> None:
 
 
 def test_a_recording_that_was_hardly_ever_closed_says_little_about_reopening() -> None:
-    usual = NOTHING_SEEN.with_spell(30.0, is_open=True)
+    usual = NOTHING_SEEN.with_period(30.0, is_open=True)
     for _ in range(10):
-        usual = usual.with_spell(6.0, is_open=False)
-    blip = NOTHING_SEEN.with_spell(46.0, is_open=True).with_spell(5.0 + 30 / 3600, is_open=False, from_hours=5.0)
+        usual = usual.with_period(6.0, is_open=False)
+    blip = NOTHING_SEEN.with_period(46.0, is_open=True).with_period(5.0 + 30 / 3600, is_open=False, from_hours=5.0)
     alone, both = fit_prior([usual]), fit_prior([usual, blip])
     index = class_of(5.5)
     assert both.closed_hazards[index] < 2 * alone.closed_hazards[index]
 
 
 def test_the_mean_spell_by_the_shape_is_that_of_constant_hazards() -> None:
-    prior = fit_prior([NOTHING_SEEN.with_spell(1.0, is_open=True)])
+    prior = fit_prior([NOTHING_SEEN.with_period(1.0, is_open=True)])
     constant = type(prior)(open_hazards=(0.5,) * len(AGES), closed_hazards=(4.0,) * len(AGES))
     assert constant.mean_open_hours == pytest.approx(2.0)
     assert constant.mean_closed_hours == pytest.approx(0.25)
 
 
-def test_what_was_seen_a_day_ago_counts_half() -> None:
-    seen = NOTHING_SEEN.with_spell(3.0, is_open=True)
+def test_observations_a_day_old_count_half() -> None:
+    seen = NOTHING_SEEN.with_period(3.0, is_open=True)
     faded = seen.fade(HALF_LIFE_HOURS)
     assert sum(faded.open_hours) == pytest.approx(1.5) and sum(faded.open_ends) == pytest.approx(0.5)

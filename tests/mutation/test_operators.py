@@ -88,7 +88,7 @@ def test_caught_errors_are_narrowed_and_widened() -> None:
         "def describe_place(a) -> str:\n    return 'x' if a > 1 else 'y'\n",
     ],
 )
-def test_what_is_only_read_has_no_mutants(source: str) -> None:
+def test_type_hints_and_docstrings_have_no_mutants(source: str) -> None:
     assert mutate(source) in ({}, {"condition: TYPE_CHECKING -> not (TYPE_CHECKING)": "if not (TYPE_CHECKING):"})
 
 

@@ -63,7 +63,7 @@ def make_judge(shadow: Shadow, function: str) -> Judge:
     return Judge(shadow, Survey(tests=[test], plays=[]))
 
 
-def test_a_planted_fault_is_told_and_the_work_tree_keeps_its_text(shadow: Shadow) -> None:
+def test_a_planted_fault_is_detected_and_the_work_tree_is_unchanged(shadow: Shadow) -> None:
     before = hashlib.sha256((ROOT / "broker/provision/hedge_timer.py").read_bytes()).hexdigest()
     mutant = find("broker/provision/hedge_timer.py", "arithmetic: / -> *")
     verdict = make_judge(shadow, "broker/provision/hedge_timer.py learn").judge(mutant)
@@ -136,7 +136,7 @@ def test_other_children_of_the_caller_are_neither_measured_nor_ended(tmp_path: P
         busy.wait()
 
 
-def test_what_a_process_enters_is_recorded_by_function(tmp_path: Path) -> None:
+def test_functions_that_a_process_enters_are_recorded(tmp_path: Path) -> None:
     with make_shadow() as shadow:
         log = shadow.record_reach()
         code = "from broker.provision.hedge_timer import learn; learn(None, 1.0)"
@@ -144,7 +144,7 @@ def test_what_a_process_enters_is_recorded_by_function(tmp_path: Path) -> None:
         assert "broker/provision/hedge_timer.py learn" in Reader(log).read()
 
 
-def test_what_is_entered_is_recorded_anew_for_each_test_though_a_test_loads_agent_modules(tmp_path: Path) -> None:
+def test_entered_functions_are_recorded_for_each_test_although_a_test_loads_agent_modules(tmp_path: Path) -> None:
     code = """
 import sys
 from pathlib import Path

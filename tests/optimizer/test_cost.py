@@ -89,7 +89,7 @@ def test_a_deadline_without_fallback_has_a_chance_and_with_one_is_certain_or_hop
     assert BASE.find_deadline_chance() is None
 
 
-def test_a_job_with_fallback_says_when_it_switches_and_one_without_does_not() -> None:
+def test_only_a_job_with_fallback_shows_when_it_switches() -> None:
     assert run_on_spot(DUE).switch_after_hours == pytest.approx(60 - 40 - 0.1, abs=1.5)
     assert run_on_spot(replace(DUE, has_fallback=False)).switch_after_hours is None
 

@@ -73,7 +73,7 @@ def test_data_draws_the_plan_to_its_cloud() -> None:
     )
 
 
-def test_where_no_data_is_named_egress_prices_change_nothing() -> None:
+def test_egress_prices_have_no_effect_without_data() -> None:
     text = "resources: {accelerators: H100:8}\ngoal: {work: 10h}"
     with_prices, without = plan(text, [offer()], egress=PRICES), plan(text, [offer()])
     assert [each.expected_usd for each in with_prices.estimates] == [each.expected_usd for each in without.estimates]

@@ -34,7 +34,7 @@ def explain(text: str, offers: list[Offer] = OFFERS) -> NoOfferError:
     return explain_infeasible(caught.value, task, try_plan)
 
 
-def test_hint_names_what_to_drop_and_what_it_would_cost() -> None:
+def test_hint_names_the_limit_to_drop_and_the_resulting_cost() -> None:
     error = explain("resources: {accelerators: H100:8, region: mars, use_spot: true}")
     assert error.hints[0] == (
         "drop `region: mars`: 2 placements fit, cheapest aws us-east-1 big at 18.00 USD/h per node"
@@ -110,7 +110,7 @@ def test_without_work_nothing_cheaper_by_the_hour_can_lose() -> None:
     assert list_losers(made, made) == []
 
 
-def test_frontier_holds_what_no_other_beats_in_both() -> None:
+def test_frontier_has_only_undominated_placements() -> None:
     offers = [
         offer("aws", accelerator="A100", instance_type="old", spot_usd_hour=2.0, ondemand_usd_hour=15.0),
         offer("gcp", spot_usd_hour=10.0, ondemand_usd_hour=30.0),

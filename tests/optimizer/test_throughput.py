@@ -105,7 +105,7 @@ def test_more_cards_of_a_node_are_never_slower(name: str, count: int, more: int)
     assert high >= low * 0.999
 
 
-def test_where_only_peaks_are_known_they_decide() -> None:
+def test_peaks_decide_if_nothing_else_is_known() -> None:
     bare = {
         name: AcceleratorFigures(name=name, memory_gib=80, bf16_dense_tflops=peak)
         for name, peak in (("A100", 300.0), ("H100", 900.0))

@@ -33,7 +33,7 @@ def try_everything(sums: Sums) -> float:
 
 
 @pytest.mark.parametrize("block", range(4))
-def test_branching_finds_what_trying_everything_finds(block: int) -> None:
+def test_branch_and_bound_equals_brute_force(block: int) -> None:
     steps = 0
     for seed in range(block * 30, block * 30 + 30):
         sums = draw_sums(seed)

@@ -427,7 +427,7 @@ class TestOrder:
 
     @given(st.integers(0, 10**9), st.randoms(use_true_random=False))
     @settings(max_examples=100, deadline=None)
-    def test_every_task_follows_what_it_needs(self, seed: int, draw: random.Random) -> None:
+    def test_every_task_follows_its_dependencies(self, seed: int, draw: random.Random) -> None:
         tasks = list(draw_case(seed, tasks_max=12).tasks)
         draw.shuffle(tasks)
         order = order_tasks(tasks)

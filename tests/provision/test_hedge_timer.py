@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from broker.provision.hedge_timer import LIMITS, Answer, HedgeLimits, HedgeTimer, bound, learn
-from broker.state.calls import Pace
+from broker.state.calls import ResponseTime
 from broker.state.store import Store
 from tests.state.samples import Hands
 
@@ -20,28 +20,30 @@ def store(tmp_path: Path) -> Store:
 def test_latency_is_learned_by_the_rule_of_tcp() -> None:
     """RFC 6298: the deviation starts at half the first sample; gains are 1/8 for the mean and 1/4 for the deviation."""
     first = learn(None, 8.0)
-    assert first == Pace(mean_s=8.0, deviation_s=4.0)
-    assert learn(first, 16.0) == Pace(mean_s=9.0, deviation_s=5.0)
-    assert learn(first, 0.0) == Pace(mean_s=7.0, deviation_s=5.0)
-    assert learn(first, 8.0) == Pace(mean_s=8.0, deviation_s=3.0)
+    assert first == ResponseTime(mean_s=8.0, deviation_s=4.0)
+    assert learn(first, 16.0) == ResponseTime(mean_s=9.0, deviation_s=5.0)
+    assert learn(first, 0.0) == ResponseTime(mean_s=7.0, deviation_s=5.0)
+    assert learn(first, 8.0) == ResponseTime(mean_s=8.0, deviation_s=3.0)
 
 
 def test_the_timer_is_the_mean_plus_four_deviations_within_limits() -> None:
     limits = HedgeLimits(prior_s=7.0, least_s=5.0, most_s=60.0)
     assert bound(None, limits) == 7.0
-    assert bound(Pace(mean_s=8.0, deviation_s=3.0), limits) == 20.0
-    assert bound(Pace(mean_s=1.0, deviation_s=0.1), limits) == 5.0
-    assert bound(Pace(mean_s=50.0, deviation_s=9.0), limits) == 60.0
+    assert bound(ResponseTime(mean_s=8.0, deviation_s=3.0), limits) == 20.0
+    assert bound(ResponseTime(mean_s=1.0, deviation_s=0.1), limits) == 5.0
+    assert bound(ResponseTime(mean_s=50.0, deviation_s=9.0), limits) == 60.0
 
 
 def test_the_timer_is_separate_per_cloud_and_answer(store: Store) -> None:
-    patience = HedgeTimer(store.paces)
-    assert [patience.measure_s("x", answer) for answer in Answer] == [20.0, 120.0]
-    patience.note("x", Answer.CREATED, 8.0)
-    assert patience.measure_s("x", Answer.CREATED) == 24.0
-    assert patience.measure_s("y", Answer.CREATED) == LIMITS[Answer.CREATED].prior_s
-    patience.note("z", Answer.CREATED, -5.0)
-    assert store.paces.get("z", "created") == Pace(mean_s=0.0, deviation_s=0.0), "a clock that was set back"
+    timer = HedgeTimer(store.response_times)
+    assert [timer.measure_s("x", answer) for answer in Answer] == [20.0, 120.0]
+    timer.note("x", Answer.CREATED, 8.0)
+    assert timer.measure_s("x", Answer.CREATED) == 24.0
+    assert timer.measure_s("y", Answer.CREATED) == LIMITS[Answer.CREATED].prior_s
+    timer.note("z", Answer.CREATED, -5.0)
+    assert store.response_times.get("z", "created") == ResponseTime(mean_s=0.0, deviation_s=0.0), (
+        "a clock that was set back"
+    )
 
 
 @pytest.mark.parametrize(

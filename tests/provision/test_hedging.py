@@ -278,11 +278,11 @@ def test_the_hedge_timer_is_learned_from_answers_and_bounded() -> None:
 
 def test_clock_that_jumped_by_a_day_is_forgotten_after_thirty_answers(tmp_path: Path) -> None:
     world = make_world(tmp_path)
-    patience = HedgeTimer(world.store.paces)
-    patience.note("here", Answer.CREATED, 86400.0)
+    timer = HedgeTimer(world.store.response_times)
+    timer.note("here", Answer.CREATED, 86400.0)
     for _ in range(30):
-        patience.note("here", Answer.CREATED, 0.5)
-    assert patience.measure_s("here", Answer.CREATED) < LIMITS[Answer.CREATED].most_s / 2
+        timer.note("here", Answer.CREATED, 0.5)
+    assert timer.measure_s("here", Answer.CREATED) < LIMITS[Answer.CREATED].most_s / 2
 
 
 def test_a_fast_cloud_counts_as_late_sooner_the_second_time(tmp_path: Path) -> None:

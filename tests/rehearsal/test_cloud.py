@@ -13,7 +13,7 @@ from broker.clock import ScaledClock
 from broker.errors import CapacityError
 from broker.lab.traces import Trace
 from broker.rehearsal.cloud import BOOT_S, FULL_AFTER_S, Pace, RehearsedCloud, make_rehearsed_cloud
-from broker.rehearsal.market import PlaceMarket, RecordedMarket, SeededMarket, Spell
+from broker.rehearsal.market import MarketPeriod, PlaceMarket, ReplayedMarket, SeededMarket
 from broker.types import NodeRequest, NodeState, Offer, Placement
 
 HOUR_S = 3600.0
@@ -44,11 +44,11 @@ class OpenFor:
 
     hours: dict[str, float] = field(default_factory=dict)
 
-    def find_spell(self, offer: Offer, at_s: float) -> Spell:
+    def find_period(self, offer: Offer, at_s: float) -> MarketPeriod:
         end_s = self.hours.get(offer.zone or "", float("inf")) * HOUR_S
         if at_s < end_s:
-            return Spell(start_s=0.0, end_s=end_s, is_open=True)
-        return Spell(start_s=end_s, end_s=float("inf"), is_open=False)
+            return MarketPeriod(start_s=0.0, end_s=end_s, is_open=True)
+        return MarketPeriod(start_s=end_s, end_s=float("inf"), is_open=False)
 
 
 @dataclass
@@ -125,7 +125,7 @@ def test_the_same_token_gives_the_same_nodes_even_where_the_market_has_closed_si
     asyncio.run(play())
 
 
-def test_the_end_of_a_spell_takes_the_whole_gang_and_leaves_on_demand_alone(rig: Rig) -> None:
+def test_the_end_of_a_period_takes_the_whole_gang_and_leaves_on_demand_alone(rig: Rig) -> None:
     cloud = rig.make(OpenFor({"us-east-1a": 1.0}))
 
     async def play() -> None:
@@ -187,7 +187,7 @@ def test_a_seed_draws_the_same_market_again_and_another_one_another() -> None:
 
     def draw(seed: int) -> list[bool]:
         market = SeededMarket(seed=seed)
-        return [market.find_spell(offer, 0.0).is_open for offer in offers]
+        return [market.find_period(offer, 0.0).is_open for offer in offers]
 
     assert draw(0) == draw(0) and draw(0) != draw(1)
     assert 0 < draw(0).count(False) < 10, "a fifth of the places start full"
@@ -195,12 +195,12 @@ def test_a_seed_draws_the_same_market_again_and_another_one_another() -> None:
 
 def test_spells_follow_each_other_without_a_gap() -> None:
     market, offer = SeededMarket(seed=3, full_hours=2000.0), make_offer()
-    at_s, last = 0.0, market.find_spell(offer, 0.0)
+    at_s, last = 0.0, market.find_period(offer, 0.0)
     for _ in range(20):
         at_s = last.end_s
-        spell = market.find_spell(offer, at_s)
-        assert spell.start_s == last.end_s and spell.is_open is not last.is_open
-        last = spell
+        period = market.find_period(offer, at_s)
+        assert period.start_s == last.end_s and period.is_open is not last.is_open
+        last = period
 
 
 def make_trace(name: str, counts: list[int], gang: int = 1) -> Trace:
@@ -208,22 +208,22 @@ def make_trace(name: str, counts: list[int], gang: int = 1) -> Trace:
 
 
 def test_a_zone_plays_its_own_recording_from_its_start() -> None:
-    market = RecordedMarket(traces=[make_trace("us-east-1a_v100", [1, 1, 0, 1]), make_trace("us-east-1b", [0])])
-    spells = [market.find_spell(make_offer(), hour * HOUR_S) for hour in (0.5, 2.5, 3.5, 5.5)]
-    assert [(each.start_s / HOUR_S, each.end_s / HOUR_S, each.is_open) for each in spells] == [
+    market = ReplayedMarket(traces=[make_trace("us-east-1a_v100", [1, 1, 0, 1]), make_trace("us-east-1b", [0])])
+    periods = [market.find_period(make_offer(), hour * HOUR_S) for hour in (0.5, 2.5, 3.5, 5.5)]
+    assert [(each.start_s / HOUR_S, each.end_s / HOUR_S, each.is_open) for each in periods] == [
         (0, 2, True),
         (2, 3, False),
         (3, 6, True),  # on into the repetition, which begins open
         (4, 6, True),
     ]
-    assert not market.find_spell(make_offer("us-east-1b"), 10 * HOUR_S).is_open
+    assert not market.find_period(make_offer("us-east-1b"), 10 * HOUR_S).is_open
 
 
 def test_a_zone_without_a_recording_always_gets_the_same_one() -> None:
     traces = [make_trace(f"made-{number}", [1] * number + [0] * 3) for number in range(1, 6)]
-    market = RecordedMarket(traces=traces)
+    market = ReplayedMarket(traces=traces)
     for letter in "abcdef":
         offer = make_offer(f"eu-west-1{letter}")
-        assert market.find_recording(offer) == RecordedMarket(traces=traces).find_recording(offer)
-        spell = market.find_spell(offer, 7 * HOUR_S)
-        assert spell.start_s <= 7 * HOUR_S < spell.end_s
+        assert market.find_recording(offer) == ReplayedMarket(traces=traces).find_recording(offer)
+        period = market.find_period(offer, 7 * HOUR_S)
+        assert period.start_s <= 7 * HOUR_S < period.end_s

@@ -12,7 +12,7 @@ from broker.rehearsal.report import (
     Comparison,
     Line,
     Measures,
-    Trial,
+    ReportedAttempt,
     compare_repeats,
     compare_runs,
     find_resumes,
@@ -31,12 +31,12 @@ def make_line(step: int, *, loss: float | None = 1.0, saved: int | None = None, 
     return Line(step=step, total=100, loss=loss, checkpoint_step=saved, time_s=time_s)
 
 
-def make_trial(number: int, steps: range, *, every: int = 5, loss_shift: float = 0.0) -> Trial:
+def make_trial(number: int, steps: range, *, every: int = 5, loss_shift: float = 0.0) -> ReportedAttempt:
     """A program that saves every few steps and first tells where it resumed, as the bundled trainer does."""
     begin = steps.start - 1
     first = make_line(begin, loss=None, saved=begin or None)
     rest = [make_line(step, loss=1 / step + loss_shift, saved=step // every * every or None) for step in steps]
-    return Trial(number=number, lines=(first, *rest))
+    return ReportedAttempt(number=number, lines=(first, *rest))
 
 
 def test_a_file_is_read_up_to_its_last_whole_line(tmp_path: Path) -> None:
@@ -58,15 +58,15 @@ def test_a_resume_loses_the_steps_since_its_checkpoint() -> None:
     assert not resume.is_from_scratch and not resume.is_short
 
 
-def test_attempts_that_told_nothing_are_passed_over() -> None:
-    trials = [make_trial(1, range(1, 14)), Trial(number=2, lines=()), make_trial(3, range(11, 12))]
+def test_attempts_without_a_report_are_skipped() -> None:
+    trials = [make_trial(1, range(1, 14)), ReportedAttempt(number=2, lines=()), make_trial(3, range(11, 12))]
     assert [each.number for each in find_resumes(trials)] == [3]
 
 
 @pytest.mark.parametrize(
     ("trials", "has_saved", "words"),
     [
-        ([Trial(number=1, lines=())], True, "reported no progress"),
+        ([ReportedAttempt(number=1, lines=())], True, "reported no progress"),
         ([make_trial(1, range(1, 9))], True, "not tested: the preemption came before"),
         ([make_trial(1, range(1, 14)), make_trial(2, range(1, 9))], True, "reported a checkpoint at step 10; 13 steps"),
         ([make_trial(1, range(1, 14)), make_trial(2, range(1, 9))], False, "is empty, so the checkpoint was lost"),
@@ -85,14 +85,14 @@ def test_attempts_that_told_nothing_are_passed_over() -> None:
         ([make_trial(1, range(1, 12)), make_trial(2, range(11, 19))], True, "from step 10; repeated 1 step"),
     ],
 )
-def test_each_way_to_resume_or_not_has_its_sentence(trials: list[Trial], has_saved: bool, words: str) -> None:
+def test_each_way_to_resume_or_not_has_its_sentence(trials: list[ReportedAttempt], has_saved: bool, words: str) -> None:
     (finding,) = judge_resume(trials, find_resumes(trials), preemptions=1, has_saved=has_saved)
     assert words in finding.text
     assert (finding.level == "bad") == bool(finding.hint)
 
 
-def test_a_program_that_fails_before_its_first_new_step_could_not_load_what_it_had_saved(tmp_path: Path) -> None:
-    trials = [make_trial(1, range(1, 14)), Trial(number=2, lines=())]
+def test_a_program_that_fails_before_its_first_new_step_could_not_load_its_checkpoint(tmp_path: Path) -> None:
+    trials = [make_trial(1, range(1, 14)), ReportedAttempt(number=2, lines=())]
     (tmp_path / "log").write_text("loading\nKeyError: 'epoch'\n\n")
     said = read_last_words(tmp_path / "log")
     finding, log = judge_resume(
@@ -134,8 +134,8 @@ def test_a_broken_run_is_compared_with_an_unbroken_one_as_it_finally_went() -> N
     assert compare_runs(broken, [make_trial(1, range(1, 20), loss_shift=1.0)]).equal == 0
 
 
-def test_losses_that_are_no_numbers_are_equal() -> None:
-    trial = Trial(number=1, lines=(make_line(1, loss=math.nan),))
+def test_nan_losses_are_equal() -> None:
+    trial = ReportedAttempt(number=1, lines=(make_line(1, loss=math.nan),))
     assert compare_runs([trial], [trial]).is_exact
 
 
@@ -145,7 +145,7 @@ def test_steps_checkpoints_and_starts_are_measured() -> None:
     for step in range(1, 41):
         time_s += 2.0 + (3.0 if step % 5 == 1 and step > 1 else 0.0)
         lines.append(make_line(step, saved=(step - 1) // 5 * 5 or None, time_s=time_s))
-    trial = Trial(number=1, lines=tuple(lines), start_s=measure_start_s(lines, 90.0))
+    trial = ReportedAttempt(number=1, lines=tuple(lines), start_s=measure_start_s(lines, 90.0))
     found = measure([trial])
     assert (found.total, found.last_step, found.checkpoint_steps) == (100, 40, 5)
     assert found.step_s == pytest.approx(2.0) and found.stall_s == pytest.approx(3.0)

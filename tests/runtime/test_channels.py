@@ -444,7 +444,7 @@ def test_broker_that_was_suspended_does_not_take_its_own_sleep_for_silence() -> 
     asyncio.run(act())
 
 
-def test_older_agent_is_polled_and_asked_for_a_session_ever_more_rarely() -> None:
+def test_older_agent_is_polled_and_offered_a_session_ever_more_rarely() -> None:
     async def act() -> None:
         desk = Desk()
         desk.node.is_old = True
@@ -530,7 +530,7 @@ def test_news_are_waited_for_only_when_every_node_has_a_channel() -> None:
     asyncio.run(act())
 
 
-def test_nodes_are_told_of_a_slower_pace_once_when_there_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_nodes_are_sent_a_slower_pace_once(monkeypatch: pytest.MonkeyPatch) -> None:
     written: list[bytes] = []
     monkeypatch.setattr(Unheard, "write", lambda self, data: written.append(data))
 

@@ -107,7 +107,7 @@ def test_kinds_of_a_later_version_are_ignored() -> None:
     assert agent_link.parse_message(b'{"type": "telemetry", "x": []}')["type"] == "telemetry"
 
 
-def test_member_with_a_bug_is_dropped_and_the_others_go_on() -> None:
+def test_member_with_a_bug_is_dropped_and_the_others_continue() -> None:
     """An elastic gang continues: what rank 2 sends is invalid, so rank 2 is lost, as if its machine had gone."""
     with open_gang() as gang:
         (head, heard), (other, _), (broken, lost) = (gang.join(rank) for rank in range(3))

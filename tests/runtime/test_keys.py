@@ -14,14 +14,12 @@ from broker.runtime import keys
 pytestmark = pytest.mark.skipif(shutil.which("ssh-keygen") is None, reason="needs ssh-keygen")
 
 
-def test_what_ssh_keygen_says_is_told(tmp_path: Path) -> None:
+def test_output_of_ssh_keygen_is_shown(tmp_path: Path) -> None:
     with pytest.raises(StateError, match=r"`ssh-keygen` failed: .*No such file or directory"):
         keys.make_pair(tmp_path / "no folder" / "login", comment="c")
 
 
-def test_a_machine_without_ssh_keygen_and_one_that_hangs_are_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_and_hanging_ssh_keygen_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def hang(*words: object, timeout: float, **options: object) -> None:
         raise subprocess.TimeoutExpired("ssh-keygen", timeout)
 

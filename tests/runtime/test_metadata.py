@@ -94,7 +94,7 @@ def test_an_end_that_has_passed_is_now(notice: Any, server: Server) -> None:
     assert notice.files.read_json(notice.files.STATE / "preemption")["notice_s"] == 0.0
 
 
-def test_a_server_without_tokens_is_given_up_on(notice: Any, server: Server) -> None:
+def test_a_server_without_tokens_is_not_queried_again(notice: Any, server: Server) -> None:
     notice.watch_notices("aws")
     assert len(server.asked) == notice.TRIES_MAX == 60
     assert not (notice.files.STATE / "preemption").exists()
@@ -125,6 +125,6 @@ def test_answers_that_make_no_sense_are_forgiven_by_one_that_does(notice: Any, m
     assert (notice.files.STATE / "preemption").exists() and not list(calls)
 
 
-def test_a_cloud_without_notices_is_not_asked(notice: Any, server: Server) -> None:
+def test_a_cloud_without_notices_is_not_queried(notice: Any, server: Server) -> None:
     notice.watch_notices("local")
     assert server.asked == []

@@ -78,14 +78,14 @@ def test_the_head_speaks_for_the_gang_with_its_progress() -> None:
     assert sorted(agents.asked) == [(0, "status", {"run_id": 1}), (1, "status", {"run_id": 1})]
 
 
-def test_where_the_head_is_silent_another_speaks_and_tells_no_progress() -> None:
+def test_another_node_reports_for_a_silent_head_without_progress() -> None:
     gang, _ = open_gang(None, make_run("FAILED", returncode=3, progress={"step": 8}))
     report = asyncio.run(gang.poll(TWO, 1))
     assert (report.status, report.returncode, report.unreachable, report.progress) == (RunStatus.FAILED, 3, (0,), None)
     assert report.statuses == (None, RunStatus.FAILED)
 
 
-def test_a_rank_that_answered_before_it_ended_is_asked_again_once_the_head_has_succeeded() -> None:
+def test_a_rank_that_answered_before_its_end_is_queried_again_after_the_head_succeeded() -> None:
     gang, agents = open_gang(make_run("SUCCEEDED", returncode=0), make_run())
     answer = agents.run
 
@@ -105,7 +105,7 @@ def test_a_run_that_no_agent_knows_of_yet_is_being_set_up() -> None:
     assert (report.status, report.statuses, report.unreachable) == (RunStatus.SETTING_UP, (None, None), ())
 
 
-def test_nodes_that_are_confirmed_gone_are_not_asked() -> None:
+def test_nodes_that_are_confirmed_gone_are_not_queried() -> None:
     cluster = make_cluster(NodeState.RUNNING, NodeState.TERMINATED)
     gang, agents = open_gang(make_run(), None)
     report = asyncio.run(gang.poll(cluster, 1))

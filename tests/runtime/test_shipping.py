@@ -70,7 +70,7 @@ def test_folders_for_state_exist_before_the_program_starts(rig: Rig, tmp_path: P
     asyncio.run(act())
 
 
-def test_folder_that_cannot_be_made_is_told_and_the_program_runs(rig: Rig, tmp_path: Path) -> None:
+def test_folder_that_cannot_be_created_is_reported_and_the_program_runs(rig: Rig, tmp_path: Path) -> None:
     async def act() -> None:
         (tmp_path / "file").touch()
         cluster = await rig.make_cluster(1)

@@ -82,7 +82,7 @@ def test_hidden_folder_has_rules_of_its_own(tmp_path: Path) -> None:
     assert list_sent(tmp_path) == {".config/.gitignore", ".config/y", "config/x"}
 
 
-def test_all_is_sent_but_what_is_named_and_what_is_never_wanted(tmp_path: Path) -> None:
+def test_everything_is_sent_except_ignored_and_default_excluded_paths(tmp_path: Path) -> None:
     kept = {"a.py", "deep/b.py", "deep/data/c", "git/x"}
     make(tmp_path, *kept, "a.log", "deep/a.log", "data/x", ".git/x", ".venv/x", "deep/__pycache__/x")
     (tmp_path / ".skyignore").write_text("*.log\n/data/\n")

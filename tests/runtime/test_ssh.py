@@ -94,7 +94,7 @@ def test_host_that_a_firewall_keeps_out_is_reached_once_it_lets_us_in(sshd: Sshd
     assert done.stdout == b"in\n" and asked == [sshd.node.id]
 
 
-def test_host_that_stays_silent_though_the_firewall_was_renewed_is_given_up(sshd: Sshd, keys: Keys) -> None:
+def test_host_that_stays_silent_after_a_firewall_update_is_an_error(sshd: Sshd, keys: Keys) -> None:
     clock = JumpingClock()
     transport = SshTransport(keys, clock=clock, patience_s=0)
     asked: list[str] = []
@@ -109,7 +109,7 @@ def test_host_that_stays_silent_though_the_firewall_was_renewed_is_given_up(sshd
     assert asked == [sshd.node.id]
 
 
-def test_host_that_never_comes_up_is_told_from_one_that_went_away(sshd: Sshd, keys: Keys) -> None:
+def test_host_that_never_comes_up_is_distinguished_from_one_that_went_away(sshd: Sshd, keys: Keys) -> None:
     transport = SshTransport(keys, clock=Clock(), patience_s=5)
     with pytest.raises(UnreachedError, match="cannot be reached") as caught:
         asyncio.run(transport.run(sshd.node, ["true"], timeout_s=30))

@@ -45,7 +45,7 @@ def test_a_file_is_listed_by_itself(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("is_folder", [True, False])
-def test_what_is_not_there_has_no_files(tmp_path: Path, *, is_folder: bool) -> None:
+def test_missing_folder_has_no_files(tmp_path: Path, *, is_folder: bool) -> None:
     found = look(tmp_path / "missing", is_folder=is_folder)
     assert (found.is_folder, found.files) == (False, {})
 

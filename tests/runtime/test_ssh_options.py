@@ -144,7 +144,7 @@ def test_entries_are_files_links_and_folders_below_the_source(tmp_path: Path) ->
     assert sorted(name for name, _ in list_entries(tmp_path)) == ["a", "a/empty", "a/f", "l"]
 
 
-def test_what_has_the_same_size_and_time_stays(tmp_path: Path) -> None:
+def test_files_of_the_same_size_and_time_are_not_sent_again(tmp_path: Path) -> None:
     file, folder, link = tmp_path / "f", tmp_path / "d", tmp_path / "l"
     file.write_text("12345")
     os.utime(file, (1000.0, 1000.0))

@@ -19,7 +19,7 @@ def test_a_program_that_is_not_there_leaves_no_socket_open() -> None:
     assert [each for each in told if "unclosed <socket" in str(each.message)] == []
 
 
-def test_a_program_is_told_and_answers_line_by_line() -> None:
+def test_a_program_exchanges_messages_line_by_line() -> None:
     async def act() -> object:
         stream = await open_program(["sh", "-c", 'read line; echo "{\\"heard\\": $line}"'])
         stream.write({"a": 1})

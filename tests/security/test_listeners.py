@@ -124,7 +124,7 @@ def is_master(process: Path, keys: Path) -> bool:
     return False
 
 
-def test_undeclared_listener_is_told(tmp_path: Path) -> None:
+def test_undeclared_listener_is_reported(tmp_path: Path) -> None:
     """The matrix can fail: a socket of this process is in no row."""
     import os
 

@@ -194,7 +194,7 @@ def test_version_that_never_becomes_ready_is_rolled_back(tmp_path: Path) -> None
     assert service is not None and service.version == 1
 
 
-def test_first_version_that_fails_three_times_is_given_up(tmp_path: Path) -> None:
+def test_first_version_that_fails_three_times_fails_the_service(tmp_path: Path) -> None:
     world = World(tmp_path)
     world.failing = lambda task: True
     world.settle(400)

@@ -30,7 +30,7 @@ def test_request_that_another_replica_cannot_continue_has_no_journal(fields: dic
     assert open_journal(**fields) is None
 
 
-def test_request_that_is_no_stream_of_tokens_has_no_journal() -> None:
+def test_request_without_token_streaming_has_no_journal() -> None:
     assert StreamJournal.open("GET", PATH, b"{}", seed=0) is None
     assert StreamJournal.open("POST", "/other", b'{"stream": true}', seed=0) is None
     assert StreamJournal.open("POST", PATH, b"\xff{", seed=0) is None

@@ -85,7 +85,7 @@ def test_every_fault_meets_a_job_in_every_state_and_nothing_breaks() -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("first", range(COVERED, 1000, CHUNK))
-def test_no_history_breaks_what_must_hold(first: int) -> None:
+def test_every_history_keeps_the_invariants(first: int) -> None:
     for seed in range(first, first + CHUNK):
         result = play_seed(seed)
         assert not result.failure, explain(result)

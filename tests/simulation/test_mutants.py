@@ -23,7 +23,7 @@ def test_a_planted_bug_is_caught(mutant: Mutant, is_collector_off: bool) -> None
     assert catch.letter in mutant.letters.split(), catch.failure
 
 
-def test_what_no_checker_stops_still_counts_as_seconds_that_nobody_owned_a_node() -> None:
+def test_unowned_node_seconds_count_even_if_no_checker_fails() -> None:
     only_time = {"tick": (invariants.check_s3_owned_or_dying, invariants.check_l2_jobs_end)}
     mutant = Mutant(plant=forget_unanswered_intent, letters="", scene="")
     scene = next(scene for scene in SCENES if scene.name == "lost answers")

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from broker.jobs.deadline import follows_deadline
-from broker.jobs.order import order_plan
+from broker.jobs.replanning import order_plan
 from broker.types import Attempt, IntentEnd, NodeRequest, Placement
 from tests.simulation.events import REFUSED, Event, Violation
 

@@ -62,7 +62,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """SkyPilot's, and the user's: nobody's real one is touched."""
+    """Temporary homes for SkyPilot and the user; real ones are never touched."""
     home = tmp_path_factory.mktemp("sky-home")
     for cloud, rows in (("lambda", CATALOG), ("nebius", NEBIUS)):
         catalog = home / ".sky" / "catalogs" / "v8" / cloud / "vms.csv"
@@ -112,7 +112,7 @@ def run_sky(*words: str) -> str:
 
 
 def end_all(home: Path) -> None:
-    """What the server left running: told by its home folder, which nobody else has."""
+    """Processes that the server left running, identified by its home folder."""
     end_s = time.monotonic() + END_S_MAX
     while True:
         left = []

@@ -93,7 +93,7 @@ def test_a_dry_run_takes_the_order_as_it_is(cloud: SkyCloud, engine: WorkerEngin
 
 
 @pytest.mark.parametrize("offer", [{"instance_type": "gpu_9x_z99"}, {"region": "atlantis-1"}])
-def test_what_skypilots_catalog_does_not_have_is_looked_for_elsewhere(
+def test_offers_missing_from_the_skypilot_catalog_come_from_other_sources(
     cloud: SkyCloud, engine: WorkerEngine, offer: dict[str, str]
 ) -> None:
     with pytest.raises(CapacityError, match=next(iter(offer.values()))):
@@ -155,7 +155,7 @@ def test_a_cluster_that_never_was_is_ended_without_complaint(cloud: SkyCloud, en
     assert asyncio.run(engine.write_ssh("b-none-lambda-00")) is None
 
 
-def test_a_server_that_is_not_there_is_told_from_a_refusal(server: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_server_is_distinguished_from_a_refusal(server: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SKYPILOT_API_SERVER_ENDPOINT", "http://127.0.0.1:9")
     engine = WorkerEngine(PYTHON)
     try:

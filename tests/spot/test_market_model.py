@@ -8,7 +8,7 @@ import pytest
 
 from broker.spot import market_model
 from broker.spot.market_model import MarketEvidence, RunDistribution, find_hazard, forecast_run, weigh_scenarios
-from broker.spot.recorded_runs import Run, read_scenarios
+from broker.spot.recorded_runs import RecordedRun, read_scenarios
 
 NOTHING = MarketEvidence()
 HOURS = attrgetter("hours")
@@ -53,7 +53,7 @@ def test_the_hazard_of_recorded_markets_is_far_above_published_bands() -> None:
 
 
 def make_runs(hours: list[float]) -> RunDistribution:
-    runs = [Run(spot_hours=each, ondemand_hours=0.0, hours=each, preemptions=0.0) for each in hours]
+    runs = [RecordedRun(spot_hours=each, ondemand_hours=0.0, hours=each, preemptions=0.0) for each in hours]
     return RunDistribution(runs=runs, weights=[1 / len(runs)] * len(runs), scenario_count=len(runs))
 
 

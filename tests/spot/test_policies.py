@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from broker.lab.markets import make_site
-from broker.lab.replay import Case, Outcome, replay
+from broker.lab.replay import Case, ReplayOutcome, replay
 from broker.lab.traces import Trace
 from broker.spot.durations import MET_HOURS
 from broker.spot.policies import ORACLES, POLICIES, load_policy
@@ -38,7 +38,7 @@ def view_of(work: float, left: float | None, **facts: object) -> JobView:
 
 def live(
     counts: Sequence[int], name: str, *, slack: float, start: float = 0.1, work: float = WORK, **facts: float
-) -> Outcome:
+) -> ReplayOutcome:
     trace = Trace(name="t", gap_hours=1 / 6, counts=tuple(counts))
     case = Case(sites=(make_site(trace, start_hours=start),), work_hours=work, deadline_hours=work * slack, **facts)
     return replay(case, load_policy(name), is_oracle=name in ORACLES)
@@ -73,7 +73,7 @@ def test_without_deadline_spot_is_waited_for(name: str) -> None:
     assert isinstance(decision, Move) and decision.target is opened
 
 
-def test_open_spot_that_nobody_watches_is_not_waited_beside() -> None:
+def test_no_policy_waits_beside_unwatched_open_spot() -> None:
     """Waiting reveals nothing: the policy starts on it wherever that is safe and any spare time is left."""
     policy, sure = load_policy("adaptive"), make_candidate(is_spot=False)
     for age in (0.0, 0.1, 0.3, 2.0, 30.0):
@@ -114,7 +114,7 @@ def test_a_costly_failure_far_away_does_not_bar_spot_near_the_data() -> None:
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_where_only_on_demand_is_sold_it_is_taken(name: str) -> None:
+def test_on_demand_is_taken_if_nothing_else_is_for_sale(name: str) -> None:
     sure = make_candidate(is_spot=False)
     decision = load_policy(name)(view_of(10, 20), [sure])
     assert isinstance(decision, Move) and decision.target is sure
@@ -307,7 +307,7 @@ def test_uniform_progress_waits_ahead_of_its_line_and_takes_on_demand_behind_it(
     assert isinstance(decision, Move) and decision.target is sure
 
 
-def test_every_decision_asks_to_be_asked_again_in_time() -> None:
+def test_every_decision_sets_a_timely_next_look() -> None:
     sure, closed = make_candidate(is_spot=False), make_candidate(is_spot=True, usd=0.3, is_open=False, age_hours=2.0)
     for name in PUNCTUAL:
         decision = load_policy(name)(view_of(10, 11), [closed, sure])

@@ -35,13 +35,13 @@ def test_a_market_that_never_opens_leaves_on_demand() -> None:
 def test_without_spare_time_on_demand_starts_at_once() -> None:
     outlook = solve()
     assert outlook.idle_open.read(0, outlook.locate(10.0, 0.0)) == pytest.approx(10.1)
-    assert outlook.sure_closed.read(0, outlook.locate(10.0, 0.0)) == pytest.approx(10.0)
+    assert outlook.ondemand_closed.read(0, outlook.locate(10.0, 0.0)) == pytest.approx(10.0)
 
 
-def test_more_time_less_work_and_what_runs_already_never_cost_more() -> None:
+def test_more_time_less_work_and_running_machines_never_cost_more() -> None:
     outlook = solve()
     spares, works = (0.0, 0.3, 1.0, 4.0, 12.0, 24.0), (0.5, 2.0, 8.0, 24.0)
-    for table in (outlook.run, outlook.idle_open, outlook.idle_closed, outlook.sure_open, outlook.sure_closed):
+    for table in (outlook.run, outlook.idle_open, outlook.idle_closed, outlook.ondemand_open, outlook.ondemand_closed):
         for age in range(len(AGES)):
             for work in works:
                 by_spare = [table.read(age, outlook.locate(work, spare)) for spare in spares]
@@ -94,7 +94,7 @@ def test_on_demand_kept_for_now_is_never_worth_what_leaving_it_at_once_is() -> N
     for age in range(5, len(AGES)):
         entered, kept = outlook.enter_usd(age, 20.0, 6.0), outlook.keep_open.read(age, outlook.locate(20.0, 6.0))
         assert entered < kept - 0.02
-        assert outlook.sure_open.read(age, outlook.locate(20.0, 6.0)) <= kept
+        assert outlook.ondemand_open.read(age, outlook.locate(20.0, 6.0)) <= kept
 
 
 def test_a_start_that_outlasts_young_spells_is_expected_to_be_lost_in_a_storm() -> None:

@@ -49,7 +49,7 @@ def get_cluster(store: Store, name: str) -> Cluster:
     return cluster
 
 
-def test_the_first_recovery_that_was_asked_for_is_the_tasks(store: Store) -> None:
+def test_the_first_requested_recovery_becomes_the_tasks(store: Store) -> None:
     assert get_task(store, 1).recovery == RECOVERY
     assert get_task(store, 2).recovery == JobRecovery()
 
@@ -59,7 +59,7 @@ def test_autostop_is_that_of_the_first_alternative(store: Store) -> None:
     assert get_cluster(store, "dev").autostop == Autostop(idle_minutes=10)
 
 
-def test_what_runs_knows_the_alternative_that_it_was_planned_for(store: Store) -> None:
+def test_running_placements_carry_their_planned_alternative(store: Store) -> None:
     job = store.jobs.get(1)
     assert job is not None
     (attempt,) = job.attempts
@@ -84,7 +84,7 @@ def test_a_damaged_row_stays_damaged_and_hides_no_other(store: Store) -> None:
     assert [error.key for error in damaged] == ["4"]
 
 
-def test_a_stored_task_keeps_what_the_migration_found(store: Store) -> None:
+def test_a_stored_task_keeps_the_migrated_values(store: Store) -> None:
     """The second open finds the newest schema, and changes nothing."""
     path, first = store.path, store.jobs.list(on_damage=lambda error: None)
     store.close()

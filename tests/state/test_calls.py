@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from broker.provision.hedge_timer import learn
-from broker.state.calls import Pace
+from broker.state.calls import ResponseTime
 from broker.state.store import Store
 from tests.state.samples import Hands
 
@@ -40,11 +40,11 @@ def test_failed_calls_take_tokens_and_time_gives_them_back(store: Store, clock: 
 
 
 def test_paces_are_kept_by_cloud_and_answer(store: Store) -> None:
-    store.paces.learn("x", "created", lambda pace: learn(pace, 8.0))
-    store.paces.learn("x", "whole", lambda pace: learn(pace, 80.0))
-    store.paces.learn("y", "created", lambda pace: learn(pace, 2.0))
-    store.paces.learn("x", "created", lambda pace: learn(pace, 16.0))
-    assert store.paces.get("x", "created") == Pace(mean_s=9.0, deviation_s=5.0)
-    assert store.paces.get("x", "whole") == Pace(mean_s=80.0, deviation_s=40.0)
-    assert store.paces.get("y", "created") == Pace(mean_s=2.0, deviation_s=1.0)
-    assert store.paces.get("y", "whole") is None
+    store.response_times.learn("x", "created", lambda pace: learn(pace, 8.0))
+    store.response_times.learn("x", "whole", lambda pace: learn(pace, 80.0))
+    store.response_times.learn("y", "created", lambda pace: learn(pace, 2.0))
+    store.response_times.learn("x", "created", lambda pace: learn(pace, 16.0))
+    assert store.response_times.get("x", "created") == ResponseTime(mean_s=9.0, deviation_s=5.0)
+    assert store.response_times.get("x", "whole") == ResponseTime(mean_s=80.0, deviation_s=40.0)
+    assert store.response_times.get("y", "created") == ResponseTime(mean_s=2.0, deviation_s=1.0)
+    assert store.response_times.get("y", "whole") is None

@@ -54,7 +54,7 @@ def test_a_takeover_fences_every_write_of_the_first(store: Store, open_store: Op
         for write in (
             lambda: store.jobs.set_status(job, JobStatus.FAILED),
             lambda: store.intents.is_open("t"),
-            lambda: store.paces.learn("x", "y", lambda pace: pytest.fail("is not reached")),
+            lambda: store.response_times.learn("x", "y", lambda pace: pytest.fail("is not reached")),
         ):
             with pytest.raises(FencedError):
                 write()
@@ -78,7 +78,7 @@ def test_only_a_lease_keeps_a_claim(store: Store, wait: object) -> None:
     assert store.claims.measure_load().controller_count == 0
 
 
-def test_who_resigns_leaves_its_jobs_at_once(store: Store, wait: object) -> None:
+def test_a_controller_that_resigns_releases_its_jobs_at_once(store: Store, wait: object) -> None:
     job = store.jobs.add("a", Task()).id
     for name in ("x", "y"):
         store.claims.renew(name)

@@ -84,7 +84,7 @@ NOT_DURABLE: dict[str, Deed] = {
     "set_log_offset": lambda store: store.jobs.set_log_offset(1, LogOffset(attempt=1)),
     "beat": lambda store: store.leader.beat(),
     "is_intent_open": lambda store: store.intents.is_open("t"),
-    "learn_pace": lambda store: store.paces.learn("x", "created", lambda pace: learn(pace, 1.0)),
+    "learn_pace": lambda store: store.response_times.learn("x", "created", lambda pace: learn(pace, 1.0)),
     "take_retry": lambda store: store.retries.take("x", tokens_max=5.0, refill_s=1.0),
 }
 
@@ -127,7 +127,7 @@ def test_reading_writes_nothing(store: Recording) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in DURABLE if name not in ("forgive",)])
-def test_what_fails_at_its_commit_leaves_nothing(store: Recording, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_commit_leaves_nothing(store: Recording, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def dump() -> list[str]:
         return list(store._connection.iterdump())
 

@@ -17,7 +17,7 @@ from broker.state.faults import explain_os_error
         (OSError(errno.EACCES, "Permission denied", "/state/home/state.db"), "Permission denied", "/state/home"),
     ],
 )
-def test_a_file_that_cannot_be_used_is_told_with_its_reason(error: OSError, told: str, hint: str) -> None:
+def test_an_unusable_file_is_reported_with_the_reason(error: OSError, told: str, hint: str) -> None:
     found = explain_os_error(error, default=Path("/state/other/file"))
     assert told in found.message and "None" not in found.message
     assert hint in " ".join(found.hints)

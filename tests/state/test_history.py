@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from broker.spot.durations import NOTHING_SEEN
-from broker.state.history import HALF_LIFE_DAYS, SPELL_DAYS, SpotStay, gather_durations, weigh_stays
+from broker.state.history import HALF_LIFE_DAYS, PERIOD_DAYS, SpotStay, gather_durations, weigh_stays
 from broker.state.store import Store
 from broker.types import Attempt, Outcome, OutcomeKind, Placement, Task
 from tests.simulation.world import make_offer
@@ -79,19 +79,19 @@ def test_a_stay_of_no_length_weighs_nothing() -> None:
 
 def test_spells_are_of_stays_that_ended_within_a_week() -> None:
     found = gather_durations([STAY], now_s=NOW_S)[PLACE]
-    assert found == NOTHING_SEEN + NOTHING_SEEN.with_spell(3.0, is_open=True, is_ended=True)
+    assert found == NOTHING_SEEN + NOTHING_SEEN.with_period(3.0, is_open=True, is_ended=True)
     left = gather_durations([replace(STAY, is_preempted=False)], now_s=NOW_S)[PLACE]
-    assert left == NOTHING_SEEN + NOTHING_SEEN.with_spell(3.0, is_open=True, is_ended=False)
+    assert left == NOTHING_SEEN + NOTHING_SEEN.with_period(3.0, is_open=True, is_ended=False)
     faded = gather_durations([STAY], now_s=NOW_S + 5 * HOUR_S)[PLACE]
-    assert faded == NOTHING_SEEN + NOTHING_SEEN.with_spell(3.0, is_open=True, is_ended=True).fade(5.0)
-    edge_s = NOW_S + SPELL_DAYS * DAY_S
+    assert faded == NOTHING_SEEN + NOTHING_SEEN.with_period(3.0, is_open=True, is_ended=True).fade(5.0)
+    edge_s = NOW_S + PERIOD_DAYS * DAY_S
     assert gather_durations([STAY], now_s=edge_s) and not gather_durations([STAY], now_s=edge_s + 1.0)
     assert not gather_durations([replace(STAY, is_over=False)], now_s=NOW_S)
     assert not gather_durations([replace(STAY, begin_s=NOW_S)], now_s=NOW_S)
 
 
 def test_spells_of_one_place_add_up() -> None:
-    one = NOTHING_SEEN.with_spell(3.0, is_open=True, is_ended=True)
+    one = NOTHING_SEEN.with_period(3.0, is_open=True, is_ended=True)
     assert gather_durations([STAY, STAY], now_s=NOW_S)[PLACE] == NOTHING_SEEN + one + one
 
 

@@ -206,7 +206,7 @@ def test_a_recorded_outcome_becomes_a_kind_that_says_the_same(sentence: str, out
     assert read_outcome(sentence) == outcome and describe_outcome(outcome) == reword(sentence)
 
 
-def test_what_a_user_took_down_and_what_was_bought_on_demand_was_never_preempted() -> None:
+def test_takedowns_and_on_demand_losses_are_not_preemptions() -> None:
     taken, lost = read_outcome("preempted: its cluster was taken down"), read_outcome("preempted: gone", is_spot=False)
     assert taken == Outcome(kind=OutcomeKind.TAKEN_DOWN) and lost == Outcome(kind=OutcomeKind.NODE_LOST, detail="gone")
 

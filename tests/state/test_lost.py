@@ -45,7 +45,7 @@ def remove(path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", ["missing", "empty"])
-def test_a_lost_state_file_is_no_fresh_start(path: Path, damage: str) -> None:
+def test_a_lost_state_file_is_not_a_fresh_start(path: Path, damage: str) -> None:
     remove(path)
     if damage == "empty":
         path.touch()
@@ -69,7 +69,7 @@ def test_the_error_names_the_newest_copy_and_its_date(path: Path) -> None:
     assert time.strftime("%Y-%m-%d", time.localtime(copy.time_s)) in caught.value.hints[0]
 
 
-def test_a_copy_that_is_damaged_is_refused_with_what_is_wrong(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_damaged_copy_is_refused_with_the_reason(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with closing(open_store(path)) as store:
         copy = store.copy()
     monkeypatch.setattr(restoring, "check_integrity", lambda database: ["row 7 missing from index"])
@@ -142,7 +142,7 @@ def fail_for_lack_of_space(path: Path) -> None:
     raise OSError(28, "No space left on device", str(path))
 
 
-def test_restore_brings_back_what_was_and_keeps_the_present_file(path: Path) -> None:
+def test_restore_recovers_the_old_state_and_keeps_the_present_file(path: Path) -> None:
     with closing(open_store(path)) as store:
         store.copy()
         store.jobs.add("later", Task())
@@ -171,7 +171,7 @@ def test_each_restore_skips_more_attempt_numbers_also_over_a_reset(path: Path) -
 
 
 @pytest.mark.parametrize("content", [b"", b"garbage" * 1000], ids=["empty", "garbage"])
-def test_what_is_no_database_is_not_restored(path: Path, tmp_path: Path, content: bytes) -> None:
+def test_a_file_that_is_not_a_database_is_not_restored(path: Path, tmp_path: Path, content: bytes) -> None:
     bad = tmp_path / "bad.db"
     bad.write_bytes(content)
     before = path.read_bytes()

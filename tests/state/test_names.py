@@ -11,7 +11,7 @@ from broker.types import Cluster, ClusterStatus, JobStatus, Task
 from tests.state.samples import PLACEMENT, Hands
 
 
-def test_live_and_ended_jobs_are_told_apart_and_unsafe_names_are_left_out(tmp_path: Path) -> None:
+def test_live_and_ended_jobs_are_separated_and_unsafe_names_left_out(tmp_path: Path) -> None:
     path = tmp_path / "state.db"
     store = Store(path, clock=Hands())
     done, _, _ = (store.jobs.add(name, Task()) for name in ("done", "live", "$(reboot)"))

@@ -88,7 +88,7 @@ except Exception as error:
 """
 
 
-def test_a_process_that_is_stopped_in_a_transaction_blocks_nobody_for_long(
+def test_a_process_stopped_in_a_transaction_blocks_others_only_briefly(
     open_postgres: OpenStore,
 ) -> None:
     session = module.SESSION.replace("'5s'", "'200ms'")

@@ -38,7 +38,7 @@ def refuse(store: Store, lasts_s: float = 100.0, zone: str | None = "east1a", **
     return next(each for each in store.refusals.list_active(store.clock.now_s()) if each.zone == (zone or ""))
 
 
-def test_what_is_said_of_a_refusal_comes_back(store: Store) -> None:
+def test_a_stored_refusal_is_read_back(store: Store) -> None:
     found = refuse(store, hints=("ask for more", "or less"), reask_after_s=30.0)
     assert found == make(expires_s=START_S + 100.0, reask_s=START_S + 30.0, hints=("ask for more", "or less"))
     assert refuse(store, zone=None).hints == ()
@@ -52,11 +52,11 @@ def test_without_a_most_a_refusal_never_grows(store: Store, clock: Hands) -> Non
         clock.time_s += 100.0
 
 
-def test_a_most_that_is_less_than_asked_for_shortens_nothing(store: Store) -> None:
+def test_a_maximum_below_the_requested_duration_shortens_nothing(store: Store) -> None:
     assert refuse(store, lasts_s_max=10.0).expires_s == START_S + 100.0
 
 
-def test_one_who_has_nowhere_else_to_go_may_ask_again_later_each_time(store: Store, clock: Hands) -> None:
+def test_the_only_place_is_retried_with_growing_delays(store: Store, clock: Hands) -> None:
     pauses = []
     for _ in range(5):
         found = refuse(store, 600.0, lasts_s_max=9999.0, reask_after_s=30.0, reask_after_s_max=100.0)
@@ -66,7 +66,7 @@ def test_one_who_has_nowhere_else_to_go_may_ask_again_later_each_time(store: Sto
     assert refuse(store, 5.0, zone="b", reask_after_s=30.0).reask_s == clock.now_s() + 5.0, "it has ended by then"
 
 
-def test_answers_to_what_was_asked_before_the_refusal_was_known_count_with_it(store: Store, clock: Hands) -> None:
+def test_answers_to_requests_sent_before_a_refusal_count_with_it(store: Store, clock: Hands) -> None:
     more = {"lasts_s_max": 9999.0, "reask_after_s": 30.0}
     refuse(store, **more)
     clock.time_s += 29.9

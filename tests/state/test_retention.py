@@ -131,7 +131,7 @@ def test_jobs_that_still_have_machines_or_run_stay_however_old(store: Store, clo
     assert store.retention.compact() == 0 and {job.id for job in store.jobs.list()} == {billed, opened, live}
 
 
-def test_only_the_newest_so_many_ended_jobs_stay(store: Store, clock: Hands) -> None:
+def test_only_the_newest_ended_jobs_are_kept(store: Store, clock: Hands) -> None:
     ids = [run_job(store, clock, begin_s=NOW_S - DAY_S + n) for n in range(10)]
     usd = store.bills.spend_usd(now_s=NOW_S)
     clock.time_s = NOW_S

@@ -43,7 +43,7 @@ def make_attempt(job_id: int, number: int = 1, **fields: object) -> Attempt:
 # -- jobs -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_job_comes_back_as_it_was_put_and_as_it_went_on(store: Store, clock: Hands) -> None:
+def test_a_stored_job_is_read_back_with_its_updates(store: Store, clock: Hands) -> None:
     task = Task(name="train", run="true", envs={"A": "1"})
     job = store.jobs.add("train", task, "r", needs=(3, 4), pipeline="p", hedge=5)
     assert job == Job(
@@ -73,7 +73,7 @@ def test_a_live_status_has_no_end_and_only_live_jobs_can_be_cancelled(store: Sto
     assert not store.jobs.is_cancel_requested(99)
 
 
-def test_a_retry_goes_on_with_the_first_jobs_name_of_checkpoints_and_attempt_numbers(store: Store) -> None:
+def test_a_retry_continues_checkpoint_names_and_attempt_numbers(store: Store) -> None:
     first = store.jobs.add("j", Task())
     store.jobs.put_attempt(make_attempt(first.id))
     second = store.jobs.add("j", Task(), resumes=get(store, first))
@@ -261,7 +261,7 @@ def test_spending_is_summed_by_cluster_by_job_and_in_all(store: Store) -> None:
     ]  # fmt: skip
 
 
-def test_a_bill_ends_once_and_starts_anew_after_a_stop(store: Store, clock: Hands) -> None:
+def test_a_bill_ends_once_and_restarts_after_a_stop(store: Store, clock: Hands) -> None:
     store.bills.record(replace(NODE, created_s=START_S))
     clock.time_s += 3600.0
     store.bills.close(NODE)
@@ -280,7 +280,7 @@ def test_a_bill_ends_once_and_starts_anew_after_a_stop(store: Store, clock: Hand
     assert len(store.bills.list()) == 2
 
 
-def test_what_is_done_to_one_bill_leaves_those_of_other_nodes_and_clouds(store: Store, clock: Hands) -> None:
+def test_a_change_of_one_bill_leaves_other_nodes_and_clouds_alone(store: Store, clock: Hands) -> None:
     others = [replace(NODE, id="m"), replace(NODE, cloud="y")]
     for node in (NODE, *others):
         store.bills.record(node)
@@ -300,7 +300,7 @@ def test_what_is_done_to_one_bill_leaves_those_of_other_nodes_and_clouds(store: 
     ]
 
 
-def test_a_terminated_node_ends_its_bill_even_before_it_was_opened_anew(store: Store, clock: Hands) -> None:
+def test_a_terminated_node_ends_its_bill_even_before_it_is_reopened(store: Store, clock: Hands) -> None:
     store.bills.record(replace(NODE, created_s=START_S))
     store.bills.record(replace(NODE, state=NodeState.TERMINATED, ended_s=START_S - 60.0))
     assert store.bills.spend_usd(now_s=START_S + 3600.0) == 0.0
@@ -367,7 +367,7 @@ def test_a_cloud_is_adopted_after_two_lists_that_lie_far_enough_apart(store: Sto
     assert note("y")
 
 
-def test_a_copy_that_is_put_in_place_forgets_what_was_half_done(store: Store) -> None:
+def test_a_restored_copy_drops_unfinished_operations(store: Store) -> None:
     job = store.jobs.add("j", Task())
     store.clusters.put(make_cluster("up"))
     store.clusters.put(replace(make_cluster("coming"), status=ClusterStatus.INIT))
@@ -396,7 +396,7 @@ def test_events_are_chosen_by_job_by_cluster_and_by_what_was_read_already(store:
     assert store.events.list(after=first.id) == others
 
 
-def test_nobody_may_delete_an_event_of_the_last_weeks(store: Store, clock: Hands) -> None:
+def test_recent_events_cannot_be_deleted(store: Store, clock: Hands) -> None:
     clock.time_s = time.time() - 80 * 86400
     store.events.add(make_event(EventKind.NOTE, text="some weeks ago"))
     with pytest.raises(StateError, match="append-only"):

@@ -74,7 +74,7 @@ def test_a_schema_that_is_not_known_is_refused_with_a_hint(tmp_path: Path, versi
     assert way_out in " ".join(caught.value.hints)
 
 
-def test_a_file_that_is_no_database_is_a_state_error(tmp_path: Path) -> None:
+def test_a_file_that_is_not_a_database_is_a_state_error(tmp_path: Path) -> None:
     path = tmp_path / "state.db"
     path.write_text("not a database, whatever its name says" * 100)
     with pytest.raises(StateError):

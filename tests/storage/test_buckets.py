@@ -39,7 +39,7 @@ def bucket(request: pytest.FixtureRequest, tmp_path: Path, server: S3Server, mon
     return open_bucket(place)
 
 
-def test_what_is_written_is_read_listed_and_deleted(bucket: Bucket) -> None:
+def test_written_objects_are_read_listed_and_deleted(bucket: Bucket) -> None:
     assert bucket.list_keys() == [] and bucket.read("a") is None
     bucket.write("a/b", b"one")
     bucket.write("a/b", b"three")

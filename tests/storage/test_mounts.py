@@ -198,7 +198,7 @@ def test_task_is_given_the_script_before_its_own_setup() -> None:
         (Task(storage_mounts=(StorageMount(target="/d", source=("s3://a", "s3://b")),)), "several buckets"),
     ],
 )
-def test_what_no_node_can_be_given_is_refused_with_its_place(task: Task, words: str) -> None:
+def test_mount_that_no_node_can_have_is_refused_with_its_place(task: Task, words: str) -> None:
     placed = replace(task.storage_mounts[0], origin=Origin(file="t.yaml", line=4, column=3))
     with pytest.raises(InvalidRequestError) as caught:
         plan_mounts(replace(task, storage_mounts=(placed,)))

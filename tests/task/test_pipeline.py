@@ -74,7 +74,7 @@ def test_tasks_without_or_with_the_same_name_get_one_of_their_own() -> None:
     assert "duplicate task name `a`" in find_message("name: a\nrun: x", "name: a\nneeds: []\nrun: x")
 
 
-def test_empty_documents_are_no_tasks() -> None:
+def test_empty_documents_are_not_tasks() -> None:
     assert [task.name for task in load("name: all", "", "name: a\nrun: x", "")] == ["a"]
 
 

@@ -58,7 +58,7 @@ def serve_s3(address: str = "127.0.0.1") -> Iterator[S3Server]:
 
 @dataclass(kw_only=True)
 class Wire:
-    """A proxy to a port that breaks connections carrying too many bytes, as often as it is told to."""
+    """A proxy to a port that breaks connections carrying too many bytes, as often as requested."""
 
     target: int
     cuts_left: int = 0

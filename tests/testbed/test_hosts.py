@@ -234,7 +234,7 @@ def test_host_whose_lease_runs_out_ends_itself(bed: Bed) -> None:
     asyncio.run(act())
 
 
-def test_host_that_nobody_claims_ends_itself(bed: Bed) -> None:
+def test_unclaimed_host_ends_itself(bed: Bed) -> None:
     async def act() -> None:
         node = (await bed.cloud.create_nodes(bed.make_request(1, unclaimed_minutes=0.02)))[0]
         await wait_until_ended(bed, node)

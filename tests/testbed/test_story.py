@@ -37,7 +37,7 @@ def test_launch_runs_a_gang_on_spot_machines_and_down_leaves_nothing(stage: Stag
     assert stage.read_json("status")["clusters"] == []
 
 
-def test_training_moves_from_region_to_region_to_another_cloud_and_goes_on_from_its_bucket(stage: Stage) -> None:
+def test_training_moves_between_regions_and_clouds_and_continues_from_its_bucket(stage: Stage) -> None:
     task = stage.write("train.yaml", TRAIN)
     stage.account.full.add(("us-east-1b", "m5.large"))
     stage.run("jobs", "launch", task, *BUCKET_LOGIN, "--yes", "--detach-run")
@@ -81,7 +81,7 @@ def test_training_moves_from_region_to_region_to_another_cloud_and_goes_on_from_
     assert kept[-1].endswith("/3.json"), "the outcome lies beside the checkpoints"
 
 
-def test_success_that_nobody_was_there_to_see_counts_when_the_machines_have_ended(stage: Stage) -> None:
+def test_unobserved_success_counts_after_the_machines_have_ended(stage: Stage) -> None:
     """The daemon is gone when the program ends, and the machines are gone before the next one looks."""
     task = f"""\
 name: unseen
@@ -111,7 +111,7 @@ run: |
     assert job.status is JobStatus.SUCCEEDED and len(job.attempts) == 1, stage.tell()
 
 
-def test_secret_is_seen_by_the_program_and_by_nobody_else(stage: Stage) -> None:
+def test_secret_is_visible_only_to_the_program(stage: Stage) -> None:
     """On two clouds, a secret must be in no process list, file, log, tag, boot script or call, even after the run."""
     task = f"""\
 name: quiet

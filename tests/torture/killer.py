@@ -83,7 +83,7 @@ class Undos(threading.Thread):
 
 
 class Killer(threading.Thread):
-    """A killer that acts until told to stop, then undoes all outstanding acts."""
+    """A killer that acts until it is stopped, then undoes all outstanding acts."""
 
     def __init__(
         self,

@@ -47,7 +47,7 @@ def list_events(evidence: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("is_witness_killed", [False, True])
-def test_attempt_that_starts_while_another_lives_is_told(tmp_path: Path, is_witness_killed: bool) -> None:
+def test_overlapping_attempts_are_reported(tmp_path: Path, is_witness_killed: bool) -> None:
     """The program of the other attempt counts even when it is all that is left of it."""
     started = tmp_path / "started"
     first = start_witness(tmp_path / "job", 1, "sh", "-c", f"echo > {started}; exec sleep 100")
@@ -94,16 +94,16 @@ def make_job(status: str = "SUCCEEDED", attempts: tuple[dict[str, Any], ...] = (
         (["1 1"], f"it counted to 1, not to {STEPS}"),
     ],
 )
-def test_count_that_leaves_out_repeats_or_mixes_steps_is_told(lines: list[str], problem: str) -> None:
+def test_missing_repeated_or_mixed_steps_are_reported(lines: list[str], problem: str) -> None:
     assert any(problem in each for each in check_count(lines))
 
 
-def test_count_that_goes_on_after_its_last_saved_step_is_right() -> None:
+def test_count_that_continues_after_its_last_saved_step_is_valid() -> None:
     lines = [f"1 {step}" for step in range(1, 8)] + [f"2 {step}" for step in range(7, STEPS + 1)]
     assert list(check_count(lines)) == []
 
 
-def test_loss_that_differs_in_its_last_bit_is_told() -> None:
+def test_loss_that_differs_in_its_last_bit_is_reported() -> None:
     wanted = [(1, "loss", 3.5), (2, "loss", 3.25)]
     assert compare_numbers(wanted, wanted[1:], is_exact=True) == []
     off = [(1, "loss", 3.5000000000000004), (2, "loss", 3.25)]
@@ -142,7 +142,7 @@ NEXT = {"number": 2, "ended_s": None}
         ([make_view(epoch=3), make_view(epoch=2)], "the epoch went back"),
     ],
 )
-def test_store_that_takes_back_what_it_said_is_told(tmp_path: Path, views: list[View], claim: str) -> None:
+def test_contradicting_records_are_reported(tmp_path: Path, views: list[View], claim: str) -> None:
     history = History(tmp_path / "history.jsonl", seed=0, bed="none")
     monitor = Monitor(history)
     for view in views:

@@ -29,7 +29,7 @@ def test_an_act_is_undone_while_the_next_one_waits_for_that(tmp_path: Path) -> N
     assert heard == [True]
 
 
-def test_what_is_not_undone_at_the_end_is_undone_then(tmp_path: Path) -> None:
+def test_remaining_faults_are_healed_at_the_end(tmp_path: Path) -> None:
     undone: list[str] = []
     bed: Any = None
     killer = Killer(bed, History(tmp_path / "history.jsonl", seed=1, bed="local"), seed=1, every_s=1e9)

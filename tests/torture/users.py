@@ -26,7 +26,7 @@ LOOKS: tuple[tuple[str, ...], ...] = (("gc",), ("gc", "--dry-run"), ("cost", "--
 
 
 class Submitter(threading.Thread):
-    """A user that keeps a few nodes busy until told to stop, then carries out pending cancels, retries and downs."""
+    """A user that keeps a few nodes busy until stopped, then carries out pending cancels, retries and downs."""
 
     def __init__(
         self, bed: LocalBed, history: History, *, seed: int, jobs_max: int | None = None, kinds: Sequence[str] = ()

@@ -7,12 +7,12 @@ import os
 import signal
 import time
 
-from trainers.elastic import Member
+from trainers.elastic import ElasticMember
 
 
 def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: os._exit(143))
-    member = Member(os.environ["BROKER_ELASTIC_AT"])
+    member = ElasticMember(os.environ["BROKER_ELASTIC_AT"])
     world = member.world
     print(f"node {os.environ['SKYPILOT_NODE_RANK']} generation {world.generation} ranks {world.world_size}", flush=True)
     while not member.is_change_asked:  # by a newcomer

@@ -183,7 +183,7 @@ def test_connection_cut_in_the_middle_of_an_upload_is_made_again(
 
 
 class Refusing(buckets.BucketStorage):
-    """A bucket whose login ran out, for so many manifests."""
+    """A bucket whose login has expired, for this many manifests."""
 
     refusals = 0
 
@@ -221,7 +221,7 @@ def test_last_step_is_saved_again_where_it_failed(url: str) -> None:
     assert manager.step_committed == 5
 
 
-def test_bucket_that_is_not_there_is_told_in_one_line(s3_url: str) -> None:
+def test_missing_bucket_is_a_one_line_error(s3_url: str) -> None:
     with pytest.raises(
         CheckpointError, match=r"checkpoints cannot be reached: could not write in `s3://no-such-one/x`"
     ):

@@ -161,7 +161,9 @@ def test_folder_of_texts_is_read_in_order(tmp_path: Path) -> None:
         ("val.bin", "abcd", "no token file to train on"),
     ],
 )
-def test_data_that_cannot_be_read_says_why(tmp_path: Path, name: str | None, content: str | None, message: str) -> None:
+def test_unreadable_data_is_an_error_with_the_reason(
+    tmp_path: Path, name: str | None, content: str | None, message: str
+) -> None:
     if name is not None:
         (tmp_path / name).write_text(str(content))
     with pytest.raises(TrainerError, match=message):

@@ -1,4 +1,4 @@
-"""Runs that go on while ranks come and go."""
+"""Runs that continue while ranks join and leave."""
 
 import contextlib
 import itertools
@@ -34,7 +34,7 @@ PACE = {"PYTHONPATH": str(Path(__file__).parents[1] / "torture" / "pace"), "TORT
 
 
 class Ear:
-    """What a member was told."""
+    """The messages that a member received."""
 
     def __init__(self) -> None:
         self.told: list[dict[str, Any]] = []
@@ -92,7 +92,7 @@ def test_first_world_waits_for_all_and_is_in_the_order_of_nodes() -> None:
     assert {each.ear.told[0]["address"] for each in (early, middle, late)} == {"host-a"}
 
 
-def test_lost_member_is_told_to_the_others_who_form_the_next_world() -> None:
+def test_lost_member_is_reported_to_the_others_which_form_the_next_world() -> None:
     rendezvous, (a, b, c) = gather()
     rendezvous.depart(a)
     assert (b.ear.take(), c.ear.take()) == (["world", "change"],) * 2
@@ -153,7 +153,7 @@ def test_newcomer_waits_for_the_end_of_a_step_and_one_too_many_for_a_loss() -> N
     ],
     ids=["enough stay", "too few stay", "all leave", "nobody came after all"],
 )
-def test_members_hear_what_their_votes_come_to(least: int, leavers: set[str], verdicts: list[str]) -> None:
+def test_members_receive_the_result_of_their_votes(least: int, leavers: set[str], verdicts: list[str]) -> None:
     rendezvous, members = gather(least=least)
     for member in members:
         member.ear.take()
@@ -161,7 +161,7 @@ def test_members_hear_what_their_votes_come_to(least: int, leavers: set[str], ve
     assert [each.ear.take() for each in members] == [[verdict] for verdict in verdicts]
 
 
-def test_end_of_the_run_is_no_loss() -> None:
+def test_end_of_the_run_is_not_a_loss() -> None:
     rendezvous, (a, b, _) = gather()
     spare, late = make_member("y", order=(1, 6)), make_member("z", order=(1, 7))
     rendezvous.arrive(spare)
@@ -383,10 +383,10 @@ def check_losses(worlds: Worlds, folder: TrainingFolder, path: Path, *, gaps_max
 
 @pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="needs Linux")
-def test_run_goes_on_without_a_lost_node_with_a_new_one_and_when_one_is_taken_away(
+def test_run_continues_without_a_lost_node_with_a_new_one_and_after_a_removal(
     worlds: Worlds, folder: TrainingFolder, tmp_path: Path, start_node: Start
 ) -> None:
-    """Three ranks, then two, three, two, and an end when all are told to go; no checkpoint is ever read."""
+    """Three ranks, then two, three, two, and an end when all are asked to leave; no checkpoint is ever read."""
     flags = ("--checkpoint.every_steps", "0")
     head, second, third = (start_node(rank, *flags) for rank in range(3))
     await_step(head, 10)
@@ -411,7 +411,7 @@ def test_run_goes_on_without_a_lost_node_with_a_new_one_and_when_one_is_taken_aw
 
 @pytest.mark.long
 @pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="needs Linux")
-def test_sharded_run_goes_on_from_its_newest_checkpoint(
+def test_sharded_run_continues_from_its_newest_checkpoint(
     worlds: Worlds, folder: TrainingFolder, tmp_path: Path, start_node: Start
 ) -> None:
     """A lost shard is in no other memory."""
@@ -430,7 +430,7 @@ def test_sharded_run_goes_on_from_its_newest_checkpoint(
 
 @pytest.mark.long
 @pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="needs Linux")
-def test_replica_of_shards_is_lost_and_the_other_goes_on_from_memory(
+def test_replica_of_shards_is_lost_and_the_other_continues_from_memory(
     worlds: Worlds, folder: TrainingFolder, tmp_path: Path, start_node: Start
 ) -> None:
     """Two replicas of two shards each; one rank is lost, its neighbour waits, and a new one makes it two again."""

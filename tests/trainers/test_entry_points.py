@@ -1,4 +1,4 @@
-"""Whole runs of every entry point on worlds forked from a warm process: killed, resumed, and told apart."""
+"""Whole runs of every entry point on worlds forked from a warm process: killed, resumed and compared."""
 
 import dataclasses
 import json

@@ -59,7 +59,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     ],
     ids=["calm", "wild", "told"],
 )
-def test_run_saves_by_what_it_measured_and_was_told(
+def test_run_saves_by_measured_and_received_values(
     clock: list[float], environment: Environment, interval_s: float
 ) -> None:
     pacer = Pacer(AUTOMATIC, environment, lambda value: value)
@@ -88,7 +88,7 @@ def test_flag_fixes_the_steps(clock: list[float]) -> None:
         assert list_saves(pacer, clock, 30, step_s=5.0, stall_s=0.1) == expected
 
 
-def test_next_attempt_follows_what_it_is_told_then_whatever_the_last_one_did(clock: list[float]) -> None:
+def test_next_attempt_prefers_received_values_to_those_of_the_last_one(clock: list[float]) -> None:
     """The broker tells each attempt what suits the place where it runs now; the flag stays above, the hazard below."""
     told = {"BROKER_HAZARD_PER_HOUR": "16", "BROKER_CHECKPOINT_EVERY_S": "50"}
     first = Pacer(AUTOMATIC, read_environment(told), lambda value: value)
@@ -106,7 +106,7 @@ def test_next_attempt_follows_what_it_is_told_then_whatever_the_last_one_did(clo
     assert list_saves(fixed, clock, 21, step_s=0.5, stall_s=2.0) == [7, 14, 21]
 
 
-def test_environment_that_is_no_number_is_as_if_unset() -> None:
+def test_environment_that_is_not_a_number_is_ignored() -> None:
     found = read_environment({"BROKER_HAZARD_PER_HOUR": "0.25", "BROKER_CHECKPOINT_EVERY_S": "often"})
     assert (found.hazard_per_hour, found.checkpoint_every_s) == (0.25, None)
     assert read_environment({"BROKER_HAZARD_PER_HOUR": "-1"}).hazard_per_hour is None

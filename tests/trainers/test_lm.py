@@ -71,7 +71,7 @@ def test_run_killed_with_its_checkpoints_in_a_bucket_resumes_bit_identically(wor
 
 
 @pytest.mark.slow
-def test_sigterm_commits_the_step_it_hit_and_another_world_size_goes_on(worlds: Worlds, tmp_path: Path) -> None:
+def test_sigterm_commits_the_current_step_and_another_world_size_continues(worlds: Worlds, tmp_path: Path) -> None:
     """Two ranks are preempted; one alone finishes with the losses of an undisturbed run, up to rounding."""
     (tmp_path / "whole").mkdir()
     (tmp_path / "broken").mkdir()
@@ -120,7 +120,7 @@ def test_stale_attempt_and_unknown_strategy_end_with_one_line(folder: TrainingFo
     assert errors.startswith("error: no strategy is called `dpd`; known: ddp, allreduce,") and errors.count("\n") == 1
 
 
-def test_vocabulary_is_rounded_up_for_gpus_unless_told_not_to() -> None:
+def test_vocabulary_is_rounded_up_for_gpus_by_default() -> None:
     for flags, expected in (([], 384), (["--model.vocabulary_multiple", "1"], 300)):
         config = parse_config([*SMALL, "--model.vocabulary", "300", *flags])
         assert build(config, torch.device("cpu")).model.vocabulary == expected

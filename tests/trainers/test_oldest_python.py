@@ -39,7 +39,7 @@ def test_agent_and_setup_use_nothing_newer_than_python_3_8() -> None:
     assert find_needs("3.8", *AGENT, *(f"trainers/{name}" for name in SETUP)) == ""
 
 
-def test_what_is_too_new_is_found(tmp_path: Path) -> None:
+def test_too_new_syntax_is_found(tmp_path: Path) -> None:
     (tmp_path / "new.py").write_text("import hashlib\nhashlib.file_digest\n")
     assert "3.11" in find_needs("3.10", str(tmp_path / "new.py"))
 

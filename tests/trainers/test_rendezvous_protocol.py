@@ -31,7 +31,7 @@ from trainers import rendezvous_server
 from trainers.errors import TrainerError
 from trainers.launch import PEM_MISSING
 from trainers.rendezvous import Rendezvous
-from trainers.rendezvous_server import Server, listen
+from trainers.rendezvous_server import RendezvousServer, listen
 from trainers.wire import Credential, Wire, read_credential
 
 from .conftest import TINY, TrainingFolder
@@ -130,7 +130,7 @@ def test_hello_that_no_correct_worker_says_is_refused(flaw: dict[str, Any]) -> N
         rendezvous_server.read_member(missing, "127.0.0.1", writer)
 
 
-def test_worker_with_other_flags_is_told_and_keeps_nobody_waiting() -> None:
+def test_worker_with_other_flags_is_refused_without_delaying_others() -> None:
     with open_rendezvous(2) as (rendezvous, server):
         first = come(server, "a")
         await_that(lambda: rendezvous.waiting, "not heard")
@@ -155,7 +155,7 @@ def test_secret_of_another_launcher_is_refused() -> None:
 def test_secret_is_for_one_machine_only_and_does_not_show_itself() -> None:
     rendezvous = Rendezvous(least=1, most=1, first_count=1)
     with pytest.raises(TrainerError, match="on one machine only"):
-        Server(rendezvous, "0.0.0.0", 0, SECRET)
+        RendezvousServer(rendezvous, "0.0.0.0", 0, SECRET)
     assert "abab" not in repr(SECRET)
 
 
@@ -250,7 +250,7 @@ def test_several_nodes_without_a_credential_are_refused_with_the_command_that_ma
 
 
 @pytest.mark.parametrize("content", [None, "", "-----BEGIN PRIVATE KEY-----\nnot a key\n-----END PRIVATE KEY-----\n"])
-def test_file_that_is_no_credential_is_named(content: str | None, tmp_path: Path) -> None:
+def test_invalid_credential_file_is_named(content: str | None, tmp_path: Path) -> None:
     pem = tmp_path / "gang.pem"
     if content is not None:
         pem.write_text(content)

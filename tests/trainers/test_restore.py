@@ -37,7 +37,7 @@ STEP_LIMIT_S = 1.0
 
 
 class VirtualClock:
-    """Time that passes when it is told to."""
+    """Time that passes only on request."""
 
     def __init__(self) -> None:
         self.now_s = 1000.0
@@ -60,9 +60,7 @@ class SlowFolder(FolderStorage):
                 yield part[begin : begin + 64]
 
 
-def test_twenty_minutes_of_restore_are_no_hang_to_watchdog_or_broker(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_long_restore_is_not_a_stall_to_watchdog_or_broker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_steps(tmp_path / "checkpoints", 5)
     clock = VirtualClock()
     monkeypatch.setattr(watchdog_module.time, "monotonic", clock)
@@ -258,7 +256,7 @@ def test_damaged_checkpoint_leaves_no_trace_in_a_fresh_start(tmp_path: Path) -> 
     assert counter.count == 7 and bool((counter.values == 7).all())
 
 
-def test_storage_that_fails_is_no_damage(tmp_path: Path) -> None:
+def test_storage_failure_is_not_treated_as_damage(tmp_path: Path) -> None:
     """An older checkpoint would throw work away that may be there."""
     save_steps(tmp_path, 5, 10)
 

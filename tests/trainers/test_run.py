@@ -86,7 +86,7 @@ class Poison:
         return next_token_loss(0.0)(logits, targets) * (float("nan") if self._calls in self._steps else 1.0)
 
 
-def test_step_that_is_no_number_moves_nothing_and_the_run_goes_on() -> None:
+def test_nan_step_changes_nothing_and_the_run_continues() -> None:
     config = TrainConfig(steps=6, batch=4, micro_batch=4, on_nan="skip", warmup_steps=0)
     model = make_model()
     before: dict[str, Tensor] = {}
@@ -255,7 +255,7 @@ def test_fewer_key_heads_are_shared_by_groups_of_queries() -> None:
     torch.testing.assert_close(few(tokens), many(tokens))
 
 
-def test_text_is_the_same_for_the_same_seed_and_goes_on_from_the_prompt() -> None:
+def test_text_is_the_same_for_the_same_seed_and_continues_the_prompt() -> None:
     model, tokenizer = make_model(), ByteTokenizer()
     config = SampleConfig(tokens=20, prompt="ab", seed=1)
     written = write_text(model, tokenizer, config, TINY.context, CPU)
@@ -312,7 +312,7 @@ def test_peak_is_found_by_the_devices_name(
     assert find_peak_flops(CPU, dtype, 3.0) == 3e12 and find_peak_flops(CPU, dtype, 0.0) is None
 
 
-def test_model_too_large_for_the_device_is_told_with_what_to_change() -> None:
+def test_model_too_large_for_the_device_is_an_error_with_hints() -> None:
     config = Config()
     with torch.device("meta"):
         huge = nn.Linear(10**7, 10**6)

@@ -33,7 +33,7 @@ def test_factor_halves_at_each_overflow_and_doubles_after_a_long_calm() -> None:
     assert later.factor == FACTOR_FIRST and later.state_dict() == scaling.state_dict()
 
 
-def test_what_no_factor_mends_is_the_run_s_own_fault() -> None:
+def test_loss_that_no_scale_makes_finite_is_an_error() -> None:
     scaling = LossScale("float16")
     faults = [scaling.note(is_finite=False) for _ in range(18)]
     assert faults == [True] * 16 + [False] * 2 and scaling.factor == 1.0

@@ -247,7 +247,7 @@ def test_replica_with_a_preemption_notice_is_no_longer_healthy(tmp_path: Path) -
     serve(check, notice)
 
 
-def test_body_that_is_no_object_is_refused() -> None:
+def test_body_that_is_not_an_object_is_refused() -> None:
     for body in (b"{", b"[]", b"\xff"):
         with pytest.raises(RequestError):
             Request(method="POST", path="/", body=body).read_json()

@@ -123,7 +123,7 @@ def test_python_of_this_test_fits_a_node_without_gpus() -> None:
         ({"cuda": '"12.6"', "works": False}, H100, "does not work on NVIDIA H100: RuntimeError: no kernel image"),
     ],
 )
-def test_python_that_does_not_fit_is_told_why(
+def test_unsuitable_python_is_refused_with_the_reason(
     tmp_path: Path, options: dict[str, str], found: Accelerator, reason: str
 ) -> None:
     python, said = judge(str(write_python(tmp_path / "python", **options)), found)  # type: ignore[arg-type]
@@ -135,7 +135,7 @@ def test_python_whose_torch_works_on_the_gpu_is_taken(tmp_path: Path) -> None:
     assert judge(str(path), H100)[0] is not None
 
 
-def test_what_python_means_is_asked_first_and_a_shim_that_leads_nowhere_is_passed_over(tmp_path: Path) -> None:
+def test_python_on_the_path_is_tried_first_and_a_broken_shim_is_skipped(tmp_path: Path) -> None:
     shim = write_program(tmp_path / "python", "exit 127")
     write_python(tmp_path / "python3")
     assert next(list_candidates(None, {"PATH": str(tmp_path)})) == str(shim)
@@ -214,7 +214,7 @@ def test_installation_that_was_interrupted_is_done_again(tmp_path: Path, index: 
     assert [call.split()[0] for call in read_calls(tmp_path)] == ["venv", *["pip"] * node_uv.TRIES, "venv", "pip"]
 
 
-def test_node_that_gets_no_python_is_told_of_python_not_of_an_index(tmp_path: Path, index: Path) -> None:
+def test_failed_python_installation_names_python_and_not_an_index(tmp_path: Path, index: Path) -> None:
     with pytest.raises(SetupError, match="`uv venv") as caught:
         run_setup(tmp_path, SYSTEM, UV_DEFAULT_INDEX=f"file://{index}", FAILS="venv")
     assert "UV_PYTHON_INSTALL_MIRROR" in caught.value.hint
@@ -289,7 +289,7 @@ def test_settings_for_pip_hold_for_uv(tmp_path: Path, monkeypatch: pytest.Monkey
     assert not names_index(read_settings({"PIP_FIND_LINKS": "/w"}))
 
 
-def test_wheel_with_another_checksum_is_refused_and_a_login_is_not_told(tmp_path: Path) -> None:
+def test_wheel_with_another_checksum_is_refused_without_showing_the_login(tmp_path: Path) -> None:
     folder = tmp_path / "uv"
     folder.mkdir()
     (folder / "w.whl").write_bytes(b"other")

@@ -117,7 +117,7 @@ def test_buffers_are_allocated_once() -> None:
 
 
 @pytest.mark.parametrize("streams", [None, LateStreams()])
-def test_copy_that_fails_lets_training_go_on(streams: LateStreams | None) -> None:
+def test_failed_copy_does_not_stop_training(streams: LateStreams | None) -> None:
     class Broken(dict[str, Any]):
         def items(self) -> Any:
             raise MemoryError

@@ -172,7 +172,7 @@ def test_language_model_s_data_is_streamed_with_its_validation_files(tokens: Pat
     assert not starts(training.read(0, 49)) & starts(validation.read(0, 12))
 
 
-def test_stream_that_cannot_be_read_is_told_in_one_line(tokens: Path, tmp_path: Path) -> None:
+def test_unreadable_stream_is_a_one_line_error(tokens: Path, tmp_path: Path) -> None:
     with pytest.raises(TrainerError, match="cannot be read"):
         open_stream(str(tmp_path / "missing"))
     with pytest.raises(TrainerError, match="no token file to train on"):

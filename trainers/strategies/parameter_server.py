@@ -24,7 +24,7 @@ NEVER = 2**53  # above any step, and exact as a float
 
 
 class ParameterServer(Strategy):
-    """The rank's own part is played by a `Server` or a `Worker`; one process alone just trains.
+    """The rank's own part is played by a `ServerRole` or a `Worker`; one process alone just trains.
 
     Messages travel between CPUs. A checkpoint is a clean cut: ranks wait there until the slowest has arrived.
     """
@@ -33,7 +33,7 @@ class ParameterServer(Strategy):
 
     def wrap(self, model: nn.Module) -> nn.Module:
         """Split the roles. A model with state beside its parameters is a TrainerError."""
-        self._role: Server | Worker | None = None
+        self._role: ServerRole | Worker | None = None
         self._is_stop_asked = False
         worker_count = self.ranks.world_size - 1
         if not worker_count:
@@ -43,7 +43,7 @@ class ParameterServer(Strategy):
         self._group = dist.new_group(backend="gloo", timeout=make_timeout(self.ranks.start_s))
         if self.ranks.is_first:
             self.share = Share(index=0, count=0)
-            self._role = Server(model, self._group, worker_count, self.options.parameter_server.staleness_max)
+            self._role = ServerRole(model, self._group, worker_count, self.options.parameter_server.staleness_max)
         else:
             self.share = Share(index=self.ranks.rank - 1, count=worker_count, draw=self.ranks.rank)
             self._role = Worker(model, self._group)
@@ -55,9 +55,9 @@ class ParameterServer(Strategy):
         A synchronous server first waits for the gradients of all workers. Other ranks return 0.
         """
         is_synchronous = not self.options.parameter_server.staleness_max
-        if isinstance(self._role, Server) and is_synchronous:
+        if isinstance(self._role, ServerRole) and is_synchronous:
             self._role.collect_mean()
-        if self._role is None or isinstance(self._role, Server) == is_synchronous:
+        if self._role is None or isinstance(self._role, ServerRole) == is_synchronous:
             return super().clip(model, norm_max)
         return torch.zeros((), dtype=torch.float64, device=self.ranks.device)
 
@@ -65,7 +65,7 @@ class ParameterServer(Strategy):
         """Send gradients one way and parameters the other."""
         if self._role is None:
             optimizer.step()
-        elif isinstance(self._role, Server):
+        elif isinstance(self._role, ServerRole):
             self._role.step(optimizer)
         else:
             optimizer.zero_skipped_gradients()
@@ -76,7 +76,7 @@ class ParameterServer(Strategy):
         if self._role is None:
             return super().all_reduce_loss(loss, weight=weight, is_stop_asked=is_stop_asked)
         self._is_stop_asked = is_stop_asked
-        if isinstance(self._role, Server):
+        if isinstance(self._role, ServerRole):
             mean, is_stopping = self._role.tally(is_stop_asked=is_stop_asked)
         else:
             mean, is_stopping = loss.item() / weight, self._role.is_stopping
@@ -121,7 +121,7 @@ class Worker:
         _unflatten(body, self._parameters)
 
 
-class Server:
+class ServerRole:
     """Takes gradients as they come, and answers with parameters."""
 
     def __init__(self, model: nn.Module, group: Any, worker_count: int, staleness_max: int) -> None:

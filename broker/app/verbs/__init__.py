@@ -1,5 +1,5 @@
 """The verbs of the command line, each one function of a context and plain values, so that a server can run it.
 
-A verb takes nouns and callbacks and returns a noun. `Session.call` runs it here, or on the server that this user is
+A verb takes values and callbacks and returns a value. `Session.call` runs it here, or on the server that this user is
 logged in to; `broker/client/wire.py` lists the verbs that a server offers.
 """

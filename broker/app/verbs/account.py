@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from broker.app.container import Context
 from broker.app.planning import check_notices, check_plans, plan_launch
 from broker.app.spending import By, Spending, read_spending
-from broker.nouns import noun
+from broker.frozen import frozen
 from broker.types import Plan, Task
 
 
-@noun
+@frozen
 class CostReport:
     """Spending by job, cloud or day, with the names of jobs by ID."""
 
@@ -27,7 +27,7 @@ def show_cost(context: Context, *, by: By) -> CostReport:
     return CostReport(spending=read_spending(store, by, context.clock.now_s(), on_damage=context.warn), names=names)
 
 
-@noun
+@frozen
 class CloudAnswer:
     """Whether a cloud can launch nodes, and why or why not."""
 

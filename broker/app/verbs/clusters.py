@@ -9,11 +9,11 @@ from broker.app import clusters
 from broker.app.clusters import LogChunk, Status
 from broker.app.container import Context
 from broker.errors import BrokerError
-from broker.nouns import noun
+from broker.frozen import frozen
 from broker.types import Autostop, Run
 
 
-@noun
+@frozen
 class DownPreview:
     """The clusters that a `down` would terminate, and an error for every name that it would not."""
 

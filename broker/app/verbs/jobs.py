@@ -10,8 +10,8 @@ from broker.app.clusters import LogChunk
 from broker.app.container import Context
 from broker.app.forecasts import forecast_job, forecast_jobs
 from broker.errors import UsageError
+from broker.frozen import frozen
 from broker.jobs.summary import RunSummary
-from broker.nouns import noun
 from broker.state.events import EventRow
 from broker.state.jobs import JobLine
 from broker.types import Job, JobStatus, Secret
@@ -20,7 +20,7 @@ from broker.types.forecasts import JobForecast
 FORECASTS_MAX = 10  # live jobs in a list whose rest is forecast, each in the time of a plan
 
 
-@noun
+@frozen
 class PricedJob:
     """A job and its cost so far."""
 
@@ -29,7 +29,7 @@ class PricedJob:
     forecast: JobForecast | None = None
 
 
-@noun
+@frozen
 class Queue:
     """The newest jobs and all live ones, newest first; `count` includes those left out.
 
@@ -42,7 +42,7 @@ class Queue:
     forecasts: Mapping[int, JobForecast]
 
 
-@noun
+@frozen
 class Story:
     """A job with its events, the jobs that it needs, the time that recoveries took, its cost and its forecast."""
 
@@ -54,7 +54,7 @@ class Story:
     forecast: JobForecast | None
 
 
-@noun
+@frozen
 class Cancellation:
     """A job that was asked to end; `is_live` is False for one that had ended before."""
 
@@ -64,7 +64,7 @@ class Cancellation:
     is_live: bool
 
 
-@noun
+@frozen
 class Cancelled:
     """The jobs of a cancellation, and an error for every name that is unknown."""
 

@@ -10,13 +10,13 @@ from broker.app.buckets import TrackUpload
 from broker.app.clusters import find_up
 from broker.app.container import Context
 from broker.app.launching import Callbacks, ClusterTarget, prepare
-from broker.nouns import noun
+from broker.frozen import frozen
 from broker.types import Autostop, Job, Plan, Task
 
 Show = Callable[[Sequence[Plan]], None]
 
 
-@noun
+@frozen
 class Started:
     """A cluster that is up; `run_id` is None for a task with nothing to run, and after a dry run."""
 

@@ -6,7 +6,7 @@ from broker.catalog.architecture import guess_architecture
 from broker.clouds.aws.clients import Clients
 from broker.clouds.aws.settings import Settings
 from broker.errors import InvalidRequestError
-from broker.nouns import noun
+from broker.frozen import frozen
 from broker.types import MachineSpec, Offer
 
 # Public parameters that AWS and Canonical maintain: the DLAMI guide, "Find the latest DLAMI id", and Canonical's "Find
@@ -18,7 +18,7 @@ CANONICAL_NAMES = {"x86_64": "amd64", "arm64": "arm64"}
 PARAMETER = "ssm:"
 
 
-@noun
+@frozen
 class ImageRule:
     """A rule: machine types that begin with one of `families` boot `parameter`. If AWS publishes no image with a driver
     for their accelerator, `why` gives the reason."""
@@ -48,7 +48,7 @@ IMAGE_HINTS = (
 )
 
 
-@noun
+@frozen
 class Image:
     id: str
     root_device: str

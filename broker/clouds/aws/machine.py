@@ -12,7 +12,7 @@ from typing import Any
 from broker.clouds.aws import tags
 from broker.clouds.aws.images import Image
 from broker.errors import InvalidRequestError
-from broker.nouns import noun
+from broker.frozen import frozen
 from broker.types import NodeRequest
 
 USER_DATA_BYTES_MAX = 16384  # EC2 user guide, before base64
@@ -27,7 +27,7 @@ DISKS: Mapping[str, Mapping[str, Any]] = {  # EBS user guide: gp3 gets 3000 IOPS
 }
 
 
-@noun
+@frozen
 class Surroundings:
     """Resources found or created for a gang before its launch."""
 

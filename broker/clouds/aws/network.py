@@ -12,14 +12,14 @@ from broker.clouds.aws.clients import Clients
 from broker.clouds.aws.errors import ApiError
 from broker.clouds.aws.settings import Settings
 from broker.errors import CapacityError, InvalidRequestError, TransientError
-from broker.nouns import noun
+from broker.frozen import frozen
 from broker.types import NodeRequest
 
 ADDRESS_S_MAX = 10.0
 ANYWHERE = ("0.0.0.0/0", "::/0")
 
 
-@noun
+@frozen
 class RegionNetwork:
     """A region's network: `subnets` maps zone to subnet."""
 

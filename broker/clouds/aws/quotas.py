@@ -8,7 +8,7 @@ from broker.clock import Clock
 from broker.clouds.aws.clients import Clients
 from broker.clouds.aws.errors import ApiError, find_kind
 from broker.errors import QuotaError
-from broker.nouns import noun
+from broker.frozen import frozen
 from broker.types import Placement
 
 KNOWN_S = 600.0  # quotas are changed by hand: reread after a while
@@ -28,7 +28,7 @@ FAMILY = re.compile(r"(trn|inf|dl|vt|hpc|mac|[a-z])")
 ALIASES = {**dict.fromkeys("acdhimrtz", "standard"), "vt": "g"}
 
 
-@noun
+@frozen
 class Quota:
     """`vcpus` is the limit for machines running at the same time in the region."""
 

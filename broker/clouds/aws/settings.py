@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from broker.errors import UsageError
-from broker.nouns import noun
+from broker.frozen import frozen
 
 FILE = "aws.toml"
 KINDS = {"list": "a list", "dict": "a table", "bool": "`true` or `false`", "str": "a string"}  # TOML's terms
 ADDRESS_URL = "https://checkip.amazonaws.com"  # Amazon's own; responds with the caller's address as one line
 
 
-@noun
+@frozen
 class Settings:
     """`ssh_from`: address blocks that may log in; empty: this machine's current address."""
 

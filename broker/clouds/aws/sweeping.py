@@ -9,10 +9,10 @@ from typing import Any
 from broker.clouds.aws import tags
 from broker.clouds.aws.clients import Clients
 from broker.clouds.aws.errors import ApiError, find_kind
-from broker.nouns import noun
+from broker.frozen import frozen
 
 
-@noun
+@frozen
 class Kind:
     """How orphans of one kind are listed and deleted. `is_paged` is False where EC2 lists without pages."""
 

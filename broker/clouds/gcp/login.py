@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from broker.clouds.gcp.settings import Settings
-from broker.nouns import noun
+from broker.frozen import frozen
 
 ENDPOINT = "https://compute.googleapis.com"
 RESOURCE_MANAGER = "https://cloudresourcemanager.googleapis.com"
 PRODUCT_NAME = Path("/sys/class/dmi/id/product_name")  # names Google on its machines
 
 
-@noun
+@frozen
 class Login:
     """A login.
 

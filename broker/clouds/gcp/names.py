@@ -13,7 +13,7 @@ import uuid
 from collections.abc import Mapping
 from typing import Any
 
-from broker.nouns import noun
+from broker.frozen import frozen
 from broker.types import NodeRequest
 
 NAMESPACE = uuid.UUID("4f6c3f5e-0c5b-5b7e-9a63-5d1c2d0a7f11")  # generated once, for request ids
@@ -21,7 +21,7 @@ LABEL_LENGTH_MAX = 63  # https://cloud.google.com/compute/docs/labeling-resource
 STOP_LABEL = "broker-stopped"  # set before we stop a node: a stopped node without it ended itself
 
 
-@noun
+@frozen
 class NodeId:
     """The address of one instance. Written as PROJECT/ZONE/NAME, which is a node's id."""
 

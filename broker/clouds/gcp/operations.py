@@ -11,7 +11,7 @@ from broker.clouds.gcp.errors import read_operation_error
 from broker.clouds.gcp.names import NodeId, owner_prefix
 from broker.clouds.gcp.sdk import TIMEOUT_S, WAIT_TIMEOUT_S, Clients
 from broker.errors import UnknownOutcomeError
-from broker.nouns import noun
+from broker.frozen import frozen
 from broker.types import NodeEnd
 
 OPERATION_S_MAX = 300.0
@@ -25,7 +25,7 @@ ENDINGS = {
 }
 
 
-@noun
+@frozen
 class Ending:
     """How an instance ended, as a value of `Node.reason`, and when."""
 

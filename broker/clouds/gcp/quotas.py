@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from broker.clouds.gcp.sdk import TIMEOUT_S, Clients
 from broker.errors import QuotaError
-from broker.nouns import noun
+from broker.frozen import frozen
 from broker.types import NodeRequest, Offer
 
 # Names of the quotas in `regions.get`, https://cloud.google.com/compute/resource-usage. Newer accelerators (H100 and
@@ -38,7 +38,7 @@ def ask_for_more(project: str, metric: str, region: str, value: float) -> str:
     )
 
 
-@noun
+@frozen
 class Quota:
     """One limit of a region."""
 
@@ -51,7 +51,7 @@ class Quota:
         return self.limit - self.usage
 
 
-@noun
+@frozen
 class QuotaNeed:
     """An amount of one quota; `metrics` in the order in which Google draws on them."""
 

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from broker.errors import UsageError
-from broker.nouns import noun
+from broker.frozen import frozen
 
 FILE = "gcp.toml"
 IMAGE_KINDS = ("gpu", "cpu", "arm")
 
 
-@noun
+@frozen
 class Settings:
     """`network`: a name, or the path of a network or subnetwork. `ssh_from`: address blocks that may log in; empty:
     this machine's current address."""

@@ -16,14 +16,14 @@ from broker.clouds.sky.state_file import SkyStateFile
 from broker.clouds.sky.task_spec import NO_AUTODOWN
 from broker.config import Config
 from broker.errors import CloudError, TransientError
-from broker.nouns import noun
+from broker.frozen import frozen
 
 INSTALL = "pip install 'intercloud-broker[sky]'"
 START, LOOK = "sky api start", "sky api info"
 COMMANDS: dict[type[CloudError], str] = {NotInstalledError: INSTALL, TransientError: START}
 
 
-@noun
+@frozen
 class Survey:
     """SkyPilot's report on all clouds; `fault` holds the error if it could not be queried."""
 

@@ -17,7 +17,7 @@ from broker.errors import (
     TransientError,
     UnknownOutcomeError,
 )
-from broker.nouns import noun
+from broker.frozen import frozen
 
 CHECK_HINT = "Run `sky check` to see which clouds SkyPilot can use, and how to enable the others."
 SERVER_HINT = "Start SkyPilot's API server with `sky api start`, or look at it with `sky api info`."
@@ -163,7 +163,7 @@ CODES: dict[str, type[CloudError]] = {
 CLEAR = (QuotaError, AuthError, DeniedError, InvalidRequestError)
 
 
-@noun
+@frozen
 class SkyError:
     """An exception of SkyPilot as its worker describes it. `history`: the error of each place that was tried."""
 

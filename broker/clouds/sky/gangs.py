@@ -8,7 +8,7 @@ from dataclasses import field, replace
 from typing import Any
 
 from broker.errors import InvalidRequestError
-from broker.nouns import noun
+from broker.frozen import frozen
 from broker.types import Node, NodeEnd, NodeRequest, NodeState
 
 NAME = re.compile(r"b-(?P<owner>[0-9a-z-]+)-(?P<cloud>[a-z]+)-(?P<token>[0-9a-f]+)")
@@ -25,7 +25,7 @@ STATES = {
 }
 
 
-@noun
+@frozen
 class SkyGang:
     """Our record of one launch. `task` is the task given to SkyPilot; `ended_s` is None while the gang lives."""
 
@@ -52,7 +52,7 @@ class SkyGang:
     reason: str = ""
 
 
-@noun
+@frozen
 class Seen:
     """A row of SkyPilot's table of clusters."""
 
@@ -67,7 +67,7 @@ class Seen:
     why: str = ""
 
 
-@noun
+@frozen
 class Request:
     """One request to the API server; `cluster` is the cluster that it concerns."""
 
@@ -77,7 +77,7 @@ class Request:
     status: str
 
 
-@noun
+@frozen
 class Look:
     clusters: Sequence[Seen] = ()
     requests: Sequence[Request] = ()

@@ -22,18 +22,18 @@ from broker.spot.policies.base import (
     Move,
     Stay,
     Wait,
-    find_refuge,
+    find_fallback,
     is_affordable,
     is_safe_to_start,
     safe_hours,
     spare_hours,
-    take_refuge,
+    take_fallback,
 )
 from broker.spot.prior import MEASURED, Paces, Prior, scale_hazards
 from broker.spot.value_function import Terms, ValueFunction
 
 PACE_STEP = math.log(2)  # paces are rounded, so that tables can be reused
-# Bounds on the steps: a pace of closed spells below the prior's was measured to cost 0.001 to 0.006 of the optimum.
+# Bounds on the steps: a pace of closed periods below the prior's was measured to cost 0.001 to 0.006 of the optimum.
 OPEN_STEPS, CLOSED_STEPS = (-1, 4), (0, 4)
 CHANCES = (0.0, 0.25, 0.5, 0.75, 0.9, 0.97)
 PRICE_STEP = 0.02
@@ -44,7 +44,7 @@ LOOK_HOURS_MIN, LOOK_HOURS_MAX = 0.02, 1.0
 LOOKS_AHEAD = tuple(LOOK_HOURS_MIN * 2.0**step for step in range(6))
 MOVE_GAIN = 1.15  # the expected gain of a move must exceed its cost by 15 %, as it is uncertain
 TABLES_MAX = 512
-SPOT, SURE, WAITING = "spot now", "on-demand now", "waiting"
+SPOT, ONDEMAND, WAITING = "spot now", "on-demand now", "waiting"
 
 
 def decide(view: JobView, candidates: Sequence[Candidate]) -> Decision:
@@ -54,27 +54,29 @@ def decide(view: JobView, candidates: Sequence[Candidate]) -> Decision:
 
 def weigh(view: JobView, candidates: Sequence[Candidate], prior: Prior) -> Decision:
     """Decide as `decide` does, with another prior."""
-    refuge = find_refuge(view, candidates)
+    fallback = find_fallback(view, candidates)
     spots = [each for each in candidates if each.is_spot]
     current = None if view.current is None else candidates[view.current]
     if not spots:
         if current is not None:
             return Stay(reason="no spot is for sale")
         return (
-            Wait(reason="nothing is for sale") if refuge is None else Move(target=refuge, reason="no spot is for sale")
+            Wait(reason="nothing is for sale")
+            if fallback is None
+            else Move(target=fallback, reason="no spot is for sale")
         )
-    if refuge is None or view.time_left_hours is None:
-        return _weigh_without_deadline(view, current, [read_market(each, refuge, prior) for each in spots])
+    if fallback is None or view.time_left_hours is None:
+        return _weigh_without_deadline(view, current, [read_market(each, fallback, prior) for each in spots])
     if current is not None and current.is_spot:
-        hours = safe_hours(view, current, refuge)
+        hours = safe_hours(view, current, fallback)
         if hours <= 0:
-            return take_refuge(view, candidates, refuge, "if spot were lost later, it would be too late")
+            return take_fallback(view, candidates, fallback, "if spot were lost later, it would be too late")
         if len(spots) == 1:
             return Stay(hours=hours, reason="on spot")
     elif current is not None and view.time_left_hours < view.work_left_hours / current.speed:
         return Stay(reason="on-demand, and late already")
-    markets = [read_market(each, refuge, prior) for each in spots]
-    return _Scale.of(view, refuge, markets, prior).choose(current)
+    markets = [read_market(each, fallback, prior) for each in spots]
+    return _Scale.of(view, fallback, markets, prior).choose(current)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +84,7 @@ class _Scale:
     """The value function and the state of the job in it. Costs are in on-demand hours of work."""
 
     view: JobView
-    refuge: Candidate
+    fallback: Candidate
     markets: Sequence[SpotMarket]
     prior: Prior
     best: SpotMarket  # the best open market, else the best one to wait for
@@ -92,22 +94,22 @@ class _Scale:
     work: float
 
     @classmethod
-    def of(cls, view: JobView, refuge: Candidate, markets: Sequence[SpotMarket], prior: Prior) -> _Scale:
+    def of(cls, view: JobView, fallback: Candidate, markets: Sequence[SpotMarket], prior: Prior) -> _Scale:
         opened = [each for each in markets if each.candidate.is_open] or markets
-        start = refuge.start_hours
-        work = view.sure_left_hours / refuge.speed
+        start = fallback.start_hours
+        work = view.sure_left_hours / fallback.speed
         best = opened[0]
         if len(opened) > 1:
             best = min(opened, key=lambda each: each.rate(each.price * start + start, work))
         found = cls(
             view=view,
-            refuge=refuge,
+            fallback=fallback,
             markets=markets,
             prior=prior,
             best=best,
-            outlook=_find_outlook(view, refuge, markets, best, prior),
+            outlook=_find_outlook(view, fallback, markets, best, prior),
             basis=best,
-            spare=max(spare_hours(view, refuge), 0.0),
+            spare=max(spare_hours(view, fallback), 0.0),
             work=work,
         )
         if len(opened) == 1:
@@ -138,7 +140,7 @@ class _Scale:
         """Return the scale by the value function of this market."""
         if market is self.basis:
             return replace(self, best=market)
-        outlook = _find_outlook(self.view, self.refuge, self.markets, market, self.prior)
+        outlook = _find_outlook(self.view, self.fallback, self.markets, market, self.prior)
         return replace(self, best=market, outlook=outlook, basis=market)
 
     @cached_property
@@ -148,7 +150,7 @@ class _Scale:
     def _choose_off_spot(self, current: Candidate | None) -> Decision:
         options = self._weigh_options(current, 0.0)
         best = min(options, key=options.__getitem__)
-        weighed = tuple((name, worth * self.refuge.usd_work_hour) for name, worth in options.items())
+        weighed = tuple((name, worth * self.fallback.usd_work_hour) for name, worth in options.items())
         if best == SPOT:
             return Move(target=self.best.candidate, reason="spot is worth its start", weighed=weighed)
         hours = self._find_change(current, best)
@@ -156,7 +158,7 @@ class _Scale:
             return Wait(hours=min(self.spare, hours), reason="spot is worth waiting for", weighed=weighed)
         if current is not None:
             return Stay(hours=hours, reason="on-demand saves time for later", weighed=weighed)
-        return Move(target=self.refuge, hours=hours, reason="time is worth more than waiting saves", weighed=weighed)
+        return Move(target=self.fallback, hours=hours, reason="time is worth more than waiting saves", weighed=weighed)
 
     def _weigh_options(self, current: Candidate | None, ahead: float) -> dict[str, float]:
         """Return the expected cost to the end of each option, `ahead` hours from now if nothing changes until then."""
@@ -174,12 +176,12 @@ class _Scale:
             rest = begun - idle
             table = outlook.keep_open if is_open else outlook.keep_closed
             worth = table.read(age, outlook.locate(work, max(spare - rest, 0.0)))
-            options[SURE] = rest + min(worth + self._return_price, max(work, worth))
+            options[ONDEMAND] = rest + min(worth + self._return_price, max(work, worth))
         else:
             start = outlook.terms.start_hours
-            table, after = outlook.sure_open if is_open else outlook.sure_closed, spare - start
+            table, after = outlook.ondemand_open if is_open else outlook.ondemand_closed, spare - start
             worth = table.read(age, outlook.locate(work, after)) if after >= 0 else work
-            options[SURE] = self._refuge_price + start + min(worth + self._return_price, max(work, worth))
+            options[ONDEMAND] = self._fallback_price + start + min(worth + self._return_price, max(work, worth))
         # Running machines are not given up in order to wait, and waiting reveals nothing about an unwatched market.
         if current is None and spare > EPSILON_HOURS and (target.is_watched or not can_enter):
             table = outlook.wait_open if is_open else outlook.wait_closed
@@ -197,18 +199,18 @@ class _Scale:
         return max(each.candidate.move_usd for each in self.markets)
 
     @cached_property
-    def _refuge_price(self) -> float:
+    def _fallback_price(self) -> float:
         """Return the cost of moving to the on-demand fallback."""
-        return self.refuge.move_usd / self.refuge.usd_work_hour
+        return self.fallback.move_usd / self.fallback.usd_work_hour
 
     @cached_property
     def _return_price(self) -> float:
         """Return the cost of moving from on-demand to the best place: none within a zone."""
         if not self._has_moves:
             return 0.0
-        here, there = self.refuge.placement.offer, self.best.candidate.placement.offer
+        here, there = self.fallback.placement.offer, self.best.candidate.placement.offer
         is_near = (here.cloud, here.region, here.zone) == (there.cloud, there.region, there.zone)
-        return 0.0 if is_near else max(self.best.move_price, self._refuge_price)
+        return 0.0 if is_near else max(self.best.move_price, self._fallback_price)
 
     def _find_change(self, current: Candidate | None, choice: str) -> float:
         """Return the hours for which the choice holds if nothing but time and age changes."""
@@ -224,13 +226,13 @@ class _Scale:
 
     def _choose_on_spot(self, current: Candidate) -> Decision:
         """Stay, or move to a place whose gain exceeds the cost of the move."""
-        hours = safe_hours(self.view, current, self.refuge)
+        hours = safe_hours(self.view, current, self.fallback)
         here = next(each for each in self.markets if each.candidate is current)
         best = self.best
         stay = Stay(hours=min(hours, LOOK_HOURS_MAX), reason="on spot")
         if best is here or not best.candidate.is_open or not best.outlives_start:
             return stay
-        if not is_safe_to_start(self.view, best.candidate, self.refuge):
+        if not is_safe_to_start(self.view, best.candidate, self.fallback):
             return stay
         loss = self.loss_of(here)
         stint = min(self.work, best.stint_hours, here.stint_hours)
@@ -284,18 +286,18 @@ class _Scale:
                 )
                 found[id(cheapest)] = cheapest
         return [
-            (each, _find_outlook(self.view, self.refuge, self.markets, each, self.prior, is_alone=True))
+            (each, _find_outlook(self.view, self.fallback, self.markets, each, self.prior, is_alone=True))
             for each in found.values()
         ]
 
     @cached_property
     def _can_enter(self) -> bool:
-        view, target, refuge = self.view, self.best.candidate, self.refuge
+        view, target, fallback = self.view, self.best.candidate, self.fallback
         return (
             self.best.outlives_start
-            and is_safe_to_start(view, target, refuge)
+            and is_safe_to_start(view, target, fallback)
             and is_affordable(
-                view, target, refuge, share=EXCESS_SHARE_MAX, failures=FAILURES_MAX, move_usd=self._move_usd_max
+                view, target, fallback, share=EXCESS_SHARE_MAX, failures=FAILURES_MAX, move_usd=self._move_usd_max
             )
         )
 
@@ -321,7 +323,7 @@ def _weigh_without_deadline(view: JobView, current: Candidate | None, markets: S
 
 def _find_outlook(
     view: JobView,
-    refuge: Candidate,
+    fallback: Candidate,
     markets: Sequence[SpotMarket],
     best: SpotMarket,
     prior: Prior,
@@ -330,10 +332,10 @@ def _find_outlook(
 ) -> ValueFunction:
     """Return the value function of the best market; alone, it reopens at its own rate."""
     assert view.time_left_hours is not None
-    left = view.work_left_hours / refuge.speed
+    left = view.work_left_hours / fallback.speed
     chance = expect_second_chance(markets, best, left)
-    work = max(view.work_hours, view.work_left_hours) / refuge.speed
-    spare = max((view.deadline_hours or 0.0) - work, view.time_left_hours - view.work_left_hours / refuge.speed, 0.1)
+    work = max(view.work_hours, view.work_left_hours) / fallback.speed
+    spare = max((view.deadline_hours or 0.0) - work, view.time_left_hours - view.work_left_hours / fallback.speed, 0.1)
     appeals = [float(each is best) if is_alone else each.appeal(best, left) for each in markets]
     reopening = tuple(
         sum(each.closed_paces[half] * appeal for each, appeal in zip(markets, appeals, strict=True)) for half in (0, 1)

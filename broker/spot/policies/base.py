@@ -22,8 +22,8 @@ class Candidate:
     """A placement and the present knowledge of its market.
 
     `is_open` says that spot capacity is available, as far as known; on-demand counts as always open. `is_watched` says
-    that the end of its spell would be noticed even if nothing ran there.
-    `age_hours` is the age of its present spell, and `met_hours` the age at which watching began: 0 where the beginning
+    that the end of its period would be noticed even if nothing ran there.
+    `age_hours` is the age of its present period, and `met_hours` the age at which watching began: 0 where the beginning
     was observed, else an assumption (`broker.spot.durations.MET_HOURS`) from which `age_hours` continues.
     `start_hours` are billed and do no work: creating nodes, setup, data, restoring the checkpoint. `move_usd` is paid
     once to move there (egress). `speed` is work-hours per hour.
@@ -38,7 +38,7 @@ class Candidate:
     move_usd: float = 0.0
     speed: float = 1.0
     closes_in_hours: float | None = None  # known from a preemption notice
-    seen: Durations = NOTHING_SEEN  # finished spells of this market
+    seen: Durations = NOTHING_SEEN  # finished periods of this market
 
     @property
     def is_spot(self) -> bool:
@@ -123,16 +123,17 @@ class SpotPolicy(Protocol):
     def __call__(self, view: JobView, candidates: Sequence[Candidate], /) -> Decision: ...
 
 
-def find_refuge(view: JobView, candidates: Sequence[Candidate]) -> Candidate | None:
+def find_fallback(view: JobView, candidates: Sequence[Candidate]) -> Candidate | None:
     """Return the cheapest on-demand fallback that finishes in time, else the fastest; None without on-demand."""
-    sure, work, limit = [each for each in candidates if not each.is_spot], view.sure_left_hours, view.time_left_hours
-    if len(sure) < 2:
-        return sure[0] if sure else None
+    ondemand = [each for each in candidates if not each.is_spot]
+    work, limit = view.sure_left_hours, view.time_left_hours
+    if len(ondemand) < 2:
+        return ondemand[0] if ondemand else None
     reach = math.inf if limit is None else limit - view.look_hours + EPSILON_HOURS
-    timely = [each for each in sure if finish_hours(each, work) <= reach]
+    timely = [each for each in ondemand if finish_hours(each, work) <= reach]
     if timely:
         return min(timely, key=lambda each: each.usd_work_hour * work + each.move_usd)
-    return min(sure, key=lambda each: finish_hours(each, work))
+    return min(ondemand, key=lambda each: finish_hours(each, work))
 
 
 def finish_hours(candidate: Candidate, work_hours: float) -> float:
@@ -140,23 +141,23 @@ def finish_hours(candidate: Candidate, work_hours: float) -> float:
     return candidate.start_hours + work_hours / candidate.speed
 
 
-def spare_hours(view: JobView, refuge: Candidate) -> float:
+def spare_hours(view: JobView, fallback: Candidate) -> float:
     """Return how long the job may idle before on-demand must start to be in time; infinite without a deadline.
 
     The worst case is assumed: the running machines are lost at once, with all unsaved work unless a notice saves it.
     """
     if view.time_left_hours is None:
         return math.inf
-    return view.time_left_hours - view.look_hours - finish_hours(refuge, view.sure_left_hours)
+    return view.time_left_hours - view.look_hours - finish_hours(fallback, view.sure_left_hours)
 
 
-def is_safe_to_start(view: JobView, target: Candidate, refuge: Candidate) -> bool:
+def is_safe_to_start(view: JobView, target: Candidate, fallback: Candidate) -> bool:
     """Return whether on-demand is still in time after a start on spot that is lost just before its first checkpoint."""
-    return spare_hours(view, refuge) >= target.start_hours + view.exposed_hours - EPSILON_HOURS
+    return spare_hours(view, fallback) >= target.start_hours + view.exposed_hours - EPSILON_HOURS
 
 
 def is_affordable(
-    view: JobView, target: Candidate, refuge: Candidate, *, share: float, failures: int, move_usd: float = 0.0
+    view: JobView, target: Candidate, fallback: Candidate, *, share: float, failures: int, move_usd: float = 0.0
 ) -> bool:
     """Return whether the cost stays bounded after a start on spot that is lost just before its first checkpoint.
 
@@ -166,25 +167,25 @@ def is_affordable(
     """
     if view.spent_usd is None:
         return True
-    rate, work = refuge.placement.usd_hour, max(view.work_hours, view.work_left_hours)
+    rate, work = fallback.placement.usd_hour, max(view.work_hours, view.work_left_hours)
     lost = target.move_usd + (target.start_hours + view.exposed_hours) * target.placement.usd_hour
-    worst = view.spent_usd + lost + rate * finish_hours(refuge, view.sure_left_hours)
-    sure = rate * finish_hours(refuge, work)
-    failed = lost + max(move_usd - target.move_usd, 0.0) + rate * refuge.start_hours
-    return worst <= sure + max(share * sure, failures * failed)
+    worst = view.spent_usd + lost + rate * finish_hours(fallback, view.sure_left_hours)
+    ondemand = rate * finish_hours(fallback, work)
+    failed = lost + max(move_usd - target.move_usd, 0.0) + rate * fallback.start_hours
+    return worst <= ondemand + max(share * ondemand, failures * failed)
 
 
-def safe_hours(view: JobView, current: Candidate, refuge: Candidate) -> float:
+def safe_hours(view: JobView, current: Candidate, fallback: Candidate) -> float:
     """Return how long the job may continue on spot before the next decision; 0: on-demand must start now.
 
     Where no work is ever lost, spare time falls only during a start and as far as spot is slower than on-demand.
     """
-    spare = spare_hours(view, refuge)
+    spare = spare_hours(view, fallback)
     if view.exposed_hours > 0:
         return spare if spare > EPSILON_HOURS else 0.0
     if spare < view.starting_hours - EPSILON_HOURS:
         return spare if spare > EPSILON_HOURS else 0.0
-    falling = 1 - current.speed / refuge.speed  # spare time used per hour of work
+    falling = 1 - current.speed / fallback.speed  # spare time used per hour of work
     if falling <= 1e-12:
         return math.inf
     left = view.starting_hours + (spare - view.starting_hours) / falling
@@ -197,8 +198,8 @@ def cheapest_open_spot(candidates: Sequence[Candidate]) -> Candidate | None:
     return min(open_ones, key=lambda each: (each.usd_work_hour, each.move_usd), default=None)
 
 
-def take_refuge(view: JobView, candidates: Sequence[Candidate], refuge: Candidate, reason: str) -> Decision:
+def take_fallback(view: JobView, candidates: Sequence[Candidate], fallback: Candidate, reason: str) -> Decision:
     """Return the decision to run on-demand to the end."""
     if view.current is not None and not candidates[view.current].is_spot:
         return Stay(reason=reason)
-    return Move(target=refuge, reason=reason)
+    return Move(target=fallback, reason=reason)

@@ -13,36 +13,36 @@ from broker.spot.policies.base import (
     Stay,
     Wait,
     cheapest_open_spot,
-    find_refuge,
+    find_fallback,
     is_safe_to_start,
     safe_hours,
     spare_hours,
-    take_refuge,
+    take_fallback,
 )
 
 
 def decide(view: JobView, candidates: Sequence[Candidate]) -> Decision:
     """Decide greedily; never late where on-demand alone would not have been late."""
-    refuge = find_refuge(view, candidates)
+    fallback = find_fallback(view, candidates)
     current = None if view.current is None else candidates[view.current]
     if current is not None and not current.is_spot:
         return Stay(reason="on-demand to the end")
-    if refuge is None:
+    if fallback is None:
         spot = cheapest_open_spot(candidates)
         if current is not None:
             return Stay(reason="nothing but spot is for sale")
         return Wait(reason="no spot is open") if spot is None else Move(target=spot, reason="spot is open")
     if current is not None:
-        hours = safe_hours(view, current, refuge)
+        hours = safe_hours(view, current, fallback)
         if hours <= 0:
-            return take_refuge(view, candidates, refuge, "if spot were lost later, it would be too late")
+            return take_fallback(view, candidates, fallback, "if spot were lost later, it would be too late")
         return Stay(hours=hours, reason="on spot")
-    spare = spare_hours(view, refuge)
+    spare = spare_hours(view, fallback)
     if not any(each.is_spot for each in candidates):
-        return take_refuge(view, candidates, refuge, "no spot is for sale")
+        return take_fallback(view, candidates, fallback, "no spot is for sale")
     spot = cheapest_open_spot(candidates)
-    if spot is not None and is_safe_to_start(view, spot, refuge):
+    if spot is not None and is_safe_to_start(view, spot, fallback):
         return Move(target=spot, reason="spot is open")
     if spare <= EPSILON_HOURS:
-        return take_refuge(view, candidates, refuge, "the point of no return")
+        return take_fallback(view, candidates, fallback, "the point of no return")
     return Wait(hours=spare, reason="no spot is open")

@@ -11,10 +11,12 @@ def decide(view: JobView, candidates: Sequence[Candidate]) -> Decision:
     """Choose the cheapest on-demand place that is in time, else the fastest; spot only if nothing else is for sale."""
     if view.current is not None:
         return Stay(reason="runs on-demand")
-    sure = [each for each in candidates if not each.is_spot] or list(candidates)
+    ondemand = [each for each in candidates if not each.is_spot] or list(candidates)
     work, limit = view.work_left_hours, view.time_left_hours
-    timely = [each for each in sure if limit is None or finish_hours(each, work) <= limit]
+    timely = [each for each in ondemand if limit is None or finish_hours(each, work) <= limit]
     if not timely:
-        return Move(target=min(sure, key=lambda each: finish_hours(each, work)), reason="the fastest on-demand place")
+        return Move(
+            target=min(ondemand, key=lambda each: finish_hours(each, work)), reason="the fastest on-demand place"
+        )
     best = min(timely, key=lambda each: each.usd_work_hour * work + each.move_usd)
     return Move(target=best, reason="the cheapest on-demand place")

@@ -2,7 +2,7 @@
 
 Z. Wu and others, "Can't Be Late: Optimizing Spot Instance Savings under Deadlines" (NSDI 2024). Run on spot
 whenever it is open; otherwise wait while ahead of the line, and run on-demand when behind. Return from on-demand to
-spot only with spare time for two starts, so that a short open spell does not cost two starts.
+spot only with spare time for two starts, so that a short open period does not cost two starts.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from broker.spot.policies.base import (
     Stay,
     Wait,
     cheapest_open_spot,
-    find_refuge,
+    find_fallback,
     is_safe_to_start,
     safe_hours,
     spare_hours,
-    take_refuge,
+    take_fallback,
 )
 
 STARTS_BANKED = 2.0
@@ -36,35 +36,39 @@ def decide(view: JobView, candidates: Sequence[Candidate]) -> Decision:
 
 
 def decide_next_spot(view: JobView, candidates: Sequence[Candidate]) -> Decision:
-    """Decide with knowledge of the length of open spells, and use only those that pay for their start."""
+    """Decide with knowledge of the length of open periods, and use only those that pay for their start."""
     return pace(view, candidates, is_choosy=True)
 
 
 def pace(view: JobView, candidates: Sequence[Candidate], *, is_choosy: bool) -> Decision:
-    refuge = find_refuge(view, candidates)
-    if refuge is None or view.time_left_hours is None or not view.deadline_hours:
+    fallback = find_fallback(view, candidates)
+    if fallback is None or view.time_left_hours is None or not view.deadline_hours:
         return greedy.decide(view, candidates)
     current = None if view.current is None else candidates[view.current]
     if current is not None and current.is_spot:
-        hours = safe_hours(view, current, refuge)
+        hours = safe_hours(view, current, fallback)
         if hours <= 0:
-            return take_refuge(view, candidates, refuge, "if spot were lost later, it would be too late")
+            return take_fallback(view, candidates, fallback, "if spot were lost later, it would be too late")
         return Stay(hours=hours, reason="on spot")
-    spare = spare_hours(view, refuge)
-    is_sure = current is not None
-    spot = cheapest_open_spot([each for each in candidates if not is_choosy or _pays(each, refuge, is_sure=is_sure)])
-    if spot is not None and is_safe_to_start(view, spot, refuge):
-        banked = spare + (refuge.start_hours if is_sure else 0.0)  # on-demand is running: its start is already paid
-        if not is_sure or banked >= STARTS_BANKED * spot.start_hours + view.starting_hours:
+    spare = spare_hours(view, fallback)
+    is_ondemand = current is not None
+    spot = cheapest_open_spot(
+        [each for each in candidates if not is_choosy or _pays(each, fallback, is_ondemand=is_ondemand)]
+    )
+    if spot is not None and is_safe_to_start(view, spot, fallback):
+        banked = spare + (
+            fallback.start_hours if is_ondemand else 0.0
+        )  # on-demand is running: its start is already paid
+        if not is_ondemand or banked >= STARTS_BANKED * spot.start_hours + view.starting_hours:
             return Move(target=spot, reason="spot is open")
     behind = _behind_hours(view)
     if current is not None:
         # When ahead of the line again, on-demand is given up only for spot: its start has been paid.
         return Stay(reason="on-demand")
     if spare <= EPSILON_HOURS:
-        return take_refuge(view, candidates, refuge, "the point of no return")
+        return take_fallback(view, candidates, fallback, "the point of no return")
     if behind > -EPSILON_HOURS:
-        return take_refuge(view, candidates, refuge, "behind the line of even progress")
+        return take_fallback(view, candidates, fallback, "behind the line of even progress")
     return Wait(hours=min(spare, _hours_ahead(view)), reason="ahead of the line of even progress")
 
 
@@ -82,11 +86,11 @@ def _hours_ahead(view: JobView) -> float:
     return max(-_behind_hours(view) * view.deadline_hours / view.work_hours, 0.0)
 
 
-def _pays(spot: Candidate, refuge: Candidate, *, is_sure: bool) -> bool:
-    """Return whether a spell of known length pays for its start (and the start of on-demand after it)."""
+def _pays(spot: Candidate, fallback: Candidate, *, is_ondemand: bool) -> bool:
+    """Return whether a period of known length pays for its start (and the start of on-demand after it)."""
     if spot.closes_in_hours is None or not math.isfinite(spot.closes_in_hours):
         return True
     work = (spot.closes_in_hours - spot.start_hours) * spot.speed
     paid = spot.closes_in_hours * spot.placement.usd_hour + spot.move_usd
-    back = refuge.start_hours * refuge.placement.usd_hour if is_sure else 0.0
-    return paid + back < work * refuge.usd_work_hour
+    back = fallback.start_hours * fallback.placement.usd_hour if is_ondemand else 0.0
+    return paid + back < work * fallback.usd_work_hour

@@ -131,7 +131,7 @@ def test_lost_answer_then_the_same_nodes_with_the_same_ranks(bed: AwsBed) -> Non
     bed.run(act())
 
 
-def test_newer_image_after_a_crash_adopts_what_the_token_made(bed: AwsBed) -> None:
+def test_newer_image_after_a_crash_adopts_nodes_of_the_same_token(bed: AwsBed) -> None:
     """EC2 refuses a token with other parameters, and Ubuntu's image changes every few days."""
 
     async def act() -> None:

@@ -108,7 +108,7 @@ def test_ssh_comes_from_the_caller_only_and_asked_ports_from_everywhere(bed: Aws
     ]
 
 
-def test_second_attempt_shares_the_cluster_group_and_adds_what_is_new(bed: AwsBed) -> None:
+def test_second_attempt_shares_the_cluster_group_and_adds_new_rules(bed: AwsBed) -> None:
     launch(bed)
     bed.settings = replace(bed.settings, ssh_from=("198.51.100.0/24",))
     bed.cloud = bed.reopen()

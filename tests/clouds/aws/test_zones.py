@@ -121,7 +121,7 @@ def test_more_expensive_zone_of_the_region_is_excluded_from_the_search(world: Wo
 
 
 @pytest.mark.parametrize("zones", [ZONES[:2], ZONES[:1]])
-def test_few_zones_are_asked_one_by_one(world: World, bed: AwsBed, zones: tuple[str, ...]) -> None:
+def test_few_zones_are_tried_one_by_one(world: World, bed: AwsBed, zones: tuple[str, ...]) -> None:
     async def act() -> None:
         cluster = await up(world, make_plan(make_place(zone) for zone in zones))
         assert cluster.placement == make_place(zones[0])
@@ -130,7 +130,7 @@ def test_few_zones_are_asked_one_by_one(world: World, bed: AwsBed, zones: tuple[
     bed.run(act())
 
 
-def test_zones_that_the_user_put_in_order_are_asked_in_it(world: World, bed: AwsBed) -> None:
+def test_zones_are_tried_in_the_order_of_the_user(world: World, bed: AwsBed) -> None:
     wishes = [Resources(instance_type=KIND, zone=zone) for zone in reversed(ZONES)]
 
     async def act() -> None:
@@ -167,7 +167,7 @@ def test_zone_that_refused_lately_is_left_out(world: World, bed: AwsBed) -> None
     bed.run(act())
 
 
-def test_zones_that_were_not_to_blame_are_asked_after_one_whose_machines_died(world: World, bed: AwsBed) -> None:
+def test_other_zones_are_tried_after_machines_died_in_one(world: World, bed: AwsBed) -> None:
     """The fleet chose one zone, and the gang did not live there: nothing is known about the others yet."""
     places = [make_place(zone) for zone in ZONES]
     bed.account.on_started = lambda each: (
@@ -205,7 +205,7 @@ def test_search_that_a_crash_cut_short_is_gone_on_with(world: World, bed: AwsBed
     bed.run(act())
 
 
-def test_what_a_cut_search_made_is_found_by_its_tag(world: World, bed: AwsBed) -> None:
+def test_nodes_of_an_interrupted_search_are_found_by_tag(world: World, bed: AwsBed) -> None:
     async def act() -> None:
         dying = Dying(bed.settings, clock=bed.clock, open_session=open_session)
         with pytest.raises(KilledError):

@@ -146,7 +146,7 @@ def test_a_project_without_any_gpu_quota_is_refused_at_once(bench: Any, request_
     assert len(bench.run(bench.cloud.create_nodes(request_of(offer, node_count=2)))) == 2  # spot
 
 
-def test_what_is_there_already_is_not_held_against_its_own_quota(bench: Any, request_of: Make) -> None:
+def test_existing_nodes_do_not_count_against_their_own_quota(bench: Any, request_of: Make) -> None:
     bench.gce.limits["us-central1", "PREEMPTIBLE_CPUS"] = 4
     bench.gce.limits["us-central1", "CPUS"] = 0
     nodes = bench.run(bench.cloud.create_nodes(request_of()))
@@ -190,7 +190,7 @@ def test_tpu_machines_are_refused_with_the_way_to_them(bench: Any, request_of: M
     assert "`sky check gcp`" in caught.value.hints[0] and not bench.gce.calls
 
 
-def test_lists_tell_a_preempted_node_from_one_that_was_ended(bench: Any, request_of: Make) -> None:
+def test_lists_distinguish_preempted_from_terminated_nodes(bench: Any, request_of: Make) -> None:
     nodes = bench.run(bench.cloud.create_nodes(request_of(node_count=2)))
     bench.gce.preempt(nodes[0].id.rpartition("/")[2])
     listed = bench.run(bench.cloud.list_nodes(nodes[0].owner))
@@ -296,7 +296,7 @@ def test_terminate_asks_for_all_though_one_fails_and_twice_does_no_harm(bench: A
     assert bench.gce.list_names() == []
 
 
-def test_a_delete_that_google_accepted_and_dropped_can_be_asked_again(bench: Any, request_of: Make) -> None:
+def test_a_delete_that_google_accepted_and_dropped_can_be_repeated(bench: Any, request_of: Make) -> None:
     (node,) = bench.run(bench.cloud.create_nodes(request_of()))
     bench.gce.fail("DELETE", "/instances/", code="INTERNAL_ERROR")
     bench.run(bench.cloud.terminate_nodes([node]))
@@ -305,7 +305,7 @@ def test_a_delete_that_google_accepted_and_dropped_can_be_asked_again(bench: Any
     assert bench.run(bench.cloud.list_nodes(node.owner)).nodes[0].state is NodeState.TERMINATED
 
 
-def test_only_what_is_ours_is_listed(bench: Any, request_of: Make) -> None:
+def test_only_nodes_of_the_owner_are_listed(bench: Any, request_of: Make) -> None:
     bench.run(bench.cloud.create_nodes(request_of()))
     (other,) = bench.run(bench.cloud.create_nodes(request_of(owner="Somebody Else", token="3" * 32)))
     bench.gce.find(other.id.rpartition("/")[2])
@@ -322,7 +322,7 @@ def test_a_node_is_ended_in_the_project_it_was_made_in(bench: Any, request_of: M
     assert bench.gce.list_names() == []
 
 
-def test_what_another_projects_login_cannot_see_is_believed_to_stand(bench: Any, request_of: Make) -> None:
+def test_nodes_invisible_to_another_login_are_assumed_to_exist(bench: Any, request_of: Make) -> None:
     (node,) = bench.run(bench.cloud.create_nodes(request_of()))
     bench.gce.fail("GET", "/instances/", code="forbidden", status=403)
     elsewhere = bench.make_cloud(project="another")

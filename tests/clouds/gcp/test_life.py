@@ -64,7 +64,7 @@ def make_plan(offer: Offer, zones: Sequence[str], *, is_spot: bool = True, node_
     return Plan(task=task, estimates=estimates, rejections=(), prices_as_of="2026-09-01", reason="it is cheapest")
 
 
-def test_nodes_that_were_started_again_go_on_costing(life: Life) -> None:
+def test_restarted_nodes_are_billed_again(life: Life) -> None:
     plan = make_plan(life.bed.offer, ["us-central1-a"], is_spot=False)
 
     async def act() -> None:
@@ -179,7 +179,7 @@ asyncio.run(provisioner.up("c", make_plan(make_offer("n1-standard-4+1xT4"), ["us
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_a_process_that_dies_in_its_create_call_leaves_what_the_next_one_finds(
+def test_nodes_of_a_process_that_died_in_its_create_call_are_found_by_the_next(
     bed: Any, tmp_path: Path, when: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     script = SCRIPT.format(path=sys.path, home=str(tmp_path), owner=OWNER, when=when)

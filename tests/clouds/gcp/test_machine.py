@@ -122,7 +122,7 @@ def test_the_one_kind_of_disk_of_newer_machines_is_as_fast_as_its_tier(
 
 
 @pytest.mark.parametrize("bad", ["n1-standard-4+1xH100", "ct5lp-hightpu-8t", "tpu-v4-8"])
-def test_what_cannot_be_made_is_refused_before_it_is_asked_for(request_of: Make, offer_of: MakeOffer, bad: str) -> None:
+def test_impossible_machine_is_refused_before_the_create_call(request_of: Make, offer_of: MakeOffer, bad: str) -> None:
     with pytest.raises(InvalidRequestError):
         machine.check_request(request_of(offer_of(bad)))
 
@@ -187,7 +187,7 @@ def test_quotas_are_counted_by_what_the_gang_draws_on(request_of: Make, offer_of
     assert needs("a3-highgpu-8g", **(a100 | {"accelerator": "H100"})) == {}  # counted where regions do not report it
 
 
-def test_a_quota_that_google_does_not_tell_is_not_taken_for_nothing(request_of: Make, offer_of: MakeOffer) -> None:
+def test_unknown_quota_is_not_treated_as_zero(request_of: Make, offer_of: MakeOffer) -> None:
     needs = list_needs(request_of(offer_of("n1-standard-4+1xT4")))
     check_quotas(needs, {}, project="p")
     short = {"NVIDIA_T4_GPUS": Quota(metric="NVIDIA_T4_GPUS", limit=4, usage=4)}

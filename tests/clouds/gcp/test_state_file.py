@@ -13,7 +13,7 @@ from broker.types import Node, NodeState
 NODE = Node(id="p/z/b-me-0-0", cloud="gcp", owner="me", cluster="c", attempt=1, rank=0, state=NodeState.RUNNING)
 
 
-def test_what_one_process_notes_another_reads(tmp_path: Path) -> None:
+def test_processes_share_the_state_file(tmp_path: Path) -> None:
     GcpStateFile(tmp_path / "gcp").note([NODE], now_s=0)
     assert GcpStateFile(tmp_path / "gcp").read() == {NODE.id: NODE}
     assert stat.S_IMODE((tmp_path / "gcp").stat().st_mode) == 0o700

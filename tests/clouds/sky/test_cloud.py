@@ -173,7 +173,7 @@ def test_a_cloud_does_not_list_its_neighbours(bed: Any) -> None:
     asyncio.run(act())
 
 
-def test_a_request_that_never_arrived_is_asked_again(bed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_that_never_arrived_is_repeated(bed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from broker.errors import UnknownOutcomeError
 
     launch = bed.engine.launch

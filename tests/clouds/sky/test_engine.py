@@ -87,7 +87,7 @@ def test_a_worker_that_dies_leaves_the_outcome_open_and_the_next_call_starts_ano
     assert asyncio.run(engine.launch("a", {})) == "r1"
 
 
-def test_a_question_to_a_worker_that_dies_may_be_asked_again(make: Make) -> None:
+def test_a_query_to_a_worker_that_dies_may_be_repeated(make: Make) -> None:
     with pytest.raises(TransientError):
         asyncio.run(make("sys.exit(1)").list_enabled())
 

@@ -49,7 +49,7 @@ def test_errors_are_distinguished(fault: SkyError, kind: type[CloudError]) -> No
         assert type(translate(fault, does_change=does_change)) is kind
 
 
-def test_what_is_not_known_may_have_had_its_effect() -> None:
+def test_unknown_outcomes_may_have_taken_effect() -> None:
     strange = SkyError(type="ReadTimeout", message="read timed out")
     assert type(translate(strange)) is TransientError
     assert type(translate(strange, does_change=True)) is UnknownOutcomeError
@@ -86,7 +86,7 @@ def test_the_cause_that_azure_names_below_its_envelope_is_found() -> None:
     assert isinstance(error, DeniedError) and error.scope == "region" and error.hints
 
 
-def test_what_the_worker_describes_is_understood() -> None:
+def test_errors_described_by_the_worker_are_parsed() -> None:
     found = SkyError.parse(
         {
             "type": "ResourcesUnavailableError",

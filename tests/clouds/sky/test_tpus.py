@@ -83,7 +83,7 @@ def test_partial_list_fails(cloud: TpuCloud, own: Own) -> None:
         asyncio.run(cloud.list_nodes(OWNER))
 
 
-def test_it_can_what_googles_adapter_can(cloud: TpuCloud) -> None:
+def test_it_has_the_abilities_of_the_google_adapter(cloud: TpuCloud) -> None:
     """With SkyPilot in addition, Google's machines still boot with our script and are reached by ssh."""
     for ability in (CanExtend, CanPrepare, CanStop, CanSweep, ProvidesSshHosts):
         assert isinstance(cloud, ability), ability.__name__

@@ -8,10 +8,20 @@ from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
-from broker.jobs import acquisition, allowance, controller, daemon, endings, in_place, keeping, lost_gang, teardown
+from broker.jobs import (
+    acquisition,
+    allowance,
+    controller,
+    daemon,
+    in_place,
+    lost_gang,
+    node_retention,
+    outcome_recorder,
+    teardown,
+)
 from broker.jobs.controller import JobController
-from broker.jobs.endings import Endings
 from broker.jobs.health import HealthSignals, Verdict, classify, list_lost_ranks
+from broker.jobs.outcome_recorder import OutcomeRecorder
 from broker.state.database import SqliteDatabase
 from broker.state.jobs import JobRows
 from broker.types import Attempt, Job, JobStatus, Outcome, RunStatus
@@ -169,12 +179,12 @@ def outcome_and_status_in_two_commits() -> Patches:
         self._store.jobs.put_attempt(replace(attempt, outcome=outcome))
         return float(self.finish_job(job, status, outcome.kind, failure))
 
-    return (patch.object(Endings, "end_job", end_job),)
+    return (patch.object(OutcomeRecorder, "end_job", end_job),)
 
 
 def restarted_without_headway() -> Patches:
     """Restart every program that dies, as long as there is money."""
-    return (patch.object(endings, "is_restart_due", lambda *arguments, **more: True),)
+    return (patch.object(outcome_recorder, "is_restart_due", lambda *arguments, **more: True),)
 
 
 def started_beside_the_old_program() -> Patches:
@@ -206,7 +216,9 @@ def restart_in_place_in_two_commits() -> Patches:
 
 def survivors_given_back() -> Patches:
     """End all nodes when one is lost."""
-    return (patch.object(keeping.Keeping, "find_until_s", lambda self, job, attempt, cluster, report: None),)
+    return (
+        patch.object(node_retention.NodeRetention, "find_until_s", lambda self, job, attempt, cluster, report: None),
+    )
 
 
 def needs_ignored() -> Patches:

@@ -12,7 +12,7 @@ from functools import partial
 from unittest.mock import patch
 
 from broker.provision.lifecycle import Provisioner
-from tests.simulation.mutants import believing, jobs, keeping, provisioning
+from tests.simulation.mutants import believing, jobs, provisioning, storage
 from tests.simulation.runner import Result, play_scene
 from tests.simulation.scenes import SCENES
 
@@ -137,30 +137,30 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(plant=jobs.restart_in_place_in_two_commits, letters="S11 S4 L2", scene="hung program"),
     Mutant(plant=jobs.survivors_given_back, letters="S11", scene="preemption"),
     Mutant(plant=jobs.needs_ignored, letters="S15", scene="a pipeline"),
-    Mutant(plant=keeping.intents_not_durable, letters="S1", scene="a cluster beside a job"),
-    Mutant(plant=keeping.synchronous_never_back_to_full, letters="S1", scene="plain"),
-    Mutant(plant=keeping.record_deleted_before_nodes_are_gone, letters="S3", scene="plain"),
+    Mutant(plant=storage.intents_not_durable, letters="S1", scene="a cluster beside a job"),
+    Mutant(plant=storage.synchronous_never_back_to_full, letters="S1", scene="plain"),
+    Mutant(plant=storage.record_deleted_before_nodes_are_gone, letters="S3", scene="plain"),
     Mutant(
-        plant=keeping.no_epoch_fence_before_create,
+        plant=storage.no_epoch_fence_before_create,
         letters="S4",
         scene="a leader that sleeps while nodes boot",
         is_stop=True,
     ),
     Mutant(
-        plant=keeping.collector_ends_a_replacement_under_way,
+        plant=storage.collector_ends_a_replacement_under_way,
         letters="S3",
         scene="elastic, collected while a node is on its way",
         needs_collector=True,
     ),
     Mutant(
-        plant=keeping.collector_ignores_age,
+        plant=storage.collector_ignores_age,
         letters="S3",
         scene="a call that is carried out again after its job, collected at once",
         needs_collector=True,
     ),
-    Mutant(plant=keeping.budget_per_attempt, letters="S9 S11", scene="budget over several attempts"),
-    Mutant(plant=keeping.stopwatch_counts_suspended_time, letters="S5", scene="a laptop that sleeps"),
-    Mutant(plant=keeping.lister_shares_an_older_list, letters="S16", scene="three jobs and slow lists"),
+    Mutant(plant=storage.budget_per_attempt, letters="S9 S11", scene="budget over several attempts"),
+    Mutant(plant=storage.stopwatch_counts_suspended_time, letters="S5", scene="a laptop that sleeps"),
+    Mutant(plant=storage.lister_shares_an_older_list, letters="S16", scene="three jobs and slow lists"),
     Mutant(
         plant=believing.list_of_another_account_believed, letters="S3 S4 S5 S10", scene="a login for another account"
     ),
@@ -177,7 +177,7 @@ MUTANTS: tuple[Mutant, ...] = (
         letters="S5",
         scene="a gang out of reach for minutes",
     ),
-    Mutant(plant=keeping.failed_list_is_a_loss, letters="S5", scene="a login that expires under a program"),
+    Mutant(plant=storage.failed_list_is_a_loss, letters="S5", scene="a login that expires under a program"),
 )
 
 

@@ -44,7 +44,7 @@ def test_mesh_is_laid_out(
     [("2", "has 1 axes, the strategy 2: replicate x shard"), ("2x3", "for 6 ranks and there are 4"),
      ("*x3", "a multiple of 3"), ("*x*", "is not like"), ("0x4", "is not like"), ("ax4", "is not like")],
 )  # fmt: skip
-def test_mesh_that_does_not_fit_says_why(text: str, reason: str) -> None:
+def test_mesh_that_does_not_fit_is_refused_with_the_reason(text: str, reason: str) -> None:
     with pytest.raises(TrainerError, match=reason.replace("*", r"\*")):
         parse_mesh(text, ("replicate", "shard"), 4, 1)
 

@@ -128,7 +128,7 @@ HANDED_ON = [
 
 
 @pytest.mark.parametrize(("before", "after"), HANDED_ON, ids=str)
-def test_other_ranks_and_another_strategy_go_on_with_the_same_losses(
+def test_other_world_sizes_and_strategies_continue_with_the_same_losses(
     worlds: Worlds,
     alone: dict[int, float],
     tmp_path: Path,
@@ -217,7 +217,7 @@ def test_stop_asked_for_ends_all_ranks_after_one_step(
         ("fsdp", ["--mesh", "3"], "is for 3 ranks and there are 2"),
     ],
 )
-def test_what_cannot_be_shared_is_one_line(
+def test_indivisible_configuration_is_a_one_line_error(
     worlds: Worlds, tmp_path: Path, strategy: str, flags: list[str], reason: str
 ) -> None:
     ended = worlds.call(tmp_path, "trainers.lm:main", ["--strategy", strategy, *flags], ranks=2)

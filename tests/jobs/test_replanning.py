@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from broker.jobs.order import cut_to_rest, drop_limits, order_plan
+from broker.jobs.replanning import cut_to_rest, drop_limits, order_plan
 from broker.types import (
     Attempt,
     CheckpointSpec,
@@ -109,7 +109,7 @@ def test_time_and_money_that_are_gone_are_cut_and_never_below_nothing() -> None:
     assert late is not None and (late.deadline_hours, late.budget_usd) == (0.0, 0.0)
 
 
-def test_what_a_goal_leaves_open_stays_open() -> None:
+def test_unset_goal_fields_stay_unset() -> None:
     job = make_job(Goal(confidence=0.5), progress=Progress(step=9, total=10, checkpoint_step=9))
     assert cut_to_rest(job, now_s=99_999.0, spent_usd=9.0).goal == Goal(confidence=0.5)
     assert cut_to_rest(make_job(None), now_s=99_999.0, spent_usd=9.0).goal is None

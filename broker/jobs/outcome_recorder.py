@@ -33,8 +33,8 @@ START_TRIES_MAX = 3
 REPEATS_MAX = 3  # at one step: the program is at fault, not the machines
 
 
-class Endings:
-    """Record the endings of one job. Each method returns the seconds until the next step: always 0."""
+class OutcomeRecorder:
+    """Record the outcomes of a job and its attempts. Each method returns the seconds until the next step, always 0."""
 
     def __init__(self, job_id: int, store: Store, clock: Clock) -> None:
         self._job_id = job_id

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from broker.errors import NoOfferError
-from broker.jobs.keeping import PATIENCE_S_MAX, Elsewhere, Keeping, is_at, measure_patience_s
+from broker.jobs.node_retention import RETENTION_S_MAX, Elsewhere, NodeRetention, is_at, measure_retention_s
 from broker.types import (
     Attempt,
     Cluster,
@@ -34,12 +34,12 @@ GANG = Placement(offer=make_offer("east1a", usd_hour=2.0), is_spot=True, node_co
 
 
 @pytest.mark.parametrize(
-    ("lost", "elsewhere", "patience_s"),
+    ("lost", "elsewhere", "retention_s"),
     [
         (1, Elsewhere(usd_hour=8.0), 140.0 * 4 / 3),
         (1, Elsewhere(usd_hour=24.0), 140.0 * 4),  # the dearer the others are, the longer
-        (1, Elsewhere(usd_hour=2400.0), PATIENCE_S_MAX),
-        (1, None, PATIENCE_S_MAX),
+        (1, Elsewhere(usd_hour=2400.0), RETENTION_S_MAX),
+        (1, None, RETENTION_S_MAX),
         (2, Elsewhere(usd_hour=8.0), 0.0),  # two come one after the other: over 280 s
         (3, Elsewhere(usd_hour=8.0), 140.0 * 4),
         (1, Elsewhere(usd_hour=8.0, saving_usd=5.0), 0.0),  # the rest of the job is cheaper there
@@ -47,14 +47,14 @@ GANG = Placement(offer=make_offer("east1a", usd_hour=2.0), is_spot=True, node_co
     ],
 )
 def test_waiting_is_worth_what_a_start_elsewhere_costs(
-    lost: int, elsewhere: Elsewhere | None, patience_s: float
+    lost: int, elsewhere: Elsewhere | None, retention_s: float
 ) -> None:
-    assert measure_patience_s(GANG, lost_count=lost, start_s=140.0, elsewhere=elsewhere) == pytest.approx(patience_s)
+    assert measure_retention_s(GANG, lost_count=lost, start_s=140.0, elsewhere=elsewhere) == pytest.approx(retention_s)
 
 
 def test_nodes_that_cost_nothing_are_waited_with() -> None:
     free = replace(GANG, offer=make_offer("east1a", usd_hour=0.0))
-    assert measure_patience_s(free, lost_count=1, start_s=140.0, elsewhere=Elsewhere(usd_hour=8.0)) == PATIENCE_S_MAX
+    assert measure_retention_s(free, lost_count=1, start_s=140.0, elsewhere=Elsewhere(usd_hour=8.0)) == RETENTION_S_MAX
 
 
 def test_a_place_is_known_by_its_zone_also_among_several() -> None:
@@ -84,10 +84,12 @@ def test_survivors_are_kept_where_all_others_are_confirmed_gone(
     attempt = Attempt(job_id=1, number=1, cluster="c", placement=placement, started_s=world.clock.now_s())
     report = Report(status=RunStatus.RUNNING, returncode=None, unreachable=(), progress=None)
     stub: Any = Stub()
-    until_s = Keeping(world.store, stub, stub, world.clock).find_until_s(world.get_job(), attempt, cluster, report)
+    until_s = NodeRetention(world.store, stub, stub, world.clock).find_until_s(
+        world.get_job(), attempt, cluster, report
+    )
     assert (until_s is not None) is is_kept
     if until_s is not None:
-        assert until_s - world.clock.now_s() == PATIENCE_S_MAX
+        assert until_s - world.clock.now_s() == RETENTION_S_MAX
 
 
 class Stub:
@@ -126,7 +128,7 @@ def test_one_lost_node_costs_one_node(tmp_path: Path, rank: int) -> None:
     assert len([node for node in world.cloud.observe() if node.owner == "me"]) == 3
 
 
-def test_a_place_that_gives_no_other_node_is_left(tmp_path: Path) -> None:
+def test_a_place_without_a_replacement_node_is_left(tmp_path: Path) -> None:
     world = World(tmp_path)
 
     async def lose() -> None:

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from broker.clock import Clock
 from broker.errors import NoOfferError
+from broker.frozen import frozen
 from broker.jobs.acquisition import Acquisition
 from broker.jobs.gang import GangReport
 from broker.jobs.health import list_lost_ranks
-from broker.nouns import noun
 from broker.provision.lifecycle import Provisioner
 from broker.state.store import Store
 from broker.types import Attempt, Cluster, Estimate, Job, NodeState, Placement
 
 LEAVES_AT_ONCE = "eager_next_region"
-PATIENCE_S_MAX = 600.0  # as long as one search waits for nodes to boot
+RETENTION_S_MAX = 600.0  # as long as one search waits for nodes to boot
 
 
-@noun
+@frozen
 class Elsewhere:
     """The best other place: the gang's price there, and the expected saving for the rest of the job."""
 
@@ -24,7 +24,7 @@ class Elsewhere:
     saving_usd: float = 0.0
 
 
-def measure_patience_s(placement: Placement, *, lost_count: int, start_s: float, elsewhere: Elsewhere | None) -> float:
+def measure_retention_s(placement: Placement, *, lost_count: int, start_s: float, elsewhere: Elsewhere | None) -> float:
     """Return for how many seconds paying for idle survivors is cheaper than starting new nodes elsewhere.
 
     0 if the lost nodes cannot be replaced, one after another, within that time. `start_s`: until new nodes run.
@@ -32,14 +32,14 @@ def measure_patience_s(placement: Placement, *, lost_count: int, start_s: float,
     The time for `setup` elsewhere is unknown and would justify a longer wait.
     """
     if elsewhere is None:
-        return PATIENCE_S_MAX
+        return RETENTION_S_MAX
     idle_usd_hour = placement.usd_hour * (1 - lost_count / placement.node_count)
     worth_usd = elsewhere.usd_hour * start_s / 3600 - elsewhere.saving_usd
-    patience_s = PATIENCE_S_MAX if idle_usd_hour <= 0 else worth_usd / idle_usd_hour * 3600
-    return min(patience_s, PATIENCE_S_MAX) if patience_s > lost_count * start_s else 0.0
+    retention_s = RETENTION_S_MAX if idle_usd_hour <= 0 else worth_usd / idle_usd_hour * 3600
+    return min(retention_s, RETENTION_S_MAX) if retention_s > lost_count * start_s else 0.0
 
 
-class Keeping:
+class NodeRetention:
     """Decide whether to keep the nodes of one job."""
 
     def __init__(self, store: Store, provisioner: Provisioner, acquisition: Acquisition, clock: Clock) -> None:
@@ -61,13 +61,13 @@ class Keeping:
         )
         if not is_safe or not self._provisioner.can_replace_node(cluster):
             return None
-        patience_s = measure_patience_s(
+        retention_s = measure_retention_s(
             cluster.placement,
             lost_count=len(lost),
             start_s=self._provisioner.measure_start_s(cluster.placement.offer.cloud),
             elsewhere=self._find_elsewhere(job, cluster.placement),
         )
-        return self._clock.now_s() + patience_s if patience_s else None
+        return self._clock.now_s() + retention_s if retention_s else None
 
     def _find_elsewhere(self, job: Job, here: Placement) -> Elsewhere | None:
         try:

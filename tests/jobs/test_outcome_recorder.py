@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from broker.jobs.budget import Overspent, check_budget, find_overspending
-from broker.jobs.endings import (
+from broker.jobs.budget import BudgetExceeded, check_budget, find_overspending
+from broker.jobs.health import Verdict
+from broker.jobs.outcome_recorder import (
     END_S_MAX,
     REPEATS_MAX,
-    Endings,
+    OutcomeRecorder,
 )
-from broker.jobs.health import Verdict
 from broker.jobs.run_end import RunEnd
 from broker.state.store import Store
 from broker.types import (
@@ -47,7 +47,7 @@ class Stage:
         self.clock = Hands()
         self.store = Store(folder / "state.db", clock=self.clock)
         self.job_id = self.store.jobs.add("j", task or Task()).id
-        self.endings = Endings(self.job_id, self.store, self.clock)
+        self.recorder = OutcomeRecorder(self.job_id, self.store, self.clock)
         self.begin(1)
         self.store.jobs.set_status(self.job_id, JobStatus.RUNNING)
 
@@ -90,7 +90,7 @@ class Stage:
             last_lines=lines,
             is_whole=is_whole,
         )
-        assert self.endings.record_exit(self.job, self.attempt, verdict, run) == 0.0
+        assert self.recorder.record_exit(self.job, self.attempt, verdict, run) == 0.0
 
     def see(self) -> tuple[JobStatus, Outcome | None, str, float | None]:
         return self.job.status, self.attempt.outcome, self.job.failure, self.attempt.lost_s
@@ -117,21 +117,21 @@ def test_a_success_ends_attempt_and_job(stage: Stage) -> None:
 
 def test_a_lost_gang_makes_the_job_recover_as_of_the_loss(stage: Stage) -> None:
     stage.clock.time_s += 30.0
-    stage.endings.record_loss(stage.attempt, "node 0 gone", lost_s=START_S + 10.0)
+    stage.recorder.record_loss(stage.attempt, "node 0 gone", lost_s=START_S + 10.0)
     lost = Outcome(kind=OutcomeKind.PREEMPTED, detail="node 0 gone")
     assert stage.see() == (JobStatus.RECOVERING, lost, "", START_S + 10.0)
     assert stage.list_told() == [(EventKind.ATTEMPT_LOST, "preempted: node 0 gone")]
     stage.begin(2)
-    stage.endings.record_loss(stage.attempt, "again")
+    stage.recorder.record_loss(stage.attempt, "again")
     assert stage.attempt.lost_s == START_S + 30.0, "without a known time, it is now"
 
 
 def test_only_a_market_preempts(stage: Stage) -> None:
     stage.store.jobs.put_attempt(replace(stage.attempt, placement=replace(PLACEMENT, is_spot=False)))
-    stage.endings.record_loss(stage.attempt, "node 0 gone", step=7)
+    stage.recorder.record_loss(stage.attempt, "node 0 gone", step=7)
     assert stage.attempt.outcome == Outcome(kind=OutcomeKind.NODE_LOST, detail="node 0 gone", step=7)
     stage.begin(2)
-    stage.endings.record_takedown(stage.attempt)
+    stage.recorder.record_takedown(stage.attempt)
     assert stage.attempt.outcome == Outcome(kind=OutcomeKind.TAKEN_DOWN)
     told = [
         (EventKind.ATTEMPT_LOST, "node 0 gone after step 7"),
@@ -140,8 +140,8 @@ def test_only_a_market_preempts(stage: Stage) -> None:
     assert stage.list_told() == told
 
 
-def test_nodes_that_were_left_alone_for_too_long_are_no_preemption(stage: Stage) -> None:
-    stage.endings.record_lease_expiry(stage.attempt, "12 h", step=7, lost_s=START_S - 9.0)
+def test_an_expired_lease_is_not_a_preemption(stage: Stage) -> None:
+    stage.recorder.record_lease_expiry(stage.attempt, "12 h", step=7, lost_s=START_S - 9.0)
     outcome = Outcome(kind=OutcomeKind.LEASE_EXPIRED, detail="12 h", step=7)
     assert stage.see() == (JobStatus.RECOVERING, outcome, "", START_S - 9.0)
     told = "the unattended allowance of 12 h expired after step 7; restarting on new nodes"
@@ -156,7 +156,7 @@ def test_nodes_that_were_left_alone_for_too_long_are_no_preemption(stage: Stage)
         (Verdict.CANCELLED, None, JobStatus.CANCELLED, OutcomeKind.CANCELLED, "the run was cancelled on its cluster"),
     ],
 )
-def test_what_ends_the_job(
+def test_final_outcomes_end_the_job(
     stage: Stage, verdict: Verdict, returncode: int | None, status: JobStatus, kind: OutcomeKind, failure: str
 ) -> None:
     stage.conclude(verdict, returncode)
@@ -225,7 +225,7 @@ def test_preemptions_between_two_deaths_at_one_step_are_no_headway(stage: Stage)
         make_headway(stage, 7)
         stage.conclude(Verdict.FAILED, 1)
         stage.begin(number + 1)
-        stage.endings.record_loss(stage.attempt, "node 0 gone")
+        stage.recorder.record_loss(stage.attempt, "node 0 gone")
         stage.begin(number + 2)
     stage.conclude(Verdict.FAILED, 1)
     assert stage.job.status is JobStatus.FAILED
@@ -297,9 +297,9 @@ def test_the_last_lines_of_the_rank_that_died_first_are_kept(stage: Stage) -> No
     assert stage.list_told()[0] == (EventKind.LAST_LINES, f"{title}\nstep 8\nRuntimeError: CUDA out of memory")
 
 
-def test_what_was_preempted_is_no_failure_of_the_program(tmp_path: Path) -> None:
+def test_a_preemption_is_not_a_failure_of_the_program(tmp_path: Path) -> None:
     stage = Stage(tmp_path, task=make_task(max_restarts_on_errors=1))
-    stage.endings.record_loss(stage.attempt, "node 0 gone")
+    stage.recorder.record_loss(stage.attempt, "node 0 gone")
     stage.begin(2)
     stage.conclude(Verdict.FAILED, 3)
     assert stage.job.status is JobStatus.RECOVERING
@@ -321,14 +321,14 @@ def test_at_another_step_it_is_another_story_and_no_step_is_step_0(stage: Stage)
         assert stage.job.status is JobStatus.RECOVERING, step
         assert stage.attempt.outcome == replace(BROKEN, step=step or 0)
         stage.begin(number + 1)
-    stage.endings.record_stall(stage.job, stage.attempt, 60.0, RunEnd(progress=Progress(step=7)))
+    stage.recorder.record_stall(stage.job, stage.attempt, 60.0, RunEnd(progress=Progress(step=7)))
     assert stage.job.status is JobStatus.RECOVERING, "a stall is no falling apart"
 
 
-def test_an_end_that_comes_too_late_changes_and_tells_nothing(stage: Stage) -> None:
+def test_a_late_end_changes_and_records_nothing(stage: Stage) -> None:
     stage.conclude(Verdict.SUCCEEDED)
     told = stage.list_told()
-    stage.endings.finish_job(stage.job, JobStatus.FAILED, OutcomeKind.REFUSED, "late")
+    stage.recorder.finish_job(stage.job, JobStatus.FAILED, OutcomeKind.REFUSED, "late")
     assert stage.job.status is JobStatus.SUCCEEDED and stage.list_told() == told
 
 
@@ -344,7 +344,7 @@ def test_outcome_and_status_are_one_commit(stage: Stage, monkeypatch: pytest.Mon
     assert len(commits) == 1
 
 
-def test_what_a_job_came_to_is_on_the_disk_before_the_next_deed(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_outcome_is_durable_before_the_next_step(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     """A power cut after the effect would otherwise make an ended job run again."""
     levels: list[int] = []
     commit = stage.store._commit
@@ -352,9 +352,9 @@ def test_what_a_job_came_to_is_on_the_disk_before_the_next_deed(stage: Stage, mo
         stage.store, "_commit", lambda: levels.append(stage.store.rows("PRAGMA synchronous")[0][0]) or commit()
     )
     for act in (
-        lambda: stage.endings.record_loss(stage.attempt, "node 0 gone"),
-        lambda: stage.endings.finish_job(stage.job, JobStatus.FAILED, OutcomeKind.DEPENDENCY_FAILED, "dependency"),
-        lambda: stage.endings.end_job(stage.job, stage.attempt, JobStatus.FAILED, BROKEN, "it failed"),
+        lambda: stage.recorder.record_loss(stage.attempt, "node 0 gone"),
+        lambda: stage.recorder.finish_job(stage.job, JobStatus.FAILED, OutcomeKind.DEPENDENCY_FAILED, "dependency"),
+        lambda: stage.recorder.end_job(stage.job, stage.attempt, JobStatus.FAILED, BROKEN, "it failed"),
     ):
         with stage.store.transaction(is_durable=False):
             pass  # as progress is stored: what a power cut takes of that is seen again
@@ -383,7 +383,7 @@ def test_a_budget_is_used_up_when_all_of_it_is_spent(tmp_path: Path, usd: float,
     failure = find_overspending(stage.job, stage.store, stage.clock)
     if is_over:
         assert failure == f"the budget of 5 USD is used up ({usd:.2f} spent); its checkpoints are kept"
-        with pytest.raises(Overspent, match="5 USD"):
+        with pytest.raises(BudgetExceeded, match="5 USD"):
             check_budget(stage.job, stage.store, stage.clock)
     else:
         assert failure == ""

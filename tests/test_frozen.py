@@ -1,4 +1,4 @@
-"""A noun is a frozen, keyword-only dataclass in all that its users can see."""
+"""`@frozen` makes a frozen, keyword-only dataclass in all that its users can see."""
 
 import copy
 import pickle
@@ -7,10 +7,10 @@ from dataclasses import FrozenInstanceError, asdict, dataclass, field, fields, r
 import msgspec
 import pytest
 
-from broker.nouns import noun
+from broker.frozen import frozen
 
 
-@noun
+@frozen
 class Point:
     """A place."""
 
@@ -20,7 +20,7 @@ class Point:
     note: str = field(default="", repr=False)
 
 
-@noun
+@frozen
 class Single:
     value: int
 

@@ -11,8 +11,8 @@ from unittest.mock import patch
 
 from broker.clock import Stopwatch
 from broker.errors import CloudError
-from broker.jobs import acquisition, controller, endings, in_place, node_replacement
-from broker.jobs.budget import Overspent
+from broker.jobs import acquisition, controller, in_place, node_replacement, outcome_recorder
+from broker.jobs.budget import BudgetExceeded
 from broker.provision import collection, lifecycle
 from broker.provision.collection import Collector
 from broker.provision.launcher import Launcher
@@ -127,11 +127,11 @@ def budget_per_attempt() -> Patches:
 
     def check(job: Job, store: Store, clock: Any) -> None:
         if failure := find(job, store, clock):
-            raise Overspent(failure)
+            raise BudgetExceeded(failure)
 
     return (
         patch.object(controller, "find_overspending", find),
-        patch.object(endings, "find_overspending", find),
+        patch.object(outcome_recorder, "find_overspending", find),
         patch.object(acquisition, "check_budget", check),
         patch.object(acquisition, "find_overspending", find),
         patch.object(in_place, "check_budget", check),

@@ -1,7 +1,7 @@
-"""Define `noun`, a decorator for frozen, keyword-only dataclasses that are cheap to create.
+"""Define `frozen`, a decorator for frozen, keyword-only dataclasses that are cheap to create.
 
 `dataclasses` compiles six methods per class, which takes 0.4 ms per class and a fifth of the run time of `broker plan`.
-All nouns share one set of methods. `fields`, `replace`, `asdict` and msgspec treat a noun as a normal dataclass.
+All such classes share one set of methods. `fields`, `replace`, `asdict` and msgspec treat them as normal dataclasses.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(field,))
-def noun(cls: type[T]) -> type[T]:
+def frozen(cls: type[T]) -> type[T]:
     """Turn a class into a dataclass, like `@dataclass(frozen=True, kw_only=True)`."""
     cls.__doc__ = cls.__doc__ or cls.__name__  # otherwise dataclasses computes a signature for it
     made: Any = dataclass(init=False, repr=False, eq=False, kw_only=True)(cls)

@@ -1,0 +1,107 @@
+"""Check which clouds could launch nodes now, concurrently, and why the others could not."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import importlib.util
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from broker.app.container import Context
+from broker.clouds import CHECKS, CLOUDS
+from broker.clouds.findings import CanGlance
+from broker.errors import CloudError, UsageError
+from broker.frozen import frozen
+from broker.task.reading import suggest
+
+if TYPE_CHECKING:
+    from broker.clouds.findings import Inspector
+
+EXTRAS = {"aws": "boto3", "gcp": "google.cloud"}  # cloud -> what its adapter imports
+LOGIN_HINTS = {"aws": "log in with `aws configure`", "gcp": "log in with `gcloud auth application-default login`"}
+
+
+@frozen
+class CloudSummary:
+    """Whether a cloud can launch nodes, with a note that says why not."""
+
+    name: str
+    can_launch: bool
+    note: str
+
+
+async def check_clouds(context: Context) -> Sequence[CloudSummary]:
+    """Check every cloud that has prices, and those behind SkyPilot that can launch; the local cloud is first."""
+    listed = list(context.book.count_offers())
+    checked = [name for name in listed if name in CHECKS and (name in context.clouds or _can_glance(name))]
+    unlisted = [name for name in CHECKS if name not in listed and _can_glance(name)]
+    answers = await _check_all([*checked, *unlisted], context)
+    found = [CloudSummary(name="local", can_launch=True, note="this machine, simulated prices")]
+    for name in listed:
+        if name in answers:
+            found.append(answers[name])
+        elif name not in CLOUDS or name not in context.clouds:
+            found.append(CloudSummary(name=name, can_launch=False, note=_explain(name)))
+    return [*found, *(answers[name] for name in unlisted if answers[name].can_launch)]
+
+
+def find_inspector(name: str) -> Inspector:
+    """Return the inspector of a cloud. Raises UsageError for an unknown cloud, or if its library is not installed."""
+    if name not in CHECKS:
+        near = suggest(name, CHECKS)
+        raise UsageError(f"unknown cloud `{name}`", hints=(near or f"known clouds: {', '.join(sorted(CHECKS))}",))
+    if name in EXTRAS and not _is_installed(EXTRAS[name]):
+        raise UsageError(
+            f"`{name}` requires its library", hints=(f"install it: `pip install 'intercloud-broker[{name}]'`",)
+        )
+    module, _, maker = CHECKS[name].partition(":")
+    found = importlib.import_module(module)
+    inspector: Inspector = getattr(found, maker)(name) if maker else found
+    return inspector
+
+
+async def _check_all(names: Sequence[str], context: Context) -> Mapping[str, CloudSummary]:
+    """Check clouds concurrently, but those behind SkyPilot in sequence: the first answer serves all of them."""
+    behind = [name for name in names if _can_glance(name)]
+
+    async def check_behind() -> list[CloudSummary]:
+        return [await _summarize(name, context) for name in behind]
+
+    own = [name for name in names if name not in behind]
+    checking = asyncio.ensure_future(check_behind())
+    found = await asyncio.gather(*(_summarize(name, context) for name in own))
+    return {each.name: each for each in (*found, *await checking)}
+
+
+async def _summarize(name: str, context: Context) -> CloudSummary:
+    inspector = find_inspector(name)
+    look = inspector.glance if isinstance(inspector, CanGlance) else inspector.inspect
+    try:
+        findings = await look(context.config, clock=context.clock)
+    except CloudError as error:
+        return CloudSummary(name=name, can_launch=False, note=error.message)
+    wrong = next((finding for finding in findings if finding.is_needed and not finding.is_ok), None)
+    if wrong is not None:
+        return CloudSummary(name=name, can_launch=False, note=f"{wrong.name}: {wrong.note}")
+    return CloudSummary(name=name, can_launch=True, note=findings[0].note)
+
+
+def _can_glance(name: str) -> bool:
+    return ":" in CHECKS[name] and isinstance(find_inspector(name), CanGlance)
+
+
+def _explain(name: str) -> str:
+    """Explain why a cloud cannot launch nodes."""
+    if name not in CLOUDS:
+        return "no adapter yet"
+    if name in EXTRAS and not _is_installed(EXTRAS[name]):
+        return f"install `intercloud-broker[{name}]`"
+    return LOGIN_HINTS.get(name, "no login found")
+
+
+def _is_installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:
+        return False
