@@ -71,7 +71,11 @@ def read_request() -> dict[str, Any]:
 
 
 def submit(spec: dict[str, Any]) -> dict[str, Any]:
-    """Start a run, once: a repeated call returns the same answer. The head's answer applies to the whole gang."""
+    """Start a run, once: a repeated call returns the same answer. The head's answer applies to the whole gang.
+
+    Only the first call sets the lease. A repeated one may come from a broker that was suspended since it computed the
+    lease, which would then allow for time, and so for cost, that has passed already.
+    """
     run_id = int(spec["run_id"])
     folder = files.make_private(files.run_folder(run_id))
     lock = files.wait_lock(files.STATE / "submit.lock")
@@ -80,8 +84,8 @@ def submit(spec: dict[str, Any]) -> dict[str, Any]:
         has_begun = files.is_locked(folder / "runner.lock") or (folder / "state.json").exists()
         if submitted is None or not has_begun:
             submitted = begin(folder, spec)
-        if spec.get("lease_s"):
-            agent_lease.renew(float(spec["lease_s"]))
+            if spec.get("lease_s"):
+                agent_lease.renew(float(spec["lease_s"]))
         ensure_watcher()
     finally:
         os.close(lock)

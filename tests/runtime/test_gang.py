@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import stat
@@ -176,6 +177,21 @@ def test_node_ends_itself(rig: Rig, rule: str, state: NodeState, reason: str) ->
         ended = await rig.wait_state(cluster.nodes[0], state)
         assert ended.reason == reason
         assert not processes_of(cluster.nodes[0])
+
+    asyncio.run(act())
+
+
+def test_only_the_first_start_and_renewals_set_the_lease(rig: Rig) -> None:
+    """A start that a suspended broker repeats late carries a lease from before its suspension."""
+
+    async def act() -> None:
+        cluster = await rig.make_cluster()
+        lease = Path(cluster.nodes[0].handle) / "home/.broker/lease.json"
+        for given_s in (1000, 9000):
+            await rig.start(cluster, make_task("sleep 1000"), lease_s=given_s)
+            assert json.loads(lease.read_text())["lease_s"] == 1000
+        await rig.gang.renew_lease(cluster, lease_s=9000)
+        assert json.loads(lease.read_text())["lease_s"] == 9000
 
     asyncio.run(act())
 

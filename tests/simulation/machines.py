@@ -145,7 +145,7 @@ class MachineGang:
             self._begin(cluster, run_id, int(envs["BROKER_JOB_ID"]), int(envs["BROKER_ATTEMPT"]), nodes_min)
             self.runs[key].has_bucket = "://" in envs.get("BROKER_CHECKPOINT_DIR", "")
         self._join(cluster, self.runs[key])
-        self._renew(cluster, lease_s)
+        self._renew(cluster, lease_s, is_start=True)
         self._on_effect("start:after")
 
     async def poll(self, cluster: Cluster, run_id: int) -> Report:
@@ -367,13 +367,14 @@ class MachineGang:
                 is_unfit = sum(1 for _ in others) < run.program.unfit
                 run.members.append(Member(rank=node.rank, id=node.id, joined_s=self._loop.time(), is_unfit=is_unfit))
 
-    def _renew(self, cluster: Cluster, lease_s: float | None) -> None:
+    def _renew(self, cluster: Cluster, lease_s: float | None, *, is_start: bool = False) -> None:
+        """Renew the lease of all nodes; a start sets it only on those that the run had not begun on."""
         run = self.find_run(cluster.name)
         if run is None or lease_s is None:
             return
         silent = self._find_silent(cluster)
         for node in list_live(cluster.nodes):
-            if node.rank not in silent and node.id in run.ids:
+            if node.rank not in silent and node.id in run.ids and not (is_start and node.id in run.lease_s):
                 run.lease_s[node.id] = self._loop.time() + lease_s
                 run.renewed_s[node.id] = self._loop.time()
                 if run.has_bucket and node.id not in run.heard_s:
