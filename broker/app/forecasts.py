@@ -8,6 +8,7 @@ from dataclasses import replace
 from broker.app.container import INTERVAL_FACTOR, Context
 from broker.app.planning import plan_launch
 from broker.errors import BrokerError
+from broker.frozen import frozen
 from broker.jobs.replanning import cut_to_rest
 from broker.jobs.scoring import ForecastScore, JudgedForecast, score_forecasts
 from broker.types import Job, JobStatus, Plan, Task
@@ -112,6 +113,30 @@ def list_judged(context: Context) -> list[JudgedForecast]:
         )
         for line in sorted(store.jobs.list_lines(on_damage=context.warn), key=lambda each: each.id)
         if line.id in forecasts and line.status is JobStatus.SUCCEEDED and line.ended_s is not None
+    ]
+
+
+@frozen
+class PaidForecast:
+    """The mean cost that was forecast at a job's submission, and what was paid when it had succeeded."""
+
+    job_id: int
+    name: str
+    forecast_usd: float
+    paid_usd: float
+
+    @property
+    def ratio(self) -> float:
+        """Paid over forecast; 1 is a true forecast."""
+        return self.paid_usd / self.forecast_usd
+
+
+def list_paid(context: Context) -> Sequence[PaidForecast]:
+    """List the forecast and paid cost of succeeded jobs, newest first; jobs without a forecast are left out."""
+    return [
+        PaidForecast(job_id=each.job_id, name=each.name, forecast_usd=each.forecast.usd_mean, paid_usd=each.usd)
+        for each in reversed(list_judged(context))
+        if each.forecast.usd_mean > 0
     ]
 
 

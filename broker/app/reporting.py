@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from broker.app.decided_costs import DecidedCost, find_expected_usd
+from broker.app.forecasts import PaidForecast, list_paid
 from broker.errors import DamagedRowError, UsageError
 from broker.frozen import frozen
 from broker.jobs.summary import count_lost_steps
@@ -19,7 +19,6 @@ from broker.types import JobStatus, OutcomeKind
 
 if TYPE_CHECKING:
     from broker.app.container import Context
-    from broker.state.events import EventRow
     from broker.state.jobs import StepRange
     from broker.state.store import Bill
     from broker.types import Attempt, Job
@@ -69,7 +68,7 @@ class Report:
     made_s: float
     bought: tuple[Bought, ...]  # the most expensive first
     jobs: tuple[JobShare, ...]  # the most expensive first
-    forecasts: tuple[DecidedCost, ...]  # of the jobs that succeeded in the month
+    forecasts: tuple[PaidForecast, ...]  # of the jobs that succeeded in the month
 
     @property
     def usd(self) -> float:
@@ -125,7 +124,7 @@ def read_report(
         bills=store.bills.list(on_damage=on_damage),
         jobs=jobs,
         steps={job.id: store.jobs.list_steps(job.id) for job in wanted},
-        events={job.id: store.events.list(job_id=job.id) for job in wanted if _succeeded_in(job, period)},
+        forecasts=list_paid(context),
         now_s=now_s,
     )
 
@@ -136,11 +135,12 @@ def make_report(
     bills: Sequence[Bill],
     jobs: Sequence[Job],
     steps: Mapping[int, Mapping[int, StepRange]],
-    events: Mapping[int, Sequence[EventRow]],
+    forecasts: Sequence[PaidForecast],
     now_s: float,
 ) -> Report:
-    """Make a month's report; `steps` and `events` are by job."""
+    """Make a month's report; `steps` are by job, `forecasts` those of any month."""
     attempts = {each.cluster: each for job in jobs for each in job.attempts}
+    ended = {job.id for job in jobs if _succeeded_in(job, period)}
     kinds: dict[tuple[str, str, str], tuple[float, float, float]] = defaultdict(lambda: (0.0, 0.0, 0.0))
     owners: dict[int, tuple[float, float]] = defaultdict(lambda: (0.0, 0.0))
     for bill in bills:
@@ -176,7 +176,7 @@ def make_report(
         made_s=now_s,
         bought=tuple(sorted(bought, key=lambda each: -each.usd)),
         jobs=tuple(sorted(lines, key=lambda each: -each.usd)),
-        forecasts=tuple(_list_decided_costs(period, bills=bills, jobs=jobs, events=events, now_s=now_s)),
+        forecasts=tuple(each for each in forecasts if each.job_id in ended),
     )
 
 
@@ -217,26 +217,3 @@ def _count_lost(job: Job, steps: Mapping[int, StepRange], period: Period) -> int
 def _succeeded_in(job: Job, period: Period) -> bool:
     is_in = job.ended_s is not None and period.begin_s <= job.ended_s < period.end_s
     return is_in and job.status is JobStatus.SUCCEEDED
-
-
-def _list_decided_costs(
-    period: Period,
-    *,
-    bills: Sequence[Bill],
-    jobs: Sequence[Job],
-    events: Mapping[int, Sequence[EventRow]],
-    now_s: float,
-) -> Sequence[DecidedCost]:
-    paid: dict[int, float] = defaultdict(float)
-    for bill in bills:
-        if bill.job_id is not None:
-            end_s = now_s if bill.ended_s is None else bill.ended_s
-            paid[bill.job_id] += max(0.0, end_s - bill.created_s) / 3600 * bill.usd_hour
-    found = []
-    for job in jobs:
-        forecast_usd = find_expected_usd(events.get(job.id, ())) if _succeeded_in(job, period) else None
-        if forecast_usd is not None:
-            found.append(
-                DecidedCost(job_id=job.id, name=job.name, forecast_usd=forecast_usd, paid_usd=paid[job.id])
-            )  # fmt: skip
-    return found

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from broker.app.decided_costs import DecidedCost
+from broker.app.forecasts import PaidForecast
 from broker.app.spending import By, Share, Spending
 from broker.dashboard.html import Content, Markup, element, join, table
 from broker.formatting import format_usd
 
+FORECASTS_SHOWN = 100  # of the newest jobs
 SHARES_SHOWN = 300  # the newest days first
 
 
 def show_cost(
-    by: By, spending: Spending, names: Mapping[int, str], shares: Sequence[Share], forecasts: Sequence[DecidedCost]
+    by: By, spending: Spending, names: Mapping[int, str], shares: Sequence[Share], forecasts: Sequence[PaidForecast]
 ) -> Markup:
     """Show spending by job, cloud or day; below, each day by cloud and job, and the forecasts of ended jobs."""
     links = [
@@ -60,9 +61,12 @@ def _show_shares(shares: Sequence[Share], label: Callable[[str], Content]) -> Ma
     )
 
 
-def _show_forecasts(forecasts: Sequence[DecidedCost]) -> Markup:
+def _show_forecasts(forecasts: Sequence[PaidForecast]) -> Markup:
     if not forecasts:
-        return element("p", "No ended job has a recorded forecast; jobs with `goal: {work, deadline}` record one.")
+        return element(
+            "p",
+            "No ended job has a recorded forecast; `broker jobs launch` keeps one for tasks with `goal: {work: ...}`.",
+        )
     cells: list[Sequence[Content]] = [
         [
             _link_job(each.job_id),
@@ -71,7 +75,7 @@ def _show_forecasts(forecasts: Sequence[DecidedCost]) -> Markup:
             format_usd(each.paid_usd),
             f"{each.ratio:.2f}",
         ]
-        for each in forecasts
+        for each in forecasts[:FORECASTS_SHOWN]
     ]
     heads = ["Job", "Name", "Forecast USD", "Paid USD", "Paid / forecast"]
     right = ["Job", "Forecast USD", "Paid USD", "Paid / forecast"]

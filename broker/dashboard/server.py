@@ -15,7 +15,7 @@ from aiohttp import web
 from broker.app import jobs
 from broker.app.checks import read_checks
 from broker.app.container import Context
-from broker.app.decided_costs import list_decided_costs
+from broker.app.forecasts import list_paid
 from broker.app.services import describe_services, list_service_events
 from broker.app.spending import By, list_day_shares, read_spending
 from broker.dashboard import pages
@@ -127,9 +127,8 @@ class Dashboard:
         spending = read_spending(store, by, self._context.clock.now_s(), on_damage=self._context.warn)
         lines = store.jobs.list_lines(on_damage=self._context.warn)
         shares = list_day_shares(store.bills.list(on_damage=self._context.warn), self._context.clock.now_s())
-        forecasts = list_decided_costs(store, lines, now_s=self._context.clock.now_s())
         names = {line.id: line.name for line in lines}
-        return self._show("Cost", show_cost(by, spending, names, shares, forecasts), path="/cost")
+        return self._show("Cost", show_cost(by, spending, names, shares, list_paid(self._context)), path="/cost")
 
     async def _clouds(self, request: web.Request) -> web.Response:
         checks = read_checks(self._context.config)

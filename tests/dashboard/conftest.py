@@ -31,6 +31,7 @@ from broker.types import (
     ServiceEventKind,
     Task,
 )
+from broker.types.forecasts import QUANTILES, ForecastRecord
 from broker.types.outcomes import make_event
 from broker.wording import make_place
 from tests.simulation.world import make_offer
@@ -109,6 +110,10 @@ class Story:
         """Add a job with work and a deadline, which follows decisions; it succeeded after two node-hours."""
         (task,) = load_tasks_text(PLANNED, "task.yaml")
         job_id = self.store.jobs.add("planned", task).id
+        self.store.forecasts.add(
+            job_id,
+            ForecastRecord(usd=(1.6,) * len(QUANTILES), hours=(2.0,) * len(QUANTILES), usd_mean=1.6, hours_mean=2.0),
+        )
         begin_s = self.now_s - 7200
         self.tell(job_id, make_decision("move", work_left_hours=10.0, expected_usd={"spot": 1.6, "on-demand": 4.0}))
         self.tell(job_id, make_decision("stay", work_left_hours=4.5, expected_usd={"spot": 0.5, "on-demand": 2.0}))

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from broker.app.checks import CheckedItem, read_checks, record_findings, record_overview
-from broker.app.decided_costs import list_decided_costs
+from broker.app.forecasts import list_paid
 from broker.app.services import describe_services, list_service_events
 from broker.app.spending import By, list_day_shares, read_spending
 from broker.cli.main import main
@@ -100,9 +100,8 @@ def test_days_clouds_and_jobs_sum_to_the_cost_command(frozen: Story, capsys: pyt
 
 
 def test_forecasts_are_compared_with_what_succeeded_jobs_cost(frozen: Story) -> None:
-    lines = frozen.store.jobs.list_lines()
-    (found,) = list_decided_costs(frozen.store, lines, now_s=frozen.now_s)
-    assert (found.job_id, found.forecast_usd) == (PLANNED_ID, 1.6)  # the first decision, the least of its costs
+    (found,) = list_paid(frozen.context)
+    assert (found.job_id, found.forecast_usd) == (PLANNED_ID, 1.6)
     assert found.paid_usd == pytest.approx(2.0) and found.ratio == pytest.approx(1.25)
     spending = read_spending(frozen.store, By.JOB, frozen.now_s)
     shown = show_cost(By.JOB, spending, {PLANNED_ID: HOSTILE}, list_day_shares((), frozen.now_s), [found])
