@@ -65,6 +65,7 @@ ACCEPTED: Mapping[tuple[str, str], tuple[int, str]] = {
     ("B105", "broker/clouds/tape.py"): (1, "the form of a placeholder"),
     ("B105", "broker/agent/agent_login.py"): (4, _NAMES),
     ("B105", "broker/storage/node_mount.py"): (3, _NAMES),
+    ("B105", "trainers/hugging_face.py"): (1, "the id of a token of text"),
     ("B106", "broker/clouds/gcp/startable.py"): (1, "the token of a request that is never sent"),
     ("B105", "trainers/wire.py"): (1, _NAMES),
     ("B104", "broker/agent/agent_link.py"): (1, "compared with, to warn; the peer must authenticate all the same"),
