@@ -31,6 +31,8 @@ NAMES: dict[tuple[str, ...], tuple[str, bool]] = {
     ("jobs", "logs"): ("job", False),
     ("jobs", "events"): ("job", False),
     ("jobs", "why"): ("job", False),
+    ("jobs", "watch"): ("job", False),
+    ("jobs", "trace"): ("job", False),
 }
 
 

@@ -85,6 +85,7 @@ class CutSequence(WholeSequence):
 
     def __init__(self, ring: Ring) -> None:
         """Begin with whole sequences."""
+        super().__init__()
         self.ring = ring
         self._is_active = False
 
