@@ -215,6 +215,7 @@ def run_script(
     for line in process.stdout:
         lines.append(line)
         if kill_after and line.startswith(f"step {kill_after}/"):
+            kill_after = 0  # a run that resumes at this very step says so again
             if kills_one_rank:
                 ranks = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
                 os.kill(int(ranks[-1]), signal.SIGKILL)
