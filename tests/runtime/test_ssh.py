@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import stat
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from sshd import REASON, SSHD, Sshd
+from sshd import REASON, SSHD, START_S_MAX, Sshd
 
 from broker.clock import SystemClock
 from broker.errors import StateError, TransientError, UnreachedError
 from broker.runtime.keys import HOST, LOGIN, Keys
-from broker.runtime.transports.ssh import SshTransport
+from broker.runtime.transports.ssh import SshTransport, is_listening
 from broker.runtime.transports.ssh_options import parse_handle
 from broker.types import Node
 from tests.clouds.clock_jumps import JumpingClock
@@ -72,6 +73,14 @@ def test_host_that_was_up_is_not_waited_for(sshd: Sshd, keys: Keys) -> None:
     assert clock.waits == waits, "no other process mistakes it for a booting node either"
 
 
+def wait_until_closed(control: Path) -> None:
+    """Wait until the shared connection has noticed that its server is gone: a call meanwhile fails with it."""
+    end_s = time.monotonic() + START_S_MAX
+    while is_listening(control):
+        assert time.monotonic() < end_s, "the shared connection outlives its server"
+        time.sleep(0.01)
+
+
 @pytest.mark.parametrize("is_known", [True, False])
 def test_host_that_a_firewall_keeps_out_is_reached_once_it_lets_us_in(sshd: Sshd, keys: Keys, is_known: bool) -> None:
     """This machine's address may change: the rule is renewed before the host is given up, and the call tried again."""
@@ -81,6 +90,7 @@ def test_host_that_a_firewall_keeps_out_is_reached_once_it_lets_us_in(sshd: Sshd
         sshd.wait()
         asyncio.run(transport.run(sshd.node, ["true"], timeout_s=30))
         sshd.stop()
+        wait_until_closed(transport._find(sshd.node).control)
     asked: list[str] = []
 
     async def renew(node: Node) -> bool:
