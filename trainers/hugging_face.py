@@ -183,11 +183,7 @@ def write_shape(model: ModelConfig, *, dtype: str, mask_id: int | None = None) -
             **dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), model.dropout),
             **common,
         }
-    kind = "qwen3" if model.query_key_norm else "qwen2" if model.attention_bias == "qkv" else "llama"
-    if model.experts:
-        kind = "qwen3_moe" if model.query_key_norm else "mixtral"
-    if model.bidirectional:
-        kind = "eurobert"
+    kind = _choose_kind(model)
     name, _, values = model.rope_scaling.partition(":")
     keys = LLAMA3_SCALING if name == "llama3" else ("factor",)
     scaling: dict[str, Any] | None = (
@@ -215,6 +211,15 @@ def write_shape(model: ModelConfig, *, dtype: str, mask_id: int | None = None) -
         **({"mask_token_id": mask_id, "pad_token_id": None} if model.bidirectional else {}),
         **common,
     }
+
+
+def _choose_kind(model: ModelConfig) -> str:
+    """Return the family that a model of Llama's blocks belongs to."""
+    if model.bidirectional:
+        return "eurobert"
+    if model.experts:
+        return "qwen3_moe" if model.query_key_norm else "mixtral"
+    return "qwen3" if model.query_key_norm else "qwen2" if model.attention_bias == "qkv" else "llama"
 
 
 def _check_mixture(model: ModelConfig) -> None:

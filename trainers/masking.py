@@ -9,7 +9,7 @@ from trainers.data import Batch, Samples
 from trainers.losses import Loss, next_token_loss
 
 UNTOUCHED = -100  # the target of a token that was not hidden; torch's own `ignore_index`
-# Of the hidden tokens, so many show the mask, and so many a random token; the rest show themselves (section 3.1).
+# Shares of the hidden tokens that show the mask or a random token; the rest stay visible (section 3.1).
 MASKED, RANDOM = 0.8, 0.1
 
 

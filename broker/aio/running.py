@@ -46,7 +46,7 @@ def is_remote(home: Path | None) -> bool:
 
 
 async def ask(home: Path | None, on_note: Notes | None, verb: Callable[Concatenate[Context, P], T], **named: Any) -> T:
-    """Run a verb on the server of the login, in a separate thread. A cancelled call goes on at the server."""
+    """Run a verb on the server of the login, in a separate thread. A cancelled call continues on the server."""
     path = find_login(home)
     assert path is not None
     from broker.client.remote import RemoteSession

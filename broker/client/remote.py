@@ -189,7 +189,7 @@ class RemoteSession:
     def _explain_lost(self, error: Exception) -> BrokerError:
         return UnknownOutcomeError(
             f"the connection to {self._login.url} was lost: {error}",
-            hints=("what was started on the server goes on: see `broker status` and `broker jobs queue`",),
+            hints=("what was started on the server continues: see `broker status` and `broker jobs queue`",),
         )
 
 

@@ -2,7 +2,7 @@
 
 `POST /v1/VERB` takes the arguments as an object. The answer is a stream of JSON lines, each one frame: `note` (text for
 people), `call` and `value` (a callback of the verb), `ask` and `value` (a callback that is answered before the verb
-goes on), and last `result` or `error`. Blank lines keep the connection alive.
+continues), and last `result` or `error`. Blank lines keep the connection alive.
 """
 
 from __future__ import annotations

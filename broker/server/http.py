@@ -73,7 +73,7 @@ class Server:
         return app
 
     def leave(self) -> None:
-        """End all connections; verbs that write go on until the process ends."""
+        """End all connections; verbs that write continue until the process ends."""
         self._is_leaving.set()
         for running in self._running.values():
             running.leave()

@@ -53,7 +53,7 @@ class Running:
         self._answer: Future[bool] = Future()
 
     def leave(self) -> None:
-        """Note that the client is gone: a reading verb ends, any other goes on without it."""
+        """Note that the client is gone: a reading verb ends, any other continues without it."""
         self._gone.set()
         self.answer(is_accepted=False)
         for _ in range(FRAMES_MAX):

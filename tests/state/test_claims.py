@@ -48,7 +48,7 @@ def test_a_takeover_fences_every_write_of_the_first(store: Store, open_store: Op
     with hold_claim(job, 1):
         assert store.jobs.set_status(job, JobStatus.STARTING)
         wait(LEASE_S + 0.1)  # type: ignore[operator]
-        assert store.jobs.set_status(job, JobStatus.RUNNING), "without a lease, but nobody has taken over"
+        assert store.jobs.set_status(job, JobStatus.RUNNING), "without a lease, but no other process has taken over"
         other.claims.renew("y")
         assert other.claims.claim("y", [job]) == {job: 2}
         for write in (

@@ -45,7 +45,7 @@ def learn(config: dict[str, Any]) -> None:
         loss.backward()
         optimizer.step()
         step += 1
-        # The other nodes stay: save once after a notice, and go on until the node is gone.
+        # The other nodes stay: save once after a notice, and continue until the node is gone.
         is_noticed = not has_saved_for_notice and agree(bridge.preempted())
         has_saved_for_notice = has_saved_for_notice or is_noticed
         metrics = {"step": step, "total": STEPS, "loss": loss.item(), **details}
