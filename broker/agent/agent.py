@@ -156,7 +156,10 @@ def start_detached(verb: str, arguments: list[str], inherited: list[int]) -> Non
 
 
 def report_status(request: dict[str, Any]) -> dict[str, Any]:
-    """Return the state of `run_id`, or of every run on this node, and for how many seconds the node has been idle."""
+    """Return the state of `run_id`, or of every run on this node, and for how many seconds the node has been idle.
+
+    Without `run_id`, `uploads` describes the files that wait for their upload (`agent_flush.report`).
+    """
     ids = [int(request["run_id"])] if "run_id" in request else files.list_run_ids()
     existing = set(files.list_run_ids())
     return {
@@ -164,6 +167,7 @@ def report_status(request: dict[str, Any]) -> dict[str, Any]:
         "idle_s": measure_idle_s(),
         "is_advised": (files.STATE / "rebalance").exists(),  # the cloud recommends leaving this node
         "lease_left_s": agent_lease.measure_left_s(),
+        "uploads": agent_flush.report() if "run_id" not in request else None,
     }
 
 

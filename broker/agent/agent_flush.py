@@ -85,6 +85,13 @@ def find_pending(mount: dict[str, Any]) -> Pending:
     return Pending(str(mount["url"]), count, size)
 
 
+def report() -> dict[str, Any] | None:
+    """Return the pending files of each mount and the bytes sent so far; None on a node without cached mounts."""
+    if not has_mounts():
+        return None
+    return {"pending": [pending._asdict() for pending in list_pending()], "sent_bytes": read_sent().size_bytes}
+
+
 def make_retry_script() -> str:
     """Return a Bash script that restores lost mounts as `setup` made them; rclone then uploads its cached files."""
     program = files.STATE / "node_mount.py"

@@ -175,20 +175,25 @@ async def logs(
             yield line
 
 
-async def down(*names: str, home: Path | None = None, on_note: Notes | None = None) -> tuple[str, ...]:
+async def down(
+    *names: str, now: bool = False, home: Path | None = None, on_note: Notes | None = None
+) -> tuple[str, ...]:
     """Terminate clusters, by name or pattern (`dev-*`), and delete their disks; return their names.
 
-    Returns once each is confirmed gone. Raises UsageError for an unknown name or the cluster of a live job, and
-    BrokerError if a cloud fails, after the other clusters are terminated.
+    Waits until files written to mounted buckets are uploaded, unless `now`, and returns once each is confirmed gone.
+    Raises UsageError for an unknown name or the cluster of a live job, and BrokerError if a cloud fails or files are
+    not uploaded, after the other clusters are terminated.
     """
     if is_remote(home):
         preview = await ask(home, on_note, verbs.preview_down, patterns=names)
-        kept = await ask(home, on_note, verbs.terminate_clusters, names=preview.names, on_down=_ignore)
+        kept = await ask(
+            home, on_note, verbs.terminate_clusters, names=preview.names, on_down=_ignore, is_immediate=now
+        )
         clusters.raise_failures([*preview.failures, *kept], ended_count=len(preview.names) - len(kept))
         return preview.names
     with open_context(home, on_note) as context:
         wanted, failures = clusters.select_clusters(context, names)
-        refused = await clusters.take_down(context, wanted)
+        refused = await clusters.take_down(context, wanted, is_immediate=now)
         clusters.raise_failures([*failures, *refused], ended_count=len(wanted) - len(refused))
         return tuple(each.name for each in wanted)
 

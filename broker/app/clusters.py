@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import replace
 
 from broker.app.container import Context
+from broker.app.uploads import wait_for_uploads
 from broker.errors import BrokerError, CloudError, RunFailedError, UsageError
 from broker.formatting import format_count, strip_control
 from broker.frozen import frozen
@@ -184,12 +185,21 @@ def select_clusters(
 
 
 async def take_down(
-    context: Context, clusters: Sequence[Cluster], *, on_down: Callable[[Cluster], None] = lambda cluster: None
+    context: Context,
+    clusters: Sequence[Cluster],
+    *,
+    on_down: Callable[[Cluster], None] = lambda cluster: None,
+    is_immediate: bool = False,
 ) -> list[BrokerError]:
-    """Terminate all concurrently; the failure of one cloud does not affect the clusters of others."""
+    """Terminate all concurrently; the failure of one cloud does not affect the clusters of others.
+
+    Each is terminated once what it wrote to mounted buckets is uploaded, unless `is_immediate`.
+    """
 
     async def terminate(cluster: Cluster) -> BrokerError | None:
         try:
+            if not is_immediate:
+                await wait_for_uploads(context, cluster)
             await context.provisioner.down(cluster.name)
         except BrokerError as error:
             return error

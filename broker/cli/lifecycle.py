@@ -16,7 +16,7 @@ from broker.cli import options
 from broker.cli.clusters import ClusterName
 from broker.cli.completion import complete_clusters
 from broker.cli.context import make_context, make_session
-from broker.cli.render import print_line
+from broker.cli.render import print_line, print_note
 from broker.cli.terminal import show_wait
 from broker.errors import RunFailedError, UsageError
 from broker.formatting import format_count
@@ -42,6 +42,9 @@ def down(
         list[str] | None, typer.Argument(help="Names or patterns, e.g. `dev-*`.", autocompletion=complete_clusters)
     ] = None,
     everything: Annotated[bool, typer.Option("--all", "-a", help="Terminate all clusters.")] = False,
+    now: Annotated[
+        bool, typer.Option("--now", help="Do not wait until files written to mounted buckets are uploaded.")
+    ] = False,
     yes: options.Yes = False,
 ) -> None:
     """Terminate clusters and delete their disks."""
@@ -55,13 +58,20 @@ def down(
         raise_failures(found.failures, ended_count=0)
     if wanted and not yes and sys.stdin.isatty():
         typer.confirm(f"Terminate {', '.join(wanted)}?", abort=True)
-    with show_wait(f"terminating {format_count(len(wanted), 'cluster')}", is_told=False):
-        refused = session.call(terminate_clusters, names=wanted, on_down=_tell_terminated)
+    left = list(wanted)
+
+    def on_down(name: str) -> None:
+        left.remove(name)
+        print_line(f"terminated cluster `{name}`")
+
+    try:
+        with show_wait(f"terminating {format_count(len(wanted), 'cluster')}", is_told=False):
+            refused = session.call(terminate_clusters, names=wanted, on_down=on_down, is_immediate=now)
+    except KeyboardInterrupt:
+        names = " ".join(left)
+        print_note(f"\ninterrupted; not confirmed as terminated: {names}; repeat `broker down {names}`")
+        raise typer.Exit(130) from None
     raise_failures([*found.failures, *refused], ended_count=len(wanted) - len(refused))
-
-
-def _tell_terminated(name: str) -> None:
-    print_line(f"terminated cluster `{name}`")
 
 
 def autostop(

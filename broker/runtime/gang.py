@@ -61,6 +61,21 @@ class GangReport:
     unfit: tuple[tuple[int, str], ...] = ()
 
 
+@frozen
+class Uploads:
+    """Files that the nodes of a cluster wrote to mounted buckets and have not uploaded yet.
+
+    `sent_bytes` only grows while uploads make progress. `silent`: ids of nodes that did not answer.
+    """
+
+    file_count: int = 0
+    size_bytes: int = 0
+    sent_bytes: int = 0
+    urls: tuple[str, ...] = ()
+    has_mounts: bool = False
+    silent: tuple[str, ...] = ()
+
+
 class Gang:
     """Control the nodes of a cluster through their agents: `broker.jobs.gang.Gang` plus verbs for clusters."""
 
@@ -251,6 +266,22 @@ class Gang:
         """Return the head's idle minutes by the agent's clock; None if it does not answer."""
         answer = await self._try_status(sort_nodes(cluster)[0], None)
         return answer["idle_s"] / 60 if answer else None
+
+    async def read_uploads(self, cluster: Cluster) -> Uploads:
+        """Ask every live node which files it has not uploaded to mounted buckets yet."""
+        nodes = list_live(cluster.nodes)
+        answers = await asyncio.gather(*(self._try_status(node, None) for node in nodes))
+        reports = [answer.get("uploads") for answer in answers if answer]  # older agents report none
+        mounts = [each for each in reports if each]
+        pending = [each for mount in mounts for each in mount["pending"]]
+        return Uploads(
+            file_count=sum(int(each["file_count"]) for each in pending),
+            size_bytes=sum(int(each["size_bytes"]) for each in pending),
+            sent_bytes=sum(int(each["sent_bytes"]) for each in mounts),
+            urls=tuple(sorted({str(each["url"]) for each in pending})),
+            has_mounts=bool(mounts),
+            silent=tuple(node.id for node, answer in zip(nodes, answers, strict=True) if answer is None),
+        )
 
     async def _call_all(self, cluster: Cluster, verb: str, request: Mapping[str, Any]) -> None:
         """Call all nodes, even if one cannot be reached; then raise that error."""

@@ -91,9 +91,15 @@ def preview_down(context: Context, *, patterns: tuple[str, ...], is_all: bool = 
 
 
 def terminate_clusters(
-    context: Context, *, names: tuple[str, ...], on_down: Callable[[str], None]
+    context: Context, *, names: tuple[str, ...], on_down: Callable[[str], None], is_immediate: bool = False
 ) -> tuple[BrokerError, ...]:
-    """Terminate clusters concurrently; return the errors of those that could not be."""
+    """Terminate clusters concurrently; return the errors of those that could not be.
+
+    Each first uploads what it wrote to mounted buckets, unless `is_immediate`.
+    """
     wanted, failures = clusters.select_clusters(context, names)
-    refused = asyncio.run(clusters.take_down(context, wanted, on_down=lambda cluster: on_down(cluster.name)))
+    taking = clusters.take_down(
+        context, wanted, on_down=lambda cluster: on_down(cluster.name), is_immediate=is_immediate
+    )
+    refused = asyncio.run(taking)
     return (*failures, *refused)
