@@ -19,6 +19,7 @@ IMAGE_FAMILIES = {
     ("ubuntu-os-cloud", "ubuntu-2204-lts"),
     ("ubuntu-os-cloud", "ubuntu-2404-lts-amd64"),
     ("ubuntu-os-cloud", "ubuntu-2204-lts-arm64"),
+    ("deeplearning-platform-release", "common-cu124-ubuntu-2204-nvidia-550"),
     ("deeplearning-platform-release", "common-cu128-ubuntu-2204-nvidia-570"),
     ("deeplearning-platform-release", "common-cu129-ubuntu-2204-nvidia-580"),
 }

@@ -15,6 +15,17 @@ GPU_FAMILIES = (
     ("deeplearning-platform-release", "common-cu129-ubuntu-2204-nvidia-580"),
     ("deeplearning-platform-release", "common-cu128-ubuntu-2204-nvidia-570"),
 )
+# Pascal and Volta require NVIDIA's proprietary kernel modules, while drivers from R560 install the open ones, which
+# support Turing and newer (https://docs.nvidia.com/datacenter/tesla/driver-installation-guide/kernel-modules.html, read
+# 2026-11-24). These older families have R550, or install it at the first boot on `install-nvidia-driver`.
+OLD_GPUS = ("P4", "P100", "V100")
+OLD_GPU_FAMILIES = (
+    ("deeplearning-platform-release", "common-cu124-ubuntu-2204-nvidia-550"),
+    ("deeplearning-platform-release", "common-cu124-ubuntu-2204-py310"),
+    ("deeplearning-platform-release", "common-cu124-ubuntu-2204"),
+    ("deeplearning-platform-release", "common-cu123-ubuntu-2204-py310"),
+    ("deeplearning-platform-release", "common-cu123-ubuntu-2204"),
+)
 # https://cloud.google.com/compute/docs/images/os-details#ubuntu_lts
 CPU_FAMILIES = (("ubuntu-os-cloud", "ubuntu-2204-lts"), ("ubuntu-os-cloud", "ubuntu-2404-lts-amd64"))
 ARM_FAMILIES = (("ubuntu-os-cloud", "ubuntu-2204-lts-arm64"), ("ubuntu-os-cloud", "ubuntu-2404-lts-arm64"))
@@ -24,6 +35,8 @@ IMAGE_PATH = re.compile(r"projects/[^/]+/global/images/(family/)?[^/]+")
 
 def list_families(request: NodeRequest) -> tuple[tuple[str, str], ...]:
     """List pairs of project and family, best first."""
+    if request.placement.offer.accelerator in OLD_GPUS:
+        return OLD_GPU_FAMILIES
     return {"arm": ARM_FAMILIES, "gpu": GPU_FAMILIES, "cpu": CPU_FAMILIES}[image_kind(request)]
 
 
@@ -37,7 +50,7 @@ def image_kind(request: NodeRequest) -> str:
 def find_image(clients: Clients, request: NodeRequest) -> str:
     """Return the path of the image: the task's, else the settings', else the newest of Google's.
 
-    Raises InvalidRequestError if the task names an invalid one.
+    Raises InvalidRequestError if the task names an invalid one, and NotFoundError if Google has none for the machine.
     """
     image = request.spec.image_id or clients.login.settings.images.get(image_kind(request))
     if image:
@@ -52,7 +65,9 @@ def find_image(clients: Clients, request: NodeRequest) -> str:
             return path
     names = ", ".join(f"`{family}`" for _, family in list_families(request))
     hint = "Name one in the task: `image_id: projects/PROJECT/global/images/IMAGE`."
-    raise NotFoundError(f"Google has retired the images that broker starts from: {names}", hints=(hint,))
+    gpu = request.placement.offer.accelerator
+    reason = f"; {gpu} requires NVIDIA's proprietary driver, R580 or older" if gpu in OLD_GPUS else ""
+    raise NotFoundError(f"Google has retired the images that broker starts from: {names}{reason}", hints=(hint,))
 
 
 def _find_newest(clients: Clients, project: str, family: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from broker.clouds.findings import TypeCheckResult, group_offers
-from broker.clouds.gcp.images import find_image, image_kind
+from broker.clouds.gcp.images import find_image, list_families
 from broker.clouds.gcp.instances import as_cloud_error
 from broker.clouds.gcp.machine import HYPERDISK_MACHINES, RDMA_MACHINES, check_request
 from broker.clouds.gcp.quotas import Quota, check_quotas, list_needs, list_project_needs, read_project_quotas
@@ -14,13 +14,14 @@ from broker.errors import InvalidRequestError, QuotaError
 from broker.types import MachineSpec, NodeRequest, Offer, Placement
 
 Quotas = Mapping[str, Quota]
+Families = tuple[tuple[str, str], ...]
 
 
 async def judge_types(sdk: Sdk, offers: Sequence[Offer]) -> Sequence[TypeCheckResult]:
     """Judge each accelerator and count. Raises CloudError if the project cannot be queried."""
     regions = await sdk.call(_read_all_quotas)
     everywhere = await sdk.call(read_project_quotas)
-    images: dict[str, str] = {}
+    images: dict[Families, str] = {}
     return await sdk.call(
         lambda clients: [
             max(
@@ -48,9 +49,9 @@ def _judge_in(
     offer: Offer,
     regions: Mapping[str, Quotas],
     everywhere: Quotas,
-    images: dict[str, str],
+    images: dict[Families, str],
 ) -> TypeCheckResult:
-    """Judge one region. `images`: results for each kind of image, shared between machines."""
+    """Judge one region. `images`: results for each list of families, shared between machines."""
 
     def find(ways: tuple[str, ...], why: str, command: str = "") -> TypeCheckResult:
         return TypeCheckResult(
@@ -69,11 +70,11 @@ def _judge_in(
         check_request(request)
     except InvalidRequestError as error:
         return find((), f"machine: {error.message}")
-    kind = image_kind(request)
-    if kind not in images:
-        images[kind] = _judge_image(clients, request)
-    if images[kind]:
-        return find((), f"image: {images[kind]}")
+    families = list_families(request)
+    if families not in images:
+        images[families] = _judge_image(clients, request)
+    if images[families]:
+        return find((), f"image: {images[families]}")
     ways: list[str] = []
     whys: list[str] = []
     command = ""

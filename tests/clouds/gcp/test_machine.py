@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from broker.clouds.gcp import machine, names, quotas
-from broker.clouds.gcp.images import list_families
+from broker.clouds.gcp.images import OLD_GPU_FAMILIES, list_families
 from broker.clouds.gcp.instances import STATES
 from broker.clouds.gcp.quotas import Quota, check_quotas, list_needs
 from broker.clouds.gcp.settings import Settings
@@ -135,9 +135,12 @@ def test_a_disk_tier_of_another_cloud_is_refused(request_of: Make) -> None:
 def test_images_fit_the_machine(request_of: Make, offer_of: MakeOffer) -> None:
     arm = list_families(request_of(offer_of("t2a-standard-4")))
     gpu = list_families(request_of(offer_of("n1-standard-4+1xT4")))
+    old = [list_families(request_of(offer_of(f"n1-standard-4+1x{gpu}"))) for gpu in ("P4", "P100", "V100")]
     cpu = list_families(request_of(offer_of()))
     assert all("arm64" in family for _, family in arm)
     assert all("nvidia" in family for _, family in gpu)
+    assert all(families == OLD_GPU_FAMILIES for families in old), "Pascal and Volta need proprietary kernel modules"
+    assert not {*OLD_GPU_FAMILIES} & {*gpu}
     assert not any("nvidia" in family or "arm64" in family for _, family in cpu)
 
 

@@ -53,6 +53,15 @@ def test_a_retired_image_stands_in_the_way(bench: Any, offer_of: MakeOffer, monk
     assert found.ways == () and found.why.startswith("image: Google has retired")
 
 
+def test_an_old_gpu_without_an_image_that_drives_it_does_not_start(
+    bench: Any, offer_of: MakeOffer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(images, "OLD_GPU_FAMILIES", (("deeplearning-platform-release", "common-cu80"),))
+    found = judge(bench, offer_of("n1-standard-4+1xV100"), offer_of("n1-standard-4+1xT4"))
+    assert found["V100:1"].ways == () and "V100 requires NVIDIA's proprietary driver" in found["V100:1"].why
+    assert found["T4:1"].ways, "its image is another one"
+
+
 def test_metrics_are_spelt_as_in_googles_own_list() -> None:
     known = {each.name for each in compute_v1.Quota.Metric}
     ours = {*quotas.GPU_METRICS.values(), *(f"PREEMPTIBLE_{each}" for each in quotas.GPU_METRICS.values())}
