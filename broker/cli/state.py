@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from broker.app.ownership import find_owner, hold_daemon, restore_owner
 from broker.cli import options
 from broker.cli.context import make_context
 from broker.cli.render import print_json, print_line
-from broker.config import Config, find_home, find_state_url, read_guarded_owner, read_owner, write_owner
+from broker.config import Config, find_home, find_state_url
 from broker.errors import StateError, UsageError
 
 app = typer.Typer(
@@ -82,13 +81,14 @@ def restore(copy: CopyName = None, owner: IsOwner = False, yes: options.Yes = Fa
     from broker.state.restoring import restore as put_back
 
     if owner:
-        _restore_owner(Config(home=find_home(), owner="").database)
+        found = restore_owner(Config(home=find_home(), owner="").database)
+        print_line(f"restored the ID {found.owner} in {found.path}")
         return
     database = _find_database()
     chosen = find_copy(database, copy)
     _confirm(f"Replace {database} with {chosen.name}?", yes=yes)
-    with _without_daemon(database):
-        aside = put_back(database, chosen, clock=SystemClock(), owner=_read_owner(database))
+    with hold_daemon(database):
+        aside = put_back(database, chosen, clock=SystemClock(), owner=find_owner(database))
     print_line(f"restored from {chosen}")
     if aside is not None:
         print_line(f"the previous file is now {aside}")
@@ -105,14 +105,14 @@ def reset(yes: options.Yes = False) -> None:
     from broker.state.restoring import reset as start_empty
 
     database = _find_database()
-    owner = _read_owner(database)
+    owner = find_owner(database)
     if owner is None:
         raise StateError(
             "the ID of this installation is unknown",
             hints=("recover it from a copy: `broker state restore --owner`",),
         )
     _confirm(f"Delete all jobs, clusters and costs in {database}?", yes=yes)
-    with _without_daemon(database):
+    with hold_daemon(database):
         aside = start_empty(database, clock=SystemClock(), owner=owner)
     print_line(f"{database} is now empty")
     if aside is not None:
@@ -219,71 +219,6 @@ def _find_database() -> Path:
     return Config(home=find_home(), owner="").database
 
 
-def _read_owner(database: Path) -> str | None:
-    """Read the owner id from its file, else from the guard or the state file."""
-    from broker.state.restoring import examine
-
-    try:
-        owner = read_owner(database.parent / "owner")
-    except OSError:
-        owner = None
-    return owner or read_guarded_owner(database.parent) or examine(database).installation
-
-
-def _restore_owner(database: Path) -> None:
-    from broker.state.restoring import examine
-
-    url = find_state_url(database.parent)
-    if url is not None:
-        known = _read_server_owner(url, database.parent)
-    else:
-        found = examine(database)
-        known = found.installation or read_guarded_owner(database.parent)
-        for copy in found.copies:
-            known = known or examine(copy.path).installation
-    path = database.parent / "owner"
-    if not known:
-        raise StateError(
-            "the ID of this installation is in neither the state file nor a copy",
-            hints=(f"find it in the tag `broker-owner` of your nodes, then run `echo ID > {path}`",),
-        )
-    try:
-        write_owner(database.parent, known)
-    except OSError as error:
-        from broker.state.faults import explain_os_error
-
-        raise explain_os_error(error, default=path) from error
-    print_line(f"restored the ID {known} in {path}")
-
-
-def _read_server_owner(url: str, home: Path) -> str | None:
-    from broker.clock import SystemClock
-    from broker.state.postgres_store import PostgresStore
-
-    store = PostgresStore(url, home=home, clock=SystemClock())
-    try:
-        return store.meta.get("installation")
-    finally:
-        store.close()
-
-
 def _confirm(question: str, *, yes: bool) -> None:
     if not yes and sys.stdin.isatty():
         typer.confirm(question, abort=True)
-
-
-@contextmanager
-def _without_daemon(database: Path) -> Iterator[None]:
-    """Hold the daemon's lock, so that none starts. Raises StateError while a daemon runs."""
-    from broker.jobs.daemon import hold_lock
-
-    with hold_lock(Config(home=database.parent, owner="")) as is_held:
-        if not is_held:
-            raise StateError(
-                "the jobs daemon of this state folder is running",
-                hints=(
-                    "it exits a minute after the last job has ended, or on SIGTERM; "
-                    f"find its process with `fuser {database.parent / 'daemon.lock'}`",
-                ),
-            )
-        yield

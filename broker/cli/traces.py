@@ -14,8 +14,7 @@ from broker.cli.context import make_context
 from broker.cli.render import print_json, print_note, print_table
 from broker.errors import UsageError
 from broker.formatting import format_count, format_hours, format_usd
-from broker.lab.recording import Recorder
-from broker.types import Estimate, Plan
+from broker.lab.recording import Recorder, choose_places
 
 app = typer.Typer(
     help="Record spot availability and describe recordings.",
@@ -84,7 +83,7 @@ def record(
     task = context.resolve(options.read_task(entrypoint, overrides))
     task = replace(task, goal=None)  # a recording observes the market, whether or not a deadline could be met there
     plan = context.plan(task, usable_clouds=frozenset(context.clouds))
-    chosen = _choose_places(plan, places)
+    chosen = choose_places(plan, places)
     ticks = max(1, round(hours * 60 / every)) if every > 0 else 1
     if ticks > TICKS_MAX:
         raise UsageError(
@@ -111,17 +110,3 @@ def record(
     except KeyboardInterrupt:
         print_note("interrupted; the recordings so far are kept")
         raise typer.Exit(130) from None
-
-
-def _choose_places(plan: Plan, count: int) -> list[Estimate]:
-    """Choose the cheapest estimate of each zone, for `count` zones."""
-    found = dict[tuple[str, str], Estimate]()
-    for estimate in plan.estimates:
-        offer = estimate.placement.offer
-        if estimate.placement.is_spot:
-            found.setdefault((offer.cloud, offer.zone or offer.region), estimate)
-        if len(found) == count:
-            break
-    if not found:
-        raise UsageError("no spot offer fits the task", hints=["see what fits: `broker plan TASK.yaml`"])
-    return list(found.values())

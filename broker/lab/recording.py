@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from broker.clock import Clock
-from broker.errors import AuthError, CapacityError, CloudError, InvalidRequestError, QuotaError
+from broker.errors import AuthError, CapacityError, CloudError, InvalidRequestError, QuotaError, UsageError
 from broker.lab.traces import Trace, write_trace
 from broker.provision.lifecycle import Provisioner
 from broker.types import Estimate, Plan
@@ -100,3 +100,17 @@ class Recorder:
         temporary = target.with_suffix(".part")
         temporary.write_text(write_trace(trace))
         temporary.replace(target)
+
+
+def choose_places(plan: Plan, count: int) -> list[Estimate]:
+    """Choose the cheapest spot estimate of each zone, for `count` zones. Raises UsageError if there is none."""
+    found = dict[tuple[str, str], Estimate]()
+    for estimate in plan.estimates:
+        offer = estimate.placement.offer
+        if estimate.placement.is_spot:
+            found.setdefault((offer.cloud, offer.zone or offer.region), estimate)
+        if len(found) == count:
+            break
+    if not found:
+        raise UsageError("no spot offer fits the task", hints=["see what fits: `broker plan TASK.yaml`"])
+    return list(found.values())
