@@ -51,13 +51,21 @@ def forecast_job(context: Context, job: Job, *, paid_usd: float) -> JobForecast 
         return None
     if job.attempts and (job.progress is None or not job.progress.total):
         return None
-    rest = cut_to_rest(job, now_s=context.clock.now_s(), spent_usd=paid_usd)
-    if rest.goal is None or not rest.goal.work_hours:
-        return None
-    # No placement is refused for its chance of the deadline, which is what the caller asks for.
-    free = replace(rest, goal=replace(rest.goal, confidence=0.0, budget_usd=None))
-    plan = _plan_rest(context, job, free)
+    plan = plan_goal(context, job, paid_usd=paid_usd)
     return None if plan is None else _read_plan(plan, paid_usd)
+
+
+def plan_goal(context: Context, job: Job, *, paid_usd: float) -> Plan | None:
+    """Plan the rest of a live job, or all of an ended one; None without work left or where nothing fits.
+
+    No placement is refused for its chance of the deadline, which is what the callers ask for.
+    """
+    task = job.task
+    if not job.status.is_terminal:
+        task = cut_to_rest(job, now_s=context.clock.now_s(), spent_usd=paid_usd)
+    if task.goal is None or not task.goal.work_hours:
+        return None
+    return _plan_rest(context, job, replace(task, goal=replace(task.goal, confidence=0.0, budget_usd=None)))
 
 
 def forecast_jobs(context: Context, jobs: Sequence[Job], spent_usd: Mapping[int, float]) -> Mapping[int, JobForecast]:

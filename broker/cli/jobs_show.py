@@ -106,6 +106,7 @@ def why(job: JobName, as_json: options.AsJson = False, output: options.Output = 
                 "events": [_describe_event(each) for each in story],
                 "summary": to_plain(summary),
                 "forecast": told.forecast and to_plain(told.forecast),
+                "deadline_chances": to_plain(told.chances),
             }
         )
         return

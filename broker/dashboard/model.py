@@ -12,6 +12,7 @@ from broker.frozen import frozen
 from broker.types import Attempt, Cluster, ClusterStatus, EventKind, Job, JobStatus
 
 if TYPE_CHECKING:
+    from broker.app.deadline_chances import ChancePoint
     from broker.app.jobs import Explanation
     from broker.state.events import EventRow
     from broker.state.jobs import JobLine
@@ -138,6 +139,7 @@ class JobPage:
     now_s: float
     explanation: Explanation
     attempts: tuple[AttemptRow, ...]
+    chances: tuple[ChancePoint, ...] = ()  # of the deadline, oldest first
 
     @property
     def job(self) -> Job:

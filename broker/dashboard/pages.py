@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 
+from broker.dashboard.chances import show_chances
 from broker.dashboard.decisions import show_decisions
 from broker.dashboard.html import Content, Markup, element, join, table
 from broker.dashboard.model import Attention, JobPage, JobRow, Overview, PlaceRow, measure_rate_usd_hour
@@ -136,6 +137,7 @@ def show_job(page: JobPage, log: Sequence[str], *, ticket: str) -> Markup:
             draw_timeline(page),
             _show_attempts(page),
             show_progress(page, log),
+            show_chances(page.chances),
             show_decisions(page),
             *_show_rows("Events", ["Time", "Event"], events),
             element("h2", "Log"),

@@ -28,10 +28,10 @@ def draw_steps(page: JobPage) -> Markup | None:
     begin_s = rows[0].attempt.started_s
     end_s = max(begin_s + 1, page.job.ended_s or page.now_s)
     high = max(1, *(row.last_step or 0 for row in rows))
-    parts = [*_draw_grid(_make_time_ticks(end_s - begin_s), [(f"{tick:g}", tick / high) for tick in _pick(high)])]
+    parts = [*draw_grid(_make_time_ticks(end_s - begin_s), [(f"{tick:g}", tick / high) for tick in _pick(high)])]
     for row in rows:
         parts += _draw_attempt(row, begin_s=begin_s, end_s=end_s, high=high)
-    return _make_chart(
+    return make_chart(
         f"Steps of job {page.job.id} over time; hatched steps were lost and repeated", parts, hatch_id="hatch-steps"
     )
 
@@ -40,7 +40,7 @@ def _draw_attempt(row: AttemptRow, *, begin_s: float, end_s: float, high: int) -
     attempt, first, last = row.attempt, row.first_step or 0, row.last_step or 0
 
     def at(time_s: float, step: float) -> tuple[float, float]:
-        return _x((min(max(time_s, begin_s), end_s) - begin_s) / (end_s - begin_s)), _y(step / high)
+        return to_x((min(max(time_s, begin_s), end_s) - begin_s) / (end_s - begin_s)), to_y(step / high)
 
     from_s = attempt.resumed_s or attempt.running_s or attempt.started_s
     until_s = max(from_s, attempt.lost_s or attempt.ended_s or end_s)
@@ -96,7 +96,7 @@ def draw_losses(page: JobPage, lines: Sequence[str]) -> Markup | None:
         return None
     steps, losses = Axis([float(step) for step, _ in points]), Axis([loss for _, loss in points])
     steps.is_logarithmic = False
-    grid = _draw_grid(
+    grid = draw_grid(
         [(f"{tick:g}", steps.place(tick)) for tick in steps.list_ticks()],
         [(f"{tick:g}", losses.place(tick)) for tick in losses.list_ticks()],
     )
@@ -111,21 +111,22 @@ def draw_losses(page: JobPage, lines: Sequence[str]) -> Markup | None:
             )
             parts.append(
                 element(
-                    "rect", element("title", tip), x=f"{_x(low):.1f}", width=f"{max(1.0, _x(high) - _x(low)):.1f}",
-                    y=TOP, height=HEIGHT - TOP - BOTTOM, fill="url(#hatch-loss)",
+                    "rect", element("title", tip), x=f"{to_x(low):.1f}", y=TOP,
+                    width=f"{max(1.0, to_x(high) - to_x(low)):.1f}",
+                    height=HEIGHT - TOP - BOTTOM, fill="url(#hatch-loss)",
                 )
             )  # fmt: skip
     every = max(1, len(points) // POINTS_MAX)
     for stretch in stretches:
         kept = [*stretch[::every], stretch[-1]]
-        path = " ".join(f"{_x(steps.place(step)):.1f},{_y(losses.place(loss)):.1f}" for step, loss in kept)
+        path = " ".join(f"{to_x(steps.place(step)):.1f},{to_y(losses.place(loss)):.1f}" for step, loss in kept)
         parts.append(element("polyline", points=path, class_="curve spot"))
-    return _make_chart(
+    return make_chart(
         f"Loss of job {page.job.id} by step; hatched steps were lost and repeated", parts, hatch_id="hatch-loss"
     )
 
 
-def _make_chart(title: str, parts: Sequence[Markup], *, hatch_id: str) -> Markup:
+def make_chart(title: str, parts: Sequence[Markup], *, hatch_id: str) -> Markup:
     """Make the picture, with the pattern for lost work under an id that is unique on the page."""
     hatch = element(
         "defs",
@@ -139,13 +140,14 @@ def _make_chart(title: str, parts: Sequence[Markup], *, hatch_id: str) -> Markup
     )
 
 
-def _draw_grid(across: Sequence[tuple[str, float]], up: Sequence[tuple[str, float]]) -> Iterator[Markup]:
+def draw_grid(across: Sequence[tuple[str, float]], up: Sequence[tuple[str, float]]) -> Iterator[Markup]:
+    """Draw ticks of (text, share of the width) across and (text, share of the height) up."""
     for text, share in across:
-        x = f"{_x(share):.1f}"
+        x = f"{to_x(share):.1f}"
         yield element("line", x1=x, x2=x, y1=TOP, y2=HEIGHT - BOTTOM, class_="grid")
         yield element("text", text, x=x, y=HEIGHT - BOTTOM + 16, class_="tick")
     for text, share in up:
-        y = f"{_y(share):.1f}"
+        y = f"{to_y(share):.1f}"
         yield element("line", x1=LEFT, x2=WIDTH - RIGHT, y1=y, y2=y, class_="grid")
         yield element("text", text, x=LEFT - 8, y=y, class_="tick end")
 
@@ -160,11 +162,13 @@ def _pick(high: int) -> Sequence[float]:
     return axis.list_ticks()
 
 
-def _x(share: float) -> float:
+def to_x(share: float) -> float:
+    """Return the horizontal position of a share of the width."""
     return LEFT + share * (WIDTH - LEFT - RIGHT)
 
 
-def _y(share: float) -> float:
+def to_y(share: float) -> float:
+    """Return the vertical position of a share of the height."""
     return TOP + (1 - share) * (HEIGHT - TOP - BOTTOM)
 
 

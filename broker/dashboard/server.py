@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from aiohttp import web
@@ -15,10 +16,12 @@ from aiohttp import web
 from broker.app import jobs
 from broker.app.checks import read_checks
 from broker.app.container import Context
+from broker.app.deadline_chances import ChancePoint, list_chances
 from broker.app.forecasts import list_paid
 from broker.app.services import describe_services, list_service_events
 from broker.app.spending import By, list_day_shares, read_spending
 from broker.dashboard import pages
+from broker.dashboard.chances import ChanceCache
 from broker.dashboard.cloud_page import show_clouds
 from broker.dashboard.cost_page import show_cost
 from broker.dashboard.guard import HEADERS, LOGIN, Gatekeeper, Handler, read_scrape_token, redirect, refuse
@@ -47,6 +50,7 @@ class Dashboard:
         self._guard = guard
         self._notes: list[str] = []
         self._streams = 0
+        self._chances = ChanceCache()
         context.note = self._notes.append
 
     def make_app(self, hosts: frozenset[str]) -> web.Application:
@@ -106,9 +110,27 @@ class Dashboard:
 
     async def _job(self, request: web.Request) -> web.Response:
         job = jobs.find_job(self._context, int(request.match_info["job"]))
+        chances = await self._find_chances(job)
         log, _ = jobs.read_log(self._context, job.id)
-        page = pages.show_job(read_job(self._context, job), log, ticket=self._guard.ticket)
-        return self._show(f"Job {job.id}: {job.name}", page)
+        page = replace(read_job(self._context, job), chances=chances)
+        shown = pages.show_job(page, log, ticket=self._guard.ticket)
+        return self._show(f"Job {job.id}: {job.name}", shown)
+
+    async def _find_chances(self, job: Job) -> tuple[ChancePoint, ...]:
+        """Return the chances of the deadline as they moved, planned in a thread where they are not known."""
+        now_s, is_ended = self._context.clock.now_s(), job.status.is_terminal
+        found = self._chances.get(job.id, now_s=now_s, is_ended=is_ended)
+        if found is None:
+            found = await asyncio.to_thread(self._read_chances, job)
+            self._chances.put(job.id, found, now_s=now_s, is_ended=is_ended)
+        return found
+
+    def _read_chances(self, job: Job) -> tuple[ChancePoint, ...]:
+        context = Context(self._context.config.home)
+        try:
+            return list_chances(context, jobs.explain(context, job))
+        finally:
+            context.close()
 
     async def _clusters(self, request: web.Request) -> web.Response:
         store, now_s = self._context.store, self._context.clock.now_s()

@@ -8,6 +8,7 @@ waiting.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import lru_cache
 
 from broker.frozen import frozen
 from broker.optimizer.cost import GangPrices, SpotInputs, price_run, run_on_spot
@@ -100,6 +101,36 @@ def record_forecast(plan: Plan) -> ForecastRecord | None:
         deadline_hours=choice.inputs.deadline_hours,
         deadline_chance=choice.inputs.find_deadline_chance(),
     )
+
+
+def find_deadline_chances(plan: Plan, *, work_hours: float, deadline_hours: float) -> tuple[float, float | None]:
+    """Return the chance to finish other work by another deadline on the choice, and that of staying on spot.
+
+    Hours of work are those of the task's goal. The second is None where the choice runs on-demand.
+    """
+    assert isinstance(plan.estimates, LazyEstimates)
+    goal, course = plan.task.goal, plan.estimates.candidates[0].forecast
+    assert goal is not None and goal.work_hours and course is not None
+    if deadline_hours <= 0 or work_hours <= 0:
+        is_met = float(deadline_hours > 0)
+        return is_met, is_met if course.inputs is not None else None
+    scale = work_hours / goal.work_hours
+    if course.inputs is None:
+        return float(course.hours * scale <= deadline_hours), None
+    on_demand = [each.hours for each in plan.estimates.candidates if not each.is_spot]
+    has_fallback = bool(on_demand) and min(on_demand) * scale <= deadline_hours  # as at the time, not as now
+    given = replace(
+        course.inputs, work_hours=course.inputs.work_hours * scale, deadline_hours=deadline_hours, has_fallback=False
+    )
+    spot_chance = _find_chance(given)
+    return _find_chance(replace(given, has_fallback=True)) if has_fallback else spot_chance, spot_chance
+
+
+@lru_cache(maxsize=4096)
+def _find_chance(given: SpotInputs) -> float:
+    chance = given.find_deadline_chance()
+    assert chance is not None
+    return chance
 
 
 def list_influences(plan: Plan) -> list[Influence]:

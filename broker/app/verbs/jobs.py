@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from broker.app import jobs
 from broker.app.clusters import LogChunk
 from broker.app.container import Context
+from broker.app.deadline_chances import ChancePoint, list_chances
 from broker.app.forecasts import forecast_job, forecast_jobs
 from broker.errors import UsageError
 from broker.frozen import frozen
@@ -52,6 +53,7 @@ class Story:
     paid_usd: float
     needs: tuple[Job, ...]
     forecast: JobForecast | None
+    chances: tuple[ChancePoint, ...] = ()  # of the deadline, as they moved; none from an older server
 
 
 @frozen
@@ -147,6 +149,7 @@ def explain_job(context: Context, *, job: str) -> Story:
         paid_usd=told.paid_usd,
         needs=tuple(other for other in needs if other),
         forecast=forecast_job(context, told.job, paid_usd=told.paid_usd),
+        chances=list_chances(context, told),
     )
 
 

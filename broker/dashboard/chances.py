@@ -1,0 +1,105 @@
+"""The chance of a job's deadline over time, as a chart and as a table of the same points."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+from broker.app.deadline_chances import ChancePoint, Moment
+from broker.dashboard.html import Markup, element, join, table
+from broker.dashboard.progress import BOTTOM, HEIGHT, TICKS, TOP, draw_grid, make_chart, to_x, to_y
+from broker.formatting import format_duration, format_hours
+
+KEPT_S = 60.0  # for a live job: each reading takes the time of a plan
+JOBS_MAX = 100
+MEANING = {
+    Moment.SUBMITTED: "submitted",
+    Moment.STARTED: "attempt started",
+    Moment.LOST: "attempt ended",
+    Moment.DECIDED: "policy decided",
+    Moment.NOW: "now",
+}
+HEADS = ["Time", "Moment", "Work left", "Time left", "Chance", "On spot to the end"]
+
+
+class ChanceCache:
+    """The points of recently shown jobs. A live job is read again after `KEPT_S`, an ended one is not."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[float, bool, tuple[ChancePoint, ...]]] = {}
+
+    def get(self, job_id: int, *, now_s: float, is_ended: bool) -> tuple[ChancePoint, ...] | None:
+        """Return the points of a job; None where they are to be read."""
+        if (known := self._known.get(job_id)) is None:
+            return None
+        read_s, was_ended, points = known
+        is_fresh = was_ended if is_ended else now_s - read_s < KEPT_S
+        return points if is_fresh else None
+
+    def put(self, job_id: int, points: tuple[ChancePoint, ...], *, now_s: float, is_ended: bool) -> None:
+        self._known.pop(job_id, None)
+        self._known[job_id] = (now_s, is_ended, points)
+        if len(self._known) > JOBS_MAX:
+            del self._known[next(iter(self._known))]
+
+
+def show_chances(points: Sequence[ChancePoint]) -> Markup:
+    """Show the chance to meet the deadline, with the chance of a job that stays on spot; nothing without points."""
+    if not points:
+        return Markup("")
+    rows = [
+        [
+            time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(each.time_s)), MEANING[each.moment],
+            format_hours(each.work_left_hours), format_hours(each.time_left_hours), _show_share(each.chance),
+            _show_share(each.spot_chance),
+        ]
+        for each in reversed(points)
+    ]  # fmt: skip
+    about = (
+        "From what was left at each moment, with prices and evidence of now. The policy switches to on-demand in time."
+    )
+    shown = table(HEADS, rows, caption="Chance of the deadline", right=HEADS[2:])
+    return join(
+        [
+            element("h2", "Chance of the deadline"),
+            _draw(points) if len(points) > 1 else None,
+            element("details", element("summary", f"Table of {len(points)} points"), shown),
+            element("p", about, class_="faint"),
+        ]
+    )
+
+
+def _show_share(share: float | None) -> str:
+    return "-" if share is None else f"{share:.1%}"
+
+
+def _draw(points: Sequence[ChancePoint]) -> Markup:
+    begin_s, end_s = points[0].time_s, max(points[-1].time_s, points[0].time_s + 1)
+    span_s = end_s - begin_s
+    parts = [
+        *draw_grid(
+            [(format_duration(span_s * tick / TICKS), tick / TICKS) for tick in range(TICKS + 1)],
+            [(f"{share:.0%}", share) for share in (0.0, 0.5, 1.0)],
+        )
+    ]
+
+    def curve(kind: str, tip: str, read: Callable[[ChancePoint], float | None]) -> None:
+        places = [
+            (to_x((each.time_s - begin_s) / span_s), to_y(share))
+            for each in points
+            if (share := read(each)) is not None
+        ]
+        if places:
+            text = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
+            parts.append(element("polyline", element("title", tip), points=text, class_=f"curve {kind}"))
+
+    curve("spot", "staying on spot to the end", lambda each: each.spot_chance)
+    curve("on-demand", "as the policy runs it", lambda each: each.chance)
+    for each in points:
+        if each.moment is Moment.LOST:
+            x = f"{to_x((each.time_s - begin_s) / span_s):.1f}"
+            parts.append(element("line", x1=x, x2=x, y1=TOP, y2=HEIGHT - BOTTOM, class_="lost"))
+    first, last = (_show_share(each.chance) for each in (points[0], points[-1]))
+    return make_chart(
+        f"Chance of the deadline over time: {first} at first, {last} at last", parts, hatch_id="hatch-chance"
+    )
