@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from broker.dashboard.chances import show_chances
 from broker.dashboard.decisions import show_decisions
@@ -24,20 +24,31 @@ EVENTS_SHOWN = 200  # the newest
 LINES_SHOWN = 200  # of a log
 
 
-def lay_out(title: str, *content: Content, path: str = "", notes: Sequence[str] = (), is_live: bool = True) -> str:
-    """Make a whole page: head, navigation, notes of this request, content. A page that is not live stays as it is."""
+def lay_out(
+    title: str,
+    *content: Content,
+    path: str = "",
+    notes: Sequence[str] = (),
+    is_live: bool = True,
+    targets: Mapping[str, str] = PAGES,
+    static: str = "/static",
+) -> str:
+    """Make a whole page: head, navigation to `targets`, notes of this request, content.
+
+    A page that is not live stays as it is.
+    """
     links = [
         element("a", name, href=target, aria_current="page" if target == path else None)
-        for target, name in PAGES.items()
+        for target, name in targets.items()
     ]
     head = element(
         "head",
         element("meta", charset="utf-8"),
         element("meta", name="viewport", content="width=device-width, initial-scale=1"),
         element("title", f"{title} · broker"),
-        element("link", rel="stylesheet", href="/static/style.css"),
+        element("link", rel="stylesheet", href=f"{static}/style.css"),
         element("link", rel="icon", href="data:,"),
-        element("script", src="/static/live.js", defer=True) if is_live else None,
+        element("script", src=f"{static}/live.js", defer=True) if is_live else None,
     )
     warnings = [element("p", note, class_="note", role="status") for note in notes]
     skip = element("a", "Skip to content", href="#main", class_="skip")

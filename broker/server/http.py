@@ -19,6 +19,7 @@ from broker.dashboard.metrics import SERIES_MAX, render_metrics
 from broker.dashboard.model import list_places, read_overview
 from broker.errors import AuthError, BrokerError, DeniedError, InvalidRequestError, NoOfferError, StateError, UsageError
 from broker.errors import TaskError as InvalidTaskError
+from broker.server.admin_pages import PREFIX, AdminPages
 from broker.server.authorisation import check_role, has_role
 from broker.server.context import Policy, ServerContext
 from broker.server.files import DIGEST, FileStore
@@ -55,6 +56,7 @@ class Server:
         self._policy = policy
         self._context = ServerContext(home, policy=policy)
         self._files = FileStore(home / "uploads")
+        self._admin = AdminPages(self._context)
         self._threads = ThreadPoolExecutor(THREADS_MAX, thread_name_prefix="verb")
         self._running: dict[str, Running] = {}
         self._is_leaving = asyncio.Event()
@@ -70,6 +72,7 @@ class Server:
         app.router.add_put(r"/v1/files/{digest:[0-9a-f]{64}}", self._receive_files)
         app.router.add_post(r"/v1/answers/{id:[0-9a-f]{32}}", self._answer)
         app.router.add_post(r"/v1/{verb:[a-z_]+}", self._run_verb)
+        self._admin.add_routes(app)
         return app
 
     def leave(self) -> None:
@@ -84,7 +87,10 @@ class Server:
     async def _guard(self, request: web.Request, handler: Any) -> web.StreamResponse:
         """Check the token and the protocol, and turn errors into JSON. Logs paths only, never bodies or headers."""
         try:
-            if request.path not in ("/healthz", "/readyz", "/openapi.json"):
+            if request.path.startswith(f"{PREFIX}/"):
+                if (refusal := self._admin.check(request)) is not None:
+                    return refusal
+            elif request.path not in ("/healthz", "/readyz", "/openapi.json"):
                 token = self._authenticate(request)
                 if token is None:
                     return _refuse(UNKNOWN_TOKEN, 401)

@@ -5,7 +5,7 @@ Only the SHA-256 of a token is stored: tokens are random, so that a slow hash wo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from enum import StrEnum
 
 from broker.frozen import frozen
@@ -97,6 +97,11 @@ class OwnerRows:
             self._database.execute("DELETE FROM owners WHERE kind = ? AND name = ?", (kind.value, name))
             self._database.execute("INSERT INTO owners (kind, name, person) VALUES (?, ?, ?)", (kind.value, name, user))
 
+    def list(self) -> Mapping[tuple[Owned, str], str]:
+        """Return the owner of every cluster, by name, and every job, by id."""
+        rows = self._database.rows("SELECT kind, name, person FROM owners")
+        return {(Owned(row["kind"]), str(row["name"])): str(row["person"]) for row in rows}
+
 
 class AuditRows:
     def __init__(self, database: Database) -> None:
@@ -108,9 +113,17 @@ class AuditRows:
             (self._database.clock.now_s(), user, verb, target, outcome),
         )
 
-    def list(self, *, newest: int = 100) -> Sequence[AuditEvent]:
-        """Return the `newest` events, oldest first."""
-        rows = self._database.rows("SELECT * FROM audit ORDER BY id DESC LIMIT ?", (newest,))
+    def list(
+        self, *, newest: int = 100, user: str | None = None, verb: str | None = None, outcome: str | None = None
+    ) -> Sequence[AuditEvent]:
+        """Return the `newest` events, oldest first; only those of a user, a verb or an outcome where one is given."""
+        given = {"person": user, "verb": verb, "outcome": outcome}
+        wanted = {column: value for column, value in given.items() if value is not None}
+        where = " AND ".join(f"{column} = ?" for column in wanted)
+        rows = self._database.rows(
+            f"SELECT * FROM audit{' WHERE ' + where if where else ''} ORDER BY id DESC LIMIT ?",
+            (*wanted.values(), newest),
+        )
         return [
             AuditEvent(
                 id=row["id"], time_s=read_s(row["time_s"]), user=row["person"], verb=row["verb"],
@@ -118,6 +131,11 @@ class AuditRows:
             )
             for row in rows[::-1]
         ]  # fmt: skip
+
+    def list_newest_s(self) -> Mapping[str, float]:
+        """Return when each user last changed something."""
+        rows = self._database.rows("SELECT person, MAX(time_s) AS newest_s FROM audit GROUP BY person")
+        return {str(row["person"]): read_s(row["newest_s"]) for row in rows}
 
 
 def _read_token(row: Row) -> Token:
