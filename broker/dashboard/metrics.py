@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from broker.dashboard.model import Overview, PlaceRow
+from broker.app.container import Context
+from broker.dashboard.model import Overview, PlaceRow, list_places, read_overview
 
 SERIES_MAX = 1000  # jobs with series of their own: the live ones and those that ended within an hour
 ENDED_S = 3600.0
+PLACES_S = 60.0
 
 
 class Family(NamedTuple):
@@ -18,6 +21,22 @@ class Family(NamedTuple):
     kind: str
     text: str
     samples: Sequence[tuple[dict[str, str], float]]
+
+
+class MetricsPage:
+    """`/metrics` of one state folder. Stays on spot are summed at most once in `PLACES_S`: there may be thousands."""
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        self._places: Sequence[PlaceRow] = ()
+        self._read_s = -math.inf
+
+    def render(self) -> str:
+        """Read the store and render all families."""
+        overview = read_overview(self._context, newest=SERIES_MAX)
+        if not 0.0 <= overview.now_s - self._read_s < PLACES_S:
+            self._places, self._read_s = list_places(self._context.store), overview.now_s
+        return render_metrics(overview, self._places)
 
 
 def render_metrics(overview: Overview, places: Sequence[PlaceRow]) -> str:

@@ -71,7 +71,7 @@ def read_overview(context: Context, *, newest: int = NEWEST) -> Overview:
     midnight_s, month_s = find_starts(now_s)
     lines = store.jobs.list_lines(newest, on_damage=context.warn)  # every live job is among them
     spent = store.bills.list_spend_usd(now_s=now_s)
-    clusters = [each for each in store.clusters.list(on_damage=context.warn) if each.job_id is None]
+    clusters = store.clusters.list(on_damage=context.warn, with_jobs=False)
     return Overview(
         now_s=now_s,
         spent_usd=store.bills.spend_usd(now_s=now_s),

@@ -26,7 +26,7 @@ from broker.dashboard.cloud_page import show_clouds
 from broker.dashboard.cost_page import show_cost
 from broker.dashboard.guard import HEADERS, LOGIN, Gatekeeper, Handler, read_scrape_token, redirect, refuse
 from broker.dashboard.html import Content, element
-from broker.dashboard.metrics import SERIES_MAX, render_metrics
+from broker.dashboard.metrics import MetricsPage
 from broker.dashboard.model import NEWEST, list_places, read_job, read_overview
 from broker.dashboard.plan_page import show_choices, show_plan
 from broker.dashboard.plans import PlanPage, read_plan
@@ -51,6 +51,7 @@ class Dashboard:
         self._notes: list[str] = []
         self._streams = 0
         self._chances = ChanceCache()
+        self._metrics_page = MetricsPage(context)
         context.note = self._notes.append
 
     def make_app(self, hosts: frozenset[str]) -> web.Application:
@@ -188,8 +189,7 @@ class Dashboard:
             context.close()
 
     async def _metrics(self, request: web.Request) -> web.Response:
-        overview = read_overview(self._context, newest=SERIES_MAX)
-        return web.Response(text=render_metrics(overview, list_places(self._context.store)), content_type="text/plain")
+        return web.Response(text=self._metrics_page.render(), content_type="text/plain")
 
     async def _static(self, request: web.Request) -> web.Response:
         path = STATIC / request.match_info["name"]

@@ -15,8 +15,7 @@ from aiohttp import web
 
 from broker import __version__
 from broker.client.wire import HEADER, LINES, MESSAGE_MAX, PROTOCOL, VERBS, Verb, decode, encode_error, read_signature
-from broker.dashboard.metrics import SERIES_MAX, render_metrics
-from broker.dashboard.model import list_places, read_overview
+from broker.dashboard.metrics import MetricsPage
 from broker.errors import AuthError, BrokerError, DeniedError, InvalidRequestError, NoOfferError, StateError, UsageError
 from broker.errors import TaskError as InvalidTaskError
 from broker.server.admin_pages import PREFIX, AdminPages
@@ -57,6 +56,7 @@ class Server:
         self._context = ServerContext(home, policy=policy)
         self._files = FileStore(home / "uploads")
         self._admin = AdminPages(self._context)
+        self._metrics = MetricsPage(self._context)
         self._threads = ThreadPoolExecutor(THREADS_MAX, thread_name_prefix="verb")
         self._running: dict[str, Running] = {}
         self._is_leaving = asyncio.Event()
@@ -127,8 +127,7 @@ class Server:
         return web.json_response(describe_api())
 
     async def _show_metrics(self, request: web.Request) -> web.Response:
-        overview = read_overview(self._context, newest=SERIES_MAX)
-        return web.Response(text=render_metrics(overview, list_places(self._context.store)), content_type="text/plain")
+        return web.Response(text=self._metrics.render(), content_type="text/plain")
 
     async def _shake_hands(self, request: web.Request) -> web.Response:
         token = request[TOKEN]

@@ -41,12 +41,16 @@ class ClusterRows:
         row = self._database.row("SELECT name, body FROM clusters WHERE name = ?", (name,))
         return _read_cluster(row) if row else None
 
-    def list(self, *, on_damage: Callable[[DamagedRowError], None] | None = None) -> Sequence[Cluster]:
-        """Return all clusters, by name. Damaged ones are reported to `on_damage` and left out, or raised without it.
+    def list(
+        self, *, on_damage: Callable[[DamagedRowError], None] | None = None, with_jobs: bool = True
+    ) -> Sequence[Cluster]:
+        """Return all clusters, by name; without those of jobs on request. Damaged ones are reported to `on_damage` and
+        left out, or raised without it.
 
         Pass `on_damage` only to display clusters: the nodes of a damaged one still run.
         """
-        rows = self._database.rows("SELECT name, body FROM clusters ORDER BY name")
+        where = "" if with_jobs else "WHERE job_id IS NULL "
+        rows = self._database.rows(f"SELECT name, body FROM clusters {where}ORDER BY name")
         return keep_readable([partial(_read_cluster, row) for row in rows], on_damage)
 
     def delete(self, name: str) -> None:
@@ -272,10 +276,13 @@ class BillRows:
     def spend_since_usd(self, since_s: float, *, now_s: float) -> float:
         """Return the cost of everything from `since_s` to now; pruned bills are older than any month shown."""
         rows = self._database.rows(
-            "SELECT usd_hour, created_s, ended_s FROM nodes WHERE ended_s IS NULL OR ended_s > ?", (since_s,)
+            "SELECT coalesce(sum(CASE WHEN end_s > begin_s THEN usd_hour * (end_s - begin_s) END), 0.0) / 3600 FROM "
+            "(SELECT usd_hour, coalesce(ended_s, ?1) AS end_s, "
+            "CASE WHEN created_s > ?2 THEN created_s ELSE ?2 END AS begin_s "
+            "FROM nodes WHERE ended_s IS NULL OR ended_s > ?2) AS billed",
+            (now_s, since_s),
         )
-        hours = (max(0.0, (row["ended_s"] or now_s) - max(row["created_s"], since_s)) / 3600 for row in rows)
-        return float(sum(row["usd_hour"] * each for row, each in zip(rows, hours, strict=True)))
+        return float(rows[0][0])
 
     def get_usd_hour(self) -> float:
         """Return the hourly price of all nodes that are billed now."""

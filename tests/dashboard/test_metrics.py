@@ -9,8 +9,9 @@ from dataclasses import replace
 
 import pytest
 
-from broker.dashboard.metrics import render_metrics
+from broker.dashboard.metrics import PLACES_S, MetricsPage, render_metrics
 from broker.dashboard.model import list_places, read_overview
+from broker.types import Progress
 from tests.dashboard.conftest import Story
 
 LINE = re.compile(r'([a-z_]+)(?:\{((?:[a-z_]+="(?:[^"\\\n]|\\.)*",?)*)\})? (-?[0-9.e+-]+)')
@@ -50,3 +51,23 @@ def test_promtool_accepts_the_page(story: Story) -> None:
     text = render_metrics(read_overview(story.context), list_places(story.store))
     done = subprocess.run(["promtool", "check", "metrics"], input=text, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_places_are_summed_once_a_minute_and_jobs_at_every_scrape(
+    story: Story, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s = [story.now_s]
+    monkeypatch.setattr("broker.clock.SystemClock.now_s", lambda clock: now_s[0])
+    page = MetricsPage(story.context)
+
+    def read() -> tuple[float, float]:
+        samples = read_samples(page.render())
+        (preempted,) = [value for (name, _), value in samples.items() if name == "broker_preemptions_total"]
+        return preempted, samples["broker_job_step", 'job="1"']
+
+    assert read() == (1, 31)
+    story.add_attempt(story.add_job("again"), 1, begin_s=story.now_s - 600, end_s=story.now_s - 60)
+    story.store.jobs.set_progress(1, Progress(step=32, total=100))
+    assert read() == (1, 32)
+    now_s[0] += PLACES_S
+    assert read() == (2, 32)

@@ -1,0 +1,258 @@
+"""Ten thousand managed jobs in the dashboard: time and size of its pages, memory, and what open pages cost others.
+
+    python -m tests.bench.bench_dashboard [--jobs 10000] [--live 1000] [--pages 20]
+
+Times of the server are processor time, as other work on the machine does not count then; the way of an event to the
+screen is wall time. SQLite lies on the disk of the temporary folder.
+"""
+
+from __future__ import annotations
+
+import argparse
+import http.client
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from broker.clock import SystemClock
+from broker.locks import try_lock
+from broker.state.store import Store
+from broker.types import (
+    Attempt,
+    Cluster,
+    ClusterStatus,
+    EventKind,
+    JobStatus,
+    Node,
+    NodeState,
+    Outcome,
+    OutcomeKind,
+    Placement,
+    Progress,
+    Resources,
+    Task,
+)
+from broker.types.outcomes import make_event
+from tests.bench.bench_jobs import report
+from tests.simulation.world import make_offer
+
+TICKS_S = os.sysconf("SC_CLK_TCK")
+OFFER = replace(make_offer("east1a"), ondemand_usd_hour=3.0, spot_usd_hour=1.0)
+PLACEMENT = Placement(offer=OFFER, is_spot=True, node_count=2)
+TASK = Task(run="true", resources=(Resources(cloud="local"),))
+REQUESTS, EVENTS, WRITES, ROUNDS = 10, 10, 200, 7
+
+
+def fill(store: Store, count: int, live: int) -> None:
+    """Add jobs with two nodes and three events each; the newest `live` ones run."""
+    now_s = store.clock.now_s()
+    for begin in range(0, count, 500):
+        with store.transaction():
+            for number in range(begin, min(begin + 500, count)):
+                add_job(store, f"job {number}", now_s - 3600, is_live=number >= count - live)
+
+
+def add_job(store: Store, name: str, begin_s: float, *, is_live: bool) -> None:
+    job_id = store.jobs.add(name, TASK).id
+    cluster, end_s = f"job-{job_id}-1", None if is_live else begin_s + 1800
+    state = NodeState.RUNNING if is_live else NodeState.TERMINATED
+    store.jobs.put_attempt(
+        Attempt(
+            job_id=job_id, number=1, cluster=cluster, placement=PLACEMENT, started_s=begin_s, running_s=begin_s + 60,
+            lost_s=end_s, ended_s=end_s, outcome=None if is_live else Outcome(kind=OutcomeKind.SUCCEEDED),
+        )
+    )  # fmt: skip
+    nodes = tuple(
+        Node(
+            id=f"{cluster}-{rank}", cloud="local", owner="o", cluster=cluster, attempt=1, rank=rank, token=cluster,
+            state=state, region=OFFER.region, usd_hour=1.0, created_s=begin_s, ended_s=end_s, is_spot=True,
+        )
+        for rank in range(2)
+    )  # fmt: skip
+    store.clusters.put(
+        Cluster(
+            name=cluster, status=ClusterStatus.UP, placement=PLACEMENT, attempt=1, nodes=nodes, created_s=begin_s,
+            job_id=job_id,
+        )
+    )  # fmt: skip
+    for node in nodes:
+        store.bills.record(node)
+    store.jobs.set_progress(job_id, Progress(step=40, total=100, loss=2.5, checkpoint_step=30))
+    for attempt in range(1, 4):
+        store.events.add(make_event(EventKind.STARTED, attempt=attempt), job_id=job_id)
+    store.jobs.set_status(job_id, JobStatus.RUNNING if is_live else JobStatus.SUCCEEDED)
+    if not is_live:
+        store.clusters.delete(cluster)
+
+
+class Dashboard:
+    """`broker dashboard` as a process of its own, and a browser that is logged in."""
+
+    def __init__(self, home: Path) -> None:
+        environment = {**os.environ, "BROKER_HOME": str(home), "HOME": str(home), "PYTHONUNBUFFERED": "1"}
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "broker", "dashboard", "--no-open", "--port", "0"],
+            env=environment, stdout=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        assert self._process.stdout is not None
+        link = urlsplit(self._process.stdout.readline().removeprefix("Dashboard: ").strip())
+        self.host = link.netloc
+        connection = http.client.HTTPConnection(self.host)
+        connection.request("GET", f"{link.path}?{link.query}")
+        self.cookie = str(connection.getresponse().headers["Set-Cookie"]).partition(";")[0]
+        connection.close()
+
+    def get(self, path: str) -> bytes:
+        answer = self.open(path)
+        assert answer.status == 200, (path, answer.status)
+        return answer.read()
+
+    def open(self, path: str) -> http.client.HTTPResponse:
+        connection = http.client.HTTPConnection(self.host, timeout=120)
+        connection.request("GET", path, headers={"Cookie": self.cookie})
+        return connection.getresponse()
+
+    def measure_cpu_s(self) -> float:
+        fields = Path(f"/proc/{self._process.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / TICKS_S
+
+    def measure_rss_mib(self) -> float:
+        lines = Path(f"/proc/{self._process.pid}/status").read_text().splitlines()
+        return int(next(line for line in lines if line.startswith("VmRSS")).split()[1]) / 1024
+
+    def measure_page(self, path: str) -> tuple[float, int]:
+        """Return processor seconds of a request, the mean of several, and the size in bytes."""
+        size = len(self.get(path))
+        start_s = self.measure_cpu_s()
+        for _ in range(REQUESTS):
+            self.get(path)
+        return (self.measure_cpu_s() - start_s) / REQUESTS, size
+
+    def close(self) -> None:
+        self._process.terminate()
+        self._process.wait()
+
+
+class OpenPage(threading.Thread):
+    """A page that loads itself again whenever it is told of a change, as `live.js` does, until it is closed."""
+
+    def __init__(self, dashboard: Dashboard, path: str, on_shown: Callable[[bytes], None]) -> None:
+        super().__init__(daemon=True)
+        self._dashboard, self._path, self._on_shown = dashboard, path, on_shown
+        self._is_closed = False
+
+    def run(self) -> None:
+        changes = self._dashboard.open("/changes")
+        while not self._is_closed and (line := changes.readline()):
+            if line.startswith(b"data:") and not self._is_closed:
+                self._on_shown(self._dashboard.get(self._path))
+        changes.close()
+
+    def close(self) -> None:
+        """End with the next change."""
+        self._is_closed = True
+
+
+def measure_events(store: Store, dashboard: Dashboard, job_id: int) -> list[float]:
+    """Return the seconds from the commit of each event until the page of the job has it."""
+    shown, seen = [b""], threading.Condition()
+
+    def show(page: bytes) -> None:
+        with seen:
+            shown[0] = page
+            seen.notify_all()
+
+    page = OpenPage(dashboard, f"/jobs/{job_id}", show)
+    page.start()
+    found = []
+    for number in range(EVENTS):
+        text = f"event {number} of the bench"
+        store.events.add(make_event(EventKind.NOTE, text=text), job_id=job_id)
+        start_s = time.perf_counter()
+        with seen:
+            assert seen.wait_for(lambda wanted=text.encode(): wanted in shown[0], 120)  # type: ignore[misc]
+        found.append(time.perf_counter() - start_s)
+    page.close()
+    page.join()
+    return found
+
+
+def measure_writes(store: Store, job_id: int) -> float:
+    """Return the processor seconds of a controller's write: progress and an event, in one transaction each."""
+    start_s = time.thread_time()
+    for number in range(WRITES):
+        store.jobs.set_progress(job_id, Progress(step=number, total=WRITES, loss=2.0))
+        store.events.add(make_event(EventKind.STARTED, attempt=number), job_id=job_id)
+    return (time.thread_time() - start_s) / WRITES
+
+
+def compare_writes(store: Store, dashboard: Dashboard, count: int, pages: int) -> tuple[float, float]:
+    """Return how much more processor time a write takes with open pages, and the share of a core of the dashboard.
+
+    Rounds with and without pages alternate; each is the median of its rounds.
+    """
+    alone, watched, loads = list[float](), list[float](), list[float]()
+    for _ in range(ROUNDS):
+        alone.append(measure_writes(store, count))
+        opened = [
+            OpenPage(dashboard, "/" if index % 2 else f"/jobs/{count - index}", lambda page: None)
+            for index in range(pages)
+        ]
+        for each in opened:
+            each.start()
+        start_s, cpu_s = time.perf_counter(), dashboard.measure_cpu_s()
+        watched.append(measure_writes(store, count))
+        loads.append((dashboard.measure_cpu_s() - cpu_s) / (time.perf_counter() - start_s))
+        for each in opened:
+            each.close()
+        for each in opened:
+            each.join()
+    return statistics.median(watched) / statistics.median(alone) - 1, statistics.median(loads)
+
+
+def measure(home: Path, count: int, live: int, pages: int) -> None:
+    store = Store(home / "state.db", clock=SystemClock())
+    fill(store, count, live)
+    dashboard = Dashboard(home)
+    try:
+        overview_s, overview_bytes = dashboard.measure_page("/")
+        metrics_s, metrics_bytes = dashboard.measure_page("/metrics")
+        job_s, _ = dashboard.measure_page(f"/jobs/{count}")
+        events = measure_events(store, dashboard, count)
+        slower, load = compare_writes(store, dashboard, count, pages)
+        report(f"overview of {count:,} jobs, cpu", overview_s, "s", bar=0.2)
+        report("... its size", overview_bytes / 1000, "kB", bar=100)
+        report("/metrics, cpu", metrics_s, "s", bar=0.1)
+        report("... its size", metrics_bytes / 1000, "kB")
+        report("page of a job, cpu", job_s, "s")
+        report("event to screen, slowest of " + str(EVENTS), max(events), "s", bar=1.0)
+        report("... median", statistics.median(events), "s")
+        report("memory of the dashboard", dashboard.measure_rss_mib(), "MiB", bar=60)
+        report(f"cpu of a write, {pages} pages open", 100 * slower, "% more", bar=2.0)
+        report("... cpu of the dashboard meanwhile", 100 * load, "% of a core")
+    finally:
+        dashboard.close()
+        store.close()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--jobs", type=int, default=10_000)
+    parser.add_argument("--live", type=int, default=1000)
+    parser.add_argument("--pages", type=int, default=20)
+    options = parser.parse_args()
+    # Holding its lock keeps a daemon from starting: it would act on the made-up jobs.
+    with tempfile.TemporaryDirectory() as folder, try_lock(Path(folder) / "daemon.lock"):
+        measure(Path(folder), options.jobs, options.live, options.pages)
+
+
+if __name__ == "__main__":
+    main()
