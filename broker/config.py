@@ -21,7 +21,7 @@ from broker.frozen import frozen
 
 SETTINGS = "config.toml"
 LOGIN = "login.json"  # the server that commands speak to
-SETTING_NAMES = ("bucket_access", "checkpoints", "keep_days", "state", "unattended")
+SETTING_NAMES = ("bucket_access", "checkpoints", "keep_days", "log_format", "state", "unattended")
 KEEP_DAYS = 90.0
 # Valid checkpoint locations: buckets that the bundled trainers can write to, and folders shared by all nodes.
 OWNER = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")  # valid as a tag's value on every cloud
@@ -222,6 +222,14 @@ def read_keep_days(config: Config) -> float:
             f"{config.home / SETTINGS}: `keep_days` must be a number of days from 1 to 36500, not `{value}`"
         )
     return float(value)
+
+
+def has_json_logs(config: Config) -> bool:
+    """Return whether the daemon logs one JSON object a line: `log_format = "json"` in `config.toml`."""
+    value = _read_settings(config.home / SETTINGS).get("log_format", "text")
+    if value not in ("text", "json"):
+        raise UsageError(f'{config.home / SETTINGS}: `log_format` must be `"text"` or `"json"`, not `{value}`')
+    return value == "json"
 
 
 def _read_settings(path: Path) -> dict[str, object]:

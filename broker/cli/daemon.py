@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import os
 import resource
 from typing import Annotated
@@ -12,6 +11,7 @@ from typing import Annotated
 import typer
 
 from broker.cli.context import make_context
+from broker.cli.log_lines import start_log
 from broker.jobs.daemon import run_daemon
 
 DESCRIPTORS = 65536
@@ -23,8 +23,8 @@ def daemon(
     ] = 60,
 ) -> None:
     """Run the managed jobs of a state folder."""
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     context = make_context()
+    start_log(context.config)
     _allow_descriptors()
     os.chdir(context.config.home)  # the caller's folder may be deleted
     asyncio.run(

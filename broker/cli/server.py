@@ -14,6 +14,7 @@ import typer
 
 from broker.cli import options
 from broker.cli.context import make_context
+from broker.cli.log_lines import start_log
 from broker.cli.render import print_json, print_line, print_note, print_table
 from broker.config import choose_state_url
 from broker.errors import UsageError
@@ -125,8 +126,8 @@ def controller(state: StateOption = None) -> None:
 
     if state is not None:
         choose_state_url(state)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     context = make_context()
+    start_log(context.config)
     asyncio.run(
         run_daemon(
             store=context.store,

@@ -251,7 +251,15 @@ class _Daemon:
                 wait_s = draw_backoff_s(failures, cap_s=60.0)
                 text = error.message if isinstance(error, BrokerError) else repr(error)
                 noun = "job" if isinstance(key, int) else "service"
-                log.warning("%s %s: %s; next try in %.1f s", noun, key, text, wait_s, exc_info=error)
+                log.warning(
+                    "%s %s: %s; next try in %.1f s",
+                    noun,
+                    key,
+                    text,
+                    wait_s,
+                    exc_info=error,
+                    extra={"about": {noun: key}},
+                )
                 if not isinstance(error, BrokerError):
                     controller = None  # its memory cannot be trusted; the store can
                 await self._clock.sleep(wait_s)

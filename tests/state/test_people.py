@@ -31,3 +31,16 @@ def test_owners_and_audit_are_kept(open_store: OpenStore) -> None:
     assert again.owners.get(Owned.CLUSTER, "dev") == "ben" and again.owners.get(Owned.JOB, "dev") is None
     assert [each.verb for each in again.audit.list()] == ["launch", "terminate_clusters"]
     assert [each.verb for each in again.audit.list(newest=1)] == ["terminate_clusters"]
+
+
+def test_the_audit_is_filtered_by_user_verb_and_outcome(store: Store, clock: Hands) -> None:
+    for user, verb, outcome in (("ada", "launch", "done"), ("ben", "launch", "DeniedError"), ("ada", "exec", "done")):
+        clock.time_s += 1
+        store.audit.add(user=user, verb=verb, target="", outcome=outcome)
+    assert [each.verb for each in store.audit.list(user="ada")] == ["launch", "exec"]
+    assert [each.user for each in store.audit.list(verb="launch", outcome="DeniedError")] == ["ben"]
+    assert [each.verb for each in store.audit.list(user="ada", newest=1)] == ["exec"]
+    assert store.audit.list(user="' OR 1 = 1 --") == []
+    assert store.audit.list_newest_s() == {"ada": clock.time_s, "ben": clock.time_s - 1}
+    store.owners.put(Owned.JOB, "7", "ada")
+    assert store.owners.list() == {(Owned.JOB, "7"): "ada"}

@@ -245,6 +245,8 @@ def test_cancels_that_were_asked_for_are_listed_while_their_job_lives(store: Sto
 
 def test_spending_is_summed_by_cluster_by_job_and_in_all(store: Store) -> None:
     store.clusters.put(make_cluster("c", job_id=7))
+    store.clusters.put(make_cluster("own"))
+    assert [each.name for each in store.clusters.list(with_jobs=False)] == ["own"]
     store.bills.record(NODE)
     store.bills.record(replace(NODE, id="m", ended_s=1800.0))
     store.bills.record(replace(NODE, id="o", cluster="d", usd_hour=1.0))
@@ -256,6 +258,9 @@ def test_spending_is_summed_by_cluster_by_job_and_in_all(store: Store) -> None:
         "a node from ahead of a clock that was set back costs nothing"
     )
     assert store.bills.list_spend_usd(now_s=3600.0) == {7: pytest.approx(3.0)}
+    assert store.bills.spend_since_usd(0.0, now_s=3600.0) == pytest.approx(4.0)
+    assert store.bills.spend_since_usd(1800.0, now_s=3600.0) == pytest.approx(1.5), "one node ended at that moment"
+    assert store.bills.spend_since_usd(7200.0, now_s=3600.0) == 0.0
     assert [(bill.node, bill.job_id, bill.ended_s) for bill in store.bills.list()] == [
         ("n", 7, None), ("m", 7, 1800.0), ("o", None, None),
     ]  # fmt: skip

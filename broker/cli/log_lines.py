@@ -1,0 +1,35 @@
+"""The log of long-running processes: lines of text, or one JSON object a line with `log_format = "json"`."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+
+from broker.config import Config, has_json_logs
+
+TEXT = "%(asctime)s %(levelname)s %(message)s"
+
+
+class JsonLines(logging.Formatter):
+    """Format a record as one line: time (UTC), level, logger, message, what it is about, and the error's trace."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        stamp = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
+        fields: dict[str, object] = {
+            "time": f"{stamp}.{int(record.msecs):03d}Z",
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+            **getattr(record, "about", {}),  # such as {"job": "7"}
+        }
+        if record.exc_info:
+            fields["error"] = self.formatException(record.exc_info)
+        return json.dumps(fields)
+
+
+def start_log(config: Config) -> None:
+    """Write INFO and above to standard error. Raises UsageError for an unknown `log_format`."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(JsonLines() if has_json_logs(config) else logging.Formatter(TEXT))
+    logging.basicConfig(level=logging.INFO, handlers=[handler])

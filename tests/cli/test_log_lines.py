@@ -1,0 +1,59 @@
+"""The daemon's log as text or as JSON lines, as `config.toml` says."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from broker.cli.log_lines import JsonLines
+from broker.config import has_json_logs, load_config
+from broker.errors import UsageError
+
+
+def run_daemon(home: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "broker", "daemon", "--idle", "0"],
+        env={**os.environ, "BROKER_HOME": str(home)}, capture_output=True, text=True,
+    )  # fmt: skip
+
+
+def test_the_daemon_logs_one_object_a_line(tmp_path: Path) -> None:
+    (tmp_path / "config.toml").write_text('log_format = "json"\n')
+    done = run_daemon(tmp_path)
+    assert done.returncode == 0, done.stderr
+    lines = [json.loads(line) for line in done.stderr.splitlines()]
+    assert any(each["level"] == "info" and each["logger"] == "broker.jobs.daemon" for each in lines)
+    assert all(set(each) >= {"time", "level", "logger", "message"} for each in lines)
+
+
+def test_the_daemon_logs_text_by_default(tmp_path: Path) -> None:
+    done = run_daemon(tmp_path)
+    assert done.returncode == 0 and " INFO " in done.stderr and not done.stderr.startswith("{")
+
+
+def test_a_record_names_its_job_and_keeps_its_trace_on_one_line() -> None:
+    try:
+        raise ValueError("two\nlines")
+    except ValueError:
+        record = logging.getLogger("broker.test").makeRecord(
+            "broker.test", logging.WARNING, "f", 1, "job %s: %s", (7, "late\nhere"), sys.exc_info(),
+            extra={"about": {"job": 7}},
+        )  # fmt: skip
+    line = JsonLines().format(record)
+    assert "\n" not in line
+    found = json.loads(line)
+    assert (found["job"], found["level"], found["message"]) == (7, "warning", "job 7: late\nhere")
+    assert "ValueError: two" in found["error"] and found["time"].endswith("Z")
+
+
+@pytest.mark.parametrize("text", ['log_format = "xml"', "log_format = true"])
+def test_another_format_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "config.toml").write_text(text)
+    with pytest.raises(UsageError, match="`log_format` must be"):
+        has_json_logs(load_config(tmp_path))
