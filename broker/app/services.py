@@ -25,11 +25,11 @@ if TYPE_CHECKING:
     from broker.serve.controller import ServiceController
     from broker.serve.placement import SpotPlace
     from broker.serve.reconciling import Slot
+    from broker.serve.slots import PlacementRequest
     from broker.types import Estimate
 
 PORTS = range(30001, 30101)  # SkyServe's first ports
 LOOK_S = 0.3
-COLD_START_S = 600.0  # from request to readiness: machine, image, weights; of GPU replicas on the recordings' clouds
 BALANCER = (sys.executable, "-m", "broker", "balancer")
 UPDATED = ServiceEventKind.UPDATED
 READY, SHUTTING_DOWN, FAILED, STARTING = "READY", "SHUTTING_DOWN", "FAILED", "STARTING"
@@ -149,49 +149,59 @@ def make_service_controller(context: Context, name: str) -> ServiceController:
         store=context.store,
         clock=context.clock,
         config=context.config,
-        place=lambda task, spec, count: place(context, task, spec, count),
+        place=lambda request: place(context, request),
         launch_balancer=launch,
         draw_port=draw_port,
     )
 
 
-def place(context: Context, task: Task, spec: ServiceSpec, count: int) -> Sequence[Slot]:
-    """Return a slot for each of `count` replicas; more, where `availability` needs spare ones."""
-    from broker.serve.placement import place_replicas
+def place(context: Context, request: PlacementRequest) -> Sequence[Slot]:
+    """Return a slot for each of the replicas; more, where `availability` needs spare ones."""
+    from broker.serve.placement import observe_places, place_replicas
     from broker.serve.reconciling import Slot
+    from broker.serve.slots import is_placed_by_availability
 
+    task, spec, count = request.task, request.spec, request.count
     policy = spec.policy
     if not any(each.use_spot for each in task.resources):
         return [Slot()] * count
-    if spec.availability is None or not count:
+    if not is_placed_by_availability(task, spec) or not count:
         ondemand = min(policy.ondemand_min, count)
         return [*[Slot(is_spot=False)] * ondemand, *[Slot(is_spot=True)] * (count - ondemand)]
-    needed = count - policy.spare_count
+    assert spec.availability is not None
+    in_use = frozenset(each.slot for each in request.replicas)
     found = place_replicas(
-        needed,
-        list_spot_places(context, task),
+        count - policy.spare_count,
+        observe_places(list_spot_places(context, task, in_use), request.replicas),
         ondemand_usd_hour=find_ondemand_usd_hour(context, task),
-        cold_start_hours=COLD_START_S / 3600,
+        cold_start_hours=request.cold_start_s / 3600,
         availability=spec.availability,
         ondemand_min=policy.ondemand_min,
         spare_min=policy.spare_count,
+        budget=request.budget,
     )
     return found.slots
 
 
-def list_spot_places(context: Context, task: Task) -> Sequence[SpotPlace]:
-    """List the zones that sell spot for this task, the cheapest machine of each, with its hazard."""
+def list_spot_places(context: Context, task: Task, in_use: frozenset[Slot] = frozenset()) -> Sequence[SpotPlace]:
+    """List the zones that sell spot for this task, the cheapest machine of each, with its hazard.
+
+    Zones whose machine was refused recently are left out, those in use are always listed.
+    """
     from broker.serve.placement import PLACES_MAX, SpotPlace
     from broker.serve.reconciling import Slot
 
+    is_refused = context.find_refused()
     found: dict[Slot, SpotPlace] = {}
     for each in _rank(context, task, is_spot=True):
         offer, usd_hour = each.placement.offer, each.placement.usd_hour
         slot = Slot(is_spot=True, region=offer.region, zone=offer.zone)
+        if slot not in in_use and (
+            len(found) > 2 * PLACES_MAX or (is_refused is not None and is_refused(each.placement))
+        ):
+            continue
         if slot not in found or usd_hour < found[slot].usd_hour:
             found[slot] = SpotPlace(slot=slot, usd_hour=usd_hour, losses_per_hour=each.preemptions_per_hour)
-        if len(found) > 2 * PLACES_MAX:
-            break
     return list(found.values())
 
 

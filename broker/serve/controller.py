@@ -23,6 +23,7 @@ from broker.serve.observing import LOAD_AGE_S_MAX, DemandMeter, ObservedReplica,
 from broker.serve.reconciling import Slot, decide
 from broker.serve.replicas import find_folder, make_replica_task, remove_folder
 from broker.serve.scaling import ScalingState, count_replicas, scale
+from broker.serve.slots import Place, PlacementRequest, SlotChooser, measure_cold_start_s
 from broker.state.store import Store
 from broker.types import Replica, Service, ServiceEventKind, ServiceSpec, Task
 
@@ -32,12 +33,11 @@ FAILURES_MAX = 3  # of replicas of a version that was never ready
 BACKOFF_S_MAX = 60.0
 BALANCER_EVERY_S = 2.0  # between two starts
 
-Place = Callable[[Task, ServiceSpec, int], Sequence[Slot]]
 LaunchBalancer = Callable[[ServiceFolder], bool]
 
 
 class ServiceController:
-    """Controls one service. `place` returns the slots of that many replicas; `launch_balancer` does not wait,
+    """Controls one service. `place` returns the slots of a number of replicas; `launch_balancer` does not wait,
     and returns whether it started a process."""
 
     def __init__(
@@ -53,13 +53,12 @@ class ServiceController:
     ) -> None:
         self._name = name
         self._store, self._clock, self._config = store, clock, config
-        self._place, self._launch_balancer, self._draw_port = place, launch_balancer, draw_port
+        self._chooser, self._launch_balancer, self._draw_port = SlotChooser(place), launch_balancer, draw_port
         self._meter = DemandMeter()
         self._scaling: ScalingState | None = None
         self._failures = 0
         self._generation = -1  # of the newest routing file
         self._next_start_s = self._next_balancer_s = -math.inf
-        self._slots: tuple[tuple[int, int], Sequence[Slot]] | None = None
 
     async def rest(self, wait_s: float, wake: asyncio.Event) -> None:
         """Wait until the next step is due, or until `wake` is set."""
@@ -175,10 +174,15 @@ class ServiceController:
             with self._store.transaction():
                 self._store.services.set_wanted(self._name, wanted)
                 self._store.services.add_event(self._name, ServiceEventKind.SCALED, detail=str(wanted))
-        slots = self._find_slots(service, task, spec, wanted)
+        views = tuple(each.describe(now_s) for each in seen)
+        request = PlacementRequest(
+            task=task, spec=spec, count=wanted + spec.policy.spare_count if wanted else 0, replicas=views,
+            cold_start_s=measure_cold_start_s([each.replica for each in seen]),
+        )  # fmt: skip
+        chosen = self._chooser.choose(request, version=service.version, now_s=now_s)
         step = decide(
-            slots, [each.describe() for each in seen],
-            version=service.version, mode=service.mode, has_fallback=spec.policy.has_ondemand_fallback,
+            chosen.slots, views, version=service.version, mode=service.mode,
+            has_fallback=spec.policy.has_ondemand_fallback, needed=chosen.needed,
         )  # fmt: skip
         for number in step.drain:
             self._drain(next(each.replica for each in seen if each.replica.number == number))
@@ -186,14 +190,6 @@ class ServiceController:
         if not service.failure and now_s >= self._next_start_s:
             for slot in step.start:
                 self._start(service, task, spec, slot)
-
-    def _find_slots(self, service: Service, task: Task, spec: ServiceSpec, wanted: int) -> Sequence[Slot]:
-        """Return the slots of this version and number; kept, so that prices that change do not move replicas."""
-        count = wanted + spec.policy.spare_count if wanted else 0
-        key = service.version, count
-        if self._slots is None or self._slots[0] != key:
-            self._slots = key, self._place(task, spec, count)
-        return self._slots[1]
 
     def _drain(self, replica: Replica) -> None:
         self._store.services.put_replica(replace(replica, drained_s=self._clock.now_s()))

@@ -33,18 +33,30 @@ class ObservedReplica:
     def is_running(self) -> bool:
         return self.job is not None and self.job.status is JobStatus.RUNNING
 
-    def describe(self) -> ReplicaView:
+    def describe(self, now_s: float) -> ReplicaView:
         """Return what decisions are made from."""
         replica = self.replica
+        started_s = self.job.attempts[-1].running_s if self.job and self.job.attempts else None
         return ReplicaView(
             number=replica.number,
             version=replica.version,
-            slot=Slot(is_spot=replica.is_spot, region=replica.region, zone=replica.zone),
+            slot=self._find_slot(),
+            open_hours=max(0.0, now_s - started_s) / 3600 if self.is_running and started_s is not None else 0.0,
             is_ready=self.is_ready,
             is_lost=self.job is not None and self.job.status is JobStatus.RECOVERING,
             is_draining=replica.drained_s is not None or self.is_over or self.job is None,
             in_flight=self.in_flight or 0,
         )
+
+    def _find_slot(self) -> Slot:
+        """Return the slot that the replica fills. One with a place may run elsewhere, where its job found capacity."""
+        replica = self.replica
+        slot = Slot(is_spot=replica.is_spot, region=replica.region, zone=replica.zone)
+        has_run = self.job is not None and self.job.status in (JobStatus.RUNNING, JobStatus.RECOVERING)
+        if slot.region is None or self.job is None or not has_run or not self.job.attempts:
+            return slot
+        placement = self.job.attempts[-1].placement
+        return Slot(is_spot=placement.is_spot, region=placement.offer.region, zone=placement.offer.zone)
 
 
 def observe(store: Store, replica: Replica, load: Load | None, unfinished: frozenset[int]) -> ObservedReplica:

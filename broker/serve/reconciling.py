@@ -37,6 +37,7 @@ class ReplicaView:
     is_lost: bool = False
     is_draining: bool = False
     in_flight: int = 0
+    open_hours: float = 0.0  # for how long its present machines have run
 
 
 @frozen
@@ -54,19 +55,22 @@ def decide(
     version: int,
     mode: UpdateMode = UpdateMode.ROLLING,
     has_fallback: bool = False,
+    needed: int | None = None,
 ) -> ReplicaStep:
-    """Decide for one replica per slot of this version; `has_fallback`: on-demand ones stand in for lost spot ones."""
+    """Decide for one replica per slot of this version; `has_fallback`: on-demand ones stand in for lost spot ones.
+
+    With `needed`, the slots were chosen for an availability and for the observed replicas: ones that no slot asks for
+    are replaced by ones of the missing slots, while at least `needed` stay ready.
+    """
     live = [each for each in replicas if not each.is_draining]
     new = [each for each in live if each.version == version]
     old = [each for each in live if each.version != version]
-    wanted = [*slots, *[ON_DEMAND] * (_count_stand_ins(slots, new) if has_fallback else 0)]
-    missing = _find_missing(wanted, new)
+    wanted = [*slots, *[ON_DEMAND] * (_count_stand_ins(slots, new) if has_fallback and needed is None else 0)]
+    missing = _find_missing(wanted, new, is_exact=needed is not None)
     if old and mode is UpdateMode.ROLLING:
         missing = missing[: max(0, len(slots) + 1 - len(old) - len(new))]
-    return ReplicaStep(
-        start=tuple(missing),
-        drain=(*_choose_surplus(wanted, slots, new), *_choose_old(len(slots), old, new, mode)),
-    )
+    surplus = _choose_surplus(wanted, slots, new) if needed is None else _choose_unasked(slots, new, needed)
+    return ReplicaStep(start=tuple(missing), drain=(*surplus, *_choose_old(len(slots), old, new, mode)))
 
 
 def _count_stand_ins(slots: Sequence[Slot], new: Sequence[ReplicaView]) -> int:
@@ -76,12 +80,25 @@ def _count_stand_ins(slots: Sequence[Slot], new: Sequence[ReplicaView]) -> int:
     return max(sum(each.is_lost for each in spot), min(present, sum(not each.is_ready for each in spot)))
 
 
-def _find_missing(wanted: Sequence[Slot], new: Sequence[ReplicaView]) -> list[Slot]:
-    """Return the slots without a replica, as many as there are replicas too few."""
+def _find_missing(wanted: Sequence[Slot], new: Sequence[ReplicaView], *, is_exact: bool) -> list[Slot]:
+    """Return the slots without a replica; unless `is_exact`, as many as there are replicas too few."""
     rest = Counter(wanted)
     rest.subtract(each.slot for each in new)
     missing = [slot for slot in dict.fromkeys(wanted) for _ in range(max(0, rest[slot]))]
-    return missing[: max(0, len(wanted) - len(new))]
+    return missing if is_exact else missing[: max(0, len(wanted) - len(new))]
+
+
+def _choose_unasked(slots: Sequence[Slot], new: Sequence[ReplicaView], needed: int) -> list[int]:
+    """Return the replicas that no slot asks for, lost ones first; ready ones only while `needed` others are ready."""
+    rest = Counter(slots)
+    unasked = list[ReplicaView]()
+    for each in sorted(new, key=lambda each: (each.is_lost, not each.is_ready, each.number)):
+        rest[each.slot] -= 1
+        if rest[each.slot] < 0:
+            unasked.append(each)
+    spare = max(0, sum(each.is_ready for each in new) - needed)
+    ready = sorted((each for each in unasked if each.is_ready), key=lambda each: (each.in_flight, -each.number))
+    return [*(each.number for each in unasked if not each.is_ready), *(each.number for each in ready[:spare])]
 
 
 def _choose_surplus(wanted: Sequence[Slot], slots: Sequence[Slot], new: Sequence[ReplicaView]) -> list[int]:

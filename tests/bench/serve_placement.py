@@ -1,8 +1,9 @@
 """Replay the placement of replicas on recordings of spot markets, and compare it with a bound that knows the future.
 
-Real decisions (`place_replicas`, `decide`) over a replayed market: a spot replica is lost when its zone closes, is
-requested again where spot is open, has machines after `ACQUIRE_HOURS` and is ready after `COLD_START_HOURS`. Hazards
-are learned from the recording up to the present, beginning with one loss in `PRIOR_HOURS`.
+Real decisions (`place_replicas`, `ErrorBudget`, `decide`, `find_hazard`) over a replayed market. A service knows what
+broker knows: the zones' prices, what its own replicas met, and refusals. A spot replica is lost when its zone closes.
+One that is requested in a closed zone is refused, and the zone is not requested again for ten minutes, doubled with
+each further refusal as in production. One that is granted is ready after the cold start.
 
 The bound: in each tick, `needed` replicas in the cheapest zone that was open for a whole cold start, otherwise
 on-demand; the dearest ticks that the asked share of time allows are left out. No schedule with that share of time costs
@@ -11,45 +12,68 @@ less, as every ready replica is paid for in that tick, and is on-demand or in a 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from broker.lab.traces import Trace, make_default_traces, parse_trace
-from broker.serve.placement import SpotPlace, place_replicas
-from broker.serve.reconciling import ReplicaView, Slot, decide
+from broker.provision.refusals import CAPACITY_REFUSAL_S, REFUSAL_S_MAX
+from broker.serve.error_budget import ErrorBudget
+from broker.serve.placement import SpotPlace, observe_places, place_replicas
+from broker.serve.reconciling import ON_DEMAND, ReplicaView, Slot, decide
+from broker.spot.market_model import MarketEvidence, find_hazard
+from broker.state.events import FORGIVEN_AFTER_S
 
-COLD_START_HOURS, ACQUIRE_HOURS = 10 / 60, 3 / 60
-PRIOR_HOURS = 10.0
+COLD_START_HOURS = 10 / 60
 SPOT_SHARE = 0.35  # of the on-demand price where none is recorded
-REPLACE_HOURS = 6.0  # between two placements
+PLACE_EVERY_HOURS = 10 / 60  # and whenever a replica is lost or becomes ready
+
+Hazard = Callable[[float, float], float]  # losses and hours in a zone -> losses per hour
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """Shares of time with at least 3 and all 4 replicas ready, and the cost over that of 4 on-demand ones."""
+    """Shares of time with at least n replicas ready, by n, and the mean price over that of one on-demand replica."""
 
-    three_ready: float
-    four_ready: float
-    cost: float
+    ready: Sequence[float]
+    usd_hour: float
+    ondemand_mean: float
+    spot_mean: float
+
+    def share_ready(self, count: int) -> float:
+        return self.ready[count] if count < len(self.ready) else 0.0
 
 
 @dataclass
-class _Replica:
-    number: int
+class _Zone:
+    """A zone, and what the service has met there."""
+
+    trace: Trace
     slot: Slot
-    zone: str | None = None  # None: on-demand, or lost
-    since: float = 0.0  # hours; when its machines were asked for
-    is_lost: bool = False
+    losses: float = 0.0
+    hours: float = 0.0
+    refused_until: float = -1.0  # hours
+    refusals: int = 0
+
+    def is_open(self, tick: int) -> bool:
+        return self.trace.counts[tick] >= self.trace.gang
+
+    def read_price(self, tick: int) -> float:
+        trace = self.trace
+        return trace.prices[tick] / trace.ondemand_usd_hour if trace.prices and trace.ondemand_usd_hour else SPOT_SHARE
+
+    def refuse(self, hour: float) -> None:
+        if hour > self.refused_until + FORGIVEN_AFTER_S / 3600:
+            self.refusals = 0
+        lasts_s = min(CAPACITY_REFUSAL_S * 2**self.refusals, REFUSAL_S_MAX)
+        self.refused_until, self.refusals = hour + lasts_s / 3600, self.refusals + 1
 
 
-@dataclass
+@dataclass(frozen=True, kw_only=True)
 class Market:
     """Aligned zones. Prices are over the on-demand price."""
 
     zones: Sequence[Trace]
-    losses: dict[str, int] = field(default_factory=dict)
-    open_hours: dict[str, float] = field(default_factory=dict)
 
     @property
     def gap_hours(self) -> float:
@@ -59,30 +83,92 @@ class Market:
     def ticks(self) -> int:
         return min(len(each.counts) for each in self.zones)
 
-    def is_open(self, zone: Trace, tick: int) -> bool:
-        return zone.counts[tick] >= zone.gang
 
-    def read_price(self, zone: Trace, tick: int) -> float:
-        return zone.prices[tick] / zone.ondemand_usd_hour if zone.prices and zone.ondemand_usd_hour else SPOT_SHARE
+@dataclass
+class _Service:
+    """A service over a replayed market."""
 
-    def observe(self, tick: int) -> None:
-        """Learn from this tick."""
-        for zone in self.zones:
-            if tick and self.is_open(zone, tick - 1):
-                self.open_hours[zone.name] = self.open_hours.get(zone.name, 0.0) + self.gap_hours
-                self.losses[zone.name] = self.losses.get(zone.name, 0) + (not self.is_open(zone, tick))
+    market: Market
+    needed: int
+    availability: float
+    cold_start_hours: float
+    hazard: Hazard
+    zones: dict[Slot, _Zone] = field(init=False)
+    replicas: list[ReplicaView] = field(default_factory=list)
+    slots: Sequence[Slot] = ()
+    budget: ErrorBudget = field(default_factory=ErrorBudget)
+    placed: float = -1e9  # hour of the last placement
+    drawn: int = 0
+    was_ready: bool = False
 
-    def list_places(self, tick: int) -> list[SpotPlace]:
-        return [
+    def __post_init__(self) -> None:
+        slots = [Slot(is_spot=True, region=find_region(each.name), zone=each.name) for each in self.market.zones]
+        self.zones = {slot: _Zone(trace, slot) for slot, trace in zip(slots, self.market.zones, strict=True)}
+
+    def step(self, tick: int) -> None:
+        """Move to this tick, lose what is lost there, and reconcile until no request is refused."""
+        hour, gap = tick * self.market.gap_hours, self.market.gap_hours
+        before = [(each.number, each.is_ready) for each in self.replicas]
+        self.replicas = [self._advance(each, tick, gap) for each in self.replicas]
+        is_changed = before != [(each.number, each.is_ready) for each in self.replicas]
+        is_changed |= any(each.is_lost for each in self.replicas)
+        self._observe_budget(gap)
+        is_refused = is_changed or hour - self.placed >= PLACE_EVERY_HOURS - 1e-9
+        for _ in range(1 + len(self.zones)):  # at most every zone refuses
+            if is_refused:
+                self._place(tick, hour)
+            is_refused = self._reconcile(tick, hour)
+            if not is_refused:
+                return
+
+    def _advance(self, each: ReplicaView, tick: int, gap: float) -> ReplicaView:
+        age = each.open_hours + gap
+        if (zone := self.zones.get(each.slot)) is None:
+            return replace(each, open_hours=age, is_ready=age >= self.cold_start_hours - 1e-9)
+        zone.hours += gap
+        if zone.is_open(tick):
+            return replace(each, open_hours=age, is_ready=age >= self.cold_start_hours - 1e-9)
+        zone.losses += 1
+        return replace(each, is_lost=True, is_ready=False)
+
+    def _observe_budget(self, gap: float) -> None:
+        is_ready = sum(each.is_ready for each in self.replicas) >= self.needed
+        self.was_ready |= is_ready
+        if self.was_ready:  # the first start is not a shortage
+            self.budget = self.budget.observe(gap, is_short=not is_ready)
+
+    def _place(self, tick: int, hour: float) -> None:
+        self.placed = hour
+        places = [
             SpotPlace(
-                slot=Slot(is_spot=True, region=zone.name, zone=zone.name),
-                usd_hour=self.read_price(zone, tick),
-                losses_per_hour=(self.losses.get(zone.name, 0) + 1)
-                / (self.open_hours.get(zone.name, 0.0) + PRIOR_HOURS),
+                slot=each.slot,
+                usd_hour=each.read_price(tick),
+                losses_per_hour=self.hazard(each.losses, round(each.hours)),
             )
-            for zone in self.zones
-            if self.is_open(zone, tick)
+            for each in self.zones.values()
+            if hour >= each.refused_until
         ]
+        self.slots = place_replicas(
+            self.needed, observe_places(places, self.replicas), ondemand_usd_hour=1.0,
+            cold_start_hours=self.cold_start_hours, availability=self.availability,
+            budget=self.budget,
+        ).slots  # fmt: skip
+
+    def _reconcile(self, tick: int, hour: float) -> bool:
+        """Start and drain; return whether a request was refused."""
+        step = decide(self.slots, self.replicas, version=1, needed=self.needed)
+        self.replicas = [each for each in self.replicas if each.number not in step.drain]
+        is_refused = False
+        for slot in step.start:
+            zone = self.zones.get(slot)
+            if zone is not None and not zone.is_open(tick):
+                if hour >= zone.refused_until:
+                    zone.refuse(hour)
+                is_refused = True
+                continue
+            self.drawn += 1
+            self.replicas.append(ReplicaView(number=self.drawn, version=1, slot=slot))
+        return is_refused
 
 
 def read_market(folder: Path | None) -> Market:
@@ -92,66 +178,55 @@ def read_market(folder: Path | None) -> Market:
     return Market(zones=[parse_trace(each.read_bytes(), each.stem) for each in sorted(folder.glob("*.json"))])
 
 
-def replay(market: Market, *, needed: int, availability: float, has_fallback: bool = True) -> Outcome:
+def find_region(zone: str) -> str:
+    """Return the region of an AWS or GCP zone: `us-east-1` of `us-east-1a`, `us-east4` of `us-east4-a`."""
+    return zone[:-1].rstrip("-")
+
+
+def find_recorded_hazard(losses: float, hours: float) -> float:
+    """Return the hazard that a plan would assume after these observations."""
+    return find_hazard(1, MarketEvidence(preemptions=losses, gang_hours=hours))
+
+
+def replay(
+    market: Market,
+    *,
+    needed: int,
+    availability: float,
+    cold_start_hours: float = COLD_START_HOURS,
+    hazard: Hazard = find_recorded_hazard,
+) -> Outcome:
     """Replay a service that asks for `needed` replicas with this availability."""
-    market = Market(zones=market.zones)
-    replicas: list[_Replica] = []
-    slots: Sequence[Slot] = ()
-    placed, drawn, paid, three, four = -1e9, 0, 0.0, 0, 0
-    by_name = {each.name: each for each in market.zones}
+    service = _Service(
+        market=market, needed=needed, availability=availability, cold_start_hours=cold_start_hours, hazard=hazard
+    )
+    ready, paid, ondemand, spot = [0] * (needed + 1), 0.0, 0, 0
     for tick in range(market.ticks):
-        hour = tick * market.gap_hours
-        market.observe(tick)
-        for each in replicas:
-            if each.zone and not market.is_open(by_name[each.zone], tick):
-                each.zone, each.is_lost = None, True
-        if hour - placed >= REPLACE_HOURS:
-            found = place_replicas(
-                needed, market.list_places(tick), ondemand_usd_hour=1.0, cold_start_hours=COLD_START_HOURS,
-                availability=availability,
-            )  # fmt: skip
-            slots, placed = found.slots, hour
-        for each in replicas:
-            if each.is_lost and (place := _choose_place(market, tick, replicas)):
-                each.zone, each.since = place, hour
-                each.is_lost = False
-        views = [_view(each, hour) for each in replicas]
-        step = decide(slots, views, version=1, has_fallback=has_fallback)
-        replicas = [each for each in replicas if each.number not in step.drain]
-        for slot in step.start:
-            drawn += 1
-            replicas.append(_Replica(number=drawn, slot=slot, zone=slot.zone, since=hour))
-        ready = sum(_view(each, hour).is_ready for each in replicas)
-        three, four = three + (ready >= 3), four + (ready >= 4)
-        for each in replicas:
-            if not each.is_lost:
-                paid += market.read_price(by_name[each.zone], tick) if each.zone else 1.0
-    return Outcome(three_ready=three / market.ticks, four_ready=four / market.ticks, cost=paid / (4 * market.ticks))
+        service.step(tick)
+        count = sum(each.is_ready for each in service.replicas)
+        for index in range(min(count, needed) + 1):
+            ready[index] += 1
+        for each in service.replicas:
+            zone = service.zones.get(each.slot)
+            paid += 1.0 if zone is None else 0.0 if each.is_lost else zone.read_price(tick)
+            ondemand, spot = ondemand + (each.slot == ON_DEMAND), spot + (each.slot != ON_DEMAND)
+    ticks = market.ticks
+    return Outcome(
+        ready=[each / ticks for each in ready], usd_hour=paid / ticks, ondemand_mean=ondemand / ticks,
+        spot_mean=spot / ticks,
+    )  # fmt: skip
 
 
-def _choose_place(market: Market, tick: int, replicas: Sequence[_Replica]) -> str | None:
-    """Return the open zone with the fewest replicas, of those the cheapest; None where all are closed."""
-    counts = {each.name: sum(replica.zone == each.name for replica in replicas) for each in market.zones}
-    is_open = [each for each in market.zones if market.is_open(each, tick)]
-    best = min(is_open, key=lambda each: (counts[each.name], market.read_price(each, tick)), default=None)
-    return best.name if best else None
-
-
-def _view(each: _Replica, hour: float) -> ReplicaView:
-    is_up = not each.is_lost and hour - each.since >= COLD_START_HOURS
-    is_waiting = each.is_lost or (bool(each.slot.is_spot) and hour - each.since < ACQUIRE_HOURS and each.since > 0)
-    return ReplicaView(number=each.number, version=1, slot=each.slot, is_ready=is_up, is_lost=is_waiting)
-
-
-def find_bound(market: Market, *, needed: int, share: float) -> float:
-    """Return the least cost over that of 4 on-demand replicas with `needed` ready for this share of time."""
-    span = max(1, round(COLD_START_HOURS / market.gap_hours))
+def find_bound(market: Market, *, needed: int, share: float, cold_start_hours: float = COLD_START_HOURS) -> float:
+    """Return the least mean price, over that of one on-demand replica, with `needed` ready for this share of time."""
+    span = max(1, round(cold_start_hours / market.gap_hours))
+    zones = [_Zone(each, Slot(is_spot=True)) for each in market.zones]
     costs = []
     for tick in range(market.ticks):
         usable = [
-            market.read_price(zone, tick) for zone in market.zones
-            if all(market.is_open(zone, back) for back in range(max(0, tick - span), tick + 1))
+            zone.read_price(tick) for zone in zones
+            if all(zone.is_open(back) for back in range(max(0, tick - span), tick + 1))
         ]  # fmt: skip
         costs.append(needed * min([1.0, *usable]))
     kept = sorted(costs)[: int(len(costs) * share)]
-    return sum(kept) / (4 * market.ticks)
+    return sum(kept) / market.ticks

@@ -88,7 +88,7 @@ class World:
 
         return ServiceController(
             "web", store=self.store, clock=self.clock, config=self.config,
-            place=lambda task, spec, count: [Slot()] * count, launch_balancer=launch, draw_port=draw,
+            place=lambda request: [Slot()] * request.count, launch_balancer=launch, draw_port=draw,
         )  # fmt: skip
 
     def play(self) -> None:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from broker.serve.reconciling import ReplicaView, Slot, decide
+from broker.serve.reconciling import ReplicaStep, ReplicaView, Slot, decide
 from broker.serve.scaling import Demand, ScalingState, count_replicas, find_target_qps, scale
 from broker.types import ReplicaPolicy, UpdateMode
 
@@ -145,3 +145,51 @@ def test_replica_that_a_slot_asks_for_is_not_given_up_for_a_ready_one_that_none_
     starting = ReplicaView(number=1, version=1, slot=SPOT)
     other = ReplicaView(number=2, version=1, slot=ON_DEMAND, is_ready=True)
     assert decide([SPOT], [starting, other], version=1).drain == ()
+
+
+A, B = (Slot(is_spot=True, region="r", zone=zone) for zone in "ab")
+
+
+def test_stand_in_that_is_no_longer_asked_for_is_drained_once_enough_others_are_ready() -> None:
+    replicas = [view(1, slot=A), view(2), view(3)]
+    starting = decide([A, A], replicas, version=1, needed=2)
+    assert starting.start == (A,) and starting.drain == (3,)
+    back = [view(1, slot=A), view(2), view(4, slot=A, ready=False)]
+    assert decide([A, A], back, version=1, needed=2) == ReplicaStep()
+    ready = [view(1, slot=A), view(2), view(4, slot=A)]
+    assert decide([A, A], ready, version=1, needed=2) == ReplicaStep(drain=(2,))
+
+
+def test_lost_replica_is_replaced_where_the_slots_say() -> None:
+    replicas = [view(1, slot=A, ready=False, lost=True), view(2, slot=B)]
+    assert decide([B, B, ON_DEMAND], replicas, version=1, needed=2) == ReplicaStep(start=(B, ON_DEMAND), drain=(1,))
+
+
+placed_views = st.builds(
+    ReplicaView, number=st.integers(1, 40), version=st.just(2), slot=st.sampled_from([A, B, ON_DEMAND]),
+    is_ready=st.booleans(), is_lost=st.booleans(), is_draining=st.booleans(), in_flight=st.integers(0, 3),
+)  # fmt: skip
+
+
+@given(
+    st.lists(placed_views, unique_by=lambda each: each.number, max_size=12),
+    st.lists(st.sampled_from([A, B, ON_DEMAND]), min_size=1, max_size=6),
+    st.integers(1, 6),
+)
+def test_placed_replicas_reach_their_slots_and_readiness_never_falls_below_the_needed(
+    replicas: Sequence[ReplicaView], slots: Sequence[Slot], needed: int
+) -> None:
+    needed = min(needed, len(slots))
+    kept, number = list(replicas), 100
+    for _ in range(20):
+        step = decide(slots, kept, version=2, needed=needed)
+        ready = sum(each.is_ready and not each.is_draining for each in kept)
+        drained = sum(each.is_ready for each in kept if each.number in step.drain)
+        assert drained == 0 or ready - drained >= needed
+        assert len(step.start) <= len(slots)
+        kept = [each for each in kept if each.number not in step.drain and not each.is_draining]
+        for slot in step.start:
+            number += 1
+            kept.append(ReplicaView(number=number, version=2, slot=slot))
+        kept = [replace(each, is_ready=True, is_lost=False) for each in kept]
+    assert sorted(map(repr, slots)) == sorted(repr(each.slot) for each in kept)
