@@ -6,7 +6,7 @@ import math
 
 from broker.frozen import frozen
 from broker.serve.files import Backend, Load
-from broker.serve.reconciling import ReplicaView, Slot
+from broker.serve.reconciling import ON_DEMAND, ReplicaView, Slot
 from broker.serve.scaling import Demand
 from broker.state.store import Store
 from broker.types import Job, JobStatus, Replica
@@ -56,7 +56,9 @@ class ObservedReplica:
         if slot.region is None or self.job is None or not has_run or not self.job.attempts:
             return slot
         placement = self.job.attempts[-1].placement
-        return Slot(is_spot=placement.is_spot, region=placement.offer.region, zone=placement.offer.zone)
+        if not placement.is_spot:
+            return ON_DEMAND
+        return Slot(is_spot=True, region=placement.offer.region, zone=placement.offer.zone)
 
 
 def observe(store: Store, replica: Replica, load: Load | None, unfinished: frozenset[int]) -> ObservedReplica:

@@ -80,7 +80,7 @@ def place_replicas(
     """
     kept = _choose_places(places)
     block = max(1, math.ceil(count / UNITS_MAX))
-    search = _Search(
+    search = _ReplicaSearch(
         needed=count,
         block=block,
         places=kept,
@@ -115,7 +115,7 @@ def _find_penalty(count: int, places: Sequence[SpotPlace], availability: float) 
     return count * min((each.usd_hour for each in places), default=0.0) / find_allowed_share(availability)
 
 
-class _Search:
+class _ReplicaSearch:
     """Branch and bound over the number of replicas by place, in blocks, and over the number of on-demand ones."""
 
     def __init__(

@@ -85,8 +85,8 @@ SERVICE = Table(
         "ports": Field(shape=Whole(minimum=1, maximum=65535), about="Port of the replicas."),
         "availability": Field(
             shape=Number(above=0, at_most=0.9999),
-            about="Chance that all requested replicas are ready, while a lost one starts again, by which spot and "
-            "on-demand replicas are chosen (broker extension).",
+            about="Share of time in which all requested replicas should be ready, by which spot and on-demand replicas "
+            "are chosen (broker extension).",
             examples=(0.99,),
         ),
         "workers": Field(shape=Whole(), about="Number of workers in a pool.", later=_POOLS),

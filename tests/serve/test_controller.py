@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,10 @@ from broker.locks import hold_lock
 from broker.serve.controller import ServiceController
 from broker.serve.files import Load, ReplicaLoad, Routing, read_file, write_file
 from broker.serve.observing import observe
+from broker.serve.placement import SpotPlace, observe_places, place_replicas
 from broker.serve.reconciling import Slot
 from broker.serve.replicas import find_folder, make_replica_task
+from broker.serve.slots import Place, PlacementRequest
 from broker.state.store import Store
 from broker.types import (
     Attempt,
@@ -77,7 +80,7 @@ class World:
         self.controller = self.make_controller()
         self.is_refusing = False
 
-    def make_controller(self) -> ServiceController:
+    def make_controller(self, place: Place = lambda request: [Slot()] * request.count) -> ServiceController:
         def launch(folder: Any) -> bool:
             self.balancers += 1
             return True
@@ -88,7 +91,7 @@ class World:
 
         return ServiceController(
             "web", store=self.store, clock=self.clock, config=self.config,
-            place=lambda request: [Slot()] * request.count, launch_balancer=launch, draw_port=draw,
+            place=place, launch_balancer=launch, draw_port=draw,
         )  # fmt: skip
 
     def play(self) -> None:
@@ -325,3 +328,49 @@ def test_replica_learns_its_number_and_port_and_prefers_its_slot(tmp_path: Path)
     assert [each.zone for each in made.resources] == ["us-east-1a", None] and made.is_ordered
     assert all(each.use_spot and each.ports == ("8080",) for each in made.resources)
     assert made.service is None
+
+
+class SpotWorld(World):
+    """A world whose replicas run where their task asks."""
+
+    def _run(self, job_id: int, stem: str) -> None:
+        super()._run(job_id, stem)
+        job = self.store.jobs.get(job_id)
+        assert job is not None
+        asked = job.task.resources[0]
+        placement = Placement(offer=make_offer(asked.zone or "here"), is_spot=bool(asked.use_spot), node_count=1)
+        self.store.jobs.put_attempt(replace(job.attempts[0], placement=placement, running_s=self.clock.now))
+
+    def list_live(self) -> list[tuple[bool | None, str | None]]:
+        rows = self.store.services.list_replicas("web")
+        return sorted((row.is_spot, row.zone) for row in rows if row.drained_s is None)
+
+
+def test_lost_replica_is_replaced_at_once_where_the_availability_asks(tmp_path: Path) -> None:
+    task = make_task(2)
+    assert task.service is not None
+    spec = replace(task.service, availability=0.99)
+    task = replace(task, resources=(Resources(cloud="aws", use_spot=True),), service=spec)
+    world = SpotWorld(tmp_path, task)
+    slots = {zone: Slot(is_spot=True, region=zone[:-1], zone=zone) for zone in ("east1a", "west1a")}
+
+    def place(request: PlacementRequest) -> Sequence[Slot]:
+        places = [SpotPlace(slot=each, usd_hour=0.3, losses_per_hour=0.2) for each in slots.values()]
+        return place_replicas(
+            request.count, observe_places(places, request.replicas), ondemand_usd_hour=1.0,
+            cold_start_hours=0.1, availability=0.99, budget=request.budget,
+        ).slots  # fmt: skip
+
+    world.controller = world.make_controller(place)
+    world.settle()
+    before = world.list_live()
+    assert before == [(True, "east1a")] * 2 + [(True, "west1a")] * 2
+    lost = [row for row in world.store.services.list_replicas("web") if row.zone == "east1a"]
+    for row in lost:
+        world.store.jobs.set_status(row.job_id, JobStatus.RECOVERING)
+    world.settle(4)
+    assert len(world.list_ready()) >= 2
+    rows = world.store.services.list_replicas("web")
+    assert {row.number for row in lost}.isdisjoint(row.number for row in rows if row.drained_s is None)
+    assert len(world.list_live()) >= 4  # others were started, on-demand or elsewhere
+    world.check()
