@@ -186,12 +186,14 @@ def place(context: Context, request: PlacementRequest) -> Sequence[Slot]:
 def list_spot_places(context: Context, task: Task, in_use: frozenset[Slot] = frozenset()) -> Sequence[SpotPlace]:
     """List the zones that sell spot for this task, the cheapest machine of each, with its hazard.
 
+    The estimate of a task without a known amount of work has no hazard, so it is read from the market model.
     Zones whose machine was refused recently are left out, those in use are always listed.
     """
+    from broker.jobs.deadline import estimate_hazard
     from broker.serve.placement import PLACES_MAX, SpotPlace
     from broker.serve.reconciling import Slot
 
-    is_refused = context.find_refused()
+    is_refused, history = context.find_refused(), context.read_history() or {}
     found: dict[Slot, SpotPlace] = {}
     for each in _rank(context, task, is_spot=True):
         offer, usd_hour = each.placement.offer, each.placement.usd_hour
@@ -201,7 +203,8 @@ def list_spot_places(context: Context, task: Task, in_use: frozenset[Slot] = fro
         ):
             continue
         if slot not in found or usd_hour < found[slot].usd_hour:
-            found[slot] = SpotPlace(slot=slot, usd_hour=usd_hour, losses_per_hour=each.preemptions_per_hour)
+            hazard = estimate_hazard(each.placement, history)
+            found[slot] = SpotPlace(slot=slot, usd_hour=usd_hour, losses_per_hour=hazard)
     return list(found.values())
 
 
