@@ -3,6 +3,7 @@
 BROKER_HOME names the state folder (default `~/.broker`, mode 0700), which holds all of broker's state.
 BROKER_CHECKPOINTS, or `checkpoints` in its `config.toml`, is the default checkpoint location; `unattended` sets how
 long managed jobs continue while this machine is away; with `bucket_access = "own"` nodes get no grants to buckets.
+`catalog.auto_update = false` ends the update of prices in the background; BROKER_OFFLINE and CI do so for one process.
 BROKER_STATE, or `state`, is the URL of a PostgreSQL database that holds the state instead of a file in that folder;
 BROKER_SECRET_KEY encrypts the secrets in it.
 """
@@ -21,8 +22,9 @@ from broker.frozen import frozen
 
 SETTINGS = "config.toml"
 LOGIN = "login.json"  # the server that commands speak to
-SETTING_NAMES = ("bucket_access", "checkpoints", "keep_days", "log_format", "state", "unattended")
+SETTING_NAMES = ("bucket_access", "catalog", "checkpoints", "keep_days", "log_format", "state", "unattended")
 KEEP_DAYS = 90.0
+NO_WORDS = ("", "0", "false", "no")
 # Valid checkpoint locations: buckets that the bundled trainers can write to, and folders shared by all nodes.
 OWNER = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")  # valid as a tag's value on every cloud
 STATE_URL = r"postgres(?:ql)?://"
@@ -212,6 +214,23 @@ def has_own_bucket_access(config: Config) -> bool:
     if value not in ("granted", "own"):
         raise UsageError(f'{config.home / SETTINGS}: `bucket_access` must be `"granted"` or `"own"`, not `{value}`')
     return value == "own"
+
+
+def find_auto_update(home: Path | None = None) -> bool:
+    """Return whether old prices may be updated in the background. Raises UsageError for an invalid setting."""
+    if any(os.environ.get(name, "").lower() not in NO_WORDS for name in ("BROKER_OFFLINE", "CI")):
+        return False
+    path = find_home(home) / SETTINGS
+    try:
+        if b"auto_update" not in path.read_bytes():  # most commands thus need no parser of TOML
+            return True
+    except OSError:
+        return True
+    table = _read_settings(path).get("catalog", {})
+    value = table.get("auto_update", True) if isinstance(table, dict) and not set(table) - {"auto_update"} else None
+    if not isinstance(value, bool):
+        raise UsageError(f"{path}: `[catalog]` may have `auto_update = true` or `auto_update = false`, not `{table}`")
+    return value
 
 
 def read_keep_days(config: Config) -> float:

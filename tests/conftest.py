@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 settings.register_profile("repeatable", derandomize=True, deadline=None)
 settings.register_profile("explore", deadline=None)
 settings.load_profile("repeatable")
+os.environ["BROKER_OFFLINE"] = "1"  # no command of a test updates prices in the background
 # A fifth of a simulation's time was the collector's, which looked for cycles after every 700 new objects.
 gc.set_threshold(20_000, 50, 50)
 # The files with the longest tests, the longest first (see `pytest_collection_modifyitems`).

@@ -20,10 +20,11 @@ RETRYABLE = (429, 500, 502, 503, 504)
 
 
 class HttpGet:
-    """Implements `Get`. `sleep` waits between tries, in seconds."""
+    """Implements `Get`. `sleep` waits between tries, in seconds; `bytes_max` bounds the sum of all responses."""
 
-    def __init__(self, sleep: Callable[[float], None]) -> None:
+    def __init__(self, sleep: Callable[[float], None], *, bytes_max: int | None = None) -> None:
         self._sleep = sleep
+        self._bytes_left = bytes_max
 
     def __call__(self, url: str, *, query: Mapping[str, str] | None = None) -> bytes:
         whole = f"{url}{'&' if '?' in url else '?'}{urllib.parse.urlencode(query)}" if query else url
@@ -32,7 +33,7 @@ class HttpGet:
             raise SourceError(f"prices are only fetched over https, not from {_hide_query(whole)}")
         for tries in range(TRIES_MAX):
             try:
-                return _read(whole)
+                return self._spend(_read(whole, BYTES_MAX if self._bytes_left is None else self._bytes_left))
             except urllib.error.HTTPError as error:
                 if error.code in (401, 403):
                     raise AuthError(f"{_hide_query(whole)} denies access: HTTP {error.code}") from None
@@ -46,16 +47,21 @@ class HttpGet:
                 self._sleep(_read_wait_s(None, tries))
         raise AssertionError("the last try returns or raises")
 
+    def _spend(self, body: bytes) -> bytes:
+        if self._bytes_left is not None:
+            self._bytes_left -= len(body)
+        return body
 
-def _read(url: str) -> bytes:
+
+def _read(url: str, bytes_max: int) -> bytes:
     request = urllib.request.Request(url, headers={"User-Agent": "intercloud-broker", "Accept": "*/*"})
     with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:
-        body: bytes = answer.read(BYTES_MAX + 1)
+        body: bytes = answer.read(bytes_max + 1)
         length = answer.headers.get("Content-Length")
-    if length and length.isdigit() and len(body) < min(int(length), BYTES_MAX):
+    if length and length.isdigit() and len(body) < min(int(length), bytes_max):
         raise ConnectionError(f"the response broke off after {len(body)} of {length} bytes")
-    if len(body) > BYTES_MAX:
-        raise SourceError(f"the response of {_hide_query(url)} is larger than {BYTES_MAX >> 20} MiB")
+    if len(body) > bytes_max:
+        raise SourceError(f"the response of {_hide_query(url)} is larger than the {bytes_max >> 20} MiB allowed")
     return body
 
 

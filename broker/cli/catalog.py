@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from broker.app.freshness import load_own_sources
 from broker.app.market import find_cache
 from broker.cli import options
 from broker.cli.context import make_context
-from broker.cli.render import print_json, print_line, print_note, print_table
+from broker.cli.render import print_json, print_line, print_note, print_table, print_wrapped
 from broker.cli.terminal import Bar, is_drawing, show_wait
 from broker.errors import SourceError, UsageError
 from broker.formatting import to_plain
@@ -31,7 +33,6 @@ app = typer.Typer(
 )
 FAULTS_SHOWN = 5
 PAGES_A_NOTE = 100
-URL_VARIABLE = "BROKER_PRICES_URL_"  # with the source's name in capitals: another URL, such as a mirror
 
 
 @app.command()
@@ -64,6 +65,43 @@ def info(as_json: options.AsJson = False) -> None:
         print_note("fetch current prices with `broker catalog update`")
 
 
+@app.command()
+def status(as_json: options.AsJson = False) -> None:
+    """Show when prices were last updated and when they are due again.
+
+    Clouds in use are updated in the background at most every 7 hours.
+    """
+    from broker.app.freshness import describe_updates, locate_log
+    from broker.config import find_auto_update, find_home
+
+    context = make_context()
+    is_on, rows = find_auto_update(), describe_updates(context)
+    if as_json:
+        print_json({"auto_update": is_on, "log": str(locate_log(find_home(), find_cache())), "clouds": to_plain(rows)})
+        return
+    print_table(
+        ["CLOUD", "ON-DEMAND OF", "SPOT OF", "SOURCE", "LAST UPDATE", "NEXT"],
+        [
+            [each.cloud, each.ondemand_as_of, each.spot_as_of, each.source,
+             f"{_show_time(each.attempted_s)}{' !' if each.error else ''}",
+             ("due" if each.next_s is None else _show_time(each.next_s)) if is_on and each.is_used else "-"]
+            for each in rows
+        ],
+    )  # fmt: skip
+    for each in rows:
+        if each.error:
+            print_wrapped(f"! {each.cloud}: {each.error}", indent=2)
+    if is_on:
+        print_line("Times are in UTC; a command that uses prices starts an update that is due")
+    else:
+        print_line("Prices are not updated in the background: `auto_update`, `BROKER_OFFLINE` or `CI` says so")
+        print_note("fetch current prices with `broker catalog update`")
+
+
+def _show_time(time_s: float | None) -> str:
+    return "-" if time_s is None else f"{datetime.fromtimestamp(time_s, UTC):%m-%d %H:%M}"
+
+
 def _show_date(row: Mapping[str, Any], model: str) -> str:
     return f"{row[f'{model}_as_of']}{' !' if row[f'is_{model}_stale'] else ''}"
 
@@ -80,15 +118,15 @@ def update(
 
     A cloud without a plausible answer keeps its prices; the exit code is then 1.
     """
+    from broker.catalog.attempts import record_attempts
     from broker.catalog.http_client import HttpGet
-    from broker.catalog.refresh import load_sources, refresh_book
+    from broker.catalog.refresh import refresh_book
     from broker.catalog.sources import SOURCES
 
     context = make_context()
     if source is not None and source not in SOURCES:
         raise UsageError(f"unknown price source `{source}`", hints=[f"known sources: {', '.join(SOURCES)}"])
-    urls = {name: url for name in SOURCES if (url := os.getenv(f"{URL_VARIABLE}{name.upper()}"))}
-    sources = {name: each for name, each in load_sources(urls).items() if source in (None, name)}
+    sources = load_own_sources(None if source is None else [source])
     wanted = [each.lower() for each in cloud or ()] or [
         each for each in context.book.clouds if any(each in one.clouds for one in sources.values())
     ]
@@ -102,6 +140,8 @@ def update(
             now_s=context.clock.now_s(),
             on_cloud=lambda name, where: print_note(f"{name}: querying {where} ..."),
         )
+    with suppress(OSError):  # the prices are what was asked for
+        record_attempts(find_cache(), {each.cloud: each.error for each in reports}, now_s=context.clock.now_s())
     if as_json:
         print_json(to_plain(list(reports)))
     else:

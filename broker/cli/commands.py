@@ -62,7 +62,11 @@ PANELS: dict[str, tuple[str, ...]] = {
 HIDDEN: dict[str, tuple[str, str]] = {
     "daemon": ("broker.cli.daemon", "Run the managed jobs of a state folder."),
     "balancer": ("broker.cli.balancer", "Run the balancer of one service."),
+    "updater": ("broker.cli.updater", "Update the prices that are due, once, in bounded time."),
 }
 GROUPS = ("jobs", "serve", "forecast", "local", "catalog", "traces", "state", "server")
+# Commands that read prices, with a group's subcommand where only that one does: after them, old prices are updated in
+# the background.
+PRICED = ("plan", "advise", "launch", "jobs launch", "gpus", "prices", "cost")
 # Commands on the state folder of this machine: after `broker login`, they would show another state than the server's.
 EMBEDDED = ("ssh", "serve", "map", "sweep", "top", "dashboard", "check", "forecast", "report", "gc", "state", "server")

@@ -11,9 +11,10 @@ import typer
 from typer.core import TyperGroup
 
 from broker.cli import interrupts
-from broker.cli.commands import COMMANDS, EMBEDDED, GROUPS, HIDDEN, PANELS
+from broker.cli.commands import COMMANDS, EMBEDDED, GROUPS, HIDDEN, PANELS, PRICED
 
 NAME_WIDTH = max(map(len, COMMANDS))
+COMMAND = "broker.command"  # in click's context: the command that runs
 
 
 class LazyGroup(TyperGroup):
@@ -49,6 +50,7 @@ class LazyGroup(TyperGroup):
 
             check_embedded(str(found[0]))
         interrupts.raise_on_interrupt()
+        ctx.meta[COMMAND] = " ".join([str(found[0]), *found[2][:1]] if found[0] in GROUPS else [str(found[0])])
         return found
 
     def invoke(self, ctx: Any) -> Any:
@@ -57,12 +59,22 @@ class LazyGroup(TyperGroup):
         except KeyboardInterrupt:
             sys.stderr.write(interrupts.NOTE)
             raise typer.Exit(interrupts.CODE) from None
+        finally:
+            if ctx.meta.get(COMMAND) in PRICED:
+                _keep_prices_fresh()
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         """Write one section a panel, all with the same column of texts."""
         for panel, names in PANELS.items():
             with formatter.section(panel):
                 formatter.write_dl([(name.ljust(NAME_WIDTH), COMMANDS[name][1]) for name in names])
+
+
+def _keep_prices_fresh() -> None:
+    from broker.app.freshness import start_update_if_due
+    from broker.clock import SystemClock
+
+    start_update_if_due(SystemClock())
 
 
 # Typer serves `--install-completion` and `--show-completion`; `broker.cli.completion` answers the common completions.

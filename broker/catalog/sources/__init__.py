@@ -9,3 +9,5 @@ SOURCES: dict[str, str] = {
     "azure": "broker.catalog.sources.azure:AzureSource",
     "skypilot": "broker.catalog.sources.skypilot:SkyPilotSource",
 }
+# Asked in the background. Azure's own list is 1,500 pages, so SkyPilot's file of Azure takes its place there.
+IN_BACKGROUND = ("aws", "gcp", "skypilot")
