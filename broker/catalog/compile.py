@@ -10,7 +10,7 @@ import csv
 import lzma
 import sqlite3
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from broker.catalog.schema import ARCHIVE, SCHEMA_VERSION, TABLES
@@ -28,6 +28,7 @@ PRICES_AS_OF = {
 ONDEMAND_AS_OF = {("aws", "us-east-1"): "2026-07-20"}  # a region whose list is newer than the rest of its cloud
 READ_ON = "2026-11-21"
 SOURCE = "shipped with broker"
+CLOUDS_FILE = "clouds.csv"  # dates and sources by cloud, as `broker.catalog.rebuild` writes them; else those above hold
 
 
 def main(arguments: list[str]) -> int:
@@ -52,12 +53,13 @@ def compile_book(facts: Path, output: Path) -> int:
         if row["column"] == "ondemand"
     }
     writer = BookWriter(database)
+    dates = {row["cloud"]: row for row in _read_rows(facts / CLOUDS_FILE)} if (facts / CLOUDS_FILE).exists() else {}
     clouds: dict[str, CloudFacts] = {}
     count = 0
     for path in sorted(facts.glob("offers_*.csv")):
         for row in _read_rows(path):
             is_estimated = (row["cloud"], row["region"], row["instance_type"]) in estimated
-            facts_of = clouds.setdefault(row["cloud"], _find_facts(row["cloud"]))
+            facts_of = clouds.setdefault(row["cloud"], _find_facts(row["cloud"], dates))
             writer.add_offer(_make_offer(row, is_estimated=is_estimated), arch=row["arch"], facts=facts_of)
             count += 1
     for row in _read_rows(facts / "accelerators.csv"):
@@ -78,7 +80,10 @@ def compile_book(facts: Path, output: Path) -> int:
     return count
 
 
-def _find_facts(cloud: str) -> CloudFacts:
+def _find_facts(cloud: str, dates: Mapping[str, Mapping[str, str]]) -> CloudFacts:
+    if row := dates.get(cloud):
+        ondemand, spot = row["ondemand_as_of"], row["spot_as_of"]
+        return CloudFacts(cloud=cloud, ondemand_as_of=ondemand, spot_as_of=spot, source=SOURCE)
     ondemand, spot = PRICES_AS_OF.get(cloud, (READ_ON, READ_ON))
     return CloudFacts(cloud=cloud, ondemand_as_of=ondemand, spot_as_of=spot, source=SOURCE)
 
@@ -98,7 +103,10 @@ def _make_offer(row: dict[str, str], *, is_estimated: bool) -> Offer:
         spot_usd_hour=_number(row["spot_usd_hour"]),
         interruption_band=_number(row["interruption_band"]),
         is_estimated=is_estimated,
-        as_of=ONDEMAND_AS_OF.get((row["cloud"], row["region"]), ""),
+        as_of=row["ondemand_as_of"]
+        if "ondemand_as_of" in row
+        else ONDEMAND_AS_OF.get((row["cloud"], row["region"]), ""),
+        spot_as_of=row.get("spot_as_of", ""),
     )
 
 

@@ -100,6 +100,9 @@ def _take(
 ) -> int:
     """Write accepted prices; return the number of changed prices."""
     day = datetime.fromtimestamp(now_s, UTC).date().isoformat()
-    facts = CloudFacts(cloud=cloud, ondemand_as_of=day, spot_as_of=day, source=source)
+    # Kept prices have their own dates; the cloud's is the newest of each kind.
+    ondemand = max((each.as_of or day for each in offers if each.ondemand_usd_hour), default=day)
+    spot = max((each.spot_as_of or day for each in offers if each.spot_usd_hour), default=day)
+    facts = CloudFacts(cloud=cloud, ondemand_as_of=ondemand, spot_as_of=spot, source=source)
     replace_clouds(cache, book, [(facts, offers)])
     return remember_changes(cache, offers, known, day=day)

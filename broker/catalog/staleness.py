@@ -8,9 +8,9 @@ from datetime import UTC, date, datetime
 from broker.frozen import frozen
 from broker.types import Placement
 
-# Spot prices move within days; list prices change a few times a year.
+# Spot prices move within days; list prices change a few times a year, and new machines appear within weeks.
 SPOT_DAYS_MAX = 7
-ONDEMAND_DAYS_MAX = 90
+ONDEMAND_DAYS_MAX = 30
 
 
 @frozen
@@ -54,24 +54,31 @@ def warn_if_stale(placement: Placement, now_s: float) -> str | None:
     if not as_of or cloud == "local" or not is_stale(as_of, now_s, is_spot=placement.is_spot):
         return None
     model = "spot" if placement.is_spot else "on-demand"
-    days = measure_age_days(as_of, now_s)
-    return f"{cloud}'s {model} prices are {days} days old; update them with `broker catalog update --cloud {cloud}`"
+    return f"{cloud}'s {model} prices are of {as_of}; update them with `broker catalog update --cloud {cloud}`"
 
 
 def warn_of_stale_dates(dates: Iterable[tuple[str, bool, str]], now_s: float) -> str | None:
     """Return two lines for a list of prices, (cloud, is spot, ISO date) of each: the stale ones and the remedy. None if
     none is stale."""
-    days: dict[tuple[bool, str], int] = {}
+    oldest: dict[tuple[bool, str], str] = {}
     for cloud, is_spot, as_of in dates:
         if as_of and cloud != "local" and is_stale(as_of, now_s, is_spot=is_spot):
-            days[is_spot, cloud] = max(days.get((is_spot, cloud), 0), measure_age_days(as_of, now_s))
+            oldest[is_spot, cloud] = min(oldest.get((is_spot, cloud), as_of), as_of)
     parts = []
     for is_spot, model in ((False, "on-demand"), (True, "spot")):
-        if found := [f"{cloud} ({days[kind, cloud]} days)" for kind, cloud in sorted(days) if kind is is_spot]:
+        if found := [f"{cloud} ({oldest[kind, cloud]})" for kind, cloud in sorted(oldest) if kind is is_spot]:
             parts.append(f"{model} of {', '.join(found)}")
-    clouds = sorted({cloud for _, cloud in days})
+    clouds = sorted({cloud for _, cloud in oldest})
     only = f" --cloud {clouds[0]}" if len(clouds) == 1 else ""
     return f"old prices: {'; '.join(parts)}\nupdate them with `broker catalog update{only}`" if parts else None
+
+
+def describe_dates(dates: Iterable[str]) -> str:
+    """Return `Prices of 2026-08-03`, or the oldest and the newest of several ISO dates; empty texts are skipped."""
+    known = sorted({each for each in dates if each})
+    if not known:
+        return "Prices without a date"
+    return f"Prices of {known[0]}" if len(known) == 1 else f"Prices of {known[0]} to {known[-1]}"
 
 
 def measure_age_days(as_of: str, now_s: float) -> int:

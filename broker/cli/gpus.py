@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from broker.app.container import Context
-from broker.catalog.staleness import warn_of_stale_dates
+from broker.catalog.staleness import describe_dates, warn_of_stale_dates
 from broker.cli import options
 from broker.cli.context import make_context
 from broker.cli.render import print_json, print_line, print_table, print_wrapped_note
@@ -66,7 +66,7 @@ def gpus(
 
 
 def _note_age(context: Context, prices: Sequence[AcceleratorPrice]) -> None:
-    """Warn of outdated prices, as a plan does."""
+    """Print the dates of the prices, and warn of outdated ones, as a plan does."""
     now_s = context.clock.now_s()
     dates = []
     for price in prices:
@@ -75,6 +75,7 @@ def _note_age(context: Context, prices: Sequence[AcceleratorPrice]) -> None:
             dates.append((price.cloud, False, age.ondemand_as_of))
         if price.spot_usd_hour is not None:
             dates.append((price.cloud, True, age.spot_as_of))
+    print_line(describe_dates(as_of for _, _, as_of in dates))
     if warning := warn_of_stale_dates(dates, now_s):
         print_wrapped_note(f"note: {warning}")
 

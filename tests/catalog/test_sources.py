@@ -5,16 +5,21 @@ from __future__ import annotations
 import collections
 import json
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from broker.catalog.refresh import check_offers
+from broker.catalog.atomic_replace import replace_clouds
+from broker.catalog.bundle import open_book
+from broker.catalog.refresh import check_offers, refresh_book
 from broker.catalog.sources import SOURCES, azure
 from broker.catalog.sources.aws import AwsSource
 from broker.catalog.sources.azure import AzureSource
 from broker.catalog.sources.gcp import GcpSource, price_machine
+from broker.catalog.staleness import CloudFacts
 from broker.errors import AuthError, SourceError
 from broker.types import Offer
 from tests.catalog.market import KNOWN, NOW_S, FakeAws, FakeWeb, make_known, make_source, read
@@ -221,3 +226,31 @@ def test_skypilots_rows_keep_other_facts_of_the_book() -> None:
     assert found["gpu_8x_h100_sxm5"].accelerator_memory_gib == 80
     assert found["gpu_1x_a10"].interruption_band == 5.0
     assert found["cpu_4x_general"].accelerator is None
+
+
+def test_an_aws_login_that_may_read_only_spot_prices_renews_those(tmp_path: Path) -> None:
+    class OnlySpot(FakeAws):
+        def paginate(self, **arguments: Any) -> Iterator[Any]:
+            if self._operation == "get_products":
+                raise type("ClientError", (Exception,), {"response": {"Error": {"Code": "AccessDeniedException"}}})(
+                    "no"
+                )
+            return super().paginate(**arguments)
+
+    web = FakeWeb({"advisor": read("aws_advisor.json")})
+    source = AwsSource(make_client=OnlySpot())
+    known = [replace(each, is_estimated=each.instance_type.startswith("p4d")) for each in KNOWN["aws"]]
+    offers = list(source.fetch("aws", web, known=known, as_of_s=NOW_S))
+    old = {(each.instance_type, each.region): each for each in known}
+    fresh = [each for each in offers if each.spot_usd_hour and not each.spot_as_of]
+    assert fresh and {each.zone for each in fresh} >= {"us-east-1a"}
+    for each in fresh:
+        before = old[each.instance_type, each.region]
+        assert each.spot_usd_hour != before.spot_usd_hour
+        assert (each.ondemand_usd_hour, each.as_of) == (before.ondemand_usd_hour, "2026-01-01")
+    assert any(each.is_estimated for each in fresh), "a kept estimate is still one"
+    book_of = CloudFacts(cloud="aws", ondemand_as_of="2026-01-01", spot_as_of="2026-01-02", source="before")
+    replace_clouds(tmp_path, open_book(tmp_path), [(book_of, known)], is_alone=True)
+    (report,) = refresh_book(tmp_path, open_book(tmp_path), ["aws"], sources={"aws": source}, get=web, now_s=NOW_S)
+    facts = open_book(tmp_path).get_facts("aws")
+    assert report.error is None and (facts.ondemand_as_of, facts.spot_as_of) == ("2026-01-01", "2026-12-01")

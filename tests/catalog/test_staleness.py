@@ -6,7 +6,14 @@ from datetime import UTC, datetime
 
 import pytest
 
-from broker.catalog.staleness import describe_age, is_stale, measure_age_days, warn_if_stale, warn_of_stale_dates
+from broker.catalog.staleness import (
+    describe_age,
+    describe_dates,
+    is_stale,
+    measure_age_days,
+    warn_if_stale,
+    warn_of_stale_dates,
+)
 from broker.types import Offer, Placement
 
 NOW_S = datetime(2026, 11, 21, 3, tzinfo=UTC).timestamp()
@@ -17,12 +24,12 @@ NOW_S = datetime(2026, 11, 21, 3, tzinfo=UTC).timestamp()
     [
         ("2026-11-14", True, False),
         ("2026-11-13", True, True),
-        ("2026-11-13", False, False),
-        ("2026-08-01", False, True),
+        ("2026-10-22", False, False),
+        ("2026-10-21", False, True),
         ("2026-12-24", True, False),
     ],
 )
-def test_spot_prices_grow_old_in_a_week_and_list_prices_in_three_months(as_of: str, is_spot: bool, stale: bool) -> None:
+def test_spot_prices_grow_old_in_a_week_and_list_prices_in_thirty_days(as_of: str, is_spot: bool, stale: bool) -> None:
     assert is_stale(as_of, NOW_S, is_spot=is_spot) is stale
 
 
@@ -33,7 +40,7 @@ def test_age_is_in_whole_days() -> None:
 @pytest.mark.parametrize(
     ("is_spot", "cloud", "warning"),
     [
-        (True, "aws", "aws's spot prices are 10 days old; update them with `broker catalog update --cloud aws`"),
+        (True, "aws", "aws's spot prices are of 2026-11-11; update them with `broker catalog update --cloud aws`"),
         (False, "aws", None),
         (True, "local", None),
     ],
@@ -56,7 +63,16 @@ def test_list_of_prices_names_each_cloud_whose_prices_are_old() -> None:
     assert warn_of_stale_dates([("aws", False, new), ("gcp", True, new), ("local", True, old)], NOW_S) is None
     one = warn_of_stale_dates([("aws", True, old), ("aws", True, old), ("gcp", False, new)], NOW_S)
     assert (
-        one is not None and "spot of aws (" in one and "gcp" not in one and "`broker catalog update --cloud aws`" in one
+        one is not None
+        and "spot of aws (2024-01-01)" in one
+        and "gcp" not in one
+        and "`broker catalog update --cloud aws`" in one
     )
     two = warn_of_stale_dates([("aws", True, old), ("gcp", False, old)], NOW_S)
     assert two is not None and "on-demand of gcp" in two and "`broker catalog update`" in two
+
+
+def test_dates_of_a_list_are_its_oldest_and_newest() -> None:
+    assert describe_dates(["2026-01-02", "", "2025-06-29", "2026-01-01"]) == "Prices of 2025-06-29 to 2026-01-02"
+    assert describe_dates(["2025-06-29", "2025-06-29"]) == "Prices of 2025-06-29"
+    assert describe_dates([""]) == "Prices without a date"

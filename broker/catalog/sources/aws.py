@@ -40,6 +40,8 @@ LOGIN_HINT = (
 )
 Key = tuple[str, str]  # instance type, region
 Place = tuple[str, str]  # instance type, zone ("": none)
+# USD per hour, its date ("": today), and whether it is an estimate, by instance type of one region
+Ondemand = Mapping[str, tuple[float, str, bool]]
 Spot = dict[Place, tuple[float | None, str]]  # USD per hour, and its date ("": today)
 
 
@@ -50,35 +52,38 @@ class AwsSource:
     def __init__(self, url: str = ADVISOR_URL, make_client: Callable[[str, str], Any] | None = None) -> None:
         self._advisor_url = url
         self._make_client = make_client or _make_boto3_client
+        self._is_list_denied = False
 
     def fetch(self, cloud: str, get: Get, *, known: Sequence[Offer], as_of_s: float) -> Iterator[Offer]:
         """Fetch prices. A region that is disabled in this account has no spot prices: it keeps the last known ones,
-        with their date.
+        with their date. A login that may read only spot prices keeps all last known on-demand prices alike.
 
         Machines that are not in the book are skipped: a price list gives no sizes.
         """
+        self._is_list_denied = False
         bands = parse_advisor(get(self._advisor_url))
         enabled = self._list_regions()
         shapes = {offer.instance_type: offer for offer in known}
         for region in sorted({offer.region for offer in known}):
             here = [offer for offer in known if offer.region == region]
-            ondemand = self._read_ondemand(region)
+            ondemand = self._read_ondemand(region, here)
             spot = self._read_spot(region, as_of_s) if region in enabled else _keep_spot(here)
             for place in sorted(_list_places(here, ondemand, spot)):
                 instance_type, zone = place
                 shape = shapes.get(instance_type)
                 if shape is None:
                     continue
+                ondemand_usd_hour, as_of, is_estimated = ondemand.get(instance_type, (None, "", False))
                 spot_usd_hour, spot_as_of = spot.get(place, (None, ""))
                 offer = replace(
                     shape,
                     region=region,
                     zone=zone or None,
-                    ondemand_usd_hour=ondemand.get(instance_type),
+                    ondemand_usd_hour=ondemand_usd_hour,
                     spot_usd_hour=spot_usd_hour,
                     interruption_band=bands.get((instance_type, region)),
-                    is_estimated=False,
-                    as_of="",
+                    is_estimated=is_estimated,
+                    as_of=as_of,
                     spot_as_of=spot_as_of,
                 )
                 if offer.ondemand_usd_hour or offer.spot_usd_hour:
@@ -89,13 +94,20 @@ class AwsSource:
         answer = self._call(PRICING_REGION, "ec2", "describe_regions")
         return frozenset(str(_get(each, "RegionName")) for each in _list(answer, "Regions"))
 
-    def _read_ondemand(self, region: str) -> Mapping[str, float]:
+    def _read_ondemand(self, region: str, known: Sequence[Offer]) -> Ondemand:
+        if self._is_list_denied:
+            return _keep_ondemand(known)
         filters = [
             {"Type": "TERM_MATCH", "Field": field, "Value": value}
             for field, value in {**ONDEMAND_FILTERS, "regionCode": region}.items()
         ]
         pages = self._list_pages("pricing", PRICING_REGION, "get_products", ServiceCode="AmazonEC2", Filters=filters)
-        return dict(price for page in pages for text in _list(page, "PriceList") if (price := parse_product(text)))
+        try:
+            products = [price for page in pages for text in _list(page, "PriceList") if (price := parse_product(text))]
+        except AuthError:  # spot prices need another permission, which this login has: it listed the regions
+            self._is_list_denied = True
+            return _keep_ondemand(known)
+        return {instance_type: (usd, "", False) for instance_type, usd in products}
 
     def _read_spot(self, region: str, as_of_s: float) -> Spot:
         newest: dict[Place, Any] = {}
@@ -125,6 +137,14 @@ class AwsSource:
             raise _translate(error, f"{service} {operation} in {region}") from None
 
 
+def _keep_ondemand(known: Sequence[Offer]) -> Ondemand:
+    return {
+        offer.instance_type: (offer.ondemand_usd_hour, offer.as_of, offer.is_estimated)
+        for offer in known
+        if offer.ondemand_usd_hour is not None
+    }
+
+
 def _keep_spot(known: Sequence[Offer]) -> Spot:
     return {
         (offer.instance_type, offer.zone or ""): (offer.spot_usd_hour, offer.spot_as_of or offer.as_of)
@@ -133,7 +153,7 @@ def _keep_spot(known: Sequence[Offer]) -> Spot:
     }
 
 
-def _list_places(known: Sequence[Offer], ondemand: Mapping[str, float], spot: Spot) -> set[Place]:
+def _list_places(known: Sequence[Offer], ondemand: Ondemand, spot: Spot) -> set[Place]:
     """List every machine that has a price, in each of its zones; without a zone if none is known."""
     zones: dict[str, set[str]] = {}
     for offer in known:
