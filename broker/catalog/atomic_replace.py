@@ -35,14 +35,14 @@ def replace_clouds(
                 _write_aside(aside, open_live_book(cache) or book, clouds, is_alone=is_alone)
                 aside.replace(target)
             finally:
-                aside.unlink(missing_ok=True)
+                _remove_remains(target)
     except (sqlite3.Error, OSError) as error:
         raise StateError(f"cannot write the new prices to {cache}: {error}", hints=["is the disk full?"]) from None
 
 
 def _remove_remains(target: Path) -> None:
-    """Remove what killed writers left; the lock is held, so none of it is being written."""
-    for remains in target.parent.glob(f"{target.stem}.*.tmp*"):  # with SQLite's journal of it
+    """Remove what killed and failed writers left; the lock is held, so none of it is being written."""
+    for remains in target.parent.glob(f"{target.stem}.*.tmp*"):  # SQLite's journal of a failed write too
         remains.unlink(missing_ok=True)
 
 

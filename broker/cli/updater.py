@@ -7,6 +7,7 @@ import os
 import signal
 
 from broker.app.freshness import TOTAL_S_MAX, update_due_clouds
+from broker.catalog.refresh import CloudRefresh
 from broker.cli.context import make_context
 
 NICENESS = 15
@@ -18,8 +19,11 @@ def updater() -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     signal.alarm(TOTAL_S_MAX)  # ends the process wherever it waits: a kill at any instant leaves a whole book
     os.nice(NICENESS)
-    for each in update_due_clouds(make_context()):
-        if each.error is None:
-            log.info("%s: %s offers from %s, %s prices changed", each.cloud, each.offers, each.source, each.changed)
-        else:
-            log.warning("%s: not updated: %s", each.cloud, each.error)
+    update_due_clouds(make_context(), on_result=_log_result)
+
+
+def _log_result(report: CloudRefresh) -> None:
+    if report.error is None:
+        log.info("%s: %s offers from %s, %s changed", report.cloud, report.offers, report.source, report.changed)
+    else:
+        log.warning("%s: not updated: %s", report.cloud, report.error)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import shutil
 import signal
 import subprocess
@@ -185,6 +186,7 @@ runpy.run_module("broker", run_name="__main__", alter_sys=True)
 """
 
 
+@pytest.mark.long  # some twenty updates, each of its own process
 def test_killed_at_any_deed_an_update_leaves_the_old_book_or_the_new_one(home: Home, tmp_path: Path) -> None:
     old = home.sum_prices()
     new = old * 1.2 / 1.1
@@ -212,3 +214,20 @@ def test_killed_at_any_deed_an_update_leaves_the_old_book_or_the_new_one(home: H
     assert ends[-1][0] == 0 and len(ends) > 8
     assert {is_new for code, is_new in ends if code} == {True, False}, "kills before and after the rename"
     assert locate_live_book(home.cache).exists()
+
+
+@pytest.mark.parametrize("bytes_max", [0, 100_000, 6_000_000])
+def test_on_a_full_disk_the_old_prices_stay_and_a_later_update_succeeds(home: Home, bytes_max: int) -> None:
+    """A limit on the size of files fails writes as a full disk does, with another number."""
+    before = home.sum_prices()
+    home.age(8)
+    done = subprocess.run(
+        [sys.executable, "-m", "broker", "updater"], capture_output=True, text=True, timeout=60,
+        cwd=home.shell.folder, env=home.shell.environment,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (bytes_max, bytes_max)),
+    )  # fmt: skip
+    assert done.returncode != 0 and home.sum_prices() == before
+    assert not list(home.cache.glob("price*.tmp*"))
+    home.age(24)
+    home.shell.run("updater")
+    assert home.sum_prices() > before
