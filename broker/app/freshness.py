@@ -157,7 +157,7 @@ def update_due_clouds(context: Context, *, on_result: Callable[[CloudRefresh], N
     from broker.catalog.attempts import forget_attempts, record_attempts, record_starts
     from broker.catalog.http_client import HttpGet
     from broker.catalog.refresh import refresh_book
-    from broker.catalog.sources import IN_BACKGROUND
+    from broker.catalog.sources import IN_BACKGROUND, ON_REQUEST
 
     cache = find_cache()
     with try_lock(_locate_lock(cache)) as is_alone:
@@ -173,6 +173,7 @@ def update_due_clouds(context: Context, *, on_result: Callable[[CloudRefresh], N
         for cloud in due:
             now_s = clock.now_s()
             record_starts(cache, [cloud], now_s=now_s)
-            (report,) = refresh_book(cache, context.book, [cloud], sources=sources, get=get, now_s=now_s)
+            asked = {name: each for name, each in sources.items() if (name, cloud) not in ON_REQUEST}
+            (report,) = refresh_book(cache, context.book, [cloud], sources=asked, get=get, now_s=now_s)
             record_attempts(cache, {cloud: report.error}, now_s=now_s)
             on_result(report)
