@@ -69,7 +69,10 @@ class Market:
         except NoOfferError as error:
             from broker.optimizer.infeasible import explain_infeasible, loosen_places
 
-            wide = self.book.find_offers(loosen_places(task))
+            try:
+                wide = self.book.find_offers(loosen_places(task))
+            except UnknownNameError as unknown:
+                raise UnknownNameError(unknown.message, details=_locate(task), hints=unknown.hints) from error
 
             def try_plan(changed: Task) -> Plan:
                 return self.rank(
@@ -132,6 +135,12 @@ class Market:
 
     def _find_offers(self, task: Task) -> Sequence[Offer]:
         return [*self.book.find_offers(task), *_list_local_offers(task)]
+
+
+def _locate(task: Task) -> Sequence[str]:
+    """Return the place of the task's resources in its file, as a detail of an error; nothing where flags named them."""
+    found = next((each.origin for each in task.resources if each.origin), None)
+    return [f"asked for in {found.file}:{found.line}:{found.column}"] if found and found.line else []
 
 
 def _list_local_offers(task: Task) -> Sequence[Offer]:

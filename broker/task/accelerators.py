@@ -36,9 +36,9 @@ _MEMORY_SLACK = 0.02  # a "141 GB" device is sold as 141 or 144, a "180 GB" one 
 
 def read_accelerator(text: str) -> tuple[str, float]:
     """Parse `H100:8` into H100 and 8; the default count is 1. The text matches `fields_resources.ACCELERATOR`."""
-    name, _, count = text.rpartition(":")
+    name, _, count = (part.strip() for part in text.strip().rpartition(":"))
     if not name or not re.fullmatch(r"[0-9]+(\.[0-9]+)?", count):
-        name, count = text, "1"
+        name, count = text.strip(), "1"
     if found := re.fullmatch(_TPU, name):
         version = _TPU_NAMES.get(found[1].lower(), found[1].lower())
         return f"TPU-v{version}", int(found[2]) / _CORES_PER_CHIP.get(version, 1) * float(count)

@@ -15,7 +15,9 @@ from broker.task.tables import Field, Later, Table
 
 _NAME = Text(rule=allowed.TASK_NAME)
 _SOURCE = Text(rule=allowed.SOURCE)
-_SECRET_NAME = rf"(?:secrets:)?{allowed.ENV_NAME.pattern}"
+SECRET_SCOPES = ("personal.", "workspace.", "global.")  # of a server's secrets
+_SCOPED = rf"(?:(?:personal|workspace|global)\.)?{allowed.ENV_NAME.pattern}"
+_SECRET_NAME = rf"(?:secrets:)?{_SCOPED}"
 STORES = ("s3", "gcs", "azure", "r2", "ibm", "oci", "nebius", "coreweave", "vastdata", "hf", "volume")
 BUCKET_SCHEMES = (
     "s3://", "gs://", "gcs://", "r2://", "https://", "http://", "az://", "cos://", "oci://", "nebius://", "cw://",
@@ -192,6 +194,10 @@ CONFIG = Table(
             later=Later(message="hooks are not supported", hint="save state in `run`, on SIGTERM"),
         ),
     },
+    elsewhere=dict.fromkeys(
+        ("aws", "oci", "nebius", "jobs", "serve", "api_server", "admin_policy", "allowed_clouds", "logs", "workspaces"),
+        "remove it: SkyPilot reads it from `~/.sky/config.yaml` only",
+    ),
 )  # fmt: skip
 
 NEEDS = Field(
@@ -229,7 +235,7 @@ TASK = Table(
                         key_expected=allowed.ENV_NAME.expected, has_null=True,
                     ),
                     ListOf(
-                        item=Text(pattern=f"secrets:{allowed.ENV_NAME.pattern}", expected="like `secrets:HF_TOKEN`")
+                        item=Text(pattern=f"secrets:{_SCOPED}", expected="like `secrets:HF_TOKEN`")
                     ),
                 )
             ),
@@ -307,7 +313,13 @@ TASK = Table(
         "command": "use `run`",
         "priority": "move it to `resources`",
         "storage": "move storage mounts to `file_mounts`",
+        "storage_mounts": "move storage mounts to `file_mounts`",
         "depends_on": "use `needs`",
+    },
+    elsewhere={
+        **{key: "move it to `resources`" for key in RESOURCES.fields if key[0] != "_"},
+        **dict.fromkeys(("replicas", "replica_policy", "readiness_probe"), "move it to `service`"),
+        **dict.fromkeys(("hooks", "docker", "kubernetes"), "move it to `config`"),
     },
 )  # fmt: skip
 
@@ -325,5 +337,10 @@ HEADER = Table(
             about="How long the other tasks may continue.",
         ),
         "inter_connection": Field(shape=Anything(), about="Network connections between tasks of a group."),
+        "placement": Field(
+            shape=Text(),
+            about="Where tasks of a group run (older SkyPilot).",
+            later=Later(message="tasks are placed one by one", blocks_launch=False),
+        ),
     },
 )

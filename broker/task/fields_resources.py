@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from broker.task import allowed
@@ -41,7 +42,7 @@ _SPACED = r"(?:[rR][aA][dD][eE][oO][nN]|[gG][aA][uU][dD][iI])(?: [A-Za-z0-9-]{1,
 ACCELERATOR_NAME = rf"(?:{_SPACED}|[A-Za-z][A-Za-z0-9_.-]{{0,60}})"
 _COUNT = r"(?=[0-9.]*[1-9])[0-9]{1,5}(?:\.[0-9]{1,4})?"
 _MEMORY = r"(?:[A-Za-z]{2,20}:)?[0-9]{1,5}[gGmMtT][bB]\+?"  # `80GB+`, `nvidia:80GB`
-ACCELERATOR = rf"(?:{ACCELERATOR_NAME}|{_MEMORY})(?::{_COUNT})?"
+ACCELERATOR = rf"\s*(?:{ACCELERATOR_NAME}|{_MEMORY})\s*(?::\s*{_COUNT}\s*)?"
 EXAMPLE_ACCELERATORS = ("H100:8", "H200:8", "A100:8", "A100-80GB:8", "L4:1", "T4:1", "B200:8", "80GB+:1")
 
 
@@ -66,7 +67,10 @@ class Infra(Scalar):
         return (*parts, None, None)[:3]
 
     def hint(self, marked: Marked) -> str | None:
-        cloud = str(marked.value).split("/")[0].strip()
+        text = str(marked.value)
+        if text.count("/") <= 2 and " " in text.strip() and self.parse(replace(marked, value=text.replace(" ", ""))):
+            return f"remove the spaces: `{text.replace(' ', '')}`"
+        cloud = text.split("/")[0].strip()
         return (
             None if cloud.lower() in (*CLOUDS, "*") else suggest(cloud, CLOUDS) or f"known clouds: {', '.join(CLOUDS)}"
         )
@@ -80,33 +84,59 @@ class Infra(Scalar):
 
 
 class Port(Scalar):
-    """`8080` or `8000-8010`, as text."""
+    """`8080`, `8000-8010`, or several with commas between them, as text without spaces."""
 
     expected = "like `8080` or `8000-8010`"
     _port = "(?:[1-9][0-9]{0,3}|[1-5][0-9]{4}|6[0-4][0-9]{3}|65[0-4][0-9]{2}|655[0-2][0-9]|6553[0-5])"
 
     def parse(self, marked: Marked) -> str | None:
         value = marked.value
-        text = str(value) if not isinstance(value, float) else ""
-        if isinstance(value, bool) or not re.fullmatch(rf"{self._port}(?:-{self._port})?", text):
-            return None
-        bounds = [int(each) for each in text.split("-")]
-        return text if bounds == sorted(bounds) else None
+        text = str(value) if not isinstance(value, (bool, float)) else ""
+        parts = [each.strip() for each in text.split(",")]
+        for part in parts:
+            if not re.fullmatch(rf"{self._port}(?:-{self._port})?", part):
+                return None
+            bounds = [int(each) for each in part.split("-")]
+            if bounds != sorted(bounds):
+                return None
+        return ",".join(parts)
+
+    def hint(self, marked: Marked) -> str | None:
+        first, _, last = str(marked.value).partition("-")
+        is_turned = first.isdigit() and last.isdigit() and int(first) > int(last)
+        return f"write the lower port first: `{last}-{first}`" if is_turned else "ports are 1 to 65535"
 
     def admits_kind(self, value: Any) -> bool:
         return isinstance(value, (str, int)) and not isinstance(value, bool)
 
     def describe(self) -> Schema:
-        port = self._port
+        port = rf"\s*{self._port}(?:-{self._port})?\s*"
         return {
             "anyOf": [
                 {"type": "integer", "minimum": 1, "maximum": 65535},
-                {"type": "string", "pattern": f"^{port}(?:-{port})?$"},
+                {"type": "string", "pattern": f"^{port}(?:,{port})*$"},
             ]
         }
 
 
-_NAMED = Text(pattern=ACCELERATOR, expected="like `H100:8`")
+OFF = -1  # `autostop: -1`, as on SkyPilot's command line
+
+
+class Named(Text):
+    """`H100:8`."""
+
+    def __init__(self) -> None:
+        super().__init__(pattern=ACCELERATOR, expected="like `H100:8`")
+
+    def hint(self, marked: Marked) -> str | None:
+        if isinstance(marked.value, str) and marked.value.strip()[:1] in ("{", "["):
+            return "remove the quotes around the alternatives"
+        if isinstance(marked.value, str) and re.fullmatch(r".*:\s*0+(?:\.0*)?", marked.value):
+            return "for a machine without accelerators, remove `accelerators`"
+        return super().hint(marked)
+
+
+_NAMED = Named()
 _COUNTED = MapOf(value=Number(at_most=10_000), key=ACCELERATOR, key_expected="like `H100` or `H100:8`", has_null=True)
 _ACCELERATORS = Either(
     shapes=(
@@ -268,7 +298,9 @@ ONE: dict[str, Field] = {
         at=_has_none(("local",), "local nodes have no tags"),
     ),
     "autostop": Field(
-        shape=Either(shapes=(Flag(), Duration(bare_unit="m", is_zero_ok=True), AUTOSTOP)),
+        shape=Either(
+            shapes=(Flag(), Duration(bare_unit="m", is_zero_ok=True), Whole(minimum=OFF, maximum=OFF), AUTOSTOP)
+        ),
         about="Stop an idle cluster: `true` (5 minutes), minutes, `10m`, or a mapping.", examples=(True, "10m"),
     ),
     "job_recovery": Field(
@@ -298,11 +330,36 @@ ONE: dict[str, Field] = {
 }  # fmt: skip
 _PLACES = tuple(("infra", name, "keep `infra`") for name in ("cloud", "region", "zone"))
 
-ALTERNATIVE = Table(name="alternative", about="An alternative set of resources.", fields=ONE, exclusive=_PLACES)
+_RETIRED = {
+    "hooks": "move them to `config: hooks:` of the task",
+    "termination_hook": "move it to `config: hooks:` of the task",
+    "preemption": "move its hook to `config: hooks:` of the task",
+    "auto_restart": "use `job_recovery: {max_restarts_on_errors: N}`",
+    "spot": "use `use_spot: true`",
+    "gpu": "use `accelerators: NAME:COUNT`",
+    "container_image": "use `image_id: docker:IMAGE`",
+}
+_ELSEWHERE = {
+    **dict.fromkeys(
+        ("name", "num_nodes", "workdir", "setup", "run", "envs", "secrets", "file_mounts", "service", "pool", "config"),
+        "move it out of `resources`, to the task itself",
+    ),
+    **dict.fromkeys(JOB_RECOVERY.fields, "move it to `job_recovery`"),
+    **dict.fromkeys(("idle_minutes", "down", "wait_for"), "move it to `autostop`"),
+}
+
+ALTERNATIVE = Table(
+    name="alternative",
+    about="An alternative set of resources.",
+    fields=ONE,
+    exclusive=_PLACES,
+    retired=_RETIRED,
+    elsewhere=_ELSEWHERE,
+)
 
 
 def _list_all() -> dict[str, Field]:
-    several: Shape = ListOf(item=ALTERNATIVE, count_min=1)
+    several: Shape = ListOf(item=ALTERNATIVE)
     return {
         **ONE,
         "any_of": Field(shape=several, about="Alternatives: the cheapest wins. Each inherits the fields outside."),
@@ -315,12 +372,6 @@ RESOURCES = Table(
     about="Resources per node.",
     fields=_list_all(),
     exclusive=(*_PLACES, ("any_of", "ordered", "keep one of them")),
-    retired={
-        "hooks": "move them to `config: hooks:` of the task",
-        "termination_hook": "move it to `config: hooks:` of the task",
-        "preemption": "move its hook to `config: hooks:` of the task",
-        "auto_restart": "use `job_recovery: {max_restarts_on_errors: N}`",
-        "spot": "use `use_spot: true`",
-        "gpu": "use `accelerators: NAME:COUNT`",
-    },
+    retired=_RETIRED,
+    elsewhere=_ELSEWHERE,
 )

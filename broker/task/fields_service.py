@@ -11,7 +11,7 @@ READINESS_PROBE = Table(
     name="readiness_probe",
     about="Readiness check of a replica.",
     fields={
-        "path": Field(shape=Text(), about="URL path.", is_required=True),
+        "path": Field(shape=Text(), about="URL path.", is_required=True, examples=("/health",)),
         "initial_delay_seconds": Field(shape=_SECONDS, about="Delay before the first probe."),
         "timeout_seconds": Field(shape=_SECONDS, about="Response timeout."),
         "endpoint_probe_interval_seconds": Field(shape=_SECONDS, about="Time between probes."),
@@ -28,7 +28,7 @@ REPLICA_POLICY = Table(
     name="replica_policy",
     about="Number of replicas, by load.",
     fields={
-        "min_replicas": Field(shape=Whole(), about="Minimum number of replicas.", is_required=True),
+        "min_replicas": Field(shape=Whole(), about="Minimum number of replicas.", is_required=True, examples=(1,)),
         "max_replicas": Field(shape=Whole(), about="Maximum number of replicas."),
         "num_overprovision": Field(shape=Whole(), about="Spare replicas."),
         "target_qps_per_replica": Field(
@@ -48,6 +48,8 @@ REPLICA_POLICY = Table(
         "qps_upper_threshold": "write `target_qps_per_replica`",
         "qps_lower_threshold": "write `target_qps_per_replica`",
         "auto_restart": "remove it: replicas are always restarted",
+        "spot_policy": "write `dynamic_ondemand_fallback: true`",
+        "spot_mixer": "write `dynamic_ondemand_fallback: true`",
     },
 )
 TLS = Table(
@@ -69,6 +71,7 @@ POOL = Table(
         "upscale_delay_seconds": Field(shape=_SECONDS, about="Delay before scaling up."),
         "downscale_delay_seconds": Field(shape=_SECONDS, about="Delay before scaling down."),
     },
+    retired={"spot_placer": "remove it: places are chosen by expected cost"},
 )
 _POOLS = Later(
     message="worker pools are not supported", hint="launch one managed job per worker", applies=lambda value: True
@@ -110,7 +113,12 @@ SERVICE = Table(
         "https": "write `tls: {keyfile: PATH, certfile: PATH}`",
         "port": "write `ports` under `resources`",
         "controller_resources": "remove it: there is no controller",
+        "controller": "remove it: there is no controller",
         "auto_restart": "remove it: replicas are always restarted",
+    },
+    elsewhere={
+        **dict.fromkeys(REPLICA_POLICY.fields, "move it to `replica_policy`"),
+        **dict.fromkeys(READINESS_PROBE.fields, "move it to `readiness_probe`"),
     },
     exclusive=(("replicas", "replica_policy", "keep `replica_policy`"),),
 )

@@ -10,7 +10,8 @@ from broker.errors import Issue, TaskError
 from broker.task.allowed import is_credential_name
 from broker.task.checking import check_environment, check_labels
 from broker.task.expansion import expand_variables
-from broker.task.fields import TASK
+from broker.task.fields import SECRET_SCOPES, TASK
+from broker.task.foreign import recognise
 from broker.task.measures import UNATTENDED_S_MIN
 from broker.task.mounts import read_file_mounts, read_workdir
 from broker.task.pipeline import Document, join_tasks, split_header
@@ -74,6 +75,10 @@ def _read_document(
     if not isinstance(marked.value, dict):
         reader.fault(marked, f"a task must be a mapping, not {describe(marked)}", _SMALLEST)
         return None
+    if foreign := recognise(marked.value):
+        kind, hint = foreign
+        reader.fault(marked, f"this is {kind}, not a task", hint)
+        return None
     secret_texts = _peek(marked, "secrets")
     written = {**_peek(marked, "envs"), **secret_texts}
     reader.hide(value for name, value in written.items() if name in secret_texts or is_credential_name(name))
@@ -131,7 +136,7 @@ def _read_values(reader: Reader, section: Section, name: str, given: Mapping[str
     flag = "--env" if name == "envs" else "--secret"
     values: dict[str, str] = {}
     for key, text in fields.items():
-        bare = key.removeprefix("secrets:")
+        bare = _strip_scope(key) if name == "secrets" else key
         if bare in given:
             continue
         marked = section.marks[name]
@@ -146,6 +151,12 @@ def _read_values(reader: Reader, section: Section, name: str, given: Mapping[str
         place = marked.keys.get(key, (item.line, item.column))
         reader.warn(place, name, f"`{name}.{bare}` has no value", f"pass `{flag} {bare}=...`", blocks_launch=True)
     return {**values, **given}
+
+
+def _strip_scope(key: str) -> str:
+    """Return the name of `secrets:HF_TOKEN` or `secrets:workspace.HF_TOKEN`."""
+    bare = key.removeprefix("secrets:")
+    return next((bare.removeprefix(scope) for scope in SECRET_SCOPES if bare.startswith(scope)), bare)
 
 
 def _read_data(section: Section, name: str) -> tuple[DataSet, ...]:

@@ -65,10 +65,10 @@ class Count(Measure):
     """`4` is exactly 4, `4+` at least 4 -> Quantity."""
 
     expected = "an amount like `4` or `4+`"
-    pattern = rf"{_POSITIVE}\+?"
+    pattern = rf"{_POSITIVE} ?\+?"
 
     def convert(self, text: str) -> Quantity:
-        return Quantity(value=float(text.removesuffix("+")), is_minimum=text.endswith("+"))
+        return Quantity(value=float(text.removesuffix("+").rstrip()), is_minimum=text.endswith("+"))
 
     def from_number(self, value: float) -> Quantity:
         return Quantity(value=value)
@@ -99,6 +99,10 @@ class Size(Measure):
     expected = "a size like `256` or `256GB`"
     pattern = rf"{_NUMBER} ?(?:{_UNIT})?"
     is_zero_ok = True
+
+    def hint(self, marked: Marked) -> str | None:
+        text = str(marked.value)
+        return f"a size is exact: write `{text[:-1].strip()}`" if text.endswith("+") else None
 
     def convert(self, text: str) -> float:
         return read_gib(text)

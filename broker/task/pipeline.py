@@ -26,9 +26,14 @@ def split_header(reader: Reader, documents: Sequence[Marked]) -> tuple[Section |
         )
         return None, filled[:1]
     first = filled[0].value if len(filled) > 1 else None
-    if isinstance(first, dict) and first and set(first) <= set(HEADER.fields):
+    if isinstance(first, dict) and first and (set(first) <= set(HEADER.fields) or _is_group_header(first)):
         return HEADER.read(reader, filled[0], "header"), filled[1:]
     return None, filled
+
+
+def _is_group_header(fields: Mapping[str, Marked]) -> bool:
+    """Return whether a document with unknown fields is a header: it says how tasks run, and is none."""
+    return "execution" in fields and not {"run", "setup", "resources"} & set(fields)
 
 
 def join_tasks(reader: Reader, header: Section | None, documents: Sequence[Document]) -> tuple[Task, ...]:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from broker.task.accelerators import read_accelerator
-from broker.task.fields_resources import ELASTIC
+from broker.task.fields_resources import ELASTIC, OFF
 from broker.task.measures import Ratio
 from broker.task.reading import Reader
 from broker.task.tables import Section
@@ -19,6 +19,11 @@ IDLE_MINUTES = 5  # SkyPilot's default for `autostop: true`
 ALTERNATIVES_MAX = 1_000  # each is planned separately
 SKYPILOT = "skypilot:"
 IMAGE_CLOUDS = {"ami-": "aws", "ssm:": "aws", "projects/": "gcp"}
+
+_NO_ACCELERATORS = {
+    "none": "for a machine without accelerators, remove `accelerators`",
+    "cpu": "for a machine without accelerators, write `cpus: 4+` instead",
+}
 
 _Pairs = list[tuple[str, float]]
 
@@ -154,11 +159,14 @@ def _read_memory(reader: Reader, section: Section, base: Resources) -> Quantity 
 
 
 def _read_ports(value: Any) -> tuple[str, ...] | None:
-    return (value,) if isinstance(value, str) else None if value is None else tuple(value)
+    if value is None:
+        return None
+    found = [port for each in ([value] if isinstance(value, str) else value) for port in each.split(",")]
+    return tuple(dict.fromkeys(found))
 
 
 def _read_autostop(value: Any) -> Autostop | None:
-    if value is None or value is False:
+    if value is None or value is False or value == OFF:
         return None
     if isinstance(value, Section):
         return Autostop(idle_minutes=value.get("idle_minutes", IDLE_MINUTES), is_down=value.get("down", False))
@@ -204,6 +212,8 @@ def _read_accelerators(section: Section) -> tuple[_Pairs, bool]:
 def _check_counts(reader: Reader, section: Section, pairs: _Pairs) -> None:
     """Check counts: a fraction of one accelerator, or whole ones (as in SkyPilot)."""
     for name, count in pairs:
+        if hint := _NO_ACCELERATORS.get(name.lower()):
+            reader.note(*section.find_key("accelerators"), f"`accelerators`: `{name}` is no accelerator", hint)
         if count > 1 and not count.is_integer():
             line, column = section.find_key("accelerators")
             reader.note(

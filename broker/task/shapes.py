@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
-from broker.task.allowed import Rule
+from broker.task.allowed import SCRIPT, Rule
 from broker.task.reading import Reader, describe, suggest
-from broker.task.yaml_reader import Marked
+from broker.task.yaml_reader import Marked, read_plain
 
 # No dataclasses in the tables: each would cost every command that reads a task 0.4 ms, 8 ms in all.
 Schema = dict[str, Any]
@@ -49,8 +50,17 @@ class Scalar(Shape):
     def read(self, reader: Reader, marked: Marked, name: str) -> Any:
         value = None if isinstance(marked.value, (dict, list)) else self.parse(marked)
         if value is None:
-            reader.fault(marked, f"`{name}` must be {self.expected}, not {describe(marked)}", self.hint(marked))
+            is_quoted = self._is_needlessly_quoted(marked)
+            shown = f"the text {describe(marked)}" if is_quoted else describe(marked)
+            hint = "remove the quotes" if is_quoted else self.hint(marked)
+            reader.fault(marked, f"`{name}` must be {self.expected}, not {shown}", hint)
         return value
+
+    def _is_needlessly_quoted(self, marked: Marked) -> bool:
+        if not isinstance(marked.value, str):
+            return False
+        plain = read_plain(marked.value.strip())
+        return not isinstance(plain, str) and self.parse(replace(marked, value=plain)) is not None
 
 
 class Text(Scalar):
@@ -99,7 +109,9 @@ class Text(Scalar):
     def hint(self, marked: Marked) -> str | None:
         if isinstance(marked.value, str):
             return self.rule.suggest(marked.value) if self.rule else None
-        return None if isinstance(marked.value, (dict, list)) else "put it in quotes"
+        if isinstance(marked.value, list) and self.rule is SCRIPT:
+            return "write it as one text: `|` after the colon, and each line indented below, without `-`"
+        return None if isinstance(marked.value, (dict, list)) and not self.also_scalar else "put it in quotes"
 
     def describe(self) -> Schema:
         kind: Schema = {"type": ["string", "number", "boolean"] if self.also_scalar else "string"}
@@ -127,16 +139,23 @@ class Choice(Scalar):
 
 
 class Flag(Scalar):
+    """`true` or `false`, or a word that YAML 1.1 reads as one: SkyPilot's files contain `use_spot: yes`."""
+
     expected = "`true` or `false`"
+    _yes, _no = ("yes", "on"), ("no", "off")
 
     def parse(self, marked: Marked) -> bool | None:
-        return marked.value if isinstance(marked.value, bool) else None
+        value = marked.value
+        if isinstance(value, str) and value.lower() in (*self._yes, *self._no):
+            return value.lower() in self._yes
+        return value if isinstance(value, bool) else None
 
     def admits_kind(self, value: Any) -> bool:
-        return isinstance(value, bool)
+        return isinstance(value, bool) or (isinstance(value, str) and value.lower() in (*self._yes, *self._no))
 
     def describe(self) -> Schema:
-        return {"type": "boolean"}
+        words = any_case((*self._yes, *self._no))
+        return {"anyOf": [{"type": "boolean"}, {"type": "string", "pattern": f"^(?:{words})$"}]}
 
 
 class Whole(Scalar):
@@ -208,7 +227,8 @@ class ListOf(Shape):
 
     def read(self, reader: Reader, marked: Marked, name: str) -> list[Any] | None:
         if not isinstance(marked.value, list):
-            reader.fault(marked, f"`{name}` must be a list, not {describe(marked)}")
+            hint = "put `- ` before each item" if isinstance(marked.value, dict) else "write it as `[...]`"
+            reader.fault(marked, f"`{name}` must be a list, not {describe(marked)}", hint)
             return None
         if len(marked.value) < self.count_min:
             reader.fault(marked, f"`{name}` must not be an empty list")
@@ -250,7 +270,7 @@ class MapOf(Shape):
 
     def read(self, reader: Reader, marked: Marked, name: str) -> dict[str, Any] | None:
         if not isinstance(marked.value, dict):
-            reader.fault(marked, f"`{name}` must be a mapping, not {describe(marked)}")
+            reader.fault(marked, f"`{name}` must be a mapping, not {describe(marked)}", suggest_mapping(marked))
             return None
         found: dict[str, Any] = {}
         for key, each in marked.value.items():
@@ -262,7 +282,9 @@ class MapOf(Shape):
                 if self.has_null:
                     found[key] = None
                 else:
-                    reader.note(*marked.keys[key], f"`{name}.{key}` has no value")
+                    reader.note(
+                        *marked.keys[key], f"`{name}.{key}` has no value", "write one after the colon, or remove it"
+                    )
             elif (value := self.value.read(reader, each, f"{name}.{key}")) is not None:
                 found[key] = value
         return found
@@ -297,6 +319,11 @@ class Either(Shape):
 
     def describe(self) -> Schema:
         return {"anyOf": [shape.describe() for shape in self.shapes]}
+
+
+def suggest_mapping(marked: Marked) -> str | None:
+    """Return how to turn a list into the mapping that is expected."""
+    return "write `KEY: VALUE` on each line, without `- `" if isinstance(marked.value, list) else None
 
 
 def allow_null(schema: Schema) -> Schema:

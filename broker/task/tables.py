@@ -6,8 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from broker.task.reading import Reader, describe, suggest
-from broker.task.shapes import Schema, Shape, allow_null
+from broker.task.shapes import Schema, Shape, allow_null, suggest_mapping
 from broker.task.yaml_reader import Marked
+
+_LISTED_MAX = 12  # fields in a hint
 
 
 class Later:
@@ -69,7 +71,11 @@ class Section:
 
 
 class Table(Shape):
-    """A mapping with known keys. `exclusive` lists mutually exclusive pairs, `retired` the replacements of old keys."""
+    """A mapping with known keys.
+
+    `exclusive` lists mutually exclusive pairs, `retired` the replacements of old keys, `elsewhere` the place of
+    keys that belong to another table.
+    """
 
     expected = "a mapping"
 
@@ -80,12 +86,14 @@ class Table(Shape):
         fields: Mapping[str, Field],
         exclusive: Sequence[tuple[str, str, str]] = (),
         retired: Mapping[str, str] | None = None,
+        elsewhere: Mapping[str, str] | None = None,
         about: str = "",
     ) -> None:
         self.name = name
         self.fields = fields
         self.exclusive = exclusive
         self.retired = retired or {}
+        self.elsewhere = elsewhere or {}
         self.about = about
 
     def admits_kind(self, value: Any) -> bool:
@@ -93,7 +101,9 @@ class Table(Shape):
 
     def read(self, reader: Reader, marked: Marked, name: str) -> Section | None:
         if not isinstance(marked.value, dict):
-            reader.fault(marked, f"{self._show(name)} must be a mapping, not {describe(marked)}")
+            reader.fault(
+                marked, f"{self._show(name)} must be a mapping, not {describe(marked)}", suggest_mapping(marked)
+            )
             return None
         self._check_keys(reader, marked, name)
         values: dict[str, Any] = {}
@@ -130,7 +140,7 @@ class Table(Shape):
         given = marked.value
         for key in given:
             if key not in self.fields and not reader.is_full:
-                hint = self.retired.get(key) or suggest(key, self.fields)
+                hint = self._suggest(key)
                 reader.note(*marked.keys[key], f"unknown field {describe(key)} in {self._show(name)}", hint)
         for first, second, hint in self._list_exclusive():
             if first in given and second in given:
@@ -140,6 +150,18 @@ class Table(Shape):
             if entry.is_required and (key not in given or given[key].value is None):
                 hint = f"for example `{key}: {entry.examples[0]}`" if entry.examples else None
                 reader.fault(marked, f"{self._show(name)} requires `{key}`", hint)
+
+    def _suggest(self, key: str) -> str | None:
+        """Return a hint for an unknown key: an odd space in it, its replacement, its place, or a near miss."""
+        if not key.isascii() and any(each.isspace() and each != " " for each in key):
+            return "replace the non-breaking space in the indentation by plain spaces"
+        if hint := self.retired.get(key) or self.elsewhere.get(key):
+            return hint
+        known = [each for each in self.fields if each[0] != "_"]
+        listed = (
+            f"its fields: {', '.join(known)}" if len(known) <= _LISTED_MAX else "docs/TASK_FILE.md lists all fields"
+        )
+        return suggest(key, known) or listed
 
     def _list_exclusive(self) -> list[tuple[str, str, str]]:
         aliases = [

@@ -103,6 +103,8 @@ def _explain(lines: list[str], line: int, column: int) -> str | None:
     source = lines[line - 1] if 0 < line <= len(lines) else ""
     if "\t" in source[: max(column, len(source) - len(source.lstrip()))]:
         return "YAML requires spaces for indentation, not tabs"
+    if source.lstrip().startswith(("{%", "{#")):
+        return "this is a template: fill it in first"
     if source.count(": ") > 1 and source.lstrip()[:1] not in ("{", "["):
         return "a value with `: ` must be quoted"
     return None
@@ -187,7 +189,9 @@ class _Composer:
         while not isinstance(event := next(self._events), yaml.MappingEndEvent):
             mark: Any = event.start_mark
             if not isinstance(event, yaml.ScalarEvent):
-                raise ComposeError(mark, "a key must be plain text")
+                is_template = isinstance(event, yaml.MappingStartEvent) and event.flow_style
+                hint = "`{{...}}` is a template: fill it in first" if is_template else None
+                raise ComposeError(mark, "a key must be plain text", hint)
             _check_text(event)
             key: str = event.value
             is_merge = key == "<<" and event.implicit[0]
@@ -235,15 +239,16 @@ def _read_scalar(event: Any) -> Any:
     _check_tag(event)
     is_tagged = event.tag not in (None, "!")
     if is_tagged and event.tag != _TAG + "str":
-        value = _resolve(text)
+        value = read_plain(text)
         types = _SCALAR_TAGS.get(event.tag.removeprefix(_TAG))
         if types is None or not isinstance(value, types):
             raise ComposeError(event.start_mark, f"`{text[:40]}` does not match its tag")
         return value
-    return text if is_tagged or not event.implicit[0] else _resolve(text)
+    return text if is_tagged or not event.implicit[0] else read_plain(text)
 
 
-def _resolve(text: str) -> Any:
+def read_plain(text: str) -> Any:
+    """Return the value of an unquoted scalar."""
     if text in ("", "~", "null", "Null", "NULL"):
         return None
     if text in ("true", "True", "TRUE"):

@@ -59,7 +59,9 @@ def is_backwards(value: Any) -> bool:
     """Return whether a range of ports is descending: the one rule that the schema cannot express."""
     if isinstance(value, list):
         return any(is_backwards(each) for each in value)
-    ends = value.split("-") if isinstance(value, str) else []
+    if isinstance(value, str) and "," in value:
+        return any(is_backwards(each) for each in value.split(","))
+    ends = [end.strip() for end in value.split("-")] if isinstance(value, str) else []
     return len(ends) == 2 and all(end.isdigit() for end in ends) and int(ends[0]) > int(ends[1])
 
 

@@ -1,0 +1,40 @@
+"""Recognise files of other programs, so that they are refused in one sentence instead of one for each field."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from broker.task.yaml_reader import Marked
+
+_TASK = frozenset({"run", "setup", "resources"})
+# Top-level keys of `~/.sky/config.yaml` that no task has.
+_SETTINGS = frozenset({
+    "jobs", "kubernetes", "serve", "api_server", "admin_policy", "allowed_clouds", "aws", "gcp", "azure", "oci",
+    "nebius", "ssh", "slurm", "docker", "nvidia_gpus", "logs", "db", "auth", "workspaces", "active_workspace",
+    "provision", "rbac", "daemons", "data", "vast", "do", "runpod",
+})  # fmt: skip
+_VOLUMES = ("k8s-pvc", "runpod-network-volume", "slurm-host-path", "k8s-hostpath")
+_WRITE = "a task has `run:` with the program, and `resources:` with what it needs"
+
+
+def recognise(fields: Mapping[str, Marked]) -> tuple[str, str] | None:
+    """Return what the document is, and a hint; None if it may be a task."""
+    keys = set(fields)
+    if keys & _TASK:
+        return None
+    if {"apiVersion", "kind"} <= keys:
+        return "a Kubernetes manifest", _WRITE
+    if isinstance(fields["services"].value if "services" in keys else None, dict):
+        return "a Docker Compose file", _WRITE
+    if {"on", "jobs"} <= keys:
+        return "a GitHub Actions workflow", _WRITE
+    if {"cluster_name", "provider"} <= keys:
+        return "a configuration of a Ray cluster", _WRITE
+    if "type" in keys and fields["type"].value in _VOLUMES:
+        return "the description of a volume", "volumes are not supported; keep the data in a bucket with `file_mounts`"
+    if keys and keys <= _SETTINGS:
+        return (
+            "a file of SkyPilot's settings",
+            "keep it as `~/.sky/config.yaml`, and write the task to a file of its own",
+        )
+    return None

@@ -1,0 +1,138 @@
+"""Files as strangers write them for SkyPilot: odd but valid forms load, and files that are no task get one sentence."""
+
+from __future__ import annotations
+
+import pytest
+
+from broker.errors import TaskError
+from broker.task.loader import load_tasks_text
+from broker.types import Task
+
+
+def load(text: str) -> Task:
+    (task,) = load_tasks_text(text, "task.yaml")
+    return task
+
+
+def find_faults(text: str) -> list[str]:
+    with pytest.raises(TaskError) as caught:
+        load_tasks_text(text, "task.yaml")
+    return [f"{each.line} {each.message} | {each.hint}" for each in caught.value.issues]
+
+
+@pytest.mark.parametrize(
+    ("ports", "expected"),
+    [
+        ("'8000,9000'", ("8000", "9000")),
+        ("' 8080 '", ("8080",)),
+        ("[8080, '9000-9010, 8080']", ("8080", "9000-9010")),
+        ("[]", ()),
+    ],
+)
+def test_ports_with_commas_and_spaces_open_each_port_once(ports: str, expected: tuple[str, ...]) -> None:
+    assert (load(f"run: x\nresources: {{ports: {ports}}}").resources[0].ports or ()) == expected
+
+
+@pytest.mark.parametrize("text", ["'A100:8 '", "'A100: 8'", "' A100 : 8'"])
+def test_spaces_around_an_accelerator_do_not_matter(text: str) -> None:
+    (found,) = load(f"run: x\nresources: {{accelerators: {text}}}").resources
+    assert (found.accelerator, found.accelerator_count) == ("A100", 8)
+
+
+@pytest.mark.parametrize(("word", "is_spot"), [("yes", True), ("On", True), ("no", False), ("OFF", False)])
+def test_yaml_1_1_words_are_flags(word: str, is_spot: bool) -> None:
+    assert load(f"run: x\nresources: {{use_spot: {word}}}").resources[0].use_spot is is_spot
+
+
+def test_autostop_of_minus_one_is_off() -> None:
+    assert load("run: x\nresources: {autostop: -1}").autostop is None
+
+
+def test_empty_alternatives_are_none() -> None:
+    (found,) = load("run: x\nresources: {cpus: 2, any_of: []}").resources
+    assert found.cpus is not None and found.cpus.value == 2
+
+
+@pytest.mark.parametrize(
+    "secrets",
+    [
+        "[secrets:workspace.HF_TOKEN]",
+        "{'secrets:personal.HF_TOKEN': }",
+        "{global.HF_TOKEN: }",
+    ],
+)
+def test_scope_of_a_servers_secret_is_no_part_of_its_name(secrets: str) -> None:
+    (task,) = load_tasks_text(f"run: x\nsecrets: {secrets}", "task.yaml", secrets={"HF_TOKEN": "abc"})
+    assert {name: secret.value for name, secret in task.secrets.items()} == {"HF_TOKEN": "abc"}
+    (notice,) = load(f"run: x\nsecrets: {secrets}").notices
+    assert "pass `--secret HF_TOKEN=...`" in (notice.hint or "")
+
+
+def test_header_of_a_group_may_have_placement_and_unknown_fields_are_named_as_its_own() -> None:
+    tasks = "---\nname: a\nrun: x\n---\nname: b\nrun: x\n"
+    first, _ = load_tasks_text(f"name: g\nplacement: SAME_INFRA\nexecution: parallel\n{tasks}", "task.yaml")
+    assert any("placed one by one" in each.message for each in first.notices)
+    (fault,) = find_faults(f"name: g\nexecution: parallel\nprimary_task: [a]\n{tasks}")
+    assert fault == "3 unknown field `primary_task` in `header` | did you mean `primary_tasks`?"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("apiVersion: v1\nkind: Pod\nspec: {}", "a Kubernetes manifest"),
+        ("version: '3'\nservices: {web: {image: x}}", "a Docker Compose file"),
+        ("on: push\njobs: {a: {steps: []}}", "a GitHub Actions workflow"),
+        ("cluster_name: x\nprovider: {type: aws}", "a configuration of a Ray cluster"),
+        ("name: v\ntype: k8s-pvc\ninfra: k8s\nsize: 10Gi", "the description of a volume"),
+        ("jobs: {controller: {}}\nkubernetes: {ports: ingress}", "a file of SkyPilot's settings"),
+    ],
+)
+def test_file_of_another_program_is_refused_in_one_sentence(text: str, expected: str) -> None:
+    (fault,) = find_faults(text)
+    assert fault.startswith(f"1 this is {expected}, not a task | ")
+
+
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        ("cpus: 4", "1 unknown field `cpus` in the task | move it to `resources`"),
+        ("storage_mounts: {/a: gs://b}", "1 unknown field `storage_mounts` in the task | move storage mounts to"),
+        ("resources: {num_nodes: 2}", "1 unknown field `num_nodes` in `resources` | move it out of `resources`"),
+        ("resources: {strategy: FAILOVER}", "1 unknown field `strategy` in `resources` | move it to `job_recovery`"),
+        ("resources: {container_image: a}", "1 unknown field `container_image` in `resources` | use `image_id:"),
+        ("resources: {any_of: [{run: x}]}", "1 unknown field `run` in `any_of` | move it out of `resources`"),
+        ("service: {min_replicas: 1}", "1 unknown field `min_replicas` in `service` | move it to `replica_policy`"),
+        ("service: {path: /}", "1 unknown field `path` in `service` | move it to `readiness_probe`"),
+        ("config: {jobs: {}}", "1 unknown field `jobs` in `config` | remove it: SkyPilot reads it from"),
+        ("resources: {autostop: {zzz: 1}}", "1 unknown field `zzz` in `autostop` | its fields: idle_minutes, down"),
+    ],
+)
+def test_misplaced_field_is_sent_to_its_place(text: str, fault: str) -> None:
+    assert find_faults(f"{text}\nrun: x")[0].startswith(fault)
+
+
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        ("num_nodes: '2'", "1 `num_nodes` must be a whole number of at least 1, not the text `2` | remove the quotes"),
+        ("resources: {use_spot: 'true'}", "not the text `true` | remove the quotes"),
+        ("resources: {accelerators: '{A100:1, L4:1}'}", "| remove the quotes around the alternatives"),
+        ("resources: {accelerators: 'A100:0'}", "| for a machine without accelerators, remove `accelerators`"),
+        ("resources: {accelerators: None}", "`None` is no accelerator | for a machine without accelerators"),
+        ("resources: {accelerators: 'CPU:4'}", "`CPU` is no accelerator | for a machine without accelerators, write"),
+        ("resources: {ports: 9000-8000}", "| write the lower port first: `8000-9000`"),
+        ("resources: {infra: aws / us-east-1}", "| remove the spaces: `aws/us-east-1`"),
+        ("resources: {disk_size: 100+}", "| a size is exact: write `100`"),
+        ("resources: [{cpus: 2}]", "| write `KEY: VALUE` on each line, without `- `"),
+        ("envs: [A=1]", "| write `KEY: VALUE` on each line, without `- `"),
+        ("envs: {A: [1, 2]}", "`envs.A` must be text, not a list | put it in quotes"),
+        ("setup: [a, b]", "| write it as one text: `|` after the colon"),
+        ("resources: {any_of: {infra: aws}}", "| put `- ` before each item"),
+        ("resources: {cpus: {{ cpus }}}", "| `{{...}}` is a template: fill it in first"),
+        ("{% if gpu %}", "| this is a template: fill it in first"),
+        ("resources:\n\u00a0 cpus: 2", "| replace the non-breaking space in the indentation by plain spaces"),
+    ],
+)
+def test_common_slip_gets_its_next_step(text: str, fault: str) -> None:
+    faults = find_faults(f"{text}\nrun: x")
+    assert fault in faults[0], faults
