@@ -15,6 +15,7 @@ import yaml
 
 from broker.errors import Issue, TaskError
 from broker.task.allowed import is_text
+from broker.task.yaml_errors import explain
 
 BYTES_MAX = 1_000_000
 NODES_MAX = 100_000  # after expansion of aliases: a small file can otherwise expand to a huge one
@@ -85,9 +86,10 @@ def read_documents(text: str, file: str) -> list[Marked]:
     except yaml.MarkedYAMLError as error:
         is_bare = "simple key" in (error.context or "")  # the parser searches for the `:` as far as the next line
         mark = (error.context_mark if is_bare else None) or error.problem_mark or error.context_mark
-        line, column = (mark.line + 1, mark.column + 1) if mark else (1, 1)
-        problem = "a field without `:`" if is_bare else error.problem or error.context
-        raise fail(line, column, f"not valid YAML: {problem}", _explain(split_lines(text), line, column)) from None
+        place = (mark.line + 1, mark.column + 1) if mark else (1, 1)
+        problem = "a field without `:`" if is_bare else error.problem or error.context or "syntax error"
+        (line, column), message, hint = explain(problem, split_lines(text), place)
+        raise fail(line, column, f"not valid YAML: {message}", hint) from None
     except (yaml.YAMLError, UnicodeError) as error:
         raise fail(1, 1, f"not valid YAML: {' '.join(str(error).split())}") from None
     except RecursionError:
@@ -97,17 +99,6 @@ def read_documents(text: str, file: str) -> list[Marked]:
 def split_lines(text: str) -> list[str]:
     """Split text into lines as YAML counts them."""
     return re.split(_LINE_END, text)
-
-
-def _explain(lines: list[str], line: int, column: int) -> str | None:
-    source = lines[line - 1] if 0 < line <= len(lines) else ""
-    if "\t" in source[: max(column, len(source) - len(source.lstrip()))]:
-        return "YAML requires spaces for indentation, not tabs"
-    if source.lstrip().startswith(("{%", "{#")):
-        return "this is a template: fill it in first"
-    if source.count(": ") > 1 and source.lstrip()[:1] not in ("{", "["):
-        return "a value with `: ` must be quoted"
-    return None
 
 
 def _loader() -> Any:

@@ -136,3 +136,30 @@ def test_misplaced_field_is_sent_to_its_place(text: str, fault: str) -> None:
 def test_common_slip_gets_its_next_step(text: str, fault: str) -> None:
     faults = find_faults(f"{text}\nrun: x")
     assert fault in faults[0], faults
+
+
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        (
+            "name:x\nresources:\n  cpus: 2",
+            "1 not valid YAML: a field without `:` | put a space after the colon: `name: ...`",
+        ),
+        ("resources:\n  cpus 2\n  memory: 4", "2 not valid YAML: a field without `:` | put a colon after `cpus`"),
+        ("resources:\n  cpus:2\n  memory: 4", "2 not valid YAML: a field without `:` | put a space after the colon"),
+        ("resources:\n  cpus: 2\n   memory: 4", "3 not valid YAML: this line is indented further than line 2"),
+        ("resources:\n    cpus: 2\n  memory: 4", "3 not valid YAML: the indentation of this line fits none above it"),
+        ("envs:\n  A: x\n\n4\n", "4 not valid YAML: a field without `:` | write `KEY: VALUE`, or remove the line"),
+        (
+            "resources:\n  infra: */us-east-1",
+            "2 not valid YAML: `*` and `&` have a meaning of their own | put the value",
+        ),
+        ("name: @x", "1 not valid YAML: a value cannot start with `@` | put it in quotes"),
+        ("run: python a.py: b", "1 not valid YAML: mapping values are not allowed in this context | a value with `: `"),
+        ("name: 'x", "not valid YAML: a quote is not closed | close it"),
+        ("resources: {cpus: 2\nrun: x", "not valid YAML: a bracket is not closed, or a comma is missing | compare"),
+    ],
+)
+def test_broken_yaml_names_the_line_of_the_cause_and_what_to_write(text: str, fault: str) -> None:
+    (found,) = find_faults(text)
+    assert fault in found

@@ -1,0 +1,76 @@
+"""Put the parser's complaints into words of the file: what is wrong in which line, and what to write instead."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+_GLUED = r"\s*(?:- )?([A-Za-z_][A-Za-z0-9_]*):([^\s/].*)"  # `cpus:4`, not `s3://bucket`
+_BARE = r"\s*(?:- )?([A-Za-z_][A-Za-z0-9_]*)(?:\s+[^\s:#][^:]*(?::\S+)?)?\s*"  # `cpus 4`, `accelerators A100:8`
+_WITH_VALUE = r"\s*(?:- )?[A-Za-z_][A-Za-z0-9_]*:\s+[^\s#|>].*"
+_NO_SPACE_OF = "mapping values are not allowed in this context"
+Place = tuple[int, int]
+
+
+def explain(problem: str, lines: Sequence[str], place: Place) -> tuple[Place, str, str | None]:
+    """Return the place of the cause, what is wrong, and a hint. Lines and columns count from 1."""
+    line, column = place
+    source = _get(lines, line)
+    if "\t" in source[: max(column, len(source) - len(source.lstrip()))]:
+        return place, problem, "YAML requires spaces for indentation, not tabs"
+    if source.lstrip().startswith(("{%", "{#")):
+        return place, problem, "this is a template: fill it in first"
+    if problem == _NO_SPACE_OF:
+        return _explain_value(lines, place)
+    if problem == "a field without `:`":
+        return place, problem, _suggest_colon(source) or "write `KEY: VALUE`, or remove the line"
+    if problem == "did not find expected key" and not source.lstrip().startswith(("-", "{", "[")):
+        return place, "the indentation of this line fits none above it", "indent it like the fields it belongs to"
+    if problem == "did not find expected alphabetic or numeric character":
+        return place, "`*` and `&` have a meaning of their own", "put the value in quotes: `infra: '*/us-east-1'`"
+    if problem == "did not find expected ',' or '}'" or problem == "did not find expected ',' or ']'":
+        return place, "a bracket is not closed, or a comma is missing", "compare the brackets up to this line"
+    if problem == "found unexpected end of stream":
+        return place, "a quote is not closed", "close it, or write long text after `|`"
+    if problem == "found character that cannot start any token":
+        return place, f"a value cannot start with `{source[column - 1 : column]}`", "put it in quotes"
+    return place, problem, None
+
+
+def _explain_value(lines: Sequence[str], place: Place) -> tuple[Place, str, str | None]:
+    """Explain a `key: value` where none may be: the cause is often the line above."""
+    line, _ = place
+    source, above = _get(lines, line), _find_above(lines, line)
+    text = _get(lines, above)
+    if hint := _suggest_colon(text):
+        return (above, _measure(text) + 1), "a field without `:`", hint
+    if source.count(": ") > 1 and source.lstrip()[:1] not in ("{", "["):
+        return place, _NO_SPACE_OF, "a value with `: ` must be quoted"
+    if above and _measure(source) > _measure(text) and re.fullmatch(_WITH_VALUE, text):
+        message = f"this line is indented further than line {above}, which has a value already"
+        return place, message, "give both lines the same indentation"
+    return place, _NO_SPACE_OF, "check the colons and the indentation of this line and the one above it"
+
+
+def _suggest_colon(text: str) -> str | None:
+    if found := re.fullmatch(_GLUED, text):
+        return f"put a space after the colon: `{found[1]}: ...`"
+    if found := re.fullmatch(_BARE, text):
+        return f"put a colon after `{found[1]}`"
+    return None
+
+
+def _find_above(lines: Sequence[str], line: int) -> int:
+    """Return the number of the last line above with content; 0 without one."""
+    for number in range(line - 1, 0, -1):
+        if (text := _get(lines, number).strip()) and not text.startswith("#"):
+            return number
+    return 0
+
+
+def _get(lines: Sequence[str], line: int) -> str:
+    return lines[line - 1] if 0 < line <= len(lines) else ""
+
+
+def _measure(text: str) -> int:
+    return len(text) - len(text.lstrip(" "))
