@@ -12,6 +12,7 @@ from typing import Any
 
 from broker.task.allowed import SCRIPT, Rule
 from broker.task.reading import Reader, describe, suggest
+from broker.task.yaml_errors import suggest_colon
 from broker.task.yaml_reader import Marked, read_plain
 
 # No dataclasses in the tables: each would cost every command that reads a task 0.4 ms, 8 ms in all.
@@ -322,7 +323,9 @@ class Either(Shape):
 
 
 def suggest_mapping(marked: Marked) -> str | None:
-    """Return how to turn a list into the mapping that is expected."""
+    """Return how to turn a list, or a field without a proper colon, into the mapping that is expected."""
+    if isinstance(marked.value, str):
+        return suggest_colon(marked.value)
     return "write `KEY: VALUE` on each line, without `- `" if isinstance(marked.value, list) else None
 
 

@@ -23,7 +23,7 @@ def explain(problem: str, lines: Sequence[str], place: Place) -> tuple[Place, st
     if problem == _NO_SPACE_OF:
         return _explain_value(lines, place)
     if problem == "a field without `:`":
-        return place, problem, _suggest_colon(source) or "write `KEY: VALUE`, or remove the line"
+        return place, problem, suggest_colon(source) or "write `KEY: VALUE`, or remove the line"
     if problem == "did not find expected key" and not source.lstrip().startswith(("-", "{", "[")):
         return place, "the indentation of this line fits none above it", "indent it like the fields it belongs to"
     if problem == "did not find expected alphabetic or numeric character":
@@ -42,7 +42,7 @@ def _explain_value(lines: Sequence[str], place: Place) -> tuple[Place, str, str 
     line, _ = place
     source, above = _get(lines, line), _find_above(lines, line)
     text = _get(lines, above)
-    if hint := _suggest_colon(text):
+    if hint := suggest_colon(text):
         return (above, _measure(text) + 1), "a field without `:`", hint
     if source.count(": ") > 1 and source.lstrip()[:1] not in ("{", "["):
         return place, _NO_SPACE_OF, "a value with `: ` must be quoted"
@@ -52,7 +52,8 @@ def _explain_value(lines: Sequence[str], place: Place) -> tuple[Place, str, str 
     return place, _NO_SPACE_OF, "check the colons and the indentation of this line and the one above it"
 
 
-def _suggest_colon(text: str) -> str | None:
+def suggest_colon(text: str) -> str | None:
+    """Return where a line lacks a colon, or the space after one; None if it seems to have both."""
     if found := re.fullmatch(_GLUED, text):
         return f"put a space after the colon: `{found[1]}: ...`"
     if found := re.fullmatch(_BARE, text):

@@ -86,9 +86,9 @@ def read_documents(text: str, file: str) -> list[Marked]:
     except yaml.MarkedYAMLError as error:
         is_bare = "simple key" in (error.context or "")  # the parser searches for the `:` as far as the next line
         mark = (error.context_mark if is_bare else None) or error.problem_mark or error.context_mark
-        place = (mark.line + 1, mark.column + 1) if mark else (1, 1)
+        at = (mark.line + 1, mark.column + 1) if mark else (1, 1)
         problem = "a field without `:`" if is_bare else error.problem or error.context or "syntax error"
-        (line, column), message, hint = explain(problem, split_lines(text), place)
+        (line, column), message, hint = explain(problem, split_lines(text), at)
         raise fail(line, column, f"not valid YAML: {message}", hint) from None
     except (yaml.YAMLError, UnicodeError) as error:
         raise fail(1, 1, f"not valid YAML: {' '.join(str(error).split())}") from None

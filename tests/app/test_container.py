@@ -5,8 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
+
 from broker.app.container import Context
+from broker.errors import UnknownNameError
 from broker.runtime.keys import Keys
+from broker.task.loader import load_tasks_text
 from broker.types import NodeRequest, Task
 from tests.simulation.world import make_plan
 
@@ -35,3 +39,11 @@ def test_keys_go_with_their_clusters_once_the_cloud_was_compared_with_the_record
     context._write_boot(request)
     assert not keys.find("ended", "t0") and keys.find("new", "t1")
     context.store.close()
+
+
+def test_unknown_accelerator_of_a_file_is_refused_with_its_place(tmp_path: Path) -> None:
+    (task,) = load_tasks_text("run: x\nresources:\n  accelerators: A1000:8", "train.yaml")
+    with pytest.raises(UnknownNameError) as caught:
+        Context(tmp_path).plan(task)
+    assert caught.value.details == ("asked for in train.yaml:3:3",)
+    assert "did you mean `A100`" in caught.value.hints[0]

@@ -126,6 +126,8 @@ def test_misplaced_field_is_sent_to_its_place(text: str, fault: str) -> None:
         ("resources: [{cpus: 2}]", "| write `KEY: VALUE` on each line, without `- `"),
         ("envs: [A=1]", "| write `KEY: VALUE` on each line, without `- `"),
         ("envs: {A: [1, 2]}", "`envs.A` must be text, not a list | put it in quotes"),
+        ("resources:\n  cpus:4", "a mapping, not `cpus:4` | put a space after the colon: `cpus: ...`"),
+        ("resources:\n  cpus 4", "a mapping, not `cpus 4` | put a colon after `cpus`"),
         ("setup: [a, b]", "| write it as one text: `|` after the colon"),
         ("resources: {any_of: {infra: aws}}", "| put `- ` before each item"),
         ("resources: {cpus: {{ cpus }}}", "| `{{...}}` is a template: fill it in first"),
