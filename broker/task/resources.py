@@ -20,6 +20,7 @@ ALTERNATIVES_MAX = 1_000  # each is planned separately
 SKYPILOT = "skypilot:"
 IMAGE_CLOUDS = {"ami-": "aws", "ssm:": "aws", "projects/": "gcp"}
 
+_ANY_REGION = ("null", "Null", "NULL", "~")  # keys of `image_id` that YAML reads as nothing
 _NO_ACCELERATORS = {
     "none": "for a machine without accelerators, remove `accelerators`",
     "cpu": "for a machine without accelerators, write `cpus: 4+` instead",
@@ -227,7 +228,8 @@ def _read_images(reader: Reader, section: Section) -> dict[str, str]:
     value = section.get("image_id")
     if value is None:
         return {}
-    images = {"": value} if isinstance(value, str) else dict(value)
+    pairs = {"": value} if isinstance(value, str) else value
+    images = {"" if region in _ANY_REGION else region: image for region, image in pairs.items()}
     place = section.find_key("image_id")
     if "docker" in images:  # SkyPilot: a container inside a machine image
         hint = "use `image_id: docker:IMAGE`, which runs on broker's own image"
@@ -252,10 +254,21 @@ def _spread(base: Resources, accelerators: _Pairs, images: dict[str, str]) -> tu
         return tuple(spread)
     fitting = {region: image for region, image in images.items() if not region or base.region in (None, region)}
     return tuple(
-        replace(each, image_id=image, region=region or each.region, cloud=each.cloud or _find_cloud(image))
+        replace(
+            each,
+            image_id=_complete_image(image, each.cloud),
+            region=region or each.region,
+            cloud=each.cloud or _find_cloud(image),
+        )
         for each in spread
         for region, image in (fitting or images).items()
     )
+
+
+def _complete_image(image: str, cloud: str | None) -> str:
+    """Return the image with SkyPilot's `docker:`, which may be left out for pods, as they have no machine images."""
+    is_pod = cloud == "kubernetes" and not image.startswith((CONTAINER, SKYPILOT))
+    return CONTAINER + image if is_pod else image
 
 
 def _find_cloud(image: str) -> str | None:

@@ -44,6 +44,20 @@ def test_yaml_1_1_words_are_flags(word: str, is_spot: bool) -> None:
     assert load(f"run: x\nresources: {{use_spot: {word}}}").resources[0].use_spot is is_spot
 
 
+@pytest.mark.parametrize(
+    ("infra", "image"),
+    [("k8s", "docker:nvcr.io/nvidia/pytorch:24.07-py3"), ("aws", "nvcr.io/nvidia/pytorch:24.07-py3")],
+)
+def test_image_of_a_pod_is_a_container_without_saying_so(infra: str, image: str) -> None:
+    text = f"run: x\nresources: {{infra: {infra}, image_id: 'nvcr.io/nvidia/pytorch:24.07-py3'}}"
+    assert load(text).resources[0].image_id == image
+
+
+def test_image_under_a_null_region_is_for_every_region() -> None:
+    (found,) = load("run: x\nresources: {infra: aws/us-east-1, image_id: {null: ami-1}}").resources
+    assert (found.region, found.image_id) == ("us-east-1", "ami-1")
+
+
 def test_autostop_of_minus_one_is_off() -> None:
     assert load("run: x\nresources: {autostop: -1}").autostop is None
 
