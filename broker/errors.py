@@ -168,6 +168,10 @@ class DeniedError(AuthError):
         self.scope = scope
 
 
+class LimitError(CloudError):
+    """More than the limit of a user or a project, as an administrator of the server set it; nothing was started."""
+
+
 class ThrottledError(CloudError):
     pass
 

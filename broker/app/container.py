@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from broker.app.market import Market, find_cache
 from broker.clock import Clock, SystemClock
@@ -16,6 +16,7 @@ from broker.errors import BrokerError, StateError, UsageError
 
 if TYPE_CHECKING:
     from broker.access.granting import Grants
+    from broker.app.limits import Demand
     from broker.catalog.book import Book
     from broker.clouds.base import Cloud, MakeCloud
     from broker.jobs.controller import JobController
@@ -26,8 +27,20 @@ if TYPE_CHECKING:
     from broker.runtime.base import Transport
     from broker.runtime.gang import Gang
     from broker.state.store import Store
-    from broker.types import Autostop, Cluster, Event, NodeRequest, Objective, PipelinePlan, Placement, Plan, Task
+    from broker.types import (
+        Autostop,
+        Cluster,
+        Estimate,
+        Event,
+        NodeRequest,
+        Objective,
+        PipelinePlan,
+        Placement,
+        Plan,
+        Task,
+    )
 
+T = TypeVar("T")
 INTERVAL_FACTOR = "interval_factor"  # in the store: widens the intervals of forecasts
 DAEMON = (sys.executable, "-m", "broker", "daemon")
 
@@ -202,6 +215,13 @@ class Context:
         from broker.app.services import make_service_controller
 
         return make_service_controller(self, key)
+
+    async def run_paid(self, work: Coroutine[object, object, T]) -> T:
+        """Await what starts machines; Ctrl-C cancels it, and a server cancels it when its client asks for that."""
+        return await work
+
+    def admit(self, choices: Sequence[Estimate], demand: Demand) -> None:
+        """Accept what a launch will start. A server raises LimitError where it would exceed a limit of its user."""
 
     def ensure_daemon(self) -> None:
         """Start the daemon of this state folder unless it is running."""

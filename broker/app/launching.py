@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from broker.app.buckets import TrackUpload, fill_buckets, note_copies
 from broker.app.container import Context
+from broker.app.limits import Demand
 from broker.app.planning import anchor, check_notices, check_plans, plan_launch
 from broker.errors import TransientError, UnreachedError, UsageError
 from broker.formatting import format_count, format_usd
@@ -72,11 +73,12 @@ def prepare(
     *,
     callbacks: Callbacks | None = None,
     is_dryrun: bool = False,
+    demand: Demand | None = None,
 ) -> Ready:
     """Resolve, settle, plan, check, confirm, upload and mount, in this order. No machines are started.
 
-    A dry run ends after the plans are shown. Raises TaskError, UsageError, NoOfferError, AuthError,
-    InvalidRequestError, and the errors of `callbacks`.
+    `demand` is how much of the plans will start; by default one gang of each. A dry run ends after the plans are shown.
+    Raises TaskError, UsageError, NoOfferError, AuthError, InvalidRequestError, LimitError, and those of `callbacks`.
     """
     callbacks = callbacks or Callbacks()
     tasks = tuple(context.resolve(anchor(each)) for each in tasks)
@@ -92,6 +94,7 @@ def prepare(
         for sentence in context.grants.check(plans, allowances_s=target.list_allowances_s(tasks)):
             context.note(sentence)
         note_copies(context, plans)
+        context.admit([plan.choice for plan in plans], demand or Demand())
         callbacks.confirm(plans)
     tasks = fill_buckets(context, tasks, track=callbacks.track_upload)
     return Ready(tasks=tuple(target.mount(each) for each in tasks), plans=plans)

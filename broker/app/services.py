@@ -96,6 +96,11 @@ def check_service(task: Task) -> ServiceSpec:
     return spec
 
 
+def count_replicas(spec: ServiceSpec) -> int:
+    """Return the number of replicas that a service starts with."""
+    return max(spec.policy.replicas_min + spec.policy.spare_count, 1)
+
+
 def check_store(context: Context) -> None:
     """Raise UsageError for a shared store: its daemons claim jobs, and the balancer belongs to one machine."""
     if context.store.is_shared:

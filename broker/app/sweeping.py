@@ -13,6 +13,7 @@ from hashlib import sha256
 from broker.app.container import Context
 from broker.app.jobs import JobTarget
 from broker.app.launching import Callbacks, prepare
+from broker.app.limits import Demand
 from broker.frozen import frozen
 from broker.sweeps import board as boards
 from broker.sweeps.board import Board, Early
@@ -116,7 +117,10 @@ class SweepDriver:
         task = self._request.task
         first = replace(task, envs={**task.envs, **self.configurations[0]})
         target = JobTarget(context=self._context)
-        return prepare(self._context, [first], target, callbacks=self._callbacks, is_dryrun=is_dryrun).tasks[0]
+        count = len(self.configurations)
+        demand = Demand(parallel=min(self._request.parallel, count), total=count)
+        ready = prepare(self._context, [first], target, callbacks=self._callbacks, is_dryrun=is_dryrun, demand=demand)
+        return ready.tasks[0]
 
     def _make_view(self, jobs: Mapping[int, Job], board: Board, *, is_over: bool) -> SweepView:
         spent = self._context.store.bills.list_spend_usd(now_s=self._context.clock.now_s())

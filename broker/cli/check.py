@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from broker.app.checking import check_clouds, find_inspector
-from broker.app.checks import CheckedItem, record_findings, record_overview
-from broker.app.container import Context
+from broker.app.checking import find_inspector
+from broker.app.checks import CheckedItem
+from broker.app.session import Session
+from broker.app.verbs.account import inspect_cloud, inspect_clouds, list_startable
 from broker.cli import options
-from broker.cli.context import make_context
+from broker.cli.context import check_embedded, make_context, make_session
 from broker.cli.render import print_json, print_line, print_table, print_wrapped
-from broker.clouds.findings import InspectsTypes
 from broker.errors import AuthError, UsageError
-
-if TYPE_CHECKING:
-    from broker.clouds.findings import CheckResult
 
 
 def check(
@@ -62,9 +58,10 @@ def check(
 
     With a cloud: exit code 5 where a required check fails.
     """
-    context = make_context()
     if live:
         from broker.cli.check_live import check_live
+
+        check_embedded("check --live")
 
         if cloud is None:
             raise UsageError(
@@ -72,23 +69,21 @@ def check(
                 hints=["name one: `broker check aws --live`; `local` rehearses on this machine"],
             )
         check_live(
-            context, cloud, spend_usd_max=spend, bucket=bucket, record=record, gpus=gpus, on_demand=on_demand,
+            make_context(), cloud, spend_usd_max=spend, bucket=bucket, record=record, gpus=gpus, on_demand=on_demand,
             yes=yes, as_json=as_json,
         )  # fmt: skip
     elif policy is not None:
-        print_line(find_inspector(policy).write_policy(context.config).rstrip("\n"))
+        print_line(find_inspector(policy).write_policy(make_context().config).rstrip("\n"))
     elif types:
-        _show_types(context, cloud, as_json=as_json)
+        _show_types(make_session(), cloud, as_json=as_json)
     elif cloud is not None:
-        _show_closely(context, cloud, as_json=as_json)
+        _show_closely(make_session(), cloud, as_json=as_json)
     else:
-        _show_all(context, as_json=as_json)
+        _show_all(make_session(), as_json=as_json)
 
 
-def _show_all(context: Context, *, as_json: bool) -> None:
-    found = asyncio.run(check_clouds(context))
-    rows = [(each.name, each.can_launch, each.note) for each in found]
-    record_overview(context.config, rows, now_s=context.clock.now_s())
+def _show_all(session: Session, *, as_json: bool) -> None:
+    found = session.call(inspect_clouds)
     if as_json:
         print_json([{"cloud": each.name, "can_launch": each.can_launch, "note": each.note} for each in found])
         return
@@ -99,14 +94,10 @@ def _show_all(context: Context, *, as_json: bool) -> None:
     print_line("Plans include every listed cloud: `broker plan`, `broker launch --dryrun`")
 
 
-def _show_closely(context: Context, name: str, *, as_json: bool) -> None:
-    findings = asyncio.run(find_inspector(name).inspect(context.config, clock=context.clock))
-    keys = ("name", "is_ok", "note", "command", "is_needed")
-    plain = [{key: getattr(finding, key) for key in keys} for finding in findings]
-    items = [CheckedItem(**each) for each in plain]
-    record_findings(context.config, name, items, now_s=context.clock.now_s())
+def _show_closely(session: Session, name: str, *, as_json: bool) -> None:
+    findings = session.call(inspect_cloud, cloud=name)
     if as_json:
-        print_json(plain)
+        print_json([dataclasses.asdict(finding) for finding in findings])
     else:
         for finding in findings:
             _show_finding(finding)
@@ -114,16 +105,10 @@ def _show_closely(context: Context, name: str, *, as_json: bool) -> None:
         raise typer.Exit(AuthError.exit_code)
 
 
-def _show_types(context: Context, name: str | None, *, as_json: bool) -> None:
+def _show_types(session: Session, name: str | None, *, as_json: bool) -> None:
     if name is None:
         raise UsageError("`--types` requires a cloud", hints=("name one: `broker check aws --types`",))
-    inspector = find_inspector(name)
-    if not isinstance(inspector, InspectsTypes):
-        raise UsageError(
-            f"`--types` is not supported for `{name}`", hints=("supported: `broker check aws --types`, and `gcp`",)
-        )
-    offers = context.book.list_offers(name)
-    findings = asyncio.run(inspector.inspect_types(context.config, clock=context.clock, offers=offers))
+    findings = session.call(list_startable, cloud=name)
     if as_json:
         print_json([dataclasses.asdict(finding) for finding in findings])
         return
@@ -152,7 +137,7 @@ def _name_ways(ways: Sequence[str]) -> str:
     return "no" if not ways else ways[0] if len(ways) == 1 else "yes"
 
 
-def _show_finding(finding: CheckResult) -> None:
+def _show_finding(finding: CheckedItem) -> None:
     """Print a finding; the command stays on one line, to be copied."""
     word = "ok" if finding.is_ok else "wrong" if finding.is_needed else "none"
     print_wrapped(f"{word:5}  {finding.name}: {finding.note}", indent=7)

@@ -24,11 +24,9 @@ def cost(
 ) -> None:
     """Show spending by job, cloud or day."""
     if forecast:
-        from broker.cli.context import check_embedded, make_context
         from broker.cli.forecast_score import show_judged
 
-        check_embedded("cost --forecast")
-        show_judged(make_context(), as_json=as_json)
+        show_judged(make_session(), as_json=as_json)
         return
     bill = make_session().call(show_cost, by=by)
     names, spending = bill.names, bill.spending

@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 
 import typer
 
-from broker.app.container import Context
-from broker.app.forecasts import list_judged, score_own_forecasts
+from broker.app.session import Session
+from broker.app.verbs.account import list_forecasts, score_forecasts
 from broker.cli import options
-from broker.cli.context import make_context
+from broker.cli.context import make_session
 from broker.cli.render import print_json, print_line, print_table
 from broker.formatting import format_count, format_hours, format_usd, to_plain
 from broker.jobs.scoring import JOBS_MIN, LEVELS, ForecastScore, JudgedForecast
@@ -36,8 +36,7 @@ def score(as_json: options.AsJson = False, output: options.Output = options.Form
 
     With 10 jobs or more, plans widen their intervals where too few were.
     """
-    context = make_context()
-    found = score_own_forecasts(context)
+    found = make_session().call(score_forecasts)
     if as_json or output is options.Format.JSON:
         print_json(to_plain(found))
         return
@@ -76,9 +75,9 @@ def _show_bias(bias: float | None) -> str:
     return "-" if bias is None else f"{bias:+.1%}"
 
 
-def show_judged(context: Context, *, as_json: bool) -> None:
+def show_judged(session: Session, *, as_json: bool) -> None:
     """Print cost and time of each ended job beside its forecast."""
-    judged = list_judged(context)
+    judged = session.call(list_forecasts)
     if as_json:
         print_json([{**to_plain(each), "is_in_time": each.is_in_time, "quantiles": QUANTILES} for each in judged])
         return

@@ -8,8 +8,8 @@ from typing import Annotated
 
 import typer
 
-from broker.app.jobs import find_job
-from broker.cli.context import check_embedded, make_context
+from broker.app.verbs.watching import read_job_history
+from broker.cli.context import make_session
 from broker.cli.jobs_show import JobName
 from broker.cli.render import print_json, print_line
 from broker.errors import UsageError
@@ -30,10 +30,9 @@ def trace(
     """
     from broker.app.tracing import make_trace, send_trace
 
-    check_embedded("jobs trace")
-    context = make_context()
-    found = find_job(context, job)
-    made = make_trace(found, context.store.events.list(job_id=found.id), now_s=context.clock.now_s())
+    history = make_session().call(read_job_history, job=job)
+    found = history.job
+    made = make_trace(found, history.events, now_s=history.now_s)
     if otlp is None and file is None:
         print_json(made)
         return

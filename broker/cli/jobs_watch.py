@@ -2,29 +2,27 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from broker.app.jobs import explain_ended, find_job
+from broker.app.verbs.watching import JobChanges, watch_jobs
 from broker.cli import terminal
 from broker.cli.completion import complete_jobs
-from broker.cli.context import check_embedded, make_context
-from broker.cli.render import format_table, note_damage, print_line, print_note
+from broker.cli.context import make_session
+from broker.cli.render import format_table, print_line, print_note
 from broker.formatting import format_duration, strip_control, to_plain
-from broker.types import EventKind, JobStatus
+from broker.types import EventKind
 
 if TYPE_CHECKING:
-    from broker.app.container import Context
     from broker.state.events import EventRow
     from broker.state.jobs import JobLine
 
-LOOK_S = 1.0
 ROWS_MAX, EVENTS_MAX = 15, 8  # of the view on a terminal
 WIDTH = 80
 
@@ -43,96 +41,51 @@ def watch(
     Redraws one view on a terminal, and prints a line per change in a pipe. Exit code 1 when the named job ends in
     another status than SUCCEEDED.
     """
-    check_embedded("jobs watch")
-    context = make_context()
-    wanted = None if job is None else find_job(context, job).id
-    watcher = Watcher(context, wanted)
-    try:
-        asyncio.run(_follow(context, watcher, as_json=as_json))
-    except KeyboardInterrupt:
-        raise typer.Exit(130) from None
-    ended = None if wanted is None else context.store.jobs.get(wanted)
-    if ended is not None and ended.status is not JobStatus.SUCCEEDED:
-        raise explain_ended(ended)
+    session = make_session()
+    seen = _Changes()
+    with terminal.show_view() if not as_json else nullcontext() as view:
 
-
-class Watcher:
-    """The watched jobs as last seen. `look` returns what changed since."""
-
-    def __init__(self, context: Context, wanted: int | None) -> None:
-        self._context = context
-        self._wanted = wanted
-        self._newest = context.store.events.get_newest_id()
-        self.lines: Mapping[int, JobLine] = {}
-
-    @property
-    def is_over(self) -> bool:
-        return all(line.status.is_terminal for line in self.lines.values())
-
-    def look(self) -> tuple[Sequence[JobLine], Sequence[EventRow]]:
-        """Return the jobs that changed, by id, and their new events, oldest first."""
-        store = self._context.store
-        newest = store.events.get_newest_id()
-        events = store.events.list(after=self._newest) if newest > self._newest else []
-        found = self._read()
-        changed = [line for job_id, line in sorted(found.items()) if line != self.lines.get(job_id)]
-        self.lines, self._newest = found, newest
-        return changed, [each for each in events if each.id <= newest and each.job_id in found]
-
-    def _read(self) -> Mapping[int, JobLine]:
-        """Read the wanted job, or every live job and those seen before, which may have ended."""
-        jobs = self._context.store.jobs
-        live = {line.id: line for line in jobs.list_lines(0, on_damage=note_damage)}
-        known = set(self.lines) if self._wanted is None else {self._wanted}
-        if known - set(live):
-            live = {line.id: line for line in jobs.list_lines(on_damage=note_damage)}
-        return {
-            job_id: line
-            for job_id, line in live.items()
-            if job_id in known or (self._wanted is None and not line.status.is_terminal)
-        }
-
-
-async def _follow(context: Context, watcher: Watcher, *, as_json: bool) -> None:
-    told: list[EventRow] = []
-    if as_json:
-        await _print_changes(context, watcher, as_json=True)
-        return
-    with terminal.show_view() as view:
-        if view is None:
-            await _print_changes(context, watcher, as_json=False)
-            return
-        while True:
-            _, events = watcher.look()
-            told = [*told, *events][-EVENTS_MAX:]
-            view.show(list_view(list(watcher.lines.values()), told, now_s=context.clock.now_s()))
-            if watcher.is_over:
-                return
-            context.keep_jobs_going()
-            await context.clock.sleep(LOOK_S)
-
-
-async def _print_changes(context: Context, watcher: Watcher, *, as_json: bool) -> None:
-    """Print the jobs as they are, then a line per change."""
-    while True:
-        changed, events = watcher.look()
-        for event in events:
-            if as_json:
-                _print_json({"event": {**to_plain(event), "message": event.message}})
-            elif event.kind is not EventKind.LAST_LINES:
-                print_line(describe_change(event))
-        for line in changed:
-            if as_json:
-                _print_json({"job": to_plain(line)})
+        def show(changes: JobChanges) -> None:
+            seen.add(changes)
+            now_s = session.clock.now_s()
+            if view is None:
+                _print_changes(changes, now_s=now_s, as_json=as_json)
             else:
-                print_line(describe_line(line, now_s=context.clock.now_s()))
-        sys.stdout.flush()
-        if watcher.is_over:
-            if not watcher.lines:
-                print_note("no live jobs; list ended ones with `broker jobs queue --all`")
-            return
-        context.keep_jobs_going()
-        await context.clock.sleep(LOOK_S)
+                view.show(list_view(list(seen.lines.values()), seen.events, now_s=now_s))
+
+        try:
+            session.call(watch_jobs, job=job, on_change=show)
+        except KeyboardInterrupt:
+            raise typer.Exit(130) from None
+    if view is None and not seen.lines:
+        print_note("no live jobs; list ended ones with `broker jobs queue --all`")
+
+
+class _Changes:
+    """The jobs and the newest events, of all changes so far."""
+
+    def __init__(self) -> None:
+        self.lines: dict[int, JobLine] = {}
+        self.events: list[EventRow] = []
+
+    def add(self, changes: JobChanges) -> None:
+        self.lines |= {line.id: line for line in changes.lines}
+        self.events = [*self.events, *changes.events][-EVENTS_MAX:]
+
+
+def _print_changes(changes: JobChanges, *, now_s: float, as_json: bool) -> None:
+    """Print a line per change."""
+    for event in changes.events:
+        if as_json:
+            _print_json({"event": {**to_plain(event), "message": event.message}})
+        elif event.kind is not EventKind.LAST_LINES:
+            print_line(describe_change(event))
+    for line in changes.lines:
+        if as_json:
+            _print_json({"job": to_plain(line)})
+        else:
+            print_line(describe_line(line, now_s=now_s))
+    sys.stdout.flush()
 
 
 def _print_json(data: Mapping[str, object]) -> None:

@@ -7,10 +7,10 @@ from typing import Annotated
 
 import typer
 
-from broker.app.reporting import read_month, read_report
+from broker.app.verbs.account import report_month
 from broker.cli import options
-from broker.cli.context import make_context
-from broker.cli.render import note_damage, print_json, print_line
+from broker.cli.context import make_session
+from broker.cli.render import print_json, print_line
 from broker.dashboard.report import write_html, write_markdown
 from broker.errors import UsageError
 from broker.formatting import to_plain
@@ -29,12 +29,11 @@ def report(
 
     Prints Markdown, or writes HTML or Markdown to a file.
     """
-    context = make_context()
     if file is not None and file.suffix.lower() not in (".html", ".md"):
         raise UsageError(
             f"`-o` must name a .html or .md file, not `{file}`", hints=[f"write `-o {file.with_suffix('.html')}`"]
         )
-    found = read_report(context, read_month(month, now_s=context.clock.now_s()), on_damage=note_damage)
+    found = make_session().call(report_month, month=month)
     if as_json:
         totals = ("usd", "node_hours", "ondemand_usd", "saved_usd", "preemptions", "steps_lost", "forecast_error_ratio")
         print_json({**to_plain(found), **{name: getattr(found, name) for name in totals}})

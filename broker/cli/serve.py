@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import sys
 import time
 from collections.abc import Sequence
@@ -11,19 +10,19 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from broker.app import services
-from broker.app.jobs import follow_job, read_log
-from broker.app.services import ServiceLine, ServiceTarget, find_service
+from broker.app.clusters import LogChunk
+from broker.app.services import ServiceLine, check_service, count_replicas
+from broker.app.verbs import services as verbs
 from broker.cli import options
-from broker.cli.context import make_context
+from broker.cli.context import make_session
+from broker.cli.launch import show_upload
 from broker.cli.plan_table import show_plan
 from broker.cli.render import format_table, print_json, print_line, print_note
 from broker.errors import UsageError
 from broker.formatting import format_count, format_duration, format_usd, strip_control, to_plain
-from broker.serve.replicas import find_folder
 from broker.types import Task, UpdateMode
 
 if TYPE_CHECKING:
-    from broker.app.container import Context
     from broker.types import Plan
 
 app = typer.Typer(
@@ -52,27 +51,23 @@ def up(
     yes: options.Yes = False,
     dryrun: options.Dryrun = False,
 ) -> None:
-    """Bring a service up: replicas behind a balancer on this machine."""
-    from broker.app.launching import check_cluster_name
-
-    context = make_context()
+    """Bring a service up: replicas behind a balancer, on this machine or on the server."""
+    session = make_session()
     task = options.read_task(entrypoint, overrides)
     name = service_name or task.name or "service"
-    check_cluster_name(name)
-    if context.store.services.get(name) is not None:
-        raise UsageError(f"service `{name}` exists", hints=[f"change it with `broker serve update {name} TASK.yaml`"])
-    ready = _prepare(context, task, yes=yes, dryrun=dryrun)
-    if ready is None:
+    show, confirm = _make_callbacks(task, yes=yes)
+    made = session.call(
+        verbs.bring_up_service, task=task, service=name, host=host, port=port, is_dryrun=dryrun, show=show,
+        confirm=confirm, track_upload=show_upload,
+    )  # fmt: skip
+    if made is None:
         return
-    spec = services.check_service(ready)
-    chosen = services.choose_port(context, host, port)
-    service = context.store.services.add(name, ready, host=host, port=chosen, wanted=spec.policy.replicas_min)
     # Printed before the daemon starts: from here on, the service may cost money.
-    print_line(f"Service {name} is recorded; its endpoint is {_show_endpoint(service.host, service.port, ready)}")
+    print_line(f"Service {name} is recorded; its endpoint is {_show_endpoint(made.host, made.port, task)}")
     print_note(f"show it with `broker serve status {name}`, terminate it with `broker serve down {name}`")
-    context.ensure_daemon()
+    session.call(verbs.start_service_controller)
     if wait:
-        asyncio.run(services.wait_until_ready(context, name))
+        session.call(verbs.wait_for_service, service=name)
         print_line(f"Service {name} is ready")
 
 
@@ -88,25 +83,18 @@ def update(
     yes: options.Yes = False,
 ) -> None:
     """Replace the replicas of a service by those of another task, without an interruption."""
-    context = make_context()
-    found = find_service(context, service)
-    ready = _prepare(context, options.read_task(entrypoint, overrides), yes=yes, dryrun=False)
-    assert ready is not None
-    with context.store.transaction():
-        version = context.store.services.add_version(found.name, ready, mode=mode)
-        context.store.services.add_event(found.name, services.UPDATED, detail=str(version))
-    print_line(f"Updating service {found.name} to version {version}")
-    context.ensure_daemon()
+    task = options.read_task(entrypoint, overrides)
+    show, confirm = _make_callbacks(task, yes=yes)
+    make_session().call(
+        verbs.update_service, service=service, task=task, mode=mode, show=show, confirm=confirm,
+        on_recorded=lambda version: print_line(f"Updating service {service} to version {version}"),
+        track_upload=show_upload,
+    )  # fmt: skip
 
 
-def _prepare(context: Context, task: Task, *, yes: bool, dryrun: bool) -> Task | None:
-    """Check, plan and upload a task; return None for a dry run."""
-    from broker.app.launching import Callbacks, prepare
-
-    services.check_store(context)
-    services.check_library()
-    spec = services.check_service(task)
-    count = max(spec.policy.replicas_min + spec.policy.spare_count, 1)
+def _make_callbacks(task: Task, *, yes: bool) -> tuple[verbs.Show, verbs.Show]:
+    """Return what shows the plan, and what asks for the price of all replicas."""
+    count = count_replicas(check_service(task))
 
     def show(plans: Sequence[Plan]) -> None:
         show_plan(plans[0])
@@ -118,10 +106,7 @@ def _prepare(context: Context, task: Task, *, yes: bool, dryrun: bool) -> Task |
         if plans[0].choice.placement.offer.cloud != "local" and not yes:
             typer.confirm(f"Start {format_count(count, 'replica')} at {format_usd(usd_hour)} USD/h?", abort=True)
 
-    callbacks = Callbacks(show=show, confirm=confirm)
-    target = ServiceTarget(context=context)
-    ready = prepare(context, [services.drop_notice(task)], target, callbacks=callbacks, is_dryrun=dryrun)
-    return None if dryrun else ready.tasks[0]
+    return show, confirm
 
 
 @app.command()
@@ -131,16 +116,15 @@ def status(
     output: options.Output = options.Format.TABLE,
 ) -> None:
     """Show services with their replicas, load and cost."""
-    context = make_context()
-    context.keep_jobs_going()
-    lines = services.describe_services(context, names or ())
+    session = make_session()
+    lines = session.call(verbs.list_services, names=tuple(names or ()))
     if as_json or output is options.Format.JSON:
         print_json([{**to_plain(each), "endpoint": each.endpoint} for each in lines])
         return
     if not lines:
         print_line("No services; start one with `broker serve up TASK.yaml`")
         return
-    now_s = context.clock.now_s()
+    now_s = session.clock.now_s()
     for row in format_table(
         ["NAME", "VERSION", "STATUS", "REPLICAS", "ENDPOINT", "AGE", "USD"],
         [_list_cells(each, now_s) for each in lines], right=("VERSION", "AGE", "USD"),
@@ -179,25 +163,15 @@ def logs(
     follow: Annotated[bool, typer.Option("--follow/--no-follow", help="Keep printing a replica's output.")] = True,
 ) -> None:
     """Print the output of a replica, or of the balancer."""
-    context = make_context()
-    found = find_service(context, service)
-    if replica is None:
-        path = find_folder(context.config, found).log
-        for line in path.read_text(errors="replace").splitlines() if path.exists() else []:
-            print_line(strip_control(line))
-        return
-    job_id = services.find_replica_job(context, found, replica)
-    if not follow:
-        for line in read_log(context, job_id)[0]:
-            print_line(line)
-        return
 
-    async def print_lines() -> None:
-        async for line in follow_job(context, job_id):
+    def print_lines(chunk: LogChunk) -> None:
+        for line in chunk.lines:
             print_line(line)
-            sys.stdout.flush()
+        sys.stdout.flush()
 
-    asyncio.run(print_lines())
+    make_session().call(
+        verbs.follow_service_log, service=service, replica=replica, on_chunk=print_lines, is_following=follow
+    )
 
 
 @app.command()
@@ -205,10 +179,8 @@ def why(service: ServiceName, as_json: options.AsJson = False, output: options.O
     """Explain the status of a service: its events, and the reasons of its replicas."""
     from broker.serve.wording import describe_service_event
 
-    context = make_context()
-    context.keep_jobs_going()
-    (line,) = services.describe_services(context, [service])
-    events = services.list_service_events(context, service)
+    story = make_session().call(verbs.explain_service, service=service)
+    line, events = story.line, story.events
     if as_json or output is options.Format.JSON:
         told = [{**to_plain(each), "message": describe_service_event(each)} for each in events]
         print_json({**to_plain(line), "events": told})
@@ -229,19 +201,14 @@ def down(
     yes: options.Yes = False,
 ) -> None:
     """Terminate services, their replicas and balancers, and wait until they are gone."""
-    context = make_context()
     if not names and not everything:
         raise UsageError("no service was named", hints=["name one: `broker serve down NAME`, or pass `--all`"])
-    chosen = (
-        [each.name for each in context.store.services.list()]
-        if everything else [find_service(context, each).name for each in names or ()]
-    )  # fmt: skip
+    session = make_session()
+    chosen = session.call(verbs.preview_services_down, names=tuple(names or ()), is_all=everything)
     if chosen and not yes:
         typer.confirm(f"Terminate {', '.join(chosen)}?", abort=True)
-    for each in chosen:
-        context.store.services.request_down(each)
     try:
-        asyncio.run(services.wait_until_down(context, chosen))
+        session.call(verbs.terminate_services, names=chosen)
     except KeyboardInterrupt:
         print_note("interrupted; the daemon continues to terminate the replicas: see `broker serve status`")
         raise typer.Exit(130) from None

@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from broker.cli import options
+from broker.cli import options, server_limits
 from broker.cli.context import make_context
 from broker.cli.log_lines import start_log
 from broker.cli.render import print_json, print_line, print_note, print_table
@@ -30,6 +30,7 @@ app = typer.Typer(
 )
 token_app = typer.Typer(help="Create, list and revoke the tokens of people.", no_args_is_help=True)
 app.add_typer(token_app, name="token")
+app.add_typer(server_limits.app, name="limits")
 
 StateOption = Annotated[
     str | None, typer.Option("--state", metavar="URL", help="PostgreSQL database of the state (default: a file).")
@@ -147,12 +148,15 @@ def create(
     days: Annotated[
         float, typer.Option("--days", metavar="DAYS", min=0, help="Days until it expires (0 = never).")
     ] = 90,
+    project: Annotated[
+        str, typer.Option("--project", metavar="NAME", help="Project whose limits also apply.", show_default=False)
+    ] = "",
     as_json: options.AsJson = False,
 ) -> None:
     """Create a token and print it, once."""
     from broker.server.tokens import create_token
 
-    made = create_token(make_context().store, user=user, role=role, days=days or None)
+    made = create_token(make_context().store, user=user, role=role, days=days or None, project=project)
     if as_json:
         print_json({"id": made.id, "token": made.value.value})
         return
@@ -177,8 +181,11 @@ def list_tokens(as_json: options.AsJson = False) -> None:
             return "never"
         return "expired" if token_end_s <= now_s else time.strftime("%Y-%m-%d", time.localtime(token_end_s))
 
-    rows = [[str(each.id), each.user, each.role.value, show(each.expires_s, each.revoked_s)] for each in tokens]
-    print_table(["ID", "USER", "ROLE", "EXPIRES"], rows, right=("ID",))
+    rows = [
+        [str(each.id), each.user, each.role.value, each.project or "-", show(each.expires_s, each.revoked_s)]
+        for each in tokens
+    ]
+    print_table(["ID", "USER", "ROLE", "PROJECT", "EXPIRES"], rows, right=("ID",))
 
 
 @token_app.command()

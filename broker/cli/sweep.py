@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
+from contextlib import ExitStack
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from broker.cli import options
-from broker.cli.context import make_context
+from broker.cli.context import make_session
 from broker.cli.render import print_json, print_line, print_note, print_table
-from broker.cli.terminal import show_progress
+from broker.cli.terminal import Bar, show_progress
 from broker.formatting import format_count, format_usd
 
 if TYPE_CHECKING:
-    from broker.app.sweeping import SweepDriver, SweepView
+    from broker.app.sweeping import SweepRequest
+    from broker.app.verbs.batches import SweepState
     from broker.types import Plan
 
 
@@ -68,107 +69,115 @@ def sweep(
     Each run gets its values as environment variables and reports its loss in progress lines. The same command
     continues an interrupted sweep, or shows the results of one that has ended.
     """
-    from broker.app.sweeping import SweepDriver, SweepRequest
-    from broker.cli.launch import make_callbacks
+    from broker.app.sweeping import SweepRequest
+    from broker.app.verbs.batches import read_sweep, run_sweep
+    from broker.cli.launch import confirm_price, show_upload
     from broker.cli.plan_table import show_plan
-
-    def show(plans: Sequence[Plan]) -> None:
-        if not as_json:
-            show_plan(plans[0])
-        count = len(driver.configurations)
-        print_note(f"{format_count(count, 'run')}, each at the price of the first placement, {parallel} at a time")
 
     if plot is not None:
         from broker.cli.sweep_plot import check_file
 
         check_file(plot)
+    session = make_session()
     request = SweepRequest(
         task=options.read_task(entrypoint, overrides), parameters=tuple(param), runs=runs, parallel=parallel,
         early=early_stop.value, seed=seed,
     )  # fmt: skip
-    driver = SweepDriver(make_context(), request, callbacks=make_callbacks(show, yes=yes))
+    count = count_configurations(request)
+
+    def show(plans: Sequence[Plan]) -> None:
+        if not as_json:
+            show_plan(plans[0])
+        print_note(f"{format_count(count, 'run')}, each at the price of the first placement, {parallel} at a time")
+
+    with ExitStack() as stack:
+        bar: Bar | None = None
+
+        def begin(state: SweepState) -> None:
+            nonlocal bar
+            if not detach:  # the price has been asked for, so a bar may follow
+                bar = stack.enter_context(show_progress(state.name))
+
+        def draw(state: SweepState) -> None:
+            assert bar is not None
+            bar.update(sum(each.status.is_terminal for each in state.runs), total=len(state.configurations))
+            bar.describe(f"{state.name}: {_describe_state(state)}")
+
+        try:
+            state = session.call(
+                run_sweep, request=request, is_detached=detach, is_dryrun=dryrun, show=show,
+                confirm=lambda plans: confirm_price(plans, yes=yes), on_begin=begin, on_change=draw,
+                track_upload=show_upload,
+            )  # fmt: skip
+        except KeyboardInterrupt:
+            if bar is None:
+                raise
+            stack.close()
+            print_note("interrupted")
+            _note_left(session.call(read_sweep, request=request))
+            raise typer.Exit(130) from None
     if dryrun:
-        driver.show()
-        print_table(["RUN", *driver.names], [[str(index + 1), *each.values()] for index, each in _list_all(driver)])
+        rows = [[str(index + 1), *each.values()] for index, each in enumerate(state.configurations)]
+        print_table(["RUN", *state.parameters], rows)
         return
-    view = driver.advance()  # asks for the price, so before any bar
-    if not detach:
-        view = _follow(driver)
-    _show(driver, view, as_json=as_json)
+    _show(state, as_json=as_json)
     if plot is not None and not detach:
         from broker.cli.sweep_plot import write_plot
 
-        write_plot(plot, driver, view)
+        write_plot(plot, state)
         print_note(f"wrote {plot}")
-    if detach and not view.is_over:
-        _note_left(driver, view)
+    if detach and not state.is_over:
+        _note_left(state)
 
 
-def _list_all(driver: SweepDriver) -> list[tuple[int, Any]]:
-    return list(enumerate(driver.configurations))
+def count_configurations(request: SweepRequest) -> int:
+    """Return the number of runs. Raises UsageError for parameters that cannot be used."""
+    from broker.sweeps.space import draw, parse_parameters
+
+    return len(draw(parse_parameters(request.parameters), runs=request.runs, seed=request.seed))
 
 
-def _follow(driver: SweepDriver) -> SweepView:
-    async def follow() -> SweepView:
-        view = None
-        async for view in driver.follow():
-            ended = sum(job.status.is_terminal for job in view.jobs.values())
-            bar.update(ended, total=len(driver.configurations))
-            bar.describe(f"{driver.group}: {_describe_state(driver, view)}")
-        assert view is not None
-        return view
-
-    try:
-        with show_progress(driver.group) as bar:
-            return asyncio.run(follow())
-    except KeyboardInterrupt:
-        print_note("interrupted")
-        _note_left(driver, driver.look())
-        raise typer.Exit(130) from None
-
-
-def _describe_state(driver: SweepDriver, view: SweepView) -> str:
-    live = sum(not job.status.is_terminal for job in view.jobs.values())
-    spent = format_usd(sum(view.usd.values()))
+def _describe_state(state: SweepState) -> str:
+    live = sum(not each.status.is_terminal for each in state.runs)
+    stopped = sum(each.is_stopped_early for each in state.runs)
+    spent = format_usd(sum(each.usd for each in state.runs))
     return (
-        f"{len(view.jobs)} of {format_count(len(driver.configurations), 'run')} started, {live} live, "
-        f"{len(view.stopped)} stopped early, {spent} USD"
+        f"{len(state.runs)} of {format_count(len(state.configurations), 'run')} started, {live} live, "
+        f"{stopped} stopped early, {spent} USD"
     )
 
 
-def _note_left(driver: SweepDriver, view: SweepView) -> None:
+def _note_left(state: SweepState) -> None:
     """Say what continues by itself, and what the command is needed for."""
-    left = len(driver.configurations) - len(view.jobs)
+    left = len(state.configurations) - len(state.runs)
     print_note(
-        f"{driver.group}: the runs that were started continue by themselves; "
+        f"{state.name}: the runs that were started continue by themselves; "
         f"{left} are left, which the same command without `-d` starts; it also stops poor runs early"
     )
-    print_note(f"cancel the started runs with `broker jobs cancel {driver.group}`")
+    print_note(f"cancel the started runs with `broker jobs cancel {state.name}`")
 
 
-def describe(driver: SweepDriver, view: SweepView) -> dict[str, Any]:
+def describe(state: SweepState) -> dict[str, Any]:
     """Describe a sweep as JSON: its runs, the best first."""
-    from broker.sweeps.board import find_best, rank
-
-    best = find_best(view.jobs)
-    rows = []
-    for run in rank(view.jobs, view.stopped):
-        progress = view.jobs[run].progress
-        rows.append({
-            "run": run + 1, "job": view.jobs[run].id, "parameters": dict(driver.configurations[run]),
-            "status": view.jobs[run].status.value, "is_stopped_early": run in view.stopped,
-            "step": progress.step if progress else None, "total": progress.total if progress else None,
-            "loss": progress.loss if progress else None, "usd": view.usd[run],
-        })  # fmt: skip
+    rows = [
+        {
+            "run": each.number + 1, "job": each.job_id, "parameters": dict(state.configurations[each.number]),
+            "status": each.status.value, "is_stopped_early": each.is_stopped_early,
+            "step": each.progress.step if each.progress else None,
+            "total": each.progress.total if each.progress else None,
+            "loss": each.progress.loss if each.progress else None, "usd": each.usd,
+        }
+        for each in state.runs
+    ]  # fmt: skip
     return {
-        "name": driver.group, "runs": len(driver.configurations), "is_over": view.is_over,
-        "usd": sum(view.usd.values()), "best": None if best is None else dict(driver.configurations[best]),
-        "results": rows,
+        "name": state.name, "runs": len(state.configurations), "is_over": state.is_over,
+        "usd": sum(each.usd for each in state.runs),
+        "best": None if state.best is None else dict(state.configurations[state.best]), "results": rows,
     }  # fmt: skip
 
 
-def _show(driver: SweepDriver, view: SweepView, *, as_json: bool) -> None:
-    found = describe(driver, view)
+def _show(state: SweepState, *, as_json: bool) -> None:
+    found = describe(state)
     if as_json:
         print_json(found)
         return
@@ -181,10 +190,10 @@ def _show(driver: SweepDriver, view: SweepView, *, as_json: bool) -> None:
         ]
         for each in found["results"]
     ]  # fmt: skip
-    columns = ["RUN", "JOB", *driver.names, "STATUS", "STEP", "LOSS", "USD"]
+    columns = ["RUN", "JOB", *state.parameters, "STATUS", "STEP", "LOSS", "USD"]
     print_table(columns, rows[:ROWS_MAX], right=("RUN", "JOB", "STEP", "LOSS", "USD"))
     if len(rows) > ROWS_MAX:
         print_line(f"... and {len(rows) - ROWS_MAX} more; `--json` prints all")
-    print_line(f"{driver.group}: {_describe_state(driver, view)}")
+    print_line(f"{state.name}: {_describe_state(state)}")
     if found["best"]:
         print_line("Best: " + " ".join(f"--env {name}={value}" for name, value in found["best"].items()))

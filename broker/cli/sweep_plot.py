@@ -14,7 +14,7 @@ from broker.errors import UsageError
 from broker.types import JobStatus
 
 if TYPE_CHECKING:
-    from broker.app.sweeping import SweepDriver, SweepView
+    from broker.app.verbs.batches import SweepState
 
 FINISHED, OTHER = "#3b82c4", "#8a94a6"
 
@@ -25,32 +25,31 @@ def check_file(file: Path) -> None:
         raise UsageError(f"`--plot` must name a .svg file in a folder that exists, not `{file}`")
 
 
-def write_plot(file: Path, driver: SweepDriver, view: SweepView) -> None:
+def write_plot(file: Path, state: SweepState) -> None:
     """Write one dot per run with a loss; the best is marked. Raises UsageError where the file cannot be written."""
     try:
-        file.write_text(draw_plot(driver, view), encoding="utf-8")
+        file.write_text(draw_plot(state), encoding="utf-8")
     except OSError as error:
         raise UsageError(f"cannot write `{file}`: {(error.strerror or 'no access').lower()}") from None
 
 
-def draw_plot(driver: SweepDriver, view: SweepView) -> str:
+def draw_plot(state: SweepState) -> str:
     """Draw loss against the first parameter whose values are all numbers, else against the number of the run."""
-    from broker.sweeps.board import find_best
-
-    name = next((each for each in driver.names if all(_is_number(one[each]) for one in driver.configurations)), None)
+    every = state.configurations
+    name = next((each for each in state.parameters if all(_is_number(one[each]) for one in every)), None)
     points = {}
-    for run, job in view.jobs.items():
-        if job.progress and job.progress.loss is not None and math.isfinite(job.progress.loss):
-            x = float(driver.configurations[run][name]) if name else run + 1.0
-            points[run] = (x, job.progress.loss, job.status is JobStatus.SUCCEEDED)
+    for run in state.runs:
+        if run.progress and run.progress.loss is not None and math.isfinite(run.progress.loss):
+            x = float(every[run.number][name]) if name else run.number + 1.0
+            points[run.number] = (x, run.progress.loss, run.status is JobStatus.SUCCEEDED)
     legend = "blue: finished, grey: stopped or live" if points else "no run has reported a loss"
-    title = f"{driver.group}: loss against {name or 'run'} ({legend})"
+    title = f"{state.name}: loss against {name or 'run'} ({legend})"
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" height="{HEIGHT}" '
         f'font-family="system-ui, sans-serif" font-size="12" fill="{DARK}">',
         f'<rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>',
         f'<text x="{LEFT}" y="28" font-size="17" font-weight="600">{escape(title)}</text>',
-        *(_draw(points, find_best(view.jobs), name or "run") if points else ()),
+        *(_draw(points, state.best, name or "run") if points else ()),
         "</svg>",
     ]
     return "\n".join(parts) + "\n"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from http.client import HTTPConnection, HTTPException, HTTPResponse
 from pathlib import Path
 from typing import IO, Any, Concatenate, ParamSpec, TypeVar, cast
@@ -15,10 +16,13 @@ from typing import IO, Any, Concatenate, ParamSpec, TypeVar, cast
 from broker import __version__
 from broker.app.clusters import LogChunk
 from broker.app.container import Context
+from broker.app.mapping import MapRequest
+from broker.app.sweeping import SweepRequest
 from broker.client.files import upload_files
 from broker.client.login import ServerLogin, connect, read_login
 from broker.client.wire import (
     HEADER,
+    INTERRUPTIBLE,
     LINES,
     PROTOCOL,
     Signature,
@@ -69,6 +73,8 @@ class RemoteSession:
         """Send the files of tasks ahead, each only if the server lacks it."""
         if isinstance(value, Task):
             return upload_files(value, self._send_file)
+        if isinstance(value, MapRequest | SweepRequest):
+            return replace(value, task=upload_files(value.task, self._send_file))
         if isinstance(value, tuple) and value and isinstance(value[0], Task):
             return tuple(upload_files(each, self._send_file) for each in value)
         return value
@@ -108,6 +114,7 @@ class RemoteSession:
         self, name: str, body: Mapping[str, Any], signature: Signature, callbacks: Mapping[str, Callable[[Any], None]]
     ) -> object:
         text = json.dumps(body).encode()
+        request_id = ""
         try:
             connection = self._connect()
             try:
@@ -117,12 +124,29 @@ class RemoteSession:
                             raise decode_error(frame["error"])
                         if "result" in frame:
                             return decode(frame["result"], signature.result)
+                        request_id = str(frame.get("id") or request_id)
                         self._handle(frame, signature, callbacks)
+            except KeyboardInterrupt:
+                self._interrupt(request_id, name)
+                raise
             finally:
                 connection.close()
         except (OSError, HTTPException, ValueError) as error:
             raise self._explain_lost(error) from None
         raise self._explain_lost(HTTPException("the answer is incomplete"))
+
+    def _interrupt(self, request_id: str, name: str) -> None:
+        """Pass Ctrl-C on to a verb that starts something, and wait until it has ended there."""
+        if name not in INTERRUPTIBLE or not request_id:
+            return
+        try:
+            if self.request("POST", f"/v1/cancel/{request_id}", b"{}")["is_running"]:
+                self._note("the server is still cancelling it; see `broker status`")
+        except BrokerError as error:
+            self._note(
+                f"interrupted here, but the server could not be told ({error.message}) and continues; see "
+                "`broker status` and `broker jobs queue`, terminate clusters with `broker down`"
+            )
 
     def _handle(
         self, frame: Mapping[str, Any], signature: Signature, callbacks: Mapping[str, Callable[[Any], None]]

@@ -27,6 +27,7 @@ PROTOCOL = 1  # grows when an older client or server would misread a frame or an
 HEADER = "Broker-Protocol"
 LINES = "application/x-ndjson"
 ASKED = ("confirm",)  # callbacks that may refuse
+INTERRUPTIBLE = ("launch", "launch_jobs", "start_cluster", "bring_up_service", "run_map", "run_sweep")  # by Ctrl-C
 LOCAL = ("track_upload",)  # callbacks that only run in the process of the verb
 FORECAST = "forecast"  # beside the fields of a plan
 MESSAGE_MAX = 64 * 2**20
@@ -49,7 +50,7 @@ class Verb:
 
 
 def _list_verbs() -> Sequence[Verb]:
-    cluster, job = {"cluster": Owned.CLUSTER}, {"job": Owned.JOB}
+    cluster, job, service = {"cluster": Owned.CLUSTER}, {"job": Owned.JOB}, {"service": Owned.SERVICE}
     reading: Mapping[str, Owned] = {}
     rows: Sequence[tuple[str, str, Role, Mapping[str, Owned]]] = (
         ("clusters", "show_status", Role.VIEWER, reading),
@@ -80,6 +81,26 @@ def _list_verbs() -> Sequence[Verb]:
         ("account", "show_cost", Role.VIEWER, reading),
         ("account", "check_clouds", Role.VIEWER, reading),
         ("account", "plan_tasks", Role.VIEWER, reading),
+        ("account", "report_month", Role.VIEWER, reading),
+        ("account", "score_forecasts", Role.VIEWER, reading),
+        ("account", "list_forecasts", Role.VIEWER, reading),
+        ("account", "inspect_clouds", Role.VIEWER, reading),
+        ("account", "inspect_cloud", Role.VIEWER, reading),
+        ("account", "list_startable", Role.VIEWER, reading),
+        ("services", "bring_up_service", Role.USER, service),
+        ("services", "start_service_controller", Role.USER, reading),
+        ("services", "update_service", Role.USER, service),
+        ("services", "list_services", Role.VIEWER, reading),
+        ("services", "explain_service", Role.VIEWER, reading),
+        ("services", "wait_for_service", Role.VIEWER, reading),
+        ("services", "follow_service_log", Role.VIEWER, reading),
+        ("services", "preview_services_down", Role.VIEWER, reading),
+        ("services", "terminate_services", Role.USER, {"names": Owned.SERVICE}),
+        ("batches", "run_map", Role.USER, reading),
+        ("batches", "run_sweep", Role.USER, reading),
+        ("batches", "read_sweep", Role.VIEWER, reading),
+        ("watching", "watch_jobs", Role.VIEWER, reading),
+        ("watching", "read_job_history", Role.VIEWER, reading),
     )
     return [
         Verb(name=name, target=f"broker.app.verbs.{module}:{name}", role=role, owned=owned)

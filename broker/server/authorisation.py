@@ -8,6 +8,7 @@ from typing import Any
 
 from broker.app import jobs
 from broker.app.container import Context
+from broker.app.sweeping import SweepRequest, name_sweep
 from broker.client.wire import Verb
 from broker.errors import DeniedError, UsageError
 from broker.state.people import Owned, Role, Token
@@ -42,6 +43,8 @@ def check_verb(context: Context, token: Token, verb: Verb, arguments: Mapping[st
             if context.store.intents.list_open(name) and owner != token.user:
                 raise _deny(kind, name, owner)
             continue  # a new cluster, or one that is gone: its name is free
+        if kind is Owned.SERVICE and context.store.services.get(name) is None:
+            continue
         if owner != token.user:
             raise _deny(kind, name, owner)
 
@@ -52,13 +55,19 @@ def _deny(kind: Owned, name: str, owner: str | None) -> DeniedError:
 
 
 def list_changed(context: Context, verb: Verb, arguments: Mapping[str, Any]) -> Iterator[tuple[Owned, str]]:
-    """List the clusters and the jobs (by id) that the arguments of a verb name."""
+    """List the clusters, services and jobs (by id) that the arguments of a verb name."""
+    request = arguments.get("request")
+    if verb.name == "run_sweep" and isinstance(request, SweepRequest):  # the same sweep of another user
+        group = name_sweep(request)
+        yield from ((Owned.JOB, str(line.id)) for line in context.store.jobs.list_lines() if line.pipeline == group)
     for parameter, kind in verb.owned.items():
         given = arguments.get(parameter)
         names = [given] if isinstance(given, str) else list(given or ())
         for name in names:
             if kind is Owned.JOB:
                 yield from ((kind, found) for found in _find_job_ids(context, name))
+            elif kind is Owned.SERVICE:
+                yield kind, name
             else:
                 known = [each.name for each in context.store.clusters.list(on_damage=context.warn)]
                 yield from ((kind, each) for each in {name, *fnmatch.filter(known, name)})

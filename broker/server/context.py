@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from broker.app.container import Context
+from broker.app.limits import Demand, admit
 from broker.clock import SystemClock
 from broker.frozen import frozen
 
 if TYPE_CHECKING:
     from broker.clouds.base import Cloud
+    from broker.state.people import Token
+    from broker.types import Estimate
 
+T = TypeVar("T")
 LOCAL = "local"
 
 
@@ -32,6 +37,42 @@ class RequestClock(SystemClock):
         if self._gone.is_set():
             raise DisconnectedError
         await super().sleep(duration_s)
+
+
+class Interruption:
+    """Cancels what a verb does in its event loop, from another thread: Ctrl-C, for a verb on a server."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._is_interrupted = False
+        self._running: tuple[asyncio.AbstractEventLoop, asyncio.Task[object]] | None = None
+
+    def interrupt(self) -> None:
+        with self._lock:
+            self._is_interrupted = True
+            if self._running is not None:
+                loop, task = self._running
+                loop.call_soon_threadsafe(task.cancel)
+
+    def check(self) -> None:
+        """Raise CancelledError after an interruption."""
+        if self._is_interrupted:
+            raise asyncio.CancelledError
+
+    async def guard(self, work: Coroutine[object, object, T]) -> T:
+        """Await `work` so that `interrupt` cancels it, also one that came before. Raises CancelledError."""
+        task = asyncio.current_task()
+        assert task is not None
+        with self._lock:
+            if self._is_interrupted:
+                work.close()
+                raise asyncio.CancelledError
+            self._running = (asyncio.get_running_loop(), task)
+        try:
+            return await work
+        finally:
+            with self._lock:
+                self._running = None
 
 
 @frozen
@@ -52,11 +93,39 @@ class ServerContext(Context):
         policy: Policy,
         on_note: Callable[[str], None] = lambda text: None,
         gone: threading.Event | None = None,
+        interruption: Interruption | None = None,
+        token: Token | None = None,
     ) -> None:
         super().__init__(home, on_note=on_note)
         self._policy = policy
+        self._interruption = interruption or Interruption()
+        self._token = token
+        self._commitment: int | None = None
+        self._names: tuple[str, ...] = ()
         if gone is not None:
             self.clock = RequestClock(gone)
+
+    def admit(self, choices: Sequence[Estimate], demand: Demand) -> None:
+        """Reserve what a launch of this context's user may use. Raises LimitError."""
+        if self._token is not None:
+            token = self._token
+            self._commitment = admit(self.store, choices, demand, user=token.user, project=token.project)
+            self._names = demand.names
+
+    def bind(self, names: Sequence[str]) -> None:
+        """Record the jobs or the service that the admitted launch has started."""
+        if self._commitment is not None and tuple(names) != self._names:
+            self._names = tuple(names)
+            self.store.commitments.bind(self._commitment, names)
+
+    def settle(self) -> None:
+        """Note that the launch has ended, so that only what it has started counts."""
+        if self._commitment is not None:
+            self.store.commitments.settle(self._commitment)
+
+    async def run_paid(self, work: Coroutine[object, object, T]) -> T:
+        """Await `work` unless or until the client interrupts it."""
+        return await self._interruption.guard(work)
 
     @cached_property
     def clouds(self) -> Mapping[str, Cloud]:

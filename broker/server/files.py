@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 
+from broker.app.mapping import MapRequest
 from broker.client.files import UPLOADED
 from broker.errors import InvalidRequestError, UsageError
 from broker.types import Task
@@ -60,6 +61,17 @@ class FileStore:
         finally:
             shutil.rmtree(aside, ignore_errors=True)
 
+    def localize_map(self, request: MapRequest, *, may_use_files: bool) -> MapRequest:
+        """Localize the task. Raises UsageError for a path of this machine, or one that only the client has."""
+        for flag, place in (("--input", request.input), ("--output", request.output)):
+            scheme = place.partition("://")[0] if "://" in place else ""
+            if not scheme or (scheme == "file" and not may_use_files):
+                raise UsageError(
+                    f"`{flag} {place}` is a path, which the server and the workers cannot read",
+                    hints=["pass the URL of a bucket, such as `s3://BUCKET/FOLDER`"],
+                )
+        return replace(request, task=self.localize(request.task))
+
     def localize(self, task: Task) -> Task:
         """Replace uploaded paths with those of this machine. Raises UsageError for any other path of this machine."""
 
@@ -72,6 +84,11 @@ class FileStore:
                 raise UsageError(f"`{path}` was not uploaded", hints=["send it first: `PUT /v1/files/SHA256`"])
             return str(found)
 
+        if task.service is not None and task.service.tls is not None:
+            raise UsageError(
+                "`service: {tls: ...}` names files of the machine of the balancer, which no task sends to a server",
+                hints=["remove `tls`, and put a proxy with a certificate in front of the balancer"],
+            )
         mounts = tuple(replace(each, source=tuple(map(fix, each.source))) for each in task.storage_mounts)
         return replace(
             task,

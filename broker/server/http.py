@@ -8,12 +8,15 @@ import logging
 import re
 import secrets
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from aiohttp import web
 
 from broker import __version__
+from broker.app.mapping import MapRequest
+from broker.app.sweeping import SweepRequest
 from broker.client.wire import HEADER, LINES, MESSAGE_MAX, PROTOCOL, VERBS, Verb, decode, encode_error, read_signature
 from broker.dashboard.metrics import MetricsPage
 from broker.errors import AuthError, BrokerError, DeniedError, InvalidRequestError, NoOfferError, StateError, UsageError
@@ -71,6 +74,7 @@ class Server:
         app.router.add_get(r"/v1/files/{digest:[0-9a-f]{64}}", self._find_files)
         app.router.add_put(r"/v1/files/{digest:[0-9a-f]{64}}", self._receive_files)
         app.router.add_post(r"/v1/answers/{id:[0-9a-f]{32}}", self._answer)
+        app.router.add_post(r"/v1/cancel/{id:[0-9a-f]{32}}", self._cancel)
         app.router.add_post(r"/v1/{verb:[a-z_]+}", self._run_verb)
         self._admin.add_routes(app)
         return app
@@ -153,6 +157,15 @@ class Server:
         running.answer(is_accepted=(await _read_object(request)).get("is_accepted") is True)
         return web.json_response({})
 
+    async def _cancel(self, request: web.Request) -> web.Response:
+        """Interrupt a verb, as Ctrl-C would; `is_running` is False once it has ended."""
+        running = self._running.get(request.match_info["id"])
+        if running is not None:
+            if running.user != request[TOKEN].user:
+                raise DeniedError("this request belongs to another user")
+            await running.cancel()
+        return web.json_response({"is_running": running is not None and not running.has_ended})
+
     async def _run_verb(self, request: web.Request) -> web.StreamResponse:
         verb = VERBS.get(request.match_info["verb"])
         if verb is None:
@@ -183,10 +196,15 @@ class Server:
 
     def _localize(self, value: Any) -> Any:
         """Check tasks as those of a file are, and point them to the files that were uploaded."""
-        if isinstance(value, Task):
-            from broker.task.checking import check_task
+        from broker.task.checking import check_task
 
+        if isinstance(value, Task):
             return self._files.localize(check_task(value))
+        if isinstance(value, SweepRequest):
+            return replace(value, task=self._localize(value.task))
+        if isinstance(value, MapRequest):
+            checked = replace(value, task=check_task(value.task))
+            return self._files.localize_map(checked, may_use_files=self._policy.has_local_cloud)
         if isinstance(value, tuple) and value and isinstance(value[0], Task):
             return tuple(self._localize(each) for each in value)
         return value
@@ -227,7 +245,7 @@ async def _collect(running: Running) -> web.Response:
             running.answer(is_accepted=False)
         elif "error" in frame:
             return web.json_response({**frame, "notes": notes}, status=find_status(str(frame["error"]["kind"])))
-        else:
+        elif "result" in frame:
             return web.json_response({**frame, "calls": calls, "notes": notes})
 
 

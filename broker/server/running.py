@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -11,18 +12,23 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from broker.app.verbs.batches import MapState, SweepState
 from broker.app.verbs.launching import name_target
 from broker.client.wire import ASKED, Signature, Verb, encode
 from broker.errors import BrokerError, UsageError
 from broker.frozen import frozen
 from broker.server.authorisation import check_verb, list_changed
-from broker.server.context import DisconnectedError, Policy, ServerContext
+from broker.server.context import DisconnectedError, Interruption, Policy, ServerContext
 from broker.state.people import Owned, Role, Token
-from broker.types import Job, Plan
+from broker.types import Job, Plan, Service
 
 log = logging.getLogger(__name__)
 
 ANSWER_S_MAX = 900.0
+DRIVING = ("run_map", "run_sweep")  # end with their connection, as the commands do; the same command continues
+RECORDED = ("on_submitted", "on_recorded")  # what these report is begun already
+STARTING_JOBS = ("launch_jobs", "retry_job", *DRIVING)
+INTERRUPT_S_MAX = 20.0  # less than clients wait for an answer
 FRAMES_MAX = 256  # not yet sent: a slow client slows down the verb instead of filling the memory
 Frame = Mapping[str, Any]
 
@@ -38,6 +44,15 @@ class VerbRequest:
     token: Token
 
 
+def list_submitted(result: object) -> Sequence[int]:
+    """List the IDs of the jobs in a result, or in what a callback receives."""
+    if isinstance(result, MapState):
+        return result.jobs
+    if isinstance(result, SweepState):
+        return [each.job_id for each in result.runs]
+    return [job.id for job in (result if isinstance(result, tuple) else (result,)) if isinstance(job, Job)]
+
+
 class Running:
     """One verb at work. Its frames end with a result or an error; `answer` resolves the question of a frame."""
 
@@ -51,6 +66,23 @@ class Running:
         self._room = threading.BoundedSemaphore(FRAMES_MAX)
         self._gone = threading.Event()
         self._answer: Future[bool] = Future()
+        self._interruption = Interruption()
+        self._ended = asyncio.Event()
+
+    @property
+    def user(self) -> str:
+        return self._request.token.user
+
+    async def cancel(self) -> None:
+        """Interrupt the verb, as Ctrl-C in a command would, and wait for its end, but not long."""
+        self.answer(is_accepted=False)
+        self._interruption.interrupt()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._ended.wait(), INTERRUPT_S_MAX)
+
+    @property
+    def has_ended(self) -> bool:
+        return self._ended.is_set()
 
     def leave(self) -> None:
         """Note that the client is gone: a reading verb ends, any other continues without it."""
@@ -82,9 +114,12 @@ class Running:
         """Run the verb to its end, in the thread of the caller."""
         verb, token = self._request.verb, self._request.token
         is_reading = verb.role is Role.VIEWER
+        is_driving = verb.name in DRIVING or is_reading
+        self._emit({"id": self._request.id})
         context = ServerContext(
             self._home, policy=self._policy, on_note=lambda text: self._emit({"note": text}),
-            gone=self._gone if is_reading else None,
+            gone=self._gone if is_driving else None, interruption=self._interruption,
+            token=token,
         )  # fmt: skip
         outcome, target = "done", ""
         last: Frame | None = None
@@ -95,9 +130,14 @@ class Running:
                 target = self._claim(context)
             result = verb.function(context, **self._request.arguments, **self._make_callbacks(context))
             target = self._own(context, result) or target
+            if isinstance(result, Service):
+                context.bind((result.name, result.uid))
             last = {"result": encode(result)}
         except DisconnectedError:
-            pass
+            outcome = "disconnected"
+        except asyncio.CancelledError:
+            outcome = "interrupted"
+            last = {"error": encode(BrokerError("interrupted"))}
         except BrokerError as error:
             outcome = type(error).__name__
             last = {"error": encode(error)}
@@ -106,11 +146,13 @@ class Running:
             outcome = type(error).__name__
             last = {"error": encode(BrokerError(f"bug in the server: {outcome}", hints=["see the server's log"]))}
         finally:
+            context.settle()
             if not is_reading:  # recorded before the client knows
                 context.store.audit.add(user=token.user, verb=verb.name, target=target, outcome=outcome)
             context.close()
-        if last is not None:
-            self._emit(last)
+            if last is not None:
+                self._emit(last)
+            self._loop.call_soon_threadsafe(self._ended.set)
 
     def _name_cluster(self, context: ServerContext) -> None:
         """Name the cluster of a launch that names none, before its owner is compared."""
@@ -126,27 +168,32 @@ class Running:
         """
         request = self._request
         changed = list(list_changed(context, request.verb, request.arguments))
-        if request.verb.name == "launch":
+        if request.verb.name in ("launch", "bring_up_service"):
             for kind, name in changed:
-                if context.store.clusters.get(name) is None:
-                    context.store.owners.put(kind, name, request.token.user)
+                store = context.store
+                if (store.clusters if kind is Owned.CLUSTER else store.services).get(name) is None:
+                    store.owners.put(kind, name, request.token.user)
         return ", ".join(f"{kind.value} {name}" for kind, name in changed)
 
     def _own(self, context: ServerContext, result: object) -> str:
         """Record the owner of jobs that the verb submitted, unless they have one; return them for the audit."""
-        if self._request.verb.name not in ("launch_jobs", "retry_job"):
+        if self._request.verb.name not in STARTING_JOBS:
             return ""
-        submitted = [job for job in (result if isinstance(result, tuple) else (result,)) if isinstance(job, Job)]
-        for job in submitted:
-            if context.store.owners.get(Owned.JOB, str(job.id)) is None:
-                context.store.owners.put(Owned.JOB, str(job.id), self._request.token.user)
-        return ", ".join(f"job {job.id}" for job in submitted)
+        submitted = list_submitted(result)
+        if submitted:
+            context.bind([str(job_id) for job_id in submitted])
+        for job_id in submitted:
+            if context.store.owners.get(Owned.JOB, str(job_id)) is None:
+                context.store.owners.put(Owned.JOB, str(job_id), self._request.token.user)
+        return ", ".join(f"job {job_id}" for job_id in submitted)
 
     def _make_callbacks(self, context: ServerContext) -> Mapping[str, Callable[[Any], None]]:
         def make(name: str) -> Callable[[Any], None]:
             def pass_on(value: Any) -> None:
-                if name == "on_submitted":
+                if name in ("on_submitted", "on_begin", "on_change"):
                     self._own(context, value)
+                if name not in RECORDED:
+                    self._interruption.check()
                 if name in ASKED:
                     self._ask(name, value)
                 else:

@@ -25,16 +25,20 @@ class Created:
     value: Secret
 
 
-def create_token(store: Store, *, user: str, role: Role, days: float | None) -> Created:
+def create_token(store: Store, *, user: str, role: Role, days: float | None, project: str = "") -> Created:
     """Create a token that is valid for `days`, or until it is revoked with None. Raises UsageError."""
     if not re.fullmatch(USER, user):
         raise UsageError(
             f"invalid user name `{user}`",
             hints=["use up to 64 letters, digits, `.`, `_`, `-` and `@`, such as an address"],
         )
+    if project and not re.fullmatch(USER, project):
+        raise UsageError(
+            f"invalid project name `{project}`", hints=["use up to 64 letters, digits, `.`, `_`, `-` and `@`"]
+        )
     value = PREFIX + secrets.token_urlsafe(32)
     expires_s = None if days is None else store.clock.now_s() + days * DAY_S
-    token_id = store.tokens.add(digest=digest_token(value), user=user, role=role, expires_s=expires_s)
+    token_id = store.tokens.add(digest=digest_token(value), user=user, role=role, expires_s=expires_s, project=project)
     return Created(id=token_id, value=Secret(value=value))
 
 

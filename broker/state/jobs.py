@@ -113,6 +113,11 @@ class JobRows:
         """Write the secrets of an imported job."""
         self._secrets.write(job_id, uid, values)
 
+    def list_request_ids(self, prefix: str) -> Sequence[int]:
+        """Return the ids of the jobs whose request id begins with `prefix`."""
+        rows = self._database.rows("SELECT id FROM jobs WHERE substr(request_id, 1, ?) = ?", (len(prefix), prefix))
+        return [int(row["id"]) for row in rows]
+
     def find_request(self, request_id: str | None) -> Job | None:
         """Return the job that was submitted with this request id; None if there is none."""
         row = self._database.row("SELECT id FROM jobs WHERE request_id = ?", (request_id,)) if request_id else None

@@ -23,6 +23,7 @@ class Role(StrEnum):
 class Owned(StrEnum):
     CLUSTER = "cluster"
     JOB = "job"
+    SERVICE = "service"
 
 
 @frozen
@@ -35,6 +36,7 @@ class Token:
     created_s: float
     expires_s: float | None
     revoked_s: float | None
+    project: str = ""
 
 
 @frozen
@@ -53,12 +55,13 @@ class TokenRows:
     def __init__(self, database: Database) -> None:
         self._database = database
 
-    def add(self, *, digest: str, user: str, role: Role, expires_s: float | None) -> int:
+    def add(self, *, digest: str, user: str, role: Role, expires_s: float | None, project: str = "") -> int:
         """Add a token by its digest; return its id."""
         with self._database.transaction():
             cursor = self._database.execute(
-                "INSERT INTO tokens (digest, person, role, created_s, expires_s) VALUES (?, ?, ?, ?, ?) RETURNING id",
-                (digest, user, role.value, self._database.clock.now_s(), expires_s),
+                "INSERT INTO tokens (digest, person, role, created_s, expires_s, project) VALUES (?, ?, ?, ?, ?, ?) "
+                "RETURNING id",
+                (digest, user, role.value, self._database.clock.now_s(), expires_s, project),
             )
             return int(cursor.fetchone()["id"])
 
@@ -141,5 +144,5 @@ class AuditRows:
 def _read_token(row: Row) -> Token:
     return Token(
         id=row["id"], user=row["person"], role=Role(row["role"]), created_s=read_s(row["created_s"]),
-        expires_s=row["expires_s"], revoked_s=row["revoked_s"],
+        expires_s=row["expires_s"], revoked_s=row["revoked_s"], project=row["project"],
     )  # fmt: skip

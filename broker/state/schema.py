@@ -141,6 +141,14 @@ _PEOPLE = (
     """CREATE TABLE audit (id INTEGER PRIMARY KEY AUTOINCREMENT, time_s REAL NOT NULL, person TEXT NOT NULL,
        verb TEXT NOT NULL, target TEXT NOT NULL, outcome TEXT NOT NULL)""",
 )
+_LIMITS = (
+    """CREATE TABLE limits (scope TEXT NOT NULL, name TEXT NOT NULL, usd_month REAL, gpus REAL,
+       PRIMARY KEY (scope, name))""",
+    """CREATE TABLE commitments (id INTEGER PRIMARY KEY AUTOINCREMENT, time_s REAL NOT NULL, ended_s REAL,
+       is_pending INTEGER NOT NULL, person TEXT NOT NULL, project TEXT NOT NULL, kind TEXT NOT NULL,
+       names TEXT NOT NULL, usd REAL, usd_hour REAL NOT NULL, gpus REAL NOT NULL)""",
+    "ALTER TABLE tokens ADD COLUMN project TEXT NOT NULL DEFAULT ''",
+)
 _FORECASTS = ("CREATE TABLE forecasts (job_id INTEGER PRIMARY KEY, body TEXT NOT NULL)",)
 
 MIGRATIONS: tuple[tuple[Step, ...], ...] = (
@@ -153,4 +161,5 @@ MIGRATIONS: tuple[tuple[Step, ...], ...] = (
     _SERVICES,
     _PEOPLE,
     _FORECASTS,
+    _LIMITS,
 )

@@ -16,6 +16,7 @@ from broker.state.forecasts import ForecastRows
 from broker.state.history import HistoryRows
 from broker.state.jobs import JobLine, JobRows, LogOffset, StepRange
 from broker.state.leader import LeaderRow
+from broker.state.limits import CommitmentRows, LimitRows
 from broker.state.meta import MetaRows
 from broker.state.people import AuditRows, OwnerRows, TokenRows
 from broker.state.retention import Compaction, Total
@@ -66,4 +67,6 @@ class Store(SqliteDatabase):
         self.tokens = TokenRows(self)
         self.owners = OwnerRows(self)
         self.audit = AuditRows(self)
+        self.limits = LimitRows(self)
+        self.commitments = CommitmentRows(self)
         self.meta = MetaRows(self)

@@ -50,13 +50,15 @@ TABLES: Mapping[str, str] = {
     "tokens": "id",
     "owners": "kind, name",
     "audit": "id",
+    "limits": "scope, name",
+    "commitments": "id",
 }
 # Tables that belong to one database, and the secrets, which are exported by job.
 LEFT_OUT = frozenset(("leader", "controllers", "claims", "secrets"))
 INSTALLATION = "installation"
 OWN_META = frozenset(("lineage", "schema", "secret_key"))  # rows of `meta` that belong to one database
 BOOLEANS = frozenset(("is_terminal", "cancel_requested", "is_spot"))  # numbers on SQLite
-COUNTED = ("jobs", "events", "tokens", "audit")  # tables that number their rows
+COUNTED = ("jobs", "events", "tokens", "audit", "commitments")  # tables that number their rows
 
 
 @frozen

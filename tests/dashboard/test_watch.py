@@ -6,7 +6,8 @@ import json
 
 import pytest
 
-from broker.cli.jobs_watch import Watcher, list_view
+from broker.app.verbs.watching import Watcher
+from broker.cli.jobs_watch import list_view
 from broker.cli.main import main
 from broker.types import JobStatus, Progress
 from broker.types.outcomes import EventKind, make_event

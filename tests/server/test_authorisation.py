@@ -18,11 +18,14 @@ from tests.simulation.world import make_offer
 READS = {
     "show_status", "check_up", "find_run", "follow_run", "list_runs", "preview_down", "name_target",
     "describe_interrupted", "list_queue", "list_jobs", "show_job", "follow_log", "list_events", "explain_job",
-    "wait_for_job", "show_cost", "check_clouds", "plan_tasks",
+    "wait_for_job", "show_cost", "check_clouds", "plan_tasks", "report_month", "score_forecasts", "list_forecasts",
+    "inspect_clouds", "inspect_cloud", "list_startable", "watch_jobs", "read_job_history", "list_services",
+    "explain_service", "wait_for_service", "follow_service_log", "preview_services_down", "read_sweep",
 }  # fmt: skip
 WRITES = {
     "cancel_runs", "stop_cluster", "start_cluster", "set_autostop", "terminate_clusters", "launch", "exec_task",
-    "launch_jobs", "cancel_jobs", "retry_job",
+    "launch_jobs", "cancel_jobs", "retry_job", "bring_up_service", "start_service_controller", "update_service",
+    "terminate_services", "run_map", "run_sweep",
 }  # fmt: skip
 ALLOWED = {"viewer": READS, "user": READS | WRITES, "admin": READS | WRITES}
 
@@ -66,13 +69,15 @@ def owned(hosted: Hosted) -> str:
     job = store.jobs.add("train", Task(run="true", resources=(Resources(cloud="local"),)))
     store.owners.put(Owned.CLUSTER, "dev", "user")
     store.owners.put(Owned.JOB, str(job.id), "user")
+    store.services.add("dev", Task(run="true"), host="127.0.0.1", port=30001, wanted=1)
+    store.owners.put(Owned.SERVICE, "dev", "user")
     return str(job.id)
 
 
 def list_arguments(verb: str, job_id: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, kind in VERBS[verb].owned.items():
-        value = "dev" if kind is Owned.CLUSTER else job_id
+        value = job_id if kind is Owned.JOB else "dev"
         found[name] = (value,) if name == "names" else value
     return found
 

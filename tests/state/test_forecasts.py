@@ -38,7 +38,9 @@ def test_a_state_file_without_forecasts_is_migrated(tmp_path: Path) -> None:
     job = store.jobs.add("train", Task())
     store.close()
     with sqlite3.connect(path) as connection:
-        connection.execute("DROP TABLE forecasts")
+        for table in ("forecasts", "limits", "commitments"):
+            connection.execute(f"DROP TABLE {table}")
+        connection.execute("ALTER TABLE tokens DROP COLUMN project")
         connection.execute(f"PRAGMA user_version={BEFORE}")
     assert any("CREATE TABLE forecasts" in str(step) for step in MIGRATIONS[BEFORE])
     connection.close()

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
 
+from broker.app import checking
+from broker.app.checking import CloudSummary, find_inspector
+from broker.app.checks import CheckedItem, record_findings, record_overview
 from broker.app.container import Context
+from broker.app.forecasts import list_judged, score_own_forecasts
 from broker.app.planning import check_notices, check_plans, plan_launch
+from broker.app.reporting import Report, read_month, read_report
 from broker.app.spending import By, Spending, read_spending
+from broker.clouds.findings import InspectsTypes, TypeCheckResult
+from broker.errors import UsageError
 from broker.frozen import frozen
+from broker.jobs.scoring import ForecastScore, JudgedForecast
 from broker.types import Plan, Task
 
 
@@ -53,3 +62,50 @@ def plan_tasks(context: Context, *, tasks: tuple[Task, ...], is_dryrun: bool = T
     plans = tuple(plan_launch(context, task, is_dryrun=is_dryrun) for task in found)
     check_plans(plans, is_launch=False, note=context.note)
     return plans
+
+
+def report_month(context: Context, *, month: str | None = None) -> Report:
+    """Report a month, YYYY-MM in the local time of the store's machine; the current one with None."""
+    return read_report(context, read_month(month, now_s=context.clock.now_s()), on_damage=context.warn)
+
+
+def score_forecasts(context: Context) -> ForecastScore:
+    """Score the forecasts of ended jobs, which may widen the intervals of later plans."""
+    return score_own_forecasts(context)
+
+
+def list_forecasts(context: Context) -> tuple[JudgedForecast, ...]:
+    """List the forecast of each job that has succeeded, beside its cost and time."""
+    return tuple(list_judged(context))
+
+
+def inspect_clouds(context: Context) -> tuple[CloudSummary, ...]:
+    """Ask every cloud whether it could launch nodes now, and record the answers."""
+    found = tuple(asyncio.run(checking.check_clouds(context)))
+    rows = [(each.name, each.can_launch, each.note) for each in found]
+    record_overview(context.config, rows, now_s=context.clock.now_s())
+    return found
+
+
+def inspect_cloud(context: Context, *, cloud: str) -> tuple[CheckedItem, ...]:
+    """Check everything that one cloud requires, and record the result. Raises UsageError, CloudError."""
+    findings = asyncio.run(find_inspector(cloud).inspect(context.config, clock=context.clock))
+    items = tuple(
+        CheckedItem(
+            name=each.name, is_ok=each.is_ok, note=each.note, command=each.command, is_needed=each.is_needed
+        )
+        for each in findings
+    )  # fmt: skip
+    record_findings(context.config, cloud, items, now_s=context.clock.now_s())
+    return items
+
+
+def list_startable(context: Context, *, cloud: str) -> tuple[TypeCheckResult, ...]:
+    """List accelerators with whether their smallest machine would start now. Raises UsageError, CloudError."""
+    inspector = find_inspector(cloud)
+    if not isinstance(inspector, InspectsTypes):
+        raise UsageError(
+            f"`--types` is not supported for `{cloud}`", hints=("supported: `broker check aws --types`, and `gcp`",)
+        )
+    offers = context.book.list_offers(cloud)
+    return tuple(asyncio.run(inspector.inspect_types(context.config, clock=context.clock, offers=offers)))

@@ -8,9 +8,11 @@ from collections.abc import Callable
 from broker.app import clusters
 from broker.app.clusters import LogChunk, Status
 from broker.app.container import Context
+from broker.app.limits import Demand
 from broker.errors import BrokerError
 from broker.frozen import frozen
-from broker.types import Autostop, Run
+from broker.state.people import Owned
+from broker.types import Autostop, Estimate, Run
 
 
 @frozen
@@ -75,8 +77,9 @@ def stop_cluster(context: Context, *, cluster: str) -> None:
 
 def start_cluster(context: Context, *, cluster: str) -> None:
     """Restart a stopped cluster."""
-    context.find_cluster(cluster)
-    asyncio.run(clusters.restart(context, cluster))
+    found = context.find_cluster(cluster)
+    context.admit([Estimate(placement=found.placement)], Demand(kind=Owned.CLUSTER, names=(cluster,)))
+    asyncio.run(context.run_paid(clusters.restart(context, cluster)))
 
 
 def set_autostop(context: Context, *, cluster: str, rule: Autostop | None) -> None:

@@ -10,7 +10,9 @@ from broker.app.buckets import TrackUpload
 from broker.app.clusters import find_up
 from broker.app.container import Context
 from broker.app.launching import Callbacks, ClusterTarget, prepare
+from broker.app.limits import Demand
 from broker.frozen import frozen
+from broker.state.people import Owned
 from broker.types import Autostop, Job, Plan, Task
 
 Show = Callable[[Sequence[Plan]], None]
@@ -52,14 +54,15 @@ def launch(
         show(plans)
 
     callbacks = Callbacks(show=show_and_prepare, confirm=confirm, track_upload=track_upload)
-    ready = prepare(context, [task], target, callbacks=callbacks, is_dryrun=is_dryrun)
+    demand = Demand(kind=Owned.CLUSTER, names=(target.name,))
+    ready = prepare(context, [task], target, callbacks=callbacks, is_dryrun=is_dryrun, demand=demand)
     if is_dryrun:
         return Started(cluster=target.name)
     on_stage(f"starting `{target.name}`")
     starting = launching.start_cluster(
         context, target, ready, hedge=hedge, retry_until_up=retry_until_up, on_stage=on_stage
     )
-    return Started(cluster=target.name, run_id=asyncio.run(starting))
+    return Started(cluster=target.name, run_id=asyncio.run(context.run_paid(starting)))
 
 
 def describe_interrupted(context: Context, *, cluster: str) -> tuple[str, ...]:

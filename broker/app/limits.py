@@ -1,0 +1,158 @@
+"""Limits of people and projects on a server: what they use, and whether a request may start more.
+
+USD count by calendar month, local time: what was paid for since its begin, and the expected rest of what is live. Where
+no work is stated, the rest is a day at the price of the plan; for a service, it is the rest of the month.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from broker.app.reporting import Period, read_month
+from broker.errors import LimitError
+from broker.formatting import format_count, format_usd
+from broker.frozen import frozen
+from broker.state.limits import Commitment, Limit, LimitScope
+from broker.state.people import Owned
+from broker.state.store import Bill, Store
+from broker.types import ClusterStatus, Estimate
+
+UNKNOWN_HOURS = 24.0
+PENDING_S_MAX = 86400.0  # of a request whose server was killed before it could say how it ended
+
+
+@frozen
+class Demand:
+    """How much a launch will start: `total` gangs of each placement, of which `parallel` at a time."""
+
+    kind: Owned = Owned.JOB
+    names: tuple[str, ...] = ()
+    parallel: int = 1
+    total: int = 1
+
+
+@frozen
+class Amounts:
+    """USD in the current month, and accelerators at a time."""
+
+    usd: float
+    gpus: float
+
+
+def admit(store: Store, choices: Sequence[Estimate], demand: Demand, *, user: str, project: str) -> int:
+    """Reserve what a request may use, in one transaction; return the id of its commitment. Raises LimitError."""
+    usd, usd_hour, gpus = _measure(choices, demand)
+    with store.transaction():
+        now_s = store.clock.now_s()
+        month = read_month(None, now_s=now_s)
+        asked = Amounts(usd=_expect_rest(demand.kind, usd, usd_hour, 0.0, month, now_s), gpus=gpus)
+        others = [each for each in store.commitments.list() if not _is_replaced(each, demand)]
+        for limit in store.limits.list():
+            if limit.name != (user if limit.scope is LimitScope.USER else project):
+                continue
+            _check(limit, measure_use(store, limit, others, month), asked)
+        for each in store.commitments.list():
+            if _is_replaced(each, demand):
+                store.commitments.end(each.id)
+        return store.commitments.add(
+            user=user, project=project, kind=demand.kind, names=demand.names, usd=usd, usd_hour=usd_hour, gpus=gpus
+        )
+
+
+def _measure(choices: Sequence[Estimate], demand: Demand) -> tuple[float | None, float, float]:
+    """Return the expected USD, None without stated work, the USD/h and the accelerators of the first placements."""
+    expected = [each.expected_usd for each in choices]
+    known = [each for each in expected if each is not None]
+    usd = sum(known) * demand.total if len(known) == len(expected) and demand.kind is Owned.JOB else None
+    usd_hour = sum(each.placement.usd_hour for each in choices) * demand.parallel
+    gpus = sum(each.placement.node_count * each.placement.offer.accelerator_count for each in choices)
+    return usd, usd_hour, gpus * demand.parallel
+
+
+def _is_replaced(commitment: Commitment, demand: Demand) -> bool:
+    """Return whether the demand is for the same cluster or service."""
+    return (
+        commitment.ended_s is None and not commitment.is_pending and demand.kind is not Owned.JOB
+        and commitment.kind is demand.kind and commitment.names[:1] == demand.names[:1]
+    )  # fmt: skip
+
+
+def measure_use(store: Store, limit: Limit, commitments: Sequence[Commitment], month: Period) -> Amounts:
+    """Sum what a user or a project has paid for this month and what its live work is expected to use."""
+    now_s = store.clock.now_s()
+    bills, live_jobs = store.bills.list(), {str(each) for each in store.jobs.list_live_ids()}
+    usd = gpus = 0.0
+    for each in commitments:
+        if limit.name != (each.user if limit.scope is LimitScope.USER else each.project):
+            continue
+        own = _list_bills(store, each, bills)
+        usd += sum(_pay(bill, max(bill.created_s, month.begin_s), now_s) for bill in own)
+        if _is_live(store, each, live_jobs, now_s):
+            paid_usd = sum(_pay(bill, bill.created_s, now_s) for bill in own)
+            usd += _expect_rest(each.kind, each.usd, each.usd_hour, paid_usd, month, now_s)
+            gpus += each.gpus
+    return Amounts(usd=usd, gpus=gpus)
+
+
+def _pay(bill: Bill, begin_s: float, now_s: float) -> float:
+    end_s = now_s if bill.ended_s is None else bill.ended_s
+    return max(0.0, end_s - begin_s) / 3600 * bill.usd_hour
+
+
+def _expect_rest(
+    kind: Owned, usd: float | None, usd_hour: float, paid_usd: float, month: Period, now_s: float
+) -> float:
+    if kind is Owned.SERVICE:
+        return usd_hour * (month.end_s - now_s) / 3600
+    return usd_hour * UNKNOWN_HOURS if usd is None else max(0.0, usd - paid_usd)
+
+
+def _list_bills(store: Store, commitment: Commitment, bills: Sequence[Bill]) -> Sequence[Bill]:
+    if commitment.kind is Owned.JOB:
+        return [bill for bill in bills if str(bill.job_id) in commitment.names]
+    if commitment.kind is Owned.SERVICE:
+        jobs = frozenset(store.jobs.list_request_ids(f"service/{'/'.join(commitment.names)}/"))
+        found = [bill for bill in bills if bill.job_id in jobs]
+    else:
+        found = [bill for bill in bills if bill.job_id is None and bill.cluster in commitment.names]
+    return [
+        bill for bill in found
+        if bill.created_s >= commitment.time_s
+        and (commitment.ended_s is None or bill.created_s < commitment.ended_s)
+    ]  # fmt: skip
+
+
+def _is_live(store: Store, commitment: Commitment, live_jobs: set[str], now_s: float) -> bool:
+    if commitment.ended_s is not None:
+        return False
+    if commitment.is_pending and now_s < commitment.time_s + PENDING_S_MAX:
+        return True
+    if commitment.kind is Owned.JOB:
+        return bool(live_jobs & set(commitment.names))
+    name = commitment.names[0] if commitment.names else ""
+    if commitment.kind is Owned.SERVICE:
+        service = store.services.get(name)
+        return service is not None and service.uid in commitment.names
+    cluster = store.clusters.get(name)
+    is_up = cluster is not None and cluster.status is not ClusterStatus.STOPPED
+    return is_up or bool(store.intents.list_open(name))
+
+
+def _check(limit: Limit, used: Amounts, asked: Amounts) -> None:
+    whose = f"{limit.scope.value} {limit.name}"
+    hints = [
+        "cancel work that is no longer needed: see `broker status` and `broker jobs queue`",
+        "or ask an administrator of the server, who can change the limit with `broker server limits set`",
+    ]
+    if limit.usd_month is not None and used.usd + asked.usd > limit.usd_month:
+        raise LimitError(
+            f"over the monthly budget of {whose}: {format_usd(limit.usd_month)} USD, of which "
+            f"{format_usd(used.usd)} USD are spent or expected; this would add {format_usd(asked.usd)} USD",
+            hints=hints,
+        )
+    if limit.gpus is not None and used.gpus + asked.gpus > limit.gpus:
+        raise LimitError(
+            f"over the limit of {whose}: {format_count(int(limit.gpus), 'GPU')}, of which {used.gpus:g} are in use; "
+            f"this would add {asked.gpus:g}",
+            hints=hints,
+        )

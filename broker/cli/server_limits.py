@@ -1,0 +1,96 @@
+"""`broker server limits`: what users and projects may spend and use at a time."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from broker.cli import options
+from broker.cli.context import make_context
+from broker.cli.render import print_json, print_line, print_table
+from broker.errors import UsageError
+from broker.formatting import format_usd, to_plain
+from broker.state.limits import Limit, LimitScope
+
+app = typer.Typer(
+    help="Set monthly budgets and GPU limits of users and projects.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+UserOption = Annotated[str | None, typer.Option("--user", metavar="NAME", help="User to limit.")]
+ProjectOption = Annotated[str | None, typer.Option("--project", metavar="NAME", help="Project to limit.")]
+
+
+@app.command(name="set")
+def set_limit(
+    user: UserOption = None,
+    project: ProjectOption = None,
+    usd_month: Annotated[
+        float | None, typer.Option("--usd-per-month", metavar="USD", min=0, help="Budget per calendar month.")
+    ] = None,
+    gpus: Annotated[
+        float | None, typer.Option("--gpus", metavar="COUNT", min=0, help="Number of GPUs at a time.")
+    ] = None,
+) -> None:
+    """Set the limits of a user or a project, in place of earlier ones.
+
+    Launches that would exceed them are refused. What already runs is not stopped.
+    """
+    scope, name = _read_subject(user, project)
+    if usd_month is None and gpus is None:
+        raise UsageError("no limit was given", hints=["pass `--usd-per-month USD`, `--gpus COUNT`, or both"])
+    make_context().store.limits.put(Limit(scope=scope, name=name, usd_month=usd_month, gpus=gpus))
+    print_line(f"Limited {scope.value} {name}: {_describe(usd_month, gpus)}")
+
+
+@app.command(name="list")
+def list_limits(as_json: options.AsJson = False) -> None:
+    """List limits, and what is used of them in this month."""
+    from broker.app.limits import measure_use
+    from broker.app.reporting import read_month
+
+    context = make_context()
+    store = context.store
+    month, commitments = read_month(None, now_s=context.clock.now_s()), store.commitments.list()
+    found = [(each, measure_use(store, each, commitments, month)) for each in store.limits.list()]
+    if as_json:
+        print_json([
+            {**to_plain(limit), "usd_used": used.usd, "gpus_used": used.gpus} for limit, used in found
+        ])  # fmt: skip
+        return
+    if not found:
+        print_line("No limits; set one with `broker server limits set --user NAME --usd-per-month USD`")
+        return
+    rows = [
+        [
+            limit.scope.value, limit.name, format_usd(used.usd),
+            "-" if limit.usd_month is None else format_usd(limit.usd_month), f"{used.gpus:g}",
+            "-" if limit.gpus is None else f"{limit.gpus:g}",
+        ]
+        for limit, used in found
+    ]  # fmt: skip
+    heads = ["", "NAME", "USD USED", "USD/MONTH", "GPUS USED", "GPUS"]
+    print_table(heads, rows, right=("USD USED", "USD/MONTH", "GPUS USED", "GPUS"))
+
+
+@app.command(name="unset")
+def unset_limit(user: UserOption = None, project: ProjectOption = None) -> None:
+    """Remove the limits of a user or a project."""
+    scope, name = _read_subject(user, project)
+    if not make_context().store.limits.delete(scope, name):
+        raise UsageError(f"{scope.value} {name} has no limits", hints=["list them: `broker server limits list`"])
+    print_line(f"Removed the limits of {scope.value} {name}")
+
+
+def _read_subject(user: str | None, project: str | None) -> tuple[LimitScope, str]:
+    if (user is None) == (project is None):
+        raise UsageError("one user or one project is required", hints=["pass `--user NAME` or `--project NAME`"])
+    return (LimitScope.USER, user) if user is not None else (LimitScope.PROJECT, project or "")
+
+
+def _describe(usd_month: float | None, gpus: float | None) -> str:
+    parts = [] if usd_month is None else [f"{format_usd(usd_month)} USD per month"]
+    return ", ".join(parts if gpus is None else [*parts, f"{gpus:g} GPUs at a time"])

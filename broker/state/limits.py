@@ -1,0 +1,124 @@
+"""Rows of the limits of people and projects, and of what each of them was admitted to start."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from enum import StrEnum
+
+from broker.frozen import frozen
+from broker.state.base import Database, Row, read_s
+from broker.state.people import Owned
+
+
+class LimitScope(StrEnum):
+    USER = "user"
+    PROJECT = "project"
+
+
+@frozen
+class Limit:
+    """What a user or a project may use; None is unlimited. `usd_month` is per calendar month, local time."""
+
+    scope: LimitScope
+    name: str
+    usd_month: float | None
+    gpus: float | None
+
+
+@frozen
+class Commitment:
+    """What one admitted request may cost. `usd` is None where no work is stated.
+
+    `names` are those of a cluster, the IDs of jobs, or the name and the unique ID of a service. It is pending while the
+    request runs, whose work is not recorded yet, and ended once another request took its place.
+    """
+
+    id: int
+    time_s: float
+    ended_s: float | None
+    is_pending: bool
+    user: str
+    project: str
+    kind: Owned
+    names: tuple[str, ...]
+    usd: float | None
+    usd_hour: float
+    gpus: float
+
+
+class LimitRows:
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    def put(self, limit: Limit) -> None:
+        """Set a limit, in place of an earlier one."""
+        self._database.write(
+            "INSERT INTO limits (scope, name, usd_month, gpus) VALUES (?, ?, ?, ?) "
+            "ON CONFLICT (scope, name) DO UPDATE SET usd_month = excluded.usd_month, gpus = excluded.gpus",
+            (limit.scope.value, limit.name, limit.usd_month, limit.gpus),
+        )
+
+    def delete(self, scope: LimitScope, name: str) -> bool:
+        """Remove a limit; return whether there was one."""
+        done = self._database.write("DELETE FROM limits WHERE scope = ? AND name = ?", (scope.value, name))
+        return done.rowcount > 0
+
+    def list(self) -> Sequence[Limit]:
+        rows = self._database.rows("SELECT * FROM limits ORDER BY scope, name")
+        return [
+            Limit(scope=LimitScope(row["scope"]), name=row["name"], usd_month=row["usd_month"], gpus=row["gpus"])
+            for row in rows
+        ]
+
+
+class CommitmentRows:
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    def add(
+        self, *, user: str, project: str, kind: Owned, names: Sequence[str], usd: float | None, usd_hour: float,
+        gpus: float,
+    ) -> int:  # fmt: skip
+        """Add a pending commitment; return its id."""
+        with self._database.transaction():
+            cursor = self._database.execute(
+                "INSERT INTO commitments (time_s, is_pending, person, project, kind, names, usd, usd_hour, gpus) "
+                "VALUES (?, 1, ?, ?, ?, ?, ?, ?, ?) RETURNING id",
+                (
+                    self._database.clock.now_s(), user, project, kind.value, json.dumps(list(names)), usd, usd_hour,
+                    gpus,
+                ),
+            )  # fmt: skip
+            return int(cursor.fetchone()["id"])
+
+    def bind(self, commitment_id: int, names: Sequence[str]) -> None:
+        """Record what the request has started."""
+        self._database.write(
+            "UPDATE commitments SET names = ? WHERE id = ?", (json.dumps(list(names)), commitment_id)
+        )  # fmt: skip
+
+    def settle(self, commitment_id: int) -> None:
+        """Note that the request has ended; one that started nothing is forgotten."""
+        with self._database.transaction():
+            self._database.execute("DELETE FROM commitments WHERE id = ? AND names = '[]'", (commitment_id,))
+            self._database.execute("UPDATE commitments SET is_pending = 0 WHERE id = ?", (commitment_id,))
+
+    def end(self, commitment_id: int) -> None:
+        """Note that another commitment for the same cluster or service takes its place."""
+        self._database.write(
+            "UPDATE commitments SET ended_s = ? WHERE id = ? AND ended_s IS NULL",
+            (self._database.clock.now_s(), commitment_id),
+        )
+
+    def list(self) -> Sequence[Commitment]:
+        """Return all commitments, oldest first."""
+        return [_read_commitment(row) for row in self._database.rows("SELECT * FROM commitments ORDER BY id")]
+
+
+def _read_commitment(row: Row) -> Commitment:
+    return Commitment(
+        id=row["id"], time_s=read_s(row["time_s"]), ended_s=row["ended_s"], is_pending=bool(row["is_pending"]),
+        user=row["person"], project=row["project"], kind=Owned(row["kind"]), names=tuple(json.loads(row["names"])),
+        usd=row["usd"], usd_hour=row["usd_hour"], gpus=row["gpus"],
+    )  # fmt: skip

@@ -1,0 +1,188 @@
+"""Budgets and GPU limits: what counts, who is told what, and two launches at once."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from broker.app.limits import Demand, admit, measure_use
+from broker.app.reporting import read_month
+from broker.app.verbs.launching import launch_jobs
+from broker.clock import SystemClock
+from broker.errors import LimitError
+from broker.state.limits import Limit, LimitScope
+from broker.state.people import Owned
+from broker.state.store import Store
+from broker.types import Cluster, ClusterStatus, Estimate, JobStatus, Placement, Resources, Task
+from tests.server.conftest import Hosted
+from tests.simulation.world import make_offer
+from tests.state.conftest import OpenStore, clock, open_postgres, open_sqlite, open_store, postgres, store
+from tests.state.samples import Hands, make_node
+
+__all__ = ["clock", "open_postgres", "open_sqlite", "open_store", "postgres", "store"]
+HOUR_S = 3600.0
+
+
+def make_estimate(*, usd: float | None = None, gpus: float = 8, nodes: int = 1) -> Estimate:
+    """Make an estimate at 2 USD/h for each node."""
+    offer = replace(make_offer("east1a"), accelerator="H100", accelerator_count=gpus, ondemand_usd_hour=2.0)
+    return Estimate(placement=Placement(offer=offer, is_spot=False, node_count=nodes), expected_usd=usd)
+
+
+def limit(store: Store, *, usd: float | None = None, gpus: float | None = None, project: bool = False) -> None:
+    scope, name = (LimitScope.PROJECT, "vision") if project else (LimitScope.USER, "ada")
+    store.limits.put(Limit(scope=scope, name=name, usd_month=usd, gpus=gpus))
+
+
+def ask(store: Store, choices: Sequence[Estimate], demand: Demand | None = None, *, user: str = "ada") -> int:
+    return admit(store, choices, demand or Demand(), user=user, project="vision")
+
+
+def test_refusal_names_the_limit_what_is_used_what_was_asked_and_who_changes_it(store: Store) -> None:
+    limit(store, usd=100.0, gpus=16)
+    ask(store, [make_estimate(usd=60.0)])
+    with pytest.raises(LimitError) as refused:
+        ask(store, [make_estimate(usd=50.0)])
+    assert refused.value.message == (
+        "over the monthly budget of user ada: 100.00 USD, of which 60.00 USD are spent or expected; "
+        "this would add 50.00 USD"
+    )
+    assert "administrator" in refused.value.hints[1] and "broker server limits set" in refused.value.hints[1]
+    with pytest.raises(LimitError, match=r"16 GPUs, of which 8 are in use; this would add 16"):
+        ask(store, [make_estimate(usd=1.0, nodes=2)])
+    ask(store, [make_estimate(usd=500.0, nodes=9)], user="ben")  # has no limit
+
+
+def test_limit_of_a_project_counts_all_of_its_users(store: Store) -> None:
+    limit(store, gpus=16, project=True)
+    ask(store, [make_estimate()], user="ada")
+    ask(store, [make_estimate()], user="ben")
+    with pytest.raises(LimitError, match="project vision"):
+        ask(store, [make_estimate()], user="cleo")
+
+
+def test_job_counts_until_it_ends_and_what_was_paid_counts_on(store: Store, clock: Hands) -> None:
+    limit(store, usd=100.0, gpus=8)
+    job = store.jobs.add("train", Task(run="true"))
+    commitment = ask(store, [make_estimate(usd=60.0)])
+    store.commitments.bind(commitment, [str(job.id)])
+    store.commitments.settle(commitment)
+    with pytest.raises(LimitError):
+        ask(store, [make_estimate(usd=1.0)])
+    store.jobs.set_status(job.id, JobStatus.CANCELLED)
+    ask(store, [make_estimate(usd=100.0)])
+
+
+def test_request_that_started_nothing_is_forgotten(store: Store) -> None:
+    limit(store, gpus=8)
+    store.commitments.settle(ask(store, [make_estimate()]))
+    assert store.commitments.list() == []
+    ask(store, [make_estimate()])
+
+
+def test_request_whose_server_was_killed_counts_for_a_day(store: Store, clock: Hands) -> None:
+    limit(store, gpus=8)
+    ask(store, [make_estimate()])
+    clock.time_s += 23 * HOUR_S
+    with pytest.raises(LimitError):
+        ask(store, [make_estimate()])
+    clock.time_s += HOUR_S
+    ask(store, [make_estimate()])
+
+
+def test_cluster_counts_a_day_ahead_and_its_bills_until_another_takes_its_name(store: Store, clock: Hands) -> None:
+    limit(store, usd=200.0)
+    (found,) = store.limits.list()
+    demand = Demand(kind=Owned.CLUSTER, names=("dev",))
+    estimate = make_estimate()
+    commitment = ask(store, [estimate], demand)
+    cluster = Cluster(name="dev", placement=estimate.placement, status=ClusterStatus.UP, attempt=1)
+    store.clusters.put(cluster)
+    node = replace(make_node("n1"), cluster="dev", usd_hour=2.0, created_s=clock.now_s())
+    store.bills.record(node)
+    store.commitments.settle(commitment)
+    clock.time_s += 3 * HOUR_S
+    month = read_month(None, now_s=clock.now_s())
+
+    def measure() -> float:
+        return round(measure_use(store, found, store.commitments.list(), month).usd, 6)
+
+    assert measure() == 6.0 + 48.0
+    store.bills.close(node)
+    store.clusters.put(replace(cluster, status=ClusterStatus.STOPPED))
+    assert measure() == 6.0
+    ask(store, [estimate], demand)
+    assert measure() == 6.0 + 48.0, "the restarted cluster counts once"
+
+
+def test_workers_and_replicas_count_together(store: Store) -> None:
+    limit(store, gpus=31)
+    with pytest.raises(LimitError, match="would add 32"):
+        ask(store, [make_estimate()], Demand(parallel=4, total=20))
+    limit(store, usd=79.0)
+    with pytest.raises(LimitError, match=r"would add 80\.00 USD"):
+        ask(store, [make_estimate(usd=4.0)], Demand(parallel=4, total=20))
+
+
+def test_of_two_launches_at_once_one_passes(open_store: OpenStore) -> None:
+    """Each thread has a connection of its own, as each request of a server has."""
+    limit(open_store(), gpus=8)
+    stores = [open_store() for _ in range(6)]
+    begin = threading.Barrier(len(stores))
+    outcomes: list[str] = []
+
+    def launch(own: Store) -> None:
+        begin.wait()
+        try:
+            ask(own, [make_estimate()])
+            outcomes.append("admitted")
+        except LimitError:
+            outcomes.append("refused")
+
+    threads = [threading.Thread(target=launch, args=(each,)) for each in stores]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    assert sorted(outcomes) == ["admitted", *["refused"] * 5]
+
+
+def test_server_refuses_before_it_asks_and_counts_what_it_started(hosted: Hosted) -> None:
+    task = Task(run="true", resources=(Resources(cloud="local"),))
+    told: list[str] = []
+
+    def submit() -> int:
+        (job,) = hosted.open("other").call(
+            launch_jobs, tasks=(task,), name="limited", request_id=None, hedge=1, is_dryrun=False,
+            show=lambda plans: None, confirm=lambda plans: told.append("asked"), on_submitted=lambda jobs: None,
+        )  # fmt: skip
+        return job.id
+
+    store = hosted.context.store
+    store.limits.put(Limit(scope=LimitScope.USER, name="other", usd_month=0.0, gpus=None))
+    with pytest.raises(LimitError, match="over the monthly budget of user other"):
+        submit()
+    assert told == [] and not [each for each in store.jobs.list() if each.name == "limited"]
+    assert store.audit.list()[-1].outcome == "LimitError" and store.commitments.list() == []
+    store.limits.put(Limit(scope=LimitScope.USER, name="other", usd_month=1000.0, gpus=None))
+    job_id = submit()
+    (commitment,) = store.commitments.list()
+    assert commitment.names == (str(job_id),) and not commitment.is_pending and told == ["asked"]
+    status, answer = hosted.ask("/v1/show_cost", {"by": "job"}, token=hosted.tokens["other"])
+    assert status == 200 and answer["result"]
+    store.jobs.request_cancel(job_id)
+
+
+def test_limits_survive_the_end_of_the_process(tmp_path: Path) -> None:
+    first = Store(tmp_path / "state.db", clock=SystemClock())
+    limit(first, usd=5.0)
+    limit(first, usd=6.0, gpus=1)
+    first.close()
+    again = Store(tmp_path / "state.db", clock=SystemClock())
+    assert [(each.usd_month, each.gpus) for each in again.limits.list()] == [(6.0, 1.0)]
+    assert again.limits.delete(LimitScope.USER, "ada") and not again.limits.delete(LimitScope.USER, "ada")
+    again.close()
