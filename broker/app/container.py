@@ -16,7 +16,7 @@ from broker.errors import BrokerError, StateError, UsageError
 
 if TYPE_CHECKING:
     from broker.access.granting import Grants
-    from broker.app.limits import Demand
+    from broker.app.limits import LaunchSize
     from broker.catalog.book import Book
     from broker.clouds.base import Cloud, MakeCloud
     from broker.jobs.controller import JobController
@@ -220,7 +220,7 @@ class Context:
         """Await what starts machines; Ctrl-C cancels it, and a server cancels it when its client asks for that."""
         return await work
 
-    def admit(self, choices: Sequence[Estimate], demand: Demand) -> None:
+    def admit(self, choices: Sequence[Estimate], demand: LaunchSize) -> None:
         """Accept what a launch will start. A server raises LimitError where it would exceed a limit of its user."""
 
     def ensure_daemon(self) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from broker.app.clusters import LogChunk
 from broker.app.container import Context
 from broker.app.launching import settle_checkpoints
-from broker.app.limits import Demand
+from broker.app.limits import LaunchSize
 from broker.app.planning import plan_launch
 from broker.errors import JobEndedError, UsageError, WaitTimeoutError
 from broker.formatting import strip_control
@@ -109,7 +109,7 @@ def _check_access(context: Context, task: Task) -> None:
     plan = plan_launch(context, drop_limits(task))  # a job that is late may be retried
     for sentence in context.grants.check([plan], allowances_s=[get_unattended_s(task)]):
         context.note(sentence)
-    context.admit([plan.choice], Demand())
+    context.admit([plan.choice], LaunchSize())
 
 
 def read_status(text: str) -> JobStatus:

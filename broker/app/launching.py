@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from broker.app.buckets import TrackUpload, fill_buckets, note_copies
 from broker.app.container import Context
-from broker.app.limits import Demand
+from broker.app.limits import LaunchSize
 from broker.app.planning import anchor, check_notices, check_plans, plan_launch
 from broker.errors import TransientError, UnreachedError, UsageError
 from broker.formatting import format_count, format_usd
@@ -73,7 +73,7 @@ def prepare(
     *,
     callbacks: Callbacks | None = None,
     is_dryrun: bool = False,
-    demand: Demand | None = None,
+    demand: LaunchSize | None = None,
 ) -> Ready:
     """Resolve, settle, plan, check, confirm, upload and mount, in this order. No machines are started.
 
@@ -94,7 +94,7 @@ def prepare(
         for sentence in context.grants.check(plans, allowances_s=target.list_allowances_s(tasks)):
             context.note(sentence)
         note_copies(context, plans)
-        context.admit([plan.choice for plan in plans], demand or Demand())
+        context.admit([plan.choice for plan in plans], demand or LaunchSize())
         callbacks.confirm(plans)
     tasks = fill_buckets(context, tasks, track=callbacks.track_upload)
     return Ready(tasks=tuple(target.mount(each) for each in tasks), plans=plans)

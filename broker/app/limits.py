@@ -22,7 +22,7 @@ PENDING_S_MAX = 86400.0  # of a request whose server was killed before it could 
 
 
 @frozen
-class Demand:
+class LaunchSize:
     """How much a launch will start: `total` gangs of each placement, of which `parallel` at a time."""
 
     kind: Owned = Owned.JOB
@@ -39,7 +39,7 @@ class Amounts:
     gpus: float
 
 
-def admit(store: Store, choices: Sequence[Estimate], demand: Demand, *, user: str, project: str) -> int:
+def admit(store: Store, choices: Sequence[Estimate], demand: LaunchSize, *, user: str, project: str) -> int:
     """Reserve what a request may use, in one transaction; return the id of its commitment. Raises LimitError."""
     usd, usd_hour, gpus = _measure(choices, demand)
     with store.transaction():
@@ -59,7 +59,7 @@ def admit(store: Store, choices: Sequence[Estimate], demand: Demand, *, user: st
         )
 
 
-def _measure(choices: Sequence[Estimate], demand: Demand) -> tuple[float | None, float, float]:
+def _measure(choices: Sequence[Estimate], demand: LaunchSize) -> tuple[float | None, float, float]:
     """Return the expected USD, None without stated work, the USD/h and the accelerators of the first placements."""
     expected = [each.expected_usd for each in choices]
     known = [each for each in expected if each is not None]
@@ -69,7 +69,7 @@ def _measure(choices: Sequence[Estimate], demand: Demand) -> tuple[float | None,
     return usd, usd_hour, gpus * demand.parallel
 
 
-def _is_replaced(commitment: Commitment, demand: Demand) -> bool:
+def _is_replaced(commitment: Commitment, demand: LaunchSize) -> bool:
     """Return whether the demand is for the same cluster or service."""
     return (
         commitment.ended_s is None and not commitment.is_pending and demand.kind is not Owned.JOB

@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 from broker.app.container import Context
 from broker.app.jobs import JobTarget
 from broker.app.launching import Callbacks, prepare
-from broker.app.limits import Demand
+from broker.app.limits import LaunchSize
 from broker.batch import tally
 from broker.batch.plan_file import LEASE_S, MapPlan, begin, digest_program
 from broker.batch.splitting import SUFFIXES, Split, split
@@ -186,7 +186,7 @@ class MapDriver:
         request = self._request
         target = MapTarget(context=self._context, is_here="://" not in request.input or "://" not in request.output)
         task = make_worker_task(request.task, self.input_url, self.output_url, sum(self.split.sizes) / request.workers)
-        demand = Demand(parallel=request.workers, total=request.workers)
+        demand = LaunchSize(parallel=request.workers, total=request.workers)
         ready = prepare(self._context, [task], target, callbacks=self._callbacks, is_dryrun=is_dryrun, demand=demand)
         return ready.tasks[0]
 

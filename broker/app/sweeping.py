@@ -13,7 +13,7 @@ from hashlib import sha256
 from broker.app.container import Context
 from broker.app.jobs import JobTarget
 from broker.app.launching import Callbacks, prepare
-from broker.app.limits import Demand
+from broker.app.limits import LaunchSize
 from broker.frozen import frozen
 from broker.sweeps import board as boards
 from broker.sweeps.board import Board, Early
@@ -118,7 +118,7 @@ class SweepDriver:
         first = replace(task, envs={**task.envs, **self.configurations[0]})
         target = JobTarget(context=self._context)
         count = len(self.configurations)
-        demand = Demand(parallel=min(self._request.parallel, count), total=count)
+        demand = LaunchSize(parallel=min(self._request.parallel, count), total=count)
         ready = prepare(self._context, [first], target, callbacks=self._callbacks, is_dryrun=is_dryrun, demand=demand)
         return ready.tasks[0]
 

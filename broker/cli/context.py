@@ -8,6 +8,16 @@ from broker.cli.render import print_note
 from broker.config import find_login
 from broker.errors import UsageError
 
+# What to do after `broker login` instead of a command that works on the state of this machine.
+INSTEAD = {
+    "ssh": "run a command with `broker exec CLUSTER 'COMMAND'`, or use `broker ssh` on the server's machine",
+    "top": "use `broker jobs watch` and `broker status`, or `broker top` on the server's machine",
+    "dashboard": "run it on the server's machine, and forward its port: `ssh -L 8470:127.0.0.1:8470 HOST`",
+    "gc": "the server's daemon terminates orphaned resources itself; or run `broker gc` on the server's machine",
+    "state": "the state is on the server: run `broker state` on its machine",
+    "server": "run it on the server's machine, or log out first: `broker logout`",
+}
+
 
 def make_context() -> Context:
     return Context(on_note=print_note)
@@ -18,7 +28,7 @@ def check_embedded(name: str) -> None:
     if find_login() is not None:
         raise UsageError(
             f"`broker {name}` does not run through a server",
-            hints=["run it on the server itself, or log out first: `broker logout`"],
+            hints=[INSTEAD.get(name, "run it on the server's machine, or log out first: `broker logout`")],
         )
 
 

@@ -54,6 +54,25 @@ def start(
         Path | None,
         typer.Option("--certificate", metavar="FILE", help="PEM certificate (default: made by the server)."),
     ] = None,
+    proxy_header: Annotated[
+        str | None,
+        typer.Option(
+            "--trusted-proxy-header", metavar="HEADER", help="Header in which a trusted proxy names the user."
+        ),
+    ] = None,
+    proxies: Annotated[
+        list[str] | None,
+        typer.Option("--trusted-proxy", metavar="ADDRESS", help="IP address of the proxy. Repeatable."),
+    ] = None,
+    proxy_secret: Annotated[
+        Path | None,
+        typer.Option(
+            "--trusted-proxy-secret-file", metavar="FILE", help="Secret that the proxy sends in Broker-Proxy-Secret."
+        ),
+    ] = None,
+    proxy_role: Annotated[
+        Role, typer.Option("--trusted-proxy-role", help="Role of users that the proxy names.")
+    ] = Role.USER,
     key: Annotated[Path | None, typer.Option("--key", metavar="FILE", help="PEM private key of --certificate.")] = None,
 ) -> None:
     """Start the server and run until SIGTERM or Ctrl-C.
@@ -69,6 +88,15 @@ def start(
         ) from None
     if (certificate is None) != (key is None):
         raise UsageError("`--certificate` and `--key` require each other")
+    proxy = None
+    if proxy_header is not None:
+        from broker.server.proxy import TrustedProxy
+
+        proxy = TrustedProxy.read(
+            header=proxy_header, addresses=proxies or (), secret_file=proxy_secret, role=proxy_role
+        )  # fmt: skip
+    elif proxies or proxy_secret is not None:
+        raise UsageError("`--trusted-proxy` requires `--trusted-proxy-header`")
     if state is not None:
         choose_state_url(state)
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s")
@@ -89,7 +117,7 @@ def start(
         await stopped.wait()
 
     own = Certificate(certificate=certificate, key=key) if certificate and key else None
-    policy = Policy(has_controller=controller, has_local_cloud=local_cloud)
+    policy = Policy(has_controller=controller, has_local_cloud=local_cloud, proxy=proxy)
     try:
         asyncio.run(serve(home, host=host, port=port, policy=policy, certificate=own, on_ready=tell, until=wait))
     except OSError as error:

@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from broker.app.container import Context
-from broker.app.limits import Demand, admit
+from broker.app.limits import LaunchSize, admit
 from broker.clock import SystemClock
 from broker.frozen import frozen
 
 if TYPE_CHECKING:
     from broker.clouds.base import Cloud
+    from broker.server.proxy import TrustedProxy
     from broker.state.people import Token
     from broker.types import Estimate
 
@@ -81,6 +82,7 @@ class Policy:
 
     has_controller: bool = True
     has_local_cloud: bool = False
+    proxy: TrustedProxy | None = None
 
 
 class ServerContext(Context):
@@ -105,7 +107,7 @@ class ServerContext(Context):
         if gone is not None:
             self.clock = RequestClock(gone)
 
-    def admit(self, choices: Sequence[Estimate], demand: Demand) -> None:
+    def admit(self, choices: Sequence[Estimate], demand: LaunchSize) -> None:
         """Reserve what a launch of this context's user may use. Raises LimitError."""
         if self._token is not None:
             token = self._token

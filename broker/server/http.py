@@ -116,6 +116,9 @@ class Server:
         return answer
 
     def _authenticate(self, request: web.Request) -> Token | None:
+        proxy = self._policy.proxy
+        if proxy is not None and len(request.headers.getall(proxy.header, ())) == 1:
+            return proxy.find_user(request.remote, request.headers)
         kind, _, value = request.headers.get("Authorization", "").partition(" ")
         return find_token(self._context.store, value.strip()) if kind.lower() == "bearer" else None
 
@@ -276,8 +279,9 @@ async def _read_object(request: web.Request) -> dict[str, Any]:
     text = await request.read()
     try:
         found = json.loads(text or b"{}")
+        json.dumps(found, ensure_ascii=False).encode()  # half a surrogate pair can be neither stored nor shown
     except (ValueError, RecursionError):
         found = None
     if not isinstance(found, dict):
-        raise InvalidRequestError("the body must be a JSON object")
+        raise InvalidRequestError("the body must be a JSON object of valid Unicode text")
     return found

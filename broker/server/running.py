@@ -15,7 +15,7 @@ from typing import Any
 from broker.app.verbs.batches import MapState, SweepState
 from broker.app.verbs.launching import name_target
 from broker.client.wire import ASKED, Signature, Verb, encode
-from broker.errors import BrokerError, UsageError
+from broker.errors import BrokerError, StateError, UsageError
 from broker.frozen import frozen
 from broker.server.authorisation import check_verb, list_changed
 from broker.server.context import DisconnectedError, Interruption, Policy, ServerContext
@@ -146,10 +146,15 @@ class Running:
             outcome = type(error).__name__
             last = {"error": encode(BrokerError(f"bug in the server: {outcome}", hints=["see the server's log"]))}
         finally:
-            context.settle()
-            if not is_reading:  # recorded before the client knows
-                context.store.audit.add(user=token.user, verb=verb.name, target=target, outcome=outcome)
-            context.close()
+            try:
+                context.settle()
+                if not is_reading:  # recorded before the client knows
+                    context.store.audit.add(user=token.user, verb=verb.name, target=target, outcome=outcome)
+            except Exception as error:  # the client must not wait forever
+                log.exception("the end of %s of %s could not be recorded", verb.name, token.user)
+                last = {"error": encode(StateError(f"the end of `{verb.name}` could not be recorded: {error}"))}
+            finally:
+                context.close()
             if last is not None:
                 self._emit(last)
             self._loop.call_soon_threadsafe(self._ended.set)

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import base64
+import json
 import os
 import re
 import signal
+import sys
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.cli.conftest import Shell
+from tests.state.conftest import postgres
+
+__all__ = ["postgres"]
 
 pytestmark = pytest.mark.skipif(not Path("/proc").exists(), reason="needs Linux's /proc")
 
@@ -24,17 +31,44 @@ run: |
   echo "token has ${#TOKEN} letters"
 """
 CANARY = "swordfish"
+SQUARES = """\
+name: square
+resources: {infra: local, use_spot: true}
+workdir: program
+run: exec python -m trainers.map_worker square.py
+"""
+SQUARE = """\
+def process(items):
+    return [{"square": each["id"] ** 2} for each in items]
+"""
+FIT = """\
+name: fit
+resources: {infra: local, use_spot: true}
+envs: {width: 1}
+run: echo "{\\"step\\":9,\\"total\\":9,\\"loss\\":$((width * width - 4 * width + 9))}" >> $BROKER_PROGRESS_FILE
+"""
+WEB = """\
+name: web
+resources: {{cpus: 1+, infra: local, use_spot: true}}
+service: {{readiness_probe: /, replicas: 1}}
+run: exec {python} -m http.server $BROKER_REPLICA_PORT --bind 127.0.0.1
+"""
 
 
 class Served(Shell):
     """A user's terminal that is logged in to a server with a state folder of its own."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, state: str | None = None) -> None:
         super().__init__(folder)
         self.server = Shell(folder)
         self.server.home = folder / "server-home"
         self.server.database = self.server.home / "state.db"
         self.server.environment = {**self.environment, "BROKER_HOME": str(self.server.home)}
+        self.is_shared = state is not None
+        if state is not None:
+            self.server.home.mkdir()
+            (self.server.home / "config.toml").write_text(f'state = "{state}"\n')
+            self.server.environment["BROKER_SECRET_KEY"] = base64.urlsafe_b64encode(bytes(32)).decode()
         self.process = self.server.open("server", "start", "--port", "0", "--local-cloud")
         assert self.process.stdout is not None
         self.url = self.process.stdout.readline().removeprefix("Server: ").strip()
@@ -46,13 +80,31 @@ class Served(Shell):
         _, notes = self.process.communicate(timeout=60)
         return notes
 
+    def is_at_rest(self) -> bool:
+        if not self.is_shared:
+            return self.server.is_at_rest()
+        found = self.server.read_json("status")
+        return not (found["live_jobs"] or found["clusters"])
+
 
 @pytest.fixture(params=["embedded", "server"])
 def terminal(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Shell]:
-    shell = Served(tmp_path) if request.param == "server" else Shell(tmp_path)
+    yield from run_terminal(Served(tmp_path) if request.param == "server" else Shell(tmp_path))
+
+
+@pytest.fixture(params=["embedded", "server", "postgresql"])
+def any_terminal(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Shell]:
+    if request.param == "postgresql":
+        yield from run_terminal(Served(tmp_path, request.getfixturevalue("postgres").make_url()))
+    else:
+        yield from run_terminal(Served(tmp_path) if request.param == "server" else Shell(tmp_path))
+
+
+def run_terminal(shell: Shell) -> Iterator[Shell]:
     yield shell
     owner = shell.server if isinstance(shell, Served) else shell
-    if not owner.is_at_rest():
+    if not shell.is_at_rest():
+        owner.run("serve", "down", "--all", "--yes", code=None)
         owner.run("jobs", "cancel", "--all", code=None)
         owner.wait_until(lambda: not owner.read_json("status")["live_jobs"], "all jobs have ended")
         owner.run("down", "--all", "--yes", code=None)
@@ -63,7 +115,8 @@ def terminal(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Shell]:
     shell.wait_until(lambda: not shell.find_processes(), f"nothing is left of {shell.find_processes()}")
 
 
-def test_cluster_and_job_live_their_whole_life(terminal: Shell) -> None:
+def test_cluster_and_job_live_their_whole_life(any_terminal: Shell) -> None:
+    terminal = any_terminal
     (terminal.folder / "code").mkdir()
     (terminal.folder / "code" / "notes").write_text("sent along\n")
     task = terminal.write("hello.yaml", HELLO)
@@ -121,3 +174,71 @@ def test_cluster_and_job_live_their_whole_life(terminal: Shell) -> None:
         assert terminal.run("jobs", "queue").stdout.startswith("No managed jobs")
     written = [path for path in terminal.folder.rglob("*") if path.is_file() and CANARY.encode() in path.read_bytes()]
     assert not written, "no file keeps the secret"
+
+
+def test_history_of_a_job_is_watched_exported_and_reported(any_terminal: Shell) -> None:
+    task = any_terminal.write("brief.yaml", "name: brief\nresources: {infra: local}\nrun: echo done\n")
+    any_terminal.run("jobs", "launch", task, "-d")
+    watched = any_terminal.run("jobs", "watch", "brief").stdout.splitlines()
+    assert "job 1 (brief)  SUCCEEDED" in watched[-1]
+    assert json.loads(any_terminal.run("jobs", "watch", "1", "--json").stdout)["job"]["status"] == "SUCCEEDED"
+    assert any_terminal.run("jobs", "watch").stderr.startswith("no live jobs; ")
+    assert any_terminal.run("jobs", "watch", "nope", code=2).stderr.startswith("error: unknown managed job `nope`\n")
+    (resource,) = json.loads(any_terminal.run("jobs", "trace", "1").stdout)["resourceSpans"]
+    assert "job brief" in [each["name"] for each in resource["scopeSpans"][0]["spans"]]
+    (share,) = any_terminal.read_json("report")["jobs"]
+    assert (share["name"], share["status"]) == ("brief", "SUCCEEDED")
+    assert any_terminal.run("report", "--month", "2026-13", code=2).stderr.startswith("error: `--month` must be")
+    assert any_terminal.run("forecast", "score").stdout.startswith("No job with a forecast has succeeded yet")
+    assert any_terminal.run("cost", "--forecast").stdout.startswith("No job with a forecast has succeeded yet")
+    clouds = {each["cloud"]: each["can_launch"] for each in any_terminal.read_json("check")}
+    assert clouds["local"] and not clouds["aws"]
+    assert any_terminal.run("check", "nope", code=2).stderr.startswith("error: unknown cloud `nope`\n")
+
+
+def test_sweep_and_map_run_their_jobs(any_terminal: Shell) -> None:
+    fit = any_terminal.write("fit.yaml", FIT)
+    swept = any_terminal.read_json("sweep", fit, "--param", "width=1,2", "--yes")
+    assert swept["is_over"] and swept["best"] == {"width": "2"}
+    assert [(each["parameters"]["width"], each["loss"]) for each in swept["results"]] == [("2", 5.0), ("1", 6.0)]
+    again = any_terminal.run("sweep", fit, "--param", "width=1,2", "--yes").stdout
+    assert "2 of 2 runs started, 0 live" in again and again.endswith("Best: --env width=2\n")
+
+    for name in ("program", "in"):
+        (any_terminal.folder / name).mkdir()
+    (any_terminal.folder / "program/square.py").write_text(SQUARE)
+    (any_terminal.folder / "in/all.jsonl").write_text("".join(f'{{"id": {each}}}\n' for each in range(40)))
+    places = [f"file://{any_terminal.folder}/{name}" for name in ("in", "out")]
+    task = any_terminal.write("square.yaml", SQUARES)
+    mapped = any_terminal.run("map", task, "--input", places[0], "--output", places[1], "--workers", "1", "--yes")
+    assert "input: " in mapped.stderr and "40 items" in mapped.stdout and "Wrote file://" in mapped.stdout
+    written = "".join(path.read_text() for path in (any_terminal.folder / "out").glob("part-*.jsonl"))
+    assert sorted(json.loads(line)["square"] for line in written.splitlines()) == [each**2 for each in range(40)]
+    if isinstance(any_terminal, Served):
+        lost = any_terminal.run("map", task, "--input", "in", "--output", places[1], "--yes", code=2)
+        assert lost.stderr.startswith("error: `--input in` is a path, which the server and the workers cannot read\n")
+
+
+def test_service_lives_its_whole_life(terminal: Shell) -> None:
+    task = terminal.write("web.yaml", WEB.format(python=sys.executable))
+    assert terminal.run("serve", "status").stdout.startswith("No services; ")
+    up = terminal.run("serve", "up", task, "--yes", "--wait")
+    assert "\nService web is recorded; its endpoint is http://127.0.0.1:3" in up.stdout
+    assert up.stdout.endswith("Service web is ready\n")
+    (service,) = terminal.read_json("serve", "status")
+    with urllib.request.urlopen(f"http://{service['endpoint']}", timeout=60) as response:
+        assert response.status == 200
+    assert terminal.run("serve", "up", task, "--yes", code=2).stderr.startswith("error: service `web` exists\n")
+    assert terminal.run("serve", "why", "web").stdout.startswith("Service web is READY\n")
+    assert terminal.run("serve", "logs", "web").stdout
+    assert terminal.run("serve", "logs", "nope", code=2).stderr.startswith("error: unknown service `nope`\n")
+    if isinstance(terminal, Served):
+        token = terminal.server.run("server", "token", "create", "ben").stdout.strip()
+        terminal.run("login", terminal.url, "--token", token)
+        denied = terminal.run("serve", "down", "web", "--yes", code=5)
+        assert denied.stderr.startswith("error: service `web` belongs to admin\n")
+        terminal.run("login", terminal.url, "--token-file", str(terminal.server.home / "server" / "admin.token"))
+        terminal.server.run("server", "limits", "set", "--user", "admin", "--gpus", "4", "--usd-per-month", "9000")
+        assert "admin" in terminal.server.run("server", "limits", "list").stdout
+    assert terminal.run("serve", "down", "web", "--yes").stdout == "Service web is terminated\n"
+    assert terminal.run("serve", "status").stdout.startswith("No services; ")

@@ -26,7 +26,7 @@ from broker.types import Secret
 class Hosted:
     """A running server; `tokens` are by user name: `viewer`, `user`, `other` (a user too) and `admin`."""
 
-    def __init__(self, home: Path, certificate: Certificate | None = None) -> None:
+    def __init__(self, home: Path, certificate: Certificate | None = None, *, policy: Policy | None = None) -> None:
         self.home = home
         self.context = Context(home)
         roles = {"viewer": Role.VIEWER, "user": Role.USER, "other": Role.USER, "admin": Role.ADMIN}
@@ -35,6 +35,7 @@ class Hosted:
             for user, role in roles.items()
         }
         self._certificate = certificate
+        self._policy = policy or Policy(has_controller=False, has_local_cloud=True)
         self._ready = threading.Event()
         self._listening: Listening | None = None
         self._thread = threading.Thread(target=self._run)
@@ -45,7 +46,7 @@ class Hosted:
         async def work() -> None:
             self._loop, self._stopped = asyncio.get_running_loop(), asyncio.Event()
             await serve(
-                self.home, host="127.0.0.1", port=0, policy=Policy(has_controller=False, has_local_cloud=True),
+                self.home, host="127.0.0.1", port=0, policy=self._policy,
                 certificate=self._certificate, on_ready=self._tell, until=self._stopped.wait,
             )  # fmt: skip
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from broker.app.limits import Demand, admit, measure_use
+from broker.app.limits import LaunchSize, admit, measure_use
 from broker.app.reporting import read_month
 from broker.app.verbs.launching import launch_jobs
 from broker.clock import SystemClock
@@ -18,10 +18,11 @@ from broker.state.limits import Limit, LimitScope
 from broker.state.people import Owned
 from broker.state.store import Store
 from broker.types import Cluster, ClusterStatus, Estimate, JobStatus, Placement, Resources, Task
+from tests.clouds.beds import make_node
 from tests.server.conftest import Hosted
 from tests.simulation.world import make_offer
 from tests.state.conftest import OpenStore, clock, open_postgres, open_sqlite, open_store, postgres, store
-from tests.state.samples import Hands, make_node
+from tests.state.samples import Hands
 
 __all__ = ["clock", "open_postgres", "open_sqlite", "open_store", "postgres", "store"]
 HOUR_S = 3600.0
@@ -38,8 +39,8 @@ def limit(store: Store, *, usd: float | None = None, gpus: float | None = None, 
     store.limits.put(Limit(scope=scope, name=name, usd_month=usd, gpus=gpus))
 
 
-def ask(store: Store, choices: Sequence[Estimate], demand: Demand | None = None, *, user: str = "ada") -> int:
-    return admit(store, choices, demand or Demand(), user=user, project="vision")
+def ask(store: Store, choices: Sequence[Estimate], demand: LaunchSize | None = None, *, user: str = "ada") -> int:
+    return admit(store, choices, demand or LaunchSize(), user=user, project="vision")
 
 
 def test_refusal_names_the_limit_what_is_used_what_was_asked_and_who_changes_it(store: Store) -> None:
@@ -97,7 +98,7 @@ def test_request_whose_server_was_killed_counts_for_a_day(store: Store, clock: H
 def test_cluster_counts_a_day_ahead_and_its_bills_until_another_takes_its_name(store: Store, clock: Hands) -> None:
     limit(store, usd=200.0)
     (found,) = store.limits.list()
-    demand = Demand(kind=Owned.CLUSTER, names=("dev",))
+    demand = LaunchSize(kind=Owned.CLUSTER, names=("dev",))
     estimate = make_estimate()
     commitment = ask(store, [estimate], demand)
     cluster = Cluster(name="dev", placement=estimate.placement, status=ClusterStatus.UP, attempt=1)
@@ -122,26 +123,30 @@ def test_cluster_counts_a_day_ahead_and_its_bills_until_another_takes_its_name(s
 def test_workers_and_replicas_count_together(store: Store) -> None:
     limit(store, gpus=31)
     with pytest.raises(LimitError, match="would add 32"):
-        ask(store, [make_estimate()], Demand(parallel=4, total=20))
+        ask(store, [make_estimate()], LaunchSize(parallel=4, total=20))
     limit(store, usd=79.0)
     with pytest.raises(LimitError, match=r"would add 80\.00 USD"):
-        ask(store, [make_estimate(usd=4.0)], Demand(parallel=4, total=20))
+        ask(store, [make_estimate(usd=4.0)], LaunchSize(parallel=4, total=20))
 
 
-def test_of_two_launches_at_once_one_passes(open_store: OpenStore) -> None:
+def test_of_launches_at_once_one_passes(open_store: OpenStore, clock: Hands) -> None:
     """Each thread has a connection of its own, as each request of a server has."""
-    limit(open_store(), gpus=8)
-    stores = [open_store() for _ in range(6)]
+    first = open_store()
+    limit(first, gpus=8)
+    stores = [open_store() for _ in range(6)] if first.is_shared else [None] * 6
     begin = threading.Barrier(len(stores))
     outcomes: list[str] = []
 
-    def launch(own: Store) -> None:
+    def launch(given: Store | None) -> None:
+        own = given or Store(first.path, clock=clock)  # SQLite's connections stay in their thread
         begin.wait()
         try:
             ask(own, [make_estimate()])
             outcomes.append("admitted")
         except LimitError:
             outcomes.append("refused")
+        if given is None:
+            own.close()
 
     threads = [threading.Thread(target=launch, args=(each,)) for each in stores]
     for each in threads:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from broker.app import clusters
 from broker.app.clusters import LogChunk, Status
 from broker.app.container import Context
-from broker.app.limits import Demand
+from broker.app.limits import LaunchSize
 from broker.errors import BrokerError
 from broker.frozen import frozen
 from broker.state.people import Owned
@@ -78,7 +78,7 @@ def stop_cluster(context: Context, *, cluster: str) -> None:
 def start_cluster(context: Context, *, cluster: str) -> None:
     """Restart a stopped cluster."""
     found = context.find_cluster(cluster)
-    context.admit([Estimate(placement=found.placement)], Demand(kind=Owned.CLUSTER, names=(cluster,)))
+    context.admit([Estimate(placement=found.placement)], LaunchSize(kind=Owned.CLUSTER, names=(cluster,)))
     asyncio.run(context.run_paid(clusters.restart(context, cluster)))
 
 

@@ -10,7 +10,7 @@ from broker.app.buckets import TrackUpload
 from broker.app.clusters import find_up
 from broker.app.container import Context
 from broker.app.launching import Callbacks, ClusterTarget, prepare
-from broker.app.limits import Demand
+from broker.app.limits import LaunchSize
 from broker.frozen import frozen
 from broker.state.people import Owned
 from broker.types import Autostop, Job, Plan, Task
@@ -54,7 +54,7 @@ def launch(
         show(plans)
 
     callbacks = Callbacks(show=show_and_prepare, confirm=confirm, track_upload=track_upload)
-    demand = Demand(kind=Owned.CLUSTER, names=(target.name,))
+    demand = LaunchSize(kind=Owned.CLUSTER, names=(target.name,))
     ready = prepare(context, [task], target, callbacks=callbacks, is_dryrun=is_dryrun, demand=demand)
     if is_dryrun:
         return Started(cluster=target.name)

@@ -10,7 +10,7 @@ from broker.app.buckets import TrackUpload
 from broker.app.clusters import LogChunk
 from broker.app.container import Context
 from broker.app.launching import Callbacks, check_cluster_name, ignore_upload, prepare
-from broker.app.limits import Demand
+from broker.app.limits import LaunchSize
 from broker.app.services import ServiceLine, ServiceTarget, find_service
 from broker.errors import UsageError
 from broker.formatting import strip_control
@@ -93,7 +93,7 @@ def _prepare(context: Context, name: str, task: Task, callbacks: Callbacks, *, i
     count = services.count_replicas(services.check_service(task))
     known = context.store.services.get(name)
     names = (name,) if known is None else (name, known.uid)
-    demand = Demand(kind=Owned.SERVICE, names=names, parallel=count, total=count)
+    demand = LaunchSize(kind=Owned.SERVICE, names=names, parallel=count, total=count)
     target, tasks = ServiceTarget(context=context), [services.drop_notice(task)]
     ready = prepare(context, tasks, target, callbacks=callbacks, is_dryrun=is_dryrun, demand=demand)
     return None if is_dryrun else ready.tasks[0]
