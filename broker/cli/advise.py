@@ -9,7 +9,19 @@ import typer
 
 from broker.app.advising import AdviceRequest, Precision, Trainer
 from broker.app.advising import advise as recommend
+from broker.app.advising_serve import ServingRequest
 from broker.cli import options
+from broker.cli.advise_serve import (
+    AvailabilityOption,
+    InputOption,
+    KvHeadsOption,
+    OutputOption,
+    RpsOption,
+    ServeOption,
+    TpotOption,
+    TtftOption,
+    advise_service,
+)  # fmt: skip
 from broker.cli.context import make_context
 from broker.cli.render import print_json, print_line, print_note, print_table
 from broker.formatting import format_hours, to_plain
@@ -94,12 +106,28 @@ def advise(
     top: TopOption = 8,
     explain: ExplainOption = False,
     yaml: YamlOption = None,
+    serve: ServeOption = False,
+    rps: RpsOption = 1.0,
+    input_tokens: InputOption = 512,
+    output_tokens: OutputOption = 128,
+    ttft: TtftOption = None,
+    tpot: TpotOption = None,
+    availability: AvailabilityOption = 0.99,
+    kv_heads: KvHeadsOption = None,
     as_json: options.AsJson = False,
 ) -> None:
     """Recommend GPUs and parallelism for a model, with time and cost.
 
     Nothing is started.
     """
+    if serve:
+        serving = ServingRequest(
+            params=params, active_params=active_params, layers=layers, hidden=hidden, heads=heads, vocab=vocab,
+            kv_heads=kv_heads, rps=rps, input_tokens=input_tokens, output_tokens=output_tokens, ttft=ttft, tpot=tpot,
+            availability=availability, gpus=gpus, infra=infra, spot=spot,
+        )  # fmt: skip
+        advise_service(serving, top=top, yaml=yaml, as_json=as_json)
+        return
     request = AdviceRequest(
         params=params, active_params=active_params, tokens=tokens, sequence=seq, batch=batch, deadline=deadline,
         budget_usd=budget, dtype=dtype, gpus=gpus, infra=infra, gpus_max=max_gpus, spot=spot, trainer=trainer,

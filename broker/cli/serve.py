@@ -9,21 +9,23 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from broker.app import services
+from broker.app import canaries, services
 from broker.app.clusters import LogChunk
-from broker.app.services import ServiceLine, check_service, count_replicas
+from broker.app.services import ServiceLine, check_service, count_replicas, find_service
+from broker.app.serving_pipelines import bring_up_pipeline, split_pipeline, update_with_pipeline
 from broker.app.verbs import services as verbs
-from broker.cli import options
-from broker.cli.context import make_session
-from broker.cli.launch import show_upload
+from broker.cli import options, serve_keys, serve_top
+from broker.cli.context import check_embedded, make_context, make_session
+from broker.cli.launch import confirm_price, show_upload
 from broker.cli.plan_table import show_plan
 from broker.cli.render import format_table, print_json, print_line, print_note
 from broker.errors import UsageError
 from broker.formatting import format_count, format_duration, format_usd, strip_control, to_plain
+from broker.serve.admission import is_loopback
 from broker.types import Task, UpdateMode
 
 if TYPE_CHECKING:
-    from broker.types import Plan
+    from broker.types import Job, Plan
 
 app = typer.Typer(
     help="Serve a task by replicas behind a balancer.",
@@ -32,6 +34,8 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
+app.add_typer(serve_keys.app, name="keys")
+app.command()(serve_top.top)
 ServiceName = Annotated[str, typer.Argument(help="Service name.", show_default=False)]
 ServiceOption = Annotated[
     str | None, typer.Option("--service-name", "-n", metavar="NAME", help="Service name (default: the task's name).")
@@ -52,18 +56,28 @@ def up(
     dryrun: options.Dryrun = False,
 ) -> None:
     """Bring a service up: replicas behind a balancer, on this machine or on the server."""
+    before, task = split_pipeline(options.read_tasks(entrypoint, overrides))
     session = make_session()
-    task = options.read_task(entrypoint, overrides)
     name = service_name or task.name or "service"
-    show, confirm = _make_callbacks(task, yes=yes)
-    made = session.call(
-        verbs.bring_up_service, task=task, service=name, host=host, port=port, is_dryrun=dryrun, show=show,
-        confirm=confirm, track_upload=show_upload,
-    )  # fmt: skip
+    show, confirm = _make_callbacks(yes=yes)
+    if before:
+        check_embedded("serve up PIPELINE.yaml")
+        made, jobs = bring_up_pipeline(
+            make_context(), before, task, service=name, host=host, port=port, is_dryrun=dryrun, show=show,
+            confirm=confirm,
+        )  # fmt: skip
+        _tell_jobs(jobs)
+    else:
+        made = session.call(
+            verbs.bring_up_service, task=task, service=name, host=host, port=port, is_dryrun=dryrun, show=show,
+            confirm=confirm, track_upload=show_upload,
+        )  # fmt: skip
     if made is None:
         return
     # Printed before the daemon starts: from here on, the service may cost money.
     print_line(f"Service {name} is recorded; its endpoint is {_show_endpoint(made.host, made.port, task)}")
+    if not is_loopback(host):
+        print_note(f"it refuses requests until it has a key: `broker serve keys create {name}`")
     print_note(f"show it with `broker serve status {name}`, terminate it with `broker serve down {name}`")
     session.call(verbs.start_service_controller)
     if wait:
@@ -80,30 +94,83 @@ def update(
     mode: Annotated[
         UpdateMode, typer.Option("--mode", help="Replace replicas one by one, or all at once when the new are ready.")
     ] = UpdateMode.ROLLING,
+    canary: Annotated[
+        str | None,
+        typer.Option("--canary", metavar="SHARE", help="Start a canary with this share of requests, such as 10%."),
+    ] = None,
     yes: options.Yes = False,
 ) -> None:
     """Replace the replicas of a service by those of another task, without an interruption."""
-    task = options.read_task(entrypoint, overrides)
-    show, confirm = _make_callbacks(task, yes=yes)
-    make_session().call(
-        verbs.update_service, service=service, task=task, mode=mode, show=show, confirm=confirm,
-        on_recorded=lambda version: print_line(f"Updating service {service} to version {version}"),
-        track_upload=show_upload,
-    )  # fmt: skip
+    share = None if canary is None else canaries.read_share(canary)
+    before, task = split_pipeline(options.read_tasks(entrypoint, overrides))
+    show, confirm = _make_callbacks(yes=yes)
+
+    def tell(version: int) -> None:
+        if share is None:
+            print_line(f"Updating service {service} to version {version}")
+            return
+        print_line(f"Starting version {version} of service {service} as a canary with {share:.0%} of requests")
+        print_note(f"end it with `broker serve promote {service}` or `broker serve rollback {service}`")
+
+    if not before and share is None:
+        make_session().call(
+            verbs.update_service, service=service, task=task, mode=mode, show=show, confirm=confirm, on_recorded=tell,
+            track_upload=show_upload,
+        )  # fmt: skip
+        return
+    check_embedded("serve update PIPELINE.yaml" if before else "serve update --canary")
+    context = make_context()
+    version, jobs = update_with_pipeline(
+        context, before, task, service=service, mode=mode, share=share, show=show, confirm=confirm
+    )
+    _tell_jobs(jobs)
+    tell(version)
+    context.ensure_daemon()
 
 
-def _make_callbacks(task: Task, *, yes: bool) -> tuple[verbs.Show, verbs.Show]:
-    """Return what shows the plan, and what asks for the price of all replicas."""
-    count = count_replicas(check_service(task))
+@app.command()
+def promote(service: ServiceName) -> None:
+    """Make the canary the version of a service, without an interruption."""
+    check_embedded("serve promote")
+    context = make_context()
+    version = canaries.promote_canary(context, find_service(context, service))
+    print_line(f"Updating service {service} to version {version}")
+    context.ensure_daemon()
+
+
+@app.command()
+def rollback(service: ServiceName) -> None:
+    """End the canary of a service; its replicas are drained."""
+    check_embedded("serve rollback")
+    context = make_context()
+    version = canaries.roll_back_canary(context, find_service(context, service))
+    print_line(f"Service {service} stays at version {version}")
+    context.ensure_daemon()
+
+
+def _tell_jobs(jobs: Sequence[Job]) -> None:
+    for job in jobs:
+        print_line(f"Submitted managed job {job.id} ({job.name}); replicas start after it has succeeded")
+
+
+def _make_callbacks(*, yes: bool) -> tuple[verbs.Show, verbs.Show]:
+    """Return what shows plans, and what asks for the price: of all replicas for a service, of the jobs before it."""
 
     def show(plans: Sequence[Plan]) -> None:
-        show_plan(plans[0])
-        usd_hour = plans[0].choice.placement.usd_hour
-        print_note(f"{format_count(count, 'replica')} of this price: {format_usd(count * usd_hour)} USD/h")
+        for plan in plans:
+            show_plan(plan)
+            if plan.task.service is not None:
+                count, usd_hour = count_replicas(check_service(plan.task)), plan.choice.placement.usd_hour
+                print_note(f"{format_count(count, 'replica')} of this price: {format_usd(count * usd_hour)} USD/h")
 
     def confirm(plans: Sequence[Plan]) -> None:
-        usd_hour = count * plans[0].choice.placement.usd_hour
-        if plans[0].choice.placement.offer.cloud != "local" and not yes:
+        plan = plans[0]
+        if plan.task.service is None:
+            confirm_price(plans, yes=yes)
+            return
+        count = count_replicas(check_service(plan.task))
+        usd_hour = count * plan.choice.placement.usd_hour
+        if plan.choice.placement.offer.cloud != "local" and not yes:
             typer.confirm(f"Start {format_count(count, 'replica')} at {format_usd(usd_hour)} USD/h?", abort=True)
 
     return show, confirm

@@ -13,6 +13,7 @@ import random
 import signal
 import ssl
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import aiohttp
 from aiohttp import web
@@ -20,7 +21,9 @@ from aiohttp import web
 from broker.clock import Clock
 from broker.errors import BrokerError, StateError
 from broker.locks import try_lock
+from broker.serve.admission import Gate
 from broker.serve.files import Load, Routing, ServiceFolder, read_file, write_file
+from broker.serve.keys import UsageBook, read_keys, read_usage
 from broker.serve.proxying import Proxy
 from broker.serve.routes import BackendRoute, RouteTable
 
@@ -57,8 +60,9 @@ class Balancer:
         self._routing = routing
         self._seen = -1
         self.table = RouteTable(clock=clock)
-        self.table.update(routing.backends)
+        self.table.update(routing.backends, routing.shares)
         self._probes: dict[int, asyncio.Task[None]] = {}
+        self.gate = self._open_gate()
         self.proxy: Proxy | None = None
 
     async def run(self) -> None:
@@ -78,6 +82,28 @@ class Balancer:
                     each.cancel()
                 await asyncio.gather(watching, writing, return_exceptions=True)
 
+    def _open_gate(self) -> Gate:
+        """Read keys and usage; a file that cannot be read closes the service until it can be."""
+        ring, self._written = None, UsageBook()
+        self._keys_seen = read_stamp(self._folder.keys)
+        try:
+            self._written = read_usage(self._folder)
+            ring = read_keys(self._folder)
+        except StateError as error:
+            log.error("no request is admitted: %s", error)
+        return Gate(ring, self._written, host=self._routing.host, clock=self._clock)
+
+    def _watch_keys(self) -> None:
+        """Adopt keys that were created or revoked; a file that cannot be read, or is gone, changes nothing."""
+        stamp = read_stamp(self._folder.keys)
+        if stamp in (None, self._keys_seen):
+            return
+        self._keys_seen = stamp
+        try:
+            self.gate.adopt(read_keys(self._folder))
+        except StateError as error:
+            log.warning("%s", error)
+
     @contextlib.asynccontextmanager
     async def listen(self) -> AsyncIterator[int]:
         """Listen and probe; yield the port."""
@@ -85,7 +111,7 @@ class Balancer:
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=15)
         async with aiohttp.ClientSession(connector=connector, timeout=timeout, auto_decompress=False) as session:
             draw = random.Random()
-            self.proxy = Proxy(self.table, session, self._routing, clock=self._clock, draw=draw)
+            self.proxy = Proxy(self.table, session, self._routing, self.gate, clock=self._clock, draw=draw)
             server = web.Server(self.proxy.handle, access_log=None, max_field_size=HEADER_BYTES_MAX)
             runner = web.ServerRunner(server, shutdown_timeout=CLOSE_S)
             await runner.setup()
@@ -104,7 +130,7 @@ class Balancer:
         """Take over the replicas of a routing file."""
         assert self.proxy is not None
         self._routing = self.proxy.routing = routing
-        self.table.update(routing.backends)
+        self.table.update(routing.backends, routing.shares)
         for number in [each for each in self._probes if each not in self.table.routes]:
             self._probes.pop(number).cancel()
         for number in self.table.routes:
@@ -116,6 +142,7 @@ class Balancer:
         """Write the present load for the controller."""
         assert self.proxy is not None
         counts = self.proxy.counts
+        window, windows = self.proxy.meter.describe()
         load = Load(
             generation=self._routing.generation,
             time_s=self._clock.now_s(),
@@ -125,16 +152,21 @@ class Balancer:
             waiting=counts.waiting,
             resumed=counts.resumed,
             broken=counts.broken,
-            replicas=self.table.describe(),
+            window=window,
+            replicas=self.table.describe(windows),
         )
         try:
             write_file(self._folder.load, load)
+            if self.gate.has_keys and self.gate.usage != self._written:
+                write_file(self._folder.usage, self.gate.usage)
+                self._written = self.gate.usage
         except BrokerError as error:  # a full disk must not end requests
             log.warning("%s", error.message)
 
     async def _watch(self, stopped: asyncio.Event) -> None:
         """Adopt each new routing file; stop when it says so, or when the service's folder is gone."""
         while True:
+            self._watch_keys()
             try:
                 stamp = self._folder.routing.stat().st_mtime_ns
                 routing = read_file(self._folder.routing, Routing) if stamp != self._seen else self._routing
@@ -196,3 +228,11 @@ class Balancer:
         context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
         context.load_cert_chain(self._routing.tls.certificate_path, self._routing.tls.key_path)
         return context
+
+
+def read_stamp(path: Path) -> int | None:
+    """Return the time of a file's last change in nanoseconds; None without a file."""
+    try:
+        return path.stat().st_mtime_ns
+    except OSError:
+        return None

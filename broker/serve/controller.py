@@ -18,10 +18,11 @@ from broker.config import Config
 from broker.errors import StateError, UsageError
 from broker.locks import is_locked
 from broker.provision.refusals import draw_backoff_s
+from broker.serve.canary import Canary, read_canary, remove_canary
 from broker.serve.files import Backend, Load, Routing, ServiceFolder, read_file, write_file
 from broker.serve.observing import LOAD_AGE_S_MAX, DemandMeter, ObservedReplica, observe
 from broker.serve.reconciling import Slot, decide
-from broker.serve.replicas import find_folder, make_replica_task, remove_folder
+from broker.serve.replicas import find_folder, find_needs, make_replica_task, remove_folder
 from broker.serve.scaling import ScalingState, count_replicas, scale
 from broker.serve.slots import Place, PlacementRequest, SlotChooser, measure_cold_start_s
 from broker.state.store import Store
@@ -59,6 +60,7 @@ class ServiceController:
         self._failures = 0
         self._generation = -1  # of the newest routing file
         self._next_start_s = self._next_balancer_s = -math.inf
+        self._canary: Canary | None = None
 
     async def rest(self, wait_s: float, wake: asyncio.Event) -> None:
         """Wait until the next step is due, or until `wake` is set."""
@@ -73,6 +75,10 @@ class ServiceController:
             return math.inf
         folder = find_folder(self._config, service)
         load = self._read_load(folder)
+        with suppress(StateError):  # damaged: the last one that was read goes on
+            canary = read_canary(folder)
+            # A `promote` that was killed may leave a canary of the wanted version.
+            self._canary = None if canary is None or canary.version == service.version else canary
         unfinished = frozenset(self._store.jobs.list_unfinished_ids())
         seen = [observe(self._store, each, load, unfinished) for each in self._store.services.list_replicas(self._name)]
         if service.down_requested:
@@ -111,7 +117,8 @@ class ServiceController:
             replica = replace(replica, ready_s=self._clock.now_s())
             with self._store.transaction():
                 store.put_replica(replica)
-                store.mark_ready(self._name, replica.version)
+                if not self._is_canary(replica):  # a version that is rolled back must not be returned to
+                    store.mark_ready(self._name, replica.version)
                 store.add_event(self._name, ServiceEventKind.REPLICA_READY, replica=replica.number)
             self._failures = 0
         elif replica.drained_s is None and (reason := self._find_fault(spec, seen)):
@@ -146,6 +153,9 @@ class ServiceController:
         store.add_event(self._name, ServiceEventKind.REPLICA_FAILED, replica=replica.number, detail=reason)
         self._failures += 1
         self._next_start_s = self._clock.now_s() + draw_backoff_s(self._failures, cap_s=BACKOFF_S_MAX)
+        if self._is_canary(replica):
+            self._end_failed_canary(service)
+            return
         ready = store.find_ready_version(self._name)
         if replica.version != service.version or ready == service.version or self._failures < FAILURES_MAX:
             return
@@ -156,6 +166,33 @@ class ServiceController:
             store.set_failure(self._name, reason)
             store.add_event(self._name, ServiceEventKind.FAILED, detail=reason)
         self._failures = 0
+
+    def _is_canary(self, replica: Replica) -> bool:
+        return self._canary is not None and replica.version == self._canary.version
+
+    def _end_failed_canary(self, service: Service) -> None:
+        """Roll the canary back after several failures; the other replicas serve on."""
+        if self._failures < FAILURES_MAX:
+            return
+        remove_canary(find_folder(self._config, service))
+        self._canary, self._failures = None, 0
+        self._store.services.add_event(self._name, ServiceEventKind.ROLLED_BACK, detail=str(service.version))
+
+    def _reconcile_canary(self, service: Service, slots: Sequence[Slot], seen: Sequence[ObservedReplica]) -> None:
+        """Start and drain the replicas of the canary."""
+        if self._canary is None or not slots:
+            return
+        task = self._store.services.get_task(self._name, self._canary.version)
+        assert task.service is not None, "`serve update` accepts tasks with a service only"
+        step = decide(
+            self._canary.choose_slots(slots), [each.describe(self._clock.now_s()) for each in seen],
+            version=self._canary.version,
+        )  # fmt: skip
+        for number in step.drain:
+            self._drain(next(each.replica for each in seen if each.replica.number == number))
+        if self._clock.now_s() >= self._next_start_s:
+            for slot in step.start:
+                self._start(replace(service, version=self._canary.version), task, task.service, slot)
 
     def _reconcile(self, service: Service, task: Task, seen: Sequence[ObservedReplica], load: Load | None) -> None:
         """Scale, then start and drain replicas."""
@@ -174,12 +211,15 @@ class ServiceController:
             with self._store.transaction():
                 self._store.services.set_wanted(self._name, wanted)
                 self._store.services.add_event(self._name, ServiceEventKind.SCALED, detail=str(wanted))
+        on_trial = [each for each in seen if self._is_canary(each.replica)]
+        seen = [each for each in seen if not self._is_canary(each.replica)]
         views = tuple(each.describe(now_s) for each in seen)
         request = PlacementRequest(
             task=task, spec=spec, count=wanted + spec.policy.spare_count if wanted else 0, replicas=views,
             cold_start_s=measure_cold_start_s([each.replica for each in seen]),
         )  # fmt: skip
         chosen = self._chooser.choose(request, version=service.version, now_s=now_s)
+        self._reconcile_canary(service, chosen.slots, on_trial)
         step = decide(
             chosen.slots, views, version=service.version, mode=service.mode,
             has_fallback=spec.policy.has_ondemand_fallback, needed=chosen.needed,
@@ -201,8 +241,9 @@ class ServiceController:
             number = self._store.services.draw_number(self._name)
             replica_task = make_replica_task(service, task, slot, number=number, port=port)
             job = self._store.jobs.add(
-                f"{service.name}-{number}", replica_task, f"service/{service.name}/{service.uid}/{number}"
-            )
+                f"{service.name}-{number}", replica_task, f"service/{service.name}/{service.uid}/{number}",
+                needs=find_needs(self._store, task), pipeline=task.pipeline or "",
+            )  # fmt: skip
             self._store.services.put_replica(
                 Replica(
                     service=service.name, number=number, version=service.version, job_id=job.id, port=port,
@@ -239,6 +280,7 @@ class ServiceController:
             balancing=spec.balancing,
             stream_timeout_s=spec.stream_timeout_s,
             tls=spec.tls,
+            shares={} if self._canary is None else {self._canary.version: self._canary.share},
         )
         if wanted != known:
             wanted = replace(wanted, generation=int(self._clock.now_s() * 1000) + (known.generation if known else 0))

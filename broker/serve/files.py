@@ -46,6 +46,22 @@ class Routing:
     stream_timeout_s: float = 120.0
     tls: TlsFiles | None = None
     is_stopped: bool = False
+    shares: Mapping[int, float] = field(default_factory=dict)  # of requests, by version; the others share the rest
+
+
+@frozen
+class LoadWindow:
+    """Responses of the last minute: rates per second, percentiles in seconds; None: no stream ended."""
+
+    requests: int = 0
+    errors: int = 0  # 5xx
+    qps: float = 0.0
+    prompt_tokens_s: float = 0.0
+    completion_tokens_s: float = 0.0
+    ttft_p50_s: float | None = None  # to the first token
+    ttft_p95_s: float | None = None
+    tpot_p50_s: float | None = None  # per token after it
+    tpot_p95_s: float | None = None
 
 
 @frozen
@@ -56,6 +72,7 @@ class ReplicaLoad:
     in_flight: int
     since_s: float
     error: str = ""
+    window: LoadWindow = LoadWindow()
 
 
 @frozen
@@ -70,6 +87,7 @@ class Load:
     waiting: int = 0
     resumed: int = 0  # streams that another replica continued
     broken: int = 0  # responses that ended in the middle
+    window: LoadWindow = LoadWindow()
     replicas: Mapping[int, ReplicaLoad] = field(default_factory=dict)
 
 
@@ -86,6 +104,22 @@ class ServiceFolder:
     @property
     def load(self) -> Path:
         return self.path / "load.json"
+
+    @property
+    def keys(self) -> Path:
+        return self.path / "keys.json"
+
+    @property
+    def keys_lock(self) -> Path:
+        return self.path / "keys.lock"
+
+    @property
+    def usage(self) -> Path:
+        return self.path / "usage.json"
+
+    @property
+    def canary(self) -> Path:
+        return self.path / "canary.json"
 
     @property
     def lock(self) -> Path:

@@ -33,6 +33,7 @@ class StreamJournal:
         self._fields = {"seed": seed, **fields}
         self._shows_ids = bool(fields.get("return_token_ids"))
         self._has_usage = bool((fields.get("stream_options") or {}).get("include_usage"))
+        self._asks_usage = False
         self._head: dict[str, Any] = {}
         self._prompt: list[int] = []
         self._ids: list[int] = []
@@ -59,9 +60,20 @@ class StreamJournal:
             return None  # several prompts, each with a stream
         return cls(path, fields, seed=seed)
 
+    def ask_usage(self) -> None:
+        """Ask the engine for the numbers of tokens, which the client gets only if it asked as well."""
+        self._asks_usage = True
+
+    @property
+    def counts(self) -> tuple[int, int]:
+        """Return the numbers of prompt and generated tokens that are known from ids; 0 without."""
+        return len(self._prompt), len(self._ids)
+
     def make_request(self) -> tuple[str | None, dict[str, Any]]:
         """Return path and body for the next replica; path None: the client's own, as nothing was generated yet."""
         asked = {**self._fields, "return_token_ids": True}
+        if self._asks_usage:
+            asked["stream_options"] = {**(asked.get("stream_options") or {}), "include_usage": True}
         self._pending = []
         if not self._prompt or not self._ids:
             return None, asked
@@ -117,6 +129,8 @@ class StreamJournal:
         if is_first and self._shows_ids and self._prompt:
             chunk["prompt_token_ids"] = self._prompt
         if chunk.get("usage"):
+            if not chunk["choices"] and self._asks_usage and not self._has_usage:
+                return None
             self._has_sent_usage = not chunk["choices"]
             chunk["usage"] = self._count() if self._is_continued else chunk["usage"]
         return json.dumps({**chunk, **self._head}, separators=(",", ":"))

@@ -16,8 +16,10 @@ from aiohttp import web
 from multidict import CIMultiDict
 
 from broker.clock import Clock
+from broker.serve.admission import Gate, KeyRefusal
 from broker.serve.files import Routing
 from broker.serve.journal import CHAT, COMPLETIONS, EventParser, StreamJournal, read_prompt
+from broker.serve.metering import LoadMeter, ResponseMeter
 from broker.serve.routes import BackendRoute, RouteTable
 from broker.serve.websockets import forward_websocket
 
@@ -31,6 +33,7 @@ HOP_HEADERS = frozenset(
     ("connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "te", "trailer", "transfer-encoding")
 )
 IDEMPOTENT = frozenset(("GET", "HEAD", "OPTIONS", "PUT", "DELETE"))
+METER = web.RequestKey("meter", ResponseMeter)
 GENERATION_PATHS = (COMPLETIONS, CHAT, "/v1/embeddings", "/generate")
 
 
@@ -53,11 +56,20 @@ class Proxy:
     """Handle the requests of all clients; `wake` is called when a replica becomes ready."""
 
     def __init__(
-        self, table: RouteTable, session: aiohttp.ClientSession, routing: Routing, *, clock: Clock, draw: random.Random
+        self,
+        table: RouteTable,
+        session: aiohttp.ClientSession,
+        routing: Routing,
+        gate: Gate,
+        *,
+        clock: Clock,
+        draw: random.Random,
     ) -> None:
         self.session = session
         self.routing = routing
         self.counts = Counts()
+        self.gate = gate
+        self.meter = LoadMeter(clock=clock)
         self._table = table
         self._clock = clock
         self._draw = draw
@@ -74,18 +86,28 @@ class Proxy:
         counts.arrivals += 1
         if counts.in_flight >= IN_FLIGHT_MAX:
             return refuse(429, "too many requests", retry_s=1)
+        key = self.gate.admit(request.headers.get("authorization", ""))
+        if isinstance(key, KeyRefusal):
+            return refuse_key(key)
         counts.in_flight += 1
+        request[METER] = meter = ResponseMeter(clock=self._clock)
         try:
             return await self._route(request)
         except _ClientGoneError:
             return web.Response(status=499)  # the client has left
         finally:
             counts.in_flight -= 1
+            sample = meter.end(prompt_bytes=request.content_length or 0)
+            self.meter.add(sample)
+            if key is not None:
+                self.gate.charge(key, sample.prompt_tokens, sample.completion_tokens)
 
     async def _route(self, request: web.BaseRequest) -> web.StreamResponse:
         if request.headers.get("upgrade", "").lower() == "websocket":
             route = await self._find(set())
-            return await forward_websocket(request, route, self.session) if route else self._refuse_unready()
+            if route is None:
+                return self._refuse_unready()
+            return await forward_websocket(request, route, self.session, has_keys=self.gate.has_keys)
         body: bytes | aiohttp.StreamReader = request.content
         if request.can_read_body and (request.content_length or KEPT_BODY_BYTES_MAX + 1) <= KEPT_BODY_BYTES_MAX:
             try:
@@ -98,6 +120,8 @@ class Proxy:
         seed = self._draw.getrandbits(31)
         journal = StreamJournal.open(request.method, request.path, body, seed=seed) if isinstance(body, bytes) else None
         if journal is not None:
+            if self.gate.has_keys:
+                journal.ask_usage()
             return await _Stream(self, request, journal, prompt).run()
         return await self._forward(request, body, prompt)
 
@@ -135,6 +159,8 @@ class Proxy:
         """Send a request. Raises _LostError, from an OSError if the connection was refused and nothing was sent."""
         headers = pass_headers(request.headers)
         headers.popall("content-length", None)
+        if self.gate.has_keys:
+            headers.popall("authorization", None)  # replicas do not learn the keys
         if isinstance(body, aiohttp.StreamReader) and request.content_length is not None:
             headers["content-length"] = str(request.content_length)
         headers["x-forwarded-for"] = ", ".join(filter(None, [headers.get("x-forwarded-for"), request.remote]))
@@ -160,6 +186,8 @@ class Proxy:
             await answer.prepare(request)
         except (OSError, aiohttp.ClientError) as error:
             raise _ClientGoneError from error
+        meter = request[METER]
+        meter.begin(route.backend.number, response.status, response.content_type)
         content = response.content.iter_any()
         while True:
             try:
@@ -171,6 +199,7 @@ class Proxy:
                 if data is None:
                     await answer.write_eof()
                     return answer
+                meter.feed(data)
                 await answer.write(data)
             except (OSError, aiohttp.ClientError) as error:
                 raise _ClientGoneError from error
@@ -187,11 +216,13 @@ class Proxy:
         if request.transport is not None:
             request.transport.abort()  # so that the client does not take the part for the whole
 
-    async def _find(self, tried: set[int], prompt: bytes = b"", *, waits: bool = True) -> BackendRoute | None:
+    async def _find(
+        self, tried: set[int], prompt: bytes = b"", *, waits: bool = True, version: int | None = None
+    ) -> BackendRoute | None:
         """Return a ready replica that was not tried, waiting for one if none is ready; None after a minute."""
         deadline_s = self._clock.now_s() + WAIT_S_MAX
         while True:
-            route = self._table.choose(but=tried, balancing=self.routing.balancing, prefix=prompt)
+            route = self._table.choose(but=tried, balancing=self.routing.balancing, prefix=prompt, version=version)
             if route is None and tried:
                 route = self._table.choose(balancing=self.routing.balancing, prefix=prompt) if waits else None
             if route is not None or not waits or self.counts.waiting >= WAITING_MAX:
@@ -235,11 +266,21 @@ class _Stream:
         self._answer: web.StreamResponse | None = None
 
     async def run(self) -> web.StreamResponse:
+        """Follow the stream to its end."""
+        meter = self._request[METER]
+        try:
+            return await self._run()
+        finally:
+            meter.settle(*self._journal.counts)
+
+    async def _run(self) -> web.StreamResponse:
         tried: set[int] = set()
+        version: int | None = None  # another one may be another model
         for turn in range(RESUMES_MAX):
-            route = await self._proxy._find(tried, self._prompt)
+            route = await self._proxy._find(tried, self._prompt, version=version)
             if route is None:
                 break
+            version = route.backend.version if version is None else version
             if turn and self._answer is not None:
                 self._proxy.counts.resumed += 1
             tried = {route.backend.number}
@@ -284,6 +325,8 @@ class _Stream:
 
     async def _copy_events(self, route: BackendRoute, response: aiohttp.ClientResponse) -> None:
         parser = EventParser()
+        meter = self._request[METER]
+        meter.begin(route.backend.number, response.status, "text/event-stream")
         content = response.content.iter_any()
         while not self._journal.is_complete:
             try:
@@ -293,9 +336,16 @@ class _Stream:
                 raise _LostError("the stream broke off") from None
             if data is None:
                 raise _LostError("the stream ended early")
-            events = [self._journal.take(event) for event in parser.feed(data)]
-            await self._write([event for event in events if event is not None])
+            await self._write(self._take(parser.feed(data)))
         await self._must_have().write_eof()
+
+    def _take(self, events: list[str]) -> list[str]:
+        """Record events of the replica; return those for the client."""
+        meter = self._request[METER]
+        taken = [self._journal.take(event) for event in events]
+        for event, kept in zip(events, taken, strict=True):
+            meter.take_event(event if kept is None else kept)
+        return [event for event in taken if event is not None]
 
     async def _write(self, events: list[str]) -> None:
         if not events:
@@ -326,6 +376,15 @@ def pass_headers(headers: Mapping[str, str]) -> CIMultiDict[str]:
         if name.lower() not in HOP_HEADERS and name.lower() not in named:
             kept.add(name, value)
     return kept
+
+
+def refuse_key(refusal: KeyRefusal) -> web.Response:
+    """Make the answer to a request that its API key does not allow."""
+    error = {"message": refusal.message, "type": refusal.kind, "code": refusal.code, "param": None}
+    headers = {"www-authenticate": "Bearer"} if refusal.status == 401 else {}
+    if refusal.retry_s is not None:
+        headers["retry-after"] = str(refusal.retry_s)
+    return web.json_response({"error": error}, status=refusal.status, headers=headers)
 
 
 def refuse(status: int, message: str, *, retry_s: int | None = None) -> web.Response:

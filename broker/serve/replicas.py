@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import shutil
 import socket
+from collections.abc import Sequence
 from dataclasses import replace
 
 from broker.config import Config
 from broker.errors import UsageError
 from broker.serve.files import ServiceFolder
 from broker.serve.reconciling import Slot
+from broker.state.store import Store
 from broker.types import Resources, Service, ServiceSpec, Task
 
 LOCAL = "local"
+SERVICE_VARIABLE = "BROKER_SERVICE"
 
 
 def find_folder(config: Config, service: Service) -> ServiceFolder:
@@ -70,7 +73,7 @@ def make_replica_task(service: Service, task: Task, slot: Slot, *, number: int, 
         resources, is_ordered = (*pinned, *(each for each in resources if each not in pinned)), True
     envs = {
         **task.envs,
-        "BROKER_SERVICE": service.name,
+        SERVICE_VARIABLE: service.name,
         "BROKER_REPLICA_PORT": str(port),
         "SKYPILOT_SERVE_REPLICA_ID": str(number),
     }
@@ -78,6 +81,14 @@ def make_replica_task(service: Service, task: Task, slot: Slot, *, number: int, 
         task, name=f"{service.name}-{number}", resources=resources, is_ordered=is_ordered, envs=envs, service=None,
         notices=(),
     )  # fmt: skip
+
+
+def find_needs(store: Store, task: Task) -> Sequence[int]:
+    """Return the jobs that the replicas of a pipeline wait for: all others of that run, a retried one by its last."""
+    if not task.pipeline:
+        return ()
+    jobs = [each for each in store.jobs.list() if each.pipeline == task.pipeline]
+    return sorted({each.name: each.id for each in jobs if SERVICE_VARIABLE not in each.task.envs}.values())
 
 
 def _open_port(resources: Resources, port: int) -> Resources:

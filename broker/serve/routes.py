@@ -14,10 +14,11 @@ import hashlib
 import itertools
 import math
 import random
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from types import MappingProxyType
 
 from broker.clock import Clock
-from broker.serve.files import Backend, ReplicaLoad
+from broker.serve.files import Backend, LoadWindow, ReplicaLoad
 
 # A response that breaks off says less than a refused connection: three in a row take a replica out until its probe.
 BREAKS_MAX = 3
@@ -49,9 +50,11 @@ class RouteTable:
         self._draw = draw or random.Random()
         self._turns = itertools.count()
         self.routes: dict[int, BackendRoute] = {}
+        self.shares: Mapping[int, float] = {}
 
-    def update(self, backends: Sequence[Backend]) -> None:
-        """Adopt the backends; one that moved to another address has to be probed again."""
+    def update(self, backends: Sequence[Backend], shares: Mapping[int, float] = MappingProxyType({})) -> None:
+        """Adopt the backends and the shares of versions; a replica with another address has to be probed again."""
+        self.shares = shares
         kept = {each.number: each for each in backends}
         for number, backend in kept.items():
             route = self.routes.get(number)
@@ -63,21 +66,43 @@ class RouteTable:
             del self.routes[number]
 
     def choose(
-        self, *, but: Collection[int] = (), balancing: str = "least_load", prefix: bytes = b""
+        self,
+        *,
+        but: Collection[int] = (),
+        balancing: str = "least_load",
+        prefix: bytes = b"",
+        version: int | None = None,
     ) -> BackendRoute | None:
-        """Return a ready replica other than `but`; None if there is none. `prefix` is the beginning of the prompt."""
+        """Return a ready replica other than `but`; None if there is none. `prefix` is the beginning of the prompt.
+
+        `version` is preferred; without one, the versions of `shares` get their share of the choices.
+        """
         ready = [
             route for number, route in sorted(self.routes.items())
             if route.is_ready and not route.backend.is_draining and number not in but
         ]  # fmt: skip
         if not ready:
             return None
+        ready = self._choose_version(ready, version)
         if balancing == "round_robin":
             return ready[next(self._turns) % len(ready)]
         if balancing == "prefix_affinity" and prefix:
             return _choose_by_prefix(ready, prefix)
         drawn = self._draw.sample(ready, 2) if len(ready) > 1 else ready
         return min(drawn, key=lambda route: route.in_flight)
+
+    def _choose_version(self, ready: list[BackendRoute], version: int | None) -> list[BackendRoute]:
+        """Return the ready replicas of the preferred version, or of one drawn by share; all where none fits."""
+        if version is not None:
+            return [each for each in ready if each.backend.version == version] or ready
+        if not self.shares:
+            return ready
+        drawn = self._draw.random()
+        for number, share in self.shares.items():
+            if drawn < share:
+                return [each for each in ready if each.backend.version == number] or ready
+            drawn -= share
+        return [each for each in ready if each.backend.version not in self.shares] or ready
 
     def admit(self, route: BackendRoute) -> None:
         """Record a good probe."""
@@ -97,11 +122,15 @@ class RouteTable:
         if route.breaks >= BREAKS_MAX:
             self.exclude(route, error)
 
-    def describe(self) -> dict[int, ReplicaLoad]:
-        """Return the state of each replica for the controller."""
+    def describe(self, windows: Mapping[int, LoadWindow] = MappingProxyType({})) -> dict[int, ReplicaLoad]:
+        """Return the state of each replica for the controller, with its responses of the last minute."""
         return {
             number: ReplicaLoad(
-                is_ready=route.is_ready, in_flight=route.in_flight, since_s=route.since_s, error=route.error
+                is_ready=route.is_ready,
+                in_flight=route.in_flight,
+                since_s=route.since_s,
+                error=route.error,
+                window=windows.get(number, LoadWindow()),
             )
             for number, route in self.routes.items()
         }

@@ -15,6 +15,8 @@ SENTENCES = {
     ServiceEventKind.REPLICA_DRAINED: "replica {replica} was drained and terminated",
     ServiceEventKind.ROLLED_BACK: "rolled back to version {detail}, as no replica of the new one became ready",
     ServiceEventKind.FAILED: "gave up starting replicas: {detail}",
+    ServiceEventKind.CANARY_STARTED: "canary of version {detail} requested",
+    ServiceEventKind.CANARY_ENDED: "canary rolled back; version {detail} serves all requests",
     ServiceEventKind.BALANCER_STARTED: "started the balancer",
     ServiceEventKind.DOWN_REQUESTED: "termination requested",
 }

@@ -182,3 +182,28 @@ def kill_engine(shell: Shell, number: str) -> None:
     assert pids
     for pid in pids:
         os.kill(pid, signal.SIGKILL)
+
+
+@pytest.mark.long
+def test_pipeline_trains_exports_and_serves_what_it_trained(shell: Shell) -> None:
+    path = ROOT / "task_templates/serving/train_and_serve.yaml"
+    tiny = "--model.width 32 --model.context 32 --train.steps 4 --checkpoint.every_steps 4"
+    shell.run("serve", "up", str(path), "--env", f"MODEL={tiny}", "-y")
+    while (status := shell.read_json("serve", "status")[0]["status"]) != "READY":  # imports of torch take their time
+        assert status == "STARTING", shell.run("serve", "why", "lm").stdout
+    assert [shell.get_status(job_id).value for job_id in (1, 2)] == ["SUCCEEDED", "SUCCEEDED"]
+    url = "http://" + shell.read_json("serve", "status")[0]["endpoint"]
+    body = json.dumps({"prompt": "a", "max_tokens": 4, "ignore_eos": True}).encode()
+    with urllib.request.urlopen(urllib.request.Request(f"{url}/v1/completions", body), timeout=60) as response:
+        assert json.load(response)["usage"]["completion_tokens"] == 4
+    shell.run("serve", "down", "lm", "-y")
+
+
+def test_replicas_of_a_pipeline_whose_job_fails_do_not_start(shell: Shell) -> None:
+    failing = "name: train\nresources: {infra: local}\nrun: exit 3\n---\n"
+    text = TASK.format(text="one", python=sys.executable, program=shell.write("server.py", PROGRAM))
+    shell.run("serve", "up", shell.write("both.yaml", failing + text), "-y")
+    shell.wait_until(lambda: shell.read_json("serve", "status")[0]["status"] == "FAILED", "the service is given up")
+    assert "FAILED" in shell.run("serve", "why", "web").stdout
+    assert not any(each["usd_hour"] for each in shell.read_json("serve", "status")[0]["replicas"])
+    shell.run("serve", "down", "web", "-y")

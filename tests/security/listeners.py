@@ -49,8 +49,9 @@ DECLARED = (
         process=r"broker balancer",
         address=r"tcp:.+",
         where="the loopback, or the address that `--host` of `broker serve up` names; only while a service is up",
-        authentication="none; TLS if the task has `tls`",
-        stranger="send requests to the service, as any client",
+        authentication="API keys if the service has any; without keys the loopback is open and other addresses refuse "
+        "every request; TLS if the task has `tls`",
+        stranger="with a key, or on the loopback of a service without keys: send requests to the service",
         code="`broker/serve/balancer.py`",
     ),
     Declared(

@@ -83,8 +83,7 @@ class LiveBed:
             for _ in range(count):
                 self.add(version=1)
             self.publish()
-            argv = [sys.executable, "-m", "broker", "balancer", str(self.folder.path)]
-            self._balancer = subprocess.Popen(argv, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+            self._balancer = self._launch_balancer()
             await self.until_ready(count)
             yield
         finally:
@@ -92,6 +91,20 @@ class LiveBed:
             for process in left:
                 process.kill()
                 process.wait()
+
+    def _launch_balancer(self) -> subprocess.Popen[bytes]:
+        argv = [sys.executable, "-m", "broker", "balancer", str(self.folder.path)]
+        return subprocess.Popen(argv, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+    async def replace_balancer(self) -> None:
+        """Kill the balancer with SIGKILL and start another."""
+        assert self._balancer is not None
+        self._balancer.kill()
+        self._balancer.wait()
+        self._balancer = self._launch_balancer()
+        while (load := self.read_load()) is None or load.pid != self.pid:
+            await asyncio.sleep(LOOK_S)
+        await self.until_ready(len(self.replicas))
 
     def add(self, *, version: int) -> int:
         """Start a replica on a free port; return its number. It gets requests once it is published."""
@@ -120,6 +133,11 @@ class LiveBed:
         )
         self.routing = replace(self.routing, generation=self.routing.generation + 1, backends=backends)
         write_file(self.folder.routing, self.routing)
+
+    def share(self, shares: dict[int, float]) -> None:
+        """Publish with other shares of versions."""
+        self.routing = replace(self.routing, shares=shares)
+        self.publish()
 
     def read_load(self) -> Load | None:
         return read_file(self.folder.load, Load)

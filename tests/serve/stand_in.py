@@ -38,6 +38,7 @@ class StandIn:
         self.is_healthy = True
         self.seen: list[tuple[str, str, bytes]] = []
         self.asked: list[dict[str, Any]] = []
+        self.headers: list[dict[str, str]] = []
         self._requests: list[web.BaseRequest] = []
         self._runner: web.ServerRunner | None = None
 
@@ -70,6 +71,7 @@ class StandIn:
     async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
         if request.path == "/health":
             return web.Response(status=200 if self.is_healthy else 503)
+        self.headers.append(dict(request.headers))
         if request.path == "/socket":
             return await self._echo(request)
         body = await request.read()

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 from broker.app import jobs, services
 from broker.app.buckets import TrackUpload
+from broker.app.canaries import check_no_canary
 from broker.app.clusters import LogChunk
 from broker.app.container import Context
 from broker.app.launching import Callbacks, check_cluster_name, ignore_upload, prepare
@@ -76,6 +77,7 @@ def update_service(
 ) -> None:
     """Record a new version of a service and pass its number to `on_recorded`; its controller replaces the replicas."""
     found = find_service(context, service)
+    check_no_canary(context, found)
     callbacks = Callbacks(show=show, confirm=confirm, track_upload=track_upload)
     ready = _prepare(context, found.name, task, callbacks, is_dryrun=False)
     assert ready is not None

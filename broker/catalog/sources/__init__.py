@@ -11,6 +11,6 @@ SOURCES: dict[str, str] = {
 }
 # Asked in the background. Azure's own list is 1,500 pages, so SkyPilot's file of Azure takes its place there.
 IN_BACKGROUND = ("aws", "gcp", "skypilot")
-# SkyPilot's file of AWS has ids of zones (`use1-az1`) in place of the letters of an account, which a launch requires: it
-# is used on request only.
+# SkyPilot's file of AWS has ids of zones (`use1-az1`) in place of an account's letters, which a launch requires; it is
+# used on request only.
 ON_REQUEST = frozenset({("skypilot", "aws")})

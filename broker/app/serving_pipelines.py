@@ -1,0 +1,146 @@
+"""Pipelines that end in a service: the earlier tasks are managed jobs, which the service's replicas wait for.
+
+    train -> export -> serve     `train` and `export` run as jobs; each replica needs both, and reads what they left in
+                                 `BROKER_PIPELINE_DIR`
+
+A version of the service belongs to one run of its pipeline. If a job fails, the replicas that need it fail too, and the
+service returns to the version that was ready before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from broker.app import canaries, services
+from broker.app.container import Context
+from broker.app.jobs import JobTarget
+from broker.app.launching import Callbacks, check_cluster_name, prepare
+from broker.errors import UsageError
+from broker.pipelines.ordering import find_needs, name_tasks, order_indexes
+from broker.types import Job, Plan, Service, Task, UpdateMode
+
+Show = Callable[[Sequence[Plan]], None]
+
+
+def split_pipeline(tasks: Sequence[Task]) -> tuple[tuple[Task, ...], Task]:
+    """Return the tasks before the service, and the one to serve.
+
+    Raises UsageError unless the last task, and no other, is a service.
+    """
+    *before, last = tasks
+    if before and last.service is None:
+        raise UsageError(
+            "the last task of the pipeline has no `service:`",
+            hints=["add `service:` to it", "or run the pipeline without one: `broker jobs launch`"],
+        )
+    if early := next((each for each in before if each.service is not None), None):
+        raise UsageError(
+            f"task `{early.name}` has a `service:`, but is not the last of its pipeline",
+            hints=["put it last in the file, and every task that it requires before it"],
+        )
+    return tuple(before), last
+
+
+def submit_before(context: Context, before: Sequence[Task], last: Task) -> tuple[Task, Sequence[Job]]:
+    """Submit the tasks before the service as managed jobs; return the service's task, which names their run.
+
+    Call within a transaction that also records the service: neither exists without the other.
+    Raises UsageError for circular needs or an unknown task in them.
+    """
+    if not before:
+        return replace(last, pipeline=None), ()
+    tasks = (*before, last)
+    has_needs = any(each.needs for each in tasks)
+    needs = (
+        [list(each) for each in find_needs(tasks)] if has_needs else [[i - 1] if i else [] for i in range(len(tasks))]
+    )
+    if any(len(before) in each for each in needs):
+        raise UsageError("a task of the pipeline needs the service", hints=["a service does not end; drop that need"])
+    store, names, jobs = context.store, name_tasks(tasks), dict[int, Job]()
+    pipeline = f"{last.pipeline or last.name or 'pipeline'}-{store.draw_uid()}"  # it names a folder
+    for index in order_indexes(before):
+        jobs[index] = store.jobs.add(
+            names[index], before[index], needs=[jobs[other].id for other in needs[index]], pipeline=pipeline
+        )
+    return replace(last, pipeline=pipeline), [jobs[index] for index in sorted(jobs)]
+
+
+def bring_up_pipeline(
+    context: Context,
+    before: Sequence[Task],
+    task: Task,
+    *,
+    service: str,
+    host: str,
+    port: int | None,
+    is_dryrun: bool,
+    show: Show,
+    confirm: Show,
+) -> tuple[Service | None, Sequence[Job]]:
+    """Submit the jobs before a service and record it; nothing of either for a dry run. Raises UsageError.
+
+    The caller starts the daemon, which carries both out.
+    """
+    check_cluster_name(service)
+    if context.store.services.get(service) is not None:
+        hint = f"change it with `broker serve update {service} TASK.yaml`"
+        raise UsageError(f"service `{service}` exists", hints=[hint])
+    ready = _prepare(context, before, task, Callbacks(show=show, confirm=confirm), is_dryrun=is_dryrun)
+    if ready is None:
+        return None, ()
+    spec = services.check_service(ready[-1])
+    chosen = services.choose_port(context, host, port)
+    with context.store.transaction():
+        last, jobs = submit_before(context, ready[:-1], ready[-1])
+        made = context.store.services.add(service, last, host=host, port=chosen, wanted=spec.policy.replicas_min)
+    return made, jobs
+
+
+def update_with_pipeline(
+    context: Context,
+    before: Sequence[Task],
+    task: Task,
+    *,
+    service: str,
+    mode: UpdateMode,
+    share: float | None,
+    show: Show,
+    confirm: Show,
+) -> tuple[int, Sequence[Job]]:
+    """Submit the jobs before a version of a service and record it, as a canary where a `share` of requests is given.
+
+    Returns the number of the version and the jobs. Raises UsageError.
+    """
+    found = services.find_service(context, service)
+    canaries.check_no_canary(context, found)
+    ready = _prepare(context, before, task, Callbacks(show=show, confirm=confirm), is_dryrun=False)
+    assert ready is not None
+    with context.store.transaction():
+        last, jobs = submit_before(context, ready[:-1], ready[-1])
+        if share is not None:
+            version = canaries.add_canary_version(context, found, last, share)
+        else:
+            version = context.store.services.add_version(found.name, last, mode=mode)
+            context.store.services.add_event(found.name, services.UPDATED, detail=str(version))
+    if share is not None:
+        canaries.start_canary(context, found, version, share)
+    return version, jobs
+
+
+def _prepare(
+    context: Context, before: Sequence[Task], task: Task, callbacks: Callbacks, *, is_dryrun: bool
+) -> tuple[Task, ...] | None:
+    """Check, plan and upload the tasks of a pipeline, the service last; return None for a dry run."""
+    services.check_store(context)
+    services.check_library()
+    services.check_service(task)
+    head: tuple[Task, ...] = ()
+    if before:
+        target = JobTarget(context=context)
+        head = tuple(prepare(context, before, target, callbacks=callbacks, is_dryrun=is_dryrun).tasks)
+    last = prepare(
+        context, [services.drop_notice(task)], services.ServiceTarget(context=context), callbacks=callbacks,
+        is_dryrun=is_dryrun,
+    )  # fmt: skip
+    return None if is_dryrun else (*head, last.tasks[0])

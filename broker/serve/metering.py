@@ -1,0 +1,165 @@
+"""Measure responses: tokens, time to the first token, and time per token after it, over the last minute.
+
+Tokens are those that the engine states in `usage`; for a stream that states none, those of the journal, otherwise one
+per event. Times are those that the client sees, with the time in the balancer.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import deque
+from collections.abc import Sequence
+
+from broker.clock import Clock
+from broker.frozen import frozen
+from broker.serve.files import LoadWindow
+from broker.serve.journal import DONE, EventParser
+
+WINDOW_S = 60.0
+SAMPLES_MAX = 4_000
+BODY_BYTES_MAX = 4 << 20  # of a response whose usage is read
+PROMPT_BYTES_PER_TOKEN = 4  # of a request whose response states no usage: about that of English text
+
+
+@frozen
+class ResponseSample:
+    """One response that ended. Times are None where it was not a stream, or had one token only."""
+
+    end_s: float
+    replica: int
+    status: int
+    prompt_tokens: int
+    completion_tokens: int
+    ttft_s: float | None
+    tpot_s: float | None
+
+
+class ResponseMeter:
+    """Follows one response as it passes."""
+
+    def __init__(self, *, clock: Clock) -> None:
+        self._clock = clock
+        self._start_s = clock.now_s()
+        self._first_s: float | None = None
+        self._last_s = self._start_s
+        self._events = 0
+        self._is_stream = self._is_json = False
+        self._parser = EventParser()
+        self._body = bytearray()
+        self._has_usage = False
+        self.replica = 0
+        self.status = 0
+        self.prompt_tokens = self.completion_tokens = 0
+
+    def begin(self, replica: int, status: int, content_type: str) -> None:
+        """Record who answers; repeated when a response continues on another replica."""
+        self.replica, self.status = replica, status
+        self._is_stream = content_type == "text/event-stream"
+        self._body.clear()
+        self._is_json = content_type == "application/json"
+
+    def feed(self, data: bytes) -> None:
+        """Take a part of the body."""
+        if self._is_stream:
+            for event in self._parser.feed(data):
+                self.take_event(event)
+        elif self._is_json and len(self._body) <= BODY_BYTES_MAX:
+            self._body += data
+
+    def take_event(self, event: str) -> None:
+        """Take an event of a stream."""
+        if event == DONE:
+            return
+        if '"usage"' in event:
+            self._read_usage(event)
+            if '"choices":[]' in event.replace(" ", ""):
+                return
+        self._last_s = self._clock.now_s()
+        self._first_s = self._last_s if self._first_s is None else self._first_s
+        self._events += 1
+
+    def settle(self, prompt_tokens: int, completion_tokens: int) -> None:
+        """Take the numbers of a journal, which counts tokens across replicas, where it knows the ids."""
+        if prompt_tokens:
+            self.prompt_tokens, self.completion_tokens = prompt_tokens, completion_tokens
+            self._has_usage = True
+
+    def end(self, *, prompt_bytes: int = 0) -> ResponseSample:
+        """Return the sample; `prompt_bytes` is the size of the request."""
+        if self._body and len(self._body) <= BODY_BYTES_MAX:
+            self._read_usage(bytes(self._body))
+        if not self._has_usage and self._events:
+            self.completion_tokens = max(self.completion_tokens, self._events)
+            self.prompt_tokens = self.prompt_tokens or math.ceil(prompt_bytes / PROMPT_BYTES_PER_TOKEN)
+        is_timed = self._first_s is not None and self.completion_tokens > 1
+        return ResponseSample(
+            end_s=self._clock.now_s(),
+            replica=self.replica,
+            status=self.status,
+            prompt_tokens=self.prompt_tokens,
+            completion_tokens=self.completion_tokens,
+            ttft_s=None if self._first_s is None else self._first_s - self._start_s,
+            tpot_s=(self._last_s - (self._first_s or 0.0)) / (self.completion_tokens - 1) if is_timed else None,
+        )
+
+    def _read_usage(self, text: str | bytes) -> None:
+        try:
+            fields = json.loads(text)
+        except ValueError:
+            return
+        usage = fields.get("usage") if isinstance(fields, dict) else None
+        if not isinstance(usage, dict):
+            return
+        prompt, completion = usage.get("prompt_tokens"), usage.get("completion_tokens") or 0
+        if isinstance(prompt, int) and isinstance(completion, int) and min(prompt, completion) >= 0:
+            self.prompt_tokens, self.completion_tokens = prompt, completion
+            self._has_usage = True
+
+
+class LoadMeter:
+    """The responses of the last minute."""
+
+    def __init__(self, *, clock: Clock) -> None:
+        self._clock = clock
+        self._start_s = clock.now_s()
+        self._samples: deque[ResponseSample] = deque(maxlen=SAMPLES_MAX)
+
+    def add(self, sample: ResponseSample) -> None:
+        self._samples.append(sample)
+
+    def describe(self) -> tuple[LoadWindow, dict[int, LoadWindow]]:
+        """Return the figures of all replicas together, and of each."""
+        now_s = self._clock.now_s()
+        while self._samples and self._samples[0].end_s < now_s - WINDOW_S:
+            self._samples.popleft()
+        is_full = len(self._samples) == SAMPLES_MAX
+        span_s = now_s - (self._samples[0].end_s if is_full else max(self._start_s, now_s - WINDOW_S))
+        by_replica: dict[int, list[ResponseSample]] = {}
+        for each in self._samples:
+            by_replica.setdefault(each.replica, []).append(each)
+        whole = summarize(list(self._samples), span_s)
+        return whole, {number: summarize(own, span_s) for number, own in by_replica.items()}
+
+
+def summarize(samples: Sequence[ResponseSample], span_s: float) -> LoadWindow:
+    """Return rates over `span_s` seconds and percentiles of times in seconds."""
+    span_s = max(span_s, 1.0)
+    first = sorted(each.ttft_s for each in samples if each.ttft_s is not None)
+    later = sorted(each.tpot_s for each in samples if each.tpot_s is not None)
+    return LoadWindow(
+        requests=len(samples),
+        errors=sum(each.status >= 500 for each in samples),
+        qps=len(samples) / span_s,
+        prompt_tokens_s=sum(each.prompt_tokens for each in samples) / span_s,
+        completion_tokens_s=sum(each.completion_tokens for each in samples) / span_s,
+        ttft_p50_s=find_percentile(first, 0.5),
+        ttft_p95_s=find_percentile(first, 0.95),
+        tpot_p50_s=find_percentile(later, 0.5),
+        tpot_p95_s=find_percentile(later, 0.95),
+    )
+
+
+def find_percentile(ranked: Sequence[float], share: float) -> float | None:
+    """Return the smallest value that this share of the ranked ones does not exceed; None without values."""
+    return ranked[max(0, math.ceil(share * len(ranked)) - 1)] if ranked else None

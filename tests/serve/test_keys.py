@@ -1,0 +1,149 @@
+"""API keys at the balancer: who is admitted, what is counted, and what is kept."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from broker.errors import UsageError
+from broker.serve.admission import Gate, KeyRefusal
+from broker.serve.files import ServiceFolder
+from broker.serve.keys import ApiKey, KeyRing, UsageBook, create_key, read_keys, read_usage, revoke_key
+from tests.serve.live_bed import LiveBed
+from tests.serve.test_balancer import Bed, play
+
+
+class SteppedClock:
+    """A clock that a test advances."""
+
+    def __init__(self) -> None:
+        self._now_s = 1000.0
+
+    def now_s(self) -> float:
+        return self._now_s
+
+    def advance(self, duration_s: float) -> None:
+        self._now_s += duration_s
+
+    async def sleep(self, duration_s: float) -> None:
+        raise AssertionError("a gate does not sleep")
+
+
+def make_gate(clock: SteppedClock, folder: Path, host: str = "127.0.0.1", **limits: Any) -> tuple[Gate, str]:
+    _, text = create_key(ServiceFolder(path=folder), "ann", now_s=clock.now_s(), **limits)
+    return Gate(read_keys(ServiceFolder(path=folder)), UsageBook(), host=host, clock=clock), f"Bearer {text}"
+
+
+def refuse(gate: Gate, header: str) -> KeyRefusal:
+    found = gate.admit(header)
+    assert isinstance(found, KeyRefusal)
+    return found
+
+
+def test_service_without_keys_is_open_on_the_loopback_only() -> None:
+    clock = SteppedClock()
+    assert Gate(KeyRing(), UsageBook(), host="127.0.0.1", clock=clock).admit("") is None
+    assert refuse(Gate(KeyRing(), UsageBook(), host="0.0.0.0", clock=clock), "").status == 401
+    assert refuse(Gate(None, UsageBook(), host="127.0.0.1", clock=clock), "").status == 401
+
+
+def test_key_is_stored_as_a_hash_and_revoking_closes_rather_than_opens(tmp_path: Path) -> None:
+    clock, folder = SteppedClock(), ServiceFolder(path=tmp_path)
+    gate, header = make_gate(clock, tmp_path)
+    assert header.removeprefix("Bearer ") not in folder.keys.read_text()
+    assert folder.keys.stat().st_mode & 0o777 == 0o600
+    assert isinstance(gate.admit(header), ApiKey)
+    assert (
+        refuse(gate, header[:-1]).status == refuse(gate, "Bearer broker-x-y").status == refuse(gate, "").status == 401
+    )
+    with pytest.raises(UsageError, match="exists"):
+        create_key(folder, "ann", now_s=0.0)
+    revoke_key(folder, "ann", now_s=1.0)
+    gate.adopt(read_keys(folder))
+    assert refuse(gate, header).status == refuse(gate, "").status == 401
+    with pytest.raises(UsageError, match="unknown key"):
+        revoke_key(folder, "bob", now_s=1.0)
+
+
+def test_limits_refuse_with_the_time_to_wait(tmp_path: Path) -> None:
+    clock = SteppedClock()
+    gate, header = make_gate(clock, tmp_path, requests_per_minute=2)
+    assert not isinstance(gate.admit(header), KeyRefusal) and not isinstance(gate.admit(header), KeyRefusal)
+    refusal = refuse(gate, header)
+    assert (refusal.status, refusal.code, refusal.retry_s) == (429, "rate_limit_exceeded", 30)
+    clock.advance(30)
+    assert not isinstance(gate.admit(header), KeyRefusal)
+
+
+def test_tokens_budget_and_expiry_refuse(tmp_path: Path) -> None:
+    clock = SteppedClock()
+    gate, header = make_gate(clock, tmp_path, tokens_per_minute=60, budget_tokens=200, expires_s=clock.now_s() + 500)
+    key = gate.admit(header)
+    assert isinstance(key, ApiKey)
+    gate.charge(key, 50, 40)  # 30 more than the bucket held
+    assert refuse(gate, header).retry_s == 31
+    clock.advance(31)
+    assert isinstance(gate.admit(header), ApiKey)
+    gate.charge(key, 0, 110)
+    assert (refuse(gate, header).status, refuse(gate, header).code) == (403, "insufficient_quota")
+    clock.advance(500)
+    assert refuse(gate, header).code == "expired_api_key"
+
+
+def test_streams_are_counted_by_key_and_replicas_do_not_see_it(tmp_path: Path) -> None:
+    folder = ServiceFolder(path=tmp_path)
+    _, text = create_key(folder, "ann", now_s=0.0)
+
+    async def scene(bed: Bed) -> None:
+        async with bed.client.post(f"{bed.url}/v1/completions", json={}) as response:
+            error = (await response.json())["error"]
+            assert (response.status, error["code"]) == (401, "invalid_api_key")
+        bed.client.headers["authorization"] = f"Bearer {text}"
+        for asks in (False, True):
+            events = await bed.stream(prompt="abc", stream_options={"include_usage": True} if asks else None)
+            assert len(events) == 12 + asks and ("usage" in events[-1]) == asks
+        events = await bed.stream(prompt="abcd", stop="never")  # cannot be continued: no journal
+        assert len(events) == 12
+        async with bed.client.ws_connect(f"{bed.url}/socket") as socket:
+            await socket.send_str("a")
+            assert (await socket.receive()).data == "echo a"
+        seen = json.dumps([each.headers for each in bed.stands], default=str)
+        assert text not in seen and any(each.headers for each in bed.stands)
+
+    load = play(tmp_path, scene)
+    used = next(iter(read_usage(folder).keys.values()))
+    assert (used.requests, used.completion_tokens) == (4, 36) and used.prompt_tokens >= 6
+    assert load.window.requests >= 3 and load.window.ttft_p50_s is not None
+    assert not any(text in each.read_text() for each in tmp_path.iterdir() if each.is_file())
+
+
+def test_usage_survives_a_balancer_that_is_killed(tmp_path: Path) -> None:
+    folder = ServiceFolder(path=tmp_path)
+    _, text = create_key(folder, "ann", now_s=0.0)
+
+    async def run() -> None:
+        bed = LiveBed(tmp_path, pause_s=0.0)
+        async with bed.run(1), aiohttp.ClientSession(headers={"authorization": f"Bearer {text}"}) as client:
+
+            async def ask() -> None:
+                body = {"prompt": "abc", "stream": True, "max_tokens": 5}
+                async with client.post(f"{bed.url}/v1/completions", json=body) as response:
+                    assert response.status == 200
+                    await response.read()
+
+            async def until_used(tokens: int) -> None:
+                while not (used := list(read_usage(folder).keys.values())) or used[0].tokens != tokens:
+                    await asyncio.sleep(0.01)
+
+            await ask()
+            await until_used(8)
+            await bed.replace_balancer()
+            await ask()
+            await until_used(16)
+
+    asyncio.run(run())
