@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from broker import wording
 from broker.types import Event, EventKind, Outcome, OutcomeKind
 from broker.wording import describe_event, describe_outcome
+from broker.wording.events import find_renderer
 
 BROKER = Path(__file__).parent.parent / "broker"
 WORDS = {"outcome", "message", "detail", "details", "reason", "failure"}  # attributes that hold text for people
@@ -32,6 +32,7 @@ SHORTENED = {  # texts that are cut to be shown; nothing is decided by them
     "broker/cli/what_if.py: error.message.splitlines()",
     "broker/clouds/aws/startable.py: error.message.rpartition(': ')",
 }
+UNTOLD = {OutcomeKind.NO_OFFER, OutcomeKind.DEPENDENCY_FAILED, OutcomeKind.OTHER}  # the detail is all that is said
 
 
 def list_text_reads(source: str) -> Iterator[tuple[int, str]]:
@@ -157,7 +158,7 @@ def test_every_event_carries_the_data_that_its_words_need() -> None:
             continue
         for line, kind, names, has_more in list_events_made(path.read_text()):
             made.add(kind)
-            parameters = inspect.signature(getattr(wording, f"_{EventKind[kind].value}")).parameters
+            parameters = inspect.signature(find_renderer(EventKind[kind])).parameters
             needed = {name for name, each in parameters.items() if each.default is inspect.Parameter.empty}
             assert names <= set(parameters), f"{path}:{line}: {kind} has no {names - set(parameters)}"
             missing = needed - names - ({"in_place"} if kind.endswith("_RESTARTED") else set())
@@ -174,3 +175,14 @@ def test_every_outcome_has_words() -> None:
 
 def test_data_that_lacks_something_is_shown_and_no_error() -> None:
     assert describe_event(Event(kind=EventKind.SHRUNK, data={"rank": 1})) == "shrunk: {'rank': 1}"
+
+
+@pytest.mark.parametrize("kind", [kind for kind in OutcomeKind if kind not in UNTOLD])
+def test_outcome_without_detail_ends_in_no_colon(kind: OutcomeKind) -> None:
+    said = describe_outcome(Outcome(kind=kind))
+    assert said and not said.endswith(":") and ": after" not in said
+
+
+def test_preemption_without_detail_names_the_step_only() -> None:
+    assert describe_outcome(Outcome(kind=OutcomeKind.PREEMPTED, step=7)) == "preempted after step 7"
+    assert describe_outcome(Outcome(kind=OutcomeKind.PREEMPTED, detail="node 1 gone")) == "preempted: node 1 gone"

@@ -1,0 +1,40 @@
+"""Render outcomes and events as text for users. Only this room does, and no module parses the text."""
+
+from __future__ import annotations
+
+from broker.wording.events import describe_event
+from broker.wording.outcomes import (
+    describe_lost_nodes,
+    describe_lost_start,
+    describe_notice,
+    describe_outcome,
+    explain_broken_gang,
+    explain_budget,
+    explain_cancelled_run,
+    explain_dependency,
+    explain_exit,
+    explain_failed_launches,
+    explain_lost_files,
+    explain_setup_exit,
+    explain_stall,
+)
+from broker.wording.places import describe_place, make_place
+
+__all__ = [
+    "describe_event",
+    "describe_lost_nodes",
+    "describe_lost_start",
+    "describe_notice",
+    "describe_outcome",
+    "describe_place",
+    "explain_broken_gang",
+    "explain_budget",
+    "explain_cancelled_run",
+    "explain_dependency",
+    "explain_exit",
+    "explain_failed_launches",
+    "explain_lost_files",
+    "explain_setup_exit",
+    "explain_stall",
+    "make_place",
+]

@@ -1,0 +1,161 @@
+"""Render the events of managed jobs: attempts, decisions and recoveries."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from broker.types.outcomes import Outcome, OutcomeKind
+from broker.wording.outcomes import (
+    describe_lost_nodes,
+    describe_outcome,
+    explain_broken_gang,
+    explain_setup_exit,
+    explain_stall,
+    name_exit_code,
+)
+from broker.wording.places import Place, describe_place
+
+
+def render_attempt(*, number: int, place: Place, usd_hour: float) -> str:
+    return f"attempt {number}: {describe_place(place)} at {usd_hour:.2f} USD/h"
+
+
+def render_attempt_in_place(*, number: int, earlier: int) -> str:
+    return f"attempt {number}: reuses the nodes of attempt {earlier}"
+
+
+def render_started() -> str:
+    return "the program was started"
+
+
+def render_recovered(*, step: int, took_s: float | None = None) -> str:
+    """`took_s` None: the clock was set back meanwhile."""
+    took = "" if took_s is None else f", {took_s:.1f} s after the loss"
+    return f"recovered at step {step}{took}"
+
+
+def render_attempt_lost(
+    *, outcome: str, detail: str, step: int | None = None, kept_count: int | None = None, node_count: int | None = None
+) -> str:
+    text = describe_outcome(Outcome(kind=OutcomeKind(outcome), detail=detail, step=step))
+    kept = "" if kept_count is None else f"; keeping {kept_count} of {node_count} nodes while replacing the rest"
+    return f"{text}{kept}"
+
+
+def render_lease_expired(*, allowance: str, step: int | None = None) -> str:
+    outcome = Outcome(kind=OutcomeKind.LEASE_EXPIRED, detail=allowance, step=step)
+    return f"{describe_outcome(outcome)}; restarting on new nodes"
+
+
+def render_program_restarted(*, exit_code: int | None, cause: str, step: int | None, in_place: bool) -> str:
+    at = f" at step {step}" if step else ""
+    nodes = _name_nodes(in_place=in_place)
+    return f"the program exited with {name_exit_code(exit_code, cause)}{at}; restarting on {nodes}"
+
+
+def render_stall_restarted(*, timeout_s: float, step: int, in_place: bool) -> str:
+    return f"{explain_stall(timeout_s)} at step {step}; restarting on {_name_nodes(in_place=in_place)}"
+
+
+def render_gang_restarted(*, reason: str, step: int, in_place: bool) -> str:
+    return f"{explain_broken_gang(reason)} at step {step}; restarting on {_name_nodes(in_place=in_place)}"
+
+
+def render_setup_retried(*, exit_code: int | None) -> str:
+    return f"{explain_setup_exit(exit_code)} on reused nodes; retrying on new nodes"
+
+
+def render_launch_retried(*, cluster: str, error: str) -> str:
+    return f"not started on {cluster}, trying another cluster: {error}"
+
+
+def render_nodes_given_back(*, number: int) -> str:
+    return f"releasing the nodes of attempt {number}; requesting new ones"
+
+
+def render_last_lines(*, number: int, lines: Sequence[str], rank: int | None = None) -> str:
+    of_rank = "" if rank is None else f" of rank {rank}"
+    return "\n".join([f"last lines{of_rank} in attempt {number}:", *lines])
+
+
+def render_ended(*, status: str, failure: str, outcome: str | None = None) -> str:
+    return f"{status}: {failure}" if failure else status
+
+
+# -- while it runs or waits
+
+
+def render_decision(
+    *,
+    action: str,
+    reason: str,
+    work_left_hours: float,
+    place: Place | None = None,
+    usd_work_hour: float | None = None,
+    time_left_hours: float | None = None,
+    spare_hours: float | None = None,
+    ondemand_usd_work_hour: float | None = None,
+    expected_usd: Mapping[str, float] | None = None,
+) -> str:
+    """Render a decision: `action` is "move", "stay" or "wait", `place` the target of a move or the current place."""
+    verb = {"move": "move to", "stay": "stay on"}.get(action)
+    decision = "wait without machines" if verb is None else "stay"
+    if verb and place is not None:
+        pricing = "spot" if place["is_spot"] else "on-demand"
+        decision = f"{verb} {place['instance_type']} {pricing} in {place['cloud']} {place['zones'][0]}"
+        decision += f", {usd_work_hour:.2f} USD per hour of work"
+    facts = [f"{work_left_hours:.1f} h of work left"]
+    facts += [] if time_left_hours is None else [f"{time_left_hours:.1f} h to the deadline"]
+    facts += [] if spare_hours is None else [f"on-demand must start within {spare_hours:.1f} h"]
+    facts += (
+        [] if ondemand_usd_work_hour is None else [f"on-demand costs {ondemand_usd_work_hour:.2f} USD per hour of work"]
+    )
+    if expected_usd:
+        costs = [f"{usd:.2f} USD by {name}" for name, usd in expected_usd.items()]
+        facts.append(f"expected cost to finish: {', '.join(costs[:-1])} and {costs[-1]}")
+    return f"{decision}{f' ({reason})' if reason else ''}: {', '.join(facts)}"
+
+
+def render_late() -> str:
+    return "the deadline can no longer be met with the requested confidence; continuing"
+
+
+def render_waiting(*, error: str, wait_s: float) -> str:
+    return f"{error}; retrying in {wait_s:.0f} s"
+
+
+def render_advised(*, rank: int) -> str:
+    return f"the cloud reports an elevated preemption risk for node {rank}"
+
+
+def render_unseen(*, error: str) -> str:
+    return f"cannot list the nodes: {error}"
+
+
+def render_flushing(*, text: str) -> str:
+    return text
+
+
+def render_shrunk(*, rank: int, left: int, node_count: int) -> str:
+    return f"{describe_lost_nodes([rank])}; continuing on {left} of {node_count} nodes"
+
+
+def render_unfit(*, rank: int, reason: str, wait_s: float, job: int) -> str:
+    return (
+        f"{reason}, on a replacement node: terminating it, next try in {wait_s:.0f} s; "
+        f"its output is in `broker jobs logs {job}`, marked (rank{rank})"
+    )
+
+
+def render_replacement_failed(*, error: str, wait_s: float | None = None) -> str:
+    """Render a failed replacement; without `wait_s`, the other nodes are released."""
+    then = "" if wait_s is None else f"; retrying in {wait_s:.0f} s"
+    return f"cannot replace the lost node: {error}{then}"
+
+
+def render_access_not_renewed(*, error: str) -> str:
+    return f"cannot renew the nodes' bucket access: {error}"
+
+
+def _name_nodes(*, in_place: bool) -> str:
+    return "the same nodes" if in_place else "new nodes"
