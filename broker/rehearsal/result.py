@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from broker.errors import NoOfferError
 from broker.formatting import strip_control
+from broker.jobs.deadline import estimate_hazard
 from broker.jobs.log_files import get_log_path
 from broker.jobs.summary import RunSummary, summarize
 from broker.rehearsal.cloud import NOTICE_S_MAX
@@ -62,7 +63,7 @@ class Rehearsal:
     notices_ignored: int
     places: tuple[str, ...]
     work_hours: float
-    hazard: float  # preemptions per hour of the whole gang, where it ran first
+    hazard: float  # preemptions per hour of the whole gang where it ran first, by the market model
     checkpoint: CheckpointSpec
     interval: CheckpointInterval | None
     forecast: Estimate | None  # of the real run, with the program's own checkpoint interval; None without a goal
@@ -126,7 +127,7 @@ def draw_up(context: RehearsalContext, driver: Driver, job: Job, plan: Plan) -> 
     measures = measure(trials)
     first = job.attempts[0].placement if job.attempts else plan.choice.placement
     chosen = next((estimate for estimate in plan.estimates[:200] if _is_same(estimate.placement, first)), plan.choice)
-    hazard = chosen.preemptions_per_hour
+    hazard = find_gang_hazard(first, task.num_nodes)
     work_s = (measures.total or 0) * (measures.step_s or 0.0) * context.speed
     if task.goal and task.goal.work_hours is not None and chosen.breakdown is not None:
         work_s = chosen.breakdown.work_hours * 3600
@@ -161,6 +162,14 @@ def draw_up(context: RehearsalContext, driver: Driver, job: Job, plan: Plan) -> 
         missing_module=find_missing_module(log) if log else "",
         grace_s=min(max((strike.notice_s for strike in driver.strikes), default=NOTICE_S_MAX), NOTICE_S_MAX),
     )
+
+
+def find_gang_hazard(placement: Placement, node_count: int) -> float:
+    """Return preemptions per hour of a gang of `node_count` nodes there, as a job without history expects them.
+
+    The rehearsed placement may have fewer nodes. Its simulated preemptions are not observations of the market.
+    """
+    return estimate_hazard(replace(placement, node_count=node_count), {})
 
 
 def read_last_words(log: Path) -> str:

@@ -206,7 +206,7 @@ def judge_interval(interval: CheckpointInterval | None, hazard: float, stall_s: 
     steps, seconds = format_count(interval.every_steps, "step"), format_duration(interval.every_s)
     as_is = f"a checkpoint every {steps} is one every {seconds}"
     if interval.best_steps is None or hazard <= 0:
-        return [Finding(level="note", about="interval", text=f"{as_is}; no preemptions are known for this location")]
+        return [Finding(level="note", about="interval", text=f"{as_is}; on-demand nodes are not preempted")]
     best = f"{format_duration(interval.best_s)} or {format_count(interval.best_steps, 'step')}"
     basis = f"Young/Daly for one preemption in {format_duration(3600 / hazard)} and {stall_s:g} s per checkpoint"
     if interval.waste_share <= GOOD_SHARE:

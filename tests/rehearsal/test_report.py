@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from broker.jobs.deadline import estimate_hazard
 from broker.rehearsal.report import (
     Comparison,
     Line,
@@ -21,10 +23,12 @@ from broker.rehearsal.report import (
     read_lines,
     read_newest_line,
 )
-from broker.rehearsal.result import find_missing_module, read_last_words
+from broker.rehearsal.result import find_gang_hazard, find_missing_module, read_last_words
 from broker.rehearsal.verdict import judge_interval, judge_losses, judge_notices, judge_resume, weigh_interval
+from broker.spot.hazard import hazard_per_node_hour
 from broker.spot.interval import best_interval_s
-from broker.types import CheckpointSpec
+from broker.spot.market_model import find_hazard
+from broker.types import CheckpointSpec, Offer, Placement
 
 
 def make_line(step: int, *, loss: float | None = 1.0, saved: int | None = None, time_s: float | None = None) -> Line:
@@ -167,6 +171,19 @@ def test_an_interval_is_weighed_at_the_hazard_of_the_place() -> None:
     (finding,) = judge_interval(often, 0.05, 60.0)
     assert finding.level == "note" and finding.hint == f"save every {often.best_steps} steps"
     assert weigh_interval(Measures(total=None, last_step=3), work_hours=1.0, hazard=0.1, checkpoint=checkpoint) is None
+
+
+def test_interval_is_weighed_by_the_market_model_that_jobs_use_not_by_the_published_band() -> None:
+    offer = Offer(
+        cloud="aws", region="us-east-1", zone="us-east-1a", instance_type="g5.xlarge", vcpus=4, memory_gib=16,
+        spot_usd_hour=0.4, ondemand_usd_hour=1.0, interruption_band=0,
+    )  # fmt: skip
+    played = Placement(offer=offer, is_spot=True, node_count=2)
+    hazard = find_gang_hazard(played, 8)
+    assert hazard == estimate_hazard(replace(played, node_count=8), {})
+    assert hazard == pytest.approx(find_hazard() + 8 * hazard_per_node_hour(0))
+    assert hazard > 10 * 8 * hazard_per_node_hour(0), "a band is far below what recordings show"
+    assert find_gang_hazard(replace(played, is_spot=False), 8) == 0
 
 
 def test_a_notice_is_judged_only_where_one_was_given() -> None:
