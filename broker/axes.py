@@ -9,6 +9,8 @@ LOGARITHMIC_FROM = 8.0  # ratio of largest to smallest value from which the axis
 
 
 class Axis:
+    """One axis of a plot: linear, or logarithmic if all values are positive and span a wide range."""
+
     def __init__(self, values: Sequence[float]) -> None:
         self.low, self.high = min(values), max(values)
         self.is_logarithmic = self.low > 0 and self.high / self.low >= LOGARITHMIC_FROM

@@ -20,6 +20,8 @@ class Clock(Protocol):
 
 
 class SystemClock:
+    """The machine's clock."""
+
     def now_s(self) -> float:
         return time.time()
 

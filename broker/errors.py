@@ -76,10 +76,14 @@ class TaskError(BrokerError):
 
 
 class UsageError(BrokerError):
+    """An argument or the state of a named object does not allow the command; exit code 2."""
+
     exit_code = 2
 
 
 class NoOfferError(BrokerError):
+    """No offer in the catalog satisfies the task; `details` count the offers that each condition excludes."""
+
     exit_code = 3
 
 
@@ -88,15 +92,17 @@ class NotImportedError(NoOfferError):
 
 
 class UnknownNameError(NoOfferError):
-    pass
+    """A name in the task, such as a region or an instance type, is not in the catalog."""
 
 
 class StateError(BrokerError):
+    """The state folder or database cannot be used; exit code 4."""
+
     exit_code = 4
 
 
 class FencedError(StateError):
-    pass
+    """Another controller has taken over: this one may no longer write for the job."""
 
 
 class DamagedRowError(StateError):
@@ -115,18 +121,20 @@ class DamagedRowError(StateError):
 
 
 class JobEndedError(BrokerError):
-    pass
+    """A job that was awaited ended with a status other than the requested one."""
 
 
 class WaitTimeoutError(BrokerError):
-    pass
+    """The time limit of a wait passed."""
 
 
 class SourceError(BrokerError):
-    pass
+    """A price source, catalog or trace cannot be fetched or has invalid content."""
 
 
 class RunFailedError(BrokerError):
+    """The user's program failed; `returncode` is its exit code."""
+
     exit_code = 100
 
     def __init__(self, message: str, *, returncode: int, hints: Sequence[str] = ()) -> None:
@@ -135,10 +143,14 @@ class RunFailedError(BrokerError):
 
 
 class CloudError(BrokerError):
+    """A cloud refused a request, or the request failed; exit code 5."""
+
     exit_code = 5
 
 
 class CapacityError(CloudError):
+    """The cloud has no capacity for the machine in `scope`: try elsewhere."""
+
     def __init__(
         self, message: str, *, scope: Scope = "zone", hints: Sequence[str] = (), details: Sequence[str] = ()
     ) -> None:
@@ -147,15 +159,15 @@ class CapacityError(CloudError):
 
 
 class QuotaError(CloudError):
-    pass
+    """The request exceeds a quota of the account: do not retry there."""
 
 
 class AuthError(CloudError):
-    pass
+    """The login is missing, expired or rejected: stop, and name the command to log in."""
 
 
 class AccountError(AuthError):
-    pass
+    """The account itself cannot be used, for instance because billing is disabled."""
 
 
 class DeniedError(AuthError):
@@ -173,19 +185,19 @@ class LimitError(CloudError):
 
 
 class ThrottledError(CloudError):
-    pass
+    """The cloud limits the rate of requests: back off, then retry."""
 
 
 class InvalidRequestError(CloudError):
-    pass
+    """The cloud rejected the request as invalid: a retry would fail again."""
 
 
 class MissingPackageError(InvalidRequestError):
-    pass
+    """A Python package that the cloud's adapter requires is not installed."""
 
 
 class TransientError(CloudError):
-    pass
+    """A temporary failure: retry."""
 
 
 class UnreachedError(TransientError):
@@ -197,4 +209,4 @@ class UnreachedError(TransientError):
 
 
 class UnknownOutcomeError(CloudError):
-    pass
+    """The call may have succeeded: list the resources before retrying."""

@@ -28,10 +28,12 @@ def format_usd(amount: float | None, *, is_estimated: bool = False) -> str:
 
 
 def format_hours(hours: float | None) -> str:
+    """Format hours like `format_duration`; `-` for None."""
     return "-" if hours is None else format_duration(hours * 3600)
 
 
 def format_duration(seconds: float) -> str:
+    """Format seconds with their two largest units, such as `2h 05m`."""
     if seconds < 60:
         return f"{seconds:.0f}s" if seconds >= 10 else f"{seconds:.1f}s"
     minutes = int(seconds // 60)

@@ -83,6 +83,7 @@ def attempt() -> int:
 
 
 def node_rank() -> int:
+    """Return this node's rank in the gang; 0 outside broker."""
     return int(os.environ.get("SKYPILOT_NODE_RANK") or 0)
 
 
@@ -92,6 +93,7 @@ def node_addresses() -> list[str]:
 
 
 def node_count() -> int:
+    """Return the number of nodes in the gang."""
     return len(node_addresses())
 
 

@@ -1,4 +1,4 @@
-"""Share the shards of a map among workers that know nothing of each other, by conditional writes in one place.
+"""Share the shards of a map among workers that do not communicate with each other, by conditional writes in one place.
 
     part-00012.jsonl              the result of shard 12; written once, on condition that it does not exist
     _map/plan.json                the shards, written once by `broker map`
@@ -25,7 +25,7 @@ from trainers.map_places import Entry, Place
 PLAN = "_map/plan.json"
 LEASES, ITEMS, FAILED, CLOCK = "_map/leases", "_map/items", "_map/failed", "_map/clock"
 PART = re.compile(r"part-(\d+)\.jsonl")
-TRIES = 3  # failures of the program after which a shard is left out
+TRIES = 3  # failures of the program after which a shard is skipped
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,8 @@ class Shard:
 
 @dataclass(frozen=True)
 class MapPlan:
+    """The plan of a map as workers need it; `lease_s` is how long a lease is valid without renewal."""
+
     input: str
     lease_s: float
     shards: tuple[Shard, ...]
@@ -47,6 +49,8 @@ class MapPlan:
 
 @dataclass(frozen=True)
 class Lease:
+    """A lease of shard `number`; each new lease of a shard has a higher `epoch`."""
+
     number: int
     epoch: int
     content: bytes
@@ -57,15 +61,17 @@ class Lease:
 
 
 def name_part(number: int) -> str:
+    """Return the key of the results of a shard."""
     return f"part-{number:05d}.jsonl"
 
 
 def name_lease(number: int, epoch: int) -> str:
+    """Return the key of one lease of a shard."""
     return f"{LEASES}/{number:05d}/{epoch:04d}"
 
 
 def read_plan(place: Place) -> MapPlan:
-    """Read the plan that `broker map` wrote. Raises FileNotFoundError where there is none."""
+    """Read the plan that `broker map` wrote. Raises FileNotFoundError if there is none."""
     content = place.read(PLAN)
     if content is None:
         raise FileNotFoundError(f"no {PLAN} in the output folder")
@@ -95,9 +101,9 @@ class Leases:
         self.view = View()
 
     def acquire(self) -> Lease | None:
-        """Take a shard at random; return None where all that remain are held by others.
+        """Take a shard at random; return None if all remaining shards are held by others.
 
-        A holder that is lost is replaced by its own job, so a worker that finds nothing should exit and cost nothing.
+        A holder that is lost is replaced by its own job, so a worker that finds none should exit, which costs nothing.
         Reclaims what an earlier attempt of this worker held.
         """
         if not self.view.free:
@@ -151,7 +157,7 @@ class Leases:
     def _take(self, number: int, epoch: int) -> Lease | None:
         content = {"worker": self._worker, "attempt": self._attempt, "token": uuid.uuid4().hex}
         lease = Lease(number, epoch, json.dumps(content).encode())
-        # A call that the library repeated may find its own first try.
+        # A call that the library repeated may find the result of its own first try.
         if not self._place.create(lease.key, lease.content) and self._place.read(lease.key) != lease.content:
             return None
         if self._is_done(number):  # committed since the view was read
@@ -160,7 +166,7 @@ class Leases:
         return lease
 
     def renew(self, lease: Lease) -> bool:
-        """Renew a lease; return False where another worker took it over or finished the shard."""
+        """Renew a lease; return False if another worker took it over or finished the shard."""
         entries = self._place.list_entries(f"{LEASES}/{lease.number:05d}")
         if any(entry.key > lease.key for entry in entries) or self._is_done(lease.number):
             return False
@@ -177,7 +183,7 @@ class Leases:
         return is_first
 
     def release(self, lease: Lease) -> None:
-        """Let others take the shard at once. The lease stays, empty, as an epoch is never used twice."""
+        """Release the shard for others. The lease stays, empty, as an epoch is never used twice."""
         self._place.write(lease.key, b"")
 
     def fail(self, lease: Lease, reason: str) -> None:

@@ -1,6 +1,6 @@
-"""Read input and write results of a map: a folder or a bucket, behind the few verbs that a worker needs.
+"""Read input and write results of a map: a folder or a bucket, behind the few operations that a worker needs.
 
-Keys are relative, with `/`. Every verb may be repeated, and raises OSError if the place keeps failing.
+Keys are relative, with `/`. Every operation may be repeated, and raises OSError if the place keeps failing.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ class Entry(NamedTuple):
 
 
 class Place(Protocol):
-    """A folder or bucket that workers of a map share. Every verb raises OSError if it is unreachable."""
+    """A folder or bucket that workers of a map share. Every operation raises OSError if it is unreachable."""
 
     def list_entries(self, folder: str) -> list[Entry]:
-        """Return all keys below a folder; none where it does not exist."""
+        """Return all keys below a folder; none if it does not exist."""
         ...
 
     def list_files(self) -> list[str]:
@@ -135,7 +135,7 @@ class FolderPlace:
 
 
 class BucketPlace:
-    """A bucket, or a folder in one, through obstore, which repeats calls while the network is at fault."""
+    """A bucket, or a folder in one, through obstore, which retries calls after network errors."""
 
     def __init__(self, store: Any, url: str) -> None:
         import obstore

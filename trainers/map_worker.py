@@ -28,13 +28,13 @@ from trainers.preemption import EXIT_CODE_PREEMPTED, PreemptionNotice
 
 READ_BYTES = 1 << 20  # of one request beyond the end of a shard, for the rest of its last line
 RENEWALS = 3  # of a lease, in the time that it is valid
-FAILURES_MAX = 3  # different shards on which the program fails in a row, after which the worker does
+FAILURES_MAX = 3  # different shards on which the program fails in a row, after which the worker fails
 LOOK_S = 0.2
 IsOver = Callable[[], bool]
 
 
 class OverError(Exception):
-    """The shard was lost to another worker, or the machine is about to be."""
+    """The shard was lost to another worker, or the machine is about to be preempted."""
 
 
 class ProgramError(Exception):
@@ -42,7 +42,7 @@ class ProgramError(Exception):
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Return 0 where no shard is left, 1 where the program keeps failing, 143 after a preemption notice."""
+    """Return 0 if no shard is left, 1 if the program keeps failing, 143 after a preemption notice."""
     parser = argparse.ArgumentParser(prog="python -m trainers.map_worker", description=__doc__.split("\n\n")[0])
     parser.add_argument("program", nargs="+", help="a Python file with `process(items)`, or a command after `--`")
     parser.add_argument("--batch", type=int, default=32, help="items in one call of `process` (default: %(default)s)")
@@ -105,11 +105,11 @@ def keep(leases: Leases, lease: Lease, *, every_s: float) -> Iterator[threading.
         yield lost
     finally:
         over.set()
-        thread.join()  # a renewal after the commit would bring the lease back
+        thread.join()  # a renewal after the commit would restore the lease
 
 
 def read_lines(source: Place, shard: Shard) -> bytes:
-    """Return the lines that begin in the shard. The line that its first byte continues belongs to the shard before."""
+    """Return the lines that begin in the shard. A line that began before it belongs to the previous shard."""
     start = max(0, shard.start - 1)
     content = source.read_range(shard.key, start, shard.end)
     if shard.start:
@@ -134,6 +134,7 @@ def make_program(words: Sequence[str], batch: int) -> Callable[[bytes, IsOver], 
 
 
 def load_function(path: Path) -> Callable[[list[Any]], list[Any]]:
+    """Import the file and return its `process`. Raises SystemExit if it has none."""
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -149,7 +150,7 @@ def load_function(path: Path) -> Callable[[list[Any]], list[Any]]:
 def call_function(
     process: Callable[[list[Any]], list[Any]], content: bytes, batch: int, is_over: IsOver
 ) -> list[bytes]:
-    """Call `process` batch by batch. Raises ProgramError for any error of it, and for a wrong number of results."""
+    """Call `process` batch by batch. Raises ProgramError for any error it raises, and for a wrong number of results."""
     lines = [line for line in content.split(b"\n") if line.strip()]
     results: list[bytes] = []
     for first in range(0, len(lines), batch):

@@ -82,6 +82,7 @@ def names_index(settings: Mapping[str, str]) -> bool:
 
 
 def read_pip_files(variables: Mapping[str, str]) -> dict[str, str]:
+    """Return pip's settings from its configuration files; later files win."""
     parser = configparser.RawConfigParser(strict=False)
     files = [*PIP_FILES, str(Path(sys.prefix) / "pip.conf"), variables.get("PIP_CONFIG_FILE", "")]
     try:
@@ -119,6 +120,7 @@ def find_uv(folder: Path, settings: Mapping[str, str]) -> str:
 
 
 def extract(wheel: bytes) -> bytes:
+    """Return the `uv` binary in a wheel."""
     return zipfile.ZipFile(io.BytesIO(wheel)).read(f"uv-{UV}.data/scripts/uv")
 
 
@@ -157,6 +159,7 @@ def list_pages(settings: Mapping[str, str]) -> Iterator[str]:
 
 
 def as_url(place: str) -> str:
+    """Return a URL, or the `file:` URL of a local path."""
     return place if re.match(r"[a-z][a-z+.-]+://", place) else Path(place).expanduser().resolve().as_uri()
 
 
@@ -181,5 +184,6 @@ def read(url: str) -> bytes:
 
 
 def hide_login(url: str) -> str:
+    """Return the URL without user name and password, for messages."""
     parts = urlsplit(url)
     return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2], fragment=""))

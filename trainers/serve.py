@@ -21,14 +21,14 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument(
         "--checkpoint",
         metavar="FOLDER",
-        help="checkpoints of trainers.lm, or a folder in Hugging Face's form (default: $BROKER_CHECKPOINT_DIR)",
+        help="checkpoints of trainers.lm, or a folder in Hugging Face's format (default: $BROKER_CHECKPOINT_DIR)",
     )
     parser.add_argument("--tokenizer", metavar="NAME", help="`bytes`, a folder or a name (default: the checkpoint's)")
-    parser.add_argument("--name", default="model", help="the model's name in answers")
+    parser.add_argument("--name", default="model", help="model name in responses")
     parser.add_argument("--host", help="address to listen on (default: the loopback, on a cloud's node all interfaces)")
     parser.add_argument("--port", type=int, help="port to listen on (default: $BROKER_REPLICA_PORT, or 8000)")
     parser.add_argument("--slots", type=int, default=16, help="sequences in a batch")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="type of the weights")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="data type of the weights")
     options = parser.parse_args(arguments)
     try:
         asyncio.run(serve(options))
@@ -39,7 +39,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 async def serve(options: argparse.Namespace) -> None:
-    """Load the model and answer requests. Raises TrainerError, and OSError where the port is taken."""
+    """Load the model and answer requests. Raises TrainerError, and OSError if the port is in use."""
     import torch
 
     from trainers.serve_api import Api

@@ -53,7 +53,7 @@ class Api:
         try:
             self._engine.submit(generation)
         except FullError:
-            return make_error(429, "too many requests wait")
+            return make_error(429, "too many requests are waiting")
         writer = _Writer(self._tokenizer, generation, fields, name=self._name, is_chat=is_chat)
         if fields.get("stream"):
             return Response(content_type="text/event-stream", events=writer.stream())
@@ -70,7 +70,7 @@ class Api:
         most = fields.get("max_completion_tokens") or fields.get("max_tokens", rest if is_chat else 16)
         resumed = _read_number(fields, "resumed_tokens", 0, int)
         if not 0 <= resumed <= len(prompt):
-            raise RequestError(400, "`resumed_tokens` must be a number of the prompt's last ids")
+            raise RequestError(400, "`resumed_tokens` must be the number of the prompt's last ids that were generated")
         return Generation(
             prompt=prompt,
             tokens_max=max(1, _read_number({"max_tokens": most}, "max_tokens", rest, int)),
@@ -87,7 +87,7 @@ class Api:
         messages = fields.get("messages")
         if not isinstance(messages, list) or not all(isinstance(each, dict) for each in messages):
             raise RequestError(400, "`messages` must be a list of messages")
-        # The models here are trained without a chat template, so that none is right.
+        # The models here are trained without a chat template, so no template would be correct.
         lines = [f"{each.get('role', 'user')}: {each.get('content', '')}\n" for each in messages]
         return list(self._tokenizer.encode("".join([*lines, "assistant: "]).encode()))
 
@@ -107,7 +107,7 @@ class _Writer:
         self._head = {"id": f"{prefix}-{secrets.token_hex(8)}", "created": int(time.time()), "model": name}
 
     async def stream(self) -> AsyncIterator[str]:
-        """Yield the events; a client that leaves cancels the generation."""
+        """Yield the events; a client that disconnects cancels the generation."""
         is_first = True
         try:
             async for text, ids in self._pieces():

@@ -83,7 +83,7 @@ class Engine:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop after the present token."""
+        """Stop after the current token."""
         with self._changed:
             self._is_closed = True
             self._changed.notify()
@@ -160,12 +160,12 @@ def choose_token(logits: Tensor, temperature: float, seed: int, position: int) -
 
 
 class Detokenizer:
-    """Turns ids into text, and keeps back ids whose text is not complete: a character may span several.
+    """Turns ids into text, and holds back ids whose text is not complete: a character may span several.
 
     Its state depends on the ids alone, so that after `skip` it continues where another one stopped.
     """
 
-    PENDING_MAX = 8  # a byte that begins no character would otherwise be kept back until the end
+    PENDING_MAX = 8  # a byte that cannot begin a character would otherwise be held back until the end
 
     def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
         """Start with no ids."""
@@ -188,7 +188,7 @@ class Detokenizer:
         return self._take(now[len(before) :])
 
     def flush(self) -> tuple[str, list[int]]:
-        """Return what was kept back."""
+        """Return the ids that were held back, as text."""
         before, now = self._decode(self._ids[self._prefix : self._read]), self._decode(self._ids[self._prefix :])
         return self._take(now[len(before) :])
 

@@ -25,7 +25,7 @@ class RequestError(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """A request that was read whole."""
+    """A complete request."""
 
     method: str
     path: str
@@ -44,7 +44,7 @@ class Request:
 
 @dataclass(frozen=True, kw_only=True)
 class Response:
-    """An answer of one piece (`content`), or a stream of server-sent events (`events`)."""
+    """A response in one piece (`content`), or a stream of server-sent events (`events`)."""
 
     status: int = 200
     content: bytes = b""
@@ -105,7 +105,7 @@ async def _read(reader: asyncio.StreamReader) -> tuple[Request, bool]:
     first, *lines = head.decode("latin-1").split("\r\n")
     parts = first.split(" ")
     if len(parts) != 3:
-        raise RequestError(400, "the request line cannot be read")
+        raise RequestError(400, "invalid request line")
     headers = {name.strip().lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
     if "transfer-encoding" in headers:
         body = await _read_chunks(reader)
@@ -125,7 +125,7 @@ async def _read_chunks(reader: asyncio.StreamReader) -> bytes:
         try:
             size = int(line.partition(b";")[0], 16)
         except ValueError:
-            raise RequestError(400, "a chunk's size cannot be read") from None
+            raise RequestError(400, "invalid chunk size") from None
         if size < 0 or len(body) + size > BODY_BYTES_MAX:
             raise RequestError(413, f"a body may have {BODY_BYTES_MAX} bytes")
         body += await reader.readexactly(size)

@@ -1,6 +1,6 @@
 """A language model that keeps keys and values: one forward pass for prompts and for batches of single tokens.
 
-The networks in `trainers/models` stay as they are trained; this reads their layers and computes attention over a cache.
+The networks in `trainers/models` stay as trained; this module reads their layers and computes attention over a cache.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,11 +21,11 @@ class CachedModel:
     """A GPT or Llama, with experts or without, and a cache of `slots` sequences of up to `context` tokens each."""
 
     def __init__(self, model: nn.Module, config: ModelConfig, *, slots: int, device: torch.device) -> None:
-        """Take memory for the cache: `[depth, slots, heads, context, head width]`, twice."""
+        """Allocate the cache: `[depth, slots, heads, context, head width]`, twice."""
         self._model = cast(Any, model.eval().to(device))  # a Decoder whose parts are all there
         for module in model.modules():
             if isinstance(module, Router):
-                module.capacity = 0.0  # what one request gets must not depend on the others in its batch
+                module.capacity = 0.0  # the result of one request must not depend on the others in its batch
         self.device, self.context = device, config.context
         self.vocabulary: int = self._model.vocabulary
         is_llama = config.kind == "llama"
@@ -100,7 +100,7 @@ def load_model(source: str, *, dtype: torch.dtype) -> tuple[nn.Module, ModelConf
     step, about, tensors = read_checkpoint(source)
     if "model" not in about:
         raise TrainerError(
-            f"the checkpoint of step {step} does not state its model's shape: it is not of `trainers.lm`"
+            f"the checkpoint of step {step} does not state its model's shape: it was not written by `trainers.lm`"
         )
     tensors = _merge(about, tensors)
     config = ModelConfig(**{**about["model"], "dropout": 0.0})
@@ -121,7 +121,7 @@ def _merge(about: Mapping[str, Any], tensors: dict[str, Any]) -> dict[str, Any]:
 
 def _check_writes(config: ModelConfig) -> None:
     if config.bidirectional:
-        raise TrainerError("an encoder writes no text: `trainers.serve` serves decoders")
+        raise TrainerError("an encoder generates no text: `trainers.serve` serves decoders only")
 
 
 def _load_hugging_face(folder: Path, dtype: torch.dtype) -> tuple[nn.Module, ModelConfig, str]:

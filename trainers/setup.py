@@ -76,6 +76,7 @@ def drop(folder: Path, path: str) -> str:
 
 
 def keeps_in_bucket(variables: Mapping[str, str]) -> bool:
+    """Return whether checkpoints are in a bucket instead of a folder."""
     place = variables.get("BROKER_CHECKPOINT_DIR", "")
     return "://" in place and not place.startswith("file://")
 

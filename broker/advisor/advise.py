@@ -182,6 +182,7 @@ def group_offers(
 
 
 def can_train(wish: Wish, name: str) -> bool:
+    """Return whether the GPU is requested or, without a request, supports the data type."""
     if wish.gpus:
         return name in wish.gpus
     without = {"bf16": WITHOUT_BF16, "fp16": WITHOUT_FP16, "fp32": ()}[wish.training.dtype]

@@ -157,6 +157,7 @@ def list_activations(training: Training, layout: Layout) -> dict[Recompute, floa
 
 
 def count_micro_batches(training: Training, sharding: Sharding, micro_batch: int) -> int:
+    """Return the number of micro-batches per step on each data rank, rounded up."""
     return max(1, -(-training.batch // (sharding.data * micro_batch)))
 
 

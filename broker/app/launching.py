@@ -46,6 +46,7 @@ class Target(Protocol):
 
 @contextmanager
 def ignore_upload(url: str) -> Iterator[Callable[[int, int], None]]:
+    """Accept the progress of an upload and show nothing."""
     yield lambda done, total: None
 
 

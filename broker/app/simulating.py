@@ -114,6 +114,7 @@ def choose_policies(wanted: Sequence[str] | None, known: Sequence[str]) -> list[
 
 
 def read_traces(path: Path | None) -> list[Trace]:
+    """Read traces from a file or folder; without a path, return the synthetic markets."""
     from broker.lab.trace_files import read_traces
     from broker.lab.traces import make_default_traces
 
@@ -174,6 +175,7 @@ def _mean_hazard(traces: Sequence[Trace]) -> float:
 
 
 def set_scenes(job: SimulatedJob, traces: Sequence[Trace], starts: int, *, is_apart: bool) -> list[Scene]:
+    """Return one scene per start; with `is_apart`, per start and trace."""
     from broker.lab.benchmark import spread_starts
     from broker.lab.markets import Site
     from broker.lab.parts import Scene

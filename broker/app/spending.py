@@ -18,6 +18,8 @@ PRUNED = "pruned"
 
 
 class By(StrEnum):
+    """The key by which costs are grouped."""
+
     JOB = "job"
     CLOUD = "cloud"
     DAY = "day"

@@ -18,7 +18,7 @@ LEASE_S = 60.0
 
 @frozen
 class MapPlan:
-    """A map that was begun. `uid` is part of the names of its jobs; `program` is a digest of the task's commands."""
+    """A map's plan. `uid` is part of the names of its jobs; `program` is a digest of the task's commands."""
 
     uid: str
     input: str
@@ -33,7 +33,7 @@ class MapPlan:
 
 
 def digest_program(task: Task) -> str:
-    """Return a digest of the commands and variables, which differs where results may."""
+    """Return a digest of the commands and variables; results may differ if it does."""
     return sha256(json.dumps([task.setup, task.run, sorted(task.envs.items())]).encode()).hexdigest()[:16]
 
 
@@ -42,7 +42,7 @@ def begin(
 ) -> tuple[MapPlan, bool]:
     """Write the plan, or read the one that is there; return it, and whether it is a new one.
 
-    Of commands that run at the same time one writes it. Raises UsageError where the output belongs to another input or
+    Of concurrent commands, one writes it. Raises UsageError if the output belongs to another input or
     program.
     """
     new = MapPlan(uid=draw_uid(), input=input_url, program=program, lease_s=lease_s, split=wanted)
@@ -70,6 +70,7 @@ def _refuse(what: str, known: MapPlan) -> UsageError:
 
 
 def encode(plan: MapPlan) -> bytes:
+    """Return the plan as JSON, in the form that `decode` and the workers read."""
     text = {
         "version": 1, "uid": plan.uid, "input": plan.input, "program": plan.program, "lease_s": plan.lease_s,
         "files": plan.split.files, "sizes": plan.split.sizes, "shards": plan.split.shards,

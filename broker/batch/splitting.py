@@ -27,6 +27,8 @@ class Shard(NamedTuple):
 
 @frozen
 class Split:
+    """Keys and sizes (bytes) of the input files, and the shards that cover them."""
+
     files: tuple[str, ...]
     sizes: tuple[int, ...]
     shards: tuple[Shard, ...]

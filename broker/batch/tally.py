@@ -15,7 +15,7 @@ MANIFEST = "_map/manifest.json"
 PART = re.compile(r"part-(\d+)\.jsonl")
 ITEMS = re.compile(r"_map/items/(\d+)\.(\d+)")
 FAILED = re.compile(r"(_map/failed/(\d+)/.+)")
-TRIES = 3  # as trainers/map_leases.py: failures of the program after which a shard is left out
+TRIES = 3  # as trainers/map_leases.py: failures of the program after which a shard is skipped
 
 
 @frozen
@@ -25,7 +25,7 @@ class Tally:
     shards: int
     parts: Mapping[int, StoredKey]
     items: Mapping[int, int]
-    failed: Mapping[int, Sequence[str]]  # shard that was left out -> the keys of the reports
+    failed: Mapping[int, Sequence[str]]  # skipped shard -> the keys of the reports
 
     @property
     def is_complete(self) -> bool:
@@ -33,15 +33,17 @@ class Tally:
 
     @property
     def left(self) -> int:
-        """The shards that a worker can still do."""
+        """The shards that remain to be done."""
         return self.shards - len(self.parts) - len(self.failed)
 
 
 def take(bucket: Bucket, plan: MapPlan) -> Tally:
+    """List the output folder once, and count."""
     return read(bucket.list_keys(), shards=len(plan.split.shards))
 
 
 def read(keys: Sequence[StoredKey], *, shards: int) -> Tally:
+    """Count finished parts, recorded results and failures among the keys of the output folder."""
     parts, items, failures = dict[int, StoredKey](), dict[int, int](), dict[int, list[str]]()
     for each in keys:
         if found := PART.fullmatch(each.key):
@@ -55,7 +57,7 @@ def read(keys: Sequence[StoredKey], *, shards: int) -> Tally:
 
 
 def count_items(bucket: Bucket, tally: Tally) -> Mapping[int, int]:
-    """Return the results of each finished shard; a part whose worker was killed before it noted them is counted."""
+    """Return the results of each finished shard; a part without a recorded number is counted."""
     return {
         number: tally.items[number] if number in tally.items else (bucket.read(part.key) or b"").count(b"\n")
         for number, part in sorted(tally.parts.items())
@@ -76,7 +78,7 @@ def write_manifest(bucket: Bucket, plan: MapPlan, tally: Tally, items: Mapping[i
 
 
 def explain_failures(bucket: Bucket, tally: Tally) -> Sequence[str]:
-    """Return the reasons for which shards were left out, the most frequent first."""
+    """Return the reasons for which shards were skipped, the most frequent first."""
     reasons = Counter[str]()
     for number in sorted(tally.failed)[:20]:
         report = json.loads(bucket.read(tally.failed[number][0]) or b"{}")

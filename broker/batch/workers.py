@@ -3,7 +3,7 @@
 jobs of worker 1     others    a shard is left    submit
 none                 any       yes                map-k7wq2/1/1
 1: RUNNING           any       yes                -
-1: SUCCEEDED         live      yes                -              the others hold all shards that are left
+1: SUCCEEDED         live      yes                -              the others hold all remaining shards
 1: SUCCEEDED         ended     yes                map-k7wq2/1/2  one of them ended without finishing its shard
 1: FAILED            any       yes                -              unless it failed before this command began
 """
@@ -29,7 +29,7 @@ class Submission:
 
 @frozen
 class Crew:
-    """The newest job of each worker, and the jobs to submit. `job_ids` are all that the map ever had."""
+    """The newest job of each worker, and the jobs to submit. `job_ids`: all jobs of the map, also ended ones."""
 
     newest: tuple[Job, ...]
     job_ids: tuple[int, ...]

@@ -32,6 +32,7 @@ CLOUDS_FILE = "clouds.csv"  # dates and sources by cloud, as `broker.catalog.reb
 
 
 def main(arguments: list[str]) -> int:
+    """Compile CSV files into the archive that ships with broker; return the exit code."""
     if len(arguments) not in (1, 2):
         sys.stderr.write("usage: python -m broker.catalog.compile FACTS_DIR [OUTPUT]\n")
         return 2

@@ -76,6 +76,7 @@ def find_points(cache: Path, instance_type: str, *, region: str | None = None) -
 
 
 def name_history(cache: Path) -> Path:
+    """Return the path of the price history in the cache folder."""
     return cache / "price-history.db"
 
 

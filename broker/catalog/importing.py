@@ -17,6 +17,8 @@ from broker.types import Offer
 
 @frozen
 class ImportReport:
+    """Number of imported offers by cloud, and the rows that were rejected."""
+
     offers: Mapping[str, int]  # by cloud
     faults: Sequence[RowIssue]
 

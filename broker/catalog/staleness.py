@@ -87,4 +87,5 @@ def measure_age_days(as_of: str, now_s: float) -> int:
 
 
 def is_stale(as_of: str, now_s: float, *, is_spot: bool) -> bool:
+    """Return whether a price of that date is too old: spot prices age faster than on-demand prices."""
     return measure_age_days(as_of, now_s) > (SPOT_DAYS_MAX if is_spot else ONDEMAND_DAYS_MAX)

@@ -117,6 +117,7 @@ def spread_starts(sites: Sequence[Site], deadline_hours: float, count: int) -> l
 
 
 def pick_evenly(total: int, count: int) -> list[int]:
+    """Return `count` indices below `total`, evenly spread; at most `total` of them."""
     count = min(max(count, 0), total)
     return [index * total // count for index in range(count)]
 

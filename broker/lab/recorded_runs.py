@@ -163,6 +163,7 @@ def write_table(scenarios: Sequence[ScenarioRuns], source: str) -> str:
 
 
 def main() -> None:
+    """Replay the recordings named on the command line, and write the table."""
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("folder", type=Path, help="one folder of recordings for each family")
     arguments.add_argument("out", type=Path)

@@ -92,6 +92,7 @@ class TraceFacts:
 
 
 def measure_trace(trace: Trace) -> TraceFacts:
+    """Return the statistics of one trace."""
     openings = sum(is_open for _, is_open in trace.changes)
     closings = len(trace.changes) - openings
     share = trace.open_share

@@ -93,7 +93,7 @@ class RehearsedGang:
         return await self._gang.read_log(cluster, run_id, offset=offset)
 
     async def renew_lease(self, cluster: Cluster, *, lease_s: float) -> None:
-        """Renew the lease less often: the nodes' agents count real time, which passes slower than the caller's."""
+        """Renew the lease less often: the nodes' agents count real time, which passes more slowly than the caller's."""
         if self._real.now_s() - self._leased_s >= LEASE_EVERY_REAL_S:
             await self._gang.renew_lease(cluster, lease_s=max(lease_s, LEASE_REAL_S))
             self._leased_s = self._real.now_s()

@@ -37,7 +37,7 @@ class PlaceMarket(Protocol):
 
 @dataclass(kw_only=True)
 class SeededMarket:
-    """Intervals drawn at random, reproducible by seed.
+    """A source of intervals drawn at random, reproducible by seed.
 
     A place closes at the hazard that the price book gives for one node, and stays closed for an hour on average; a
     fifth of the places start closed.
@@ -106,4 +106,5 @@ def _find_change(trace: Trace, hour: float) -> tuple[float, float, bool]:
 
 
 def name_place(offer: Offer) -> tuple[str, ...]:
+    """Return cloud, region, zone and instance type: the unit in which the market opens and closes."""
     return (offer.cloud, offer.region, offer.zone or "", offer.instance_type)

@@ -166,7 +166,7 @@ def measure_start_s(lines: Sequence[Line], started_s: float) -> float | None:
 
 
 def find_resumes(trials: Sequence[ReportedAttempt]) -> tuple[Resume, ...]:
-    """Find the resume of every attempt that reported after another had."""
+    """Find the resume of every attempt that reported progress after an earlier one did."""
     resumes = []
     reported = [trial for trial in trials if trial.lines]
     for index, trial in enumerate(reported[1:], start=1):
@@ -196,6 +196,7 @@ def compare_runs(first: Sequence[ReportedAttempt], second: Sequence[ReportedAtte
 
 
 def read_losses(trials: Iterable[ReportedAttempt]) -> dict[int, float]:
+    """Return the loss of every step; of a repeated step, the last one."""
     return {line.step: line.loss for trial in trials for line in trial.lines if line.loss is not None}
 
 
@@ -206,6 +207,7 @@ def _compare(pairs: Sequence[tuple[int, float, float]]) -> Comparison:
 
 
 def measure(trials: Sequence[ReportedAttempt]) -> Measures:
+    """Return medians over all attempts, in real seconds."""
     lines = [line for trial in trials for line in trial.lines]
     steps = [step_s for trial in trials for step_s in _time_steps(trial.lines)]
     starts = [trial.start_s for trial in trials if trial.start_s is not None]
@@ -221,6 +223,7 @@ def measure(trials: Sequence[ReportedAttempt]) -> Measures:
 
 
 def list_saved_steps(trial: ReportedAttempt) -> list[int]:
+    """Return the steps at which the attempt reported checkpoints, ascending."""
     return sorted({line.checkpoint_step for line in trial.lines if line.checkpoint_step})
 
 

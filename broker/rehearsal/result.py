@@ -192,6 +192,7 @@ def _read_tail(log: Path) -> str:
 
 
 def read_trials(context: RehearsalContext) -> tuple[ReportedAttempt, ...]:
+    """Read the progress file of every attempt, in order."""
     trials: list[ReportedAttempt] = []
     for number, watched in sorted(context.program.attempts.items()):
         lines = read_lines(watched.progress_file)

@@ -43,6 +43,8 @@ class ProgressBar(Protocol):
 
 @dataclass
 class Driver:
+    """Drive the controller of one job until it ends, and preempt its nodes `preemptions` times."""
+
     context: RehearsalContext
     preemptions: int
     notice_s: float | None  # None: first no warning, then alternately the cloud's and none

@@ -38,7 +38,7 @@ class CheckpointInterval:
     best_s: float  # Young/Daly; infinite without hazard
     every_steps: int
     best_steps: int | None
-    hours: float  # expected in all, as it is
+    hours: float  # expected in total, with the program's interval
     best_hours: float
 
     @property
@@ -160,6 +160,7 @@ def _bad(text: str, hint: str) -> Finding:
 
 
 def judge_losses(repeats: Comparison, unbroken: Comparison | None) -> list[Finding]:
+    """Judge whether repeated steps, and those of an uninterrupted run, had bit-identical losses."""
     findings = []
     if repeats.steps:
         findings.append(_judge_comparison(repeats, "repeated"))
@@ -186,6 +187,7 @@ def _judge_comparison(comparison: Comparison, what: str) -> Finding:
 
 
 def judge_notices(*, given: int, ignored: int, grace_s: float) -> list[Finding]:
+    """Judge whether the program exited within `grace_s` real seconds of a preemption notice."""
     if not given:
         return []
     if not ignored:
@@ -201,6 +203,7 @@ def judge_notices(*, given: int, ignored: int, grace_s: float) -> list[Finding]:
 
 
 def judge_interval(interval: CheckpointInterval | None, hazard: float, stall_s: float) -> list[Finding]:
+    """Compare the checkpoint interval with the best one for `hazard` preemptions per hour."""
     if interval is None:
         return []
     steps, seconds = format_count(interval.every_steps, "step"), format_duration(interval.every_s)

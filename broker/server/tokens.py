@@ -48,4 +48,5 @@ def find_token(store: Store, value: str) -> Token | None:
 
 
 def digest_token(value: str) -> str:
+    """Return the SHA-256 of a token, in hexadecimal: the form in which tokens are stored."""
     return hashlib.sha256(value.encode()).hexdigest()

@@ -115,6 +115,7 @@ class SpotMarket:
 
 
 def read_market(candidate: Candidate, fallback: Candidate | None, prior: Prior) -> SpotMarket:
+    """Return what is known of the market of a candidate, with the prior for the rest."""
     unit = fallback.usd_work_hour if fallback is not None else 1.0
     watched = (candidate.met_hours, candidate.age_hours)
     return SpotMarket(

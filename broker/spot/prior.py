@@ -55,6 +55,7 @@ Paces = tuple[float, float]  # of young and of old periods
 
 
 def scale_hazards(hazards: Sequence[float], paces: Paces) -> tuple[float, ...]:
+    """Multiply the hazards of young and of old periods by their paces."""
     return tuple(hazard * paces[index >= OLD] for index, hazard in enumerate(hazards))
 
 

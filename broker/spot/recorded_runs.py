@@ -69,6 +69,7 @@ def read_scenarios() -> tuple[Scenario, ...]:
 
 
 def parse_scenarios(table: Mapping[str, Any]) -> tuple[Scenario, ...]:
+    """Return the scenarios of the table that `broker.lab.recorded_runs` writes."""
     lists = ("spot", "ondemand", "hours", "preemptions")
     return tuple(Scenario(**{**row, **{name: tuple(row[name]) for name in lists}}) for row in table["scenarios"])
 

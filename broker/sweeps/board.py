@@ -18,7 +18,7 @@ Early = Literal["none", "asha"]
 
 @frozen
 class Board:
-    """What a sweep remembers beside its jobs: the losses at rungs, and the runs that it stopped at a step."""
+    """The record of a sweep beside its jobs: the losses at rungs, and the runs that it stopped at a step."""
 
     records: Records = field(default_factory=dict)
     stopped: Mapping[int, int] = field(default_factory=dict)
@@ -41,7 +41,7 @@ def decide(board: Board, jobs: Mapping[int, Job], *, runs: int, parallel: int, e
             board = _observe(board, run, job)
     live = {run for run, job in jobs.items() if not job.status.is_terminal}
     stops = tuple(sorted(run for run in live if run in board.stopped and not jobs[run].cancel_requested))
-    busy = len(live - set(board.stopped))  # a stopped run's machines are on their way out
+    busy = len(live - set(board.stopped))  # a stopped run's machines are being terminated
     waiting = [run for run in range(runs) if run not in jobs]
     starts = tuple(waiting[: max(0, parallel - busy)])
     return SweepStep(board=board, starts=starts, stops=stops, is_over=not live and not waiting)
@@ -89,6 +89,7 @@ def find_best(jobs: Mapping[int, Job]) -> int | None:
 
 
 def encode(board: Board) -> str:
+    """Return the board as JSON text, which `decode` reads."""
     return json.dumps({"records": board.records, "stopped": board.stopped})
 
 

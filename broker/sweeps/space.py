@@ -1,8 +1,8 @@
 """Parse the parameters of a sweep, and draw its configurations. Pure.
 
-    lr=1e-4..1e-2:log    any number between, its logarithm uniform
+    lr=1e-4..1e-2:log    any number in the range, uniform in its logarithm
     dropout=0..0.5       any number between
-    layers=2..12:int     a whole number, both ends included
+    layers=2..12:int     an integer, both ends included
     seed=0,1,2           one of these values
 
 Ranges are stratified: of 64 values of `lr`, one is in each 64th of its range, in random order. Values of a list are
@@ -67,6 +67,7 @@ def parse_parameters(texts: Sequence[str]) -> tuple[Parameter, ...]:
 
 
 def parse_parameter(text: str) -> Parameter:
+    """Parse one `--param` flag. Raises UsageError if it is invalid."""
     name, separator, value = text.partition("=")
     check_flag("--param NAME", name, ENV_NAME)
     if not separator or not value:

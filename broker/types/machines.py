@@ -13,6 +13,8 @@ from broker.types.task import Autostop
 
 
 class NodeState(StrEnum):
+    """The state of one machine, independent of its cloud."""
+
     PENDING = "PENDING"
     RUNNING = "RUNNING"
     STOPPED = "STOPPED"
@@ -108,6 +110,8 @@ class ClusterStatus(StrEnum):
 
 @frozen
 class Cluster:
+    """The nodes of one gang under the name that the user gave them."""
+
     name: str
     status: ClusterStatus
     placement: Placement

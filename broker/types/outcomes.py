@@ -124,4 +124,5 @@ class Event:
 
 
 def make_event(kind: EventKind, **data: object) -> Event:
+    """Return an event; `data` are the parameters of the function in `broker.wording` that renders it."""
     return Event(kind=kind, data=data)

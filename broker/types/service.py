@@ -39,6 +39,8 @@ class ReplicaPolicy:
 
 @frozen
 class TlsFiles:
+    """Paths of a private key and its certificate, in PEM format."""
+
     key_path: str
     certificate_path: str
 

@@ -39,6 +39,8 @@ class Quantity:
 
 @frozen
 class Autostop:
+    """Stop the cluster after `idle_minutes` without a run; terminate it if `is_down`."""
+
     idle_minutes: int
     is_down: bool = False
 

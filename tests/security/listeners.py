@@ -1,4 +1,4 @@
-"""Every socket that listens for us: where, who may speak, and what all others can do. SECURITY.md shows this table."""
+"""Every socket on which broker listens: address, authentication, what others can do. SECURITY.md shows the table."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ DECLARED = (
         name="gang coordinator",
         process=r"agent\.py _run ",
         address=r"tcp:(?!0\.0\.0\.0:|\[::\]:).+",
-        where="the gang's interface on the first node (a loopback address on the local cloud), a port of the kernel's",
+        where="the gang's interface on the first node (the loopback on the local cloud), a port chosen by the kernel",
         authentication="mutual TLS 1.2 or newer with a certificate made for each run",
         stranger="nothing: the handshake fails before a line is read; 256 open handshakes at most, 15 s each",
         code="`broker/agent/agent_gang.py`, `agent_link.py`, `agent_wire.py`",
@@ -205,7 +205,10 @@ def find_declared(found: Found, *, ours: bool = True) -> Declared | None:
 
 def write_table() -> str:
     """The table as SECURITY.md has it."""
-    lines = ["| listener | where | who may speak | what a stranger can do | code |", "| --- | --- | --- | --- | --- |"]
+    lines = [
+        "| listener | address | authentication | what a stranger can do | code |",
+        "| --- | --- | --- | --- | --- |",
+    ]
     lines += [
         f"| {each.name} | {each.where} | {each.authentication} | {each.stranger} | {each.code} |" for each in DECLARED
     ]

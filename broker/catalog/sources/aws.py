@@ -46,6 +46,8 @@ Spot = dict[Place, tuple[float | None, str]]  # USD per hour, and its date ("": 
 
 
 class AwsSource:
+    """AWS's Price List API, spot price history and spot advisor."""
+
     name: ClassVar[str] = "aws"
     clouds: ClassVar[tuple[str, ...]] = ("aws",)
 

@@ -22,6 +22,8 @@ Key = tuple[str, str]  # instance type, region
 
 
 class AzureSource:
+    """Azure's Retail Prices API, which requires no login."""
+
     name: ClassVar[str] = "azure"
     clouds: ClassVar[tuple[str, ...]] = ("azure",)
 

@@ -41,6 +41,8 @@ Rates = dict[tuple[bool, str, str], float]  # (is spot, "N1 Core" or "T4", regio
 
 
 class GcpSource:
+    """Google's Cloud Billing Catalog API, which requires an API key."""
+
     name: ClassVar[str] = "gcp"
     clouds: ClassVar[tuple[str, ...]] = ("gcp",)
 

@@ -16,6 +16,8 @@ FAULTS_SHARE_MAX = 0.02  # above this share of unreadable rows, the file itself 
 
 
 class SkyPilotSource:
+    """SkyPilot's hosted catalog, one CSV file per cloud."""
+
     name: ClassVar[str] = "skypilot"
     clouds: ClassVar[tuple[str, ...]] = (
         "aws", "gcp", "azure", "lambda", "runpod", "oci", "nebius", "hyperbolic", "verda", "seeweb", "jarvislabs",

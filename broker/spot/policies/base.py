@@ -120,6 +120,8 @@ Decision = Stay | Move | Wait
 
 
 class SpotPolicy(Protocol):
+    """A pure function from a job and its candidate placements to the next decision."""
+
     def __call__(self, view: JobView, candidates: Sequence[Candidate], /) -> Decision: ...
 
 

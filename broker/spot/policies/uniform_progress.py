@@ -41,6 +41,7 @@ def decide_next_spot(view: JobView, candidates: Sequence[Candidate]) -> Decision
 
 
 def pace(view: JobView, candidates: Sequence[Candidate], *, is_choosy: bool) -> Decision:
+    """Use spot while the job is ahead of a straight line to the deadline, otherwise on-demand."""
     fallback = find_fallback(view, candidates)
     if fallback is None or view.time_left_hours is None or not view.deadline_hours:
         return greedy.decide(view, candidates)
