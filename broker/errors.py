@@ -76,13 +76,13 @@ class TaskError(BrokerError):
 
 
 class UsageError(BrokerError):
-    """An argument or the state of a named object does not allow the command; exit code 2."""
+    """An invalid command: an unknown cluster, the wrong state, an invalid option; exit code 2."""
 
     exit_code = 2
 
 
 class NoOfferError(BrokerError):
-    """No offer in the catalog satisfies the task; `details` count the offers that each condition excludes."""
+    """No offer in the catalog satisfies the task; `details` explain what excluded the offers."""
 
     exit_code = 3
 
@@ -129,7 +129,7 @@ class WaitTimeoutError(BrokerError):
 
 
 class SourceError(BrokerError):
-    """A price source, catalog or trace cannot be fetched or has invalid content."""
+    """A price source, catalog or trace could not be read, or its content is implausible."""
 
 
 class RunFailedError(BrokerError):
@@ -167,7 +167,7 @@ class AuthError(CloudError):
 
 
 class AccountError(AuthError):
-    """The account itself cannot be used, for instance because billing is disabled."""
+    """The login reaches another account than the one that holds the nodes."""
 
 
 class DeniedError(AuthError):

@@ -135,4 +135,5 @@ def read_version(text: str) -> tuple[int, ...]:
 
 
 def show_version(numbers: tuple[int, ...]) -> str:
+    """Format a version: `(12, 4)` as `12.4`."""
     return ".".join(str(number) for number in numbers)

@@ -116,4 +116,5 @@ def check(path: str, accelerator: Accelerator) -> str:
 
 
 def show(version: tuple[int, ...]) -> str:
+    """Format a version: `(3, 11)` as `3.11`."""
     return ".".join(str(number) for number in version)

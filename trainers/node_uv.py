@@ -173,6 +173,7 @@ def list_links(page: str) -> list[str]:
 
 
 def read(url: str) -> bytes:
+    """Return the content at a URL; a login in it is sent as HTTP basic authentication."""
     parts = urlsplit(url)
     headers = {"Accept": "application/vnd.pypi.simple.v1+html, text/html;q=0.9, */*;q=0.1"}
     if parts.username:

@@ -19,6 +19,7 @@ GRANTERS: dict[str, str] = {
 
 
 def find_granter(scheme: str) -> MakeGranter:
+    """Return the function that makes the granter of a URL scheme."""
     module, _, maker = GRANTERS[scheme].partition(":")
     make: MakeGranter = getattr(importlib.import_module(module), maker)
     return make

@@ -35,10 +35,13 @@ ANSWER_S = 20.0
 
 
 def make_granter(config: Config, *, clock: Clock) -> AzureGranter:
+    """Return the granter of this scheme; it contacts the cloud on first use."""
     return AzureGranter(clock=clock)
 
 
 class AzureGranter:
+    """Implement `Granter` for Azure containers."""
+
     def __init__(self, *, clock: Clock) -> None:
         self._clock = clock
 

@@ -40,10 +40,13 @@ PERMISSIONS = (
 
 
 def make_granter(config: Config, *, clock: Clock) -> GcsGranter:
+    """Return the granter of this scheme; it contacts the cloud on first use."""
     return GcsGranter(config, clock=clock)
 
 
 class GcsGranter:
+    """Implement `Granter` for Google Cloud Storage."""
+
     def __init__(self, config: Config, *, clock: Clock, open_iam: Callable[[Login], GoogleIam] | None = None) -> None:
         self._settings = load_settings(config.home)
         self._kept, self._owner, self._clock = KeptKeys(config.home, "gs"), config.owner, clock

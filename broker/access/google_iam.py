@@ -168,6 +168,7 @@ def write_condition(bucket: str, need: Need) -> str:
 
 
 def is_bound(wanted: Mapping[str, Any], found: Mapping[str, Any]) -> bool:
+    """Return whether a policy binding found at Google includes the wanted one."""
     (member,) = wanted["members"]
     expressions = [each.get("condition", {}).get("expression") for each in (wanted, found)]
     return wanted["role"] == found.get("role") and expressions[0] == expressions[1] and member in found["members"]

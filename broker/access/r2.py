@@ -17,10 +17,13 @@ KEYS = (
 
 
 def make_granter(config: Config, *, clock: Clock) -> R2Granter:
+    """Return the granter of this scheme."""
     return R2Granter()
 
 
 class R2Granter:
+    """Implement `Granter` for Cloudflare R2, which cannot issue grants."""
+
     def find_own(self, task: Task, cloud: str) -> str:
         if "R2_ACCESS_KEY_ID" in task.secrets or "R2_ACCESS_KEY_ID" in task.envs:
             return "the task's own `R2_ACCESS_KEY_ID`"

@@ -40,10 +40,13 @@ Caller = Literal["user", "role", "root", "federated"]
 
 
 def make_granter(config: Config, *, clock: Clock) -> S3Granter:
+    """Return the granter of this scheme; it contacts the cloud on first use."""
     return S3Granter(load_settings(config.home), config, clock=clock)
 
 
 class S3Granter:
+    """Implement `Granter` for S3."""
+
     def __init__(
         self, settings: Settings, config: Config, *, clock: Clock, open_session: Callable[[], Any] | None = None
     ) -> None:

@@ -49,6 +49,7 @@ def make_policy(needs: Sequence[Need], *, partition: str = "aws") -> str:
 
 
 def too_long(length: int) -> InvalidRequestError:
+    """Return the error for a session policy of `length` characters."""
     return InvalidRequestError(
         f"the task uses too many bucket paths for one AWS policy ({length} characters, at most "
         f"{POLICY_CHARACTERS_MAX})",

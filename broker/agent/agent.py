@@ -172,6 +172,7 @@ def report_status(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_request_fields(run_id: int) -> dict[str, str]:
+    """Return the name and accelerators of a run from its `spec.json`."""
     spec = files.read_json(files.run_folder(run_id) / "spec.json") or {}
     return {name: str(spec.get(name) or "") for name in ("name", "accelerators")}
 

@@ -55,6 +55,7 @@ def list_mounts() -> list[Path]:
 
 
 def has_mounts() -> bool:
+    """Return whether the node has mounted buckets."""
     return bool(list_mounts())
 
 
@@ -65,6 +66,7 @@ def list_pending() -> list[Pending]:
 
 
 def read_mounts() -> list[dict[str, Any]]:
+    """Return the records of all mounts; unreadable ones are skipped."""
     return [mount for mount in map(files.read_json, list_mounts()) if mount]
 
 

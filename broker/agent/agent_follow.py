@@ -152,5 +152,6 @@ def read_stamp(path: str) -> Stamp:
 
 
 def main(report_status: Verb, verbs: dict[str, Verb]) -> None:
+    """Follow runs until the session ends, and answer the requests of the broker."""
     sys.stdout.flush()
     Follower(report_status, verbs).run()

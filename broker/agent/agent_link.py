@@ -44,6 +44,7 @@ def are_cards(value: Any) -> bool:
 
 
 def is_text(value: Any) -> bool:
+    """Return whether the value of a message field is a string."""
     return isinstance(value, str)
 
 

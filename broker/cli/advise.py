@@ -241,6 +241,7 @@ def describe_advice(wish: Wish, advice: Advice, text: str, top: int) -> dict[str
 
 
 def describe_option(option: Option) -> dict[str, object]:
+    """Return an option of the recommendation as JSON-ready data."""
     layout = option.layout
     return {
         "gpus": option.gpu_count,

@@ -33,6 +33,7 @@ def follow_unless(session: Session, name: str, run_id: int, *, detach: bool) -> 
 
 
 def print_chunk(chunk: LogChunk) -> None:
+    """Print the lines of a part of a log."""
     for line in chunk.lines:
         print_line(line)
 

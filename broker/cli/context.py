@@ -20,6 +20,7 @@ INSTEAD = {
 
 
 def make_context() -> Context:
+    """Return the context of a command; its notes go to stderr."""
     return Context(on_note=print_note)
 
 

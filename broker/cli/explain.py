@@ -14,6 +14,7 @@ LOSERS_MAX = 12
 
 
 def show_explanation(plan: Plan, unlimited: Plan) -> None:
+    """Print every term of the best placements, and cheaper ones per hour that ranked lower."""
     _show_terms(plan)
     losers = list_losers(plan, unlimited)
     if losers:

@@ -45,6 +45,7 @@ MEANING = {
 
 
 def describe(job: Job, spent_usd: float) -> dict[str, object]:
+    """Return a job as JSON-ready data, without its task."""
     data: dict[str, object] = to_plain(job)
     del data["task"]
     attempts = [_describe_attempt(attempt) for attempt in job.attempts]

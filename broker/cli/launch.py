@@ -41,6 +41,7 @@ def confirm_price(plans: Sequence[Plan], *, yes: bool) -> None:
 
 @contextmanager
 def show_upload(url: str) -> Iterator[Callable[[int, int], None]]:
+    """Show the progress of an upload to `url` in bytes."""
     with show_progress(f"uploading to {url}", is_bytes=True) as bar:
         yield lambda done, total: bar.update(done, total=total)
 

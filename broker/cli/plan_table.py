@@ -91,6 +91,7 @@ def join_zones(group: Sequence[Estimate]) -> str:
 
 
 def list_cells(number: int, estimate: Estimate, zones: str) -> list[str]:
+    """Return the cells of one row of the ranking."""
     offer = estimate.placement.offer
     is_estimated = offer.is_estimated and not estimate.placement.is_spot
     return [
@@ -144,5 +145,6 @@ def describe_plan(plan: Plan, top: int) -> dict[str, object]:
 
 
 def describe_estimate(estimate: Estimate) -> dict[str, object]:
+    """Return an estimate as JSON-ready data."""
     data: dict[str, object] = to_plain(estimate)
     return {**data, "strategy": estimate.strategy, "usd_hour": estimate.placement.usd_hour}

@@ -114,6 +114,7 @@ def rehearse(
 
 
 def show_stage(stage: Stage, speed: float | None) -> None:
+    """Print what the rehearsal simulates, and how fast its clock runs."""
     played = stage.node_count
     if played < stage.task.num_nodes:
         print_line(f"Running {played} of {stage.task.num_nodes} nodes on this machine; the bill counts all nodes")

@@ -10,6 +10,7 @@ MARKS = {"good": "ok ", "note": "!  ", "bad": "BAD"}
 
 
 def show_rehearsal(result: Rehearsal) -> None:
+    """Print the summary, the findings and the forecast of a rehearsal."""
     summary, measures = result.summary, result.measures
     share = 1 - summary.paid_usd / summary.ondemand_usd if summary.ondemand_usd else 0
     total = f" of {summary.steps_total}" if summary.steps_total else ""

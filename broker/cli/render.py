@@ -72,6 +72,7 @@ def _say(text: str) -> None:
 
 
 def print_line(text: str = "") -> None:
+    """Write a line to stdout and flush it."""
     sys.stdout.write(text + "\n")
     sys.stdout.flush()
 
@@ -100,6 +101,7 @@ def print_note(text: str) -> None:
 
 
 def print_json(value: Any) -> None:
+    """Write a value to stdout as indented JSON."""
     import json
 
     sys.stdout.write(json.dumps(value, indent=2, default=str) + "\n")

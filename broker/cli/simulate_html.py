@@ -38,6 +38,7 @@ def write_report(file: Path, study: Benchmark, *, title: str, facts: Sequence[tu
 
 
 def draw_report(study: Benchmark, *, title: str, facts: Sequence[tuple[str, str]]) -> Iterator[str]:
+    """Yield the report of a simulation as parts of one HTML page."""
     yield '<!doctype html><html lang="en"><head><meta charset="utf-8">'
     yield '<meta name="viewport" content="width=device-width, initial-scale=1">'
     yield f"<title>{escape(title)}</title><style>{STYLE}</style></head><body><h1>{escape(title)}</h1>"

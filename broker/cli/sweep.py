@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 
 class EarlyStop(StrEnum):
+    """The rule that stops poor runs early."""
+
     NONE = "none"
     ASHA = "asha"
 

@@ -45,6 +45,7 @@ def _find_cause(error: NoOfferError) -> str:
 
 
 def describe_what_ifs(plan: Plan, changes: Sequence[str], make_plan: Planner) -> list[dict[str, object]]:
+    """Return the plan under each change as JSON-ready data."""
     from broker.cli.plan_table import describe_estimate
 
     found = list[dict[str, object]]()

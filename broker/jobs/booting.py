@@ -13,6 +13,8 @@ BOOT_S_MAX = 420.0  # large GPU machines and images take minutes until they answ
 
 
 class StartVerdict(Enum):
+    """The verdict on a failed start of a program."""
+
     WAIT = "wait"
     LOST = "lost"  # nodes are gone: no wait brings them back
     FAILED = "failed"

@@ -68,6 +68,8 @@ class _Interrupted(Exception):
 
 
 class JobController:
+    """Reconcile one job: compare its record with its cluster and program, and take one step."""
+
     def __init__(
         self,
         job_id: int,

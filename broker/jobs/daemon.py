@@ -44,6 +44,8 @@ LOCK_TRIES = 10  # a command that tests the lock holds it for an instant
 
 
 class Controller(Protocol):
+    """A controller that the daemon steps; `step` returns seconds until the next step."""
+
     async def step(self) -> float: ...
 
     async def rest(self, wait_s: float, wake: asyncio.Event) -> None:

@@ -22,6 +22,8 @@ SIGTERM_CODES = (143, -15)
 
 
 class Verdict(StrEnum):
+    """The verdict on a gang from one poll of its nodes."""
+
     RUNNING = "RUNNING"
     UNCLEAR = "UNCLEAR"  # poll again soon
     SUCCEEDED = "SUCCEEDED"

@@ -23,6 +23,8 @@ LEASES_APART_S = 600.0
 
 
 class LostGang:
+    """Record the loss of a gang, after looking up whether its outcome arrived in the bucket."""
+
     def __init__(self, store: Store, config: Config, recorder: OutcomeRecorder, outcomes: Outcomes) -> None:
         self._store = store
         self._config = config

@@ -26,6 +26,8 @@ def list_answering(report: GangReport, cluster: Cluster) -> frozenset[str]:
 
 
 class AttemptMonitor:
+    """Observations of one attempt's nodes: misses, silence, and when leases were renewed."""
+
     def __init__(self, cluster: str) -> None:
         self.cluster = cluster
         self._stopwatch = Stopwatch(GAP_S_MAX)

@@ -45,6 +45,8 @@ class Outcomes(Protocol):
 
 
 class BucketOutcomes:
+    """Read the outcomes and logs that agents write to the checkpoint bucket."""
+
     async def read_outcome(self, place: str, attempt: int) -> RunResult | None:
         content = await asyncio.to_thread(_read, place, name_outcome(attempt))
         return None if content is None else parse_outcome(content)

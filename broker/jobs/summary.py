@@ -12,6 +12,8 @@ from broker.types import Attempt, Job
 
 @frozen
 class RunSummary:
+    """Steps, times and costs of a job over all attempts; times in seconds, costs in USD."""
+
     steps: int
     steps_total: int | None
     steps_lost: int  # done, but missing in the checkpoint that the next attempt resumed from

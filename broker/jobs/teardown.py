@@ -20,6 +20,8 @@ FLUSH_SILENCE_S = 60.0  # without an upload report
 
 
 class AttemptTeardown:
+    """End an attempt: stop its program, wait for its files, release its nodes."""
+
     def __init__(self, store: Store, provisioner: Provisioner, gang: Gang, clock: Clock, config: Config) -> None:
         self._store = store
         self._provisioner = provisioner

@@ -34,6 +34,7 @@ NO_DATA = DataCost()
 
 
 def has_data(task: Task) -> bool:
+    """Return whether the task states data that a placement may have to transfer."""
     return bool(task.inputs or task.outputs or task.checkpoint.size_gib)
 
 

@@ -303,6 +303,7 @@ def list_pricing_models(task: Task, resources: Resources) -> tuple[bool, ...]:
 
 
 def place(candidate: RankedOffer, node_count: int) -> Placement:
+    """Return the placement of `node_count` nodes on the offer of a candidate."""
     return Placement(
         offer=candidate.offer, is_spot=candidate.is_spot, node_count=node_count, alternative=candidate.alternative
     )

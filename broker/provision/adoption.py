@@ -52,6 +52,8 @@ JOB_CLUSTER = re.compile(r"job-(\d{1,18})(?:-[a-z0-9]+)?-\d+")
 
 
 class Deed(StrEnum):
+    """The action for a gang that was found by its tags."""
+
     CONTINUE = "CONTINUE"
     REPLACE = "REPLACE"
     KEEP = "KEEP"

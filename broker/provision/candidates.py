@@ -24,6 +24,8 @@ Zone = tuple[str, str]  # cloud, and zone or region
 
 
 class RankedPlacement(NamedTuple):
+    """A placement with its position in the plan."""
+
     rank: int  # position in the plan: 0 is best
     placement: Placement
 

@@ -12,6 +12,8 @@ from broker.state.calls import ResponseTime, ResponseTimeRows
 
 
 class Answer(StrEnum):
+    """The two answers of a cloud whose response times are measured."""
+
     CREATED = "created"  # the create call has returned the gang
     WHOLE = "whole"  # from there, until every node runs
 
@@ -34,6 +36,8 @@ LIMITS = {
 
 
 class HedgeTimer:
+    """Learn how long clouds take to answer, and when to request a second placement."""
+
     def __init__(self, response_times: ResponseTimeRows) -> None:
         self._response_times = response_times
 

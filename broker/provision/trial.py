@@ -39,6 +39,8 @@ Result = TypeVar("Result")
 
 
 class StepOutcome(StrEnum):
+    """The outcome of one step of a trial."""
+
     OK = "ok"
     FAILED = "failed"
     SKIPPED = "skipped"

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 @frozen
 class Completed:
+    """Exit code and output of a command that ran on a node."""
+
     returncode: int
     stdout: bytes
     stderr: bytes

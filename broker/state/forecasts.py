@@ -11,6 +11,8 @@ from broker.types.forecasts import QUANTILES, ForecastRecord
 
 
 class ForecastRows:
+    """Forecasts of jobs, as recorded at submission."""
+
     def __init__(self, database: Database) -> None:
         self._database = database
 

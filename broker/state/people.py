@@ -21,6 +21,8 @@ class Role(StrEnum):
 
 
 class Owned(StrEnum):
+    """The kind of an object that a person owns."""
+
     CLUSTER = "cluster"
     JOB = "job"
     SERVICE = "service"
@@ -52,6 +54,8 @@ class AuditEvent:
 
 
 class TokenRows:
+    """Tokens of the server's users, by digest."""
+
     def __init__(self, database: Database) -> None:
         self._database = database
 
@@ -87,6 +91,8 @@ class TokenRows:
 
 
 class OwnerRows:
+    """Owners of clusters and jobs."""
+
     def __init__(self, database: Database) -> None:
         self._database = database
 
@@ -107,6 +113,8 @@ class OwnerRows:
 
 
 class AuditRows:
+    """The audit log of the server."""
+
     def __init__(self, database: Database) -> None:
         self._database = database
 

@@ -15,6 +15,8 @@ PARTIAL = ".partial"
 
 
 class FolderBucket:
+    """Implement `Bucket` for a local folder."""
+
     def __init__(self, root: Path) -> None:
         self._root = root.absolute()
 

@@ -43,6 +43,8 @@ CODES: dict[str, type[BrokerError]] = {
 
 
 class ObjectBucket:
+    """Implement `Bucket` for S3, Google Cloud Storage and Azure through obstore."""
+
     def __init__(self, store: Any, url: str, *, login: str) -> None:
         """Bind to the store's prefix. `login` is the hint for a missing login."""
         import obstore

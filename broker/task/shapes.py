@@ -160,6 +160,8 @@ class Flag(Scalar):
 
 
 class Whole(Scalar):
+    """An integer from `minimum` to `maximum`."""
+
     def __init__(self, *, minimum: int = 0, maximum: int = 1_000_000_000) -> None:
         self.minimum = minimum
         self.maximum = maximum
@@ -180,6 +182,8 @@ class Whole(Scalar):
 
 
 class Number(Scalar):
+    """A number above `above` (None: at least 0), and at most `at_most`."""
+
     def __init__(self, *, above: float | None = 0.0, at_most: float = 1e12) -> None:
         self.above = above
         self.at_most = at_most
@@ -217,6 +221,8 @@ class Anything(Shape):
 
 
 class ListOf(Shape):
+    """A list of at least `count_min` items of one shape."""
+
     expected = "a list"
 
     def __init__(self, *, item: Shape, count_min: int = 0) -> None:

@@ -13,6 +13,7 @@ from trainers.frameworks.points import SAVE_STEPS, STEPS, WIDTH, read_points
 
 
 def main() -> None:
+    """Train from the newest checkpoint to the last step."""
     bridge.listen()
     accelerator = Accelerator(cpu=not torch.cuda.is_available())
     rank, ranks = accelerator.process_index, accelerator.num_processes

@@ -21,6 +21,7 @@ BATCH = 32
 
 
 def make_config(ranks: int) -> dict[str, object]:
+    """Return DeepSpeed's configuration; `ZERO_STAGE` and `ZERO_OFFLOAD` select its sharding."""
     zero: dict[str, object] = {"stage": int(os.environ.get("ZERO_STAGE") or 2)}
     if os.environ.get("ZERO_OFFLOAD") == "1":
         zero["offload_optimizer"] = {"device": "cpu"}
@@ -36,6 +37,7 @@ def make_config(ranks: int) -> dict[str, object]:
 
 
 def main() -> None:
+    """Train from the newest checkpoint to the last step."""
     bridge.listen()
     has_gpu = torch.cuda.is_available()
     if not has_gpu:  # it would compile an all-reduce over shared memory, for minutes, under the same kind of lock

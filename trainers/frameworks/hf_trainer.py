@@ -29,11 +29,13 @@ class Lines(torch.utils.data.Dataset):
 
 
 def make_model() -> torch.nn.Module:
+    """Return a small GPT-2 with random weights."""
     sizes: dict[str, Any] = {"vocab_size": VOCABULARY, "n_positions": CONTEXT, "n_embd": 32, "n_layer": 2, "n_head": 2}
     return GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0))
 
 
 def make_arguments() -> TrainingArguments:
+    """Return the trainer's arguments; checkpoints go to broker's folder."""
     has_gpu = torch.cuda.is_available()
     return TrainingArguments(
         output_dir=str(bridge.checkpoint_folder()),
@@ -51,6 +53,7 @@ def make_arguments() -> TrainingArguments:
 
 
 def main(model_of: object = make_model) -> None:
+    """Train the model that `model_of` makes, from the newest checkpoint to the last step."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     set_seed(0)
     model = model_of()  # type: ignore[operator]

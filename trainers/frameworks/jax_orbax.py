@@ -20,6 +20,8 @@ optimizer = optax.adamw(1e-2)
 
 
 class Model(nn.Module):
+    """A small regression network."""
+
     @nn.compact
     def __call__(self, inputs: Any) -> Any:
         return nn.Dense(1)(nn.tanh(nn.Dense(64)(inputs)))
@@ -27,6 +29,8 @@ class Model(nn.Module):
 
 @jax.jit
 def train_step(params: Any, moments: Any, inputs: Any, targets: Any) -> tuple[Any, Any, Any]:
+    """Return parameters and moments after one step, and its loss."""
+
     def loss_of(params: Any) -> Any:
         return jnp.mean((Model().apply(params, inputs) - targets) ** 2)
 
@@ -42,6 +46,7 @@ def make_state() -> Any:
 
 
 def main() -> None:
+    """Train from the newest checkpoint to the last step."""
     ips, rank = bridge.node_addresses(), bridge.node_rank()
     coordinator = f"{ips[0]}:{bridge.port()}"
     jax.distributed.initialize(coordinator, len(ips), rank, heartbeat_timeout_seconds=PEER_S)

@@ -36,6 +36,7 @@ class Pace(tf_keras.callbacks.Callback):
 
 
 def main() -> None:
+    """Train from the newest checkpoint to the last step."""
     strategy = tf.distribute.MultiWorkerMirroredStrategy()
     parts = [read_points(step, 0, 1) for step in range(SAVE_STEPS)]
     inputs, targets = (np.concatenate(each) for each in zip(*parts, strict=True))

@@ -29,6 +29,8 @@ class Points(torch.utils.data.IterableDataset):
 
 
 class Module(lightning.LightningModule):
+    """A small regression network as a Lightning module."""
+
     def __init__(self) -> None:
         super().__init__()
         self.model = nn.Sequential(nn.Linear(WIDTH, 64), nn.Tanh(), nn.Dropout(0.1), nn.Linear(64, 1))
@@ -43,6 +45,7 @@ class Module(lightning.LightningModule):
 
 
 def main() -> None:
+    """Train from the newest checkpoint to the last step."""
     torch.manual_seed(0)
     module = Module()
     step, path = find_checkpoint()

@@ -26,6 +26,7 @@ def compute_gradients(
 
 
 def main() -> None:
+    """Train from the newest checkpoint to the last step."""
     bridge.listen()
     world = MPI.COMM_WORLD
     rank, ranks = world.Get_rank(), world.Get_size()

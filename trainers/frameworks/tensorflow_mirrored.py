@@ -36,6 +36,8 @@ class State(tf.Module):
 
 
 def make_step(strategy: Any, state: State) -> Any:
+    """Return the compiled training step of all replicas."""
+
     def compute(inputs: Any, targets: Any, flag: Any) -> Any:
         with tf.GradientTape() as tape:
             loss = tf.reduce_mean((state.predict(inputs) - targets) ** 2)
@@ -68,6 +70,7 @@ def save(checkpoint: Any, step: int) -> None:
 
 
 def main() -> None:
+    """Train from the newest checkpoint to the last step."""
     strategy = tf.distribute.MultiWorkerMirroredStrategy()
     bridge.listen()
     with strategy.scope():

@@ -22,6 +22,7 @@ CLUSTER = {
 
 
 def name_task(kind: str, index: int) -> str:
+    """Return the value of `TF_CONFIG` for a task of the cluster."""
     return json.dumps({"cluster": CLUSTER, "task": {"type": kind, "index": index}})
 
 
@@ -38,6 +39,7 @@ def serve() -> None:
 
 
 def coordinate() -> None:
+    """Train as the coordinator, from the newest checkpoint to the last step."""
     import tensorflow as tf
 
     from trainers.frameworks.points import SAVE_STEPS, STEPS, WIDTH, read_points

@@ -14,6 +14,7 @@ from trainers.frameworks.points import SAVE_STEPS, STEPS, WIDTH, read_points
 
 
 def main() -> None:
+    """Train from the newest checkpoint to the last step."""
     bridge.listen()
     has_gpu = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if has_gpu else torch.device("cpu")

@@ -28,6 +28,8 @@ Instance = Mapping[str, Any]
 
 
 class Fleets:
+    """Create a gang by one instant fleet, which chooses among equal zones."""
+
     def __init__(self, clients: Clients, quotas: Quotas, scores: Scores, *, clock: Clock) -> None:
         self._clients = clients
         self._quotas = quotas

@@ -50,12 +50,16 @@ IMAGE_HINTS = (
 
 @frozen
 class Image:
+    """A machine image of one region."""
+
     id: str
     root_device: str
     size_gib: int  # minimum size of its root disk
 
 
 class Images:
+    """Choose the image of a machine, and look it up in its region."""
+
     def __init__(self, clients: Clients, settings: Settings) -> None:
         self._clients = clients
         self._settings = settings

@@ -22,6 +22,8 @@ Instance = Mapping[str, Any]
 
 
 class NodeLauncher:
+    """Launch gangs on EC2: quota, network, image, then `RunInstances` or a fleet."""
+
     def __init__(self, clients: Clients, settings: Settings, quotas: Quotas, *, clock: Clock) -> None:
         self._clients = clients
         self._settings = settings

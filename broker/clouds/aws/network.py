@@ -29,6 +29,8 @@ class RegionNetwork:
 
 
 class Network:
+    """Find networks, and create the security and placement groups of clusters."""
+
     def __init__(self, clients: Clients, settings: Settings) -> None:
         self._clients = clients
         self._settings = settings

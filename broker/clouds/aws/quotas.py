@@ -46,6 +46,8 @@ class Quota:
 
 
 class Quotas:
+    """Read vCPU quotas from Service Quotas, and keep them for a while."""
+
     def __init__(self, clients: Clients, *, clock: Clock) -> None:
         self._clients = clients
         self._clock = clock

@@ -17,6 +17,8 @@ HOPELESS, BETTER = 1, 4
 
 
 class Scores:
+    """Read AWS's spot placement scores, and keep them for a while."""
+
     def __init__(self, clients: Clients, *, clock: Clock) -> None:
         self._clients = clients
         self._clock = clock

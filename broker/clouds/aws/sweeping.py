@@ -51,6 +51,8 @@ GONE = (
 
 
 class Sweeper:
+    """Delete tagged resources whose cluster no longer exists."""
+
     def __init__(self, clients: Clients) -> None:
         self._clients = clients
 

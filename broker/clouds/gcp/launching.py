@@ -30,6 +30,8 @@ log = logging.getLogger(__name__)
 
 
 class NodeLauncher:
+    """Launch gangs on Compute Engine, with their firewall rules."""
+
     def __init__(self, sdk: Sdk, *, clock: Clock, find_callers: Callable[[Login], Sequence[str]]) -> None:
         self._sdk = sdk
         self._login = sdk.login

@@ -19,6 +19,8 @@ KEEP_ENDED_S = 3600.0  # as EC2, which lists a terminated instance for about an 
 
 
 class GcpStateFile:
+    """Nodes in a file, because Google removes deleted instances from its lists at once."""
+
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._path = folder / "nodes.json"

@@ -79,6 +79,8 @@ class Request:
 
 @frozen
 class Look:
+    """SkyPilot's clusters and requests at one moment."""
+
     clusters: Sequence[Seen] = ()
     requests: Sequence[Request] = ()
 

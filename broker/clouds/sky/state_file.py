@@ -18,6 +18,8 @@ KEEP_ENDED_S = 3600.0  # as EC2, which lists a terminated instance for about an 
 
 
 class SkyStateFile:
+    """Gangs that were requested through SkyPilot, in a file."""
+
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 

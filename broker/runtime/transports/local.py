@@ -28,6 +28,8 @@ def make_transport(config: Config, *, clock: Clock) -> LocalTransport:
 
 
 class LocalTransport:
+    """Implement `Transport` for nodes of the local cloud."""
+
     async def run(
         self,
         node: Node,

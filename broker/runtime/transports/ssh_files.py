@@ -35,6 +35,8 @@ cd "$t" && tar -xf - --no-same-owner"""
 
 
 class Streams(Protocol):
+    """A transport that streams bytes into a remote command."""
+
     async def stream(self, node: Node, command: str, *, stdin: bytes | IO[bytes], timeout_s: float) -> Completed: ...
 
 
