@@ -264,7 +264,7 @@ def test_encoder_is_refused_without_its_task_and_by_what_writes_text(tmp_path: P
         load_here(tmp_path / "encoder")
     with pytest.raises(TrainerError, match=r"a decoder: omit `--data.mask_share`"):
         load_here(tmp_path / "decoder", *ENCODER)
-    with pytest.raises(TrainerError, match="an encoder writes no text"):
+    with pytest.raises(TrainerError, match="an encoder generates no text"):
         load_model(str(tmp_path / "encoder"), dtype=torch.float32)
     with pytest.raises(TrainerError, match="no encoder of Hugging Face's has this shape"):
         write_shape(ModelConfig(kind="gpt", bidirectional=True), dtype="float32")
