@@ -46,6 +46,7 @@ class UpdateAttempt:
 
 
 def locate_attempts(cache: Path) -> Path:
+    """Return the file of the attempts in a cache folder."""
     return cache / "price-updates.json"
 
 

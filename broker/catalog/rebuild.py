@@ -104,6 +104,7 @@ def _write_rows(path: Path, columns: Sequence[str], rows: Iterable[Sequence[obje
 
 
 def main(arguments: list[str]) -> int:
+    """Run the program; return 1 if a cloud kept its old prices."""
     from broker.catalog.http_client import HttpGet
     from broker.clock import SystemClock
 

@@ -76,6 +76,7 @@ class UsageBook:
 
 
 def hash_key(text: str) -> str:
+    """Return the SHA-256 of a key, in hexadecimal: keys are random, so a slow hash would add nothing."""
     return hashlib.sha256(text.encode(errors="replace")).hexdigest()
 
 

@@ -12,6 +12,8 @@ from broker.state.people import Owned
 
 
 class LimitScope(StrEnum):
+    """Whom a limit applies to."""
+
     USER = "user"
     PROJECT = "project"
 
@@ -48,6 +50,8 @@ class Commitment:
 
 
 class LimitRows:
+    """The table `limits`: one row for each user or project that has one."""
+
     def __init__(self, database: Database) -> None:
         self._database = database
 
@@ -73,6 +77,8 @@ class LimitRows:
 
 
 class CommitmentRows:
+    """The table `commitments`: what was admitted, by request."""
+
     def __init__(self, database: Database) -> None:
         self._database = database
 
