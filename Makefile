@@ -3,7 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
-export BROKER_OFFLINE = 1  # no command that a target runs updates prices in the background
+# No command that a target runs updates prices in the background.
+export BROKER_OFFLINE := 1
 
 .PHONY: run test test-slow coverage test-sky testbed test-frameworks mutation torture lint audit fuzz format docs bench bench-peer clean help
 
