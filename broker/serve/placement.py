@@ -9,10 +9,10 @@ which is the share of time with fewer than `count` ready. The penalty is the pri
 the share of time that the service spends: a second set of them pays where it lowers the chance by more than that.
 
     2 ready 99 % of the time, cold start 0.1 h, on-demand at 1 USD; new a and b, in two regions, 0.2 losses/h at 0.3 USD
-    spent share 0.75 %, penalty 80 USD/h; lost in a cold start: 1.7 % of a, 1.7 % of b
-    a a        0.60 USD   a lost                      1.7 %    0.60 + 1.33 = 1.93
-    a b b      0.90 USD   b lost leaves one           1.7 %    0.90 + 1.33 = 2.23
-    a a b b    1.20 USD   both places must be lost    0.03 %   1.20 + 0.02 = 1.22   <- least
+    spent share 0.5 %, penalty 120 USD/h; lost in a cold start: 1.7 % of a, 1.7 % of b
+    a a        0.60 USD   a lost                      1.7 %    0.60 + 2.00 = 2.60
+    a b b      0.90 USD   b lost leaves one           1.7 %    0.90 + 2.00 = 2.90
+    a a b b    1.20 USD   both places must be lost    0.03 %   1.20 + 0.03 = 1.23   <- least
 """
 
 from __future__ import annotations
