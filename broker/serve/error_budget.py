@@ -17,8 +17,8 @@ from broker.frozen import frozen
 
 WINDOW_HOURS = 7 * 24.0  # older observations are forgotten exponentially
 EXPONENT_MAX = 3.0  # a pressure of at most 20
-# Shortages come in lumps of a cold start, few in a week, and more often than the model says where markets are worse than
-# those it was fitted to: half of what is allowed is kept for that.
+# Shortages come in lumps of a cold start, few in a week, and more often than the model says where markets are worse
+# than those it was fitted to: half of what is allowed is kept for that.
 SPENT_SHARE = 0.5
 
 

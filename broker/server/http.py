@@ -19,7 +19,16 @@ from broker.app.mapping import MapRequest
 from broker.app.sweeping import SweepRequest
 from broker.client.wire import HEADER, LINES, MESSAGE_MAX, PROTOCOL, VERBS, Verb, decode, encode_error, read_signature
 from broker.dashboard.metrics import MetricsPage
-from broker.errors import AuthError, BrokerError, DeniedError, InvalidRequestError, NoOfferError, StateError, UsageError
+from broker.errors import (
+    AuthError,
+    BrokerError,
+    DeniedError,
+    InvalidRequestError,
+    LimitError,
+    NoOfferError,
+    StateError,
+    UsageError,
+)
 from broker.errors import TaskError as InvalidTaskError
 from broker.server.admin_pages import PREFIX, AdminPages
 from broker.server.authorisation import check_role, has_role
@@ -37,6 +46,7 @@ BEAT_S = 5.0  # between blank lines, which keep the connection of a quiet verb a
 THREADS_MAX = 128  # verbs at work at once
 STATUSES: tuple[tuple[type[BrokerError], int], ...] = (
     (DeniedError, 403),
+    (LimitError, 403),
     (InvalidRequestError, 400),
     (InvalidTaskError, 422),
     (UsageError, 422),

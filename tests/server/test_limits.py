@@ -14,6 +14,7 @@ from broker.app.reporting import read_month
 from broker.app.verbs.launching import launch_jobs
 from broker.clock import SystemClock
 from broker.errors import LimitError
+from broker.server.http import find_status
 from broker.state.limits import Limit, LimitScope
 from broker.state.people import Owned
 from broker.state.store import Store
@@ -191,3 +192,7 @@ def test_limits_survive_the_end_of_the_process(tmp_path: Path) -> None:
     assert [(each.usd_month, each.gpus) for each in again.limits.list()] == [(6.0, 1.0)]
     assert again.limits.delete(LimitScope.USER, "ada") and not again.limits.delete(LimitScope.USER, "ada")
     again.close()
+
+
+def test_request_over_a_limit_is_forbidden_over_http() -> None:
+    assert find_status("LimitError") == 403
