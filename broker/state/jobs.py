@@ -9,7 +9,7 @@ from functools import lru_cache, partial
 
 import msgspec
 
-from broker.errors import DamagedRowError, UsageError
+from broker.errors import DamagedRowError
 from broker.frozen import frozen
 from broker.state.base import Database, Row, keep_readable, read_row, read_s, read_text
 from broker.state.secret_files import SecretStore
@@ -277,9 +277,10 @@ class JobRows:
         )
 
     def _must_get(self, job_id: int) -> Job:
+        """Return a job whose row this transaction wrote or read. Raises DamagedRowError where an index has lost it."""
         job = self.get(job_id)
         if job is None:
-            raise UsageError(f"there is no job {job_id}", hints=("List jobs with `broker jobs queue`.",))
+            raise DamagedRowError("jobs", str(job_id), "it exists, but cannot be found by its ID")
         return job
 
     def _read_job(self, row: Row, attempts: Sequence[Attempt]) -> Job:

@@ -133,10 +133,19 @@ def fuzz_store(data: bytes) -> None:
 
 
 FUZZ_TARGETS: dict[str, Target] = {"store": fuzz_store}
-# Found once: a broken schema that sqlite3 quotes, and values of another kind than were written.
+# Found once: a broken schema that sqlite3 quotes, values of another kind than were written, an index that loses rows.
 _FOUND = (
     b"\xbeD}\xbf\xb9\xe4\x087\x87\xe5w\xa8\x92\tn\xc0",
     b"^\xf6\xdd\xde;\xa0\xfa$\xc0P\t#w\x05\x96\xcf\x0e\xd6\xd9\xfe\xe4\xedkE?13\xc6\xf6\x88\x80,\x03\x00\x10Z{}",
+    b"\x00\x00\xbc"
+    + bytes(18)
+    + b"\x04"
+    + bytes(27)
+    + b"\xed" * 15
+    + bytes(6)
+    + b"\x1c\x1c\x1c\x1c\x00\x00/"
+    + bytes(25)
+    + b'\xff\xff\x00\x80\x00\x00\x00\x00\x10\x01{*"}',
 )
 _VALUES = (b"\xff" * 8, b"{}", b"null", b'{"a": 1}', b"")
 SEEDS = {

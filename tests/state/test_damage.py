@@ -337,3 +337,20 @@ def test_a_column_that_a_damaged_schema_lacks_is_a_sentence(home: Path, ask: Ask
         connection.commit()
     for arguments in READS:
         ask(*arguments)
+
+
+def test_job_that_an_index_has_lost_is_a_damaged_row(tmp_path: Path) -> None:
+    store = Store(tmp_path / "state.db", clock=SystemClock())
+    store.close()
+    with closing(sqlite3.connect(tmp_path / "state.db")) as connection:
+        connection.execute(
+            "CREATE TRIGGER lose AFTER INSERT ON jobs BEGIN UPDATE jobs SET id = id + 1000 WHERE id = NEW.id; END"
+        )
+        connection.commit()
+    store = Store(tmp_path / "state.db", clock=SystemClock())
+    try:
+        with pytest.raises(DamagedRowError, match="cannot be found by its ID"):
+            store.jobs.add("train", Task(run="x"))
+        assert not store.jobs.list(), "nothing is left of it"
+    finally:
+        store.close()
