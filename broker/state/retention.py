@@ -145,7 +145,7 @@ def _choose_prunable(rows: Iterable[Row], busy: Set[int], *, before_s: float, en
     ended = 0
     for row in rows:
         ended += bool(row["is_terminal"])
-        is_old = row["ended_s"] is not None and row["ended_s"] < before_s
+        is_old = isinstance(row["ended_s"], int | float) and row["ended_s"] < before_s  # a damaged time keeps its job
         is_over = bool(row["is_terminal"]) and (is_old or ended > ended_jobs_max)
         if is_over and row["id"] not in named and row["id"] not in busy:
             yield row["id"]

@@ -120,6 +120,15 @@ def test_a_damaged_row_keeps_nothing_else_from_being_pruned(store: Store, clock:
     assert store.jobs.list_live_ids() == [] and store.jobs.count() == 1
 
 
+def test_a_damaged_end_keeps_its_job_and_nothing_else(sqlite_store: Store, clock: Hands) -> None:
+    gone, damaged = (run_job(sqlite_store, clock, begin_s=NOW_S - 200 * DAY_S) for _ in range(2))
+    sqlite_store.write("DROP TRIGGER jobs_terminal", ())
+    sqlite_store.write("UPDATE jobs SET ended_s = 'yesterday' WHERE id = ?", (damaged,))
+    clock.time_s = NOW_S
+    assert sqlite_store.retention.compact() == 1
+    assert sqlite_store.jobs.get(gone) is None and sqlite_store.jobs.count() == 1
+
+
 def test_jobs_that_still_have_machines_or_run_stay_however_old(store: Store, clock: Hands) -> None:
     old_s = NOW_S - 200 * DAY_S
     billed, opened = run_job(store, clock, begin_s=old_s), run_job(store, clock, begin_s=old_s)
