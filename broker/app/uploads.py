@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
-
 from broker.app.container import Context
 from broker.errors import BrokerError, CloudError
 from broker.formatting import format_count, format_duration
-from broker.runtime.gang import Uploads
+from broker.runtime.gang import Uploads, sort_nodes
 from broker.types import Cluster, ClusterStatus
 
-ANSWER_S = 10.0  # for the first answer: nodes that are gone must not delay `down` for long
+ANSWER_S = 10.0  # for an answer: nodes that are gone must not delay `down` for long
+SILENCE_S = 60.0  # after this time without an answer, a node counts as lost
 HOLD_S = 1800.0  # without progress, as long as a node itself waits at the end of a run
 LOOK_S = 1.0
 
@@ -18,49 +17,64 @@ LOOK_S = 1.0
 async def wait_for_uploads(context: Context, cluster: Cluster) -> None:
     """End the runs of a cluster with cached mounts, then wait until its nodes have uploaded what was written.
 
-    Returns at once for a cluster without such mounts, and, after a note, for one whose nodes do not answer. Raises
-    BrokerError if nothing arrives for HOLD_S; the cluster stays up.
+    Returns at once for a cluster without such mounts. A node that does not answer is waited for up to SILENCE_S, and
+    then named in a note; where no node answers, at once. Raises BrokerError if nothing arrives for HOLD_S; the cluster
+    stays up.
     """
     if cluster.status is not ClusterStatus.UP:
         return
-    try:
-        uploads = await asyncio.wait_for(context.gang.read_uploads(cluster), ANSWER_S)
-    except TimeoutError:
-        uploads = Uploads(silent=tuple(node.id for node in cluster.nodes))
+    uploads = await context.gang.read_uploads(cluster, timeout_s=ANSWER_S)
     if uploads.has_mounts:
-        await _wait(context, cluster, uploads)
+        await _Wait(context, cluster).run(uploads)
     elif uploads.silent and len(uploads.silent) == len(cluster.nodes):
         context.note(f"no node of `{cluster.name}` responds: files that are not in their mounted bucket yet are lost")
 
 
-async def _wait(context: Context, cluster: Cluster, uploads: Uploads) -> None:
-    await _cancel_live(context, cluster)
-    moved_s, is_announced = context.clock.now_s(), False
-    while uploads.file_count or await _cancel_live(context, cluster):
-        if uploads.file_count and not is_announced:
-            verb = "is" if uploads.file_count == 1 else "are"
-            context.note(f"`{cluster.name}` is terminated once {describe(uploads)} {verb} uploaded")
-            is_announced = True
-        if context.clock.now_s() - moved_s >= HOLD_S:
-            raise _explain(cluster, uploads)
-        await context.clock.sleep(LOOK_S)
-        newer = await context.gang.read_uploads(cluster)
-        if not newer.has_mounts:  # the nodes are gone, or stopped answering
-            context.note(f"the nodes of `{cluster.name}` no longer respond; not uploaded: {describe(uploads)}")
-            return
-        if newer != uploads:
-            uploads, moved_s = newer, context.clock.now_s()
+class _Wait:
+    """The wait for one cluster whose nodes have cached mounts."""
 
+    def __init__(self, context: Context, cluster: Cluster) -> None:
+        self._context, self._cluster = context, cluster
+        self._moved_s = context.clock.now_s()
+        self._heard_s = dict.fromkeys((node.id for node in cluster.nodes), self._moved_s)
+        self._last: Uploads | None = None  # of all nodes that are not lost
 
-async def _cancel_live(context: Context, cluster: Cluster) -> bool:
-    """Request the end of every live run; return whether there was one, or whether that is unknown."""
-    try:
-        live = [run.id for run in await context.gang.list_runs(cluster) if not run.status.is_terminal]
-        for run_id in live:
-            await context.gang.cancel(cluster, run_id)
-    except CloudError:
-        return True
-    return bool(live)
+    async def run(self, uploads: Uploads) -> None:
+        is_announced = False
+        while not await self._is_over(uploads):
+            if uploads.file_count and not is_announced:
+                verb = "is" if uploads.file_count == 1 else "are"
+                self._context.note(f"`{self._cluster.name}` is terminated once {describe(uploads)} {verb} uploaded")
+                is_announced = True
+            if self._context.clock.now_s() - self._moved_s >= HOLD_S:
+                raise _explain(self._cluster, uploads)
+            await self._context.clock.sleep(LOOK_S)
+            uploads = await self._context.gang.read_uploads(self._cluster, timeout_s=ANSWER_S)
+        if uploads.silent:
+            names = ", ".join(f"`{node_id}`" for node_id in uploads.silent)
+            self._context.note(f"no answer from {names}: files that are not in their mounted bucket yet are lost")
+
+    async def _is_over(self, uploads: Uploads) -> bool:
+        """Return whether all runs have ended and every node has uploaded all files, or is lost."""
+        now_s = self._context.clock.now_s()
+        for node_id in self._heard_s.keys() - set(uploads.silent):
+            self._heard_s[node_id] = now_s
+        is_complete = all(now_s - self._heard_s[node_id] >= SILENCE_S for node_id in uploads.silent)
+        if is_complete and uploads != self._last:  # otherwise files of a silent node would come and go
+            self._last, self._moved_s = uploads, now_s
+        is_live = await self._cancel_live(uploads)
+        return is_complete and not uploads.file_count and not is_live
+
+    async def _cancel_live(self, uploads: Uploads) -> bool:
+        """Request the end of every live run; return whether there may be one."""
+        gang = self._context.gang
+        try:
+            live = [run.id for run in await gang.list_runs(self._cluster) if not run.status.is_terminal]
+            for run_id in live:
+                await gang.cancel(self._cluster, run_id)
+        except CloudError:
+            return sort_nodes(self._cluster)[0].id not in uploads.silent  # a lost head keeps no run alive
+        return bool(live)
 
 
 def describe(uploads: Uploads) -> str:

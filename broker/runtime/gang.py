@@ -267,10 +267,17 @@ class Gang:
         answer = await self._try_status(sort_nodes(cluster)[0], None)
         return answer["idle_s"] / 60 if answer else None
 
-    async def read_uploads(self, cluster: Cluster) -> Uploads:
-        """Ask every live node which files it has not uploaded to mounted buckets yet."""
+    async def read_uploads(self, cluster: Cluster, *, timeout_s: float) -> Uploads:
+        """Ask every live node which files it has not uploaded to mounted buckets yet, and wait `timeout_s` for each."""
+
+        async def ask(node: Node) -> dict[str, Any] | None:
+            try:
+                return await asyncio.wait_for(self._try_status(node, None), timeout_s)
+            except TimeoutError:
+                return None
+
         nodes = list_live(cluster.nodes)
-        answers = await asyncio.gather(*(self._try_status(node, None) for node in nodes))
+        answers = await asyncio.gather(*map(ask, nodes))
         reports = [answer.get("uploads") for answer in answers if answer]  # older agents report none
         mounts = [each for each in reports if each]
         pending = [each for mount in mounts for each in mount["pending"]]

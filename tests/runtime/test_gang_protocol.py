@@ -21,6 +21,7 @@ from local_gang import Rig, make_task, processes_of
 
 from broker.errors import TransientError
 from broker.runtime import gang
+from broker.runtime.base import Completed
 from broker.runtime.credentials import make_credential
 from broker.types import Cluster, Node, RunStatus
 from tests.fuzz.targets_gang import (
@@ -384,5 +385,25 @@ def test_credential_of_the_first_submission_is_every_nodes(rig: Rig, monkeypatch
         assert (await rig.finish(cluster)).status is RunStatus.SUCCEEDED
         await rig.gang.start(cluster, task, run_id=1, envs={})
         assert len(set(made)) == 3 and read_pems(cluster) == [made[0]] * 2
+
+    asyncio.run(act())
+
+
+def test_node_that_hangs_does_not_hide_the_pending_uploads_of_the_others(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mount = {"pending": [{"url": "s3://bucket/out", "file_count": 1, "size_bytes": 7}], "sent_bytes": 3}
+
+    async def answer_on_head(node: Node, argv: Sequence[str], **options: Any) -> Completed:
+        if node.rank:
+            await asyncio.Event().wait()
+        return Completed(returncode=0, stdout=json.dumps({"uploads": mount}).encode(), stderr=b"")
+
+    async def act() -> None:
+        cluster = await rig.make_cluster(2)
+        monkeypatch.setattr(rig.transport, "run", answer_on_head)
+        found = await rig.gang.read_uploads(cluster, timeout_s=0.05)
+        assert (found.file_count, found.size_bytes, found.urls) == (1, 7, ("s3://bucket/out",))
+        assert found.has_mounts and found.silent == (cluster.nodes[1].id,)
 
     asyncio.run(act())
