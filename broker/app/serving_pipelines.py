@@ -9,18 +9,18 @@ service returns to the version that was ready before.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from broker.app import canaries, services
 from broker.app.container import Context
 from broker.app.jobs import JobTarget
 from broker.app.launching import Callbacks, check_cluster_name, prepare
+from broker.app.limits import LaunchSize
 from broker.errors import UsageError
 from broker.pipelines.ordering import find_needs, name_tasks, order_indexes
-from broker.types import Job, Plan, Service, Task, UpdateMode
-
-Show = Callable[[Sequence[Plan]], None]
+from broker.state.people import Owned
+from broker.types import Job, Service, Task, UpdateMode
 
 
 def split_pipeline(tasks: Sequence[Task]) -> tuple[tuple[Task, ...], Task]:
@@ -66,7 +66,7 @@ def submit_before(context: Context, before: Sequence[Task], last: Task) -> tuple
     return replace(last, pipeline=pipeline), [jobs[index] for index in sorted(jobs)]
 
 
-def bring_up_pipeline(
+def record_service(
     context: Context,
     before: Sequence[Task],
     task: Task,
@@ -74,19 +74,18 @@ def bring_up_pipeline(
     service: str,
     host: str,
     port: int | None,
+    callbacks: Callbacks,
     is_dryrun: bool,
-    show: Show,
-    confirm: Show,
 ) -> tuple[Service | None, Sequence[Job]]:
-    """Submit the jobs before a service and record it; nothing of either for a dry run. Raises UsageError.
+    """Submit the jobs before a service and record it, in one transaction; nothing of either for a dry run.
 
-    The caller starts the daemon, which carries both out.
+    The caller starts the daemon, which carries both out. Raises UsageError.
     """
     check_cluster_name(service)
     if context.store.services.get(service) is not None:
         hint = f"change it with `broker serve update {service} TASK.yaml`"
         raise UsageError(f"service `{service}` exists", hints=[hint])
-    ready = _prepare(context, before, task, Callbacks(show=show, confirm=confirm), is_dryrun=is_dryrun)
+    ready = _prepare(context, service, before, task, callbacks, is_dryrun=is_dryrun)
     if ready is None:
         return None, ()
     spec = services.check_service(ready[-1])
@@ -97,50 +96,52 @@ def bring_up_pipeline(
     return made, jobs
 
 
-def update_with_pipeline(
+def record_version(
     context: Context,
     before: Sequence[Task],
     task: Task,
     *,
     service: str,
     mode: UpdateMode,
-    share: float | None,
-    show: Show,
-    confirm: Show,
+    callbacks: Callbacks,
+    canary_share: float | None = None,
 ) -> tuple[int, Sequence[Job]]:
-    """Submit the jobs before a version of a service and record it, as a canary where a `share` of requests is given.
+    """Submit the jobs before a version of a service and record it; a canary's gets only this share of the requests.
 
-    Returns the number of the version and the jobs. Raises UsageError.
+    Returns the number of the version and the jobs. The caller starts the daemon. Raises UsageError.
     """
     found = services.find_service(context, service)
     canaries.check_no_canary(context, found)
-    ready = _prepare(context, before, task, Callbacks(show=show, confirm=confirm), is_dryrun=False)
+    ready = _prepare(context, found.name, before, task, callbacks, is_dryrun=False)
     assert ready is not None
     with context.store.transaction():
         last, jobs = submit_before(context, ready[:-1], ready[-1])
-        if share is not None:
-            version = canaries.add_canary_version(context, found, last, share)
+        if canary_share is not None:
+            version = canaries.add_canary_version(context, found, last, canary_share)
         else:
             version = context.store.services.add_version(found.name, last, mode=mode)
             context.store.services.add_event(found.name, services.UPDATED, detail=str(version))
-    if share is not None:
-        canaries.start_canary(context, found, version, share)
+    if canary_share is not None:
+        canaries.start_canary(context, found, version, canary_share)
     return version, jobs
 
 
 def _prepare(
-    context: Context, before: Sequence[Task], task: Task, callbacks: Callbacks, *, is_dryrun: bool
+    context: Context, name: str, before: Sequence[Task], task: Task, callbacks: Callbacks, *, is_dryrun: bool
 ) -> tuple[Task, ...] | None:
     """Check, plan and upload the tasks of a pipeline, the service last; return None for a dry run."""
     services.check_store(context)
     services.check_library()
-    services.check_service(task)
+    count = services.count_replicas(services.check_service(task))
     head: tuple[Task, ...] = ()
     if before:
         target = JobTarget(context=context)
-        head = tuple(prepare(context, before, target, callbacks=callbacks, is_dryrun=is_dryrun).tasks)
+        head = prepare(context, before, target, callbacks=callbacks, is_dryrun=is_dryrun).tasks
+    known = context.store.services.get(name)
+    names = (name,) if known is None else (name, known.uid)
     last = prepare(
         context, [services.drop_notice(task)], services.ServiceTarget(context=context), callbacks=callbacks,
         is_dryrun=is_dryrun,
+        demand=LaunchSize(kind=Owned.SERVICE, names=names, parallel=count, total=count),
     )  # fmt: skip
     return None if is_dryrun else (*head, last.tasks[0])

@@ -11,8 +11,9 @@ import typer
 
 from broker.app import canaries, services
 from broker.app.clusters import LogChunk
+from broker.app.launching import Callbacks
 from broker.app.services import ServiceLine, check_service, count_replicas, find_service
-from broker.app.serving_pipelines import bring_up_pipeline, split_pipeline, update_with_pipeline
+from broker.app.serving_pipelines import record_service, record_version, split_pipeline
 from broker.app.verbs import services as verbs
 from broker.cli import options, serve_keys, serve_top
 from broker.cli.context import check_embedded, make_context, make_session
@@ -62,10 +63,10 @@ def up(
     show, confirm = _make_callbacks(yes=yes)
     if before:
         check_embedded("serve up PIPELINE.yaml")
-        made, jobs = bring_up_pipeline(
-            make_context(), before, task, service=name, host=host, port=port, is_dryrun=dryrun, show=show,
-            confirm=confirm,
-        )  # fmt: skip
+        callbacks = Callbacks(show=show, confirm=confirm, track_upload=show_upload)
+        made, jobs = record_service(
+            make_context(), before, task, service=name, host=host, port=port, callbacks=callbacks, is_dryrun=dryrun
+        )
         _tell_jobs(jobs)
     else:
         made = session.call(
@@ -120,8 +121,9 @@ def update(
         return
     check_embedded("serve update PIPELINE.yaml" if before else "serve update --canary")
     context = make_context()
-    version, jobs = update_with_pipeline(
-        context, before, task, service=service, mode=mode, share=share, show=show, confirm=confirm
+    callbacks = Callbacks(show=show, confirm=confirm, track_upload=show_upload)
+    version, jobs = record_version(
+        context, before, task, service=service, mode=mode, callbacks=callbacks, canary_share=share
     )
     _tell_jobs(jobs)
     tell(version)

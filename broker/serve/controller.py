@@ -75,7 +75,7 @@ class ServiceController:
             return math.inf
         folder = find_folder(self._config, service)
         load = self._read_load(folder)
-        with suppress(StateError):  # damaged: the last one that was read goes on
+        with suppress(StateError):  # damaged: the canary that was read last stays
             canary = read_canary(folder)
             # A `promote` that was killed may leave a canary of the wanted version.
             self._canary = None if canary is None or canary.version == service.version else canary

@@ -7,17 +7,14 @@ from collections.abc import Callable, Sequence
 
 from broker.app import jobs, services
 from broker.app.buckets import TrackUpload
-from broker.app.canaries import check_no_canary
 from broker.app.clusters import LogChunk
 from broker.app.container import Context
-from broker.app.launching import Callbacks, check_cluster_name, ignore_upload, prepare
-from broker.app.limits import LaunchSize
-from broker.app.services import ServiceLine, ServiceTarget, find_service
-from broker.errors import UsageError
+from broker.app.launching import Callbacks, ignore_upload
+from broker.app.services import ServiceLine, find_service
+from broker.app.serving_pipelines import record_service, record_version
 from broker.formatting import strip_control
 from broker.frozen import frozen
 from broker.serve.replicas import find_folder
-from broker.state.people import Owned
 from broker.state.services import ServiceEvent
 from broker.types import Plan, Service, Task, UpdateMode
 
@@ -45,18 +42,11 @@ def bring_up_service(
     track_upload: TrackUpload = ignore_upload,
 ) -> Service | None:
     """Record a service, which its controller then brings up; return None for a dry run. Raises UsageError."""
-    check_cluster_name(service)
-    if context.store.services.get(service) is not None:
-        raise UsageError(
-            f"service `{service}` exists", hints=[f"change it with `broker serve update {service} TASK.yaml`"]
-        )
     callbacks = Callbacks(show=show, confirm=confirm, track_upload=track_upload)
-    ready = _prepare(context, service, task, callbacks, is_dryrun=is_dryrun)
-    if ready is None:
-        return None
-    spec = services.check_service(ready)
-    chosen = services.choose_port(context, host, port)
-    return context.store.services.add(service, ready, host=host, port=chosen, wanted=spec.policy.replicas_min)
+    made, _ = record_service(
+        context, (), task, service=service, host=host, port=port, callbacks=callbacks, is_dryrun=is_dryrun
+    )
+    return made
 
 
 def start_service_controller(context: Context) -> None:
@@ -76,29 +66,10 @@ def update_service(
     track_upload: TrackUpload = ignore_upload,
 ) -> None:
     """Record a new version of a service and pass its number to `on_recorded`; its controller replaces the replicas."""
-    found = find_service(context, service)
-    check_no_canary(context, found)
     callbacks = Callbacks(show=show, confirm=confirm, track_upload=track_upload)
-    ready = _prepare(context, found.name, task, callbacks, is_dryrun=False)
-    assert ready is not None
-    with context.store.transaction():
-        version = context.store.services.add_version(found.name, ready, mode=mode)
-        context.store.services.add_event(found.name, services.UPDATED, detail=str(version))
+    version, _ = record_version(context, (), task, service=service, mode=mode, callbacks=callbacks)
     on_recorded(version)
     context.ensure_daemon()
-
-
-def _prepare(context: Context, name: str, task: Task, callbacks: Callbacks, *, is_dryrun: bool) -> Task | None:
-    """Check, plan and upload a task; return None for a dry run."""
-    services.check_store(context)
-    services.check_library()
-    count = services.count_replicas(services.check_service(task))
-    known = context.store.services.get(name)
-    names = (name,) if known is None else (name, known.uid)
-    demand = LaunchSize(kind=Owned.SERVICE, names=names, parallel=count, total=count)
-    target, tasks = ServiceTarget(context=context), [services.drop_notice(task)]
-    ready = prepare(context, tasks, target, callbacks=callbacks, is_dryrun=is_dryrun, demand=demand)
-    return None if is_dryrun else ready.tasks[0]
 
 
 def list_services(context: Context, *, names: tuple[str, ...] = ()) -> tuple[ServiceLine, ...]:
