@@ -14,7 +14,7 @@ from broker.cli import interrupts
 from broker.cli.commands import COMMANDS, EMBEDDED, GROUPS, HIDDEN, PANELS, PRICED
 
 NAME_WIDTH = max(map(len, COMMANDS))
-COMMAND = "broker.command"  # in click's context: the command that runs
+COMMAND = "broker.command"  # in click's context: the command that runs; missing for its help
 
 
 class LazyGroup(TyperGroup):
@@ -50,7 +50,9 @@ class LazyGroup(TyperGroup):
 
             check_embedded(str(found[0]))
         interrupts.raise_on_interrupt()
-        ctx.meta[COMMAND] = " ".join([str(found[0]), *found[2][:1]] if found[0] in GROUPS else [str(found[0])])
+        if "--help" not in found[2]:
+            words = found[2][:1] if found[0] in GROUPS else ()
+            ctx.meta[COMMAND] = " ".join([str(found[0]), *words])
         return found
 
     def invoke(self, ctx: Any) -> Any:

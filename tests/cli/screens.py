@@ -137,7 +137,7 @@ def open_screen(
     environment = {
         **dict.fromkeys(logins, nowhere), "AWS_EC2_METADATA_DISABLED": "true", "NO_GCE_CHECK": "true",
         "BROKER_HOME": str(folder / "home"), "XDG_CACHE_HOME": str(cache), "COLUMNS": "80",
-        "NO_COLOR": "1", "TZ": "UTC",
+        "NO_COLOR": "1", "TZ": "UTC", "BROKER_OFFLINE": "1",
     }  # fmt: skip
     for name, value in environment.items():
         monkeypatch.setenv(name, value)

@@ -117,6 +117,26 @@ def test_nothing_is_updated_where_that_is_switched_off(home: Home, switch: str) 
     assert home.shell.read_json("catalog", "status")["auto_update"] is False
 
 
+def test_help_of_a_command_updates_nothing(home: Home) -> None:
+    home.age(100)
+    for words in (["plan"], ["advise"], ["jobs", "launch"]):
+        home.shell.run(*words, "--help")
+    assert not (home.cache / "price-updater.started").exists()
+
+
+def test_no_environment_of_a_test_loses_what_keeps_commands_offline() -> None:
+    """Whoever drops broker's variables says again that prices are not updated; those listed start trainers only."""
+    without = {
+        "tests/docs/test_contributing.py", "tests/torture/references.py", "tests/trainers/conftest.py",
+        "tests/trainers/strategies/conftest.py", "tests/trainers/test_bridge.py",
+        "tests/trainers/test_rendezvous_protocol.py", "tests/trainers/test_training.py",
+    }  # fmt: skip
+    folder = Path(__file__).parent.parent
+    texts = {f"tests/{path.relative_to(folder)}": path.read_text() for path in folder.rglob("*.py")}
+    dropping = {name for name, text in texts.items() if '"BROKER_"' in text and name != "tests/cli/test_updater.py"}
+    assert {name for name in dropping if '"BROKER_OFFLINE": "1"' not in texts[name]} == without
+
+
 @pytest.mark.parametrize("damage", ["offline", "damaged", "absurd"])
 def test_a_failure_is_silent_keeps_the_prices_and_is_tried_again_ever_later(home: Home, damage: str) -> None:
     before = home.sum_prices()

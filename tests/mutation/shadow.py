@@ -75,7 +75,8 @@ class Shadow:
 
     def make_environment(self) -> dict[str, str]:
         kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "BROKER_"))}
-        return {**kept, "PYTHONPATH": str(self.folder), "PYTHONHASHSEED": "0", "PYTHONFAULTHANDLER": "1"}
+        offline = {"BROKER_OFFLINE": "1"}  # a mutant may run any command
+        return {**kept, **offline, "PYTHONPATH": str(self.folder), "PYTHONHASHSEED": "0", "PYTHONFAULTHANDLER": "1"}
 
     def _write(self, file: str, text: str) -> None:
         """Write with a distinct time: Python matches compiled code by whole seconds and length."""

@@ -38,7 +38,6 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--acts", default="", help="only acts of these kinds, with commas")
     parser.add_argument("--keep", action="store_true", help="keep the folder of a run without violations too")
     options = parser.parse_args(arguments)
-    os.environ["BROKER_OFFLINE"] = "1"  # the thousands of commands must not update prices in the background
     if options.seed is None:
         options.seed = random.randrange(1_000_000)
     for number in (signal.SIGINT, signal.SIGTERM):  # in the background, a shell lets its commands ignore the first

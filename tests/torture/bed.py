@@ -46,7 +46,7 @@ class LocalBed:
         logins = ("CLOUDSDK_CONFIG", "AWS_CONFIG_FILE", "AWS_SHARED_CREDENTIALS_FILE", "BROKER_SKY_PYTHON")
         self.environment = {
             **kept, **dict.fromkeys(logins, nowhere), "BROKER_HOME": str(self.home), "TMPDIR": str(folder / "tmp"),
-            "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "",
+            "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "BROKER_OFFLINE": "1",
         }  # fmt: skip
 
     @property
