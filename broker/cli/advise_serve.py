@@ -15,10 +15,10 @@ from broker.formatting import format_usd, to_plain
 ServeOption = Annotated[bool, typer.Option("--serve", help="Recommend GPUs for serving the model, not for training.")]
 RpsOption = Annotated[float, typer.Option("--rps", metavar="N", min=0.001, help="Requests per second, with --serve.")]
 InputOption = Annotated[
-    int, typer.Option("--input-tokens", metavar="N", min=1, help="Tokens of a prompt, with --serve.")
+    int, typer.Option("--input-tokens", metavar="N", min=1, help="Prompt length in tokens, with --serve.")
 ]
 OutputOption = Annotated[
-    int, typer.Option("--output-tokens", metavar="N", min=1, help="Tokens of an answer, with --serve.")
+    int, typer.Option("--output-tokens", metavar="N", min=1, help="Output length in tokens, with --serve.")
 ]
 TtftOption = Annotated[
     str | None, typer.Option("--ttft", metavar="TIME", help="Maximum time to the first token (p95), e.g. 0.5s.")
@@ -28,10 +28,16 @@ TpotOption = Annotated[
 ]
 AvailabilityOption = Annotated[
     float,
-    typer.Option("--availability", metavar="P", min=0, max=0.99999, help="Chance that enough replicas are ready."),
+    typer.Option(
+        "--availability",
+        metavar="P",
+        min=0,
+        max=0.99999,
+        help="Share of time with enough ready replicas, with --serve.",
+    ),
 ]
 KvHeadsOption = Annotated[
-    int | None, typer.Option("--kv-heads", metavar="N", min=1, help="Heads of keys and values, with --serve.")
+    int | None, typer.Option("--kv-heads", metavar="N", min=1, help="Number of key-value heads, with --serve.")
 ]
 
 

@@ -36,7 +36,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(serve_keys.app, name="keys")
-app.command()(serve_top.top)
 ServiceName = Annotated[str, typer.Argument(help="Service name.", show_default=False)]
 ServiceOption = Annotated[
     str | None, typer.Option("--service-name", "-n", metavar="NAME", help="Service name (default: the task's name).")
@@ -93,7 +92,8 @@ def update(
     entrypoint: options.Entrypoint,
     overrides: options.Overrides = options.NO_OVERRIDES,
     mode: Annotated[
-        UpdateMode, typer.Option("--mode", help="Replace replicas one by one, or all at once when the new are ready.")
+        UpdateMode,
+        typer.Option("--mode", help="Replace replicas one by one, or all at once when the new ones are ready."),
     ] = UpdateMode.ROLLING,
     canary: Annotated[
         str | None,
@@ -241,6 +241,9 @@ def logs(
     make_session().call(
         verbs.follow_service_log, service=service, replica=replica, on_chunk=print_lines, is_following=follow
     )
+
+
+app.command()(serve_top.top)
 
 
 @app.command()

@@ -31,7 +31,7 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,62}")
 @app.command()
 def create(
     service: ServiceName,
-    name: Annotated[str, typer.Option("--name", help="Name of the key, such as its user.")] = "default",
+    name: Annotated[str, typer.Option("--name", metavar="NAME", help="Name of the key, such as its user.")] = "default",
     requests_per_minute: Annotated[
         int | None, typer.Option("--requests-per-minute", metavar="N", min=1, help="Maximum requests per minute.")
     ] = None,
