@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -18,6 +19,9 @@ settings.register_profile("repeatable", derandomize=True, deadline=None)
 settings.register_profile("explore", deadline=None)
 settings.load_profile("repeatable")
 os.environ["BROKER_OFFLINE"] = "1"  # no command of a test updates prices in the background
+# Tests start thousands of Python processes. Without cached bytecode each compiles our modules again: a third of a command.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 # A fifth of a simulation's time was the collector's, which looked for cycles after every 700 new objects.
 gc.set_threshold(20_000, 50, 50)
 # The files with the longest tests, the longest first (see `pytest_collection_modifyitems`).

@@ -21,7 +21,8 @@ from broker.types import JobStatus
 
 ROOT = Path(__file__).parent.parent.parent
 CLOUD_LOGINS = ("AWS_", "GOOGLE_", "CLOUDSDK_", "BROKER_GCP_")
-COMMAND_S_MAX = 60  # far more than required: a hang fails instead of blocking the suite
+COMMAND_S_MAX = 300  # far more than required: a hang fails instead of blocking the suite
+COMMAND_EVERY_S = 2.0  # of waits that need a command now and then
 
 
 class Shell:
@@ -107,6 +108,19 @@ class Shell:
             assert time.monotonic() < end_s, f"it never came to this: {what}"
             time.sleep(0.05)
 
+    def wait_for_jobs(self) -> None:
+        """Wait until all jobs have ended. A command, unlike a read of the store, replaces a daemon that was killed."""
+        next_s = 0.0
+
+        def have_ended() -> bool:
+            nonlocal next_s
+            if time.monotonic() >= next_s:
+                self.run("status")
+                next_s = time.monotonic() + COMMAND_EVERY_S
+            return not self.list_live_jobs()
+
+        self.wait_until(have_ended, "all jobs have ended")
+
     def find_processes(self, word: str = "") -> dict[int, str]:
         """List all processes of this test: its folder is in the command line or in the environment."""
         found = {}
@@ -133,7 +147,7 @@ def shell(tmp_path: Path) -> Iterator[Shell]:
     yield shell
     if not shell.is_at_rest():
         shell.run("jobs", "cancel", "--all", code=None)
-        shell.wait_until(lambda: not shell.read_json("status")["live_jobs"], "all jobs have ended")
+        shell.wait_for_jobs()
         shell.run("down", "--all", "--yes")
     for pid in shell.find_processes("broker daemon"):
         os.kill(pid, signal.SIGTERM)

@@ -51,15 +51,15 @@ def hold(shell: Shell) -> Path:
 
 def wait_for_step(shell: Shell, step: int) -> None:
     def is_there() -> bool:
-        progress = shell.read_json("jobs", "queue")[0]["progress"]
-        return progress is not None and progress["step"] >= step
+        with shell.open_store() as store:
+            job = store.jobs.get(1)
+        return job is not None and job.progress is not None and job.progress.step >= step
 
     shell.wait_until(is_there, f"step {step}")
 
 
 def wait_for_end(shell: Shell) -> dict[str, object]:
-    # A command, unlike a read of the store, replaces a daemon that was killed or stopped.
-    shell.wait_until(lambda: not shell.read_json("status")["live_jobs"], "the job has ended")
+    shell.wait_for_jobs()
     job: dict[str, object] = shell.read_json("jobs", "queue")[0]
     return job
 
@@ -70,7 +70,7 @@ def test_the_daemon_may_be_killed_and_the_job_continues(shell: Shell) -> None:
     wait_for_step(shell, 5)
     shell.kill_daemon()
     held.unlink()
-    job = wait_for_end(shell)  # the polling commands restart the daemon
+    job = wait_for_end(shell)  # its commands restart the daemon
     assert job["status"] == "SUCCEEDED"
     assert read_ledger(shell) == [(1, step) for step in range(1, 41)]
     log = shell.run("jobs", "logs", "1").stdout.splitlines()
