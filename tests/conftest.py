@@ -19,7 +19,7 @@ settings.register_profile("repeatable", derandomize=True, deadline=None)
 settings.register_profile("explore", deadline=None)
 settings.load_profile("repeatable")
 os.environ["BROKER_OFFLINE"] = "1"  # no command of a test updates prices in the background
-# Tests start thousands of Python processes. Without cached bytecode each compiles our modules again: a third of a command.
+# Tests start thousands of Python processes. Without cached bytecode each compiles our modules again.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 # A fifth of a simulation's time was the collector's, which looked for cycles after every 700 new objects.
@@ -56,7 +56,7 @@ def worlds() -> Iterator[Worlds]:
     yield worlds
     assert worlds.process.stdin is not None
     worlds.process.stdin.close()
-    assert worlds.process.wait(timeout=60) == 0
+    assert worlds.process.wait(timeout=300) == 0
 
 
 @pytest.fixture(autouse=True)

@@ -231,8 +231,8 @@ def make_option(training: Training, sharding: Sharding) -> Option:
     "sharding",
     [
         pytest.param(Sharding(data=2), id="ddp"),
-        pytest.param(Sharding(pipeline=2, data=2), id="pipeline+allreduce"),
-        pytest.param(Sharding(tensor=2, data=2), id="allreduce+tensor"),
+        pytest.param(Sharding(pipeline=2, data=2), id="pipeline+allreduce", marks=pytest.mark.long),
+        pytest.param(Sharding(tensor=2, data=2), id="allreduce+tensor", marks=pytest.mark.long),
         pytest.param(Sharding(tensor=2, data=2, zero=3), id="fsdp+tensor"),
         pytest.param(Sharding(pipeline=2, data=2, zero=3), id="pipeline+fsdp"),
         pytest.param(Sharding(data=4, zero=3, expert=2), id="fsdp+expert"),

@@ -18,6 +18,7 @@ import pytest
 from broker.clock import SystemClock
 from broker.state.store import Store
 from broker.types import JobStatus
+from tests.signals import signal_all
 
 ROOT = Path(__file__).parent.parent.parent
 CLOUD_LOGINS = ("AWS_", "GOOGLE_", "CLOUDSDK_", "BROKER_GCP_")
@@ -149,6 +150,5 @@ def shell(tmp_path: Path) -> Iterator[Shell]:
         shell.run("jobs", "cancel", "--all", code=None)
         shell.wait_for_jobs()
         shell.run("down", "--all", "--yes")
-    for pid in shell.find_processes("broker daemon"):
-        os.kill(pid, signal.SIGTERM)
+    signal_all(shell.find_processes("broker daemon"), signal.SIGTERM)
     shell.wait_until(lambda: not shell.find_processes(), f"nothing is left of {shell.find_processes()}")

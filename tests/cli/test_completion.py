@@ -66,7 +66,7 @@ def complete(home: Path, line: str, shell: str = "bash", **more: str) -> subproc
         "os._exit = leave; sys.argv = ['broker']; entry.main()\n"
     )
     return subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, **asked}, timeout=60
+        [sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, **asked}, timeout=300
     )
 
 
@@ -98,7 +98,7 @@ def test_script_that_is_shown_works_in_bash(home: Path) -> None:
     lines = 'eval "$(broker --show-completion)"; COMP_WORDS=(broker down d); COMP_CWORD=2; _broker_completion broker'
     shown = subprocess.run(
         ["bash", "--norc", "-c", f'{lines}; echo "${{COMPREPLY[@]}}"'],
-        capture_output=True, text=True, timeout=60, cwd=home,
+        capture_output=True, text=True, timeout=300, cwd=home,
         env={**os.environ, "PATH": f"{home}:{os.environ['PATH']}", "BROKER_HOME": str(home), "PYTHONPATH": str(ROOT)},
     )  # fmt: skip
     assert shown.stdout.strip() == "dev", shown.stderr

@@ -39,7 +39,7 @@ def test_down_ends_the_run_and_waits_for_the_upload(shell: Shell) -> None:
     assert [each["name"] for each in shell.read_json("status")["clusters"]] == ["dev"]
     shell.wait_until(lambda: not shell.find_processes("sleep 600"), "the program has ended")
     entry.write_text('{"Size": 7000000, "Dirty": false}')
-    out, notes = down.communicate(timeout=60)
+    out, notes = down.communicate(timeout=300)
     assert down.returncode == 0 and "terminated cluster `dev`" in out, notes
     assert not shell.read_json("status")["clusters"]
 
@@ -50,7 +50,7 @@ def test_interrupted_wait_says_what_is_still_up_and_now_does_not_wait(shell: She
     assert down.stderr is not None
     assert any(WAITS in line for line in iter(down.stderr.readline, ""))
     down.send_signal(signal.SIGINT)
-    _, notes = down.communicate(timeout=60)
+    _, notes = down.communicate(timeout=300)
     assert down.returncode == 130 and "not confirmed as terminated: dev" in notes, notes
     assert [each["status"] for each in shell.read_json("status")["clusters"]] == ["UP"]
     assert "terminated cluster `dev`" in shell.run("down", "dev", "--now", "--yes").stdout

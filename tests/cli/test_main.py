@@ -31,7 +31,7 @@ sys.meta_path.insert(0, Interrupter())
 def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "broker", *arguments],
-        capture_output=True, text=True, cwd=ROOT, env={**os.environ, **environment}, timeout=60,
+        capture_output=True, text=True, cwd=ROOT, env={**os.environ, **environment}, timeout=300,
     )  # fmt: skip
 
 

@@ -88,7 +88,7 @@ def test_an_interrupted_rehearsal_is_reported_and_leaves_nothing_running(shell: 
     assert any("the program was started" in line for line in iter(process.stdout.readline, ""))
     assert len(shell.find_processes()) > 3, "its nodes run"
     process.send_signal(asked)
-    shown, said = process.communicate(timeout=60)
+    shown, said = process.communicate(timeout=300)
     assert process.returncode == 130, said
     assert "interrupted: terminating the nodes" in shown and "CANCELLED" in shown
     assert not shell.find_processes()

@@ -50,7 +50,7 @@ def write_task(shell: Shell, text: str) -> str:
 
 
 def ask(url: str) -> str:
-    with urllib.request.urlopen(url, timeout=60) as response:
+    with urllib.request.urlopen(url, timeout=300) as response:
         return str(response.read().decode())
 
 
@@ -191,10 +191,11 @@ def test_pipeline_trains_exports_and_serves_what_it_trained(shell: Shell) -> Non
     shell.run("serve", "up", str(path), "--env", f"MODEL={tiny}", "-y")
     while (status := shell.read_json("serve", "status")[0]["status"]) != "READY":  # imports of torch take their time
         assert status == "STARTING", shell.run("serve", "why", "lm").stdout
+        time.sleep(1)
     assert [shell.get_status(job_id).value for job_id in (1, 2)] == ["SUCCEEDED", "SUCCEEDED"]
     url = "http://" + shell.read_json("serve", "status")[0]["endpoint"]
     body = json.dumps({"prompt": "a", "max_tokens": 4, "ignore_eos": True}).encode()
-    with urllib.request.urlopen(urllib.request.Request(f"{url}/v1/completions", body), timeout=60) as response:
+    with urllib.request.urlopen(urllib.request.Request(f"{url}/v1/completions", body), timeout=300) as response:
         assert json.load(response)["usage"]["completion_tokens"] == 4
     shell.run("serve", "down", "lm", "-y")
 

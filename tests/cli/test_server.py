@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import json
-import os
 import re
 import signal
 import sys
@@ -15,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.conftest import Shell
+from tests.signals import signal_all
 from tests.state.conftest import postgres
 
 __all__ = ["postgres"]
@@ -72,12 +72,12 @@ class Served(Shell):
         self.process = self.server.open("server", "start", "--port", "0", "--local-cloud")
         assert self.process.stdout is not None
         self.url = self.process.stdout.readline().removeprefix("Server: ").strip()
-        assert self.url, self.process.communicate(timeout=60)
+        assert self.url, self.process.communicate(timeout=300)
         self.run("login", self.url, "--token-file", str(self.server.home / "server" / "admin.token"))
 
     def stop(self) -> str:
         self.process.send_signal(signal.SIGTERM)
-        _, notes = self.process.communicate(timeout=60)
+        _, notes = self.process.communicate(timeout=300)
         return notes
 
     def is_at_rest(self) -> bool:
@@ -89,11 +89,21 @@ class Served(Shell):
 
 @pytest.fixture(params=["embedded", "server"])
 def terminal(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Shell]:
-    yield from run_terminal(Served(tmp_path) if request.param == "server" else Shell(tmp_path))
+    yield from open_terminal(request, tmp_path)
 
 
 @pytest.fixture(params=["embedded", "server", "postgresql"])
 def any_terminal(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Shell]:
+    yield from open_terminal(request, tmp_path)
+
+
+@pytest.fixture(params=["embedded", "server", pytest.param("postgresql", marks=pytest.mark.long)])
+def usual_terminal(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Shell]:
+    """As above; a whole life on PostgreSQL is in `make test`, the rest in `make test-slow`."""
+    yield from open_terminal(request, tmp_path)
+
+
+def open_terminal(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Shell]:
     if request.param == "postgresql":
         yield from run_terminal(Served(tmp_path, request.getfixturevalue("postgres").make_url()))
     else:
@@ -106,12 +116,11 @@ def run_terminal(shell: Shell) -> Iterator[Shell]:
     if not shell.is_at_rest():
         owner.run("serve", "down", "--all", "--yes", code=None)
         owner.run("jobs", "cancel", "--all", code=None)
-        owner.wait_until(lambda: not owner.read_json("status")["live_jobs"], "all jobs have ended")
+        owner.wait_for_jobs()
         owner.run("down", "--all", "--yes", code=None)
     if isinstance(shell, Served) and shell.process.poll() is None:
         shell.stop()
-    for pid in shell.find_processes("broker daemon"):
-        os.kill(pid, signal.SIGTERM)
+    signal_all(shell.find_processes("broker daemon"), signal.SIGTERM)
     shell.wait_until(lambda: not shell.find_processes(), f"nothing is left of {shell.find_processes()}")
 
 
@@ -176,46 +185,46 @@ def test_cluster_and_job_live_their_whole_life(any_terminal: Shell) -> None:
     assert not written, "no file keeps the secret"
 
 
-def test_history_of_a_job_is_watched_exported_and_reported(any_terminal: Shell) -> None:
-    task = any_terminal.write("brief.yaml", "name: brief\nresources: {infra: local}\nrun: echo done\n")
-    any_terminal.run("jobs", "launch", task, "-d")
-    watched = any_terminal.run("jobs", "watch", "brief").stdout.splitlines()
+def test_history_of_a_job_is_watched_exported_and_reported(usual_terminal: Shell) -> None:
+    task = usual_terminal.write("brief.yaml", "name: brief\nresources: {infra: local}\nrun: echo done\n")
+    usual_terminal.run("jobs", "launch", task, "-d")
+    watched = usual_terminal.run("jobs", "watch", "brief").stdout.splitlines()
     assert "job 1 (brief)  SUCCEEDED" in watched[-1]
-    assert json.loads(any_terminal.run("jobs", "watch", "1", "--json").stdout)["job"]["status"] == "SUCCEEDED"
-    assert any_terminal.run("jobs", "watch").stderr.startswith("no live jobs; ")
-    assert any_terminal.run("jobs", "watch", "nope", code=2).stderr.startswith("error: unknown managed job `nope`\n")
-    (resource,) = json.loads(any_terminal.run("jobs", "trace", "1").stdout)["resourceSpans"]
+    assert json.loads(usual_terminal.run("jobs", "watch", "1", "--json").stdout)["job"]["status"] == "SUCCEEDED"
+    assert usual_terminal.run("jobs", "watch").stderr.startswith("no live jobs; ")
+    assert usual_terminal.run("jobs", "watch", "nope", code=2).stderr.startswith("error: unknown managed job `nope`\n")
+    (resource,) = json.loads(usual_terminal.run("jobs", "trace", "1").stdout)["resourceSpans"]
     assert "job brief" in [each["name"] for each in resource["scopeSpans"][0]["spans"]]
-    (share,) = any_terminal.read_json("report")["jobs"]
+    (share,) = usual_terminal.read_json("report")["jobs"]
     assert (share["name"], share["status"]) == ("brief", "SUCCEEDED")
-    assert any_terminal.run("report", "--month", "2026-13", code=2).stderr.startswith("error: `--month` must be")
-    assert any_terminal.run("forecast", "score").stdout.startswith("No job with a forecast has succeeded yet")
-    assert any_terminal.run("cost", "--forecast").stdout.startswith("No job with a forecast has succeeded yet")
-    clouds = {each["cloud"]: each["can_launch"] for each in any_terminal.read_json("check")}
+    assert usual_terminal.run("report", "--month", "2026-13", code=2).stderr.startswith("error: `--month` must be")
+    assert usual_terminal.run("forecast", "score").stdout.startswith("No job with a forecast has succeeded yet")
+    assert usual_terminal.run("cost", "--forecast").stdout.startswith("No job with a forecast has succeeded yet")
+    clouds = {each["cloud"]: each["can_launch"] for each in usual_terminal.read_json("check")}
     assert clouds["local"] and not clouds["aws"]
-    assert any_terminal.run("check", "nope", code=2).stderr.startswith("error: unknown cloud `nope`\n")
+    assert usual_terminal.run("check", "nope", code=2).stderr.startswith("error: unknown cloud `nope`\n")
 
 
-def test_sweep_and_map_run_their_jobs(any_terminal: Shell) -> None:
-    fit = any_terminal.write("fit.yaml", FIT)
-    swept = any_terminal.read_json("sweep", fit, "--param", "width=1,2", "--yes")
+def test_sweep_and_map_run_their_jobs(usual_terminal: Shell) -> None:
+    fit = usual_terminal.write("fit.yaml", FIT)
+    swept = usual_terminal.read_json("sweep", fit, "--param", "width=1,2", "--yes")
     assert swept["is_over"] and swept["best"] == {"width": "2"}
     assert [(each["parameters"]["width"], each["loss"]) for each in swept["results"]] == [("2", 5.0), ("1", 6.0)]
-    again = any_terminal.run("sweep", fit, "--param", "width=1,2", "--yes").stdout
+    again = usual_terminal.run("sweep", fit, "--param", "width=1,2", "--yes").stdout
     assert "2 of 2 runs started, 0 live" in again and again.endswith("Best: --env width=2\n")
 
     for name in ("program", "in"):
-        (any_terminal.folder / name).mkdir()
-    (any_terminal.folder / "program/square.py").write_text(SQUARE)
-    (any_terminal.folder / "in/all.jsonl").write_text("".join(f'{{"id": {each}}}\n' for each in range(40)))
-    places = [f"file://{any_terminal.folder}/{name}" for name in ("in", "out")]
-    task = any_terminal.write("square.yaml", SQUARES)
-    mapped = any_terminal.run("map", task, "--input", places[0], "--output", places[1], "--workers", "1", "--yes")
+        (usual_terminal.folder / name).mkdir()
+    (usual_terminal.folder / "program/square.py").write_text(SQUARE)
+    (usual_terminal.folder / "in/all.jsonl").write_text("".join(f'{{"id": {each}}}\n' for each in range(40)))
+    places = [f"file://{usual_terminal.folder}/{name}" for name in ("in", "out")]
+    task = usual_terminal.write("square.yaml", SQUARES)
+    mapped = usual_terminal.run("map", task, "--input", places[0], "--output", places[1], "--workers", "1", "--yes")
     assert "input: " in mapped.stderr and "40 items" in mapped.stdout and "Wrote file://" in mapped.stdout
-    written = "".join(path.read_text() for path in (any_terminal.folder / "out").glob("part-*.jsonl"))
+    written = "".join(path.read_text() for path in (usual_terminal.folder / "out").glob("part-*.jsonl"))
     assert sorted(json.loads(line)["square"] for line in written.splitlines()) == [each**2 for each in range(40)]
-    if isinstance(any_terminal, Served):
-        lost = any_terminal.run("map", task, "--input", "in", "--output", places[1], "--yes", code=2)
+    if isinstance(usual_terminal, Served):
+        lost = usual_terminal.run("map", task, "--input", "in", "--output", places[1], "--yes", code=2)
         assert lost.stderr.startswith("error: `--input in` is a path, which the server and the workers cannot read\n")
 
 
@@ -226,7 +235,7 @@ def test_service_lives_its_whole_life(terminal: Shell) -> None:
     assert "\nService web is recorded; its endpoint is http://127.0.0.1:3" in up.stdout
     assert up.stdout.endswith("Service web is ready\n")
     (service,) = terminal.read_json("serve", "status")
-    with urllib.request.urlopen(f"http://{service['endpoint']}", timeout=60) as response:
+    with urllib.request.urlopen(f"http://{service['endpoint']}", timeout=300) as response:
         assert response.status == 200
     assert terminal.run("serve", "up", task, "--yes", code=2).stderr.startswith("error: service `web` exists\n")
     assert terminal.run("serve", "why", "web").stdout.startswith("Service web is READY\n")

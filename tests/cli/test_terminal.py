@@ -28,7 +28,7 @@ def run(code: str, *, is_terminal: bool, **environment: str) -> str:
     given |= {"TERM": "xterm-256color", "PYTHONPATH": str(ROOT), **environment}
     argv = [sys.executable, "-c", code]
     if not is_terminal:
-        done = subprocess.run(argv, capture_output=True, text=True, env=given, timeout=60)
+        done = subprocess.run(argv, capture_output=True, text=True, env=given, timeout=300)
         return done.stdout + done.stderr
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, COLUMNS, 0, 0))
@@ -43,7 +43,7 @@ def run(code: str, *, is_terminal: bool, **environment: str) -> str:
             if not chunk:
                 break
             told += chunk
-        assert process.wait(timeout=60) == 0, told
+        assert process.wait(timeout=300) == 0, told
     os.close(ours)
     return told.decode().replace("\r\n", "\n")
 

@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from broker.catalog.bundle import locate_live_book, open_book
 from broker.clock import SystemClock
 from broker.locks import hold_lock
 from tests.cli.test_catalog import Market, Mirror, mirror, write_vms
+from tests.signals import signal_all
 
 __all__ = ["mirror"]  # a fixture
 TASK = "resources: {infra: lambda, accelerators: A10}\nrun: x\n"
@@ -52,7 +54,7 @@ class Home(Market):
     def wait(self) -> None:
         """Wait until no updater that was started runs any more."""
         while find_updaters(self.cache):
-            pass
+            time.sleep(0.02)
 
     def plan(self) -> subprocess.CompletedProcess[str]:
         done = self.shell.run("plan", self.task)
@@ -83,8 +85,7 @@ def find_updaters(cache: Path) -> list[int]:
 def home(tmp_path: Path, mirror: Mirror) -> Iterator[Home]:
     found = Home(tmp_path, mirror)
     yield found
-    for each in find_updaters(found.cache):
-        os.kill(each, signal.SIGKILL)
+    signal_all(find_updaters(found.cache))
 
 
 def test_a_plan_on_prices_of_seven_hours_ago_starts_one_update_and_says_nothing_of_it(home: Home) -> None:
@@ -218,7 +219,7 @@ def test_killed_at_any_deed_an_update_leaves_the_old_book_or_the_new_one(home: H
         shutil.rmtree(home.cache)
         shutil.copytree(kept, home.cache)
         done = subprocess.run(
-            [sys.executable, "-c", KILLED, "updater"], capture_output=True, text=True, cwd=tmp_path, timeout=60,
+            [sys.executable, "-c", KILLED, "updater"], capture_output=True, text=True, cwd=tmp_path, timeout=300,
             env={**home.shell.environment, "KILL_AT": str(number)},
         )  # fmt: skip
         total = home.sum_prices()
@@ -242,7 +243,7 @@ def test_on_a_full_disk_the_old_prices_stay_and_a_later_update_succeeds(home: Ho
     before = home.sum_prices()
     home.age(8)
     done = subprocess.run(
-        [sys.executable, "-m", "broker", "updater"], capture_output=True, text=True, timeout=60,
+        [sys.executable, "-m", "broker", "updater"], capture_output=True, text=True, timeout=300,
         cwd=home.shell.folder, env=home.shell.environment,
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (bytes_max, bytes_max)),
     )  # fmt: skip

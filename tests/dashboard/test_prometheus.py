@@ -30,7 +30,7 @@ pytestmark = pytest.mark.skipif(
 
 
 def ask(url: str, **headers: str) -> str:
-    with urlopen(Request(url, headers=headers), timeout=60) as answer:
+    with urlopen(Request(url, headers=headers), timeout=300) as answer:
         return str(answer.read().decode())
 
 

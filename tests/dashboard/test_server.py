@@ -38,7 +38,7 @@ class Browser:
         return self.ask("GET", path.removeprefix(f"http://{self.host}"), **headers)
 
     def ask(self, method: str, path: str, body: str = "", **headers: str) -> Answer:
-        connection = http.client.HTTPConnection(self.host, timeout=60)
+        connection = http.client.HTTPConnection(self.host, timeout=300)
         given = {"Cookie": self.cookie} | {name.replace("_", "-"): value for name, value in headers.items()}
         if body:
             given["Content-Type"] = "application/x-www-form-urlencoded"
@@ -128,7 +128,7 @@ def test_an_event_reaches_an_open_stream_and_a_reconnect_misses_none(served: Ser
 
     def follow(last: str | None) -> int:
         """Read the stream up to the first message."""
-        connection = http.client.HTTPConnection(browser.host, timeout=60)
+        connection = http.client.HTTPConnection(browser.host, timeout=300)
         headers = {"Cookie": browser.cookie} | ({"Last-Event-ID": last} if last else {})
         connection.request("GET", "/changes", headers=headers)
         answer = connection.getresponse()

@@ -25,7 +25,7 @@ from broker.types import Job, JobStatus, Resources, Task
 
 ROOT = Path(__file__).parent.parent.parent
 CRASHING = str(Path(__file__).parent / "failing_daemon.py")
-RUN_S_MAX = 60
+RUN_S_MAX = 300  # far more than required
 STEPS = 4
 COUNT = f"""
 n=$(cat $BROKER_CHECKPOINT_DIR/n 2>/dev/null || echo 0); mkdir -p $BROKER_CHECKPOINT_DIR
@@ -83,10 +83,8 @@ def find_processes(home: Path) -> list[str]:
 
 
 # A calm run passes about forty effects; eight groups share them out over the test workers. tests/simulation kills at
-# the same effects on virtual time, so `make test` takes every second one here.
-@pytest.mark.parametrize(
-    "group", [pytest.param(group, marks=pytest.mark.long if group % 4 else ()) for group in range(8)]
-)
+# the same effects on virtual time, so `make test` takes every eighth one here.
+@pytest.mark.parametrize("group", [pytest.param(group, marks=pytest.mark.long if group else ()) for group in range(8)])
 def test_killed_at_any_deed_the_next_daemon_ends_the_job_once(tmp_path: Path, group: int) -> None:
     crash_at, crashes = group + 1, 0
     while True:

@@ -16,7 +16,7 @@ from broker.runtime.gang import Gang, GangReport
 from broker.runtime.transports.local import LocalTransport
 from broker.types import Cluster, ClusterStatus, Node, NodeRequest, NodeState, Offer, Placement, Resources, Task
 
-DEADLINE_S = 90.0  # generous: only a broken program reaches it
+DEADLINE_S = 300.0  # generous: only a broken program reaches it
 TOKENS = itertools.count()
 
 

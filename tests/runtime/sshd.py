@@ -15,7 +15,7 @@ from broker.types import Node, NodeState
 
 SSHD = shutil.which("sshd") or shutil.which("sshd", path="/usr/sbin:/usr/local/sbin")
 REASON = "needs OpenSSH's server: `apt-get install openssh-server`"
-START_S_MAX = 30.0
+START_S_MAX = 300.0
 
 
 class Sshd:

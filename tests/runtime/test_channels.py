@@ -25,6 +25,7 @@ from broker.runtime.streams import Stream
 from broker.runtime.transports.local import LocalTransport
 from broker.runtime.transports.ssh import SshTransport
 from broker.types import Cluster, ClusterStatus, Node, NodeState, RunStatus
+from tests.signals import signal_all
 
 TICKS = "i=0; while [ ! -e $HOME/enough ]; do i=$((i + 1)); echo line $i; sleep 0.02; done; echo last"
 
@@ -112,8 +113,7 @@ def way(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Monk
     finally:
         (sshd.home / "enough").touch()
         for verb in ("_watch", "_run", "follow"):
-            for pid in list_processes(sshd.home, verb):
-                os.kill(pid, signal.SIGKILL)
+            signal_all(list_processes(sshd.home, verb))
         sshd.stop()
 
 
@@ -243,8 +243,7 @@ def test_ssh_that_is_killed_costs_no_answer(way: Way) -> None:
         assert isinstance(way.transport, SshTransport)
         control = str(way.transport._find(way.cluster.nodes[0]).control)
         await way.gang.poll(way.cluster, 1)
-        for pid in list_clients(control):
-            os.kill(pid, signal.SIGKILL)
+        signal_all(list_clients(control))
         await way.gang.wait_news(way.cluster, 1, wake=asyncio.Event(), timeout_s=60)
         assert (await way.gang.poll(way.cluster, 1)).unreachable == ()
         await way.open_channel()

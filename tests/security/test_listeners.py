@@ -56,7 +56,7 @@ def insult(found: Found) -> None:
     """Say what no member says, and read what comes: bytes of a TLS alert at most, never one of our lines."""
     host, _, port = found.address.removeprefix("tcp:").rpartition(":")
     for garbage in GARBAGE:
-        with socket.create_connection((host.strip("[]"), int(port)), timeout=20) as wire:
+        with socket.create_connection((host.strip("[]"), int(port)), timeout=300) as wire:
             answer = b""
             with contextlib.suppress(ConnectionError):
                 wire.sendall(garbage)

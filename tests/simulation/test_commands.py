@@ -195,5 +195,5 @@ async def _settle(universe: Universe) -> None:
 
 TestCommands = Commands.TestCase
 TestCommands.settings = settings(
-    max_examples=100, stateful_step_count=20, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=40, stateful_step_count=20, deadline=None, suppress_health_check=list(HealthCheck)
 )

@@ -11,7 +11,7 @@ import pytest
 from tests.simulation.mutants.sharing import MUTANTS, Patches
 from tests.simulation.sharing import SharedResult, play_shared
 
-FEW, MANY = 20, 40  # histories of `make test` and, besides, of `make test-slow`
+FEW, MANY = 12, 48  # histories of `make test` and, besides, of `make test-slow`
 HUNTED_MAX = 40  # histories until a planted bug is caught
 FAULTS = {"kill:anytime", "stop", "store:cut off", "store:restart", "store:crash", "store:answer lost"}
 

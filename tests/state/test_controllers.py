@@ -15,6 +15,7 @@ from broker.config import load_config
 from broker.state.postgres_store import PostgresStore
 from broker.types import JobStatus
 from tests.cli.conftest import Shell
+from tests.signals import signal_all
 from tests.state.postgres_server import Server
 
 pytestmark = [
@@ -46,8 +47,7 @@ def shell(tmp_path: Path, postgres: Server) -> Iterator[Shell]:
     shell = Shell(tmp_path)
     shell.environment["BROKER_STATE"] = postgres.make_url()
     yield shell
-    for pid in shell.find_processes():
-        os.kill(pid, signal.SIGKILL)
+    signal_all(shell.find_processes())
 
 
 def open_store(shell: Shell) -> PostgresStore:

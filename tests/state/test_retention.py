@@ -65,10 +65,11 @@ def run_job(
     return found.id
 
 
-def test_ten_thousand_jobs_over_three_years_become_totals_to_the_cent(sqlite_store: Store, clock: Hands) -> None:
+@pytest.mark.parametrize("count", [2_000, pytest.param(10_000, marks=pytest.mark.long)])
+def test_jobs_of_three_years_become_totals_to_the_cent(sqlite_store: Store, clock: Hands, count: int) -> None:
     store = sqlite_store
     draw = random.Random(13)
-    begins_s = sorted(NOW_S - draw.uniform(1.0, 3 * 365.0) * DAY_S for _ in range(10_000))
+    begins_s = sorted(NOW_S - draw.uniform(1.0, 3 * 365.0) * DAY_S for _ in range(count))
     with store.transaction(is_durable=False):
         for begin_s in begins_s:
             run_job(store, clock, begin_s=begin_s, hours=draw.uniform(0.1, 40.0), usd_hour=draw.uniform(0.1, 30.0))
@@ -79,7 +80,7 @@ def test_ten_thousand_jobs_over_three_years_become_totals_to_the_cent(sqlite_sto
     before_bytes = store.path.stat().st_size
     pruned = store.retention.compact()
     store.execute("PRAGMA wal_checkpoint(TRUNCATE)")
-    assert 8500 < pruned < 9700 and store.jobs.count() == 10_000 - pruned
+    assert 0.85 * count < pruned < 0.97 * count and store.jobs.count() == count - pruned
     assert store.bills.spend_usd(now_s=NOW_S) == pytest.approx(before_usd, abs=0.005)
     assert sum_by_cloud(store) == pytest.approx(by_cloud, abs=0.005)
     assert store.path.stat().st_size < before_bytes / 4, "free pages are given back"

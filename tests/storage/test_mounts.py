@@ -56,7 +56,7 @@ class Node:
             env={**self.environment, "HOME": str(self.home)},
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=300,
         )
 
     def files(self, folder: str) -> dict[str, int]:

@@ -101,7 +101,7 @@ def await_step(process: "subprocess.Popen[str]", step: int) -> None:
 def kill_all(process: "subprocess.Popen[str]") -> None:
     """kill -9 for the launcher and all its workers."""
     os.killpg(process.pid, signal.SIGKILL)
-    process.communicate(timeout=60)
+    process.communicate(timeout=300)
 
 
 @pytest.fixture

@@ -140,7 +140,7 @@ def test_save_returns_before_the_state_is_copied_and_settle_does_not(
     copy = snapshot.copy_state
 
     def copy_late(value: Any) -> Any:
-        assert is_released.wait(timeout=60)
+        assert is_released.wait(timeout=300)
         return copy(value)
 
     monkeypatch.setattr(snapshot, "copy_state", copy_late)
@@ -154,7 +154,7 @@ def test_save_returns_before_the_state_is_copied_and_settle_does_not(
     settling.join(timeout=0.05)
     assert settling.is_alive()
     is_released.set()
-    settling.join(timeout=60)
+    settling.join(timeout=300)
     counter.set(-1)
     manager.wait()
     assert restore(tmp_path) == 5

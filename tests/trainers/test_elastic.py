@@ -341,7 +341,7 @@ def start_node(folder: TrainingFolder, tmp_path: Path) -> Iterator[Start]:
     for node in nodes:
         if node.poll() is None:
             os.killpg(node.pid, signal.SIGKILL)
-        node.communicate(timeout=60)
+        node.communicate(timeout=300)
 
 
 def find_free_ports(count: int) -> int:
@@ -396,12 +396,12 @@ def test_run_continues_without_a_lost_node_with_a_new_one_and_after_a_removal(
     await_line(head, "resumed from memory  ranks 3")
     await_line(head, "loss")
     newcomer.terminate()
-    assert newcomer.wait(timeout=60) == 143
+    assert newcomer.wait(timeout=300) == 143
     await_line(head, "resumed from memory  ranks 2")
     await_line(head, "loss")
     head.terminate()
     second.terminate()
-    assert (head.wait(timeout=60), second.wait(timeout=60)) == (143, 143)
+    assert (head.wait(timeout=300), second.wait(timeout=60)) == (143, 143)
     lines = folder.lines()
     steps = [int(str(line["step"])) for line in lines if line["loss"] is not None]
     assert all(later > sooner for sooner, later in itertools.pairwise(steps))
@@ -422,7 +422,7 @@ def test_sharded_run_continues_from_its_newest_checkpoint(
     await_line(head, "loss")
     for node in (head, third):
         node.terminate()
-    assert (head.wait(timeout=60), third.wait(timeout=60)) == (143, 143)
+    assert (head.wait(timeout=300), third.wait(timeout=60)) == (143, 143)
     resumed = [int(str(line["step"])) for line in folder.lines() if line["event"] == "resumed"]
     assert len(resumed) == 1 and resumed[0] % 5 == 0 and resumed[0] > 0
     check_losses(worlds, folder, tmp_path / "alone", gaps_max=0)
@@ -445,16 +445,17 @@ def test_replica_of_shards_is_lost_and_the_other_continues_from_memory(
     await_line(head, "resumed from memory  ranks 4")
     await_line(head, "loss")
     (folder.path / "preempted").touch()
-    assert head.wait(timeout=60) == 143
+    assert head.wait(timeout=300) == 143
     check_losses(worlds, folder, tmp_path / "alone", gaps_max=1)
 
 
 @pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="needs Linux")
-@pytest.mark.parametrize("kills", [pytest.param(1, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.long)])
-def test_run_outlives_the_node_that_leads_it(
-    kills: int, worlds: Worlds, folder: TrainingFolder, tmp_path: Path, start_node: Start
+@pytest.mark.long
+def test_run_outlives_the_nodes_that_lead_it(
+    worlds: Worlds, folder: TrainingFolder, tmp_path: Path, start_node: Start
 ) -> None:
-    """The node of rank 0, at which all meet, is killed and replaced, one after another."""
+    """The node of rank 0, at which all meet, is killed and replaced, four times."""
+    kills = 4
     flags = ("--checkpoint.every_steps", "0", "--model.dropout", "0")
     # The next rank leads next, and a new node becomes the last rank.
     nodes = [(rank, start_node(rank, *flags)) for rank in range(3)]
@@ -468,18 +469,18 @@ def test_run_outlives_the_node_that_leads_it(
         await_line(nodes[0][1], "loss")
     for _, node in nodes:
         node.terminate()
-    assert [node.wait(timeout=60) for _, node in nodes] == [143] * 3
+    assert [node.wait(timeout=300) for _, node in nodes] == [143] * 3
     check_losses(worlds, folder, tmp_path / "alone", gaps_max=kills)
 
 
-@pytest.mark.long
 @pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="needs Linux")
-def test_rendezvous_moves_twenty_times(start_node: Start) -> None:
+@pytest.mark.parametrize("kills", [3, pytest.param(20, marks=pytest.mark.long)])
+def test_rendezvous_outlives_the_nodes_that_lead_it(kills: int, start_node: Start) -> None:
     """As above with workers that do no arithmetic, and with a new node that comes at any moment of the move."""
     draw = random.Random(20261123)
     nodes = [(rank, start_node(rank, module="tests.trainers.elastic_worker")) for rank in range(3)]
     generation = await_world(nodes[0][1], ranks=3, after=0)
-    for kill in range(20):
+    for kill in range(kills):
         place, leader = nodes.pop(0)
         is_early = draw.random() < 0.5
         os.killpg(leader.pid, signal.SIGKILL)

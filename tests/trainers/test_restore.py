@@ -165,7 +165,7 @@ def run_two(scenario: str, path: Path) -> dict[int, Any]:
         each.start()
     found = dict(answers.get(timeout=300) for _ in ranks)
     for each in ranks:
-        each.join(timeout=60)
+        each.join(timeout=300)
     return found
 
 

@@ -45,7 +45,7 @@ def test_variables_and_state_arrive(tmp_path: Path, content: bytes) -> None:
         pid = hand_over_in_child(str(path), variables, content)
         if os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == EXIT_CODE_HANDED_OVER:
             break
-    standby.join(timeout=60)
+    standby.join(timeout=300)
     ((found, descriptor),) = received
     assert found == variables and (descriptor >= 0) == bool(content)
     if content:

@@ -122,7 +122,7 @@ def test_next_block_is_fetched_ahead_and_failures_of_that_are_left_to_the_read(t
     cache = ChunkCache(tmp_path, fetch, bytes_max=10_000, open_max=2)
     cache.prefetch([1, 2])
     for _ in range(2):
-        assert fetched.acquire(timeout=60)
+        assert fetched.acquire(timeout=300)
     with pytest.raises(TrainerError, match="no network"):
         cache.read(1)
     is_broken = False

@@ -100,7 +100,7 @@ def keep(home: Path, monkeypatch: pytest.MonkeyPatch, *, looks: int = 6) -> subp
 
 def test_an_unclaimed_node_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     keeper = keep(tmp_path, monkeypatch, looks=6)
-    done, _ = keeper.communicate("look\n" * 6, timeout=60)
+    done, _ = keeper.communicate("look\n" * 6, timeout=300)
     assert "unclaimed" in done and keeper.returncode == 1
 
 
@@ -109,8 +109,8 @@ def test_a_claimed_node_is_kept_until_its_agent_says_so(tmp_path: Path, monkeypa
     (state / "runs").mkdir(parents=True)
     (state / "shutdown").write_text("lease")  # of an earlier boot
     keeper = keep(tmp_path, monkeypatch, looks=6)
-    done, _ = keeper.communicate("look\n" * 50, timeout=60)  # it reads them all, and would continue
+    done, _ = keeper.communicate("look\n" * 50, timeout=300)  # it reads them all, and would continue
     assert keeper.returncode == 9 and done == "" and not (state / "shutdown").exists()
     keeper = keep(tmp_path, monkeypatch, looks=6)
-    done, _ = keeper.communicate("look\n" * 20 + "end\n", timeout=60)
+    done, _ = keeper.communicate("look\n" * 20 + "end\n", timeout=300)
     assert "autostop" in done and keeper.returncode == 1

@@ -21,8 +21,16 @@ PREPARED = (
     "torch.distributed.pipelining",
     "torch.distributed.tensor.parallel",
     "torch.nn.parallel",
+    "trainers.checkpoint",
+    "trainers.evaluate",
+    "trainers.generate",
     "trainers.lm",
     "trainers.loop",
+    "trainers.lora",
+    "trainers.packing",
+    "trainers.restore",
+    "trainers.session",
+    "trainers.supervisor",
 )
 
 
