@@ -20,9 +20,9 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux's /
 TEMPLATES = [
     path for path in sorted((ROOT / "task_templates").glob("*.yaml")) if "-m trainers.venv" not in path.read_text()
 ]
-# Run by `make test`: a program that is not ours, a trainer and the bench. The others differ in their programs and
-# strategies, which tests/trainers runs; their commands are always parsed.
-OFTEN = {"hello", "ddp", "allreduce"}
+# Run by `make test`: a program that is not ours, and a trainer. The others differ in programs and strategies, which
+# tests/trainers runs; their commands are always parsed.
+OFTEN = {"hello", "ddp"}
 RUN_S_MAX = 300  # far more than required
 STEPS = "--train.steps 4"
 SMALL = {
