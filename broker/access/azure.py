@@ -55,7 +55,7 @@ class AzureGranter:
         variables = read_azure_environment()
         account, key = _find(ACCOUNTS, variables), _find(KEYS, variables)
         if not account or not key:
-            raise AuthError("no key of the storage account for `az://`", hints=(LOGIN, OWN_TOKEN))
+            raise AuthError("no storage account key for `az://`", hints=(LOGIN, OWN_TOKEN))
         containers = sorted({need.bucket for need in needs if not need.is_optional} or {need.bucket for need in needs})
         if len(containers) > 1:
             raise InvalidRequestError(

@@ -73,7 +73,7 @@ class GcsGranter:
             )
         login = find_login(self._settings)
         if login is None or not login.project:
-            what = "your Google login names no project" if login else "no login for Google"
+            what = "your Google login has no project" if login else "no Google login"
             hint = "gcloud config set project PROJECT" if login else LOGIN
             raise AuthError(f"{what}, so access to `gs://` cannot be granted", hints=(hint, OWN_KEY))
         name = name_needs(self._owner, login.project, required)

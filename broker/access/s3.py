@@ -270,7 +270,7 @@ def _is_forbidden(error: Exception) -> bool:
 def _find_hints(error: Exception, need: Need) -> tuple[str, ...]:
     if _find_code(error) == "NoSuchBucket":
         return (f"create it with `aws s3 mb s3://{need.bucket}`", f"or correct `{need.source}`")
-    return ("allow your own login to use the bucket: a grant can do no more than its granter", PROFILE, KEYS)
+    return ("allow your own login to use the bucket: a grant cannot exceed its creator's permissions", PROFILE, KEYS)
 
 
 def _refuse(error: Exception, what: str, hints: tuple[str, ...]) -> NoReturn:

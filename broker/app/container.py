@@ -259,7 +259,7 @@ class Context:
         for cloud in (self.clouds.get(name) for name in cloud_names):
             if isinstance(cloud, ProvidesSshHosts):
                 raise UsageError(
-                    f"nodes on {cloud.name} cannot stop themselves: their own shutdown terminates them, disks included",
+                    f"nodes on {cloud.name} cannot stop themselves: their own shutdown deletes them and their disks",
                     hints=[
                         "terminate idle clusters: pass `--down`, or write `autostop: {idle_minutes: 30, down: true}`"
                     ],

@@ -34,7 +34,7 @@ class JobTarget:
         if idle := next((task for task in tasks if task.run is None), None):
             name = idle.name or "(no name)"
             raise UsageError(
-                f"task {name} has no `run:`; a managed job requires one, as it ends with its program",
+                f"task {name} has no `run:`; a managed job requires one, because it ends when its program ends",
                 hints=["add `run:` to the task", "or start a cluster without a program: `broker launch TASK.yaml`"],
             )
         tasks = settle_checkpoints(self.context, tasks)
@@ -118,7 +118,7 @@ def read_status(text: str) -> JobStatus:
         return JobStatus(text.upper())
     except ValueError:
         known = ", ".join(each.value for each in JobStatus)
-        raise UsageError(f"unknown job status `{text}`", hints=[f"known statuses: {known}"]) from None
+        raise UsageError(f"unknown job status `{text}`", hints=[f"valid statuses: {known}"]) from None
 
 
 async def wait_for(context: Context, job_id: int, status: JobStatus, *, timeout_s: float = 0.0) -> Job:

@@ -106,7 +106,7 @@ def note_state_folder(context: Context, tasks: Sequence[Task]) -> None:
     home = context.config.home
     for field, source in list_sources(tasks):
         if home.is_relative_to(Path(source).resolve()):
-            context.note(f"`{field}` contains broker's state folder {home}, which is not sent")
+            context.note(f"`{field}` contains broker's state folder {home}, which must not be uploaded")
             return
 
 
@@ -287,7 +287,7 @@ def explain_unreachable(context: Context, cluster: Cluster, error: TransientErro
 
     lost = [node for node in cluster.nodes if node.state in (NodeState.TERMINATED, NodeState.STOPPED)]
     usd_hour = sum(node.usd_hour for node in cluster.nodes if node.state is not NodeState.TERMINATED)
-    end = f"terminate the cluster with `broker down {cluster.name}`; until then it costs {format_usd(usd_hour)} USD/h"
+    end = f"terminate the cluster with `broker down {cluster.name}`; until then, it costs {format_usd(usd_hour)} USD/h"
     if lost:
         end_word = "terminated" if lost[0].state is NodeState.TERMINATED else "stopped"
         message = f"{len(lost)} of {len(cluster.nodes)} nodes {end_word} ({lost[0].reason})"
@@ -295,7 +295,7 @@ def explain_unreachable(context: Context, cluster: Cluster, error: TransientErro
     console = context.provisioner.hint_console(cluster, error.node_id) if isinstance(error, UnreachedError) else None
     hints = [
         *([console] if console else []),
-        "nodes accept SSH only from this machine's public address: check for a proxy or VPN in between",
+        "nodes accept SSH only from this machine's public address: check whether you are behind a proxy or VPN",
         f"{end}; to keep waiting, repeat the launch with `-c {cluster.name}`",
     ]
     return TransientError(f"{error.message} for {get_wait_s(error) / 60:g} minutes", hints=[*hints, *error.hints])

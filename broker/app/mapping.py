@@ -162,7 +162,7 @@ class MapDriver:
             if not view.crew.live and not view.crew.submissions:
                 ids = view.crew.job_ids
                 raise BrokerError(
-                    f"{view.tally.left} of {view.tally.shards} shards are left, and no worker is",
+                    f"{view.tally.left} of {view.tally.shards} shards are left, but no worker is live",
                     details=list_problems(view.crew.newest),
                     hints=[f"see `broker jobs logs {ids[-1]}`; the same command starts the workers again"],
                 )

@@ -96,7 +96,7 @@ class Market:
     def _say_unpriced(self, task: Task) -> Sequence[str]:
         """Return a hint for each requested cloud without published prices, such as a private Kubernetes cluster."""
         return [
-            f"the price book has no offers of {cloud}: `broker catalog import DIR` takes in what it offers you"
+            f"the price catalog has no offers of {cloud}: import the ones you can use with `broker catalog import DIR`"
             for cloud in sorted(self._list_unpriced(task))
         ]
 

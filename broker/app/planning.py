@@ -19,7 +19,7 @@ def read_task(task: TaskLike) -> Task:
     """Read a single task, as `read_tasks` does. Raises UsageError for a pipeline of several tasks."""
     found = read_tasks(task)
     if len(found) > 1:
-        raise UsageError(f"expected one task, found a pipeline of {len(found)}", hints=["plan the tasks one by one"])
+        raise UsageError(f"expected one task, found a pipeline of {len(found)}", hints=["plan the tasks one at a time"])
     return found[0]
 
 
@@ -85,7 +85,7 @@ def plan_launch(context: Context, task: Task, *, is_dryrun: bool = False) -> Pla
         raise
     except NoOfferError as error:
         usable = ", ".join(f"`{name}`" for name in context.clouds)
-        hint = f"set up: {usable}; plan on every cloud with `--dryrun`, or run on this machine with `--infra local`"
+        hint = f"usable: {usable}; plan on every cloud with `--dryrun`, or run on this machine with `--infra local`"
         enable = "see how to enable more clouds with `broker check`"
         raise NoOfferError(error.message, hints=[hint, enable, *error.hints]) from None
 

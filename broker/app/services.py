@@ -139,7 +139,7 @@ def choose_port(context: Context, host: str, port: int | None) -> int:
             return each
     if port is None:
         raise UsageError(f"no port from {PORTS.start} to {PORTS.stop - 1} is free on {host}", hints=["pass `--port`"])
-    raise UsageError(f"port {port} is taken on {host}", hints=["pass another `--port`"])
+    raise UsageError(f"port {port} on {host} is already in use", hints=["pass another `--port`"])
 
 
 def make_service_controller(context: Context, name: str) -> ServiceController:

@@ -59,7 +59,7 @@ def _read(url: str, bytes_max: int) -> bytes:
         body: bytes = answer.read(bytes_max + 1)
         length = answer.headers.get("Content-Length")
     if length and length.isdigit() and len(body) < min(int(length), bytes_max):
-        raise ConnectionError(f"the response broke off after {len(body)} of {length} bytes")
+        raise ConnectionError(f"the response was cut off after {len(body)} of {length} bytes")
     if len(body) > bytes_max:
         raise SourceError(f"the response of {_hide_query(url)} is larger than the {bytes_max >> 20} MiB allowed")
     return body

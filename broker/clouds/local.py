@@ -100,7 +100,7 @@ class LocalCloud:
             except OSError as error:
                 raise TransientError(
                     f"the local cloud cannot use {error.filename or self._root}: {error.strerror or error}",
-                    hints=("Check that the disk is not full and that you own the folder.",),
+                    hints=("check that the disk is not full and that you own the folder",),
                 ) from error
 
         return await asyncio.to_thread(act)
@@ -252,6 +252,7 @@ def make_env(folder: Path) -> dict[str, str]:
 
 
 def is_alive(folder: Path) -> bool:
+    """Return whether the keeper of a local node lives: it holds a lock that the kernel releases with it."""
     return is_locked(folder / "alive.lock")
 
 
@@ -283,7 +284,7 @@ def settle_end(folder: Path) -> dict[str, Any]:
     if ended is None:
         raise TransientError(
             f"cannot record the end of node `{folder.name}`",
-            hints=(f"Free some disk space for `{folder.parent}`, and check that the folder is writable.",),
+            hints=(f"free some disk space for `{folder.parent}`, and check that the folder is writable",),
         )
     return ended
 
@@ -316,6 +317,7 @@ def socket_folder() -> Path:
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
+    """Read a JSON object; None if the file does not exist. Raises OSError."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError):

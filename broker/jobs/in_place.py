@@ -149,4 +149,5 @@ def has_ended(report: GangReport) -> bool:
 
 
 def are_running(nodes: Sequence[Node]) -> bool:
+    """Return whether the cloud lists every node as running."""
     return all(node.state is NodeState.RUNNING for node in nodes)

@@ -142,5 +142,6 @@ class NodeReplacer:
 
 
 def list_live(cluster: Cluster) -> list[Node]:
+    """List the nodes that the cloud has neither terminated nor stopped."""
     lost = list_lost_ranks(cluster.nodes)
     return [node for node in cluster.nodes if node.rank not in lost]

@@ -87,5 +87,6 @@ class Candidates:
 
 
 def find_zone(placement: Placement) -> Zone:
+    """Return the cloud and zone of a placement, or its region if the offer names no zone."""
     offer = placement.offer
     return offer.cloud, offer.zone or offer.region

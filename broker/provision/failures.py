@@ -74,7 +74,7 @@ class SearchFailures:
             details=details,
             hints=(
                 *list(dict.fromkeys(hints))[:HINTS_MAX],
-                "Retry until capacity is available with `broker launch -r`, or allow more regions.",
+                "retry until capacity is available with `broker launch -r`, or allow more regions",
             ),
         )
 

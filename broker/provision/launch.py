@@ -178,10 +178,12 @@ def make_token(owner: str, cluster: str, attempt: int, placement: Placement, ser
 
 
 def describe(placement: Placement) -> str:
+    """Describe a placement in events and errors: count, machine, pricing and place."""
     return describe_place(make_place(placement))
 
 
 def make_down_error(name: str) -> UsageError:
+    """Make the error for a launch whose cluster was taken down meanwhile."""
     return UsageError(f"{name} was taken down while it came up")
 
 

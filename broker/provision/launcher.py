@@ -201,7 +201,7 @@ class Launcher:
         if running is None:
             gone = await self._release(launch)
             cause = _find_cause(gone, spec.timeout_s)
-            raise CapacityError(f"the gang did not come up complete: {cause}", scope="zone")
+            raise CapacityError(f"the gang did not come up completely: {cause}", scope="zone")
         return running
 
     async def _end_unless_open(self, launch: Launch) -> None:
@@ -270,4 +270,6 @@ class SurplusReleaser:
 def _find_cause(gone: Sequence[Node], timeout_s: float) -> str:
     """Return the cloud's reasons for nodes that ended by themselves, or that the time was up."""
     causes = sorted({node.reason for node in gone} - {"", NodeEnd.TERMINATED, NodeEnd.MISSING})
-    return f"a node ended by itself ({', '.join(causes)})" if causes else f"not all ran within {timeout_s:.0f} s"
+    if causes:
+        return f"a node terminated by itself ({', '.join(causes)})"
+    return f"not all nodes were running within {timeout_s:.0f} s"

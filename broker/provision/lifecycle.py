@@ -262,7 +262,7 @@ class Provisioner:
         name = placement.offer.cloud
         if name not in self._clouds:
             raise AuthError(
-                f"{name} is not set up here any more", hints=(f"Run `broker check {name}` to see what is missing.",)
+                f"{name} is no longer set up here", hints=(f"run `broker check {name}` to see what is missing",)
             )
         return self._clouds[name]
 
@@ -281,12 +281,12 @@ class Provisioner:
     def _find_stoppable(self, name: str) -> tuple[Cluster, CanStop]:
         cluster = self._store.clusters.get(name)
         if cluster is None:
-            raise UsageError(f"cluster {name} does not exist", hints=("List clusters with `broker status`.",))
+            raise UsageError(f"cluster {name} does not exist", hints=("list clusters with `broker status`",))
         cloud = self._get_cloud(cluster.placement)
         if not isinstance(cloud, CanStop):
             raise UsageError(
                 f"{cluster.placement.offer.cloud} cannot stop nodes",
-                hints=(f"Terminate it with `broker down {name}`.",),
+                hints=(f"terminate it with `broker down {name}`",),
             )
         return cluster, cloud
 

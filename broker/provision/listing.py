@@ -36,7 +36,7 @@ class Listing:
         if account and login and account != login:
             return AccountError(
                 f"nodes of {self._cloud} account {account} cannot be seen with a login for account {login}",
-                hints=(f"Log in to {account} (`broker check {self._cloud}` shows the current login) and try again.",),
+                hints=(f"log in to {account} (`broker check {self._cloud}` shows the current login) and try again",),
             )
         return self._listed.unseen.get(region)
 

@@ -99,6 +99,7 @@ class UnavailableOffers:
 
 
 def find_intent_end(error: CloudError) -> IntentEnd:
+    """Return how an intent ends by this error: by quota, without a clear answer, or by a refusal."""
     if isinstance(error, QuotaError):
         return IntentEnd.QUOTA_EXCEEDED
     return IntentEnd.UNCLEAR if isinstance(error, ThrottledError | TransientError) else IntentEnd.REFUSED

@@ -343,6 +343,7 @@ def pack_agent() -> tuple[str, bytes]:
 
 
 def digest_setup(task: Task, image: str | None) -> str:
+    """Return a digest of everything that `setup` depends on, by which a node skips a repeated one."""
     parts = [task.setup or "", image or "", *(f"{name}={value}" for name, value in sorted(task.envs.items()))]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 

@@ -104,6 +104,7 @@ class Keys:
 
 
 def make_pair(path: Path, *, comment: str) -> None:
+    """Create an Ed25519 key pair at `path` and `path.pub`. Raises StateError."""
     command = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", comment, "-f", str(path)]
     hints = ("install OpenSSH's client (`apt-get install openssh-client`)",)
     try:
@@ -117,5 +118,6 @@ def make_pair(path: Path, *, comment: str) -> None:
 
 
 def write_private(path: Path, text: str) -> None:
+    """Create a file of mode 0600. Raises FileExistsError if it exists."""
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
         file.write(text)

@@ -42,7 +42,7 @@ class FileStore:
                     found.update(chunk)
                     file.write(chunk)
             if found.hexdigest() != digest:
-                raise InvalidRequestError("the files changed on their way: their SHA-256 differs")
+                raise InvalidRequestError("the files changed in transit: the SHA-256 digest differs")
             self._unpack(archive, digest, name)
         finally:
             archive.unlink(missing_ok=True)

@@ -233,12 +233,12 @@ class SqliteDatabase:
         if version > len(MIGRATIONS):
             raise StateError(
                 f"{self.path} was written by a newer broker (schema {version}, this one knows {len(MIGRATIONS)})",
-                hints=("Upgrade broker, or point `BROKER_HOME` at another folder.",),
+                hints=("upgrade broker, or point `BROKER_HOME` at another folder",),
             )
         if version < 0 or (version < len(MIGRATIONS) and self.is_read_only):
             raise StateError(
                 f"{self.path} has schema {version}, and cannot be brought to schema {len(MIGRATIONS)}",
-                hints=("Make the folder writable.",) if self.is_read_only else list_ways_back(self.path),
+                hints=("make the folder writable",) if self.is_read_only else list_ways_back(self.path),
             )
 
     def _schema_version(self) -> int:

@@ -222,7 +222,7 @@ class PostgresDatabase:
             if version > len(MIGRATIONS):
                 raise StateError(
                     f"{self} was written by a newer broker (schema {version}, this one knows {len(MIGRATIONS)})",
-                    hints=("Upgrade broker.",),
+                    hints=("upgrade broker",),
                 )
             if version == len(MIGRATIONS):
                 return

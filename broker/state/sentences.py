@@ -223,6 +223,7 @@ def read_end(status: str, failure: str) -> OutcomeKind | None:
 
 
 def read_event(kind: str, message: str) -> Event:
+    """Convert the sentence of an event to a kind with data; one that matches no pattern becomes a NOTE."""
     if kind == "decision":
         return _read_decision(message)
     for now, pattern in _EVENTS.get(kind, ()):

@@ -175,7 +175,7 @@ def _translate(error: Exception, words: str) -> Exception:
     response = getattr(error, "response", None)
     code = str(response.get("Error", {}).get("Code", "")) if isinstance(response, dict) else ""
     if type(error).__name__ in LOGIN_ERRORS or code in LOGIN_CODES:
-        return AuthError(f"no AWS login that may read prices: {error}", hints=[LOGIN_HINT])
+        return AuthError(f"no AWS login with permission to read prices: {error}", hints=[LOGIN_HINT])
     return SourceError(f"AWS {words}: {error}")
 
 

@@ -31,7 +31,7 @@ LOGIN_VARIABLES = (  # botocore, "Credentials": each is enough for a login
     *("AWS_ACCESS_KEY_ID", "AWS_PROFILE", "AWS_WEB_IDENTITY_TOKEN_FILE"),
     *("AWS_CONTAINER_CREDENTIALS_RELATIVE_URI", "AWS_CONTAINER_CREDENTIALS_FULL_URI"),
 )
-START_HINT = "A stopped machine starts in its own zone only: try later, or `broker down` it and launch again elsewhere."
+START_HINT = "a stopped machine starts only in its own zone: try later, or terminate it with `broker down` and relaunch"
 LOGIN_FILES = {"AWS_SHARED_CREDENTIALS_FILE": ".aws/credentials", "AWS_CONFIG_FILE": ".aws/config"}
 
 
@@ -106,7 +106,7 @@ class AwsCloud:
         if region not in enabled:
             raise InvalidRequestError(
                 f"region {region} is disabled in this account",
-                hints=(f"Enable it with `aws account enable-region --region-name {region}`.",),
+                hints=(f"enable it with `aws account enable-region --region-name {region}`",),
             )
         if region not in self._listable:  # create nothing where it could be neither listed nor terminated
             await self._list_region(region, request.owner)

@@ -28,7 +28,7 @@ from broker.types import Node, NodeEnd, NodeList, NodeRequest, NodeState
 log = logging.getLogger(__name__)
 
 NO_PROJECT = "no project is configured"
-PROJECT_HINT = "Run `gcloud config set project PROJECT`, or set `GOOGLE_CLOUD_PROJECT`."
+PROJECT_HINT = "run `gcloud config set project PROJECT`, or set `GOOGLE_CLOUD_PROJECT`"
 
 
 def make_cloud(config: Config, *, clock: Clock) -> GcpCloud | None:

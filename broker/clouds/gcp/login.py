@@ -40,6 +40,7 @@ class Login:
 
 
 def is_sdk_installed() -> bool:
+    """Return whether Google's Compute Engine library is installed, without importing it."""
     try:
         return importlib.util.find_spec("google.cloud.compute_v1") is not None
     except ModuleNotFoundError:
@@ -77,6 +78,7 @@ def _find_credentials() -> tuple[str, dict[str, Any]]:
 
 
 def gcloud_folder() -> Path:
+    """Return the folder of gcloud's configuration."""
     return Path(os.getenv("CLOUDSDK_CONFIG") or Path.home() / ".config" / "gcloud")
 
 

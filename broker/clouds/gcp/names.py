@@ -59,6 +59,7 @@ def owner_prefix(owner: str) -> str:
 
 
 def gang_name(request: NodeRequest) -> str:
+    """Return the common prefix of a gang's instances. It follows from the token, so a repeat finds it."""
     return owner_prefix(request.owner) + hashlib.sha256(request.token.encode()).hexdigest()[:16]
 
 
@@ -69,6 +70,7 @@ def peers_tag(request: NodeRequest) -> str:
 
 
 def instance_names(request: NodeRequest) -> list[str]:
+    """List the names of a gang's instances by rank."""
     return [f"{gang_name(request)}-{rank}" for rank in range(request.placement.node_count)]
 
 

@@ -84,6 +84,7 @@ def _cpu_metric(offer: Offer) -> str:
 
 
 def read_quotas(clients: Clients, region: str) -> Mapping[str, Quota]:
+    """Return the quotas of a region by metric, with their current usage. Raises Google's errors."""
     region_info = clients.get("Regions").get(project=clients.login.project, region=region, timeout=TIMEOUT_S)
     return {
         quota.metric: Quota(metric=quota.metric, limit=quota.limit, usage=quota.usage) for quota in region_info.quotas

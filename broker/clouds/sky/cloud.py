@@ -59,7 +59,7 @@ class SkyCloud:
         enabled = await self._engine.list_enabled()
         self._state_file.note_enabled(enabled)
         if self.name not in enabled:
-            raise AuthError(f"SkyPilot has not enabled {self.name}", hints=(f"Run `sky check {self.name}`.",))
+            raise AuthError(f"SkyPilot has not enabled {self.name}", hints=(f"run `sky check {self.name}`",))
 
     async def create_nodes(self, request: NodeRequest) -> Sequence[Node]:
         """Wait `VERDICT_S` for a refusal; machines still starting by then are PENDING."""
@@ -141,7 +141,7 @@ class SkyCloud:
                 continue
             if gang is None or not gang.task:
                 raise InvalidRequestError(
-                    f"this state folder does not record how `{name}` was launched", hints=(f"Run `sky start {name}`.",)
+                    f"this state folder does not record how `{name}` was launched", hints=(f"run `sky start {name}`",)
                 )
             request_id = await self._engine.launch(name, gang.task)
             self._state_file.note([replace(gang, request_id=request_id)], now_s=self._clock.now_s())

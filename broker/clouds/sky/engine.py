@@ -172,7 +172,7 @@ class WorkerEngine:
             except OSError as error:
                 raise AuthError(
                     f"`{self._python}` cannot be run: {error.strerror}",
-                    hints=("Set `BROKER_SKY_PYTHON` to the interpreter in which SkyPilot is installed.",),
+                    hints=("set `BROKER_SKY_PYTHON` to the interpreter in which SkyPilot is installed",),
                 ) from error
             threading.Thread(target=self._read, args=(self._process,), daemon=True).start()
         return self._process

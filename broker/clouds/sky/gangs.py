@@ -98,14 +98,17 @@ class Look:
 
 
 def make_prefix(owner: str) -> str:
+    """Return the prefix of the names of this installation's clusters in SkyPilot."""
     return f"b-{owner}-"
 
 
 def make_name(request: NodeRequest) -> str:
+    """Return the name of the request's cluster in SkyPilot. It follows from the token, so a repeat finds it."""
     return f"{make_prefix(request.owner)}{request.placement.offer.cloud}-{request.token}"
 
 
 def make_gang(request: NodeRequest, *, task: dict[str, Any], now_s: float) -> SkyGang:
+    """Make the record of a gang before SkyPilot is asked for it."""
     placement = request.placement
     return SkyGang(
         name=make_name(request),
@@ -185,6 +188,7 @@ def is_broken(gang: SkyGang, look: Look) -> bool:
 
 
 def list_nodes_of(gang: SkyGang, state: NodeState) -> Sequence[Node]:
+    """List the nodes of a gang by rank, all in the same state."""
     return [
         Node(
             id=f"{gang.name}/{rank}",

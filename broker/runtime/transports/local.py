@@ -78,6 +78,7 @@ class LocalTransport:
 
 
 async def exchange(folder: Path, header: Mapping[str, object], stdin: bytes) -> Completed:
+    """Send a request to a local node's machine process and return its answer. Raises OSError, EOFError."""
     reader, writer = await connect(folder, header)
     try:
         writer.write(stdin)
@@ -115,6 +116,7 @@ def copy(source: Path, target: Path) -> None:
 
 
 def copy_file(source: Path, target: Path) -> None:
+    """Copy a file or link if size or time differ, and replace the target atomically."""
     if source.is_symlink():
         target.unlink(missing_ok=True)
         target.symlink_to(source.readlink())

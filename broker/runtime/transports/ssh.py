@@ -60,6 +60,7 @@ def make_transport(config: Config, *, clock: Clock) -> SshTransport:
 
 
 async def renew_nothing(node: Node) -> bool:
+    """Return False: without a provisioner no firewall can be changed."""
     return False
 
 

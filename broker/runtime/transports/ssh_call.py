@@ -14,6 +14,7 @@ from broker.runtime.base import Completed
 
 
 def find_program(name: str) -> str:
+    """Return the path of one of OpenSSH's programs, or of rsync. Raises StateError if it is not installed."""
     path = shutil.which(name)
     if path is None:
         hints = ("install OpenSSH's client (`apt-get install openssh-client`)",)
