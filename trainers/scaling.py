@@ -42,7 +42,9 @@ class LossScale:
         return was_scaled
 
     def state_dict(self) -> dict[str, Any]:
+        """Return the factor and the number of steps without overflow, for a checkpoint."""
         return {"factor": self.factor, "good_steps": self._good_steps}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore what `state_dict` returned, so that a resumed run scales alike."""
         self.factor, self._good_steps = state["factor"], state["good_steps"]

@@ -46,6 +46,7 @@ class AzureGranter:
         self._clock = clock
 
     def find_own(self, task: Task, cloud: str) -> str:
+        """Return the task's own credentials, or the managed identity of an Azure node; "" without either."""
         if name := next((each for each in OWN if each in task.secrets or each in task.envs), ""):
             return f"the task's own `{name}`"
         return "the machine's managed identity" if cloud == "azure" else ""

@@ -36,6 +36,7 @@ class Need:
 
     @property
     def url(self) -> str:
+        """URL of the bucket path."""
         return f"{self.scheme}://{self.bucket}" + (f"/{self.path}" if self.path else "")
 
     def list_patterns(self) -> tuple[str, ...]:
@@ -102,4 +103,5 @@ class CanSweepGrants(Protocol):
 class MakeGranter(Protocol):
     """The type of the makers in `GRANTERS`. Makes no network calls."""
 
-    def __call__(self, config: Config, *, clock: Clock) -> Granter: ...
+    def __call__(self, config: Config, *, clock: Clock) -> Granter:
+        """Return a granter; no cloud is contacted before its first use."""

@@ -54,6 +54,7 @@ class GcsGranter:
         self._is_fresh = False  # whether a key or permission is new, which Google takes time to apply
 
     def find_own(self, task: Task, cloud: str) -> str:
+        """Return the task's own credentials, or the service account of a Google node; "" without either."""
         names = (*OWN_VARIABLES, "STORAGE_EMULATOR_HOST")
         if name := next((each for each in names if each in task.secrets or each in task.envs), ""):
             return f"the task's own `{name}`"

@@ -58,6 +58,7 @@ class S3Granter:
         self._regions: dict[str, str] = {}
 
     def find_own(self, task: Task, cloud: str) -> str:
+        """Return the task's own credentials, or the instance profile of an AWS node; "" without either."""
         if name := next(
             (variable for variable in OWN_VARIABLES if variable in task.secrets or variable in task.envs), ""
         ):
@@ -69,6 +70,7 @@ class S3Granter:
         return ""
 
     def issue(self, needs: Sequence[Need], *, endpoint: str = "") -> Grant:
+        """Issue a session or user limited to the task's paths. Raises AuthError with the alternatives."""
         variables = read_aws_environment()
         own_endpoint = variables.get("AWS_ENDPOINT_URL_S3") or variables.get("AWS_ENDPOINT_URL") or ""
         has_sts = bool(variables.get("AWS_ENDPOINT_URL_STS") or variables.get("AWS_ENDPOINT_URL"))

@@ -62,15 +62,18 @@ class Option:
 
     @property
     def gpu_count(self) -> int:
+        """Number of GPUs on all nodes."""
         return self.layout.hardware.accelerators * self.layout.node_count
 
     @property
     def usd(self) -> float:
+        """Expected cost to finish, in USD."""
         assert self.estimate.expected_usd is not None, "work was given"
         return self.estimate.expected_usd
 
     @property
     def hours(self) -> float:
+        """Expected hours to finish, with preemptions."""
         assert self.estimate.expected_hours is not None, "work was given"
         return self.estimate.expected_hours
 

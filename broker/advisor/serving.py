@@ -57,6 +57,7 @@ class ServingLayout:
 
     @property
     def tensor_parallel(self) -> int:
+        """Number of tensor ranks: all GPUs of a node."""
         return self.hardware.accelerators
 
     def count_replicas(self, rps: float) -> int:

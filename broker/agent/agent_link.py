@@ -106,6 +106,7 @@ class Link:
         return True
 
     def close(self) -> None:
+        """Close the connection; the reading thread ends. Idempotent."""
         self._is_over.set()
         self._wire.close()
 
@@ -176,6 +177,7 @@ class Door:
         self._is_closed = False
 
     def start(self) -> None:
+        """Accept connections in a daemon thread."""
         threading.Thread(target=self._accept, name="gang-accept", daemon=True).start()
 
     def close(self) -> None:

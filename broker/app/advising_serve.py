@@ -55,6 +55,7 @@ class ServingOption:
 
     @property
     def spot_count(self) -> int:
+        """Number of replicas on spot."""
         return sum(bool(each.is_spot) for each in self.placement.slots)
 
 

@@ -83,6 +83,7 @@ class Context:
 
     @cached_property
     def market(self) -> Market:
+        """The planner, with one open price book for all plans of this context."""
         return Market(find_cache(), find_interval_factor=self.find_interval_factor)
 
     @cached_property
@@ -291,6 +292,7 @@ class Context:
 
     @property
     def book(self) -> Book:
+        """The price book. Raises StateError if it cannot be opened."""
         return self.market.book
 
     def plan(

@@ -29,6 +29,7 @@ class JobTarget:
     context: Context
 
     def settle(self, tasks: Sequence[Task]) -> tuple[Task, ...]:
+        """Fill in checkpoint folders and allowances. Raises UsageError for a task without `run`."""
         from broker.jobs.allowance import read_unattended_s, settle_unattended
 
         if idle := next((task for task in tasks if task.run is None), None):
@@ -50,6 +51,7 @@ class JobTarget:
         return True
 
     def list_allowances_s(self, tasks: Sequence[Task]) -> Sequence[float]:
+        """Return the unattended seconds of each task, for which bucket access must last."""
         from broker.jobs.allowance import get_unattended_s
 
         return [get_unattended_s(task) for task in tasks]

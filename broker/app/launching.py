@@ -135,6 +135,7 @@ class ClusterTarget:
         return cls(context=context, name=name, autostop=autostop or task.autostop)
 
     def settle(self, tasks: Sequence[Task]) -> tuple[Task, ...]:
+        """Fill in the checkpoint folders."""
         return settle_checkpoints(self.context, tasks)
 
     def check(self, plans: Sequence[Plan]) -> bool:
@@ -146,9 +147,11 @@ class ClusterTarget:
         return known is None or known.status is not ClusterStatus.UP
 
     def list_allowances_s(self, tasks: Sequence[Task]) -> None:
+        """Return None: a cluster without a job has no allowance."""
         return None
 
     def mount(self, task: Task) -> Task:
+        """Add the commands that mount buckets to the task's `setup` and `run`."""
         from broker.storage.mounts import add_mounts
 
         return add_mounts(task)

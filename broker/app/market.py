@@ -30,12 +30,14 @@ class Market:
 
     @cached_property
     def book(self) -> Book:
+        """The price book, opened on first use. Raises StateError."""
         from broker.catalog.bundle import open_book
 
         return open_book(self._cache)
 
     @cached_property
     def figures(self) -> Mapping[str, AcceleratorFigures]:
+        """Peak, memory and bandwidth of accelerators by name."""
         return self.book.read_figures()
 
     def resolve(self, task: Task) -> Task:

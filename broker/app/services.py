@@ -40,6 +40,7 @@ class ServiceTarget(JobTarget):
     """The launch target for a service: its replicas are managed jobs, so their checks apply."""
 
     def settle(self, tasks: Sequence[Task]) -> tuple[Task, ...]:
+        """Check each task's `service`, then fill in the checkpoint folders. Raises UsageError."""
         for task in tasks:
             check_service(task)
         return super().settle(tasks)
@@ -73,6 +74,7 @@ class ServiceLine:
 
     @property
     def endpoint(self) -> str:
+        """Address of the balancer, HOST:PORT."""
         return f"{self.service.host}:{self.service.port}"
 
 

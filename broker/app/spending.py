@@ -34,6 +34,7 @@ class Spending:
 
     @property
     def usd(self) -> float:
+        """Total of all rows in USD."""
         return sum(usd for _, usd in self.rows.values())
 
 

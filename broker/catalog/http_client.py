@@ -27,6 +27,7 @@ class HttpGet:
         self._bytes_left = bytes_max
 
     def __call__(self, url: str, *, query: Mapping[str, str] | None = None) -> bytes:
+        """Fetch a URL, retrying throttling and server errors. Raises SourceError, AuthError if denied."""
         whole = f"{url}{'&' if '?' in url else '?'}{urllib.parse.urlencode(query)}" if query else url
         parts = urllib.parse.urlsplit(whole)
         if parts.scheme != "https" and not (parts.scheme == "http" and parts.hostname in LOOPBACK):

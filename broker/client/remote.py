@@ -56,9 +56,11 @@ class RemoteSession:
 
     @classmethod
     def open(cls, path: Path, *, on_note: Callable[[str], None]) -> RemoteSession:
+        """Read the login from a file. Raises StateError if it is damaged."""
         return cls(read_login(path), on_note=on_note)
 
     def call(self, verb: Callable[Concatenate[Context, P], T], *arguments: P.args, **named: P.kwargs) -> T:
+        """Send the verb to the server, and answer its callbacks. Raises the server's error by its class."""
         assert not arguments, "verbs take their arguments by name"
         signature = read_signature(verb)
         callbacks = {name: cast("Callable[[Any], None]", named[name]) for name in signature.callbacks}

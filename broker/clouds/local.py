@@ -65,22 +65,28 @@ class LocalCloud:
         self._clock = clock
 
     async def check(self) -> None:
+        """Verify that the folder can be locked and written. Raises CloudError."""
         await self._locked(lambda: None)
 
     async def create_nodes(self, request: NodeRequest) -> Sequence[Node]:
+        """Start one machine process per node; a repeated token returns the same nodes."""
         return await self._locked(lambda: self._create(request))
 
     async def list_nodes(self, owner: str) -> NodeList:
+        """List the owner's nodes, ended ones included; the list is always complete."""
         return await self._locked(lambda: NodeList(nodes=tuple(node for node in self._list() if node.owner == owner)))
 
     async def terminate_nodes(self, nodes: Sequence[Node]) -> None:
+        """Kill all processes of the nodes; one that is gone counts as success."""
         ids = [node.id for node in nodes]
         await self._locked(lambda: self._end(ids, state="TERMINATED", reason="terminated"))
 
     async def stop_nodes(self, ids: Sequence[str]) -> None:
+        """Kill all processes of the nodes, and keep their folders."""
         await self._locked(lambda: self._end(ids, state="STOPPED", reason="stopped"))
 
     async def start_nodes(self, ids: Sequence[str]) -> None:
+        """Start the machine processes of stopped nodes again, with the same folders."""
         await self._locked(lambda: self._start(ids))
 
     async def preempt_nodes(self, ids: Sequence[str], *, notice_s: float) -> None:

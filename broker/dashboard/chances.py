@@ -37,6 +37,7 @@ class ChanceCache:
         return points if is_fresh else None
 
     def put(self, job_id: int, points: tuple[ChancePoint, ...], *, now_s: float, is_ended: bool) -> None:
+        """Keep the points of a job; beyond `JOBS_MAX` jobs, the oldest entry is dropped."""
         self._known.pop(job_id, None)
         self._known[job_id] = (now_s, is_ended, points)
         if len(self._known) > JOBS_MAX:

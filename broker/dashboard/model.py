@@ -58,10 +58,12 @@ class Overview:
 
     @property
     def job_count(self) -> int:
+        """Number of jobs in any status."""
         return sum(self.counts.values())
 
     @property
     def live_count(self) -> int:
+        """Number of jobs that have not ended."""
         return sum(count for status, count in self.counts.items() if not JobStatus(status).is_terminal)
 
 
@@ -143,6 +145,7 @@ class JobPage:
 
     @property
     def job(self) -> Job:
+        """The job that the page shows."""
         return self.explanation.job
 
     @property

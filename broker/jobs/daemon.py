@@ -46,7 +46,8 @@ LOCK_TRIES = 10  # a command that tests the lock holds it for an instant
 class Controller(Protocol):
     """A controller that the daemon steps; `step` returns seconds until the next step."""
 
-    async def step(self) -> float: ...
+    async def step(self) -> float:
+        """Take one idempotent step; return seconds until the next one. A FencedError ends the controller."""
 
     async def rest(self, wait_s: float, wake: asyncio.Event) -> None:
         """Wait until the next step is due: about `wait_s`, or until `wake` is set."""

@@ -33,13 +33,20 @@ class ReportsEnd(Protocol):
     """A gang's report, or a result in the bucket."""
 
     @property
-    def returncode(self) -> int | None: ...
+    def returncode(self) -> int | None:
+        """Exit code of the first failed program; None if none exited."""
+
     @property
-    def reason(self) -> str: ...
+    def reason(self) -> str:
+        """Why the run ended, if the node knows more than the status; otherwise empty."""
+
     @property
-    def failed_rank(self) -> int | None: ...
+    def failed_rank(self) -> int | None:
+        """Rank that failed first; None if it is unknown."""
+
     @property
-    def unflushed(self) -> str: ...
+    def unflushed(self) -> str:
+        """Files that did not reach their mounted bucket, described; empty if all did."""
 
 
 def read_run_end(

@@ -42,6 +42,7 @@ class SpotInputs:
 
     @property
     def hazard(self) -> float:
+        """Preemptions of the gang per hour on spot: the market model's, and those of the interruption band."""
         return find_hazard(self.places, self.evidence) + self.band_hazard
 
     @property

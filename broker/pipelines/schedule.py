@@ -27,6 +27,7 @@ class Timetable:
         ]
 
     def copy(self) -> Timetable:
+        """Return a copy for one branch of the search; edges are shared, as they never change."""
         twin = Timetable.__new__(Timetable)
         twin.edges, twin.earlier, twin.later = self.edges, self.earlier, self.later
         twin.kept, twin.hours, twin.tables = list(self.kept), list(self.hours), list(self.tables)

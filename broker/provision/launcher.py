@@ -134,6 +134,7 @@ class Launcher:
         return gone
 
     def record(self, nodes: Sequence[Node]) -> None:
+        """Record a bill for each node in one transaction. Idempotent."""
         with self._store.transaction():
             for node in nodes:
                 self._store.bills.record(node)
@@ -245,6 +246,7 @@ class SurplusReleaser:
         return frozenset(self._tasks)
 
     def begin(self, launches: Sequence[Launch], on_event: Callable[[Event], None]) -> None:
+        """Terminate surplus launches in the background; the collector continues after a crash."""
         for launch in launches:
             task = asyncio.ensure_future(self._give_back(launch, on_event))
             self._tasks[launch.request.token] = task

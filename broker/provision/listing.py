@@ -42,10 +42,12 @@ class Listing:
 
     @cached_property
     def by_id(self) -> dict[str, Node]:
+        """The listed nodes by ID."""
         return {node.id: node for node in self.nodes}
 
     @cached_property
     def by_token(self) -> dict[str, list[Node]]:
+        """The listed nodes by the token of the request that created them."""
         nodes: dict[str, list[Node]] = {}
         for node in self.nodes:
             nodes.setdefault(node.token, []).append(node)

@@ -238,6 +238,7 @@ class Gang:
         ]
 
     async def read_log(self, cluster: Cluster, run_id: int, *, offset: int) -> tuple[bytes, int]:
+        """Return new bytes of the head's log and the next offset; from the session if one is open."""
         head, request = sort_nodes(cluster)[0], {"run_id": run_id, "offset": offset}
         channel = self._channels.find(head, run_id) if self._channels else None
         if channel is not None:

@@ -37,13 +37,16 @@ class GangKeys:
 
     @property
     def login_path(self) -> Path:
+        """The private key for logging in to the gang's nodes."""
         return self.folder / LOGIN
 
     @property
     def known_hosts(self) -> Path:
+        """The file that pins the gang's host key."""
         return self.folder / "known_hosts"
 
     def read(self, name: str) -> KeyPair:
+        """Return a key pair. Raises FileNotFoundError after the cluster's end."""
         return KeyPair(private=(self.folder / name).read_text(), public=(self.folder / f"{name}.pub").read_text())
 
 

@@ -65,6 +65,7 @@ class KeyUsage:
 
     @property
     def tokens(self) -> int:
+        """Tokens of prompts and answers together."""
         return self.prompt_tokens + self.completion_tokens
 
 

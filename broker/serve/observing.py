@@ -31,6 +31,7 @@ class ObservedReplica:
 
     @property
     def is_running(self) -> bool:
+        """Whether the replica's job runs, ready or not."""
         return self.job is not None and self.job.status is JobStatus.RUNNING
 
     def describe(self, now_s: float) -> ReplicaView:

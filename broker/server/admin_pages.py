@@ -38,6 +38,7 @@ class AdminPages:
         self._sessions: dict[str, tuple[str, float]] = {}  # digest of the token, and when the session ends
 
     def add_routes(self, app: web.Application) -> None:
+        """Add the pages under `/admin` to the application."""
         app.router.add_get(LOGIN, self._show_login)
         app.router.add_post(LOGIN, self._log_in)
         app.router.add_get(STYLE, self._send_style)

@@ -26,6 +26,7 @@ class FileStore:
         self._folder = folder
 
     def has(self, digest: str) -> bool:
+        """Return whether the files with this SHA-256 are complete on the server."""
         return (self._folder / digest).is_dir()
 
     async def receive(self, digest: str, chunks: AsyncIterator[bytes], *, name: str) -> None:

@@ -69,6 +69,7 @@ class RunDistribution:
     scenario_count: int
 
     def mean(self, value: Callable[[RecordedRun], float]) -> float:
+        """Return the weighted mean of a value over all recorded runs."""
         return sum(weight * value(run) for run, weight in zip(self.runs, self.weights, strict=True))
 
     def chance(self, claim: Callable[[RecordedRun], bool]) -> float:

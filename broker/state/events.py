@@ -189,6 +189,7 @@ class RefusalRows:
             self._database.write(f"UPDATE refusals SET probed_until_s = ? WHERE {where}", (now_s + lasts_s, *bounds))
 
     def list_active(self, now_s: float) -> Sequence[Refusal]:
+        """List refusals that are valid at `now_s`, or probed then, earliest expiry first."""
         rows = self._database.rows(
             "SELECT cloud, region, zone, instance_type, is_spot, expires_s, reason, reask_s, probed_until_s, hints "
             "FROM refusals WHERE expires_s > ?1 OR probed_until_s > ?1 ORDER BY expires_s",

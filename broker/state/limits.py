@@ -69,6 +69,7 @@ class LimitRows:
         return done.rowcount > 0
 
     def list(self) -> Sequence[Limit]:
+        """List the limits by scope and name."""
         rows = self._database.rows("SELECT * FROM limits ORDER BY scope, name")
         return [
             Limit(scope=LimitScope(row["scope"]), name=row["name"], usd_month=row["usd_month"], gpus=row["gpus"])

@@ -69,6 +69,7 @@ class Moved:
 
     @property
     def total(self) -> int:
+        """Number of rows that were moved."""
         return sum(self.counts.values())
 
 

@@ -31,6 +31,7 @@ class Quantity:
     is_minimum: bool = False
 
     def admits(self, amount: float) -> bool:
+        """Return whether an amount satisfies the request: at least (`4+`) or exactly (`4`) the value."""
         return amount >= self.value if self.is_minimum else amount == self.value
 
     def __str__(self) -> str:

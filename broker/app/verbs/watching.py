@@ -43,6 +43,7 @@ class Watcher:
 
     @property
     def is_over(self) -> bool:
+        """Whether all watched jobs have ended."""
         return all(line.status.is_terminal for line in self.lines.values())
 
     def look(self) -> tuple[Sequence[JobLine], Sequence[EventRow]]:

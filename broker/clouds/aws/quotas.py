@@ -59,6 +59,7 @@ class Quotas:
         return await self.read(region, code) if code else None
 
     async def read(self, region: str, code: str) -> Quota | None:
+        """Return a quota, cached for `KNOWN_S`; None if the login may not read it."""
         now_s = self._clock.now_s()
         known_s, known = self._quotas.get((region, code), (-KNOWN_S, None))
         if now_s - known_s < KNOWN_S:

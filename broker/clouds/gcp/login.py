@@ -32,10 +32,12 @@ class Login:
 
     @property
     def compute_url(self) -> str:
+        """URL of Compute Engine, or of the fake that the tests name."""
         return self.endpoint or ENDPOINT
 
     @property
     def resource_manager_url(self) -> str:
+        """URL of the Resource Manager, or of the fake that the tests name."""
         return self.endpoint or RESOURCE_MANAGER
 
 

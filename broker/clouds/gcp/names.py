@@ -34,6 +34,7 @@ class NodeId:
 
     @classmethod
     def parse(cls, text: str) -> NodeId:
+        """Parse `PROJECT/ZONE/NAME`. Raises ValueError."""
         project, zone, name = text.rsplit("/", 2)
         return cls(project=project, zone=zone, name=name)
 
@@ -45,10 +46,12 @@ class NodeId:
 
     @property
     def gang(self) -> str:
+        """Name of the gang: the instance's name without its rank."""
         return self.name.rpartition("-")[0]
 
     @property
     def rank(self) -> int:
+        """Rank within the gang, from the instance's name."""
         return int(self.name.rpartition("-")[2])
 
 

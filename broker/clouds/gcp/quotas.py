@@ -48,6 +48,7 @@ class Quota:
 
     @property
     def left(self) -> float:
+        """Amount that is not in use."""
         return self.limit - self.usage
 
 

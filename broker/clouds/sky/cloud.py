@@ -56,6 +56,7 @@ class SkyCloud:
             self._engine.start()
 
     async def check(self) -> None:
+        """Ask SkyPilot whether it has enabled this cloud, and record the answer. Raises AuthError."""
         enabled = await self._engine.list_enabled()
         self._state_file.note_enabled(enabled)
         if self.name not in enabled:
@@ -123,6 +124,7 @@ class SkyCloud:
             raise failures[0]
 
     async def stop_nodes(self, ids: Sequence[str]) -> None:
+        """Stop whole clusters: SkyPilot cannot stop single nodes. Already stopped is success."""
         for name in self._list_names(ids):
             seen = (await self._engine.look(name, [])).find(name)
             if seen is not None and seen.status != "STOPPED":

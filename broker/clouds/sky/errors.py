@@ -175,6 +175,7 @@ class SkyError:
 
     @classmethod
     def parse(cls, found: Mapping[str, Any]) -> SkyError:
+        """Read an error as the worker reported it."""
         return cls(
             type=str(found["type"]),
             message=str(found.get("message", "")),

@@ -85,9 +85,11 @@ class Look:
     requests: Sequence[Request] = ()
 
     def find(self, name: str) -> Seen | None:
+        """Return the cluster of this name; None if SkyPilot has none."""
         return next((cluster for cluster in self.clusters if cluster.name == name), None)
 
     def is_launching(self, name: str) -> bool:
+        """Return whether a launch of this cluster is still in progress."""
         return any(
             request.cluster == name and request.verb in LAUNCHES and request.status in LIVE for request in self.requests
         )

@@ -39,6 +39,7 @@ class LocalTransport:
         stdin: bytes = b"",
         env: Mapping[str, str] | None = None,
     ) -> Completed:
+        """Run a program through the node's machine process. Raises TransientError if it is gone."""
         header = {"argv": list(argv), "env": dict(env or {}), "stdin": len(stdin), "timeout_s": timeout_s}
         try:
             return await asyncio.wait_for(exchange(Path(node.handle), header, stdin), timeout_s)
@@ -63,6 +64,7 @@ class LocalTransport:
         return Shell(argv=("bash", "--norc", "-i"), env={**env, "PS1": f"{node.id}:\\w$ "}, folder=env["HOME"])
 
     async def put(self, node: Node, source: Path, target: str) -> None:
+        """Copy files to the node's home folder. Raises InvalidRequestError for a target outside of it."""
         home = Path(node.handle) / "home"
         path = home / target.removeprefix("~/").rstrip("/")
         if PurePosixPath(target).is_absolute() or not path.resolve().is_relative_to(home.resolve()):

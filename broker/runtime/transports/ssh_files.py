@@ -37,7 +37,8 @@ cd "$t" && tar -xf - --no-same-owner"""
 class Streams(Protocol):
     """A transport that streams bytes into a remote command."""
 
-    async def stream(self, node: Node, command: str, *, stdin: bytes | IO[bytes], timeout_s: float) -> Completed: ...
+    async def stream(self, node: Node, command: str, *, stdin: bytes | IO[bytes], timeout_s: float) -> Completed:
+        """Run a shell command on the node with bytes or a file as stdin. Raises TransientError."""
 
 
 @dataclass(frozen=True, kw_only=True)
