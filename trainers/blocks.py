@@ -1,4 +1,4 @@
-"""What can be changed about a model's blocks without changing its numbers: what they keep, and how they are run."""
+"""Changes to a model's blocks that keep its numbers: the activations they keep, and how they are run."""
 
 from collections.abc import Callable, Iterable
 from typing import Any

@@ -72,7 +72,7 @@ class ModelConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """What is read, and in which order."""
+    """The data, and the order in which it is read."""
 
     path: str = knob("", "text, parquet or .bin file, or a folder of them; empty: text that ships with Python")
     column: str = knob("text", "column of a parquet file that holds the text")
@@ -110,7 +110,7 @@ class TrainConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
-    """How often the run is saved, and how much is kept."""
+    """The interval of checkpoints, and how many are kept."""
 
     every_steps: int = knob(
         AUTOMATIC,
@@ -176,7 +176,7 @@ class WatchdogConfig:
 
     @property
     def collective_s(self) -> float:
-        """How long a rank waits for another one in a step: longer only where steps are said to be long."""
+        """Seconds that a rank waits for another one in a step: longer only if steps are declared to be long."""
         return max(60.0, self.timeout_s / 10) if self.timeout_s else 0.0
 
 
@@ -191,7 +191,7 @@ class ProfileConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig(StrategyOptions):
-    """What every trainer has."""
+    """Options that every trainer has."""
 
     dtype: str = knob(
         "float32",

@@ -262,7 +262,7 @@ class ElasticMember:
 
 @dataclass(frozen=True, kw_only=True)
 class Elastic:
-    """What is to be done when the ranks stop between two steps because the world is to change."""
+    """The action to take when the ranks stop between two steps because the world is to change."""
 
     member: ElasticMember
     notice: PreemptionNotice

@@ -197,7 +197,7 @@ class RendezvousServer:
 
 
 def read_member(message: dict[str, Any], address: str, writer: asyncio.StreamWriter) -> Member:
-    """Who says hello; ValueError where a field is missing or has a value that no correct worker sends."""
+    """Return the worker that says hello. Raises ValueError for a field that no correct worker sends."""
     id, port, unit = message.get("id"), message.get("port"), message.get("unit")
     order, holding = read_wholes(message.get("order"), 2), read_wholes(message.get("holding"), 3)
     step, index, count = holding

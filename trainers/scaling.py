@@ -13,7 +13,7 @@ STEPS_TO_GROW = 2000  # without overflow, then twice as much is tried; torch's G
 
 
 class LossScale:
-    """What the loss is multiplied by before the backward pass; 1 and never changed but for float16."""
+    """The factor on the loss before the backward pass; always 1 except for float16."""
 
     def __init__(self, dtype: str) -> None:
         self.is_on = dtype == "float16"

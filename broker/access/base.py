@@ -53,7 +53,7 @@ class Need:
 
 @frozen
 class Grant:
-    """What nodes are given: files by name, and variables that point programs to them.
+    """Credentials for nodes: files by name, and variables that point programs to them.
 
     It ends at `expires_s`, unless a newer one has replaced the files by then; `renew_s` is when to make that one.
     """

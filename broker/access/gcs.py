@@ -65,7 +65,7 @@ class GcsGranter:
         return ""
 
     def issue(self, needs: Sequence[Need], *, endpoint: str = "") -> Grant:
-        """Issue a grant. Data that is only named (`is_optional`) is left out, as its bucket may belong to another
+        """Issue a grant. Data that is only named (`is_optional`) is left out because its bucket may belong to another
         account."""
         required = [need for need in needs if not need.is_optional]
         if not required:

@@ -195,7 +195,7 @@ def can_train(wish: Wish, name: str) -> bool:
 def list_layouts(wish: Wish, hardware: Hardware) -> list[Layout]:
     """Return the best layout for each number of nodes, doubling up to the maximum of accelerators.
 
-    Larger gangs that are not faster are skipped, as they only cost more.
+    Larger gangs that are not faster are skipped because they only cost more.
     """
     layouts, least_s = list[Layout](), math.inf
     for node_count in list_node_counts(hardware, wish.gpus_max):

@@ -237,7 +237,7 @@ class Door:
 def listen(address: str, size: int) -> socket.socket:
     """Listen on the first node's address, or on all interfaces if this machine does not have it.
 
-    Behind a NAT the address that others use is not ours. A name is not resolved, as it may map to the loopback here
+    Behind a NAT the address that others use is not ours. A name is not resolved because it may map to the loopback here
     (Debian's /etc/hosts). A gang of one only needs the loopback.
     """
     if size == 1:

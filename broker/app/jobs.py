@@ -57,7 +57,7 @@ class JobTarget:
         return [get_unattended_s(task) for task in tasks]
 
     def mount(self, task: Task) -> Task:
-        """Return the task unchanged, as each attempt mounts the buckets of the submitted task."""
+        """Return the task unchanged because each attempt mounts the buckets of the submitted task."""
         return task
 
 

@@ -106,7 +106,7 @@ def note_state_folder(context: Context, tasks: Sequence[Task]) -> None:
     home = context.config.home
     for field, source in list_sources(tasks):
         if home.is_relative_to(Path(source).resolve()):
-            context.note(f"`{field}` contains broker's state folder {home}, which must not be uploaded")
+            context.note(f"`{field}` contains broker's state folder {home}, which is not uploaded")
             return
 
 
@@ -222,7 +222,7 @@ async def start_cluster(
         run_id = await start_run(context, cluster, task)
     if target.autostop or run_id is None:  # a node whose agent receives no request terminates itself as unclaimed
         await context.gang.set_autostop(cluster, target.autostop)
-    await context.provisioner.finish()  # wait for pending releases, as no later process may
+    await context.provisioner.finish()  # wait for pending releases because no later process may
     return run_id
 
 

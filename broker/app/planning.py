@@ -56,7 +56,7 @@ def _write_yaml(task: Mapping[str, Any]) -> str:
 
 
 def anchor(task: Task) -> Task:
-    """Make paths absolute, as the daemon that reads them later runs in another folder."""
+    """Make paths absolute because the daemon that reads them later runs in another folder."""
 
     def fix(path: str) -> str:
         return path if "://" in path else str(Path(path).expanduser().absolute())

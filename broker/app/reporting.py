@@ -87,7 +87,7 @@ class Report:
 
     @property
     def saved_usd(self) -> float:
-        """What the same node-hours would have cost more on-demand; work that was repeated is not subtracted."""
+        """USD saved against the same node-hours on-demand; repeated work is not subtracted."""
         return self.ondemand_usd - self.usd
 
     @property

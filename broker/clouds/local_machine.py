@@ -112,7 +112,7 @@ def serve(folder: str, ready: int) -> NoReturn:
 
 def check_power(folder: str, preempt_s: float | None) -> float | None:
     """Power off if the agent requested it (`.broker/shutdown` gives the reason), a preemption notice has run out, or
-    the node's folder was deleted, as a node without a folder could be neither listed nor terminated."""
+    the node's folder was deleted because a node without a folder could be neither listed nor terminated."""
     if not read_text(os.path.join(folder, "node.json")):
         power_off(folder, "deleted")
     shutdown = read_text(os.path.join(folder, "home", ".broker", "shutdown"))

@@ -1,4 +1,4 @@
-"""Who may read and act: one link with a token, then a cookie; requests of other sites are refused.
+"""Access control: one link with a token, then a cookie; requests of other sites are refused.
 
 The token is in the URL once and is spent by its first use. The cookie is `HttpOnly` and `SameSite=Strict`. `Host` is
 compared with the address that is listened on, against DNS rebinding; actions also require a matching `Origin` and a

@@ -43,7 +43,7 @@ class Attention:
 
 @frozen
 class Overview:
-    """What runs, what it costs and what requires attention. Days and months are those of local time."""
+    """Live jobs and clusters, cost, and the jobs that require attention. Days and months are in local time."""
 
     now_s: float
     spent_usd: float
@@ -179,7 +179,7 @@ def read_job(context: Context, job: Job) -> JobPage:
 
 @frozen
 class PlaceRow:
-    """What broker has seen of one place: its own spot stays there."""
+    """Observations of one place: this installation's time on spot there."""
 
     cloud: str
     region: str

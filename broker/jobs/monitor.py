@@ -100,8 +100,8 @@ class AttemptMonitor:
     def measure_stall_s(self, report: GangReport, now_s: float) -> float:
         """Return the seconds without a new step, counted from the first poll if the program has reported none.
 
-        Time in which the head is silent does not count, as the program may be working. Neither does time for which the
-        program announced that no step is to be expected (`busy_s`: a restore, a compilation).
+        Time in which the head is silent does not count because the program may be working. Neither does time for which
+        the program announced that no step is to be expected (`busy_s`: a restore, a compilation).
         """
         step = report.progress.step if report.progress else None
         elapsed_s = self._stopwatch.observe(now_s)

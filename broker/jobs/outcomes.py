@@ -58,7 +58,7 @@ class BucketOutcomes:
 
 
 def parse_outcome(content: bytes) -> RunResult | None:
-    """Parse a result; None for content that no agent wrote, as a program can write to its job's folder."""
+    """Parse a result; None for content that no agent wrote because a program can write to its job's folder."""
     try:
         fields: Mapping[str, Any] = json.loads(content)
         status = RunStatus(fields["status"])

@@ -13,7 +13,7 @@ from broker.types import Attempt, Progress
 
 @frozen
 class RunEnd:
-    """How a run ended.
+    """The end of a run.
 
     `failed_rank`: the rank whose program failed first; the last lines are from it. `is_whole`: every node runs and
     answers, so the next attempt may use them. `unflushed`: the program succeeded, and this is why files that it wrote

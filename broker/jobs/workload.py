@@ -1,4 +1,4 @@
-"""What a daemon drives: the jobs and services of a state folder that it leads, or jobs claimed in a shared store."""
+"""A daemon's workload: the jobs and services of a state folder that it leads, or jobs claimed in a shared store."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def list_keys(store: Store) -> Sequence[Key]:
 
 
 class Workload(Protocol):
-    """Which jobs and services this process may drive now."""
+    """The jobs and services that this process may drive now."""
 
     def refresh(self) -> Sequence[Key]:
         """Return what to drive. Raises FencedError for a leader that was replaced, StateError."""

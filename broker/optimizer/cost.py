@@ -203,7 +203,7 @@ def add_data_usd(course: RunForecast | RecordedRun, data: DataCost, checkpoints:
 @frozen
 class GangPrices:
     """USD per hour of the whole gang: on spot, the mean of the candidate places; on-demand, per hour of the choice's
-    work, as the cheapest on-demand gang may have other machines."""
+    work because the cheapest on-demand gang may have other machines."""
 
     spot_usd_hour: float = 0.0
     ondemand_usd_hour: float = 0.0

@@ -25,7 +25,7 @@ USABLE_SHARE = 0.94
 
 @frozen
 class Sharding:
-    """How a model is distributed over accelerators. `zero` 0 is plain data parallelism, 3 is FSDP's full sharding."""
+    """The distribution of a model over accelerators. `zero` 0 is plain data parallelism, 3 is FSDP's full sharding."""
 
     tensor: int = 1
     pipeline: int = 1

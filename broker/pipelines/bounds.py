@@ -44,7 +44,7 @@ class CostField:
         self.bound = sum(self._rest)
 
     def copy(self) -> Self:
-        """Return a copy for one branch of the search; edges are shared, as they never change."""
+        """Return a copy for one branch of the search; edges are shared because they never change."""
         twin = type(self).__new__(type(self))
         twin.edges, twin.earlier, twin.later = self.edges, self.earlier, self.later
         twin.kept, twin.unary, twin.tables = list(self.kept), list(self.unary), list(self.tables)

@@ -268,7 +268,7 @@ class Trial:
         try:
             await self._provisioner.down(self._name)
         except BrokerError as error:
-            error.hints = (f"The node may still cost money: try again with `broker down {self._name}`", *error.hints)
+            error.hints = (f"the node may still cost money: try again with `broker down {self._name}`", *error.hints)
             raise
         return "the cloud confirmed that the node is gone"
 

@@ -58,7 +58,7 @@ class ReportedAttempt:
 
 @dataclass(frozen=True, kw_only=True)
 class Resume:
-    """How one attempt resumed after another."""
+    """The resume of one attempt after another."""
 
     number: int  # of the later attempt
     last_step: int

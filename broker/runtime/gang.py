@@ -373,7 +373,7 @@ def _read_run_status(answer: Mapping[str, Any] | None) -> RunStatus | None:
 
 
 def parse_progress(line: Mapping[str, Any] | None) -> Progress | None:
-    """Parse a progress line, ignoring invalid fields, as it comes from the user's program."""
+    """Parse a progress line, ignoring invalid fields because it comes from the user's program."""
     if line is None:
         return None
 

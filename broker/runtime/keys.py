@@ -51,7 +51,7 @@ class GangKeys:
 
 
 class Keys:
-    """One folder per token below `root` (0700). All nodes of a token share a host key, as they share a boot script."""
+    """One folder per token below `root` (0700). All nodes of a token share a host key, like their boot script."""
 
     def __init__(self, root: Path) -> None:
         self._root = root

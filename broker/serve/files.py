@@ -35,7 +35,7 @@ class Backend:
 
 @frozen
 class Routing:
-    """What the balancer has to do. `generation` grows with each change, so that the controller sees which one acts."""
+    """The balancer's instructions. `generation` grows with each change, so that the controller sees which one acts."""
 
     generation: int
     host: str

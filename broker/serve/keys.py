@@ -57,7 +57,7 @@ class KeyRing:
 
 @frozen
 class KeyUsage:
-    """What a key has used since it was created."""
+    """The usage of a key since it was created."""
 
     requests: int = 0
     prompt_tokens: int = 0

@@ -1,4 +1,4 @@
-"""Who may do what: the role of a token against the verb, and the owner of what the verb changes."""
+"""Authorisation: the role of a token against the verb, and the owner of what the verb changes."""
 
 from __future__ import annotations
 

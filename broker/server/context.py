@@ -80,7 +80,7 @@ class Interruption:
 
 @frozen
 class Policy:
-    """What the operator chose: who runs the controllers, and whether tasks may run on the server's own machine."""
+    """The operator's choices: who runs the controllers, and whether tasks may run on the server's own machine."""
 
     has_controller: bool = True
     has_local_cloud: bool = False

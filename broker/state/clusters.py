@@ -90,7 +90,7 @@ class IntentRows:
         )
 
     def note_account(self, token: str, account: str) -> None:
-        """Record the account, durably, as the create call follows."""
+        """Record the account, durably because the create call follows."""
         with self._database.transaction():
             request = self.get_request(token)
             assert request is not None, "an intent is written before its account is known"

@@ -173,7 +173,7 @@ class RefusalRows:
             )
 
     def forgive(self, placement: Placement) -> None:
-        """Delete the refusals that cover a placement, as it provided a whole gang."""
+        """Delete the refusals that cover a placement because it provided a whole gang."""
         self._database.write(f"DELETE FROM refusals WHERE {_COVERING}", _read_place(placement))
 
     def begin_probe(self, placement: Placement, *, lasts_s: float) -> None:

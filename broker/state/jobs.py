@@ -45,7 +45,7 @@ class JobLine:
 
 @frozen
 class LogOffset:
-    """How far a job's log is copied: up to `source_bytes` of the attempt's log, and `file_bytes` of our file."""
+    """The copied part of a job's log: up to `source_bytes` of the attempt's log, and `file_bytes` of our file."""
 
     attempt: int = 0
     source_bytes: int = 0
@@ -360,5 +360,5 @@ def _read_line(row: Row) -> JobLine:
 
 @lru_cache(maxsize=1024)
 def _decode_plain(text: str) -> Task:
-    """Decode a task without secrets; cached, as a controller reads its job at each step and a sweep shares one text."""
+    """Decode a task without secrets; cached: a controller reads its job at each step, and a sweep shares one text."""
     return decode_task(text, {})

@@ -13,7 +13,7 @@ from broker.state.base import Database, Row, read_s
 
 
 class Role(StrEnum):
-    """What a token may do; each role may do what those before it may."""
+    """Permissions of a token; each role includes those before it."""
 
     VIEWER = "viewer"  # read
     USER = "user"  # start work, and change what it owns

@@ -17,7 +17,7 @@ from broker.types.jobs import name_job
 
 
 class SecretStore(Protocol):
-    """Where the secrets of live jobs are kept."""
+    """The store of the secrets of live jobs."""
 
     def write(self, job_id: int, uid: str, values: Mapping[str, str]) -> None:
         """Keep the secrets of a job, replacing earlier ones. Raises StateError."""

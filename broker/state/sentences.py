@@ -201,7 +201,7 @@ def convert(connection: sqlite3.Connection) -> None:
 
 
 def read_outcome(sentence: str, *, is_spot: bool = True) -> Outcome | None:
-    """Return the outcome that an attempt's sentence describes; None for an empty one, as the attempt has not ended."""
+    """Return the outcome that an attempt's sentence describes; None for an empty one: the attempt has not ended."""
     for kind, pattern in _OUTCOMES if sentence else ():
         if found := re.fullmatch(pattern, sentence, re.DOTALL):
             parts = found.groupdict()

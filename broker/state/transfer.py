@@ -63,7 +63,7 @@ COUNTED = ("jobs", "events", "tokens", "audit", "commitments")  # tables that nu
 
 @frozen
 class Moved:
-    """How many rows of each table were written."""
+    """The number of rows written to each table."""
 
     counts: Mapping[str, int]
 

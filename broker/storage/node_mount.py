@@ -358,7 +358,7 @@ def write_whole(path: pathlib.Path, text: str) -> None:
 
 
 def drop_dead_mount(place: pathlib.Path) -> None:
-    """Unmount a mount whose program was killed, as every access to it would fail."""
+    """Unmount a mount whose program was killed because every access to it would fail."""
     try:
         place.stat()
     except OSError as error:

@@ -267,7 +267,7 @@ def _spread(base: Resources, accelerators: _Pairs, images: dict[str, str]) -> tu
 
 
 def _complete_image(image: str, cloud: str | None) -> str:
-    """Return the image with SkyPilot's `docker:`, which may be left out for pods, as they have no machine images."""
+    """Return the image with SkyPilot's `docker:`, which may be left out for pods: they have no machine images."""
     is_pod = cloud == "kubernetes" and not image.startswith((CONTAINER, SKYPILOT))
     return CONTAINER + image if is_pod else image
 

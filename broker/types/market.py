@@ -148,7 +148,7 @@ class Estimate:
 
     @property
     def strategy(self) -> Strategy:
-        """How the work is done, as plans show it: on one pricing model, or on spot with a later switch."""
+        """The pricing of the work, as plans show it: on one pricing model, or on spot with a later switch."""
         if not self.placement.is_spot:
             return "on-demand"
         return "spot" if self.switch_after_hours is None else "spot, then on-demand"

@@ -48,7 +48,7 @@ class Autostop:
 
 @frozen
 class JobRecovery:
-    """How a managed job recovers.
+    """The recovery of a managed job.
 
     `strategy` None is the default: the same place first, then the plan's order. `max_restarts_on_errors` None: a
     program that fails is restarted while the job makes progress (`jobs/deaths.py`).

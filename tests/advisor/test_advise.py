@@ -179,7 +179,7 @@ def test_named_cards_are_the_only_ones() -> None:
 
 def test_a_model_that_is_too_large_reports_its_requirement_and_a_remedy() -> None:
     with pytest.raises(
-        NoOfferError, match=r"8 x A100-80GB, requires \d+\.\d GiB per GPU and has 73\.2 usable"
+        NoOfferError, match=r"8 x A100-80GB, requires \d+\.\d GiB per GPU, but only 73\.2 are usable"
     ) as caught:
         ask(70e9, gpus=("A100-80GB",), gpus_max=8)
     enough = int(caught.value.hints[0].split("--max-gpus ")[1].rstrip("`"))

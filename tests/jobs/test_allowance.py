@@ -167,7 +167,7 @@ def make_paid_plan(cloud: str = "aws", **fields: Any) -> Plan:
 
 
 def test_one_sentence_is_shown_unless_tasks_differ_and_none_for_this_machine() -> None:
-    told = "continues for up to 12 h without this machine; a preemption meanwhile waits for it"
+    told = "continues for up to 12 h without this machine; preemptions are handled when it is back"
     assert describe_allowances([make_paid_plan(), make_paid_plan(name="b")]) == [told]
     assert describe_allowances([make_paid_plan("local")]) == []
     short = make_paid_plan(name="b", goal=Goal(budget_usd=3.0))

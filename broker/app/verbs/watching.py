@@ -17,7 +17,7 @@ LOOK_S = 1.0
 
 @frozen
 class JobChanges:
-    """What changed since the last look: the jobs as they are now, by ID, and their new events, oldest first."""
+    """Changes since the last look: the jobs as they are now, by ID, and their new events, oldest first."""
 
     lines: tuple[JobLine, ...]
     events: tuple[EventRow, ...]

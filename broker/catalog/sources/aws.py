@@ -169,7 +169,7 @@ def _list_places(known: Sequence[Offer], ondemand: Ondemand, spot: Spot) -> set[
 
 
 def _translate(error: Exception, words: str) -> Exception:
-    """Translate the SDK's errors by name and code, as the SDK must not be imported here."""
+    """Translate the SDK's errors by name and code because the SDK must not be imported here."""
     if isinstance(error, (SourceError, AuthError)):
         return error
     response = getattr(error, "response", None)

@@ -249,7 +249,7 @@ class AwsCloud:
             await self._clients.change(region, operation, InstanceIds=list(ids))
         except ApiError as refusal:
             if refusal.code == "UnauthorizedOperation":
-                # A policy that allows this by tag refuses an id that is gone, as it has no tags to check.
+                # A policy that allows this by tag refuses an id that is gone because it has no tags to check.
                 filters = [{"Name": "instance-id", "Values": list(ids)}]
                 instances = await self._launcher.find_instances(region, filters)
                 left = [each["InstanceId"] for each in instances]

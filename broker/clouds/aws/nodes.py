@@ -11,7 +11,7 @@ from typing import Any
 from broker.clouds.aws import tags
 from broker.types import Node, NodeEnd, NodeState
 
-# A machine that is shutting down still computes: it is not TERMINATED yet, and not RUNNING, as it cannot be relied on.
+# A machine that is shutting down still computes: it is not TERMINATED yet, and not RUNNING: it cannot be relied on.
 STATES = {
     "pending": NodeState.PENDING,
     "running": NodeState.RUNNING,

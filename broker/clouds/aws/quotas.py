@@ -118,5 +118,5 @@ def make_refusal(placement: Placement, quota: Quota) -> QuotaError:
     return QuotaError(
         f"quota of {offer.region}: {placement.node_count} x {offer.instance_type} {kind} requires {vcpus:g} vCPUs, "
         f"the account's limit is {quota.vcpus:g}{rest}",
-        hints=(f"Request more: `{quota.command.replace('VCPUS', f'{requested:g}')}`",),
+        hints=(f"request more: `{quota.command.replace('VCPUS', f'{requested:g}')}`",),
     )

@@ -30,7 +30,7 @@ def make_tags(request: NodeRequest) -> dict[str, str]:
 
 
 def make_cluster_tags(request: NodeRequest) -> dict[str, str]:
-    """Make the tags of resources that a cluster's nodes share, including the user's labels, as some accounts require
+    """Make the tags of resources that a cluster's nodes share, including the user's labels: some accounts require
     tags."""
     return {**request.spec.labels, OWNER: request.owner, CLUSTER: request.cluster}
 

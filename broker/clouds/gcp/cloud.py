@@ -245,7 +245,7 @@ class GcpCloud:
             return node
 
     async def _read_endings(self, project: str, owner: str) -> dict[NodeId, Ending]:
-        """Read why nodes ended. A failure is logged only, as the reason is informational."""
+        """Read why nodes ended. A failure is logged only because the reason is informational."""
         try:
             return dict(await self._sdk.call(lambda clients: read_endings(clients, project, owner)))
         except AuthError as error:

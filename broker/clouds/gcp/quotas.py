@@ -1,4 +1,4 @@
-"""A project's quotas in a region, checked before a create call, as a call that must fail costs a minute."""
+"""A project's quotas in a region, checked before a create call because a call that must fail costs a minute."""
 
 from __future__ import annotations
 
@@ -118,5 +118,5 @@ def check_quotas(needs: Sequence[QuotaNeed], quotas: Mapping[str, Quota], *, pro
         raise QuotaError(
             f"{need.amount:g} {need.what} requested in {region or 'all regions together'}, {max(0.0, best.left):g} of "
             f"{best.limit:g} left ({best.metric})",
-            hints=(f"Request more: `{command}`",),
+            hints=(f"request more: `{command}`",),
         )

@@ -23,7 +23,7 @@ def find_program(name: str) -> str:
 
 
 async def call(argv: Sequence[str], *, stdin: bytes | IO[bytes], timeout_s: float, what: str) -> Completed:
-    """Run one program to completion; stderr goes to a file, as a persistent connection may hold it open forever."""
+    """Run one program to completion; stderr goes to a file because a persistent connection may hold it open forever."""
     with tempfile.TemporaryFile() as errors:
         process = await asyncio.create_subprocess_exec(
             *argv,
