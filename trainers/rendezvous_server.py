@@ -180,7 +180,8 @@ class RendezvousServer:
         """Raise ValueError for a worker that cannot be in one world with the others."""
         rendezvous = self._rendezvous
         if rendezvous.unit != member.unit and (rendezvous.waiting or rendezvous.current):
-            words = f"this worker comes in {member.unit}s, the others in {rendezvous.unit}s: are their flags equal?"
+            units = f"this worker joins in units of {member.unit}, the others in units of {rendezvous.unit}"
+            words = f"{units}: are their flags equal?"
             member.send(kind="end", reason=words)
             raise ValueError(words)
         rendezvous.arrive(member)

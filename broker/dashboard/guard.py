@@ -66,7 +66,7 @@ class Gatekeeper:
         if not hmac.compare_digest(request.cookies.get(COOKIE, "").encode(), self._session.encode()):
             return refuse(401, "open the link that `broker dashboard` printed")
         if request.method == "POST" and request.headers.get("Origin") not in {f"http://{host}" for host in hosts}:
-            return refuse(403, "this action was not requested by a page of the dashboard")
+            return refuse(403, "this action was not submitted from a page of the dashboard")
         return None
 
     def _is_scrape(self, request: web.Request) -> bool:

@@ -50,7 +50,7 @@ def test_json_holds_the_whole_and_every_ranking(file: str) -> None:
     assert data["usd"] <= data["greedy_usd"]
 
 
-def test_time_and_a_deadline_can_be_asked_for(file: str) -> None:
+def test_time_and_a_deadline_can_be_requested(file: str) -> None:
     cheapest = json.loads(broker("plan", file, "--json"))
     soonest = json.loads(broker("plan", file, "--json", "--minimize", "time"))
     assert soonest["hours"] < cheapest["hours"]

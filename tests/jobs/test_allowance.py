@@ -89,7 +89,7 @@ def test_no_lease_is_longer_than_allowed_nor_so_short_that_a_renewal_comes_late(
 def test_unattended_the_bill_exceeds_the_budget_by_less_than_one_renewal(
     budget_usd: float, usd_hour: float, gaps_s: list[float], node_count: int
 ) -> None:
-    """The bound holds however often the broker renewed before it left for ever, if it did not overspend itself."""
+    """The bound holds however often the broker renewed before it left forever, if it did not overspend itself."""
     task = Task(goal=Goal(budget_usd=budget_usd), num_nodes=node_count)
     now_s = ends_s = 0.0
     for gap_s in (0.0, *gaps_s):
