@@ -249,7 +249,7 @@ def test_a_full_disk_is_reported_and_nothing_is_partially_written(home: Path) ->
     with pytest.raises(StateError, match="full") as caught, store.transaction():
         for _ in range(2000):
             store.events.add(make_event(EventKind.NOTE, text="x" * 500))
-    assert any("Free some space" in hint for hint in caught.value.hints)
+    assert any("free some space" in hint for hint in caught.value.hints)
     assert not [event for event in store.events.list() if event.kind is EventKind.NOTE]
 
 
