@@ -1,4 +1,4 @@
-"""broker finishes a training job on the cheapest machines of any cloud.
+"""broker runs training jobs to completion at the lowest cost, on any cloud.
 
 From Python, `broker.plan("train.yaml").choice` is what `broker plan train.yaml` prints, `broker.launch` starts a
 cluster, `broker.jobs.launch` submits a managed job, and `broker.aio` has the same functions for asyncio.

@@ -14,18 +14,22 @@ if TYPE_CHECKING:
 class Clock(Protocol):
     """Seconds since the epoch, and a sleep that a simulation may skip."""
 
-    def now_s(self) -> float: ...
+    def now_s(self) -> float:
+        """Return the time in seconds since the epoch. It may jump if the wall clock is set."""
 
-    async def sleep(self, duration_s: float) -> None: ...
+    async def sleep(self, duration_s: float) -> None:
+        """Wait for at least `duration_s` seconds of this clock."""
 
 
 class SystemClock:
     """The machine's clock."""
 
     def now_s(self) -> float:
+        """Return the wall-clock time."""
         return time.time()
 
     async def sleep(self, duration_s: float) -> None:
+        """Wait in real time, through asyncio."""
         import asyncio  # imported late: it takes 40 ms, and `broker plan` does not need it
 
         await asyncio.sleep(duration_s)
@@ -52,6 +56,7 @@ class ScaledClock:
         return self._rate
 
     def now_s(self) -> float:
+        """Return the simulated time; it stands still while a holder stops it."""
         real_s = time.monotonic()
         if not self._holders:
             self._now_s += (real_s - self._real_s) * self._rate
@@ -85,6 +90,7 @@ class ScaledClock:
             self._wake_all()
 
     async def sleep(self, duration_s: float) -> None:
+        """Wait for simulated seconds, but at least for the real time of the floor."""
         import asyncio
 
         until_s, changed = self.now_s() + duration_s, asyncio.Event()

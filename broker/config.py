@@ -40,30 +40,37 @@ class Config:
 
     @property
     def database(self) -> Path:
+        """The SQLite file of the state."""
         return self.home / "state.db"
 
     @property
     def local_cloud(self) -> Path:
+        """The folder of the local cloud's nodes."""
         return self.home / "local"
 
     @property
     def checkpoints(self) -> Path:
+        """The checkpoints of jobs on the local cloud."""
         return self.home / "checkpoints"
 
     @property
     def keys(self) -> Path:
+        """The SSH keys of gangs, mode 0700."""
         return self.home / "keys"
 
     @property
     def logs(self) -> Path:
+        """The logs of jobs and of the daemon."""
         return self.home / "logs"
 
     @property
     def daemon_log(self) -> Path:
+        """The daemon's log, rotated while it runs."""
         return self.logs / "daemon.log"
 
     @property
     def daemon_lock(self) -> Path:
+        """The file that the running daemon holds locked."""
         return self.home / "daemon.lock"
 
 

@@ -35,15 +35,15 @@ UNITS_LINE = f"{'':<15}{'':>13}{'us':>13}{'GB/s':>12}{'GB/s':>12}"
 class SweepConfig:
     """A whole sweep."""
 
-    collectives: str = knob(",".join(COLLECTIVES), "what to measure, separated by commas")
+    collectives: str = knob(",".join(COLLECTIVES), "collectives to measure, separated by commas")
     smallest: str = knob("1K", "size to begin with: bytes, or with K, M or G (powers of 1024)")
     largest: str = knob("16M", "size to end with")
     factor: int = knob(4, "ratio of one size to the one before")
     warmup: int = knob(2, "runs before those that are timed")
-    runs: int = knob(10, "timed runs; the mean counts")
-    dtype: str = knob("float32", "what is sent", ("float32", "bfloat16", "float16"))
+    runs: int = knob(10, "timed runs, of which the mean is reported")
+    dtype: str = knob("float32", "type of the data", ("float32", "bfloat16", "float16"))
     results: str = knob("", f"file for the results, a JSON line each; empty: `{RESULTS}` in $BROKER_CHECKPOINT_DIR")
-    timeout_s: float = knob(600.0, "longest time for one size; 0 waits for ever")
+    timeout_s: float = knob(600.0, "longest time for one size; 0 waits forever")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -220,7 +220,7 @@ def find_problem(config: SweepConfig) -> str | None:
     """Say what cannot work in a config, or None."""
     for name in config.collectives.split(","):
         if name not in COLLECTIVES:
-            return f"`--collectives`: `{name}` is none of {', '.join(COLLECTIVES)}"
+            return f"`--collectives`: `{name}` is not one of {', '.join(COLLECTIVES)}"
     try:
         smallest, largest = read_size(config.smallest), read_size(config.largest)
     except ValueError as error:

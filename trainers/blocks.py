@@ -1,4 +1,4 @@
-"""What can be changed about a model's blocks without changing its numbers: what they keep, and how they are run."""
+"""Changes to a model's blocks that keep its numbers: the activations they keep, and how they are run."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -53,7 +53,8 @@ def check_shared(model: nn.Module, before: list[list[str]], strategy: str) -> No
     for names in before:
         if names not in after:
             raise TrainerError(
-                f"`{strategy}` tears apart {' and '.join(names)}, which are one\n\nhint: `--model.tie_embeddings false`"
+                f"`{strategy}` would split {' and '.join(names)}, which share weights\n\n"
+                "hint: `--model.tie_embeddings false`"
             )
 
 

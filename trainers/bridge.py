@@ -73,7 +73,7 @@ def checkpoint_folder() -> Path:
     """Return `checkpoint_dir()` as a path. Raises ValueError for a bucket's URL."""
     place = checkpoint_dir()
     if "://" in place:
-        raise ValueError(f"{place} is no folder: mount the bucket with `file_mounts`, and set CHECKPOINTS to it")
+        raise ValueError(f"{place} is not a folder: mount the bucket with `file_mounts`, and set CHECKPOINTS to it")
     return Path(place)
 
 

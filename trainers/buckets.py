@@ -132,7 +132,7 @@ class BucketStorage:
 
 
 class BucketFiles:
-    """What torch.distributed.checkpoint asks of a file system."""
+    """The file system interface of torch.distributed.checkpoint."""
 
     def __init__(self, store: Any, seals: dict[str, tuple[str, int]]) -> None:
         """Leave in `seals` the checksum and size of each file written."""

@@ -223,7 +223,7 @@ class CheckpointManager:
         except OSError as error:  # reported to all ranks, rather than leaving them to wait
             return CheckpointError(f"the manifest of `{name}` was not written: {error}")
         if not is_ours:
-            return CheckpointError(f"`{name}` was already committed by someone else")
+            return CheckpointError(f"`{name}` was already committed by another process")
         return None
 
     def _find_newer_attempt(self) -> str | None:
@@ -231,4 +231,4 @@ class CheckpointManager:
         highest = max((int(number) for number in self._storage.list_names("attempts") if number.isdigit()), default=0)
         if highest <= self._attempt:
             return None
-        return f"attempt {self._attempt} is stale: attempt {highest} of this job has begun"
+        return f"attempt {self._attempt} is stale: attempt {highest} of this job has started"

@@ -64,7 +64,7 @@ class ChunkCache:
             if content is not None:
                 return content
             self._ensure(chunk, is_waiting=True)
-        raise TrainerError(f"`{self._path(chunk)}` is removed or damaged again and again; is `--data.cache` on a disk?")
+        raise TrainerError(f"`{self._path(chunk)}` is repeatedly removed or damaged; is `--data.cache` on a disk?")
 
     def _ensure(self, chunk: int, *, is_waiting: bool) -> None:
         path = self._path(chunk)

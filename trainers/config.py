@@ -30,28 +30,28 @@ class ModelConfig:
     depth: int = knob(4, "transformer blocks")
     width: int = knob(128, "size of the residual stream, a multiple of the heads")
     heads: int = knob(4, "attention heads")
-    key_value_heads: int = knob(0, "heads of keys and values, shared by several of the others (llama); 0: all heads")
+    key_value_heads: int = knob(0, "key and value heads, each shared by several query heads (llama); 0: all heads")
     hidden_width: int = knob(0, "width inside the perceptron; 0: 4 x width, for llama 8/3 x width")
-    context: int = knob(128, "tokens the model sees at once")
+    context: int = knob(128, "context length in tokens")
     bidirectional: bool = knob(False, "let tokens attend to later ones too, as an encoder; needs --data.mask_share")
-    vocabulary: int = knob(0, "token ids the model knows; 0: those of the data")
+    vocabulary: int = knob(0, "vocabulary size; 0: that of the data")
     vocabulary_multiple: int = knob(128, "round the vocabulary up to a multiple of this, for GPUs; 1 does not round")
     dropout: float = knob(0.0, "share of activations dropped while training (gpt)")
     tie_embeddings: bool = knob(False, "use the token embedding as the last layer too")
     rope_theta: float = knob(10000.0, "longest wave of the rotary position embedding (llama)")
-    rope_scaling: str = knob("", "`linear:FACTOR`, or `llama3:FACTOR,LOW,HIGH,CONTEXT` as Llama 3.1 has it (llama)")
+    rope_scaling: str = knob("", "`linear:FACTOR`, or `llama3:FACTOR,LOW,HIGH,CONTEXT` as in Llama 3.1 (llama)")
     head_width: int = knob(0, "width of an attention head (llama); 0: width / heads")
     attention_bias: str = knob(
         "none", "biases of attention (llama): none, of queries, keys and values (Qwen2), or all", ("none", "qkv", "all")
     )
     query_key_norm: bool = knob(False, "normalise queries and keys (llama), as Qwen3 does")
-    activation: str = knob("gelu", "gelu, or its tanh form, which GPT-2 was trained with (gpt)", ("gelu", "gelu_tanh"))
+    activation: str = knob("gelu", "gelu, or its tanh approximation, as in GPT-2 (gpt)", ("gelu", "gelu_tanh"))
     norm_epsilon: float = knob(1e-5, "added to variances in norms")
     positions: int = knob(0, "positions that can be embedded (gpt); 0: the context")
     experts: int = knob(0, "perceptrons of a block, of which a token uses some (mixture of experts); 0: a single one")
     experts_per_token: int = knob(2, "experts that a token uses: 1 as Switch, 2 as Mixtral")
     expert_capacity: float = knob(
-        0.0, "most tokens an expert takes, in mean loads (Switch: 1.25); those above skip the block; 0: no limit"
+        0.0, "capacity of an expert, in mean loads (Switch: 1.25); tokens above it skip the block; 0: no limit"
     )
     balance_weight: float = knob(0.01, "weight of the loss that keeps experts equally busy (arXiv:2101.03961)")
     router_z_weight: float = knob(0.0, "weight of the loss that keeps router logits small; 1e-3 is usual (ST-MoE)")
@@ -72,17 +72,17 @@ class ModelConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """What is read, and in which order."""
+    """The data, and the order in which it is read."""
 
     path: str = knob("", "text, parquet or .bin file, or a folder of them; empty: text that ships with Python")
     column: str = knob("text", "column of a parquet file that holds the text")
     stream: str = knob("", "bucket or folder of token files that are fetched while they are needed, in place of path")
     cache: str = knob("", "folder for fetched chunks; empty: in the system's folder for temporary files")
-    cache_gib: float = knob(16.0, "most a node keeps of a stream on its disk")
+    cache_gib: float = knob(16.0, "maximum size of the cache on a node's disk")
     chunk_mib: float = knob(4.0, "size of a chunk of a stream, fetched by one request")
     shuffle_chunks: int = knob(64, "chunks of a stream whose windows are shuffled among each other")
     seed: int = knob(0, "seed of the shuffle")
-    validation_share: float = knob(0.01, "share of the windows kept for evaluation, where the data has no val file")
+    validation_share: float = knob(0.01, "share of the windows kept for evaluation, if the data has no val file")
     document_mask: bool = knob(
         False, "keep attention within each document of a window, and restart positions there; a separator ends one"
     )
@@ -95,26 +95,26 @@ class TrainConfig:
     """The optimisation."""
 
     steps: int = knob(200, "optimizer steps in the whole run")
-    batch: int = knob(16, "samples a step, over all ranks whatever their number")
-    micro_batch: int = knob(8, "most samples of one forward pass on one rank; gradients of several are added up")
+    batch: int = knob(16, "samples per step, over all ranks")
+    micro_batch: int = knob(8, "maximum samples of one forward pass on one rank; gradients are accumulated")
     learning_rate: float = knob(2e-3, "peak of the learning rate")
     learning_rate_min: float = knob(2e-4, "learning rate at the last step")
-    warmup_steps: int = knob(20, "steps of linear rise to the peak")
-    weight_decay: float = knob(0.1, "decay of matrices a step, times the learning rate")
+    warmup_steps: int = knob(20, "steps of linear warm-up to the peak")
+    weight_decay: float = knob(0.1, "weight decay of matrices per step, times the learning rate")
     norm_max: float = knob(1.0, "gradients are clipped to this norm")
     z_loss: float = knob(0.0, "weight of log(Z)^2 in the loss, which keeps logits small; 1e-4 is usual (PaLM)")
-    on_nan: str = knob("stop", "what a step without finite gradients does to the run", ("stop", "skip"))
-    skips_max: int = knob(10, "steps in a row that may be skipped before the run stops after all")
+    on_nan: str = knob("stop", "action after a step without finite gradients", ("stop", "skip"))
+    skips_max: int = knob(10, "consecutive skipped steps after which the run stops")
     seed: int = knob(0, "seed of the weights and of dropout")
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
-    """How often the run is saved, and how much is kept."""
+    """The interval of checkpoints, and how many are kept."""
 
     every_steps: int = knob(
         AUTOMATIC,
-        "steps between checkpoints; 0 saves at the end and on preemption only; -1 as often as loses the least time",
+        "steps between checkpoints; 0 saves only at the end and on preemption; -1 chooses the best interval",
     )
     keep: int = knob(3, "complete checkpoints kept")
 
@@ -123,7 +123,7 @@ class CheckpointConfig:
 class EvaluateConfig:
     """The loss on samples that are not trained on."""
 
-    every_steps: int = knob(0, "steps between evaluations; 0 is never")
+    every_steps: int = knob(0, "steps between evaluations; 0: never")
     samples: int = knob(64, "samples of one evaluation, the same ones each time")
 
 
@@ -134,7 +134,7 @@ class LoraConfig:
     rank: int = knob(0, "rank of the adapters; 0 trains all weights")
     alpha: float = knob(16.0, "the adapters' output is multiplied by alpha / rank")
     targets: str = knob(
-        "attention", "linear layers that get one: of attention, or all of a block", ("attention", "all")
+        "attention", "linear layers with an adapter: those of attention, or all of a block", ("attention", "all")
     )
 
 
@@ -142,9 +142,9 @@ class LoraConfig:
 class SampleConfig:
     """Text written by the model when it is trained."""
 
-    tokens: int = knob(80, "tokens to write; 0 is none")
+    tokens: int = knob(80, "tokens to generate; 0: none")
     prompt: str = knob("\n", "text to continue")
-    temperature: float = knob(0.8, "below 1 prefers likely tokens; 0 takes the likeliest")
+    temperature: float = knob(0.8, "below 1 prefers likely tokens; 0 always takes the likeliest")
     seed: int = knob(0, "seed of the choice")
 
 
@@ -153,11 +153,11 @@ class LogConfig:
     """Values to log, and where. The broker's progress file is written as well."""
 
     every_steps: int = knob(
-        1, "steps between two lines on stdout and in the files; a GPU is waited for at these steps only"
+        1, "steps between two lines on stdout and in the files; the host waits for a GPU only at these steps"
     )
     metrics: str = knob("", "JSON lines are appended to this file")
     tensorboard: str = knob("", "folder for TensorBoard's event files; needs the package tensorboard")
-    peak_tflops: float = knob(0.0, "what one device can do at best, for the share in use (MFU); 0: by its name")
+    peak_tflops: float = knob(0.0, "peak of one device, to compute MFU; 0: by its name")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,18 +165,18 @@ class WatchdogConfig:
     """A run that hangs is ended, so that it can be started again."""
 
     timeout_s: float = knob(
-        600.0, "longest time for a step, and for a restore without a byte read by any rank; 0 watches nothing at all"
+        600.0, "longest time for a step, and for a restore without a byte read by any rank; 0 disables the watchdog"
     )
     start_s: float = knob(
-        1800.0, "longest time for data, compilation and all else until the first step is done; 0 waits for ever"
+        1800.0, "longest time for data, compilation and all else until the first step is done; 0 waits forever"
     )
     checkpoint_s: float = knob(
-        7200.0, "longest time to write a checkpoint, and for a rank to wait for the others in it; 0 waits for ever"
+        7200.0, "longest time to write a checkpoint, and for a rank to wait for the others in it; 0 waits forever"
     )
 
     @property
     def collective_s(self) -> float:
-        """How long a rank waits for another one in a step: longer only where steps are said to be long."""
+        """Seconds that a rank waits for another one in a step: longer only if steps are declared to be long."""
         return max(60.0, self.timeout_s / 10) if self.timeout_s else 0.0
 
 
@@ -184,18 +184,18 @@ class WatchdogConfig:
 class ProfileConfig:
     """A trace of some steps, to be opened in Perfetto or chrome://tracing."""
 
-    steps: int = knob(0, "steps to trace; 0 is none")
+    steps: int = knob(0, "steps to trace; 0: none")
     first: int = knob(10, "step of this attempt at which the trace begins")
-    folder: str = knob("profile", "where each rank's trace is written")
+    folder: str = knob("profile", "folder for the trace of each rank")
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig(StrategyOptions):
-    """What every trainer has."""
+    """Options that every trainer has."""
 
     dtype: str = knob(
         "float32",
-        "arithmetic of forward and backward; weights stay float32. float16 is for cards without bfloat16",
+        "arithmetic of forward and backward; weights stay float32. float16 is for GPUs without bfloat16",
         ("float32", "bfloat16", "float16"),
     )
     matmul_precision: str = knob(
@@ -212,10 +212,10 @@ class RunConfig(StrategyOptions):
     )
     elastic: str = knob(
         "",
-        "fewest:most ranks, such as `2:4`: continue without lost ranks, and admit new ones; empty: as `min_nodes` says",
+        "fewest:most ranks, such as `2:4`: continue without lost ranks, and admit new ones; empty: by `min_nodes`",
     )
     warm: bool = knob(
-        False, "elastic: keep a second process a rank that has imported torch, in which it starts again (Linux)"
+        False, "elastic: keep a second process per rank that has imported torch, in which the rank restarts (Linux)"
     )
     prefetch: bool = knob(True, "gather the next step's samples while this one computes")
     train: TrainConfig = field(default_factory=TrainConfig)
@@ -230,9 +230,9 @@ class RunConfig(StrategyOptions):
 class Config(RunConfig):
     """A whole run of the language model."""
 
-    init_from: str = knob("", "folder of a Hugging Face model whose shape and weights to begin with")
+    init_from: str = knob("", "folder of a Hugging Face model that provides the initial shape and weights")
     fused_loss: bool = knob(
-        False, "compute the last layer and the loss together, in chunks of positions: logits are never held whole"
+        False, "compute last layer and loss together, in chunks of positions, so that logits are never held whole"
     )
     scale_report: bool = knob(
         False, "measure weak and strong scaling over this node's devices in short runs, and do not train"

@@ -197,7 +197,7 @@ class ElasticMember:
                 return world
             self._wire.close()
             if self._places.is_one:
-                raise TrainerError("the rendezvous of `--elastic` ended: the first node is gone")
+                raise TrainerError("the rendezvous of `--elastic` ended: the first node is lost")
             self._leader, self._wire = self._places.connect()
 
     def _introduce(self) -> dict[str, Any]:
@@ -262,7 +262,7 @@ class ElasticMember:
 
 @dataclass(frozen=True, kw_only=True)
 class Elastic:
-    """What is to be done when the ranks stop between two steps because the world is to change."""
+    """The action to take when the ranks stop between two steps because the world is to change."""
 
     member: ElasticMember
     notice: PreemptionNotice
@@ -285,9 +285,9 @@ def join_world(config: RunConfig) -> ElasticMember | None:
     if meeting is None:
         if not config.elastic:
             return None
-        raise TrainerError("`--elastic` needs our own launcher, not torchrun: `python -m trainers.launch -m`")
+        raise TrainerError("`--elastic` requires the bundled launcher, not torchrun: `python -m trainers.launch -m`")
     if not hasattr(os, "memfd_create"):
-        raise TrainerError("`--elastic` needs Linux: elsewhere no memory outlives a program")
+        raise TrainerError("`--elastic` requires Linux: elsewhere, no memory outlives a program")
     return ElasticMember(meeting, unit=find_unit(config))
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 @dataclass(frozen=True, kw_only=True)
 class Environment:
-    """What surrounds this process."""
+    """The environment of this process."""
 
     checkpoint_url: str = "./checkpoints"
     attempt: int = 0

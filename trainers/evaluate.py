@@ -39,7 +39,7 @@ class Evaluation:
             self._work = Work(samples=recipe.validation, loss=recipe.loss, precision=precision, forward=recipe.forward)
         elif config.evaluate.every_steps:
             raise TrainerError(
-                "there is nothing to evaluate on: the data is too short for `--data.validation_share`, or that is 0"
+                "no data is left for evaluation: it is too short for `--data.validation_share`, or that is 0"
             )
 
     def run(self) -> float:

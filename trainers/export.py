@@ -74,7 +74,7 @@ def export_hugging_face(url: str, output: Path, dtype: str, *, tokenizer: str | 
     step, about, tensors = read_checkpoint(url)
     if "model" not in about:
         raise TrainerError(
-            f"the checkpoint of step {step} does not say its model's shape: it is not of `trainers.lm`, or was written "
+            f"the checkpoint of step {step} lacks its model's shape: it is not from `trainers.lm`, or was written "
             "before this release\n\nhint: resume the run for one step, or export without `--format hf`"
         )
     model, lora = ModelConfig(**about["model"]), LoraConfig(**about["lora"])
@@ -140,7 +140,7 @@ def read_weights(reader: Any) -> dict[str, Any]:
         if key.startswith(PREFIX) and hasattr(entry, "size")
     }
     if not state:
-        raise TrainerError("the checkpoint holds no model")
+        raise TrainerError("the checkpoint contains no model")
     dcp.load(state, storage_reader=reader, no_dist=True)
     return {key.removeprefix(PREFIX): value for key, value in state.items()}
 

@@ -44,7 +44,7 @@ def parse_flags(
         from_file = read_config_file(Path(file), tree, accepts_preset=bool(presets)) if file else {}
         preset_name = given.pop("preset", None) or from_file.pop("preset", None)
         if preset_name and preset_name not in presets:
-            raise ValueError(f"no preset is called `{preset_name}`; known: {', '.join(presets)}")
+            raise ValueError(f"unknown preset `{preset_name}`; known: {', '.join(presets)}")
         preset = presets[preset_name] if preset_name else {}
     except ValueError as error:
         parser.error(str(error))
@@ -67,10 +67,10 @@ def make_parser(
         allow_abbrev=False,
         argument_default=argparse.SUPPRESS,
     )
-    parser.add_argument("--config", metavar="FILE", help="TOML file with a table for each group below; flags beat it")
+    parser.add_argument("--config", metavar="FILE", help="TOML file with a table per group below; flags override it")
     if presets:
         parser.add_argument(
-            "--preset", metavar="NAME", help=f"a set of values to begin with; --config beats it: {', '.join(presets)}"
+            "--preset", metavar="NAME", help=f"a set of initial values; --config overrides it: {', '.join(presets)}"
         )
     groups: dict[str, argparse._ArgumentGroup] = {}
     sections = {f"{part.name}.": part.type for part in dataclasses.fields(tree)}
@@ -200,8 +200,8 @@ def _check_value(place: str, value: Any, knob_field: "dataclasses.Field[Any]") -
 def _explain_unknown(argument: str, tree: type) -> str:
     name = argument.lstrip("-").partition("=")[0]
     if not argument.startswith("-"):
-        return f"`{argument}` belongs to no flag"
-    return f"no flag is called `--{name}`{_suggest(name, dict(iterate_knobs(tree)), '--')}"
+        return f"`{argument}` does not belong to a flag"
+    return f"unknown flag `--{name}`{_suggest(name, dict(iterate_knobs(tree)), '--')}"
 
 
 def _suggest(name: str, names: Mapping[str, Any], sign: str = "") -> str:
@@ -214,7 +214,7 @@ def _suggest(name: str, names: Mapping[str, Any], sign: str = "") -> str:
 def _read_bool(text: str) -> bool:
     words = {"true": True, "1": True, "yes": True, "on": True, "false": False, "0": False, "no": False, "off": False}
     if text.lower() not in words:
-        raise argparse.ArgumentTypeError(f"`{text}` is neither true nor false")
+        raise argparse.ArgumentTypeError(f"`{text}` is not true or false")
     return words[text.lower()]
 
 

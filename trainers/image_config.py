@@ -14,7 +14,7 @@ class ResNetConfig:
     """The shape of the network."""
 
     stages: int = knob(3, "stages; each but the first halves the image and doubles the channels")
-    blocks: int = knob(1, "residual blocks of a stage")
+    blocks: int = knob(1, "residual blocks per stage")
     width: int = knob(16, "channels of the first stage")
 
 
@@ -26,8 +26,8 @@ class ImagesConfig:
     directions: int = knob(4, "directions of the gratings")
     finenesses: int = knob(2, "finenesses of the gratings; classes are directions x finenesses")
     noise: float = knob(1.0, "standard deviation of the noise; the grating's amplitude is 1")
-    count: int = knob(50_000, "pictures of one epoch")
-    seed: int = knob(0, "seed of the pictures")
+    count: int = knob(50_000, "images per epoch")
+    seed: int = knob(0, "seed of the images")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +68,7 @@ def parse_config(arguments: Sequence[str]) -> ImageConfig:
         ImageConfig,
         arguments,
         program="python -m trainers.image",
-        description="Train a residual network on generated pictures, on any number of nodes; run it again to resume.",
+        description="Train a residual network on generated images, on any number of nodes; run it again to resume.",
         presets=PRESETS,
         find_problem=find_problem,
     )

@@ -1,4 +1,4 @@
-"""How often to save: as often as loses the least time, from what a save costs here and how often machines go."""
+"""The checkpoint interval that loses the least time, from the measured cost of a save and the hazard."""
 
 import math
 import time

@@ -1,4 +1,4 @@
-"""How a field of a config becomes a flag with its own help. Imports nothing heavy."""
+"""Turn a field of a config into a flag with its own help. Imports nothing heavy."""
 
 from collections.abc import Sequence
 from dataclasses import field

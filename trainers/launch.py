@@ -46,7 +46,7 @@ DEPARTURES_S_MAX = 10.0
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Who runs on this node, as part of the whole."""
+    """The ranks of this node, as part of the whole."""
 
     workers: int
     node_rank: int

@@ -27,7 +27,7 @@ from trainers.strategies.base import MicroBatch, Passes, Strategy
 
 @dataclass(frozen=True, kw_only=True)
 class Reading:
-    """What the host learns when it reads the device. Equal on all ranks that step together."""
+    """The figures that the host reads from the device. Equal on all ranks that step together."""
 
     loss: float  # of the step at which it was read
     norm: float
@@ -46,7 +46,7 @@ class StepReport:
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """What is learned from which samples, and with which arithmetic."""
+    """The task to learn: model, samples, loss and precision."""
 
     samples: Samples
     loss: Loss  # of outputs and targets: the mean over the samples
@@ -55,7 +55,7 @@ class Work:
 
 
 class Position:
-    """How far the run has come, in steps and in samples of the data order."""
+    """The progress of the run, in steps and in samples of the data order."""
 
     def __init__(self, fingerprint: str) -> None:
         """Start at step 0 of the data with this fingerprint."""

@@ -1,4 +1,4 @@
-"""How wrong a model is, as the mean over all samples of a forward pass."""
+"""Loss functions: the error of a model, as the mean over all samples of a forward pass."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,4 @@
-"""What lies in a checkpoint, and whether all of it is what was written.
+"""The manifest of a checkpoint: its files, with checksums.
 
 `manifest.json` is written last, by one conditional write: a checkpoint without one is torn. It holds the SHA-256 and
 size of every other file, and its own.
@@ -21,7 +21,7 @@ NAME_PATTERN = re.compile(r"step-(\d{8,})-attempt-(\d{4,})-([0-9a-f]{8})")
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointName:
-    """What a checkpoint folder's name says."""
+    """The parts of a checkpoint folder's name."""
 
     step: int
     attempt: int
@@ -41,7 +41,7 @@ class Seal:
 
 @dataclass(frozen=True, kw_only=True)
 class Contents:
-    """What a manifest says lies beside it, and who wrote that."""
+    """The files that a manifest lists, and their writer."""
 
     world_size: int
     shared: frozenset[str]

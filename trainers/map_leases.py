@@ -57,6 +57,7 @@ class Lease:
 
     @property
     def key(self) -> str:
+        """Key of the lease's object: its shard and epoch."""
         return name_lease(self.number, self.epoch)
 
 

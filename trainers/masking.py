@@ -52,7 +52,7 @@ def masked_loss(z_weight: float, hidden_count: int) -> Loss:
     measure = next_token_loss(z_weight)
 
     def measure_hidden(logits: Tensor, targets: Tensor) -> Tensor:
-        # Sorted rather than searched, as the number is known: a search would wait for the device.
+        # Sorted rather than searched because the number is known: a search would wait for the device.
         is_hidden = (targets.flatten() != UNTOUCHED).to(torch.uint8)
         rows = is_hidden.argsort(descending=True, stable=True)[: hidden_count * len(targets)]
         return measure(logits.flatten(0, 1)[rows].unsqueeze(0), targets.flatten()[rows].unsqueeze(0))

@@ -1,4 +1,4 @@
-"""What a step came to, as numbers in files: JSON lines, and TensorBoard's events where that is asked for."""
+"""Metrics of each step, written to files: JSON lines, and TensorBoard's events where that is asked for."""
 
 import json
 import math

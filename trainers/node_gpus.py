@@ -58,10 +58,10 @@ def find_accelerator(variables: Mapping[str, str]) -> Accelerator:
         return accelerator or CPU
     if is_without_driver():
         raise SetupError(
-            "this node has NVIDIA GPUs and no driver for them", "choose an image with a driver: `image_id:` in the task"
+            "this node has NVIDIA GPUs but no driver for them", "choose an image with a driver: `image_id:` in the task"
         )
     raise SetupError(
-        f"the task asks for {asked} accelerators a node, and none is to be seen here",
+        f"the task requests {asked} accelerators per node, but this node shows none",
         "the bundled trainers run on NVIDIA and AMD GPUs, and on CPUs",
     )
 
@@ -79,7 +79,7 @@ def find_nvidia(variables: Mapping[str, str]) -> Accelerator | None:
             return Accelerator("cuda", fields[0], read_version(fields[1]), read_version(fields[2]))
         if variables.get("SKYPILOT_NUM_GPUS_PER_NODE") and "BROKER_NODE_DIR" not in variables:
             last = said.strip().rpartition("\n")[2]
-            raise SetupError(f"`nvidia-smi` fails on this node: {last}", "its driver or a GPU is out of order")
+            raise SetupError(f"`nvidia-smi` fails on this node: {last}", "its driver or a GPU is faulty")
     if NVIDIA_VERSION.exists():
         words = NVIDIA_VERSION.read_text(encoding="ascii", errors="replace").partition("\n")[0].split()
         drivers = [read_version(word) for word in words if word.count(".") and word[0].isdigit()]

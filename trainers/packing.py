@@ -10,7 +10,7 @@ from trainers.data import Batch, Samples
 
 
 class Packing(NamedTuple):
-    """Where documents lie in the windows of a batch. A tuple, so that compiled and recomputed blocks take it."""
+    """The positions of documents in the windows of a batch. A tuple, so that compiled and recomputed blocks take it."""
 
     mask: Tensor  # bool `[batch, 1, time, time]`: which position may read which
     positions: Tensor  # `[batch, time]`, from 0 in each document
@@ -45,7 +45,7 @@ class NamedBatches:
 
 
 class LanguageForward:
-    """How a language model is called: with the documents of each window, and with targets if it returns its loss."""
+    """The call of a language model: with the documents of each window, and with targets if it returns its loss."""
 
     def __init__(self, *, separator: int | None, z_weight: float) -> None:
         """`separator`: id that ends a document, None for windows that are one document each."""

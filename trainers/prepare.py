@@ -39,17 +39,17 @@ def make_parser() -> argparse.ArgumentParser:
     """Return the parser of all flags."""
     parser = argparse.ArgumentParser(prog="python -m trainers.prepare", description="Turn text into token files.")
     parser.add_argument("paths", nargs="+", metavar="PATH", help="text, .jsonl or .parquet files, or folders of them")
-    parser.add_argument("--output", required=True, metavar="FOLDER", help="where token files are written")
+    parser.add_argument("--output", required=True, metavar="FOLDER", help="folder for the token files")
     parser.add_argument(
         "--tokenizer",
         default="bytes",
         help="`bytes`, an encoding of tiktoken such as `gpt2`, or a Hugging Face model's folder",
     )
-    parser.add_argument("--shard-tokens", type=_positive, default=100_000_000, help="tokens a file (default: 100M)")
+    parser.add_argument("--shard-tokens", type=_positive, default=100_000_000, help="tokens per file (default: 100M)")
     parser.add_argument(
         "--validation-share", type=_share, default=0.01, help="share kept for evaluation, from the end (default: 0.01)"
     )
-    parser.add_argument("--column", default="text", help="where .jsonl and .parquet hold the text (default: text)")
+    parser.add_argument("--column", default="text", help="field or column with the text (default: text)")
     return parser
 
 

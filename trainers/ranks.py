@@ -72,7 +72,7 @@ class Ranks:
     def limit_steps(self, timeout_s: float) -> None:
         """Wait for a peer no longer than this from now on, in all groups but the background's.
 
-        Called after the first step: until then ranks may be far apart, as one of them compiles or prepares data.
+        Called after the first step: until then ranks may be far apart because one of them compiles or prepares data.
         """
         if self.world_size == 1:
             return

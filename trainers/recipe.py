@@ -1,4 +1,4 @@
-"""What an entry point provides: a model, samples and a loss. Everything else of a run is the same for all of them."""
+"""An entry point's part: a model, samples and a loss. Everything else of a run is the same for all of them."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-"""Where the ranks of an elastic run meet: who is in, in which order, and when the world changes.
+"""The rendezvous of an elastic run: its members, their order, and when the world changes.
 
 Runs in the launcher of one node (`rendezvous_server.py`), the first unless that was lost, and imports no torch. Each
 worker keeps one connection, of JSON lines; the connection that ends is a worker that is gone. Every change begins a new

@@ -48,7 +48,7 @@ def read_past(variables: Mapping[str, str]) -> Past:
 
 @dataclass(frozen=True, kw_only=True)
 class Status:
-    """What a place answers."""
+    """The answer of a place."""
 
     generation: int  # 0: no world has been formed there, or for a world that came there
     is_gathering: bool

@@ -180,7 +180,8 @@ class RendezvousServer:
         """Raise ValueError for a worker that cannot be in one world with the others."""
         rendezvous = self._rendezvous
         if rendezvous.unit != member.unit and (rendezvous.waiting or rendezvous.current):
-            words = f"this worker comes in {member.unit}s, the others in {rendezvous.unit}s: are their flags equal?"
+            units = f"this worker joins in units of {member.unit}, the others in units of {rendezvous.unit}"
+            words = f"{units}: are their flags equal?"
             member.send(kind="end", reason=words)
             raise ValueError(words)
         rendezvous.arrive(member)
@@ -197,7 +198,7 @@ class RendezvousServer:
 
 
 def read_member(message: dict[str, Any], address: str, writer: asyncio.StreamWriter) -> Member:
-    """Who says hello; ValueError where a field is missing or has a value that no correct worker sends."""
+    """Return the worker that says hello. Raises ValueError for a field that no correct worker sends."""
     id, port, unit = message.get("id"), message.get("port"), message.get("unit")
     order, holding = read_wholes(message.get("order"), 2), read_wholes(message.get("holding"), 3)
     step, index, count = holding

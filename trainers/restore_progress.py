@@ -38,7 +38,7 @@ class LocalCounter:
 
 @dataclass(frozen=True, kw_only=True)
 class RestoreStatus:
-    """How far the ranks are with one checkpoint."""
+    """The ranks' progress in reading one checkpoint."""
 
     step: int
     read_bytes: int

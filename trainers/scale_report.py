@@ -1,4 +1,4 @@
-"""How a training run scales over the devices of this node: `python -m trainers.lm --scale_report`.
+"""Measure how a training run scales over the devices of this node: `python -m trainers.lm --scale_report`.
 
 Each row is a short run of the same flags with fewer or more ranks. Strong scaling keeps the batch of the run, weak
 scaling the batch of a rank. For the share of communication as many single ranks run side by side without talking to
@@ -34,7 +34,7 @@ QUIET = (
 
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
-    """What one run did, over all of its ranks."""
+    """The figures of one run, over all of its ranks."""
 
     tokens_per_s: float
     mfu: float | None

@@ -13,7 +13,7 @@ STEPS_TO_GROW = 2000  # without overflow, then twice as much is tried; torch's G
 
 
 class LossScale:
-    """What the loss is multiplied by before the backward pass; 1 and never changed but for float16."""
+    """The factor on the loss before the backward pass; always 1 except for float16."""
 
     def __init__(self, dtype: str) -> None:
         self.is_on = dtype == "float16"
@@ -42,7 +42,9 @@ class LossScale:
         return was_scaled
 
     def state_dict(self) -> dict[str, Any]:
+        """Return the factor and the number of steps without overflow, for a checkpoint."""
         return {"factor": self.factor, "good_steps": self._good_steps}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore what `state_dict` returned, so that a resumed run scales alike."""
         self.factor, self._good_steps = state["factor"], state["good_steps"]

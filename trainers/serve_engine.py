@@ -63,7 +63,7 @@ class Engine:
     """Generates tokens in a thread of its own for up to `slots` sequences at once."""
 
     def __init__(self, model: CachedModel, *, slots: int, vocabulary: int) -> None:
-        """Start idle; `vocabulary` is the tokenizer's, as the model's may be padded."""
+        """Start idle; `vocabulary` is the tokenizer's because the model's may be padded."""
         self._model, self._vocabulary = model, min(vocabulary, model.vocabulary)
         self._free = list(range(slots))
         self._active: dict[int, Generation] = {}

@@ -18,7 +18,7 @@ from trainers.strategies.grid import Part
 
 @dataclass(frozen=True, kw_only=True)
 class Holding:
-    """What a rank kept of the world before: a part, as it was after a step."""
+    """The part of the state that a rank kept of the previous world, as it was after a step."""
 
     step: int  # -1 for nothing
     part: Part

@@ -1,4 +1,4 @@
-"""Where checkpoints live: a folder here, a bucket in `buckets.py`, behind the few verbs that both can offer.
+"""The storage of checkpoints: a folder here, a bucket in `buckets.py`, behind the verbs that both offer.
 
 Paths are relative, with `/`. Files are written once and never changed.
 """

@@ -1,4 +1,4 @@
-"""Where token ids come from: token files mapped into memory, or text read as bytes.
+"""Sources of token IDs: token files mapped into memory, or text read as bytes.
 
 A token file is a row of little-endian unsigned integers without a header, as nanoGPT writes them. Beside it,
 `tokens.json` says of what width and by which tokenizer; without one it is uint16 by the GPT-2 tokenizer.

@@ -29,7 +29,7 @@ class Beat:
 
     @property
     def period_s(self) -> float:
-        """How often to look."""
+        """Return the seconds between two checks."""
         return min(PERIOD_S_MAX, self.limit_s / 4 or PERIOD_S_MAX)
 
 

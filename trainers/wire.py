@@ -1,4 +1,4 @@
-"""How a worker and the rendezvous of an elastic run know each other, and the worker's end of their connection.
+"""Authentication between a worker and the rendezvous of an elastic run, and the worker's end of their connection.
 
 Under the broker `BROKER_GANG_PEM` names a file with a certificate and its key, which every node of the run has: both
 ends present it over TLS and trust no other. Without it all workers are on one machine, and show a secret that their

@@ -46,6 +46,7 @@ class AzureGranter:
         self._clock = clock
 
     def find_own(self, task: Task, cloud: str) -> str:
+        """Return the task's own credentials, or the managed identity of an Azure node; "" without either."""
         if name := next((each for each in OWN if each in task.secrets or each in task.envs), ""):
             return f"the task's own `{name}`"
         return "the machine's managed identity" if cloud == "azure" else ""
@@ -55,7 +56,7 @@ class AzureGranter:
         variables = read_azure_environment()
         account, key = _find(ACCOUNTS, variables), _find(KEYS, variables)
         if not account or not key:
-            raise AuthError("no key of the storage account for `az://`", hints=(LOGIN, OWN_TOKEN))
+            raise AuthError("no storage account key for `az://`", hints=(LOGIN, OWN_TOKEN))
         containers = sorted({need.bucket for need in needs if not need.is_optional} or {need.bucket for need in needs})
         if len(containers) > 1:
             raise InvalidRequestError(

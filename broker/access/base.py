@@ -36,6 +36,7 @@ class Need:
 
     @property
     def url(self) -> str:
+        """URL of the bucket path."""
         return f"{self.scheme}://{self.bucket}" + (f"/{self.path}" if self.path else "")
 
     def list_patterns(self) -> tuple[str, ...]:
@@ -52,7 +53,7 @@ class Need:
 
 @frozen
 class Grant:
-    """What nodes are given: files by name, and variables that point programs to them.
+    """Credentials for nodes: files by name, and variables that point programs to them.
 
     It ends at `expires_s`, unless a newer one has replaced the files by then; `renew_s` is when to make that one.
     """
@@ -102,4 +103,5 @@ class CanSweepGrants(Protocol):
 class MakeGranter(Protocol):
     """The type of the makers in `GRANTERS`. Makes no network calls."""
 
-    def __call__(self, config: Config, *, clock: Clock) -> Granter: ...
+    def __call__(self, config: Config, *, clock: Clock) -> Granter:
+        """Return a granter; no cloud is contacted before its first use."""

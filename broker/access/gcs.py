@@ -54,6 +54,7 @@ class GcsGranter:
         self._is_fresh = False  # whether a key or permission is new, which Google takes time to apply
 
     def find_own(self, task: Task, cloud: str) -> str:
+        """Return the task's own credentials, or the service account of a Google node; "" without either."""
         names = (*OWN_VARIABLES, "STORAGE_EMULATOR_HOST")
         if name := next((each for each in names if each in task.secrets or each in task.envs), ""):
             return f"the task's own `{name}`"
@@ -64,7 +65,7 @@ class GcsGranter:
         return ""
 
     def issue(self, needs: Sequence[Need], *, endpoint: str = "") -> Grant:
-        """Issue a grant. Data that is only named (`is_optional`) is left out, as its bucket may belong to another
+        """Issue a grant. Data that is only named (`is_optional`) is left out because its bucket may belong to another
         account."""
         required = [need for need in needs if not need.is_optional]
         if not required:
@@ -73,7 +74,7 @@ class GcsGranter:
             )
         login = find_login(self._settings)
         if login is None or not login.project:
-            what = "your Google login names no project" if login else "no login for Google"
+            what = "your Google login has no project" if login else "no Google login"
             hint = "gcloud config set project PROJECT" if login else LOGIN
             raise AuthError(f"{what}, so access to `gs://` cannot be granted", hints=(hint, OWN_KEY))
         name = name_needs(self._owner, login.project, required)

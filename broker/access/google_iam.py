@@ -36,10 +36,12 @@ class GoogleIam:
 
     @property
     def storage_url(self) -> str:
+        """URL of Cloud Storage, or of the fake that the tests name."""
         return self._endpoint or STORAGE
 
     @property
     def token_url(self) -> str:
+        """URL that exchanges a signed assertion for a token."""
         return f"{self._endpoint or TOKEN}/token"
 
     def ensure_account(self, account_id: str, *, description: str) -> str:

@@ -146,11 +146,12 @@ class Grants:
     def _describe(self, needs: Sequence[Need], grant: Grant, allowance_s: float | None) -> str:
         urls = ", ".join(f"{need.url}*" if need.is_open else need.url for need in needs)
         life_s = grant.expires_s - grant.issued_s
-        sentence = f"nodes get access to {urls} by {grant.by}, for {_show_hours(life_s)} at a time, renewed from here"
+        period = f"{_show_hours(life_s)} at a time"
+        sentence = f"nodes get access to {urls} by {grant.by}, for {period}, renewed by this machine"
         if allowance_s is not None and life_s - (grant.renew_s - grant.issued_s) < allowance_s:
             sentence += (
-                f"; without this machine it ends before the nodes do ({_show_hours(allowance_s)}): after that neither "
-                "checkpoints nor the outcome reach the bucket (docs/BUCKET_ACCESS.md)"
+                f"; without this machine, access ends before the nodes do ({_show_hours(allowance_s)}): after that, "
+                "neither checkpoints nor the outcome reach the bucket (docs/BUCKET_ACCESS.md)"
             )
         return sentence
 

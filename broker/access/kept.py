@@ -42,10 +42,12 @@ class KeptKeys:
         aside.replace(path)
 
     def list_names(self) -> Sequence[str]:
+        """List the names of the accounts whose keys are kept, sorted."""
         prefix = f"{self._scheme}-"
         return sorted(path.stem.removeprefix(prefix) for path in self._folder.glob(f"{prefix}*.json"))
 
     def forget(self, name: str) -> None:
+        """Delete a kept key; already deleted is success."""
         self._find(name).unlink(missing_ok=True)
 
     def _find(self, name: str) -> Path:

@@ -25,12 +25,15 @@ class R2Granter:
     """Implement `Granter` for Cloudflare R2, which cannot issue grants."""
 
     def find_own(self, task: Task, cloud: str) -> str:
+        """Return the task's own R2 credentials; "" without any."""
         if "R2_ACCESS_KEY_ID" in task.secrets or "R2_ACCESS_KEY_ID" in task.envs:
             return "the task's own `R2_ACCESS_KEY_ID`"
         return "the task's own `~/.cloudflare`" if any("~/.cloudflare" in mount for mount in task.file_mounts) else ""
 
     def issue(self, needs: Sequence[Need], *, endpoint: str = "") -> Grant:
+        """Raise AuthError: R2 has no short-lived keys that broker could make."""
         raise AuthError("broker cannot make short-lived keys for R2", hints=(KEYS,))
 
     def prove(self, need: Need, grant: Grant) -> None:
+        """Raise AssertionError: no grant exists that could be proven."""
         raise AssertionError("R2 has no grants")

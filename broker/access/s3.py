@@ -58,6 +58,7 @@ class S3Granter:
         self._regions: dict[str, str] = {}
 
     def find_own(self, task: Task, cloud: str) -> str:
+        """Return the task's own credentials, or the instance profile of an AWS node; "" without either."""
         if name := next(
             (variable for variable in OWN_VARIABLES if variable in task.secrets or variable in task.envs), ""
         ):
@@ -69,6 +70,7 @@ class S3Granter:
         return ""
 
     def issue(self, needs: Sequence[Need], *, endpoint: str = "") -> Grant:
+        """Issue a session or user limited to the task's paths. Raises AuthError with the alternatives."""
         variables = read_aws_environment()
         own_endpoint = variables.get("AWS_ENDPOINT_URL_S3") or variables.get("AWS_ENDPOINT_URL") or ""
         has_sts = bool(variables.get("AWS_ENDPOINT_URL_STS") or variables.get("AWS_ENDPOINT_URL"))
@@ -270,7 +272,7 @@ def _is_forbidden(error: Exception) -> bool:
 def _find_hints(error: Exception, need: Need) -> tuple[str, ...]:
     if _find_code(error) == "NoSuchBucket":
         return (f"create it with `aws s3 mb s3://{need.bucket}`", f"or correct `{need.source}`")
-    return ("allow your own login to use the bucket: a grant can do no more than its granter", PROFILE, KEYS)
+    return ("allow your own login to use the bucket: a grant cannot exceed its creator's permissions", PROFILE, KEYS)
 
 
 def _refuse(error: Exception, what: str, hints: tuple[str, ...]) -> NoReturn:

@@ -62,15 +62,18 @@ class Option:
 
     @property
     def gpu_count(self) -> int:
+        """Number of GPUs on all nodes."""
         return self.layout.hardware.accelerators * self.layout.node_count
 
     @property
     def usd(self) -> float:
+        """Expected cost to finish, in USD."""
         assert self.estimate.expected_usd is not None, "work was given"
         return self.estimate.expected_usd
 
     @property
     def hours(self) -> float:
+        """Expected hours to finish, with preemptions."""
         assert self.estimate.expected_hours is not None, "work was given"
         return self.estimate.expected_hours
 
@@ -192,7 +195,7 @@ def can_train(wish: Wish, name: str) -> bool:
 def list_layouts(wish: Wish, hardware: Hardware) -> list[Layout]:
     """Return the best layout for each number of nodes, doubling up to the maximum of accelerators.
 
-    Larger gangs that are not faster are skipped, as they only cost more.
+    Larger gangs that are not faster are skipped because they only cost more.
     """
     layouts, least_s = list[Layout](), math.inf
     for node_count in list_node_counts(hardware, wish.gpus_max):

@@ -41,8 +41,8 @@ def explain_memory(training: Training, kinds: Sequence[Hardware], gpus_max: int)
         hints.append(f"{enough} x {name} are enough: pass `--max-gpus {enough}`")
     hints.append("drop `--gpus` or `--infra`, or shorten `--seq`")
     return NoOfferError(
-        f"{show_amount(training.shape.parameters)} parameters do not fit on {gpus_max} or fewer GPUs: the nearest, "
-        f"{cards} x {name}, requires {need / 2**30:.1f} GiB per GPU and has {usable / 2**30:.1f} usable",
+        f"{show_amount(training.shape.parameters)} parameters do not fit on at most {gpus_max} GPUs: the closest "
+        f"option, {cards} x {name}, requires {need / 2**30:.1f} GiB per GPU, but only {usable / 2**30:.1f} are usable",
         hints=hints,
     )
 
@@ -65,9 +65,9 @@ def explain_deadline(training: Training, hours: Mapping[Layout, float], limit: f
         count *= 2
     hints.append(f"pass `--deadline {math.ceil(took * 1.1)}h`")
     tokens = training.tokens * limit / took
-    hints.append(f"or train on fewer tokens in time: `--tokens {show_amount(tokens).replace(',', '')}`")
+    hints.append(f"or train on as many tokens as fit: `--tokens {show_amount(tokens).replace(',', '')}`")
     return NoOfferError(
-        f"{gpus_max} or fewer GPUs are not fast enough: the fastest, {cards} x {name}, takes {_days(took)} without "
+        f"{gpus_max} GPUs are not fast enough: the fastest option, {cards} x {name}, takes {_days(took)} without "
         f"failures, {took / limit:.1f} times the limit of {_days(limit)}",
         hints=hints,
     )
@@ -86,14 +86,14 @@ def explain_prices(
         usd, hours, _ = min(timely)
         assert budget_usd is not None, "an option in time is refused for its price only"
         return NoOfferError(
-            f"no option in time is within the budget: the cheapest is expected to cost {usd:,.0f} USD in "
-            f"{_days(hours)}, {usd / budget_usd:.1f} times the budget of {budget_usd:,.0f} USD",
+            f"every option that finishes in time exceeds the budget: the cheapest is expected to cost {usd:,.0f} USD "
+            f"in {_days(hours)}, {usd / budget_usd:.1f} times the budget of {budget_usd:,.0f} USD",
             hints=[f"pass `--budget {math.ceil(usd * 1.05)}`", "extend `--deadline`, or train on fewer `--tokens`"],
         )
     usd, hours, _ = min(found, key=lambda each: each[1])
     return NoOfferError(
-        f"with preemptions no option is in time: the fastest is expected to take {_days(hours)}, for {usd:,.0f} USD; "
-        f"the limit is {_days(limit)}",
+        f"with preemptions, no option finishes in time: the fastest is expected to take {_days(hours)} and cost "
+        f"{usd:,.0f} USD; the limit is {_days(limit)}",
         hints=[f"pass `--deadline {math.ceil(hours * 1.2)}h`, or `--no-spot`"],
     )
 

@@ -39,6 +39,7 @@ class Training:
 
     @property
     def steps(self) -> float:
+        """Number of optimizer steps; not rounded."""
         return self.tokens / (self.batch * self.sequence)
 
 

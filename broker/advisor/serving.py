@@ -33,7 +33,7 @@ KV_HEADS = 8  # Llama 3, Qwen 2.5 and Mistral have 8 heads of keys and values
 
 @frozen
 class ServingGoal:
-    """What has to be served. `ttft_s` is at the 95th percentile, `tpot_s` the mean of a full batch; None: any."""
+    """The load to serve. `ttft_s` is at the 95th percentile, `tpot_s` the mean of a full batch; None: any."""
 
     shape: ModelShape
     rps: float
@@ -45,7 +45,7 @@ class ServingGoal:
 
 @frozen
 class ServingLayout:
-    """How one replica serves: `batch` sequences at once on all cards of a node. `rps` includes the headroom."""
+    """Configuration of one replica: `batch` sequences at once on all GPUs of a node. `rps` includes the headroom."""
 
     hardware: Hardware
     batch: int
@@ -57,6 +57,7 @@ class ServingLayout:
 
     @property
     def tensor_parallel(self) -> int:
+        """Number of tensor ranks: all GPUs of a node."""
         return self.hardware.accelerators
 
     def count_replicas(self, rps: float) -> int:

@@ -1,4 +1,4 @@
-"""Memory of the bundled trainer on one accelerator: more than in the papers, as its weights are float32.
+"""Memory of the bundled trainer on one accelerator: more than in the papers because its weights are float32.
 
 Counted from its tensors: tests/advisor/test_trainer_memory.py compares these figures with what its blocks keep.
 """

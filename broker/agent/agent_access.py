@@ -50,7 +50,7 @@ def receive(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def write(run_id: int, request: dict[str, Any]) -> None:
-    """Replace each file atomically, as a program may be reading it. The variables come last, as they name the files."""
+    """Replace each file atomically: a program may be reading it. The variables, which name the files, come last."""
     folder = files.make_private(find_folder(run_id))
     for name, text in request["files"].items():
         path = folder / name

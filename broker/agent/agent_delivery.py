@@ -90,7 +90,7 @@ def send(run_id: int, part: str) -> None:
 
 
 def keep_log(run_id: int, kept_bytes: int) -> int:
-    """Upload the log so far while the broker is away, as a preemption would destroy the only copy.
+    """Upload the log so far while the broker is away because a preemption would destroy the only copy.
 
     Return its size, or `kept_bytes` if there is nothing to do. Raises Refused.
     """

@@ -66,6 +66,7 @@ class Coordinator:
         self.failed_rank: int | None = None  # the rank whose program or setup failed first
 
     def start(self) -> None:
+        """Accept members, and end the run if one has not joined after `JOIN_S` seconds."""
         self._door.start()
         self._set_timer(JOIN_S, self._check_joined)
 

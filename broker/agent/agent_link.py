@@ -106,6 +106,7 @@ class Link:
         return True
 
     def close(self) -> None:
+        """Close the connection; the reading thread ends. Idempotent."""
         self._is_over.set()
         self._wire.close()
 
@@ -176,6 +177,7 @@ class Door:
         self._is_closed = False
 
     def start(self) -> None:
+        """Accept connections in a daemon thread."""
         threading.Thread(target=self._accept, name="gang-accept", daemon=True).start()
 
     def close(self) -> None:
@@ -235,7 +237,7 @@ class Door:
 def listen(address: str, size: int) -> socket.socket:
     """Listen on the first node's address, or on all interfaces if this machine does not have it.
 
-    Behind a NAT the address that others use is not ours. A name is not resolved, as it may map to the loopback here
+    Behind a NAT the address that others use is not ours. A name is not resolved because it may map to the loopback here
     (Debian's /etc/hosts). A gang of one only needs the loopback.
     """
     if size == 1:

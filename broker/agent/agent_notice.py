@@ -1,7 +1,7 @@
 """Watch the cloud's metadata server for the preemption notice of a spot node. Standard library only.
 
 EC2: `spot/instance-action` appears at best two minutes before the end; a rebalance recommendation may come earlier and
-is only reported, as most are never followed by a preemption. Compute Engine: `instance/preempted` turns TRUE thirty
+is only reported because most are never followed by a preemption. Compute Engine: `instance/preempted` turns TRUE thirty
 seconds before. Both are plain HTTP to a link-local address, bypassing any proxy of the environment.
 """
 

@@ -50,7 +50,7 @@ def list_folders(variables: Mapping[str, str]) -> list[str]:
 
 
 def make_folders(folders: Sequence[str]) -> Iterator[str]:
-    """Create missing folders; yield a warning for each failure, as the program may not need the folder."""
+    """Create missing folders; yield a warning for each failure because the program may not need the folder."""
     for folder in folders:
         try:
             Path(folder).mkdir(mode=0o700, parents=True, exist_ok=True)

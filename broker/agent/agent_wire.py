@@ -89,6 +89,7 @@ class Wire:
                 raise
 
     def set_timeout(self, timeout_s: float) -> None:
+        """Limit each wait for the peer to this many seconds."""
         self._socket.settimeout(timeout_s)
 
     def close(self) -> None:

@@ -105,7 +105,7 @@ def read_amount(text: str, flag: str) -> float:
     if not 0 < value < 1e18:
         raise UsageError(
             f"invalid amount `{text}` for `{flag}`",
-            hints=[f"for example `{flag} 7B`; K, M, B and T are thousands to trillions"],
+            hints=[f"for example `{flag} 7B`; the suffixes K, M, B and T mean thousands to trillions"],
         )
     return value
 

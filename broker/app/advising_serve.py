@@ -55,6 +55,7 @@ class ServingOption:
 
     @property
     def spot_count(self) -> int:
+        """Number of replicas on spot."""
         return sum(bool(each.is_spot) for each in self.placement.slots)
 
 
@@ -76,7 +77,7 @@ def advise_serving(context: Context, request: ServingRequest) -> ServingAdvice:
     found = [each for each in found if each[0] < math.inf and each[1].count_replicas(goal.rps) <= REPLICAS_MAX]
     if not found:
         raise NoOfferError(
-            "no GPU serves this load within the limits",
+            "no GPU can serve this load within the limits",
             hints=["allow a longer `--ttft` or `--tpot`, fewer `--rps`, or pass other `--gpus`"],
         )
     found.sort(key=lambda each: each[0] * each[1].count_replicas(goal.rps))
@@ -84,7 +85,7 @@ def advise_serving(context: Context, request: ServingRequest) -> ServingAdvice:
     placed = [each for each in options if each.placement.usd_hour < math.inf]
     placed.sort(key=lambda each: each.usd_per_million)
     if not placed:
-        raise NoOfferError("no place sells these GPUs", hints=["pass another `--infra`, or drop `--spot`"])
+        raise NoOfferError("no location offers these GPUs", hints=["change `--infra`, or drop `--spot`"])
     return ServingAdvice(
         goal=goal, options=tuple(placed), prices_as_of=context.book.as_of, task=write_service(request, goal, placed[0])
     )

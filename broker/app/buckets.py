@@ -54,7 +54,7 @@ def collect_files(sources: tuple[str, ...]) -> Mapping[str, Path]:
     for source in sources:
         path = Path(source).expanduser()
         if not path.exists():
-            raise UsageError(f"`{source}` is not there", hints=["paths count from the current folder"])
+            raise UsageError(f"`{source}` does not exist", hints=["paths are relative to the current folder"])
         found |= (
             _list_folder(path, "" if len(sources) == 1 else f"{path.name}/") if path.is_dir() else {path.name: path}
         )
@@ -94,5 +94,5 @@ def note_copies(context: Context, plans: Sequence[Plan]) -> None:
         placement = plan.choice.placement
         for price in price_mounts(sizes, cloud=placement.offer.cloud, node_count=placement.node_count, table=table):
             nodes = f" to {placement.node_count} nodes" if placement.node_count > 1 else ""
-            cost = f"{format_usd(price.usd)} USD at every start" if price.usd else "free within a cloud"
+            cost = f"{format_usd(price.usd)} USD per start" if price.usd else "free within one cloud"
             context.note(f"copying `{price.url}`{nodes}: {price.gib:,.2f} GiB each, {cost}")

@@ -67,14 +67,14 @@ def check_no_canary(context: Context, service: Service) -> None:
     """Raise UsageError while a canary is on trial: another update would leave its fate open."""
     if read_canary(find_folder(context.config, service)) is not None:
         raise UsageError(
-            f"a canary of service `{service.name}` is on trial",
-            hints=[f"end it first: `broker serve promote {service.name}` or `broker serve rollback {service.name}`"],
+            f"service `{service.name}` already has a canary",
+            hints=[f"end it with `broker serve promote {service.name}` or `broker serve rollback {service.name}`"],
         )
 
 
 def _must_read(context: Context, service: Service) -> Canary:
     canary = read_canary(find_folder(context.config, service))
     if canary is None:
-        hint = f"start one: `broker serve update {service.name} TASK.yaml --canary 10%`"
+        hint = f"start one with `broker serve update {service.name} TASK.yaml --canary 10%`"
         raise UsageError(f"service `{service.name}` has no canary", hints=[hint])
     return canary

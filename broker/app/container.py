@@ -83,6 +83,7 @@ class Context:
 
     @cached_property
     def market(self) -> Market:
+        """The planner, with one open price book for all plans of this context."""
         return Market(find_cache(), find_interval_factor=self.find_interval_factor)
 
     @cached_property
@@ -259,7 +260,7 @@ class Context:
         for cloud in (self.clouds.get(name) for name in cloud_names):
             if isinstance(cloud, ProvidesSshHosts):
                 raise UsageError(
-                    f"nodes on {cloud.name} cannot stop themselves: their own shutdown terminates them, disks included",
+                    f"nodes on {cloud.name} cannot stop themselves: their own shutdown deletes them and their disks",
                     hints=[
                         "terminate idle clusters: pass `--down`, or write `autostop: {idle_minutes: 30, down: true}`"
                     ],
@@ -291,6 +292,7 @@ class Context:
 
     @property
     def book(self) -> Book:
+        """The price book. Raises StateError if it cannot be opened."""
         return self.market.book
 
     def plan(

@@ -33,7 +33,7 @@ class Moment(StrEnum):
 
 @frozen
 class ChancePoint:
-    """What was left of a job at one moment, and the chance to meet its deadline from there.
+    """The work left of a job at one moment, and the chance to meet its deadline from there.
 
     `work_left_hours` excludes work since the newest checkpoint. `spot_chance` is that of a job that stays on spot to
     the end; None where the plan uses no spot.

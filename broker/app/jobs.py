@@ -29,12 +29,13 @@ class JobTarget:
     context: Context
 
     def settle(self, tasks: Sequence[Task]) -> tuple[Task, ...]:
+        """Fill in checkpoint folders and allowances. Raises UsageError for a task without `run`."""
         from broker.jobs.allowance import read_unattended_s, settle_unattended
 
         if idle := next((task for task in tasks if task.run is None), None):
             name = idle.name or "(no name)"
             raise UsageError(
-                f"task {name} has no `run:`; a managed job requires one, as it ends with its program",
+                f"task {name} has no `run:`; a managed job requires one, because it ends when its program ends",
                 hints=["add `run:` to the task", "or start a cluster without a program: `broker launch TASK.yaml`"],
             )
         tasks = settle_checkpoints(self.context, tasks)
@@ -50,12 +51,13 @@ class JobTarget:
         return True
 
     def list_allowances_s(self, tasks: Sequence[Task]) -> Sequence[float]:
+        """Return the unattended seconds of each task, for which bucket access must last."""
         from broker.jobs.allowance import get_unattended_s
 
         return [get_unattended_s(task) for task in tasks]
 
     def mount(self, task: Task) -> Task:
-        """Return the task unchanged, as each attempt mounts the buckets of the submitted task."""
+        """Return the task unchanged because each attempt mounts the buckets of the submitted task."""
         return task
 
 
@@ -118,7 +120,7 @@ def read_status(text: str) -> JobStatus:
         return JobStatus(text.upper())
     except ValueError:
         known = ", ".join(each.value for each in JobStatus)
-        raise UsageError(f"unknown job status `{text}`", hints=[f"known statuses: {known}"]) from None
+        raise UsageError(f"unknown job status `{text}`", hints=[f"valid statuses: {known}"]) from None
 
 
 async def wait_for(context: Context, job_id: int, status: JobStatus, *, timeout_s: float = 0.0) -> Job:

@@ -106,7 +106,7 @@ def note_state_folder(context: Context, tasks: Sequence[Task]) -> None:
     home = context.config.home
     for field, source in list_sources(tasks):
         if home.is_relative_to(Path(source).resolve()):
-            context.note(f"`{field}` contains broker's state folder {home}, which is not sent")
+            context.note(f"`{field}` contains broker's state folder {home}, which is not uploaded")
             return
 
 
@@ -135,6 +135,7 @@ class ClusterTarget:
         return cls(context=context, name=name, autostop=autostop or task.autostop)
 
     def settle(self, tasks: Sequence[Task]) -> tuple[Task, ...]:
+        """Fill in the checkpoint folders."""
         return settle_checkpoints(self.context, tasks)
 
     def check(self, plans: Sequence[Plan]) -> bool:
@@ -146,9 +147,11 @@ class ClusterTarget:
         return known is None or known.status is not ClusterStatus.UP
 
     def list_allowances_s(self, tasks: Sequence[Task]) -> None:
+        """Return None: a cluster without a job has no allowance."""
         return None
 
     def mount(self, task: Task) -> Task:
+        """Add the commands that mount buckets to the task's `setup` and `run`."""
         from broker.storage.mounts import add_mounts
 
         return add_mounts(task)
@@ -219,7 +222,7 @@ async def start_cluster(
         run_id = await start_run(context, cluster, task)
     if target.autostop or run_id is None:  # a node whose agent receives no request terminates itself as unclaimed
         await context.gang.set_autostop(cluster, target.autostop)
-    await context.provisioner.finish()  # wait for pending releases, as no later process may
+    await context.provisioner.finish()  # wait for pending releases because no later process may
     return run_id
 
 
@@ -287,7 +290,7 @@ def explain_unreachable(context: Context, cluster: Cluster, error: TransientErro
 
     lost = [node for node in cluster.nodes if node.state in (NodeState.TERMINATED, NodeState.STOPPED)]
     usd_hour = sum(node.usd_hour for node in cluster.nodes if node.state is not NodeState.TERMINATED)
-    end = f"terminate the cluster with `broker down {cluster.name}`; until then it costs {format_usd(usd_hour)} USD/h"
+    end = f"terminate the cluster with `broker down {cluster.name}`; until then, it costs {format_usd(usd_hour)} USD/h"
     if lost:
         end_word = "terminated" if lost[0].state is NodeState.TERMINATED else "stopped"
         message = f"{len(lost)} of {len(cluster.nodes)} nodes {end_word} ({lost[0].reason})"
@@ -295,7 +298,7 @@ def explain_unreachable(context: Context, cluster: Cluster, error: TransientErro
     console = context.provisioner.hint_console(cluster, error.node_id) if isinstance(error, UnreachedError) else None
     hints = [
         *([console] if console else []),
-        "nodes accept SSH only from this machine's public address: check for a proxy or VPN in between",
+        "nodes accept SSH only from this machine's public address: check whether you are behind a proxy or VPN",
         f"{end}; to keep waiting, repeat the launch with `-c {cluster.name}`",
     ]
     return TransientError(f"{error.message} for {get_wait_s(error) / 60:g} minutes", hints=[*hints, *error.hints])

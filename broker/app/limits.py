@@ -23,7 +23,7 @@ PENDING_S_MAX = 86400.0  # of a request whose server was killed before it could 
 
 @frozen
 class LaunchSize:
-    """How much a launch will start: `total` gangs of each placement, of which `parallel` at a time."""
+    """The size of a launch: `total` gangs of each placement, of which `parallel` at a time."""
 
     kind: Owned = Owned.JOB
     names: tuple[str, ...] = ()

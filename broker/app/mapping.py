@@ -64,6 +64,7 @@ class MapResult:
 
     @property
     def usd_per_million_items(self) -> float | None:
+        """USD per million items, from all bills; None without items."""
         return 1e6 * self.view.usd / self.items if self.items else None
 
 
@@ -74,6 +75,7 @@ class MapTarget(JobTarget):
     is_here: bool  # input or output is a path of this machine
 
     def check(self, plans: Sequence[Plan]) -> bool:
+        """Return whether the workers may start. Raises UsageError if they cannot read the input."""
         clouds = {each.placement.offer.cloud for plan in plans for each in plan.estimates} - {"local"}
         if self.is_here and clouds:
             raise UsageError(
@@ -108,6 +110,7 @@ class MapDriver:
 
     @property
     def plan(self) -> MapPlan:
+        """The shards, as recorded in the output folder; `begin` must have been called."""
         assert self._plan is not None, "`begin` was called"
         return self._plan
 
@@ -162,7 +165,7 @@ class MapDriver:
             if not view.crew.live and not view.crew.submissions:
                 ids = view.crew.job_ids
                 raise BrokerError(
-                    f"{view.tally.left} of {view.tally.shards} shards are left, and no worker is",
+                    f"{view.tally.left} of {view.tally.shards} shards are left, but no worker is live",
                     details=list_problems(view.crew.newest),
                     hints=[f"see `broker jobs logs {ids[-1]}`; the same command starts the workers again"],
                 )

@@ -30,12 +30,14 @@ class Market:
 
     @cached_property
     def book(self) -> Book:
+        """The price book, opened on first use. Raises StateError."""
         from broker.catalog.bundle import open_book
 
         return open_book(self._cache)
 
     @cached_property
     def figures(self) -> Mapping[str, AcceleratorFigures]:
+        """Peak, memory and bandwidth of accelerators by name."""
         return self.book.read_figures()
 
     def resolve(self, task: Task) -> Task:
@@ -96,7 +98,7 @@ class Market:
     def _say_unpriced(self, task: Task) -> Sequence[str]:
         """Return a hint for each requested cloud without published prices, such as a private Kubernetes cluster."""
         return [
-            f"the price book has no offers of {cloud}: `broker catalog import DIR` takes in what it offers you"
+            f"the price catalog has no offers of {cloud}: import the ones you can use with `broker catalog import DIR`"
             for cloud in sorted(self._list_unpriced(task))
         ]
 

@@ -1,4 +1,4 @@
-"""Which installation a state folder belongs to, and the lock that keeps its daemon out while the state is replaced."""
+"""The installation that owns a state folder, and the lock that keeps its daemon out while the state is replaced."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ def read_task(task: TaskLike) -> Task:
     """Read a single task, as `read_tasks` does. Raises UsageError for a pipeline of several tasks."""
     found = read_tasks(task)
     if len(found) > 1:
-        raise UsageError(f"expected one task, found a pipeline of {len(found)}", hints=["plan the tasks one by one"])
+        raise UsageError(f"expected one task, found a pipeline of {len(found)}", hints=["plan the tasks one at a time"])
     return found[0]
 
 
@@ -56,7 +56,7 @@ def _write_yaml(task: Mapping[str, Any]) -> str:
 
 
 def anchor(task: Task) -> Task:
-    """Make paths absolute, as the daemon that reads them later runs in another folder."""
+    """Make paths absolute because the daemon that reads them later runs in another folder."""
 
     def fix(path: str) -> str:
         return path if "://" in path else str(Path(path).expanduser().absolute())
@@ -85,7 +85,7 @@ def plan_launch(context: Context, task: Task, *, is_dryrun: bool = False) -> Pla
         raise
     except NoOfferError as error:
         usable = ", ".join(f"`{name}`" for name in context.clouds)
-        hint = f"set up: {usable}; plan on every cloud with `--dryrun`, or run on this machine with `--infra local`"
+        hint = f"usable: {usable}; plan on every cloud with `--dryrun`, or run on this machine with `--infra local`"
         enable = "see how to enable more clouds with `broker check`"
         raise NoOfferError(error.message, hints=[hint, enable, *error.hints]) from None
 

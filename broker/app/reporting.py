@@ -72,27 +72,32 @@ class Report:
 
     @property
     def usd(self) -> float:
+        """USD paid for all machines of the period."""
         return sum(each.usd for each in self.bought)
 
     @property
     def node_hours(self) -> float:
+        """Node-hours of all machines of the period."""
         return sum(each.node_hours for each in self.bought)
 
     @property
     def ondemand_usd(self) -> float:
+        """USD that the same node-hours would have cost on-demand."""
         return sum(each.ondemand_usd for each in self.bought)
 
     @property
     def saved_usd(self) -> float:
-        """What the same node-hours would have cost more on-demand; work that was repeated is not subtracted."""
+        """USD saved against the same node-hours on-demand; repeated work is not subtracted."""
         return self.ondemand_usd - self.usd
 
     @property
     def preemptions(self) -> int:
+        """Number of preemptions of the period's jobs."""
         return sum(each.preemptions for each in self.jobs)
 
     @property
     def steps_lost(self) -> int:
+        """Number of steps that the period's jobs repeated."""
         return sum(each.steps_lost for each in self.jobs)
 
     @property

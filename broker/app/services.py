@@ -40,6 +40,7 @@ class ServiceTarget(JobTarget):
     """The launch target for a service: its replicas are managed jobs, so their checks apply."""
 
     def settle(self, tasks: Sequence[Task]) -> tuple[Task, ...]:
+        """Check each task's `service`, then fill in the checkpoint folders. Raises UsageError."""
         for task in tasks:
             check_service(task)
         return super().settle(tasks)
@@ -73,6 +74,7 @@ class ServiceLine:
 
     @property
     def endpoint(self) -> str:
+        """Address of the balancer, HOST:PORT."""
         return f"{self.service.host}:{self.service.port}"
 
 
@@ -139,7 +141,7 @@ def choose_port(context: Context, host: str, port: int | None) -> int:
             return each
     if port is None:
         raise UsageError(f"no port from {PORTS.start} to {PORTS.stop - 1} is free on {host}", hints=["pass `--port`"])
-    raise UsageError(f"port {port} is taken on {host}", hints=["pass another `--port`"])
+    raise UsageError(f"port {port} on {host} is already in use", hints=["pass another `--port`"])
 
 
 def make_service_controller(context: Context, name: str) -> ServiceController:

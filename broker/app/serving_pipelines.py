@@ -56,7 +56,9 @@ def submit_before(context: Context, before: Sequence[Task], last: Task) -> tuple
         [list(each) for each in find_needs(tasks)] if has_needs else [[i - 1] if i else [] for i in range(len(tasks))]
     )
     if any(len(before) in each for each in needs):
-        raise UsageError("a task of the pipeline needs the service", hints=["a service does not end; drop that need"])
+        raise UsageError(
+            "a task of the pipeline depends on the service", hints=["a service does not end; remove that dependency"]
+        )
     store, names, jobs = context.store, name_tasks(tasks), dict[int, Job]()
     pipeline = f"{last.pipeline or last.name or 'pipeline'}-{store.draw_uid()}"  # it names a folder
     for index in order_indexes(before):
@@ -84,7 +86,7 @@ def record_service(
     check_cluster_name(service)
     if context.store.services.get(service) is not None:
         hint = f"change it with `broker serve update {service} TASK.yaml`"
-        raise UsageError(f"service `{service}` exists", hints=[hint])
+        raise UsageError(f"service `{service}` already exists", hints=[hint])
     ready = _prepare(context, service, before, task, callbacks, is_dryrun=is_dryrun)
     if ready is None:
         return None, ()

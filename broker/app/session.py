@@ -30,4 +30,5 @@ class EmbeddedSession:
         self.clock = context.clock
 
     def call(self, verb: Callable[Concatenate[Context, P], T], *arguments: P.args, **named: P.kwargs) -> T:
+        """Run the verb in this process, with this context."""
         return verb(self.context, *arguments, **named)

@@ -85,6 +85,7 @@ class SimulatedJob:
     notice_hours: float
 
     def list_facts(self) -> list[tuple[str, str]]:
+        """List what all replays have in common, as names with texts."""
         offer = self.estimate.placement.offer
         assumed = f" (assumed: {SLACK_DEFAULT:g} times the work)" if self.is_deadline_assumed else ""
         every = format_hours(self.save_every_hours) if self.save_every_hours else "-"

@@ -1,4 +1,4 @@
-"""What was spent, by job, cloud or day, from the bills of all nodes and the totals of pruned jobs."""
+"""Spending by job, cloud or day, from the bills of all nodes and the totals of pruned jobs."""
 
 from __future__ import annotations
 
@@ -34,6 +34,7 @@ class Spending:
 
     @property
     def usd(self) -> float:
+        """Total of all rows in USD."""
         return sum(usd for _, usd in self.rows.values())
 
 
@@ -78,7 +79,7 @@ def _price(bill: Bill, start_s: float, end_s: float) -> tuple[float, float]:
 
 @frozen
 class Share:
-    """What one job, or a cluster without a job, spent at one cloud on one day; local time. `owner`: job id or name."""
+    """Spending of a job, or of a cluster without one, at one cloud on one day; local time. `owner`: job id or name."""
 
     day: str
     cloud: str

@@ -27,7 +27,7 @@ async def wait_for_uploads(context: Context, cluster: Cluster) -> None:
     if uploads.has_mounts:
         await _Wait(context, cluster).run(uploads)
     elif uploads.silent and len(uploads.silent) == len(cluster.nodes):
-        context.note(f"no node of `{cluster.name}` responds: files that are not in their mounted bucket yet are lost")
+        context.note(f"no node of `{cluster.name}` responds: files that are not yet in their mounted bucket are lost")
 
 
 class _Wait:
@@ -52,7 +52,7 @@ class _Wait:
             uploads = await self._context.gang.read_uploads(self._cluster, timeout_s=ANSWER_S)
         if uploads.silent:
             names = ", ".join(f"`{node_id}`" for node_id in uploads.silent)
-            self._context.note(f"no answer from {names}: files that are not in their mounted bucket yet are lost")
+            self._context.note(f"no answer from {names}: files that are not yet in their mounted bucket are lost")
 
     async def _is_over(self, uploads: Uploads) -> bool:
         """Return whether all runs have ended and every node has uploaded all files, or is lost."""
@@ -86,9 +86,9 @@ def describe(uploads: Uploads) -> str:
 def _explain(cluster: Cluster, uploads: Uploads) -> BrokerError:
     return BrokerError(
         f"cluster `{cluster.name}` is still up: nothing was uploaded for {format_duration(HOLD_S)}",
-        details=[f"not uploaded: {describe(uploads)}"] if uploads.file_count else ["its runs do not end"],
+        details=[f"not uploaded: {describe(uploads)}"] if uploads.file_count else ["its runs are still active"],
         hints=[
-            f"look into it with `broker ssh {cluster.name}`",
-            f"or lose the files: `broker down --now {cluster.name}`",
+            f"inspect it with `broker ssh {cluster.name}`",
+            f"or terminate it without the files: `broker down --now {cluster.name}`",
         ],
     )

@@ -29,6 +29,7 @@ class Tally:
 
     @property
     def is_complete(self) -> bool:
+        """Whether every shard has its part."""
         return len(self.parts) == self.shards
 
     @property

@@ -37,6 +37,7 @@ class Crew:
 
     @property
     def live(self) -> tuple[Job, ...]:
+        """The worker jobs that have not ended."""
         return tuple(job for job in self.newest if not job.status.is_terminal)
 
 

@@ -59,9 +59,11 @@ class Book:
 
     @property
     def clouds(self) -> tuple[str, ...]:
+        """Names of all clouds that the book has offers of."""
         return tuple(self._facts)
 
     def get_facts(self, cloud: str) -> CloudFacts:
+        """Return source and dates of a cloud's prices. Raises KeyError for a cloud that is not in the book."""
         return self._facts[cloud]
 
     def describe_age(self, cloud: str, now_s: float) -> PriceAge:

@@ -27,6 +27,7 @@ class HttpGet:
         self._bytes_left = bytes_max
 
     def __call__(self, url: str, *, query: Mapping[str, str] | None = None) -> bytes:
+        """Fetch a URL, retrying throttling and server errors. Raises SourceError, AuthError if denied."""
         whole = f"{url}{'&' if '?' in url else '?'}{urllib.parse.urlencode(query)}" if query else url
         parts = urllib.parse.urlsplit(whole)
         if parts.scheme != "https" and not (parts.scheme == "http" and parts.hostname in LOOPBACK):
@@ -59,7 +60,7 @@ def _read(url: str, bytes_max: int) -> bytes:
         body: bytes = answer.read(bytes_max + 1)
         length = answer.headers.get("Content-Length")
     if length and length.isdigit() and len(body) < min(int(length), bytes_max):
-        raise ConnectionError(f"the response broke off after {len(body)} of {length} bytes")
+        raise ConnectionError(f"the response was cut off after {len(body)} of {length} bytes")
     if len(body) > bytes_max:
         raise SourceError(f"the response of {_hide_query(url)} is larger than the {bytes_max >> 20} MiB allowed")
     return body

@@ -17,29 +17,29 @@ PRICES = {"ondemand_usd_hour": "on-demand", "spot_usd_hour": "spot"}
 def check_offers(cloud: str, offers: Sequence[Offer], known: Sequence[Offer]) -> None:
     """Raise SourceError if the result is implausible compared with the `known` offers."""
     if not offers or len(offers) < OFFERS_SHARE_MIN * len(known):
-        raise SourceError(f"{cloud}: rejected, as it has only {len(offers)} offers, down from {len(known)}")
+        raise SourceError(f"{cloud}: rejected because it has only {len(offers)} offers, down from {len(known)}")
     for offer in offers:
         _check_offer(cloud, offer)
     for field, words in PRICES.items():
         count, before = (sum(getattr(each, field) is not None for each in group) for group in (offers, known))
         if count < OFFERS_SHARE_MIN * before:
-            raise SourceError(f"{cloud}: rejected, as it has only {count} {words} prices, down from {before}")
+            raise SourceError(f"{cloud}: rejected because it has only {count} {words} prices, down from {before}")
         ratio = _measure_ratio(offers, known, field)
         if ratio is not None and not 1 / RATIO_MAX <= ratio <= RATIO_MAX:
             raise SourceError(
-                f"{cloud}: rejected, as prices are {ratio:.2g} times the previous ones: another unit or currency?"
+                f"{cloud}: rejected because prices are {ratio:.2g} times the previous ones: another unit or currency?"
             )
 
 
 def _check_offer(cloud: str, offer: Offer) -> None:
     if offer.cloud != cloud or not offer.instance_type or not offer.region:
-        raise SourceError(f"{cloud}: rejected, as an offer lacks cloud, region or instance type")
+        raise SourceError(f"{cloud}: rejected because an offer lacks cloud, region or instance type")
     prices = [usd for usd in (offer.ondemand_usd_hour, offer.spot_usd_hour) if usd is not None]
     if not prices:
-        raise SourceError(f"{cloud}: rejected, as {offer.instance_type} in {offer.region} has no price")
+        raise SourceError(f"{cloud}: rejected because {offer.instance_type} in {offer.region} has no price")
     for usd in prices:
         if not 0 < usd < USD_HOUR_MAX:
-            raise SourceError(f"{cloud}: rejected, as {offer.instance_type} in {offer.region} costs {usd} USD/h")
+            raise SourceError(f"{cloud}: rejected because {offer.instance_type} in {offer.region} costs {usd} USD/h")
 
 
 def _measure_ratio(offers: Sequence[Offer], known: Sequence[Offer], field: str) -> float | None:

@@ -48,7 +48,7 @@ BudgetOption = Annotated[float | None, typer.Option("--budget", metavar="USD", h
 HourValueOption = Annotated[
     float,
     typer.Option(
-        "--hour-value", metavar="USD", min=0, help="What an hour earlier is worth, in USD.", show_default=False
+        "--hour-value", metavar="USD", min=0, help="Value of finishing one hour earlier, in USD.", show_default=False
     ),
 ]
 DtypeOption = Annotated[Precision, typer.Option("--dtype", help="Compute precision.")]
@@ -62,11 +62,11 @@ SpotOption = Annotated[
 ]
 ActiveParamsOption = Annotated[
     str | None,
-    typer.Option("--active-params", metavar="N", help="Active parameters per token, for a mixture of experts."),
+    typer.Option("--active-params", metavar="N", help="Active parameters per token, for mixture-of-experts models."),
 ]
 TrainerOption = Annotated[
     Trainer | None,
-    typer.Option("--trainer", help="Training program: `trainers.lm`, or one with all of Megatron-LM's layouts."),
+    typer.Option("--trainer", help="Training program: `trainers.lm`, or one with every Megatron-LM layout."),
 ]
 LayersOption = Annotated[int | None, typer.Option("--layers", metavar="N", min=1, help="Number of transformer blocks.")]
 HiddenOption = Annotated[
@@ -81,7 +81,9 @@ TopOption = Annotated[int, typer.Option("--top", metavar="N", min=1, help="Numbe
 ExplainOption = Annotated[
     bool, typer.Option("--explain", help="Break down memory and time of the first option, with assumptions.")
 ]
-YamlOption = Annotated[Path | None, typer.Option("--yaml", metavar="FILE", help="Write the task to a file.")]
+YamlOption = Annotated[
+    Path | None, typer.Option("--yaml", metavar="FILE", help="Write the first option's task to a file.")
+]
 
 
 def advise(

@@ -69,7 +69,7 @@ def info(as_json: options.AsJson = False) -> None:
 def status(as_json: options.AsJson = False) -> None:
     """Show when prices were last updated and when they are due again.
 
-    Clouds in use are updated in the background at most every 7 hours.
+    Prices of the clouds in use are updated in the background, at most every 7 hours.
     """
     from broker.app.freshness import describe_updates, locate_log
     from broker.config import find_auto_update, find_home
@@ -92,9 +92,9 @@ def status(as_json: options.AsJson = False) -> None:
         if each.error:
             print_wrapped(f"! {each.cloud}: {each.error}", indent=2)
     if is_on:
-        print_line("Times are in UTC; a command that uses prices starts an update that is due")
+        print_line("Times are in UTC; commands that use prices start updates that are due")
     else:
-        print_line("Prices are not updated in the background: `auto_update`, `BROKER_OFFLINE` or `CI` says so")
+        print_line("Background price updates are turned off by `auto_update`, `BROKER_OFFLINE` or `CI`")
         print_note("fetch current prices with `broker catalog update`")
 
 
@@ -116,7 +116,7 @@ def update(
 ) -> None:
     """Fetch current prices from live sources.
 
-    A cloud without a plausible answer keeps its prices; the exit code is then 1.
+    Clouds without a plausible answer keep their prices, and the exit code is 1.
     """
     from broker.catalog.attempts import record_attempts
     from broker.catalog.http_client import HttpGet
@@ -198,7 +198,7 @@ def import_(
 
 @app.command()
 def reset() -> None:
-    """Reset to the prices that ship with broker."""
+    """Reset the catalog to the prices shipped with broker."""
     from broker.catalog.bundle import locate_live_book
 
     live = locate_live_book(find_cache())

@@ -45,7 +45,7 @@ def check(
         typer.Option("--gpus", metavar="NAME[:COUNT]", help="With --live: accelerators, instead of 2 vCPUs."),
     ] = None,
     on_demand: Annotated[
-        bool, typer.Option("--on-demand", help="With --live: use on-demand, and test stop and start.")
+        bool, typer.Option("--on-demand", help="With --live: use an on-demand node, and also test stop and start.")
     ] = (False),
     record: Annotated[
         Path | None,
@@ -56,7 +56,7 @@ def check(
 ) -> None:
     """Check which clouds are usable and how to enable the others.
 
-    With a cloud: exit code 5 where a required check fails.
+    With a cloud, the exit code is 5 if a required check fails.
     """
     if live:
         from broker.cli.check_live import check_live
@@ -66,7 +66,7 @@ def check(
         if cloud is None:
             raise UsageError(
                 "`--live` requires a cloud",
-                hints=["name one: `broker check aws --live`; `local` rehearses on this machine"],
+                hints=["name one, e.g. `broker check aws --live`; `local` rehearses on this machine"],
             )
         check_live(
             make_context(), cloud, spend_usd_max=spend, bucket=bucket, record=record, gpus=gpus, on_demand=on_demand,
@@ -107,7 +107,7 @@ def _show_closely(session: Session, name: str, *, as_json: bool) -> None:
 
 def _show_types(session: Session, name: str | None, *, as_json: bool) -> None:
     if name is None:
-        raise UsageError("`--types` requires a cloud", hints=("name one: `broker check aws --types`",))
+        raise UsageError("`--types` requires a cloud", hints=("name one, e.g. `broker check aws --types`",))
     findings = session.call(list_startable, cloud=name)
     if as_json:
         print_json([dataclasses.asdict(finding) for finding in findings])
@@ -129,8 +129,8 @@ def _show_types(session: Session, name: str | None, *, as_json: bool) -> None:
             alike.setdefault(finding.why, []).append(finding.accelerator)
     for why, accelerators in alike.items():
         print_wrapped(f"{why} ({', '.join(accelerators)})", indent=2)
-    print_line("Listed with the smallest machine; capacity is known only when a node is created.")
-    print_line("The command that requests more quota is in `--json`")
+    print_line("Each is listed with its smallest machine; capacity is known only when a node is created.")
+    print_line("`--json` includes the command that requests more quota")
 
 
 def _name_ways(ways: Sequence[str]) -> str:

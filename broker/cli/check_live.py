@@ -104,7 +104,8 @@ def _agree(plan: Plan, spend_usd_max: float, *, yes: bool) -> None:
     likely_usd = usd_hour * HOURS
     if likely_usd > spend_usd_max:
         raise UsageError(
-            f"15 minutes of {offer.instance_type} cost {format_usd(likely_usd)} USD, the limit is {spend_usd_max:.2f}",
+            f"15 minutes of {offer.instance_type} cost {format_usd(likely_usd)} USD, "
+            f"more than the limit of {spend_usd_max:.2f}",
             hints=[f"raise the limit: `--spend {likely_usd:.2f}`"],
         )
     print_note(

@@ -94,7 +94,7 @@ def status(
 ) -> None:
     """Show clusters, managed jobs and their cost.
 
-    With --refresh: exit code 5 where a cloud could not be queried.
+    With --refresh, the exit code is 5 if a cloud could not be queried.
     """
     session = make_session()
     found = session.call(show_status, is_refreshing=refresh)
@@ -134,5 +134,5 @@ def _show_status(found: Status, now_s: float) -> None:
     else:
         print_line("No clusters; start one with `broker launch TASK.yaml`")
     if found.live_job_ids:
-        print_line(f"{format_count(len(found.live_job_ids), 'managed job')} live; see `broker jobs queue`")
+        print_line(f"{format_count(len(found.live_job_ids), 'live managed job')}; see `broker jobs queue`")
     print_line(f"Total cost so far: {format_usd(found.total_usd)} USD")

@@ -51,4 +51,4 @@ def cost(
     )
     print_line(f"Total: {format_usd(spending.usd)} USD")
     if pruned_before is not None:
-        print_line(f"Jobs that ended before {pruned_before} are kept as totals only (`keep_days` in config.toml)")
+        print_line(f"Jobs that ended before {pruned_before} are included as totals only (`keep_days` in config.toml)")

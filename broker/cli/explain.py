@@ -41,7 +41,7 @@ def _show_terms(plan: Plan) -> None:
 def _say_loser(loser: Rejected) -> str:
     placement = loser.estimate.placement
     model = "spot" if placement.is_spot else "on-demand"
-    more = f" (and {loser.others} more places)" if loser.others else ""
+    more = f" (and {loser.others} more like it)" if loser.others else ""
     where = f"{placement.offer.cloud} {placement.offer.instance_type} {model}"
     return f"  {where} at {format_usd(placement.usd_hour)} USD/h{more}: {loser.reason}"
 

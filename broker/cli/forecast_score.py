@@ -16,7 +16,7 @@ from broker.jobs.scoring import JOBS_MIN, LEVELS, ForecastScore, JudgedForecast
 from broker.types.forecasts import QUANTILES
 
 app = typer.Typer(
-    help="Compare forecasts with the jobs that have ended.",
+    help="Compare forecasts with the outcomes of ended jobs.",
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,
@@ -27,14 +27,14 @@ NONE_YET = "No job with a forecast has succeeded yet; `broker jobs launch` keeps
 
 @app.callback()
 def forecast() -> None:
-    """Compare forecasts with the jobs that have ended."""
+    """Compare forecasts with the outcomes of ended jobs."""
 
 
 @app.command()
 def score(as_json: options.AsJson = False, output: options.Output = options.Format.TABLE) -> None:
-    """Show how often cost and time of own jobs were within their forecast.
+    """Show how often the cost and time of your jobs were within their forecast.
 
-    With 10 jobs or more, plans widen their intervals where too few were.
+    With 10 jobs or more, plans widen their intervals if too few were.
     """
     found = make_session().call(score_forecasts)
     if as_json or output is options.Format.JSON:
@@ -61,10 +61,10 @@ def score(as_json: options.AsJson = False, output: options.Output = options.Form
 
 def _describe_factor(found: ForecastScore) -> str:
     if found.jobs < JOBS_MIN:
-        return f"Intervals stay as they are: {JOBS_MIN} jobs are required to judge them"
+        return f"Intervals are unchanged: {JOBS_MIN} jobs are required to judge them"
     if found.interval_factor > 1.0:
-        return f"Too few were within 80 %: plans widen their intervals by {found.interval_factor:.2f}"
-    return "Intervals stay as they are: these jobs do not contradict them"
+        return f"Too few jobs were within their 80 % interval: plans widen intervals {found.interval_factor:.2f} times"
+    return "Intervals are unchanged: these jobs do not contradict them"
 
 
 def _show_shares(shares: Sequence[float] | None) -> list[str]:

@@ -24,7 +24,7 @@ def gc(
 ) -> None:
     """Terminate orphaned cloud resources.
 
-    These are left by a crash, or by a termination that was interrupted.
+    A crash or an interrupted termination can orphan them.
     """
     context = make_context()
     context.keep_jobs_going()

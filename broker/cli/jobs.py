@@ -106,7 +106,7 @@ def cancel(
 ) -> None:
     """Cancel jobs and terminate their clusters."""
     if not jobs and not everything:
-        raise UsageError("no job was named", hints=["name one: `broker jobs cancel ID`, or pass `--all`"])
+        raise UsageError("no job was named", hints=["name one with `broker jobs cancel ID`, or pass `--all`"])
     found = make_session().call(cancel_jobs, names=tuple(jobs or ()), is_all=everything)
     as_json = as_json or output is options.Format.JSON
     for job in found.jobs if not as_json else ():
@@ -163,7 +163,7 @@ def wait(
 ) -> None:
     """Wait until a job reaches a status.
 
-    Exit code 1 when the job ends in another status, or at the timeout.
+    The exit code is 1 if the job ends in another status, or on timeout.
     """
     session, wanted = make_session(), read_status(state)
     job_id = session.call(show_job, job=job).job.id  # a name may have a newer job by the end

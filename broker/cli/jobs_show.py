@@ -29,12 +29,12 @@ JobName = Annotated[str, typer.Argument(help="Job ID or name.", show_default=Fal
 
 # What each status means, for `why`.
 MEANING = {
-    JobStatus.PENDING: "is waiting for the jobs it needs, or for a place with capacity",
-    JobStatus.STARTING: "is acquiring its machines",
+    JobStatus.PENDING: "is waiting for the jobs it depends on, or for capacity",
+    JobStatus.STARTING: "is acquiring its nodes",
     JobStatus.RUNNING: "runs",
-    JobStatus.RECOVERING: "is being restarted: on its machines if they are usable, else on new ones",
-    JobStatus.CANCELLING: "was cancelled; its machines are being terminated",
-    JobStatus.SUCCEEDED: "ran to its end",
+    JobStatus.RECOVERING: "is recovering: on its nodes if they are usable, otherwise on new ones",
+    JobStatus.CANCELLING: "was cancelled; its nodes are being terminated",
+    JobStatus.SUCCEEDED: "succeeded",
     JobStatus.CANCELLED: "was cancelled",
     JobStatus.FAILED: "failed: its program failed, or its budget was spent",
     JobStatus.FAILED_SETUP: "failed in `setup`, before `run`",
@@ -118,7 +118,7 @@ def why(job: JobName, as_json: options.AsJson = False, output: options.Output = 
     if found.resumes:
         print_line(f"It continues from the checkpoints of job {found.resumes}.")
     for other in told.needs:
-        print_line(f"It needs job {other.id} ({other.name}), which is {other.status.value}.")
+        print_line(f"It depends on job {other.id} ({other.name}): {other.status.value}.")
     print_line(f"{_show_time(found.submitted_s)}  submitted")
     for event in story:
         if event.kind is not EventKind.LAST_LINES:
@@ -127,10 +127,11 @@ def why(job: JobName, as_json: options.AsJson = False, output: options.Output = 
         print_line(strip_control(printed[-1]).replace("\n", "\n  "))
     total = f" of {summary.steps_total}" if summary.steps_total else ""
     print_line(
-        f"Steps {summary.steps}{total}, {summary.steps_lost} lost in {summary.recoveries} recoveries that took "
-        f"{format_duration(summary.recovery_s)}."
+        f"Steps: {summary.steps}{total}, {summary.steps_lost} lost. "
+        f"Recoveries: {summary.recoveries}, taking {format_duration(summary.recovery_s)}."
     )
-    print_line(f"Paid {format_usd(summary.paid_usd)} USD; on-demand {format_usd(summary.ondemand_usd)} USD.")
+    ondemand = format_usd(summary.ondemand_usd)
+    print_line(f"Paid {format_usd(summary.paid_usd)} USD; on-demand would have cost {ondemand} USD.")
     if told.forecast is not None:
         print_wrapped(f"Forecast: {describe_forecast(told.forecast)}.", indent=2)
 

@@ -34,12 +34,12 @@ def watch(
             help="Job ID or name (default: all live jobs).", show_default=False, autocompletion=complete_jobs
         ),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print each change as a JSON object, one a line.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print each change as a JSON object, one per line.")] = False,
 ) -> None:
     """Show jobs and their events as they change, until they end.
 
-    Redraws one view on a terminal, and prints a line per change in a pipe. Exit code 1 when the named job ends in
-    another status than SUCCEEDED.
+    Redraws one view on a terminal; prints a line per change to a pipe. The exit code is 1 if the named job does
+    not succeed.
     """
     session = make_session()
     seen = _Changes()

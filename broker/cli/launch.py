@@ -145,8 +145,8 @@ def exec_(
 ) -> None:
     """Run a task on a running cluster.
 
-    The task's `setup` is not run. A task that requests accelerators reserves them and runs beside others; any
-    other task has the whole cluster.
+    Skips the task's `setup`. A task that requests accelerators reserves them and shares the cluster with other
+    runs; any other task has the cluster to itself.
     """
     session = make_session()
     session.call(check_up, cluster=cluster)  # before the task is read, whose errors matter less

@@ -50,7 +50,7 @@ def down(
     """Terminate clusters and delete their disks."""
     patterns = ("*",) if everything else tuple(clusters or ())
     if not patterns:
-        raise UsageError("no cluster was named", hints=["name one: `broker down NAME`, or pass `--all`"])
+        raise UsageError("no cluster was named", hints=["name one with `broker down NAME`, or pass `--all`"])
     session = make_session()
     found = session.call(preview_down, patterns=patterns, is_all=everything)
     wanted = found.names

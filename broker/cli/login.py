@@ -32,7 +32,7 @@ def login(
         typer.Option("--fingerprint", metavar="sha256:HEX", help="Certificate to accept, as the server printed it."),
     ] = None,
 ) -> None:
-    """Log in to a server, on which commands run from then on."""
+    """Log in to a server; commands then run there."""
     from broker.client.login import ServerLogin, check_login, save_login
     from broker.client.remote import RemoteSession, check_handshake
 
@@ -58,7 +58,7 @@ def _read_token(token: str | None, file: Path | None) -> Secret:
 
 
 def logout() -> None:
-    """Log out of the server; commands run on this machine again."""
+    """Log out of the server; commands then run on this machine."""
     path = find_login()
     if path is None:
         print_line("Not logged in to a server")

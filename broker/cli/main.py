@@ -101,7 +101,7 @@ def root(
         False, "--version", callback=_print_version, is_eager=True, help="Print the version and exit."
     ),
 ) -> None:
-    """Finish training jobs on the cheapest machines of any cloud."""
+    """Run training jobs to completion at the lowest cost, on any cloud."""
 
 
 def _check_encoding(arguments: Sequence[str]) -> None:

@@ -33,14 +33,12 @@ ShardMib = Annotated[
     float | None,
     typer.Option(
         "--shard-mib", metavar="MIB", min=0.001,
-        help="Input per shard (default: a thousandth of it, at most 16 MiB).", show_default=False,
+        help="Input per shard, in MiB (default: 1/1000 of the input, at most 16).", show_default=False,
     ),
 ]  # fmt: skip
 LeaseS = Annotated[
     float,
-    typer.Option(
-        "--lease", metavar="SECONDS", min=1, help="Time after which the shard of a silent worker is reassigned."
-    ),
+    typer.Option("--lease", metavar="SECONDS", min=1, help="Seconds until the shard of a silent worker is reassigned."),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result, or with -d the state, as JSON.")]
 
@@ -61,8 +59,8 @@ def map(
 ) -> None:
     """Run a program over a file of items on spot workers.
 
-    The input is split into shards, which any number of managed jobs share. Every result is written exactly once, and
-    the same command continues an interrupted map.
+    The input is split into shards, which any number of managed jobs share. Every result is written exactly once.
+    Repeat the command to continue an interrupted map.
     """
     from broker.app.mapping import MapRequest
     from broker.app.verbs.batches import run_map
@@ -105,7 +103,7 @@ def map(
             if begun is None:
                 raise
             stack.close()
-            print_note(f"interrupted; the workers continue, and so does the same command; {_hint_cancel(begun)}")
+            print_note(f"interrupted; the workers continue; the same command follows them again; {_hint_cancel(begun)}")
             raise typer.Exit(130) from None
     if state is None:
         return
@@ -155,5 +153,5 @@ def _print_result(state: MapState, *, as_json: bool) -> None:
         raise BrokerError(
             f"the program failed three times on {format_count(len(numbers), 'shard')} ({shown})",
             details=list(state.failures)[:5],
-            hints=["mend the input or the program's environment; the same command tries only these shards again"],
+            hints=["correct the input or the program's environment; the same command then retries only these shards"],
         )

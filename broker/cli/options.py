@@ -65,7 +65,7 @@ EnvFile = Annotated[
 ]
 Secret = Annotated[
     list[str] | None,
-    typer.Option("--secret", metavar="KEY[=VALUE]", help="Secret variable, never shown; as with --env."),
+    typer.Option("--secret", metavar="KEY[=VALUE]", help="Secret variable, never shown; same syntax as --env."),
 ]
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Skip the confirmation prompt.")]
 Detach = Annotated[bool, typer.Option("--detach-run", "-d", help="Return without following the output.")]

@@ -56,7 +56,7 @@ def _show_totals(plan: PipelinePlan, moving: list[PipelineEdge]) -> None:
     print_line(
         "Choosing each task separately costs the same"
         if is_same
-        else f"Choosing each task separately would take {greedy}"
+        else f"Choosing each task separately would cost {greedy}"
     )
     if not plan.is_optimal:
         print_line(f"Not proven optimal: {_say_gap(plan)}")

@@ -62,7 +62,7 @@ TracesOption = Annotated[
 SeedOption = Annotated[int, typer.Option("--seed", metavar="N", help="Random seed for the simulated spot market.")]
 NodesLocalOption = Annotated[
     int | None,
-    typer.Option("--nodes-local", metavar="N", min=1, help="Maximum nodes to run here; the bill counts all nodes."),
+    typer.Option("--nodes-local", metavar="N", min=1, help="Maximum number of nodes run here; the bill counts all."),
 ]
 VerifyOption = Annotated[bool, typer.Option("--verify", help="Compare losses with an uninterrupted run.")]
 
@@ -82,7 +82,7 @@ def rehearse(
 ) -> None:
     """Run a task on this machine as a spot job, with preemptions.
 
-    Clouds, time and prices are simulated; the program is real. Exit code 1 if it does not recover.
+    Clouds, time and prices are simulated; the program is real. The exit code is 1 if it does not recover.
     """
     from broker.rehearsal.staging import choose_resources, open_market, raise_failure, set_stage
 

@@ -25,7 +25,7 @@ def report(
     ] = None,
     as_json: options.AsJson = False,
 ) -> None:
-    """Report what a month's jobs bought, saved against on-demand and lost to preemptions.
+    """Report a month's spending, savings against on-demand and losses to preemptions.
 
     Prints Markdown, or writes HTML or Markdown to a file.
     """

@@ -1,4 +1,4 @@
-"""`broker serve`: bring services up, update them, take them down, and show them."""
+"""`broker serve`: start, update, terminate and show services."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from broker.types import Job, Plan
 
 app = typer.Typer(
-    help="Serve a task by replicas behind a balancer.",
+    help="Serve a task with replicas behind a load balancer.",
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,
@@ -50,12 +50,12 @@ def up(
     service_name: ServiceOption = None,
     overrides: options.Overrides = options.NO_OVERRIDES,
     host: Annotated[str, typer.Option("--host", help="Address that the balancer listens on.")] = "127.0.0.1",
-    port: Annotated[int | None, typer.Option("--port", help="Port of the balancer (default: 30001 or above).")] = None,
+    port: Annotated[int | None, typer.Option("--port", help="Port of the balancer (default: from 30001).")] = None,
     wait: WaitOption = False,
     yes: options.Yes = False,
     dryrun: options.Dryrun = False,
 ) -> None:
-    """Bring a service up: replicas behind a balancer, on this machine or on the server."""
+    """Start a service: replicas behind a load balancer, on this machine or on the server."""
     before, task = split_pipeline(options.read_tasks(entrypoint, overrides))
     session = make_session()
     name = service_name or task.name or "service"
@@ -97,11 +97,11 @@ def update(
     ] = UpdateMode.ROLLING,
     canary: Annotated[
         str | None,
-        typer.Option("--canary", metavar="SHARE", help="Start a canary with this share of requests, such as 10%."),
+        typer.Option("--canary", metavar="SHARE", help="Start a canary with this share of requests, e.g. 10%."),
     ] = None,
     yes: options.Yes = False,
 ) -> None:
-    """Replace the replicas of a service by those of another task, without an interruption."""
+    """Replace the task of a service without downtime."""
     share = None if canary is None else canaries.read_share(canary)
     before, task = split_pipeline(options.read_tasks(entrypoint, overrides))
     show, confirm = _make_callbacks(yes=yes)
@@ -132,7 +132,7 @@ def update(
 
 @app.command()
 def promote(service: ServiceName) -> None:
-    """Make the canary the version of a service, without an interruption."""
+    """Promote the canary of a service without downtime."""
     check_embedded("serve promote")
     context = make_context()
     version = canaries.promote_canary(context, find_service(context, service))
@@ -142,7 +142,7 @@ def promote(service: ServiceName) -> None:
 
 @app.command()
 def rollback(service: ServiceName) -> None:
-    """End the canary of a service; its replicas are drained."""
+    """End the canary of a service and drain its replicas."""
     check_embedded("serve rollback")
     context = make_context()
     version = canaries.roll_back_canary(context, find_service(context, service))
@@ -248,7 +248,7 @@ app.command()(serve_top.top)
 
 @app.command()
 def why(service: ServiceName, as_json: options.AsJson = False, output: options.Output = options.Format.TABLE) -> None:
-    """Explain the status of a service: its events, and the reasons of its replicas."""
+    """Explain the status of a service and its replicas, with its events."""
     from broker.serve.wording import describe_service_event
 
     story = make_session().call(verbs.explain_service, service=service)
@@ -272,9 +272,9 @@ def down(
     everything: Annotated[bool, typer.Option("--all", "-a", help="Terminate all services.")] = False,
     yes: options.Yes = False,
 ) -> None:
-    """Terminate services, their replicas and balancers, and wait until they are gone."""
+    """Terminate services and wait until their replicas are gone."""
     if not names and not everything:
-        raise UsageError("no service was named", hints=["name one: `broker serve down NAME`, or pass `--all`"])
+        raise UsageError("no service was named", hints=["name one with `broker serve down NAME`, or pass `--all`"])
     session = make_session()
     chosen = session.call(verbs.preview_services_down, names=tuple(names or ()), is_all=everything)
     if chosen and not yes:

@@ -42,7 +42,7 @@ def create(
         int | None, typer.Option("--budget-tokens", metavar="N", min=1, help="Maximum tokens in total.")
     ] = None,
     expires: Annotated[
-        str | None, typer.Option("--expires", metavar="TIME", help="Expire after this time, such as 30d.")
+        str | None, typer.Option("--expires", metavar="TIME", help="Expire after this time, e.g. 30d.")
     ] = None,
     as_json: options.AsJson = False,
 ) -> None:

@@ -29,7 +29,7 @@ def top(
 ) -> None:
     """Show load, latency and cost of services, refreshed every second.
 
-    Rates and percentiles are of the last minute.
+    Rates and percentiles cover the last minute.
     """
     check_embedded("serve top")
     context = make_context()
@@ -68,7 +68,7 @@ def _list_service(line: ServiceLine) -> list[str]:
     ready = sum(each.status == services.READY for each in line.replicas)
     head = f"{line.service.name}  {line.status}  {ready}/{line.service.wanted} ready  {line.endpoint}"
     if line.load is None:
-        return [head, "the balancer does not run"]
+        return [head, "the balancer is not running"]
     load, window = line.load, line.load.window
     usd_hour = sum(each.usd_hour for each in line.replicas)
     cost = find_usd_per_million(usd_hour, window)

@@ -1,4 +1,4 @@
-"""`broker server`: serve the verbs of this installation to several people, and manage their tokens."""
+"""`broker server`: share this installation among several users, and manage their tokens."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from broker.formatting import to_plain
 from broker.state.people import Role
 
 app = typer.Typer(
-    help="Serve several people from one installation.",
+    help="Share one installation among several users.",
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
-token_app = typer.Typer(help="Create, list and revoke the tokens of people.", no_args_is_help=True)
+token_app = typer.Typer(help="Create, list and revoke access tokens.", no_args_is_help=True)
 app.add_typer(token_app, name="token")
 app.add_typer(server_limits.app, name="limits")
 
@@ -45,14 +45,14 @@ def start(
     port: Annotated[int, typer.Option("--port", min=0, max=65535, help="Port to listen on (0: any free one).")] = 8471,
     state: StateOption = None,
     controller: Annotated[
-        bool, typer.Option("--controller/--no-controller", help="Run the controllers of jobs on this machine.")
+        bool, typer.Option("--controller/--no-controller", help="Run the job controllers on this machine.")
     ] = True,
     local_cloud: Annotated[
-        bool, typer.Option("--local-cloud", help="Let tasks run on this machine, as the user of the server.")
+        bool, typer.Option("--local-cloud", help="Let tasks run on this machine, as the server's own user.")
     ] = False,
     certificate: Annotated[
         Path | None,
-        typer.Option("--certificate", metavar="FILE", help="PEM certificate (default: made by the server)."),
+        typer.Option("--certificate", metavar="FILE", help="PEM certificate (default: self-signed by the server)."),
     ] = None,
     proxy_header: Annotated[
         str | None,
@@ -128,7 +128,7 @@ def start(
 
 
 def _ensure_first_token(home: Path) -> None:
-    """Write a token of an administrator to a file, mode 0600, if the server has none yet."""
+    """Write an administrator's token to a file, mode 0600, if the server has none yet."""
     import os
 
     from broker.server.tokens import create_token
@@ -147,9 +147,9 @@ def _ensure_first_token(home: Path) -> None:
 
 @app.command()
 def controller(state: StateOption = None) -> None:
-    """Run the controllers of jobs until SIGTERM.
+    """Run the job controllers until SIGTERM.
 
-    For servers that were started with `--no-controller`.
+    For servers started with `--no-controller`.
     """
     from broker.jobs.daemon import run_daemon
 
@@ -172,7 +172,7 @@ def controller(state: StateOption = None) -> None:
 @token_app.command()
 def create(
     user: Annotated[str, typer.Argument(help="User name, e.g. an address.", show_default=False)],
-    role: Annotated[Role, typer.Option("--role", help="What the token may do.")] = Role.USER,
+    role: Annotated[Role, typer.Option("--role", help="Permissions of the token.")] = Role.USER,
     days: Annotated[
         float, typer.Option("--days", metavar="DAYS", min=0, help="Days until it expires (0 = never).")
     ] = 90,
@@ -181,7 +181,7 @@ def create(
     ] = "",
     as_json: options.AsJson = False,
 ) -> None:
-    """Create a token and print it, once."""
+    """Create a token and print it once."""
     from broker.server.tokens import create_token
 
     made = create_token(make_context().store, user=user, role=role, days=days or None, project=project)
@@ -218,7 +218,7 @@ def list_tokens(as_json: options.AsJson = False) -> None:
 
 @token_app.command()
 def revoke(token: Annotated[int, typer.Argument(help="Token ID.", show_default=False)]) -> None:
-    """Revoke a token: its next request is refused."""
+    """Revoke a token; requests with it are refused at once."""
     if not make_context().store.tokens.revoke(token):
         raise UsageError(f"token {token} is unknown or revoked", hints=["list tokens with `broker server token list`"])
     print_line(f"revoked token {token}")

@@ -1,4 +1,4 @@
-"""`broker server limits`: what users and projects may spend and use at a time."""
+"""`broker server limits`: monthly budgets and concurrent GPUs of users and projects."""
 
 from __future__ import annotations
 
@@ -32,23 +32,23 @@ def set_limit(
         float | None, typer.Option("--usd-per-month", metavar="USD", min=0, help="Budget per calendar month.")
     ] = None,
     gpus: Annotated[
-        float | None, typer.Option("--gpus", metavar="COUNT", min=0, help="Number of GPUs at a time.")
+        float | None, typer.Option("--gpus", metavar="COUNT", min=0, help="Maximum number of GPUs in use at a time.")
     ] = None,
 ) -> None:
-    """Set the limits of a user or a project, in place of earlier ones.
+    """Set the limits of a user or project, replacing earlier ones.
 
     Launches that would exceed them are refused. What already runs is not stopped.
     """
     scope, name = _read_subject(user, project)
     if usd_month is None and gpus is None:
-        raise UsageError("no limit was given", hints=["pass `--usd-per-month USD`, `--gpus COUNT`, or both"])
+        raise UsageError("no limit was specified", hints=["pass `--usd-per-month USD`, `--gpus COUNT`, or both"])
     make_context().store.limits.put(Limit(scope=scope, name=name, usd_month=usd_month, gpus=gpus))
     print_line(f"Limited {scope.value} {name}: {_describe(usd_month, gpus)}")
 
 
 @app.command(name="list")
 def list_limits(as_json: options.AsJson = False) -> None:
-    """List limits, and what is used of them in this month."""
+    """List limits and this month's usage."""
     from broker.app.limits import measure_use
     from broker.app.reporting import read_month
 
@@ -78,10 +78,10 @@ def list_limits(as_json: options.AsJson = False) -> None:
 
 @app.command(name="unset")
 def unset_limit(user: UserOption = None, project: ProjectOption = None) -> None:
-    """Remove the limits of a user or a project."""
+    """Remove the limits of a user or project."""
     scope, name = _read_subject(user, project)
     if not make_context().store.limits.delete(scope, name):
-        raise UsageError(f"{scope.value} {name} has no limits", hints=["list them: `broker server limits list`"])
+        raise UsageError(f"{scope.value} {name} has no limits", hints=["list them with `broker server limits list`"])
     print_line(f"Removed the limits of {scope.value} {name}")
 
 

@@ -35,11 +35,11 @@ OptimaOption = Annotated[
         "--optima",
         metavar="N",
         min=0,
-        help="Number of start times to compute the optimum for (default: by effort).",
+        help="Number of start times with a computed optimum (default: as affordable).",
     ),
 ]
 ApartOption = Annotated[
-    bool, typer.Option("--apart", help="Replay each trace as a market of its own (default: zones of one market).")
+    bool, typer.Option("--apart", help="Replay each trace as a separate market (default: zones of one market).")
 ]
 NoticeOption = Annotated[
     float, typer.Option("--notice", metavar="SECONDS", min=0, help="Preemption warning in seconds.")
@@ -115,7 +115,7 @@ def _show(job: SimulatedJob, study: Benchmark, traces: Sequence[Trace], *, sourc
     print_line("USD and TIME to finish, mean and 95th percentile; LOST: preemptions per replay")
     known = sum(each is not None for each in study.optima)
     if known:
-        print_line("OVER: mean cost above the optimum, which knows the future; accurate to 0.3 %")
+        print_line("OVER: mean cost above the optimum, computed with hindsight; accurate to 0.3 %")
         if known < len(study.scenes):
             print_line(f"The optimum is computed for {known} of the replays and estimated for the others")
 

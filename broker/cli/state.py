@@ -14,6 +14,7 @@ from broker.cli.context import make_context
 from broker.cli.render import print_json, print_line
 from broker.config import Config, find_home, find_state_url
 from broker.errors import StateError, UsageError
+from broker.formatting import format_count
 
 app = typer.Typer(
     help="Inspect, back up, restore or reset the state file.",
@@ -22,7 +23,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
-CopyName = Annotated[str | None, typer.Argument(help="Name in `backups/`, or a path (default: the newest).")]
+CopyName = Annotated[str | None, typer.Argument(help="Backup: a name in `backups/`, or a path (default: the newest).")]
 IsOwner = Annotated[bool, typer.Option("--owner", help="Rewrite only the lost or damaged `owner` file.")]
 
 
@@ -33,7 +34,7 @@ def root() -> None:
 
 @app.command()
 def info(as_json: options.AsJson = False) -> None:
-    """Show the state file, its condition and its copies."""
+    """Show the state file, its condition and its backups."""
     from broker.state.restoring import describe_copy, examine
 
     if find_state_url(find_home()) is not None:
@@ -59,20 +60,20 @@ def info(as_json: options.AsJson = False) -> None:
     for problem in found.problems[1:]:
         print_line(f"              {problem}")
     for index, copy in enumerate(found.copies):
-        print_line(f"{'copies' if index == 0 else '':13s} {describe_copy(copy)}")
+        print_line(f"{'backups' if index == 0 else '':13s} {describe_copy(copy)}")
     if not found.copies:
-        print_line("copies        none yet; the daemon writes one a day; write one now: `broker state backup`")
+        print_line("backups       none yet; the daemon writes one a day; write one now with `broker state backup`")
 
 
 @app.command()
 def backup() -> None:
-    """Write a copy of the state file."""
-    print_line(f"copied to {make_context().store.copy()}")
+    """Back up the state file."""
+    print_line(f"backed up to {make_context().store.copy()}")
 
 
 @app.command()
 def restore(copy: CopyName = None, owner: IsOwner = False, yes: options.Yes = False) -> None:
-    """Replace the state file with a copy.
+    """Replace the state file with a backup.
 
     The current file is kept under another name.
     """
@@ -92,7 +93,7 @@ def restore(copy: CopyName = None, owner: IsOwner = False, yes: options.Yes = Fa
     print_line(f"restored from {chosen}")
     if aside is not None:
         print_line(f"the previous file is now {aside}")
-    print_line("adopt running nodes that the copy does not list, by their tags: `broker gc`, then `broker status`")
+    print_line("adopt running nodes that the backup does not list with `broker gc`, then see `broker status`")
 
 
 @app.command()
@@ -109,7 +110,7 @@ def reset(yes: options.Yes = False) -> None:
     if owner is None:
         raise StateError(
             "the ID of this installation is unknown",
-            hints=("recover it from a copy: `broker state restore --owner`",),
+            hints=("recover it from a backup with `broker state restore --owner`",),
         )
     _confirm(f"Delete all jobs, clusters and costs in {database}?", yes=yes)
     with hold_daemon(database):
@@ -117,7 +118,7 @@ def reset(yes: options.Yes = False) -> None:
     print_line(f"{database} is now empty")
     if aside is not None:
         print_line(f"the previous file is now {aside}")
-    print_line("adopt running nodes by their tags: `broker gc`, then `broker status`")
+    print_line("adopt running nodes by their tags with `broker gc`, then see `broker status`")
 
 
 @app.command()
@@ -138,7 +139,7 @@ def drop(
     _confirm(f"Delete row {key} of {table}?", yes=yes)
     if not drop_row(context.store, table, key):
         raise UsageError(
-            f"unknown row `{key}` in `{table}`", hints=["the error that reports a damaged row names table and key"]
+            f"unknown row `{key}` in `{table}`", hints=["the error that reports a damaged row names its table and key"]
         )
     print_line(f"deleted row `{key}` of `{table}`")
 
@@ -147,14 +148,14 @@ def drop(
 def export(
     target: Annotated[Path, typer.Argument(metavar="FILE", help="New file, in JSON lines.")],
 ) -> None:
-    """Write the whole state to a file, to move it to another database.
+    """Export the whole state to a file, to move it to another database.
 
     Secrets in it are encrypted with the key in `secret.key`. Stop the daemon before you move live jobs.
     """
     from broker.state.transfer import export_store
 
     if target.exists():
-        raise UsageError(f"{target} exists already", hints=("name a new file",))
+        raise UsageError(f"{target} already exists", hints=("name a new file",))
     moved = export_store(make_context().store, target)
     print_line(f"exported {moved.total:,} rows to {target}")
 
@@ -163,7 +164,7 @@ def export(
 def import_(
     source: Annotated[Path, typer.Argument(metavar="FILE", help="File that `broker state export` wrote.")],
 ) -> None:
-    """Fill an empty state from a file.
+    """Load an exported file into an empty state.
 
     Before anything starts, the running nodes are compared with the records, as after `broker state restore`.
     """
@@ -171,12 +172,12 @@ def import_(
 
     moved = import_store(make_context().store, source)
     print_line(f"imported {moved.total:,} rows from {source}")
-    print_line("adopt running nodes that the file does not list, by their tags: `broker gc`, then `broker status`")
+    print_line("adopt running nodes that the file does not list with `broker gc`, then see `broker status`")
 
 
 @app.command()
 def check() -> None:
-    """Read every row of the state and report what is damaged or refers to missing rows."""
+    """Check every row of the state for damage and dangling references."""
     from broker.state.transfer import check_store
 
     problems = check_store(make_context().store)
@@ -184,7 +185,8 @@ def check() -> None:
         print_line(problem)
     if problems:
         raise StateError(
-            f"the state has {len(problems)} problems", hints=("remove a damaged row with `broker state drop`",)
+            f"the state has {format_count(len(problems), 'problem')}",
+            hints=("remove a damaged row with `broker state drop`",),
         )
     print_line("the state is intact")
 

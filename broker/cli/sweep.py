@@ -40,12 +40,12 @@ Runs = Annotated[
     int | None,
     typer.Option(
         "--runs", metavar="N", min=1, max=10_000, show_default=False,
-        help="Number of runs (default: all combinations of lists).",
+        help="Number of runs (default: every combination of the listed values).",
     ),
 ]  # fmt: skip
-Early = Annotated[EarlyStop, typer.Option("--early-stop", help="Rule that stops runs with a poor loss early.")]
-Parallel = Annotated[int, typer.Option("--parallel", metavar="N", min=1, help="Number of runs at the same time.")]
-Seed = Annotated[int, typer.Option("--seed", metavar="N", help="Seed of the drawn values.")]
+Early = Annotated[EarlyStop, typer.Option("--early-stop", help="Rule for stopping runs with a poor loss early.")]
+Parallel = Annotated[int, typer.Option("--parallel", metavar="N", min=1, help="Maximum number of concurrent runs.")]
+Seed = Annotated[int, typer.Option("--seed", metavar="N", help="Random seed for the sampled values.")]
 Plot = Annotated[Path | None, typer.Option("--plot", metavar="FILE.svg", help="Write a plot of the losses.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the results, or with -d the state, as JSON.")]
 ROWS_MAX = 20
@@ -68,8 +68,8 @@ def sweep(
 ) -> None:
     """Search hyperparameters with managed jobs.
 
-    Each run gets its values as environment variables and reports its loss in progress lines. The same command
-    continues an interrupted sweep, or shows the results of one that has ended.
+    Each run receives its values as environment variables and reports its loss in progress lines. Repeat the
+    command to continue an interrupted sweep, or to show the results of one that has ended.
     """
     from broker.app.sweeping import SweepRequest
     from broker.app.verbs.batches import read_sweep, run_sweep
@@ -153,8 +153,8 @@ def _note_left(state: SweepState) -> None:
     """Say what continues by itself, and what the command is needed for."""
     left = len(state.configurations) - len(state.runs)
     print_note(
-        f"{state.name}: the runs that were started continue by themselves; "
-        f"{left} are left, which the same command without `-d` starts; it also stops poor runs early"
+        f"{state.name}: started runs continue by themselves; "
+        f"the same command without `-d` starts the remaining {left} and stops poor runs early"
     )
     print_note(f"cancel the started runs with `broker jobs cancel {state.name}`")
 

@@ -108,5 +108,5 @@ def record(
     try:
         asyncio.run(recorder.run(ticks))
     except KeyboardInterrupt:
-        print_note("interrupted; the recordings so far are kept")
+        print_note("interrupted; the recordings made so far are kept")
         raise typer.Exit(130) from None

@@ -43,7 +43,7 @@ def upload_files(task: Task, send: Send) -> Task:
 
 def _send_path(path: Path, send: Send) -> str:
     if not path.exists():
-        raise UsageError(f"`{path}` is not there", hints=["paths count from the current folder"])
+        raise UsageError(f"`{path}` does not exist", hints=["paths are relative to the current folder"])
     with tempfile.TemporaryFile() as file:
         write_archive(path, file)
         file.seek(0)

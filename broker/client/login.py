@@ -109,7 +109,7 @@ def connect(login: ServerLogin) -> HTTPConnection:
         if found != login.fingerprint:
             connection.close()
             raise AuthError(
-                f"{login.url} has another certificate than the one of the login",
+                f"{login.url} presents a different certificate than at login",
                 details=(f"expected {login.fingerprint}", f"found    {found}"),
                 hints=("if its operator replaced the certificate, log in again with the new fingerprint",),
             )

@@ -56,9 +56,11 @@ class RemoteSession:
 
     @classmethod
     def open(cls, path: Path, *, on_note: Callable[[str], None]) -> RemoteSession:
+        """Read the login from a file. Raises StateError if it is damaged."""
         return cls(read_login(path), on_note=on_note)
 
     def call(self, verb: Callable[Concatenate[Context, P], T], *arguments: P.args, **named: P.kwargs) -> T:
+        """Send the verb to the server, and answer its callbacks. Raises the server's error by its class."""
         assert not arguments, "verbs take their arguments by name"
         signature = read_signature(verb)
         callbacks = {name: cast("Callable[[Any], None]", named[name]) for name in signature.callbacks}
@@ -144,7 +146,7 @@ class RemoteSession:
                 self._note("the server is still cancelling it; see `broker status`")
         except BrokerError as error:
             self._note(
-                f"interrupted here, but the server could not be told ({error.message}) and continues; see "
+                f"interrupted, but the server could not be notified ({error.message}) and continues; see "
                 "`broker status` and `broker jobs queue`, terminate clusters with `broker down`"
             )
 
@@ -208,12 +210,12 @@ class RemoteSession:
             message = f"the server at {self._login.url} answered with status {answer.status}"
             if answer.status == 401:
                 return AuthError(message, hints=("log in again: `broker login URL --token-file FILE`",))
-            return BrokerError(message, hints=["check that the URL is that of a broker server"])
+            return BrokerError(message, hints=["check that the URL belongs to a broker server"])
 
     def _explain_lost(self, error: Exception) -> BrokerError:
         return UnknownOutcomeError(
             f"the connection to {self._login.url} was lost: {error}",
-            hints=("what was started on the server continues: see `broker status` and `broker jobs queue`",),
+            hints=("everything started on the server continues: see `broker status` and `broker jobs queue`",),
         )
 
 

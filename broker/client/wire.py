@@ -44,6 +44,7 @@ class Verb:
 
     @property
     def function(self) -> Callable[..., Any]:
+        """The function of the verb, imported on first use."""
         module, _, name = self.target.partition(":")
         found: Callable[..., Any] = getattr(importlib.import_module(module), name)
         return found

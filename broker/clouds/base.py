@@ -62,9 +62,11 @@ class HasAccounts(Protocol):
 class CanStop(Protocol):
     """A cloud whose nodes can be stopped, keeping their disk, and started again."""
 
-    async def stop_nodes(self, ids: Sequence[str]) -> None: ...
+    async def stop_nodes(self, ids: Sequence[str]) -> None:
+        """Request the stop of these nodes. Already stopped is success; the list shows when they are."""
 
-    async def start_nodes(self, ids: Sequence[str]) -> None: ...
+    async def start_nodes(self, ids: Sequence[str]) -> None:
+        """Start stopped nodes in their zone. Already running is success. Raises CapacityError."""
 
 
 @runtime_checkable
@@ -128,7 +130,8 @@ class ProvidesSshHosts(Protocol):
     name: ClassVar[str]
 
     @property
-    def user(self) -> str: ...
+    def user(self) -> str:
+        """The login user of the images."""
 
 
 @runtime_checkable
@@ -153,4 +156,5 @@ class CanObserve(Protocol):
 class CanPreempt(Protocol):
     """A simulated cloud that can preempt nodes on demand, as a spot market does."""
 
-    async def preempt_nodes(self, ids: Sequence[str], *, notice_s: float) -> None: ...
+    async def preempt_nodes(self, ids: Sequence[str], *, notice_s: float) -> None:
+        """Preempt nodes after `notice_s` seconds of notice; unknown ones are skipped."""

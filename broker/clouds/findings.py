@@ -58,7 +58,8 @@ class InspectsTypes(Protocol):
 
     async def inspect_types(
         self, config: Config, *, clock: Clock, offers: Sequence[Offer]
-    ) -> Sequence[TypeCheckResult]: ...
+    ) -> Sequence[TypeCheckResult]:
+        """Return a result for each accelerator and count of `offers`. Create nothing."""
 
 
 def group_offers(offers: Sequence[Offer]) -> Mapping[str, Sequence[Offer]]:
@@ -82,4 +83,5 @@ def _find_price(offer: Offer) -> float:
 class CanGlance(Protocol):
     """An inspector whose full check is slow: `broker check` without a cloud calls `glance` instead."""
 
-    async def glance(self, config: Config, *, clock: Clock) -> Sequence[CheckResult]: ...
+    async def glance(self, config: Config, *, clock: Clock) -> Sequence[CheckResult]:
+        """Return quick findings that do not query every region."""

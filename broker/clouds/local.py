@@ -65,22 +65,28 @@ class LocalCloud:
         self._clock = clock
 
     async def check(self) -> None:
+        """Verify that the folder can be locked and written. Raises CloudError."""
         await self._locked(lambda: None)
 
     async def create_nodes(self, request: NodeRequest) -> Sequence[Node]:
+        """Start one machine process per node; a repeated token returns the same nodes."""
         return await self._locked(lambda: self._create(request))
 
     async def list_nodes(self, owner: str) -> NodeList:
+        """List the owner's nodes, ended ones included; the list is always complete."""
         return await self._locked(lambda: NodeList(nodes=tuple(node for node in self._list() if node.owner == owner)))
 
     async def terminate_nodes(self, nodes: Sequence[Node]) -> None:
+        """Kill all processes of the nodes; one that is gone counts as success."""
         ids = [node.id for node in nodes]
         await self._locked(lambda: self._end(ids, state="TERMINATED", reason="terminated"))
 
     async def stop_nodes(self, ids: Sequence[str]) -> None:
+        """Kill all processes of the nodes, and keep their folders."""
         await self._locked(lambda: self._end(ids, state="STOPPED", reason="stopped"))
 
     async def start_nodes(self, ids: Sequence[str]) -> None:
+        """Start the machine processes of stopped nodes again, with the same folders."""
         await self._locked(lambda: self._start(ids))
 
     async def preempt_nodes(self, ids: Sequence[str], *, notice_s: float) -> None:
@@ -100,7 +106,7 @@ class LocalCloud:
             except OSError as error:
                 raise TransientError(
                     f"the local cloud cannot use {error.filename or self._root}: {error.strerror or error}",
-                    hints=("Check that the disk is not full and that you own the folder.",),
+                    hints=("check that the disk is not full and that you own the folder",),
                 ) from error
 
         return await asyncio.to_thread(act)
@@ -252,6 +258,7 @@ def make_env(folder: Path) -> dict[str, str]:
 
 
 def is_alive(folder: Path) -> bool:
+    """Return whether the keeper of a local node lives: it holds a lock that the kernel releases with it."""
     return is_locked(folder / "alive.lock")
 
 
@@ -283,7 +290,7 @@ def settle_end(folder: Path) -> dict[str, Any]:
     if ended is None:
         raise TransientError(
             f"cannot record the end of node `{folder.name}`",
-            hints=(f"Free some disk space for `{folder.parent}`, and check that the folder is writable.",),
+            hints=(f"free some disk space for `{folder.parent}`, and check that the folder is writable",),
         )
     return ended
 
@@ -316,6 +323,7 @@ def socket_folder() -> Path:
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
+    """Read a JSON object; None if the file does not exist. Raises OSError."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError):

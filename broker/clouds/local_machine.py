@@ -68,6 +68,7 @@ def open_lock(folder: str) -> int:
 
 
 def redirect_stdio(log: str) -> None:
+    """Read stdin from /dev/null, and append stdout and stderr to a log of mode 0600."""
     null = os.open(os.devnull, os.O_RDONLY)
     out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     for target, source in ((0, null), (1, out), (2, out)):
@@ -75,6 +76,7 @@ def redirect_stdio(log: str) -> None:
 
 
 def become_subreaper() -> None:
+    """Adopt orphaned descendants, so that they can be found and ended; only on Linux."""
     if IS_LINUX:
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
@@ -110,7 +112,7 @@ def serve(folder: str, ready: int) -> NoReturn:
 
 def check_power(folder: str, preempt_s: float | None) -> float | None:
     """Power off if the agent requested it (`.broker/shutdown` gives the reason), a preemption notice has run out, or
-    the node's folder was deleted, as a node without a folder could be neither listed nor terminated."""
+    the node's folder was deleted because a node without a folder could be neither listed nor terminated."""
     if not read_text(os.path.join(folder, "node.json")):
         power_off(folder, "deleted")
     shutdown = read_text(os.path.join(folder, "home", ".broker", "shutdown"))
@@ -201,6 +203,7 @@ def run_command(header: dict[str, Any], files: list[int]) -> int:
 
 
 def open_unlinked() -> int:
+    """Create a private file without a name, and return its descriptor; the kernel frees it when closed."""
     path = os.path.join(os.environ["TMPDIR"], f".command-{os.getpid()}-{time.monotonic_ns()}")
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
     os.unlink(path)
@@ -208,6 +211,7 @@ def open_unlinked() -> int:
 
 
 def copy_stdin(connection: socket.socket, fd: int, size: int) -> None:
+    """Copy `size` bytes from the connection to the file. Raises ValueError above the limit, EOFError if cut off."""
     if size > REQUEST_BYTES_MAX:
         raise ValueError("too much stdin")
     while size:
@@ -220,6 +224,7 @@ def copy_stdin(connection: socket.socket, fd: int, size: int) -> None:
 
 
 def read_exactly(connection: socket.socket, size: int) -> bytes:
+    """Read `size` bytes. Raises EOFError if the peer closes the connection before."""
     data = bytearray()
     while len(data) < size:
         chunk = connection.recv(size - len(data))
@@ -267,6 +272,7 @@ def kill_tree(folder: str) -> None:
 
 
 def find_victims(folder: str) -> Iterator[int]:
+    """Yield the processes of this node, except zombies without children."""
     if not IS_LINUX:
         yield from find_marked(folder)
         return
@@ -279,6 +285,7 @@ def find_victims(folder: str) -> Iterator[int]:
 
 
 def list_children(pid: int) -> list[int]:
+    """List the child processes of all threads of a process; empty if it is gone."""
     children: list[int] = []
     try:
         for thread in os.listdir(f"/proc/{pid}/task"):
@@ -289,6 +296,7 @@ def list_children(pid: int) -> list[int]:
 
 
 def is_zombie(pid: int) -> bool:
+    """Return whether a process has ended or is gone."""
     return read_text(f"/proc/{pid}/stat").rpartition(")")[2].strip()[:1] in ("Z", "X", "")
 
 
@@ -306,6 +314,7 @@ def find_marked(folder: str) -> list[int]:
 
 
 def send(pid: int, number: int) -> None:
+    """Send a signal; a process that is gone counts as success."""
     try:
         os.kill(pid, number)
     except OSError:
@@ -313,6 +322,7 @@ def send(pid: int, number: int) -> None:
 
 
 def reap() -> None:
+    """Collect the exit codes of all children that have ended."""
     try:
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass
@@ -321,6 +331,7 @@ def reap() -> None:
 
 
 def read_text(path: str) -> str:
+    """Return the content of a file, "" if it cannot be read: its process may be gone."""
     try:
         with open(path, encoding="utf-8", errors="replace") as file:
             return file.read()
@@ -329,6 +340,7 @@ def read_text(path: str) -> str:
 
 
 def write_json(path: str, value: object) -> None:
+    """Replace a file atomically, mode 0600."""
     aside = f"{path}.{os.getpid()}"
     fd = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     with open(fd, "w", encoding="utf-8") as file:
@@ -337,6 +349,7 @@ def write_json(path: str, value: object) -> None:
 
 
 def remove(path: str) -> None:
+    """Delete a file; one that is gone counts as success."""
     try:
         os.unlink(path)
     except OSError:

@@ -79,6 +79,7 @@ class Scrubber:
         self._found: dict[tuple[str, str], str] = {}
 
     def scrub(self, text: str) -> str:
+        """Replace private data with placeholders; equal values get equal placeholders."""
         text = cut_bodies(text)
         for known in sorted(self._known, key=len, reverse=True):
             text = text.replace(known, self._known[known])
@@ -120,6 +121,7 @@ class Tape:
             ) from None
 
     def hear(self, exchange: Exchange) -> None:
+        """Append an exchange without private data; callable from any thread."""
         with self._lock:
             fields = asdict(exchange)
             fields |= {name: self._scrubber.scrub(fields[name]) for name in ("operation", "request", "answer")}
@@ -129,4 +131,5 @@ class Tape:
             self.count += 1
 
     def close(self) -> None:
+        """Close the file."""
         self._file.close()

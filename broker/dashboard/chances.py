@@ -37,6 +37,7 @@ class ChanceCache:
         return points if is_fresh else None
 
     def put(self, job_id: int, points: tuple[ChancePoint, ...], *, now_s: float, is_ended: bool) -> None:
+        """Keep the points of a job; beyond `JOBS_MAX` jobs, the oldest entry is dropped."""
         self._known.pop(job_id, None)
         self._known[job_id] = (now_s, is_ended, points)
         if len(self._known) > JOBS_MAX:
@@ -55,9 +56,7 @@ def show_chances(points: Sequence[ChancePoint]) -> Markup:
         ]
         for each in reversed(points)
     ]  # fmt: skip
-    about = (
-        "From what was left at each moment, with prices and evidence of now. The policy switches to on-demand in time."
-    )
+    about = "Computed from the work left at each moment, at current prices. The policy switches to on-demand in time."
     shown = table(HEADS, rows, caption="Chance of the deadline", right=HEADS[2:])
     return join(
         [
@@ -94,7 +93,7 @@ def _draw(points: Sequence[ChancePoint]) -> Markup:
             parts.append(element("polyline", element("title", tip), points=text, class_=f"curve {kind}"))
 
     curve("spot", "staying on spot to the end", lambda each: each.spot_chance)
-    curve("on-demand", "as the policy runs it", lambda each: each.chance)
+    curve("on-demand", "under the policy", lambda each: each.chance)
     for each in points:
         if each.moment is Moment.LOST:
             x = f"{to_x((each.time_s - begin_s) / span_s):.1f}"

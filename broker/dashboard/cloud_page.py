@@ -24,7 +24,7 @@ def show_clouds(checks: Checks, now_s: float) -> Markup:
     ]  # fmt: skip
     return join(
         [
-            element("p", "Recorded by ", element("code", "broker check"), "; this page asks no cloud.", class_="faint"),
+            element("p", "Recorded by ", element("code", "broker check"), "; no cloud is contacted.", class_="faint"),
             table(["Cloud", "Can launch", "Note", "Checked"], cells, caption="Clouds"),
             *(part for name, each in checks.clouds.items() for part in _show_findings(name, each, now_s)),
         ]

@@ -37,7 +37,7 @@ def show_cost(
             element("p", f"Total: {format_usd(spending.usd)} USD"),
             element("h2", "Days, clouds and jobs"),
             _show_shares(shares, label),
-            element("h2", "Forecasts against what was paid"),
+            element("h2", "Forecasts against actual cost"),
             _show_forecasts(forecasts),
         ]
     )
@@ -79,7 +79,7 @@ def _show_forecasts(forecasts: Sequence[PaidForecast]) -> Markup:
     ]
     heads = ["Job", "Name", "Forecast USD", "Paid USD", "Paid / forecast"]
     right = ["Job", "Forecast USD", "Paid USD", "Paid / forecast"]
-    return table(heads, cells, caption="Forecasts against what was paid", right=right)
+    return table(heads, cells, caption="Forecasts against actual cost", right=right)
 
 
 def _link_job(job_id: int) -> Markup:

@@ -1,4 +1,4 @@
-"""Who may read and act: one link with a token, then a cookie; requests of other sites are refused.
+"""Access control: one link with a token, then a cookie; requests of other sites are refused.
 
 The token is in the URL once and is spent by its first use. The cookie is `HttpOnly` and `SameSite=Strict`. `Host` is
 compared with the address that is listened on, against DNS rebinding; actions also require a matching `Origin` and a
@@ -66,7 +66,7 @@ class Gatekeeper:
         if not hmac.compare_digest(request.cookies.get(COOKIE, "").encode(), self._session.encode()):
             return refuse(401, "open the link that `broker dashboard` printed")
         if request.method == "POST" and request.headers.get("Origin") not in {f"http://{host}" for host in hosts}:
-            return refuse(403, "this action was not requested by a page of the dashboard")
+            return refuse(403, "this action was not submitted from a page of the dashboard")
         return None
 
     def _is_scrape(self, request: web.Request) -> bool:

@@ -79,7 +79,7 @@ def list_families(overview: Overview, places: Sequence[PlaceRow]) -> Iterator[Fa
         for each in places
     ]
     lost = [(labels, float(each.preemptions)) for labels, each in zip(where, places, strict=True)]
-    yield Family("broker_preemptions_total", "counter", "Preemptions of own gangs.", lost)
+    yield Family("broker_preemptions_total", "counter", "Preemptions of your gangs.", lost)
     hazards = [
         (labels, each.hazard_per_hour)
         for labels, each in zip(where, places, strict=True)

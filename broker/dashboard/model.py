@@ -43,7 +43,7 @@ class Attention:
 
 @frozen
 class Overview:
-    """What runs, what it costs and what requires attention. Days and months are those of local time."""
+    """Live jobs and clusters, cost, and the jobs that require attention. Days and months are in local time."""
 
     now_s: float
     spent_usd: float
@@ -58,10 +58,12 @@ class Overview:
 
     @property
     def job_count(self) -> int:
+        """Number of jobs in any status."""
         return sum(self.counts.values())
 
     @property
     def live_count(self) -> int:
+        """Number of jobs that have not ended."""
         return sum(count for status, count in self.counts.items() if not JobStatus(status).is_terminal)
 
 
@@ -143,6 +145,7 @@ class JobPage:
 
     @property
     def job(self) -> Job:
+        """The job that the page shows."""
         return self.explanation.job
 
     @property
@@ -176,7 +179,7 @@ def read_job(context: Context, job: Job) -> JobPage:
 
 @frozen
 class PlaceRow:
-    """What broker has seen of one place: its own spot stays there."""
+    """Observations of one place: this installation's time on spot there."""
 
     cloud: str
     region: str

@@ -234,12 +234,12 @@ def show_places(places: Sequence[PlaceRow], refusals: Sequence[Refusal], now_s: 
         ]
         for each in refusals
     ]  # fmt: skip
-    seen = table(heads, cells, caption="Own stays on spot", right=heads[2:])
+    seen = table(heads, cells, caption="Your time on spot", right=heads[2:])
     return join(
         [
-            element("h2", "Own stays on spot"),
+            element("h2", "Your time on spot"),
             seen if cells else element("p", "No node has run on spot yet."),
-            *_show_rows("Refusals in force", ["Place", "Type", "Market", "Expires in", "Reason"], refused),
+            *_show_rows("Current refusals", ["Place", "Type", "Market", "Expires in", "Reason"], refused),
         ]
     )
 

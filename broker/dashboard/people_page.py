@@ -28,7 +28,7 @@ def show_people(rows: Sequence[PersonRow], now_s: float) -> Markup:
     ]  # fmt: skip
     heads = ["User", "Role", "Valid tokens", "Last change", "Live jobs", "Jobs", "Clusters", "USD this month"]
     right = ["Valid tokens", "Live jobs", "Jobs", "Clusters", "USD this month"]
-    about = "Reading is not recorded: the last change is that of a command that started or changed something."
+    about = "Reading is not recorded: the last change is the last command that started or changed something."
     return join([table(heads, cells, caption="Users", right=right), element("p", about, class_="faint")])
 
 
@@ -55,10 +55,10 @@ def show_login(action: str) -> Markup:
     field = element(
         "input", type="password", name="token", required=True, autocomplete="off", aria_describedby="about-token"
     )
-    about = "The token that `broker login` takes. The session ends after 12 hours, or when the token is revoked."
+    about = "Use the same token as for `broker login`. The session ends after 12 hours, or when the token is revoked."
     return element(
         "form",
-        element("label", "Token of an administrator ", field),
+        element("label", "Administrator's token ", field),
         element("p", about, id="about-token", class_="faint"),
         element("button", "Log in", type="submit"),
         method="post", action=action,

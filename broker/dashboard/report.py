@@ -54,7 +54,7 @@ def list_tables(report: Report) -> Sequence[tuple[str, Sequence[str], Sequence[S
 
 def write_markdown(report: Report) -> str:
     """Write Markdown; foreign names are escaped, so that they make neither markup nor columns."""
-    lines = [f"# Report of {report.period.name}", "", f"Made {_show_time(report.made_s)}, local time.", ""]
+    lines = [f"# Report for {report.period.name}", "", f"Made {_show_time(report.made_s)}, local time.", ""]
     lines += [f"- {name}: {text}" for name, text in list_figures(report)]
     for title, heads, rows in list_tables(report):
         lines += ["", f"## {title}", ""]

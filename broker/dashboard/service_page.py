@@ -65,7 +65,7 @@ def show_service(line: ServiceLine, events: Sequence[ServiceEvent], now_s: float
     return join(
         [
             element("p", service.failure, class_="note") if service.failure else None,
-            element("p", "The balancer does not run.", class_="note") if line.load is None else None,
+            element("p", "The balancer is not running.", class_="note") if line.load is None else None,
             element("dl", *cards, class_="figures"),
             element("h2", "Replicas"),
             table(heads, replicas, caption="Replicas", right=right) if replicas else element("p", "No replicas yet."),

@@ -59,6 +59,7 @@ def find_lease_s(job: Job, cluster: Cluster, store: Store, clock: Clock) -> floa
 
 
 def get_unattended_s(task: Task) -> float:
+    """Return the time in seconds that a task's machines may continue alone, 12 h by default."""
     return UNATTENDED_S if task.unattended_s is None else task.unattended_s
 
 
@@ -94,7 +95,8 @@ def describe_allowances(plans: Sequence[Plan]) -> Sequence[str]:
 
 
 def describe_allowance(allowed_s: float) -> str:
-    return f"continues for up to {show_hours(allowed_s)} without this machine; a preemption meanwhile waits for it"
+    """Return what happens to the machines while this one is away, as the end of a sentence."""
+    return f"continues for up to {show_hours(allowed_s)} without this machine; preemptions are handled when it is back"
 
 
 def show_hours(duration_s: float) -> str:

@@ -30,6 +30,7 @@ class Availability:
 
 
 def name_place(placement: Placement) -> PlaceKey:
+    """Return the key by which observations and refusals of a placement are kept."""
     offer = placement.offer
     return (offer.cloud, offer.region, offer.zone, offer.instance_type)
 

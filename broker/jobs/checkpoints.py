@@ -77,6 +77,7 @@ def is_saving(task: Task) -> bool:
 
 
 def names_our_folder(task: Task) -> bool:
+    """Return whether `setup` or `run` mentions the checkpoint folder, a sign that the program saves its state."""
     return any(SAVES.search(text) for text in (task.setup, task.run) if text)
 
 

@@ -46,7 +46,8 @@ LOCK_TRIES = 10  # a command that tests the lock holds it for an instant
 class Controller(Protocol):
     """A controller that the daemon steps; `step` returns seconds until the next step."""
 
-    async def step(self) -> float: ...
+    async def step(self) -> float:
+        """Take one idempotent step; return seconds until the next one. A FencedError ends the controller."""
 
     async def rest(self, wait_s: float, wake: asyncio.Event) -> None:
         """Wait until the next step is due: about `wait_s`, or until `wake` is set."""
@@ -155,9 +156,9 @@ def ensure_daemon(config: Config, store: Store, argv: Sequence[str]) -> None:
             return  # another daemon was faster, or this one has already finished
         last = path.read_text(errors="replace").strip().rpartition("\n")[2]
         reason = f"killed by signal {-returncode}" if returncode < 0 else last or f"it exited with code {returncode}"
-        hints = ["`broker status` starts it again; recorded jobs then continue", f"its log is {path}"]
+        hints = ["`broker status` starts it again; recorded jobs then continue", f"see its log in {path}"]
         raise StateError(f"the jobs daemon did not start: {reason}", hints=hints)
-    raise StateError("the jobs daemon does not take its lock", hints=[f"its log is {path}"])
+    raise StateError("the jobs daemon does not acquire its lock", hints=[f"see its log in {path}"])
 
 
 def _start_process(argv: Sequence[str], log_path: Path) -> subprocess.Popen[bytes]:

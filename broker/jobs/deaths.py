@@ -2,7 +2,7 @@
 
 By default a job is restarted while it makes headway: a step or checkpoint beyond the one it had reached at its last
 failure. Failures at steps 40, 90 and 130 are three restarts; three failures at step 40 end the job. A job that has
-never reached a step fails at once, as a typo is not worth retrying, unless a signal ended a program that keeps
+never reached a step fails at once because a typo is not worth retrying, unless a signal ended a program that keeps
 checkpoints.
 """
 

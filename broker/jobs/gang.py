@@ -13,7 +13,9 @@ class GangReport(Protocol):
     """The state of a run at one poll."""
 
     @property
-    def status(self) -> RunStatus: ...
+    def status(self) -> RunStatus:
+        """The state of the run, as the head reports it."""
+
     @property
     def returncode(self) -> int | None:
         """Exit code of the first failed program; None before the run's end or if no program exited."""
@@ -25,7 +27,9 @@ class GangReport(Protocol):
         ...
 
     @property
-    def progress(self) -> Progress | None: ...
+    def progress(self) -> Progress | None:
+        """The newest progress line of the program; None before the first."""
+
     @property
     def reason(self) -> str:
         """Why the run ended, if the node knows more than its status says."""

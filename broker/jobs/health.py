@@ -52,6 +52,7 @@ class HealthSignals:
 
 
 def classify(signals: HealthSignals) -> Verdict:
+    """Return the verdict on an attempt from its signals. The order of the tests decides: a success always counts."""
     if signals.status is RunStatus.SUCCEEDED:
         return Verdict.SUCCEEDED
     if signals.is_unflushed:
@@ -100,4 +101,5 @@ def measure_doubt_s(signals: HealthSignals) -> float:
 
 
 def list_lost_ranks(nodes: Sequence[Node]) -> Sequence[int]:
+    """List the ranks of nodes that the cloud has terminated or stopped."""
     return [node.rank for node in nodes if node.state in (NodeState.TERMINATED, NodeState.STOPPED)]

@@ -99,7 +99,7 @@ class InPlace:
         return new
 
     def _replace(self, job: Job, cluster: Cluster) -> Kept:
-        """Replace lost nodes one at a time; the first refusal gives up, as the place has no capacity."""
+        """Replace lost nodes one at a time; the first refusal gives up because the place has no capacity."""
         if self._replacing is not None:
             if not self._replacing.done():
                 return Kept.WAITING
@@ -149,4 +149,5 @@ def has_ended(report: GangReport) -> bool:
 
 
 def are_running(nodes: Sequence[Node]) -> bool:
+    """Return whether the cloud lists every node as running."""
     return all(node.state is NodeState.RUNNING for node in nodes)

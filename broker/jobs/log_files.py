@@ -30,6 +30,7 @@ RANK_MARK = re.compile(r"\(rank(\d+)\) ")
 
 
 def get_log_path(logs: Path, job_id: int) -> Path:
+    """Return the path of a job's log, which collects the output of all its attempts."""
     return logs / "jobs" / f"{job_id}.log"
 
 

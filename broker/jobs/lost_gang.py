@@ -118,5 +118,6 @@ def has_ended_itself(node: Node) -> bool:
 
 
 def have_leases_ended(nodes: Sequence[Node]) -> bool:
+    """Return whether nodes are gone, and all of them because their lease expired."""
     gone = [node for node in nodes if node.state in GONE]
     return bool(gone) and all(node.reason == NodeEnd.LEASE for node in gone)

@@ -52,9 +52,11 @@ class AttemptMonitor:
         self.unflushed = self.unflushed or report.unflushed
 
     def is_suspicious(self, report: GangReport) -> bool:
+        """Return whether a report requires a list of the cloud: a silent node or a failed run."""
         return bool(report.unreachable) or report.status in (RunStatus.FAILED, RunStatus.FAILED_SETUP)
 
     def needs_list(self, report: GangReport, now_s: float) -> bool:
+        """Return whether to list the cloud's nodes now: on suspicion, and otherwise periodically."""
         return self.is_suspicious(report) or is_due(self._listed_s, LIST_EVERY_S, now_s)
 
     def list_new_advisories(self, report: GangReport, cluster: Cluster) -> list[int]:
@@ -64,9 +66,11 @@ class AttemptMonitor:
         return sorted(node.rank for node in new)
 
     def record_list(self, now_s: float) -> None:
+        """Note a complete list; the period starts again."""
         self._listed_s = now_s
 
     def needs_lease(self, now_s: float) -> bool:
+        """Return whether the leases of the nodes are due for renewal."""
         return is_due(self._leased_s, LEASE_EVERY_S, now_s)
 
     def is_attended(self, now_s: float) -> bool:
@@ -74,6 +78,7 @@ class AttemptMonitor:
         return not is_due(self._leased_s, ATTENDED_S, now_s)
 
     def record_lease(self, now_s: float) -> None:
+        """Note a successful renewal; a failed one stays due."""
         self._leased_s = now_s
 
     def record_silence(self, now_s: float) -> bool:
@@ -95,8 +100,8 @@ class AttemptMonitor:
     def measure_stall_s(self, report: GangReport, now_s: float) -> float:
         """Return the seconds without a new step, counted from the first poll if the program has reported none.
 
-        Time in which the head is silent does not count, as the program may be working. Neither does time for which the
-        program announced that no step is to be expected (`busy_s`: a restore, a compilation).
+        Time in which the head is silent does not count because the program may be working. Neither does time for which
+        the program announced that no step is to be expected (`busy_s`: a restore, a compilation).
         """
         step = report.progress.step if report.progress else None
         elapsed_s = self._stopwatch.observe(now_s)
@@ -115,6 +120,7 @@ class AttemptMonitor:
     def read_signals(
         self, report: GangReport, cluster: Cluster, now_s: float, *, nodes_min: int | None = None
     ) -> HealthSignals:
+        """Combine report, listed nodes and elapsed time to the signals for `classify`."""
         elapsed_s = self._stopwatch.observe(now_s)
         if report.unreachable:
             self.record_silence(now_s)

@@ -34,7 +34,7 @@ class NodeReplacer:
         self._replacing: asyncio.Task[Cluster] | None = None
         self._participants: frozenset[str] = frozenset()
         self._reported: set[str] = set()
-        self._ending_s: dict[str, float] = {}  # node id -> when its termination was last requested, as it cannot join
+        self._ending_s: dict[str, float] = {}  # node id -> when its termination was last requested: it cannot join
         self._refusals = 0  # consecutive
         self._next_try_s = 0.0
 
@@ -142,5 +142,6 @@ class NodeReplacer:
 
 
 def list_live(cluster: Cluster) -> list[Node]:
+    """List the nodes that the cloud has neither terminated nor stopped."""
     lost = list_lost_ranks(cluster.nodes)
     return [node for node in cluster.nodes if node.rank not in lost]

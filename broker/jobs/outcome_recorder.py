@@ -173,12 +173,15 @@ class OutcomeRecorder:
         return 0.0
 
     def record_success(self, job: Job, attempt: Attempt) -> float:
+        """End the job as SUCCEEDED; the cluster is taken down afterwards."""
         return self.end_job(job, attempt, JobStatus.SUCCEEDED, Outcome(kind=OutcomeKind.SUCCEEDED), "")
 
     def record_overspending(self, job: Job, attempt: Attempt, failure: str) -> float:
+        """End the job as FAILED because its budget is used up; its checkpoints are kept."""
         return self.end_job(job, attempt, JobStatus.FAILED, Outcome(kind=OutcomeKind.BUDGET_EXCEEDED), failure)
 
     def end_job(self, job: Job, attempt: Attempt, status: JobStatus, outcome: Outcome, failure: str) -> float:
+        """Commit attempt and job in one transaction; return 0, so that the teardown follows at once."""
         with self._store.transaction():
             self._store.jobs.put_attempt(replace(attempt, outcome=outcome))
             self.finish_job(job, status, outcome.kind, failure)

@@ -48,15 +48,17 @@ class BucketOutcomes:
     """Read the outcomes and logs that agents write to the checkpoint bucket."""
 
     async def read_outcome(self, place: str, attempt: int) -> RunResult | None:
+        """Return the result that the head left in the bucket; None if there is none."""
         content = await asyncio.to_thread(_read, place, name_outcome(attempt))
         return None if content is None else parse_outcome(content)
 
     async def read_log(self, place: str, attempt: int) -> bytes | None:
+        """Return the log that the head left in the bucket; None if there is none."""
         return await asyncio.to_thread(_read, place, name_log(attempt))
 
 
 def parse_outcome(content: bytes) -> RunResult | None:
-    """Parse a result; None for content that no agent wrote, as a program can write to its job's folder."""
+    """Parse a result; None for content that no agent wrote because a program can write to its job's folder."""
     try:
         fields: Mapping[str, Any] = json.loads(content)
         status = RunStatus(fields["status"])

@@ -13,7 +13,7 @@ from broker.types import Attempt, Progress
 
 @frozen
 class RunEnd:
-    """How a run ended.
+    """The end of a run.
 
     `failed_rank`: the rank whose program failed first; the last lines are from it. `is_whole`: every node runs and
     answers, so the next attempt may use them. `unflushed`: the program succeeded, and this is why files that it wrote
@@ -33,13 +33,20 @@ class ReportsEnd(Protocol):
     """A gang's report, or a result in the bucket."""
 
     @property
-    def returncode(self) -> int | None: ...
+    def returncode(self) -> int | None:
+        """Exit code of the first failed program; None if none exited."""
+
     @property
-    def reason(self) -> str: ...
+    def reason(self) -> str:
+        """Why the run ended, if the node knows more than the status; otherwise empty."""
+
     @property
-    def failed_rank(self) -> int | None: ...
+    def failed_rank(self) -> int | None:
+        """Rank that failed first; None if it is unknown."""
+
     @property
-    def unflushed(self) -> str: ...
+    def unflushed(self) -> str:
+        """Files that did not reach their mounted bucket, described; empty if all did."""
 
 
 def read_run_end(

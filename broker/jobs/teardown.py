@@ -31,7 +31,7 @@ class AttemptTeardown:
         self._flush = ""  # as last reported
 
     async def terminate(self, attempt: Attempt) -> None:
-        """Terminate the nodes; return once they are confirmed gone, as no other attempt may start before."""
+        """Terminate the nodes; return once they are confirmed gone because no other attempt may start before."""
         await self._provisioner.down(attempt.cluster)
         self.close(attempt)
 
@@ -64,6 +64,7 @@ class AttemptTeardown:
         self._flush = report.flush
 
     async def cancel(self, job: Job, live: Attempt | None) -> None:
+        """Stop the program of a cancelled job, keep its log, and terminate its cluster. Idempotent."""
         cluster = self._store.clusters.get(live.cluster) if live else None
         if live and cluster and live.running_s is not None and not live.outcome:
             await self.end_program(live, cluster, grace_s=find_grace_s(job))
@@ -90,6 +91,7 @@ class AttemptTeardown:
         self._store.jobs.put_attempt(replace(attempt, ended_s=now_s, usd=usd))
 
     async def copy_log(self, attempt: Attempt, cluster: Cluster) -> None:
+        """Append the new part of the run's log to the job's log; unreachable nodes are skipped."""
         run_id = get_run_id(attempt, cluster)
         await copy_log(self._store, self._gang, self._config.logs, attempt=attempt, cluster=cluster, run_id=run_id)
 

@@ -1,4 +1,4 @@
-"""What a daemon drives: the jobs and services of a state folder that it leads, or jobs claimed in a shared store."""
+"""A daemon's workload: the jobs and services of a state folder that it leads, or jobs claimed in a shared store."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def list_keys(store: Store) -> Sequence[Key]:
 
 
 class Workload(Protocol):
-    """Which jobs and services this process may drive now."""
+    """The jobs and services that this process may drive now."""
 
     def refresh(self) -> Sequence[Key]:
         """Return what to drive. Raises FencedError for a leader that was replaced, StateError."""
@@ -51,7 +51,9 @@ class Workload(Protocol):
         """Return the live jobs whose cancellation was requested."""
         ...
 
-    def does_housekeeping(self) -> bool: ...
+    def does_housekeeping(self) -> bool:
+        """Return whether this process collects machines and prunes records."""
+
     def hold(self, key: Key) -> AbstractContextManager[None]:
         """Let the block write for it, or for `HOUSEKEEPING`. Raises FencedError where it is not ours."""
         ...
@@ -79,24 +81,30 @@ class LeaderWorkload:
         return list_keys(self._store)
 
     def is_mine(self, key: Key) -> bool:
+        """Return True: the leader drives every job."""
         return True
 
     def is_lost(self, key: Key) -> bool:
+        """Return False: a leader that was replaced fails at its next write instead."""
         return False
 
     def list_cancelled(self) -> Sequence[int]:
+        """Return the live jobs whose cancellation was requested, by one query."""
         return self._store.jobs.list_cancel_requested_ids()
 
     def does_housekeeping(self) -> bool:
+        """Return True: only the leader runs."""
         return True
 
     def hold(self, key: Key) -> AbstractContextManager[None]:
+        """Return an empty context: the leader's epoch already guards each write."""
         return nullcontext()
 
     def finish(self, key: Key) -> None:
         """Do nothing: the next one to lead drives it again."""
 
     def resign(self) -> None:
+        """Give up the leadership, so that the next daemon starts without waiting."""
         self._store.leader.resign()
 
 
@@ -173,9 +181,11 @@ class SharedWorkload:
         return key not in self._epochs
 
     def list_cancelled(self) -> Sequence[int]:
+        """Return the claimed jobs whose cancellation was requested, as of the last refresh."""
         return self._cancelled
 
     def does_housekeeping(self) -> bool:
+        """Return whether this process holds the claim of the housekeeping."""
         return HOUSEKEEPING in self._epochs
 
     def hold(self, key: Key) -> AbstractContextManager[None]:

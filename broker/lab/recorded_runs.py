@@ -40,6 +40,7 @@ class RecordedMarket:
 
     @property
     def name(self) -> str:
+        """Name of the family and of its zones."""
         return self.family + "/" + "+".join(trace.name for trace in self.traces)
 
 

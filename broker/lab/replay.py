@@ -102,9 +102,11 @@ class Life:
 
     @property
     def is_over(self) -> bool:
+        """Return whether all work is done."""
         return self.saved + self.unsaved >= self.case.work_hours - EPSILON_HOURS
 
     def observe(self) -> tuple[JobView, list[Candidate]]:
+        """Return what a policy may know at this moment: the job, and each site as a candidate."""
         case, candidates = self.case, list[Candidate]()
         for index, site in enumerate(case.sites):
             is_open, placement = self.now[index]
@@ -286,6 +288,7 @@ class Life:
             self.closes[index] = math.inf
 
     def sum_up(self) -> ReplayOutcome:
+        """Return cost, time and losses of the replay so far."""
         return ReplayOutcome(
             usd=self.usd,
             hours=self.hour,

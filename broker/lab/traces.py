@@ -35,6 +35,7 @@ class Trace:
 
     @property
     def hours(self) -> float:
+        """Length of the recording in hours."""
         return len(self.counts) * self.gap_hours
 
     @cached_property
@@ -62,6 +63,7 @@ class Trace:
 
     @property
     def open_share(self) -> float:
+        """Share of ticks with capacity for the whole gang."""
         return sum(count >= self.gang for count in self.counts) / len(self.counts)
 
     def count_periods(self) -> Durations:

@@ -42,6 +42,7 @@ class SpotInputs:
 
     @property
     def hazard(self) -> float:
+        """Preemptions of the gang per hour on spot: the market model's, and those of the interruption band."""
         return find_hazard(self.places, self.evidence) + self.band_hazard
 
     @property
@@ -202,7 +203,7 @@ def add_data_usd(course: RunForecast | RecordedRun, data: DataCost, checkpoints:
 @frozen
 class GangPrices:
     """USD per hour of the whole gang: on spot, the mean of the candidate places; on-demand, per hour of the choice's
-    work, as the cheapest on-demand gang may have other machines."""
+    work because the cheapest on-demand gang may have other machines."""
 
     spot_usd_hour: float = 0.0
     ondemand_usd_hour: float = 0.0

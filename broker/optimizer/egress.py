@@ -38,6 +38,7 @@ class EgressTable:
 
     @classmethod
     def from_prices(cls, prices: Iterable[EgressPrice]) -> EgressTable:
+        """Index prices in USD per GB by cloud, region and target."""
         return cls(rows={(price.cloud, price.from_region, price.target): price.usd_per_gb for price in prices})
 
     def find(self, cloud: str, region: str) -> LeavingPrice:

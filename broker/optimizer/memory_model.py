@@ -25,7 +25,7 @@ USABLE_SHARE = 0.94
 
 @frozen
 class Sharding:
-    """How a model is distributed over accelerators. `zero` 0 is plain data parallelism, 3 is FSDP's full sharding."""
+    """The distribution of a model over accelerators. `zero` 0 is plain data parallelism, 3 is FSDP's full sharding."""
 
     tensor: int = 1
     pipeline: int = 1
@@ -44,6 +44,7 @@ class Sharding:
 
     @property
     def accelerators(self) -> int:
+        """Number of accelerators that hold the model together."""
         return self.tensor * self.pipeline * self.replicas
 
 
@@ -59,9 +60,11 @@ class MemoryEstimate:
 
     @property
     def total(self) -> float:
+        """Bytes on the fullest accelerator."""
         return self.weights + self.gradients + self.optimizer + self.activations + self.gathered
 
     def fits(self, card_gib: float) -> bool:
+        """Return whether the total fits into the usable memory of a card of `card_gib`."""
         return self.total <= usable_bytes(card_gib)
 
 

@@ -148,7 +148,7 @@ def describe_rejections(task: Task, rejections: Sequence[Rejection]) -> str:
     lines = [f"no offer fits{origin}: {describe_request(task, asked)}{more}"]
     for each in rejections:
         nearest = f", nearest {each.nearest}" if each.nearest else ""
-        lines.append(f"  {each.filter:<18}{each.count:>7} offers out{nearest}")
+        lines.append(f"  {each.filter:<18}{each.count:>7} offers excluded{nearest}")
     return "\n".join(lines)
 
 

@@ -33,6 +33,7 @@ class RankedOffer(NamedTuple):
 
     @property
     def hours(self) -> float:
+        """Expected hours to finish; 0 for a task without an amount of work."""
         return 0.0 if self.forecast is None else self.forecast.hours
 
 

@@ -230,6 +230,7 @@ class CostModel:
         )
 
     def make_estimate(self, candidate: RankedOffer) -> Estimate:
+        """Return the estimate of a ranked offer, with the breakdown if the task has an amount of work."""
         placement = place(candidate, self._task.num_nodes)
         if candidate.forecast is None:
             hazard = self._task.num_nodes * hazard_per_node_hour(candidate.offer.interruption_band)

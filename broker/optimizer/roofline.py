@@ -73,6 +73,7 @@ class StepTime:
 
     @property
     def total_s(self) -> float:
+        """Seconds of a step; communication that overlaps with compute is not part of the terms."""
         parallel = self.tensor_s + self.exchange_s + self.pipeline_s + self.data_s
         return self.compute_s + self.memory_s + parallel + self.update_s
 

@@ -77,6 +77,6 @@ def describe_hour_value(plan: Plan) -> str:
     """Describe the value of an hour and its origin."""
     usd = format_usd(plan.hour_value_usd)
     if plan.task.goal and plan.task.goal.hour_value_usd is not None:
-        return f"an hour earlier is worth {usd} USD, as the task says"
-    share = f"{HOUR_VALUE_SHARE * 100:g} % of the on-demand price of the gang"
-    return f"an hour earlier is worth {usd} USD: {share}; set another with `goal: {{hour_value: USD}}`"
+        return f"finishing an hour earlier is worth {usd} USD, as set in the task"
+    share = f"{HOUR_VALUE_SHARE * 100:g} % of the gang's on-demand price"
+    return f"finishing an hour earlier is worth {usd} USD ({share}); change it with `goal: {{hour_value: USD}}`"

@@ -44,6 +44,7 @@ class CostField:
         self.bound = sum(self._rest)
 
     def copy(self) -> Self:
+        """Return a copy for one branch of the search; edges are shared because they never change."""
         twin = type(self).__new__(type(self))
         twin.edges, twin.earlier, twin.later = self.edges, self.earlier, self.later
         twin.kept, twin.unary, twin.tables = list(self.kept), list(self.unary), list(self.tables)
@@ -53,6 +54,7 @@ class CostField:
 
     @property
     def is_decided(self) -> bool:
+        """Whether each task has one state left."""
         return all(len(each) == 1 for each in self.kept)
 
     @property

@@ -114,7 +114,7 @@ class _BranchAndBound:
             self._best, self._value = better, value
 
     def _branch(self, field: CostField) -> list[tuple[float, CostField, int, int]]:
-        """Make one field for every open state of one task, the most promising last, as the stack pops it first."""
+        """Make one field for every open state of one task, the most promising last because the stack pops it first."""
         task = max((v for v, kept in enumerate(field.kept) if len(kept) > 1), key=lambda v: (self._rate(field, v), -v))
         ranked = sorted(((each, i) for i, each in enumerate(field.marginals[task])), reverse=True)
         return [(max(bound, field.bound), field, task, place) for bound, place in ranked]

@@ -63,6 +63,7 @@ class Sums:
             self._around[u].append((v, list(zip(*rows, strict=True))))
 
     def add_up(self, choice: Sequence[int]) -> float:
+        """Return the total cost of one state per task, transfers included."""
         total = sum(costs[i] for costs, i in zip(self.unary, choice, strict=True))
         return total + sum(rows[choice[u]][choice[v]] for (u, v), rows in zip(self._edges, self.tables, strict=True))
 

@@ -36,19 +36,23 @@ class TimedField(CostField):
         self.limit = limit
 
     def copy(self) -> Self:
+        """Return a copy with its own timetable."""
         twin = super().copy()
         twin.times, twin.limit = self.times.copy(), self.limit
         return twin
 
     @property
     def size(self) -> int:
+        """Work of one sweep, of which bounding the hours is two thirds."""
         return 3 * super().size  # hours are bounded forwards and backwards in addition
 
     def restrict(self, v: int, keep: Sequence[int]) -> None:
+        """Keep only these states of task `v`, in costs and in hours."""
         super().restrict(v, keep)
         self.times.restrict(v, keep)
 
     def sweep(self, upper: float, *, is_forward: bool) -> bool:
+        """Exclude states that are too late, then improve the bound of costs; return whether a plan is left."""
         if is_forward:
             while timely := self.times.list_timely(self.limit):
                 for v, keep in timely:

@@ -28,6 +28,7 @@ class State:
 
     @property
     def place(self) -> tuple[str, str]:
+        """Cloud and region, on which transfer costs depend."""
         offer = self.estimate.placement.offer
         return offer.cloud, offer.region
 

@@ -27,6 +27,7 @@ class Timetable:
         ]
 
     def copy(self) -> Timetable:
+        """Return a copy for one branch of the search; edges are shared because they never change."""
         twin = Timetable.__new__(Timetable)
         twin.edges, twin.earlier, twin.later = self.edges, self.earlier, self.later
         twin.kept, twin.hours, twin.tables = list(self.kept), list(self.hours), list(self.tables)
@@ -148,7 +149,7 @@ def find_soonest(problem: Problem, *, work_max: float) -> Found:
 
 
 def _branch(times: Timetable, bound: float) -> list[tuple[float, Timetable, int, int]]:
-    """List all open states of the task with the most dependents, the fastest last, as the stack pops it first."""
+    """List all open states of the task with the most dependents, the fastest last because the stack pops it first."""
     undecided = [v for v, kept in enumerate(times.kept) if len(kept) > 1]
     if not undecided:
         return []

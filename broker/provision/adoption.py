@@ -102,6 +102,7 @@ def find_job(name: str, attempt: int, jobs: Mapping[int, Job]) -> Job | None:
 
 
 def read_job_id(name: str) -> int | None:
+    """Return the job's ID from the name of its cluster; None for any other cluster."""
     match = JOB_CLUSTER.fullmatch(name)
     return int(match[1]) if match else None
 

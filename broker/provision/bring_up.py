@@ -43,8 +43,8 @@ def lock_name(folder: Path, name: str) -> Iterator[None]:
             raise explain_os_error(error, default=path) from error
         if not is_held:
             hints = (
-                "Check progress with `broker status`; once it is up, run on it with `broker exec`.",
-                "Or choose another name with `-c NAME`.",
+                "check progress with `broker status`; once it is up, run tasks with `broker exec`",
+                "or choose another name with `-c NAME`",
             )
             raise UsageError(f"another command is bringing `{name}` up", hints=hints)
         yield
@@ -96,9 +96,9 @@ class ClusterBuilder:
             await self._down(name)
             existing = None
         if existing and existing.status is ClusterStatus.STOPPED:
-            raise UsageError(f"cluster {name} is stopped", hints=(f"Start it with `broker start {name}`.",))
+            raise UsageError(f"cluster {name} is stopped", hints=(f"start it with `broker start {name}`",))
         if existing and existing.status is ClusterStatus.UP:  # another command was faster to the lock
-            raise UsageError(f"cluster {name} has just come up", hints=(f"Run on it with `broker exec {name}`.",))
+            raise UsageError(f"cluster {name} is already up", hints=(f"run a task on it with `broker exec {name}`",))
         return existing.created_s if existing else self._clock.now_s()
 
     async def bring_up(self, spec: LaunchSpec, plan: Plan, *, retry_until_up: bool) -> Cluster:

@@ -42,6 +42,7 @@ class Candidates:
         self._request_counts = Counter[Placement]()
 
     def take_resumed(self) -> Placement | None:
+        """Return the next placement of an earlier, interrupted launch; None if none is left."""
         return self._resumed.pop(0) if self._resumed else None
 
     def take_next(self, busy: frozenset[Zone], is_suspect: Callable[[Placement], bool]) -> RankedPlacement | None:
@@ -49,12 +50,14 @@ class Candidates:
         return self._take_postponed(is_suspect) or self._take_planned(busy)
 
     def take_last_resort(self, is_due: Callable[[Placement], bool]) -> RankedPlacement | None:
+        """Take the best-ranked placement that refused before and `is_due` again; None if none is."""
         due = next((candidate for candidate in self._last_resort if is_due(candidate.placement)), None)
         if due is not None:
             self._last_resort.remove(due)
         return due
 
     def list_last_resort(self) -> Sequence[Placement]:
+        """List the placements that may be retried, best rank first."""
         return [candidate.placement for candidate in self._last_resort]
 
     def put_back(self, rank: int, placement: Placement) -> None:
@@ -62,13 +65,16 @@ class Candidates:
         self._ahead.insert(0, RankedPlacement(rank, placement))
 
     def postpone(self, rank: int, placement: Placement) -> None:
+        """Put aside a placement in a suspect region; the search returns to it once the region is cleared."""
         self._postponed.append(RankedPlacement(rank, placement))
 
     def keep_as_last_resort(self, rank: int, placement: Placement) -> None:
+        """Keep a refused placement for a retry, within the limits of number and requests."""
         if len(self._last_resort) < LAST_RESORT_MAX and self._request_counts[placement] < REQUESTS_MAX:
             insort(self._last_resort, RankedPlacement(rank, placement), key=lambda candidate: candidate.rank)
 
     def count_request(self, placement: Placement) -> None:
+        """Count a request, by which retries of one placement are limited."""
         self._request_counts[placement] += 1
 
     def _take_postponed(self, is_suspect: Callable[[Placement], bool]) -> RankedPlacement | None:
@@ -87,5 +93,6 @@ class Candidates:
 
 
 def find_zone(placement: Placement) -> Zone:
+    """Return the cloud and zone of a placement, or its region if the offer names no zone."""
     offer = placement.offer
     return offer.cloud, offer.zone or offer.region

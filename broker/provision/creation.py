@@ -119,7 +119,7 @@ class NodeCreator:
         if noted and noted != account:
             raise AccountError(
                 f"the launch of {cluster} began in {cloud} account {noted}, but the current login is for {account}",
-                hints=(f"Log in to {noted} (`broker check {cloud}` shows the current login) and try again.",),
+                hints=(f"log in to {noted} (`broker check {cloud}` shows the current login) and try again",),
             )
         if not noted:
             launch.request = replace(launch.request, account=account)

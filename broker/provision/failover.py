@@ -192,7 +192,7 @@ class _FailoverSearch:
     def _is_usable(self, placement: Placement) -> bool:
         cloud = placement.offer.cloud
         if cloud not in self._clouds and not self._failures.is_excluded(placement):
-            error = AuthError(f"cloud {cloud} is not set up", hints=("Run `broker check`.",))
+            error = AuthError(f"cloud {cloud} is not set up", hints=("run `broker check`",))
             self._failures.exclude_cloud(cloud, error)
         return not self._failures.is_excluded(placement)
 

@@ -28,12 +28,15 @@ class SearchFailures:
         return placement.offer.cloud in self._lasting or _name_region(placement) in self._lasting
 
     def exclude_cloud(self, cloud: str, error: CloudError) -> None:
+        """Exclude a cloud from this search, for example because of its login."""
         self._lasting[cloud] = error
 
     def exclude_region(self, placement: Placement, error: CloudError) -> None:
+        """Exclude the placement's region from this search, because of a quota or policy."""
         self._lasting[_name_region(placement)] = error
 
     def exclude_placement(self, placement: Placement, error: CloudError) -> None:
+        """Exclude a placement from this search, and remember its refusal for the final error."""
         self._lasting[describe(placement)] = error
         self._refused.setdefault((placement.offer.cloud, error.message), []).extend(split_zones(placement))
 
@@ -53,6 +56,7 @@ class SearchFailures:
         self.note_reason(placement, reason)
 
     def note_reason(self, placement: Placement, reason: str) -> None:
+        """Remember a temporary refusal for the final error; the placement may be retried."""
         self._has_temporary = True
         self._refused.setdefault((placement.offer.cloud, reason), []).extend(split_zones(placement))
 
@@ -74,7 +78,7 @@ class SearchFailures:
             details=details,
             hints=(
                 *list(dict.fromkeys(hints))[:HINTS_MAX],
-                "Retry until capacity is available with `broker launch -r`, or allow more regions.",
+                "retry until capacity is available with `broker launch -r`, or allow more regions",
             ),
         )
 

@@ -56,12 +56,14 @@ class HedgeTimer:
 
 
 def bound(known: ResponseTime | None, limits: HedgeLimits) -> float:
+    """Return seconds to wait: mean plus four deviations (RFC 6298), within limits; without measurements, the prior."""
     if known is None:
         return limits.prior_s
     return min(limits.most_s, max(limits.least_s, known.mean_s + 4.0 * known.deviation_s))
 
 
 def learn(known: ResponseTime | None, took_s: float) -> ResponseTime:
+    """Update mean and deviation with a measurement in seconds, with the weights 1/8 and 1/4 of RFC 6298."""
     if known is None:
         return ResponseTime(mean_s=took_s, deviation_s=took_s / 2)
     return ResponseTime(

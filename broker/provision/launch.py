@@ -122,6 +122,7 @@ class Launch:
 
     @property
     def placement(self) -> Placement:
+        """The placement that this launch requests."""
         return self.request.placement
 
     @property
@@ -136,6 +137,7 @@ class Launch:
 
     @property
     def created_s(self) -> float | None:
+        """When the cloud confirmed the create call, seconds since the epoch; None before."""
         return self.entered_s.get(LaunchState.CREATED)
 
     @property
@@ -149,10 +151,12 @@ class Launch:
         return self.is_region_suspect and self.created_s is None
 
     def note_unclear(self) -> None:
+        """Count a call without a clear answer, and put the region in doubt."""
         self.unclear_count += 1
         self.on_doubt()
 
     def abandon(self, error: CloudError, now_s: float) -> None:
+        """Stop waiting for a clear answer; whether nodes were created is determined afterwards."""
         self.enter(LaunchState.ABANDONED, now_s)
         self.error = error
         self.on_doubt()
@@ -178,10 +182,12 @@ def make_token(owner: str, cluster: str, attempt: int, placement: Placement, ser
 
 
 def describe(placement: Placement) -> str:
+    """Describe a placement in events and errors: count, machine, pricing and place."""
     return describe_place(make_place(placement))
 
 
 def make_down_error(name: str) -> UsageError:
+    """Make the error for a launch whose cluster was taken down meanwhile."""
     return UsageError(f"{name} was taken down while it came up")
 
 

@@ -134,6 +134,7 @@ class Launcher:
         return gone
 
     def record(self, nodes: Sequence[Node]) -> None:
+        """Record a bill for each node in one transaction. Idempotent."""
         with self._store.transaction():
             for node in nodes:
                 self._store.bills.record(node)
@@ -201,7 +202,7 @@ class Launcher:
         if running is None:
             gone = await self._release(launch)
             cause = _find_cause(gone, spec.timeout_s)
-            raise CapacityError(f"the gang did not come up complete: {cause}", scope="zone")
+            raise CapacityError(f"the gang did not come up completely: {cause}", scope="zone")
         return running
 
     async def _end_unless_open(self, launch: Launch) -> None:
@@ -245,6 +246,7 @@ class SurplusReleaser:
         return frozenset(self._tasks)
 
     def begin(self, launches: Sequence[Launch], on_event: Callable[[Event], None]) -> None:
+        """Terminate surplus launches in the background; the collector continues after a crash."""
         for launch in launches:
             task = asyncio.ensure_future(self._give_back(launch, on_event))
             self._tasks[launch.request.token] = task
@@ -270,4 +272,6 @@ class SurplusReleaser:
 def _find_cause(gone: Sequence[Node], timeout_s: float) -> str:
     """Return the cloud's reasons for nodes that ended by themselves, or that the time was up."""
     causes = sorted({node.reason for node in gone} - {"", NodeEnd.TERMINATED, NodeEnd.MISSING})
-    return f"a node ended by itself ({', '.join(causes)})" if causes else f"not all ran within {timeout_s:.0f} s"
+    if causes:
+        return f"a node terminated by itself ({', '.join(causes)})"
+    return f"not all nodes were running within {timeout_s:.0f} s"

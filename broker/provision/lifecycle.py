@@ -149,6 +149,7 @@ class Provisioner:
         return replace(cluster, nodes=nodes)
 
     def can_replace_node(self, cluster: Cluster) -> bool:
+        """Return whether the cluster's cloud can add single nodes to a gang."""
         return isinstance(self._clouds.get(cluster.placement.offer.cloud), CanExtend)
 
     def measure_start_s(self, cloud: str) -> float:
@@ -217,6 +218,7 @@ class Provisioner:
         self._failover.launcher.record(gone)
 
     async def stop(self, name: str) -> None:
+        """Stop a cluster and wait until every node is stopped. Raises UsageError if its cloud cannot."""
         cluster, cloud = self._find_stoppable(name)
         await cloud.stop_nodes([node.id for node in cluster.nodes])
         await self._wait_all(cluster, NodeState.STOPPED)
@@ -226,6 +228,7 @@ class Provisioner:
             self._change_status(name, ClusterStatus.STOPPED)
 
     async def start(self, name: str) -> Cluster:
+        """Start a stopped cluster and wait until every node runs. Raises CloudError without capacity."""
         cluster, cloud = self._find_stoppable(name)
         await cloud.start_nodes([node.id for node in cluster.nodes])
         with self._store.transaction():
@@ -262,7 +265,7 @@ class Provisioner:
         name = placement.offer.cloud
         if name not in self._clouds:
             raise AuthError(
-                f"{name} is not set up here any more", hints=(f"Run `broker check {name}` to see what is missing.",)
+                f"{name} is no longer set up here", hints=(f"run `broker check {name}` to see what is missing",)
             )
         return self._clouds[name]
 
@@ -281,12 +284,12 @@ class Provisioner:
     def _find_stoppable(self, name: str) -> tuple[Cluster, CanStop]:
         cluster = self._store.clusters.get(name)
         if cluster is None:
-            raise UsageError(f"cluster {name} does not exist", hints=("List clusters with `broker status`.",))
+            raise UsageError(f"cluster {name} does not exist", hints=("list clusters with `broker status`",))
         cloud = self._get_cloud(cluster.placement)
         if not isinstance(cloud, CanStop):
             raise UsageError(
                 f"{cluster.placement.offer.cloud} cannot stop nodes",
-                hints=(f"Terminate it with `broker down {name}`.",),
+                hints=(f"terminate it with `broker down {name}`",),
             )
         return cluster, cloud
 

@@ -36,16 +36,18 @@ class Listing:
         if account and login and account != login:
             return AccountError(
                 f"nodes of {self._cloud} account {account} cannot be seen with a login for account {login}",
-                hints=(f"Log in to {account} (`broker check {self._cloud}` shows the current login) and try again.",),
+                hints=(f"log in to {account} (`broker check {self._cloud}` shows the current login) and try again",),
             )
         return self._listed.unseen.get(region)
 
     @cached_property
     def by_id(self) -> dict[str, Node]:
+        """The listed nodes by ID."""
         return {node.id: node for node in self.nodes}
 
     @cached_property
     def by_token(self) -> dict[str, list[Node]]:
+        """The listed nodes by the token of the request that created them."""
         nodes: dict[str, list[Node]] = {}
         for node in self.nodes:
             nodes.setdefault(node.token, []).append(node)

@@ -78,7 +78,7 @@ async def confirm_gone(
         look_s = min(LOOK_S_MAX, look_s * 1.2)
     raise TransientError(
         f"{cloud.name} did not confirm the termination of {len(ending.seen)} nodes within {GONE_S_MAX:g} s",
-        hints=("Run `broker gc` to try again.",),
+        hints=("run `broker gc` to try again",),
     )
 
 

@@ -34,6 +34,7 @@ class UnavailableOffers:
         self._store = store
 
     def list_active(self) -> tuple[Refusal, ...]:
+        """List the refusals that have not expired."""
         return tuple(self._store.refusals.list_active(self._store.clock.now_s()))
 
     def list_covering(self, placement: Placement, active: Iterable[Refusal]) -> Sequence[Refusal]:
@@ -87,6 +88,7 @@ class UnavailableOffers:
         )
 
     def forgive(self, placement: Placement) -> None:
+        """Delete the refusals that cover a placement, after it has granted nodes."""
         self._store.refusals.forgive(placement)
 
     def note_failed_call(self, cloud: str) -> None:
@@ -99,6 +101,7 @@ class UnavailableOffers:
 
 
 def find_intent_end(error: CloudError) -> IntentEnd:
+    """Return how an intent ends by this error: by quota, without a clear answer, or by a refusal."""
     if isinstance(error, QuotaError):
         return IntentEnd.QUOTA_EXCEEDED
     return IntentEnd.UNCLEAR if isinstance(error, ThrottledError | TransientError) else IntentEnd.REFUSED

@@ -244,7 +244,7 @@ class Trial:
             if not await self._wait_until(has_arrived, BUCKET_S_MAX):
                 raise TransientError(
                     f"the node wrote nothing to {self._folder} within {BUCKET_S_MAX:g} s",
-                    hints=("Allow the node's own login (its role or service account) to write there.",),
+                    hints=("allow the node's own login (its role or service account) to write there",),
                 )
         finally:
             for key in keys:
@@ -268,7 +268,7 @@ class Trial:
         try:
             await self._provisioner.down(self._name)
         except BrokerError as error:
-            error.hints = (f"The node may still cost money: try again with `broker down {self._name}`", *error.hints)
+            error.hints = (f"the node may still cost money: try again with `broker down {self._name}`", *error.hints)
             raise
         return "the cloud confirmed that the node is gone"
 
@@ -280,7 +280,7 @@ class Trial:
             raise TransientError(
                 f"still there: {', '.join(left)}", hints=(f"`broker down {self._name}`", "`broker gc`")
             )
-        result = f"no node is left; {swept} other resources deleted" if swept else "nothing is left"
+        result = f"no nodes are left; {swept} other resources deleted" if swept else "nothing is left"
         return f"{result}; no answer from {', '.join(sorted(listed.unseen))}" if listed.unseen else result
 
     async def _wait_until(self, condition: Callable[[], Awaitable[bool]], limit_s: float) -> bool:

@@ -36,9 +36,11 @@ class Pace:
     clock: ScaledClock
 
     def wait(self) -> None:
+        """Run the clock fast: broker waits for machines, and no program runs."""
         self.clock.set_rate(WAIT_SPEED, floor_s=WAIT_FLOOR_S)
 
     def run(self) -> None:
+        """Run the clock at real time: a program starts or works."""
         self.clock.set_rate(1.0)
 
 

@@ -31,6 +31,7 @@ class Stage:
 
     @property
     def has_work(self) -> bool:
+        """Whether the goal names an amount of work, by which steps are scaled."""
         return self.task.goal is not None and self.task.goal.work_hours is not None
 
     @property
@@ -56,6 +57,7 @@ class RehearsalContext(Context):
 
     @cached_property
     def rehearsed(self) -> Mapping[str, RehearsedCloud]:
+        """The simulated clouds by name, over processes of this machine."""
         return {
             name: make_rehearsed_cloud(
                 name,
@@ -70,6 +72,7 @@ class RehearsalContext(Context):
 
     @cached_property
     def clouds(self) -> Mapping[str, RehearsedCloud]:
+        """The simulated clouds, in place of the real ones."""
         return self.rehearsed
 
     @cached_property
@@ -87,6 +90,7 @@ class RehearsalContext(Context):
         )
 
     def make_controller(self, job_id: int) -> JobController:
+        """Return the real controller, with the simulated clouds and clock."""
         from broker.jobs.controller import JobController
 
         return JobController(

@@ -50,6 +50,7 @@ class SeededMarket:
     _draws: dict[tuple[str, ...], random.Random] = field(default_factory=dict)
 
     def find_period(self, offer: Offer, at_s: float) -> MarketPeriod:
+        """Return the open or closed period at `at_s`, drawn from seed and place."""
         key = name_place(offer)
         periods = self._periods.get(key)
         if periods is None:
@@ -78,6 +79,7 @@ class ReplayedMarket:
     seed: int = 0
 
     def find_period(self, offer: Offer, at_s: float) -> MarketPeriod:
+        """Return the recorded period at `at_s`; the recording repeats."""
         trace, begin_hours = self.find_recording(offer)
         hour = begin_hours + at_s / 3600
         cycle = hour // trace.hours

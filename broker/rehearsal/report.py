@@ -47,6 +47,7 @@ class ReportedAttempt:
 
     @property
     def last_step(self) -> int | None:
+        """The last step that the attempt reported; None without any."""
         return max((line.step for line in self.lines), default=None)
 
     @property
@@ -57,7 +58,7 @@ class ReportedAttempt:
 
 @dataclass(frozen=True, kw_only=True)
 class Resume:
-    """How one attempt resumed after another."""
+    """The resume of one attempt after another."""
 
     number: int  # of the later attempt
     last_step: int
@@ -66,10 +67,12 @@ class Resume:
 
     @property
     def steps_lost(self) -> int:
+        """Number of steps that the next attempt repeated."""
         return max(0, self.last_step - self.begin_step)
 
     @property
     def is_from_scratch(self) -> bool:
+        """Whether the attempt restarted from step 0 although steps had been made."""
         return self.begin_step == 0 and self.last_step > 0
 
     @property
@@ -88,6 +91,7 @@ class Comparison:
 
     @property
     def is_exact(self) -> bool:
+        """Whether all repeated steps have bit-identical losses."""
         return self.steps > 0 and self.equal == self.steps
 
 

@@ -36,9 +36,11 @@ class Strike:
 class ProgressBar(Protocol):
     """A progress bar with a text."""
 
-    def describe(self, text: str) -> None: ...
+    def describe(self, text: str) -> None:
+        """Set the text beside the bar."""
 
-    def update(self, completed: float, *, total: float | None = None) -> None: ...
+    def update(self, completed: float, *, total: float | None = None) -> None:
+        """Set the progress, and the total if it is given."""
 
 
 @dataclass
@@ -102,6 +104,7 @@ class Driver:
         return job
 
     def report_market(self, message: str) -> None:
+        """Print an event of the market with its simulated time."""
         self.write(f"{self._stamp()} ! {message}")
 
     async def _poll(self, job_id: int) -> None:

@@ -43,6 +43,7 @@ class CheckpointInterval:
 
     @property
     def waste_share(self) -> float:
+        """Additional time compared with the best interval, as a share."""
         return self.hours / self.best_hours - 1 if self.best_hours > 0 else 0.0
 
 

@@ -42,12 +42,14 @@ class Transport(Protocol):
         timeout_s: float,
         stdin: bytes = b"",
         env: Mapping[str, str] | None = None,
-    ) -> Completed: ...
+    ) -> Completed:
+        """Run a program on the node and return its output; its exit code is no error."""
 
     async def put(self, node: Node, source: Path, target: str) -> None:
         """Copy a file or a folder's content to `target` (relative to the node's HOME); unchanged files stay."""
 
-    async def open_shell(self, node: Node) -> Shell: ...
+    async def open_shell(self, node: Node) -> Shell:
+        """Return the command that opens an interactive shell on the node."""
 
 
 @runtime_checkable

@@ -141,6 +141,7 @@ class Channel:
         return self._status is not None
 
     def wake(self) -> None:
+        """Tell the controller that there is news; without a listener it is kept until the next wait."""
         self.has_news = True
         if self.listener is not None:
             self.listener.set()

@@ -238,6 +238,7 @@ class Gang:
         ]
 
     async def read_log(self, cluster: Cluster, run_id: int, *, offset: int) -> tuple[bytes, int]:
+        """Return new bytes of the head's log and the next offset; from the session if one is open."""
         head, request = sort_nodes(cluster)[0], {"run_id": run_id, "offset": offset}
         channel = self._channels.find(head, run_id) if self._channels else None
         if channel is not None:
@@ -343,6 +344,7 @@ def pack_agent() -> tuple[str, bytes]:
 
 
 def digest_setup(task: Task, image: str | None) -> str:
+    """Return a digest of everything that `setup` depends on, by which a node skips a repeated one."""
     parts = [task.setup or "", image or "", *(f"{name}={value}" for name, value in sorted(task.envs.items()))]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
@@ -371,7 +373,7 @@ def _read_run_status(answer: Mapping[str, Any] | None) -> RunStatus | None:
 
 
 def parse_progress(line: Mapping[str, Any] | None) -> Progress | None:
-    """Parse a progress line, ignoring invalid fields, as it comes from the user's program."""
+    """Parse a progress line, ignoring invalid fields because it comes from the user's program."""
     if line is None:
         return None
 

@@ -37,18 +37,21 @@ class GangKeys:
 
     @property
     def login_path(self) -> Path:
+        """The private key for logging in to the gang's nodes."""
         return self.folder / LOGIN
 
     @property
     def known_hosts(self) -> Path:
+        """The file that pins the gang's host key."""
         return self.folder / "known_hosts"
 
     def read(self, name: str) -> KeyPair:
+        """Return a key pair. Raises FileNotFoundError after the cluster's end."""
         return KeyPair(private=(self.folder / name).read_text(), public=(self.folder / f"{name}.pub").read_text())
 
 
 class Keys:
-    """One folder per token below `root` (0700). All nodes of a token share a host key, as they share a boot script."""
+    """One folder per token below `root` (0700). All nodes of a token share a host key, like their boot script."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
@@ -104,6 +107,7 @@ class Keys:
 
 
 def make_pair(path: Path, *, comment: str) -> None:
+    """Create an Ed25519 key pair at `path` and `path.pub`. Raises StateError."""
     command = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", comment, "-f", str(path)]
     hints = ("install OpenSSH's client (`apt-get install openssh-client`)",)
     try:
@@ -117,5 +121,6 @@ def make_pair(path: Path, *, comment: str) -> None:
 
 
 def write_private(path: Path, text: str) -> None:
+    """Create a file of mode 0600. Raises FileExistsError if it exists."""
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
         file.write(text)

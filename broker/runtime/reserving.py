@@ -31,7 +31,7 @@ def find_reservation(task: Task, cluster: Cluster) -> Reservation | None:
     """Return the task's reservation; None for whole nodes, as for a task without accelerators.
 
     Among the alternatives that fit the cluster, one that requests exactly a node's accelerators is preferred, then the
-    first. Raises UsageError if none fits, as such a run would never start.
+    first. Raises UsageError if none fits because such a run would never start.
     """
     offer = cluster.placement.offer
     requested = [resources for resources in task.resources if resources.accelerator]

@@ -61,6 +61,7 @@ class Archive:
 
     @property
     def name(self) -> str:
+        """The folder of the archive on a node, from its digest."""
         return self.digest[:DIGEST_LENGTH]
 
 

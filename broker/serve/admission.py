@@ -68,10 +68,12 @@ class Gate:
 
     @property
     def has_keys(self) -> bool:
+        """Whether requests require a key; unreadable keys count as some."""
         return self._ring is None or bool(self._ring.keys)
 
     @property
     def usage(self) -> UsageBook:
+        """Usage by key, counted since the book that the gate began with."""
         return UsageBook(keys=dict(self._used))
 
     def adopt(self, ring: KeyRing) -> None:

@@ -84,7 +84,7 @@ class ServiceController:
         if service.down_requested:
             return self._take_down(service, folder, seen)
         task = self._store.services.get_task(self._name, service.version)
-        assert task.service is not None, "`serve up` accepts tasks with a service only"
+        assert task.service is not None, "`serve up` accepts only tasks with a service"
         seen = [kept for each in seen if (kept := self._settle(service, task.service, each)) is not None]
         self._reconcile(service, task, seen, load)
         self._publish(service, task.service, folder, seen)
@@ -183,7 +183,7 @@ class ServiceController:
         if self._canary is None or not slots:
             return
         task = self._store.services.get_task(self._name, self._canary.version)
-        assert task.service is not None, "`serve update` accepts tasks with a service only"
+        assert task.service is not None, "`serve update` accepts only tasks with a service"
         step = decide(
             self._canary.choose_slots(slots), [each.describe(self._clock.now_s()) for each in seen],
             version=self._canary.version,

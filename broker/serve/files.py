@@ -35,7 +35,7 @@ class Backend:
 
 @frozen
 class Routing:
-    """What the balancer has to do. `generation` grows with each change, so that the controller sees which one acts."""
+    """The balancer's instructions. `generation` grows with each change, so that the controller sees which one acts."""
 
     generation: int
     host: str
@@ -99,34 +99,42 @@ class ServiceFolder:
 
     @property
     def routing(self) -> Path:
+        """Replicas to send requests to; written by the controller."""
         return self.path / "routing.json"
 
     @property
     def load(self) -> Path:
+        """Load and readiness of the replicas; written by the balancer."""
         return self.path / "load.json"
 
     @property
     def keys(self) -> Path:
+        """API keys by their SHA-256; written by `serve keys`."""
         return self.path / "keys.json"
 
     @property
     def keys_lock(self) -> Path:
+        """Lock of the writers of `keys.json`."""
         return self.path / "keys.lock"
 
     @property
     def usage(self) -> Path:
+        """Usage by API key; written by the balancer."""
         return self.path / "usage.json"
 
     @property
     def canary(self) -> Path:
+        """Version and share of the canary, if there is one."""
         return self.path / "canary.json"
 
     @property
     def lock(self) -> Path:
+        """Lock that the running balancer holds."""
         return self.path / "balancer.lock"
 
     @property
     def log(self) -> Path:
+        """Output of the balancer."""
         return self.path / "balancer.log"
 
 

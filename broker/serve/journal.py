@@ -70,7 +70,7 @@ class StreamJournal:
         return len(self._prompt), len(self._ids)
 
     def make_request(self) -> tuple[str | None, dict[str, Any]]:
-        """Return path and body for the next replica; path None: the client's own, as nothing was generated yet."""
+        """Return path and body for the next replica; path None: the client's own because nothing was generated yet."""
         asked = {**self._fields, "return_token_ids": True}
         if self._asks_usage:
             asked["stream_options"] = {**(asked.get("stream_options") or {}), "include_usage": True}
@@ -136,7 +136,7 @@ class StreamJournal:
         return json.dumps({**chunk, **self._head}, separators=(",", ":"))
 
     def _holds_back(self, choice: dict[str, Any]) -> bool:
-        """Record a choice; return whether its ids have no text yet, as they begin a character.
+        """Record a choice; return whether its ids have no text yet because they begin a character.
 
         Such ids are not in the journal until the character is complete: another replica generates them again.
         """

@@ -57,7 +57,7 @@ class KeyRing:
 
 @frozen
 class KeyUsage:
-    """What a key has used since it was created."""
+    """The usage of a key since it was created."""
 
     requests: int = 0
     prompt_tokens: int = 0
@@ -65,6 +65,7 @@ class KeyUsage:
 
     @property
     def tokens(self) -> int:
+        """Tokens of prompts and answers together."""
         return self.prompt_tokens + self.completion_tokens
 
 

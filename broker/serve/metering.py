@@ -126,6 +126,7 @@ class LoadMeter:
         self._samples: deque[ResponseSample] = deque(maxlen=SAMPLES_MAX)
 
     def add(self, sample: ResponseSample) -> None:
+        """Add the sample of an ended response; old ones are dropped when a window is computed."""
         self._samples.append(sample)
 
     def describe(self) -> tuple[LoadWindow, dict[int, LoadWindow]]:

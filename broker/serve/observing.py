@@ -31,6 +31,7 @@ class ObservedReplica:
 
     @property
     def is_running(self) -> bool:
+        """Whether the replica's job runs, ready or not."""
         return self.job is not None and self.job.status is JobStatus.RUNNING
 
     def describe(self, now_s: float) -> ReplicaView:
@@ -62,7 +63,7 @@ class ObservedReplica:
 
 
 def observe(store: Store, replica: Replica, load: Load | None, unfinished: frozenset[int]) -> ObservedReplica:
-    """Join a replica with its job and its load. `load` None: the balancer does not run."""
+    """Join a replica with its job and its load. `load` None: the balancer is not running."""
     job = store.jobs.get(replica.job_id)
     is_over = job is None or (job.status.is_terminal and job.id not in unfinished)
     backend = _find_backend(store, replica, job)
@@ -108,7 +109,7 @@ class DemandMeter:
         self._pid: int | None = None
 
     def measure(self, load: Load | None) -> Demand:
-        """Return the demand; none while the balancer does not run."""
+        """Return the demand; none while the balancer is not running."""
         if load is None:
             return Demand()
         if load.pid != self._pid:

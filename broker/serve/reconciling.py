@@ -42,7 +42,7 @@ class ReplicaView:
 
 @frozen
 class ReplicaStep:
-    """What to do now: start a replica in each of these slots, and drain these replicas."""
+    """The next step: start a replica in each of these slots, and drain these replicas."""
 
     start: tuple[Slot, ...] = ()
     drain: tuple[int, ...] = ()

@@ -39,6 +39,7 @@ class BackendRoute:
 
     @property
     def base_url(self) -> str:
+        """URL of the replica, without a path."""
         return f"http://{self.backend.host}:{self.backend.port}"
 
 

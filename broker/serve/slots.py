@@ -21,7 +21,7 @@ BUDGET_S_MIN = 1.0  # between two observations
 
 @frozen
 class PlacementRequest:
-    """What a placement is chosen from: `count` includes the spare replicas of the policy."""
+    """The inputs of a placement: `count` includes the spare replicas of the policy."""
 
     task: Task
     spec: ServiceSpec

@@ -13,7 +13,7 @@ SENTENCES = {
     ServiceEventKind.REPLICA_READY: "replica {replica} is ready",
     ServiceEventKind.REPLICA_FAILED: "replica {replica} failed: {detail}",
     ServiceEventKind.REPLICA_DRAINED: "replica {replica} was drained and terminated",
-    ServiceEventKind.ROLLED_BACK: "rolled back to version {detail}, as no replica of the new one became ready",
+    ServiceEventKind.ROLLED_BACK: "rolled back to version {detail} because no replica of the new one became ready",
     ServiceEventKind.FAILED: "gave up starting replicas: {detail}",
     ServiceEventKind.CANARY_STARTED: "canary of version {detail} requested",
     ServiceEventKind.CANARY_ENDED: "canary rolled back; version {detail} serves all requests",

@@ -38,6 +38,7 @@ class AdminPages:
         self._sessions: dict[str, tuple[str, float]] = {}  # digest of the token, and when the session ends
 
     def add_routes(self, app: web.Application) -> None:
+        """Add the pages under `/admin` to the application."""
         app.router.add_get(LOGIN, self._show_login)
         app.router.add_post(LOGIN, self._log_in)
         app.router.add_get(STYLE, self._send_style)
@@ -70,12 +71,12 @@ class AdminPages:
         """Begin a session for the token of an administrator."""
         if request.headers.get("Origin") != f"{request.scheme}://{request.host}":
             return _lay_out(
-                "Refused", element("p", "This login was not requested by a page of the server."), status=403
+                "Refused", element("p", "This login was not submitted from a page of this server."), status=403
             )
         digest = digest_token(str((await request.post()).get("token", "")).strip())
         token = self._context.store.tokens.find(digest)
         if token is None or not has_role(token, Role.ADMIN):
-            refused = element("p", "That is no valid token of an administrator.", class_="note", role="alert")
+            refused = element("p", "This is not a valid administrator token.", class_="note", role="alert")
             return _lay_out("Log in", refused, show_login(LOGIN), status=403)
         session = secrets.token_urlsafe(32)
         self._sessions[session] = (digest, self._context.clock.now_s() + SESSION_S)

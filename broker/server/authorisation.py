@@ -1,4 +1,4 @@
-"""Who may do what: the role of a token against the verb, and the owner of what the verb changes."""
+"""Authorisation: the role of a token against the verb, and the owner of what the verb changes."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def check_verb(context: Context, token: Token, verb: Verb, arguments: Mapping[st
     if has_role(token, Role.ADMIN):
         return
     if arguments.get("is_all") and verb.owned:
-        raise DeniedError("`--all` includes what others own", hints=["name your own jobs"])
+        raise DeniedError("`--all` includes resources of other users", hints=["name your own jobs"])
     for kind, name in list_changed(context, verb, arguments):
         owner = context.store.owners.get(kind, name)
         if kind is Owned.CLUSTER and context.store.clusters.get(name) is None:

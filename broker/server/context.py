@@ -35,6 +35,7 @@ class RequestClock(SystemClock):
         self._gone = gone
 
     async def sleep(self, duration_s: float) -> None:
+        """Wait in real time. Raises DisconnectedError if the client has gone."""
         if self._gone.is_set():
             raise DisconnectedError
         await super().sleep(duration_s)
@@ -49,6 +50,7 @@ class Interruption:
         self._running: tuple[asyncio.AbstractEventLoop, asyncio.Task[object]] | None = None
 
     def interrupt(self) -> None:
+        """Cancel the running call, and any that starts later; callable from any thread."""
         with self._lock:
             self._is_interrupted = True
             if self._running is not None:
@@ -78,7 +80,7 @@ class Interruption:
 
 @frozen
 class Policy:
-    """What the operator chose: who runs the controllers, and whether tasks may run on the server's own machine."""
+    """The operator's choices: who runs the controllers, and whether tasks may run on the server's own machine."""
 
     has_controller: bool = True
     has_local_cloud: bool = False

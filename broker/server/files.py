@@ -26,6 +26,7 @@ class FileStore:
         self._folder = folder
 
     def has(self, digest: str) -> bool:
+        """Return whether the files with this SHA-256 are complete on the server."""
         return (self._folder / digest).is_dir()
 
     async def receive(self, digest: str, chunks: AsyncIterator[bytes], *, name: str) -> None:
@@ -42,7 +43,7 @@ class FileStore:
                     found.update(chunk)
                     file.write(chunk)
             if found.hexdigest() != digest:
-                raise InvalidRequestError("the files changed on their way: their SHA-256 differs")
+                raise InvalidRequestError("the files changed in transit: the SHA-256 digest differs")
             self._unpack(archive, digest, name)
         finally:
             archive.unlink(missing_ok=True)

@@ -75,6 +75,7 @@ class Server:
         self._is_leaving = asyncio.Event()
 
     def make_app(self) -> web.Application:
+        """Return the application with all routes behind one guard."""
         app = web.Application(middlewares=[self._guard], client_max_size=MESSAGE_MAX)
         app.router.add_get("/healthz", self._show_health)
         app.router.add_get("/readyz", self._show_readiness)

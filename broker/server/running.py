@@ -71,6 +71,7 @@ class Running:
 
     @property
     def user(self) -> str:
+        """Name of the user who sent the request."""
         return self._request.token.user
 
     async def cancel(self) -> None:
@@ -82,6 +83,7 @@ class Running:
 
     @property
     def has_ended(self) -> bool:
+        """Whether the verb has ended; its frames may still be on their way."""
         return self._ended.is_set()
 
     def leave(self) -> None:
@@ -95,6 +97,7 @@ class Running:
                 return
 
     def answer(self, *, is_accepted: bool) -> None:
+        """Answer the open question; a second answer is ignored."""
         if not self._answer.done():
             self._answer.set_result(is_accepted)
 

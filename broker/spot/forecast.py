@@ -57,6 +57,7 @@ class SpotMarket:
 
     @cached_property
     def mean_open_hours(self) -> float:
+        """Expected length of an open period: the prior, updated with the observed periods."""
         seen, guess = self.candidate.seen, self.prior.mean_open_hours / self.open_paces[1]
         return _mean_hours(
             seen.open_hours, seen.open_ends, self.watched_hours if self.candidate.is_open else 0.0, guess
@@ -64,12 +65,14 @@ class SpotMarket:
 
     @cached_property
     def mean_closed_hours(self) -> float:
+        """Expected length of a closed period: the prior, updated with the observed periods."""
         seen, guess = self.candidate.seen, self.prior.mean_closed_hours / self.closed_paces[1]
         watched = 0.0 if self.candidate.is_open else self.watched_hours
         return _mean_hours(seen.closed_hours, seen.closed_ends, watched, guess)
 
     @property
     def watched_hours(self) -> float:
+        """Hours for which the current period has been observed, without its age when it was first seen."""
         return self.candidate.age_hours - self.candidate.met_hours
 
     def expect_open(self, ahead_hours: float) -> float:

@@ -8,7 +8,7 @@ from broker.frozen import frozen
 
 HOURS_A_MONTH = 730.0
 
-# The advisor's top band is "over 20 %": 30 % is assumed, as its bound is not published.
+# The advisor's top band is "over 20 %": 30 % is assumed because its bound is not published.
 _OVER_TWENTY_PERCENT = 30.0
 # Clouds that publish no band: the middle of the advisor's five is assumed.
 UNKNOWN_BAND_PERCENT = 15.0

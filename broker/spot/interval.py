@@ -27,7 +27,7 @@ def expected_hours(work_hours: float, hazard: float, every_s: float, stall_s: fl
     """Return the expected hours of a run at one place; `hazard` is in preemptions of the gang per hour.
 
     With tau, delta and R for interval, stall and restart: W / tau (1/H + R) (exp(H (tau + delta)) - 1). Daly has
-    exp(H R) / H in place of 1/H + R, as there preemptions also strike restarts.
+    exp(H R) / H in place of 1/H + R because there preemptions also strike restarts.
     """
     tau, delta, restart = every_s / 3600, stall_s / 3600, restart_s / 3600
     if hazard * (tau + delta) < 1e-12:

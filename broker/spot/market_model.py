@@ -69,10 +69,11 @@ class RunDistribution:
     scenario_count: int
 
     def mean(self, value: Callable[[RecordedRun], float]) -> float:
+        """Return the weighted mean of a value over all recorded runs."""
         return sum(weight * value(run) for run, weight in zip(self.runs, self.weights, strict=True))
 
     def chance(self, claim: Callable[[RecordedRun], bool]) -> float:
-        """Return the probability of a claim; never 0 or 1, as there are only a few hundred scenarios."""
+        """Return the probability of a claim; never 0 or 1 because there are only a few hundred scenarios."""
         found = sum(weight for run, weight in zip(self.runs, self.weights, strict=True) if claim(run))
         least = 1 / (self.scenario_count + 2)
         return min(max(found, least), 1 - least)

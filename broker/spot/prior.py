@@ -38,6 +38,7 @@ class Prior:
 
     @cached_property
     def mean_closed_hours(self) -> float:
+        """Expected length of a closed period, from its beginning."""
         return _mean_period_hours(self.closed_hazards)
 
     def learn_open(self, seen: Durations, watched: tuple[float, float] | None = None) -> Paces:
@@ -48,6 +49,7 @@ class Prior:
         return _learn(self.open_hazards, seen.open_hours, seen.open_ends, watched, self.open_weight)
 
     def learn_closed(self, seen: Durations, watched: tuple[float, float] | None = None) -> Paces:
+        """Return the factors on `closed_hazards` for young and for old periods, as `learn_open` does."""
         return _learn(self.closed_hazards, seen.closed_hours, seen.closed_ends, watched, self.closed_weight)
 
 

@@ -26,15 +26,19 @@ class Row(Protocol):
     """A result row; values are read by column name or index."""
 
     def __getitem__(self, key: Any, /) -> Any: ...
-    def keys(self) -> Any: ...
+    def keys(self) -> Any:
+        """Return the names of the columns."""
 
 
 class Cursor(Protocol):
     """The result of one statement."""
 
     @property
-    def rowcount(self) -> int: ...
-    def fetchone(self) -> Any: ...
+    def rowcount(self) -> int:
+        """Number of rows that the statement changed."""
+
+    def fetchone(self) -> Any:
+        """Return the next row; None after the last."""
 
 
 @frozen

@@ -26,7 +26,7 @@ _FREE = "holder NOT IN (SELECT name FROM controllers WHERE until_s > ?)"
 
 @frozen
 class JobLoad:
-    """How many processes share the jobs, and how many jobs are unfinished."""
+    """The number of processes that share the jobs, and of unfinished jobs."""
 
     controller_count: int
     job_count: int

@@ -90,7 +90,7 @@ class IntentRows:
         )
 
     def note_account(self, token: str, account: str) -> None:
-        """Record the account, durably, as the create call follows."""
+        """Record the account, durably because the create call follows."""
         with self._database.transaction():
             request = self.get_request(token)
             assert request is not None, "an intent is written before its account is known"
@@ -151,6 +151,7 @@ class IntentRows:
         )
 
     def count_closed(self, cluster: str) -> int:
+        """Return how many launches of a cluster have ended."""
         rows = self._database.rows("SELECT count(*) FROM intents WHERE cluster = ? AND outcome IS NOT NULL", (cluster,))
         return int(rows[0][0])
 
@@ -199,6 +200,7 @@ class BillRows:
         self._database = database
 
     def list(self, *, on_damage: Callable[[DamagedRowError], None] | None = None) -> Sequence[Bill]:
+        """List all bills, oldest first. Damaged rows are skipped if `on_damage` is given, and raised otherwise."""
         rows = self._database.rows(
             "SELECT cloud, id AS node, cluster, job_id, usd_hour, created_s, ended_s FROM nodes "
             "ORDER BY created_s, rowid"

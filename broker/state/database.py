@@ -51,6 +51,7 @@ class SqliteDatabase:
             raise explain_fault(path, error) from error
 
     def close(self) -> None:
+        """Close the connection; the file stays consistent without it."""
         self._connection.close()
 
     @contextmanager
@@ -91,6 +92,7 @@ class SqliteDatabase:
             FENCE.reset(token)
 
     def read_time_s(self) -> float:
+        """Return this machine's time: one file has one machine."""
         return self.clock.now_s()
 
     def skip_used_ids(self, tables: Sequence[str]) -> None:
@@ -146,6 +148,7 @@ class SqliteDatabase:
             return self.execute(sql, parameters)
 
     def rows(self, sql: str, parameters: Sequence[Any] = ()) -> Sequence[Row]:
+        """Return all rows. Raises StateError, and DamagedRowError for text that is not UTF-8."""
         try:
             return self._connection.execute(sql, parameters).fetchall()
         except sqlite3.OperationalError as error:
@@ -169,6 +172,7 @@ class SqliteDatabase:
             self._connection.text_factory = str
 
     def row(self, sql: str, parameters: Sequence[Any] = ()) -> Row | None:
+        """Return the first row; None without any. Raises as `rows`."""
         rows = self.rows(sql, parameters)
         return rows[0] if rows else None
 
@@ -233,12 +237,12 @@ class SqliteDatabase:
         if version > len(MIGRATIONS):
             raise StateError(
                 f"{self.path} was written by a newer broker (schema {version}, this one knows {len(MIGRATIONS)})",
-                hints=("Upgrade broker, or point `BROKER_HOME` at another folder.",),
+                hints=("upgrade broker, or point `BROKER_HOME` at another folder",),
             )
         if version < 0 or (version < len(MIGRATIONS) and self.is_read_only):
             raise StateError(
                 f"{self.path} has schema {version}, and cannot be brought to schema {len(MIGRATIONS)}",
-                hints=("Make the folder writable.",) if self.is_read_only else list_ways_back(self.path),
+                hints=("make the folder writable",) if self.is_read_only else list_ways_back(self.path),
             )
 
     def _schema_version(self) -> int:

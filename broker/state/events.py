@@ -173,7 +173,7 @@ class RefusalRows:
             )
 
     def forgive(self, placement: Placement) -> None:
-        """Delete the refusals that cover a placement, as it provided a whole gang."""
+        """Delete the refusals that cover a placement because it provided a whole gang."""
         self._database.write(f"DELETE FROM refusals WHERE {_COVERING}", _read_place(placement))
 
     def begin_probe(self, placement: Placement, *, lasts_s: float) -> None:
@@ -189,6 +189,7 @@ class RefusalRows:
             self._database.write(f"UPDATE refusals SET probed_until_s = ? WHERE {where}", (now_s + lasts_s, *bounds))
 
     def list_active(self, now_s: float) -> Sequence[Refusal]:
+        """List refusals that are valid at `now_s`, or probed then, earliest expiry first."""
         rows = self._database.rows(
             "SELECT cloud, region, zone, instance_type, is_spot, expires_s, reason, reask_s, probed_until_s, hints "
             "FROM refusals WHERE expires_s > ?1 OR probed_until_s > ?1 ORDER BY expires_s",

@@ -40,11 +40,11 @@ def explain_fault(path: Path, error: Exception) -> StateError:
     if path.is_dir():
         return StateError(f"{path} is a folder, where the state file is expected", hints=list_ways_back(path))
     hint = {
-        sqlite3.SQLITE_FULL: "Free some space on the disk, then repeat the command: nothing was half written.",
-        sqlite3.SQLITE_READONLY: f"Make {path.parent} and its files writable; until then only commands that read work.",
-        sqlite3.SQLITE_BUSY: "Another broker has been writing for a minute; repeat the command when it has ended.",
-        sqlite3.SQLITE_IOERR: "The disk or file system reports an error: look into the system's log.",
-    }.get(code, "Check that the folder is writable and the disk not full, or set `BROKER_HOME`.")
+        sqlite3.SQLITE_FULL: "free some space on the disk, then repeat the command: nothing was partially written",
+        sqlite3.SQLITE_READONLY: f"make {path.parent} and its files writable; until then, only read commands work",
+        sqlite3.SQLITE_BUSY: "another broker process has been writing for a minute; retry when it has finished",
+        sqlite3.SQLITE_IOERR: "the disk or file system reports an error: see the system log",
+    }.get(code, "check that the folder is writable and the disk not full, or set `BROKER_HOME`")
     return StateError(f"the state file {path} cannot be used: {error}", hints=(hint,))
 
 
@@ -53,15 +53,15 @@ def explain_os_error(error: OSError, *, default: Path) -> StateError:
     path = Path(str(error.filename)) if error.filename is not None else default
     what = error.strerror or str(error)
     if error.errno in FULL:
-        hint = f"Free some space on the disk of {path.parent}, then repeat the command."
+        hint = f"free some space on the disk of {path.parent}, then repeat the command"
     elif error.errno == errno.EROFS:
-        hint = f"Make {path.parent} writable; until then only commands that read work."
+        hint = f"make {path.parent} writable; until then, only read commands work"
     elif error.errno in (errno.EACCES, errno.EPERM):
-        hint = f"Give yourself access: `chmod u+rwX {path}`, and the same for {path.parent}."
+        hint = f"give yourself access: `chmod u+rwX {path}`, and the same for {path.parent}"
     elif error.errno in (errno.EISDIR, errno.ENOTDIR, errno.EEXIST):
-        hint = f"Something else has the name of a file or folder of broker's: move it away, `mv {path} {path}.old`."
+        hint = f"another file has a name that broker uses: move it away with `mv {path} {path}.old`"
     else:
-        hint = "Check the folder and its disk, or set `BROKER_HOME` to another folder."
+        hint = "check the folder and its disk, or set `BROKER_HOME` to another folder"
     return StateError(f"{path} cannot be used: {what}", hints=(hint,))
 
 

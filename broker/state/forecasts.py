@@ -24,7 +24,7 @@ class ForecastRows:
         )
 
     def list(self) -> Mapping[int, ForecastRecord]:
-        """Return the forecasts by job; damaged rows are left out, as nothing else depends on them."""
+        """Return the forecasts by job; damaged rows are left out because nothing else depends on them."""
         rows = self._database.rows("SELECT job_id, body FROM forecasts ORDER BY job_id")
         found = {int(row["job_id"]): _read(row["body"]) for row in rows}
         return {job_id: forecast for job_id, forecast in found.items() if forecast is not None}

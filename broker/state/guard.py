@@ -43,7 +43,7 @@ def read_guard(database: Path) -> Guard | None:
     path = get_path(database)
     if path.is_dir():
         raise StateError(
-            f"{path} is a folder, where a file is expected", hints=(f"Move it away: `mv {path} {path}.old`",)
+            f"{path} is a folder, where a file is expected", hints=(f"move it away: `mv {path} {path}.old`",)
         )
     try:
         data = json.loads(path.read_bytes())

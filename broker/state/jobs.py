@@ -45,7 +45,7 @@ class JobLine:
 
 @frozen
 class LogOffset:
-    """How far a job's log is copied: up to `source_bytes` of the attempt's log, and `file_bytes` of our file."""
+    """The copied part of a job's log: up to `source_bytes` of the attempt's log, and `file_bytes` of our file."""
 
     attempt: int = 0
     source_bytes: int = 0
@@ -154,6 +154,7 @@ class JobRows:
         return keep_readable([partial(_read_line, row) for row in rows], on_damage)
 
     def count(self) -> int:
+        """Return the number of jobs, ended ones included."""
         return int(self._database.rows("SELECT count(*) FROM jobs")[0][0])
 
     def count_by_status(self) -> Mapping[str, int]:
@@ -198,6 +199,7 @@ class JobRows:
         return cursor.rowcount == 1
 
     def is_cancel_requested(self, job_id: int) -> bool:
+        """Return whether a cancellation was requested; False for an unknown job."""
         row = self._database.row("SELECT cancel_requested FROM jobs WHERE id = ?", (job_id,))
         return bool(row and row["cancel_requested"])
 
@@ -268,6 +270,7 @@ class JobRows:
         return LogOffset(**dict(row)) if row else LogOffset()
 
     def set_log_offset(self, job_id: int, offset: LogOffset) -> None:
+        """Record how much of which attempt's log has been copied, so that none is repeated or lost."""
         self._database.write(
             "INSERT INTO log_offsets (job_id, attempt, source_bytes, file_bytes) VALUES (?, ?, ?, ?) "
             "ON CONFLICT (job_id) DO UPDATE SET attempt = excluded.attempt, source_bytes = excluded.source_bytes, "
@@ -357,5 +360,5 @@ def _read_line(row: Row) -> JobLine:
 
 @lru_cache(maxsize=1024)
 def _decode_plain(text: str) -> Task:
-    """Decode a task without secrets; cached, as a controller reads its job at each step and a sweep shares one text."""
+    """Decode a task without secrets; cached: a controller reads its job at each step, and a sweep shares one text."""
     return decode_task(text, {})

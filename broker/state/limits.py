@@ -20,7 +20,7 @@ class LimitScope(StrEnum):
 
 @frozen
 class Limit:
-    """What a user or a project may use; None is unlimited. `usd_month` is per calendar month, local time."""
+    """The limits of a user or a project; None is unlimited. `usd_month` is per calendar month, local time."""
 
     scope: LimitScope
     name: str
@@ -30,7 +30,7 @@ class Limit:
 
 @frozen
 class Commitment:
-    """What one admitted request may cost. `usd` is None where no work is stated.
+    """The expected cost of one admitted request. `usd` is None where no work is stated.
 
     `names` are those of a cluster, the IDs of jobs, or the name and the unique ID of a service. It is pending while the
     request runs, whose work is not recorded yet, and ended once another request took its place.
@@ -69,6 +69,7 @@ class LimitRows:
         return done.rowcount > 0
 
     def list(self) -> Sequence[Limit]:
+        """List the limits by scope and name."""
         rows = self._database.rows("SELECT * FROM limits ORDER BY scope, name")
         return [
             Limit(scope=LimitScope(row["scope"]), name=row["name"], usd_month=row["usd_month"], gpus=row["gpus"])

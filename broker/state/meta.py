@@ -42,10 +42,12 @@ class MetaRows:
             return self._database.clock.now_s()  # damaged: comparing with the clouds once more costs little
 
     def get(self, key: str) -> str | None:
+        """Return a value; None if it was never set."""
         row = self._database.row("SELECT value FROM meta WHERE key = ?", (key,))
         return str(row["value"]) if row else None
 
     def put(self, key: str, value: str) -> None:
+        """Set a value, replacing an earlier one."""
         self._database.write(
             "INSERT INTO meta (key, value) VALUES (?, ?) ON CONFLICT (key) DO UPDATE SET value = excluded.value",
             (key, value),
@@ -74,6 +76,7 @@ class MetaRows:
         return True
 
     def mark_adopted(self, cloud: str) -> None:
+        """Record that a cloud was listed completely after a restore."""
         self.put(f"{ADOPTED}{cloud}", repr(self._database.clock.now_s()))
 
     def forget_adoptions(self, *, prefixes: Sequence[str] = (ADOPTED, SEEN)) -> None:

@@ -13,7 +13,7 @@ from broker.state.base import Database, Row, read_s
 
 
 class Role(StrEnum):
-    """What a token may do; each role may do what those before it may."""
+    """Permissions of a token; each role includes those before it."""
 
     VIEWER = "viewer"  # read
     USER = "user"  # start work, and change what it owns
@@ -79,6 +79,7 @@ class TokenRows:
         return None if is_expired else token
 
     def list(self) -> Sequence[Token]:
+        """List all tokens, oldest first, revoked and expired ones included."""
         return [_read_token(row) for row in self._database.rows("SELECT * FROM tokens ORDER BY id")]
 
     def revoke(self, token_id: int) -> bool:
@@ -102,6 +103,7 @@ class OwnerRows:
         return None if row is None else str(row["person"])
 
     def put(self, kind: Owned, name: str, user: str) -> None:
+        """Set the owner of a cluster or job, replacing an earlier one."""
         with self._database.transaction():
             self._database.execute("DELETE FROM owners WHERE kind = ? AND name = ?", (kind.value, name))
             self._database.execute("INSERT INTO owners (kind, name, person) VALUES (?, ?, ?)", (kind.value, name, user))
@@ -119,6 +121,7 @@ class AuditRows:
         self._database = database
 
     def add(self, *, user: str, verb: str, target: str, outcome: str) -> None:
+        """Append an entry with the current time."""
         self._database.write(
             "INSERT INTO audit (time_s, person, verb, target, outcome) VALUES (?, ?, ?, ?, ?)",
             (self._database.clock.now_s(), user, verb, target, outcome),

@@ -46,6 +46,7 @@ class PostgresRow(tuple[Any, ...]):
         return tuple.__getitem__(self, self.names[key] if isinstance(key, str) else key)
 
     def keys(self) -> list[str]:
+        """Return the names of the columns."""
         return list(self.names)
 
 
@@ -85,11 +86,13 @@ class PostgresDatabase:
         return hide_password(self.url)
 
     def close(self) -> None:
+        """Close the connection, if one was opened."""
         if self._connection is not None:
             self._connection.close()
 
     @contextmanager
     def transaction(self, *, is_durable: bool = True) -> Iterator[None]:
+        """Take the lock of all writers for the transaction, and check the claim (decision 160)."""
         if self._depth:
             yield
             return
@@ -139,17 +142,21 @@ class PostgresDatabase:
             connection.close() if connection is not None else None
 
     def execute(self, sql: str, parameters: Sequence[Any] = ()) -> Cursor:
+        """Execute one statement within a transaction."""
         assert self._depth, "a statement that writes is in a transaction"
         return cast(Cursor, self._run(sql, parameters))
 
     def write(self, sql: str, parameters: Sequence[Any] = (), *, is_durable: bool = True) -> Cursor:
+        """Execute one statement, in a transaction of its own if none is open."""
         with self.transaction(is_durable=is_durable):
             return self.execute(sql, parameters)
 
     def rows(self, sql: str, parameters: Sequence[Any] = ()) -> Sequence[Row]:
+        """Return all rows. Raises StateError if the server cannot be reached."""
         return self._run(sql, parameters).fetchall()
 
     def row(self, sql: str, parameters: Sequence[Any] = ()) -> Row | None:
+        """Return the first row; None without any. Raises StateError if the server cannot be reached."""
         found = self._run(sql, parameters).fetchone()
         return cast("Row | None", found)
 
@@ -158,6 +165,7 @@ class PostgresDatabase:
         return float(self.rows("SELECT extract(epoch FROM clock_timestamp())::float8")[0][0])
 
     def skip_used_ids(self, tables: Sequence[str]) -> None:
+        """Set each table's sequence above its largest ID."""
         for table in tables:
             self.execute(f"SELECT setval(pg_get_serial_sequence('{table}', 'id'), greatest(max(id), 1)) FROM {table}")
 
@@ -172,6 +180,7 @@ class PostgresDatabase:
         )
 
     def copy_if_due(self) -> Path | None:
+        """Return None: backups are the server's own."""
         return None
 
     def _run(self, sql: str, parameters: Sequence[Any]) -> psycopg.Cursor[PostgresRow]:
@@ -222,7 +231,7 @@ class PostgresDatabase:
             if version > len(MIGRATIONS):
                 raise StateError(
                     f"{self} was written by a newer broker (schema {version}, this one knows {len(MIGRATIONS)})",
-                    hints=("Upgrade broker.",),
+                    hints=("upgrade broker",),
                 )
             if version == len(MIGRATIONS):
                 return

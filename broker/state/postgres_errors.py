@@ -25,15 +25,15 @@ def explain_postgres_error(url: str, error: psycopg.Error) -> StateError:
     where = hide_password(url)
     reason = (error.diag.message_primary or str(error).strip().partition("\n")[0]).rstrip(".")
     if isinstance(error, psycopg.errors.InsufficientPrivilege):
-        hint = "Give the user of broker its own database, or a schema in which it may create tables."
+        hint = "give broker's user its own database, or a schema in which it may create tables"
     elif isinstance(error, psycopg.errors.LockNotAvailable | psycopg.errors.QueryCanceled):
-        hint = "Another broker has been writing for a minute; repeat the command when it has ended."
+        hint = "another broker process has been writing for a minute; retry when it has finished"
     elif isinstance(error, psycopg.errors.DiskFull):
-        hint = "Free some space on the server's disk, then repeat the command: nothing was half written."
+        hint = "free some space on the server's disk, then repeat the command: nothing was partially written"
     elif isinstance(error, psycopg.errors.IntegrityError | psycopg.errors.DataError):
         hint = "`broker state check` lists rows that are damaged."
     elif isinstance(error, psycopg.OperationalError):
-        hint = "Check that the server runs and that `state` in `config.toml`, or `BROKER_STATE`, is right; then repeat."
+        hint = "check that the server runs and that `state` in `config.toml`, or `BROKER_STATE`, is right; then repeat"
     else:
         hint = "`broker state check` lists what is wrong with the database."
     return StateError(f"the state in {where} cannot be used: {reason}", hints=(hint,))

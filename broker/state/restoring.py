@@ -240,7 +240,7 @@ def _merge_log(database: Path) -> None:
     except sqlite3.OperationalError as error:
         if (getattr(error, "sqlite_errorcode", 0) & 0xFF) == sqlite3.SQLITE_BUSY:
             raise StateError(
-                f"another broker command has {database} open", hints=("Repeat this when it has ended.",)
+                f"another broker command has {database} open", hints=("retry when it has finished",)
             ) from error
     except (sqlite3.DatabaseError, UnicodeDecodeError):
         pass  # damaged: set aside as it is, with its log
@@ -261,4 +261,5 @@ def _read_identity(database: Path) -> tuple[int, Mapping[str, str]]:
 
 
 def describe_copy(copy: Copy) -> str:
+    """Return name, date and size of a backup as one line."""
     return f"{copy.path.name}  {show_date(copy.time_s)}  {copy.size_bytes / 1024:,.0f} KiB"

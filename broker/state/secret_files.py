@@ -17,10 +17,14 @@ from broker.types.jobs import name_job
 
 
 class SecretStore(Protocol):
-    """Where the secrets of live jobs are kept."""
+    """The store of the secrets of live jobs."""
 
-    def write(self, job_id: int, uid: str, values: Mapping[str, str]) -> None: ...
-    def forget(self, job_id: int, uid: str) -> None: ...
+    def write(self, job_id: int, uid: str, values: Mapping[str, str]) -> None:
+        """Keep the secrets of a job, replacing earlier ones. Raises StateError."""
+
+    def forget(self, job_id: int, uid: str) -> None:
+        """Delete the secrets of an ended job; already deleted is success."""
+
     def read(self, job_id: int, uid: str, names: Sequence[str]) -> Mapping[str, str]:
         """Return the secrets by name, with empty values after the job has ended. Raises DamagedRowError."""
 
@@ -44,6 +48,7 @@ class SecretFiles:
             raise explain_os_error(error, default=path) from error
 
     def write(self, job_id: int, uid: str, values: Mapping[str, str]) -> None:
+        """Create the file with mode 0600 from its first byte on. Raises StateError."""
         path = self._find_path(job_id, uid)
         try:
             path.parent.mkdir(mode=0o700, exist_ok=True)

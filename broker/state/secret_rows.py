@@ -79,6 +79,7 @@ class SecretBox:
         self.fingerprint = hashlib.sha256(b"broker secret key" + key).hexdigest()[:16]
 
     def seal(self, name: str, values: Mapping[str, str]) -> str:
+        """Encrypt values with AES-256-GCM and a random nonce; `name` is authenticated with them."""
         nonce = secrets.token_bytes(NONCE_BYTES)
         sealed = self._cipher.encrypt(nonce, msgspec.json.encode(dict(values)), name.encode())
         return base64.b64encode(nonce + sealed).decode()

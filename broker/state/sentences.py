@@ -201,7 +201,7 @@ def convert(connection: sqlite3.Connection) -> None:
 
 
 def read_outcome(sentence: str, *, is_spot: bool = True) -> Outcome | None:
-    """Return the outcome that an attempt's sentence describes; None for an empty one, as the attempt has not ended."""
+    """Return the outcome that an attempt's sentence describes; None for an empty one: the attempt has not ended."""
     for kind, pattern in _OUTCOMES if sentence else ():
         if found := re.fullmatch(pattern, sentence, re.DOTALL):
             parts = found.groupdict()
@@ -223,6 +223,7 @@ def read_end(status: str, failure: str) -> OutcomeKind | None:
 
 
 def read_event(kind: str, message: str) -> Event:
+    """Convert the sentence of an event to a kind with data; one that matches no pattern becomes a NOTE."""
     if kind == "decision":
         return _read_decision(message)
     for now, pattern in _EVENTS.get(kind, ()):

@@ -75,6 +75,7 @@ class ServiceRows:
         return _read_service(row) if row else None
 
     def list(self) -> Sequence[Service]:
+        """List all services by name."""
         return [_read_service(row) for row in self._database.rows(f"SELECT {COLUMNS} FROM services ORDER BY name")]
 
     def list_names(self) -> Sequence[str]:
@@ -111,6 +112,7 @@ class ServiceRows:
         )
 
     def set_version(self, name: str, version: int) -> None:
+        """Set the version that the service's replicas should have."""
         self._database.write("UPDATE services SET version = ? WHERE name = ?", (version, name))
 
     def set_wanted(self, name: str, wanted: int) -> None:
@@ -118,6 +120,7 @@ class ServiceRows:
         self._database.write("UPDATE services SET wanted = ? WHERE name = ?", (wanted, name))
 
     def set_failure(self, name: str, failure: str) -> None:
+        """Record why the service has failed; empty if it has not."""
         self._database.write("UPDATE services SET failure = ? WHERE name = ?", (failure, name))
 
     def request_down(self, name: str) -> None:
@@ -153,6 +156,7 @@ class ServiceRows:
         return [_read_replica(name, row) for row in rows]
 
     def delete_replica(self, replica: Replica) -> None:
+        """Delete the row of a replica whose job has ended."""
         self._database.write(
             "DELETE FROM service_replicas WHERE service = ? AND number = ?", (replica.service, replica.number)
         )
@@ -171,6 +175,7 @@ class ServiceRows:
             )
 
     def list_events(self, name: str) -> Sequence[ServiceEvent]:
+        """List the events of a service, oldest first."""
         rows = self._database.rows(
             "SELECT number, time_s, kind, replica, detail FROM service_events WHERE service = ? ORDER BY number",
             (name,),

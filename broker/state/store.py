@@ -50,6 +50,7 @@ class Store(SqliteDatabase):
         self.add_repositories(SecretFiles(path.parent / "secrets"))
 
     def add_repositories(self, secrets: SecretStore) -> None:
+        """Create the repositories, which share this store's transactions."""
         self.clusters = ClusterRows(self)
         self.intents = IntentRows(self)
         self.bills = BillRows(self)

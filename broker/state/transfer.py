@@ -63,12 +63,13 @@ COUNTED = ("jobs", "events", "tokens", "audit", "commitments")  # tables that nu
 
 @frozen
 class Moved:
-    """How many rows of each table were written."""
+    """The number of rows written to each table."""
 
     counts: Mapping[str, int]
 
     @property
     def total(self) -> int:
+        """Number of rows that were moved."""
         return sum(self.counts.values())
 
 

@@ -61,4 +61,5 @@ class Bucket(Protocol):
 class MakeBucket(Protocol):
     """The type of the makers in `BUCKETS`. Makes no network call that can wait for the first verb."""
 
-    def __call__(self, url: str) -> Bucket: ...
+    def __call__(self, url: str) -> Bucket:
+        """Return the bucket of a URL. Raises CloudError if its library or login is missing."""

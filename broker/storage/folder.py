@@ -21,6 +21,7 @@ class FolderBucket:
         self._root = root.absolute()
 
     def list_keys(self, prefix: str = "") -> Sequence[StoredKey]:
+        """List files below the prefix; unfinished writes are skipped."""
         place = self._find(prefix)
         files = [place] if place.is_file() else place.rglob("*")
         paths = [each for each in files if each.is_file() and not each.name.endswith(PARTIAL)]
@@ -35,21 +36,26 @@ class FolderBucket:
         return sorted(keys, key=lambda each: each.key)
 
     def read(self, key: str) -> bytes | None:
+        """Return the content; None if there is no such file."""
         try:
             return self._find(key).read_bytes()
         except (FileNotFoundError, IsADirectoryError):
             return None
 
     def write(self, key: str, content: bytes) -> None:
+        """Replace the file atomically."""
         self._put(key, lambda aside: _write(aside, content), is_new=False)
 
     def write_if_absent(self, key: str, content: bytes) -> bool:
+        """Create the file by a hard link, which fails if it exists; return whether it was created."""
         return self._put(key, lambda aside: _write(aside, content), is_new=True)
 
     def upload(self, source: Path, key: str) -> None:
+        """Copy a file in, and replace the target atomically."""
         self._put(key, lambda aside: shutil.copyfile(source, aside), is_new=False)
 
     def download(self, key: str, target: Path) -> bool:
+        """Copy a file out, and replace the target atomically; return False if there is none."""
         aside = target.with_name(f".{target.name}.{uuid.uuid4().hex}{PARTIAL}")
         try:
             shutil.copyfile(self._find(key), aside)
@@ -59,6 +65,7 @@ class FolderBucket:
         return True
 
     def delete(self, key: str) -> None:
+        """Delete the file; one that is gone counts as success."""
         self._find(key).unlink(missing_ok=True)
 
     def _find(self, key: str) -> Path:

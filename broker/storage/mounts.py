@@ -77,6 +77,7 @@ def make_script(steps: Sequence[MountStep]) -> str:
 
 @cache
 def read_program() -> str:
+    """Return the source of `node_mount.py`, which is sent to nodes."""
     return (Path(__file__).parent / "node_mount.py").read_text(encoding="utf-8").rstrip("\n")
 
 
@@ -94,8 +95,8 @@ def price_mounts(
 ) -> tuple[MountPrice, ...]:
     """Price the copies on `node_count` nodes of `cloud`, most expensive first.
 
-    Like the planner (`data_cost.py`): free within a cloud, as a URL does not name the bucket's region; across clouds at
-    the price to the internet.
+    Like the planner (`data_cost.py`): free within one cloud, because a URL does not name the bucket's region; across
+    clouds at the price to the internet.
     """
     prices = []
     for url, gib in sizes_gib.items():

@@ -48,6 +48,7 @@ class MountError(Exception):
 
 
 def main(mode: str, url: str, target: str) -> None:
+    """Bring a bucket or folder to `target` by `mode`: COPY, MOUNT or MOUNT_CACHED. Raises MountError."""
     scheme, _, rest = url.partition("://")
     place = make_room(target)
     if scheme == "file":
@@ -89,6 +90,7 @@ def link_folder(source: pathlib.Path, place: pathlib.Path) -> None:
 
 
 def copy_folder(source: pathlib.Path, place: pathlib.Path) -> None:
+    """Copy a local file or folder to `place`. Raises MountError if it does not exist."""
     if source.is_file():
         fetch_whole(place / source.name if place.is_dir() else place, lambda aside: shutil.copy2(source, aside))
     elif source.is_dir():
@@ -98,6 +100,7 @@ def copy_folder(source: pathlib.Path, place: pathlib.Path) -> None:
 
 
 def copy_bucket(url: str, place: pathlib.Path) -> None:
+    """Download a bucket path to `place`, with obstore or a tool of the node. Raises MountError."""
     if not import_obstore():
         copy_by_tool(url, place)
         return
@@ -128,9 +131,10 @@ def copy_bucket(url: str, place: pathlib.Path) -> None:
 
 
 def find_inside(place: pathlib.Path, name: str) -> pathlib.Path:
+    """Return the file of a key below `place`. Raises MountError for keys with `..`."""
     path = place / name
     if ".." in path.parts:
-        raise MountError(f"the key `{name}` leads out of `{place}`")
+        raise MountError(f"the key `{name}` is outside `{place}`")
     return path
 
 
@@ -156,6 +160,7 @@ def fetch(obstore: Any, store: Any, meta: Any, file: pathlib.Path) -> None:
 
 
 def fetch_whole(file: pathlib.Path, fill: Callable[[pathlib.Path], object]) -> None:
+    """Fill a temporary file and rename it to `file`, so that an interrupted download leaves none."""
     file.parent.mkdir(parents=True, exist_ok=True)
     aside = file.with_name(f".{file.name}.{uuid.uuid4().hex}.partial")
     try:
@@ -257,6 +262,7 @@ def find_r2_login() -> dict[str, str]:
 
 
 def read_text(path: pathlib.Path) -> str:
+    """Return the stripped content of a file, "" if it cannot be read."""
     try:
         return path.read_text(encoding="utf-8").strip()
     except OSError:
@@ -289,6 +295,7 @@ def copy_by_tool(url: str, place: pathlib.Path) -> None:
 
 
 def mount_bucket(scheme: str, rest: str, place: pathlib.Path, *, is_cached: bool) -> None:
+    """Mount a bucket path at `place`; a live mount there is kept, a dead one replaced. Raises MountError."""
     drop_dead_mount(place)
     if os.path.ismount(place):
         return
@@ -337,19 +344,21 @@ def mount_by_rclone(scheme: str, rest: str, place: pathlib.Path, *, is_cached: b
 
 
 def find_rclone_version() -> tuple[int, ...]:
+    """Return the major and minor version of rclone, (0, 0) if it is unknown."""
     done = subprocess.run(["rclone", "version"], check=False, capture_output=True, text=True)
     match = re.match(r"rclone v(\d+)\.(\d+)", done.stdout)
     return (int(match[1]), int(match[2])) if match else (0, 0)
 
 
 def write_whole(path: pathlib.Path, text: str) -> None:
+    """Replace a file atomically."""
     aside = path.with_name(f".{path.name}.{uuid.uuid4().hex}.partial")
     aside.write_text(text, encoding="utf-8")
     aside.replace(path)
 
 
 def drop_dead_mount(place: pathlib.Path) -> None:
-    """Unmount a mount whose program was killed, as every access to it would fail."""
+    """Unmount a mount whose program was killed because every access to it would fail."""
     try:
         place.stat()
     except OSError as error:
@@ -361,6 +370,7 @@ def drop_dead_mount(place: pathlib.Path) -> None:
 
 
 def run(argv: Sequence[str | pathlib.Path]) -> None:
+    """Run a command without the mark of the run. Raises MountError if it fails."""
     # The mount's process outlives the run: it must not carry the mark by which a run's processes are ended.
     environment = {name: value for name, value in os.environ.items() if name != "BROKER_RUN"}
     done = subprocess.run([str(each) for each in argv], check=False, env=environment)

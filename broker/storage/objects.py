@@ -52,6 +52,8 @@ class ObjectBucket:
         self._store, self._library, self._url, self._login = store, obstore, url, login
 
     def list_keys(self, prefix: str = "") -> Sequence[StoredKey]:
+        """List all pages below the prefix. Raises CloudError."""
+
         def look() -> list[StoredKey]:
             pages = self._library.list(self._store, prefix or None, chunk_size=1000)
             return [
@@ -66,6 +68,8 @@ class ObjectBucket:
         return sorted(keys, key=lambda each: each.key)
 
     def read(self, key: str) -> bytes | None:
+        """Return the content; None if there is no such object. Raises CloudError."""
+
         def get() -> bytes | None:
             try:
                 return bytes(self._library.get(self._store, key).bytes())
@@ -75,9 +79,12 @@ class ObjectBucket:
         return self._ask("read", get)
 
     def write(self, key: str, content: bytes) -> None:
+        """Put the object. Raises CloudError."""
         self._ask("write", lambda: self._library.put(self._store, key, content))
 
     def write_if_absent(self, key: str, content: bytes) -> bool:
+        """Put the object on condition that it does not exist; return whether it was created."""
+
         def put() -> bool:
             try:
                 self._library.put(self._store, key, content, mode="create")
@@ -88,9 +95,12 @@ class ObjectBucket:
         return self._ask("write", put)
 
     def upload(self, source: Path, key: str) -> None:
+        """Upload a file in parts. Raises CloudError."""
         self._ask("write", lambda: self._library.put(self._store, key, source, chunk_size=PART_BYTES))
 
     def download(self, key: str, target: Path) -> bool:
+        """Stream the object to a file, replaced atomically; return False if there is none."""
+
         def fetch() -> bool:
             try:
                 parts = self._library.get(self._store, key).stream(READ_BYTES)
@@ -110,6 +120,8 @@ class ObjectBucket:
         return self._ask("read", fetch)
 
     def delete(self, key: str) -> None:
+        """Delete the object; one that is gone counts as success."""
+
         def remove() -> None:
             try:
                 self._library.delete(self._store, key)

@@ -77,6 +77,7 @@ def send_files(
 
 
 def is_changed(file: Path, there: StoredKey | None) -> bool:
+    """Return whether to upload a file: its key is missing, older, or of another size."""
     status = file.stat()
     return there is None or there.size_bytes != status.st_size or there.modified_s < status.st_mtime
 

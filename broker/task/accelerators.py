@@ -97,6 +97,7 @@ def _list_by_memory(figures: Mapping[str, AcceleratorFigures], memory: Quantity,
 
 
 def find_maker(name: str) -> str:
+    """Return the maker of an accelerator by its name, NVIDIA by default."""
     return next((maker for start, maker in _MAKERS if name.startswith(start)), "nvidia")
 
 

@@ -38,6 +38,7 @@ class Rule:
         self._repairs = repairs
 
     def admits(self, text: str) -> bool:
+        """Return whether a text satisfies pattern and length; text that cannot be encoded never does."""
         if not is_text(text) or (self.bytes_max is not None and len(text.encode()) > self.bytes_max):
             return False
         return re.fullmatch(self.pattern, text) is not None

@@ -11,6 +11,7 @@ from broker.types import Secret, Task
 
 
 def encode_task(task: Task) -> str:
+    """Return a task as JSON for the store, without the values of its secrets."""
     hidden = {name: Secret(value="") for name in task.secrets}
     return msgspec.json.encode(replace(task, secrets=hidden)).decode()
 

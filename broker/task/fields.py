@@ -108,7 +108,7 @@ GOAL = Table(
         "budget": Field(shape=Number(), about="Maximum total cost, in USD."),
         "hour_value": Field(
             shape=Number(above=None),
-            about="What an hour earlier is worth, in USD (default: 2 % of the on-demand price of the gang per hour).",
+            about="Value of finishing one hour earlier, in USD (default: 2 % of the gang's on-demand price per hour).",
             examples=(2.5,),
         ),
         "confidence": Field(shape=Number(at_most=0.9999), about="Required chance to meet the deadline (default: 0.9)."),
@@ -296,8 +296,8 @@ TASK = Table(
             ),
         ),
         "api_server_access": Field(
-            shape=Flag(), about="Whether the task may access the SkyPilot server.",
-            later=Later(message="broker has no server", blocks_launch=False),
+            shape=Flag(), about="Access of the task to the SkyPilot server.",
+            later=Later(message="tasks have no access to the broker server", blocks_launch=False),
         ),
         "experimental": Field(
             shape=MapOf(value=Anything()), about="Deprecated name of `config`.",
@@ -306,7 +306,7 @@ TASK = Table(
         "file_mounts_mapping": Field(shape=MapOf(value=Anything()), about="Internal to SkyPilot; no effect."),
         "_metadata": Field(shape=MapOf(value=Anything()), about="Internal to SkyPilot; no effect."),
     },
-    exclusive=(("service", "pool", "keep one of them"),),
+    exclusive=(("service", "pool", "keep only one of them"),),
     retired={
         "env": "use `envs`",
         "environment": "use `envs`",
@@ -340,7 +340,7 @@ HEADER = Table(
         "placement": Field(
             shape=Text(),
             about="Where tasks of a group run (older SkyPilot).",
-            later=Later(message="tasks are placed one by one", blocks_launch=False),
+            later=Later(message="tasks are placed one at a time", blocks_launch=False),
         ),
     },
 )

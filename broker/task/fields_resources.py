@@ -153,17 +153,17 @@ def _has_none(clouds: Sequence[str], message: str, **more: Any) -> dict[str, Lat
 
 
 _PODS = ("kubernetes", "slurm", "ssh")  # tasks there have the disk that the cluster provides
-_NOT_YET_DISK = "choosing local disks is not supported"
+_NOT_YET_DISK = "selecting local disks is not supported"
 
 AUTOSTOP = Table(
     name="autostop",
-    about="When to stop an idle cluster.",
+    about="Stopping an idle cluster.",
     fields={
         "idle_minutes": Field(shape=Whole(maximum=1_000_000), about="Idle minutes before stopping (default: 5)."),
         "down": Field(shape=Flag(), about="Terminate the cluster instead of stopping it."),
         "wait_for": Field(
             shape=Choice(words=("jobs_and_ssh", "jobs", "none")),
-            about="What counts as activity.",
+            about="Activity that resets the idle timer.",
             later=Later(
                 message="only runs count as activity, not SSH sessions", blocks_launch=False,
                 applies=lambda value: value != "jobs",
@@ -183,10 +183,10 @@ JOB_RECOVERY = Table(
     fields={
         "strategy": Field(
             shape=Choice(words=STRATEGY_WORDS),
-            about="Where to go after a preemption: `failover` tries the same place first, `eager_next_region` leaves "
-            "the region at once, `cheapest` plans again, `deadline` (the default where a `goal` has work and "
+            about="Placement after a preemption: `failover` tries the same place first, `eager_next_region` leaves "
+            "the region at once, `cheapest` plans again, `deadline` (the default if the `goal` has work and a "
             "deadline) weighs spot, waiting and on-demand against the remaining time. SkyPilot's "
-            "`DYNAMIC_NODE_SET` is the default strategy with `min_nodes`, 1 unless given.",
+            "`DYNAMIC_NODE_SET` is the default strategy with `min_nodes`, 1 by default.",
         ),
         "max_restarts_on_errors": Field(
             shape=Whole(),
@@ -371,7 +371,7 @@ RESOURCES = Table(
     name="resources",
     about="Resources per node.",
     fields=_list_all(),
-    exclusive=(*_PLACES, ("any_of", "ordered", "keep one of them")),
+    exclusive=(*_PLACES, ("any_of", "ordered", "keep only one of them")),
     retired=_RETIRED,
     elsewhere=_ELSEWHERE,
 )

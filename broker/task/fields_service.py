@@ -16,7 +16,7 @@ READINESS_PROBE = Table(
         "timeout_seconds": Field(shape=_SECONDS, about="Response timeout."),
         "endpoint_probe_interval_seconds": Field(shape=_SECONDS, about="Time between probes."),
         "consecutive_failure_threshold_timeout": Field(
-            shape=_SECONDS, about="A replica that fails for this long counts as failed."
+            shape=_SECONDS, about="A replica whose probes fail for this long counts as failed."
         ),
         "post_data": Field(
             shape=Either(shapes=(Text(), MapOf(value=Anything()))), about="Request body; makes the probe a POST."
@@ -71,7 +71,7 @@ POOL = Table(
         "upscale_delay_seconds": Field(shape=_SECONDS, about="Delay before scaling up."),
         "downscale_delay_seconds": Field(shape=_SECONDS, about="Delay before scaling down."),
     },
-    retired={"spot_placer": "remove it: places are chosen by expected cost"},
+    retired={"spot_placer": "remove it: placements are chosen by expected cost"},
 )
 _POOLS = Later(
     message="worker pools are not supported", hint="launch one managed job per worker", applies=lambda value: True
@@ -88,8 +88,8 @@ SERVICE = Table(
         "ports": Field(shape=Whole(minimum=1, maximum=65535), about="Port of the replicas."),
         "availability": Field(
             shape=Number(above=0, at_most=0.9999),
-            about="Share of time in which all requested replicas should be ready, by which spot and on-demand replicas "
-            "are chosen (broker extension).",
+            about="Share of time with all requested replicas ready; determines the mix of spot and on-demand replicas "
+            "(broker extension).",
             examples=(0.99,),
         ),
         "workers": Field(shape=Whole(), about="Number of workers in a pool.", later=_POOLS),
@@ -98,7 +98,7 @@ SERVICE = Table(
             shape=Table(
                 name="load_balancer",
                 about="The load balancer.",
-                fields={"stream_timeout_seconds": Field(shape=_SECONDS, about="Maximum silence of a stream.")},
+                fields={"stream_timeout_seconds": Field(shape=_SECONDS, about="Maximum silence in a stream.")},
             ),
             about="The load balancer.",
         ),

@@ -30,6 +30,7 @@ class Reader:
         self._hidden += sorted((text for text in texts if len(text) >= _SECRET_MIN), key=len, reverse=True)
 
     def find_origin(self, marked: Marked) -> Origin:
+        """Return the position of a value, for messages after reading."""
         return Origin(file=self.file, line=marked.line, column=marked.column)
 
     def note(self, line: int, column: int, message: str, hint: str | None = None, *, shows_line: bool = True) -> None:
@@ -40,10 +41,12 @@ class Reader:
             self.issues.append(issue)
 
     def fault(self, marked: Marked, message: str, hint: str | None = None) -> None:
+        """Report an error at a value; reading continues, so that all errors are found."""
         self.note(marked.line, marked.column, message, hint)
 
     @property
     def is_full(self) -> bool:
+        """Whether the limit of reported errors is reached."""
         return len(self.issues) >= ISSUES_MAX
 
     def warn(

@@ -63,6 +63,7 @@ def read_autostop(section: Section | None) -> Autostop | None:
 
 
 def read_recovery(section: Section | None) -> JobRecovery:
+    """Read `job_recovery` of the task: that of the first alternative that has one."""
     return _read_recovery(_read_first(section, "job_recovery"))
 
 
@@ -214,7 +215,7 @@ def _check_counts(reader: Reader, section: Section, pairs: _Pairs) -> None:
     """Check counts: a fraction of one accelerator, or whole ones (as in SkyPilot)."""
     for name, count in pairs:
         if hint := _NO_ACCELERATORS.get(name.lower()):
-            reader.note(*section.find_key("accelerators"), f"`accelerators`: `{name}` is no accelerator", hint)
+            reader.note(*section.find_key("accelerators"), f"`accelerators`: unknown accelerator `{name}`", hint)
         if count > 1 and not count.is_integer():
             line, column = section.find_key("accelerators")
             reader.note(
@@ -266,7 +267,7 @@ def _spread(base: Resources, accelerators: _Pairs, images: dict[str, str]) -> tu
 
 
 def _complete_image(image: str, cloud: str | None) -> str:
-    """Return the image with SkyPilot's `docker:`, which may be left out for pods, as they have no machine images."""
+    """Return the image with SkyPilot's `docker:`, which may be left out for pods: they have no machine images."""
     is_pod = cloud == "kubernetes" and not image.startswith((CONTAINER, SKYPILOT))
     return CONTAINER + image if is_pod else image
 

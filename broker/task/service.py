@@ -92,6 +92,6 @@ def _read_policy(reader: Reader, service: Section) -> ReplicaPolicy:
     targets = {} if qps is None else qps if isinstance(qps, dict) else {"": qps}
     read = ReplicaPolicy(replicas_min=policy.get("min_replicas", 1), target_qps=targets, **given)
     if read.replicas_max is not None and read.replicas_max < read.replicas_min:
-        hint = f"raise `max_replicas` to {read.replicas_min} or more"
+        hint = f"set `max_replicas` to {read.replicas_min} or more"
         reader.fault(policy.marks["max_replicas"], "`max_replicas` is less than `min_replicas`", hint)
     return read

@@ -33,6 +33,7 @@ class Shape:
         raise NotImplementedError
 
     def describe(self) -> Schema:
+        """Return the JSON Schema of the values that `read` accepts."""
         raise NotImplementedError
 
 
@@ -40,15 +41,19 @@ class Scalar(Shape):
     """A single word or number: `parse` returns the typed value, or None if it is invalid."""
 
     def parse(self, marked: Marked) -> Any:
+        """Return the converted value; None if the value is invalid."""
         raise NotImplementedError
 
     def hint(self, marked: Marked) -> str | None:
+        """Return how to correct an invalid value; None if nothing is known."""
         return None
 
     def admits_kind(self, value: Any) -> bool:
+        """Return whether the value's YAML type can be this shape, by which `Either` chooses its message."""
         return isinstance(value, str)
 
     def read(self, reader: Reader, marked: Marked, name: str) -> Any:
+        """Return the converted value, or report a fault with a hint and return None."""
         value = None if isinstance(marked.value, (dict, list)) else self.parse(marked)
         if value is None:
             is_quoted = self._is_needlessly_quoted(marked)

@@ -61,6 +61,7 @@ class Section:
         self.marks = marks
 
     def get(self, name: str, default: Any = None) -> Any:
+        """Return the value of a field, or the default if it is absent."""
         return self.values.get(name, default)
 
     def find_key(self, name: str) -> tuple[int, int]:

@@ -188,7 +188,8 @@ class _Composer:
             is_merge = key == "<<" and event.implicit[0]
             if key in node.value:
                 first = node.keys[key][0]
-                raise ComposeError(mark, f"duplicate key `{key}`, first defined in line {first}", "keep one of them")
+                message = f"duplicate key `{key}`, first defined in line {first}"
+                raise ComposeError(mark, message, "keep only one of them")
             value = self._compose(next(self._events), depth)
             height = max(height, self._height)
             if is_merge:
@@ -213,7 +214,7 @@ class _Composer:
 def _check_text(event: Any) -> None:
     """Reject a zero byte, which an escape in quotes can produce. The line is not shown: it may contain a secret."""
     if not is_text(event.value):
-        message = "a text must not contain a zero byte, which no program, file or cloud accepts"
+        message = "text must not contain a zero byte, which no program, file or cloud accepts"
         raise ComposeError(event.start_mark, message, "remove `\\0`, `\\x00` or `\\u0000`", shows_line=False)
 
 

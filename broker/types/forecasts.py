@@ -33,7 +33,7 @@ class Range:
 
 @frozen
 class JobForecast:
-    """What a live job is expected to cost in total, and the hours left. The chance is None without a deadline."""
+    """The expected total cost of a live job, and the hours left. The chance is None without a deadline."""
 
     usd: Range  # what was paid included
     hours_left: Range

@@ -28,6 +28,7 @@ class JobStatus(StrEnum):
 
     @property
     def is_terminal(self) -> bool:
+        """Whether the job has ended: no controller acts on it any more."""
         return self not in (
             JobStatus.PENDING,
             JobStatus.STARTING,
@@ -108,6 +109,7 @@ class Job:
         return name_job(self.resumes or self.id, self.uid)
 
     def name_cluster(self, attempt: int) -> str:
+        """Return the name of an attempt's cluster. Names are unique across state folders by the job's random part."""
         return f"{self.stem}-{attempt}"
 
     @property

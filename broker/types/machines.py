@@ -135,6 +135,7 @@ class RunStatus(StrEnum):
 
     @property
     def is_terminal(self) -> bool:
+        """Whether the run has ended, for whatever reason."""
         return self not in (RunStatus.PENDING, RunStatus.SETTING_UP, RunStatus.RUNNING)
 
 

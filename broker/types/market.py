@@ -148,6 +148,7 @@ class Estimate:
 
     @property
     def strategy(self) -> Strategy:
+        """The pricing of the work, as plans show it: on one pricing model, or on spot with a later switch."""
         if not self.placement.is_spot:
             return "on-demand"
         return "spot" if self.switch_after_hours is None else "spot, then on-demand"
@@ -181,4 +182,5 @@ class Plan:
 
     @property
     def choice(self) -> Estimate:
+        """The placement with the lowest expected cost among those within the limits; a plan has at least one."""
         return self.estimates[0]

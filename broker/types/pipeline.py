@@ -58,4 +58,5 @@ class PipelinePlan:
 
     @property
     def egress_usd(self) -> float:
+        """USD for all transfers between the tasks."""
         return sum(each.transfer.usd for each in self.edges)

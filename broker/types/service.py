@@ -59,7 +59,7 @@ class ServiceSpec:
 
 
 class ServiceEventKind(StrEnum):
-    """What happened to a service; `serve/wording.py` makes sentences of it."""
+    """An event of a service; `serve/wording.py` makes sentences of it."""
 
     CREATED = "CREATED"
     UPDATED = "UPDATED"
@@ -77,7 +77,7 @@ class ServiceEventKind(StrEnum):
 
 
 class UpdateMode(StrEnum):
-    """How a new version replaces the old one, in SkyPilot's words."""
+    """The way in which a new version replaces the old one, in SkyPilot's words."""
 
     ROLLING = "rolling"  # one replica at a time
     BLUE_GREEN = "blue_green"  # the old ones serve until all new ones are ready

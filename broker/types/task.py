@@ -31,6 +31,7 @@ class Quantity:
     is_minimum: bool = False
 
     def admits(self, amount: float) -> bool:
+        """Return whether an amount satisfies the request: at least (`4+`) or exactly (`4`) the value."""
         return amount >= self.value if self.is_minimum else amount == self.value
 
     def __str__(self) -> str:
@@ -47,7 +48,7 @@ class Autostop:
 
 @frozen
 class JobRecovery:
-    """How a managed job recovers.
+    """The recovery of a managed job.
 
     `strategy` None is the default: the same place first, then the plan's order. `max_restarts_on_errors` None: a
     program that fails is restarted while the job makes progress (`jobs/deaths.py`).

@@ -22,7 +22,7 @@ def render_place_hedged(
 
 
 def render_place_whole(*, place: Place, took_s: float) -> str:
-    return f"{describe_place(place)}: all nodes run after {took_s:.1f} s"
+    return f"{describe_place(place)}: all nodes are running after {took_s:.1f} s"
 
 
 def render_place_refused(*, place: Place, took_s: float, error: str) -> str:
@@ -87,12 +87,12 @@ def render_collected(*, node: str) -> str:
 
 
 def render_cluster_adopted(*, cluster: str, tag: str, node_count: int) -> str:
-    return f"{node_count} running nodes tagged `{tag}` had no record; `broker down {cluster}` ends them"
+    return f"{node_count} running nodes tagged `{tag}` had no record; `broker down {cluster}` terminates them"
 
 
 def render_attempt_adopted(*, number: int, found_count: int | None = None) -> str:
     """`found_count`: number of nodes found of an incomplete gang."""
-    result = "continues" if found_count is None else f"ends, as only {found_count} of its nodes were found"
+    result = "continues" if found_count is None else f"ends because only {found_count} of its nodes were found"
     return f"attempt {number} was found by its tags and {result}"
 
 

@@ -98,7 +98,7 @@ def test_sweep_deletes_the_accounts_that_were_made(config: Config, google: FakeG
     assert granter.sweep() == 1 and not google.accounts and not list((config.home / "access").glob("*.json"))
 
 
-def test_account_that_is_not_known_everywhere_yet_is_waited_for(config: Config, google: FakeGoogle) -> None:
+def test_an_account_that_has_not_propagated_yet_is_waited_for(config: Config, google: FakeGoogle) -> None:
     google.unknown_count = 3
     clock = PatientClock()
     issue(config, clock)

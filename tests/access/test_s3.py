@@ -86,7 +86,7 @@ def test_session_shorter_than_the_allowance_is_reported(store: FakeStore, config
     (config.home / "aws.toml").write_text(f'bucket_role = "{ROLE}"\n')
     store.arn = ADMIN
     (sentence,) = Grants(config, clock=SystemClock()).check([plan_on(make_task(), "gcp")], allowances_s=[12 * 3600.0])
-    assert "for 1 h at a time" in sentence and "it ends before the nodes do (12 h)" in sentence
+    assert "for 1 h at a time" in sentence and "access ends before the nodes do (12 h)" in sentence
 
 
 @pytest.mark.parametrize(("role_s_max", "life_s"), [(43_200, 43_200), (3_600, 3_600)], ids=["12h", "1h"])

@@ -179,7 +179,7 @@ def test_named_cards_are_the_only_ones() -> None:
 
 def test_a_model_that_is_too_large_reports_its_requirement_and_a_remedy() -> None:
     with pytest.raises(
-        NoOfferError, match=r"8 x A100-80GB, requires \d+\.\d GiB per GPU and has 73\.2 usable"
+        NoOfferError, match=r"8 x A100-80GB, requires \d+\.\d GiB per GPU, but only 73\.2 are usable"
     ) as caught:
         ask(70e9, gpus=("A100-80GB",), gpus_max=8)
     enough = int(caught.value.hints[0].split("--max-gpus ")[1].rstrip("`"))
@@ -189,7 +189,9 @@ def test_a_model_that_is_too_large_reports_its_requirement_and_a_remedy() -> Non
 
 
 def test_a_deadline_that_is_too_early_reports_by_how_much() -> None:
-    with pytest.raises(NoOfferError, match=r"the fastest, 16 x H100, takes .* times the limit of 5\.0 h") as caught:
+    with pytest.raises(
+        NoOfferError, match=r"the fastest option, 16 x H100, takes .* times the limit of 5\.0 h"
+    ) as caught:
         ask(deadline_hours=5.0, gpus_max=16)
     assert any("--max-gpus" in hint for hint in caught.value.hints)
     assert any("--deadline" in hint for hint in caught.value.hints)
@@ -325,4 +327,4 @@ def test_no_hint_has_an_exponent() -> None:
     assert layout is not None
     error = explain_deadline(training, {layout: find_hours(training, layout)}, 1000.0, gpus_max=8192)
     assert "e+" not in " ".join([error.message, *error.hints])
-    assert any("fewer tokens in time: `--tokens " in hint for hint in error.hints)
+    assert any("as many tokens as fit: `--tokens " in hint for hint in error.hints)

@@ -120,7 +120,7 @@ def azure() -> Iterator[tuple[Objects, dict[str, str]]]:
 
 
 @pytest.mark.parametrize("login", ["key", "signature", "identity"])
-def test_azures_container_is_written_by_each_kind_of_login(
+def test_azure_container_is_written_with_each_kind_of_login(
     azure: tuple[Objects, dict[str, str]], metadata: Metadata, login: str
 ) -> None:
     objects, variables = azure

@@ -90,7 +90,7 @@ def test_time_to_hold_is_the_tasks(text: str, hold_s: float) -> None:
     )
 
 
-def test_sent_bytes_are_asked_of_rclones_socket(tmp_path: Path) -> None:
+def test_sent_bytes_are_read_from_rclones_socket(tmp_path: Path) -> None:
     class Control(http.server.BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             assert self.path == "/core/stats"
@@ -182,7 +182,7 @@ def test_run_whose_files_do_not_arrive_fails_with_a_reason(rig: Rig, tmp_path: P
     asyncio.run(act())
 
 
-def test_a_programs_own_exit_code_is_not_taken_for_files_that_did_not_arrive(rig: Rig, tmp_path: Path) -> None:
+def test_a_programs_own_exit_code_does_not_mean_that_files_did_not_arrive(rig: Rig, tmp_path: Path) -> None:
     task = make_writing_task(tmp_path, "rclone put ~/out a one; exit 74", BROKER_FLUSH_HOLD_S="0.5")
 
     async def act() -> None:

@@ -153,5 +153,5 @@ def test_a_workdir_around_the_state_folder_is_noted_once_that_it_is_not_sent(tmp
     finally:
         context.close()
     assert [each for each in notes if "state folder" in each] == [
-        f"`workdir` contains broker's state folder {tmp_path / 'state'}, which is not sent"
+        f"`workdir` contains broker's state folder {tmp_path / 'state'}, which is not uploaded"
     ]

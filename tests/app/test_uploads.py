@@ -62,7 +62,7 @@ def test_node_that_stays_silent_is_lost_and_named() -> None:
     bed = FakeContext([replace(CLEAN, silent=("n1",))])
     bed.wait()
     assert SILENCE_S <= bed.time_s < SILENCE_S + 2 * waiting.LOOK_S
-    assert bed.notes == ["no answer from `n1`: files that are not in their mounted bucket yet are lost"]
+    assert bed.notes == ["no answer from `n1`: files that are not yet in their mounted bucket are lost"]
 
 
 def test_cluster_stays_up_when_nothing_arrives() -> None:

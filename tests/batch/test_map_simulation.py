@@ -128,7 +128,7 @@ class Market:
             self.at(self.place.now_s + AWAY_S, lambda: self.boot(machine.worker, machine.attempt + 1))
 
     def freeze(self) -> None:
-        """Suspend a machine for so long that others take its shard over, and let it continue as if nothing happened."""
+        """Suspend a machine until others take its shard over, and let it continue as if nothing happened."""
         if (machine := self.draw_live()) is not None:
             self.frozen += 1
             machine.thaws_s = self.place.now_s + self.chance.uniform(0.5, 8) * LEASE_S

@@ -198,7 +198,7 @@ class PushedGang(CountedGang):
 
 
 def measure_daemon(folder: Path, count: int, pace_s: float | None) -> tuple[float, float]:
-    """CPU seconds a job-hour of the daemon with so many running jobs, and of one step; None: they are polled."""
+    """CPU seconds a job-hour of the daemon with that number of running jobs, and of one step; None: they are polled."""
     world = World(folder)
     gang = CountedGang(world.cloud, world.clock, steps=100_000)
     if pace_s is not None:

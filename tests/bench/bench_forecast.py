@@ -326,7 +326,9 @@ def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("--traces", type=Path, default=os.environ.get("BROKER_TRACES"), help="folder of families")
     arguments.add_argument("--runs", type=Path, required=True, help="table made by broker.lab.recorded_runs")
-    arguments.add_argument("--places", type=int, nargs="*", default=[1, 3, 6], help="only markets of so many places")
+    arguments.add_argument(
+        "--places", type=int, nargs="*", default=[1, 3, 6], help="only markets of this number of places"
+    )
     arguments.add_argument("--between", action="store_true", help="replay terms that are no nodes of the table")
     arguments.add_argument("--zones", type=Path, help="judge the choice: folder of aligned zones with prices, by group")
     arguments.add_argument("--check", action="store_true", help="fail where a bar is missed")

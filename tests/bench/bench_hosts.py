@@ -62,7 +62,7 @@ def make(folder: Path) -> Path:
 def measure_launch(stage: Stage, name: str) -> tuple[float, float]:
     """Seconds from the command's start until the program printed on its first and on its last node, by its own clock.
 
-    Refusals are forgotten before: nobody has the store open, for `down` has ended and no job ever started a daemon.
+    Refusals are deleted first: no process has the store open, because `down` has ended and no job started a daemon.
     """
     for path in stage.home.glob("state.db*"):  # with its log, which belongs to no other database
         path.unlink()

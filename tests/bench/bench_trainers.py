@@ -156,7 +156,7 @@ def measure_stall() -> None:
             optimizer.step()
             beside.append([])
             training_s, all_s = time.thread_time(), time.process_time()
-            while manager.step_committed != step:  # it is written while training goes on
+            while manager.step_committed != step:  # it is written while training continues
                 pass_begin = time.thread_time()
                 model(torch.randn(SAMPLE_COUNT, LAYER_WIDTH)).square().mean().backward()
                 beside[-1].append(time.thread_time() - pass_begin)

@@ -125,7 +125,7 @@ def test_one_cloud_that_fails_does_not_stop_another(tmp_path: Path) -> None:
     assert book.get_facts("verda").source != "fake" and book.get_facts("lambda").source == "fake"
 
 
-def test_the_next_source_is_asked_where_the_first_has_no_login(tmp_path: Path) -> None:
+def test_the_next_source_is_queried_if_the_first_has_no_login(tmp_path: Path) -> None:
     sources = {"first": Source(scale(1.0), AuthError("log in")), "second": Source(scale(1.3))}
     (report,) = refresh(tmp_path, sources)
     assert (report.source, report.error) == ("second", None)

@@ -17,7 +17,7 @@ NODE = Node(
 )  # fmt: skip
 
 
-def test_the_way_to_a_host_asks_its_own_cloud_for_access(tmp_path: Path) -> None:
+def test_the_transport_of_a_host_requests_access_from_its_own_cloud(tmp_path: Path) -> None:
     class Cloud:
         asked: Sequence[Node] = ()
 

@@ -33,7 +33,7 @@ def read_forecast(screen: Screen, capsys: pytest.CaptureFixture[str]) -> dict[st
     return found
 
 
-def test_json_has_the_forecast_and_refusals_of_all_places_make_it_dearer(
+def test_json_has_the_forecast_and_refusals_of_all_places_raise_its_cost(
     screen: Screen, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = read_forecast(screen, capsys)

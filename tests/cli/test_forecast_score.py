@@ -57,7 +57,7 @@ def read_json(screen: Screen, *arguments: str) -> Any:
     return json.loads(told.partition("----- stdout -----\n")[2].partition("----- stderr -----")[0])
 
 
-def test_ended_jobs_stand_beside_the_forecast_of_their_launch(screen: Screen) -> None:
+def test_ended_jobs_are_compared_with_the_forecast_of_their_launch(screen: Screen) -> None:
     store, context = screen.open_store(), Context()
     job = submit_job(context)
     end_job(store, job, hours=50.0, usd=1200.0)

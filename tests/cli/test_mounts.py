@@ -35,7 +35,7 @@ def test_bucket_is_priced_before_the_launch_and_lies_on_every_node(shell: Shell)
         done = shell.run("launch", task, "-c", "dev", *flags)
         assert done.stdout.count("from the bucket\n") == 2
         # 0.0107 GiB at AWS's 0.09 USD per GB, twice.
-        assert f"copying `s3://{BUCKET}/set` to 2 nodes: 0.01 GiB each, 0.0021 USD at every start" in done.stderr
+        assert f"copying `s3://{BUCKET}/set` to 2 nodes: 0.01 GiB each, 0.0021 USD per start" in done.stderr
         wrong = shell.write("wrong.yaml", TASK.replace(f"s3://{BUCKET}", "s3://no-such-bucket"))
         refused = shell.run("launch", wrong, "-c", "other", *flags, code=5)
         assert "cannot list in `s3://no-such-bucket`: NoSuchBucket" in refused.stderr

@@ -39,7 +39,7 @@ def test_missing_value_stops_a_launch_but_no_plan(shell: Any) -> None:
 MACHINE = "{disk_tier: best, ports: 8080, labels: {team: vision}, image_id: ami-0123, cpus: 2+, infra: %s}"
 
 
-def test_field_is_noted_where_the_chosen_cloud_does_not_carry_it_out_and_nowhere_else(shell: Any) -> None:
+def test_field_is_noted_only_if_the_chosen_cloud_does_not_support_it(shell: Any) -> None:
     path = shell.write("image.yaml", f"resources: {MACHINE % 'aws/us-east-1'}\nrun: echo hello\n")
     assert "image.yaml" not in shell.run("plan", path).stderr
     assert "image.yaml" not in shell.run("launch", path, "--dryrun").stderr

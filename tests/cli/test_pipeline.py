@@ -50,7 +50,7 @@ def test_json_holds_the_whole_and_every_ranking(file: str) -> None:
     assert data["usd"] <= data["greedy_usd"]
 
 
-def test_time_and_a_deadline_can_be_asked_for(file: str) -> None:
+def test_time_and_a_deadline_can_be_requested(file: str) -> None:
     cheapest = json.loads(broker("plan", file, "--json"))
     soonest = json.loads(broker("plan", file, "--json", "--minimize", "time"))
     assert soonest["hours"] < cheapest["hours"]
@@ -92,7 +92,7 @@ def test_edges_total_and_greedy_are_shown(capsys: pytest.CaptureFixture[str]) ->
         "DATA FROM  TO    GiB    USD     TIME\n"
         "a          b   1,234  ~9.00  30m 00s\n"
         "Total: 39.00 USD, of which 9.00 for data transfer; 2h 30m on the critical path\n"
-        "Choosing each task separately would take 60.00 USD and 3h 00m\n"
+        "Choosing each task separately would cost 60.00 USD and 3h 00m\n"
         "Prices of 2026-01-02\n"
         "~ marks a task without `goal: work`, counted as one hour\n"
         "~ marks a transfer without a known egress price; a high one is assumed\n"

@@ -76,7 +76,7 @@ def test_each_refusal_of_aws_is_reported_once_with_reason_and_remedy(shell: Any,
     ("code", "status", "hint"),
     [
         ("UnauthorizedOperation", 403, "`broker check --policy aws` prints the required permissions."),
-        ("ExpiredToken", 400, "Log in with `aws configure` or `aws sso login`, then run `broker check`."),
+        ("ExpiredToken", 400, "log in with `aws configure` or `aws sso login`, then run `broker check`"),
     ],
 )
 def test_aws_is_not_called_again_after_a_login_failure(
@@ -101,5 +101,5 @@ def test_each_refusal_of_google_is_reported_once_with_reason_and_remedy(shell: A
     assert "us-central1-a (gcp): injected ZONE_RESOURCE_POOL_EXHAUSTED_WITH_DETAILS" in details[0]
     assert "us-central1-b" in details[1] and "us-central1-c" in details[1] and "QUOTA_EXCEEDED" in details[1]
     assert len(details) == 2 and url not in error
-    assert "hint: Request more: https://console.cloud.google.com/iam-admin/quotas" in error
+    assert "hint: request more: https://console.cloud.google.com/iam-admin/quotas" in error
     assert gce.list_names() == [] and [name for name in gce.firewalls if not name.endswith("-shut")] == []

@@ -150,7 +150,7 @@ def test_cluster_and_job_live_their_whole_life(any_terminal: Shell) -> None:
     assert submitted.stderr.endswith("Job 1 ended with status SUCCEEDED\n")
     assert terminal.run("jobs", "wait", "hello").stdout == "Job 1 (hello) is SUCCEEDED\n"
     why = terminal.run("jobs", "why", "1").stdout
-    assert why.startswith("Job 1 (hello) ran to its end.\n") and "the program was started" in why
+    assert why.startswith("Job 1 (hello) succeeded.\n") and "the program was started" in why
     (job,) = terminal.read_json("jobs", "queue")
     assert (job["name"], job["status"], job["attempts"][0]["outcome_kind"]) == ("hello", "SUCCEEDED", "succeeded")
     assert terminal.run("jobs", "logs", "9", code=2).stderr.startswith("error: unknown managed job `9`\n")

@@ -30,7 +30,7 @@ def test_policies_stand_side_by_side_in_eighty_columns(shell: Shell) -> None:
     assert any("(optimum)" in line and "█" in line for line in lines)
 
 
-def test_a_dear_job_of_weeks_leaves_the_names_of_policies_whole(shell: Shell) -> None:
+def test_an_expensive_job_of_weeks_does_not_truncate_policy_names(shell: Shell) -> None:
     dear = TASK.replace("{infra: local, cpus: 1+}", "{infra: aws, accelerators: H100:8}\nnum_nodes: 4")
     task = shell.write("t.yaml", dear.replace("{work: 6h, deadline: 9h}", "{work: 300h, deadline: 400h}"))
     done = shell.run("simulate", task, "--starts", "2", "--optima", "1", "--policy", "uniform-progress")
@@ -40,7 +40,7 @@ def test_a_dear_job_of_weeks_leaves_the_names_of_policies_whole(shell: Shell) ->
     assert "uniform-progress " in lines[head + 2] and "…" not in done.stdout
 
 
-def test_as_data_the_figures_agree_with_each_other(shell: Shell) -> None:
+def test_json_figures_agree_with_each_other(shell: Shell) -> None:
     found = shell.read_json("simulate", shell.write("t.yaml", TASK), *QUICK, "--policy", "greedy,adaptive")
     assert found["job"]["work_hours"] == 6 and found["job"]["deadline_hours"] == 9
     by_name = {each["policy"]: each for each in found["policies"]}

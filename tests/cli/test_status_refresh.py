@@ -70,10 +70,10 @@ def test_other_clouds_are_still_queried_and_the_reason_is_shown(shell: Shell, ac
     found = json.loads(shell.run("status", "--refresh", "--json", code=5).stdout)
     assert list(found["not_asked"]) == ["aws"]
     assert {each["name"] for each in found["clusters"]} == {"near", "far"}
-    assert REASON not in shell.run("status").stderr, "nobody was asked"
+    assert REASON not in shell.run("status").stderr, "no cloud was queried"
     if flaw == "forgotten":
         refused = shell.run("down", "far", "--yes", code=5).stderr
-        assert "aws is not set up here any more" in refused and "`broker check aws`" in refused
+        assert "aws is no longer set up here" in refused and "`broker check aws`" in refused
 
 
 def test_clouds_that_answer_are_no_error(shell: Shell, account: Account) -> None:

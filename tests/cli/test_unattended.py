@@ -57,7 +57,7 @@ def test_launch_shows_in_one_line_how_long_it_continues(
     (shell.home / "config.toml").write_text(setting)
     done = shell.run("jobs", "launch", shell.write("t.yaml", TASK + more), code=None)
     told = [line for line in done.stderr.splitlines() if "without this machine" in line]
-    assert told == [f"continues for up to {allowance} without this machine; a preemption meanwhile waits for it"]
+    assert told == [f"continues for up to {allowance} without this machine; preemptions are handled when it is back"]
     assert shell.read_json("jobs", "queue") == [] and account.instances == {}, "told before anything is paid for"
 
 
@@ -75,7 +75,7 @@ def test_why_shows_how_long_a_job_elsewhere_continues(shell: Any) -> None:
     job = store.jobs.add("t", task)
     store.jobs.put_attempt(Attempt(job_id=job.id, number=1, cluster="job-1-1", placement=placement, started_s=1.0))
     store.jobs.set_status(job.id, JobStatus.RUNNING)
-    sentence = "It continues for up to 2 h without this machine; a preemption meanwhile waits for it."
+    sentence = "It continues for up to 2 h without this machine; preemptions are handled when it is back."
     assert sentence in shell.run("jobs", "why", "1").stdout.splitlines()
     store.jobs.set_status(job.id, JobStatus.CANCELLED)
     store.close()

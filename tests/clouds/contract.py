@@ -212,7 +212,7 @@ class CloudContract:
 
         bed.run(act())
 
-    def test_throttled_create_has_made_nothing_and_may_be_asked_again(self, bed: Bed) -> None:
+    def test_throttled_create_has_created_nothing_and_may_be_repeated(self, bed: Bed) -> None:
         bed.throttle_next_create()
 
         async def act() -> None:
@@ -301,7 +301,7 @@ class CloudContract:
 
         bed.run(act())
 
-    def test_machine_that_switches_itself_off_is_gone_for_good(self, bed: Bed) -> None:
+    def test_machine_that_shuts_itself_down_is_terminated(self, bed: Bed) -> None:
         async def act() -> None:
             request = make_request(bed)
             await bed.cloud.create_nodes(request)

@@ -86,7 +86,7 @@ def test_the_service_pages_equal_the_status_command(frozen: Story, capsys: pytes
     (replica,) = told["replicas"]
     assert replica["status"] in detail and f'href="/jobs/{replica["replica"]["job_id"]}"' in detail
     assert "exit code 1: &lt;script&gt;" in detail and "<script" not in detail and "\x1b" not in detail
-    assert "balancer does not run" in detail
+    assert "balancer is not running" in detail
 
 
 def test_days_clouds_and_jobs_sum_to_the_cost_command(frozen: Story, capsys: pytest.CaptureFixture[str]) -> None:

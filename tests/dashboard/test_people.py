@@ -41,7 +41,7 @@ def test_people_have_their_jobs_and_their_share_of_the_month(owned: Story) -> No
     assert "ada" in shown and "(started on the server itself)" in shown
 
 
-def test_an_ended_job_is_no_live_one_and_the_audit_is_bounded(owned: Story) -> None:
+def test_an_ended_job_is_not_live_and_the_audit_is_bounded(owned: Story) -> None:
     owned.store.jobs.set_status(1, JobStatus.SUCCEEDED)
     (ada,) = [row for row in read_people(owned.context) if row.user == "ada"]
     assert ada.live_jobs == 0 and ada.jobs == 1

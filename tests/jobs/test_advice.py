@@ -17,7 +17,7 @@ class AdvisedGang(SimulatedGang):
         return replace(await super().poll(cluster, run_id), advised=(1,))
 
 
-def test_advice_is_sent_once_for_each_node(tmp_path: Path) -> None:
+def test_advice_is_sent_once_per_node(tmp_path: Path) -> None:
     world = World(tmp_path)
     world.gang = AdvisedGang(world.cloud, world.clock, exit_codes=())
     run_to_end(world, "none")

@@ -89,7 +89,7 @@ def test_no_lease_is_longer_than_allowed_nor_so_short_that_a_renewal_comes_late(
 def test_unattended_the_bill_exceeds_the_budget_by_less_than_one_renewal(
     budget_usd: float, usd_hour: float, gaps_s: list[float], node_count: int
 ) -> None:
-    """The bound holds however often the broker renewed before it left for ever, if it did not overspend itself."""
+    """The bound holds however often the broker renewed before it left forever, if it did not overspend itself."""
     task = Task(goal=Goal(budget_usd=budget_usd), num_nodes=node_count)
     now_s = ends_s = 0.0
     for gap_s in (0.0, *gaps_s):
@@ -167,7 +167,7 @@ def make_paid_plan(cloud: str = "aws", **fields: Any) -> Plan:
 
 
 def test_one_sentence_is_shown_unless_tasks_differ_and_none_for_this_machine() -> None:
-    told = "continues for up to 12 h without this machine; a preemption meanwhile waits for it"
+    told = "continues for up to 12 h without this machine; preemptions are handled when it is back"
     assert describe_allowances([make_paid_plan(), make_paid_plan(name="b")]) == [told]
     assert describe_allowances([make_paid_plan("local")]) == []
     short = make_paid_plan(name="b", goal=Goal(budget_usd=3.0))

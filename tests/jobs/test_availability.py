@@ -53,7 +53,7 @@ def test_where_nodes_run_the_place_is_watched_from_their_start() -> None:
     assert after_refusal[PLACE].since_s == 2e5, "it opened only now"
 
 
-def test_a_place_that_took_the_nodes_away_is_refused_from_then_on_whether_asked_or_not() -> None:
+def test_a_place_that_preempted_the_nodes_counts_as_refused_without_a_request() -> None:
     ran = (attempt(1e5),)
     here = look(look({}, 1e5, is_open=True), 1.5e5, is_open=True, attempts=ran)
     lost = (attempt(1e5, lost_s=2e5),)

@@ -117,7 +117,7 @@ def test_launch_on_a_machine_that_never_answers_says_where_to_look_and_what_it_c
     assert clock.time_s - 1000.0 >= BOOT_S_MAX
     console, _, end = caught.value.hints
     assert "aws ec2 get-console-output --region us-east-1 --instance-id i-1" in console
-    assert "with `broker down c`; until then it costs 2.00 USD/h" in end and "to keep waiting" in end
+    assert "with `broker down c`; until then, it costs 2.00 USD/h" in end and "to keep waiting" in end
     assert all("it may still be booting" in note for note in notes) and len(notes) == 21  # one in 20.3 s
 
 

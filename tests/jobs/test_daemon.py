@@ -186,7 +186,7 @@ def test_one_that_holds_the_lock_and_shows_nothing_is_replaced(stage: Stage) -> 
         assert stage.run() >= 60.0 and stage.provisioner.collected_s
 
 
-def test_one_that_is_asked_to_leave_leaves_its_jobs_as_they_are(stage: Stage) -> None:
+def test_a_controller_that_is_stopped_leaves_its_jobs_unchanged(stage: Stage) -> None:
     job = stage.add_job(*[1.0] * 500)
 
     async def ask() -> None:

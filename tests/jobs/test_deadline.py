@@ -296,7 +296,7 @@ def test_a_job_on_demand_goes_over_to_spot_when_there_is_some_and_it_is_safe(tmp
     stage.later = (100.0, (DEAR,))
     job = stage.run()
     assert [each.placement.is_spot for each in job.attempts] == [False, True]
-    assert "no spot is for sale" in stage.list_decisions()[0]
+    assert "spot is not offered" in stage.list_decisions()[0]
 
 
 def test_a_much_cheaper_place_is_moved_to_at_a_checkpoint(tmp_path: Path) -> None:

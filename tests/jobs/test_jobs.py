@@ -115,7 +115,7 @@ def test_recovery_goes_where_its_strategy_says(strategy: str | None, order: list
     assert [e.placement.offer.zone for e in order_plan(plan, [last]).estimates] == order
 
 
-def test_logs_do_not_grow_for_ever(tmp_path: Path) -> None:
+def test_logs_do_not_grow_forever(tmp_path: Path) -> None:
     world = World(tmp_path)
     log = tmp_path / "daemon.log"
     with log.open("ab", buffering=0) as writer:

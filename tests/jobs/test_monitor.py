@@ -161,7 +161,7 @@ def test_no_stall_time_counts_while_the_head_is_silent() -> None:
     assert watch.measure_stall_s(report(step=1, unreachable=(1,)), 1060.0) == 20.0, "another rank does not report steps"
 
 
-def test_each_node_is_advised_of_once_by_its_rank() -> None:
+def test_each_node_is_reported_once_by_its_rank() -> None:
     watch = AttemptMonitor("c")
     assert watch.list_new_advisories(report(advised=(2, 1)), CLUSTER) == [1, 2]
     assert watch.list_new_advisories(report(advised=(0, 1, 2)), CLUSTER) == [0]

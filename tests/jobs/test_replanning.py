@@ -99,7 +99,7 @@ def test_work_is_cut_by_the_share_of_steps_that_are_saved(progress: Progress | N
     assert rest is not None and rest.work_hours == pytest.approx(work_hours)
 
 
-def test_time_and_money_that_are_gone_are_cut_and_never_below_nothing() -> None:
+def test_used_time_and_money_are_deducted_but_never_below_zero() -> None:
     rest = cut_to_rest(make_job(), now_s=1000.0 + 4 * 3600.0, spent_usd=30.0).goal
     assert rest is not None
     assert (rest.deadline_hours, rest.budget_usd) == (pytest.approx(24.0 - 4.0 - 0.1), pytest.approx(70.0))

@@ -61,7 +61,7 @@ def check_end(config: Config, job: Job) -> None:
     found = store.jobs.get(job.id)
     assert found is not None and found.status is JobStatus.SUCCEEDED, found
     assert not store.clusters.list() and not store.intents.list_open()
-    assert all(bill.ended_s is not None for bill in store.bills.list()), "nothing goes on costing"
+    assert all(bill.ended_s is not None for bill in store.bills.list()), "billing has stopped"
     ledger = (config.checkpoints / job.folder / "ledger").read_text().split("\n")[:-1]
     steps = [tuple(map(int, line.split())) for line in ledger]
     assert sorted({step for _, step in steps}) == list(range(1, STEPS + 1))

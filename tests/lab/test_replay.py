@@ -112,7 +112,7 @@ def test_an_oracle_knows_the_end_of_the_period_and_others_only_the_notice() -> N
     assert told[0] == pytest.approx(3.0)
 
 
-def test_a_study_sets_policies_beside_each_other_and_beside_the_optimum() -> None:
+def test_a_study_compares_policies_with_each_other_and_with_the_optimum() -> None:
     sites = tuple(make_site(each, start_hours=0.1) for each in make_default_traces(2, hours=72))
     case = Case(sites=sites, work_hours=10, deadline_hours=14)
     scenes = [Scene(case=case, from_hour=hour) for hour in spread_starts(sites, 14, 6)]

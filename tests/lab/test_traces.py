@@ -18,7 +18,7 @@ def trace_of(*counts: int, gang: int = 1) -> Trace:
     return Trace(name="t", gap_hours=0.5, counts=counts, gang=gang)
 
 
-def test_a_gang_is_open_only_where_all_of_it_can_be_had() -> None:
+def test_a_market_is_open_only_with_capacity_for_the_whole_gang() -> None:
     trace = parse_trace(json.dumps({"metadata": {"gap_seconds": 600, "gang": 4}, "data": [4, 3, 3, 5]}), "t")
     assert trace.changes == ((0.0, True), (pytest.approx(1 / 6), False), (0.5, True))
 
@@ -72,7 +72,7 @@ def test_a_period_is_split_over_the_classes_of_age_without_loss(begin: float, le
     assert all(hours >= 0 for _, hours in parts)
 
 
-def test_spells_are_counted_by_age_and_the_first_is_taken_for_an_old_one() -> None:
+def test_periods_are_counted_by_age_and_the_first_counts_as_an_old_one() -> None:
     seen = trace_of(1, 0, 0, 1, 1, 1, 0).count_periods()
     assert sum(seen.open_ends) == 2 and sum(seen.closed_ends) == 1
     assert seen.open_ends[class_of(1.5)] == 1 and seen.open_ends[class_of(MET_HOURS + 0.5)] == 1

@@ -40,7 +40,7 @@ def test_hint_names_the_limit_to_drop_and_the_resulting_cost() -> None:
         "drop `region: mars`: 2 placements fit, cheapest aws us-east-1 big at 18.00 USD/h per node"
     )
     assert "region" in error.message
-    assert "3 offers out" in error.message or "2 offers out" in error.message
+    assert "3 offers excluded" in error.message or "2 offers excluded" in error.message
 
 
 def test_hint_for_a_price_cap() -> None:

@@ -22,7 +22,7 @@ def forecast(task: str = TASK, **options: object) -> CostForecast:
     return found
 
 
-def test_recorded_markets_make_spot_dearer_than_its_published_band_says() -> None:
+def test_recorded_markets_make_spot_more_expensive_than_its_published_band() -> None:
     chosen = plan(TASK, [offer(interruption_band=5.0)])
     found = forecast_plan(chosen)
     assert found is not None
@@ -68,7 +68,7 @@ def test_own_preemptions_at_the_place_raise_the_forecast() -> None:
     assert calm.usd_mean < forecast().usd_mean < stormy.usd_mean
 
 
-def test_further_places_at_a_near_price_make_it_cheaper_and_dear_ones_do_not_count() -> None:
+def test_more_places_at_a_similar_price_lower_the_cost_and_expensive_ones_do_not_count() -> None:
     zones = [offer(zone=f"us-east-1{letter}") for letter in "abc"]
     near = forecast_plan(plan(TASK, zones))
     dear = forecast_plan(plan(TASK, [zones[0], *(offer(zone=f"x{i}", spot_usd_hour=39.0) for i in range(5))]))
@@ -93,7 +93,7 @@ def test_the_cheapest_on_demand_gang_is_the_fallback_whatever_its_machines() -> 
     assert found.usd_mean < forecast().usd_mean
 
 
-def test_refused_places_make_spot_dearer_only_where_all_of_them_refused() -> None:
+def test_refusals_raise_the_cost_of_spot_only_if_all_places_refused() -> None:
     offers = [offer(zone="us-east-1a"), offer(zone="us-east-1b")]
     own, some, none = (
         forecast_plan(plan(TASK, offers, is_refused=lambda each, zones=zones: each.offer.zone in zones))

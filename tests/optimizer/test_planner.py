@@ -38,7 +38,7 @@ def test_without_work_the_cheapest_hour_wins() -> None:
     assert chosen.expected_usd is None
 
 
-def test_often_interrupted_machine_loses_to_a_slightly_dearer_calm_one() -> None:
+def test_often_interrupted_machine_loses_to_a_slightly_more_expensive_calm_one() -> None:
     wild = offer("aws", spot_usd_hour=10.0, interruption_band=100)
     calm = offer("gcp", spot_usd_hour=10.01, interruption_band=5)
     text = f"{H100}\nnum_nodes: 16\ngoal: {{work: 100h}}\ncheckpoint: {{stall: 5m, restart: 30m}}"

@@ -45,7 +45,7 @@ def test_branch_and_bound_equals_brute_force(block: int) -> None:
     assert steps > 3 * 30, "the cases are too easy to prove anything about branching"
 
 
-def test_a_search_cut_short_anywhere_brackets_the_best() -> None:
+def test_an_interrupted_search_always_brackets_the_optimum() -> None:
     unproven = 0
     for seed in range(30):
         sums = draw_sums(seed)

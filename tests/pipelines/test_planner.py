@@ -311,7 +311,7 @@ def test_names_and_order_of_writing_change_nothing(seed: int, draw: random.Rando
 
 @given(st.integers(0, 10**9), st.floats(0, 0.5), st.sampled_from((INTERNET, OTHER, SAME)))
 @settings(max_examples=150, deadline=None)
-def test_dearer_egress_never_lowers_the_total(seed: int, more: float, target: str) -> None:
+def test_more_expensive_egress_never_lowers_the_total(seed: int, more: float, target: str) -> None:
     cheap = draw_case(seed, tasks_max=8)
     dear = replace(
         cheap,
@@ -404,7 +404,7 @@ class TestTransfer:
         assert self.move("aws/far", "gcp/a") == (near(0.15), False)
         assert self.move("aws/far", "aws/a") == (near(0.02), False)
 
-    def test_an_unknown_cloud_is_dear_to_leave_and_flagged(self) -> None:
+    def test_an_unknown_cloud_has_a_high_egress_price_and_is_flagged(self) -> None:
         assert self.move("vast/a", "aws/a") == (near(ASSUMED_USD_PER_GB), True)
         assert self.move("vast/a", "vast/b") == (near(ASSUMED_USD_PER_GB), True)
         assert self.move("vast/a", "vast/a") == (0.0, False)

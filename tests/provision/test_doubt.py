@@ -156,4 +156,4 @@ def test_one_search_requests_a_placement_at_most_twice(tmp_path: Path, monkeypat
     search.asked.clear()
     with pytest.raises(CapacityError):
         search.up(*EAST, hedge=1, name="d")
-    assert search.asked == [*EAST, EAST[0]], "a plan may hold thousands of places: only so many are kept in mind"
+    assert search.asked == [*EAST, EAST[0]], "a plan may have thousands of places: only a limited number is remembered"

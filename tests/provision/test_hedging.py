@@ -85,7 +85,7 @@ def test_a_hanging_placement_does_not_block_the_next_one(tmp_path: Path) -> None
         "requesting 2 x big spot in east1a",
         "has not answered for 20 s",
         "up to 4.00 USD/h at once",
-        "all nodes run after",
+        "all nodes are running after",
     ):
         assert words in story, story
 
@@ -133,7 +133,7 @@ def test_a_late_gang_is_terminated_even_if_lists_fail(tmp_path: Path) -> None:
     world.clock.run(scenario)
     given = [node for node in world.cloud.observe() if node.zone == "east1a"]
     assert [node.state for node in given] == [NodeState.TERMINATED] * 2, "its answer names them"
-    assert len(world.store.intents.list_open("c")) == 1, "nobody has confirmed that they are gone"
+    assert len(world.store.intents.list_open("c")) == 1, "their termination is not confirmed"
 
 
 def test_resumed_launches_of_a_killed_command_are_reported_as_resumed(tmp_path: Path) -> None:
@@ -245,7 +245,7 @@ def test_an_incomplete_gang_is_terminated_at_once(tmp_path: Path) -> None:
         assert (await coming).placement.offer.zone == "east1b"
 
     world.clock.run(scenario)
-    assert world.clock.now_s() - start_s < 110.0, "nobody waits for nodes that will not come"
+    assert world.clock.now_s() - start_s < 110.0, "the search does not wait for nodes that will not come"
     assert {node.zone for node in world.list_live_nodes()} == {"east1b"}
 
 
@@ -425,7 +425,7 @@ def test_failed_calls_use_one_budget_per_cloud_that_refills_with_time(tmp_path: 
     assert up(world, name="later").status is ClusterStatus.UP
 
 
-def test_a_part_created_by_a_lost_answer_is_not_taken_for_the_gang(tmp_path: Path) -> None:
+def test_a_partial_gang_created_by_a_lost_answer_does_not_count_as_the_gang(tmp_path: Path) -> None:
     world = make_world(tmp_path)
     create, answers = world.cloud.create_nodes, 0
 

@@ -203,4 +203,4 @@ def test_a_cluster_does_not_come_up_while_down_still_confirms_its_end(tmp_path: 
 def test_a_clock_jump_between_empty_lists_ends_no_node() -> None:
     absence = Absence(settle_s=10.0)
     assert not any(absence.note("n", is_listed=False, now_s=now_s) for now_s in (0.0, 1.0, 2.0, 3602.0, 3603.0))
-    assert absence.note("n", is_listed=False, now_s=3700.0), "what is looked for so long is gone"
+    assert absence.note("n", is_listed=False, now_s=3700.0), "a node that is missing for that long is gone"

@@ -40,7 +40,7 @@ def make_request(offer: Offer, *, is_spot: bool = True, node_count: int = 1, tok
 
 @dataclass
 class OpenFor:
-    """A market that is open for so long at each zone, then closed for ever."""
+    """A market that is open for a given time at each zone, then closed forever."""
 
     hours: dict[str, float] = field(default_factory=dict)
 
@@ -193,7 +193,7 @@ def test_a_seed_draws_the_same_market_again_and_another_one_another() -> None:
     assert 0 < draw(0).count(False) < 10, "a fifth of the places start full"
 
 
-def test_spells_follow_each_other_without_a_gap() -> None:
+def test_periods_follow_each_other_without_a_gap() -> None:
     market, offer = SeededMarket(seed=3, full_hours=2000.0), make_offer()
     at_s, last = 0.0, market.find_period(offer, 0.0)
     for _ in range(20):

@@ -428,7 +428,7 @@ def test_node_is_heard_while_only_its_heart_beats() -> None:
     asyncio.run(act())
 
 
-def test_broker_that_was_suspended_does_not_take_its_own_sleep_for_silence() -> None:
+def test_suspended_broker_does_not_count_its_own_sleep_as_silence() -> None:
     async def act() -> None:
         desk = Desk()
         await desk.open()

@@ -136,7 +136,7 @@ def test_notice_and_cancel_reach_the_program_inside_and_leave_nothing(rig: Rig, 
         ("unrunnable", "docker cannot run `team/image:1`: docker: could not select device driver"),
     ],
 )
-def test_what_docker_refuses_is_setups_failure_in_its_words(
+def test_a_refusal_by_docker_is_a_setup_failure_with_its_message(
     rig: Rig, docker: FakeDocker, flaw: str, words: str
 ) -> None:
     if flaw == "registry":

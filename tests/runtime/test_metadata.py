@@ -69,7 +69,7 @@ def test_a_question_has_three_answers(notice: Any, server: Server) -> None:
     assert server.asked[0][2]["X"] == "y"
 
 
-def test_ec2_is_asked_with_a_token_and_says_when_the_end_is(notice: Any, server: Server) -> None:
+def test_ec2_metadata_is_queried_with_a_token_and_states_the_end(notice: Any, server: Server) -> None:
     end = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(time.time() + 1000.0))
     server.answers = {
         "/latest/api/token": (200, "secret"),

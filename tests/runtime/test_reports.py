@@ -144,7 +144,7 @@ def test_the_head_is_asked_how_long_it_is_idle_and_what_it_ran() -> None:
     assert asyncio.run(silent.idle_minutes(TWO)) is None
 
 
-def test_a_program_that_writes_nonsense_about_itself_has_only_what_makes_sense() -> None:
+def test_invalid_fields_of_a_progress_line_are_ignored() -> None:
     assert parse_progress(None) is None
     assert parse_progress({}) == Progress()
     line = {"step": 3.9, "total": "9", "loss": 1, "tokens_per_s": True, "checkpoint_step": None, "time": 5}

@@ -89,7 +89,7 @@ def test_command_gets_stdin_and_environment_and_gives_all_its_output(stand: Stan
 
 
 @pytest.mark.parametrize("returncode", [1, 137, 255])
-def test_exit_code_of_the_program_is_never_taken_for_a_lost_node(stand: Stand, returncode: int) -> None:
+def test_exit_code_of_the_program_never_counts_as_a_lost_node(stand: Stand, returncode: int) -> None:
     done = asyncio.run(stand.transport.run(stand.node, ["sh", "-c", f"exit {returncode}"], timeout_s=60))
     assert done.returncode == returncode
 
@@ -200,7 +200,7 @@ class Calling:
         raise AssertionError("not asked")
 
 
-def test_a_way_that_keeps_no_sessions_says_so() -> None:
+def test_a_transport_without_sessions_reports_that() -> None:
     node = Node(
         id="n", cloud="x", owner="me", cluster="c", attempt=1, rank=0, state=NodeState.RUNNING, token="t",
         address="", handle="x://c/0",

@@ -49,9 +49,7 @@ def test_vulnerable_package_fails() -> None:
         (json.dumps({"dependencies": [{"name": "a", "skip_reason": "Dependency not found on PyPI"}]}), ""),
     ],
 )
-def test_service_that_is_not_there_is_said_and_passes(
-    stdout: str, stderr: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_missing_service_is_reported_and_passes(stdout: str, stderr: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert check_packages(stdout, stderr) == []
     assert "left out" in capsys.readouterr().out
 

@@ -66,7 +66,7 @@ def insult(found: Found) -> None:
             assert b"{" not in answer and len(answer) < 64, (found, answer)
 
 
-def test_elastic_run_listens_where_the_table_says_and_hears_no_stranger(shell: Shell) -> None:
+def test_elastic_run_listens_as_documented_and_rejects_strangers(shell: Shell) -> None:
     found = start(shell, ELASTIC)
     rows = {each: find_declared(each) for each in found}
     assert [each for each, row in rows.items() if row is None] == []
@@ -81,7 +81,7 @@ def test_elastic_run_listens_where_the_table_says_and_hears_no_stranger(shell: S
     assert finish(shell) == "SUCCEEDED"
 
 
-def test_only_torch_listens_beside_us(shell: Shell) -> None:
+def test_only_torch_listens_in_addition_to_broker(shell: Shell) -> None:
     pytest.importorskip("torch")
     found = start(shell, STORE)
     foreign = [each for each in found if find_declared(each) is None]

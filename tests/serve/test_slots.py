@@ -69,7 +69,7 @@ def test_spare_replicas_of_the_policy_are_not_needed() -> None:
     assert SlotChooser(Recorder()).choose(make_request(3, spare=1), version=1, now_s=0.0).needed == 2
 
 
-def test_first_start_is_no_shortage_and_a_later_one_is() -> None:
+def test_first_start_is_not_a_shortage_and_a_later_one_is() -> None:
     recorder = Recorder()
     chooser = SlotChooser(recorder)
     for now_s, is_ready in ((0.0, False), (600.0, True), (1200.0, True), (1800.0, False), (2400.0, True)):

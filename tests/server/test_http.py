@@ -54,13 +54,13 @@ def test_errors_have_a_status_and_words(
     assert found == status and words in answer["error"]["message"]
 
 
-def test_body_that_is_no_object_is_refused(hosted: Hosted) -> None:
+def test_body_that_is_not_an_object_is_refused(hosted: Hosted) -> None:
     for body in ([], "text", 7):
         status, answer = hosted.ask("/v1/show_status", body, token=hosted.tokens["viewer"])
         assert status == 400 and "JSON object" in answer["error"]["message"]
 
 
-def test_client_of_another_protocol_is_told_what_to_upgrade(hosted: Hosted) -> None:
+def test_client_of_another_protocol_gets_a_hint_what_to_upgrade(hosted: Hosted) -> None:
     for given, older in (("0", "client"), ("2", "server")):
         status, answer = hosted.ask("/v1/handshake", token=hosted.tokens["viewer"], headers={HEADER: given})
         assert status == 422 and f"upgrade the {older}" in answer["error"]["hints"][0]

@@ -157,7 +157,7 @@ def test_of_launches_at_once_one_passes(open_store: OpenStore, clock: Hands) -> 
     assert sorted(outcomes) == ["admitted", *["refused"] * 5]
 
 
-def test_server_refuses_before_it_asks_and_counts_what_it_started(hosted: Hosted) -> None:
+def test_server_refuses_before_the_price_question_and_counts_what_it_started(hosted: Hosted) -> None:
     task = Task(run="true", resources=(Resources(cloud="local"),))
     told: list[str] = []
 

@@ -48,7 +48,7 @@ def test_proxy_names_the_user_with_its_role(proxied: Hosted) -> None:
         {SECRET_HEADER: SECRET},
     ],
 )
-def test_header_alone_admits_nobody(proxied: Hosted, headers: dict[str, str]) -> None:
+def test_header_without_the_secret_is_refused(proxied: Hosted, headers: dict[str, str]) -> None:
     assert proxied.ask("/v1/handshake", headers=headers)[0] == 401
 
 

@@ -81,7 +81,7 @@ def play_seeds(seeds: range, jobs: int, cells: Counter[tuple[str, str]]) -> int:
             print(f"{played} of {len(seeds)} seeds, {failing} failing", file=sys.stderr, flush=True)
     took_s = time.perf_counter() - begun_s
     print(f"{len(seeds)} seeds, {failing} failing; {hours:.0f} simulated hours, {len(seeds) / took_s:.1f} seeds/s")
-    print(f"{unowned_s / len(seeds):.1f} s a seed that a node of ours ran and nobody knew of it")
+    print(f"{unowned_s / len(seeds):.1f} s per seed that one of our nodes ran without a record")
     return int(failing > 0)
 
 

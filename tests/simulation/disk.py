@@ -85,7 +85,7 @@ class SimulatedFile:
 
     def begin(self, process: Process) -> None:
         other = self.writer
-        assert not self.connection.in_transaction, f"{other.name if other else 'nobody'} waits in its transaction"
+        assert not self.connection.in_transaction, f"{other.name if other else 'no process'} waits in its transaction"
         self.writer = process
 
     def abandon(self, process: Process) -> None:

@@ -35,7 +35,7 @@ from tests.simulation.starts import (
     check_whole_gang,
     note_moves,
 )
-from tests.simulation.turns import check_l1_late_gangs_go, check_s13_nobody_is_passed_over, note_search
+from tests.simulation.turns import check_l1_late_gangs_go, check_s13_no_placement_is_passed_over, note_search
 from tests.simulation.world import OWNER
 
 if TYPE_CHECKING:
@@ -246,7 +246,7 @@ def check_ends_are_true(universe: Universe, event: Event) -> None:
         if status == JobStatus.SUCCEEDED and (RunStatus.SUCCEEDED, 0) not in states:
             raise Violation("S7", f"job {job_id} is SUCCEEDED, and its runs {states}")
         if status == JobStatus.CANCELLED and not cancel_requested and kind != OutcomeKind.DEPENDENCY_FAILED:
-            raise Violation("S7", f"job {job_id} is CANCELLED, and nobody asked for it")
+            raise Violation("S7", f"job {job_id} is CANCELLED without a request")
         if status == JobStatus.FAILED:
             failed = any(universe.gang.has_died(run) for run in runs)
             if not failed and kind not in OTHER_FAILURES:
@@ -267,7 +267,7 @@ def check_l1_unowned_go(universe: Universe, event: Event) -> None:
         is_seen = universe.cloud.find([node_id])[0].account == universe.account
         seen_s = max(since_s, universe.healed_s, universe.login_s)
         if event.time_s - seen_s > L1_S and is_seen and not universe.mix.leaves_broker_dead:
-            raise Violation("L1", f"{node_id} has been nobody's for {event.time_s - since_s:.0f} s")
+            raise Violation("L1", f"{node_id} has had no owner for {event.time_s - since_s:.0f} s")
 
 
 def check_l2_jobs_end(universe: Universe, event: Event) -> None:
@@ -381,7 +381,7 @@ CHECKERS: dict[str, tuple[Checker, ...]] = {
         note_cancels,
         note_moves,
         note_bills,
-        check_s13_nobody_is_passed_over,
+        check_s13_no_placement_is_passed_over,
         check_s3_only_the_lost_are_collected,
         check_s3_records_outlive_nodes,
         check_s7_success_is_kept,

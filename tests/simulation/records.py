@@ -39,7 +39,7 @@ def check_s3_only_the_lost_are_collected(universe: Universe, event: Event) -> No
         # Else it was ended before, and maybe known to be: a stale list shows it alive once more.
         is_news = universe.memory.get("gone", {}).get(node_id, event.time_s) >= event.time_s
         if is_owned and process is event.process and event.time_s - ended_s < 1.0 and is_news:
-            raise Violation("S3", f"the collector ends a node that is somebody's: {node_id}")
+            raise Violation("S3", f"the collector ends a node that has an owner: {node_id}")
 
 
 def check_s3_young_nodes_are_spared(universe: Universe, event: Event) -> None:

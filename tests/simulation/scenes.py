@@ -281,7 +281,7 @@ def check_end(universe: Universe, scene: Scene) -> str:
     wrong = [f"job {job_id} is {status} ({failure})" for job_id, status, failure in rows if status not in scene.ends]
     foreign = universe.cloud.find(["foreign-1"])[0]
     if foreign.state is not NodeState.RUNNING:
-        wrong.append("somebody else's node was ended")
+        wrong.append("a node of another owner was terminated")
     # The bill of the cloud and ours agree, whichever process was killed: the cloud reports a node's end to the second.
     ours_usd = universe.measure_recorded_usd(None)
     theirs_usd = universe.cloud.bill_usd()
@@ -398,7 +398,7 @@ SCENES: tuple[Scene, ...] = (
     ),
     Scene(name="lists that are empty for a while", mix=make_mix(make_job(steps=80)), acts=((6.0, black_out),)),
     Scene(
-        name="lists that are empty while nobody answers",
+        name="lists that are empty while no node answers",
         mix=make_mix(make_job(steps=120), heal_s=200.0),
         acts=((6.0, black_out), (6.0, cut_off_shortly)),
     ),

@@ -68,7 +68,7 @@ def note_unclear(universe: Universe, fault: str, cluster: str) -> None:
         get_turns(universe).unclear[cluster] += 1
 
 
-def check_s13_nobody_is_passed_over(universe: Universe, event: Event) -> None:
+def check_s13_no_placement_is_passed_over(universe: Universe, event: Event) -> None:
     """Check that each better place was asked in this search, or has refused and may still stand by it."""
     turns = get_turns(universe)
     if "retry_budgets" in event.written:
@@ -112,7 +112,7 @@ def check_l1_late_gangs_go(universe: Universe, event: Event) -> None:
     }
     for node_id, begun_s in late.items():
         if event.time_s - begun_s > LATE_S:
-            raise Violation("L1", f"nobody has needed {node_id} for {event.time_s - begun_s:.0f} s, and it runs on")
+            raise Violation("L1", f"{node_id} has not been needed for {event.time_s - begun_s:.0f} s, and still runs")
 
 
 def _note_closed(universe: Universe, turns: Turns, now_s: float) -> None:

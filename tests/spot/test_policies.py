@@ -177,7 +177,7 @@ def storms() -> dict[str, list[int]]:
 @pytest.mark.parametrize("storm", storms())
 @pytest.mark.parametrize("start", [0.05, 0.2, 0.5])
 @pytest.mark.parametrize("slack", [1.1, 2.0])
-def test_no_market_makes_the_adaptive_policy_late_or_much_dearer_than_on_demand(
+def test_no_market_makes_the_adaptive_policy_late_or_much_more_expensive_than_on_demand(
     storm: str, start: float, slack: float
 ) -> None:
     found = live(storms()[storm], "adaptive", slack=slack, start=start, work=24)
@@ -225,7 +225,7 @@ def test_a_cheaper_place_that_has_just_closed_is_waited_for_while_there_is_time(
         assert isinstance(decision, Move) and decision.target is dear
 
 
-def test_a_dear_calm_place_is_weighed_by_its_own_price() -> None:
+def test_an_expensive_calm_place_is_weighed_by_its_own_price() -> None:
     """The alternative is a cheap place that has just opened, and there is little spare time."""
     policy, sure = load_policy("adaptive"), make_candidate(is_spot=False)
     young = make_candidate("young", is_spot=True, usd=0.2, age_hours=0.3)
@@ -259,7 +259,7 @@ def test_the_cheaper_of_two_like_markets_is_taken_and_a_much_cheaper_one_is_move
     assert isinstance(decision, Move) and decision.target is spots[1]
 
 
-def test_a_small_difference_or_a_dear_way_is_not_worth_a_move() -> None:
+def test_a_small_saving_or_an_expensive_move_is_not_worth_it() -> None:
     policy, sure = load_policy("adaptive"), make_candidate(is_spot=False)
     assert isinstance(policy(view_of(10, 30, current=0), [*make_spots(0.302, 0.3), sure]), Stay)
     dear = make_spots(0.5, 0.3, move_usd=50.0)

@@ -67,7 +67,7 @@ RULES: tuple[tuple[str, str], ...] = (
     ),
     (r"\basking for (\d+ x )", r"requesting \1"),
     (r"\bgoing on with (\d+ x )", r"resuming \1"),
-    (r" is whole after ([\d.]+ s)", r": all nodes run after \1"),
+    (r" is whole after ([\d.]+ s)", r": all nodes are running after \1"),
     (r"; asked often enough", r"; giving up"),
     (r"; asking again in ([\d.]+ s)", r"; retrying in \1"),
     (r"; looking for what it made", r"; checking whether nodes were created"),

@@ -209,7 +209,7 @@ def test_a_folder_in_the_place_of_a_file_is_a_sentence(home: Path, ask: Ask, nam
             pass
 
 
-def test_one_damaged_row_hides_no_other_and_says_how_to_drop_it(home: Path, ask: Ask) -> None:
+def test_one_damaged_row_does_not_hide_others_and_its_error_says_how_to_drop_it(home: Path, ask: Ask) -> None:
     with closing(sqlite3.connect(home / "state.db")) as connection:
         connection.execute("UPDATE clusters SET body = 'garbage' WHERE name = 'far'")
         connection.execute("DROP INDEX attempts_open")  # its expression would reject damaged JSON on this write
@@ -242,14 +242,14 @@ def test_the_collector_never_takes_a_damaged_cluster_for_none(home: Path) -> Non
         store.clusters.list()
 
 
-def test_a_full_disk_is_said_and_nothing_is_half_written(home: Path) -> None:
+def test_a_full_disk_is_reported_and_nothing_is_partially_written(home: Path) -> None:
     store = Store(home / "state.db", clock=SystemClock())
     pages = store.rows("PRAGMA page_count")[0][0]
     store.execute(f"PRAGMA max_page_count={pages}")  # SQLite then reports a full disk
     with pytest.raises(StateError, match="full") as caught, store.transaction():
         for _ in range(2000):
             store.events.add(make_event(EventKind.NOTE, text="x" * 500))
-    assert any("Free some space" in hint for hint in caught.value.hints)
+    assert any("free some space" in hint for hint in caught.value.hints)
     assert not [event for event in store.events.list() if event.kind is EventKind.NOTE]
 
 

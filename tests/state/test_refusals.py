@@ -100,7 +100,7 @@ def test_a_probe_holds_all_others_up_as_long_as_it_lasts(store: Store, clock: Ha
     assert store.refusals.list_active(clock.now_s()) == [], "forgotten by then"
 
 
-def test_a_gang_that_came_up_forgives_its_place_and_what_is_wider_and_nothing_else(store: Store) -> None:
+def test_a_gang_that_came_up_clears_refusals_of_its_place_and_wider_ones_only(store: Store) -> None:
     refuse(store)
     refuse(store, zone=None)
     refuse(store, zone="elsewhere")

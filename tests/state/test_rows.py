@@ -231,7 +231,7 @@ def test_an_intent_keeps_the_account_and_the_nodes_that_were_made_for_it(store: 
     assert store.intents.get_request("t2") == requests[1]
 
 
-def test_cancels_that_were_asked_for_are_listed_while_their_job_lives(store: Store) -> None:
+def test_requested_cancellations_are_listed_while_their_job_is_live(store: Store) -> None:
     for name in "abc":
         store.jobs.add(name, Task())
     for job_id in (2, 3):

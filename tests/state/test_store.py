@@ -63,7 +63,7 @@ def test_files_are_for_their_owner_alone_and_secrets_leave_with_the_job(sqlite_s
     assert store.jobs.get(job.id) is not None
 
 
-@pytest.mark.parametrize(("version", "way_out"), [(99, "Upgrade broker"), (-1, "broker state restore")])
+@pytest.mark.parametrize(("version", "way_out"), [(99, "upgrade broker"), (-1, "broker state restore")])
 def test_a_schema_that_is_not_known_is_refused_with_a_hint(tmp_path: Path, version: int, way_out: str) -> None:
     path = tmp_path / "state.db"
     Store(path, clock=SystemClock()).close()

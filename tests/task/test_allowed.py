@@ -254,7 +254,7 @@ def test_credential_among_envs_is_noted_and_not_shown(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["TOKENS", "SECRET_SANTA", "KEY", "MAX_TOKENS_KEY", "TOKENIZER"])
-def test_other_variables_are_not_taken_for_credentials(name: str) -> None:
+def test_other_variables_do_not_count_as_credentials(name: str) -> None:
     (task,) = load_tasks_text(f"run: x\nenvs: {{{name}: a}}", "x.yaml")
     assert task.notices == ()
 

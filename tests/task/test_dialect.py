@@ -177,7 +177,7 @@ def test_a_tpu_node_is_planned_as_a_tpu_vm_and_refused_at_launch() -> None:
     assert kept.resources[0].instance_type == "n1-highmem-8"
 
 
-def test_unknown_accelerator_is_left_out_only_where_another_stands() -> None:
+def test_unknown_accelerator_is_skipped_only_if_another_remains() -> None:
     task = resolve_accelerators(load("resources: {accelerators: {H10O: 8, H100: 8}}"), FIGURES)
     assert [each.accelerator for each in task.resources] == ["H100"]
     assert [(each.field, each.hint, each.blocks_launch) for each in task.notices] == [
@@ -359,5 +359,5 @@ def test_nested_file_is_refused_aliases_included() -> None:
         load(deep)
 
 
-def test_unknown_tag_is_refused_where_it_stands() -> None:
+def test_unknown_tag_is_refused_with_its_position() -> None:
     assert "2:7 unsupported tag `!!python/object:os.system`" in find_message("name: !!python/object:os.system x")

@@ -48,7 +48,7 @@ def test_needs_by_name_list_and_size() -> None:
     assert list_needs(tasks) == {"d": {"b": 1.5, "c": 2.0}, "a": {}, "b": {"a": 4.0}, "c": {"a": 4.0}}
 
 
-def test_unknown_need_is_shown_where_it_stands() -> None:
+def test_unknown_need_is_shown_with_its_position() -> None:
     message = find_message("name: prepare\nrun: x", "name: train\nneeds: [prepair]\nrun: x")
     assert message == "5:9 `needs`: unknown task `prepair` | did you mean `prepare`?"
     assert "3:10 " in find_message("name: a\nrun: x\nneeds: {b: 1}").replace("3:9 ", "3:10 ")

@@ -85,7 +85,7 @@ def test_scope_of_a_servers_secret_is_no_part_of_its_name(secrets: str) -> None:
 def test_header_of_a_group_may_have_placement_and_unknown_fields_are_named_as_its_own() -> None:
     tasks = "---\nname: a\nrun: x\n---\nname: b\nrun: x\n"
     first, _ = load_tasks_text(f"name: g\nplacement: SAME_INFRA\nexecution: parallel\n{tasks}", "task.yaml")
-    assert any("placed one by one" in each.message for each in first.notices)
+    assert any("placed one at a time" in each.message for each in first.notices)
     (fault,) = find_faults(f"name: g\nexecution: parallel\nprimary_task: [a]\n{tasks}")
     assert fault == "3 unknown field `primary_task` in `header` | did you mean `primary_tasks`?"
 
@@ -132,8 +132,8 @@ def test_misplaced_field_is_sent_to_its_place(text: str, fault: str) -> None:
         ("resources: {use_spot: 'true'}", "not the text `true` | remove the quotes"),
         ("resources: {accelerators: '{A100:1, L4:1}'}", "| remove the quotes around the alternatives"),
         ("resources: {accelerators: 'A100:0'}", "| for a machine without accelerators, remove `accelerators`"),
-        ("resources: {accelerators: None}", "`None` is no accelerator | for a machine without accelerators"),
-        ("resources: {accelerators: 'CPU:4'}", "`CPU` is no accelerator | for a machine without accelerators, write"),
+        ("resources: {accelerators: None}", "unknown accelerator `None` | for a machine without accelerators"),
+        ("resources: {accelerators: 'CPU:4'}", "unknown accelerator `CPU` | for a machine without accelerators, write"),
         ("resources: {ports: 9000-8000}", "| write the lower port first: `8000-9000`"),
         ("resources: {infra: aws / us-east-1}", "| remove the spaces: `aws/us-east-1`"),
         ("resources: {disk_size: 100+}", "| a size is exact: write `100`"),

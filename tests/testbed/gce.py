@@ -35,7 +35,7 @@ from tests.testbed.gce_rules import (
 
 
 class OnInstance(Protocol):
-    """Real machines behind the pretend ones. Each call comes in a thread of its own and may take its time."""
+    """Real machines behind the simulated ones. Each call comes in its own thread and may take long."""
 
     def started(self, instance: Json) -> None:
         """Start a machine.

@@ -79,7 +79,7 @@ def test_eight_hosts_are_reached_at_once_and_stand_apart(bed: Bed) -> None:
 
 
 def test_command_on_a_host_that_dies_silently_fails_within_seconds(bed: Bed) -> None:
-    """A host that loses its power sends no last word; without keepalives ssh would wait for ever."""
+    """A host that loses its power sends no final packet; without keepalives, ssh would wait forever."""
 
     async def act() -> float:
         node = (await bed.make_cluster()).nodes[0]
@@ -257,5 +257,5 @@ def test_claimed_host_outlives_the_dead_mans_switch(bed: Bed) -> None:
 async def wait_until_ended(bed: Bed, node: Node) -> None:
     end_s = time.monotonic() + 60
     while (found := next(each for each in await bed.cloud.list_nodes("me") if each.id == node.id)).reason != "itself":
-        assert time.monotonic() < end_s, f"{found} goes on: {bed.cloud.hosts[node.id].read_log()}"
+        assert time.monotonic() < end_s, f"{found} still runs: {bed.cloud.hosts[node.id].read_log()}"
         await asyncio.sleep(0.1)

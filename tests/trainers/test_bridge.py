@@ -62,7 +62,7 @@ def test_newest_checkpoints_are_kept_and_others_deleted() -> None:
     ]
 
 
-def test_bucket_url_is_passed_on_and_a_folder_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bucket_url_is_passed_on_and_a_folder_is_required(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BROKER_CHECKPOINT_DIR", "gs://bucket/job")
     assert bridge.checkpoint_dir() == "gs://bucket/job"
     with pytest.raises(ValueError, match="CHECKPOINTS"):

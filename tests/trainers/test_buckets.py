@@ -149,7 +149,7 @@ def test_stale_attempt_is_refused_at_start_and_at_commit(url: str) -> None:
     old = open_manager(storage, Weights(), attempt=1)
     open_manager(storage, Weights(), attempt=2)
     old.save(5)
-    with pytest.raises(StaleAttemptError, match="attempt 2 of this job has begun"):
+    with pytest.raises(StaleAttemptError, match="attempt 2 of this job has started"):
         old.wait()
     assert old.step_committed is None and restore(storage, attempt=3) is None
     with pytest.raises(StaleAttemptError):
@@ -162,7 +162,7 @@ def test_manifest_that_someone_else_wrote_is_not_overwritten(url: str) -> None:
     name = f"step-00000005-attempt-0001-{manager._run}"
     assert storage.create(f"{name}/manifest.json", b"{}")
     manager.save(5)
-    with pytest.raises(CheckpointError, match="already committed by someone else"):
+    with pytest.raises(CheckpointError, match="already committed by another process"):
         manager.wait()
     assert storage.read(f"{name}/manifest.json") == b"{}"
 

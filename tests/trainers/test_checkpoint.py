@@ -51,7 +51,7 @@ def save_steps(path: Path, *steps: int, attempt: int = 1, keep: int = 3) -> None
         counter.set(step)
         manager.save(step)
         manager.settle()
-        counter.set(-1)  # training goes on while the background writes
+        counter.set(-1)  # training continues while the background writes
     manager.wait()
     assert manager.step_committed == steps[-1]
 

@@ -75,7 +75,7 @@ def explain(flags: list[str], capsys: pytest.CaptureFixture[str]) -> str:
 )
 def test_unknown_flag_names_the_near_miss(flag: str, meant: str, capsys: pytest.CaptureFixture[str]) -> None:
     message = f"; did you mean `{meant}`?" if meant else ""
-    assert explain([flag], capsys) == f"no flag is called `{flag.partition('=')[0]}`{message}"
+    assert explain([flag], capsys) == f"unknown flag `{flag.partition('=')[0]}`{message}"
 
 
 def test_flag_beats_file_beats_preset_beats_default(tmp_path: Path) -> None:
@@ -99,7 +99,7 @@ def test_flag_beats_file_beats_preset_beats_default(tmp_path: Path) -> None:
         ("compile = 1", "`compile` must be true or false, not 1"),
         ('dtype = "int8"', "`dtype` must be one of float32, bfloat16, float16, not 'int8'"),
         ("[model", "is not TOML"),
-        ('preset = "gpt3"', "no preset is called `gpt3`; known: gpt-1m"),
+        ('preset = "gpt3"', "unknown preset `gpt3`; known: gpt-1m"),
         (None, "cannot read"),
     ],
 )
@@ -198,7 +198,7 @@ def test_plain_start_on_the_brokers_nodes_learns_its_rank(monkeypatch: pytest.Mo
     assert launch_if_needed("trainers.lm", []) is None and os.environ["RANK"] == "5"
 
 
-def test_launch_flags_stop_where_the_command_begins() -> None:
+def test_launch_flags_end_where_the_command_begins() -> None:
     assert split_arguments(["--workers", "2", "-m", "a", "-x"]) == (2, ["-m", "a", "-x"])
     with pytest.raises(SystemExit):
         split_arguments(["a"])

@@ -151,7 +151,7 @@ def test_newcomer_waits_for_the_end_of_a_step_and_one_too_many_for_a_loss() -> N
         (1, {"a", "b", "c"}, ["stop"] * 3),
         (1, set(), ["stay"] * 3),
     ],
-    ids=["enough stay", "too few stay", "all leave", "nobody came after all"],
+    ids=["enough stay", "too few stay", "all leave", "no rank came"],
 )
 def test_members_receive_the_result_of_their_votes(least: int, leavers: set[str], verdicts: list[str]) -> None:
     rendezvous, members = gather(least=least)

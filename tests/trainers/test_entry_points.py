@@ -84,7 +84,7 @@ def test_sweep_measures_every_size_once_also_over_a_kill_and_a_notice(worlds: Wo
     flags += ["--results", str(tmp_path / RESULTS)]
     plan = list(iterate_plan(parse_config(flags)))
     assert plan[:2] == [("all_reduce", 64), ("all_reduce", 256)] and len(plan) == 8
-    # So many runs that the kill comes before the end.
+    # Enough runs that the kill comes before the end.
     slow = [*flags, "--runs", "1000"]
     ended = worlds.call(tmp_path, "trainers.allreduce:main", slow, ranks=3, kill_at=f"{'all_reduce':<15}{256:>13}")
     assert ended.codes == [-signal.SIGKILL] * 3

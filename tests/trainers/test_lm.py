@@ -129,7 +129,7 @@ def test_stale_attempt_and_unknown_strategy_end_with_one_line(folder: TrainingFo
     (folder.path / "checkpoints" / "attempts" / "0000000009").touch()
     code, errors = folder.run(attempt=3)
     assert code == 1
-    assert errors == "error: attempt 3 is stale: attempt 9 of this job has begun\n"
+    assert errors == "error: attempt 3 is stale: attempt 9 of this job has started\n"
     code, errors = folder.run(attempt=9, strategy="dpd")
     assert code == 1
     assert errors.startswith("error: no strategy is called `dpd`; known: ddp, allreduce,") and errors.count("\n") == 1

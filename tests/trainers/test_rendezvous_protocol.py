@@ -121,7 +121,7 @@ def test_end_and_votes_of_a_worker_outside_the_world_do_not_count() -> None:
     ],
     ids=str,
 )
-def test_hello_that_no_correct_worker_says_is_refused(flaw: dict[str, Any]) -> None:
+def test_invalid_hello_is_refused(flaw: dict[str, Any]) -> None:
     writer: Any = None
     with pytest.raises(ValueError):
         rendezvous_server.read_member({**make_hello("a"), **flaw}, "127.0.0.1", writer)
@@ -137,7 +137,7 @@ def test_worker_with_other_flags_is_refused_without_delaying_others() -> None:
         connection = socket.create_connection(("127.0.0.1", server.port), timeout=HANG_S)
         odd = Wire(connection, Credential(pem=make_pem("gang")))
         odd.send(**{**make_hello("b", 1), "unit": 7})
-        assert "comes in 7s, the others in 1s" in odd.read()["reason"]
+        assert "joins in units of 7, the others in units of 1" in odd.read()["reason"]
         second = come(server, "c", 2)
         assert [each.read()["kind"] for each in (first, second)] == ["world"] * 2
 

@@ -221,7 +221,7 @@ def test_tied_embeddings_are_one_parameter_and_tearing_them_is_noticed() -> None
     assert shared == [["token_embedding.weight", "head.weight"]] and find_shared(make_model()) == []
     check_shared(model, shared, "ddp")
     model.head.weight = nn.Parameter(model.head.weight.detach().clone())
-    with pytest.raises(TrainerError, match=r"`tensor` tears apart (?s:.*)--model.tie_embeddings false"):
+    with pytest.raises(TrainerError, match=r"`tensor` would split (?s:.*)--model.tie_embeddings false"):
         check_shared(model, shared, "tensor")
 
 
@@ -373,7 +373,7 @@ def test_terminal_gets_a_bar_that_stays_and_other_outputs_lines(tmp_path: Path) 
     assert (lines[1]["loss"], lines[1]["norm"], lines[1]["total"]) == (1.5, 0.1, 4)
 
 
-def test_trace_holds_the_steps_asked_for(tmp_path: Path) -> None:
+def test_trace_contains_the_requested_steps(tmp_path: Path) -> None:
     profile = Profile(ProfileConfig(steps=2, first=2, folder=str(tmp_path)), ALONE)
     for step in range(1, 7):
         with torch.profiler.record_function(f"step {step}"):

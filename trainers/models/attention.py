@@ -1,4 +1,4 @@
-"""Where the tokens of a pass stand in their sequence, and how they attend to each other."""
+"""Positions of the tokens of a pass in their sequence, and the attention between them."""
 
 import torch
 from torch import Tensor

@@ -1,4 +1,4 @@
-"""How a module says where it may be cut, without knowing by whom."""
+"""Declarations by which a module states where it may be cut, independent of the strategy."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True, kw_only=True)
 class Slicing:
-    """How one linear layer may be spread over ranks."""
+    """The ways in which one linear layer may be split over ranks."""
 
     # "column": outputs are spread; "row": inputs are, and outputs summed; "whole": as column, outputs put together.
     way: str

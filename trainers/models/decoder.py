@@ -1,4 +1,4 @@
-"""What all decoder-only transformers here share: tokens in, a row of blocks, logits out; and where that may be cut.
+"""The base of all decoder-only transformers here: tokens in, blocks, logits out, and where that may be cut.
 
 Plain PyTorch: no strategy, precision or device is known here.
 """

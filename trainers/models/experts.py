@@ -18,7 +18,7 @@ from trainers.models.cuts import Exchange
 
 @dataclass(frozen=True, kw_only=True)
 class Routing:
-    """Where the tokens of one pass go. An assignment is one use of an expert by a token: `tokens x per token`."""
+    """The routing of the tokens of one pass. An assignment is one use of an expert by a token: `tokens x per token`."""
 
     order: Tensor  # assignments that are computed, sorted by expert; within one, in the order of tokens
     counts: Tensor  # of them, for each expert

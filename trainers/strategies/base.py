@@ -1,4 +1,4 @@
-"""What a strategy is: three verbs around an ordinary model, and a few more that most leave as they are here.
+"""The interface of a strategy: three verbs around an ordinary model, and a few more that most leave as they are here.
 
 A plain `Strategy` is one process training alone; each file beside this one changes what its way of sharing changes.
 """
@@ -60,7 +60,7 @@ class Passes:
 
 
 class Strategy:
-    """How ranks share the work on one model."""
+    """The way in which ranks share the work on one model."""
 
     AXES: ClassVar[tuple[str, ...]] = ()
     # Whether ranks that differ along `replicate` only hold equal state, and update it without asking each other.

@@ -17,7 +17,7 @@ DATA_AXES = ("island", "replicate", "shard", "expert")
 
 @dataclass(frozen=True, kw_only=True)
 class Share:
-    """What a rank reads of each batch, and what it answers for."""
+    """The part of each batch that a rank reads and reports for."""
 
     index: int
     count: int  # shares a batch is cut into; 0 for a rank that reads nothing
@@ -47,7 +47,7 @@ class Share:
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """What one rank holds of the whole state: equal parts are equal to the last bit."""
+    """The part of the whole state that one rank holds: equal parts are equal to the last bit."""
 
     index: int
     count: int  # of all parts; 1 where each rank holds everything

@@ -56,7 +56,7 @@ class GossipOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class StrategyOptions:
-    """How ranks share the work. A run's config inherits this."""
+    """Options for sharing the work among ranks. A run's config inherits them."""
 
     strategy: str = knob("ddp", "how ranks share the work, parts joined by `+`, see trainers/strategies/")
     mesh: str = knob("", "ranks along each axis, as `2x4`; one may be `*`, the rest; empty: nodes x ranks of a node")

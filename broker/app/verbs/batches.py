@@ -60,6 +60,7 @@ class SweepState:
 
     @property
     def parameters(self) -> tuple[str, ...]:
+        """Names of the parameters, in the order of `--param`."""
         return tuple(self.configurations[0])
 
 

@@ -17,7 +17,7 @@ LOOK_S = 1.0
 
 @frozen
 class JobChanges:
-    """What changed since the last look: the jobs as they are now, by ID, and their new events, oldest first."""
+    """Changes since the last look: the jobs as they are now, by ID, and their new events, oldest first."""
 
     lines: tuple[JobLine, ...]
     events: tuple[EventRow, ...]
@@ -43,6 +43,7 @@ class Watcher:
 
     @property
     def is_over(self) -> bool:
+        """Whether all watched jobs have ended."""
         return all(line.status.is_terminal for line in self.lines.values())
 
     def look(self) -> tuple[Sequence[JobLine], Sequence[EventRow]]:

@@ -169,13 +169,13 @@ def _list_places(known: Sequence[Offer], ondemand: Ondemand, spot: Spot) -> set[
 
 
 def _translate(error: Exception, words: str) -> Exception:
-    """Translate the SDK's errors by name and code, as the SDK must not be imported here."""
+    """Translate the SDK's errors by name and code because the SDK must not be imported here."""
     if isinstance(error, (SourceError, AuthError)):
         return error
     response = getattr(error, "response", None)
     code = str(response.get("Error", {}).get("Code", "")) if isinstance(response, dict) else ""
     if type(error).__name__ in LOGIN_ERRORS or code in LOGIN_CODES:
-        return AuthError(f"no AWS login that may read prices: {error}", hints=[LOGIN_HINT])
+        return AuthError(f"no AWS login with permission to read prices: {error}", hints=[LOGIN_HINT])
     return SourceError(f"AWS {words}: {error}")
 
 

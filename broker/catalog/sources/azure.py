@@ -31,6 +31,7 @@ class AzureSource:
         self._url = url
 
     def fetch(self, cloud: str, get: Get, *, known: Sequence[Offer], as_of_s: float) -> Iterator[Offer]:
+        """Yield offers from the Retail Prices API, page by page. Raises SourceError."""
         ondemand: dict[Key, float] = {}
         spot: dict[Key, float] = {}
         for item in self._list_items(get):

@@ -11,7 +11,8 @@ from broker.types import Offer
 class Get(Protocol):
     """Fetches a URL's whole body. Raises SourceError after its retries, and AuthError for status 401 or 403."""
 
-    def __call__(self, url: str, *, query: Mapping[str, str] | None = None) -> bytes: ...
+    def __call__(self, url: str, *, query: Mapping[str, str] | None = None) -> bytes:
+        """Return the body of a response. Raises SourceError after the last retry."""
 
 
 class PriceSource(Protocol):

@@ -51,6 +51,7 @@ class GcpSource:
         self._key = key
 
     def fetch(self, cloud: str, get: Get, *, known: Sequence[Offer], as_of_s: float) -> Iterator[Offer]:
+        """Yield offers whose price is the sum of cores, memory and accelerators. Raises SourceError."""
         rates: Rates = {}
         for sku in self._list_skus(get):
             for key, usd in read_sku(sku):

@@ -28,6 +28,7 @@ class SkyPilotSource:
         self._url = url
 
     def fetch(self, cloud: str, get: Get, *, known: Sequence[Offer], as_of_s: float) -> Iterator[Offer]:
+        """Yield the offers of SkyPilot's hosted catalog. Raises SourceError for unreadable rows."""
         file = f"{self._url}/{cloud}/vms.csv"
         try:
             text = get(file).decode("utf-8-sig")

@@ -44,10 +44,12 @@ async def inspect_types(config: Config, *, clock: Clock, offers: Sequence[Offer]
 
 
 def write_policy(config: Config) -> str:
+    """Return the IAM policy of `broker check --policy aws` as JSON text."""
     return json.dumps(make_policy(config.owner), indent=2) + "\n"
 
 
 async def inspect_account(clients: Clients, settings: Settings, owner: str) -> Sequence[CheckResult]:
+    """Check login, regions, network, permissions and quotas; create nothing. Stop after a failed login."""
     with translated():
         login, user = await _check_login(clients)
         if not login.is_ok:

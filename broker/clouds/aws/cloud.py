@@ -31,7 +31,7 @@ LOGIN_VARIABLES = (  # botocore, "Credentials": each is enough for a login
     *("AWS_ACCESS_KEY_ID", "AWS_PROFILE", "AWS_WEB_IDENTITY_TOKEN_FILE"),
     *("AWS_CONTAINER_CREDENTIALS_RELATIVE_URI", "AWS_CONTAINER_CREDENTIALS_FULL_URI"),
 )
-START_HINT = "A stopped machine starts in its own zone only: try later, or `broker down` it and launch again elsewhere."
+START_HINT = "a stopped machine starts only in its own zone: try later, or terminate it with `broker down` and relaunch"
 LOGIN_FILES = {"AWS_SHARED_CREDENTIALS_FILE": ".aws/credentials", "AWS_CONFIG_FILE": ".aws/config"}
 
 
@@ -78,16 +78,20 @@ class AwsCloud:
         self._clients.prepare()
 
     def observe(self, hear: Listener) -> None:
+        """Report every request and response of boto3 to `hear`."""
         self._clients.observe(hear)
 
     @property
     def user(self) -> str:
+        """The login user of the images, from `aws.toml`."""
         return self._settings.user
 
     def name_console(self, node: Node) -> str:
+        """Return the AWS CLI command for the newest console output."""
         return f"aws ec2 get-console-output --region {node.region} --instance-id {node.id} --latest --output text"
 
     async def check(self) -> None:
+        """Verify the login by its identity. Raises AuthError."""
         with translated():
             await self._clients.read("sts", await self._clients.find_home(), "get_caller_identity")
 
@@ -100,13 +104,14 @@ class AwsCloud:
         return self._account
 
     async def create_nodes(self, request: NodeRequest) -> Sequence[Node]:
+        """Create the gang with a client token, which makes a repeated call safe. Raises CloudError."""
         region = request.placement.offer.region
         with translated():
             enabled = await self.list_regions()
         if region not in enabled:
             raise InvalidRequestError(
                 f"region {region} is disabled in this account",
-                hints=(f"Enable it with `aws account enable-region --region-name {region}`.",),
+                hints=(f"enable it with `aws account enable-region --region-name {region}`",),
             )
         if region not in self._listable:  # create nothing where it could be neither listed nor terminated
             await self._list_region(region, request.owner)
@@ -120,6 +125,7 @@ class AwsCloud:
         return self._remember(await self._read_nodes(instances, region))
 
     async def list_nodes(self, owner: str) -> NodeList:
+        """List all enabled regions concurrently; regions that fail are reported as unseen."""
         account = await self.find_account()
         with translated():
             regions = await self.list_regions()
@@ -145,15 +151,18 @@ class AwsCloud:
         await self._change_each("terminate_instances", [node.id for node in nodes])
 
     async def stop_nodes(self, ids: Sequence[str]) -> None:
+        """Stop nodes with one call per region."""
         await self._change_all("stop_instances", ids)
 
     async def start_nodes(self, ids: Sequence[str]) -> None:
+        """Start nodes with one call per region. Raises CapacityError with a hint."""
         try:
             await self._change_all("start_instances", ids)
         except CapacityError as error:
             raise CapacityError(error.message, hints=(START_HINT,)) from error
 
     async def renew_access(self, nodes: Sequence[Node]) -> bool:
+        """Add this machine's current address to the clusters' security groups; return if one changed."""
         has_changed = False
         for region, owner, cluster in sorted({(node.region, node.owner, node.cluster) for node in nodes}):
             ids = [node.id for node in nodes if (node.region, node.owner, node.cluster) == (region, owner, cluster)]
@@ -164,6 +173,7 @@ class AwsCloud:
         return has_changed
 
     async def sweep(self, owner: str, keep: Collection[str]) -> int:
+        """Delete security groups, templates and disks of clusters that are not in `keep`."""
         with translated():
             return await self._sweeper.sweep(await self.list_regions(), owner, keep)
 
@@ -239,7 +249,7 @@ class AwsCloud:
             await self._clients.change(region, operation, InstanceIds=list(ids))
         except ApiError as refusal:
             if refusal.code == "UnauthorizedOperation":
-                # A policy that allows this by tag refuses an id that is gone, as it has no tags to check.
+                # A policy that allows this by tag refuses an id that is gone because it has no tags to check.
                 filters = [{"Name": "instance-id", "Values": list(ids)}]
                 instances = await self._launcher.find_instances(region, filters)
                 left = [each["InstanceId"] for each in instances]

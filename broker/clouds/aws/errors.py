@@ -114,12 +114,12 @@ CLASSES: dict[Kind, type[CloudError]] = {
 HINTS: dict[Kind, tuple[str, ...]] = {
     "capacity": (),  # the caller tries other places
     "quota": ("`broker check` shows the quotas and the command that requests more.",),
-    "login": ("Log in with `aws configure` or `aws sso login`, then run `broker check`.",),
+    "login": ("log in with `aws configure` or `aws sso login`, then run `broker check`",),
     "forbidden": (
         "`broker check --policy aws` prints the required permissions.",
-        "If an organisation's policy allows some regions only, name those in `aws.toml`: `regions = [...]`.",
+        "if an organisation's policy allows only some regions, list them in `aws.toml`: `regions = [...]`",
     ),
-    "throttled": ("AWS limits the rate of requests; broker retries automatically.",),
+    "throttled": ("AWS limits the rate of requests; broker retries automatically",),
     "invalid": (),
     "transient": (),
     "unknown": ("`broker status` shows what was created.",),
@@ -127,24 +127,24 @@ HINTS: dict[Kind, tuple[str, ...]] = {
 
 
 REGION_WIDE = frozenset({"PendingVerification"})  # all other capacity errors concern one zone
-SET_CLOCK = ("Set this machine's clock: AWS rejects signatures with a time that is minutes off.",)
+SET_CLOCK = ("correct this machine's clock: AWS rejects signatures that are minutes off",)
 OWN_HINTS: dict[str, tuple[str, ...]] = {  # where the hint of the kind would be wrong
     "AuthFailure.ServiceLinkedRoleCreationNotPermitted": (
-        "Ask an administrator to run `aws iam create-service-linked-role --aws-service-name spot.amazonaws.com`, once.",
+        "ask an administrator to run `aws iam create-service-linked-role --aws-service-name spot.amazonaws.com`, once",
     ),
     "Blocked": (
-        "Amazon blocks new machines in this account; for the reason see https://console.aws.amazon.com/support.",
+        "Amazon blocks new machines in this account; see the reason at https://console.aws.amazon.com/support",
     ),
-    "AccountProblem": ("Amazon blocks new machines in this account: https://console.aws.amazon.com/support.",),
+    "AccountProblem": ("Amazon blocks new machines in this account: https://console.aws.amazon.com/support",),
     "InsufficientFreeAddressesInSubnet": (
-        "Name a VPC with larger subnets in `aws.toml`, or terminate unused machines.",
+        "name a VPC with larger subnets in `aws.toml`, or terminate unused machines",
     ),
-    "InvalidAMIID.NotFound": ("An image belongs to one region: write `image_id: {us-east-1: ami-...}`, or omit it.",),
+    "InvalidAMIID.NotFound": ("an image belongs to one region: write `image_id: {us-east-1: ami-...}`, or omit it",),
     "OptInRequired": (
         "Sign the account up for EC2, or accept the terms of a Marketplace image: "
         "https://console.aws.amazon.com/marketplace.",
     ),
-    "PendingVerification": ("Wait for Amazon's email, up to four hours; other regions may be available already.",),
+    "PendingVerification": ("wait for Amazon's email, up to four hours; other regions may be available already",),
     "RequestExpired": SET_CLOCK,
     "RequestTimeTooSkewed": SET_CLOCK,
     "Unsupported": (

@@ -172,6 +172,7 @@ class Fleets:
 
 
 def name_template(request: NodeRequest) -> str:
+    """Return the name of the launch template of a request. It follows from the token, so a repeat finds it."""
     return f"broker-{request.token}"
 
 

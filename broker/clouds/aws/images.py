@@ -43,8 +43,8 @@ IMAGE_RULES: tuple[ImageRule, ...] = (
     ImageRule(families=("vt1.", "f1.", "f2."), why="it requires AMD's driver"),
 )
 IMAGE_HINTS = (
-    "Name an image that has the driver: `image_id: ami-...` in `resources`, or `[images]` in `aws.toml`.",
-    "Or choose another GPU: `broker gpus` lists them.",
+    "name an image that has the driver: `image_id: ami-...` in `resources`, or `[images]` in `aws.toml`",
+    "or choose another GPU: `broker gpus` lists them",
 )
 
 
@@ -85,7 +85,7 @@ class Images:
         if not wanted.startswith("ami-"):
             raise InvalidRequestError(
                 f"invalid EC2 image `{wanted}`",
-                hints=("Write `image_id: ami-...`, or `image_id: ssm:/NAME/OF/A/PARAMETER` that contains one.",),
+                hints=("write `image_id: ami-...`, or `image_id: ssm:/NAME/OF/A/PARAMETER` that contains one",),
             )
         answer = await self._clients.read("ec2", region, "describe_images", ImageIds=[wanted])
         if not answer.get("Images"):

@@ -65,9 +65,11 @@ class NodeLauncher:
             raise
 
     async def renew_access(self, region: str, *, owner: str, cluster: str) -> bool:
+        """Add this machine's current address to a cluster's security group; return if it changed."""
         return await self._network.renew_access(region, owner=owner, cluster=cluster)
 
     async def find_instances(self, region: str, filters: Sequence[Mapping[str, Any]]) -> list[Instance]:
+        """Return the instances that match the filters, over all pages. Raises CloudError."""
         reservations = await self._clients.read_all(region, "describe_instances", "Reservations", Filters=list(filters))
         return [instance for reservation in reservations for instance in reservation["Instances"]]
 

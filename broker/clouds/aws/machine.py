@@ -78,10 +78,11 @@ def describe_cards(around: Surroundings, *, subnet: str | None) -> list[dict[str
 
 
 def describe_disk(request: NodeRequest, image: Image) -> dict[str, Any]:
+    """Return EC2's parameters of the root disk, at least as large as the image. Raises InvalidRequestError."""
     tier = request.spec.disk_tier or "medium"
     if tier not in DISKS:
         raise InvalidRequestError(
-            f"unknown disk tier `{tier}` on AWS", hints=(f"Tiers: {', '.join(f'`{each}`' for each in DISKS)}.",)
+            f"unknown disk tier `{tier}` on AWS", hints=(f"Tiers: {', '.join(f'`{each}`' for each in DISKS)}",)
         )
     size_gib = max(request.spec.disk_size_gib, image.size_gib)
     disk = {"VolumeSize": size_gib, "Encrypted": True, "DeleteOnTermination": True, **DISKS[tier]}

@@ -65,7 +65,7 @@ class Network:
             raise InvalidRequestError(
                 f"{region} has no default VPC",
                 hints=(
-                    f"Create one with `aws ec2 create-default-vpc --region {region}`.",
+                    f"create one with `aws ec2 create-default-vpc --region {region}`",
                     f'Or name your own in `aws.toml`: `vpcs = {{{region} = "vpc-..."}}`.',
                 ),
             )
@@ -162,6 +162,7 @@ class Network:
 
 
 def name_group(request: NodeRequest) -> str:
+    """Return the name of the cluster's security group, the same for all of its attempts."""
     return _join_name(request.owner, request.cluster)
 
 
@@ -196,7 +197,7 @@ def _tell_subnet(region: str, zone: str | None, vpc: str | None) -> str:
         verb = f"create-default-subnet --region {region}"
     else:
         verb = f"create-subnet --vpc-id {vpc} --region {region} --cidr-block BLOCK"
-    return f"Create one with `aws ec2 {verb} --availability-zone {zone or 'ZONE'}`."
+    return f"create one with `aws ec2 {verb} --availability-zone {zone or 'ZONE'}`"
 
 
 def _filter(name: str, value: str) -> dict[str, Any]:

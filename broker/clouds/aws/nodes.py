@@ -11,7 +11,7 @@ from typing import Any
 from broker.clouds.aws import tags
 from broker.types import Node, NodeEnd, NodeState
 
-# A machine that is shutting down still computes: it is not TERMINATED yet, and not RUNNING, as it cannot be relied on.
+# A machine that is shutting down still computes: it is not TERMINATED yet, and not RUNNING: it cannot be relied on.
 STATES = {
     "pending": NodeState.PENDING,
     "running": NodeState.RUNNING,
@@ -63,6 +63,7 @@ def rank_gang(gang: Sequence[Mapping[str, Any]]) -> list[int]:
 
 
 def read_node(instance: Mapping[str, Any], *, rank: int, region: str, user: str) -> Node:
+    """Convert an instance of DescribeInstances or RunInstances to a node; unknown states count as PENDING."""
     found = tags.read_tags(instance)
     name = instance.get("State", {}).get("Name", "pending")
     state = STATES.get(name, NodeState.PENDING)
@@ -91,10 +92,12 @@ def read_node(instance: Mapping[str, Any], *, rank: int, region: str, user: str)
 
 
 def read_time_s(value: datetime | None) -> float:
+    """Return seconds since the epoch, 0 if EC2 does not state the time."""
     return value.timestamp() if value else 0.0
 
 
 def find_reason(instance: Mapping[str, Any]) -> str:
+    """Return why an instance ended: a `NodeEnd` if the code is known, otherwise EC2's code."""
     code = instance.get("StateReason", {}).get("Code", "")
     return REASONS.get(code, code or "terminated")
 

@@ -59,6 +59,7 @@ class Quotas:
         return await self.read(region, code) if code else None
 
     async def read(self, region: str, code: str) -> Quota | None:
+        """Return a quota, cached for `KNOWN_S`; None if the login may not read it."""
         now_s = self._clock.now_s()
         known_s, known = self._quotas.get((region, code), (-KNOWN_S, None))
         if now_s - known_s < KNOWN_S:
@@ -86,10 +87,11 @@ class Quotas:
         """Explain a refused launch, with the figures if available."""
         offer = placement.offer
         quota = await self.find(offer.region, offer.instance_type, is_spot=placement.is_spot)
-        return make_refusal(placement, quota) if quota else QuotaError(message, hints=("Run `broker check`.",))
+        return make_refusal(placement, quota) if quota else QuotaError(message, hints=("run `broker check`",))
 
 
 def find_code(instance_type: str, *, is_spot: bool) -> str | None:
+    """Return the code of the vCPU quota that covers an instance type, None for types without a known one."""
     match = FAMILY.match(instance_type)
     family = ALIASES.get(match[1], match[1]) if match else ""
     if family == "p" and instance_type.startswith("p5"):
@@ -101,10 +103,12 @@ def find_code(instance_type: str, *, is_spot: bool) -> str | None:
 
 
 def count_vcpus(placement: Placement) -> float:
+    """Return the vCPUs of all nodes, the unit of EC2's quotas."""
     return placement.offer.vcpus * placement.node_count
 
 
 def make_refusal(placement: Placement, quota: Quota) -> QuotaError:
+    """Make the error for a placement beyond the quota, with the command that requests enough for it."""
     offer = placement.offer
     vcpus = count_vcpus(placement)
     kind = "spot" if placement.is_spot else "on-demand"
@@ -114,5 +118,5 @@ def make_refusal(placement: Placement, quota: Quota) -> QuotaError:
     return QuotaError(
         f"quota of {offer.region}: {placement.node_count} x {offer.instance_type} {kind} requires {vcpus:g} vCPUs, "
         f"the account's limit is {quota.vcpus:g}{rest}",
-        hints=(f"Request more: `{quota.command.replace('VCPUS', f'{requested:g}')}`",),
+        hints=(f"request more: `{quota.command.replace('VCPUS', f'{requested:g}')}`",),
     )

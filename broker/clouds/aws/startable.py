@@ -1,4 +1,4 @@
-"""Which accelerators would start today in this account, by machine type, image and quota; nothing is created."""
+"""Find the accelerators that would start now in this account, by machine type, image and quota; create nothing."""
 
 from __future__ import annotations
 

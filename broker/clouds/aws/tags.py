@@ -30,20 +30,23 @@ def make_tags(request: NodeRequest) -> dict[str, str]:
 
 
 def make_cluster_tags(request: NodeRequest) -> dict[str, str]:
-    """Make the tags of resources that a cluster's nodes share, including the user's labels, as some accounts require
+    """Make the tags of resources that a cluster's nodes share, including the user's labels: some accounts require
     tags."""
     return {**request.spec.labels, OWNER: request.owner, CLUSTER: request.cluster}
 
 
 def write_tags(tags: Mapping[str, str]) -> list[dict[str, str]]:
+    """Convert tags to EC2's list of keys and values, sorted so that requests are reproducible."""
     return [{"Key": key, "Value": value} for key, value in sorted(tags.items())]
 
 
 def specify_tags(tags: Mapping[str, str], *kinds: str) -> list[dict[str, Any]]:
+    """Return `TagSpecifications` with the same tags for each kind of resource."""
     return [{"ResourceType": kind, "Tags": write_tags(tags)} for kind in kinds]
 
 
 def read_tags(resource: Mapping[str, Any]) -> dict[str, str]:
+    """Return the tags of a resource; empty if EC2 returned none."""
     return {tag["Key"]: tag.get("Value", "") for tag in resource.get("Tags", ())}
 
 

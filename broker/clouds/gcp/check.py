@@ -38,7 +38,7 @@ async def inspect_types(config: Config, *, clock: Clock, offers: Sequence[Offer]
     """See `InspectsTypes`."""
     login = find_login(load_settings(config.home))
     if login is None or not login.project:
-        raise AuthError("no login or no project found", hints=("Run `broker check gcp`.",))
+        raise AuthError("no login or no project found", hints=("run `broker check gcp`",))
     return await judge_types(Sdk(login), offers)
 
 
@@ -101,11 +101,12 @@ def require(findings: Sequence[CheckResult]) -> None:
     """Raise AuthError for the first result that prevents launches."""
     for finding in findings:
         if finding.is_needed and not finding.is_ok:
-            hint = f"Run `{finding.command}`." if finding.command else "Run `broker check gcp` for details."
+            hint = f"run `{finding.command}`" if finding.command else "run `broker check gcp` for details"
             raise AuthError(f"{finding.name}: {finding.note}", hints=(hint,))
 
 
 def judge_permissions(allowed: frozenset[str], project: str) -> CheckResult:
+    """Report the required permissions that the login lacks, with the commands that grant them by a role."""
     missing = [name for name in PERMISSIONS if name not in allowed]
     if not missing:
         return CheckResult(name="permissions", is_ok=True, note=f"all {len(PERMISSIONS)} required permissions")

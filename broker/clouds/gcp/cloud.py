@@ -28,7 +28,7 @@ from broker.types import Node, NodeEnd, NodeList, NodeRequest, NodeState
 log = logging.getLogger(__name__)
 
 NO_PROJECT = "no project is configured"
-PROJECT_HINT = "Run `gcloud config set project PROJECT`, or set `GOOGLE_CLOUD_PROJECT`."
+PROJECT_HINT = "run `gcloud config set project PROJECT`, or set `GOOGLE_CLOUD_PROJECT`"
 
 
 def make_cloud(config: Config, *, clock: Clock) -> GcpCloud | None:
@@ -66,9 +66,11 @@ class GcpCloud:
 
     @property
     def user(self) -> str:
+        """The login user that the first-boot script creates."""
         return instances.SSH_USER
 
     def name_console(self, node: Node) -> str:
+        """Return the gcloud command for the serial port output."""
         where = NodeId.parse(node.id)
         return (
             f"gcloud compute instances get-serial-port-output {where.name} --project {where.project} "
@@ -80,9 +82,11 @@ class GcpCloud:
         self._sdk.prepare()
 
     def observe(self, hear: Listener) -> None:
+        """Report every request and response of Google's library to `hear`."""
         self._sdk.observe(hear)
 
     async def check(self) -> None:
+        """Verify login, project and API. Raises AuthError with the failed finding."""
         require(await inspect_project(self._sdk))
 
     async def create_nodes(self, request: NodeRequest) -> Sequence[Node]:
@@ -144,15 +148,19 @@ class GcpCloud:
             raise TransientError(f"Google cannot list instances in {region} now, so none are created there")
 
     async def terminate_nodes(self, nodes: Sequence[Node]) -> None:
+        """Delete instances concurrently; one that is gone counts as success."""
         await self._each([node.id for node in nodes], instances.delete)
 
     async def stop_nodes(self, ids: Sequence[str]) -> None:
+        """Stop instances concurrently; one that is stopped counts as success."""
         await self._each(ids, instances.stop)
 
     async def start_nodes(self, ids: Sequence[str]) -> None:
+        """Start instances concurrently. Raises CapacityError if a zone is full."""
         await self._each(ids, instances.start)
 
     async def renew_access(self, nodes: Sequence[Node]) -> bool:
+        """Add this machine's current address to the rules of running gangs; return if one changed."""
         has_changed = False
         for node in {NodeId.parse(node.id).gang: node for node in nodes}.values():
             seen = await self._look_again(node)
@@ -237,7 +245,7 @@ class GcpCloud:
             return node
 
     async def _read_endings(self, project: str, owner: str) -> dict[NodeId, Ending]:
-        """Read why nodes ended. A failure is logged only, as the reason is informational."""
+        """Read why nodes ended. A failure is logged only because the reason is informational."""
         try:
             return dict(await self._sdk.call(lambda clients: read_endings(clients, project, owner)))
         except AuthError as error:

@@ -168,15 +168,15 @@ STATUSES: dict[int, type[CloudError]] = {
 QUOTAS_URL = "https://console.cloud.google.com/iam-admin/quotas"
 # By class, the most specific first; hints from the caller come before these.
 HINTS: tuple[tuple[type[CloudError], str], ...] = (
-    (DisabledError, "Run `gcloud services enable compute.googleapis.com`."),
-    (UnpaidError, "Run `gcloud billing projects link PROJECT --billing-account=ACCOUNT`."),
+    (DisabledError, "run `gcloud services enable compute.googleapis.com`"),
+    (UnpaidError, "run `gcloud billing projects link PROJECT --billing-account=ACCOUNT`"),
     (
         DeniedError,
         "An organisation's policy forbids it: `gcloud org-policies list --project=PROJECT` names the policies. If "
         "public addresses or images are forbidden, set `uses_private_addresses` or `images` in `gcp.toml`.",
     ),
-    (AuthError, "Run `broker check gcp` to list missing permissions."),
-    (QuotaError, f"Request more: {QUOTAS_URL}."),
+    (AuthError, "run `broker check gcp` to list missing permissions"),
+    (QuotaError, f"request more: {QUOTAS_URL}"),
 )
 
 
@@ -213,7 +213,7 @@ def _find_quota_hint(error: Any) -> tuple[str, ...]:
         if quota.limit_name or quota.metric_name:
             place = ", ".join(f"{key} {value}" for key, value in sorted(quota.dimensions.items()))
             name = quota.limit_name or quota.metric_name
-            return (f"Request more: {QUOTAS_URL} (filter `{name}`{f', {place}' if place else ''}).",)
+            return (f"request more: {QUOTAS_URL} (filter `{name}`{f', {place}' if place else ''})",)
     return ()
 
 
@@ -228,7 +228,7 @@ def translate(error: Exception, *, does_change: bool) -> CloudError | None:
     if isinstance(error, auth.TransportError):
         return TransientError(f"Google's login service cannot be reached: {error}")
     if isinstance(error, auth.GoogleAuthError):
-        hint = "Run `gcloud auth application-default login`, or set `GOOGLE_APPLICATION_CREDENTIALS`."
+        hint = "run `gcloud auth application-default login`, or set `GOOGLE_APPLICATION_CREDENTIALS`"
         return AuthError(f"Google refuses the login: {str(error)[:200]}", hints=(hint,))
     if isinstance(error, api.GoogleAPICallError):
         code, message = _read_answer(error)

@@ -100,6 +100,7 @@ def sweep_rules(clients: Clients, owner: str, keep: Collection[str], live_gangs:
 
 
 def list_rules(clients: Clients, owner: str, *, project: str = "") -> list[Any]:
+    """List the firewall rules of this installation, by the prefix of their names. Raises Google's errors."""
     name_filter = f"name eq {owner_prefix(owner)}.*"
     request = clients.types.ListFirewallsRequest(project=project or clients.login.project, filter=name_filter)
     return list(clients.get("Firewalls").list(request=request, timeout=TIMEOUT_S))

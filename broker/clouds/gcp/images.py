@@ -56,7 +56,7 @@ def find_image(clients: Clients, request: NodeRequest) -> str:
     if image:
         match = IMAGE_PATH.search(image)
         if match is None:
-            hint = "Write `image_id: projects/PROJECT/global/images/IMAGE`, or omit it."
+            hint = "write `image_id: projects/PROJECT/global/images/IMAGE`, or omit it"
             raise InvalidRequestError(f"invalid Google image `{image}`", hints=(hint,))
         return match[0]
     for project, family in list_families(request):
@@ -64,7 +64,7 @@ def find_image(clients: Clients, request: NodeRequest) -> str:
         if path:
             return path
     names = ", ".join(f"`{family}`" for _, family in list_families(request))
-    hint = "Name one in the task: `image_id: projects/PROJECT/global/images/IMAGE`."
+    hint = "name one in the task: `image_id: projects/PROJECT/global/images/IMAGE`"
     gpu = request.placement.offer.accelerator
     reason = f"; {gpu} requires NVIDIA's proprietary driver, R580 or older" if gpu in OLD_GPUS else ""
     raise NotFoundError(f"Google has retired the images that broker starts from: {names}{reason}", hints=(hint,))

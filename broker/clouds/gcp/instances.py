@@ -183,4 +183,5 @@ def relabel(clients: Clients, where: NodeId, *, is_stopped: bool) -> None:
 
 
 def as_cloud_error(error: Exception) -> CloudError | None:
+    """Return the error as our class; None if it is not an error of the cloud."""
     return error if isinstance(error, CloudError) else translate(error, does_change=True)

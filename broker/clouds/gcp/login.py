@@ -32,14 +32,17 @@ class Login:
 
     @property
     def compute_url(self) -> str:
+        """URL of Compute Engine, or of the fake that the tests name."""
         return self.endpoint or ENDPOINT
 
     @property
     def resource_manager_url(self) -> str:
+        """URL of the Resource Manager, or of the fake that the tests name."""
         return self.endpoint or RESOURCE_MANAGER
 
 
 def is_sdk_installed() -> bool:
+    """Return whether Google's Compute Engine library is installed, without importing it."""
     try:
         return importlib.util.find_spec("google.cloud.compute_v1") is not None
     except ModuleNotFoundError:
@@ -77,6 +80,7 @@ def _find_credentials() -> tuple[str, dict[str, Any]]:
 
 
 def gcloud_folder() -> Path:
+    """Return the folder of gcloud's configuration."""
     return Path(os.getenv("CLOUDSDK_CONFIG") or Path.home() / ".config" / "gcloud")
 
 

@@ -49,8 +49,8 @@ def check_request(request: NodeRequest) -> None:
         raise InvalidRequestError(
             f"`{offer.instance_type}` is a TPU machine, which this adapter does not support",
             hints=(
-                "SkyPilot creates TPUs: `pip install 'intercloud-broker[sky]'`, `sky check gcp`, then `broker check`.",
-                "Or choose a GPU with `--gpus`.",
+                "SkyPilot creates TPUs: `pip install 'intercloud-broker[sky]'`, `sky check gcp`, then `broker check`",
+                "or choose a GPU with `--gpus`",
             ),
         )
     attached = read_attached(offer.instance_type)
@@ -61,6 +61,7 @@ def check_request(request: NodeRequest) -> None:
 
 
 def machine_type(offer: Offer) -> str:
+    """Return Google's machine type of an offer, without the accelerators after `+`."""
     return offer.instance_type.partition("+")[0]
 
 
@@ -154,6 +155,7 @@ def _describe_disk(request: NodeRequest) -> dict[str, Any]:
 
 
 def network_path(network: str) -> str:
+    """Return the path of a network, which settings may name in short."""
     return network if "/" in network else f"global/networks/{network}"
 
 

@@ -34,6 +34,7 @@ class NodeId:
 
     @classmethod
     def parse(cls, text: str) -> NodeId:
+        """Parse `PROJECT/ZONE/NAME`. Raises ValueError."""
         project, zone, name = text.rsplit("/", 2)
         return cls(project=project, zone=zone, name=name)
 
@@ -45,10 +46,12 @@ class NodeId:
 
     @property
     def gang(self) -> str:
+        """Name of the gang: the instance's name without its rank."""
         return self.name.rpartition("-")[0]
 
     @property
     def rank(self) -> int:
+        """Rank within the gang, from the instance's name."""
         return int(self.name.rpartition("-")[2])
 
 
@@ -59,6 +62,7 @@ def owner_prefix(owner: str) -> str:
 
 
 def gang_name(request: NodeRequest) -> str:
+    """Return the common prefix of a gang's instances. It follows from the token, so a repeat finds it."""
     return owner_prefix(request.owner) + hashlib.sha256(request.token.encode()).hexdigest()[:16]
 
 
@@ -69,6 +73,7 @@ def peers_tag(request: NodeRequest) -> str:
 
 
 def instance_names(request: NodeRequest) -> list[str]:
+    """List the names of a gang's instances by rank."""
     return [f"{gang_name(request)}-{rank}" for rank in range(request.placement.node_count)]
 
 

@@ -27,7 +27,7 @@ ENDINGS = {
 
 @frozen
 class Ending:
-    """How an instance ended, as a value of `Node.reason`, and when."""
+    """The reason why an instance ended, as a value of `Node.reason`, and the time."""
 
     reason: str
     ended_s: float

@@ -1,4 +1,4 @@
-"""A project's quotas in a region, checked before a create call, as a call that must fail costs a minute."""
+"""A project's quotas in a region, checked before a create call because a call that must fail costs a minute."""
 
 from __future__ import annotations
 
@@ -48,6 +48,7 @@ class Quota:
 
     @property
     def left(self) -> float:
+        """Amount that is not in use."""
         return self.limit - self.usage
 
 
@@ -84,6 +85,7 @@ def _cpu_metric(offer: Offer) -> str:
 
 
 def read_quotas(clients: Clients, region: str) -> Mapping[str, Quota]:
+    """Return the quotas of a region by metric, with their current usage. Raises Google's errors."""
     region_info = clients.get("Regions").get(project=clients.login.project, region=region, timeout=TIMEOUT_S)
     return {
         quota.metric: Quota(metric=quota.metric, limit=quota.limit, usage=quota.usage) for quota in region_info.quotas
@@ -116,5 +118,5 @@ def check_quotas(needs: Sequence[QuotaNeed], quotas: Mapping[str, Quota], *, pro
         raise QuotaError(
             f"{need.amount:g} {need.what} requested in {region or 'all regions together'}, {max(0.0, best.left):g} of "
             f"{best.limit:g} left ({best.metric})",
-            hints=(f"Request more: `{command}`",),
+            hints=(f"request more: `{command}`",),
         )

@@ -55,6 +55,7 @@ class Clients:
 
     @cached_property
     def credentials(self) -> Any:
+        """Credentials of the login, loaded once; anonymous for a fake endpoint."""
         import google.auth
         from google.auth.credentials import AnonymousCredentials
 

@@ -1,4 +1,4 @@
-"""Which accelerators would start today in this project, by machine type, image and quotas; nothing is created."""
+"""Find the accelerators that would start now in this project, by machine type, image and quotas; create nothing."""
 
 from __future__ import annotations
 

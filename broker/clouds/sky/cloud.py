@@ -56,10 +56,11 @@ class SkyCloud:
             self._engine.start()
 
     async def check(self) -> None:
+        """Ask SkyPilot whether it has enabled this cloud, and record the answer. Raises AuthError."""
         enabled = await self._engine.list_enabled()
         self._state_file.note_enabled(enabled)
         if self.name not in enabled:
-            raise AuthError(f"SkyPilot has not enabled {self.name}", hints=(f"Run `sky check {self.name}`.",))
+            raise AuthError(f"SkyPilot has not enabled {self.name}", hints=(f"run `sky check {self.name}`",))
 
     async def create_nodes(self, request: NodeRequest) -> Sequence[Node]:
         """Wait `VERDICT_S` for a refusal; machines still starting by then are PENDING."""
@@ -123,6 +124,7 @@ class SkyCloud:
             raise failures[0]
 
     async def stop_nodes(self, ids: Sequence[str]) -> None:
+        """Stop whole clusters: SkyPilot cannot stop single nodes. Already stopped is success."""
         for name in self._list_names(ids):
             seen = (await self._engine.look(name, [])).find(name)
             if seen is not None and seen.status != "STOPPED":
@@ -141,7 +143,7 @@ class SkyCloud:
                 continue
             if gang is None or not gang.task:
                 raise InvalidRequestError(
-                    f"this state folder does not record how `{name}` was launched", hints=(f"Run `sky start {name}`.",)
+                    f"this state folder does not record how `{name}` was launched", hints=(f"run `sky start {name}`",)
                 )
             request_id = await self._engine.launch(name, gang.task)
             self._state_file.note([replace(gang, request_id=request_id)], now_s=self._clock.now_s())

@@ -56,7 +56,8 @@ class Engine(Protocol):
     async def end(self, name: str) -> None:
         """Cancel a launch and start taking the cluster down; already gone is success."""
 
-    async def stop(self, name: str) -> None: ...
+    async def stop(self, name: str) -> None:
+        """Stop a cluster and wait until it is stopped."""
 
     async def write_ssh(self, name: str) -> Path | None:
         """Write a file for `ssh -F` with the hosts NAME, NAME-worker1, ...; None if there is no such cluster."""
@@ -79,6 +80,7 @@ class WorkerEngine:
             self._ensure()
 
     def close(self) -> None:
+        """End the worker; the next call starts another one."""
         with self._lock:
             process, self._process = self._process, None
         if process is not None:
@@ -88,37 +90,47 @@ class WorkerEngine:
             process.wait()
 
     async def hello(self) -> Mapping[str, str]:
+        """Return SkyPilot's version and the URL of its API server."""
         found: Mapping[str, str] = await self._call("hello")
         return found
 
     async def list_enabled(self) -> Sequence[str]:
+        """Return the clouds that SkyPilot has enabled."""
         return [str(name) for name in await self._call("list_enabled")]
 
     async def check(self, cloud: str) -> tuple[bool, str]:
+        """Run SkyPilot's check of one cloud, which contacts it and may take minutes."""
         reply = await self._call("check", cloud=cloud, limit_s=SLOW_S_MAX)
         return bool(reply["is_enabled"]), str(reply["text"])
 
     async def launch(self, name: str, task: Mapping[str, Any], *, is_dry: bool = False) -> str:
+        """Submit a launch; a lost answer raises UnknownOutcomeError."""
         return str(await self._call("launch", name=name, task=task, is_dry=is_dry, does_change=True))
 
     async def look(self, prefix: str, request_ids: Sequence[str]) -> Look:
+        """Return the server's clusters and requests by one call to the worker."""
         reply = await self._call("look", prefix=prefix, request_ids=list(request_ids))
         clusters = [Seen(**each) for each in reply["clusters"]]
         return Look(clusters=clusters, requests=[Request(**each) for each in reply["requests"]])
 
     async def refresh(self, names: Sequence[str]) -> None:
+        """Let SkyPilot query the clouds about these clusters, without waiting for it."""
         await self._call("refresh", names=list(names))
 
     async def fetch(self, request_id: str) -> None:
+        """Wait for a request, and raise its error as our class."""
         await self._call("fetch", request_id=request_id, limit_s=SLOW_S_MAX)
 
     async def end(self, name: str) -> None:
+        """Cancel a launch and start the teardown; a lost answer raises UnknownOutcomeError."""
         await self._call("end", name=name, does_change=True)
 
     async def stop(self, name: str) -> None:
+        """Stop a cluster and wait for it, for minutes at most."""
         await self._call("stop", name=name, does_change=True, limit_s=SLOW_S_MAX)
 
     async def write_ssh(self, name: str) -> Path | None:
+        """Let SkyPilot write its ssh configuration; None if it has no such cluster."""
         path = await self._call("write_ssh", name=name, limit_s=CALL_S_MAX + SSH_S)
         return Path(path) if path else None
 
@@ -172,7 +184,7 @@ class WorkerEngine:
             except OSError as error:
                 raise AuthError(
                     f"`{self._python}` cannot be run: {error.strerror}",
-                    hints=("Set `BROKER_SKY_PYTHON` to the interpreter in which SkyPilot is installed.",),
+                    hints=("set `BROKER_SKY_PYTHON` to the interpreter in which SkyPilot is installed",),
                 ) from error
             threading.Thread(target=self._read, args=(self._process,), daemon=True).start()
         return self._process

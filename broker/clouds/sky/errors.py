@@ -19,13 +19,13 @@ from broker.errors import (
 )
 from broker.frozen import frozen
 
-CHECK_HINT = "Run `sky check` to see which clouds SkyPilot can use, and how to enable the others."
-SERVER_HINT = "Start SkyPilot's API server with `sky api start`, or look at it with `sky api info`."
+CHECK_HINT = "run `sky check` to see which clouds SkyPilot can use, and how to enable the others"
+SERVER_HINT = "start SkyPilot's API server with `sky api start`, or look at it with `sky api info`"
 POLICY_HINT = (
     "A policy or a missing permission forbids it there: ask the account's administrator, or choose another place "
     "with `--infra`."
 )
-QUOTA_HINT = "Request a higher quota in the cloud's console, or choose another place with `--infra`."
+QUOTA_HINT = "request a higher quota in the cloud's console, or choose another location with `--infra`"
 COLORS = re.compile(r"\x1b\[[0-9;]*m")
 MESSAGE_MAX = 400
 
@@ -175,6 +175,7 @@ class SkyError:
 
     @classmethod
     def parse(cls, found: Mapping[str, Any]) -> SkyError:
+        """Read an error as the worker reported it."""
         return cls(
             type=str(found["type"]),
             message=str(found.get("message", "")),

@@ -85,9 +85,11 @@ class Look:
     requests: Sequence[Request] = ()
 
     def find(self, name: str) -> Seen | None:
+        """Return the cluster of this name; None if SkyPilot has none."""
         return next((cluster for cluster in self.clusters if cluster.name == name), None)
 
     def is_launching(self, name: str) -> bool:
+        """Return whether a launch of this cluster is still in progress."""
         return any(
             request.cluster == name and request.verb in LAUNCHES and request.status in LIVE for request in self.requests
         )
@@ -98,14 +100,17 @@ class Look:
 
 
 def make_prefix(owner: str) -> str:
+    """Return the prefix of the names of this installation's clusters in SkyPilot."""
     return f"b-{owner}-"
 
 
 def make_name(request: NodeRequest) -> str:
+    """Return the name of the request's cluster in SkyPilot. It follows from the token, so a repeat finds it."""
     return f"{make_prefix(request.owner)}{request.placement.offer.cloud}-{request.token}"
 
 
 def make_gang(request: NodeRequest, *, task: dict[str, Any], now_s: float) -> SkyGang:
+    """Make the record of a gang before SkyPilot is asked for it."""
     placement = request.placement
     return SkyGang(
         name=make_name(request),
@@ -185,6 +190,7 @@ def is_broken(gang: SkyGang, look: Look) -> bool:
 
 
 def list_nodes_of(gang: SkyGang, state: NodeState) -> Sequence[Node]:
+    """List the nodes of a gang by rank, all in the same state."""
     return [
         Node(
             id=f"{gang.name}/{rank}",

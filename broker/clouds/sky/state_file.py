@@ -48,6 +48,7 @@ class SkyStateFile:
             self._write("gangs.json", msgspec.json.encode(kept))
 
     def forget(self, name: str) -> None:
+        """Delete the record of a gang; already deleted is success."""
         with hold_lock(self._folder / "lock"):
             self._write("gangs.json", msgspec.json.encode([g for g in self.read().values() if g.name != name]))
 
@@ -64,6 +65,7 @@ class SkyStateFile:
             return ()
 
     def note_enabled(self, clouds: Sequence[str]) -> None:
+        """Record which clouds SkyPilot has enabled, for planning without it."""
         with hold_lock(self._folder / "lock"):
             self._write("enabled.json", msgspec.json.encode(sorted(clouds)))
 

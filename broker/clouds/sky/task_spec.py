@@ -71,6 +71,7 @@ def make_resources(request: NodeRequest) -> dict[str, Any]:
 
 
 def make_machine(offer: Offer) -> dict[str, Any]:
+    """Return SkyPilot's resource fields that pin the offer's machine. Raises InvalidRequestError."""
     if is_tpu(offer):
         return {"accelerators": f"{offer.instance_type}:1"}
     if offer.cloud not in PODS:

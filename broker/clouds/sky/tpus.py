@@ -40,19 +40,24 @@ class TpuCloud:
 
     @property
     def user(self) -> str:
+        """The login user of Google's own nodes."""
         return self._own.user
 
     def prepare(self) -> None:
+        """Start importing Google's library; SkyPilot is started only for a TPU."""
         self._own.prepare()
 
     async def check(self) -> None:
+        """Verify Google's login; SkyPilot's is verified when a TPU is requested."""
         await self._own.check()
 
     async def create_nodes(self, request: NodeRequest) -> Sequence[Node]:
+        """Create TPU slices through SkyPilot, and anything else directly."""
         cloud = self._behind if is_tpu(request.placement.offer) else self._own
         return await cloud.create_nodes(request)
 
     async def find_account(self) -> str:
+        """Return Google's project."""
         return await self._own.find_account()
 
     async def list_nodes(self, owner: str) -> NodeList:
@@ -61,6 +66,7 @@ class TpuCloud:
         return NodeList(nodes=(*own.nodes, *behind.nodes), account=own.account, unseen={**own.unseen, **behind.unseen})
 
     async def terminate_nodes(self, nodes: Sequence[Node]) -> None:
+        """Terminate both kinds of nodes concurrently; an error of one does not stop the other."""
         behind = set(_part([node.id for node in nodes])[1])
         results = await asyncio.gather(
             self._own.terminate_nodes([node for node in nodes if node.id not in behind]),
@@ -72,16 +78,19 @@ class TpuCloud:
                 raise result
 
     async def stop_nodes(self, ids: Sequence[str]) -> None:
+        """Stop both kinds of nodes."""
         own, behind = _part(ids)
         await self._own.stop_nodes(own)
         await self._behind.stop_nodes(behind)
 
     async def start_nodes(self, ids: Sequence[str]) -> None:
+        """Start both kinds of nodes."""
         own, behind = _part(ids)
         await self._own.start_nodes(own)
         await self._behind.start_nodes(behind)
 
     async def sweep(self, owner: str, keep: Collection[str]) -> int:
+        """Delete Google's unused firewall rules; SkyPilot cleans up its own."""
         return await self._own.sweep(owner, keep)
 
 

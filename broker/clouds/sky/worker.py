@@ -140,6 +140,7 @@ def look(prefix: str, request_ids: Sequence[str]) -> dict[str, Any]:
 
 
 def read_cluster(record: Any) -> dict[str, Any]:
+    """Convert a record of `sky status` to JSON-ready data."""
     return {
         "name": record["name"],
         "status": record["status"].value,
@@ -154,6 +155,7 @@ def read_cluster(record: Any) -> dict[str, Any]:
 
 
 def read_request(request: Any) -> dict[str, Any]:
+    """Convert a record of `sky api status` to JSON-ready data."""
     return {
         "id": request.request_id,
         "verb": request.name.rpartition(".")[2],
@@ -193,6 +195,7 @@ def end(name: str) -> None:
 
 
 def stop(name: str) -> None:
+    """Stop a cluster and wait for it. Raises SkyPilot's errors."""
     from sky.client import sdk
 
     sdk.get(sdk.stop(name))

@@ -39,6 +39,7 @@ class LocalTransport:
         stdin: bytes = b"",
         env: Mapping[str, str] | None = None,
     ) -> Completed:
+        """Run a program through the node's machine process. Raises TransientError if it is gone."""
         header = {"argv": list(argv), "env": dict(env or {}), "stdin": len(stdin), "timeout_s": timeout_s}
         try:
             return await asyncio.wait_for(exchange(Path(node.handle), header, stdin), timeout_s)
@@ -63,6 +64,7 @@ class LocalTransport:
         return Shell(argv=("bash", "--norc", "-i"), env={**env, "PS1": f"{node.id}:\\w$ "}, folder=env["HOME"])
 
     async def put(self, node: Node, source: Path, target: str) -> None:
+        """Copy files to the node's home folder. Raises InvalidRequestError for a target outside of it."""
         home = Path(node.handle) / "home"
         path = home / target.removeprefix("~/").rstrip("/")
         if PurePosixPath(target).is_absolute() or not path.resolve().is_relative_to(home.resolve()):
@@ -78,6 +80,7 @@ class LocalTransport:
 
 
 async def exchange(folder: Path, header: Mapping[str, object], stdin: bytes) -> Completed:
+    """Send a request to a local node's machine process and return its answer. Raises OSError, EOFError."""
     reader, writer = await connect(folder, header)
     try:
         writer.write(stdin)
@@ -115,6 +118,7 @@ def copy(source: Path, target: Path) -> None:
 
 
 def copy_file(source: Path, target: Path) -> None:
+    """Copy a file or link if size or time differ, and replace the target atomically."""
     if source.is_symlink():
         target.unlink(missing_ok=True)
         target.symlink_to(source.readlink())

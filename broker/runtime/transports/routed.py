@@ -29,15 +29,19 @@ class RoutedTransport:
         stdin: bytes = b"",
         env: Mapping[str, str] | None = None,
     ) -> Completed:
+        """Run through the transport that the node's handle names."""
         return await self._choose(node).run(node, argv, timeout_s=timeout_s, stdin=stdin, env=env)
 
     async def put(self, node: Node, source: Path, target: str) -> None:
+        """Copy through the transport that the node's handle names."""
         await self._choose(node).put(node, source, target)
 
     async def open_shell(self, node: Node) -> Shell:
+        """Open a shell through the transport that the node's handle names."""
         return await self._choose(node).open_shell(node)
 
     async def open_stream(self, node: Node, argv: Sequence[str]) -> Stream:
+        """Open a session. Raises TransientError if the node's transport has none."""
         transport = self._choose(node)
         if not isinstance(transport, CanStream):
             raise TransientError(f"the transport to node `{node.id}` does not support sessions")

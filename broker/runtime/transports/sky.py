@@ -65,5 +65,5 @@ class SkyTransport(SshTransport):
 
 
 def _digest(path: Path, host: str) -> str:
-    """Return a digest that covers the file's content, as a restarted cluster has another address."""
+    """Return a digest that covers the file's content because a restarted cluster has another address."""
     return hashlib.sha256(path.read_bytes() + b"\0" + host.encode()).hexdigest()[:16]

@@ -60,6 +60,7 @@ def make_transport(config: Config, *, clock: Clock) -> SshTransport:
 
 
 async def renew_nothing(node: Node) -> bool:
+    """Return False: without a provisioner no firewall can be changed."""
     return False
 
 
@@ -101,6 +102,7 @@ class SshTransport:
         return Completed(returncode=int(code), stdout=result.stdout, stderr=stderr)
 
     async def put(self, node: Node, source: Path, target: str) -> None:
+        """Copy changed files over the kept connection, by tar, or by rsync if large files have changed."""
         await self._connect(node)
         route = self._find(node)
         remote_shell = shlex.join(["ssh", *route.options])
@@ -114,6 +116,7 @@ class SshTransport:
         return result
 
     async def open_shell(self, node: Node) -> Shell:
+        """Connect first, so that an unreachable node is an error here and not in the shell."""
         await self._connect(node)
         route = self._find(node)
         argv = (find_program("ssh"), "-t", *route.options, route.host)

@@ -14,6 +14,7 @@ from broker.runtime.base import Completed
 
 
 def find_program(name: str) -> str:
+    """Return the path of one of OpenSSH's programs, or of rsync. Raises StateError if it is not installed."""
     path = shutil.which(name)
     if path is None:
         hints = ("install OpenSSH's client (`apt-get install openssh-client`)",)
@@ -22,7 +23,7 @@ def find_program(name: str) -> str:
 
 
 async def call(argv: Sequence[str], *, stdin: bytes | IO[bytes], timeout_s: float, what: str) -> Completed:
-    """Run one program to completion; stderr goes to a file, as a persistent connection may hold it open forever."""
+    """Run one program to completion; stderr goes to a file because a persistent connection may hold it open forever."""
     with tempfile.TemporaryFile() as errors:
         process = await asyncio.create_subprocess_exec(
             *argv,

@@ -37,7 +37,8 @@ cd "$t" && tar -xf - --no-same-owner"""
 class Streams(Protocol):
     """A transport that streams bytes into a remote command."""
 
-    async def stream(self, node: Node, command: str, *, stdin: bytes | IO[bytes], timeout_s: float) -> Completed: ...
+    async def stream(self, node: Node, command: str, *, stdin: bytes | IO[bytes], timeout_s: float) -> Completed:
+        """Run a shell command on the node with bytes or a file as stdin. Raises TransientError."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,6 +77,7 @@ async def put_files(
 
 
 def split_path(path: str) -> tuple[str, str]:
+    """Split a path on the node into its folder and name."""
     folder, slash, name = path.rpartition("/")
     return folder or ("/" if slash else "."), name
 
@@ -86,6 +88,7 @@ def rename(files: Mapping[str, tuple[int, float, str]], name: str) -> dict[str, 
 
 
 async def list_remote(streams: Streams, node: Node, path: str, *, is_folder: bool) -> Remote:
+    """List what exists at `path` on the node, with sizes, times and links, by one `find`. Raises TransientError."""
     command = LIST.format(target=shlex.quote(path), depth=1 if is_folder else 0)
     text = (await streams.stream(node, command, stdin=b"", timeout_s=LIST_S)).stdout.decode("utf-8", "surrogateescape")
     is_there, rsync, rest = text.split("\n", 2)
@@ -118,6 +121,8 @@ def is_changed(file: Path, name: str, remote: Remote) -> bool:
 
 
 async def send_by_tar(streams: Streams, node: Node, folder: str, entries: Mapping[str, Path]) -> None:
+    """Send the entries as one archive to a folder, which is created. Raises TransientError."""
+
     def pack(archive: IO[bytes]) -> None:
         with tarfile.open(fileobj=archive, mode="w", format=tarfile.PAX_FORMAT) as tar:
             for name, file in entries.items():
@@ -136,6 +141,7 @@ async def send_by_tar(streams: Streams, node: Node, folder: str, entries: Mappin
 async def send_by_rsync(
     source: Path, folder: str, entries: Mapping[str, Path], *, remote_shell: str, destination: str, node: Node
 ) -> None:
+    """Send the entries by rsync, which transfers only the changed parts of files. Raises TransientError."""
     names = b"".join(name.encode("utf-8", "surrogateescape") + b"\0" for name in entries)
     argv = [find_program("rsync"), "--archive", "--no-owner", "--no-group", "--files-from=-", "--from0"]
     host = f"[{destination}]" if ":" in destination else destination

@@ -59,22 +59,22 @@ def weigh(view: JobView, candidates: Sequence[Candidate], prior: Prior) -> Decis
     current = None if view.current is None else candidates[view.current]
     if not spots:
         if current is not None:
-            return Stay(reason="no spot is for sale")
+            return Stay(reason="spot is not offered")
         return (
-            Wait(reason="nothing is for sale")
+            Wait(reason="nothing is offered")
             if fallback is None
-            else Move(target=fallback, reason="no spot is for sale")
+            else Move(target=fallback, reason="spot is not offered")
         )
     if fallback is None or view.time_left_hours is None:
         return _weigh_without_deadline(view, current, [read_market(each, fallback, prior) for each in spots])
     if current is not None and current.is_spot:
         hours = safe_hours(view, current, fallback)
         if hours <= 0:
-            return take_fallback(view, candidates, fallback, "if spot were lost later, it would be too late")
+            return take_fallback(view, candidates, fallback, "a later loss of spot would miss the deadline")
         if len(spots) == 1:
             return Stay(hours=hours, reason="on spot")
     elif current is not None and view.time_left_hours < view.work_left_hours / current.speed:
-        return Stay(reason="on-demand, and late already")
+        return Stay(reason="on-demand, already late")
     markets = [read_market(each, fallback, prior) for each in spots]
     return _Scale.of(view, fallback, markets, prior).choose(current)
 
@@ -240,7 +240,7 @@ class _Scale:
         start = best.candidate.start_hours
         cost = start * (best.price + self._usd_spare_hour()) + best.move_price
         if gain > MOVE_GAIN * cost:
-            return Move(target=best.candidate, reason="another place is cheaper, the move included")
+            return Move(target=best.candidate, reason="another location is cheaper, including the move")
         return stay
 
     def loss_of(self, market: SpotMarket) -> float:
@@ -308,16 +308,16 @@ def _weigh_without_deadline(view: JobView, current: Candidate | None, markets: S
     if current is not None and not current.is_spot:
         opened = [each for each in opened if each.price < 1]
     if not opened:
-        return Wait(reason="no spot is open") if current is None else Stay(reason="no spot is open")
+        return Wait(reason="spot is unavailable") if current is None else Stay(reason="spot is unavailable")
     work = view.work_left_hours
     best = min(opened, key=lambda each: each.rate(each.loss_price, work))
     here = next((each for each in markets if each.candidate is current), None)
     if here is None:
-        return Move(target=best.candidate, reason="spot is open")
+        return Move(target=best.candidate, reason="spot is available")
     stint = min(work, best.stint_hours, here.stint_hours)
     gain = (here.rate(here.loss_price, math.inf) - best.rate(best.loss_price, math.inf)) * stint
     if best is not here and gain > MOVE_GAIN * (best.loss_price + best.move_price):
-        return Move(target=best.candidate, reason="another place is cheaper, the move included")
+        return Move(target=best.candidate, reason="another location is cheaper, including the move")
     return Stay(hours=LOOK_HOURS_MAX if len(markets) > 1 else math.inf, reason="on spot")
 
 

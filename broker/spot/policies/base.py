@@ -42,6 +42,7 @@ class Candidate:
 
     @property
     def is_spot(self) -> bool:
+        """Whether the placement is on spot."""
         return self.placement.is_spot
 
     @property
@@ -122,7 +123,8 @@ Decision = Stay | Move | Wait
 class SpotPolicy(Protocol):
     """A pure function from a job and its candidate placements to the next decision."""
 
-    def __call__(self, view: JobView, candidates: Sequence[Candidate], /) -> Decision: ...
+    def __call__(self, view: JobView, candidates: Sequence[Candidate], /) -> Decision:
+        """Return the next step of a job. Pure: equal arguments give equal decisions."""
 
 
 def find_fallback(view: JobView, candidates: Sequence[Candidate]) -> Candidate | None:

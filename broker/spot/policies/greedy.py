@@ -30,19 +30,19 @@ def decide(view: JobView, candidates: Sequence[Candidate]) -> Decision:
     if fallback is None:
         spot = cheapest_open_spot(candidates)
         if current is not None:
-            return Stay(reason="nothing but spot is for sale")
-        return Wait(reason="no spot is open") if spot is None else Move(target=spot, reason="spot is open")
+            return Stay(reason="only spot is offered")
+        return Wait(reason="spot is unavailable") if spot is None else Move(target=spot, reason="spot is available")
     if current is not None:
         hours = safe_hours(view, current, fallback)
         if hours <= 0:
-            return take_fallback(view, candidates, fallback, "if spot were lost later, it would be too late")
+            return take_fallback(view, candidates, fallback, "a later loss of spot would miss the deadline")
         return Stay(hours=hours, reason="on spot")
     spare = spare_hours(view, fallback)
     if not any(each.is_spot for each in candidates):
-        return take_fallback(view, candidates, fallback, "no spot is for sale")
+        return take_fallback(view, candidates, fallback, "spot is not offered")
     spot = cheapest_open_spot(candidates)
     if spot is not None and is_safe_to_start(view, spot, fallback):
-        return Move(target=spot, reason="spot is open")
+        return Move(target=spot, reason="spot is available")
     if spare <= EPSILON_HOURS:
         return take_fallback(view, candidates, fallback, "the point of no return")
-    return Wait(hours=spare, reason="no spot is open")
+    return Wait(hours=spare, reason="spot is unavailable")

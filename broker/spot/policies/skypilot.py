@@ -35,9 +35,9 @@ def _recover(view: JobView, candidates: Sequence[Candidate], *, is_eager: bool) 
         for group in ([], others, same) if is_eager else ([lost], same, others):
             target = cheapest_open_spot(group)
             if target is not None:
-                return Move(target=target, reason="the next place in the order of recovery")
+                return Move(target=target, reason="next location in the recovery order")
     target = cheapest_open_spot(spots)
-    return Wait(reason="no spot is open") if target is None else Move(target=target, reason="spot is open")
+    return Wait(reason="spot is unavailable") if target is None else Move(target=target, reason="spot is available")
 
 
 def _region(candidate: Candidate) -> tuple[str, str]:

@@ -49,7 +49,7 @@ def pace(view: JobView, candidates: Sequence[Candidate], *, is_choosy: bool) -> 
     if current is not None and current.is_spot:
         hours = safe_hours(view, current, fallback)
         if hours <= 0:
-            return take_fallback(view, candidates, fallback, "if spot were lost later, it would be too late")
+            return take_fallback(view, candidates, fallback, "a later loss of spot would miss the deadline")
         return Stay(hours=hours, reason="on spot")
     spare = spare_hours(view, fallback)
     is_ondemand = current is not None
@@ -61,7 +61,7 @@ def pace(view: JobView, candidates: Sequence[Candidate], *, is_choosy: bool) -> 
             fallback.start_hours if is_ondemand else 0.0
         )  # on-demand is running: its start is already paid
         if not is_ondemand or banked >= STARTS_BANKED * spot.start_hours + view.starting_hours:
-            return Move(target=spot, reason="spot is open")
+            return Move(target=spot, reason="spot is available")
     behind = _behind_hours(view)
     if current is not None:
         # When ahead of the line again, on-demand is given up only for spot: its start has been paid.
@@ -69,8 +69,8 @@ def pace(view: JobView, candidates: Sequence[Candidate], *, is_choosy: bool) -> 
     if spare <= EPSILON_HOURS:
         return take_fallback(view, candidates, fallback, "the point of no return")
     if behind > -EPSILON_HOURS:
-        return take_fallback(view, candidates, fallback, "behind the line of even progress")
-    return Wait(hours=min(spare, _hours_ahead(view)), reason="ahead of the line of even progress")
+        return take_fallback(view, candidates, fallback, "behind uniform progress")
+    return Wait(hours=min(spare, _hours_ahead(view)), reason="ahead of uniform progress")
 
 
 def _behind_hours(view: JobView) -> float:

@@ -59,7 +59,7 @@ def test_machine_ends_when_it_switches_itself_off_and_keeps_its_identity_to_itse
         ("ultra", {"VolumeType": "io2", "Iops": 20000}),
     ],
 )
-def test_disk_is_encrypted_of_the_asked_size_and_goes_with_its_machine(
+def test_disk_is_encrypted_has_the_requested_size_and_is_deleted_with_its_machine(
     bed: AwsBed, tier: str | None, wanted: Mapping[str, Any]
 ) -> None:
     (disk,) = launch(bed, spec=MachineSpec(disk_size_gib=500, disk_tier=tier))["BlockDeviceMappings"]
@@ -67,7 +67,7 @@ def test_disk_is_encrypted_of_the_asked_size_and_goes_with_its_machine(
     assert disk == {"DeviceName": "/dev/sda1", "Ebs": common | wanted}
 
 
-def test_small_disk_is_not_asked_for_more_than_it_can(bed: AwsBed) -> None:
+def test_small_disk_does_not_request_more_than_its_size_allows(bed: AwsBed) -> None:
     (disk,) = launch(bed, spec=MachineSpec(disk_size_gib=20, disk_tier="best"))["BlockDeviceMappings"]
     assert disk["Ebs"]["Iops"] == 10_000
 

@@ -35,7 +35,7 @@ def test_nodes_of_every_region_are_listed_and_ended_by_a_process_that_made_none(
     bed.run(act())
 
 
-def test_only_named_regions_are_asked(bed: AwsBed) -> None:
+def test_only_configured_regions_are_queried(bed: AwsBed) -> None:
     bed.settings = replace(bed.settings, regions=("us-west-2",))
     bed.cloud = bed.reopen()
 

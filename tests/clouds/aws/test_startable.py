@@ -57,7 +57,7 @@ def test_the_region_is_chosen_that_lets_it_start(bed: AwsBed) -> None:
     assert (found := judge(bed, cheap, west)["L4:1"]).region == "us-west-2" and found.ways == ("on-demand", "spot")
 
 
-def test_each_count_is_looked_at_with_its_smallest_machine_once_a_region() -> None:
+def test_each_count_is_checked_with_its_smallest_machine_once_per_region() -> None:
     small, large = make_offer("g6.xlarge", "L4", 1, vcpus=4), make_offer("g6.4xlarge", "L4", 1, vcpus=16)
     other_zone = replace(small, zone="us-east-1c", spot_usd_hour=0.4)
     groups = group_offers([large, small, other_zone, replace(small, accelerator=None)])

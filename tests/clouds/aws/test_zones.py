@@ -96,7 +96,7 @@ def test_gang_is_recorded_as_the_place_where_it_stands(world: World, bed: AwsBed
     bed.run(act())
 
 
-def test_spot_gang_stands_where_it_is_likeliest_to_stay(world: World, bed: AwsBed) -> None:
+def test_spot_gang_is_placed_in_the_zone_with_the_best_score(world: World, bed: AwsBed) -> None:
     bed.account.scores = {ZONES[0]: 3, ZONES[1]: 9, ZONES[2]: 5}
 
     async def act() -> None:
@@ -184,7 +184,7 @@ def test_other_zones_are_tried_after_machines_died_in_one(world: World, bed: Aws
     bed.run(act())
 
 
-def test_search_that_a_crash_cut_short_is_gone_on_with(world: World, bed: AwsBed) -> None:
+def test_a_search_interrupted_by_a_crash_is_continued(world: World, bed: AwsBed) -> None:
     """Its intent names all zones that may have machines now: none of them is tried a second time."""
     bed.account.full = {(ZONES[0], KIND)}
     places = [make_place(zone) for zone in ZONES]

@@ -138,7 +138,7 @@ def test_the_role_suffices_for_a_whole_life_and_has_nothing_to_spare(
 
 
 @pytest.mark.parametrize("permission", sorted(PERMISSIONS.keys() - FOR_OTHER_SETTINGS))
-def test_each_permission_is_asked_for(bench: Any, permission: str) -> None:
+def test_each_permission_is_requested(bench: Any, permission: str) -> None:
     bench.gce.allowed = set(PERMISSIONS) - {permission}
     finding = inspect(bench)["permissions"]
     assert finding.note == f"missing: {permission}"

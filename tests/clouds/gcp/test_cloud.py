@@ -29,7 +29,7 @@ def list_states(nodes: Sequence[Node]) -> list[tuple[int, NodeState, str]]:
     return sorted((node.rank, node.state, node.reason) for node in nodes)
 
 
-def test_a_node_is_made_as_asked(bench: Any, request_of: Make, offer_of: MakeOffer) -> None:
+def test_a_node_is_created_as_requested(bench: Any, request_of: Make, offer_of: MakeOffer) -> None:
     offer = offer_of("n1-highmem-4+1xT4")
     spec = MachineSpec(disk_size_gib=300, disk_tier="high", labels={"Team": "Vision & Co"})
     (node,) = bench.run(bench.cloud.create_nodes(request_of(offer, spec=spec, attempt=3, cluster="My.Run")))
@@ -90,7 +90,7 @@ def test_a_lost_response_is_an_unknown_outcome_and_a_retry_creates_no_second_gan
     assert len(nodes) == len(bench.gce.instances) == count
 
 
-def test_a_repeated_insert_is_answered_by_name_where_google_forgot_its_id(bench: Any, request_of: Make) -> None:
+def test_a_repeated_insert_is_found_by_name_if_google_forgot_its_id(bench: Any, request_of: Make) -> None:
     """Two of our processes run concurrently: neither sees the other's instance before its own insert."""
     request = request_of()
     first = bench.run(bench.cloud.create_nodes(request))

@@ -122,7 +122,7 @@ def test_ssh_from_a_new_address_is_admitted_once_and_the_old_one_stays(bench: An
     assert bench.run(moved.renew_access(nodes)) is False
 
 
-def test_an_address_is_asked_for_again_after_a_minute(bed: Any, request_of: Make) -> None:
+def test_an_address_is_queried_again_after_a_minute(bed: Any, request_of: Make) -> None:
     """A daemon outlives its address: later gangs admit its new one."""
     addresses = iter(["203.0.113.7/32", "198.51.100.9/32"])
     cloud = bed.reopen()

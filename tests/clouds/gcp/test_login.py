@@ -24,7 +24,7 @@ def write_gcloud(folder: Path, *, project: str = "", active: str = "default") ->
     (folder / "configurations" / f"config_{active}").write_text(f"[core]\nproject = {project}\n")
 
 
-def test_nothing_is_found_where_nothing_is(tmp_path: Path, no_google: None) -> None:
+def test_nothing_is_found_in_an_empty_account(tmp_path: Path, no_google: None) -> None:
     assert find_login(Settings()) is None
     assert make_cloud(Config(home=tmp_path, owner="me"), clock=SystemClock()) is None
 

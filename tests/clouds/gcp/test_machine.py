@@ -150,7 +150,7 @@ def test_nodes_may_do_without_a_public_address(request_of: Make) -> None:
     assert interface == {"subnetwork": "projects/p/regions/r/subnetworks/s"}
 
 
-def test_fast_networking_is_asked_for_where_it_is_sold(request_of: Make, offer_of: MakeOffer) -> None:
+def test_fast_networking_is_requested_where_it_is_offered(request_of: Make, offer_of: MakeOffer) -> None:
     spec = MachineSpec(network_tier="best")
     large = machine.make_instance(request_of(offer_of("n2-standard-32", vcpus=32), spec=spec), "z", IMAGE, Settings())
     small = machine.make_instance(request_of(offer_of("n2-standard-4"), spec=spec), "z", IMAGE, Settings())

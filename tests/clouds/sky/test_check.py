@@ -74,7 +74,7 @@ def test_a_server_that_does_not_answer_takes_nothing_back(
     assert SkyStateFile(config.home / "sky").read_enabled() == ["lambda"]
 
 
-def test_without_skypilot_its_installation_is_what_is_missing(
+def test_without_skypilot_the_check_asks_for_its_installation(
     bed: Any, config: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(check, "find_python", lambda: None)

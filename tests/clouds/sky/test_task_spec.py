@@ -53,7 +53,7 @@ def test_unset_options_are_left_to_skypilot() -> None:
     assert not {"disk_tier", "network_tier", "image_id", "ports"} & set(resources)
 
 
-def test_pods_are_asked_for_by_their_size() -> None:
+def test_pods_are_requested_by_their_size() -> None:
     request = make_request(
         cloud="kubernetes", region="my-context", zone=None, instance_type="8CPU--32GB--H100:8", vcpus=8,
         memory_gib=32.5, accelerator="H100", accelerator_count=8,
@@ -64,7 +64,7 @@ def test_pods_are_asked_for_by_their_size() -> None:
     assert not {"instance_type", "disk_size"} & set(resources)
 
 
-def test_a_tpu_slice_is_asked_for_by_its_name() -> None:
+def test_a_tpu_slice_is_requested_by_its_name() -> None:
     request = make_request(
         cloud="gcp", region="us-central1", zone="us-central1-a", instance_type="tpu-v5litepod-8", accelerator="TPU-v5e",
         accelerator_count=8,
@@ -73,7 +73,7 @@ def test_a_tpu_slice_is_asked_for_by_its_name() -> None:
     assert resources["accelerators"] == "tpu-v5litepod-8:1" and "instance_type" not in resources
 
 
-def test_where_machines_cannot_end_themselves_skypilot_is_not_asked_to() -> None:
+def test_autodown_is_not_requested_for_machines_that_cannot_terminate_themselves() -> None:
     assert "autostop" not in make_task(make_request(cloud="verda"))["resources"]
 
 

@@ -154,13 +154,13 @@ def lease_never_renewed() -> Patches:
 def request_id_ignored() -> Patches:
     add = JobRows.add
 
-    def add_anew(self: Any, name: str, task: Any, request_id: str | None = None, **more: Any) -> Any:
+    def add_again(self: Any, name: str, task: Any, request_id: str | None = None, **more: Any) -> Any:
         return add(self, name, task, None, **more)
 
-    return (patch.object(JobRows, "add", add_anew),)
+    return (patch.object(JobRows, "add", add_again),)
 
 
-def retry_counts_attempts_anew() -> Patches:
+def retry_restarts_attempt_numbers() -> Patches:
     """Make a retried job's attempts look older than those whose checkpoints it continues from."""
     add = JobRows.add
 

@@ -63,19 +63,19 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(plant=provisioning.answer_awaited_for_ever, letters="L2", scene="mute calls and no hedge"),
     Mutant(
-        plant=provisioning.one_miss_believed, letters="S2 S4 S5 L1", scene="lists that are empty while nobody answers"
+        plant=provisioning.one_miss_believed, letters="S2 S4 S5 L1", scene="lists that are empty while no node answers"
     ),
     Mutant(
         plant=provisioning.absence_by_a_short_time_only,
         letters="S2 S4 S5 L1",
-        scene="lists that are empty while nobody answers",
+        scene="lists that are empty while no node answers",
     ),
     Mutant(
         plant=provisioning.absence_by_count_only,
         letters="S2 S4 S5 L1",
-        scene="lists that are empty while nobody answers",
+        scene="lists that are empty while no node answers",
     ),
-    Mutant(plant=provisioning.empty_list_trusted, letters="S5", scene="lists that are empty while nobody answers"),
+    Mutant(plant=provisioning.empty_list_trusted, letters="S5", scene="lists that are empty while no node answers"),
     Mutant(plant=provisioning.silence_believed_at_once, letters="S5", scene="head out of reach for a while"),
     Mutant(
         plant=provisioning.dead_on_request_accepted,
@@ -129,7 +129,7 @@ MUTANTS: tuple[Mutant, ...] = (
         scene="broker away while its job succeeds, with a bucket",
     ),
     Mutant(plant=jobs.request_id_ignored, letters="S12", scene="submitted twice"),
-    Mutant(plant=jobs.retry_counts_attempts_anew, letters="S4", scene="retry of a failed job"),
+    Mutant(plant=jobs.retry_restarts_attempt_numbers, letters="S4", scene="retry of a failed job"),
     Mutant(plant=jobs.restarted_without_headway, letters="S17", scene="ranks killed at one step"),
     Mutant(plant=jobs.started_beside_the_old_program, letters="S4", scene="hung program"),
     Mutant(plant=jobs.report_of_the_old_run_counts, letters="S11 S17", scene="killed ranks and headway"),

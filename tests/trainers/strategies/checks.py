@@ -121,7 +121,7 @@ def stop_is_heard_by_all_at_one_step(arguments: Sequence[str]) -> int:
 def no_worker_is_more_than_two_steps_ahead(_: Sequence[str]) -> int:
     """The last worker does not begin before the server has heard that the first is as far ahead as it may be.
 
-    Were the bound lower, the first worker would never come that far and both would wait for ever.
+    Were the bound lower, the first worker would never come that far and both would wait forever.
     """
     ranks = join_ranks()
     signals = dist.new_group(backend="gloo")

@@ -56,7 +56,7 @@ def test_every_sample_is_read_by_one_share_and_its_loss_is_counted_once(sizes: l
     shares = [Grid(place(rank, world_size), axes, mesh).find_share() for rank in range(world_size)]
     read = [sample for share in shares if share.is_counted for sample in share.find_samples(1000, batch)]
     assert sorted(read) == list(range(1000, 1000 + batch))
-    # Slices of one layer draw alike, and nobody else does.
+    # Only slices of one layer draw equal random numbers.
     assert len({share.draw for share in shares}) == world_size // sizes[2]
 
 

@@ -180,7 +180,7 @@ def test_asynchronous_workers_learn_and_resume(worlds: Worlds, alone: dict[int, 
     [(2, "pipeline", []), (3, "parameter_server", ["--parameter_server.staleness_max", "1"]), (3, "gossip", [])],
     ids=str,
 )
-def test_stop_asked_for_ends_all_ranks_after_one_step(
+def test_requested_stop_ends_all_ranks_after_one_step(
     worlds: Worlds, tmp_path: Path, ranks: int, strategy: str, flags: list[str]
 ) -> None:
     """Every rank commits the same checkpoint, at a step that all could still agree on."""

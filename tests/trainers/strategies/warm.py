@@ -47,7 +47,7 @@ def serve() -> None:
 
 
 def run_world(order: dict[str, Any]) -> list[int]:
-    """Fork the ranks, kill them all once the first says what it should, and wait for every one."""
+    """Fork the ranks, kill them all once the first prints the expected line, and wait for all of them."""
     port = importlib.import_module("trainers.launch").find_free_port()
     reading, writing = os.pipe()
     pids = []
