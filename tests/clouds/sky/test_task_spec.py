@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from broker.clouds import WITHOUT_SELF_TERMINATION
 from broker.clouds.sky import task_spec
 from broker.clouds.sky.task_spec import make_task
 from broker.errors import InvalidRequestError
@@ -73,8 +74,9 @@ def test_a_tpu_slice_is_asked_for_by_its_name() -> None:
     assert resources["accelerators"] == "tpu-v5litepod-8:1" and "instance_type" not in resources
 
 
-def test_where_machines_cannot_end_themselves_skypilot_is_not_asked_to() -> None:
-    assert "autostop" not in make_task(make_request(cloud="verda"))["resources"]
+@pytest.mark.parametrize("cloud", WITHOUT_SELF_TERMINATION)
+def test_where_machines_cannot_end_themselves_skypilot_is_not_asked_to(cloud: str) -> None:
+    assert "autostop" not in make_task(make_request(cloud=cloud))["resources"]
 
 
 def test_an_offer_without_a_machine_is_refused() -> None:
