@@ -197,6 +197,11 @@ def test_long_log_keeps_head_and_tail_and_names_the_omitted_part(tmp_path: Path,
     assert found == b"h" * 30 + b"[broker: 45 bytes of the log were cut here]\n" + b"t" * 70
 
 
+def test_log_whose_omitted_part_is_not_named_is_read_all_the_same(small: None) -> None:
+    content = b"h" * 30 + b"a damaged note\n" + b"t" * 70
+    assert agent_bucket.find_rest(content, 0) == (content, 100)
+
+
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(size=st.integers(0, 400), offset=st.integers(0, 400))
 def test_reader_continues_where_it_was_without_gap_or_repeat(

@@ -157,3 +157,25 @@ def test_one_search_requests_a_placement_at_most_twice(tmp_path: Path, monkeypat
     with pytest.raises(CapacityError):
         search.up(*EAST, hedge=1, name="d")
     assert search.asked == [*EAST, EAST[0]], "a plan may hold thousands of places: only so many are kept in mind"
+
+
+def test_a_place_that_has_refused_is_not_requested_again_beside_a_launch_that_makes_its_region_suspect(
+    tmp_path: Path,
+) -> None:
+    search = Search(tmp_path, TransientError)
+    world, create = search.world, search.world.cloud.create_nodes
+
+    async def answer(request: NodeRequest) -> Sequence[Node]:
+        zone = str(request.placement.offer.zone)
+        if zone == "east1b":
+            return await create(request)
+        search.asked.append(zone)
+        if zone == "west1a":  # by its refusal, the one of `east1a` is due again
+            await world.clock.sleep(REASK_S + 10.0)
+        raise CapacityError("full", scope="zone")
+
+    world.cloud.create_nodes = answer  # type: ignore[method-assign]
+    with pytest.raises(CapacityError):
+        search.up(*EAST, *WEST)
+    assert search.asked.count("east1b") > 2 and search.asked.count("west1a") == 2
+    assert search.asked.count("east1a") == 1, "another launch there would show no more"

@@ -116,7 +116,7 @@ def test_the_gang_of_a_slow_placement_is_given_back_and_confirmed_gone(tmp_path:
     assert spent_usd == pytest.approx(world.cloud.bill_usd(), rel=0.01), "both gangs are on the bill"
 
 
-def test_a_late_gang_is_terminated_even_if_lists_fail(tmp_path: Path) -> None:
+def test_a_late_gang_is_terminated_even_if_lists_fail(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     world = make_world(tmp_path, slow={"east1a": 100.0})
     world.cloud.timings = CloudTimings(list_lag_s=0.0)
     provisioner = world.make_provisioner()
@@ -134,6 +134,7 @@ def test_a_late_gang_is_terminated_even_if_lists_fail(tmp_path: Path) -> None:
     given = [node for node in world.cloud.observe() if node.zone == "east1a"]
     assert [node.state for node in given] == [NodeState.TERMINATED] * 2, "its answer names them"
     assert len(world.store.intents.list_open("c")) == 1, "nobody has confirmed that they are gone"
+    assert "cannot give back 2 x big spot in east1a (simulated) now: no answer" in caplog.text
 
 
 def test_resumed_launches_of_a_killed_command_are_reported_as_resumed(tmp_path: Path) -> None:

@@ -207,6 +207,21 @@ def test_stop_waits_for_every_node_and_closes_bills_and_start_opens_them(stage: 
     assert len([bill for bill in stage.world.store.bills.list() if bill.ended_s is None]) == 2
 
 
+def test_what_a_started_cluster_costs_is_on_the_disk_at_once(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    stage.up()
+    stage.run(lambda: stage.provisioner.stop("c"))
+    store, modes = stage.world.store, list[int]()
+    commit = store._commit
+
+    def note() -> None:
+        modes.append(store.rows("PRAGMA synchronous")[0][0])
+        commit()
+
+    monkeypatch.setattr(store, "_commit", note)
+    stage.run(lambda: stage.provisioner.start("c"))
+    assert modes and set(modes) == {2}, "SQLite's number for FULL"
+
+
 def test_stop_waits_for_the_last_node(stage: Stage) -> None:
     nodes = stage.up().nodes
     list_nodes = stage.cloud.list_nodes
