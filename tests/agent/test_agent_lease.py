@@ -301,3 +301,16 @@ def test_watcher_tries_later_and_later_and_survives_whatever_comes(
         delivery.deliver_forever()
     waits_s = [later - earlier for earlier, later in itertools.pairwise(tried_s)]
     assert waits_s[:4] == [2, 4, 8, 16] and max(waits_s) == 300 and len(tried_s) > 10
+
+
+def test_autostop_leaves_time_to_read_the_last_lines_however_short_it_is(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(agent, "ensure_watcher", lambda: None)
+    now_s = time.time()
+    node.finish(node.begin(), "SUCCEEDED")
+    agent.set_autostop({"idle_minutes": 0, "is_down": True})
+    monkeypatch.setattr(time, "time", lambda: now_s + 4.0)
+    assert agent.decide_power_off() == ""
+    monkeypatch.setattr(time, "time", lambda: now_s + 10.0)
+    assert agent.decide_power_off() == "autostop"

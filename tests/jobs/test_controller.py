@@ -294,6 +294,20 @@ def test_a_recovery_ends_with_the_first_step_past_what_was_restored(
     assert (world.get_job().attempts[-1].resumed_s is not None) is is_resumed
 
 
+def test_progress_alone_does_not_wait_for_the_disk(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    controller, store = begin(world), world.store
+    watch(world, controller, 30.0)
+    commit, modes = store._commit, list[int]()
+
+    def note() -> None:
+        modes.append(store.rows("PRAGMA synchronous")[0][0])
+        commit()
+
+    monkeypatch.setattr(store, "_commit", note)
+    watch(world, controller, 40.0)
+    assert len(modes) > 6 and set(modes) == {1}, "SQLite's number for NORMAL: it would be observed again"
+
+
 def test_the_step_that_ends_a_recovery_and_its_event_are_one_commit(world: World) -> None:
     now_s = world.clock.now_s()
     placement = make_plan(world.task).estimates[0].placement

@@ -90,6 +90,19 @@ def test_a_hanging_placement_does_not_block_the_next_one(tmp_path: Path) -> None
         assert words in story, story
 
 
+def test_a_placement_counts_as_late_within_a_second_where_its_cloud_answers_that_fast(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(HedgeTimer, "measure_s", lambda self, cloud, answer: 0.8)
+    world = make_world(tmp_path, slow={"east1a": HANG_S})
+    start_s = world.clock.now_s()
+    assert up(world).placement.offer.zone == "east1b"
+    assert [(zone, pytest.approx(at_s - start_s, abs=0.05)) for zone, at_s in world.cloud.asked[:2]] == [
+        ("east1a", 0.0),
+        ("east1b", 0.8),
+    ]
+
+
 def test_without_hedging_the_search_waits_for_the_answer(tmp_path: Path) -> None:
     world = make_world(tmp_path, slow={"east1a": HANG_S})
     world.cloud.full_zones["east1a"] = float("inf")

@@ -96,6 +96,7 @@ def test_large_and_odd_lines_change_nothing(peer: int, payload: bytes) -> None:
         {"type": "kill", "status": [], "returncode": 0, "reason": ""},
         {"type": "end", "status": "SUCCEEDED", "returncode": 0},
         {"type": "turn", "cards": [-1], "share": 1},
+        {"type": "turn", "cards": [0, -1], "share": 1},
         {"type": "turn", "cards": [0], "share": 2},
         {"type": "turn", "cards": "0", "share": 1},
     ],
