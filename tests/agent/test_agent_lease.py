@@ -314,3 +314,10 @@ def test_autostop_leaves_time_to_read_the_last_lines_however_short_it_is(
     assert agent.decide_power_off() == ""
     monkeypatch.setattr(time, "time", lambda: now_s + 10.0)
     assert agent.decide_power_off() == "autostop"
+
+
+def test_a_cancel_request_is_a_private_file_of_its_run(node: Node) -> None:
+    folder = node.begin()
+    assert agent.cancel({"run_id": 1}) == agent.cancel({"run_id": 1}) == agent.cancel({"run_id": 2}) == {}
+    assert (folder / "cancel").stat().st_mode & 0o777 == 0o600
+    assert not (folder.parent / "2").exists()

@@ -80,3 +80,17 @@ def test_a_process_claims_no_more_than_its_share_of_what_is_free(store: Store, s
     assert len(one.refresh()) == 2 and len(two.refresh()) == 1
     assert one.does_housekeeping() and not two.does_housekeeping()
     assert {*one.refresh(), *two.refresh()} == {*ids}
+
+
+def test_jobs_of_a_process_that_died_are_taken_over_within_fifteen_seconds(
+    store: Store, start: Open, clock: Hands
+) -> None:
+    ids, one, two = add_jobs(store, 2), start("one"), start("two")
+    assert one.refresh() == ids and two.refresh() == []
+    taken_s = None
+    for second in range(1, 16):
+        clock.time_s += 1.0
+        if taken_s is None and two.refresh() == ids:
+            taken_s = second
+    assert taken_s is not None and taken_s > 4 * BEAT_EVERY_S, "a process may miss a few renewals"
+    assert two.does_housekeeping()

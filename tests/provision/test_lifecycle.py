@@ -427,6 +427,35 @@ def test_a_lost_node_is_not_replaced_with_a_login_for_another_account(stage: Sta
     assert not stage.world.store.intents.list_open("c")
 
 
+def test_a_replacement_that_is_cancelled_also_cancels_its_call(stage: Stage) -> None:
+    cluster = stage.up()
+    stage.cloud.preempt([cluster.nodes[1].id])
+    create, asked = stage.cloud.create_nodes, list[str]()
+
+    async def answer_late(request: NodeRequest) -> Sequence[Node]:
+        asked.append(request.token)
+        await stage.world.clock.sleep(50.0)
+        return await create(request)
+
+    async def begin_and_cancel() -> None:
+        await stage.world.clock.sleep(300.0)  # until the list tells of it
+        refreshed = await stage.provisioner.refresh(cluster)
+        stage.cloud.create_nodes = answer_late  # type: ignore[method-assign]
+        work = asyncio.ensure_future(
+            stage.provisioner.replace_node(refreshed, Task(), rank=1, check_budget=lambda: None)
+        )
+        await stage.world.clock.sleep(20.0)
+        work.cancel()
+        await asyncio.gather(work, return_exceptions=True)
+        await stage.world.clock.sleep(200.0)
+
+    stage.run(begin_and_cancel)
+    assert len(asked) == 1 and [node.id for node in stage.world.list_live_nodes()] == [cluster.nodes[0].id]
+    assert [intent.request.token for intent in stage.world.store.intents.list_open("c")] == asked, (
+        "a later call resumes it"
+    )
+
+
 def test_a_node_request_carries_the_resources_of_the_task(stage: Stage) -> None:
     asked = Resources(
         disk_size_gib=77, disk_tier="high", network_tier="best", image_id="i", ports=("80",), labels={"a": "b"}
