@@ -321,3 +321,19 @@ def test_a_cancel_request_is_a_private_file_of_its_run(node: Node) -> None:
     assert agent.cancel({"run_id": 1}) == agent.cancel({"run_id": 1}) == agent.cancel({"run_id": 2}) == {}
     assert (folder / "cancel").stat().st_mode & 0o777 == 0o600
     assert not (folder.parent / "2").exists()
+
+
+def test_gang_without_a_free_port_is_an_error_and_not_a_gang_without_a_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Taken:
+        def __enter__(self) -> Taken:
+            return self
+
+        def __exit__(self, *error: object) -> None:
+            return
+
+        def bind(self, address: object) -> None:
+            raise OSError("address in use")
+
+    monkeypatch.setattr(agent.socket, "socket", Taken)
+    with pytest.raises(OSError, match="no free port between 20000 and 32000"):
+        agent.pick_port()
