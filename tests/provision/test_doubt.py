@@ -80,6 +80,8 @@ def test_without_hedging_an_unclear_launch_is_abandoned_and_terminated_beside_th
     assert search.end_s <= UNCLEAR_S_MAX + search.world.cloud.timings.boot_s_max + 10.0
     assert set(search.asked) == {"east1a", "west1a"}
     assert not any("is left to try" in line for line in search.told)
+    (hedged,) = (line for line in search.told if "also requesting" in line)
+    assert "up to 2.00 USD/h at once" in hedged, "the abandoned one costs no more"
     assert not search.world.store.intents.list_open()
 
 
