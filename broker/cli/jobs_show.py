@@ -160,7 +160,7 @@ def _describe_allowance(job: Job, paid_usd: float, now_s: float) -> str:
     allowed_s = measure_allowance_s(
         job.task, usd_hour=placement.usd_hour, spent_usd=paid_usd, submitted_s=job.submitted_s, now_s=now_s
     )
-    return describe_allowance(allowed_s)
+    return describe_allowance(allowed_s, placement.offer.cloud)
 
 
 def follow_job(session: Session, job_id: int, *, as_json: bool = False) -> None:

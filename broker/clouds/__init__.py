@@ -31,6 +31,9 @@ CLOUDS: dict[str, str] = {
     "vsphere": "broker.clouds.sky.makers:make_vsphere",
     "yotta": "broker.clouds.sky.makers:make_yotta",
 }
+# Machines there cannot terminate themselves: SkyPilot 0.14.1 has no autodown for them (`sky/clouds/*.py`, AUTODOWN).
+# Only broker terminates them, so no lease bounds their cost while it is away.
+WITHOUT_SELF_TERMINATION = ("hyperbolic", "primeintellect", "verda", "yotta")
 # name -> `broker.clouds.findings.Inspector`, for `broker check`: a module, or "module:class" instantiated with the name
 CHECKS: dict[str, str] = {
     "aws": "broker.clouds.aws.check",

@@ -1,16 +1,18 @@
 """Compute the lease of a job's nodes: how long they may run without the broker. Pure except for `find_lease_s`.
 
 While the broker is away, only the lease bounds the bill. It ends with the user's allowance, the budget or the deadline,
-whichever comes first. A running broker renews the lease every `LEASE_EVERY_S`.
+whichever comes first; where machines cannot terminate themselves, nothing ends it. A running broker renews the lease
+every `LEASE_EVERY_S`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 
 from broker.clock import Clock
+from broker.clouds import WITHOUT_SELF_TERMINATION
 from broker.config import SETTINGS, Config, find_unattended
 from broker.errors import UsageError
 from broker.jobs.checkpoints import HERE
@@ -85,18 +87,30 @@ def read_unattended_s(config: Config) -> float:
 def describe_allowances(plans: Sequence[Plan]) -> Sequence[str]:
     """Return one sentence for the user, or one per task where they differ; none for tasks that only run locally."""
     sentences: dict[str, str] = {}  # sentence -> the first task that it applies to
-    paid = [plan for plan in plans if any(estimate.placement.offer.cloud != HERE for estimate in plan.estimates)]
-    for plan in paid:
-        allowed_s = measure_allowance_s(plan.task, usd_hour=plan.choice.placement.usd_hour)
-        sentences.setdefault(describe_allowance(allowed_s), plan.task.name or "the task")
+    for plan in plans:
+        clouds = {estimate.placement.offer.cloud for estimate in plan.estimates}
+        if clouds <= {HERE}:
+            continue
+        choice = plan.choice.placement
+        allowed_s = measure_allowance_s(plan.task, usd_hour=choice.usd_hour)
+        sentence = describe_allowance(allowed_s, choice.offer.cloud, others=clouds)
+        sentences.setdefault(sentence, plan.task.name or "the task")
     if len(sentences) == 1:
         return list(sentences)
     return [f"{name}: {sentence}" for sentence, name in sentences.items()]
 
 
-def describe_allowance(allowed_s: float) -> str:
-    """Return what happens to the machines while this one is away, as the end of a sentence."""
-    return f"continues for up to {show_hours(allowed_s)} without this machine; preemptions are handled when it is back"
+def describe_allowance(allowed_s: float, cloud: str, *, others: Collection[str] = ()) -> str:
+    """Describe what machines of this cloud do while this one is away. `others`: clouds that may be used instead."""
+    waits = "preemptions are handled when it is back"
+    if cloud in WITHOUT_SELF_TERMINATION:
+        return (
+            "continues, and costs money, for as long as this machine is away, even beyond budget and deadline, because "
+            f"machines of {cloud} cannot terminate themselves; {waits}"
+        )
+    if unending := ", ".join(sorted({*others} & {*WITHOUT_SELF_TERMINATION})):
+        waits = f"for as long as it is away on {unending}, whose machines cannot terminate themselves; {waits}"
+    return f"continues for up to {show_hours(allowed_s)} without this machine; {waits}"
 
 
 def show_hours(duration_s: float) -> str:

@@ -15,11 +15,7 @@ from typing import Any, TypeVar
 
 from broker.clock import Clock
 from broker.config import Config
-from broker.errors import (
-    AuthError,
-    CloudError,
-    InvalidRequestError,
-)
+from broker.errors import AuthError, CloudError, InvalidRequestError
 from broker.jobs.acquisition import Acquisition, Planner
 from broker.jobs.allowance import find_lease_s
 from broker.jobs.booting import StartVerdict, judge_start
@@ -29,7 +25,7 @@ from broker.jobs.gang import Gang, GangReport, PushesNews, get_run_id
 from broker.jobs.health import Verdict, classify
 from broker.jobs.in_place import InPlace, Kept, are_running
 from broker.jobs.lost_gang import LostGang
-from broker.jobs.monitor import AttemptMonitor, list_answering
+from broker.jobs.monitor import AttemptMonitor, list_answering, with_silence
 from broker.jobs.node_replacement import NodeReplacer
 from broker.jobs.node_retention import NodeRetention
 from broker.jobs.outcome_recorder import OutcomeRecorder
@@ -241,6 +237,7 @@ class JobController:
         await self._teardown.copy_log(attempt, cluster)
         nodes_min = job.task.recovery.nodes_min
         signals = monitor.read_signals(report, cluster, self._clock.now_s(), nodes_min=nodes_min)
+        attempt = self._record_silence(attempt, signals.unreachable_s)
         verdict = classify(signals)
         if verdict in (Verdict.RUNNING, Verdict.UNCLEAR):
             await self._renew_lease(job, monitor, cluster)
@@ -323,6 +320,13 @@ class JobController:
                 self._add_event(make_event(EventKind.RECOVERED, step=progress.step, took_s=took_s))
         return attempt
 
+    def _record_silence(self, attempt: Attempt, silent_s: float) -> Attempt:
+        recorded = with_silence(attempt, silent_s)
+        if recorded != attempt:
+            with self._store.transaction(is_durable=not silent_s):  # an outdated record may end a gang too soon
+                self._store.jobs.put_attempt(recorded)
+        return recorded
+
     def _is_new_step(self, attempt: Attempt, progress: Progress) -> bool:
         """Return whether the step is new: a program that just restored or started reports a step without new work."""
         first_step = self._store.jobs.list_steps(attempt.job_id)[attempt.number].first_step
@@ -374,7 +378,8 @@ class JobController:
 
     def _get_monitor(self, attempt: Attempt) -> AttemptMonitor:
         if self._monitor is None or self._monitored != attempt.number:
-            self._monitor, self._monitored = AttemptMonitor(attempt.cluster), attempt.number
+            self._monitor = AttemptMonitor(attempt.cluster, silent_s=attempt.silent_s)
+            self._monitored = attempt.number
         return self._monitor
 
     def _make_envs(self, job: Job, attempt: Attempt, cluster: Cluster) -> dict[str, str]:

@@ -1,16 +1,23 @@
-"""Keep a controller's observations of one attempt between polls. Losing them in a crash only delays its decisions."""
+"""Keep a controller's observations of one attempt between polls. Losing them in a crash only delays its decisions.
+
+Silence alone is recorded in the store: without it, a broker that restarts every few minutes would never give up nodes
+that lost their power while their cloud lists them as running.
+"""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 from broker.clock import Stopwatch
 from broker.jobs.gang import GangReport
 from broker.jobs.health import MISSES_MIN, UNREACHABLE_S_MIN, HealthSignals
-from broker.types import Cluster, NodeEnd, NodeState, Progress, RunStatus
+from broker.types import Attempt, Cluster, NodeEnd, NodeState, Progress, RunStatus
 
 LIST_EVERY_S = 10.0  # without suspicious signals; at once otherwise
 LEASE_EVERY_S = 60.0
 ATTENDED_S = 5 * LEASE_EVERY_S  # without a renewal, which may fail a few times, before nodes count as unattended
 GAP_S_MAX = 30.0  # between two observations; a slow answer takes as long
+SILENCE_EVERY_S = 60.0  # between two records of a silence: a restart forgets no more of it
 
 
 def is_due(last_s: float, every_s: float, now_s: float) -> bool:
@@ -25,11 +32,19 @@ def list_answering(report: GangReport, cluster: Cluster) -> frozenset[str]:
     return frozenset(node.id for node in nodes if node.rank not in silent)
 
 
+def with_silence(attempt: Attempt, silent_s: float) -> Attempt:
+    """Return the attempt with the silence that its record should show: zero as soon as its nodes answer."""
+    is_recorded = bool(silent_s) and silent_s - attempt.silent_s < SILENCE_EVERY_S
+    return attempt if is_recorded else replace(attempt, silent_s=silent_s)
+
+
 class AttemptMonitor:
     """Observations of one attempt's nodes: misses, silence, and when leases were renewed."""
 
-    def __init__(self, cluster: str) -> None:
+    def __init__(self, cluster: str, *, silent_s: float = 0.0) -> None:
+        """Create the monitor. `silent_s`: the silence that an earlier process has observed, until a node answers."""
         self.cluster = cluster
+        self._earlier_silent_s = silent_s
         self._stopwatch = Stopwatch(GAP_S_MAX)
         self._misses = 0
         self._silent_since_s: float | None = None
@@ -86,7 +101,7 @@ class AttemptMonitor:
         elapsed_s = self._stopwatch.observe(now_s)
         self._misses += 1
         if self._silent_since_s is None:
-            self._silent_since_s = elapsed_s
+            self._silent_since_s = elapsed_s - self._earlier_silent_s
         return self._misses >= MISSES_MIN and elapsed_s - self._silent_since_s >= UNREACHABLE_S_MIN
 
     def measure_boot_s(self, node_id: str, now_s: float) -> float:
@@ -125,7 +140,7 @@ class AttemptMonitor:
         if report.unreachable:
             self.record_silence(now_s)
         else:
-            self._misses, self._silent_since_s = 0, None
+            self._misses, self._silent_since_s, self._earlier_silent_s = 0, None, 0.0
         if report.status in (RunStatus.FAILED, RunStatus.FAILED_SETUP):
             self._failed_since_s = elapsed_s if self._failed_since_s is None else self._failed_since_s
         else:

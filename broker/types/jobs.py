@@ -54,6 +54,7 @@ class Attempt:
     outcome: Outcome | None = None
     usd: float = 0.0
     kept_until_s: float | None = None  # its nodes are kept until then for the next attempt; None: released
+    silent_s: float = 0.0  # for how long nodes have been observed not to answer, for a controller that restarts
 
     @property
     def returncode(self) -> int | None:

@@ -91,6 +91,15 @@ def test_files_go_when_all_runs_of_a_job_have_ended_and_are_delivered(
     assert not access.find_folder(1).exists()
 
 
+def test_files_of_a_program_that_works_stay(access: ModuleType) -> None:
+    begin(access, 1, status="SUCCEEDED")
+    begin(access, 2)
+    access.receive(ask("key", run_id=2))
+    (access.files.STATE / "lease.json").write_text("{}")
+    access.forget_used()
+    assert read(access, 2) == "key"
+
+
 @pytest.mark.parametrize("name", ["../spec.json", "/etc/passwd", "a/b"])
 def test_name_that_leads_out_of_the_folder_is_refused(access: ModuleType, name: str) -> None:
     with pytest.raises(AssertionError):

@@ -197,6 +197,23 @@ def test_long_log_keeps_head_and_tail_and_names_the_omitted_part(tmp_path: Path,
     assert found == b"h" * 30 + b"[broker: 45 bytes of the log were cut here]\n" + b"t" * 70
 
 
+def test_first_megabytes_of_a_long_log_are_kept(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    with path.open("wb") as file:
+        file.write(b"the command\n")
+        file.seek(8 << 20)
+        file.write(b"the configuration\n")
+        file.truncate(100 << 20)
+    found = agent_bucket.read_bounded(path)
+    assert found.startswith(b"the command\n") and b"the configuration\n" in found
+    assert len(found) <= (64 << 20) + 100
+
+
+def test_log_whose_omitted_part_is_not_named_is_read_all_the_same(small: None) -> None:
+    content = b"h" * 30 + b"a damaged note\n" + b"t" * 70
+    assert agent_bucket.find_rest(content, 0) == (content, 100)
+
+
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(size=st.integers(0, 400), offset=st.integers(0, 400))
 def test_reader_continues_where_it_was_without_gap_or_repeat(

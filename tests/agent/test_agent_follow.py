@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import fcntl
 import importlib
 import json
 import os
 import select
 import subprocess
 import sys
+import termios
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -284,3 +286,45 @@ def test_of_progress_only_the_first_step_is_urgent(follow: Any, home: Path) -> N
     assert first != none
     file.write_text('{"step": 1}\n{"step": 2}\n')
     assert marks.read()[0] == first and marks.read()[1] != usual
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks the kernel what a pipe still holds")
+def test_message_may_arrive_in_parts(start: Callable[..., Session]) -> None:
+    session = start()
+    session.open()
+    assert session.process.stdin
+    message = json.dumps({"id": 7, "verb": "log", "request": {"run_id": 1, "offset": 0}}).encode() + b"\n"
+    for part in (message[:5], message[5:20], message[20:]):
+        session.process.stdin.write(part)
+        give_up_s = time.monotonic() + END_S
+        while count_unread(session.process.stdin.fileno()):
+            assert time.monotonic() < give_up_s
+            time.sleep(0.01)
+    assert session.hear(lambda message: message.get("id") == 7)["answer"] == {"data": ""}
+
+
+def count_unread(pipe: int) -> int:
+    return int.from_bytes(fcntl.ioctl(pipe, termios.FIONREAD, b"\0\0\0\0"), sys.byteorder)
+
+
+def test_changes_that_can_wait_are_pushed_at_the_brokers_pace_and_others_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(FOLDER))
+    module = importlib.import_module("agent_follow")
+    now_s, marks, pushed = [100.0], {"urgent": 0, "usual": 0}, list[float]()
+    monkeypatch.setattr(module.time, "monotonic", lambda: now_s[0])
+    monkeypatch.setattr(module.files, "RUNS", tmp_path)
+    follower = module.Follower(lambda request: {}, {})
+    monkeypatch.setattr(follower, "_write", lambda message: pushed.append(now_s[0]) if "status" in message else None)
+
+    class Changes:
+        def read(self) -> tuple[object, object]:
+            return marks["urgent"], marks["usual"]
+
+    for tick in range(9):
+        now_s[0] = 100.0 + 0.25 * tick
+        marks["usual"] += 1
+        marks["urgent"] = int(tick >= 6)
+        follower._push(1, Changes())
+    assert module.PACE_S == 1.0 and pushed == [100.0, 101.0, 101.5], "the last one is urgent"

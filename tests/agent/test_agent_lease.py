@@ -301,3 +301,39 @@ def test_watcher_tries_later_and_later_and_survives_whatever_comes(
         delivery.deliver_forever()
     waits_s = [later - earlier for earlier, later in itertools.pairwise(tried_s)]
     assert waits_s[:4] == [2, 4, 8, 16] and max(waits_s) == 300 and len(tried_s) > 10
+
+
+def test_autostop_leaves_time_to_read_the_last_lines_however_short_it_is(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(agent, "ensure_watcher", lambda: None)
+    now_s = time.time()
+    node.finish(node.begin(), "SUCCEEDED")
+    agent.set_autostop({"idle_minutes": 0, "is_down": True})
+    monkeypatch.setattr(time, "time", lambda: now_s + 4.0)
+    assert agent.decide_power_off() == ""
+    monkeypatch.setattr(time, "time", lambda: now_s + 10.0)
+    assert agent.decide_power_off() == "autostop"
+
+
+def test_a_cancel_request_is_a_private_file_of_its_run(node: Node) -> None:
+    folder = node.begin()
+    assert agent.cancel({"run_id": 1}) == agent.cancel({"run_id": 1}) == agent.cancel({"run_id": 2}) == {}
+    assert (folder / "cancel").stat().st_mode & 0o777 == 0o600
+    assert not (folder.parent / "2").exists()
+
+
+def test_gang_without_a_free_port_is_an_error_and_not_a_gang_without_a_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Taken:
+        def __enter__(self) -> Taken:
+            return self
+
+        def __exit__(self, *error: object) -> None:
+            return
+
+        def bind(self, address: object) -> None:
+            raise OSError("address in use")
+
+    monkeypatch.setattr(agent.socket, "socket", Taken)
+    with pytest.raises(OSError, match="no free port between 20000 and 32000"):
+        agent.pick_port()

@@ -73,6 +73,14 @@ def test_key_with_foreign_characters_is_refused() -> None:
         agent_login.read_rsa_key("\n".join([lines[0], "!!!!", *lines[1:]]))
 
 
+@pytest.mark.parametrize("content", ['{"type": "service_account"}', '{"type": "authorized_user"}'])
+def test_google_login_without_its_fields_is_reported_with_its_path(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "key.json"
+    path.write_text(content)
+    with pytest.raises(agent_login.Refused, match=rf"`{path}` is damaged \(KeyError\)"):
+        agent_login.find_google_token({"GOOGLE_APPLICATION_CREDENTIALS": str(path), "HOME": str(tmp_path)})
+
+
 @given(st.binary(max_size=40))
 def test_damaged_keys_are_distinguished(content: bytes) -> None:
     """Whatever the file holds, the error is of the two kinds that the caller turns into a line."""

@@ -66,20 +66,30 @@ def test_job_on_this_machine_is_launched_without_that_line(shell: Any) -> None:
     assert "without this machine" not in done.stderr + done.stdout
 
 
-def test_why_shows_how_long_a_job_elsewhere_continues(shell: Any) -> None:
+@pytest.mark.parametrize(
+    ("cloud", "sentence"),
+    [
+        ("aws", "It continues for up to 2 h without this machine; preemptions are handled when it is back."),
+        (
+            "verda",
+            "It continues, and costs money, for as long as this machine is away, even beyond budget and deadline, "
+            "because machines of verda cannot terminate themselves; preemptions are handled when it is back.",
+        ),
+    ],
+)
+def test_why_shows_how_long_a_job_elsewhere_continues(shell: Any, cloud: str, sentence: str) -> None:
     config = load_config(shell.home)
     store = Store(config.database, clock=SystemClock())
     task = Task(name="t", run="x", unattended_s=7200.0)
-    offer = replace(make_offer("east1a"), cloud="aws")
+    offer = replace(make_offer("east1a"), cloud=cloud)
     placement = Placement(offer=offer, is_spot=True, node_count=1)
     job = store.jobs.add("t", task)
     store.jobs.put_attempt(Attempt(job_id=job.id, number=1, cluster="job-1-1", placement=placement, started_s=1.0))
     store.jobs.set_status(job.id, JobStatus.RUNNING)
-    sentence = "It continues for up to 2 h without this machine; preemptions are handled when it is back."
     assert sentence in shell.run("jobs", "why", "1").stdout.splitlines()
     store.jobs.set_status(job.id, JobStatus.CANCELLED)
     store.close()
-    assert "without this machine" not in shell.run("jobs", "why", "1").stdout, "it has ended"
+    assert "It continues" not in shell.run("jobs", "why", "1").stdout, "it has ended"
 
 
 def test_setting_at_fault_is_named_before_anything_starts(shell: Any) -> None:

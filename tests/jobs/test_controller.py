@@ -22,6 +22,7 @@ from broker.types import (
     JobRecovery,
     JobStatus,
     NodeList,
+    OutcomeKind,
     Progress,
     RunStatus,
     Task,
@@ -205,6 +206,53 @@ def test_a_job_whose_agents_answer_continues_despite_missing_list_entries(world:
     assert f"{list_names(world)[0]} step 290\n" in log, "its log is copied meanwhile"
 
 
+def silence(world: World) -> None:
+    """Make every node silent, as after a loss of power; their cloud lists them as running."""
+
+    async def poll(cluster: Cluster, run_id: int) -> Report:
+        return Report(status=RunStatus.RUNNING, returncode=None, unreachable=(0, 1), progress=None)
+
+    world.gang.poll = poll  # type: ignore[method-assign]
+
+
+def restart(world: World) -> JobController:
+    world.reborn()
+    return world.make_controller()
+
+
+def test_a_silent_gang_is_given_up_after_ten_minutes_although_its_broker_restarts_in_between(world: World) -> None:
+    controller = begin(world)
+    silence(world)
+    for _ in range(3):
+        watch(world, controller, 180.0)
+        assert [attempt.outcome for attempt in world.get_job().attempts] == [None], "less than ten minutes"
+        controller = restart(world)
+    watch(world, controller, 300.0)
+    first, *_ = world.get_job().attempts
+    assert first.outcome is not None and first.outcome.kind is OutcomeKind.PREEMPTED
+    assert first.ended_s is not None, "and its nodes are terminated"
+
+
+def test_time_without_a_broker_is_no_evidence_of_silence(world: World) -> None:
+    controller = begin(world)
+    silence(world)
+    watch(world, controller, 400.0)
+    world.clock.run(lambda: world.clock.sleep(3600.0))
+    watch(world, restart(world), 60.0)
+    assert [attempt.outcome for attempt in world.get_job().attempts] == [None]
+
+
+def test_an_answer_ends_a_silence_for_later_brokers_too(world: World) -> None:
+    controller, poll = begin(world), world.gang.poll
+    silence(world)
+    watch(world, controller, 500.0)
+    world.gang.poll = poll  # type: ignore[method-assign]
+    watch(world, controller, 5.0)
+    silence(world)
+    watch(world, restart(world), 300.0)
+    assert [attempt.outcome for attempt in world.get_job().attempts] == [None]
+
+
 @pytest.mark.parametrize("is_listed", [True, False])
 def test_a_gang_that_works_keeps_its_lease_whether_lists_answer_or_not(world: World, is_listed: bool) -> None:
     controller = begin(world)
@@ -244,6 +292,20 @@ def test_a_recovery_ends_with_the_first_step_past_what_was_restored(
     world.gang.poll = poll  # type: ignore[method-assign]
     world.clock.run(controller.step)
     assert (world.get_job().attempts[-1].resumed_s is not None) is is_resumed
+
+
+def test_progress_alone_does_not_wait_for_the_disk(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    controller, store = begin(world), world.store
+    watch(world, controller, 30.0)
+    commit, modes = store._commit, list[int]()
+
+    def note() -> None:
+        modes.append(store.rows("PRAGMA synchronous")[0][0])
+        commit()
+
+    monkeypatch.setattr(store, "_commit", note)
+    watch(world, controller, 40.0)
+    assert len(modes) > 6 and set(modes) == {1}, "SQLite's number for NORMAL: it would be observed again"
 
 
 def test_the_step_that_ends_a_recovery_and_its_event_are_one_commit(world: World) -> None:

@@ -10,13 +10,14 @@ import sys
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from broker.config import Config
 from broker.errors import CapacityError, StateError
-from broker.jobs.daemon import COLLECT_EVERY_S, STALE_S, ensure_daemon, hold_lock, run_daemon
+from broker.jobs.daemon import COLLECT_EVERY_S, STALE_S, _Daemon, ensure_daemon, hold_lock, run_daemon
 from broker.jobs.workload import BEAT_EVERY_S
 from broker.state.store import Store
 from broker.types import JobStatus, Task
@@ -263,3 +264,17 @@ def test_a_failed_daemon_is_reported_even_if_its_last_line_is_not_utf8(tmp_path:
     code = r"import sys; sys.stdout.buffer.write(b'caf\xe9 \xff is full\n'); sys.exit(3)"
     with pytest.raises(StateError, match="is full"):
         start(tmp_path, code, is_held=False, age_s=0.0)
+
+
+def test_logs_are_kept_for_as_many_days_as_the_settings_say(tmp_path: Path) -> None:
+    config, clock = Config(home=tmp_path, owner=OWNER), Hands()
+    (tmp_path / "config.toml").write_text("keep_days = 30\n")
+    folder = config.logs / "jobs"
+    folder.mkdir(parents=True)
+    for number, days in ((1, 40), (2, 20)):
+        path = folder / f"{number}.log"
+        path.touch()
+        os.utime(path, (0, clock.time_s - days * 86400))
+    store = Store(tmp_path / "state.db", clock=clock)
+    _Daemon._compact(SimpleNamespace(_store=store, _config=config), clock.time_s)  # type: ignore[arg-type]
+    assert [path.name for path in folder.iterdir()] == ["2.log"]

@@ -170,6 +170,11 @@ def test_failure_that_may_be_a_lost_peers_is_a_loss(tmp_path: Path, left: RunRes
     assert job.attempts[0].outcome.kind is OutcomeKind.PREEMPTED
 
 
+def test_failure_well_before_the_lease_ended_is_the_programs() -> None:
+    left = replace(FAILED, lease_left_s=11 * 60.0)
+    assert is_programs_failure(left, make_nodes("done", "done"), SILENT.unreachable)
+
+
 def test_node_that_its_cloud_keeps_stopped_ended_itself_too() -> None:
     assert is_programs_failure(FAILED, make_nodes("lease", "lease", state=NodeState.STOPPED), (0, 1))
 

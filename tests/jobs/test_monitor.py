@@ -12,12 +12,14 @@ from broker.jobs.monitor import (
     GAP_S_MAX,
     LEASE_EVERY_S,
     LIST_EVERY_S,
+    SILENCE_EVERY_S,
     AttemptMonitor,
     is_due,
     list_answering,
+    with_silence,
 )
 from broker.runtime.gang import GangReport
-from broker.types import Cluster, ClusterStatus, Node, NodeEnd, NodeState, Placement, Progress, RunStatus
+from broker.types import Attempt, Cluster, ClusterStatus, Node, NodeEnd, NodeState, Placement, Progress, RunStatus
 from tests.simulation.world import make_offer
 
 NODES = tuple(
@@ -118,6 +120,25 @@ def test_an_answer_ends_the_silence_and_the_next_one_counts_from_its_own_start()
     assert (calm.misses, calm.unreachable_s) == (0, 0.0)
     again = watch.read_signals(report(unreachable=(1,)), CLUSTER, 1140.0)
     assert (again.misses, again.unreachable_s) == (1, 0.0) and again.misses < MISSES_MIN
+
+
+def test_a_silence_continues_from_what_an_earlier_process_recorded_until_an_answer() -> None:
+    watch = AttemptMonitor("c", silent_s=300.0)
+    looks = [watch.read_signals(report(unreachable=(1,)), CLUSTER, 1000.0 + 10.0 * look) for look in range(3)]
+    assert [look.unreachable_s for look in looks] == [300.0, 310.0, 320.0]
+    assert [look.misses for look in looks] == [1, 2, 3], "but a restarted process looks three times itself"
+    watch.read_signals(report(), CLUSTER, 1030.0)
+    assert watch.read_signals(report(unreachable=(1,)), CLUSTER, 1040.0).unreachable_s == 0.0
+
+
+def test_a_silence_is_recorded_once_a_minute_and_its_end_at_once() -> None:
+    attempt = Attempt(job_id=1, number=1, cluster="c", placement=CLUSTER.placement, started_s=0.0)
+    assert with_silence(attempt, 0.0) == attempt and with_silence(attempt, SILENCE_EVERY_S - 0.1) == attempt
+    silent = with_silence(attempt, SILENCE_EVERY_S)
+    assert silent.silent_s == SILENCE_EVERY_S
+    assert with_silence(silent, 2 * SILENCE_EVERY_S - 0.1) == silent
+    assert with_silence(silent, 2 * SILENCE_EVERY_S).silent_s == 2 * SILENCE_EVERY_S
+    assert with_silence(silent, 0.0) == attempt
 
 
 @pytest.mark.parametrize("status", [RunStatus.FAILED, RunStatus.FAILED_SETUP])

@@ -108,6 +108,13 @@ def test_a_loss_is_recorded_once_and_a_full_place_is_retried_with_backoff_up_to_
     assert len(stage.list_told(EventKind.REPLACEMENT_FAILED)) == len(stage.world.asked)
 
 
+def test_a_node_that_is_gone_is_not_ended_again_although_its_setup_failed(tmp_path: Path) -> None:
+    stage = Stage(tmp_path)
+    stage.step(stage.cluster, replace(CALM, unfit=((1, "setup exited with 3 on rank 1"),)), until_s=40.0)
+    assert not stage.world.ended and not stage.list_told(EventKind.UNFIT)
+    assert {rank for _, rank in stage.world.asked} == {1}
+
+
 def test_a_node_whose_setup_failed_is_ended_and_then_replaced_as_a_lost_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -406,3 +406,19 @@ def test_a_run_that_was_cancelled_for_its_budget_has_failed_by_it(tmp_path: Path
     assert (status, outcome) == (JobStatus.FAILED, Outcome(kind=OutcomeKind.BUDGET_EXCEEDED)) and failure.startswith(
         "the budget of 5 USD"
     )
+
+
+def test_last_lines_of_a_hung_program_and_its_restart_are_one_commit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stage, modes = Stage(tmp_path), list[int]()
+    commit = stage.store._commit
+
+    def note() -> None:
+        modes.append(stage.store.rows("PRAGMA synchronous")[0][0])
+        commit()
+
+    monkeypatch.setattr(stage.store, "_commit", note)
+    stage.recorder.record_stall(stage.job, stage.attempt, 20.0, RunEnd(last_lines=("the last line",)))
+    assert modes == [FULL]
+    assert EventKind.LAST_LINES in {event.kind for event in stage.store.events.list(job_id=stage.job_id)}

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from broker.jobs.policy_runner import LOOK_S_MAX, LOOK_S_MIN, PolicyRunner
+import pytest
+
+from broker.jobs.deadline import Situation, find_margin_hours
+from broker.jobs.policy_runner import LOOK_S_MAX, LOOK_S_MIN, Pause, PolicyRunner
+from broker.spot.policies.base import Decision
 from broker.state.store import Store
 from broker.types import Attempt, Cluster, JobStatus, Plan, Progress, Task
 from tests.jobs.test_deadline import DEAR, TASK, make_moving_stage, plan_of
@@ -73,3 +78,26 @@ def test_a_program_that_saves_all_the_time_is_thought_about_twice_a_minute_at_mo
 
     assert set(asyncio.run(look(600, save_every=1))) == {LOOK_S_MIN} == {30.0}
     assert set(asyncio.run(look(1000, save_every=10_000))) == {LOOK_S_MAX} == {300.0}
+
+
+def test_a_policy_allows_for_a_fault_just_after_the_longest_pause_between_two_looks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Hands()
+    store = Store(tmp_path / "state.db", clock=clock)
+    job = store.jobs.add("train", TASK)
+    unused: Any = None
+    found: list[float] = []
+    decide = PolicyRunner._decide
+
+    def note(self: PolicyRunner, situation: Situation) -> Decision:
+        found.append(situation.view.look_hours)
+        return decide(self, situation)
+
+    monkeypatch.setattr(PolicyRunner, "_decide", note)
+    with suppress(Pause):
+        PolicyRunner(store, lambda task, avoid: plan_of(task, DEAR), clock, unused).plan(job)
+    assert TASK.goal is not None
+    assert [hours - find_margin_hours(TASK.goal) for hours in found] == [
+        pytest.approx((LOOK_S_MAX + LOOK_S_MIN) / 3600)
+    ]

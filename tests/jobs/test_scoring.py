@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -33,6 +34,13 @@ def test_jobs_without_a_deadline_are_not_in_the_brier_score() -> None:
     found = score_forecasts([judge(100, chance=None), judge(100)])
     assert (found.deadline_jobs, found.brier) == (1, pytest.approx(0.0625))
     assert score_forecasts([]).usd_coverage is None
+
+
+def test_a_chance_without_its_deadline_is_left_out() -> None:
+    whole = judge(100)
+    odd = replace(whole, forecast=replace(whole.forecast, deadline_hours=None))
+    found = score_forecasts([odd, whole])
+    assert (found.jobs, found.deadline_jobs, found.brier) == (2, 1, pytest.approx(0.0625))
 
 
 def test_intervals_widen_only_on_evidence_of_overconfidence() -> None:

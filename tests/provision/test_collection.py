@@ -13,7 +13,14 @@ import pytest
 
 from broker.errors import FencedError, TransientError
 from broker.provision.adoption import Adopter
-from broker.provision.collection import GRACE_S, SWEEP_EVERY_S, UP_S_MAX, Collector, ResourceSweeper
+from broker.provision.collection import (
+    GRACE_S,
+    SWEEP_EVERY_S,
+    UP_S_MAX,
+    Collector,
+    ResourceSweeper,
+    _sum_concurrently,
+)
 from broker.state.store import Store
 from broker.types import (
     Cluster,
@@ -307,3 +314,23 @@ def test_resources_are_swept_after_a_cluster_has_gone_and_once_an_hour(stage: St
     assert sweep() == 0 and len(cloud.kept) == 4
     cloud.failure = None
     assert sweep() == 2 and cloud.kept[-1] == {"c"}, "what failed is swept at the next occasion"
+
+
+def test_the_first_error_is_raised_and_the_other_works_are_ended() -> None:
+    ended: list[str] = []
+
+    async def wait() -> int:
+        try:
+            await asyncio.sleep(3600.0)
+        finally:
+            ended.append("cancelled")
+        return 1
+
+    async def fail() -> int:
+        await asyncio.sleep(0)
+        raise FencedError("another broker leads")
+
+    with pytest.raises(FencedError):
+        asyncio.run(_sum_concurrently([wait(), fail()]))
+    assert ended == ["cancelled"]
+    assert asyncio.run(_sum_concurrently([])) == 0

@@ -80,6 +80,8 @@ def test_without_hedging_an_unclear_launch_is_abandoned_and_terminated_beside_th
     assert search.end_s <= UNCLEAR_S_MAX + search.world.cloud.timings.boot_s_max + 10.0
     assert set(search.asked) == {"east1a", "west1a"}
     assert not any("is left to try" in line for line in search.told)
+    (hedged,) = (line for line in search.told if "also requesting" in line)
+    assert "up to 2.00 USD/h at once" in hedged, "the abandoned one costs no more"
     assert not search.world.store.intents.list_open()
 
 
@@ -157,3 +159,25 @@ def test_one_search_requests_a_placement_at_most_twice(tmp_path: Path, monkeypat
     with pytest.raises(CapacityError):
         search.up(*EAST, hedge=1, name="d")
     assert search.asked == [*EAST, EAST[0]], "a plan may have thousands of places: only a limited number is remembered"
+
+
+def test_a_place_that_has_refused_is_not_requested_again_beside_a_launch_that_makes_its_region_suspect(
+    tmp_path: Path,
+) -> None:
+    search = Search(tmp_path, TransientError)
+    world, create = search.world, search.world.cloud.create_nodes
+
+    async def answer(request: NodeRequest) -> Sequence[Node]:
+        zone = str(request.placement.offer.zone)
+        if zone == "east1b":
+            return await create(request)
+        search.asked.append(zone)
+        if zone == "west1a":  # by its refusal, the one of `east1a` is due again
+            await world.clock.sleep(REASK_S + 10.0)
+        raise CapacityError("full", scope="zone")
+
+    world.cloud.create_nodes = answer  # type: ignore[method-assign]
+    with pytest.raises(CapacityError):
+        search.up(*EAST, *WEST)
+    assert search.asked.count("east1b") > 2 and search.asked.count("west1a") == 2
+    assert search.asked.count("east1a") == 1, "another launch there would show no more"

@@ -56,9 +56,13 @@ def test_a_lost_answer_creates_no_second_gang(world: World) -> None:
 
 def test_a_gang_that_loses_a_node_while_booting_is_terminated_and_launched_elsewhere(world: World) -> None:
     provisioner = world.make_provisioner()
+    told: list[str] = []
 
     async def scenario() -> Cluster:
-        coming = asyncio.ensure_future(provisioner.up("c", make_plan(world.task)))
+        plan = make_plan(world.task)
+        coming = asyncio.ensure_future(
+            provisioner.up("c", plan, on_event=lambda event: told.append(describe_event(event)))
+        )
         while not world.list_live_nodes():
             await world.clock.sleep(0.1)
         world.cloud.preempt([world.list_live_nodes()[0].id])
@@ -67,6 +71,20 @@ def test_a_gang_that_loses_a_node_while_booting_is_terminated_and_launched_elsew
     cluster = world.clock.run(scenario)
     assert cluster.placement.offer.zone == "east1b"
     assert world.count_live(lambda node: node.zone == "east1a") == 0
+    assert any("did not come up complete: a node ended by itself (preempted)" in line for line in told), told
+
+
+def test_a_gang_that_does_not_boot_in_time_is_reported_with_the_time(world: World) -> None:
+    world.cloud.faults = FaultRates(never_boots=1.0)
+    told: list[str] = []
+    provisioner = world.make_provisioner()
+    with pytest.raises(CapacityError) as caught:
+        world.clock.run(
+            lambda: provisioner.up(
+                "c", make_plan(world.task, "east1a"), on_event=lambda event: told.append(describe_event(event))
+            )
+        )
+    assert "not all ran within" in str(caught.value.details) and "ended by itself" not in "".join(told)
 
 
 def test_a_cluster_can_come_up_again_under_its_old_name(world: World) -> None:

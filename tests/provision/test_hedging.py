@@ -90,6 +90,19 @@ def test_a_hanging_placement_does_not_block_the_next_one(tmp_path: Path) -> None
         assert words in story, story
 
 
+def test_a_placement_counts_as_late_within_a_second_where_its_cloud_answers_that_fast(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(HedgeTimer, "measure_s", lambda self, cloud, answer: 0.8)
+    world = make_world(tmp_path, slow={"east1a": HANG_S})
+    start_s = world.clock.now_s()
+    assert up(world).placement.offer.zone == "east1b"
+    assert [(zone, pytest.approx(at_s - start_s, abs=0.05)) for zone, at_s in world.cloud.asked[:2]] == [
+        ("east1a", 0.0),
+        ("east1b", 0.8),
+    ]
+
+
 def test_without_hedging_the_search_waits_for_the_answer(tmp_path: Path) -> None:
     world = make_world(tmp_path, slow={"east1a": HANG_S})
     world.cloud.full_zones["east1a"] = float("inf")
@@ -116,7 +129,7 @@ def test_the_gang_of_a_slow_placement_is_given_back_and_confirmed_gone(tmp_path:
     assert spent_usd == pytest.approx(world.cloud.bill_usd(), rel=0.01), "both gangs are on the bill"
 
 
-def test_a_late_gang_is_terminated_even_if_lists_fail(tmp_path: Path) -> None:
+def test_a_late_gang_is_terminated_even_if_lists_fail(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     world = make_world(tmp_path, slow={"east1a": 100.0})
     world.cloud.timings = CloudTimings(list_lag_s=0.0)
     provisioner = world.make_provisioner()
@@ -134,6 +147,7 @@ def test_a_late_gang_is_terminated_even_if_lists_fail(tmp_path: Path) -> None:
     given = [node for node in world.cloud.observe() if node.zone == "east1a"]
     assert [node.state for node in given] == [NodeState.TERMINATED] * 2, "its answer names them"
     assert len(world.store.intents.list_open("c")) == 1, "their termination is not confirmed"
+    assert "cannot give back 2 x big spot in east1a (simulated) now: no answer" in caplog.text
 
 
 def test_resumed_launches_of_a_killed_command_are_reported_as_resumed(tmp_path: Path) -> None:

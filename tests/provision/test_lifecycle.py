@@ -207,6 +207,21 @@ def test_stop_waits_for_every_node_and_closes_bills_and_start_opens_them(stage: 
     assert len([bill for bill in stage.world.store.bills.list() if bill.ended_s is None]) == 2
 
 
+def test_what_a_started_cluster_costs_is_on_the_disk_at_once(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    stage.up()
+    stage.run(lambda: stage.provisioner.stop("c"))
+    store, modes = stage.world.store, list[int]()
+    commit = store._commit
+
+    def note() -> None:
+        modes.append(store.rows("PRAGMA synchronous")[0][0])
+        commit()
+
+    monkeypatch.setattr(store, "_commit", note)
+    stage.run(lambda: stage.provisioner.start("c"))
+    assert modes and set(modes) == {2}, "SQLite's number for FULL"
+
+
 def test_stop_waits_for_the_last_node(stage: Stage) -> None:
     nodes = stage.up().nodes
     list_nodes = stage.cloud.list_nodes
@@ -410,6 +425,35 @@ def test_a_lost_node_is_not_replaced_with_a_login_for_another_account(stage: Sta
         stage.run(replace_it)
     assert [node.id for node in stage.world.list_live_nodes()] == [cluster.nodes[0].id]
     assert not stage.world.store.intents.list_open("c")
+
+
+def test_a_replacement_that_is_cancelled_also_cancels_its_call(stage: Stage) -> None:
+    cluster = stage.up()
+    stage.cloud.preempt([cluster.nodes[1].id])
+    create, asked = stage.cloud.create_nodes, list[str]()
+
+    async def answer_late(request: NodeRequest) -> Sequence[Node]:
+        asked.append(request.token)
+        await stage.world.clock.sleep(50.0)
+        return await create(request)
+
+    async def begin_and_cancel() -> None:
+        await stage.world.clock.sleep(300.0)  # until the list tells of it
+        refreshed = await stage.provisioner.refresh(cluster)
+        stage.cloud.create_nodes = answer_late  # type: ignore[method-assign]
+        work = asyncio.ensure_future(
+            stage.provisioner.replace_node(refreshed, Task(), rank=1, check_budget=lambda: None)
+        )
+        await stage.world.clock.sleep(20.0)
+        work.cancel()
+        await asyncio.gather(work, return_exceptions=True)
+        await stage.world.clock.sleep(200.0)
+
+    stage.run(begin_and_cancel)
+    assert len(asked) == 1 and [node.id for node in stage.world.list_live_nodes()] == [cluster.nodes[0].id]
+    assert [intent.request.token for intent in stage.world.store.intents.list_open("c")] == asked, (
+        "a later call resumes it"
+    )
 
 
 def test_a_node_request_carries_the_resources_of_the_task(stage: Stage) -> None:

@@ -12,6 +12,7 @@ import pytest
 from fake_docker import FakeDocker
 from local_gang import Rig, make_task, processes_of, wait_for
 
+from broker.agent import agent_container
 from broker.types import Resources, RunStatus, Secret, Task
 
 CANARY = "canary-in-a-container-0815"
@@ -155,6 +156,13 @@ def test_a_refusal_by_docker_is_a_setup_failure_with_its_message(
         assert "never" not in log
 
     asyncio.run(act())
+
+
+def test_node_without_docker_is_reported_with_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    container = agent_container.Container("team/image:1", home=tmp_path, mounts=[], has_gpus=False)
+    with pytest.raises(agent_container.Failure, match="this node has no docker; use an `image_id` that includes it"):
+        container.prepare({})
 
 
 def test_docker_that_may_raise_no_limits_runs_it_without(rig: Rig, docker: FakeDocker) -> None:

@@ -84,6 +84,8 @@ def test_large_and_odd_lines_change_nothing(peer: int, payload: bytes) -> None:
         {"type": "setup", "returncode": True},
         {"type": "exit", "returncode": None},
         {"type": "exit", "returncode": 2**70},
+        {"type": "exit", "returncode": 2**31 + 1},
+        {"type": "exit", "returncode": -(2**31) - 1},
         {"type": "exit", "returncode": 0.5},
         {"type": "log", "text": ["a"]},
         {"type": "notice", "notice_s": -1},
@@ -94,6 +96,7 @@ def test_large_and_odd_lines_change_nothing(peer: int, payload: bytes) -> None:
         {"type": "kill", "status": [], "returncode": 0, "reason": ""},
         {"type": "end", "status": "SUCCEEDED", "returncode": 0},
         {"type": "turn", "cards": [-1], "share": 1},
+        {"type": "turn", "cards": [0, -1], "share": 1},
         {"type": "turn", "cards": [0], "share": 2},
         {"type": "turn", "cards": "0", "share": 1},
     ],
@@ -102,6 +105,41 @@ def test_large_and_odd_lines_change_nothing(peer: int, payload: bytes) -> None:
 def test_message_that_no_correct_member_sends_is_refused(message: Any) -> None:
     with pytest.raises(ValueError, match=r"not a message|invalid `"):
         agent_link.parse_message(json.dumps(message).encode())
+
+
+class Silent:
+    """A connection on which nothing arrives; what is sent is recorded."""
+
+    def __init__(self) -> None:
+        self.sent: queue.Queue[bytes] = queue.Queue()
+        self.is_over = threading.Event()
+
+    def set_timeout(self, timeout_s: float) -> None:
+        return
+
+    def write(self, line: bytes) -> None:
+        self.sent.put(line)
+
+    def read_line(self) -> bytes:
+        self.is_over.wait(HANG_S)
+        raise OSError("closed")
+
+    def close(self) -> None:
+        self.is_over.set()
+
+    release = close
+
+
+def test_idle_member_sends_heartbeats_so_that_it_does_not_count_as_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agent_link, "BEAT_S", 0.01)
+    wire = Silent()
+    link = agent_link.Link(wire, lambda message: None)
+    link.start()
+    try:
+        beats = [json.loads(wire.sent.get(timeout=HANG_S)) for _ in range(3)]
+    finally:
+        link.close()
+    assert beats == [{"type": "beat"}] * 3
 
 
 def test_kinds_of_a_later_version_are_ignored() -> None:

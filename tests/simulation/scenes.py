@@ -180,6 +180,15 @@ def cut_off_gang(universe: Universe) -> None:
             universe.gang.unreachable.setdefault(node_id, []).append((now_s, now_s + 500.0))
 
 
+def cut_off_for_good(universe: Universe) -> None:
+    """Make every node of every program unreachable until the end of faults; their cloud lists them as RUNNING."""
+    universe.note_fault("partition:gang")
+    now_s = universe.loop.time()
+    for run in universe.gang.runs.values():
+        for node_id in run.ids:
+            universe.gang.unreachable.setdefault(node_id, []).append((now_s, math.inf))
+
+
 def log_in_elsewhere(universe: Universe) -> None:
     universe.note_fault("account:other")
     host.log_in(universe, host.AWAY)
@@ -518,6 +527,13 @@ SCENES: tuple[Scene, ...] = (
         name="a gang out of reach for minutes",
         mix=make_mix(make_job(steps=400), heal_s=600.0),
         acts=((5.0, cut_off_gang),),
+    ),
+    Scene(  # each restart observes less than the ten minutes of silence after which a gang is given up
+        name="a gang without power under a broker that restarts",
+        mix=make_mix(make_job(steps=720), heal_s=1300.0),
+        acts=((5.0, cut_off_for_good), (300.0, kill), (600.0, kill), (900.0, kill)),
+        starts=2,
+        machines=4,
     ),
     Scene(name="submitted twice", mix=make_mix(), acts=((3.0, submit_again),)),
     Scene(name="elastic", mix=make_mix(make_job(nodes=3, steps=60, recovery=ELASTIC)), acts=((7.0, preempt),)),

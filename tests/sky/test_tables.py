@@ -6,9 +6,8 @@ import builtins
 import json
 import subprocess
 
-from broker.clouds import CLOUDS
+from broker.clouds import CLOUDS, WITHOUT_SELF_TERMINATION
 from broker.clouds.sky.errors import KINDS
-from broker.clouds.sky.task_spec import NO_AUTODOWN
 from broker.task.fields_resources import CLOUDS as KNOWN_CLOUDS
 from tests.sky.conftest import PYTHON
 
@@ -50,4 +49,4 @@ def test_every_exception_has_a_row_and_every_cloud_a_way() -> None:
     assert set(clouds) <= set(CLOUDS) and set(clouds) <= set(KNOWN_CLOUDS)
     behind = {name for name, path in CLOUDS.items() if path.startswith("broker.clouds.sky.makers")}
     assert behind <= set(clouds)
-    assert sorted(barred) == sorted(NO_AUTODOWN)
+    assert sorted(barred) == sorted(WITHOUT_SELF_TERMINATION)

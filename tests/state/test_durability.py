@@ -9,7 +9,9 @@ import pytest
 
 from broker.clock import SystemClock
 from broker.provision.hedge_timer import learn
+from broker.state.base import draw_uid
 from broker.state.jobs import LogOffset
+from broker.state.people import Owned, Role
 from broker.state.store import Store
 from broker.types import (
     EventKind,
@@ -17,6 +19,7 @@ from broker.types import (
     JobStatus,
     Progress,
     Secret,
+    ServiceEventKind,
     Task,
     make_event,
 )
@@ -24,6 +27,12 @@ from tests.state.samples import ATTEMPT, CLUSTER, NODE, PLACEMENT, REQUEST
 
 FULL, NORMAL = 2, 1  # SQLite's numbers of `synchronous`
 Deed = Callable[[Store], object]
+
+
+def add_commitment(store: Store) -> int:
+    return store.commitments.add(
+        user="ada", project="", kind=Owned.CLUSTER, names=["c"], usd=None, usd_hour=1.0, gpus=0.0
+    )
 
 
 class Recording(Store):
@@ -47,6 +56,8 @@ def store(tmp_path: Path) -> Recording:
     made.intents.put(REQUEST)
     made.bills.record(NODE)
     made.refusals.add("simulated", "", None, "", True, 100.0, "full")
+    made.services.add("s", Task(), host="127.0.0.1", port=30000, wanted=1)
+    add_commitment(made)
     made.commits.clear()
     return made
 
@@ -77,6 +88,15 @@ DURABLE: dict[str, Deed] = {
     "add_refusal": lambda store: store.refusals.add("x", "", None, "", True, 1.0, "full"),
     "forgive": lambda store: store.refusals.forgive(PLACEMENT),
     "begin_probe": lambda store: store.refusals.begin_probe(PLACEMENT, lasts_s=1.0),
+    "add_service_version": lambda store: store.services.add_version("s", Task()),
+    "draw_replica_number": lambda store: store.services.draw_number("s"),
+    "add_service_event": lambda store: store.services.add_event("s", ServiceEventKind.CREATED),
+    "add_token": lambda store: store.tokens.add(digest=draw_uid(), user="ada", role=Role.USER, expires_s=None),
+    "put_owner": lambda store: store.owners.put(Owned.CLUSTER, "dev", "ada"),
+    "add_audit_event": lambda store: store.audit.add(user="ada", verb="launch", target="cluster dev", outcome="done"),
+    "add_commitment": lambda store: add_commitment(store),
+    "bind_commitment": lambda store: store.commitments.bind(1, ["dev"]),
+    "settle_commitment": lambda store: store.commitments.settle(1),
 }
 # Data that will be observed again anyway: waiting for the disk would cost more than its loss.
 NOT_DURABLE: dict[str, Deed] = {

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from broker.clock import SystemClock
+from broker.errors import StateError
 from broker.state.retention import split_by_month
 from broker.state.store import Store
 from broker.types import (
@@ -193,3 +194,21 @@ def test_events_of_pruned_jobs_leave_when_they_are_old(tmp_path: Path) -> None:
     store.events.add(make_event(EventKind.NOTE, text="SUCCEEDED"), job_id=job_id)
     clock.time_s = SystemClock().now_s()
     assert store.retention.compact() == 1 and not store.events.list(job_id=job_id)
+
+
+def test_by_default_a_quarter_of_a_year_is_kept_and_no_setting_shortens_that_for_events(tmp_path: Path) -> None:
+    """The trigger on events compares with the real time, so the test uses it too."""
+    clock = Hands()
+    store = Store(tmp_path / "real.db", clock=clock)
+    now_s = time.time()
+    old, recent = (run_job(store, clock, begin_s=now_s - days * DAY_S) for days in (100, 80))
+    for days in (100, 80):
+        clock.time_s = now_s - days * DAY_S
+        store.events.add(make_event(EventKind.NOTE, text=f"{days} days ago"))
+    clock.time_s = now_s
+    assert store.retention.compact() == 1
+    assert store.jobs.get(old) is None and store.jobs.get(recent) is not None
+    assert store.retention.compact(keep_days=1) == 1 and store.jobs.get(recent) is None
+    assert [event.message for event in store.events.list()] == ["80 days ago"]
+    with pytest.raises(StateError, match="append-only"):
+        store.write("DELETE FROM events", ())

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import sqlite3
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -72,6 +75,26 @@ def test_a_schema_that_is_not_known_is_refused_with_a_hint(tmp_path: Path, versi
     with pytest.raises(StateError, match=f"schema {version}") as caught:
         Store(path, clock=SystemClock())
     assert way_out in " ".join(caught.value.hints)
+
+
+def test_an_older_schema_in_a_folder_that_cannot_be_written_is_refused_with_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The system's error is simulated, as root may write everywhere."""
+    path, real = tmp_path / "state.db", os.open
+    Store(path, clock=SystemClock()).close()
+    with sqlite3.connect(path) as connection:
+        connection.execute("PRAGMA user_version=15")
+
+    def refuse(name: Any, flags: int, *given: Any, **named: Any) -> int:
+        if flags & (os.O_WRONLY | os.O_RDWR):
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(name))
+        return real(name, flags, *given, **named)
+
+    monkeypatch.setattr(os, "open", refuse)
+    with pytest.raises(StateError, match="has schema 15, and cannot be brought to schema") as caught:
+        Store(path, clock=SystemClock())
+    assert caught.value.hints == ("Make the folder writable.",)
 
 
 def test_a_file_that_is_not_a_database_is_a_state_error(tmp_path: Path) -> None:

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 from broker.clock import Clock
+from broker.clouds import WITHOUT_SELF_TERMINATION
 from broker.clouds.findings import CheckResult
 from broker.clouds.sky.engine import Engine
 from broker.clouds.sky.errors import COLORS, NotInstalledError
 from broker.clouds.sky.login import find_python
 from broker.clouds.sky.makers import make_engine
 from broker.clouds.sky.state_file import SkyStateFile
-from broker.clouds.sky.task_spec import NO_AUTODOWN
 from broker.config import Config
 from broker.errors import CloudError, TransientError
 from broker.frozen import frozen
@@ -67,7 +67,7 @@ class SkyInspector:
         is_enabled, text = await engine.check(self._cloud)
         state_file.note_enabled(await engine.list_enabled())
         findings = [survey_result.server, self._judge([self._cloud] if is_enabled else [], read_reason(text))]
-        if is_enabled and self._cloud in NO_AUTODOWN:
+        if is_enabled and self._cloud in WITHOUT_SELF_TERMINATION:
             note = "its machines cannot terminate themselves: nodes that broker loses track of run until `broker gc`"
             findings.append(CheckResult(name="lease", is_ok=False, note=note, is_needed=False))
         return findings

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from broker.clouds import WITHOUT_SELF_TERMINATION
 from broker.clouds.sky.gangs import ATTEMPT_LABEL, CLUSTER_LABEL
 from broker.errors import InvalidRequestError
 from broker.types import NodeRequest, Offer
 
 PODS = ("kubernetes", "slurm", "ssh")  # sell cores and memory, no instance types
-# SkyPilot 0.14.1 cannot take these down from inside (`sky/clouds/*.py`, AUTODOWN): only broker terminates them.
-NO_AUTODOWN = ("hyperbolic", "primeintellect", "verda", "yotta")
 KEEPER_LOOK_S = 10
 UNCLAIMED_MINUTES = 30  # as for nodes of broker's own clouds
 
@@ -65,7 +64,7 @@ def make_resources(request: NodeRequest) -> dict[str, Any]:
     resources.update((name, value) for name, value in optional.items() if value)
     if offer.cloud in PODS:
         del resources["disk_size"]
-    if offer.cloud not in NO_AUTODOWN:
+    if offer.cloud not in WITHOUT_SELF_TERMINATION:
         resources["autostop"] = {"idle_minutes": 1, "down": True, "wait_for": "jobs"}
     return resources
 

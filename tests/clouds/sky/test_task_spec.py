@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from broker.clouds import WITHOUT_SELF_TERMINATION
 from broker.clouds.sky import task_spec
 from broker.clouds.sky.task_spec import make_task
 from broker.errors import InvalidRequestError
@@ -73,8 +74,9 @@ def test_a_tpu_slice_is_requested_by_its_name() -> None:
     assert resources["accelerators"] == "tpu-v5litepod-8:1" and "instance_type" not in resources
 
 
-def test_autodown_is_not_requested_for_machines_that_cannot_terminate_themselves() -> None:
-    assert "autostop" not in make_task(make_request(cloud="verda"))["resources"]
+@pytest.mark.parametrize("cloud", WITHOUT_SELF_TERMINATION)
+def test_autodown_is_not_requested_for_machines_that_cannot_terminate_themselves(cloud: str) -> None:
+    assert "autostop" not in make_task(make_request(cloud=cloud))["resources"]
 
 
 def test_an_offer_without_a_machine_is_refused() -> None:

@@ -43,3 +43,8 @@ def answering_agent_is_no_proof_of_life() -> Patches:
 def silent_gang_replaced_as_soon_as_one_node() -> Patches:
     """Replace a silent gang as soon as one node, although our own network may be broken."""
     return (patch.object(health, "GANG_UNREACHABLE_S_MIN", health.UNREACHABLE_S_MIN),)
+
+
+def silence_forgotten_at_a_restart() -> Patches:
+    """Do not record how long nodes have been silent."""
+    return (patch.object(controller, "with_silence", lambda attempt, silent_s: attempt),)

@@ -177,6 +177,11 @@ MUTANTS: tuple[Mutant, ...] = (
         letters="S5",
         scene="a gang out of reach for minutes",
     ),
+    Mutant(
+        plant=believing.silence_forgotten_at_a_restart,
+        letters="S11",
+        scene="a gang without power under a broker that restarts",
+    ),
     Mutant(plant=storage.failed_list_is_a_loss, letters="S5", scene="a login that expires under a program"),
 )
 
