@@ -9,9 +9,10 @@ from broker.dashboard.chances import show_chances
 from broker.dashboard.decisions import show_decisions
 from broker.dashboard.html import Content, Markup, element, join, table
 from broker.dashboard.model import Attention, JobPage, JobRow, Overview, PlaceRow, measure_rate_usd_hour
+from broker.dashboard.node_charts import show_nodes
 from broker.dashboard.progress import show_progress
 from broker.dashboard.timeline import draw_timeline
-from broker.formatting import format_duration, format_usd
+from broker.formatting import format_duration, format_share, format_usd
 from broker.state.events import Refusal
 from broker.types import Cluster, EventKind, Job, JobStatus
 from broker.wording import describe_outcome
@@ -101,11 +102,13 @@ def _show_jobs(rows: Sequence[JobRow], now_s: float) -> Markup:
         cells.append(
             [
                 _link_job(line.id), line.name, _show_status(line.status), step, max(0, line.starts - 1),
-                format_duration((line.ended_s or now_s) - line.submitted_s), format_usd(row.spent_usd),
+                format_duration((line.ended_s or now_s) - line.submitted_s),
+                "-" if row.usage is None else format_share(row.usage.cpu_ratio),
+                "-" if row.usage is None else format_share(row.usage.gpu_ratio), format_usd(row.spent_usd),
             ]
         )  # fmt: skip
-    heads = ["Job", "Name", "Status", "Step", "Recoveries", "Time", "USD"]
-    return table(heads, cells, caption="Newest managed jobs", right=["Job", "Step", "Recoveries", "Time", "USD"])
+    heads = ["Job", "Name", "Status", "Step", "Recoveries", "Time", "CPU", "GPU", "USD"]
+    return table(heads, cells, caption="Newest managed jobs", right=["Job", *heads[3:]])
 
 
 def _link_job(job_id: int) -> Markup:
@@ -148,6 +151,7 @@ def show_job(page: JobPage, log: Sequence[str], *, ticket: str) -> Markup:
             draw_timeline(page),
             _show_attempts(page),
             show_progress(page, log),
+            show_nodes(page.nodes),
             show_chances(page.chances),
             show_decisions(page),
             *_show_rows("Events", ["Time", "Event"], events),

@@ -7,13 +7,14 @@ must not wait for the store's lock, and may be lost in a power cut. A file holds
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
 from broker.agent import agent_ring
 from broker.runtime.samples import encode_sample, parse_sample
 from broker.state.faults import explain_os_error
+from broker.state.jobs import JobLine
 from broker.state.store import Store
 from broker.types import JobUsage, NodeHistory, NodeSample
 
@@ -22,6 +23,8 @@ log = logging.getLogger(__name__)
 CURRENT_S = 60.0  # a node whose newest sample arrived longer ago is not shown as it is now
 RANKS_MAX = 4096
 SHOWN_MAX = 64  # ranks that are read for the usage of a job
+HISTORIES_MAX = 16  # ranks whose samples are shown over time
+POINTS_MAX = 120  # of each
 
 
 def get_folder(logs: Path, job_id: int) -> Path:
@@ -94,15 +97,20 @@ def read_newest(
     return found
 
 
-def read_history(logs: Path, job_id: int, *, now_s: float, ranks_max: int = SHOWN_MAX) -> tuple[NodeHistory, ...]:
-    """Return all kept samples of a job's nodes."""
+def read_history(logs: Path, job_id: int, *, now_s: float, ranks_max: int = HISTORIES_MAX) -> tuple[NodeHistory, ...]:
+    """Return the kept samples of a job's first nodes, thinned to `POINTS_MAX`."""
     found = []
     for rank in list_ranks(logs, job_id)[:ranks_max]:
         path = get_folder(logs, job_id) / f"{rank}.jsonl"
         samples = tuple(sample for data in agent_ring.read(path) if (sample := parse_sample(data)) is not None)
         if samples:
-            found.append(NodeHistory(rank=rank, is_current=_is_current(path, now_s), samples=samples))
+            found.append(NodeHistory(rank=rank, is_current=_is_current(path, now_s), samples=_thin(samples)))
     return tuple(found)
+
+
+def _thin(samples: tuple[NodeSample, ...]) -> tuple[NodeSample, ...]:
+    """Keep every n-th sample, counted from the newest."""
+    return samples[:: -(1 + (len(samples) - 1) // POINTS_MAX)][::-1]
 
 
 def _is_current(path: Path, now_s: float) -> bool:
@@ -145,6 +153,17 @@ def _mean(values: Sequence[float | None]) -> float | None:
 def read_usage(logs: Path, job_id: int, *, now_s: float) -> JobUsage | None:
     """Return what the nodes of a job use now; None if none has reported within a minute."""
     return sum_usage([sample for _, sample in read_newest(logs, job_id, now_s=now_s)])
+
+
+def read_usages(logs: Path, lines: Sequence[JobLine], *, now_s: float) -> Mapping[int, JobUsage]:
+    """Return what the nodes of the live jobs among these use now, where any has reported within a minute."""
+    known = list_jobs(logs)
+    found = {
+        line.id: read_usage(logs, line.id, now_s=now_s)
+        for line in lines
+        if not line.status.is_terminal and line.id in known
+    }
+    return {job_id: usage for job_id, usage in found.items() if usage is not None}
 
 
 def forget_samples(store: Store, logs: Path, *, older_than_s: float) -> None:
