@@ -149,7 +149,7 @@ def show_job(page: JobPage, log: Sequence[str], *, ticket: str) -> Markup:
             _show_action(job, ticket),
             element("h2", "Attempts"),
             draw_timeline(page),
-            _show_attempts(page),
+            show_attempts(page),
             show_progress(page, log),
             show_nodes(page.nodes),
             show_chances(page.chances),
@@ -171,7 +171,8 @@ def _show_rows(title: str, heads: Sequence[str], cells: Sequence[Sequence[Conten
         yield table(heads, cells, caption=title)
 
 
-def _show_attempts(page: JobPage) -> Markup:
+def show_attempts(page: JobPage) -> Markup:
+    """Show the attempts of a job with their places, steps and cost."""
     cells: list[Sequence[Content]] = []
     for row in page.attempts:
         offer = row.attempt.placement.offer
