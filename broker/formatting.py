@@ -44,6 +44,13 @@ def format_bytes(count: float | None) -> str:
     return f"{count:.{digits}f} {units[0]}"
 
 
+def format_part(used: float | None, total: float | None) -> str:
+    """Format bytes in use of a total, with the unit once where both have the same: `20.0 of 64.0 GiB`."""
+    first, second = format_bytes(used), format_bytes(total)
+    number, _, unit = first.partition(" ")
+    return f"{number if second.endswith(f' {unit}') else first} of {second}"
+
+
 def format_hours(hours: float | None) -> str:
     """Format hours like `format_duration`; `-` for None."""
     return "-" if hours is None else format_duration(hours * 3600)

@@ -41,10 +41,10 @@ def forward(
     tensorboard: TensorBoardOption = None,
     url: UrlOption = None,
 ) -> None:
-    """Forward the progress of a job to experiment trackers until it ends.
+    """Forward the progress of a job to experiment trackers.
 
-    Looks at the progress once a second, across recoveries. A tracker that does not answer misses lines; the job is not
-    affected. Ctrl-C stops the forwarding only.
+    Looks at the progress once a second, across recoveries, until the job ends. A tracker that does not answer misses
+    lines; the job is not affected. Ctrl-C stops the forwarding only.
     """
     if mlflow is None and tensorboard is None and url is None:
         raise UsageError("no tracker is named", hints=["pass `--mlflow URL`, `--tensorboard FOLDER` or `--url URL`"])

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from html import escape
 from pathlib import Path
 
-from broker.dashboard.html import Markup, element, table
+from broker.dashboard.html import Markup, element, make_scrollable, table
 from broker.dashboard.paper import save_paper, write_paper
 from broker.formatting import format_hours, format_usd
 from broker.lab.benchmark import Benchmark, pick_evenly
@@ -39,10 +39,10 @@ def draw_report(study: Benchmark, *, title: str, facts: Sequence[tuple[str, str]
         element("dl", *rows, class_="terms"),
         *_draw_table(study),
         element("h2", "Cost of every replay, in ascending order"),
-        Markup("".join(_draw_costs(study))),
+        make_scrollable(Markup("".join(_draw_costs(study))), "Costs"),
         element("h2", "Timelines"),
         element("p", *keys, class_="key"),
-        *(Markup("".join(_draw_scene(study, scene))) for scene in scenes),
+        *(make_scrollable(Markup("".join(_draw_scene(study, scene))), "Timeline") for scene in scenes),
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 
 from broker.dashboard.html import Content, Markup, element, join, table
-from broker.formatting import format_bytes, format_duration, format_share
+from broker.formatting import format_bytes, format_duration, format_part, format_share
 from broker.jobs.node_samples import divide
 from broker.types import GpuSample, NodeHistory, NodeSample
 
@@ -67,8 +67,8 @@ def _list_cells(node: NodeHistory) -> Sequence[Content]:
     cpus = "-" if sample.cpu_count is None else f"{sample.cpu_count:g}"
     return [
         node.rank, f"{format_share(sample.cpu_ratio)} of {cpus}",
-        f"{format_bytes(sample.memory_used_bytes)} of {format_bytes(sample.memory_bytes)}",
-        f"{format_bytes(sample.disk_used_bytes)} of {format_bytes(sample.disk_bytes)}",
+        format_part(sample.memory_used_bytes, sample.memory_bytes),
+        format_part(sample.disk_used_bytes, sample.disk_bytes),
         f"{format_bytes(sample.disk_read_bytes_s)}/s, {format_bytes(sample.disk_written_bytes_s)}/s",
         f"{format_bytes(sample.network_received_bytes_s)}/s, {format_bytes(sample.network_sent_bytes_s)}/s",
         ", ".join(f"{count} of Xid {number}" for number, count in sample.xids.items()) or "-",
@@ -83,7 +83,7 @@ def _list_gpu_cells(node: NodeHistory) -> Iterator[Sequence[Content]]:
 def describe_gpu(gpu: GpuSample) -> Sequence[str]:
     """Describe a GPU: use, memory, temperature and power."""
     return [
-        format_share(gpu.ratio), f"{format_bytes(gpu.memory_used_bytes)} of {format_bytes(gpu.memory_bytes)}",
+        format_share(gpu.ratio), format_part(gpu.memory_used_bytes, gpu.memory_bytes),
         "-" if gpu.temperature_celsius is None else f"{gpu.temperature_celsius:.0f} °C",
         "-" if gpu.power_watts is None else f"{gpu.power_watts:.0f} W",
     ]  # fmt: skip
@@ -112,7 +112,7 @@ def draw_measure(title: str, nodes: Sequence[NodeHistory], read: Reader, is_shar
         for node, line in zip(nodes, lines, strict=True)
         for piece in _cut(line)
     ]  # fmt: skip
-    high = format_share(1.0) if is_share else f"{format_bytes(top)}/s"
+    high = f"0 to {format_share(1.0)}" if is_share else f"0 to {format_bytes(top)}/s"
     newest = [line[-1][1] for node, line in zip(nodes, lines, strict=True) if line and node.is_current]
     shown = _mean(newest)
     text = "-" if shown is None else format_share(shown) if is_share else f"{format_bytes(shown)}/s"
@@ -122,7 +122,7 @@ def draw_measure(title: str, nodes: Sequence[NodeHistory], read: Reader, is_shar
         element("line", x1=LEFT, x2=WIDTH - RIGHT, y1=HEIGHT - BOTTOM, y2=HEIGHT - BOTTOM, class_="grid"),
         element("line", x1=LEFT, x2=WIDTH - RIGHT, y1=TOP, y2=TOP, class_="grid"), *curves,
         element("text", f"{format_duration(end_s - begin_s)} ago", x=LEFT, y=HEIGHT - 4, class_="tick start"),
-        element("text", high, x=WIDTH - RIGHT, y=TOP + 11, class_="tick end"),
+        element("text", high, x=WIDTH - RIGHT, y=HEIGHT - 4, class_="tick end"),
         viewBox=f"0 0 {WIDTH} {HEIGHT}", class_="chart small", role="img",
     )  # fmt: skip
     caption = element("figcaption", f"{title} ", element("b", text))

@@ -182,12 +182,12 @@ def show_attempts(page: JobPage) -> Markup:
             [
                 row.attempt.number, f"{offer.cloud} {offer.zone or offer.region}", offer.instance_type,
                 "spot" if row.attempt.placement.is_spot else "on-demand", steps,
-                "-" if row.checkpoint_step is None else row.checkpoint_step, row.lost_steps, format_usd(row.usd),
-                outcome,
+                "-" if row.checkpoint_step is None else row.checkpoint_step, row.lost_steps,
+                format_usd(row.attempt.placement.usd_hour), format_usd(row.usd), outcome,
             ]
         )  # fmt: skip
-    heads = ["Attempt", "Place", "Type", "Market", "Steps", "Checkpoint", "Steps lost", "USD", "Outcome"]
-    return table(heads, cells, caption="Attempts", right=["Attempt", "Steps", "Checkpoint", "Steps lost", "USD"])
+    heads = ["Attempt", "Place", "Type", "Market", "Steps", "Checkpoint", "Steps lost", "USD/h", "USD", "Outcome"]
+    return table(heads, cells, caption="Attempts", right=["Attempt", *heads[4:9]])
 
 
 def _show_action(job: Job, ticket: str) -> Markup:

@@ -12,7 +12,7 @@ from broker.cli.main import main
 from broker.dashboard import pages
 from broker.dashboard.model import read_job, read_overview
 from broker.dashboard.node_charts import GAP_S, MEASURES, draw_measure, show_nodes
-from broker.formatting import format_bytes, format_share
+from broker.formatting import format_bytes, format_part, format_share
 from broker.jobs.node_samples import POINTS_MAX, SampleRecorder
 from broker.types import NodeHistory, NodeSample
 from tests.dashboard.conftest import Story, make_sample
@@ -37,15 +37,15 @@ def test_job_page_shows_the_newest_sample_of_each_node_as_json_has_it(
         newest = node["samples"][-1]
         for text in (
             f"{format_share(newest['cpu_ratio'])} of 16",
-            f"{format_bytes(newest['memory_used_bytes'])} of {format_bytes(newest['memory_bytes'])}",
-            f"{format_bytes(newest['disk_used_bytes'])} of {format_bytes(newest['disk_bytes'])}",
+            format_part(newest["memory_used_bytes"], newest["memory_bytes"]),
+            format_part(newest["disk_used_bytes"], newest["disk_bytes"]),
             f"{format_bytes(newest['network_received_bytes_s'])}/s, {format_bytes(newest['network_sent_bytes_s'])}/s",
             f"{format_bytes(newest['disk_read_bytes_s'])}/s, {format_bytes(newest['disk_written_bytes_s'])}/s",
         ):
             assert f">{text}</td>" in shown
         for gpu in newest["gpus"]:
             assert f">{format_share(gpu['ratio'])}</td>" in shown and f">{gpu['power_watts']:.0f} W</td>" in shown
-            memory = f"{format_bytes(gpu['memory_used_bytes'])} of {format_bytes(gpu['memory_bytes'])}"
+            memory = format_part(gpu["memory_used_bytes"], gpu["memory_bytes"])
             assert f">{memory}</td>" in shown and f">{gpu['temperature_celsius']:.0f} °C</td>" in shown
     assert ">1 of Xid 79</td>" in shown and shown.count("<figure>") == len(MEASURES)
 
@@ -105,3 +105,11 @@ def test_history_is_thinned_and_ends_with_the_newest_sample(frozen: Story) -> No
     assert job is not None
     (node,) = read_job(frozen.context, job).nodes
     assert len(node.samples) <= POINTS_MAX and node.samples[-1].time_s == 500
+
+
+def test_part_of_bytes_has_its_unit_once_where_both_have_the_same() -> None:
+    assert format_part(20 * 2.0**30, 64 * 2.0**30) == "20.0 of 64.0 GiB"
+    assert format_part(512 * 2.0**20, 64 * 2.0**30) == "512 MiB of 64.0 GiB"
+    assert (
+        format_part(None, 2.0**40) == "- of 1.00 TiB" and format_bytes(1023) == "1.00 KiB" and format_bytes(7) == "7 B"
+    )
