@@ -313,3 +313,9 @@ def read_azure_environment() -> dict[str, str]:
 def read_r2_environment() -> dict[str, str]:
     """Return the variables that contain a login for Cloudflare's R2."""
     return {name: value for name, value in os.environ.items() if name.startswith("R2_")}
+
+
+def read_mlflow_variables() -> dict[str, str]:
+    """Return the variables of this process by which MLflow's clients log in."""
+    names = ("MLFLOW_TRACKING_TOKEN", "MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_PASSWORD")
+    return {name: os.environ[name] for name in names if name in os.environ}

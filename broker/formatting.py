@@ -27,6 +27,30 @@ def format_usd(amount: float | None, *, is_estimated: bool = False) -> str:
     return f"{'~' if is_estimated else ''}{amount:,.{digits}f}"
 
 
+def format_share(share: float | None) -> str:
+    """Format a share of 1 as a whole percentage; `-` for None."""
+    return "-" if share is None else f"{share:.0%}"
+
+
+def format_bytes(count: float | None) -> str:
+    """Format bytes with a binary unit and three digits, such as `1.50 GiB`; `-` for None."""
+    if count is None:
+        return "-"
+    units = ["B", "KiB", "MiB", "GiB", "TiB"]
+    while count >= 999.5 and len(units) > 1:
+        count /= 1024
+        del units[0]
+    digits = 0 if units[0] == "B" or count >= 99.95 else 1 if count >= 9.995 else 2
+    return f"{count:.{digits}f} {units[0]}"
+
+
+def format_part(used: float | None, total: float | None) -> str:
+    """Format bytes in use of a total, with the unit once where both have the same: `20.0 of 64.0 GiB`."""
+    first, second = format_bytes(used), format_bytes(total)
+    number, _, unit = first.partition(" ")
+    return f"{number if second.endswith(f' {unit}') else first} of {second}"
+
+
 def format_hours(hours: float | None) -> str:
     """Format hours like `format_duration`; `-` for None."""
     return "-" if hours is None else format_duration(hours * 3600)

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from broker.agent import agent_access, agent_dead_runs, agent_delivery, agent_flush, agent_lease
+    from broker.agent import agent_access, agent_dead_runs, agent_delivery, agent_flush, agent_lease, agent_ring
     from broker.agent import agent_files as files
 else:
     sys.path.insert(0, str(Path(__file__).resolve().parent))  # `-I` omits it
@@ -29,6 +29,7 @@ else:
     import agent_files as files
     import agent_flush
     import agent_lease
+    import agent_ring
 
 LINGER_S = 5.0  # minimum idle time before autostop, so that log followers can read the last lines
 WATCH_S = 0.5
@@ -171,6 +172,12 @@ def report_status(request: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def answer_status(request: dict[str, Any]) -> dict[str, Any]:
+    """Answer a call for the status; the newest sample of the node is added, which a session sends by itself."""
+    sample = agent_ring.read_newest(files.STATE / agent_ring.NAME)
+    return {**report_status(request), "samples": [sample] if sample else []}
+
+
 def read_request_fields(run_id: int) -> dict[str, str]:
     """Return the name and accelerators of a run from its `spec.json`."""
     spec = files.read_json(files.run_folder(run_id) / "spec.json") or {}
@@ -240,6 +247,7 @@ def watch() -> None:
     """Watch the runs, the lease and the uploads of this node until it shuts down."""
     start_notices()
     threading.Thread(target=agent_delivery.deliver_forever, daemon=True).start()
+    start_samples()
     flush: agent_flush.Flush | None = None
     while True:
         for run_id in files.list_run_ids():
@@ -264,6 +272,13 @@ def start_notices() -> None:
         import agent_notice  # type: ignore[import-not-found]
 
         threading.Thread(target=agent_notice.watch_notices, args=(cloud,), daemon=True).start()
+
+
+def start_samples() -> None:
+    """Start the thread that samples what this node uses."""
+    import agent_samples  # type: ignore[import-not-found]
+
+    threading.Thread(target=agent_samples.sample_forever, daemon=True).start()
 
 
 def decide_power_off() -> str:
@@ -296,7 +311,7 @@ def power_off(reason: str) -> None:
 VERBS = {
     "submit": submit,
     "access": agent_access.receive,
-    "status": report_status,
+    "status": answer_status,
     "cancel": cancel,
     "lease": renew_lease,
     "autostop": set_autostop,

@@ -18,6 +18,8 @@ else:
 LOOK_S = 1.0
 RETRY_S, RETRY_S_MAX = 2.0, 300.0
 PARTS = ("outcome", "log")
+NOTICED_S = 1.0  # between two uploads of the log once a preemption notice came
+SHARE_MAX = 0.2  # of the time until the end that these uploads take: the program may be saving a checkpoint
 KEEP_LOG_S = 600.0  # between two uploads of a running program's log while the broker is away
 
 
@@ -52,10 +54,14 @@ def is_due(run_id: int) -> bool:
     return int(spec.get("rank", -1)) == 0 and has_bucket(spec)
 
 
-def deliver(run_id: int) -> str:
-    """Try to upload the missing parts; return why it failed, or "" if all are there or another process uploads them."""
+def deliver(run_id: int, *, is_waiting: bool = False) -> str:
+    """Try to upload the missing parts; return why it failed, or "" if all are there or another process uploads them.
+
+    With `is_waiting`, wait for the other process: it may be uploading a log that has grown since.
+    """
     folder = agent_files.run_folder(run_id)
-    lock = agent_files.try_lock(folder / "delivery.lock")
+    path = folder / "delivery.lock"
+    lock = agent_files.wait_lock(path) if is_waiting else agent_files.try_lock(path)
     if lock is None:
         return ""
     refused = load_bucket().Refused
@@ -89,26 +95,57 @@ def send(run_id: int, part: str) -> None:
     agent_bucket.leave_outcome({**outcome, "progress": progress}, variables)
 
 
+def is_noticed(run_id: int) -> bool:
+    """Return whether a preemption notice reached the gang of this run."""
+    return (agent_files.run_folder(run_id) / "preemption").exists()
+
+
 def keep_log(run_id: int, kept_bytes: int) -> int:
-    """Upload the log so far while the broker is away because a preemption would destroy the only copy.
+    """Upload the log so far after a preemption notice, or while the broker is away: this may be the only copy.
 
     Return its size, or `kept_bytes` if there is nothing to do. Raises Refused.
     """
     folder = agent_files.run_folder(run_id)
+    is_alone = is_noticed(run_id) or agent_files.measure_quiet_s() >= agent_files.QUIET_S
     spec = agent_files.read_json(folder / "spec.json") or {}
-    if agent_files.measure_quiet_s() < agent_files.QUIET_S or int(spec.get("rank", -1)) or not has_bucket(spec):
+    if not is_alone or int(spec.get("rank", -1)) or not has_bucket(spec):
         return kept_bytes
-    size = (folder / "log").stat().st_size if (folder / "log").exists() else 0
-    if size == kept_bytes or (folder / "outcome.json").exists():
-        return kept_bytes
-    send(run_id, "log")
-    return size
+    lock = agent_files.wait_lock(folder / "delivery.lock")  # the whole log of an ended run must arrive last
+    try:
+        size = (folder / "log").stat().st_size if (folder / "log").exists() else 0
+        if size == kept_bytes or (folder / "outcome.json").exists():
+            return kept_bytes
+        send(run_id, "log")
+        return size
+    finally:
+        os.close(lock)
+
+
+class LogKeeper:
+    """Uploads the logs of running programs: seldom while the broker is away, at once after a preemption notice."""
+
+    def __init__(self) -> None:
+        self._kept: dict[int, int] = {}  # run -> bytes of its log in the bucket
+        self._tried: dict[int, tuple[float, float]] = {}  # run -> the end (monotonic) and the length of the last upload
+
+    def look(self, run_id: int) -> None:
+        """Upload the log of a run if that is due. Raises Refused."""
+        start_s = time.monotonic()
+        tried_s, took_s = self._tried.setdefault(run_id, (start_s, 0.0))
+        is_urgent = is_noticed(run_id)
+        wait_s = max(NOTICED_S, took_s / SHARE_MAX) if is_urgent else KEEP_LOG_S
+        if start_s - tried_s < wait_s and not (is_urgent and run_id not in self._kept):
+            return
+        try:
+            self._kept[run_id] = keep_log(run_id, self._kept.get(run_id, 0))
+        finally:
+            end_s = time.monotonic()
+            self._tried[run_id] = end_s, end_s - start_s
 
 
 def deliver_forever() -> None:
     """Retry each finished run's uploads, with growing intervals, until all are done; a thread of the watcher."""
-    kept: dict[int, int] = {}  # run -> bytes of its log in the bucket
-    kept_s = time.monotonic()
+    keeper = LogKeeper()
     waits: dict[int, tuple[float, float]] = {}  # run -> earliest next try (monotonic), and the wait after it
     while True:
         for run_id in agent_files.list_run_ids():
@@ -121,11 +158,9 @@ def deliver_forever() -> None:
                 error = repr(fault)
             if error:
                 waits[run_id] = (time.monotonic() + wait_s, min(RETRY_S_MAX, 2 * wait_s))
-        if time.monotonic() - kept_s >= KEEP_LOG_S:
-            kept_s = time.monotonic()
-            for run_id in agent_files.list_run_ids():
-                try:
-                    kept[run_id] = keep_log(run_id, kept.get(run_id, 0))
-                except Exception:  # retried next time
-                    continue
+        for run_id in agent_files.list_run_ids():
+            try:
+                keeper.look(run_id)
+            except Exception:  # retried next time
+                continue
         time.sleep(LOOK_S)

@@ -3,6 +3,7 @@
 Both directions carry one JSON object per line. From the broker: first `{"run_id", "pace_s"}`; then requests `{"id",
 "verb", "request"}`, a new `{"pace_s"}`, or an empty line as a heartbeat. To the broker: `{"status", "log_bytes"}` at
 once and after each change, `{"id", "answer"}` or `{"id", "error"}`, and every BEAT_S `{}`, which the broker answers.
+A heartbeat carries the samples of the node that this session has not sent yet: `{"samples"}`.
 A change of status is pushed at the next poll, progress and growth of the log at most every `pace_s`.
 
 The session ends with its connection: at the end of its input, when a write fails, when the broker has been silent for
@@ -24,17 +25,21 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from broker.agent import agent_files as files
+    from broker.agent import agent_ring
 
     Verb = Callable[[dict[str, Any]], dict[str, Any]]
     Stamp = tuple[int | None, int | None]
 else:
     import agent_files as files
+    import agent_ring
 
 LOOK_S = 0.25
 BEAT_S = 10.0
+FIRST_BEAT_S = 2.0  # a node whose sampler has just started has a sample by then
 SILENCE_S = 120.0  # the broker answers each heartbeat
 PACE_S = 1.0
 LINE_BYTES_MAX = 1 << 20
+SAMPLES_MAX = 60  # per heartbeat, the newest: ten minutes
 LOG_BYTES_MAX = 1 << 18  # per answer: it must fit a line of the broker's reader
 
 
@@ -63,7 +68,9 @@ class Follower:
         self._pace_s = PACE_S
         self._urgent: object = None
         self._usual: object = None
-        self._pushed_s = self._beat_s = self._heard_s = time.monotonic()
+        self._sampled_s = 0.0  # the time of the newest sample that was sent
+        self._pushed_s = self._heard_s = time.monotonic()
+        self._beat_s = self._heard_s - max(0.0, BEAT_S - FIRST_BEAT_S)
 
     def run(self) -> None:
         """Push changes until the session ends or a newer agent takes over."""
@@ -118,7 +125,13 @@ class Follower:
             self._write({"status": status, "log_bytes": read_stamp(str(files.run_folder(run_id) / "log"))[0] or 0})
         if now_s - self._beat_s >= BEAT_S:
             self._beat_s = now_s
-            self._write({})
+            self._beat()
+
+    def _beat(self) -> None:
+        samples = agent_ring.read(files.STATE / agent_ring.NAME, after_s=self._sampled_s)[-SAMPLES_MAX:]
+        if samples:
+            self._sampled_s = float(samples[-1]["time_s"])
+        self._write({"samples": samples} if samples else {})
 
     def _write(self, message: dict[str, Any]) -> None:
         data = json.dumps(message).encode() + b"\n"

@@ -114,7 +114,7 @@ class Runner:
 
     def _leave(self) -> None:
         """Upload the outcome, so that it survives this node. A failure does not fail the run; the watcher retries."""
-        if agent_delivery.is_due(self._id) and (error := agent_delivery.deliver(self._id)):
+        if agent_delivery.is_due(self._id) and (error := agent_delivery.deliver(self._id, is_waiting=True)):
             print(f"not uploaded to the bucket yet: {error}", file=sys.stderr)
 
     def _join(self) -> bool:

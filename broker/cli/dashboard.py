@@ -11,7 +11,7 @@ import typer
 
 from broker.cli import options, terminal
 from broker.cli.context import make_context
-from broker.cli.render import format_table, print_json, print_line, print_note
+from broker.cli.render import format_table, print_json, print_line, print_note, show_usage
 from broker.dashboard.model import Overview, measure_rate_usd_hour, read_overview
 from broker.errors import UsageError
 from broker.formatting import format_duration, format_usd, to_plain
@@ -88,7 +88,10 @@ def describe_overview(overview: Overview) -> dict[str, object]:
     """Make the overview JSON-ready."""
     return {
         **to_plain(overview),
-        "jobs": [{**to_plain(row.line), "spent_usd": row.spent_usd} for row in overview.jobs],
+        "jobs": [
+            {**to_plain(row.line), "spent_usd": row.spent_usd, "usage": row.usage and to_plain(row.usage)}
+            for row in overview.jobs
+        ],
         "live_jobs": overview.live_count,
     }
 
@@ -106,15 +109,16 @@ def list_lines(overview: Overview) -> Sequence[str]:
         lines += [*format_table(["JOB", "NAME", "REQUIRES ATTENTION"], cells, right=("JOB",)), ""]
     rows = [
         [
-            str(row.line.id), row.line.name[:24], row.line.status.value,
+            str(row.line.id), row.line.name[:20], row.line.status.value,
             "-" if row.line.step is None else f"{row.line.step}/{row.line.total or '?'}",
             str(max(0, row.line.starts - 1)),
-            format_duration((row.line.ended_s or overview.now_s) - row.line.submitted_s), format_usd(row.spent_usd),
+            format_duration((row.line.ended_s or overview.now_s) - row.line.submitted_s), *show_usage(row.usage),
+            format_usd(row.spent_usd),
         ]
         for row in overview.jobs[:ROWS]
     ]  # fmt: skip
-    heads = ["JOB", "NAME", "STATUS", "STEP", "RECOVERIES", "TIME", "USD"]
-    right = ("JOB", "STEP", "RECOVERIES", "TIME", "USD")
+    heads = ["JOB", "NAME", "STATUS", "STEP", "RECOVERIES", "TIME", "CPU", "GPU", "USD"]
+    right = ("JOB", *heads[3:])
     lines += format_table(heads, rows, right=right) if rows else ["No managed jobs"]
     if (hidden := overview.job_count - len(rows)) > 0:
         lines.append(f"... and {hidden} more; show them with `broker jobs queue --all`")

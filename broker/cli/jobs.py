@@ -9,7 +9,7 @@ import typer
 
 from broker.app.jobs import check_names, explain_ended, read_status
 from broker.app.verbs.jobs import cancel_jobs, retry_job, show_job, wait_for_job
-from broker.cli import jobs_import, jobs_queue, jobs_show, jobs_trace, jobs_watch, options
+from broker.cli import jobs_forward, jobs_import, jobs_queue, jobs_show, jobs_trace, jobs_watch, options
 from broker.cli.completion import complete_jobs
 from broker.cli.context import make_session
 from broker.cli.jobs_show import JobName, follow_job
@@ -183,4 +183,5 @@ app.command()(jobs_show.events)
 app.command()(jobs_show.why)
 app.command()(jobs_watch.watch)
 app.command()(jobs_trace.trace)
+app.command()(jobs_forward.forward)
 app.command("import")(jobs_import.import_script)

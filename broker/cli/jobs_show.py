@@ -108,6 +108,7 @@ def why(job: JobName, as_json: options.AsJson = False, output: options.Output = 
                 "summary": to_plain(summary),
                 "forecast": told.forecast and to_plain(told.forecast),
                 "deadline_chances": to_plain(told.chances),
+                "nodes": to_plain(told.nodes),
             }
         )
         return

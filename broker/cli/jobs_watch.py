@@ -15,9 +15,9 @@ from broker.app.verbs.watching import JobChanges, watch_jobs
 from broker.cli import terminal
 from broker.cli.completion import complete_jobs
 from broker.cli.context import make_session
-from broker.cli.render import format_table, print_line, print_note
+from broker.cli.render import format_table, print_line, print_note, show_usage
 from broker.formatting import format_duration, strip_control, to_plain
-from broker.types import EventKind
+from broker.types import EventKind, JobUsage
 
 if TYPE_CHECKING:
     from broker.state.events import EventRow
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 ROWS_MAX, EVENTS_MAX = 15, 8  # of the view on a terminal
 WIDTH = 80
+NO_USAGE: Mapping[int, JobUsage] = {}
 
 
 def watch(
@@ -51,7 +52,7 @@ def watch(
             if view is None:
                 _print_changes(changes, now_s=now_s, as_json=as_json)
             else:
-                view.show(list_view(list(seen.lines.values()), seen.events, now_s=now_s))
+                view.show(list_view(list(seen.lines.values()), seen.events, now_s=now_s, usage=changes.usage))
 
         try:
             session.call(watch_jobs, job=job, on_change=show)
@@ -82,7 +83,8 @@ def _print_changes(changes: JobChanges, *, now_s: float, as_json: bool) -> None:
             print_line(describe_change(event))
     for line in changes.lines:
         if as_json:
-            _print_json({"job": to_plain(line)})
+            usage = changes.usage.get(line.id)
+            _print_json({"job": {**to_plain(line), "usage": usage and to_plain(usage)}})
         else:
             print_line(describe_line(line, now_s=now_s))
     sys.stdout.flush()
@@ -106,20 +108,22 @@ def describe_change(event: EventRow) -> str:
     return f"{_show_time(event.time_s)}  job {event.job_id}  {message}"
 
 
-def list_view(lines: Sequence[JobLine], events: Sequence[EventRow], *, now_s: float) -> Sequence[str]:
+def list_view(
+    lines: Sequence[JobLine], events: Sequence[EventRow], *, now_s: float, usage: Mapping[int, JobUsage] = NO_USAGE
+) -> Sequence[str]:
     """List the lines of the view, at most 80 columns wide: the jobs, newest first, and their newest events."""
     rows = [
         [
-            str(line.id), strip_control(line.name)[:24], line.status.value,
+            str(line.id), strip_control(line.name)[:20], line.status.value,
             "-" if line.step is None else f"{line.step}/{line.total or '?'}", str(max(0, line.starts - 1)),
-            format_duration((line.ended_s or now_s) - line.submitted_s),
+            format_duration((line.ended_s or now_s) - line.submitted_s), *show_usage(usage.get(line.id)),
         ]
         for line in sorted(lines, key=lambda line: -line.id)[:ROWS_MAX]
     ]  # fmt: skip
     if not rows:
         return ["No live jobs"]
-    heads = ["JOB", "NAME", "STATUS", "STEP", "RECOVERIES", "TIME"]
-    shown = list(format_table(heads, rows, right=("JOB", "STEP", "RECOVERIES", "TIME")))
+    heads = ["JOB", "NAME", "STATUS", "STEP", "RECOVERIES", "TIME", "CPU", "GPU"]
+    shown = list(format_table(heads, rows, right=("JOB", *heads[3:])))
     if len(lines) > len(rows):
         shown.append(f"... and {len(lines) - len(rows)} more")
     if events:

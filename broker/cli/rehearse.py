@@ -22,6 +22,9 @@ from broker.formatting import strip_control
 from broker.types import Plan
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from broker.dashboard.model import JobPage
     from broker.rehearsal.context import Stage
     from broker.rehearsal.result import Rehearsal
 
@@ -64,6 +67,7 @@ NodesLocalOption = Annotated[
     int | None,
     typer.Option("--nodes-local", metavar="N", min=1, help="Maximum number of nodes run here; the bill counts all."),
 ]
+HtmlOption = Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Write an HTML report.")]
 VerifyOption = Annotated[bool, typer.Option("--verify", help="Compare losses with an uninterrupted run.")]
 
 
@@ -77,6 +81,7 @@ def rehearse(
     seed: SeedOption = 0,
     nodes_local: NodesLocalOption = None,
     verify: VerifyOption = False,
+    html: HtmlOption = None,
     overrides: options.Overrides = options.NO_OVERRIDES,
     as_json: options.AsJson = False,
 ) -> None:
@@ -100,9 +105,11 @@ def rehearse(
         show_plan(plan, top=5)
         show_stage(stage, speed)
     forced = (0 if traces else 1) if preemptions is None else preemptions
-    result = play(stage, plan, preemptions=forced, notice_s=notice, speed=speed or SPEED, is_quiet=as_json)
+    result, page, log = play(stage, plan, preemptions=forced, notice_s=notice, speed=speed or SPEED, is_quiet=as_json)
     if verify:
-        unbroken = play(stage, plan, preemptions=0, notice_s=None, speed=speed or SPEED, is_quiet=as_json, is_calm=True)
+        unbroken, _, _ = play(
+            stage, plan, preemptions=0, notice_s=None, speed=speed or SPEED, is_quiet=as_json, is_calm=True
+        )
         result = result.compare(unbroken)
     if as_json:
         print_json(result.describe())
@@ -110,6 +117,11 @@ def rehearse(
         from broker.cli.rehearse_show import show_rehearsal
 
         show_rehearsal(result)
+    if html is not None:
+        from broker.cli.rehearse_html import write_rehearsal
+
+        write_rehearsal(html, result, page, log)
+        print_note(f"wrote {html}")
     raise_failure(result, forced)
 
 
@@ -131,8 +143,13 @@ def play(
     speed: float,
     is_quiet: bool,
     is_calm: bool = False,
-) -> Rehearsal:
-    """Run the task to its end in a temporary state folder. `is_calm`: no preemptions, unlimited capacity."""
+) -> tuple[Rehearsal, JobPage, Sequence[str]]:
+    """Run the task to its end in a temporary state folder; return the result, the job as a page has it, and its log.
+
+    `is_calm`: no preemptions, unlimited capacity.
+    """
+    from broker.app.jobs import read_log
+    from broker.dashboard.model import read_job
     from broker.rehearsal.context import RehearsalContext
     from broker.rehearsal.market import SeededMarket
     from broker.rehearsal.result import draw_up
@@ -150,6 +167,7 @@ def play(
         with show_wait("rehearsing", is_told=False) as bar:
             driver = Driver(context, preemptions, notice_s, tell, bar if is_drawing(sys.stderr) else None)
             job = asyncio.run(driver.run())
-        return draw_up(context, driver, job, plan)
+        log, _ = read_log(context, job.id)
+        return draw_up(context, driver, job, plan), read_job(context, job), log
     finally:
         shutil.rmtree(home, ignore_errors=True)

@@ -2,24 +2,37 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+
 from broker.cli.render import print_line, print_wrapped
 from broker.formatting import format_count, format_duration, format_hours, format_usd
 from broker.rehearsal.result import Rehearsal, list_places
+from broker.rehearsal.verdict import Finding
 
 MARKS = {"good": "ok ", "note": "!  ", "bad": "BAD"}
 
 
 def show_rehearsal(result: Rehearsal) -> None:
     """Print the summary, the findings and the forecast of a rehearsal."""
-    summary, measures = result.summary, result.measures
+    print_line()
+    for name, text in list_figures(result):
+        print_wrapped(f"{name:>16}  {text}", indent=18)
+    print_line()
+    for finding in list_findings(result):
+        print_wrapped(f"{MARKS[finding.level]} {finding.about}: {finding.text}", indent=4)
+        if finding.hint:
+            print_wrapped(f"    -> {finding.hint}", indent=7)
+
+
+def list_figures(result: Rehearsal) -> Sequence[tuple[str, str]]:
+    """List the summary as (name, text)."""
+    summary = result.summary
     share = 1 - summary.paid_usd / summary.ondemand_usd if summary.ondemand_usd else 0
     total = f" of {summary.steps_total}" if summary.steps_total else ""
-    lost = sum(each.steps_lost for each in result.resumes)
-    print_line()
-    for name, text in [
+    return [
         ("status", result.status.value),
         ("steps", f"{summary.steps}{total}"),
-        ("steps lost", str(lost)),
+        ("steps lost", str(sum(each.steps_lost for each in result.resumes))),
         ("preemptions", f"{result.preemptions}; {format_count(result.refusals, 'refused request')}"),
         ("recoveries", str(summary.recoveries)),
         ("ran in", ", then ".join(list_places(result.places)) or "-"),
@@ -34,20 +47,20 @@ def show_rehearsal(result: Rehearsal) -> None:
         ),
         ("measured here", _say_measures(result) or "-"),
         ("real time", format_duration(result.real_s)),
-    ]:
-        print_wrapped(f"{name:>16}  {text}", indent=18)
-    print_line()
-    for finding in result.findings:
-        print_wrapped(f"{MARKS[finding.level]} {finding.about}: {finding.text}", indent=4)
-        if finding.hint:
-            print_wrapped(f"    -> {finding.hint}", indent=7)
-    _show_forecast(result)
-    if measures.stall_s is not None and measures.stall_s > result.checkpoint.stall_s:
-        print_wrapped(
-            f"!   stall: a checkpoint delayed steps by {measures.stall_s:.1f} s here; the task specifies "
-            f"{result.checkpoint.stall_s:g} s (`checkpoint: stall`)",
-            indent=4,
+    ]
+
+
+def list_findings(result: Rehearsal) -> Iterator[Finding]:
+    """Yield the findings, the forecast for the real run, and whether checkpoints stall it longer than the task says."""
+    yield from result.findings
+    yield _describe_forecast(result)
+    stall_s = result.measures.stall_s
+    if stall_s is not None and stall_s > result.checkpoint.stall_s:
+        text = (
+            f"a checkpoint delayed steps by {stall_s:.1f} s here; the task specifies "
+            f"{result.checkpoint.stall_s:g} s (`checkpoint: stall`)"
         )
+        yield Finding(level="note", about="stall", text=text)
 
 
 def _say_measures(result: Rehearsal) -> str:
@@ -62,22 +75,17 @@ def _say_measures(result: Rehearsal) -> str:
     return ", ".join(words)
 
 
-def _show_forecast(result: Rehearsal) -> None:
+def _describe_forecast(result: Rehearsal) -> Finding:
     if result.forecast_failure:
-        print_wrapped(f"{MARKS['bad']} forecast: {result.forecast_failure.splitlines()[0]}", indent=4)
-        return
+        return Finding(level="bad", about="forecast", text=result.forecast_failure.splitlines()[0])
     estimate = result.forecast
     if estimate is None or estimate.expected_hours is None:
-        print_wrapped(
-            "!   forecast: not available; describe the real run with `goal: {work: ...}` in the task", indent=4
-        )
-        return
+        text = "not available; describe the real run with `goal: {work: ...}` in the task"
+        return Finding(level="note", about="forecast", text=text)
     text = (
-        f"forecast: {format_usd(estimate.expected_usd)} USD and {format_hours(estimate.expected_hours)} "
-        "for the real run, "
+        f"{format_usd(estimate.expected_usd)} USD and {format_hours(estimate.expected_hours)} for the real run, "
         f"{estimate.expected_preemptions or 0:.1f} preemptions expected"
     )
-    mark = MARKS["good"]
     if estimate.deadline_chance is not None:
         text += f"; {estimate.deadline_chance:.0%} chance to meet the deadline of {format_hours(result.deadline_hours)}"
-    print_wrapped(f"{mark} {text}", indent=4)
+    return Finding(level="good", about="forecast", text=text)

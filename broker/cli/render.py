@@ -8,12 +8,15 @@ from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from broker.cli import terminal
 from broker.config import find_home
 from broker.errors import BrokerError, StateError, TaskError
-from broker.formatting import strip_control
+from broker.formatting import format_share, strip_control
+
+if TYPE_CHECKING:
+    from broker.types import JobUsage
 
 WIDTH_DEFAULT = 80
 COLUMN_MIN = 4
@@ -127,6 +130,11 @@ def print_table(
     """Print the table that `format_table` makes."""
     for line in format_table(columns, rows, right=right, firm=firm, least=least):
         print_line(line)
+
+
+def show_usage(usage: JobUsage | None) -> tuple[str, str]:
+    """Show which share of the CPUs and of the GPUs of a job's nodes is in use; `-` where none reports it."""
+    return ("-", "-") if usage is None else (format_share(usage.cpu_ratio), format_share(usage.gpu_ratio))
 
 
 def format_table(

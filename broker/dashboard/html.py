@@ -50,7 +50,12 @@ def table(
     inner = element(
         "table", element("caption", caption), element("thead", element("tr", *header)), element("tbody", *body)
     )
-    return element("div", inner, class_="scroll", tabindex=0, role="region", aria_label=caption)
+    return make_scrollable(inner, caption)
+
+
+def make_scrollable(inner: Markup, title: str) -> Markup:
+    """Let a table or picture scroll sideways, also by keyboard, on a screen that is narrower."""
+    return element("div", inner, class_="scroll", tabindex=0, role="region", aria_label=title)
 
 
 def _render(part: Content) -> str:

@@ -1,26 +1,18 @@
-"""`/metrics` in Prometheus' text format (https://prometheus.io/docs/instrumenting/exposition_formats/)."""
+"""`/metrics`: the families about spending, jobs, clusters and places, and those about nodes (`node_metrics`)."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
 from broker.app.container import Context
+from broker.dashboard.families import Family, render_families
 from broker.dashboard.model import Overview, PlaceRow, list_places, read_overview
+from broker.dashboard.node_metrics import NodeRow, list_node_families, list_nodes
 
 SERIES_MAX = 1000  # jobs with series of their own: the live ones and those that ended within an hour
 ENDED_S = 3600.0
 PLACES_S = 60.0
-
-
-class Family(NamedTuple):
-    """A metric with its help text and samples of (labels, value)."""
-
-    name: str
-    kind: str
-    text: str
-    samples: Sequence[tuple[dict[str, str], float]]
 
 
 class MetricsPage:
@@ -33,20 +25,17 @@ class MetricsPage:
 
     def render(self) -> str:
         """Read the store and render all families."""
-        overview = read_overview(self._context, newest=SERIES_MAX)
+        overview = read_overview(self._context, newest=SERIES_MAX, usage_max=0)
+        live = [row.line.id for row in overview.jobs if row.line.ended_s is None]
+        nodes = list_nodes(self._context.config.logs, live, now_s=overview.now_s)
         if not 0.0 <= overview.now_s - self._read_s < PLACES_S:
             self._places, self._read_s = list_places(self._context.store), overview.now_s
-        return render_metrics(overview, self._places)
+        return render_metrics(overview, self._places, nodes)
 
 
-def render_metrics(overview: Overview, places: Sequence[PlaceRow]) -> str:
-    """Render all families; a family without samples is left out."""
-    lines = []
-    for family in list_families(overview, places):
-        if family.samples:
-            lines += [f"# HELP {family.name} {family.text}", f"# TYPE {family.name} {family.kind}"]
-            lines += [f"{family.name}{_render_labels(labels)} {value:.10g}" for labels, value in family.samples]
-    return "\n".join(lines) + "\n"
+def render_metrics(overview: Overview, places: Sequence[PlaceRow], nodes: Sequence[NodeRow] = ()) -> str:
+    """Render all families."""
+    return render_families([*list_families(overview, places), *list_node_families(nodes)])
 
 
 def list_families(overview: Overview, places: Sequence[PlaceRow]) -> Iterator[Family]:
@@ -86,13 +75,3 @@ def list_families(overview: Overview, places: Sequence[PlaceRow]) -> Iterator[Fa
         if each.hazard_per_hour is not None
     ]
     yield Family("broker_hazard_per_hour", "gauge", "Preemptions per gang-hour on spot.", hazards)
-
-
-def _render_labels(labels: dict[str, str]) -> str:
-    if not labels:
-        return ""
-    return "{" + ",".join(f'{name}="{_escape(value)}"' for name, value in labels.items()) + "}"
-
-
-def _escape(value: str) -> str:
-    return value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")

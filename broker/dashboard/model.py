@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 from broker.app.container import Context
 from broker.frozen import frozen
-from broker.types import Attempt, Cluster, ClusterStatus, EventKind, Job, JobStatus
+from broker.jobs.node_samples import read_history, read_usages
+from broker.types import Attempt, Cluster, ClusterStatus, EventKind, Job, JobStatus, JobUsage, NodeHistory
 
 if TYPE_CHECKING:
     from broker.app.deadline_chances import ChancePoint
@@ -29,6 +30,7 @@ class JobRow:
 
     line: JobLine
     spent_usd: float
+    usage: JobUsage | None = None  # of its nodes now
 
 
 @frozen
@@ -67,13 +69,17 @@ class Overview:
         return sum(count for status, count in self.counts.items() if not JobStatus(status).is_terminal)
 
 
-def read_overview(context: Context, *, newest: int = NEWEST) -> Overview:
-    """Read the overview; damaged rows are reported to `context.note` and left out."""
+def read_overview(context: Context, *, newest: int = NEWEST, usage_max: int = NEWEST) -> Overview:
+    """Read the overview; damaged rows are reported to `context.note` and left out.
+
+    `usage_max`: for how many of the newest live jobs the samples of their nodes are read.
+    """
     store, now_s = context.store, context.clock.now_s()
     midnight_s, month_s = find_starts(now_s)
     lines = store.jobs.list_lines(newest, on_damage=context.warn)  # every live job is among them
     spent = store.bills.list_spend_usd(now_s=now_s)
     clusters = store.clusters.list(on_damage=context.warn, with_jobs=False)
+    usage = read_usages(context.config.logs, lines[:usage_max], now_s=now_s)
     return Overview(
         now_s=now_s,
         spent_usd=store.bills.spend_usd(now_s=now_s),
@@ -82,7 +88,9 @@ def read_overview(context: Context, *, newest: int = NEWEST) -> Overview:
         usd_hour=store.bills.get_usd_hour(),
         counts=store.jobs.count_by_status(),
         attention=tuple(list_attention(store, lines[:LOOKED_AT], now_s)[:newest]),
-        jobs=tuple(JobRow(line=line, spent_usd=spent.get(line.id, 0.0)) for line in lines[:newest]),
+        jobs=tuple(
+            JobRow(line=line, spent_usd=spent.get(line.id, 0.0), usage=usage.get(line.id)) for line in lines[:newest]
+        ),
         clusters=tuple(clusters),
         cluster_usd={each.name: store.bills.spend_usd(cluster=each.name, now_s=now_s) for each in clusters},
     )
@@ -142,6 +150,7 @@ class JobPage:
     explanation: Explanation
     attempts: tuple[AttemptRow, ...]
     chances: tuple[ChancePoint, ...] = ()  # of the deadline, oldest first
+    nodes: tuple[NodeHistory, ...] = ()  # what its nodes report of themselves
 
     @property
     def job(self) -> Job:
@@ -174,7 +183,8 @@ def read_job(context: Context, job: Job) -> JobPage:
                 lost_steps=0 if after is None else count_lost_steps(reached, steps.get(after.number)),
             )
         )
-    return JobPage(now_s=now_s, explanation=explain(context, job), attempts=tuple(rows))
+    nodes = read_history(context.config.logs, job.id, now_s=now_s)
+    return JobPage(now_s=now_s, explanation=explain(context, job), attempts=tuple(rows), nodes=nodes)
 
 
 @frozen

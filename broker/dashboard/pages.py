@@ -9,9 +9,10 @@ from broker.dashboard.chances import show_chances
 from broker.dashboard.decisions import show_decisions
 from broker.dashboard.html import Content, Markup, element, join, table
 from broker.dashboard.model import Attention, JobPage, JobRow, Overview, PlaceRow, measure_rate_usd_hour
+from broker.dashboard.node_charts import show_nodes
 from broker.dashboard.progress import show_progress
 from broker.dashboard.timeline import draw_timeline
-from broker.formatting import format_duration, format_usd
+from broker.formatting import format_duration, format_share, format_usd
 from broker.state.events import Refusal
 from broker.types import Cluster, EventKind, Job, JobStatus
 from broker.wording import describe_outcome
@@ -101,11 +102,13 @@ def _show_jobs(rows: Sequence[JobRow], now_s: float) -> Markup:
         cells.append(
             [
                 _link_job(line.id), line.name, _show_status(line.status), step, max(0, line.starts - 1),
-                format_duration((line.ended_s or now_s) - line.submitted_s), format_usd(row.spent_usd),
+                format_duration((line.ended_s or now_s) - line.submitted_s),
+                "-" if row.usage is None else format_share(row.usage.cpu_ratio),
+                "-" if row.usage is None else format_share(row.usage.gpu_ratio), format_usd(row.spent_usd),
             ]
         )  # fmt: skip
-    heads = ["Job", "Name", "Status", "Step", "Recoveries", "Time", "USD"]
-    return table(heads, cells, caption="Newest managed jobs", right=["Job", "Step", "Recoveries", "Time", "USD"])
+    heads = ["Job", "Name", "Status", "Step", "Recoveries", "Time", "CPU", "GPU", "USD"]
+    return table(heads, cells, caption="Newest managed jobs", right=["Job", *heads[3:]])
 
 
 def _link_job(job_id: int) -> Markup:
@@ -146,8 +149,9 @@ def show_job(page: JobPage, log: Sequence[str], *, ticket: str) -> Markup:
             _show_action(job, ticket),
             element("h2", "Attempts"),
             draw_timeline(page),
-            _show_attempts(page),
+            show_attempts(page),
             show_progress(page, log),
+            show_nodes(page.nodes),
             show_chances(page.chances),
             show_decisions(page),
             *_show_rows("Events", ["Time", "Event"], events),
@@ -167,7 +171,8 @@ def _show_rows(title: str, heads: Sequence[str], cells: Sequence[Sequence[Conten
         yield table(heads, cells, caption=title)
 
 
-def _show_attempts(page: JobPage) -> Markup:
+def show_attempts(page: JobPage) -> Markup:
+    """Show the attempts of a job with their places, steps and cost."""
     cells: list[Sequence[Content]] = []
     for row in page.attempts:
         offer = row.attempt.placement.offer
@@ -177,12 +182,12 @@ def _show_attempts(page: JobPage) -> Markup:
             [
                 row.attempt.number, f"{offer.cloud} {offer.zone or offer.region}", offer.instance_type,
                 "spot" if row.attempt.placement.is_spot else "on-demand", steps,
-                "-" if row.checkpoint_step is None else row.checkpoint_step, row.lost_steps, format_usd(row.usd),
-                outcome,
+                "-" if row.checkpoint_step is None else row.checkpoint_step, row.lost_steps,
+                format_usd(row.attempt.placement.usd_hour), format_usd(row.usd), outcome,
             ]
         )  # fmt: skip
-    heads = ["Attempt", "Place", "Type", "Market", "Steps", "Checkpoint", "Steps lost", "USD", "Outcome"]
-    return table(heads, cells, caption="Attempts", right=["Attempt", "Steps", "Checkpoint", "Steps lost", "USD"])
+    heads = ["Attempt", "Place", "Type", "Market", "Steps", "Checkpoint", "Steps lost", "USD/h", "USD", "Outcome"]
+    return table(heads, cells, caption="Attempts", right=["Attempt", *heads[4:9]])
 
 
 def _show_action(job: Job, ticket: str) -> Markup:

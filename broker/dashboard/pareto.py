@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from broker.axes import Axis
-from broker.dashboard.html import Markup, element
+from broker.dashboard.html import Markup, element, make_scrollable
 from broker.formatting import format_hours, format_usd
 from broker.types import Estimate
 
@@ -31,13 +31,14 @@ def draw_pareto(points: Sequence[Estimate], frontier: Sequence[Estimate]) -> Mar
     dots = [element("circle", cx=str(x), cy=str(y), r=3, class_=KINDS[each.strategy]) for (x, y), each in seen.items()]
     places = [at(each) for each in frontier]
     path = " ".join(f"{x},{y}" for x, y in places)
-    return element(
+    picture = element(
         "svg",
         element("title", "Expected cost against expected time; the table below lists the marked placements"),
         *_draw_axes(hours, usd), *dots, element("polyline", points=path, class_="frontier"),
         *_draw_frontier(frontier, places), *_draw_legend({each.strategy for each in points}),
         viewBox=f"0 0 {WIDTH} {HEIGHT}", class_="chart", role="img",
     )  # fmt: skip
+    return make_scrollable(picture, "Cost against time")
 
 
 def _draw_axes(hours: Axis, usd: Axis) -> Iterator[Markup]:

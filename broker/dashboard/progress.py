@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Sequence
 
 from broker.axes import Axis
-from broker.dashboard.html import Markup, element, join
+from broker.dashboard.html import Markup, element, join, make_scrollable
 from broker.dashboard.model import AttemptRow, JobPage
 from broker.formatting import format_duration
 
@@ -135,9 +135,10 @@ def make_chart(title: str, parts: Sequence[Markup], *, hatch_id: str) -> Markup:
             patternUnits="userSpaceOnUse",
         ),
     )  # fmt: skip
-    return element(
+    picture = element(
         "svg", element("title", title), hatch, *parts, viewBox=f"0 0 {WIDTH} {HEIGHT}", class_="chart", role="img"
     )
+    return make_scrollable(picture, title)
 
 
 def draw_grid(across: Sequence[tuple[str, float]], up: Sequence[tuple[str, float]]) -> Iterator[Markup]:

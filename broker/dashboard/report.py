@@ -5,13 +5,12 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
 from broker.app.reporting import Report
-from broker.dashboard.html import Content, Markup, element, table
+from broker.dashboard.html import Content, element, table
+from broker.dashboard.paper import show_figures, write_paper
 from broker.formatting import format_usd, strip_control
 
-STYLE = Path(__file__).parent / "static" / "style.css"
 BOUGHT = ["Cloud", "Type", "Market", "Node hours", "USD", "On-demand USD"]
 JOBS = ["Job", "Name", "Status", "USD", "On-demand USD", "Preemptions", "Steps lost"]
 FORECASTS = ["Job", "Name", "Forecast USD", "Paid USD", "Paid / forecast"]
@@ -69,22 +68,13 @@ def write_markdown(report: Report) -> str:
 
 def write_html(report: Report) -> str:
     """Write one HTML file with its style inside."""
-    figures = [element("div", element("dt", name), element("dd", text)) for name, text in list_figures(report)]
-    parts: list[Content] = [element("dl", *figures, class_="figures")]
+    made = element("p", f"Made {_show_time(report.made_s)}, local time.", class_="faint")
+    parts: list[Content] = [made, show_figures(list_figures(report))]
     for title, heads, rows in list_tables(report):
         parts.append(element("h2", title))
         empty = NO_FORECASTS if title == "Forecasts" else "None."
         parts.append(table(heads, rows, caption=title, right=RIGHT) if rows else element("p", empty))
-    head = element(
-        "head",
-        element("meta", charset="utf-8"),
-        element("meta", name="viewport", content="width=device-width, initial-scale=1"),
-        element("title", f"Report of {report.period.name} · broker"),
-        element("style", Markup(STYLE.read_text(encoding="utf-8"))),
-    )
-    made = element("p", f"Made {_show_time(report.made_s)}, local time.", class_="faint")
-    body = element("body", element("main", element("h1", f"Report of {report.period.name}"), made, *parts))
-    return "<!doctype html>" + element("html", head, body, lang="en") + "\n"
+    return write_paper(f"Report of {report.period.name}", *parts)
 
 
 def _escape(text: str) -> str:

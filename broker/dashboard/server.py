@@ -119,6 +119,8 @@ class Dashboard:
 
     async def _find_chances(self, job: Job) -> tuple[ChancePoint, ...]:
         """Return the chances of the deadline as they moved, planned in a thread where they are not known."""
+        if job.task.goal is None or job.task.goal.deadline_hours is None:
+            return ()  # without opening the state once more, in a thread
         now_s, is_ended = self._context.clock.now_s(), job.status.is_terminal
         found = self._chances.get(job.id, now_s=now_s, is_ended=is_ended)
         if found is None:

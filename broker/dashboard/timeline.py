@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from broker.dashboard.html import Markup, element
+from broker.dashboard.html import Markup, element, make_scrollable
 from broker.dashboard.model import AttemptRow, JobPage
 from broker.formatting import format_duration, format_usd
 from broker.wording import describe_outcome
@@ -25,10 +25,11 @@ def draw_timeline(page: JobPage) -> Markup:
     parts = [*_draw_axis(end_s - begin_s, height)]
     for index, row in enumerate(rows):
         parts += _draw_attempt(row, index, begin_s=begin_s, end_s=end_s)
-    return element(
-        "svg", element("title", f"Attempts of job {page.job.id}"), *parts,
-        viewBox=f"0 0 {WIDTH} {height}", class_="timeline", role="img",
-    )  # fmt: skip
+    title = f"Timeline of the attempts of job {page.job.id}"
+    picture = element(
+        "svg", element("title", title), *parts, viewBox=f"0 0 {WIDTH} {height}", class_="timeline", role="img"
+    )
+    return make_scrollable(picture, title)
 
 
 def _draw_axis(span_s: float, height: int) -> Sequence[Markup]:

@@ -28,6 +28,7 @@ from broker.jobs.lost_gang import LostGang
 from broker.jobs.monitor import AttemptMonitor, list_answering, with_silence
 from broker.jobs.node_replacement import NodeReplacer
 from broker.jobs.node_retention import NodeRetention
+from broker.jobs.node_samples import SampleRecorder
 from broker.jobs.outcome_recorder import OutcomeRecorder
 from broker.jobs.outcomes import BucketOutcomes, Outcomes
 from broker.jobs.policy_runner import PolicyRunner
@@ -93,6 +94,7 @@ class JobController:
         self._in_place = InPlace(store, provisioner, gang, clock, self._teardown)
         self._retention = NodeRetention(store, provisioner, self._acquisition, clock)
         self._lost_gang = LostGang(store, config, self._recorder, outcomes or BucketOutcomes())
+        self._samples = SampleRecorder(config.logs, job_id)
         self._monitor: AttemptMonitor | None = None
         self._monitored = 0  # number of the attempt
         self._list_error = ""  # why the nodes cannot be listed, as last reported
@@ -224,6 +226,7 @@ class JobController:
             return self._recorder.record_takedown(attempt)
         report = await self._gang.poll(cluster, get_run_id(attempt, cluster))
         monitor.observe(report)
+        self._samples.record(report.samples)
         self._teardown.report_flush(job.id, report)
         if report.progress is not None and report.progress != job.progress:
             attempt = self._record_progress(job, attempt, report.progress)

@@ -24,6 +24,7 @@ from broker.config import Config, read_keep_days
 from broker.errors import BrokerError, FencedError, StateError
 from broker.jobs.log_files import forget_logs, rotate_log
 from broker.jobs.monitor import is_due
+from broker.jobs.node_samples import forget_samples
 from broker.jobs.workload import Key, LeaderWorkload, SharedWorkload, Workload, list_keys
 from broker.locks import try_lock
 from broker.provision.lifecycle import Provisioner
@@ -297,6 +298,7 @@ class _Daemon:
         keep_days = read_keep_days(self._config)
         self._store.retention.compact(keep_days=keep_days)
         forget_logs(self._store, self._config.logs, older_than_s=now_s - keep_days * 86400)
+        forget_samples(self._store, self._config.logs, older_than_s=now_s - keep_days * 86400)
 
 
 @contextmanager

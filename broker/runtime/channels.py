@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
+from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -25,6 +26,7 @@ CALL_S = 30.0
 RETRY_S_MIN, RETRY_S_MAX = 1.0, 300.0
 OPENING_MAX = 16  # concurrently: a starting daemon opens a channel to every node of every job
 PACE_S_MIN = 1.0
+SAMPLES_MAX = 64  # of the node, kept until they are taken: ten minutes
 CHANNELS_PER_PACE_S = 500  # progress comes every second from up to 500 nodes, every 10 s from five thousand
 
 
@@ -42,6 +44,7 @@ class Channel:
         self._heard_s = 0.0
         self._status: Mapping[str, Any] | None = None
         self._log_bytes = 0
+        self._samples: deque[object] = deque(maxlen=SAMPLES_MAX)
         self._stream: Stream | None = None
         self._pending: dict[int, asyncio.Future[Mapping[str, Any]]] = {}
         self._numbers = itertools.count(1)
@@ -72,6 +75,12 @@ class Channel:
         runs = self._status["runs"] if self._status else []
         is_live = bool(runs) and runs[0].get("ended_s") is None
         return is_live and self.is_heard() and offset >= self._log_bytes
+
+    def take_samples(self) -> Sequence[object]:
+        """Return the samples since the last call, oldest first. They are not news: they wake no controller."""
+        taken = list(self._samples)
+        self._samples.clear()
+        return taken
 
     async def call(self, verb: str, request: Mapping[str, Any]) -> Mapping[str, Any]:
         """Call a verb. Raises TransientError if the channel is not open or ends meanwhile, or the agent fails."""
@@ -137,6 +146,8 @@ class Channel:
             if number in self._pending and not self._pending[number].done():
                 self._pending[number].set_result(message)
         else:
+            samples = message.get("samples")
+            self._samples.extend(samples if isinstance(samples, list) else ())
             stream.write(None)  # the agent ends the session if the broker is silent for too long
         return self._status is not None
 

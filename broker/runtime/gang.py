@@ -21,8 +21,9 @@ from broker.runtime.base import CanStream, Completed, GrantsAccess, Transport
 from broker.runtime.channels import Channels
 from broker.runtime.credentials import make_credential
 from broker.runtime.reserving import count_gpus, describe_turn, find_reservation
+from broker.runtime.samples import gather_samples
 from broker.runtime.shipping import needs_trainers, pack_trainers, send_trainers
-from broker.types import Autostop, Cluster, Node, NodeState, Progress, Run, RunStatus, Task
+from broker.types import Autostop, Cluster, Node, NodeSample, NodeState, Progress, Run, RunStatus, Task
 
 AGENT_FOLDER = ".broker/agent"
 AGENT_ARGV = ("python3", "-I", "-S", f"{AGENT_FOLDER}/agent.py")
@@ -45,6 +46,7 @@ class GangReport:
     whose program failed first. `flush`: a node's report while the program has ended but its files are still being
     uploaded. `unflushed`: for a run that FAILED although its program succeeded, why its files did not arrive and where
     they are. `unfit`: ranks that could not join a running elastic gang because `setup` failed, with the reason.
+    `samples`: what nodes reported of themselves since the last poll, with their ranks; a sample may be repeated.
     """
 
     status: RunStatus
@@ -59,6 +61,7 @@ class GangReport:
     flush: str = ""
     unflushed: str = ""
     unfit: tuple[tuple[int, str], ...] = ()
+    samples: tuple[tuple[int, NodeSample], ...] = ()
 
 
 @frozen
@@ -187,6 +190,7 @@ class Gang:
             failed_rank=speaker.get("failed_rank"),
             unflushed=str(speaker.get("unflushed") or ""),
             unfit=find_unfit(runs),
+            samples=gather_samples(self._channels, live, run_id, by_rank),
             flush=next((str(run["flush"]) for run in runs if run and run.get("flush")), ""),
         )
 

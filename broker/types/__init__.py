@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from broker.types.pipeline import *  # noqa: F403
     from broker.types.service import *  # noqa: F403
     from broker.types.task import *  # noqa: F403
+    from broker.types.usage import *  # noqa: F403
 
 _TYPES = {
     "jobs": ("Attempt", "Job", "JobStatus", "Progress"),
@@ -73,6 +74,7 @@ _TYPES = {
         "StorageMount",
         "Task",
     ),
+    "usage": ("GpuSample", "JobUsage", "NodeHistory", "NodeSample"),
 }
 _HOMES = {name: module for module, names in _TYPES.items() for name in names}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 from pathlib import Path
 
@@ -40,7 +41,13 @@ DEAF = COUNT.replace("run: |", "run: |\n  trap '' TERM")
 
 
 def test_a_rehearsal_moves_the_job_to_another_zone_and_shows_that_it_resumed(shell: Shell) -> None:
-    shown = shell.run("rehearse", shell.write("count.yaml", COUNT)).stdout
+    target = shell.folder / "report.html"
+    shown = shell.run("rehearse", shell.write("count.yaml", COUNT), "--html", str(target)).stdout
+    page = target.read_text()
+    assert "<style>:root { color-scheme: light dark;" in page and not re.search(r"<script|<link|https?://|src=", page)
+    assert "<h1>Rehearsal of" in page and 'class="timeline"' in page and "<caption>Findings</caption>" in page
+    (bill,) = [line.strip().removeprefix("simulated bill  ") for line in shown.splitlines() if "simulated bill" in line]
+    assert f"<dd>{bill}</dd>" in page
     for word in (
         "Choice: 2 x",
         "preempts all nodes",

@@ -67,6 +67,7 @@ def test_the_report_is_one_file_without_scripts_or_links(shell: Shell) -> None:
         assert text.count(f"<{tag}") - text.count(f"<{tag}r") >= 1
         assert len(re.findall(rf"<{tag}[ >]", text)) == text.count(f"</{tag}>")
     assert text.count("<svg") == 4  # the costs, and three timelines
+    assert "<style>:root { color-scheme: light dark;" in text  # that of `broker report`
     assert "train on recorded spot markets" in text and "synthetic" not in text
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
@@ -12,6 +13,7 @@ import pytest
 
 from broker.app.container import Context
 from broker.dashboard.server import serve
+from broker.jobs.node_samples import SampleRecorder
 from broker.task.loader import load_tasks_text
 from broker.types import (
     Attempt,
@@ -19,8 +21,10 @@ from broker.types import (
     ClusterStatus,
     Event,
     EventKind,
+    GpuSample,
     JobStatus,
     Node,
+    NodeSample,
     NodeState,
     Outcome,
     OutcomeKind,
@@ -39,6 +43,7 @@ from tests.simulation.world import make_offer
 HOSTILE = "<script>document.title='owned'</script>\x1b[31m"
 OFFER = replace(make_offer("east1a"), ondemand_usd_hour=3.0, spot_usd_hour=1.0)
 PLACEMENT = Placement(offer=OFFER, is_spot=True, node_count=2)
+GIB = float(1 << 30)
 LOG = "".join(f"step {step}/100  loss {4 - step / 40:.4f}  90 tokens/s\n" for step in (*range(0, 41, 5), 30, 31))
 TASK = Task(run="true", resources=(Resources(cloud="local"),))
 PLANNED = """
@@ -61,6 +66,20 @@ def make_decision(action: str, *, work_left_hours: float, expected_usd: dict[str
         EventKind.DECISION, action=action, reason="spot is worth its start", work_left_hours=work_left_hours,
         place=make_place(PLACEMENT), usd_work_hour=0.61, time_left_hours=22.5, spare_hours=7.25,
         ondemand_usd_work_hour=6.0, expected_usd=expected_usd,
+    )  # fmt: skip
+
+
+def make_sample(time_s: float, rank: int) -> NodeSample:
+    wave = 0.5 + 0.4 * math.sin(time_s / 40 + rank)
+    gpu = GpuSample(
+        ratio=round(wave, 3), memory_used_bytes=60.5 * GIB, memory_bytes=79.6 * GIB, temperature_celsius=64.0,
+        power_watts=512.4,
+    )  # fmt: skip
+    return NodeSample(
+        time_s=time_s, cpu_ratio=round(wave / 2, 3), cpu_count=16.0, memory_used_bytes=(20 + rank) * GIB,
+        memory_bytes=64.0 * GIB, disk_used_bytes=31.0 * GIB, disk_bytes=100.0 * GIB, disk_read_bytes_s=1e6,
+        disk_written_bytes_s=wave * 4e7, network_received_bytes_s=wave * 3e8, network_sent_bytes_s=2.9e8,
+        gpus=(gpu, gpu), xids={} if rank else {"79": 1},
     )  # fmt: skip
 
 
@@ -132,6 +151,12 @@ class Story:
         )
         self.store.services.add_event("chat", ServiceEventKind.REPLICA_FAILED, replica=1, detail=HOSTILE)
 
+    def add_samples(self, job_id: int, *, ranks: int = 2, count: int = 30) -> None:
+        """Add samples of nodes with two GPUs each, the newest of now; there was an Xid error on the first node."""
+        recorder = SampleRecorder(self.context.config.logs, job_id)
+        for rank in range(ranks):
+            recorder.record([(rank, make_sample(self.now_s - 10 * back, rank)) for back in reversed(range(count))])
+
     def tell(self, job_id: int, event: Event) -> None:
         self.store.events.add(event, job_id=job_id)
 
@@ -153,6 +178,7 @@ def story(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Story]:
     made.store.jobs.set_status(failed, JobStatus.FAILED, f"exit code 3: {HOSTILE}")
     made.store.jobs.set_status(ended, JobStatus.SUCCEEDED)
     made.add_cluster("dev", begin_s=hour_ago_s)
+    made.add_samples(running)
     log = made.context.config.logs / "jobs" / f"{running}.log"
     log.parent.mkdir(parents=True)
     log.write_text(f"{LOG}{HOSTILE}\n")

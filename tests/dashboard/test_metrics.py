@@ -9,10 +9,12 @@ from dataclasses import replace
 
 import pytest
 
+from broker.dashboard import node_metrics
 from broker.dashboard.metrics import PLACES_S, MetricsPage, render_metrics
 from broker.dashboard.model import list_places, read_overview
+from broker.dashboard.node_metrics import list_nodes
 from broker.types import Progress
-from tests.dashboard.conftest import Story
+from tests.dashboard.conftest import Story, make_sample
 
 LINE = re.compile(r'([a-z_]+)(?:\{((?:[a-z_]+="(?:[^"\\\n]|\\.)*",?)*)\})? (-?[0-9.e+-]+)')
 
@@ -48,9 +50,25 @@ def test_jobs_that_ended_long_ago_have_no_series(story: Story) -> None:
 
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed (Debian: prometheus)")
 def test_promtool_accepts_the_page(story: Story) -> None:
-    text = render_metrics(read_overview(story.context), list_places(story.store))
+    text = MetricsPage(story.context).render()
+    assert "broker_node_gpu_errors_total" in text
     done = subprocess.run(["promtool", "check", "metrics"], input=text, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_nodes_have_series_while_they_report_within_both_bounds(story: Story, monkeypatch: pytest.MonkeyPatch) -> None:
+    samples = read_samples(MetricsPage(story.context).render())
+    assert samples["broker_node_cpu_ratio", 'job="1",node="0"'] == make_sample(story.now_s, 0).cpu_ratio
+    assert samples["broker_node_gpu_power_watts", 'job="1",node="1",gpu="1"'] == 512.4
+    assert samples["broker_node_gpu_errors_total", 'job="1",node="0",xid="79"'] == 1
+    logs = story.context.config.logs
+    assert list_nodes(logs, [2, 3], now_s=story.now_s) == []  # no live job
+    assert list_nodes(logs, [1], now_s=story.now_s + 300) == []  # nothing was heard for five minutes
+    monkeypatch.setattr(node_metrics, "GPUS_MAX", 3)
+    assert [row.rank for row in list_nodes(logs, [1], now_s=story.now_s)] == [0]
+    monkeypatch.setattr(node_metrics, "GPUS_MAX", 256)
+    monkeypatch.setattr(node_metrics, "NODES_MAX", 1)
+    assert [row.rank for row in list_nodes(logs, [1], now_s=story.now_s)] == [0]
 
 
 def test_places_are_summed_once_a_minute_and_jobs_at_every_scrape(

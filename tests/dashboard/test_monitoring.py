@@ -14,6 +14,7 @@ import yaml
 
 from broker.dashboard.metrics import list_families
 from broker.dashboard.model import list_places, read_overview
+from broker.dashboard.node_metrics import list_node_families, list_nodes
 from tests.dashboard.conftest import Story
 
 FOLDER = Path(__file__).parent.parent.parent / "docs" / "monitoring"
@@ -23,7 +24,8 @@ NAME = re.compile(r"\bbroker_[a-z_]+")
 @pytest.fixture
 def labels(story: Story) -> Mapping[str, set[str]]:
     """The labels of each family, from the first sample."""
-    families = list_families(read_overview(story.context), list_places(story.store))
+    nodes = list_node_families(list_nodes(story.context.config.logs, [1], now_s=story.now_s))
+    families = [*list_families(read_overview(story.context), list_places(story.store)), *nodes]
     return {each.name: set(each.samples[0][0]) for each in families if each.samples}
 
 

@@ -12,7 +12,7 @@ from random import Random
 
 from broker.errors import TransientError
 from broker.runtime.gang import list_live
-from broker.types import Cluster, Node, NodeState, Progress, RunStatus, Task
+from broker.types import Cluster, Node, NodeSample, NodeState, Progress, RunStatus, Task
 from tests.clouds.simulated import SimulatedCloud
 from tests.simulation.processes import Process, ProcessClock, get_process
 from tests.simulation.shuffled import ShuffledLoop
@@ -90,6 +90,7 @@ class Report:
     unflushed: str = ""
     unfit: tuple[tuple[int, str], ...] = ()
     statuses: tuple[RunStatus | None, ...] = ()
+    samples: tuple[tuple[int, NodeSample], ...] = ()
     flush: str = ""
 
 

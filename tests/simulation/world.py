@@ -17,6 +17,7 @@ from broker.types import (
     Estimate,
     Job,
     Node,
+    NodeSample,
     NodeState,
     Offer,
     Placement,
@@ -84,6 +85,7 @@ class Report:
     unflushed: str = ""
     unfit: tuple[tuple[int, str], ...] = ()
     statuses: tuple[RunStatus | None, ...] = ()
+    samples: tuple[tuple[int, NodeSample], ...] = ()
     run_id: int = 1
 
 

@@ -12,10 +12,11 @@ from broker.app.deadline_chances import ChancePoint, list_chances
 from broker.app.forecasts import forecast_job, forecast_jobs
 from broker.errors import UsageError
 from broker.frozen import frozen
+from broker.jobs.node_samples import read_history
 from broker.jobs.summary import RunSummary
 from broker.state.events import EventRow
 from broker.state.jobs import JobLine
-from broker.types import Job, JobStatus, Secret
+from broker.types import Job, JobStatus, NodeHistory, Secret
 from broker.types.forecasts import JobForecast
 
 FORECASTS_MAX = 10  # live jobs in a list whose rest is forecast, each in the time of a plan
@@ -54,6 +55,7 @@ class Story:
     needs: tuple[Job, ...]
     forecast: JobForecast | None
     chances: tuple[ChancePoint, ...] = ()  # of the deadline, as they moved; none from an older server
+    nodes: tuple[NodeHistory, ...] = ()  # what its nodes report of themselves; none from an older server
 
 
 @frozen
@@ -150,6 +152,7 @@ def explain_job(context: Context, *, job: str) -> Story:
         needs=tuple(other for other in needs if other),
         forecast=forecast_job(context, told.job, paid_usd=told.paid_usd),
         chances=list_chances(context, told),
+        nodes=read_history(context.config.logs, told.job.id, now_s=context.clock.now_s()),
     )
 
 

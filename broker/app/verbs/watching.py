@@ -4,23 +4,29 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import field
 
 from broker.app.container import Context
 from broker.app.jobs import explain_ended, find_job
 from broker.frozen import frozen
+from broker.jobs.node_samples import read_usages
 from broker.state.events import EventRow
 from broker.state.jobs import JobLine
-from broker.types import Job, JobStatus
+from broker.types import Job, JobStatus, JobUsage
 
 LOOK_S = 1.0
 
 
 @frozen
 class JobChanges:
-    """Changes since the last look: the jobs as they are now, by ID, and their new events, oldest first."""
+    """Changes since the last look: the jobs as they are now, by ID, and their new events, oldest first.
+
+    `usage`: what the nodes of all watched jobs use now; none from an older server.
+    """
 
     lines: tuple[JobLine, ...]
     events: tuple[EventRow, ...]
+    usage: Mapping[int, JobUsage] = field(default_factory=dict)
 
 
 @frozen
@@ -81,7 +87,8 @@ def watch_jobs(context: Context, *, job: str | None, on_change: Callable[[JobCha
     async def follow() -> None:
         while True:
             changed, events = watcher.look()
-            on_change(JobChanges(lines=tuple(changed), events=tuple(events)))
+            usage = read_usages(context.config.logs, list(watcher.lines.values()), now_s=context.clock.now_s())
+            on_change(JobChanges(lines=tuple(changed), events=tuple(events), usage=usage))
             if watcher.is_over:
                 return
             context.keep_jobs_going()

@@ -1,0 +1,114 @@
+"""Find the limits of this process's control groups, and what it uses of them. Standard library only.
+
+In a container, /proc describes the whole host, and the control groups say what the container may use. Version 2 of the
+kernel's interface has one folder for each group, version 1 one for each group and controller.
+https://docs.kernel.org/admin-guide/cgroup-v2.html
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+class Memory(NamedTuple):
+    """Memory in use, without caches that can be freed at any time, and the limit."""
+
+    used_bytes: int
+    limit_bytes: int
+
+
+class Cpu(NamedTuple):
+    """Processor time used by a group since it began, and the processors that it may use at once."""
+
+    used_s: float
+    processors: float
+
+
+class Groups:
+    """The control groups of this process. `proc` and `root` are /proc and /sys/fs/cgroup."""
+
+    def __init__(self, proc: Path, root: Path) -> None:
+        self._is_unified = (root / "cgroup.controllers").exists()
+        own = _read_own(proc / "self" / "cgroup")
+        self._folders = {
+            controller: list(_list_folders(root if self._is_unified else root / controller, path))
+            for controller in ("memory", "cpu")
+            for path in [own.get("" if self._is_unified else controller, "/")]
+        }
+        self._root = root
+
+    def read_memory(self) -> Memory | None:
+        """Return the tightest memory limit; None without any."""
+        limit, used = ("memory.max", "memory.current") if self._is_unified else (
+            "memory.limit_in_bytes", "memory.usage_in_bytes"
+        )  # fmt: skip
+        cache = "inactive_file" if self._is_unified else "total_inactive_file"
+        found = []
+        for folder in self._folders["memory"]:
+            limit_bytes, used_bytes = _read_number(folder / limit), _read_number(folder / used)
+            if limit_bytes is not None and used_bytes is not None:
+                freeable = _read_fields(folder / "memory.stat").get(cache, 0)
+                found.append(Memory(max(0, used_bytes - freeable), limit_bytes))
+        return min(found, key=lambda memory: memory.limit_bytes, default=None)
+
+    def read_cpu(self) -> Cpu | None:
+        """Return the tightest limit of processor time; None without any."""
+        found = [cpu for folder in self._folders["cpu"] for cpu in [self._read_quota(folder)] if cpu is not None]
+        return min(found, key=lambda cpu: cpu.processors, default=None)
+
+    def _read_quota(self, folder: Path) -> Cpu | None:
+        if self._is_unified:
+            words = _read_text(folder / "cpu.max").split()
+            used = _read_fields(folder / "cpu.stat").get("usage_usec")
+            if len(words) != 2 or not words[0].isdigit() or used is None:
+                return None
+            return Cpu(used / 1e6, int(words[0]) / int(words[1]))
+        quota, period = (_read_number(folder / f"cpu.cfs_{name}_us") for name in ("quota", "period"))
+        accounts = self._root / "cpuacct" / folder.relative_to(self._root / "cpu")
+        used = _read_number(accounts / "cpuacct.usage")
+        return Cpu(used / 1e9, quota / period) if quota and period and used is not None else None
+
+
+def _read_own(path: Path) -> dict[str, str]:
+    """Return the path of our group by controller; that of version 2 has the name "" ."""
+    own = {}
+    for line in _read_text(path).splitlines():
+        _, controllers, folder = line.split(":", 2)
+        own.update({controller: folder for controller in controllers.split(",")})
+    return own
+
+
+def _list_folders(root: Path, path: str) -> Iterator[Path]:
+    """Yield the folders of a group and of the groups above it, whose limits apply as well.
+
+    In a container without a namespace of its own, the path is that of the host, and only the root exists.
+    """
+    folder = root / path.strip("/")
+    if not folder.is_dir() or ".." in folder.parts:
+        folder = root
+    yield folder
+    while folder != root:
+        folder = folder.parent
+        yield folder
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return ""
+
+
+def _read_number(path: Path) -> int | None:
+    """Return the number in a file; None for "max", for a negative one, which is no limit, and without the file."""
+    text = _read_text(path).strip()
+    return int(text) if text.isdigit() else None
+
+
+def _read_fields(path: Path) -> dict[str, int]:
+    pairs = (line.split() for line in _read_text(path).splitlines())
+    return {pair[0]: int(pair[1]) for pair in pairs if len(pair) == 2 and pair[1].isdigit()}

@@ -1,0 +1,38 @@
+"""The report of `broker rehearse --html`: a page of the same kind as `broker report` writes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from broker.cli.rehearse_show import list_figures, list_findings
+from broker.dashboard.html import Content, element, table
+from broker.dashboard.model import JobPage
+from broker.dashboard.pages import show_attempts
+from broker.dashboard.paper import save_paper, show_figures, write_paper
+from broker.dashboard.progress import show_progress
+from broker.dashboard.timeline import draw_timeline
+from broker.rehearsal.result import Rehearsal
+
+HEADS = ["Level", "About", "Finding", "What to do"]
+LEVELS = {"good": ("good", "good"), "note": ("note", "wait"), "bad": ("bad", "bad")}  # -> word and colour
+
+
+def write_rehearsal(file: Path, result: Rehearsal, page: JobPage, log: Sequence[str]) -> None:
+    """Write the report: totals, findings, attempts, steps and loss. Raises UsageError where the file is not written."""
+    findings: list[Sequence[Content]] = [
+        [element("span", LEVELS[each.level][0], class_=LEVELS[each.level][1]), each.about, each.text, each.hint or "-"]
+        for each in list_findings(result)
+    ]
+    text = write_paper(
+        f"Rehearsal of {page.job.name}",
+        show_figures(list_figures(result)),
+        element("h2", "Findings"),
+        table(HEADS, findings, caption="Findings"),
+        element("h2", "Attempts"),
+        draw_timeline(page),
+        show_attempts(page),
+        show_progress(page, log),
+        element("p", "Clouds, time and prices were simulated; the program was real.", class_="faint"),
+    )
+    save_paper(file, text)

@@ -1,0 +1,63 @@
+"""What a node uses, as its agent samples it, and what all nodes of a job use together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import field
+
+from broker.frozen import frozen
+
+
+@frozen
+class GpuSample:
+    """One GPU at one moment; None for what it does not report."""
+
+    ratio: float | None = None  # of the time since the driver's last sample in which it computed
+    memory_used_bytes: float | None = None
+    memory_bytes: float | None = None
+    temperature_celsius: float | None = None
+    power_watts: float | None = None
+
+
+@frozen
+class NodeSample:
+    """One node at one moment, by its own clock. CPU and rates are means since the sample before.
+
+    CPU and memory are those of the container where the agent runs in one. `xids`: errors of NVIDIA's driver since the
+    node's boot, by number.
+    """
+
+    time_s: float
+    cpu_ratio: float | None = None
+    cpu_count: float | None = None
+    memory_used_bytes: float | None = None
+    memory_bytes: float | None = None
+    disk_used_bytes: float | None = None
+    disk_bytes: float | None = None
+    disk_read_bytes_s: float | None = None
+    disk_written_bytes_s: float | None = None
+    network_received_bytes_s: float | None = None
+    network_sent_bytes_s: float | None = None
+    gpus: tuple[GpuSample, ...] = ()
+    xids: Mapping[str, int] = field(default_factory=dict)
+
+
+@frozen
+class JobUsage:
+    """What the nodes of a job use now: means over its nodes and GPUs. None where none of them reports it."""
+
+    nodes: int  # that have reported within a minute
+    cpu_ratio: float | None = None
+    memory_ratio: float | None = None
+    gpu_ratio: float | None = None
+    gpu_memory_ratio: float | None = None
+    xids: int = 0  # on all nodes since their boot
+
+
+@frozen
+class NodeHistory:
+    """The newest samples of one node of a job, oldest first, by its rank. `is_current`: it reported within a minute."""
+
+    rank: int
+    is_current: bool
+    samples: tuple[NodeSample, ...]
