@@ -22,6 +22,7 @@ _SHOWN_MAX = 60
 _PLAIN = r"[^\x00-\x1f\x7f]"  # any character but the control characters
 _SOLID = r"[^\s\x00-\x1f\x7f]"  # neither a control character nor a space
 _NAME = r"[A-Za-z0-9](?:[-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?"
+_LONG_NAME = r"[A-Za-z0-9](?:[-A-Za-z0-9_.]{0,198}[A-Za-z0-9])?"
 
 
 class Rule:
@@ -71,9 +72,9 @@ _EXECVE = "execve(2): no NUL, and one string of at most MAX_ARG_STRLEN (131,072 
 _POSIX_PATH = "POSIX: no NUL, PATH_MAX 4,096 and NAME_MAX 255 bytes"
 
 TASK_NAME = Rule(
-    pattern=_NAME,
-    expected="at most 63 letters, digits, `-`, `_` or `.`, with a letter or digit at both ends",
-    source="Kubernetes label values, and SkyPilot's names",
+    pattern=_LONG_NAME,
+    expected="at most 200 letters, digits, `-`, `_` or `.`, with a letter or digit at both ends",
+    source="SkyPilot's names; they have no limit there, but a pipeline's name becomes that of a folder",
     repairs=True,
 )
 JOB_NAME = TASK_NAME
@@ -129,7 +130,7 @@ SOURCE = Rule(
     bytes_max=PATH_BYTES_MAX,
 )
 DATA_URL = Rule(
-    pattern=rf"{_SOLID}{{1,{PATH_BYTES_MAX}}}",
+    pattern=rf"{_PLAIN}{{1,{PATH_BYTES_MAX}}}",
     expected="a folder or bucket URL",
     source=_POSIX_PATH,
     bytes_max=PATH_BYTES_MAX,

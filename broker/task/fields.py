@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from broker.config import CHECKPOINT_URL
 from broker.task import allowed
+from broker.task.environment import EnvValue
 from broker.task.fields_resources import ACCELERATOR_NAME, RESOURCES
 from broker.task.fields_service import POOL, SERVICE
 from broker.task.measures import Duration, Size
 from broker.task.shapes import Anything, Choice, Either, Flag, ListOf, MapOf, Number, Text, Whole
 from broker.task.tables import Field, Later, Table
 
-_NAME = Text(rule=allowed.TASK_NAME)
+_NAME = Text(rule=allowed.TASK_NAME, also_scalar=True)
 _SOURCE = Text(rule=allowed.SOURCE)
 SECRET_SCOPES = ("personal.", "workspace.", "global.")  # of a server's secrets
 _SCOPED = rf"(?:(?:personal|workspace|global)\.)?{allowed.ENV_NAME.pattern}"
@@ -196,8 +197,9 @@ CONFIG = Table(
     },
     elsewhere=dict.fromkeys(
         ("aws", "oci", "nebius", "jobs", "serve", "api_server", "admin_policy", "allowed_clouds", "logs", "workspaces"),
-        "remove it: SkyPilot reads it from `~/.sky/config.yaml` only",
+        "SkyPilot reads it from `~/.sky/config.yaml` only",
     ),
+    others=Later(message="it has no effect", blocks_launch=False),
 )  # fmt: skip
 
 NEEDS = Field(
@@ -222,16 +224,16 @@ TASK = Table(
         "run": Field(shape=Text(rule=allowed.SCRIPT), about="Program to run on every node."),
         "envs": Field(
             shape=MapOf(
-                value=Text(rule=allowed.ENV_VALUE, also_scalar=True, is_hidden=True), key=allowed.ENV_NAME,
-                has_null=True,
+                value=EnvValue(), key=allowed.ENV_NAME, has_null=True,
             ),
-            about="Environment variables; pass those without a value with `--env`.",
+            about="Environment variables; pass those without a value with `--env`. As in SkyPilot, `true` is `True` "
+            "and `1.10` is `1.1`: put a value in quotes to keep it as written.",
         ),
         "secrets": Field(
             shape=Either(
                 shapes=(
                     MapOf(
-                        value=Text(rule=allowed.ENV_VALUE, also_scalar=True, is_hidden=True), key=_SECRET_NAME,
+                        value=EnvValue(), key=_SECRET_NAME,
                         key_expected=allowed.ENV_NAME.expected, has_null=True,
                     ),
                     ListOf(

@@ -119,7 +119,7 @@ class Port(Scalar):
         }
 
 
-OFF = -1  # `autostop: -1`, as on SkyPilot's command line
+_OFF = Whole(minimum=-1_000_000, maximum=-1)  # minutes that turn `autostop` off, as on SkyPilot's command line
 
 
 class Named(Text):
@@ -131,7 +131,7 @@ class Named(Text):
     def hint(self, marked: Marked) -> str | None:
         if isinstance(marked.value, str) and marked.value.strip()[:1] in ("{", "["):
             return "remove the quotes around the alternatives"
-        if isinstance(marked.value, str) and re.fullmatch(r".*:\s*0+(?:\.0*)?", marked.value):
+        if isinstance(marked.value, str) and re.fullmatch(r"\s*|.*:\s*0+(?:\.0*)?", marked.value):
             return "for a machine without accelerators, remove `accelerators`"
         return super().hint(marked)
 
@@ -231,8 +231,8 @@ ONE: dict[str, Field] = {
         about="Location, CLOUD[/REGION[/ZONE]]; `*` matches any.",
     ),
     "cloud": Field(shape=_CLOUD, about="Cloud; prefer `infra`."),
-    "region": Field(shape=_PLACE, about="Region; prefer `infra`."),
-    "zone": Field(shape=_PLACE, about="Zone; prefer `infra`."),
+    "region": Field(shape=_PLACE, is_blank_none=True, about="Region; prefer `infra`."),
+    "zone": Field(shape=_PLACE, is_blank_none=True, about="Zone; prefer `infra`."),
     "accelerators": Field(
         shape=_ACCELERATORS,
         examples=EXAMPLE_ACCELERATORS,
@@ -251,9 +251,11 @@ ONE: dict[str, Field] = {
     "memory": Field(
         shape=MemorySize(),
         examples=("32+", "64GB+", "128"),
-        about="Memory per node in GiB: `32` exactly, `32+` at least.",
+        about="Memory per node in GiB: `32` exactly, `32+` at least, `4x` at least 4 GiB per vCPU.",
     ),
-    "instance_type": Field(shape=Text(rule=allowed.INSTANCE_TYPE), about="Instance type of the cloud."),
+    "instance_type": Field(
+        shape=Text(rule=allowed.INSTANCE_TYPE), is_blank_none=True, about="Instance type of the cloud."
+    ),
     "use_spot": Field(shape=Flag(), about="Use spot or on-demand instances (default: both if the task has a `goal`)."),
     "disk_size": Field(
         shape=Size(), about="Size of the root disk in GiB (default: 256).", examples=("256GB", "1TB"),
@@ -289,7 +291,7 @@ ONE: dict[str, Field] = {
         at=_has_none(("local",), "programs listen on this machine"),
     ),
     "image_id": Field(
-        shape=Either(shapes=(_IMAGE, MapOf(value=_IMAGE, key=allowed.PLACE))),
+        shape=Either(shapes=(_IMAGE, MapOf(value=_IMAGE, key=allowed.PLACE))), is_blank_none=True,
         about="Machine image, `docker:IMAGE`, or a mapping from region to image (only those regions are used).",
     ),
     "labels": Field(
@@ -299,12 +301,12 @@ ONE: dict[str, Field] = {
     ),
     "autostop": Field(
         shape=Either(
-            shapes=(Flag(), Duration(bare_unit="m", is_zero_ok=True), Whole(minimum=OFF, maximum=OFF), AUTOSTOP)
+            shapes=(Flag(), Duration(bare_unit="m", is_zero_ok=True), _OFF, AUTOSTOP)
         ),
         about="Stop an idle cluster: `true` (5 minutes), minutes, `10m`, or a mapping.", examples=(True, "10m"),
     ),
     "job_recovery": Field(
-        shape=Either(shapes=(Choice(words=STRATEGY_WORDS), JOB_RECOVERY)),
+        shape=Either(shapes=(Choice(words=STRATEGY_WORDS), JOB_RECOVERY)), is_blank_none=True,
         about="Recovery of managed jobs: a strategy, or a mapping.",
     ),
     "spot_recovery": Field(

@@ -30,7 +30,10 @@ class Later:
 
 
 class Field:
-    """One key: its shape, and its description for editors and the reference. `at`: clouds that do not support it."""
+    """One key: its shape, and its description for editors and the reference. `at`: clouds that do not support it.
+
+    `is_blank_none`: empty text is as good as no value.
+    """
 
     def __init__(
         self,
@@ -41,6 +44,7 @@ class Field:
         at: Mapping[str, Later] | None = None,
         alias_of: str | None = None,
         is_required: bool = False,
+        is_blank_none: bool = False,
         examples: Sequence[Any] = (),
     ) -> None:
         self.shape = shape
@@ -49,6 +53,7 @@ class Field:
         self.at = at or {}
         self.alias_of = alias_of
         self.is_required = is_required
+        self.is_blank_none = is_blank_none
         self.examples = examples
 
 
@@ -74,7 +79,7 @@ class Table(Shape):
     """A mapping with known keys.
 
     `exclusive` lists mutually exclusive pairs, `retired` the replacements of old keys, `elsewhere` the place of
-    keys that belong to another table.
+    keys that belong to another table. `others` is the notice for unknown keys; None refuses them.
     """
 
     expected = "a mapping"
@@ -87,6 +92,7 @@ class Table(Shape):
         exclusive: Sequence[tuple[str, str, str]] = (),
         retired: Mapping[str, str] | None = None,
         elsewhere: Mapping[str, str] | None = None,
+        others: Later | None = None,
         about: str = "",
     ) -> None:
         self.name = name
@@ -94,6 +100,7 @@ class Table(Shape):
         self.exclusive = exclusive
         self.retired = retired or {}
         self.elsewhere = elsewhere or {}
+        self.others = others
         self.about = about
 
     def admits_kind(self, value: Any) -> bool:
@@ -110,7 +117,7 @@ class Table(Shape):
         marks: dict[str, Marked] = {}
         for key, each in marked.value.items():
             entry = self.fields.get(key)
-            if entry is None or each.value is None:
+            if entry is None or each.value is None or (entry.is_blank_none and each.value == ""):
                 continue
             canonical = entry.alias_of or key
             marks[canonical] = each
@@ -140,8 +147,12 @@ class Table(Shape):
         given = marked.value
         for key in given:
             if key not in self.fields and not reader.is_full:
-                hint = self._suggest(key)
-                reader.note(*marked.keys[key], f"unknown field {describe(key)} in {self._show(name)}", hint)
+                message = f"unknown field {describe(key)} in {self._show(name)}"
+                if later := self.others:
+                    message = f"{message}: {later.message}"
+                    reader.warn(marked.keys[key], name, message, self._suggest(key), blocks_launch=later.blocks_launch)
+                else:
+                    reader.note(*marked.keys[key], message, self._suggest(key))
         for first, second, hint in self._list_exclusive():
             if first in given and second in given:
                 later = max(first, second, key=lambda key: marked.keys[key])
@@ -181,7 +192,7 @@ class Table(Shape):
             "type": "object",
             "title": self.name.replace("_", " "),
             "description": self.about,
-            "additionalProperties": False,
+            "additionalProperties": self.others is not None,
             "properties": {key: _describe_field(entry) for key, entry in self.fields.items()},
         }
         if needed := [key for key, entry in self.fields.items() if entry.is_required]:
@@ -193,6 +204,8 @@ class Table(Shape):
 
 def _describe_field(entry: Field) -> Schema:
     shape = entry.shape.describe()
+    if entry.is_blank_none:
+        shape = {"anyOf": [shape, {"const": ""}]}
     schema: Schema = {**(shape if entry.is_required else allow_null(shape)), "description": entry.about}
     if entry.later:
         schema["description"] += f" (Not supported: {entry.later.message}.)"

@@ -68,6 +68,7 @@ class Resources:
     accelerator_count: float = 0
     cpus: Quantity | None = None
     memory_gib: Quantity | None = None
+    memory_gib_per_vcpu: float | None = None  # at least
     instance_type: str | None = None
     cloud: str | None = None
     region: str | None = None
