@@ -91,6 +91,7 @@ def prepare(
     callbacks.show(plans)
     if is_dryrun:
         return Ready(tasks=tasks, plans=plans)
+    tasks = fetch_repositories(context, tasks)
     if target.check(plans):
         for sentence in context.grants.check(plans, allowances_s=target.list_allowances_s(tasks)):
             context.note(sentence)
@@ -99,6 +100,15 @@ def prepare(
         callbacks.confirm(plans)
     tasks = fill_buckets(context, tasks, track=callbacks.track_upload)
     return Ready(tasks=tuple(target.mount(each) for each in tasks), plans=plans)
+
+
+def fetch_repositories(context: Context, tasks: Sequence[Task]) -> tuple[Task, ...]:
+    """Clone the repositories of the tasks on this machine; tasks without one load nothing."""
+    if all(each.repository is None for each in tasks):
+        return tuple(tasks)
+    from broker.app.repositories import fetch_repositories as fetch
+
+    return fetch(tasks, context.config.home, note=context.note)
 
 
 def note_state_folder(context: Context, tasks: Sequence[Task]) -> None:
@@ -237,7 +247,7 @@ async def exec_task(context: Context, cluster: Cluster, task: Task) -> int:
     if any(each.accelerator for each in task.resources):
         task = context.resolve(task)
     check_notices([task], is_launch=True, note=context.note)
-    (task,) = settle_checkpoints(context, [task])
+    (task,) = fetch_repositories(context, settle_checkpoints(context, [task]))
     return await start_run(context, match_alternative(cluster, task), task)
 
 

@@ -129,6 +129,16 @@ SOURCE = Rule(
     source=_POSIX_PATH,
     bytes_max=PATH_BYTES_MAX,
 )
+GIT_URL = Rule(
+    pattern=rf"(?:https?|ssh|git|file)://{_SOLID}{{1,2000}}|(?!-)[A-Za-z0-9._-]{{1,64}}@[A-Za-z0-9.-]{{1,253}}:{_SOLID}{{1,2000}}",
+    expected="a URL such as `https://HOST/ORG/NAME` or `git@HOST:ORG/NAME.git`",
+    source="git-clone(1): git URLs, without remote helpers, which run programs",
+)
+GIT_REF = Rule(
+    pattern=r"(?![-/.])(?![^\x00]*(?:\.\.|@\{|//))[^\s\x00-\x1f\x7f~^:?*\[\\]{1,250}",
+    expected="a branch, tag or commit",
+    source="git-check-ref-format(1)",
+)
 DATA_URL = Rule(
     pattern=rf"{_PLAIN}{{1,{PATH_BYTES_MAX}}}",
     expected="a folder or bucket URL",
@@ -242,6 +252,8 @@ RULES: Mapping[str, Rule] = {
     "volume": VOLUME_NAME,
     "target of `file_mounts` and `volumes`": TARGET,
     "`workdir`, source of `file_mounts`": SOURCE,
+    "`url` of `workdir`": GIT_URL,
+    "`ref` of `workdir`": GIT_REF,
     "key of `inputs` and `outputs`": DATA_URL,
     "region, zone, context": PLACE,
     "`instance_type`": INSTANCE_TYPE,

@@ -29,8 +29,8 @@ WORKDIR_GIT = Table(
     name="workdir_git",
     about="A git repository as the working directory.",
     fields={
-        "url": Field(shape=Text(), about="Repository URL.", is_required=True),
-        "ref": Field(shape=Text(also_scalar=True), about="Branch, tag or commit."),
+        "url": Field(shape=Text(rule=allowed.GIT_URL), about="Repository URL.", is_required=True),
+        "ref": Field(shape=Text(rule=allowed.GIT_REF, also_scalar=True), about="Branch, tag or commit."),
     },
 )
 STORAGE_CONFIG = Table(
@@ -218,7 +218,8 @@ TASK = Table(
         "num_nodes": Field(shape=Whole(minimum=1, maximum=100_000), about="Number of identical nodes (default: 1)."),
         "workdir": Field(
             shape=Either(shapes=(_SOURCE, WORKDIR_GIT)), examples=(".",),
-            about="Local folder to upload as the working directory of every node, or a git repository.",
+            about="Local folder to upload as the working directory of every node, or a git repository, which is cloned "
+            "at one commit on this machine and sent with its `.git`.",
         ),
         "setup": Field(shape=Text(rule=allowed.SCRIPT), about="Commands to run before `run`, on every node."),
         "run": Field(shape=Text(rule=allowed.SCRIPT), about="Program to run on every node."),

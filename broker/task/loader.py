@@ -21,7 +21,7 @@ from broker.task.resources import read_autostop, read_recovery, read_resources
 from broker.task.service import read_service
 from broker.task.tables import Section
 from broker.task.yaml_reader import BYTES_MAX, Marked, read_documents
-from broker.types import CheckpointSpec, DataSet, Goal, Origin, Secret, Task
+from broker.types import CheckpointSpec, DataSet, Goal, Origin, Repository, Secret, Task
 
 _SMALLEST = "for example, a minimal task: `run: echo hello`"
 
@@ -99,6 +99,7 @@ def _peek(marked: Marked, name: str) -> dict[str, str]:
 def _read_task(reader: Reader, section: Section, envs: Mapping[str, str], secrets: Mapping[str, str]) -> Task:
     resources, is_ordered = read_resources(reader, section.get("resources"))
     check_labels(reader, section.get("resources"), resources)
+    workdir = read_workdir(reader, section)
     file_mounts, storage_mounts = read_file_mounts(reader, section)
     secret_values = _read_values(reader, section, "secrets", secrets)
     check_environment(reader, section, "secrets", secret_values)
@@ -109,7 +110,8 @@ def _read_task(reader: Reader, section: Section, envs: Mapping[str, str], secret
         resources=resources,
         is_ordered=is_ordered,
         num_nodes=section.get("num_nodes", 1),
-        workdir=read_workdir(reader, section),
+        workdir=workdir if isinstance(workdir, str) else None,
+        repository=workdir if isinstance(workdir, Repository) else None,
         file_mounts=file_mounts,
         storage_mounts=storage_mounts,
         envs=env_values,

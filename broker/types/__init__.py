@@ -68,6 +68,7 @@ _TYPES = {
         "Notice",
         "Origin",
         "Quantity",
+        "Repository",
         "Resources",
         "Secret",
         "StorageMount",
