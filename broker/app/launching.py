@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from broker.jobs.monitor import AttemptMonitor
 
 POLL_S = 0.3
+NOTE_EVERY_S = 15.0  # the same failure of a start is shown again after this time
 
 
 class Target(Protocol):
@@ -274,6 +275,7 @@ async def wait_booted(context: Context, cluster: Cluster, task: Task) -> None:
     Raises TransientError for lost nodes, and for nodes that a managed job would give up as well.
     """
     monitor: AttemptMonitor | None = None
+    noted_s: dict[str, float] = {}
     while True:
         try:
             await context.gang.prepare(cluster, task)
@@ -287,7 +289,10 @@ async def wait_booted(context: Context, cluster: Cluster, task: Task) -> None:
             if judge_start(error, cluster, monitor, context.clock.now_s()) is not StartVerdict.WAIT:
                 raise explain_unreachable(context, cluster, error) from error
             is_booting = isinstance(error, UnreachedError)
-            context.note(f"{error.message}; {'it may still be booting' if is_booting else 'retrying'}")
+            now_s = context.clock.now_s()
+            if now_s - noted_s.get(error.message, -NOTE_EVERY_S) >= NOTE_EVERY_S:
+                noted_s[error.message] = now_s
+                context.note(f"{error.message}; {'it may still be booting' if is_booting else 'retrying'}")
             await context.clock.sleep(POLL_S)
 
 
