@@ -76,7 +76,8 @@ class _Git:
 
     def find_commit(self) -> tuple[str, str]:
         """Return the kind of the ref (branch, tag, commit) and its commit, without a clone."""
-        refs = dict(reversed(line.split("\t", 1)) for line in self._run("ls-remote", self._remote).splitlines())
+        lines = (line.partition("\t") for line in self._run("ls-remote", self._remote).splitlines())
+        refs = {name: commit for commit, _, name in lines}
         if self._ref is None:
             if "HEAD" not in refs:
                 raise self._refuse("it is empty")

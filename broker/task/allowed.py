@@ -30,13 +30,21 @@ class Rule:
     miss."""
 
     def __init__(
-        self, *, pattern: str, expected: str, source: str, bytes_max: int | None = None, repairs: bool = False
+        self,
+        *,
+        pattern: str,
+        expected: str,
+        source: str,
+        bytes_max: int | None = None,
+        repairs: bool = False,
+        joint: str = "-",
     ) -> None:
         self.pattern = pattern
         self.expected = expected
         self.source = source
         self.bytes_max = bytes_max
         self._repairs = repairs
+        self._joint = joint
 
     def admits(self, text: str) -> bool:
         if not is_text(text) or (self.bytes_max is not None and len(text.encode()) > self.bytes_max):
@@ -50,7 +58,7 @@ class Rule:
         if self.bytes_max is not None and (size := len(text.encode())) > self.bytes_max:
             return f"it is {size:,} bytes long"
         if self._repairs:
-            near = re.sub(r"[^A-Za-z0-9]+", "-", text[:_SHOWN_MAX]).strip("-")
+            near = re.sub(r"[^A-Za-z0-9]+", self._joint, text[:_SHOWN_MAX]).strip(self._joint)
             near = near if self.admits(near) else near.lower()
             return f"did you mean `{near}`?" if self.admits(near) else None
         return None
@@ -93,6 +101,8 @@ ENV_NAME = Rule(
     pattern="[A-Za-z_][A-Za-z0-9_]{0,254}",
     expected="an environment variable name (at most 255 letters, digits or `_`, no leading digit)",
     source="POSIX 8.1, environment variables",
+    repairs=True,
+    joint="_",
 )
 ENV_VALUE = Rule(
     pattern=r"[^\x00]*",

@@ -74,11 +74,11 @@ def _read_plain(text: str) -> Any:
     resolver, constructor = _make_reader()
     tag = resolver.resolve(yaml.ScalarNode, text, (True, False))
     try:
-        return constructor.construct_object(yaml.ScalarNode(tag, text))  # type: ignore[no-untyped-call]
+        return constructor.construct_object(yaml.ScalarNode(tag, text))
     except (ValueError, yaml.YAMLError, OverflowError):
         return text
 
 
 @cache
 def _make_reader() -> tuple[Any, Any]:
-    return yaml.resolver.Resolver(), yaml.constructor.SafeConstructor()  # type: ignore[no-untyped-call]
+    return yaml.resolver.Resolver(), yaml.constructor.SafeConstructor()

@@ -106,13 +106,15 @@ GOAL = Table(
             examples=({"H100:8": 31000, "A100:8": 12500},),
         ),
         "deadline": Field(shape=Duration(bare_unit="h"), about="Finish within this time.", examples=("48h", "6d")),
-        "budget": Field(shape=Number(), about="Maximum total cost, in USD."),
+        "budget": Field(shape=Number(), about="Maximum total cost, in USD.", examples=(5000,)),
         "hour_value": Field(
             shape=Number(above=None),
             about="What an hour earlier is worth, in USD (default: 2 % of the on-demand price of the gang per hour).",
             examples=(2.5,),
         ),
-        "confidence": Field(shape=Number(at_most=0.9999), about="Required chance to meet the deadline (default: 0.9)."),
+        "confidence": Field(
+            shape=Number(at_most=0.9999), about="Required chance to meet the deadline (default: 0.9).", examples=(0.9,)
+        ),
     },
 )  # fmt: skip
 CHECKPOINT = Table(
@@ -128,7 +130,9 @@ CHECKPOINT = Table(
             examples=("s3://my-bucket/checkpoints",),
         ),
         "every": Field(
-            shape=Duration(bare_unit="s"), about="Checkpoint interval (default: the one with the lowest cost)."
+            shape=Duration(bare_unit="s"),
+            about="Checkpoint interval (default: the one with the lowest cost).",
+            examples=("10m",),
         ),
         "stall": Field(
             shape=Duration(bare_unit="s", is_zero_ok=True), about="How long a checkpoint stops training (default: 5s)."
@@ -215,7 +219,9 @@ TASK = Table(
     fields={
         "name": Field(shape=_NAME, about="Task name."),
         "resources": Field(shape=RESOURCES, about="Resources per node."),
-        "num_nodes": Field(shape=Whole(minimum=1, maximum=100_000), about="Number of identical nodes (default: 1)."),
+        "num_nodes": Field(
+            shape=Whole(minimum=1, maximum=100_000), examples=(2,), about="Number of identical nodes (default: 1)."
+        ),
         "workdir": Field(
             shape=Either(shapes=(_SOURCE, WORKDIR_GIT)), examples=(".",),
             about="Local folder to upload as the working directory of every node, or a git repository, which is cloned "

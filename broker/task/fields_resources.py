@@ -70,6 +70,8 @@ class Infra(Scalar):
         text = str(marked.value)
         if text.count("/") <= 2 and " " in text.strip() and self.parse(replace(marked, value=text.replace(" ", ""))):
             return f"remove the spaces: `{text.replace(' ', '')}`"
+        if ":" in text and "/" not in text and self.parse(replace(marked, value=text.replace(":", "/"))):
+            return f"write `{text.replace(':', '/')}`"
         cloud = text.split("/")[0].strip()
         return (
             None if cloud.lower() in (*CLOUDS, "*") else suggest(cloud, CLOUDS) or f"known clouds: {', '.join(CLOUDS)}"
@@ -133,6 +135,10 @@ class Named(Text):
             return "remove the quotes around the alternatives"
         if isinstance(marked.value, str) and re.fullmatch(r"\s*|.*:\s*0+(?:\.0*)?", marked.value):
             return "for a machine without accelerators, remove `accelerators`"
+        if found := re.fullmatch(rf"([1-9][0-9]{{0,3}})\s*[xX]\s*({ACCELERATOR_NAME})", str(marked.value).strip()):
+            return f"write the name first: `{found[2]}:{found[1]}`"
+        if found := re.fullmatch(rf"({ACCELERATOR_NAME})\s+[xX]?\s*([1-9][0-9]{{0,3}})", str(marked.value).strip()):
+            return f"put a colon between name and count: `{found[1]}:{found[2]}`"
         return super().hint(marked)
 
 
@@ -221,7 +227,16 @@ ACCELERATOR_ARGS = Table(
     },
 )
 
-_CLOUD = Choice(words=CLOUDS)
+
+class CloudName(Choice):
+    """`aws`."""
+
+    def hint(self, marked: Marked) -> str | None:
+        is_place = isinstance(marked.value, str) and "/" in marked.value and Infra().parse(marked) is not None
+        return f"write `infra: {marked.value}` instead" if is_place else super().hint(marked)
+
+
+_CLOUD = CloudName(words=CLOUDS)
 _PLACE = Text(rule=allowed.PLACE)
 _IMAGE = Text(rule=allowed.IMAGE)
 
@@ -256,7 +271,10 @@ ONE: dict[str, Field] = {
     "instance_type": Field(
         shape=Text(rule=allowed.INSTANCE_TYPE), is_blank_none=True, about="Instance type of the cloud."
     ),
-    "use_spot": Field(shape=Flag(), about="Use spot or on-demand instances (default: both if the task has a `goal`)."),
+    "use_spot": Field(
+        shape=Flag(), examples=(True,),
+        about="Use spot or on-demand instances (default: both if the task has a `goal`).",
+    ),
     "disk_size": Field(
         shape=Size(), about="Size of the root disk in GiB (default: 256).", examples=("256GB", "1TB"),
         at=_has_none(("local", *_PODS), "the existing disk is used"),
@@ -354,6 +372,7 @@ ALTERNATIVE = Table(
     name="alternative",
     about="An alternative set of resources.",
     fields=ONE,
+    bare="accelerators",
     exclusive=_PLACES,
     retired=_RETIRED,
     elsewhere=_ELSEWHERE,
@@ -373,6 +392,7 @@ RESOURCES = Table(
     name="resources",
     about="Resources per node.",
     fields=_list_all(),
+    bare="accelerators",
     exclusive=(*_PLACES, ("any_of", "ordered", "keep one of them")),
     retired=_RETIRED,
     elsewhere=_ELSEWHERE,

@@ -20,6 +20,7 @@ from broker.task.reading import Reader, describe
 from broker.task.resources import read_autostop, read_recovery, read_resources
 from broker.task.service import read_service
 from broker.task.tables import Section
+from broker.task.yaml_errors import suggest_colon
 from broker.task.yaml_reader import BYTES_MAX, Marked, read_documents
 from broker.types import CheckpointSpec, DataSet, Goal, Origin, Repository, Secret, Task
 
@@ -74,7 +75,9 @@ def _read_document(
     reader: Reader, marked: Marked, envs: Mapping[str, str], secrets: Mapping[str, str]
 ) -> Document | None:
     if not isinstance(marked.value, dict):
-        reader.fault(marked, f"a task must be a mapping, not {describe(marked)}", _SMALLEST)
+        is_text = isinstance(marked.value, str)
+        colon = suggest_colon(marked.value) if is_text and ":" in marked.value else None
+        reader.fault(marked, f"a task must be a mapping, not {describe(marked)}", colon or _SMALLEST)
         return None
     if foreign := recognise(marked.value):
         kind, hint = foreign

@@ -119,6 +119,10 @@ class Duration(Measure):
         self.is_zero_ok = is_zero_ok
         self.pattern = rf"{'' if is_zero_ok else '(?=[^1-9]*[1-9])'}(?:{_SPAN}|{_NUMBER})"
 
+    def hint(self, marked: Marked) -> str | None:
+        found = re.fullmatch(rf"\s*({_NUMBER}) ?(sec|min|h(?:ou)?r|day|week)[a-z]*\s*", str(marked.value).lower())
+        return f"write `{found[1]}{found[2][0]}`" if found else None
+
     def from_number(self, value: float) -> float:
         return value * _SECONDS[self.bare_unit]
 

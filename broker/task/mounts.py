@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from broker.task.allowed import GIT_URL
 from broker.task.checking import check_bucket
 from broker.task.fields import BUCKET_SCHEMES
 from broker.task.reading import Reader, describe
@@ -29,7 +30,8 @@ def read_workdir(reader: Reader, section: Section) -> str | Repository | None:
     place = section.find_key("workdir")
     folder: str = value
     if not _exists(folder, is_folder=True):
-        reader.warn(place, "workdir", f"`workdir` is not a folder: `{folder}`", _FROM_HERE, blocks_launch=True)
+        hint = f"for a git repository, write `workdir: {{url: {folder}}}`" if GIT_URL.admits(folder) else _FROM_HERE
+        reader.warn(place, "workdir", f"`workdir` is not a folder: `{folder}`", hint, blocks_launch=True)
     return folder
 
 

@@ -148,8 +148,9 @@ def _read_memory(memory: Quantity | Ratio | None) -> dict[str, Quantity | float 
     """Return the fields that a size sets, or a ratio; the other one of `base` no longer applies."""
     if memory is None:
         return {}
-    is_ratio = isinstance(memory, Ratio)
-    return {"memory_gib": None if is_ratio else memory, "memory_gib_per_vcpu": float(memory) if is_ratio else None}
+    if isinstance(memory, Ratio):
+        return {"memory_gib": None, "memory_gib_per_vcpu": float(memory)}
+    return {"memory_gib": memory, "memory_gib_per_vcpu": None}
 
 
 def _read_ports(value: Any) -> tuple[str, ...] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -80,6 +81,7 @@ class Table(Shape):
 
     `exclusive` lists mutually exclusive pairs, `retired` the replacements of old keys, `elsewhere` the place of
     keys that belong to another table. `others` is the notice for unknown keys; None refuses them.
+    `bare` is the field that a text in place of the mapping probably means.
     """
 
     expected = "a mapping"
@@ -93,6 +95,7 @@ class Table(Shape):
         retired: Mapping[str, str] | None = None,
         elsewhere: Mapping[str, str] | None = None,
         others: Later | None = None,
+        bare: str | None = None,
         about: str = "",
     ) -> None:
         self.name = name
@@ -101,6 +104,7 @@ class Table(Shape):
         self.retired = retired or {}
         self.elsewhere = elsewhere or {}
         self.others = others
+        self.bare = bare
         self.about = about
 
     def admits_kind(self, value: Any) -> bool:
@@ -108,9 +112,7 @@ class Table(Shape):
 
     def read(self, reader: Reader, marked: Marked, name: str) -> Section | None:
         if not isinstance(marked.value, dict):
-            reader.fault(
-                marked, f"{self._show(name)} must be a mapping, not {describe(marked)}", suggest_mapping(marked)
-            )
+            reader.fault(marked, f"{self._show(name)} must be a mapping, not {describe(marked)}", self._hint(marked))
             return None
         self._check_keys(reader, marked, name)
         values: dict[str, Any] = {}
@@ -121,11 +123,22 @@ class Table(Shape):
                 continue
             canonical = entry.alias_of or key
             marks[canonical] = each
+            known = len(reader.issues)
             value = entry.shape.read(reader, each, key)
+            if entry.examples:
+                reader.add_hint(known, each, f"for example `{key}: {_show_example(entry.examples[0])}`")
             if value is not None:
                 values[canonical] = value
                 self._warn(reader, marked.keys[key], key, value)
         return Section(marked=marked, values=values, marks=marks)
+
+    def _hint(self, marked: Marked) -> str | None:
+        """Return how to write the mapping, where its only field was written in its place."""
+        text = marked.value if isinstance(marked.value, str) else ""
+        is_field = text.partition(":")[0].strip() in self.fields
+        if self.bare and text and " " not in text and not is_field:
+            return f"write `{self.bare}: {text[:40]}`"
+        return suggest_mapping(marked)
 
     def _warn(self, reader: Reader, place: tuple[int, int], key: str, value: Any) -> None:
         """Report fields that are not supported, on any cloud or on one."""
@@ -148,9 +161,9 @@ class Table(Shape):
         for key in given:
             if key not in self.fields and not reader.is_full:
                 message = f"unknown field {describe(key)} in {self._show(name)}"
-                if later := self.others:
-                    message = f"{message}: {later.message}"
-                    reader.warn(marked.keys[key], name, message, self._suggest(key), blocks_launch=later.blocks_launch)
+                if noted := self.others:
+                    message = f"{message}: {noted.message}"
+                    reader.warn(marked.keys[key], name, message, self._suggest(key), blocks_launch=noted.blocks_launch)
                 else:
                     reader.note(*marked.keys[key], message, self._suggest(key))
         for first, second, hint in self._list_exclusive():
@@ -200,6 +213,16 @@ class Table(Shape):
         if pairs := self._list_exclusive():
             schema["allOf"] = [{"not": {"required": [first, second]}} for first, second, _ in pairs]
         return schema
+
+
+def _show_example(value: Any) -> str:
+    return (
+        str(value).lower()
+        if isinstance(value, bool)
+        else json.dumps(value)
+        if isinstance(value, (dict, list))
+        else str(value)
+    )
 
 
 def _describe_field(entry: Field) -> Schema:

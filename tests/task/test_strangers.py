@@ -110,6 +110,18 @@ def test_unknown_setting_in_config_is_noted_where_it_stands(text: str, message: 
     assert notice.hint.startswith(hint)
 
 
+def test_url_as_workdir_is_told_how_a_repository_is_written() -> None:
+    (notice,) = load("run: x\nworkdir: https://host/org/x").notices
+    assert notice.blocks_launch
+    assert notice.hint == "for a git repository, write `workdir: {url: https://host/org/x}`"
+
+
+def test_text_that_is_no_mapping_is_told_where_its_colon_belongs() -> None:
+    with pytest.raises(TaskError) as caught:
+        load_tasks_text("run:echo", "task.yaml")
+    assert caught.value.issues[0].hint == "put a space after the colon: `run: ...`"
+
+
 def test_empty_alternatives_are_none() -> None:
     (found,) = load("run: x\nresources: {cpus: 2, any_of: []}").resources
     assert found.cpus is not None and found.cpus.value == 2
@@ -188,6 +200,25 @@ def test_misplaced_field_is_sent_to_its_place(text: str, fault: str) -> None:
         ("envs: [A=1]", "| write `KEY: VALUE` on each line, without `- `"),
         ("resources:\n  cpus:4", "a mapping, not `cpus:4` | put a space after the colon: `cpus: ...`"),
         ("resources:\n  cpus 4", "a mapping, not `cpus 4` | put a colon after `cpus`"),
+        ("num_nodes: two", "| for example `num_nodes: 2`"),
+        ("resources: H100:8", "| write `accelerators: H100:8`"),
+        ("resources: {any_of: ['H100:8']}", "| write `accelerators: H100:8`"),
+        ("resources: {accelerators: 8xH100}", "| write the name first: `H100:8`"),
+        ("resources: {accelerators: H100 x 8}", "| put a colon between name and count: `H100:8`"),
+        ("resources: {accelerators: H100:eight}", "| for example `accelerators: H100:8`"),
+        ("resources: {infra: aws:us-east-1}", "| write `aws/us-east-1`"),
+        ("resources: {cloud: aws/us-east-1}", "| write `infra: aws/us-east-1` instead"),
+        ("resources: {memory: 32 gigs}", "| for example `memory: 32+`"),
+        ("resources: {autostop: 10 minutes}", "| write `10m`"),
+        ("goal: {work: 2.5 hours}", "| write `2.5h`"),
+        ("goal: {work: 2 months}", "| for example `work: 100h`"),
+        ("goal: {budget: '$5,000'}", "| write `5000`"),
+        ("goal: {budget: 5k}", "| write `5000`"),
+        ("goal: {confidence: 95%}", "| write `0.95`"),
+        ("goal: {confidence: 95}", "| for example `confidence: 0.9`"),
+        ("envs: {A-B: c}", "| did you mean `A_B`?"),
+        ("workdir: {url: 'ext::sh -c id'}", "`url` must be a URL such as `https://HOST/ORG/NAME`"),
+        ("workdir: {url: https://h/x, ref: '--upload-pack=id'}", "`ref` must be a branch, tag or commit"),
         ("setup: [a, b]", "| write it as one text: `|` after the colon"),
         ("resources: {any_of: {infra: aws}}", "| put `- ` before each item"),
         ("resources: {cpus: {{ cpus }}}", "| `{{...}}` is a template: fill it in first"),
@@ -217,7 +248,10 @@ def test_common_slip_gets_its_next_step(text: str, fault: str) -> None:
             "2 not valid YAML: `*` and `&` have a meaning of their own | put the value",
         ),
         ("name: @x", "1 not valid YAML: a value cannot start with `@` | put it in quotes"),
-        ("run: python a.py: b", "1 not valid YAML: mapping values are not allowed in this context | a value with `: `"),
+        (
+            "run: python a.py: b",
+            "1 not valid YAML: a value contains `: `, which separates a field from its value | put the value in quotes",
+        ),
         ("name: 'x", "not valid YAML: a quote is not closed | close it"),
         ("resources: {cpus: 2\nrun: x", "not valid YAML: a bracket is not closed, or a comma is missing | compare"),
     ],
