@@ -172,8 +172,8 @@ class Table(Shape):
                 reader.note(*marked.keys[later], f"`{first}` and `{second}` are mutually exclusive", hint)
         for key, entry in self.fields.items():
             if entry.is_required and (key not in given or given[key].value is None):
-                hint = f"for example `{key}: {entry.examples[0]}`" if entry.examples else None
-                reader.fault(marked, f"{self._show(name)} requires `{key}`", hint)
+                example = f"for example `{key}: {entry.examples[0]}`" if entry.examples else None
+                reader.fault(marked, f"{self._show(name)} requires `{key}`", example)
 
     def _suggest(self, key: str) -> str | None:
         """Return a hint for an unknown key: an odd space in it, its replacement, its place, or a near miss."""
