@@ -300,6 +300,11 @@ def _write_aside(path: Path, text: str) -> Path:
     return aside
 
 
+def make_git_environment() -> dict[str, str]:
+    """Return the environment for git: it asks for nothing, and its messages are in English."""
+    return {**os.environ, "GIT_TERMINAL_PROMPT": "0", "LC_ALL": "C"}
+
+
 def read_aws_environment() -> dict[str, str]:
     """Return the variables that configure AWS's tools."""
     return {name: value for name, value in os.environ.items() if name.startswith("AWS_")}

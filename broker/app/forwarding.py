@@ -55,10 +55,12 @@ class Webhook:
         self._about = {"job": job.stem, "name": job.name}
 
     def send(self, progress: Progress, *, now_s: float) -> None:
+        """Post the line with the job's ID and name. Raises as `post` does."""
         line = {"step": progress.step, "total": progress.total, **list_metrics(progress)}
         post(self._url, {**self._about, "time_s": now_s, **line})
 
     def end(self, job: Job, *, now_s: float) -> None:
+        """Post the job's final status. Raises as `post` does."""
         post(self._url, {**self._about, "time_s": now_s, "status": job.status.value})
 
 
@@ -71,6 +73,7 @@ class Mlflow:
         self.run_id = run_id or self._find_run(job, experiment, now_s)
 
     def send(self, progress: Progress, *, now_s: float) -> None:
+        """Log the metrics of the line at its step, in one call of `runs/log-batch`."""
         metrics = [
             {"key": name, "value": value, "timestamp": round(now_s * 1000), "step": progress.step}
             for name, value in list_metrics(progress).items()
@@ -79,6 +82,7 @@ class Mlflow:
             self._call("runs/log-batch", {"run_id": self.run_id, "metrics": metrics})
 
     def end(self, job: Job, *, now_s: float) -> None:
+        """Set the run's status: FINISHED, KILLED or FAILED."""
         status = ENDS.get(job.status, "FAILED")
         self._call("runs/update", {"run_id": self.run_id, "status": status, "end_time": round(now_s * 1000)})
 

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from broker.jobs.monitor import AttemptMonitor
 
 POLL_S = 0.3
+NOTE_EVERY_S = 15.0  # the same failure of a start is shown again after this time
 
 
 class Target(Protocol):
@@ -91,6 +92,7 @@ def prepare(
     callbacks.show(plans)
     if is_dryrun:
         return Ready(tasks=tasks, plans=plans)
+    tasks = fetch_repositories(context, tasks)
     if target.check(plans):
         for sentence in context.grants.check(plans, allowances_s=target.list_allowances_s(tasks)):
             context.note(sentence)
@@ -99,6 +101,15 @@ def prepare(
         callbacks.confirm(plans)
     tasks = fill_buckets(context, tasks, track=callbacks.track_upload)
     return Ready(tasks=tuple(target.mount(each) for each in tasks), plans=plans)
+
+
+def fetch_repositories(context: Context, tasks: Sequence[Task]) -> tuple[Task, ...]:
+    """Clone the repositories of the tasks on this machine; tasks without one load nothing."""
+    if all(each.repository is None for each in tasks):
+        return tuple(tasks)
+    from broker.app.repositories import fetch_repositories as fetch
+
+    return fetch(tasks, context.config.home, note=context.note)
 
 
 def note_state_folder(context: Context, tasks: Sequence[Task]) -> None:
@@ -240,7 +251,7 @@ async def exec_task(context: Context, cluster: Cluster, task: Task) -> int:
     if any(each.accelerator for each in task.resources):
         task = context.resolve(task)
     check_notices([task], is_launch=True, note=context.note)
-    (task,) = settle_checkpoints(context, [task])
+    (task,) = fetch_repositories(context, settle_checkpoints(context, [task]))
     return await start_run(context, match_alternative(cluster, task), task)
 
 
@@ -267,6 +278,7 @@ async def wait_booted(context: Context, cluster: Cluster, task: Task) -> None:
     Raises TransientError for lost nodes, and for nodes that a managed job would give up as well.
     """
     monitor: AttemptMonitor | None = None
+    noted_s: dict[str, float] = {}
     while True:
         try:
             await context.gang.prepare(cluster, task)
@@ -280,7 +292,10 @@ async def wait_booted(context: Context, cluster: Cluster, task: Task) -> None:
             if judge_start(error, cluster, monitor, context.clock.now_s()) is not StartVerdict.WAIT:
                 raise explain_unreachable(context, cluster, error) from error
             is_booting = isinstance(error, UnreachedError)
-            context.note(f"{error.message}; {'it may still be booting' if is_booting else 'retrying'}")
+            now_s = context.clock.now_s()
+            if now_s - noted_s.get(error.message, -NOTE_EVERY_S) >= NOTE_EVERY_S:
+                noted_s[error.message] = now_s
+                context.note(f"{error.message}; {'it may still be booting' if is_booting else 'retrying'}")
             await context.clock.sleep(POLL_S)
 
 

@@ -66,7 +66,7 @@ def read_tasks(entrypoint: Sequence[str], overrides: Overrides) -> tuple[Task, .
         each = replace(each, name=overrides.name or each.name)
         if overrides.workdir:
             kept = tuple(notice for notice in each.notices if notice.field != "workdir")
-            each = replace(each, workdir=str(_find_folder(overrides.workdir)), notices=kept)
+            each = replace(each, workdir=str(_find_folder(overrides.workdir)), repository=None, notices=kept)
         changed.append(anchor(each))
     return tuple(changed)
 

@@ -24,7 +24,7 @@ DROPPED = {
     "cloud": ("cloud", "region", "zone"),
     "region": ("region", "zone"),
     "accelerators": ("accelerator",),
-    "memory": ("memory_gib",),
+    "memory": ("memory_gib", "memory_gib_per_vcpu"),
 }
 
 

@@ -48,7 +48,12 @@ class Suggestions:
         known = self._list("SELECT DISTINCT instance_type FROM types") if known is None else known
         if not _has(known, name):
             rows = self._list("SELECT DISTINCT cloud FROM types WHERE instance_type = ?1 COLLATE NOCASE", name)
-            raise _explain(f"instance type{of_cloud}", name, known, [f"available on {cloud}" for cloud in sorted(rows)])
+            hints = [f"available on {cloud}" for cloud in sorted(rows)]
+            accelerators = self._list(
+                "SELECT name FROM accelerators WHERE name = ?1 COLLATE NOCASE", name.split(":")[0]
+            )
+            hints += [f"`{each}` is an accelerator: list its offers with `broker gpus {name}`" for each in accelerators]
+            raise _explain(f"instance type{of_cloud}", name, known, hints)
 
     def check_cloud(self, name: str) -> None:
         """Raise UnknownNameError for a cloud without prices."""

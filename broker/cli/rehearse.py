@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from broker.app.launching import fetch_repositories
 from broker.app.planning import check_notices, check_place
 from broker.cli import options
 from broker.cli.context import make_context
@@ -98,6 +99,7 @@ def rehearse(
     task = choose_resources(context.resolve(first), note=print_note)
     check_notices([task], is_launch=True, note=print_note)
     check_place(task, {"local"}, is_launch=False, note=print_note)
+    (task,) = fetch_repositories(context, [task])
     plan = context.plan(task)
     market = open_market(traces, seed)
     stage = set_stage(plan, market, nodes_local, has_given_speed=speed is not None)

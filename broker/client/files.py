@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import IO
 
 from broker.app.planning import anchor
+from broker.config import find_home
 from broker.errors import UsageError
 from broker.types import Task
 
@@ -25,8 +26,15 @@ CHUNK = 2**20
 Send = Callable[[str, IO[bytes]], None]
 
 
-def upload_files(task: Task, send: Send) -> Task:
-    """Send the local files of a task, and replace their paths. `send` gets the digest and the archive."""
+def upload_files(task: Task, send: Send, *, note: Callable[[str], None] = lambda text: None) -> Task:
+    """Send the local files of a task, and replace their paths. `send` gets the digest and the archive.
+
+    A git repository is cloned here: the server has no credentials for it, and fetches no addresses that users write.
+    """
+    if task.repository is not None:
+        from broker.app.repositories import fetch_repositories
+
+        (task,) = fetch_repositories([task], find_home(), note=note)
     task = anchor(task)
 
     def fix(path: str) -> str:

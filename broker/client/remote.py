@@ -74,11 +74,11 @@ class RemoteSession:
     def _upload(self, value: object) -> object:
         """Send the files of tasks ahead, each only if the server lacks it."""
         if isinstance(value, Task):
-            return upload_files(value, self._send_file)
+            return upload_files(value, self._send_file, note=self._note)
         if isinstance(value, MapRequest | SweepRequest):
-            return replace(value, task=upload_files(value.task, self._send_file))
+            return replace(value, task=upload_files(value.task, self._send_file, note=self._note))
         if isinstance(value, tuple) and value and isinstance(value[0], Task):
-            return tuple(upload_files(each, self._send_file) for each in value)
+            return tuple(upload_files(each, self._send_file, note=self._note) for each in value)
         return value
 
     def _send_file(self, digest: str, archive: IO[bytes]) -> None:

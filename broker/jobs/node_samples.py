@@ -28,6 +28,7 @@ POINTS_MAX = 120  # of each
 
 
 def get_folder(logs: Path, job_id: int) -> Path:
+    """Return the folder with one file of samples for each rank of this job."""
     return logs / "nodes" / str(job_id)
 
 

@@ -78,7 +78,9 @@ def _test_cpus(asked: Resources) -> Test | None:
 
 
 def _test_memory(asked: Resources) -> Test | None:
-    quantity = asked.memory_gib
+    quantity, ratio = asked.memory_gib, asked.memory_gib_per_vcpu
+    if ratio is not None:
+        return lambda offer: offer.memory_gib >= ratio * offer.vcpus
     return None if quantity is None else lambda offer: quantity.admits(offer.memory_gib)
 
 
@@ -112,7 +114,7 @@ FILTERS: tuple[Filter, ...] = (
     ),
     Filter(
         name="memory",
-        fields=("memory_gib",),
+        fields=("memory_gib", "memory_gib_per_vcpu"),
         make_test=_test_memory,
         show=lambda offer: f"{offer.memory_gib:g} GiB ({offer.instance_type})",
     ),

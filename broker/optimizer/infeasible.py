@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import combinations
+from typing import Any
 
 from broker.errors import NoOfferError
 from broker.frozen import frozen
@@ -100,6 +101,8 @@ def _list_relaxations(task: Task) -> Iterator[Relaxation]:
         is_named = any(each.accelerator for each in task.resources) or field != "instance_type"
         if value is not None and is_named:
             yield Relaxation(words=f"drop `{name}: {value}`", change=_drop(field))
+    if (ratio := _ask(task, "memory_gib_per_vcpu")) is not None:
+        yield Relaxation(words=f"drop `memory: {ratio:g}x`", change=_drop("memory_gib_per_vcpu"))
     if any(each.accelerator for each in task.resources):
         for count in (1.0, 2.0, 4.0, 8.0, 16.0):
             if all(each.accelerator_count != count for each in task.resources):
@@ -129,7 +132,7 @@ def _at_least(size: Quantity | None) -> Quantity | None:
     return None if size is None else replace(size, is_minimum=True)
 
 
-def _ask(task: Task, field: str) -> object:
+def _ask(task: Task, field: str) -> Any:
     """Return the field's value in the first alternative that sets it."""
     return next((value for each in task.resources if (value := getattr(each, field)) is not None), None)
 

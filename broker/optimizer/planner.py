@@ -159,6 +159,7 @@ def describe_request(task: Task, asked: Resources) -> str:
     words += [asked.cloud, asked.region, asked.zone]
     words.append(f"{asked.cpus} vCPU" if asked.cpus else None)
     words.append(f"{asked.memory_gib} GiB" if asked.memory_gib else None)
+    words.append(f"{asked.memory_gib_per_vcpu:g}+ GiB per vCPU" if asked.memory_gib_per_vcpu else None)
     words.append(None if asked.use_spot is None else "spot" if asked.use_spot else "on-demand")
     words.append(None if asked.usd_hour_max is None else f"at most {asked.usd_hour_max:g} USD/h per node")
     text = ", ".join(word for word in words if word)

@@ -17,6 +17,7 @@ REPORT_HINT = (
     'append lines such as {"step": 7, "total": 100, "loss": 2.1, "checkpoint_step": 5} to $BROKER_PROGRESS_FILE'
 )
 TRAINER_PACKAGES = ("torch", "numpy")  # the extra `train`
+OWN_HINT = "hint: "  # `trainers.setup` and other programs of ours say what to do on their last line
 GOOD_SHARE = 0.02  # of expected time that an interval may cost above the best one
 
 
@@ -88,6 +89,8 @@ def judge_resume(
     """
     if failure and missing_module:
         return [_explain_import(missing_module)]
+    if failure and last_words.startswith(OWN_HINT):
+        return [_bad(f"the program could not start: {failure}", last_words.removeprefix(OWN_HINT))]
     findings = _judge_resume(trials, resumes, preemptions=preemptions, has_saved=has_saved, failure=failure)
     if failure and last_words:
         findings.append(Finding(level="note", about="log", text=f"the last line is `{last_words}`"))
@@ -106,6 +109,8 @@ def _explain_import(module: str) -> Finding:
 def _judge_resume(
     trials: Sequence[ReportedAttempt], resumes: Sequence[Resume], *, preemptions: int, has_saved: bool, failure: str
 ) -> list[Finding]:
+    if failure and not any(trial.lines for trial in trials):
+        return [_bad(f"the program ended before it reported a step: {failure}", "mend the cause that its log names")]
     if not any(trial.lines for trial in trials):
         return [_bad("the program reported no progress, so it is unknown whether it resumed", REPORT_HINT)]
     if failure and len(trials) > 1 and not trials[-1].lines:

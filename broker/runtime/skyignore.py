@@ -3,6 +3,7 @@
 Like SkyPilot, use `.skyignore` if the folder has one at its top, else `.gitignore` and `.git/info/exclude`. Such files
 in subfolders apply below them. Every sender uses `walk`, so all send the same files.
 
+A clone that broker made is sent whole, with its `.git`: programs read their version from it.
 A state folder is never sent: it holds keys, and the nodes of the local cloud, whose copies it would grow by.
 """
 
@@ -16,6 +17,7 @@ from pathlib import Path
 
 from broker.config import is_state_folder
 
+CLONE_MARK = "broker-clone"  # a file in the `.git` of a clone that broker made
 NEVER_COPIED = (".git", ".venv", "__pycache__")
 Pattern = tuple[re.Pattern[str], bool]  # and whether it excludes; `!` includes again
 Rules = tuple[tuple[str, tuple[Pattern, ...]], ...]  # (folder relative to the source, its patterns), innermost last
@@ -23,11 +25,17 @@ Rules = tuple[tuple[str, tuple[Pattern, ...]], ...]  # (folder relative to the s
 
 def walk(source: Path) -> Iterator[tuple[Path, list[str]]]:
     """Yield each folder to send, with the names of its files and links. Links to folders are not followed."""
+    is_clone = (source / ".git" / CLONE_MARK).is_file()
     file_name = ".skyignore" if (source / ".skyignore").is_file() else ".gitignore"
     rules_of: dict[str, Rules] = {}
     outer = () if file_name == ".skyignore" else _read_rules(source / ".git" / "info" / "exclude", "")
     for folder_name, folders, files in os.walk(source):
         folder = Path(folder_name)
+        links = [name for name in folders if (folder / name).is_symlink()]
+        if is_clone:
+            folders[:] = [name for name in folders if name not in links]
+            yield folder, files + links
+            continue
         if is_state_folder(folder, files):
             folders.clear()
             continue
@@ -35,7 +43,6 @@ def walk(source: Path) -> Iterator[tuple[Path, list[str]]]:
         above = rules_of[relative.rpartition("/")[0]] if relative else outer
         rules = rules_of[relative] = above + (_read_rules(folder / file_name, relative) if file_name in files else ())
         prefix = f"{relative}/" if relative else ""
-        links = [name for name in folders if (folder / name).is_symlink()]
         folders[:] = [
             name
             for name in folders

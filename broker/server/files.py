@@ -85,6 +85,9 @@ class FileStore:
                 raise UsageError(f"`{path}` was not uploaded", hints=["send it first: `PUT /v1/files/SHA256`"])
             return str(found)
 
+        if task.repository is not None:
+            message = "`workdir` is a git repository, which is cloned on the machine of the user"
+            raise UsageError(message, hints=["launch with `broker` or `import broker`, which send the clone"])
         if task.service is not None and task.service.tls is not None:
             raise UsageError(
                 "`service: {tls: ...}` names files of the machine of the balancer, which no task sends to a server",

@@ -22,6 +22,7 @@ _SHOWN_MAX = 60
 _PLAIN = r"[^\x00-\x1f\x7f]"  # any character but the control characters
 _SOLID = r"[^\s\x00-\x1f\x7f]"  # neither a control character nor a space
 _NAME = r"[A-Za-z0-9](?:[-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?"
+_LONG_NAME = r"[A-Za-z0-9](?:[-A-Za-z0-9_.]{0,198}[A-Za-z0-9])?"
 
 
 class Rule:
@@ -29,13 +30,21 @@ class Rule:
     miss."""
 
     def __init__(
-        self, *, pattern: str, expected: str, source: str, bytes_max: int | None = None, repairs: bool = False
+        self,
+        *,
+        pattern: str,
+        expected: str,
+        source: str,
+        bytes_max: int | None = None,
+        repairs: bool = False,
+        joint: str = "-",
     ) -> None:
         self.pattern = pattern
         self.expected = expected
         self.source = source
         self.bytes_max = bytes_max
         self._repairs = repairs
+        self._joint = joint
 
     def admits(self, text: str) -> bool:
         """Return whether a text satisfies pattern and length; text that cannot be encoded never does."""
@@ -50,7 +59,7 @@ class Rule:
         if self.bytes_max is not None and (size := len(text.encode())) > self.bytes_max:
             return f"it is {size:,} bytes long"
         if self._repairs:
-            near = re.sub(r"[^A-Za-z0-9]+", "-", text[:_SHOWN_MAX]).strip("-")
+            near = re.sub(r"[^A-Za-z0-9]+", self._joint, text[:_SHOWN_MAX]).strip(self._joint)
             near = near if self.admits(near) else near.lower()
             return f"did you mean `{near}`?" if self.admits(near) else None
         return None
@@ -72,9 +81,9 @@ _EXECVE = "execve(2): no NUL, and one string of at most MAX_ARG_STRLEN (131,072 
 _POSIX_PATH = "POSIX: no NUL, PATH_MAX 4,096 and NAME_MAX 255 bytes"
 
 TASK_NAME = Rule(
-    pattern=_NAME,
-    expected="at most 63 letters, digits, `-`, `_` or `.`, with a letter or digit at both ends",
-    source="Kubernetes label values, and SkyPilot's names",
+    pattern=_LONG_NAME,
+    expected="at most 200 letters, digits, `-`, `_` or `.`, with a letter or digit at both ends",
+    source="SkyPilot's names; they have no limit there, but a pipeline's name becomes that of a folder",
     repairs=True,
 )
 JOB_NAME = TASK_NAME
@@ -93,6 +102,8 @@ ENV_NAME = Rule(
     pattern="[A-Za-z_][A-Za-z0-9_]{0,254}",
     expected="an environment variable name (at most 255 letters, digits or `_`, no leading digit)",
     source="POSIX 8.1, environment variables",
+    repairs=True,
+    joint="_",
 )
 ENV_VALUE = Rule(
     pattern=r"[^\x00]*",
@@ -129,8 +140,18 @@ SOURCE = Rule(
     source=_POSIX_PATH,
     bytes_max=PATH_BYTES_MAX,
 )
+GIT_URL = Rule(
+    pattern=rf"(?:https?|ssh|git|file)://{_SOLID}{{1,2000}}|(?!-)[A-Za-z0-9._-]{{1,64}}@[A-Za-z0-9.-]{{1,253}}:{_SOLID}{{1,2000}}",
+    expected="a URL such as `https://HOST/ORG/NAME` or `git@HOST:ORG/NAME.git`",
+    source="git-clone(1): git URLs, without remote helpers, which run programs",
+)
+GIT_REF = Rule(
+    pattern=r"(?![-/.])(?![^\x00]*(?:\.\.|@\{|//))[^\s\x00-\x1f\x7f~^:?*\[\\]{1,250}",
+    expected="a branch, tag or commit",
+    source="git-check-ref-format(1)",
+)
 DATA_URL = Rule(
-    pattern=rf"{_SOLID}{{1,{PATH_BYTES_MAX}}}",
+    pattern=rf"{_PLAIN}{{1,{PATH_BYTES_MAX}}}",
     expected="a folder or bucket URL",
     source=_POSIX_PATH,
     bytes_max=PATH_BYTES_MAX,
@@ -242,6 +263,8 @@ RULES: Mapping[str, Rule] = {
     "volume": VOLUME_NAME,
     "target of `file_mounts` and `volumes`": TARGET,
     "`workdir`, source of `file_mounts`": SOURCE,
+    "`url` of `workdir`": GIT_URL,
+    "`ref` of `workdir`": GIT_REF,
     "key of `inputs` and `outputs`": DATA_URL,
     "region, zone, context": PLACE,
     "`instance_type`": INSTANCE_TYPE,

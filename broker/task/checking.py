@@ -12,6 +12,8 @@ from broker.task.allowed import (
     ENV_NAME,
     ENV_VALUE,
     ENVIRONMENT_BYTES_MAX,
+    GIT_REF,
+    GIT_URL,
     IMAGE,
     INSTANCE_TYPE,
     LABEL_KEY,
@@ -128,6 +130,9 @@ def _check_texts(task: Task) -> Iterator[_Fault]:
     yield from _try("setup", task.setup, SCRIPT)
     yield from _try("run", task.run, SCRIPT)
     yield from _try("workdir", task.workdir, SOURCE)
+    if task.repository is not None:
+        yield from _try("workdir.url", task.repository.url, GIT_URL, is_hidden=True)
+        yield from _try("workdir.ref", task.repository.ref, GIT_REF)
     for target, source in task.file_mounts.items():
         yield from _try("file_mounts", target, TARGET)
         yield from _try("file_mounts", source, SOURCE)

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from broker.config import CHECKPOINT_URL
 from broker.task import allowed
+from broker.task.environment import EnvValue
 from broker.task.fields_resources import ACCELERATOR_NAME, RESOURCES
 from broker.task.fields_service import POOL, SERVICE
 from broker.task.measures import Duration, Size
 from broker.task.shapes import Anything, Choice, Either, Flag, ListOf, MapOf, Number, Text, Whole
 from broker.task.tables import Field, Later, Table
 
-_NAME = Text(rule=allowed.TASK_NAME)
+_NAME = Text(rule=allowed.TASK_NAME, also_scalar=True)
 _SOURCE = Text(rule=allowed.SOURCE)
 SECRET_SCOPES = ("personal.", "workspace.", "global.")  # of a server's secrets
 _SCOPED = rf"(?:(?:personal|workspace|global)\.)?{allowed.ENV_NAME.pattern}"
@@ -28,8 +29,8 @@ WORKDIR_GIT = Table(
     name="workdir_git",
     about="A git repository as the working directory.",
     fields={
-        "url": Field(shape=Text(), about="Repository URL.", is_required=True),
-        "ref": Field(shape=Text(also_scalar=True), about="Branch, tag or commit."),
+        "url": Field(shape=Text(rule=allowed.GIT_URL), about="Repository URL.", is_required=True),
+        "ref": Field(shape=Text(rule=allowed.GIT_REF, also_scalar=True), about="Branch, tag or commit."),
     },
 )
 STORAGE_CONFIG = Table(
@@ -105,13 +106,15 @@ GOAL = Table(
             examples=({"H100:8": 31000, "A100:8": 12500},),
         ),
         "deadline": Field(shape=Duration(bare_unit="h"), about="Finish within this time.", examples=("48h", "6d")),
-        "budget": Field(shape=Number(), about="Maximum total cost, in USD."),
+        "budget": Field(shape=Number(), about="Maximum total cost, in USD.", examples=(5000,)),
         "hour_value": Field(
             shape=Number(above=None),
             about="Value of finishing one hour earlier, in USD (default: 2 % of the gang's on-demand price per hour).",
             examples=(2.5,),
         ),
-        "confidence": Field(shape=Number(at_most=0.9999), about="Required chance to meet the deadline (default: 0.9)."),
+        "confidence": Field(
+            shape=Number(at_most=0.9999), about="Required chance to meet the deadline (default: 0.9).", examples=(0.9,)
+        ),
     },
 )  # fmt: skip
 CHECKPOINT = Table(
@@ -127,7 +130,9 @@ CHECKPOINT = Table(
             examples=("s3://my-bucket/checkpoints",),
         ),
         "every": Field(
-            shape=Duration(bare_unit="s"), about="Checkpoint interval (default: the one with the lowest cost)."
+            shape=Duration(bare_unit="s"),
+            about="Checkpoint interval (default: the one with the lowest cost).",
+            examples=("10m",),
         ),
         "stall": Field(
             shape=Duration(bare_unit="s", is_zero_ok=True), about="How long a checkpoint stops training (default: 5s)."
@@ -196,8 +201,9 @@ CONFIG = Table(
     },
     elsewhere=dict.fromkeys(
         ("aws", "oci", "nebius", "jobs", "serve", "api_server", "admin_policy", "allowed_clouds", "logs", "workspaces"),
-        "remove it: SkyPilot reads it from `~/.sky/config.yaml` only",
+        "SkyPilot reads it from `~/.sky/config.yaml` only",
     ),
+    others=Later(message="it has no effect", blocks_launch=False),
 )  # fmt: skip
 
 NEEDS = Field(
@@ -213,25 +219,28 @@ TASK = Table(
     fields={
         "name": Field(shape=_NAME, about="Task name."),
         "resources": Field(shape=RESOURCES, about="Resources per node."),
-        "num_nodes": Field(shape=Whole(minimum=1, maximum=100_000), about="Number of identical nodes (default: 1)."),
+        "num_nodes": Field(
+            shape=Whole(minimum=1, maximum=100_000), examples=(2,), about="Number of identical nodes (default: 1)."
+        ),
         "workdir": Field(
             shape=Either(shapes=(_SOURCE, WORKDIR_GIT)), examples=(".",),
-            about="Local folder to upload as the working directory of every node, or a git repository.",
+            about="Local folder to upload as the working directory of every node, or a git repository, which is cloned "
+            "at one commit on this machine and sent with its `.git`.",
         ),
         "setup": Field(shape=Text(rule=allowed.SCRIPT), about="Commands to run before `run`, on every node."),
         "run": Field(shape=Text(rule=allowed.SCRIPT), about="Program to run on every node."),
         "envs": Field(
             shape=MapOf(
-                value=Text(rule=allowed.ENV_VALUE, also_scalar=True, is_hidden=True), key=allowed.ENV_NAME,
-                has_null=True,
+                value=EnvValue(), key=allowed.ENV_NAME, has_null=True,
             ),
-            about="Environment variables; pass those without a value with `--env`.",
+            about="Environment variables; pass those without a value with `--env`. As in SkyPilot, `true` is `True` "
+            "and `1.10` is `1.1`: put a value in quotes to keep it as written.",
         ),
         "secrets": Field(
             shape=Either(
                 shapes=(
                     MapOf(
-                        value=Text(rule=allowed.ENV_VALUE, also_scalar=True, is_hidden=True), key=_SECRET_NAME,
+                        value=EnvValue(), key=_SECRET_NAME,
                         key_expected=allowed.ENV_NAME.expected, has_null=True,
                     ),
                     ListOf(

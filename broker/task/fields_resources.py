@@ -70,6 +70,8 @@ class Infra(Scalar):
         text = str(marked.value)
         if text.count("/") <= 2 and " " in text.strip() and self.parse(replace(marked, value=text.replace(" ", ""))):
             return f"remove the spaces: `{text.replace(' ', '')}`"
+        if ":" in text and "/" not in text and self.parse(replace(marked, value=text.replace(":", "/"))):
+            return f"write `{text.replace(':', '/')}`"
         cloud = text.split("/")[0].strip()
         return (
             None if cloud.lower() in (*CLOUDS, "*") else suggest(cloud, CLOUDS) or f"known clouds: {', '.join(CLOUDS)}"
@@ -119,7 +121,7 @@ class Port(Scalar):
         }
 
 
-OFF = -1  # `autostop: -1`, as on SkyPilot's command line
+_OFF = Whole(minimum=-1_000_000, maximum=-1)  # minutes that turn `autostop` off, as on SkyPilot's command line
 
 
 class Named(Text):
@@ -131,8 +133,12 @@ class Named(Text):
     def hint(self, marked: Marked) -> str | None:
         if isinstance(marked.value, str) and marked.value.strip()[:1] in ("{", "["):
             return "remove the quotes around the alternatives"
-        if isinstance(marked.value, str) and re.fullmatch(r".*:\s*0+(?:\.0*)?", marked.value):
+        if isinstance(marked.value, str) and re.fullmatch(r"\s*|.*:\s*0+(?:\.0*)?", marked.value):
             return "for a machine without accelerators, remove `accelerators`"
+        if found := re.fullmatch(rf"([1-9][0-9]{{0,3}})\s*[xX]\s*({ACCELERATOR_NAME})", str(marked.value).strip()):
+            return f"write the name first: `{found[2]}:{found[1]}`"
+        if found := re.fullmatch(rf"({ACCELERATOR_NAME})\s+[xX]?\s*([1-9][0-9]{{0,3}})", str(marked.value).strip()):
+            return f"put a colon between name and count: `{found[1]}:{found[2]}`"
         return super().hint(marked)
 
 
@@ -221,7 +227,16 @@ ACCELERATOR_ARGS = Table(
     },
 )
 
-_CLOUD = Choice(words=CLOUDS)
+
+class CloudName(Choice):
+    """`aws`."""
+
+    def hint(self, marked: Marked) -> str | None:
+        is_place = isinstance(marked.value, str) and "/" in marked.value and Infra().parse(marked) is not None
+        return f"write `infra: {marked.value}` instead" if is_place else super().hint(marked)
+
+
+_CLOUD = CloudName(words=CLOUDS)
 _PLACE = Text(rule=allowed.PLACE)
 _IMAGE = Text(rule=allowed.IMAGE)
 
@@ -231,8 +246,8 @@ ONE: dict[str, Field] = {
         about="Location, CLOUD[/REGION[/ZONE]]; `*` matches any.",
     ),
     "cloud": Field(shape=_CLOUD, about="Cloud; prefer `infra`."),
-    "region": Field(shape=_PLACE, about="Region; prefer `infra`."),
-    "zone": Field(shape=_PLACE, about="Zone; prefer `infra`."),
+    "region": Field(shape=_PLACE, is_blank_none=True, about="Region; prefer `infra`."),
+    "zone": Field(shape=_PLACE, is_blank_none=True, about="Zone; prefer `infra`."),
     "accelerators": Field(
         shape=_ACCELERATORS,
         examples=EXAMPLE_ACCELERATORS,
@@ -251,10 +266,15 @@ ONE: dict[str, Field] = {
     "memory": Field(
         shape=MemorySize(),
         examples=("32+", "64GB+", "128"),
-        about="Memory per node in GiB: `32` exactly, `32+` at least.",
+        about="Memory per node in GiB: `32` exactly, `32+` at least, `4x` at least 4 GiB per vCPU.",
     ),
-    "instance_type": Field(shape=Text(rule=allowed.INSTANCE_TYPE), about="Instance type of the cloud."),
-    "use_spot": Field(shape=Flag(), about="Use spot or on-demand instances (default: both if the task has a `goal`)."),
+    "instance_type": Field(
+        shape=Text(rule=allowed.INSTANCE_TYPE), is_blank_none=True, about="Instance type of the cloud."
+    ),
+    "use_spot": Field(
+        shape=Flag(), examples=(True,),
+        about="Use spot or on-demand instances (default: both if the task has a `goal`).",
+    ),
     "disk_size": Field(
         shape=Size(), about="Size of the root disk in GiB (default: 256).", examples=("256GB", "1TB"),
         at=_has_none(("local", *_PODS), "the existing disk is used"),
@@ -289,7 +309,7 @@ ONE: dict[str, Field] = {
         at=_has_none(("local",), "programs listen on this machine"),
     ),
     "image_id": Field(
-        shape=Either(shapes=(_IMAGE, MapOf(value=_IMAGE, key=allowed.PLACE))),
+        shape=Either(shapes=(_IMAGE, MapOf(value=_IMAGE, key=allowed.PLACE))), is_blank_none=True,
         about="Machine image, `docker:IMAGE`, or a mapping from region to image (only those regions are used).",
     ),
     "labels": Field(
@@ -299,12 +319,12 @@ ONE: dict[str, Field] = {
     ),
     "autostop": Field(
         shape=Either(
-            shapes=(Flag(), Duration(bare_unit="m", is_zero_ok=True), Whole(minimum=OFF, maximum=OFF), AUTOSTOP)
+            shapes=(Flag(), Duration(bare_unit="m", is_zero_ok=True), _OFF, AUTOSTOP)
         ),
         about="Stop an idle cluster: `true` (5 minutes), minutes, `10m`, or a mapping.", examples=(True, "10m"),
     ),
     "job_recovery": Field(
-        shape=Either(shapes=(Choice(words=STRATEGY_WORDS), JOB_RECOVERY)),
+        shape=Either(shapes=(Choice(words=STRATEGY_WORDS), JOB_RECOVERY)), is_blank_none=True,
         about="Recovery of managed jobs: a strategy, or a mapping.",
     ),
     "spot_recovery": Field(
@@ -352,6 +372,7 @@ ALTERNATIVE = Table(
     name="alternative",
     about="An alternative set of resources.",
     fields=ONE,
+    bare="accelerators",
     exclusive=_PLACES,
     retired=_RETIRED,
     elsewhere=_ELSEWHERE,
@@ -371,6 +392,7 @@ RESOURCES = Table(
     name="resources",
     about="Resources per node.",
     fields=_list_all(),
+    bare="accelerators",
     exclusive=(*_PLACES, ("any_of", "ordered", "keep only one of them")),
     retired=_RETIRED,
     elsewhere=_ELSEWHERE,

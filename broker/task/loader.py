@@ -9,6 +9,7 @@ from pathlib import Path
 from broker.errors import Issue, TaskError
 from broker.task.allowed import is_credential_name
 from broker.task.checking import check_environment, check_labels
+from broker.task.environment import is_changed, list_texts, render_value
 from broker.task.expansion import expand_variables
 from broker.task.fields import SECRET_SCOPES, TASK
 from broker.task.foreign import recognise
@@ -19,8 +20,9 @@ from broker.task.reading import Reader, describe
 from broker.task.resources import read_autostop, read_recovery, read_resources
 from broker.task.service import read_service
 from broker.task.tables import Section
+from broker.task.yaml_errors import suggest_colon
 from broker.task.yaml_reader import BYTES_MAX, Marked, read_documents
-from broker.types import CheckpointSpec, DataSet, Goal, Origin, Secret, Task
+from broker.types import CheckpointSpec, DataSet, Goal, Origin, Repository, Secret, Task
 
 _SMALLEST = "for example, a minimal task: `run: echo hello`"
 
@@ -73,7 +75,9 @@ def _read_document(
     reader: Reader, marked: Marked, envs: Mapping[str, str], secrets: Mapping[str, str]
 ) -> Document | None:
     if not isinstance(marked.value, dict):
-        reader.fault(marked, f"a task must be a mapping, not {describe(marked)}", _SMALLEST)
+        is_text = isinstance(marked.value, str)
+        colon = suggest_colon(marked.value) if is_text and ":" in marked.value else None
+        reader.fault(marked, f"a task must be a mapping, not {describe(marked)}", colon or _SMALLEST)
         return None
     if foreign := recognise(marked.value):
         kind, hint = foreign
@@ -82,6 +86,7 @@ def _read_document(
     secret_texts = _peek(marked, "secrets")
     written = {**_peek(marked, "envs"), **secret_texts}
     reader.hide(value for name, value in written.items() if name in secret_texts or is_credential_name(name))
+    reader.hide(list_texts(marked.value["secrets"]) if secret_texts else ())
     variables = {**written, **envs, **secrets}
     section = TASK.read(reader, expand_variables(reader, marked, variables), "")
     return (section, _read_task(reader, section, envs, secrets)) if section else None
@@ -91,14 +96,13 @@ def _peek(marked: Marked, name: str) -> dict[str, str]:
     """Read values of `envs` or `secrets` before they are checked, as paths may refer to them."""
     fields = marked.value[name].value if name in marked.value else None
     pairs = fields.items() if isinstance(fields, dict) else ()
-    return {
-        key: each.text for key, each in pairs if each.value is not None and not isinstance(each.value, (dict, list))
-    }
+    return {key: render_value(each) for key, each in pairs if each.value is not None}
 
 
 def _read_task(reader: Reader, section: Section, envs: Mapping[str, str], secrets: Mapping[str, str]) -> Task:
     resources, is_ordered = read_resources(reader, section.get("resources"))
     check_labels(reader, section.get("resources"), resources)
+    workdir = read_workdir(reader, section)
     file_mounts, storage_mounts = read_file_mounts(reader, section)
     secret_values = _read_values(reader, section, "secrets", secrets)
     check_environment(reader, section, "secrets", secret_values)
@@ -109,7 +113,8 @@ def _read_task(reader: Reader, section: Section, envs: Mapping[str, str], secret
         resources=resources,
         is_ordered=is_ordered,
         num_nodes=section.get("num_nodes", 1),
-        workdir=read_workdir(reader, section),
+        workdir=workdir if isinstance(workdir, str) else None,
+        repository=workdir if isinstance(workdir, Repository) else None,
         file_mounts=file_mounts,
         storage_mounts=storage_mounts,
         envs=env_values,
@@ -142,6 +147,10 @@ def _read_values(reader: Reader, section: Section, name: str, given: Mapping[str
         marked = section.marks[name]
         if text is not None:
             values[bare] = text
+            if marked.keys and is_changed(marked.value[key], text):
+                shown = f" is `{text}`, not `{marked.value[key].text}`" if name == "envs" else " is not as written"
+                message = f"`{name}.{bare}`{shown}: SkyPilot reads it as a number or a word of YAML 1.1"
+                reader.warn(marked.keys[key], name, message, "put it in quotes to keep it", blocks_launch=False)
             if name == "envs" and text and is_credential_name(bare):
                 message = f"`envs.{bare}` looks like a credential, but `envs` are stored and shown in clear text"
                 hint = f"move it to `secrets`, and pass `--secret {bare}`"

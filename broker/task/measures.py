@@ -46,7 +46,8 @@ class Measure(Scalar):
         if _is_number(value):
             fits = (value >= 0 if self.is_zero_ok else value > 0) and value < NUMBER_MAX
             return self.from_number(float(value)) if fits else None
-        return self.convert(value) if isinstance(value, str) and re.fullmatch(self.pattern, value) else None
+        text = value.strip() if isinstance(value, str) else ""
+        return self.convert(text) if re.fullmatch(self.pattern, text) else None
 
     def admits_kind(self, value: Any) -> bool:
         return isinstance(value, str) or _is_number(value)
@@ -56,7 +57,7 @@ class Measure(Scalar):
         return {
             "anyOf": [
                 {"type": "number", **least, "exclusiveMaximum": NUMBER_MAX},
-                {"type": "string", "pattern": f"^(?:{self.pattern})$"},
+                {"type": "string", "pattern": rf"^\s*(?:{self.pattern})\s*$"},
             ]
         }
 
@@ -117,6 +118,10 @@ class Duration(Measure):
         self.bare_unit = bare_unit
         self.is_zero_ok = is_zero_ok
         self.pattern = rf"{'' if is_zero_ok else '(?=[^1-9]*[1-9])'}(?:{_SPAN}|{_NUMBER})"
+
+    def hint(self, marked: Marked) -> str | None:
+        found = re.fullmatch(rf"\s*({_NUMBER}) ?(sec|min|h(?:ou)?r|day|week)[a-z]*\s*", str(marked.value).lower())
+        return f"write `{found[1]}{found[2][0]}`" if found else None
 
     def from_number(self, value: float) -> float:
         return value * _SECONDS[self.bare_unit]

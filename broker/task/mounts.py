@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from broker.task.allowed import GIT_URL
 from broker.task.checking import check_bucket
 from broker.task.fields import BUCKET_SCHEMES
 from broker.task.reading import Reader, describe
 from broker.task.tables import Section
 from broker.task.yaml_reader import Marked
-from broker.types import StorageMount
+from broker.types import Repository, StorageMount
 
 # Storage that nodes support (`storage/mounts.py`), as a URL or as the store of a named bucket.
 SERVED_SCHEMES = ("s3://", "gs://", "gcs://", "az://", "r2://", "file://")
@@ -19,20 +20,18 @@ _NAME = "write `name: MY-BUCKET` and `store: s3` (or gcs, azure, r2), or `source
 _FROM_HERE = "paths are relative to the current folder"
 
 
-def read_workdir(reader: Reader, section: Section) -> str | None:
-    """Return the local folder. A missing one, or a repository, prevents the launch."""
+def read_workdir(reader: Reader, section: Section) -> str | Repository | None:
+    """Return the local folder, or the repository. A missing folder prevents the launch."""
     value = section.get("workdir")
+    if isinstance(value, Section):
+        return Repository(url=value.get("url", ""), ref=value.get("ref"))
     if value is None:
         return None
     place = section.find_key("workdir")
-    if isinstance(value, Section):
-        reader.warn(
-            place, "workdir", "`workdir`: git repositories are not supported", "clone it in `setup`", blocks_launch=True
-        )
-        return None
     folder: str = value
     if not _exists(folder, is_folder=True):
-        reader.warn(place, "workdir", f"`workdir` is not a folder: `{folder}`", _FROM_HERE, blocks_launch=True)
+        hint = f"for a git repository, write `workdir: {{url: {folder}}}`" if GIT_URL.admits(folder) else _FROM_HERE
+        reader.warn(place, "workdir", f"`workdir` is not a folder: `{folder}`", hint, blocks_launch=True)
     return folder
 
 

@@ -48,6 +48,8 @@ def override_resources(
     for each in task.resources:
         for flag in flags:
             changes = {name: getattr(flag, name) for name in changed}
+            if "accelerators" in given and flag.accelerator is None:  # `CPU:4`
+                changes["cpus"] = flag.cpus
             if (merged := replace(each, **changes)) not in resources:
                 resources.append(merged)
     replaced = {*given, "cloud"} if "infra" in given else {*given, "infra"} if "cloud" in given else set(given)
@@ -62,6 +64,6 @@ def override_resources(
 
 def _list_changes(given: dict[str, Any]) -> list[str]:
     """List the fields of Resources that the flags set; naming a place drops the file's more specific parts."""
-    names = {"accelerators": ["accelerator", "accelerator_count"], "memory": ["memory_gib"]}
+    names = {"accelerators": ["accelerator", "accelerator_count"], "memory": ["memory_gib", "memory_gib_per_vcpu"]}
     names |= {"infra": ["cloud", "region", "zone"], "cloud": ["cloud", "region", "zone"], "region": ["region", "zone"]}
     return list(dict.fromkeys(field for flag in given for field in names.get(flag, [flag])))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -43,6 +44,13 @@ class Reader:
     def fault(self, marked: Marked, message: str, hint: str | None = None) -> None:
         """Report an error at a value; reading continues, so that all errors are found."""
         self.note(marked.line, marked.column, message, hint)
+
+    def add_hint(self, start: int, marked: Marked, hint: str) -> None:
+        """Give the hint to the issues from number `start` that concern this value as a whole and have none."""
+        for index in range(start, len(self.issues)):
+            issue = self.issues[index]
+            if issue.hint is None and (issue.line, issue.column) == (marked.line, marked.column):
+                self.issues[index] = replace(issue, hint=hint)
 
     @property
     def is_full(self) -> bool:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from broker.task.accelerators import read_accelerator
-from broker.task.fields_resources import ELASTIC, OFF
+from broker.task.fields_resources import ELASTIC
 from broker.task.measures import Ratio
 from broker.task.reading import Reader
 from broker.task.tables import Section
@@ -21,10 +21,8 @@ SKYPILOT = "skypilot:"
 IMAGE_CLOUDS = {"ami-": "aws", "ssm:": "aws", "projects/": "gcp"}
 
 _ANY_REGION = ("null", "Null", "NULL", "~")  # keys of `image_id` that YAML reads as nothing
-_NO_ACCELERATORS = {
-    "none": "for a machine without accelerators, remove `accelerators`",
-    "cpu": "for a machine without accelerators, write `cpus: 4+` instead",
-}
+_NO_ACCELERATOR = "none"
+_CPU = "cpu"  # `CPU:4` loads in SkyPilot
 
 _Pairs = list[tuple[str, float]]
 
@@ -104,12 +102,12 @@ def _apply(reader: Reader, section: Section, base: Resources) -> Resources:
         "usd_hour_max": get("max_hourly_cost"),
         "disk_tier": get("disk_tier"),
         "disk_size_gib": None if get("disk_size") is None else int(get("disk_size")),
-        "memory_gib": _read_memory(reader, section, base),
+        **_read_memory(get("memory")),
         "ports": _read_ports(get("ports")),
         "labels": {**base.labels, **get("labels", {})},
         "origin": reader.find_origin(section.marked),
     }
-    changes = {name: value for name, value in changes.items() if value is not None}
+    changes = {name: value for name, value in changes.items() if value is not None or name.startswith("memory_gib")}
     if get("disk_tier") == "none":
         changes["disk_tier"] = None
     if "instance_type" in changes and _asks_for_tpu_node(section):
@@ -147,17 +145,13 @@ def _read_place(reader: Reader, section: Section, base: Resources) -> dict[str, 
     return place
 
 
-def _read_memory(reader: Reader, section: Section, base: Resources) -> Quantity | None:
-    memory = section.get("memory")
-    if not isinstance(memory, Ratio):
-        return memory if isinstance(memory, Quantity) else None
-    cpus = section.get("cpus") or base.cpus
-    if cpus is None:
-        reader.fault(
-            section.marks["memory"], "`memory` per vCPU requires `cpus`", "add `cpus: 4+`, or write `memory` in GiB"
-        )
-        return None
-    return Quantity(value=cpus.value * memory, is_minimum=True)
+def _read_memory(memory: Quantity | Ratio | None) -> dict[str, Quantity | float | None]:
+    """Return the fields that a size sets, or a ratio; the other one of `base` no longer applies."""
+    if memory is None:
+        return {}
+    if isinstance(memory, Ratio):
+        return {"memory_gib": None, "memory_gib_per_vcpu": float(memory)}
+    return {"memory_gib": memory, "memory_gib_per_vcpu": None}
 
 
 def _read_ports(value: Any) -> tuple[str, ...] | None:
@@ -168,12 +162,14 @@ def _read_ports(value: Any) -> tuple[str, ...] | None:
 
 
 def _read_autostop(value: Any) -> Autostop | None:
-    if value is None or value is False or value == OFF:
+    if value is None or value is False:
         return None
     if isinstance(value, Section):
         return Autostop(idle_minutes=value.get("idle_minutes", IDLE_MINUTES), is_down=value.get("down", False))
     if value is True:
         return Autostop(idle_minutes=IDLE_MINUTES)
+    if value < 0:
+        return None
     return Autostop(idle_minutes=-int(-value // 60))  # seconds, rounded up
 
 
@@ -214,12 +210,18 @@ def _read_accelerators(section: Section) -> tuple[_Pairs, bool]:
 def _check_counts(reader: Reader, section: Section, pairs: _Pairs) -> None:
     """Check counts: a fraction of one accelerator, or whole ones (as in SkyPilot)."""
     for name, count in pairs:
-        if hint := _NO_ACCELERATORS.get(name.lower()):
-            reader.note(*section.find_key("accelerators"), f"`accelerators`: unknown accelerator `{name}`", hint)
+        place = section.find_key("accelerators")
+        if name.lower() == _NO_ACCELERATOR:
+            hint = "for a machine without accelerators, remove `accelerators`"
+            reader.note(*place, f"`accelerators`: unknown accelerator `{name}`", hint)
+        if name.lower() == _CPU:
+            message = f"`accelerators`: `{name}:{count:g}` is read as `cpus: {count:g}+`"
+            reader.warn(
+                place, "accelerators", message, "a CPU is not an accelerator: write `cpus`", blocks_launch=False
+            )
         if count > 1 and not count.is_integer():
-            line, column = section.find_key("accelerators")
             reader.note(
-                line, column, f"more than one accelerator must be a whole number, not `{name}:{count:g}`",
+                *place, f"more than one accelerator must be a whole number, not `{name}:{count:g}`",
                 f"use `{name}:{math.floor(count)}` or `{name}:{math.ceil(count)}`, or a fraction: `{name}:0.5`",
             )  # fmt: skip
 
@@ -248,9 +250,7 @@ def _read_images(reader: Reader, section: Section) -> dict[str, str]:
 
 def _spread(base: Resources, accelerators: _Pairs, images: dict[str, str]) -> tuple[Resources, ...]:
     """Return one Resources for every accelerator and every region that has an image."""
-    spread = [base] if not accelerators else [
-        replace(base, accelerator=name, accelerator_count=count) for name, count in accelerators
-    ]  # fmt: skip
+    spread = [_set_accelerator(base, name, count) for name, count in accelerators] or [base]
     if not images:
         return tuple(spread)
     fitting = {region: image for region, image in images.items() if not region or base.region in (None, region)}
@@ -264,6 +264,12 @@ def _spread(base: Resources, accelerators: _Pairs, images: dict[str, str]) -> tu
         for each in spread
         for region, image in (fitting or images).items()
     )
+
+
+def _set_accelerator(base: Resources, name: str, count: float) -> Resources:
+    if name.lower() == _CPU:
+        return replace(base, cpus=base.cpus or Quantity(value=count, is_minimum=True))
+    return replace(base, accelerator=name, accelerator_count=count)
 
 
 def _complete_image(image: str, cloud: str | None) -> str:

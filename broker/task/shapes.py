@@ -115,7 +115,7 @@ class Text(Scalar):
     def hint(self, marked: Marked) -> str | None:
         if isinstance(marked.value, str):
             return self.rule.suggest(marked.value) if self.rule else None
-        if isinstance(marked.value, list) and self.rule is SCRIPT:
+        if isinstance(marked.value, (dict, list)) and self.rule is SCRIPT:
             return "write it as one text: `|` after the colon, and each line indented below, without `-`"
         return None if isinstance(marked.value, (dict, list)) and not self.also_scalar else "put it in quotes"
 
@@ -194,6 +194,16 @@ class Number(Scalar):
         self.at_most = at_most
         least = "of at least 0" if above is None else f"above {above:g}"
         self.expected = f"a number {least}{f' and at most {at_most:g}' if at_most < 1e12 else ''}"
+
+    def hint(self, marked: Marked) -> str | None:
+        """Return the plain number of `$500`, `1,000`, `5k` or `90%`."""
+        found = re.fullmatch(r"\s*\$?([0-9][0-9,_]*(?:\.[0-9]+)?)\s*([kK%]|[uU][sS][dD]|\$)?\s*", str(marked.value))
+        if not found:
+            return None
+        factor = {"k": 1000.0, "%": 0.01}.get((found[2] or "").lower(), 1.0)
+        number = round(float(found[1].replace(",", "").replace("_", "")) * factor, 9)
+        is_valid = self.parse(replace(marked, value=number)) is not None
+        return f"write `{number:.12g}`" if is_valid and number != marked.value else None
 
     def parse(self, marked: Marked) -> float | None:
         value = marked.value

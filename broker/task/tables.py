@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -30,7 +31,10 @@ class Later:
 
 
 class Field:
-    """One key: its shape, and its description for editors and the reference. `at`: clouds that do not support it."""
+    """One key: its shape, and its description for editors and the reference. `at`: clouds that do not support it.
+
+    `is_blank_none`: empty text is as good as no value.
+    """
 
     def __init__(
         self,
@@ -41,6 +45,7 @@ class Field:
         at: Mapping[str, Later] | None = None,
         alias_of: str | None = None,
         is_required: bool = False,
+        is_blank_none: bool = False,
         examples: Sequence[Any] = (),
     ) -> None:
         self.shape = shape
@@ -49,6 +54,7 @@ class Field:
         self.at = at or {}
         self.alias_of = alias_of
         self.is_required = is_required
+        self.is_blank_none = is_blank_none
         self.examples = examples
 
 
@@ -75,7 +81,8 @@ class Table(Shape):
     """A mapping with known keys.
 
     `exclusive` lists mutually exclusive pairs, `retired` the replacements of old keys, `elsewhere` the place of
-    keys that belong to another table.
+    keys that belong to another table. `others` is the notice for unknown keys; None refuses them.
+    `bare` is the field that a text in place of the mapping probably means.
     """
 
     expected = "a mapping"
@@ -88,6 +95,8 @@ class Table(Shape):
         exclusive: Sequence[tuple[str, str, str]] = (),
         retired: Mapping[str, str] | None = None,
         elsewhere: Mapping[str, str] | None = None,
+        others: Later | None = None,
+        bare: str | None = None,
         about: str = "",
     ) -> None:
         self.name = name
@@ -95,6 +104,8 @@ class Table(Shape):
         self.exclusive = exclusive
         self.retired = retired or {}
         self.elsewhere = elsewhere or {}
+        self.others = others
+        self.bare = bare
         self.about = about
 
     def admits_kind(self, value: Any) -> bool:
@@ -102,24 +113,33 @@ class Table(Shape):
 
     def read(self, reader: Reader, marked: Marked, name: str) -> Section | None:
         if not isinstance(marked.value, dict):
-            reader.fault(
-                marked, f"{self._show(name)} must be a mapping, not {describe(marked)}", suggest_mapping(marked)
-            )
+            reader.fault(marked, f"{self._show(name)} must be a mapping, not {describe(marked)}", self._hint(marked))
             return None
         self._check_keys(reader, marked, name)
         values: dict[str, Any] = {}
         marks: dict[str, Marked] = {}
         for key, each in marked.value.items():
             entry = self.fields.get(key)
-            if entry is None or each.value is None:
+            if entry is None or each.value is None or (entry.is_blank_none and each.value == ""):
                 continue
             canonical = entry.alias_of or key
             marks[canonical] = each
+            known = len(reader.issues)
             value = entry.shape.read(reader, each, key)
+            if entry.examples:
+                reader.add_hint(known, each, f"for example `{key}: {_show_example(entry.examples[0])}`")
             if value is not None:
                 values[canonical] = value
                 self._warn(reader, marked.keys[key], key, value)
         return Section(marked=marked, values=values, marks=marks)
+
+    def _hint(self, marked: Marked) -> str | None:
+        """Return how to write the mapping, where its only field was written in its place."""
+        text = marked.value if isinstance(marked.value, str) else ""
+        is_field = text.partition(":")[0].strip() in self.fields
+        if self.bare and text and " " not in text and not is_field:
+            return f"write `{self.bare}: {text[:40]}`"
+        return suggest_mapping(marked)
 
     def _warn(self, reader: Reader, place: tuple[int, int], key: str, value: Any) -> None:
         """Report fields that are not supported, on any cloud or on one."""
@@ -141,16 +161,20 @@ class Table(Shape):
         given = marked.value
         for key in given:
             if key not in self.fields and not reader.is_full:
-                hint = self._suggest(key)
-                reader.note(*marked.keys[key], f"unknown field {describe(key)} in {self._show(name)}", hint)
+                message = f"unknown field {describe(key)} in {self._show(name)}"
+                if noted := self.others:
+                    message = f"{message}: {noted.message}"
+                    reader.warn(marked.keys[key], name, message, self._suggest(key), blocks_launch=noted.blocks_launch)
+                else:
+                    reader.note(*marked.keys[key], message, self._suggest(key))
         for first, second, hint in self._list_exclusive():
             if first in given and second in given:
                 later = max(first, second, key=lambda key: marked.keys[key])
                 reader.note(*marked.keys[later], f"`{first}` and `{second}` are mutually exclusive", hint)
         for key, entry in self.fields.items():
             if entry.is_required and (key not in given or given[key].value is None):
-                hint = f"for example `{key}: {entry.examples[0]}`" if entry.examples else None
-                reader.fault(marked, f"{self._show(name)} requires `{key}`", hint)
+                example = f"for example `{key}: {entry.examples[0]}`" if entry.examples else None
+                reader.fault(marked, f"{self._show(name)} requires `{key}`", example)
 
     def _suggest(self, key: str) -> str | None:
         """Return a hint for an unknown key: an odd space in it, its replacement, its place, or a near miss."""
@@ -182,7 +206,7 @@ class Table(Shape):
             "type": "object",
             "title": self.name.replace("_", " "),
             "description": self.about,
-            "additionalProperties": False,
+            "additionalProperties": self.others is not None,
             "properties": {key: _describe_field(entry) for key, entry in self.fields.items()},
         }
         if needed := [key for key, entry in self.fields.items() if entry.is_required]:
@@ -192,8 +216,20 @@ class Table(Shape):
         return schema
 
 
+def _show_example(value: Any) -> str:
+    return (
+        str(value).lower()
+        if isinstance(value, bool)
+        else json.dumps(value)
+        if isinstance(value, (dict, list))
+        else str(value)
+    )
+
+
 def _describe_field(entry: Field) -> Schema:
     shape = entry.shape.describe()
+    if entry.is_blank_none:
+        shape = {"anyOf": [shape, {"const": ""}]}
     schema: Schema = {**(shape if entry.is_required else allow_null(shape)), "description": entry.about}
     if entry.later:
         schema["description"] += f" (Not supported: {entry.later.message}.)"

@@ -24,6 +24,8 @@ def explain(problem: str, lines: Sequence[str], place: Place) -> tuple[Place, st
         return _explain_value(lines, place)
     if problem == "a field without `:`":
         return place, problem, suggest_colon(source) or "write `KEY: VALUE`, or remove the line"
+    if problem == "did not find expected key" and source[column - 1 : column] in ("}", "]"):
+        return place, "a bracket is closed that was not opened", "remove it"
     if problem == "did not find expected key" and not source.lstrip().startswith(("-", "{", "[")):
         return place, "the indentation of this line fits none above it", "indent it like the fields it belongs to"
     if problem == "did not find expected alphabetic or numeric character":
@@ -45,7 +47,7 @@ def _explain_value(lines: Sequence[str], place: Place) -> tuple[Place, str, str 
     if hint := suggest_colon(text):
         return (above, _measure(text) + 1), "a field without `:`", hint
     if source.count(": ") > 1 and source.lstrip()[:1] not in ("{", "["):
-        return place, _NO_SPACE_OF, "a value with `: ` must be quoted"
+        return place, "a value contains `: `, which separates a field from its value", "put the value in quotes"
     if above and _measure(source) > _measure(text) and re.fullmatch(_WITH_VALUE, text):
         message = f"this line is indented further than line {above}, which has a value already"
         return place, message, "give both lines the same indentation"

@@ -35,7 +35,8 @@ class Marked:
     """A value with its position: a scalar, a list of Marked, or a dict from text to Marked with the positions of its
     keys.
 
-    `text` is the scalar as written, without quotes: `1.10` is the number 1.1 and the text 1.10.
+    `text` is the scalar as written, without quotes: `1.10` is the number 1.1 and the text 1.10. `is_plain`: it has
+    neither quotes nor a tag, so that YAML 1.1 may read it as another value.
     """
 
     value: Any
@@ -43,6 +44,7 @@ class Marked:
     column: int
     text: str = ""
     keys: dict[str, tuple[int, int]] = field(default_factory=dict)
+    is_plain: bool = False
 
 
 class ComposeError(Exception):
@@ -133,7 +135,7 @@ class _Composer:
         node = Marked(value=None, line=mark.line + 1, column=mark.column + 1)
         if isinstance(event, yaml.ScalarEvent):
             _check_text(event)
-            node.value, node.text = _read_scalar(event), event.value
+            node.value, node.text, node.is_plain = _read_scalar(event), event.value, event.implicit[0]
             self._height = 0
         else:
             _check_tag(event)

@@ -69,6 +69,7 @@ _TYPES = {
         "Notice",
         "Origin",
         "Quantity",
+        "Repository",
         "Resources",
         "Secret",
         "StorageMount",

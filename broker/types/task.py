@@ -69,6 +69,7 @@ class Resources:
     accelerator_count: float = 0
     cpus: Quantity | None = None
     memory_gib: Quantity | None = None
+    memory_gib_per_vcpu: float | None = None  # at least
     instance_type: str | None = None
     cloud: str | None = None
     region: str | None = None
@@ -150,6 +151,14 @@ class StorageMount:
 
 
 @frozen
+class Repository:
+    """A git repository as the working directory, until its clone is made. `ref`: a branch, tag or commit."""
+
+    url: str
+    ref: str | None = None
+
+
+@frozen
 class Notice:
     """A request of a task file that broker does not support; `blocks_launch` if ignoring it would change the task."""
 
@@ -171,6 +180,7 @@ class Task:
     is_ordered: bool = False
     num_nodes: int = 1
     workdir: str | None = None
+    repository: Repository | None = None  # instead of `workdir`, until the launch has cloned it
     file_mounts: Mapping[str, str] = field(default_factory=dict)  # target on the node -> local source
     storage_mounts: tuple[StorageMount, ...] = ()
     envs: Mapping[str, str] = field(default_factory=dict)

@@ -17,6 +17,7 @@ from broker.types import AcceleratorFigures
 H100 = AcceleratorFigures(name="H100", memory_gib=80, bf16_dense_tflops=989, memory_bandwidth_gbs=3350, nvlink_gbs=900)
 A100 = AcceleratorFigures(name="A100", memory_gib=40, bf16_dense_tflops=312, memory_bandwidth_gbs=1555, nvlink_gbs=600)
 NODE = Hardware(figures=H100, accelerators=8, network_gbs=400)
+LLAMA_8B = ModelShape(layers=32, width=4096, heads=32, kv_heads=8, vocabulary=128256, mlp_width=1.5 * 14336)
 LLAMA_70B = ModelShape(layers=80, width=8192, heads=64, kv_heads=8, vocabulary=128256, mlp_width=1.5 * 28672)
 LLAMA_405B = ModelShape(layers=126, width=16384, heads=128, kv_heads=8, vocabulary=128256, mlp_width=1.5 * 53248)
 MPT_7B = ModelShape(layers=32, width=4096, heads=32, vocabulary=50432)
@@ -52,6 +53,8 @@ def test_llama_3_405b_reaches_its_published_utilisation_within_12_percent(
 RUNS = [
     pytest.param(LLAMA_405B, NODE, 2048, 15.6e12, 8192, 2048, 30_840_000, 1.25, id="llama3.1-405b"),
     pytest.param(LLAMA_70B, NODE, 512, 15e12, 8192, 1024, 7_000_000, 1.4, id="llama3.1-70b"),
+    # The card does not say on how many GPUs: 16,384 of a cluster of 24,576, as the 405B model.
+    pytest.param(LLAMA_8B, NODE, 2048, 15e12, 8192, 512, 1_460_000, 1.25, id="llama3.1-8b"),
     pytest.param(DEEPSEEK_V3, NODE, 256, 14.8e12, 4096, 15360, 2_664_000, 1.35, id="deepseek-v3"),
     pytest.param(
         MPT_7B, Hardware(figures=A100, accelerators=8, network_gbs=200), 55, 1e12, 2048, 1760, 100_320, 1.5, id="mpt-7b"
@@ -68,6 +71,19 @@ def test_published_gpu_hours_are_met_within_the_stated_factor(
     layout = find_layout(training, hardware, nodes)
     assert layout is not None
     assert gpu_hours / factor < find_hours(training, layout) * 8 * nodes < gpu_hours * factor
+
+
+def test_number_of_gpus_explains_the_hours_of_a_small_model() -> None:
+    """Llama 3.1 8B in batches of 4M tokens: the published 1.46 million hours are 2.7 times those of 512 GPUs."""
+    training = Training(shape=LLAMA_8B, tokens=15e12, sequence=8192, batch=512, trainer="megatron")
+    hours = {}
+    for nodes in (64, 512, 1024, 2048):
+        layout = find_layout(training, NODE, nodes)
+        assert layout is not None
+        hours[nodes] = find_hours(training, layout) * 8 * nodes
+    assert list(hours.values()) == sorted(hours.values())
+    assert hours[64] < 1_460_000 / 2.5
+    assert hours[2048] > 2 * hours[64]
 
 
 def test_llama_3_405b_on_16384_gpus_is_laid_out_as_it_was_trained() -> None:

@@ -121,6 +121,7 @@ def test_each_price_has_its_own_date(book: Book) -> None:
             "`infra: aws/us-west-2/us-west-2a`",
         ),
         ("{instance_type: p4d.24xlage}", "unknown instance type `p4d.24xlage`", "did you mean `p4d.24xlarge`"),
+        ("{instance_type: h100}", "unknown instance type `h100`", "list its offers with `broker gpus h100`"),
         (
             "{infra: gcp, instance_type: p4d.24xlarge}",
             "unknown instance type `p4d.24xlarge` in gcp",

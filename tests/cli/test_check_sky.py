@@ -9,7 +9,7 @@ from typing import Any
 
 def test_clouds_behind_skypilot_say_what_to_install(shell: Any) -> None:
     rows = {row["cloud"]: row for row in shell.read_json("check")}
-    assert not rows["azure"]["can_launch"] and "not installed" in rows["azure"]["note"]
+    assert not rows["azure"]["can_launch"] and "install `intercloud-broker[sky]`" in rows["azure"]["note"]
     assert "kubernetes" not in rows, "nothing is sold there, and it cannot be used"
     (finding,) = json.loads(shell.run("check", "kubernetes", "--json", code=5).stdout)
     assert "intercloud-broker[sky]" in finding["command"]

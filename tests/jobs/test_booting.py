@@ -121,6 +121,27 @@ def test_launch_on_a_machine_that_never_answers_says_where_to_look_and_what_it_c
     assert all("it may still be booting" in note for note in notes) and len(notes) == 21  # one in 20.3 s
 
 
+def test_failure_that_repeats_at_once_is_shown_every_fifteen_seconds() -> None:
+    clock, notes = Clock(), list[str]()
+    cluster = make_cluster(NodeState.RUNNING)
+
+    async def prepare(cluster: Cluster, task: Task) -> None:
+        raise TransientError("the agent cannot be put on node `n`: mktemp: not found")
+
+    async def refresh(cluster: Cluster) -> Cluster:
+        return cluster
+
+    provisioner = SimpleNamespace(refresh=refresh, hint_console=lambda *asked: None)
+    context: Any = SimpleNamespace(
+        clock=clock, gang=SimpleNamespace(prepare=prepare), provisioner=provisioner, note=notes.append
+    )
+    with pytest.raises(TransientError):
+        asyncio.run(wait_booted(context, cluster, Task()))
+    waited_s = clock.time_s - 1000.0
+    assert waited_s >= UNREACHABLE_S_MIN
+    assert len(notes) <= waited_s / 15 + 1
+
+
 def make_cluster(state: NodeState) -> Cluster:
     placement = Placement(offer=make_offer("east1a"), is_spot=False, node_count=1)
     node = Node(id="n", cloud="simulated", owner="me", cluster="c", attempt=1, rank=0, state=state)

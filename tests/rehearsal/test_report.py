@@ -107,6 +107,23 @@ def test_a_program_that_fails_before_its_first_new_step_could_not_load_its_check
     assert read_last_words(tmp_path / "none") == ""
 
 
+def test_way_out_that_a_setup_names_comes_before_the_progress_file() -> None:
+    (found,) = judge_resume(
+        [], [], preemptions=0, has_saved=False, failure="`setup` exited with code 1",
+        last_words="hint: run `pip install 'intercloud-broker[train]'`",
+    )  # fmt: skip
+    assert (found.level, found.hint) == ("bad", "run `pip install 'intercloud-broker[train]'`")
+    assert "`setup` exited with code 1" in found.text
+
+
+def test_program_that_fails_at_once_is_not_blamed_for_its_reports() -> None:
+    finding, log = judge_resume(
+        [], [], preemptions=0, has_saved=False, failure="`run` exited with code 2", last_words="no such option"
+    )
+    assert "`run` exited with code 2" in finding.text and "PROGRESS" not in finding.text + finding.hint
+    assert "no such option" in log.text
+
+
 @pytest.mark.parametrize(
     ("module", "hint"),
     [("torch", "`pip install 'intercloud-broker[train]'`"), ("wandb.sdk", "`pip install wandb`")],

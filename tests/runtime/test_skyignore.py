@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from broker.app.buckets import collect_files
-from broker.runtime.skyignore import walk
+from broker.runtime.skyignore import CLONE_MARK, walk
 from broker.runtime.transports.local import copy
 from broker.runtime.transports.ssh_files import list_entries
 
@@ -25,6 +25,14 @@ def make(source: Path, *names: str) -> None:
         path = source / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch()
+
+
+def test_clone_that_broker_made_is_sent_whole_with_its_git_folder(tmp_path: Path) -> None:
+    make(tmp_path, ".git/HEAD", ".git/objects/ab/cd", "out.log", "__pycache__/kept.pyc")
+    (tmp_path / ".gitignore").write_text("*.log\n")
+    assert list_sent(tmp_path) == {".gitignore"}
+    make(tmp_path, f".git/{CLONE_MARK}")
+    assert {".git/HEAD", ".git/objects/ab/cd", "out.log", "__pycache__/kept.pyc"} <= list_sent(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from broker.client.wire import HEADER, VERBS
 from broker.errors import AuthError, TransientError, UsageError
 from broker.server.files import FileStore
 from broker.server.serving import choose_certificate, ensure_certificate
-from broker.types import Secret, Task
+from broker.types import Repository, Secret, Task
 from tests.server.conftest import Hosted
 
 CANARY = "swordfish-in-the-canary"
@@ -128,6 +128,12 @@ def test_folder_is_sent_once_and_unpacked_as_it_was(hosted: Hosted, tmp_path: Pa
     folder = Path(FileStore(hosted.home / "uploads").localize(first).workdir or "")
     assert (folder / "train.py").read_text() == "print(1)" and (folder / "link").is_symlink()
     assert (folder / "inner" / "data").stat().st_size == 5000 and not (folder / "left-out").exists()
+
+
+def test_repository_that_no_client_cloned_is_not_fetched_by_the_server(hosted: Hosted) -> None:
+    task = Task(run="true", repository=Repository(url="file:///etc"))
+    with pytest.raises(UsageError, match="cloned on the machine of the user"):
+        FileStore(hosted.home / "uploads").localize(task)
 
 
 def test_archive_of_another_digest_is_refused(hosted: Hosted, tmp_path: Path) -> None:

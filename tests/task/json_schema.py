@@ -41,7 +41,9 @@ def _make_kind(kind: str, schema: Schema, defs: Schema, depth: int) -> st.Search
     if kind == "number":
         return st.floats(least, most) | st.integers(int(least), max(int(most), int(least)))
     if kind == "array":
-        return st.lists(make_values(schema["items"], defs, depth + 1), min_size=schema.get("minItems", 0), max_size=2)
+        return st.lists(
+            make_values(schema.get("items", {}), defs, depth + 1), min_size=schema.get("minItems", 0), max_size=2
+        )
     properties = schema.get("properties")
     if properties is None:
         keys = make_values({"type": "string", **schema.get("propertyNames", {})}, defs)

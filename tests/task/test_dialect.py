@@ -196,15 +196,22 @@ def test_unknown_accelerator_is_skipped_only_if_another_remains() -> None:
         ("{memory: 64Gi+}", Quantity(value=64, is_minimum=True)),
         ("{memory: 0.5TB}", Quantity(value=512)),
         ("{memory: 1048576KB}", Quantity(value=1)),
-        ("{cpus: 4+, memory: 4x}", Quantity(value=16, is_minimum=True)),
     ],
 )
 def test_memory_in_every_unit(text: str, quantity: Quantity) -> None:
     assert load_resources(text)[0].memory_gib == quantity
 
 
-def test_memory_by_vcpu_needs_vcpus() -> None:
-    assert "`cpus: 4+`" in find_message("resources: {memory: 4x}")
+@pytest.mark.parametrize("text", ["{memory: 4x}", "{cpus: 4+, memory: ' 4x '}"])
+def test_memory_by_vcpu_is_a_ratio_of_each_offer(text: str) -> None:
+    (found,) = load_resources(text)
+    assert (found.memory_gib, found.memory_gib_per_vcpu) == (None, 4)
+
+
+def test_memory_of_an_alternative_replaces_a_ratio_outside() -> None:
+    first, second = load_resources("{memory: 4x, any_of: [{memory: 32}, {cpus: 2}]}")
+    assert (first.memory_gib, first.memory_gib_per_vcpu) == (Quantity(value=32), None)
+    assert (second.memory_gib, second.memory_gib_per_vcpu) == (None, 4)
 
 
 @pytest.mark.parametrize(
@@ -292,9 +299,9 @@ def test_inputs_and_outputs_have_sizes() -> None:
     assert task.outputs == (DataSet(url="model-dir", size_gib=0.1), DataSet(url="s3://b/c", size_gib=1024))
 
 
-def test_values_keep_the_text_they_were_written_as() -> None:
-    task = load("envs: {VERSION: 1.10, ID: 0755, BIG: 1e3, YES: True, SEED: 42}")
-    assert task.envs == {"VERSION": "1.10", "ID": "0755", "BIG": "1e3", "YES": "True", "SEED": "42"}
+def test_labels_keep_the_text_they_were_written_as() -> None:
+    (found,) = load_resources("{labels: {version: 1.10, id: 0755, yes: true}}")
+    assert found.labels == {"version": "1.10", "id": "0755", "yes": "true"}
 
 
 @pytest.mark.parametrize(("text", "count"), [("0o17", 15), ("0x10", 16), ("+3", 3), ("2.0", 2)])

@@ -67,8 +67,8 @@ def test_aliases_cannot_blow_a_small_file_up() -> None:
 
 
 def test_yaml_is_read_by_its_1_2_rules() -> None:
-    task = load("envs: {on: off, TIME: 22:22, OCTAL: 010, YES: yes}\nrun: echo")
-    assert task.envs == {"on": "off", "TIME": "22:22", "OCTAL": "010", "YES": "yes"}
+    task = load("resources: {labels: {on: off, time: 22:22, octal: 010, yes: yes}}\nrun: echo")
+    assert task.resources[0].labels == {"on": "off", "time": "22:22", "octal": "010", "yes": "yes"}
 
 
 def test_set_of_accelerators_is_either_and_list_is_an_order() -> None:

@@ -32,7 +32,6 @@ def load(text: str) -> Task:
         ("file_mounts: {/data: {store: volume, config: {disk_size: 10}}}", "file_mounts", True),
         ("file_mounts: {/data: ./no/such/folder}", "file_mounts", True),
         ("workdir: ./no/such/folder", "workdir", True),
-        ("workdir: {url: 'https://example.com/x.git', ref: main}", "workdir", True),
         ("envs: {TOKEN: }", "envs", True),
         ("secrets: {TOKEN: null}", "secrets", True),
         ("secrets: ['secrets:TOKEN']", "secrets", True),

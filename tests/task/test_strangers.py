@@ -62,6 +62,66 @@ def test_autostop_of_minus_one_is_off() -> None:
     assert load("run: x\nresources: {autostop: -1}").autostop is None
 
 
+@pytest.mark.parametrize("minutes", [-1, -5])
+def test_negative_minutes_of_autostop_turn_it_off(minutes: int) -> None:
+    assert load(f"run: x\nresources: {{autostop: {minutes}}}").autostop is None
+
+
+@pytest.mark.parametrize("field", ["region", "zone", "instance_type", "image_id", "job_recovery"])
+def test_empty_text_in_resources_is_no_value(field: str) -> None:
+    assert load(f"run: x\nresources: {{{field}: '', cpus: 2}}") == load(f"run: x\nresources: {{{field}: , cpus: 2}}")
+
+
+@pytest.mark.parametrize(("text", "cpus"), [("CPU:4", "4+"), ("cpu", "1+"), ("{CPU: 8}", "8+")])
+def test_cpus_named_as_accelerators_are_cpus(text: str, cpus: str) -> None:
+    task = load(f"run: x\nresources: {{accelerators: {text}}}")
+    assert [(str(each.cpus), each.accelerator) for each in task.resources] == [(cpus, None)]
+    (notice,) = task.notices
+    assert f"is read as `cpus: {cpus}`" in notice.message
+    assert not notice.blocks_launch
+
+
+def test_cpus_named_as_accelerators_do_not_replace_cpus() -> None:
+    (found,) = load("run: x\nresources: {accelerators: CPU:4, cpus: 16}").resources
+    assert str(found.cpus) == "16"
+
+
+def test_long_name_of_a_task_is_a_name() -> None:
+    assert load(f"run: x\nname: {'a' * 200}").name == "a" * 200
+    assert load("run: x\nname: 1e3").name == "1e3"
+
+
+@pytest.mark.parametrize(
+    ("text", "message", "hint"),
+    [
+        (
+            "jobs: {}",
+            "unknown field `jobs` in `config`: it has no effect",
+            "SkyPilot reads it from `~/.sky/config.yaml`",
+        ),
+        ("kubernetse: {}", "unknown field `kubernetse` in `config`: it has no effect", "did you mean `kubernetes`?"),
+    ],
+)
+def test_unknown_setting_in_config_is_noted_where_it_stands(text: str, message: str, hint: str) -> None:
+    (notice,) = load(f"run: x\nconfig:\n  {text}").notices
+    assert (notice.origin.line, notice.origin.column, notice.blocks_launch) == (3, 3, False)
+    assert notice.message == message
+    assert notice.hint is not None
+    assert notice.hint.startswith(hint)
+
+
+def test_url_as_workdir_is_told_how_a_repository_is_written() -> None:
+    (notice,) = load("run: x\nworkdir: https://host/org/x").notices
+    assert notice.blocks_launch
+    assert notice.hint == "for a git repository, write `workdir: {url: https://host/org/x}`"
+
+
+def test_text_that_is_no_mapping_is_told_where_its_colon_belongs() -> None:
+    with pytest.raises(TaskError) as caught:
+        load_tasks_text("run:echo", "task.yaml")
+    assert caught.value.issues[0].hint == "put a space after the colon: `run: ...`"
+
+
 def test_empty_alternatives_are_none() -> None:
     (found,) = load("run: x\nresources: {cpus: 2, any_of: []}").resources
     assert found.cpus is not None and found.cpus.value == 2
@@ -117,7 +177,6 @@ def test_file_of_another_program_is_refused_in_one_sentence(text: str, expected:
         ("resources: {any_of: [{run: x}]}", "1 unknown field `run` in `any_of` | move it out of `resources`"),
         ("service: {min_replicas: 1}", "1 unknown field `min_replicas` in `service` | move it to `replica_policy`"),
         ("service: {path: /}", "1 unknown field `path` in `service` | move it to `readiness_probe`"),
-        ("config: {jobs: {}}", "1 unknown field `jobs` in `config` | remove it: SkyPilot reads it from"),
         ("resources: {autostop: {zzz: 1}}", "1 unknown field `zzz` in `autostop` | its fields: idle_minutes, down"),
     ],
 )
@@ -133,15 +192,33 @@ def test_misplaced_field_is_sent_to_its_place(text: str, fault: str) -> None:
         ("resources: {accelerators: '{A100:1, L4:1}'}", "| remove the quotes around the alternatives"),
         ("resources: {accelerators: 'A100:0'}", "| for a machine without accelerators, remove `accelerators`"),
         ("resources: {accelerators: None}", "unknown accelerator `None` | for a machine without accelerators"),
-        ("resources: {accelerators: 'CPU:4'}", "unknown accelerator `CPU` | for a machine without accelerators, write"),
+        ("resources: {accelerators: ''}", "| for a machine without accelerators, remove `accelerators`"),
         ("resources: {ports: 9000-8000}", "| write the lower port first: `8000-9000`"),
         ("resources: {infra: aws / us-east-1}", "| remove the spaces: `aws/us-east-1`"),
         ("resources: {disk_size: 100+}", "| a size is exact: write `100`"),
         ("resources: [{cpus: 2}]", "| write `KEY: VALUE` on each line, without `- `"),
         ("envs: [A=1]", "| write `KEY: VALUE` on each line, without `- `"),
-        ("envs: {A: [1, 2]}", "`envs.A` must be text, not a list | put it in quotes"),
         ("resources:\n  cpus:4", "a mapping, not `cpus:4` | put a space after the colon: `cpus: ...`"),
         ("resources:\n  cpus 4", "a mapping, not `cpus 4` | put a colon after `cpus`"),
+        ("num_nodes: two", "| for example `num_nodes: 2`"),
+        ("resources: H100:8", "| write `accelerators: H100:8`"),
+        ("resources: {any_of: ['H100:8']}", "| write `accelerators: H100:8`"),
+        ("resources: {accelerators: 8xH100}", "| write the name first: `H100:8`"),
+        ("resources: {accelerators: H100 x 8}", "| put a colon between name and count: `H100:8`"),
+        ("resources: {accelerators: H100:eight}", "| for example `accelerators: H100:8`"),
+        ("resources: {infra: aws:us-east-1}", "| write `aws/us-east-1`"),
+        ("resources: {cloud: aws/us-east-1}", "| write `infra: aws/us-east-1` instead"),
+        ("resources: {memory: 32 gigs}", "| for example `memory: 32+`"),
+        ("resources: {autostop: 10 minutes}", "| write `10m`"),
+        ("goal: {work: 2.5 hours}", "| write `2.5h`"),
+        ("goal: {work: 2 months}", "| for example `work: 100h`"),
+        ("goal: {budget: '$5,000'}", "| write `5000`"),
+        ("goal: {budget: 5k}", "| write `5000`"),
+        ("goal: {confidence: 95%}", "| write `0.95`"),
+        ("goal: {confidence: 95}", "| for example `confidence: 0.9`"),
+        ("envs: {A-B: c}", "| did you mean `A_B`?"),
+        ("workdir: {url: 'ext::sh -c id'}", "`url` must be a URL such as `https://HOST/ORG/NAME`"),
+        ("workdir: {url: https://h/x, ref: '--upload-pack=id'}", "`ref` must be a branch, tag or commit"),
         ("setup: [a, b]", "| write it as one text: `|` after the colon"),
         ("resources: {any_of: {infra: aws}}", "| put `- ` before each item"),
         ("resources: {cpus: {{ cpus }}}", "| `{{...}}` is a template: fill it in first"),
@@ -171,7 +248,10 @@ def test_common_slip_gets_its_next_step(text: str, fault: str) -> None:
             "2 not valid YAML: `*` and `&` have a meaning of their own | put the value",
         ),
         ("name: @x", "1 not valid YAML: a value cannot start with `@` | put it in quotes"),
-        ("run: python a.py: b", "1 not valid YAML: mapping values are not allowed in this context | a value with `: `"),
+        (
+            "run: python a.py: b",
+            "1 not valid YAML: a value contains `: `, which separates a field from its value | put the value in quotes",
+        ),
         ("name: 'x", "not valid YAML: a quote is not closed | close it"),
         ("resources: {cpus: 2\nrun: x", "not valid YAML: a bracket is not closed, or a comma is missing | compare"),
     ],

@@ -19,6 +19,7 @@ from broker.errors import CloudError, TransientError
 from broker.frozen import frozen
 
 INSTALL = "pip install 'intercloud-broker[sky]'"
+NOT_INSTALLED = "install `intercloud-broker[sky]`"
 START, LOOK = "sky api start", "sky api info"
 COMMANDS: dict[type[CloudError], str] = {NotInstalledError: INSTALL, TransientError: START}
 
@@ -44,7 +45,7 @@ class SkyInspector:
         """Report SkyPilot's last check. Enabled clouds are remembered: launches may use them from now on."""
         engine = self._find_engine()
         if engine is None:
-            return [CheckResult(name="skypilot", is_ok=False, note="not installed", command=INSTALL)]
+            return [CheckResult(name="skypilot", is_ok=False, note=NOT_INSTALLED, command=INSTALL)]
         key = str(config.home)
         if key not in self._surveys:
             self._surveys[key] = await survey(engine, SkyStateFile(config.home / "sky"))
@@ -59,7 +60,7 @@ class SkyInspector:
         """Have SkyPilot check the cloud itself, and show its report."""
         engine = self._find_engine()
         if engine is None:
-            return [CheckResult(name="skypilot", is_ok=False, note="not installed", command=INSTALL)]
+            return [CheckResult(name="skypilot", is_ok=False, note=NOT_INSTALLED, command=INSTALL)]
         state_file = SkyStateFile(config.home / "sky")
         survey_result = await survey(engine, state_file)
         if not survey_result.server.is_ok:

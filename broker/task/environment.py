@@ -1,0 +1,84 @@
+"""Values of `envs` and `secrets` as the text that SkyPilot passes to a program: `str` of what YAML 1.1 reads.
+
+`true` and `yes` become `True`, `1.10` becomes `1.1`, `[1, 2]` becomes `[1, 2]`. Programs in SkyPilot's task files
+compare with these texts. The other fields follow YAML 1.2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+import yaml
+
+from broker.task.allowed import ENV_VALUE
+from broker.task.shapes import Schema, Text
+from broker.task.yaml_reader import Marked
+
+_FLAGS = ("True", "False")
+
+
+class EnvValue(Text):
+    """Any value, as the text that a program gets. Errors do not show it."""
+
+    def __init__(self) -> None:
+        super().__init__(rule=ENV_VALUE, also_scalar=True, is_hidden=True)
+
+    def parse(self, marked: Marked) -> str | None:
+        text = render_value(marked)
+        return text if ENV_VALUE.admits(text) else None
+
+    def admits_kind(self, value: Any) -> bool:
+        return value is not None
+
+    def describe(self) -> Schema:
+        return {**super().describe(), "type": ["string", "number", "boolean", "array", "object"]}
+
+
+def render_value(marked: Marked) -> str:
+    """Return the text of a value other than nothing; text in quotes, and text that YAML leaves alone, is unchanged."""
+    return str(_convert(marked))
+
+
+def list_texts(marked: Marked) -> Iterator[str]:
+    """Yield every text in a value as it is written in the file, which may differ from what a program gets."""
+    if isinstance(marked.value, (dict, list)):
+        for each in marked.value.values() if isinstance(marked.value, dict) else marked.value:
+            yield from list_texts(each)
+    elif marked.value is not None:
+        yield marked.text
+
+
+def is_changed(marked: Marked, text: str) -> bool:
+    """Return whether a reader of the file would be surprised by `text`: a version or a time that became a number.
+
+    The other spelling of `true`, and the shorter one of a number with an exponent, surprise no program.
+    """
+    if isinstance(marked.value, (dict, list)) or text == marked.text:
+        return False
+    is_same_flag = text in _FLAGS and marked.text.lower() == text.lower()
+    return not is_same_flag and not (isinstance(marked.value, float) and "e" in marked.text.lower())
+
+
+def _convert(marked: Marked) -> Any:
+    if isinstance(marked.value, dict):
+        return {_read_plain(key): _convert(each) for key, each in marked.value.items()}
+    if isinstance(marked.value, list):
+        return [_convert(each) for each in marked.value]
+    return _read_plain(marked.text) if marked.is_plain else marked.value
+
+
+def _read_plain(text: str) -> Any:
+    """Read an unquoted scalar by YAML 1.1; one that it cannot read, such as a day 99, stays text."""
+    resolver, constructor = _make_reader()
+    tag = resolver.resolve(yaml.ScalarNode, text, (True, False))
+    try:
+        return constructor.construct_object(yaml.ScalarNode(tag, text))
+    except (ValueError, yaml.YAMLError, OverflowError):
+        return text
+
+
+@cache
+def _make_reader() -> tuple[Any, Any]:
+    return yaml.resolver.Resolver(), yaml.constructor.SafeConstructor()

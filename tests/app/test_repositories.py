@@ -1,0 +1,113 @@
+"""A git repository as `workdir`: one commit, cloned here, for all nodes and attempts."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from broker.app.repositories import fetch_repositories, strip_credentials
+from broker.errors import InvalidRequestError, UsageError
+from broker.task.loader import load_tasks_text
+from broker.types import Repository, Task
+
+
+def git(folder: Path, *arguments: str) -> str:
+    identity = ("-c", "user.name=n", "-c", "user.email=n@example.com", "-c", "commit.gpgsign=false")
+    done = subprocess.run(["git", "-C", str(folder), *identity, *arguments], check=True, capture_output=True, text=True)
+    return done.stdout.strip()
+
+
+@pytest.fixture
+def origin(tmp_path: Path) -> Path:
+    """Make a repository with the tag v1 at its first commit, and the branch `main` at its second."""
+    folder = tmp_path / "origin"
+    folder.mkdir()
+    git(folder, "init", "--quiet", "--initial-branch", "main")
+    for number in (1, 2):
+        (folder / "train.py").write_text(f"print({number})\n")
+        git(folder, "add", ".")
+        git(folder, "commit", "--quiet", "-m", f"{number}")
+        if number == 1:
+            git(folder, "tag", "-a", "v1", "-m", "first")
+    return folder
+
+
+def fetch(origin: Path, ref: str | None, notes: list[str] | None = None) -> Task:
+    task = Task(repository=Repository(url=f"file://{origin}", ref=ref), envs={"A": "b"})
+    (found,) = fetch_repositories([task], origin.parent / "home", note=(notes if notes is not None else []).append)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("ref", "commit", "variable"),
+    [(None, "main", None), ("main", "main", "GIT_BRANCH"), ("v1", "v1^{commit}", "GIT_TAG")],
+)
+def test_ref_is_resolved_to_one_commit_which_is_shown(
+    origin: Path, ref: str | None, commit: str, variable: str | None
+) -> None:
+    notes: list[str] = []
+    task = fetch(origin, ref, notes)
+    full = git(origin, "rev-parse", commit)
+    assert task.workdir is not None
+    assert task.repository is None
+    assert git(Path(task.workdir), "rev-parse", "HEAD") == full
+    assert task.envs == {
+        "A": "b", "GIT_URL": f"file://{origin}", "GIT_COMMIT_HASH": full, **({variable: ref} if variable else {}),
+    }  # fmt: skip
+    assert f"is commit {full[:12]}" in notes[0]
+
+
+def test_abbreviated_commit_is_found(origin: Path) -> None:
+    full = git(origin, "rev-parse", "v1^{commit}")
+    task = fetch(origin, full[:9])
+    assert (Path(task.workdir or "") / "train.py").read_text() == "print(1)\n"
+    assert task.envs["GIT_COMMIT_HASH"] == full
+
+
+def test_clone_of_a_commit_is_made_once_and_stays_when_the_branch_moves(origin: Path) -> None:
+    first = Path(fetch(origin, "main").workdir or "")
+    made = (first / ".git").stat().st_ino
+    assert (Path(fetch(origin, "main").workdir or "") / ".git").stat().st_ino == made
+    (origin / "train.py").write_text("print(3)\n")
+    git(origin, "commit", "--quiet", "-am", "3")
+    assert (Path(fetch(origin, "main").workdir or "") / "train.py").read_text() == "print(3)\n"
+    assert (first / "train.py").read_text() == "print(2)\n"
+
+
+@pytest.mark.parametrize(("ref", "hint"), [("mian", "did you mean `main`?"), ("zzz", "its branches: main")])
+def test_unknown_ref_is_refused_with_those_that_exist(origin: Path, ref: str, hint: str) -> None:
+    with pytest.raises(InvalidRequestError, match=f"no branch, tag or commit `{ref}`") as caught:
+        fetch(origin, ref)
+    assert caught.value.hints == (hint,)
+
+
+def test_repository_that_is_not_there_says_so_and_leaves_nothing(tmp_path: Path) -> None:
+    with pytest.raises(InvalidRequestError, match=r"does not appear to be a git repository|does not exist"):
+        fetch(tmp_path / "nothing", None)
+    assert not (tmp_path / "home" / "repositories").exists()
+
+
+def test_credentials_of_a_url_are_never_shown() -> None:
+    task = Task(repository=Repository(url="https://oauth:hunter2@127.0.0.1:9/x.git"))
+    with pytest.raises(InvalidRequestError) as caught:
+        fetch_repositories([task], Path("/nonexistent"), note=print)
+    assert "hunter2" not in f"{caught.value.message} {caught.value.hints}"
+    assert strip_credentials("git@host:org/x.git") == "git@host:org/x.git"
+    assert strip_credentials("https://host/org/x@2") == "https://host/org/x@2"
+
+
+def test_machine_without_git_is_told_what_to_do(origin: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nonexistent")
+    with pytest.raises(UsageError, match="`git` is not installed") as caught:
+        fetch(origin, None)
+    assert "--workdir FOLDER" in caught.value.hints[0]
+
+
+def test_repository_of_a_task_file_is_read_with_its_variables() -> None:
+    text = "envs: {ORG: a}\nworkdir: {url: 'https://host/$ORG/x', ref: 1.10}\nrun: x"
+    (task,) = load_tasks_text(text, "task.yaml")
+    assert task.repository == Repository(url="https://host/a/x", ref="1.10")
+    assert task.workdir is None
+    assert not task.notices
