@@ -83,7 +83,7 @@ class Context:
 
     @cached_property
     def market(self) -> Market:
-        return Market(find_cache(), find_interval_factor=self.find_interval_factor)
+        return Market(find_cache(), home=find_home(self._home), find_interval_factor=self.find_interval_factor)
 
     @cached_property
     def store(self) -> Store:
