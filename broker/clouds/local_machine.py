@@ -47,8 +47,8 @@ def main(folder: str, mode: str = "") -> None:
             os.close(ready_in)
             answer = os.read(ready_out, 1)
             sys.exit({b"1": 0, b"": 1}.get(answer, HOST_TAKEN))
+        os.close(ready_out)
         os.setsid()
-    os.close(ready_out)
     os.umask(0o077)
     locks = (open_lock(folder), take_host(folder))
     if locks[1] < 0:

@@ -20,7 +20,6 @@ from broker.clouds.slurm import node_program
 from broker.clouds.slurm.commands import (
     JobLine,
     RunCommand,
-    ask,
     find_addresses,
     list_jobs,
     run_command,
@@ -128,12 +127,11 @@ class SlurmCloud:
             error = find_error(trial.stderr.decode(errors="replace"))
             raise TransientError(error.message) if isinstance(error, UnknownOutcomeError) else error
         try:
-            await ask(self._run, cluster, argv, script)
-        except TransientError as error:
-            if cluster.login is None:
-                raise
-            # The connection may have ended after the login node had passed the job on.
+            done = await self._run(cluster, argv, script)
+        except TransientError as error:  # its answer is lost: the job may have been passed on before
             raise UnknownOutcomeError(error.message) from error
+        if done.returncode:
+            raise find_error(done.stderr.decode(errors="replace"))
 
     async def _list_again(self, cluster: SlurmCluster, name: str) -> Sequence[JobLine]:
         try:

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import shlex
+import signal
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
 from broker.clock import Clock
-from broker.errors import InvalidRequestError, TransientError
+from broker.errors import InvalidRequestError, TransientError, UnreachedError
 from broker.runtime.base import Shell
 from broker.runtime.streams import LINE_BYTES_MAX, Stream, open_program
 from broker.runtime.transports.machine_protocol import pack_header, read_answer
@@ -57,6 +59,7 @@ class MachineTransport:
 
     def __init__(self, *, clock: Clock) -> None:
         self._clock = clock
+        self._reached: set[str] = set()
 
     def _make_argv(self, node: Node, command: Sequence[str], *, has_terminal: bool = False) -> Sequence[str]:
         """Return the local command that runs `command` on the node's host, outside the node. Raises StateError."""
@@ -130,14 +133,20 @@ class MachineTransport:
                     with contextlib.suppress(ConnectionError, BrokenPipeError):  # the missing answer says it
                         process.stdin.write(header + stdin)
                         await process.stdin.drain()
-                    return await read_answer(process.stdout)
+                    answer = await read_answer(process.stdout)
+                self._reached.add(node.id)
+                return answer
             except TimeoutError as error:
                 raise TransientError(f"node `{node.id}` did not answer within {timeout_s:g} s") from error
             except EOFError as error:
                 errors.seek(0)
-                raise TransientError(f"node `{node.id}` cannot be reached{explain(errors.read())}") from error
+                message = f"node `{node.id}` cannot be reached{explain(errors.read())}"
+                if node.id in self._reached:
+                    raise TransientError(message) from error
+                raise UnreachedError(message, node_id=node.id) from error  # its machine may be starting
             finally:
                 process.stdin.close()
-                with contextlib.suppress(ProcessLookupError):
-                    process.kill()
+                if process.returncode is None:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(process.pid, signal.SIGKILL)  # Popen's own kill would reap it before asyncio does
                 await process.wait()
