@@ -3,7 +3,7 @@
 A claim lives on its host, so another broker sees it as well, and two commands cannot give one host to two gangs.
 
   create     hosts of the offer's size in the order of the file: claim until the gang is whole, else release all
-  list       ask every host; a host that does not answer is "no answer" (`NodeList.unseen`), not "gone"
+  list       ask every host; the claims of one that does not answer are listed as last seen, and its pool as unseen
   terminate  end all processes of the claim, remove its files, release the host. A host that is silent counts as gone
              only if its `fence` command confirms that it is off, or the file says `is_off: true`
 """
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -20,6 +19,7 @@ from typing import Any, ClassVar
 
 from broker.clock import Clock
 from broker.clouds.ssh.hosts import RunOnHost, call_host, fence, run_by_ssh
+from broker.clouds.ssh.memory import HostMemory
 from broker.config import Config
 from broker.errors import (
     BrokerError,
@@ -30,7 +30,7 @@ from broker.errors import (
     UnknownOutcomeError,
 )
 from broker.sites import find_file
-from broker.sites.facts import find_facts, write_json
+from broker.sites.facts import find_facts
 from broker.sites.pools import Host, name_offer, read_hosts
 from broker.types import Node, NodeList, NodeRequest, NodeState
 
@@ -63,7 +63,7 @@ class SshCloud:
         find_lock: Callable[[Host], str] = lambda host: HOST_LOCK,
     ) -> None:
         self._read = read
-        self._off_file = folder / "ssh_off.json"
+        self._memory = HostMemory(folder)
         self._clock = clock
         self._run = run
         self._find_lock = find_lock
@@ -80,20 +80,21 @@ class SshCloud:
             return await self._create(request)
 
     async def list_nodes(self, owner: str) -> NodeList:
-        """List the claims on every host. A host that its fence command switched off has none."""
-        nodes: list[Node] = []
-        unseen: dict[str, CloudError] = {}
-        off = self._read_off()
+        """List the claims on every host. On one that does not answer they stay as they were last seen.
+
+        A host that its fence command switched off has none that live.
+        """
         answers = await self._ask_all("list", owner=owner)
-        for host, answer in answers.items():
-            if not isinstance(answer, CloudError):
-                nodes += [self._make_node(host, each) for each in answer]
-            elif host.key not in off:
-                unseen.setdefault(host.pool, answer)
-        self._forget_off([host for host, answer in answers.items() if not isinstance(answer, CloudError)])
-        if unseen and not any(not isinstance(answer, CloudError) for answer in answers.values()):
+        heard = {host: answer for host, answer in answers.items() if not isinstance(answer, CloudError)}
+        silent = {host: answer for host, answer in answers.items() if isinstance(answer, CloudError)}
+        self._memory.note_answers(heard, owner)
+        unseen = {host.pool: error for host, error in silent.items() if not self._memory.is_off(host)}
+        if unseen and not heard:
             raise next(iter(unseen.values()))
-        return NodeList(nodes=tuple(nodes), unseen=unseen)
+        now_s = self._clock.now_s()
+        claims = {**heard, **{host: self._memory.read_claims(host, owner, now_s=now_s) for host in silent}}
+        nodes = tuple(self._make_node(host, each) for host, found in claims.items() for each in found)
+        return NodeList(nodes=nodes, unseen=unseen)
 
     async def terminate_nodes(self, nodes: Sequence[Node]) -> None:
         hosts = {host.key: host for host in self._list_hosts()}
@@ -113,8 +114,7 @@ class SshCloud:
         except TransientError:
             if not await fence(host):
                 raise
-            off = self._read_off()
-            write_json(self._off_file, {**off, host.key: self._clock.now_s()})
+            self._memory.note_off(host, now_s=self._clock.now_s())
             return
         if not all(answer):
             raise TransientError(f"processes of a node on host `{host.name}` do not end")
@@ -245,20 +245,6 @@ class SshCloud:
                 return error
 
         return dict(zip(hosts, await asyncio.gather(*map(ask, hosts)), strict=True))
-
-    def _read_off(self) -> Mapping[str, float]:
-        """Return the hosts that a fence command has switched off, and when."""
-        try:
-            found: Mapping[str, float] = json.loads(self._off_file.read_bytes())
-            return found
-        except (OSError, ValueError):
-            return {}
-
-    def _forget_off(self, answering: Sequence[Host]) -> None:
-        off = self._read_off()
-        keys = {host.key for host in answering}
-        if keys & set(off):
-            write_json(self._off_file, {key: value for key, value in off.items() if key not in keys})
 
 
 def make_record(request: NodeRequest, rank: int, host: Host, *, lock: str, now_s: float) -> Mapping[str, object]:

@@ -38,6 +38,7 @@ ProctrackType=proctrack/pgid
 TaskPlugin=task/none
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core_Memory
+SlurmdParameters=config_overrides
 SwitchType=switch/none
 MpiDefault=none
 ReturnToService=2
