@@ -28,7 +28,7 @@ MARGIN_S = 10.0
 
 
 @frozen
-class Login:
+class SshLogin:
     """How to log in to one machine. None leaves the choice to the user's OpenSSH configuration."""
 
     host: str
@@ -82,7 +82,7 @@ class Login:
         return make_control_folder() / f"own-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
 
 
-def read_login(host: str, section: Section, base: Section | None = None) -> Login:
+def read_login(host: str, section: Section, base: Section | None = None) -> SshLogin:
     """Make a login from the fields of a section; missing ones come from `base`."""
 
     def get(name: str) -> str | None:
@@ -94,4 +94,4 @@ def read_login(host: str, section: Section, base: Section | None = None) -> Logi
         for name in ("identity_file", "known_hosts", "ssh_config")
     }
     port = get("port")
-    return Login(host=host, user=get("user"), port=int(port) if port else None, **paths)
+    return SshLogin(host=host, user=get("user"), port=int(port) if port else None, **paths)

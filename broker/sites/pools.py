@@ -16,7 +16,7 @@ from pathlib import Path
 
 from broker.frozen import frozen
 from broker.sites.facts import Machine, read_facts
-from broker.sites.login import Login, read_login
+from broker.sites.login import SshLogin, read_login
 from broker.sites.reading import ADDRESS, LOGIN_FIELDS, USD_HOUR, OneOrList, read_entries
 from broker.task.reading import Reader
 from broker.task.shapes import Anything, Either, Flag, ListOf, Number, Text
@@ -64,7 +64,7 @@ class Host:
     """One host. `machine`: its size as stated in the file, or as detected; None if it is not known yet."""
 
     pool: str
-    login: Login
+    login: SshLogin
     machine: Machine | None = None
     usd_hour: float = 0.0
     fence: tuple[str, ...] = ()

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from broker.frozen import frozen
 from broker.sites.facts import Machine, write_json
-from broker.sites.login import Login, read_login
+from broker.sites.login import SshLogin, read_login
 from broker.sites.reading import ADDRESS, LOGIN_FIELDS, OneOrList, read_entries
 from broker.task.reading import Reader
 from broker.task.shapes import Either, MapOf, Number, Text
@@ -33,7 +33,7 @@ CLUSTER = Table(
     name="slurm_cluster",
     fields={
         **LOGIN_FIELDS,
-        "login": Field(shape=ADDRESS, about="Login node; absent: sbatch runs on this machine."),
+        "login": Field(shape=ADDRESS, about="SshLogin node; absent: sbatch runs on this machine."),
         "usd_hour": Field(
             shape=Either(shapes=[PRICE, MapOf(value=PRICE)]), about="Price of a whole node per hour, by partition."
         ),
@@ -55,7 +55,7 @@ class SlurmCluster:
     """One entry of the file. `login` is None where Slurm's commands run on this machine."""
 
     name: str
-    login: Login | None = None
+    login: SshLogin | None = None
     usd_hour: Mapping[str, float] | float = 0.0
     partitions: tuple[str, ...] = ()
     qos: tuple[str, ...] = ()

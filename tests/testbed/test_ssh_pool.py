@@ -112,6 +112,7 @@ def test_job_survives_the_power_loss_of_a_host_of_the_pool(pool: Pool, shared: P
     hosts = {attempt: set(line[2:]) for attempt in "12" for line in lines if line[0] == attempt}
     assert hosts == {"1": set(ADDRESSES[:2]), "2": set(ADDRESSES) - {lost}}
     assert int((shared / "step-0").read_text()) == len(lines), "no step was taken twice"
+    pool.wait_for(lambda job: pool.is_at_rest(), "its cluster is down")
     for address in set(ADDRESSES) - {lost}:
         found = pool.hosts[address].execute("find", "/home/ubuntu/.broker-pool", "-name", "home")
         assert not found, "the files of a claim are removed"

@@ -18,7 +18,7 @@ from broker.clock import Clock
 from broker.clouds import local_machine
 from broker.clouds.slurm import node_program
 from broker.clouds.slurm.commands import (
-    JobLine,
+    QueuedJob,
     RunCommand,
     find_addresses,
     list_jobs,
@@ -133,7 +133,7 @@ class SlurmCloud:
         if done.returncode:
             raise find_error(done.stderr.decode(errors="replace"))
 
-    async def _list_again(self, cluster: SlurmCluster, name: str) -> Sequence[JobLine]:
+    async def _list_again(self, cluster: SlurmCluster, name: str) -> Sequence[QueuedJob]:
         try:
             jobs = await list_jobs(self._run, cluster, name=name)
         except CloudError as error:
@@ -143,8 +143,11 @@ class SlurmCloud:
         return jobs
 
     async def _cancel(self, cluster: SlurmCluster, job_id: int) -> None:
-        """End a job. SIGUSR1 makes its nodes end at once; `scancel` alone gives their programs time for a last save."""
-        for argv in (["scancel", "--signal=USR1", str(job_id)], ["scancel", str(job_id)]):
+        """End a job. SIGUSR1 makes its nodes end at once; `scancel` alone gives their programs time for a last save.
+
+        Only to a job that runs: scancel would repeat a signal to a pending one for a minute.
+        """
+        for argv in (["scancel", "--signal=USR1", "--state=RUNNING", str(job_id)], ["scancel", str(job_id)]):
             done = await self._run(cluster, argv, b"")
             text = done.stderr.decode(errors="replace")
             if done.returncode and not any(each in text for each in GONE):
@@ -158,7 +161,7 @@ class SlurmCloud:
         except CloudError as error:
             return error
 
-    async def _make_nodes(self, cluster: SlurmCluster, job: JobLine) -> Sequence[Node]:
+    async def _make_nodes(self, cluster: SlurmCluster, job: QueuedJob) -> Sequence[Node]:
         """Return a node for each rank of one of our jobs; nothing for others."""
         tags = read_comment(job.comment)
         if tags is None:
@@ -195,7 +198,7 @@ class SlurmCloud:
             )
         return nodes
 
-    async def _find_end(self, cluster: SlurmCluster, job: JobLine, reason: str) -> tuple[str, float]:
+    async def _find_end(self, cluster: SlurmCluster, job: QueuedJob, reason: str) -> tuple[str, float]:
         """Return why and when a job ended; asked once. The nodes say it by the job's exit code."""
         key = (cluster.name, job.id)
         if key not in self._ends:
@@ -206,7 +209,7 @@ class SlurmCloud:
             self._ends[key] = (reason, min(job.end_s or self._clock.now_s(), self._clock.now_s()))
         return self._ends[key]
 
-    async def _find_addresses(self, cluster: SlurmCluster, job: JobLine) -> Sequence[tuple[str, str]]:
+    async def _find_addresses(self, cluster: SlurmCluster, job: QueuedJob) -> Sequence[tuple[str, str]]:
         key = (cluster.name, job.id)
         if key not in self._addresses and job.node_list:
             self._addresses[key] = await find_addresses(self._run, cluster, job.node_list)

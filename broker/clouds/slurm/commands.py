@@ -24,7 +24,7 @@ RunCommand = Callable[[SlurmCluster, Sequence[str], bytes], Awaitable[Completed]
 
 
 @frozen
-class JobLine:
+class QueuedJob:
     """A job as `squeue` lists it; times in seconds since the epoch, None while unknown."""
 
     id: int
@@ -63,7 +63,7 @@ async def ask(run: RunCommand, cluster: SlurmCluster, argv: Sequence[str], stdin
     return done.stdout.decode(errors="replace")
 
 
-async def list_jobs(run: RunCommand, cluster: SlurmCluster, *, name: str | None = None) -> Sequence[JobLine]:
+async def list_jobs(run: RunCommand, cluster: SlurmCluster, *, name: str | None = None) -> Sequence[QueuedJob]:
     """List this user's jobs, those that ended within Slurm's MinJobAge (5 minutes by default) included."""
     chosen = ["--name", name] if name else []
     argv = ["env", "SLURM_TIME_FORMAT=%s", "squeue", "--me", "-h", "-a", "-t", "all", *chosen, "-o", "|".join(FIELDS)]
@@ -74,14 +74,14 @@ async def list_jobs(run: RunCommand, cluster: SlurmCluster, *, name: str | None 
     return [parse_line(line) for line in text.splitlines() if line.strip()]
 
 
-def parse_line(line: str) -> JobLine:
+def parse_line(line: str) -> QueuedJob:
     """Parse one line of `squeue`. Times that Slurm does not know are N/A."""
     words = line.split("|", len(FIELDS) - 1)
 
     def read_time(text: str) -> float | None:
         return float(text) if text.isdigit() else None
 
-    return JobLine(
+    return QueuedJob(
         id=int(words[0]),
         state=words[1],
         reason=words[2],

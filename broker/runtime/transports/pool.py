@@ -11,7 +11,7 @@ from broker.config import Config
 from broker.errors import StateError
 from broker.runtime.transports.machine import MachineTransport
 from broker.sites import find_file
-from broker.sites.login import Login
+from broker.sites.login import SshLogin
 from broker.sites.pools import read_pools
 from broker.types import Node
 
@@ -44,7 +44,7 @@ class PoolTransport(MachineTransport):
         return f".broker-pool/{node.handle.rpartition('/')[2]}"
 
     @cached_property
-    def _logins(self) -> Mapping[str, Login]:
+    def _logins(self) -> Mapping[str, SshLogin]:
         path = find_file("ssh", self._config.home)
         pools = read_pools(path) if path else {}
         return {host.key: host.login for pool in pools.values() for host in pool}

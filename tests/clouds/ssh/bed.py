@@ -16,7 +16,7 @@ from broker.clouds.base import Cloud
 from broker.clouds.ssh.cloud import SshCloud
 from broker.errors import AuthError, TransientError
 from broker.sites.facts import Machine
-from broker.sites.login import Login
+from broker.sites.login import SshLogin
 from broker.sites.openssh import Completed, call
 from broker.sites.pools import Host, list_offers
 from broker.types import Node
@@ -34,7 +34,7 @@ class PoolBed(Bed):
         self.root = root
         self.clock = SystemClock()
         self.hosts: list[Host] = [
-            Host(pool="lab", login=Login(host=f"h{number}"), machine=SIZE, usd_hour=0.1)
+            Host(pool="lab", login=SshLogin(host=f"h{number}"), machine=SIZE, usd_hour=0.1)
             for number in range(1, host_count + 1)
         ]
         self.dead: set[str] = set()
