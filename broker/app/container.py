@@ -252,12 +252,12 @@ class Context:
 
     def check_autostop(self, autostop: Autostop | None, cloud_names: Iterable[str]) -> None:
         """Raise UsageError where autostop would terminate nodes, with their disks, instead of stopping them."""
-        from broker.clouds.base import ProvidesSshHosts
+        from broker.clouds.base import CanStop, ProvidesSshHosts
 
         if autostop is None or autostop.is_down:
             return
         for cloud in (self.clouds.get(name) for name in cloud_names):
-            if isinstance(cloud, ProvidesSshHosts):
+            if cloud is not None and (isinstance(cloud, ProvidesSshHosts) or not isinstance(cloud, CanStop)):
                 raise UsageError(
                     f"nodes on {cloud.name} cannot stop themselves: their own shutdown terminates them, disks included",
                     hints=[
