@@ -181,6 +181,7 @@ class SshCloud:
             return f"{host.name} is in use" + (f" by {answer['taken']}" if answer["taken"] else "")
         if "failed" in answer:
             return f"{host.name}: no node starts there, {answer['failed']}"
+        self._memory.note_claim(host, answer)
         return self._make_node(host, answer)
 
     async def _release(self, nodes: Any) -> None:

@@ -36,6 +36,12 @@ class HostMemory:
         if back := {host.key for host in answers} & set(off):
             write_json(self._off, {key: value for key, value in off.items() if key not in back})
 
+    def note_claim(self, host: Host, claim: Mapping[str, Any]) -> None:
+        """Remember a new claim, as its host may be silent before the first list."""
+        known, key = self._read(self._claims), name_entry(host, claim["owner"])
+        others = [each for each in known.get(key, ()) if each["id"] != claim["id"]]
+        write_json(self._claims, {**known, key: [*others, claim]})
+
     def note_off(self, host: Host, *, now_s: float) -> None:
         write_json(self._off, {**self._read(self._off), host.key: now_s})
 
