@@ -22,7 +22,7 @@ LAYERS: list[set[str]] = [
     {"axes", "wording", "formatting"},
     {"task", "catalog", "spot"},
     {"optimizer"},
-    {"pipelines", "advisor"},
+    {"pipelines", "advisor", "sites"},
     {"state", "storage", "clouds", "runtime"},
     {"access"},
     {"provision"},

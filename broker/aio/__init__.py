@@ -30,6 +30,7 @@ from broker.app.simulating import Simulation, SimulationRequest
 from broker.app.simulating import simulate as replay
 from broker.app.verbs import clusters as verbs
 from broker.app.verbs import launching
+from broker.config import find_home
 from broker.frozen import frozen
 from broker.types import Autostop, Cluster, Plan, Run
 
@@ -58,7 +59,7 @@ async def plan(task: TaskLike, *, clouds: Collection[str] | None = None, cache: 
     """
 
     def rank() -> Plan:
-        market = Market(cache or find_cache())
+        market = Market(cache or find_cache(), home=find_home())
         resolved = market.resolve(read_task(task))
         return market.plan(resolved, usable_clouds=None if clouds is None else frozenset(clouds))
 

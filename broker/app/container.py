@@ -84,7 +84,7 @@ class Context:
     @cached_property
     def market(self) -> Market:
         """The planner, with one open price book for all plans of this context."""
-        return Market(find_cache(), find_interval_factor=self.find_interval_factor)
+        return Market(find_cache(), home=find_home(self._home), find_interval_factor=self.find_interval_factor)
 
     @cached_property
     def store(self) -> Store:
@@ -253,12 +253,12 @@ class Context:
 
     def check_autostop(self, autostop: Autostop | None, cloud_names: Iterable[str]) -> None:
         """Raise UsageError where autostop would terminate nodes, with their disks, instead of stopping them."""
-        from broker.clouds.base import ProvidesSshHosts
+        from broker.clouds.base import CanStop, ProvidesSshHosts
 
         if autostop is None or autostop.is_down:
             return
         for cloud in (self.clouds.get(name) for name in cloud_names):
-            if isinstance(cloud, ProvidesSshHosts):
+            if cloud is not None and (isinstance(cloud, ProvidesSshHosts) or not isinstance(cloud, CanStop)):
                 raise UsageError(
                     f"nodes on {cloud.name} cannot stop themselves: their own shutdown deletes them and their disks",
                     hints=[

@@ -1,4 +1,4 @@
-"""The price book and the planner, with this machine's offers for tasks that name `local`."""
+"""The price book and the planner, with own machines, and this machine's offers for tasks that name `local`."""
 
 from __future__ import annotations
 
@@ -17,10 +17,16 @@ if TYPE_CHECKING:
 
 
 class Market:
-    """The offers of the price book, and of this machine for tasks that name `local`, ranked by the planner."""
+    """The offers of the price book and of own machines, and of this machine for tasks that name `local`, ranked.
 
-    def __init__(self, cache: Path, *, find_interval_factor: Callable[[], float] = lambda: 1.0) -> None:
+    `home`: the state folder whose SSH pools and Slurm clusters take part; None has none.
+    """
+
+    def __init__(
+        self, cache: Path, *, home: Path | None = None, find_interval_factor: Callable[[], float] = lambda: 1.0
+    ) -> None:
         self._cache = cache
+        self._home = home
         self._find_interval_factor = find_interval_factor
 
     @cached_property
@@ -62,6 +68,11 @@ class Market:
         """
         unpriced = self._list_unpriced(task)
         if task.resources and unpriced.issuperset({each.cloud for each in task.resources}):
+            if undetected := sorted(unpriced & set(self._native)):
+                raise NotImportedError(
+                    f"the machines of {', '.join(undetected)} are not known yet",
+                    hints=[f"run `broker check {cloud}`, which looks at them" for cloud in undetected],
+                )
             raise NotImportedError(
                 f"the catalog has no offers of {', '.join(sorted(unpriced))} yet, so placements there cannot be ranked",
                 hints=["import offers with `broker catalog import DIR`; docs/CATALOG.md describes the files in DIR"],
@@ -72,7 +83,7 @@ class Market:
             from broker.optimizer.infeasible import explain_infeasible, loosen_places
 
             try:
-                wide = self.book.find_offers(loosen_places(task))
+                wide = self._find_offers(loosen_places(task))
             except UnknownNameError as unknown:
                 raise UnknownNameError(unknown.message, details=_locate(task), hints=unknown.hints) from error
 
@@ -81,7 +92,7 @@ class Market:
                     changed,
                     usable_clouds=usable_clouds,
                     avoid=avoid,
-                    offers=[*wide, *_list_local_offers(changed)],
+                    offers=[*(each for each in wide if each.cloud != "local"), *_list_local_offers(changed)],
                     history=history,
                     is_refused=is_refused,
                 )
@@ -103,7 +114,9 @@ class Market:
         ]
 
     def _list_unpriced(self, task: Task) -> set[str]:
-        return {each.cloud for each in task.resources if each.cloud} - {"local", *self.book.clouds}
+        named = {each.cloud for each in task.resources if each.cloud}
+        own = {offer.cloud for offer in self.list_own_offers()}
+        return named - {"local", *own, *self.book.clouds}
 
     def rank(
         self,
@@ -136,7 +149,22 @@ class Market:
         )
 
     def _find_offers(self, task: Task) -> Sequence[Offer]:
-        return [*self.book.find_offers(task), *_list_local_offers(task)]
+        own = self.list_own_offers()
+        return [*self.book.find_offers(task, but=self._native), *own, *_list_local_offers(task)]
+
+    @cached_property
+    def _native(self) -> tuple[str, ...]:
+        from broker.sites import list_native
+
+        return list_native(self._home) if self._home else ()
+
+    def list_own_offers(self) -> Sequence[Offer]:
+        """Return the offers of SSH pools and Slurm clusters, read anew as their files may change."""
+        if not self._native or self._home is None:
+            return ()
+        from broker.sites.offers import list_own_offers
+
+        return list_own_offers(self._home)
 
 
 def _locate(task: Task) -> Sequence[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import fields
 
 from broker.catalog.staleness import CloudFacts, PriceAge, describe_age
@@ -91,20 +91,22 @@ class Book:
             self._places.check_instance_type(instance_type)
         return offers
 
-    def find_offers(self, task: Task) -> Sequence[Offer]:
-        """Return every offer that may fit one of the task's alternatives.
+    def find_offers(self, task: Task, *, but: Collection[str] = ()) -> Sequence[Offer]:
+        """Return every offer that may fit one of the task's alternatives, except those of the clouds `but`.
 
         If no accelerator is requested, only the cheapest of each pricing model that the task can use. Raises
         NoOfferError for an unknown name.
         """
         found: dict[tuple[str, str, str | None, str], Offer] = {}
         for resources in task.resources:
-            if resources.cloud == "local":
+            if resources.cloud in ("local", *but):
                 continue
             offers = self._query(resources, has_goal=task.goal is not None)
             if not offers:
                 self.check_places(resources)
             for offer in offers:
+                if offer.cloud in but:
+                    continue
                 found[(offer.cloud, offer.region, offer.zone, offer.instance_type)] = offer
         return list(found.values())
 

@@ -51,6 +51,13 @@ class MakeCloud(Protocol):
 
 
 @runtime_checkable
+class HasQueue(Protocol):
+    """A cloud where a gang waits for its turn in a queue, as in a batch system, before its nodes run."""
+
+    queue_s: ClassVar[float]  # how long it may wait there before other places are tried
+
+
+@runtime_checkable
 class HasAccounts(Protocol):
     """A cloud where the same shell may be logged in to different accounts at different times."""
 

@@ -1,4 +1,6 @@
-"""The simulated machine of the local cloud: `python -I -S local_machine.py NODE_DIR`; standard library only.
+"""The machine of the local cloud: `python -I -S local_machine.py NODE_DIR`; standard library only.
+
+SSH pools and Slurm allocations run it too: there a node is this process tree on a host, and its end frees the host.
 
 Two processes, so that no child outlives the machine however it dies. The keeper holds the tree; the machine serves
 commands on a Unix socket (in place of sshd), one per connection. Both are child subreapers: when one is killed, the
@@ -6,7 +8,7 @@ other stops and kills every descendant, then exits. Without prctl (macOS), orpha
 environment instead. Both share a lock on NODE_DIR/alive.lock: a node is alive exactly as long as the lock is held.
 """
 # Plain paths: pathlib would double the boot time.
-# ruff: noqa: PTH105, PTH108, PTH118, PTH123, PTH208
+# ruff: noqa: PTH101, PTH103, PTH105, PTH108, PTH110, PTH118, PTH120, PTH123, PTH208
 
 from __future__ import annotations
 
@@ -27,30 +29,45 @@ from typing import Any, NoReturn
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 IS_LINUX = sys.platform.startswith("linux")
 TICK_S = 0.1
-REQUEST_BYTES_MAX = 1 << 30
+REQUEST_BYTES_MAX = 1 << 36
+HOST_TAKEN = 3  # exit code: another node holds this host
+FOREGROUND = "foreground"
+# How a node ended, for a batch system that keeps nothing but an exit code.
+EXIT_CODES = {"lease": 71, "done": 72, "autostop": 73, "stopped": 74, "terminated": 75, "crashed": 76}
 
 
-def main(folder: str) -> None:
-    """Boot the node in the background; return (exit status 0) once its socket responds."""
+def main(folder: str, mode: str = "") -> None:
+    """Boot the node in the background; return (exit status 0) once its socket responds.
+
+    In the foreground, where a batch system keeps the process, return when the node has ended. SIGTERM is its notice.
+    """
     ready_out, ready_in = os.pipe()
-    if os.fork():
-        os.close(ready_in)
-        sys.exit(0 if os.read(ready_out, 1) else 1)
-    os.close(ready_out)
-    os.setsid()
+    if mode != FOREGROUND:
+        if os.fork():
+            os.close(ready_in)
+            answer = os.read(ready_out, 1)
+            sys.exit({b"1": 0, b"": 1}.get(answer, HOST_TAKEN))
+        os.close(ready_out)
+        os.setsid()
     os.umask(0o077)
-    lock = open_lock(folder)
+    locks = (open_lock(folder), take_host(folder))
+    if locks[1] < 0:
+        os.write(ready_in, b"0")
+        sys.exit(HOST_TAKEN)
     redirect_stdio(os.path.join(folder, "machine.log"))
     os.environ["BROKER_NODE_DIR"] = folder
     become_subreaper()
     machine = os.fork()
     if machine == 0:
-        serve(folder, ready_in)
+        serve(folder, ready_in, mode)
     os.close(ready_in)
-    signal.signal(signal.SIGTERM, lambda *_: power_off(folder, "terminated"))
+    if mode == FOREGROUND:
+        signal.signal(signal.SIGTERM, lambda *_: give_notice(folder))
+        signal.signal(signal.SIGUSR1, lambda *_: power_off(folder, "terminated"))
+    else:
+        signal.signal(signal.SIGTERM, lambda *_: power_off(folder, "terminated"))
     os.waitpid(machine, 0)
     power_off(folder, "crashed")
-    assert lock >= 0
 
 
 def open_lock(folder: str) -> int:
@@ -67,6 +84,36 @@ def open_lock(folder: str) -> int:
             time.sleep(0.002)
 
 
+def take_host(folder: str) -> int:
+    """Lock the host for this node, where node.json names the lock, and return its descriptor; -1 if it is taken.
+
+    The kernel releases it with the last process of the node. Other users lock the same file, which they can only read.
+    """
+    host = json.loads(read_text(os.path.join(folder, "node.json"))).get("host_lock")
+    if not host:
+        return 0
+    os.makedirs(os.path.dirname(host), mode=0o755, exist_ok=True)
+    try:
+        lock = os.open(host, os.O_RDONLY)
+    except FileNotFoundError:
+        lock = os.open(host, os.O_RDONLY | os.O_CREAT, 0o644)
+        os.chmod(host, 0o644)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return -1
+    return lock
+
+
+def give_notice(folder: str) -> None:
+    """Pass the batch system's SIGTERM on as a preemption notice: it kills the node after its grace time."""
+    record = json.loads(read_text(os.path.join(folder, "node.json")))
+    notice = {"notice_s": float(record.get("notice_s", 0.0)), "time_s": time.time()}
+    path = os.path.join(folder, "home", ".broker", "preemption")
+    if not os.path.exists(path):
+        write_json(path, notice)
+
+
 def redirect_stdio(log: str) -> None:
     """Read stdin from /dev/null, and append stdout and stderr to a log of mode 0600."""
     null = os.open(os.devnull, os.O_RDONLY)
@@ -81,13 +128,18 @@ def become_subreaper() -> None:
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
-def serve(folder: str, ready: int) -> NoReturn:
+def serve(folder: str, ready: int, mode: str) -> NoReturn:
     """Run commands until a power-off is requested."""
     keeper = os.getppid()
-    signal.signal(signal.SIGTERM, lambda *_: power_off(folder, "crashed"))
+    end_signal = signal.SIGTERM
+    if mode == FOREGROUND:
+        os.setsid()  # a batch system that kills our process group leaves this one to kill the tree
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a notice, which some send to every process
+        end_signal = signal.SIGUSR2
+    signal.signal(end_signal, lambda *_: power_off(folder, "crashed"))
     become_subreaper()
     if IS_LINUX:
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, end_signal, 0, 0, 0)
     with open(os.path.join(folder, "node.json"), encoding="utf-8") as file:
         path = json.load(file)["socket"]
     remove(path)
@@ -240,7 +292,8 @@ def power_off(folder: str, reason: str) -> NoReturn:
     state = "STOPPED" if reason == "stop" else "TERMINATED"
     kill_tree(folder)
     record_end(folder, state=state, reason="stopped" if reason == "stop" else reason)
-    os._exit(0)
+    ended = json.loads(read_text(os.path.join(folder, "ended.json")) or "{}")
+    os._exit(EXIT_CODES.get(ended.get("reason", reason), 0))
 
 
 def record_end(folder: str, *, state: str, reason: str) -> None:
@@ -357,4 +410,4 @@ def remove(path: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from broker.clock import Clock
-from broker.clouds.base import Cloud
+from broker.clouds.base import Cloud, HasQueue
 from broker.errors import BrokerError, CapacityError, CloudError
 from broker.provision.creation import REFUSED, NodeCreator
 from broker.provision.hedge_timer import Answer, HedgeTimer
@@ -189,19 +189,20 @@ class Launcher:
     async def _wait_running(self, launch: Launch, spec: LaunchSpec) -> Sequence[Node]:
         """Wait for every node to run. Raises CapacityError once an incomplete gang is terminated."""
         is_resumed = launch.was_unanswered
+        timeout_s = max(spec.timeout_s, launch.cloud.queue_s) if isinstance(launch.cloud, HasQueue) else spec.timeout_s
         running = await wait_running(
             launch.cloud,
             self._lister,
             token=launch.request.token,
             created=launch.nodes,
             node_count=launch.placement.node_count,
-            timeout_s=measure_left_s(launch.nodes, spec.timeout_s, self._clock) if is_resumed else spec.timeout_s,
+            timeout_s=measure_left_s(launch.nodes, timeout_s, self._clock) if is_resumed else timeout_s,
             clock=self._clock,
             on_look=self.record,
         )
         if running is None:
             gone = await self._release(launch)
-            cause = _find_cause(gone, spec.timeout_s)
+            cause = _find_cause(gone, timeout_s)
             raise CapacityError(f"the gang did not come up completely: {cause}", scope="zone")
         return running
 

@@ -7,19 +7,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from broker.frozen import frozen
+from broker.sites.openssh import Completed
 from broker.types import Cluster, Node, Task
 
 if TYPE_CHECKING:
     from broker.runtime.streams import Stream
-
-
-@frozen
-class Completed:
-    """Exit code and output of a command that ran on a node."""
-
-    returncode: int
-    stdout: bytes
-    stderr: bytes
 
 
 @frozen

@@ -17,12 +17,13 @@ from broker import agent
 from broker.clock import Clock
 from broker.errors import CloudError, InvalidRequestError, TransientError
 from broker.frozen import frozen
-from broker.runtime.base import CanStream, Completed, GrantsAccess, Transport
+from broker.runtime.base import CanStream, GrantsAccess, Transport
 from broker.runtime.channels import Channels
 from broker.runtime.credentials import make_credential
 from broker.runtime.reserving import count_gpus, describe_turn, find_reservation
 from broker.runtime.samples import gather_samples
 from broker.runtime.shipping import needs_trainers, pack_trainers, send_trainers
+from broker.sites.openssh import Completed
 from broker.types import Autostop, Cluster, Node, NodeSample, NodeState, Progress, Run, RunStatus, Task
 
 AGENT_FOLDER = ".broker/agent"

@@ -58,8 +58,11 @@ class Stream:
             self.process.kill()
 
 
-async def open_program(argv: Sequence[str]) -> Stream:
-    """Start a local program on one socket: no thread waits for it, and it takes one descriptor instead of three."""
+async def open_program(argv: Sequence[str], *, first: bytes = b"") -> Stream:
+    """Start a local program on one socket: no thread waits for it, and it takes one descriptor instead of three.
+
+    `first` is written to it before any message.
+    """
     _reap()
     ours, theirs = socket.socketpair()
     with theirs:
@@ -72,6 +75,8 @@ async def open_program(argv: Sequence[str]) -> Stream:
             ours.close()
             raise
     reader, writer = await asyncio.open_connection(sock=ours, limit=LINE_BYTES_MAX)
+    if first:
+        writer.write(first)
     return Stream(reader, writer, process)
 
 

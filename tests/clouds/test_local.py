@@ -20,6 +20,7 @@ from broker.clouds.base import CanPreempt, CanStop
 from broker.clouds.local import LocalCloud, is_alive
 from broker.errors import CapacityError, TransientError
 from broker.runtime.transports.local import exchange
+from broker.runtime.transports.machine_protocol import pack_header
 from broker.types import Node, NodeState
 
 # Three double-forked grandchildren in their own sessions, ignoring SIGTERM, and one that works in the foreground.
@@ -242,8 +243,7 @@ def test_a_command_past_its_time_gets_no_answer_rather_than_a_strange_code(rig: 
     async def act() -> None:
         node = (await rig.make_cluster()).nodes[0]
         with pytest.raises(EOFError):
-            header = {"argv": ["sleep", "60"], "env": {}, "stdin": 0, "timeout_s": 0.01}
-            await exchange(Path(node.handle), header, b"")
+            await exchange(Path(node.handle), pack_header(["sleep", "60"], timeout_s=0.01), b"")
 
     asyncio.run(act())
 

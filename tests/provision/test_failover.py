@@ -71,7 +71,7 @@ def test_a_gang_that_loses_a_node_while_booting_is_terminated_and_launched_elsew
     cluster = world.clock.run(scenario)
     assert cluster.placement.offer.zone == "east1b"
     assert world.count_live(lambda node: node.zone == "east1a") == 0
-    assert any("did not come up complete: a node ended by itself (preempted)" in line for line in told), told
+    assert any("did not come up completely: a node ended by itself (preempted)" in line for line in told), told
 
 
 def test_a_gang_that_does_not_boot_in_time_is_reported_with_the_time(world: World) -> None:

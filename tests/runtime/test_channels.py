@@ -18,12 +18,12 @@ from sshd import REASON, SSHD, Sshd
 from broker.clock import SystemClock
 from broker.errors import TransientError
 from broker.runtime import channels
-from broker.runtime.base import Completed
 from broker.runtime.gang import Gang
 from broker.runtime.keys import Keys
 from broker.runtime.streams import Stream
 from broker.runtime.transports.local import LocalTransport
 from broker.runtime.transports.ssh import SshTransport
+from broker.sites.openssh import Completed
 from broker.types import Cluster, ClusterStatus, Node, NodeState, RunStatus
 from tests.signals import signal_all
 

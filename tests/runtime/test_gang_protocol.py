@@ -21,8 +21,8 @@ from local_gang import Rig, make_task, processes_of
 
 from broker.errors import TransientError
 from broker.runtime import gang
-from broker.runtime.base import Completed
 from broker.runtime.credentials import make_credential
+from broker.sites.openssh import Completed
 from broker.types import Cluster, Node, RunStatus
 from tests.fuzz.targets_gang import (
     HANG_S,

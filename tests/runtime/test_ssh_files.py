@@ -9,8 +9,8 @@ from typing import IO
 
 import pytest
 
-from broker.runtime.base import Completed
 from broker.runtime.transports.ssh_files import Remote, list_remote, put_files
+from broker.sites.openssh import Completed
 from broker.types import Node, NodeState
 
 NODE = Node(id="n", cloud="aws", owner="o", cluster="c", attempt=1, rank=0, state=NodeState.RUNNING)

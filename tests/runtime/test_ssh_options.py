@@ -11,16 +11,14 @@ import pytest
 
 from broker.errors import StateError
 from broker.runtime.keys import GangKeys
-from broker.runtime.transports.ssh_call import explain
 from broker.runtime.transports.ssh_files import Remote, is_changed, list_entries, rename, split_path
 from broker.runtime.transports.ssh_options import (
     Place,
-    escape,
-    make_control_folder,
     make_options,
     name_control,
     parse_handle,
 )
+from broker.sites.openssh import escape, explain, make_control_folder
 
 KEYS = GangKeys(folder=Path("/keys of/c-1"), alias="broker-1")
 PLACE = Place(user="ubuntu", host="10.0.0.1", port=2222)

@@ -15,11 +15,12 @@ from sshd import REASON, SSHD, Sshd
 from broker.clock import SystemClock
 from broker.config import Config
 from broker.errors import InvalidRequestError, TransientError
-from broker.runtime.base import Completed, Shell, Transport
+from broker.runtime.base import Shell, Transport
 from broker.runtime.keys import Keys
 from broker.runtime.transports.routed import RoutedTransport
 from broker.runtime.transports.sky import SkyTransport
 from broker.runtime.transports.ssh import SshTransport
+from broker.sites.openssh import Completed
 from broker.types import Node, NodeState
 
 

@@ -6,5 +6,7 @@ from __future__ import annotations
 TRANSPORTS: dict[str, str] = {
     "local": "broker.runtime.transports.local:make_transport",
     "ssh": "broker.runtime.transports.ssh:make_transport",
+    "pool": "broker.runtime.transports.pool:make_transport",
+    "slurm": "broker.runtime.transports.slurm:make_transport",
     "sky": "broker.runtime.transports.sky:make_transport",
 }

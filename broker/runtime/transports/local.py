@@ -6,16 +6,17 @@ import asyncio
 import json
 import secrets
 import shutil
-import struct
 from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePosixPath
 
 from broker.clock import Clock
 from broker.config import Config
 from broker.errors import InvalidRequestError, TransientError
-from broker.runtime.base import Completed, Shell
+from broker.runtime.base import Shell
 from broker.runtime.skyignore import walk
 from broker.runtime.streams import LINE_BYTES_MAX, Stream
+from broker.runtime.transports.machine_protocol import pack_header, read_answer
+from broker.sites.openssh import Completed
 from broker.types import Node
 
 CHUNK_BYTES = 1 << 20
@@ -40,7 +41,7 @@ class LocalTransport:
         env: Mapping[str, str] | None = None,
     ) -> Completed:
         """Run a program through the node's machine process. Raises TransientError if it is gone."""
-        header = {"argv": list(argv), "env": dict(env or {}), "stdin": len(stdin), "timeout_s": timeout_s}
+        header = pack_header(argv, timeout_s=timeout_s, stdin_bytes=len(stdin), env=env)
         try:
             return await asyncio.wait_for(exchange(Path(node.handle), header, stdin), timeout_s)
         except TimeoutError as error:
@@ -50,7 +51,7 @@ class LocalTransport:
 
     async def open_stream(self, node: Node, argv: Sequence[str]) -> Stream:
         """Open a stream; a machine booted by an older broker runs the program without input, which ends the stream."""
-        header = {"argv": list(argv), "env": {}, "stdin": 0, "timeout_s": SHELL_S, "is_stream": True}
+        header = pack_header(argv, timeout_s=SHELL_S, is_stream=True)
         try:
             return Stream(*await connect(Path(node.handle), header))
         except OSError as error:
@@ -79,27 +80,22 @@ class LocalTransport:
             raise TransientError(f"cannot copy `{source}` to node `{node.id}`: {error.strerror}") from error
 
 
-async def exchange(folder: Path, header: Mapping[str, object], stdin: bytes) -> Completed:
+async def exchange(folder: Path, header: bytes, stdin: bytes) -> Completed:
     """Send a request to a local node's machine process and return its answer. Raises OSError, EOFError."""
     reader, writer = await connect(folder, header)
     try:
         writer.write(stdin)
         await writer.drain()
-        size = struct.unpack("!I", await reader.readexactly(4))[0]
-        answer = json.loads(await reader.readexactly(size))
-        stdout = await reader.readexactly(answer["stdout"])
-        stderr = await reader.readexactly(answer["stderr"])
-        return Completed(returncode=answer["returncode"], stdout=stdout, stderr=stderr)
+        return await read_answer(reader)
     finally:
         writer.close()
 
 
-async def connect(folder: Path, header: Mapping[str, object]) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+async def connect(folder: Path, header: bytes) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     """Connect to the machine's socket and send the header of a command."""
     path = json.loads(await asyncio.to_thread((folder / "node.json").read_text))["socket"]
     reader, writer = await asyncio.open_unix_connection(path, limit=LINE_BYTES_MAX)
-    request = json.dumps(header).encode()
-    writer.write(struct.pack("!I", len(request)) + request)
+    writer.write(header)
     return reader, writer
 
 

@@ -6,8 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from broker.errors import TransientError
-from broker.runtime.base import CanStream, Completed, Shell, Transport
+from broker.runtime.base import CanStream, Shell, Transport
 from broker.runtime.streams import Stream
+from broker.sites.openssh import Completed
 from broker.types import Node
 
 DEFAULT_SCHEME = "local"  # its handles are folders

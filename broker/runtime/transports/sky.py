@@ -10,13 +10,8 @@ from broker.config import Config
 from broker.errors import StateError
 from broker.runtime.keys import Keys
 from broker.runtime.transports.ssh import PATIENCE_S, SshTransport
-from broker.runtime.transports.ssh_options import (
-    ALIVE_COUNT_MAX,
-    ALIVE_INTERVAL_S,
-    Route,
-    escape,
-    make_control_folder,
-)
+from broker.runtime.transports.ssh_options import Route
+from broker.sites.openssh import ALIVE_COUNT_MAX, ALIVE_INTERVAL_S, escape, make_control_folder
 from broker.types import Node
 
 SCHEME = "sky://"

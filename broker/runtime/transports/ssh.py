@@ -16,20 +16,12 @@ from typing import IO
 from broker.clock import Clock
 from broker.config import Config
 from broker.errors import StateError, TransientError, UnreachedError
-from broker.runtime.base import Completed, Shell
+from broker.runtime.base import Shell
 from broker.runtime.keys import Keys
 from broker.runtime.streams import Stream, open_program
-from broker.runtime.transports.ssh_call import call, explain, find_program
 from broker.runtime.transports.ssh_files import put_files
-from broker.runtime.transports.ssh_options import (
-    ALIVE_COUNT_MAX,
-    ALIVE_INTERVAL_S,
-    PERSIST_S,
-    Route,
-    make_options,
-    name_control,
-    parse_handle,
-)
+from broker.runtime.transports.ssh_options import Route, make_options, name_control, parse_handle
+from broker.sites.openssh import ALIVE_COUNT_MAX, ALIVE_INTERVAL_S, PERSIST_S, Completed, call, explain, find_program
 from broker.types import Node
 
 MARGIN_S = ALIVE_INTERVAL_S * ALIVE_COUNT_MAX + 2.0

@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import IO, Protocol
 
 from broker.errors import InvalidRequestError, TransientError
-from broker.runtime.base import Completed
 from broker.runtime.skyignore import walk
-from broker.runtime.transports.ssh_call import call, explain, find_program
+from broker.sites.openssh import Completed, call, explain, find_program
 from broker.types import Node
 
 LIST_S = 60.0
@@ -51,9 +50,12 @@ class Remote:
 
 
 async def put_files(
-    streams: Streams, node: Node, source: Path, target: str, *, remote_shell: str, destination: str
+    streams: Streams, node: Node, source: Path, target: str, *, remote_shell: str = "", destination: str = ""
 ) -> None:
-    """Copy like rsync: skip files with the same size and time, delete nothing, respect ignore files."""
+    """Copy like rsync: skip files with the same size and time, delete nothing, respect ignore files.
+
+    Without a `remote_shell` rsync is not used.
+    """
     path = target.removeprefix("~/").rstrip("/") or "."
     remote = await list_remote(streams, node, path, is_folder=source.is_dir())
     if not source.is_dir():
@@ -70,7 +72,7 @@ async def put_files(
     if not changed:
         return
     rewritten = sum(file.stat().st_size for name, file in changed.items() if name in remote.files and file.is_file())
-    if source.is_dir() and remote.has_rsync and rewritten >= RSYNC_BYTES_MIN:
+    if remote_shell and source.is_dir() and remote.has_rsync and rewritten >= RSYNC_BYTES_MIN:
         await send_by_rsync(source, folder, changed, remote_shell=remote_shell, destination=destination, node=node)
     else:
         await send_by_tar(streams, node, folder, changed)

@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import re
-import stat
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
 from broker.errors import StateError
 from broker.runtime.keys import GangKeys
+from broker.sites.openssh import ALIVE_COUNT_MAX, ALIVE_INTERVAL_S, CONNECT_S, escape, make_control_folder
 
-CONNECT_S = 5
-# A host that loses power does not close connections: three unanswered keepalives, one per second, do.
-ALIVE_INTERVAL_S, ALIVE_COUNT_MAX = 1, 3
-PERSIST_S = 600
 # The default key exchange (post-quantum sntrup761) takes 0.4 s instead of 0.17 s per connection on a small machine.
 KEX = "curve25519-sha256,curve25519-sha256@libssh.org,sntrup761x25519-sha512@openssh.com"
 HANDLE = re.compile(r"ssh://(?P<user>\w[\w.-]*)@(?P<host>\[[0-9a-fA-F:.]+\]|\w[\w.-]*)(?::(?P<port>\d+))?")
@@ -84,24 +78,7 @@ def make_options(keys: GangKeys, place: Place, control: Path) -> list[str]:
     return words
 
 
-def escape(path: Path) -> str:
-    """Escape a path for ssh's configuration: quoted, `%` doubled."""
-    text = str(path).replace("%", "%%")
-    return f'"{text}"' if " " in text else text
-
-
 def name_control(keys: GangKeys, place: Place) -> Path:
     """Return the shared connection's socket, a short name because the path is limited to 104 bytes (macOS)."""
     text = f"{keys.folder}\0{place.user}\0{place.host}\0{place.port}"
     return make_control_folder() / f"ssh-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
-
-
-def make_control_folder() -> Path:
-    """Return a private folder for sockets, as access to a socket allows a login. Raises StateError if it is not."""
-    base = tempfile.gettempdir()
-    folder = Path(base if len(base) < 40 else "/tmp") / f"broker-ssh-{os.getuid()}"
-    folder.mkdir(mode=0o700, exist_ok=True)
-    status = folder.lstat()
-    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
-        raise StateError(f"`{folder}` is not a private folder of yours", hints=(f"remove `{folder}`",))
-    return folder

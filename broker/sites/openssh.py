@@ -1,16 +1,33 @@
-"""Run ssh or rsync to completion with a timeout, and explain failures."""
+"""Run ssh, rsync or a local command to completion with a timeout, and explain failures."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import shutil
+import stat
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import IO
 
 from broker.errors import StateError, TransientError
-from broker.runtime.base import Completed
+from broker.frozen import frozen
+
+CONNECT_S = 5
+# A host that loses power does not close connections: three unanswered keepalives, one per second, do.
+ALIVE_INTERVAL_S, ALIVE_COUNT_MAX = 1, 3
+PERSIST_S = 600
+
+
+@frozen
+class Completed:
+    """Exit code and output of a command that ran on a node."""
+
+    returncode: int
+    stdout: bytes
+    stderr: bytes
 
 
 def find_program(name: str) -> str:
@@ -22,7 +39,9 @@ def find_program(name: str) -> str:
     return path
 
 
-async def call(argv: Sequence[str], *, stdin: bytes | IO[bytes], timeout_s: float, what: str) -> Completed:
+async def call(
+    argv: Sequence[str], *, stdin: bytes | IO[bytes], timeout_s: float, what: str, env: Mapping[str, str] | None = None
+) -> Completed:
     """Run one program to completion; stderr goes to a file because a persistent connection may hold it open forever."""
     with tempfile.TemporaryFile() as errors:
         process = await asyncio.create_subprocess_exec(
@@ -30,6 +49,7 @@ async def call(argv: Sequence[str], *, stdin: bytes | IO[bytes], timeout_s: floa
             stdin=asyncio.subprocess.PIPE if isinstance(stdin, bytes) else stdin,
             stdout=asyncio.subprocess.PIPE if "-f" not in argv else asyncio.subprocess.DEVNULL,
             stderr=errors,
+            env=env,
             start_new_session=True,  # Ctrl-C in the terminal must not reach our connections
         )
         try:
@@ -53,3 +73,20 @@ def explain(stderr: bytes) -> str:
         return ": it shows a host key that is not the one made for it"
     last = next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "")
     return f": {last[:200]}" if last else ""
+
+
+def escape(path: Path) -> str:
+    """Escape a path for ssh's configuration: quoted, `%` doubled."""
+    text = str(path).replace("%", "%%")
+    return f'"{text}"' if " " in text else text
+
+
+def make_control_folder() -> Path:
+    """Return a private folder for sockets, as access to a socket allows a login. Raises StateError if it is not."""
+    base = tempfile.gettempdir()
+    folder = Path(base if len(base) < 40 else "/tmp") / f"broker-ssh-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    status = folder.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
+        raise StateError(f"`{folder}` is not a private folder of yours", hints=(f"remove `{folder}`",))
+    return folder

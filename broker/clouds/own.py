@@ -1,0 +1,73 @@
+"""`ssh` and `slurm` in the registry: native where this state folder has their file, otherwise through SkyPilot.
+
+`broker.sites.find_file` decides it.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, cast
+
+from broker.clock import Clock
+from broker.clouds.findings import CheckResult
+from broker.clouds.sky import makers
+from broker.clouds.sky.check import SkyInspector
+from broker.config import Config
+from broker.sites import FILES, find_file
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from broker.clouds.base import Cloud
+    from broker.clouds.findings import Inspector
+
+SKYPILOT_FILES = {"ssh": "~/.sky/ssh_node_pools.yaml", "slurm": "~/.slurm/config"}
+PAGES = {"ssh": "docs/SSH_POOLS.md", "slurm": "docs/SLURM.md"}
+
+
+def make_ssh(config: Config, *, clock: Clock) -> Cloud | None:
+    if find_file("ssh", config.home) is None:
+        return cast("Cloud | None", makers.make_ssh(config, clock=clock))
+    from broker.clouds.ssh.cloud import make_cloud
+
+    return make_cloud(config, clock=clock)
+
+
+def make_slurm(config: Config, *, clock: Clock) -> Cloud | None:
+    if find_file("slurm", config.home) is None:
+        return cast("Cloud | None", makers.make_slurm(config, clock=clock))
+    from broker.clouds.slurm.cloud import make_cloud
+
+    return make_cloud(config, clock=clock)
+
+
+def find_inspector(cloud: str) -> Inspector:
+    return OwnInspector(cloud)
+
+
+class OwnInspector:
+    """`Inspector` and `CanGlance` of a cloud that is native or behind SkyPilot."""
+
+    def __init__(self, cloud: str) -> None:
+        self._cloud = cloud
+
+    async def glance(self, config: Config, *, clock: Clock) -> Sequence[CheckResult]:
+        if find_file(self._cloud, config.home) is None:
+            return await SkyInspector(self._cloud).glance(config, clock=clock)
+        return await self._find_native().inspect(config, clock=clock)
+
+    async def inspect(self, config: Config, *, clock: Clock) -> Sequence[CheckResult]:
+        """Inspect the native cloud; without its file SkyPilot's, and say how to make it native."""
+        if find_file(self._cloud, config.home) is not None:
+            return await self._find_native().inspect(config, clock=clock)
+        path = config.home / FILES[self._cloud]
+        note = f"through SkyPilot; native once {path} exists ({PAGES[self._cloud]})"
+        native = CheckResult(name="native", is_ok=False, note=note, is_needed=False)
+        return [*await SkyInspector(self._cloud).inspect(config, clock=clock), native]
+
+    def write_policy(self, config: Config) -> str:
+        return f"# {self._cloud}: the login of `{FILES[self._cloud]}` needs no permission beyond its own account\n"
+
+    def _find_native(self) -> Inspector:
+        found: Inspector = importlib.import_module(f"broker.clouds.{self._cloud}.check")
+        return found

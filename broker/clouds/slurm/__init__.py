@@ -1,0 +1,1 @@
+"""Slurm clusters: one allocation per gang."""

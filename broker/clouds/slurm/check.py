@@ -1,0 +1,103 @@
+"""`broker check slurm`: look at every cluster's partitions, and keep them as offers."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Mapping, Sequence
+
+from broker.clock import Clock
+from broker.clouds.findings import CheckResult
+from broker.clouds.slurm.commands import RunCommand, ask, parse_pairs, run_command
+from broker.config import Config
+from broker.errors import BrokerError, CloudError
+from broker.sites import find_file
+from broker.sites.facts import Machine, find_facts, name_accelerator
+from broker.sites.slurm import Partition, SlurmCluster, read_clusters, read_partitions, write_partitions
+
+FIELDS = ("%R", "%c", "%m", "%G", "%D", "%a", "%l")
+GRES = re.compile(r"gpu:(?:(?P<kind>[A-Za-z][\w.-]*):)?(?P<count>\d+)")
+
+
+async def inspect(config: Config, *, clock: Clock, run: RunCommand = run_command) -> Sequence[CheckResult]:
+    """Report each cluster with its partitions; those of a cluster that does not answer are kept."""
+    path = find_file("slurm", config.home)
+    assert path is not None, "only called for native clusters"
+    try:
+        clusters = read_clusters(path)
+    except BrokerError as error:
+        return [CheckResult(name="clusters", is_ok=False, note=f"{path}: {error.message}", command=f"edit {path}")]
+    facts = find_facts("slurm", config.home)
+    answers = dict(zip(clusters, await asyncio.gather(*(_look(run, each) for each in clusters.values())), strict=True))
+    found = {name: answer for name, answer in answers.items() if not isinstance(answer, CloudError)}
+    kept = {name: partitions for name, partitions in read_partitions(facts).items() if name in clusters}
+    write_partitions(facts, {**kept, **found})
+    is_alone = len(clusters) == 1
+    return [judge_cluster(clusters[name], answer, is_needed=is_alone) for name, answer in answers.items()]
+
+
+def write_policy(config: Config) -> str:
+    return "# slurm: an account that may submit to its partitions, and Python 3 on the nodes\n"
+
+
+async def _look(run: RunCommand, cluster: SlurmCluster) -> Sequence[Partition] | CloudError:
+    try:
+        nodes = await ask(run, cluster, ["sinfo", "-h", "-o", "|".join(FIELDS)])
+        rules = await ask(run, cluster, ["scontrol", "-o", "show", "partition"])
+    except CloudError as error:
+        return error
+    return parse_partitions(nodes, rules)
+
+
+def parse_partitions(nodes: str, rules: str) -> Sequence[Partition]:
+    """Parse `sinfo` (one line for equal nodes of a partition) and `scontrol show partition`.
+
+    A partition is preemptible if it has a preemption mode and another partition has a higher priority tier.
+    """
+    by_name = {pairs["PartitionName"]: pairs for line in rules.splitlines() if (pairs := parse_pairs(line))}
+    highest = max((int(each.get("PriorityTier", 1)) for each in by_name.values()), default=1)
+    found = []
+    for line in nodes.splitlines():
+        name, vcpus, memory_mb, gres, count, availability, limit = line.split("|")
+        if availability != "up":
+            continue
+        rule = by_name.get(name, {})
+        card = GRES.search(gres)
+        kind = (card["kind"] or "") if card else ""
+        found.append(
+            Partition(
+                name=name,
+                machine=Machine(
+                    vcpus=int(vcpus.rstrip("+")),
+                    memory_gib=int(int(memory_mb.rstrip("+")) / 1024 * 100) / 100,  # never more than there is
+                    accelerator=name_accelerator(kind or "gpu") if card else None,
+                    accelerator_count=int(card["count"]) if card else 0,
+                ),
+                node_count=int(count),
+                is_preemptible=is_preemptible(rule, highest),
+                grace_s=float(rule.get("GraceTime", 0)),
+                time_limit=limit,
+                gres=kind,
+            )
+        )
+    return found
+
+
+def is_preemptible(rule: Mapping[str, str], highest: int) -> bool:
+    return rule.get("PreemptMode", "OFF") != "OFF" and int(rule.get("PriorityTier", 1)) < highest
+
+
+def judge_cluster(cluster: SlurmCluster, answer: Sequence[Partition] | CloudError, *, is_needed: bool) -> CheckResult:
+    where = f"ssh {cluster.login.host} sinfo" if cluster.login else "sinfo"
+    if isinstance(answer, CloudError):
+        hint = answer.hints[0] if answer.hints else ""
+        note = f"{answer.message}{f' ({hint})' if hint else ''}"
+        return CheckResult(name=cluster.name, is_ok=False, note=note, command=where, is_needed=is_needed)
+    names = {each.name: each for each in answer}
+    if missing := [name for name in cluster.partitions if name not in names]:
+        note = f"no partition {', '.join(f'`{name}`' for name in missing)}; there are {', '.join(names) or 'none'}"
+        return CheckResult(name=cluster.name, is_ok=False, note=note, command=where, is_needed=is_needed)
+    told = [f"{each.name} ({each.node_count} x {each.machine.name})" for each in answer]
+    return CheckResult(
+        name=cluster.name, is_ok=bool(told), note=", ".join(told) or "no partition is up", command="" if told else where
+    )

@@ -1,0 +1,234 @@
+"""The cloud of Slurm clusters: a gang is one allocation, and Slurm's queue is the only record of it.
+
+create     `sbatch` of a job whose name comes from the token; a second one with that name waits and is cancelled
+list       `squeue`: the job's comment has the tags; the nodes of a pending job are its ranks
+terminate  `scancel`: the gang ends as a whole, as Slurm cannot take single nodes out of a job
+preempt    Slurm sends SIGTERM, which is passed on as a notice, and kills the nodes after the partition's grace time
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import ClassVar
+
+from broker.clock import Clock
+from broker.clouds import local_machine
+from broker.clouds.slurm import node_program
+from broker.clouds.slurm.commands import (
+    QueuedJob,
+    RunCommand,
+    find_addresses,
+    list_jobs,
+    run_command,
+    show_job,
+)
+from broker.clouds.slurm.script import find_partition, make_argv, make_script, name_job, read_comment
+from broker.clouds.slurm.states import EXIT_REASONS, GONE, find_error, find_state
+from broker.config import Config
+from broker.errors import BrokerError, CloudError, InvalidRequestError, TransientError, UnknownOutcomeError
+from broker.sites import find_file
+from broker.sites.facts import find_facts
+from broker.sites.slurm import Partition, SlurmCluster, read_clusters, read_partitions
+from broker.types import Node, NodeList, NodeRequest, NodeState
+
+KILL_WAIT_S = 30.0  # Slurm's default between SIGTERM and SIGKILL where a partition has no grace time
+Read = Callable[[], tuple[Mapping[str, SlurmCluster], Mapping[str, Sequence[Partition]]]]
+
+
+def make_cloud(config: Config, *, clock: Clock) -> SlurmCloud | None:
+    """Make the cloud; None without a file of clusters."""
+    path = find_file("slurm", config.home)
+    if path is None:
+        return None
+    facts = find_facts("slurm", config.home)
+    return SlurmCloud(lambda: (read_clusters(path), read_partitions(facts)), clock=clock)
+
+
+class SlurmCloud:
+    """`Cloud` over the clusters of `slurm.yaml`, which is read at every call."""
+
+    name: ClassVar[str] = "slurm"
+    settle_s: ClassVar[float] = 0.0
+    queue_s: ClassVar[float] = 2700.0  # a job that leaves the queue earlier loses its place there
+
+    def __init__(self, read: Read, *, clock: Clock, run: RunCommand = run_command) -> None:
+        self._read = read
+        self._clock = clock
+        self._run = run
+        self._addresses: dict[tuple[str, int], Sequence[tuple[str, str]]] = {}
+        self._ends: dict[tuple[str, int], tuple[str, float]] = {}  # why and when a job ended
+
+    async def check(self) -> None:
+        """Return if any cluster answers; otherwise raise the first one's error."""
+        clusters, _ = self._read_files()
+        answers = await asyncio.gather(*(self._try_list(each) for each in clusters.values()))
+        if answers and all(isinstance(answer, CloudError) for answer in answers):
+            raise next(answer for answer in answers if isinstance(answer, CloudError))
+
+    async def create_nodes(self, request: NodeRequest) -> Sequence[Node]:
+        clusters, partitions = self._read_files()
+        region = request.placement.offer.region
+        if region not in clusters:
+            raise InvalidRequestError(f"`slurm.yaml` has no cluster `{region}`")
+        cluster = clusters[region]
+        name = name_job(request.owner, request.token)
+        jobs = await list_jobs(self._run, cluster, name=name)
+        if not jobs:
+            await self._submit(cluster, find_partition(partitions.get(region, ()), request), request)
+            jobs = await self._list_again(cluster, name)
+        first, *later = sorted(jobs, key=lambda job: job.id)
+        for job in later:  # of a call with the same token at the same moment; it has not started
+            await self._cancel(cluster, job.id)
+        return await self._make_nodes(cluster, first)
+
+    async def list_nodes(self, owner: str) -> NodeList:
+        """List the nodes of every cluster. One that does not answer is a region that is not seen."""
+        clusters, _ = self._read_files()
+        answers = await asyncio.gather(*(self._try_list(each) for each in clusters.values()))
+        unseen = {
+            cluster.name: answer
+            for cluster, answer in zip(clusters.values(), answers, strict=True)
+            if isinstance(answer, CloudError)
+        }
+        if unseen and len(unseen) == len(clusters):
+            raise next(iter(unseen.values()))
+        nodes = [node for answer in answers if not isinstance(answer, CloudError) for node in answer]
+        return NodeList(nodes=tuple(node for node in nodes if node.owner == owner), unseen=unseen)
+
+    async def terminate_nodes(self, nodes: Sequence[Node]) -> None:
+        clusters, _ = self._read_files()
+        jobs = {
+            (clusters[node.region].name, job_id)
+            for node in nodes
+            if node.region in clusters and (job_id := read_handle(node)[1]) is not None
+        }
+        results = await asyncio.gather(
+            *(self._cancel(clusters[name], job_id) for name, job_id in sorted(jobs)), return_exceptions=True
+        )
+        for result in results:
+            if isinstance(result, BaseException):
+                raise result
+
+    async def _submit(self, cluster: SlurmCluster, partition: Partition, request: NodeRequest) -> None:
+        """Submit the gang, after asking whether it could ever start: the queue itself refuses little."""
+        argv = make_argv(cluster, partition, request, now_s=self._clock.now_s())
+        script = make_script(
+            request,
+            partition,
+            program=read_source(node_program.__file__),
+            machine=read_source(local_machine.__file__),
+            kill_wait_s=KILL_WAIT_S,
+        )
+        trial = await self._run(cluster, ["sbatch", "--test-only", *argv[2:]], script)
+        if trial.returncode:
+            error = find_error(trial.stderr.decode(errors="replace"))
+            raise TransientError(error.message) if isinstance(error, UnknownOutcomeError) else error
+        try:
+            done = await self._run(cluster, argv, script)
+        except TransientError as error:  # its answer is lost: the job may have been passed on before
+            raise UnknownOutcomeError(error.message) from error
+        if done.returncode:
+            raise find_error(done.stderr.decode(errors="replace"))
+
+    async def _list_again(self, cluster: SlurmCluster, name: str) -> Sequence[QueuedJob]:
+        try:
+            jobs = await list_jobs(self._run, cluster, name=name)
+        except CloudError as error:
+            raise UnknownOutcomeError(f"the job was submitted, but cannot be listed: {error.message}") from error
+        if not jobs:
+            raise UnknownOutcomeError("the job was submitted, but Slurm does not list it yet")
+        return jobs
+
+    async def _cancel(self, cluster: SlurmCluster, job_id: int) -> None:
+        """End a job. SIGUSR1 makes its nodes end at once; `scancel` alone gives their programs time for a last save.
+
+        Only to a job that runs: scancel would repeat a signal to a pending one for a minute.
+        """
+        for argv in (["scancel", "--signal=USR1", "--state=RUNNING", str(job_id)], ["scancel", str(job_id)]):
+            done = await self._run(cluster, argv, b"")
+            text = done.stderr.decode(errors="replace")
+            if done.returncode and not any(each in text for each in GONE):
+                error = find_error(text)
+                raise TransientError(error.message) if isinstance(error, UnknownOutcomeError) else error
+
+    async def _try_list(self, cluster: SlurmCluster) -> Sequence[Node] | CloudError:
+        try:
+            jobs = await list_jobs(self._run, cluster)
+            return [node for job in jobs for node in await self._make_nodes(cluster, job)]
+        except CloudError as error:
+            return error
+
+    async def _make_nodes(self, cluster: SlurmCluster, job: QueuedJob) -> Sequence[Node]:
+        """Return a node for each rank of one of our jobs; nothing for others."""
+        tags = read_comment(job.comment)
+        if tags is None:
+            return ()
+        state, reason = find_state(job.state)
+        ended_s = None
+        if state is NodeState.TERMINATED:
+            reason, ended_s = await self._find_end(cluster, job, reason)
+        addresses = await self._find_addresses(cluster, job) if state is NodeState.RUNNING else ()
+        nodes = []
+        for rank in range(int(tags["n"])):
+            name, address = addresses[rank] if rank < len(addresses) else ("", "")
+            node_id = f"{tags['i']}-{rank}"
+            nodes.append(
+                Node(
+                    id=node_id,
+                    cloud=self.name,
+                    owner=tags["o"],
+                    cluster=tags["c"],
+                    attempt=tags["a"],
+                    rank=rank,
+                    state=state,
+                    address=address,
+                    region=cluster.name,
+                    zone=tags["z"],
+                    token=tags["t"],
+                    is_spot=tags["p"],
+                    usd_hour=tags["u"],
+                    created_s=tags["s"],
+                    ended_s=ended_s,
+                    reason=reason,
+                    handle=f"slurm://{cluster.name}/{job.id}/{name}/{node_id}",
+                )
+            )
+        return nodes
+
+    async def _find_end(self, cluster: SlurmCluster, job: QueuedJob, reason: str) -> tuple[str, float]:
+        """Return why and when a job ended; asked once. The nodes say it by the job's exit code."""
+        key = (cluster.name, job.id)
+        if key not in self._ends:
+            if not reason:
+                code = (await show_job(self._run, cluster, job.id)).get("ExitCode", "").partition(":")[0]
+                reason = EXIT_REASONS.get(int(code), "crashed") if code.isdigit() else "crashed"
+            # A job that never ran has no end time of its own that is later than its creation.
+            self._ends[key] = (reason, min(job.end_s or self._clock.now_s(), self._clock.now_s()))
+        return self._ends[key]
+
+    async def _find_addresses(self, cluster: SlurmCluster, job: QueuedJob) -> Sequence[tuple[str, str]]:
+        key = (cluster.name, job.id)
+        if key not in self._addresses and job.node_list:
+            self._addresses[key] = await find_addresses(self._run, cluster, job.node_list)
+        return self._addresses.get(key, ())
+
+    def _read_files(self) -> tuple[Mapping[str, SlurmCluster], Mapping[str, Sequence[Partition]]]:
+        try:
+            return self._read()
+        except BrokerError as error:
+            raise InvalidRequestError(error.message, hints=error.hints) from error
+
+
+def read_handle(node: Node) -> tuple[str, int | None]:
+    """Return cluster and job of a node: `slurm://CLUSTER/JOB/HOST/NODE`. No job: the node was never of this cloud."""
+    cluster, _, rest = node.handle.removeprefix("slurm://").partition("/")
+    job = rest.partition("/")[0]
+    return cluster, int(job) if job.isdigit() else None
+
+
+@cache
+def read_source(path: str) -> str:
+    return Path(path).read_text(encoding="utf-8")

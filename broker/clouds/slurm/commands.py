@@ -1,0 +1,122 @@
+"""Run Slurm's commands, here or on the login node, and read their output."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+
+from broker.clouds.slurm.states import find_error
+from broker.errors import InvalidRequestError, TransientError, UnknownOutcomeError
+from broker.frozen import frozen
+from broker.sites.openssh import Completed, call
+from broker.sites.slurm import SlurmCluster
+
+CALL_S = 60.0
+SSH_S = 15.0
+NOT_FOUND = 127
+# Variables of our environment that Slurm's commands get; a job inherits them, so no credential is among them.
+PASSED_ENV = ("PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LC_ALL", "TZ", "SLURM_CONF")
+FIELDS = ("%i", "%T", "%r", "%D", "%N", "%S", "%e", "%P", "%k")  # the comment last: it may contain the separator
+
+# Runs one command for a cluster, as `run_command` does; tests put a fake in its place.
+RunCommand = Callable[[SlurmCluster, Sequence[str], bytes], Awaitable[Completed]]
+
+
+@frozen
+class QueuedJob:
+    """A job as `squeue` lists it; times in seconds since the epoch, None while unknown."""
+
+    id: int
+    state: str
+    reason: str
+    node_count: int
+    node_list: str
+    start_s: float | None
+    end_s: float | None
+    partition: str
+    comment: str
+
+
+async def run_command(cluster: SlurmCluster, argv: Sequence[str], stdin: bytes = b"") -> Completed:
+    """Run a command where the cluster's commands are. Raises TransientError, or AuthError for a refused login."""
+    if cluster.login is not None:
+        return await cluster.login.run(shlex.join(argv), stdin=stdin, timeout_s=CALL_S)
+    env = {name: os.environ[name] for name in PASSED_ENV if name in os.environ}  # noqa: TID251 - passed on
+    try:
+        return await call(argv, stdin=stdin, timeout_s=CALL_S, what=f"`{argv[0]}`", env=env)
+    except FileNotFoundError:
+        return Completed(returncode=NOT_FOUND, stdout=b"", stderr=f"{argv[0]}: command not found".encode())
+
+
+async def ask(run: RunCommand, cluster: SlurmCluster, argv: Sequence[str], stdin: bytes = b"") -> str:
+    """Return a command's output. Raises the CloudError of its message."""
+    done = await run(cluster, argv, stdin)
+    if done.returncode == NOT_FOUND:
+        where = f"on `{cluster.login.host}`" if cluster.login else "on this machine"
+        raise InvalidRequestError(
+            f"`{argv[0]}` is not installed {where}",
+            hints=("install Slurm's client there, or name the login node in `slurm.yaml`: `login: HOST`",),
+        )
+    if done.returncode:
+        raise find_error(done.stderr.decode(errors="replace"))
+    return done.stdout.decode(errors="replace")
+
+
+async def list_jobs(run: RunCommand, cluster: SlurmCluster, *, name: str | None = None) -> Sequence[QueuedJob]:
+    """List this user's jobs, those that ended within Slurm's MinJobAge (5 minutes by default) included."""
+    chosen = ["--name", name] if name else []
+    argv = ["env", "SLURM_TIME_FORMAT=%s", "squeue", "--me", "-h", "-a", "-t", "all", *chosen, "-o", "|".join(FIELDS)]
+    try:
+        text = await ask(run, cluster, argv)
+    except UnknownOutcomeError as error:  # a list has no outcome: it failed
+        raise TransientError(error.message) from error
+    return [parse_line(line) for line in text.splitlines() if line.strip()]
+
+
+def parse_line(line: str) -> QueuedJob:
+    """Parse one line of `squeue`. Times that Slurm does not know are N/A."""
+    words = line.split("|", len(FIELDS) - 1)
+
+    def read_time(text: str) -> float | None:
+        return float(text) if text.isdigit() else None
+
+    return QueuedJob(
+        id=int(words[0]),
+        state=words[1],
+        reason=words[2],
+        node_count=int(words[3]),
+        node_list=words[4],
+        start_s=read_time(words[5]),
+        end_s=read_time(words[6]),
+        partition=words[7],
+        comment=words[8].strip(),
+    )
+
+
+async def show_job(run: RunCommand, cluster: SlurmCluster, job_id: int) -> Mapping[str, str]:
+    """Return the fields of one job, empty once Slurm has forgotten it."""
+    done = await run(cluster, ["scontrol", "-o", "show", "job", str(job_id)], b"")
+    return parse_pairs(done.stdout.decode(errors="replace")) if done.returncode == 0 else {}
+
+
+def parse_pairs(line: str) -> Mapping[str, str]:
+    """Parse `Name=value Name=value`; a word without `=` continues the value before it."""
+    pairs: dict[str, str] = {}
+    last = ""
+    for word in line.split():
+        name, separator, value = word.partition("=")
+        if separator and name[:1].isupper():
+            last = name
+            pairs[name] = value
+        elif last:
+            pairs[last] += f" {word}"
+    return pairs
+
+
+async def find_addresses(run: RunCommand, cluster: SlurmCluster, node_list: str) -> Sequence[tuple[str, str]]:
+    """Return name and address of each node of an allocation, in the order of their ranks."""
+    text = await ask(run, cluster, ["scontrol", "-o", "show", "node", node_list])
+    by_name = {pairs["NodeName"]: pairs for line in text.splitlines() if (pairs := parse_pairs(line))}
+    names = (await ask(run, cluster, ["scontrol", "show", "hostnames", node_list])).split()
+    return [(name, by_name[name].get("NodeAddr") or name) for name in names]

@@ -1,0 +1,190 @@
+"""Slurm's states and error messages, as this project's. One table each; tests check that both are complete.
+
+Slurm's commands report an error as one of the fixed texts of its library (`slurm_strerror`), and no code.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from broker.errors import (
+    AuthError,
+    CapacityError,
+    CloudError,
+    InvalidRequestError,
+    QuotaError,
+    ThrottledError,
+    TransientError,
+    UnknownOutcomeError,
+)
+from broker.types import NodeEnd, NodeState
+
+# State -> ours, and why a node ended there. The names are those of `squeue -t`.
+STATES: Mapping[str, tuple[NodeState, str]] = {
+    "PENDING": (NodeState.PENDING, ""),
+    "CONFIGURING": (NodeState.PENDING, ""),
+    "REQUEUED": (NodeState.PENDING, ""),
+    "REQUEUE_FED": (NodeState.PENDING, ""),
+    "REQUEUE_HOLD": (NodeState.PENDING, ""),
+    "SPECIAL_EXIT": (NodeState.PENDING, ""),
+    "RESV_DEL_HOLD": (NodeState.PENDING, ""),
+    "RUNNING": (NodeState.RUNNING, ""),
+    "RESIZING": (NodeState.RUNNING, ""),
+    "SIGNALING": (NodeState.RUNNING, ""),
+    "SUSPENDED": (NodeState.RUNNING, ""),  # its processes exist and may continue: silent, not gone
+    "STOPPED": (NodeState.RUNNING, ""),
+    # Its processes may still run until Slurm has confirmed their end on every node.
+    "COMPLETING": (NodeState.RUNNING, ""),
+    "STAGE_OUT": (NodeState.RUNNING, ""),
+    "PREEMPTED": (NodeState.TERMINATED, NodeEnd.PREEMPTED),
+    "CANCELLED": (NodeState.TERMINATED, NodeEnd.TERMINATED),
+    "COMPLETED": (NodeState.TERMINATED, ""),  # its exit code says why
+    "FAILED": (NodeState.TERMINATED, ""),
+    "TIMEOUT": (NodeState.TERMINATED, "time limit"),
+    "DEADLINE": (NodeState.TERMINATED, "deadline"),
+    "NODE_FAIL": (NodeState.TERMINATED, "node failure"),
+    "BOOT_FAIL": (NodeState.TERMINATED, "boot failure"),
+    "LAUNCH_FAILED": (NodeState.TERMINATED, "launch failure"),
+    "OUT_OF_MEMORY": (NodeState.TERMINATED, "out of memory"),
+    "REVOKED": (NodeState.TERMINATED, "revoked"),
+}
+# Exit codes of the machine (`EXIT_CODES` in local_machine.py).
+EXIT_REASONS = {71: NodeEnd.LEASE, 72: NodeEnd.DONE, 73: "autostop", 74: "stopped", 75: NodeEnd.TERMINATED}
+
+# What sbatch may say -> class. A text that contains the key counts; the longest key wins.
+ERRORS: Mapping[str, type[CloudError]] = {
+    # the request itself
+    "Invalid partition name specified": InvalidRequestError,
+    "No partition specified or system default partition": InvalidRequestError,
+    "Requested nodes not in this partition": InvalidRequestError,
+    "Job size specification needs to be provided": InvalidRequestError,
+    "Job script not specified": InvalidRequestError,
+    "Invalid user id": InvalidRequestError,
+    "Pathname of a file, directory or other parameter too long": InvalidRequestError,
+    "Invalid node name specified": InvalidRequestError,
+    "Task distribution specification invalid": InvalidRequestError,
+    "Task count specification invalid": InvalidRequestError,
+    "Invalid feature specification": InvalidRequestError,
+    "Requested operation not supported on this system": InvalidRequestError,
+    "Requested operation is presently disabled": InvalidRequestError,
+    "Job dependency problem": InvalidRequestError,
+    "Only batch jobs are accepted or processed": InvalidRequestError,
+    "Invalid license specification": InvalidRequestError,
+    "Requested time limit is invalid": InvalidRequestError,
+    "Requested reservation is invalid": InvalidRequestError,
+    "Invalid time specified": InvalidRequestError,
+    "Invalid wckey specification": InvalidRequestError,
+    "Invalid qos specification": InvalidRequestError,
+    "CPU count specification invalid": InvalidRequestError,
+    "Invalid generic resource (gres) specification": InvalidRequestError,
+    "Invalid job array specification": InvalidRequestError,
+    "Burst Buffer request invalid": InvalidRequestError,
+    "Invalid mcs_label specified": InvalidRequestError,
+    "Invalid group id": InvalidRequestError,
+    "Job --batch option is invalid": InvalidRequestError,
+    "Invalid Trackable RESource (TRES) specification": InvalidRequestError,
+    "Invalid GRES specification": InvalidRequestError,
+    "Multiple KNL NUMA and/or MCDRAM constraints": InvalidRequestError,
+    "Requested GRES option unsupported by configured SelectType plugin": InvalidRequestError,
+    "Invalid --nice value": InvalidRequestError,
+    "Invalid time-min specification": InvalidRequestError,
+    "Environment is missing in job": InvalidRequestError,
+    "Multiple partition job request not supported": InvalidRequestError,
+    "Cannot request more threads per core than the job allocation": InvalidRequestError,
+    "Invalid preferred feature specification": InvalidRequestError,
+    "Time limit specification required, but not provided": InvalidRequestError,
+    "Invalid KNL configuration": InvalidRequestError,
+    "Invalid cluster name": InvalidRequestError,
+    "Invalid cluster feature specification": InvalidRequestError,
+    # nothing there, now or ever
+    "Node count specification invalid": CapacityError,
+    "Requested node configuration is not available": CapacityError,
+    "Requested partition configuration not available now": CapacityError,
+    "Requested nodes are busy": CapacityError,
+    "Immediate execution impossible": CapacityError,
+    "Requested more tasks than available processors": CapacityError,
+    "Memory required by task is not available": CapacityError,
+    "Requested reservation is in use": CapacityError,
+    "Requested reservation not usable now": CapacityError,
+    "Required node not available": CapacityError,
+    "Required partition not available": CapacityError,
+    "Partition in DOWN state": CapacityError,
+    "Job can not start immediately": CapacityError,
+    "Job can not start due to maintenance reservation": CapacityError,
+    "Insufficient GRES available in allocation": CapacityError,
+    "Switch resources currently not available": CapacityError,
+    "Required ports are in use": CapacityError,
+    "Requires more ports than can be reserved": CapacityError,
+    "No eligible clusters for federated job": CapacityError,
+    # limits of the account
+    "More processors requested than permitted": QuotaError,
+    "Job violates accounting/QOS policy": QuotaError,
+    "Requested account has breached requested QOS usage threshold": QuotaError,
+    "Burst Buffer resource limit exceeded": QuotaError,
+    # permissions
+    "Access/permission denied": AuthError,
+    "User's group not permitted to use this partition": AuthError,
+    "Invalid account or account/partition combination specified": AuthError,
+    "Access denied to requested reservation": AuthError,
+    "Burst Buffer permission denied": AuthError,
+    "Protocol authentication error": AuthError,
+    "Invalid authentication credential": AuthError,
+    "Failed to connect to authentication agent": AuthError,
+    "Authentication credential invalid": AuthError,
+    "User not found on host": AuthError,
+    # later
+    "Unable to create job record, try again": ThrottledError,
+    "System submissions disabled": TransientError,
+    "Slurm backup controller in standby mode": TransientError,
+    "Controller is in standby mode": TransientError,
+    "Slurm internal error": TransientError,
+    "I/O error writing script/environment to file": TransientError,
+    "Error generating job credential": TransientError,
+    "Unable to contact slurm controller (connect failure)": TransientError,
+    "Communication connection failure": TransientError,
+    "Incompatible versions of client and server code": InvalidRequestError,
+    # the controller may have received it
+    "Unable to contact slurm controller (send failure)": UnknownOutcomeError,
+    "Unable to contact slurm controller (receive failure)": UnknownOutcomeError,
+    "Unable to contact slurm controller (shutdown failure)": UnknownOutcomeError,
+    "Communication shutdown failure": UnknownOutcomeError,
+    "Message send failure": UnknownOutcomeError,
+    "Message receive failure": UnknownOutcomeError,
+    "Unexpected message received": UnknownOutcomeError,
+    "Socket timed out on send/recv operation": UnknownOutcomeError,
+    "Zero Bytes were transmitted or received": UnknownOutcomeError,
+    "Failed to send entire message": UnknownOutcomeError,
+    "Received zero length message": UnknownOutcomeError,
+}
+# Refusals to cancel a job that mean it is over, or was never there.
+GONE = (
+    "Invalid job id specified",
+    "Job/step already completing or completed",
+    "Job has already finished",
+    "Job is not running",
+    "Job is not pending nor running",
+)
+HINTS: Mapping[type[CloudError], tuple[str, ...]] = {
+    AuthError: ("ask your site for access, or name your account: `options: [--account=NAME]` in `slurm.yaml`",),
+    QuotaError: ("`sacctmgr show assoc user=$USER` and `sacctmgr show qos` show your limits",),
+}
+
+
+def find_error(stderr: str) -> CloudError:
+    """Return the error for what a command of Slurm printed. An unknown text may have any outcome."""
+    text = next((line for line in reversed(stderr.splitlines()) if line.strip()), "no answer").strip()
+    message = re.sub(r"^\w+: (error|fatal): ", "", text)
+    message = f"Slurm: {message.removeprefix('Batch job submission failed: ')}"
+    found = max((key for key in ERRORS if key in stderr), key=len, default=None)
+    if found is None:
+        return UnknownOutcomeError(message)
+    kind = ERRORS[found]
+    if kind is CapacityError:
+        return CapacityError(message, scope="zone")
+    return kind(message, hints=HINTS.get(kind, ()))
+
+
+def find_state(state: str) -> tuple[NodeState, str]:
+    """Return a job's state and reason. A state of a newer Slurm counts as running: it is not known to be over."""
+    return STATES.get(state.split()[0] if state else "", (NodeState.RUNNING, ""))

@@ -1,0 +1,1 @@
+"""SSH pools: hosts of your own, each claimed by one gang at a time."""

@@ -1,0 +1,72 @@
+"""`broker check ssh`: ask every host of the pools, and detect the machines whose size the file does not state."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from broker.clock import Clock
+from broker.clouds.findings import CheckResult
+from broker.clouds.ssh.hosts import RunOnHost, call_host, run_by_ssh
+from broker.config import Config
+from broker.errors import BrokerError, CloudError
+from broker.sites import find_file
+from broker.sites.facts import Machine, find_facts, name_accelerator, read_facts, write_facts
+from broker.sites.pools import Host, read_pools
+
+LISTED_MAX = 3
+
+
+async def inspect(config: Config, *, clock: Clock, run: RunOnHost = run_by_ssh) -> Sequence[CheckResult]:
+    """Report each pool: hosts that answer, their sizes, and what is wrong with the others."""
+    path = find_file("ssh", config.home)
+    assert path is not None, "only called for native pools"
+    try:
+        pools = read_pools(path)
+    except BrokerError as error:
+        return [CheckResult(name="pools", is_ok=False, note=f"{path}: {error.message}", command=f"edit {path}")]
+    facts_path = find_facts("ssh", config.home)
+    hosts = [host for pool in pools.values() for host in pool if not host.is_off]
+    answers = dict(zip(hosts, await asyncio.gather(*(_probe(run, host) for host in hosts)), strict=True))
+    found = {host.key: read_machine(each) for host, each in answers.items() if not isinstance(each, CloudError)}
+    kept = {key: machine for key, machine in read_facts(facts_path).items() if key in {host.key for host in hosts}}
+    write_facts(facts_path, {**kept, **found})
+    return [judge_pool(name, pool, answers, found) for name, pool in pools.items()]
+
+
+def write_policy(config: Config) -> str:
+    return "# ssh pools: a login with a key on every host, and Python 3\n"
+
+
+async def _probe(run: RunOnHost, host: Host) -> Any:
+    try:
+        return await call_host(run, host, "probe")
+    except CloudError as error:
+        return error
+
+
+def read_machine(answer: Mapping[str, Any]) -> Machine:
+    """Return the size of a host by its own answer. Cards of several kinds count as those of the first."""
+    cards = [name_accelerator(each) for each in answer["cards"]]
+    return Machine(
+        vcpus=answer["vcpus"],
+        memory_gib=answer["memory_gib"],
+        accelerator=cards[0] if cards else None,
+        accelerator_count=cards.count(cards[0]) if cards else 0,
+    )
+
+
+def judge_pool(
+    name: str, pool: Sequence[Host], answers: Mapping[Host, Any], found: Mapping[str, Machine]
+) -> CheckResult:
+    errors = [(host, answers[host]) for host in pool if isinstance(answers.get(host), CloudError)]
+    sizes = sorted({(host.machine or found[host.key]).name for host in pool if host.key in found})
+    note = f"{sum(host.key in found for host in pool)} of {len(pool)} hosts answer: {', '.join(sizes) or 'none'}"
+    if not errors:
+        return CheckResult(name=name, is_ok=True, note=note)
+    why = "; ".join(error.message for _, error in errors[:LISTED_MAX])
+    host = errors[0][0]
+    target = f"{host.login.user}@{host.name}" if host.login.user else host.name
+    is_needed = len(errors) == len(pool)
+    return CheckResult(name=name, is_ok=False, note=f"{note}; {why}", command=f"ssh {target}", is_needed=is_needed)

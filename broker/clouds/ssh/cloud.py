@@ -1,0 +1,276 @@
+"""The cloud of SSH pools: hosts of your own, claimed whole by one gang at a time.
+
+A claim lives on its host, so another broker sees it as well, and two commands cannot give one host to two gangs.
+
+  create     hosts of the offer's size in the order of the file: claim until the gang is whole, else release all
+  list       ask every host; the claims of one that does not answer are listed as last seen, and its pool as unseen
+  terminate  end all processes of the claim, remove its files, release the host. A host that is silent counts as gone
+             only if its `fence` command confirms that it is off, or the file says `is_off: true`
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+from broker.clock import Clock
+from broker.clouds.ssh.hosts import RunOnHost, call_host, fence, run_by_ssh
+from broker.clouds.ssh.memory import HostMemory
+from broker.config import Config
+from broker.errors import (
+    BrokerError,
+    CapacityError,
+    CloudError,
+    InvalidRequestError,
+    TransientError,
+    UnknownOutcomeError,
+)
+from broker.sites import find_file
+from broker.sites.facts import find_facts
+from broker.sites.pools import Host, name_offer, read_hosts
+from broker.types import Node, NodeList, NodeRequest, NodeState
+
+HOST_LOCK = "/var/tmp/broker-host/lock"  # one for all users of a host; survives no process that holds it
+
+
+def make_cloud(config: Config, *, clock: Clock) -> SshCloud | None:
+    """Make the cloud; None without a file of pools."""
+    path = find_file("ssh", config.home)
+    if path is None:
+        return None
+    facts = find_facts("ssh", config.home)
+    return SshCloud(lambda: read_hosts(path, facts), folder=facts.parent, clock=clock)
+
+
+class SshCloud:
+    """`Cloud` over the hosts of `ssh_pools.yaml`, which is read at every call."""
+
+    name: ClassVar[str] = "ssh"
+    settle_s: ClassVar[float] = 0.0
+    extends_gangs: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        read: Callable[[], Sequence[Host]],
+        *,
+        folder: Path,
+        clock: Clock,
+        run: RunOnHost = run_by_ssh,
+        find_lock: Callable[[Host], str] = lambda host: HOST_LOCK,
+    ) -> None:
+        self._read = read
+        self._memory = HostMemory(folder)
+        self._clock = clock
+        self._run = run
+        self._find_lock = find_lock
+        self._creating = asyncio.Lock()
+
+    async def check(self) -> None:
+        """Return if any host answers; otherwise raise the first host's error."""
+        answers = await self._ask_all("list", owner="")
+        if answers and all(isinstance(answer, CloudError) for answer in answers.values()):
+            raise next(answer for answer in answers.values() if isinstance(answer, CloudError))
+
+    async def create_nodes(self, request: NodeRequest) -> Sequence[Node]:
+        async with self._creating:
+            return await self._create(request)
+
+    async def list_nodes(self, owner: str) -> NodeList:
+        """List the claims on every host. On one that does not answer they stay as they were last seen.
+
+        A host that its fence command switched off has none that live.
+        """
+        answers = await self._ask_all("list", owner=owner)
+        heard = {host: answer for host, answer in answers.items() if not isinstance(answer, CloudError)}
+        silent = {host: answer for host, answer in answers.items() if isinstance(answer, CloudError)}
+        self._memory.note_answers(heard, owner)
+        unseen = {host.pool: error for host, error in silent.items() if not self._memory.is_off(host)}
+        if unseen and not heard:
+            raise next(iter(unseen.values()))
+        now_s = self._clock.now_s()
+        claims = {**heard, **{host: self._memory.read_claims(host, owner, now_s=now_s) for host in silent}}
+        nodes = tuple(self._make_node(host, each) for host, found in claims.items() for each in found)
+        return NodeList(nodes=nodes, unseen=unseen)
+
+    async def terminate_nodes(self, nodes: Sequence[Node]) -> None:
+        hosts = {host.key: host for host in self._list_hosts()}
+        by_host: dict[str, list[str]] = {}
+        for node in nodes:
+            pool, name, node_id = split_handle(node)
+            if f"{pool}/{name}" in hosts:  # a host that the file does not list any more counts as gone
+                by_host.setdefault(f"{pool}/{name}", []).append(node_id)
+        ends = (self._end(hosts[key], ids) for key, ids in by_host.items())
+        for result in await asyncio.gather(*ends, return_exceptions=True):
+            if isinstance(result, BaseException):
+                raise result
+
+    async def _end(self, host: Host, ids: Sequence[str], *, is_forgotten: bool = False) -> None:
+        try:
+            answer = await call_host(self._run, host, "end", ids=list(ids), is_forgotten=is_forgotten)
+        except TransientError:
+            if not await fence(host):
+                raise
+            self._memory.note_off(host, now_s=self._clock.now_s())
+            return
+        if not all(answer):
+            raise TransientError(f"processes of a node on host `{host.name}` do not end")
+
+    async def _create(self, request: NodeRequest) -> Sequence[Node]:
+        offer = request.placement.offer
+        wanted = (offer.region, offer.instance_type, offer.ondemand_usd_hour)
+        pool = [host for host in self._list_hosts() if host.pool == offer.region]
+        answers = await self._ask(pool, "list", owner=request.owner)
+        listed = [
+            self._make_node(host, each)
+            for host, answer in answers.items()
+            if not isinstance(answer, CloudError)
+            for each in answer
+            if each["token"] == request.token
+        ]
+        count = request.placement.node_count
+        ranks = {node.rank: node for node in listed}
+        if len(ranks) == count or any(node.state is NodeState.TERMINATED for node in listed):
+            return sorted(listed, key=lambda node: node.rank)
+        fitting = [host for host in pool if name_offer(host) == wanted]
+        ready = [host for host in fitting if not isinstance(answers[host], CloudError)]
+        claimed, holders = await self._claim(request, ready, ranks)
+        if len(claimed) < count:
+            await self._release(claimed.values())
+            raise self._explain_shortage(request, fitting, answers, holders)
+        return [claimed[rank] for rank in range(count)]
+
+    async def _claim(
+        self, request: NodeRequest, hosts: Sequence[Host], ranks: Mapping[int, Node]
+    ) -> tuple[dict[int, Node], list[str]]:
+        """Claim hosts for the missing ranks, and further ones where a host is taken; return nodes by rank, and holders.
+
+        The order is that of the file, so that two calls with one token meet on the same hosts.
+        """
+        claimed, holders = dict(ranks), list[str]()
+        used = {split_handle(node)[1] for node in ranks.values()}
+        left = [host for host in hosts if host.name not in used]
+        missing = [rank for rank in range(request.placement.node_count) if rank not in ranks]
+        while missing and len(left) >= len(missing):
+            chosen, left = left[: len(missing)], left[len(missing) :]
+            answers = await asyncio.gather(
+                *(self._claim_host(request, rank, host) for rank, host in zip(missing, chosen, strict=True)),
+                return_exceptions=True,
+            )
+            for answer in answers:
+                if isinstance(answer, BaseException):
+                    raise answer
+                if isinstance(answer, Node):
+                    claimed[answer.rank] = answer
+                else:
+                    holders.append(answer)
+            missing = [rank for rank in missing if rank not in claimed]
+        return claimed, holders
+
+    async def _claim_host(self, request: NodeRequest, rank: int, host: Host) -> Node | str:
+        """Return the node, or why the host cannot be had. Raises UnknownOutcomeError if the answer is lost."""
+        record = make_record(request, rank, host, lock=self._find_lock(host), now_s=self._clock.now_s())
+        try:
+            answer = await call_host(self._run, host, "claim", record=record)
+        except TransientError as error:
+            raise UnknownOutcomeError(f"the claim of host `{host.name}` was not answered: {error.message}") from error
+        if "taken" in answer:
+            return f"{host.name} is in use" + (f" by {answer['taken']}" if answer["taken"] else "")
+        if "failed" in answer:
+            return f"{host.name}: no node starts there, {answer['failed']}"
+        self._memory.note_claim(host, answer)
+        return self._make_node(host, answer)
+
+    async def _release(self, nodes: Any) -> None:
+        hosts = {host.key: host for host in self._list_hosts()}
+        for node in nodes:
+            pool, name, node_id = split_handle(node)
+            await self._end(hosts[f"{pool}/{name}"], [node_id], is_forgotten=True)
+
+    def _explain_shortage(
+        self,
+        request: NodeRequest,
+        fitting: Sequence[Host],
+        answers: Mapping[Host, Any],
+        holders: Sequence[str],
+    ) -> CapacityError:
+        silent = [f"{host.name} does not answer" for host in fitting if isinstance(answers[host], CloudError)]
+        why = "; ".join([*holders, *silent][:8]) or "it has too few of them"
+        count, offer = request.placement.node_count, request.placement.offer
+        return CapacityError(
+            f"pool `{offer.region}` has no {count} free hosts of {offer.instance_type}: {why}", scope="zone"
+        )
+
+    def _make_node(self, host: Host, claim: Mapping[str, Any]) -> Node:
+        ended = claim["ended"]
+        return Node(
+            id=claim["id"],
+            cloud=self.name,
+            owner=claim["owner"],
+            cluster=claim["cluster"],
+            attempt=claim["attempt"],
+            rank=claim["rank"],
+            state=NodeState(claim["state"]),
+            address=claim["address"],
+            region=host.pool,
+            zone=claim["zone"],
+            token=claim["token"],
+            is_spot=claim["is_spot"],
+            usd_hour=claim["usd_hour"],
+            created_s=claim["asked_s"],
+            # By our clock: the host's may differ.
+            ended_s=self._clock.now_s() - max(0.0, claim["now_s"] - ended["ended_s"]) if ended else None,
+            reason=ended["reason"] if ended else "",
+            handle=f"pool://{host.pool}/{host.name}/{claim['id']}",
+        )
+
+    def _list_hosts(self) -> Sequence[Host]:
+        try:
+            return [host for host in self._read() if not host.is_off]
+        except BrokerError as error:
+            raise InvalidRequestError(error.message, hints=error.hints) from error
+
+    async def _ask_all(self, verb: str, **fields: object) -> Mapping[Host, Any]:
+        return await self._ask(self._list_hosts(), verb, **fields)
+
+    async def _ask(self, hosts: Sequence[Host], verb: str, **fields: object) -> Mapping[Host, Any]:
+        """Ask hosts concurrently; the value of a host that does not answer is its error."""
+
+        async def ask(host: Host) -> Any:
+            try:
+                return await call_host(self._run, host, verb, **fields)
+            except CloudError as error:
+                return error
+
+        return dict(zip(hosts, await asyncio.gather(*map(ask, hosts)), strict=True))
+
+
+def make_record(request: NodeRequest, rank: int, host: Host, *, lock: str, now_s: float) -> Mapping[str, object]:
+    """Return a claim as its host keeps it. The id names the host: a claim made twice is two nodes, both listed."""
+    placement = request.placement
+    digest = hashlib.sha256(f"{request.owner}\0{request.token}\0{host.key}".encode()).hexdigest()[:10]
+    return {
+        "id": f"{re.sub(r'[^a-zA-Z0-9-]', '-', request.cluster)[:40]}-{request.attempt}-{rank}-{digest}",
+        "owner": request.owner,
+        "cluster": request.cluster,
+        "attempt": request.attempt,
+        "rank": rank,
+        "token": request.token,
+        "zone": placement.offer.zone,
+        "is_spot": placement.is_spot,
+        "usd_hour": placement.usd_hour / placement.node_count,
+        "asked_s": now_s,
+        "labels": dict(request.spec.labels),
+        "address": host.name,
+        "host_lock": lock,
+    }
+
+
+def split_handle(node: Node) -> tuple[str, str, str]:
+    """Return pool, host and claim of a node: `pool://POOL/HOST/NODE`."""
+    pool, _, rest = node.handle.removeprefix("pool://").partition("/")
+    name, _, _ = rest.rpartition("/")
+    return pool, name, node.id

@@ -1,0 +1,66 @@
+"""Call the program on a host over ssh: claim it, list and end claims, measure it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from broker.clouds import local_machine
+from broker.clouds.ssh import host_program
+from broker.errors import TransientError
+from broker.sites.openssh import Completed, explain
+from broker.sites.pools import Host
+
+CALL_S = 60.0
+COMMAND = "exec python3 -I -S -"
+
+# Runs a program on a host, as `run_by_ssh` does; tests put hosts without sshd in its place.
+RunOnHost = Callable[[Host, bytes, float], Awaitable[Completed]]
+
+
+async def run_by_ssh(host: Host, program: bytes, timeout_s: float) -> Completed:
+    """Raise TransientError if the host does not answer, AuthError if it refuses the login."""
+    return await host.login.run(COMMAND, stdin=program, timeout_s=timeout_s)
+
+
+async def call_host(run: RunOnHost, host: Host, verb: str, **fields: object) -> Any:
+    """Return the program's answer. Raises CloudError."""
+    program = make_program({"verb": verb, **fields})
+    done = await run(host, program, CALL_S)
+    try:
+        answer: Mapping[str, Any] = json.loads(done.stdout.decode().strip().rpartition("\n")[2])
+        return answer["answer"]
+    except (ValueError, KeyError) as error:
+        why = explain(done.stderr) or f": exit code {done.returncode}"
+        hints = ("the host needs Python 3.8 or newer as `python3`",) if done.returncode == 127 else ()
+        raise TransientError(f"broker's program failed on host `{host.name}`{why}", hints=hints) from error
+
+
+def make_program(request: Mapping[str, object]) -> bytes:
+    """Return the program's text with its request; only a claim needs the machine."""
+    machine = read_source(local_machine.__file__) if request["verb"] == "claim" else ""
+    return f"{read_source(host_program.__file__)}\nmain(json.loads({json.dumps(request)!r}), {machine!r})\n".encode()
+
+
+@cache
+def read_source(path: str) -> str:
+    return Path(path).read_text(encoding="utf-8")
+
+
+async def fence(host: Host) -> bool:
+    """Run the host's fence command on this machine; return whether it confirmed that the host is off."""
+    if not host.fence:
+        return False
+    argv = [word.replace("{host}", host.name) for word in host.fence]
+    argv = ["sh", "-c", argv[0]] if len(argv) == 1 else argv
+    try:
+        process = await asyncio.create_subprocess_exec(
+            *argv, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.DEVNULL, start_new_session=True
+        )
+        return await asyncio.wait_for(process.wait(), CALL_S) == 0
+    except (OSError, TimeoutError):
+        return False

@@ -1,0 +1,74 @@
+"""What this installation remembers of hosts: the claims that each showed last, and which a fence command switched off.
+
+It is asked only for a host that does not answer. Its nodes then stay as they were last seen, as a cloud lists a machine
+that cannot be reached; once the host is confirmed to be off, they are ended.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from broker.sites.facts import write_json
+from broker.sites.pools import Host
+
+Claims = Sequence[Mapping[str, Any]]
+FENCED = "fenced"
+
+
+class HostMemory:
+    """Two small files. A lost or damaged one means that nothing is remembered."""
+
+    def __init__(self, folder: Path) -> None:
+        self._claims = folder / "ssh_claims.json"
+        self._off = folder / "ssh_off.json"
+
+    def note_answers(self, answers: Mapping[Host, Claims], owner: str) -> None:
+        """Remember the claims of an owner on the hosts that answered; these are not off."""
+        known = self._read(self._claims)
+        keys = {name_entry(host, owner): list(claims) for host, claims in answers.items()}
+        changed = {key: strip(claims) for key, claims in keys.items() if strip(known.get(key, ())) != strip(claims)}
+        if changed:
+            write_json(self._claims, {**known, **keys})
+        off = self._read(self._off)
+        if back := {host.key for host in answers} & set(off):
+            write_json(self._off, {key: value for key, value in off.items() if key not in back})
+
+    def note_claim(self, host: Host, claim: Mapping[str, Any]) -> None:
+        """Remember a new claim, as its host may be silent before the first list."""
+        known, key = self._read(self._claims), name_entry(host, claim["owner"])
+        others = [each for each in known.get(key, ()) if each["id"] != claim["id"]]
+        write_json(self._claims, {**known, key: [*others, claim]})
+
+    def note_off(self, host: Host, *, now_s: float) -> None:
+        write_json(self._off, {**self._read(self._off), host.key: now_s})
+
+    def is_off(self, host: Host) -> bool:
+        return host.key in self._read(self._off)
+
+    def read_claims(self, host: Host, owner: str, *, now_s: float) -> Claims:
+        """Return the claims of a host that does not answer; ended at the time of its fencing if it is off."""
+        claims: Claims = self._read(self._claims).get(name_entry(host, owner), ())
+        off_s = self._read(self._off).get(host.key)
+        if off_s is None:
+            return claims
+        ended = {"state": "TERMINATED", "ended": {"reason": FENCED, "ended_s": off_s}, "now_s": now_s}
+        return [claim if claim["ended"] else {**claim, **ended} for claim in claims]
+
+    def _read(self, path: Path) -> Mapping[str, Any]:
+        try:
+            found = json.loads(path.read_bytes())
+        except (OSError, ValueError):
+            return {}
+        return found if isinstance(found, dict) else {}
+
+
+def name_entry(host: Host, owner: str) -> str:
+    return f"{host.key} {owner}"
+
+
+def strip(claims: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return the claims without the time of the answer, which always differs."""
+    return [{name: value for name, value in claim.items() if name != "now_s"} for claim in claims]

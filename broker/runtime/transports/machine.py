@@ -1,0 +1,152 @@
+"""Reach a node that is a process tree on a foreign host: through a program that leads to its machine's socket.
+
+A subclass says how to start that program on the node's host, `RELAY`: over ssh, or by `srun`. Commands then run inside
+the node, as in the local cloud, so its end is the end of all of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import shlex
+import signal
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO
+
+from broker.clock import Clock
+from broker.errors import InvalidRequestError, TransientError, UnreachedError
+from broker.runtime.base import Shell
+from broker.runtime.streams import LINE_BYTES_MAX, Stream, open_program
+from broker.runtime.transports.machine_protocol import pack_header, read_answer
+from broker.runtime.transports.ssh_files import put_files
+from broker.sites.openssh import Completed, explain
+from broker.types import Node
+
+MARGIN_S = 15.0  # to start the relay: a login, a step of a batch system
+STREAM_S = 30.0
+# argv: the node's folder, below the home of the login; `{user}` in it is the number of the user. Copies standard input
+# to the machine's socket, and its answer to standard output; either end closes the other.
+RELAY = """\
+import json, os, socket, sys, threading
+os.chdir(os.path.expanduser("~"))
+with open(os.path.join(sys.argv[1].replace("{user}", str(os.getuid())), "node.json")) as file:
+    path = json.load(file)["socket"]
+link = socket.socket(socket.AF_UNIX)
+link.connect(path)
+def send():
+    while True:
+        data = os.read(0, 65536)
+        if not data:
+            break
+        link.sendall(data)
+    link.shutdown(socket.SHUT_WR)
+threading.Thread(target=send, daemon=True).start()
+while True:
+    data = link.recv(65536)
+    if not data:
+        break
+    while data:
+        data = data[os.write(1, data):]
+os._exit(0)
+"""
+
+
+class MachineTransport:
+    """`Transport` and `CanStream` for nodes whose machine is on another host."""
+
+    def __init__(self, *, clock: Clock) -> None:
+        self._clock = clock
+        self._reached: set[str] = set()
+
+    def _make_argv(self, node: Node, command: Sequence[str], *, has_terminal: bool = False) -> Sequence[str]:
+        """Return the local command that runs `command` on the node's host, outside the node. Raises StateError."""
+        raise NotImplementedError
+
+    def _find_folder(self, node: Node) -> str:
+        """Return the node's folder, below the home of the login."""
+        raise NotImplementedError
+
+    async def run(
+        self,
+        node: Node,
+        argv: Sequence[str],
+        *,
+        timeout_s: float,
+        stdin: bytes = b"",
+        env: Mapping[str, str] | None = None,
+    ) -> Completed:
+        """Run a command. Arguments, environment and input go through the stream: no process list shows them."""
+        header = pack_header(argv, timeout_s=timeout_s, stdin_bytes=len(stdin), env=env)
+        return await self._exchange(node, header, stdin, timeout_s=timeout_s)
+
+    async def stream(self, node: Node, command: str, *, stdin: bytes | IO[bytes], timeout_s: float) -> Completed:
+        """Run a shell command. Raises TransientError if it fails."""
+        data = stdin if isinstance(stdin, bytes) else await asyncio.to_thread(stdin.read)
+        result = await self.run(node, ["sh", "-c", command], timeout_s=timeout_s, stdin=data)
+        if result.returncode:
+            raise TransientError(f"node `{node.id}` refused a copy{explain(result.stderr)}")
+        return result
+
+    async def put(self, node: Node, source: Path, target: str) -> None:
+        if target.startswith("/"):
+            raise InvalidRequestError(
+                f"`{target}` is outside the home folder of node `{node.id}`", hints=("use a path below `~/`",)
+            )
+        await put_files(self, node, source, target)
+
+    async def open_stream(self, node: Node, argv: Sequence[str]) -> Stream:
+        try:
+            header = pack_header(argv, timeout_s=STREAM_S, is_stream=True)
+            return await open_program(self._list_words(node), first=header)
+        except OSError as error:
+            raise TransientError(f"node `{node.id}` cannot be reached: {error.strerror}") from error
+
+    async def open_shell(self, node: Node) -> Shell:
+        """Return a shell with the node's environment, which ends with the node although it is not started in it."""
+        result = await self.run(node, ["env", "-0"], timeout_s=STREAM_S)
+        pairs = (line.partition("=") for line in result.stdout.decode(errors="replace").split("\0") if line)
+        env = {name: value for name, _, value in pairs if name.isidentifier()}
+        words = ["env", *(f"{name}={value}" for name, value in env.items()), f"PS1={node.id}:\\w$ "]
+        inside = f"cd {shlex.quote(env['HOME'])} && exec {shlex.join(words)} bash --norc -i"
+        argv = self._make_argv(node, ["sh", "-c", inside], has_terminal=True)
+        return Shell(argv=tuple(argv), env={}, folder=str(Path.home()))
+
+    def _list_words(self, node: Node) -> list[str]:
+        return list(self._make_argv(node, ["python3", "-I", "-S", "-c", RELAY, self._find_folder(node)]))
+
+    async def _exchange(self, node: Node, header: bytes, stdin: bytes, *, timeout_s: float) -> Completed:
+        with tempfile.TemporaryFile() as errors:
+            process = await asyncio.create_subprocess_exec(
+                *self._list_words(node),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=errors,
+                start_new_session=True,  # Ctrl-C in the terminal must not reach our connections
+                limit=LINE_BYTES_MAX,
+            )
+            assert process.stdin and process.stdout
+            try:
+                async with asyncio.timeout(timeout_s + MARGIN_S):
+                    with contextlib.suppress(ConnectionError, BrokenPipeError):  # the missing answer says it
+                        process.stdin.write(header + stdin)
+                        await process.stdin.drain()
+                    answer = await read_answer(process.stdout)
+                self._reached.add(node.id)
+                return answer
+            except TimeoutError as error:
+                raise TransientError(f"node `{node.id}` did not answer within {timeout_s:g} s") from error
+            except EOFError as error:
+                errors.seek(0)
+                message = f"node `{node.id}` cannot be reached{explain(errors.read())}"
+                if node.id in self._reached:
+                    raise TransientError(message) from error
+                raise UnreachedError(message, node_id=node.id) from error  # its machine may be starting
+            finally:
+                process.stdin.close()
+                if process.returncode is None:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(process.pid, signal.SIGKILL)  # Popen's own kill would reap it before asyncio does
+                await process.wait()

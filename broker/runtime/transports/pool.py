@@ -1,0 +1,50 @@
+"""Reach a node on a host of an SSH pool: log in as `ssh_pools.yaml` says, then through the node's machine."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+
+from broker.clock import Clock
+from broker.config import Config
+from broker.errors import StateError
+from broker.runtime.transports.machine import MachineTransport
+from broker.sites import find_file
+from broker.sites.login import SshLogin
+from broker.sites.pools import read_pools
+from broker.types import Node
+
+SCHEME = "pool://"
+
+
+def make_transport(config: Config, *, clock: Clock) -> PoolTransport:
+    """Create the transport, for the registry."""
+    return PoolTransport(config, clock=clock)
+
+
+class PoolTransport(MachineTransport):
+    """Handles are `pool://POOL/HOST/NODE`."""
+
+    def __init__(self, config: Config, *, clock: Clock) -> None:
+        super().__init__(clock=clock)
+        self._config = config
+
+    def _make_argv(self, node: Node, command: Sequence[str], *, has_terminal: bool = False) -> Sequence[str]:
+        key = node.handle.removeprefix(SCHEME).rpartition("/")[0]
+        login = self._logins.get(key)
+        if login is None:
+            raise StateError(
+                f"host `{key}` of node `{node.id}` is not in `ssh_pools.yaml`",
+                hints=("add it again until the node is down, or use the BROKER_HOME that it was launched with",),
+            )
+        return [*login.make_argv("-t" if has_terminal else "-T"), "exec " + shlex.join(command)]
+
+    def _find_folder(self, node: Node) -> str:
+        return f".broker-pool/{node.handle.rpartition('/')[2]}"
+
+    @cached_property
+    def _logins(self) -> Mapping[str, SshLogin]:
+        path = find_file("ssh", self._config.home)
+        pools = read_pools(path) if path else {}
+        return {host.key: host.login for pool in pools.values() for host in pool}

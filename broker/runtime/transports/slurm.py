@@ -1,0 +1,54 @@
+"""Reach a node of a Slurm allocation: a step of its job (`srun --overlap`), here or from the login node."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+
+from broker.clock import Clock
+from broker.config import Config
+from broker.errors import StateError
+from broker.runtime.transports.machine import MachineTransport
+from broker.sites import find_file
+from broker.sites.slurm import NODE_ROOT, SlurmCluster, read_clusters
+from broker.types import Node
+
+SCHEME = "slurm://"
+
+
+def make_transport(config: Config, *, clock: Clock) -> SlurmTransport:
+    """Create the transport, for the registry."""
+    return SlurmTransport(config, clock=clock)
+
+
+class SlurmTransport(MachineTransport):
+    """Handles are `slurm://CLUSTER/JOB/HOST/NODE`."""
+
+    def __init__(self, config: Config, *, clock: Clock) -> None:
+        super().__init__(clock=clock)
+        self._config = config
+
+    def _make_argv(self, node: Node, command: Sequence[str], *, has_terminal: bool = False) -> Sequence[str]:
+        name, job, host, _ = node.handle.removeprefix(SCHEME).split("/", 3)
+        cluster = self._clusters.get(name)
+        if cluster is None:
+            raise StateError(
+                f"cluster `{name}` of node `{node.id}` is not in `slurm.yaml`",
+                hints=("add it again until the node is down, or use the BROKER_HOME that it was launched with",),
+            )
+        # The step shares what the job has: it takes no CPU, memory or card from the program.
+        step = ["srun", "--overlap", "--quiet", f"--jobid={job}", "--nodes=1", "--ntasks=1", f"--nodelist={host}"]
+        step += ["--mem=0", *(["--pty"] if has_terminal else ["--unbuffered"])]
+        if cluster.login is None:
+            return [*step, *command]
+        argv = cluster.login.make_argv("-t" if has_terminal else "-T")
+        return [*argv, "exec " + shlex.join([*step, *command])]
+
+    def _find_folder(self, node: Node) -> str:
+        return f"{NODE_ROOT}/{node.id}"
+
+    @cached_property
+    def _clusters(self) -> Mapping[str, SlurmCluster]:
+        path = find_file("slurm", self._config.home)
+        return read_clusters(path) if path else {}

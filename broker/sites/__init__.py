@@ -1,0 +1,23 @@
+"""Machines of your own: SSH pools and Slurm clusters, as files in the state folder describe them.
+
+A cloud of this kind is native where its file exists (`ssh_pools.yaml`, `slurm.yaml`); without the file,
+`infra: ssh/...` and `infra: slurm/...` go through SkyPilot. `find_file` is the only place that decides it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+FILES = {"ssh": "ssh_pools.yaml", "slurm": "slurm.yaml"}
+
+
+def find_file(cloud: str, home: Path) -> Path | None:
+    """Return the file that makes a cloud native; None if the cloud goes through SkyPilot."""
+    name = FILES.get(cloud)
+    path = home / name if name else None
+    return path if path is not None and path.is_file() else None
+
+
+def list_native(home: Path) -> tuple[str, ...]:
+    """Return the clouds that are native in this state folder."""
+    return tuple(cloud for cloud in FILES if find_file(cloud, home))

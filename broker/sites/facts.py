@@ -1,0 +1,93 @@
+"""Sizes of own machines: stated, or detected once by `broker check` and kept in the state folder."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+
+from broker.frozen import frozen
+from broker.types import Offer
+
+SITES = "sites"  # folder below the state folder
+_BRAND = re.compile(r"^(NVIDIA|Tesla|GeForce|Quadro|\s|-)+", re.IGNORECASE)
+
+
+@frozen
+class Machine:
+    """The size of one machine, or of the part of it that a job gets."""
+
+    vcpus: float
+    memory_gib: float
+    accelerator: str | None = None
+    accelerator_count: int = 0
+
+    @property
+    def name(self) -> str:
+        """Return the instance type: `96cpu-1000gb-8xH100`."""
+        cards = f"-{self.accelerator_count}x{self.accelerator}" if self.accelerator else ""
+        return f"{self.vcpus:g}cpu-{self.memory_gib:g}gb{cards}"
+
+    def make_offer(
+        self,
+        cloud: str,
+        region: str,
+        *,
+        zone: str | None,
+        ondemand_usd_hour: float | None,
+        spot_usd_hour: float | None = None,
+    ) -> Offer:
+        return Offer(
+            cloud=cloud,
+            region=region,
+            zone=zone,
+            instance_type=self.name,
+            vcpus=self.vcpus,
+            memory_gib=self.memory_gib,
+            accelerator=self.accelerator,
+            accelerator_count=self.accelerator_count,
+            ondemand_usd_hour=ondemand_usd_hour,
+            spot_usd_hour=spot_usd_hour,
+        )
+
+
+def find_facts(cloud: str, home: Path) -> Path:
+    """Return the path of what `broker check` detected."""
+    return home / SITES / f"{cloud}.json"
+
+
+def read_facts(path: Path) -> Mapping[str, Machine]:
+    """Return the detected sizes; empty if there is no readable file, as `broker check` writes it again."""
+    try:
+        return {key: Machine(**value) for key, value in json.loads(path.read_bytes()).items()}
+    except (OSError, ValueError, TypeError, AttributeError):
+        return {}
+
+
+def write_facts(path: Path, facts: Mapping[str, Machine]) -> None:
+    """Replace the detected sizes."""
+    write_json(path, {key: asdict(machine) for key, machine in sorted(facts.items())})
+
+
+def write_json(path: Path, value: object) -> None:
+    """Replace a file of the state folder atomically."""
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    aside = path.with_name(f".{path.name}.{os.getpid()}")
+    aside.write_text(json.dumps(value, indent=1))
+    aside.replace(path)
+
+
+def name_accelerator(text: str) -> str:
+    """Return the price book's name for a card as a driver or a site names it.
+
+    `NVIDIA H100 80GB HBM3` -> H100, `NVIDIA A100-SXM4-80GB` -> A100-80GB, `Tesla V100-SXM2-16GB` -> V100,
+    `a100` -> A100, `NVIDIA GeForce RTX 4090` -> RTX4090, `NVIDIA RTX A6000` -> RTXA6000.
+    """
+    bare = _BRAND.sub("", text.strip())
+    if match := re.match(r"RTX[\s-]?(\w+)", bare, re.IGNORECASE):
+        return f"RTX{match[1].upper()}"
+    name = re.split(r"[\s-]", bare, maxsplit=1)[0].upper()
+    return f"{name}-80GB" if name == "A100" and re.search(r"80\s*GB", bare, re.IGNORECASE) else name

@@ -1,0 +1,20 @@
+"""Offers of own machines, read from files alone: what `broker check` found, and what the user stated."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from broker.sites import find_file, pools, slurm
+from broker.sites.facts import find_facts
+from broker.types import Offer
+
+
+def list_own_offers(home: Path) -> Sequence[Offer]:
+    """Return the offers of every native cloud of this state folder. Raises TaskError for an invalid file."""
+    offers: list[Offer] = []
+    if path := find_file("ssh", home):
+        offers += pools.list_offers(pools.read_hosts(path, find_facts("ssh", home)))
+    if path := find_file("slurm", home):
+        offers += slurm.list_offers(slurm.read_clusters(path), find_facts("slurm", home))
+    return offers

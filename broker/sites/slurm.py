@@ -1,0 +1,168 @@
+"""Slurm clusters: `slurm.yaml` in the state folder, and the partitions that `broker check slurm` found.
+
+hpc:                          # infra: slurm/hpc/PARTITION
+  login: login.example.org    # absent: sbatch runs on this machine
+  user: alice
+  usd_hour: 1.5               # of a whole node; or {PARTITION: price}; default 0
+  partitions: [gpu, low]      # default: all that are up
+  qos: [normal, low]          # further offers PARTITION@QOS
+  options: [--account=lab]    # for every sbatch
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from broker.frozen import frozen
+from broker.sites.facts import Machine, write_json
+from broker.sites.login import SshLogin, read_login
+from broker.sites.reading import ADDRESS, LOGIN_FIELDS, OneOrList, read_entries
+from broker.task.reading import Reader
+from broker.task.shapes import Either, MapOf, Number, Text
+from broker.task.tables import Field, Section, Table
+from broker.types import Offer
+
+# Folder of a node on its host, private and local, so that sockets and locks work; `{user}` is the number there.
+NODE_ROOT = "/tmp/broker-slurm-{user}"
+PRICE = Number(above=None)
+OPTION = r"--[a-z][a-z-]*(=.*)?"
+CLUSTER = Table(
+    name="slurm_cluster",
+    fields={
+        **LOGIN_FIELDS,
+        "login": Field(shape=ADDRESS, about="SshLogin node; absent: sbatch runs on this machine."),
+        "usd_hour": Field(
+            shape=Either(shapes=[PRICE, MapOf(value=PRICE)]), about="Price of a whole node per hour, by partition."
+        ),
+        "partitions": Field(shape=OneOrList(), about="Partitions to use; default: all that are up."),
+        "qos": Field(shape=OneOrList(), about="QOS to offer beside each partition's default."),
+        "preemptible_qos": Field(shape=OneOrList(), about="Those of `qos` whose jobs may be preempted."),
+        "options": Field(shape=OneOrList(), about="Further options for every sbatch."),
+        "time": Field(
+            shape=Text(pattern=r"[\d:-]+", expected="a time such as `1-00:00:00`", also_scalar=True),
+            about="Time limit; default: the partition's longest.",
+        ),
+    },
+    about="One Slurm cluster.",
+)
+
+
+@frozen
+class SlurmCluster:
+    """One entry of the file. `login` is None where Slurm's commands run on this machine."""
+
+    name: str
+    login: SshLogin | None = None
+    usd_hour: Mapping[str, float] | float = 0.0
+    partitions: tuple[str, ...] = ()
+    qos: tuple[str, ...] = ()
+    preemptible_qos: tuple[str, ...] = ()
+    options: tuple[str, ...] = ()
+    time: str | None = None
+
+    def get_usd_hour(self, partition: str) -> float:
+        return self.usd_hour.get(partition, 0.0) if isinstance(self.usd_hour, Mapping) else self.usd_hour
+
+
+@frozen
+class Partition:
+    """Equal nodes of one partition, as `sinfo` reports them. `is_preemptible`: a higher partition may take them."""
+
+    name: str
+    machine: Machine
+    node_count: int
+    is_preemptible: bool = False
+    grace_s: float = 0.0
+    time_limit: str = ""
+    gres: str = ""  # the type of its cards as the site names it
+
+
+def read_clusters(path: Path) -> Mapping[str, SlurmCluster]:
+    """Return the clusters of the file. Raises TaskError."""
+    return read_entries(path, CLUSTER, _read_cluster)
+
+
+def _read_cluster(reader: Reader, name: str, section: Section) -> SlurmCluster:
+    host = section.get("login")
+    for option in section.get("options", ()):
+        if not option.startswith("--"):
+            reader.fault(section.marks["options"], f"`{option}` is not an option of sbatch", "such as `--account=lab`")
+    return SlurmCluster(
+        name=name,
+        login=read_login(host, section) if host else None,
+        usd_hour=section.get("usd_hour", 0.0),
+        partitions=section.get("partitions", ()),
+        qos=section.get("qos", ()),
+        preemptible_qos=section.get("preemptible_qos", ()),
+        options=section.get("options", ()),
+        time=section.get("time"),
+    )
+
+
+def read_partitions(path: Path) -> Mapping[str, Sequence[Partition]]:
+    """Return the partitions that `broker check slurm` found, by cluster."""
+    try:
+        found = json.loads(path.read_bytes())
+        return {
+            cluster: [Partition(**{**each, "machine": Machine(**each["machine"])}) for each in partitions]
+            for cluster, partitions in found.items()
+        }
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        return {}
+
+
+def write_partitions(path: Path, found: Mapping[str, Sequence[Partition]]) -> None:
+    """Replace what was found."""
+    write_json(path, {cluster: [asdict(each) for each in partitions] for cluster, partitions in found.items()})
+
+
+def list_offers(clusters: Mapping[str, SlurmCluster], facts: Path) -> Sequence[Offer]:
+    """Return offers of whole nodes and of their halves, quarters ... down to one card, or to one vCPU."""
+    known = read_partitions(facts)
+    offers = {
+        (offer.region, offer.zone, offer.instance_type): offer
+        for cluster in clusters.values()
+        for partition in known.get(cluster.name, ())
+        if not cluster.partitions or partition.name in cluster.partitions
+        for offer in _list_partition_offers(cluster, partition)
+    }
+    return list(offers.values())
+
+
+def _list_partition_offers(cluster: SlurmCluster, partition: Partition) -> Iterator[Offer]:
+    usd_hour = cluster.get_usd_hour(partition.name)
+    for share, machine in split_machine(partition.machine):
+        price = round(usd_hour * share, 6)
+        for zone, is_preemptible in [
+            (partition.name, partition.is_preemptible),
+            *((f"{partition.name}@{qos}", qos in cluster.preemptible_qos) for qos in cluster.qos),
+        ]:
+            yield machine.make_offer(
+                "slurm",
+                cluster.name,
+                zone=zone,
+                ondemand_usd_hour=None if is_preemptible else price,
+                spot_usd_hour=price if is_preemptible else None,
+            )
+
+
+def split_machine(machine: Machine) -> Iterator[tuple[float, Machine]]:
+    """Yield the whole machine and its equal parts: 8 cards -> 8, 4, 2, 1; 6 cards -> 6, 3; 12 vCPUs -> 12, 6, 3."""
+    units = machine.accelerator_count or int(machine.vcpus)
+    parts = 1
+    while True:
+        yield (
+            1 / parts,
+            Machine(
+                vcpus=max(1, int(machine.vcpus // parts)),
+                memory_gib=round(machine.memory_gib / parts, 2),
+                accelerator=machine.accelerator,
+                accelerator_count=machine.accelerator_count // parts,
+            ),
+        )
+        parts *= 2
+        if units % parts:
+            return

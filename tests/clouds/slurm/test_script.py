@@ -1,0 +1,114 @@
+"""The batch job of a gang, as options and script; and Slurm's output as partitions and jobs."""
+
+from __future__ import annotations
+
+import base64
+import zlib
+
+import pytest
+
+from broker.clouds.slurm.check import parse_partitions
+from broker.clouds.slurm.commands import parse_line, parse_pairs
+from broker.clouds.slurm.script import find_partition, make_argv, make_comment, make_script, name_job, read_comment
+from broker.errors import InvalidRequestError
+from broker.sites.facts import Machine
+from broker.sites.slurm import Partition, SlurmCluster
+from broker.types import NodeRequest, Offer, Placement
+
+PARTITION = Partition(
+    name="gpu",
+    machine=Machine(vcpus=96, memory_gib=1000, accelerator="H100", accelerator_count=8),
+    node_count=4,
+    grace_s=60,
+    time_limit="2-00:00:00",
+    gres="h100",
+)
+
+
+def make_request(zone: str = "gpu", **more: object) -> NodeRequest:
+    offer = Offer(
+        cloud="slurm", region="hpc", zone=zone, instance_type="24cpu-250gb-2xH100", vcpus=24, memory_gib=250,
+        accelerator="H100", accelerator_count=2, spot_usd_hour=4.0, ondemand_usd_hour=4.0,
+    )  # fmt: skip
+    placement = Placement(offer=offer, is_spot=True, node_count=3)
+    fields = {"owner": "0123456789ab", "cluster": "train", "attempt": 2, "token": "ff" * 16, **more}
+    return NodeRequest(placement=placement, **fields)  # type: ignore[arg-type]
+
+
+def test_allocation_asks_for_the_offers_part_of_each_node() -> None:
+    argv = make_argv(SlurmCluster(name="hpc", options=("--account=lab",)), PARTITION, make_request(), now_s=1.0)
+    assert {"--partition=gpu", "--nodes=3", "--cpus-per-task=24", "--mem=256000M", "--gres=gpu:h100:2"} <= set(argv)
+    assert {"--time=2-00:00:00", "--no-requeue", "--dependency=singleton", "--account=lab"} <= set(argv)
+    assert not [each for each in argv if each.startswith("--qos")]
+
+
+def test_qos_is_part_of_the_zone() -> None:
+    argv = make_argv(SlurmCluster(name="hpc", time="60"), PARTITION, make_request("gpu@low"), now_s=1.0)
+    assert {"--partition=gpu", "--qos=low", "--time=60"} <= set(argv)
+
+
+def test_unlimited_partition_gets_no_time_limit() -> None:
+    partition = Partition(name="gpu", machine=PARTITION.machine, node_count=1, time_limit="infinite")
+    assert not [
+        each for each in make_argv(SlurmCluster(name="hpc"), partition, make_request(), now_s=1.0) if "--time" in each
+    ]
+
+
+def test_job_is_named_by_owner_and_token_alone() -> None:
+    assert name_job("me", "a") == name_job("me", "a")
+    assert len({name_job("me", "a"), name_job("me", "b"), name_job("you", "a")}) == 3
+
+
+def test_comment_brings_the_tags_back() -> None:
+    import json
+
+    tags = make_comment(make_request(), now_s=12.5)
+    assert read_comment(json.dumps(tags)) == tags
+    assert "|" not in json.dumps(tags)
+
+
+@pytest.mark.parametrize("text", ["", "(null)", "hello", "[]", "{}", '{"o": "me"}', "3"])
+def test_comment_of_a_foreign_job_is_none_of_ours(text: str) -> None:
+    assert read_comment(text) is None
+
+
+def test_script_carries_program_machine_and_the_partitions_grace_time() -> None:
+    script = make_script(make_request(), PARTITION, program="PROGRAM", machine="MACHINE", kill_wait_s=30).decode()
+    packed = zlib.decompress(base64.b64decode(script.split()[-1])).decode()
+    assert packed.startswith("PROGRAM\n") and "'MACHINE'" in packed and '"notice_s": 60' in packed
+    assert max(len(line) for line in script.splitlines()) < 100_000, "one argument of a program has a limit"
+
+
+def test_partition_that_is_gone_is_reported_with_what_to_do() -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        find_partition([PARTITION], make_request("debug"))
+    assert "broker check slurm" in caught.value.hints[0]
+
+
+def test_partitions_are_read_from_sinfo_and_scontrol() -> None:
+    nodes = (
+        "low|2|1000|(null)|2|up|1:00:00\ngpu|96+|1024000+|gpu:h100:8(S:0-1)|4|up|infinite\nold|1|1|(null)|1|down|1\n"
+    )
+    rules = (
+        "PartitionName=low PreemptMode=CANCEL GraceTime=10 PriorityTier=1 State=UP\n"
+        "PartitionName=gpu PreemptMode=REQUEUE GraceTime=0 PriorityTier=10 State=UP\n"
+    )
+    low, gpu = parse_partitions(nodes, rules)
+    assert (low.name, low.is_preemptible, low.grace_s, low.machine.vcpus) == ("low", True, 10.0, 2)
+    assert low.machine.memory_gib * 1024 <= 1000, "never more than the node has"
+    assert (gpu.name, gpu.is_preemptible, gpu.gres) == ("gpu", False, "h100")
+    assert (gpu.machine.accelerator, gpu.machine.accelerator_count) == ("H100", 8)
+
+
+def test_cards_without_a_type_are_still_cards() -> None:
+    (partition,) = parse_partitions("gpu|8|1024|gpu:4|1|up|infinite\n", "")
+    assert (partition.machine.accelerator_count, partition.gres) == (4, "")
+
+
+def test_line_of_squeue_is_read_whatever_the_comment() -> None:
+    line = parse_line('7|PENDING|Resources|2||N/A|N/A|low|{"a":"x|y"}')
+    assert (line.id, line.state, line.node_count, line.start_s, line.comment) == (7, "PENDING", 2, None, '{"a":"x|y"}')
+
+
+def test_value_with_a_space_is_one_value() -> None:
+    assert parse_pairs("JobId=1 OS=Linux 6.1 #1 SMP Port=1") == {"JobId": "1", "OS": "Linux 6.1 #1 SMP", "Port": "1"}

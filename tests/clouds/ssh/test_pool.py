@@ -1,0 +1,147 @@
+"""Claims on hosts of a pool: who gets a host, what its silence means, and what is left after the end."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from broker.errors import CapacityError, TransientError
+from broker.types import Node, NodeState
+from tests.clouds.contract import OWNER, make_request, wait_for
+from tests.clouds.ssh.bed import PoolBed
+
+
+def list_all(bed: PoolBed, owner: str = OWNER) -> Sequence[Node]:
+    return asyncio.run(bed.pool.list_nodes(owner)).nodes
+
+
+def find_pids(bed: PoolBed, node: Node) -> list[int]:
+    return list(json.loads((bed.find_folder(node) / "machine.json").read_text()).values())
+
+
+def find_marked(bed: PoolBed, node: Node) -> list[int]:
+    mark = f"BROKER_NODE_DIR={bed.find_folder(node)}".encode()
+    found = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        try:
+            if mark in path.read_bytes().split(b"\0"):
+                found.append(int(path.parent.name))
+        except OSError:
+            continue
+    return found
+
+
+def test_host_of_one_broker_is_refused_to_another_and_named(bed: PoolBed) -> None:
+    asyncio.run(bed.pool.create_nodes(make_request(bed, node_count=2)))
+    with pytest.raises(CapacityError) as caught:
+        asyncio.run(bed.make_cloud().create_nodes(make_request(bed, node_count=2, owner="somebody-else")))
+    assert f"h1 is in use by cluster train of broker {OWNER}" in caught.value.message
+    assert not list_all(bed, "somebody-else"), "the free host that it claimed is released"
+    (node,) = asyncio.run(bed.pool.create_nodes(make_request(bed, owner="somebody-else")))
+    assert node.handle.startswith("pool://lab/h3/")
+
+
+def test_host_is_free_again_after_all_processes_of_its_claim_were_killed(bed: PoolBed) -> None:
+    async def act() -> None:
+        request = make_request(bed, node_count=3)
+        nodes = await bed.pool.create_nodes(request)
+        for pid in find_pids(bed, nodes[0]):
+            os.kill(pid, signal.SIGKILL)
+        nodes = await wait_for(bed, request.token, lambda nodes: nodes[0].state is NodeState.TERMINATED)
+        assert (nodes[0].reason, nodes[1].state) == ("crashed", NodeState.RUNNING)
+        (again,) = await bed.pool.create_nodes(make_request(bed))
+        assert again.handle.split("/")[3] == nodes[0].handle.split("/")[3]
+
+    asyncio.run(act())
+
+
+def test_silent_host_is_no_answer_and_not_an_end(bed: PoolBed) -> None:
+    asyncio.run(bed.pool.create_nodes(make_request(bed, node_count=2)))
+    bed.dead = {"h1"}
+    listed = asyncio.run(bed.pool.list_nodes(OWNER))
+    assert {node.handle.split("/")[3]: node.state for node in listed} == dict.fromkeys(("h1", "h2"), NodeState.RUNNING)
+    assert list(listed.unseen) == ["lab"] and "h1" in listed.unseen["lab"].message
+    bed.dead = {"h1", "h2", "h3"}
+    with pytest.raises(TransientError):
+        asyncio.run(bed.pool.list_nodes(OWNER))
+
+
+def test_silent_host_without_a_fence_cannot_be_ended(bed: PoolBed) -> None:
+    nodes = asyncio.run(bed.pool.create_nodes(make_request(bed, node_count=2)))
+    bed.dead = {"h1"}
+    with pytest.raises(TransientError):
+        asyncio.run(bed.pool.terminate_nodes(nodes))
+    states = {node.handle.split("/")[3]: node.state for node in list_all(bed)}
+    assert states == {"h1": NodeState.RUNNING, "h2": NodeState.TERMINATED}, "the other one was ended all the same"
+
+
+@pytest.mark.parametrize(("code", "is_gone"), [(0, True), (1, False)])
+def test_fence_command_decides_whether_a_silent_host_is_gone(bed: PoolBed, code: int, is_gone: bool) -> None:
+    nodes = asyncio.run(bed.pool.create_nodes(make_request(bed)))
+    called = bed.root / "fenced"
+    bed.hosts[0] = replace(bed.hosts[0], fence=(f"echo {{host}} >{called}; exit {code}",))
+    bed.dead = {"h1"}
+    if is_gone:
+        asyncio.run(bed.pool.terminate_nodes(nodes))
+    else:
+        with pytest.raises(TransientError):
+            asyncio.run(bed.pool.terminate_nodes(nodes))
+    assert called.read_text() == "h1\n"
+    listed = asyncio.run(bed.make_cloud().list_nodes(OWNER))
+    assert bool(listed.unseen) is not is_gone
+    (node,) = listed
+    assert (node.state, node.reason) == ((NodeState.TERMINATED, "fenced") if is_gone else (NodeState.RUNNING, ""))
+
+
+def test_fenced_host_that_answers_again_is_believed(bed: PoolBed) -> None:
+    nodes = asyncio.run(bed.pool.create_nodes(make_request(bed)))
+    bed.hosts[0] = replace(bed.hosts[0], fence=("true",))
+    bed.dead = {"h1"}
+    asyncio.run(bed.pool.terminate_nodes(nodes))
+    bed.dead = set()
+    assert [node.state for node in list_all(bed)] == [NodeState.RUNNING], "here the fence command did not do its work"
+    bed.dead = {"h1"}
+    assert asyncio.run(bed.pool.list_nodes(OWNER)).unseen, "what was confirmed then does not hold any more"
+
+
+def test_end_kills_what_detached_itself_and_removes_its_files(bed: PoolBed) -> None:
+    (node,) = asyncio.run(bed.pool.create_nodes(make_request(bed)))
+    folder = bed.find_folder(node)
+    env = {**os.environ, "BROKER_NODE_DIR": str(folder)}
+
+    async def start_beside() -> asyncio.subprocess.Process:
+        return await asyncio.create_subprocess_exec("sleep", "600", env=env, start_new_session=True)
+
+    async def act() -> None:
+        beside = await start_beside()  # as a shell on the node, which is no child of its machine
+        (folder / "home/file").write_text("x")
+        await bed.pool.terminate_nodes([node])
+        assert await beside.wait() == -signal.SIGKILL
+        assert not find_marked(bed, node)
+        assert not (folder / "home").exists()
+
+    asyncio.run(act())
+
+
+def test_hosts_of_another_size_are_not_claimed(bed: PoolBed) -> None:
+    machine = bed.hosts[0].machine
+    assert machine
+    bed.hosts[0] = replace(bed.hosts[0], machine=replace(machine, vcpus=64))
+    (node,) = asyncio.run(bed.pool.create_nodes(make_request(bed)))
+    assert node.handle.startswith("pool://lab/h2/")
+
+
+def test_node_on_a_host_that_left_the_file_counts_as_gone(bed: PoolBed) -> None:
+    nodes = asyncio.run(bed.pool.create_nodes(make_request(bed)))
+    kept, bed.hosts[0] = bed.hosts[0], replace(bed.hosts[0], is_off=True)
+    asyncio.run(bed.pool.terminate_nodes(nodes))
+    listed = asyncio.run(bed.pool.list_nodes(OWNER))
+    assert not listed.nodes and not listed.unseen
+    bed.hosts[0] = kept

@@ -1,0 +1,80 @@
+"""The file of Slurm clusters, and the offers of their partitions."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from broker.errors import TaskError
+from broker.sites.facts import Machine
+from broker.sites.slurm import Partition, SlurmCluster, list_offers, read_clusters, split_machine, write_partitions
+
+NODE = Machine(vcpus=96, memory_gib=1000, accelerator="H100", accelerator_count=8)
+
+
+def read(tmp_path: Path, text: str) -> dict[str, SlurmCluster]:
+    path = tmp_path / "slurm.yaml"
+    path.write_text(text)
+    return dict(read_clusters(path))
+
+
+def test_cluster_without_a_login_is_this_machine(tmp_path: Path) -> None:
+    found = read(tmp_path, "here: {}\nhpc: {login: login1, user: alice, options: [--account=lab]}\n")
+    assert found["here"].login is None
+    login = found["hpc"].login
+    assert login and (login.host, login.user, found["hpc"].options) == ("login1", "alice", ("--account=lab",))
+
+
+def test_option_that_is_none_is_reported_with_its_place(tmp_path: Path) -> None:
+    with pytest.raises(TaskError) as caught:
+        read(tmp_path, "hpc:\n  options: [account=lab]\n")
+    assert (caught.value.issues[0].line, caught.value.issues[0].hint) == (2, "such as `--account=lab`")
+
+
+def test_preemptible_partition_is_offered_as_spot(tmp_path: Path) -> None:
+    clusters = read(tmp_path, "hpc: {usd_hour: {low: 8, gpu: 16}, qos: [scavenger], preemptible_qos: [scavenger]}\n")
+    partitions = [
+        Partition(name="low", machine=NODE, node_count=4, is_preemptible=True),
+        Partition(name="gpu", machine=NODE, node_count=2),
+    ]
+    write_partitions(tmp_path / "slurm.json", {"hpc": partitions})
+    offers = [each for each in list_offers(clusters, tmp_path / "slurm.json") if each.accelerator_count == 8]
+    assert {each.zone: (each.ondemand_usd_hour, each.spot_usd_hour) for each in offers} == {
+        "low": (None, 8.0),
+        "low@scavenger": (None, 8.0),
+        "gpu": (16.0, None),
+        "gpu@scavenger": (None, 16.0),
+    }
+
+
+def test_parts_of_a_node_are_offered_at_their_share_of_its_price(tmp_path: Path) -> None:
+    clusters = read(tmp_path, "hpc: {usd_hour: 16}\n")
+    write_partitions(tmp_path / "slurm.json", {"hpc": [Partition(name="gpu", machine=NODE, node_count=2)]})
+    offers = list_offers(clusters, tmp_path / "slurm.json")
+    assert [(each.accelerator_count, each.vcpus, each.ondemand_usd_hour) for each in offers] == [
+        (8, 96, 16.0), (4, 48, 8.0), (2, 24, 4.0), (1, 12, 2.0),
+    ]  # fmt: skip
+
+
+def test_only_the_named_partitions_are_offered(tmp_path: Path) -> None:
+    clusters = read(tmp_path, "hpc: {partitions: [gpu]}\n")
+    partitions = [Partition(name=name, machine=NODE, node_count=1) for name in ("gpu", "debug")]
+    write_partitions(tmp_path / "slurm.json", {"hpc": partitions})
+    assert {each.zone for each in list_offers(clusters, tmp_path / "slurm.json")} == {"gpu"}
+
+
+@given(vcpus=st.integers(1, 512), memory_gib=st.floats(0.5, 4096), cards=st.integers(0, 16))
+def test_parts_fit_into_the_machine_together(vcpus: int, memory_gib: float, cards: int) -> None:
+    machine = Machine(vcpus=vcpus, memory_gib=memory_gib, accelerator="T4" if cards else None, accelerator_count=cards)
+    parts = list(split_machine(machine))
+    assert parts[0] == (
+        1.0,
+        Machine(vcpus=vcpus, memory_gib=round(memory_gib, 2), accelerator=machine.accelerator, accelerator_count=cards),
+    )
+    for share, part in parts:
+        count = round(1 / share)
+        assert part.accelerator_count * count == cards
+        assert part.vcpus * count <= vcpus or part.vcpus == 1
