@@ -1,8 +1,9 @@
 """Run the agent on a node: `python3 -I -S agent.py VERB`, JSON on stdin, JSON on stdout. Standard library only.
 
-Verbs: submit, access (agent_access.py), status, log, cancel, lease, autostop, and follow, a persistent session
-(agent_follow.py). All state is below ~/.broker. A watcher, started with the first verb that needs one, shuts the node
-down when its lease expires, when its work is done while the broker is away (agent_lease.py), or on autostop.
+Verbs: submit, access (agent_access.py), peers (agent_group.py), status, log, cancel, lease, autostop, and follow, a
+persistent session (agent_follow.py). All state is below ~/.broker. A watcher, started with the first verb that needs
+one, shuts the node down when its lease expires, when its work is done while the broker is away (agent_lease.py), or on
+autostop.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from broker.agent import agent_access, agent_dead_runs, agent_delivery, agent_flush, agent_lease
+    from broker.agent import agent_access, agent_dead_runs, agent_delivery, agent_flush, agent_group, agent_lease
     from broker.agent import agent_files as files
 else:
     sys.path.insert(0, str(Path(__file__).resolve().parent))  # `-I` omits it
@@ -28,6 +29,7 @@ else:
     import agent_delivery
     import agent_files as files
     import agent_flush
+    import agent_group
     import agent_lease
 
 LINGER_S = 5.0  # minimum idle time before autostop, so that log followers can read the last lines
@@ -110,6 +112,8 @@ def begin(folder: Path, spec: dict[str, Any]) -> dict[str, Any]:
         listener = agent_link.listen(spec["node_ips"][0], int(spec["num_nodes"]))
         host, port = listener.getsockname()[:2]
         head.update(coordinator_port=port, master_port=pick_port(), address=agent_link.find_own(host))
+        if spec.get("is_held"):
+            head["group_port"] = pick_port()
         arguments.append(str(listener.fileno()))
         inherited.append(listener.fileno())
     spec = {**spec, "head": head}
@@ -171,10 +175,11 @@ def report_status(request: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def read_request_fields(run_id: int) -> dict[str, str]:
-    """Return the name and accelerators of a run from its `spec.json`."""
+def read_request_fields(run_id: int) -> dict[str, Any]:
+    """Return the name and accelerators of a run, and its port in a job group, from its `spec.json`."""
     spec = files.read_json(files.run_folder(run_id) / "spec.json") or {}
-    return {name: str(spec.get(name) or "") for name in ("name", "accelerators")}
+    port = (spec.get("head") or {}).get("group_port")
+    return {**{name: str(spec.get(name) or "") for name in ("name", "accelerators")}, "group_port": port}
 
 
 def send_log(request: dict[str, Any]) -> None:
@@ -296,6 +301,7 @@ def power_off(reason: str) -> None:
 VERBS = {
     "submit": submit,
     "access": agent_access.receive,
+    "peers": agent_group.receive,
     "status": report_status,
     "cancel": cancel,
     "lease": renew_lease,

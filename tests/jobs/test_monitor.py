@@ -16,7 +16,7 @@ from broker.jobs.monitor import (
     is_due,
     list_answering,
 )
-from broker.runtime.gang import GangReport
+from broker.runtime.reports import GangReport
 from broker.types import Cluster, ClusterStatus, Node, NodeEnd, NodeState, Placement, Progress, RunStatus
 from tests.simulation.world import make_offer
 
