@@ -63,7 +63,8 @@ def list_hosts(peers: dict[str, Any]) -> list[str]:
 
 def owns_machine() -> bool:
     """Return whether this node is a machine of its own: nodes of the local cloud share one, and its /etc/hosts."""
-    return (agent_files.read_json(agent_files.STATE / "node.json") or {}).get("power_off", "file") != "file"
+    node = agent_files.read_json(agent_files.STATE / "node.json") or {}
+    return bool(node.get("power_off", "file") != "file")
 
 
 def write_hosts(lines: list[str], path: Path = HOSTS) -> None:
