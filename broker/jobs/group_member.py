@@ -87,10 +87,9 @@ class GroupMember:
         """Record what the gang reports, release its program once the group is up, and send changed addresses."""
         if job.task.group is None:
             return attempt
-        members = self._read(job)
-        attempt = self._record(job, members, attempt, report)
+        attempt = self._record(job, self._read(job), attempt, report)
         if attempt.released_s is not None:
-            await self._send(job, members, attempt, cluster)
+            await self._send(job, self._read(job), attempt, cluster)
         return attempt
 
     def _record(self, job: Job, members: Sequence[Job], attempt: Attempt, report: GangReport) -> Attempt:

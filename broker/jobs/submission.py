@@ -63,6 +63,11 @@ def retry_job(
     """
     if submitted := store.jobs.find_request(request_id):
         return submitted
+    if job.task.group is not None:
+        raise UsageError(
+            f"job {job.id} belongs to group {job.pipeline}, whose tasks start together",
+            hints=["launch the file of the group again: `broker jobs launch GROUP.yaml`"],
+        )
     if not job.status.is_terminal:
         raise UsageError(
             f"job {job.id} is {job.status.value}, not ended", hints=[f"`broker jobs cancel {job.id}` first"]

@@ -58,6 +58,9 @@ def check_g1_the_group_is_up(universe: Universe, event: Event) -> None:
     """Check that a generation begins when all its tasks are set up, in one region, and no earlier program works."""
     run = event.run
     assert run is not None
+    own: Any = run.peers["tasks"]
+    if len(own[universe.tasks[run.job].name]["addresses"]) != universe.tasks[run.job].num_nodes:
+        raise Violation("G5", f"{run.cluster} starts without its own addresses")
     generation = _find_generation(universe, run)
     opened = universe.memory.setdefault("G1", set())
     if generation in opened:
