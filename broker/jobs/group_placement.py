@@ -9,7 +9,7 @@ from broker.clock import Clock
 from broker.errors import NoOfferError
 from broker.jobs.groups import find_generation, find_live, get_role, may_start
 from broker.jobs.replanning import cut_to_rest, drop_limits
-from broker.pipelines.groups import Place, Refused, can_start, keep_near, locate, plan_group
+from broker.pipelines.groups import GroupPlace, Refused, can_start, keep_near, locate, plan_group
 from broker.state.store import Store
 from broker.types import Attempt, EventKind, Job, Placement, Plan, Task, make_event
 
@@ -19,7 +19,7 @@ BLOCKED_RUNNING_S = 900.0  # and one that runs, after this: all its tasks restar
 
 
 class GroupPlacement:
-    """Place one job of a group. Its memory is lost with the controller, which only delays a move."""
+    """GroupPlace one job of a group. Its memory is lost with the controller, which only delays a move."""
 
     def __init__(self, store: Store, planner: Planner, clock: Clock) -> None:
         self._store = store
@@ -68,7 +68,7 @@ class GroupPlacement:
             return f"the other tasks run in {anchor.cloud} {anchor.region}" if anchor else ""
         return self._find_blocked(attempt, here, alive, blocked)
 
-    def _find_blocked(self, attempt: Attempt, here: Place, alive: Sequence[Job], blocked: Sequence[Job]) -> str:
+    def _find_blocked(self, attempt: Attempt, here: GroupPlace, alive: Sequence[Job], blocked: Sequence[Job]) -> str:
         """Return that another task has found no capacity here for long, if all tasks could start elsewhere."""
         if not blocked:
             return ""
@@ -86,11 +86,11 @@ class GroupPlacement:
             f"task {blocked[0].name} finds no capacity here; all tasks fit in {whole.place.cloud} {whole.place.region}"
         )
 
-    def _is_possible(self, anchor: Place, plan: Plan, lacking: Sequence[Job]) -> bool:
+    def _is_possible(self, anchor: GroupPlace, plan: Plan, lacking: Sequence[Job]) -> bool:
         refused = self._find_refused()
         return can_start(plan, anchor, refused) and all(self._has_capacity(each, anchor) for each in lacking)
 
-    def _has_capacity(self, job: Job, place: Place | None) -> bool:
+    def _has_capacity(self, job: Job, place: GroupPlace | None) -> bool:
         plan = self._plan(job)
         return plan is None or place is None or can_start(plan, place, self._find_refused())
 
@@ -106,7 +106,7 @@ class GroupPlacement:
         found = self._store.refusals.list_active(self._clock.now_s())
         return lambda placement: any(each.covers(placement) for each in found)
 
-    def _tell(self, job: Job, place: Place, *, near: str = "", usd: float = 0.0, apart_usd: float = 0.0) -> None:
+    def _tell(self, job: Job, place: GroupPlace, *, near: str = "", usd: float = 0.0, apart_usd: float = 0.0) -> None:
         """Record a choice once."""
         if (told := f"{place} {near}") != self._told:
             self._told = told
@@ -117,7 +117,7 @@ class GroupPlacement:
             self._store.events.add(event, job_id=job.id)
 
 
-def find_anchor(members: Sequence[Job]) -> Place | None:
+def find_anchor(members: Sequence[Job]) -> GroupPlace | None:
     """Return the place of most tasks that have machines; of equally many, the newest choice. None without machines."""
     live = [attempt for each in members if (attempt := find_live(each)) is not None]
     if not live:
@@ -127,6 +127,6 @@ def find_anchor(members: Sequence[Job]) -> Place | None:
     return locate(best.placement)
 
 
-def _is_at(job: Job, place: Place) -> bool:
+def _is_at(job: Job, place: GroupPlace) -> bool:
     live = find_live(job)
     return live is not None and locate(live.placement) == place

@@ -143,7 +143,7 @@ class OutcomeRecorder:
         """Record that the program restarts because its group does."""
         step = run.progress.step if run.progress else 0
         outcome = Outcome(kind=OutcomeKind.GROUP_RESTARTED, detail=cause, step=step)
-        event = make_event(EventKind.GROUP_RESTART, group=get_role(job).name, cause=cause)
+        event = make_event(EventKind.GROUP_RESTARTED, group=get_role(job).name, cause=cause)
         return self._restart_in_place(job, attempt, outcome, event, run)
 
     def record_group_move(self, job: Job, attempt: Attempt, *, reason: str) -> float:

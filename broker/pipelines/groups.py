@@ -1,4 +1,4 @@
-"""Place the tasks of a job group together: the region in which all of them together are cheapest.
+"""GroupPlace the tasks of a job group together: the region in which all of them together are cheapest.
 
 Pure. A task without work counts as one hour. Example: a trainer costs 8.00 in east and 8.40 in west, its rollout
 workers 3.00 and 2.00: each alone would take east and west; together west (10.40) is cheaper than east (11.00).
@@ -17,7 +17,7 @@ NEAR_SHARE = 1.05  # a common zone may cost this much more: traffic between zone
 
 
 @frozen
-class Place:
+class GroupPlace:
     """A region of a cloud, and the zone in it that is preferred; None: any."""
 
     cloud: str
@@ -36,15 +36,15 @@ class Place:
 class GroupPlan:
     """A placement for each task in one region, and the cost. `apart_usd`: with each task at its own cheapest place."""
 
-    place: Place
+    place: GroupPlace
     estimates: tuple[Estimate, ...]
     usd: float
     apart_usd: float
 
 
-def locate(placement: Placement) -> Place:
+def locate(placement: Placement) -> GroupPlace:
     """Return the place of a placement whose zone is known."""
-    return Place(cloud=placement.offer.cloud, region=placement.offer.region, zone=placement.offer.zone)
+    return GroupPlace(cloud=placement.offer.cloud, region=placement.offer.region, zone=placement.offer.zone)
 
 
 def plan_group(plans: Sequence[Plan], *, is_refused: Refused = lambda placement: False) -> GroupPlan | None:
@@ -54,8 +54,8 @@ def plan_group(plans: Sequence[Plan], *, is_refused: Refused = lambda placement:
     if not common:
         return None
     cloud, region = min(common, key=lambda key: (sum(_measure_usd(each[key]) for each in options), key))
-    zone = _find_zone(plans, Place(cloud=cloud, region=region), is_refused)
-    place = Place(cloud=cloud, region=region, zone=zone)
+    zone = _find_zone(plans, GroupPlace(cloud=cloud, region=region), is_refused)
+    place = GroupPlace(cloud=cloud, region=region, zone=zone)
     near = [_drop(keep_near(plan, place), is_refused).estimates[0] for plan in plans]
     return GroupPlan(
         place=place,
@@ -65,7 +65,7 @@ def plan_group(plans: Sequence[Plan], *, is_refused: Refused = lambda placement:
     )
 
 
-def keep_near(plan: Plan, place: Place) -> Plan:
+def keep_near(plan: Plan, place: GroupPlace) -> Plan:
     """Return the plan with the placements in this region; its zone comes first where it costs about the same."""
     near = [each for each in plan.estimates if place.contains(each.placement)]
     if near and place.zone is not None:
@@ -74,7 +74,7 @@ def keep_near(plan: Plan, place: Place) -> Plan:
     return replace(plan, estimates=tuple(near))
 
 
-def can_start(plan: Plan, place: Place, is_refused: Refused) -> bool:
+def can_start(plan: Plan, place: GroupPlace, is_refused: Refused) -> bool:
     """Return whether the task has a placement in this region that is not refused."""
     return any(place.contains(each.placement) and not is_refused(each.placement) for each in plan.estimates)
 
@@ -99,7 +99,7 @@ def _list_cheapest(plan: Plan, is_refused: Refused) -> dict[tuple[str, str], Est
     return found
 
 
-def _find_zone(plans: Sequence[Plan], place: Place, is_refused: Refused) -> str | None:
+def _find_zone(plans: Sequence[Plan], place: GroupPlace, is_refused: Refused) -> str | None:
     """Return the zone with a placement for every task that is cheapest; None if no zone has one."""
     usd_by_zone: dict[str, float] = {}
     zones = {each.placement.offer.zone for plan in plans for each in plan.estimates if place.contains(each.placement)}

@@ -80,7 +80,7 @@ class EventKind(StrEnum):
     GROUP_PLACED = "group_placed"
     GROUP_READY = "group_ready"
     GROUP_STARTED = "group_started"
-    GROUP_RESTART = "group_restart"
+    GROUP_RESTARTED = "group_restarted"
     GROUP_MOVE = "group_move"
     LAST_LINES = "last_lines"
     ENDED = "ended"

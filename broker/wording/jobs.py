@@ -90,7 +90,7 @@ def render_group_started(*, group: str, generation: int) -> str:
     return f"all tasks of group {group} are up: the program may start{again}"
 
 
-def render_group_restart(*, group: str, cause: str, in_place: bool) -> str:
+def render_group_restarted(*, group: str, cause: str, in_place: bool) -> str:
     why = f"task {cause} was lost" if cause else "another task was lost"
     return f"group {group} restarts, as {why}; restarting on {_name_nodes(in_place=in_place)}"
 

@@ -84,7 +84,8 @@ def test_an_attempt_of_an_earlier_generation_restarts_unless_its_program_has_not
     assert judge(other, members, 0.0).step is GroupStep.RESTART
     assert judge(held, members, 0.0).step is GroupStep.NONE
     assert judge(lost, members, 0.0).step is GroupStep.NONE
-    again = replace(other, attempts=(*other.attempts, make_attempt(2, generation=2)))
+    ended = make_attempt(kind=OutcomeKind.GROUP_RESTARTED)
+    again = replace(other, attempts=(ended, make_attempt(2, generation=2)))
     assert judge(again, [lost, again, held], 0.0).step is GroupStep.NONE
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from hypothesis import given
 from hypothesis import strategies as st
 
-from broker.pipelines.groups import Place, can_start, keep_near, plan_group
+from broker.pipelines.groups import GroupPlace, can_start, keep_near, plan_group
 from broker.types import Estimate, Offer, Placement, Plan, Task
 
 
@@ -30,7 +30,7 @@ def make_plan(usd: Mapping[str, float]) -> Plan:
 def test_the_region_is_cheapest_for_all_tasks_together() -> None:
     plans = [make_plan({"easta": 8.0, "westa": 8.4}), make_plan({"easta": 3.0, "westa": 2.0})]
     found = plan_group(plans)
-    assert found is not None and found.place == Place(cloud="c", region="west", zone="westa")
+    assert found is not None and found.place == GroupPlace(cloud="c", region="west", zone="westa")
     assert (round(found.usd, 6), round(found.apart_usd, 6)) == (10.4, 10.0)
 
 
@@ -43,7 +43,7 @@ def test_a_region_that_refuses_one_task_is_left_out() -> None:
 
 
 def test_a_common_zone_comes_first_where_it_costs_about_the_same() -> None:
-    place = Place(cloud="c", region="east", zone="eastb")
+    place = GroupPlace(cloud="c", region="east", zone="eastb")
 
     def list_zones(usd: Mapping[str, float]) -> list[str | None]:
         return [each.placement.offer.zone for each in keep_near(make_plan(usd), place).estimates]
