@@ -1,8 +1,9 @@
 """Run the agent on a node: `python3 -I -S agent.py VERB`, JSON on stdin, JSON on stdout. Standard library only.
 
-Verbs: submit, access (agent_access.py), status, log, cancel, lease, autostop, and follow, a persistent session
-(agent_follow.py). All state is below ~/.broker. A watcher, started with the first verb that needs one, shuts the node
-down when its lease expires, when its work is done while the broker is away (agent_lease.py), or on autostop.
+Verbs: submit, access (agent_access.py), peers (agent_group.py), status, log, cancel, lease, autostop, and follow, a
+persistent session (agent_follow.py). All state is below ~/.broker. A watcher, started with the first verb that needs
+one, shuts the node down when its lease expires, when its work is done while the broker is away (agent_lease.py), or on
+autostop.
 """
 
 from __future__ import annotations
@@ -19,7 +20,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from broker.agent import agent_access, agent_dead_runs, agent_delivery, agent_flush, agent_lease, agent_ring
+    from broker.agent import (
+        agent_access,
+        agent_dead_runs,
+        agent_delivery,
+        agent_flush,
+        agent_group,
+        agent_lease,
+        agent_ring,
+    )
     from broker.agent import agent_files as files
 else:
     sys.path.insert(0, str(Path(__file__).resolve().parent))  # `-I` omits it
@@ -28,6 +37,7 @@ else:
     import agent_delivery
     import agent_files as files
     import agent_flush
+    import agent_group
     import agent_lease
     import agent_ring
 
@@ -111,6 +121,8 @@ def begin(folder: Path, spec: dict[str, Any]) -> dict[str, Any]:
         listener = agent_link.listen(spec["node_ips"][0], int(spec["num_nodes"]))
         host, port = listener.getsockname()[:2]
         head.update(coordinator_port=port, master_port=pick_port(), address=agent_link.find_own(host))
+        if spec.get("is_held"):
+            head["group_port"] = pick_port()
         arguments.append(str(listener.fileno()))
         inherited.append(listener.fileno())
     spec = {**spec, "head": head}
@@ -178,10 +190,11 @@ def answer_status(request: dict[str, Any]) -> dict[str, Any]:
     return {**report_status(request), "samples": [sample] if sample else []}
 
 
-def read_request_fields(run_id: int) -> dict[str, str]:
-    """Return the name and accelerators of a run from its `spec.json`."""
+def read_request_fields(run_id: int) -> dict[str, Any]:
+    """Return the name and accelerators of a run, and its port in a job group, from its `spec.json`."""
     spec = files.read_json(files.run_folder(run_id) / "spec.json") or {}
-    return {name: str(spec.get(name) or "") for name in ("name", "accelerators")}
+    port = (spec.get("head") or {}).get("group_port")
+    return {**{name: str(spec.get(name) or "") for name in ("name", "accelerators")}, "group_port": port}
 
 
 def send_log(request: dict[str, Any]) -> None:
@@ -311,6 +324,7 @@ def power_off(reason: str) -> None:
 VERBS = {
     "submit": submit,
     "access": agent_access.receive,
+    "peers": agent_group.receive,
     "status": answer_status,
     "cancel": cancel,
     "lease": renew_lease,

@@ -33,6 +33,8 @@ SUCCESS = {"status": "SUCCEEDED", "returncode": 0, "reason": ""}
 class Coordinator:
     """Decide for the gang, on rank 0: all set up -> go; one fails or is lost -> kill all; then report the outcome.
 
+    A held gang also waits for `release`.
+
     With `nodes_min` the program is elastic: once it runs, any rank but the first may be lost, leave after a notice, and
     be replaced, as long as `nodes_min` ranks remain.
     """
@@ -45,6 +47,7 @@ class Coordinator:
         num_nodes: int,
         log: Path,
         nodes_min: int | None = None,
+        is_held: bool = False,
     ) -> None:
         self._door = agent_link.Door(listener, context, num_nodes, self._admit)
         self._num_nodes = num_nodes
@@ -57,6 +60,7 @@ class Coordinator:
         self._noticed: set[int] = set()
         self._unfit: dict[int, Message] = {}  # new ranks whose setup failed, and their outcome
         self._is_going = False
+        self._is_held = is_held  # `run` also waits for the other tasks of the job group
         self._turn: Message | None = None
         self._left = threading.Semaphore(0)
         self._timers: list[threading.Timer] = []
@@ -190,7 +194,22 @@ class Coordinator:
         self._ready.add(rank)
         if self._is_going:
             self._links[rank].send("go")
-        elif len(self._ready) == self._num_nodes and not self._verdict:
+        else:
+            self._go()
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether all ranks are set up and only the job group is awaited."""
+        return self._is_held and len(self._ready) == self._num_nodes
+
+    def release(self) -> None:
+        """Stop waiting for the job group. Repeated calls change nothing."""
+        with self._lock:
+            self._is_held = False
+            self._go()
+
+    def _go(self) -> None:
+        if len(self._ready) == self._num_nodes and not (self._verdict or self._is_going or self._is_held):
             self._is_going = True
             self._broadcast("go")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import signal
 import socket
@@ -16,13 +15,14 @@ from typing import IO, TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from broker.agent import (
-        agent_access,
         agent_container,
         agent_dead_runs,
         agent_delivery,
+        agent_environment,
         agent_files,
         agent_flush,
         agent_gang,
+        agent_group,
         agent_lease,
         agent_link,
         agent_paths,
@@ -30,13 +30,14 @@ if TYPE_CHECKING:
         agent_wire,
     )
 else:
-    import agent_access
     import agent_container
     import agent_dead_runs
     import agent_delivery
+    import agent_environment
     import agent_files
     import agent_flush
     import agent_gang
+    import agent_group
     import agent_lease
     import agent_link
     import agent_paths
@@ -72,6 +73,7 @@ class Runner:
         self._is_verdict_sent = False
         self._is_ended = False
         self._is_cancel_sent = False
+        self._is_ready_told = False
         self._flush_report = ""
         self._returncode: int | None = None
         self._log: IO[bytes] = (self._folder / "rank.log").open("ab", buffering=0)
@@ -90,6 +92,7 @@ class Runner:
                 num_nodes=int(self._spec["num_nodes"]),
                 log=self._folder / "log",
                 nodes_min=self._spec.get("nodes_min"),
+                is_held=bool(self._spec.get("is_held")),
             )
             self._coordinator.start()
         if self._join():
@@ -156,6 +159,7 @@ class Runner:
         self._send("setup", returncode=returncode)
         while returncode == 0 and not self._is_go and not self._verdict:
             self._pause()
+            self._await_group()
         if returncode == 0 and not self._verdict:
             self._write_state("RUNNING")
             returncode = self._run_phase("run")
@@ -166,6 +170,14 @@ class Runner:
         else:
             self._send("exit", returncode=returncode)
         self._returncode = returncode
+
+    def _await_group(self) -> None:
+        """Report on the head that a held gang is set up, and let it go once it knows the other tasks of its group."""
+        if self._coordinator and self._coordinator.is_waiting and not self._is_ready_told:
+            self._is_ready_told = True
+            self._write_state("SETTING_UP", is_ready=True)
+        if self._coordinator and agent_group.read_peers(self._folder) is not None:
+            self._coordinator.release()
 
     def _wait_turn(self) -> None:
         """Wait until the requested accelerators are free; nodes other than the head first wait for its reservation.
@@ -229,7 +241,10 @@ class Runner:
             return 0
         workdir = agent_files.HOME / "sky_workdir"
         workdir.mkdir(exist_ok=True)
-        own, first = self._make_env(phase), agent_paths.list_first(self._spec, self._container)
+        own = agent_environment.make_envs(
+            self._spec, self._folder, mark=self._mark(phase), held=self._held, container=self._container
+        )
+        first = agent_paths.list_first(self._spec, self._container)
         argv, env = ["bash", "-c", script], agent_paths.put_first({**os.environ, **own}, first)
         folders = agent_paths.list_folders(own) if phase == "run" else []
         if self._container:  # created in `setup`, so that all nodes have it at the gang's `go`
@@ -344,41 +359,6 @@ class Runner:
 
     def _mark(self, phase: str) -> str:
         return agent_dead_runs.make_mark(self._id, phase)
-
-    def _make_env(self, phase: str) -> dict[str, str]:
-        """Return the variables that we set, which override those of the node or container."""
-        spec = self._spec
-        ips: list[str] = spec["node_ips"]
-        env: dict[str, str] = {}
-        if self._container:
-            env["HOME"] = str(agent_files.HOME)
-        if not float(spec["gpus_per_node"]):
-            env["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")
-        if all(ip.startswith("127.") for ip in ips):
-            env["GLOO_SOCKET_IFNAME"] = "lo" if sys.platform.startswith("linux") else "lo0"
-        env.update(agent_access.read_envs(self._id))  # the task's own variables win
-        env.update(agent_turn.name_cards(self._held, spec, {} if self._container else os.environ))
-        env.update(spec["envs"])
-        env.update(spec["secrets"])
-        name, _, mark = self._mark(phase).partition("=")
-        env.update(
-            {
-                name: mark,
-                "SKYPILOT_NODE_RANK": str(spec["rank"]),
-                "SKYPILOT_NODE_IPS": "\n".join(ips),
-                "SKYPILOT_NUM_NODES": str(spec["num_nodes"]),
-                "SKYPILOT_NUM_GPUS_PER_NODE": str(math.ceil(float(spec["gpus_per_node"]))),
-                "BROKER_MASTER_PORT": str(spec["head"]["master_port"]),
-                "BROKER_PROGRESS_FILE": str(self._folder / "progress.jsonl"),
-                "BROKER_PREEMPTION_FILE": str(self._folder / "preemption"),
-                "BROKER_GANG_PEM": str(self._folder / agent_files.CREDENTIAL),
-            }
-        )
-        if spec.get("nodes_min"):
-            env["BROKER_NODES_MIN"] = str(spec["nodes_min"])
-        if spec.get("trainers"):
-            env["BROKER_PYTHON"] = str(agent_paths.find_python_folder(self._container))
-        return env
 
 
 def run(run_id: int, listener_fd: int | None) -> None:

@@ -84,10 +84,20 @@ def find_job(context: Context, wanted: str | int) -> Job:
 def find_jobs(context: Context, wanted: Sequence[str | int]) -> Sequence[Job]:
     """Find jobs by ID or name, and all jobs of pipelines. Raises UsageError for the first that is unknown."""
     known = context.store.jobs.list(on_damage=context.warn)
-    return [
-        job for text in wanted
-        for job in [each for each in known if each.pipeline == text] or [find_job(context, text)]
-    ]  # fmt: skip
+    return [job for text in wanted for job in list_members(known, str(text)) or [find_job(context, text)]]
+
+
+def list_members(known: Sequence[Job], text: str) -> Sequence[Job]:
+    """Return the jobs of a pipeline or job group: that of this name, or the newest whose header has it.
+
+    Empty if a job has this ID or name: `broker jobs` verbs then mean that job.
+    """
+    if members := [each for each in known if each.pipeline and each.pipeline == text]:
+        return members
+    if text.isdigit() or any(each.name == text for each in known):
+        return []
+    named = [each.pipeline for each in known if each.pipeline and each.task.pipeline == text]
+    return [each for each in known if named and each.pipeline == named[-1]]
 
 
 def retry(context: Context, job: Job, *, secrets: Mapping[str, str], request_id: str | None) -> Job:

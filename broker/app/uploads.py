@@ -5,7 +5,8 @@ from __future__ import annotations
 from broker.app.container import Context
 from broker.errors import BrokerError, CloudError
 from broker.formatting import format_count, format_duration
-from broker.runtime.gang import Uploads, sort_nodes
+from broker.runtime.gang import sort_nodes
+from broker.runtime.reports import Uploads
 from broker.types import Cluster, ClusterStatus
 
 ANSWER_S = 10.0  # for an answer: nodes that are gone must not delay `down` for long

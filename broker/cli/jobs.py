@@ -81,6 +81,11 @@ def launch(
         on_submitted=tell, track_upload=show_upload,
     )  # fmt: skip
     if not detach and not as_json:
+        if jobs and jobs[0].task.group is not None:
+            from broker.cli.jobs_group import follow_members
+
+            follow_members(jobs)
+            return
         for job in jobs:
             follow_job(session, job.id)
 
@@ -88,10 +93,12 @@ def launch(
 def _tell_submitted(jobs: Sequence[Job]) -> None:
     for job in jobs:
         after = f", to run after {' and '.join(map(str, job.needs))}" if job.needs else ""
+        after = f", with group {job.pipeline}" if job.task.group is not None else after
         print_line(f"Submitted managed job {job.id} ({job.name}){after}")
     last = jobs[-1]
+    followed = last.pipeline if last.task.group is not None else last.id
     print_note(
-        f"follow it with `broker jobs logs {last.id}`, cancel it with `broker jobs cancel {last.pipeline or last.id}`"
+        f"follow it with `broker jobs logs {followed}`, cancel it with `broker jobs cancel {last.pipeline or last.id}`"
     )
 
 

@@ -11,7 +11,7 @@ import typer
 
 from broker.app.clusters import LogChunk
 from broker.app.session import Session
-from broker.app.verbs.jobs import explain_job, follow_log, list_events, show_job
+from broker.app.verbs.jobs import explain_job, find_members, follow_log, list_events, show_job
 from broker.cli import options
 from broker.cli.completion import complete_jobs
 from broker.cli.context import make_session
@@ -23,6 +23,7 @@ from broker.types.forecasts import JobForecast
 from broker.wording import describe_outcome
 
 if TYPE_CHECKING:
+    from broker.app.verbs.jobs import Story
     from broker.state.events import EventRow
 
 JobName = Annotated[str, typer.Argument(help="Job ID or name.", show_default=False, autocompletion=complete_jobs)]
@@ -77,8 +78,13 @@ def logs(
 ) -> None:
     """Print the output of a job across its recoveries."""
     session = make_session()
-    job_id = session.call(show_job, job=job).job.id
     as_json = as_json or output is options.Format.JSON
+    if members := session.call(find_members, job=job):
+        from broker.cli.jobs_group import follow_members
+
+        follow_members(members, is_following=follow, as_json=as_json)
+        return
+    job_id = session.call(show_job, job=job).job.id
     if follow:
         follow_job(session, job_id, as_json=as_json)
     else:
@@ -86,8 +92,19 @@ def logs(
 
 
 def events(job: JobName, as_json: options.AsJson = False, output: options.Output = options.Format.TABLE) -> None:
-    """List the events of a job."""
-    found = make_session().call(list_events, job=job)
+    """List the events of a job, or of all jobs of a pipeline or group."""
+    session = make_session()
+    if members := session.call(find_members, job=job):
+        from broker.cli.jobs_group import gather_events
+
+        pairs = gather_events(members)
+        if as_json or output is options.Format.JSON:
+            print_json([{**_describe_event(event), "task": task} for event, task in pairs])
+            return
+        for event, task in pairs:
+            print_line(f"{_show_time(event.time_s)}  ({task}) {strip_control(event.message)}")
+        return
+    found = session.call(list_events, job=job)
     if as_json or output is options.Format.JSON:
         print_json([_describe_event(each) for each in found])
         return
@@ -96,28 +113,41 @@ def events(job: JobName, as_json: options.AsJson = False, output: options.Output
 
 
 def why(job: JobName, as_json: options.AsJson = False, output: options.Output = options.Format.TABLE) -> None:
-    """Explain the status of a job: its history, recoveries and cost."""
+    """Explain the status of a job: its history, recoveries and cost. Of a pipeline or group: of all its jobs."""
     session = make_session()
-    told = session.call(explain_job, job=job)
-    found, story, summary, paid = told.job, told.events, told.summary, told.paid_usd
+    members = session.call(find_members, job=job)
+    told = [session.call(explain_job, job=name) for name in [str(each.id) for each in members] or [job]]
     if as_json or output is options.Format.JSON:
-        print_json(
-            {
-                **describe(found, paid),
-                "events": [_describe_event(each) for each in story],
-                "summary": to_plain(summary),
-                "forecast": told.forecast and to_plain(told.forecast),
-                "deadline_chances": to_plain(told.chances),
-                "nodes": to_plain(told.nodes),
-            }
-        )
+        data = [_describe_story(each) for each in told]
+        print_json(data if members else data[0])
         return
+    for number, each in enumerate(told):
+        if number:
+            print_line()
+        _tell_story(each, session.clock.now_s())
+
+
+def _describe_story(told: Story) -> dict[str, object]:
+    return {
+        **describe(told.job, told.paid_usd),
+        "events": [_describe_event(each) for each in told.events],
+        "summary": to_plain(told.summary),
+        "forecast": told.forecast and to_plain(told.forecast),
+        "deadline_chances": to_plain(told.chances),
+        "nodes": to_plain(told.nodes),
+    }
+
+
+def _tell_story(told: Story, now_s: float) -> None:
+    found, story, summary, paid = told.job, told.events, told.summary, told.paid_usd
     reason = f": {found.failure}" if found.failure else ""
     print_line(f"Job {found.id} ({found.name}) {MEANING[found.status]}{reason}.")
-    if not found.status.is_terminal and (sentence := _describe_allowance(found, paid, session.clock.now_s())):
+    if not found.status.is_terminal and (sentence := _describe_allowance(found, paid, now_s)):
         print_line(f"It {sentence}.")
     if found.resumes:
         print_line(f"It continues from the checkpoints of job {found.resumes}.")
+    if found.task.group is not None:
+        print_line(f"{explain_role(found)}.")
     for other in told.needs:
         print_line(f"It depends on job {other.id} ({other.name}): {other.status.value}.")
     print_line(f"{_show_time(found.submitted_s)}  submitted")
@@ -135,6 +165,15 @@ def why(job: JobName, as_json: options.AsJson = False, output: options.Output = 
     print_line(f"Paid {format_usd(summary.paid_usd)} USD; on-demand would have cost {ondemand} USD.")
     if told.forecast is not None:
         print_wrapped(f"Forecast: {describe_forecast(told.forecast)}.", indent=2)
+
+
+def explain_role(job: Job) -> str:
+    """Return the part of a job in its group, and what its loss means for the others."""
+    role = job.task.group
+    assert role is not None, "only called for jobs of a group"
+    part = "a primary" if role.is_primary else "an auxiliary"
+    others = "restart" if role.may_restart_group else "continue"
+    return f"It is {part} task of group {job.pipeline}; if it is lost, the other tasks {others}"
 
 
 def describe_forecast(forecast: JobForecast) -> str:

@@ -73,6 +73,7 @@ def _list_verbs() -> Sequence[Verb]:
         ("jobs", "list_queue", Role.VIEWER, reading),
         ("jobs", "list_jobs", Role.VIEWER, reading),
         ("jobs", "show_job", Role.VIEWER, reading),
+        ("jobs", "find_members", Role.VIEWER, reading),
         ("jobs", "follow_log", Role.VIEWER, reading),
         ("jobs", "list_events", Role.VIEWER, reading),
         ("jobs", "explain_job", Role.VIEWER, reading),

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from broker.clock import Clock
 from broker.errors import AccountError, AuthError, CapacityError, InvalidRequestError, NoOfferError
 from broker.jobs.budget import BudgetExceeded, check_budget, find_overspending
+from broker.jobs.group_member import GroupMember
 from broker.jobs.outcome_recorder import OutcomeRecorder
 from broker.jobs.policy_runner import Pause, PolicyRunner
 from broker.jobs.replanning import cut_to_rest, drop_limits, order_plan
@@ -42,6 +43,7 @@ class Acquisition:
         clock: Clock,
         policy_runner: PolicyRunner,
         recorder: OutcomeRecorder,
+        group: GroupMember,
     ) -> None:
         self._store = store
         self._provisioner = provisioner
@@ -49,6 +51,7 @@ class Acquisition:
         self._clock = clock
         self._policy_runner = policy_runner
         self._recorder = recorder
+        self._group = group
         self._refusals = 0  # consecutive; only sets the backoff
 
     async def begin_attempt(self, job: Job) -> Attempt | float:
@@ -60,6 +63,7 @@ class Acquisition:
             self._store.jobs.set_status(job.id, JobStatus.STARTING)
         try:
             plan = self._policy_runner.plan(job) or order_plan(self.plan_rest(job), job.attempts)
+            plan = self._group.place(job, plan)
         except Pause as pause:
             return pause.wait_s
         except NoOfferError as error:
@@ -99,8 +103,9 @@ class Acquisition:
     def _record(self, job: Job, number: int, cluster: Cluster) -> Attempt:
         placement = cluster.placement
         attempt = Attempt(
-            job_id=job.id, number=number, cluster=cluster.name, placement=placement, started_s=cluster.created_s
-        )
+            job_id=job.id, number=number, cluster=cluster.name, placement=placement, started_s=cluster.created_s,
+            generation=self._group.find_generation(job),
+        )  # fmt: skip
         with self._store.transaction():
             self._store.jobs.put_attempt(attempt)
             place, usd_hour = make_place(placement), placement.usd_hour

@@ -22,8 +22,12 @@ from broker.jobs.booting import StartVerdict, judge_start
 from broker.jobs.budget import find_overspending
 from broker.jobs.environment import make_envs
 from broker.jobs.gang import Gang, GangReport, PushesNews, get_run_id
+from broker.jobs.group_member import GroupMember
+from broker.jobs.group_placement import GroupPlacement
+from broker.jobs.groups import GroupStep, Judgement
 from broker.jobs.health import Verdict, classify
 from broker.jobs.in_place import InPlace, Kept, are_running
+from broker.jobs.interruption import Interrupted, run_unless
 from broker.jobs.lost_gang import LostGang
 from broker.jobs.monitor import AttemptMonitor, list_answering, with_silence
 from broker.jobs.node_replacement import NodeReplacer
@@ -32,6 +36,7 @@ from broker.jobs.node_samples import SampleRecorder
 from broker.jobs.outcome_recorder import OutcomeRecorder
 from broker.jobs.outcomes import BucketOutcomes, Outcomes
 from broker.jobs.policy_runner import PolicyRunner
+from broker.jobs.progress import record_progress
 from broker.jobs.run_end import RunEnd, read_run_end
 from broker.jobs.teardown import AttemptTeardown
 from broker.provision.lifecycle import Provisioner
@@ -46,10 +51,9 @@ from broker.types import (
     JobStatus,
     Outcome,
     OutcomeKind,
-    Progress,
     make_event,
 )
-from broker.wording import describe_lost_start, explain_dependency
+from broker.wording import describe_lost_start, explain_dependency, explain_group_failure
 
 POLL_S = 0.5
 NEWS_S = 5.0  # for gangs that push updates: checks that depend on time alone, such as budget and lists
@@ -58,10 +62,6 @@ ADOPTION_POLL_S = 5.0
 LIST_AGE_S_MAX = 5.0  # jobs without suspicious signals share one listing of a cloud
 GRACE_S = 30.0  # for a program that is stopped because the budget is used up
 T = TypeVar("T")
-
-
-class _Interrupted(Exception):
-    """Raised when a cancel request or the end of the budget interrupts a long operation."""
 
 
 class JobController:
@@ -89,9 +89,12 @@ class JobController:
         self._teardown = AttemptTeardown(store, provisioner, gang, clock, config)
         self._policy_runner = PolicyRunner(store, planner, clock, self._teardown)
         self._recorder = OutcomeRecorder(job_id, store, clock)
-        self._acquisition = Acquisition(store, provisioner, planner, clock, self._policy_runner, self._recorder)
+        self._group = GroupMember(store, gang, clock, GroupPlacement(store, planner, clock))
+        self._acquisition = Acquisition(
+            store, provisioner, planner, clock, self._policy_runner, self._recorder, self._group
+        )
         self._replacer = NodeReplacer(store, provisioner, gang, clock)
-        self._in_place = InPlace(store, provisioner, gang, clock, self._teardown)
+        self._in_place = InPlace(store, provisioner, gang, clock, self._teardown, self._group)
         self._retention = NodeRetention(store, provisioner, self._acquisition, clock)
         self._lost_gang = LostGang(store, config, self._recorder, outcomes or BucketOutcomes())
         self._samples = SampleRecorder(config.logs, job_id)
@@ -124,6 +127,13 @@ class JobController:
             return math.inf
         if job.cancel_requested:
             return await self._cancel(job, live)
+        judgement = self._group.judge(job)
+        if judgement.ends_job:
+            return await self._end_with_group(job, live, judgement)
+        return await self._advance(job, live, judgement)
+
+    async def _advance(self, job: Job, live: Attempt | None, judgement: Judgement) -> float:
+        """Take one step of a job that is to continue."""
         try:
             if live is None:
                 if wait_s := await self._wait_for_adoption(job) or self._wait_for_others(job):
@@ -135,8 +145,8 @@ class JobController:
                 if find_overspending(job, self._store, self._clock):
                     return self._recorder.record_refusal(live, Outcome(kind=OutcomeKind.BUDGET_EXCEEDED))
                 return await self._unless_interrupted(job, self._start(job, live))
-            return await self._poll(job, live)
-        except _Interrupted:
+            return await self._poll(job, live, judgement)
+        except Interrupted:
             return 0.0
 
     async def _wait_for_adoption(self, job: Job) -> float:
@@ -196,8 +206,9 @@ class JobController:
         now_s = self._clock.now_s()
         with self._store.transaction():
             self._store.jobs.put_attempt(replace(attempt, running_s=now_s))
-            self._store.jobs.set_status(job.id, JobStatus.RUNNING)
-            self._add_event(make_event(EventKind.STARTED))
+            if job.task.group is None:  # the program of a group's task waits for the others
+                self._store.jobs.set_status(job.id, JobStatus.RUNNING)
+                self._add_event(make_event(EventKind.STARTED))
         monitor.record_lease(now_s)
         return POLL_S
 
@@ -216,7 +227,7 @@ class JobController:
             return POLL_S
         return self._recorder.record_refusal(attempt, Outcome(kind=OutcomeKind.LAUNCH_FAILED, detail=error.message))
 
-    async def _poll(self, job: Job, attempt: Attempt) -> float:
+    async def _poll(self, job: Job, attempt: Attempt, judgement: Judgement) -> float:
         cluster, monitor = self._store.clusters.get(attempt.cluster), self._get_monitor(attempt)
         if cluster is None and monitor.has_succeeded:
             return self._recorder.record_success(job, attempt)
@@ -229,7 +240,7 @@ class JobController:
         self._samples.record(report.samples)
         self._teardown.report_flush(job.id, report)
         if report.progress is not None and report.progress != job.progress:
-            attempt = self._record_progress(job, attempt, report.progress)
+            attempt = record_progress(self._store, self._clock, job, attempt, report.progress)
         for rank in monitor.list_new_advisories(report, cluster):
             self._add_event(make_event(EventKind.ADVISED, rank=rank))
         refreshed = await self._refresh(monitor, report, cluster)
@@ -244,6 +255,12 @@ class JobController:
         verdict = classify(signals)
         if verdict in (Verdict.RUNNING, Verdict.UNCLEAR):
             await self._renew_lease(job, monitor, cluster)
+            if judgement.step is GroupStep.RESTART:
+                end, group = self._read_end(attempt, cluster, report), self._group
+                return self._recorder.record_group_restart(job, attempt, end, cause=group.name_cause(job))
+            attempt = await self._group.follow(job, attempt, cluster, report)
+            if reason := self._group.find_move(job, attempt):
+                return self._recorder.record_group_move(job, attempt, reason=reason)
             find_envs = partial(self._make_envs, job, attempt, cluster)
             find_lease = partial(find_lease_s, job, cluster, self._store, self._clock)
             run_id = get_run_id(attempt, cluster)
@@ -299,6 +316,8 @@ class JobController:
             return self._recorder.record_overspending(job, attempt, failure)
         if await self._policy_runner.reconsider(job, attempt, cluster, report.progress):
             return 0.0
+        if job.task.group is not None and attempt.released_s is None:
+            return POLL_S
         recovery = job.task.recovery
         timeout_s = None if report.flush else recovery.stall_timeout_s
         if timeout_s is None or monitor.measure_stall_s(report, now_s) < timeout_s:
@@ -308,21 +327,6 @@ class JobController:
             return POLL_S
         return self._recorder.record_stall(job, attempt, timeout_s, self._read_end(attempt, cluster, report))
 
-    def _record_progress(self, job: Job, attempt: Attempt, progress: Progress) -> Attempt:
-        """Record progress; the first new step of an attempt ends its recovery."""
-        now_s = self._clock.now_s()
-        with self._store.transaction(is_durable=False):  # after a power cut, progress is observed again
-            self._store.jobs.set_progress(job.id, progress)
-            if attempt.resumed_s is not None or not self._is_new_step(attempt, progress):
-                return attempt
-            attempt = replace(attempt, resumed_s=now_s)
-            self._store.jobs.put_attempt(attempt)
-            lost_s = next((old.lost_s for old in reversed(job.attempts) if old.number < attempt.number), None)
-            if lost_s is not None:
-                took_s = now_s - lost_s if now_s >= lost_s else None  # None: the clock was set back
-                self._add_event(make_event(EventKind.RECOVERED, step=progress.step, took_s=took_s))
-        return attempt
-
     def _record_silence(self, attempt: Attempt, silent_s: float) -> Attempt:
         recorded = with_silence(attempt, silent_s)
         if recorded != attempt:
@@ -330,45 +334,40 @@ class JobController:
                 self._store.jobs.put_attempt(recorded)
         return recorded
 
-    def _is_new_step(self, attempt: Attempt, progress: Progress) -> bool:
-        """Return whether the step is new: a program that just restored or started reports a step without new work."""
-        first_step = self._store.jobs.list_steps(attempt.job_id)[attempt.number].first_step
-        return progress.step > 0 and progress.step > min(
-            first_step, progress.checkpoint_step if progress.checkpoint_step is not None else -1
-        )
-
     async def _cancel(self, job: Job, live: Attempt | None) -> float:
+        return await self._end(job, live, JobStatus.CANCELLED, OutcomeKind.CANCELLED, "")
+
+    async def _end_with_group(self, job: Job, live: Attempt | None, judgement: Judgement) -> float:
+        """End a job whose group has ended: another task failed, or all primary ones succeeded."""
+        if judgement.culprit is None:
+            return await self._end(job, live, JobStatus.SUCCEEDED, OutcomeKind.GROUP_ENDED, "")
+        culprit = judgement.culprit
+        failure = explain_group_failure(culprit.id, culprit.name, culprit.status.value)
+        return await self._end(job, live, JobStatus.CANCELLED, OutcomeKind.DEPENDENCY_FAILED, failure)
+
+    async def _end(self, job: Job, live: Attempt | None, status: JobStatus, kind: OutcomeKind, failure: str) -> float:
+        """End the program and its nodes, then the job. Each step may be repeated after a crash."""
+        ended = OutcomeKind.GROUP_ENDED if kind is OutcomeKind.GROUP_ENDED else OutcomeKind.CANCELLED
         if job.status is not JobStatus.CANCELLING:
             self._store.jobs.set_status(job.id, JobStatus.CANCELLING)
         await self._teardown.cancel(job, live)
         with self._store.transaction():
             if live:
-                outcome = live.outcome or Outcome(kind=OutcomeKind.CANCELLED)
-                self._teardown.close(replace(live, outcome=outcome))
-            self._recorder.finish_job(job, JobStatus.CANCELLED, OutcomeKind.CANCELLED, "")
+                self._teardown.close(replace(live, outcome=live.outcome or Outcome(kind=ended)))
+            self._recorder.finish_job(job, status, kind, failure)
         return 0.0
 
     async def _unless_interrupted(self, job: Job, work: Coroutine[Any, Any, T]) -> T:
-        """Interrupt a long operation on a cancel request, or when booting nodes have used up the budget.
+        """Interrupt a long operation on a cancel request, a spent budget (booting nodes cost), or the group's end."""
 
-        Later steps find half-finished work by its intents.
-        """
-        operation = asyncio.ensure_future(work)
-        interruption = asyncio.ensure_future(self._wait_for_interruption(job))
-        try:
-            await asyncio.wait({operation, interruption}, return_when=asyncio.FIRST_COMPLETED)
-            if not operation.done():
-                raise _Interrupted
-            return operation.result()
-        finally:
-            operation.cancel()
-            interruption.cancel()
-            await asyncio.gather(operation, interruption, return_exceptions=True)
+        def is_pointless() -> bool:
+            return (
+                self._store.jobs.is_cancel_requested(self.job_id)
+                or bool(find_overspending(job, self._store, self._clock))
+                or self._group.judge(job).ends_job
+            )
 
-    async def _wait_for_interruption(self, job: Job) -> None:
-        jobs = self._store.jobs
-        while not jobs.is_cancel_requested(self.job_id) and not find_overspending(job, self._store, self._clock):
-            await self._clock.sleep(POLL_S)
+        return await run_unless(work, is_pointless=is_pointless, clock=self._clock, look_s=POLL_S)
 
     async def _renew_lease(self, job: Job, monitor: AttemptMonitor, cluster: Cluster) -> None:
         if not monitor.needs_lease(self._clock.now_s()):
@@ -386,7 +385,8 @@ class JobController:
         return self._monitor
 
     def _make_envs(self, job: Job, attempt: Attempt, cluster: Cluster) -> dict[str, str]:
-        return make_envs(self._config, job, attempt, cluster, advice=self._policy_runner.advise(job.task, attempt))
+        advice = {**self._policy_runner.advise(job.task, attempt), **self._group.make_envs(job)}
+        return make_envs(self._config, job, attempt, cluster, advice=advice)
 
     def _report_list_error(self, error: CloudError) -> None:
         """Report each login error once: only the user can fix it, whereas other errors pass."""

@@ -63,6 +63,14 @@ class GangReport(Protocol):
     @property
     def samples(self) -> Sequence[tuple[int, NodeSample]]:
         """What nodes reported of themselves, with their ranks, oldest first; a sample may be repeated."""
+
+    def is_ready(self) -> bool:
+        """Whether the gang of a job group was set up, so that `run` waited for the group only."""
+        ...
+
+    @property
+    def port(self) -> int | None:
+        """The port of the first node for its service in the job group; None before the start is known."""
         ...
 
     @property
@@ -87,8 +95,13 @@ class Gang(Protocol):
     ) -> None:
         """Start the run on all nodes; do nothing on nodes where it has started.
 
-        Nodes shut down once `lease_s` seconds pass without a renewal.
+        Nodes shut down once `lease_s` seconds pass without a renewal. With BROKER_GROUP_NAME in `envs`, the nodes are
+        set up and the program waits for `send_peers`.
         """
+        ...
+
+    async def send_peers(self, cluster: Cluster, run_id: int, peers: Mapping[str, object]) -> None:
+        """Give the nodes the addresses of the job group; the first call lets the program start."""
         ...
 
     async def poll(self, cluster: Cluster, run_id: int) -> GangReport:

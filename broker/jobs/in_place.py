@@ -17,6 +17,7 @@ from broker.clock import Clock
 from broker.errors import BrokerError, CloudError, InvalidRequestError
 from broker.jobs.budget import BudgetExceeded, check_budget, find_overspending
 from broker.jobs.gang import Gang, GangReport, get_run_id
+from broker.jobs.group_member import GroupMember
 from broker.jobs.health import list_lost_ranks
 from broker.jobs.monitor import list_answering
 from broker.jobs.teardown import AttemptTeardown
@@ -40,13 +41,20 @@ class InPlace:
     """Reuse the nodes of one job."""
 
     def __init__(
-        self, store: Store, provisioner: Provisioner, gang: Gang, clock: Clock, teardown: AttemptTeardown
+        self,
+        store: Store,
+        provisioner: Provisioner,
+        gang: Gang,
+        clock: Clock,
+        teardown: AttemptTeardown,
+        group: GroupMember,
     ) -> None:
         self._store = store
         self._provisioner = provisioner
         self._gang = gang
         self._clock = clock
         self._teardown = teardown
+        self._group = group
         self._replacing: asyncio.Task[Cluster] | None = None
 
     def stop(self) -> None:
@@ -90,6 +98,7 @@ class InPlace:
             cluster=old.cluster,
             placement=old.placement,
             started_s=self._clock.now_s(),
+            generation=self._group.find_generation(job),
         )
         with self._store.transaction():
             self._teardown.close(replace(old, kept_until_s=None))

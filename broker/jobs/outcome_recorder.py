@@ -14,6 +14,7 @@ from broker.jobs.deaths import (
     is_restart_due,
     measure_headway,
 )
+from broker.jobs.groups import get_role
 from broker.jobs.health import Verdict
 from broker.jobs.run_end import RunEnd
 from broker.state.store import Store
@@ -137,6 +138,19 @@ class OutcomeRecorder:
         failure = explain_stall(timeout_s, times=times, step=outcome.step)
         event = make_event(EventKind.STALL_RESTARTED, timeout_s=timeout_s, step=outcome.step)
         return self._restart_or_fail(job, attempt, outcome, event, run, times=times, failure=failure)
+
+    def record_group_restart(self, job: Job, attempt: Attempt, run: RunEnd, *, cause: str) -> float:
+        """Record that the program restarts because its group does."""
+        step = run.progress.step if run.progress else 0
+        outcome = Outcome(kind=OutcomeKind.GROUP_RESTARTED, detail=cause, step=step)
+        event = make_event(EventKind.GROUP_RESTARTED, group=get_role(job).name, cause=cause)
+        return self._restart_in_place(job, attempt, outcome, event, run)
+
+    def record_group_move(self, job: Job, attempt: Attempt, *, reason: str) -> float:
+        """Record that the nodes are released because the group continues in another region."""
+        offer, group = attempt.placement.offer, get_role(job).name
+        event = make_event(EventKind.GROUP_MOVE, group=group, place=f"{offer.cloud} {offer.region}", reason=reason)
+        return self._restart(attempt, Outcome(kind=OutcomeKind.GROUP_MOVED, detail=reason), event)
 
     def _count_repeats(self, job: Job, kind: OutcomeKind, detail: str, run: RunEnd) -> tuple[Outcome, int]:
         """Return the outcome, and how many attempts ended with it at the same step, this one included."""

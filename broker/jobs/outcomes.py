@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from broker.agent.agent_bucket import name_log, name_outcome
 from broker.errors import BrokerError
 from broker.frozen import frozen
-from broker.runtime.gang import parse_progress
+from broker.runtime.reports import parse_progress
 from broker.storage import open_bucket
 from broker.types import Progress, RunStatus
 

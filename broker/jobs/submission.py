@@ -17,7 +17,8 @@ def submit_tasks(
 ) -> Sequence[Job]:
     """Submit all tasks or none, in an order that can run; the same `request_id` submits nothing twice.
 
-    Several tasks form a pipeline: each waits for the tasks in its `needs`, or by default for the preceding one.
+    Several tasks form a pipeline: each waits for the tasks in its `needs`, or by default for the preceding one. Those
+    of a job group start together.
     Raises UsageError for circular needs or an unknown task in them.
     """
     if len(tasks) == 1:
@@ -41,6 +42,8 @@ def submit_tasks(
 
 
 def _find_needs(tasks: Sequence[Task]) -> Sequence[Sequence[int]]:
+    if all(task.group is not None for task in tasks):
+        return [[] for _ in tasks]  # they start together
     if any(task.needs for task in tasks):
         return [list(indexes) for indexes in find_needs(tasks)]
     return [[index - 1] if index else [] for index in range(len(tasks))]
@@ -60,6 +63,11 @@ def retry_job(
     """
     if submitted := store.jobs.find_request(request_id):
         return submitted
+    if job.task.group is not None:
+        raise UsageError(
+            f"job {job.id} belongs to group {job.pipeline}, whose tasks start together",
+            hints=["launch the file of the group again: `broker jobs launch GROUP.yaml`"],
+        )
     if not job.status.is_terminal:
         raise UsageError(
             f"job {job.id} is {job.status.value}, not ended", hints=[f"`broker jobs cancel {job.id}` first"]

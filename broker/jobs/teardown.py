@@ -99,6 +99,9 @@ class AttemptTeardown:
 def find_grace_s(job: Job) -> float:
     """Return how long a cancelled program may take.
 
-    It has no state to save, but files it wrote to a mounted bucket may still be on the node's disk.
+    It has no state to save, but files it wrote to a mounted bucket may still be on the node's disk. An auxiliary task
+    of a group is ended in its ordinary course, and may have something left to do.
     """
+    if job.task.group is not None and not job.task.group.is_primary:
+        return END_S
     return END_S if any(mount.mode.upper() != "COPY" for mount in job.task.storage_mounts) else 0.0

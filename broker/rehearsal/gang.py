@@ -71,6 +71,9 @@ class RehearsedGang:
         await self._gang.start(bare, replace(task, resources=(Resources(),)), run_id=run_id, envs=envs, lease_s=lease_s)
         self._leased_s = self._real.now_s()
 
+    async def send_peers(self, cluster: Cluster, run_id: int, peers: Mapping[str, object]) -> None:
+        await self._gang.send_peers(cluster, run_id, peers)
+
     async def poll(self, cluster: Cluster, run_id: int) -> GangReport:
         """Advance time by the steps of the last poll, then poll, so that a step is reported at the time it was done."""
         self.pass_steps()

@@ -16,15 +16,15 @@ from typing import Any
 from broker import agent
 from broker.clock import Clock
 from broker.errors import CloudError, InvalidRequestError, TransientError
-from broker.frozen import frozen
 from broker.runtime.base import CanStream, GrantsAccess, Transport
 from broker.runtime.channels import Channels
 from broker.runtime.credentials import make_credential
+from broker.runtime.reports import GangReport, Uploads, find_unfit, parse_progress
 from broker.runtime.reserving import count_gpus, describe_turn, find_reservation
 from broker.runtime.samples import gather_samples
 from broker.runtime.shipping import needs_trainers, pack_trainers, send_trainers
 from broker.sites.openssh import Completed
-from broker.types import Autostop, Cluster, Node, NodeSample, NodeState, Progress, Run, RunStatus, Task
+from broker.types import Autostop, Cluster, Node, NodeState, Run, RunStatus, Task
 
 AGENT_FOLDER = ".broker/agent"
 AGENT_ARGV = ("python3", "-I", "-S", f"{AGENT_FOLDER}/agent.py")
@@ -36,48 +36,6 @@ UNPACK = f"""\
 cd && mkdir -p {AGENT_FOLDER} && cd {AGENT_FOLDER} || exit 1
 if [ "$(cat digest 2>/dev/null)" = "$1" ]; then exec cat >/dev/null; fi
 new=$(mktemp -d .new.XXXXXX) && tar -xf - -C "$new" && mv -f "$new"/* . && rmdir "$new" && echo "$1" >digest"""
-
-
-@frozen
-class GangReport:
-    """The state of a run at one poll.
-
-    `returncode` is None if no program failed by itself (lost node, preemption); `reason` then says why it ended.
-    `advised`: ranks with an elevated preemption risk according to the cloud; most survive. `failed_rank`: the rank
-    whose program failed first. `flush`: a node's report while the program has ended but its files are still being
-    uploaded. `unflushed`: for a run that FAILED although its program succeeded, why its files did not arrive and where
-    they are. `unfit`: ranks that could not join a running elastic gang because `setup` failed, with the reason.
-    `samples`: what nodes reported of themselves since the last poll, with their ranks; a sample may be repeated.
-    """
-
-    status: RunStatus
-    returncode: int | None
-    statuses: tuple[RunStatus | None, ...]
-    unreachable: tuple[int, ...]
-    progress: Progress | None
-    run_id: int
-    reason: str = ""
-    advised: tuple[int, ...] = ()
-    failed_rank: int | None = None
-    flush: str = ""
-    unflushed: str = ""
-    unfit: tuple[tuple[int, str], ...] = ()
-    samples: tuple[tuple[int, NodeSample], ...] = ()
-
-
-@frozen
-class Uploads:
-    """Files that the nodes of a cluster wrote to mounted buckets and have not uploaded yet.
-
-    `sent_bytes` only grows while uploads make progress. `silent`: ids of nodes that did not answer.
-    """
-
-    file_count: int = 0
-    size_bytes: int = 0
-    sent_bytes: int = 0
-    urls: tuple[str, ...] = ()
-    has_mounts: bool = False
-    silent: tuple[str, ...] = ()
 
 
 class Gang:
@@ -120,6 +78,8 @@ class Gang:
     ) -> None:
         """Submit to the head, which returns ports and credential, then to the other nodes. Idempotent.
 
+        A task of a job group is set up; its program starts after `send_peers`.
+
         The credential of the first call applies: the head keeps it and returns it on every later call.
         """
         nodes = sort_nodes(cluster)
@@ -148,6 +108,7 @@ class Gang:
             # SkyPilot takes a whole cluster down when one of its nodes shuts itself down.
             "ends_together": nodes[0].handle.startswith("sky://"),
             "nodes_min": task.recovery.nodes_min,
+            "is_held": "BROKER_GROUP_NAME" in envs,
             "head": {
                 "address": nodes[0].address,
                 "credential": make_credential(f"broker {cluster.name} run {run_id}").value,
@@ -192,6 +153,8 @@ class Gang:
             unflushed=str(speaker.get("unflushed") or ""),
             unfit=find_unfit(runs),
             samples=gather_samples(self._channels, live, run_id, by_rank),
+            is_ready=bool(speaker.get("is_ready")),
+            port=speaker.get("group_port"),
             flush=next((str(run["flush"]) for run in runs if run and run.get("flush")), ""),
         )
 
@@ -223,6 +186,13 @@ class Gang:
     async def cancel(self, cluster: Cluster, run_id: int) -> None:
         """Request a cancel from every reachable node; the gang ends once any of them receives it."""
         await self._call_all(cluster, "cancel", {"run_id": run_id})
+
+    async def send_peers(self, cluster: Cluster, run_id: int, peers: Mapping[str, object]) -> None:
+        """Send the addresses of the job group, to the head last: it then starts a held program."""
+        request = {"run_id": run_id, "peers": peers}
+        head, *others = sort_nodes(cluster)
+        await asyncio.gather(*(self._call(node, "peers", request) for node in list_live(others)))
+        await self._call(head, "peers", request)
 
     async def list_runs(self, cluster: Cluster) -> Sequence[Run]:
         """Return all runs that the head knows. Raises TransientError if it does not answer."""
@@ -354,14 +324,6 @@ def digest_setup(task: Task, image: str | None) -> str:
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
 
-def find_unfit(runs: Sequence[Mapping[str, Any] | None]) -> tuple[tuple[int, str], ...]:
-    """Return replacement ranks whose `setup` failed while the head's program runs, with the reason."""
-    if not runs or not runs[0] or runs[0]["status"] != RunStatus.RUNNING:
-        return ()
-    failed = ((rank, run) for rank, run in enumerate(runs) if run and run["status"] == RunStatus.FAILED_SETUP)
-    return tuple((rank, str(run.get("reason") or "")) for rank, run in failed)
-
-
 def sort_nodes(cluster: Cluster) -> list[Node]:
     """Return the nodes by rank, the head first."""
     assert cluster.nodes, "a gang has nodes"
@@ -375,27 +337,3 @@ def list_live(nodes: Sequence[Node]) -> list[Node]:
 
 def _read_run_status(answer: Mapping[str, Any] | None) -> RunStatus | None:
     return RunStatus(answer["runs"][0]["status"]) if answer and answer["runs"] else None
-
-
-def parse_progress(line: Mapping[str, Any] | None) -> Progress | None:
-    """Parse a progress line, ignoring invalid fields because it comes from the user's program."""
-    if line is None:
-        return None
-
-    def number(name: str) -> float | None:
-        value = line.get(name)
-        return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
-
-    def whole(name: str) -> int | None:
-        value = number(name)
-        return int(value) if value is not None and abs(value) < 2**63 else None
-
-    return Progress(
-        step=whole("step") or 0,
-        total=whole("total"),
-        loss=number("loss"),
-        tokens_per_s=number("tokens_per_s"),
-        checkpoint_step=whole("checkpoint_step"),
-        time_s=number("time_s") or number("time") or 0.0,
-        busy_s=number("busy_s"),
-    )

@@ -140,6 +140,11 @@ class JobRows:
         rows = self._database.rows(f"SELECT {COLUMNS} FROM jobs ORDER BY id")
         return keep_readable([partial(read, row) for row in rows], on_damage)
 
+    def list_pipeline(self, pipeline: str) -> Sequence[Job]:
+        """Return the jobs of a pipeline or job group, oldest first. Raises DamagedRowError."""
+        rows = self._database.rows(f"SELECT {COLUMNS} FROM jobs WHERE pipeline = ? ORDER BY id", (pipeline,))
+        return [self._read_job(row, self.list_attempts(row["id"])) for row in rows]
+
     def list_lines(self, newest: int | None = None, *, on_damage: OnDamage = None) -> Sequence[JobLine]:
         """Return the `newest` jobs and every live one, newest first; all jobs where `newest` is None."""
         rows = self._database.rows(

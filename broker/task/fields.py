@@ -265,6 +265,11 @@ TASK = Table(
             examples=("12h",),
         ),
         "needs": NEEDS,
+        "on_loss": Field(
+            shape=Choice(words=("keep-going", "restart-group")),
+            about="In a job group, whether the other tasks restart when this one is lost (broker extension). Default: "
+            "`restart-group` if another one reads its addresses from variables, else `keep-going`.",
+        ),
         "service": Field(
             shape=SERVICE, about="Serve the task behind a load balancer.",
             later=Later(
@@ -336,20 +341,25 @@ HEADER = Table(
     name="header",
     about="The first document of a pipeline or job group.",
     fields={
-        "name": Field(shape=_NAME, about="Name of the pipeline."),
+        "name": Field(shape=_NAME, about="Name of the pipeline or job group."),
         "execution": Field(
             shape=Choice(words=("serial", "parallel")), about="Run tasks in sequence (default) or in parallel."
         ),
-        "primary_tasks": Field(shape=ListOf(item=Text()), about="The group ends when these tasks end."),
+        "primary_tasks": Field(
+            shape=ListOf(item=Text()), about="The group ends when these tasks have ended (default: all)."
+        ),
         "termination_delay": Field(
             shape=Either(shapes=(Duration(bare_unit="s", is_zero_ok=True), MapOf(value=Duration(bare_unit="s")))),
-            about="How long the other tasks may continue.",
+            about="How long the other tasks continue then, for all or by task name (default: 0s).",
         ),
-        "inter_connection": Field(shape=Anything(), about="Network connections between tasks of a group."),
+        "inter_connection": Field(
+            shape=Flag(),
+            about="Whether the tasks of a group exchange data: they then run in one region (default: true).",
+        ),
         "placement": Field(
             shape=Text(),
             about="Where tasks of a group run (older SkyPilot).",
-            later=Later(message="tasks are placed one at a time", blocks_launch=False),
+            later=Later(message="tasks of a group run in one region", blocks_launch=False),
         ),
     },
 )

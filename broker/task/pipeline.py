@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from broker.task.fields import HEADER
+from broker.task.groups import join_group
 from broker.task.reading import Reader, suggest
 from broker.task.tables import Section
 from broker.task.yaml_reader import Marked
@@ -37,28 +38,21 @@ def _is_group_header(fields: Mapping[str, Marked]) -> bool:
 
 
 def join_tasks(reader: Reader, header: Section | None, documents: Sequence[Document]) -> tuple[Task, ...]:
-    """Return the tasks with `needs` resolved: as written, or else each needs the previous one."""
-    is_parallel = header is not None and header.get("execution") == "parallel"
+    """Return the tasks of a job group, or with `needs` resolved: as written, or else each needs the previous one."""
+    if header is not None and header.get("execution") == "parallel" and len(documents) > 1:
+        return join_group(reader, header, documents)
     has_needs = any("needs" in section.values for section, _ in documents)
     tasks = _name_tasks(reader, documents, has_needs=has_needs) if len(documents) > 1 or has_needs else None
     if tasks is None:
         return tuple(task for _, task in documents)
     if has_needs:
         return _read_needs(reader, [section for section, _ in documents], tasks)
-    if not is_parallel:
-        chain = [tasks[0]]
-        for task in tasks[1:]:
-            name = chain[-1].name
-            assert name is not None
-            chain.append(replace(task, needs={name: _measure_outputs(chain[-1])}))
-        return tuple(chain)
-    assert header is not None
-    reader.warn(
-        header.find_key("execution"), "execution", "`execution`: parallel job groups are not supported",
-        "launch each task from its own file", blocks_launch=True,
-    )  # fmt: skip
-    notices = reader.take_notices()
-    return tuple(replace(task, notices=(*notices, *task.notices)) for task in tasks)
+    chain = [tasks[0]]
+    for task in tasks[1:]:
+        name = chain[-1].name
+        assert name is not None
+        chain.append(replace(task, needs={name: _measure_outputs(chain[-1])}))
+    return tuple(chain)
 
 
 def _name_tasks(reader: Reader, documents: Sequence[Document], *, has_needs: bool) -> list[Task]:

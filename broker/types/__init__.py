@@ -13,6 +13,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from broker.types.groups import *  # noqa: F403
     from broker.types.jobs import *  # noqa: F403
     from broker.types.machines import *  # noqa: F403
     from broker.types.market import *  # noqa: F403
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from broker.types.usage import *  # noqa: F403
 
 _TYPES = {
+    "groups": ("GroupRole", "OnLoss"),
     "jobs": ("Attempt", "Job", "JobStatus", "Progress"),
     "machines": (
         "Cluster",

@@ -55,6 +55,10 @@ class Attempt:
     usd: float = 0.0
     kept_until_s: float | None = None  # its nodes are kept until then for the next attempt; None: released
     silent_s: float = 0.0  # for how long nodes have been observed not to answer, for a controller that restarts
+    generation: int = 1  # of its job group: how often the group has started from the beginning
+    ready_s: float | None = None  # in a job group: when its nodes were set up, so that `run` may start
+    released_s: float | None = None  # in a job group: when `run` was allowed to start
+    port: int | None = None  # in a job group: a free port of its first node, for its own service
 
     @property
     def returncode(self) -> int | None:

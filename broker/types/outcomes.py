@@ -31,6 +31,9 @@ class OutcomeKind(StrEnum):
     CANCELLED = "cancelled"
     SUPERSEDED = "superseded"  # after a restore, a newer attempt was found running
     GANG_INCOMPLETE = "gang_incomplete"  # after a restore, some of its nodes were missing
+    GROUP_RESTARTED = "group_restarted"  # its job group restarted, as another task was lost
+    GROUP_MOVED = "group_moved"  # its job group continues in another region
+    GROUP_ENDED = "group_ended"  # the primary tasks of its job group have succeeded
     NO_OFFER = "no_offer"  # of jobs only
     DEPENDENCY_FAILED = "dependency_failed"  # of jobs only
     OTHER = "other"  # recorded before kinds existed, as a sentence that matches no kind
@@ -74,6 +77,11 @@ class EventKind(StrEnum):
     SETUP_RETRIED = "setup_retried"
     LAUNCH_RETRIED = "launch_retried"
     NODES_GIVEN_BACK = "nodes_given_back"
+    GROUP_PLACED = "group_placed"
+    GROUP_READY = "group_ready"
+    GROUP_STARTED = "group_started"
+    GROUP_RESTARTED = "group_restarted"
+    GROUP_MOVE = "group_move"
     LAST_LINES = "last_lines"
     ENDED = "ended"
     # While it runs or waits

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import field
 
 from broker.frozen import frozen
+from broker.types.groups import GroupRole
 from broker.types.service import ServiceSpec
 
 CONTAINER = "docker:"  # SkyPilot's prefix for an image that is run as a container, not booted
@@ -197,5 +198,6 @@ class Task:
     needs: Mapping[str, float] = field(default_factory=dict)  # name of an earlier task -> GiB moved from it
     service: ServiceSpec | None = None  # of `broker serve`
     pipeline: str | None = None  # name in the header of the file's several tasks
+    group: GroupRole | None = None  # its part in a job group
     notices: tuple[Notice, ...] = ()
     origin: Origin | None = None

@@ -73,6 +73,32 @@ def render_nodes_given_back(*, number: int) -> str:
     return f"releasing the nodes of attempt {number}; requesting new ones"
 
 
+def render_group_placed(*, group: str, place: str, usd: float, apart_usd: float, near: str = "") -> str:
+    """`near`: the task whose machines are already there; otherwise the place was chosen for all tasks together."""
+    if near:
+        return f"group {group}: placing near task {near} in {place}"
+    return f"group {group}: placing in {place}, {usd:.2f} USD for all tasks; each at its own cheapest: {apart_usd:.2f}"
+
+
+def render_group_ready(*, group: str, waiting: Sequence[str]) -> str:
+    others = f"; waiting for {', '.join(waiting)}" if waiting else ""
+    return f"set up for group {group}{others}"
+
+
+def render_group_started(*, group: str, generation: int) -> str:
+    again = "" if generation == 1 else f" (start {generation} of the group)"
+    return f"all tasks of group {group} are up: the program may start{again}"
+
+
+def render_group_restarted(*, group: str, cause: str, in_place: bool) -> str:
+    why = f"task {cause} was lost" if cause else "another task was lost"
+    return f"group {group} restarts, as {why}; restarting on {_name_nodes(in_place=in_place)}"
+
+
+def render_group_move(*, group: str, place: str, reason: str) -> str:
+    return f"group {group}: leaving {place}: {reason}"
+
+
 def render_last_lines(*, number: int, lines: Sequence[str], rank: int | None = None) -> str:
     of_rank = "" if rank is None else f" of rank {rank}"
     return "\n".join([f"last lines{of_rank} in attempt {number}:", *lines])

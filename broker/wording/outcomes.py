@@ -26,6 +26,9 @@ _OUTCOMES: dict[OutcomeKind, Callable[[Outcome], str]] = {
     OutcomeKind.CANCELLED: lambda _: "cancelled",
     OutcomeKind.SUPERSEDED: lambda _: "the state was restored",
     OutcomeKind.GANG_INCOMPLETE: lambda _: "the state was restored, but nodes of the gang were missing",
+    OutcomeKind.GROUP_RESTARTED: lambda outcome: _explain("restarted with its group", outcome.detail),
+    OutcomeKind.GROUP_MOVED: lambda outcome: _explain("moved with its group", outcome.detail),
+    OutcomeKind.GROUP_ENDED: lambda _: "ended with its group",
     OutcomeKind.NO_OFFER: lambda outcome: outcome.detail,
     OutcomeKind.DEPENDENCY_FAILED: lambda outcome: outcome.detail,
     OutcomeKind.OTHER: lambda outcome: outcome.detail,
@@ -85,6 +88,11 @@ def explain_dependency(job_id: int | None, name: str, status: str) -> str:
     """Return why a dependency failed; `job_id` is None if that job no longer exists."""
     job = "another job" if job_id is None else f"job {job_id} ({name})"
     return f"it depends on {job}, which is {status}"
+
+
+def explain_group_failure(job_id: int, name: str, status: str) -> str:
+    """Return why a job of a group was ended by the failure of another one."""
+    return f"its group failed: job {job_id} ({name}) is {status}"
 
 
 def explain_failed_launches(tries: int, error: str) -> str:

@@ -16,7 +16,7 @@ import pytest
 from local_gang import Rig, make_task, processes_of, wait_for
 
 from broker.agent import agent
-from broker.runtime.gang import GangReport
+from broker.runtime.reports import GangReport
 from broker.storage.mounts import MountStep, make_script
 from broker.types import Cluster, RunStatus, Task
 

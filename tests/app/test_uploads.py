@@ -13,7 +13,7 @@ import pytest
 from broker.app import uploads as waiting
 from broker.app.uploads import HOLD_S, SILENCE_S, wait_for_uploads
 from broker.errors import BrokerError
-from broker.runtime.gang import Uploads
+from broker.runtime.reports import Uploads
 from broker.types import Cluster, ClusterStatus, Placement
 from tests.clouds.beds import make_node
 from tests.simulation.world import make_offer

@@ -16,9 +16,12 @@ from tests.cli.conftest import ROOT, Shell
 from trainers.strategies import STRATEGIES
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux's /proc")
-# Those of other frameworks need packages of their own: `make test-frameworks` runs them.
+# Those of other frameworks need packages of their own: `make test-frameworks` runs them. `test_groups.py` runs groups.
+ELSEWHERE = ("-m trainers.venv", "execution: parallel")
 TEMPLATES = [
-    path for path in sorted((ROOT / "task_templates").glob("*.yaml")) if "-m trainers.venv" not in path.read_text()
+    path
+    for path in sorted((ROOT / "task_templates").glob("*.yaml"))
+    if not any(mark in path.read_text() for mark in ELSEWHERE)
 ]
 # Run by `make test`: a program that is not ours, and a trainer. The others differ in programs and strategies, which
 # tests/trainers runs; their commands are always parsed.

@@ -14,7 +14,7 @@ from broker.clouds.tape import Scrubber, Tape
 from broker.errors import TransientError
 from broker.provision.lifecycle import Provisioner
 from broker.provision.trial import MARK, Step, StepOutcome, Trial
-from broker.runtime.gang import GangReport
+from broker.runtime.reports import GangReport
 from broker.state.store import Store
 from broker.types import Cluster, Estimate, Placement, Plan, RunStatus, Task
 from tests.clouds.beds import OWNER, Bed, count_living

@@ -32,8 +32,8 @@ COMMITS_MAX = {
     "OutcomeRecorder.end_job": 1,
     "OutcomeRecorder.finish_job": 1,
     "OutcomeRecorder.record_refusal": 1,
-    "JobController._cancel": 2,
-    "JobController._record_progress": 1,
+    "JobController._end": 2,
+    "record_progress": 1,
     "JobController._start": 1,
     "ClusterBuilder._enter": 1,
     "Provisioner.down": 2,
@@ -43,7 +43,7 @@ COMMITS_MAX = {
 NOT_DURABLE = {
     "NodeCreator.create",  # only looks whether its intent is open, and whether it still leads
     "Launcher._end_unless_open",
-    "JobController._record_progress",  # is seen again
+    "record_progress",  # is seen again
     "HedgeTimer.note",
     "UnavailableOffers.note_failed_call",
     "copy_log",

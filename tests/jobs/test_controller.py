@@ -14,6 +14,7 @@ import pytest
 
 from broker.errors import TransientError
 from broker.jobs.controller import JobController
+from broker.jobs.progress import record_progress
 from broker.types import (
     Attempt,
     Cluster,
@@ -318,9 +319,9 @@ def test_the_step_that_ends_a_recovery_and_its_event_are_one_commit(world: World
     world.store.jobs.put_attempt(lost)
     world.store.jobs.put_attempt(live)
     world.store.jobs.set_progress(world.job_id, Progress(step=10))
-    controller, ran = world.make_controller(), list[str]()
+    ran = list[str]()
     world.store._connection.set_trace_callback(ran.append)
-    noted = controller._record_progress(world.get_job(), live, Progress(step=11))
+    noted = record_progress(world.store, world.clock, world.get_job(), live, Progress(step=11))
     world.store._connection.set_trace_callback(None)
     assert noted.resumed_s == now_s and world.store.jobs.list_attempts(world.job_id)[-1] == noted
     assert ran.count("COMMIT") == 1

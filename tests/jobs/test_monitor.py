@@ -18,7 +18,7 @@ from broker.jobs.monitor import (
     list_answering,
     with_silence,
 )
-from broker.runtime.gang import GangReport
+from broker.runtime.reports import GangReport
 from broker.types import Attempt, Cluster, ClusterStatus, Node, NodeEnd, NodeState, Placement, Progress, RunStatus
 from tests.simulation.world import make_offer
 

@@ -10,7 +10,7 @@ import pytest
 
 from broker.errors import AuthError, BrokerError, TransientError, UnreachedError
 from broker.provision.trial import CONNECT_S_MAX, MARK, RUN_S_MAX, StepOutcome, Trial, choose_places
-from broker.runtime.gang import GangReport
+from broker.runtime.reports import GangReport
 from broker.types import Autostop, Cluster, NodeState, Plan, RunStatus, Task
 from tests.clouds.simulated import CloudTimings
 from tests.provision.test_lifecycle import Stage, Stopping

@@ -12,7 +12,8 @@ from typing import Any
 from broker.clock import SystemClock
 from broker.clouds import local_machine
 from broker.clouds.local import LocalCloud
-from broker.runtime.gang import Gang, GangReport
+from broker.runtime.gang import Gang
+from broker.runtime.reports import GangReport
 from broker.runtime.transports.local import LocalTransport
 from broker.types import Cluster, ClusterStatus, Node, NodeRequest, NodeState, Offer, Placement, Resources, Task
 

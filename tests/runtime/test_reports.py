@@ -15,7 +15,8 @@ import pytest
 from broker.agent import FILES
 from broker.clock import SystemClock
 from broker.errors import TransientError
-from broker.runtime.gang import Gang, list_live, pack_agent, parse_progress, sort_nodes
+from broker.runtime.gang import Gang, list_live, pack_agent, sort_nodes
+from broker.runtime.reports import parse_progress
 from broker.sites.openssh import Completed
 from broker.types import Autostop, Cluster, ClusterStatus, Node, NodeState, Placement, Progress, RunStatus
 from tests.simulation.world import make_offer

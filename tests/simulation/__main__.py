@@ -6,12 +6,12 @@ import argparse
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 
 from tests.simulation.coverage import find_empty, fold, render
 from tests.simulation.mutants.table import MUTANTS, hunt
-from tests.simulation.runner import Result, play_scene, play_seed
+from tests.simulation.runner import Result, play_group, play_scene, play_seed
 from tests.simulation.scenes import SCENES
 
 PROGRESS = 500  # seeds between two lines of progress
@@ -28,6 +28,7 @@ def main() -> int:
     parser.add_argument("--stop-at", type=int, help="as `--kill-at`, but stopped for a while")
     parser.add_argument("--coverage", action="store_true", help="count which fault hit a job in which state")
     parser.add_argument("--mutants", action="store_true", help="plant known bugs, and say what catches each")
+    parser.add_argument("--groups", action="store_true", help="with `--seed` or `--seeds`: play job groups")
     parser.add_argument("--trace", action="store_true", help="print what happened")
     options = parser.parse_args()
     if options.mutants:
@@ -36,9 +37,10 @@ def main() -> int:
         scene = next(scene for scene in SCENES if scene.name == options.scene)
         return show(play_scene(scene, kill_at=options.kill_at, stop_at=options.stop_at, trace=options.trace))
     if options.seed is not None:
-        return show(play_seed(options.seed, trace=options.trace))
+        return show((play_group if options.groups else play_seed)(options.seed, trace=options.trace))
     cells: Counter[tuple[str, str]] = Counter()
-    code = play_seeds(range(options.first, options.first + options.seeds), options.jobs, cells)
+    seeds = range(options.first, options.first + options.seeds)
+    code = play_seeds(seeds, options.jobs, cells, play=play_group if options.groups else play_seed)
     if options.coverage:
         empty = find_empty(cells)
         print(*render(cells), f"{len(empty)} cells are empty that can be hit", sep="\n")
@@ -67,15 +69,17 @@ def show_mutants() -> int:
     return int(missed > 0)
 
 
-def play_seeds(seeds: range, jobs: int, cells: Counter[tuple[str, str]]) -> int:
+def play_seeds(seeds: range, jobs: int, cells: Counter[tuple[str, str]], *, play: Callable[[int], Result]) -> int:
     begun_s, failing, unowned_s, hours = time.perf_counter(), 0, 0.0, 0.0
-    for played, result in enumerate(play_all(seeds, jobs), 1):
+    for played, result in enumerate(play_all(seeds, jobs, play), 1):
         cells.update(fold(result.cells))
         unowned_s += result.unowned_s
         hours += result.virtual_s / 3600
         if result.failure:
             failing += 1
-            print(f"seed {result.seed}: {result.failure}\n  python -m tests.simulation --seed {result.seed} --trace")
+            groups = " --groups" if play is play_group else ""
+            print(f"seed {result.seed}: {result.failure}")
+            print(f"  python -m tests.simulation{groups} --seed {result.seed} --trace")
             sys.stdout.flush()
         if played % PROGRESS == 0:
             print(f"{played} of {len(seeds)} seeds, {failing} failing", file=sys.stderr, flush=True)
@@ -85,12 +89,12 @@ def play_seeds(seeds: range, jobs: int, cells: Counter[tuple[str, str]]) -> int:
     return int(failing > 0)
 
 
-def play_all(seeds: Iterable[int], jobs: int) -> Iterator[Result]:
+def play_all(seeds: Iterable[int], jobs: int, play: Callable[[int], Result]) -> Iterator[Result]:
     if jobs == 1:
-        yield from map(play_seed, seeds)
+        yield from map(play, seeds)
         return
     with ProcessPoolExecutor(jobs) as pool:
-        yield from pool.map(play_seed, seeds, chunksize=10)
+        yield from pool.map(play, seeds, chunksize=10)
 
 
 if __name__ == "__main__":

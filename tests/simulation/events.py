@@ -42,6 +42,7 @@ class Event:
             "create": lambda: f"{self.request.cluster} {self.request.token[:6]}" if self.request else "",
             "terminate": lambda: f"{self.node.id} of {self.node.cluster}" if self.node else "",
             "start": lambda: f"{self.run.cluster} from step {self.run.first_step}" if self.run else "",
+            "release": lambda: f"{self.run.cluster} attempt {self.run.attempt}" if self.run else "",
             "save": lambda: f"{self.run.cluster} step {self.step}" if self.run else "",
             "commit": lambda: " ".join(self.written),
             "search": lambda: self.name,

@@ -14,6 +14,11 @@ from broker.jobs.health import GANG_UNREACHABLE_S_MIN, UNREACHABLE_S_MIN
 from broker.jobs.monitor import LEASE_EVERY_S
 from broker.types import JobStatus, NodeState, OutcomeKind, RunStatus
 from tests.simulation.events import IS_TERMINAL, LOST, OTHER_FAILURES, REFUSED, TERMINAL, Event, Violation
+from tests.simulation.groups import (
+    check_g1_the_group_is_up,
+    check_g3_ends_have_a_cause,
+    check_g5_addresses_are_fresh,
+)
 from tests.simulation.left import check_s7_left_success_is_heard
 from tests.simulation.records import (
     check_fresh_list,
@@ -243,6 +248,8 @@ def check_ends_are_true(universe: Universe, event: Event) -> None:
         told.add(job_id)
         runs = universe.gang.runs_by_job.get(job_id, [])
         states = [universe.gang.measure(run)[1:] for run in runs]
+        if kind == OutcomeKind.GROUP_ENDED:
+            continue  # see `groups.py`
         if status == JobStatus.SUCCEEDED and (RunStatus.SUCCEEDED, 0) not in states:
             raise Violation("S7", f"job {job_id} is SUCCEEDED, and its runs {states}")
         if status == JobStatus.CANCELLED and not cancel_requested and kind != OutcomeKind.DEPENDENCY_FAILED:
@@ -375,6 +382,7 @@ CHECKERS: dict[str, tuple[Checker, ...]] = {
     ),
     "lease": (check_l3_lease_is_allowed,),
     "self-end": (check_s14_useful_nodes_are_left_alone,),
+    "release": (check_g1_the_group_is_up,),
     "save": (check_s6_checkpoints_grow,),
     "search": (note_search,),
     "commit": (
@@ -390,6 +398,7 @@ CHECKERS: dict[str, tuple[Checker, ...]] = {
         check_s4_stale_writes,
         check_s7_ends_are_final,
         check_ends_are_true,
+        check_g3_ends_have_a_cause,
         check_s10_unknown_is_not_failed,
         check_s12_one_effect_a_request,
     ),
@@ -398,6 +407,7 @@ CHECKERS: dict[str, tuple[Checker, ...]] = {
         check_l1_unowned_go,
         check_l1_late_gangs_go,
         check_l2_jobs_end,
+        check_g5_addresses_are_fresh,
         check_l3_unattended_time_is_bounded,
     ),
 }

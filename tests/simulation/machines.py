@@ -66,6 +66,9 @@ class MachineRun:
     program: Program
     serial: int
     cancelled_s: float = math.inf
+    is_held: bool = False  # in a job group: `run` starts when the addresses of the others arrive
+    released_s: float = math.inf
+    peers: Mapping[str, object] = field(default_factory=dict)
     saved_step: int = 0
     lease_s: dict[str, float] = field(default_factory=dict)  # node id -> until
     renewed_s: dict[str, float] = field(default_factory=dict)  # node id -> when its lease was last renewed
@@ -92,6 +95,8 @@ class Report:
     statuses: tuple[RunStatus | None, ...] = ()
     samples: tuple[tuple[int, NodeSample], ...] = ()
     flush: str = ""
+    is_ready: bool = False
+    port: int | None = None
 
 
 class MachineGang:
@@ -109,6 +114,7 @@ class MachineGang:
         on_save: Callable[[MachineRun, int], None],
         on_lease: Callable[[MachineRun, str, float], None],
         on_self_end: Callable[[MachineRun, str, str], None],
+        on_release: Callable[[MachineRun], None],
     ) -> None:
         self._cloud = cloud
         self._loop = loop
@@ -119,6 +125,7 @@ class MachineGang:
         self._on_save = on_save
         self._on_lease = on_lease
         self._on_self_end = on_self_end
+        self._on_release = on_release
         self._prepared: set[str] = set()  # nodes that have the agent
         self.runs: dict[tuple[str, int], MachineRun] = {}  # by cluster and run id
         self.runs_by_job: dict[int, list[MachineRun]] = {}
@@ -144,6 +151,7 @@ class MachineGang:
         if key not in self.runs:
             nodes_min = task.recovery.nodes_min
             self._begin(cluster, run_id, int(envs["BROKER_JOB_ID"]), int(envs["BROKER_ATTEMPT"]), nodes_min)
+            self.runs[key].is_held = "BROKER_GROUP_NAME" in envs
             self.runs[key].has_bucket = "://" in envs.get("BROKER_CHECKPOINT_DIR", "")
         self._join(cluster, self.runs[key])
         self._renew(cluster, lease_s, is_start=True)
@@ -183,6 +191,8 @@ class MachineGang:
             progress=progress,
             reason=reason,
             failed_rank=len(run.members) - 1 if code else None,
+            is_ready=self._is_ready(run, status),
+            port=20000 if run.is_held else None,
             unfit=self._list_unfit(cluster, run, silent) if status is RunStatus.RUNNING else (),
         )
 
@@ -222,8 +232,10 @@ class MachineGang:
     def measure(self, run: MachineRun) -> tuple[int, RunStatus, int | None]:
         """Return step, status and exit code now. The program ends with the first node that it cannot do without."""
         now_s = self._loop.time()
-        begun_s = run.started_s + run.program.setup_s
+        begun_s = self.find_begun_s(run)
         lost_s = self._find_loss_s(run, begun_s)
+        if math.isinf(begun_s):
+            return self._measure_held(run, lost_s)
         end_s = min(now_s, lost_s, run.cancelled_s)
         step_max = run.program.steps
         if run.serial < run.program.hangs:
@@ -246,9 +258,37 @@ class MachineGang:
             return step, RunStatus.FAILED, 1
         return step, RunStatus.SETTING_UP if now_s < begun_s else RunStatus.RUNNING, None
 
+    def _is_ready(self, run: MachineRun, status: RunStatus) -> bool:
+        return run.is_held and not status.is_terminal and self._loop.time() >= run.started_s + run.program.setup_s
+
+    def _measure_held(self, run: MachineRun, lost_s: float) -> tuple[int, RunStatus, int | None]:
+        """Return step, status and exit code of a run whose job group is not up yet."""
+        now_s = self._loop.time()
+        if run.cancelled_s <= min(now_s, lost_s):
+            return run.first_step, RunStatus.CANCELLED, None
+        return (
+            (run.first_step, RunStatus.FAILED, 1) if lost_s <= now_s else (run.first_step, RunStatus.SETTING_UP, None)
+        )
+
+    def find_begun_s(self, run: MachineRun) -> float:
+        """Return when `run` began, or will; infinite while its job group is awaited."""
+        ready_s = run.started_s + run.program.setup_s
+        return max(ready_s, run.released_s) if run.is_held else ready_s
+
+    async def send_peers(self, cluster: Cluster, run_id: int, peers: Mapping[str, object]) -> None:
+        await self._reach(cluster)
+        self._on_effect("peers:before")
+        run = self.runs.get((cluster.name, run_id))
+        if run is not None and self.is_working(run):
+            run.peers = peers
+            if math.isinf(run.released_s):
+                run.released_s = self._loop.time()
+                self._on_release(run)
+        self._on_effect("peers:after")
+
     def measure_end_s(self, run: MachineRun) -> float:
         """Return when a program that has ended did so."""
-        begun_s = run.started_s + run.program.setup_s
+        begun_s = self.find_begun_s(run)
         step = self.measure(run)[0]
         ends_s = [self._find_loss_s(run, begun_s), run.cancelled_s, begun_s + self._measure_break_s(run)]
         ends_s.append(self._find_death(run, begun_s)[0])
@@ -257,12 +297,12 @@ class MachineGang:
     def has_died(self, run: MachineRun) -> bool:
         """Return whether the program ended with an exit code of its own, and not with a node."""
         step, status, code = self.measure(run)
-        death_s = self._find_death(run, run.started_s + run.program.setup_s)[0]
+        death_s = self._find_death(run, self.find_begun_s(run))[0]
         is_done = step >= run.program.steps
         return status is RunStatus.FAILED and bool(code) and (is_done or death_s <= self.measure_end_s(run))
 
     def _find_death(self, run: MachineRun, begun_s: float) -> tuple[float, int]:
-        if run.serial >= len(run.program.deaths):
+        if run.serial >= len(run.program.deaths) or math.isinf(begun_s):
             return math.inf, 0
         step, code = run.program.deaths[run.serial]
         return begun_s + max(0, step - run.first_step), code

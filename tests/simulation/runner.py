@@ -14,6 +14,7 @@ from random import Random
 
 from broker.errors import BrokerError
 from tests.simulation.events import Violation
+from tests.simulation.groups import draw_group_mix
 from tests.simulation.mixes import Mix, draw_mix
 from tests.simulation.processes import Crash
 from tests.simulation.scenes import Scene, act_out, check_end
@@ -37,6 +38,11 @@ class Result:
 
 def play_seed(seed: int, *, trace: bool = False) -> Result:
     return play_mix(seed, draw_mix(Random(f"{seed}/mix")), trace=trace)
+
+
+def play_group(seed: int, *, trace: bool = False) -> Result:
+    """Play the history of a job group under the faults of a seed."""
+    return play_mix(seed, draw_group_mix(Random(f"{seed}/group")), trace=trace)
 
 
 def play_mix(seed: int, mix: Mix, *, trace: bool = False) -> Result:

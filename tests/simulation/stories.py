@@ -8,9 +8,9 @@ from collections.abc import Awaitable, Callable
 from dataclasses import replace
 
 from broker.errors import BrokerError
-from broker.jobs.submission import retry_job
+from broker.jobs.submission import retry_job, submit_tasks
 from tests.simulation import host
-from tests.simulation.disk import SQLITE_FAULTS
+from tests.simulation.disk import SQLITE_FAULTS, SimulatedStore
 from tests.simulation.events import Violation
 from tests.simulation.invariants import find_allowance_s
 from tests.simulation.mixes import JobSpec
@@ -118,6 +118,9 @@ def heal(universe: Universe) -> None:
 async def submit(universe: Universe, index: int, spec: JobSpec) -> None:
     """Submit as a script would: with one request id, again and again until it works."""
     await asyncio.sleep(spec.submit_s)
+    if spec.task.group is not None and index:  # the first task submits the whole group
+        while index not in universe.jobs_in:
+            await asyncio.sleep(1.0)
     while not all(other in universe.jobs_in for other in spec.needs):
         await asyncio.sleep(1.0)
     for _ in range(200):
@@ -132,12 +135,25 @@ async def submit(universe: Universe, index: int, spec: JobSpec) -> None:
 
 async def submit_once(universe: Universe, process: Process, index: int, spec: JobSpec) -> None:
     store = universe.open_store(process)
+    if spec.task.group is not None:
+        submit_group(universe, store)
+        return
     request_id = f"request-{index}"
     universe.requests.add(request_id)
     universe.expect_job(request_id, spec)
     needs = [universe.jobs_in[other] for other in spec.needs]
     job = store.jobs.add(f"train-{index}", spec.task, request_id, hedge=spec.hedge, needs=needs)
     universe.jobs_in[index] = job.id
+    store.close()
+
+
+def submit_group(universe: Universe, store: SimulatedStore) -> None:
+    """Submit all tasks of the group in one transaction; nothing if they were submitted before."""
+    for place, spec in enumerate(universe.mix.jobs):
+        universe.requests.add(f"group/{place}")
+        universe.expect_job(f"group/{place}", spec, place=place)
+    jobs = submit_tasks(store, [spec.task for spec in universe.mix.jobs], request_id="group")
+    universe.jobs_in.update(enumerate(job.id for job in jobs))
     store.close()
 
 
@@ -220,7 +236,7 @@ async def take_down(universe: Universe, process: Process, job_id: int) -> None:
 async def retry(universe: Universe, process: Process, job_id: int) -> None:
     store = universe.open_store(process)
     job = store.jobs.get(job_id)
-    if job is None or not job.status.is_terminal:
+    if job is None or not job.status.is_terminal or job.task.group is not None:
         return
     index = next(index for index, known in universe.jobs_in.items() if known == job_id)
     universe.retries += 1

@@ -163,6 +163,8 @@ def _find_passed_over(
     searched_s = turns.searched_s.get(cluster, now_s)
     if job_id is not None and follows_deadline(universe.tasks[job_id]):
         return None  # where and when is for the policy to decide
+    if job_id is not None and universe.tasks[job_id].group is not None:
+        return None  # it is placed near the other tasks, see `groups.py`
     if job_id is None or not universe.mix.is_clock_true or turns.poor_s >= searched_s - PROBE_S:
         return None
     if placement.node_count < universe.tasks[job_id].num_nodes:

@@ -82,6 +82,7 @@ class Universe:
             on_start=lambda run: self.emit("start", run=run),
             on_save=lambda run, step: self.emit("save", run=run, step=step),
             on_lease=lambda run, node_id, lease_s: self.emit("lease", run=run, name=node_id, lease_s=lease_s),
+            on_release=lambda run: self.emit("release", run=run),
             on_self_end=lambda run, node_id, reason: self.emit("self-end", run=run, name=node_id, reason=reason),
         )
         self.gang.silence_s = mix.silence_s
@@ -99,6 +100,7 @@ class Universe:
         self.requests: set[str] = set()
         self.retries = 0
         self.follows_deadline = any(follows_deadline(spec.task) for spec in mix.jobs)
+        self.has_groups = any(spec.task.group is not None for spec in mix.jobs)
         self.jumps = 0  # of the wall clock
         self.jobs_in: dict[int, int] = {}  # index of the spec -> id of its job
         self.memory: dict[str, Any] = {}  # state of checkers, by their letter
@@ -210,10 +212,13 @@ class Universe:
     def requests_made(self) -> int:
         return len(self.requests) + self.retries
 
-    def expect_job(self, request_id: str, spec: JobSpec) -> None:
-        """Expect the next job id, or the one it already has: programs and budgets are looked up by it."""
+    def expect_job(self, request_id: str, spec: JobSpec, *, place: int = 0) -> None:
+        """Expect the next job id, or the one it already has: programs and budgets are looked up by it.
+
+        `place`: number of jobs that are submitted before it in the same transaction.
+        """
         rows = self.read("SELECT id FROM jobs WHERE request_id = ?", (request_id,))
-        self._expect(rows[0][0] if rows else self._next_job_id(), spec)
+        self._expect(rows[0][0] if rows else self._next_job_id() + place, spec)
 
     def expect_retry(self, job_id: int, spec: JobSpec) -> None:
         new = self._next_job_id()

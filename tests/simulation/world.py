@@ -160,6 +160,9 @@ class SimulatedGang:
             return Report(status=RunStatus.RUNNING, returncode=None, unreachable=dead, progress=None)
         return Report(status=status, returncode=code, unreachable=dead, progress=progress)
 
+    async def send_peers(self, cluster: Cluster, run_id: int, peers: Mapping[str, object]) -> None:
+        self._reach(cluster)
+
     async def cancel(self, cluster: Cluster, run_id: int) -> None:
         self._reach(cluster)
         run = self._runs[cluster.name, run_id]

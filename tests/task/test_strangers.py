@@ -145,7 +145,7 @@ def test_scope_of_a_servers_secret_is_no_part_of_its_name(secrets: str) -> None:
 def test_header_of_a_group_may_have_placement_and_unknown_fields_are_named_as_its_own() -> None:
     tasks = "---\nname: a\nrun: x\n---\nname: b\nrun: x\n"
     first, _ = load_tasks_text(f"name: g\nplacement: SAME_INFRA\nexecution: parallel\n{tasks}", "task.yaml")
-    assert any("placed one at a time" in each.message for each in first.notices)
+    assert any("run in one region" in each.message for each in first.notices)
     (fault,) = find_faults(f"name: g\nexecution: parallel\nprimary_task: [a]\n{tasks}")
     assert fault == "3 unknown field `primary_task` in `header` | did you mean `primary_tasks`?"
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from broker.jobs.monitor import AttemptMonitor
-from broker.runtime.gang import parse_progress
+from broker.runtime.reports import parse_progress
 from broker.types import RunStatus
 from tests.simulation.world import Report
 from trainers import restore_progress

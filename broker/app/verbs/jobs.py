@@ -106,6 +106,11 @@ def show_job(context: Context, *, job: str) -> PricedJob:
     return _view(context, jobs.find_job(context, job))
 
 
+def find_members(context: Context, *, job: str) -> tuple[Job, ...]:
+    """Find the jobs of a pipeline or job group, oldest first; empty if `job` is the ID or name of one job."""
+    return tuple(jobs.list_members(context.store.jobs.list(on_damage=context.warn), job))
+
+
 def _view(context: Context, job: Job) -> PricedJob:
     return PricedJob(job=job, spent_usd=context.store.bills.spend_usd(job_id=job.id, now_s=context.clock.now_s()))
 
@@ -169,7 +174,7 @@ def cancel_jobs(context: Context, *, names: tuple[str, ...], is_all: bool = Fals
     missing: list[UsageError] = []
     for text in () if is_all else names:
         try:
-            wanted += [job for job in known if job.pipeline == text] or [jobs.find_job(context, text)]
+            wanted += jobs.list_members(known, text) or [jobs.find_job(context, text)]
         except UsageError as error:
             missing.append(error)
     if missing and not wanted:

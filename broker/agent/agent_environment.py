@@ -1,0 +1,61 @@
+"""Make the variables of a run's setup and program. Standard library only."""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from broker.agent import agent_access, agent_container, agent_files, agent_group, agent_paths, agent_turn
+else:
+    import agent_access
+    import agent_files
+    import agent_group
+    import agent_paths
+    import agent_turn
+
+
+def make_envs(
+    spec: dict[str, Any],
+    folder: Path,
+    *,
+    mark: str,
+    held: dict[str, Any] | None,
+    container: agent_container.Container | None,
+) -> dict[str, str]:
+    """Return the variables that we set, which override those of the node or container. `mark` is a `NAME=value`."""
+    ips: list[str] = spec["node_ips"]
+    env: dict[str, str] = {}
+    if container:
+        env["HOME"] = str(agent_files.HOME)
+    if not float(spec["gpus_per_node"]):
+        env["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")
+    if all(ip.startswith("127.") for ip in ips):
+        env["GLOO_SOCKET_IFNAME"] = "lo" if sys.platform.startswith("linux") else "lo0"
+    env.update(agent_access.read_envs(int(spec["run_id"])))  # the task's own variables win
+    env.update(agent_turn.name_cards(held, spec, {} if container else os.environ))
+    env.update(spec["envs"])
+    env.update(spec["secrets"])
+    name, _, value = mark.partition("=")
+    env.update(
+        {
+            name: value,
+            "SKYPILOT_NODE_RANK": str(spec["rank"]),
+            "SKYPILOT_NODE_IPS": "\n".join(ips),
+            "SKYPILOT_NUM_NODES": str(spec["num_nodes"]),
+            "SKYPILOT_NUM_GPUS_PER_NODE": str(math.ceil(float(spec["gpus_per_node"]))),
+            "BROKER_MASTER_PORT": str(spec["head"]["master_port"]),
+            "BROKER_PROGRESS_FILE": str(folder / "progress.jsonl"),
+            "BROKER_PREEMPTION_FILE": str(folder / "preemption"),
+            "BROKER_GANG_PEM": str(folder / agent_files.CREDENTIAL),
+        }
+    )
+    if spec.get("nodes_min"):
+        env["BROKER_NODES_MIN"] = str(spec["nodes_min"])
+    if spec.get("trainers"):
+        env["BROKER_PYTHON"] = str(agent_paths.find_python_folder(container))
+    return {**env, **agent_group.make_envs(folder)} if spec.get("is_held") else env

@@ -1,0 +1,34 @@
+"""Record the progress that a program reports, and the end of a recovery."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from broker.clock import Clock
+from broker.state.store import Store
+from broker.types import Attempt, EventKind, Job, Progress, make_event
+
+
+def record_progress(store: Store, clock: Clock, job: Job, attempt: Attempt, progress: Progress) -> Attempt:
+    """Record progress; the first new step of an attempt ends its recovery."""
+    now_s = clock.now_s()
+    with store.transaction(is_durable=False):  # after a power cut, progress is observed again
+        store.jobs.set_progress(job.id, progress)
+        if attempt.resumed_s is not None or not _is_new_step(store, attempt, progress):
+            return attempt
+        attempt = replace(attempt, resumed_s=now_s)
+        store.jobs.put_attempt(attempt)
+        lost_s = next((old.lost_s for old in reversed(job.attempts) if old.number < attempt.number), None)
+        if lost_s is not None:
+            took_s = now_s - lost_s if now_s >= lost_s else None  # None: the clock was set back
+            event = make_event(EventKind.RECOVERED, step=progress.step, took_s=took_s)
+            store.events.add(event, job_id=job.id)
+    return attempt
+
+
+def _is_new_step(store: Store, attempt: Attempt, progress: Progress) -> bool:
+    """Return whether the step is new: a program that just restored or started reports a step without new work."""
+    first_step = store.jobs.list_steps(attempt.job_id)[attempt.number].first_step
+    return progress.step > 0 and progress.step > min(
+        first_step, progress.checkpoint_step if progress.checkpoint_step is not None else -1
+    )

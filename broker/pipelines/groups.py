@@ -1,0 +1,120 @@
+"""GroupPlace the tasks of a job group together: the region in which all of them together are cheapest.
+
+Pure. A task without work counts as one hour. Example: a trainer costs 8.00 in east and 8.40 in west, its rollout
+workers 3.00 and 2.00: each alone would take east and west; together west (10.40) is cheaper than east (11.00).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from broker.frozen import frozen
+from broker.types import Estimate, Placement, Plan
+
+Refused = Callable[[Placement], bool]
+NEAR_SHARE = 1.05  # a common zone may cost this much more: traffic between zones is billed, and slower
+
+
+@frozen
+class GroupPlace:
+    """A region of a cloud, and the zone in it that is preferred; None: any."""
+
+    cloud: str
+    region: str
+    zone: str | None = None
+
+    def contains(self, placement: Placement) -> bool:
+        """Return whether the placement is in this region, whatever its zone."""
+        return (placement.offer.cloud, placement.offer.region) == (self.cloud, self.region)
+
+    def __str__(self) -> str:
+        return f"{self.cloud} {self.zone or self.region}"
+
+
+@frozen
+class GroupPlan:
+    """A placement for each task in one region, and the cost. `apart_usd`: with each task at its own cheapest place."""
+
+    place: GroupPlace
+    estimates: tuple[Estimate, ...]
+    usd: float
+    apart_usd: float
+
+
+def locate(placement: Placement) -> GroupPlace:
+    """Return the place of a placement whose zone is known."""
+    return GroupPlace(cloud=placement.offer.cloud, region=placement.offer.region, zone=placement.offer.zone)
+
+
+def plan_group(plans: Sequence[Plan], *, is_refused: Refused = lambda placement: False) -> GroupPlan | None:
+    """Return the cheapest region with a placement for every task that is not refused; None if there is none."""
+    options = [_list_cheapest(plan, is_refused) for plan in plans]
+    common = set(options[0]).intersection(*options[1:])
+    if not common:
+        return None
+    cloud, region = min(common, key=lambda key: (sum(_measure_usd(each[key]) for each in options), key))
+    zone = _find_zone(plans, GroupPlace(cloud=cloud, region=region), is_refused)
+    place = GroupPlace(cloud=cloud, region=region, zone=zone)
+    near = [_drop(keep_near(plan, place), is_refused).estimates[0] for plan in plans]
+    return GroupPlan(
+        place=place,
+        estimates=tuple(near),
+        usd=sum(_measure_usd(each) for each in near),
+        apart_usd=sum(min(map(_measure_usd, each.values())) for each in options),
+    )
+
+
+def keep_near(plan: Plan, place: GroupPlace) -> Plan:
+    """Return the plan with the placements in this region; its zone comes first where it costs about the same."""
+    near = [each for each in plan.estimates if place.contains(each.placement)]
+    if near and place.zone is not None:
+        limit_usd = NEAR_SHARE * _measure_usd(near[0])
+        near.sort(key=lambda each: not (_has_zone(each.placement, place.zone) and _measure_usd(each) <= limit_usd))
+    return replace(plan, estimates=tuple(near))
+
+
+def can_start(plan: Plan, place: GroupPlace, is_refused: Refused) -> bool:
+    """Return whether the task has a placement in this region that is not refused."""
+    return any(place.contains(each.placement) and not is_refused(each.placement) for each in plan.estimates)
+
+
+def _has_zone(placement: Placement, zone: str | None) -> bool:
+    return placement.offer.zone is None or zone in (placement.offer.zone, *placement.other_zones)
+
+
+def _measure_usd(estimate: Estimate) -> float:
+    return estimate.placement.usd_hour if estimate.expected_usd is None else estimate.expected_usd
+
+
+def _drop(plan: Plan, is_refused: Refused) -> Plan:
+    return replace(plan, estimates=tuple(each for each in plan.estimates if not is_refused(each.placement)))
+
+
+def _list_cheapest(plan: Plan, is_refused: Refused) -> dict[tuple[str, str], Estimate]:
+    """Return the first placement of the plan's order in each region."""
+    found: dict[tuple[str, str], Estimate] = {}
+    for each in _drop(plan, is_refused).estimates:
+        found.setdefault((each.placement.offer.cloud, each.placement.offer.region), each)
+    return found
+
+
+def _find_zone(plans: Sequence[Plan], place: GroupPlace, is_refused: Refused) -> str | None:
+    """Return the zone with a placement for every task that is cheapest; None if no zone has one."""
+    usd_by_zone: dict[str, float] = {}
+    zones = {each.placement.offer.zone for plan in plans for each in plan.estimates if place.contains(each.placement)}
+    for zone in sorted(zone for zone in zones if zone is not None):
+        first = [
+            next(
+                (
+                    _measure_usd(each)
+                    for each in _drop(plan, is_refused).estimates
+                    if place.contains(each.placement) and _has_zone(each.placement, zone)
+                ),
+                None,
+            )
+            for plan in plans
+        ]
+        if None not in first:
+            usd_by_zone[zone] = sum(usd for usd in first if usd is not None)
+    return min(usd_by_zone, key=lambda zone: (usd_by_zone[zone], zone), default=None)

@@ -1,0 +1,25 @@
+"""Histories of job groups full of faults: no invariant breaks. `make test` plays the first few."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.simulation.runner import play_group
+
+FEW, ALL, CHUNK = 20, 300, 40
+
+
+def play(first: int, last: int) -> None:
+    for seed in range(first, last):
+        result = play_group(seed)
+        assert not result.failure, f"{result.failure}\n  python -m tests.simulation --groups --seed {seed} --trace"
+
+
+def test_no_invariant_breaks_in_a_group_under_faults() -> None:
+    play(0, FEW)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("first", range(FEW, ALL, CHUNK))
+def test_every_history_of_a_group_keeps_the_invariants(first: int) -> None:
+    play(first, min(first + CHUNK, ALL))
