@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from broker.clock import Clock
+from broker.errors import NoOfferError
 from broker.jobs.availability import Availability, PlaceKey
 from broker.jobs.deadline import (
     Situation,
@@ -89,7 +90,13 @@ class PolicyRunner:
     async def settle(self, job: Job) -> None:
         """Keep the machines that were requested for the next attempt, unless a start on spot is no longer safe."""
         begun = self._successor.find_placement(job) if follows_deadline(job.task) else None
-        if begun is not None and not is_safe_at(self._observe(job, None)[1], begun):
+        if begun is None:
+            return
+        try:
+            _, situation = self._observe(job, None)
+        except NoOfferError:
+            return  # `plan` reports it
+        if not is_safe_at(situation, begun):
             await self._successor.release(job)
 
     async def reconsider(self, job: Job, attempt: Attempt, cluster: Cluster, progress: Progress | None) -> bool:
