@@ -38,6 +38,7 @@ from broker.jobs.outcomes import BucketOutcomes, Outcomes
 from broker.jobs.policy_runner import PolicyRunner
 from broker.jobs.progress import record_progress
 from broker.jobs.run_end import RunEnd, read_run_end
+from broker.jobs.successor import Successor
 from broker.jobs.teardown import AttemptTeardown
 from broker.provision.lifecycle import Provisioner
 from broker.state.store import Store
@@ -87,7 +88,8 @@ class JobController:
         self._clock = clock
         self._config = config
         self._teardown = AttemptTeardown(store, provisioner, gang, clock, config)
-        self._policy_runner = PolicyRunner(store, planner, clock, self._teardown)
+        self._successor = Successor(store, provisioner, clock)
+        self._policy_runner = PolicyRunner(store, planner, clock, self._teardown, self._successor)
         self._recorder = OutcomeRecorder(job_id, store, clock)
         self._group = GroupMember(store, gang, clock, GroupPlacement(store, planner, clock))
         self._acquisition = Acquisition(
@@ -120,6 +122,7 @@ class JobController:
         live = next((attempt for attempt in job.attempts if attempt.ended_s is None), None)
         if live is None or live.outcome or job.status.is_terminal or job.cancel_requested:
             self._replacer.stop()
+            await self._successor.stop()
         if live is None or live.kept_until_s is None or job.status.is_terminal or job.cancel_requested:
             self._in_place.stop()
         if job.status.is_terminal:
@@ -169,11 +172,14 @@ class JobController:
         return 0.0
 
     async def _bring_up(self, job: Job) -> float:
+        await self._policy_runner.settle(job)
         attempt = await self._acquisition.begin_attempt(job)
         return await self._start(job, attempt) if isinstance(attempt, Attempt) else attempt
 
     async def _follow_up(self, job: Job, live: Attempt) -> float:
         """Follow up on an attempt that has ended: reuse its nodes or terminate them."""
+        if live.kept_until_s is not None and self._successor.find_placement(job) is not None:
+            return self._recorder.release_nodes(live)
         if live.kept_until_s is not None:
             return await self._unless_interrupted(job, self._continue_in_place(job, live))
         await self._teardown.terminate(live)

@@ -21,6 +21,7 @@ from broker.spot.policies.base import (
     Move,
     Wait,
     find_fallback,
+    is_safe_to_start,
     spare_hours,
 )
 from broker.spot.prior import MEASURED
@@ -80,11 +81,13 @@ def read_situation(
     spent_usd: float,
     live: Attempt | None = None,
     saves_on_notice: bool = False,
+    may_reask: bool = False,
 ) -> Situation:
     """Return what a policy decides by.
 
     `plan` covers the remaining work, without limits; `live` is the attempt whose nodes are up. `availability` holds
-    earlier observations of places, `durations` those of stays that are over.
+    earlier observations of places, `durations` those of stays that are over. `may_reask`: a refused place counts as
+    open once it may be asked again, since another refusal costs nothing.
     """
     goal = job.task.goal
     assert goal is not None and goal.work_hours is not None and goal.deadline_hours is not None
@@ -92,6 +95,8 @@ def read_situation(
     here = live.placement if live else None
     last = job.attempts[-1].placement if job.attempts and live is None else None
     estimates = _choose(plan.estimates, here or last)
+    if may_reask:
+        refusals = [each for each in refusals if max(each.reask_s, each.probed_until_s) > now_s]
     places = {
         name_place(estimate.placement): not any(refusal.covers(estimate.placement) for refusal in refusals)
         for estimate in estimates
@@ -154,9 +159,14 @@ def has_saved_on_notice(attempts: Sequence[Attempt], steps: Mapping[int, StepRan
     return len(ends) >= CLEAN_COUNT and all((saved or 0) >= last for last, saved in ends[-CLEAN_COUNT:])
 
 
-def arrange(plan: Plan, target: Candidate) -> Plan:
-    """Put the target first, then other places of its pricing model: only the policy may change the pricing model."""
+def arrange(plan: Plan, target: Candidate, *, is_alone: bool = False) -> Plan:
+    """Put the target first, then other places of its pricing model: only the policy may change the pricing model.
+
+    `is_alone`: the target only, if the plan has it.
+    """
     kind = [estimate for estimate in plan.estimates if estimate.placement.is_spot == target.is_spot]
+    if is_alone:
+        kind = [estimate for estimate in kind if is_same_place(estimate.placement, target.placement)] or kind
     kind.sort(key=lambda estimate: not is_same_place(estimate.placement, target.placement))
     return replace(plan, estimates=tuple(kind))
 
@@ -186,6 +196,18 @@ def is_voluntary(situation: Situation, decision: Move) -> bool:
     """Return whether the move can wait for a checkpoint; a move from spot to on-demand cannot."""
     current = situation.view.current
     return current is not None and not (situation.candidates[current].is_spot and not decision.target.is_spot)
+
+
+def loses_little(view: JobView, target: Candidate) -> bool:
+    """Return whether leaving now costs at most another start: the program saves on notice, or has saved recently."""
+    return view.saves_on_notice or view.unsaved_hours <= target.start_hours
+
+
+def is_safe_at(situation: Situation, placement: Placement) -> bool:
+    """Return whether on-demand is still in time after a start at this place that is lost at once."""
+    view, candidates = situation.view, situation.candidates
+    target, fallback = find_candidate(candidates, placement), find_fallback(view, candidates)
+    return target is None or fallback is None or not target.is_spot or is_safe_to_start(view, target, fallback)
 
 
 def estimate_hazard(placement: Placement, history: Mapping[PlaceKey, Observation]) -> float:
@@ -309,6 +331,11 @@ def _count_unsaved_hours(job: Job) -> float:
     if progress is None or not progress.total or goal is None or goal.work_hours is None:
         return 0.0
     return max(0, progress.step - (progress.checkpoint_step or 0)) / progress.total * goal.work_hours
+
+
+def find_candidate(candidates: Sequence[Candidate], place: Placement) -> Candidate | None:
+    index = _find(candidates, place)
+    return None if index is None else candidates[index]
 
 
 def _find(candidates: Sequence[Candidate], place: Placement | None) -> int | None:

@@ -6,20 +6,25 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from broker.clock import Clock
+from broker.errors import NoOfferError
 from broker.jobs.availability import Availability, PlaceKey
 from broker.jobs.deadline import (
     Situation,
     advise_every_s,
     arrange,
     estimate_start_hazard,
+    find_candidate,
     follows_deadline,
     has_saved_on_notice,
+    is_safe_at,
     is_same_place,
     is_voluntary,
+    loses_little,
     read_situation,
     record_decision,
 )
 from broker.jobs.replanning import cut_to_rest, drop_limits
+from broker.jobs.successor import Successor
 from broker.jobs.teardown import AttemptTeardown
 from broker.spot.policies import load_policy
 from broker.spot.policies.base import Candidate, Decision, Move, Wait
@@ -49,11 +54,14 @@ class PolicyRunner:
         planner: Callable[[Task, Callable[[Placement], bool] | None], Plan],
         clock: Clock,
         teardown: AttemptTeardown,
+        successor: Successor,
     ) -> None:
         self._store = store
         self._planner = planner
         self._clock = clock
         self._teardown = teardown
+        self._successor = successor
+        self._ahead: Move | None = None  # the move whose machines are coming up
         self._target: Candidate | None = None
         self._availability: Mapping[PlaceKey, Availability] = {}
         self._recorded = ""
@@ -65,13 +73,31 @@ class PolicyRunner:
         if not follows_deadline(job.task):
             return None
         plan, situation = self._observe(job, None)
+        begun = self._successor.find_placement(job)
+        if begun is not None and find_candidate(situation.candidates, begun) is not None:
+            self._target = None
+            return arrange(plan, Candidate(placement=begun))
         decision = self._decide(situation)
         target = decision.target if isinstance(decision, Move) else self._target
         self._target = None
         self._record_decision(job, situation, decision)
         if target is None:
             raise Pause(min(max(decision.hours * 3600, LOOK_S_MIN), LOOK_S_MAX))
-        return arrange(plan, target)
+        refusals = self._store.refusals.list_active(self._clock.now_s())
+        is_refused = any(refusal.covers(target.placement) for refusal in refusals)
+        return arrange(plan, target, is_alone=is_refused)  # a refused place is asked again only if it is the only one
+
+    async def settle(self, job: Job) -> None:
+        """Keep the machines that were requested for the next attempt, unless a start on spot is no longer safe."""
+        begun = self._successor.find_placement(job) if follows_deadline(job.task) else None
+        if begun is None:
+            return
+        try:
+            _, situation = self._observe(job, None)
+        except NoOfferError:
+            return  # `plan` reports it
+        if not is_safe_at(situation, begun):
+            await self._successor.release(job)
 
     async def reconsider(self, job: Job, attempt: Attempt, cluster: Cluster, progress: Progress | None) -> bool:
         """Ask the policy again; return whether the attempt was ended in order to move."""
@@ -80,21 +106,56 @@ class PolicyRunner:
         now_s = self._clock.now_s()
         saved = progress.checkpoint_step if progress else None
         is_saved = saved != self._saved_step
-        if now_s < self._next_s and not (is_saved and now_s >= self._next_s - LOOK_S_MAX + LOOK_S_MIN):
+        is_ready = self._successor.check()
+        is_due = now_s >= self._next_s or (is_saved and now_s >= self._next_s - LOOK_S_MAX + LOOK_S_MIN)
+        if not is_ready and not is_due:
             return False
         self._saved_step = saved
-        _, situation = self._observe(replace(job, progress=progress or job.progress), attempt)
+        plan, situation = self._observe(replace(job, progress=progress or job.progress), attempt)
         decision = self._decide(situation)
         self._next_s = now_s + min(max(decision.hours * 3600, LOOK_S_MIN), LOOK_S_MAX)
-        if not isinstance(decision, Move | Wait) or self._is_here(situation, decision):
-            self._record_decision(job, situation, decision)
+        move = self._choose_move(
+            job, plan, situation, decision, has_just_saved=is_saved and bool(saved), is_ready=is_ready
+        )
+        if move is None:
             return False
-        if isinstance(decision, Wait) or (is_voluntary(situation, decision) and not (is_saved and saved)):
-            return False  # do not trade running machines for none, nor unsaved work for cheaper machines
-        self._record_decision(job, situation, decision)
-        self._target = decision.target
-        await self._move(job, attempt, cluster, decision)
+        self._record_decision(job, situation, move)
+        self._target = move.target
+        await self._move(job, attempt, cluster, move)
         return True
+
+    def _choose_move(
+        self, job: Job, plan: Plan, situation: Situation, decision: Decision, *, has_just_saved: bool, is_ready: bool
+    ) -> Move | None:
+        """Return the move to carry out now. A move that is not urgent waits until its machines are up."""
+        move = decision if isinstance(decision, Move) and not self._is_here(situation, decision) else None
+        if move is not None and not is_voluntary(situation, move):
+            return move
+        if begun := self._successor.find_placement(job):
+            return self._follow_successor(job, plan, situation, begun, is_ready=is_ready)
+        if move is None:
+            if not isinstance(decision, Wait):  # running machines are not traded for none
+                self._record_decision(job, situation, decision)
+            return None
+        if not self._successor.can_overlap(job):
+            return move if has_just_saved else None
+        if has_just_saved or loses_little(situation.view, move.target):
+            self._ahead = move
+            self._successor.begin(job, arrange(plan, move.target, is_alone=True))
+        return None
+
+    def _follow_successor(
+        self, job: Job, plan: Plan, situation: Situation, begun: Placement, *, is_ready: bool
+    ) -> Move | None:
+        """Return the move to machines that are up, if a start there is still safe; else let them come up or go."""
+        target = find_candidate(situation.candidates, begun) or Candidate(placement=begun)
+        if not is_ready:
+            self._successor.begin(job, arrange(plan, target, is_alone=True))  # no effect but after a restart
+            return None
+        if not is_safe_at(situation, begun):
+            self._successor.begin_release(job)
+            return None
+        return replace(self._ahead or Move(target=target, reason="its machines are up"), target=target)
 
     def advise(self, task: Task, attempt: Attempt) -> Mapping[str, str]:
         """Return variables for the program: the expected preemptions where it runs, and the checkpoint interval."""
@@ -129,6 +190,7 @@ class PolicyRunner:
             spent_usd=spent_usd,
             live=live,
             saves_on_notice=has_saved_on_notice(job.attempts, self._store.jobs.list_steps(job.id)),
+            may_reask=live is None or self._successor.can_overlap(job),
         )
         self._availability = situation.availability
         return plan, situation

@@ -69,18 +69,23 @@ class AttemptTeardown:
         if live and cluster and live.running_s is not None and not live.outcome:
             await self.end_program(live, cluster, grace_s=find_grace_s(job))
             await self.copy_log(live, cluster)
-        # Without an attempt, `up` may have been interrupted: its nodes have the name of the next attempt's cluster.
-        await self._provisioner.down(live.cluster if live else job.name_cluster(job.next_attempt))
+        if live:
+            await self._provisioner.down(live.cluster)
+        await self._release_next(job)
 
     async def clean_up(self, job: Job, live: Attempt | None) -> None:
         """Remove all resources of an ended job."""
+        await self._release_next(job)
         if live is None:
-            await self._provisioner.down(job.name_cluster(job.next_attempt))
             return
         cluster = self._store.clusters.get(live.cluster)
         if cluster:
             await self.copy_log(live, cluster)
         await self.terminate(live)
+
+    async def _release_next(self, job: Job) -> None:
+        """Take down the machines of the next attempt: `up` may have been interrupted, or have run ahead of a move."""
+        await self._provisioner.down(job.name_cluster(job.next_attempt))
 
     def close(self, attempt: Attempt) -> None:
         """Close the attempt's record. Its cost is the cluster's without that of earlier attempts on the same nodes."""

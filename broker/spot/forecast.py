@@ -12,6 +12,7 @@ from broker.spot.policies.base import Candidate
 from broker.spot.prior import OLD, Paces, Prior, live_through
 
 SOON_HOURS = 2.0  # checkpoints are spaced by the mean hazard of the next two hours
+COHORT_HOURS = 1e-3  # between the changes of markets that change together
 STINT_HOURS_MAX = 24.0  # evidence on a market says little about more than a day ahead
 
 
@@ -112,6 +113,13 @@ class SpotMarket:
         stay = max(min(self.stint_hours, work_hours), 0.1)
         return min(max((1 - self.price - move / stay) / saving, 0.0), 1.0)
 
+    @cached_property
+    def cohort(self) -> int | tuple[bool, int]:
+        """Return a key that markets share if they opened or closed at the same time: they probably fail together."""
+        if self.candidate.met_hours > 0:
+            return id(self)  # its last change was not observed
+        return self.candidate.is_open, round(self.candidate.age_hours / COHORT_HOURS)
+
     def move_from(self, other: SpotMarket) -> float:
         """Return the cost of a move from another market to this one, of which only moves from the data are known."""
         return max(self.move_price, other.move_price) if self is not other else 0.0
@@ -135,9 +143,21 @@ def expect_second_chance(markets: Sequence[SpotMarket], best: SpotMarket, work_h
     """Return the probability that another market is open when the best is lost; expensive and far ones count less."""
     none_open = 1.0
     for each in markets:
-        if each is not best:
+        if each.cohort != best.cohort:
             none_open *= 1 - each.expect_open(best.stint_hours) * each.appeal(best, work_hours)
     return 1 - none_open
+
+
+def count_cohorts_once(markets: Sequence[SpotMarket], appeals: Sequence[float]) -> list[float]:
+    """Return the appeals with 0 for each market that changes together with a more appealing one."""
+    best = dict[int | tuple[bool, int], int]()
+    for index, market in enumerate(markets):
+        if appeals[index] > appeals[best.setdefault(market.cohort, index)]:
+            best[market.cohort] = index
+    return [
+        appeal if best[market.cohort] == index else 0.0
+        for index, (market, appeal) in enumerate(zip(markets, appeals, strict=True))
+    ]
 
 
 def _mean_hours(hours: Sequence[float], ends: Sequence[float], watched_hours: float, guess: float) -> float:

@@ -1,4 +1,4 @@
-"""The cost of egress, of the knowledge of production and of slow starts: `python -m tests.bench.bench_worlds`.
+"""The cost of egress, common failures, production knowledge and slow starts: `python -m tests.bench.bench_worlds`.
 
 Not collected by pytest. `--traces` is a folder as for `tests.bench.bench_spot`.
 """
@@ -18,11 +18,12 @@ from broker.lab.replay import Case, ReplayOutcome, replay
 from broker.lab.traces import Trace
 from broker.spot.policies import load_policy
 from tests.bench.bench_spot import SHORT_HOURS, WORK_HOURS, WORK_HOURS_SHORT, place_trace, read_folder
-from tests.bench.production_replay import probe_soon, replay_production
+from tests.bench.production_replay import double_rests, replay_production
 
 SLACKS, START_HOURS = (1.17, 1.5), 0.1
 EGRESS = (0.0, 0.5, 2.0, 8.0)  # of a move, in on-demand hours
 MARGIN_HOURS = 0.5
+SLOWER = 3.0  # starts take this many times as long as told
 Run = Callable[[Case, float], ReplayOutcome]
 
 
@@ -33,18 +34,27 @@ def run_adaptive(case: Case, hour: float) -> ReplayOutcome:
 KNOWLEDGE: dict[str, Run] = {
     "watched": run_adaptive,
     "production": lambda case, hour: replay_production(case, load_policy("adaptive"), hour),
-    "machines kept until others are granted": lambda case, hour: replay_production(
-        case, load_policy("adaptive"), hour, keeps_machines=True
+    "the same, refused places rest for longer": lambda case, hour: replay_production(
+        case, load_policy("adaptive"), hour, probe=double_rests
     ),
-    "the same, refused places asked sooner": lambda case, hour: replay_production(
-        case, load_policy("adaptive"), hour, keeps_machines=True, probe=probe_soon
+    "with a budget: machines given up first, too": lambda case, hour: replay_production(
+        case, load_policy("adaptive"), hour, keeps_machines=False, probe=double_rests
     ),
 }
 STARTS: dict[str, Run] = {
     "as told, without a margin": run_adaptive,
     "as told": lambda case, hour: run_adaptive(replace(case, look_hours=MARGIN_HOURS), hour),
-    "starts x 3, on-demand 30 min late": lambda case, hour: run_adaptive(
-        replace(case, look_hours=MARGIN_HOURS, start_factor=3.0, ondemand_delay_hours=0.5), hour
+    "starts x 3, on-demand 30 min late, told": lambda case, hour: run_adaptive(
+        replace(
+            case,
+            sites=tuple(replace(site, start_hours=site.start_hours * SLOWER) for site in case.sites),
+            look_hours=MARGIN_HOURS,
+            ondemand_delay_hours=MARGIN_HOURS,
+        ),
+        hour,
+    ),
+    "the same, not told": lambda case, hour: run_adaptive(
+        replace(case, look_hours=MARGIN_HOURS, start_factor=SLOWER, ondemand_delay_hours=MARGIN_HOURS), hour
     ),
 }
 
@@ -72,12 +82,18 @@ def compare(title: str, cases: Sequence[tuple[Case, float]], runs: dict[str, Run
         say(f"{name:<44}{usd[name] / usd[next(iter(runs))]:>8.3f}{late[name]:>6} late")
 
 
-def measure_egress(name: str, traces: Sequence[Trace], count: int) -> None:
+def close_together(traces: Sequence[Trace]) -> list[Trace]:
+    """Return the zones with the availability of the first one, each with its own prices."""
+    return [replace(trace, counts=traces[0].counts, gang=traces[0].gang) for trace in traces]
+
+
+def measure_egress(name: str, traces: Sequence[Trace], count: int, *, is_common: bool = False) -> None:
     for egress in EGRESS:
         ratios = list[float]()
         for first in range(len(traces)):
             move = tuple(tuple(egress * (a != b) for b in range(len(traces))) for a in range(len(traces)))
-            cases = make_cases([*traces[first:], *traces[:first]], count)
+            zones = [*traces[first:], *traces[:first]]
+            cases = make_cases(close_together(zones) if is_common else zones, count)
             for slack in SLACKS:
                 usd = {"adaptive": 0.0, "uniform-progress": 0.0}
                 for case, hour in cases:
@@ -97,13 +113,16 @@ def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("--traces", type=Path, required=True)
     arguments.add_argument("--starts", type=int, default=1, help="submissions a case")
-    arguments.add_argument("--only", choices=("egress", "knowledge", "starts"))
+    arguments.add_argument("--only", choices=("egress", "common", "knowledge", "starts"))
     given = arguments.parse_args()
     single, multi = read_folder(given.traces)
-    if given.only in (None, "egress"):
-        say("cost over that of uniform progress, the data in each zone in turn; egress in on-demand hours")
-        for name, group in multi.items():
-            measure_egress(name, group, given.starts)
+    for part, title in (("egress", "each zone as recorded"), ("common", "all zones open and close as the first one")):
+        if given.only in (None, part):
+            say(
+                f"cost over that of uniform progress, the data in each zone in turn, {title}; egress in on-demand hours"
+            )
+            for name, group in multi.items():
+                measure_egress(name, group, given.starts, is_common=part == "common")
     if given.only in (None, "knowledge"):
         groups = [*((trace,) for trace in single[::5]), *multi.values()]
         compare("knowledge", [each for group in groups for each in make_cases(group, given.starts)], KNOWLEDGE)

@@ -1,7 +1,8 @@
 """Replay with the knowledge of production: a market is observed only where nodes run, and by requests it refuses.
 
-The rules are those of the jobs controller (`broker.jobs.availability`): refusals of 10 minutes to 4 hours, and machines
-given up before others are granted. The last two can be replaced, to measure what each of these habits is worth.
+The rules are those of the jobs controller: a refused place is asked again after half a minute to two minutes
+(`broker.provision.refusals`), and machines are kept until others are granted. Both can be replaced by the rules of jobs
+with a budget, to measure what each is worth.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from dataclasses import replace
 
 from broker.jobs.availability import Availability, PlaceKey, name_place, update_availability
 from broker.lab.replay import DECISIONS_MAX, Case, Life, ReplayOutcome
-from broker.provision.refusals import CAPACITY_REFUSAL_S, REFUSAL_S_MAX
+from broker.provision.refusals import CAPACITY_REFUSAL_S, REASK_S, REASK_S_MAX, REFUSAL_S_MAX
 from broker.spot.durations import NOTHING_SEEN, Durations
 from broker.spot.policies.base import Candidate, Decision, JobView, Move, SpotPolicy, Wait
 from broker.types import Attempt, OutcomeKind
@@ -19,17 +20,17 @@ from broker.types import Outcome as AttemptOutcome
 
 LOOK_HOURS_MAX = 5 / 60  # between two decisions
 REQUEST_HOURS = 1 / 60  # until a request is refused
-WhenToAsk = Callable[[float, float], float]
+WhenToAsk = Callable[[int, float], float]
 
 
-def double_rests(refused_s: float, asked_s: float) -> float:
-    """Return when a place that has refused since `refused_s`, last at `asked_s`, counts as open again in production."""
-    return asked_s + min(max(asked_s - refused_s, CAPACITY_REFUSAL_S), REFUSAL_S_MAX)
+def double_rests(count: int, asked_s: float) -> float:
+    """Return when a place that has refused `count` times, last at `asked_s`, may be asked while others are open."""
+    return asked_s + min(CAPACITY_REFUSAL_S * 2.0 ** (count - 1), REFUSAL_S_MAX)
 
 
-def probe_soon(refused_s: float, asked_s: float) -> float:
-    """Return when another request is worth it if a refusal costs only seconds: half as long again, 2 to 10 minutes."""
-    return asked_s + min(max((asked_s - refused_s) / 2, 120.0), 600.0)
+def ask_soon(count: int, asked_s: float) -> float:
+    """Return when it may be asked if no other place is in question."""
+    return asked_s + min(REASK_S * 1.5 ** (count - 1), REASK_S_MAX)
 
 
 def replay_production(
@@ -37,8 +38,8 @@ def replay_production(
     policy: SpotPolicy,
     from_hour: float = 0.0,
     *,
-    keeps_machines: bool = False,
-    probe: WhenToAsk = double_rests,
+    keeps_machines: bool = True,
+    probe: WhenToAsk = ask_soon,
 ) -> ReplayOutcome:
     """Replay as `replay` does. `keeps_machines`: until those of a move are granted."""
     life = _Production(case, from_hour, keeps_machines=keeps_machines, probe=probe)
@@ -56,7 +57,7 @@ class _Production(Life):
         self.keeps_machines, self.probe = keeps_machines, probe
         self.places = [name_place(site.spot) for site in case.sites]
         self.availability: Mapping[PlaceKey, Availability] = {}
-        self.refused = dict[int, tuple[float, float]]()  # site -> since when, and when it was asked last
+        self.refused = dict[int, tuple[int, float]]()  # site -> how often in a row, and when last
         self.stays = dict[int, Durations]()
         self.began = 0.0  # the present stay
         self.ends = dict[int, Attempt]()  # site -> the stay that was preempted last
@@ -108,7 +109,7 @@ class _Production(Life):
 
     def _note_refusal(self, site: int, candidates: Sequence[Candidate]) -> None:
         now_s = self.hour * 3600
-        self.refused[site] = self.refused.get(site, (now_s, now_s))[0], now_s
+        self.refused[site] = self.refused.get(site, (0, now_s))[0] + 1, now_s
         if not self.keeps_machines:
             self._switch(None, candidates)
         self._run_until(min(self.hour + REQUEST_HOURS, self._next_event()))

@@ -20,6 +20,7 @@ from broker.jobs.deadline import (
     follows_deadline,
     has_saved_on_notice,
     is_voluntary,
+    loses_little,
     measure_start_hours,
     read_situation,
     record_decision,
@@ -28,7 +29,8 @@ from broker.optimizer.planner import make_plan
 from broker.spot.hazard import Observation, hazard_per_node_hour
 from broker.spot.interval import best_interval_s
 from broker.spot.market_model import find_hazard
-from broker.spot.policies.base import Candidate, Move, Wait
+from broker.spot.policies.base import Candidate, JobView, Move, Wait
+from broker.state.events import Refusal
 from broker.state.history import HALF_LIFE_DAYS, SpotStay, gather_durations, weigh_stays
 from broker.state.jobs import StepRange
 from broker.types import (
@@ -269,9 +271,9 @@ class Stage:
         return [event.message for event in events if event.kind is EventKind.DECISION]
 
 
-def make_moving_stage(folder: Path) -> Stage:
+def make_moving_stage(folder: Path, task: Task = TASK) -> Stage:
     """Make a stage on which the job runs at a dear place, and a cheap one appears after a while."""
-    stage = Stage(folder, make_offer("east1a", usd_hour=10.0))
+    stage = Stage(folder, make_offer("east1a", usd_hour=10.0), task=task)
     stage.later = (100.0, (make_offer("east1a", usd_hour=10.0), make_offer("west1a", usd_hour=1.0)))
     return stage
 
@@ -305,6 +307,67 @@ def test_a_much_cheaper_place_is_moved_to_at_a_checkpoint(tmp_path: Path) -> Non
     assert is_moved(job.attempts[0])
 
 
+def test_on_demand_is_kept_until_spot_is_granted(tmp_path: Path) -> None:
+    """Before, each refusal cost the machines that ran, and a refused place rested for ten minutes or more."""
+    task = replace(TASK, goal=replace(GOAL, work_hours=10.0, deadline_hours=20.0))
+    stage = Stage(tmp_path, replace(DEAR, spot_usd_hour=None), task=task)
+    stage.later, stage.spot_from_s = (50.0, (DEAR,)), 250.0
+    asked_s = list[float]()
+    refuse = stage.world.cloud._refuse_if_full
+
+    def note(request: NodeRequest) -> None:
+        if request.placement.is_spot:
+            asked_s.append(stage.age_s)
+        refuse(request)
+
+    stage.world.cloud._refuse_if_full = note  # type: ignore[method-assign]
+    job = stage.run()
+    assert [each.placement.is_spot for each in job.attempts] == [False, True]
+    assert len([each for each in asked_s if each < 250.0]) >= 3
+
+
+def test_a_job_with_a_budget_gives_its_machines_up_first(tmp_path: Path) -> None:
+    """The lease of its nodes assumes that no others are paid for."""
+    stage = make_moving_stage(tmp_path, replace(TASK, goal=replace(GOAL, budget_usd=100.0)))
+    live = list[int]()
+    cancel = stage.world.gang.cancel
+
+    async def note(cluster: Cluster, run_id: int) -> None:
+        live.append(len(stage.world.list_live_nodes()))
+        await cancel(cluster, run_id)
+
+    stage.world.gang.cancel = note  # type: ignore[method-assign]
+    assert len(stage.run().attempts) == 2
+    assert live == [2]
+
+
+def test_a_refused_place_counts_as_open_once_it_may_be_asked_again_at_no_cost() -> None:
+    plan = plan_of(TASK)
+    offer = plan.choice.placement.offer
+    refusal = Refusal(
+        cloud=offer.cloud, region=offer.region, zone=offer.zone or "", instance_type=offer.instance_type, is_spot=True,
+        expires_s=9000.0, reason="full", reask_s=1000.0,
+    )  # fmt: skip
+
+    def is_open(now_s: float, *, may_reask: bool) -> bool:
+        situation = read_situation(
+            make_job(), plan, now_s=now_s, refusals=(refusal,), durations={}, availability={}, look_hours=0.0,
+            spent_usd=0.0, may_reask=may_reask,
+        )  # fmt: skip
+        return next(each.is_open for each in situation.candidates if refusal.covers(each.placement))
+
+    assert not is_open(999.0, may_reask=True) and is_open(1001.0, may_reask=True)
+    assert not is_open(1001.0, may_reask=False)
+
+
+def test_unsaved_work_of_more_than_a_start_is_not_left() -> None:
+    target = Candidate(placement=plan_of(TASK).choice.placement, start_hours=0.2)
+    view = JobView(work_left_hours=5.0, unsaved_hours=0.1)
+    assert loses_little(view, target)
+    assert not loses_little(replace(view, unsaved_hours=0.3), target)
+    assert loses_little(replace(view, unsaved_hours=0.3, saves_on_notice=True), target)
+
+
 def test_a_crash_at_any_deed_of_a_move_does_no_harm(tmp_path: Path) -> None:
     """The pretend gang fails the test if two attempts work at once."""
     (tmp_path / "calm").mkdir()
@@ -319,7 +382,7 @@ def test_a_crash_at_any_deed_of_a_move_does_no_harm(tmp_path: Path) -> None:
 
     calm.world.store.jobs.put_attempt = note  # type: ignore[method-assign]
     calm.run()
-    for crash_at in range(begun[0], begun[0] + 6):
+    for crash_at in range(begun[0] - 8, begun[0] + 6):  # from the requests for the next machines on
         folder = tmp_path / str(crash_at)
         folder.mkdir()
         stage = make_moving_stage(folder)

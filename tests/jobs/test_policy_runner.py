@@ -12,6 +12,7 @@ import pytest
 
 from broker.jobs.deadline import Situation, find_margin_hours
 from broker.jobs.policy_runner import LOOK_S_MAX, LOOK_S_MIN, Pause, PolicyRunner
+from broker.jobs.successor import Successor
 from broker.spot.policies.base import Decision
 from broker.state.store import Store
 from broker.types import Attempt, Cluster, JobStatus, Plan, Progress, Task
@@ -48,7 +49,7 @@ def test_a_moved_program_is_notified_after_its_outcome_is_stored_and_before_tear
     world.gang.cancel = note_cancel  # type: ignore[method-assign]
     world.store._commit = note_commit  # type: ignore[method-assign]
     stage.run()
-    assert told == [(JobStatus.RECOVERING, "moved", 2)]
+    assert told == [(JobStatus.RECOVERING, "moved", 4)], "the next machines are up by then"
     assert (JobStatus.RUNNING, "moved") not in stored and (JobStatus.RUNNING, "") in stored
     assert stored[JobStatus.RECOVERING, "moved"] == FULL
 
@@ -68,7 +69,7 @@ def test_a_program_that_saves_all_the_time_is_thought_about_twice_a_minute_at_mo
 
     async def look(seconds: int, *, save_every: int) -> list[float]:
         """Return the seconds between one decision and the next."""
-        pilot = PolicyRunner(store, plan, clock, unused)
+        pilot = PolicyRunner(store, plan, clock, unused, Successor(store, unused, clock))
         planned_s.clear()
         for second in range(seconds):
             clock.time_s = START_S + second

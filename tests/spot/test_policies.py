@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -14,8 +15,10 @@ from broker.lab.markets import make_site
 from broker.lab.replay import Case, ReplayOutcome, replay
 from broker.lab.traces import Trace
 from broker.spot.durations import MET_HOURS
+from broker.spot.forecast import count_cohorts_once, expect_second_chance, read_market
 from broker.spot.policies import ORACLES, POLICIES, load_policy
 from broker.spot.policies.base import Candidate, Decision, JobView, Move, Stay, Wait
+from broker.spot.prior import MEASURED
 from broker.types import Offer, Placement
 
 PUNCTUAL = ("on-demand", "greedy", "uniform-progress", "next-spot", "adaptive")
@@ -94,6 +97,38 @@ def test_a_far_place_is_entered_where_it_saves_more_than_its_egress() -> None:
         far = make_candidate("b", is_spot=True, usd=0.3, age_hours=9.0, move_usd=egress)
         decision = policy(view_of(10, 20), [near, far, sure])
         assert (isinstance(decision, Move) and decision.target is far) is is_entered
+
+
+def test_a_much_cheaper_place_is_worth_its_egress_over_all_the_work_not_over_one_stay() -> None:
+    """A place that has just opened may close soon, but the data are there then."""
+    policy, sure = load_policy("adaptive"), make_candidate(is_spot=False)
+    near = make_candidate(is_spot=True, usd=0.85, age_hours=9.0)
+    far = make_candidate("b", is_spot=True, usd=0.18, age_hours=9.0, move_usd=8.0)
+    view = JobView(work_left_hours=48.0, time_left_hours=72.0, work_hours=48.0, deadline_hours=72.0)
+    decision = policy(view, [near, far, sure])
+    assert isinstance(decision, Move) and decision.target is far
+
+
+def test_places_that_change_together_are_one_market() -> None:
+    """They reopen as often as one of them, and are no second chance for each other."""
+    sure = make_candidate(is_spot=False)
+    for is_open in (True, False):
+        together = [
+            read_market(make_candidate(f"z{i}", is_spot=True, usd=0.3, age_hours=1.5, is_open=is_open), sure, MEASURED)
+            for i in range(6)
+        ]
+        alone = [
+            read_market(replace(each.candidate, age_hours=1.5 + 0.1 * i), sure, MEASURED)
+            for i, each in enumerate(together)
+        ]
+        assert expect_second_chance(together, together[0], 10.0) == 0.0 < expect_second_chance(alone, alone[0], 10.0)
+        assert sum(count_cohorts_once(together, [1.0] * 6)) == 1.0
+        assert count_cohorts_once(alone, [1.0] * 6) == [1.0] * 6
+    unseen = [
+        read_market(make_candidate(f"z{i}", is_spot=True, age_hours=5.0, met_hours=5.0), sure, MEASURED)
+        for i in range(2)
+    ]
+    assert expect_second_chance(unseen, unseen[0], 10.0) > 0.0, "that both were met at the same time says nothing"
 
 
 def test_a_closed_place_is_not_awaited_beside_many_open_ones_at_nearly_its_price() -> None:

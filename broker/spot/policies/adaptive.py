@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
 from broker.spot.durations import class_of
-from broker.spot.forecast import SpotMarket, expect_second_chance, read_market
+from broker.spot.forecast import SpotMarket, count_cohorts_once, expect_second_chance, read_market
 from broker.spot.policies.base import (
     EPSILON_HOURS,
     Candidate,
@@ -125,11 +125,16 @@ class _Scale:
     def _find_entry(self, current: Candidate | None) -> _Scale:
         """Choose the place by expected cost to the end, each by its own value function.
 
-        In question are the cheap place, the calm one, and the best open one beside the data.
+        In question are the cheap place, the calm one, the one cheapest for all the work, and the best beside the data.
         """
         if self.best is self.basis and not self._has_moves:
             return self
         places = [self.best, self.basis]
+        if self._has_moves:  # egress is paid once, the price for all the work
+            opened = [each for each in self.markets if each.candidate.is_open] or [self.best]
+            places.append(
+                min(opened, key=lambda each: (each.price * self.work + each.move_price, -each.candidate.age_hours))
+            )
         near = [each for each in self.markets if each.candidate.is_open and each.move_price <= 0]
         if self._has_moves and near:
             places.append(min(near, key=lambda each: (each.price, -each.candidate.age_hours)))
@@ -337,6 +342,8 @@ def _find_outlook(
     work = max(view.work_hours, view.work_left_hours) / fallback.speed
     spare = max((view.deadline_hours or 0.0) - work, view.time_left_hours - view.work_left_hours / fallback.speed, 0.1)
     appeals = [float(each is best) if is_alone else each.appeal(best, left) for each in markets]
+    if not is_alone:
+        appeals = count_cohorts_once(markets, appeals)
     reopening = tuple(
         sum(each.closed_paces[half] * appeal for each, appeal in zip(markets, appeals, strict=True)) for half in (0, 1)
     )
