@@ -29,14 +29,14 @@ from broker.jobs.health import Verdict, classify
 from broker.jobs.in_place import InPlace, Kept, are_running
 from broker.jobs.interruption import Interrupted, run_unless
 from broker.jobs.lost_gang import LostGang
-from broker.jobs.monitor import AttemptMonitor, list_answering, with_silence
+from broker.jobs.monitor import AttemptMonitor, list_answering
 from broker.jobs.node_replacement import NodeReplacer
 from broker.jobs.node_retention import NodeRetention
 from broker.jobs.node_samples import SampleRecorder
 from broker.jobs.outcome_recorder import OutcomeRecorder
 from broker.jobs.outcomes import BucketOutcomes, Outcomes
 from broker.jobs.policy_runner import PolicyRunner
-from broker.jobs.progress import record_progress
+from broker.jobs.progress import record_progress, record_silence
 from broker.jobs.run_end import RunEnd, read_run_end
 from broker.jobs.successor import Successor
 from broker.jobs.teardown import AttemptTeardown
@@ -257,7 +257,7 @@ class JobController:
         await self._teardown.copy_log(attempt, cluster)
         nodes_min = job.task.recovery.nodes_min
         signals = monitor.read_signals(report, cluster, self._clock.now_s(), nodes_min=nodes_min)
-        attempt = self._record_silence(attempt, signals.unreachable_s)
+        attempt = record_silence(self._store, attempt, signals.unreachable_s)
         verdict = classify(signals)
         if verdict in (Verdict.RUNNING, Verdict.UNCLEAR):
             await self._renew_lease(job, monitor, cluster)
@@ -332,13 +332,6 @@ class JobController:
             self._quiet = (cluster, get_run_id(attempt, cluster)) if is_clear else None
             return POLL_S
         return self._recorder.record_stall(job, attempt, timeout_s, self._read_end(attempt, cluster, report))
-
-    def _record_silence(self, attempt: Attempt, silent_s: float) -> Attempt:
-        recorded = with_silence(attempt, silent_s)
-        if recorded != attempt:
-            with self._store.transaction(is_durable=not silent_s):  # an outdated record may end a gang too soon
-                self._store.jobs.put_attempt(recorded)
-        return recorded
 
     async def _cancel(self, job: Job, live: Attempt | None) -> float:
         return await self._end(job, live, JobStatus.CANCELLED, OutcomeKind.CANCELLED, "")

@@ -1,10 +1,11 @@
-"""Record the progress that a program reports, and the end of a recovery."""
+"""Record the progress that a program reports, the end of a recovery, and the silence of nodes."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 from broker.clock import Clock
+from broker.jobs.monitor import with_silence
 from broker.state.store import Store
 from broker.types import Attempt, EventKind, Job, Progress, make_event
 
@@ -24,6 +25,15 @@ def record_progress(store: Store, clock: Clock, job: Job, attempt: Attempt, prog
             event = make_event(EventKind.RECOVERED, step=progress.step, took_s=took_s)
             store.events.add(event, job_id=job.id)
     return attempt
+
+
+def record_silence(store: Store, attempt: Attempt, silent_s: float) -> Attempt:
+    """Record for how many seconds nodes have been silent; a restarted controller continues from there."""
+    recorded = with_silence(attempt, silent_s)
+    if recorded != attempt:
+        with store.transaction(is_durable=not silent_s):  # an outdated record may end a gang too soon
+            store.jobs.put_attempt(recorded)
+    return recorded
 
 
 def _is_new_step(store: Store, attempt: Attempt, progress: Progress) -> bool:

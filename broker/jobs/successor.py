@@ -40,9 +40,11 @@ class Successor:
     def can_overlap(self, job: Job) -> bool:
         """Return whether machines may run beside the present ones.
 
-        Not with a budget: the lease of the present nodes assumes that only they are paid for.
+        Not with a budget: the lease of the present nodes assumes that only they are paid for. Not in a job group: all
+        tasks of a group move together.
         """
-        return self._has_quota and (job.task.goal is None or job.task.goal.budget_usd is None)
+        has_budget = job.task.goal is not None and job.task.goal.budget_usd is not None
+        return self._has_quota and not has_budget and job.task.group is None
 
     def find_placement(self, job: Job) -> Placement | None:
         """Return where machines of the next attempt are up or requested; None if there are none."""
