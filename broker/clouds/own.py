@@ -26,6 +26,7 @@ PAGES = {"ssh": "docs/SSH_POOLS.md", "slurm": "docs/SLURM.md"}
 
 
 def make_ssh(config: Config, *, clock: Clock) -> Cloud | None:
+    """Make the cloud of SSH pools: native with `ssh_pools.yaml`, otherwise SkyPilot's if it enabled it; else None."""
     if find_file("ssh", config.home) is None:
         return cast("Cloud | None", makers.make_ssh(config, clock=clock))
     from broker.clouds.ssh.cloud import make_cloud
@@ -34,6 +35,7 @@ def make_ssh(config: Config, *, clock: Clock) -> Cloud | None:
 
 
 def make_slurm(config: Config, *, clock: Clock) -> Cloud | None:
+    """Make the cloud of Slurm clusters: native with `slurm.yaml`, otherwise SkyPilot's if it enabled it; else None."""
     if find_file("slurm", config.home) is None:
         return cast("Cloud | None", makers.make_slurm(config, clock=clock))
     from broker.clouds.slurm.cloud import make_cloud
@@ -42,6 +44,7 @@ def make_slurm(config: Config, *, clock: Clock) -> Cloud | None:
 
 
 def find_inspector(cloud: str) -> Inspector:
+    """Return the inspector of `ssh` or `slurm`, which chooses between native and SkyPilot at every call."""
     return OwnInspector(cloud)
 
 
@@ -52,6 +55,7 @@ class OwnInspector:
         self._cloud = cloud
 
     async def glance(self, config: Config, *, clock: Clock) -> Sequence[CheckResult]:
+        """Return the full findings of the native cloud; without its file, the result of SkyPilot's last check."""
         if find_file(self._cloud, config.home) is None:
             return await SkyInspector(self._cloud).glance(config, clock=clock)
         return await self._find_native().inspect(config, clock=clock)
@@ -66,6 +70,7 @@ class OwnInspector:
         return [*await SkyInspector(self._cloud).inspect(config, clock=clock), native]
 
     def write_policy(self, config: Config) -> str:
+        """Return a comment only: neither cloud has permissions beyond those of the login's account."""
         return f"# {self._cloud}: the login of `{FILES[self._cloud]}` needs no permission beyond its own account\n"
 
     def _find_native(self) -> Inspector:

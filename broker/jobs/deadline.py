@@ -334,6 +334,7 @@ def _count_unsaved_hours(job: Job) -> float:
 
 
 def find_candidate(candidates: Sequence[Candidate], place: Placement) -> Candidate | None:
+    """Return the candidate that is the same purchase in the same place, at any price; None if there is none."""
     index = _find(candidates, place)
     return None if index is None else candidates[index]
 

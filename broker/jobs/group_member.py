@@ -40,6 +40,7 @@ class GroupMember:
         self._looked_s = float("-inf")
 
     def judge(self, job: Job) -> Judgement:
+        """Return the effect of the group on this job now, from the records of all its jobs."""
         if job.task.group is None:
             return Judgement()
         return judge(job, self._read(job), self._clock.now_s())
@@ -49,6 +50,7 @@ class GroupMember:
         return plan if job.task.group is None else self._placement.place(job, self._read(job), plan)
 
     def find_generation(self, job: Job) -> int:
+        """Return the generation that a new attempt of this job belongs to; 1 without a group."""
         return 1 if job.task.group is None else find_generation(self._read(job))
 
     def name_cause(self, job: Job) -> str:

@@ -38,6 +38,7 @@ class Judgement:
 
     @property
     def ends_job(self) -> bool:
+        """Whether the job ends with this step, succeeded or failed, instead of continuing or restarting."""
         return self.step in (GroupStep.FINISH, GroupStep.FAIL)
 
 
@@ -104,9 +105,11 @@ def find_live(job: Job) -> Attempt | None:
 
 
 def list_addresses(cluster: Cluster | None) -> list[str]:
+    """Return the addresses of the nodes in the order of their ranks; empty without a cluster."""
     return [] if cluster is None else [node.address for node in sorted(cluster.nodes, key=lambda node: node.rank)]
 
 
 def get_role(job: Job) -> GroupRole:
+    """Return the part of a job in its group. Only for jobs that have one."""
     assert job.task.group is not None, "only called for jobs of a group"
     return job.task.group

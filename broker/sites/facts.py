@@ -40,6 +40,7 @@ class Machine:
         ondemand_usd_hour: float | None,
         spot_usd_hour: float | None = None,
     ) -> Offer:
+        """Return one machine as an offer. Prices in USD per hour; None: not sold that way."""
         return Offer(
             cloud=cloud,
             region=region,

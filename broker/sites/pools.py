@@ -72,10 +72,12 @@ class Host:
 
     @property
     def name(self) -> str:
+        """Return the address or ssh alias by which the login reaches the host."""
         return self.login.host
 
     @property
     def key(self) -> str:
+        """Return `POOL/HOST`, under which its detected size and its claims are kept."""
         return f"{self.pool}/{self.name}"
 
 

@@ -67,9 +67,11 @@ class OneOrList(Shape):
     expected = "text or a list"
 
     def read(self, reader: Reader, marked: Marked, name: str) -> tuple[str, ...] | None:
+        """Return the valid texts as a tuple, also for a single one; issues of the others are reported."""
         items = marked.value if isinstance(marked.value, list) else [marked]
         texts = [Text(also_scalar=True).read(reader, each, name) for each in items]
         return tuple(text for text in texts if text is not None)
 
     def admits_kind(self, value: object) -> bool:
+        """Return whether the value is a text or a list, whatever its items are."""
         return isinstance(value, str | list)

@@ -64,6 +64,7 @@ class SlurmCluster:
     time: str | None = None
 
     def get_usd_hour(self, partition: str) -> float:
+        """Return the price of a whole node of the partition in USD per hour; 0 if the file states none."""
         return self.usd_hour.get(partition, 0.0) if isinstance(self.usd_hour, Mapping) else self.usd_hour
 
 

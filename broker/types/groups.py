@@ -32,6 +32,7 @@ class GroupRole:
 
     @property
     def may_restart_group(self) -> bool:
+        """Whether the loss of this task restarts all tasks of its group."""
         return self.on_loss is OnLoss.RESTART_GROUP
 
     @property

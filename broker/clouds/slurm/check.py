@@ -37,6 +37,7 @@ async def inspect(config: Config, *, clock: Clock, run: RunCommand = run_command
 
 
 def write_policy(config: Config) -> str:
+    """Return a comment only: Slurm has no policy file; the site's administrator grants access to partitions."""
     return "# slurm: an account that may submit to its partitions, and Python 3 on the nodes\n"
 
 
@@ -84,10 +85,12 @@ def parse_partitions(nodes: str, rules: str) -> Sequence[Partition]:
 
 
 def is_preemptible(rule: Mapping[str, str], highest: int) -> bool:
+    """Return whether Slurm may preempt jobs of the partition `rule`; `highest`: the highest priority tier of all."""
     return rule.get("PreemptMode", "OFF") != "OFF" and int(rule.get("PriorityTier", 1)) < highest
 
 
 def judge_cluster(cluster: SlurmCluster, answer: Sequence[Partition] | CloudError, *, is_needed: bool) -> CheckResult:
+    """Report the partitions that are up; else why the cluster does not answer, or which stated partition is missing."""
     where = f"ssh {cluster.login.host} sinfo" if cluster.login else "sinfo"
     if isinstance(answer, CloudError):
         hint = answer.hints[0] if answer.hints else ""

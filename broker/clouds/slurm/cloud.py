@@ -69,6 +69,11 @@ class SlurmCloud:
             raise next(answer for answer in answers if isinstance(answer, CloudError))
 
     async def create_nodes(self, request: NodeRequest) -> Sequence[Node]:
+        """Submit the gang as one job and return its nodes, pending or not; a job of the same token is returned instead.
+
+        Raises InvalidRequestError, CapacityError or QuotaError if Slurm refuses the job (nothing was submitted), and
+        UnknownOutcomeError if the answer is lost or the job is not listed yet (list the nodes before retrying).
+        """
         clusters, partitions = self._read_files()
         region = request.placement.offer.region
         if region not in clusters:
@@ -99,6 +104,10 @@ class SlurmCloud:
         return NodeList(nodes=tuple(node for node in nodes if node.owner == owner), unseen=unseen)
 
     async def terminate_nodes(self, nodes: Sequence[Node]) -> None:
+        """Cancel the whole job of each node; a job that has ended, or whose cluster left the file, counts as success.
+
+        Every job is attempted, then the first failure is raised. Raises TransientError if Slurm does not answer.
+        """
         clusters, _ = self._read_files()
         jobs = {
             (clusters[node.region].name, job_id)
@@ -231,4 +240,5 @@ def read_handle(node: Node) -> tuple[str, int | None]:
 
 @cache
 def read_source(path: str) -> str:
+    """Return the source of a module that is sent to the nodes; each file is read once per process."""
     return Path(path).read_text(encoding="utf-8")

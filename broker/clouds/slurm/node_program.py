@@ -63,6 +63,7 @@ def remove_stale(root: str) -> None:
 
 
 def remove(path: str) -> None:
+    """Delete a file. An error is ignored, as the node has ended and its exit code must still be reported."""
     try:
         os.unlink(path)
     except OSError:

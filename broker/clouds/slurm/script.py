@@ -31,6 +31,7 @@ def name_job(owner: str, token: str) -> str:
 
 
 def name_nodes(request: NodeRequest) -> str:
+    """Return the common part of the gang's node ids, without the rank; equal for one owner, token and attempt."""
     digest = hashlib.sha256(f"{request.owner}\0{request.token}".encode()).hexdigest()[:10]
     return f"{re.sub(r'[^a-zA-Z0-9-]', '-', request.cluster)[:40]}-{request.attempt}-{digest}"
 

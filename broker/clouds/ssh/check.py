@@ -36,6 +36,7 @@ async def inspect(config: Config, *, clock: Clock, run: RunOnHost = run_by_ssh) 
 
 
 def write_policy(config: Config) -> str:
+    """Return a comment only: hosts of your own have no permissions beyond those of the login."""
     return "# ssh pools: a login with a key on every host, and Python 3\n"
 
 
@@ -60,6 +61,7 @@ def read_machine(answer: Mapping[str, Any]) -> Machine:
 def judge_pool(
     name: str, pool: Sequence[Host], answers: Mapping[Host, Any], found: Mapping[str, Machine]
 ) -> CheckResult:
+    """Report how many hosts of a pool answer, and their sizes. Launches are impossible only if none answers."""
     errors = [(host, answers[host]) for host in pool if isinstance(answers.get(host), CloudError)]
     sizes = sorted({(host.machine or found[host.key]).name for host in pool if host.key in found})
     note = f"{sum(host.key in found for host in pool)} of {len(pool)} hosts answer: {', '.join(sizes) or 'none'}"

@@ -76,6 +76,11 @@ class SshCloud:
             raise next(answer for answer in answers.values() if isinstance(answer, CloudError))
 
     async def create_nodes(self, request: NodeRequest) -> Sequence[Node]:
+        """Claim hosts for the whole gang and boot its nodes; the same token gives the same nodes.
+
+        Raises CapacityError if the pool has too few free hosts (the claims of this token are released), and
+        UnknownOutcomeError if a host did not answer a claim (list the nodes before retrying).
+        """
         async with self._creating:
             return await self._create(request)
 
@@ -97,6 +102,11 @@ class SshCloud:
         return NodeList(nodes=nodes, unseen=unseen)
 
     async def terminate_nodes(self, nodes: Sequence[Node]) -> None:
+        """End all processes of the nodes and free their hosts; a host that is not in the file any more counts as gone.
+
+        Every host is attempted, then the first failure is raised. Raises TransientError for a silent host, unless its
+        fence command confirms that it is off, and for processes that do not end.
+        """
         hosts = {host.key: host for host in self._list_hosts()}
         by_host: dict[str, list[str]] = {}
         for node in nodes:

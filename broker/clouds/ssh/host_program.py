@@ -131,6 +131,7 @@ def probe() -> dict[str, object]:
 
 
 def is_alive(folder: str) -> bool:
+    """Return whether the claim's machine lives: it holds a lock that the kernel releases with it."""
     try:
         lock = os.open(os.path.join(folder, "alive.lock"), os.O_RDWR)
     except OSError:
@@ -155,6 +156,7 @@ def read_holder(root: str) -> str:
 
 
 def make_env(folder: str) -> dict[str, str]:
+    """Return the machine's environment: some variables of the login, and folders of its own."""
     passed = {name: os.environ[name] for name in PASSED_ENV if name in os.environ}
     own = {"HOME": os.path.join(folder, "home"), "TMPDIR": os.path.join(folder, "tmp"), "BROKER_NODE_DIR": folder}
     return {**passed, **own, "PYTHONUNBUFFERED": "1", "BROKER_HOST_HOME": os.path.expanduser("~")}
@@ -183,6 +185,7 @@ def kill_marked(folder: str) -> None:
 
 
 def is_process_of(folder: str, pid: object) -> bool:
+    """Return whether the process has the folder as an argument: a recorded pid may be in use by another one."""
     try:
         with open(f"/proc/{pid}/cmdline", "rb") as file:
             return folder.encode() in file.read().split(b"\0")
@@ -191,6 +194,7 @@ def is_process_of(folder: str, pid: object) -> bool:
 
 
 def send(pid: int, number: int) -> None:
+    """Send a signal. An error is ignored: the process may have ended, or its pid belong to another user."""
     try:
         os.kill(pid, number)
     except OSError:
@@ -198,6 +202,7 @@ def send(pid: int, number: int) -> None:
 
 
 def read_json(path: str) -> dict[str, object] | None:
+    """Read a JSON object; None if the file is missing or damaged."""
     try:
         with open(path, encoding="utf-8") as file:
             found = json.load(file)
@@ -207,6 +212,7 @@ def read_json(path: str) -> dict[str, object] | None:
 
 
 def write_json(path: str, value: object) -> None:
+    """Replace a file atomically: a reader sees the old or the new value, never a part."""
     with open(path + ".new", "w", encoding="utf-8") as file:
         json.dump(value, file)
     os.replace(path + ".new", path)

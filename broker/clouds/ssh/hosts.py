@@ -48,6 +48,7 @@ def make_program(request: Mapping[str, object]) -> bytes:
 
 @cache
 def read_source(path: str) -> str:
+    """Return the source of a module that is sent to hosts; each file is read once per process."""
     return Path(path).read_text(encoding="utf-8")
 
 

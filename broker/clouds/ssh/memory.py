@@ -43,9 +43,11 @@ class HostMemory:
         write_json(self._claims, {**known, key: [*others, claim]})
 
     def note_off(self, host: Host, *, now_s: float) -> None:
+        """Remember that the host was confirmed off at `now_s` (Unix time), until it answers again."""
         write_json(self._off, {**self._read(self._off), host.key: now_s})
 
     def is_off(self, host: Host) -> bool:
+        """Return whether a fence command confirmed that the host is off, and it has not answered since."""
         return host.key in self._read(self._off)
 
     def read_claims(self, host: Host, owner: str, *, now_s: float) -> Claims:
@@ -66,6 +68,7 @@ class HostMemory:
 
 
 def name_entry(host: Host, owner: str) -> str:
+    """Return the key of an owner's claims on a host: brokers of several owners may share one."""
     return f"{host.key} {owner}"
 
 

@@ -91,6 +91,7 @@ class MachineTransport:
         return result
 
     async def put(self, node: Node, source: Path, target: str) -> None:
+        """Copy changed files by tar to the node's home folder. Raises InvalidRequestError for an absolute target."""
         if target.startswith("/"):
             raise InvalidRequestError(
                 f"`{target}` is outside the home folder of node `{node.id}`", hints=("use a path below `~/`",)
@@ -98,6 +99,10 @@ class MachineTransport:
         await put_files(self, node, source, target)
 
     async def open_stream(self, node: Node, argv: Sequence[str]) -> Stream:
+        """Open a session with a program in the node, without waiting for its first output.
+
+        Raises TransientError if the relay does not start on this machine, StateError if the host is not in the file.
+        """
         try:
             header = pack_header(argv, timeout_s=STREAM_S, is_stream=True)
             return await open_program(self._list_words(node), first=header)
