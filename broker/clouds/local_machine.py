@@ -12,6 +12,7 @@ environment instead. Both share a lock on NODE_DIR/alive.lock: a node is alive e
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import fcntl
 import json
@@ -109,8 +110,7 @@ def give_notice(folder: str) -> None:
     """Pass the batch system's SIGTERM on as a preemption notice: it kills the node after its grace time."""
     record = json.loads(read_text(os.path.join(folder, "node.json")))
     notice = {"notice_s": float(record.get("notice_s", 0.0)), "time_s": time.time()}
-    path = os.path.join(folder, "home", ".broker", "preemption")
-    if not os.path.exists(path):
+    if not os.path.exists(path := os.path.join(folder, "home", ".broker", "preemption")):
         write_json(path, notice)
 
 
@@ -140,8 +140,7 @@ def serve(folder: str, ready: int, mode: str) -> NoReturn:
     become_subreaper()
     if IS_LINUX:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, end_signal, 0, 0, 0)
-    with open(os.path.join(folder, "node.json"), encoding="utf-8") as file:
-        path = json.load(file)["socket"]
+    path = json.loads(read_text(os.path.join(folder, "node.json")))["socket"]
     remove(path)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     listener.bind(path)
@@ -181,9 +180,8 @@ def check_power(folder: str, preempt_s: float | None) -> float | None:
 def handle(connection: socket.socket) -> NoReturn:
     """Serve one command: a 4-byte length, a JSON header {argv, env, stdin, timeout_s}, then stdin; answer likewise.
 
-    With `is_stream` in the header, the rest of the connection is the command's input and output.
-
-    Output goes through unlinked files, so a daemon that keeps them open does not delay the answer.
+    With `is_stream` in the header, the rest of the connection is the command's input and output. Otherwise output goes
+    through unlinked files, so a daemon that keeps them open does not delay the answer.
     """
     code = 1
     try:
@@ -210,8 +208,7 @@ def handle(connection: socket.socket) -> NoReturn:
 
 
 def become_command(header: dict[str, Any], connection: int) -> NoReturn:
-    """Replace this process with the command. The connection is its input and output; it ends when either side closes
-    it."""
+    """Replace this process with the command, whose input and output is the connection; closing either side ends it."""
     os.setsid()
     os.chdir(os.environ["HOME"])
     for number in (signal.SIGTERM, signal.SIGPIPE):
@@ -300,11 +297,9 @@ def record_end(folder: str, *, state: str, reason: str) -> None:
     """Record why the node ended. NODE_DIR/ended.json is written once per boot: the first record stands."""
     path = os.path.join(folder, "ended.json")
     aside = os.path.join(folder, f".ended.{os.getpid()}.{time.monotonic_ns()}")
-    try:
+    with contextlib.suppress(OSError):  # already recorded, or the folder is gone
         write_json(aside, {"state": state, "reason": reason, "ended_s": time.time()})
         os.link(aside, path)
-    except OSError:
-        pass  # already recorded, or the folder is gone
     remove(aside)
 
 
@@ -340,11 +335,9 @@ def find_victims(folder: str) -> Iterator[int]:
 def list_children(pid: int) -> list[int]:
     """List the child processes of all threads of a process; empty if it is gone."""
     children: list[int] = []
-    try:
+    with contextlib.suppress(OSError):
         for thread in os.listdir(f"/proc/{pid}/task"):
             children += map(int, read_text(f"/proc/{pid}/task/{thread}/children").split())
-    except OSError:
-        pass
     return children
 
 
@@ -368,19 +361,15 @@ def find_marked(folder: str) -> list[int]:
 
 def send(pid: int, number: int) -> None:
     """Send a signal; a process that is gone counts as success."""
-    try:
+    with contextlib.suppress(OSError):
         os.kill(pid, number)
-    except OSError:
-        pass
 
 
 def reap() -> None:
     """Collect the exit codes of all children that have ended."""
-    try:
+    with contextlib.suppress(ChildProcessError):
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass
-    except ChildProcessError:
-        pass
 
 
 def read_text(path: str) -> str:
@@ -403,10 +392,8 @@ def write_json(path: str, value: object) -> None:
 
 def remove(path: str) -> None:
     """Delete a file; one that is gone counts as success."""
-    try:
+    with contextlib.suppress(OSError):
         os.unlink(path)
-    except OSError:
-        pass
 
 
 if __name__ == "__main__":

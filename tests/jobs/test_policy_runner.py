@@ -97,9 +97,9 @@ def test_a_policy_allows_for_a_fault_just_after_the_longest_pause_between_two_lo
 
     monkeypatch.setattr(PolicyRunner, "_decide", note)
     with suppress(Pause):
-        PolicyRunner(store, lambda task, avoid: plan_of(task, DEAR), clock, unused, Successor(store, unused, clock)).plan(
-            job
-        )
+        PolicyRunner(
+            store, lambda task, avoid: plan_of(task, DEAR), clock, unused, Successor(store, unused, clock)
+        ).plan(job)
     assert TASK.goal is not None
     assert [hours - find_margin_hours(TASK.goal) for hours in found] == [
         pytest.approx((LOOK_S_MAX + LOOK_S_MIN) / 3600)
