@@ -175,6 +175,7 @@ def read_progress(path: Path) -> dict[str, Any] | None:
 
 def find_marked(mark: str) -> Iterator[int]:
     """Yield the processes with exactly this `NAME=value` in their environment (Linux only; elsewhere none)."""
+    assert "=" in mark, "an empty mark is in every environment: its processes would be all of the machine's"
     proc = Path("/proc")
     for entry in proc.iterdir() if proc.exists() else ():
         if entry.name.isdigit() and int(entry.name) != os.getpid():

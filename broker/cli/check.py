@@ -129,7 +129,7 @@ def _show_types(session: Session, name: str | None, *, as_json: bool) -> None:
             alike.setdefault(finding.why, []).append(finding.accelerator)
     for why, accelerators in alike.items():
         print_wrapped(f"{why} ({', '.join(accelerators)})", indent=2)
-    print_line("Each is listed with its smallest machine; capacity is known only when a node is created.")
+    print_wrapped("Each is listed with its smallest machine; capacity is known only when a node is created.", indent=0)
     print_line("`--json` includes the command that requests more quota")
 
 

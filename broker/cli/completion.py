@@ -33,6 +33,7 @@ NAMES: dict[tuple[str, ...], tuple[str, bool]] = {
     ("jobs", "why"): ("job", False),
     ("jobs", "watch"): ("job", False),
     ("jobs", "trace"): ("job", False),
+    ("jobs", "forward"): ("job", False),
 }
 
 

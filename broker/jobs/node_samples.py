@@ -56,7 +56,8 @@ class SampleRecorder:
 
     def _append(self, path: Path, samples: Sequence[NodeSample]) -> None:
         try:
-            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            for folder in (path.parent.parent, path.parent):  # `parents` would give the first one the umask's mode
+                folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             agent_ring.append(path, [encode_sample(sample) for sample in samples])
             self._is_failing = False
         except OSError as error:

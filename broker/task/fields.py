@@ -345,9 +345,7 @@ HEADER = Table(
         "execution": Field(
             shape=Choice(words=("serial", "parallel")), about="Run tasks in sequence (default) or in parallel."
         ),
-        "primary_tasks": Field(
-            shape=ListOf(item=Text()), about="The group ends when these tasks have ended (default: all)."
-        ),
+        "primary_tasks": Field(shape=ListOf(item=Text()), about="The group ends when these tasks end (default: all)."),
         "termination_delay": Field(
             shape=Either(shapes=(Duration(bare_unit="s", is_zero_ok=True), MapOf(value=Duration(bare_unit="s")))),
             about="How long the other tasks continue then, for all or by task name (default: 0s).",

@@ -247,7 +247,7 @@ def test_job_whose_daemon_is_killed_at_its_start_runs_with_the_next_one(shell: S
     assert "the jobs daemon did not start: killed by signal 9" in done.stderr and "broker status" in done.stderr
     for command in (("status",), ("jobs", "queue")):
         looked = shell.run(*command)
-        assert "1 managed job live" in looked.stdout or "hello" in looked.stdout, "a look shows what is on record"
+        assert "1 live managed job" in looked.stdout or "hello" in looked.stdout, "a look shows what is on record"
         assert "killed by signal 9" in looked.stderr
     (shell.folder / "spared").touch()
     assert wait_for_end(shell)["status"] == "SUCCEEDED"

@@ -237,7 +237,7 @@ def test_service_lives_its_whole_life(terminal: Shell) -> None:
     (service,) = terminal.read_json("serve", "status")
     with urllib.request.urlopen(f"http://{service['endpoint']}", timeout=300) as response:
         assert response.status == 200
-    assert terminal.run("serve", "up", task, "--yes", code=2).stderr.startswith("error: service `web` exists\n")
+    assert terminal.run("serve", "up", task, "--yes", code=2).stderr.startswith("error: service `web` already exists\n")
     assert terminal.run("serve", "why", "web").stdout.startswith("Service web is READY\n")
     assert terminal.run("serve", "logs", "web").stdout
     assert terminal.run("serve", "logs", "nope", code=2).stderr.startswith("error: unknown service `nope`\n")

@@ -18,6 +18,7 @@ import yaml
 
 from broker.dashboard.metrics import list_families
 from broker.dashboard.model import list_places, read_overview
+from broker.dashboard.node_metrics import list_node_families, list_nodes
 from tests.dashboard.conftest import HOSTILE, Served, Story
 
 FOLDER = Path(__file__).parent.parent.parent / "docs" / "monitoring"
@@ -108,9 +109,9 @@ def prometheus(served: Served, tmp_path: Path) -> Iterator[Prometheus]:
 def test_prometheus_scrapes_what_the_dashboard_shows(prometheus: Prometheus, story: Story) -> None:
     (up,) = prometheus.query('up{job="broker"} == 1')
     assert up["value"][1] == "1"  # type: ignore[index]
-    families = {
-        each.name for each in list_families(read_overview(story.context), list_places(story.store)) if each.samples
-    }
+    nodes = list_nodes(story.context.config.logs, [1], now_s=story.now_s)
+    listed = [*list_families(read_overview(story.context), list_places(story.store)), *list_node_families(nodes)]
+    families = {each.name for each in listed if each.samples}
     known = {str(each["metric"]["__name__"]) for each in prometheus.query('{__name__=~"broker_.+"}')}  # type: ignore[index]
     assert known == families
     (step,) = prometheus.query('broker_job_step{job="1"}')

@@ -71,7 +71,7 @@ def test_a_gang_that_loses_a_node_while_booting_is_terminated_and_launched_elsew
     cluster = world.clock.run(scenario)
     assert cluster.placement.offer.zone == "east1b"
     assert world.count_live(lambda node: node.zone == "east1a") == 0
-    assert any("did not come up completely: a node ended by itself (preempted)" in line for line in told), told
+    assert any("did not come up completely: a node terminated by itself (preempted)" in line for line in told), told
 
 
 def test_a_gang_that_does_not_boot_in_time_is_reported_with_the_time(world: World) -> None:
@@ -84,7 +84,9 @@ def test_a_gang_that_does_not_boot_in_time_is_reported_with_the_time(world: Worl
                 "c", make_plan(world.task, "east1a"), on_event=lambda event: told.append(describe_event(event))
             )
         )
-    assert "not all ran within" in str(caught.value.details) and "ended by itself" not in "".join(told)
+    assert "not all nodes were running within" in str(caught.value.details) and "terminated by itself" not in "".join(
+        told
+    )
 
 
 def test_a_cluster_can_come_up_again_under_its_old_name(world: World) -> None:

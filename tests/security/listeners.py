@@ -71,7 +71,7 @@ DECLARED = (
         "the interface they choose",
         authentication="none; torch offers none",
         stranger="any client that reaches the port can read and break the training: "
-        "the firewall lets in the gang's nodes only",
+        "the firewall admits only the gang's nodes",
         code="torch; `broker/clouds/aws/network.py`, `broker/clouds/gcp/firewall.py`",
     ),
     Declared(

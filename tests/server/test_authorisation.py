@@ -18,7 +18,8 @@ from tests.simulation.world import make_offer
 READS = {
     "show_status", "check_up", "find_run", "follow_run", "list_runs", "preview_down", "name_target",
     "describe_interrupted", "list_queue", "list_jobs", "show_job", "follow_log", "list_events", "explain_job",
-    "wait_for_job", "show_cost", "check_clouds", "plan_tasks", "report_month", "score_forecasts", "list_forecasts",
+    "find_members", "wait_for_job", "show_cost", "check_clouds", "plan_tasks", "report_month", "score_forecasts",
+    "list_forecasts",
     "inspect_clouds", "inspect_cloud", "list_startable", "watch_jobs", "read_job_history", "list_services",
     "explain_service", "wait_for_service", "follow_service_log", "preview_services_down", "read_sweep",
 }  # fmt: skip

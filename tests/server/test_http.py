@@ -140,7 +140,7 @@ def test_archive_of_another_digest_is_refused(hosted: Hosted, tmp_path: Path) ->
     (tmp_path / "file").write_text("content")
     archive = io.BytesIO()
     write_archive(tmp_path / "file", archive)
-    with pytest.raises(Exception, match="SHA-256 differs"):
+    with pytest.raises(Exception, match="SHA-256 digest differs"):
         hosted.open("user").request("PUT", f"/v1/files/{hashlib.sha256(b'other').hexdigest()}", archive.getvalue())
     assert not list((hosted.home / "uploads").glob(".*")), "nothing is left of it"
 
@@ -161,7 +161,7 @@ def test_certificate_is_pinned(tmp_path: Path) -> None:
         assert good.url.startswith("https://") and good.fingerprint
         assert check_handshake(RemoteSession(good)).user == "viewer"
         assert hosted.open("viewer").call(show_status).clusters == ()
-        for fingerprint, words in (("sha256:" + "0" * 64, "another certificate"), (None, "cannot be verified")):
+        for fingerprint, words in (("sha256:" + "0" * 64, "a different certificate"), (None, "cannot be verified")):
             with pytest.raises(AuthError, match=words):
                 check_handshake(RemoteSession(ServerLogin(url=good.url, token=good.token, fingerprint=fingerprint)))
     finally:

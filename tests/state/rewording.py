@@ -6,6 +6,15 @@ import re
 
 # (pattern for schema 9's sentence, today's sentence), applied in this order.
 RULES: tuple[tuple[str, str], ...] = (
+    (r"It needs (job \d+ \(\S+\)), which is (\w+)\.", r"It depends on \1: \2."),
+    (r"and ends, as only", r"and ends because only"),
+    (r"(had no record; `broker down \S+`) ends them", r"\1 terminates them"),
+    (r"ran to its end\.", r"succeeded."),
+    (
+        r"Steps (\d+ of \d+), (\d+) lost in (\d+) recoveries that took ([^\n]+?)\.\n",
+        r"Steps: \1, \2 lost. Recoveries: \3, taking \4.\n",
+    ),
+    (r"USD; on-demand ([\d.]+) USD", r"USD; on-demand would have cost \1 USD"),
     (r"failed by itself: its program, or its budget", r"failed: its program failed, or its budget was spent"),
     (r"could not be started at all", r"could not be started"),
     (r"found nothing for sale that fits", r"found no matching offer"),

@@ -94,7 +94,7 @@ def test_an_older_schema_in_a_folder_that_cannot_be_written_is_refused_with_the_
     monkeypatch.setattr(os, "open", refuse)
     with pytest.raises(StateError, match="has schema 15, and cannot be brought to schema") as caught:
         Store(path, clock=SystemClock())
-    assert caught.value.hints == ("Make the folder writable.",)
+    assert caught.value.hints == ("make the folder writable",)
 
 
 def test_a_file_that_is_not_a_database_is_a_state_error(tmp_path: Path) -> None:

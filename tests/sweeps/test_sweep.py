@@ -90,7 +90,7 @@ class SweepWorld(World):
 
     def train(self, context: Context, job: Job) -> None:
         before = job.progress.step if job.progress else 0
-        pace = random.Random(f"{job.name} {before}").randint(1, 4)
+        pace = random.Random(f"{job.task.envs['lr']} {before}").randint(1, 4)
         step = min(TOTAL, before + pace)
         self.steps += step - before
         context.store.jobs.set_progress(job.id, Progress(step=step, total=TOTAL, loss=compute_loss(job, step)))
@@ -121,7 +121,7 @@ class SweepWorld(World):
 
 def compute_loss(job: Job, step: int) -> float:
     distance = math.log10(float(job.task.envs["lr"]) / PLANTED)
-    noise = random.Random(f"{job.name} {step}").gauss(0.0, 0.002)
+    noise = random.Random(f"{job.task.envs['lr']} {step}").gauss(0.0, 0.002)
     return 1.0 + distance**2 + 3.0 * math.exp(-step / 15) + noise
 
 

@@ -94,7 +94,7 @@ def test_node_whose_driver_fails_is_refused_before_anything_is_installed(tmp_pat
 def test_node_without_the_gpus_that_were_asked_for_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trainers.node_gpus.PCI", tmp_path / "pci")
     asked = {"PATH": str(tmp_path), "SKYPILOT_NUM_GPUS_PER_NODE": "8"}
-    with pytest.raises(SetupError, match="asks for 8 accelerators"):
+    with pytest.raises(SetupError, match="requests 8 accelerators"):
         find_accelerator(asked)
     device = tmp_path / "pci/0000:01:00.0"
     device.mkdir(parents=True)

@@ -7,7 +7,7 @@ from typing import Any
 from unittest.mock import patch
 
 from broker.errors import AccountError
-from broker.jobs import controller, health
+from broker.jobs import controller, health, progress
 from broker.provision.listing import Listing
 
 Patches = Sequence[Any]
@@ -47,4 +47,4 @@ def silent_gang_replaced_as_soon_as_one_node() -> Patches:
 
 def silence_forgotten_at_a_restart() -> Patches:
     """Do not record how long nodes have been silent."""
-    return (patch.object(controller, "with_silence", lambda attempt, silent_s: attempt),)
+    return (patch.object(progress, "with_silence", lambda attempt, silent_s: attempt),)
