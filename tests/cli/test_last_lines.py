@@ -15,7 +15,7 @@ pytestmark = pytest.mark.skipif(not Path("/proc").exists(), reason="needs Linux'
 STUBBORN = f"""\
 name: stubborn
 resources: {{infra: local, use_spot: true}}
-checkpoint: {{to: s3://{BUCKET}/runs}}
+checkpoint: {{to: s3://{BUCKET}/last-lines}}
 run: |
   [ $BROKER_ATTEMPT = 1 ] || {{ echo "attempt $BROKER_ATTEMPT ran"; exit 0; }}
   trap 'echo "last words of the first attempt"' TERM
@@ -30,7 +30,7 @@ def read_objects(server: S3Server, part: str) -> list[bytes]:
 
     login = {"aws_access_key_id": "key", "aws_secret_access_key": "secret", "aws_region": "us-east-1"}
     store = from_url(f"s3://{BUCKET}", endpoint=server.url, client_options={"allow_http": True}, **login)
-    return [bytes(store.get(key).bytes()) for key in server.list_keys("runs") if part in key]
+    return [bytes(store.get(key).bytes()) for key in server.list_keys("last-lines") if part in key]
 
 
 def test_lines_printed_after_the_notice_are_in_the_log_of_the_job_although_the_node_died_with_them(shell: Any) -> None:

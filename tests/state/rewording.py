@@ -11,7 +11,7 @@ RULES: tuple[tuple[str, str], ...] = (
     (r"(had no record; `broker down \S+`) ends them", r"\1 terminates them"),
     (r"ran to its end\.", r"succeeded."),
     (
-        r"Steps (\d+ of \d+), (\d+) lost in (\d+) recoveries that took ([^\n]+?)\.\n",
+        r"Steps (\d+(?: of \d+)?), (\d+) lost in (\d+) recoveries that took ([^\n]+?)\.\n",
         r"Steps: \1, \2 lost. Recoveries: \3, taking \4.\n",
     ),
     (r"USD; on-demand ([\d.]+) USD", r"USD; on-demand would have cost \1 USD"),
