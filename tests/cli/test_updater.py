@@ -150,6 +150,8 @@ def test_a_failure_is_silent_keeps_the_prices_and_is_tried_again_ever_later(home
         home.age(hours)
         done = home.plan()
         assert "updat" not in done.stderr + done.stdout
+        # The detached process may not have become an updater yet when `plan` has returned.
+        home.shell.wait_until(lambda: home.read_attempt()["failures"] >= failures, "the update has failed")  # noqa: B023
         assert (home.read_attempt()["failures"], home.sum_prices()) == (failures, before)
     (row,) = [each for each in home.shell.read_json("catalog", "status")["clouds"] if each["cloud"] == "lambda"]
     assert row["error"] and row["is_used"] and row["next_s"] == row["attempted_s"] + 3600

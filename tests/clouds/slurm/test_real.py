@@ -88,5 +88,5 @@ def test_job_preempted_by_a_higher_partition_comes_back_and_finishes_bit_identic
     assert {loss for loss in cut} == set(whole), "a repeated step comes to the same loss"
     repeated = sum(new <= old for (old, _), (new, _) in pairwise(cut))
     print(f"steps logged {len(cut)}, restarts in the log {repeated}")
-    assert not slurm.run("squeue", "-h"), "no allocation is left"
+    assert not slurm.run("squeue", "-h", "-t", "PENDING,CONFIGURING,RUNNING,SUSPENDED"), "no allocation is left"
     assert not list(Path(f"/tmp/broker-slurm-{os.getuid()}").glob("job-*")), "no file of a node is left"
