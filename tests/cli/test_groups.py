@@ -65,7 +65,7 @@ def test_a_learner_outlives_its_workers_and_they_find_it_after_its_own_preemptio
     shell.wait_until(lambda: bool(list_attempts(shell, 2)[1].released_s), "and play")
     assert len(list_attempts(shell, 1)) == 1, "the learner was not touched"
     before = read_step(shell)
-    shell.wait_until(lambda: read_step(shell) > before + 5, "the learner goes on")
+    shell.wait_until(lambda: read_step(shell) > before + 5, "the learner continues")
     shell.run("local", "preempt", "1")
     shell.wait_until(lambda: len(list_attempts(shell, 1)) == 2, "the learner has a second attempt")
     reached = read_step(shell)

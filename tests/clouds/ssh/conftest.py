@@ -15,4 +15,4 @@ from tests.clouds.ssh.bed import PoolBed
 def bed(tmp_path: Path) -> Iterator[PoolBed]:
     bed = PoolBed(tmp_path)
     yield bed
-    bed.clean_up([OWNER, "somebody-else"])
+    bed.clean_up([OWNER, "another-owner"])

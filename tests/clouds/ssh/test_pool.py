@@ -41,10 +41,10 @@ def find_marked(bed: PoolBed, node: Node) -> list[int]:
 def test_host_of_one_broker_is_refused_to_another_and_named(bed: PoolBed) -> None:
     asyncio.run(bed.pool.create_nodes(make_request(bed, node_count=2)))
     with pytest.raises(CapacityError) as caught:
-        asyncio.run(bed.make_cloud().create_nodes(make_request(bed, node_count=2, owner="somebody-else")))
+        asyncio.run(bed.make_cloud().create_nodes(make_request(bed, node_count=2, owner="another-owner")))
     assert f"h1 is in use by cluster train of broker {OWNER}" in caught.value.message
-    assert not list_all(bed, "somebody-else"), "the free host that it claimed is released"
-    (node,) = asyncio.run(bed.pool.create_nodes(make_request(bed, owner="somebody-else")))
+    assert not list_all(bed, "another-owner"), "the free host that it claimed is released"
+    (node,) = asyncio.run(bed.pool.create_nodes(make_request(bed, owner="another-owner")))
     assert node.handle.startswith("pool://lab/h3/")
 
 
