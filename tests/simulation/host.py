@@ -32,7 +32,7 @@ def cut_power(universe: Universe) -> None:
     universe.note_fault("power:cut")
     for process in list(universe.processes):
         if process.is_alive:
-            universe.kills += 1
+            universe.kills["power:cut"] += 1
             process.kill()
     lost = universe.file.cut_power(universe.random)
     universe.forget_what_was_seen()

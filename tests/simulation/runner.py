@@ -30,7 +30,7 @@ class Result:
     trace: Sequence[str]
     unowned_s: float
     points: int
-    kills: int
+    kills: Counter[str]
     virtual_s: float
     cells: Counter[tuple[str, str]] = field(default_factory=Counter)
     faults: Counter[str] = field(default_factory=Counter)

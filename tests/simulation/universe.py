@@ -88,7 +88,7 @@ class Universe:
         self.gang.silence_s = mix.silence_s
         self.processes: list[Process] = []
         self.points = 0
-        self.kills = 0
+        self.kills: Counter[str] = Counter()
         self.cells: Counter[tuple[str, str]] = Counter()
         self.unowned_s = 0.0
         self.budgets: dict[int, float] = {}
@@ -396,7 +396,7 @@ class Universe:
             self._kill(process, "kill:point")
 
     def _kill(self, process: Process, fault: str) -> None:
-        self.kills += 1
+        self.kills[fault] += 1
         self.note_fault(fault)
         process.kill()
 
