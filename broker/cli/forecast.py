@@ -24,7 +24,7 @@ def list_forecast_lines(plan: Plan) -> list[str]:
         f"Forecast: {_say_range(found.usd, format_usd)} USD, {_say_range(found.hours, format_hours)} "
         "from submission to end (p50, p10-p90)",
         f"Chances: {_say_chances(found)}",
-        f"On average: {_say_counts(found)}; {format_count(found.places, 'candidate place')}",
+        f"On average: {_say_counts(found)}; {format_count(found.places, 'candidate location')}",
     ]
     if not _say_chances(found):
         del lines[1]

@@ -202,7 +202,7 @@ def status(
     rows = [cells for each in lines for cells in _list_replica_cells(each)]
     if rows:
         print_line("")
-        for row in format_table(["SERVICE", "REPLICA", "VERSION", "STATUS", "PLACE", "IN FLIGHT", "JOB"], rows):
+        for row in format_table(["SERVICE", "REPLICA", "VERSION", "STATUS", "LOCATION", "IN FLIGHT", "JOB"], rows):
             print_line(row)
 
 

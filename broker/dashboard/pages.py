@@ -18,7 +18,7 @@ from broker.types import Cluster, EventKind, Job, JobStatus
 from broker.wording import describe_outcome
 
 PAGES = {
-    "/": "Overview", "/clusters": "Clusters", "/services": "Services", "/plan": "Plan", "/places": "Places",
+    "/": "Overview", "/clusters": "Clusters", "/services": "Services", "/plan": "Plan", "/places": "Locations",
     "/cost": "Cost", "/clouds": "Clouds",
 }  # fmt: skip
 EVENTS_SHOWN = 200  # the newest
@@ -186,7 +186,7 @@ def show_attempts(page: JobPage) -> Markup:
                 format_usd(row.attempt.placement.usd_hour), format_usd(row.usd), outcome,
             ]
         )  # fmt: skip
-    heads = ["Attempt", "Place", "Type", "Market", "Steps", "Checkpoint", "Steps lost", "USD/h", "USD", "Outcome"]
+    heads = ["Attempt", "Location", "Type", "Market", "Steps", "Checkpoint", "Steps lost", "USD/h", "USD", "Outcome"]
     return table(heads, cells, caption="Attempts", right=["Attempt", *heads[4:9]])
 
 
@@ -218,7 +218,7 @@ def show_clusters(clusters: Sequence[Cluster], spent: dict[str, float], now_s: f
                 format_usd(measure_rate_usd_hour(each)), format_usd(spent[each.name]),
             ]
         )  # fmt: skip
-    heads = ["Cluster", "Status", "Nodes", "Place", "Market", "Job", "Age", "USD/h", "USD"]
+    heads = ["Cluster", "Status", "Nodes", "Location", "Market", "Job", "Age", "USD/h", "USD"]
     return table(heads, cells, caption="Clusters", right=["Job", "Age", "USD/h", "USD"])
 
 
@@ -231,7 +231,7 @@ def show_places(places: Sequence[PlaceRow], refusals: Sequence[Refusal], now_s: 
         ]
         for row in places
     ]  # fmt: skip
-    heads = ["Place", "Type", "Stays", "Hours", "Preemptions", "Preemptions/h"]
+    heads = ["Location", "Type", "Stays", "Hours", "Preemptions", "Preemptions/h"]
     refused: list[Sequence[Content]] = [
         [
             f"{each.cloud} {each.zone or each.region or 'all regions'}", each.instance_type or "all",
@@ -244,7 +244,7 @@ def show_places(places: Sequence[PlaceRow], refusals: Sequence[Refusal], now_s: 
         [
             element("h2", "Your time on spot"),
             seen if cells else element("p", "No node has run on spot yet."),
-            *_show_rows("Current refusals", ["Place", "Type", "Market", "Expires in", "Reason"], refused),
+            *_show_rows("Current refusals", ["Location", "Type", "Market", "Expires in", "Reason"], refused),
         ]
     )
 

@@ -144,7 +144,7 @@ class Dashboard:
     async def _places(self, request: web.Request) -> web.Response:
         store, now_s = self._context.store, self._context.clock.now_s()
         page = pages.show_places(list_places(store), store.refusals.list_active(now_s), now_s)
-        return self._show("Places", page, path="/places")
+        return self._show("Locations", page, path="/places")
 
     async def _cost(self, request: web.Request) -> web.Response:
         by = By(request.query["by"]) if request.query.get("by") in list(By) else By.DAY

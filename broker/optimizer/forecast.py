@@ -145,7 +145,7 @@ def list_influences(plan: Plan) -> list[Influence]:
         ("start-up takes half as long", replace(given, recovery_hours=given.recovery_hours / 2)),
     ]
     if given.places > 1:
-        changes.append(("one candidate place", replace(given, places=1)))
+        changes.append(("one candidate location", replace(given, places=1)))
     if given.deadline_hours is not None and given.has_fallback:
         changes.append(("deadline 25 % later", replace(given, deadline_hours=given.deadline_hours * 1.25)))
     found = [

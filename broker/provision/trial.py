@@ -18,6 +18,7 @@ from broker.agent.agent_bucket import SCHEMES, name_log, name_outcome
 from broker.clock import Clock
 from broker.clouds.base import CanStop, Cloud, HasAccounts, ProvidesSshHosts
 from broker.errors import BrokerError, RunFailedError, TransientError, UnreachedError
+from broker.formatting import format_usd
 from broker.frozen import frozen
 from broker.provision.launch import describe
 from broker.provision.lifecycle import Provisioner
@@ -122,7 +123,10 @@ class Trial:
         except Skip as reason:
             outcome, note = StepOutcome.SKIPPED, str(reason)
         except SpendingLimitReached:
-            outcome, note = StepOutcome.FAILED, f"the spending limit of {self._spend_usd_max:.2f} USD is reached"
+            outcome, note = (
+                StepOutcome.FAILED,
+                f"the spending limit of {format_usd(self._spend_usd_max)} USD is reached",
+            )
             hints = ("`--spend USD` raises the limit",)
         except BrokerError as error:
             outcome, note = StepOutcome.FAILED, "; ".join([error.message, *error.details])

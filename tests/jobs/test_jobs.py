@@ -309,7 +309,7 @@ def test_a_job_never_costs_more_than_its_budget_and_one_poll(tmp_path: Path) -> 
     world.job_id = world.store.jobs.add("dear", replace(world.task, goal=goal)).id
     run_to_end(world, "plain")
     job = world.get_job()
-    assert job.status is JobStatus.FAILED and "budget of 0.02 USD" in job.failure
+    assert job.status is JobStatus.FAILED and "budget of 0.0200 USD" in job.failure
     spent_usd = world.store.bills.spend_usd(job_id=job.id, now_s=world.clock.now_s())
     assert 0.02 <= spent_usd < 0.02 + 2.0 * 40 / 3600
     assert not world.list_live_nodes()
@@ -320,7 +320,7 @@ def test_nodes_that_never_boot_cost_no_more_than_the_budget(tmp_path: Path) -> N
     world.job_id = world.store.jobs.add("dear", replace(world.task, goal=Goal(budget_usd=0.02))).id
     run_to_end(world, "plain")
     job = world.get_job()
-    assert job.status is JobStatus.FAILED and "budget of 0.02 USD" in job.failure
+    assert job.status is JobStatus.FAILED and "budget of 0.0200 USD" in job.failure
     assert world.cloud.bill_usd() < 0.02 + 2.0 * 10 / 3600  # one look, and the end of two nodes
     assert len([node for node in world.cloud.observe() if node.owner == OWNER]) == 2, "no second gang was asked for"
     assert not world.list_live_nodes()

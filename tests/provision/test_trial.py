@@ -161,7 +161,7 @@ def test_the_spending_limit_ends_the_trial_within_one_poll_and_the_node_is_termi
     gang = PaperGang(stage)
     gang.ends_after_s = 1e9
     found = play(stage, gang, spend_usd_max=0.05)
-    assert found["run"] == ("failed", "the spending limit of 0.05 USD is reached")
+    assert found["run"] == ("failed", "the spending limit of 0.0500 USD is reached")
     assert found["terminate"] == ("ok", "the cloud confirmed that the node is gone")
     assert 0.05 <= stage.world.store.bills.spend_usd(now_s=stage.world.clock.now_s()) < 0.06
 
