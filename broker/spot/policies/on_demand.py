@@ -8,7 +8,7 @@ from broker.spot.policies.base import Candidate, Decision, JobView, Move, Stay, 
 
 
 def decide(view: JobView, candidates: Sequence[Candidate]) -> Decision:
-    """Choose the cheapest on-demand location that meets the deadline, else the fastest; spot if nothing else is sold."""
+    """Choose the cheapest on-demand location that is in time, else the fastest; spot if there is no other offer."""
     if view.current is not None:
         return Stay(reason="runs on-demand")
     ondemand = [each for each in candidates if not each.is_spot] or list(candidates)
