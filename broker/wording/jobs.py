@@ -94,7 +94,7 @@ def render_group_started(*, group: str, generation: int) -> str:
 
 def render_group_restarted(*, group: str, cause: str, in_place: bool) -> str:
     why = f"task {cause} was lost" if cause else "another task was lost"
-    return f"group {group} restarts, as {why}; restarting on {_name_nodes(in_place=in_place)}"
+    return f"group {group} restarts because {why}; restarting on {_name_nodes(in_place=in_place)}"
 
 
 def render_group_move(*, group: str, place: str, reason: str) -> str:
