@@ -168,7 +168,7 @@ def test_secrets_are_encrypted_with_a_key_beside_the_database(open_postgres: Ope
         store.jobs.get(moved.id)
 
 
-def test_a_job_that_ends_takes_its_secrets_along(open_postgres: OpenStore) -> None:
+def test_secrets_are_deleted_with_the_end_of_their_job(open_postgres: OpenStore) -> None:
     from broker.types import JobStatus
 
     store = open_postgres()
