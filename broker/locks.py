@@ -34,7 +34,7 @@ def try_lock(path: Path) -> Iterator[bool]:
 
 
 def is_locked(path: Path) -> bool:
-    """Look without taking the lock from anyone who tries: two who look do not see each other."""
+    """Check the lock without blocking other processes: two concurrent checks do not see each other."""
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     except FileNotFoundError:

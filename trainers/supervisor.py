@@ -79,7 +79,7 @@ class Supervisor:
                 if verdict == "stop":
                     return self._flush(report.step)
                 if verdict == "go":
-                    self.progress.report(step=report.step, event="preempted, the others continue")
+                    self.progress.report(step=report.step, event="preempted; the others continue")
                     return EXIT_CODE_PREEMPTED
             if self.pacer.is_due(report.step):
                 self.pacer.note(report.step, stall_s=checkpoints.stall_s, write_s=checkpoints.write_s)

@@ -105,7 +105,7 @@ class Wire:
         return parse_line(bytes(line))
 
     def limit(self, timeout_s: float | None) -> None:
-        """Let `read` wait no longer than this for data, None for ever; then it raises TimeoutError, an OSError."""
+        """Limit each wait of `read` for data, None for no limit; then it raises TimeoutError, an OSError."""
         self._socket.settimeout(timeout_s)
 
     def close(self) -> None:

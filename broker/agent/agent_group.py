@@ -40,7 +40,7 @@ def read_peers(folder: Path) -> dict[str, Any] | None:
 
 
 def make_envs(folder: Path) -> dict[str, str]:
-    """Return BROKER_GROUP_FILE, and for each task its addresses (one a line) and its port."""
+    """Return BROKER_GROUP_FILE, and for each task its addresses (one per line) and its port."""
     envs = {"BROKER_GROUP_FILE": str(folder / PEERS)}
     peers = read_peers(folder) or {}
     for task, known in peers.get("tasks", {}).items():

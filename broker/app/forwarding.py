@@ -65,7 +65,7 @@ class Webhook:
 
 
 class Mlflow:
-    """Logs to a run of an MLflow server: one that is named, or the job's own, which is made at first."""
+    """Logs to a run of an MLflow server: a named run, or the job's own, which is created at first use."""
 
     def __init__(self, url: str, job: Job, *, experiment: str, run_id: str | None, now_s: float) -> None:
         self._base = f"{check_url(url, '--mlflow').rstrip('/')}/api/2.0/mlflow"

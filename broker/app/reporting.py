@@ -62,7 +62,7 @@ class JobShare:
 
 @frozen
 class Report:
-    """A month's report. Bills of pruned jobs are in no month's report, as their days are no longer known."""
+    """A month's report. Bills of pruned jobs appear in no month's report because their days are no longer known."""
 
     period: Period
     made_s: float

@@ -37,7 +37,7 @@ def list_forecast_lines(plan: Plan) -> list[str]:
 
 
 def show_influences(plan: Plan) -> None:
-    """Print what moves the expected cost most."""
+    """Print the changes with the largest effect on the expected cost."""
     found = forecast_plan(plan)
     if found is None:
         return

@@ -34,7 +34,7 @@ def forecast() -> None:
 def score(as_json: options.AsJson = False, output: options.Output = options.Format.TABLE) -> None:
     """Show how often the cost and time of your jobs were within their forecast.
 
-    With 10 jobs or more, plans widen their intervals if too few were.
+    Once there are 10 jobs, plans widen their intervals if too few were within them.
     """
     found = make_session().call(score_forecasts)
     if as_json or output is options.Format.JSON:

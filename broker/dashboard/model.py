@@ -206,7 +206,7 @@ class PlaceRow:
 
 
 def list_places(store: Store) -> Sequence[PlaceRow]:
-    """List the places where broker ran on spot, the most preempted first."""
+    """List the locations where broker ran on spot, the most preempted first."""
     sums: dict[tuple[str, str, str | None, str], tuple[int, float, int]] = {}
     for stay in store.history.list_stays():
         stays, hours, preemptions = sums.get(stay.place, (0, 0.0, 0))

@@ -1,4 +1,4 @@
-"""What the nodes of a job use: small charts of the last samples, and tables of the newest one of each node."""
+"""Usage of a job's nodes: small charts of the last samples, and a table of the newest sample of each node."""
 
 from __future__ import annotations
 

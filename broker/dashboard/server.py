@@ -37,7 +37,7 @@ from broker.types import Job
 STATIC = Path(__file__).parent / "static"
 TYPES = {".css": "text/css", ".js": "text/javascript"}
 LOOK_S = 0.5  # between looks for new events
-REFRESH_S = 5.0  # a page is loaded again after this long without an event: steps and costs are no events
+REFRESH_S = 5.0  # a page is reloaded after this long without an event: steps and costs do not cause events
 STREAMS_MAX = 100
 SCRAPE_FILE = "metrics-token"  # in the state folder
 

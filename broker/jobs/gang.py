@@ -62,12 +62,12 @@ class GangReport(Protocol):
 
     @property
     def samples(self) -> Sequence[tuple[int, NodeSample]]:
-        """What nodes reported of themselves, with their ranks, oldest first; a sample may be repeated."""
+        """Samples that nodes reported, with their ranks, oldest first; a sample may be repeated."""
         ...
 
     @property
     def is_ready(self) -> bool:
-        """Whether the gang of a job group was set up, so that `run` waited for the group only."""
+        """Return whether the gang of a job group is set up, so that `run` waits only for the group."""
         ...
 
     @property

@@ -1,6 +1,5 @@
-"""Keep what the nodes of jobs report of themselves: one file of bounded size for each rank of a job.
-
-Files, like the log of a job, and not rows of the store: ten thousand nodes write a thousand samples a second, which
+"""Keep the samples that the nodes of jobs report: one file of bounded size for each rank of a job. Files, like the log
+of a job, and not rows of the store: ten thousand nodes write a thousand samples per second, which
 must not wait for the store's lock, and may be lost in a power cut. A file holds at most 128 KiB (`agent_ring`).
 """
 
@@ -116,7 +115,7 @@ def _thin(samples: tuple[NodeSample, ...]) -> tuple[NodeSample, ...]:
 
 
 def _is_current(path: Path, now_s: float) -> bool:
-    """Return whether the file was written within a minute; by our own clock, as a node's may be wrong."""
+    """Return whether the file was written within a minute; by our own clock, because a node's may be wrong."""
     try:
         return now_s - path.stat().st_mtime < CURRENT_S
     except OSError:

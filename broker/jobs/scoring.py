@@ -36,7 +36,7 @@ class JudgedForecast:
 
     @property
     def is_in_time(self) -> bool | None:
-        """Whether the job met its deadline; None without one."""
+        """Return whether the job met its deadline; None without one."""
         limit = self.forecast.deadline_hours
         return None if limit is None else self.hours <= limit
 

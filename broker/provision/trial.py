@@ -179,7 +179,7 @@ class Trial:
                 bucket.delete("from-here")
 
         if await asyncio.to_thread(write_and_read) != content:
-            raise TransientError(f"{self._folder} returned other content than was written")
+            raise TransientError(f"{self._folder} returned different content from what was written")
         return f"{self._folder}: written, read, deleted from this machine"
 
     async def _create(self) -> str:

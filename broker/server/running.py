@@ -83,7 +83,7 @@ class Running:
 
     @property
     def has_ended(self) -> bool:
-        """Whether the verb has ended; its frames may still be on their way."""
+        """Return whether the verb has ended; its frames may still be in transit."""
         return self._ended.is_set()
 
     def leave(self) -> None:

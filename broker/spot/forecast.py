@@ -73,7 +73,7 @@ class SpotMarket:
 
     @property
     def watched_hours(self) -> float:
-        """Hours for which the current period has been observed, without its age when it was first seen."""
+        """Hours for which the current period has been observed, excluding its age at the first observation."""
         return self.candidate.age_hours - self.candidate.met_hours
 
     def expect_open(self, ahead_hours: float) -> float:

@@ -98,7 +98,7 @@ class Database(Protocol):
         """Return the time of the store, which all processes that share it agree on."""
 
     def skip_used_ids(self, tables: Sequence[str]) -> None:
-        """Let the next rows of these tables have larger ids than all that were imported."""
+        """Make the next rows of these tables get larger ids than all imported ones."""
 
     def reclaim_space(self) -> None:
         """Return free space to the file system, if there is much."""
@@ -148,7 +148,7 @@ def read_s(value: object) -> float:
     if not isinstance(value, int | float):
         raise TypeError(f"time expected, found {type(value).__name__}")
     if not abs(value) < TIME_S_MAX:
-        raise ValueError(f"{value} is no point in time")
+        raise ValueError(f"{value} is not a point in time")
     return float(value)
 
 

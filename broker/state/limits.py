@@ -56,7 +56,7 @@ class LimitRows:
         self._database = database
 
     def put(self, limit: Limit) -> None:
-        """Set a limit, in place of an earlier one."""
+        """Set a limit, replacing an earlier one."""
         self._database.write(
             "INSERT INTO limits (scope, name, usd_month, gpus) VALUES (?, ?, ?, ?) "
             "ON CONFLICT (scope, name) DO UPDATE SET usd_month = excluded.usd_month, gpus = excluded.gpus",

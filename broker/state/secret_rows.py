@@ -46,7 +46,7 @@ def load_key(home: Path) -> bytes:
         key = b""
     if len(key) != KEY_BYTES:
         raise StateError(
-            f"{source} is no key: {KEY_BYTES} bytes in base64 are expected",
+            f"{source} is not a valid key: {KEY_BYTES} bytes in base64 are expected",
             hints=("make one with `openssl rand -base64 32`",),
         )
     return key

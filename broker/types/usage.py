@@ -1,4 +1,4 @@
-"""What a node uses, as its agent samples it, and what all nodes of a job use together."""
+"""Resource usage of a node, sampled by its agent, and of all nodes of a job."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class NodeSample:
 
 @frozen
 class JobUsage:
-    """What the nodes of a job use now: means over its nodes and GPUs. None where none of them reports it."""
+    """The current usage of a job's nodes: means over its nodes and GPUs. None where none of them reports it."""
 
     nodes: int  # that have reported within a minute
     cpu_ratio: float | None = None

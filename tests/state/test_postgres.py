@@ -189,7 +189,7 @@ def test_another_key_reads_and_writes_no_secret(open_postgres: OpenStore, monkey
         other.jobs.add("b", Task(secrets={"TOKEN": Secret(value="canary")}))
     assert other.jobs.count() == 1, "the job is not added either"
     monkeypatch.setenv(KEY, "short")
-    with pytest.raises(StateError, match="is no key"):
+    with pytest.raises(StateError, match="is not a valid key"):
         open_postgres().jobs.get(1)
 
 

@@ -38,7 +38,7 @@ def show_cost(context: Context, *, by: By) -> CostReport:
 
 @frozen
 class CloudAnswer:
-    """Whether a cloud can launch nodes, and why or why not."""
+    """The answer whether a cloud can launch nodes, with the reason."""
 
     cloud: str
     can_launch: bool

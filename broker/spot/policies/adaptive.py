@@ -200,7 +200,7 @@ class _Scale:
 
     @cached_property
     def _move_usd_max(self) -> float:
-        """Return the egress that a failed start may have cost: a start near the data must not be barred by it."""
+        """Return the maximum egress cost of a failed start; it must not exclude a start near the data."""
         return max(each.candidate.move_usd for each in self.markets)
 
     @cached_property
