@@ -61,7 +61,7 @@ class Result:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Measure as the flags and the environment say; return the exit code."""
+    """Run the measurements that flags and environment request; return the exit code."""
     config = parse_config(arguments)
     code = launch_if_needed("trainers.allreduce", arguments)
     if code is not None:
@@ -188,7 +188,7 @@ def read_results(file: Path, config: SweepConfig, ranks: int) -> dict[tuple[str,
 
 
 def append_result(file: Path, result: Result) -> None:
-    """Append with one small write, after a line end in case the line before was cut short."""
+    """Append in one small write, after a newline if the previous line was cut short."""
     file.parent.mkdir(parents=True, exist_ok=True)
     with file.open("ab", buffering=0) as opened:
         is_torn = opened.tell() > 0 and not file.read_bytes().endswith(b"\n")

@@ -95,7 +95,7 @@ class CheckpointManager:
             raise StaleAttemptError(newer)
 
     def restore(self, progress: RestoreProgress | None = None) -> int | None:
-        """Load the newest complete checkpoint into the objects and return its step; None where there is none.
+        """Load the newest complete checkpoint into the objects and return its step; None if there is none.
 
         All ranks skip torn and corrupt ones, with a warning. `progress` reports the progress of the ranks.
         """

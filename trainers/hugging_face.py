@@ -164,7 +164,7 @@ def write_shape(model: ModelConfig, *, dtype: str, mask_id: int | None = None) -
     is_plain = model.kind == "llama" and not model.experts and not model.query_key_norm
     if model.bidirectional and not (is_plain and model.attention_bias != "qkv"):
         raise TrainerError(
-            "no encoder of Hugging Face's has this shape, only that of `--model.kind llama` without experts and "
+            "Hugging Face has no encoder of this shape, except that of `--model.kind llama` without experts and "
             "`--model.query_key_norm`: export without `--format hf`"
         )
     positions = max(model.positions, model.context)

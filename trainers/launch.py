@@ -100,7 +100,7 @@ def launch_if_needed(
 
     `module` is started with `arguments`; None starts this very command line again. `elastic` is the knob of a trainer
     that has one, as its flags and its config file say; `is_warm` starts standbys for its workers. Returns the exit code
-    of the workers that were started; None where this process is itself a rank.
+    of the workers that were started; None if this process is itself a rank.
     """
     check_torch()
     if "RANK" in os.environ or "BROKER_ELASTIC_AT" in os.environ:  # under torchrun, or one of our own workers

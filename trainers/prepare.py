@@ -108,10 +108,10 @@ def cut(document: bytes, piece_bytes: int) -> Iterator[bytes]:
 
 
 class ShardWriter:
-    """Appends ids to a row of files of equal size."""
+    """Append ids to a series of files of equal size."""
 
     def __init__(self, folder: Path, name: str, shard_tokens: int, typecode: str) -> None:
-        """Nothing is written before there are ids."""
+        """Prepare the writer; nothing is written until ids arrive."""
         self._folder, self._name, self._shard_tokens = folder, name, shard_tokens
         self._ids = array.array(typecode)
         self._shard = 0

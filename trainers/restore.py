@@ -58,7 +58,7 @@ class Restorer:
         self._own_name = name_own(ranks)
 
     def restore(self, progress: RestoreProgress) -> CheckpointName | None:
-        """Load the newest complete checkpoint into the objects and return its name; None where there is none.
+        """Load the newest complete checkpoint into the objects and return its name; None if there is none.
 
         All ranks skip torn and corrupt ones, with a warning. Each rank verifies what it reads, on a copy of the state,
         so that a damaged checkpoint leaves no trace. That takes as much memory as a save. `progress` reports how far

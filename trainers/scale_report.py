@@ -49,7 +49,7 @@ class Row:
     batch: int
     measured: Measurement
     efficiency: float  # tokens/s over those of one rank times the number of ranks
-    communication: float | None  # share of a step; None where a single rank cannot run it
+    communication: float | None  # share of a step; None if a single rank cannot run it
 
 
 def report_scaling(flags: Sequence[str], *, batch: int, ranks_max: int | None = None) -> int:

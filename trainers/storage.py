@@ -26,11 +26,11 @@ class Storage(Protocol):
     """A place that outlives the machine. Every verb may be repeated."""
 
     def list_names(self, path: str) -> list[str]:
-        """Return names directly under a path, sorted; none where the path does not exist."""
+        """Return names directly under a path, sorted; none if the path does not exist."""
         ...
 
     def read(self, path: str) -> bytes | None:
-        """Return a whole small file, or None where there is none."""
+        """Return a whole small file, or None if there is none."""
         ...
 
     def stream(self, path: str) -> Iterator[bytes]:
@@ -42,7 +42,7 @@ class Storage(Protocol):
         ...
 
     def checksum(self, path: str) -> tuple[str, int] | None:
-        """SHA-256 and size of a file, or None where there is none."""
+        """SHA-256 and size of a file, or None if there is none."""
         ...
 
     def seal(self, path: str) -> tuple[str, int] | None:

@@ -104,7 +104,7 @@ class Supervisor:
         return verdict
 
     def _measure(self, report: StepReport, reading: Reading) -> dict[str, Any]:
-        """Return the values to report for this step; none where it is not to be logged."""
+        """Return the values to report for this step; none if it is not to be logged."""
         last = report.step == self.config.train.steps
         values: dict[str, Any] = {}
         if last or is_due(report.step, self.config.log.every_steps):

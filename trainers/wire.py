@@ -72,7 +72,7 @@ class Wire:
     """
 
     def __init__(self, connection: socket.socket, credential: Credential) -> None:
-        """Authenticate both ends. Raises OSError, and ValueError where the other end does not speak our protocol."""
+        """Authenticate both ends. Raises OSError, and ValueError if the other end does not speak our protocol."""
         self._socket = connection
         self._lock = threading.Lock()  # of what follows
         self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()

@@ -129,7 +129,7 @@ class GoogleIam:
 
 
 def translate(status: int, answer: Mapping[str, Any], method: str, url: str) -> CloudError:
-    """Translate by status, and by the reason in the details of Google's error model (AIP-193)."""
+    """Translate an error by its status, and by the reason in the details of Google's error model (AIP-193)."""
     error = answer.get("error", {})
     error = error if isinstance(error, Mapping) else {}
     reasons = [str(each.get("reason") or each.get("violations") or "") for each in error.get("details", ())]

@@ -104,7 +104,7 @@ def _read_text(path: Path) -> str:
 
 
 def _read_number(path: Path) -> int | None:
-    """Return the number in a file; None for "max", for a negative one, which is no limit, and without the file."""
+    """Return the number in a file; None for "max" or a negative number (no limit), or if there is no file."""
     text = _read_text(path).strip()
     return int(text) if text.isdigit() else None
 

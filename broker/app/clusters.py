@@ -157,7 +157,7 @@ async def restart(context: Context, name: str) -> Cluster:
 
 
 async def set_autostop(context: Context, name: str, rule: Autostop | None) -> None:
-    """Set or remove the rule, on the nodes first. Raises UsageError where autostop would delete the disks."""
+    """Set or remove the rule, on the nodes first. Raises UsageError if autostop would delete the disks."""
     cluster = find_up(context, name)
     context.check_autostop(rule, {cluster.placement.offer.cloud})
     await context.gang.set_autostop(cluster, rule)

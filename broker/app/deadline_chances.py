@@ -36,7 +36,7 @@ class ChancePoint:
     """The work left of a job at one moment, and the chance to meet its deadline from there.
 
     `work_left_hours` excludes work since the newest checkpoint. `spot_chance` is that of a job that stays on spot to
-    the end; None where the plan uses no spot.
+    the end; None if the plan uses no spot.
     """
 
     time_s: float

@@ -36,7 +36,7 @@ def list_metrics(progress: Progress) -> Mapping[str, float]:
 
 
 class Tracker(Protocol):
-    """Receives the progress of one job. Both methods raise BrokerError where the tracker refuses or is silent."""
+    """Receive the progress of one job. Both methods raise BrokerError if the tracker refuses or is silent."""
 
     def send(self, progress: Progress, *, now_s: float) -> None:
         """Report one progress line; `now_s` is when it was observed."""

@@ -37,7 +37,7 @@ class Target(Protocol):
         ...
 
     def list_allowances_s(self, tasks: Sequence[Task]) -> Sequence[float] | None:
-        """Return the seconds for which the nodes of each task may run unattended; None where that does not apply."""
+        """Return the seconds for which the nodes of each task may run unattended; None if that does not apply."""
         ...
 
     def mount(self, task: Task) -> Task:

@@ -98,7 +98,7 @@ def _plan(context: Context, infra: str, *, gpus: str | None, is_spot: bool) -> P
 
 
 def _agree(plan: Plan, spend_usd_max: float, *, yes: bool) -> None:
-    """Ask before launching. Raises UsageError where 15 minutes in the most expensive location exceed the limit."""
+    """Ask before launching. Raises UsageError if 15 minutes in the most expensive location exceed the limit."""
     usd_hour = max(estimate.placement.usd_hour for estimate in plan.estimates)
     offer, is_spot = plan.choice.placement.offer, plan.choice.placement.is_spot
     likely_usd = usd_hour * HOURS

@@ -71,6 +71,6 @@ def _say_counts(found: CostForecast) -> str:
 
 
 def describe_forecast(plan: Plan) -> object:
-    """Return the forecast, JSON-ready; None where the choice does not run on spot."""
+    """Return the forecast, JSON-ready; None if the choice does not run on spot."""
     found = forecast_plan(plan)
     return None if found is None else to_plain(found)

@@ -81,7 +81,7 @@ def make_trackers(
     url: str | None,
     now_s: float,
 ) -> Sequence[Tracker]:
-    """Make the trackers that were named. Raises BrokerError where MLflow does not answer."""
+    """Make the trackers that were named. Raises BrokerError if MLflow does not answer."""
     from broker.app.forwarding import Mlflow, Webhook
     from broker.app.tensorboard import EventFile
 

@@ -19,7 +19,7 @@ RIGHT = ["USD per hour of work", "On-demand", "Work left", "Time left", "Spare"]
 
 
 def show_decisions(page: JobPage) -> Markup:
-    """Show the decisions, newest first; nothing where the job follows no deadline."""
+    """Show the decisions, newest first; nothing if the job follows no deadline."""
     rows = [_list_cells(each.time_s, each.data) for each in page.decisions[:SHOWN]]
     if not rows:
         return Markup("")

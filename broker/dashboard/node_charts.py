@@ -90,7 +90,7 @@ def describe_gpu(gpu: GpuSample) -> Sequence[str]:
 
 
 def draw_measure(title: str, nodes: Sequence[NodeHistory], read: Reader, is_share: bool) -> Markup | None:  # noqa: FBT001
-    """Draw one measure of all nodes over time; None where no node reports it."""
+    """Draw one measure of all nodes over time; None if no node reports it."""
     lines = [
         [(sample.time_s, value) for sample in node.samples if (value := read(sample)) is not None] for node in nodes
     ]

@@ -111,7 +111,7 @@ class Gang(Protocol):
         ...
 
     async def cancel(self, cluster: Cluster, run_id: int) -> None:
-        """End the run on every reachable node; do nothing where it has ended."""
+        """End the run on every reachable node; do nothing if it has ended."""
         ...
 
     async def read_log(self, cluster: Cluster, run_id: int, *, offset: int) -> tuple[bytes, int]:

@@ -142,7 +142,7 @@ def sum_usage(samples: Sequence[NodeSample]) -> JobUsage | None:
 
 
 def divide(used: float | None, total: float | None) -> float | None:
-    """Return the share in use; None where one of both is unknown."""
+    """Return the share in use; None if one of both is unknown."""
     return used / total if used is not None and total else None
 
 

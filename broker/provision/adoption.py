@@ -249,7 +249,7 @@ class Adopter:
                     self._store.intents.close(token, IntentEnd.ADOPTED)
 
     def _end_earlier(self, job: Job, *, but: str, now_s: float) -> None:
-        """End earlier attempts, whose records are out of date, and have their clusters taken down."""
+        """End earlier attempts, whose records are out of date, and mark their clusters for termination."""
         for attempt in job.attempts:
             if attempt.ended_s is None:
                 usd = self._store.bills.spend_usd(cluster=attempt.cluster, now_s=now_s)

@@ -226,7 +226,9 @@ class Trial:
         lines = [line.strip() for line in log.decode(errors="replace").splitlines() if line.strip()]
         if report.status is not RunStatus.SUCCEEDED:
             last = f": {lines[-1]}" if lines else ""
-            raise RunFailedError(f"the command ended {report.status.value}{last}", returncode=report.returncode or 1)
+            raise RunFailedError(
+                f"the command ended with status {report.status.value}{last}", returncode=report.returncode or 1
+            )
         if MARK not in " ".join(lines):
             raise TransientError("the command ran, but its output did not arrive")
         return ", ".join(line.rpartition(") ")[2] for line in lines if not line.endswith(MARK)) or "the output arrived"

@@ -29,7 +29,7 @@ def remove_folder(folder: ServiceFolder) -> None:
 
 
 def find_port(task: Task) -> int:
-    """Return the port that replicas listen on. Raises UsageError where the task names none, or several."""
+    """Return the port that replicas listen on. Raises UsageError if the task names none, or several."""
     assert task.service is not None
     if task.service.port is not None:
         return task.service.port

@@ -103,7 +103,7 @@ class SpotMarket:
     def appeal(self, best: SpotMarket, work_hours: float) -> float:
         """Return the share of the best market's saving over on-demand that this one offers, after a move from there.
 
-        0.02 to 1, or 0 where the move costs more than a stay saves.
+        0.02 to 1, or 0 if the move costs more than a stay saves.
         """
         saving, move = 1 - best.price, self.move_from(best)
         if saving <= 0:

@@ -49,14 +49,14 @@ class Fence:
     epoch: int
 
 
-# The claim of the current task, inherited by the tasks that it starts; None where no claim is needed.
+# The claim of the current task, inherited by the tasks that it starts; None if no claim is needed.
 FENCE: ContextVar[Fence | None] = ContextVar("FENCE", default=None)
 
 
 class Database(Protocol):
     """A database with short transactions, never with an await inside one.
 
-    Every method raises StateError where the database fails.
+    Every method raises StateError if the database fails.
     """
 
     path: Path  # of the state file; data that is not in rows, such as the secrets of live jobs, is in the same folder
@@ -123,7 +123,7 @@ def draw_uid() -> str:
 
 
 def read_row(table: str, key: object, decode: Callable[[], T]) -> T:
-    """Decode a row with `decode`. Raises DamagedRowError where its content is not valid."""
+    """Decode a row with `decode`. Raises DamagedRowError if its content is not valid."""
     try:
         return decode()
     except (ValueError, TypeError, KeyError, AttributeError, OverflowError, AssertionError) as error:

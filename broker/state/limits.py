@@ -30,7 +30,7 @@ class Limit:
 
 @frozen
 class Commitment:
-    """The expected cost of one admitted request. `usd` is None where no work is stated.
+    """The expected cost of one admitted request. `usd` is None if no work is stated.
 
     `names` are those of a cluster, the IDs of jobs, or the name and the unique ID of a service. It is pending while the
     request runs, whose work is not recorded yet, and ended once another request took its place.

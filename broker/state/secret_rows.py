@@ -27,7 +27,7 @@ KNOWN_KEY = "secret_key"  # in `meta`: a fingerprint of the key, so that a proce
 
 
 def load_key(home: Path) -> bytes:
-    """Return the key from the environment, else from `secret.key`, which is generated where it is missing.
+    """Return the key from the environment, else from `secret.key`, which is generated if it is missing.
 
     Raises StateError for an invalid key.
     """
@@ -53,7 +53,7 @@ def load_key(home: Path) -> bytes:
 
 
 def _write_key(path: Path) -> str:
-    """Generate the key atomically: of two concurrent processes, both read the same one."""
+    """Generate the key atomically: two concurrent processes read the same key."""
     aside = path.with_name(f".{path.name}-{secrets.token_hex(8)}")
     try:
         with os.fdopen(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:

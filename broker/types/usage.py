@@ -44,7 +44,7 @@ class NodeSample:
 
 @frozen
 class JobUsage:
-    """The current usage of a job's nodes: means over its nodes and GPUs. None where none of them reports it."""
+    """The current usage of a job's nodes: means over its nodes and GPUs. None if no node reports it."""
 
     nodes: int  # that have reported within a minute
     cpu_ratio: float | None = None

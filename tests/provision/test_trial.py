@@ -142,8 +142,8 @@ def test_connect_fails_at_once_if_the_node_ends(stage: Stage) -> None:
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
-        ({"status": RunStatus.FAILED}, "the command ended FAILED: (node 0) Python 3.12.3"),
-        ({"status": RunStatus.FAILED, "log": ""}, "the command ended FAILED"),
+        ({"status": RunStatus.FAILED}, "the command ended with status FAILED: (node 0) Python 3.12.3"),
+        ({"status": RunStatus.FAILED, "log": ""}, "the command ended with status FAILED"),
         ({"log": "(node 0) Linux\n"}, "the command ran, but its output did not arrive"),
         ({"ends_after_s": 1e9}, f"the command has not ended after {RUN_S_MAX:g} s"),
     ],

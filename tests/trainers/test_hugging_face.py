@@ -266,7 +266,7 @@ def test_encoder_requires_its_task_and_cannot_generate_text(tmp_path: Path) -> N
         load_here(tmp_path / "decoder", *ENCODER)
     with pytest.raises(TrainerError, match="an encoder generates no text"):
         load_model(str(tmp_path / "encoder"), dtype=torch.float32)
-    with pytest.raises(TrainerError, match="no encoder of Hugging Face's has this shape"):
+    with pytest.raises(TrainerError, match="Hugging Face has no encoder of this shape"):
         write_shape(ModelConfig(kind="gpt", bidirectional=True), dtype="float32")
 
 

@@ -1,6 +1,7 @@
-"""The interface of a strategy: three verbs around an ordinary model, and a few more that most leave as they are here.
+"""The interface of a strategy: three methods around an ordinary model, and a few more that most strategies do not
+override.
 
-A plain `Strategy` is one process training alone; each file beside this one changes what its way of sharing changes.
+A plain `Strategy` is one process training alone; each file next to this one overrides what its way of sharing changes.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -103,7 +103,7 @@ class Worker:
 
     @property
     def is_stopping(self) -> bool:
-        """Whether the server named the step just done as the last."""
+        """Return whether the server named the step just done as the last."""
         return self._steps_done >= self._stop_step
 
     def step(self, loss_part: float, *, is_stop_asked: bool) -> None:
@@ -136,7 +136,7 @@ class ServerRole:
         self._step_begun: int | None = None
 
     def collect_mean(self) -> None:
-        """Leave the mean of one gradient of each worker in the parameters, summed in one order always."""
+        """Leave the mean of one gradient of each worker in the parameters, always summed in the same order."""
         total = torch.zeros_like(_flatten(self._parameters))
         for rank in self._done:
             total += self._receive(rank)[1]

@@ -165,7 +165,7 @@ CLEAR = (QuotaError, AuthError, DeniedError, InvalidRequestError)
 
 @frozen
 class SkyError:
-    """An exception of SkyPilot as its worker describes it. `history`: the error of each place that was tried."""
+    """An exception of SkyPilot as its worker describes it. `history`: the error of each location that was tried."""
 
     type: str
     message: str = ""

@@ -308,7 +308,7 @@ class _Scale:
 
 
 def _weigh_without_deadline(view: JobView, current: Candidate | None, markets: Sequence[SpotMarket]) -> Decision:
-    """Choose the place with the lowest price of work, losses included, as time costs nothing."""
+    """Choose the place with the lowest price of work, losses included: time costs nothing."""
     opened = [each for each in markets if each.candidate.is_open and each.outlives_start]
     if current is not None and not current.is_spot:
         opened = [each for each in opened if each.price < 1]
