@@ -129,7 +129,7 @@ class EvaluateConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class LoraConfig:
-    """Low-rank adapters: only they are trained, beside frozen weights (arXiv:2106.09685)."""
+    """Low-rank adapters: only they are trained, next to frozen weights (arXiv:2106.09685)."""
 
     rank: int = knob(0, "rank of the adapters; 0 trains all weights")
     alpha: float = knob(16.0, "the adapters' output is multiplied by alpha / rank")

@@ -30,7 +30,7 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 
 @dataclass(frozen=True, kw_only=True)
 class Ranks:
-    """The rank of one process among all, and the group that background work may use beside the loop."""
+    """The rank of one process among all, and the group that background work may use concurrently with the loop."""
 
     rank: int
     world_size: int
@@ -83,7 +83,7 @@ class Ranks:
                 distributed_c10d._set_pg_timeout(make_timeout(timeout_s), group)
 
     def make_counter(self) -> Counter:
-        """Return numbers that all ranks add to; usable beside any collective."""
+        """Return numbers that all ranks add to; usable concurrently with any collective."""
         if self.world_size == 1:
             return LocalCounter()
         store: Any = dist.distributed_c10d._get_default_store()  # torch's stub lacks `clone` (2.13)

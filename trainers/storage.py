@@ -100,7 +100,7 @@ class FolderStorage:
                 yield part
 
     def create(self, path: str, content: bytes) -> bool:
-        """Write beside the place, flush, then link into it: the link is the one moment at which the file appears."""
+        """Write to a temporary file, flush, then link it to its name: the file appears at that moment."""
         target = self._root / path
         target.parent.mkdir(parents=True, exist_ok=True)
         partial = target.with_name(f"{target.name}.{uuid.uuid4().hex}.partial")

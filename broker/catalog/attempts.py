@@ -1,6 +1,6 @@
 """When each cloud's prices were last updated, with what result, and when they are due again.
 
-One small JSON file beside the book, replaced atomically. A missing or damaged file means that all clouds are due.
+One small JSON file next to the book, replaced atomically. A missing or damaged file means that all clouds are due.
 """
 
 from __future__ import annotations

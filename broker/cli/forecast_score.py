@@ -1,4 +1,4 @@
-"""`broker forecast score` and `broker cost --forecast`: forecasts beside what happened."""
+"""`broker forecast score` and `broker cost --forecast`: forecasts compared with outcomes."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def _show_bias(bias: float | None) -> str:
 
 
 def show_judged(session: Session, *, as_json: bool) -> None:
-    """Print cost and time of each ended job beside its forecast."""
+    """Print cost and time of each ended job with its forecast."""
     judged = session.call(list_forecasts)
     if as_json:
         print_json([{**to_plain(each), "is_in_time": each.is_in_time, "quantiles": QUANTILES} for each in judged])

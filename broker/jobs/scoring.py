@@ -26,7 +26,7 @@ Metric = tuple[Sequence[float], float]  # quantiles, and the actual value
 
 @frozen
 class JudgedForecast:
-    """A forecast beside the cost and time of the job, which has succeeded."""
+    """A forecast with the cost and time of the job, which has succeeded."""
 
     job_id: int
     name: str

@@ -38,7 +38,7 @@ CLUSTER = Table(
             shape=Either(shapes=[PRICE, MapOf(value=PRICE)]), about="Price of a whole node per hour, by partition."
         ),
         "partitions": Field(shape=OneOrList(), about="Partitions to use; default: all that are up."),
-        "qos": Field(shape=OneOrList(), about="QOS to offer beside each partition's default."),
+        "qos": Field(shape=OneOrList(), about="QOS to offer in addition to each partition's default."),
         "preemptible_qos": Field(shape=OneOrList(), about="Entries of `qos` whose jobs may be preempted."),
         "options": Field(shape=OneOrList(), about="Further options for every `sbatch`."),
         "time": Field(

@@ -18,7 +18,7 @@ Early = Literal["none", "asha"]
 
 @frozen
 class Board:
-    """The record of a sweep beside its jobs: the losses at rungs, and the runs that it stopped at a step."""
+    """The record of a sweep, in addition to its jobs: the losses at rungs, and the runs that it stopped at a step."""
 
     records: Records = field(default_factory=dict)
     stopped: Mapping[int, int] = field(default_factory=dict)

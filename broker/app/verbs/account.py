@@ -75,7 +75,7 @@ def score_forecasts(context: Context) -> ForecastScore:
 
 
 def list_forecasts(context: Context) -> tuple[JudgedForecast, ...]:
-    """List the forecast of each job that has succeeded, beside its cost and time."""
+    """List the forecast of each job that has succeeded, with its cost and time."""
     return tuple(list_judged(context))
 
 
