@@ -193,7 +193,7 @@ async def take_down(
 ) -> list[BrokerError]:
     """Terminate all concurrently; the failure of one cloud does not affect the clusters of others.
 
-    Each is terminated once what it wrote to mounted buckets is uploaded, unless `is_immediate`.
+    Each is terminated once its files for mounted buckets are uploaded, unless `is_immediate`.
     """
 
     async def terminate(cluster: Cluster) -> BrokerError | None:

@@ -1,4 +1,4 @@
-"""The report of a month: what was bought, saved against on-demand and lost to preemptions, and how true forecasts were.
+"""The report of a month: purchases, savings against on-demand, losses to preemptions, and the accuracy of forecasts.
 
 Pure: `make_report` takes rows of the store and makes values; `read_report` reads those rows.
 """

@@ -334,5 +334,5 @@ async def wait_until_ready(context: Context, name: str) -> ServiceLine:
 
 
 def list_service_events(context: Context, name: str) -> Sequence[ServiceEvent]:
-    """List what happened to a service. Raises UsageError."""
+    """List the events of a service. Raises UsageError."""
     return context.store.services.list_events(find_service(context, name).name)

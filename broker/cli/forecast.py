@@ -1,4 +1,4 @@
-"""Render the forecast of a plan: cost and time as ranges, and what they depend on most."""
+"""Render the forecast of a plan: cost and time as ranges, and their main drivers."""
 
 from __future__ import annotations
 

@@ -156,7 +156,8 @@ def _tell_jobs(jobs: Sequence[Job]) -> None:
 
 
 def _make_callbacks(*, yes: bool) -> tuple[verbs.Show, verbs.Show]:
-    """Return what shows plans, and what asks for the price: of all replicas for a service, of the jobs before it."""
+    """Return the functions that show plans and confirm the price: of all replicas for a service, of the jobs before
+    it."""
 
     def show(plans: Sequence[Plan]) -> None:
         for plan in plans:

@@ -122,7 +122,7 @@ def find_verb(function: Callable[..., object]) -> Verb:
 
 @frozen
 class Signature:
-    """The types of a verb: of its arguments, of what its callbacks receive, and of its result."""
+    """The types of a verb: of its arguments, of the data for its callbacks, and of its result."""
 
     arguments: Mapping[str, Any]
     callbacks: Mapping[str, Any]

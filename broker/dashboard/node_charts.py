@@ -47,7 +47,7 @@ MEASURES: dict[str, tuple[Reader, bool]] = {
 
 
 def show_nodes(nodes: Sequence[NodeHistory]) -> Markup:
-    """Show what the nodes use; nothing for a job whose nodes have reported nothing."""
+    """Show the usage of the nodes; nothing if no node has reported."""
     if not nodes:
         return Markup("")
     charts = [chart for title, measure in MEASURES.items() if (chart := draw_measure(title, nodes, *measure))]

@@ -36,7 +36,7 @@ def lay_out(
 ) -> str:
     """Make a whole page: head, navigation to `targets`, notes of this request, content.
 
-    A page that is not live stays as it is.
+    A page that is not live is not reloaded.
     """
     links = [
         element("a", name, href=target, aria_current="page" if target == path else None)
@@ -63,7 +63,7 @@ def lay_out(
 
 
 def show_overview(overview: Overview) -> Markup:
-    """Show what is spent, what requires attention, and the newest jobs."""
+    """Show spending, problems that require attention, and the newest jobs."""
     figures = {
         "Today": f"{format_usd(overview.today_usd)} USD",
         "This month": f"{format_usd(overview.month_usd)} USD",
@@ -191,7 +191,7 @@ def show_attempts(page: JobPage) -> Markup:
 
 
 def _show_action(job: Job, ticket: str) -> Markup:
-    """Offer what may be done with a job: cancel a live one, retry an ended one."""
+    """Offer the actions for a job: cancel a live one, retry an ended one."""
     verb = "retry" if job.status.is_terminal else "cancel"
     if job.status in (JobStatus.SUCCEEDED, JobStatus.CANCELLING):
         return Markup("")
@@ -204,7 +204,7 @@ def _show_action(job: Job, ticket: str) -> Markup:
 
 
 def show_clusters(clusters: Sequence[Cluster], spent: dict[str, float], now_s: float) -> Markup:
-    """Show every cluster, those of jobs included."""
+    """Show every cluster, including those of jobs."""
     if not clusters:
         return element("p", "No clusters; start one with `broker launch TASK.yaml`.")
     cells: list[Sequence[Content]] = []
@@ -223,7 +223,7 @@ def show_clusters(clusters: Sequence[Cluster], spent: dict[str, float], now_s: f
 
 
 def show_places(places: Sequence[PlaceRow], refusals: Sequence[Refusal], now_s: float) -> Markup:
-    """Show what broker has seen of each place: stays on spot, preemptions, and refusals that are in force."""
+    """Show observations of each location: stays on spot, preemptions, and refusals that are in force."""
     cells: list[Sequence[Content]] = [
         [
             f"{row.cloud} {row.zone or row.region}", row.instance_type, row.stays, f"{row.hours:.2f}", row.preemptions,

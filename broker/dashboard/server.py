@@ -118,7 +118,7 @@ class Dashboard:
         return self._show(f"Job {job.id}: {job.name}", shown)
 
     async def _find_chances(self, job: Job) -> tuple[ChancePoint, ...]:
-        """Return the chances of the deadline as they moved, planned in a thread where they are not known."""
+        """Return the chances of the deadline over time, computed in a thread if they are not known."""
         if job.task.goal is None or job.task.goal.deadline_hours is None:
             return ()  # without opening the state once more, in a thread
         now_s, is_ended = self._context.clock.now_s(), job.status.is_terminal

@@ -1,4 +1,4 @@
-"""The pages of services: their replicas and versions, the load that the balancer reported, and what happened."""
+"""The pages of services: their replicas and versions, the load that the balancer reported, and their events."""
 
 from __future__ import annotations
 

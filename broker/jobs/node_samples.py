@@ -123,7 +123,7 @@ def _is_current(path: Path, now_s: float) -> bool:
 
 
 def sum_usage(samples: Sequence[NodeSample]) -> JobUsage | None:
-    """Sum up what nodes use now; None without a sample.
+    """Sum up the current usage of nodes; None without a sample.
 
     >>> sum_usage([NodeSample(time_s=1.0, cpu_ratio=0.5), NodeSample(time_s=1.0, cpu_ratio=1.0)]).cpu_ratio
     0.75
@@ -152,12 +152,12 @@ def _mean(values: Sequence[float | None]) -> float | None:
 
 
 def read_usage(logs: Path, job_id: int, *, now_s: float) -> JobUsage | None:
-    """Return what the nodes of a job use now; None if none has reported within a minute."""
+    """Return the current usage of a job's nodes; None if none has reported within a minute."""
     return sum_usage([sample for _, sample in read_newest(logs, job_id, now_s=now_s)])
 
 
 def read_usages(logs: Path, lines: Sequence[JobLine], *, now_s: float) -> Mapping[int, JobUsage]:
-    """Return what the nodes of the live jobs among these use now, where any has reported within a minute."""
+    """Return the current usage of the live jobs among these whose nodes have reported within a minute."""
     known = list_jobs(logs)
     found = {
         line.id: read_usage(logs, line.id, now_s=now_s)

@@ -36,7 +36,7 @@ class Workload(Protocol):
     """The jobs and services that this process may drive now."""
 
     def refresh(self) -> Sequence[Key]:
-        """Return what to drive. Raises FencedError for a leader that was replaced, StateError."""
+        """Return the jobs to drive. Raises FencedError for a leader that was replaced, StateError."""
         ...
 
     def is_mine(self, key: Key) -> bool:

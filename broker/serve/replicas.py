@@ -57,7 +57,7 @@ def is_local(task: Task) -> bool:
 def make_replica_task(service: Service, task: Task, slot: Slot, *, number: int, port: int) -> Task:
     """Return the task of one replica. Its program learns its number and port from the environment.
 
-    A slot's place is tried first; where it has no capacity, the job goes wherever the task allows.
+    A slot's location is tried first; where it has no capacity, the job goes wherever the task allows.
     """
     resources = task.resources
     if not is_local(task):

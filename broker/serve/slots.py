@@ -1,4 +1,4 @@
-"""Choose the slots of a service: by its number of replicas and, with `availability`, by what happens to them."""
+"""Choose the slots of a service: by its number of replicas and, with `availability`, by their observed losses."""
 
 from __future__ import annotations
 

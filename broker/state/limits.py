@@ -1,4 +1,4 @@
-"""Rows of the limits of people and projects, and of what each of them was admitted to start."""
+"""Rows of the limits of users and projects, and of their admitted launches."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class LimitRows:
 
 
 class CommitmentRows:
-    """The table `commitments`: what was admitted, by request."""
+    """The table `commitments`: admitted launches, by request."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
@@ -100,7 +100,7 @@ class CommitmentRows:
             return int(cursor.fetchone()["id"])
 
     def bind(self, commitment_id: int, names: Sequence[str]) -> None:
-        """Record what the request has started."""
+        """Record the resources that the request has started."""
         self._database.write(
             "UPDATE commitments SET names = ? WHERE id = ?", (json.dumps(list(names)), commitment_id)
         )  # fmt: skip

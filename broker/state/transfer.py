@@ -158,7 +158,7 @@ def _insert(store: Database, table: str, row: Mapping[str, Any]) -> None:
 
 
 def _mark_restored(store: Store, source: Path) -> None:
-    """Do as after the restore of a copy: whatever was started since is found by its tags."""
+    """Proceed as after the restore of a copy: resources started since then are found by their tags."""
     store.meta.forget_adoptions(prefixes=(ADOPTED, SEEN))
     store.meta.put(RESTORED, repr(store.clock.now_s()))
     store.meta.put(SALT, secrets.token_hex(8))

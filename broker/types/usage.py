@@ -10,7 +10,7 @@ from broker.frozen import frozen
 
 @frozen
 class GpuSample:
-    """One GPU at one moment; None for what it does not report."""
+    """One GPU at one moment; None for values that it does not report."""
 
     ratio: float | None = None  # of the time since the driver's last sample in which it computed
     memory_used_bytes: float | None = None
