@@ -382,7 +382,7 @@ def test_a_budget_is_used_up_when_all_of_it_is_spent(tmp_path: Path, usd: float,
     spend(stage, usd)
     failure = find_overspending(stage.job, stage.store, stage.clock)
     if is_over:
-        assert failure == f"the budget of 5 USD is used up ({usd:.2f} spent); its checkpoints are kept"
+        assert failure == f"the budget of 5.00 USD is used up ({usd:.2f} USD spent); its checkpoints are kept"
         with pytest.raises(BudgetExceeded, match="5 USD"):
             check_budget(stage.job, stage.store, stage.clock)
     else:
@@ -404,7 +404,7 @@ def test_a_run_that_was_cancelled_for_its_budget_has_failed_by_it(tmp_path: Path
     stage.conclude(Verdict.CANCELLED)
     status, outcome, failure, _ = stage.see()
     assert (status, outcome) == (JobStatus.FAILED, Outcome(kind=OutcomeKind.BUDGET_EXCEEDED)) and failure.startswith(
-        "the budget of 5 USD"
+        "the budget of 5.00 USD"
     )
 
 
