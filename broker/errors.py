@@ -40,7 +40,7 @@ Scope = Literal["zone", "region", "cloud"]
 class BrokerError(Exception):
     """An error that a user can act on.
 
-    `hints` say what to do next, most useful first; `details` are lines that explain why.
+    `hints` are the next steps, most useful first; `details` are lines that explain why.
     """
 
     exit_code: ClassVar[int] = 1
@@ -167,7 +167,7 @@ class AuthError(CloudError):
 
 
 class AccountError(AuthError):
-    """The login reaches another account than the one that holds the nodes."""
+    """The login belongs to a different account from the one that holds the nodes."""
 
 
 class DeniedError(AuthError):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 _CONTROL = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b\][^\x07]*\x07|[\x00-\x08\x0b-\x1f\x7f-\x9f]")
@@ -17,6 +17,12 @@ def strip_control(text: str) -> str:
 def format_count(count: int, noun: str) -> str:
     """Show a count with its noun: `1 node`, `2 nodes`."""
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
+def join_choices(choices: Sequence[str]) -> str:
+    """Join alternatives: `a`, `a or b`, `a, b or c`."""
+    *first, last = choices
+    return f"{', '.join(first)} or {last}" if first else last
 
 
 def format_usd(amount: float | None, *, is_estimated: bool = False) -> str:

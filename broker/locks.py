@@ -11,7 +11,7 @@ from pathlib import Path
 
 @contextmanager
 def hold_lock(path: Path) -> Iterator[None]:
-    """Wait for the exclusive lock and hold it. Raises OSError where the file cannot be opened."""
+    """Wait for the exclusive lock and hold it. Raises OSError if the file cannot be opened."""
     with _open(path) as descriptor:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield
@@ -21,7 +21,7 @@ def hold_lock(path: Path) -> Iterator[None]:
 def try_lock(path: Path) -> Iterator[bool]:
     """Yield True with the exclusive lock held, False if another process (or another call in this one) holds it.
 
-    Raises OSError where the file cannot be opened.
+    Raises OSError if the file cannot be opened.
     """
     with _open(path) as descriptor:
         try:
@@ -34,7 +34,7 @@ def try_lock(path: Path) -> Iterator[bool]:
 
 
 def is_locked(path: Path) -> bool:
-    """Look without taking the lock from anyone who tries: two who look do not see each other."""
+    """Check the lock without blocking other processes: two concurrent checks do not see each other."""
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     except FileNotFoundError:

@@ -26,7 +26,7 @@ def test_a_held_clock_stops_and_continues() -> None:
     assert clock.now_s() > first_s
 
 
-def test_a_sleeper_waits_until_the_clock_is_let_go() -> None:
+def test_a_sleeper_waits_until_the_clock_is_released() -> None:
     clock = ScaledClock(rate=1e9)
 
     async def play() -> tuple[bool, bool]:

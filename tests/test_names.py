@@ -26,7 +26,7 @@ SHARED = {
 }
 
 
-def test_a_class_name_has_one_meaning() -> None:
+def test_each_class_name_is_defined_once() -> None:
     shared = {package: find_shared(package) for package in SHARED}
     surprises = {
         f"{package}: {name}": paths

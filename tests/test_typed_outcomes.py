@@ -115,7 +115,7 @@ def test_no_behaviour_reads_a_sentence() -> None:
         'match event.kind:\n    case "up" | "down":\n        pass',
     ],
 )
-def test_reading_a_sentence_is_found(snippet: str) -> None:
+def test_code_that_reads_a_sentence_is_found(snippet: str) -> None:
     lines = snippet if not snippet.startswith("return") else f"def f(outcome):\n    {snippet}"
     assert list(list_text_reads(lines))
 
@@ -173,7 +173,7 @@ def test_every_outcome_has_words() -> None:
     assert describe_outcome(None) == ""
 
 
-def test_data_that_lacks_something_is_shown_and_no_error() -> None:
+def test_incomplete_data_is_shown_without_an_error() -> None:
     assert describe_event(Event(kind=EventKind.SHRUNK, data={"rank": 1})) == "shrunk: {'rank': 1}"
 
 

@@ -1,7 +1,7 @@
-"""Measures collectives: `python -m trainers.allreduce`, on the broker's nodes or under torchrun.
+"""Measure collectives: `python -m trainers.allreduce`, on the broker's nodes or under torchrun.
 
-Sizes, rates and their names are those of nccl-tests, so results can be compared with published ones. What is already
-in the results file is not measured again: after a preemption the sweep continues where it was.
+Sizes, rates and their names are those of nccl-tests, so results can be compared with published ones. Sizes that are
+already in the results file are not measured again: after a preemption the sweep continues.
 """
 
 import json
@@ -61,7 +61,7 @@ class Result:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Measure as the flags and the environment say; return the exit code."""
+    """Run the measurements that flags and environment request; return the exit code."""
     config = parse_config(arguments)
     code = launch_if_needed("trainers.allreduce", arguments)
     if code is not None:
@@ -171,7 +171,7 @@ def iterate_plan(config: SweepConfig) -> Iterator[tuple[str, int]]:
 
 
 def read_results(file: Path, config: SweepConfig, ranks: int) -> dict[tuple[str, int], Result]:
-    """Return what was measured before under the same conditions; a line cut short by a kill counts for nothing."""
+    """Return the earlier results under the same conditions, ignoring a line that a kill cut short."""
     results = {}
     try:
         lines = file.read_bytes().splitlines()
@@ -188,7 +188,7 @@ def read_results(file: Path, config: SweepConfig, ranks: int) -> dict[tuple[str,
 
 
 def append_result(file: Path, result: Result) -> None:
-    """Append with one small write, after a line end in case the line before was cut short."""
+    """Append in one small write, after a newline if the previous line was cut short."""
     file.parent.mkdir(parents=True, exist_ok=True)
     with file.open("ab", buffering=0) as opened:
         is_torn = opened.tell() > 0 and not file.read_bytes().endswith(b"\n")
@@ -196,7 +196,7 @@ def append_result(file: Path, result: Result) -> None:
 
 
 def find_results_file(config: SweepConfig, environment: Environment) -> Path:
-    """Return where results outlive the machine."""
+    """Return the path at which results outlive the machine."""
     if config.results:
         return Path(config.results)
     url = environment.checkpoint_url.removeprefix("file://")
@@ -206,7 +206,7 @@ def find_results_file(config: SweepConfig, environment: Environment) -> Path:
 
 
 def parse_config(arguments: Sequence[str]) -> SweepConfig:
-    """Read flags and a config file; what cannot work exits with code 2."""
+    """Read flags and a config file; invalid values exit with code 2."""
     return parse_flags(
         SweepConfig,
         arguments,
@@ -217,7 +217,7 @@ def parse_config(arguments: Sequence[str]) -> SweepConfig:
 
 
 def find_problem(config: SweepConfig) -> str | None:
-    """Say what cannot work in a config, or None."""
+    """Return the problem in a config, or None."""
     for name in config.collectives.split(","):
         if name not in COLLECTIVES:
             return f"`--collectives`: `{name}` is not one of {', '.join(COLLECTIVES)}"

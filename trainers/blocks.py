@@ -48,7 +48,7 @@ def find_shared(model: nn.Module) -> list[list[str]]:
 
 
 def check_shared(model: nn.Module, before: list[list[str]], strategy: str) -> None:
-    """Raise a TrainerError where a strategy made two parameters of what was one: they would drift apart unseen."""
+    """Raise a TrainerError if a strategy split a shared parameter into two, which would silently diverge."""
     after = find_shared(model)
     for names in before:
         if names not in after:

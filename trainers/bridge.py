@@ -47,7 +47,7 @@ class Resumed(NamedTuple):
 
 
 class _State:
-    """The state of this process: whether SIGTERM came, what was committed, whether progress was reported."""
+    """The state of this process: whether SIGTERM arrived, the committed step, and whether progress was reported."""
 
     has_signal = False
     is_listening = False
@@ -56,9 +56,10 @@ class _State:
 
 
 def checkpoint_dir() -> str:
-    """Return the folder, or bucket URL, that outlives the machines; a folder exists.
+    """Return the folder, which exists, or the bucket URL that outlives the machines.
 
-    `CHECKPOINTS` overrides what the broker chose: the path of a mounted bucket, for a framework that needs a folder.
+    `CHECKPOINTS` overrides the broker's choice, e.g. with the path of a mounted bucket for a framework that needs a
+    folder.
     """
     place = os.environ.get("CHECKPOINTS") or os.environ.get("BROKER_CHECKPOINT_DIR") or "./checkpoints"
     if place.startswith("file://"):
@@ -186,7 +187,7 @@ def listen() -> None:
 
 
 def preempted() -> bool:
-    """Return whether this process was asked to save and leave, by SIGTERM or by the broker's file.
+    """Return whether this process should save and exit: SIGTERM arrived, or the broker's file appeared.
 
     Only some of the nodes may have received the notice: where all ranks save together, make them agree first
     (`bridge_torch.agree`).

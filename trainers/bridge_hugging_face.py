@@ -14,7 +14,7 @@ LAST_FILE = "trainer_state.json"  # the Trainer writes it after all else
 
 
 def find_checkpoint(folder: Path) -> str | None:
-    """Return the newest complete checkpoint. `get_last_checkpoint` also takes one that a kill interrupted."""
+    """Return the newest complete checkpoint. `get_last_checkpoint` would also return one that a kill interrupted."""
     found = [path.parent for path in folder.glob(f"checkpoint-*/{LAST_FILE}")]
     return str(max(found, key=lambda path: int(path.name.rpartition("-")[2]))) if found else None
 

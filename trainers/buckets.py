@@ -33,7 +33,7 @@ class BucketStorage:
     """A bucket, or a folder in one. Every verb is repeated by the library while the network is at fault."""
 
     def __init__(self, store: Any, url: str) -> None:
-        """Keep to what lies under the store's prefix; `url` is for messages."""
+        """Use the objects below the store's prefix; `url` is for messages."""
         import obstore
 
         self._store, self._url, self._library = store, url, obstore
@@ -99,7 +99,7 @@ class BucketStorage:
         return digest.hexdigest(), size
 
     def seal(self, path: str) -> tuple[str, int] | None:
-        """Return the checksum of what was sent. The connection is sealed (TLS), so nothing is fetched again."""
+        """Return the checksum of the bytes sent. The connection is sealed (TLS), so nothing is fetched again."""
         return self._seals.pop(path, None)
 
     def delete(self, path: str) -> None:
@@ -109,7 +109,7 @@ class BucketStorage:
             self._ask("delete", self._library.delete, self._store, names or [path])
 
     def open_writer(self, path: str) -> Any:
-        """Return a writer of one object for each rank, sent in parts while it is made."""
+        """Return a writer of one object for each rank, which is sent in parts as it is produced."""
         from torch.distributed.checkpoint import FileSystemWriter
 
         writer: Any = FileSystemWriter(path, sync_files=False)
@@ -140,7 +140,7 @@ class BucketFiles:
 
     @contextlib.contextmanager
     def create_stream(self, path: str, mode: str) -> Iterator[Any]:
-        """Return an object to write from end to end; what fails half-way leaves no object."""
+        """Return an object to write sequentially; a failure midway leaves no object."""
         import obstore
 
         assert mode == "wb", "checkpoints are read by `BucketStorage.stream`"
@@ -187,7 +187,7 @@ class BucketFiles:
 
 
 class Writer(io.RawIOBase):
-    """Sends what is written and counts it."""
+    """Send and count the bytes that are written."""
 
     def __init__(self, file: Any) -> None:
         """Write to an open upload."""
@@ -215,7 +215,7 @@ class Writer(io.RawIOBase):
 
 
 def open_bucket(url: str) -> BucketStorage:
-    """Return the bucket of an `s3://`, `gs://` or `az://` URL, with the login that the machine has."""
+    """Return the bucket of an `s3://`, `gs://` or `az://` URL, with the machine's login."""
     return BucketStorage(open_store(url), url)
 
 
@@ -249,7 +249,7 @@ def find_emulator(scheme: str) -> dict[str, Any]:
 
 
 def find_s3_options(bucket: str) -> dict[str, Any]:
-    """Return what obstore does not find by itself: the bucket's region, and logins in files."""
+    """Return the settings that obstore does not find by itself: the bucket's region, and logins in files."""
     options: dict[str, Any] = {}
     endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
     if endpoint:

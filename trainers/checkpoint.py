@@ -41,14 +41,14 @@ warnings.filterwarnings("ignore", message="Detected an existing checkpoint")  # 
 
 
 class HeldByOne:
-    """State whose values differ between ranks, of which one rank's are shared: it alone writes them, all read them."""
+    """State that differs between ranks, of which one rank's values are shared: it alone writes them, all read them."""
 
     def __init__(self, state: Stateful, *, is_holder: bool) -> None:
-        """Stand for `state`."""
+        """Represent `state`."""
         self._state, self.is_holder = state, is_holder
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state's."""
+        """Return the state dict of the state."""
         return self._state.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -95,9 +95,9 @@ class CheckpointManager:
             raise StaleAttemptError(newer)
 
     def restore(self, progress: RestoreProgress | None = None) -> int | None:
-        """Load the newest complete checkpoint into the objects and return its step; None where there is none.
+        """Load the newest complete checkpoint into the objects and return its step; None if there is none.
 
-        All ranks skip torn and corrupt ones, with a warning. `progress` reports how far the ranks are.
+        All ranks skip torn and corrupt ones, with a warning. `progress` reports the progress of the ranks.
         """
         restorer = Restorer(self._storage, self._ranks, shared=self._shared, own=self._own)
         silent = RestoreProgress(LocalCounter(), beat=lambda doing: None, report=lambda status: None)
@@ -110,9 +110,9 @@ class CheckpointManager:
     def save(self, step: int) -> None:
         """Copy and write the state in the background. Waits for a save still under way.
 
-        That one's failure is a warning, for training is worth more than one checkpoint; an error when the attempt is
-        stale or a few in a row failed. No tensor of the state may change before `settle` returns: forward and
-        backward may run, the optimizer not. Saving the step that was saved last does nothing.
+        Its failure is only a warning, because training is worth more than one checkpoint; it is an error if the attempt
+        is stale or several saves in a row failed. No tensor of the state may change before `settle` returns: forward
+        and backward may run, the optimizer not. Saving the step that was saved last does nothing.
         """
         begin = time.perf_counter()
         try:
@@ -148,7 +148,7 @@ class CheckpointManager:
             self.stall_s += time.perf_counter() - begin
 
     def wait(self) -> None:
-        """Return when the save under way is committed; raise what went wrong with it, on every rank."""
+        """Wait until the current save is committed; raise its error on every rank."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -186,7 +186,7 @@ class CheckpointManager:
             self._failure.__cause__ = error
 
     def _collect_files(self, name: str) -> dict[str, list[Any]]:
-        """Return every file with its checksum; each rank seals what it wrote itself."""
+        """Return every file with its checksum; each rank computes those of its own files."""
         mine: dict[str, Any] = {}
         problem: CheckpointError | None = None
         try:

@@ -1,6 +1,6 @@
 """Pieces of a data set on a node's disk, shared by its ranks and kept when they die.
 
-Each file is followed by its digest: what a crash left half-written is fetched again, and nothing else is.
+Each file is followed by its digest: only files that a crash left incomplete are fetched again.
 """
 
 import contextlib
@@ -105,7 +105,7 @@ class ChunkCache:
         return content
 
     def _make_room(self, size: int) -> None:
-        """Drop what was not used for longest. A file in use stays readable to those that have it mapped."""
+        """Delete the least recently used files. A file in use stays readable for processes that have it mapped."""
         files = []
         for path in self._folder.iterdir():
             with contextlib.suppress(FileNotFoundError):
@@ -129,7 +129,7 @@ def digest(content: "bytes | memoryview") -> bytes:
 
 
 def find_cache_folder(configured: str) -> Path:
-    """Return where chunks are kept: as configured, or a folder of this user's for temporary files."""
+    """Return the folder for chunks: the configured one, or this user's folder for temporary files."""
     if configured:
         return Path(configured)
     user = os.getuid() if hasattr(os, "getuid") else 0

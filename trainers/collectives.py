@@ -1,4 +1,4 @@
-"""The collectives that are measured: one call each, on buffers made beforehand, with a check of the result."""
+"""The measured collectives: one call each, on preallocated buffers, with a check of the result."""
 
 import time
 from collections.abc import Callable
@@ -26,7 +26,7 @@ class Collective:
     count_wrong: Callable[[], int]
 
     def check(self) -> int:
-        """Run once; return how many elements are not what they should be."""
+        """Run once; return the number of wrong elements."""
         self.prepare()
         self.run()
         return self.count_wrong()
@@ -43,7 +43,7 @@ def create_collective(name: str, size: int, dtype_name: str, ranks: Ranks) -> Co
 
 
 def time_runs(collective: Collective, *, warmup: int, runs: int, ranks: Ranks) -> float:
-    """Return seconds a run, as the mean over `runs` and the slowest rank."""
+    """Return the seconds per run: the mean over `runs` of the slowest rank."""
     for _ in range(warmup):
         collective.run()
     ranks.sum([0.0])  # all begin together

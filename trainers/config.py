@@ -129,7 +129,7 @@ class EvaluateConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class LoraConfig:
-    """Low-rank adapters: only they are trained, beside frozen weights (arXiv:2106.09685)."""
+    """Low-rank adapters: only they are trained, next to frozen weights (arXiv:2106.09685)."""
 
     rank: int = knob(0, "rank of the adapters; 0 trains all weights")
     alpha: float = knob(16.0, "the adapters' output is multiplied by alpha / rank")
@@ -176,7 +176,8 @@ class WatchdogConfig:
 
     @property
     def collective_s(self) -> float:
-        """Seconds that a rank waits for another one in a step: longer only if steps are declared to be long."""
+        """Return how long a rank waits for another one in a step, in seconds: longer only if steps are declared to be
+        long."""
         return max(60.0, self.timeout_s / 10) if self.timeout_s else 0.0
 
 
@@ -244,7 +245,7 @@ class Config(RunConfig):
 
 
 def parse_config(arguments: Sequence[str], program: str = "python -m trainers.lm") -> Config:
-    """Read flags, a config file and a preset; what cannot work exits with code 2."""
+    """Read flags, a config file and a preset; invalid values exit with code 2."""
     return parse_flags(
         Config,
         arguments,
@@ -256,7 +257,7 @@ def parse_config(arguments: Sequence[str], program: str = "python -m trainers.lm
 
 
 def find_problem(config: Config) -> str | None:
-    """Say what cannot work in a config, or None."""
+    """Return the problem in a config, or None."""
     model = config.model
     positive = {
         "--model.depth": model.depth,
@@ -297,7 +298,7 @@ def find_problem(config: Config) -> str | None:
 
 
 def find_expert_problem(model: ModelConfig) -> str | None:
-    """Say what cannot work in the knobs of a mixture of experts, or None."""
+    """Return the problem in the settings of a mixture of experts, or None."""
     natural = {
         "--model.experts": model.experts,
         "--model.expert_capacity": model.expert_capacity,
@@ -312,7 +313,7 @@ def find_expert_problem(model: ModelConfig) -> str | None:
 
 
 def find_mask_problem(config: "Config") -> str | None:
-    """Say what cannot work in the knobs of an encoder, or None."""
+    """Return the problem in the settings of an encoder, or None."""
     share = config.data.mask_share
     if not 0.0 <= share < 1.0:
         return f"`--data.mask_share` must be in [0, 1), not {share}"
@@ -327,7 +328,7 @@ def find_mask_problem(config: "Config") -> str | None:
 
 
 def find_run_problem(config: RunConfig) -> str | None:
-    """Say what cannot work in the knobs that every trainer has, or None."""
+    """Return the problem in the settings that every trainer has, or None."""
     train = config.train
     positive = {
         "--train.steps": train.steps,
@@ -361,7 +362,7 @@ def find_run_problem(config: RunConfig) -> str | None:
 
 
 def find_small(values: Mapping[str, float], least: int) -> str | None:
-    """Name the first flag whose value is below the least that makes sense."""
+    """Return the first flag whose value is below its minimum."""
     for flag, value in values.items():
         if not value >= least:
             return f"`{flag}` must be at least {least}, not {value}"

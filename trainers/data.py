@@ -48,7 +48,7 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
 
 
 def split_batch(batch: Batch) -> tuple[Any, Any]:
-    """Return what the model and the loss get: the parts of a pair, or the whole of anything else twice."""
+    """Return the inputs of the model and the loss: the parts of a pair; any other sample is passed to both."""
     if isinstance(batch, tuple | list) and len(batch) == 2:
         return batch[0], batch[1]
     return batch, batch
@@ -60,7 +60,7 @@ class Corpus:
     def __init__(self, shards: Sequence[Tensor], fingerprint: str, context: int, seed: int, windows: range) -> None:
         """Cut each of `shards`, one-dimensional tensors of token ids, into windows of `context` tokens and the next.
 
-        Only the `windows` of this range are shown. The seed is part of what makes two runs the same.
+        Only the `windows` of this range are shown. The seed is part of what identifies a run.
         """
         self._shards, self._context, self._seed = shards, context, seed
         self._windows = windows
@@ -97,7 +97,7 @@ class Corpus:
 
 
 class Prefetch:
-    """Reads ahead: after the samples of one step, those of the next are read, a batch further on."""
+    """Read ahead: after the samples of one step, read those of the next, one batch further on."""
 
     def __init__(self, samples: Samples, batch: int, *, is_pinned: bool) -> None:
         """Read one step of `batch` samples ahead, in one thread; `is_pinned` for copies to a GPU."""
@@ -107,7 +107,7 @@ class Prefetch:
         self.fingerprint = samples.fingerprint
 
     def read(self, sample_first: int, sample_count: int) -> Batch:
-        """Return what was read ahead, or read it now; the result is the same."""
+        """Return the samples that were read ahead, or read them now; the result is the same."""
         future = self._ahead.pop((sample_first, sample_count), None)
         # What lies behind was asked for in other portions, or never will be.
         self._ahead = {key: pending for key, pending in self._ahead.items() if key[0] >= sample_first}
@@ -139,7 +139,7 @@ def samples_of_rank(sample_first: int, batch: int, rank: int, world_size: int) -
 
 
 def permute(place: int, count: int, key: str) -> int:
-    """Return where a keyed shuffle of `count` cards puts the card at `place`, without shuffling them.
+    """Return the position at which a keyed shuffle of `count` cards puts the card at `place`, without shuffling.
 
     A Feistel network permutes the next power of four; a result past the end walks on until it falls inside.
     """

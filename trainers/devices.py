@@ -1,4 +1,4 @@
-"""Peak rates and memory of devices, and hints where memory does not suffice."""
+"""Peak rates and memory of devices, and hints if memory does not suffice."""
 
 import os
 import resource
@@ -68,7 +68,7 @@ def find_peak_flops(device: torch.device, dtype: str, given_tflops: float) -> fl
 
 
 def measure_memory_gib(device: torch.device) -> float:
-    """Return the most memory this process has had at once: of tensors on a GPU, of everything on a CPU."""
+    """Return the peak memory of this process: of tensors on a GPU, of everything on a CPU."""
     if device.type == "cuda":
         allocated: int = torch.cuda.max_memory_allocated(device)
         return allocated / 2**30
@@ -80,7 +80,7 @@ def measure_memory_gib(device: torch.device) -> float:
 def check_memory(
     parameters: Iterable[Tensor], device: torch.device, config: RunConfig, *, state_bytes: float = BYTES_A_PARAMETER
 ) -> None:
-    """Raise a TrainerError where what every step needs, activations aside, is more than the device has."""
+    """Raise a TrainerError if the device has less memory than every step needs, activations aside."""
     count, needed = 0, 0.0
     for parameter in parameters:
         size = (parameter.to_local() if hasattr(parameter, "to_local") else parameter).numel()
@@ -117,7 +117,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def advise(config: RunConfig) -> str:
-    """Return what of this config can be changed to need less memory, the cheapest first, as hints below a message."""
+    """Return changes of this config that reduce memory, the cheapest first, as hints below a message."""
     changes = []
     if config.train.micro_batch > 1:
         half = config.train.micro_batch // 2

@@ -51,7 +51,7 @@ class World:
     members: tuple[str, ...] = ()  # ids, where the rendezvous may move
 
     def read_holdings(self) -> "Sequence[Holding]":
-        """Return what each rank kept from the previous world."""
+        """Return the state that each rank kept from the previous world."""
         from trainers.state_transfer import Holding
         from trainers.strategies.grid import Part
 
@@ -62,7 +62,7 @@ class ElasticMember:
     """The place of one process among workers that join and leave."""
 
     def __init__(self, meeting: str, *, unit: int = 1) -> None:
-        """Come to the rendezvous at `meeting`, and wait to be let into a world of a multiple of `unit` ranks.
+        """Go to the rendezvous at `meeting`, and wait for admission to a world of a multiple of `unit` ranks.
 
         `meeting` is a `host:port`, or one of each node joined by commas: then a run outlives its first node.
         """
@@ -109,10 +109,8 @@ class ElasticMember:
             self._kept = -1
 
     def take_over(self, ranks: "Ranks", part: "Part", shared: Mapping[str, Any]) -> int | None:
-        """Fill the objects with the newest state that this world has in memory; its step, or None where it has none.
-
-        A collective call.
-        """
+        """Fill the objects with the newest state that this world has in memory; return its step, or None if there is
+        none. A collective call."""
         import torch
 
         from trainers.state_transfer import transfer_state
@@ -184,7 +182,7 @@ class ElasticMember:
         os.execv(sys.executable, json.loads(command) if command else sys.orig_argv)
 
     def _join(self) -> World:
-        """Find the rendezvous and wait there for a world; look for it again if it moves meanwhile."""
+        """Find the rendezvous and wait there for a world; look for it again if it moves."""
         while True:
             self._send(**self._introduce())
             found = threading.Event()
@@ -224,7 +222,7 @@ class ElasticMember:
                 return
 
     def _await_world(self) -> World | None:
-        """Return the world, or None where the connection ends first."""
+        """Return the world, or None if the connection ends first."""
         with suppress(OSError, ValueError):
             while True:
                 message = self._wire.read()
@@ -280,7 +278,7 @@ class Elastic:
 
 
 def join_world(config: RunConfig) -> ElasticMember | None:
-    """Meet the others of an elastic run, and learn this process's rank among them; None for any other run."""
+    """Join the other workers of an elastic run and return this process's rank among them; None for any other run."""
     meeting = os.environ.get("BROKER_ELASTIC_AT")
     if meeting is None:
         if not config.elastic:

@@ -19,7 +19,7 @@ class Environment:
 
 
 def read_environment(variables: Mapping[str, str] = os.environ) -> Environment:
-    """Read the BROKER_* variables; an unset or empty one has its default."""
+    """Read the BROKER_* variables; unset and empty ones have their defaults."""
     progress, preemption = variables.get("BROKER_PROGRESS_FILE"), variables.get("BROKER_PREEMPTION_FILE")
     return Environment(
         checkpoint_url=variables.get("BROKER_CHECKPOINT_DIR") or "./checkpoints",
@@ -32,7 +32,7 @@ def read_environment(variables: Mapping[str, str] = os.environ) -> Environment:
 
 
 def _read_number(variables: Mapping[str, str], name: str) -> float | None:
-    """Return a number of at least 0; an invalid one counts as unset, since it only tunes."""
+    """Return a number of at least 0; an invalid one counts as unset, because it is only for tuning."""
     try:
         value = float(variables.get(name) or "nan")
     except ValueError:

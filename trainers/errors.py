@@ -15,4 +15,4 @@ class CheckpointError(TrainerError):
 
 
 class StaleAttemptError(CheckpointError):
-    """A newer attempt of the same job has begun; this one may not commit any more."""
+    """A newer attempt of the same job has begun; this one may no longer commit."""

@@ -92,7 +92,7 @@ def export_hugging_face(url: str, output: Path, dtype: str, *, tokenizer: str | 
 
 
 def copy_tokenizer(source: str | None, output: Path) -> bool:
-    """Copy the files of a tokenizer; whether there were any."""
+    """Copy the files of a tokenizer; return whether there were any."""
     names = [name for name in TOKENIZER_FILES if source and (Path(source) / name).is_file()]
     for name in names:
         shutil.copyfile(Path(str(source)) / name, output / name)

@@ -27,7 +27,7 @@ def parse_flags(
     find_problem: Callable[[Tree], str | None] = lambda _: None,
     defaults: Preset | None = None,
 ) -> Tree:
-    """Read flags such as `--model.depth 6`; what cannot be understood, or cannot work, exits with code 2.
+    """Read flags such as `--model.depth 6`; invalid values exit with code 2.
 
     `defaults` replace those of the tree, by dotted name. A dash in a name is read as an underscore.
     `--config FILE.toml` has a table for each part of the tree and may name a `preset`.
@@ -58,7 +58,8 @@ def parse_flags(
 def make_parser(
     tree: type, program: str, description: str, presets: Mapping[str, Preset], defaults: Preset | None = None
 ) -> argparse.ArgumentParser:
-    """Return a parser with one flag for each knob, grouped as the tree is; only flags that are given leave a value."""
+    """Return a parser with one flag for each setting, grouped like the tree; flags that are not given leave no
+    value."""
     # An abbreviation that is unique today breaks when the next knob arrives.
     parser = argparse.ArgumentParser(
         prog=program,

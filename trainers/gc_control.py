@@ -1,4 +1,4 @@
-"""Runs Python's cyclic garbage collector between steps, in the thread that trains, and at no other time.
+"""Run Python's cyclic garbage collector only between steps, in the training thread.
 
 Left alone, Python collects in whichever thread happens to allocate. A checkpoint's or the prefetcher's may do so
 while an operation of the training thread, without the interpreter's lock, links a new node to the graph: torch's
@@ -17,7 +17,7 @@ class GcControl:
     """A context in which only `step` collects. Objects that exist when it is entered are never traversed."""
 
     def __init__(self) -> None:
-        """Count no steps yet."""
+        """Start with no steps counted."""
         self._steps = 0
 
     def __enter__(self) -> "GcControl":

@@ -1,4 +1,4 @@
-"""Text that a language model writes."""
+"""Generate text with a language model."""
 
 import torch
 from torch import nn
@@ -10,7 +10,7 @@ from trainers.tokenizers import Tokenizer
 def write_text(model: nn.Module, tokenizer: Tokenizer, config: SampleConfig, context: int, device: torch.device) -> str:
     """Continue the prompt; return both.
 
-    Every rank has to call this together and all write the same: some hold but a part of the model.
+    All ranks must call this together and return the same text, because some hold only a part of the model.
     """
     generator = torch.Generator().manual_seed(config.seed)
     ids = list(tokenizer.encode(config.prompt.encode())) or list(tokenizer.separator)

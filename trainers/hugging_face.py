@@ -71,7 +71,7 @@ def adopt_shape(config: Config) -> Config:
 
 
 def read_shape(content: Mapping[str, Any], *, context: int) -> dict[str, Any]:
-    """Return the fields of our ModelConfig that a `config.json` says. TrainerError for what we cannot compute."""
+    """Return the fields of our ModelConfig from a `config.json`. Raises TrainerError for unsupported models."""
     kind = content.get("model_type")
     if kind not in MODEL_TYPES:
         raise TrainerError(f"cannot train a `{kind}`; known: {', '.join(MODEL_TYPES)}")
@@ -86,7 +86,7 @@ def read_shape(content: Mapping[str, Any], *, context: int) -> dict[str, Any]:
 def _read_gpt2(content: Mapping[str, Any]) -> dict[str, Any]:
     activation = content.get("activation_function", "gelu_new")
     if activation not in ACTIVATIONS:
-        raise TrainerError(f"cannot compute the activation `{activation}`; known: {', '.join(ACTIVATIONS)}")
+        raise TrainerError(f"unsupported activation `{activation}`; known: {', '.join(ACTIVATIONS)}")
     if content.get("scale_attn_by_inverse_layer_idx") or not content.get("scale_attn_weights", True):
         raise TrainerError("cannot compute attention that is scaled by layer, or not at all")
     return {
@@ -145,7 +145,7 @@ def _read_experts(content: Mapping[str, Any], kind: str) -> dict[str, Any]:
 def _read_scaling(rope: Mapping[str, Any]) -> str:
     kind = rope.get("rope_type", rope.get("type", "default"))
     if float(rope.get("partial_rotary_factor", 1.0)) != 1.0 or kind not in ("default", "linear", "llama3"):
-        raise TrainerError(f"cannot compute the rotary embedding `{kind}`; known: default, linear, llama3")
+        raise TrainerError(f"unsupported rotary embedding `{kind}`; known: default, linear, llama3")
     if kind == "default":
         return ""
     names = LLAMA3_SCALING if kind == "llama3" else ("factor",)
@@ -164,7 +164,7 @@ def write_shape(model: ModelConfig, *, dtype: str, mask_id: int | None = None) -
     is_plain = model.kind == "llama" and not model.experts and not model.query_key_norm
     if model.bidirectional and not (is_plain and model.attention_bias != "qkv"):
         raise TrainerError(
-            "no encoder of Hugging Face's has this shape, only that of `--model.kind llama` without experts and "
+            "Hugging Face has no encoder of this shape, except that of `--model.kind llama` without experts and "
             "`--model.query_key_norm`: export without `--format hf`"
         )
     positions = max(model.positions, model.context)

@@ -1,6 +1,6 @@
-"""Starts one worker process per GPU on this node: `python -m trainers.launch -m trainers.lm --flags`.
+"""Start one worker process per GPU on this node: `python -m trainers.launch -m trainers.lm --flags`.
 
-A trainer started plainly on the broker's nodes comes here by itself.
+A trainer that is started without a launcher on the broker's nodes uses it automatically.
 
 A light torchrun: it imports no torch (torchrun takes 2 s to the worker's first line, this 0.04 s) and has fixed ranks.
 """
@@ -62,7 +62,7 @@ class Plan:
         return None if self.nodes_min is None else (self.nodes_min * self.workers, self.node_count * self.workers)
 
     def worker_variables(self, local_rank: int, port: int) -> dict[str, str]:
-        """Return what one worker learns about itself, in torch's names."""
+        """Return the variables of one worker, with torch's names."""
         return {
             "RANK": str(self.node_rank * self.workers + local_rank),
             "WORLD_SIZE": str(self.node_count * self.workers),
@@ -96,11 +96,11 @@ def run_fixed(plan: Plan, command: list[str]) -> int:
 def launch_if_needed(
     module: str | None, arguments: Sequence[str], *, elastic: str | None = None, is_warm: bool = False
 ) -> int | None:
-    """Learn this process's place among the ranks, or start them all.
+    """Return this process's rank, or start all ranks.
 
     `module` is started with `arguments`; None starts this very command line again. `elastic` is the knob of a trainer
     that has one, as its flags and its config file say; `is_warm` starts standbys for its workers. Returns the exit code
-    of the workers that were started; None where this process is itself a rank.
+    of the workers that were started; None if this process is itself a rank.
     """
     check_torch()
     if "RANK" in os.environ or "BROKER_ELASTIC_AT" in os.environ:  # under torchrun, or one of our own workers
@@ -124,7 +124,7 @@ def check_torch() -> None:
 
 
 def end_process(exit_code: int) -> NoReturn:
-    """End at once, without taking the interpreter down.
+    """Exit at once, without finalising the interpreter.
 
     While it goes down, a thread of gloo that lets go of a last tensor is ended where C++ forbids it, and the process
     aborts after a run that succeeded: seen once in some thirty runs of `pipeline+fsdp` on torch 2.13.
@@ -205,7 +205,7 @@ def run_elastic(plan: Plan, bounds: tuple[int, int], command: list[str], *, is_w
 def serve_rendezvous(
     plan: Plan, settings: Mapping[str, Any], port: int, given: Mapping[str, str]
 ) -> "rendezvous_server.RendezvousServer | None":
-    """Let workers meet here; those that were given the same credential."""
+    """Accept workers with the same credential at this rendezvous."""
     from trainers.rendezvous import Rendezvous  # asyncio and ssl, which plain runs need not import
     from trainers.rendezvous_server import RendezvousServer
     from trainers.wire import read_credential
@@ -313,7 +313,7 @@ def _send(signal_number: int, pids: Iterable[int]) -> None:
 
 
 def find_free_port() -> int:
-    """Free now, and below the ephemeral ports (Linux: 32768 up), so that no outgoing connection takes it meanwhile."""
+    """Return a free port below the ephemeral range (Linux: from 32768), so that no outgoing connection takes it."""
     for port in random.sample(range(20000, 32000), 200):
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", port))

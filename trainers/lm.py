@@ -117,7 +117,7 @@ def make_batches(config: Config, samples: "Samples", *, mask_id: int, vocabulary
 
 
 def choose_forward(config: Config, separator: int | None) -> "tuple[Forward, Loss]":
-    """Return how the model is called and what its loss is; a strategy that cannot do that is a TrainerError."""
+    """Return the forward function and the loss; a strategy that does not support them is a TrainerError."""
     from trainers.losses import next_token_loss
     from trainers.masking import count_hidden, masked_loss
     from trainers.packing import LanguageForward, take_loss
@@ -156,7 +156,7 @@ def initialize_weights(
 
 
 def describe(config: Config, shape: ModelConfig, mask_id: int) -> dict[str, Any]:
-    """Return what `trainers.export` needs to know about a checkpoint."""
+    """Return the description of a checkpoint that `trainers.export` needs."""
     return {
         "model": dataclasses.asdict(shape),
         "lora": dataclasses.asdict(config.lora),

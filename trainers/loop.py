@@ -37,7 +37,7 @@ class Reading:
 
 @dataclass(frozen=True, kw_only=True)
 class StepReport:
-    """One step that was taken; `reading` is None where the host did not read the device."""
+    """One step that was taken; `reading` is None if the host did not read the device."""
 
     step: int
     learning_rate: float

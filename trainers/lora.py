@@ -50,7 +50,7 @@ def add_adapters(model: nn.Module, config: LoraConfig) -> None:
 
 
 def check_strategy(config: LoraConfig, strategy: str) -> None:
-    """Raise a TrainerError where adapters cannot be spread."""
+    """Raise a TrainerError if adapters cannot be spread."""
     if config.rank and "tensor" in strategy.split("+"):
         raise TrainerError("`--lora.rank` cannot be combined with `tensor`: adapters are not spread over ranks")
 

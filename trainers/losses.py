@@ -32,7 +32,8 @@ def next_token_loss(z_weight: float) -> Loss:
 
 
 class ChunkedLoss(torch.autograd.Function):
-    """The same loss of logits `[rows, vocabulary]`, a chunk of rows at a time, its gradient worked out on the way.
+    """The same loss of logits `[rows, vocabulary]`, a chunk of rows at a time, with the gradient computed along the
+    way.
 
     Left to autograd, bfloat16 logits are held twice more in float32, and their gradient a third time. Here float32
     never outgrows a chunk, and the gradient has the logits' own type.
@@ -40,7 +41,7 @@ class ChunkedLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(context: Any, logits: Tensor, targets: Tensor, z_weight: float) -> Tensor:
-        """Mean over the rows, in nats."""
+        """Return the mean over the rows, in nats."""
         rows, vocabulary = logits.shape
         step = max(1, CHUNK_BYTES // (FLOAT_BYTES * vocabulary))
         gradient = torch.empty_like(logits) if context.needs_input_grad[0] else None
@@ -63,7 +64,7 @@ class ChunkedLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(context: Any, outer: Tensor) -> tuple[Tensor, None, None]:
-        """Scale what `forward` worked out, in place: it serves once."""
+        """Scale the gradient that `forward` computed, in place: it is used once."""
         gradient, context.gradient = context.gradient, None
         assert gradient is not None, "the loss goes backward once"
         return gradient.mul_(outer), None, None

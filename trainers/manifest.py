@@ -51,7 +51,7 @@ class Contents:
 
 
 class Damage(Exception):
-    """A file of a checkpoint is not what was written; the message says which, and how."""
+    """A file of a checkpoint differs from what was written; the message names it and the difference."""
 
 
 def find_newest(storage: Storage) -> tuple[CheckpointName, Contents] | None:
@@ -75,7 +75,7 @@ def list_checkpoints(storage: Storage) -> list[CheckpointName]:
 
 
 def read_manifest(storage: Storage, name: CheckpointName) -> Contents:
-    """Return what is in the checkpoint. Raises Damage where the manifest is missing or not what was written."""
+    """Return the contents of the checkpoint. Raises Damage if the manifest is missing or damaged."""
     content = storage.read(f"{name}/manifest.json")
     if content is None:
         raise Damage("it has no manifest, so writing it was cut short")
@@ -100,7 +100,7 @@ def read_manifest(storage: Storage, name: CheckpointName) -> Contents:
 
 
 def read_index(storage: Storage, name: CheckpointName, contents: Contents) -> bytes:
-    """Return the file that says where each tensor lies. Raises Damage where it is missing or not what was written."""
+    """Return the file with the location of each tensor. Raises Damage if it is missing or damaged."""
     content = storage.read(f"{name}/{INDEX}")
     if INDEX not in contents.files:
         raise Damage(f"`{INDEX}` is not in its manifest")
@@ -111,7 +111,7 @@ def read_index(storage: Storage, name: CheckpointName, contents: Contents) -> by
 
 
 def check_seal(file: str, seal: Seal, actual: tuple[str, int] | None) -> None:
-    """Raise Damage unless `found`, checksum and size, are the file's; None is a missing file."""
+    """Raise Damage unless `found` equals the file's checksum and size; None is a missing file."""
     if actual is None:
         raise Damage(f"`{file}` is missing")
     if actual != (seal.sha256, seal.size):
@@ -119,7 +119,7 @@ def check_seal(file: str, seal: Seal, actual: tuple[str, int] | None) -> None:
 
 
 def seal_manifest(manifest: Mapping[str, object]) -> str:
-    """SHA-256 of all that a manifest says; a flipped bit may well leave it readable."""
+    """Return the SHA-256 of a manifest's content; a flipped bit may leave it readable."""
     return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
 
@@ -144,10 +144,10 @@ def remove_old(storage: Storage, *, newest: CheckpointName, keep: int) -> None:
 
 
 def warn_skipped(name: CheckpointName, damage: object) -> None:
-    """Tell the user that an older checkpoint will be used."""
+    """Warn that an older checkpoint will be used."""
     warn(f"skipping checkpoint `{name}`: {damage}")
 
 
 def warn(message: str) -> None:
-    """Tell the user, at once: the process may be killed at any moment."""
+    """Print a warning at once: the process may be killed at any moment."""
     print(f"warning: {message}", file=sys.stderr, flush=True)

@@ -184,7 +184,7 @@ class Leases:
         return is_first
 
     def release(self, lease: Lease) -> None:
-        """Release the shard for others. The lease stays, empty, as an epoch is never used twice."""
+        """Release the shard for others. The lease stays, empty, because an epoch is never used twice."""
         self._place.write(lease.key, b"")
 
     def fail(self, lease: Lease, reason: str) -> None:

@@ -62,7 +62,7 @@ class Place(Protocol):
 
 
 def open_place(url: str) -> Place:
-    """Return the place of `file:///folder` or of a bucket's URL."""
+    """Return the storage for `file:///folder` or a bucket's URL."""
     if urlsplit(url).scheme in ("", "file"):
         return FolderPlace(Path(url[len("file://") :] if url.startswith("file://") else url))
     from trainers.buckets import open_store

@@ -14,7 +14,8 @@ MASKED, RANDOM = 0.8, 0.1
 
 
 def count_hidden(context: int, share: float) -> int:
-    """Return the tokens hidden in each window: always as many, so that the means of micro-batches have equal weight."""
+    """Return the number of tokens hidden in each window; it is constant, so that the means of micro-batches have equal
+    weight."""
     return max(1, round(context * share))
 
 

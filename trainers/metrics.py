@@ -1,4 +1,4 @@
-"""Metrics of each step, written to files: JSON lines, and TensorBoard's events where that is asked for."""
+"""Metrics of each step, written to files: JSON lines, and TensorBoard events on request."""
 
 import json
 import math
@@ -15,7 +15,7 @@ from trainers.errors import TrainerError
 
 
 class Meter:
-    """Turns samples and time into rates."""
+    """Compute rates from samples and time."""
 
     def __init__(self, *, units_per_sample: int, flops_per_sample: float, peak_flops: float | None, ranks: int) -> None:
         """Count `units_per_sample` (tokens, images); one device does `peak_flops` per second at best."""
@@ -46,10 +46,10 @@ class Meter:
 
 
 class MetricFiles:
-    """Writes for the first rank; a silent one (any other rank) does nothing."""
+    """Write metrics on the first rank; a silent instance (any other rank) does nothing."""
 
     def __init__(self, config: LogConfig, attempt: int, *, is_silent: bool) -> None:
-        """Open what is asked for; a missing package is a TrainerError."""
+        """Open the requested outputs; a missing package is a TrainerError."""
         self._path = Path(config.metrics) if config.metrics and not is_silent else None
         self._attempt = attempt
         self._board = _open_board(config.tensorboard) if config.tensorboard and not is_silent else None
@@ -69,7 +69,7 @@ class MetricFiles:
                     self._board.add_scalar(name, value, step)
 
     def close(self) -> None:
-        """Flush what is held back."""
+        """Flush buffered output."""
         if self._board is not None:
             self._board.close()
 
@@ -77,7 +77,7 @@ class MetricFiles:
 def make_meter(
     log: LogConfig, dtype: str, device: torch.device, *, units_per_sample: int, flops_per_sample: float, ranks: int
 ) -> Meter:
-    """Return a meter that knows this device's peak."""
+    """Return a meter with this device's peak rate."""
     peak_flops = find_peak_flops(device, dtype, log.peak_tflops)
     return Meter(
         units_per_sample=units_per_sample, flops_per_sample=flops_per_sample, peak_flops=peak_flops, ranks=ranks

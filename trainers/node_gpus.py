@@ -23,7 +23,7 @@ QUERY_S = 60.0
 
 
 class SetupError(Exception):
-    """Why the trainers cannot run here. `hint` says what to do."""
+    """The reason why the trainers cannot run here; `hint` names the remedy."""
 
     def __init__(self, message: str, hint: str = "") -> None:
         super().__init__(message)
@@ -44,10 +44,8 @@ CPU = Accelerator("cpu", "CPU")
 
 
 def find_accelerator(variables: Mapping[str, str]) -> Accelerator:
-    """Return what this node trains on: its GPUs, unless the task asks for none.
-
-    Raises SetupError where GPUs are asked for and cannot be used, so that a node with eight of them does not train on
-    its CPU.
+    """Return the accelerator of this node: its GPUs, unless the task requests none. Raises SetupError if GPUs are
+    requested and cannot be used, so that a node with eight of them does not train on its CPU.
     """
     asked = variables.get("SKYPILOT_NUM_GPUS_PER_NODE", "")
     if asked == "0":
@@ -67,9 +65,8 @@ def find_accelerator(variables: Mapping[str, str]) -> Accelerator:
 
 
 def find_nvidia(variables: Mapping[str, str]) -> Accelerator | None:
-    """Ask `nvidia-smi`, else the driver's own file. None where there is no driver.
-
-    Raises SetupError where `nvidia-smi` fails on a node that should have GPUs: nothing that is installed helps there.
+    """Query `nvidia-smi`, else read the driver's own file; None without a driver. Raises SetupError if `nvidia-smi`
+    fails on a node that should have GPUs: no installation helps there.
     """
     program = shutil.which("nvidia-smi", path=variables.get("PATH"))
     if program:
@@ -88,7 +85,7 @@ def find_nvidia(variables: Mapping[str, str]) -> Accelerator | None:
 
 
 def query(program: str) -> tuple[str, bool]:
-    """Return what `nvidia-smi` says, and whether it succeeds."""
+    """Return the output of `nvidia-smi`, and whether it succeeded."""
     try:
         done = subprocess.run([program, *QUERY], capture_output=True, text=True, timeout=QUERY_S, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
@@ -108,7 +105,7 @@ def is_without_driver() -> bool:
 
 
 def choose_build(accelerator: Accelerator) -> str:
-    """Return the name of the build in PyTorch's index. Raises SetupError where this version has none that fits."""
+    """Return the name of the build in PyTorch's index. Raises SetupError if this version has no fitting build."""
     if accelerator.kind != "cuda":
         return ROCM if accelerator.kind == "rocm" else "cpu"
     is_old, is_new = (0,) < accelerator.capability < TURING, accelerator.capability > HOPPER
@@ -125,7 +122,7 @@ def choose_build(accelerator: Accelerator) -> str:
 
 
 def read_version(text: str) -> tuple[int, ...]:
-    """`580.95.05` as numbers; what follows the first part that is none is left out."""
+    """Parse `580.95.05` as numbers, up to the first part that is not a number."""
     numbers = []
     for part in text.split("."):
         if not part.isdigit():

@@ -57,9 +57,8 @@ class Python:
 
 
 def find_python(accelerator: Accelerator, own: Path | None, variables: Mapping[str, str]) -> Python | None:
-    """Return the first that fits; those that have torch and do not fit are named with the reason.
-
-    `own`: the one that an earlier setup on this node made, if it did.
+    """Return the first interpreter that fits; report those that have torch and do not fit, with the reason. `own`: the
+    interpreter that an earlier setup on this node installed, if any.
     """
     for path in list_candidates(own, variables):
         python, reason = judge(path, accelerator)
@@ -71,7 +70,7 @@ def find_python(accelerator: Accelerator, own: Path | None, variables: Mapping[s
 
 
 def list_candidates(own: Path | None, variables: Mapping[str, str]) -> Iterator[str]:
-    """Yield interpreters, the one that `python` means first."""
+    """Yield interpreters, first the one that `python` resolves to."""
     names = ("python", "python3")
     places = [shutil.which(name, path=variables.get("PATH", os.defpath)) for name in names]
     seen = set()
@@ -82,7 +81,7 @@ def list_candidates(own: Path | None, variables: Mapping[str, str]) -> Iterator[
 
 
 def judge(path: str, accelerator: Accelerator) -> tuple[Python | None, str]:
-    """Return it if it fits; else why not, where it has torch at all."""
+    """Return the interpreter if it fits, else the reason if it has torch."""
     try:
         done = subprocess.run([path, "-c", PROBE], capture_output=True, text=True, timeout=PROBE_S, check=False)
         said = json.loads(done.stdout)
@@ -105,7 +104,7 @@ def judge(path: str, accelerator: Accelerator) -> tuple[Python | None, str]:
 
 
 def check(path: str, accelerator: Accelerator) -> str:
-    """Run one kernel; return the error's last line, or nothing if it works."""
+    """Run one kernel; return the last line of the error, or an empty text on success."""
     try:
         done = subprocess.run(
             [path, "-c", CHECK, accelerator.kind], capture_output=True, text=True, timeout=CHECK_S, check=False

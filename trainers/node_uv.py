@@ -77,7 +77,7 @@ def read_settings(variables: Mapping[str, str]) -> dict[str, str]:
 
 
 def names_index(settings: Mapping[str, str]) -> bool:
-    """Return whether the user says where packages come from: then torch comes from there as well."""
+    """Return whether the user configured a package index: then torch comes from there as well."""
     return any(settings.get(name) for name in SOURCES)
 
 
@@ -97,7 +97,8 @@ def read_pip_files(variables: Mapping[str, str]) -> dict[str, str]:
 
 
 def find_uv(folder: Path, settings: Mapping[str, str]) -> str:
-    """Return uv's path: one on PATH that is as new as ours, else the one in `folder`, fetched if it is not there."""
+    """Return the path of uv: one on PATH that is at least as new as ours, else the one in `folder`, fetched if
+    missing."""
     uv = shutil.which("uv", path=settings.get("PATH", os.defpath))
     if uv:
         words = subprocess.run([uv, "--version"], capture_output=True, text=True, check=False).stdout.split()
@@ -125,7 +126,7 @@ def extract(wheel: bytes) -> bytes:
 
 
 def fetch(name: str, digest: str, *, settings: Mapping[str, str]) -> bytes:
-    """Return the wheel's bytes. Raises SetupError where no index has it, with what each one said."""
+    """Return the wheel's bytes. Raises SetupError if no index has it, with the answer of each."""
     reasons: list[str] = []
     for attempt in range(TRIES):
         if attempt:

@@ -61,11 +61,12 @@ class Optimizer:
 
     @property
     def is_finished(self) -> bool:
-        """Whether the run's last step is done."""
+        """Return whether the run's last step is done."""
         return self.steps_done >= self._config.steps
 
     def skip_unless(self, is_finite: Tensor) -> None:
-        """Make the next step update nothing if `is_finite`, a scalar on the device, is false. Does not wait."""
+        """Skip the update of the next step if `is_finite`, a scalar on the device, is false. Does not wait for the
+        device."""
         self._found_inf = (~is_finite).float()
 
     def zero_skipped_gradients(self) -> None:
@@ -137,7 +138,7 @@ class Optimizer:
             raise TrainerError("the optimizer has a parameter that is not among those it was given")
 
     def _initialize_state(self) -> None:
-        """Allocate what torch would allocate in the first step."""
+        """Allocate the state that torch would allocate in the first step."""
         if isinstance(self._optimizer, torch.optim.AdamW) and self._is_local:
             for handle in self._handles.values():
                 self._optimizer.state[handle] = {
@@ -207,7 +208,7 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def _spread_like(value: Tensor, parameter: Tensor) -> Tensor:
-    """Return a state tensor as what it is a part of: spread over ranks as its parameter is."""
+    """Return a state tensor as part of the whole: spread over ranks like its parameter."""
     if not hasattr(parameter, "device_mesh") or hasattr(value, "device_mesh") or value.dim() == 0:
         return value
     from torch.distributed.tensor import DTensor

@@ -1,4 +1,4 @@
-"""Notices that this machine is about to be taken away: SIGTERM, or the file the broker lets appear.
+"""Detect that this machine is about to be preempted: SIGTERM, or a file that the broker creates.
 
 Imports nothing heavy: the handler must be in place before torch is imported, which takes a second.
 """
@@ -12,7 +12,7 @@ EXIT_CODE_PREEMPTED = 143
 
 
 class PreemptionNotice:
-    """Remembers that a notice came. The loop makes one rank's notice every rank's."""
+    """Remember that a notice arrived. The loop passes one rank's notice on to all ranks."""
 
     def __init__(self, file: Path | None = None) -> None:
         """Watch for `file`, if one is given, and for SIGTERM from `listen` on."""

@@ -56,7 +56,8 @@ def make_parser() -> argparse.ArgumentParser:
 def prepare(
     files: Sequence[Path], output: Path, tokenizer: Tokenizer, shard_tokens: int, validation_share: float, column: str
 ) -> None:
-    """Write `train-00000.bin`..., `val-00000.bin`... and `tokens.json`; a folder that has some is a TrainerError."""
+    """Write `train-00000.bin`..., `val-00000.bin`... and `tokens.json`; a folder that already has such files is a
+    TrainerError."""
     output.mkdir(parents=True, exist_ok=True)
     if any(output.glob("*.bin")):
         raise TrainerError(f"`{output}` already holds token files; name another folder, or remove them")
@@ -107,10 +108,10 @@ def cut(document: bytes, piece_bytes: int) -> Iterator[bytes]:
 
 
 class ShardWriter:
-    """Appends ids to a row of files of equal size."""
+    """Append ids to a series of files of equal size."""
 
     def __init__(self, folder: Path, name: str, shard_tokens: int, typecode: str) -> None:
-        """Nothing is written before there are ids."""
+        """Prepare the writer; nothing is written until ids arrive."""
         self._folder, self._name, self._shard_tokens = folder, name, shard_tokens
         self._ids = array.array(typecode)
         self._shard = 0
@@ -125,7 +126,7 @@ class ShardWriter:
             self._ids = self._ids[self._shard_tokens :]
 
     def finish(self) -> None:
-        """Write what is left."""
+        """Write the remaining tokens."""
         if self._ids:
             self._write(self._ids)
 
@@ -140,7 +141,7 @@ class ShardWriter:
 
 
 class Reporter:
-    """Says now and then how far it has come, on stderr."""
+    """Report the progress on stderr from time to time."""
 
     def __init__(self, total_bytes: int) -> None:
         """Start with the total number of bytes."""
@@ -159,7 +160,7 @@ class Reporter:
         print(line, end="\r" if self._is_terminal else "\n", file=sys.stderr, flush=True)
 
     def finish(self, training: int, validation: int, output: Path) -> None:
-        """Tell what came of it, on stdout."""
+        """Print the result on stdout."""
         print(f"{training:,} tokens to train on and {validation:,} to evaluate on are in `{output}`")
 
 

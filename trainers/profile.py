@@ -1,4 +1,4 @@
-"""A trace of some steps of every rank, when asked for."""
+"""Trace some steps of every rank, on request."""
 
 from pathlib import Path
 from typing import Any
@@ -8,7 +8,7 @@ from trainers.ranks import Ranks
 
 
 class Profile:
-    """Counts the steps of this attempt and records those that are wanted."""
+    """Count the steps of this attempt and record the requested ones."""
 
     def __init__(self, config: ProfileConfig, ranks: Ranks) -> None:
         """Record nothing yet."""
@@ -27,7 +27,7 @@ class Profile:
             self.stop()
 
     def stop(self) -> None:
-        """Write what was recorded, also where the run ends before all of it was."""
+        """Write the recorded steps, even if the run ends before all are recorded."""
         if self._recording is None:
             return
         self._recording.stop()

@@ -15,7 +15,7 @@ FILE_DETAILS = ("busy_s",)  # for the broker: no new step is expected for this t
 
 
 class Progress:
-    """Speaks for the first rank; a silent one (any other rank) does nothing."""
+    """Report progress on the first rank; a silent instance (any other rank) does nothing."""
 
     def __init__(
         self, file: Path | None, *, total: int, is_silent: bool, unit: str = "tokens", screen: TextIO = sys.stdout

@@ -1,4 +1,4 @@
-"""The random numbers a rank draws while training, as state that survives."""
+"""The random number generators of a rank, as state that survives a restart."""
 
 from typing import Any
 
@@ -26,7 +26,7 @@ class RandomNumbers:
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on drawing where the saved generators stopped."""
+        """Continue from the state of the saved generators."""
         torch.set_rng_state(state["cpu"])
         if self._device.type == "cuda":
             torch.cuda.set_rng_state(state["cuda"], self._device)

@@ -1,4 +1,4 @@
-"""The processes that train together: who this one is, and how it agrees with the others.
+"""The processes that train together: the rank of this one, and agreement with the others.
 
 One process alone needs no process group, and gets none.
 """
@@ -30,7 +30,7 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 
 @dataclass(frozen=True, kw_only=True)
 class Ranks:
-    """The rank of one process among all, and the group that background work may use beside the loop."""
+    """The rank of one process among all, and the group that background work may use concurrently with the loop."""
 
     rank: int
     world_size: int
@@ -41,7 +41,7 @@ class Ranks:
 
     @property
     def is_first(self) -> bool:
-        """Whether this process speaks and decides for all."""
+        """Return whether this process reports and decides for all."""
         return self.rank == 0
 
     def sum(self, values: list[float]) -> list[float]:
@@ -70,7 +70,7 @@ class Ranks:
         return values
 
     def limit_steps(self, timeout_s: float) -> None:
-        """Wait for a peer no longer than this from now on, in all groups but the background's.
+        """From now on, limit each wait for a peer to this time, in all groups except the background one.
 
         Called after the first step: until then ranks may be far apart because one of them compiles or prepares data.
         """
@@ -83,7 +83,7 @@ class Ranks:
                 distributed_c10d._set_pg_timeout(make_timeout(timeout_s), group)
 
     def make_counter(self) -> Counter:
-        """Return numbers that all ranks add to; usable beside any collective."""
+        """Return numbers that all ranks add to; usable concurrently with any collective."""
         if self.world_size == 1:
             return LocalCounter()
         store: Any = dist.distributed_c10d._get_default_store()  # torch's stub lacks `clone` (2.13)
@@ -103,12 +103,12 @@ class StoreCounter:
 
 
 def make_timeout(timeout_s: float) -> datetime.timedelta:
-    """Return a timeout as process groups take it; 0 is no limit."""
+    """Return a timeout in the form of process groups; 0 means no limit."""
     return datetime.timedelta(seconds=timeout_s or FOREVER_S)
 
 
 def join_ranks(*, start_s: float = TIMEOUT_S, checkpoint_s: float = TIMEOUT_S) -> Ranks:
-    """Read RANK, WORLD_SIZE, LOCAL_RANK as set by our launcher or torchrun, and meet the others.
+    """Read RANK, WORLD_SIZE, LOCAL_RANK as set by our launcher or torchrun, and join the others.
 
     Wait for a peer as long as `start_s`, or `checkpoint_s` in the background group, where ranks read and write.
     """
@@ -142,10 +142,9 @@ def join_ranks(*, start_s: float = TIMEOUT_S, checkpoint_s: float = TIMEOUT_S) -
 
 
 def _keep_freed_memory() -> None:
-    """Let glibc keep what is freed, for the next step's activations of the same sizes.
-
-    Left to itself it gives them back to the system at every step and has them zeroed again: 4,300 page faults a step of
-    the default model, and 5 % of its time. Other C libraries have no such option.
+    """Make glibc keep freed memory for the next step's activations of the same sizes. By default it returns the memory
+    to the system at every step and gets it back zeroed: 4,300 page faults a step of the default model, and 5 % of its
+    time. Other C libraries have no such option.
     """
     set_option = getattr(ctypes.CDLL(None), "mallopt", None)
     if set_option is not None:
@@ -154,7 +153,7 @@ def _keep_freed_memory() -> None:
 
 
 def choose_precision(device: torch.device, dtype: str) -> Callable[[], AbstractContextManager[Any]]:
-    """Return what surrounds each forward pass: autocast for the 16-bit ones, nothing for `float32`."""
+    """Return the context of each forward pass: autocast for the 16-bit types, nothing for `float32`."""
     is_half = dtype != "float32"
     return lambda: torch.autocast(device.type, dtype=getattr(torch, dtype) if is_half else None, enabled=is_half)
 
@@ -180,6 +179,6 @@ def is_first_to_say(message: str) -> bool:
 
 
 def leave_ranks() -> None:
-    """Part from the others; harmless for a process that never joined."""
+    """Leave the process group; harmless for a process that never joined."""
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -41,7 +41,7 @@ class Member:
 
 @dataclass(kw_only=True)
 class Rendezvous:
-    """Gathers members, then watches over them until one goes or another comes. Used by one event loop only."""
+    """Gather members, then watch them until one leaves or another arrives. Used by one event loop only."""
 
     least: int
     most: int
@@ -132,7 +132,7 @@ class Rendezvous:
         self.gather({key for key in member.former if not (member.lost and key.startswith(member.lost))})
 
     def consider(self) -> None:
-        """Let the members in when all are here, or when enough are and the time is up."""
+        """Admit the members when all have arrived, or when enough have and the time is up."""
         count = self._fit(len(self.waiting))
         is_complete = not self.expected if self.generation else count >= min(self.first_count, self.most)
         if count >= self.least and (is_complete or self.is_late) and self._has_quorum():
@@ -153,7 +153,7 @@ class Rendezvous:
             member.send(kind="end", is_over=True)
 
     def give_up(self) -> None:
-        """End the run for the ranks that wait: too few are left."""
+        """End the run for the waiting ranks: too few are left."""
         reason = f"{len(self.waiting)} ranks are left, and `--elastic` asks for {self.least}"
         if self._fit(len(self.waiting)) >= self.least and not self._has_quorum():
             reason = f"too many of the {len(self.quorum)} ranks were lost at once; they may continue elsewhere"

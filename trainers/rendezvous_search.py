@@ -1,4 +1,4 @@
-"""Finds the node at which the workers of an elastic run meet now.
+"""Find the node with the current rendezvous of an elastic run.
 
 Every node's launcher listens (`rendezvous_server.py`), and one of them leads: the first node at the start, and when the
 leader is lost the next node in order that can be reached. A launcher that does not lead answers that it has no world.
@@ -70,11 +70,12 @@ class Places:
 
     @property
     def is_one(self) -> bool:
-        """Whether the run ends with its first node."""
+        """Return whether the run ends with its first node."""
         return len(self._places) == 1
 
     def connect(self) -> tuple[int, Wire]:
-        """Try until a place can be reached where the run is, or should begin or continue; its index and connection."""
+        """Try until a node is reached at which the run is, or should begin or continue; return its index and
+        connection."""
         end_s = time.monotonic() + CONNECT_S_MAX
         while True:
             found, problem = self._scan()
@@ -107,7 +108,7 @@ class Places:
         return [(self._past.leader + step) % count for step in range(count)]
 
     def _scan(self) -> tuple[tuple[int, Wire] | None, Exception | None]:
-        """Ask all places: a world that has formed is preferred, then one that gathers, then the next leader."""
+        """Query all nodes: prefer a world that has formed, then one that is gathering, then the next leader."""
         candidates: list[tuple[tuple[bool, bool, int], int, Wire]] = []
         problem: Exception | None = None
         for place in self._order():

@@ -1,4 +1,4 @@
-"""Puts a `Rendezvous` on a port. Whoever cannot authenticate is not listened to, and cannot keep others out.
+"""Serve a `Rendezvous` on a port. Peers that cannot authenticate are ignored, and cannot keep others out.
 
 JSON lines. From a worker: hello {id, port, order, holding, unit} first, then vote {is_leaving}, done, beat; one whose
 rendezvous was lost adds {generation, former, lost}. To it: welcome, then what `Rendezvous` sends. `where` asks for the
@@ -122,7 +122,7 @@ class RendezvousServer:
         await self._serve(reader, writer, address)
 
     async def _authenticate(self, connection: socket.socket) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        """Raise OSError or ValueError for a stranger, on whom the caller then hangs up.
+        """Raise OSError or ValueError for a stranger, whose connection the caller then closes.
 
         asyncio keeps the transport of an unfinished handshake to itself: the end of file is what closes it.
         """
@@ -188,7 +188,8 @@ class RendezvousServer:
         return member
 
     def _hear(self, message: dict[str, Any], member: Member) -> None:
-        """Raise ValueError for what no correct worker sends. Unknown kinds are of another version, and are ignored."""
+        """Handle a message. Raises ValueError for an invalid one; unknown kinds belong to another version and are
+        ignored."""
         if message["kind"] == "vote":
             if not isinstance(message.get("is_leaving"), bool):
                 raise ValueError("invalid vote")

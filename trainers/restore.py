@@ -1,6 +1,7 @@
-"""Restores the newest checkpoint that is whole, which all ranks read and judge together.
+"""Restore the newest complete checkpoint, which all ranks read and verify together.
 
-The first rank reads what is small (names, manifest, index) for all; every rank verifies the files that it needs itself.
+The first rank reads the small parts (names, manifest, index) for all; every rank verifies the files that it needs
+itself.
 """
 
 from collections.abc import Callable, Mapping
@@ -46,7 +47,7 @@ class Stateful(Protocol):
 
 
 class Restorer:
-    """Fills the objects of one rank. All ranks call the same verbs in the same order."""
+    """Fill the objects of one rank. All ranks call the same methods in the same order."""
 
     def __init__(
         self, storage: Storage, ranks: Ranks, *, shared: Mapping[str, Stateful], own: Mapping[str, Stateful]
@@ -57,7 +58,7 @@ class Restorer:
         self._own_name = name_own(ranks)
 
     def restore(self, progress: RestoreProgress) -> CheckpointName | None:
-        """Load the newest complete checkpoint into the objects and return its name; None where there is none.
+        """Load the newest complete checkpoint into the objects and return its name; None if there is none.
 
         All ranks skip torn and corrupt ones, with a warning. Each rank verifies what it reads, on a copy of the state,
         so that a damaged checkpoint leaves no trace. That takes as much memory as a save. `progress` reports how far
@@ -88,7 +89,7 @@ class Restorer:
         return None
 
     def _read_index(self, name: CheckpointName) -> tuple[Contents, bytes] | Damage:
-        """Return what is in a checkpoint and where, read by the first rank for all: both are small."""
+        """Return the contents and index of a checkpoint, which are small: the first rank reads them for all."""
         try:
             contents = read_manifest(self._storage, name)
             return contents, read_index(self._storage, name, contents)
@@ -142,9 +143,8 @@ class Restorer:
         return staged, damage
 
     def _agree(self, reader: "VerifiedReader") -> tuple[Damage | None, set[str]]:
-        """Return what is wrong with a checkpoint, as any rank sees it, and what the ranks have verified.
-
-        Raises on every rank where one could not read at all: then the checkpoint may well be whole.
+        """Return the damage of a checkpoint that any rank found, and the parts that the ranks have verified. Raises on
+        every rank if one could not read at all: then the checkpoint may be complete.
         """
         problem = reader.problem
         if isinstance(problem, OSError):
@@ -172,12 +172,12 @@ class Restorer:
 
 
 def name_own(ranks: Ranks) -> str:
-    """Return what a checkpoint calls the state of this rank alone."""
+    """Return the name in a checkpoint of this rank's own state."""
     return f"rank-{ranks.rank}"
 
 
 def decide(ranks: Ranks, look: Callable[[], Decision]) -> Decision:
-    """Let the first rank look, and every rank have its answer, or raise its error."""
+    """Decide on the first rank; return its answer, or raise its error, on every rank."""
     answer: tuple[Any, CheckpointError | None] = None, None
     if ranks.is_first:
         try:

@@ -1,4 +1,4 @@
-"""Logins for S3 that obstore does not find by itself: those the broker grants, and AWS's own files."""
+"""S3 logins that obstore does not find by itself: access granted by the broker, and AWS's own files."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ class SafetensorsFolder:
 
 
 def write_safetensors(output: Path, tensors: Mapping[str, Any], about: Mapping[str, str]) -> None:
-    """Write the tensors to one file, which appears when it is whole."""
+    """Write the tensors to one file, which appears once it is complete."""
     header: dict[str, Any] = {"__metadata__": dict(about)}
     place = 0
     for name, tensor in sorted(tensors.items()):

@@ -49,7 +49,7 @@ class Row:
     batch: int
     measured: Measurement
     efficiency: float  # tokens/s over those of one rank times the number of ranks
-    communication: float | None  # share of a step; None where a single rank cannot run it
+    communication: float | None  # share of a step; None if a single rank cannot run it
 
 
 def report_scaling(flags: Sequence[str], *, batch: int, ranks_max: int | None = None) -> int:
@@ -78,7 +78,7 @@ def report_scaling(flags: Sequence[str], *, batch: int, ranks_max: int | None = 
 def make_row(
     kind: str, ranks: int, batch: int, measured: Measurement, alone: Measurement, apart: Measurement | None
 ) -> Row:
-    """Compare a run with one rank alone, and with as many that do not talk."""
+    """Compare a run with a single rank, and with as many ranks that do not communicate."""
     communication = None if apart is None else max(0.0, 1.0 - measured.tokens_per_s / apart.tokens_per_s)
     return Row(
         kind=kind,
@@ -116,12 +116,12 @@ def count_devices() -> int:
 
 
 def run(flags: Sequence[str], folder: Path, *, ranks: int, batch: int) -> Measurement:
-    """Train a few steps and read what was reported; a failing run is a TrainerError."""
+    """Train a few steps and read the report; a failing run is a TrainerError."""
     return finish(*start(flags, folder, ranks=ranks, batch=batch))
 
 
 def run_apart(flags: Sequence[str], folder: Path, *, ranks: int, batch: int) -> Measurement | None:
-    """Train as many runs of one rank side by side; None where one does not work alone."""
+    """Run as many single ranks concurrently; None if one rank cannot run alone."""
     started = [start(flags, folder, ranks=1, batch=batch, device=rank) for rank in range(ranks)]
     try:
         found = [finish(*each) for each in started]

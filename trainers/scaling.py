@@ -46,5 +46,5 @@ class LossScale:
         return {"factor": self.factor, "good_steps": self._good_steps}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what `state_dict` returned, so that a resumed run scales alike."""
+        """Restore a `state_dict`, so that a resumed run scales its loss in the same way."""
         self.factor, self._good_steps = state["factor"], state["good_steps"]

@@ -112,7 +112,7 @@ async def _read(reader: asyncio.StreamReader) -> tuple[Request, bool]:
     else:
         text = headers.get("content-length", "0")
         if not text.isdigit() or int(text) > BODY_BYTES_MAX:
-            raise RequestError(413, f"a body may have {BODY_BYTES_MAX} bytes")
+            raise RequestError(413, f"a body may have at most {BODY_BYTES_MAX} bytes")
         body = await reader.readexactly(int(text))
     is_kept = headers.get("connection", "").lower() != "close" and parts[2] == "HTTP/1.1"
     return Request(method=parts[0], path=parts[1].partition("?")[0], body=body), is_kept
@@ -127,7 +127,7 @@ async def _read_chunks(reader: asyncio.StreamReader) -> bytes:
         except ValueError:
             raise RequestError(400, "invalid chunk size") from None
         if size < 0 or len(body) + size > BODY_BYTES_MAX:
-            raise RequestError(413, f"a body may have {BODY_BYTES_MAX} bytes")
+            raise RequestError(413, f"a body may have at most {BODY_BYTES_MAX} bytes")
         body += await reader.readexactly(size)
         await reader.readline()
         if size == 0:

@@ -1,6 +1,6 @@
 """Give this node a Python that can run the trainers: `python3 -m trainers.setup`, in a task's `setup:`.
 
-A Python with a fitting torch is taken as it is: the one on PATH, or one that the image keeps elsewhere. Where there is
+A Python with a fitting torch is used unchanged: the one on PATH, or one that the image keeps elsewhere. Where there is
 none, the pinned torch is installed for this node's accelerator, without root, into a folder of the agent's. Afterwards
 `python`, `python3`, `pip` and `torchrun` in `run:` mean that Python. Run again, it changes nothing.
 
@@ -39,7 +39,7 @@ COMPLETE = "complete"
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Return the exit code: 0 where the trainers can run now, 1 where not, with the reason on stderr."""
+    """Return the exit code: 0 if the trainers can run now, else 1, with the reason on stderr."""
     argparse.ArgumentParser(prog="python3 -m trainers.setup", description=__doc__.split("\n\n")[0]).parse_args(
         arguments
     )
@@ -52,7 +52,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def prepare(variables: Mapping[str, str]) -> None:
-    """Find or install, and let `python` mean it. BROKER_PYTHON is the folder for what is installed."""
+    """Find or install a Python and make `python` resolve to it. BROKER_PYTHON is the folder for installations."""
     place = variables.get("BROKER_PYTHON")
     folder = Path(place) if place else None
     path = variables.get("PATH", os.defpath)
@@ -82,7 +82,7 @@ def keeps_in_bucket(variables: Mapping[str, str]) -> bool:
 
 
 def install(accelerator: Accelerator, folder: Path | None, variables: Mapping[str, str]) -> Python:
-    """Make an environment with the pinned torch. Raises SetupError where it cannot be made, or does not work."""
+    """Make an environment with the pinned torch. Raises SetupError if it cannot be created or does not work."""
     if folder is None or "BROKER_NODE_DIR" in variables:
         raise SetupError(f"no Python here has torch for {accelerator.name}", HERE_HINT)
     settings = read_settings(variables)
@@ -110,10 +110,10 @@ def install(accelerator: Accelerator, folder: Path | None, variables: Mapping[st
 
 
 def add_buckets(python: Python, folder: Path | None, variables: Mapping[str, str]) -> Path:
-    """Install what buckets need beside a Python that is the image's own, and is left as it is."""
+    """Install the packages for buckets next to the image's own Python, which is left unchanged."""
     if folder is None or "BROKER_NODE_DIR" in variables:
         hint = f"`{python.path} -m pip install obstore`"
-        raise SetupError(f"checkpoints in a bucket need the package obstore, which {python.path} has not", hint)
+        raise SetupError(f"checkpoints in a bucket need the package obstore, which {python.path} lacks", hint)
     extras = folder / "extras"
     if not (extras / COMPLETE).exists():
         settings = read_settings(variables)
@@ -141,7 +141,7 @@ def run_uv(argv: Sequence[str], folder: Path, settings: Mapping[str, str], hint:
 
 
 def link(python: Python, folder: Path, extras: Path | None, variables: Mapping[str, str]) -> None:
-    """Let the usual names mean this Python; no links where they do already.
+    """Make the usual names resolve to this Python; add no links if they already do.
 
     Scripts, not symbolic links: those of a virtual environment would find the base's packages.
     """

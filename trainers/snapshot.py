@@ -24,7 +24,7 @@ class Streams(Protocol):
         ...
 
     def begin_copies(self, event: Any) -> None:
-        """Let later copies wait for the event."""
+        """Make later copies wait for the event."""
         ...
 
     def copy(self, target: Tensor, source: Tensor) -> None:
@@ -36,7 +36,7 @@ class Streams(Protocol):
         ...
 
     def hold_training(self, event: Any) -> None:
-        """Let later work on the training stream wait for the event, without waiting for it."""
+        """Make later work on the training stream wait for the event, without blocking."""
         ...
 
     def finish_copies(self) -> None:
@@ -57,7 +57,7 @@ class CudaStreams:
         return self._training.record_event()
 
     def begin_copies(self, event: Any) -> None:
-        """Let the copy stream wait."""
+        """Make the copy stream wait for the event."""
         self._copies.wait_event(event)
 
     def copy(self, target: Tensor, source: Tensor) -> None:
@@ -70,16 +70,16 @@ class CudaStreams:
         return self._copies.record_event()
 
     def hold_training(self, event: Any) -> None:
-        """Let the training stream wait."""
+        """Make the training stream wait for the event."""
         self._training.wait_event(event)
 
     def finish_copies(self) -> None:
-        """Wait on the host."""
+        """Block the host until all copies are done."""
         self._copies.synchronize()
 
 
 class Snapshot:
-    """Takes one copy at a time: `begin` and `settle` are called by the thread that trains, `take` by another."""
+    """Take one copy at a time: `begin` and `settle` are called by the thread that trains, `take` by another."""
 
     def __init__(self, streams: Streams | None = None, *, is_pinned: bool = True) -> None:
         """Copy on `streams`, by default on the CPU. Pinned buffers are allocated once and used for every copy."""
@@ -113,7 +113,7 @@ class Snapshot:
 
     @property
     def is_settled(self) -> bool:
-        """Whether `settle` would return at once."""
+        """Return whether `settle` would return at once."""
         return self._is_issued.is_set() and self._copied is None
 
     def settle(self) -> None:

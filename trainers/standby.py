@@ -1,4 +1,5 @@
-"""A process that has imported torch and waits: a worker of an elastic run restarts in it, instead of in a new program.
+"""A process that has imported torch and waits: a restarting worker of an elastic run continues in it, instead of in a
+new program.
 
 Started by the launcher, one for each worker, where `--warm` is given. The worker that is to start again sends it its
 variables and the file of its state, and ends; for the launcher the standby then is the worker.
@@ -74,7 +75,7 @@ def receive(path: Path) -> tuple[dict[str, str], int]:
 
 
 def hand_over(path: str, variables: Mapping[str, str], descriptor: int) -> bool:
-    """Let the standby at `path` continue; False, and nothing happened, where there is none that is ready."""
+    """Make the standby at `path` continue; return False, without effect, if none is ready."""
     with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as connection:
         connection.settimeout(HAND_OVER_S)
         connection.connect(path)
@@ -132,7 +133,7 @@ class Standbys:
 
 
 def run_program(command: Sequence[str]) -> None:
-    """Run what `python COMMAND` would."""
+    """Run the program as `python COMMAND` would."""
     if command[0] == "-m":
         sys.argv = [command[1], *command[2:]]
         runpy.run_module(command[1], run_name="__main__", alter_sys=True)

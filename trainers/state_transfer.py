@@ -1,4 +1,4 @@
-"""Transfers an elastic run's state to the ranks of its next world, from the memory of those that survived the last.
+"""Transfer an elastic run's state to the ranks of its next world, from the memory of the survivors of the last.
 
 Ranks kept what lay on them and no more, so the whole is there if each part is held by some rank, at one step.
 """
@@ -36,7 +36,8 @@ class Transfer:
 def transfer_state(
     ranks: Ranks, part: Part, holdings: Sequence[Holding], kept: Callable[[], Any], shared: Mapping[str, Any]
 ) -> int | None:
-    """Fill the objects with the newest state that is whole; its step, or None where none is. A collective call.
+    """Fill the objects with the newest state that is whole; return its step, or None if there is none. A collective
+    call.
 
     `holdings` are those of all ranks, `kept` reads this rank's own, `part` is what this one is to hold from now on.
     """
@@ -61,7 +62,7 @@ def transfer_state(
 
 
 def find_step(holdings: Sequence[Holding], count: int) -> int | None:
-    """Return the newest step of which all `count` parts are held; None where there is none."""
+    """Return the newest step of which all `count` parts are held; None if there is none."""
     indexes_held: dict[int, set[int]] = {}
     for holding in holdings:
         if holding.step >= 0 and holding.part.count == count:
@@ -70,9 +71,9 @@ def find_step(holdings: Sequence[Holding], count: int) -> int | None:
 
 
 def plan_transfers(holdings: Sequence[Holding], step: int, wanted: Sequence[int]) -> list[Transfer]:
-    """Return who sends what to whom, in an order without deadlock. `wanted` is the index for each rank.
+    """Return the transfers between ranks, in an order without deadlock. `wanted` is the index for each rank.
 
-    Whoever has been given a part gives it on, so that one that only one rank holds comes to n others in log2(n) rounds.
+    A rank that has received a part passes it on, so a part that only one rank holds reaches n others in log2(n) rounds.
     """
     transfers = []
     for index in sorted(set(wanted)):

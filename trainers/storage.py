@@ -26,11 +26,11 @@ class Storage(Protocol):
     """A place that outlives the machine. Every verb may be repeated."""
 
     def list_names(self, path: str) -> list[str]:
-        """Return names directly under a path, sorted; none where the path does not exist."""
+        """Return names directly under a path, sorted; none if the path does not exist."""
         ...
 
     def read(self, path: str) -> bytes | None:
-        """Return a whole small file, or None where there is none."""
+        """Return a whole small file, or None if there is none."""
         ...
 
     def stream(self, path: str) -> Iterator[bytes]:
@@ -42,7 +42,7 @@ class Storage(Protocol):
         ...
 
     def checksum(self, path: str) -> tuple[str, int] | None:
-        """SHA-256 and size of a file, or None where there is none."""
+        """SHA-256 and size of a file, or None if there is none."""
         ...
 
     def seal(self, path: str) -> tuple[str, int] | None:
@@ -100,7 +100,7 @@ class FolderStorage:
                 yield part
 
     def create(self, path: str, content: bytes) -> bool:
-        """Write beside the place, flush, then link into it: the link is the one moment at which the file appears."""
+        """Write to a temporary file, flush, then link it to its name: the file appears at that moment."""
         target = self._root / path
         target.parent.mkdir(parents=True, exist_ok=True)
         partial = target.with_name(f"{target.name}.{uuid.uuid4().hex}.partial")

@@ -146,7 +146,7 @@ class StreamCorpus:
 
 @dataclass(frozen=True, kw_only=True)
 class Stream:
-    """A source of token files, and what its ids mean."""
+    """A source of token files, and the meaning of its ids."""
 
     source: ByteSource
     training: Mapping[str, int]  # sizes by name

@@ -79,7 +79,7 @@ class Supervisor:
                 if verdict == "stop":
                     return self._flush(report.step)
                 if verdict == "go":
-                    self.progress.report(step=report.step, event="preempted, the others continue")
+                    self.progress.report(step=report.step, event="preempted; the others continue")
                     return EXIT_CODE_PREEMPTED
             if self.pacer.is_due(report.step):
                 self.pacer.note(report.step, stall_s=checkpoints.stall_s, write_s=checkpoints.write_s)
@@ -104,7 +104,7 @@ class Supervisor:
         return verdict
 
     def _measure(self, report: StepReport, reading: Reading) -> dict[str, Any]:
-        """Return the values to report for this step; none where it is not to be logged."""
+        """Return the values to report for this step; none if it is not to be logged."""
         last = report.step == self.config.train.steps
         values: dict[str, Any] = {}
         if last or is_due(report.step, self.config.log.every_steps):

@@ -1,4 +1,4 @@
-"""Documents out of files: text as it is, one a line of JSON, one a row of parquet. Imports nothing heavy."""
+"""Documents from files: plain text, one per line of JSON, one per row of parquet. Imports nothing heavy."""
 
 import json
 import sysconfig

@@ -36,7 +36,7 @@ class Tokens:
     """All of the data, and what its ids mean."""
 
     training: Sequence[Tensor]
-    validation: Sequence[Tensor]  # empty where a share of the training data is to be kept back
+    validation: Sequence[Tensor]  # empty if a share of the training data is to be kept back
     tokenizer: str
     vocabulary: int
     fingerprint: str

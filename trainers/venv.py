@@ -34,7 +34,7 @@ ALONE_HINT = "run it in a task's `setup:`; elsewhere set BROKER_PYTHON to a fold
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Return the exit code: 0 where the environment is ready, 1 where not, with the reason on stderr."""
+    """Return the exit code: 0 if the environment is ready, else 1, with the reason on stderr."""
     parser = argparse.ArgumentParser(prog="python3 -m trainers.venv", description=__doc__.split("\n\n")[0])
     parser.add_argument("--python", default=PYTHON_RANGE, metavar="RANGE", help="Pythons that fit, as uv writes them")
     parser.add_argument("requirements", nargs="+", metavar="PACKAGE==VERSION")
@@ -51,12 +51,12 @@ def main(arguments: Sequence[str]) -> int:
 def prepare(requirements: Sequence[str], python_range: str, variables: Mapping[str, str]) -> Path:
     """Return the environment, made where it was missing, and put its programs into BROKER_PYTHON's `bin`.
 
-    Raises SetupError where a requirement has no exact version or the installation fails; an interrupted one is
+    Raises SetupError if a requirement has no exact version or the installation fails; an interrupted one is
     repeated by the next call.
     """
     loose = [each for each in requirements if "==" not in each and " @ " not in each]
     if loose:
-        raise SetupError(f"no exact version: {', '.join(loose)}", "pin it, as in `jax==0.10.2`")
+        raise SetupError(f"not an exact version: {', '.join(loose)}", "pin it, as in `jax==0.10.2`")
     place = variables.get("BROKER_PYTHON")
     if not place:
         raise SetupError("BROKER_PYTHON is not set", ALONE_HINT)

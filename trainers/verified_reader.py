@@ -183,7 +183,7 @@ class HashedFile:
 
 
 def _load_tensor(content: io.BytesIO, items: list[ReadItem], planner: LoadPlanner) -> None:
-    """Put one stored tensor, or the parts asked for, where the state has its place."""
+    """Copy one stored tensor, or the requested parts of it, into the state."""
     stored: torch.Tensor = torch.load(content, map_location="cpu", weights_only=True)
     for item in items:
         part = stored

@@ -21,7 +21,7 @@ PERIOD_S_MAX = 10.0
 
 @dataclass(frozen=True, kw_only=True)
 class Beat:
-    """When progress was made (monotonic seconds), what came next, and how long that may take; 0 is no limit."""
+    """When progress was made (monotonic seconds), what came next, and how long that may take; 0 means no limit."""
 
     time_s: float
     doing: str

@@ -72,7 +72,7 @@ class Wire:
     """
 
     def __init__(self, connection: socket.socket, credential: Credential) -> None:
-        """Authenticate both ends. Raises OSError, and ValueError where the other end does not speak our protocol."""
+        """Authenticate both ends. Raises OSError, and ValueError if the other end does not speak our protocol."""
         self._socket = connection
         self._lock = threading.Lock()  # of what follows
         self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
@@ -105,7 +105,7 @@ class Wire:
         return parse_line(bytes(line))
 
     def limit(self, timeout_s: float | None) -> None:
-        """Let `read` wait no longer than this for data, None for ever; then it raises TimeoutError, an OSError."""
+        """Limit each wait of `read` for data, None for no limit; then it raises TimeoutError, an OSError."""
         self._socket.settimeout(timeout_s)
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""An IAM user for a task's keys, for logins that are a role, as sessions made by a role end within the hour.
+"""An IAM user for a task's keys, for logins that are a role: sessions made by a role end within the hour.
 
 The user may do what its one policy allows, until the time in the policy. Each renewal moves that time; when broker is
 away, access expires.

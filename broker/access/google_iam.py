@@ -52,7 +52,7 @@ class GoogleIam:
         return email if status == 409 else str(answer["email"])
 
     def ensure_bindings(self, bucket: str, email: str, needs: Sequence[Need]) -> None:
-        """Let the account list the bucket's names, and use the keys of `needs`."""
+        """Allow the account to list the bucket's names and to use the keys of `needs`."""
         wanted = make_bindings(bucket, f"serviceAccount:{email}", needs)
         url = f"{self.storage_url}/storage/v1/b/{bucket}/iam"
         for _ in range(POLICY_TRIES):
@@ -95,7 +95,7 @@ class GoogleIam:
         self._ask("DELETE", f"{self._iam}/serviceAccounts/{email}", fine=(404,))
 
     def delete_ended_keys(self, email: str, *, now_s: float) -> None:
-        """Delete expired keys, as an account has at most ten including those."""
+        """Delete expired keys: an account may have at most ten, including expired ones."""
         url = f"{self._iam}/serviceAccounts/{email}/keys"
         for key in self._ask("GET", f"{url}?keyTypes=USER_MANAGED")[1].get("keys", ()):
             end = datetime.fromisoformat(str(key["validBeforeTime"]).replace("Z", "+00:00"))
@@ -129,7 +129,7 @@ class GoogleIam:
 
 
 def translate(status: int, answer: Mapping[str, Any], method: str, url: str) -> CloudError:
-    """Translate by status, and by the reason in the details of Google's error model (AIP-193)."""
+    """Translate an error by its status, and by the reason in the details of Google's error model (AIP-193)."""
     error = answer.get("error", {})
     error = error if isinstance(error, Mapping) else {}
     reasons = [str(each.get("reason") or each.get("violations") or "") for each in error.get("details", ())]

@@ -45,7 +45,8 @@ class Grants:
         self._lock = threading.Lock()  # one thread makes grants: jobs with the same needs share them
 
     def check(self, plans: Sequence[Plan], *, allowances_s: Sequence[float] | None = None) -> Sequence[str]:
-        """Describe to the user what access nodes get. `allowances_s`: how long each plan's nodes may run unattended.
+        """Describe to the user the access that nodes get. `allowances_s`: how long each plan's nodes may run
+        unattended.
 
         Makes the grants and uses them once. Raises AuthError or InvalidRequestError if nodes would have no access,
         TransientError if that cannot be determined.

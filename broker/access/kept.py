@@ -26,7 +26,7 @@ class KeptKeys:
         return hold_lock(self._folder / f"{self._scheme}.lock")
 
     def read(self, name: str) -> dict[str, Any] | None:
-        """Read a key; None if it is missing or damaged, as another key will be created."""
+        """Read a key; None if it is missing or damaged: another key will be created."""
         try:
             kept = json.loads(self._find(name).read_text(encoding="utf-8"))
             return kept if isinstance(kept["issued_s"], float) and isinstance(kept["key"], dict) else None

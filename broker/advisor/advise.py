@@ -231,7 +231,7 @@ def write_checkpoint(training: Training, layout: Layout) -> CheckpointSpec:
 
 
 def _price_all(wish: Wish, layouts: Sequence[tuple[Layout, list[Offer]]], prices_as_of: str) -> list[Option]:
-    """Plan the options that could be cheapest, and the best option of every card whatever its price."""
+    """Plan the options that could be cheapest, and the best option of every card, at any price."""
     bounds = []
     for layout, sold in layouts:
         hours = find_hours(wish.training, layout)

@@ -41,7 +41,7 @@ else:
     import agent_lease
     import agent_ring
 
-LINGER_S = 5.0  # minimum idle time before autostop, so that log followers can read the last lines
+LINGER_S = 5.0  # minimum idle time before autostop: log followers can still read the last lines
 WATCH_S = 0.5
 POWER_OFF_S = 5.0  # between two tries
 LOG_BYTES_MAX = 1 << 20
@@ -84,8 +84,8 @@ def read_request() -> dict[str, Any]:
 def submit(spec: dict[str, Any]) -> dict[str, Any]:
     """Start a run, once: a repeated call returns the same answer. The head's answer applies to the whole gang.
 
-    Only the first call sets the lease. A repeated one may come from a broker that was suspended since it computed the
-    lease, which would then allow for time, and so for cost, that has passed already.
+    Only the first call sets the lease. A repeated call may come from a broker that was suspended after it computed the
+    lease, which would then end later than intended, at additional cost.
     """
     run_id = int(spec["run_id"])
     folder = files.make_private(files.run_folder(run_id))
@@ -169,7 +169,7 @@ def start_detached(verb: str, arguments: list[str], inherited: list[int]) -> Non
 
 
 def report_status(request: dict[str, Any]) -> dict[str, Any]:
-    """Return the state of `run_id`, or of every run on this node, and for how many seconds the node has been idle.
+    """Return the state of `run_id`, or of every run on this node, and how long the node has been idle, in seconds.
 
     Without `run_id`, `uploads` describes the files that wait for their upload (`agent_flush.report`).
     """
@@ -185,7 +185,8 @@ def report_status(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def answer_status(request: dict[str, Any]) -> dict[str, Any]:
-    """Answer a call for the status; the newest sample of the node is added, which a session sends by itself."""
+    """Answer a call for the status; it includes the newest sample of the node, which a session
+    pushes unasked."""
     sample = agent_ring.read_newest(files.STATE / agent_ring.NAME)
     return {**report_status(request), "samples": [sample] if sample else []}
 

@@ -1,7 +1,7 @@
 """Store the bucket access that the broker grants to a run: files of mode 0600 in its folder, renewed while it runs.
 
 Standard library only. Each renewal rewrites the files as a whole; programs find them through the variables in
-`envs.json`, and AWS's libraries read theirs again when a session is about to expire.
+`envs.json`, and AWS's libraries reload their file when a session is about to expire.
 """
 
 from __future__ import annotations
@@ -80,8 +80,8 @@ def has_ended(run_id: int) -> bool:
 def forget_used() -> None:
     """Delete the files of managed runs once they are no longer needed.
 
-    That is when all runs here have ended, and the head's results and the files written to mounts are in the bucket. A
-    cluster's mounts outlive a run: there the files stay as long as the node.
+    They are no longer needed once all runs here have ended, and the head's results and the files written to mounts are
+    in the bucket. A cluster's mounts outlive its runs, so its files stay as long as the node.
     """
     run_ids = files.list_run_ids()
     if not any(find_folder(run_id).exists() for run_id in run_ids) or not (files.STATE / "lease.json").exists():

@@ -27,7 +27,8 @@ LOGIN = ("SKYPILOT_DOCKER_USERNAME", "SKYPILOT_DOCKER_PASSWORD", "SKYPILOT_DOCKE
 DEVICES = ("/dev/infiniband", "/dev/kfd", "/dev/dri", "/dev/fuse")  # passed on if the node has them
 LIMITS = ("--ulimit", "memlock=-1", "--ulimit", "stack=67108864")  # for network cards with direct memory access
 INSTALL = "sudo -n apt-get update -q && sudo -n apt-get install -y -q docker.io"
-# Signals all processes with a mark in their environment: the container's belong to root and are visible inside only.
+# Signals all processes with a mark in their environment. A container's processes belong to root and are visible only
+# inside it.
 KILL = """\
 grep -lF -e "$1" /proc/[0-9]*/environ 2>/dev/null | while IFS=/ read -r _ _ pid _; do kill -"$2" "$pid"; done
 true"""
@@ -49,7 +50,7 @@ class Container:
         self._docker: list[str] | None = None
 
     def prepare(self, variables: Mapping[str, str]) -> None:
-        """Ensure that it runs; docker's output goes to stdout. Idempotent. Raises Failure."""
+        """Ensure that the container runs; docker's output goes to stdout. Idempotent. Raises Failure."""
         docker = self._find_docker()
         if self._call("inspect", self.name).returncode == 0 and self._call("exec", self.name, "true").returncode == 0:
             return
@@ -86,11 +87,11 @@ class Container:
         return [*self._find_docker(), "exec", "--workdir", str(folder), self.name, "sh", str(script)]
 
     def signal(self, mark: str, number: int) -> None:
-        """To every process inside that has this `NAME=value` in its environment."""
+        """Send a signal to every process inside that has this `NAME=value` in its environment."""
         try:
             self._call("exec", self.name, "sh", "-c", KILL, "sh", mark, signal.Signals(number).name[3:])
         except Failure:
-            pass  # then nothing runs in it
+            pass  # no container, no processes
 
     def _list_flags(self) -> list[str]:
         flags = ["--network", "host", "--ipc", "host"]

@@ -122,7 +122,7 @@ def keep_log(run_id: int, kept_bytes: int) -> int:
 
 
 class LogKeeper:
-    """Uploads the logs of running programs: seldom while the broker is away, at once after a preemption notice."""
+    """Upload the logs of running programs: rarely while the broker is away, at once after a preemption notice."""
 
     def __init__(self) -> None:
         self._kept: dict[int, int] = {}  # run -> bytes of its log in the bucket

@@ -15,8 +15,8 @@ STATE = HOME / ".broker"
 RUNS = STATE / "runs"
 CREDENTIAL = "gang.pem"  # in a run's folder: the certificate and key with which its nodes authenticate each other
 HEARD = "heard.json"
-# Without a request from the broker before it counts as away. A running broker renews the lease every minute, and once
-# the program has ended, it reads the log and takes the node down itself.
+# Seconds without a request after which the broker counts as away. A running broker renews the lease every minute; once
+# the program has ended, it reads the log and terminates the node itself.
 QUIET_S = 300.0
 TERMINAL = ("SUCCEEDED", "FAILED", "FAILED_SETUP", "CANCELLED")
 
@@ -42,7 +42,7 @@ def make_private(folder: Path) -> Path:
 
 
 def write_text(path: Path, text: str, *, is_durable: bool = True) -> None:
-    """Write atomically; on return the text survives a power cut, unless `is_durable` is False."""
+    """Write atomically; once this returns, the text survives a power loss, unless `is_durable` is False."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{time.monotonic_ns()}")
     fd = os.open(str(temporary), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(fd, "w", encoding="utf-8") as file:
@@ -95,7 +95,7 @@ def record_contact() -> None:
 
 
 def measure_quiet_s() -> float:
-    """Return for how many seconds of this boot no request has reached the node; 0 if none ever did."""
+    """Return the seconds since the last request in this boot; 0 if there was none."""
     heard = read_of_this_boot(STATE / HEARD)
     return read_uptime_s() - float(heard["at_s"]) if heard else 0.0
 
@@ -175,7 +175,7 @@ def read_progress(path: Path) -> dict[str, Any] | None:
 
 def find_marked(mark: str) -> Iterator[int]:
     """Yield the processes with exactly this `NAME=value` in their environment (Linux only; elsewhere none)."""
-    assert "=" in mark, "an empty mark is in every environment: its processes would be all of the machine's"
+    assert "=" in mark, "an empty mark would match every process of the machine"
     proc = Path("/proc")
     for entry in proc.iterdir() if proc.exists() else ():
         if entry.name.isdigit() and int(entry.name) != os.getpid():

@@ -23,12 +23,12 @@ else:
     import agent_files as files
 
 MOUNTS = "mounts"
-# How long the node is kept while nothing arrives in the bucket. rclone itself retries at intervals of up to 5 min.
+# How long the node is kept while no upload makes progress. rclone itself retries at intervals of up to 5 min.
 HOLD_S = 1800.0
 HOLD_VARIABLE = "BROKER_FLUSH_HOLD_S"  # among a task's `envs`, in seconds
 LOOK_S = 0.5
 ANSWER_S = 5.0
-RETRY_S = 60.0  # without a byte, before a mount whose rclone is dead is mounted again: its cache still exists
+RETRY_S = 60.0  # without progress, before a mount whose rclone is dead is mounted again; its cache still exists
 
 
 class Pending(NamedTuple):
@@ -40,7 +40,7 @@ class Pending(NamedTuple):
 
 
 def read_hold_s(envs: dict[str, str]) -> float:
-    """Return for how many seconds a node waits for uploads without progress; the default if the variable is invalid."""
+    """Return how long a node waits for uploads without progress, in seconds; the default if the variable is invalid."""
     try:
         hold_s = float(envs.get(HOLD_VARIABLE, HOLD_S))
     except ValueError:

@@ -35,7 +35,7 @@ else:
 
 LOOK_S = 0.25
 BEAT_S = 10.0
-FIRST_BEAT_S = 2.0  # a node whose sampler has just started has a sample by then
+FIRST_BEAT_S = 2.0  # by then, a sampler that has just started has a sample
 SILENCE_S = 120.0  # the broker answers each heartbeat
 PACE_S = 1.0
 LINE_BYTES_MAX = 1 << 20
@@ -140,7 +140,7 @@ class Follower:
 
 
 class Marks:
-    """Stamps of a run's files, equal while nothing changes. Cheap: polled often, it opens no file and caches paths."""
+    """Stamps of a run's files, equal while nothing changes. Cheap to poll: opens no file and caches paths."""
 
     def __init__(self, run_id: int) -> None:
         folder = files.run_folder(run_id)
@@ -165,6 +165,6 @@ def read_stamp(path: str) -> Stamp:
 
 
 def main(report_status: Verb, verbs: dict[str, Verb]) -> None:
-    """Follow runs until the session ends, and answer the requests of the broker."""
+    """Follow runs until the session ends, and answer the broker's requests."""
     sys.stdout.flush()
     Follower(report_status, verbs).run()

@@ -58,7 +58,7 @@ class Coordinator:
         self._ready: set[int] = set()
         self._gone: set[int] = set()
         self._noticed: set[int] = set()
-        self._unfit: dict[int, Message] = {}  # new ranks whose setup failed, and their outcome
+        self._unfit: dict[int, Message] = {}  # new ranks whose setup failed, with their outcomes
         self._is_going = False
         self._is_held = is_held  # `run` also waits for the other tasks of the job group
         self._turn: Message | None = None
@@ -116,7 +116,7 @@ class Coordinator:
         link.start()
 
     def give_turn(self, held: Message) -> None:
-        """Send the reservation to all ranks, also those that join later: setup may then begin there."""
+        """Send the reservation to all ranks, including those that join later; each may then begin its setup."""
         with self._lock:
             self._turn = dict(held)
             self._broadcast("turn", **held)
@@ -199,7 +199,7 @@ class Coordinator:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether all ranks are set up and only the job group is awaited."""
+        """Return whether all ranks are set up and only the job group is still awaited."""
         return self._is_held and len(self._ready) == self._num_nodes
 
     def release(self) -> None:

@@ -9,7 +9,7 @@ import subprocess
 from typing import Any
 
 QUERY = ("utilization.gpu", "memory.used", "memory.total", "temperature.gpu", "power.draw")
-ANSWER_S = 8.0  # without persistence mode, each call loads the driver, which takes seconds
+ANSWER_S = 8.0  # without persistence mode each call loads the driver, which takes seconds
 PAUSES_MAX = 60  # samples without a call after repeated failures
 GPUS_MAX = 16
 XIDS_MAX = 16  # kinds of errors
@@ -22,7 +22,7 @@ _XID = re.compile(rb"NVRM: Xid \([^)]{1,80}\): (\d{1,4})\b")
 
 
 class Gpus:
-    """The GPUs of this node. Where `nvidia-smi` is missing or fails, it is called more and more seldom."""
+    """The GPUs of this node. If `nvidia-smi` is missing or fails, it is called at growing intervals."""
 
     def __init__(self) -> None:
         self._pauses = self._failures = 0
@@ -45,7 +45,7 @@ class Gpus:
 
 
 def query() -> list[list[float | None]]:
-    """Call `nvidia-smi`; return no GPU where it is missing, fails or hangs."""
+    """Call `nvidia-smi`; return no GPUs if it is missing, fails or hangs."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return []
@@ -61,7 +61,7 @@ def query() -> list[list[float | None]]:
 
 
 def parse(text: str) -> list[list[float | None]]:
-    """Parse the lines of `nvidia-smi`; what a GPU does not report (`[N/A]`) is None."""
+    """Parse the lines of `nvidia-smi`; a value that a GPU does not report (`[N/A]`) is None."""
     gpus = []
     for line in text.splitlines()[:GPUS_MAX]:
         words = [word.strip() for word in line.split(",")]
@@ -84,7 +84,7 @@ def _scale(number: float | None, factor: float) -> float | None:
 
 
 class Xids:
-    """Counts of Xid errors. Reads the kernel log itself, or asks `sudo -n dmesg` where only root may read it."""
+    """Counts of Xid errors. Reads the kernel log itself, or through `sudo -n dmesg` if only root may read it."""
 
     def __init__(self, path: str) -> None:
         self._counts: dict[str, int] = {}
@@ -103,7 +103,7 @@ class Xids:
                     record = os.read(self._fd, RECORD_BYTES)
                 except BrokenPipeError:  # records were overwritten before we read them
                     continue
-                except OSError:  # no more for now
+                except OSError:  # no further records at present
                     break
                 if not record:
                     break

@@ -24,7 +24,7 @@ SAFE = re.compile(r"[A-Za-z0-9.:_-]+")
 
 
 def receive(request: dict[str, Any]) -> dict[str, Any]:
-    """Write the addresses for a run of this node, and its host names on a machine of its own."""
+    """Write the addresses for a run on this node, and the host names if the node is a machine of its own."""
     folder = agent_files.run_folder(int(request["run_id"]))
     peers = request["peers"]
     if folder.exists():
@@ -40,7 +40,7 @@ def read_peers(folder: Path) -> dict[str, Any] | None:
 
 
 def make_envs(folder: Path) -> dict[str, str]:
-    """Return BROKER_GROUP_FILE, and for each task its addresses (one a line) and its port."""
+    """Return BROKER_GROUP_FILE, and for each task its addresses (one per line) and its port."""
     envs = {"BROKER_GROUP_FILE": str(folder / PEERS)}
     peers = read_peers(folder) or {}
     for task, known in peers.get("tasks", {}).items():
@@ -68,7 +68,7 @@ def owns_machine() -> bool:
 
 
 def write_hosts(lines: list[str], path: Path = HOSTS) -> None:
-    """Replace our block of /etc/hosts in place, as a container may have mounted the file. A failure is not fatal."""
+    """Replace our block of /etc/hosts in place: a container may have mounted the file. A failure is not fatal."""
     try:
         old = path.read_text(encoding="utf-8", errors="surrogateescape")
         text = replace_block(old, lines)
@@ -80,7 +80,7 @@ def write_hosts(lines: list[str], path: Path = HOSTS) -> None:
             data = text.encode("utf-8", "surrogateescape")
             subprocess.run(["sudo", "-n", "tee", str(path)], input=data, stdout=subprocess.DEVNULL, check=False)
     except OSError:
-        pass  # addresses are still in the file and the variables
+        pass  # programs still find the addresses in the file and the variables
 
 
 def replace_block(text: str, lines: list[str]) -> str:

@@ -47,7 +47,7 @@ def measure_left_s() -> float | None:
 
 
 def find_end() -> str:
-    """Return "" to stay, "lease" or "done" to shut down. Clusters have no lease, but autostop."""
+    """Return "" to stay, "lease" or "done" to shut down. Clusters have an autostop instead of a lease."""
     left_s = measure_left_s()
     if left_s is None:
         return ""
@@ -62,7 +62,7 @@ def find_end() -> str:
 
 
 def is_safe_to_go(run_id: int) -> bool:
-    """Return whether the run has ended and no result of it exists on this node only.
+    """Return whether the run has ended and none of its results exists on this node alone.
 
     Checkpoints need no check: a program writes them to the bucket itself, and waits for the last one before it exits.
     Without a bucket, outcome and logs exist only here, so the node stays until its lease expires.
@@ -72,4 +72,6 @@ def is_safe_to_go(run_id: int) -> bool:
         return False
     if int(spec["rank"]) == 0:
         return delivery.is_delivered(run_id)
-    return not spec.get("ends_together")  # otherwise the head, which may still be uploading, would end with this node
+    return not spec.get(
+        "ends_together"
+    )  # otherwise the head, which may still be uploading, would be lost with this node

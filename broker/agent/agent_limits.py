@@ -1,6 +1,6 @@
-"""Find the limits of this process's control groups, and what it uses of them. Standard library only.
+"""Find the limits of this process's control groups, and its usage of them. Standard library only.
 
-In a container, /proc describes the whole host, and the control groups say what the container may use. Version 2 of the
+In a container, /proc describes the whole host; the control groups limit what the container may use. Version 2 of the
 kernel's interface has one folder for each group, version 1 one for each group and controller.
 https://docs.kernel.org/admin-guide/cgroup-v2.html
 """
@@ -104,7 +104,7 @@ def _read_text(path: Path) -> str:
 
 
 def _read_number(path: Path) -> int | None:
-    """Return the number in a file; None for "max", for a negative one, which is no limit, and without the file."""
+    """Return the number in a file; None for "max" or a negative number (no limit), or if there is no file."""
     text = _read_text(path).strip()
     return int(text) if text.isdigit() else None
 

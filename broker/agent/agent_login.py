@@ -38,7 +38,7 @@ class Refused(Exception):
 
 
 def find_s3_login(variables: Mapping[str, str]) -> dict[str, str]:
-    """Return keys from the environment, else from AWS's files, else of the machine's role (IMDSv2)."""
+    """Return keys from the environment, else from AWS's files, else from the machine's role (IMDSv2)."""
     if variables.get("AWS_ACCESS_KEY_ID") and variables.get("AWS_SECRET_ACCESS_KEY"):
         names = {"key": "AWS_ACCESS_KEY_ID", "secret": "AWS_SECRET_ACCESS_KEY", "token": "AWS_SESSION_TOKEN"}
         return {short: variables.get(name, "") for short, name in names.items()}

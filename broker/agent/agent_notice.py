@@ -67,7 +67,7 @@ def read_aws() -> float | None:
 
 
 def read_gcp() -> float | None:
-    """Wait for Compute Engine's answer, which comes with a change or after HOLD_S."""
+    """Wait for Compute Engine's answer, which arrives on a change or after HOLD_S."""
     path = f"/computeMetadata/v1/instance/preempted?wait_for_change=true&timeout_sec={HOLD_S}"
     flavor = {"Metadata-Flavor": "Google"}
     # A change before the request would not be reported as one, so read the current value first.

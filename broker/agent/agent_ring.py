@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 NAME = "samples.jsonl"  # on a node, below ~/.broker
-BYTES_MAX = 128 << 10  # beyond it, only the newer half is kept
+BYTES_MAX = 128 << 10  # beyond this size only the newer half is kept
 LINE_BYTES_MAX = 4096  # longer samples are not written
 
 
@@ -60,7 +60,7 @@ def _read_lines(path: Path, bytes_max: int) -> list[bytes]:
 
 
 def _parse(line: bytes) -> dict[str, Any] | None:
-    """Parse a line; None for the first one of a tail, which may be cut, and for one that is incomplete."""
+    """Parse a line; None for an incomplete one, such as the first line of a tail, which may be cut."""
     try:
         sample = json.loads(line.decode("utf-8", "replace"))
     except (ValueError, RecursionError):

@@ -65,7 +65,7 @@ class Runner:
         self._coordinator: agent_gang.Coordinator | None = None
         self._wake = threading.Event()
         self._is_go = False
-        self._turn: dict[str, Any] | None = None  # what the head has reserved on each node
+        self._turn: dict[str, Any] | None = None  # the head's reservation on each node
         self._held: dict[str, Any] | None = None
         self._notice_s: float | None = None
         self._is_notice_sent = False
@@ -116,7 +116,7 @@ class Runner:
             self._leave()
 
     def _leave(self) -> None:
-        """Upload the outcome, so that it survives this node. A failure does not fail the run; the watcher retries."""
+        """Upload the outcome so that it survives this node. A failure does not fail the run; the watcher retries."""
         if agent_delivery.is_due(self._id) and (error := agent_delivery.deliver(self._id, is_waiting=True)):
             print(f"not uploaded to the bucket yet: {error}", file=sys.stderr)
 
@@ -172,7 +172,7 @@ class Runner:
         self._returncode = returncode
 
     def _await_group(self) -> None:
-        """Report on the head that a held gang is set up, and let it go once it knows the other tasks of its group."""
+        """On the head, report that a held gang is set up; release it once the other tasks of its group are known."""
         if self._coordinator and self._coordinator.is_waiting and not self._is_ready_told:
             self._is_ready_told = True
             self._write_state("SETTING_UP", is_ready=True)
@@ -182,7 +182,7 @@ class Runner:
     def _wait_turn(self) -> None:
         """Wait until the requested accelerators are free; nodes other than the head first wait for its reservation.
 
-        A managed job has its nodes to itself, and the head of an older agent sends no reservation.
+        A managed job has its nodes to itself, and a head with an older agent sends no reservation.
         """
         is_led = int(self._spec["rank"]) > 0 and bool(self._spec.get("queue"))
         while not self._verdict:
@@ -211,7 +211,7 @@ class Runner:
     def _flush(self) -> str:
         """Wait until written files are in their buckets; return "" or why they are not.
 
-        The run ends only afterwards, so the cluster is not released before, whether the program succeeded, failed, was
+        The run ends only afterwards, so the cluster is kept until then, whether the program succeeded, failed, was
         cancelled or got a preemption notice.
         """
         flush = agent_flush.Flush(hold_s=agent_flush.read_hold_s(self._spec["envs"]))

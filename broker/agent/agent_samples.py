@@ -1,7 +1,7 @@
 """Sample what a node uses: CPU, memory, disk, network and GPUs. Standard library only.
 
 A thread of the watcher takes a sample every EVERY_S into a bounded file, which sessions with the broker read. On
-systems without /proc there are no samples. What cannot be read is left out of a sample.
+systems without /proc there are no samples. Values that cannot be read are left out.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ else:
 
 EVERY_S = 10.0
 FIRST_S = 1.0  # until the first sample, so that a short program has one
-SECTOR_BYTES = 512  # of /proc/diskstats, whatever the disk's own are
-PARTS = ("loop", "ram", "zram", "dm-", "md", "sr", "nbd")  # devices on top of others, or without a disk
+SECTOR_BYTES = 512  # the unit of /proc/diskstats, whatever the disk's own sector size
+PARTS = ("loop", "ram", "zram", "dm-", "md", "sr", "nbd")  # devices built on others, or without a disk
 
 
 class Counters(NamedTuple):
-    """Counts that only grow, at one moment; a rate is the difference of two."""
+    """Monotonic counters at one moment; a rate comes from the difference of two."""
 
     at_s: float
     cpu_busy_s: float  # of the processors that we may use
@@ -37,7 +37,7 @@ class Counters(NamedTuple):
 
 
 class Sampler:
-    """Takes samples of this node; `proc` and `groups` are /proc and /sys/fs/cgroup."""
+    """Take samples of this node; `proc` and `groups` are /proc and /sys/fs/cgroup."""
 
     def __init__(
         self,
@@ -75,7 +75,7 @@ class Sampler:
 
     def _count(self) -> Counters:
         cpu = self._groups.read_cpu()
-        # A quota may be shared by all processors, so only the group knows what was used of it.
+        # A quota may be shared by all processors, so only the group knows how much of it was used.
         busy_s = (
             cpu.used_s if cpu is not None and cpu.processors < len(self._cpus) else _read_busy_s(self._proc, self._cpus)
         )
@@ -106,7 +106,7 @@ def _read_busy_s(proc: Path, cpus: set[int]) -> float:
         name, *fields = line.split() or [""]
         if name.startswith("cpu") and name != "cpu" and int(name[3:]) in cpus:
             user, nice, system, _idle, _iowait, *interrupts = [int(field) for field in fields[:8]]
-            ticks += user + nice + system + sum(interrupts)  # and what a hypervisor took
+            ticks += user + nice + system + sum(interrupts)  # and time taken by the hypervisor
     return float(ticks) / os.sysconf("SC_CLK_TCK")
 
 
@@ -140,7 +140,7 @@ def _is_partition(name: str, names: list[str]) -> bool:
 def count_network(proc: Path) -> tuple[int, int] | None:
     """Count the bytes received and sent since boot by network cards, or by all interfaces where there is no card.
 
-    The traffic of containers passes a bridge and a card, and must not be counted twice. A container has no card.
+    Traffic of containers passes a bridge and a card, and must not be counted twice. A container has no card of its own.
     """
     rows = [line.partition(":") for line in _read_lines(proc / "net" / "dev")[2:]]
     pairs = [(name.strip(), fields.split()) for name, colon, fields in rows if colon]
@@ -155,7 +155,7 @@ def _make_rates(
 ) -> dict[str, int]:
     if old is None or new is None or elapsed_s <= 0:
         return {}
-    # A counter that was reset (an interface was removed) is no negative rate.
+    # A counter that was reset (an interface was removed) must not give a negative rate.
     return {
         f"{name}_{part}_bytes_s": round(max(0, after - before) / elapsed_s)
         for part, before, after in zip(parts, old, new)

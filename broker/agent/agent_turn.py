@@ -1,10 +1,10 @@
 """Queue the runs of a node and reserve accelerators for them. Standard library only.
 
-Runs begin in the order of their ids, and none overtakes a waiting one, so a stream of small runs cannot starve a large
-one. A run reserves whole accelerators, a fraction of one, or the whole node, and begins as soon as that is free. The
-reservation is recorded in the run's own `state.json` and holds until the run is over, so it stays correct after any
-kill. The head decides for all nodes of a cluster: if each node decided for itself, two runs that reach the nodes in
-different orders could deadlock.
+Runs begin in the order of their ids, and none overtakes a waiting one: small runs cannot starve a large one. A run
+reserves whole accelerators, a fraction of one, or the whole node, and begins as soon as that is free. The reservation
+is recorded in the run's own `state.json` and holds until the run is over, so it stays correct after any kill. The head
+decides for all nodes of a cluster: if each node decided for itself, two runs that reach the nodes in different orders
+could deadlock.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ PENDING = "PENDING"
 
 
 def take(run_id: int, spec: Mapping[str, Any], record: Callable[..., None], given: Held | None = None) -> Held | None:
-    """Reserve what the run requests and return it as `{"cards": [index, ...] or None, "share"}`; None: not yet.
+    """Reserve the run's accelerators; return `{"cards": [index, ...] or None, "share"}`, or None if it must wait.
 
     `record` stores it while no other run here can decide. `given`: the head's reservation, to be repeated here.
     """

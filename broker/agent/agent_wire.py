@@ -108,7 +108,7 @@ class Wire:
                 try:
                     return self._tls.read(CHUNK_BYTES)
                 except ssl.SSLWantReadError:
-                    pass  # any TLS reply leaves with the next write: a reader must not wait for the socket
+                    pass  # any TLS reply is sent with the next write: a reader must not wait for the socket
             data = self._receive(give_up_s)
             with self._lock:
                 self._incoming.write(data)

@@ -31,7 +31,7 @@ def add_canary_version(context: Context, service: Service, task: Task, share: fl
 
 
 def start_canary(context: Context, service: Service, version: int, share: float) -> None:
-    """Let a version that was added get this share of the requests. Call once the version is committed."""
+    """Route this share of requests to a version that was added. Call after the version is committed."""
     write_canary(find_folder(context.config, service), Canary(version=version, share=share))
 
 

@@ -157,7 +157,7 @@ async def restart(context: Context, name: str) -> Cluster:
 
 
 async def set_autostop(context: Context, name: str, rule: Autostop | None) -> None:
-    """Set or remove the rule, on the nodes first. Raises UsageError where autostop would delete the disks."""
+    """Set or remove the rule, on the nodes first. Raises UsageError if autostop would delete the disks."""
     cluster = find_up(context, name)
     context.check_autostop(rule, {cluster.placement.offer.cloud})
     await context.gang.set_autostop(cluster, rule)
@@ -193,7 +193,7 @@ async def take_down(
 ) -> list[BrokerError]:
     """Terminate all concurrently; the failure of one cloud does not affect the clusters of others.
 
-    Each is terminated once what it wrote to mounted buckets is uploaded, unless `is_immediate`.
+    Each is terminated once its files for mounted buckets are uploaded, unless `is_immediate`.
     """
 
     async def terminate(cluster: Cluster) -> BrokerError | None:

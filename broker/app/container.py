@@ -218,11 +218,12 @@ class Context:
         return make_service_controller(self, key)
 
     async def run_paid(self, work: Coroutine[object, object, T]) -> T:
-        """Await what starts machines; Ctrl-C cancels it, and a server cancels it when its client asks for that."""
+        """Await a call that starts machines; Ctrl-C cancels it, and a server cancels it on its client's request."""
         return await work
 
     def admit(self, choices: Sequence[Estimate], demand: LaunchSize) -> None:
-        """Accept what a launch will start. A server raises LimitError where it would exceed a limit of its user."""
+        """Accept the resources that a launch will start. A server raises LimitError if it would exceed a limit of its
+        user."""
 
     def ensure_daemon(self) -> None:
         """Start the daemon of this state folder unless it is running."""
@@ -252,7 +253,7 @@ class Context:
             self.note(f"hint: {hint}")
 
     def check_autostop(self, autostop: Autostop | None, cloud_names: Iterable[str]) -> None:
-        """Raise UsageError where autostop would terminate nodes, with their disks, instead of stopping them."""
+        """Raise UsageError if autostop would terminate nodes, with their disks, instead of stopping them."""
         from broker.clouds.base import CanStop, ProvidesSshHosts
 
         if autostop is None or autostop.is_down:

@@ -1,4 +1,5 @@
-"""The chance of a job's deadline as it moved: the forecast of today, applied to what was left at each recorded moment.
+"""The chance of a job's deadline over time: today's forecast, applied to the work and time left at each recorded
+moment.
 
 Nothing is stored for it. The attempts and the decisions of the spot policy say what work was saved at which time;
 prices, and what is known of the markets, are those of now.
@@ -36,7 +37,7 @@ class ChancePoint:
     """The work left of a job at one moment, and the chance to meet its deadline from there.
 
     `work_left_hours` excludes work since the newest checkpoint. `spot_chance` is that of a job that stays on spot to
-    the end; None where the plan uses no spot.
+    the end; None if the plan uses no spot.
     """
 
     time_s: float

@@ -1,4 +1,4 @@
-"""Forecasts of jobs: of live ones from their remaining work, and of ended ones beside what happened."""
+"""Forecasts of jobs: of live ones from their remaining work, and of ended ones compared with their outcomes."""
 
 from __future__ import annotations
 

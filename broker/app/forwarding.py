@@ -36,7 +36,7 @@ def list_metrics(progress: Progress) -> Mapping[str, float]:
 
 
 class Tracker(Protocol):
-    """Receives the progress of one job. Both methods raise BrokerError where the tracker refuses or is silent."""
+    """Receive the progress of one job. Both methods raise BrokerError if the tracker refuses or is silent."""
 
     def send(self, progress: Progress, *, now_s: float) -> None:
         """Report one progress line; `now_s` is when it was observed."""
@@ -65,7 +65,7 @@ class Webhook:
 
 
 class Mlflow:
-    """Logs to a run of an MLflow server: one that is named, or the job's own, which is made at first."""
+    """Logs to a run of an MLflow server: a named run, or the job's own, which is created at first use."""
 
     def __init__(self, url: str, job: Job, *, experiment: str, run_id: str | None, now_s: float) -> None:
         self._base = f"{check_url(url, '--mlflow').rstrip('/')}/api/2.0/mlflow"

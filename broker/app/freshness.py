@@ -73,7 +73,7 @@ def _locate_lock(cache: Path) -> Path:
 
 
 def locate_log(home: Path, cache: Path) -> Path:
-    """Return the updater's log: in the state folder, or beside the prices before there is one."""
+    """Return the updater's log: in the state folder, or next to the prices before there is one."""
     return home / "logs" / "prices.log" if home.exists() else cache / "prices.log"
 
 

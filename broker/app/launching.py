@@ -37,7 +37,7 @@ class Target(Protocol):
         ...
 
     def list_allowances_s(self, tasks: Sequence[Task]) -> Sequence[float] | None:
-        """Return the seconds for which the nodes of each task may run unattended; None where that does not apply."""
+        """Return the seconds for which the nodes of each task may run unattended; None if that does not apply."""
         ...
 
     def mount(self, task: Task) -> Task:
@@ -150,7 +150,7 @@ class ClusterTarget:
         return settle_checkpoints(self.context, tasks)
 
     def check(self, plans: Sequence[Plan]) -> bool:
-        """Check the name and autostop; return False for a cluster that is up, as it is already paid for."""
+        """Check the name and autostop; return False for a running cluster, which is already paid for."""
         check_cluster_name(self.name)
         clouds = {each.placement.offer.cloud for plan in plans for each in plan.estimates}
         self.context.check_autostop(self.autostop, clouds)

@@ -1,4 +1,4 @@
-"""Limits of people and projects on a server: what they use, and whether a request may start more.
+"""Limits of users and projects on a server: their usage, and whether a request may start more.
 
 USD count by calendar month, local time: what was paid for since its begin, and the expected rest of what is live. Where
 no work is stated, the rest is a day at the price of the plan; for a service, it is the rest of the month.

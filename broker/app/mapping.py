@@ -195,7 +195,7 @@ class MapDriver:
 
 
 def make_worker_task(task: Task, input_url: str, output_url: str, input_bytes: float) -> Task:
-    """Add to a task what gives its nodes the input, the output, and access to both."""
+    """Give the nodes of a task the input, the output, and access to both."""
     checkpoint = task.checkpoint
     if checkpoint.to is None and not output_url.startswith("file://"):
         checkpoint = replace(checkpoint, to=f"{output_url}/_map/jobs")

@@ -168,7 +168,7 @@ class Market:
 
 
 def _locate(task: Task) -> Sequence[str]:
-    """Return the place of the task's resources in its file, as a detail of an error; nothing where flags named them."""
+    """Return the position of the task's resources in its file, as a detail of an error; empty if flags named them."""
     found = next((each.origin for each in task.resources if each.origin), None)
     return [f"asked for in {found.file}:{found.line}:{found.column}"] if found and found.line else []
 

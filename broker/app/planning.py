@@ -91,7 +91,7 @@ def plan_launch(context: Context, task: Task, *, is_dryrun: bool = False) -> Pla
 
 
 def check_notices(tasks: Sequence[Task], *, is_launch: bool, note: Callable[[str], None]) -> None:
-    """Note unsupported fields. Raises TaskError where a launch would not run what the task describes."""
+    """Note unsupported fields. Raises TaskError if a launch would not run what the task describes."""
     for task in tasks:
         _tell([each for each in task.notices if each.cloud is None], is_launch=is_launch, note=note)
 

@@ -1,4 +1,4 @@
-"""The report of a month: what was bought, saved against on-demand and lost to preemptions, and how true forecasts were.
+"""The report of a month: purchases, savings against on-demand, losses to preemptions, and the accuracy of forecasts.
 
 Pure: `make_report` takes rows of the store and makes values; `read_report` reads those rows.
 """
@@ -62,7 +62,7 @@ class JobShare:
 
 @frozen
 class Report:
-    """A month's report. Bills of pruned jobs are in no month's report, as their days are no longer known."""
+    """A month's report. Bills of pruned jobs appear in no month's report because their days are no longer known."""
 
     period: Period
     made_s: float

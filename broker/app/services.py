@@ -79,7 +79,7 @@ class ServiceLine:
 
 
 def check_service(task: Task) -> ServiceSpec:
-    """Return the task's service. Raises UsageError where it has none, or one that cannot be run."""
+    """Return the task's service. Raises UsageError if it has none, or one that cannot be run."""
     spec = task.service
     if any(each.field in ("pool", "workers") for each in task.notices):
         raise UsageError("worker pools are not supported", hints=["launch one managed job per worker"])
@@ -113,7 +113,7 @@ def check_store(context: Context) -> None:
 
 
 def check_library() -> None:
-    """Raise UsageError where the balancer's library is missing."""
+    """Raise UsageError if the balancer's library is missing."""
     import importlib.util
 
     if importlib.util.find_spec("aiohttp") is None:
@@ -128,7 +128,7 @@ def drop_notice(task: Task) -> Task:
 
 
 def choose_port(context: Context, host: str, port: int | None) -> int:
-    """Return a port for the balancer. Raises UsageError where it is taken."""
+    """Return a port for the balancer. Raises UsageError if it is taken."""
     taken = {each.port for each in context.store.services.list()}
     for each in PORTS if port is None else (port,):
         with socket.socket() as probe:
@@ -216,7 +216,7 @@ def list_spot_places(context: Context, task: Task, in_use: frozenset[Slot] = fro
 
 
 def find_ondemand_usd_hour(context: Context, task: Task) -> float:
-    """Return the lowest on-demand price; infinity where there is no offer."""
+    """Return the lowest on-demand price; infinity if there is no offer."""
     return min((each.placement.usd_hour for each in _rank(context, task, is_spot=False)[:1]), default=math.inf)
 
 
@@ -334,5 +334,5 @@ async def wait_until_ready(context: Context, name: str) -> ServiceLine:
 
 
 def list_service_events(context: Context, name: str) -> Sequence[ServiceEvent]:
-    """List what happened to a service. Raises UsageError."""
+    """List the events of a service. Raises UsageError."""
     return context.store.services.list_events(find_service(context, name).name)

@@ -41,7 +41,7 @@ class Spending:
 def read_spending(
     store: Store, by: By, now_s: float, *, on_damage: Callable[[DamagedRowError], None] | None = None
 ) -> Spending:
-    """Sum all bills up to now; days are those of local time."""
+    """Sum all bills up to now; days are in local time."""
     sums: dict[str, tuple[float, float]] = defaultdict(lambda: (0.0, 0.0))
     shares = list_shares(store.bills.list(on_damage=on_damage), by, now_s)
     for key, hours, usd in (*list_pruned(store.retention.list_totals(), by), *shares):
@@ -89,7 +89,7 @@ class Share:
 
 
 def list_day_shares(bills: Sequence[Bill], now_s: float) -> Sequence[Share]:
-    """Sum bills by day, cloud and job; pruned jobs are left out, as their days are no longer known."""
+    """Sum bills by day, cloud and job; pruned jobs are left out because their days are no longer known."""
     sums: dict[tuple[str, str, str], tuple[float, float]] = defaultdict(lambda: (0.0, 0.0))
     for bill in bills:
         owner = str(bill.job_id) if bill.job_id else bill.cluster

@@ -1,4 +1,4 @@
-"""Before a cluster is terminated, wait until what its programs wrote to mounted buckets is there."""
+"""Before a cluster is terminated, wait until the files that its programs wrote to mounted buckets are uploaded."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LOOK_S = 1.0
 
 
 async def wait_for_uploads(context: Context, cluster: Cluster) -> None:
-    """End the runs of a cluster with cached mounts, then wait until its nodes have uploaded what was written.
+    """End the runs of a cluster with cached mounts, then wait until its nodes have uploaded the written files.
 
     Returns at once for a cluster without such mounts. A node that does not answer is waited for up to SILENCE_S, and
     then named in a note; where no node answers, at once. Raises BrokerError if nothing arrives for HOLD_S; the cluster

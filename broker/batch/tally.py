@@ -1,4 +1,4 @@
-"""Count what a map has done, from one listing of its output, and write its manifest."""
+"""Count the finished work of a map, from one listing of its output, and write its manifest."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ def replace_clouds(
 
 
 def _remove_remains(target: Path) -> None:
-    """Remove what killed and failed writers left; the lock is held, so none of it is being written."""
+    """Remove files left by killed and failed writers; the lock is held, so none of them is being written."""
     for remains in target.parent.glob(f"{target.stem}.*.tmp*"):  # SQLite's journal of a failed write too
         remains.unlink(missing_ok=True)
 

@@ -1,6 +1,6 @@
 """When each cloud's prices were last updated, with what result, and when they are due again.
 
-One small JSON file beside the book, replaced atomically. A missing or damaged file means that all clouds are due.
+One small JSON file next to the book, replaced atomically. A missing or damaged file means that all clouds are due.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class UpdateAttempt:
         return self.attempted_s + min(RETRY_S * 2.0 ** (self.failures - 1), RETRY_S_MAX)
 
     def is_due(self, now_s: float) -> bool:
-        """Return whether to try again. An attempt in the future is that of a clock since set back, so it is due."""
+        """Return whether to try again. An attempt in the future means that the clock was set back, so it is due."""
         return self.attempted_s > now_s or self.find_next_s() <= now_s
 
 

@@ -30,7 +30,7 @@ _OFFER_FIELDS = tuple(field.name for field in fields(Offer))  # in the order of 
 
 @frozen
 class AcceleratorPrice:
-    """The cheapest places for a number of one accelerator; USD per instance-hour."""
+    """The cheapest locations for a number of one accelerator; USD per instance-hour."""
 
     name: str
     count: float

@@ -7,6 +7,7 @@ import sqlite3
 from collections.abc import Iterable, Sequence
 
 from broker.errors import UnknownNameError
+from broker.formatting import join_choices
 from broker.types import Resources
 
 NEAR_COUNT = 3
@@ -92,7 +93,7 @@ def _explain(word: str, name: str, known: Iterable[str], more: Sequence[str] = (
     # Ties, such as zones of one region, are broken alphabetically.
     near = sorted(close, key=lambda each: (-difflib.SequenceMatcher(None, each, name.lower()).ratio(), each))
     near = near[:NEAR_COUNT]
-    hints = [f"did you mean {' or '.join(f'`{by_lower[each]}`' for each in near)}?"] if near else []
+    hints = [f"did you mean {join_choices([f'`{by_lower[each]}`' for each in near])}?"] if near else []
     kind, _, place = word.partition(" of ")
     where = f" in {place}" if place else ""
     return UnknownNameError(f"unknown {kind} `{name}`{where}", hints=[*hints, *more])

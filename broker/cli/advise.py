@@ -225,9 +225,9 @@ def _print_options(found: tuple[Option, ...]) -> None:
             f"{placement.offer.cloud} {placement.offer.zone or placement.offer.region}",
             "spot" if placement.is_spot else "od", f"~{format_hours(each.hours)}", f"~{each.usd:,.0f}",
         ])  # fmt: skip
-    columns = ["#", "GPUS", "STRATEGY", "GiB", "MFU", "PLACE", "", "TIME", "USD"]
+    columns = ["#", "GPUS", "STRATEGY", "GiB", "MFU", "LOCATION", "MODEL", "TIME", "USD"]
     numbers = ("#", "GiB", "MFU", "TIME", "USD")
-    print_table(columns, rows, right=numbers, firm=("GPUS", "STRATEGY", "", *numbers))
+    print_table(columns, rows, right=numbers, firm=("GPUS", "STRATEGY", "MODEL", *numbers))
 
 
 def describe_advice(wish: Wish, advice: Advice, text: str, top: int) -> dict[str, object]:

@@ -98,19 +98,19 @@ def _plan(context: Context, infra: str, *, gpus: str | None, is_spot: bool) -> P
 
 
 def _agree(plan: Plan, spend_usd_max: float, *, yes: bool) -> None:
-    """Ask before launching. Raises UsageError where 15 minutes in the most expensive location exceed the limit."""
+    """Ask before launching. Raises UsageError if 15 minutes in the most expensive location exceed the limit."""
     usd_hour = max(estimate.placement.usd_hour for estimate in plan.estimates)
     offer, is_spot = plan.choice.placement.offer, plan.choice.placement.is_spot
     likely_usd = usd_hour * HOURS
     if likely_usd > spend_usd_max:
         raise UsageError(
             f"15 minutes of {offer.instance_type} cost {format_usd(likely_usd)} USD, "
-            f"more than the limit of {spend_usd_max:.2f}",
+            f"more than the limit of {format_usd(spend_usd_max)}",
             hints=[f"raise the limit: `--spend {likely_usd:.2f}`"],
         )
     print_note(
         f"one {'spot' if is_spot else 'on-demand'} {offer.instance_type} at up to {format_usd(usd_hour)} USD/h for a\n"
-        f"few minutes, terminated at {spend_usd_max:.2f} USD; clouds bill at least a minute, plus disks"
+        f"few minutes, terminated at {format_usd(spend_usd_max)} USD; clouds bill at least a minute, plus disks"
     )
     if offer.cloud != "local" and not yes:
         typer.confirm("Start?", abort=True, err=True)
@@ -138,12 +138,12 @@ def _find_private(cloud: Cloud) -> dict[str, str]:
 
 
 def _show(step: Step) -> None:
-    took = f" ({format_duration(step.took_s)}, {step.spent_usd:.4f} USD so far)" if step.took_s >= 1 else ""
+    took = f" ({format_duration(step.took_s)}, {format_usd(step.spent_usd)} USD so far)" if step.took_s >= 1 else ""
     print_wrapped(f"{step.outcome.value:8}{step.name}: {step.note}{took}", indent=8)
     for hint in step.hints:
         print_wrapped(f"        {hint}", indent=8)
 
 
 def _sum_up(spent_usd: float, failed: list[str]) -> None:
-    cost = f"cost about {spent_usd:.4f} USD at list price"
+    cost = f"cost about {format_usd(spent_usd)} USD at list price"
     print_line(f"failed: {', '.join(failed)}; {cost}" if failed else f"all steps passed; {cost}")

@@ -129,7 +129,7 @@ def _show_status(found: Status, now_s: float) -> None:
              format_duration(now_s - each.created_s), rate, format_usd(found.spent_usd[each.name])]
         )  # fmt: skip
     if rows:
-        columns = ["CLUSTER", "STATUS", "NODES", "WHERE", "AGE", "USD/h", "USD"]
+        columns = ["CLUSTER", "STATUS", "NODES", "LOCATION", "AGE", "USD/h", "USD"]
         print_table(columns, rows, right=("AGE", "USD/h", "USD"))
     else:
         print_line("No clusters; start one with `broker launch TASK.yaml`")

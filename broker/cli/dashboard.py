@@ -30,7 +30,7 @@ def dashboard(
 ) -> None:
     """Show jobs, clusters and cost in a browser.
 
-    Listens on 127.0.0.1 only. The printed link works once; Ctrl-C stops the dashboard but no job.
+    Listens on 127.0.0.1 only. The printed link works once; Ctrl-C stops the dashboard; jobs continue.
     """
     try:
         from broker.dashboard.server import serve

@@ -1,4 +1,4 @@
-"""Render the forecast of a plan: cost and time as ranges, and what they depend on most."""
+"""Render the forecast of a plan: cost and time as ranges, and their main drivers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def list_forecast_lines(plan: Plan) -> list[str]:
         f"Forecast: {_say_range(found.usd, format_usd)} USD, {_say_range(found.hours, format_hours)} "
         "from submission to end (p50, p10-p90)",
         f"Chances: {_say_chances(found)}",
-        f"On average: {_say_counts(found)}; {format_count(found.places, 'candidate place')}",
+        f"On average: {_say_counts(found)}; {format_count(found.places, 'candidate location')}",
     ]
     if not _say_chances(found):
         del lines[1]
@@ -37,7 +37,7 @@ def list_forecast_lines(plan: Plan) -> list[str]:
 
 
 def show_influences(plan: Plan) -> None:
-    """Print what moves the expected cost most."""
+    """Print the changes with the largest effect on the expected cost."""
     found = forecast_plan(plan)
     if found is None:
         return
@@ -71,6 +71,6 @@ def _say_counts(found: CostForecast) -> str:
 
 
 def describe_forecast(plan: Plan) -> object:
-    """Return the forecast, JSON-ready; None where the choice does not run on spot."""
+    """Return the forecast, JSON-ready; None if the choice does not run on spot."""
     found = forecast_plan(plan)
     return None if found is None else to_plain(found)

@@ -1,4 +1,4 @@
-"""`broker forecast score` and `broker cost --forecast`: forecasts beside what happened."""
+"""`broker forecast score` and `broker cost --forecast`: forecasts compared with outcomes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def forecast() -> None:
 def score(as_json: options.AsJson = False, output: options.Output = options.Format.TABLE) -> None:
     """Show how often the cost and time of your jobs were within their forecast.
 
-    With 10 jobs or more, plans widen their intervals if too few were.
+    Once there are 10 jobs, plans widen their intervals if too few were within them.
     """
     found = make_session().call(score_forecasts)
     if as_json or output is options.Format.JSON:
@@ -76,7 +76,7 @@ def _show_bias(bias: float | None) -> str:
 
 
 def show_judged(session: Session, *, as_json: bool) -> None:
-    """Print cost and time of each ended job beside its forecast."""
+    """Print cost and time of each ended job with its forecast."""
     judged = session.call(list_forecasts)
     if as_json:
         print_json([{**to_plain(each), "is_in_time": each.is_in_time, "quantiles": QUANTILES} for each in judged])

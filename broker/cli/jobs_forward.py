@@ -24,7 +24,7 @@ LOOK_S = 1.0
 
 MlflowOption = Annotated[str | None, typer.Option("--mlflow", metavar="URL", help="Log to this MLflow server.")]
 RunOption = Annotated[
-    str | None, typer.Option("--run-id", metavar="ID", help="Run in MLflow (default: one of the job's own).")
+    str | None, typer.Option("--run-id", metavar="ID", help="Run in MLflow (default: a new run for the job).")
 ]
 ExperimentOption = Annotated[str, typer.Option("--experiment", metavar="NAME", help="Experiment in MLflow.")]
 TensorBoardOption = Annotated[
@@ -43,8 +43,8 @@ def forward(
 ) -> None:
     """Forward the progress of a job to experiment trackers.
 
-    Looks at the progress once a second, across recoveries, until the job ends. A tracker that does not answer misses
-    lines; the job is not affected. Ctrl-C stops the forwarding only.
+    Reads the progress once a second, across recoveries, until the job ends. A tracker that does not answer misses
+    lines; the job is not affected. Ctrl-C stops only the forwarding.
     """
     if mlflow is None and tensorboard is None and url is None:
         raise UsageError("no tracker is named", hints=["pass `--mlflow URL`, `--tensorboard FOLDER` or `--url URL`"])
@@ -81,7 +81,7 @@ def make_trackers(
     url: str | None,
     now_s: float,
 ) -> Sequence[Tracker]:
-    """Make the trackers that were named. Raises BrokerError where MLflow does not answer."""
+    """Make the trackers that were named. Raises BrokerError if MLflow does not answer."""
     from broker.app.forwarding import Mlflow, Webhook
     from broker.app.tensorboard import EventFile
 

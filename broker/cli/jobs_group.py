@@ -1,4 +1,4 @@
-"""Show the jobs of a pipeline or job group as one: their logs side by side, their events and their history."""
+"""Show the jobs of a pipeline or job group together: merged logs, events and history."""
 
 from __future__ import annotations
 

@@ -113,7 +113,7 @@ def events(job: JobName, as_json: options.AsJson = False, output: options.Output
 
 
 def why(job: JobName, as_json: options.AsJson = False, output: options.Output = options.Format.TABLE) -> None:
-    """Explain the status of a job: its history, recoveries and cost. Of a pipeline or group: of all its jobs."""
+    """Explain the status of a job, or of all jobs of a pipeline or group: history, recoveries and cost."""
     session = make_session()
     members = session.call(find_members, job=job)
     told = [session.call(explain_job, job=name) for name in [str(each.id) for each in members] or [job]]

@@ -42,9 +42,7 @@ def down(
         list[str] | None, typer.Argument(help="Names or patterns, e.g. `dev-*`.", autocompletion=complete_clusters)
     ] = None,
     everything: Annotated[bool, typer.Option("--all", "-a", help="Terminate all clusters.")] = False,
-    now: Annotated[
-        bool, typer.Option("--now", help="Do not wait until files written to mounted buckets are uploaded.")
-    ] = False,
+    now: Annotated[bool, typer.Option("--now", help="Do not wait for pending uploads to mounted buckets.")] = False,
     yes: options.Yes = False,
 ) -> None:
     """Terminate clusters and delete their disks."""

@@ -59,7 +59,7 @@ def map(
 ) -> None:
     """Run a program over a file of items on spot workers.
 
-    The input is split into shards, which any number of managed jobs share. Every result is written exactly once.
+    The input is split into shards, which managed jobs process in parallel. Every result is written exactly once.
     Repeat the command to continue an interrupted map.
     """
     from broker.app.mapping import MapRequest

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from broker.cli.render import measure_width, print_line, print_note, print_table, print_wrapped
+from broker.cli.render import drop_shared, measure_width, print_line, print_note, print_table, print_wrapped
 from broker.formatting import format_count, format_hours, format_usd, to_plain
-from broker.types import Estimate, Plan
+from broker.types import Estimate, Plan, Task
 
 ZONE_WIDTH = 17  # the longest name of a zone at the large clouds, and one more zone
 WIDTH_OF_ALL = 100  # columns that a table with every column takes
@@ -17,18 +17,19 @@ def show_plan(plan: Plan, *, top: int = 5, now_s: float | None = None, forecast:
     """Print the ranked table, the choice and its reason, and the date of the prices; `now_s` enables the age note, and
     the lines of a `forecast` replace the chances of the estimate."""
     task = plan.task
-    print_line(f"Task {task.name or '(no name)'}: {format_count(task.num_nodes, 'node')}")
     groups = fold_zones(plan.estimates, top)
     shown = [group[0] for group in groups]
     has_work = plan.choice.expected_usd is not None
     columns = ["#", "CLOUD", "REGION/ZONE", "INSTANCE", "ACC", "vCPU/GiB", "MODEL", "USD/h", "USD", "TIME"]
     gone = set[str]() if has_work else {"USD", "TIME"}
     if has_work and measure_width() < WIDTH_OF_ALL:
-        # Drop the column that matters less; `Each node` below has both.
-        gone |= {"#", "vCPU/GiB" if any(each.placement.offer.accelerator for each in shown) else "ACC"}
-    kept = [i for i, name in enumerate(columns) if name not in gone]
+        # `Each node` below has vCPUs and memory, which matter less beside an accelerator.
+        gone |= {"#", "vCPU/GiB"} if any(each.placement.offer.accelerator for each in shown) else {"#"}
     rows = [list_cells(number, group[0], join_zones(group)) for number, group in enumerate(groups, start=1)]
+    columns, rows, shared = drop_shared(columns, rows, names=["ACC"])
+    kept = [i for i, name in enumerate(columns) if name not in gone]
     numbers = ("#", "vCPU/GiB", "USD/h", "USD", "TIME")
+    print_line(_make_header(task, shared.get("ACC", "-")))
     print_table(
         [columns[i] for i in kept],
         [[row[i] for i in kept] for row in rows],
@@ -57,6 +58,12 @@ def show_plan(plan: Plan, *, top: int = 5, now_s: float | None = None, forecast:
 
         if warning := warn_if_stale(plan.choice.placement, now_s):
             print_note(f"note: {warning}")
+
+
+def _make_header(task: Task, accelerators: str) -> str:
+    """Name the task, its nodes, and the accelerators of a node if they are the same in all rows."""
+    each = "" if accelerators == "-" else f", {accelerators}{' each' if task.num_nodes > 1 else ''}"
+    return f"Task {task.name or '(no name)'}: {format_count(task.num_nodes, 'node')}{each}"
 
 
 def has_spot_work(plan: Plan) -> bool:

@@ -19,7 +19,7 @@ LEVELS = {"good": ("good", "good"), "note": ("note", "wait"), "bad": ("bad", "ba
 
 
 def write_rehearsal(file: Path, result: Rehearsal, page: JobPage, log: Sequence[str]) -> None:
-    """Write the report: totals, findings, attempts, steps and loss. Raises UsageError where the file is not written."""
+    """Write the report: totals, findings, attempts, steps and loss. Raises UsageError if the file is not written."""
     findings: list[Sequence[Content]] = [
         [element("span", LEVELS[each.level][0], class_=LEVELS[each.level][1]), each.about, each.text, each.hint or "-"]
         for each in list_findings(result)

@@ -132,6 +132,20 @@ def print_table(
         print_line(line)
 
 
+def drop_shared(
+    columns: Sequence[str], rows: Sequence[Sequence[str]], *, names: Sequence[str]
+) -> tuple[list[str], list[list[str]], dict[str, str]]:
+    """Drop the columns in `names` whose cells are all the same; return the other columns, their rows, and the cell of
+    each dropped column."""
+    shared = {name: rows[0][i] for i, name in enumerate(columns) if rows and name in names and _is_shared(rows, i)}
+    kept = [i for i, name in enumerate(columns) if name not in shared]
+    return [columns[i] for i in kept], [[row[i] for i in kept] for row in rows], shared
+
+
+def _is_shared(rows: Sequence[Sequence[str]], index: int) -> bool:
+    return len({row[index] for row in rows}) == 1
+
+
 def show_usage(usage: JobUsage | None) -> tuple[str, str]:
     """Show which share of the CPUs and of the GPUs of a job's nodes is in use; `-` where none reports it."""
     return ("-", "-") if usage is None else (format_share(usage.cpu_ratio), format_share(usage.gpu_ratio))
@@ -145,15 +159,18 @@ def format_table(
     firm: Sequence[str] = (),
     least: Mapping[str, int] = MappingProxyType({}),
 ) -> list[str]:
-    """Format a table no wider than the terminal by shrinking the widest column that is not `firm`.
+    """Format a table no wider than the terminal.
 
-    Columns in `least` keep that width until no other can shrink. Different cells are never cut to the same text.
+    In a table that is too wide, a line above the header replaces columns whose cells are all the same; then the widest
+    column that is not `firm` shrinks. Columns in `least` keep that width until no other can shrink. Different cells are
+    never cut to the same text.
     """
     cells = [[strip_control(cell) for cell in row] for row in rows]
-    widths = [max(len(name), *(len(row[i]) for row in cells)) if cells else len(name) for i, name in enumerate(columns)]
+    columns, cells, shared = _drop_until_it_fits(columns, cells)
+    widths = _measure_columns(columns, cells)
     soft = [i for i, name in enumerate(columns) if name not in firm] or list(range(len(columns)))
     width_max = measure_width()
-    while sum(widths) + 2 * (len(widths) - 1) > width_max:
+    while _measure_table(widths) > width_max:
         widest = max(soft, key=lambda i: (widths[i] > max(least.get(columns[i], 0), COLUMN_MIN), widths[i]))
         if widths[widest] <= COLUMN_MIN:
             break
@@ -173,7 +190,31 @@ def format_table(
                     for part, name in zip(aligned, columns, strict=True)
                 ]
             lines.append("  ".join(aligned).rstrip())
-    return [terminal.paint(lines[0], terminal.HEADING), *lines[1:]]
+    above = [f"All rows: {', '.join(f'{name} {cell}' for name, cell in shared.items())}"] if shared else []
+    return [*above, terminal.paint(lines[0], terminal.HEADING), *lines[1:]]
+
+
+def _drop_until_it_fits(
+    columns: Sequence[str], cells: list[list[str]]
+) -> tuple[list[str], list[list[str]], dict[str, str]]:
+    """Drop shared columns, the widest first, until the table fits. The first column and unnamed ones stay."""
+    kept, shared = list(columns), dict[str, str]()
+    while len(cells) > 1 and _measure_table(widths := _measure_columns(kept, cells)) > measure_width():
+        droppable = [i for i in range(1, len(kept)) if _is_shared(cells, i) and kept[i] and kept.count(kept[i]) == 1]
+        if not droppable:
+            break
+        widest = max(droppable, key=lambda i: widths[i])
+        kept, cells, found = drop_shared(kept, cells, names=[kept[widest]])
+        shared |= found
+    return kept, cells, {name: shared[name] for name in columns if name in shared}
+
+
+def _measure_columns(columns: Sequence[str], cells: Sequence[Sequence[str]]) -> list[int]:
+    return [max([len(name), *(len(row[i]) for row in cells)]) for i, name in enumerate(columns)]
+
+
+def _measure_table(widths: Sequence[int]) -> int:
+    return sum(widths) + 2 * (len(widths) - 1)
 
 
 def _fit_column(cells: Sequence[str], width: int) -> list[list[str]]:

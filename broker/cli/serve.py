@@ -156,7 +156,8 @@ def _tell_jobs(jobs: Sequence[Job]) -> None:
 
 
 def _make_callbacks(*, yes: bool) -> tuple[verbs.Show, verbs.Show]:
-    """Return what shows plans, and what asks for the price: of all replicas for a service, of the jobs before it."""
+    """Return the functions that show plans and confirm the price: of all replicas for a service, of the jobs before
+    it."""
 
     def show(plans: Sequence[Plan]) -> None:
         for plan in plans:
@@ -202,7 +203,7 @@ def status(
     rows = [cells for each in lines for cells in _list_replica_cells(each)]
     if rows:
         print_line("")
-        for row in format_table(["SERVICE", "REPLICA", "VERSION", "STATUS", "PLACE", "IN FLIGHT", "JOB"], rows):
+        for row in format_table(["SERVICE", "REPLICA", "VERSION", "STATUS", "LOCATION", "IN FLIGHT", "JOB"], rows):
             print_line(row)
 
 

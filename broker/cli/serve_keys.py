@@ -64,7 +64,7 @@ def create(
         print_json({**describe_key(key, KeyUsage()), "key": text})
         return
     print_line(text)
-    print_note(f"key `{name}` of service {service}; store it now, as it is not shown again")
+    print_note(f"key `{name}` of service {service}; store it now: it is not shown again")
 
 
 @app.command("list")

@@ -81,7 +81,7 @@ def _list_service(line: ServiceLine) -> list[str]:
         f"{format_usd(usd_hour)} USD/h, "
         + ("no tokens in the last minute" if cost is None else f"{format_usd(cost)} USD per million tokens"),
         *format_table(
-            ["#", "VER", "STATUS", "PLACE", "FLIGHT", "REQ/S", "TOK/S", "TTFT", "TPOT", "USD/h"],
+            ["#", "VER", "STATUS", "LOCATION", "FLIGHT", "REQ/S", "TOK/S", "TTFT", "TPOT", "USD/h"],
             [_list_cells(line, each) for each in line.replicas],
             right=("#", "VER", "FLIGHT", "REQ/S", "TOK/S", "TTFT", "TPOT", "USD/h"),
         ),

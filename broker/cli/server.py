@@ -39,7 +39,7 @@ StateOption = Annotated[
 
 @app.command()
 def start(
-    host: Annotated[str, typer.Option("--host", help="Address to listen on; any but a loopback address uses TLS.")] = (
+    host: Annotated[str, typer.Option("--host", help="Address to listen on; all but loopback addresses use TLS.")] = (
         "127.0.0.1"
     ),
     port: Annotated[int, typer.Option("--port", min=0, max=65535, help="Port to listen on (0: any free one).")] = 8471,

@@ -25,7 +25,7 @@ KEYS = {
 
 
 def write_report(file: Path, study: Benchmark, *, title: str, facts: Sequence[tuple[str, str]]) -> None:
-    """Write the report. Raises UsageError where the file cannot be written."""
+    """Write the report. Raises UsageError if the file cannot be written."""
     save_paper(file, draw_report(study, title=title, facts=facts))
 
 

@@ -62,7 +62,7 @@ def info(as_json: options.AsJson = False) -> None:
     for index, copy in enumerate(found.copies):
         print_line(f"{'backups' if index == 0 else '':13s} {describe_copy(copy)}")
     if not found.copies:
-        print_line("backups       none yet; the daemon writes one a day; write one now with `broker state backup`")
+        print_line("backups       none yet; the daemon writes one per day; write one now with `broker state backup`")
 
 
 @app.command()

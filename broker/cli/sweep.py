@@ -150,7 +150,7 @@ def _describe_state(state: SweepState) -> str:
 
 
 def _note_left(state: SweepState) -> None:
-    """Say what continues by itself, and what the command is needed for."""
+    """Print which work continues by itself, and which requires the command."""
     left = len(state.configurations) - len(state.runs)
     print_note(
         f"{state.name}: started runs continue by themselves; "

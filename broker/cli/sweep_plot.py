@@ -26,7 +26,7 @@ def check_file(file: Path) -> None:
 
 
 def write_plot(file: Path, state: SweepState) -> None:
-    """Write one dot per run with a loss; the best is marked. Raises UsageError where the file cannot be written."""
+    """Write one dot per run with a loss; the best is marked. Raises UsageError if the file cannot be written."""
     try:
         file.write_text(draw_plot(state), encoding="utf-8")
     except OSError as error:

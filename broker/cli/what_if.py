@@ -27,9 +27,9 @@ def show_what_ifs(plan: Plan, changes: Sequence[str], make_plan: Planner) -> Non
             rows.append([text, "nothing fits", "-", "-", "-", "-"])
             failures.append((text, error))
     print_line("\nWhat if:")
-    columns = ["CHANGE", "WHERE", "USD", "DIFF", "TIME", "CHANCE"]
+    columns = ["CHANGE", "LOCATION", "USD", "DIFF", "TIME", "CHANCE"]
     numbers = ("USD", "DIFF", "TIME", "CHANCE")
-    print_table(columns, rows, right=numbers, firm=("WHERE", *numbers))
+    print_table(columns, rows, right=numbers, firm=("LOCATION", *numbers))
     print_line("USD to finish, or per hour for a task without work; CHANCE to meet the deadline")
     for text, failure in failures:
         print_line()

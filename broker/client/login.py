@@ -1,4 +1,4 @@
-"""The login of this user: the URL of a server, a token, and the fingerprint of its certificate."""
+"""The login of the current user: the URL of a server, a token, and the fingerprint of its certificate."""
 
 from __future__ import annotations
 

@@ -122,7 +122,7 @@ def find_verb(function: Callable[..., object]) -> Verb:
 
 @frozen
 class Signature:
-    """The types of a verb: of its arguments, of what its callbacks receive, and of its result."""
+    """The types of a verb: of its arguments, of the data for its callbacks, and of its result."""
 
     arguments: Mapping[str, Any]
     callbacks: Mapping[str, Any]
@@ -185,7 +185,7 @@ def decode(data: Any, hint: Any) -> Any:
             return decode_error(given)
         if kind is object:  # the data of an event
             return given
-        raise NotImplementedError(f"no type of a verb: {kind}")
+        raise NotImplementedError(f"unsupported type in a verb: {kind}")
 
     try:
         found = msgspec.convert(data, type=hint, strict=False, str_keys=True, dec_hook=make)

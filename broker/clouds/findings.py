@@ -38,9 +38,8 @@ class Inspector(Protocol):
 
 @frozen
 class TypeCheckResult:
-    """Whether the smallest machine with this number of accelerators would start now.
-
-    `ways`: "on-demand" and "spot", those that would. `why`: the obstacle for the others, else a remark. `command` fixes
+    """The answer whether the smallest machine with this number of accelerators would start now. `ways`: those of
+    "on-demand" and "spot" that would. `why`: the obstacle for the others, else a remark. `command` fixes
     it.
     """
 

@@ -1,6 +1,6 @@
-"""`ssh` and `slurm` in the registry: native where this state folder has their file, otherwise through SkyPilot.
+"""`ssh` and `slurm` in the registry: native if this state folder has their file, otherwise through SkyPilot.
 
-`broker.sites.find_file` decides it.
+`broker.sites.find_file` decides this.
 """
 
 from __future__ import annotations

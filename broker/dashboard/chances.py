@@ -29,7 +29,7 @@ class ChanceCache:
         self._known: dict[int, tuple[float, bool, tuple[ChancePoint, ...]]] = {}
 
     def get(self, job_id: int, *, now_s: float, is_ended: bool) -> tuple[ChancePoint, ...] | None:
-        """Return the points of a job; None where they are to be read."""
+        """Return the points of a job; None if they are to be read."""
         if (known := self._known.get(job_id)) is None:
             return None
         read_s, was_ended, points = known

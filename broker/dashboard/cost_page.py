@@ -1,4 +1,4 @@
-"""The page of cost: spending by day, job or cloud, every day's clouds and jobs, and forecasts against what was paid."""
+"""The page of cost: spending by day, job or cloud, every day's clouds and jobs, and forecasts against actual cost."""
 
 from __future__ import annotations
 

@@ -8,17 +8,18 @@ from typing import Any
 
 from broker.dashboard.html import Content, Markup, element, join, table
 from broker.dashboard.model import JobPage
+from broker.formatting import format_usd
 
 SHOWN = 200  # the newest
 HEADS = [
-    "Time", "Decision", "Place", "USD per hour of work", "On-demand", "Work left", "Time left", "Spare",
+    "Time", "Decision", "Location", "USD per hour of work", "On-demand", "Work left", "Time left", "Spare",
     "Expected USD", "Reason",
 ]  # fmt: skip
 RIGHT = ["USD per hour of work", "On-demand", "Work left", "Time left", "Spare"]
 
 
 def show_decisions(page: JobPage) -> Markup:
-    """Show the decisions, newest first; nothing where the job follows no deadline."""
+    """Show the decisions, newest first; nothing if the job follows no deadline."""
     rows = [_list_cells(each.time_s, each.data) for each in page.decisions[:SHOWN]]
     if not rows:
         return Markup("")
@@ -39,7 +40,7 @@ def _list_cells(time_s: float, data: Mapping[str, Any]) -> Sequence[Content]:
         zones = place.get("zones") or ["?"]
         where = f"{place.get('cloud')} {zones[0]}, {place.get('instance_type')} {market}"
     weighed = data.get("expected_usd")
-    costs = [f"{name}: {usd:.2f}" for name, usd in weighed.items()] if isinstance(weighed, Mapping) else []
+    costs = [f"{name}: {format_usd(usd)}" for name, usd in weighed.items()] if isinstance(weighed, Mapping) else []
     return [
         time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(time_s)), str(data.get("action", "-")), where,
         _show(data.get("usd_work_hour"), ".2f"), _show(data.get("ondemand_usd_work_hour"), ".2f"),

@@ -22,7 +22,7 @@ Content = Markup | str | int | None
 
 
 def join(parts: Iterable[Content]) -> Markup:
-    """Join parts; text that is no markup is escaped and its control characters removed."""
+    """Join parts; text that is not markup is escaped, and its control characters are removed."""
     return Markup("".join(_render(part) for part in parts))
 
 
@@ -54,7 +54,7 @@ def table(
 
 
 def make_scrollable(inner: Markup, title: str) -> Markup:
-    """Let a table or picture scroll sideways, also by keyboard, on a screen that is narrower."""
+    """Make a table or picture scroll sideways on a narrow screen, also by keyboard."""
     return element("div", inner, class_="scroll", tabindex=0, role="region", aria_label=title)
 
 

@@ -1,4 +1,4 @@
-"""The read model: what the pages, `broker top` and `/metrics` show. Reads the store, and never writes it."""
+"""The read model of the pages, `broker top` and `/metrics`. It reads the store and never writes to it."""
 
 from __future__ import annotations
 
@@ -206,7 +206,7 @@ class PlaceRow:
 
 
 def list_places(store: Store) -> Sequence[PlaceRow]:
-    """List the places where broker ran on spot, the most preempted first."""
+    """List the locations where broker ran on spot, the most preempted first."""
     sums: dict[tuple[str, str, str | None, str], tuple[int, float, int]] = {}
     for stay in store.history.list_stays():
         stays, hours, preemptions = sums.get(stay.place, (0, 0.0, 0))
@@ -222,5 +222,5 @@ def list_places(store: Store) -> Sequence[PlaceRow]:
 
 
 def measure_rate_usd_hour(cluster: Cluster) -> float:
-    """Return what a cluster costs an hour now: nothing while it is stopped."""
+    """Return the current cost of a cluster per hour: 0 while it is stopped."""
     return 0.0 if cluster.status is ClusterStatus.STOPPED else cluster.placement.usd_hour

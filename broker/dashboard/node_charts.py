@@ -1,4 +1,4 @@
-"""What the nodes of a job use: small charts of the last samples, and tables of the newest one of each node."""
+"""Usage of a job's nodes: small charts of the last samples, and a table of the newest sample of each node."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ MEASURES: dict[str, tuple[Reader, bool]] = {
 
 
 def show_nodes(nodes: Sequence[NodeHistory]) -> Markup:
-    """Show what the nodes use; nothing for a job whose nodes have reported nothing."""
+    """Show the usage of the nodes; nothing if no node has reported."""
     if not nodes:
         return Markup("")
     charts = [chart for title, measure in MEASURES.items() if (chart := draw_measure(title, nodes, *measure))]
@@ -90,7 +90,7 @@ def describe_gpu(gpu: GpuSample) -> Sequence[str]:
 
 
 def draw_measure(title: str, nodes: Sequence[NodeHistory], read: Reader, is_share: bool) -> Markup | None:  # noqa: FBT001
-    """Draw one measure of all nodes over time; None where no node reports it."""
+    """Draw one measure of all nodes over time; None if no node reports it."""
     lines = [
         [(sample.time_s, value) for sample in node.samples if (value := read(sample)) is not None] for node in nodes
     ]

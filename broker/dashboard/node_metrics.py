@@ -43,7 +43,7 @@ class NodeRow:
 
 
 def list_nodes(logs: Path, live: Sequence[int], *, now_s: float) -> Sequence[NodeRow]:
-    """List the nodes of live jobs that report now, those of the newest jobs first, within both bounds."""
+    """List the nodes of live jobs that currently report, newest jobs first, within both bounds."""
     rows: list[NodeRow] = []
     gpus, known = 0, list_jobs(logs)
     for job_id in sorted(known.intersection(live), reverse=True):

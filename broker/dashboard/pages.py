@@ -18,7 +18,7 @@ from broker.types import Cluster, EventKind, Job, JobStatus
 from broker.wording import describe_outcome
 
 PAGES = {
-    "/": "Overview", "/clusters": "Clusters", "/services": "Services", "/plan": "Plan", "/places": "Places",
+    "/": "Overview", "/clusters": "Clusters", "/services": "Services", "/plan": "Plan", "/places": "Locations",
     "/cost": "Cost", "/clouds": "Clouds",
 }  # fmt: skip
 EVENTS_SHOWN = 200  # the newest
@@ -36,7 +36,7 @@ def lay_out(
 ) -> str:
     """Make a whole page: head, navigation to `targets`, notes of this request, content.
 
-    A page that is not live stays as it is.
+    A page that is not live is not reloaded.
     """
     links = [
         element("a", name, href=target, aria_current="page" if target == path else None)
@@ -63,7 +63,7 @@ def lay_out(
 
 
 def show_overview(overview: Overview) -> Markup:
-    """Show what is spent, what requires attention, and the newest jobs."""
+    """Show spending, problems that require attention, and the newest jobs."""
     figures = {
         "Today": f"{format_usd(overview.today_usd)} USD",
         "This month": f"{format_usd(overview.month_usd)} USD",
@@ -186,12 +186,12 @@ def show_attempts(page: JobPage) -> Markup:
                 format_usd(row.attempt.placement.usd_hour), format_usd(row.usd), outcome,
             ]
         )  # fmt: skip
-    heads = ["Attempt", "Place", "Type", "Market", "Steps", "Checkpoint", "Steps lost", "USD/h", "USD", "Outcome"]
+    heads = ["Attempt", "Location", "Type", "Market", "Steps", "Checkpoint", "Steps lost", "USD/h", "USD", "Outcome"]
     return table(heads, cells, caption="Attempts", right=["Attempt", *heads[4:9]])
 
 
 def _show_action(job: Job, ticket: str) -> Markup:
-    """Offer what may be done with a job: cancel a live one, retry an ended one."""
+    """Offer the actions for a job: cancel a live one, retry an ended one."""
     verb = "retry" if job.status.is_terminal else "cancel"
     if job.status in (JobStatus.SUCCEEDED, JobStatus.CANCELLING):
         return Markup("")
@@ -204,7 +204,7 @@ def _show_action(job: Job, ticket: str) -> Markup:
 
 
 def show_clusters(clusters: Sequence[Cluster], spent: dict[str, float], now_s: float) -> Markup:
-    """Show every cluster, those of jobs included."""
+    """Show every cluster, including those of jobs."""
     if not clusters:
         return element("p", "No clusters; start one with `broker launch TASK.yaml`.")
     cells: list[Sequence[Content]] = []
@@ -218,12 +218,12 @@ def show_clusters(clusters: Sequence[Cluster], spent: dict[str, float], now_s: f
                 format_usd(measure_rate_usd_hour(each)), format_usd(spent[each.name]),
             ]
         )  # fmt: skip
-    heads = ["Cluster", "Status", "Nodes", "Place", "Market", "Job", "Age", "USD/h", "USD"]
+    heads = ["Cluster", "Status", "Nodes", "Location", "Market", "Job", "Age", "USD/h", "USD"]
     return table(heads, cells, caption="Clusters", right=["Job", "Age", "USD/h", "USD"])
 
 
 def show_places(places: Sequence[PlaceRow], refusals: Sequence[Refusal], now_s: float) -> Markup:
-    """Show what broker has seen of each place: stays on spot, preemptions, and refusals that are in force."""
+    """Show observations of each location: stays on spot, preemptions, and refusals that are in force."""
     cells: list[Sequence[Content]] = [
         [
             f"{row.cloud} {row.zone or row.region}", row.instance_type, row.stays, f"{row.hours:.2f}", row.preemptions,
@@ -231,7 +231,7 @@ def show_places(places: Sequence[PlaceRow], refusals: Sequence[Refusal], now_s: 
         ]
         for row in places
     ]  # fmt: skip
-    heads = ["Place", "Type", "Stays", "Hours", "Preemptions", "Preemptions/h"]
+    heads = ["Location", "Type", "Stays", "Hours", "Preemptions", "Preemptions/h"]
     refused: list[Sequence[Content]] = [
         [
             f"{each.cloud} {each.zone or each.region or 'all regions'}", each.instance_type or "all",
@@ -244,7 +244,7 @@ def show_places(places: Sequence[PlaceRow], refusals: Sequence[Refusal], now_s: 
         [
             element("h2", "Your time on spot"),
             seen if cells else element("p", "No node has run on spot yet."),
-            *_show_rows("Current refusals", ["Place", "Type", "Market", "Expires in", "Reason"], refused),
+            *_show_rows("Current refusals", ["Location", "Type", "Market", "Expires in", "Reason"], refused),
         ]
     )
 

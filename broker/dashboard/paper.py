@@ -31,7 +31,7 @@ def show_figures(figures: Sequence[tuple[str, Content]]) -> Markup:
 
 
 def save_paper(file: Path, text: str) -> None:
-    """Write the file. Raises UsageError where that fails."""
+    """Write the file. Raises UsageError if that fails."""
     try:
         file.write_text(text, encoding="utf-8")
     except OSError as error:

@@ -1,4 +1,4 @@
-"""The read model of a server's people: who may do what, what they run and what it costs; and what they changed."""
+"""The read model of a server's users: their roles, resources, costs, and changes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The pages of a server for its administrators: users, and the audit of what they changed."""
+"""The pages of a server for its administrators: users, and the audit of their changes."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from broker.optimizer.explain import show_chance
 from broker.optimizer.terms import describe_hour_value, list_terms
 from broker.types import Estimate, Plan
 
-HEADS = ["#", "Place", "Nodes", "Market", "USD/h", "Expected USD", "Expected time", "Preemptions/h", "Deadline"]
+HEADS = ["#", "Location", "Nodes", "Market", "USD/h", "Expected USD", "Expected time", "Preemptions/h", "Deadline"]
 RIGHT = ["#", "USD/h", "Expected USD", "Expected time", "Preemptions/h", "Deadline"]
 
 
@@ -25,7 +25,7 @@ def show_plan(page: PlanPage) -> Markup:
         element(
             "p",
             f"{len(plan.estimates):,} placements fit; prices of {plan.prices_as_of}. Planned for the whole task with "
-            "the catalog and the preemption history of now; a running job keeps its place.",
+            "the catalog and the preemption history of now; a running job keeps its location.",
             class_="faint",
         ),
         *_show_form(page),

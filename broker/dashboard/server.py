@@ -37,7 +37,7 @@ from broker.types import Job
 STATIC = Path(__file__).parent / "static"
 TYPES = {".css": "text/css", ".js": "text/javascript"}
 LOOK_S = 0.5  # between looks for new events
-REFRESH_S = 5.0  # a page is loaded again after this long without an event: steps and costs are no events
+REFRESH_S = 5.0  # a page is reloaded after this long without an event: steps and costs do not cause events
 STREAMS_MAX = 100
 SCRAPE_FILE = "metrics-token"  # in the state folder
 
@@ -118,7 +118,7 @@ class Dashboard:
         return self._show(f"Job {job.id}: {job.name}", shown)
 
     async def _find_chances(self, job: Job) -> tuple[ChancePoint, ...]:
-        """Return the chances of the deadline as they moved, planned in a thread where they are not known."""
+        """Return the chances of the deadline over time, computed in a thread if they are not known."""
         if job.task.goal is None or job.task.goal.deadline_hours is None:
             return ()  # without opening the state once more, in a thread
         now_s, is_ended = self._context.clock.now_s(), job.status.is_terminal
@@ -144,7 +144,7 @@ class Dashboard:
     async def _places(self, request: web.Request) -> web.Response:
         store, now_s = self._context.store, self._context.clock.now_s()
         page = pages.show_places(list_places(store), store.refusals.list_active(now_s), now_s)
-        return self._show("Places", page, path="/places")
+        return self._show("Locations", page, path="/places")
 
     async def _cost(self, request: web.Request) -> web.Response:
         by = By(request.query["by"]) if request.query.get("by") in list(By) else By.DAY

@@ -1,4 +1,4 @@
-"""The pages of services: their replicas and versions, the load that the balancer reported, and what happened."""
+"""The pages of services: their replicas and versions, the load that the balancer reported, and their events."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def show_service(line: ServiceLine, events: Sequence[ServiceEvent], now_s: float
         ]
         for each in line.replicas
     ]  # fmt: skip
-    heads = ["Replica", "Version", "Status", "Place", "USD/h", "In flight", "Job", "Age", "Reason"]
+    heads = ["Replica", "Version", "Status", "Location", "USD/h", "In flight", "Job", "Age", "Reason"]
     told: list[Sequence[Content]] = [
         [time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(each.time_s)), describe_service_event(each)]
         for each in reversed(events)

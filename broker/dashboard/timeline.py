@@ -1,4 +1,4 @@
-"""Draw a job's attempts as SVG: a bar for each attempt at its place, on one axis of time."""
+"""Draw a job's attempts as SVG: a bar for each attempt at its location, on one axis of time."""
 
 from __future__ import annotations
 

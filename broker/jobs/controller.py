@@ -250,7 +250,7 @@ class JobController:
         for rank in monitor.list_new_advisories(report, cluster):
             self._add_event(make_event(EventKind.ADVISED, rank=rank))
         refreshed = await self._refresh(monitor, report, cluster)
-        if refreshed is None:  # no answer is no evidence, and a failure is not judged without the list
+        if refreshed is None:  # a missing answer proves nothing, and a failure is not judged without the list
             await self._renew_lease(job, monitor, cluster)
             return POLL_S
         cluster = refreshed

@@ -159,7 +159,7 @@ def ensure_daemon(config: Config, store: Store, argv: Sequence[str]) -> None:
         reason = f"killed by signal {-returncode}" if returncode < 0 else last or f"it exited with code {returncode}"
         hints = ["`broker status` starts it again; recorded jobs then continue", f"see its log in {path}"]
         raise StateError(f"the jobs daemon did not start: {reason}", hints=hints)
-    raise StateError("the jobs daemon does not acquire its lock", hints=[f"see its log in {path}"])
+    raise StateError("the jobs daemon did not acquire its lock", hints=[f"see its log in {path}"])
 
 
 def _start_process(argv: Sequence[str], log_path: Path) -> subprocess.Popen[bytes]:

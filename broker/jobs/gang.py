@@ -62,12 +62,12 @@ class GangReport(Protocol):
 
     @property
     def samples(self) -> Sequence[tuple[int, NodeSample]]:
-        """What nodes reported of themselves, with their ranks, oldest first; a sample may be repeated."""
+        """Samples that nodes reported, with their ranks, oldest first; a sample may be repeated."""
         ...
 
     @property
     def is_ready(self) -> bool:
-        """Whether the gang of a job group was set up, so that `run` waited for the group only."""
+        """Return whether the gang of a job group is set up, so that `run` waits only for the group."""
         ...
 
     @property
@@ -111,7 +111,7 @@ class Gang(Protocol):
         ...
 
     async def cancel(self, cluster: Cluster, run_id: int) -> None:
-        """End the run on every reachable node; do nothing where it has ended."""
+        """End the run on every reachable node; do nothing if it has ended."""
         ...
 
     async def read_log(self, cluster: Cluster, run_id: int, *, offset: int) -> tuple[bytes, int]:

@@ -1,4 +1,4 @@
-"""Carry out the part of one job in its job group: hold its program, tell it the addresses, restart and move it."""
+"""Act for one job of a job group: hold its program, send it the addresses, restart and move it."""
 
 from __future__ import annotations
 
@@ -24,18 +24,20 @@ from broker.state.store import Store
 from broker.types import Attempt, Cluster, Event, EventKind, Job, JobStatus, OutcomeKind, Plan, make_event
 
 MOVE_LOOK_S = 15.0  # planning for the whole group takes a while
-RESEND_S = 5.0  # after nodes did not take the addresses
+RESEND_S = 5.0  # after nodes did not accept the addresses
 
 
 class GroupMember:
-    """The part of one job in its group. A job without a group has none: every method then changes nothing."""
+    """One job's part in its group. For a job without a group, every method changes nothing."""
 
     def __init__(self, store: Store, gang: Gang, clock: Clock, placement: GroupPlacement) -> None:
         self._store = store
         self._gang = gang
         self._clock = clock
         self._placement = placement
-        self._sent: tuple[int, frozenset[str], str] | None = None  # attempt, nodes, and addresses that they have
+        self._sent: tuple[int, frozenset[str], str] | None = (
+            None  # attempt, its nodes, and the addresses that they have
+        )
         self._refused_s = float("-inf")
         self._looked_s = float("-inf")
 
@@ -67,7 +69,7 @@ class GroupMember:
         return min(lost, default=(0.0, ""))[1]
 
     def make_envs(self, job: Job) -> Mapping[str, str]:
-        """Return the variables that do not change while the job lives."""
+        """Return the variables that do not change during the job."""
         if job.task.group is None:
             return {}
         tasks = [member.name for member in self._read(job)]
@@ -79,14 +81,14 @@ class GroupMember:
         }
 
     def find_move(self, job: Job, attempt: Attempt) -> str:
-        """Return why its nodes must be released for the group to continue elsewhere; empty to stay."""
+        """Return why the job's nodes must be released so that the group can continue elsewhere; empty to stay."""
         if job.task.group is None or not is_due(self._looked_s, MOVE_LOOK_S, self._clock.now_s()):
             return ""
         self._looked_s = self._clock.now_s()
         return self._placement.find_move(job, self._read(job), attempt)
 
     async def follow(self, job: Job, attempt: Attempt, cluster: Cluster, report: GangReport) -> Attempt:
-        """Record what the gang reports, release its program once the group is up, and send changed addresses."""
+        """Record the gang's report, release its program once the group is up, and send changed addresses."""
         if job.task.group is None:
             return attempt
         attempt = self._record(job, self._read(job), attempt, report)
@@ -140,7 +142,7 @@ class GroupMember:
 def describe_peers(
     job: Job, members: Sequence[Job], find_cluster: Callable[[str], Cluster | None]
 ) -> dict[str, object]:
-    """Return what programs read in BROKER_GROUP_FILE. A task without machines has no addresses."""
+    """Return the content of BROKER_GROUP_FILE. A task without machines has no addresses."""
     tasks: dict[str, object] = {}
     for member in members:
         live = None if member.status.is_terminal else find_live(member)

@@ -14,12 +14,12 @@ from broker.state.store import Store
 from broker.types import Attempt, EventKind, Job, Placement, Plan, Task, make_event
 
 Planner = Callable[[Task, Callable[[Placement], bool] | None], Plan]
-BLOCKED_S = 120.0  # a group that has not started leaves a region without capacity for one of its tasks after this time,
-BLOCKED_RUNNING_S = 900.0  # and one that runs, after this: all its tasks restart elsewhere
+BLOCKED_S = 120.0  # a group that has not started leaves a region without capacity for one of its tasks after this time
+BLOCKED_RUNNING_S = 900.0  # a running group, after this: all its tasks restart elsewhere
 
 
 class GroupPlacement:
-    """GroupPlace one job of a group. Its memory is lost with the controller, which only delays a move."""
+    """Place one job of a group. Its memory is lost with the controller, which only delays a move."""
 
     def __init__(self, store: Store, planner: Planner, clock: Clock) -> None:
         self._store = store
@@ -29,9 +29,9 @@ class GroupPlacement:
         self._told = ""
 
     def place(self, job: Job, members: Sequence[Job], plan: Plan) -> Plan:
-        """Return the plan with the placements of one region: where others have machines, else the best for all.
+        """Return the plan's placements in one region: where other tasks have machines, else the best for all.
 
-        The plan is unchanged if the tasks need no common region. Raises NoOfferError if there is none.
+        The plan is unchanged if the tasks need no common region. Raises NoOfferError if no region fits all.
         """
         if not get_role(job).is_connected:
             return plan
@@ -47,7 +47,7 @@ class GroupPlacement:
         if whole is None:
             raise NoOfferError(
                 f"no region has a placement for every task of group {get_role(job).name}",
-                hints=["write `inter_connection: false` in the header to place the tasks apart"],
+                hints=["write `inter_connection: false` in the header to place each task on its own"],
             )
         self._tell(job, whole.place, usd=whole.usd, apart_usd=whole.apart_usd)
         return keep_near(plan, whole.place)
@@ -69,7 +69,7 @@ class GroupPlacement:
         return self._find_blocked(attempt, here, alive, blocked)
 
     def _find_blocked(self, attempt: Attempt, here: GroupPlace, alive: Sequence[Job], blocked: Sequence[Job]) -> str:
-        """Return that another task has found no capacity here for long, if all tasks could start elsewhere."""
+        """Return which task has long found no capacity here, if all tasks could start elsewhere; else empty."""
         if not blocked:
             return ""
         now_s = self._clock.now_s()
@@ -118,7 +118,7 @@ class GroupPlacement:
 
 
 def find_anchor(members: Sequence[Job]) -> GroupPlace | None:
-    """Return the place of most tasks that have machines; of equally many, the newest choice. None without machines."""
+    """Return the location of most tasks with machines, the newest choice in a tie; None without machines."""
     live = [attempt for each in members if (attempt := find_live(each)) is not None]
     if not live:
         return None

@@ -17,7 +17,7 @@ from enum import StrEnum
 from broker.frozen import frozen
 from broker.types import Attempt, Cluster, GroupRole, Job, JobStatus, OutcomeKind
 
-RESTARTS = (OutcomeKind.SUCCEEDED, OutcomeKind.GROUP_RESTARTED)  # ends that begin no generation
+RESTARTS = (OutcomeKind.SUCCEEDED, OutcomeKind.GROUP_RESTARTED)  # ends that do not begin a new generation
 
 
 class GroupStep(StrEnum):
@@ -25,7 +25,7 @@ class GroupStep(StrEnum):
 
     NONE = "none"
     RESTART = "restart"  # its attempt belongs to an earlier generation
-    FINISH = "finish"  # the primary tasks have succeeded, and its time is up
+    FINISH = "finish"  # the primary tasks have succeeded, and its termination delay is over
     FAIL = "fail"  # a task that the group requires has failed
 
 
@@ -38,7 +38,7 @@ class Judgement:
 
     @property
     def ends_job(self) -> bool:
-        """Whether the job ends with this step, succeeded or failed, instead of continuing or restarting."""
+        """Return whether the job ends with this step, succeeded or failed, instead of continuing or restarting."""
         return self.step in (GroupStep.FINISH, GroupStep.FAIL)
 
 
@@ -59,7 +59,7 @@ def judge(job: Job, members: Sequence[Job], now_s: float) -> Judgement:
 
 
 def find_culprit(job: Job, members: Sequence[Job]) -> Job | None:
-    """Return a job without which the group cannot succeed and that has failed; the cause, not one of its victims."""
+    """Return a failed job that the group requires: the cause, not a job that failed because of it."""
     has_opened = any(each.released_s is not None for member in members for each in member.attempts)
     failed = [
         each
@@ -73,7 +73,7 @@ def find_culprit(job: Job, members: Sequence[Job]) -> Job | None:
 
 
 def find_generation(members: Sequence[Job]) -> int:
-    """Return the newest generation: one more for each loss, after a release, that restarts the group."""
+    """Return the newest generation: each loss after a release that restarts the group adds one."""
     newest = 1
     for member in members:
         restarts = get_role(member).may_restart_group
@@ -96,7 +96,7 @@ def may_start(members: Sequence[Job], generation: int) -> bool:
     if not all(each is not None and each.generation == generation and each.ready_s is not None for each in live):
         return False
     regions = {(each.placement.offer.cloud, each.placement.offer.region) for each in live if each is not None}
-    return len(regions) <= 1 or not get_role(members[0]).is_connected  # else one of them moves
+    return len(regions) <= 1 or not get_role(members[0]).is_connected  # otherwise one of them moves
 
 
 def find_live(job: Job) -> Attempt | None:

@@ -21,7 +21,7 @@ SILENCE_EVERY_S = 60.0  # between two records of a silence: a restart forgets no
 
 
 def is_due(last_s: float, every_s: float, now_s: float) -> bool:
-    """Return whether it is due, also if `last_s` is in the future: a clock set back must not stop lease renewals."""
+    """Return whether it is due, even if `last_s` is in the future: a clock set back must not stop lease renewals."""
     return not 0.0 <= now_s - last_s < every_s
 
 

@@ -25,7 +25,7 @@ class Elsewhere:
 
 
 def measure_retention_s(placement: Placement, *, lost_count: int, start_s: float, elsewhere: Elsewhere | None) -> float:
-    """Return for how many seconds paying for idle survivors is cheaper than starting new nodes elsewhere.
+    """Return how long, in seconds, paying for idle survivors is cheaper than starting new nodes elsewhere.
 
     0 if the lost nodes cannot be replaced, one after another, within that time. `start_s`: until new nodes run.
     4 nodes at 8 USD/h, one lost, 140 s: a start elsewhere at that price costs 0.31 USD, as three nodes do in 187 s.

@@ -1,6 +1,5 @@
-"""Keep what the nodes of jobs report of themselves: one file of bounded size for each rank of a job.
-
-Files, like the log of a job, and not rows of the store: ten thousand nodes write a thousand samples a second, which
+"""Keep the samples that the nodes of jobs report: one file of bounded size for each rank of a job. Files, like the log
+of a job, and not rows of the store: ten thousand nodes write a thousand samples per second, which
 must not wait for the store's lock, and may be lost in a power cut. A file holds at most 128 KiB (`agent_ring`).
 """
 
@@ -116,7 +115,7 @@ def _thin(samples: tuple[NodeSample, ...]) -> tuple[NodeSample, ...]:
 
 
 def _is_current(path: Path, now_s: float) -> bool:
-    """Return whether the file was written within a minute; by our own clock, as a node's may be wrong."""
+    """Return whether the file was written within a minute; by our own clock, because a node's may be wrong."""
     try:
         return now_s - path.stat().st_mtime < CURRENT_S
     except OSError:
@@ -124,7 +123,7 @@ def _is_current(path: Path, now_s: float) -> bool:
 
 
 def sum_usage(samples: Sequence[NodeSample]) -> JobUsage | None:
-    """Sum up what nodes use now; None without a sample.
+    """Sum up the current usage of nodes; None without a sample.
 
     >>> sum_usage([NodeSample(time_s=1.0, cpu_ratio=0.5), NodeSample(time_s=1.0, cpu_ratio=1.0)]).cpu_ratio
     0.75
@@ -143,7 +142,7 @@ def sum_usage(samples: Sequence[NodeSample]) -> JobUsage | None:
 
 
 def divide(used: float | None, total: float | None) -> float | None:
-    """Return the share in use; None where one of both is unknown."""
+    """Return the share in use; None if one of both is unknown."""
     return used / total if used is not None and total else None
 
 
@@ -153,12 +152,12 @@ def _mean(values: Sequence[float | None]) -> float | None:
 
 
 def read_usage(logs: Path, job_id: int, *, now_s: float) -> JobUsage | None:
-    """Return what the nodes of a job use now; None if none has reported within a minute."""
+    """Return the current usage of a job's nodes; None if none has reported within a minute."""
     return sum_usage([sample for _, sample in read_newest(logs, job_id, now_s=now_s)])
 
 
 def read_usages(logs: Path, lines: Sequence[JobLine], *, now_s: float) -> Mapping[int, JobUsage]:
-    """Return what the nodes of the live jobs among these use now, where any has reported within a minute."""
+    """Return the current usage of the live jobs among these whose nodes have reported within a minute."""
     known = list_jobs(logs)
     found = {
         line.id: read_usage(logs, line.id, now_s=now_s)

@@ -187,7 +187,7 @@ class OutcomeRecorder:
         return 0.0
 
     def record_success(self, job: Job, attempt: Attempt) -> float:
-        """End the job as SUCCEEDED; the cluster is taken down afterwards."""
+        """End the job as SUCCEEDED; the cluster is terminated afterwards."""
         return self.end_job(job, attempt, JobStatus.SUCCEEDED, Outcome(kind=OutcomeKind.SUCCEEDED), "")
 
     def record_overspending(self, job: Job, attempt: Attempt, failure: str) -> float:
@@ -205,7 +205,7 @@ class OutcomeRecorder:
         """Record that this attempt will not be started.
 
         The job's outcome is decided once its nodes are gone: a leader that was stopped in the middle of its start call
-        must find none, as an ended job may not start.
+        must find none, because an ended job must not start.
         """
         self._store.jobs.put_attempt(replace(attempt, outcome=outcome))
         return 0.0

@@ -85,7 +85,7 @@ class PolicyRunner:
             raise Pause(min(max(decision.hours * 3600, LOOK_S_MIN), LOOK_S_MAX))
         refusals = self._store.refusals.list_active(self._clock.now_s())
         is_refused = any(refusal.covers(target.placement) for refusal in refusals)
-        return arrange(plan, target, is_alone=is_refused)  # a refused place is asked again only if it is the only one
+        return arrange(plan, target, is_alone=is_refused)  # a refused location is retried only if it is the only one
 
     async def settle(self, job: Job) -> None:
         """Keep the machines that were requested for the next attempt, unless a start on spot is no longer safe."""
@@ -205,7 +205,7 @@ class PolicyRunner:
         return is_same_place(situation.candidates[current].placement, decision.target.placement)
 
     async def _move(self, job: Job, attempt: Attempt, cluster: Cluster, decision: Move) -> None:
-        """Let the program save on SIGTERM, as before a preemption; its machines are released afterwards.
+        """Make the program save on SIGTERM, as before a preemption; its machines are released afterwards.
 
         The outcome is recorded first: a run that ended without one would count as cancelled by its user.
         """

@@ -26,7 +26,7 @@ Metric = tuple[Sequence[float], float]  # quantiles, and the actual value
 
 @frozen
 class JudgedForecast:
-    """A forecast beside the cost and time of the job, which has succeeded."""
+    """A forecast with the cost and time of the job, which has succeeded."""
 
     job_id: int
     name: str
@@ -36,7 +36,7 @@ class JudgedForecast:
 
     @property
     def is_in_time(self) -> bool | None:
-        """Whether the job met its deadline; None without one."""
+        """Return whether the job met its deadline; None without one."""
         limit = self.forecast.deadline_hours
         return None if limit is None else self.hours <= limit
 

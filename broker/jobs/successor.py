@@ -38,7 +38,7 @@ class Successor:
         return self._task is not None
 
     def can_overlap(self, job: Job) -> bool:
-        """Return whether machines may run beside the present ones.
+        """Return whether machines may run in addition to the present ones.
 
         Not with a budget: the lease of the present nodes assumes that only they are paid for. Not in a job group: all
         tasks of a group move together.

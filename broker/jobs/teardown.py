@@ -31,7 +31,7 @@ class AttemptTeardown:
         self._flush = ""  # as last reported
 
     async def terminate(self, attempt: Attempt) -> None:
-        """Terminate the nodes; return once they are confirmed gone because no other attempt may start before."""
+        """Terminate the nodes; return once they are confirmed gone: no other attempt may start before that."""
         await self._provisioner.down(attempt.cluster)
         self.close(attempt)
 

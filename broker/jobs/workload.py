@@ -36,7 +36,7 @@ class Workload(Protocol):
     """The jobs and services that this process may drive now."""
 
     def refresh(self) -> Sequence[Key]:
-        """Return what to drive. Raises FencedError for a leader that was replaced, StateError."""
+        """Return the jobs to drive. Raises FencedError for a leader that was replaced, StateError."""
         ...
 
     def is_mine(self, key: Key) -> bool:
@@ -55,7 +55,7 @@ class Workload(Protocol):
         """Return whether this process collects machines and prunes records."""
 
     def hold(self, key: Key) -> AbstractContextManager[None]:
-        """Let the block write for it, or for `HOUSEKEEPING`. Raises FencedError where it is not ours."""
+        """Allow the block to write for it, or for `HOUSEKEEPING`. Raises FencedError if it is not ours."""
         ...
 
     def finish(self, key: Key) -> None:

@@ -41,7 +41,7 @@ Found = Sequence[ReplayOutcome] | Sequence[float | None]  # one for each scene o
 
 
 def run_part(scenes: Sequence[Scene], part: Part) -> Found:
-    """Return the outcome, or the optimum in USD, of each scene; None where no plan is in time."""
+    """Return the outcome, or the optimum in USD, of each scene; None if no plan is in time."""
     if part.name == OPTIMUM:
         return [_find_optimum(scenes[index]) for index in part.indices]
     policy, is_oracle = load_policy(part.name), part.name in ORACLES

@@ -49,7 +49,7 @@ class Recorder:
             for index in range(len(self._chosen)):
                 await self._record(index)
             given = sum(seen[-1] for seen in self._seen if seen)
-            self._on_message(f"sample {tick + 1} of {ticks}: {given} of {len(self._chosen)} places have capacity")
+            self._on_message(f"sample {tick + 1} of {ticks}: {given} of {len(self._chosen)} locations have capacity")
 
     async def _record(self, index: int) -> None:
         seen, now_s = self._seen[index], self._clock.now_s()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from broker.formatting import format_usd
 from broker.frozen import frozen
 from broker.types import Estimate, Goal, Plan, Task
 
@@ -57,7 +58,7 @@ def _list_reasons(best: Estimate, loser: Estimate, goal: Goal) -> Iterator[str]:
     if chance is not None and chance < goal.confidence:
         yield f"meets the deadline with {show_chance(chance)}; {show_chance(goal.confidence)} is required"
     if goal.budget_usd is not None and (loser.expected_usd or 0.0) > goal.budget_usd:
-        yield f"{loser.expected_usd or 0:,.2f} USD expected, which exceeds the budget"
+        yield f"{format_usd(loser.expected_usd or 0)} USD expected, which exceeds the budget"
         return
     if chance is not None and chance < goal.confidence:
         return
@@ -75,12 +76,12 @@ def _list_reasons(best: Estimate, loser: Estimate, goal: Goal) -> Iterator[str]:
             other.ondemand_hours * other.ondemand_usd_hour - one.ondemand_hours * one.ondemand_usd_hour,
             f"{other.ondemand_hours:.1f} h run on-demand",
         ),
-        (other.egress_usd - one.egress_usd, f"data transfer costs {other.egress_usd:,.2f} USD"),
+        (other.egress_usd - one.egress_usd, f"data transfer costs {format_usd(other.egress_usd)} USD"),
     ]
     usd, words = max(causes)
     if usd > 0:
         yield words
-    yield f"{loser.expected_usd or 0:,.2f} USD to finish"
+    yield f"{format_usd(loser.expected_usd or 0)} USD to finish"
 
 
 def _say_slower(own: float, its: float) -> str:

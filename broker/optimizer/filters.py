@@ -158,7 +158,7 @@ def apply_filters(resources: Resources, offers: Sequence[Offer]) -> tuple[list[O
 def find_alternative(task: Task, placement: Placement) -> int:
     """Return the index of the first alternative that admits a placement of another task's plan.
 
-    0 where none does: a task may run on a cluster of another shape.
+    0 if none does: a task may run on a cluster of another shape.
     """
     for index, resources in enumerate(task.resources):
         if resources.use_spot in (None, placement.is_spot) and apply_filters(resources, [placement.offer])[0]:

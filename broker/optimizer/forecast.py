@@ -33,7 +33,7 @@ class Influence:
 class CostForecast:
     """The forecast of a plan: USD and hours from submission to end.
 
-    Chances are None where the task has no such limit. `places` is the number of candidate places for spot capacity;
+    Chances are None if the task has no such limit. `places` is the number of candidate places for spot capacity;
     `hazard` is preemptions per hour on spot.
     """
 
@@ -106,7 +106,7 @@ def record_forecast(plan: Plan) -> ForecastRecord | None:
 def find_deadline_chances(plan: Plan, *, work_hours: float, deadline_hours: float) -> tuple[float, float | None]:
     """Return the chance to finish other work by another deadline on the choice, and that of staying on spot.
 
-    Hours of work are those of the task's goal. The second is None where the choice runs on-demand.
+    Hours of work are those of the task's goal. The second is None if the choice runs on-demand.
     """
     assert isinstance(plan.estimates, LazyEstimates)
     goal, course = plan.task.goal, plan.estimates.candidates[0].forecast
@@ -145,7 +145,7 @@ def list_influences(plan: Plan) -> list[Influence]:
         ("start-up takes half as long", replace(given, recovery_hours=given.recovery_hours / 2)),
     ]
     if given.places > 1:
-        changes.append(("one candidate place", replace(given, places=1)))
+        changes.append(("one candidate location", replace(given, places=1)))
     if given.deadline_hours is not None and given.has_fallback:
         changes.append(("deadline 25 % later", replace(given, deadline_hours=given.deadline_hours * 1.25)))
     found = [

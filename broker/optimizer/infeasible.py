@@ -10,6 +10,7 @@ from itertools import combinations
 from typing import Any
 
 from broker.errors import NoOfferError
+from broker.formatting import format_usd
 from broker.frozen import frozen
 from broker.types import Estimate, Goal, Plan, Quantity, Resources, Task
 
@@ -85,8 +86,8 @@ def _cost(best: Estimate) -> float:
 
 def _show(best: Estimate, node_count: int) -> str:
     offer = best.placement.offer
-    price = f"{best.placement.usd_hour / node_count:.2f} USD/h per node"
-    total = "" if best.expected_usd is None else f", {best.expected_usd:.2f} USD expected"
+    price = f"{format_usd(best.placement.usd_hour / node_count)} USD/h per node"
+    total = "" if best.expected_usd is None else f", {format_usd(best.expected_usd)} USD expected"
     return f"{offer.cloud} {offer.region} {offer.instance_type} at {price}{total}"
 
 

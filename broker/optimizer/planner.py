@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from broker.errors import NoOfferError
+from broker.formatting import format_usd
 from broker.optimizer.filters import OfferIndex, apply_filters
 from broker.optimizer.ranking import IDENTITY, RANK, LazyEstimates, RankedOffer, rank_by_score
 from broker.optimizer.rating import CostModel, History, list_pricing_models, place
@@ -108,7 +109,7 @@ def _plan_alternative(
             keep("deadline", lambda each: _is_timely(each, goal.confidence), _show_chance)
         if goal.budget_usd is not None:
             budget = goal.budget_usd
-            keep("budget", lambda each: each.usd <= budget, lambda each: f"{each.usd:.2f} USD expected")
+            keep("budget", lambda each: each.usd <= budget, lambda each: f"{format_usd(each.usd)} USD expected")
     return candidates, rejections
 
 
@@ -125,7 +126,7 @@ def _show_chance(candidate: RankedOffer) -> str:
 
 
 def _show_price(task: Task) -> Show:
-    return lambda each: f"{each.cloud} {each.region} at {each.usd_hour / task.num_nodes:.2f} USD/h"
+    return lambda each: f"{each.cloud} {each.region} at {format_usd(each.usd_hour / task.num_nodes)} USD/h"
 
 
 def _give_reason(task: Task, ranked: Sequence[RankedOffer], hour_value_usd: float | None) -> str:
@@ -134,10 +135,12 @@ def _give_reason(task: Task, ranked: Sequence[RankedOffer], hour_value_usd: floa
         return "first in the order given by the task"
     kind = "cheapest per hour" if best.forecast is None else "cheapest to finish"
     if hour_value_usd is not None and any(each.usd < best.usd for each in ranked[1:]):
-        kind = f"best with an hour worth {hour_value_usd:.2f} USD"
-    text = f"{kind}: {best.usd:.2f} USD" + ("" if best.forecast is None else " expected")
+        kind = f"best with an hour worth {format_usd(hour_value_usd)} USD"
+    text = f"{kind}: {format_usd(best.usd)} USD" + ("" if best.forecast is None else " expected")
     other = next((each for each in ranked[1:] if (each.cloud, each.region) != (best.cloud, best.region)), None)
-    return text if other is None else f"{text}; the next best is {other.cloud} {other.region} at {other.usd:.2f}"
+    return (
+        text if other is None else f"{text}; the next best is {other.cloud} {other.region} at {format_usd(other.usd)}"
+    )
 
 
 def describe_rejections(task: Task, rejections: Sequence[Rejection]) -> str:

@@ -1,4 +1,4 @@
-"""GroupPlace the tasks of a job group together: the region in which all of them together are cheapest.
+"""Place the tasks of a job group together, in the region in which their total is lowest.
 
 Pure. A task without work counts as one hour. Example: a trainer costs 8.00 in east and 8.40 in west, its rollout
 workers 3.00 and 2.00: each alone would take east and west; together west (10.40) is cheaper than east (11.00).
@@ -13,12 +13,12 @@ from broker.frozen import frozen
 from broker.types import Estimate, Placement, Plan
 
 Refused = Callable[[Placement], bool]
-NEAR_SHARE = 1.05  # a common zone may cost this much more: traffic between zones is billed, and slower
+NEAR_SHARE = 1.05  # a common zone may cost this much more: traffic between zones is billed and slower
 
 
 @frozen
 class GroupPlace:
-    """A region of a cloud, and the zone in it that is preferred; None: any."""
+    """A region of a cloud, and its preferred zone; None: any."""
 
     cloud: str
     region: str
@@ -34,7 +34,8 @@ class GroupPlace:
 
 @frozen
 class GroupPlan:
-    """A placement for each task in one region, and the cost. `apart_usd`: with each task at its own cheapest place."""
+    """A placement for each task in one region, and the cost. `apart_usd`: the cost with each task in its cheapest
+    location."""
 
     place: GroupPlace
     estimates: tuple[Estimate, ...]
@@ -43,12 +44,12 @@ class GroupPlan:
 
 
 def locate(placement: Placement) -> GroupPlace:
-    """Return the place of a placement whose zone is known."""
+    """Return the location of a placement whose zone is known."""
     return GroupPlace(cloud=placement.offer.cloud, region=placement.offer.region, zone=placement.offer.zone)
 
 
 def plan_group(plans: Sequence[Plan], *, is_refused: Refused = lambda placement: False) -> GroupPlan | None:
-    """Return the cheapest region with a placement for every task that is not refused; None if there is none."""
+    """Return the cheapest region in which every task has a placement that is not refused; None if there is none."""
     options = [_list_cheapest(plan, is_refused) for plan in plans]
     common = set(options[0]).intersection(*options[1:])
     if not common:
@@ -66,7 +67,7 @@ def plan_group(plans: Sequence[Plan], *, is_refused: Refused = lambda placement:
 
 
 def keep_near(plan: Plan, place: GroupPlace) -> Plan:
-    """Return the plan with the placements in this region; its zone comes first where it costs about the same."""
+    """Return the plan with the placements in this region; those in its zone come first if they cost about the same."""
     near = [each for each in plan.estimates if place.contains(each.placement)]
     if near and place.zone is not None:
         limit_usd = NEAR_SHARE * _measure_usd(near[0])
@@ -92,7 +93,7 @@ def _drop(plan: Plan, is_refused: Refused) -> Plan:
 
 
 def _list_cheapest(plan: Plan, is_refused: Refused) -> dict[tuple[str, str], Estimate]:
-    """Return the first placement of the plan's order in each region."""
+    """Return the plan's first placement in each region."""
     found: dict[tuple[str, str], Estimate] = {}
     for each in _drop(plan, is_refused).estimates:
         found.setdefault((each.placement.offer.cloud, each.placement.offer.region), each)
@@ -100,7 +101,7 @@ def _list_cheapest(plan: Plan, is_refused: Refused) -> dict[tuple[str, str], Est
 
 
 def _find_zone(plans: Sequence[Plan], place: GroupPlace, is_refused: Refused) -> str | None:
-    """Return the zone with a placement for every task that is cheapest; None if no zone has one."""
+    """Return the cheapest zone with a placement for every task; None if there is none."""
     usd_by_zone: dict[str, float] = {}
     zones = {each.placement.offer.zone for plan in plans for each in plan.estimates if place.contains(each.placement)}
     for zone in sorted(zone for zone in zones if zone is not None):

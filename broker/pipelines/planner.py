@@ -1,4 +1,4 @@
-"""Tasks with data between them -> PipelinePlan: places that make the whole pipeline cheapest or fastest.
+"""Tasks with data between them -> PipelinePlan: placements that make the whole pipeline cheapest or fastest.
 
 Exact: the result is proven optimal, or has the maximum gap to the optimum.
 """

@@ -51,7 +51,7 @@ UNKNOWN_TYPE = "unknown"  # lists do not contain the instance type
 JOB_CLUSTER = re.compile(r"job-(\d{1,18})(?:-[a-z0-9]+)?-\d+")
 
 
-class Deed(StrEnum):
+class AdoptionAction(StrEnum):
     """The action for a gang that was found by its tags."""
 
     CONTINUE = "CONTINUE"
@@ -63,7 +63,7 @@ class Deed(StrEnum):
 class Adoption:
     """The decision for one gang. `spare`: nodes of the same name that a search had requested elsewhere."""
 
-    deed: Deed
+    action: AdoptionAction
     cluster: str
     attempt: int
     nodes: tuple[Node, ...]
@@ -88,7 +88,7 @@ def decide(nodes: Iterable[Node], jobs: Mapping[int, Job]) -> Sequence[Adoption]
     for (name, attempt), gang in sorted(gangs.items()):
         job = find_job(name, attempt, jobs)
         if job is None or job.status.is_terminal:
-            adoptions.append(Adoption(deed=Deed.KEEP, cluster=name, attempt=attempt, nodes=tuple(gang)))
+            adoptions.append(Adoption(action=AdoptionAction.KEEP, cluster=name, attempt=attempt, nodes=tuple(gang)))
         elif attempt == newest[job.id] and attempt > max((earlier.number for earlier in job.attempts), default=0):
             adoptions.append(_decide_job(name, attempt, gang, job))
     return adoptions
@@ -118,11 +118,13 @@ def _decide_job(name: str, attempt: int, gang: Sequence[Node], job: Job) -> Adop
         if [node.rank for node in nodes] == ranks and all(node.state is not NodeState.STOPPED for node in nodes)
     ]
     if not whole:
-        return Adoption(deed=Deed.REPLACE, cluster=name, attempt=attempt, nodes=tuple(gang), job=job)
+        return Adoption(action=AdoptionAction.REPLACE, cluster=name, attempt=attempt, nodes=tuple(gang), job=job)
     # A search may have had two launches under way: the gang that ran first has the program.
     chosen = min(whole, key=lambda nodes: (any(n.state is NodeState.PENDING for n in nodes), nodes[0].created_s))
     spare = tuple(node for node in gang if node.token != chosen[0].token)
-    return Adoption(deed=Deed.CONTINUE, cluster=name, attempt=attempt, nodes=tuple(chosen), spare=spare, job=job)
+    return Adoption(
+        action=AdoptionAction.CONTINUE, cluster=name, attempt=attempt, nodes=tuple(chosen), spare=spare, job=job
+    )
 
 
 class Adopter:
@@ -207,7 +209,7 @@ class Adopter:
             )
             self._store.events.add(event, cluster=cluster.name)
             return cluster.name
-        is_whole = adoption.deed is Deed.CONTINUE
+        is_whole = adoption.action is AdoptionAction.CONTINUE
         self._store.jobs.put_attempt(
             Attempt(
                 job_id=job.id,
@@ -247,7 +249,7 @@ class Adopter:
                     self._store.intents.close(token, IntentEnd.ADOPTED)
 
     def _end_earlier(self, job: Job, *, but: str, now_s: float) -> None:
-        """End earlier attempts, whose records are out of date, and have their clusters taken down."""
+        """End earlier attempts, whose records are out of date, and mark their clusters for termination."""
         for attempt in job.attempts:
             if attempt.ended_s is None:
                 usd = self._store.bills.spend_usd(cluster=attempt.cluster, now_s=now_s)

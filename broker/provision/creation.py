@@ -95,7 +95,7 @@ class NodeCreator:
         raise kind(f"no clear answer from {cloud.name} to {calls}; last error: {last.message}", hints=last.hints)
 
     async def _call(self, launch: Launch, request: NodeRequest) -> Sequence[Node]:
-        """Make the call in a task of its own: a launch that is given back stops waiting, and its answer still arrives.
+        """Make the call in a task of its own: a launch that is released stops waiting, and its answer still arrives.
 
         Raises UnknownOutcomeError after `ANSWER_S_MAX` without an answer.
         """

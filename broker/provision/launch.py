@@ -132,7 +132,7 @@ class Launch:
 
     @property
     def was_unanswered(self) -> bool:
-        """Return whether a call of this token was not answered, be it in an earlier process."""
+        """Return whether a call with this token went unanswered, even in an earlier process."""
         return LaunchState.UNKNOWN in self.entered_s
 
     @property
@@ -142,7 +142,8 @@ class Launch:
 
     @property
     def is_region_suspect(self) -> bool:
-        """Return whether the whole region may be at fault; a single failed call may be a blip, or that zone's."""
+        """Return whether the whole region may be at fault; a single failed call may be transient, or affect only its
+        zone."""
         return self.unclear_count >= UNCLEAR_MIN or isinstance(self.error, ThrottledError)
 
     @property

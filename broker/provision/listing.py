@@ -35,7 +35,7 @@ class Listing:
         (account, region), login = place, self._listed.account
         if account and login and account != login:
             return AccountError(
-                f"nodes of {self._cloud} account {account} cannot be seen with a login for account {login}",
+                f"nodes of {self._cloud} account {account} are not visible to a login for account {login}",
                 hints=(f"log in to {account} (`broker check {self._cloud}` shows the current login) and try again",),
             )
         return self._listed.unseen.get(region)

@@ -18,6 +18,7 @@ from broker.agent.agent_bucket import SCHEMES, name_log, name_outcome
 from broker.clock import Clock
 from broker.clouds.base import CanStop, Cloud, HasAccounts, ProvidesSshHosts
 from broker.errors import BrokerError, RunFailedError, TransientError, UnreachedError
+from broker.formatting import format_usd
 from broker.frozen import frozen
 from broker.provision.launch import describe
 from broker.provision.lifecycle import Provisioner
@@ -122,7 +123,10 @@ class Trial:
         except Skip as reason:
             outcome, note = StepOutcome.SKIPPED, str(reason)
         except SpendingLimitReached:
-            outcome, note = StepOutcome.FAILED, f"the spending limit of {self._spend_usd_max:.2f} USD is reached"
+            outcome, note = (
+                StepOutcome.FAILED,
+                f"the spending limit of {format_usd(self._spend_usd_max)} USD is reached",
+            )
             hints = ("`--spend USD` raises the limit",)
         except BrokerError as error:
             outcome, note = StepOutcome.FAILED, "; ".join([error.message, *error.details])
@@ -175,7 +179,7 @@ class Trial:
                 bucket.delete("from-here")
 
         if await asyncio.to_thread(write_and_read) != content:
-            raise TransientError(f"{self._folder} returned other content than was written")
+            raise TransientError(f"{self._folder} returned different content from what was written")
         return f"{self._folder}: written, read, deleted from this machine"
 
     async def _create(self) -> str:
@@ -222,7 +226,9 @@ class Trial:
         lines = [line.strip() for line in log.decode(errors="replace").splitlines() if line.strip()]
         if report.status is not RunStatus.SUCCEEDED:
             last = f": {lines[-1]}" if lines else ""
-            raise RunFailedError(f"the command ended {report.status.value}{last}", returncode=report.returncode or 1)
+            raise RunFailedError(
+                f"the command ended with status {report.status.value}{last}", returncode=report.returncode or 1
+            )
         if MARK not in " ".join(lines):
             raise TransientError("the command ran, but its output did not arrive")
         return ", ".join(line.rpartition(") ")[2] for line in lines if not line.endswith(MARK)) or "the output arrived"

@@ -29,7 +29,7 @@ class MarketPeriod:
 
 
 class PlaceMarket(Protocol):
-    """A source of availability for each place at any time from the market's start."""
+    """A source of availability for each location at any time from the market's start."""
 
     def find_period(self, offer: Offer, at_s: float) -> MarketPeriod:
         """Return the interval that contains `at_s`, in seconds after the market's start."""

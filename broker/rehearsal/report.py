@@ -97,7 +97,7 @@ class Comparison:
 
 @dataclass(frozen=True, kw_only=True)
 class Measures:
-    """Real seconds and steps measured here; None where the program does not report them."""
+    """Real seconds and steps measured here; None if the program does not report them."""
 
     total: int | None
     last_step: int | None
@@ -108,7 +108,7 @@ class Measures:
 
 
 def read_lines(path: Path) -> tuple[Line, ...]:
-    """Read complete lines that are JSON objects with a step; none where there is no file."""
+    """Read complete lines that are JSON objects with a step; none if there is no file."""
     try:
         raw = path.read_bytes()
     except OSError:

@@ -96,7 +96,7 @@ class Rehearsal:
         )
 
     def compare(self, unbroken: Rehearsal) -> Rehearsal:
-        """Return this result with the losses of an uninterrupted run beside its own."""
+        """Return this result with the losses of an uninterrupted run added to its own."""
         return replace(self, unbroken=compare_runs(self.trials, unbroken.trials))
 
     def describe(self) -> dict[str, Any]:

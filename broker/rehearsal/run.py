@@ -37,7 +37,7 @@ class ProgressBar(Protocol):
     """A progress bar with a text."""
 
     def describe(self, text: str) -> None:
-        """Set the text beside the bar."""
+        """Set the text next to the bar."""
 
     def update(self, completed: float, *, total: float | None = None) -> None:
         """Set the progress, and the total if it is given."""

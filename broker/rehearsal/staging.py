@@ -58,7 +58,7 @@ def lift_stall_limit(task: Task) -> Task:
 
 
 def raise_failure(result: Rehearsal, preemptions: int) -> None:
-    """Raise BrokerError where the run failed, or was not preempted as requested."""
+    """Raise BrokerError if the run failed, or was not preempted as requested."""
     bad = [each for each in result.findings if each.level == "bad"]
     hints = [each.hint for each in bad if each.hint]
     if result.status is not JobStatus.SUCCEEDED:

@@ -1,1 +1,1 @@
-"""Cluster -> Run."""
+"""Runs on clusters: Cluster -> Run."""

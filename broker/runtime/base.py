@@ -35,10 +35,10 @@ class Transport(Protocol):
         stdin: bytes = b"",
         env: Mapping[str, str] | None = None,
     ) -> Completed:
-        """Run a program on the node and return its output; its exit code is no error."""
+        """Run a program on the node and return its output; a nonzero exit code is not an error."""
 
     async def put(self, node: Node, source: Path, target: str) -> None:
-        """Copy a file or a folder's content to `target` (relative to the node's HOME); unchanged files stay."""
+        """Copy a file or a folder's content to `target` (relative to the node's HOME); unchanged files are not sent."""
 
     async def open_shell(self, node: Node) -> Shell:
         """Return the command that opens an interactive shell on the node."""
@@ -71,5 +71,5 @@ class GrantsAccess(Protocol):
         ...
 
     async def renew(self, cluster: Cluster, deliver: Callable[[Mapping[str, Any]], Awaitable[object]]) -> None:
-        """Replace the files of a running task when they are due. Raises nothing."""
+        """Replace the files of a running task when they are due. Never raises."""
         ...

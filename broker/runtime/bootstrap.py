@@ -1,4 +1,4 @@
-"""Make a node's boot script: its login key, its host key, and when it shuts itself down. Pure."""
+"""Make a node's boot script: its login key, its host key, and the time at which it shuts itself down. Pure."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import shlex
 from broker.runtime.keys import KeyPair
 
 USER = "ubuntu"
-UNCLAIMED_MINUTES = 30  # longer than any boot; a node without an agent by then was lost by its creator
+UNCLAIMED_MINUTES = 30  # longer than any boot; a node without an agent by then has been lost by its creator
 # Enough for the sessions of 64 nodes at once, and as many pending logins (sshd's default: 10).
 MAX_STARTUPS, MAX_SESSIONS = "256:30:512", 256
 
@@ -93,7 +93,7 @@ def make_boot(
 ) -> str:
     """Return the script for a node of `cloud`, to be run as root. `login` is the public key that may log in as `user`.
 
-    The node shuts itself down (`shutdown -h now`) if no agent is called within `unclaimed_minutes`.
+    The node shuts down (`shutdown -h now`) if no agent is called within `unclaimed_minutes`.
     """
     power_off = ["shutdown", "-h", "now"]
     node = {"power_off": power_off if user == "root" else ["sudo", "-n", *power_off], "notices": cloud}

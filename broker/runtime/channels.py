@@ -1,7 +1,7 @@
 """Keep one session per node with its agent, which pushes changes and serves small calls without a new process.
 
-A channel is only a faster way to the same answers. Without one, because it broke, the node's agent is older, or it was
-not requested yet, the caller makes a plain call; only a plain call can find a node unreachable.
+A channel is only a faster way to the same answers. Without one (it broke, the node's agent is older, or it was not
+requested yet), the caller makes a plain call; only a plain call can find a node unreachable.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ CALL_S = 30.0
 RETRY_S_MIN, RETRY_S_MAX = 1.0, 300.0
 OPENING_MAX = 16  # concurrently: a starting daemon opens a channel to every node of every job
 PACE_S_MIN = 1.0
-SAMPLES_MAX = 64  # of the node, kept until they are taken: ten minutes
+SAMPLES_MAX = 64  # samples of the node, kept until they are taken: ten minutes
 CHANNELS_PER_PACE_S = 500  # progress comes every second from up to 500 nodes, every 10 s from five thousand
 
 
@@ -77,7 +77,7 @@ class Channel:
         return is_live and self.is_heard() and offset >= self._log_bytes
 
     def take_samples(self) -> Sequence[object]:
-        """Return the samples since the last call, oldest first. They are not news: they wake no controller."""
+        """Return the samples since the last call, oldest first. Samples wake no controller."""
         taken = list(self._samples)
         self._samples.clear()
         return taken
@@ -107,7 +107,7 @@ class Channel:
             self._stream.write({"pace_s": pace_s})
 
     def is_due(self) -> bool:
-        """Return whether it may be opened now, also if the wall clock was set back."""
+        """Return whether it may be opened now; a wall clock that was set back does not delay it."""
         is_pausing = 0.0 < self._retry_s - self._clock.now_s() <= RETRY_S_MAX
         return (self.task is None or self.task.done()) and not is_pausing
 
@@ -132,7 +132,7 @@ class Channel:
             self._retry_s = self._clock.now_s() + pause_s * random.uniform(0.5, 1.0)
 
     async def _read_message(self, stream: Stream, limit_s: float | None) -> bool:
-        """Handle one message; return False if the first one is not a status, as then the agent is not compatible."""
+        """Handle one message; return False if the first one is not a status: then the agent is incompatible."""
         try:
             message = await asyncio.wait_for(stream.read(), limit_s)
         except TimeoutError:
@@ -152,7 +152,7 @@ class Channel:
         return self._status is not None
 
     def wake(self) -> None:
-        """Tell the controller that there is news; without a listener it is kept until the next wait."""
+        """Tell the controller that there is news; without a listener the news is kept until the next wait."""
         self.has_news = True
         if self.listener is not None:
             self.listener.set()
@@ -167,7 +167,7 @@ class Channel:
 
 
 def is_status(value: Any) -> bool:
-    """Validate the fields that we use: nodes are not trusted beyond their own run."""
+    """Return whether the fields that we use are valid: nodes are not trusted beyond their own run."""
     return isinstance(value, dict) and all(isinstance(run, dict) for run in value.get("runs", [None]))
 
 
@@ -221,7 +221,7 @@ class Channels:
         return True
 
     def _forget(self, now_s: float) -> None:
-        """Drop channels of nodes that have long been unused: most are gone."""
+        """Drop channels of nodes that have been unused for long: most of these nodes are gone."""
         for id, channel in list(self._channels.items()):
             if now_s - channel.used_s > 2 * UNUSED_S and (channel.task is None or channel.task.done()):
                 del self._channels[id]

@@ -31,7 +31,7 @@ AGENT_ARGV = ("python3", "-I", "-S", f"{AGENT_FOLDER}/agent.py")
 CHANNEL_VERBS = ("lease", "cancel")  # small and idempotent
 CALL_S = 30.0
 LOOK_S = 0.5  # between two polls if a node has no channel
-# One call for all files. Existing files stay untouched, as an agent may be starting from them.
+# One call for all files. Existing files stay untouched because an agent may be starting from them.
 UNPACK = f"""\
 cd && mkdir -p {AGENT_FOLDER} && cd {AGENT_FOLDER} || exit 1
 if [ "$(cat digest 2>/dev/null)" = "$1" ]; then exec cat >/dev/null; fi
@@ -50,7 +50,7 @@ class Gang:
         self._silent: frozenset[str] = frozenset()  # nodes that did not answer the newest poll
 
     async def prepare(self, cluster: Cluster, task: Task) -> None:
-        """Put the agent, the trainers, the workdir and the file mounts on every node; unchanged files stay."""
+        """Put the agent, the trainers, the workdir and the file mounts on every node; unchanged files are not sent."""
         await asyncio.gather(*(self._prepare(node, task) for node in list_live(cluster.nodes)))
 
     async def _prepare(self, node: Node, task: Task) -> None:
@@ -58,7 +58,7 @@ class Gang:
         result = await self._transport.run(node, ["sh", "-c", UNPACK, "sh", digest], timeout_s=CALL_S, stdin=archive)
         if result.returncode:
             last = result.stderr.decode(errors="replace").strip().rpartition("\n")[2]
-            raise TransientError(f"the agent cannot be put on node `{node.id}`: {last[:200]}")
+            raise TransientError(f"the agent cannot be installed on node `{node.id}`: {last[:200]}")
         if needs_trainers(task):
             await send_trainers(self._transport, node)
         if task.workdir:
@@ -67,7 +67,7 @@ class Gang:
             await self._put(node, f"file_mounts: {target}", Path(source), target)
 
     async def _put(self, node: Node, field: str, source: Path, target: str) -> None:
-        """Copy a source; a missing one is the user's error, which a retry does not fix."""
+        """Copy a source; a missing source is the user's error, which a retry cannot fix."""
         path = source.expanduser()
         if not path.exists():
             raise InvalidRequestError(f"`{field}`: {path} no longer exists")
@@ -105,7 +105,7 @@ class Gang:
             "accelerators": reserved.text if reserved else "",
             "queue": None if is_managed else describe_turn(reserved),
             "lease_s": lease_s,
-            # SkyPilot takes a whole cluster down when one of its nodes shuts itself down.
+            # SkyPilot terminates a whole cluster when one of its nodes shuts itself down.
             "ends_together": nodes[0].handle.startswith("sky://"),
             "nodes_min": task.recovery.nodes_min,
             "is_held": "BROKER_GROUP_NAME" in envs,
@@ -228,7 +228,7 @@ class Gang:
         return result.stdout, offset + len(result.stdout)
 
     async def renew_lease(self, cluster: Cluster, *, lease_s: float) -> None:
-        """Let the nodes run for another `lease_s` seconds at most, and renew their bucket access."""
+        """Let the nodes run for at most another `lease_s` seconds, and renew their bucket access."""
         await self._call_all(cluster, "lease", {"lease_s": lease_s})
         if self._access:
             await self._access.renew(cluster, partial(self._call_all, cluster, "access"))
@@ -244,7 +244,8 @@ class Gang:
         return answer["idle_s"] / 60 if answer else None
 
     async def read_uploads(self, cluster: Cluster, *, timeout_s: float) -> Uploads:
-        """Ask every live node which files it has not uploaded to mounted buckets yet, and wait `timeout_s` for each."""
+        """Ask every live node which files it has not yet uploaded to mounted buckets; wait at most `timeout_s` for
+        each."""
 
         async def ask(node: Node) -> dict[str, Any] | None:
             try:
@@ -331,7 +332,7 @@ def sort_nodes(cluster: Cluster) -> list[Node]:
 
 
 def list_live(nodes: Sequence[Node]) -> list[Node]:
-    """Return the nodes that the cloud has not confirmed gone: an elastic gang continues without those."""
+    """Return the nodes that the cloud has not confirmed gone; an elastic gang continues without the gone ones."""
     return [node for node in nodes if node.state is not NodeState.TERMINATED]
 
 

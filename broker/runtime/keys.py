@@ -37,16 +37,16 @@ class GangKeys:
 
     @property
     def login_path(self) -> Path:
-        """The private key for logging in to the gang's nodes."""
+        """Return the private key for logging in to the gang's nodes."""
         return self.folder / LOGIN
 
     @property
     def known_hosts(self) -> Path:
-        """The file that pins the gang's host key."""
+        """Return the file that pins the gang's host key."""
         return self.folder / "known_hosts"
 
     def read(self, name: str) -> KeyPair:
-        """Return a key pair. Raises FileNotFoundError after the cluster's end."""
+        """Return a key pair. Raises FileNotFoundError once the cluster has ended."""
         return KeyPair(private=(self.folder / name).read_text(), public=(self.folder / f"{name}.pub").read_text())
 
 
@@ -64,7 +64,7 @@ class Keys:
     def ensure(self, cluster: str, token: str) -> GangKeys:
         """Create the keys on the first call; return the same ones later, even after an interrupted call.
 
-        Raises StateError without a working `ssh-keygen`, and if they cannot be written.
+        Raises StateError if `ssh-keygen` is missing or fails, or if the keys cannot be written.
         """
         keys = self._name(cluster, token)
         try:
@@ -86,7 +86,7 @@ class Keys:
             write_private(aside / "known_hosts", f"{keys.alias} {kind} {blob}\n")
             aside.rename(keys.folder)
         except OSError:
-            if not keys.known_hosts.exists():  # otherwise another process was faster, and its keys apply
+            if not keys.known_hosts.exists():  # otherwise another process was faster: its keys apply
                 raise
         finally:
             shutil.rmtree(aside, ignore_errors=True)

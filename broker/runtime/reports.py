@@ -1,4 +1,4 @@
-"""Reports on a run: what its nodes answered at one poll, and what they still have to upload."""
+"""Reports on a run: its nodes' answers to one poll, and their pending uploads."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from broker.task.accelerators import find_maker
 from broker.types import Cluster, Resources, Task
 
 # The variable that limits a program to some of a node's accelerators. Other makers' (TPUs also need their topology,
-# Neuron counts cores) are not shared: a run on them has the whole node.
+# Neuron counts cores) are not shared: a run on them gets the whole node.
 VARIABLES = {"nvidia": "CUDA_VISIBLE_DEVICES", "amd": "HIP_VISIBLE_DEVICES"}
 
 
@@ -51,7 +51,7 @@ def find_reservation(task: Task, cluster: Cluster) -> Reservation | None:
     variable = VARIABLES.get(find_maker(offer.accelerator))
     if variable is None:
         return None
-    # A cloud may sell a fraction of a card as one device: half of it is half of that device.
+    # A cloud may sell a fraction of a card as one device: half of the request is then half of that device.
     part = min(offer.accelerator_count, 1.0)
     count = chosen.accelerator_count / part if chosen.accelerator_count < 1 else chosen.accelerator_count
     return Reservation(

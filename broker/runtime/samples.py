@@ -1,4 +1,4 @@
-"""Samples of a node between its agent's JSON, which is not trusted, and `NodeSample`."""
+"""Convert samples of a node between its agent's JSON, which is not trusted, and `NodeSample`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NUMBERS = tuple(field.name for field in fields(NodeSample) if field.name not in 
 def gather_samples(
     channels: Channels | None, live: Sequence[Node], run_id: int, answers: Mapping[int, Mapping[str, Any] | None]
 ) -> tuple[tuple[int, NodeSample], ...]:
-    """Return the samples that came through channels, and with the answers of plain calls by rank."""
+    """Return the samples from channels and from the answers of plain calls, by rank."""
     found: list[tuple[int, object]] = []
     for node in live:
         channel = channels.find(node, run_id) if channels else None
@@ -43,7 +43,7 @@ def parse_sample(data: Any) -> NodeSample | None:
 
 
 def encode_sample(sample: NodeSample) -> dict[str, Any]:
-    """Return a sample in the form of the agent: without what is missing, and each GPU as a list."""
+    """Return a sample in the agent's form: without missing values, and with each GPU as a list."""
     data: dict[str, Any] = {"time_s": sample.time_s}
     data.update({name: number for name in NUMBERS if (number := getattr(sample, name)) is not None})
     if sample.gpus:

@@ -68,7 +68,7 @@ class Gate:
 
     @property
     def has_keys(self) -> bool:
-        """Whether requests require a key; unreadable keys count as some."""
+        """Return whether requests require a key; unreadable keys count as keys."""
         return self._ring is None or bool(self._ring.keys)
 
     @property
@@ -77,7 +77,7 @@ class Gate:
         return UsageBook(keys=dict(self._used))
 
     def adopt(self, ring: KeyRing) -> None:
-        """Apply keys that were created or revoked; counts go on."""
+        """Apply keys that were created or revoked; counts continue."""
         self._ring = ring
 
     def admit(self, authorization: str) -> ApiKey | KeyRefusal | None:

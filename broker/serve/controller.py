@@ -102,7 +102,7 @@ class ServiceController:
         return load if load and self._clock.now_s() - load.time_s <= LOAD_AGE_S_MAX else None
 
     def _settle(self, service: Service, spec: ServiceSpec, seen: ObservedReplica) -> ObservedReplica | None:
-        """Record what happened to a replica; return None if it is gone, otherwise the replica."""
+        """Record the events of a replica; return None if it is gone, otherwise the replica."""
         replica, store = seen.replica, self._store.services
         if seen.is_over:
             with self._store.transaction():

@@ -24,7 +24,7 @@ PROMPT_BYTES_PER_TOKEN = 4  # of a request whose response states no usage: about
 
 @frozen
 class ResponseSample:
-    """One response that ended. Times are None where it was not a stream, or had one token only."""
+    """One response that ended. Times are None if it was not a stream, or had one token only."""
 
     end_s: float
     replica: int

@@ -31,11 +31,11 @@ class ObservedReplica:
 
     @property
     def is_running(self) -> bool:
-        """Whether the replica's job runs, ready or not."""
+        """Return whether the replica's job runs, ready or not."""
         return self.job is not None and self.job.status is JobStatus.RUNNING
 
     def describe(self, now_s: float) -> ReplicaView:
-        """Return what decisions are made from."""
+        """Return the input of the decisions."""
         replica = self.replica
         started_s = self.job.attempts[-1].running_s if self.job and self.job.attempts else None
         return ReplicaView(

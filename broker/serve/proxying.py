@@ -76,7 +76,7 @@ class Proxy:
         self._woken = asyncio.Event()
 
     def wake(self) -> None:
-        """Let waiting requests look for a replica."""
+        """Make waiting requests look for a replica again."""
         self._woken.set()
         self._woken = asyncio.Event()
 

@@ -16,7 +16,7 @@ from broker.types import UpdateMode
 
 @frozen
 class Slot:
-    """A place for one replica; None: as the task says."""
+    """A location for one replica; None: as the task says."""
 
     is_spot: bool | None = None
     region: str | None = None

@@ -29,7 +29,7 @@ def remove_folder(folder: ServiceFolder) -> None:
 
 
 def find_port(task: Task) -> int:
-    """Return the port that replicas listen on. Raises UsageError where the task names none, or several."""
+    """Return the port that replicas listen on. Raises UsageError if the task names none, or several."""
     assert task.service is not None
     if task.service.port is not None:
         return task.service.port
@@ -57,7 +57,7 @@ def is_local(task: Task) -> bool:
 def make_replica_task(service: Service, task: Task, slot: Slot, *, number: int, port: int) -> Task:
     """Return the task of one replica. Its program learns its number and port from the environment.
 
-    A slot's place is tried first; where it has no capacity, the job goes wherever the task allows.
+    A slot's location is tried first; where it has no capacity, the job goes wherever the task allows.
     """
     resources = task.resources
     if not is_local(task):

@@ -1,4 +1,4 @@
-"""Choose the slots of a service: by its number of replicas and, with `availability`, by what happens to them."""
+"""Choose the slots of a service: by its number of replicas and, with `availability`, by their observed losses."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class SlotChooser:
         self._key: tuple[int, int] | None = None  # version and number
         self._seen = self._ready = frozenset[object]()
         self._placed_s = self._observed_s = -math.inf
-        self._was_ready = False  # with this key; the start of replicas that were just asked for is no shortage
+        self._was_ready = False  # with this key; replicas that were just requested do not count as a shortage
 
     def choose(self, request: PlacementRequest, *, version: int, now_s: float) -> ChosenSlots:
         """Return the slots for this number of replicas and version. `request.budget` is ignored: it is kept here."""

@@ -1,4 +1,4 @@
-"""Authorisation: the role of a token against the verb, and the owner of what the verb changes."""
+"""Authorisation: the role of a token against the verb, and the owner of the resources that the verb changes."""
 
 from __future__ import annotations
 

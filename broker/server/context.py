@@ -63,7 +63,7 @@ class Interruption:
             raise asyncio.CancelledError
 
     async def guard(self, work: Coroutine[object, object, T]) -> T:
-        """Await `work` so that `interrupt` cancels it, also one that came before. Raises CancelledError."""
+        """Await `work` so that `interrupt` cancels it, even if the interrupt came first. Raises CancelledError."""
         task = asyncio.current_task()
         assert task is not None
         with self._lock:
@@ -110,7 +110,7 @@ class ServerContext(Context):
             self.clock = RequestClock(gone)
 
     def admit(self, choices: Sequence[Estimate], demand: LaunchSize) -> None:
-        """Reserve what a launch of this context's user may use. Raises LimitError."""
+        """Reserve the resources that a launch of this context's user may use. Raises LimitError."""
         if self._token is not None:
             token = self._token
             self._commitment = admit(self.store, choices, demand, user=token.user, project=token.project)
@@ -123,7 +123,7 @@ class ServerContext(Context):
             self.store.commitments.bind(self._commitment, names)
 
     def settle(self) -> None:
-        """Note that the launch has ended, so that only what it has started counts."""
+        """Note that the launch has ended, so that only the resources it has started count."""
         if self._commitment is not None:
             self.store.commitments.settle(self._commitment)
 

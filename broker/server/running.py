@@ -1,4 +1,4 @@
-"""Run one verb in a thread, as a command would, and pass what it says to the connection as frames."""
+"""Run one verb in a thread, as a command would, and pass its output to the connection as frames."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class VerbRequest:
 
 
 def list_submitted(result: object) -> Sequence[int]:
-    """List the IDs of the jobs in a result, or in what a callback receives."""
+    """List the IDs of the jobs in a result, or in the data of a callback."""
     if isinstance(result, MapState):
         return result.jobs
     if isinstance(result, SweepState):
@@ -83,7 +83,7 @@ class Running:
 
     @property
     def has_ended(self) -> bool:
-        """Whether the verb has ended; its frames may still be on their way."""
+        """Return whether the verb has ended; its frames may still be in transit."""
         return self._ended.is_set()
 
     def leave(self) -> None:

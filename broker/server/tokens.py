@@ -1,4 +1,4 @@
-"""Tokens of people: drawn here, shown once, and kept as digests."""
+"""Tokens of users: generated here, shown once, and stored as digests."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Machines of your own: SSH pools and Slurm clusters, as files in the state folder describe them.
+"""Your own machines: SSH pools and Slurm clusters, described by files in the state folder.
 
-A cloud of this kind is native where its file exists (`ssh_pools.yaml`, `slurm.yaml`); without the file,
-`infra: ssh/...` and `infra: slurm/...` go through SkyPilot. `find_file` is the only place that decides it.
+Such a cloud is native if its file exists (`ssh_pools.yaml`, `slurm.yaml`); without the file,
+`infra: ssh/...` and `infra: slurm/...` go through SkyPilot. Only `find_file` decides this.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Sizes of own machines: stated, or detected once by `broker check` and kept in the state folder."""
+"""Sizes of your own machines: stated in the file, or detected by `broker check` and kept in the state folder."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Machine:
         ondemand_usd_hour: float | None,
         spot_usd_hour: float | None = None,
     ) -> Offer:
-        """Return one machine as an offer. Prices in USD per hour; None: not sold that way."""
+        """Return one machine as an offer. Prices in USD per hour; None: not offered with that pricing."""
         return Offer(
             cloud=cloud,
             region=region,
@@ -56,12 +56,12 @@ class Machine:
 
 
 def find_facts(cloud: str, home: Path) -> Path:
-    """Return the path of what `broker check` detected."""
+    """Return the path of the sizes that `broker check` detected."""
     return home / SITES / f"{cloud}.json"
 
 
 def read_facts(path: Path) -> Mapping[str, Machine]:
-    """Return the detected sizes; empty if there is no readable file, as `broker check` writes it again."""
+    """Return the detected sizes; empty without a readable file, which `broker check` writes again."""
     try:
         return {key: Machine(**value) for key, value in json.loads(path.read_bytes()).items()}
     except (OSError, ValueError, TypeError, AttributeError):
@@ -82,7 +82,7 @@ def write_json(path: Path, value: object) -> None:
 
 
 def name_accelerator(text: str) -> str:
-    """Return the price book's name for a card as a driver or a site names it.
+    """Return the price book's name for a card, from the name that a driver or a site uses.
 
     `NVIDIA H100 80GB HBM3` -> H100, `NVIDIA A100-SXM4-80GB` -> A100-80GB, `Tesla V100-SXM2-16GB` -> V100,
     `a100` -> A100, `NVIDIA GeForce RTX 4090` -> RTX4090, `NVIDIA RTX A6000` -> RTXA6000.

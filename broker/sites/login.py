@@ -1,4 +1,4 @@
-"""Reach a machine of the user's own with OpenSSH: their keys, their configuration, their known hosts."""
+"""Reach a user's own machine with OpenSSH: their keys, their configuration, their known hosts."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class SshLogin:
         text = f"host `{self.host}` cannot be reached{explain(stderr)}"
         if any(each in stderr for each in REFUSALS):
             target = f"{self.user}@{self.host}" if self.user else self.host
-            return AuthError(text, hints=(f"log in by hand once, and check key and host key: `ssh {target}`",))
+            return AuthError(text, hints=(f"log in by hand once to check the key and the host key: `ssh {target}`",))
         return TransientError(text)
 
     def _name_control(self) -> Path:

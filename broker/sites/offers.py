@@ -1,4 +1,4 @@
-"""Offers of own machines, read from files alone: what `broker check` found, and what the user stated."""
+"""Offers of your own machines, read from files alone: the user's entries and the results of `broker check`."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ def explain(stderr: bytes) -> str:
     """Return the last line of ssh's stderr, as the end of an error message."""
     text = stderr.decode(errors="replace")
     if "HOST IDENTIFICATION HAS CHANGED" in text or "Host key verification failed" in text:
-        return ": it shows a host key that is not the one made for it"
+        return ": its host key is not the one that broker made for it"
     last = next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "")
     return f": {last[:200]}" if last else ""
 
@@ -82,11 +82,12 @@ def escape(path: Path) -> str:
 
 
 def make_control_folder() -> Path:
-    """Return a private folder for sockets, as access to a socket allows a login. Raises StateError if it is not."""
+    """Return a private folder for sockets: access to a socket allows a login. Raises StateError if it is not
+    private."""
     base = tempfile.gettempdir()
     folder = Path(base if len(base) < 40 else "/tmp") / f"broker-ssh-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
     status = folder.lstat()
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
-        raise StateError(f"`{folder}` is not a private folder of yours", hints=(f"remove `{folder}`",))
+        raise StateError(f"`{folder}` is not a folder that only you can access", hints=(f"remove `{folder}`",))
     return folder

@@ -24,7 +24,7 @@ from broker.task.tables import Field, Section, Table
 from broker.types import Offer
 
 FENCE = Field(
-    shape=OneOrList(), about="Command that switches a host off for certain, with `{host}`; exit code 0: it is off."
+    shape=OneOrList(), about="Command that switches a host off, with `{host}`; exit code 0 confirms that it is off."
 )
 PASSWORD = Field(shape=Anything(), about="Refused: broker logs in with keys.")
 HOST = Table(
@@ -36,11 +36,12 @@ HOST = Table(
         "usd_hour": USD_HOUR,
         "fence": FENCE,
         "cpus": Field(shape=Number(), about="vCPUs; `broker check ssh` detects them."),
-        "memory": Field(shape=Number(), about="GiB of memory; detected."),
+        "memory": Field(shape=Number(), about="Memory in GiB; `broker check ssh` detects it."),
         "accelerators": Field(
-            shape=Text(pattern=r"[\w.-]+(:\d+)?", expected="such as `H100:8`"), about="GPUs; detected by nvidia-smi."
+            shape=Text(pattern=r"[\w.-]+(:\d+)?", expected="such as `H100:8`"),
+            about="GPUs; `broker check ssh` detects them with nvidia-smi.",
         ),
-        "is_off": Field(shape=Flag(), about="The host is switched off; what ran there has ended."),
+        "is_off": Field(shape=Flag(), about="The host is switched off; its programs have ended."),
     },
     about="One host of a pool.",
 )
@@ -104,7 +105,7 @@ def list_offers(hosts: Sequence[Host]) -> Sequence[Offer]:
 
 
 def name_offer(host: Host) -> tuple[str, str, float] | None:
-    """Return what tells offers apart: pool, instance type, price."""
+    """Return the key that distinguishes offers: pool, instance type, price."""
     return (host.pool, host.machine.name, host.usd_hour) if host.machine else None
 
 
@@ -131,7 +132,7 @@ def _read_host(reader: Reader, pool_name: str, pool: Section, given: str | Secti
 
 
 def _read_machine(section: Section) -> Machine | None:
-    """Return the stated size; None where cpus or memory are left to detection."""
+    """Return the stated size; None if CPUs or memory are left to detection."""
     if section.get("cpus") is None or section.get("memory") is None:
         return None
     accelerator, _, count = (section.get("accelerators") or "").partition(":")

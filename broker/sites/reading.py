@@ -19,13 +19,13 @@ PATH = Text(pattern=r".+", expected="a path")
 
 Entry = TypeVar("Entry")
 
-# How OpenSSH logs in; the words of SkyPilot's files.
+# The login by OpenSSH, with the field names of SkyPilot's files.
 LOGIN_FIELDS = {
     "user": Field(shape=Text(pattern=r"[\w.][\w.-]*", expected="a user name"), about="Login name."),
     "port": Field(shape=Whole(minimum=1, maximum=65535), about="Port of sshd."),
     "identity_file": Field(shape=PATH, about="Private key."),
-    "known_hosts": Field(shape=PATH, about="File with the host keys; default: yours."),
-    "ssh_config": Field(shape=PATH, about="OpenSSH configuration; default: yours."),
+    "known_hosts": Field(shape=PATH, about="File with the host keys; default: your `known_hosts`."),
+    "ssh_config": Field(shape=PATH, about="OpenSSH configuration; default: your `~/.ssh/config`."),
 }
 USD_HOUR = Field(shape=Number(above=None), about="Price of one machine per hour; default 0.")
 
@@ -67,7 +67,7 @@ class OneOrList(Shape):
     expected = "text or a list"
 
     def read(self, reader: Reader, marked: Marked, name: str) -> tuple[str, ...] | None:
-        """Return the valid texts as a tuple, also for a single one; issues of the others are reported."""
+        """Return the valid texts as a tuple, even for a single text; report the issues of the others."""
         items = marked.value if isinstance(marked.value, list) else [marked]
         texts = [Text(also_scalar=True).read(reader, each, name) for each in items]
         return tuple(text for text in texts if text is not None)

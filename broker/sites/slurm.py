@@ -25,7 +25,7 @@ from broker.task.shapes import Either, MapOf, Number, Text
 from broker.task.tables import Field, Section, Table
 from broker.types import Offer
 
-# Folder of a node on its host, private and local, so that sockets and locks work; `{user}` is the number there.
+# Folder of a node on its host: private, and local so that sockets and locks work; `{user}` is the UID on that host.
 NODE_ROOT = "/tmp/broker-slurm-{user}"
 PRICE = Number(above=None)
 OPTION = r"--[a-z][a-z-]*(=.*)?"
@@ -33,14 +33,14 @@ CLUSTER = Table(
     name="slurm_cluster",
     fields={
         **LOGIN_FIELDS,
-        "login": Field(shape=ADDRESS, about="SshLogin node; absent: sbatch runs on this machine."),
+        "login": Field(shape=ADDRESS, about="SshLogin node; default: sbatch runs on this machine."),
         "usd_hour": Field(
             shape=Either(shapes=[PRICE, MapOf(value=PRICE)]), about="Price of a whole node per hour, by partition."
         ),
         "partitions": Field(shape=OneOrList(), about="Partitions to use; default: all that are up."),
-        "qos": Field(shape=OneOrList(), about="QOS to offer beside each partition's default."),
-        "preemptible_qos": Field(shape=OneOrList(), about="Those of `qos` whose jobs may be preempted."),
-        "options": Field(shape=OneOrList(), about="Further options for every sbatch."),
+        "qos": Field(shape=OneOrList(), about="QOS to offer in addition to each partition's default."),
+        "preemptible_qos": Field(shape=OneOrList(), about="Entries of `qos` whose jobs may be preempted."),
+        "options": Field(shape=OneOrList(), about="Further options for every `sbatch`."),
         "time": Field(
             shape=Text(pattern=r"[\d:-]+", expected="a time such as `1-00:00:00`", also_scalar=True),
             about="Time limit; default: the partition's longest.",
@@ -78,7 +78,7 @@ class Partition:
     is_preemptible: bool = False
     grace_s: float = 0.0
     time_limit: str = ""
-    gres: str = ""  # the type of its cards as the site names it
+    gres: str = ""  # the site's name for the type of its cards
 
 
 def read_clusters(path: Path) -> Mapping[str, SlurmCluster]:
@@ -116,12 +116,12 @@ def read_partitions(path: Path) -> Mapping[str, Sequence[Partition]]:
 
 
 def write_partitions(path: Path, found: Mapping[str, Sequence[Partition]]) -> None:
-    """Replace what was found."""
+    """Replace the recorded partitions."""
     write_json(path, {cluster: [asdict(each) for each in partitions] for cluster, partitions in found.items()})
 
 
 def list_offers(clusters: Mapping[str, SlurmCluster], facts: Path) -> Sequence[Offer]:
-    """Return offers of whole nodes and of their halves, quarters ... down to one card, or to one vCPU."""
+    """Return offers of whole nodes, and of their halves, quarters and so on down to one card, or to one vCPU."""
     known = read_partitions(facts)
     offers = {
         (offer.region, offer.zone, offer.instance_type): offer

@@ -73,7 +73,7 @@ class SpotMarket:
 
     @property
     def watched_hours(self) -> float:
-        """Hours for which the current period has been observed, without its age when it was first seen."""
+        """Hours for which the current period has been observed, excluding its age at the first observation."""
         return self.candidate.age_hours - self.candidate.met_hours
 
     def expect_open(self, ahead_hours: float) -> float:
@@ -103,7 +103,7 @@ class SpotMarket:
     def appeal(self, best: SpotMarket, work_hours: float) -> float:
         """Return the share of the best market's saving over on-demand that this one offers, after a move from there.
 
-        0.02 to 1, or 0 where the move costs more than a stay saves.
+        0.02 to 1, or 0 if the move costs more than a stay saves.
         """
         saving, move = 1 - best.price, self.move_from(best)
         if saving <= 0:

@@ -1,4 +1,4 @@
-"""Hazards of preemption of spot machines from published bands, and what own machines observed."""
+"""Hazards of preemption of spot machines from published bands and from observations of your own machines."""
 
 from __future__ import annotations
 

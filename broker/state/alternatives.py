@@ -61,7 +61,7 @@ def _lift(task: dict[str, Any]) -> dict[str, Any]:
 
 
 def _set_alternative(body: str | bytes, task: Task | None) -> str | None:
-    """Return the row with its placement's alternative set; None where nothing changes."""
+    """Return the row with its placement's alternative set; None if nothing changes."""
     if task is None:
         return None
     try:

@@ -49,14 +49,14 @@ class Fence:
     epoch: int
 
 
-# The claim of the current task, inherited by the tasks that it starts; None where no claim is needed.
+# The claim of the current task, inherited by the tasks that it starts; None if no claim is needed.
 FENCE: ContextVar[Fence | None] = ContextVar("FENCE", default=None)
 
 
 class Database(Protocol):
     """A database with short transactions, never with an await inside one.
 
-    Every method raises StateError where the database fails.
+    Every method raises StateError if the database fails.
     """
 
     path: Path  # of the state file; data that is not in rows, such as the secrets of live jobs, is in the same folder
@@ -98,7 +98,7 @@ class Database(Protocol):
         """Return the time of the store, which all processes that share it agree on."""
 
     def skip_used_ids(self, tables: Sequence[str]) -> None:
-        """Let the next rows of these tables have larger ids than all that were imported."""
+        """Make the next rows of these tables get larger ids than all imported ones."""
 
     def reclaim_space(self) -> None:
         """Return free space to the file system, if there is much."""
@@ -123,7 +123,7 @@ def draw_uid() -> str:
 
 
 def read_row(table: str, key: object, decode: Callable[[], T]) -> T:
-    """Decode a row with `decode`. Raises DamagedRowError where its content is not valid."""
+    """Decode a row with `decode`. Raises DamagedRowError if its content is not valid."""
     try:
         return decode()
     except (ValueError, TypeError, KeyError, AttributeError, OverflowError, AssertionError) as error:
@@ -148,7 +148,7 @@ def read_s(value: object) -> float:
     if not isinstance(value, int | float):
         raise TypeError(f"time expected, found {type(value).__name__}")
     if not abs(value) < TIME_S_MAX:
-        raise ValueError(f"{value} is no point in time")
+        raise ValueError(f"{value} is not a point in time")
     return float(value)
 
 

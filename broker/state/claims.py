@@ -116,7 +116,7 @@ class Claims:
 
 @contextmanager
 def hold_claim(job_id: int, epoch: int) -> Iterator[None]:
-    """Let the block, and the tasks that it starts, write only while the claim is valid."""
+    """Allow the block, and the tasks that it starts, to write only while the claim is valid."""
     token = FENCE.set(Fence(job_id=job_id, epoch=epoch))
     try:
         yield

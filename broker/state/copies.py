@@ -30,7 +30,7 @@ class Copy:
 
 
 def get_folder(database: Path) -> Path:
-    """Return the folder of the copies, beside the database."""
+    """Return the folder of the copies, next to the database."""
     return database.parent / "backups"
 
 

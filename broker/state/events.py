@@ -34,7 +34,8 @@ class EventRow:
 
 @frozen
 class Refusal:
-    """A place not to ask again before `expires_s`; an empty region, zone or instance type stands for all of them."""
+    """A location not to be requested again before `expires_s`; an empty region, zone or instance type stands for all of
+    them."""
 
     cloud: str
     region: str

@@ -31,7 +31,7 @@ class Guard:
 
 
 def get_path(database: Path) -> Path:
-    """Return the path of the guard, beside the database."""
+    """Return the path of the guard, next to the database."""
     return database.with_name(f"{database.stem}.guard")
 
 

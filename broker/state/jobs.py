@@ -285,7 +285,7 @@ class JobRows:
         )
 
     def _must_get(self, job_id: int) -> Job:
-        """Return a job whose row this transaction wrote or read. Raises DamagedRowError where an index has lost it."""
+        """Return a job whose row this transaction wrote or read. Raises DamagedRowError if an index has lost it."""
         job = self.get(job_id)
         if job is None:
             raise DamagedRowError("jobs", str(job_id), "it exists, but cannot be found by its ID")

@@ -1,4 +1,4 @@
-"""Rows of the limits of people and projects, and of what each of them was admitted to start."""
+"""Rows of the limits of users and projects, and of their admitted launches."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Limit:
 
 @frozen
 class Commitment:
-    """The expected cost of one admitted request. `usd` is None where no work is stated.
+    """The expected cost of one admitted request. `usd` is None if no work is stated.
 
     `names` are those of a cluster, the IDs of jobs, or the name and the unique ID of a service. It is pending while the
     request runs, whose work is not recorded yet, and ended once another request took its place.
@@ -56,7 +56,7 @@ class LimitRows:
         self._database = database
 
     def put(self, limit: Limit) -> None:
-        """Set a limit, in place of an earlier one."""
+        """Set a limit, replacing an earlier one."""
         self._database.write(
             "INSERT INTO limits (scope, name, usd_month, gpus) VALUES (?, ?, ?, ?) "
             "ON CONFLICT (scope, name) DO UPDATE SET usd_month = excluded.usd_month, gpus = excluded.gpus",
@@ -78,7 +78,7 @@ class LimitRows:
 
 
 class CommitmentRows:
-    """The table `commitments`: what was admitted, by request."""
+    """The table `commitments`: admitted launches, by request."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
@@ -100,7 +100,7 @@ class CommitmentRows:
             return int(cursor.fetchone()["id"])
 
     def bind(self, commitment_id: int, names: Sequence[str]) -> None:
-        """Record what the request has started."""
+        """Record the resources that the request has started."""
         self._database.write(
             "UPDATE commitments SET names = ? WHERE id = ?", (json.dumps(list(names)), commitment_id)
         )  # fmt: skip

@@ -97,7 +97,7 @@ class MetaRows:
     def drop_row(self, table: str, where: str, key: Sequence[str], *, with_job: Sequence[str]) -> bool:
         """Delete a row and, in the tables `with_job`, the rows of the same job; return whether it existed.
 
-        `table` and `where` come from our code, never from a user. A job's bills stay, as they are part of the cost.
+        `table` and `where` come from our code, never from a user. A job's bills stay because they are part of the cost.
         """
         with self._database.transaction():
             for other in with_job:

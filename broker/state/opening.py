@@ -17,7 +17,7 @@ def open_store(config: Config, *, clock: Clock) -> Store:
         from broker.state.postgres_store import PostgresStore
     except ImportError as error:
         raise StateError(
-            f"the state is in PostgreSQL, and `{error.name}` is not installed",
+            f"the state is in PostgreSQL, but `{error.name}` is not installed",
             hints=("pip install 'intercloud-broker[server]'",),
         ) from error
     return PostgresStore(url, home=config.home, clock=clock, owner=config.owner)

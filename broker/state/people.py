@@ -98,7 +98,7 @@ class OwnerRows:
         self._database = database
 
     def get(self, kind: Owned, name: str) -> str | None:
-        """Return the owner of a cluster or a job (by id); None for what was made without a server."""
+        """Return the owner of a cluster or a job (by id); None if it was created without a server."""
         row = self._database.row("SELECT person FROM owners WHERE kind = ? AND name = ?", (kind.value, name))
         return None if row is None else str(row["person"])
 
@@ -130,7 +130,7 @@ class AuditRows:
     def list(
         self, *, newest: int = 100, user: str | None = None, verb: str | None = None, outcome: str | None = None
     ) -> Sequence[AuditEvent]:
-        """Return the `newest` events, oldest first; only those of a user, a verb or an outcome where one is given."""
+        """Return the `newest` events, oldest first; only those of a user, a verb or an outcome if one is given."""
         given = {"person": user, "verb": verb, "outcome": outcome}
         wanted = {column: value for column, value in given.items() if value is not None}
         where = " AND ".join(f"{column} = ?" for column in wanted)

@@ -129,7 +129,7 @@ class PostgresDatabase:
             self._depth -= 1
 
     def _commit(self) -> None:
-        """Commit. Where the connection is lost meanwhile, the transaction may be committed or not."""
+        """Commit. If the connection is lost, the transaction may or may not be committed."""
         self._run("COMMIT", ())
 
     def _roll_back(self) -> None:

@@ -119,7 +119,7 @@ def find_copy(database: Path, name: str | None) -> Path:
         if path.is_file():
             return path
     known = ", ".join(f"`{copy.path.name}`" for copy in copies) or "none"
-    raise UsageError(f"there is no copy `{name}`", hints=(f"copies in {get_folder(database)}: {known}",))
+    raise UsageError(f"unknown copy `{name}`", hints=(f"copies in {get_folder(database)}: {known}",))
 
 
 def restore(database: Path, copy: Path, *, clock: Clock, owner: str | None) -> Path | None:
@@ -180,7 +180,7 @@ def drop_row(store: Store, table: str, key: str) -> bool:
         raise UsageError(f"rows of `{table}` cannot be dropped", hints=(f"rows of {', '.join(DROPPABLE)} can",))
     values = key.split("/", len(columns) - 1)
     if len(values) != len(columns):
-        raise UsageError(f"`{key}` is no key of `{table}`", hints=(f"it is {'/'.join(columns).upper()}",))
+        raise UsageError(f"`{key}` is not a valid key of `{table}`", hints=(f"it is {'/'.join(columns).upper()}",))
     where = " AND ".join(f"{column} = ?" for column in columns)
     return store.meta.drop_row(table, where, values, with_job=WITH_A_JOB if table == "jobs" else ())
 

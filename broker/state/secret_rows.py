@@ -27,7 +27,7 @@ KNOWN_KEY = "secret_key"  # in `meta`: a fingerprint of the key, so that a proce
 
 
 def load_key(home: Path) -> bytes:
-    """Return the key from the environment, else from `secret.key`, which is generated where it is missing.
+    """Return the key from the environment, else from `secret.key`, which is generated if it is missing.
 
     Raises StateError for an invalid key.
     """
@@ -46,14 +46,14 @@ def load_key(home: Path) -> bytes:
         key = b""
     if len(key) != KEY_BYTES:
         raise StateError(
-            f"{source} is no key: {KEY_BYTES} bytes in base64 are expected",
+            f"{source} is not a valid key: {KEY_BYTES} bytes in base64 are expected",
             hints=("make one with `openssl rand -base64 32`",),
         )
     return key
 
 
 def _write_key(path: Path) -> str:
-    """Generate the key atomically: of two concurrent processes, both read the same one."""
+    """Generate the key atomically: two concurrent processes read the same key."""
     aside = path.with_name(f".{path.name}-{secrets.token_hex(8)}")
     try:
         with os.fdopen(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:

@@ -35,7 +35,7 @@ class ServiceRows:
         self._secrets = SecretFiles(database.path.parent / "service-secrets")
 
     def add(self, name: str, task: Task, *, host: str, port: int, wanted: int) -> Service:
-        """Add a service with its first version. Raises UsageError where one of this name exists."""
+        """Add a service with its first version. Raises UsageError if one of this name exists."""
         with self._database.transaction():
             if self.get(name) is not None:
                 raise UsageError(

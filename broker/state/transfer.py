@@ -158,7 +158,7 @@ def _insert(store: Database, table: str, row: Mapping[str, Any]) -> None:
 
 
 def _mark_restored(store: Store, source: Path) -> None:
-    """Do as after the restore of a copy: whatever was started since is found by its tags."""
+    """Proceed as after the restore of a copy: resources started since then are found by their tags."""
     store.meta.forget_adoptions(prefixes=(ADOPTED, SEEN))
     store.meta.put(RESTORED, repr(store.clock.now_s()))
     store.meta.put(SALT, secrets.token_hex(8))
@@ -178,7 +178,7 @@ def _read_lines(source: Path) -> Iterator[tuple[str, dict[str, Any]]]:
                 if number == 1:
                     _check_header(source, table, row)
                 elif table == "end" and {**row, "header": 1} != counts:
-                    raise StateError(f"{source} lacks rows: it is damaged")
+                    raise StateError(f"{source} is damaged: rows are missing")
                 elif table != "end":
                     _check_row(source, number, table, row)
                     yield table, row
@@ -202,7 +202,7 @@ def _check_header(source: Path, table: str, row: Mapping[str, Any]) -> None:
 
 
 def _check_row(source: Path, number: int, table: str, row: object) -> None:
-    """Raise StateError for a name that is no identifier: names become part of statements."""
+    """Raise StateError for a name that is not an identifier: names become part of SQL statements."""
     is_valid = isinstance(row, dict) and all(isinstance(name, str) and name.isidentifier() for name in row)
     if (table not in TABLES and table != "secrets") or not is_valid:
         raise StateError(f"{source}:{number}: unknown table or column")

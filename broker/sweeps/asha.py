@@ -39,7 +39,7 @@ def _rank(loss: float) -> float:
 def record(records: Records, rungs: Sequence[int], run: int, step: int, loss: float) -> tuple[Records, bool]:
     """Record a run's loss at the highest rung that it has passed, once; return the records, and whether it continues.
 
-    A run seen late, after it passed several rungs, is recorded at all of them with the same loss.
+    A run that is first observed after several rungs is recorded at all of them with the same loss.
     """
     passed = [rung for rung in rungs if rung <= step and run not in records.get(rung, {})]
     added = {**records, **{rung: {**records.get(rung, {}), run: loss} for rung in passed}}

@@ -1,4 +1,4 @@
-"""The state of a sweep, and what to do next. Pure: a killed command that runs again decides the same."""
+"""Decide the next step of a sweep from its state. Pure: a command that was killed and rerun decides the same."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Early = Literal["none", "asha"]
 
 @frozen
 class Board:
-    """The record of a sweep beside its jobs: the losses at rungs, and the runs that it stopped at a step."""
+    """The record of a sweep, in addition to its jobs: the losses at rungs, and the runs that it stopped at a step."""
 
     records: Records = field(default_factory=dict)
     stopped: Mapping[int, int] = field(default_factory=dict)
@@ -26,7 +26,7 @@ class Board:
 
 @frozen
 class SweepStep:
-    """The next actions, and the board that must be stored before they are carried out."""
+    """The next actions, and the board to store before they are carried out."""
 
     board: Board
     starts: tuple[int, ...]
@@ -60,7 +60,7 @@ def _observe(board: Board, run: int, job: Job) -> Board:
 
 
 def rank(jobs: Mapping[int, Job], stopped: Mapping[int, int]) -> Sequence[int]:
-    """Order runs by loss: those that finished, then those still running, then stopped ones by the step they reached."""
+    """Order runs by loss: finished runs, then running ones, then stopped ones by the step they reached."""
 
     def key(run: int) -> tuple[int, float, float, int]:
         job = jobs[run]

@@ -25,7 +25,7 @@ from broker.task.checking import check_flag
 
 RUNS_MAX = 10_000
 RANGE = re.compile(r"([^.,]+(?:\.\d+)?(?:e[+-]?\d+)?)\.\.(.+?)(?::(log|int|linear))?", re.IGNORECASE)
-Configuration = Mapping[str, str]  # parameter -> value, as the variable of the run
+Configuration = Mapping[str, str]  # parameter -> value, as in the run's environment variable
 
 
 @frozen
@@ -46,7 +46,7 @@ class NumberRange:
     scale: Literal["linear", "log", "int"]
 
     def place(self, share: float) -> str:
-        """Return the value at a share of the range, from 0 to below 1."""
+        """Return the value at a share of the range, `0 <= share < 1`."""
         if self.scale == "log":
             return f"{self.low * (self.high / self.low) ** share:.6g}"
         if self.scale == "int":
@@ -58,7 +58,7 @@ Parameter = Values | NumberRange
 
 
 def parse_parameters(texts: Sequence[str]) -> tuple[Parameter, ...]:
-    """Parse `--param` flags. Raises UsageError for one that is invalid, and for a repeated name."""
+    """Parse `--param` flags. Raises UsageError for an invalid flag or a repeated name."""
     found = [parse_parameter(text) for text in texts]
     names = [each.name for each in found]
     if repeated := next((name for name in names if names.count(name) > 1), None):
@@ -71,14 +71,14 @@ def parse_parameter(text: str) -> Parameter:
     name, separator, value = text.partition("=")
     check_flag("--param NAME", name, ENV_NAME)
     if not separator or not value:
-        raise _refuse(text, "it has no values")
+        raise _refuse(text, "the list of values is empty")
     if match := RANGE.fullmatch(value):
         return _parse_range(text, name, *match.groups())
     values = tuple(value.split(","))
     for each in values:
         check_flag(f"--param {name}", each, ENV_VALUE)
     if len(set(values)) < len(values):
-        raise _refuse(text, "a value is repeated")
+        raise _refuse(text, "a value is listed twice")
     return Values(name=name, values=values)
 
 
@@ -86,16 +86,16 @@ def _parse_range(text: str, name: str, low: str, high: str, scale: str | None) -
     try:
         ends = float(low), float(high)
     except ValueError:
-        raise _refuse(text, "its ends are not numbers") from None
+        raise _refuse(text, "its bounds are not numbers") from None
     if not (math.isfinite(ends[0]) and math.isfinite(ends[1]) and ends[0] < ends[1]):
-        raise _refuse(text, "its first bound must be below its second")
+        raise _refuse(text, "the first bound must be below the second")
     kind: Literal["linear", "log", "int"] = "linear"
     if scale and scale.lower() == "log":
         kind = "log"
     elif scale and scale.lower() == "int":
         kind = "int"
     if kind == "log" and ends[0] <= 0:
-        raise _refuse(text, "a logarithmic range must begin above 0")
+        raise _refuse(text, "a logarithmic range must start above 0")
     if kind == "int" and any(each != int(each) for each in ends):
         raise _refuse(text, "its bounds are not integers")
     return NumberRange(name=name, low=ends[0], high=ends[1], scale=kind)
@@ -112,7 +112,7 @@ def draw(parameters: Sequence[Parameter], *, runs: int | None, seed: int) -> tup
     """Draw configurations; the same arguments give the same ones. Raises UsageError for ranges without `runs`."""
     if runs is None:
         if endless := next((each for each in parameters if isinstance(each, NumberRange)), None):
-            raise UsageError(f"`{endless.name}` is a range, which requires a number of runs", hints=["add `--runs 16`"])
+            raise UsageError(f"`{endless.name}` is a range, which requires `--runs`", hints=["add `--runs 16`"])
         lists = [[(each.name, value) for value in each.values] for each in parameters if isinstance(each, Values)]
         if math.prod(map(len, lists)) > RUNS_MAX:
             raise UsageError(f"the lists have more than {RUNS_MAX:,} combinations", hints=["add `--runs 100`"])

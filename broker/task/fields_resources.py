@@ -189,7 +189,7 @@ JOB_RECOVERY = Table(
     fields={
         "strategy": Field(
             shape=Choice(words=STRATEGY_WORDS),
-            about="Placement after a preemption: `failover` tries the same place first, `eager_next_region` leaves "
+            about="Placement after a preemption: `failover` tries the same location first, `eager_next_region` leaves "
             "the region at once, `cheapest` plans again, `deadline` (the default if the `goal` has work and a "
             "deadline) weighs spot, waiting and on-demand against the remaining time. SkyPilot's "
             "`DYNAMIC_NODE_SET` is the default strategy with `min_nodes`, 1 by default.",

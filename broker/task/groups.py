@@ -16,7 +16,7 @@ DELAY_OF_OTHERS = "default"  # SkyPilot's key in a mapping of delays
 
 
 def join_group(reader: Reader, header: Section, documents: Sequence[tuple[Section, Task]]) -> tuple[Task, ...]:
-    """Return the tasks with their roles in the group; report names that do not identify a task."""
+    """Return the tasks with their roles in the group; report names that do not identify one task."""
     sections, tasks = [section for section, _ in documents], [task for _, task in documents]
     names = _check_names(reader, header, sections, tasks)
     primaries: Sequence[str] = header.get("primary_tasks") or names
@@ -44,7 +44,8 @@ def join_group(reader: Reader, header: Section, documents: Sequence[tuple[Sectio
 
 
 def _check_names(reader: Reader, header: Section, sections: Sequence[Section], tasks: Sequence[Task]) -> list[str]:
-    """Report a group or task without a name, and names that give the same variables: others find a task by its name."""
+    """Report a group or task without a name, and names that map to the same variables: tasks find each other by
+    name."""
     if not header.get("name"):
         reader.fault(header.marked, "a job group requires a `name`", "add `name: NAME` to the header")
     counts = Counter(name_variable(task.name) for task in tasks if task.name)
@@ -53,7 +54,9 @@ def _check_names(reader: Reader, header: Section, sections: Sequence[Section], t
             reader.fault(section.marked, "a task of a job group requires a `name`", "add `name: NAME` to the task")
         elif counts[name_variable(task.name)] > 1:
             marked = section.marks.get("name", section.marked)
-            reader.fault(marked, f"another task of the group has the name `{task.name}`, or one that differs in signs")
+            reader.fault(
+                marked, f"another task of the group has the name `{task.name}`, or one that differs only in punctuation"
+            )
         if "needs" in section.values:
             hint = "remove `needs`, or remove `execution: parallel`"
             reader.note(*section.find_key("needs"), "`needs`: the tasks of a job group start together", hint)
@@ -73,10 +76,10 @@ def _read_on_loss(section: Section, task: Task, tasks: Sequence[Task]) -> OnLoss
 
 
 def derive_on_loss(task: Task, tasks: Sequence[Task]) -> OnLoss:
-    """Return what the loss of a task means where its file does not say.
+    """Return the effect of a task's loss if its file does not state one.
 
-    A program whose variables name this task's addresses has them from its start, so it is restarted when they change.
-    The file of addresses and host names follow a change.
+    A program that reads this task's addresses from variables keeps those of its start, so it is restarted when they
+    change. The file of addresses and the host names are updated.
     """
     prefix = f"BROKER_GROUP_{name_variable(task.name or '')}_"
     for other in tasks:

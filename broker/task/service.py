@@ -12,7 +12,7 @@ from broker.types import ReadinessProbe, ReplicaPolicy, ServiceSpec, TlsFiles
 
 
 def read_service(reader: Reader, section: Section) -> ServiceSpec | None:
-    """Return the service of a task; None where it has none, or describes a pool.
+    """Return the service of a task; None if it has none, or describes a pool.
 
     Without `readiness_probe` the probe is `GET /`, as in SkyPilot.
     """

@@ -13,7 +13,7 @@ Place = tuple[int, int]
 
 
 def explain(problem: str, lines: Sequence[str], place: Place) -> tuple[Place, str, str | None]:
-    """Return the place of the cause, what is wrong, and a hint. Lines and columns count from 1."""
+    """Return the position of the cause, the problem, and a hint. Lines and columns count from 1."""
     line, column = place
     source = _get(lines, line)
     if "\t" in source[: max(column, len(source) - len(source.lstrip()))]:

@@ -1,4 +1,4 @@
-"""Forecasts of jobs: as they are shown, and as they are kept to be compared with what happened."""
+"""Forecasts of jobs: as displayed, and as stored for comparison with the outcome."""
 
 from __future__ import annotations
 

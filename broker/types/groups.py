@@ -32,15 +32,15 @@ class GroupRole:
 
     @property
     def may_restart_group(self) -> bool:
-        """Whether the loss of this task restarts all tasks of its group."""
+        """Return whether the loss of this task restarts all tasks of its group."""
         return self.on_loss is OnLoss.RESTART_GROUP
 
     @property
     def is_required(self) -> bool:
-        """Whether the group cannot succeed without this task."""
+        """Return whether the group cannot succeed without this task."""
         return self.is_primary or self.may_restart_group
 
 
 def name_variable(task: str) -> str:
-    """Return a task's name as a part of variable names: `rollout-1` is `ROLLOUT_1`."""
+    """Return a task's name as part of a variable name: `rollout-1` becomes `ROLLOUT_1`."""
     return re.sub(r"[^A-Z0-9]", "_", task.upper())

@@ -1,4 +1,4 @@
-"""What a node uses, as its agent samples it, and what all nodes of a job use together."""
+"""Resource usage of a node, sampled by its agent, and of all nodes of a job."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from broker.frozen import frozen
 
 @frozen
 class GpuSample:
-    """One GPU at one moment; None for what it does not report."""
+    """One GPU at one moment; None for values that it does not report."""
 
     ratio: float | None = None  # of the time since the driver's last sample in which it computed
     memory_used_bytes: float | None = None
@@ -44,7 +44,7 @@ class NodeSample:
 
 @frozen
 class JobUsage:
-    """What the nodes of a job use now: means over its nodes and GPUs. None where none of them reports it."""
+    """The current usage of a job's nodes: means over its nodes and GPUs. None if no node reports it."""
 
     nodes: int  # that have reported within a minute
     cpu_ratio: float | None = None

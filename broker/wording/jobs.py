@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from broker.formatting import format_usd
 from broker.types.outcomes import Outcome, OutcomeKind
 from broker.wording.outcomes import (
     describe_lost_nodes,
@@ -17,7 +18,7 @@ from broker.wording.places import Place, describe_place
 
 
 def render_attempt(*, number: int, place: Place, usd_hour: float) -> str:
-    return f"attempt {number}: {describe_place(place)} at {usd_hour:.2f} USD/h"
+    return f"attempt {number}: {describe_place(place)} at {format_usd(usd_hour)} USD/h"
 
 
 def render_attempt_in_place(*, number: int, earlier: int) -> str:
@@ -77,7 +78,8 @@ def render_group_placed(*, group: str, place: str, usd: float, apart_usd: float,
     """`near`: the task whose machines are already there; otherwise the place was chosen for all tasks together."""
     if near:
         return f"group {group}: placing near task {near} in {place}"
-    return f"group {group}: placing in {place}, {usd:.2f} USD for all tasks; each at its own cheapest: {apart_usd:.2f}"
+    costs = f"{format_usd(usd)} USD for all tasks; {format_usd(apart_usd)} USD with each task in its cheapest location"
+    return f"group {group}: placing in {place}, {costs}"
 
 
 def render_group_ready(*, group: str, waiting: Sequence[str]) -> str:
@@ -92,7 +94,7 @@ def render_group_started(*, group: str, generation: int) -> str:
 
 def render_group_restarted(*, group: str, cause: str, in_place: bool) -> str:
     why = f"task {cause} was lost" if cause else "another task was lost"
-    return f"group {group} restarts, as {why}; restarting on {_name_nodes(in_place=in_place)}"
+    return f"group {group} restarts because {why}; restarting on {_name_nodes(in_place=in_place)}"
 
 
 def render_group_move(*, group: str, place: str, reason: str) -> str:
@@ -129,15 +131,17 @@ def render_decision(
     if verb and place is not None:
         pricing = "spot" if place["is_spot"] else "on-demand"
         decision = f"{verb} {place['instance_type']} {pricing} in {place['cloud']} {place['zones'][0]}"
-        decision += f", {usd_work_hour:.2f} USD per hour of work"
+        decision += f", {format_usd(usd_work_hour)} USD per hour of work"
     facts = [f"{work_left_hours:.1f} h of work left"]
     facts += [] if time_left_hours is None else [f"{time_left_hours:.1f} h to the deadline"]
     facts += [] if spare_hours is None else [f"on-demand must start within {spare_hours:.1f} h"]
     facts += (
-        [] if ondemand_usd_work_hour is None else [f"on-demand costs {ondemand_usd_work_hour:.2f} USD per hour of work"]
+        []
+        if ondemand_usd_work_hour is None
+        else [f"on-demand costs {format_usd(ondemand_usd_work_hour)} USD per hour of work"]
     )
     if expected_usd:
-        costs = [f"{usd:.2f} USD by {name}" for name, usd in expected_usd.items()]
+        costs = [f"{format_usd(usd)} USD by {name}" for name, usd in expected_usd.items()]
         facts.append(f"expected cost to finish: {', '.join(costs[:-1])} and {costs[-1]}")
     return f"{decision}{f' ({reason})' if reason else ''}: {', '.join(facts)}"
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from broker.formatting import format_usd
 from broker.wording.places import Place, describe_place
 
 
 def render_place_asked(*, place: Place, usd_hour: float, is_resumed: bool = False) -> str:
     verb = "resuming" if is_resumed else "requesting"
-    return f"{verb} {describe_place(place)} at {usd_hour:.2f} USD/h"
+    return f"{verb} {describe_place(place)} at {format_usd(usd_hour)} USD/h"
 
 
 def render_place_hedged(
@@ -18,7 +19,7 @@ def render_place_hedged(
     """`late`: the previous place, which has not answered for `late_s`, or whose answer is unclear (None)."""
     why = "gives no clear answer" if late_s is None else f"has not answered for {late_s:.0f} s"
     request = render_place_asked(place=place, usd_hour=usd_hour)
-    return f"{describe_place(late)} {why}; also {request}, up to {at_stake_usd_hour:.2f} USD/h at once"
+    return f"{describe_place(late)} {why}; also {request}, up to {format_usd(at_stake_usd_hour)} USD/h at once"
 
 
 def render_place_whole(*, place: Place, took_s: float) -> str:
@@ -60,11 +61,11 @@ def render_place_unneeded(*, place: Place) -> str:
 
 
 def render_place_returned(*, place: Place, took_s: float, usd: float) -> str:
-    return f"terminated {describe_place(place)} in {took_s:.1f} s (cost {usd:.4f} USD)"
+    return f"terminated {describe_place(place)} in {took_s:.1f} s (cost {format_usd(usd)} USD)"
 
 
 def render_last_places(*, regions: Sequence[str]) -> str:
-    return f"no place outside {' and '.join(regions)} is left to try; waiting for a clear answer there"
+    return f"no location outside {' and '.join(regions)} is left to try; waiting for a clear answer there"
 
 
 # -- clusters and nodes

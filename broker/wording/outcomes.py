@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from broker.formatting import format_usd
 from broker.types.outcomes import Outcome, OutcomeKind
 
 _OUTCOMES: dict[OutcomeKind, Callable[[Outcome], str]] = {
@@ -81,7 +82,8 @@ def explain_cancelled_run() -> str:
 
 
 def explain_budget(budget_usd: float, spent_usd: float) -> str:
-    return f"the budget of {budget_usd:g} USD is used up ({spent_usd:.2f} spent); its checkpoints are kept"
+    spent = f"the budget of {format_usd(budget_usd)} USD is used up ({format_usd(spent_usd)} USD spent)"
+    return f"{spent}; its checkpoints are kept"
 
 
 def explain_dependency(job_id: int | None, name: str, status: str) -> str:

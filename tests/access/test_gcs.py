@@ -142,7 +142,7 @@ def test_users_own_service_account_wins_at_google_only(config: Config, google: F
     assert granter.find_own(make_task(PLACE, envs={"GOOGLE_APPLICATION_CREDENTIALS": "~/k.json"}), "aws")
 
 
-def test_copied_data_may_be_read_and_only_that(config: Config, google: FakeGoogle) -> None:
+def test_grant_for_copied_data_is_read_only(config: Config, google: FakeGoogle) -> None:
     google.objects["testbed/data/a"] = b"a"
     grant = issue(config, SystemClock(), Need(scheme="gs", bucket="testbed", path="data", is_read_only=True))
     email = json.loads(grant.files["google.json"].value)["client_email"]

@@ -139,7 +139,7 @@ def test_data_that_is_only_named_refuses_no_launch(config: Config, granter: Fake
     assert asyncio.run(grants.grant(make_cluster("gcp"), task)) is None
 
 
-def test_local_nodes_start_where_nothing_can_be_granted(config: Config, granter: FakeGranter) -> None:
+def test_local_nodes_start_without_a_grant(config: Config, granter: FakeGranter) -> None:
     granter.error = AuthError("no login")
     grants, _ = make_grants(config, granter)
     assert asyncio.run(grants.grant(make_cluster("local"), make_task())) is None

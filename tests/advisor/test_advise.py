@@ -134,7 +134,7 @@ def test_every_layout_fits_and_uses_every_card(parameters: float, power: int) ->
 
 
 @given(st.floats(1e9, 1e11), st.integers(0, 4))
-def test_need_of_memory_falls_with_nodes(parameters: float, power: int) -> None:
+def test_memory_per_node_falls_with_the_number_of_nodes(parameters: float, power: int) -> None:
     hardware = Hardware(figures=CARDS["H100"], accelerators=8, network_gbs=400)
     few, many = (find_smallest_memory(train(parameters, 1e10), hardware, 2**each) for each in (power, power + 1))
     assert few is not None and many is not None
@@ -163,11 +163,11 @@ def test_dollars_are_those_of_the_plan_with_spot_risk() -> None:
     assert option.usd == pytest.approx(parts.spot_hours * parts.spot_usd_hour, rel=0.05)
 
 
-def test_no_spot_means_none() -> None:
+def test_no_spot_flag_excludes_spot() -> None:
     assert not any(each.estimate.placement.is_spot for each in ask(spot=False).options)
 
 
-def test_a_deadline_takes_more_cards() -> None:
+def test_a_deadline_selects_more_cards() -> None:
     relaxed, pressed = (ask(gpus=("A100-80GB",), **wish) for wish in ({}, {"deadline_hours": 12.0}))
     assert pressed.options[0].gpu_count > relaxed.options[0].gpu_count
     assert all((each.estimate.deadline_chance or 0) >= 0.9 for each in pressed.options)
@@ -197,7 +197,7 @@ def test_a_deadline_that_is_too_early_reports_by_how_much() -> None:
     assert any("--deadline" in hint for hint in caught.value.hints)
 
 
-def test_the_deadline_that_is_named_would_do() -> None:
+def test_the_suggested_deadline_can_be_met() -> None:
     with pytest.raises(NoOfferError) as caught:
         ask(deadline_hours=5.0, gpus_max=16)
     hint = next(each for each in caught.value.hints if "--deadline" in each)
@@ -282,7 +282,7 @@ def test_of_options_within_a_percent_of_cost_the_faster_is_advised() -> None:
     assert prefer_faster([cheap, dear]) is cheap
 
 
-def test_a_smaller_batch_that_is_faster_a_token_is_found() -> None:
+def test_a_smaller_batch_that_is_faster_per_token_is_found() -> None:
     # 70B on 1,024 H100: with one micro-batch per rank no full gradients are kept, and nothing is recomputed.
     training = train(70e9, 1e12, batch=1024)
     layout = find_layout(training, H100_NODE, 128)
@@ -294,7 +294,7 @@ def test_a_smaller_batch_that_is_faster_a_token_is_found() -> None:
     assert layout is not None and find_better_batch(small, layout) is None
 
 
-def test_what_the_bundled_trainer_lacks_is_measured_on_the_same_gang() -> None:
+def test_layouts_that_the_bundled_trainer_lacks_are_rated_on_the_same_gang() -> None:
     training = train(405e9, 1e12, batch=1024)
     layout = find_layout(training, H100_NODE, 1024)
     assert layout is not None
@@ -321,7 +321,7 @@ def test_amounts_are_written_without_exponents(value: float, text: str) -> None:
     assert show_amount(value) == text
 
 
-def test_no_hint_has_an_exponent() -> None:
+def test_hints_contain_no_exponents() -> None:
     training = train(405e9, 15.6e12, batch=4096)
     layout = find_layout(training, H100_NODE, 1024)
     assert layout is not None

@@ -94,7 +94,7 @@ def test_llama_3_405b_on_16384_gpus_is_laid_out_as_it_was_trained() -> None:
 
 @pytest.mark.parametrize("parameters", [7e9, 70e9, 405e9])
 @pytest.mark.parametrize("nodes", [16, 128, 1024])
-def test_twice_the_batch_is_never_slower_a_token(parameters: float, nodes: int) -> None:
+def test_twice_the_batch_is_never_slower_per_token(parameters: float, nodes: int) -> None:
     seconds = []
     for batch in (512, 1024, 2048, 4096, 8192):
         training = Training(

@@ -65,7 +65,7 @@ def measure_kept(layers: int, recompute: str, dtype: str, **more: int) -> tuple[
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
-def test_a_block_keeps_what_the_trainers_block_keeps(dtype: str) -> None:
+def test_a_block_keeps_the_same_activations_as_the_trainers_block(dtype: str) -> None:
     (few, few_copies), (many, many_copies) = (measure_kept(layers, "none", dtype) for layers in (2, 6))
     unit = 48 * 128
     assert (many - few) / 4 / unit == pytest.approx(sum(BLOCK_BYTES[dtype]), rel=0.03)
@@ -134,7 +134,7 @@ def test_experts_spread_over_more_ranks_take_less_memory_each() -> None:
 
 
 @pytest.mark.parametrize("per_token", [1, 2])
-def test_a_block_of_experts_keeps_what_the_trainers_keeps(per_token: int) -> None:
+def test_a_block_of_experts_keeps_the_same_activations_as_the_trainers(per_token: int) -> None:
     dense, mixed = (measure_block(experts, per_token) for experts in (0, 8))
     assert mixed - dense == pytest.approx(EXPERT_BYTES["fp32"] * per_token, abs=0.5)
 

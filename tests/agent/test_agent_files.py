@@ -44,7 +44,7 @@ def test_a_file_is_private_replaced_as_a_whole_and_leaves_nothing_aside(tmp_path
     assert [entry.name for entry in tmp_path.iterdir() if entry.is_file()] == ["state.json"]
 
 
-def test_a_write_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_is_synced_before_it_is_renamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "state.json"
     seen: list[tuple[int, bool]] = []
     monkeypatch.setattr(os, "fsync", lambda fd: seen.append((os.fstat(fd).st_size, path.exists())))
@@ -70,7 +70,7 @@ def test_runs_are_listed_by_number_once_their_spec_is_written(runs: Path) -> Non
     assert files.run_folder(9) == runs / "9"
 
 
-def test_a_lock_has_one_holder_and_is_seen_by_all(tmp_path: Path) -> None:
+def test_a_lock_has_one_holder_and_is_visible_to_all(tmp_path: Path) -> None:
     path = tmp_path / "lock"
     assert not files.is_locked(path)
     held = files.try_lock(path)
@@ -89,7 +89,7 @@ def count_descriptors() -> int:
     return len(list(folder.iterdir())) if folder.exists() else 0
 
 
-def test_looking_at_a_lock_leaves_it_to_others_and_leaks_nothing(tmp_path: Path) -> None:
+def test_checking_a_lock_neither_takes_it_nor_leaks(tmp_path: Path) -> None:
     path = tmp_path / "lock"
     path.touch()
     before = count_descriptors()
@@ -193,7 +193,7 @@ def test_processes_are_found_by_exactly_their_mark() -> None:
             process.communicate()
 
 
-def test_a_process_never_finds_itself() -> None:
+def test_a_process_does_not_find_itself() -> None:
     code = (
         "import os, sys; sys.path.insert(0, sys.argv[1]); import agent_files;"
         "print(list(agent_files.find_marked('MARK=me')) == [])"
@@ -203,7 +203,7 @@ def test_a_process_never_finds_itself() -> None:
     assert done.stdout.strip() == b"True", done.stderr
 
 
-def test_a_boot_has_a_name_that_stays_until_the_next() -> None:
+def test_boot_id_is_constant_until_the_next_boot() -> None:
     assert files.read_boot() == files.read_boot()
     if Path("/proc/sys/kernel/random/boot_id").exists():
         assert len(files.read_boot()) == 36 and json.dumps(files.read_boot()) == f'"{files.read_boot()}"'

@@ -202,7 +202,7 @@ def test_it_stays_while_its_broker_answers_heartbeats(start: Callable[..., Sessi
     assert session.process.poll() is None
 
 
-def test_it_asks_for_a_sign_of_life_though_there_is_much_to_tell(start: Callable[..., Session]) -> None:
+def test_heartbeats_are_requested_even_during_busy_sessions(start: Callable[..., Session]) -> None:
     session = start(BEAT_S=0.5)
     session.open()
     step = 0

@@ -76,7 +76,7 @@ def test_wall_clock_that_jumps_neither_ends_a_node_nor_keeps_it(
     assert agent.decide_power_off() == "lease"
 
 
-def test_lease_of_an_earlier_boot_is_none(node: Node) -> None:
+def test_lease_of_an_earlier_boot_is_ignored(node: Node) -> None:
     lease.renew(900.0)
     node.boot, node.uptime_s = "boot-2", 5000.0
     assert agent.decide_power_off() == "" and lease.measure_left_s() is None
@@ -275,7 +275,7 @@ def test_ranks_but_the_head_deliver_nothing(node: Node, bucket: Bucket) -> None:
     assert not delivery.is_due(1)
 
 
-def test_watcher_tries_later_and_later_and_survives_whatever_comes(
+def test_watcher_retries_with_backoff_and_survives_any_error(
     node: Node, bucket: Bucket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Virtual time: the thread's sleeps move the clock, and the last one ends it."""

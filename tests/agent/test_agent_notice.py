@@ -69,7 +69,7 @@ def agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Agent:
 
 @pytest.mark.parametrize("kind", ["aws", "gcp"])
 @pytest.mark.parametrize("at_s", [0.0, 0.01, 0.99, 1.5, 7.25])
-def test_notice_is_written_down_while_the_machine_still_has_a_second(agent: Agent, kind: str, at_s: float) -> None:
+def test_notice_is_recorded_with_a_second_left(agent: Agent, kind: str, at_s: float) -> None:
     cloud = Cloud(notice_at_s=at_s)
     agent.watch(cloud, kind)
     assert agent.read("preemption")
@@ -77,7 +77,7 @@ def test_notice_is_written_down_while_the_machine_still_has_a_second(agent: Agen
     assert heard_s < HEARD_S_MAX - 0.5, "and half a second to act"
 
 
-def test_advice_is_news_and_no_notice(agent: Agent) -> None:
+def test_advice_is_reported_and_is_not_a_notice(agent: Agent) -> None:
     cloud = Cloud(notice_at_s=10.0, advice_at_s=2.0)
     agent.watch(cloud, "aws")
     assert cloud.advices > 1, "it was told more than once"

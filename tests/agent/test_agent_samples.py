@@ -160,7 +160,7 @@ def test_group_without_a_limit_has_that_of_the_host(host: Host, limits: Mapping[
     assert (sample["memory_bytes"], sample["cpu_count"]) == (64 * GIB, 4)
 
 
-def test_counter_that_was_reset_is_no_negative_rate(host: Host) -> None:
+def test_counter_reset_does_not_give_a_negative_rate(host: Host) -> None:
     host.move_bytes(10_000_000)
     sampler = host.make_sampler()
     host.now_s += 10
@@ -213,7 +213,7 @@ def test_gpus_are_read_in_base_units_and_what_one_does_not_report_is_none(smi: F
     ]
 
 
-def test_failing_program_is_called_more_and_more_seldom(smi: FakeSmi) -> None:
+def test_failing_program_is_called_at_growing_intervals(smi: FakeSmi) -> None:
     smi.answer("NVIDIA-SMI has failed\n", code=9)
     gpus = agent_gpus.Gpus()
     for _ in range(20):
@@ -246,7 +246,7 @@ def test_xid_errors_are_counted_by_their_number_as_the_log_grows(tmp_path: Path)
     assert xids.count() == {"48": 1, "79": 2}
 
 
-def test_where_only_root_may_read_the_kernel_log_sudo_is_asked_until_it_refuses(smi: FakeSmi) -> None:
+def test_a_kernel_log_for_root_only_is_read_by_sudo_until_it_refuses(smi: FakeSmi) -> None:
     sudo = smi.folder / "sudo"
     sudo.write_text('#!/bin/sh\n[ "$*" = "-n dmesg" ] && echo "[1.0] NVRM: Xid (PCI:0000:3b:00): 31, pid=7" \n')
     sudo.chmod(0o700)

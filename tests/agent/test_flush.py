@@ -51,7 +51,7 @@ def test_files_that_are_not_uploaded_are_counted_and_unknown_ones_count_as_such(
     assert list_pending() == [Pending("s3://bucket/out", 3, 7)]
 
 
-def test_wait_lasts_as_long_as_something_arrives_and_so_long_after(
+def test_wait_lasts_while_uploads_progress_and_for_the_hold_time_after(
     mounts: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now_s, sent = 0.0, agent_flush.Sent(0, 3)
@@ -195,7 +195,7 @@ def test_a_programs_own_exit_code_does_not_mean_that_files_did_not_arrive(rig: R
     asyncio.run(act())
 
 
-def test_a_mount_whose_rclone_was_killed_is_made_again_and_uploads_what_it_holds(rig: Rig, tmp_path: Path) -> None:
+def test_a_mount_whose_rclone_was_killed_is_restored_and_uploads_its_cache(rig: Rig, tmp_path: Path) -> None:
     task = make_writing_task(tmp_path, "rclone put ~/out a one; touch ~/wrote", BROKER_FLUSH_HOLD_S="60")
 
     async def act() -> None:

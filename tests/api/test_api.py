@@ -62,7 +62,7 @@ def test_the_docs_page_lists_every_function() -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs Linux's /proc")
-def test_the_readme_s_example_runs_as_it_is_written(shell: Shell) -> None:
+def test_the_example_of_the_readme_runs_unchanged(shell: Shell) -> None:
     example = read_example("README.md")
     assert "broker.launch" in example and "broker.jobs.launch" in example
     done = subprocess.run(

@@ -30,6 +30,6 @@ def test_without_the_package_the_cost_is_not_known_and_the_launch_continues(
     assert "unknown copy cost: `s3://some-bucket` requires the package obstore" in noted
 
 
-def test_a_mount_that_no_node_can_be_given_stops_the_launch_whatever_its_name_says() -> None:
+def test_an_impossible_mount_stops_the_launch_whatever_its_name() -> None:
     with pytest.raises(InvalidRequestError, match="obstore"):
         note_copies(CONTEXT, make_plans("obstore://bucket/data"))

@@ -98,7 +98,7 @@ def test_a_dry_run_ends_after_the_plan(
     assert recorder.calls == ["show"]
 
 
-def test_a_cluster_that_is_up_is_paid_for_already(context: Context, task: Task) -> None:
+def test_a_running_cluster_adds_no_cost(context: Context, task: Task) -> None:
     bare = replace(task, storage_mounts=())
     target = ClusterTarget.of(context, bare, name="dev")
     (plan,) = prepare(context, [bare], target).plans
@@ -118,7 +118,7 @@ def test_a_name_that_no_cluster_can_have_is_refused(context: Context, task: Task
     assert recorder.calls == ["show"]
 
 
-def test_a_launch_on_one_cloud_makes_no_other(context: Context, task: Task) -> None:
+def test_a_launch_on_one_cloud_imports_no_other(context: Context, task: Task) -> None:
     bare = replace(task, storage_mounts=())
     made: list[str] = []
     clouds = context.clouds

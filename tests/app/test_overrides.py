@@ -49,7 +49,7 @@ def test_a_key_without_a_value_must_be_set_here(monkeypatch: pytest.MonkeyPatch)
         (["python", "-c", "print('a b')"], "python -c 'print('\"'\"'a b'\"'\"')'"),
     ],
 )
-def test_a_command_is_a_task_too(words: list[str], run: str) -> None:
+def test_a_command_is_accepted_as_a_task(words: list[str], run: str) -> None:
     task = read_task(words, Overrides(infra="local", num_nodes=2, env=["A=1"], name="quick"))
     assert (task.name, task.run, task.num_nodes, task.envs) == ("quick", run, 2, {"A": "1"})
     assert [each.cloud for each in task.resources] == ["local"]

@@ -64,7 +64,7 @@ def test_a_truncated_copy_is_unpacked_again(tmp_path: Path, keep: int) -> None:
     assert len(path.read_bytes()) > 100_000
 
 
-def test_a_live_book_that_broke_off_is_passed_over(tmp_path: Path) -> None:
+def test_a_truncated_live_book_is_skipped(tmp_path: Path) -> None:
     live = make_live(tmp_path)
     live.write_bytes(live.read_bytes()[:-4096])
     assert count(tmp_path) == OFFERS
@@ -129,7 +129,7 @@ def test_a_damaged_archive_or_another_format_is_reported(tmp_path: Path) -> None
         open_book(tmp_path / "cache", archive)
 
 
-def test_books_that_older_versions_unpacked_are_removed_but_the_newest(tmp_path: Path) -> None:
+def test_old_unpacked_books_are_removed_except_the_newest(tmp_path: Path) -> None:
     for number in range(6):
         old = tmp_path / f"prices-1-ab{number}-cd.db"
         old.write_bytes(b"old")

@@ -80,7 +80,7 @@ def test_a_truncated_body_is_requested_again(server: Server, url: str) -> None:
     assert HttpGet(lambda wait_s: None)(url) == b"whole"
 
 
-def test_a_key_in_the_query_is_in_no_message(server: Server, url: str) -> None:
+def test_keys_in_query_strings_do_not_appear_in_messages(server: Server, url: str) -> None:
     server.answers = [(404, {}, b"")]
     with pytest.raises(SourceError) as caught:
         HttpGet(lambda wait_s: None)(url, query={"key": "secret"})

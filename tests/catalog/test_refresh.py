@@ -242,14 +242,14 @@ def test_of_two_offers_of_one_machine_at_one_place_the_cheapest_stays(tmp_path: 
     assert open_book(tmp_path).count_offers() == before.count_offers()
 
 
-def test_a_machine_that_is_sold_no_longer_is_forgotten(tmp_path: Path) -> None:
+def test_a_discontinued_machine_is_dropped(tmp_path: Path) -> None:
     gone = open_book(tmp_path).list_offers("lambda")[0].instance_type
     refresh(tmp_path, Source(lambda offers: [each for each in offers if each.instance_type != gone]))
     with pytest.raises(NoOfferError, match=gone):
         open_book(tmp_path).find_prices(gone)
 
 
-def test_an_import_replaces_its_clouds_and_alone_leaves_no_other(tmp_path: Path) -> None:
+def test_an_import_replaces_its_clouds_and_an_exclusive_one_removes_all_others(tmp_path: Path) -> None:
     folder = tmp_path / "catalog"
     (folder / "lambda").mkdir(parents=True)
     (folder / "lambda" / "vms.csv").write_bytes(read("lambda_vms.csv"))

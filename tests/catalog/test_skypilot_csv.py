@@ -77,7 +77,7 @@ def test_bad_rows_are_named_by_line_and_the_others_are_kept() -> None:
     assert str(faults[0]) == "x/vms.csv:3: `Price` is not a number: `cheap`"
 
 
-def test_a_file_of_something_else_is_refused() -> None:
+def test_a_file_of_another_format_is_refused() -> None:
     with pytest.raises(SourceError, match="missing column Region"):
         parse_vms("name,Price\nx,1\n", cloud="x", file="f")
 

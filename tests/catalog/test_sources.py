@@ -58,7 +58,7 @@ def test_every_source_gives_offers_that_are_believed(name: str) -> None:
     ],
     ids=["html", "truncated", "empty", "error object", "binary"],
 )
-def test_a_spoilt_answer_is_an_error_or_not_believed(name: str, change: Callable[[bytes], bytes]) -> None:
+def test_a_corrupted_answer_is_an_error_or_ignored(name: str, change: Callable[[bytes], bytes]) -> None:
     _, cloud, _ = make_source(name)
     with pytest.raises((SourceError, ValueError)) as caught:  # a FakeAws page that is not JSON fails in the fake itself
         check_offers(cloud, fetch(name, change), KNOWN[cloud])
@@ -215,7 +215,7 @@ def test_gcp_without_a_key_names_the_variable(monkeypatch: pytest.MonkeyPatch) -
     assert "GOOGLE_API_KEY" in caught.value.hints[0]
 
 
-def test_gcp_refuses_a_page_token_that_comes_again() -> None:
+def test_gcp_repeated_page_token_is_refused() -> None:
     again = json.dumps({"skus": [], "nextPageToken": "p2"}).encode()
     with pytest.raises(SourceError, match="repeats a page token"):
         list(GcpSource(key="k").fetch("gcp", FakeWeb({"": again}), known=KNOWN["gcp"], as_of_s=NOW_S))

@@ -45,7 +45,7 @@ def test_age_is_in_whole_days() -> None:
         (True, "local", None),
     ],
 )
-def test_a_plan_is_warned_by_the_date_of_the_price_it_pays(is_spot: bool, cloud: str, warning: str | None) -> None:
+def test_a_plan_warns_about_the_age_of_the_price_it_pays(is_spot: bool, cloud: str, warning: str | None) -> None:
     offer = Offer(
         cloud=cloud, region="r", zone=None, instance_type="x", vcpus=1, memory_gib=1, ondemand_usd_hour=1.0,
         spot_usd_hour=0.5, as_of="2026-11-01", spot_as_of="2026-11-11",

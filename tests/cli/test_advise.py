@@ -33,7 +33,7 @@ def test_json_carries_the_task_file(shell: Shell) -> None:
     assert data["training"]["steps"] == pytest.approx(1e9 / 2**19, rel=1e-6)
 
 
-def test_a_shape_can_be_given(shell: Shell) -> None:
+def test_the_shape_can_be_given(shell: Shell) -> None:
     data = json.loads(
         shell.run("advise", "--layers", "2", "--hidden", "256", "--vocab", "256", "--tokens", "10M", "--seq", "256",
                   "--batch", "8K", "--gpus", "L4", "--json").stdout

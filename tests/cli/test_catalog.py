@@ -177,7 +177,7 @@ def test_a_cloud_of_skypilots_that_the_book_does_not_have_is_added_and_planned(m
     assert "1x-RTX_4090" in market.shell.run("plan", task).stdout
 
 
-def test_an_import_alone_is_all_that_is_planned_with(market: Market) -> None:
+def test_an_exclusive_import_is_the_only_source_of_plans(market: Market) -> None:
     done = market.import_old(0.5, "--only", more="broken,H100,8,1,1,cheap,us-east-1,,,\n")
     assert "lambda: 391 offers" in done.stdout
     assert re.search(r"vms\.csv:393: `Price` is not a number: `cheap`", done.stderr)

@@ -18,7 +18,7 @@ def shell(tmp_path: Path) -> Shell:
     return Shell(tmp_path)
 
 
-def test_a_login_is_looked_at_closely(shell: Shell) -> None:
+def test_a_login_is_checked_in_detail(shell: Shell) -> None:
     gce = FakeGce()
     with serve(gce) as url:
         shell.environment |= {"BROKER_GCP_ENDPOINT": url, "GOOGLE_CLOUD_PROJECT": gce.project}

@@ -25,5 +25,5 @@ def test_an_interpreter_without_skypilot_is_a_finding_and_no_crash(shell: Any) -
     assert "fix: pip install" in shell.run("check", "azure", code=5).stdout
 
 
-def test_the_policy_is_skypilots(shell: Any) -> None:
+def test_the_policy_equals_skypilots(shell: Any) -> None:
     assert "docs.skypilot.co" in shell.run("check", "--policy", "azure").stdout

@@ -40,7 +40,7 @@ def test_the_advised_interval_is_longer_the_more_a_checkpoint_costs(shell: Shell
     assert 5 * cheap_s < dear_s < 10 * cheap_s  # the square root of the costs: Young's formula
 
 
-def test_a_place_that_has_just_preempted_the_job_is_saved_at_more_often(shell: Shell) -> None:
+def test_checkpoints_are_more_frequent_after_a_recent_preemption(shell: Shell) -> None:
     shell.run("jobs", "launch", shell.write("tell.yaml", TELL), "--yes", "--detach-run")
     shell.wait_until(lambda: (shell.find_checkpoints(1) / "told").exists(), "the program runs")
     told = shell.find_checkpoints(1) / "told"

@@ -180,7 +180,7 @@ def test_cluster_that_still_comes_up_has_no_node_to_preempt(shell: Shell) -> Non
     store.close()
 
 
-def test_a_cluster_is_its_jobs_until_that_has_ended(shell: Shell) -> None:
+def test_a_cluster_belongs_to_its_job_until_the_job_ends(shell: Shell) -> None:
     """Jobs end before their clusters are gone: the rest must not prevent `down --all`."""
     store = Store(shell.home / "state.db", clock=SystemClock())
     job = store.jobs.add("train", Task())

@@ -54,7 +54,7 @@ def test_unknown_name_leaves_no_known_cluster_up(store: Store, capsys: pytest.Ca
     assert "`ghost`" in shown.err and "`x-*`" in shown.err
 
 
-def test_names_that_all_are_unknown_are_a_wrong_command_line(store: Store, capsys: pytest.CaptureFixture[str]) -> None:
+def test_only_unknown_names_are_a_usage_error(store: Store, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("down", "ghost", "--yes") == 2
     assert run("down", "phantom", "shade", "--yes") == 2
     assert "`phantom`" in (told := capsys.readouterr().err) and "`shade`" in told

@@ -159,7 +159,7 @@ def test_the_daemon_sends_the_folder_that_the_user_stood_in(shell: Shell) -> Non
     assert "I was sent" in shell.run("jobs", "launch", task, "--yes").stdout
 
 
-def test_two_jobs_at_once_both_end(shell: Shell) -> None:
+def test_two_concurrent_jobs_both_end(shell: Shell) -> None:
     task = shell.write("count.yaml", COUNT)
     for name in ("one", "two"):
         shell.run("jobs", "launch", task, "--name", name, "--yes", "--detach-run")
@@ -180,7 +180,7 @@ run: cat $BROKER_PIPELINE_DIR/x
 """
 
 
-def test_a_pipeline_runs_in_order_and_hands_its_data_on(shell: Shell) -> None:
+def test_a_pipeline_runs_in_order_and_passes_on_its_data(shell: Shell) -> None:
     done = shell.run("jobs", "launch", shell.write("pipe.yaml", PIPELINE), "--yes")
     assert "data" in done.stdout
     first, second = shell.read_json("jobs", "queue")

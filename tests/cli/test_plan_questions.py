@@ -103,7 +103,7 @@ def test_change_means_what_it_means_in_a_file(text: str, get: object, value: obj
 
 
 @pytest.mark.parametrize("text", ["deadline", "foo=1", "max_hourly_cost=-1", "deadline=x", "num_nodes=0"])
-def test_change_that_means_nothing_is_refused(text: str) -> None:
+def test_change_without_effect_is_refused(text: str) -> None:
     (task,) = load_tasks_text(TASK, "train.yaml")
     with pytest.raises((UsageError, TaskError)):
         change_task(task, text)

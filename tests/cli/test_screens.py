@@ -184,7 +184,7 @@ ADVISE_REFUSED = (
 )
 
 
-def test_advise_that_is_refused(screen: Screen, snapshot: SnapshotAssertion) -> None:
+def test_advise_refuses_invalid_requests(screen: Screen, snapshot: SnapshotAssertion) -> None:
     assert show_all(screen, *(("advise", *arguments) for arguments in ADVISE_REFUSED)) == snapshot
 
 

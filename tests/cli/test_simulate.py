@@ -71,7 +71,7 @@ def test_the_report_is_one_file_without_scripts_or_links(shell: Shell) -> None:
     assert "train on recorded spot markets" in text and "synthetic" not in text
 
 
-def test_made_up_markets_are_called_so_in_the_report(shell: Shell) -> None:
+def test_synthetic_markets_are_marked_in_the_report(shell: Shell) -> None:
     target = shell.folder / "report.html"
     done = shell.run("simulate", shell.write("t.yaml", TASK), *QUICK, "--policy", "greedy", "--html", str(target))
     text = target.read_text()
@@ -79,7 +79,7 @@ def test_made_up_markets_are_called_so_in_the_report(shell: Shell) -> None:
     assert "synthetic" in done.stdout and "\r" not in done.stderr and "\x1b" not in done.stderr
 
 
-def test_one_s_own_traces_alone_or_together(shell: Shell) -> None:
+def test_own_traces_are_used_alone_or_with_others(shell: Shell) -> None:
     folder = shell.folder / "traces"
     folder.mkdir()
     for name, data in (("a", [1] * 50 + [0] * 50), ("b", [0] * 50 + [1] * 50)):

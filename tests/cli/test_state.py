@@ -23,7 +23,7 @@ def test_a_job_whose_store_was_lost_continues_after_a_restore(shell: Shell) -> N
     shell.run("jobs", "launch", shell.write("long.yaml", LONG), "--yes", "--detach-run")
     shell.wait_until(lambda: shell.get_status(1) == "RUNNING", "the program runs")
     refused = shell.run("state", "restore", "--yes", code=4).stderr
-    assert "daemon of this state folder is running" in refused or "there is no copy" in refused
+    assert "daemon of this state folder is running" in refused or "unknown copy" in refused
     copy = shell.run("state", "backup").stdout.split()[-1]
     assert "daemon of this state folder is running" in shell.run("state", "restore", "--yes", code=4).stderr
     lose_store(shell)

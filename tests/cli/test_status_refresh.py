@@ -76,6 +76,6 @@ def test_other_clouds_are_still_queried_and_the_reason_is_shown(shell: Shell, ac
         assert "aws is no longer set up here" in refused and "`broker check aws`" in refused
 
 
-def test_clouds_that_answer_are_no_error(shell: Shell, account: Account) -> None:
+def test_answering_clouds_raise_no_error(shell: Shell, account: Account) -> None:
     found = json.loads(shell.run("status", "--refresh", "--json").stdout)
     assert found["not_asked"] == {}

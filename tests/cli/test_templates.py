@@ -74,7 +74,7 @@ def test_trainers_understand_the_commands_of_every_template(template: Path, tmp_
     "template",
     [pytest.param(path, marks=() if path.stem in OFTEN else pytest.mark.long, id=path.stem) for path in TEMPLATES],
 )
-def test_template_runs_to_its_end(shell: Shell, template: Path) -> None:
+def test_template_runs_to_completion(shell: Shell, template: Path) -> None:
     task = yaml.safe_load(template.read_text())
     envs = task.get("envs", {})
     running = shell.open("launch", str(template), "-c", "here", "--infra", "local", *shorten(task, envs), "--yes")

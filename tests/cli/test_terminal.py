@@ -98,7 +98,7 @@ def test_pipe_gets_quarters_without_importing_rich() -> None:
     assert "looking ..." in told and "RICH False" in told
 
 
-def test_bar_is_drawn_on_a_terminal_and_lines_stay_whole_above_it() -> None:
+def test_bar_is_drawn_on_a_terminal_without_breaking_lines_above_it() -> None:
     told = run(BAR, is_terminal=True)
     assert "RICH True" in told and ESCAPE in told and "8/8" in told
     plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", told).replace("\r", "\n").splitlines()

@@ -139,7 +139,7 @@ def test_no_environment_of_a_test_loses_what_keeps_commands_offline() -> None:
 
 
 @pytest.mark.parametrize("damage", ["offline", "damaged", "absurd"])
-def test_a_failure_is_silent_keeps_the_prices_and_is_tried_again_ever_later(home: Home, damage: str) -> None:
+def test_a_failed_update_is_silent_keeps_the_prices_and_is_retried_with_backoff(home: Home, damage: str) -> None:
     before = home.sum_prices()
     if damage == "absurd":
         home.sell(100.0)
@@ -165,7 +165,7 @@ def test_a_clock_set_back_delays_no_update(home: Home) -> None:
     assert home.read_attempt()["attempted_s"] <= SystemClock().now_s()
 
 
-def test_a_command_starts_none_while_another_runs(home: Home) -> None:
+def test_a_command_starts_no_second_update(home: Home) -> None:
     home.age(8)
     with hold_lock(home.cache / "price-updater.lock"):
         home.plan()
@@ -174,7 +174,7 @@ def test_a_command_starts_none_while_another_runs(home: Home) -> None:
     assert done.stderr == "" and home.read_attempt()["attempted_s"] < SystemClock().now_s() - 3600
 
 
-def test_a_damaged_record_is_as_good_as_none(home: Home) -> None:
+def test_a_damaged_record_counts_as_missing(home: Home) -> None:
     before = home.sum_prices()
     locate_attempts(home.cache).write_text('{"lambda": {"attempted_s": "soon"')
     home.plan()
@@ -210,7 +210,7 @@ runpy.run_module("broker", run_name="__main__", alter_sys=True)
 
 
 @pytest.mark.long  # some twenty updates, each of its own process
-def test_killed_at_any_deed_an_update_leaves_the_old_book_or_the_new_one(home: Home, tmp_path: Path) -> None:
+def test_update_killed_at_any_step_leaves_the_old_or_the_new_book(home: Home, tmp_path: Path) -> None:
     old = home.sum_prices()
     new = old * 1.2 / 1.1
     home.age(8)
@@ -225,15 +225,15 @@ def test_killed_at_any_deed_an_update_leaves_the_old_book_or_the_new_one(home: H
             env={**home.shell.environment, "KILL_AT": str(number)},
         )  # fmt: skip
         total = home.sum_prices()
-        assert total in (pytest.approx(old), pytest.approx(new)), f"killed at deed {number}"
+        assert total in (pytest.approx(old), pytest.approx(new)), f"killed at step {number}"
         ends.append((done.returncode, total == pytest.approx(new)))
         if done.returncode == 0:
             break
         assert done.returncode == -signal.SIGKILL, done.stderr
         home.age(24)  # the next update also clears what the kill left
         home.shell.run("updater")
-        assert home.sum_prices() == pytest.approx(new), f"after a kill at deed {number}"
-        assert not list(home.cache.glob("price*.tmp*")), f"after a kill at deed {number}"
+        assert home.sum_prices() == pytest.approx(new), f"after a kill at step {number}"
+        assert not list(home.cache.glob("price*.tmp*")), f"after a kill at step {number}"
     assert ends[-1][0] == 0 and len(ends) > 8
     assert {is_new for code, is_new in ends if code} == {True, False}, "kills before and after the rename"
     assert locate_live_book(home.cache).exists()

@@ -55,7 +55,7 @@ def test_secret_is_revealed_only_on_the_way_to_the_server() -> None:
     assert "swordfish" not in str(encode(task)) and encode(Secret(value="x")) == {"value": "***"}
 
 
-def test_infinite_number_arrives() -> None:
+def test_infinite_number_is_transmitted() -> None:
     assert decode(encode(Goal(work_hours=math.inf)), Goal).work_hours == math.inf
 
 

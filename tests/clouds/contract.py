@@ -98,7 +98,7 @@ class CloudContract:
 
         bed.run(act())
 
-    def test_two_at_once_with_one_token_make_one_gang(self, bed: Bed) -> None:
+    def test_concurrent_calls_with_one_token_make_one_gang(self, bed: Bed) -> None:
         async def act() -> None:
             request = make_request(bed, node_count=2)
             results = await asyncio.gather(
@@ -224,7 +224,7 @@ class CloudContract:
 
         bed.run(act())
 
-    def test_zone_with_room_for_a_part_gives_none(self, bed: Bed) -> None:
+    def test_zone_with_capacity_for_a_part_of_the_gang_creates_none(self, bed: Bed) -> None:
         bed.leave_room(2)
 
         async def act() -> None:

@@ -32,7 +32,7 @@ class RecordingSuite:
         assert (trace.prices, trace.ondemand_usd_hour) == ((bed.offer.spot_usd_hour,) * 4, bed.offer.ondemand_usd_hour)
         world.check_nothing_left()
 
-    def test_an_interrupted_look_leaves_no_machine(
+    def test_an_interrupted_check_leaves_no_machine(
         self, bed: Bed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         world = World(bed, tmp_path)

@@ -190,7 +190,7 @@ def test_node_that_a_full_disk_cut_off_while_it_was_made_is_cleared_away_by_the_
     asyncio.run(act())
 
 
-def test_zone_without_capacity_refuses_and_makes_nothing(rig: Rig) -> None:
+def test_zone_without_capacity_refuses_and_creates_nothing(rig: Rig) -> None:
     async def act() -> None:
         await rig.cloud.check()
         (rig.root / "faults.json").write_text('{"zones": {"local-a": "capacity"}}')
@@ -239,7 +239,7 @@ def test_an_end_is_recorded_once(tmp_path: Path) -> None:
     assert [entry.name for entry in tmp_path.iterdir()] == ["ended.json"]
 
 
-def test_a_command_past_its_time_gets_no_answer_rather_than_a_strange_code(rig: Rig) -> None:
+def test_a_timed_out_command_raises_instead_of_returning_a_code(rig: Rig) -> None:
     async def act() -> None:
         node = (await rig.make_cluster()).nodes[0]
         with pytest.raises(EOFError):
@@ -248,7 +248,7 @@ def test_a_command_past_its_time_gets_no_answer_rather_than_a_strange_code(rig: 
     asyncio.run(act())
 
 
-def test_a_node_whose_folder_is_deleted_ends_with_all_that_it_runs(rig: Rig) -> None:
+def test_a_node_whose_folder_is_deleted_ends_with_its_processes(rig: Rig) -> None:
     async def act() -> None:
         node = (await rig.make_cluster()).nodes[0]
         await rig.transport.run(node, ["bash", "-c", "setsid sleep 5434 & echo hi"], timeout_s=60)

@@ -20,7 +20,7 @@ from broker.types import Offer
 POOLS = "lab: {hosts: [a, {ip: b, cpus: 4, memory: 16}]}\n"
 
 
-def test_without_files_nothing_is_native(tmp_path: Path) -> None:
+def test_without_files_no_cloud_is_native(tmp_path: Path) -> None:
     config = Config(home=tmp_path, owner="me")
     assert list_native(tmp_path) == () and not list_own_offers(tmp_path)
     assert own.make_ssh(config, clock=SystemClock()) is None

@@ -44,7 +44,7 @@ def test_text_without_private_data_is_kept(text: str) -> None:
     assert Scrubber().scrub(text) == text
 
 
-def test_a_recording_is_read_as_it_was_heard(tmp_path: Path) -> None:
+def test_a_recording_is_read_as_observed(tmp_path: Path) -> None:
     tape = Tape(tmp_path / "tape.jsonl", Scrubber())
     heard = Exchange(
         service="ec2", operation="RunInstances", region="us-east-1", request="a=1", status=200, answer="<a/>"
@@ -54,7 +54,7 @@ def test_a_recording_is_read_as_it_was_heard(tmp_path: Path) -> None:
     assert read_tape(tmp_path / "tape.jsonl") == [heard]
 
 
-def test_a_recording_overwrites_nothing(tmp_path: Path) -> None:
+def test_a_recording_never_overwrites_a_file(tmp_path: Path) -> None:
     (tmp_path / "tape.jsonl").write_text("mine")
     with pytest.raises(UsageError, match="File exists"):
         Tape(tmp_path / "tape.jsonl", Scrubber())

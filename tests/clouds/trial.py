@@ -110,7 +110,7 @@ class TrialSuite:
         ]  # fmt: skip
         world.check_nothing_left()
 
-    def test_an_on_demand_node_is_stopped_and_started_too(self, bed: Bed, tmp_path: Path) -> None:
+    def test_an_on_demand_node_can_be_stopped_and_started(self, bed: Bed, tmp_path: Path) -> None:
         world = World(bed, tmp_path)
         assert ("stop", "ok") in world.play(bed.reopen(), is_spot=False)
         world.check_nothing_left()
@@ -122,7 +122,7 @@ class TrialSuite:
         assert (outcomes["create"], outcomes["run"], outcomes["terminate"]) == ("failed", "skipped", "skipped")
         world.check_nothing_left()
 
-    def test_a_node_that_cannot_be_reached_is_ended_all_the_same(self, bed: Bed, tmp_path: Path) -> None:
+    def test_an_unreachable_node_is_terminated(self, bed: Bed, tmp_path: Path) -> None:
         world = World(bed, tmp_path, PaperGang(failure=TransientError("ssh: no route")))
         outcomes = dict(world.play(bed.reopen()))
         assert (outcomes["connect"], outcomes["run"], outcomes["terminate"]) == ("failed", "skipped", "ok")

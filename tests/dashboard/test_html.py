@@ -31,7 +31,7 @@ class Reader(HTMLParser):
 
 
 @given(st.text(), st.text())
-def test_any_text_and_attribute_comes_out_as_it_went_in(text: str, value: str) -> None:
+def test_texts_and_attributes_survive_a_round_trip(text: str, value: str) -> None:
     seen = Reader(element("p", text, title=value))
     assert seen.tags == ["p"]
     assert seen.text == strip_control(text)
@@ -48,7 +48,7 @@ def test_attributes_follow_html() -> None:
     assert made == '<input type="hidden" class="a" aria-label="x" disabled>'
 
 
-def test_a_table_names_itself_and_its_number_columns() -> None:
+def test_a_table_has_a_caption_and_marks_number_columns() -> None:
     made = table(["Job", "Name"], [[1, "a"]], caption="Jobs", right=["Job"])
     assert "<caption>Jobs</caption>" in made and 'role="region" aria-label="Jobs"' in made
     assert '<td class="number">1</td><td>a</td>' in made

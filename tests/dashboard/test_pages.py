@@ -67,7 +67,7 @@ def test_the_plan_page_equals_the_plan_command(
     assert "expected preemptions" in shown and "<svg" in shown
 
 
-def test_a_change_that_cannot_be_planned_says_why(frozen: Story) -> None:
+def test_a_change_that_cannot_be_planned_gives_the_reason(frozen: Story) -> None:
     job = get_job(frozen, PLANNED_ID)
     before = frozen.store.events.get_newest_id()
     for change, reason in (("dedline=3h", "did you mean `deadline`"), (f"cloud={HOSTILE}", "&lt;script&gt;")):

@@ -24,7 +24,7 @@ COUNTS = {
 
 
 @pytest.mark.parametrize("name", TARGETS)
-def test_target_stands_a_seeded_run(name: str) -> None:
+def test_target_survives_a_seeded_run(name: str) -> None:
     target, seeds = load_target(name)
     for number, data in enumerate(itertools.islice(make_inputs(seeds, seed=13), len(seeds) + COUNTS[name])):
         try:

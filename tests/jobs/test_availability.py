@@ -31,7 +31,7 @@ def test_observed_availability_is_assumed_to_have_lasted_for_a_while() -> None:
         assert (found.is_open, found.since_s, found.met_s) == (is_open, 1e5 - MET_S, 1e5)
 
 
-def test_a_place_that_is_refused_again_was_never_open() -> None:
+def test_a_location_that_refuses_again_was_never_open() -> None:
     known = look({}, 1e5, is_open=False)
     asked_again = look(known, 1e5 + 600, is_open=True)
     assert asked_again[PLACE].is_open and asked_again[PLACE].since_s == 1e5 + 600, "no earlier start is known"
@@ -43,7 +43,7 @@ def test_a_place_that_was_open_and_is_refused_may_have_closed_a_while_ago() -> N
     assert (found.is_open, found.since_s, found.met_s) == (False, 2e5 - MET_S, 2e5)
 
 
-def test_where_nodes_run_the_place_is_watched_from_their_start() -> None:
+def test_a_location_with_nodes_is_observed_from_their_start() -> None:
     known = look({}, 1e5, is_open=True)
     here = look(known, 1e5 + 900, is_open=True, attempts=(attempt(1e5 + 300),))
     assert (here[PLACE].since_s, here[PLACE].met_s) == (known[PLACE].since_s, 1e5 + 300)

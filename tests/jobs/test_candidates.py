@@ -103,7 +103,7 @@ def test_the_first_of_each_pricing_model_are_looked_at_and_where_the_job_is() ->
     assert list_zones(read(make_plan(*ONDEMANDS, *SPOTS), live=attempt(ONDEMANDS[3].placement))) == [*first, "d3"]
 
 
-def test_where_the_job_was_last_is_looked_at_while_nothing_runs() -> None:
+def test_the_last_location_is_considered_while_nothing_runs() -> None:
     plan = make_plan(*SPOTS, *ONDEMANDS)
     lost = attempt(SPOTS[11].placement, lost_s=NOW_S - 60.0, outcome=Outcome(kind=OutcomeKind.PREEMPTED))
     situation = read(plan, attempts=(lost,))
@@ -113,7 +113,7 @@ def test_where_the_job_was_last_is_looked_at_while_nothing_runs() -> None:
 
 
 @pytest.mark.parametrize(("left_hours", "own_hours", "speed"), [(5.0, 2.5, 2.0), (0.0, 2.5, 1.0), (5.0, 0.0, 1.0)])
-def test_a_place_is_as_fast_as_the_work_that_is_left_says_and_ordinary_when_none_is(
+def test_speed_of_a_location_follows_from_the_work_left_and_is_1_without_any(
     left_hours: float, own_hours: float, speed: float
 ) -> None:
     estimate = make_estimate("s0", breakdown=Breakdown(work_hours=own_hours))
@@ -136,11 +136,11 @@ def test_the_running_placement_remains_a_candidate_when_no_longer_for_sale() -> 
         (make_placement("a", nodes=3), False),
     ],
 )
-def test_a_place_is_the_same_whatever_its_price_is_today(other: Placement, expected: bool) -> None:
+def test_a_location_is_the_same_at_any_price(other: Placement, expected: bool) -> None:
     assert is_same_place(make_placement("a"), other) is expected
 
 
-def test_going_elsewhere_costs_its_start_and_its_egress_and_staying_costs_none() -> None:
+def test_moving_costs_a_start_and_egress_and_staying_costs_neither() -> None:
     breakdown = Breakdown(work_hours=5.0, recovery_s=1800.0, egress_usd=4.0)
     estimates = [make_estimate("a", breakdown=breakdown), make_estimate("b", breakdown=breakdown), make_estimate("c")]
     here, there, bare = read(make_plan(*estimates), live=attempt(estimates[0].placement)).candidates
@@ -151,7 +151,7 @@ def test_going_elsewhere_costs_its_start_and_its_egress_and_staying_costs_none()
     assert read(none_left).candidates[0].speed == 1.0
 
 
-def test_a_market_is_seen_with_its_age_and_open_where_nodes_run_whatever_is_refused() -> None:
+def test_a_market_with_running_nodes_is_open_despite_refusals() -> None:
     known = Availability(is_open=True, since_s=NOW_S - 7200.0, met_s=NOW_S - 3600.0)
     places = {name_place(make_placement("b")): known}
     refusals = tuple(
@@ -182,7 +182,7 @@ def test_times_refer_to_the_remaining_work() -> None:
     assert view.save_every_hours == pytest.approx((save_s + 36.0) / 3600)
 
 
-def test_a_start_that_has_not_come_to_its_first_step_is_still_to_be_waited_for() -> None:
+def test_a_start_before_its_first_step_still_counts_as_starting() -> None:
     breakdown = Breakdown(work_hours=5.0, recovery_s=7200.0)
     plan = make_plan(make_estimate("a", breakdown=breakdown))
     here = make_placement("a")

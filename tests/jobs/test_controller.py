@@ -110,7 +110,7 @@ def test_full_places_are_retried_with_backoff_up_to_five_minutes(
 
 
 @pytest.mark.parametrize("status", [JobStatus.FAILED, JobStatus.CANCELLED])
-def test_a_job_whose_need_did_not_succeed_is_cancelled_and_says_which(world: World, status: JobStatus) -> None:
+def test_a_job_is_cancelled_if_a_dependency_fails_and_names_it(world: World, status: JobStatus) -> None:
     needed = world.job_id
     world.job_id = world.store.jobs.add("second", world.task, needs=(needed,)).id
     assert step(world, lambda controller: controller.step()) > 0
@@ -138,7 +138,7 @@ def test_a_job_whose_dependency_was_deleted_is_cancelled(world: World) -> None:
     assert world.get_job().failure == "it depends on another job, which is gone"
 
 
-def test_a_job_that_is_gone_or_has_ended_asks_for_nothing_more(world: World) -> None:
+def test_a_deleted_or_ended_job_needs_no_further_action(world: World) -> None:
     run_to_end(world, "plain")
     asked = dict(world.cloud.asked_s)
     assert math.isinf(step(world, lambda controller: controller.step()))
@@ -243,7 +243,7 @@ def test_time_without_a_broker_is_no_evidence_of_silence(world: World) -> None:
     assert [attempt.outcome for attempt in world.get_job().attempts] == [None]
 
 
-def test_an_answer_ends_a_silence_for_later_brokers_too(world: World) -> None:
+def test_an_answer_also_ends_a_silence_for_later_brokers(world: World) -> None:
     controller, poll = begin(world), world.gang.poll
     silence(world)
     watch(world, controller, 500.0)
@@ -329,7 +329,7 @@ def test_the_step_that_ends_a_recovery_and_its_event_are_one_commit(world: World
     assert told == "recovered at step 11, 60.0 s after the loss"
 
 
-def test_an_attempt_is_on_record_from_when_its_nodes_are_up(world: World) -> None:
+def test_an_attempt_is_recorded_once_its_nodes_are_up(world: World) -> None:
     """The record precedes the program's start, so that after a daemon's death the next one continues with it."""
     cluster = world.clock.run(lambda: world.make_provisioner().up("c", make_plan(world.task)))
     attempt = world.make_controller()._acquisition._record(world.get_job(), 1, cluster)

@@ -43,21 +43,21 @@ class Provisioner:
 class Controller:
     """A controller that follows a script, one entry per step, and ends its job after the last."""
 
-    def __init__(self, stage: Stage, job_id: int, *deeds: float | Exception) -> None:
+    def __init__(self, stage: Stage, job_id: int, *steps: float | Exception) -> None:
         self._stage, self._job_id = stage, job_id
-        self.deeds = list(deeds)
+        self.steps = list(steps)
         self.stepped_s: list[float] = []
         self.woken_s: list[float] = []
 
     async def step(self) -> float:
         self.stepped_s.append(self._stage.clock.now_s())
-        if not self.deeds:
+        if not self.steps:
             self._stage.store.jobs.set_status(self._job_id, JobStatus.SUCCEEDED)
             return math.inf
-        deed = self.deeds.pop(0)
-        if isinstance(deed, Exception):
-            raise deed
-        return deed
+        step = self.steps.pop(0)
+        if isinstance(step, Exception):
+            raise step
+        return step
 
     async def rest(self, wait_s: float, wake: asyncio.Event) -> None:
         if wake.is_set():
@@ -74,9 +74,9 @@ class Stage:
         self.controllers: dict[int, Controller] = {}
         self.made: list[int] = []
 
-    def add_job(self, *deeds: float | Exception) -> Controller:
+    def add_job(self, *steps: float | Exception) -> Controller:
         job_id = self.store.jobs.add("j", Task()).id
-        self.controllers[job_id] = Controller(self, job_id, *deeds)
+        self.controllers[job_id] = Controller(self, job_id, *steps)
         return self.controllers[job_id]
 
     def make(self, job_id: int) -> Any:
@@ -106,14 +106,14 @@ def stage(tmp_path: Path) -> Stage:
     return Stage(tmp_path)
 
 
-def test_a_daemon_leaves_when_nothing_was_to_do_for_a_while(stage: Stage) -> None:
+def test_an_idle_daemon_exits(stage: Stage) -> None:
     assert 60.0 <= stage.run() < 62.0
     stage.add_job(500.0)
     assert 560.0 <= stage.run() < 563.0, "it counts from when the last job ended"
     assert stage.run(idle_s=0.0) < 2.0
 
 
-def test_a_job_that_comes_while_it_idles_is_driven_too(stage: Stage) -> None:
+def test_a_job_submitted_while_the_daemon_is_idle_is_run(stage: Stage) -> None:
     async def submit() -> None:
         await stage.clock.sleep(50.0)
         stage.add_job(5.0)
@@ -129,7 +129,7 @@ def test_it_collects_once_a_minute_whatever_the_result(stage: Stage) -> None:
     assert times == pytest.approx([0.0, COLLECT_EVERY_S, 2 * COLLECT_EVERY_S, 3 * COLLECT_EVERY_S], abs=0.01)
 
 
-def test_it_shows_that_it_lives_while_it_does(stage: Stage) -> None:
+def test_daemon_shows_that_it_is_alive(stage: Stage) -> None:
     ages: list[float] = []
 
     async def look() -> None:
@@ -179,7 +179,7 @@ def test_a_second_daemon_leaves_at_once_while_the_first_shows_that_it_lives(stag
         assert stage.run() < 2.0 and not stage.provisioner.collected_s
 
 
-def test_one_that_holds_the_lock_and_shows_nothing_is_replaced(stage: Stage) -> None:
+def test_daemon_that_holds_the_lock_without_signs_of_life_is_replaced(stage: Stage) -> None:
     other = Store(stage.store.path, clock=stage.clock)
     other.leader.lead()
     with hold_lock(stage.config):

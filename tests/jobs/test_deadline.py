@@ -165,7 +165,7 @@ def test_a_program_saves_on_notice_if_its_last_two_preemptions_lost_no_step() ->
     assert not judge(50, 50, kind=OutcomeKind.MOVED), "told by us, with more time"
 
 
-def test_a_plan_is_arranged_round_the_target_and_keeps_to_its_pricing_model() -> None:
+def test_a_plan_puts_the_target_first_and_keeps_its_pricing_model() -> None:
     plan = plan_of(TASK)
     target = next(each.placement for each in plan.estimates if each.placement.offer.zone == "west1a")
     arranged = arrange(plan, Candidate(placement=target))
@@ -286,12 +286,12 @@ def test_a_job_without_spot_ends_in_time_on_demand(tmp_path: Path) -> None:
     assert "on-demand" in stage.list_decisions()[-1] and "h to the deadline" in stage.list_decisions()[-1]
 
 
-def test_a_job_with_spot_stays_there(tmp_path: Path) -> None:
+def test_a_job_on_spot_stays_on_spot(tmp_path: Path) -> None:
     job = Stage(tmp_path, DEAR).run()
     assert [each.placement.is_spot for each in job.attempts] == [True]
 
 
-def test_a_job_on_demand_goes_over_to_spot_when_there_is_some_and_it_is_safe(tmp_path: Path) -> None:
+def test_a_job_on_demand_moves_to_spot_when_available_and_safe(tmp_path: Path) -> None:
     """Its steps are faster than its goal says: only the policy calculates in hours."""
     task = replace(TASK, goal=replace(GOAL, work_hours=10.0, deadline_hours=20.0))
     stage = Stage(tmp_path, replace(DEAR, spot_usd_hour=None), task=task)
@@ -301,7 +301,7 @@ def test_a_job_on_demand_goes_over_to_spot_when_there_is_some_and_it_is_safe(tmp
     assert "spot is not offered" in stage.list_decisions()[0]
 
 
-def test_a_much_cheaper_place_is_moved_to_at_a_checkpoint(tmp_path: Path) -> None:
+def test_a_job_moves_to_a_much_cheaper_location_at_a_checkpoint(tmp_path: Path) -> None:
     job = make_moving_stage(tmp_path).run()
     assert [each.placement.offer.zone for each in job.attempts] == ["east1a", "west1a"]
     assert is_moved(job.attempts[0])
@@ -326,7 +326,7 @@ def test_on_demand_is_kept_until_spot_is_granted(tmp_path: Path) -> None:
     assert len([each for each in asked_s if each < 250.0]) >= 3
 
 
-def test_a_job_with_a_budget_gives_its_machines_up_first(tmp_path: Path) -> None:
+def test_a_job_with_a_budget_releases_its_machines_first(tmp_path: Path) -> None:
     """The lease of its nodes assumes that no others are paid for."""
     stage = make_moving_stage(tmp_path, replace(TASK, goal=replace(GOAL, budget_usd=100.0)))
     live = list[int]()
@@ -368,7 +368,7 @@ def test_unsaved_work_of_more_than_a_start_is_not_left() -> None:
     assert loses_little(replace(view, unsaved_hours=0.3, saves_on_notice=True), target)
 
 
-def test_a_crash_at_any_deed_of_a_move_does_no_harm(tmp_path: Path) -> None:
+def test_a_crash_at_any_step_of_a_move_is_harmless(tmp_path: Path) -> None:
     """The pretend gang fails the test if two attempts work at once."""
     (tmp_path / "calm").mkdir()
     calm = make_moving_stage(tmp_path / "calm")

@@ -72,7 +72,7 @@ def test_the_task_overrides_the_default() -> None:
     assert [is_restart_due(counted, 1, failures=each, deaths=9) for each in (0, 1, 2)] == [True, True, False]
 
 
-def test_by_default_headway_is_worth_another_start_and_standing_still_is_not() -> None:
+def test_by_default_a_program_is_restarted_only_if_it_makes_progress() -> None:
     default = JobRecovery()
     assert [is_restart_due(default, 1, deaths=each, reached=7) for each in range(1, DEATHS_MAX + 1)] == [
         True, True, False,

@@ -116,7 +116,7 @@ def test_the_group_fails_with_a_task_that_it_requires(failed: Job, is_culprit: b
     assert (judgement.step is GroupStep.FAIL, judgement.culprit) == (is_culprit, failed if is_culprit else None)
 
 
-def test_the_cause_is_named_and_not_one_of_its_victims() -> None:
+def test_the_cause_is_named_instead_of_its_consequences() -> None:
     victim = make_job(1, make_attempt(), status=JobStatus.CANCELLED, kind=OutcomeKind.DEPENDENCY_FAILED)
     cause, other = make_job(2, make_attempt(), status=JobStatus.FAILED), make_job(3, make_attempt())
     assert find_culprit(other, [victim, cause, other]) == cause

@@ -66,7 +66,7 @@ def test_nodes_that_are_confirmed_gone_are_none_of_those_that_could_answer() -> 
     assert find_unreachable_s_max(replace(CALM, nodes=three, unreachable=(1,))) == UNREACHABLE_S_MIN
 
 
-def test_counted_misses_mean_nothing_once_all_answer_again() -> None:
+def test_missed_polls_are_reset_once_all_nodes_answer() -> None:
     assert classify(replace(CALM, misses=MISSES_MIN, unreachable_s=UNREACHABLE_S_MIN)) is Verdict.RUNNING
 
 
@@ -86,7 +86,7 @@ def test_a_program_that_succeeded_is_not_lost_with_its_nodes() -> None:
     assert classify(replace(ended, status=RunStatus.SETTING_UP, unreachable=(0, 1))) is Verdict.FAILED
 
 
-def test_a_notice_alone_ends_nothing() -> None:
+def test_a_notice_alone_does_not_end_the_run() -> None:
     assert classify(replace(CALM, is_noticed=True)) is Verdict.RUNNING
 
 
@@ -107,7 +107,7 @@ def test_a_program_that_was_sent_sigterm_is_doubted_for_a_whole_notice(code: int
     assert measure_doubt_s(preempted) == NOTICE_S_MAX
 
 
-def test_nothing_is_doubted_where_no_peer_can_be_lost() -> None:
+def test_failures_are_not_doubted_if_no_peer_can_be_lost() -> None:
     failed = replace(CALM, status=RunStatus.FAILED, returncode=1)
     assert measure_doubt_s(failed) == PEER_LOSS_S_MAX
     assert measure_doubt_s(replace(failed, is_spot=False)) == 0.0

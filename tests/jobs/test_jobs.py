@@ -95,7 +95,7 @@ GONE = (node(0), node(1, NodeState.TERMINATED))
         (replace(WELL, nodes=GONE, nodes_min=1, status=RunStatus.SETTING_UP), Verdict.LOST),
     ],
 )
-def test_verdicts(signals: HealthSignals, verdict: Verdict) -> None:
+def test_verdict_of_each_outcome(signals: HealthSignals, verdict: Verdict) -> None:
     assert classify(signals) is verdict
 
 
@@ -138,7 +138,7 @@ def test_logs_do_not_grow_forever(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("jump_s", [-3600.0, 3600.0])
-def test_a_clock_that_jumps_keeps_leases_and_lists_going(jump_s: float) -> None:
+def test_leases_and_lists_survive_clock_jumps(jump_s: float) -> None:
     watch = AttemptMonitor("c")
     report = Report(status=RunStatus.RUNNING, returncode=None, unreachable=(), progress=None)
     watch.record_lease(1000.0)
@@ -289,7 +289,7 @@ def test_an_unreachable_head_does_not_count_as_a_stalled_program() -> None:
     assert watch.measure_stall_s(make_report(step=8), 115.0) == 0.0
 
 
-def test_a_clock_that_jumps_makes_no_silence() -> None:
+def test_a_clock_jump_does_not_count_as_silence() -> None:
     watch = AttemptMonitor("job-1-1")
     assert not any(watch.record_silence(now_s) for now_s in (0.0, 1.0, 2.0, 7202.0, 7203.0))
     assert watch.record_silence(7300.0) or watch.record_silence(7330.0) or watch.record_silence(7360.0)
@@ -309,7 +309,7 @@ def test_a_job_never_costs_more_than_its_budget_and_one_poll(tmp_path: Path) -> 
     world.job_id = world.store.jobs.add("dear", replace(world.task, goal=goal)).id
     run_to_end(world, "plain")
     job = world.get_job()
-    assert job.status is JobStatus.FAILED and "budget of 0.02 USD" in job.failure
+    assert job.status is JobStatus.FAILED and "budget of 0.0200 USD" in job.failure
     spent_usd = world.store.bills.spend_usd(job_id=job.id, now_s=world.clock.now_s())
     assert 0.02 <= spent_usd < 0.02 + 2.0 * 40 / 3600
     assert not world.list_live_nodes()
@@ -320,7 +320,7 @@ def test_nodes_that_never_boot_cost_no_more_than_the_budget(tmp_path: Path) -> N
     world.job_id = world.store.jobs.add("dear", replace(world.task, goal=Goal(budget_usd=0.02))).id
     run_to_end(world, "plain")
     job = world.get_job()
-    assert job.status is JobStatus.FAILED and "budget of 0.02 USD" in job.failure
+    assert job.status is JobStatus.FAILED and "budget of 0.0200 USD" in job.failure
     assert world.cloud.bill_usd() < 0.02 + 2.0 * 10 / 3600  # one look, and the end of two nodes
     assert len([node for node in world.cloud.observe() if node.owner == OWNER]) == 2, "no second gang was asked for"
     assert not world.list_live_nodes()
@@ -400,7 +400,7 @@ def test_the_summary_counts_losses_and_costs(tmp_path: Path) -> None:
     assert len(told) == 1 and f"{summary.recovery_s:.1f} s after the loss" in told[0]
 
 
-def test_a_command_that_looks_for_the_daemon_does_not_drive_it_away(tmp_path: Path) -> None:
+def test_a_command_that_checks_for_the_daemon_does_not_stop_it(tmp_path: Path) -> None:
     world = World(tmp_path)
     config = Config(home=tmp_path, owner=OWNER)
     provisioner = world.make_provisioner()
@@ -424,7 +424,7 @@ def test_a_command_that_looks_for_the_daemon_does_not_drive_it_away(tmp_path: Pa
     assert world.get_job().status is JobStatus.SUCCEEDED
 
 
-def test_a_daemon_that_slept_through_its_replacement_writes_nothing_more(tmp_path: Path) -> None:
+def test_a_daemon_suspended_during_its_replacement_writes_nothing_afterwards(tmp_path: Path) -> None:
     world = World(tmp_path)
     config = Config(home=tmp_path, owner=OWNER)
     successor = world.open()

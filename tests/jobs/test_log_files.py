@@ -85,7 +85,7 @@ def test_a_log_is_private(stage: Stage) -> None:
     assert path.stat().st_mode & 0o777 == 0o600 and path.parent.stat().st_mode & 0o777 == 0o700
 
 
-def test_a_silent_head_is_read_again_from_the_same_offset(stage: Stage) -> None:
+def test_the_log_of_a_silent_head_is_reread_from_the_same_offset(stage: Stage) -> None:
     head = Head(b"12345678")
     head.failing_at = 3
     stage.copy(head)
@@ -103,7 +103,7 @@ def test_lines_not_committed_before_a_crash_are_written_once(stage: Stage) -> No
     assert stage.read() == b"12345"
 
 
-def test_one_visit_copies_a_bounded_part(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_poll_copies_a_bounded_part_of_the_log(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(logs, "CHUNKS_MAX", 2)
     head = Head(b"1234567890")
     stage.copy(head)
@@ -176,7 +176,7 @@ def test_last_lines_of_a_short_attempt_leave_out_the_one_before(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("step", ["stat", "unlink"])
-def test_a_log_that_another_deletes_meanwhile_keeps_no_other_from_being_forgotten(
+def test_a_log_deleted_concurrently_does_not_stop_the_cleanup(
     stage: Stage, monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:
     folder = stage.folder / "jobs"

@@ -86,7 +86,7 @@ def conclude(
     return world.get_job(), world
 
 
-def test_success_that_was_left_ends_the_job_with_its_last_step_and_its_log(tmp_path: Path) -> None:
+def test_uploaded_success_ends_the_job_with_its_last_step_and_log(tmp_path: Path) -> None:
     world = World(tmp_path)
     world.store.jobs.set_progress(world.job_id, Progress(step=5, total=40))
     left = Left(
@@ -123,16 +123,14 @@ def test_failure_counts_as_the_programs_where_all_nodes_ended_themselves(
 
 
 @pytest.mark.parametrize("reasons", [("done", "done"), ("done", "preempted")])
-def test_a_program_that_ended_well_is_not_run_again_for_files_that_did_not_arrive(
-    tmp_path: Path, reasons: tuple[str, ...]
-) -> None:
+def test_a_successful_program_is_not_rerun_for_missing_files(tmp_path: Path, reasons: tuple[str, ...]) -> None:
     left = replace(FAILED, returncode=74, unflushed="written files did not arrive: 1 files", lease_left_s=1.0)
     job, _ = conclude(tmp_path, Left(left), *reasons)
     assert job.status is JobStatus.FAILED
     assert job.failure.startswith("the program succeeded, but written files did not arrive: 1 files")
 
 
-def test_a_start_that_is_not_on_record_may_have_come_to_its_end(tmp_path: Path) -> None:
+def test_an_unrecorded_start_may_have_ended(tmp_path: Path) -> None:
     unflushed = replace(FAILED, returncode=74, unflushed="written files did not arrive")
     for name, left, expected in (
         ("a", RunResult(status=RunStatus.SUCCEEDED, returncode=0), JobStatus.SUCCEEDED),

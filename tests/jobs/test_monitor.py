@@ -57,7 +57,7 @@ def report(
     )
 
 
-def test_a_thing_is_due_after_its_interval_and_when_the_clock_was_set_back() -> None:
+def test_an_action_is_due_after_its_interval_or_a_clock_set_back() -> None:
     assert not is_due(100.0, 10.0, 100.0)
     assert not is_due(100.0, 10.0, 109.9)
     assert is_due(100.0, 10.0, 110.0)

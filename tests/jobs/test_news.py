@@ -63,7 +63,7 @@ async def wait_until_running(world: World) -> None:
     await world.clock.sleep(2 * NEWS_S)
 
 
-def test_cancel_is_seen_within_a_second(world: World) -> None:
+def test_cancel_is_noticed_within_a_second(world: World) -> None:
     async def work() -> None:
         daemon = start_daemon(world)
         await wait_until_running(world)
@@ -106,7 +106,7 @@ def test_lost_node_is_replaced_without_any_report(world: World) -> None:
     world.clock.run(work)
 
 
-def test_bug_in_waiting_costs_this_job_a_pause(world: World) -> None:
+def test_bug_while_waiting_pauses_only_this_job(world: World) -> None:
     assert isinstance(world.gang, TellingGang)
     world.gang.fails = 3
 

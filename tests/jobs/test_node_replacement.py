@@ -121,7 +121,7 @@ def run_with_crashes(world: World, losses: tuple[tuple[float, int], ...], next_c
 
 
 @pytest.mark.parametrize("crash_at", range(1, 60, 2))
-def test_crash_at_any_deed_leaves_a_finished_job_and_no_node(tmp_path: Path, crash_at: int) -> None:
+def test_crash_at_any_effect_leaves_a_finished_job_and_no_node(tmp_path: Path, crash_at: int) -> None:
     world = make_world(tmp_path, crash_at=crash_at)
     run_with_crashes(world, ((10, 1),), lambda: None)
     check(world, JobStatus.SUCCEEDED)

@@ -136,7 +136,7 @@ def test_a_node_whose_setup_failed_is_ended_and_then_replaced_as_a_lost_one(
     assert not stage.list_told(EventKind.SHRUNK), "told once"
 
 
-def test_a_bug_while_a_node_is_replaced_does_not_count_as_a_full_place(tmp_path: Path) -> None:
+def test_a_bug_during_a_replacement_does_not_count_as_missing_capacity(tmp_path: Path) -> None:
     stage = Stage(tmp_path, Faulty)
     with pytest.raises(ZeroDivisionError):
         stage.step(stage.cluster, CALM, until_s=10.0)

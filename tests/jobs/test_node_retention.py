@@ -52,12 +52,12 @@ def test_waiting_is_worth_what_a_start_elsewhere_costs(
     assert measure_retention_s(GANG, lost_count=lost, start_s=140.0, elsewhere=elsewhere) == pytest.approx(retention_s)
 
 
-def test_nodes_that_cost_nothing_are_waited_with() -> None:
+def test_free_nodes_are_kept_while_waiting() -> None:
     free = replace(GANG, offer=make_offer("east1a", usd_hour=0.0))
     assert measure_retention_s(free, lost_count=1, start_s=140.0, elsewhere=Elsewhere(usd_hour=8.0)) == RETENTION_S_MAX
 
 
-def test_a_place_is_known_by_its_zone_also_among_several() -> None:
+def test_a_location_is_identified_by_its_zone_even_among_several() -> None:
     west = Placement(offer=make_offer("west1a", usd_hour=2.0), is_spot=True, node_count=4, other_zones=("west1b",))
     assert is_at(replace(west, offer=make_offer("west1a"), other_zones=()), west)
     assert is_at(west, replace(west, offer=replace(west.offer, zone="west1b"), other_zones=()))
@@ -128,7 +128,7 @@ def test_one_lost_node_costs_one_node(tmp_path: Path, rank: int) -> None:
     assert len([node for node in world.cloud.observe() if node.owner == "me"]) == 3
 
 
-def test_a_place_without_a_replacement_node_is_left(tmp_path: Path) -> None:
+def test_a_job_leaves_a_location_without_a_replacement_node(tmp_path: Path) -> None:
     world = World(tmp_path)
 
     async def lose() -> None:

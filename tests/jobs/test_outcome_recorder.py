@@ -305,7 +305,7 @@ def test_a_preemption_is_not_a_failure_of_the_program(tmp_path: Path) -> None:
     assert stage.job.status is JobStatus.RECOVERING
 
 
-def test_a_gang_that_falls_apart_at_one_step_again_and_again_is_the_programs_fault(stage: Stage) -> None:
+def test_a_gang_that_repeatedly_breaks_at_one_step_counts_as_a_program_failure(stage: Stage) -> None:
     for number in range(1, REPEATS_MAX):
         stage.conclude(Verdict.APART, step=7)
         assert stage.see()[:2] == (JobStatus.RECOVERING, BROKEN)
@@ -315,7 +315,7 @@ def test_a_gang_that_falls_apart_at_one_step_again_and_again_is_the_programs_fau
     assert stage.job.failure == "the gang failed (a reason), 3 times at step 7" and REPEATS_MAX == 3
 
 
-def test_at_another_step_it_is_another_story_and_no_step_is_step_0(stage: Stage) -> None:
+def test_deaths_at_different_steps_are_counted_separately(stage: Stage) -> None:
     for number, step in enumerate((7, 8, 7, None, 8, 0), start=1):
         stage.conclude(Verdict.APART, step=step)
         assert stage.job.status is JobStatus.RECOVERING, step
@@ -325,7 +325,7 @@ def test_at_another_step_it_is_another_story_and_no_step_is_step_0(stage: Stage)
     assert stage.job.status is JobStatus.RECOVERING, "a stall is no falling apart"
 
 
-def test_a_late_end_changes_and_records_nothing(stage: Stage) -> None:
+def test_a_second_end_changes_and_records_nothing(stage: Stage) -> None:
     stage.conclude(Verdict.SUCCEEDED)
     told = stage.list_told()
     stage.recorder.finish_job(stage.job, JobStatus.FAILED, OutcomeKind.REFUSED, "late")
@@ -382,8 +382,8 @@ def test_a_budget_is_used_up_when_all_of_it_is_spent(tmp_path: Path, usd: float,
     spend(stage, usd)
     failure = find_overspending(stage.job, stage.store, stage.clock)
     if is_over:
-        assert failure == f"the budget of 5 USD is used up ({usd:.2f} spent); its checkpoints are kept"
-        with pytest.raises(BudgetExceeded, match="5 USD"):
+        assert failure == f"the budget of 5.00 USD is used up ({usd:.2f} USD spent); its checkpoints are kept"
+        with pytest.raises(BudgetExceeded, match="5.00 USD"):
             check_budget(stage.job, stage.store, stage.clock)
     else:
         assert failure == ""
@@ -404,7 +404,7 @@ def test_a_run_that_was_cancelled_for_its_budget_has_failed_by_it(tmp_path: Path
     stage.conclude(Verdict.CANCELLED)
     status, outcome, failure, _ = stage.see()
     assert (status, outcome) == (JobStatus.FAILED, Outcome(kind=OutcomeKind.BUDGET_EXCEEDED)) and failure.startswith(
-        "the budget of 5 USD"
+        "the budget of 5.00 USD"
     )
 
 

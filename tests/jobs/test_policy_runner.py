@@ -54,7 +54,7 @@ def test_a_moved_program_is_notified_after_its_outcome_is_stored_and_before_tear
     assert stored[JobStatus.RECOVERING, "moved"] == FULL
 
 
-def test_a_program_that_saves_all_the_time_is_thought_about_twice_a_minute_at_most(tmp_path: Path) -> None:
+def test_frequent_checkpoints_cause_at_most_two_decisions_a_minute(tmp_path: Path) -> None:
     clock = Hands()
     store = Store(tmp_path / "state.db", clock=clock)
     job = store.jobs.add("train", TASK)

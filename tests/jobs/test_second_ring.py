@@ -85,7 +85,7 @@ def find_processes(home: Path) -> list[str]:
 # A calm run passes about forty effects; eight groups share them out over the test workers. tests/simulation kills at
 # the same effects on virtual time, so `make test` takes every eighth one here.
 @pytest.mark.parametrize("group", [pytest.param(group, marks=pytest.mark.long if group else ()) for group in range(8)])
-def test_killed_at_any_deed_the_next_daemon_ends_the_job_once(tmp_path: Path, group: int) -> None:
+def test_after_a_kill_at_any_effect_the_next_daemon_ends_the_job_once(tmp_path: Path, group: int) -> None:
     crash_at, crashes = group + 1, 0
     while True:
         config = load_config(tmp_path / str(crash_at))
@@ -111,7 +111,7 @@ def test_a_database_locked_by_another_process_only_makes_it_wait(config: Config)
     check_end(config, job)
 
 
-def test_two_daemons_at_once_are_one(config: Config) -> None:
+def test_of_two_concurrent_daemons_one_runs(config: Config) -> None:
     job = submit(config)
     environment = {**os.environ, "BROKER_HOME": str(config.home), "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "broker", "daemon", "--idle", "0"]
@@ -176,7 +176,7 @@ def read_beat_s(config: Config) -> float:
     return beat_s
 
 
-def test_a_daemon_stopped_and_replaced_wakes_up_and_does_nothing_more(config: Config, tmp_path: Path) -> None:
+def test_a_replaced_daemon_that_resumes_takes_no_further_action(config: Config, tmp_path: Path) -> None:
     job = submit(config, WAITING)
     first = start_daemon(config, tmp_path / "none")
     wait_for(lambda: is_half_done(config, job))

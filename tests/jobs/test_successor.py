@@ -49,7 +49,7 @@ def make_successor(folder: Path, requests: Requests) -> tuple[Successor, Store, 
 
 
 @pytest.mark.parametrize(("error", "can_overlap"), [(CapacityError("full"), True), (QuotaError("no quota"), False)])
-def test_a_refusal_is_waited_out_and_one_for_quota_ends_the_overlap(
+def test_a_refusal_delays_the_next_machines_and_a_quota_refusal_ends_the_overlap(
     tmp_path: Path, error: BrokerError, can_overlap: bool
 ) -> None:
     async def play() -> None:

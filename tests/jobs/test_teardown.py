@@ -73,7 +73,7 @@ ONE_LOST = (*GANG[:2], replace(GANG[2], state=NodeState.TERMINATED))
     ],
     ids=["it saves and ends", "it does not end", "no grace", "one answers", "none answers", "none that lives answers"],
 )
-def test_a_program_has_its_grace_and_no_longer_than_it_can_be_seen_to_use_it(
+def test_a_program_gets_its_grace_period_only_while_it_uses_it(
     tmp_path: Path,
     ends_after_s: float,
     grace_s: float,

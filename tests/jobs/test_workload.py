@@ -60,9 +60,7 @@ def test_a_second_process_gets_its_share_once_the_first_has_given_up_its_surplus
     assert two.refresh() == given_up and one.is_lost(given_up[0])
 
 
-def test_what_a_process_has_finished_is_claimed_by_it_again_only_after_a_rest(
-    store: Store, start: Open, clock: Hands
-) -> None:
+def test_a_process_reclaims_its_finished_job_only_after_a_pause(store: Store, start: Open, clock: Hands) -> None:
     ids, one = add_jobs(store, 2), start("one")
     one.refresh()
     one.finish(ids[0])

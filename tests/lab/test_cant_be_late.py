@@ -37,7 +37,7 @@ def make_run(*counts: Sequence[int], policy: str = "adaptive", **facts: float) -
     return replace(run, **facts)  # type: ignore[arg-type]
 
 
-def test_spot_alone_costs_its_ticks_and_one_start() -> None:
+def test_spot_only_costs_its_ticks_and_one_start() -> None:
     found = play(make_run([1]))
     ticks = 73  # twelve hours and a start that takes a part of a tick
     assert found.usd == pytest.approx(ticks * GAP_HOURS * SPOT_USD)
@@ -58,7 +58,7 @@ def test_no_policy_is_late_however_few_ticks_are_free(policy: str, slack_ticks: 
         assert not play(run).is_late
 
 
-def test_a_policy_that_would_wait_for_ever_is_overruled_in_time() -> None:
+def test_a_policy_that_waits_forever_is_overruled_in_time() -> None:
     def wait(view: JobView, candidates: Sequence[Candidate], /) -> Decision:
         return Wait()
 

@@ -24,7 +24,7 @@ def test_a_market_that_is_always_open_costs_what_the_watched_one_costs() -> None
     assert replay_production(case, policy).usd == pytest.approx(replay(case, policy).usd)
 
 
-def test_a_closed_place_is_found_by_requests_alone() -> None:
+def test_only_requests_reveal_a_closed_location() -> None:
     """It counts as open at first, and again whenever it is worth another request."""
     case, seen = make_case(Trace(name="t", gap_hours=1.0, counts=(0,))), list[bool]()
 

@@ -107,7 +107,7 @@ def test_looks_keep_their_times_however_long_one_takes(tmp_path: Path) -> None:
     assert stage.clock.time_s == START_S + 600.0 + 250.0
 
 
-def test_a_look_without_a_clear_answer_counts_as_the_one_before(tmp_path: Path) -> None:
+def test_an_unclear_observation_repeats_the_previous_one(tmp_path: Path) -> None:
     stage = Stage(tmp_path, Provisioner(a=[UNCLEAR, None, UNCLEAR, FULL, UNCLEAR]), "a")
     stage.run(5)
     found = stage.read("a")

@@ -76,13 +76,13 @@ def test_moving_between_zones_pays_the_way_and_never_the_same_way_twice() -> Non
     assert found.timeline == ()
 
 
-def test_a_job_that_nothing_ever_runs_is_finished_on_demand_when_patience_ends() -> None:
+def test_a_job_that_never_gets_spot_finishes_on_demand() -> None:
     found = replay(case_of(0, work=4, deadline=10), load_policy("failover"))
     assert found.is_late
     assert found.ondemand_hours == pytest.approx(4.5) and found.hours == pytest.approx(30 + 4.5)
 
 
-def test_giving_machines_up_on_purpose_saves_first() -> None:
+def test_program_saves_before_its_machines_are_released_on_purpose() -> None:
     asked = list[JobView]()
 
     def fickle(view: JobView, candidates: Sequence[Candidate]) -> Decision:

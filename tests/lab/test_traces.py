@@ -48,7 +48,7 @@ def test_an_invalid_trace_is_refused_with_the_reason(text: str, why: str) -> Non
     assert caught.value.hints
 
 
-def test_made_up_traces_are_the_same_each_time_and_differ_from_each_other() -> None:
+def test_synthetic_traces_are_reproducible_and_distinct() -> None:
     first, again = make_default_traces(), make_default_traces()
     assert first == again
     assert len({each.counts for each in first}) == len(first)
@@ -58,7 +58,7 @@ def test_made_up_traces_are_the_same_each_time_and_differ_from_each_other() -> N
         assert all(0 < price < 1 for price in each.prices)
 
 
-def test_facts_of_a_trace() -> None:
+def test_facts_of_a_trace_are_computed() -> None:
     facts = measure_trace(trace_of(1, 1, 0, 1))
     assert (facts.hours, facts.open_share, facts.preemptions) == (2.0, 0.75, 1)
     assert facts.mean_open_hours == pytest.approx(0.75) and facts.mean_closed_hours == pytest.approx(0.5)
@@ -80,7 +80,7 @@ def test_periods_are_counted_by_age_and_the_first_counts_as_an_old_one() -> None
     assert (seen + NOTHING_SEEN) == seen
 
 
-def test_a_market_that_changes_often_is_believed_to_after_a_few_periods() -> None:
+def test_frequent_changes_of_a_market_are_learned_after_a_few_periods() -> None:
     seen = NOTHING_SEEN
     before = MEASURED.learn_open(seen)
     assert before == (1.0, 1.0)

@@ -92,7 +92,7 @@ def test_type_hints_and_docstrings_have_no_mutants(source: str) -> None:
     assert mutate(source) in ({}, {"condition: TYPE_CHECKING -> not (TYPE_CHECKING)": "if not (TYPE_CHECKING):"})
 
 
-def test_a_raised_errors_words_stay_though_the_error_may_not_be_raised() -> None:
+def test_messages_of_raised_errors_are_not_mutated() -> None:
     assert set(mutate("def f():\n    raise E(f'words', hints=('a',) * 2)\n").values()) == {"pass"}
 
 
@@ -126,7 +126,7 @@ def test_a_frequent_operator_does_not_crowd_out_the_others() -> None:
     assert "boundary" in {each.operator for each in list(draw.shuffle(found, Random(1)))[:4]}
 
 
-def test_a_known_equivalent_is_passed_over_for_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_known_equivalent_mutant_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
     files = ["broker/state/calls.py"]
     first, *others = draw.draw(5, 1, files)
     monkeypatch.setattr(draw, "read_equivalents", lambda: {first.identity: "changes nothing"})

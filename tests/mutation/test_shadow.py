@@ -18,12 +18,12 @@ from tests.mutation.operators import Mutant, find_mutants
 from tests.mutation.reach import Reader
 from tests.mutation.shadow import Shadow, make_shadow
 
-TEST = "tests/mutation/probes.py::test_a_pace_is_learned"
+TEST = "tests/mutation/probes.py::test_the_answer_time_is_learned"
 PROBES = """
 import subprocess, sys
 from broker.provision.hedge_timer import learn
 
-def test_a_pace_is_learned():
+def test_the_answer_time_is_learned():
     assert learn(None, 8.0).deviation_s == 4.0
     code = "from broker.provision.hedge_timer import learn; print(learn(None, 8.0).deviation_s)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True).stdout == b"4.0\\n"
@@ -99,7 +99,7 @@ def test_processes_and_packed_agents_are_those_of_the_copy(shadow: Shadow) -> No
 
 @pytest.mark.skipif(sys.platform != "linux", reason="finds processes by /proc")
 @pytest.mark.parametrize("end", ["while True: pass", ""])
-def test_a_program_that_loops_is_ended_and_so_is_what_any_leaves_behind(tmp_path: Path, end: str) -> None:
+def test_a_looping_program_and_all_leftover_processes_are_killed(tmp_path: Path, end: str) -> None:
     program = f"""
 import subprocess, sys
 from pathlib import Path
@@ -123,7 +123,7 @@ print(ended.returncode)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="finds processes by /proc")
-def test_other_children_of_the_caller_are_neither_measured_nor_ended(tmp_path: Path) -> None:
+def test_other_child_processes_are_neither_measured_nor_killed(tmp_path: Path) -> None:
     code = "import time\nwhile time.process_time() < 1.0: pass\nprint(flush=True)\nwhile True: pass"
     busy = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
     try:

@@ -60,7 +60,7 @@ def test_more_places_cost_less_and_wait_less() -> None:
     assert courses[0].waiting_hours > courses[-1].waiting_hours
 
 
-def test_a_higher_band_strikes_more_often_and_costs_more() -> None:
+def test_a_higher_interruption_band_preempts_more_and_costs_more() -> None:
     calm, wild = run_on_spot(replace(BASE, band_hazard=0.001)), run_on_spot(replace(BASE, band_hazard=0.05))
     assert wild.preemptions > calm.preemptions + 1
     assert wild.spot_hours > calm.spot_hours

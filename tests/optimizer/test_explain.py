@@ -57,7 +57,7 @@ def test_hint_for_a_price_cap() -> None:
     assert "--max-price" in error.hints[0]
 
 
-def test_deadline_hint_is_the_least_that_can_be_met() -> None:
+def test_deadline_hint_is_the_shortest_that_can_be_met() -> None:
     text = "resources: {accelerators: H100:8, use_spot: false}\ngoal: {work: 100h, deadline: 50h}"
     error = explain(text)
     assert error.hints[0] == "extend the deadline: `deadline: 100h` can be met"
@@ -105,7 +105,7 @@ def test_rejected_placement_that_is_late_gives_that_reason() -> None:
     assert "99.0 % is required" in loser.reason
 
 
-def test_without_work_nothing_cheaper_by_the_hour_can_lose() -> None:
+def test_without_work_no_cheaper_hourly_price_loses() -> None:
     made = plan("resources: {accelerators: H100:8}", OFFERS)
     assert list_losers(made, made) == []
 

@@ -112,9 +112,7 @@ def take_step(
 
 
 @given(st.floats(3e8, 2e10), st.integers(0, 5), st.sampled_from([0, 3]))
-def test_twice_the_nodes_are_never_slower_until_a_card_has_one_sequence(
-    parameters: float, power: int, zero: int
-) -> None:
+def test_twice_the_nodes_are_never_slower_until_one_sequence_per_card(parameters: float, power: int, zero: int) -> None:
     """On 3.2 Tbit/s: the claim requires a fast enough network, as the next test shows."""
     once = take_step(parameters, nodes=2**power, zero=zero)
     twice = take_step(parameters, nodes=2 ** (power + 1), zero=zero)
@@ -139,7 +137,7 @@ def test_no_run_beats_the_peak(parameters: float, nodes: int) -> None:
     assert 0 < mfu < 1
 
 
-def test_bubble_is_that_of_the_paper() -> None:
+def test_pipeline_bubble_equals_the_papers() -> None:
     # Narayanan 2021, section 2.2: (p - 1) / m of the useful time, and 1/v of it interleaved.
     def bubble(interleave: int) -> float:
         sharding = Sharding(tensor=8, pipeline=8, interleave=interleave)
@@ -172,7 +170,7 @@ def test_network_speed_is_that_of_the_longest_beginning() -> None:
     assert all(gbits > 0 for gbits in GBITS.values())
 
 
-def test_gradients_that_hide_behind_nothing_cost_their_whole_way() -> None:
+def test_gradient_transfer_without_overlap_costs_its_full_time() -> None:
     # 2 x 7/8 of 4 bytes per parameter over NVLink's 450 GB/s one way, at the stated 75 %.
     shape, hardware = guess_shape(1e9), Hardware(figures=H100, accelerators=8, network_gbs=400)
     hidden, bare = (

@@ -60,7 +60,7 @@ def test_h100_is_faster_than_a100_by_less_than_its_peak() -> None:
     assert 2.0 < 100 / scale("H100", 8) < 3.0
 
 
-def test_a_users_own_figures_go_before_the_roofline() -> None:
+def test_a_users_own_figures_override_the_roofline() -> None:
     assert scale("H100", 8, H100_8=31_000, A100_8=12_500) == pytest.approx(100 * 12_500 / 31_000)
 
 
@@ -70,7 +70,7 @@ def test_a_figure_for_another_count_keeps_the_measured_ratio_of_cards() -> None:
     assert once / 2 <= twice < once * 0.6
 
 
-def test_a_card_that_was_not_measured_follows_the_mean_of_those_that_were() -> None:
+def test_an_unmeasured_card_uses_the_mean_of_the_measured_ones() -> None:
     # Only the goal's card is measured: the ratio is the roofline's.
     assert scale("H100", 8, A100_8=12_500) == pytest.approx(scale("H100", 8))
 
@@ -89,7 +89,7 @@ def test_two_nodes_on_slow_ethernet_gain_little() -> None:
     assert two > fast_two * 1.1
 
 
-def test_a_card_without_figures_goes_by_count_or_not_at_all() -> None:
+def test_a_card_without_figures_is_compared_by_count_or_not_at_all() -> None:
     assert scale("Blank", 4, goal=Goal(work_hours=10, work_on="Blank:8")) == 20
     assert scale("Blank", 4) == 100
     assert scale("Unheard", 4, nodes=2, goal=Goal(work_hours=10, work_on="unheard:8")) == 10
@@ -100,7 +100,7 @@ def test_names_are_case_insensitive() -> None:
 
 
 @given(st.sampled_from(["A100", "H100", "T4"]), st.integers(1, 7), st.integers(1, 4))
-def test_more_cards_of_a_node_are_never_slower(name: str, count: int, more: int) -> None:
+def test_more_cards_per_node_are_never_slower(name: str, count: int, more: int) -> None:
     low, high = (find_speed(name, min(8, each), FIGURES) for each in (count, count + more))
     assert high >= low * 0.999
 
@@ -115,7 +115,7 @@ def test_peaks_decide_if_nothing_else_is_known() -> None:
 
 
 @given(st.floats(0.05, 0.95))
-def test_a_part_of_a_card_does_its_part(part: float) -> None:
+def test_a_fraction_of_a_card_does_a_fraction_of_the_work(part: float) -> None:
     assert find_speed("T4", part, FIGURES) == pytest.approx(part * find_speed("T4", 1, FIGURES))
 
 

@@ -48,7 +48,7 @@ def solve_with_highs(tasks: list[Task], plans: list[Plan], egress: list[EgressPr
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_a_solver_finds_nothing_cheaper(seed: int) -> None:
+def test_an_external_solver_finds_no_cheaper_choice(seed: int) -> None:
     draw = random.Random(seed)
     egress = [
         EgressPrice(cloud=cloud, from_region="*", target=target, usd_per_gb=draw.uniform(*span))

@@ -138,7 +138,7 @@ def test_no_possible_choice_is_cheaper(block: int) -> None:
         assert solved.usd <= solved.greedy_usd + 1e-9, f"draw_case({seed})"
 
 
-def test_the_search_was_needed_and_found_the_same_as_trying_everything() -> None:
+def test_the_search_finds_the_same_as_brute_force() -> None:
     """Every task is linked with every other: nothing can be eliminated beyond the last three."""
     for seed in range(40):
         draw = random.Random(seed)
@@ -394,7 +394,7 @@ class TestTransfer:
         transfer = price_transfer(*ends, gib, self.table)
         return transfer.usd / gib / GB_PER_GIB, transfer.is_assumed
 
-    def test_distance_decides_and_the_source_pays(self) -> None:
+    def test_transfer_price_depends_on_distance_and_source(self) -> None:
         assert self.move("aws/a", "aws/a") == (near(0.01), False)
         assert self.move("aws/a", "aws/b") == (near(0.02), False)
         assert self.move("aws/a", "gcp/a") == (near(0.09), False)
@@ -435,7 +435,7 @@ class TestOrder:
         for task in tasks:
             assert all(order.index(name) < order.index(task.name or "") for name in task.needs)
 
-    def test_tasks_without_a_name_are_called_by_their_place(self) -> None:
+    def test_unnamed_tasks_are_named_by_their_position(self) -> None:
         assert order_tasks([Task(), Task(name="b", needs={"task-1": 1.0}), Task()]) == ("task-1", "b", "task-3")
 
     def test_a_duplicate_name_is_ambiguous_only_in_needs(self) -> None:
@@ -443,7 +443,7 @@ class TestOrder:
         with pytest.raises(UsageError, match="2 tasks are named"):
             order_tasks([Task(name="a"), Task(name="a"), Task(name="b", needs={"a": 1.0})])
 
-    def test_a_circle_is_shown_and_a_missing_name_is_named(self) -> None:
+    def test_cycles_and_missing_names_are_reported(self) -> None:
         with pytest.raises(UsageError, match=r"cycle: (`\w`( -> )?){3}$"):
             self.order(x=(), a=["x", "b"], b=["a"])
         with pytest.raises(UsageError, match="unknown task `dta`") as caught:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from broker.errors import BrokerError, FencedError, StateError, TransientError
-from broker.provision.adoption import Deed, decide
+from broker.provision.adoption import AdoptionAction, decide
 from broker.state.restoring import ATTEMPTS_SKIPPED, find_copy, reset, restore
 from broker.types import Attempt, ClusterStatus, EventKind, Job, JobStatus, Node, NodeList, NodeState, Placement, Task
 from tests.simulation.world import OWNER, World, make_offer
@@ -40,7 +40,7 @@ GANG = [make_node(0), make_node(1)]
 
 def test_the_newest_attempt_of_a_live_job_continues() -> None:
     (found,) = decide(GANG, {3: make_job(1)})
-    assert (found.deed, found.attempt, found.nodes, found.spare) == (Deed.CONTINUE, 2, tuple(GANG), ())
+    assert (found.action, found.attempt, found.nodes, found.spare) == (AdoptionAction.CONTINUE, 2, tuple(GANG), ())
 
 
 @pytest.mark.parametrize(
@@ -55,18 +55,18 @@ def test_the_newest_attempt_of_a_live_job_continues() -> None:
 )
 def test_nodes_without_a_matching_live_job_become_a_cluster(nodes: list[Node], job: Job | None) -> None:
     (found,) = decide(nodes, {3: job} if job else {})
-    assert (found.deed, found.job, len(found.nodes)) == (Deed.KEEP, None, 2)
+    assert (found.action, found.job, len(found.nodes)) == (AdoptionAction.KEEP, None, 2)
 
 
 def test_an_incomplete_gang_is_replaced() -> None:
     (found,) = decide(GANG[:1], {3: make_job(1)})
-    assert found.deed is Deed.REPLACE
+    assert found.action is AdoptionAction.REPLACE
 
 
 def test_the_running_one_of_two_concurrent_launches_is_adopted() -> None:
     other = [make_node(rank, token="u", state=NodeState.PENDING, created_s=1.0) for rank in (0, 1)]
     (found,) = decide([*other, *GANG], {3: make_job()})
-    assert (found.deed, found.nodes, found.spare) == (Deed.CONTINUE, tuple(GANG), tuple(other))
+    assert (found.action, found.nodes, found.spare) == (AdoptionAction.CONTINUE, tuple(GANG), tuple(other))
 
 
 def test_a_superseded_attempt_is_left_to_the_collector() -> None:

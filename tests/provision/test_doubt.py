@@ -96,7 +96,7 @@ def test_a_search_without_other_regions_reports_so_and_ends(
     with pytest.raises(CapacityError) as caught:
         search.up(*EAST, hedge=hedge)
     assert search.end_s <= 5 * UNCLEAR_S_MAX
-    assert len([line for line in search.told if "no place outside east1 (simulated) is left to try" in line]) == 1
+    assert len([line for line in search.told if "no location outside east1 (simulated) is left to try" in line]) == 1
     assert "east1a" in str(caught.value.details) and "east1b" in str(caught.value.details)
     assert not search.world.store.intents.list_open() and not search.world.list_live_nodes()
 

@@ -90,7 +90,7 @@ def test_a_hanging_placement_does_not_block_the_next_one(tmp_path: Path) -> None
         assert words in story, story
 
 
-def test_a_placement_counts_as_late_within_a_second_where_its_cloud_answers_that_fast(
+def test_a_placement_of_a_fast_cloud_counts_as_late_within_a_second(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(HedgeTimer, "measure_s", lambda self, cloud, answer: 0.8)

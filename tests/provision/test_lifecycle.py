@@ -207,7 +207,7 @@ def test_stop_waits_for_every_node_and_closes_bills_and_start_opens_them(stage: 
     assert len([bill for bill in stage.world.store.bills.list() if bill.ended_s is None]) == 2
 
 
-def test_what_a_started_cluster_costs_is_on_the_disk_at_once(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cost_of_a_started_cluster_is_durable_at_once(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     stage.up()
     stage.run(lambda: stage.provisioner.stop("c"))
     store, modes = stage.world.store, list[int]()
@@ -238,7 +238,7 @@ def test_stop_waits_for_the_last_node(stage: Stage) -> None:
     assert [node.state for node in stage.get().nodes] == [NodeState.STOPPED] * 2
 
 
-def test_a_lost_node_stops_costing(stage: Stage) -> None:
+def test_a_lost_node_is_no_longer_billed(stage: Stage) -> None:
     cluster = stage.up()
     stage.cloud.preempt([cluster.nodes[1].id])
     stage.run(lambda: stage.world.clock.sleep(60.0))

@@ -125,7 +125,7 @@ def test_other_searches_wait_for_the_probe_and_a_success_releases_them(memory: U
     assert covers(memory, PLACEMENT) == [False]
 
 
-def test_sixty_failures_are_free_and_then_one_every_two_seconds(memory: UnavailableOffers, clock: Hands) -> None:
+def test_sixty_failures_pass_at_once_then_one_every_two_seconds(memory: UnavailableOffers, clock: Hands) -> None:
     for _ in range(int(FAILURES_MAX)):
         assert memory.measure_wait_s("x") == 0.0
         memory.note_failed_call("x")

@@ -142,8 +142,8 @@ def test_connect_fails_at_once_if_the_node_ends(stage: Stage) -> None:
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
-        ({"status": RunStatus.FAILED}, "the command ended FAILED: (node 0) Python 3.12.3"),
-        ({"status": RunStatus.FAILED, "log": ""}, "the command ended FAILED"),
+        ({"status": RunStatus.FAILED}, "the command ended with status FAILED: (node 0) Python 3.12.3"),
+        ({"status": RunStatus.FAILED, "log": ""}, "the command ended with status FAILED"),
         ({"log": "(node 0) Linux\n"}, "the command ran, but its output did not arrive"),
         ({"ends_after_s": 1e9}, f"the command has not ended after {RUN_S_MAX:g} s"),
     ],
@@ -161,7 +161,7 @@ def test_the_spending_limit_ends_the_trial_within_one_poll_and_the_node_is_termi
     gang = PaperGang(stage)
     gang.ends_after_s = 1e9
     found = play(stage, gang, spend_usd_max=0.05)
-    assert found["run"] == ("failed", "the spending limit of 0.05 USD is reached")
+    assert found["run"] == ("failed", "the spending limit of 0.0500 USD is reached")
     assert found["terminate"] == ("ok", "the cloud confirmed that the node is gone")
     assert 0.05 <= stage.world.store.bills.spend_usd(now_s=stage.world.clock.now_s()) < 0.06
 

@@ -53,7 +53,7 @@ def test_the_test_cloud_supports_zone_search() -> None:
     assert isinstance(Searching(), SupportsZoneSearch) and A.placement.offer.cloud == "simulated"
 
 
-def test_neighbours_that_differ_in_their_zone_only_are_joined() -> None:
+def test_rows_that_differ_only_by_zone_are_joined() -> None:
     cloud = Searching()
     assert join([A, B, C], cloud=cloud) == [("east1a", ("east1b", "east1c"))]
     assert cloud.asked == [3]

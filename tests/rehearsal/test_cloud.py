@@ -141,7 +141,7 @@ def test_the_end_of_a_period_takes_the_whole_gang_and_leaves_on_demand_alone(rig
     assert cloud.preemptions == 1 and "preempts all 2 nodes" in rig.told[0]
 
 
-def test_a_place_that_took_machines_away_has_none_for_a_while(rig: Rig) -> None:
+def test_a_location_has_no_capacity_for_a_while_after_a_preemption(rig: Rig) -> None:
     cloud = rig.make(OpenFor())
 
     async def create(token: str, zone: str = "us-east-1a") -> str:
@@ -159,7 +159,7 @@ def test_a_place_that_took_machines_away_has_none_for_a_while(rig: Rig) -> None:
     asyncio.run(play())
 
 
-def test_a_warned_node_goes_when_its_program_has_ended(rig: Rig) -> None:
+def test_a_node_with_a_notice_ends_once_its_program_has_ended(rig: Rig) -> None:
     """Then there is nothing to wait for; a list that comes after the program's end shows the node gone."""
     cloud = rig.make(OpenFor())
 
@@ -182,7 +182,7 @@ def test_a_warned_node_goes_when_its_program_has_ended(rig: Rig) -> None:
     assert cloud.ignored_notices == 0
 
 
-def test_a_seed_draws_the_same_market_again_and_another_one_another() -> None:
+def test_equal_seeds_draw_equal_markets_and_others_differ() -> None:
     offers = [make_offer(f"us-east-1{letter}") for letter in "abcdefghijklmnopqrst"]
 
     def draw(seed: int) -> list[bool]:

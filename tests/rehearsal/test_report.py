@@ -149,7 +149,7 @@ def test_steps_done_twice_are_compared_bit_for_bit() -> None:
     assert "first at step 11" in judge_losses(found, None)[0].text
 
 
-def test_a_broken_run_is_compared_with_an_unbroken_one_as_it_finally_went() -> None:
+def test_interrupted_run_is_compared_by_its_final_steps() -> None:
     broken = [make_trial(1, range(1, 14), loss_shift=0.0), make_trial(2, range(11, 20))]
     assert compare_runs(broken, [make_trial(1, range(1, 20))]).is_exact
     assert compare_runs(broken, [make_trial(1, range(1, 20), loss_shift=1.0)]).equal == 0
@@ -203,7 +203,7 @@ def test_interval_is_weighed_by_the_market_model_that_jobs_use_not_by_the_publis
     assert find_gang_hazard(replace(played, is_spot=False), 8) == 0
 
 
-def test_a_notice_is_judged_only_where_one_was_given() -> None:
+def test_programs_are_judged_by_notices_only_if_one_was_given() -> None:
     assert judge_notices(given=0, ignored=0, grace_s=20.0) == []
     assert judge_notices(given=1, ignored=0, grace_s=20.0)[0].level == "good"
     assert judge_notices(given=2, ignored=1, grace_s=20.0)[0].level == "bad"

@@ -456,7 +456,7 @@ def test_older_agent_is_polled_and_offered_a_session_ever_more_rarely() -> None:
     asyncio.run(act())
 
 
-def test_news_that_came_before_the_wait_is_not_slept_over() -> None:
+def test_news_that_arrived_before_the_wait_is_not_missed() -> None:
     async def act() -> None:
         desk = Desk()
         await desk.open()
@@ -472,7 +472,7 @@ def test_news_that_came_before_the_wait_is_not_slept_over() -> None:
 @pytest.mark.parametrize(
     "line", [b"[]\n", b"\xff\n", b'{"status": {"runs": [1]}}\n', b'{"status": {"runs": []}, "log_bytes": []}\n']
 )
-def test_node_that_talks_rubbish_is_polled(line: bytes) -> None:
+def test_node_with_invalid_messages_is_polled(line: bytes) -> None:
     async def act() -> None:
         desk = Desk()
         await desk.open()
@@ -508,7 +508,7 @@ def test_call_that_fails_says_whether_the_agent_or_the_session_failed() -> None:
     asyncio.run(act())
 
 
-def test_news_are_waited_for_only_when_every_node_has_a_channel() -> None:
+def test_news_is_awaited_only_if_every_node_has_a_channel() -> None:
     """Otherwise a node without a channel would not be polled before another has news."""
 
     async def act() -> None:

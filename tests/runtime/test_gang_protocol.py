@@ -59,7 +59,7 @@ PAYLOADS = st.binary(max_size=300) | LINES | st.builds(bytes.__add__, LINES, st.
 
 @settings(max_examples=60, deadline=None)
 @given(peer=st.integers(0, 4), payload=PAYLOADS)
-def test_whatever_a_peer_sends_members_are_served(peer: int, payload: bytes) -> None:
+def test_members_are_served_whatever_a_peer_sends(peer: int, payload: bytes) -> None:
     fuzz_coordinator(bytes([peer]) + payload)
 
 
@@ -102,7 +102,7 @@ def test_large_and_odd_lines_change_nothing(peer: int, payload: bytes) -> None:
     ],
     ids=str,
 )
-def test_message_that_no_correct_member_sends_is_refused(message: Any) -> None:
+def test_message_that_no_valid_member_sends_is_refused(message: Any) -> None:
     with pytest.raises(ValueError, match=r"not a message|invalid `"):
         agent_link.parse_message(json.dumps(message).encode())
 

@@ -85,7 +85,7 @@ def test_ec2_metadata_is_queried_with_a_token_and_states_the_end(notice: Any, se
     assert server.asked[1][2]["X-aws-ec2-metadata-token"] == "secret"
 
 
-def test_an_end_that_has_passed_is_now(notice: Any, server: Server) -> None:
+def test_an_end_in_the_past_counts_as_now(notice: Any, server: Server) -> None:
     server.answers = {
         "/latest/api/token": (200, "secret"),
         "/latest/meta-data/spot/instance-action": (200, '{"time": "2020-01-01T00:00:00Z"}'),
@@ -100,7 +100,7 @@ def test_a_server_without_tokens_is_not_queried_again(notice: Any, server: Serve
     assert not (notice.files.STATE / "preemption").exists()
 
 
-def test_compute_engine_is_looked_at_first_and_then_waited_for(notice: Any, server: Server) -> None:
+def test_compute_engine_operation_is_polled_once_before_waiting(notice: Any, server: Server) -> None:
     now = "/computeMetadata/v1/instance/preempted"
     wait = f"{now}?wait_for_change=true&timeout_sec=60"
     server.answers = {now: (200, "FALSE"), wait: (200, "TRUE\n")}
@@ -110,7 +110,7 @@ def test_compute_engine_is_looked_at_first_and_then_waited_for(notice: Any, serv
     assert {headers["Metadata-Flavor"] for *_, headers in server.asked} == {"Google"}
 
 
-def test_answers_that_make_no_sense_are_forgiven_by_one_that_does(notice: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_valid_answer_resets_the_count_of_invalid_ones(notice: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     answers = ([None] * 59 + ["FALSE"] * 2) * 3 + ["TRUE"]
     calls = iter(answers)
 

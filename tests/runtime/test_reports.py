@@ -66,7 +66,7 @@ def open_gang(*answers: Any) -> tuple[Gang, Agents]:
     return Gang(agents, clock=SystemClock()), agents  # type: ignore[arg-type]
 
 
-def test_the_head_speaks_for_the_gang_with_its_progress() -> None:
+def test_the_heads_progress_counts_for_the_gang() -> None:
     progress = {"step": 3, "total": 9}
     gang, agents = open_gang(
         make_run("FAILED", returncode=7, reason="preempted", progress=progress), {**make_run(), "is_advised": True}

@@ -130,7 +130,7 @@ def test_damaged_archive_leaves_nothing_and_a_whole_one_is_kept(tmp_path: Path) 
     ).read_bytes()
 
 
-def test_a_broker_without_its_trainers_says_what_to_reinstall(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_trainers_are_an_error_that_names_the_package_to_reinstall(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shipping.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(StateError, match="trainers are not installed") as caught:
         shipping.pack_trainers.__wrapped__()

@@ -61,7 +61,7 @@ def test_patterns_mean_what_they_mean_to_git(
     assert list_sent(tmp_path) - {file} == sent
 
 
-def test_file_in_a_subfolder_counts_below_it_and_over_those_above(tmp_path: Path) -> None:
+def test_ignore_file_of_a_subfolder_overrides_those_above_it(tmp_path: Path) -> None:
     make(tmp_path, "a.log", "deep/a.log", "deep/keep.log", "deep/local", "deep/er/a.log", "local")
     (tmp_path / ".gitignore").write_text("*.log\n")
     (tmp_path / "deep/.gitignore").write_text("!keep.log\n/local\n!er/*\n")

@@ -49,14 +49,14 @@ def sshd(tmp_path: Path, keys: Keys) -> Iterator[Sshd]:
     sshd.stop()
 
 
-def test_host_that_still_boots_is_waited_for(sshd: Sshd, keys: Keys) -> None:
+def test_connection_waits_for_a_booting_host(sshd: Sshd, keys: Keys) -> None:
     clock = Clock(sshd)
     done = asyncio.run(SshTransport(keys, clock=clock).run(sshd.node, ["echo", "up"], timeout_s=30))
     assert done.stdout == b"up\n"
     assert clock.waits >= 2
 
 
-def test_host_that_was_up_is_not_waited_for(sshd: Sshd, keys: Keys) -> None:
+def test_connection_does_not_wait_for_a_host_that_was_up(sshd: Sshd, keys: Keys) -> None:
     clock = Clock()
     transport = SshTransport(keys, clock=clock)
     sshd.start()
@@ -147,9 +147,9 @@ def test_stranger_with_another_host_key_learns_nothing(tmp_path: Path, keys: Key
     sshd.wait()
     try:
         transport = SshTransport(keys, clock=SystemClock(), patience_s=0)
-        with pytest.raises(TransientError, match="shows a host key that is not the one made for it"):
+        with pytest.raises(TransientError, match="its host key is not the one that broker made for it"):
             asyncio.run(transport.run(sshd.node, ["cat"], timeout_s=30, stdin=b"secret"))
-        with pytest.raises(TransientError, match="shows a host key"):
+        with pytest.raises(TransientError, match="its host key is not the one that broker made"):
             asyncio.run(transport.put(sshd.node, Path(__file__), "copy"))
     finally:
         sshd.stop()
@@ -232,7 +232,7 @@ def test_node_whose_keys_are_elsewhere_is_named(tmp_path: Path, sshd: Sshd) -> N
         ("ssh://u@[2001:db8::1]:2222", ("u", "2001:db8::1", 2222)),
     ],
 )
-def test_handle_says_where_a_node_listens(handle: str, want: tuple[str, str, int]) -> None:
+def test_handle_contains_the_nodes_address(handle: str, want: tuple[str, str, int]) -> None:
     place = parse_handle(handle)
     assert (place.user, place.host, place.port) == want
 
@@ -240,7 +240,7 @@ def test_handle_says_where_a_node_listens(handle: str, want: tuple[str, str, int
 @pytest.mark.parametrize(
     "handle", ["", "ssh://host", "ssh://u@-oProxyCommand=x", "ssh://-o@h", "http://u@h:1", "ssh://u@h:port"]
 )
-def test_handle_that_says_nothing_is_refused(sshd: Sshd, keys: Keys, handle: str) -> None:
+def test_handle_without_an_address_is_refused(sshd: Sshd, keys: Keys, handle: str) -> None:
     transport = SshTransport(keys, clock=SystemClock())
     with pytest.raises(StateError):
         asyncio.run(transport.run(replace(sshd.node, handle=handle), ["true"], timeout_s=5))

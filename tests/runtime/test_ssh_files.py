@@ -38,7 +38,7 @@ def test_a_folder_is_listed_by_what_lies_below_it(tmp_path: Path) -> None:
     assert found.files["link"][2] == "sub"
 
 
-def test_a_file_is_listed_by_itself(tmp_path: Path) -> None:
+def test_listing_a_file_returns_the_file(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("abc")
     found = look(tmp_path / "file", is_folder=False)
     assert not found.is_folder and {name: size for name, (size, _, _) in found.files.items()} == {"": 3}

@@ -114,17 +114,17 @@ def test_a_folder_of_another_user_is_refused(sockets: Path, monkeypatch: pytest.
         make_control_folder()
 
 
-def test_a_long_temporary_folder_is_left_for_a_short_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_temporary_folder_is_replaced_by_a_short_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", "/tmp/" + "x" * 35)
     assert make_control_folder().parent == Path("/tmp")
 
 
-def test_sshs_last_word_ends_a_message() -> None:
+def test_message_ends_with_the_last_line_of_ssh() -> None:
     assert explain(b"") == explain(b"\n \n") == ""
     assert explain(b"first\nlast \n\n") == ": last"
     assert explain(b"x" * 300) == ": " + "x" * 200
     for words in (b"REMOTE HOST IDENTIFICATION HAS CHANGED!\nmore", b"Host key verification failed.\nmore"):
-        assert explain(words) == ": it shows a host key that is not the one made for it"
+        assert explain(words) == ": its host key is not the one that broker made for it"
 
 
 # -- files ----------------------------------------------------------------------------------------------------------

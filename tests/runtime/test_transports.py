@@ -95,13 +95,13 @@ def test_exit_code_of_the_program_never_counts_as_a_lost_node(stand: Stand, retu
     assert done.returncode == returncode
 
 
-def test_words_reach_the_program_as_they_are(stand: Stand) -> None:
+def test_arguments_reach_the_program_unchanged(stand: Stand) -> None:
     words = ["two words", "", "$HOME", "`id`", "a'b\"c", "*", "new\nline", "ünï"]
     done = asyncio.run(stand.transport.run(stand.node, ["printf", "%s\\0", *words], timeout_s=60))
     assert done.stdout.decode().split("\0")[:-1] == words
 
 
-def test_daemon_holding_the_output_does_not_hold_up_the_answer(stand: Stand) -> None:
+def test_daemon_holding_the_output_open_does_not_delay_the_answer(stand: Stand) -> None:
     async def act() -> None:
         done = await stand.transport.run(stand.node, ["bash", "-c", "sleep 5432 & echo $!"], timeout_s=60)
         await stand.transport.run(stand.node, ["kill", done.stdout.decode().strip()], timeout_s=60)

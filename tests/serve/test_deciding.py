@@ -101,7 +101,7 @@ views = st.builds(
     st.sampled_from(UpdateMode),
     st.booleans(),
 )
-def test_any_mixture_converges_and_readiness_is_never_drained_below_the_wanted(
+def test_any_mixture_converges_without_too_few_ready_replicas(
     replicas: Sequence[ReplicaView], slots: Sequence[Slot], mode: UpdateMode, has_fallback: bool
 ) -> None:
     kept = list(replicas)

@@ -60,14 +60,14 @@ def test_low_availability_takes_the_cheapest_spot_and_a_high_one_ends_at_on_dema
     assert dear.slots == (ON_DEMAND,) * 2
 
 
-def test_bounds_of_the_user_are_kept() -> None:
+def test_the_users_bounds_are_respected() -> None:
     found = place_replicas(
         2, [A, B, C], ondemand_usd_hour=1.0, cold_start_hours=0.1, availability=0.5, ondemand_min=1, spare_min=2
     )
     assert found.slots.count(ON_DEMAND) >= 1 and len(found.slots) >= 4
 
 
-def test_no_replica_and_no_place_are_fine() -> None:
+def test_no_replicas_and_no_locations_are_valid() -> None:
     assert place_replicas(0, [A], ondemand_usd_hour=1, cold_start_hours=1, availability=0.9).slots == ()
     assert len(place_replicas(3, [], ondemand_usd_hour=1, cold_start_hours=1, availability=0.9).slots) == 3
 

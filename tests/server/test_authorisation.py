@@ -44,7 +44,7 @@ def test_role_decides_which_verbs_answer(hosted: Hosted, role: str) -> None:
 
 
 @pytest.mark.parametrize("verb", VERBS)
-def test_no_verb_answers_without_a_valid_token(hosted: Hosted, verb: str) -> None:
+def test_every_verb_requires_a_valid_token(hosted: Hosted, verb: str) -> None:
     for token in (None, "broker_wrong", hosted.tokens["admin"] + "x"):
         status, answer = hosted.ask(f"/v1/{verb}", {}, token=token)
         assert status == 401 and "expired or revoked" in answer["error"]["message"]
@@ -107,7 +107,7 @@ def test_patterns_and_all_reach_no_cluster_of_others(hosted: Hosted, owned: str)
             check_verb(hosted.context, token, VERBS[verb], arguments)
 
 
-def test_what_was_started_without_the_server_belongs_to_administrators(hosted: Hosted) -> None:
+def test_resources_started_without_the_server_belong_to_administrators(hosted: Hosted) -> None:
     store = hosted.context.store
     job = store.jobs.add("embedded", Task(run="true"))
     users = {each.user: each for each in store.tokens.list()}

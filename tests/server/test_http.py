@@ -106,7 +106,7 @@ def _submit(task: dict[str, object]) -> dict[str, object]:
     return {"tasks": [task], "name": None, "request_id": None, "hedge": 1, "is_dryrun": True}
 
 
-def test_folder_is_sent_once_and_unpacked_as_it_was(hosted: Hosted, tmp_path: Path) -> None:
+def test_folder_is_sent_once_and_unpacked_unchanged(hosted: Hosted, tmp_path: Path) -> None:
     (tmp_path / "code" / "inner").mkdir(parents=True)
     (tmp_path / "code" / "train.py").write_text("print(1)")
     (tmp_path / "code" / "inner" / "data").write_bytes(b"\0" * 5000)

@@ -24,7 +24,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, help="this one only")
     parser.add_argument("--jobs", type=int, default=1, help="processes at work")
     parser.add_argument("--scene", choices=[scene.name for scene in SCENES], help="this one in place of seeds")
-    parser.add_argument("--kill-at", type=int, help="the deed of a scene to be killed at")
+    parser.add_argument("--kill-at", type=int, help="number of the effect of a scene at which to kill")
     parser.add_argument("--stop-at", type=int, help="as `--kill-at`, but stopped for a while")
     parser.add_argument("--coverage", action="store_true", help="count which fault hit a job in which state")
     parser.add_argument("--mutants", action="store_true", help="plant known bugs, and say what catches each")
@@ -51,8 +51,8 @@ def main() -> int:
 def show(result: Result) -> int:
     for line in result.trace:
         print(line)
-    outcome = result.failure or "all is well"
-    print(f"{result.virtual_s:.0f} s, {result.points} deeds, {result.kills.total()} kills: {outcome}")
+    end = result.failure or "no failure"
+    print(f"{result.virtual_s:.0f} s, {result.points} effects, {result.kills.total()} kills: {end}")
     return int(bool(result.failure))
 
 

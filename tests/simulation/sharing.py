@@ -220,13 +220,15 @@ class SharedUniverse(Universe):
             self.say(f"job {job_id} is claimed in epoch {epoch}")
         self.newest[job_id] = (epoch, holder)
 
-    def _check_claim(self, deed: str) -> None:
+    def _check_claim(self, action: str) -> None:
         job_id, process = DRIVING.get(), get_process()
         if job_id is None or process is None:
             return
         epoch = self.newest.get(job_id, (0, ""))[0]
         if self.owners.get((job_id, epoch)) is not process:
-            raise Violation("C1", f"{process.name} {deed} for job {job_id}, which another process has in epoch {epoch}")
+            raise Violation(
+                "C1", f"{process.name} {action} for job {job_id}, which another process has in epoch {epoch}"
+            )
 
     async def watch_takeovers(self) -> None:
         """Check C3 twice a second."""

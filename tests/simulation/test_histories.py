@@ -100,7 +100,7 @@ def test_every_history_keeps_the_invariants(first: int) -> None:
 
 
 @pytest.mark.parametrize("seed", MENDED)
-def test_a_history_that_once_failed_is_well(seed: int) -> None:
+def test_a_history_that_once_failed_passes(seed: int) -> None:
     result = play_seed(seed)
     assert not result.failure, explain(result)
 

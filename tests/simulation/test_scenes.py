@@ -32,13 +32,13 @@ def kill_at_each(scene: Scene, *, is_rest: bool) -> None:
 
 
 @pytest.mark.parametrize("scene", SCENES, ids=lambda scene: scene.name)
-def test_a_kill_at_every_tenth_deed_changes_nothing_about_the_end(scene: Scene) -> None:
+def test_a_kill_at_every_tenth_effect_does_not_change_the_outcome(scene: Scene) -> None:
     kill_at_each(scene, is_rest=False)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("scene", SCENES, ids=lambda scene: scene.name)
-def test_a_kill_at_any_other_deed_changes_nothing_about_the_end(scene: Scene) -> None:
+def test_a_kill_at_any_other_effect_does_not_change_the_outcome(scene: Scene) -> None:
     kill_at_each(scene, is_rest=True)
 
 

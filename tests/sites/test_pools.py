@@ -78,7 +78,7 @@ def test_detected_size_fills_in_what_the_file_leaves_open(tmp_path: Path) -> Non
     assert third.machine is None
 
 
-def test_equal_hosts_are_one_offer_and_those_that_are_off_none(tmp_path: Path) -> None:
+def test_equal_hosts_form_one_offer_and_hosts_that_are_off_none(tmp_path: Path) -> None:
     size = "cpus: 8, memory: 32"
     odd = "{ip: d, cpus: 9, memory: 1, is_off: true}"
     hosts = read(

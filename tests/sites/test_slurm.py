@@ -28,7 +28,7 @@ def test_cluster_without_a_login_is_this_machine(tmp_path: Path) -> None:
     assert login and (login.host, login.user, found["hpc"].options) == ("login1", "alice", ("--account=lab",))
 
 
-def test_option_that_is_none_is_reported_with_its_place(tmp_path: Path) -> None:
+def test_unknown_option_is_reported_with_its_position(tmp_path: Path) -> None:
     with pytest.raises(TaskError) as caught:
         read(tmp_path, "hpc:\n  options: [account=lab]\n")
     assert (caught.value.issues[0].line, caught.value.issues[0].hint) == (2, "such as `--account=lab`")

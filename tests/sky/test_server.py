@@ -77,13 +77,13 @@ def test_broker_check_shows_what_the_server_says(cloud: SkyCloud, tmp_path: Path
     assert SkyStateFile(tmp_path / "sky").read_enabled() == ["lambda"]
 
 
-def test_a_closer_look_at_an_enabled_cloud(cloud: SkyCloud, engine: WorkerEngine, tmp_path: Path) -> None:
+def test_enabled_cloud_is_checked_in_detail(cloud: SkyCloud, engine: WorkerEngine, tmp_path: Path) -> None:
     config = Config(home=tmp_path, owner=OWNER)
     findings = asyncio.run(SkyInspector("lambda", engine).inspect(config, clock=SystemClock()))
     assert all(each.is_ok for each in findings), findings
 
 
-def test_a_dry_run_takes_the_order_as_it_is(cloud: SkyCloud, engine: WorkerEngine, fake_lambda: FakeLambda) -> None:
+def test_a_dry_run_keeps_the_given_order(cloud: SkyCloud, engine: WorkerEngine, fake_lambda: FakeLambda) -> None:
     async def act() -> None:
         request = await engine.launch("dry", make_task(make_request(node_count=2)), is_dry=True)
         await engine.fetch(request)
@@ -150,7 +150,7 @@ def test_a_gang_is_seen_coming_up_and_is_called_off(cloud: SkyCloud, fake_lambda
     assert not fake_lambda.instances
 
 
-def test_a_cluster_that_never_was_is_ended_without_complaint(cloud: SkyCloud, engine: WorkerEngine) -> None:
+def test_terminating_an_unknown_cluster_succeeds(cloud: SkyCloud, engine: WorkerEngine) -> None:
     asyncio.run(cloud.terminate_nodes([make_node(f"b-{OWNER}-lambda-{0xDEAD:032x}/0", cloud="lambda")]))
     assert asyncio.run(engine.write_ssh("b-none-lambda-00")) is None
 

@@ -90,7 +90,7 @@ def test_no_policy_waits_beside_unwatched_open_spot() -> None:
     assert not isinstance(decision, Move) or decision.target is sure
 
 
-def test_a_far_place_is_entered_where_it_saves_more_than_its_egress() -> None:
+def test_a_distant_location_is_chosen_if_it_saves_more_than_its_egress() -> None:
     policy, sure = load_policy("adaptive"), make_candidate(is_spot=False)
     near = make_candidate(is_spot=True, usd=0.3, is_open=False, age_hours=2.0)
     for egress, is_entered in ((0.5, True), (9.0, False)):
@@ -131,7 +131,7 @@ def test_places_that_change_together_are_one_market() -> None:
     assert expect_second_chance(unseen, unseen[0], 10.0) > 0.0, "that both were met at the same time says nothing"
 
 
-def test_a_closed_place_is_not_awaited_beside_many_open_ones_at_nearly_its_price() -> None:
+def test_a_job_does_not_wait_for_a_closed_location_with_open_ones_at_similar_prices() -> None:
     """It reopens at its own rate, not at that of all places together."""
     policy, sure = load_policy("adaptive"), make_candidate(is_spot=False)
     closed = make_candidate(is_spot=True, usd=0.28, is_open=False, age_hours=5.0)
@@ -140,7 +140,7 @@ def test_a_closed_place_is_not_awaited_beside_many_open_ones_at_nearly_its_price
     assert isinstance(decision, Move) and decision.target.is_spot
 
 
-def test_a_costly_failure_far_away_does_not_bar_spot_near_the_data() -> None:
+def test_a_costly_failure_elsewhere_does_not_exclude_spot_near_the_data() -> None:
     policy, sure = load_policy("adaptive"), make_candidate(is_spot=False)
     near = make_candidate(is_spot=True, usd=0.3, age_hours=9.0)
     far = make_candidate("b", is_spot=True, usd=0.3, age_hours=9.0, move_usd=2.0)
@@ -169,7 +169,7 @@ starts = st.sampled_from((0.0, 0.02, 0.1, 0.37, 0.5))
     counts=patterns, slack=slacks, start=starts, every=st.sampled_from((0.0, 0.1, 0.5)),
     notice=st.sampled_from((0.0, 0.03)), look=st.sampled_from((0.0, 0.05)),
 )  # fmt: skip
-def test_a_deadline_that_on_demand_keeps_is_kept(
+def test_a_deadline_that_on_demand_can_meet_is_met(
     name: str, counts: list[int], slack: float, start: float, every: float, notice: float, look: float
 ) -> None:
     slack += (start + look) / WORK  # the time that on-demand itself needs
@@ -220,7 +220,7 @@ def test_no_market_makes_the_adaptive_policy_late_or_much_more_expensive_than_on
     assert found.usd <= (24 + start) * 1.02
 
 
-def test_when_too_much_was_lost_on_spot_it_is_not_tried_again() -> None:
+def test_spot_is_not_retried_after_too_many_losses() -> None:
     policy, sure = load_policy("adaptive"), make_candidate(is_spot=False)
     spot = make_candidate(is_spot=True, usd=0.3, age_hours=9.0)
 
@@ -237,7 +237,7 @@ def test_when_too_much_was_lost_on_spot_it_is_not_tried_again() -> None:
     assert isinstance(decision := decide(2.0, work_left=5.0), Move) and decision.target is spot, "work was done for it"
 
 
-def test_a_choice_holds_until_time_or_age_alone_would_change_it() -> None:
+def test_a_choice_is_kept_until_time_or_age_would_change_it() -> None:
     """A market that has just opened is watched until it has lasted a while; the decision says how long."""
     policy, sure = load_policy("adaptive"), make_candidate(is_spot=False)
     young = make_candidate(is_spot=True, usd=0.9, age_hours=0.1)
@@ -247,7 +247,7 @@ def test_a_choice_holds_until_time_or_age_alone_would_change_it() -> None:
     assert isinstance(policy(view_of(10, 18.0 - decision.hours * 0.99), [later, sure]), Wait)
 
 
-def test_a_cheaper_place_that_has_just_closed_is_waited_for_while_there_is_time() -> None:
+def test_a_job_with_time_waits_for_a_cheaper_location_that_just_closed() -> None:
     policy, sure = load_policy("adaptive"), make_candidate(is_spot=False)
     dear = make_candidate("dear", is_spot=True, usd=0.6, age_hours=30.0)
 
@@ -260,7 +260,7 @@ def test_a_cheaper_place_that_has_just_closed_is_waited_for_while_there_is_time(
         assert isinstance(decision, Move) and decision.target is dear
 
 
-def test_an_expensive_calm_place_is_weighed_by_its_own_price() -> None:
+def test_an_expensive_calm_location_is_rated_at_its_own_price() -> None:
     """The alternative is a cheap place that has just opened, and there is little spare time."""
     policy, sure = load_policy("adaptive"), make_candidate(is_spot=False)
     young = make_candidate("young", is_spot=True, usd=0.2, age_hours=0.3)
@@ -301,7 +301,7 @@ def test_a_small_saving_or_an_expensive_move_is_not_worth_it() -> None:
     assert isinstance(policy(view_of(10, 30, current=0), [*dear, sure]), Stay)
 
 
-def test_a_cheaper_place_is_moved_to_once_it_has_been_open_for_some_hours() -> None:
+def test_a_job_moves_to_a_cheaper_location_that_has_been_open_for_hours() -> None:
     """Its hazard is still high but falling: its mean residual life is far longer than under the present hazard."""
     policy, sure = load_policy("adaptive"), make_candidate(is_spot=False)
     calm = make_candidate("calm", is_spot=True, usd=0.22, age_hours=30.0)

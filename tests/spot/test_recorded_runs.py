@@ -10,7 +10,7 @@ from broker.lab.recorded_runs import list_cells
 from broker.spot.recorded_runs import TABLE, interpolate_runs, read_scenarios
 
 
-def test_a_node_of_the_table_is_read_as_it_was_replayed() -> None:
+def test_a_node_of_the_table_equals_the_replayed_one() -> None:
     scenarios = read_scenarios()[::17]
     for cell, (work, deadline, start) in enumerate(list_cells()):
         runs = interpolate_runs(

@@ -26,7 +26,7 @@ def test_spot_that_never_closes_costs_its_price() -> None:
         assert outlook.enter_usd(0, work, 5.0) == pytest.approx(0.3 * (work + 0.1), rel=1e-6)
 
 
-def test_a_market_that_never_opens_leaves_on_demand() -> None:
+def test_with_a_market_that_never_opens_only_on_demand_is_used() -> None:
     outlook = solve(reopening=0.0)
     for spare in (0.0, 3.0, 20.0):
         assert outlook.idle_closed.read(0, outlook.locate(10.0, spare)) == pytest.approx(10.1, rel=1e-3)
@@ -57,7 +57,7 @@ def test_more_time_less_work_and_running_machines_never_cost_more() -> None:
         assert outlook.run.read(3, point) <= outlook.idle_open.read(3, point) + 1e-6
 
 
-def test_a_calmer_market_a_lower_price_and_a_second_place_cost_less() -> None:
+def test_calmer_markets_lower_prices_and_more_locations_cost_less() -> None:
     def worth(outlook: ValueFunction) -> float:
         return outlook.idle_open.read(2, outlook.locate(20.0, 5.0))
 
@@ -79,7 +79,7 @@ def test_a_two_state_market_with_free_starts_and_much_time_is_all_spot() -> None
     assert outlook.idle_open.read(0, outlook.locate(8.0, 48.0)) == pytest.approx(0.3 * 8, rel=0.1)
 
 
-def test_below_one_starts_length_of_spare_time_waiting_is_worth_no_more_than_on_demand() -> None:
+def test_waiting_with_little_spare_time_is_worth_no_more_than_on_demand() -> None:
     """A start on spot is no longer safe there, so the value jumps, and interpolation must not smooth the jump."""
     for start in (0.1, 0.5):
         outlook = solve(start_hours=start)

@@ -89,7 +89,7 @@ RULES: tuple[tuple[str, str], ...] = (
         r"(\d+ x \S+ [^(]+\(\w+\)) is confirmed gone after ([\d.]+ s), it cost ([\d.]+ USD)",
         r"terminated \1 in \2 (cost \3)",
     ),
-    (r" is left to ask: waiting for", r" is left to try; waiting for"),
+    (r"no place outside (.*) is left to ask: waiting for", r"no location outside \1 is left to try; waiting for"),
     (r"(\S+) had no record and was ended", r"terminated \1, which had no record"),
 )
 KEPT = re.compile(r"; keeping \d+ of \d+ nodes while replacing the rest$")  # part of the event, not of the outcome

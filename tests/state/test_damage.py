@@ -198,7 +198,7 @@ def check_reads(home: Path, name: str, content: bytes, whole: Path, ask: Ask) ->
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_a_folder_in_the_place_of_a_file_is_a_sentence(home: Path, ask: Ask, name: str) -> None:
+def test_a_folder_instead_of_a_file_is_reported_in_one_sentence(home: Path, ask: Ask, name: str) -> None:
     path = find_file(home, name)
     path.unlink()
     path.mkdir()
@@ -233,7 +233,7 @@ def test_one_damaged_row_does_not_hide_others_and_its_error_says_how_to_drop_it(
     assert ask("state", "drop", "events", "6", "--yes")[0] == 2
 
 
-def test_the_collector_never_takes_a_damaged_cluster_for_none(home: Path) -> None:
+def test_the_collector_keeps_nodes_of_a_damaged_cluster_record(home: Path) -> None:
     with closing(sqlite3.connect(home / "state.db")) as connection:
         connection.execute("UPDATE clusters SET body = 'garbage' WHERE name = 'far'")
         connection.commit()
@@ -327,7 +327,7 @@ def test_keep_days_is_a_number_of_days(home: Path, text: str) -> None:
     ("table", "column"), [("jobs", "name"), ("jobs", "hedge"), ("attempts", "body"), ("attempt_steps", "last_step"),
                       ("refusals", "hints"), ("clusters", "body")],
 )  # fmt: skip
-def test_a_column_that_a_damaged_schema_lacks_is_a_sentence(home: Path, ask: Ask, table: str, column: str) -> None:
+def test_a_missing_column_is_reported_in_one_sentence(home: Path, ask: Ask, table: str, column: str) -> None:
     with closing(sqlite3.connect(home / "state.db")) as connection:
         connection.execute("PRAGMA writable_schema=ON")
         changed = connection.execute(

@@ -26,7 +26,7 @@ from broker.types import (
 from tests.state.samples import ATTEMPT, CLUSTER, NODE, PLACEMENT, REQUEST
 
 FULL, NORMAL = 2, 1  # SQLite's numbers of `synchronous`
-Deed = Callable[[Store], object]
+Action = Callable[[Store], object]
 
 
 def add_commitment(store: Store) -> int:
@@ -62,7 +62,7 @@ def store(tmp_path: Path) -> Recording:
     return made
 
 
-DURABLE: dict[str, Deed] = {
+DURABLE: dict[str, Action] = {
     "add_job": lambda store: store.jobs.add("k", Task(secrets={"A": Secret(value="1")}), "r"),
     "set_job_status": lambda store: store.jobs.set_status(1, JobStatus.SUCCEEDED),
     "request_cancel": lambda store: store.jobs.request_cancel(1),
@@ -99,7 +99,7 @@ DURABLE: dict[str, Deed] = {
     "settle_commitment": lambda store: store.commitments.settle(1),
 }
 # Data that will be observed again anyway: waiting for the disk would cost more than its loss.
-NOT_DURABLE: dict[str, Deed] = {
+NOT_DURABLE: dict[str, Action] = {
     "set_progress": lambda store: store.jobs.set_progress(1, Progress(step=1)),
     "set_log_offset": lambda store: store.jobs.set_log_offset(1, LogOffset(attempt=1)),
     "beat": lambda store: store.leader.beat(),

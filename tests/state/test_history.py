@@ -71,13 +71,13 @@ def test_a_stay_weighs_its_node_hours_and_half_as_much_two_weeks_later() -> None
     assert HALF_LIFE_DAYS == 14.0
 
 
-def test_a_stay_of_no_length_weighs_nothing() -> None:
+def test_a_stay_of_zero_length_has_no_weight() -> None:
     backwards = replace(STAY, begin_s=NOW_S + HOUR_S)
     assert backwards.hours == 0.0
     assert weigh_stays([backwards], now_s=NOW_S)[PLACE].node_hours == 0.0
 
 
-def test_spells_are_of_stays_that_ended_within_a_week() -> None:
+def test_durations_come_from_stays_that_ended_within_a_week() -> None:
     found = gather_durations([STAY], now_s=NOW_S)[PLACE]
     assert found == NOTHING_SEEN + NOTHING_SEEN.with_period(3.0, is_open=True, is_ended=True)
     left = gather_durations([replace(STAY, is_preempted=False)], now_s=NOW_S)[PLACE]
@@ -90,7 +90,7 @@ def test_spells_are_of_stays_that_ended_within_a_week() -> None:
     assert not gather_durations([replace(STAY, begin_s=NOW_S)], now_s=NOW_S)
 
 
-def test_spells_of_one_place_add_up() -> None:
+def test_durations_of_one_location_add_up() -> None:
     one = NOTHING_SEEN.with_period(3.0, is_open=True, is_ended=True)
     assert gather_durations([STAY, STAY], now_s=NOW_S)[PLACE] == NOTHING_SEEN + one + one
 

@@ -69,7 +69,7 @@ def say(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     return capsys.readouterr().out
 
 
-def test_why_says_the_same_of_each_job(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_why_shows_the_same_for_each_job(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for number in range(1, JOBS + 1):
         assert say(capsys, "jobs", "why", str(number)) == reword(SAID["why"][str(number)])
     with closing(sqlite3.connect(home / "state.db")) as connection:
@@ -119,7 +119,7 @@ def test_a_backup_of_the_last_version_is_restored(home: Path) -> None:
     assert store.events.list()[-1].kind is EventKind.RESTORED
 
 
-def test_a_damaged_row_of_the_last_version_stays_what_it_is(home: Path) -> None:
+def test_a_damaged_row_of_the_previous_version_is_left_unchanged(home: Path) -> None:
     with closing(sqlite3.connect(home / "state.db")) as connection:
         connection.execute("DROP INDEX attempts_open")  # the index would reject damage that a disk may cause
         connection.execute("UPDATE attempts SET body = '{\"job_id' WHERE job_id = 1")

@@ -86,7 +86,7 @@ def test_another_database_in_its_place_is_refused(path: Path, tmp_path: Path) ->
         open_store(path)
 
 
-def test_a_store_from_before_gets_its_guard_and_its_columns(tmp_path: Path) -> None:
+def test_an_older_store_gets_its_guard_and_columns(tmp_path: Path) -> None:
     """The file is written as by the last schema without a guard and those columns."""
     path = tmp_path / "state.db"
     with closing(sqlite3.connect(path)) as connection:
@@ -118,7 +118,7 @@ def test_guard_and_copies_are_for_their_owner_alone(path: Path) -> None:
     assert not list(copy.parent.glob(".new-*"))
 
 
-def test_a_copy_a_day_and_the_newest_seven(tmp_path: Path) -> None:
+def test_one_backup_per_day_and_the_newest_seven_are_kept(tmp_path: Path) -> None:
     clock = Hands()
     store = Store(tmp_path / "state.db", clock=clock)
     for _ in range(20):

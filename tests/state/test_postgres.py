@@ -168,7 +168,7 @@ def test_secrets_are_encrypted_with_a_key_beside_the_database(open_postgres: Ope
         store.jobs.get(moved.id)
 
 
-def test_a_job_that_ends_takes_its_secrets_along(open_postgres: OpenStore) -> None:
+def test_secrets_are_deleted_with_the_end_of_their_job(open_postgres: OpenStore) -> None:
     from broker.types import JobStatus
 
     store = open_postgres()
@@ -189,7 +189,7 @@ def test_another_key_reads_and_writes_no_secret(open_postgres: OpenStore, monkey
         other.jobs.add("b", Task(secrets={"TOKEN": Secret(value="canary")}))
     assert other.jobs.count() == 1, "the job is not added either"
     monkeypatch.setenv(KEY, "short")
-    with pytest.raises(StateError, match="is no key"):
+    with pytest.raises(StateError, match="is not a valid key"):
         open_postgres().jobs.get(1)
 
 

@@ -95,7 +95,7 @@ def test_a_durable_commit_waits_for_the_disk_and_a_light_one_does_not(tmp_path: 
     assert store.rows("PRAGMA journal_mode")[0][0] == "wal"
 
 
-def test_a_commit_that_was_synced_outlives_whatever_lies_behind_it(recorder: Recorder, tmp_path: Path) -> None:
+def test_a_synced_commit_survives_damage_behind_it(recorder: Recorder, tmp_path: Path) -> None:
     """The commit's frames and all frames before them were on the disk when it returned."""
     for number, size in enumerate(recorder.sizes):
         state = recorder.cut(tmp_path / f"kept-{number}", size, garbage=b"\xff" * 100)

@@ -46,13 +46,13 @@ def test_a_stored_refusal_is_read_back(store: Store) -> None:
     assert store.refusals.list_active(START_S + 100.0) == []
 
 
-def test_without_a_most_a_refusal_never_grows(store: Store, clock: Hands) -> None:
+def test_a_refusal_without_a_maximum_does_not_grow(store: Store, clock: Hands) -> None:
     for _ in range(3):
         assert refuse(store).expires_s == clock.now_s() + 100.0
         clock.time_s += 100.0
 
 
-def test_a_maximum_below_the_requested_duration_shortens_nothing(store: Store) -> None:
+def test_a_role_maximum_below_the_request_leaves_the_duration(store: Store) -> None:
     assert refuse(store, lasts_s_max=10.0).expires_s == START_S + 100.0
 
 

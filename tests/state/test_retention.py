@@ -113,7 +113,7 @@ def test_old_jobs_stay_while_a_younger_one_needs_or_resumes_them(store: Store, c
 
 
 @pytest.mark.parametrize("damaged", ["[1", "7", '["a"]', "[[1]]", ""])
-def test_a_damaged_row_keeps_nothing_else_from_being_pruned(store: Store, clock: Hands, damaged: str) -> None:
+def test_a_damaged_row_does_not_prevent_pruning_of_others(store: Store, clock: Hands, damaged: str) -> None:
     gone = run_job(store, clock, begin_s=NOW_S - 200 * DAY_S)
     young = run_job(store, clock, begin_s=NOW_S - 2 * DAY_S)
     store.write("UPDATE jobs SET needs = ? WHERE id = ?", (damaged, young))
@@ -180,7 +180,7 @@ def test_bills_of_clusters_without_a_job_are_added_up_too(store: Store, clock: H
     assert store.bills.spend_usd(now_s=NOW_S) == pytest.approx(usd)
 
 
-def test_a_bill_over_new_year_is_split_there() -> None:
+def test_a_bill_is_split_at_new_year() -> None:
     midnight_s = 1_798_761_600.0  # 2027-01-01 in UTC
     assert list(split_by_month(midnight_s - 60, midnight_s + 30)) == [("2026-12", 60.0), ("2027-01", 30.0)]
 

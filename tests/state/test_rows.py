@@ -352,7 +352,7 @@ def test_a_new_leader_fences_the_old_one_and_a_command_leads_nothing(tmp_path: P
 # -- the store itself -----------------------------------------------------------------------------------------------
 
 
-def test_a_cloud_is_adopted_after_two_lists_that_lie_far_enough_apart(store: Store, clock: Hands) -> None:
+def test_a_cloud_is_adopted_after_two_lists_far_enough_apart(store: Store, clock: Hands) -> None:
     store.meta.forget_adoptions()
 
     def note(cloud: str = "x") -> bool:

@@ -190,7 +190,7 @@ def test_a_refusal_ends_when_it_expires_and_comes_back_twice_as_long(tmp_path: P
     assert refuse() == 100.0, "long ago is forgotten"
 
 
-def test_compaction_forgets_old_stories_and_keeps_bills_and_live_jobs(tmp_path: Path) -> None:
+def test_compaction_drops_old_details_and_keeps_bills_and_live_jobs(tmp_path: Path) -> None:
     clock = Hands()
     clock.time_s = time.time() - 100 * 86400
     store = Store(tmp_path / "state.db", clock=clock)

@@ -82,9 +82,7 @@ def test_files_go_up_and_come_down_whole(bucket: Bucket, tmp_path: Path) -> None
     assert {each.name for each in tmp_path.iterdir()} - {"deep"} == {"source", "target"}
 
 
-def test_bucket_that_is_not_there_is_an_error_and_not_an_empty_one(
-    server: S3Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_bucket_is_an_error_instead_of_an_empty_one(server: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in server.variables.items():
         monkeypatch.setenv(name, value)
     gone = open_bucket("s3://no-such-bucket/x")

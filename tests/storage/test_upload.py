@@ -49,7 +49,7 @@ def test_files_are_sent_once_and_those_that_changed_again(url: str, tmp_path: Pa
     assert (open_bucket(url).read("a"), open_bucket(url).read("deep/b")) == (b"A", b"deep/b")
 
 
-def test_bucket_that_is_there_is_left_alone(url: str) -> None:
+def test_existing_bucket_is_left_unchanged(url: str) -> None:
     assert [ensure_bucket(url), ensure_bucket(url)] == [True, False]
     assert open_bucket(url).list_keys() == []
 

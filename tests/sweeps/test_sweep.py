@@ -65,7 +65,7 @@ def test_invalid_parameters_are_refused(text: str) -> None:
 
 
 def test_a_range_needs_a_number_of_runs() -> None:
-    with pytest.raises(UsageError, match="number of runs"):
+    with pytest.raises(UsageError, match="requires `--runs`"):
         draw(parse_parameters(PARAMETERS), runs=None, seed=0)
     with pytest.raises(UsageError, match="twice"):
         parse_parameters(["a=1", "a=2"])

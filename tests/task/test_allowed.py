@@ -77,7 +77,7 @@ def test_zero_byte_is_refused_in_any_field_with_its_place(text: str, place: tupl
         ('checkpoint: {to: "s3://b/\\x01"}', (1, 18), "a bucket like"),
     ],
 )
-def test_text_that_nothing_takes_is_refused_with_its_place(text: str, place: tuple[int, int], words: str) -> None:
+def test_invalid_text_is_refused_with_its_position(text: str, place: tuple[int, int], words: str) -> None:
     issues = find_issues(text)
     assert any(each[:2] == place and words in each[2] for each in issues), issues
 

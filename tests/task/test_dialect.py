@@ -147,7 +147,7 @@ def test_other_names_of_an_accelerator_are_understood(text: str, names: list[str
     assert [each.accelerator for each in task.resources] == names and not task.notices
 
 
-def test_a_part_of_a_card_is_noted_to_take_a_whole_one() -> None:
+def test_a_note_says_that_a_fraction_of_a_card_uses_a_whole_one() -> None:
     task = load("resources: {accelerators: 'T4:0.5'}")
     assert [(each.field, each.blocks_launch) for each in task.notices] == [("accelerators", False)]
     assert "broker exec" in (task.notices[0].hint or "")

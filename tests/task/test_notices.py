@@ -104,13 +104,13 @@ def test_note_names_the_place_and_what_to_do() -> None:
     assert render_notice(task.notices[0]) == "note: task.yaml:1:8: `envs.TOKEN` has no value (pass `--env TOKEN=...`)"
 
 
-def test_given_value_takes_the_notice_away() -> None:
+def test_given_value_removes_the_notice() -> None:
     (task,) = load_tasks_text("secrets: ['secrets:TOKEN']\nrun: x", "t.yaml", secrets={"TOKEN": "abc"})
     assert task.notices == ()
     assert task.secrets["TOKEN"].value == "abc"
 
 
-def test_flag_takes_the_notice_of_its_field_away() -> None:
+def test_flag_removes_the_notice_of_its_field() -> None:
     task = load("resources: {infra: gcp, image_id: 'skypilot:x'}\nrun: x")
     notice = replace(task.notices[0], field="infra")
     task = replace(task, notices=(notice, *task.notices))

@@ -54,7 +54,7 @@ def test_unknown_need_is_shown_with_its_position() -> None:
     assert "3:10 " in find_message("name: a\nrun: x\nneeds: {b: 1}").replace("3:9 ", "3:10 ")
 
 
-def test_circle_is_shown_with_its_names() -> None:
+def test_cycle_is_reported_with_its_names() -> None:
     message = find_message("name: a\nneeds: [c]\nrun: x", "name: b\nneeds: [a]\nrun: x", "name: c\nneeds: [b]\nrun: x")
     assert message == "2:1 `needs` contains a cycle: a -> c -> b -> a | remove one of them"
     assert "a -> a" in find_message("name: a\nneeds: a\nrun: x")

@@ -106,6 +106,6 @@ def test_time_limits_are_read_as_slurm_reads_them(text: str, minutes: float) -> 
         ("-Z 1", "-Z"),
     ],
 )
-def test_value_that_slurm_would_refuse_is_named(line: str, named: str) -> None:
+def test_value_that_slurm_refuses_is_named(line: str, named: str) -> None:
     with pytest.raises(ValueError, match=f"`{named}"):
         import_sbatch(f"#!/bin/bash\n#SBATCH {line}\ntrue\n")

@@ -68,7 +68,7 @@ def test_negative_minutes_of_autostop_turn_it_off(minutes: int) -> None:
 
 
 @pytest.mark.parametrize("field", ["region", "zone", "instance_type", "image_id", "job_recovery"])
-def test_empty_text_in_resources_is_no_value(field: str) -> None:
+def test_empty_text_in_resources_counts_as_unset(field: str) -> None:
     assert load(f"run: x\nresources: {{{field}: '', cpus: 2}}") == load(f"run: x\nresources: {{{field}: , cpus: 2}}")
 
 
@@ -226,7 +226,7 @@ def test_misplaced_field_is_sent_to_its_place(text: str, fault: str) -> None:
         ("resources:\n\u00a0 cpus: 2", "| replace the non-breaking space in the indentation by plain spaces"),
     ],
 )
-def test_common_slip_gets_its_next_step(text: str, fault: str) -> None:
+def test_common_mistake_gets_a_hint(text: str, fault: str) -> None:
     faults = find_faults(f"{text}\nrun: x")
     assert fault in faults[0], faults
 

@@ -160,7 +160,7 @@ def _find(account: Account, region: str, asked: Parameters) -> list[Instance]:
     return [each for each in found if each]
 
 
-def _change(key: str, is_possible: Callable[[Instance], bool], deed: Callable[[Account, Instance], None]) -> Any:
+def _change(key: str, is_possible: Callable[[Instance], bool], effect: Callable[[Account, Instance], None]) -> Any:
     def act(account: Account, region: str, asked: Parameters) -> Answer:
         found = _find(account, region, asked)
         for each in found:
@@ -170,7 +170,7 @@ def _change(key: str, is_possible: Callable[[Instance], bool], deed: Callable[[A
                 raise ApiError("UnsupportedOperation")
         for each in found:
             if is_possible(each):
-                deed(account, each)
+                effect(account, each)
         return {key: [{"InstanceId": each.id, "CurrentState": {"Name": each.state, "Code": 0}} for each in found]}
 
     return act

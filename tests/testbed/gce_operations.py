@@ -79,14 +79,14 @@ class Operations:
         zone: str,
         kind: str,
         target: Json,
-        deed: Callable[[], object],
+        effect: Callable[[], object],
         fault: Fault | None = None,
         *,
         error: Json | None = None,
         user: str = "us@example.com",
     ) -> Json:
         if fault is not None and fault.code:
-            error, deed = {"code": fault.code, "message": f"injected {fault.code}"}, lambda: None
+            error, effect = {"code": fault.code, "message": f"injected {fault.code}"}, lambda: None
         number = next(self._numbers)
         operation: Json = {
             "name": f"operation-{number}",
@@ -99,7 +99,7 @@ class Operations:
         } | ({"zone": f"{self.base}/zones/{zone}"} if zone else {})
 
         def finish() -> None:
-            deed()
+            effect()
             operation.update(status="DONE", endTime=stamp(self.now()))
             if error is not None:
                 operation.update(error={"errors": [error]}, httpErrorStatusCode=400, httpErrorMessage="BAD REQUEST")

@@ -65,7 +65,7 @@ def bed(request: pytest.FixtureRequest, tmp_path: Path, metadata: MetadataServer
     bed.cloud.end_all()
 
 
-def test_eight_hosts_are_reached_at_once_and_stand_apart(bed: Bed) -> None:
+def test_eight_hosts_are_reached_concurrently_and_separately(bed: Bed) -> None:
     async def act() -> None:
         cluster = await bed.make_cluster(8)
         names = await asyncio.gather(

@@ -150,21 +150,21 @@ class Killer(threading.Thread):
 
     def _signal(self, kind: str) -> dict[str, object] | None:
         """Signal one process of a role. A stopped one continues after a while."""
-        role, _, deed = kind.partition("-")
+        role, _, action = kind.partition("-")
         found = sorted((each for each in self._bed.list_processes() if each.kind == role), key=lambda each: each.pid)
         if not found:
             return None
         target = self._draw.choice(found)
         if kind == "runner-kill" and not self._may_break_apart(self._name_job(target.node)):
             return None
-        return self._send(target, kind, deed)
+        return self._send(target, kind, action)
 
-    def _send(self, target: Process, kind: str, deed: str) -> dict[str, object] | None:
+    def _send(self, target: Process, kind: str, action: str) -> dict[str, object] | None:
         bed = self._bed
-        if not bed.signal(target, SIGNALS[deed]):
+        if not bed.signal(target, SIGNALS[action]):
             return None
         details: dict[str, object] = {"pid": target.pid, "node": target.node}
-        if deed == "stop":
+        if action == "stop":
             seconds = self._draw.uniform(1.0, STOP_S_MAX if target.kind == "daemon" else SHORT_S_MAX)
             self._later(seconds, f"{kind} {target.pid}", lambda: bed.signal(target, signal.SIGCONT))
             details["for_s"] = round(seconds, 1)

@@ -65,7 +65,7 @@ def test_overlapping_attempts_are_reported(tmp_path: Path, is_witness_killed: bo
     assert "attempt 2 met attempt 1 alive" in find_problems(make_work(), "job", [make_job()], tmp_path / "job")
 
 
-def test_attempts_one_after_the_other_have_their_effect_once(tmp_path: Path) -> None:
+def test_sequential_attempts_have_their_effect_once(tmp_path: Path) -> None:
     for attempt in (1, 2):
         assert start_witness(tmp_path, attempt, "true").wait(WAIT_S_MAX) == 0
     assert list_events(tmp_path) == ["begin", "finish", "end", "begin", "redone", "end"]
@@ -142,7 +142,7 @@ NEXT = {"number": 2, "ended_s": None}
         ([make_view(epoch=3), make_view(epoch=2)], "the epoch went back"),
     ],
 )
-def test_contradicting_records_are_reported(tmp_path: Path, views: list[View], claim: str) -> None:
+def test_contradictory_records_are_reported(tmp_path: Path, views: list[View], claim: str) -> None:
     history = History(tmp_path / "history.jsonl", seed=0, bed="none")
     monitor = Monitor(history)
     for view in views:

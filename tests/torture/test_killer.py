@@ -10,7 +10,7 @@ from tests.torture.killer import Killer
 WAIT_S = 30.0
 
 
-def test_an_act_is_undone_while_the_next_one_waits_for_that(tmp_path: Path) -> None:
+def test_the_next_act_waits_until_an_act_is_undone(tmp_path: Path) -> None:
     """A stopped daemon may hold a resource that the command of the next act needs."""
     is_undone = threading.Event()
     heard: list[bool] = []

@@ -113,12 +113,12 @@ class Submitter(threading.Thread):
         self._history.act("command-repeat", arguments=arguments)
 
     def _follow_up(self, view: View | None, now_s: float) -> None:
-        deeds: dict[str, Callable[[Workload, View], bool]] = {
+        actions: dict[str, Callable[[Workload, View], bool]] = {
             "cancel": self._cancel, "retry": self._retry, "down": self._down,
         }  # fmt: skip
         for owed in list(self._owed):
             due_s, work = owed
-            if view is not None and now_s >= due_s and deeds[work.follow_up](work, view):
+            if view is not None and now_s >= due_s and actions[work.follow_up](work, view):
                 self._owed.remove(owed)
 
     def _cancel(self, work: Workload, view: View) -> bool:

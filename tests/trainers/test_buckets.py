@@ -103,7 +103,7 @@ def test_newest_is_restored_and_the_last_are_kept(url: str) -> None:
     assert restore(open_storage(url)) == 15
 
 
-def test_every_kind_of_damage_is_passed_over(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_checkpoints_with_any_kind_of_damage_are_skipped(url: str, capsys: pytest.CaptureFixture[str]) -> None:
     storage = open_storage(url)
     save_steps(storage, 5, 10, 15, 20, 25, keep=9)
     torn, short, gone, half = (str(name) for name in list_checkpoints(storage)[:4])

@@ -21,7 +21,7 @@ from trainers.strategies import STRATEGIES, create_strategy
     depth=st.integers(1, 99), rate=st.floats(1e-9, 1e3), dtype=st.sampled_from(["float32", "bfloat16"]),
     strategy=st.text(min_size=1), is_compiled=st.booleans(),
 )  # fmt: skip
-def test_config_survives_the_way_through_flags(
+def test_config_survives_the_conversion_to_flags(
     depth: int, rate: float, dtype: str, strategy: str, is_compiled: bool
 ) -> None:
     config = Config(
@@ -126,7 +126,7 @@ PARAMETER_COUNTS = {
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_every_preset_is_a_config_of_the_size_it_says(name: str) -> None:
+def test_every_preset_has_its_stated_size(name: str) -> None:
     import torch
 
     from trainers.models import create_language_model
@@ -154,7 +154,7 @@ def test_config_is_frozen() -> None:
         Config().train.steps = 3  # type: ignore[misc]
 
 
-def test_environment_has_defaults_and_reads_the_contract() -> None:
+def test_environment_has_defaults_and_follows_the_contract() -> None:
     assert read_environment({}).checkpoint_url == "./checkpoints"
     found = read_environment({"BROKER_ATTEMPT": "4", "BROKER_CHECKPOINT_DIR": "/c", "BROKER_PROGRESS_FILE": ""})
     assert (found.attempt, found.checkpoint_url, found.progress_file) == (4, "/c", None)

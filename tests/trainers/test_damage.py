@@ -49,7 +49,7 @@ def swap(content: bytearray, draw: random.Random) -> None:
 KINDS: list[Callable[[bytearray, random.Random], None]] = [flip, flip, cut, zero, swap]
 
 
-def test_twenty_damaged_checkpoints_are_passed_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_twenty_damaged_checkpoints_are_skipped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     counter = Counter()
     manager = CheckpointManager(
         FolderStorage(tmp_path), ALONE, attempt=1, keep=99, shared={"counter": counter}, own={"own": Counter()}

@@ -30,7 +30,7 @@ def test_order_does_not_depend_on_world_size(first: int, batch: int, world_size:
 
 @settings(max_examples=40)
 @given(count=st.integers(1, 300), key=st.text(max_size=5))
-def test_permutation_shows_every_place_once(count: int, key: str) -> None:
+def test_permutation_contains_every_index_once(count: int, key: str) -> None:
     assert sorted(permute(place, count, key) for place in range(count)) == list(range(count))
 
 
@@ -41,7 +41,7 @@ def make_corpus(seed: int = 0, context: int = 16, windows: range | None = None) 
 
 
 @given(world_size=st.integers(1, 8), step=st.integers(0, 10**6))
-def test_same_windows_whatever_the_world_size(world_size: int, step: int) -> None:
+def test_windows_are_the_same_for_any_world_size(world_size: int, step: int) -> None:
     corpus = make_corpus(seed=3)
     whole = corpus.read(step * 8, 8)[0].tolist()
     parts = []
@@ -136,7 +136,7 @@ def test_token_files_of_nanogpt_are_read_as_they_are(tmp_path: Path) -> None:
     assert open_tokens(DataConfig(path=str(tmp_path))).fingerprint != before
 
 
-def test_wider_tokens_are_read_by_what_lies_beside_them(tmp_path: Path) -> None:
+def test_token_width_is_read_from_the_metadata_file(tmp_path: Path) -> None:
     (tmp_path / "train-00000.bin").write_bytes(array("I", [128000, 7]).tobytes())
     (tmp_path / "tokens.json").write_text('{"dtype": "uint32", "tokenizer": "o200k_base", "vocabulary": 200019}')
     tokens = open_tokens(DataConfig(path=str(tmp_path)))

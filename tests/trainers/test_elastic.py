@@ -116,7 +116,7 @@ def test_survivor_that_does_not_come_back_is_left_behind_when_time_is_up() -> No
     assert b.ear.take() == ["world"] and rendezvous.generation == 2
 
 
-def test_too_few_wait_for_a_newcomer() -> None:
+def test_too_few_workers_wait_for_a_newcomer() -> None:
     rendezvous, (a, b, _) = gather(least=3)
     rendezvous.depart(a)
     come_back(rendezvous, b, rank=1, step=7)
@@ -304,7 +304,7 @@ def test_half_of_a_world_continues_at_its_own_rendezvous_only() -> None:
 
 
 @pytest.mark.parametrize("text", ["2", "0:2", "3:2", "a:b", "2:", ":2"])
-def test_bounds_that_are_none_are_refused(text: str) -> None:
+def test_invalid_bounds_are_refused(text: str) -> None:
     with pytest.raises(ValueError, match="is not like `2:4`"):
         parse_elastic(text)
     assert find_problem(Config(elastic=text)) is not None and find_problem(Config(elastic="2:4")) is None

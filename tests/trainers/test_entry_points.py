@@ -60,7 +60,7 @@ def test_evaluation_is_the_same_however_the_model_is_shared(worlds: Worlds, tmp_
         assert losses == pytest.approx(found[0], abs=1e-4)
 
 
-def test_classifier_resumes_bit_identically_and_does_not_mind_its_shares(worlds: Worlds, tmp_path: Path) -> None:
+def test_classifier_resumes_bit_identically_for_any_number_of_ranks(worlds: Worlds, tmp_path: Path) -> None:
     def train(name: str, *flags: str, ranks: int, kill_after: int = 0, attempt: int = 1) -> dict[int, list[float]]:
         kill_at = f"step {kill_after}/" if kill_after else ""
         ended = worlds.call(
@@ -105,7 +105,7 @@ def test_sweep_measures_every_size_once_also_over_a_kill_and_a_notice(worlds: Wo
     assert (last["event"], last["step"], last["total"], last["wrong"]) == ("finished", 8, 8, 0)
 
 
-def test_wrong_sums_are_counted(worlds: Worlds, tmp_path: Path) -> None:
+def test_wrong_checksums_are_counted(worlds: Worlds, tmp_path: Path) -> None:
     ended = worlds.call(tmp_path, f"{__name__}:find_planted_errors", [], ranks=2)
     assert ended.codes == [0, 0], ended.errors
 

@@ -157,7 +157,7 @@ def test_killed_run_with_adapters_resumes_bit_identically(
     assert all(loss == whole[step][0] for step, losses in broken.items() for loss in losses)
 
 
-def test_adapters_start_as_none_change_alone_and_are_merged(worlds: Worlds, tmp_path: Path) -> None:
+def test_adapters_start_neutral_are_the_only_change_and_can_be_merged(worlds: Worlds, tmp_path: Path) -> None:
     theirs = save_model(tmp_path / "start", "llama")
     with_adapters = load_here(tmp_path / "start", "--lora.rank", "4")
     torch.testing.assert_close(compute_logits(with_adapters), compute_logits(theirs), rtol=1e-5, atol=1e-5)
@@ -201,7 +201,7 @@ def test_adapters_cannot_be_cut(worlds: Worlds, tmp_path: Path) -> None:
         ({"max_position_embeddings": 8}, "has 8 positions, fewer than `--model.context 24`"),
     ],
 )
-def test_model_that_cannot_be_computed_is_refused(changes: dict[str, Any], reason: str) -> None:
+def test_model_with_impossible_dimensions_is_refused(changes: dict[str, Any], reason: str) -> None:
     content = {"model_type": "llama", **SMALL, **changes}
     with pytest.raises(TrainerError, match=reason):
         read_shape(content, context=CONTEXT)
@@ -233,7 +233,7 @@ def test_tokenizer_of_a_folder_encodes_ends_documents_and_decodes(tmp_path: Path
         create_tokenizer(str(tmp_path / "none"))
 
 
-def test_mistakes_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_mistakes_are_one_line_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert train(["--init-from", str(tmp_path)]) == 2
     assert "cannot read `config.json`" in capsys.readouterr().err
     assert export([str(tmp_path / "end"), "--checkpoint", str(tmp_path), "--format", "hf"]) == 1
@@ -257,7 +257,7 @@ def test_mixture_that_transformers_lacks_is_refused(fields: dict[str, Any], reas
         write_shape(ModelConfig(experts=4, **fields), dtype="float32")
 
 
-def test_encoder_is_refused_without_its_task_and_by_what_writes_text(tmp_path: Path) -> None:
+def test_encoder_requires_its_task_and_cannot_generate_text(tmp_path: Path) -> None:
     save_model(tmp_path / "encoder", "eurobert")
     save_model(tmp_path / "decoder", "llama")
     with pytest.raises(TrainerError, match=r"an encoder: add `--data.mask_share 0.3`"):
@@ -266,7 +266,7 @@ def test_encoder_is_refused_without_its_task_and_by_what_writes_text(tmp_path: P
         load_here(tmp_path / "decoder", *ENCODER)
     with pytest.raises(TrainerError, match="an encoder generates no text"):
         load_model(str(tmp_path / "encoder"), dtype=torch.float32)
-    with pytest.raises(TrainerError, match="no encoder of Hugging Face's has this shape"):
+    with pytest.raises(TrainerError, match="Hugging Face has no encoder of this shape"):
         write_shape(ModelConfig(kind="gpt", bidirectional=True), dtype="float32")
 
 

@@ -101,7 +101,7 @@ def test_killed_encoder_resumes_bit_identically(worlds: Worlds, tmp_path: Path) 
         ([*ENCODER, "--data.document_mask"], "cannot be combined with `--data.document_mask`"),
     ],
 )
-def test_flags_that_make_no_encoder_are_refused(
+def test_flags_that_do_not_fit_an_encoder_are_refused(
     flags: list[str], reason: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit, match="2"):

@@ -59,7 +59,7 @@ def find_python(name: str) -> str | None:
         ("python3.8", "import trainers.setup, sys; sys.exit(trainers.setup.main([]) not in (0, 1))"),
     ],
 )
-def test_old_python_starts_them(name: str, code: str) -> None:
+def test_programs_start_on_old_python(name: str, code: str) -> None:
     python = find_python(name)
     if not python:
         pytest.skip(f"no {name} on this machine")

@@ -56,7 +56,7 @@ PAYLOADS = st.binary(max_size=300) | LINES | st.builds(bytes.__add__, LINES, st.
 
 @settings(max_examples=60, deadline=None)
 @given(peer=st.integers(0, 5), payload=PAYLOADS)
-def test_whatever_a_peer_sends_workers_are_served(peer: int, payload: bytes) -> None:
+def test_workers_are_served_whatever_a_peer_sends(peer: int, payload: bytes) -> None:
     fuzz_rendezvous(bytes([peer]) + payload)
 
 
@@ -84,7 +84,7 @@ def test_one_line_of_a_stranger_does_not_end_a_run(credential: Credential) -> No
         assert [each.read()["verdict"] for each in workers] == ["stay"] * 2
 
 
-def test_end_and_votes_of_a_worker_outside_the_world_do_not_count() -> None:
+def test_messages_of_a_worker_outside_the_world_are_ignored() -> None:
     with open_rendezvous(2) as (rendezvous, server):
         first, second = (come(server, name, place) for place, name in enumerate("ab"))
         assert [each.read()["kind"] for each in (first, second)] == ["world"] * 2
@@ -172,7 +172,7 @@ def test_silent_strangers_do_not_keep_workers_out(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("credential", [Credential(pem=make_pem("gang")), SECRET], ids=["PEM", "secret"])
-def test_silent_stranger_is_closed_in_the_end(credential: Credential, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_silent_stranger_is_disconnected_eventually(credential: Credential, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rendezvous_server, "HANDSHAKE_S", 0.2)
     with (
         open_rendezvous(credential=credential) as (_, server),

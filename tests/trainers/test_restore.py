@@ -231,7 +231,7 @@ def test_restore_may_take_longer_than_a_step(tmp_path: Path) -> None:
     assert run_two("slow", tmp_path) == {0: (10, 10, False), 1: (10, 10, True)}
 
 
-def test_damage_that_one_rank_finds_is_passed_over_by_all(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_all_ranks_skip_a_checkpoint_that_one_finds_damaged(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert run_two("damaged", tmp_path) == {0: (5, 5, True), 1: (5, 5, True)}
     assert capfd.readouterr().err.count("skipping checkpoint `step-00000010") == 1
     # Another number of ranks reads no random numbers of the others, but the file that holds them must be whole.

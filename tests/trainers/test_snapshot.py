@@ -95,7 +95,7 @@ def test_copy_is_of_the_step_taken_though_the_device_is_behind_and_the_host_ahea
         assert weight.tolist() == [99.0] * 3 and copied["weight"].tolist() == [step] * 3
 
 
-def test_without_settling_the_simulation_tells() -> None:
+def test_the_simulation_detects_a_missing_settle_time() -> None:
     streams, weight = LateStreams(), torch.ones(3)
     snapshot = Snapshot(streams, is_pinned=False)
     snapshot.begin()

@@ -55,7 +55,7 @@ def test_variables_and_state_arrive(tmp_path: Path, content: bytes) -> None:
     assert not path.exists()
 
 
-def test_standby_that_is_not_ready_takes_nothing(tmp_path: Path) -> None:
+def test_standby_that_is_not_ready_takes_over_nothing(tmp_path: Path) -> None:
     assert not hand_over(str(tmp_path / "missing"), {}, -1)
 
 

@@ -87,7 +87,7 @@ def test_any_rank_reads_the_same_sample_at_any_time(tokens: Path, tmp_path: Path
     assert torch.equal(torch.cat(parts), whole)
 
 
-def test_dead_rank_s_successor_fetches_nothing_twice(tokens: Path, tmp_path: Path) -> None:
+def test_successor_of_a_dead_rank_fetches_nothing_twice(tokens: Path, tmp_path: Path) -> None:
     first, second = Counting(tokens), Counting(tokens)
     open_corpus(tokens, tmp_path / "cache", first).read(0, 40)
     corpus = open_corpus(tokens, tmp_path / "cache", second)

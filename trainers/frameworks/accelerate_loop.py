@@ -1,4 +1,4 @@
-"""Hugging Face Accelerate: an own loop whose model and optimizer Accelerate wraps and saves."""
+"""Hugging Face Accelerate: a custom loop whose model and optimizer Accelerate wraps and saves."""
 
 from __future__ import annotations
 

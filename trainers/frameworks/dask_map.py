@@ -18,7 +18,7 @@ def compute(item: int) -> float:
 
 
 def main() -> None:
-    """Submit what no earlier attempt finished; keep the results every SAVE_STEPS items."""
+    """Submit the items that no earlier attempt finished; save the results every SAVE_STEPS items."""
     bridge.listen()
     client = Client(os.environ["SCHEDULER"], timeout="300s")
     count, folder = bridge.resume()

@@ -1,4 +1,4 @@
-"""TensorFlow ParameterServerStrategy with an own loop: the other workers do a lost one's steps.
+"""TensorFlow ParameterServerStrategy with a custom loop: other workers take over the steps of a lost one.
 
 The first node has the coordinator and the parameter server, every other node one worker.
 """

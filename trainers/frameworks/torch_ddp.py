@@ -1,4 +1,4 @@
-"""PyTorch DistributedDataParallel under torchrun: any rank's weights are everyone's, so the first one saves."""
+"""PyTorch DistributedDataParallel under torchrun: all ranks have the same weights, so the first one saves."""
 
 from __future__ import annotations
 

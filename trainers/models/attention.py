@@ -19,7 +19,7 @@ class WholeSequence:
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, *, dropout_rate: float = 0.0, mask: Tensor | None = None
     ) -> Tensor:
-        """Let every position of `[batch, heads, time, width]` read from itself and those before it, or from all.
+        """Attend, at every position of `[batch, heads, time, width]`, to itself and those before it, or to all.
 
         Keys and values may have fewer heads, each shared by as many queries' heads in a row. A `mask` replaces the
         rule.

@@ -36,13 +36,13 @@ class Sequence(Protocol):
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, *, dropout_rate: float = 0.0, mask: Tensor | None = None
     ) -> Tensor:
-        """Let tokens read from all positions before theirs, wherever those are."""
+        """Attend from each token to all earlier positions, on any rank."""
         ...
 
 
 @runtime_checkable
 class KnowsSequence(Protocol):
-    """A module that asks for positions or attends; all such modules of a model must say so for a sequence to be cut."""
+    """A module that uses positions or attends; a sequence can be cut only if all such modules declare this."""
 
     sequence: Sequence
 

@@ -77,7 +77,7 @@ class Decoder(nn.Module):
         return segments
 
     def drop_ends(self, *, is_first: bool, is_last: bool) -> None:
-        """Let go of what comes before the blocks, or after them, if this rank has neither."""
+        """Drop the layers before or after the blocks that this rank does not hold."""
         if not is_first:
             self.token_embedding = None
         if not is_last:

@@ -73,7 +73,7 @@ class Attention(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, hidden: Tensor, packing: Packing | None = None) -> Tensor:
-        """Let every position read from itself and those before it, of its document if there are several."""
+        """Attend from each position to itself and the earlier ones, within its document if there are several."""
         batch, time, _ = hidden.shape
         # Packed head by head, so that a rank that holds some of the columns holds whole heads.
         packed = self.query_key_value(hidden).view(batch, time, -1, 3, self.head_width)

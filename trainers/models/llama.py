@@ -79,7 +79,7 @@ class Attention(nn.Module):
         self.sequence: Sequence = WholeSequence(is_causal=not config.bidirectional)
 
     def forward(self, hidden: Tensor, packing: Packing | None = None) -> Tensor:
-        """Let every position read from those that `sequence` allows, of its document if there are several."""
+        """Attend from each position to those that `sequence` allows, within its document if there are several."""
         query, key, value = (self._split_heads(layer(hidden)) for layer in (self.query, self.key, self.value))
         if self.query_norm is not None and self.key_norm is not None:
             query, key = self.query_norm(query), self.key_norm(key)

@@ -1,6 +1,7 @@
-"""The interface of a strategy: three verbs around an ordinary model, and a few more that most leave as they are here.
+"""The interface of a strategy: three methods around an ordinary model, and a few more that most strategies do not
+override.
 
-A plain `Strategy` is one process training alone; each file beside this one changes what its way of sharing changes.
+A plain `Strategy` is one process training alone; each file next to this one overrides what its way of sharing changes.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -87,7 +88,7 @@ class Strategy:
         return model
 
     def micro_step(self, model: nn.Module, *, last: bool) -> AbstractContextManager[None]:
-        """Surround one forward and backward; after the last of a step, gradients are the mean over all shares."""
+        """Enclose one forward and backward pass; after the last of a step, gradients are the mean over all shares."""
         return nullcontext()
 
     def clip(self, model: nn.Module, norm_max: float) -> Tensor:
@@ -97,7 +98,7 @@ class Strategy:
         return clip_gradients(trained, norm_max, device=self.ranks.device, across=pipeline)
 
     def scale_own_losses(self, model: nn.Module, scale: float) -> None:
-        """Tell modules that have a loss of their own what the loss of the next pass is multiplied by."""
+        """Pass the factor of the next pass's loss to modules that have a loss of their own."""
         if self._losses is None:
             self._losses = [module for module in model.modules() if isinstance(module, HasOwnLoss)]
         for module in self._losses:
@@ -126,7 +127,7 @@ class Strategy:
 
     @property
     def has_own_schedule(self) -> bool:
-        """Whether `run_schedule` replaces the loop's `forward_backward`."""
+        """Return whether `run_schedule` replaces the loop's `forward_backward`."""
         return False
 
     def run_schedule(self, model: nn.Module, passes: Passes) -> Tensor:

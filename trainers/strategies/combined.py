@@ -19,16 +19,16 @@ ORDER = ("pipeline", "tensor", "context", "expert", "replicate", "shard", "islan
 
 
 class Combined(Strategy):
-    """Each part along its own axes of one grid. A verb that a part has made its own is that part's."""
+    """Each part along its own axes of one grid. A method that a part overrides is called on that part."""
 
     def __init__(self, ranks: Ranks, grid: Grid, options: StrategyOptions, parts: Sequence[Strategy]) -> None:
-        """Order the parts by what each takes for granted; the order of names only says how ranks are laid out."""
+        """Order the parts by their requirements; the order of names only sets the layout of the ranks."""
         super().__init__(ranks, grid, options)
         self._plain = Strategy(ranks, grid, options)
         for verb in ("step", "run_schedule", "list_trained"):
             names = [type(part).__name__ for part in parts if _has_own(part, verb)]
             if len(names) > 1:
-                raise TrainerError(f"cannot be combined, as each has its own `{verb}`: {' and '.join(names)}")
+                raise TrainerError(f"cannot be combined because each has its own `{verb}`: {' and '.join(names)}")
         self._parts = sorted(parts, key=lambda part: ORDER.index(part.AXES[0]))
 
     def wrap(self, model: nn.Module) -> nn.Module:
@@ -39,7 +39,7 @@ class Combined(Strategy):
 
     @contextlib.contextmanager
     def micro_step(self, model: nn.Module, *, last: bool) -> Iterator[None]:
-        """Surround by all parts."""
+        """Enter the contexts of all parts."""
         with contextlib.ExitStack() as stack:
             for part in self._parts:
                 stack.enter_context(part.micro_step(model, last=last))
@@ -47,7 +47,7 @@ class Combined(Strategy):
 
     @property
     def has_own_schedule(self) -> bool:
-        """Whether one of the parts has."""
+        """Return whether one of the parts has its own schedule."""
         return any(part.has_own_schedule for part in self._parts)
 
     def run_schedule(self, model: nn.Module, passes: Passes) -> Tensor:
@@ -56,25 +56,25 @@ class Combined(Strategy):
             return self._find_owner("run_schedule").run_schedule(model, passes)
 
     def list_trained(self, model: nn.Module) -> Iterable[tuple[str, Tensor]]:
-        """Return those of the part that updates its own."""
+        """Return the parameters of the part that selects its own."""
         return self._find_owner("list_trained").list_trained(model)
 
     def count_state_bytes(self) -> float:
-        """Return those of the part that saves any."""
+        """Return the bytes of the part that saves memory."""
         return min(part.count_state_bytes() for part in self._parts)
 
     def cut(self, passes: Passes) -> Passes:
-        """Cut by all parts."""
+        """Apply the cuts of all parts."""
         for part in self._parts:
             passes = part.cut(passes)
         return passes
 
     def step(self, model: nn.Module, optimizer: Optimizer, loss: Tensor) -> None:
-        """Update as the part that owns the step."""
+        """Delegate the update to the part that overrides it."""
         self._find_owner("step").step(model, optimizer, loss)
 
     def all_reduce_loss(self, loss: Tensor, *, weight: float, is_stop_asked: bool) -> Tensor:
-        """Reduce as the part that owns the step."""
+        """Delegate the reduction to the part that overrides `step`."""
         owner = self._find_owner("all_reduce_loss")
         return owner.all_reduce_loss(loss, weight=weight, is_stop_asked=is_stop_asked)
 

@@ -24,7 +24,7 @@ class ContextParallel(Strategy):
     AXES = ("context",)
 
     def wrap(self, model: nn.Module) -> nn.Module:
-        """Let every layer that looks at positions attend in the ring; a model without any is a TrainerError."""
+        """Make every layer that uses positions attend in the ring; a model without any is a TrainerError."""
         self._count = self.grid.size("context")
         if self._count == 1:
             return model
@@ -91,7 +91,7 @@ class CutSequence(WholeSequence):
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
-        """Surround passes over parts of sequences."""
+        """Mark passes over parts of sequences."""
         before, self._is_active = self._is_active, True
         try:
             yield

@@ -1,4 +1,4 @@
-"""PyTorch's DistributedDataParallel: gradients travel while the backward pass still runs."""
+"""PyTorch's DistributedDataParallel: gradients are exchanged while the backward pass runs."""
 
 import contextlib
 from collections.abc import Iterator
@@ -34,7 +34,7 @@ class DataParallel(Strategy):
 
     @contextlib.contextmanager
     def micro_step(self, model: nn.Module, *, last: bool) -> Iterator[None]:
-        """Keep gradients at home until the last micro step."""
+        """Keep gradients on this rank until the last micro step."""
         if last or not isinstance(model, nn.parallel.DistributedDataParallel):
             yield
             return

@@ -55,7 +55,7 @@ class Diloco(Strategy):
         return torch.stack([totals[0] / totals[1], torch.zeros_like(loss)])
 
     def shared_state(self, model: nn.Module, optimizer: Optimizer) -> Mapping[str, Any]:
-        """Return the first island's model, and what all islands departed from."""
+        """Return the first island's model, and the anchor that all islands started from."""
         if self.grid.size("island") == 1:
             return super().shared_state(model, optimizer)
         self._outer = Outer(model)

@@ -25,13 +25,13 @@ class Gossip(Strategy):
     AXES = ("island",)
 
     def wrap(self, model: nn.Module) -> nn.Module:
-        """Leave the model as it is, and know of no step to stop after."""
+        """Leave the model unchanged; no step to stop after is known yet."""
         self._steps_done, self._stop_step = 0, NEVER
         self._turns = max(1, math.ceil(math.log2(self.grid.size("island"))))
         return model
 
     def step(self, model: nn.Module, optimizer: Optimizer, loss: Tensor) -> None:
-        """Move, then average with the one whose turn it is."""
+        """Update, then average with the partner of this exchange."""
         optimizer.step()
         self._steps_done = optimizer.steps_done
         exchange, rest = divmod(self._steps_done, self.options.gossip.every_steps)

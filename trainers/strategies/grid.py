@@ -1,6 +1,6 @@
 """The ranks as a grid with one named axis for each way of sharing; later axes vary fastest.
 
-Where a rank stands is arithmetic. Process groups are made when first asked for, by all ranks together.
+Positions are arithmetic. Process groups are created on first use, by all ranks together.
 """
 
 import math
@@ -64,11 +64,11 @@ class Grid:
         self._device_mesh: Any = None
 
     def size(self, axis: str) -> int:
-        """Return how many ranks stand along an axis; 1 for one the grid does not have."""
+        """Return the number of ranks along an axis; 1 for an axis that the grid does not have."""
         return self.sizes[self.axes.index(axis)] if axis in self.axes else 1
 
     def index(self, axis: str) -> int:
-        """Return where this rank stands along an axis."""
+        """Return this rank's position along an axis."""
         if axis not in self.axes:
             return 0
         place = self.axes.index(axis)
@@ -100,7 +100,7 @@ class Grid:
 
     @property
     def is_whole(self) -> bool:
-        """Whether every rank holds the whole state, however many ranks there are."""
+        """Return whether every rank holds the whole state, for any number of ranks."""
         return self.axes == ("replicate",)
 
     def find_share(self) -> Share:

@@ -32,14 +32,14 @@ class ParameterServer(Strategy):
     AXES = ("server",)
 
     def wrap(self, model: nn.Module) -> nn.Module:
-        """Split the roles. A model with state beside its parameters is a TrainerError."""
+        """Split the roles. A model with state other than its parameters is a TrainerError."""
         self._role: ServerRole | Worker | None = None
         self._is_stop_asked = False
         worker_count = self.ranks.world_size - 1
         if not worker_count:
             return model
         if len(model.state_dict()) > len(list(model.named_parameters(remove_duplicate=False))):
-            raise TrainerError("a parameter server keeps parameters only, and this model has other state beside them")
+            raise TrainerError("a parameter server keeps parameters only, but this model has other state")
         self._group = dist.new_group(backend="gloo", timeout=make_timeout(self.ranks.start_s))
         if self.ranks.is_first:
             self.share = Share(index=0, count=0)
@@ -103,7 +103,7 @@ class Worker:
 
     @property
     def is_stopping(self) -> bool:
-        """Whether the server named the step just done as the last."""
+        """Return whether the server named the step just done as the last."""
         return self._steps_done >= self._stop_step
 
     def step(self, loss_part: float, *, is_stop_asked: bool) -> None:
@@ -136,7 +136,7 @@ class ServerRole:
         self._step_begun: int | None = None
 
     def collect_mean(self) -> None:
-        """Leave the mean of one gradient of each worker in the parameters, summed in one order always."""
+        """Leave the mean of one gradient of each worker in the parameters, always summed in the same order."""
         total = torch.zeros_like(_flatten(self._parameters))
         for rank in self._done:
             total += self._receive(rank)[1]

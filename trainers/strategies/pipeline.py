@@ -40,7 +40,7 @@ class PipelineParallel(Strategy):
 
     @property
     def has_own_schedule(self) -> bool:
-        """Whether there is more than one stage."""
+        """Return whether there is more than one stage."""
         return self.grid.size("pipeline") > 1
 
     def run_schedule(self, model: nn.Module, passes: Passes) -> Tensor:
@@ -130,7 +130,7 @@ def _check_count(schedule: str, count: int, ranks: int) -> None:
     needs = {"1f1b": f"at least {ranks}", "interleaved": f"a multiple of {ranks}"}
     if (schedule == "1f1b" and count < ranks) or (schedule == "interleaved" and count % ranks):
         raise TrainerError(
-            f"`{schedule}` needs {needs[schedule]} micro-batches a step on each rank, not {count}; "
+            f"`{schedule}` needs {needs[schedule]} micro-batches per step on each rank, not {count}; "
             "see `--train.batch` and `--train.micro_batch`"
         )
 

@@ -38,7 +38,7 @@ def show_cost(context: Context, *, by: By) -> CostReport:
 
 @frozen
 class CloudAnswer:
-    """Whether a cloud can launch nodes, and why or why not."""
+    """The answer whether a cloud can launch nodes, with the reason."""
 
     cloud: str
     can_launch: bool
@@ -75,7 +75,7 @@ def score_forecasts(context: Context) -> ForecastScore:
 
 
 def list_forecasts(context: Context) -> tuple[JudgedForecast, ...]:
-    """List the forecast of each job that has succeeded, beside its cost and time."""
+    """List the forecast of each job that has succeeded, with its cost and time."""
     return tuple(list_judged(context))
 
 

@@ -1,4 +1,4 @@
-"""Verbs that drive many jobs as one piece of work: maps and sweeps. They continue what an earlier call began."""
+"""Verbs that drive many jobs as one piece of work: maps and sweeps. They continue the work of an earlier call."""
 
 from __future__ import annotations
 

@@ -98,7 +98,7 @@ def terminate_clusters(
 ) -> tuple[BrokerError, ...]:
     """Terminate clusters concurrently; return the errors of those that could not be.
 
-    Each first uploads what it wrote to mounted buckets, unless `is_immediate`.
+    Each first uploads its files for mounted buckets, unless `is_immediate`.
     """
     wanted, failures = clusters.select_clusters(context, names)
     taking = clusters.take_down(

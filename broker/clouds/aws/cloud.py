@@ -113,7 +113,7 @@ class AwsCloud:
                 f"region {region} is disabled in this account",
                 hints=(f"enable it with `aws account enable-region --region-name {region}`",),
             )
-        if region not in self._listable:  # create nothing where it could be neither listed nor terminated
+        if region not in self._listable:  # create nothing if it could be neither listed nor terminated
             await self._list_region(region, request.owner)
         with translated(is_create=True):
             try:

@@ -65,7 +65,7 @@ class NodeLauncher:
             raise
 
     async def renew_access(self, region: str, *, owner: str, cluster: str) -> bool:
-        """Add this machine's current address to a cluster's security group; return if it changed."""
+        """Add this machine's current address to a cluster's security group; return whether it changed."""
         return await self._network.renew_access(region, owner=owner, cluster=cluster)
 
     async def find_instances(self, region: str, filters: Sequence[Mapping[str, Any]]) -> list[Instance]:

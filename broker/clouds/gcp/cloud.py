@@ -1,4 +1,5 @@
-"""Google Compute Engine as a cloud: four verbs, and stopping. The calls to Google are in the files beside this one."""
+"""Google Compute Engine as a cloud: four verbs, and stopping. The calls to Google are in the other files of this
+folder."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ def wait_zone(clients: Clients, project: str, zone: str, operation: Any) -> None
         if found.status.name == "DONE":
             break
         if time.monotonic() - start_s > OPERATION_S_MAX:
-            raise UnknownOutcomeError(f"operation {name} in {zone} is not done after {OPERATION_S_MAX:g} s")
+            raise UnknownOutcomeError(f"operation {name} in {zone} did not finish within {OPERATION_S_MAX:g} s")
     error = read_operation_error(found)
     if error is not None:
         raise error

@@ -94,7 +94,7 @@ def _judge_in(
 
 
 def _judge_image(clients: Clients, request: NodeRequest) -> str:
-    """Return why there is no image; empty if there is one."""
+    """Return the reason why there is no image; empty if there is one."""
     try:
         find_image(clients, request)
     except Exception as error:  # Google's library raises its own, which `Sdk` translates only at the end of a call

@@ -114,7 +114,7 @@ class WorkerEngine:
         return Look(clusters=clusters, requests=[Request(**each) for each in reply["requests"]])
 
     async def refresh(self, names: Sequence[str]) -> None:
-        """Let SkyPilot query the clouds about these clusters, without waiting for it."""
+        """Make SkyPilot query the clouds about these clusters, without waiting."""
         await self._call("refresh", names=list(names))
 
     async def fetch(self, request_id: str) -> None:
@@ -130,7 +130,7 @@ class WorkerEngine:
         await self._call("stop", name=name, does_change=True, limit_s=SLOW_S_MAX)
 
     async def write_ssh(self, name: str) -> Path | None:
-        """Let SkyPilot write its ssh configuration; None if it has no such cluster."""
+        """Make SkyPilot write its ssh configuration; None if it has no such cluster."""
         path = await self._call("write_ssh", name=name, limit_s=CALL_S_MAX + SSH_S)
         return Path(path) if path else None
 

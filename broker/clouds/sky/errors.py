@@ -22,7 +22,7 @@ from broker.frozen import frozen
 CHECK_HINT = "run `sky check` to see which clouds SkyPilot can use, and how to enable the others"
 SERVER_HINT = "start SkyPilot's API server with `sky api start`, or look at it with `sky api info`"
 POLICY_HINT = (
-    "A policy or a missing permission forbids it there: ask the account's administrator, or choose another place "
+    "A policy or a missing permission forbids it there: ask the account's administrator, or choose another location "
     "with `--infra`."
 )
 QUOTA_HINT = "request a higher quota in the cloud's console, or choose another location with `--infra`"
@@ -165,7 +165,7 @@ CLEAR = (QuotaError, AuthError, DeniedError, InvalidRequestError)
 
 @frozen
 class SkyError:
-    """An exception of SkyPilot as its worker describes it. `history`: the error of each place that was tried."""
+    """An exception of SkyPilot as its worker describes it. `history`: the error of each location that was tried."""
 
     type: str
     message: str = ""

@@ -110,7 +110,7 @@ def make_name(request: NodeRequest) -> str:
 
 
 def make_gang(request: NodeRequest, *, task: dict[str, Any], now_s: float) -> SkyGang:
-    """Make the record of a gang before SkyPilot is asked for it."""
+    """Make the record of a gang before SkyPilot is called."""
     placement = request.placement
     return SkyGang(
         name=make_name(request),

@@ -1,4 +1,4 @@
-"""Whether SkyPilot is installed and set up, judged from files alone: nothing is imported or called."""
+"""Find out whether SkyPilot is installed and set up, from files alone: nothing is imported or called."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`broker check slurm`: look at every cluster's partitions, and keep them as offers."""
+"""`broker check slurm`: query every cluster's partitions and record them as offers."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def parse_partitions(nodes: str, rules: str) -> Sequence[Partition]:
                 name=name,
                 machine=Machine(
                     vcpus=int(vcpus.rstrip("+")),
-                    memory_gib=int(int(memory_mb.rstrip("+")) / 1024 * 100) / 100,  # never more than there is
+                    memory_gib=int(int(memory_mb.rstrip("+")) / 1024 * 100) / 100,  # never more than the node has
                     accelerator=name_accelerator(kind or "gpu") if card else None,
                     accelerator_count=int(card["count"]) if card else 0,
                 ),
@@ -90,7 +90,7 @@ def is_preemptible(rule: Mapping[str, str], highest: int) -> bool:
 
 
 def judge_cluster(cluster: SlurmCluster, answer: Sequence[Partition] | CloudError, *, is_needed: bool) -> CheckResult:
-    """Report the partitions that are up; else why the cluster does not answer, or which stated partition is missing."""
+    """Report the partitions that are up, or why the cluster does not answer, or which stated partition is missing."""
     where = f"ssh {cluster.login.host} sinfo" if cluster.login else "sinfo"
     if isinstance(answer, CloudError):
         hint = answer.hints[0] if answer.hints else ""

@@ -48,18 +48,18 @@ def make_cloud(config: Config, *, clock: Clock) -> SlurmCloud | None:
 
 
 class SlurmCloud:
-    """`Cloud` over the clusters of `slurm.yaml`, which is read at every call."""
+    """`Cloud` for the clusters of `slurm.yaml`, which is read at every call."""
 
     name: ClassVar[str] = "slurm"
     settle_s: ClassVar[float] = 0.0
-    queue_s: ClassVar[float] = 2700.0  # a job that leaves the queue earlier loses its place there
+    queue_s: ClassVar[float] = 2700.0  # a job that leaves the queue earlier loses its position
 
     def __init__(self, read: Read, *, clock: Clock, run: RunCommand = run_command) -> None:
         self._read = read
         self._clock = clock
         self._run = run
         self._addresses: dict[tuple[str, int], Sequence[tuple[str, str]]] = {}
-        self._ends: dict[tuple[str, int], tuple[str, float]] = {}  # why and when a job ended
+        self._ends: dict[tuple[str, int], tuple[str, float]] = {}  # job -> why and when it ended
 
     async def check(self) -> None:
         """Return if any cluster answers; otherwise raise the first one's error."""
@@ -85,12 +85,12 @@ class SlurmCloud:
             await self._submit(cluster, find_partition(partitions.get(region, ()), request), request)
             jobs = await self._list_again(cluster, name)
         first, *later = sorted(jobs, key=lambda job: job.id)
-        for job in later:  # of a call with the same token at the same moment; it has not started
+        for job in later:  # from a concurrent call with the same token; it has not started
             await self._cancel(cluster, job.id)
         return await self._make_nodes(cluster, first)
 
     async def list_nodes(self, owner: str) -> NodeList:
-        """List the nodes of every cluster. One that does not answer is a region that is not seen."""
+        """List the nodes of every cluster. A cluster that does not answer is reported as an unseen region."""
         clusters, _ = self._read_files()
         answers = await asyncio.gather(*(self._try_list(each) for each in clusters.values()))
         unseen = {
@@ -122,7 +122,7 @@ class SlurmCloud:
                 raise result
 
     async def _submit(self, cluster: SlurmCluster, partition: Partition, request: NodeRequest) -> None:
-        """Submit the gang, after asking whether it could ever start: the queue itself refuses little."""
+        """Submit the gang, after checking that it can ever start: the queue itself refuses little."""
         argv = make_argv(cluster, partition, request, now_s=self._clock.now_s())
         script = make_script(
             request,
@@ -137,7 +137,7 @@ class SlurmCloud:
             raise TransientError(error.message) if isinstance(error, UnknownOutcomeError) else error
         try:
             done = await self._run(cluster, argv, script)
-        except TransientError as error:  # its answer is lost: the job may have been passed on before
+        except TransientError as error:  # the answer is lost: the job may have been accepted
             raise UnknownOutcomeError(error.message) from error
         if done.returncode:
             raise find_error(done.stderr.decode(errors="replace"))
@@ -154,7 +154,7 @@ class SlurmCloud:
     async def _cancel(self, cluster: SlurmCluster, job_id: int) -> None:
         """End a job. SIGUSR1 makes its nodes end at once; `scancel` alone gives their programs time for a last save.
 
-        Only to a job that runs: scancel would repeat a signal to a pending one for a minute.
+        SIGUSR1 is sent to running jobs only: for a pending one, scancel would retry the signal for a minute.
         """
         for argv in (["scancel", "--signal=USR1", "--state=RUNNING", str(job_id)], ["scancel", str(job_id)]):
             done = await self._run(cluster, argv, b"")
@@ -208,13 +208,13 @@ class SlurmCloud:
         return nodes
 
     async def _find_end(self, cluster: SlurmCluster, job: QueuedJob, reason: str) -> tuple[str, float]:
-        """Return why and when a job ended; asked once. The nodes say it by the job's exit code."""
+        """Return why and when a job ended; queried once. The nodes report it by the job's exit code."""
         key = (cluster.name, job.id)
         if key not in self._ends:
             if not reason:
                 code = (await show_job(self._run, cluster, job.id)).get("ExitCode", "").partition(":")[0]
                 reason = EXIT_REASONS.get(int(code), "crashed") if code.isdigit() else "crashed"
-            # A job that never ran has no end time of its own that is later than its creation.
+            # A job that never ran may have no end time later than its creation.
             self._ends[key] = (reason, min(job.end_s or self._clock.now_s(), self._clock.now_s()))
         return self._ends[key]
 
@@ -232,7 +232,8 @@ class SlurmCloud:
 
 
 def read_handle(node: Node) -> tuple[str, int | None]:
-    """Return cluster and job of a node: `slurm://CLUSTER/JOB/HOST/NODE`. No job: the node was never of this cloud."""
+    """Return cluster and job of a node, from `slurm://CLUSTER/JOB/HOST/NODE`. Without a job it is not a node of this
+    cloud."""
     cluster, _, rest = node.handle.removeprefix("slurm://").partition("/")
     job = rest.partition("/")[0]
     return cluster, int(job) if job.isdigit() else None

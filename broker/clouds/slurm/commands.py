@@ -19,7 +19,7 @@ NOT_FOUND = 127
 PASSED_ENV = ("PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LC_ALL", "TZ", "SLURM_CONF")
 FIELDS = ("%i", "%T", "%r", "%D", "%N", "%S", "%e", "%P", "%k")  # the comment last: it may contain the separator
 
-# Runs one command for a cluster, as `run_command` does; tests put a fake in its place.
+# Runs one command for a cluster, as `run_command` does; tests substitute a fake.
 RunCommand = Callable[[SlurmCluster, Sequence[str], bytes], Awaitable[Completed]]
 
 
@@ -39,7 +39,8 @@ class QueuedJob:
 
 
 async def run_command(cluster: SlurmCluster, argv: Sequence[str], stdin: bytes = b"") -> Completed:
-    """Run a command where the cluster's commands are. Raises TransientError, or AuthError for a refused login."""
+    """Run a command on the machine that has the cluster's commands. Raises TransientError, or AuthError for a refused
+    login."""
     if cluster.login is not None:
         return await cluster.login.run(shlex.join(argv), stdin=stdin, timeout_s=CALL_S)
     env = {name: os.environ[name] for name in PASSED_ENV if name in os.environ}  # noqa: TID251 - passed on
@@ -50,7 +51,7 @@ async def run_command(cluster: SlurmCluster, argv: Sequence[str], stdin: bytes =
 
 
 async def ask(run: RunCommand, cluster: SlurmCluster, argv: Sequence[str], stdin: bytes = b"") -> str:
-    """Return a command's output. Raises the CloudError of its message."""
+    """Return a command's output. Raises the CloudError that its message stands for."""
     done = await run(cluster, argv, stdin)
     if done.returncode == NOT_FOUND:
         where = f"on `{cluster.login.host}`" if cluster.login else "on this machine"
@@ -64,12 +65,12 @@ async def ask(run: RunCommand, cluster: SlurmCluster, argv: Sequence[str], stdin
 
 
 async def list_jobs(run: RunCommand, cluster: SlurmCluster, *, name: str | None = None) -> Sequence[QueuedJob]:
-    """List this user's jobs, those that ended within Slurm's MinJobAge (5 minutes by default) included."""
+    """List this user's jobs, including those that ended within Slurm's MinJobAge (5 minutes by default)."""
     chosen = ["--name", name] if name else []
     argv = ["env", "SLURM_TIME_FORMAT=%s", "squeue", "--me", "-h", "-a", "-t", "all", *chosen, "-o", "|".join(FIELDS)]
     try:
         text = await ask(run, cluster, argv)
-    except UnknownOutcomeError as error:  # a list has no outcome: it failed
+    except UnknownOutcomeError as error:  # listing has no third outcome: it failed
         raise TransientError(error.message) from error
     return [parse_line(line) for line in text.splitlines() if line.strip()]
 
@@ -95,7 +96,7 @@ def parse_line(line: str) -> QueuedJob:
 
 
 async def show_job(run: RunCommand, cluster: SlurmCluster, job_id: int) -> Mapping[str, str]:
-    """Return the fields of one job, empty once Slurm has forgotten it."""
+    """Return the fields of one job; empty once Slurm has forgotten it."""
     done = await run(cluster, ["scontrol", "-o", "show", "job", str(job_id)], b"")
     return parse_pairs(done.stdout.decode(errors="replace")) if done.returncode == 0 else {}
 

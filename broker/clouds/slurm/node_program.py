@@ -1,4 +1,4 @@
-"""The task that holds a node of an allocation: it runs the local cloud's machine in a folder of its own.
+"""The task that holds a node of an allocation; it runs the local cloud's machine in a folder of its own.
 
 Standard library only; `srun` starts it once per node with settings and the source of the machine. Slurm signals this
 process: SIGTERM is the notice before a preemption or the time limit, SIGUSR1 ends the node.
@@ -46,13 +46,13 @@ def main(settings: dict[str, object], machine: str) -> None:
 
 
 def remove_stale(root: str) -> None:
-    """Remove what nodes left on this host that were killed: the lock of a living one is held."""
+    """Remove the files of nodes that were killed on this host; a live node holds its lock."""
     for name in os.listdir(root):
         folder = os.path.join(root, name)
         try:
             lock = os.open(os.path.join(folder, "alive.lock"), os.O_RDWR)
         except OSError:
-            continue  # a socket, or a node that starts just now
+            continue  # a socket, or a node that is just starting
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(folder, ignore_errors=True)
@@ -63,7 +63,7 @@ def remove_stale(root: str) -> None:
 
 
 def remove(path: str) -> None:
-    """Delete a file. An error is ignored, as the node has ended and its exit code must still be reported."""
+    """Delete a file. An error is ignored: the node has ended, and its exit code must still be reported."""
     try:
         os.unlink(path)
     except OSError:

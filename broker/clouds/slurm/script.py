@@ -15,7 +15,7 @@ from broker.errors import InvalidRequestError
 from broker.sites.slurm import NODE_ROOT, Partition, SlurmCluster
 from broker.types import NodeRequest
 
-# The job ends when the last node has: a lost node must not end the others before they have saved their state.
+# The job ends with its last node: a lost node must not end the others before they have saved their state.
 SCRIPT = """\
 #!/bin/sh
 # Written by broker: holds the nodes of one gang. Its nodes end with the job, and the job with its nodes.
@@ -26,7 +26,7 @@ NOTICE_S = 120  # before the time limit
 
 
 def name_job(owner: str, token: str) -> str:
-    """Return the name by which a repeated request finds its job again."""
+    """Return the job name by which a repeated request finds its job."""
     return f"broker-{owner}-{hashlib.sha256(token.encode()).hexdigest()[:16]}"
 
 
@@ -66,7 +66,7 @@ def make_argv(cluster: SlurmCluster, partition: Partition, request: NodeRequest,
 
 
 def make_comment(request: NodeRequest, *, now_s: float) -> Mapping[str, object]:
-    """Return what is needed to make the nodes of a job from `squeue` alone: it is the only record."""
+    """Return the comment from which the nodes of a job can be rebuilt: `squeue` is the only record."""
     placement = request.placement
     return {
         "o": request.owner,
@@ -83,7 +83,7 @@ def make_comment(request: NodeRequest, *, now_s: float) -> Mapping[str, object]:
 
 
 def read_comment(text: str) -> Mapping[str, Any] | None:
-    """Return the comment of one of our jobs; None for another job's."""
+    """Parse the comment of one of our jobs; None for any other job."""
     try:
         found = json.loads(text)
     except ValueError:
@@ -103,7 +103,7 @@ def make_script(request: NodeRequest, partition: Partition, *, program: str, mac
 
 
 def find_partition(partitions: Sequence[Partition], request: NodeRequest) -> Partition:
-    """Return the partition of the offer. Raises InvalidRequestError if it is not known any more."""
+    """Return the partition of the offer. Raises InvalidRequestError if it is no longer known."""
     offer = request.placement.offer
     name = (offer.zone or "").partition("@")[0]
     fitting = [
@@ -112,6 +112,6 @@ def find_partition(partitions: Sequence[Partition], request: NodeRequest) -> Par
     if not fitting:
         raise InvalidRequestError(
             f"cluster `{offer.region}` has no partition `{name}` with {offer.instance_type}",
-            hints=("run `broker check slurm`, which looks at the partitions again",),
+            hints=("run `broker check slurm` to query the partitions again",),
         )
     return max(fitting, key=lambda each: each.machine.vcpus >= offer.vcpus)

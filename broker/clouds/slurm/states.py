@@ -1,6 +1,6 @@
-"""Slurm's states and error messages, as this project's. One table each; tests check that both are complete.
+"""Map Slurm's states and error messages to broker's. One table each; tests check that both are complete.
 
-Slurm's commands report an error as one of the fixed texts of its library (`slurm_strerror`), and no code.
+Slurm's commands report an error as one of the fixed texts of its library (`slurm_strerror`), without a code.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ STATES: Mapping[str, tuple[NodeState, str]] = {
     "STAGE_OUT": (NodeState.RUNNING, ""),
     "PREEMPTED": (NodeState.TERMINATED, NodeEnd.PREEMPTED),
     "CANCELLED": (NodeState.TERMINATED, NodeEnd.TERMINATED),
-    "COMPLETED": (NodeState.TERMINATED, ""),  # its exit code says why
+    "COMPLETED": (NodeState.TERMINATED, ""),  # the exit code says why
     "FAILED": (NodeState.TERMINATED, ""),
     "TIMEOUT": (NodeState.TERMINATED, "time limit"),
     "DEADLINE": (NodeState.TERMINATED, "deadline"),
@@ -52,7 +52,7 @@ STATES: Mapping[str, tuple[NodeState, str]] = {
 # Exit codes of the machine (`EXIT_CODES` in local_machine.py).
 EXIT_REASONS = {71: NodeEnd.LEASE, 72: NodeEnd.DONE, 73: "autostop", 74: "stopped", 75: NodeEnd.TERMINATED}
 
-# What sbatch may say -> class. A text that contains the key counts; the longest key wins.
+# Message of sbatch -> class. A message matches if it contains the key; the longest key wins.
 ERRORS: Mapping[str, type[CloudError]] = {
     # the request itself
     "Invalid partition name specified": InvalidRequestError,
@@ -97,7 +97,7 @@ ERRORS: Mapping[str, type[CloudError]] = {
     "Invalid KNL configuration": InvalidRequestError,
     "Invalid cluster name": InvalidRequestError,
     "Invalid cluster feature specification": InvalidRequestError,
-    # nothing there, now or ever
+    # no capacity, now or ever
     "Node count specification invalid": CapacityError,
     "Requested node configuration is not available": CapacityError,
     "Requested partition configuration not available now": CapacityError,
@@ -133,7 +133,7 @@ ERRORS: Mapping[str, type[CloudError]] = {
     "Failed to connect to authentication agent": AuthError,
     "Authentication credential invalid": AuthError,
     "User not found on host": AuthError,
-    # later
+    # temporary
     "Unable to create job record, try again": ThrottledError,
     "System submissions disabled": TransientError,
     "Slurm backup controller in standby mode": TransientError,
@@ -157,7 +157,7 @@ ERRORS: Mapping[str, type[CloudError]] = {
     "Failed to send entire message": UnknownOutcomeError,
     "Received zero length message": UnknownOutcomeError,
 }
-# Refusals to cancel a job that mean it is over, or was never there.
+# Refusals to cancel a job that mean that it has ended, or never existed.
 GONE = (
     "Invalid job id specified",
     "Job/step already completing or completed",
@@ -172,7 +172,7 @@ HINTS: Mapping[type[CloudError], tuple[str, ...]] = {
 
 
 def find_error(stderr: str) -> CloudError:
-    """Return the error for what a command of Slurm printed. An unknown text may have any outcome."""
+    """Return the error for the output of a Slurm command. An unknown text leaves the outcome unknown."""
     text = next((line for line in reversed(stderr.splitlines()) if line.strip()), "no answer").strip()
     message = re.sub(r"^\w+: (error|fatal): ", "", text)
     message = f"Slurm: {message.removeprefix('Batch job submission failed: ')}"
@@ -186,5 +186,6 @@ def find_error(stderr: str) -> CloudError:
 
 
 def find_state(state: str) -> tuple[NodeState, str]:
-    """Return a job's state and reason. A state of a newer Slurm counts as running: it is not known to be over."""
+    """Return a job's state and reason. An unknown state (of a newer Slurm) counts as running, as it may not have
+    ended."""
     return STATES.get(state.split()[0] if state else "", (NodeState.RUNNING, ""))

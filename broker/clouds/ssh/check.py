@@ -1,4 +1,4 @@
-"""`broker check ssh`: ask every host of the pools, and detect the machines whose size the file does not state."""
+"""`broker check ssh`: contact every host of the pools, and detect the sizes that the file does not state."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LISTED_MAX = 3
 
 
 async def inspect(config: Config, *, clock: Clock, run: RunOnHost = run_by_ssh) -> Sequence[CheckResult]:
-    """Report each pool: hosts that answer, their sizes, and what is wrong with the others."""
+    """Report each pool: the hosts that answer, their sizes, and the problems of the others."""
     path = find_file("ssh", config.home)
     assert path is not None, "only called for native pools"
     try:
@@ -48,7 +48,7 @@ async def _probe(run: RunOnHost, host: Host) -> Any:
 
 
 def read_machine(answer: Mapping[str, Any]) -> Machine:
-    """Return the size of a host by its own answer. Cards of several kinds count as those of the first."""
+    """Return the size that a host reports. Cards of several kinds are counted as the first kind."""
     cards = [name_accelerator(each) for each in answer["cards"]]
     return Machine(
         vcpus=answer["vcpus"],

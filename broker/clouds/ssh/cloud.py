@@ -34,7 +34,7 @@ from broker.sites.facts import find_facts
 from broker.sites.pools import Host, name_offer, read_hosts
 from broker.types import Node, NodeList, NodeRequest, NodeState
 
-HOST_LOCK = "/var/tmp/broker-host/lock"  # one for all users of a host; survives no process that holds it
+HOST_LOCK = "/var/tmp/broker-host/lock"  # one for all users of a host; released with the last process that holds it
 
 
 def make_cloud(config: Config, *, clock: Clock) -> SshCloud | None:
@@ -47,7 +47,7 @@ def make_cloud(config: Config, *, clock: Clock) -> SshCloud | None:
 
 
 class SshCloud:
-    """`Cloud` over the hosts of `ssh_pools.yaml`, which is read at every call."""
+    """`Cloud` for the hosts of `ssh_pools.yaml`, which is read at every call."""
 
     name: ClassVar[str] = "ssh"
     settle_s: ClassVar[float] = 0.0
@@ -85,9 +85,9 @@ class SshCloud:
             return await self._create(request)
 
     async def list_nodes(self, owner: str) -> NodeList:
-        """List the claims on every host. On one that does not answer they stay as they were last seen.
+        """List the claims on every host. A host that does not answer keeps its claims as last seen.
 
-        A host that its fence command switched off has none that live.
+        A host that its fence command switched off has no live claims.
         """
         answers = await self._ask_all("list", owner=owner)
         heard = {host: answer for host, answer in answers.items() if not isinstance(answer, CloudError)}
@@ -102,7 +102,7 @@ class SshCloud:
         return NodeList(nodes=nodes, unseen=unseen)
 
     async def terminate_nodes(self, nodes: Sequence[Node]) -> None:
-        """End all processes of the nodes and free their hosts; a host that is not in the file any more counts as gone.
+        """End all processes of the nodes and free their hosts; a host that was removed from the file counts as gone.
 
         Every host is attempted, then the first failure is raised. Raises TransientError for a silent host, unless its
         fence command confirms that it is off, and for processes that do not end.
@@ -111,7 +111,7 @@ class SshCloud:
         by_host: dict[str, list[str]] = {}
         for node in nodes:
             pool, name, node_id = split_handle(node)
-            if f"{pool}/{name}" in hosts:  # a host that the file does not list any more counts as gone
+            if f"{pool}/{name}" in hosts:  # a host that was removed from the file counts as gone
                 by_host.setdefault(f"{pool}/{name}", []).append(node_id)
         ends = (self._end(hosts[key], ids) for key, ids in by_host.items())
         for result in await asyncio.gather(*ends, return_exceptions=True):
@@ -156,9 +156,10 @@ class SshCloud:
     async def _claim(
         self, request: NodeRequest, hosts: Sequence[Host], ranks: Mapping[int, Node]
     ) -> tuple[dict[int, Node], list[str]]:
-        """Claim hosts for the missing ranks, and further ones where a host is taken; return nodes by rank, and holders.
+        """Claim hosts for the missing ranks, and others where a host is taken; return the nodes by rank, and the
+        holders.
 
-        The order is that of the file, so that two calls with one token meet on the same hosts.
+        Hosts are claimed in the order of the file, so that two calls with one token claim the same hosts.
         """
         claimed, holders = dict(ranks), list[str]()
         used = {split_handle(node)[1] for node in ranks.values()}
@@ -181,7 +182,7 @@ class SshCloud:
         return claimed, holders
 
     async def _claim_host(self, request: NodeRequest, rank: int, host: Host) -> Node | str:
-        """Return the node, or why the host cannot be had. Raises UnknownOutcomeError if the answer is lost."""
+        """Return the node, or why the host is unavailable. Raises UnknownOutcomeError if the answer is lost."""
         record = make_record(request, rank, host, lock=self._find_lock(host), now_s=self._clock.now_s())
         try:
             answer = await call_host(self._run, host, "claim", record=record)
@@ -231,7 +232,7 @@ class SshCloud:
             is_spot=claim["is_spot"],
             usd_hour=claim["usd_hour"],
             created_s=claim["asked_s"],
-            # By our clock: the host's may differ.
+            # By our clock; the host's may differ.
             ended_s=self._clock.now_s() - max(0.0, claim["now_s"] - ended["ended_s"]) if ended else None,
             reason=ended["reason"] if ended else "",
             handle=f"pool://{host.pool}/{host.name}/{claim['id']}",
@@ -247,7 +248,7 @@ class SshCloud:
         return await self._ask(self._list_hosts(), verb, **fields)
 
     async def _ask(self, hosts: Sequence[Host], verb: str, **fields: object) -> Mapping[Host, Any]:
-        """Ask hosts concurrently; the value of a host that does not answer is its error."""
+        """Call hosts concurrently; the value of a host that does not answer is its error."""
 
         async def ask(host: Host) -> Any:
             try:
@@ -259,7 +260,7 @@ class SshCloud:
 
 
 def make_record(request: NodeRequest, rank: int, host: Host, *, lock: str, now_s: float) -> Mapping[str, object]:
-    """Return a claim as its host keeps it. The id names the host: a claim made twice is two nodes, both listed."""
+    """Return the record of a claim on its host. The id names the host, so a claim made on two hosts lists two nodes."""
     placement = request.placement
     digest = hashlib.sha256(f"{request.owner}\0{request.token}\0{host.key}".encode()).hexdigest()[:10]
     return {

@@ -49,7 +49,8 @@ def main(request: dict[str, object], machine: str) -> None:
 
 
 def claim(root: str, request: dict[str, object], machine: str) -> object:
-    """Claim the host for a node and boot it; the same node again is returned as it is. `taken`: who has the host."""
+    """Claim the host for a node and boot it; an existing claim of the node is returned unchanged. `taken`: the
+    holder."""
     record = request["record"]
     assert isinstance(record, dict)
     folder = os.path.join(root, str(record["id"]))
@@ -58,7 +59,7 @@ def claim(root: str, request: dict[str, object], machine: str) -> object:
         for name in ("home", "home/.broker", "tmp"):
             os.mkdir(os.path.join(aside, name), 0o700)
         socket = os.path.join(make_socket_folder(), hashlib.sha256(folder.encode()).hexdigest()[:16] + ".sock")
-        # The address at which sshd was reached: the file may hold a name that only this login knows.
+        # The address at which sshd was reached: the file may contain a name that only the user's machine resolves.
         address = (os.environ.get("SSH_CONNECTION", "").split() or ["", "", ""])[2] or record["address"]
         write_json(os.path.join(aside, "node.json"), {**record, "socket": socket, "address": address})
         os.rename(aside, folder)
@@ -79,7 +80,7 @@ def claim(root: str, request: dict[str, object], machine: str) -> object:
 
 
 def observe(folder: str) -> dict[str, object] | None:
-    """Return the claim as its processes show it; clean up after a dead one, and forget it an hour later."""
+    """Return the claim's state according to its processes; clean up a dead claim, and forget it an hour later."""
     record = read_json(os.path.join(folder, "node.json"))
     if record is None:
         return None
@@ -100,7 +101,7 @@ def observe(folder: str) -> dict[str, object] | None:
 
 
 def end(folder: str, *, is_forgotten: bool) -> bool:
-    """End all processes of a claim, remove its files and release the host. True once nothing is left of it."""
+    """End all processes of a claim, remove its files and release the host. Return True once nothing is left of it."""
     if os.path.basename(folder) in ("", ".", "..") or not os.path.isfile(os.path.join(folder, "node.json")):
         return True
     if not os.path.exists(os.path.join(folder, "ended.json")):
@@ -131,7 +132,7 @@ def probe() -> dict[str, object]:
 
 
 def is_alive(folder: str) -> bool:
-    """Return whether the claim's machine lives: it holds a lock that the kernel releases with it."""
+    """Return whether the claim's machine is alive: it holds a lock that the kernel releases with it."""
     try:
         lock = os.open(os.path.join(folder, "alive.lock"), os.O_RDWR)
     except OSError:
@@ -146,7 +147,7 @@ def is_alive(folder: str) -> bool:
 
 
 def read_holder(root: str) -> str:
-    """Return which claim of this user has the host; empty if it is another user's."""
+    """Return the claim of this user that has the host; empty if another user has it."""
     for name in os.listdir(root):
         folder = os.path.join(root, name)
         record = read_json(os.path.join(folder, "node.json"))
@@ -172,7 +173,7 @@ def make_socket_folder() -> str:
 
 
 def kill_marked(folder: str) -> None:
-    """Kill processes that outlived the machine or were started beside it, such as shells."""
+    """Kill processes that outlived the machine or were started outside it, such as shells."""
     mark = b"BROKER_NODE_DIR=" + folder.encode()
     for entry in filter(str.isdigit, os.listdir("/proc")):
         try:
@@ -194,7 +195,7 @@ def is_process_of(folder: str, pid: object) -> bool:
 
 
 def send(pid: int, number: int) -> None:
-    """Send a signal. An error is ignored: the process may have ended, or its pid belong to another user."""
+    """Send a signal. Errors are ignored: the process may have ended, or its pid may belong to another user."""
     try:
         os.kill(pid, number)
     except OSError:

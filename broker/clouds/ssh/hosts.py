@@ -18,12 +18,13 @@ from broker.sites.pools import Host
 CALL_S = 60.0
 COMMAND = "exec python3 -I -S -"
 
-# Runs a program on a host, as `run_by_ssh` does; tests put hosts without sshd in its place.
+# Runs a program on a host, as `run_by_ssh` does; tests substitute hosts without sshd.
 RunOnHost = Callable[[Host, bytes, float], Awaitable[Completed]]
 
 
 async def run_by_ssh(host: Host, program: bytes, timeout_s: float) -> Completed:
-    """Raise TransientError if the host does not answer, AuthError if it refuses the login."""
+    """Run the program over ssh. Raises TransientError if the host does not answer, AuthError if it refuses the
+    login."""
     return await host.login.run(COMMAND, stdin=program, timeout_s=timeout_s)
 
 
@@ -41,7 +42,7 @@ async def call_host(run: RunOnHost, host: Host, verb: str, **fields: object) -> 
 
 
 def make_program(request: Mapping[str, object]) -> bytes:
-    """Return the program's text with its request; only a claim needs the machine."""
+    """Return the program's source with its request; only a claim needs the machine's source."""
     machine = read_source(local_machine.__file__) if request["verb"] == "claim" else ""
     return f"{read_source(host_program.__file__)}\nmain(json.loads({json.dumps(request)!r}), {machine!r})\n".encode()
 

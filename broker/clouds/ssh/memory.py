@@ -1,7 +1,7 @@
-"""What this installation remembers of hosts: the claims that each showed last, and which a fence command switched off.
+"""Remember hosts: the claims that each last reported, and those that a fence command switched off.
 
-It is asked only for a host that does not answer. Its nodes then stay as they were last seen, as a cloud lists a machine
-that cannot be reached; once the host is confirmed to be off, they are ended.
+Used only for a host that does not answer: its nodes are listed as last seen, as a cloud lists a machine that cannot be
+reached; once the host is confirmed to be off, they count as ended.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ FENCED = "fenced"
 
 
 class HostMemory:
-    """Two small files. A lost or damaged one means that nothing is remembered."""
+    """Two small files. A lost or damaged file counts as empty."""
 
     def __init__(self, folder: Path) -> None:
         self._claims = folder / "ssh_claims.json"
         self._off = folder / "ssh_off.json"
 
     def note_answers(self, answers: Mapping[Host, Claims], owner: str) -> None:
-        """Remember the claims of an owner on the hosts that answered; these are not off."""
+        """Remember the claims of an owner on the hosts that answered, and that these hosts are on."""
         known = self._read(self._claims)
         keys = {name_entry(host, owner): list(claims) for host, claims in answers.items()}
         changed = {key: strip(claims) for key, claims in keys.items() if strip(known.get(key, ())) != strip(claims)}
@@ -37,7 +37,7 @@ class HostMemory:
             write_json(self._off, {key: value for key, value in off.items() if key not in back})
 
     def note_claim(self, host: Host, claim: Mapping[str, Any]) -> None:
-        """Remember a new claim, as its host may be silent before the first list."""
+        """Remember a new claim: its host may fall silent before the first list."""
         known, key = self._read(self._claims), name_entry(host, claim["owner"])
         others = [each for each in known.get(key, ()) if each["id"] != claim["id"]]
         write_json(self._claims, {**known, key: [*others, claim]})
@@ -51,7 +51,7 @@ class HostMemory:
         return host.key in self._read(self._off)
 
     def read_claims(self, host: Host, owner: str, *, now_s: float) -> Claims:
-        """Return the claims of a host that does not answer; ended at the time of its fencing if it is off."""
+        """Return the claims of a host that does not answer; if it is off, they ended when it was fenced."""
         claims: Claims = self._read(self._claims).get(name_entry(host, owner), ())
         off_s = self._read(self._off).get(host.key)
         if off_s is None:

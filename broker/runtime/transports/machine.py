@@ -1,7 +1,7 @@
 """Reach a node that is a process tree on a foreign host: through a program that leads to its machine's socket.
 
-A subclass says how to start that program on the node's host, `RELAY`: over ssh, or by `srun`. Commands then run inside
-the node, as in the local cloud, so its end is the end of all of them.
+A subclass defines how that program, `RELAY`, is started on the node's host: over ssh, or by `srun`. Commands then run
+inside the node, as in the local cloud, so they all end with it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from broker.runtime.transports.ssh_files import put_files
 from broker.sites.openssh import Completed, explain
 from broker.types import Node
 
-MARGIN_S = 15.0  # to start the relay: a login, a step of a batch system
+MARGIN_S = 15.0  # to start the relay: a login, or a step of a batch system
 STREAM_S = 30.0
 # argv: the node's folder, below the home of the login; `{user}` in it is the number of the user. Copies standard input
 # to the machine's socket, and its answer to standard output; either end closes the other.
@@ -101,7 +101,8 @@ class MachineTransport:
     async def open_stream(self, node: Node, argv: Sequence[str]) -> Stream:
         """Open a session with a program in the node, without waiting for its first output.
 
-        Raises TransientError if the relay does not start on this machine, StateError if the host is not in the file.
+        Raises TransientError if the relay does not start on this machine, StateError if the file does not list the
+        host.
         """
         try:
             header = pack_header(argv, timeout_s=STREAM_S, is_stream=True)
@@ -110,7 +111,7 @@ class MachineTransport:
             raise TransientError(f"node `{node.id}` cannot be reached: {error.strerror}") from error
 
     async def open_shell(self, node: Node) -> Shell:
-        """Return a shell with the node's environment, which ends with the node although it is not started in it."""
+        """Return a shell with the node's environment; it ends with the node although it is not started inside it."""
         result = await self.run(node, ["env", "-0"], timeout_s=STREAM_S)
         pairs = (line.partition("=") for line in result.stdout.decode(errors="replace").split("\0") if line)
         env = {name: value for name, _, value in pairs if name.isidentifier()}
@@ -135,7 +136,7 @@ class MachineTransport:
             assert process.stdin and process.stdout
             try:
                 async with asyncio.timeout(timeout_s + MARGIN_S):
-                    with contextlib.suppress(ConnectionError, BrokenPipeError):  # the missing answer says it
+                    with contextlib.suppress(ConnectionError, BrokenPipeError):  # the missing answer reports it
                         process.stdin.write(header + stdin)
                         await process.stdin.drain()
                     answer = await read_answer(process.stdout)

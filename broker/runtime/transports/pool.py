@@ -36,7 +36,7 @@ class PoolTransport(MachineTransport):
         if login is None:
             raise StateError(
                 f"host `{key}` of node `{node.id}` is not in `ssh_pools.yaml`",
-                hints=("add it again until the node is down, or use the BROKER_HOME that it was launched with",),
+                hints=("restore its entry until the node is terminated, or use the BROKER_HOME that launched it",),
             )
         return [*login.make_argv("-t" if has_terminal else "-T"), "exec " + shlex.join(command)]
 

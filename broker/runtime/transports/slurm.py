@@ -35,9 +35,9 @@ class SlurmTransport(MachineTransport):
         if cluster is None:
             raise StateError(
                 f"cluster `{name}` of node `{node.id}` is not in `slurm.yaml`",
-                hints=("add it again until the node is down, or use the BROKER_HOME that it was launched with",),
+                hints=("restore its entry until the node is terminated, or use the BROKER_HOME that launched it",),
             )
-        # The step shares what the job has: it takes no CPU, memory or card from the program.
+        # The step shares the job's resources: it takes no CPU, memory or card from the program.
         step = ["srun", "--overlap", "--quiet", f"--jobid={job}", "--nodes=1", "--ntasks=1", f"--nodelist={host}"]
         step += ["--mem=0", *(["--pty"] if has_terminal else ["--unbuffered"])]
         if cluster.login is None:

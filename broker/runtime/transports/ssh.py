@@ -115,9 +115,10 @@ class SshTransport:
         return Shell(argv=argv, env={}, folder=str(Path.home()))
 
     async def open_stream(self, node: Node, argv: Sequence[str]) -> Stream:
-        """Open a session that is also the connection shared by all other calls: one local process per host, not two.
+        """Open a session that also carries the connection shared by all other calls: one local process per host, not
+        two.
 
-        The connection from `_connect` is told to stop after its last call, as otherwise calls would keep using it.
+        The connection from `_connect` is told to stop after its last call; otherwise calls would keep using it.
         """
         await self._connect(node)
         route = self._find(node)
@@ -146,7 +147,7 @@ class SshTransport:
         return await call(argv, stdin=stdin, timeout_s=timeout_s + MARGIN_S, what=f"node `{node.id}`")
 
     async def _connect(self, node: Node) -> None:
-        """Ensure an open connection. A node that was never reached gets time to boot; others do not."""
+        """Ensure an open connection. A node that was never reached before gets time to boot; others do not."""
         route = self._find(node)
         async with self._locks.setdefault(str(route.control), asyncio.Lock()):
             if is_listening(route.control):

@@ -26,7 +26,7 @@ t={target}; case "$t" in /*) ;; *) t="$HOME/$t" ;; esac
 command -v rsync >/dev/null && echo R || echo -
 [ -e "$t" ] && find "$t" -mindepth {depth} \\( -type f -o -type l -o -type d \\) -printf '%P\\t%s\\t%T@\\t%l\\0'
 true"""
-# Outside the home folder, root creates the mount point and changes its owner, as in SkyPilot.
+# Outside the home folder, root creates the mount point and changes its owner, as SkyPilot does.
 UNPACK = """\
 t={target}; case "$t" in /*) ;; *) t="$HOME/$t" ;; esac
 mkdir -p "$t" 2>/dev/null || {{ sudo -n mkdir -p "$t" && sudo -n chown "$(id -u):$(id -g)" "$t"; }}

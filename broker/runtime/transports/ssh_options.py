@@ -49,7 +49,8 @@ def parse_handle(handle: str) -> Place:
 
 
 def make_options(keys: GangKeys, place: Place, control: Path) -> list[str]:
-    """Return the options for ssh and rsync's ssh. The user's own ssh configuration is ignored, as nodes are ours."""
+    """Return the options for ssh and rsync's ssh. The user's own ssh configuration is ignored because the nodes are
+    ours."""
     pairs = {
         "BatchMode": "yes",
         "IdentityFile": escape(keys.login_path),
@@ -79,6 +80,6 @@ def make_options(keys: GangKeys, place: Place, control: Path) -> list[str]:
 
 
 def name_control(keys: GangKeys, place: Place) -> Path:
-    """Return the shared connection's socket, a short name because the path is limited to 104 bytes (macOS)."""
+    """Return the path of the shared connection's socket; short, because macOS limits it to 104 bytes."""
     text = f"{keys.folder}\0{place.user}\0{place.host}\0{place.port}"
     return make_control_folder() / f"ssh-{hashlib.sha256(text.encode()).hexdigest()[:16]}"

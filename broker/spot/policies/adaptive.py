@@ -200,7 +200,7 @@ class _Scale:
 
     @cached_property
     def _move_usd_max(self) -> float:
-        """Return the egress that a failed start may have cost: a start near the data must not be barred by it."""
+        """Return the maximum egress cost of a failed start; it must not exclude a start near the data."""
         return max(each.candidate.move_usd for each in self.markets)
 
     @cached_property
@@ -308,7 +308,7 @@ class _Scale:
 
 
 def _weigh_without_deadline(view: JobView, current: Candidate | None, markets: Sequence[SpotMarket]) -> Decision:
-    """Choose the place with the lowest price of work, losses included, as time costs nothing."""
+    """Choose the place with the lowest price of work, losses included: time costs nothing."""
     opened = [each for each in markets if each.candidate.is_open and each.outlives_start]
     if current is not None and not current.is_spot:
         opened = [each for each in opened if each.price < 1]

@@ -23,7 +23,7 @@ class Candidate:
 
     `is_open` says that spot capacity is available, as far as known; on-demand counts as always open. `is_watched` says
     that the end of its period would be noticed even if nothing ran there.
-    `age_hours` is the age of its present period, and `met_hours` the age at which watching began: 0 where the beginning
+    `age_hours` is the age of its present period, and `met_hours` the age at which watching began: 0 if the beginning
     was observed, else an assumption (`broker.spot.durations.MET_HOURS`) from which `age_hours` continues.
     `start_hours` are billed and do no work: creating nodes, setup, data, restoring the checkpoint. `move_usd` is paid
     once to move there (egress). `speed` is work-hours per hour.
@@ -58,7 +58,7 @@ class JobView:
     `work_left_hours` counts from the last checkpoint: `unsaved_hours` of it are done but not saved yet. `current` is
     the index of the candidate with running (or starting) nodes, `starting_hours` the remainder of its start.
     `look_hours` bounds the time between a fault and the next decision, in addition to the hours for which a decision
-    holds. `spent_usd` is the cost of the job up to now; None where it is unknown.
+    holds. `spent_usd` is the cost of the job up to now; None if it is unknown.
     """
 
     work_left_hours: float

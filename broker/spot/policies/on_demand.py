@@ -8,7 +8,7 @@ from broker.spot.policies.base import Candidate, Decision, JobView, Move, Stay, 
 
 
 def decide(view: JobView, candidates: Sequence[Candidate]) -> Decision:
-    """Choose the cheapest on-demand place that is in time, else the fastest; spot only if nothing else is for sale."""
+    """Choose the cheapest on-demand location that is in time, else the fastest; spot if there is no other offer."""
     if view.current is not None:
         return Stay(reason="runs on-demand")
     ondemand = [each for each in candidates if not each.is_spot] or list(candidates)
@@ -16,7 +16,7 @@ def decide(view: JobView, candidates: Sequence[Candidate]) -> Decision:
     timely = [each for each in ondemand if limit is None or finish_hours(each, work) <= limit]
     if not timely:
         return Move(
-            target=min(ondemand, key=lambda each: finish_hours(each, work)), reason="the fastest on-demand place"
+            target=min(ondemand, key=lambda each: finish_hours(each, work)), reason="the fastest on-demand location"
         )
     best = min(timely, key=lambda each: each.usd_work_hour * work + each.move_usd)
-    return Move(target=best, reason="the cheapest on-demand place")
+    return Move(target=best, reason="the cheapest on-demand location")

@@ -28,7 +28,7 @@ def inspect(bed: AwsBed, settings: Settings | None = None) -> dict[str, CheckRes
     return {each.name: each for each in found}
 
 
-def test_all_is_well_and_nothing_was_made(bed: AwsBed) -> None:
+def test_all_checks_pass_and_nothing_is_created(bed: AwsBed) -> None:
     found = inspect(bed)
     assert [each.name for each in found.values() if not each.is_ok] == []
     assert found["credentials"].note == "account 123456789012, user/somebody"

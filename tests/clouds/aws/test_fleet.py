@@ -28,7 +28,7 @@ def bed(bed: AwsBed) -> AwsBed:
 
 
 @pytest.mark.parametrize("is_spot", [False, True], ids=["on-demand", "spot"])
-def test_gang_stands_in_the_one_zone_that_has_room(bed: AwsBed, is_spot: bool) -> None:
+def test_gang_is_placed_in_the_only_zone_with_capacity(bed: AwsBed, is_spot: bool) -> None:
     bed.account.full = {(zone, bed.offer.instance_type) for zone in ZONES[:2]}
 
     async def act() -> None:

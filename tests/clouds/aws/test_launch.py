@@ -67,7 +67,7 @@ def test_disk_is_encrypted_has_the_requested_size_and_is_deleted_with_its_machin
     assert disk == {"DeviceName": "/dev/sda1", "Ebs": common | wanted}
 
 
-def test_small_disk_does_not_request_more_than_its_size_allows(bed: AwsBed) -> None:
+def test_iops_request_respects_the_disk_size(bed: AwsBed) -> None:
     (disk,) = launch(bed, spec=MachineSpec(disk_size_gib=20, disk_tier="best"))["BlockDeviceMappings"]
     assert disk["Ebs"]["Iops"] == 10_000
 
@@ -177,7 +177,7 @@ def test_machine_with_several_cards_has_efa_on_each_where_nodes_need_no_public_a
         ("c6g.xlarge", None, ("canonical", "arm64")),
     ],
 )
-def test_image_suits_the_machine(instance_type: str, accelerator: str | None, words: tuple[str, ...]) -> None:
+def test_image_matches_the_machine(instance_type: str, accelerator: str | None, words: tuple[str, ...]) -> None:
     parameter = choose_parameter(replace(OFFER, instance_type=instance_type, accelerator=accelerator))
     assert all(word in parameter for word in words), parameter
 
@@ -352,7 +352,7 @@ def test_region_that_is_off_names_the_command_that_turns_it_on(bed: AwsBed) -> N
 
 
 @pytest.mark.parametrize("zone", ["us-east-1b", None], ids=["zone", "fleet"])
-def test_group_that_is_not_shown_yet_is_a_reason_to_ask_again(bed: AwsBed, zone: str | None) -> None:
+def test_group_that_is_not_yet_visible_is_queried_again(bed: AwsBed, zone: str | None) -> None:
     bed.offer = replace(OFFER, zone=zone)
     bed.account.fail("RunInstances" if zone else "CreateFleet", "InvalidGroup.NotFound")
 
@@ -417,7 +417,7 @@ def test_vpc_without_any_subnet_is_refused(bed: AwsBed) -> None:
     bed.run(act())
 
 
-def test_zone_without_a_subnet_is_full_for_us_and_the_others_are_not(bed: AwsBed) -> None:
+def test_zone_without_a_subnet_counts_as_full_and_others_do_not(bed: AwsBed) -> None:
     """Amazon opens zones in which an old default VPC has no subnet: the search continues elsewhere."""
     bed.account.bare_zones = {"us-east-1b"}
 
@@ -438,7 +438,7 @@ def test_zone_without_a_subnet_is_full_for_us_and_the_others_are_not(bed: AwsBed
     bed.run(act())
 
 
-def test_spot_zone_that_aws_expects_nothing_of_is_passed_over_once(bed: AwsBed) -> None:
+def test_spot_zone_with_the_lowest_score_is_skipped_once(bed: AwsBed) -> None:
     """A caller that asks again has no alternative."""
     bed.account.scores = {"us-east-1a": 3, "us-east-1b": 1, "us-east-1c": 9}
 

@@ -71,7 +71,7 @@ def test_region_that_refuses_is_named_and_hides_no_other(bed: AwsBed) -> None:
     bed.run(act())
 
 
-def test_machine_on_its_way_down_is_neither_running_nor_gone(bed: AwsBed) -> None:
+def test_machine_that_is_shutting_down_is_neither_running_nor_gone(bed: AwsBed) -> None:
     async def act() -> None:
         request = make_request(bed)
         await bed.cloud.create_nodes(request)
@@ -206,7 +206,7 @@ def test_preparing_makes_no_calls_and_the_first_call_reports_a_wrong_profile(
     bed.run(act())
 
 
-def test_many_calls_at_once_stay_within_a_bound(bed: AwsBed) -> None:
+def test_concurrent_calls_stay_within_a_bound(bed: AwsBed) -> None:
     async def act() -> None:
         results = await asyncio.gather(*(bed.cloud.list_nodes(OWNER) for _ in range(40)), return_exceptions=True)
         assert not any(isinstance(result, CloudError) for result in results)
@@ -278,7 +278,7 @@ def test_a_node_on_record_is_terminated_though_no_list_answers(bed: AwsBed) -> N
     bed.run(act())
 
 
-def test_a_region_that_refuses_to_terminate_keeps_no_other_from_it(bed: AwsBed) -> None:
+def test_a_region_that_refuses_to_terminate_does_not_block_others(bed: AwsBed) -> None:
     async def act() -> None:
         request = make_request(bed)
         await bed.cloud.create_nodes(request)

@@ -78,7 +78,7 @@ def test_policy_allows_nothing_that_is_not_used(bed: AwsBed) -> None:
     assert listed - needed_once_by_amazon == bed.account.find_actions() - {"sts:GetCallerIdentity"}
 
 
-def test_policy_keeps_us_from_other_peoples_machines(bed: AwsBed) -> None:
+def test_policy_protects_machines_of_other_owners(bed: AwsBed) -> None:
     async def act() -> None:
         theirs = make_request(bed, owner="somebody-else")
         (node,) = await bed.cloud.create_nodes(theirs)

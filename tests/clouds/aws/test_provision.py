@@ -61,7 +61,7 @@ def world(bed: AwsBed, tmp_path: Path) -> Iterator[World]:
     world.store.close()
 
 
-def test_full_zone_is_passed_over_and_down_leaves_nothing(world: World, bed: AwsBed) -> None:
+def test_full_zone_is_skipped_and_down_leaves_nothing(world: World, bed: AwsBed) -> None:
     bed.account.full = {(ZONES[0], OFFER.instance_type)}
 
     async def act() -> None:
@@ -85,7 +85,7 @@ def test_full_zone_is_passed_over_and_down_leaves_nothing(world: World, bed: Aws
 
 
 @pytest.mark.parametrize("zone", [ZONES[0], None], ids=["zone", "fleet"])
-def test_answer_lost_and_process_dead_then_the_same_gang(world: World, bed: AwsBed, zone: str | None) -> None:
+def test_after_a_lost_answer_and_a_crash_the_same_gang_is_found(world: World, bed: AwsBed, zone: str | None) -> None:
     async def act() -> None:
         bed.account.lose_answer("RunInstances" if zone else "CreateFleet")
         dying = Dying(bed.settings, clock=bed.clock, open_session=open_session)
@@ -127,7 +127,7 @@ def test_passing_fault_costs_no_second_gang_and_leaks_nothing(
     assert bed.account.fault_counts[code] >= 1
 
 
-def test_machines_that_stand_still_cost_nothing_until_they_run_again(world: World, bed: AwsBed) -> None:
+def test_stopped_machines_cost_nothing_until_they_restart(world: World, bed: AwsBed) -> None:
     """Their disks are billed, which is little."""
     plan = make_plan(ZONES[0], is_spot=False)
     usd_hour = plan.choice.placement.usd_hour

@@ -19,7 +19,7 @@ def test_without_a_file_all_is_left_to_the_account(tmp_path: Path) -> None:
     assert load_settings(tmp_path) == Settings()
 
 
-def test_every_key_is_taken(tmp_path: Path) -> None:
+def test_every_key_is_accepted(tmp_path: Path) -> None:
     (tmp_path / "aws.toml").write_text(
         """
         regions = ["us-east-1", "eu-central-1"]
@@ -78,7 +78,7 @@ def make(home: Path) -> AwsCloud | None:
     return make_cloud(Config(home=home, owner="o"), clock=SystemClock())
 
 
-def test_no_login_no_cloud(bare: Path) -> None:
+def test_missing_login_disables_the_cloud(bare: Path) -> None:
     assert make(bare) is None
 
 

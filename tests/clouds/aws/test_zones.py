@@ -81,7 +81,7 @@ def test_full_region_costs_one_search_and_each_of_its_zones_is_remembered(
     bed.run(act())
 
 
-def test_gang_is_recorded_as_the_place_where_it_stands(world: World, bed: AwsBed) -> None:
+def test_gang_is_recorded_with_its_actual_location(world: World, bed: AwsBed) -> None:
     bed.account.full = {(zone, KIND) for zone in ZONES[:2]}
     places = [make_place(zone) for zone in ZONES]
 
@@ -121,7 +121,7 @@ def test_more_expensive_zone_of_the_region_is_excluded_from_the_search(world: Wo
 
 
 @pytest.mark.parametrize("zones", [ZONES[:2], ZONES[:1]])
-def test_few_zones_are_tried_one_by_one(world: World, bed: AwsBed, zones: tuple[str, ...]) -> None:
+def test_few_zones_are_tried_sequentially(world: World, bed: AwsBed, zones: tuple[str, ...]) -> None:
     async def act() -> None:
         cluster = await up(world, make_plan(make_place(zone) for zone in zones))
         assert cluster.placement == make_place(zones[0])

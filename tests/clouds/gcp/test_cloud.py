@@ -100,7 +100,7 @@ def test_a_repeated_insert_is_found_by_name_if_google_forgot_its_id(bench: Any, 
     assert bench.gce.calls["POST zones/instances"] == 2 and len(bench.gce.instances) == 1
 
 
-def test_a_gang_is_made_whole_or_not_at_all(bench: Any, request_of: Make) -> None:
+def test_a_gang_is_created_completely_or_not_at_all(bench: Any, request_of: Make) -> None:
     bench.gce.capacity["us-central1-a", "e2-standard-4"] = 2
     with pytest.raises(CapacityError) as caught:
         bench.run(bench.cloud.create_nodes(request_of(node_count=3)))
@@ -330,7 +330,7 @@ def test_nodes_invisible_to_another_login_are_assumed_to_exist(bench: Any, reque
     assert bench.run(elsewhere.list_nodes(node.owner)).nodes == (node,)
 
 
-def test_a_zone_that_google_cannot_look_into_is_named(bench: Any, request_of: Make) -> None:
+def test_a_zone_that_google_cannot_list_is_named(bench: Any, request_of: Make) -> None:
     """Its nodes are queried by name, so that they do not seem to be gone; a new login has none to query."""
     (node,) = bench.run(bench.cloud.create_nodes(request_of()))
     bench.gce.silent_zones = {node.zone}
@@ -356,7 +356,7 @@ def test_unknown_end_reasons_do_not_fail_the_list(bench: Any, request_of: Make) 
     assert listed.state is NodeState.TERMINATED and listed.reason == "terminated"
 
 
-def test_a_create_waits_for_googles_verdict(bench: Any, request_of: Make) -> None:
+def test_create_waits_for_googles_operation_to_finish(bench: Any, request_of: Make) -> None:
     bench.gce.latency_s = 0.05
     bench.gce.capacity["us-central1-a", "e2-standard-4"] = 2
     with pytest.raises(CapacityError):

@@ -124,14 +124,14 @@ def test_no_response_is_an_unknown_outcome_if_something_may_have_changed(error: 
 
 
 @pytest.mark.parametrize("does_change", [False, True])
-def test_an_organisation_policy_is_a_refusal_for_good_and_not_a_resource_that_is_busy(does_change: bool) -> None:
+def test_an_organisation_policy_is_a_permanent_refusal_not_a_busy_resource(does_change: bool) -> None:
     text = "Constraint constraints/compute.vmExternalIpAccess violated for project 1. Add instance x to the constraint."
     error = translate(answer(412, "conditionNotMet", text), does_change=does_change)
     assert isinstance(error, DeniedError) and error.scope == "region"
     assert "vmExternalIpAccess" in error.message and "org-policies" in error.hints[0]
 
 
-def test_our_own_mistakes_are_not_hidden() -> None:
+def test_bugs_in_broker_are_not_hidden() -> None:
     assert translate(KeyError("x"), does_change=True) is None
 
 

@@ -94,7 +94,7 @@ def test_an_unreachable_gang_is_terminated(bench: Any, request_of: Make) -> None
     assert bench.gce.list_names() == []
 
 
-def test_without_leave_to_open_ports_no_machine_is_made(bench: Any, request_of: Make) -> None:
+def test_without_permission_to_open_ports_no_machine_is_created(bench: Any, request_of: Make) -> None:
     from broker.clouds.gcp.policy import PERMISSIONS
 
     bench.gce.allowed = set(PERMISSIONS) - {"compute.firewalls.create"}
@@ -104,7 +104,7 @@ def test_without_leave_to_open_ports_no_machine_is_made(bench: Any, request_of: 
     assert bench.gce.calls["POST zones/instances"] == 0
 
 
-def test_a_gang_found_again_gets_the_rules_that_its_first_call_did_not_come_to(bench: Any, request_of: Make) -> None:
+def test_an_adopted_gang_gets_the_firewall_rules_its_first_call_missed(bench: Any, request_of: Make) -> None:
     nodes = bench.run(bench.cloud.create_nodes(request_of()))
     bench.gce.firewalls.clear()
     assert bench.run(bench.make_cloud().create_nodes(request_of())) == nodes

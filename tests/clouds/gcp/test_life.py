@@ -81,7 +81,7 @@ def test_restarted_nodes_are_billed_again(life: Life) -> None:
     life.run(act())
 
 
-def test_a_full_zone_is_passed_over_and_leaves_nothing(life: Life) -> None:
+def test_a_full_zone_is_skipped_and_leaves_nothing(life: Life) -> None:
     life.bed.gce.capacity["us-central1-a", "n1-standard-4"] = 1  # too few for a gang of two
     plan = make_plan(life.bed.offer, ["us-central1-a", "us-east4-b"])
     cluster = life.run(life.provisioner.up("c", plan, hedge=1))
@@ -91,14 +91,14 @@ def test_a_full_zone_is_passed_over_and_leaves_nothing(life: Life) -> None:
     assert len(life.bed.gce.firewalls) == 3  # none of the refused gang
 
 
-def test_an_answer_lost_after_the_deed_makes_one_gang(life: Life) -> None:
+def test_an_answer_lost_after_the_effect_creates_one_gang(life: Life) -> None:
     life.bed.gce.fail("POST", "bulkInsert", has_effect=True)
     cluster = life.run(life.provisioner.up("c", make_plan(life.bed.offer, ["us-central1-a"])))
     assert sorted(node.id.rpartition("/")[2] for node in cluster.nodes) == life.standing
     assert life.bed.gce.fault_counts
 
 
-def test_a_call_that_was_lost_before_the_deed_is_made_good(life: Life) -> None:
+def test_a_call_lost_before_its_effect_is_repeated(life: Life) -> None:
     life.bed.gce.fail("POST", "bulkInsert")
     cluster = life.run(life.provisioner.up("c", make_plan(life.bed.offer, ["us-central1-a"])))
     assert len(cluster.nodes) == len(life.standing) == 2
@@ -145,7 +145,7 @@ def test_unrecorded_resources_are_collected(life: Life) -> None:
     assert life.standing == []
 
 
-def test_full_everywhere_is_reported_and_nothing_stays(life: Life) -> None:
+def test_lack_of_capacity_everywhere_is_reported_and_leaves_nothing(life: Life) -> None:
     for letter in "ab":
         life.bed.gce.capacity[f"us-central1-{letter}", "n1-standard-4"] = 0
     with pytest.raises(CapacityError):

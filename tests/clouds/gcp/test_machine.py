@@ -25,7 +25,7 @@ MakeOffer = Callable[..., Offer]
 IMAGE = "projects/p/global/images/i"
 
 
-def test_every_word_for_an_instances_state_is_known() -> None:
+def test_every_instance_state_is_known() -> None:
     assert set(STATES) == {each.name for each in compute_v1.Instance.Status}
 
 
@@ -50,7 +50,7 @@ def test_names_and_labels_follow_googles_grammar_for_any_request(
 
 
 @given(st.text(max_size=70), st.text(max_size=70))
-def test_different_texts_have_different_labels(one: str, other: str) -> None:
+def test_distinct_texts_have_distinct_labels(one: str, other: str) -> None:
     assert (names.label_value(one) == names.label_value(other)) == (one == other)
 
 
@@ -91,7 +91,7 @@ def test_ids_tell_project_zone_name_gang_and_rank() -> None:
         (None, "a3-highgpu-8g", "pd-balanced"),
     ],
 )
-def test_a_disk_is_of_a_kind_that_its_machine_takes(
+def test_the_disk_type_is_supported_by_the_machine(
     request_of: Make, offer_of: MakeOffer, tier: str | None, instance_type: str, kind: str
 ) -> None:
     request = request_of(offer_of(instance_type), spec=MachineSpec(disk_tier=tier))

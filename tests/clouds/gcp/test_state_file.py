@@ -20,7 +20,7 @@ def test_processes_share_the_state_file(tmp_path: Path) -> None:
     assert stat.S_IMODE((tmp_path / "gcp/nodes.json").stat().st_mode) == 0o600
 
 
-def test_an_end_is_never_taken_back_and_forgotten_in_time(tmp_path: Path) -> None:
+def test_an_end_is_final_and_eventually_forgotten(tmp_path: Path) -> None:
     state_file = GcpStateFile(tmp_path)
     ended = replace(NODE, state=NodeState.TERMINATED, ended_s=100.0, reason="preempted")
     state_file.note([ended], now_s=100)
@@ -45,7 +45,7 @@ def test_an_unreadable_file_counts_as_empty_and_is_rewritten(tmp_path: Path) -> 
     assert state_file.read() == {NODE.id: NODE}
 
 
-def test_two_at_once_lose_nothing(tmp_path: Path) -> None:
+def test_concurrent_writers_lose_nothing(tmp_path: Path) -> None:
     def note(number: int) -> None:
         for count in range(20):
             GcpStateFile(tmp_path).note([replace(NODE, id=f"p/z/b-me-{number}-{count}")], now_s=0)

@@ -45,7 +45,7 @@ def test_a_disabled_cloud_shows_skypilots_reason(bed: Any, config: Config) -> No
     assert (login.is_ok, login.note, login.command) == (False, "not enabled in SkyPilot", "sky check lambda")
 
 
-def test_many_clouds_cost_one_question(bed: Any, config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_clouds_cost_one_query(bed: Any, config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 
     async def list_enabled() -> Sequence[str]:
@@ -58,9 +58,7 @@ def test_many_clouds_cost_one_question(bed: Any, config: Config, monkeypatch: py
     assert len(asked) == 1
 
 
-def test_a_server_that_does_not_answer_takes_nothing_back(
-    bed: Any, config: Config, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_silent_server_cancels_nothing(bed: Any, config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its clouds are down for a minute, not disabled."""
     SkyStateFile(config.home / "sky").note_enabled(["lambda"])
 

@@ -27,7 +27,7 @@ def list_states(nodes: Sequence[Node]) -> list[tuple[int, NodeState, str]]:
     return [(node.rank, node.state, node.reason) for node in nodes]
 
 
-def test_a_launch_is_not_waited_for(bed: Any) -> None:
+def test_a_launch_does_not_block(bed: Any) -> None:
     async def act() -> None:
         start_s = bed.clock.now_s()
         nodes = await bed.cloud.create_nodes(make_request(bed, node_count=2))
@@ -59,7 +59,7 @@ def test_nodes_know_each_other_and_the_way_to_them_is_kept(bed: Any) -> None:
     asyncio.run(act())
 
 
-def test_a_start_is_a_launch_so_that_the_keeper_runs_again(bed: Any) -> None:
+def test_a_start_counts_as_a_launch(bed: Any) -> None:
     async def act() -> None:
         request = make_request(bed)
         (node,) = await bed.cloud.create_nodes(request)

@@ -63,7 +63,7 @@ def test_it_serves_one_event_loop_after_another(make: Make) -> None:
         assert asyncio.run(engine.list_enabled()) == ["lambda"]
 
 
-def test_a_fault_is_raised_as_ours(make: Make) -> None:
+def test_errors_are_raised_as_brokers_classes(make: Make) -> None:
     engine = make('answer(call, fault={"type": "ResourcesUnavailableError", "message": "none left"})')
     with pytest.raises(CapacityError, match="none left"):
         asyncio.run(engine.launch("a", {}))
@@ -92,7 +92,7 @@ def test_a_query_to_a_worker_that_dies_may_be_repeated(make: Make) -> None:
         asyncio.run(make("sys.exit(1)").list_enabled())
 
 
-def test_silence_has_an_end(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_silence_ends_the_session(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make("pass")
 
     async def give_up(work: object, limit_s: float) -> None:

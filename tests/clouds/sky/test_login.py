@@ -34,7 +34,7 @@ def write_program(path: Path, first: str) -> Path:
     return path
 
 
-def test_it_may_be_nowhere(no_skypilot: Path) -> None:
+def test_progress_may_be_absent(no_skypilot: Path) -> None:
     assert find_python() is None
     write_program(no_skypilot / "sky", "#!/bin/sh")
     assert find_python() is None
@@ -54,7 +54,7 @@ def test_ours_is_taken_before_another_and_a_folder_called_sky_is_not(
     assert find_python() == sys.executable
 
 
-def test_the_one_that_is_named_wins(no_skypilot: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_named_one_takes_precedence(no_skypilot: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_program(no_skypilot / "sky", f"#!{sys.executable}")
     named = write_program(tmp_path / "python", "#!/bin/sh")
     monkeypatch.setenv("BROKER_SKY_PYTHON", str(named))
@@ -63,7 +63,7 @@ def test_the_one_that_is_named_wins(no_skypilot: Path, tmp_path: Path, monkeypat
     assert find_python() is None
 
 
-def test_a_cloud_is_usable_when_skypilot_said_so_last(no_skypilot: Path, tmp_path: Path) -> None:
+def test_a_cloud_is_usable_if_skypilots_last_answer_says_so(no_skypilot: Path, tmp_path: Path) -> None:
     config = Config(home=tmp_path / "home", owner="me")
     write_program(no_skypilot / "sky", f"#!{sys.executable}")
     assert makers.make_azure(config, clock=SystemClock()) is None

@@ -59,7 +59,7 @@ def test_job_is_named_by_owner_and_token_alone() -> None:
     assert len({name_job("me", "a"), name_job("me", "b"), name_job("you", "a")}) == 3
 
 
-def test_comment_brings_the_tags_back() -> None:
+def test_tags_are_read_from_the_comment() -> None:
     import json
 
     tags = make_comment(make_request(), now_s=12.5)
@@ -68,7 +68,7 @@ def test_comment_brings_the_tags_back() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "(null)", "hello", "[]", "{}", '{"o": "me"}', "3"])
-def test_comment_of_a_foreign_job_is_none_of_ours(text: str) -> None:
+def test_comment_of_a_foreign_job_is_ignored(text: str) -> None:
     assert read_comment(text) is None
 
 

@@ -111,7 +111,7 @@ def test_fenced_host_that_answers_again_is_believed(bed: PoolBed) -> None:
     assert asyncio.run(bed.pool.list_nodes(OWNER)).unseen, "what was confirmed then does not hold any more"
 
 
-def test_end_kills_what_detached_itself_and_removes_its_files(bed: PoolBed) -> None:
+def test_end_kills_detached_processes_and_removes_files(bed: PoolBed) -> None:
     (node,) = asyncio.run(bed.pool.create_nodes(make_request(bed)))
     folder = bed.find_folder(node)
     env = {**os.environ, "BROKER_NODE_DIR": str(folder)}

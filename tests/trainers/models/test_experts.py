@@ -66,7 +66,7 @@ def test_every_expert_and_the_router_get_a_gradient_even_without_tokens(kind: st
     assert all(parameter.grad is not None for parameter in mixture.parameters())
 
 
-def test_balance_loss_is_one_where_experts_are_equally_busy_and_most_where_one_does_all() -> None:
+def test_balance_loss_is_1_for_equal_experts_and_largest_for_a_single_busy_one() -> None:
     router = Router(dataclasses.replace(SHAPE, experts_per_token=1, balance_weight=1.0))
     with torch.no_grad():
         router.weight[:, :4] = 50.0 * torch.eye(4)
@@ -116,7 +116,7 @@ def test_idle_parameters_are_those_of_unused_experts(kind: str) -> None:
     assert count_idle_parameters(ModelConfig()) == 0
 
 
-def test_draw_scales_projections_of_experts_as_those_of_a_perceptron() -> None:
+def test_experts_are_initialised_like_a_perceptron() -> None:
     torch.manual_seed(0)
     model = create_language_model("llama", dataclasses.replace(SHAPE, width=64, hidden_width=64, heads=2))
     mixture = model.blocks[0].perceptron

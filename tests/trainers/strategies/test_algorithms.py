@@ -32,7 +32,7 @@ def test_islands_move_as_a_simulation_of_all_of_them(worlds: Worlds, tmp_path: P
 
 
 @pytest.mark.parametrize(("strategy", "ranks"), [("diloco", 2), ("gossip", 2), ("gossip", 4), ("allreduce", 2)])
-def test_all_ranks_hear_of_a_stop_in_time(worlds: Worlds, tmp_path: Path, strategy: str, ranks: int) -> None:
+def test_all_ranks_learn_of_a_stop_in_time(worlds: Worlds, tmp_path: Path, strategy: str, ranks: int) -> None:
     ended = worlds.call(tmp_path, f"{CHECKS}:stop_is_heard_by_all_at_one_step", [strategy], ranks=ranks)
     assert ended.codes == [0] * ranks, ended.errors
 

@@ -92,7 +92,7 @@ def test_checkpoint_of_a_mixture_is_read_by_other_ranks_and_strategies(
         ("expert", ["--model.experts", "3"], "3 experts cannot be divided evenly by 2 ranks"),
     ],
 )
-def test_experts_that_cannot_be_spread_are_one_line(
+def test_experts_that_cannot_be_spread_are_a_one_line_error(
     worlds: Worlds, tmp_path: Path, strategy: str, flags: list[str], reason: str
 ) -> None:
     ended = worlds.call(tmp_path, "trainers.lm:main", ["--strategy", strategy, *flags], ranks=2)

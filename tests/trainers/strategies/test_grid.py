@@ -61,7 +61,7 @@ def test_every_sample_is_read_by_one_share_and_its_loss_is_counted_once(sizes: l
 
 
 @given(world_size=st.integers(1, 9), batch=st.integers(9, 60), micro_batch=st.integers(1, 12))
-def test_all_ranks_make_as_many_passes_and_their_parts_add_up(world_size: int, batch: int, micro_batch: int) -> None:
+def test_all_ranks_make_equal_numbers_of_passes_that_add_up(world_size: int, batch: int, micro_batch: int) -> None:
     shares = [Grid(place(rank, world_size), ("shard",), "").find_share() for rank in range(world_size)]
     passes = [share.find_passes(100, batch, micro_batch) for share in shares]
     assert len({len(each) for each in passes}) == 1
@@ -79,7 +79,7 @@ def test_all_ranks_make_as_many_passes_and_their_parts_add_up(world_size: int, b
         ("fsdp+parameter_server", "cannot be combined"),
     ],
 )
-def test_combination_that_makes_no_sense_is_refused(name: str, reason: str) -> None:
+def test_contradictory_combination_is_refused(name: str, reason: str) -> None:
     with pytest.raises(TrainerError, match=reason):
         create_strategy(name, place(0, 4))
 

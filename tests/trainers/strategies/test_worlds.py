@@ -68,7 +68,7 @@ def test_grouped_heads_and_rotary_positions_of_a_shared_sequence(worlds: Worlds,
     assert [each[0] for each in found.values()] == pytest.approx([each[0] for each in expected.values()], abs=ROUNDING)
 
 
-def test_half_precision_where_asked_stays_near(worlds: Worlds, alone: dict[int, float], tmp_path: Path) -> None:
+def test_half_precision_stays_close_to_full_precision(worlds: Worlds, alone: dict[int, float], tmp_path: Path) -> None:
     flags = ("--fsdp.param_dtype", "bfloat16", "--fsdp.reduce_dtype", "float32")
     losses = worlds.train(tmp_path, "fsdp", *flags, ranks=2)
     found = {step: each[0] for step, each in losses.items()}
@@ -148,7 +148,7 @@ def test_other_world_sizes_and_strategies_continue_with_the_same_losses(
     [((2, "diloco", []), (1, "ddp", [])), ((2, "ddp", []), (2, "diloco", [])), ((3, "gossip", []), (2, "diloco", []))],
     ids=str,
 )
-def test_islands_take_over_from_others_and_hand_on(
+def test_islands_receive_from_and_pass_on_to_others(
     worlds: Worlds,
     alone: dict[int, float],
     tmp_path: Path,
