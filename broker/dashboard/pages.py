@@ -191,9 +191,9 @@ def show_attempts(page: JobPage) -> Markup:
 
 
 def _show_action(job: Job, ticket: str) -> Markup:
-    """Offer what may be done with a job: cancel a live one, retry an ended one."""
+    """Offer what may be done with a job: cancel a live one, retry an ended one; nothing without a ticket."""
     verb = "retry" if job.status.is_terminal else "cancel"
-    if job.status in (JobStatus.SUCCEEDED, JobStatus.CANCELLING):
+    if not ticket or job.status in (JobStatus.SUCCEEDED, JobStatus.CANCELLING):
         return Markup("")
     return element(
         "form",
