@@ -32,7 +32,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "top": ("broker.cli.dashboard", "Show spending, jobs and clusters, refreshed every two seconds."),
     "dashboard": ("broker.cli.dashboard", "Show jobs, clusters and cost in a browser."),
     "check": ("broker.cli.check", "Check which clouds are usable and how to enable the others."),
-    "cost": ("broker.cli.cost", "Show spending by job, cloud or day."),
+    "cost": ("broker.cli.cost", "Show spending by job, cloud, day, user or project."),
     "report": (
         "broker.cli.report",
         "Report a month's spending, savings against on-demand and losses to preemptions.",

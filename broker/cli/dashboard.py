@@ -110,11 +110,14 @@ def describe_overview(overview: Overview) -> dict[str, object]:
     return {
         **to_plain(overview),
         "jobs": [
-            {**to_plain(row.line), "spent_usd": row.spent_usd, "usage": row.usage and to_plain(row.usage)}
+            {
+                **to_plain(row.line), "spent_usd": row.spent_usd, "budget_usd": row.budget_usd,
+                "usage": row.usage and to_plain(row.usage),
+            }
             for row in overview.jobs
         ],
         "live_jobs": overview.live_count,
-    }
+    }  # fmt: skip
 
 
 def list_lines(overview: Overview) -> Sequence[str]:
@@ -122,7 +125,7 @@ def list_lines(overview: Overview) -> Sequence[str]:
     stamp = time.strftime("%H:%M:%S", time.localtime(overview.now_s))
     lines = [
         f"{stamp}  {format_usd(overview.usd_hour)} USD/h now, {format_usd(overview.today_usd)} USD today, "
-        f"{format_usd(overview.month_usd)} this month",
+        f"{format_usd(overview.month_usd)} this month ({format_usd(overview.month_ondemand_usd)} on-demand)",
         "",
     ]
     if overview.attention:

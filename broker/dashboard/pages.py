@@ -5,15 +5,15 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 
+from broker.app.limits import LimitUse
 from broker.dashboard.chances import show_chances
 from broker.dashboard.decisions import show_decisions
 from broker.dashboard.html import Content, Markup, element, join, table
-from broker.dashboard.model import Attention, JobPage, JobRow, Overview, PlaceRow, measure_rate_usd_hour
+from broker.dashboard.model import Attention, JobPage, JobRow, Overview, measure_rate_usd_hour
 from broker.dashboard.node_charts import show_nodes
 from broker.dashboard.progress import show_progress
 from broker.dashboard.timeline import draw_timeline
 from broker.formatting import format_duration, format_share, format_usd
-from broker.state.events import Refusal
 from broker.types import Cluster, EventKind, Job, JobStatus
 from broker.wording import describe_outcome
 
@@ -67,6 +67,8 @@ def show_overview(overview: Overview) -> Markup:
     figures = {
         "Today": f"{format_usd(overview.today_usd)} USD",
         "This month": f"{format_usd(overview.month_usd)} USD",
+        "On-demand": f"{format_usd(overview.month_ondemand_usd)} USD",
+        "Saved": f"{format_usd(overview.month_saved_usd)} USD",
         "In all": f"{format_usd(overview.spent_usd)} USD",
         "Now": f"{format_usd(overview.usd_hour)} USD/h",
         "Live jobs": f"{overview.live_count:,}",
@@ -77,12 +79,28 @@ def show_overview(overview: Overview) -> Markup:
     return join(
         [
             element("dl", *cards, class_="figures"),
+            *_show_limits(overview.limits),
             *_show_attention(overview.attention),
             element("h2", "Jobs"),
             _show_jobs(overview.jobs, overview.now_s),
             element("p", f"and {hidden:,} more; list them with `broker jobs queue --all`") if hidden > 0 else None,
         ]
     )
+
+
+def _show_limits(uses: Sequence[LimitUse]) -> Iterator[Markup]:
+    if uses:
+        cells: list[Sequence[Content]] = [
+            [
+                f"{each.limit.scope.value} {each.limit.name}", format_usd(each.used.usd),
+                "-" if each.limit.usd_month is None else format_usd(each.limit.usd_month), f"{each.used.gpus:g}",
+                "-" if each.limit.gpus is None else f"{each.limit.gpus:g}",
+            ]
+            for each in uses
+        ]  # fmt: skip
+        heads = ["Limit of", "USD spent or expected", "USD this month", "GPUs in use", "GPUs"]
+        yield element("h2", "Budgets and limits")
+        yield table(heads, cells, caption="Budgets and limits", right=heads[1:])
 
 
 def _show_attention(rows: Sequence[Attention]) -> Iterator[Markup]:
@@ -104,11 +122,15 @@ def _show_jobs(rows: Sequence[JobRow], now_s: float) -> Markup:
                 _link_job(line.id), line.name, _show_status(line.status), step, max(0, line.starts - 1),
                 format_duration((line.ended_s or now_s) - line.submitted_s),
                 "-" if row.usage is None else format_share(row.usage.cpu_ratio),
-                "-" if row.usage is None else format_share(row.usage.gpu_ratio), format_usd(row.spent_usd),
+                "-" if row.usage is None else format_share(row.usage.gpu_ratio), _show_spent(row),
             ]
         )  # fmt: skip
     heads = ["Job", "Name", "Status", "Step", "Recoveries", "Time", "CPU", "GPU", "USD"]
     return table(heads, cells, caption="Newest managed jobs", right=["Job", *heads[3:]])
+
+
+def _show_spent(row: JobRow) -> str:
+    return format_usd(row.spent_usd) + ("" if row.budget_usd is None else f" of {format_usd(row.budget_usd)}")
 
 
 def _link_job(job_id: int) -> Markup:
@@ -220,33 +242,6 @@ def show_clusters(clusters: Sequence[Cluster], spent: dict[str, float], now_s: f
         )  # fmt: skip
     heads = ["Cluster", "Status", "Nodes", "Place", "Market", "Job", "Age", "USD/h", "USD"]
     return table(heads, cells, caption="Clusters", right=["Job", "Age", "USD/h", "USD"])
-
-
-def show_places(places: Sequence[PlaceRow], refusals: Sequence[Refusal], now_s: float) -> Markup:
-    """Show what broker has seen of each place: stays on spot, preemptions, and refusals that are in force."""
-    cells: list[Sequence[Content]] = [
-        [
-            f"{row.cloud} {row.zone or row.region}", row.instance_type, row.stays, f"{row.hours:.2f}", row.preemptions,
-            "-" if row.hazard_per_hour is None else f"{row.hazard_per_hour:.3f}",
-        ]
-        for row in places
-    ]  # fmt: skip
-    heads = ["Place", "Type", "Stays", "Hours", "Preemptions", "Preemptions/h"]
-    refused: list[Sequence[Content]] = [
-        [
-            f"{each.cloud} {each.zone or each.region or 'all regions'}", each.instance_type or "all",
-            "spot" if each.is_spot else "on-demand", format_duration(max(0.0, each.expires_s - now_s)), each.reason,
-        ]
-        for each in refusals
-    ]  # fmt: skip
-    seen = table(heads, cells, caption="Your time on spot", right=heads[2:])
-    return join(
-        [
-            element("h2", "Your time on spot"),
-            seen if cells else element("p", "No node has run on spot yet."),
-            *_show_rows("Current refusals", ["Place", "Type", "Market", "Expires in", "Reason"], refused),
-        ]
-    )
 
 
 def _show_time(time_s: float) -> str:

@@ -27,7 +27,9 @@ from broker.dashboard.cloud_page import show_clouds
 from broker.dashboard.cost_page import show_cost
 from broker.dashboard.guard import HEADERS, Handler, redirect, refuse
 from broker.dashboard.html import Content, Markup, element
-from broker.dashboard.model import NEWEST, JobPage, list_places, read_job, read_overview
+from broker.dashboard.model import NEWEST, JobPage, read_job, read_overview
+from broker.dashboard.place_history import read_places
+from broker.dashboard.place_page import show_places
 from broker.dashboard.plan_page import show_choices, show_plan
 from broker.dashboard.plans import PlanPage, read_plan
 from broker.dashboard.reader import MakeContext, PageReader
@@ -190,7 +192,7 @@ class Dashboard:
     async def _places(self, request: web.Request) -> web.Response:
         def read(context: Context) -> Markup:
             store, now_s = context.store, context.clock.now_s()
-            return pages.show_places(list_places(store), store.refusals.list_active(now_s), now_s)
+            return show_places(read_places(context), store.refusals.list_active(now_s), now_s)
 
         return await self.show_read(request, "Places", read, path="/places")
 
