@@ -125,7 +125,7 @@ def list_lines(overview: Overview) -> Sequence[str]:
     stamp = time.strftime("%H:%M:%S", time.localtime(overview.now_s))
     lines = [
         f"{stamp}  {format_usd(overview.usd_hour)} USD/h now, {format_usd(overview.today_usd)} USD today, "
-        f"{format_usd(overview.month_usd)} this month ({format_usd(overview.month_ondemand_usd)} on-demand)",
+        f"{format_usd(overview.month_usd)} this month ({format_usd(overview.month_ondemand_usd or 0.0)} on-demand)",
         "",
     ]
     if overview.attention:

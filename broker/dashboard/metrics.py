@@ -25,7 +25,7 @@ class MetricsPage:
 
     def render(self) -> str:
         """Read the store and render all families."""
-        overview = read_overview(self._context, newest=SERIES_MAX, usage_max=0)
+        overview = read_overview(self._context, newest=SERIES_MAX, usage_max=0, has_ondemand=False)
         live = [row.line.id for row in overview.jobs if row.line.ended_s is None]
         nodes = list_nodes(self._context.config.logs, live, now_s=overview.now_s)
         if not 0.0 <= overview.now_s - self._read_s < PLACES_S:

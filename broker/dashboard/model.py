@@ -53,7 +53,7 @@ class Overview:
     spent_usd: float
     today_usd: float
     month_usd: float
-    month_ondemand_usd: float  # what this month's machines would have cost on-demand
+    month_ondemand_usd: float | None  # what this month's machines would have cost on-demand; None where not asked
     usd_hour: float  # of the nodes that are billed now
     counts: Mapping[str, int]  # jobs by status
     attention: tuple[Attention, ...]
@@ -63,9 +63,9 @@ class Overview:
     limits: tuple[LimitUse, ...] = ()  # of a server's users and projects
 
     @property
-    def month_saved_usd(self) -> float:
+    def month_saved_usd(self) -> float | None:
         """USD saved this month against the same machines on-demand; repeated work is not subtracted."""
-        return self.month_ondemand_usd - self.month_usd
+        return None if self.month_ondemand_usd is None else self.month_ondemand_usd - self.month_usd
 
     @property
     def job_count(self) -> int:
@@ -78,7 +78,9 @@ class Overview:
         return sum(count for status, count in self.counts.items() if not JobStatus(status).is_terminal)
 
 
-def read_overview(context: Context, *, newest: int = NEWEST, usage_max: int = NEWEST) -> Overview:
+def read_overview(
+    context: Context, *, newest: int = NEWEST, usage_max: int = NEWEST, has_ondemand: bool = True
+) -> Overview:
     """Read the overview; damaged rows are reported to `context.note` and left out.
 
     `usage_max`: for how many of the newest live jobs the samples of their nodes are read.
@@ -95,7 +97,7 @@ def read_overview(context: Context, *, newest: int = NEWEST, usage_max: int = NE
         spent_usd=store.bills.spend_usd(now_s=now_s),
         today_usd=store.bills.spend_since_usd(midnight_s, now_s=now_s),
         month_usd=store.bills.spend_since_usd(month_s, now_s=now_s),
-        month_ondemand_usd=store.bills.ondemand_since_usd(month_s, now_s=now_s),
+        month_ondemand_usd=store.bills.ondemand_since_usd(month_s, now_s=now_s) if has_ondemand else None,
         usd_hour=store.bills.get_usd_hour(),
         counts=store.jobs.count_by_status(),
         attention=tuple(list_attention(store, lines[:LOOKED_AT], now_s)[:newest]),

@@ -32,11 +32,11 @@ def lay_out(
     notes: Sequence[str] = (),
     is_live: bool = True,
     targets: Mapping[str, str] = PAGES,
-    static: str = "/static",
+    newest: int = 0,
 ) -> str:
     """Make a whole page: head, navigation to `targets`, notes of this request, content.
 
-    A page that is not live stays as it is.
+    A page that is not live stays as it is. `newest`: the id of the newest event when the page was read.
     """
     links = [
         element("a", name, href=target, aria_current="page" if target == path else None)
@@ -47,9 +47,9 @@ def lay_out(
         element("meta", charset="utf-8"),
         element("meta", name="viewport", content="width=device-width, initial-scale=1"),
         element("title", f"{title} · broker"),
-        element("link", rel="stylesheet", href=f"{static}/style.css"),
+        element("link", rel="stylesheet", href="/static/style.css"),
         element("link", rel="icon", href="data:,"),
-        element("script", src=f"{static}/live.js", defer=True) if is_live else None,
+        element("script", src="/static/live.js", defer=True) if is_live else None,
     )
     warnings = [element("p", note, class_="note", role="status") for note in notes]
     skip = element("a", "Skip to content", href="#main", class_="skip")
@@ -58,6 +58,7 @@ def lay_out(
         skip,
         element("header", element("nav", *links, aria_label="Pages")),
         element("main", element("h1", title), *warnings, *content, id="main"),
+        data_newest=newest,
     )
     return "<!doctype html>" + element("html", head, body, lang="en")
 
@@ -67,8 +68,8 @@ def show_overview(overview: Overview) -> Markup:
     figures = {
         "Today": f"{format_usd(overview.today_usd)} USD",
         "This month": f"{format_usd(overview.month_usd)} USD",
-        "On-demand": f"{format_usd(overview.month_ondemand_usd)} USD",
-        "Saved": f"{format_usd(overview.month_saved_usd)} USD",
+        "On-demand": _show_usd(overview.month_ondemand_usd),
+        "Saved": _show_usd(overview.month_saved_usd),
         "In all": f"{format_usd(overview.spent_usd)} USD",
         "Now": f"{format_usd(overview.usd_hour)} USD/h",
         "Live jobs": f"{overview.live_count:,}",
@@ -127,6 +128,10 @@ def _show_jobs(rows: Sequence[JobRow], now_s: float) -> Markup:
         )  # fmt: skip
     heads = ["Job", "Name", "Status", "Step", "Recoveries", "Time", "CPU", "GPU", "USD"]
     return table(heads, cells, caption="Newest managed jobs", right=["Job", *heads[3:]])
+
+
+def _show_usd(usd: float | None) -> str:
+    return "-" if usd is None else f"{format_usd(usd)} USD"
 
 
 def _show_spent(row: JobRow) -> str:

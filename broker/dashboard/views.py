@@ -42,6 +42,7 @@ TYPES = {".css": "text/css", ".js": "text/javascript"}
 LOOK_S = 0.5  # between looks for new events
 REFRESH_S = 5.0  # a page is loaded again after this long without an event: steps and costs are no events
 STREAMS_MAX = 100
+NEWEST_EVENT = web.RequestKey("newest", int)  # when the request came: a page may show later ones, and lacks none
 
 
 class PagePolicy(Protocol):
@@ -103,6 +104,7 @@ class Dashboard:
 
         async def guarded(request: web.Request) -> web.StreamResponse:
             try:
+                request[NEWEST_EVENT] = self._context.store.events.get_newest_id()
                 answer = await handler(request)
             except web.HTTPException as refusal:
                 answer = refuse(refusal.status, refusal.reason.lower())
@@ -130,7 +132,15 @@ class Dashboard:
     ) -> web.Response:
         """Make the answer to a request from the content of a page."""
         targets = self._policy.list_targets(request)
-        text = pages.lay_out(title, *content, path=path, notes=notes, is_live=is_live, targets=targets)
+        text = pages.lay_out(
+            title,
+            *content,
+            path=path,
+            notes=notes,
+            is_live=is_live,
+            targets=targets,
+            newest=request.get(NEWEST_EVENT, 0),
+        )
         return web.Response(text=text, content_type="text/html", status=status, headers=HEADERS)
 
     async def show_read(
@@ -276,7 +286,7 @@ class Dashboard:
         await answer.prepare(request)
         self._streams += 1
         try:
-            await self._send_changes(answer, request.headers.get("Last-Event-ID"))
+            await self._send_changes(answer, request.headers.get("Last-Event-ID") or request.query.get("after"))
         except ConnectionResetError:
             pass  # the page was closed
         finally:
