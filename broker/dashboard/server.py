@@ -13,7 +13,6 @@ from broker.app import jobs
 from broker.app.container import Context
 from broker.dashboard import pages
 from broker.dashboard.guard import HEADERS, LOGIN, Gatekeeper, Handler, read_scrape_token, refuse
-from broker.dashboard.metrics import MetricsPage
 from broker.dashboard.views import Dashboard
 from broker.types import Job
 
@@ -56,7 +55,7 @@ class OpenPolicy:
             context.close()
 
 
-def make_app(dashboard: Dashboard, metrics: MetricsPage, guard: Gatekeeper, hosts: frozenset[str]) -> web.Application:
+def make_app(dashboard: Dashboard, guard: Gatekeeper, hosts: frozenset[str]) -> web.Application:
     """Make the application of `broker dashboard`; `hosts` are the values of `Host` that it answers."""
 
     @web.middleware
@@ -71,12 +70,9 @@ def make_app(dashboard: Dashboard, metrics: MetricsPage, guard: Gatekeeper, host
             answer.headers.update(HEADERS)
         return answer
 
-    async def show_metrics(request: web.Request) -> web.Response:
-        return web.Response(text=metrics.render(), content_type="text/plain")
-
     app = web.Application(middlewares=[check])
     app.router.add_get(LOGIN, guard.log_in)
-    app.router.add_get("/metrics", show_metrics)
+    app.router.add_get("/metrics", dashboard.show_metrics)
     dashboard.add_routes(app)
     return app
 
@@ -90,7 +86,7 @@ async def serve(
     bound = sock.getsockname()[1]
     home = context.config.home
     dashboard = Dashboard(context, OpenPolicy(home, guard), make_context=lambda: Context(home))
-    app = make_app(dashboard, MetricsPage(context), guard, frozenset({f"{host}:{bound}", f"localhost:{bound}"}))
+    app = make_app(dashboard, guard, frozenset({f"{host}:{bound}", f"localhost:{bound}"}))
     runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
     await runner.setup()
     try:

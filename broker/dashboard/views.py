@@ -27,6 +27,7 @@ from broker.dashboard.cloud_page import show_clouds
 from broker.dashboard.cost_page import show_cost
 from broker.dashboard.guard import HEADERS, Handler, redirect, refuse
 from broker.dashboard.html import Content, Markup, element
+from broker.dashboard.metrics import MetricsPage
 from broker.dashboard.model import NEWEST, JobPage, read_job, read_overview
 from broker.dashboard.place_history import read_places
 from broker.dashboard.place_page import show_places
@@ -73,12 +74,18 @@ class Dashboard:
         self._policy = policy
         self._make_context = make_context
         self._reader = PageReader(make_context)
+        self._metrics = MetricsPage()
         self._streams = 0
         self._chances = ChanceCache()
 
     def close(self) -> None:
         """Close the connection of the pages."""
         self._reader.close()
+
+    async def show_metrics(self, request: web.Request) -> web.Response:
+        """Answer with the metrics in Prometheus' format."""
+        text, _ = await self._reader.read(self._metrics.render)
+        return web.Response(text=text, content_type="text/plain")
 
     def add_routes(self, app: web.Application) -> None:
         """Add the pages to an application, which decides who may see them."""

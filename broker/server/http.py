@@ -31,7 +31,6 @@ from broker.client.wire import (
     encode_error,
     read_signature,
 )
-from broker.dashboard.metrics import MetricsPage
 from broker.errors import (
     AuthError,
     BrokerError,
@@ -87,7 +86,6 @@ class Server:
             authenticate=self._authenticate,
             run_verb=self._run_for_page,
         )
-        self._metrics = MetricsPage(self._context)
         self._threads = ThreadPoolExecutor(THREADS_MAX, thread_name_prefix="verb")
         self._running: dict[str, Running] = {}
         self._is_leaving = asyncio.Event()
@@ -98,7 +96,7 @@ class Server:
         app.router.add_get("/healthz", self._show_health)
         app.router.add_get("/readyz", self._show_readiness)
         app.router.add_get("/openapi.json", self._show_api)
-        app.router.add_get("/metrics", self._show_metrics)
+        app.router.add_get("/metrics", self._pages.show_metrics)
         app.router.add_get("/v1/handshake", self._shake_hands)
         app.router.add_get(r"/v1/files/{digest:[0-9a-f]{64}}", self._find_files)
         app.router.add_put(r"/v1/files/{digest:[0-9a-f]{64}}", self._receive_files)
@@ -162,9 +160,6 @@ class Server:
 
     async def _show_api(self, request: web.Request) -> web.Response:
         return web.json_response(describe_api())
-
-    async def _show_metrics(self, request: web.Request) -> web.Response:
-        return web.Response(text=self._metrics.render(), content_type="text/plain")
 
     async def _shake_hands(self, request: web.Request) -> web.Response:
         token = request[TOKEN]

@@ -45,6 +45,10 @@ class ServerPages:
         """Close the connection of the pages."""
         self._dashboard.close()
 
+    async def show_metrics(self, request: web.Request) -> web.Response:
+        """Answer with the metrics, which are no page: the API decides who may read them."""
+        return await self._dashboard.show_metrics(request)
+
     def add_routes(self, app: web.Application) -> None:
         """Add the pages to the application of the API."""
         others = frozenset(app.router.resources())
