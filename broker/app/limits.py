@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from broker.app.payers import BillIndex
 from broker.app.reporting import Period, read_month
 from broker.errors import LimitError
 from broker.formatting import format_count, format_usd
@@ -77,15 +78,32 @@ def _is_replaced(commitment: Commitment, demand: LaunchSize) -> bool:
     )  # fmt: skip
 
 
+@frozen
+class LimitUse:
+    """A limit, and what counts towards it now."""
+
+    limit: Limit
+    used: Amounts
+
+
+def list_uses(store: Store) -> Sequence[LimitUse]:
+    """List every limit with this month's use."""
+    limits = store.limits.list()
+    if not limits:
+        return ()
+    month, commitments = read_month(None, now_s=store.clock.now_s()), store.commitments.list()
+    return [LimitUse(limit=each, used=measure_use(store, each, commitments, month)) for each in limits]
+
+
 def measure_use(store: Store, limit: Limit, commitments: Sequence[Commitment], month: Period) -> Amounts:
     """Sum what a user or a project has paid for this month and what its live work is expected to use."""
     now_s = store.clock.now_s()
-    bills, live_jobs = store.bills.list(), {str(each) for each in store.jobs.list_live_ids()}
+    bills, live_jobs = BillIndex(store.bills.list()), {str(each) for each in store.jobs.list_live_ids()}
     usd = gpus = 0.0
     for each in commitments:
         if limit.name != (each.user if limit.scope is LimitScope.USER else each.project):
             continue
-        own = _list_bills(store, each, bills)
+        own = bills.list(store, each)
         usd += sum(_pay(bill, max(bill.created_s, month.begin_s), now_s) for bill in own)
         if _is_live(store, each, live_jobs, now_s):
             paid_usd = sum(_pay(bill, bill.created_s, now_s) for bill in own)
@@ -105,21 +123,6 @@ def _expect_rest(
     if kind is Owned.SERVICE:
         return usd_hour * (month.end_s - now_s) / 3600
     return usd_hour * UNKNOWN_HOURS if usd is None else max(0.0, usd - paid_usd)
-
-
-def _list_bills(store: Store, commitment: Commitment, bills: Sequence[Bill]) -> Sequence[Bill]:
-    if commitment.kind is Owned.JOB:
-        return [bill for bill in bills if str(bill.job_id) in commitment.names]
-    if commitment.kind is Owned.SERVICE:
-        jobs = frozenset(store.jobs.list_request_ids(f"service/{'/'.join(commitment.names)}/"))
-        found = [bill for bill in bills if bill.job_id in jobs]
-    else:
-        found = [bill for bill in bills if bill.job_id is None and bill.cluster in commitment.names]
-    return [
-        bill for bill in found
-        if bill.created_s >= commitment.time_s
-        and (commitment.ended_s is None or bill.created_s < commitment.ended_s)
-    ]  # fmt: skip
 
 
 def _is_live(store: Store, commitment: Commitment, live_jobs: set[str], now_s: float) -> bool:

@@ -1,4 +1,4 @@
-"""Spending by job, cloud or day, from the bills of all nodes and the totals of pruned jobs."""
+"""Spending by job, cloud, day, user or project, from the bills of all nodes and the totals of pruned jobs."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
+from broker.app.payers import Payer, find_payers
 from broker.errors import DamagedRowError
 from broker.frozen import frozen
 
@@ -23,11 +24,16 @@ class By(StrEnum):
     JOB = "job"
     CLOUD = "cloud"
     DAY = "day"
+    USER = "user"  # of a server
+    PROJECT = "project"
 
 
 @frozen
 class Spending:
-    """Node-hours and USD by job id, cluster, cloud or day; `pruned_before_s` is None where every job is recorded."""
+    """Node-hours and USD by key; `pruned_before_s` is None where every job is recorded.
+
+    A key is a job ID or a cluster, a cloud, a day, a user or a project.
+    """
 
     rows: Mapping[str, tuple[float, float]]
     pruned_before_s: float | None
@@ -43,7 +49,11 @@ def read_spending(
 ) -> Spending:
     """Sum all bills up to now; days are in local time."""
     sums: dict[str, tuple[float, float]] = defaultdict(lambda: (0.0, 0.0))
-    shares = list_shares(store.bills.list(on_damage=on_damage), by, now_s)
+    bills = store.bills.list(on_damage=on_damage)
+    if by in (By.USER, By.PROJECT):
+        shares = list_payer_shares(bills, find_payers(store, bills), by, now_s)
+    else:
+        shares = list_shares(bills, by, now_s)
     for key, hours, usd in (*list_pruned(store.retention.list_totals(), by), *shares):
         sums[key] = (sums[key][0] + hours, sums[key][1] + usd)
     return Spending(rows=dict(sums), pruned_before_s=store.retention.get_pruned_before_s())
@@ -65,10 +75,20 @@ def list_shares(bills: Sequence[Bill], by: By, now_s: float) -> Iterator[tuple[s
             start_s = midnight_s
 
 
+def list_payer_shares(
+    bills: Sequence[Bill], payers: Mapping[tuple[str, str], Payer], by: By, now_s: float
+) -> Iterator[tuple[str, float, float]]:
+    """Yield (user or project, node-hours, USD) of every bill."""
+    for bill in bills:
+        payer = payers[bill.cloud, bill.node]
+        end_s = now_s if bill.ended_s is None else bill.ended_s
+        yield payer.user if by is By.USER else payer.project, *_price(bill, bill.created_s, end_s)
+
+
 def list_pruned(totals: Sequence[Total], by: By) -> Iterator[tuple[str, float, float]]:
     """Yield (key, node-hours, USD) of pruned jobs, whose names and days are no longer known."""
     for total in totals:
-        key = {By.JOB: PRUNED, By.CLOUD: total.cloud, By.DAY: total.month}[by]
+        key = {By.CLOUD: total.cloud, By.DAY: total.month}.get(by, PRUNED)
         yield key, total.node_hours, total.usd
 
 

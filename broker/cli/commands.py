@@ -32,7 +32,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "top": ("broker.cli.dashboard", "Show spending, jobs and clusters, refreshed every two seconds."),
     "dashboard": ("broker.cli.dashboard", "Show jobs, clusters and cost in a browser."),
     "check": ("broker.cli.check", "Check which clouds are usable and how to enable the others."),
-    "cost": ("broker.cli.cost", "Show spending by job, cloud or day."),
+    "cost": ("broker.cli.cost", "Show spending by job, cloud, day, user or project."),
     "report": (
         "broker.cli.report",
         "Report a month's spending, savings against on-demand and losses to preemptions.",
@@ -69,4 +69,4 @@ GROUPS = ("jobs", "serve", "forecast", "local", "catalog", "traces", "state", "s
 # the background.
 PRICED = ("plan", "advise", "launch", "jobs launch", "gpus", "prices", "cost")
 # Commands on the state folder of this machine: after `broker login`, they would show another state than the server's.
-EMBEDDED = ("ssh", "top", "dashboard", "gc", "state", "server")
+EMBEDDED = ("ssh", "top", "gc", "state", "server")

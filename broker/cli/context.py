@@ -12,7 +12,6 @@ from broker.errors import UsageError
 INSTEAD = {
     "ssh": "run a command with `broker exec CLUSTER 'COMMAND'`, or use `broker ssh` on the server's machine",
     "top": "use `broker jobs watch` and `broker status`, or `broker top` on the server's machine",
-    "dashboard": "run it on the server's machine, and forward its port: `ssh -L 8470:127.0.0.1:8470 HOST`",
     "gc": "the server's daemon terminates orphaned resources itself; or run `broker gc` on the server's machine",
     "state": "the state is on the server: run `broker state` on its machine",
     "server": "run it on the server's machine, or log out first: `broker logout`",

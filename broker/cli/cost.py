@@ -16,13 +16,13 @@ from broker.formatting import format_usd
 
 
 def cost(
-    by: Annotated[By, typer.Option("--by", help="Group by job, cloud or day.")] = By.JOB,
+    by: Annotated[By, typer.Option("--by", help="Group by job, cloud, day, user or project.")] = By.JOB,
     forecast: Annotated[
         bool, typer.Option("--forecast", help="Compare ended jobs with the forecast made when they were submitted.")
     ] = False,
     as_json: options.AsJson = False,
 ) -> None:
-    """Show spending by job, cloud or day."""
+    """Show spending by job, cloud, day, user or project."""
     if forecast:
         from broker.cli.forecast_score import show_judged
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -12,6 +13,7 @@ import typer
 from broker.cli import options, terminal
 from broker.cli.context import make_context
 from broker.cli.render import format_table, print_json, print_line, print_note, show_usage
+from broker.config import find_login
 from broker.dashboard.model import Overview, measure_rate_usd_hour, read_overview
 from broker.errors import UsageError
 from broker.formatting import format_duration, format_usd, to_plain
@@ -30,8 +32,12 @@ def dashboard(
 ) -> None:
     """Show jobs, clusters and cost in a browser.
 
-    Listens on 127.0.0.1 only. The printed link works once; Ctrl-C stops the dashboard; jobs continue.
+    Listens on 127.0.0.1 only. The printed link works once; Ctrl-C stops the dashboard; jobs continue. After
+    `broker login`, it opens the server's pages instead.
     """
+    if (login := find_login()) is not None:
+        _open_server(login, is_opening=open_browser)
+        return
     try:
         from broker.dashboard.server import serve
     except ModuleNotFoundError as error:
@@ -57,6 +63,21 @@ def dashboard(
         raise UsageError(
             f"cannot listen on {HOST}:{port}: {reason}", hints=["choose another port: `broker dashboard --port 0`"]
         ) from None
+
+
+def _open_server(path: Path, *, is_opening: bool) -> None:
+    """Print and open the pages of the server that the user is logged in to."""
+    from broker.client.login import read_login
+
+    login = read_login(path)
+    print_line(f"Dashboard: {login.url}")
+    print_note("log in there with the token that you gave to `broker login`")
+    if login.fingerprint is not None:
+        print_note(f"the certificate that your browser must show: {login.fingerprint}")
+    if is_opening:
+        import webbrowser
+
+        webbrowser.open(login.url)
 
 
 def top(as_json: options.AsJson = False) -> None:
@@ -89,11 +110,14 @@ def describe_overview(overview: Overview) -> dict[str, object]:
     return {
         **to_plain(overview),
         "jobs": [
-            {**to_plain(row.line), "spent_usd": row.spent_usd, "usage": row.usage and to_plain(row.usage)}
+            {
+                **to_plain(row.line), "spent_usd": row.spent_usd, "budget_usd": row.budget_usd,
+                "usage": row.usage and to_plain(row.usage),
+            }
             for row in overview.jobs
         ],
         "live_jobs": overview.live_count,
-    }
+    }  # fmt: skip
 
 
 def list_lines(overview: Overview) -> Sequence[str]:
@@ -101,7 +125,7 @@ def list_lines(overview: Overview) -> Sequence[str]:
     stamp = time.strftime("%H:%M:%S", time.localtime(overview.now_s))
     lines = [
         f"{stamp}  {format_usd(overview.usd_hour)} USD/h now, {format_usd(overview.today_usd)} USD today, "
-        f"{format_usd(overview.month_usd)} this month",
+        f"{format_usd(overview.month_usd)} this month ({format_usd(overview.month_ondemand_usd or 0.0)} on-demand)",
         "",
     ]
     if overview.attention:

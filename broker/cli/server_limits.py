@@ -49,13 +49,9 @@ def set_limit(
 @app.command(name="list")
 def list_limits(as_json: options.AsJson = False) -> None:
     """List limits and this month's usage."""
-    from broker.app.limits import measure_use
-    from broker.app.reporting import read_month
+    from broker.app.limits import list_uses
 
-    context = make_context()
-    store = context.store
-    month, commitments = read_month(None, now_s=context.clock.now_s()), store.commitments.list()
-    found = [(each, measure_use(store, each, commitments, month)) for each in store.limits.list()]
+    found = [(each.limit, each.used) for each in list_uses(make_context().store)]
     if as_json:
         print_json([
             {**to_plain(limit), "usd_used": used.usd, "gpus_used": used.gpus} for limit, used in found

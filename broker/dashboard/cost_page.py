@@ -16,7 +16,7 @@ SHARES_SHOWN = 300  # the newest days first
 def show_cost(
     by: By, spending: Spending, names: Mapping[int, str], shares: Sequence[Share], forecasts: Sequence[PaidForecast]
 ) -> Markup:
-    """Show spending by job, cloud or day; below, each day by cloud and job, and the forecasts of ended jobs."""
+    """Show spending by one key; below, each day by cloud and job, and the forecasts of ended jobs."""
     links = [
         element("a", f"by {each.value}", href=f"/cost?by={each.value}", aria_current="page" if each is by else None)
         for each in By

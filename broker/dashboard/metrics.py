@@ -18,18 +18,17 @@ PLACES_S = 60.0
 class MetricsPage:
     """`/metrics` of one state folder. Stays on spot are summed at most once in `PLACES_S`: there may be thousands."""
 
-    def __init__(self, context: Context) -> None:
-        self._context = context
+    def __init__(self) -> None:
         self._places: Sequence[PlaceRow] = ()
         self._read_s = -math.inf
 
-    def render(self) -> str:
+    def render(self, context: Context) -> str:
         """Read the store and render all families."""
-        overview = read_overview(self._context, newest=SERIES_MAX, usage_max=0)
+        overview = read_overview(context, newest=SERIES_MAX, usage_max=0, has_ondemand=False)
         live = [row.line.id for row in overview.jobs if row.line.ended_s is None]
-        nodes = list_nodes(self._context.config.logs, live, now_s=overview.now_s)
+        nodes = list_nodes(context.config.logs, live, now_s=overview.now_s)
         if not 0.0 <= overview.now_s - self._read_s < PLACES_S:
-            self._places, self._read_s = list_places(self._context.store), overview.now_s
+            self._places, self._read_s = list_places(context.store), overview.now_s
         return render_metrics(overview, self._places, nodes)
 
 

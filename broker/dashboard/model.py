@@ -8,6 +8,7 @@ from itertools import zip_longest
 from typing import TYPE_CHECKING
 
 from broker.app.container import Context
+from broker.app.limits import LimitUse, list_uses
 from broker.frozen import frozen
 from broker.jobs.node_samples import read_history, read_usages
 from broker.types import Attempt, Cluster, ClusterStatus, EventKind, Job, JobStatus, JobUsage, NodeHistory
@@ -31,6 +32,7 @@ class JobRow:
     line: JobLine
     spent_usd: float
     usage: JobUsage | None = None  # of its nodes now
+    budget_usd: float | None = None
 
 
 @frozen
@@ -51,12 +53,19 @@ class Overview:
     spent_usd: float
     today_usd: float
     month_usd: float
+    month_ondemand_usd: float | None  # what this month's machines would have cost on-demand; None where not asked
     usd_hour: float  # of the nodes that are billed now
     counts: Mapping[str, int]  # jobs by status
     attention: tuple[Attention, ...]
     jobs: tuple[JobRow, ...]  # newest first
     clusters: tuple[Cluster, ...]
     cluster_usd: Mapping[str, float]
+    limits: tuple[LimitUse, ...] = ()  # of a server's users and projects
+
+    @property
+    def month_saved_usd(self) -> float | None:
+        """USD saved this month against the same machines on-demand; repeated work is not subtracted."""
+        return None if self.month_ondemand_usd is None else self.month_ondemand_usd - self.month_usd
 
     @property
     def job_count(self) -> int:
@@ -69,7 +78,9 @@ class Overview:
         return sum(count for status, count in self.counts.items() if not JobStatus(status).is_terminal)
 
 
-def read_overview(context: Context, *, newest: int = NEWEST, usage_max: int = NEWEST) -> Overview:
+def read_overview(
+    context: Context, *, newest: int = NEWEST, usage_max: int = NEWEST, has_ondemand: bool = True
+) -> Overview:
     """Read the overview; damaged rows are reported to `context.note` and left out.
 
     `usage_max`: for how many of the newest live jobs the samples of their nodes are read.
@@ -80,18 +91,24 @@ def read_overview(context: Context, *, newest: int = NEWEST, usage_max: int = NE
     spent = store.bills.list_spend_usd(now_s=now_s)
     clusters = store.clusters.list(on_damage=context.warn, with_jobs=False)
     usage = read_usages(context.config.logs, lines[:usage_max], now_s=now_s)
+    budgets = store.jobs.list_budgets([line.id for line in lines[:newest]])
     return Overview(
         now_s=now_s,
         spent_usd=store.bills.spend_usd(now_s=now_s),
         today_usd=store.bills.spend_since_usd(midnight_s, now_s=now_s),
         month_usd=store.bills.spend_since_usd(month_s, now_s=now_s),
+        month_ondemand_usd=store.bills.ondemand_since_usd(month_s, now_s=now_s) if has_ondemand else None,
         usd_hour=store.bills.get_usd_hour(),
         counts=store.jobs.count_by_status(),
         attention=tuple(list_attention(store, lines[:LOOKED_AT], now_s)[:newest]),
         jobs=tuple(
-            JobRow(line=line, spent_usd=spent.get(line.id, 0.0), usage=usage.get(line.id)) for line in lines[:newest]
+            JobRow(
+                line=line, spent_usd=spent.get(line.id, 0.0), usage=usage.get(line.id), budget_usd=budgets.get(line.id)
+            )
+            for line in lines[:newest]
         ),
         clusters=tuple(clusters),
+        limits=tuple(list_uses(store)),
         cluster_usd={each.name: store.bills.spend_usd(cluster=each.name, now_s=now_s) for each in clusters},
     )
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 
+from broker.app.limits import LimitUse
 from broker.dashboard.chances import show_chances
 from broker.dashboard.decisions import show_decisions
 from broker.dashboard.html import Content, Markup, element, join, table
-from broker.dashboard.model import Attention, JobPage, JobRow, Overview, PlaceRow, measure_rate_usd_hour
+from broker.dashboard.model import Attention, JobPage, JobRow, Overview, measure_rate_usd_hour
 from broker.dashboard.node_charts import show_nodes
 from broker.dashboard.progress import show_progress
 from broker.dashboard.timeline import draw_timeline
 from broker.formatting import format_duration, format_share, format_usd
-from broker.state.events import Refusal
 from broker.types import Cluster, EventKind, Job, JobStatus
 from broker.wording import describe_outcome
 
@@ -32,11 +32,11 @@ def lay_out(
     notes: Sequence[str] = (),
     is_live: bool = True,
     targets: Mapping[str, str] = PAGES,
-    static: str = "/static",
+    newest: int = 0,
 ) -> str:
     """Make a whole page: head, navigation to `targets`, notes of this request, content.
 
-    A page that is not live is not reloaded.
+    A page that is not live is not reloaded. `newest`: the id of the newest event when the page was read.
     """
     links = [
         element("a", name, href=target, aria_current="page" if target == path else None)
@@ -47,9 +47,9 @@ def lay_out(
         element("meta", charset="utf-8"),
         element("meta", name="viewport", content="width=device-width, initial-scale=1"),
         element("title", f"{title} · broker"),
-        element("link", rel="stylesheet", href=f"{static}/style.css"),
+        element("link", rel="stylesheet", href="/static/style.css"),
         element("link", rel="icon", href="data:,"),
-        element("script", src=f"{static}/live.js", defer=True) if is_live else None,
+        element("script", src="/static/live.js", defer=True) if is_live else None,
     )
     warnings = [element("p", note, class_="note", role="status") for note in notes]
     skip = element("a", "Skip to content", href="#main", class_="skip")
@@ -58,6 +58,7 @@ def lay_out(
         skip,
         element("header", element("nav", *links, aria_label="Pages")),
         element("main", element("h1", title), *warnings, *content, id="main"),
+        data_newest=newest,
     )
     return "<!doctype html>" + element("html", head, body, lang="en")
 
@@ -67,6 +68,8 @@ def show_overview(overview: Overview) -> Markup:
     figures = {
         "Today": f"{format_usd(overview.today_usd)} USD",
         "This month": f"{format_usd(overview.month_usd)} USD",
+        "On-demand": _show_usd(overview.month_ondemand_usd),
+        "Saved": _show_usd(overview.month_saved_usd),
         "In all": f"{format_usd(overview.spent_usd)} USD",
         "Now": f"{format_usd(overview.usd_hour)} USD/h",
         "Live jobs": f"{overview.live_count:,}",
@@ -77,12 +80,28 @@ def show_overview(overview: Overview) -> Markup:
     return join(
         [
             element("dl", *cards, class_="figures"),
+            *_show_limits(overview.limits),
             *_show_attention(overview.attention),
             element("h2", "Jobs"),
             _show_jobs(overview.jobs, overview.now_s),
             element("p", f"and {hidden:,} more; list them with `broker jobs queue --all`") if hidden > 0 else None,
         ]
     )
+
+
+def _show_limits(uses: Sequence[LimitUse]) -> Iterator[Markup]:
+    if uses:
+        cells: list[Sequence[Content]] = [
+            [
+                f"{each.limit.scope.value} {each.limit.name}", format_usd(each.used.usd),
+                "-" if each.limit.usd_month is None else format_usd(each.limit.usd_month), f"{each.used.gpus:g}",
+                "-" if each.limit.gpus is None else f"{each.limit.gpus:g}",
+            ]
+            for each in uses
+        ]  # fmt: skip
+        heads = ["Limit of", "USD spent or expected", "USD this month", "GPUs in use", "GPUs"]
+        yield element("h2", "Budgets and limits")
+        yield table(heads, cells, caption="Budgets and limits", right=heads[1:])
 
 
 def _show_attention(rows: Sequence[Attention]) -> Iterator[Markup]:
@@ -104,11 +123,19 @@ def _show_jobs(rows: Sequence[JobRow], now_s: float) -> Markup:
                 _link_job(line.id), line.name, _show_status(line.status), step, max(0, line.starts - 1),
                 format_duration((line.ended_s or now_s) - line.submitted_s),
                 "-" if row.usage is None else format_share(row.usage.cpu_ratio),
-                "-" if row.usage is None else format_share(row.usage.gpu_ratio), format_usd(row.spent_usd),
+                "-" if row.usage is None else format_share(row.usage.gpu_ratio), _show_spent(row),
             ]
         )  # fmt: skip
     heads = ["Job", "Name", "Status", "Step", "Recoveries", "Time", "CPU", "GPU", "USD"]
     return table(heads, cells, caption="Newest managed jobs", right=["Job", *heads[3:]])
+
+
+def _show_usd(usd: float | None) -> str:
+    return "-" if usd is None else f"{format_usd(usd)} USD"
+
+
+def _show_spent(row: JobRow) -> str:
+    return format_usd(row.spent_usd) + ("" if row.budget_usd is None else f" of {format_usd(row.budget_usd)}")
 
 
 def _link_job(job_id: int) -> Markup:
@@ -191,9 +218,9 @@ def show_attempts(page: JobPage) -> Markup:
 
 
 def _show_action(job: Job, ticket: str) -> Markup:
-    """Offer the actions for a job: cancel a live one, retry an ended one."""
+    """Offer the actions for a job: cancel a live one, retry an ended one; none without a ticket."""
     verb = "retry" if job.status.is_terminal else "cancel"
-    if job.status in (JobStatus.SUCCEEDED, JobStatus.CANCELLING):
+    if not ticket or job.status in (JobStatus.SUCCEEDED, JobStatus.CANCELLING):
         return Markup("")
     return element(
         "form",
@@ -220,33 +247,6 @@ def show_clusters(clusters: Sequence[Cluster], spent: dict[str, float], now_s: f
         )  # fmt: skip
     heads = ["Cluster", "Status", "Nodes", "Location", "Market", "Job", "Age", "USD/h", "USD"]
     return table(heads, cells, caption="Clusters", right=["Job", "Age", "USD/h", "USD"])
-
-
-def show_places(places: Sequence[PlaceRow], refusals: Sequence[Refusal], now_s: float) -> Markup:
-    """Show observations of each location: stays on spot, preemptions, and refusals that are in force."""
-    cells: list[Sequence[Content]] = [
-        [
-            f"{row.cloud} {row.zone or row.region}", row.instance_type, row.stays, f"{row.hours:.2f}", row.preemptions,
-            "-" if row.hazard_per_hour is None else f"{row.hazard_per_hour:.3f}",
-        ]
-        for row in places
-    ]  # fmt: skip
-    heads = ["Location", "Type", "Stays", "Hours", "Preemptions", "Preemptions/h"]
-    refused: list[Sequence[Content]] = [
-        [
-            f"{each.cloud} {each.zone or each.region or 'all regions'}", each.instance_type or "all",
-            "spot" if each.is_spot else "on-demand", format_duration(max(0.0, each.expires_s - now_s)), each.reason,
-        ]
-        for each in refusals
-    ]  # fmt: skip
-    seen = table(heads, cells, caption="Your time on spot", right=heads[2:])
-    return join(
-        [
-            element("h2", "Your time on spot"),
-            seen if cells else element("p", "No node has run on spot yet."),
-            *_show_rows("Current refusals", ["Location", "Type", "Market", "Expires in", "Reason"], refused),
-        ]
-    )
 
 
 def _show_time(time_s: float) -> str:

@@ -9,7 +9,7 @@ from urllib.parse import urlencode
 from broker.dashboard.html import Content, Markup, element, join, table
 from broker.dashboard.people import AUDIT_MAX, PersonRow
 from broker.formatting import format_duration, format_usd
-from broker.state.people import AuditEvent
+from broker.state.people import AuditEvent, Token
 
 USERS, AUDIT = "/admin/users", "/admin/audit"
 ITSELF = "(started on the server itself)"
@@ -51,15 +51,30 @@ def show_audit(events: Sequence[AuditEvent], *, user: str, verb: str, outcome: s
 
 
 def show_login(action: str) -> Markup:
-    """Show the form that takes the token of an administrator."""
+    """Show the form that takes the token of a user."""
     field = element(
         "input", type="password", name="token", required=True, autocomplete="off", aria_describedby="about-token"
     )
     about = "Use the same token as for `broker login`. The session ends after 12 hours, or when the token is revoked."
     return element(
         "form",
-        element("label", "Administrator's token ", field),
+        element("label", "Token ", field),
         element("p", about, id="about-token", class_="faint"),
         element("button", "Log in", type="submit"),
         method="post", action=action,
     )  # fmt: skip
+
+
+def show_session(token: Token, action: str, ticket: str) -> Markup:
+    """Show whose session it is, with a form that ends it; a proxy's visitor has no ticket and logs out there."""
+    project = f", project {token.project}" if token.project else ""
+    about = element("p", f"Logged in as {token.user}, role {token.role.value}{project}.")
+    if not ticket:
+        return about
+    form = element(
+        "form",
+        element("input", type="hidden", name="ticket", value=ticket),
+        element("button", "Log out", type="submit"),
+        method="post", action=action,
+    )  # fmt: skip
+    return join([about, form])

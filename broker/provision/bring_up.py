@@ -70,7 +70,7 @@ class ClusterBuilder:
         self._surplus = surplus
         self._down = down
 
-    def make_spec(self, task: Task, placement: Placement) -> MachineSpec:
+    def make_spec(self, task: Task, placement: Placement, *, job_id: int | None) -> MachineSpec:
         """Return what the task requires of each node besides its instance type.
 
         Where nodes are hosts that the agent runs on, the agent starts containers: the machine boots its default image.
@@ -84,7 +84,15 @@ class ClusterBuilder:
             image_id=None if resources.container is not None and is_host else resources.image_id,
             ports=resources.ports,
             labels=resources.labels,
+            group=self._find_group(task, job_id),
         )
+
+    def _find_group(self, task: Task, job_id: int | None) -> str:
+        """Return the name of the job group whose tasks exchange data with this one, else an empty one."""
+        if job_id is None or task.group is None or not task.group.is_connected:
+            return ""
+        job = self._store.jobs.get(job_id)
+        return "" if job is None else job.pipeline
 
     async def make_room(self, name: str, attempt: int) -> float:
         """Tear down a stale cluster of this name; return the start time of the one that is to come up.

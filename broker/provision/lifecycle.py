@@ -101,7 +101,7 @@ class Provisioner:
             )
             spec = LaunchSpec(
                 cluster=cluster,
-                make_spec=lambda placement: self._builder.make_spec(plan.task, placement),
+                make_spec=lambda placement: self._builder.make_spec(plan.task, placement, job_id=job_id),
                 timeout_s=timeout_s,
                 on_event=on_event or (lambda event: None),
                 hedge=hedge,
@@ -162,7 +162,7 @@ class Provisioner:
         """Replace a node that is confirmed gone while the others work; see `ClusterBuilder.replace_node`."""
         spec = LaunchSpec(
             cluster=cluster,
-            make_spec=lambda placement: self._builder.make_spec(task, placement),
+            make_spec=lambda placement: self._builder.make_spec(task, placement, job_id=cluster.job_id),
             timeout_s=timeout_s,
             on_event=lambda event: None,
             check_budget=check_budget,

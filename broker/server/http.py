@@ -7,7 +7,9 @@ import json
 import logging
 import re
 import secrets
+from collections.abc import AsyncIterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,8 +19,18 @@ from aiohttp import web
 from broker import __version__
 from broker.app.mapping import MapRequest
 from broker.app.sweeping import SweepRequest
-from broker.client.wire import HEADER, LINES, MESSAGE_MAX, PROTOCOL, VERBS, Verb, decode, encode_error, read_signature
-from broker.dashboard.metrics import MetricsPage
+from broker.client.wire import (
+    HEADER,
+    LINES,
+    MESSAGE_MAX,
+    PROTOCOL,
+    VERBS,
+    Verb,
+    decode,
+    decode_error,
+    encode_error,
+    read_signature,
+)
 from broker.errors import (
     AuthError,
     BrokerError,
@@ -30,11 +42,11 @@ from broker.errors import (
     UsageError,
 )
 from broker.errors import TaskError as InvalidTaskError
-from broker.server.admin_pages import PREFIX, AdminPages
 from broker.server.authorisation import check_role, has_role
 from broker.server.context import Policy, ServerContext
 from broker.server.files import DIGEST, FileStore
 from broker.server.openapi import describe_api
+from broker.server.pages import ServerPages
 from broker.server.running import Frame, Running, VerbRequest
 from broker.server.tokens import find_token
 from broker.state.people import Role, Token
@@ -68,8 +80,12 @@ class Server:
         self._policy = policy
         self._context = ServerContext(home, policy=policy)
         self._files = FileStore(home / "uploads")
-        self._admin = AdminPages(self._context)
-        self._metrics = MetricsPage(self._context)
+        self._pages = ServerPages(
+            self._context,
+            make_context=lambda: ServerContext(home, policy=policy),
+            authenticate=self._authenticate,
+            run_verb=self._run_for_page,
+        )
         self._threads = ThreadPoolExecutor(THREADS_MAX, thread_name_prefix="verb")
         self._running: dict[str, Running] = {}
         self._is_leaving = asyncio.Event()
@@ -80,14 +96,14 @@ class Server:
         app.router.add_get("/healthz", self._show_health)
         app.router.add_get("/readyz", self._show_readiness)
         app.router.add_get("/openapi.json", self._show_api)
-        app.router.add_get("/metrics", self._show_metrics)
+        app.router.add_get("/metrics", self._pages.show_metrics)
         app.router.add_get("/v1/handshake", self._shake_hands)
         app.router.add_get(r"/v1/files/{digest:[0-9a-f]{64}}", self._find_files)
         app.router.add_put(r"/v1/files/{digest:[0-9a-f]{64}}", self._receive_files)
         app.router.add_post(r"/v1/answers/{id:[0-9a-f]{32}}", self._answer)
         app.router.add_post(r"/v1/cancel/{id:[0-9a-f]{32}}", self._cancel)
         app.router.add_post(r"/v1/{verb:[a-z_]+}", self._run_verb)
-        self._admin.add_routes(app)
+        self._pages.add_routes(app)
         return app
 
     def leave(self) -> None:
@@ -96,14 +112,15 @@ class Server:
         for running in self._running.values():
             running.leave()
         self._threads.shutdown(wait=False, cancel_futures=True)
+        self._pages.close()
         self._context.close()
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: Any) -> web.StreamResponse:
         """Check the token and the protocol, and turn errors into JSON. Logs paths only, never bodies or headers."""
         try:
-            if request.path.startswith(f"{PREFIX}/"):
-                if (refusal := self._admin.check(request)) is not None:
+            if self._pages.has(request):
+                if (refusal := self._pages.check(request)) is not None:
                     return refusal
             elif request.path not in ("/healthz", "/readyz", "/openapi.json"):
                 token = self._authenticate(request)
@@ -144,9 +161,6 @@ class Server:
     async def _show_api(self, request: web.Request) -> web.Response:
         return web.json_response(describe_api())
 
-    async def _show_metrics(self, request: web.Request) -> web.Response:
-        return web.Response(text=self._metrics.render(), content_type="text/plain")
-
     async def _shake_hands(self, request: web.Request) -> web.Response:
         token = request[TOKEN]
         return web.json_response(
@@ -186,17 +200,34 @@ class Server:
             raise UsageError(f"unknown verb `{request.match_info['verb']}`", hints=["see `/openapi.json`"])
         check_role(request[TOKEN], verb)
         wanted = self._read_request(verb, await _read_object(request), request[TOKEN])
-        is_agreeing = request.query.get("yes") == "true"
+        async with self._start(wanted, is_agreeing=request.query.get("yes") == "true") as running:
+            if LINES in request.headers.get("Accept", ""):
+                return await self._stream(request, running)
+            return await _collect(running)
+
+    @asynccontextmanager
+    async def _start(self, wanted: VerbRequest, *, is_agreeing: bool) -> AsyncIterator[Running]:
         running = Running(wanted, home=self._home, policy=self._policy, is_agreeing=is_agreeing)
         self._running[wanted.id] = running
         asyncio.get_running_loop().run_in_executor(self._threads, running.run)
         try:
-            if LINES in request.headers.get("Accept", ""):
-                return await self._stream(request, running)
-            return await _collect(running)
+            yield running
         finally:
             running.leave()
             del self._running[wanted.id]
+
+    async def _run_for_page(self, token: Token, name: str, arguments: Mapping[str, Any]) -> object:
+        """Run a verb to its end for a user of the pages. Raises BrokerError."""
+        verb = VERBS[name]
+        signature = read_signature(verb.function)
+        wanted = VerbRequest(id=secrets.token_hex(16), verb=verb, signature=signature, arguments=arguments, token=token)
+        async with self._start(wanted, is_agreeing=False) as running:
+            while True:
+                frame = await running.next_frame(BEAT_S) or {}
+                if "error" in frame:
+                    raise decode_error(frame["error"])
+                if "result" in frame:
+                    return decode(frame["result"], signature.result)
 
     def _read_request(self, verb: Verb, body: dict[str, Any], token: Token) -> VerbRequest:
         """Decode the arguments. Raises InvalidRequestError for a missing, unknown or invalid one."""

@@ -286,6 +286,23 @@ class BillRows:
         )
         return float(rows[0][0])
 
+    def ondemand_since_usd(self, since_s: float, *, now_s: float) -> float:
+        """Return what the machines of `spend_since_usd` would have cost on-demand.
+
+        The price is that of their attempt's offer; machines without one count at their own price.
+        """
+        price = "CASE WHEN json_valid(body) THEN json_extract(body, '$.placement.offer.ondemand_usd_hour') END"
+        of_cluster = "CASE WHEN json_valid(body) THEN json_extract(body, '$.cluster') END = cluster"
+        ondemand = f"(SELECT {price} FROM attempts WHERE attempts.job_id = nodes.job_id AND {of_cluster})"
+        rows = self._database.rows(
+            "SELECT coalesce(sum(CASE WHEN end_s > begin_s THEN price * (end_s - begin_s) END), 0.0) / 3600 FROM "
+            f"(SELECT coalesce(CAST({ondemand} AS DOUBLE PRECISION), usd_hour) AS price, "
+            "coalesce(ended_s, ?1) AS end_s, CASE WHEN created_s > ?2 THEN created_s ELSE ?2 END AS begin_s "
+            "FROM nodes WHERE ended_s IS NULL OR ended_s > ?2) AS billed",
+            (now_s, since_s),
+        )
+        return float(rows[0][0])
+
     def get_usd_hour(self) -> float:
         """Return the hourly price of all nodes that are billed now."""
         return float(self._database.rows("SELECT coalesce(sum(usd_hour), 0.0) FROM nodes WHERE ended_s IS NULL")[0][0])

@@ -158,6 +158,18 @@ class JobRows:
         )
         return keep_readable([partial(_read_line, row) for row in rows], on_damage)
 
+    def list_budgets(self, job_ids: Sequence[int]) -> Mapping[int, float]:
+        """Return the budget in USD of each of these jobs that has one."""
+        if not job_ids:
+            return {}
+        budget = "CASE WHEN json_valid(task) THEN json_extract(task, '$.goal.budget_usd') END"
+        rows = self._database.rows(
+            f"SELECT id, CAST({budget} AS DOUBLE PRECISION) AS usd FROM jobs "
+            f"WHERE id IN ({', '.join('?' * len(job_ids))})",
+            tuple(job_ids),
+        )
+        return {row["id"]: float(row["usd"]) for row in rows if row["usd"] is not None}
+
     def count(self) -> int:
         """Return the number of jobs, ended ones included."""
         return int(self._database.rows("SELECT count(*) FROM jobs")[0][0])

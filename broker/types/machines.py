@@ -41,6 +41,7 @@ class MachineSpec:
     image_id: str | None = None
     ports: tuple[str, ...] = ()  # "8080" or "8000-8010", open to any address
     labels: Mapping[str, str] = field(default_factory=dict)
+    group: str = ""  # a connected job group: the nodes of all its clusters may reach each other
 
 
 @frozen

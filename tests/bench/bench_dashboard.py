@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import http.client
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -155,7 +156,9 @@ class OpenPage(threading.Thread):
         self._is_closed = False
 
     def run(self) -> None:
-        changes = self._dashboard.open("/changes")
+        newest = re.search(rb'data-newest="(\d+)"', self._dashboard.get(self._path))
+        assert newest
+        changes = self._dashboard.open(f"/changes?after={newest[1].decode()}")
         while not self._is_closed and (line := changes.readline()):
             if line.startswith(b"data:") and not self._is_closed:
                 self._on_shown(self._dashboard.get(self._path))

@@ -173,6 +173,7 @@ def test_cluster_and_job_live_their_whole_life(any_terminal: Shell) -> None:
         assert "requires the role `user`, and ben has `viewer`" in denied.stderr
         terminal.server.run("server", "token", "revoke", "2")
         assert "expired or revoked" in terminal.run("jobs", "queue", code=5).stderr
+        assert terminal.run("dashboard", "--no-open").stdout == f"Dashboard: {terminal.url}\n"
         refused = terminal.run("ssh", "dev", code=2)
         assert "`broker ssh` does not run through a server" in refused.stderr
         notes = terminal.stop()

@@ -5,6 +5,7 @@ Requires Chromium (Debian: chromium); without it, these tests are skipped.
 
 from __future__ import annotations
 
+import math
 import shutil
 import subprocess
 import sys
@@ -96,6 +97,41 @@ def test_an_event_appears_without_a_reload(chromium: Any, served: Served, story:
     story.tell(1, make_event(EventKind.NOTE, text="something new happened"))
     tab.page.get_by_text("something new happened").wait_for()
     assert tab.page.evaluate("window.wasLoadedOnce")
+    tab.context.close()
+
+
+# A load that has its answer waits for the second change; `gate` opens then.
+SLOW_LOAD = """
+let open;
+const gate = new Promise((resolve) => { open = resolve; });
+const RealSource = window.EventSource, realFetch = window.fetch;
+window.changes = window.loads = 0;
+window.EventSource = class extends RealSource {
+  constructor(url) {
+    super(url);
+    this.addEventListener("message", () => { window.changes += 1; if (window.changes > 1) open(); });
+  }
+};
+window.fetch = async (...given) => {
+  const answer = await realFetch(...given), text = await answer.text();
+  document.body.dataset.loads = window.loads += 1;
+  await gate;
+  return new Response(text, { status: answer.status });
+};
+"""
+
+
+def test_a_change_during_a_load_is_not_lost(
+    chromium: Any, served: Served, story: Story, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("broker.dashboard.views.REFRESH_S", math.inf)
+    tab = Tab(chromium, served)
+    tab.page.add_init_script(SLOW_LOAD)
+    tab.open("/jobs/1")
+    story.tell(1, make_event(EventKind.NOTE, text="the first change"))
+    tab.page.locator("body[data-loads='1']").wait_for()
+    story.tell(1, make_event(EventKind.NOTE, text="the second change"))
+    tab.page.get_by_text("the second change").wait_for()
     tab.context.close()
 
 

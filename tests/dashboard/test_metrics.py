@@ -50,14 +50,14 @@ def test_jobs_that_ended_long_ago_have_no_series(story: Story) -> None:
 
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed (Debian: prometheus)")
 def test_promtool_accepts_the_page(story: Story) -> None:
-    text = MetricsPage(story.context).render()
+    text = MetricsPage().render(story.context)
     assert "broker_node_gpu_errors_total" in text
     done = subprocess.run(["promtool", "check", "metrics"], input=text, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_nodes_have_series_while_they_report_within_both_bounds(story: Story, monkeypatch: pytest.MonkeyPatch) -> None:
-    samples = read_samples(MetricsPage(story.context).render())
+    samples = read_samples(MetricsPage().render(story.context))
     assert samples["broker_node_cpu_ratio", 'job="1",node="0"'] == make_sample(story.now_s, 0).cpu_ratio
     assert samples["broker_node_gpu_power_watts", 'job="1",node="1",gpu="1"'] == 512.4
     assert samples["broker_node_gpu_errors_total", 'job="1",node="0",xid="79"'] == 1
@@ -76,10 +76,10 @@ def test_places_are_summed_once_a_minute_and_jobs_at_every_scrape(
 ) -> None:
     now_s = [story.now_s]
     monkeypatch.setattr("broker.clock.SystemClock.now_s", lambda clock: now_s[0])
-    page = MetricsPage(story.context)
+    page = MetricsPage()
 
     def read() -> tuple[float, float]:
-        samples = read_samples(page.render())
+        samples = read_samples(page.render(story.context))
         (preempted,) = [value for (name, _), value in samples.items() if name == "broker_preemptions_total"]
         return preempted, samples["broker_job_step", 'job="1"']
 

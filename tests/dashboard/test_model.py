@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -12,9 +13,10 @@ from broker.cli.main import main
 from broker.dashboard import pages
 from broker.dashboard.model import LOOKED_AT, find_starts, list_places, read_job, read_overview
 from broker.formatting import format_usd
-from broker.types import EventKind, JobStatus
+from broker.state.limits import Limit, LimitScope
+from broker.types import EventKind, Goal, JobStatus
 from broker.types.outcomes import make_event
-from tests.dashboard.conftest import Story
+from tests.dashboard.conftest import HOSTILE, TASK, Story
 
 
 def read_json(capsys: pytest.CaptureFixture[str], *arguments: str) -> object:
@@ -47,6 +49,28 @@ def test_overview_equals_the_commands(frozen: Story, capsys: pytest.CaptureFixtu
         for each in status["clusters"]  # type: ignore[index]
         if each["name"] == cluster.name
     }
+
+
+def test_savings_of_the_month_equal_the_report(frozen: Story, capsys: pytest.CaptureFixture[str]) -> None:
+    overview = read_overview(frozen.context)
+    told = read_json(capsys, "report")
+    assert overview.month_usd == pytest.approx(told["usd"])  # type: ignore[index]
+    assert overview.month_ondemand_usd == pytest.approx(told["ondemand_usd"])  # type: ignore[index]
+    assert overview.month_saved_usd > 1.0  # spot nodes of 1 USD an hour that cost 3 on-demand
+    assert f"{format_usd(overview.month_saved_usd)} USD" in pages.show_overview(overview)
+
+
+def test_budgets_of_jobs_and_limits_of_users_are_shown(frozen: Story) -> None:
+    assert all(row.budget_usd is None for row in read_overview(frozen.context).jobs)
+    task = replace(TASK, goal=Goal(budget_usd=50.0))
+    bounded = frozen.store.jobs.add("bounded", task).id
+    frozen.store.limits.put(Limit(scope=LimitScope.USER, name=HOSTILE, usd_month=200.0, gpus=None))
+    overview = read_overview(frozen.context)
+    assert {row.line.id: row.budget_usd for row in overview.jobs}[bounded] == 50.0
+    (use,) = overview.limits
+    assert (use.limit.usd_month, use.used.usd) == (200.0, 0.0)
+    shown = pages.show_overview(overview)
+    assert "0.00 of 50.00" in shown and ">200.00</td>" in shown and "<script" not in shown
 
 
 def test_top_prints_the_same_overview_as_json(frozen: Story, capsys: pytest.CaptureFixture[str]) -> None:

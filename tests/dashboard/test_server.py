@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.client
+import math
 import re
 from typing import NamedTuple
 from urllib.parse import urlsplit
@@ -121,6 +122,23 @@ def test_files_beside_the_static_ones_are_not_served(served: Served) -> None:
     browser = Browser(served)
     for path in ("/static/..%2fserver.py", "/static/server.py", "/static/", "/static/%2e%2e/server.py"):
         assert browser.get(path).status == 404, path
+
+
+def test_an_event_between_a_page_and_its_stream_is_told(
+    served: Served, story: Story, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("broker.dashboard.views.REFRESH_S", math.inf)
+    browser = Browser(served)
+    newest = re.search(r'data-newest="(\d+)"', browser.get("/").text)
+    assert newest
+    story.tell(1, make_event(EventKind.NOTE, text="news"))
+    connection = http.client.HTTPConnection(browser.host, timeout=300)
+    connection.request("GET", f"/changes?after={newest[1]}", headers={"Cookie": browser.cookie})
+    answer = connection.getresponse()
+    while not (line := answer.readline().decode()).startswith("id: "):
+        assert line
+    connection.close()
+    assert int(line.removeprefix("id: ")) == story.store.events.get_newest_id() > int(newest[1])
 
 
 def test_an_event_reaches_an_open_stream_and_a_reconnect_misses_none(served: Served, story: Story) -> None:

@@ -18,6 +18,7 @@ from broker.types import (
     Autostop,
     Cluster,
     ClusterStatus,
+    GroupRole,
     IntentEnd,
     MachineSpec,
     Node,
@@ -454,6 +455,22 @@ def test_a_replacement_that_is_cancelled_also_cancels_its_call(stage: Stage) -> 
     assert [intent.request.token for intent in stage.world.store.intents.list_open("c")] == asked, (
         "a later call resumes it"
     )
+
+
+@pytest.mark.parametrize("is_connected", [True, False])
+def test_nodes_of_a_connected_job_group_are_requested_as_its_members(stage: Stage, is_connected: bool) -> None:
+    task = Task(num_nodes=2, group=GroupRole(name="rl", is_connected=is_connected))
+    job = stage.world.store.jobs.add("learner", task, pipeline="rl-7f3a")
+    requests: list[NodeRequest] = []
+    create = stage.cloud.create_nodes
+
+    async def create_nodes(request: NodeRequest) -> Sequence[Node]:
+        requests.append(request)
+        return await create(request)
+
+    stage.cloud.create_nodes = create_nodes  # type: ignore[method-assign]
+    stage.up("c", make_plan(task), job_id=job.id)
+    assert {request.spec.group for request in requests} == {"rl-7f3a" if is_connected else ""}
 
 
 def test_a_node_request_carries_the_resources_of_the_task(stage: Stage) -> None:

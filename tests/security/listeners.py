@@ -116,10 +116,11 @@ DECLARED = (
         process=r"broker server start",
         address=r"tcp:.+",
         where="the loopback, or the address that `--host` of `broker server start` names; only while the server runs",
-        authentication="a token in each request, compared by its SHA-256; TLS on every address but the loopback, "
-        "with a certificate that clients pin",
-        stranger="read `/healthz`, `/readyz` and `/openapi.json`; anything else gets 401",
-        code="`broker/server/http.py`, `serving.py`, `authorisation.py`",
+        authentication="a token in each request, compared by its SHA-256, or for pages a cookie for which a token is "
+        "exchanged; TLS on every address but the loopback, with a certificate that clients pin",
+        stranger="read `/healthz`, `/readyz`, `/openapi.json` and the login form; anything else gets 401 or leads to "
+        "the form",
+        code="`broker/server/http.py`, `serving.py`, `authorisation.py`, `sessions.py`",
     ),
 )
 OUTSIDE = "torch's store and process groups"

@@ -22,7 +22,7 @@ from broker.types import Plan, Task
 
 @frozen
 class CostReport:
-    """Spending by job, cloud or day, with the names of jobs by ID."""
+    """Spending by job, cloud, day, user or project, with the names of jobs by ID."""
 
     spending: Spending
     names: Mapping[int, str]

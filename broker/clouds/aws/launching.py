@@ -49,7 +49,7 @@ class NodeLauncher:
         )
         around = Surroundings(
             image=image,
-            group_id=await self._network.ensure_group(request, site),
+            group_ids=await self._network.ensure_groups(request, site),
             placement_group=await self._find_placement_group(request),
             efa_count=efa_count,
             instance_profile=self._settings.instance_profile,

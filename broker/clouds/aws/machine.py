@@ -32,7 +32,7 @@ class Surroundings:
     """Resources found or created for a gang before its launch."""
 
     image: Image
-    group_id: str
+    group_ids: tuple[str, ...]
     placement_group: str | None = None
     efa_count: int = 0  # Elastic Fabric Adapters; 0: one ordinary card
     instance_profile: str | None = None
@@ -64,7 +64,7 @@ def describe_cards(around: Surroundings, *, subnet: str | None) -> list[dict[str
     EC2 user guide, "Maximize network bandwidth on instances with multiple network cards"; a machine with several cards
     gets no public address.
     """
-    common = {"Groups": [around.group_id], "DeleteOnTermination": True} | ({"SubnetId": subnet} if subnet else {})
+    common = {"Groups": list(around.group_ids), "DeleteOnTermination": True} | ({"SubnetId": subnet} if subnet else {})
     first: dict[str, Any] = {"DeviceIndex": 0, **common}
     if around.efa_count > 1:
         assert not around.has_public_address, "a machine with a public address has only one card"

@@ -1,10 +1,11 @@
-"""The network of nodes: VPC, subnet, one security group per cluster, one placement group per GPU gang."""
+"""The network of nodes: VPC, subnet, one security group per cluster and job group, one placement group per GPU gang."""
 
 from __future__ import annotations
 
 import asyncio
 import ipaddress
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from broker.clouds.aws import tags
@@ -71,25 +72,44 @@ class Network:
             )
         return str(vpcs[0]["VpcId"])
 
-    async def ensure_group(self, request: NodeRequest, site: RegionNetwork) -> str:
-        """Return the cluster's security group, created or found, with the rules that this request requires."""
-        group_id = await self._find_group(request, site)
-        if group_id is None:
-            try:
-                group_id = await self._create_group(request, site)
-            except ApiError as refusal:
-                if refusal.code != "InvalidGroup.Duplicate":
-                    raise
-                group_id = await self._find_group(request, site)  # another process created it first
-                if group_id is None:
-                    message = f"{name_group(request)} exists in {site.region}, but is not listed yet"
-                    raise TransientError(message) from None
+    async def ensure_groups(self, request: NodeRequest, site: RegionNetwork) -> tuple[str, ...]:
+        """Return the security groups of the cluster and of its job group, created or found, with their rules.
+
+        A security group that others refer to cannot be deleted. So the clusters of a job group do not refer to each
+        other: all are in one more group, which the sweeper deletes once no node is in it.
+        """
+        own = await self._ensure_group(request, site)
+        return (own, await self._ensure_job_group(request, site)) if request.spec.group else (own,)
+
+    async def _ensure_job_group(self, request: NodeRequest, site: RegionNetwork) -> str:
+        name = f"group-{request.spec.group}"  # no cluster has this name, so that the sweeper always tries
+        shared = replace(request, cluster=name)
+        group_id = await self._find_or_create(shared, site, f"broker: all nodes of {request.spec.group}")
+        await self._add_rule(site.region, group_id, _among_themselves(group_id), "authorize_security_group_ingress")
+        return group_id
+
+    async def _ensure_group(self, request: NodeRequest, site: RegionNetwork) -> str:
+        group_id = await self._find_or_create(request, site, f"broker: nodes of {request.cluster}")
         blocks = self._settings.ssh_from or await self._find_own_block()
         for rule in make_rules(group_id, request.spec.ports, blocks):
             await self._add_rule(site.region, group_id, rule, "authorize_security_group_ingress")
         if request.spec.network_tier == "best":
             # EFA's traffic has no IP addresses, so the usual rule to everywhere does not cover it (EC2 guide, EFA).
             await self._add_rule(site.region, group_id, _among_themselves(group_id), "authorize_security_group_egress")
+        return group_id
+
+    async def _find_or_create(self, request: NodeRequest, site: RegionNetwork, description: str) -> str:
+        group_id = await self._find_group(request, site)
+        if group_id is not None:
+            return group_id
+        try:
+            return await self._create_group(request, site, description)
+        except ApiError as refusal:
+            if refusal.code != "InvalidGroup.Duplicate":
+                raise
+        group_id = await self._find_group(request, site)  # another process created it first
+        if group_id is None:
+            raise TransientError(f"{name_group(request)} exists in {site.region}, but is not listed yet")
         return group_id
 
     async def _find_group(self, request: NodeRequest, site: RegionNetwork) -> str | None:
@@ -99,12 +119,12 @@ class Network:
         )
         return str(groups[0]["GroupId"]) if groups else None
 
-    async def _create_group(self, request: NodeRequest, site: RegionNetwork) -> str:
+    async def _create_group(self, request: NodeRequest, site: RegionNetwork, description: str) -> str:
         made = await self._clients.change(
             site.region,
             "create_security_group",
             GroupName=name_group(request),
-            Description=f"broker: nodes of {request.cluster}",
+            Description=description,
             VpcId=site.vpc,
             TagSpecifications=tags.specify_tags(tags.make_cluster_tags(request), "security-group"),
         )

@@ -1,5 +1,5 @@
-"""Firewall rules of a gang: ssh from its creator, all traffic between its nodes, and public access to the requested
-ports.
+"""Firewall rules of a gang: ssh from its creator, all traffic between its nodes and from those of its job group, and
+public access to the requested ports.
 
 The rules belong to one gang, are named after it and are deleted with it. One more rule per owner denies all other ssh,
 which the default network would allow; it is free of charge and stays.
@@ -14,14 +14,14 @@ from typing import Any
 from broker.clouds.gcp.errors import BusyError, ExistsError, NotFoundError
 from broker.clouds.gcp.instances import as_cloud_error
 from broker.clouds.gcp.machine import network_path
-from broker.clouds.gcp.names import gang_name, owner_prefix, peers_tag, read_description
+from broker.clouds.gcp.names import gang_name, group_tag, owner_prefix, peers_tag, read_description
 from broker.clouds.gcp.operations import wait_global
 from broker.clouds.gcp.sdk import TIMEOUT_S, Clients
 from broker.types import NodeRequest
 
 ANYWHERE = "0.0.0.0/0"
 ALLOW_PRIORITY, DENY_PRIORITY = 900, 910  # lower numbers win; the default network's rules have 65534
-PURPOSES = ("ssh", "nodes", "ports")
+PURPOSES = ("ssh", "nodes", "group", "ports")
 
 
 def make_rules(request: NodeRequest, callers: Sequence[str], network: str) -> list[dict[str, Any]]:
@@ -41,6 +41,8 @@ def make_rules(request: NodeRequest, callers: Sequence[str], network: str) -> li
     if request.placement.node_count > 1:
         peers = [peers_tag(request)]
         rules["nodes"] = {"source_tags": peers, "target_tags": peers, "allowed": [{"I_p_protocol": "all"}]}
+    if request.spec.group:
+        rules["group"] = {"source_tags": [group_tag(request)], "allowed": [{"I_p_protocol": "all"}]}
     if request.spec.ports:
         allowed = [{"I_p_protocol": "tcp", "ports": list(request.spec.ports)}]
         rules["ports"] = {"source_ranges": [ANYWHERE], "allowed": allowed}

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from broker.clouds.gcp.names import describe, gang_name, instance_names, make_labels, owner_prefix, peers_tag
+from broker.clouds.gcp.names import (
+    describe,
+    gang_name,
+    group_tag,
+    instance_names,
+    make_labels,
+    owner_prefix,
+    peers_tag,
+)
 from broker.clouds.gcp.settings import Settings
 from broker.errors import InvalidRequestError
 from broker.types import NodeRequest, Offer
@@ -95,6 +103,12 @@ def make_gang(request: NodeRequest, image: str, settings: Settings) -> dict[str,
     }
 
 
+def _list_tags(request: NodeRequest) -> list[str]:
+    """List the network tags that the rules of `firewall.py` name."""
+    tags = [owner_prefix(request.owner).strip("-"), gang_name(request), peers_tag(request)]
+    return [*tags, group_tag(request)] if request.spec.group else tags
+
+
 def _make_properties(request: NodeRequest, image: str, settings: Settings) -> dict[str, Any]:
     offer, spec = request.placement.offer, request.spec
     attached = read_attached(offer.instance_type)
@@ -108,7 +122,7 @@ def _make_properties(request: NodeRequest, image: str, settings: Settings) -> di
         "description": describe(request),
         "machine_type": machine_type(offer),
         "labels": labels,
-        "tags": {"items": [owner_prefix(request.owner).strip("-"), gang_name(request), peers_tag(request)]},
+        "tags": {"items": _list_tags(request)},
         "disks": [{"boot": True, "auto_delete": True, "initialize_params": disk}],
         "network_interfaces": [_make_interface(settings)],
         "scheduling": make_scheduling(request),

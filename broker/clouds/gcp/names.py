@@ -72,6 +72,12 @@ def peers_tag(request: NodeRequest) -> str:
     return owner_prefix(request.owner) + hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
+def group_tag(request: NodeRequest) -> str:
+    """Return the tag that the nodes of all clusters of a job group share."""
+    text = f"group\0{request.spec.group}"
+    return owner_prefix(request.owner) + hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
 def instance_names(request: NodeRequest) -> list[str]:
     """List the names of a gang's instances by rank."""
     return [f"{gang_name(request)}-{rank}" for rank in range(request.placement.node_count)]

@@ -3,7 +3,9 @@
 {
   let isLoading = false;
   let isStale = false;
+  let hasMissed = false;
   const load = async () => {
+    hasMissed = isLoading; // a change during a load needs another one
     const isBusy = document.activeElement && document.activeElement.closest("form");
     isStale = isLoading || document.hidden || Boolean(isBusy);
     if (isStale) return;
@@ -21,8 +23,9 @@
       isStale = true; // the server is away; the stream reports its return
     } finally {
       isLoading = false;
+      if (hasMissed) load();
     }
   };
-  new EventSource("/changes").onmessage = load;
+  new EventSource(`/changes?after=${document.body.dataset.newest}`).onmessage = load;
   document.addEventListener("visibilitychange", () => isStale && load());
 }

@@ -108,6 +108,28 @@ def test_ssh_comes_from_the_caller_only_and_asked_ports_from_everywhere(bed: Aws
     ]
 
 
+def test_clusters_of_a_job_group_admit_each_other_and_no_other_cluster(bed: AwsBed) -> None:
+    spec = MachineSpec(group="rl-7f3a")
+    for cluster, token, given in (
+        ("learner", "1" * 32, spec), ("rollout", "2" * 32, spec), ("other", "3" * 32, MachineSpec(group="rl-b2c4")),
+        ("lone", "4" * 32, MachineSpec()),
+    ):  # fmt: skip
+        launch_any(bed, cluster=cluster, token=token, spec=given)
+    groups = {group["GroupName"].removeprefix(f"broker-{OWNER}-"): id for id, group in bed.account.groups.items()}
+    asked = {
+        next(tag["Value"] for tag in call["TagSpecifications"][0]["Tags"] if tag["Key"] == "broker-cluster"):
+        call["NetworkInterfaces"][0]["Groups"]
+        for call in find_calls(bed, "RunInstances")
+    }  # fmt: skip
+    assert asked == {
+        "learner": [groups["learner"], groups["group-rl-7f3a"]],
+        "rollout": [groups["rollout"], groups["group-rl-7f3a"]],
+        "other": [groups["other"], groups["group-rl-b2c4"]], "lone": [groups["lone"]],
+    }  # fmt: skip
+    shared = groups["group-rl-7f3a"]
+    assert bed.account.groups[shared]["rules"] == [{"IpProtocol": "-1", "UserIdGroupPairs": [{"GroupId": shared}]}]
+
+
 def test_second_attempt_shares_the_cluster_group_and_adds_new_rules(bed: AwsBed) -> None:
     launch(bed)
     bed.settings = replace(bed.settings, ssh_from=("198.51.100.0/24",))

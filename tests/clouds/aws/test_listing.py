@@ -147,6 +147,23 @@ def test_sweep_deletes_what_a_cluster_left_and_spares_living_and_foreign_things(
     bed.run(act())
 
 
+def test_the_network_of_a_job_group_is_deleted_with_its_last_cluster(bed: AwsBed) -> None:
+    async def act() -> None:
+        spec = MachineSpec(group="rl-7f3a")
+        first, second = (make_request(bed, cluster=name, spec=spec, token=name * 8) for name in ("aaaa", "bbbb"))
+        for request in (first, second):
+            await bed.cloud.create_nodes(request)
+        for request, keep, left in ((first, ("bbbb",), {"bbbb", "group-rl-7f3a"}), (second, (), set())):
+            nodes = await wait_state(bed, request.token, NodeState.RUNNING)
+            await bed.cloud.terminate_nodes(nodes)
+            await wait_state(bed, request.token, NodeState.TERMINATED)
+            await bed.adapter.sweep(OWNER, keep)
+            names = {group["GroupName"].removeprefix(f"broker-{OWNER}-") for group in bed.account.groups.values()}
+            assert names == left
+
+    bed.run(act())
+
+
 def test_sweep_reaches_every_region_templates_and_stray_disks(bed: AwsBed) -> None:
     for number, (region, owner, state) in enumerate(
         [("us-west-2", OWNER, "available"), ("us-west-2", OWNER, "in-use"), ("us-east-1", "somebody-else", "available")]

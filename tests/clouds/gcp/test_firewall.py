@@ -49,6 +49,26 @@ def test_a_node_made_later_for_the_same_attempt_is_among_the_others(bench: Any, 
     assert has_tag == [True, False]
 
 
+def test_clusters_of_a_job_group_admit_each_other_and_no_other_cluster(bench: Any, request_of: Make) -> None:
+    def launch(cluster: str, token: str, group: str) -> tuple[str, set[str]]:
+        request = request_of(cluster=cluster, token=token * 32, spec=MachineSpec(group=group))
+        (node,) = bench.run(bench.cloud.create_nodes(request))
+        name = node.id.rpartition("/")[2]
+        return name.rpartition("-")[0], set(bench.gce.find(name)["tags"]["items"])
+
+    (learner, learner_tags), (_, rollout_tags), (_, other_tags), (lone, lone_tags) = (
+        launch("learner", "1", "rl-7f3a"), launch("rollout", "2", "rl-7f3a"), launch("other", "3", "rl-b2c4"),
+        launch("lone", "4", ""),
+    )  # fmt: skip
+    read_rules(bench)
+    rule = bench.gce.firewalls[f"{learner}-group"]
+    assert rule["targetTags"] == [learner] and rule["allowed"] == [{"IPProtocol": "all"}]
+    sources = set(rule["sourceTags"])
+    assert sources <= learner_tags and sources <= rollout_tags
+    assert not sources & other_tags and not sources & lone_tags
+    assert f"{lone}-group" not in bench.gce.firewalls
+
+
 def test_a_lone_node_without_ports_has_one_rule_of_its_own(bench: Any, request_of: Make) -> None:
     bench.run(bench.cloud.create_nodes(request_of()))
     assert read_rules(bench).keys() == {"shut", "ssh"}

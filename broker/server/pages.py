@@ -1,0 +1,163 @@
+"""The dashboard of a server: the same pages as `broker dashboard`, by role, and users and audit for administrators."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+from aiohttp import web
+
+from broker.app.container import Context
+from broker.client.wire import VERBS
+from broker.dashboard.guard import redirect, refuse
+from broker.dashboard.html import Content, Markup, element
+from broker.dashboard.pages import PAGES
+from broker.dashboard.people import list_audit, read_people
+from broker.dashboard.people_page import AUDIT, USERS, show_audit, show_login, show_people, show_session
+from broker.dashboard.reader import MakeContext
+from broker.dashboard.views import Dashboard
+from broker.errors import DeniedError
+from broker.server.authorisation import check_verb, has_role
+from broker.server.sessions import COOKIE, SESSION_S, Authenticate, Sessions
+from broker.state.people import Role, Token
+from broker.types import Job
+
+PREFIX = "/admin/"
+LOGIN, LOGOUT = "/login", "/logout"
+STATIC = "/static/"
+ADMIN_PAGES = {USERS: "Users", AUDIT: "Audit"}
+VISITOR = web.RequestKey("visitor", Token)
+RunVerb = Callable[[Token, str, Mapping[str, Any]], Awaitable[object]]
+
+
+class ServerPages:
+    """The pages of one server, and who may see and do what there; `run_verb` runs a verb for a user."""
+
+    def __init__(
+        self, context: Context, *, make_context: MakeContext, authenticate: Authenticate, run_verb: RunVerb
+    ) -> None:
+        self._sessions = Sessions(context, authenticate)
+        self._run_verb = run_verb
+        self._dashboard = Dashboard(context, self, make_context=make_context)
+        self._resources: frozenset[web.AbstractResource] = frozenset()
+
+    def close(self) -> None:
+        """Close the connection of the pages."""
+        self._dashboard.close()
+
+    async def show_metrics(self, request: web.Request) -> web.Response:
+        """Answer with the metrics, which are no page: the API decides who may read them."""
+        return await self._dashboard.show_metrics(request)
+
+    def add_routes(self, app: web.Application) -> None:
+        """Add the pages to the application of the API."""
+        others = frozenset(app.router.resources())
+        app.router.add_get(LOGIN, self._show_login)
+        app.router.add_post(LOGIN, self._log_in)
+        app.router.add_post(LOGOUT, self._log_out)
+        app.router.add_get(USERS, self._show_users)
+        app.router.add_get(AUDIT, self._show_audit)
+        self._dashboard.add_routes(app)
+        self._resources = frozenset(app.router.resources()) - others
+
+    def has(self, request: web.Request) -> bool:
+        """Return whether a request is for a page, not for the API."""
+        return request.match_info.route.resource in self._resources
+
+    def check(self, request: web.Request) -> web.StreamResponse | None:
+        """Return the refusal of a request for a page, or None for a user who may see it."""
+        if request.path == LOGIN or request.path.startswith(STATIC):
+            return None
+        token = self._sessions.find(request)
+        if token is None:
+            is_page = request.method == "GET" and request.path != "/changes"
+            return redirect(LOGIN) if is_page else refuse(401, f"log in at {LOGIN}")
+        request[VISITOR] = token
+        if request.path.startswith(PREFIX) and not has_role(token, Role.ADMIN):
+            return self._show(request, "Refused", _tell("This page requires the role `admin`."), status=403)
+        if request.method == "POST" and not self._sessions.is_own_origin(request):
+            return refuse(403, "this action was not submitted from a page of this server")
+        return None
+
+    def list_targets(self, request: web.Request) -> Mapping[str, str]:
+        """Return the pages that the visitor may see, and the page of the session."""
+        token = request.get(VISITOR)
+        if token is None:
+            return {}
+        return {**PAGES, **(ADMIN_PAGES if has_role(token, Role.ADMIN) else {}), LOGIN: token.user}
+
+    def get_ticket(self, request: web.Request) -> str:
+        """Return the ticket of the visitor's forms."""
+        return self._sessions.make_ticket(request[VISITOR])
+
+    def may_act(self, request: web.Request, context: Context, job: Job) -> bool:
+        """Return whether the visitor may cancel and retry a job, as the verbs would decide."""
+        try:
+            check_verb(context, request[VISITOR], VERBS["cancel_jobs"], {"names": (str(job.id),)})
+        except DeniedError:
+            return False
+        return True
+
+    async def act(self, request: web.Request, verb: str, job_id: int) -> int:
+        """Cancel or retry by the verb of the API, which checks the owner and the limits, and is in the audit."""
+        token = request[VISITOR]
+        if verb == "retry":
+            given: dict[str, Any] = {"job": str(job_id), "secrets": {}, "request_id": None}
+            job = await self._run_verb(token, "retry_job", given)
+            assert isinstance(job, Job)
+            return job.id
+        await self._run_verb(token, "cancel_jobs", {"names": (str(job_id),)})
+        return job_id
+
+    async def _show_login(self, request: web.Request) -> web.StreamResponse:
+        token = self._sessions.find(request)
+        if token is None:
+            return self._show(request, "Log in", show_login(LOGIN))
+        request[VISITOR] = token
+        ticket = self.get_ticket(request) if COOKIE in request.cookies else ""
+        return self._show(request, "Session", show_session(token, LOGOUT, ticket), path=LOGIN)
+
+    async def _log_in(self, request: web.Request) -> web.StreamResponse:
+        """Begin a session for the token of a user."""
+        if request.headers.get("Origin") != f"{request.scheme}://{request.host}":
+            refused = _tell("This login was not submitted from a page of this server.")
+            return self._show(request, "Refused", refused, status=403)
+        session = self._sessions.begin(str((await request.post()).get("token", "")).strip())
+        if session is None:
+            refused = element("p", "This token is unknown, expired or revoked.", class_="note", role="alert")
+            return self._show(request, "Log in", refused, show_login(LOGIN), status=403)
+        answer = redirect("/")
+        answer.set_cookie(
+            COOKIE, session, httponly=True, samesite="Strict", path="/", secure=request.scheme == "https",
+            max_age=int(SESSION_S),
+        )  # fmt: skip
+        return answer
+
+    async def _log_out(self, request: web.Request) -> web.StreamResponse:
+        if (await request.post()).get("ticket") == self.get_ticket(request):
+            self._sessions.end(request)
+        return redirect(LOGIN)
+
+    async def _show_users(self, request: web.Request) -> web.Response:
+        def read(context: Context) -> Markup:
+            return show_people(read_people(context), context.clock.now_s())
+
+        return await self._dashboard.show_read(request, "Users", read, path=USERS, is_live=False)
+
+    async def _show_audit(self, request: web.Request) -> web.Response:
+        user, verb, outcome = (request.query.get(name, "").strip()[:100] for name in ("user", "verb", "outcome"))
+
+        def read(context: Context) -> Markup:
+            events = list_audit(context, user=user, verb=verb, outcome=outcome)
+            return show_audit(events, user=user, verb=verb, outcome=outcome)
+
+        return await self._dashboard.show_read(request, "Audit", read, path=AUDIT, is_live=False)
+
+    def _show(
+        self, request: web.Request, title: str, *content: Content, path: str = "", status: int = 200
+    ) -> web.Response:
+        return self._dashboard.show(request, title, *content, path=path, status=status, is_live=False)
+
+
+def _tell(text: str) -> Markup:
+    return element("p", text)

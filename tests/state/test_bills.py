@@ -1,0 +1,50 @@
+"""Sums over bills and jobs that the overview shows, on every backend."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from broker.types import Attempt, EventKind, Goal, Placement, Task
+from broker.types.outcomes import make_event
+from tests.clouds.beds import make_node
+from tests.simulation.world import make_offer
+from tests.state.conftest import OpenStore
+from tests.state.samples import START_S
+
+HOUR_S = 3600.0
+
+
+def test_ondemand_cost_takes_the_price_of_the_attempt_within_the_period(open_store: OpenStore) -> None:
+    store = open_store()
+    job = store.jobs.add("train", Task(run="true"))
+    offer = replace(make_offer("east1a"), ondemand_usd_hour=3.0)
+    attempt = Attempt(
+        job_id=job.id, number=1, cluster="job-1-1", placement=Placement(offer=offer, is_spot=True, node_count=1),
+        started_s=START_S,
+    )  # fmt: skip
+    store.jobs.put_attempt(attempt)
+    store.jobs.put_attempt(replace(attempt, number=2, cluster="job-1-2", placement=replace(
+        attempt.placement, offer=replace(offer, ondemand_usd_hour=None)
+    )))  # fmt: skip
+    for cluster in ("job-1-1", "job-1-2", "dev"):
+        store.bills.record(replace(make_node(cluster), cluster=cluster, usd_hour=1.0, created_s=START_S))
+        store.write("UPDATE nodes SET job_id = ? WHERE cluster = ? AND cluster <> 'dev'", (job.id, cluster))
+    now_s = START_S + 2 * HOUR_S
+    assert store.bills.ondemand_since_usd(START_S + HOUR_S, now_s=now_s) == pytest.approx(3.0 + 1.0 + 1.0)
+    assert store.bills.spend_since_usd(START_S + HOUR_S, now_s=now_s) == pytest.approx(3.0)
+    assert store.bills.ondemand_since_usd(now_s, now_s=now_s) == 0.0
+
+
+def test_budgets_and_events_of_one_kind_are_read(open_store: OpenStore) -> None:
+    store = open_store()
+    bounded = store.jobs.add("bounded", Task(run="true", goal=Goal(budget_usd=12.5))).id
+    free = store.jobs.add("free", Task(run="true")).id
+    assert store.jobs.list_budgets([bounded, free]) == {bounded: 12.5}
+    assert store.jobs.list_budgets([]) == {}
+    store.events.add(make_event(EventKind.NOTE, text="a"), job_id=free)
+    store.events.add(make_event(EventKind.WAITING, minutes=1), job_id=free)
+    now_s = store.clock.now_s()
+    assert [each.data for each in store.events.list_kind(EventKind.NOTE, since_s=now_s)] == [{"text": "a"}]
+    assert store.events.list_kind(EventKind.NOTE, since_s=now_s + 1) == []
