@@ -6,7 +6,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from broker.frozen import frozen
-from broker.types import NodeSample, Progress, RunStatus
+from broker.types import NodeFault, NodeSample, Progress, RunStatus
+
+TEXT_MAX = 300  # of a fault's reason and of a serial
+SERIALS_MAX = 32  # two for each GPU
 
 
 @frozen
@@ -18,6 +21,7 @@ class GangReport:
     whose program failed first. `flush`: a node's report while the program has ended but its files are still being
     uploaded. `unflushed`: for a run that FAILED although its program succeeded, why its files did not arrive and where
     they are. `unfit`: ranks that could not join a running elastic gang because `setup` failed, with the reason.
+    `faults`: what the nodes found wrong with their own GPUs before the program started.
     `samples`: what nodes reported of themselves since the last poll, with their ranks; a sample may be repeated.
     `is_ready`: the gang is set up and waits for its job group; `port`: the one chosen for its service in the group.
     """
@@ -34,6 +38,7 @@ class GangReport:
     flush: str = ""
     unflushed: str = ""
     unfit: tuple[tuple[int, str], ...] = ()
+    faults: tuple[NodeFault, ...] = ()
     samples: tuple[tuple[int, NodeSample], ...] = ()
     is_ready: bool = False
     port: int | None = None
@@ -60,6 +65,19 @@ def find_unfit(runs: Sequence[Mapping[str, Any] | None]) -> tuple[tuple[int, str
         return ()
     failed = ((rank, run) for rank, run in enumerate(runs) if run and run["status"] == RunStatus.FAILED_SETUP)
     return tuple((rank, str(run.get("reason") or "")) for rank, run in failed)
+
+
+def find_faults(runs: Sequence[Mapping[str, Any] | None]) -> tuple[NodeFault, ...]:
+    """Return the faults that nodes report of themselves; an invalid report, or none, is no fault."""
+    found = []
+    for rank, run in enumerate(runs):
+        fault = run.get("fault") if run else None
+        if isinstance(fault, Mapping) and isinstance(fault.get("reason"), str):
+            serials = fault.get("serials")
+            listed = serials[:SERIALS_MAX] if isinstance(serials, list) else []
+            known = [each[:TEXT_MAX] for each in listed if isinstance(each, str)]
+            found.append(NodeFault(rank=rank, reason=fault["reason"][:TEXT_MAX], serials=tuple(known)))
+    return tuple(found)
 
 
 def parse_progress(line: Mapping[str, Any] | None) -> Progress | None:

@@ -43,6 +43,15 @@ class NodeSample:
 
 
 @frozen
+class NodeFault:
+    """What a check of a node's GPUs found before the program started, with the serials of the GPUs at fault."""
+
+    rank: int
+    reason: str
+    serials: tuple[str, ...] = ()
+
+
+@frozen
 class JobUsage:
     """What the nodes of a job use now: means over its nodes and GPUs. None where none of them reports it."""
 

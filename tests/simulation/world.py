@@ -17,6 +17,7 @@ from broker.types import (
     Estimate,
     Job,
     Node,
+    NodeFault,
     NodeSample,
     NodeState,
     Offer,
@@ -84,6 +85,7 @@ class Report:
     flush: str = ""
     unflushed: str = ""
     unfit: tuple[tuple[int, str], ...] = ()
+    faults: tuple[NodeFault, ...] = ()
     statuses: tuple[RunStatus | None, ...] = ()
     samples: tuple[tuple[int, NodeSample], ...] = ()
     run_id: int = 1
