@@ -100,7 +100,7 @@ class JobController:
         self._in_place = InPlace(store, provisioner, gang, clock, self._teardown, self._group)
         self._retention = NodeRetention(store, provisioner, self._acquisition, clock)
         unhealthy = UnhealthyNodes(store, clock)
-        self._health = NodeHealth(unhealthy, provisioner, clock)
+        self._health = NodeHealth(store, unhealthy, provisioner, clock)
         self._lost_gang = LostGang(store, config, self._recorder, outcomes or BucketOutcomes(), unhealthy)
         self._samples = SampleRecorder(config.logs, job_id)
         self._monitor: AttemptMonitor | None = None
@@ -258,7 +258,7 @@ class JobController:
             return POLL_S
         cluster = refreshed
         await self._teardown.copy_log(attempt, cluster)
-        if await self._health.replace(job, cluster, report):
+        if await self._health.observe(job, cluster, report):
             return POLL_S
         nodes_min = job.task.recovery.nodes_min
         signals = monitor.read_signals(report, cluster, self._clock.now_s(), nodes_min=nodes_min)

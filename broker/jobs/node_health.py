@@ -14,6 +14,7 @@ from broker.clock import Clock
 from broker.errors import CloudError
 from broker.jobs.gang import GangReport
 from broker.jobs.monitor import is_due
+from broker.jobs.stragglers import StragglerWatch
 from broker.provision.lifecycle import Provisioner
 from broker.state.store import Store
 from broker.types import Cluster, EventKind, Job, NodeFault, NodeState, RunStatus, make_event
@@ -77,8 +78,11 @@ class UnhealthyNodes:
 class NodeHealth:
     """Act on the faults that the nodes of one job report."""
 
-    def __init__(self, unhealthy: UnhealthyNodes, provisioner: Provisioner, clock: Clock) -> None:
+    def __init__(self, store: Store, unhealthy: UnhealthyNodes, provisioner: Provisioner, clock: Clock) -> None:
+        self._store = store
         self._unhealthy = unhealthy
+        self._watch = StragglerWatch()
+        self._watched: tuple[str, ...] = ()  # ids of the nodes
         self._provisioner = provisioner
         self._clock = clock
         self._asked_s: dict[str, float] = {}  # node id -> when its termination was last requested
@@ -93,11 +97,12 @@ class NodeHealth:
             return {}
         return {VARIABLE: json.dumps({"gpus": count, "refused": self._unhealthy.list_refused()})}
 
-    async def replace(self, job: Job, cluster: Cluster, report: GangReport) -> bool:
-        """Remember faults and terminate the nodes that have them; return whether the run waits for their end.
+    async def observe(self, job: Job, cluster: Cluster, report: GangReport) -> bool:
+        """Report slow nodes, and terminate those with faults; return whether the run waits for the end of such a node.
 
-        Nodes that join a running elastic gang are terminated with others that cannot join (`NodeReplacer`).
+        Nodes with faults that join a running elastic gang are terminated with others that cannot join (`NodeReplacer`).
         """
+        self._report_slow(job, cluster, report)
         live = {node.rank: node for node in cluster.nodes if node.state is not NodeState.TERMINATED}
         faults = [fault for fault in report.faults if fault.rank in live]
         for fault in faults:
@@ -114,3 +119,18 @@ class NodeHealth:
             except CloudError:
                 pass  # retried
         return True
+
+    def _report_slow(self, job: Job, cluster: Cluster, report: GangReport) -> None:
+        """Report nodes that slow the gang down. They are not replaced: the cause may be the data or a neighbour."""
+        ids = {node.rank: node.id for node in cluster.nodes}
+        if self._watched != tuple(ids.values()):
+            self._watch, self._watched = StragglerWatch(), tuple(ids.values())
+        for slow in self._watch.observe(report.own_times):
+            event = make_event(
+                EventKind.NODE_SLOW,
+                rank=slow.rank,
+                node=ids.get(slow.rank, ""),
+                own_s=slow.own_s,
+                usual_s=slow.usual_s,
+            )
+            self._store.events.add(event, job_id=job.id)

@@ -6,9 +6,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from broker.frozen import frozen
-from broker.types import NodeFault, NodeSample, Progress, RunStatus
+from broker.types import NodeFault, NodeSample, OwnTime, Progress, RunStatus
 
 TEXT_MAX = 300  # of a fault's reason and of a serial
+OWN_S_MAX = 1e6
 SERIALS_MAX = 32  # two for each GPU
 
 
@@ -22,6 +23,7 @@ class GangReport:
     uploaded. `unflushed`: for a run that FAILED although its program succeeded, why its files did not arrive and where
     they are. `unfit`: ranks that could not join a running elastic gang because `setup` failed, with the reason.
     `faults`: what the nodes found wrong with their own GPUs before the program started.
+    `own_times`: how long each rank needed for its own part of its newest step, if its program reports that.
     `samples`: what nodes reported of themselves since the last poll, with their ranks; a sample may be repeated.
     `is_ready`: the gang is set up and waits for its job group; `port`: the one chosen for its service in the group.
     """
@@ -39,6 +41,7 @@ class GangReport:
     unflushed: str = ""
     unfit: tuple[tuple[int, str], ...] = ()
     faults: tuple[NodeFault, ...] = ()
+    own_times: tuple[OwnTime, ...] = ()
     samples: tuple[tuple[int, NodeSample], ...] = ()
     is_ready: bool = False
     port: int | None = None
@@ -77,6 +80,21 @@ def find_faults(runs: Sequence[Mapping[str, Any] | None]) -> tuple[NodeFault, ..
             listed = serials[:SERIALS_MAX] if isinstance(serials, list) else []
             known = [each[:TEXT_MAX] for each in listed if isinstance(each, str)]
             found.append(NodeFault(rank=rank, reason=fault["reason"][:TEXT_MAX], serials=tuple(known)))
+    return tuple(found)
+
+
+def find_own_times(runs: Sequence[Mapping[str, Any] | None]) -> tuple[OwnTime, ...]:
+    """Return the time of each rank whose newest progress line has a step and a valid `own_s`."""
+    found = []
+    for rank, run in enumerate(runs):
+        line = run.get("progress") if run else None
+        if not isinstance(line, Mapping):
+            continue
+        step, own_s = line.get("step"), line.get("own_s")
+        if isinstance(step, bool) or not isinstance(step, int) or isinstance(own_s, bool):
+            continue
+        if isinstance(own_s, int | float) and 0 < own_s < OWN_S_MAX:
+            found.append(OwnTime(rank=rank, step=step, own_s=float(own_s)))
     return tuple(found)
 
 

@@ -93,6 +93,7 @@ class EventKind(StrEnum):
     UNSEEN = "unseen"
     FLUSHING = "flushing"
     NODE_UNHEALTHY = "node_unhealthy"
+    NODE_SLOW = "node_slow"
     SHRUNK = "shrunk"
     UNFIT = "unfit"
     REPLACEMENT_FAILED = "replacement_failed"

@@ -52,6 +52,15 @@ class NodeFault:
 
 
 @frozen
+class OwnTime:
+    """The seconds that a rank needed for its own part of a step, before it waited for the others."""
+
+    rank: int
+    step: int
+    own_s: float
+
+
+@frozen
 class JobUsage:
     """What the nodes of a job use now: means over its nodes and GPUs. None where none of them reports it."""
 

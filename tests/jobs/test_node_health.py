@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -73,7 +73,7 @@ class Bed:
         estimate = Estimate(placement=make_placement(task.num_nodes))
         return Plan(task=task, estimates=(estimate,), rejections=(), prices_as_of="2026-11-01", reason="cheapest")
 
-    def run(self, task: Task) -> Job:
+    def run(self, task: Task, look: Callable[[Job], None] = lambda job: None) -> Job:
         job_id = self.store.jobs.add("train", task).id
         gang = Gang(LocalTransport(), clock=self.clock)
         controller = JobController(
@@ -89,8 +89,12 @@ class Bed:
         async def run_to_end() -> None:
             while not math.isinf(wait_s := await controller.step()):
                 await asyncio.sleep(min(wait_s, 0.2))
+                look(self.get_job(job_id))
 
         asyncio.run(run_to_end())
+        return self.get_job(job_id)
+
+    def get_job(self, job_id: int) -> Job:
         job = self.store.jobs.get(job_id)
         assert job is not None
         return job
@@ -145,6 +149,25 @@ def test_check_can_be_switched_off(bed: Bed, gpus: FakeGpus) -> None:
     job = bed.run(make_task(gpus, recovery=JobRecovery(checks_health=False)))
     assert job.status is JobStatus.SUCCEEDED and len(job.attempts) == 1
     assert not (gpus.folder / "sick").is_symlink(), "nvidia-smi was not asked"
+
+
+def test_slow_node_is_named_while_the_job_continues(bed: Bed, gpus: FakeGpus) -> None:
+    run = """
+    for step in $(seq 1 400); do
+      [ -e "$BROKER_CHECKPOINT_DIR/stop" ] && break
+      echo "{\\"step\\": $step, \\"own_s\\": $((SKYPILOT_NODE_RANK * 3 + 1))}" >> "$BROKER_PROGRESS_FILE"; sleep 0.3
+    done"""
+    task = replace(make_task(gpus, num_nodes=2), run=run)
+
+    def stop(job: Job) -> None:
+        if any(" is slow: " in each for each in bed.describe(job)):
+            folder = bed.config.checkpoints / job.folder
+            (folder / "stop").touch()
+
+    job = bed.run(task, look=stop)
+    assert job.status is JobStatus.SUCCEEDED and len(job.attempts) == 1
+    (said,) = [each for each in bed.describe(job) if " is slow: " in each]
+    assert said.startswith("node 1 (") and said.endswith("is slow: 4 s for its own part of a step, 1 s on the others")
 
 
 @pytest.fixture
@@ -209,7 +232,7 @@ def test_check_is_for_gpus_of_clouds_unless_the_task_says_otherwise(
 ) -> None:
     store, clock = memory
     provisioner = Provisioner({}, store, clock=clock, owner="me")
-    health = NodeHealth(UnhealthyNodes(store, clock), provisioner, clock)
+    health = NodeHealth(store, UnhealthyNodes(store, clock), provisioner, clock)
     job = store.jobs.add("t", Task(run="true", recovery=JobRecovery(checks_health=wish)))
     envs = health.make_envs(job, make_cluster("i-1", accelerator_count=count, handle=handle))
     assert ("BROKER_HEALTH" in envs) is is_checked

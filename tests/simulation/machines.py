@@ -12,7 +12,7 @@ from random import Random
 
 from broker.errors import TransientError
 from broker.runtime.gang import list_live
-from broker.types import Cluster, Node, NodeFault, NodeSample, NodeState, Progress, RunStatus, Task
+from broker.types import Cluster, Node, NodeFault, NodeSample, NodeState, OwnTime, Progress, RunStatus, Task
 from tests.clouds.simulated import SimulatedCloud
 from tests.simulation.processes import Process, ProcessClock, get_process
 from tests.simulation.shuffled import ShuffledLoop
@@ -94,6 +94,7 @@ class Report:
     unflushed: str = ""
     unfit: tuple[tuple[int, str], ...] = ()
     faults: tuple[NodeFault, ...] = ()
+    own_times: tuple[OwnTime, ...] = ()
     statuses: tuple[RunStatus | None, ...] = ()
     samples: tuple[tuple[int, NodeSample], ...] = ()
     flush: str = ""

@@ -21,6 +21,7 @@ from broker.types import (
     NodeSample,
     NodeState,
     Offer,
+    OwnTime,
     Placement,
     Plan,
     Progress,
@@ -86,6 +87,7 @@ class Report:
     unflushed: str = ""
     unfit: tuple[tuple[int, str], ...] = ()
     faults: tuple[NodeFault, ...] = ()
+    own_times: tuple[OwnTime, ...] = ()
     statuses: tuple[RunStatus | None, ...] = ()
     samples: tuple[tuple[int, NodeSample], ...] = ()
     run_id: int = 1

@@ -80,7 +80,7 @@ def broken_gpu_is_kept() -> Patches:
     async def replace_nothing(self: Any, *_: Any) -> bool:
         return False
 
-    return (patch.object(NodeHealth, "replace", replace_nothing),)
+    return (patch.object(NodeHealth, "observe", replace_nothing),)
 
 
 def outcome_ignored() -> Patches:
