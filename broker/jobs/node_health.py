@@ -114,6 +114,7 @@ class NodeHealth:
             if asked_s is not None and not is_due(asked_s, END_AGAIN_S, now_s):
                 continue
             self._asked_s[node.id] = now_s
+            self._provisioner.avoid_machine(cluster, node, until_s=now_s + REMEMBERED_S)
             try:
                 await self._provisioner.end_node(cluster, node)
             except CloudError:

@@ -184,8 +184,17 @@ def test_fault_keeps_what_is_valid_and_is_bounded() -> None:
     assert find_faults([{"fault": {"reason": "x", "serials": "GPU"}}])[0].serials == ()
 
 
-@pytest.mark.parametrize("line", [None, [], {"step": 1}, {"own_s": 1}, {"step": True, "own_s": 1},
-    {"step": 1, "own_s": True}, {"step": 1, "own_s": "1"}, {"step": 1, "own_s": -1}, {"step": 1, "own_s": 1e9}])  # fmt: skip
+INVALID_LINES = [
+    None,
+    [],
+    {"step": 1},
+    {"own_s": 1},
+    {"step": True, "own_s": 1},
+    *({"step": 1, "own_s": each} for each in (True, "1", -1, 1e9)),
+]
+
+
+@pytest.mark.parametrize("line", INVALID_LINES)
 def test_invalid_own_time_is_ignored(line: Any) -> None:
     assert find_own_times([None, {"progress": line}, {"progress": {"step": 3, "own_s": 0.5}}]) == (
         OwnTime(rank=2, step=3, own_s=0.5),
