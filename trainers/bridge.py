@@ -157,11 +157,15 @@ def resume() -> Resumed:
 def progress(
     step: int, total: int, loss: float | None = None, checkpoint_step: int | None = None, **details: Any
 ) -> None:
-    """Report a step, on stdout and to the broker; ranks other than the first do nothing.
+    """Report a step, on stdout and to the broker; ranks other than the first only report `own_s`, one for each node.
 
+    `own_s`, in seconds, is what this rank needed for its own part of the step, before it waited for the others: broker
+    names nodes that are slower than the rest.
     `checkpoint_step` is the step of the newest checkpoint; without it, the last one of `commit` or `resume`.
     """
     if not is_first():
+        if details.get("own_s") is not None and os.environ.get("LOCAL_RANK", "0") == "0":
+            _append({"time": time.time(), "step": step, "own_s": details["own_s"]})
         return
     if checkpoint_step is not None:
         _State.checkpoint_step = checkpoint_step
@@ -171,12 +175,17 @@ def progress(
     if not _State.has_reported:
         line["start_cpu_s"] = round(sum(os.times()[:4]), 2)
         _State.has_reported = True
+    _append(line)
+    print("step {}/{}{}".format(step, total, "" if loss is None else f"  loss {loss:.6f}"), flush=True)
+
+
+def _append(line: dict[str, Any]) -> None:
+    """Append a line to the progress file of this node, if there is a broker."""
     place = os.environ.get("BROKER_PROGRESS_FILE")
     if place:
         # One small write in append mode: a reader, or a kill, sees the line whole or not at all.
         with Path(place).open("ab", buffering=0) as file:
             file.write(json.dumps(line).encode() + b"\n")
-    print("step {}/{}{}".format(step, total, "" if loss is None else f"  loss {loss:.6f}"), flush=True)
 
 
 def listen() -> None:

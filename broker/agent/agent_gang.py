@@ -1,7 +1,7 @@
 """Coordinate the gang on rank 0, to which each rank (0 included) has a link. Standard library only.
 
-JSON lines over the TLS of `agent_link`. Up: hello {rank}, setup {returncode}, exit {returncode, unflushed}, log {text},
-notice {notice_s}, cancel, beat. Down: welcome, turn {cards, share}, go, notice {notice_s},
+JSON lines over the TLS of `agent_link`. Up: hello {rank}, setup {returncode, fault}, exit {returncode, unflushed},
+log {text}, notice {notice_s}, cancel, beat. Down: welcome, turn {cards, share}, go, notice {notice_s},
 kill {status, returncode, reason}, end {status, returncode, reason, unflushed}, beat.
 """
 
@@ -129,9 +129,9 @@ class Coordinator:
             if kind == "log":
                 self._write_log(rank, str(message["text"]))
             elif kind == "setup" and self._is_going and message["returncode"] != 0:
-                self._handle_unfit(rank, message["returncode"])
+                self._handle_unfit(rank, *explain_setup(rank, message))
             elif kind == "setup":
-                self._handle_setup(rank, message["returncode"])
+                self._handle_setup(rank, *explain_setup(rank, message))
             elif kind == "exit":
                 self._handle_exit(rank, message["returncode"], str(message.get("unflushed") or ""))
             elif kind == "notice":
@@ -157,10 +157,9 @@ class Coordinator:
             self._set_timer(FINISH_S, self._dismiss)
         self._finish()
 
-    def _handle_unfit(self, rank: int, returncode: int) -> None:
+    def _handle_unfit(self, rank: int, returncode: int | None, reason: str) -> None:
         """Record a new rank whose setup failed: the others continue, and the broker terminates this one."""
         self._noticed.add(rank)
-        reason = f"setup exited with {returncode} on rank {rank}"
         self._unfit[rank] = {"status": "FAILED_SETUP", "returncode": returncode, "reason": reason}
 
     def _dismiss(self) -> None:
@@ -188,9 +187,9 @@ class Coordinator:
             self._is_going and 0 not in leaving and self._nodes_min <= self._num_nodes - len(leaving) < self._num_nodes
         )
 
-    def _handle_setup(self, rank: int, returncode: int) -> None:
+    def _handle_setup(self, rank: int, returncode: int | None, reason: str) -> None:
         if returncode != 0:
-            self._fail("FAILED_SETUP", returncode, f"setup exited with {returncode} on rank {rank}", rank)
+            self._fail("FAILED_SETUP", returncode, reason, rank)
         self._ready.add(rank)
         if self._is_going:
             self._links[rank].send("go")
@@ -250,3 +249,11 @@ class Coordinator:
     def _write_log(self, rank: int, text: str) -> None:
         prefix = f"(rank{rank}) " if rank else ""
         self._log.write("".join(f"{prefix}{line}\n" for line in text.split("\n")[:-1]).encode("utf-8", "replace"))
+
+
+def explain_setup(rank: int, message: Message) -> tuple[int | None, str]:
+    """Return the exit code and the reason of a failure; a node with broken GPUs has no code, as no program failed."""
+    fault = str(message.get("fault") or "")
+    if fault:
+        return None, f"rank {rank}: {fault}"
+    return message["returncode"], f"setup exited with {message['returncode']} on rank {rank}"

@@ -112,6 +112,17 @@ class Xids:
             self._counts = self._ask()
         return dict(sorted(self._counts.items())[:XIDS_MAX])
 
+    @property
+    def is_read(self) -> bool:
+        """Whether the log could be read, after the first count."""
+        return self._fd is not None or not self._is_denied
+
+    def close(self) -> None:
+        """Close the log. Idempotent."""
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
+
     def _ask(self) -> dict[str, int]:
         counts: dict[str, int] = {}
         try:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         agent_flush,
         agent_gang,
         agent_group,
+        agent_health,
         agent_lease,
         agent_link,
         agent_paths,
@@ -38,6 +39,7 @@ else:
     import agent_flush
     import agent_gang
     import agent_group
+    import agent_health
     import agent_lease
     import agent_link
     import agent_paths
@@ -75,6 +77,7 @@ class Runner:
         self._is_cancel_sent = False
         self._is_ready_told = False
         self._flush_report = ""
+        self._fault: agent_health.HealthFinding | None = None
         self._returncode: int | None = None
         self._log: IO[bytes] = (self._folder / "rank.log").open("ab", buffering=0)
 
@@ -111,6 +114,8 @@ class Runner:
         # The reader must know the lease: a node whose lease was about to expire may have ended the program.
         outcome.update(own_returncode=self._returncode, ended_s=time.time(), lease_left_s=agent_lease.measure_left_s())
         outcome["failed_rank"] = self._coordinator.failed_rank if self._coordinator else None
+        if self._fault:
+            outcome["fault"] = {"reason": self._fault.fault, "serials": self._fault.serials}
         agent_files.write_json(self._folder / "outcome.json", outcome)
         if self._coordinator:
             self._leave()
@@ -155,8 +160,8 @@ class Runner:
     def _execute(self) -> None:
         """Wait for our turn, set up, wait for the gang's `go`, run; a verdict ends each phase."""
         self._wait_turn()
-        returncode = self._set_up()
-        self._send("setup", returncode=returncode)
+        returncode = self._set_up() or self._check_health()
+        self._send("setup", returncode=returncode, fault=self._fault.fault if self._fault else "")
         while returncode == 0 and not self._is_go and not self._verdict:
             self._pause()
             self._await_group()
@@ -208,6 +213,22 @@ class Runner:
             agent_files.write_json(path, {"digest": digest})
         return returncode
 
+    def _check_health(self) -> int:
+        """Check this node's GPUs if the broker asks for it; a fault ends the gang before its first step."""
+        order = agent_health.read_order(self._spec)
+        if order is None or self._verdict:
+            return 0
+        kernel_log = self._spec["envs"].get(agent_health.KERNEL_LOG_VARIABLE) or agent_health.KERNEL_LOG
+        finding, cards = agent_health.inspect(order, kernel_log)
+        if not finding.fault and agent_health.is_probe_due(order, cards):
+            self._run_phase("health", agent_health.make_script(), limit_s=agent_health.LIMIT_S)
+            result = agent_files.read_json(self._folder / agent_health.RESULT)
+            finding = agent_health.judge(finding, cards, result)
+        text = "; ".join(agent_health.describe(finding, len(cards)))
+        self._write_log(f"broker: health check: {text}\n".encode())
+        self._fault = finding if finding.fault else None
+        return agent_health.EX_UNHEALTHY if finding.fault else 0
+
     def _flush(self) -> str:
         """Wait until written files are in their buckets; return "" or why they are not.
 
@@ -233,7 +254,7 @@ class Runner:
             self._write_log(f"broker: {text}\n".encode())
             self._write_state("RUNNING", flush="" if is_over else text)
 
-    def _run_phase(self, phase: str, script: str = "") -> int:
+    def _run_phase(self, phase: str, script: str = "", *, limit_s: float | None = None) -> int:
         script = script or str(self._spec.get(phase) or "")
         if self._verdict:
             return RETURNCODE_OF_KILL
@@ -268,10 +289,13 @@ class Runner:
         assert process.stdout is not None
         pump = threading.Thread(target=self._copy_output, args=(process.stdout,), daemon=True)
         pump.start()
-        kill_s: float | None = None
-        while process.poll() is None:
+        kill_s = None if limit_s is None else time.monotonic() + limit_s
+        give_up_s = float("inf") if kill_s is None else kill_s + GRACE_S  # a call into a driver may not end at all
+        while process.poll() is None and time.monotonic() < give_up_s:
             kill_s = self._urge(process.pid, phase, kill_s)
             self._pause()
+        if process.poll() is None:
+            return RETURNCODE_OF_KILL
         returncode = process.wait()
         if phase == "run":
             self._kill_marked(phase)

@@ -104,6 +104,15 @@ class CanSweep(Protocol):
 
 
 @runtime_checkable
+class CanAvoid(Protocol):
+    """A cloud of the user's own machines, which gives a machine out again as soon as it is free."""
+
+    def avoid_machine(self, node: Node, *, until_s: float) -> None:
+        """Create no node on this node's machine before `until_s`, in Unix time. Idempotent."""
+        ...
+
+
+@runtime_checkable
 class RenewsAccess(Protocol):
     """A cloud whose firewall admits ssh only from the address that this machine had when the node was created."""
 

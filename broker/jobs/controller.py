@@ -30,6 +30,7 @@ from broker.jobs.in_place import InPlace, Kept, are_running
 from broker.jobs.interruption import Interrupted, run_unless
 from broker.jobs.lost_gang import LostGang
 from broker.jobs.monitor import AttemptMonitor, list_answering
+from broker.jobs.node_health import NodeHealth, UnhealthyNodes
 from broker.jobs.node_replacement import NodeReplacer
 from broker.jobs.node_retention import NodeRetention
 from broker.jobs.node_samples import SampleRecorder
@@ -98,7 +99,9 @@ class JobController:
         self._replacer = NodeReplacer(store, provisioner, gang, clock)
         self._in_place = InPlace(store, provisioner, gang, clock, self._teardown, self._group)
         self._retention = NodeRetention(store, provisioner, self._acquisition, clock)
-        self._lost_gang = LostGang(store, config, self._recorder, outcomes or BucketOutcomes())
+        unhealthy = UnhealthyNodes(store, clock)
+        self._health = NodeHealth(store, unhealthy, provisioner, clock)
+        self._lost_gang = LostGang(store, config, self._recorder, outcomes or BucketOutcomes(), unhealthy)
         self._samples = SampleRecorder(config.logs, job_id)
         self._monitor: AttemptMonitor | None = None
         self._monitored = 0  # number of the attempt
@@ -129,7 +132,7 @@ class JobController:
             await self._teardown.clean_up(job, live)
             return math.inf
         if job.cancel_requested:
-            return await self._cancel(job, live)
+            return await self._end(job, live, JobStatus.CANCELLED, OutcomeKind.CANCELLED, "")
         judgement = self._group.judge(job)
         if judgement.ends_job:
             return await self._end_with_group(job, live, judgement)
@@ -255,6 +258,8 @@ class JobController:
             return POLL_S
         cluster = refreshed
         await self._teardown.copy_log(attempt, cluster)
+        if await self._health.observe(job, cluster, report):
+            return POLL_S
         nodes_min = job.task.recovery.nodes_min
         signals = monitor.read_signals(report, cluster, self._clock.now_s(), nodes_min=nodes_min)
         attempt = record_silence(self._store, attempt, signals.unreachable_s)
@@ -333,9 +338,6 @@ class JobController:
             return POLL_S
         return self._recorder.record_stall(job, attempt, timeout_s, self._read_end(attempt, cluster, report))
 
-    async def _cancel(self, job: Job, live: Attempt | None) -> float:
-        return await self._end(job, live, JobStatus.CANCELLED, OutcomeKind.CANCELLED, "")
-
     async def _end_with_group(self, job: Job, live: Attempt | None, judgement: Judgement) -> float:
         """End a job whose group has ended: another task failed, or all primary ones succeeded."""
         if judgement.culprit is None:
@@ -385,6 +387,7 @@ class JobController:
 
     def _make_envs(self, job: Job, attempt: Attempt, cluster: Cluster) -> dict[str, str]:
         advice = {**self._policy_runner.advise(job.task, attempt), **self._group.make_envs(job)}
+        advice.update(self._health.make_envs(job, cluster))
         return make_envs(self._config, job, attempt, cluster, advice=advice)
 
     def _report_list_error(self, error: CloudError) -> None:

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
-from broker.types import Attempt, Cluster, NodeSample, Progress, RunStatus, Task
+from broker.types import Attempt, Cluster, NodeFault, NodeSample, OwnTime, Progress, RunStatus, Task
 
 
 class GangReport(Protocol):
@@ -58,6 +58,16 @@ class GangReport(Protocol):
     @property
     def unfit(self) -> Sequence[tuple[int, str]]:
         """Ranks that could not join a running elastic gang because `setup` failed, with the reason."""
+        ...
+
+    @property
+    def faults(self) -> Sequence[NodeFault]:
+        """What nodes found wrong with their own GPUs before the program started."""
+        ...
+
+    @property
+    def own_times(self) -> Sequence[OwnTime]:
+        """How long each rank needed for its own part of its newest step; none if the program does not report it."""
         ...
 
     @property

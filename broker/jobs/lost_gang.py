@@ -10,6 +10,7 @@ from broker.jobs.checkpoints import BUCKET_SCHEMES, find_checkpoint_dir, name_jo
 from broker.jobs.gang import GangReport
 from broker.jobs.health import Verdict, list_lost_ranks
 from broker.jobs.log_files import copy_left_log
+from broker.jobs.node_health import UnhealthyNodes
 from broker.jobs.outcome_recorder import OutcomeRecorder
 from broker.jobs.outcomes import Outcomes, RunResult
 from broker.jobs.run_end import RunEnd, read_run_end
@@ -25,8 +26,16 @@ LEASES_APART_S = 600.0
 class LostGang:
     """Record the loss of a gang, after looking up whether its outcome arrived in the bucket."""
 
-    def __init__(self, store: Store, config: Config, recorder: OutcomeRecorder, outcomes: Outcomes) -> None:
+    def __init__(
+        self,
+        store: Store,
+        config: Config,
+        recorder: OutcomeRecorder,
+        outcomes: Outcomes,
+        unhealthy: UnhealthyNodes,
+    ) -> None:
         self._store = store
+        self._unhealthy = unhealthy
         self._config = config
         self._recorder = recorder
         self._outcomes = outcomes
@@ -66,13 +75,18 @@ class LostGang:
         if is_noticed and not ranks:
             return self._recorder.record_loss(attempt, describe_notice(), step=step)
         kept_until_s = find_kept_until_s()
+        kept_count = None if kept_until_s is None else len(cluster.nodes) - len(ranks)
+        if fault := self._unhealthy.explain(cluster, ranks):
+            return self._recorder.record_unhealthy(
+                job, attempt, fault, step=step, kept_until_s=kept_until_s, kept_count=kept_count
+            )
         return self._recorder.record_loss(
             attempt,
             describe_lost_nodes(ranks),
             step=step,
             lost_s=lost_s,
             kept_until_s=kept_until_s,
-            kept_count=None if kept_until_s is None else len(cluster.nodes) - len(ranks),
+            kept_count=kept_count,
         )
 
     async def record_success(self, job: Job, attempt: Attempt, cluster: Cluster) -> float | None:

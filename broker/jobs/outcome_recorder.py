@@ -27,10 +27,12 @@ from broker.wording import (
     explain_lost_files,
     explain_setup_exit,
     explain_stall,
+    explain_unhealthy,
 )
 
 END_S_MAX = 120.0  # for a program to end on all nodes: SIGTERM, grace, SIGKILL, and the head's final report
 START_TRIES_MAX = 3
+FAULTS_MAX = 5  # attempts without a step between them that ended with a node whose GPUs have a fault
 REPEATS_MAX = 3  # at one step: the program is at fault, not the machines
 
 
@@ -61,6 +63,24 @@ class OutcomeRecorder:
             kept_until_s=kept_until_s,
             kept_count=kept_count,
         )
+
+    def record_unhealthy(
+        self,
+        job: Job,
+        attempt: Attempt,
+        detail: str,
+        *,
+        step: int | None,
+        kept_until_s: float | None = None,
+        kept_count: int | None = None,
+    ) -> float:
+        """Record that nodes with broken GPUs are gone; fail the job if that has happened too often at one step."""
+        outcome = Outcome(kind=OutcomeKind.UNHEALTHY, detail=detail, step=step)
+        ends = (old.outcome for old in job.attempts if old.outcome is not None)
+        times = 1 + sum(1 for old in ends if (old.kind, old.step) == (outcome.kind, outcome.step))
+        if times >= FAULTS_MAX:
+            return self.end_job(job, attempt, JobStatus.FAILED, outcome, explain_unhealthy(detail, times=times))
+        return self._record_loss(attempt, outcome, kept_until_s=kept_until_s, kept_count=kept_count)
 
     def record_takedown(self, attempt: Attempt) -> float:
         """Record that a user, not the market, took its cluster down."""

@@ -8,7 +8,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 
 from broker.clock import Clock
-from broker.clouds.base import CanExtend, CanStop, Cloud, SupportsConsole
+from broker.clouds.base import CanAvoid, CanExtend, CanStop, Cloud, SupportsConsole
 from broker.errors import AuthError, TransientError, UsageError
 from broker.provision.adoption import Adopter
 from broker.provision.bring_up import ClusterBuilder, lock_name
@@ -177,6 +177,12 @@ class Provisioner:
         CloudError.
         """
         await self._get_cloud(cluster.placement).terminate_nodes([node])
+
+    def avoid_machine(self, cluster: Cluster, node: Node, *, until_s: float) -> None:
+        """Create no node on this node's machine before `until_s`, where the cloud could give it out again."""
+        cloud = self._get_cloud(cluster.placement)
+        if isinstance(cloud, CanAvoid):
+            cloud.avoid_machine(node, until_s=until_s)
 
     async def down(self, name: str) -> None:
         """Terminate the cluster; its record is deleted only after the cloud confirms that every node is gone."""

@@ -19,7 +19,7 @@ from broker.errors import CloudError, InvalidRequestError, TransientError
 from broker.runtime.base import CanStream, GrantsAccess, Transport
 from broker.runtime.channels import Channels
 from broker.runtime.credentials import make_credential
-from broker.runtime.reports import GangReport, Uploads, find_unfit, parse_progress
+from broker.runtime.reports import GangReport, Uploads, find_faults, find_own_times, find_unfit, parse_progress
 from broker.runtime.reserving import count_gpus, describe_turn, find_reservation
 from broker.runtime.samples import gather_samples
 from broker.runtime.shipping import needs_trainers, pack_trainers, send_trainers
@@ -152,6 +152,8 @@ class Gang:
             failed_rank=speaker.get("failed_rank"),
             unflushed=str(speaker.get("unflushed") or ""),
             unfit=find_unfit(runs),
+            faults=find_faults(runs),
+            own_times=find_own_times(runs),
             samples=gather_samples(self._channels, live, run_id, by_rank),
             is_ready=bool(speaker.get("is_ready")),
             port=speaker.get("group_port"),

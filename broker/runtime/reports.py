@@ -6,7 +6,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from broker.frozen import frozen
-from broker.types import NodeSample, Progress, RunStatus
+from broker.types import NodeFault, NodeSample, OwnTime, Progress, RunStatus
+
+TEXT_MAX = 300  # of a fault's reason and of a serial
+OWN_S_MAX = 1e6
+SERIALS_MAX = 32  # two for each GPU
 
 
 @frozen
@@ -18,6 +22,8 @@ class GangReport:
     whose program failed first. `flush`: a node's report while the program has ended but its files are still being
     uploaded. `unflushed`: for a run that FAILED although its program succeeded, why its files did not arrive and where
     they are. `unfit`: ranks that could not join a running elastic gang because `setup` failed, with the reason.
+    `faults`: what the nodes found wrong with their own GPUs before the program started.
+    `own_times`: how long each rank needed for its own part of its newest step, if its program reports that.
     `samples`: what nodes reported of themselves since the last poll, with their ranks; a sample may be repeated.
     `is_ready`: the gang is set up and waits for its job group; `port`: the one chosen for its service in the group.
     """
@@ -34,6 +40,8 @@ class GangReport:
     flush: str = ""
     unflushed: str = ""
     unfit: tuple[tuple[int, str], ...] = ()
+    faults: tuple[NodeFault, ...] = ()
+    own_times: tuple[OwnTime, ...] = ()
     samples: tuple[tuple[int, NodeSample], ...] = ()
     is_ready: bool = False
     port: int | None = None
@@ -60,6 +68,34 @@ def find_unfit(runs: Sequence[Mapping[str, Any] | None]) -> tuple[tuple[int, str
         return ()
     failed = ((rank, run) for rank, run in enumerate(runs) if run and run["status"] == RunStatus.FAILED_SETUP)
     return tuple((rank, str(run.get("reason") or "")) for rank, run in failed)
+
+
+def find_faults(runs: Sequence[Mapping[str, Any] | None]) -> tuple[NodeFault, ...]:
+    """Return the faults that nodes report of themselves; an invalid report, or none, is no fault."""
+    found = []
+    for rank, run in enumerate(runs):
+        fault = run.get("fault") if run else None
+        if isinstance(fault, Mapping) and isinstance(fault.get("reason"), str):
+            serials = fault.get("serials")
+            listed = serials[:SERIALS_MAX] if isinstance(serials, list) else []
+            known = [each[:TEXT_MAX] for each in listed if isinstance(each, str)]
+            found.append(NodeFault(rank=rank, reason=fault["reason"][:TEXT_MAX], serials=tuple(known)))
+    return tuple(found)
+
+
+def find_own_times(runs: Sequence[Mapping[str, Any] | None]) -> tuple[OwnTime, ...]:
+    """Return the time of each rank whose newest progress line has a step and a valid `own_s`."""
+    found = []
+    for rank, run in enumerate(runs):
+        line = run.get("progress") if run else None
+        if not isinstance(line, Mapping):
+            continue
+        step, own_s = line.get("step"), line.get("own_s")
+        if isinstance(step, bool) or not isinstance(step, int) or isinstance(own_s, bool):
+            continue
+        if isinstance(own_s, int | float) and 0 < own_s < OWN_S_MAX:
+            found.append(OwnTime(rank=rank, step=step, own_s=float(own_s)))
+    return tuple(found)
 
 
 def parse_progress(line: Mapping[str, Any] | None) -> Progress | None:

@@ -213,19 +213,20 @@ JOB_RECOVERY = Table(
             about="An elastic program continues while the first node and this many nodes in total remain; lost nodes "
             "are replaced meanwhile (broker extension).",
         ),
+        "health_check": Field(
+            shape=Flag(),
+            about="Check each node's GPUs before the first step and replace a faulty node; by default on GPU clouds.",
+        ),
     },
 )
 
-ACCELERATOR_ARGS = Table(
-    name="accelerator_args",
-    about="TPU options.",
-    fields={
-        "runtime_version": Field(shape=Text(), about="TPU software version."),
-        "tpu_name": Field(shape=Text(), about="TPU name."),
-        "tpu_vm": Field(shape=Flag(), about="TPU VM (default) or TPU node."),
-        "gcp_queued_resource": Field(shape=Flag(), about="Wait in GCP's queue for the TPU."),
-    },
-)
+_TPU = {
+    "runtime_version": Field(shape=Text(), about="TPU software version."),
+    "tpu_name": Field(shape=Text(), about="TPU name."),
+    "tpu_vm": Field(shape=Flag(), about="TPU VM (default) or TPU node."),
+    "gcp_queued_resource": Field(shape=Flag(), about="Wait in GCP's queue for the TPU."),
+}
+ACCELERATOR_ARGS = Table(name="accelerator_args", about="TPU options.", fields=_TPU)
 
 
 class CloudName(Choice):

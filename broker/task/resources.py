@@ -188,6 +188,7 @@ def _read_recovery(value: Any) -> JobRecovery:
         recover_on_exit_codes=(codes,) if isinstance(codes, int) else tuple(codes),
         stall_timeout_s=value.get("stall_timeout"),
         nodes_min=value.get("min_nodes", nodes_min),
+        checks_health=value.get("health_check"),
     )
 
 

@@ -77,7 +77,7 @@ _TYPES = {
         "StorageMount",
         "Task",
     ),
-    "usage": ("GpuSample", "JobUsage", "NodeHistory", "NodeSample"),
+    "usage": ("GpuSample", "JobUsage", "NodeFault", "NodeHistory", "NodeSample", "OwnTime"),
 }
 _HOMES = {name: module for module, names in _TYPES.items() for name in names}
 

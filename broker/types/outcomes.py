@@ -21,6 +21,7 @@ class OutcomeKind(StrEnum):
     GANG_BROKEN = "gang_broken"  # a rank was lost, and no program failed by itself
     PREEMPTED = "preempted"  # a spot market took nodes, or gave notice
     NODE_LOST = "node_lost"  # on-demand nodes were lost
+    UNHEALTHY = "unhealthy"  # the check of a node's GPUs found a fault before the program started
     TAKEN_DOWN = "taken_down"  # a user ended the cluster
     LEASE_EXPIRED = "lease_expired"  # no broker renewed the nodes' lease
     MOVED = "moved"  # the spot policy chose another place
@@ -91,6 +92,8 @@ class EventKind(StrEnum):
     ADVISED = "advised"
     UNSEEN = "unseen"
     FLUSHING = "flushing"
+    NODE_UNHEALTHY = "node_unhealthy"
+    NODE_SLOW = "node_slow"
     SHRUNK = "shrunk"
     UNFIT = "unfit"
     REPLACEMENT_FAILED = "replacement_failed"

@@ -59,6 +59,7 @@ class JobRecovery:
     max_restarts_on_errors: int | None = None
     recover_on_exit_codes: tuple[int, ...] = ()
     stall_timeout_s: float | None = None  # restart a program that reports no new step for this long
+    checks_health: bool | None = None  # None: on GPU machines of clouds
     nodes_min: int | None = None  # of an elastic program: it continues with at least this many, the first included
 
 

@@ -43,6 +43,24 @@ class NodeSample:
 
 
 @frozen
+class NodeFault:
+    """What a check of a node's GPUs found before the program started, with the serials of the GPUs at fault."""
+
+    rank: int
+    reason: str
+    serials: tuple[str, ...] = ()
+
+
+@frozen
+class OwnTime:
+    """The seconds that a rank needed for its own part of a step, before it waited for the others."""
+
+    rank: int
+    step: int
+    own_s: float
+
+
+@frozen
 class JobUsage:
     """The current usage of a job's nodes: means over its nodes and GPUs. None if no node reports it."""
 

@@ -18,6 +18,7 @@ from broker.wording.outcomes import (
     explain_lost_files,
     explain_setup_exit,
     explain_stall,
+    explain_unhealthy,
 )
 from broker.wording.places import describe_place, make_place
 
@@ -38,5 +39,6 @@ __all__ = [
     "explain_lost_files",
     "explain_setup_exit",
     "explain_stall",
+    "explain_unhealthy",
     "make_place",
 ]

@@ -177,6 +177,15 @@ def render_unfit(*, rank: int, reason: str, wait_s: float, job: int) -> str:
     )
 
 
+def render_node_unhealthy(*, rank: int, node: str, reason: str, days: float, is_remembered: bool) -> str:
+    text = f"node {rank} ({node}) is unhealthy: {reason}; replacing it"
+    return f"{text}, and not using its GPUs for {days:g} days" if is_remembered else text
+
+
+def render_node_slow(*, rank: int, node: str, own_s: float, usual_s: float) -> str:
+    return f"node {rank} ({node}) is slow: {own_s:.3g} s for its own part of a step, {usual_s:.3g} s on the others"
+
+
 def render_replacement_failed(*, error: str, wait_s: float | None = None) -> str:
     """Render a failed replacement; without `wait_s`, the other nodes are released."""
     then = "" if wait_s is None else f"; retrying in {wait_s:.0f} s"

@@ -15,6 +15,7 @@ _OUTCOMES: dict[OutcomeKind, Callable[[Outcome], str]] = {
     OutcomeKind.GANG_BROKEN: lambda outcome: f"gang failed at step {outcome.step}",
     OutcomeKind.PREEMPTED: lambda outcome: f"{_explain('preempted', outcome.detail)}{_after(outcome.step)}",
     OutcomeKind.NODE_LOST: lambda outcome: f"{outcome.detail or 'node lost'}{_after(outcome.step)}",
+    OutcomeKind.UNHEALTHY: lambda outcome: _explain("unhealthy", outcome.detail),
     OutcomeKind.TAKEN_DOWN: lambda _: "the cluster was taken down",
     OutcomeKind.LEASE_EXPIRED: lambda outcome: (
         f"the unattended allowance of {outcome.detail} expired{_after(outcome.step)}"
@@ -71,6 +72,13 @@ def explain_stall(timeout_s: float, *, times: int = 1, step: int | None = None) 
 
 def explain_broken_gang(reason: str, *, times: int = 1, step: int | None = None) -> str:
     return f"the gang failed ({reason}){_count(times, step)}"
+
+
+def explain_unhealthy(reason: str, *, times: int) -> str:
+    return (
+        f"{times} nodes failed the check of their GPUs, the last one: {reason}; "
+        "`job_recovery: {health_check: false}` starts without the check"
+    )
 
 
 def explain_lost_files(unflushed: str) -> str:

@@ -11,6 +11,7 @@ import pytest
 from broker.config import Config
 from broker.jobs.log_files import get_log_path
 from broker.jobs.lost_gang import LEASES_APART_S, LostGang, is_programs_failure
+from broker.jobs.node_health import UnhealthyNodes
 from broker.jobs.outcome_recorder import OutcomeRecorder
 from broker.jobs.outcomes import RunResult
 from broker.types import (
@@ -78,7 +79,8 @@ def conclude(
     nodes = make_nodes(*reasons)
     cluster = Cluster(name="job-1-1", status=ClusterStatus.UP, placement=placement, attempt=1, nodes=nodes)
     config = Config(home=folder, owner=OWNER)
-    gang = LostGang(world.store, config, OutcomeRecorder(job.id, world.store, world.clock), left)
+    recorder, unhealthy = OutcomeRecorder(job.id, world.store, world.clock), UnhealthyNodes(world.store, world.clock)
+    gang = LostGang(world.store, config, recorder, left, unhealthy)
     if is_starting:
         asyncio.run(gang.record_success(job, attempt, cluster))
         return world.get_job(), world

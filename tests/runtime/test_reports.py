@@ -16,9 +16,9 @@ from broker.agent import FILES
 from broker.clock import SystemClock
 from broker.errors import TransientError
 from broker.runtime.gang import Gang, list_live, pack_agent, sort_nodes
-from broker.runtime.reports import parse_progress
+from broker.runtime.reports import find_faults, find_own_times, parse_progress
 from broker.sites.openssh import Completed
-from broker.types import Autostop, Cluster, ClusterStatus, Node, NodeState, Placement, Progress, RunStatus
+from broker.types import Autostop, Cluster, ClusterStatus, Node, NodeState, OwnTime, Placement, Progress, RunStatus
 from tests.simulation.world import make_offer
 
 
@@ -167,3 +167,35 @@ def test_the_packed_agent_is_all_its_files_and_the_digest_is_of_them() -> None:
             member = archive.extractfile(name)
             assert member is not None and b"from __future__ import annotations" in member.read()
     assert digest == hashlib.sha256(data).hexdigest()
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [None, 3, [], {}, {"reason": 7}, {"serials": ["GPU-a"]}],
+)
+def test_invalid_fault_is_no_fault(fault: Any) -> None:
+    assert find_faults([None, {"fault": fault}]) == ()
+
+
+def test_fault_keeps_what_is_valid_and_is_bounded() -> None:
+    fault = {"reason": "x" * 1000, "serials": ["GPU-a", 7, *["s"] * 100]}
+    (found,) = find_faults([None, {"fault": fault}])
+    assert (found.rank, len(found.reason), found.serials[0]) == (1, 300, "GPU-a") and len(found.serials) <= 32
+    assert find_faults([{"fault": {"reason": "x", "serials": "GPU"}}])[0].serials == ()
+
+
+INVALID_LINES = [
+    None,
+    [],
+    {"step": 1},
+    {"own_s": 1},
+    {"step": True, "own_s": 1},
+    *({"step": 1, "own_s": each} for each in (True, "1", -1, 1e9)),
+]
+
+
+@pytest.mark.parametrize("line", INVALID_LINES)
+def test_invalid_own_time_is_ignored(line: Any) -> None:
+    assert find_own_times([None, {"progress": line}, {"progress": {"step": 3, "own_s": 0.5}}]) == (
+        OwnTime(rank=2, step=3, own_s=0.5),
+    )

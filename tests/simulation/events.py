@@ -11,7 +11,12 @@ from tests.simulation.processes import Process
 TERMINAL = tuple(status.value for status in JobStatus if status.is_terminal)
 LOST = (OutcomeKind.PREEMPTED, OutcomeKind.NODE_LOST, OutcomeKind.TAKEN_DOWN)  # its nodes were
 REFUSED = (IntentEnd.REFUSED.value, IntentEnd.QUOTA_EXCEEDED.value, IntentEnd.UNCLEAR.value)  # intents
-OTHER_FAILURES = (OutcomeKind.BUDGET_EXCEEDED, OutcomeKind.STALLED, OutcomeKind.GANG_BROKEN)  # than an exit code
+OTHER_FAILURES = (  # than an exit code
+    OutcomeKind.BUDGET_EXCEEDED,
+    OutcomeKind.STALLED,
+    OutcomeKind.GANG_BROKEN,
+    OutcomeKind.UNHEALTHY,
+)
 IS_TERMINAL = f"status IN {TERMINAL}"
 
 

@@ -1,6 +1,6 @@
 """Invariants that must hold at every instant of every history, one function each, named by its letter in the notes.
 
-S1-S18 are safety: checked whenever something happens. L1-L3 are liveness: checked when faults have stopped.
+S1-S19 are safety: checked whenever something happens. L1-L3 are liveness: checked when faults have stopped.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ from tests.simulation.starts import (
     check_s7_no_start_after_the_end,
     check_s15_needs_come_first,
     check_s17_restarts_are_bounded,
+    check_s19_broken_gpus_are_left,
     check_whole_gang,
     note_moves,
 )
@@ -379,6 +380,7 @@ CHECKERS: dict[str, tuple[Checker, ...]] = {
         check_whole_gang,
         check_s15_needs_come_first,
         check_s17_restarts_are_bounded,
+        check_s19_broken_gpus_are_left,
     ),
     "lease": (check_l3_lease_is_allowed,),
     "self-end": (check_s14_useful_nodes_are_left_alone,),

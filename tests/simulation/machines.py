@@ -12,7 +12,7 @@ from random import Random
 
 from broker.errors import TransientError
 from broker.runtime.gang import list_live
-from broker.types import Cluster, Node, NodeSample, NodeState, Progress, RunStatus, Task
+from broker.types import Cluster, Node, NodeFault, NodeSample, NodeState, OwnTime, Progress, RunStatus, Task
 from tests.clouds.simulated import SimulatedCloud
 from tests.simulation.processes import Process, ProcessClock, get_process
 from tests.simulation.shuffled import ShuffledLoop
@@ -39,6 +39,7 @@ class Program:
     break_at: int = 7
     breaks: int = 0
     deaths: tuple[tuple[int, int], ...] = ()
+    sick: int = 0  # number of nodes with a broken GPU that its starts get, as their last ranks
     unfit: int = 0  # number of nodes joining a working elastic gang that fail in `setup`, the first ones
 
 
@@ -92,6 +93,8 @@ class Report:
     failed_rank: int | None = None
     unflushed: str = ""
     unfit: tuple[tuple[int, str], ...] = ()
+    faults: tuple[NodeFault, ...] = ()
+    own_times: tuple[OwnTime, ...] = ()
     statuses: tuple[RunStatus | None, ...] = ()
     samples: tuple[tuple[int, NodeSample], ...] = ()
     flush: str = ""
@@ -133,6 +136,7 @@ class MachineGang:
         self.programs: dict[int, Program] = {}
         self.roots: dict[int, int] = {}  # a retried job's id -> the one whose checkpoints it continues from
         self.saved: dict[int, int] = {}  # job -> newest checkpoint, outside all nodes
+        self.sick: dict[str, int] = {}  # node with a broken GPU -> its job
         self.unreachable: dict[str, list[tuple[float, float]]] = {}  # node id -> partitions from, until
         self.skews: dict[str, float] = {}
         self.silence_s = 0.0  # how long a call to an unreachable node takes to give up
@@ -194,7 +198,12 @@ class MachineGang:
             is_ready=self._is_ready(run, status),
             port=20000 if run.is_held else None,
             unfit=self._list_unfit(cluster, run, silent) if status is RunStatus.RUNNING else (),
+            faults=self._list_faults(cluster, silent) if status is RunStatus.FAILED_SETUP else (),
         )
+
+    def _list_faults(self, cluster: Cluster, silent: tuple[int, ...]) -> tuple[NodeFault, ...]:
+        nodes = (node for node in list_live(cluster.nodes) if node.id in self.sick and node.rank not in silent)
+        return tuple(NodeFault(rank=node.rank, reason="an ECC error", serials=(f"GPU-{node.id}",)) for node in nodes)
 
     def _list_unfit(self, cluster: Cluster, run: MachineRun, silent: tuple[int, ...]) -> tuple[tuple[int, str], ...]:
         """List the unfit nodes among those that the broker asked and that answered."""
@@ -244,6 +253,8 @@ class MachineGang:
         end_s = min(end_s, broken_s)
         death_s, death_code = self._find_death(run, begun_s)
         end_s = min(end_s, death_s)
+        if self.is_sick(run) and begun_s <= min(now_s, lost_s, run.cancelled_s):
+            return run.first_step, RunStatus.FAILED_SETUP, None
         step = min(step_max, run.first_step + max(0, int(end_s - begun_s)))
         code = run.program.exit_codes[run.serial] if run.serial < len(run.program.exit_codes) else 0
         if step >= run.program.steps:
@@ -257,6 +268,10 @@ class MachineGang:
         if lost_s <= now_s:
             return step, RunStatus.FAILED, 1
         return step, RunStatus.SETTING_UP if now_s < begun_s else RunStatus.RUNNING, None
+
+    def is_sick(self, run: MachineRun) -> bool:
+        """Return whether the program cannot start for a broken GPU. Nodes that join later are not checked here."""
+        return any(each.id in self.sick and each.joined_s == run.started_s for each in run.members)
 
     def _is_ready(self, run: MachineRun, status: RunStatus) -> bool:
         return run.is_held and not status.is_terminal and self._loop.time() >= run.started_s + run.program.setup_s
@@ -291,7 +306,7 @@ class MachineGang:
         begun_s = self.find_begun_s(run)
         step = self.measure(run)[0]
         ends_s = [self._find_loss_s(run, begun_s), run.cancelled_s, begun_s + self._measure_break_s(run)]
-        ends_s.append(self._find_death(run, begun_s)[0])
+        ends_s += [self._find_death(run, begun_s)[0], *([begun_s] if self.is_sick(run) else [])]
         return begun_s + step - run.first_step if step >= run.program.steps else min(ends_s)
 
     def has_died(self, run: MachineRun) -> bool:
@@ -398,6 +413,8 @@ class MachineGang:
         )
         self.runs[cluster.name, run_id] = started
         self._on_start(started)
+        if list(self.sick.values()).count(job) < started.program.sick and not self.is_sick(started):
+            self.sick[cluster.nodes[-1].id] = job
         old.append(started)
 
     def _join(self, cluster: Cluster, run: MachineRun) -> None:

@@ -182,6 +182,7 @@ def draw_job(random: Random) -> JobSpec:
         break_at=random.choice((0, 7)),
         breaks=random.choice((0, 0, 0, 1, 2)),
         deaths=draw_deaths(random, steps),
+        sick=random.choice((0, 0, 0, 0, 1, 2)),
     )
     budget_usd = random.choice((None, None, None, None, None, 0.05))
     task = Task(

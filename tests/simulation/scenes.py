@@ -53,6 +53,7 @@ def make_job(
     hangs: int = 0,
     breaks: int = 0,
     unfit: int = 0,
+    sick: int = 0,
     deaths: tuple[tuple[int, int], ...] = (),
     budget_usd: float | None = None,
     recovery: JobRecovery = JobRecovery(),
@@ -81,6 +82,7 @@ def make_job(
         breaks=breaks,
         deaths=deaths,
         unfit=unfit,
+        sick=sick,
     )
     return JobSpec(submit_s=submit_s, task=task, program=program, hedge=hedge, needs=needs)
 
@@ -559,6 +561,9 @@ SCENES: tuple[Scene, ...] = (
         acts=((14.0, preempt), (40.0, preempt)),
         seed=2,
     ),
+    Scene(name="a broken GPU", mix=make_mix(make_job(nodes=3, sick=1)), starts=2, machines=4),
+    Scene(name="broken GPUs in two gangs", mix=make_mix(make_job(nodes=1, sick=2)), starts=3, machines=3),
+    Scene(name="broken GPUs everywhere", mix=make_mix(make_job(sick=9)), ends=(JobStatus.FAILED,)),
     Scene(name="a gang that falls apart", mix=make_mix(make_job(breaks=2))),
     Scene(name="a gang that always falls apart", mix=make_mix(make_job(breaks=9)), ends=(JobStatus.FAILED,)),
     Scene(name="budget", mix=make_mix(make_job(nodes=1, steps=90, budget_usd=0.01)), ends=(JobStatus.FAILED,)),

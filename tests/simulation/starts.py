@@ -97,6 +97,14 @@ def check_s17_restarts_are_bounded(universe: Universe, event: Event) -> None:
         raise Violation("S17", f"{run.cluster} starts, and its program died before its first step")
 
 
+def check_s19_broken_gpus_are_left(universe: Universe, event: Event) -> None:
+    """Check that no program starts on a node whose GPUs have failed a check."""
+    assert event.run is not None
+    sick = [each for each in event.run.ids if each in universe.gang.sick]
+    if sick:
+        raise Violation("S19", f"{event.run.cluster} starts on {sick[0]}, which has a broken GPU")
+
+
 def check_s7_deaths_are_true(universe: Universe, event: Event) -> None:
     """Check that a recorded exit code is the program's own, and not of a rank whose peer's machine was lost."""
     if "attempts" not in event.written:

@@ -17,9 +17,11 @@ from broker.types import (
     Estimate,
     Job,
     Node,
+    NodeFault,
     NodeSample,
     NodeState,
     Offer,
+    OwnTime,
     Placement,
     Plan,
     Progress,
@@ -84,6 +86,8 @@ class Report:
     flush: str = ""
     unflushed: str = ""
     unfit: tuple[tuple[int, str], ...] = ()
+    faults: tuple[NodeFault, ...] = ()
+    own_times: tuple[OwnTime, ...] = ()
     statuses: tuple[RunStatus | None, ...] = ()
     samples: tuple[tuple[int, NodeSample], ...] = ()
     run_id: int = 1

@@ -239,6 +239,7 @@ def test_autostop_in_every_form(text: str, autostop: Autostop | None) -> None:
         ("none", JobRecovery()),
         ("DYNAMIC_NODE_SET", JobRecovery(nodes_min=1)),
         ("{strategy: DYNAMIC_NODE_SET, min_nodes: 6}", JobRecovery(nodes_min=6)),
+        ("{health_check: false}", JobRecovery(checks_health=False)),
         ("{strategy: EAGER_NEXT_REGION, max_restarts_on_errors: 3}",
          JobRecovery(strategy="eager_next_region", max_restarts_on_errors=3)),
         ("{recover_on_exit_codes: 33}", JobRecovery(recover_on_exit_codes=(33,))),

@@ -116,6 +116,19 @@ def test_addresses_are_those_of_the_gang(monkeypatch: pytest.MonkeyPatch) -> Non
     assert bridge.node_addresses() == ["10.0.0.1", "10.0.0.2"]
 
 
+def test_each_node_reports_its_own_time_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("BROKER_PROGRESS_FILE", str(tmp_path / "progress.jsonl"))
+    for rank, local_rank in ((0, 0), (1, 1), (2, 0), (3, 1)):
+        monkeypatch.setenv("RANK", str(rank))
+        monkeypatch.setenv("LOCAL_RANK", str(local_rank))
+        bridge.progress(7, 30, 0.5, own_s=0.25 + rank)
+        bridge.progress(8, 30, 0.5)
+    lines = [json.loads(line) for line in (tmp_path / "progress.jsonl").read_text().splitlines()]
+    assert [(line["step"], line.get("own_s"), line.get("total")) for line in lines] == [
+        (7, 0.25, 30), (8, None, 30), (7, 2.25, None),
+    ]  # fmt: skip
+
+
 PROGRAM = """
 import sys
 from trainers import bridge

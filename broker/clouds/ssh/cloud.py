@@ -118,6 +118,11 @@ class SshCloud:
             if isinstance(result, BaseException):
                 raise result
 
+    def avoid_machine(self, node: Node, *, until_s: float) -> None:
+        """Claim the node's host for no other node before `until_s`, in this state folder."""
+        pool, name, _ = split_handle(node)
+        self._memory.note_avoided(f"{pool}/{name}", until_s=until_s)
+
     async def _end(self, host: Host, ids: Sequence[str], *, is_forgotten: bool = False) -> None:
         try:
             answer = await call_host(self._run, host, "end", ids=list(ids), is_forgotten=is_forgotten)
@@ -146,8 +151,10 @@ class SshCloud:
         if len(ranks) == count or any(node.state is NodeState.TERMINATED for node in listed):
             return sorted(listed, key=lambda node: node.rank)
         fitting = [host for host in pool if name_offer(host) == wanted]
-        ready = [host for host in fitting if not isinstance(answers[host], CloudError)]
+        avoided = [host for host in fitting if self._memory.is_avoided(host, now_s=self._clock.now_s())]
+        ready = [host for host in fitting if not isinstance(answers[host], CloudError) and host not in avoided]
         claimed, holders = await self._claim(request, ready, ranks)
+        holders += [f"{host.name} has failed a check of its GPUs" for host in avoided]
         if len(claimed) < count:
             await self._release(claimed.values())
             raise self._explain_shortage(request, fitting, answers, holders)

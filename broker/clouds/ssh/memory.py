@@ -1,7 +1,7 @@
-"""Remember hosts: the claims that each last reported, and those that a fence command switched off.
+"""Remember hosts: the claims that each last reported, those that a fence command switched off, and those to avoid.
 
-Used only for a host that does not answer: its nodes are listed as last seen, as a cloud lists a machine that cannot be
-reached; once the host is confirmed to be off, they count as ended.
+The first two are used only for a host that does not answer: its nodes are listed as last seen, as a cloud lists a
+machine that cannot be reached; once the host is confirmed to be off, they count as ended.
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ FENCED = "fenced"
 
 
 class HostMemory:
-    """Two small files. A lost or damaged file counts as empty."""
+    """Three small files. A lost or damaged file counts as empty."""
 
     def __init__(self, folder: Path) -> None:
         self._claims = folder / "ssh_claims.json"
         self._off = folder / "ssh_off.json"
+        self._avoided = folder / "ssh_avoided.json"
 
     def note_answers(self, answers: Mapping[Host, Claims], owner: str) -> None:
         """Remember the claims of an owner on the hosts that answered, and that these hosts are on."""
@@ -49,6 +50,15 @@ class HostMemory:
     def is_off(self, host: Host) -> bool:
         """Return whether a fence command confirmed that the host is off, and it has not answered since."""
         return host.key in self._read(self._off)
+
+    def note_avoided(self, key: str, *, until_s: float) -> None:
+        """Remember that a host is not to be claimed before `until_s` (Unix time)."""
+        write_json(self._avoided, {**self._read(self._avoided), key: until_s})
+
+    def is_avoided(self, host: Host, *, now_s: float) -> bool:
+        """Return whether the host is not to be claimed now."""
+        until_s = self._read(self._avoided).get(host.key)
+        return isinstance(until_s, int | float) and now_s < until_s
 
     def read_claims(self, host: Host, owner: str, *, now_s: float) -> Claims:
         """Return the claims of a host that does not answer; if it is off, they ended when it was fenced."""

@@ -145,3 +145,18 @@ def test_node_on_a_host_that_left_the_file_counts_as_gone(bed: PoolBed) -> None:
     listed = asyncio.run(bed.pool.list_nodes(OWNER))
     assert not listed.nodes and not listed.unseen
     bed.hosts[0] = kept
+
+
+def test_host_that_is_avoided_is_not_claimed_until_its_time_is_over(bed: PoolBed) -> None:
+    (node,) = asyncio.run(bed.pool.create_nodes(make_request(bed)))
+    assert node.handle.startswith("pool://lab/h1/")
+    bed.pool.avoid_machine(node, until_s=bed.clock.now_s() + 3600.0)
+    asyncio.run(bed.pool.terminate_nodes([node]))
+    (other,) = asyncio.run(bed.make_cloud().create_nodes(make_request(bed)))
+    assert other.handle.startswith("pool://lab/h2/"), "another process avoids it, too"
+    with pytest.raises(CapacityError) as caught:
+        asyncio.run(bed.pool.create_nodes(make_request(bed, node_count=2)))
+    assert "h1 has failed a check of its GPUs" in caught.value.message
+    bed.pool.avoid_machine(node, until_s=bed.clock.now_s() - 1.0)
+    (again,) = asyncio.run(bed.pool.create_nodes(make_request(bed)))
+    assert again.handle.startswith("pool://lab/h1/")

@@ -21,6 +21,7 @@ from broker.jobs import (
 )
 from broker.jobs.controller import JobController
 from broker.jobs.health import HealthSignals, Verdict, classify, list_lost_ranks
+from broker.jobs.node_health import NodeHealth
 from broker.jobs.outcome_recorder import OutcomeRecorder
 from broker.state.database import SqliteDatabase
 from broker.state.jobs import JobRows
@@ -71,6 +72,15 @@ def two_leaders() -> Patches:
         yield True
 
     return (patch.object(daemon, "hold_lock", hold), patch.object(SqliteDatabase, "_check_epoch", lambda self: None))
+
+
+def broken_gpu_is_kept() -> Patches:
+    """Restart a gang whose node has a broken GPU in place, as after any other failure."""
+
+    async def replace_nothing(self: Any, *_: Any) -> bool:
+        return False
+
+    return (patch.object(NodeHealth, "observe", replace_nothing),)
 
 
 def outcome_ignored() -> Patches:

@@ -110,6 +110,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(plant=jobs.outcome_and_status_in_two_commits, letters="S7", scene="plain"),
     Mutant(plant=jobs.stale_epoch_writes, letters="S4", scene="a leader that sleeps"),
     Mutant(plant=jobs.two_leaders, letters="S4", scene="two brokers"),
+    Mutant(plant=jobs.broken_gpu_is_kept, letters="S19", scene="a broken GPU"),
     Mutant(plant=jobs.outcome_ignored, letters="S5 S7", scene="node lost after success"),
     Mutant(plant=jobs.lost_node_is_the_users_failure, letters="S7", scene="preemption"),
     Mutant(plant=jobs.cancel_forgotten_in_recovery, letters="S7", scene="cancel in recovery"),

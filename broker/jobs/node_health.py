@@ -1,0 +1,137 @@
+"""Replace nodes whose GPUs failed the check before the first step, and remember those GPUs.
+
+The agent checks (`agent/agent_health.py`) because only a node sees its own GPUs. The memory is one row of the store: a
+cloud may hand out the same machine again, and the check refuses it there by the serial of its GPU.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from broker.clock import Clock
+from broker.errors import CloudError
+from broker.jobs.gang import GangReport
+from broker.jobs.monitor import is_due
+from broker.jobs.stragglers import StragglerWatch
+from broker.provision.lifecycle import Provisioner
+from broker.state.store import Store
+from broker.types import Cluster, EventKind, Job, NodeFault, NodeState, RunStatus, make_event
+
+ROW = "unhealthy_nodes"  # in the store's table `meta`
+REMEMBERED_S = 14 * 86400.0  # clouds repair machines; our choice
+NODES_MAX = 50  # the newest ones
+END_AGAIN_S = 30.0  # until the request to terminate a node that still runs is repeated
+VARIABLE = "BROKER_HEALTH"  # as in the agent, which imports nothing of ours
+
+
+class UnhealthyNodes:
+    """The memory of nodes that failed a check, shared by all jobs."""
+
+    def __init__(self, store: Store, clock: Clock) -> None:
+        self._store = store
+        self._clock = clock
+
+    def record(self, cluster: Cluster, fault: NodeFault, *, job_id: int) -> None:
+        """Remember a node and its GPUs, and report it once."""
+        node = next(node for node in cluster.nodes if node.rank == fault.rank)
+        with self._store.transaction():
+            known = self._read()
+            if any(each["node"] == node.id for each in known):
+                return
+            entry = {
+                "node": node.id,
+                "serials": list(fault.serials),
+                "reason": fault.reason,
+                "time_s": self._clock.now_s(),
+            }
+            self._store.meta.put(ROW, json.dumps([*known, entry][-NODES_MAX:]))
+            event = make_event(
+                EventKind.NODE_UNHEALTHY,
+                rank=fault.rank,
+                node=node.id,
+                reason=fault.reason,
+                days=REMEMBERED_S / 86400,
+                is_remembered=bool(fault.serials),
+            )
+            self._store.events.add(event, job_id=job_id)
+
+    def explain(self, cluster: Cluster, ranks: Sequence[int]) -> str:
+        """Return the fault of the first of these ranks that failed a check; empty if none did."""
+        ids = [node.id for node in cluster.nodes if node.rank in ranks]
+        return next((str(each["reason"]) for each in self._read() if each["node"] in ids), "")
+
+    def list_refused(self) -> Sequence[str]:
+        """Return the serials of GPUs that are not to be used."""
+        return sorted({str(serial) for each in self._read() for serial in each["serials"]})
+
+    def _read(self) -> list[Mapping[str, Any]]:
+        """Return the entries that are not too old; a damaged row counts as empty, as it only saves a few checks."""
+        try:
+            entries = json.loads(self._store.meta.get(ROW) or "[]")
+            return [each for each in entries if self._clock.now_s() - float(each["time_s"]) <= REMEMBERED_S]
+        except (ValueError, TypeError, KeyError):
+            return []
+
+
+class NodeHealth:
+    """Act on the faults that the nodes of one job report."""
+
+    def __init__(self, store: Store, unhealthy: UnhealthyNodes, provisioner: Provisioner, clock: Clock) -> None:
+        self._store = store
+        self._unhealthy = unhealthy
+        self._watch = StragglerWatch()
+        self._watched: tuple[str, ...] = ()  # ids of the nodes
+        self._provisioner = provisioner
+        self._clock = clock
+        self._asked_s: dict[str, float] = {}  # node id -> when its termination was last requested
+
+    def make_envs(self, job: Job, cluster: Cluster) -> Mapping[str, str]:
+        """Return the variable by which nodes check their GPUs; nothing on nodes without GPUs."""
+        count = cluster.placement.offer.accelerator_count
+        wish = job.task.recovery.checks_health
+        # Offers of processes of this machine (the local cloud, rehearsals) do not describe its own GPUs.
+        is_simulated = any(node.handle.startswith("/") for node in cluster.nodes)
+        if not count or wish is False or (is_simulated and not wish):
+            return {}
+        return {VARIABLE: json.dumps({"gpus": count, "refused": self._unhealthy.list_refused()})}
+
+    async def observe(self, job: Job, cluster: Cluster, report: GangReport) -> bool:
+        """Report slow nodes, and terminate those with faults; return whether the run waits for the end of such a node.
+
+        Nodes with faults that join a running elastic gang are terminated with others that cannot join (`NodeReplacer`).
+        """
+        self._report_slow(job, cluster, report)
+        live = {node.rank: node for node in cluster.nodes if node.state is not NodeState.TERMINATED}
+        faults = [fault for fault in report.faults if fault.rank in live]
+        for fault in faults:
+            self._unhealthy.record(cluster, fault, job_id=job.id)
+        if not faults or report.status is not RunStatus.FAILED_SETUP:
+            return False
+        for node in (live[fault.rank] for fault in faults):
+            asked_s, now_s = self._asked_s.get(node.id), self._clock.now_s()
+            if asked_s is not None and not is_due(asked_s, END_AGAIN_S, now_s):
+                continue
+            self._asked_s[node.id] = now_s
+            self._provisioner.avoid_machine(cluster, node, until_s=now_s + REMEMBERED_S)
+            try:
+                await self._provisioner.end_node(cluster, node)
+            except CloudError:
+                pass  # retried
+        return True
+
+    def _report_slow(self, job: Job, cluster: Cluster, report: GangReport) -> None:
+        """Report nodes that slow the gang down. They are not replaced: the cause may be the data or a neighbour."""
+        ids = {node.rank: node.id for node in cluster.nodes}
+        if self._watched != tuple(ids.values()):
+            self._watch, self._watched = StragglerWatch(), tuple(ids.values())
+        for slow in self._watch.observe(report.own_times):
+            event = make_event(
+                EventKind.NODE_SLOW,
+                rank=slow.rank,
+                node=ids.get(slow.rank, ""),
+                own_s=slow.own_s,
+                usual_s=slow.usual_s,
+            )
+            self._store.events.add(event, job_id=job.id)
