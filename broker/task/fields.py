@@ -55,7 +55,10 @@ STORAGE = Table(
             about="Bucket URL, or local paths to upload.",
             examples=("s3://bucket/folder",),
         ),
-        "store": Field(shape=Choice(words=STORES), about="Storage provider of the bucket."),
+        "store": Field(
+            shape=Choice(words=STORES),
+            about="Storage provider of the bucket; by default of the cloud, where `infra` names AWS, GCP or Azure.",
+        ),
         "persistent": Field(shape=Flag(), about="Broker never deletes a bucket; `false` prints a warning."),
         "mode": Field(
             shape=Choice(words=("MOUNT", "COPY", "MOUNT_CACHED")),
