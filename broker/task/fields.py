@@ -220,7 +220,7 @@ TASK = Table(
     name="task",
     about="A task: what to run, and the resources it requires.",
     fields={
-        "name": Field(shape=_NAME, about="Task name."),
+        "name": Field(shape=_NAME, is_blank_none=True, about="Task name."),
         "resources": Field(shape=RESOURCES, about="Resources per node."),
         "num_nodes": Field(
             shape=Whole(minimum=1, maximum=100_000), examples=(2,), about="Number of identical nodes (default: 1)."

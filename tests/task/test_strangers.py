@@ -67,9 +67,20 @@ def test_negative_minutes_of_autostop_turn_it_off(minutes: int) -> None:
     assert load(f"run: x\nresources: {{autostop: {minutes}}}").autostop is None
 
 
-@pytest.mark.parametrize("field", ["region", "zone", "instance_type", "image_id", "job_recovery"])
+@pytest.mark.parametrize("field", ["region", "zone", "instance_type", "image_id", "job_recovery", "ports"])
 def test_empty_text_in_resources_is_no_value(field: str) -> None:
     assert load(f"run: x\nresources: {{{field}: '', cpus: 2}}") == load(f"run: x\nresources: {{{field}: , cpus: 2}}")
+
+
+@pytest.mark.parametrize("field", ["name: {}", "resources: {{job_recovery: {{strategy: {}}}}}"])
+def test_empty_name_and_strategy_are_no_value(field: str) -> None:
+    """As templates write them whose variable is not set."""
+    assert load(f"run: x\n{field.format(repr(''))}") == load(f"run: x\n{field.format('')}")
+
+
+def test_empty_accelerators_are_refused_as_the_task_may_require_some() -> None:
+    (fault,) = find_faults("run: x\nresources: {accelerators: ''}")
+    assert "not empty text" in fault and "remove `accelerators`" in fault
 
 
 @pytest.mark.parametrize(("text", "cpus"), [("CPU:4", "4+"), ("cpu", "1+"), ("{CPU: 8}", "8+")])
