@@ -87,7 +87,8 @@ def _list_missing_programs(name: str, context: Context) -> Sequence[CheckResult]
 
     found = []
     cloud = context.clouds.get(name) if name in CLOUDS else None
-    for program in cloud.programs if isinstance(cloud, NeedsPrograms) else ():
+    programs: tuple[str, ...] = cloud.programs if isinstance(cloud, NeedsPrograms) else ()
+    for program in programs:
         try:
             find_program(program)
         except StateError as error:

@@ -116,7 +116,8 @@ def check_programs(context: Context, plans: Sequence[Plan]) -> None:
 
     for name in {each.placement.offer.cloud for plan in plans for each in plan.estimates}:
         cloud = context.clouds.get(name)
-        for program in cloud.programs if isinstance(cloud, NeedsPrograms) else ():
+        programs: tuple[str, ...] = cloud.programs if isinstance(cloud, NeedsPrograms) else ()
+        for program in programs:
             find_program(program)
 
 
