@@ -302,7 +302,13 @@ def _write_aside(path: Path, text: str) -> Path:
 
 def make_git_environment() -> dict[str, str]:
     """Return the environment for git: it asks for nothing, and its messages are in English."""
-    return {**os.environ, "GIT_TERMINAL_PROMPT": "0", "LC_ALL": "C"}
+    silent = {
+        "GIT_TERMINAL_PROMPT": "0",
+        "GCM_INTERACTIVE": "never",  # Git Credential Manager opens a window
+        "SSH_ASKPASS": "",  # desktops set it to a program that opens a window, which git uses for https as well
+        "SSH_ASKPASS_REQUIRE": "never",
+    }
+    return {"GIT_ASKPASS": "", **os.environ, **silent, "LC_ALL": "C"}
 
 
 def read_aws_environment() -> dict[str, str]:

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING
 from broker.app.container import Context
 from broker.clouds import CHECKS, CLOUDS
 from broker.clouds.findings import CanGlance
-from broker.errors import CloudError, UsageError
+from broker.errors import CloudError, StateError, UsageError
 from broker.frozen import frozen
 from broker.task.reading import suggest
 
 if TYPE_CHECKING:
-    from broker.clouds.findings import Inspector
+    from broker.clouds.findings import CheckResult, Inspector
 
 EXTRAS = {"aws": "boto3", "gcp": "google.cloud"}  # cloud -> what its adapter imports
 LOGIN_HINTS = {"aws": "log in with `aws configure`", "gcp": "log in with `gcloud auth application-default login`"}
@@ -74,11 +74,34 @@ async def _check_all(names: Sequence[str], context: Context) -> Mapping[str, Clo
     return {each.name: each for each in (*found, *await checking)}
 
 
+async def inspect_closely(name: str, context: Context) -> Sequence[CheckResult]:
+    """Check everything that one cloud requires, on its side and on this machine. Raises UsageError, CloudError."""
+    findings = await find_inspector(name).inspect(context.config, clock=context.clock)
+    return [*findings, *_list_missing_programs(name, context)]
+
+
+def _list_missing_programs(name: str, context: Context) -> Sequence[CheckResult]:
+    from broker.clouds.base import NeedsPrograms
+    from broker.clouds.findings import CheckResult
+    from broker.sites.openssh import find_program
+
+    found = []
+    cloud = context.clouds.get(name) if name in CLOUDS else None
+    programs: tuple[str, ...] = cloud.programs if isinstance(cloud, NeedsPrograms) else ()
+    for program in programs:
+        try:
+            find_program(program)
+        except StateError as error:
+            command = "apt-get install openssh-client"
+            found.append(CheckResult(name="programs", is_ok=False, note=error.message, command=command))
+    return found
+
+
 async def _summarize(name: str, context: Context) -> CloudSummary:
     inspector = find_inspector(name)
     look = inspector.glance if isinstance(inspector, CanGlance) else inspector.inspect
     try:
-        findings = await look(context.config, clock=context.clock)
+        findings = [*await look(context.config, clock=context.clock), *_list_missing_programs(name, context)]
     except CloudError as error:
         return CloudSummary(name=name, can_launch=False, note=error.message)
     wrong = next((finding for finding in findings if finding.is_needed and not finding.is_ok), None)

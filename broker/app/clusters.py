@@ -175,7 +175,7 @@ def select_clusters(
     failures: list[BrokerError] = []
     for pattern in patterns:
         if not is_all and not any(fnmatch.fnmatch(each.name, pattern) for each in known):
-            failures.append(context.explain_missing(pattern))
+            failures.append(context.explain_missing(pattern, but=[each.name for each in matching]))
     live_jobs = context.store.jobs.list_live_ids()  # the cluster of an ended job may be terminated like any other
     for each in matching:
         if each.job_id in live_jobs:

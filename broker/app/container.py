@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -274,12 +274,13 @@ class Context:
             raise self.explain_missing(name)
         return cluster
 
-    def explain_missing(self, name: str) -> UsageError:
-        """Make the error for an unknown cluster, with the known names or the closest one."""
+    def explain_missing(self, name: str, *, but: Collection[str] = ()) -> UsageError:
+        """Make the error for an unknown cluster, with the known names or the closest one; `but` are not suggested."""
         import difflib
 
-        names = [each.name for each in self.store.clusters.list(on_damage=self.warn)]
-        hint = "start one with `broker launch TASK.yaml`"
+        known = [each.name for each in self.store.clusters.list(on_damage=self.warn)]
+        names = [each for each in known if each not in but]
+        hint = "list them with `broker status`" if known else "start one with `broker launch TASK.yaml`"
         if names:
             near = difflib.get_close_matches(name, names, n=1)
             hint = (

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 from broker.app.buckets import TrackUpload, fill_buckets, note_copies
 from broker.app.container import Context
 from broker.app.limits import LaunchSize
-from broker.app.planning import anchor, check_notices, check_plans, plan_launch
+from broker.app.planning import anchor, check_notices, check_plans, check_programs, plan_launch
 from broker.errors import TransientError, UnreachedError, UsageError
 from broker.formatting import format_count, format_usd
 from broker.frozen import frozen
@@ -80,7 +80,8 @@ def prepare(
     """Resolve, settle, plan, check, confirm, upload and mount, in this order. No machines are started.
 
     `demand` is how much of the plans will start; by default one gang of each. A dry run ends after the plans are shown.
-    Raises TaskError, UsageError, NoOfferError, AuthError, InvalidRequestError, LimitError, and those of `callbacks`.
+    Raises TaskError, UsageError, NoOfferError, StateError, AuthError, InvalidRequestError, LimitError, and those of
+    `callbacks`.
     """
     callbacks = callbacks or Callbacks()
     tasks = tuple(context.resolve(anchor(each)) for each in tasks)
@@ -94,6 +95,7 @@ def prepare(
         return Ready(tasks=tasks, plans=plans)
     tasks = fetch_repositories(context, tasks)
     if target.check(plans):
+        check_programs(context, plans)
         for sentence in context.grants.check(plans, allowances_s=target.list_allowances_s(tasks)):
             context.note(sentence)
         note_copies(context, plans)

@@ -109,6 +109,18 @@ def check_plans(plans: Sequence[Plan], *, is_launch: bool, note: Callable[[str],
         check_place(each.task, clouds, is_launch=is_launch, note=note)
 
 
+def check_programs(context: Context, plans: Sequence[Plan]) -> None:
+    """Raise StateError if this machine lacks a program that reaches nodes of a cloud that the plans may use."""
+    from broker.clouds.base import NeedsPrograms
+    from broker.sites.openssh import find_program
+
+    for name in {each.placement.offer.cloud for plan in plans for each in plan.estimates}:
+        cloud = context.clouds.get(name)
+        programs: tuple[str, ...] = cloud.programs if isinstance(cloud, NeedsPrograms) else ()
+        for program in programs:
+            find_program(program)
+
+
 def _tell(notices: Sequence[Notice], *, is_launch: bool, note: Callable[[str], None]) -> None:
     if not notices:
         return

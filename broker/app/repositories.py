@@ -27,6 +27,28 @@ CLONES = "repositories"  # in the state folder
 GIT_S = 600.0
 _COMMIT = "[0-9a-f]{7,64}"
 _USER = r"(?<=//)[^/@]*@"  # a user or a token in a URL
+_LOG_IN = "set GIT_TOKEN to a token that may read it, or use an ssh URL"
+# Git has no codes for the causes of a failure. Its messages are in English here: words -> the reason, and what to do.
+_CAUSES = (
+    ("terminal prompts disabled", "it requires a login, and git has none for it", _LOG_IN),
+    ("Authentication failed", "it refused the login", _LOG_IN),
+    ("returned error: 403", "the login may not read it", _LOG_IN),
+    (
+        "Host key verification failed",
+        "ssh does not know its host key, or the key has changed",
+        "connect once by hand, and compare the key with the one that the host publishes: `ssh -T git@{host}`",
+    ),
+    (
+        "Permission denied (",
+        "it accepts none of this machine's ssh keys",
+        "add a key there, or set GIT_SSH_KEY_PATH to the file of one; see which are tried: `ssh -vT git@{host}`",
+    ),
+    (
+        "ssh: not found",
+        "git requires `ssh` for it, which is not installed on this machine",
+        "install OpenSSH's client (`apt-get install openssh-client`), or use an https URL",
+    ),
+)
 
 
 def fetch_repositories(tasks: Sequence[Task], home: Path, *, note: Callable[[str], None]) -> tuple[Task, ...]:
@@ -125,14 +147,26 @@ class _Git:
             done = subprocess.run(
                 [self._program, *arguments], env=self._environment, stdin=subprocess.DEVNULL, capture_output=True,
                 text=True, errors="replace", timeout=GIT_S, check=False,
+                start_new_session=True,  # without a terminal that git's ssh could ask for a password on
             )  # fmt: skip
         except subprocess.TimeoutExpired:
             raise self._refuse(f"git did not finish in {GIT_S / 60:g} minutes") from None
         if done.returncode:
-            lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
-            cause = next((line for line in lines if line.startswith(("fatal:", "error:"))), lines[-1] if lines else "")
-            raise self._refuse(cause.replace(self._remote, self.url)[:200] or f"git ended with {done.returncode}")
+            raise self._refuse(*self._explain(done.stderr, done.returncode))
         return done.stdout
+
+    def _explain(self, stderr: str, code: int) -> tuple[str, str | None]:
+        """Return why git failed, and what to do about the usual causes."""
+        for words, reason, hint in _CAUSES:
+            if words in stderr:
+                return reason, hint.format(host=_find_host(self._remote))
+        lines = [line.strip() for line in stderr.splitlines() if line.strip()]
+        # Git reports the failure of its ssh after what ssh itself wrote.
+        ends = [number for number, line in enumerate(lines) if line.startswith(("fatal:", "error:"))]
+        if ends and ends[0] and "Could not read from remote" in lines[ends[0]]:
+            ends = [ends[0] - 1]
+        cause = lines[ends[0]] if ends else lines[-1] if lines else f"git ended with {code}"
+        return cause.replace(self._remote, self.url)[:200], None
 
     def _refuse(self, reason: str, hint: str | None = None) -> InvalidRequestError:
         try_it = f"try `git ls-remote {self.url}`; for a private repository set GIT_TOKEN or use an ssh URL"
@@ -145,6 +179,11 @@ def _suggest_ref(ref: str, refs: Mapping[str, str]) -> str | None:
     names = [name.removeprefix("refs/heads/").removeprefix("refs/tags/") for name in refs if name != "HEAD"]
     branches = [name.removeprefix("refs/heads/") for name in refs if name.startswith("refs/heads/")]
     return suggest(ref, names) or f"its branches: {', '.join(branches[:6])}"
+
+
+def _find_host(url: str) -> str:
+    """Return the host of a URL, or of the form `user@host:path`."""
+    return urlsplit(url).hostname or url.rpartition("@")[2].partition(":")[0]
 
 
 def _make_environment(url: str) -> dict[str, str]:

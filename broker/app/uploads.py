@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from broker.app.container import Context
-from broker.errors import BrokerError, CloudError
-from broker.formatting import format_count, format_duration
+from broker.errors import BrokerError, CloudError, StateError
+from broker.formatting import format_count, format_duration, format_usd
 from broker.runtime.gang import sort_nodes
 from broker.runtime.reports import Uploads
 from broker.types import Cluster, ClusterStatus
@@ -19,12 +19,15 @@ async def wait_for_uploads(context: Context, cluster: Cluster) -> None:
     """End the runs of a cluster with cached mounts, then wait until its nodes have uploaded the written files.
 
     Returns at once for a cluster without such mounts. A node that does not answer is waited for up to SILENCE_S, and
-    then named in a note; where no node answers, at once. Raises BrokerError if nothing arrives for HOLD_S; the cluster
-    stays up.
+    then named in a note; where no node answers, at once. Raises BrokerError if nothing arrives for HOLD_S, or if this
+    machine cannot ask the nodes; the cluster stays up.
     """
     if cluster.status is not ClusterStatus.UP:
         return
-    uploads = await context.gang.read_uploads(cluster, timeout_s=ANSWER_S)
+    try:
+        uploads = await context.gang.read_uploads(cluster, timeout_s=ANSWER_S)
+    except StateError as error:
+        raise _explain_unasked(cluster, error) from error
     if uploads.has_mounts:
         await _Wait(context, cluster).run(uploads)
     elif uploads.silent and len(uploads.silent) == len(cluster.nodes):
@@ -82,6 +85,16 @@ def describe(uploads: Uploads) -> str:
     """Describe the pending files: "3 files (1.200 GB) for `s3://bucket/out`"."""
     urls = ", ".join(f"`{url}`" for url in uploads.urls)
     return f"{format_count(uploads.file_count, 'file')} ({uploads.size_bytes / 1e9:.3f} GB) for {urls}"
+
+
+def _explain_unasked(cluster: Cluster, error: StateError) -> BrokerError:
+    now = f"or terminate it without waiting for files in mounted buckets: `broker down --now {cluster.name}`"
+    others = [hint for hint in error.hints if "broker down" not in hint]
+    return BrokerError(
+        f"cluster `{cluster.name}` is still up, at {format_usd(cluster.placement.usd_hour)} USD/h: {error.message}",
+        details=["its nodes cannot be asked whether files are still to be uploaded to mounted buckets"],
+        hints=[*others, now.removeprefix("" if others else "or ")],
+    )
 
 
 def _explain(cluster: Cluster, uploads: Uploads) -> BrokerError:

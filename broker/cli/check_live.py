@@ -10,6 +10,7 @@ from pathlib import Path
 import typer
 
 from broker.app.container import Context
+from broker.app.planning import check_programs
 from broker.cli import options
 from broker.cli.launch import tell_what_is_left
 from broker.cli.render import print_json, print_line, print_note, print_wrapped
@@ -45,6 +46,7 @@ def check_live(
             f"`{name}` is not set up to launch nodes", hints=[f"see what is missing: `broker check {name}`"]
         )
     plan = _plan(context, name, gpus=gpus, is_spot=not on_demand)
+    check_programs(context, [plan])
     plan = _give_bucket(context, plan, bucket)
     _agree(plan, spend_usd_max, yes=yes)
     cluster = f"{MARK}-{cloud.name}-{context.config.owner[:4]}"

@@ -37,7 +37,7 @@ MEANING = {
     JobStatus.CANCELLING: "was cancelled; its nodes are being terminated",
     JobStatus.SUCCEEDED: "succeeded",
     JobStatus.CANCELLED: "was cancelled",
-    JobStatus.FAILED: "failed: its program failed, or its budget was spent",
+    JobStatus.FAILED: "failed",
     JobStatus.FAILED_SETUP: "failed in `setup`, before `run`",
     JobStatus.FAILED_PRECHECKS: "could not be started",
     JobStatus.FAILED_NO_RESOURCE: "found no matching offer",

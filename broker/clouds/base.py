@@ -151,6 +151,13 @@ class ProvidesSshHosts(Protocol):
 
 
 @runtime_checkable
+class NeedsPrograms(Protocol):
+    """A cloud whose nodes are reached with programs of this machine. They are checked before nodes are created."""
+
+    programs: ClassVar[tuple[str, ...]]
+
+
+@runtime_checkable
 class SupportsConsole(Protocol):
     """A cloud that keeps the console output of a booting machine."""
 

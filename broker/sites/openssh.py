@@ -31,11 +31,11 @@ class Completed:
 
 
 def find_program(name: str) -> str:
-    """Return the path of one of OpenSSH's programs, or of rsync. Raises StateError if it is not installed."""
+    """Return the path of one of OpenSSH's programs. Raises StateError if it is not installed."""
     path = shutil.which(name)
     if path is None:
         hints = ("install OpenSSH's client (`apt-get install openssh-client`)",)
-        raise StateError(f"`{name}` is not installed", hints=hints)
+        raise StateError(f"`{name}` is not installed on this machine, or not in a folder of PATH", hints=hints)
     return path
 
 

@@ -55,7 +55,10 @@ STORAGE = Table(
             about="Bucket URL, or local paths to upload.",
             examples=("s3://bucket/folder",),
         ),
-        "store": Field(shape=Choice(words=STORES), about="Storage provider of the bucket."),
+        "store": Field(
+            shape=Choice(words=STORES),
+            about="Storage provider of the bucket; by default of the cloud, where `infra` names AWS, GCP or Azure.",
+        ),
         "persistent": Field(shape=Flag(), about="Broker never deletes a bucket; `false` prints a warning."),
         "mode": Field(
             shape=Choice(words=("MOUNT", "COPY", "MOUNT_CACHED")),
@@ -217,7 +220,7 @@ TASK = Table(
     name="task",
     about="A task: what to run, and the resources it requires.",
     fields={
-        "name": Field(shape=_NAME, about="Task name."),
+        "name": Field(shape=_NAME, is_blank_none=True, about="Task name."),
         "resources": Field(shape=RESOURCES, about="Resources per node."),
         "num_nodes": Field(
             shape=Whole(minimum=1, maximum=100_000), examples=(2,), about="Number of identical nodes (default: 1)."

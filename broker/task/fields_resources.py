@@ -189,6 +189,7 @@ JOB_RECOVERY = Table(
     fields={
         "strategy": Field(
             shape=Choice(words=STRATEGY_WORDS),
+            is_blank_none=True,
             about="Placement after a preemption: `failover` tries the same location first, `eager_next_region` leaves "
             "the region at once, `cheapest` plans again, `deadline` (the default if the `goal` has work and a "
             "deadline) weighs spot, waiting and on-demand against the remaining time. SkyPilot's "
@@ -305,7 +306,7 @@ ONE: dict[str, Field] = {
     ),
     "max_hourly_cost": Field(shape=Number(), about="Maximum price per node, in USD per hour."),
     "ports": Field(
-        shape=Either(shapes=(Port(), ListOf(item=Port()))), examples=(8080, "8000-8010"),
+        shape=Either(shapes=(Port(), ListOf(item=Port()))), examples=(8080, "8000-8010"), is_blank_none=True,
         about="Ports to open to the internet.",
         at=_has_none(("local",), "programs listen on this machine"),
     ),

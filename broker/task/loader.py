@@ -103,7 +103,7 @@ def _read_task(reader: Reader, section: Section, envs: Mapping[str, str], secret
     resources, is_ordered = read_resources(reader, section.get("resources"))
     check_labels(reader, section.get("resources"), resources)
     workdir = read_workdir(reader, section)
-    file_mounts, storage_mounts = read_file_mounts(reader, section)
+    file_mounts, storage_mounts = read_file_mounts(reader, section, resources)
     secret_values = _read_values(reader, section, "secrets", secrets)
     check_environment(reader, section, "secrets", secret_values)
     env_values = _read_values(reader, section, "envs", envs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from broker.task.allowed import GIT_URL
@@ -10,11 +11,12 @@ from broker.task.fields import BUCKET_SCHEMES
 from broker.task.reading import Reader, describe
 from broker.task.tables import Section
 from broker.task.yaml_reader import Marked
-from broker.types import Repository, StorageMount
+from broker.types import Repository, Resources, StorageMount
 
 # Storage that nodes support (`storage/mounts.py`), as a URL or as the store of a named bucket.
 SERVED_SCHEMES = ("s3://", "gs://", "gcs://", "az://", "r2://", "file://")
 SERVED_STORES = ("s3", "gcs", "azure", "r2")
+_STORES = {"aws": "s3", "gcp": "gcs", "azure": "azure"}  # cloud -> the store of its own buckets
 _FETCH = "use a local path, or download the data in `setup`"
 _NAME = "write `name: MY-BUCKET` and `store: s3` (or gcs, azure, r2), or `source: s3://...`"
 _FROM_HERE = "paths are relative to the current folder"
@@ -35,14 +37,18 @@ def read_workdir(reader: Reader, section: Section) -> str | Repository | None:
     return folder
 
 
-def read_file_mounts(reader: Reader, section: Section) -> tuple[dict[str, str], tuple[StorageMount, ...]]:
-    """Return target -> local source, and the buckets."""
+def read_file_mounts(
+    reader: Reader, section: Section, resources: Sequence[Resources]
+) -> tuple[dict[str, str], tuple[StorageMount, ...]]:
+    """Return target -> local source, and the buckets. Without `store`, a bucket is in the cloud of all `resources`."""
     mounts: dict[str, str] = {}
+    clouds = {each.cloud for each in resources}
+    own_store = _STORES.get(clouds.pop() or "") if len(clouds) == 1 else None
     storage: list[StorageMount] = []
     for target, value in section.get("file_mounts", {}).items():
         source = section.marks["file_mounts"].value[target]
         if isinstance(value, Section):
-            storage.append(_read_storage(reader, target, value))
+            storage.append(_read_storage(reader, target, value, own_store))
         elif value.startswith(BUCKET_SCHEMES):
             origin = reader.find_origin(source)
             storage.append(StorageMount(target=target, source=(value,), mode="COPY", origin=origin))
@@ -55,17 +61,22 @@ def read_file_mounts(reader: Reader, section: Section) -> tuple[dict[str, str], 
     return mounts, tuple(storage)
 
 
-def _read_storage(reader: Reader, target: str, section: Section) -> StorageMount:
+def _read_storage(reader: Reader, target: str, section: Section, own_store: str | None) -> StorageMount:
     value = section.get("source", ())
     sources = (value,) if isinstance(value, str) else tuple(value)
     store, name = section.get("store"), section.get("name")
+    if store is None and name and not any("://" in each for each in sources):
+        store = own_store
     if fault := check_bucket(name or "", store):
         rule, hint = fault
         reader.fault(section.marks["name"], f"`name` must be {rule.expected}, not {describe(name)}", hint)
     if store == "volume":
         _warn(reader, section.marked, "`file_mounts`: volumes are not supported", "use `disk_size`, or a bucket")
     else:
-        if not _is_served(sources, name, store):
+        if name and store is None and not any("://" in each for each in sources):
+            hint = f"add `store: s3` (or {', '.join(SERVED_STORES[1:])}): the task may run on several clouds"
+            _warn(reader, section.marked, f"`file_mounts`: the bucket `{name}` has no `store`", hint)
+        elif not _is_served(sources, name, store):
             _warn(reader, section.marked, "`file_mounts`: this storage is not supported", _NAME)
         for each in sources:
             if "://" not in each and not _exists(each, is_folder=False):

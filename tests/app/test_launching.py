@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from broker.app.container import Context, LazyClouds
+from broker.app.container import Context, LazyClouds, load_entry
 from broker.app.jobs import JobTarget
 from broker.app.launching import Callbacks, ClusterTarget, Target, match_alternative, prepare
 from broker.app.planning import read_task
-from broker.errors import UsageError
+from broker.clouds.base import NeedsPrograms
+from broker.errors import StateError, UsageError
 from broker.types import Cluster, ClusterStatus, Plan, StorageMount, Task
 
 KINDS: tuple[Callable[[Context, Task], Target], ...] = (
@@ -155,3 +156,25 @@ def test_a_workdir_around_the_state_folder_is_noted_once_that_it_is_not_sent(tmp
     assert [each for each in notes if "state folder" in each] == [
         f"`workdir` contains broker's state folder {tmp_path / 'state'}, which is not uploaded"
     ]
+
+
+@pytest.mark.parametrize("make_target", KINDS)
+def test_missing_ssh_is_reported_before_the_price_is_confirmed(
+    context: Context, task: Task, make_target: Callable[[Context, Task], Target], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nodes of a cloud would be created and paid for, and nothing could reach them."""
+    local = context.clouds["local"]
+    assert not isinstance(local, NeedsPrograms)
+    monkeypatch.setattr(type(local), "programs", ("ssh",), raising=False)
+    monkeypatch.setenv("PATH", "/nonexistent")
+    recorder = Recorder()
+    with pytest.raises(StateError, match="`ssh` is not installed on this machine") as caught:
+        prepare(context, [task], make_target(context, task), callbacks=recorder.make())
+    assert recorder.calls == ["show"] and "openssh-client" in caught.value.hints[0]
+
+
+@pytest.mark.parametrize(
+    "path", ["aws.cloud:AwsCloud", "gcp.cloud:GcpCloud", "sky.cloud:SkyCloud", "sky.tpus:TpuCloud"]
+)
+def test_clouds_whose_nodes_are_reached_by_ssh_say_so(path: str) -> None:
+    assert load_entry(f"broker.clouds.{path}").programs == ("ssh",)

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
@@ -103,6 +107,86 @@ def test_machine_without_git_is_told_what_to_do(origin: Path, monkeypatch: pytes
     with pytest.raises(UsageError, match="`git` is not installed") as caught:
         fetch(origin, None)
     assert "--workdir FOLDER" in caught.value.hints[0]
+
+
+class Refuses(BaseHTTPRequestHandler):
+    """A git host that wants a login."""
+
+    def do_GET(self) -> None:
+        self.send_response(self.server.code)  # type: ignore[attr-defined]
+        self.send_header("WWW-Authenticate", 'Basic realm="git"')
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@pytest.fixture
+def host() -> Iterator[HTTPServer]:
+    with HTTPServer(("127.0.0.1", 0), Refuses) as server:
+        server.code = 401  # type: ignore[attr-defined]
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+@pytest.mark.parametrize(
+    ("login", "code", "reason"),
+    [
+        ("", 401, "it requires a login, and git has none for it"),
+        ("me:hunter2@", 401, "it refused the login"),
+        ("me:hunter2@", 403, "the login may not read it"),
+    ],
+)
+def test_private_repository_without_a_login_is_refused_and_nothing_asks_for_a_password(
+    host: HTTPServer, login: str, code: int, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A desktop sets SSH_ASKPASS, which git calls for https, too: it would wait there for a window's answer."""
+    host.code = code  # type: ignore[attr-defined]
+    asked = tmp_path / "asked"
+    (tmp_path / "askpass").write_text(f"#!/bin/sh\ntouch {asked}\n")
+    (tmp_path / "askpass").chmod(0o755)
+    monkeypatch.setenv("SSH_ASKPASS", str(tmp_path / "askpass"))
+    monkeypatch.setenv("DISPLAY", ":0")
+    monkeypatch.delenv("GIT_ASKPASS", raising=False)
+    task = Task(repository=Repository(url=f"http://{login}127.0.0.1:{host.server_port}/org/x.git"))
+    with pytest.raises(InvalidRequestError, match=reason) as caught:
+        fetch_repositories([task], tmp_path, note=print)
+    assert "GIT_TOKEN" in caught.value.hints[0] and "hunter2" not in str(caught.value)
+    assert not asked.exists()
+
+
+@pytest.mark.parametrize(
+    ("told", "reason", "hint"),
+    [
+        ("Host key verification failed.", "does not know its host key", "ssh -T git@host.test"),
+        ("git@host.test: Permission denied (publickey).", "none of this machine's ssh keys", "GIT_SSH_KEY_PATH"),
+        ("sh: 1: ssh: not found", "requires `ssh`", "openssh-client"),
+        ("ssh: connect to host host.test port 22: No route to host", "port 22: No route to host", "git ls-remote"),
+    ],
+)
+def test_what_ssh_said_is_told_with_what_to_do(
+    told: str, reason: str, hint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Git itself says only that it could not read from the remote repository."""
+    (tmp_path / "ssh").write_text(f"#!/bin/sh\necho '{told}' >&2\nexit 255\n")
+    (tmp_path / "ssh").chmod(0o755)
+    monkeypatch.setenv("GIT_SSH_COMMAND", str(tmp_path / "ssh"))
+    with pytest.raises(InvalidRequestError) as caught:
+        fetch_repositories([Task(repository=Repository(url="git@host.test:org/x.git"))], tmp_path, note=print)
+    assert reason in caught.value.message and hint in caught.value.hints[0]
+
+
+def test_ssh_of_git_has_no_terminal_to_ask_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "ssh").write_text('#!/bin/sh\necho "session $(ps -o sid= -p $$)" >&2\nexit 255\n')
+    (tmp_path / "ssh").chmod(0o755)
+    monkeypatch.setenv("GIT_SSH_COMMAND", str(tmp_path / "ssh"))
+    with pytest.raises(InvalidRequestError, match=r"session +\d+") as caught:
+        fetch_repositories([Task(repository=Repository(url="git@host.test:org/x.git"))], tmp_path, note=print)
+    assert int(caught.value.message.rpartition("session")[2]) != os.getsid(0)
 
 
 def test_repository_of_a_task_file_is_read_with_its_variables() -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from broker.app import uploads as waiting
 from broker.app.uploads import HOLD_S, SILENCE_S, wait_for_uploads
-from broker.errors import BrokerError
+from broker.errors import BrokerError, StateError
 from broker.runtime.reports import Uploads
 from broker.types import Cluster, ClusterStatus, Placement
 from tests.clouds.beds import make_node
@@ -83,3 +83,28 @@ def test_cluster_without_mounts_or_without_nodes_is_not_waited_for(answer: Uploa
     bed = FakeContext([answer])
     bed.wait()
     assert bed.time_s == 0.0 and len(bed.notes) == notes
+
+
+@pytest.mark.parametrize(
+    ("hints", "shown"),
+    [
+        (("install OpenSSH's client",), ("install OpenSSH's client", "or terminate it without")),
+        (("run `broker down --now dev`, or use another BROKER_HOME",), ("terminate it without",)),
+    ],
+)
+def test_cluster_whose_nodes_this_machine_cannot_ask_stays_up_and_the_error_names_the_way_out(
+    hints: tuple[str, ...], shown: tuple[str, ...]
+) -> None:
+    """Without ssh or without the cluster's keys: files may be on their way, and the machines are paid for."""
+    bed = FakeContext([CLEAN])
+
+    async def fail(cluster: Cluster, *, timeout_s: float) -> Uploads:
+        raise StateError("`ssh` is not installed", hints=hints)
+
+    bed.read_uploads = fail  # type: ignore[method-assign]
+    with pytest.raises(BrokerError, match=r"`dev` is still up, at [0-9.]+ USD/h: `ssh` is not installed") as caught:
+        bed.wait()
+    assert not isinstance(caught.value, StateError)
+    assert len(caught.value.hints) == len(shown)
+    assert all(hint.startswith(start) for hint, start in zip(caught.value.hints, shown, strict=True))
+    assert caught.value.hints[-1].endswith("`broker down --now dev`")

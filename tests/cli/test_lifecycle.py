@@ -52,6 +52,7 @@ def test_unknown_name_leaves_no_known_cluster_up(store: Store, capsys: pytest.Ca
     shown = capsys.readouterr()
     assert "terminated cluster `a`" in shown.out and "terminated cluster `b`" in shown.out
     assert "`ghost`" in shown.err and "`x-*`" in shown.err
+    assert "known clusters: `other`\n" in shown.err, "those that were just terminated are not suggested"
 
 
 def test_only_unknown_names_are_a_usage_error(store: Store, capsys: pytest.CaptureFixture[str]) -> None:

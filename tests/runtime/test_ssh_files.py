@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import subprocess
 from pathlib import Path
 from typing import IO
 
 import pytest
 
-from broker.runtime.transports.ssh_files import Remote, list_remote, put_files
+from broker.runtime.transports import ssh_files
+from broker.runtime.transports.ssh_files import RSYNC_BYTES_MIN, Remote, list_remote, put_files
 from broker.sites.openssh import Completed
 from broker.types import Node, NodeState
 
@@ -67,3 +69,17 @@ class There(Here):
         data = stdin if isinstance(stdin, bytes) else stdin.read()
         done = subprocess.run(["sh", "-c", command], input=data, capture_output=True, check=True)
         return Completed(returncode=0, stdout=done.stdout, stderr=done.stderr)
+
+
+def test_changes_of_a_large_file_are_sent_by_tar_where_this_machine_has_no_rsync(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, target = tmp_path / "source", tmp_path / "target"
+    for folder, text in ((source, b"new"), (target, b"old")):
+        folder.mkdir()
+        (folder / "large").write_bytes(text + bytes(RSYNC_BYTES_MIN))
+    (target / "large").touch()
+    os.utime(target / "large", (1, 1))
+    monkeypatch.setattr(ssh_files.shutil, "which", lambda name: None)
+    asyncio.run(put_files(There(), NODE, source, str(target), remote_shell="ssh", destination="host"))
+    assert (target / "large").read_bytes()[:3] == b"new"

@@ -15,7 +15,7 @@ RULES: tuple[tuple[str, str], ...] = (
         r"Steps: \1, \2 lost. Recoveries: \3, taking \4.\n",
     ),
     (r"USD; on-demand ([\d.]+) USD", r"USD; on-demand would have cost \1 USD"),
-    (r"failed by itself: its program, or its budget", r"failed: its program failed, or its budget was spent"),
+    (r"failed by itself: its program, or its budget", r"failed"),
     (r"could not be started at all", r"could not be started"),
     (r"found nothing for sale that fits", r"found no matching offer"),
     (r"It goes on with the checkpoints of job", r"It continues from the checkpoints of job"),

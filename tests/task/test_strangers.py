@@ -67,9 +67,20 @@ def test_negative_minutes_of_autostop_turn_it_off(minutes: int) -> None:
     assert load(f"run: x\nresources: {{autostop: {minutes}}}").autostop is None
 
 
-@pytest.mark.parametrize("field", ["region", "zone", "instance_type", "image_id", "job_recovery"])
+@pytest.mark.parametrize("field", ["region", "zone", "instance_type", "image_id", "job_recovery", "ports"])
 def test_empty_text_in_resources_counts_as_unset(field: str) -> None:
     assert load(f"run: x\nresources: {{{field}: '', cpus: 2}}") == load(f"run: x\nresources: {{{field}: , cpus: 2}}")
+
+
+@pytest.mark.parametrize("field", ["name: {}", "resources: {{job_recovery: {{strategy: {}}}}}"])
+def test_empty_name_and_strategy_are_no_value(field: str) -> None:
+    """As templates write them whose variable is not set."""
+    assert load(f"run: x\n{field.format(repr(''))}") == load(f"run: x\n{field.format('')}")
+
+
+def test_empty_accelerators_are_refused_as_the_task_may_require_some() -> None:
+    (fault,) = find_faults("run: x\nresources: {accelerators: ''}")
+    assert "not empty text" in fault and "remove `accelerators`" in fault
 
 
 @pytest.mark.parametrize(("text", "cpus"), [("CPU:4", "4+"), ("cpu", "1+"), ("{CPU: 8}", "8+")])
@@ -259,3 +270,28 @@ def test_common_mistake_gets_a_hint(text: str, fault: str) -> None:
 def test_broken_yaml_names_the_line_of_the_cause_and_what_to_write(text: str, fault: str) -> None:
     (found,) = find_faults(text)
     assert fault in found
+
+
+@pytest.mark.parametrize(("infra", "store"), [("aws", "s3"), ("gcp/us-central1", "gcs"), ("azure", "azure")])
+def test_bucket_by_name_without_a_store_is_in_the_cloud_of_the_task(infra: str, store: str) -> None:
+    """As SkyPilot's own examples are written."""
+    text = f"run: x\nresources: {{infra: {infra}}}\nfile_mounts:\n  /ckpt: {{name: my-bucket, mode: MOUNT}}"
+    task = load(text)
+    (mount,) = task.storage_mounts
+    assert (mount.name, mount.store) == ("my-bucket", store)
+    assert not task.notices
+
+
+@pytest.mark.parametrize("resources", ["{}", "{infra: lambda}", "{any_of: [{infra: aws}, {infra: gcp}]}"])
+def test_bucket_by_name_that_could_be_in_several_stores_is_told_to_name_one(resources: str) -> None:
+    task = load(f"run: x\nresources: {resources}\nfile_mounts:\n  /ckpt: {{name: my-bucket}}")
+    (notice,) = task.notices
+    assert notice.blocks_launch and notice.message == "`file_mounts`: the bucket `my-bucket` has no `store`"
+    assert notice.hint is not None and "`store: s3`" in notice.hint
+
+
+def test_existing_bucket_is_where_its_url_says() -> None:
+    (mount,) = load(
+        "run: x\nresources: {infra: gcp}\nfile_mounts:\n  /d: {name: a-b, source: 's3://a-b'}"
+    ).storage_mounts
+    assert mount.store is None

@@ -20,6 +20,9 @@ AGENT = [*(f"broker/agent/{name}" for name in FILES), "broker/storage/node_mount
 # All that a trainer imports before torch, and the rendezvous, which needs none.
 BEFORE_TORCH = "trainers.config, trainers.image_config, trainers.launch, trainers.rendezvous_server, trainers.setup"
 
+AGENT_NAMES = [name.removesuffix(".py") for name in FILES]
+IMPORT_AGENT = f"import sys; sys.path.insert(0, 'broker/agent'); [*map(__import__, {AGENT_NAMES})]"
+
 
 def find_needs(version: str, *paths: str) -> str:
     """What needs a newer Python than `version`, by syntax and by the names that are used."""
@@ -56,6 +59,7 @@ def find_python(name: str) -> str | None:
     ("name", "code"),
     [
         ("python3.10", f"import {BEFORE_TORCH}"),
+        ("python3.8", IMPORT_AGENT),
         ("python3.8", "import trainers.setup, sys; sys.exit(trainers.setup.main([]) not in (0, 1))"),
     ],
 )

@@ -89,7 +89,7 @@ def inspect_clouds(context: Context) -> tuple[CloudSummary, ...]:
 
 def inspect_cloud(context: Context, *, cloud: str) -> tuple[CheckedItem, ...]:
     """Check everything that one cloud requires, and record the result. Raises UsageError, CloudError."""
-    findings = asyncio.run(find_inspector(cloud).inspect(context.config, clock=context.clock))
+    findings = asyncio.run(checking.inspect_closely(cloud, context))
     items = tuple(
         CheckedItem(
             name=each.name, is_ok=each.is_ok, note=each.note, command=each.command, is_needed=each.is_needed

@@ -52,6 +52,7 @@ class AwsCloud:
     """Cloud, HasAccounts, CanStop, CanSweep, RenewsAccess and CanObserve."""
 
     name: ClassVar[str] = "aws"
+    programs: ClassVar[tuple[str, ...]] = ("ssh",)
     settle_s: ClassVar[float] = 20.0  # "eventual consistency" has no bound; beyond seconds it is an outage
     extends_gangs: ClassVar[bool] = True
 

@@ -47,6 +47,7 @@ class GcpCloud:
     """
 
     name: ClassVar[str] = "gcp"
+    programs: ClassVar[tuple[str, ...]] = ("ssh",)
     settle_s: ClassVar[float] = 10.0
     extends_gangs: ClassVar[bool] = True
 

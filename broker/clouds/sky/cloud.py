@@ -41,6 +41,7 @@ class SkyCloud:
     """Cloud, CanStop and CanPrepare. The token is the cluster's name, so a repeated request finds the same cluster."""
 
     settle_s: ClassVar[float] = 10.0
+    programs: ClassVar[tuple[str, ...]] = ("ssh",)
     name: str  # one class serves all clouds behind SkyPilot
 
     def __init__(self, name: str, *, engine: Engine, state_file: SkyStateFile, clock: Clock) -> None:

@@ -31,6 +31,7 @@ class TpuCloud:
     """Cloud, CanStop, CanPrepare, CanSweep, CanExtend, ProvidesSshHosts. A node's id shows which backend created it."""
 
     name: ClassVar[str] = "gcp"
+    programs: ClassVar[tuple[str, ...]] = ("ssh",)
     settle_s: ClassVar[float] = 10.0  # the longer of the two
     extends_gangs: ClassVar[bool] = True
 

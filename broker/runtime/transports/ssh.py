@@ -186,7 +186,7 @@ class SshTransport:
         if keys is None:
             raise StateError(
                 f"the keys of cluster `{node.cluster}` are not in this state folder",
-                hints=(f"run `broker down {node.cluster}`, or use the BROKER_HOME that it was launched with",),
+                hints=(f"run `broker down --now {node.cluster}`, or use the BROKER_HOME that it was launched with",),
             )
         place = parse_handle(node.handle)
         control = name_control(keys, place)

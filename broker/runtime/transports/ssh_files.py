@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import shlex
+import shutil
 import tarfile
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Protocol
 
 from broker.errors import InvalidRequestError, TransientError
 from broker.runtime.skyignore import walk
-from broker.sites.openssh import Completed, call, explain, find_program
+from broker.sites.openssh import Completed, call, explain
 from broker.types import Node
 
 LIST_S = 60.0
@@ -54,7 +55,7 @@ async def put_files(
 ) -> None:
     """Copy like rsync: skip files with the same size and time, delete nothing, respect ignore files.
 
-    Without a `remote_shell` rsync is not used.
+    Without a `remote_shell`, or where one of both machines has no rsync, files are sent by tar.
     """
     path = target.removeprefix("~/").rstrip("/") or "."
     remote = await list_remote(streams, node, path, is_folder=source.is_dir())
@@ -72,8 +73,10 @@ async def put_files(
     if not changed:
         return
     rewritten = sum(file.stat().st_size for name, file in changed.items() if name in remote.files and file.is_file())
-    if remote_shell and source.is_dir() and remote.has_rsync and rewritten >= RSYNC_BYTES_MIN:
-        await send_by_rsync(source, folder, changed, remote_shell=remote_shell, destination=destination, node=node)
+    rsync = shutil.which("rsync") if remote_shell and source.is_dir() and remote.has_rsync else None
+    if rsync and rewritten >= RSYNC_BYTES_MIN:
+        argv = [rsync, "--rsh", remote_shell]
+        await send_by_rsync(argv, source, folder, changed, destination=destination, node=node)
     else:
         await send_by_tar(streams, node, folder, changed)
 
@@ -141,13 +144,13 @@ async def send_by_tar(streams: Streams, node: Node, folder: str, entries: Mappin
 
 
 async def send_by_rsync(
-    source: Path, folder: str, entries: Mapping[str, Path], *, remote_shell: str, destination: str, node: Node
+    rsync: Sequence[str], source: Path, folder: str, entries: Mapping[str, Path], *, destination: str, node: Node
 ) -> None:
     """Send the entries by rsync, which transfers only the changed parts of files. Raises TransientError."""
     names = b"".join(name.encode("utf-8", "surrogateescape") + b"\0" for name in entries)
-    argv = [find_program("rsync"), "--archive", "--no-owner", "--no-group", "--files-from=-", "--from0"]
     host = f"[{destination}]" if ":" in destination else destination
-    argv += ["--rsh", remote_shell, f"{source}/", f"{host}:{folder}/"]
+    options = ("--archive", "--no-owner", "--no-group", "--files-from=-", "--from0")
+    argv = [*rsync, *options, f"{source}/", f"{host}:{folder}/"]
     result = await call(argv, stdin=names, timeout_s=COPY_S, what=f"node `{node.id}`")
     if result.returncode:
         raise TransientError(f"node `{node.id}` refused a copy{explain(result.stderr)}")
