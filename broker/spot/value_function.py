@@ -99,17 +99,24 @@ class ValueFunction:
         self.wait_ways = _list_ways(terms, self.spare, WAIT_PRICE)
         self.drops = [0.0] * len(self.run.rows)  # the value just after the loss of spot, by node
         self.starts = starts = _follow_starts(terms)
-        backs = [_find_back(self.spare, here, terms.start_hours) for here in self.spare]
-        losses = [[_find_back(self.spare, here, each.lost_hours) for each in starts] for here in self.spare]
-        for j in range(1, len(self.work)):
-            for i in range(len(self.spare)):
-                _Cell(self, i, j, starts, backs[i], losses[i]).solve()
+        self.backs = [_find_back(self.spare, here, terms.start_hours) for here in self.spare]
+        self.losses = [[_find_back(self.spare, here, each.lost_hours) for each in starts] for here in self.spare]
+        self.solved = [0] * len(self.work)  # by node of work: the number of solved nodes of spare time
 
     def locate(self, work: float, spare: float) -> Point:
-        """Return the grid point for any remaining work and spare time."""
+        """Return the grid point for any remaining work and spare time, of which the tables then hold the values."""
         j, across = find_node(self.work, work)
         i, up = find_node(self.spare, spare)
+        if self.solved[j + 1] < i + 2:
+            self._solve(i + 2, j + 1)
         return i * len(self.work) + j, across, up
+
+    def _solve(self, count: int, last: int) -> None:
+        """Solve `count` nodes of spare time up to this node of work. Each depends on those with less of either only."""
+        for j in range(1, last + 1):
+            for i in range(self.solved[j], count):
+                _Cell(self, i, j, self.starts, self.backs[i], self.losses[i]).solve()
+            self.solved[j] = max(self.solved[j], count)
 
     def enter_usd(self, age_class: int, work: float, spare: float, *, seen: tuple[float, float] = (0.0, 0.0)) -> float:
         """Return the value of starting on spot, which is either survived or lost on the way.
@@ -271,6 +278,8 @@ class _Cell:
 
     def solve(self) -> None:
         self._iterate()
+        if self.i:
+            self._pass_ondemand()  # no other state of this node depends on it
         self.outlook.drops[self.at] = self._drop()
 
     def _iterate(self) -> None:
@@ -281,7 +290,6 @@ class _Cell:
                 return
             self._pass_open(guess)
             self._pass_closed()
-            self._pass_ondemand()
             found = self.outlook.idle_closed.rows[self.at][-1]
             change = found - guess
             if abs(change) < TOLERANCE:
