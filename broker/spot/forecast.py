@@ -96,13 +96,9 @@ class SpotMarket:
     def rate(self, loss: float, work_hours: float) -> float:
         """Return the price of an hour of work: spot, expected losses, and the move spread over the expected stay."""
         stay = max(min(self.stint_hours, work_hours), 0.1)
-        return self.price + self.loss_rate * loss + self.move_price / stay
-
-    @property
-    def loss_rate(self) -> float:
-        """Return the expected losses per hour, more after a notice."""
         closes_in = self.candidate.closes_in_hours
-        return self.hazard if closes_in is None else max(self.hazard, 1 / max(closes_in, 0.01))
+        hazard = self.hazard if closes_in is None else max(self.hazard, 1 / max(closes_in, 0.01))
+        return self.price + hazard * loss + self.move_price / stay
 
     def appeal(self, best: SpotMarket, work_hours: float) -> float:
         """Return the share of the best market's saving over on-demand that this one offers, after a move from there.

@@ -92,7 +92,9 @@ class _Scale:
         opened = [each for each in markets if each.candidate.is_open] or markets
         start = fallback.start_hours
         work = view.sure_left_hours / fallback.speed
-        best = min(opened, key=lambda each: each.rate(each.price * start + start, work))
+        best = opened[0]
+        if len(opened) > 1:
+            best = min(opened, key=lambda each: each.rate(each.price * start + start, work))
         found = cls(
             view=view,
             fallback=fallback,
@@ -103,9 +105,7 @@ class _Scale:
             spare=max(spare_hours(view, fallback), 0.0),
             work=work,
         )
-        cheapest = min(opened, key=lambda each: each.rate(0.0, work))
-        calmest = min(opened, key=lambda each: each.loss_rate)
-        if best is cheapest is calmest:  # the best one whatever a loss costs
+        if len(opened) == 1:
             return found
         loss = found.loss_of(best)
         return replace(found, best=min(opened, key=lambda each: each.rate(loss, work)))
