@@ -5,7 +5,8 @@ dollars, and the running mode. Nothing changes within an interval, so a plan use
 all, with one exception: of two partially used intervals, the more expensive one could be shortened and the other
 lengthened. Excess work is therefore taken back at the end, from the last stretch, which ends with the work, or from the
 most expensive earlier stretch that begins a run. A plan is dropped if another one dominates it, or if it cannot beat
-the best one by the Lagrangian bound, which prices each missing hour of work at one fixed rate (`broker.lab.optimum_bound`).
+the best one by the Lagrangian bound, which prices each missing hour of work at one fixed rate
+(`broker.lab.optimum_bound`).
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from broker.lab.markets import Site
-from broker.lab.optimum_bound import IDLE, ONDEMAND, Plan, PricedIntervals, Use
+from broker.lab.optimum_bound import IDLE, ONDEMAND, PricedIntervals, PricedPlan, Use
 
 # The search ignores improvements below this share. Of plans whose work differs by less, it keeps the cheapest by the
 # bound's price and the longest.
@@ -156,8 +157,8 @@ class _Search:
             mode, label, bound = following
 
     def _choose_price(self) -> None:
-        """Find the price of missing work with the highest bound: where two plans cost the same, one with enough work."""
-        less = Plan(modes=(IDLE,) * len(self.intervals), work=0.0, usd=0.0)
+        """Find the price of missing work with the highest bound."""
+        less = PricedPlan(modes=(IDLE,) * len(self.intervals), work=0.0, usd=0.0)
         more, guesses, best_usd = None, iter(PRICES), math.inf
         for _ in range(PRICE_STEPS):
             if more is None:
@@ -187,7 +188,7 @@ class _Search:
     def _is_settled(self) -> bool:
         return self.best * (1 - self.tolerance) <= self._bound(START, self.to_go[0][IDLE])
 
-    def _join(self, less: Plan, more: Plan) -> None:
+    def _join(self, less: PricedPlan, more: PricedPlan) -> None:
         """Try plans that follow one of the two up to some interval, and the other one after it."""
         usd_work = min(self.least_rate, self.price)
         for first, then in ((less, more), (more, less)):

@@ -2,7 +2,7 @@
 
 With a price on work, the best way through the intervals is a shortest path. The highest bound is at the price at which
 two paths cost the same, one with too little work and one with enough (M. Fisher, "The Lagrangian Relaxation Method for
-Solving Integer Programming Problems", 1981). These two paths, joined at an interval, also give plans close to the bound.
+Solving Integer Programming Problems", 1981). These two, joined at an interval, also give plans close to the bound.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ ToGo = list[dict[int, float]]  # by interval and mode before it: the least remai
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class PricedPlan:
     """A mode for each interval, with the work that it does and its cost."""
 
     modes: tuple[int, ...]
@@ -32,7 +32,7 @@ class Plan:
         """Return the cost, with the missing work at a price; excess work counts as negative."""
         return self.usd + price * (work_hours - self.work)
 
-    def find_price(self, other: Plan) -> float:
+    def find_price(self, other: PricedPlan) -> float:
         """Return the price of work at which both plans cost the same."""
         return (other.usd - self.usd) / (other.work - self.work)
 
@@ -62,7 +62,7 @@ class PricedIntervals:
             bounds.append(following)
         return bounds[::-1]
 
-    def follow_bound(self, price: float, to_go: ToGo) -> Plan:
+    def follow_bound(self, price: float, to_go: ToGo) -> PricedPlan:
         """Return the plan of the bound itself, without its pauses that cost less than a start."""
         started = {mode: price * work for mode, work in self.starts.items()}
         mode, modes, kept = IDLE, list[int](), list[int]()  # `kept`: the modes, pauses included
@@ -93,9 +93,9 @@ class PricedIntervals:
                 modes[begin:number] = [mode] * (number - begin)
             paused_usd, begin = 0.0, number
 
-    def _make_plan(self, modes: Sequence[int]) -> Plan:
+    def _make_plan(self, modes: Sequence[int]) -> PricedPlan:
         works, costs, _ = self._sum_up(modes)
-        return Plan(modes=tuple(modes), work=works[-1], usd=costs[-1])
+        return PricedPlan(modes=tuple(modes), work=works[-1], usd=costs[-1])
 
     def _sum_up(self, modes: Sequence[int]) -> tuple[list[float], list[float], list[float]]:
         """Return work and cost before each interval and at the end, and the work that each start costs."""
@@ -108,7 +108,9 @@ class PricedIntervals:
             before = mode
         return works, costs, owed
 
-    def join(self, first: Plan, then: Plan, work_hours: float, usd_work: float) -> Iterator[tuple[int, ...]]:
+    def join(
+        self, first: PricedPlan, then: PricedPlan, work_hours: float, usd_work: float
+    ) -> Iterator[tuple[int, ...]]:
         """Yield the cheapest plans with enough work that follow `first` up to an interval, and `then` after it.
 
         Excess work is worth `usd_work`.

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from broker.lab.markets import make_site
 from broker.lab.offline_optimum import find_optimum, list_intervals
-from broker.lab.optimum_bound import IDLE, Plan, PricedIntervals
+from broker.lab.optimum_bound import IDLE, PricedIntervals, PricedPlan
 from broker.lab.replay import Case, replay
 from broker.lab.traces import Trace, make_default_traces
 from broker.spot.policies import ORACLES, load_policy
@@ -114,7 +114,7 @@ def test_two_plans_are_joined_at_the_interval_where_the_work_suffices() -> None:
     """Work of 6 h in ten hours at 0.3: one plan idles, the other one runs ten hours."""
     use = (0, 1.0, 0.0, 0.3, 0.3)
     intervals = PricedIntervals([[use]] * 10, {0: 0.0})
-    idle = Plan(modes=(IDLE,) * 10, work=0.0, usd=0.0)
+    idle = PricedPlan(modes=(IDLE,) * 10, work=0.0, usd=0.0)
     busy = intervals.follow_bound(1.0, intervals.bound_to_go(1.0))
     assert (busy.modes, busy.work, busy.usd) == ((0,) * 10, 10.0, pytest.approx(3.0))
     assert idle.find_price(busy) == pytest.approx(0.3)
