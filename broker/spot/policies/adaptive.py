@@ -24,6 +24,7 @@ from broker.spot.policies.base import (
     Stay,
     Wait,
     find_fallback,
+    finish_hours,
     is_affordable,
     is_safe_to_start,
     safe_hours,
@@ -71,7 +72,34 @@ def weigh(view: JobView, candidates: Sequence[Candidate], prior: Prior) -> Decis
     elif current is not None and view.time_left_hours < view.work_left_hours / current.speed:
         return Stay(reason="on-demand, already late")
     markets = [read_market(each, fallback, prior) for each in spots]
-    return _Scale.of(view, fallback, markets, prior).choose(current)
+    scale = _Scale.of(view, fallback, markets, prior)
+    if current is not None and current.is_spot:
+        return scale.choose_on_spot(current)
+    near = _find_near_fallback(view, candidates, fallback, current)
+    if near is None:
+        return scale.find_entry(current).choose(current)
+    beside = _Scale.of(view, near, [read_market(each, near, prior) for each in spots], prior)
+    entries = [each.find_entry(current) for each in (beside, replace(scale, has_near=True))]
+    return min(entries, key=lambda each: each.find_usd(current)).choose(current)
+
+
+def _find_near_fallback(
+    view: JobView, candidates: Sequence[Candidate], fallback: Candidate, current: Candidate | None
+) -> Candidate | None:
+    """Return on-demand beside the data that is in time, if nothing runs and the fallback is elsewhere.
+
+    The fallback is the cheapest place for all the work left. Beside the data, on-demand costs more, but the job can
+    change between it and spot without egress.
+    """
+    if fallback.move_usd <= 0 or view.time_left_hours is None or current is not None:
+        return None
+    limit = view.time_left_hours - view.look_hours + EPSILON_HOURS
+    near = [
+        each
+        for each in candidates
+        if not each.is_spot and each.move_usd <= 0 and finish_hours(each, view.sure_left_hours) <= limit
+    ]
+    return min(near, key=lambda each: each.usd_work_hour, default=None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,6 +114,7 @@ class _Scale:
     basis: SpotMarket  # the market of the value function
     spare: float
     work: float
+    has_near: bool = False  # another scale has on-demand beside the data as its fallback
 
     @classmethod
     def of(cls, view: JobView, fallback: Candidate, markets: Sequence[SpotMarket], prior: Prior) -> _Scale:
@@ -115,12 +144,11 @@ class _Scale:
         """Return the value function for the terms of `basis`."""
         return self.outlooks.find(self.basis)
 
-    def choose(self, current: Candidate | None) -> Decision:
-        if current is not None and current.is_spot:
-            return self._choose_on_spot(current)
-        return self._find_entry(current)._choose_off_spot(current)
+    def find_usd(self, current: Candidate | None) -> float:
+        """Return the expected cost to the end of the best option of a job that is not on spot."""
+        return min(self._weigh_options(current, 0.0).values()) * self.fallback.usd_work_hour
 
-    def _find_entry(self, current: Candidate | None) -> _Scale:
+    def find_entry(self, current: Candidate | None) -> _Scale:
         """Choose the place by expected cost to the end, each by its own value function.
 
         In question are the cheap place, the calm one, the one cheapest for all the work, and the best beside the data.
@@ -147,7 +175,8 @@ class _Scale:
     def _has_moves(self) -> bool:
         return any(each.move_price > 0 for each in self.markets)
 
-    def _choose_off_spot(self, current: Candidate | None) -> Decision:
+    def choose(self, current: Candidate | None) -> Decision:
+        """Choose for a job that is not on spot."""
         options = self._weigh_options(current, 0.0)
         best = min(options, key=options.__getitem__)
         weighed = tuple((name, worth * self.fallback.usd_work_hour) for name, worth in options.items())
@@ -191,6 +220,9 @@ class _Scale:
                 age = class_of(closed.candidate.age_hours + ahead)
                 worth = awaited.wait_closed.read(age, awaited.locate(work, spare)) + closed.move_price
                 options[WAITING] = min(worth, options.get(WAITING, math.inf))
+        if self.has_near:  # tables know no egress; where on-demand is hardly needed, the other scale is cheaper
+            for name in options.keys() & {SPOT, WAITING}:
+                options[name] += self._fallback_price + self._return_price
         return options
 
     @cached_property
@@ -224,7 +256,7 @@ class _Scale:
             hours = ahead
         return hours
 
-    def _choose_on_spot(self, current: Candidate) -> Decision:
+    def choose_on_spot(self, current: Candidate) -> Decision:
         """Stay, or move to a place whose gain exceeds the cost of the move."""
         hours = safe_hours(self.view, current, self.fallback)
         here = next(each for each in self.markets if each.candidate is current)
