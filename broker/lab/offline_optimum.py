@@ -5,7 +5,8 @@ dollars, and the running mode. Nothing changes within an interval, so a plan use
 all, with one exception: of two partially used intervals, the more expensive one could be shortened and the other
 lengthened. Excess work is therefore taken back at the end, from the last stretch, which ends with the work, or from the
 most expensive earlier stretch that begins a run. A plan is dropped if another one dominates it, or if it cannot beat
-the best one by the Lagrangian bound, which prices each missing hour of work at one fixed rate.
+the best one by the Lagrangian bound, which prices each missing hour of work at one fixed rate
+(`broker.lab.optimum_bound`).
 """
 
 from __future__ import annotations
@@ -16,12 +17,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from broker.lab.markets import Site
+from broker.lab.optimum_bound import IDLE, ONDEMAND, PricedIntervals, PricedPlan, Use
 
-IDLE, ONDEMAND = -2, -1  # modes: no machines, on-demand; from 0: the site that runs on spot
 # The search ignores improvements below this share. Of plans whose work differs by less, it keeps the cheapest by the
 # bound's price and the longest.
 TOLERANCE = 2e-4
 PRICE_STEPS = 24
+PRICES = (2.0, 8.0, 32.0, 64.0)  # of work, tried until its plan has enough; in prices of on-demand work
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,8 +39,6 @@ class MarketInterval:
 # the work done.
 Label = tuple[float, float, float, float]
 START: Label = (0.0, 0.0, 0.0, 0.0)
-# (mode, work without a start, work that a start costs, usd, usd per hour of work) of one interval.
-_Use = tuple[int, float, float, float, float]
 
 
 def find_optimum(
@@ -98,6 +98,8 @@ class _Search:
         self.best = math.inf
         self.tolerance, self.bucket = tolerance, work_hours * tolerance
         self.uses = [self._list_uses(interval) for interval in intervals]
+        starts = {ONDEMAND: self.ondemand_start * self.ondemand_speed, **dict(enumerate(self.starts))}
+        self.priced = PricedIntervals(self.uses, starts)
         self.walked = [set[tuple[int, Label]]() for _ in intervals]
 
     def run(self) -> float:
@@ -118,7 +120,7 @@ class _Search:
             self._try_sure_to_the_end(mode, plans, 0.0)
         return self.best
 
-    def _list_uses(self, interval: MarketInterval) -> list[_Use]:
+    def _list_uses(self, interval: MarketInterval) -> list[Use]:
         """List the ways to run during an interval: on-demand, then spot at each open site."""
         hours = interval.to_hours - interval.from_hours
         ondemand = (
@@ -155,51 +157,65 @@ class _Search:
             mode, label, bound = following
 
     def _choose_price(self) -> None:
-        """Find the price of missing work with the highest bound: the bound is concave in it."""
-        low, high = 0.0, self.usd_work * 64
+        """Find the price of missing work with the highest bound."""
+        less = PricedPlan(modes=(IDLE,) * len(self.intervals), work=0.0, usd=0.0)
+        more, guesses, best_usd = None, iter(PRICES), math.inf
         for _ in range(PRICE_STEPS):
-            self.price = (low + high) / 2
-            self.to_go = self._bound_to_go()
-            work = self._walk()
-            if self.best * (1 - self.tolerance) <= self._bound(START, self.to_go[0][IDLE]):
-                return  # no other plan is better by more than the tolerance
-            if work < self.work:
-                low = self.price
+            if more is None:
+                guess = next(guesses, None)
+                if guess is None:
+                    return  # no price buys enough work
+                self.price = guess * self.usd_work
             else:
-                high = self.price
+                self.price = less.find_price(more)
+                best_usd = less.total_usd(self.price, self.work)
+            self.to_go = self.priced.bound_to_go(self.price)
+            self._walk()
+            if self._is_settled:
+                return  # no other plan is better by more than the tolerance
+            plan = self.priced.follow_bound(self.price, self.to_go)
+            is_last = plan.total_usd(self.price, self.work) >= best_usd - 1e-9
+            if plan.work < self.work:
+                less = plan
+            else:
+                more = plan
+            if is_last:
+                break
+        if more is not None:
+            self._join(less, more)
 
-    def _bound_to_go(self) -> list[dict[int, float]]:
-        """Return, by interval and mode before it, the least remaining USD minus the value of the work done."""
-        worth = self.price
-        following = dict.fromkeys((IDLE, ONDEMAND, *range(len(self.speeds))), 0.0)
-        bounds = [following]
-        for interval in reversed(self.intervals):
-            hours = interval.to_hours - interval.from_hours
-            own = {
-                IDLE: following[IDLE],
-                ONDEMAND: following[ONDEMAND] + min(0.0, self.ondemand_usd - worth * self.ondemand_speed) * hours,
-            }
-            for index, usd_hour in interval.open_sites:
-                own[index] = following[index] + min(0.0, usd_hour - worth * self.speeds[index]) * hours
-            after_start = min(usd + self._start_usd(mode) for mode, usd in own.items())
-            following = {mode: min(after_start, own.get(mode, math.inf)) for mode in following}
-            bounds.append(following)
-        return bounds[::-1]
+    @property
+    def _is_settled(self) -> bool:
+        return self.best * (1 - self.tolerance) <= self._bound(START, self.to_go[0][IDLE])
 
-    def _start_usd(self, mode: int) -> float:
-        if mode == IDLE:
-            return 0.0
-        return self.price * (self.ondemand_start * self.ondemand_speed if mode == ONDEMAND else self.starts[mode])
+    def _join(self, less: PricedPlan, more: PricedPlan) -> None:
+        """Try plans that follow one of the two up to some interval, and the other one after it."""
+        usd_work = min(self.least_rate, self.price)
+        for first, then in ((less, more), (more, less)):
+            for modes in self.priced.join(first, then, self.work, usd_work):
+                self._follow(modes)
 
-    def _walk(self) -> float:
-        """Follow the bound's own plan; keep its cost as the best if it is in time; return its work."""
+    def _follow(self, modes: Sequence[int]) -> None:
+        """Price the plan with these modes; it may finish before the last interval."""
+        label, before = START, IDLE
+        for number, mode in enumerate(modes):
+            self._try_sure_to_the_end(before, (label,), self.deadline - self.intervals[number].from_hours)
+            if mode != IDLE:
+                _, gain, owed, usd, rate = self.priced.uses[number][mode]
+                left = self._finish(self._use([(before, label)], mode, gain, owed, usd, rate), rate)
+                if not left:
+                    return
+                label = left[0]
+            before = mode
+
+    def _walk(self) -> None:
+        """Follow the bound's own plan; keep its cost as the best if it is in time."""
         mode, label = IDLE, START
         for number in range(len(self.intervals)):
             following = self._step(label, mode, number)
             if following is None:
-                return self.work
+                return
             mode, label, _ = following
-        return label[0]
 
     def _step(self, label: Label, mode: int, number: int) -> tuple[int, Label, float] | None:
         """Return mode, label and bound after an interval by the bound's plan; None if spot can finish within it.

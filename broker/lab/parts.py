@@ -17,8 +17,8 @@ from broker.spot.policies import ORACLES, load_policy
 OPTIMUM_TOLERANCE = 0.003
 OPTIMUM = "optimum"
 # A process of its own costs 0.3 s, and `adaptive` solves its value functions again in each.
-REPLAYS_PART, OPTIMA_PART = 100, 8
-REPLAYS_SHARED_MIN = 100  # with fewer, several processes save nothing
+REPLAYS_PART, OPTIMA_PART = 200, 8
+REPLAYS_SHARED_MIN = 400  # with fewer, processes of their own cost more time than they save
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,11 +20,10 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from broker.spot.durations import AGES, class_of
+from broker.spot.durations import class_of
 from broker.spot.grid import find_node, grow_nodes
+from broker.spot.starts import AGEING, CLASSES, OLDEST, Start, follow_starts
 
-CLASSES = len(AGES)
-OLDEST = CLASSES - 1
 # The assumed age of the period at a second place, as a random moment falls mostly into long periods. A young age makes
 # losses look too expensive; five hours or more is too optimistic where places close together.
 SECOND_CLASS = class_of(2.0)
@@ -37,12 +36,9 @@ TOLERANCE = 5e-4  # hours of on-demand price
 
 Row = list[float]  # the values at one node by age class, the oldest first
 _NOTHING: Row = [0.0] * CLASSES  # no work left: value 0; rows are replaced, never modified
-# The rate at which a period moves from its age class to the next one; the oldest class is absorbing.
-_AGEING = tuple(1 / (AGES[index + 1] - AGES[index]) if index < OLDEST else 0.0 for index in range(CLASSES))
 _SECOND = OLDEST - SECOND_CLASS  # its index in a row
 EVEN_NODES = 10  # of spare time, half a start apart
 LEAPS, LEAP_HOURS = 3, 1e-4  # the value jumps at multiples of a start: a node just below each of the first
-START_PARTS = 50  # time steps of a simulated start
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,18 +94,25 @@ class ValueFunction:
         self.ondemand_ways = _list_ways(terms, self.work, 1.0)
         self.wait_ways = _list_ways(terms, self.spare, WAIT_PRICE)
         self.drops = [0.0] * len(self.run.rows)  # the value just after the loss of spot, by node
-        self.starts = starts = _follow_starts(terms)
-        backs = [_find_back(self.spare, here, terms.start_hours) for here in self.spare]
-        losses = [[_find_back(self.spare, here, each.lost_hours) for each in starts] for here in self.spare]
-        for j in range(1, len(self.work)):
-            for i in range(len(self.spare)):
-                _Cell(self, i, j, starts, backs[i], losses[i]).solve()
+        self.starts = starts = follow_starts(terms.open_hazards, terms.start_hours)
+        self.backs = [_find_back(self.spare, here, terms.start_hours) for here in self.spare]
+        self.losses = [[_find_back(self.spare, here, each.lost_hours) for each in starts] for here in self.spare]
+        self.solved = [0] * len(self.work)  # by node of work: the number of solved nodes of spare time
 
     def locate(self, work: float, spare: float) -> Point:
-        """Return the grid point for any remaining work and spare time."""
+        """Return the grid point for any remaining work and spare time, of which the tables then hold the values."""
         j, across = find_node(self.work, work)
         i, up = find_node(self.spare, spare)
+        if self.solved[j + 1] < i + 2:
+            self._solve(i + 2, j + 1)
         return i * len(self.work) + j, across, up
+
+    def _solve(self, count: int, last: int) -> None:
+        """Solve `count` nodes of spare time up to this node of work. Each depends on those with less of either only."""
+        for j in range(1, last + 1):
+            for i in range(self.solved[j], count):
+                _Cell(self, i, j, self.starts, self.backs[i], self.losses[i]).solve()
+            self.solved[j] = max(self.solved[j], count)
 
     def enter_usd(self, age_class: int, work: float, spare: float, *, seen: tuple[float, float] = (0.0, 0.0)) -> float:
         """Return the value of starting on spot, which is either survived or lost on the way.
@@ -145,7 +148,7 @@ def _list_ways(terms: Terms, nodes: Sequence[float], price: float) -> list[Ways]
     found: list[Ways] = [((), ())]
     for low, high in itertools.pairwise(nodes):
         opened, closed = (
-            tuple(_find_way(h, g, high - low, price) for h, g in zip(hazards, _AGEING, strict=True))[::-1]
+            tuple(_find_way(h, g, high - low, price) for h, g in zip(hazards, AGEING, strict=True))[::-1]
             for hazards in (terms.open_hazards, terms.closed_hazards)
         )
         found.append((opened, closed))
@@ -163,42 +166,6 @@ def _find_way(end_rate: float, age_rate: float, hours: float, price: float) -> W
     return stay, price * passed, ends * here, ends * ahead, ages * here, ages * ahead
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Start:
-    """A start on spot from one age class: survival, mean time of a loss, and the age classes it leads to."""
-
-    survive: float
-    lost_hours: float
-    landings: tuple[tuple[int, float], ...]  # (place in a row, chance), survived starts only
-
-
-def _follow_starts(terms: Terms) -> list[_Start]:
-    """Simulate a start from each age class, the oldest first."""
-    found, step = [], terms.start_hours / START_PARTS
-    rates = [ends + ages for ends, ages in zip(terms.open_hazards, _AGEING, strict=True)]
-    stays = [math.exp(-rate * step) for rate in rates]
-    for begin in range(CLASSES):
-        alive, lost, lost_hours = [0.0] * CLASSES, 0.0, 0.0
-        alive[begin] = 1.0
-        for part in range(START_PARTS):
-            following = [0.0] * CLASSES
-            for index in range(begin, CLASSES):
-                if alive[index] > 0:
-                    ends, ages = terms.open_hazards[index], _AGEING[index]
-                    stay = stays[index]
-                    left = alive[index] * (1 - stay) / max(rates[index], 1e-9)
-                    following[index] += alive[index] * stay
-                    lost += left * ends
-                    lost_hours += left * ends * (part + 0.5) * step
-                    if index < OLDEST:
-                        following[index + 1] += left * ages
-            alive = following
-        landings = tuple((OLDEST - index, share) for index, share in enumerate(alive) if share > 1e-6)
-        mean = lost_hours / lost if lost > 0 else terms.start_hours / 2
-        found.append(_Start(survive=1 - lost, lost_hours=mean, landings=landings))
-    return found[::-1]
-
-
 def _find_back(spare: Sequence[float], here: float, hours: float) -> Back:
     """Return the nodes that bracket the spare time `here - hours`."""
     left = here - hours
@@ -213,7 +180,7 @@ class _Cell:
     """All states at one node of work and spare time. They depend on each other, so they are solved by iteration."""
 
     def __init__(
-        self, outlook: ValueFunction, i: int, j: int, starts: Sequence[_Start], back: Back, losses: Sequence[Back]
+        self, outlook: ValueFunction, i: int, j: int, starts: Sequence[Start], back: Back, losses: Sequence[Back]
     ) -> None:
         self.outlook, self.terms, self.i, self.starts = outlook, outlook.terms, i, starts
         width = len(outlook.work)
@@ -271,6 +238,8 @@ class _Cell:
 
     def solve(self) -> None:
         self._iterate()
+        if self.i:
+            self._pass_ondemand()  # no other state of this node depends on it
         self.outlook.drops[self.at] = self._drop()
 
     def _iterate(self) -> None:
@@ -281,7 +250,6 @@ class _Cell:
                 return
             self._pass_open(guess)
             self._pass_closed()
-            self._pass_ondemand()
             found = self.outlook.idle_closed.rows[self.at][-1]
             change = found - guess
             if abs(change) < TOLERANCE:

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from broker.lab.markets import make_site
 from broker.lab.offline_optimum import find_optimum, list_intervals
+from broker.lab.optimum_bound import IDLE, PricedIntervals, PricedPlan
 from broker.lab.replay import Case, replay
 from broker.lab.traces import Trace, make_default_traces
 from broker.spot.policies import ORACLES, load_policy
@@ -97,6 +98,37 @@ def test_the_optimum_equals_an_exhaustive_search_where_prices_move(
     found = find_optimum(sites, work_hours=work, deadline_hours=14)
     best = search_ticks([one, two], [0.3, 0.3], work, 14, start, [first, second])
     assert best * (1 - 3e-4) <= found <= best + 0.3 * 4
+
+
+@pytest.mark.parametrize(("deadline", "from_hour"), [(60.0, 54.0), (60.0, 143.0), (43.0, 28.0)])
+def test_a_coarse_search_exceeds_a_fine_one_by_its_tolerance_at_most(deadline: float, from_hour: float) -> None:
+    sites = [make_site(each, start_hours=1 / 12, spot_usd_hour=0.1) for each in make_default_traces()]
+    coarse, fine = (
+        find_optimum(sites, work_hours=40, deadline_hours=deadline, from_hour=from_hour, tolerance=tolerance)
+        for tolerance in (3e-3, 1e-3)
+    )
+    assert fine * (1 - 1e-3) <= coarse <= fine * (1 + 4e-3)
+
+
+def test_two_plans_are_joined_at_the_interval_where_the_work_suffices() -> None:
+    """Work of 6 h in ten hours at 0.3: one plan idles, the other one runs ten hours."""
+    use = (0, 1.0, 0.0, 0.3, 0.3)
+    intervals = PricedIntervals([[use]] * 10, {0: 0.0})
+    idle = PricedPlan(modes=(IDLE,) * 10, work=0.0, usd=0.0)
+    busy = intervals.follow_bound(1.0, intervals.bound_to_go(1.0))
+    assert (busy.modes, busy.work, busy.usd) == ((0,) * 10, 10.0, pytest.approx(3.0))
+    assert idle.find_price(busy) == pytest.approx(0.3)
+    first = next(intervals.join(busy, idle, 6.0, 0.0))
+    assert first == (0,) * 6 + (IDLE,) * 4
+
+
+def test_a_pause_that_costs_less_than_a_start_is_filled() -> None:
+    """An hour at 0.5 between hours at 0.1, work worth 0.4: running through it costs 0.1, a start costs 0.2."""
+    cheap, expensive = (0, 1.0, 0.5, 0.1, 0.1), (0, 1.0, 0.5, 0.5, 0.5)
+    intervals = PricedIntervals([[cheap], [cheap], [expensive], [cheap], [cheap]], {0: 0.5})
+    plan = intervals.follow_bound(0.4, intervals.bound_to_go(0.4))
+    assert plan.modes == (0,) * 5
+    assert plan.work == pytest.approx(4.5) and plan.usd == pytest.approx(0.9)
 
 
 def test_the_optimum_over_made_up_markets_pays_at_least_the_lowest_price() -> None:

@@ -6,12 +6,13 @@ import pytest
 
 from broker.lab.benchmark import run_study
 from broker.lab.markets import make_site
-from broker.lab.parts import REPLAYS_SHARED_MIN, Scene
+from broker.lab.parts import OPTIMUM_TOLERANCE, REPLAYS_SHARED_MIN, Scene
 from broker.lab.replay import Case
 from broker.lab.traces import make_trace
 
 JOBS = ((1, 0.1, 6.0), (2, 0.3, 10.0), (3, 0.05, 8.0))  # seed, hours of a start, hours of work
-# USD per policy and job, by the search and the value functions of 2026-11-23, before either was made faster.
+# USD per policy and job, by the search and the value functions of 2026-11-23, before either was made faster. Since then
+# the search finds cheaper plans, within its tolerance.
 MEASURED = {
     "greedy": (1.8039773423147578, 3.143703810623556, 2.5726842839371677),
     "uniform-progress": (1.8039773423147578, 3.143703810623556, 2.9154050832105547),
@@ -36,12 +37,14 @@ def test_replays_and_optima_cost_what_slower_versions_found() -> None:
         score.policy: tuple(outcome.usd for outcome in outcomes)
         for score, outcomes in zip(study.scores, study.outcomes, strict=True)
     }
-    assert found | {"optimum": study.optima} == {name: pytest.approx(usd, rel=1e-9) for name, usd in MEASURED.items()}
+    expected = {name: pytest.approx(usd, rel=1e-9) for name, usd in MEASURED.items()}
+    expected["optimum"] = pytest.approx(MEASURED["optimum"], rel=OPTIMUM_TOLERANCE)
+    assert found | {"optimum": study.optima} == expected
 
 
 @pytest.mark.long
 def test_several_processes_find_the_same_results_as_one() -> None:
-    scenes = [Scene(case=each.case, from_hour=hour) for each in draw_scenes() for hour in range(20)]
+    scenes = [Scene(case=each.case, from_hour=hour) for each in draw_scenes() for hour in range(65)]
     told = list[tuple[int, int, str]]()
     alone, shared = (
         run_study(
@@ -50,4 +53,4 @@ def test_several_processes_find_the_same_results_as_one() -> None:
         for workers in (1, 2)
     )
     assert shared == alone
-    assert 2 * len(scenes) + 30 >= REPLAYS_SHARED_MIN and told[-1][:2] == (150, 150)
+    assert 2 * len(scenes) + 30 >= REPLAYS_SHARED_MIN and told[-1][:2] == (420, 420)

@@ -109,6 +109,20 @@ def test_a_much_cheaper_place_is_worth_its_egress_over_all_the_work_not_over_one
     assert isinstance(decision, Move) and decision.target is far
 
 
+def test_spare_time_is_not_used_up_where_on_demand_beside_the_data_keeps_some() -> None:
+    """On-demand elsewhere is cheaper for all the work, but the job could not return to spot without egress twice."""
+    policy = load_policy("adaptive")
+    near, far = (
+        make_candidate(zone, is_spot=True, usd=0.2, is_open=False, age_hours=2.0, move_usd=egress)
+        for zone, egress in (("a", 0.0), ("b", 2.0))
+    )
+    here = make_candidate("a", is_spot=False, usd=1.13)
+    there = make_candidate("b", is_spot=False, usd=1.0, move_usd=2.0)
+    view = JobView(work_left_hours=47.0, time_left_hours=48.5, work_hours=48.0, deadline_hours=56.0)
+    decision = policy(view, [near, far, here, there])
+    assert isinstance(decision, Move) and decision.target is here
+
+
 def test_places_that_change_together_are_one_market() -> None:
     """They reopen as often as one of them, and are no second chance for each other."""
     sure = make_candidate(is_spot=False)

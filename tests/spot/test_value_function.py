@@ -32,6 +32,17 @@ def test_with_a_market_that_never_opens_only_on_demand_is_used() -> None:
         assert outlook.idle_closed.read(0, outlook.locate(10.0, spare)) == pytest.approx(10.1, rel=1e-3)
 
 
+def test_values_do_not_depend_on_the_order_in_which_they_are_asked() -> None:
+    """Only the nodes up to the asked point are solved."""
+    points = [(2.0, 1.0), (20.0, 0.3), (5.0, 20.0), (23.0, 23.0), (0.5, 0.1)]
+    grown, direct = solve(), solve()
+    ahead = {point: grown.enter_usd(3, *point, seen=(1.0, 1.0)) for point in points}
+    assert {point: direct.enter_usd(3, *point, seen=(1.0, 1.0)) for point in points[::-1]} == ahead
+    small = solve()
+    small.locate(2.0, 1.0)
+    assert 0 < sum(small.solved) < sum(grown.solved) / 2
+
+
 def test_without_spare_time_on_demand_starts_at_once() -> None:
     outlook = solve()
     assert outlook.idle_open.read(0, outlook.locate(10.0, 0.0)) == pytest.approx(10.1)

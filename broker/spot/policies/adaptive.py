@@ -10,10 +10,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 
 from broker.spot.durations import class_of
-from broker.spot.forecast import SpotMarket, count_cohorts_once, expect_second_chance, read_market
+from broker.spot.forecast import SpotMarket, read_market
+from broker.spot.outlook import Outlooks
 from broker.spot.policies.base import (
     EPSILON_HOURS,
     Candidate,
@@ -23,27 +24,22 @@ from broker.spot.policies.base import (
     Stay,
     Wait,
     find_fallback,
+    finish_hours,
     is_affordable,
     is_safe_to_start,
     safe_hours,
     spare_hours,
     take_fallback,
 )
-from broker.spot.prior import MEASURED, Paces, Prior, scale_hazards
-from broker.spot.value_function import Terms, ValueFunction
+from broker.spot.prior import MEASURED, Prior
+from broker.spot.value_function import ValueFunction
 
-PACE_STEP = math.log(2)  # paces are rounded, so that tables can be reused
-# Bounds on the steps: a pace of closed periods below the prior's was measured to cost 0.001 to 0.006 of the optimum.
-OPEN_STEPS, CLOSED_STEPS = (-1, 4), (0, 4)
-CHANCES = (0.0, 0.25, 0.5, 0.75, 0.9, 0.97)
-PRICE_STEP = 0.02
 # Nothing can be learned from hostile markets in time, so their cost beyond on-demand is bounded: by a share, or by a
 # few failed starts if those are more expensive, since recorded markets require that tolerance.
 EXCESS_SHARE_MAX, FAILURES_MAX = 0.015, 3
 LOOK_HOURS_MIN, LOOK_HOURS_MAX = 0.02, 1.0
 LOOKS_AHEAD = tuple(LOOK_HOURS_MIN * 2.0**step for step in range(6))
 MOVE_GAIN = 1.15  # the expected gain of a move must exceed its cost by 15 %, as it is uncertain
-TABLES_MAX = 512
 SPOT, ONDEMAND, WAITING = "spot now", "on-demand now", "waiting"
 
 
@@ -76,7 +72,34 @@ def weigh(view: JobView, candidates: Sequence[Candidate], prior: Prior) -> Decis
     elif current is not None and view.time_left_hours < view.work_left_hours / current.speed:
         return Stay(reason="on-demand, already late")
     markets = [read_market(each, fallback, prior) for each in spots]
-    return _Scale.of(view, fallback, markets, prior).choose(current)
+    scale = _Scale.of(view, fallback, markets, prior)
+    if current is not None and current.is_spot:
+        return scale.choose_on_spot(current)
+    near = _find_near_fallback(view, candidates, fallback, current)
+    if near is None:
+        return scale.find_entry(current).choose(current)
+    beside = _Scale.of(view, near, [read_market(each, near, prior) for each in spots], prior)
+    entries = [each.find_entry(current) for each in (beside, replace(scale, has_near=True))]
+    return min(entries, key=lambda each: each.find_usd(current)).choose(current)
+
+
+def _find_near_fallback(
+    view: JobView, candidates: Sequence[Candidate], fallback: Candidate, current: Candidate | None
+) -> Candidate | None:
+    """Return on-demand beside the data that is in time, if nothing runs and the fallback is elsewhere.
+
+    The fallback is the cheapest place for all the work left. Beside the data, on-demand costs more, but the job can
+    change between it and spot without egress.
+    """
+    if fallback.move_usd <= 0 or view.time_left_hours is None or current is not None:
+        return None
+    limit = view.time_left_hours - view.look_hours + EPSILON_HOURS
+    near = [
+        each
+        for each in candidates
+        if not each.is_spot and each.move_usd <= 0 and finish_hours(each, view.sure_left_hours) <= limit
+    ]
+    return min(near, key=lambda each: each.usd_work_hour, default=None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,12 +109,12 @@ class _Scale:
     view: JobView
     fallback: Candidate
     markets: Sequence[SpotMarket]
-    prior: Prior
+    outlooks: Outlooks
     best: SpotMarket  # the best open market, else the best one to wait for
-    outlook: ValueFunction  # for the terms of `basis`
-    basis: SpotMarket
+    basis: SpotMarket  # the market of the value function
     spare: float
     work: float
+    has_near: bool = False  # another scale has on-demand beside the data as its fallback
 
     @classmethod
     def of(cls, view: JobView, fallback: Candidate, markets: Sequence[SpotMarket], prior: Prior) -> _Scale:
@@ -105,9 +128,8 @@ class _Scale:
             view=view,
             fallback=fallback,
             markets=markets,
-            prior=prior,
+            outlooks=Outlooks(view, fallback, markets, prior),
             best=best,
-            outlook=_find_outlook(view, fallback, markets, best, prior),
             basis=best,
             spare=max(spare_hours(view, fallback), 0.0),
             work=work,
@@ -117,12 +139,16 @@ class _Scale:
         loss = found.loss_of(best)
         return replace(found, best=min(opened, key=lambda each: each.rate(loss, work)))
 
-    def choose(self, current: Candidate | None) -> Decision:
-        if current is not None and current.is_spot:
-            return self._choose_on_spot(current)
-        return self._find_entry(current)._choose_off_spot(current)
+    @property
+    def outlook(self) -> ValueFunction:
+        """Return the value function for the terms of `basis`."""
+        return self.outlooks.find(self.basis)
 
-    def _find_entry(self, current: Candidate | None) -> _Scale:
+    def find_usd(self, current: Candidate | None) -> float:
+        """Return the expected cost to the end of the best option of a job that is not on spot."""
+        return min(self._weigh_options(current, 0.0).values()) * self.fallback.usd_work_hour
+
+    def find_entry(self, current: Candidate | None) -> _Scale:
         """Choose the place by expected cost to the end, each by its own value function.
 
         In question are the cheap place, the calm one, the one cheapest for all the work, and the best beside the data.
@@ -143,16 +169,14 @@ class _Scale:
 
     def _consider(self, market: SpotMarket) -> _Scale:
         """Return the scale by the value function of this market."""
-        if market is self.basis:
-            return replace(self, best=market)
-        outlook = _find_outlook(self.view, self.fallback, self.markets, market, self.prior)
-        return replace(self, best=market, outlook=outlook, basis=market)
+        return replace(self, best=market, basis=market)
 
     @cached_property
     def _has_moves(self) -> bool:
         return any(each.move_price > 0 for each in self.markets)
 
-    def _choose_off_spot(self, current: Candidate | None) -> Decision:
+    def choose(self, current: Candidate | None) -> Decision:
+        """Choose for a job that is not on spot."""
         options = self._weigh_options(current, 0.0)
         best = min(options, key=options.__getitem__)
         weighed = tuple((name, worth * self.fallback.usd_work_hour) for name, worth in options.items())
@@ -196,6 +220,9 @@ class _Scale:
                 age = class_of(closed.candidate.age_hours + ahead)
                 worth = awaited.wait_closed.read(age, awaited.locate(work, spare)) + closed.move_price
                 options[WAITING] = min(worth, options.get(WAITING, math.inf))
+        if self.has_near:  # tables know no egress; where on-demand is hardly needed, the other scale is cheaper
+            for name in options.keys() & {SPOT, WAITING}:
+                options[name] += self._fallback_price + self._return_price
         return options
 
     @cached_property
@@ -229,7 +256,7 @@ class _Scale:
             hours = ahead
         return hours
 
-    def _choose_on_spot(self, current: Candidate) -> Decision:
+    def choose_on_spot(self, current: Candidate) -> Decision:
         """Stay, or move to a place whose gain exceeds the cost of the move."""
         hours = safe_hours(self.view, current, self.fallback)
         here = next(each for each in self.markets if each.candidate is current)
@@ -290,10 +317,7 @@ class _Scale:
                     key=lambda each: (each.price + each.move_price / max(self.work, 0.1), each.candidate.age_hours),
                 )
                 found[id(cheapest)] = cheapest
-        return [
-            (each, _find_outlook(self.view, self.fallback, self.markets, each, self.prior, is_alone=True))
-            for each in found.values()
-        ]
+        return [(each, self.outlooks.find(each, is_alone=True)) for each in found.values()]
 
     @cached_property
     def _can_enter(self) -> bool:
@@ -324,73 +348,3 @@ def _weigh_without_deadline(view: JobView, current: Candidate | None, markets: S
     if best is not here and gain > MOVE_GAIN * (best.loss_price + best.move_price):
         return Move(target=best.candidate, reason="another location is cheaper, including the move")
     return Stay(hours=LOOK_HOURS_MAX if len(markets) > 1 else math.inf, reason="on spot")
-
-
-def _find_outlook(
-    view: JobView,
-    fallback: Candidate,
-    markets: Sequence[SpotMarket],
-    best: SpotMarket,
-    prior: Prior,
-    *,
-    is_alone: bool = False,
-) -> ValueFunction:
-    """Return the value function of the best market; alone, it reopens at its own rate."""
-    assert view.time_left_hours is not None
-    left = view.work_left_hours / fallback.speed
-    chance = expect_second_chance(markets, best, left)
-    work = max(view.work_hours, view.work_left_hours) / fallback.speed
-    spare = max((view.deadline_hours or 0.0) - work, view.time_left_hours - view.work_left_hours / fallback.speed, 0.1)
-    appeals = [float(each is best) if is_alone else each.appeal(best, left) for each in markets]
-    if not is_alone:
-        appeals = count_cohorts_once(markets, appeals)
-    reopening = tuple(
-        sum(each.closed_paces[half] * appeal for each, appeal in zip(markets, appeals, strict=True)) for half in (0, 1)
-    )
-    return _solve(
-        prior,
-        _round_paces(best.open_paces, OPEN_STEPS),
-        _round_paces((reopening[0], reopening[1]), CLOSED_STEPS),
-        max(each for each in CHANCES if each <= chance + 0.02),
-        round(best.price / PRICE_STEP) * PRICE_STEP,
-        round(max(best.candidate.start_hours, 0.005), 4),
-        _round_up(work),
-        _round_up(spare),
-    )
-
-
-def _round_paces(paces: Paces, bounds: tuple[int, int]) -> tuple[int, int]:
-    young, old = (max(bounds[0], min(round(math.log(each) / PACE_STEP), bounds[1])) for each in paces)
-    return young, old
-
-
-def _round_up(hours: float) -> float:
-    """Round up to a grid of eight steps per octave."""
-    return math.exp2(math.ceil(math.log2(max(hours, 0.1)) * 8 - 1e-9) / 8)
-
-
-@lru_cache(maxsize=TABLES_MAX)
-def _solve(
-    prior: Prior,
-    opened: tuple[int, int],
-    closed: tuple[int, int],
-    chance: float,
-    price: float,
-    start: float,
-    work: float,
-    spare: float,
-) -> ValueFunction:
-    def restore(steps: tuple[int, int]) -> Paces:
-        return math.exp(steps[0] * PACE_STEP), math.exp(steps[1] * PACE_STEP)
-
-    return ValueFunction(
-        Terms(
-            open_hazards=scale_hazards(prior.open_hazards, restore(opened)),
-            closed_hazards=scale_hazards(prior.closed_hazards, restore(closed)),
-            spot_price=price,
-            start_hours=start,
-            work_hours=work,
-            spare_hours=spare,
-            second_chance=chance,
-        )
-    )
