@@ -58,7 +58,7 @@ class ServiceController:
         self._meter = DemandMeter()
         self._scaling: ScalingState | None = None
         self._failures = 0
-        self._generation = -1  # of the newest routing file
+        self._routing: Routing | None = None  # the newest routing file
         self._next_start_s = self._next_balancer_s = -math.inf
         self._canary: Canary | None = None
 
@@ -85,7 +85,7 @@ class ServiceController:
             return self._take_down(service, folder, seen)
         task = self._store.services.get_task(self._name, service.version)
         assert task.service is not None, "`serve up` accepts only tasks with a service"
-        seen = [kept for each in seen if (kept := self._settle(service, task.service, each)) is not None]
+        seen = [kept for each in seen if (kept := self._settle(service, task.service, each, load)) is not None]
         self._reconcile(service, task, seen, load)
         self._publish(service, task.service, folder, seen)
         self._ensure_balancer(folder)
@@ -101,7 +101,9 @@ class ServiceController:
             return None
         return load if load and self._clock.now_s() - load.time_s <= LOAD_AGE_S_MAX else None
 
-    def _settle(self, service: Service, spec: ServiceSpec, seen: ObservedReplica) -> ObservedReplica | None:
+    def _settle(
+        self, service: Service, spec: ServiceSpec, seen: ObservedReplica, load: Load | None
+    ) -> ObservedReplica | None:
         """Record what happened to a replica; return None if it is gone, otherwise the replica."""
         replica, store = seen.replica, self._store.services
         if seen.is_over:
@@ -127,7 +129,7 @@ class ServiceController:
                 store.put_replica(replica)
                 self._record_failure(service, replica, reason)
         if replica.drained_s is not None:
-            self._end_drained(seen, replica)
+            self._end_drained(seen, replica, load)
         return replace(seen, replica=replica)
 
     def _find_fault(self, spec: ServiceSpec, seen: ObservedReplica) -> str:
@@ -139,13 +141,25 @@ class ServiceController:
             return ""
         return f"not ready for {most_s:g} s: {seen.error}"
 
-    def _end_drained(self, seen: ObservedReplica, replica: Replica) -> None:
-        """Cancel the job of a drained replica once its requests have ended, or after the longest time for that."""
+    def _end_drained(self, seen: ObservedReplica, replica: Replica, load: Load | None) -> None:
+        """Cancel the job of a drained replica once its requests have ended, or after the longest time for that.
+
+        A failed probe is not enough: a busy replica may still answer the requests it has. A lost one has none.
+        """
         assert replica.drained_s is not None
         is_late = self._clock.now_s() - replica.drained_s >= DRAIN_S_MAX
-        was_adopted = seen.backend is None or seen.backend.is_draining
-        if is_late or not seen.is_ready or (was_adopted and seen.in_flight == 0 and self._has_adopted):
+        if replica.failure or is_late or not (seen.in_flight or self._may_get_requests(replica, load)):
             self._store.jobs.request_cancel(replica.job_id)
+
+    def _may_get_requests(self, replica: Replica, load: Load | None) -> bool:
+        """Return whether requests may have begun at a drained replica since this report, from which `in_flight` is.
+
+        They may until the balancer reports that it acts on a routing file that drains the replica.
+        """
+        routing = self._routing
+        if load is None or routing is None or load.generation != routing.generation:
+            return True
+        return any(each.number == replica.number and not each.is_draining for each in routing.backends)
 
     def _record_failure(self, service: Service, replica: Replica, reason: str) -> None:
         """Count a failed replica; a version that was never ready is given up after three."""
@@ -285,14 +299,7 @@ class ServiceController:
         if wanted != known:
             wanted = replace(wanted, generation=int(self._clock.now_s() * 1000) + (known.generation if known else 0))
             write_file(folder.routing, wanted)
-        self._generation = wanted.generation
-
-    @property
-    def _has_adopted(self) -> bool:
-        """Return whether the balancer acts on the newest routing file."""
-        service = self._store.services.get(self._name)
-        load = self._read_load(find_folder(self._config, service)) if service else None
-        return load is not None and load.generation == self._generation
+        self._routing = wanted
 
     def _ensure_balancer(self, folder: ServiceFolder) -> None:
         now_s = self._clock.now_s()

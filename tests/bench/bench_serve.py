@@ -2,7 +2,8 @@
 
 Not collected by pytest; Linux. Parts, all by default:
     kills      50 open streams while replicas are killed with SIGKILL (--kills): broken and different streams, silences
-    updates    rolling updates under load (--updates): failed requests
+    updates    rolling updates of replicas by hand, under load with open streams (--updates): failed requests
+    rollouts   the same by `broker serve update`, with daemon and machines of the local cloud
     balancer   processor time per request, memory per idle stream (--streams), time until a dead replica is out
     placement  replicas on recordings: share of time with all of them ready, and cost over on-demand: both bars for
                4 replicas with a bound that knows the future, then each of --replicas and --cold-starts
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import signal
 import statistics
 import sys
 import tempfile
@@ -25,7 +27,11 @@ from pathlib import Path
 import aiohttp
 
 from tests.bench.serve_placement import find_bound, read_market, replay
+from tests.cli.conftest import Shell
 from tests.serve.live_bed import LOOK_S, LiveBed, read_cpu_s, read_resident_bytes, survive, update
+from tests.serve.live_load import LoadTally
+from tests.serve.live_service import LiveService, roll
+from tests.signals import signal_all
 
 REQUEST_CPU_MS_MAX, DEAD_S_MAX, IDLE_MIB_MAX = 0.4, 0.2, 300.0  # of 10,000 idle streams
 IDLE_STREAMS_ASKED = 10_000
@@ -53,13 +59,30 @@ async def bench_kills(folder: Path, arguments: argparse.Namespace) -> bool:
 
 
 async def bench_updates(folder: Path, arguments: argparse.Namespace) -> bool:
-    bed = LiveBed(folder, pause_s=0.0)
+    bed = LiveBed(folder, pause_s=0.02)
     async with bed.run(2):
-        requests, failed = await update(bed, updates=arguments.updates, clients=8)
-    show("rolling updates of 2 replicas", arguments.updates)
-    show("requests meanwhile", requests)
-    show("failed requests (must be 0)", failed)
-    return failed == 0
+        tally = await update(bed, updates=arguments.updates, clients=8, streams=16)
+    return show_load(arguments.updates, tally)
+
+
+async def bench_rollouts(folder: Path, arguments: argparse.Namespace) -> bool:
+    shell = Shell(folder)
+    try:
+        tally = await roll(LiveService(shell, replicas=2), updates=arguments.updates, clients=4, streams=8)
+    finally:
+        signal_all(shell.find_processes("broker daemon"), signal.SIGTERM)
+    return show_load(arguments.updates, tally)
+
+
+def show_load(updates: int, tally: LoadTally) -> bool:
+    show("rolling updates of 2 replicas", updates)
+    show("requests meanwhile", tally.requests)
+    show("failed requests (must be 0)", len(tally.errors))
+    show("streams read to the end", tally.streams.ended)
+    show("streams broken, different (must be 0)", f"{tally.streams.broken}, {tally.streams.different}")
+    for error in tally.errors[:5]:
+        show("", error)
+    return tally.failed == 0
 
 
 async def bench_balancer(folder: Path, arguments: argparse.Namespace) -> bool:
@@ -162,6 +185,7 @@ async def bench_placement(folder: Path, arguments: argparse.Namespace) -> bool:
 PARTS: dict[str, Callable[[Path, argparse.Namespace], Awaitable[bool]]] = {
     "kills": bench_kills,
     "updates": bench_updates,
+    "rollouts": bench_rollouts,
     "balancer": bench_balancer,
     "placement": bench_placement,
 }

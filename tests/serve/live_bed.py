@@ -4,23 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import os
 import random
 import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import aiohttp
 
 from broker.serve.files import Backend, Load, Routing, ServiceFolder, read_file, write_file
 from broker.types import ReadinessProbe
-from tests.serve.stand_in import expect_text
+from tests.serve.live_load import LoadTally, StreamTally, read_streams, steady_load
 
 PROBE = ReadinessProbe(path="/health", interval_s=0.05, timeout_s=15)
 LOOK_S = 0.01
@@ -47,16 +45,6 @@ def read_resident_bytes(pid: int) -> int:
 class Replica:
     backend: Backend
     process: subprocess.Popen[bytes]
-
-
-@dataclass
-class StreamTally:
-    """What clients saw. `gaps_s` are the longest silences of streams, one each."""
-
-    ended: int = 0
-    broken: int = 0
-    different: int = 0
-    gaps_s: list[float] = field(default_factory=list)
 
 
 class LiveBed:
@@ -186,45 +174,15 @@ class LiveBed:
             self.draining.discard(number)
             self.publish()
 
-    async def read_streams(self, client: aiohttp.ClientSession, name: str, tally: StreamTally, tokens: int) -> None:
-        """Read one stream after the other until cancelled; compare each with the undisturbed output."""
-        for turn in range(1_000_000):
-            prompt = f"{name}-{turn}"
-            try:
-                text, gap_s = await self._read_stream(client, prompt, tokens)
-            except (aiohttp.ClientError, ConnectionError):
-                tally.broken += 1
-                continue
-            tally.ended += 1
-            tally.different += text != expect_text(prompt, tokens)
-            tally.gaps_s.append(gap_s)
-
-    async def _read_stream(self, client: aiohttp.ClientSession, prompt: str, tokens: int) -> tuple[str, float]:
-        """Return the text, and the longest silence in seconds. Raises ClientError for a stream that breaks off."""
-        body = {"prompt": prompt, "stream": True, "max_tokens": tokens, "temperature": 0}
-        last_s, gap_s, parts, is_done = time.monotonic(), 0.0, list[str](), False
-        async with client.post(f"{self.url}/v1/completions", json=body) as response:
-            if response.status != 200:
-                raise aiohttp.ClientError(f"the balancer answered with {response.status}")
-            async for line in response.content:
-                if not line.startswith(b"data: "):
-                    continue
-                now_s = time.monotonic()
-                gap_s, last_s = max(gap_s, now_s - last_s), now_s
-                if line.strip() == b"data: [DONE]":
-                    is_done = True
-                else:
-                    parts.append(json.loads(line[6:])["choices"][0]["text"])
-        if not is_done:
-            raise aiohttp.ClientError("the stream ended early")
-        return "".join(parts), gap_s
-
 
 async def survive(bed: LiveBed, *, streams: int, kills: int, tokens: int, seed: int) -> StreamTally:
     """Keep this many streams open while replicas are killed; let the open ones end."""
     tally = StreamTally()
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as client:
-        readers = [asyncio.ensure_future(bed.read_streams(client, f"s{n}", tally, tokens)) for n in range(streams)]
+        readers = [
+            asyncio.ensure_future(read_streams(client, bed.url, f"s{number}", tally, tokens=tokens))
+            for number in range(streams)
+        ]
         await bed.kill_at_random(kills, random.Random(seed), ready_min=2)
         ended = tally.ended
         while tally.ended < ended + streams and not tally.broken:
@@ -235,26 +193,9 @@ async def survive(bed: LiveBed, *, streams: int, kills: int, tokens: int, seed: 
     return tally
 
 
-async def update(bed: LiveBed, *, updates: int, clients: int) -> tuple[int, int]:
-    """Replace all replicas this many times under load; return the requests, and those that failed."""
-    counts = [0, 0]
-
-    async def ask(client: aiohttp.ClientSession) -> None:
-        while True:
-            try:
-                async with client.post(f"{bed.url}/echo", data=b"x") as response:
-                    is_good = response.status == 200 and await response.read() == b"x"
-            except aiohttp.ClientError:
-                is_good = False
-            counts[0] += 1
-            counts[1] += not is_good
-            await asyncio.sleep(0.005)
-
-    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as client:
-        askers = [asyncio.ensure_future(ask(client)) for _ in range(clients)]
+async def update(bed: LiveBed, *, updates: int, clients: int, streams: int) -> LoadTally:
+    """Replace all replicas this many times under load."""
+    async with steady_load(bed.url, clients=clients, streams=streams) as tally:
         for version in range(2, updates + 2):
             await bed.replace_all(version)
-        for each in askers:
-            each.cancel()
-        await asyncio.gather(*askers, return_exceptions=True)
-    return counts[0], counts[1]
+    return tally

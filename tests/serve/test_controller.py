@@ -236,6 +236,74 @@ def test_replica_drains_until_its_requests_have_ended(tmp_path: Path) -> None:
     assert [each.version for each in world.store.services.list_replicas("web")] == [2]
 
 
+def drain_old_replica(world: World) -> int:
+    """Update a service of one replica until the old one is drained; return the old one's job."""
+    world.settle()
+    job_id = world.store.services.list_replicas("web")[0].job_id
+    world.store.services.add_version("web", make_task(count=1, version="b"))
+    while world.store.services.list_replicas("web")[0].drained_s is None:
+        world.settle(1)
+    return job_id
+
+
+def step(world: World, **load: Any) -> None:
+    """Take one step with this report of the balancer about the old replica; the new one is ready."""
+    routing = read_file(world.folder.routing, Routing)
+    assert routing is not None
+    fields = {"generation": routing.generation, "time_s": world.clock.now, "is_ready": True, "in_flight": 1, **load}
+    first = ReplicaLoad(is_ready=fields["is_ready"], in_flight=fields["in_flight"], since_s=0.0)
+    replicas = {1: first, 2: ReplicaLoad(is_ready=True, in_flight=0, since_s=0.0)}
+    write_file(
+        world.folder.load, Load(generation=fields["generation"], time_s=fields["time_s"], pid=1, replicas=replicas)
+    )
+    world.is_locked_run()
+    world.clock.now += 1
+
+
+def test_drained_replica_keeps_its_requests_while_its_probe_fails_or_the_balancer_is_silent(tmp_path: Path) -> None:
+    world = World(tmp_path, make_task(count=1))
+    job_id = drain_old_replica(world)
+
+    def is_cancelled() -> bool:
+        job = world.store.jobs.get(job_id)
+        return job is not None and job.cancel_requested
+
+    step(world, is_ready=False)
+    assert not is_cancelled()
+    step(world, time_s=world.clock.now - 60)  # the balancer is alive, but has not written for a minute
+    assert not is_cancelled()
+    step(world, generation=0, in_flight=0)  # it does not act on the drain yet
+    assert not is_cancelled()
+    step(world, in_flight=0)
+    assert is_cancelled()
+
+
+def test_report_from_before_the_drain_does_not_end_a_replica_that_got_a_request_since(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = World(tmp_path, make_task(count=1))
+    job_id = drain_old_replica(world)
+    routing = read_file(world.folder.routing, Routing)
+    assert routing is not None
+    late = Load(
+        generation=routing.generation, time_s=world.clock.now, pid=1,
+        replicas={1: ReplicaLoad(is_ready=True, in_flight=1, since_s=0.0)},
+    )  # fmt: skip
+    reads = list[Load]()
+
+    def read(path: Path, kind: type[Any]) -> Any:
+        found = read_file(path, kind)
+        if kind is Load:
+            reads.append(found)
+            write_file(path, late)  # the balancer reports after the controller's first look
+        return found
+
+    monkeypatch.setattr("broker.serve.controller.read_file", read)
+    step(world, generation=routing.generation - 1, in_flight=0)
+    job = world.store.jobs.get(job_id)
+    assert reads and job is not None and not job.cancel_requested
+
+
 def test_down_leaves_nothing(tmp_path: Path) -> None:
     world = World(tmp_path)
     world.settle()

@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.cli.conftest import Shell
 from tests.serve.live_bed import LiveBed, survive, update
+from tests.serve.live_service import LiveService, roll
 
 pytestmark = pytest.mark.long
 
@@ -25,11 +27,17 @@ def test_fifty_open_streams_survive_eight_kills_identically(tmp_path: Path) -> N
     asyncio.run(run())
 
 
-def test_rolling_updates_under_load_fail_no_request(tmp_path: Path) -> None:
+def test_rolling_updates_under_load_fail_no_request_and_no_stream(tmp_path: Path) -> None:
     async def run() -> None:
-        bed = LiveBed(tmp_path, pause_s=0.0)
+        bed = LiveBed(tmp_path, pause_s=0.01)
         async with bed.run(2):
-            requests, failed = await update(bed, updates=2, clients=8)
-        assert failed == 0 and requests > 0
+            tally = await update(bed, updates=2, clients=8, streams=8)
+        assert tally.failed == 0 and tally.requests > 0 and tally.streams.ended > 0
 
     asyncio.run(run())
+
+
+@pytest.mark.slow
+def test_rolling_updates_of_a_real_service_fail_no_request_and_no_stream(shell: Shell) -> None:
+    tally = asyncio.run(roll(LiveService(shell, replicas=2), updates=2, clients=4, streams=4))
+    assert tally.failed == 0 and tally.requests > 0 and tally.streams.ended > 0
