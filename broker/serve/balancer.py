@@ -22,6 +22,7 @@ from broker.clock import Clock
 from broker.errors import BrokerError, StateError
 from broker.locks import try_lock
 from broker.serve.admission import Gate
+from broker.serve.credentials import make_client_context
 from broker.serve.files import Load, Routing, ServiceFolder, read_file, write_file
 from broker.serve.keys import UsageBook, read_keys, read_usage
 from broker.serve.proxying import Proxy
@@ -108,7 +109,8 @@ class Balancer:
     async def listen(self) -> AsyncIterator[int]:
         """Listen and probe; yield the port."""
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S)
-        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=15)
+        # Without credentials no replica is encrypted.
+        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=15, ssl=make_client_context(self._folder) or True)
         async with aiohttp.ClientSession(connector=connector, timeout=timeout, auto_decompress=False) as session:
             draw = random.Random()
             self.proxy = Proxy(self.table, session, self._routing, self.gate, clock=self._clock, draw=draw)

@@ -19,10 +19,11 @@ from broker.errors import StateError, UsageError
 from broker.locks import is_locked
 from broker.provision.refusals import draw_backoff_s
 from broker.serve.canary import Canary, read_canary, remove_canary
+from broker.serve.credentials import ensure_credentials, make_secrets
 from broker.serve.files import Backend, Load, Routing, ServiceFolder, read_file, write_file
 from broker.serve.observing import LOAD_AGE_S_MAX, DemandMeter, ObservedReplica, observe
 from broker.serve.reconciling import Slot, decide
-from broker.serve.replicas import find_folder, find_needs, make_replica_task, remove_folder
+from broker.serve.replicas import ReplicaPorts, find_folder, find_needs, make_replica_task, remove_folder
 from broker.serve.scaling import ScalingState, count_replicas, scale
 from broker.serve.slots import Place, PlacementRequest, SlotChooser, measure_cold_start_s
 from broker.state.store import Store
@@ -50,11 +51,11 @@ class ServiceController:
         config: Config,
         place: Place,
         launch_balancer: LaunchBalancer,
-        draw_port: Callable[[Task, ServiceSpec], int],
+        draw_ports: Callable[[Task, ServiceSpec], ReplicaPorts],
     ) -> None:
         self._name = name
         self._store, self._clock, self._config = store, clock, config
-        self._chooser, self._launch_balancer, self._draw_port = SlotChooser(place), launch_balancer, draw_port
+        self._chooser, self._launch_balancer, self._draw_ports = SlotChooser(place), launch_balancer, draw_ports
         self._meter = DemandMeter()
         self._scaling: ScalingState | None = None
         self._failures = 0
@@ -250,17 +251,18 @@ class ServiceController:
 
     def _start(self, service: Service, task: Task, spec: ServiceSpec, slot: Slot) -> None:
         """Add a replica and its job in one transaction."""
-        port = self._draw_port(task, spec)
+        ports = self._draw_ports(task, spec)
+        secrets = make_secrets(find_folder(self._config, service), service.name)
         with self._store.transaction():
             number = self._store.services.draw_number(self._name)
-            replica_task = make_replica_task(service, task, slot, number=number, port=port)
+            replica_task = make_replica_task(service, task, slot, number=number, ports=ports, secrets=secrets)
             job = self._store.jobs.add(
                 f"{service.name}-{number}", replica_task, f"service/{service.name}/{service.uid}/{number}",
                 needs=find_needs(self._store, task), pipeline=task.pipeline or "",
             )  # fmt: skip
             self._store.services.put_replica(
                 Replica(
-                    service=service.name, number=number, version=service.version, job_id=job.id, port=port,
+                    service=service.name, number=number, version=service.version, job_id=job.id, port=ports.entrance,
                     created_s=self._clock.now_s(), is_spot=slot.is_spot, region=slot.region, zone=slot.zone,
                 )
             )  # fmt: skip
@@ -306,6 +308,7 @@ class ServiceController:
         if is_locked(folder.lock) or now_s < self._next_balancer_s:
             return
         self._next_balancer_s = now_s + BALANCER_EVERY_S
+        ensure_credentials(folder, self._name)  # it reads them once
         if self._launch_balancer(folder):
             self._store.services.add_event(self._name, ServiceEventKind.BALANCER_STARTED)
 

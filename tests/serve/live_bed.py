@@ -16,6 +16,8 @@ from pathlib import Path
 
 import aiohttp
 
+from broker.agent import FOLDER
+from broker.serve.credentials import CLIENT_SECRET, make_secrets
 from broker.serve.files import Backend, Load, Routing, ServiceFolder, read_file, write_file
 from broker.types import ReadinessProbe
 from tests.serve.live_load import LoadTally, StreamTally, read_streams, steady_load
@@ -41,17 +43,34 @@ def read_resident_bytes(pid: int) -> int:
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
+ENTRANCE = """\
+import sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+import agent_entrance
+pem, client, port, program_port = Path(sys.argv[2]), Path(sys.argv[3]).read_text(), *map(int, sys.argv[4:])
+agent_entrance.serve("127.0.0.1", port, program_port, agent_entrance.make_context(pem, client))
+"""
+
+
 @dataclass
 class Replica:
+    """An engine at `port`; the balancer connects to the backend's port, where an `entrance` may be before it."""
+
     backend: Backend
+    port: int
     process: subprocess.Popen[bytes]
+    entrance: subprocess.Popen[bytes] | None = None
 
 
 class LiveBed:
-    """Replica processes behind a balancer process. `pause_s` is the time between two tokens of a stream."""
+    """Replica processes behind a balancer process. `pause_s` is the time between two tokens of a stream.
 
-    def __init__(self, folder: Path, *, pause_s: float) -> None:
-        self.folder, self.pause_s = ServiceFolder(path=folder), pause_s
+    `is_encrypted`: each replica has the entrance of a node, as a process of its own.
+    """
+
+    def __init__(self, folder: Path, *, pause_s: float, is_encrypted: bool = False) -> None:
+        self.folder, self.pause_s, self.is_encrypted = ServiceFolder(path=folder), pause_s, is_encrypted
         self.replicas: dict[int, Replica] = {}
         self.draining: set[int] = set()
         self.routing = Routing(generation=1, host="127.0.0.1", port=draw_free_port(), probe=PROBE)
@@ -75,10 +94,11 @@ class LiveBed:
             await self.until_ready(count)
             yield
         finally:
-            left = [each.process for each in self.replicas.values()] + ([self._balancer] if self._balancer else [])
-            for process in left:
-                process.kill()
-                process.wait()
+            entrances = [each.entrance for each in self.replicas.values()]
+            for process in (*(each.process for each in self.replicas.values()), *entrances, self._balancer):
+                if process is not None:
+                    process.kill()
+                    process.wait()
 
     def _launch_balancer(self) -> subprocess.Popen[bytes]:
         argv = [sys.executable, "-m", "broker", "balancer", str(self.folder.path)]
@@ -97,22 +117,37 @@ class LiveBed:
     def add(self, *, version: int) -> int:
         """Start a replica on a free port; return its number. It gets requests once it is published."""
         self._drawn += 1
-        backend = Backend(number=self._drawn, version=version, host="127.0.0.1", port=draw_free_port())
-        self.replicas[self._drawn] = Replica(backend, self._launch(backend.port))
+        backend = Backend(
+            number=self._drawn, version=version, host="127.0.0.1", port=draw_free_port(),
+            is_encrypted=self.is_encrypted,
+        )  # fmt: skip
+        port = draw_free_port() if self.is_encrypted else backend.port
+        replica = Replica(backend, port, self._launch(port))
+        if self.is_encrypted:
+            replica.entrance = self._launch_entrance(backend.port, port)
+        self.replicas[self._drawn] = replica
         return self._drawn
+
+    def _launch_entrance(self, port: int, program_port: int) -> subprocess.Popen[bytes]:
+        secrets = make_secrets(self.folder, "bed")
+        pem, client = self.folder.replica_pem, self.folder.path / "client.pem"
+        client.write_text(secrets[CLIENT_SECRET].value)
+        words = [str(FOLDER), str(pem), str(client), str(port), str(program_port)]
+        return subprocess.Popen([sys.executable, "-I", "-S", "-c", ENTRANCE, *words])
 
     def _launch(self, port: int) -> subprocess.Popen[bytes]:
         argv = [sys.executable, "-m", "tests.serve.stand_in", "--port", str(port), "--pause", str(self.pause_s)]
         return subprocess.Popen(argv)
 
     def kill(self, number: int) -> None:
+        """Kill the engine with SIGKILL; an entrance stays, as it does where only the program dies."""
         self.replicas[number].process.send_signal(signal.SIGKILL)
         self.replicas[number].process.wait()
 
     def restart(self, number: int) -> None:
         """Start a killed replica again at its port."""
         replica = self.replicas[number]
-        replica.process = self._launch(replica.backend.port)
+        replica.process = self._launch(replica.port)
 
     def publish(self) -> None:
         """Write the routing file, as the service's controller does."""
@@ -170,7 +205,9 @@ class LiveBed:
             ):
                 await asyncio.sleep(LOOK_S)
             self.kill(number)
-            del self.replicas[number]
+            if (entrance := self.replicas.pop(number).entrance) is not None:
+                entrance.kill()
+                entrance.wait()
             self.draining.discard(number)
             self.publish()
 

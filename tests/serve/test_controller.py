@@ -18,7 +18,7 @@ from broker.serve.files import Load, ReplicaLoad, Routing, read_file, write_file
 from broker.serve.observing import observe
 from broker.serve.placement import SpotPlace, observe_places, place_replicas
 from broker.serve.reconciling import Slot
-from broker.serve.replicas import find_folder, make_replica_task
+from broker.serve.replicas import ReplicaPorts, find_folder, make_replica_task
 from broker.serve.slots import Place, PlacementRequest
 from broker.state.store import Store
 from broker.types import (
@@ -85,13 +85,13 @@ class World:
             self.balancers += 1
             return True
 
-        def draw(task: Task, spec: ServiceSpec) -> int:
+        def draw(task: Task, spec: ServiceSpec) -> ReplicaPorts:
             self.drawn += 1
-            return 9000 + self.drawn
+            return ReplicaPorts(program=8080, entrance=9000 + self.drawn)
 
         return ServiceController(
             "web", store=self.store, clock=self.clock, config=self.config,
-            place=place, launch_balancer=launch, draw_port=draw,
+            place=place, launch_balancer=launch, draw_ports=draw,
         )  # fmt: skip
 
     def play(self) -> None:
@@ -388,13 +388,17 @@ def kill_at_writes(tmp_path: Path, story: str, *, every: int) -> None:
 
 
 def test_replica_learns_its_number_and_port_and_prefers_its_slot(tmp_path: Path) -> None:
-    task = Task(run="x", resources=(Resources(cloud="aws"),), service=make_task().service)
+    task = Task(run="x", resources=(Resources(cloud="aws", ports=("8080", "9090")),), service=make_task().service)
     service = Service(name="web", uid="u", version=1, host="h", port=1, created_s=0.0)
     slot = Slot(is_spot=True, region="us-east-1", zone="us-east-1a")
-    made = make_replica_task(service, task, slot, number=3, port=8080)
+    made = make_replica_task(
+        service, task, slot, number=3, ports=ReplicaPorts(program=8080, entrance=19443), secrets={}
+    )
     assert made.envs["SKYPILOT_SERVE_REPLICA_ID"] == "3" and made.envs["BROKER_REPLICA_PORT"] == "8080"
     assert [each.zone for each in made.resources] == ["us-east-1a", None] and made.is_ordered
-    assert all(each.use_spot and each.ports == ("8080",) for each in made.resources)
+    assert made.envs["BROKER_REPLICA_HOST"] == "127.0.0.1"
+    # Nothing but the entrance is open: not even the program's own port.
+    assert all(each.use_spot and each.ports == ("19443",) for each in made.resources)
     assert made.service is None
 
 

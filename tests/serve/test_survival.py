@@ -14,9 +14,13 @@ from tests.serve.live_service import LiveService, roll
 pytestmark = pytest.mark.long
 
 
-def test_fifty_open_streams_survive_eight_kills_identically(tmp_path: Path) -> None:
+encrypted = pytest.mark.parametrize("is_encrypted", [False, True], ids=["plain", "encrypted"])
+
+
+@encrypted
+def test_fifty_open_streams_survive_eight_kills_identically(tmp_path: Path, *, is_encrypted: bool) -> None:
     async def run() -> None:
-        bed = LiveBed(tmp_path, pause_s=0.1)
+        bed = LiveBed(tmp_path, pause_s=0.1, is_encrypted=is_encrypted)
         async with bed.run(3):
             tally = await survive(bed, streams=50, kills=8, tokens=30, seed=1)
             load = bed.read_load()
@@ -27,9 +31,10 @@ def test_fifty_open_streams_survive_eight_kills_identically(tmp_path: Path) -> N
     asyncio.run(run())
 
 
-def test_rolling_updates_under_load_fail_no_request_and_no_stream(tmp_path: Path) -> None:
+@encrypted
+def test_rolling_updates_under_load_fail_no_request_and_no_stream(tmp_path: Path, *, is_encrypted: bool) -> None:
     async def run() -> None:
-        bed = LiveBed(tmp_path, pause_s=0.01)
+        bed = LiveBed(tmp_path, pause_s=0.01, is_encrypted=is_encrypted)
         async with bed.run(2):
             tally = await update(bed, updates=2, clients=8, streams=8)
         assert tally.failed == 0 and tally.requests > 0 and tally.streams.ended > 0
