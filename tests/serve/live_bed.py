@@ -73,6 +73,7 @@ class LiveBed:
         self.folder, self.pause_s, self.is_encrypted = ServiceFolder(path=folder), pause_s, is_encrypted
         self.replicas: dict[int, Replica] = {}
         self.draining: set[int] = set()
+        self.headers: dict[str, str] = {}  # of requests of clients
         self.routing = Routing(generation=1, host="127.0.0.1", port=draw_free_port(), probe=PROBE)
         self.url = f"http://127.0.0.1:{self.routing.port}"
         self._balancer: subprocess.Popen[bytes] | None = None
