@@ -12,6 +12,7 @@ import os
 import random
 import signal
 import ssl
+from asyncio.sslproto import SSLProtocol
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -35,6 +36,8 @@ WRITE_EVERY_S = 0.5
 CONNECT_S = 5.0
 CLOSE_S = 10.0  # for open requests when the balancer is stopped
 HEADER_BYTES_MAX = 32 << 10
+# asyncio gives each TLS connection a buffer of 256 KiB and reads as much at once: 5 GiB for 10,000 idle streams.
+TLS_BUFFER_BYTES = 16 << 10  # one record
 
 
 async def run_balancer(folder: ServiceFolder, *, clock: Clock) -> None:
@@ -49,6 +52,7 @@ async def run_balancer(folder: ServiceFolder, *, clock: Clock) -> None:
         if routing is None:
             raise StateError(f"there is no {folder.routing}")
         if not routing.is_stopped:
+            SSLProtocol.max_size = TLS_BUFFER_BYTES
             await Balancer(folder, routing, clock=clock).run()
 
 
