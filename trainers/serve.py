@@ -1,7 +1,7 @@
 """Serve a trained language model with OpenAI's API: `python -m trainers.serve --checkpoint FOLDER --port 8000`.
 
-Listens on `BROKER_REPLICA_PORT` under `broker serve`. Streams carry token ids on request, so that another replica can
-continue them.
+Listens on `BROKER_REPLICA_HOST` and `BROKER_REPLICA_PORT` under `broker serve`. Streams carry token ids on request, so
+that another replica can continue them.
 """
 
 import argparse
@@ -25,7 +25,10 @@ def main(arguments: Sequence[str]) -> int:
     )
     parser.add_argument("--tokenizer", metavar="NAME", help="`bytes`, a folder or a name (default: the checkpoint's)")
     parser.add_argument("--name", default="model", help="model name in responses")
-    parser.add_argument("--host", help="address to listen on (default: the loopback, on a cloud's node all interfaces)")
+    parser.add_argument(
+        "--host",
+        help="address to listen on (default: $BROKER_REPLICA_HOST, or the loopback, on a cloud's node all interfaces)",
+    )
     parser.add_argument("--port", type=int, help="port to listen on (default: $BROKER_REPLICA_PORT, or 8000)")
     parser.add_argument("--slots", type=int, default=16, help="sequences in a batch")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="data type of the weights")
@@ -74,7 +77,9 @@ async def serve(options: argparse.Namespace) -> None:
 
 
 def find_host(variables: Mapping[str, str]) -> str:
-    """Return all interfaces on a node of a cloud; elsewhere, also on broker's local cloud, the loopback."""
+    """Return the address that `broker serve` sets; else all interfaces on a cloud's node, elsewhere the loopback."""
+    if host := variables.get("BROKER_REPLICA_HOST"):
+        return host
     addresses = variables.get("SKYPILOT_NODE_IPS", "")
     return "0.0.0.0" if addresses and not addresses.startswith("127.") else "127.0.0.1"
 

@@ -126,6 +126,10 @@ def begin(folder: Path, spec: dict[str, Any]) -> dict[str, Any]:
         arguments.append(str(listener.fileno()))
         inherited.append(listener.fileno())
     spec = {**spec, "head": head}
+    if "BROKER_REPLICA_PEM" in (spec.get("secrets") or {}):
+        import agent_entrance  # type: ignore[import-not-found]  # only replicas of a service have an entrance
+
+        spec = agent_entrance.take_secrets(folder, spec)
     files.write_json(folder / "spec.json", {**spec, "image": remember_image(spec.get("image"))})
     start_detached("_run", arguments, inherited)
     for fd in inherited[:1]:

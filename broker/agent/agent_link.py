@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import socket
 import threading
@@ -235,21 +236,27 @@ class Door:
 
 
 def listen(address: str, size: int) -> socket.socket:
+    """Listen for a gang, on a port that the kernel chooses. A gang of one only needs the loopback."""
+    return listen_at("127.0.0.1" if size == 1 else address, 0)
+
+
+def listen_at(address: str, port: int) -> socket.socket:
     """Listen on the first node's address, or on all interfaces if this machine does not have it.
 
     Behind a NAT the address that others use is not ours. A name is not resolved because it may map to the loopback here
-    (Debian's /etc/hosts). A gang of one only needs the loopback.
+    (Debian's /etc/hosts). Raises OSError if the port is taken.
     """
-    if size == 1:
-        address = "127.0.0.1"
     try:
-        family, _, _, _, place = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)[0]
+        places = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)
+        family, _, _, _, place = places[0]
     except OSError:
-        return _listen(socket.AF_INET, (ANY[0], 0))
+        return _listen(socket.AF_INET, (ANY[0], port))
     try:
         return _listen(family, place)
-    except OSError:
-        return _listen(family, (ANY[family == socket.AF_INET6], 0))
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise
+        return _listen(family, (ANY[family == socket.AF_INET6], port))
 
 
 def find_own(address: str) -> str:
@@ -260,6 +267,8 @@ def find_own(address: str) -> str:
 def _listen(family: int, place: Any) -> socket.socket:
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
+        if place[1]:  # a chosen port may still have connections of an earlier run
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(place)
         listener.listen(1024)
     except OSError:

@@ -167,6 +167,7 @@ class Runner:
             self._await_group()
         if returncode == 0 and not self._verdict:
             self._write_state("RUNNING")
+            self._open_entrance()
             returncode = self._run_phase("run")
         unflushed = self._flush()
         if returncode == 0 and unflushed:
@@ -175,6 +176,12 @@ class Runner:
         else:
             self._send("exit", returncode=returncode)
         self._returncode = returncode
+
+    def _open_entrance(self) -> None:
+        if self._spec.get("entrance"):
+            import agent_entrance  # type: ignore[import-not-found]  # asyncio, which only replicas need
+
+            agent_entrance.open_entrance(self._folder, self._spec)
 
     def _await_group(self) -> None:
         """On the head, report that a held gang is set up; release it once the other tasks of its group are known."""

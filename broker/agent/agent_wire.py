@@ -21,15 +21,26 @@ CHUNK_BYTES = 1 << 16
 
 def make_context(pem: Path, *, is_server: bool) -> ssl.SSLContext:
     """Return the TLS settings of one end. `pem` holds the gang's certificate and key."""
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if is_server else ssl.PROTOCOL_TLS_CLIENT)
+    context = make_server_context() if is_server else _make_context(ssl.PROTOCOL_TLS_CLIENT)
+    context.load_cert_chain(str(pem))
+    context.load_verify_locations(str(pem))
+    return context
+
+
+def make_server_context() -> ssl.SSLContext:
+    """Return the TLS settings of a server without its certificates; clients have to present one that it trusts."""
+    context = _make_context(ssl.PROTOCOL_TLS_SERVER)
+    if hasattr(context, "num_tickets"):
+        context.num_tickets = 0  # sessions are never resumed
+    return context
+
+
+def _make_context(protocol: int) -> ssl.SSLContext:
+    context = ssl.SSLContext(protocol)
     context.check_hostname = False  # possession of the key is the identity
     context.verify_mode = ssl.CERT_REQUIRED
     context.minimum_version = ssl.TLSVersion.TLSv1_2  # 1.3 if both ends support it
     context.options |= ssl.OP_NO_TICKET | getattr(ssl, "OP_NO_RENEGOTIATION", 0)
-    if is_server and hasattr(context, "num_tickets"):
-        context.num_tickets = 0  # sessions are never resumed
-    context.load_cert_chain(str(pem))
-    context.load_verify_locations(str(pem))
     return context
 
 

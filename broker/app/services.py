@@ -17,7 +17,7 @@ from broker.locks import is_locked
 from broker.serve.files import Load, ServiceFolder, read_file
 from broker.serve.observing import observe
 from broker.serve.processes import launch_process
-from broker.serve.replicas import draw_port, find_folder, find_port, is_local
+from broker.serve.replicas import draw_ports, find_folder, find_port, is_local
 from broker.state.services import ServiceEvent
 from broker.types import JobStatus, Placement, Plan, Replica, Service, ServiceEventKind, ServiceSpec, Task
 
@@ -158,7 +158,7 @@ def make_service_controller(context: Context, name: str) -> ServiceController:
         config=context.config,
         place=lambda request: place(context, request),
         launch_balancer=launch,
-        draw_port=draw_port,
+        draw_ports=draw_ports,
     )
 
 

@@ -1,4 +1,4 @@
-"""Make the credential of a gang: a certificate and private key for one run, given to its nodes only."""
+"""Make a certificate with its private key: for the nodes of one run, and for the two ends of a service."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ BACKDATED = timedelta(days=1)
 VALID = timedelta(days=365)
 
 
-def make_credential(subject: str) -> Secret:
+def make_credential(subject: str, *, valid: timedelta = VALID) -> Secret:
     """Return a self-signed P-256 certificate and its key as one PEM text.
 
-    Both ends of a connection present this certificate and trust no other, so it needs no CA and no host names:
-    possession of the key is membership. Dates are in real time even in a rehearsal: nodes compare them to their clocks.
+    Both ends of a connection present a certificate that the other was given and trusts alone, so it needs no CA and no
+    host names: possession of the key is membership. Dates are in real time even in a rehearsal: nodes compare them to
+    their clocks.
     """
     from cryptography import x509
     from cryptography.hazmat.primitives import hashes, serialization
@@ -33,7 +34,7 @@ def make_credential(subject: str) -> Secret:
         .public_key(key.public_key())
         .serial_number(x509.random_serial_number())
         .not_valid_before(now - BACKDATED)
-        .not_valid_after(now + VALID)
+        .not_valid_after(now + valid)
         .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
         .sign(key, hashes.SHA256())
     )

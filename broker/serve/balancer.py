@@ -12,6 +12,7 @@ import os
 import random
 import signal
 import ssl
+from asyncio.sslproto import SSLProtocol
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from broker.clock import Clock
 from broker.errors import BrokerError, StateError
 from broker.locks import try_lock
 from broker.serve.admission import Gate
+from broker.serve.credentials import make_client_context
 from broker.serve.files import Load, Routing, ServiceFolder, read_file, write_file
 from broker.serve.keys import UsageBook, read_keys, read_usage
 from broker.serve.proxying import Proxy
@@ -34,6 +36,8 @@ WRITE_EVERY_S = 0.5
 CONNECT_S = 5.0
 CLOSE_S = 10.0  # for open requests when the balancer is stopped
 HEADER_BYTES_MAX = 32 << 10
+# asyncio gives each TLS connection a buffer of 256 KiB and reads as much at once: 5 GiB for 10,000 idle streams.
+TLS_BUFFER_BYTES = 16 << 10  # one record
 
 
 async def run_balancer(folder: ServiceFolder, *, clock: Clock) -> None:
@@ -48,6 +52,7 @@ async def run_balancer(folder: ServiceFolder, *, clock: Clock) -> None:
         if routing is None:
             raise StateError(f"there is no {folder.routing}")
         if not routing.is_stopped:
+            SSLProtocol.max_size = TLS_BUFFER_BYTES
             await Balancer(folder, routing, clock=clock).run()
 
 
@@ -108,7 +113,8 @@ class Balancer:
     async def listen(self) -> AsyncIterator[int]:
         """Listen and probe; yield the port."""
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S)
-        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=15)
+        # Without credentials no replica is encrypted.
+        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=15, ssl=make_client_context(self._folder) or True)
         async with aiohttp.ClientSession(connector=connector, timeout=timeout, auto_decompress=False) as session:
             draw = random.Random()
             self.proxy = Proxy(self.table, session, self._routing, self.gate, clock=self._clock, draw=draw)

@@ -19,10 +19,11 @@ from broker.errors import StateError, UsageError
 from broker.locks import is_locked
 from broker.provision.refusals import draw_backoff_s
 from broker.serve.canary import Canary, read_canary, remove_canary
+from broker.serve.credentials import ensure_credentials, make_secrets
 from broker.serve.files import Backend, Load, Routing, ServiceFolder, read_file, write_file
 from broker.serve.observing import LOAD_AGE_S_MAX, DemandMeter, ObservedReplica, observe
 from broker.serve.reconciling import Slot, decide
-from broker.serve.replicas import find_folder, find_needs, make_replica_task, remove_folder
+from broker.serve.replicas import ReplicaPorts, find_folder, find_needs, make_replica_task, remove_folder
 from broker.serve.scaling import ScalingState, count_replicas, scale
 from broker.serve.slots import Place, PlacementRequest, SlotChooser, measure_cold_start_s
 from broker.state.store import Store
@@ -50,15 +51,15 @@ class ServiceController:
         config: Config,
         place: Place,
         launch_balancer: LaunchBalancer,
-        draw_port: Callable[[Task, ServiceSpec], int],
+        draw_ports: Callable[[Task, ServiceSpec], ReplicaPorts],
     ) -> None:
         self._name = name
         self._store, self._clock, self._config = store, clock, config
-        self._chooser, self._launch_balancer, self._draw_port = SlotChooser(place), launch_balancer, draw_port
+        self._chooser, self._launch_balancer, self._draw_ports = SlotChooser(place), launch_balancer, draw_ports
         self._meter = DemandMeter()
         self._scaling: ScalingState | None = None
         self._failures = 0
-        self._generation = -1  # of the newest routing file
+        self._routing: Routing | None = None  # the newest routing file
         self._next_start_s = self._next_balancer_s = -math.inf
         self._canary: Canary | None = None
 
@@ -85,7 +86,7 @@ class ServiceController:
             return self._take_down(service, folder, seen)
         task = self._store.services.get_task(self._name, service.version)
         assert task.service is not None, "`serve up` accepts only tasks with a service"
-        seen = [kept for each in seen if (kept := self._settle(service, task.service, each)) is not None]
+        seen = [kept for each in seen if (kept := self._settle(service, task.service, each, load)) is not None]
         self._reconcile(service, task, seen, load)
         self._publish(service, task.service, folder, seen)
         self._ensure_balancer(folder)
@@ -101,7 +102,9 @@ class ServiceController:
             return None
         return load if load and self._clock.now_s() - load.time_s <= LOAD_AGE_S_MAX else None
 
-    def _settle(self, service: Service, spec: ServiceSpec, seen: ObservedReplica) -> ObservedReplica | None:
+    def _settle(
+        self, service: Service, spec: ServiceSpec, seen: ObservedReplica, load: Load | None
+    ) -> ObservedReplica | None:
         """Record the events of a replica; return None if it is gone, otherwise the replica."""
         replica, store = seen.replica, self._store.services
         if seen.is_over:
@@ -127,7 +130,7 @@ class ServiceController:
                 store.put_replica(replica)
                 self._record_failure(service, replica, reason)
         if replica.drained_s is not None:
-            self._end_drained(seen, replica)
+            self._end_drained(seen, replica, load)
         return replace(seen, replica=replica)
 
     def _find_fault(self, spec: ServiceSpec, seen: ObservedReplica) -> str:
@@ -139,13 +142,25 @@ class ServiceController:
             return ""
         return f"not ready for {most_s:g} s: {seen.error}"
 
-    def _end_drained(self, seen: ObservedReplica, replica: Replica) -> None:
-        """Cancel the job of a drained replica once its requests have ended, or after the longest time for that."""
+    def _end_drained(self, seen: ObservedReplica, replica: Replica, load: Load | None) -> None:
+        """Cancel the job of a drained replica once its requests have ended, or after the longest time for that.
+
+        A failed probe is not enough: a busy replica may still answer the requests it has. A lost one has none.
+        """
         assert replica.drained_s is not None
         is_late = self._clock.now_s() - replica.drained_s >= DRAIN_S_MAX
-        was_adopted = seen.backend is None or seen.backend.is_draining
-        if is_late or not seen.is_ready or (was_adopted and seen.in_flight == 0 and self._has_adopted):
+        if replica.failure or is_late or not (seen.in_flight or self._may_get_requests(replica, load)):
             self._store.jobs.request_cancel(replica.job_id)
+
+    def _may_get_requests(self, replica: Replica, load: Load | None) -> bool:
+        """Return whether requests may have begun at a drained replica since this report, from which `in_flight` is.
+
+        They may until the balancer reports that it acts on a routing file that drains the replica.
+        """
+        routing = self._routing
+        if load is None or routing is None or load.generation != routing.generation:
+            return True
+        return any(each.number == replica.number and not each.is_draining for each in routing.backends)
 
     def _record_failure(self, service: Service, replica: Replica, reason: str) -> None:
         """Count a failed replica; a version that was never ready is given up after three."""
@@ -236,17 +251,18 @@ class ServiceController:
 
     def _start(self, service: Service, task: Task, spec: ServiceSpec, slot: Slot) -> None:
         """Add a replica and its job in one transaction."""
-        port = self._draw_port(task, spec)
+        ports = self._draw_ports(task, spec)
+        secrets = make_secrets(find_folder(self._config, service), service.name)
         with self._store.transaction():
             number = self._store.services.draw_number(self._name)
-            replica_task = make_replica_task(service, task, slot, number=number, port=port)
+            replica_task = make_replica_task(service, task, slot, number=number, ports=ports, secrets=secrets)
             job = self._store.jobs.add(
                 f"{service.name}-{number}", replica_task, f"service/{service.name}/{service.uid}/{number}",
                 needs=find_needs(self._store, task), pipeline=task.pipeline or "",
             )  # fmt: skip
             self._store.services.put_replica(
                 Replica(
-                    service=service.name, number=number, version=service.version, job_id=job.id, port=port,
+                    service=service.name, number=number, version=service.version, job_id=job.id, port=ports.entrance,
                     created_s=self._clock.now_s(), is_spot=slot.is_spot, region=slot.region, zone=slot.zone,
                 )
             )  # fmt: skip
@@ -285,20 +301,14 @@ class ServiceController:
         if wanted != known:
             wanted = replace(wanted, generation=int(self._clock.now_s() * 1000) + (known.generation if known else 0))
             write_file(folder.routing, wanted)
-        self._generation = wanted.generation
-
-    @property
-    def _has_adopted(self) -> bool:
-        """Return whether the balancer acts on the newest routing file."""
-        service = self._store.services.get(self._name)
-        load = self._read_load(find_folder(self._config, service)) if service else None
-        return load is not None and load.generation == self._generation
+        self._routing = wanted
 
     def _ensure_balancer(self, folder: ServiceFolder) -> None:
         now_s = self._clock.now_s()
         if is_locked(folder.lock) or now_s < self._next_balancer_s:
             return
         self._next_balancer_s = now_s + BALANCER_EVERY_S
+        ensure_credentials(folder, self._name)  # it reads them once
         if self._launch_balancer(folder):
             self._store.services.add_event(self._name, ServiceEventKind.BALANCER_STARTED)
 

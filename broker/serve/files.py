@@ -24,13 +24,17 @@ T = TypeVar("T")
 
 @frozen
 class Backend:
-    """A replica whose program runs, at `host` and `port`. A draining one gets no new requests."""
+    """A replica whose program runs, at `host` and `port`. A draining one gets no new requests.
+
+    `is_encrypted`: its node answers there with TLS and admits only the balancer's certificate.
+    """
 
     number: int
     version: int
     host: str
     port: int
     is_draining: bool = False
+    is_encrypted: bool = False
 
 
 @frozen
@@ -126,6 +130,16 @@ class ServiceFolder:
     def canary(self) -> Path:
         """Version and share of the canary, if there is one."""
         return self.path / "canary.json"
+
+    @property
+    def balancer_pem(self) -> Path:
+        """Key and certificate with which the balancer connects to replicas."""
+        return self.path / "balancer.pem"
+
+    @property
+    def replica_pem(self) -> Path:
+        """Key and certificate of the replicas."""
+        return self.path / "replica.pem"
 
     @property
     def lock(self) -> Path:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from broker.frozen import frozen
+from broker.serve.credentials import KEY_SECRET
 from broker.serve.files import Backend, Load
 from broker.serve.reconciling import ON_DEMAND, ReplicaView, Slot
 from broker.serve.scaling import Demand
@@ -85,7 +86,7 @@ def observe(store: Store, replica: Replica, load: Load | None, unfinished: froze
 
 
 def _find_backend(store: Store, replica: Replica, job: Job | None) -> Backend | None:
-    """Return where the program listens: on the first node of its gang."""
+    """Return where the replica is reached: on the first node of its gang."""
     if job is None or job.status is not JobStatus.RUNNING or not job.attempts:
         return None
     cluster = store.clusters.get(job.attempts[-1].cluster)
@@ -95,10 +96,10 @@ def _find_backend(store: Store, replica: Replica, job: Job | None) -> Backend | 
     host = LOCAL_HOST if node.cloud == "local" else node.address
     if not host:
         return None
-    is_draining = replica.drained_s is not None
     return Backend(
-        number=replica.number, version=replica.version, host=host, port=replica.port, is_draining=is_draining
-    )
+        number=replica.number, version=replica.version, host=host, port=replica.port,
+        is_draining=replica.drained_s is not None, is_encrypted=KEY_SECRET in job.task.secrets,
+    )  # fmt: skip
 
 
 class DemandMeter:

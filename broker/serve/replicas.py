@@ -4,18 +4,29 @@ from __future__ import annotations
 
 import shutil
 import socket
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from broker.config import Config
 from broker.errors import UsageError
+from broker.frozen import frozen
 from broker.serve.files import ServiceFolder
 from broker.serve.reconciling import Slot
 from broker.state.store import Store
-from broker.types import Resources, Service, ServiceSpec, Task
+from broker.types import Secret, Service, ServiceSpec, Task
 
 LOCAL = "local"
+LOOPBACK = "127.0.0.1"
 SERVICE_VARIABLE = "BROKER_SERVICE"
+ENTRANCE_PORT = 19443  # outside the ports from which nodes and their systems choose
+
+
+@frozen
+class ReplicaPorts:
+    """The ports of a replica: its program's, on the node's loopback, and the one that its balancer connects to."""
+
+    program: int
+    entrance: int
 
 
 def find_folder(config: Config, service: Service) -> ServiceFolder:
@@ -40,13 +51,15 @@ def find_port(task: Task) -> int:
     raise UsageError(f"the task {why} for its replicas", hints=["add `ports: 8080` below `service`"])
 
 
-def draw_port(task: Task, spec: ServiceSpec) -> int:
-    """Return the port of a new replica: on the local cloud, whose nodes share this machine, one that is free."""
+def draw_ports(task: Task, spec: ServiceSpec) -> ReplicaPorts:
+    """Return the ports of a new replica: on the local cloud, whose nodes share this machine, two that are free."""
     if not is_local(task):
-        return find_port(task)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+        port = find_port(task)
+        return ReplicaPorts(program=port, entrance=ENTRANCE_PORT + (port == ENTRANCE_PORT))
+    with socket.socket() as program, socket.socket() as entrance:
+        for each in (program, entrance):
+            each.bind((LOOPBACK, 0))
+        return ReplicaPorts(program=program.getsockname()[1], entrance=entrance.getsockname()[1])
 
 
 def is_local(task: Task) -> bool:
@@ -54,14 +67,17 @@ def is_local(task: Task) -> bool:
     return all(each.cloud == LOCAL for each in task.resources)
 
 
-def make_replica_task(service: Service, task: Task, slot: Slot, *, number: int, port: int) -> Task:
-    """Return the task of one replica. Its program learns its number and port from the environment.
+def make_replica_task(
+    service: Service, task: Task, slot: Slot, *, number: int, ports: ReplicaPorts, secrets: Mapping[str, Secret]
+) -> Task:
+    """Return the task of one replica. Its program learns its number, address and port from the environment.
 
-    A slot's location is tried first; where it has no capacity, the job goes wherever the task allows.
+    A slot's location is tried first; where it has no capacity, the job goes wherever the task allows. The only port that
+    its machines open is the entrance; `secrets` has the certificates for it.
     """
     resources = task.resources
     if not is_local(task):
-        resources = tuple(_open_port(each, port) for each in resources)
+        resources = tuple(replace(each, ports=(str(ports.entrance),)) for each in resources)
     if slot.is_spot is not None:
         resources = tuple(replace(each, use_spot=slot.is_spot) for each in resources)
     is_ordered = task.is_ordered
@@ -74,12 +90,14 @@ def make_replica_task(service: Service, task: Task, slot: Slot, *, number: int, 
     envs = {
         **task.envs,
         SERVICE_VARIABLE: service.name,
-        "BROKER_REPLICA_PORT": str(port),
+        "BROKER_REPLICA_HOST": LOOPBACK,
+        "BROKER_REPLICA_PORT": str(ports.program),
+        "BROKER_ENTRANCE_PORT": str(ports.entrance),
         "SKYPILOT_SERVE_REPLICA_ID": str(number),
     }
     return replace(
-        task, name=f"{service.name}-{number}", resources=resources, is_ordered=is_ordered, envs=envs, service=None,
-        notices=(),
+        task, name=f"{service.name}-{number}", resources=resources, is_ordered=is_ordered, envs=envs,
+        secrets={**task.secrets, **secrets}, service=None, notices=(),
     )  # fmt: skip
 
 
@@ -89,7 +107,3 @@ def find_needs(store: Store, task: Task) -> Sequence[int]:
         return ()
     jobs = [each for each in store.jobs.list() if each.pipeline == task.pipeline]
     return sorted({each.name: each.id for each in jobs if SERVICE_VARIABLE not in each.task.envs}.values())
-
-
-def _open_port(resources: Resources, port: int) -> Resources:
-    return resources if str(port) in resources.ports else replace(resources, ports=(*resources.ports, str(port)))

@@ -40,7 +40,9 @@ class BackendRoute:
     @property
     def base_url(self) -> str:
         """URL of the replica, without a path."""
-        return f"http://{self.backend.host}:{self.backend.port}"
+        scheme = "https" if self.backend.is_encrypted else "http"
+        host = f"[{self.backend.host}]" if ":" in self.backend.host else self.backend.host
+        return f"{scheme}://{host}:{self.backend.port}"
 
 
 class RouteTable:

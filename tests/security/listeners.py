@@ -55,13 +55,25 @@ DECLARED = (
         code="`broker/serve/balancer.py`",
     ),
     Declared(
-        name="replica of a service",
-        process=r"trainers\.serve",
-        address=r"tcp:.+",
-        where="the port of the service: on the loopback for the local cloud, on all interfaces of a cloud's node",
+        name="entrance of a replica",
+        process=r"agent\.py _run ",
+        address=r"tcp:(?!0\.0\.0\.0:|\[::\]:).+",
+        where="port 19443 on the first node's address (a free port of the loopback on the local cloud)",
+        authentication="mutual TLS 1.2 or newer: only the certificate of the service's balancer opens it",
+        stranger="nothing: the handshake fails before a byte is passed on; 64 open handshakes at most, 15 s each, "
+        "during which the program sees a connection without data",
+        code="`broker/agent/agent_entrance.py`, `broker/serve/credentials.py`",
+    ),
+    Declared(
+        name="program of a replica",
+        process=r"trainers\.serve|tests\.serve\.stand_in",
+        address=r"tcp:127\.0\.0\.1:.+",
+        where="the loopback of its node, `BROKER_REPLICA_PORT`; an engine that is not told so may choose all "
+        "interfaces",
         authentication="none",
-        stranger="on a cloud, send requests past the balancer if the cloud's firewall admits the port",
-        code="`trainers/serve.py`, or the user's own engine",
+        stranger="users of the node itself can send requests; on AWS and Google Cloud the firewall does not admit the "
+        "port even where the engine listens on all interfaces",
+        code="`trainers/serve.py`, or the user's own engine; `broker/serve/replicas.py`",
     ),
     Declared(
         name="torch's store and process groups",

@@ -7,6 +7,7 @@ import contextlib
 import socket
 import stat
 import sys
+import urllib.request
 from pathlib import Path
 
 import pytest
@@ -14,9 +15,11 @@ import pytest
 from broker.clock import SystemClock
 from broker.runtime.keys import Keys
 from broker.runtime.transports.ssh import SshTransport
+from broker.serve.files import Routing, read_file
 from tests.cli.conftest import ROOT, Shell
 from tests.runtime.sshd import REASON, SSHD, Sshd
 from tests.security.listeners import ANY, DECLARED, OUTSIDE, Found, find_declared, list_listeners, write_table
+from tests.serve.live_service import LiveService
 
 pytestmark = pytest.mark.skipif(not Path("/proc/net/unix").exists(), reason="needs Linux's /proc")
 TASK = """\
@@ -79,6 +82,26 @@ def test_elastic_run_listens_as_documented_and_rejects_strangers(shell: Shell) -
         else:
             assert_private(each)
     assert finish(shell) == "SUCCEEDED"
+
+
+def test_service_listens_as_documented_and_only_its_balancer_reaches_a_replica(shell: Shell) -> None:
+    service = LiveService(shell, replicas=1)
+    url = asyncio.run(service.start())
+    (load,) = shell.home.glob("serve/*/routing.json")
+    routing = read_file(load, Routing)
+    assert routing is not None
+    (backend,) = routing.backends
+    found = list_listeners(shell.find_processes())
+    rows = {each: find_declared(each) for each in found}
+    assert [each for each, row in rows.items() if row is None] == []
+    assert not any(each.is_wide for each in found)
+    assert {"balancer of a service", "program of a replica"} <= {row.name for row in rows.values() if row}
+    (entrance,) = [each for each in found if each.address.endswith(f":{backend.port}")]
+    assert backend.is_encrypted and "agent.py _run" in entrance.command
+    insult(entrance)
+    with urllib.request.urlopen(f"{url}/health", timeout=300) as response:
+        assert response.status == 200
+    asyncio.run(service.stop())
 
 
 def test_only_torch_listens_in_addition_to_broker(shell: Shell) -> None:

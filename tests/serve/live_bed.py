@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import os
 import random
 import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import aiohttp
 
+from broker.agent import FOLDER
+from broker.serve.credentials import CLIENT_SECRET, make_secrets
 from broker.serve.files import Backend, Load, Routing, ServiceFolder, read_file, write_file
 from broker.types import ReadinessProbe
-from tests.serve.stand_in import expect_text
+from tests.serve.live_load import LoadTally, StreamTally, read_streams, steady_load
 
 PROBE = ReadinessProbe(path="/health", interval_s=0.05, timeout_s=15)
 LOOK_S = 0.01
@@ -43,29 +43,37 @@ def read_resident_bytes(pid: int) -> int:
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
+ENTRANCE = """\
+import sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+import agent_entrance
+pem, client, port, program_port = Path(sys.argv[2]), Path(sys.argv[3]).read_text(), *map(int, sys.argv[4:])
+agent_entrance.serve("127.0.0.1", port, program_port, agent_entrance.make_context(pem, client))
+"""
+
+
 @dataclass
 class Replica:
+    """An engine at `port`; the balancer connects to the backend's port, where an `entrance` may be before it."""
+
     backend: Backend
+    port: int
     process: subprocess.Popen[bytes]
-
-
-@dataclass
-class StreamTally:
-    """What clients saw. `gaps_s` are the longest silences of streams, one each."""
-
-    ended: int = 0
-    broken: int = 0
-    different: int = 0
-    gaps_s: list[float] = field(default_factory=list)
+    entrance: subprocess.Popen[bytes] | None = None
 
 
 class LiveBed:
-    """Replica processes behind a balancer process. `pause_s` is the time between two tokens of a stream."""
+    """Replica processes behind a balancer process. `pause_s` is the time between two tokens of a stream.
 
-    def __init__(self, folder: Path, *, pause_s: float) -> None:
-        self.folder, self.pause_s = ServiceFolder(path=folder), pause_s
+    `is_encrypted`: each replica has the entrance of a node, as a process of its own.
+    """
+
+    def __init__(self, folder: Path, *, pause_s: float, is_encrypted: bool = False) -> None:
+        self.folder, self.pause_s, self.is_encrypted = ServiceFolder(path=folder), pause_s, is_encrypted
         self.replicas: dict[int, Replica] = {}
         self.draining: set[int] = set()
+        self.headers: dict[str, str] = {}  # of requests of clients
         self.routing = Routing(generation=1, host="127.0.0.1", port=draw_free_port(), probe=PROBE)
         self.url = f"http://127.0.0.1:{self.routing.port}"
         self._balancer: subprocess.Popen[bytes] | None = None
@@ -87,10 +95,11 @@ class LiveBed:
             await self.until_ready(count)
             yield
         finally:
-            left = [each.process for each in self.replicas.values()] + ([self._balancer] if self._balancer else [])
-            for process in left:
-                process.kill()
-                process.wait()
+            entrances = [each.entrance for each in self.replicas.values()]
+            for process in (*(each.process for each in self.replicas.values()), *entrances, self._balancer):
+                if process is not None:
+                    process.kill()
+                    process.wait()
 
     def _launch_balancer(self) -> subprocess.Popen[bytes]:
         argv = [sys.executable, "-m", "broker", "balancer", str(self.folder.path)]
@@ -109,22 +118,37 @@ class LiveBed:
     def add(self, *, version: int) -> int:
         """Start a replica on a free port; return its number. It gets requests once it is published."""
         self._drawn += 1
-        backend = Backend(number=self._drawn, version=version, host="127.0.0.1", port=draw_free_port())
-        self.replicas[self._drawn] = Replica(backend, self._launch(backend.port))
+        backend = Backend(
+            number=self._drawn, version=version, host="127.0.0.1", port=draw_free_port(),
+            is_encrypted=self.is_encrypted,
+        )  # fmt: skip
+        port = draw_free_port() if self.is_encrypted else backend.port
+        replica = Replica(backend, port, self._launch(port))
+        if self.is_encrypted:
+            replica.entrance = self._launch_entrance(backend.port, port)
+        self.replicas[self._drawn] = replica
         return self._drawn
+
+    def _launch_entrance(self, port: int, program_port: int) -> subprocess.Popen[bytes]:
+        secrets = make_secrets(self.folder, "bed")
+        pem, client = self.folder.replica_pem, self.folder.path / "client.pem"
+        client.write_text(secrets[CLIENT_SECRET].value)
+        words = [str(FOLDER), str(pem), str(client), str(port), str(program_port)]
+        return subprocess.Popen([sys.executable, "-I", "-S", "-c", ENTRANCE, *words])
 
     def _launch(self, port: int) -> subprocess.Popen[bytes]:
         argv = [sys.executable, "-m", "tests.serve.stand_in", "--port", str(port), "--pause", str(self.pause_s)]
         return subprocess.Popen(argv)
 
     def kill(self, number: int) -> None:
+        """Kill the engine with SIGKILL; an entrance stays, as it does where only the program dies."""
         self.replicas[number].process.send_signal(signal.SIGKILL)
         self.replicas[number].process.wait()
 
     def restart(self, number: int) -> None:
         """Start a killed replica again at its port."""
         replica = self.replicas[number]
-        replica.process = self._launch(replica.backend.port)
+        replica.process = self._launch(replica.port)
 
     def publish(self) -> None:
         """Write the routing file, as the service's controller does."""
@@ -182,49 +206,21 @@ class LiveBed:
             ):
                 await asyncio.sleep(LOOK_S)
             self.kill(number)
-            del self.replicas[number]
+            if (entrance := self.replicas.pop(number).entrance) is not None:
+                entrance.kill()
+                entrance.wait()
             self.draining.discard(number)
             self.publish()
-
-    async def read_streams(self, client: aiohttp.ClientSession, name: str, tally: StreamTally, tokens: int) -> None:
-        """Read one stream after the other until cancelled; compare each with the undisturbed output."""
-        for turn in range(1_000_000):
-            prompt = f"{name}-{turn}"
-            try:
-                text, gap_s = await self._read_stream(client, prompt, tokens)
-            except (aiohttp.ClientError, ConnectionError):
-                tally.broken += 1
-                continue
-            tally.ended += 1
-            tally.different += text != expect_text(prompt, tokens)
-            tally.gaps_s.append(gap_s)
-
-    async def _read_stream(self, client: aiohttp.ClientSession, prompt: str, tokens: int) -> tuple[str, float]:
-        """Return the text, and the longest silence in seconds. Raises ClientError for a stream that breaks off."""
-        body = {"prompt": prompt, "stream": True, "max_tokens": tokens, "temperature": 0}
-        last_s, gap_s, parts, is_done = time.monotonic(), 0.0, list[str](), False
-        async with client.post(f"{self.url}/v1/completions", json=body) as response:
-            if response.status != 200:
-                raise aiohttp.ClientError(f"the balancer answered with {response.status}")
-            async for line in response.content:
-                if not line.startswith(b"data: "):
-                    continue
-                now_s = time.monotonic()
-                gap_s, last_s = max(gap_s, now_s - last_s), now_s
-                if line.strip() == b"data: [DONE]":
-                    is_done = True
-                else:
-                    parts.append(json.loads(line[6:])["choices"][0]["text"])
-        if not is_done:
-            raise aiohttp.ClientError("the stream ended early")
-        return "".join(parts), gap_s
 
 
 async def survive(bed: LiveBed, *, streams: int, kills: int, tokens: int, seed: int) -> StreamTally:
     """Keep this many streams open while replicas are killed; let the open ones end."""
     tally = StreamTally()
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as client:
-        readers = [asyncio.ensure_future(bed.read_streams(client, f"s{n}", tally, tokens)) for n in range(streams)]
+        readers = [
+            asyncio.ensure_future(read_streams(client, bed.url, f"s{number}", tally, tokens=tokens))
+            for number in range(streams)
+        ]
         await bed.kill_at_random(kills, random.Random(seed), ready_min=2)
         ended = tally.ended
         while tally.ended < ended + streams and not tally.broken:
@@ -235,26 +231,9 @@ async def survive(bed: LiveBed, *, streams: int, kills: int, tokens: int, seed: 
     return tally
 
 
-async def update(bed: LiveBed, *, updates: int, clients: int) -> tuple[int, int]:
-    """Replace all replicas this many times under load; return the requests, and those that failed."""
-    counts = [0, 0]
-
-    async def ask(client: aiohttp.ClientSession) -> None:
-        while True:
-            try:
-                async with client.post(f"{bed.url}/echo", data=b"x") as response:
-                    is_good = response.status == 200 and await response.read() == b"x"
-            except aiohttp.ClientError:
-                is_good = False
-            counts[0] += 1
-            counts[1] += not is_good
-            await asyncio.sleep(0.005)
-
-    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as client:
-        askers = [asyncio.ensure_future(ask(client)) for _ in range(clients)]
+async def update(bed: LiveBed, *, updates: int, clients: int, streams: int) -> LoadTally:
+    """Replace all replicas this many times under load."""
+    async with steady_load(bed.url, clients=clients, streams=streams) as tally:
         for version in range(2, updates + 2):
             await bed.replace_all(version)
-        for each in askers:
-            each.cancel()
-        await asyncio.gather(*askers, return_exceptions=True)
-    return counts[0], counts[1]
+    return tally

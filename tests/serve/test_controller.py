@@ -18,7 +18,7 @@ from broker.serve.files import Load, ReplicaLoad, Routing, read_file, write_file
 from broker.serve.observing import observe
 from broker.serve.placement import SpotPlace, observe_places, place_replicas
 from broker.serve.reconciling import Slot
-from broker.serve.replicas import find_folder, make_replica_task
+from broker.serve.replicas import ReplicaPorts, find_folder, make_replica_task
 from broker.serve.slots import Place, PlacementRequest
 from broker.state.store import Store
 from broker.types import (
@@ -85,13 +85,13 @@ class World:
             self.balancers += 1
             return True
 
-        def draw(task: Task, spec: ServiceSpec) -> int:
+        def draw(task: Task, spec: ServiceSpec) -> ReplicaPorts:
             self.drawn += 1
-            return 9000 + self.drawn
+            return ReplicaPorts(program=8080, entrance=9000 + self.drawn)
 
         return ServiceController(
             "web", store=self.store, clock=self.clock, config=self.config,
-            place=place, launch_balancer=launch, draw_port=draw,
+            place=place, launch_balancer=launch, draw_ports=draw,
         )  # fmt: skip
 
     def play(self) -> None:
@@ -236,6 +236,74 @@ def test_replica_drains_until_its_requests_have_ended(tmp_path: Path) -> None:
     assert [each.version for each in world.store.services.list_replicas("web")] == [2]
 
 
+def drain_old_replica(world: World) -> int:
+    """Update a service of one replica until the old one is drained; return the old one's job."""
+    world.settle()
+    job_id = world.store.services.list_replicas("web")[0].job_id
+    world.store.services.add_version("web", make_task(count=1, version="b"))
+    while world.store.services.list_replicas("web")[0].drained_s is None:
+        world.settle(1)
+    return job_id
+
+
+def step(world: World, **load: Any) -> None:
+    """Take one step with this report of the balancer about the old replica; the new one is ready."""
+    routing = read_file(world.folder.routing, Routing)
+    assert routing is not None
+    fields = {"generation": routing.generation, "time_s": world.clock.now, "is_ready": True, "in_flight": 1, **load}
+    first = ReplicaLoad(is_ready=fields["is_ready"], in_flight=fields["in_flight"], since_s=0.0)
+    replicas = {1: first, 2: ReplicaLoad(is_ready=True, in_flight=0, since_s=0.0)}
+    write_file(
+        world.folder.load, Load(generation=fields["generation"], time_s=fields["time_s"], pid=1, replicas=replicas)
+    )
+    world.is_locked_run()
+    world.clock.now += 1
+
+
+def test_drained_replica_keeps_its_requests_while_its_probe_fails_or_the_balancer_is_silent(tmp_path: Path) -> None:
+    world = World(tmp_path, make_task(count=1))
+    job_id = drain_old_replica(world)
+
+    def is_cancelled() -> bool:
+        job = world.store.jobs.get(job_id)
+        return job is not None and job.cancel_requested
+
+    step(world, is_ready=False)
+    assert not is_cancelled()
+    step(world, time_s=world.clock.now - 60)  # the balancer is alive, but has not written for a minute
+    assert not is_cancelled()
+    step(world, generation=0, in_flight=0)  # it does not act on the drain yet
+    assert not is_cancelled()
+    step(world, in_flight=0)
+    assert is_cancelled()
+
+
+def test_report_from_before_the_drain_does_not_end_a_replica_that_got_a_request_since(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = World(tmp_path, make_task(count=1))
+    job_id = drain_old_replica(world)
+    routing = read_file(world.folder.routing, Routing)
+    assert routing is not None
+    late = Load(
+        generation=routing.generation, time_s=world.clock.now, pid=1,
+        replicas={1: ReplicaLoad(is_ready=True, in_flight=1, since_s=0.0)},
+    )  # fmt: skip
+    reads = list[Load]()
+
+    def read(path: Path, kind: type[Any]) -> Any:
+        found = read_file(path, kind)
+        if kind is Load:
+            reads.append(found)
+            write_file(path, late)  # the balancer reports after the controller's first look
+        return found
+
+    monkeypatch.setattr("broker.serve.controller.read_file", read)
+    step(world, generation=routing.generation - 1, in_flight=0)
+    job = world.store.jobs.get(job_id)
+    assert reads and job is not None and not job.cancel_requested
+
+
 def test_down_leaves_nothing(tmp_path: Path) -> None:
     world = World(tmp_path)
     world.settle()
@@ -320,13 +388,17 @@ def kill_at_writes(tmp_path: Path, story: str, *, every: int) -> None:
 
 
 def test_replica_learns_its_number_and_port_and_prefers_its_slot(tmp_path: Path) -> None:
-    task = Task(run="x", resources=(Resources(cloud="aws"),), service=make_task().service)
+    task = Task(run="x", resources=(Resources(cloud="aws", ports=("8080", "9090")),), service=make_task().service)
     service = Service(name="web", uid="u", version=1, host="h", port=1, created_s=0.0)
     slot = Slot(is_spot=True, region="us-east-1", zone="us-east-1a")
-    made = make_replica_task(service, task, slot, number=3, port=8080)
+    made = make_replica_task(
+        service, task, slot, number=3, ports=ReplicaPorts(program=8080, entrance=19443), secrets={}
+    )
     assert made.envs["SKYPILOT_SERVE_REPLICA_ID"] == "3" and made.envs["BROKER_REPLICA_PORT"] == "8080"
     assert [each.zone for each in made.resources] == ["us-east-1a", None] and made.is_ordered
-    assert all(each.use_spot and each.ports == ("8080",) for each in made.resources)
+    assert made.envs["BROKER_REPLICA_HOST"] == "127.0.0.1"
+    # Nothing but the entrance is open: not even the program's own port.
+    assert all(each.use_spot and each.ports == ("19443",) for each in made.resources)
     assert made.service is None
 
 

@@ -7,14 +7,21 @@ from pathlib import Path
 
 import pytest
 
+from tests.bench.bench_serve import measure_idle_bytes
+from tests.cli.conftest import Shell
 from tests.serve.live_bed import LiveBed, survive, update
+from tests.serve.live_service import LiveService, roll
 
 pytestmark = pytest.mark.long
 
 
-def test_fifty_open_streams_survive_eight_kills_identically(tmp_path: Path) -> None:
+encrypted = pytest.mark.parametrize("is_encrypted", [False, True], ids=["plain", "encrypted"])
+
+
+@encrypted
+def test_fifty_open_streams_survive_eight_kills_identically(tmp_path: Path, *, is_encrypted: bool) -> None:
     async def run() -> None:
-        bed = LiveBed(tmp_path, pause_s=0.1)
+        bed = LiveBed(tmp_path, pause_s=0.1, is_encrypted=is_encrypted)
         async with bed.run(3):
             tally = await survive(bed, streams=50, kills=8, tokens=30, seed=1)
             load = bed.read_load()
@@ -25,11 +32,27 @@ def test_fifty_open_streams_survive_eight_kills_identically(tmp_path: Path) -> N
     asyncio.run(run())
 
 
-def test_rolling_updates_under_load_fail_no_request(tmp_path: Path) -> None:
+@encrypted
+def test_rolling_updates_under_load_fail_no_request_and_no_stream(tmp_path: Path, *, is_encrypted: bool) -> None:
     async def run() -> None:
-        bed = LiveBed(tmp_path, pause_s=0.0)
+        bed = LiveBed(tmp_path, pause_s=0.01, is_encrypted=is_encrypted)
         async with bed.run(2):
-            requests, failed = await update(bed, updates=2, clients=8)
-        assert failed == 0 and requests > 0
+            tally = await update(bed, updates=2, clients=8, streams=8)
+        assert tally.failed == 0 and tally.requests > 0 and tally.streams.ended > 0
 
     asyncio.run(run())
+
+
+@pytest.mark.slow
+def test_rolling_updates_of_a_real_service_fail_no_request_and_no_stream(shell: Shell) -> None:
+    tally = asyncio.run(roll(LiveService(shell, replicas=2), updates=2, clients=4, streams=4))
+    assert tally.failed == 0 and tally.requests > 0 and tally.streams.ended > 0
+
+
+def test_idle_stream_over_tls_takes_no_buffer_of_a_quarter_mebibyte(tmp_path: Path) -> None:
+    async def run() -> float:
+        bed = LiveBed(tmp_path, pause_s=3600.0, is_encrypted=True)
+        async with bed.run(2):
+            return await measure_idle_bytes(bed, 200)
+
+    assert asyncio.run(run()) < 256 << 10

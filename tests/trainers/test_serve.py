@@ -256,3 +256,4 @@ def test_body_that_is_not_an_object_is_refused() -> None:
 def test_only_nodes_of_clouds_listen_beyond_the_loopback() -> None:
     assert find_host({}) == find_host({"SKYPILOT_NODE_IPS": "127.0.0.7"}) == "127.0.0.1"
     assert find_host({"SKYPILOT_NODE_IPS": "10.0.0.2\n10.0.0.3"}) == "0.0.0.0"
+    assert find_host({"SKYPILOT_NODE_IPS": "10.0.0.2", "BROKER_REPLICA_HOST": "127.0.0.1"}) == "127.0.0.1"
