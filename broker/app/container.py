@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from broker.clouds.base import Cloud, MakeCloud
     from broker.jobs.controller import JobController
     from broker.jobs.daemon import Controller
+    from broker.notify.notifier import Notifier
     from broker.optimizer.rating import History
     from broker.provision.access import AccessRenewer
     from broker.provision.lifecycle import Provisioner
@@ -223,6 +224,27 @@ class Context:
 
     def admit(self, choices: Sequence[Estimate], demand: LaunchSize) -> None:
         """Accept what a launch will start. A server raises LimitError where it would exceed a limit of its user."""
+
+    def check_notify(self, tasks: Sequence[Task]) -> None:
+        """Raise UsageError for notifications of managed jobs that the settings do not allow."""
+        specs = [each.notify for each in tasks if each.notify is not None]
+        if specs:
+            from broker.notify.settings import check_mail, read_settings
+
+            settings = read_settings(self.config)
+            for spec in specs:
+                check_mail(spec, settings)
+
+    @cached_property
+    def notifier(self) -> Notifier:
+        """Return the object by which the daemon delivers notifications of this store."""
+        from broker.notify.notifier import Notifier
+        from broker.notify.sending import send
+        from broker.notify.settings import read_settings
+
+        return Notifier(
+            self.store, self.clock, read_settings=partial(read_settings, self.config), send=partial(send, self.config)
+        )
 
     def ensure_daemon(self) -> None:
         """Start the daemon of this state folder unless it is running."""

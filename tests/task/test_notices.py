@@ -40,7 +40,6 @@ def load(text: str) -> Task:
         ("config: {gcp: {vpc_name: mine}}", "gcp", True),
         ("config: {kubernetes: {pod_config: {spec: null}}}", "kubernetes", False),
         ("config: {hooks: [{run: save, events: [down]}]}", "hooks", True),
-        ("event_callback: notify", "event_callback", False),
         ("api_server_access: true", "api_server_access", False),
         ("resources: {image_id: 'skypilot:gpu-ubuntu-2004'}", "image_id", True),
         ("resources: {image_id: {us-east-1: ami-1, docker: ubuntu}}", "image_id", True),
