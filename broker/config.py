@@ -23,7 +23,10 @@ from broker.frozen import frozen
 
 SETTINGS = "config.toml"
 LOGIN = "login.json"  # the server that commands speak to
-SETTING_NAMES = ("bucket_access", "catalog", "checkpoints", "keep_days", "log_format", "notify", "state", "unattended")
+SETTING_NAMES = (
+    "bucket_access", "catalog", "checkpoints", "keep_days", "log_format", "max_live_jobs", "notify", "state",
+    "unattended",
+)  # fmt: skip
 KEEP_DAYS = 90.0
 NOTIFY_PREFIX = "BROKER_NOTIFY_"  # of variables that contain targets of notifications
 NO_WORDS = ("", "0", "false", "no")
@@ -261,6 +264,16 @@ def read_keep_days(config: Config) -> float:
             f"{config.home / SETTINGS}: `keep_days` must be a number of days from 1 to 36500, not `{value}`"
         )
     return float(value)
+
+
+def read_live_jobs_max(config: Config) -> int | None:
+    """Return how many managed jobs may be live at a time: `max_live_jobs` in `config.toml`; None without a limit."""
+    value = _read_settings(config.home / SETTINGS).get("max_live_jobs")
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise UsageError(f"{config.home / SETTINGS}: `max_live_jobs` must be a number from 1, not `{value}`")
+    return value
 
 
 def has_json_logs(config: Config) -> bool:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from broker.app.market import Market, find_cache
 from broker.clock import Clock, SystemClock
-from broker.config import Config, find_home, find_state_url, load_config
+from broker.config import Config, find_home, find_state_url, load_config, read_live_jobs_max
 from broker.errors import BrokerError, StateError, UsageError
 
 if TYPE_CHECKING:
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from broker.clouds.base import Cloud, MakeCloud
     from broker.jobs.controller import JobController
     from broker.jobs.daemon import Controller
+    from broker.jobs.queue import JobQueue
     from broker.notify.notifier import Notifier
     from broker.optimizer.rating import History
     from broker.provision.access import AccessRenewer
@@ -208,7 +209,15 @@ class Context:
             ),
             clock=self.clock,
             config=self.config,
+            queue=self.job_queue,
         )
+
+    @cached_property
+    def job_queue(self) -> JobQueue:
+        """Return the queue of this store's jobs, which its controllers share."""
+        from broker.jobs.queue import JobQueue
+
+        return JobQueue(self.store, self.clock, read_limit=partial(read_live_jobs_max, self.config))
 
     def make_any_controller(self, key: int | str) -> Controller:
         """Make the controller of a job, by its id, or of a service, by its name."""

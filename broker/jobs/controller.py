@@ -37,6 +37,7 @@ from broker.jobs.outcome_recorder import OutcomeRecorder
 from broker.jobs.outcomes import BucketOutcomes, Outcomes
 from broker.jobs.policy_runner import PolicyRunner
 from broker.jobs.progress import record_progress, record_silence
+from broker.jobs.queue import JobQueue
 from broker.jobs.run_end import RunEnd, read_run_end
 from broker.jobs.successor import Successor
 from broker.jobs.teardown import AttemptTeardown
@@ -79,6 +80,7 @@ class JobController:
         clock: Clock,
         config: Config,
         outcomes: Outcomes | None = None,
+        queue: JobQueue | None = None,
     ) -> None:
         """Create the controller. `outcomes` reads the results of gangs that are gone; by default from their buckets."""
         self.job_id = job_id
@@ -93,7 +95,7 @@ class JobController:
         self._recorder = OutcomeRecorder(job_id, store, clock)
         self._group = GroupMember(store, gang, clock, GroupPlacement(store, planner, clock))
         self._acquisition = Acquisition(
-            store, provisioner, planner, clock, self._policy_runner, self._recorder, self._group
+            store, provisioner, planner, clock, self._policy_runner, self._recorder, self._group, queue
         )
         self._replacer = NodeReplacer(store, provisioner, gang, clock)
         self._in_place = InPlace(store, provisioner, gang, clock, self._teardown, self._group)

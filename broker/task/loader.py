@@ -17,7 +17,7 @@ from broker.task.measures import UNATTENDED_S_MIN
 from broker.task.mounts import read_file_mounts, read_workdir
 from broker.task.pipeline import Document, join_tasks, split_header
 from broker.task.reading import Reader, describe
-from broker.task.resources import read_autostop, read_recovery, read_resources
+from broker.task.resources import read_autostop, read_priority, read_recovery, read_resources
 from broker.task.service import read_service
 from broker.task.tables import Section
 from broker.task.yaml_errors import suggest_colon
@@ -139,6 +139,7 @@ def _read_task(reader: Reader, section: Section, envs: Mapping[str, str], secret
         inputs=_read_data(section, "inputs"),
         outputs=_read_data(section, "outputs"),
         service=read_service(reader, section),
+        priority=read_priority(section.get("resources")),
         notify=_read_notify(section.get("notify")),
         event_callback=section.get("event_callback"),
         notices=reader.take_notices(),

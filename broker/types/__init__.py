@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 _TYPES = {
     "groups": ("GroupRole", "OnLoss"),
-    "jobs": ("Attempt", "Job", "JobStatus", "Progress"),
+    "jobs": ("Attempt", "Job", "JobStatus", "JobWait", "Progress", "WaitReason"),
     "machines": (
         "Cluster",
         "ClusterStatus",

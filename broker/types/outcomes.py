@@ -88,6 +88,7 @@ class EventKind(StrEnum):
     DECISION = "decision"
     LATE = "late"
     WAITING = "waiting"
+    QUEUED = "queued"
     ADVISED = "advised"
     UNSEEN = "unseen"
     FLUSHING = "flushing"

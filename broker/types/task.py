@@ -200,6 +200,7 @@ class Task:
     service: ServiceSpec | None = None  # of `broker serve`
     pipeline: str | None = None  # name in the header of the file's several tasks
     group: GroupRole | None = None  # its part in a job group
+    priority: int = 0  # of a managed job: those with a higher one start first when `max_live_jobs` is short
     notify: NotifySpec | None = None  # of managed jobs; None: as `[notify]` in `config.toml` says
     event_callback: str | None = None  # a command that the daemon runs at each change of a managed job's status
     notices: tuple[Notice, ...] = ()

@@ -44,7 +44,6 @@ def load(text: str) -> Task:
         ("resources: {image_id: 'skypilot:gpu-ubuntu-2004'}", "image_id", True),
         ("resources: {image_id: {us-east-1: ami-1, docker: ubuntu}}", "image_id", True),
         ("resources: {local_disk: nvme}", "local_disk", True),
-        ("resources: {priority: 10}", "priority", False),
         ("resources: {autostop: {hook: save}}", "hook", True),
         ("resources: {accelerator_args: {runtime_version: v2}}", "accelerator_args", True),
     ],
