@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from broker.clouds.base import Cloud, MakeCloud
     from broker.jobs.controller import JobController
     from broker.jobs.daemon import Controller
-    from broker.jobs.queue import JobQueue
+    from broker.jobs.slots import JobQueue
     from broker.notify.notifier import Notifier
     from broker.optimizer.rating import History
     from broker.provision.access import AccessRenewer
@@ -215,7 +215,7 @@ class Context:
     @cached_property
     def job_queue(self) -> JobQueue:
         """Return the queue of this store's jobs, which its controllers share."""
-        from broker.jobs.queue import JobQueue
+        from broker.jobs.slots import JobQueue
 
         return JobQueue(self.store, self.clock, read_limit=partial(read_live_jobs_max, self.config))
 

@@ -10,8 +10,8 @@ from broker.jobs.budget import BudgetExceeded, check_budget, find_overspending
 from broker.jobs.group_member import GroupMember
 from broker.jobs.outcome_recorder import OutcomeRecorder
 from broker.jobs.policy_runner import Pause, PolicyRunner
-from broker.jobs.queue import JobQueue
 from broker.jobs.replanning import cut_to_rest, drop_limits, order_plan
+from broker.jobs.slots import JobQueue
 from broker.provision.lifecycle import Provisioner
 from broker.provision.refusals import draw_backoff_s
 from broker.state.store import Store

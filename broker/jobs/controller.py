@@ -37,8 +37,8 @@ from broker.jobs.outcome_recorder import OutcomeRecorder
 from broker.jobs.outcomes import BucketOutcomes, Outcomes
 from broker.jobs.policy_runner import PolicyRunner
 from broker.jobs.progress import record_progress, record_silence
-from broker.jobs.queue import JobQueue
 from broker.jobs.run_end import RunEnd, read_run_end
+from broker.jobs.slots import JobQueue
 from broker.jobs.successor import Successor
 from broker.jobs.teardown import AttemptTeardown
 from broker.provision.lifecycle import Provisioner

@@ -14,7 +14,7 @@ import pytest
 from broker.config import Config
 from broker.jobs.controller import JobController
 from broker.jobs.daemon import run_daemon
-from broker.jobs.queue import AGE_S_MAX, JobQueue
+from broker.jobs.slots import AGE_S_MAX, JobQueue
 from broker.state.people import Owned
 from broker.state.store import Store
 from broker.types import EventKind, GroupRole, Job, JobStatus, JobWait, Task, WaitReason, make_event
