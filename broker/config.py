@@ -5,7 +5,8 @@ BROKER_CHECKPOINTS, or `checkpoints` in its `config.toml`, is the default checkp
 long managed jobs continue while this machine is away; with `bucket_access = "own"` nodes get no grants to buckets.
 `catalog.auto_update = false` ends the update of prices in the background; BROKER_OFFLINE and CI do so for one process.
 BROKER_STATE, or `state`, is the URL of a PostgreSQL database that holds the state instead of a file in that folder;
-BROKER_SECRET_KEY encrypts the secrets in it.
+BROKER_SECRET_KEY encrypts the secrets in it. `[notify]` says which notifications about jobs go where; variables whose
+names begin with BROKER_NOTIFY_ contain its secrets.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import json
 import os
 import re
 import uuid
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from broker.errors import StateError, UsageError
@@ -22,8 +23,12 @@ from broker.frozen import frozen
 
 SETTINGS = "config.toml"
 LOGIN = "login.json"  # the server that commands speak to
-SETTING_NAMES = ("bucket_access", "catalog", "checkpoints", "keep_days", "log_format", "state", "unattended")
+SETTING_NAMES = (
+    "bucket_access", "catalog", "checkpoints", "keep_days", "log_format", "max_live_jobs", "notify", "state",
+    "unattended",
+)  # fmt: skip
 KEEP_DAYS = 90.0
+NOTIFY_PREFIX = "BROKER_NOTIFY_"  # of variables that contain targets of notifications
 NO_WORDS = ("", "0", "false", "no")
 # Valid checkpoint locations: buckets that the bundled trainers can write to, and folders shared by all nodes.
 OWNER = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")  # valid as a tag's value on every cloud
@@ -215,6 +220,17 @@ def find_unattended(config: Config) -> object:
     return _read_settings(config.home / SETTINGS).get("unattended")
 
 
+def find_notify(config: Config) -> object:
+    """Return `[notify]` of `config.toml` as written; None without it. Raises UsageError for an invalid file."""
+    return _read_settings(config.home / SETTINGS).get("notify")
+
+
+def read_notify_variable(name: str) -> str | None:
+    """Return the value of a variable that a notification's target names; only these names can be read so."""
+    assert name.startswith(NOTIFY_PREFIX)
+    return os.environ.get(name)
+
+
 def has_own_bucket_access(config: Config) -> bool:
     """Return whether nodes reach their buckets without a grant: `bucket_access = "own"` in `config.toml`."""
     value = _read_settings(config.home / SETTINGS).get("bucket_access", "granted")
@@ -248,6 +264,16 @@ def read_keep_days(config: Config) -> float:
             f"{config.home / SETTINGS}: `keep_days` must be a number of days from 1 to 36500, not `{value}`"
         )
     return float(value)
+
+
+def read_live_jobs_max(config: Config) -> int | None:
+    """Return how many managed jobs may be live at a time: `max_live_jobs` in `config.toml`; None without a limit."""
+    value = _read_settings(config.home / SETTINGS).get("max_live_jobs")
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise UsageError(f"{config.home / SETTINGS}: `max_live_jobs` must be a number from 1, not `{value}`")
+    return value
 
 
 def has_json_logs(config: Config) -> bool:
@@ -309,6 +335,15 @@ def make_git_environment() -> dict[str, str]:
         "SSH_ASKPASS_REQUIRE": "never",
     }
     return {"GIT_ASKPASS": "", **os.environ, **silent, "LC_ALL": "C"}
+
+
+def make_callback_environment(variables: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment of a job's `event_callback`: this process's without broker's own secrets."""
+    own = {
+        name: value for name, value in os.environ.items()
+        if name != "BROKER_SECRET_KEY" and not name.startswith(NOTIFY_PREFIX)
+    }  # fmt: skip
+    return {**own, **variables}
 
 
 def read_aws_environment() -> dict[str, str]:

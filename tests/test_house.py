@@ -27,7 +27,7 @@ LAYERS: list[set[str]] = [
     {"state", "storage", "clouds", "runtime"},
     {"access"},
     {"provision"},
-    {"jobs", "batch", "sweeps", "lab", "serve"},
+    {"jobs", "batch", "sweeps", "lab", "serve", "notify"},
     {"app"},
     {"rehearsal", "dashboard", "client"},
     {"aio", "server"},

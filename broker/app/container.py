@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from broker.app.market import Market, find_cache
 from broker.clock import Clock, SystemClock
-from broker.config import Config, find_home, find_state_url, load_config
+from broker.config import Config, find_home, find_state_url, load_config, read_live_jobs_max
 from broker.errors import BrokerError, StateError, UsageError
 
 if TYPE_CHECKING:
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from broker.clouds.base import Cloud, MakeCloud
     from broker.jobs.controller import JobController
     from broker.jobs.daemon import Controller
+    from broker.jobs.slots import JobQueue
+    from broker.notify.notifier import Notifier
     from broker.optimizer.rating import History
     from broker.provision.access import AccessRenewer
     from broker.provision.lifecycle import Provisioner
@@ -207,7 +209,15 @@ class Context:
             ),
             clock=self.clock,
             config=self.config,
+            queue=self.job_queue,
         )
+
+    @cached_property
+    def job_queue(self) -> JobQueue:
+        """Return the queue of this store's jobs, which its controllers share."""
+        from broker.jobs.slots import JobQueue
+
+        return JobQueue(self.store, self.clock, read_limit=partial(read_live_jobs_max, self.config))
 
     def make_any_controller(self, key: int | str) -> Controller:
         """Make the controller of a job, by its id, or of a service, by its name."""
@@ -224,6 +234,27 @@ class Context:
     def admit(self, choices: Sequence[Estimate], demand: LaunchSize) -> None:
         """Accept the resources that a launch will start. A server raises LimitError if it would exceed a limit of its
         user."""
+
+    def check_notify(self, tasks: Sequence[Task]) -> None:
+        """Raise UsageError for notifications of managed jobs that the settings do not allow."""
+        specs = [each.notify for each in tasks if each.notify is not None]
+        if specs:
+            from broker.notify.settings import check_mail, read_settings
+
+            settings = read_settings(self.config)
+            for spec in specs:
+                check_mail(spec, settings)
+
+    @cached_property
+    def notifier(self) -> Notifier:
+        """Return the object by which the daemon delivers notifications of this store."""
+        from broker.notify.notifier import Notifier
+        from broker.notify.sending import send
+        from broker.notify.settings import read_settings
+
+        return Notifier(
+            self.store, self.clock, read_settings=partial(read_settings, self.config), send=partial(send, self.config)
+        )
 
     def ensure_daemon(self) -> None:
         """Start the daemon of this state folder unless it is running."""

@@ -87,6 +87,7 @@ def prepare(
     tasks = tuple(context.resolve(anchor(each)) for each in tasks)
     check_notices(tasks, is_launch=not is_dryrun, note=context.note)
     note_state_folder(context, tasks)
+    context.check_notify(tasks)
     tasks = target.settle(tasks)
     plans = tuple(plan_launch(context, each, is_dryrun=is_dryrun) for each in tasks)
     check_plans(plans, is_launch=not is_dryrun, note=context.note)

@@ -34,6 +34,7 @@ def daemon(
             provisioner=context.provisioner,
             clock=context.clock,
             config=context.config,
+            notifier=context.notifier,
             idle_s=idle,
         )
     )

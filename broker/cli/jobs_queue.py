@@ -16,13 +16,15 @@ from broker.cli.context import make_session
 from broker.cli.jobs_show import describe, describe_forecast
 from broker.cli.render import format_table, print_json, print_line
 from broker.formatting import format_duration, format_usd, to_plain
-from broker.types import JobStatus
+from broker.types import JobStatus, JobWait, WaitReason
+from broker.wording import describe_wait
 
 if TYPE_CHECKING:
     from broker.state.jobs import JobLine
 
 WATCH_S = 2.0
 NEWEST = 50
+WAITS_MAX = 10  # lines for jobs that wait
 FORECASTS_MAX = 10  # each takes as long as a plan
 
 
@@ -72,7 +74,11 @@ def _show(lines: Sequence[str]) -> None:
 def _print_jobs(session: Session) -> None:
     print_json(
         [
-            {**describe(view.job, view.spent_usd), "forecast": view.forecast and to_plain(view.forecast)}
+            {
+                **describe(view.job, view.spent_usd),
+                "forecast": view.forecast and to_plain(view.forecast),
+                "wait": view.wait and to_plain(view.wait),
+            }
             for view in session.call(list_jobs)
         ]
     )
@@ -92,8 +98,21 @@ def list_lines(session: Session, newest: int | None) -> list[str]:
     return [
         *table,
         *([f"... and {hidden} older; show them with `--all`"] if hidden else []),
+        *_list_waits(found.waits, session.clock.now_s()),
         *(f"Job {job_id}: {describe_forecast(each)}" for job_id, each in sorted(found.forecasts.items(), reverse=True)),
     ]
+
+
+def _list_waits(waits: Mapping[int, JobWait], now_s: float) -> list[str]:
+    """List what jobs wait for, the next to start first; jobs that need others have no line of their own."""
+    shown = [
+        (wait.position or 0, f"Job {job_id} waits {describe_wait(wait, now_s=now_s)}")
+        for job_id, wait in sorted(waits.items())
+        if wait.reason in (WaitReason.LIMIT, WaitReason.CAPACITY)
+    ]
+    lines = [line for _, line in sorted(shown)]
+    more = [f"... and {len(lines) - WAITS_MAX} more jobs wait"] if len(lines) > WAITS_MAX else []
+    return lines[:WAITS_MAX] + more
 
 
 def list_rows(lines: Sequence[JobLine], spent: Mapping[int, float], now_s: float) -> list[list[str]]:

@@ -20,7 +20,7 @@ from broker.errors import RunFailedError
 from broker.formatting import format_duration, format_hours, format_usd, strip_control, to_plain
 from broker.types import Attempt, EventKind, Job, JobStatus
 from broker.types.forecasts import JobForecast
-from broker.wording import describe_outcome
+from broker.wording import describe_outcome, describe_wait
 
 if TYPE_CHECKING:
     from broker.app.verbs.jobs import Story
@@ -133,6 +133,7 @@ def _describe_story(told: Story) -> dict[str, object]:
         "events": [_describe_event(each) for each in told.events],
         "summary": to_plain(told.summary),
         "forecast": told.forecast and to_plain(told.forecast),
+        "wait": told.wait and to_plain(told.wait),
         "deadline_chances": to_plain(told.chances),
         "nodes": to_plain(told.nodes),
     }
@@ -144,6 +145,8 @@ def _tell_story(told: Story, now_s: float) -> None:
     print_line(f"Job {found.id} ({found.name}) {MEANING[found.status]}{reason}.")
     if not found.status.is_terminal and (sentence := _describe_allowance(found, paid, now_s)):
         print_line(f"It {sentence}.")
+    if told.wait is not None and (clause := describe_wait(told.wait, now_s=now_s)):
+        print_line(f"It waits {clause}.")
     if found.resumes:
         print_line(f"It continues from the checkpoints of job {found.resumes}.")
     if found.task.group is not None:

@@ -164,6 +164,7 @@ def controller(state: StateOption = None) -> None:
             provisioner=context.provisioner,
             clock=context.clock,
             config=context.config,
+            notifier=context.notifier,
             idle_s=math.inf,
         )
     )

@@ -11,6 +11,7 @@ from broker.jobs.group_member import GroupMember
 from broker.jobs.outcome_recorder import OutcomeRecorder
 from broker.jobs.policy_runner import Pause, PolicyRunner
 from broker.jobs.replanning import cut_to_rest, drop_limits, order_plan
+from broker.jobs.slots import JobQueue
 from broker.provision.lifecycle import Provisioner
 from broker.provision.refusals import draw_backoff_s
 from broker.state.store import Store
@@ -44,6 +45,7 @@ class Acquisition:
         policy_runner: PolicyRunner,
         recorder: OutcomeRecorder,
         group: GroupMember,
+        queue: JobQueue | None = None,
     ) -> None:
         self._store = store
         self._provisioner = provisioner
@@ -52,6 +54,7 @@ class Acquisition:
         self._policy_runner = policy_runner
         self._recorder = recorder
         self._group = group
+        self._queue = queue
         self._refusals = 0  # consecutive; only sets the backoff
 
     async def begin_attempt(self, job: Job) -> Attempt | float:
@@ -59,6 +62,8 @@ class Acquisition:
         number = job.next_attempt
         if failure := find_overspending(job, self._store, self._clock):
             return self._recorder.finish_job(job, JobStatus.FAILED, OutcomeKind.BUDGET_EXCEEDED, failure)
+        if self._queue is not None and (wait_s := self._queue.admit(job)):
+            return wait_s
         if job.status is JobStatus.PENDING:
             self._store.jobs.set_status(job.id, JobStatus.STARTING)
         try:

@@ -39,6 +39,7 @@ from broker.jobs.outcomes import BucketOutcomes, Outcomes
 from broker.jobs.policy_runner import PolicyRunner
 from broker.jobs.progress import record_progress, record_silence
 from broker.jobs.run_end import RunEnd, read_run_end
+from broker.jobs.slots import JobQueue
 from broker.jobs.successor import Successor
 from broker.jobs.teardown import AttemptTeardown
 from broker.provision.lifecycle import Provisioner
@@ -80,6 +81,7 @@ class JobController:
         clock: Clock,
         config: Config,
         outcomes: Outcomes | None = None,
+        queue: JobQueue | None = None,
     ) -> None:
         """Create the controller. `outcomes` reads the results of gangs that are gone; by default from their buckets."""
         self.job_id = job_id
@@ -94,7 +96,7 @@ class JobController:
         self._recorder = OutcomeRecorder(job_id, store, clock)
         self._group = GroupMember(store, gang, clock, GroupPlacement(store, planner, clock))
         self._acquisition = Acquisition(
-            store, provisioner, planner, clock, self._policy_runner, self._recorder, self._group
+            store, provisioner, planner, clock, self._policy_runner, self._recorder, self._group, queue
         )
         self._replacer = NodeReplacer(store, provisioner, gang, clock)
         self._in_place = InPlace(store, provisioner, gang, clock, self._teardown, self._group)

@@ -37,6 +37,7 @@ log = logging.getLogger(__name__)
 
 LOOK_FOR_JOBS_S = 0.3
 COLLECT_EVERY_S = 60.0
+NOTIFY_RETRY_S = 5.0
 START_LOOK_S = 0.05
 START_LOOKS_MAX = 400  # twenty seconds
 COMPACT_EVERY_S = 86400.0
@@ -55,6 +56,22 @@ class Controller(Protocol):
         ...
 
 
+class Notifies(Protocol):
+    """Delivers notifications about jobs; stepped by the daemon that does the housekeeping."""
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether notifications of recent events wait, so that the daemon should not leave yet."""
+        ...
+
+    def step(self) -> float:
+        """Start what is due, without waiting for it; return seconds until the next step. Raises FencedError."""
+        ...
+
+    async def rest(self) -> None:
+        """Stop all deliveries."""
+
+
 MakeController = Callable[[Any], Controller]  # of a Key; a caller without services takes ids only
 
 
@@ -67,6 +84,7 @@ class _DaemonContext:
     provisioner: Provisioner
     clock: Clock
     config: Config
+    notifier: Notifies | None
     idle_s: float
 
 
@@ -77,6 +95,7 @@ async def run_daemon(
     provisioner: Provisioner,
     clock: Clock,
     config: Config,
+    notifier: Notifies | None = None,
     idle_s: float = 60,
 ) -> None:
     """Lead until another daemon holds the lock, `idle_s` pass without live jobs, or SIGTERM arrives.
@@ -89,6 +108,7 @@ async def run_daemon(
         provisioner=provisioner,
         clock=clock,
         config=config,
+        notifier=notifier,
         idle_s=idle_s,
     )
     is_needed = True
@@ -189,6 +209,7 @@ class _Daemon:
         self._make_controller = context.make_controller
         self._provisioner = context.provisioner
         self._clock = context.clock
+        self._notifier = context.notifier
         self._idle_s = context.idle_s
         self._drives: dict[Key, asyncio.Task[None]] = {}
         self._is_collecting = False
@@ -196,6 +217,7 @@ class _Daemon:
 
     async def run(self) -> None:
         collecting = asyncio.ensure_future(self._collect_forever())
+        notifying = asyncio.ensure_future(self._notify_forever())
         idle_since_s = self._clock.now_s()
         try:
             while True:
@@ -203,14 +225,18 @@ class _Daemon:
                 if self._drives:
                     idle_since_s = self._clock.now_s()
                 elif self._clock.now_s() - idle_since_s >= self._idle_s and not self._is_collecting:
-                    self._workload.resign()
-                    return
+                    await self._notify()
+                    if self._notifier is None or not self._notifier.is_busy:
+                        self._workload.resign()
+                        return
                 await self._clock.sleep(LOOK_FOR_JOBS_S)
         finally:
-            tasks = [collecting, *self._drives.values()]
+            tasks = [collecting, notifying, *self._drives.values()]
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+            if self._notifier is not None:
+                await self._notifier.rest()
 
     def _start_controllers(self) -> None:
         for key in [key for key, task in self._drives.items() if task.done()]:
@@ -267,6 +293,28 @@ class _Daemon:
                 if not isinstance(error, BrokerError):
                     controller = None  # its memory cannot be trusted; the store can
                 await self._clock.sleep(wait_s)
+
+    async def _notify_forever(self) -> None:
+        while self._notifier is not None:
+            await self._clock.sleep(await self._notify())
+
+    async def _notify(self) -> float:
+        """Step the notifier if this process does the housekeeping; return the seconds until the next step."""
+        if self._notifier is None:
+            return NOTIFY_RETRY_S
+        try:
+            if self._workload.does_housekeeping():
+                with self._workload.hold(HOUSEKEEPING):
+                    return self._notifier.step()
+            await self._notifier.rest()  # another process delivers them now
+        except FencedError as error:
+            log.info("%s", error.message)  # the main loop detects it too
+            await self._notifier.rest()
+        except BrokerError as error:
+            log.warning("notifications wait: %s", error.message)
+        except Exception as error:  # the outermost edge of the notifier
+            log.warning("notifying failed", exc_info=error)
+        return NOTIFY_RETRY_S
 
     async def _collect_forever(self) -> None:
         compacted_s = float("-inf")

@@ -108,7 +108,8 @@ def forget_logs(store: Store, logs: Path, *, older_than_s: float) -> None:
     live = set(store.jobs.list_unfinished_ids())
     for path in (logs / "jobs").glob("*.log"):
         with suppress(FileNotFoundError):  # a user may delete one meanwhile
-            if path.stem.isdigit() and int(path.stem) not in live and path.stat().st_mtime < older_than_s:
+            number = path.name.partition(".")[0]  # of `3.log` and `3.callback.log`
+            if number.isdigit() and int(number) not in live and path.stat().st_mtime < older_than_s:
                 path.unlink()
 
 

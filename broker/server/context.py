@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, TypeVar
 from broker.app.container import Context
 from broker.app.limits import LaunchSize, admit
 from broker.clock import SystemClock
+from broker.errors import UsageError
 from broker.frozen import frozen
 
 if TYPE_CHECKING:
     from broker.clouds.base import Cloud
     from broker.server.proxy import TrustedProxy
     from broker.state.people import Token
-    from broker.types import Estimate
+    from broker.types import Estimate, Task
 
 T = TypeVar("T")
 LOCAL = "local"
@@ -115,6 +116,16 @@ class ServerContext(Context):
             token = self._token
             self._commitment = admit(self.store, choices, demand, user=token.user, project=token.project)
             self._names = demand.names
+
+    def check_notify(self, tasks: Sequence[Task]) -> None:
+        """Refuse commands that would run as the server's own user, as for the local cloud."""
+        if not self._policy.has_local_cloud and any(each.event_callback for each in tasks):
+            raise UsageError(
+                "`event_callback` would run on the server's machine as the server's own user, which this server "
+                "does not allow",
+                hints=["use `notify: {webhook: https://...}`, or remove `event_callback`"],
+            )
+        super().check_notify(tasks)
 
     def bind(self, names: Sequence[str]) -> None:
         """Record the jobs or the service that the admitted launch has started."""

@@ -92,6 +92,19 @@ class EventRows:
         )
         return [_read_event(row) for row in rows]
 
+    def list_notable(self, kinds: Sequence[EventKind], *, after: int, limit: int) -> Sequence[EventRow]:
+        """Return the oldest `limit` events of jobs of these kinds with an id above `after`.
+
+        None is missed later: transactions that write run one at a time, so ids grow in the order of commits.
+        """
+        marks = ", ".join("?" * len(kinds))
+        rows = self._database.rows(
+            "SELECT id, time_s, kind, data, job_id, cluster FROM events "
+            f"WHERE id > ? AND job_id IS NOT NULL AND kind IN ({marks}) ORDER BY id LIMIT ?",
+            (after, *(kind.value for kind in kinds), limit),
+        )
+        return [_read_event(row) for row in rows]
+
     def list_newest(self, job_ids: Sequence[int]) -> Mapping[int, EventRow]:
         """Return the newest event of each of these jobs."""
         if not job_ids:

@@ -135,7 +135,7 @@ class JobRows:
             attempts.setdefault(row["job_id"], []).append(row)
 
         def read(row: Row) -> Job:
-            return self._read_job(row, [_read_attempt(each) for each in attempts.get(row["id"], ())])
+            return self._read_job(row, [read_attempt(each) for each in attempts.get(row["id"], ())])
 
         rows = self._database.rows(f"SELECT {COLUMNS} FROM jobs ORDER BY id")
         return keep_readable([partial(read, row) for row in rows], on_damage)
@@ -277,7 +277,7 @@ class JobRows:
         rows = self._database.rows(
             f"SELECT {ATTEMPT_COLUMNS} FROM attempts WHERE job_id = ? ORDER BY number", (job_id,)
         )
-        return [_read_attempt(row) for row in rows]
+        return [read_attempt(row) for row in rows]
 
     def get_log_offset(self, job_id: int) -> LogOffset:
         """Return how far the job's log has been copied; zero before the first copy."""
@@ -332,7 +332,8 @@ class JobRows:
         )
 
 
-def _read_attempt(row: Row) -> Attempt:
+def read_attempt(row: Row) -> Attempt:
+    """Read a row of `ATTEMPT_COLUMNS`. Raises DamagedRowError."""
     key = f"{row['job_id']}/{row['number']}"
 
     def read() -> Attempt:

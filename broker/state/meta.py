@@ -83,7 +83,11 @@ class MetaRows:
         """Forget the adoptions, so that the clouds are compared with the records again."""
         with self._database.transaction():
             for prefix in prefixes:
-                self._database.execute("DELETE FROM meta WHERE substr(key, 1, ?) = ?", (len(prefix), prefix))
+                self.forget(prefix)
+
+    def forget(self, prefix: str) -> None:
+        """Delete the values whose keys begin with `prefix`."""
+        self._database.write("DELETE FROM meta WHERE substr(key, 1, ?) = ?", (len(prefix), prefix))
 
     def forget_half_done(self, *, attempts_skipped: int) -> None:
         """Forget, in a copy, gangs that were starting when it was made, and skip attempt numbers used since then."""

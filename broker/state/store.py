@@ -19,6 +19,7 @@ from broker.state.leader import LeaderRow
 from broker.state.limits import CommitmentRows, LimitRows
 from broker.state.meta import MetaRows
 from broker.state.people import AuditRows, OwnerRows, TokenRows
+from broker.state.queue import QueueRows
 from broker.state.retention import Compaction, Total
 from broker.state.secret_files import SecretFiles, SecretStore
 from broker.state.services import ServiceRows
@@ -58,6 +59,7 @@ class Store(SqliteDatabase):
         self.services = ServiceRows(self)
         self.events = EventRows(self)
         self.refusals = RefusalRows(self)
+        self.queue = QueueRows(self)
         self.forecasts = ForecastRows(self)
         self.history = HistoryRows(self)
         self.response_times = ResponseTimeRows(self)

@@ -1,4 +1,4 @@
-"""The fields of a task: those of SkyPilot 0.14, and broker's extensions (`goal`, `checkpoint`, `unattended`, `needs`).
+"""The fields of a task: those of SkyPilot 0.14, and broker's extensions (`goal`, `notify` and others).
 
 The loader and `broker schema` read this table.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 from broker.config import CHECKPOINT_URL
 from broker.task import allowed
 from broker.task.environment import EnvValue
+from broker.task.fields_notify import NOTIFY
 from broker.task.fields_resources import ACCELERATOR_NAME, RESOURCES
 from broker.task.fields_service import POOL, SERVICE
 from broker.task.measures import Duration, Size
@@ -306,12 +307,10 @@ TASK = Table(
             later=Later(message="server secrets are not supported", hint="use `secrets:` and `--secret NAME=...`"),
         ),
         "event_callback": Field(
-            shape=Text(), about="Command to run on every status change of a managed job.",
-            later=Later(
-                message="event callbacks are not supported", hint="list events with `broker jobs events`",
-                blocks_launch=False,
-            ),
+            shape=Text(rule=allowed.SCRIPT),
+            about="Command that the daemon runs, on its own machine, at every status change of a managed job.",
         ),
+        "notify": Field(shape=NOTIFY, about="Notifications about a managed job (broker extension)."),
         "api_server_access": Field(
             shape=Flag(), about="Access of the task to the SkyPilot server.",
             later=Later(message="tasks have no access to the broker server", blocks_launch=False),

@@ -242,6 +242,7 @@ _CLOUD = CloudName(words=CLOUDS)
 _PLACE = Text(rule=allowed.PLACE)
 _IMAGE = Text(rule=allowed.IMAGE)
 
+PRIORITIES = {"low": -100, "normal": 0, "high": 100}
 ONE: dict[str, Field] = {
     "infra": Field(
         shape=Infra(), examples=("aws", "gcp/us-central1", "aws/us-east-1/us-east-1a", "*/*/us-east-1a"),
@@ -337,8 +338,8 @@ ONE: dict[str, Field] = {
         later=Later(message="attaching disks is not supported", hint="use `disk_size`, or store the data in a bucket"),
     ),
     "priority": Field(
-        shape=Either(shapes=(Whole(minimum=-1000, maximum=1000),)), about="Priority of a managed job.",
-        later=Later(message="jobs start in the order of submission", blocks_launch=False),
+        shape=Either(shapes=(Whole(minimum=-1000, maximum=1000), Choice(words=tuple(PRIORITIES)))),
+        about="Priority of a managed job: -1000 to 1000, or `low`, `normal`, `high`; used with `max_live_jobs`.",
     ),
     "priority_class": Field(
         shape=Text(), about="Kueue priority class.",

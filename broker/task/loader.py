@@ -17,12 +17,22 @@ from broker.task.measures import UNATTENDED_S_MIN
 from broker.task.mounts import read_file_mounts, read_workdir
 from broker.task.pipeline import Document, join_tasks, split_header
 from broker.task.reading import Reader, describe
-from broker.task.resources import read_autostop, read_recovery, read_resources
+from broker.task.resources import read_autostop, read_priority, read_recovery, read_resources
 from broker.task.service import read_service
 from broker.task.tables import Section
 from broker.task.yaml_errors import suggest_colon
 from broker.task.yaml_reader import BYTES_MAX, Marked, read_documents
-from broker.types import CheckpointSpec, DataSet, Goal, Origin, Repository, Secret, Task
+from broker.types import (
+    CheckpointSpec,
+    DataSet,
+    Goal,
+    NotificationKind,
+    NotifySpec,
+    Origin,
+    Repository,
+    Secret,
+    Task,
+)
 
 _SMALLEST = "for example, a minimal task: `run: echo hello`"
 
@@ -129,6 +139,9 @@ def _read_task(reader: Reader, section: Section, envs: Mapping[str, str], secret
         inputs=_read_data(section, "inputs"),
         outputs=_read_data(section, "outputs"),
         service=read_service(reader, section),
+        priority=read_priority(section.get("resources")),
+        notify=_read_notify(section.get("notify")),
+        event_callback=section.get("event_callback"),
         notices=reader.take_notices(),
         origin=Origin(file=reader.file, line=section.marked.line, column=section.marked.column),
     )
@@ -201,6 +214,19 @@ def _read_unattended(reader: Reader, section: Section) -> float | None:
         hint = "a shorter time would terminate nodes during network problems; the default is `unattended: 12h`"
         reader.fault(section.marks["unattended"], "`unattended` must be at least 15m", hint)
     return value
+
+
+def _read_notify(section: Section | None) -> NotifySpec | None:
+    if section is None:
+        return None
+    on, mail = section.get("on"), section.get("mail")
+    words = None if on is None else [on] if isinstance(on, str) else on
+    return NotifySpec(
+        on=None if words is None else tuple(NotificationKind(each) for each in words),
+        webhook=section.get("webhook"),
+        slack=section.get("slack"),
+        mail=() if mail is None else (mail,) if isinstance(mail, str) else tuple(mail),
+    )
 
 
 def _read_checkpoint(section: Section | None) -> CheckpointSpec:

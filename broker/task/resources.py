@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from broker.task.accelerators import read_accelerator
-from broker.task.fields_resources import ELASTIC
+from broker.task.fields_resources import ELASTIC, PRIORITIES
 from broker.task.measures import Ratio
 from broker.task.reading import Reader
 from broker.task.tables import Section
@@ -63,6 +63,12 @@ def read_autostop(section: Section | None) -> Autostop | None:
 def read_recovery(section: Section | None) -> JobRecovery:
     """Read `job_recovery` of the task: that of the first alternative that has one."""
     return _read_recovery(_read_first(section, "job_recovery"))
+
+
+def read_priority(section: Section | None) -> int:
+    """Read `priority` of the task: that of the first alternative that has one."""
+    value: int | str = _read_first(section, "priority") or 0
+    return PRIORITIES[value] if isinstance(value, str) else value
 
 
 def _read_first(section: Section | None, field: str) -> Any:

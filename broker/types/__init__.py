@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from broker.types.jobs import *  # noqa: F403
     from broker.types.machines import *  # noqa: F403
     from broker.types.market import *  # noqa: F403
+    from broker.types.notify import *  # noqa: F403
     from broker.types.outcomes import *  # noqa: F403
     from broker.types.pipeline import *  # noqa: F403
     from broker.types.service import *  # noqa: F403
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
 _TYPES = {
     "groups": ("GroupRole", "OnLoss"),
-    "jobs": ("Attempt", "Job", "JobStatus", "Progress"),
+    "jobs": ("Attempt", "Job", "JobStatus", "JobWait", "Progress", "WaitReason"),
     "machines": (
         "Cluster",
         "ClusterStatus",
@@ -50,6 +51,7 @@ _TYPES = {
         "Rejection",
         "Strategy",
     ),
+    "notify": ("NotificationKind", "NotifySpec"),
     "outcomes": ("Event", "EventData", "EventKind", "IntentEnd", "Outcome", "OutcomeKind", "make_event"),
     "pipeline": ("PipelineEdge", "PipelinePlan", "PipelineStep", "Transfer"),
     "service": (

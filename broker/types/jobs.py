@@ -38,6 +38,25 @@ class JobStatus(StrEnum):
         )
 
 
+class WaitReason(StrEnum):
+    """Why a job has no machines yet. The values are shown by `--json`."""
+
+    LIMIT = "limit"  # as many jobs are live as `max_live_jobs` admits
+    CAPACITY = "capacity"  # clouds have refused; they are asked again later
+    NEEDS = "needs"  # jobs that it needs have not ended
+    START = "start"  # the daemon has not begun to start it
+
+
+@frozen
+class JobWait:
+    """Why a job waits. `position` counts from 1, and only where it waits for the limit."""
+
+    reason: WaitReason
+    position: int | None = None
+    limit: int | None = None
+    until_s: float | None = None  # for capacity: when clouds are asked again
+
+
 @frozen
 class Attempt:
     """One try at a job on one cluster. `number` counts from 1 and only grows."""

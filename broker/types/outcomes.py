@@ -89,6 +89,7 @@ class EventKind(StrEnum):
     DECISION = "decision"
     LATE = "late"
     WAITING = "waiting"
+    QUEUED = "queued"
     ADVISED = "advised"
     UNSEEN = "unseen"
     FLUSHING = "flushing"

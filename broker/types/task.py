@@ -7,6 +7,7 @@ from dataclasses import field
 
 from broker.frozen import frozen
 from broker.types.groups import GroupRole
+from broker.types.notify import NotifySpec
 from broker.types.service import ServiceSpec
 
 CONTAINER = "docker:"  # SkyPilot's prefix for an image that is run as a container, not booted
@@ -200,5 +201,8 @@ class Task:
     service: ServiceSpec | None = None  # of `broker serve`
     pipeline: str | None = None  # name in the header of the file's several tasks
     group: GroupRole | None = None  # its part in a job group
+    priority: int = 0  # of a managed job: those with a higher one start first when `max_live_jobs` is short
+    notify: NotifySpec | None = None  # of managed jobs; None: as `[notify]` in `config.toml` says
+    event_callback: str | None = None  # a command that the daemon runs at each change of a managed job's status
     notices: tuple[Notice, ...] = ()
     origin: Origin | None = None

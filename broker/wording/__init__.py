@@ -21,6 +21,7 @@ from broker.wording.outcomes import (
     explain_unhealthy,
 )
 from broker.wording.places import describe_place, make_place
+from broker.wording.waits import describe_wait
 
 __all__ = [
     "describe_event",
@@ -29,6 +30,7 @@ __all__ = [
     "describe_notice",
     "describe_outcome",
     "describe_place",
+    "describe_wait",
     "explain_broken_gang",
     "explain_budget",
     "explain_cancelled_run",

@@ -154,6 +154,10 @@ def render_waiting(*, error: str, wait_s: float) -> str:
     return f"{error}; retrying in {wait_s:.0f} s"
 
 
+def render_queued(*, position: int, limit: int) -> str:
+    return f"waiting for one of {limit} slots (`max_live_jobs`), at position {position}"
+
+
 def render_advised(*, rank: int) -> str:
     return f"the cloud reports an elevated preemption risk for node {rank}"
 

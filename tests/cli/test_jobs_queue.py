@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from broker.clock import SystemClock
 from broker.jobs.submission import submit_tasks
 from broker.state.store import Store
 from broker.task.loader import load_tasks_text
-from broker.types import JobStatus, Task
+from broker.types import EventKind, JobStatus, Task, make_event
 
 PIPE = "name: nightly\n---\nname: prepare\nrun: x\n---\nname: train\nrun: x\n"
 
@@ -76,4 +77,41 @@ def test_every_command_that_looks_at_live_jobs_starts_a_dead_daemon_again(
         with pytest.raises(SystemExit, match=r"^0$"):
             main(arguments)
         assert len(started) == 1, "once while the job is live, and not after its end" if count else "not started"
+    store.close()
+
+
+def test_queue_and_why_say_what_jobs_wait_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(Context, "ensure_daemon", lambda context: None)
+    monkeypatch.setattr(Context, "clouds", {})
+    monkeypatch.setenv("BROKER_HOME", str(tmp_path))
+    store = Store(tmp_path / "state.db", clock=SystemClock())
+    running, low, refused, high = (store.jobs.add(f"j{each}", Task(priority=each)) for each in range(4))
+    store.jobs.set_status(running.id, JobStatus.RUNNING)
+    store.events.add(make_event(EventKind.WAITING, error="full", wait_s=1e6), job_id=refused.id)
+
+    def run(*arguments: str) -> str:
+        with pytest.raises(SystemExit, match=r"^0$"):
+            main(arguments)
+        return capsys.readouterr().out
+
+    assert "waits for one of" not in run("jobs", "queue"), "without a limit"
+    (tmp_path / "config.toml").write_text("max_live_jobs = 1\n")
+    lines = run("jobs", "queue").splitlines()
+    told = [line for line in lines if " waits " in line]
+    assert told[0].startswith(f"Job {refused.id} waits for capacity; clouds are asked again in ")
+    assert told[1:] == [
+        f"Job {high.id} waits for one of 1 slots (`max_live_jobs`), at position 1",
+        f"Job {low.id} waits for one of 1 slots (`max_live_jobs`), at position 2",
+    ]
+    assert "It waits for one of 1 slots (`max_live_jobs`), at position 2." in run("jobs", "why", str(low.id))
+    found = {each["id"]: each["wait"] for each in json.loads(run("jobs", "queue", "--json"))}
+    assert found[high.id] == {"reason": "limit", "position": 1, "limit": 1, "until_s": None}
+    assert found[running.id] is None and found[refused.id]["reason"] == "capacity"
+    assert json.loads(run("jobs", "why", str(high.id), "--json"))["wait"]["position"] == 1
+    (tmp_path / "config.toml").write_text("max_live_jobs = 0\n")
+    with pytest.raises(SystemExit, match=r"^2$"):
+        main(("jobs", "queue"))
+    assert "`max_live_jobs` must be a number from 1" in capsys.readouterr().err
     store.close()

@@ -16,11 +16,14 @@ from typing import Any
 import pytest
 
 from broker.config import Config
-from broker.errors import CapacityError, StateError
-from broker.jobs.daemon import COLLECT_EVERY_S, STALE_S, _Daemon, ensure_daemon, hold_lock, run_daemon
+from broker.errors import CapacityError, StateError, TransientError
+from broker.jobs.daemon import COLLECT_EVERY_S, STALE_S, Notifies, _Daemon, ensure_daemon, hold_lock, run_daemon
 from broker.jobs.workload import BEAT_EVERY_S
+from broker.notify.notification import Notification, Sink
+from broker.notify.notifier import LINGER_S, Notifier
+from broker.notify.settings import NotifySettings
 from broker.state.store import Store
-from broker.types import JobStatus, Task
+from broker.types import EventKind, JobStatus, NotifySpec, Task, make_event
 from tests.simulation.virtual import VirtualClock
 from tests.simulation.world import OWNER
 from tests.state.samples import Hands
@@ -73,6 +76,7 @@ class Stage:
         self.provisioner = Provisioner(self.clock)
         self.controllers: dict[int, Controller] = {}
         self.made: list[int] = []
+        self.notifier: Notifies | None = None
 
     def add_job(self, *steps: float | Exception) -> Controller:
         job_id = self.store.jobs.add("j", Task()).id
@@ -92,7 +96,7 @@ class Stage:
             other = asyncio.ensure_future(beside()) if beside else None
             await run_daemon(
                 store=self.store, make_controller=self.make, provisioner=provisioner, clock=self.clock,
-                config=self.config, idle_s=idle_s,
+                config=self.config, notifier=self.notifier, idle_s=idle_s,
             )  # fmt: skip
             if other:
                 await other
@@ -111,6 +115,81 @@ def test_an_idle_daemon_exits(stage: Stage) -> None:
     stage.add_job(500.0)
     assert 560.0 <= stage.run() < 563.0, "it counts from when the last job ended"
     assert stage.run(idle_s=0.0) < 2.0
+
+
+class Deliveries:
+    """Notifications by a sink that fails until a point in time; each job's end is one."""
+
+    def __init__(self, stage: Stage, *, works_from_s: float = 0.0, takes_s: float = 0.0) -> None:
+        self._stage, self._works_from_s, self._takes_s = stage, works_from_s, takes_s
+        self.begun = 0
+        self.sent_s: list[float] = []
+        settings = NotifySettings(spec=NotifySpec(webhook="https://x.example/"))
+        stage.notifier = Notifier(stage.store, stage.clock, read_settings=lambda: settings, send=self.send)
+
+    async def send(self, settings: NotifySettings, sink: Sink, notification: Notification) -> None:
+        self.begun += 1
+        await self._stage.clock.sleep(self._takes_s)
+        if self._stage.clock.now_s() < self._works_from_s:
+            raise TransientError("down")
+        self.sent_s.append(self._stage.clock.now_s())
+
+
+def end(stage: Stage) -> None:
+    event = make_event(EventKind.ENDED, status="SUCCEEDED", failure="", outcome=None)
+    stage.store.events.add(event, job_id=stage.store.jobs.list()[-1].id)
+
+
+def test_daemon_delivers_the_end_of_its_last_job_before_it_leaves(stage: Stage) -> None:
+    deliveries = Deliveries(stage, works_from_s=stage.clock.now_s() + 120.0)
+    stage.add_job(5.0)
+
+    async def submit() -> None:
+        await stage.clock.sleep(5.0)
+        end(stage)
+
+    assert 120.0 <= stage.run(submit, idle_s=0.0) < 120.0 + LINGER_S
+    assert len(deliveries.sent_s) == 1
+
+
+def test_daemon_does_not_wait_for_a_dead_sink_for_long(stage: Stage) -> None:
+    deliveries = Deliveries(stage, works_from_s=math.inf)
+    stage.add_job(5.0)
+
+    async def submit() -> None:
+        await stage.clock.sleep(5.0)
+        end(stage)
+
+    assert stage.run(submit, idle_s=0.0) < 10.0 + LINGER_S
+    assert deliveries.sent_s == []
+
+
+def test_delivery_that_hangs_delays_no_job(stage: Stage) -> None:
+    deliveries = Deliveries(stage, takes_s=10_000.0)
+    assert stage.notifier is not None
+    stage.notifier.step()  # events are reported from now on
+    controller = stage.add_job(*[1.0] * 50)
+    end(stage)
+    stage.run(idle_s=0.0)
+    waits = [later - earlier for earlier, later in pairwise(controller.stepped_s)]
+    assert len(waits) == 50 and max(waits) < 1.5
+    assert deliveries.begun == 1
+
+
+def test_notifier_that_fails_stops_no_job(stage: Stage) -> None:
+    class Broken:
+        is_busy = False
+
+        def step(self) -> float:
+            raise RuntimeError("a bug")
+
+        async def rest(self) -> None:
+            pass
+
+    stage.notifier = Broken()
+    stage.add_job(20.0)
+    stage.run(idle_s=0.0)
+    assert [job.status for job in stage.store.jobs.list()] == [JobStatus.SUCCEEDED]
 
 
 def test_a_job_submitted_while_the_daemon_is_idle_is_run(stage: Stage) -> None:

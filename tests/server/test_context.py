@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from broker.app.jobs import JobTarget
+from broker.app.launching import prepare
 from broker.app.verbs.account import plan_tasks
-from broker.errors import NoOfferError
+from broker.errors import NoOfferError, UsageError
 from broker.server.context import DisconnectedError, Policy, RequestClock, ServerContext
 from broker.types import Resources, Task
 
@@ -23,6 +26,18 @@ def test_tasks_run_on_the_servers_machine_only_where_the_operator_allows_it(tmp_
     assert "local" not in refusing.clouds
     with pytest.raises(NoOfferError):
         plan_tasks(refusing, tasks=(ON_LOCAL,), is_dryrun=False)
+
+
+def test_commands_run_on_the_servers_machine_only_where_the_operator_allows_it(tmp_path: Path) -> None:
+    task = replace(ON_LOCAL, event_callback="cat ~/.broker/server/admin.token")
+    allowing = ServerContext(tmp_path, policy=Policy(has_local_cloud=True))
+    allowing.check_notify([task])
+    refusing = ServerContext(tmp_path, policy=Policy())
+    refusing.check_notify([ON_LOCAL])
+    with pytest.raises(UsageError, match="would run on the server's machine"):
+        refusing.check_notify([task])
+    with pytest.raises(UsageError, match="would run on the server's machine"):
+        prepare(refusing, [replace(task, resources=(Resources(),))], JobTarget(context=refusing), is_dryrun=True)
 
 
 def test_reading_ends_when_its_client_is_gone() -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import field
 
 from broker.app import jobs
 from broker.app.clusters import LogChunk
@@ -16,7 +17,7 @@ from broker.jobs.node_samples import read_history
 from broker.jobs.summary import RunSummary
 from broker.state.events import EventRow
 from broker.state.jobs import JobLine
-from broker.types import Job, JobStatus, NodeHistory, Secret
+from broker.types import Job, JobStatus, JobWait, NodeHistory, Secret
 from broker.types.forecasts import JobForecast
 
 FORECASTS_MAX = 10  # live jobs in a list whose rest is forecast, each in the time of a plan
@@ -29,6 +30,7 @@ class PricedJob:
     job: Job
     spent_usd: float
     forecast: JobForecast | None = None
+    wait: JobWait | None = None
 
 
 @frozen
@@ -42,6 +44,7 @@ class Queue:
     spent_usd: Mapping[int, float]
     count: int
     forecasts: Mapping[int, JobForecast]
+    waits: Mapping[int, JobWait] = field(default_factory=dict)  # of PENDING jobs; none from an older server
 
 
 @frozen
@@ -56,6 +59,7 @@ class Story:
     forecast: JobForecast | None
     chances: tuple[ChancePoint, ...] = ()  # of the deadline, as they moved; none from an older server
     nodes: tuple[NodeHistory, ...] = ()  # what its nodes report of themselves; none from an older server
+    wait: JobWait | None = None
 
 
 @frozen
@@ -88,6 +92,7 @@ def list_queue(context: Context, *, newest: int | None) -> Queue:
         spent_usd=spent,
         count=context.store.jobs.count(),
         forecasts=forecast_jobs(context, found, spent),
+        waits=explain_waits(context, lines),
     )
 
 
@@ -98,7 +103,19 @@ def list_jobs(context: Context) -> tuple[PricedJob, ...]:
     spent = context.store.bills.list_spend_usd(now_s=context.clock.now_s())
     live = [job for job in found if not job.status.is_terminal][-FORECASTS_MAX:]
     forecasts = forecast_jobs(context, live, spent)
-    return tuple(PricedJob(job=job, spent_usd=spent.get(job.id, 0.0), forecast=forecasts.get(job.id)) for job in found)
+    waits = explain_waits(context, found)
+    return tuple(
+        PricedJob(
+            job=job, spent_usd=spent.get(job.id, 0.0), forecast=forecasts.get(job.id), wait=waits.get(job.id)
+        )
+        for job in found
+    )  # fmt: skip
+
+
+def explain_waits(context: Context, jobs: Sequence[Job | JobLine]) -> Mapping[int, JobWait]:
+    """Return why the PENDING ones of these jobs wait; nothing is read if there is none."""
+    wanted = {each.id for each in jobs if each.status is JobStatus.PENDING}
+    return context.job_queue.explain(wanted) if wanted else {}
 
 
 def show_job(context: Context, *, job: str) -> PricedJob:
@@ -157,6 +174,7 @@ def explain_job(context: Context, *, job: str) -> Story:
         needs=tuple(other for other in needs if other),
         forecast=forecast_job(context, told.job, paid_usd=told.paid_usd),
         chances=list_chances(context, told),
+        wait=explain_waits(context, [told.job]).get(told.job.id),
         nodes=read_history(context.config.logs, told.job.id, now_s=context.clock.now_s()),
     )
 

@@ -1,0 +1,53 @@
+"""Decide which waiting jobs may start under a limit on live jobs. Pure: the live jobs in, an order out.
+
+Jobs start by priority. Within a priority, the next job is always one of the project with the least GPU-hours: those of
+its jobs in the last week, and one hour of each job that precedes in the order; within a project, in the order of
+submission. Example, with one GPU per job:
+
+    project   used   waiting          order
+    vision    0.0    1, 2, 3          1, 2, 4, 3, 5: after jobs 1 and 2, vision has 2 hours, as much as speech has; the
+    speech    1.5    4, 5             next is job 4, as 1.5 < 2, and so on
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Mapping, Sequence
+
+from broker.frozen import frozen
+
+HOURS_AHEAD = 1.0  # of each job in the order, as its duration is not known
+GPUS_MIN = 0.125  # of a job without accelerators, so that it counts at all
+
+
+@frozen
+class Waiting:
+    """A job, or a job group as a whole, that waits for one of the limit's slots."""
+
+    job_id: int  # of a group: its first job
+    priority: int = 0
+    project: str = ""
+    gpus: float = 0.0
+    submitted_s: float = 0.0
+
+
+def order_queue(waiting: Sequence[Waiting], used_gpu_hours: Mapping[str, float]) -> tuple[int, ...]:
+    """Return the ids of the waiting jobs in the order in which they start."""
+    order: list[int] = []
+    hours = dict(used_gpu_hours)
+    for priority in sorted({each.priority for each in waiting}, reverse=True):
+        queues: dict[str, list[Waiting]] = {}
+        for each in sorted(waiting, key=lambda each: (each.submitted_s, each.job_id), reverse=True):
+            if each.priority == priority:
+                queues.setdefault(each.project, []).append(each)  # the next one is last
+        heap = [(hours.get(project, 0.0), queue[-1].submitted_s, project) for project, queue in queues.items()]
+        heapq.heapify(heap)
+        while heap:
+            _, _, project = heapq.heappop(heap)
+            queue = queues[project]
+            chosen = queue.pop()
+            order.append(chosen.job_id)
+            hours[project] = hours.get(project, 0.0) + max(GPUS_MIN, chosen.gpus) * HOURS_AHEAD
+            if queue:
+                heapq.heappush(heap, (hours[project], queue[-1].submitted_s, project))
+    return tuple(order)

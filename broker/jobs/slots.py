@@ -1,0 +1,246 @@
+"""The queue of jobs under `max_live_jobs`: read from the store, decided by `queueing.py`.
+
+A slot is a status: a job that is neither PENDING nor ended has one. It is taken in a transaction that counts them, so
+that any number of controllers keeps the limit; a job returns its slot when it ends, or when clouds refuse its first
+machines and it is PENDING again. A job group has one slot. Replicas of services need none and take none.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+
+from broker.clock import Clock
+from broker.frozen import frozen
+from broker.jobs.queueing import GPUS_MIN, Waiting, order_queue
+from broker.state.events import EventRow
+from broker.state.people import Owned
+from broker.state.queue import LiveJob
+from broker.state.store import Store
+from broker.types import EventKind, Job, JobStatus, JobWait, WaitReason, make_event
+
+LOOK_S = 2.0  # of the next job in the queue
+LOOK_S_MAX = 10.0
+AGE_S_MAX = 1.0  # of an order that jobs share
+USAGE_AGE_S_MAX = 60.0
+USAGE_DAYS = 7.0
+SERVICE_REQUEST = "service/"
+EXPLAINED_MAX = 10  # jobs without a limit
+IDS_MAX = 10_000  # in one query: databases limit its parameters
+
+
+@frozen
+class _Facts:
+    """What never changes about a job: its `unit` is its job group or itself; None for a replica of a service."""
+
+    unit: str | None
+    priority: int
+    gpus: float
+
+
+_UNKNOWN = _Facts(unit=None, priority=0, gpus=0.0)  # damaged, or dropped meanwhile: it blocks no other job
+
+
+@frozen
+class _Snapshot:
+    """The queue at one time: the position of each waiting unit, from 1, the units with slots, and the free slots.
+
+    `others` are jobs that wait for something else. A unit may start if its position is at most `free`; that stays true
+    when those before it have taken their slots.
+    """
+
+    time_s: float
+    positions: Mapping[str, int]
+    held: frozenset[str]
+    others: Mapping[int, JobWait]
+    free: int
+
+    def knows(self, job_id: int, unit: str) -> bool:
+        """Return whether the job had been submitted when this was read."""
+        return unit in self.positions or unit in self.held or job_id in self.others
+
+    def explain(self, job_id: int, unit: str | None, limit: int) -> JobWait:
+        """Return why a PENDING job waits."""
+        if job_id in self.others:
+            return self.others[job_id]
+        position = None if unit is None else self.positions.get(unit)
+        if position is None or position <= self.free:
+            return JobWait(reason=WaitReason.START)
+        return JobWait(reason=WaitReason.LIMIT, position=position, limit=limit)
+
+
+class JobQueue:
+    """Admit waiting jobs to the slots; shared by the controllers of a process. `read_limit` None: every job starts."""
+
+    def __init__(self, store: Store, clock: Clock, *, read_limit: Callable[[], int | None]) -> None:
+        self._store = store
+        self._clock = clock
+        self._read_limit = read_limit
+        self._facts: dict[int, _Facts] = {}
+        self._snapshot: _Snapshot | None = None
+        self._told: set[int] = set()  # jobs whose wait is recorded
+        self._usage: tuple[float, Mapping[str, float]] = (-math.inf, {})
+
+    def admit(self, job: Job) -> float:
+        """Take a slot for a job that is PENDING, which makes it STARTING, and return 0; else return seconds to wait.
+
+        Other jobs have their slots already: 0. Raises StateError, FencedError.
+        """
+        limit = self._read_limit()
+        if limit is None or job.status is not JobStatus.PENDING:
+            return 0.0
+        unit = self._find_facts(job.id).unit
+        if unit is None:
+            return 0.0
+        snapshot = self._look(limit)
+        if not snapshot.knows(job.id, unit):
+            snapshot = self._snapshot = self._read(limit, self._clock.now_s())
+        position = snapshot.positions.get(unit)
+        if (unit in snapshot.held or (position is not None and position <= snapshot.free)) and self._take(
+            job.id, unit, limit
+        ):
+            self._told.discard(job.id)
+            return 0.0
+        if position is None:
+            return LOOK_S
+        self._tell(job, position, limit)
+        return min(LOOK_S_MAX, LOOK_S + 0.01 * position)
+
+    def _take(self, job_id: int, unit: str, limit: int) -> bool:
+        """Take a slot if there is one now; return whether the job has one."""
+        with self._store.transaction():
+            units = self._list_units_with_slots(self._store.queue.list_live(has_started=True))
+            if unit in units or len(units) < limit:
+                return self._store.jobs.set_status(job_id, JobStatus.STARTING)
+        self._snapshot = None  # outdated
+        return False
+
+    def explain(self, wanted: Collection[int]) -> Mapping[int, JobWait]:
+        """Return why those of the wanted jobs that are PENDING wait, by id. Reads only.
+
+        Without a limit, no position has to be found, and only the newest jobs are looked at.
+        """
+        limit = self._read_limit()
+        if limit is None:
+            return self._explain_newest(sorted(wanted)[-EXPLAINED_MAX:])
+        snapshot = self._look(limit)
+        return {
+            each.id: snapshot.explain(each.id, self._find_facts(each.id).unit, limit)
+            for each in self._store.queue.list_live()
+            if each.id in wanted and each.status is JobStatus.PENDING and not each.is_cancelled
+        }
+
+    def _explain_newest(self, job_ids: Sequence[int]) -> Mapping[int, JobWait]:
+        found = [job for job_id in job_ids if (job := self._store.jobs.get(job_id)) is not None]
+        pending = [job for job in found if job.status is JobStatus.PENDING and not job.cancel_requested]
+        needs = (self._store.jobs.get(job_id) for job_id in {need for job in pending for need in job.needs})
+        live_ids = {each.id for each in needs if each is not None and not each.status.is_terminal}
+        others = self._list_other_waits(pending, live_ids, self._clock.now_s())
+        return {job.id: others.get(job.id, JobWait(reason=WaitReason.START)) for job in pending}
+
+    def _tell(self, job: Job, position: int, limit: int) -> None:
+        """Record once per wait that the job waits; `explain` has its position at any time."""
+        if job.id in self._told:
+            return
+        self._told.add(job.id)
+        newest = self._store.events.list_newest([job.id]).get(job.id)
+        if newest is None or newest.kind is not EventKind.QUEUED:
+            self._store.events.add(make_event(EventKind.QUEUED, position=position, limit=limit), job_id=job.id)
+
+    def _look(self, limit: int) -> _Snapshot:
+        """Read the queue, unless that was done a moment ago."""
+        now_s = self._clock.now_s()
+        if self._snapshot is None or not 0.0 <= now_s - self._snapshot.time_s < AGE_S_MAX:
+            self._snapshot = self._read(limit, now_s)
+        return self._snapshot
+
+    def _read(self, limit: int, now_s: float) -> _Snapshot:
+        live = self._store.queue.list_live()
+        live_ids = {each.id for each in live}
+        self._facts = {job_id: facts for job_id, facts in self._facts.items() if job_id in live_ids}
+        pending = [each for each in live if each.status is JobStatus.PENDING and not each.is_cancelled]
+        held = self._list_units_with_slots(live)
+        others = self._list_other_waits(pending, live_ids, now_s)
+        projects = self._read_projects()
+        waiting: list[Waiting] = []
+        units: dict[int, str] = {}
+        seen: set[str] = set()
+        for each in pending:
+            facts = self._find_facts(each.id)
+            if each.id in others or facts.unit is None or facts.unit in held or facts.unit in seen:
+                continue
+            seen.add(facts.unit)
+            units[each.id] = facts.unit
+            waiting.append(
+                Waiting(
+                    job_id=each.id, priority=facts.priority, project=projects.get(each.id, ""), gpus=facts.gpus,
+                    submitted_s=each.submitted_s,
+                )
+            )  # fmt: skip
+        order = order_queue(waiting, self._read_usage(projects, now_s))
+        return _Snapshot(
+            time_s=now_s, positions={units[job_id]: index for index, job_id in enumerate(order, 1)}, held=held,
+            others=others, free=max(0, limit - len(held)),
+        )  # fmt: skip
+
+    def _list_other_waits(
+        self, pending: Sequence[LiveJob | Job], live_ids: set[int], now_s: float
+    ) -> Mapping[int, JobWait]:
+        """Return the jobs that cannot use a slot now: they need others, or wait until clouds are asked again."""
+        waits = {each.id: JobWait(reason=WaitReason.NEEDS) for each in pending if live_ids & set(each.needs)}
+        job_ids = [each.id for each in pending if each.id not in waits]
+        newest: dict[int, EventRow] = {}
+        for begin in range(0, len(job_ids), IDS_MAX):
+            newest.update(self._store.events.list_newest(job_ids[begin : begin + IDS_MAX]))
+        for job_id, event in newest.items():
+            wait_s = event.data.get("wait_s")
+            if event.kind is not EventKind.WAITING or not isinstance(wait_s, int | float):
+                continue
+            if event.time_s <= now_s < event.time_s + wait_s:
+                waits[job_id] = JobWait(reason=WaitReason.CAPACITY, until_s=event.time_s + wait_s)
+        return waits
+
+    def _list_units_with_slots(self, live: Sequence[LiveJob]) -> frozenset[str]:
+        units = (self._find_facts(each.id).unit for each in live if each.status is not JobStatus.PENDING)
+        return frozenset(unit for unit in units if unit is not None)
+
+    def _find_facts(self, job_id: int) -> _Facts:
+        if job_id not in self._facts:
+            self._learn(job_id)
+        return self._facts.get(job_id, _UNKNOWN)
+
+    def _learn(self, first_id: int) -> None:
+        """Read what never changes about the live jobs from this id on."""
+        for each in self._store.queue.list_tasks(first_id):
+            task = each.task
+            unit: str | None = str(each.id) if task.group is None else f"group {each.pipeline}"
+            if (each.request_id or "").startswith(SERVICE_REQUEST):
+                unit = None
+            gpus = task.num_nodes * task.resources[0].accelerator_count
+            self._facts[each.id] = _Facts(unit=unit, priority=task.priority, gpus=gpus)
+
+    def _read_projects(self) -> Mapping[int, str]:
+        """Return the project of each job that a server has admitted for one."""
+        return {
+            int(name): each.project
+            for each in self._store.commitments.list() if each.kind is Owned.JOB
+            for name in each.names if name.isdigit()
+        }  # fmt: skip
+
+    def _read_usage(self, projects: Mapping[int, str], now_s: float) -> Mapping[str, float]:
+        """Return the GPU-hours of each project in the last days; with one project, nothing is read."""
+        if len(set(projects.values())) == 0:
+            return {}
+        read_s, usage = self._usage
+        if 0.0 <= now_s - read_s < USAGE_AGE_S_MAX:
+            return usage
+        since_s = now_s - USAGE_DAYS * 86400.0
+        found: dict[str, float] = {}
+        for attempt in self._store.queue.list_recent_attempts(since_s):
+            end_s = now_s if attempt.ended_s is None else attempt.ended_s
+            gpus = attempt.placement.node_count * attempt.placement.offer.accelerator_count
+            hours = max(0.0, end_s - max(since_s, attempt.started_s)) / 3600
+            project = projects.get(attempt.job_id, "")
+            found[project] = found.get(project, 0.0) + max(GPUS_MIN, gpus) * hours
+        self._usage = now_s, found
+        return found

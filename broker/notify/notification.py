@@ -1,0 +1,130 @@
+"""From an event of a job to what is sent, and where to: pure."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from enum import StrEnum
+
+from broker.formatting import strip_control
+from broker.frozen import frozen
+from broker.notify.settings import DEFAULT_KINDS
+from broker.state.events import EventRow
+from broker.types import EventKind, Job, JobStatus, NotificationKind, NotifySpec
+
+# `ended` and `failed` depend on the status.
+KINDS = {
+    EventKind.ENDED: NotificationKind.ENDED,
+    EventKind.ATTEMPT_LOST: NotificationKind.PREEMPTED,
+    EventKind.LEASE_EXPIRED: NotificationKind.PREEMPTED,
+    EventKind.RECOVERED: NotificationKind.RECOVERED,
+    EventKind.LATE: NotificationKind.DEADLINE,
+    EventKind.UNSEEN: NotificationKind.ATTENTION,
+    EventKind.ACCESS_NOT_RENEWED: NotificationKind.ATTENTION,
+}
+# The status that a job has from this event on, for `event_callback`. That of `ended` is in the event.
+STATUSES = {
+    EventKind.ATTEMPT: JobStatus.STARTING,
+    EventKind.STARTED: JobStatus.RUNNING,
+    EventKind.ATTEMPT_IN_PLACE: JobStatus.STARTING,
+    EventKind.ATTEMPT_LOST: JobStatus.RECOVERING,
+    EventKind.LEASE_EXPIRED: JobStatus.RECOVERING,
+    EventKind.PROGRAM_RESTARTED: JobStatus.RECOVERING,
+    EventKind.STALL_RESTARTED: JobStatus.RECOVERING,
+    EventKind.GANG_RESTARTED: JobStatus.RECOVERING,
+    EventKind.GROUP_RESTARTED: JobStatus.RECOVERING,
+}
+NOTABLE = tuple(dict.fromkeys((*KINDS, *STATUSES)))
+
+
+class SinkKind(StrEnum):
+    """The ways to deliver a notification."""
+
+    WEBHOOK = "webhook"
+    SLACK = "slack"
+    MAIL = "mail"
+    COMMAND = "command"  # the task's `event_callback`, run on the daemon's machine
+
+
+@frozen
+class Sink:
+    """A destination. `target`, which may contain a secret, is a URL, an address or a command as the user wrote it."""
+
+    kind: SinkKind
+    target: str
+    job_id: int | None = None  # of a command: those of different jobs do not wait for each other
+
+    @property
+    def key(self) -> str:
+        """Return a name of the sink that does not reveal its target."""
+        text = f"{self.kind.value} {self.job_id} {self.target}"
+        return hashlib.sha256(text.encode()).hexdigest()[:20]
+
+    def __repr__(self) -> str:
+        return f"Sink({self.kind.value}, {self.key})"
+
+
+@frozen
+class Notification:
+    """A notification. `id` is the same each time that it is sent; `kind` is None for a mere change of status."""
+
+    id: str
+    event_id: int
+    event: EventKind
+    kind: NotificationKind | None
+    time_s: float
+    job_id: int
+    job_name: str
+    status: JobStatus | None
+    text: str
+    stem: str
+    cluster: str = ""
+
+
+def make_notification(row: EventRow, job: Job, *, lineage: str) -> Notification:
+    """Describe an event of a job. Its id depends on the content, so that no other event has it after a restore."""
+    status = STATUSES.get(row.kind)
+    kind = KINDS.get(row.kind)
+    if row.kind is EventKind.ENDED:
+        status = _read_status(row.data.get("status"))
+        if status is not None and status.value.startswith("FAILED"):
+            kind = NotificationKind.FAILED
+    content = "|".join((lineage, str(row.id), repr(row.time_s), row.kind.value, job.stem))
+    return Notification(
+        id=f"broker-{hashlib.sha256(content.encode()).hexdigest()[:24]}",
+        event_id=row.id,
+        event=row.kind,
+        kind=kind,
+        time_s=row.time_s,
+        job_id=job.id,
+        job_name=job.name,
+        stem=job.stem,
+        status=status,
+        text=strip_control(f"job {job.id} ({job.name}): {row.message}"),
+        cluster=job.attempts[-1].cluster if job.attempts else "",
+    )
+
+
+def _read_status(value: object) -> JobStatus | None:
+    try:
+        return JobStatus(str(value))
+    except ValueError:
+        return None  # a damaged row
+
+
+def choose_sinks(notification: Notification, job: Job, default: NotifySpec) -> Sequence[Sink]:
+    """Return where a notification goes: as the task says, and as `default` says where the task does not."""
+    own = job.task.notify or NotifySpec()
+    wanted = own.on if own.on is not None else default.on if default.on is not None else DEFAULT_KINDS
+    kind = notification.kind
+    is_wanted = kind in wanted or (kind is NotificationKind.FAILED and NotificationKind.ENDED in wanted)
+    sinks: list[Sink] = []
+    if kind is not None and is_wanted:
+        if webhook := own.webhook or default.webhook:
+            sinks.append(Sink(kind=SinkKind.WEBHOOK, target=webhook))
+        if slack := own.slack or default.slack:
+            sinks.append(Sink(kind=SinkKind.SLACK, target=slack))
+        sinks += [Sink(kind=SinkKind.MAIL, target=each) for each in dict.fromkeys(own.mail or default.mail)]
+    if job.task.event_callback and notification.status is not None:
+        sinks.append(Sink(kind=SinkKind.COMMAND, target=job.task.event_callback, job_id=job.id))
+    return sinks

@@ -1,0 +1,220 @@
+"""Deliver notifications at least once: read new events, and keep in the store up to where each sink has received them.
+
+The event log is the queue. `notify:position` in the store's `meta` is the id of an event up to which every notification
+has been delivered. While a sink lags behind, a row of its own says how far it is, how often it failed in a row, and
+when it is tried again. Before each delivery that row is written under the fence of this daemon, so that a superseded
+one sends nothing; it is written again after the delivery. A daemon that is killed in between sends the notification
+again, with the same id.
+
+    events       3: job 1 lost   7: job 1 ended   9: job 2 ended
+    webhook      delivered       delivered        delivered        its row: {"done": 9}
+    mail         delivered       refused          waits            its row: {"done": 3, "failures": 1, "due_s": ...}
+    position     6: on the next start, events are read from 7
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Awaitable, Callable
+
+import msgspec
+
+from broker.clock import Clock
+from broker.errors import CloudError, FencedError, StateError, UsageError
+from broker.frozen import frozen
+from broker.notify.notification import NOTABLE, Notification, Sink, choose_sinks, make_notification
+from broker.notify.settings import NotifySettings
+from broker.provision.refusals import draw_backoff_s
+from broker.state.events import EventRow
+from broker.state.store import Store
+from broker.types import NotifySpec
+
+log = logging.getLogger(__name__)
+
+POSITION = "notify:position"
+SINK = "notify:sink:"
+LOOK_S = 2.0
+PAGE = 200  # events read at once
+QUEUE_MAX = 5_000  # notifications that wait for one sink; with more, the oldest is dropped
+GIVE_UP_S = 3 * 86400.0  # after the event
+LINGER_S = 900.0  # after the event: for this long a daemon without jobs stays to deliver its notifications
+BACKOFF_S_MAX = 300.0
+SENDING_MAX = 16  # sinks at once
+SERVICE_REQUEST = "service/"  # request ids of replicas, which a service starts and ends by itself
+
+Send = Callable[[NotifySettings, Sink, Notification], Awaitable[None]]
+
+
+@frozen
+class Delivery:
+    """The record of a sink: the newest event delivered to it, and its failures since then."""
+
+    done: int = 0
+    failures: int = 0
+    due_s: float = 0.0
+
+
+class _Line:
+    """The notifications that wait for one sink, and the record in the store."""
+
+    def __init__(self, delivery: Delivery) -> None:
+        self.waiting: deque[Notification] = deque()
+        self.delivery = delivery
+        self.task: asyncio.Task[None] | None = None
+
+
+class Notifier:
+    """Deliver the notifications of one store. Only the daemon that does the housekeeping steps it."""
+
+    def __init__(self, store: Store, clock: Clock, *, read_settings: Callable[[], NotifySettings], send: Send) -> None:
+        """Create a notifier. `send` raises CloudError or UsageError for a delivery that is to be repeated."""
+        self._store = store
+        self._clock = clock
+        self._read_settings = read_settings
+        self._send = send
+        self._head: int | None = None  # the newest event read; None: nothing has been read yet
+        self._position = 0
+        self._has_news = False  # events were read that the recorded position does not cover
+        self._lines: dict[Sink, _Line] = {}
+
+    @property
+    def is_busy(self) -> bool:
+        """Return whether notifications of recent events are not delivered yet."""
+        newest_s = max((line.waiting[-1].time_s for line in self._lines.values() if line.waiting), default=None)
+        return newest_s is not None and 0.0 <= self._clock.now_s() - newest_s < LINGER_S
+
+    def step(self) -> float:
+        """Read new events and start the deliveries that are due; return the seconds until the next step.
+
+        The caller holds the fence. Raises StateError, FencedError, and UsageError for invalid settings.
+        """
+        self._read_events()
+        now_s = self._clock.now_s()
+        sending = sum(1 for line in self._lines.values() if line.task is not None)
+        for sink, line in self._lines.items():
+            if line.task is not None and line.task.done():
+                line.task = None
+                sending -= 1
+            if line.task is None and line.waiting and now_s >= line.delivery.due_s and sending < SENDING_MAX:
+                line.task = asyncio.ensure_future(self._deliver(sink, line))
+                sending += 1
+        self._advance()
+        return LOOK_S
+
+    async def rest(self) -> None:
+        """Stop: cancel the deliveries that are under way, and forget what only the store may know from now on."""
+        tasks = [line.task for line in self._lines.values() if line.task is not None]
+        self._lines, self._head, self._has_news = {}, None, False
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _read_events(self) -> None:
+        newest = self._store.events.get_newest_id()
+        if self._head is None:
+            self._position = self._read_position(newest)
+            self._head = self._position
+        if newest == self._head:
+            return
+        while rows := self._store.events.list_notable(NOTABLE, after=self._head, limit=PAGE):
+            for row in rows:
+                self._enqueue(row)
+                self._head, self._has_news = row.id, True
+            if len(rows) < PAGE:
+                break
+        self._head = max(self._head, newest)
+
+    def _read_position(self, newest: int) -> int:
+        """Return the position; the first time, that is the present: older events are not reported."""
+        found = self._store.meta.get(POSITION)
+        if found is not None and found.isdigit():
+            return int(found)
+        self._store.meta.put(POSITION, str(newest))
+        return newest
+
+    def _enqueue(self, row: EventRow) -> None:
+        job = None if row.job_id is None else self._store.jobs.get(row.job_id)
+        if job is None or self._is_too_old(row.time_s):
+            return
+        default = self._read_settings().spec
+        if default != NotifySpec() and job.id in self._store.jobs.list_request_ids(SERVICE_REQUEST):
+            default = NotifySpec(on=())
+        notification = make_notification(row, job, lineage=self._store.meta.lineage)
+        for sink in choose_sinks(notification, job, default):
+            line = self._lines.get(sink)
+            if line is None:
+                line = self._lines[sink] = _Line(_decode(self._store.meta.get(f"{SINK}{sink.key}")))
+            if row.id <= line.delivery.done:
+                continue
+            line.waiting.append(notification)
+            if len(line.waiting) > QUEUE_MAX:
+                dropped = line.waiting.popleft()
+                log.warning("%s: dropped notification %s, as too many wait", sink, dropped.id)
+
+    def _is_too_old(self, time_s: float) -> bool:
+        return self._clock.now_s() - time_s > GIVE_UP_S
+
+    async def _deliver(self, sink: Sink, line: _Line) -> None:
+        """Send what waits for a sink, oldest first, until one delivery fails."""
+        try:
+            while line.waiting:
+                notification = line.waiting[0]
+                if self._is_too_old(notification.time_s):
+                    log.warning("%s: gave up notification %s after 3 days", sink, notification.id)
+                elif not await self._try_once(sink, line, notification):
+                    return
+                line.waiting.popleft()
+        except FencedError:
+            return  # another daemon delivers it; the daemon's main loop detects it, too
+        except Exception as error:  # the outermost edge of one sink
+            log.warning("%s: not delivered", sink, exc_info=error)
+
+    async def _try_once(self, sink: Sink, line: _Line, notification: Notification) -> bool:
+        before = line.delivery
+        wait_s = draw_backoff_s(before.failures + 1, base_s=2.0, cap_s=BACKOFF_S_MAX)
+        try:
+            # Counted as a failure until it has succeeded, so that a daemon that dies here waits before it repeats it.
+            self._record(sink, line, Delivery(done=before.done, failures=before.failures + 1,
+                                              due_s=self._clock.now_s() + wait_s))  # fmt: skip
+            await self._send(self._read_settings(), sink, notification)
+            self._record(sink, line, Delivery(done=notification.event_id))
+        except FencedError:
+            raise
+        except StateError as error:
+            log.warning("%s: %s", sink, error.message)
+            return False
+        except (CloudError, UsageError) as error:
+            if before.failures == 0:
+                log.warning("%s: %s; notification %s is sent again later", sink, error.message, notification.id)
+            return False
+        return True
+
+    def _record(self, sink: Sink, line: _Line, delivery: Delivery) -> None:
+        self._store.meta.put(f"{SINK}{sink.key}", msgspec.json.encode(delivery).decode())
+        line.delivery = delivery
+
+    def _advance(self) -> None:
+        """Move the position to the last event before the oldest one that waits; without any, forget the sinks."""
+        assert self._head is not None
+        oldest = min((line.waiting[0].event_id for line in self._lines.values() if line.waiting), default=None)
+        position = self._head if oldest is None else oldest - 1
+        if position == self._position or not (self._has_news or self._lines):
+            return  # other events only are read again after a restart
+        if oldest is not None or not self._lines:
+            self._store.meta.put(POSITION, str(position))
+        else:
+            with self._store.transaction():
+                self._store.meta.put(POSITION, str(position))
+                self._store.meta.forget(SINK)
+            self._lines = {}
+        self._position, self._has_news = position, oldest is not None
+
+
+def _decode(text: str | None) -> Delivery:
+    """Read a sink's record; a damaged one means that its notifications are sent again."""
+    try:
+        return msgspec.json.decode(text, type=Delivery) if text else Delivery()
+    except msgspec.MsgspecError:
+        return Delivery()

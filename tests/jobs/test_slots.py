@@ -1,0 +1,244 @@
+"""Slots for live jobs, on a SQLite file and on PostgreSQL, and with real controllers on virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+
+from broker.config import Config
+from broker.jobs.controller import JobController
+from broker.jobs.daemon import run_daemon
+from broker.jobs.slots import AGE_S_MAX, JobQueue
+from broker.state.people import Owned
+from broker.state.store import Store
+from broker.types import EventKind, GroupRole, Job, JobStatus, JobWait, Task, WaitReason, make_event
+from tests.simulation.world import OWNER, World, make_plan
+from tests.state.conftest import OpenStore, clock, open_postgres, open_sqlite, open_store, postgres, store
+from tests.state.samples import ATTEMPT, Hands
+
+__all__ = ["clock", "open_postgres", "open_sqlite", "open_store", "postgres", "store"]
+JOBS = 5  # of a played history
+
+
+class Stage:
+    def __init__(self, store: Store, clock: Hands, limit: int | None) -> None:
+        self.store, self.clock, self.limit = store, clock, limit
+        self.queue = self.make()
+
+    def make(self, store: Store | None = None) -> JobQueue:
+        return JobQueue(store or self.store, self.clock, read_limit=lambda: self.limit)
+
+    def add(self, **fields: Any) -> int:
+        job_id = self.store.jobs.add("j", Task(**fields)).id
+        self.clock.time_s += 2 * AGE_S_MAX
+        return job_id
+
+    def get(self, job_id: int) -> Job:
+        job = self.store.jobs.get(job_id)
+        assert job is not None
+        return job
+
+    def ask(self, *job_ids: int) -> list[int]:
+        """Return those of the jobs that may start."""
+        return [job_id for job_id in job_ids if self.queue.admit(self.get(job_id)) == 0.0]
+
+    def end(self, job_id: int) -> None:
+        self.store.jobs.set_status(job_id, JobStatus.SUCCEEDED)
+        self.clock.time_s += 2 * AGE_S_MAX
+
+
+@pytest.fixture
+def stage(store: Store, clock: Hands) -> Stage:
+    return Stage(store, clock, limit=2)
+
+
+def test_without_a_limit_every_job_starts_and_nothing_is_recorded(store: Store, clock: Hands) -> None:
+    stage = Stage(store, clock, limit=None)
+    jobs = [stage.add() for _ in range(3)]
+    assert stage.ask(*jobs) == jobs
+    assert {stage.get(job_id).status for job_id in jobs} == {JobStatus.PENDING}
+    assert store.events.list() == []
+
+
+def test_limit_is_kept_and_an_end_admits_the_next(stage: Stage) -> None:
+    jobs = [stage.add() for _ in range(4)]
+    assert stage.ask(*reversed(jobs)) == [jobs[1], jobs[0]], "in whatever order they ask"
+    assert stage.ask(*jobs[2:]) == []
+    stage.end(jobs[0])
+    assert stage.ask(*reversed(jobs[2:])) == [jobs[2]]
+
+
+def test_priority_precedes_submission(stage: Stage) -> None:
+    low, high = stage.add(priority=-100), stage.add(priority=100)
+    stage.limit = 1
+    assert stage.ask(low, high) == [high]
+
+
+def test_wait_is_recorded_once_and_explained_with_its_position(stage: Stage) -> None:
+    jobs = [stage.add() for _ in range(4)]
+    stage.ask(*jobs, *jobs, *jobs)
+    (event,) = stage.store.events.list(job_id=jobs[3])
+    assert event.message == "waiting for one of 2 slots (`max_live_jobs`), at position 4"
+    stage.clock.time_s += 2 * AGE_S_MAX
+    assert stage.make().explain(range(100)) == {
+        jobs[2]: JobWait(reason=WaitReason.LIMIT, position=1, limit=2),
+        jobs[3]: JobWait(reason=WaitReason.LIMIT, position=2, limit=2),
+    }
+    stage.queue = stage.make()  # a restarted daemon
+    stage.ask(*jobs)
+    assert len(stage.store.events.list(job_id=jobs[3])) == 1
+
+
+def test_two_processes_that_ask_at_once_keep_the_limit(open_store: OpenStore, clock: Hands) -> None:
+    stage = Stage(open_store(), clock, limit=1)
+    first, second = stage.add(), stage.add()
+    other = stage.make(open_store())
+    other.admit(stage.get(second))  # both have read the queue
+    assert stage.ask(first) == [first]
+    assert other.admit(stage.get(second)) > 0.0
+    stage.end(first)
+    assert other.admit(stage.get(second)) == 0.0
+
+
+def test_stale_order_does_not_admit_too_many(stage: Stage) -> None:
+    stage.limit = 1
+    first = stage.add()
+    stage.queue.explain(range(100))  # a snapshot in which one slot is free
+    stage.store.jobs.set_status(stage.add(), JobStatus.RUNNING)
+    stage.clock.time_s -= 2 * AGE_S_MAX
+    assert stage.ask(first) == []
+
+
+def test_job_that_is_refused_returns_its_slot_while_it_waits(stage: Stage) -> None:
+    stage.limit = 1
+    refused, next_one = stage.add(priority=1), stage.add()
+    assert stage.ask(refused) == [refused]
+    stage.store.events.add(make_event(EventKind.WAITING, error="full", wait_s=60.0), job_id=refused)
+    stage.store.jobs.set_status(refused, JobStatus.PENDING)
+    begun_s = stage.clock.time_s
+    stage.clock.time_s += 2 * AGE_S_MAX
+    assert stage.queue.explain(range(100))[refused] == JobWait(reason=WaitReason.CAPACITY, until_s=begun_s + 60.0)
+    assert stage.ask(next_one) == [next_one]
+    stage.end(next_one)
+    stage.clock.time_s = begun_s + 61.0
+    assert stage.ask(stage.add(), refused) == [refused], "by its priority"
+
+
+def test_job_that_needs_others_does_not_block_the_queue(stage: Stage) -> None:
+    stage.limit = 1
+    running = stage.add()
+    assert stage.ask(running) == [running]
+    waiting = stage.store.jobs.add("j", Task(priority=9), needs=[running]).id
+    free = stage.add()
+    assert stage.queue.explain(range(100)) == {
+        waiting: JobWait(reason=WaitReason.NEEDS), free: JobWait(reason=WaitReason.LIMIT, position=1, limit=1)
+    }  # fmt: skip
+    stage.store.jobs.request_cancel(free)
+    stage.clock.time_s += 2 * AGE_S_MAX
+    assert free not in stage.queue.explain(range(100))
+
+
+def test_group_takes_one_slot_and_starts_as_a_whole(stage: Stage) -> None:
+    stage.limit = 1
+    group = [stage.store.jobs.add(name, Task(group=GroupRole(name="g")), pipeline="g-1").id for name in "abc"]
+    alone = stage.add()
+    assert stage.ask(group[1], alone, *group) == [group[1], *group]
+    for job_id in group[:2]:
+        stage.end(job_id)
+    assert stage.ask(alone) == []
+    stage.end(group[2])
+    assert stage.ask(alone) == [alone]
+
+
+def test_replica_of_a_service_needs_no_slot(stage: Stage) -> None:
+    stage.limit = 1
+    replica = stage.store.jobs.add("r", Task(), "service/web/1").id
+    job = stage.add()
+    assert stage.ask(job, replica) == [job, replica]
+
+
+def test_damaged_job_blocks_no_other(stage: Stage) -> None:
+    stage.limit = 1
+    damaged = stage.add(priority=9)
+    stage.store.write("UPDATE jobs SET task = ? WHERE id = ?", ("{", damaged))
+    job = stage.add()
+    assert stage.ask(job) == [job]
+
+
+def test_project_with_fewer_gpu_hours_starts_first(stage: Stage) -> None:
+    stage.limit = 1
+    earlier = stage.add()
+    own = replace(ATTEMPT, job_id=earlier, started_s=stage.clock.time_s - 7200.0, ended_s=stage.clock.time_s)
+    stage.store.jobs.put_attempt(own)
+    stage.end(earlier)
+    busy, idle = stage.add(), stage.add()
+    for project, names in (("busy", [earlier, busy]), ("idle", [idle])):
+        number = stage.store.commitments.add(
+            user="ada", project=project, kind=Owned.JOB, names=(), usd=None, usd_hour=1.0, gpus=1.0
+        )
+        stage.store.commitments.bind(number, [str(each) for each in names])
+    assert stage.ask(busy, idle) == [idle]
+
+
+# -- with real controllers
+
+
+def play(folder: Path, seed: int, limit: int | None) -> tuple[Sequence[int], int]:
+    """Run jobs of random priorities through a real daemon; return the order of their starts and the most at once."""
+    world = World(folder)
+    chance = Random(seed)
+    store = world.store
+    store.jobs.set_status(world.job_id, JobStatus.CANCELLED)
+    wanted = [(chance.choice([-100, 0, 100]), number) for number in range(JOBS)]
+    ids = [store.jobs.add(f"j{number}", replace(world.task, priority=each)).id for each, number in wanted]
+    queue = JobQueue(store, world.clock, read_limit=lambda: limit)
+    provisioner = world.make_provisioner()
+    most = 0
+
+    def make(job_id: Any) -> JobController:
+        return JobController(
+            job_id, store=store, provisioner=provisioner, gang=world.gang, planner=lambda task, avoid: make_plan(task),
+            clock=world.clock, config=Config(home=folder, owner=OWNER), queue=queue,
+        )  # fmt: skip
+
+    async def watch() -> None:
+        nonlocal most
+        while store.queue.list_live():
+            most = max(most, len(store.queue.list_live(has_started=True)))
+            await world.clock.sleep(1.0)
+
+    async def work() -> None:
+        watching = asyncio.ensure_future(watch())
+        await run_daemon(
+            store=store, make_controller=make, provisioner=provisioner, clock=world.clock,
+            config=Config(home=folder, owner=OWNER), idle_s=0.0,
+        )  # fmt: skip
+        await watching
+
+    world.clock.run(work)
+    starts = [event.job_id for event in store.events.list() if event.kind is EventKind.ATTEMPT and event.job_id in ids]
+    assert all(job.status is JobStatus.SUCCEEDED for job in store.jobs.list() if job.id in ids)
+    by_priority = {job_id: each for job_id, (each, _) in zip(ids, wanted, strict=True)}
+    return [by_priority[job_id] for job_id in dict.fromkeys(starts) if job_id is not None], most
+
+
+@pytest.mark.parametrize(
+    ("seed", "limit"),
+    [(0, 1), (1, 2), *(pytest.param(seed, limit, marks=pytest.mark.long) for seed in range(2, 6) for limit in (1, 3))],
+)
+def test_controllers_keep_the_limit_and_start_by_priority(tmp_path: Path, seed: int, limit: int) -> None:
+    starts, most = play(tmp_path, seed, limit)
+    assert len(starts) == JOBS and most == limit
+    if limit == 1:
+        assert starts == sorted(starts, reverse=True)
+
+
+def test_controllers_without_a_limit_start_all_at_once(tmp_path: Path) -> None:
+    starts, most = play(tmp_path, 0, None)
+    assert len(starts) == most == JOBS
