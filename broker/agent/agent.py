@@ -189,8 +189,7 @@ def report_status(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def answer_status(request: dict[str, Any]) -> dict[str, Any]:
-    """Answer a call for the status; it includes the newest sample of the node, which a session
-    pushes unasked."""
+    """Answer a call for the status; it includes the newest sample of the node, which a session pushes unasked."""
     sample = agent_ring.read_newest(files.STATE / agent_ring.NAME)
     return {**report_status(request), "samples": [sample] if sample else []}
 

@@ -72,6 +72,5 @@ def is_safe_to_go(run_id: int) -> bool:
         return False
     if int(spec["rank"]) == 0:
         return delivery.is_delivered(run_id)
-    return not spec.get(
-        "ends_together"
-    )  # otherwise the head, which may still be uploading, would be lost with this node
+    # Otherwise the head, which may still be uploading, would be lost with this node.
+    return not spec.get("ends_together")

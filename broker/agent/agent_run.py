@@ -231,8 +231,7 @@ class Runner:
             self._run_phase("health", agent_health.make_script(), limit_s=agent_health.LIMIT_S)
             result = agent_files.read_json(self._folder / agent_health.RESULT)
             finding = agent_health.judge(finding, cards, result)
-        text = "; ".join(agent_health.describe(finding, len(cards)))
-        self._write_log(f"broker: health check: {text}\n".encode())
+        self._write_log(f"broker: health check: {'; '.join(agent_health.describe(finding, len(cards)))}\n".encode())
         self._fault = finding if finding.fault else None
         return agent_health.EX_UNHEALTHY if finding.fault else 0
 

@@ -47,7 +47,7 @@ def read_places(context: Context) -> Sequence[PlaceHistory]:
         if stay.end_s > since_s:
             spans[stay.place].append(Span(begin_s=stay.begin_s, end_s=stay.end_s, is_preempted=stay.is_preempted))
     refused: dict[PlaceKey, list[float]] = defaultdict(list)
-    for event in store.events.list_kind(EventKind.PLACE_REFUSED, since_s=since_s):
+    for event in store.events.list_kind(kind=EventKind.PLACE_REFUSED, since_s=since_s):
         for key in _list_keys(event.data.get("place")):
             refused[key].append(event.time_s)
     rows = {(row.cloud, row.region, row.zone, row.instance_type): row for row in list_places(store)}

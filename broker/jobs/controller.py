@@ -342,9 +342,8 @@ class JobController:
 
     async def _end_with_group(self, job: Job, live: Attempt | None, judgement: Judgement) -> float:
         """End a job whose group has ended: another task failed, or all primary ones succeeded."""
-        if judgement.culprit is None:
+        if (culprit := judgement.culprit) is None:
             return await self._end(job, live, JobStatus.SUCCEEDED, OutcomeKind.GROUP_ENDED, "")
-        culprit = judgement.culprit
         failure = explain_group_failure(culprit.id, culprit.name, culprit.status.value)
         return await self._end(job, live, JobStatus.CANCELLED, OutcomeKind.DEPENDENCY_FAILED, failure)
 
@@ -389,8 +388,7 @@ class JobController:
 
     def _make_envs(self, job: Job, attempt: Attempt, cluster: Cluster) -> dict[str, str]:
         advice = {**self._policy_runner.advise(job.task, attempt), **self._group.make_envs(job)}
-        advice.update(self._health.make_envs(job, cluster))
-        return make_envs(self._config, job, attempt, cluster, advice=advice)
+        return make_envs(self._config, job, attempt, cluster, advice=advice | self._health.make_envs(job, cluster))
 
     def _report_list_error(self, error: CloudError) -> None:
         """Report each login error once: only the user can fix it, whereas other errors pass."""

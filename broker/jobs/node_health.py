@@ -87,7 +87,7 @@ class NodeHealth:
         self._clock = clock
         self._asked_s: dict[str, float] = {}  # node id -> when its termination was last requested
 
-    def make_envs(self, job: Job, cluster: Cluster) -> Mapping[str, str]:
+    def make_envs(self, job: Job, cluster: Cluster) -> dict[str, str]:
         """Return the variable by which nodes check their GPUs; nothing on nodes without GPUs."""
         count = cluster.placement.offer.accelerator_count
         wish = job.task.recovery.checks_health

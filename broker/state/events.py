@@ -84,7 +84,7 @@ class EventRows:
         )
         return [_read_event(row) for row in rows]
 
-    def list_kind(self, kind: EventKind, *, since_s: float) -> Sequence[EventRow]:
+    def list_kind(self, *, kind: EventKind, since_s: float) -> Sequence[EventRow]:
         """Return the events of one kind from `since_s` on, oldest first."""
         rows = self._database.rows(
             "SELECT id, time_s, kind, data, job_id, cluster FROM events WHERE kind = ? AND time_s >= ? ORDER BY id",

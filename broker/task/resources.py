@@ -8,7 +8,8 @@ from dataclasses import replace
 from typing import Any
 
 from broker.task.accelerators import read_accelerator
-from broker.task.fields_resources import ELASTIC, PRIORITIES
+from broker.task.fields_recovery import ELASTIC
+from broker.task.fields_resources import PRIORITIES
 from broker.task.measures import Ratio
 from broker.task.reading import Reader
 from broker.task.tables import Section

@@ -46,5 +46,5 @@ def test_budgets_and_events_of_one_kind_are_read(open_store: OpenStore) -> None:
     store.events.add(make_event(EventKind.NOTE, text="a"), job_id=free)
     store.events.add(make_event(EventKind.WAITING, minutes=1), job_id=free)
     now_s = store.clock.now_s()
-    assert [each.data for each in store.events.list_kind(EventKind.NOTE, since_s=now_s)] == [{"text": "a"}]
-    assert store.events.list_kind(EventKind.NOTE, since_s=now_s + 1) == []
+    assert [each.data for each in store.events.list_kind(kind=EventKind.NOTE, since_s=now_s)] == [{"text": "a"}]
+    assert store.events.list_kind(kind=EventKind.NOTE, since_s=now_s + 1) == []
