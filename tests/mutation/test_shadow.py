@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import subprocess
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.mutation.apart import find_prefix
 from tests.mutation.draw import ROOT
 from tests.mutation.judge import KILLS, Judge, Reached, Survey, draw_kills, take
 from tests.mutation.limited import run_limited
@@ -103,8 +105,8 @@ def test_a_program_that_loops_is_ended_and_so_is_what_any_leaves_behind(tmp_path
     program = f"""
 import subprocess, sys
 from pathlib import Path
-left = subprocess.Popen([sys.executable, "-c", "while True: pass"], start_new_session=True)
-Path("left").write_text(str(left.pid))
+subprocess.Popen([sys.executable, "-c", "while True: pass", {str(tmp_path)!r}], start_new_session=True)
+Path("has-begun").touch()
 {end}
 """
     outer = f"""
@@ -119,7 +121,42 @@ print(ended.returncode)
 """
     done = subprocess.run([sys.executable, "-c", outer], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == ("None" if end else "0"), done.stderr
-    assert not Path(f"/proc/{(tmp_path / 'left').read_text()}").exists()
+    assert (tmp_path / "has-begun").exists() and list_pids(str(tmp_path)) == []
+
+
+@pytest.mark.skipif(find_prefix() == (), reason="no PID namespace can be made here")
+def test_a_program_that_kills_all_it_sees_reaches_none_outside(tmp_path: Path) -> None:
+    """Kills what carries the mark of this test, so that a failure of it does not end the machine's processes."""
+    mark = str(tmp_path)
+    sleep = [sys.executable, "-c", "import time; time.sleep(600)", mark]
+    program = f"""
+import os, signal, subprocess
+from pathlib import Path
+subprocess.Popen({sleep!r}, start_new_session=True)
+for entry in Path("/proc").iterdir():
+    if entry.name.isdigit() and {mark!r} in (entry / "cmdline").read_text().split("\\0"):
+        os.kill(int(entry.name), signal.SIGKILL)
+        print("killed")
+"""
+    outside = subprocess.Popen(sleep)
+    try:
+        command = [sys.executable, "-c", program]
+        ended = run_limited(command, cwd=tmp_path, environment={}, output=tmp_path / "output", cpu_s_max=20.0)
+        assert (ended.returncode, ended.output) == (0, "killed\n")
+        assert outside.poll() is None and list_pids(mark) == [outside.pid]
+    finally:
+        outside.kill()
+        outside.wait()
+
+
+def list_pids(word: str) -> list[int]:
+    """List processes, other than this one, whose command line has this word."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):
+            if entry.name.isdigit() and word in (entry / "cmdline").read_text().split("\0"):
+                found.append(int(entry.name))
+    return found
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="finds processes by /proc")

@@ -51,7 +51,8 @@ def main() -> int:
 def show(result: Result) -> int:
     for line in result.trace:
         print(line)
-    print(f"{result.virtual_s:.0f} s, {result.points} deeds, {result.kills.total()} kills: {result.failure or 'all is well'}")
+    end = result.failure or "all is well"
+    print(f"{result.virtual_s:.0f} s, {result.points} deeds, {result.kills.total()} kills: {end}")
     return int(bool(result.failure))
 
 
