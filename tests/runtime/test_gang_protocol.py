@@ -445,3 +445,25 @@ def test_node_that_hangs_does_not_hide_the_pending_uploads_of_the_others(
         assert found.has_mounts and found.silent == (cluster.nodes[1].id,)
 
     asyncio.run(act())
+
+
+@pytest.mark.parametrize(("head", "asked"), [("SUCCEEDED", 2), ("RUNNING", 1)])
+def test_a_rank_that_answered_before_the_head_ended_is_asked_again(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, head: str, asked: int
+) -> None:
+    """The head ends last: a report that shows its success shows that of all."""
+    calls: list[int] = []
+
+    async def answer(node: Node, argv: Sequence[str], **options: Any) -> Completed:
+        calls.append(node.rank)
+        status = head if node.rank == 0 or calls.count(1) > 1 else "RUNNING"
+        run = {"status": status, "returncode": None, "progress": None}
+        return Completed(returncode=0, stdout=json.dumps({"runs": [run]}).encode(), stderr=b"")
+
+    async def act() -> None:
+        cluster = await rig.make_cluster(2)
+        monkeypatch.setattr(rig.transport, "run", answer)
+        report = await rig.gang.poll(cluster, 1)
+        assert report.statuses == (RunStatus(head),) * 2 and calls.count(1) == asked
+
+    asyncio.run(act())
