@@ -300,5 +300,23 @@ def test_sample_that_is_too_long_is_not_written(tmp_path: Path) -> None:
     assert len(path.read_text().splitlines()) == 1 and json.loads(path.read_text())["time_s"] == 1.0
 
 
+def test_a_sample_that_fails_does_not_end_the_sampling(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The disk is full once: the next sample is written."""
+    taken: list[Path] = []
+
+    def append(path: Path, samples: list[object]) -> None:
+        taken.append(path)
+        if len(taken) == 3:
+            raise KeyboardInterrupt
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(agent_samples.agent_files, "STATE", tmp_path)
+    monkeypatch.setattr(agent_samples.agent_ring, "append", append)
+    monkeypatch.setattr(agent_samples.time, "sleep", lambda wait_s: None)
+    with pytest.raises(KeyboardInterrupt):
+        agent_samples.sample_forever()
+    assert len(taken) == 3
+
+
 def test_agent_sends_the_new_files() -> None:
     assert {"agent_samples.py", "agent_limits.py", "agent_gpus.py", "agent_ring.py"} <= set(FILES)

@@ -43,6 +43,17 @@ def test_two_nodes_set_up_then_run_with_their_environment(rig: Rig) -> None:
     asyncio.run(act())
 
 
+def test_a_line_of_64_kib_whose_end_comes_later_stays_one_line(rig: Rig) -> None:
+    async def act() -> None:
+        cluster = await rig.make_cluster(1)
+        await rig.start(cluster, make_task("head -c 65536 /dev/zero | tr '\\0' x; sleep 0.3; echo y; echo end"))
+        await rig.finish(cluster)
+        await rig.wait_log(cluster, "end")
+        assert "x" * 65536 + "y\n" in await rig.read_log(cluster)
+
+    asyncio.run(act())
+
+
 @pytest.mark.parametrize("phase", ["run", "setup"])
 def test_one_failing_rank_ends_the_others_and_gives_its_code(rig: Rig, phase: str) -> None:
     async def act() -> None:

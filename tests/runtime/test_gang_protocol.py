@@ -7,11 +7,13 @@ import json
 import math
 import queue
 import socket
+import ssl
 import stat
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,6 +28,7 @@ from broker.sites.openssh import Completed
 from broker.types import Cluster, Node, RunStatus
 from tests.fuzz.targets_gang import (
     HANG_S,
+    agent_gang,
     agent_link,
     agent_wire,
     await_kind,
@@ -217,6 +220,49 @@ def test_another_gangs_credential_is_refused_by_both_ends() -> None:
             agent_link.connect("127.0.0.1", gang.port, context, 1, print)  # the stranger does not trust us
         visit(gang.port, "another credential", agent_link.encode("hello", rank=1))  # one that trusts everyone
         check_coordinator(gang, is_stranger=True)
+
+
+@pytest.mark.parametrize("is_server", [True, False])
+def test_tls_before_1_2_is_refused_although_an_old_python_would_accept_it(
+    is_server: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Up to Python 3.9 the least version is that of the OpenSSL library."""
+
+    def make_old(protocol: int) -> ssl.SSLContext:
+        context = ssl.SSLContext(protocol)
+        context.minimum_version = ssl.TLSVersion.MINIMUM_SUPPORTED
+        return context
+
+    monkeypatch.setattr(agent_wire, "ssl", SimpleNamespace(**{**vars(ssl), "SSLContext": make_old}))
+    context = agent_wire.make_context(make_pem("gang"), is_server=is_server)
+    assert context.minimum_version is ssl.TLSVersion.TLSv1_2
+
+
+def test_a_rank_that_never_leaves_holds_the_head_for_a_limited_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agent_gang, "LEAVE_S", 0.01)
+    with open_gang() as gang:
+        links = [gang.join(rank) for rank in range(3)]
+        waiting = threading.Thread(target=gang.coordinator.wait_until_left, daemon=True)
+        waiting.start()
+        waiting.join(HANG_S)
+        assert not waiting.is_alive() and len(links) == 3
+
+
+def test_the_head_ends_when_the_others_have_left_and_not_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agent_gang, "LEAVE_S", 10 * HANG_S)
+    with open_gang() as gang:
+        links = [gang.join(rank)[0] for rank in range(3)]
+        for link in links:
+            link.send("setup", returncode=0)
+            link.send("exit", returncode=0)
+        waiting = threading.Thread(target=gang.coordinator.wait_until_left, daemon=True)
+        waiting.start()
+        waiting.join(0.5)
+        assert waiting.is_alive(), "its outcome would come before those of the others"
+        for link in links[1:]:
+            link.close()
+        waiting.join(HANG_S)
+        assert not waiting.is_alive()
 
 
 def test_silent_strangers_do_not_keep_members_out(monkeypatch: pytest.MonkeyPatch) -> None:
