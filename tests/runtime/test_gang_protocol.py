@@ -189,6 +189,23 @@ def test_newcomer_whose_setup_fails_leaves_the_others_alone() -> None:
         assert heard.empty() or heard.get()["type"] == "go"
 
 
+def test_the_notice_of_a_lost_node_does_not_count_for_the_one_that_takes_its_place() -> None:
+    with open_gang() as gang:
+        (head, heard), (other, _), (leaving, told) = (gang.join(rank) for rank in range(3))
+        for link in (head, other, leaving):
+            link.send("setup", returncode=0)
+        await_kind(told, "go")
+        leaving.send("notice", notice_s=30.0)
+        leaving.close()
+        await_that(lambda: 2 in gang.coordinator._gone, "rank 2 is not missed")
+        newcomer, told = gang.join(2)
+        newcomer.send("setup", returncode=0)
+        await_kind(told, "go")
+        newcomer.send("exit", returncode=5)
+        end = await_kind(told, "kill")
+        assert (end["status"], end["reason"]) == ("FAILED", "rank 2 exited with 5")
+
+
 def test_a_rank_whose_files_did_not_arrive_ends_no_program_and_fails_the_run_at_its_end() -> None:
     with open_gang() as gang:
         (head, heard), (early, _), (late, told) = (gang.join(rank) for rank in range(3))
