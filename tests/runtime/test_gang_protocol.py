@@ -191,7 +191,7 @@ def test_newcomer_whose_setup_fails_leaves_the_others_alone() -> None:
 
 def test_the_notice_of_a_lost_node_does_not_count_for_the_one_that_takes_its_place() -> None:
     with open_gang() as gang:
-        (head, heard), (other, _), (leaving, told) = (gang.join(rank) for rank in range(3))
+        (head, _), (other, _), (leaving, told) = (gang.join(rank) for rank in range(3))
         for link in (head, other, leaving):
             link.send("setup", returncode=0)
         await_kind(told, "go")
