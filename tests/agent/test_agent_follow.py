@@ -213,6 +213,12 @@ def test_it_stays_while_its_broker_answers_heartbeats(start: Callable[..., Sessi
     assert session.process.poll() is None
 
 
+def test_the_first_heartbeat_comes_early(start: Callable[..., Session]) -> None:
+    session = start(BEAT_S=10 * END_S, FIRST_BEAT_S=0.1)
+    session.open()
+    assert session.hear(lambda message: True) == {}
+
+
 def test_it_asks_for_a_sign_of_life_though_there_is_much_to_tell(start: Callable[..., Session]) -> None:
     session = start(BEAT_S=0.5)
     session.open()

@@ -275,6 +275,29 @@ def test_ranks_but_the_head_deliver_nothing(node: Node, bucket: Bucket) -> None:
     assert not delivery.is_due(1)
 
 
+def test_after_a_notice_uploads_of_the_log_take_a_fifth_of_the_time(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The program may be saving a checkpoint."""
+    now_s, begun_s = 0.0, []
+
+    def keep_log(run_id: int, kept_bytes: int) -> int:
+        nonlocal now_s
+        begun_s.append(now_s)
+        now_s += 4.0
+        return kept_bytes + 1
+
+    (node.begin() / "preemption").touch()
+    monkeypatch.setattr(delivery, "keep_log", keep_log)
+    monkeypatch.setattr(delivery.time, "monotonic", lambda: now_s)
+    keeper = delivery.LogKeeper()
+    while now_s < 100.0:
+        keeper.look(1)
+        now_s += 1.0
+    assert begun_s[0] == 0.0, "the first is sent at once"
+    assert {later - earlier for earlier, later in itertools.pairwise(begun_s)} == {24.0}
+
+
 def test_watcher_tries_later_and_later_and_survives_whatever_comes(
     node: Node, bucket: Bucket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
