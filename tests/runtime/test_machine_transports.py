@@ -15,6 +15,7 @@ from broker.config import Config
 from broker.errors import StateError, TransientError, UnreachedError
 from broker.runtime.transports import pool, slurm
 from broker.runtime.transports.machine import MachineTransport
+from broker.sites.openssh import Completed
 from broker.types import Node, NodeState
 
 NODE = Node(
@@ -54,6 +55,19 @@ def test_a_node_that_never_answered_is_told_from_one_that_is_gone(rig: Rig) -> N
         assert not isinstance(caught.value, UnreachedError)
 
     asyncio.run(act())
+
+
+def test_a_shell_on_a_node_that_is_silent_is_given_up_within_a_minute() -> None:
+    limits_s: list[float] = []
+
+    class Silent(Here):
+        async def run(self, node: Node, argv: Sequence[str], *, timeout_s: float, **options: object) -> Completed:
+            limits_s.append(timeout_s)
+            raise TransientError(f"node `{node.id}` did not answer within {timeout_s:g} s")
+
+    with pytest.raises(TransientError, match="did not answer"):
+        asyncio.run(Silent(clock=SystemClock()).open_shell(NODE))
+    assert limits_s and max(limits_s) <= 60.0
 
 
 @pytest.mark.parametrize(
