@@ -11,6 +11,7 @@ from random import Random
 
 from tests.mutation.limited import Ended, run_limited
 from tests.mutation.operators import Mutant
+from tests.mutation.readers import find_readers
 from tests.mutation.shadow import Shadow
 from tests.mutation.survey import Reached, Survey
 
@@ -119,12 +120,13 @@ class Judge:
 
 
 def choose(survey: Sequence[Reached], mutant: Mutant, cpu_s_max: float) -> list[Reached]:
-    """Choose the tests and plays that enter the mutant's function, quickest first.
+    """Choose the tests and plays that enter the mutant's function, quickest first; of a constant, its readers.
 
-    Where nothing enters it, choose those that enter its file; else the tests of its room. A module of constants is
+    Where nothing enters them, choose those that enter its file; else the tests of its room. A module of constants is
     entered by nothing, and read by all of its room.
     """
-    entering = [each for each in survey if each.enters(mutant)]
+    readers = find_readers(mutant)
+    entering = [each for each in survey if (each.functions & readers if readers else each.enters(mutant))]
     entering = entering or [each for each in survey if each.enters_file(mutant)]
     room = f"tests/{mutant.file.split('/')[1]}/"
     return take(entering or [each for each in survey if each.name.startswith(room)], cpu_s_max)

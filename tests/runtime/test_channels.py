@@ -556,3 +556,30 @@ def test_wait_without_a_channel_is_short_and_never_longer_than_asked_for() -> No
         assert desk.clock.s - begun_s == pytest.approx(0.6)
 
     asyncio.run(act())
+
+
+def test_channels_of_nodes_that_are_gone_are_dropped_but_none_that_still_opens() -> None:
+    """Dropped while it opens, it would be opened a second time."""
+
+    class Hanging(Pretended):
+        async def open_stream(self, node: Node, argv: Sequence[str]) -> Stream:
+            await asyncio.Event().wait()
+            raise AssertionError("unreachable")
+
+    async def act() -> None:
+        desk = Desk()
+        (node,) = desk.cluster.nodes
+        keep = channels.Channels(Hanging(), ["follow"], clock=desk.clock)
+        first = keep.keep(node, 1)
+        await settle()
+        desk.clock.s += 3 * channels.UNUSED_S
+        keep.keep(replace(node, id="other"), 1)
+        assert keep.find(node) is first
+        assert first.task is not None
+        first.task.cancel()
+        await asyncio.wait([first.task])
+        desk.clock.s += 3 * channels.UNUSED_S
+        keep.keep(replace(node, id="third"), 1)
+        assert keep.find(node) is None
+
+    asyncio.run(act())
