@@ -387,6 +387,18 @@ def test_first_poll_asks_the_node_and_opens_nothing() -> None:
     asyncio.run(act())
 
 
+def test_a_node_without_a_session_is_looked_at_soon_and_no_later_than_asked() -> None:
+    async def act() -> None:
+        desk = Desk()
+        begun_s = desk.clock.s
+        await desk.rest(timeout_s=0.0)
+        assert desk.clock.s == begun_s
+        await desk.rest(timeout_s=60.0)
+        assert begun_s < desk.clock.s <= begun_s + 5.0
+
+    asyncio.run(act())
+
+
 def test_silent_node_becomes_unreachable_and_is_reachable_when_it_returns() -> None:
     async def act() -> None:
         desk = Desk()
