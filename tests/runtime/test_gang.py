@@ -82,6 +82,19 @@ def test_cancel_ends_every_process_of_the_run(rig: Rig) -> None:
     asyncio.run(act())
 
 
+@pytest.mark.parametrize(("run", "stays"), [("true", True), ("exit 3", False)])
+def test_what_setup_left_running_outlives_a_success_only(rig: Rig, run: str, stays: bool) -> None:
+    """A service that setup starts is there for the next run; nothing of a failed run is."""
+
+    async def act() -> None:
+        cluster = await rig.make_cluster(1)
+        await rig.start(cluster, make_task(run, setup="sleep 4322 >/dev/null 2>&1 &"))
+        await rig.finish(cluster)
+        assert any("4322" in cmdline(pid) for pid in processes_of(cluster.nodes[0])) is stays
+
+    asyncio.run(act())
+
+
 def cmdline(pid: int) -> str:
     try:
         return Path(f"/proc/{pid}/cmdline").read_text()
