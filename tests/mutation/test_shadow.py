@@ -19,6 +19,7 @@ from tests.mutation.limited import run_limited
 from tests.mutation.operators import Mutant, find_mutants
 from tests.mutation.reach import Reader
 from tests.mutation.shadow import Shadow, make_shadow
+from tests.mutation.survey import read_line
 
 TEST = "tests/mutation/probes.py::test_a_pace_is_learned"
 PROBES = """
@@ -222,6 +223,12 @@ def test_a_limit_counts_when_the_test_under_way_reaches_it_alone(
     by, where, _ = judge._run_tests(tests)
     assert (by, where) == ("limit", f"tests {file}::test_that_hangs")
     (shadow.folder / file).write_text(PROBES)
+
+
+def test_a_test_that_starts_nodes_comes_after_those_that_only_compute() -> None:
+    line = {"name": "a", "cpu_s": 0.1, "functions": ["broker/agent/agent.py main"]}
+    nodes = {**line, "functions": ["broker/clouds/local_machine.py main"]}
+    assert read_line(line).cpu_s == 0.1 and read_line(nodes).cpu_s > 1.0
 
 
 def test_tests_are_taken_while_their_time_lasts_and_kills_are_drawn_by_the_mutant() -> None:
