@@ -13,7 +13,7 @@ from tests.mutation.limited import Ended, run_limited
 from tests.mutation.operators import Mutant
 from tests.mutation.readers import find_readers
 from tests.mutation.shadow import Shadow
-from tests.mutation.survey import Reached, Survey
+from tests.mutation.survey import RUNTIME, Reached, Survey
 
 QUICK_PLAYS_S = 1.0  # of the quickest plays and tests: most mutants are detected here
 QUICK_TESTS_S = 2.0
@@ -120,16 +120,18 @@ class Judge:
 
 
 def choose(survey: Sequence[Reached], mutant: Mutant, cpu_s_max: float) -> list[Reached]:
-    """Choose the tests and plays that enter the mutant's function, quickest first; of a constant, its readers.
+    """Choose the tests and plays that enter the mutant's function, or read its constant: those of its room first.
 
-    Where nothing enters them, choose those that enter its file; else the tests of its room. A module of constants is
-    entered by nothing, and read by all of its room.
+    Hundreds of tests open a store, and enter the functions that do; those of the room say more about them. Where
+    nothing enters a function, choose the tests that enter its file; else those of its room.
     """
     readers = find_readers(mutant)
     entering = [each for each in survey if (each.functions & readers if readers else each.enters(mutant))]
     entering = entering or [each for each in survey if each.enters_file(mutant)]
-    room = f"tests/{mutant.file.split('/')[1]}/"
-    return take(entering or [each for each in survey if each.name.startswith(room)], cpu_s_max)
+    room = mutant.file.split("/")[1]
+    folders = tuple(f"{folder}/" for folder in (RUNTIME if room in ("runtime", "agent") else (f"tests/{room}",)))
+    entering = entering or [each for each in survey if each.name.startswith(folders)]
+    return take(sorted(entering, key=lambda each: not each.name.startswith(folders)), cpu_s_max)
 
 
 def take(found: Sequence[Reached], cpu_s_max: float) -> list[Reached]:

@@ -14,7 +14,7 @@ import pytest
 
 from tests.mutation.apart import find_prefix
 from tests.mutation.draw import ROOT
-from tests.mutation.judge import KILLS, Judge, Reached, Survey, draw_kills, take
+from tests.mutation.judge import KILLS, Judge, Reached, Survey, choose, draw_kills, take
 from tests.mutation.limited import run_limited
 from tests.mutation.operators import Mutant, find_mutants
 from tests.mutation.reach import Reader
@@ -229,6 +229,14 @@ def test_a_test_that_starts_nodes_comes_after_those_that_only_compute() -> None:
     line = {"name": "a", "cpu_s": 0.1, "functions": ["broker/agent/agent.py main"]}
     nodes = {**line, "functions": ["broker/clouds/local_machine.py main"]}
     assert read_line(line).cpu_s == 0.1 and read_line(nodes).cpu_s > 1.0
+
+
+def test_tests_of_the_mutants_room_come_first() -> None:
+    mutant = find("broker/provision/hedge_timer.py", "arithmetic: / -> *")
+    functions = frozenset({"broker/provision/hedge_timer.py learn"})
+    names = ("tests/jobs/test_a.py::a", "tests/provision/test_b.py::b", "tests/state/test_c.py::c")
+    found = [Reached(name=name, cpu_s=1.0, functions=functions) for name in names]
+    assert [each.name for each in choose(found, mutant, 9.0)] == [names[1], names[0], names[2]]
 
 
 def test_tests_are_taken_while_their_time_lasts_and_kills_are_drawn_by_the_mutant() -> None:
