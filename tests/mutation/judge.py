@@ -17,7 +17,7 @@ from tests.mutation.survey import RUNTIME, Reached, Survey
 
 QUICK_PLAYS_S = 1.0  # of the quickest plays and tests: most mutants are detected here
 QUICK_TESTS_S = 2.0
-TESTS_S = 24.0
+TESTS_S = 60.0
 PLAYS_S = 5.0
 KILLS = 16  # plays with a kill at an effect, over all scenes that enter the function
 START_S = 10.0  # to start Python and import what tests need, on a slow day

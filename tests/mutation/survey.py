@@ -22,7 +22,7 @@ SLOW = ("tests/jobs/test_second_ring.py",)  # kills real daemons, a dozen second
 FAST_S = 5.0  # a slower test is not one of the fast ones
 RECORD_CPU_S_MAX = 1800.0
 NODE = "broker/clouds/local_machine.py "  # entered by tests that start nodes, which are no children of the test
-NODES_S = 1.5  # the processor time of such nodes, which no record has
+NODES_S = 1.0  # the processor time of such nodes, which no record has
 
 
 @dataclass(frozen=True, kw_only=True)

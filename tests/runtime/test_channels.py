@@ -570,6 +570,20 @@ def test_wait_without_a_channel_is_short_and_never_longer_than_asked_for() -> No
     asyncio.run(act())
 
 
+def test_a_session_that_says_nothing_at_all_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its agent is another version, or hangs: plain calls go on."""
+    monkeypatch.setattr(channels, "SILENCE_S_MAX", 0.05)
+
+    async def act() -> None:
+        desk = Desk()
+        channel = channels.Channel(desk.cluster.nodes[0], 1, clock=desk.clock)
+        channel.used_s = desk.clock.now_s()
+        await asyncio.wait_for(channel.keep(desk.node, ["follow"], asyncio.Semaphore()), 60.0)
+        assert desk.node.opened == 1 and not channel.is_heard()
+
+    asyncio.run(act())
+
+
 def test_channels_of_nodes_that_are_gone_are_dropped_but_none_that_still_opens() -> None:
     """Dropped while it opens, it would be opened a second time."""
 

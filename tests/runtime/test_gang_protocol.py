@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from local_gang import Rig, make_task, processes_of
+from local_gang import Rig, make_task, processes_of, wait_for
 
 from broker.errors import TransientError
 from broker.runtime import gang
@@ -486,6 +486,36 @@ def test_credential_of_the_first_submission_is_every_nodes(rig: Rig, monkeypatch
         assert (await rig.finish(cluster)).status is RunStatus.SUCCEEDED
         await rig.gang.start(cluster, task, run_id=1, envs={})
         assert len(set(made)) == 3 and read_pems(cluster) == [made[0]] * 2
+
+    asyncio.run(act())
+
+
+def test_a_rank_that_cannot_join_fails_without_having_run_anything(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = rig.transport.run
+
+    async def mislead(node: Node, argv: Sequence[str], **options: Any) -> Completed:
+        done = await run(node, argv, **options)
+        if node.rank or argv[-1] != "submit":
+            return done
+        answer = {**json.loads(done.stdout), "coordinator_port": 1}
+        return Completed(returncode=0, stdout=json.dumps(answer).encode(), stderr=b"")
+
+    async def act() -> None:
+        cluster = await rig.make_cluster(2)
+        monkeypatch.setattr(rig.transport, "run", mislead)
+        task = make_task("true", setup="touch ~/was-set-up", num_nodes=2)
+        await rig.gang.prepare(cluster, task)
+        home = Path(cluster.nodes[1].handle) / "home"
+        constants = home / ".broker/agent/agent_gang.py"
+        text = constants.read_text()
+        constants.write_text(text.replace(f"JOIN_S = {agent_gang.JOIN_S}", "JOIN_S = 0.5"))
+        assert constants.read_text() != text
+        await rig.gang.start(cluster, task, run_id=1, envs={})
+        outcome = home / ".broker/runs/1/outcome.json"
+        await wait_for(outcome.exists)
+        found = json.loads(outcome.read_text())
+        assert (found["status"], found["own_returncode"]) == ("FAILED", None)
+        assert not (home / "was-set-up").exists()
 
     asyncio.run(act())
 
