@@ -339,6 +339,21 @@ def test_autostop_leaves_time_to_read_the_last_lines_however_short_it_is(
     assert agent.decide_power_off() == "autostop"
 
 
+def test_autostop_counts_from_when_it_was_set_also_on_a_node_that_was_idle_before(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(agent, "ensure_watcher", lambda: None)
+    monkeypatch.setattr(agent, "measure_idle_s", lambda: 9000.0)
+    now_s = time.time()
+    agent.set_autostop({"idle_minutes": 10, "is_down": False})
+    monkeypatch.setattr(time, "time", lambda: now_s + 500.0)
+    assert agent.decide_power_off() == ""
+    monkeypatch.setattr(time, "time", lambda: now_s + 700.0)
+    assert agent.decide_power_off() == "stop"
+    monkeypatch.setattr(agent, "measure_idle_s", lambda: 60.0)
+    assert agent.decide_power_off() == ""
+
+
 def test_a_cancel_request_is_a_private_file_of_its_run(node: Node) -> None:
     folder = node.begin()
     assert agent.cancel({"run_id": 1}) == agent.cancel({"run_id": 1}) == agent.cancel({"run_id": 2}) == {}

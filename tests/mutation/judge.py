@@ -120,18 +120,23 @@ class Judge:
 
 
 def choose(survey: Sequence[Reached], mutant: Mutant, cpu_s_max: float) -> list[Reached]:
-    """Choose the tests and plays that enter the mutant's function, or read its constant: those of its room first.
+    """Choose the tests and plays that enter the mutant's function, or read its constant: its module's own tests
+    first, then those of its room.
 
     Hundreds of tests open a store, and enter the functions that do; those of the room say more about them. Where
     nothing enters a function, choose the tests that enter its file; else those of its room.
     """
     readers = find_readers(mutant)
+    stem = Path(mutant.file).stem
     entering = [each for each in survey if (each.functions & readers if readers else each.enters(mutant))]
+    if readers:  # a constant's own test may compare it, and enter nothing
+        entering += [each for each in survey if f"/test_{stem}.py::" in each.name and each not in entering]
     entering = entering or [each for each in survey if each.enters_file(mutant)]
     room = mutant.file.split("/")[1]
     folders = tuple(f"{folder}/" for folder in (RUNTIME if room in ("runtime", "agent") else (f"tests/{room}",)))
     entering = entering or [each for each in survey if each.name.startswith(folders)]
-    return take(sorted(entering, key=lambda each: not each.name.startswith(folders)), cpu_s_max)
+    entering.sort(key=lambda each: (f"/test_{stem}.py::" not in each.name, not each.name.startswith(folders)))
+    return take(entering, cpu_s_max)
 
 
 def take(found: Sequence[Reached], cpu_s_max: float) -> list[Reached]:
