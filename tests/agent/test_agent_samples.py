@@ -246,6 +246,22 @@ def test_xid_errors_are_counted_by_their_number_as_the_log_grows(tmp_path: Path)
     assert xids.count() == {"48": 1, "79": 2}
 
 
+def test_the_kernel_log_is_opened_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sampler takes a sample every ten seconds, for months."""
+    opened: list[str] = []
+
+    class Counted(agent_gpus.Xids):  # type: ignore[misc]
+        def __init__(self, path: str) -> None:
+            opened.append(path)
+            super().__init__(path)
+
+    (tmp_path / "kmsg").write_text("3,2,3,-;NVRM: Xid (PCI:0000:3b:00): 79, pid=1\n")
+    monkeypatch.setattr(agent_gpus, "KERNEL_LOG", str(tmp_path / "kmsg"))
+    monkeypatch.setattr(agent_gpus, "Xids", Counted)
+    gpus = agent_gpus.Gpus()
+    assert gpus.count_xids() == gpus.count_xids() == {"79": 1} and len(opened) == 1
+
+
 def test_where_only_root_may_read_the_kernel_log_sudo_is_asked_until_it_refuses(smi: FakeSmi) -> None:
     sudo = smi.folder / "sudo"
     sudo.write_text('#!/bin/sh\n[ "$*" = "-n dmesg" ] && echo "[1.0] NVRM: Xid (PCI:0000:3b:00): 31, pid=7" \n')
