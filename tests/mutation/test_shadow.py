@@ -182,6 +182,19 @@ def test_functions_that_a_process_enters_are_recorded(tmp_path: Path) -> None:
         assert "broker/provision/hedge_timer.py learn" in Reader(log).read()
 
 
+def test_entered_functions_are_recorded_although_a_test_lets_no_file_be_opened(tmp_path: Path) -> None:
+    code = """
+import os
+from broker.provision.hedge_timer import learn
+del os.open
+learn(None, 1.0)
+"""
+    with make_shadow() as shadow:
+        log = shadow.record_reach()
+        subprocess.run([sys.executable, "-c", code], env=shadow.make_environment(), cwd=tmp_path, check=True)
+        assert "broker/provision/hedge_timer.py learn" in Reader(log).read()
+
+
 def test_entered_functions_are_recorded_for_each_test_although_a_test_loads_agent_modules(tmp_path: Path) -> None:
     code = """
 import sys
