@@ -13,8 +13,9 @@ import pytest
 from broker.errors import TransientError
 from broker.jobs.group_member import RESEND_S, GroupMember
 from broker.state.store import Store
-from broker.types import Attempt, Cluster, GroupRole, OnLoss, Outcome, OutcomeKind, Task
+from broker.types import Attempt, Cluster, GroupRole, JobStatus, OnLoss, Outcome, OutcomeKind, Task
 from tests.state.samples import ATTEMPT, CLUSTER, NODE, Hands
+from tests.state.test_durability import FULL, Recording
 
 PREEMPTED = Outcome(kind=OutcomeKind.PREEMPTED)
 
@@ -52,7 +53,7 @@ class Group:
         return attempt
 
     def follow(self, attempt: Attempt) -> None:
-        job = self.store.jobs.get(self.ids[0])
+        job = self.member._store.jobs.get(self.ids[0])
         assert job is not None
         unused: Any = None
         cluster = replace(CLUSTER, nodes=(NODE,))
@@ -66,6 +67,21 @@ def test_the_cause_of_a_restart_is_a_loss_of_the_present_generation(tmp_path: Pa
     group.put(2, 1, generation=2, lost_s=20.0, outcome=PREEMPTED, ended_s=21.0)
     job = group.store.jobs.get(group.ids[0])
     assert job is not None and group.member.name_cause(job) == "late"
+
+
+def test_that_the_program_may_start_is_one_commit_and_on_the_disk(tmp_path: Path) -> None:
+    group = Group(tmp_path)
+    group.put(1, 1, generation=1)
+    group.put(2, 1, generation=1)
+    attempt = replace(group.put(0, 1, generation=1), released_s=None)
+    group.store.jobs.put_attempt(attempt)
+    group.store.close()
+    store = Recording(tmp_path / "state.db")
+    group.member = GroupMember(store, group.gang, group.clock, group.member._placement)  # type: ignore[arg-type]
+    group.follow(attempt)
+    assert store.commits == [FULL]
+    job = store.jobs.get(group.ids[0])
+    assert job is not None and job.status is JobStatus.RUNNING and job.attempts[0].released_s is not None
 
 
 def test_addresses_that_a_node_did_not_take_are_sent_again_and_a_bug_is_raised(tmp_path: Path) -> None:
