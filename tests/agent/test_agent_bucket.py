@@ -5,7 +5,10 @@ from __future__ import annotations
 import base64
 import json
 import threading
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
+from email.message import Message
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import parse_qs, urlsplit
@@ -157,6 +160,21 @@ def test_azures_own_address_is_the_accounts() -> None:
     login = {"AZURE_STORAGE_ACCOUNT_NAME": "acme", "AZURE_STORAGE_ACCESS_KEY": AZURE_KEY}
     request = agent_bucket.make_azure_request("c", "a/b.json", b"{}", login)
     assert request.full_url == "https://acme.blob.core.windows.net/c/a/b.json"
+
+
+@pytest.mark.parametrize(("region", "expected"), [("eu-central-1", "eu-central-1"), (None, "us-east-1")])
+def test_the_region_of_a_bucket_is_read_from_any_answer_of_s3(
+    region: str | None, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    headers = Message()
+    if region:
+        headers["x-amz-bucket-region"] = region
+
+    def refuse(request: urllib.request.Request, timeout: float) -> None:
+        raise urllib.error.HTTPError(request.full_url, 403, "Forbidden", headers, None)
+
+    monkeypatch.setattr(urllib.request, "urlopen", refuse)
+    assert agent_bucket.find_region("b", {}) == expected
 
 
 def test_refusal_is_reported_in_one_line(metadata: Metadata) -> None:

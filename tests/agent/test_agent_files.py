@@ -193,6 +193,16 @@ def test_processes_are_found_by_exactly_their_mark() -> None:
             process.communicate()
 
 
+def test_processes_that_cannot_be_read_hide_no_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They end meanwhile, or are another user's."""
+    for pid in range(1, 41):
+        (tmp_path / str(pid)).mkdir()
+        if pid % 2:
+            (tmp_path / str(pid) / "environ").write_bytes(b"A=b\0MARK=x\0")
+    monkeypatch.setattr(files, "Path", lambda path: tmp_path if path == "/proc" else Path(path))
+    assert set(files.find_marked("MARK=x")) == set(range(1, 41, 2)) - {os.getpid()}
+
+
 def test_a_process_does_not_find_itself() -> None:
     code = (
         "import os, sys; sys.path.insert(0, sys.argv[1]); import agent_files;"

@@ -160,6 +160,17 @@ def test_requests_are_answered_by_their_number(start: Callable[..., Session]) ->
     assert (session.run / "cancel").exists()
 
 
+def test_a_request_that_the_disk_fails_is_answered_and_the_session_stays(start: Callable[..., Session]) -> None:
+    session = start()
+    session.open()
+    (session.run / "cancel").symlink_to("missing/file")
+    session.say({"id": 1, "verb": "cancel", "request": {"run_id": 1}})
+    assert "Error: [Errno" in session.hear(lambda message: message.get("id") == 1)["error"]
+    (session.run / "cancel").unlink()
+    session.say({"id": 2, "verb": "cancel", "request": {"run_id": 1}})
+    assert session.hear(lambda message: message.get("id") == 2)["answer"] == {}
+
+
 def test_it_ends_with_its_input(start: Callable[..., Session]) -> None:
     session = start()
     session.open()
@@ -200,6 +211,12 @@ def test_it_stays_while_its_broker_answers_heartbeats(start: Callable[..., Sessi
         assert session.hear(lambda message: True) == {}
         session.say(None)
     assert session.process.poll() is None
+
+
+def test_the_first_heartbeat_comes_early(start: Callable[..., Session]) -> None:
+    session = start(BEAT_S=10 * END_S, FIRST_BEAT_S=0.1)
+    session.open()
+    assert session.hear(lambda message: True) == {}
 
 
 def test_heartbeats_are_requested_even_during_busy_sessions(start: Callable[..., Session]) -> None:

@@ -275,6 +275,29 @@ def test_ranks_but_the_head_deliver_nothing(node: Node, bucket: Bucket) -> None:
     assert not delivery.is_due(1)
 
 
+def test_after_a_notice_uploads_of_the_log_take_a_fifth_of_the_time(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The program may be saving a checkpoint."""
+    now_s, begun_s = 0.0, []
+
+    def keep_log(run_id: int, kept_bytes: int) -> int:
+        nonlocal now_s
+        begun_s.append(now_s)
+        now_s += 4.0
+        return kept_bytes + 1
+
+    (node.begin() / "preemption").touch()
+    monkeypatch.setattr(delivery, "keep_log", keep_log)
+    monkeypatch.setattr(delivery.time, "monotonic", lambda: now_s)
+    keeper = delivery.LogKeeper()
+    while now_s < 100.0:
+        keeper.look(1)
+        now_s += 1.0
+    assert begun_s[0] == 0.0, "the first is sent at once"
+    assert {later - earlier for earlier, later in itertools.pairwise(begun_s)} == {24.0}
+
+
 def test_watcher_retries_with_backoff_and_survives_any_error(
     node: Node, bucket: Bucket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -314,6 +337,21 @@ def test_autostop_leaves_time_to_read_the_last_lines_however_short_it_is(
     assert agent.decide_power_off() == ""
     monkeypatch.setattr(time, "time", lambda: now_s + 10.0)
     assert agent.decide_power_off() == "autostop"
+
+
+def test_autostop_counts_from_when_it_was_set_also_on_a_node_that_was_idle_before(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(agent, "ensure_watcher", lambda: None)
+    monkeypatch.setattr(agent, "measure_idle_s", lambda: 9000.0)
+    now_s = time.time()
+    agent.set_autostop({"idle_minutes": 10, "is_down": False})
+    monkeypatch.setattr(time, "time", lambda: now_s + 500.0)
+    assert agent.decide_power_off() == ""
+    monkeypatch.setattr(time, "time", lambda: now_s + 700.0)
+    assert agent.decide_power_off() == "stop"
+    monkeypatch.setattr(agent, "measure_idle_s", lambda: 60.0)
+    assert agent.decide_power_off() == ""
 
 
 def test_a_cancel_request_is_a_private_file_of_its_run(node: Node) -> None:

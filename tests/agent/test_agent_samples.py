@@ -246,6 +246,22 @@ def test_xid_errors_are_counted_by_their_number_as_the_log_grows(tmp_path: Path)
     assert xids.count() == {"48": 1, "79": 2}
 
 
+def test_the_kernel_log_is_opened_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sampler takes a sample every ten seconds, for months."""
+    opened: list[str] = []
+
+    class Counted(agent_gpus.Xids):  # type: ignore[misc]
+        def __init__(self, path: str) -> None:
+            opened.append(path)
+            super().__init__(path)
+
+    (tmp_path / "kmsg").write_text("3,2,3,-;NVRM: Xid (PCI:0000:3b:00): 79, pid=1\n")
+    monkeypatch.setattr(agent_gpus, "KERNEL_LOG", str(tmp_path / "kmsg"))
+    monkeypatch.setattr(agent_gpus, "Xids", Counted)
+    gpus = agent_gpus.Gpus()
+    assert gpus.count_xids() == gpus.count_xids() == {"79": 1} and len(opened) == 1
+
+
 def test_a_kernel_log_for_root_only_is_read_by_sudo_until_it_refuses(smi: FakeSmi) -> None:
     sudo = smi.folder / "sudo"
     sudo.write_text('#!/bin/sh\n[ "$*" = "-n dmesg" ] && echo "[1.0] NVRM: Xid (PCI:0000:3b:00): 31, pid=7" \n')
@@ -298,6 +314,24 @@ def test_sample_that_is_too_long_is_not_written(tmp_path: Path) -> None:
     path = tmp_path / "samples.jsonl"
     agent_ring.append(path, [make_sample(1), {"time_s": 2.0, "text": "x" * agent_ring.LINE_BYTES_MAX}])
     assert len(path.read_text().splitlines()) == 1 and json.loads(path.read_text())["time_s"] == 1.0
+
+
+def test_a_sample_that_fails_does_not_end_the_sampling(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The disk is full once: the next sample is written."""
+    taken: list[Path] = []
+
+    def append(path: Path, samples: list[object]) -> None:
+        taken.append(path)
+        if len(taken) == 3:
+            raise KeyboardInterrupt
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(agent_samples.agent_files, "STATE", tmp_path)
+    monkeypatch.setattr(agent_samples.agent_ring, "append", append)
+    monkeypatch.setattr(agent_samples.time, "sleep", lambda wait_s: None)
+    with pytest.raises(KeyboardInterrupt):
+        agent_samples.sample_forever()
+    assert len(taken) == 3
 
 
 def test_agent_sends_the_new_files() -> None:

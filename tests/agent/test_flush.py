@@ -91,9 +91,12 @@ def test_time_to_hold_is_the_tasks(text: str, hold_s: float) -> None:
 
 
 def test_sent_bytes_are_read_from_rclones_socket(tmp_path: Path) -> None:
+    types: list[str | None] = []
+
     class Control(http.server.BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             assert self.path == "/core/stats"
+            types.append(self.headers["Content-Type"])
             self.rfile.read(int(self.headers["Content-Length"]))  # or the client may write to a closed socket
             self.send_response(200)
             self.end_headers()
@@ -110,6 +113,7 @@ def test_sent_bytes_are_read_from_rclones_socket(tmp_path: Path) -> None:
     threading.Thread(target=server.serve_forever, daemon=True).start()
     try:
         assert agent_flush.ask_sent(path) == (12345, 2)
+        assert types == ["application/json"], "rclone reads a body of another type as a form"
     finally:
         server.shutdown()
         server.server_close()

@@ -212,6 +212,22 @@ def test_run_receives_its_reserved_devices(count: float | None, cards: int, held
     assert expected is None or agent_turn.fits(expected, others)
 
 
+def test_a_reservation_is_recorded_before_another_run_can_decide(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorded: list[Any] = []
+
+    def record(**fields: Any) -> None:
+        assert agent_turn.files.try_lock(tmp_path / "turn.lock") is None
+        recorded.append(fields)
+
+    monkeypatch.setattr(agent_turn.files, "STATE", tmp_path)
+    monkeypatch.setattr(agent_turn.files, "RUNS", tmp_path / "runs")
+    (tmp_path / "runs").mkdir()
+    held = agent_turn.take(1, {"queue": {"count": 1, "card_count": 2}}, record)
+    assert held == {"cards": [0], "share": 1.0} and recorded == [{"held": held}]
+
+
 def test_a_record_that_cannot_be_read_counts_as_the_whole_node() -> None:
     for damaged in (None, {}, {"cards": 3}, {"cards": ["x"], "share": 1}, {"cards": [0]}, 7):
         assert agent_turn.read_held(damaged) == agent_turn.WHOLE_NODE

@@ -243,6 +243,19 @@ def test_time_without_a_broker_is_no_evidence_of_silence(world: World) -> None:
     assert [attempt.outcome for attempt in world.get_job().attempts] == [None]
 
 
+def test_a_bug_in_a_list_is_not_taken_for_a_cloud_that_does_not_answer(world: World) -> None:
+    """The daemon reports it, and makes another controller."""
+    controller = begin(world)
+
+    async def fail(*given: object, **named: object) -> Cluster:
+        raise RuntimeError("a bug")
+
+    controller._provisioner.refresh = fail  # type: ignore[method-assign]
+    silence(world)
+    with pytest.raises(RuntimeError, match="a bug"):
+        watch(world, controller, 400.0)
+
+
 def test_an_answer_also_ends_a_silence_for_later_brokers(world: World) -> None:
     controller, poll = begin(world), world.gang.poll
     silence(world)

@@ -18,6 +18,7 @@ import pytest
 from broker.config import Config
 from broker.errors import CapacityError, StateError, TransientError
 from broker.jobs.daemon import COLLECT_EVERY_S, STALE_S, Notifies, _Daemon, ensure_daemon, hold_lock, run_daemon
+from broker.jobs.node_samples import get_folder, list_jobs
 from broker.jobs.workload import BEAT_EVERY_S
 from broker.notify.notification import Notification, Sink
 from broker.notify.notifier import LINGER_S, Notifier
@@ -345,15 +346,17 @@ def test_a_failed_daemon_is_reported_even_if_its_last_line_is_not_utf8(tmp_path:
         start(tmp_path, code, is_held=False, age_s=0.0)
 
 
-def test_logs_are_kept_for_as_many_days_as_the_settings_say(tmp_path: Path) -> None:
+def test_logs_and_samples_are_kept_for_as_many_days_as_the_settings_say(tmp_path: Path) -> None:
     config, clock = Config(home=tmp_path, owner=OWNER), Hands()
     (tmp_path / "config.toml").write_text("keep_days = 30\n")
     folder = config.logs / "jobs"
-    folder.mkdir(parents=True)
     for number, days in ((1, 40), (2, 20)):
-        path = folder / f"{number}.log"
-        path.touch()
-        os.utime(path, (0, clock.time_s - days * 86400))
+        samples = get_folder(config.logs, number) / "0.jsonl"
+        for path in (folder / f"{number}.log", samples):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.touch()
+            os.utime(path, (0, clock.time_s - days * 86400))
     store = Store(tmp_path / "state.db", clock=clock)
     _Daemon._compact(SimpleNamespace(_store=store, _config=config), clock.time_s)  # type: ignore[arg-type]
-    assert [path.name for path in folder.iterdir()] == ["2.log"]
+    assert [path.name for path in folder.glob("*.log")] == ["2.log"]
+    assert list_jobs(config.logs) == {2}

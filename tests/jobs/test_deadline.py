@@ -171,6 +171,8 @@ def test_a_plan_puts_the_target_first_and_keeps_its_pricing_model() -> None:
     arranged = arrange(plan, Candidate(placement=target))
     assert arranged.choice.placement == target
     assert all(each.placement.is_spot == target.is_spot for each in arranged.estimates)
+    alone = arrange(plan, Candidate(placement=target), is_alone=True)
+    assert [each.placement for each in alone.estimates] == [target] and len(arranged.estimates) > 1
 
 
 def test_own_history_is_evidence_that_fades() -> None:

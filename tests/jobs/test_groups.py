@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+from broker.errors import NoOfferError
+from broker.jobs.group_placement import GroupPlacement
 from broker.jobs.groups import GroupStep, find_culprit, find_generation, judge, may_start
-from broker.types import Attempt, GroupRole, Job, JobStatus, OnLoss, Outcome, OutcomeKind, Placement, Task
+from broker.state.store import Store
+from broker.types import Attempt, GroupRole, Job, JobStatus, OnLoss, Outcome, OutcomeKind, Placement, Plan, Task
 from tests.simulation.world import make_offer
+from tests.state.samples import Hands
 
 HERE = Placement(offer=make_offer("east1a"), is_spot=True, node_count=1)
 THERE = Placement(offer=make_offer("west1a"), is_spot=True, node_count=1)
@@ -48,6 +53,18 @@ def test_programs_start_when_all_tasks_are_set_up_in_one_region() -> None:
     assert may_start([make_job(1, ready), make_job(2, ready)], 1)
     assert may_start([make_job(1, ready), make_job(2, status=JobStatus.SUCCEEDED)], 1)
     assert not may_start([make_job(1, ready), make_job(2, replace(ready, placement=THERE))], 1)
+
+
+def test_a_task_without_any_offer_moves_no_other(tmp_path: Path) -> None:
+    """It reports that itself."""
+
+    def refuse(task: Task, budget: object) -> Plan:
+        raise NoOfferError("no offer", hints=[])
+
+    clock = Hands()
+    placement = GroupPlacement(Store(tmp_path / "state.db", clock=clock), refuse, clock)
+    members = [make_job(1, make_attempt()), make_job(2)]
+    assert placement.find_move(members[0], members, members[0].attempts[0]) == ""
 
 
 def test_a_task_that_recovers_in_a_group_that_has_started_waits_for_no_other() -> None:

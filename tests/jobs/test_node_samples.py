@@ -102,6 +102,10 @@ def test_samples_of_an_ended_job_are_deleted_with_its_log(tmp_path: Path) -> Non
         SampleRecorder(tmp_path, job_id).record([(0, make_sample(1))])
     forget_samples(store, tmp_path, older_than_s=time.time() - 3600)
     assert list_jobs(tmp_path) == {ended, live}
+    SampleRecorder(tmp_path, ended).record([(1, make_sample(1))])
+    os.utime(get_folder(tmp_path, ended) / "0.jsonl", (0, 0))
+    forget_samples(store, tmp_path, older_than_s=time.time() - 3600)
+    assert list_jobs(tmp_path) == {ended, live}, "a rank has newer ones"
     forget_samples(store, tmp_path, older_than_s=time.time() + 3600)
     assert list_jobs(tmp_path) == {live}
     store.close()

@@ -70,6 +70,49 @@ def test_a_refusal_delays_the_next_machines_and_a_quota_refusal_ends_the_overlap
     asyncio.run(play())
 
 
+def test_refusals_in_a_row_are_waited_out_longer_and_longer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    counts: list[int] = []
+
+    def draw(count: int, *, base_s: float, cap_s: float) -> float:
+        counts.append(count)
+        return base_s
+
+    monkeypatch.setattr("broker.jobs.successor.draw_backoff_s", draw)
+
+    async def play() -> None:
+        successor, _, clock, job = make_successor(tmp_path, Requests(refuse(CapacityError("full"))))
+        for _ in range(3):
+            successor.begin(job, plan_of(TASK))
+            while successor.is_busy:
+                successor.check()
+                await asyncio.sleep(0)
+            clock.time_s += RETRY_S_MAX
+
+    asyncio.run(play())
+    assert counts == [1, 2, 3]
+
+
+def test_a_stopped_request_has_ended_when_stop_returns(tmp_path: Path) -> None:
+    ended: list[str] = []
+
+    async def hang() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.sleep(0)
+            ended.append("request")
+
+    async def play() -> None:
+        successor, _, _, job = make_successor(tmp_path, Requests(hang))  # type: ignore[arg-type]
+        successor.begin(job, plan_of(TASK))
+        for _ in range(5):
+            await asyncio.sleep(0)
+        await successor.stop()
+        assert ended == ["request"]
+
+    asyncio.run(play())
+
+
 def test_a_budget_leaves_no_room_beside_the_present_machines(tmp_path: Path) -> None:
     successor, _, _, job = make_successor(tmp_path, Requests(refuse(CapacityError("full"))))
     assert successor.can_overlap(job)

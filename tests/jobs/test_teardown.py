@@ -13,9 +13,10 @@ import pytest
 from broker.config import Config
 from broker.errors import FencedError, TransientError
 from broker.jobs.teardown import LOOK_S, AttemptTeardown
-from broker.types import Attempt, Cluster, ClusterStatus, Node, NodeState, Placement, RunStatus
+from broker.state.store import Store
+from broker.types import Attempt, Cluster, ClusterStatus, Node, NodeState, Placement, RunStatus, Task
 from tests.simulation.world import OWNER, make_offer
-from tests.state.samples import NODE, START_S, Hands
+from tests.state.samples import ATTEMPT, NODE, START_S, Hands
 
 
 class Gang:
@@ -55,6 +56,25 @@ def end(folder: Path, gang: Gang, clock: Hands, *, grace_s: float, nodes: tuple[
     attempt = Attempt(job_id=1, number=2, cluster="c", placement=placement, started_s=START_S)
     asyncio.run(teardown.end_program(attempt, cluster, grace_s=grace_s))
     return clock.time_s - START_S
+
+
+def test_an_attempt_costs_what_its_cluster_did_less_the_earlier_attempts_on_it(tmp_path: Path) -> None:
+    clock, unused = Hands(), SimpleNamespace()
+    store = Store(tmp_path / "state.db", clock=clock)
+    teardown = AttemptTeardown(store, unused, unused, clock, Config(home=tmp_path, owner=OWNER))  # type: ignore[arg-type]
+    job_id = store.jobs.add("j", Task()).id
+    elsewhere, first, second = (replace(ATTEMPT, job_id=job_id, number=number, cluster="c") for number in (1, 2, 3))
+    store.jobs.put_attempt(replace(elsewhere, cluster="b", ended_s=START_S, usd=5.0))
+    store.bills.record(replace(NODE, created_s=START_S))
+    store.jobs.put_attempt(first)
+    clock.time_s += 3600.0
+    teardown.close(first)
+    store.jobs.put_attempt(second)
+    clock.time_s += 7200.0
+    teardown.close(second)
+    usd_hour = NODE.usd_hour
+    costs = [attempt.usd for attempt in store.jobs.list_attempts(job_id)]
+    assert costs == pytest.approx([5.0, usd_hour, 2 * usd_hour])
 
 
 GANG = (NODE, replace(NODE, id="m", rank=1), replace(NODE, id="l", rank=2))

@@ -24,6 +24,7 @@ from tests.mutation.shadow import ROOT, make_shadow
 from tests.mutation.survey import Survey, survey
 
 Judged = tuple[Mutant, Verdict]
+AT_ONCE = 3  # mutants that a process judges before it tells: a run that is cut off loses no more
 
 
 def main() -> int:
@@ -100,7 +101,8 @@ def judge_all(mutants: Sequence[Mutant], jobs: int) -> Iterator[Judged]:
         yield from judge_part(mutants, found)
         return
     with ProcessPoolExecutor(jobs, initializer=adopt_orphans) as pool:
-        waiting = [pool.submit(judge_few, mutants[first : first + 10], found) for first in range(0, len(mutants), 10)]
+        parts = [mutants[first : first + AT_ONCE] for first in range(0, len(mutants), AT_ONCE)]
+        waiting = [pool.submit(judge_few, part, found) for part in parts]
         for done in as_completed(waiting):
             yield from done.result()
 

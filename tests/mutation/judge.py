@@ -11,12 +11,13 @@ from random import Random
 
 from tests.mutation.limited import Ended, run_limited
 from tests.mutation.operators import Mutant
+from tests.mutation.readers import find_readers
 from tests.mutation.shadow import Shadow
-from tests.mutation.survey import Reached, Survey
+from tests.mutation.survey import RUNTIME, Reached, Survey
 
 QUICK_PLAYS_S = 1.0  # of the quickest plays and tests: most mutants are detected here
 QUICK_TESTS_S = 2.0
-TESTS_S = 8.0
+TESTS_S = 60.0
 PLAYS_S = 5.0
 KILLS = 16  # plays with a kill at an effect, over all scenes that enter the function
 START_S = 10.0  # to start Python and import what tests need, on a slow day
@@ -119,15 +120,23 @@ class Judge:
 
 
 def choose(survey: Sequence[Reached], mutant: Mutant, cpu_s_max: float) -> list[Reached]:
-    """Choose the tests and plays that enter the mutant's function, quickest first.
+    """Choose the tests and plays that enter the mutant's function, or read its constant: its module's own tests
+    first, then those of its room.
 
-    Where nothing enters it, choose those that enter its file; else the tests of its room. A module of constants is
-    entered by nothing, and read by all of its room.
+    Hundreds of tests open a store, and enter the functions that do; those of the room say more about them. Where
+    nothing enters a function, choose the tests that enter its file; else those of its room.
     """
-    entering = [each for each in survey if each.enters(mutant)]
+    readers = find_readers(mutant)
+    stem = Path(mutant.file).stem
+    entering = [each for each in survey if (each.functions & readers if readers else each.enters(mutant))]
+    if readers:  # a constant's own test may compare it, and enter nothing
+        entering += [each for each in survey if f"/test_{stem}.py::" in each.name and each not in entering]
     entering = entering or [each for each in survey if each.enters_file(mutant)]
-    room = f"tests/{mutant.file.split('/')[1]}/"
-    return take(entering or [each for each in survey if each.name.startswith(room)], cpu_s_max)
+    room = mutant.file.split("/")[1]
+    folders = tuple(f"{folder}/" for folder in (RUNTIME if room in ("runtime", "agent") else (f"tests/{room}",)))
+    entering = entering or [each for each in survey if each.name.startswith(folders)]
+    entering.sort(key=lambda each: (f"/test_{stem}.py::" not in each.name, not each.name.startswith(folders)))
+    return take(entering, cpu_s_max)
 
 
 def take(found: Sequence[Reached], cpu_s_max: float) -> list[Reached]:

@@ -14,6 +14,8 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.mutation.apart import set_apart
+
 LOOK_S = 0.05
 MEASURE_S = 1.0  # between two scans of all processes of the machine
 STILL_S = 45.0  # without a tick of processor time: a deadlock
@@ -45,7 +47,7 @@ def run_limited(
     begun_s = time.monotonic()
     with output.open("wb") as file:
         process = subprocess.Popen(
-            command, cwd=cwd, env=dict(environment), stdin=subprocess.DEVNULL, stdout=file, stderr=file,
+            set_apart(command), cwd=cwd, env=dict(environment), stdin=subprocess.DEVNULL, stdout=file, stderr=file,
             start_new_session=True,
         )  # fmt: skip
     used_s, moved_s, measured_s = 0.0, begun_s, begun_s

@@ -1,7 +1,7 @@
 """Plays of the histories and scenes that FILE names, up to the first failure: `python -m tests.mutation.plays FILE`.
 
-A play is `seed 12`, `scene plain` or `kill 30 plain`. With `--reach LOG` each is played alone, the functions it enters
-are read from LOG and reported in one JSON line per play.
+A play is `seed 12`, `group 3`, `scene plain` or `kill 30 plain`. With `--reach LOG` each is played alone; the functions
+that it enters are read from LOG and reported in one JSON line per play.
 """
 
 from __future__ import annotations
@@ -13,20 +13,24 @@ import time
 from pathlib import Path
 
 from tests.mutation.reach import Reader
-from tests.simulation.runner import Result, play_scene, play_seed
+from tests.simulation.runner import Result, play_group, play_scene, play_seed
 from tests.simulation.scenes import SCENES
 
 SEEDS = 40
+GROUPS = 12  # job groups: several jobs and longer plays
 
 
 def list_plays() -> list[str]:
-    return [*(f"scene {scene.name}" for scene in SCENES), *(f"seed {seed}" for seed in range(SEEDS))]
+    seeds = [*(f"seed {seed}" for seed in range(SEEDS)), *(f"group {seed}" for seed in range(GROUPS))]
+    return [*(f"scene {scene.name}" for scene in SCENES), *seeds]
 
 
 def play(name: str) -> Result:
     kind, _, rest = name.partition(" ")
     if kind == "seed":
         return play_seed(int(rest))
+    if kind == "group":
+        return play_group(int(rest))
     number, _, scene = rest.partition(" ") if kind == "kill" else ("", "", rest)
     found = next(each for each in SCENES if each.name == scene)
     return play_scene(found, kill_at=int(number) if number else None)

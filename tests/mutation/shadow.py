@@ -23,15 +23,15 @@ LEFT_OUT = shutil.ignore_patterns("__pycache__", ".hypothesis", ".pytest_cache")
 RECORDER = """
 import os as _reach_os, sys as _reach_sys, threading as _reach_threading
 if not hasattr(_reach_sys, "_reach"):  # a test may load agent modules beside broker: one recorder a process
-    def _reach(frame, event, argument, seen=set()):
+    def _reach(frame, event, argument, seen=set(), open=_reach_os.open, write=_reach_os.write):  # a test may patch them
         code = frame.f_code
         if code not in seen:
             seen.add(code)
             if {mark!r} in code.co_filename or "/agent/agent" in code.co_filename:
                 line = code.co_filename + chr(9) + getattr(code, "co_qualname", code.co_name) + chr(10)
                 try:
-                    file = _reach_os.open({log!r}, _reach_os.O_WRONLY | _reach_os.O_APPEND | _reach_os.O_CREAT)
-                    _reach_os.write(file, line.encode())
+                    file = open({log!r}, _reach_os.O_WRONLY | _reach_os.O_APPEND | _reach_os.O_CREAT)
+                    write(file, line.encode())
                     _reach_os.close(file)
                 except OSError:
                     seen.discard(code)

@@ -11,6 +11,7 @@ import pytest
 from tests.mutation import draw
 from tests.mutation.judge import Verdict
 from tests.mutation.operators import find_mutants, is_sound, plant
+from tests.mutation.readers import find_readers
 from tests.mutation.report import measure_percent, render
 
 FILE = "broker/jobs/example.py"
@@ -115,6 +116,15 @@ def test_the_same_seed_draws_the_same_mutants_and_each_file_has_its_share() -> N
     assert first == second != other
     assert len(set(first)) == 30 and all(is_sound((draw.ROOT / each.file).read_text(), each) for each in first)
     assert {each.file for each in first} <= set(files) and "broker/state/jobs.py" in {each.file for each in first}
+
+
+def test_a_constant_is_judged_by_the_tests_of_the_functions_that_read_it() -> None:
+    def find(file: str, name: str) -> frozenset[str]:
+        mutants = find_mutants(file, (draw.ROOT / file).read_text())
+        return find_readers(next(each for each in mutants if each.name.endswith(name)))
+
+    assert "broker/state/retention.py Compaction.compact" in find("broker/state/schema.py", "constant: 90 -> 0")
+    assert find("broker/provision/hedge_timer.py", "arithmetic: / -> *") == frozenset(), "it is within a function"
 
 
 def test_shares_sum_to_the_count_and_follow_the_weights() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import subprocess
@@ -11,12 +12,14 @@ from pathlib import Path
 
 import pytest
 
+from tests.mutation.apart import find_prefix
 from tests.mutation.draw import ROOT
-from tests.mutation.judge import KILLS, Judge, Reached, Survey, draw_kills, take
+from tests.mutation.judge import KILLS, Judge, Reached, Survey, choose, draw_kills, take
 from tests.mutation.limited import run_limited
 from tests.mutation.operators import Mutant, find_mutants
 from tests.mutation.reach import Reader
 from tests.mutation.shadow import Shadow, make_shadow
+from tests.mutation.survey import read_line
 
 TEST = "tests/mutation/probes.py::test_the_answer_time_is_learned"
 PROBES = """
@@ -103,8 +106,8 @@ def test_a_looping_program_and_all_leftover_processes_are_killed(tmp_path: Path,
     program = f"""
 import subprocess, sys
 from pathlib import Path
-left = subprocess.Popen([sys.executable, "-c", "while True: pass"], start_new_session=True)
-Path("left").write_text(str(left.pid))
+subprocess.Popen([sys.executable, "-c", "while True: pass", {str(tmp_path)!r}], start_new_session=True)
+Path("has-begun").touch()
 {end}
 """
     outer = f"""
@@ -119,7 +122,42 @@ print(ended.returncode)
 """
     done = subprocess.run([sys.executable, "-c", outer], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == ("None" if end else "0"), done.stderr
-    assert not Path(f"/proc/{(tmp_path / 'left').read_text()}").exists()
+    assert (tmp_path / "has-begun").exists() and list_pids(str(tmp_path)) == []
+
+
+@pytest.mark.skipif(find_prefix() == (), reason="no PID namespace can be made here")
+def test_a_program_that_kills_all_it_sees_reaches_none_outside(tmp_path: Path) -> None:
+    """Kills what carries the mark of this test, so that a failure of it does not end the machine's processes."""
+    mark = str(tmp_path)
+    sleep = [sys.executable, "-c", "import time; time.sleep(600)", mark]
+    program = f"""
+import os, signal, subprocess
+from pathlib import Path
+subprocess.Popen({sleep!r}, start_new_session=True)
+for entry in Path("/proc").iterdir():
+    if entry.name.isdigit() and {mark!r} in (entry / "cmdline").read_text().split("\\0"):
+        os.kill(int(entry.name), signal.SIGKILL)
+        print("killed")
+"""
+    outside = subprocess.Popen(sleep)
+    try:
+        command = [sys.executable, "-c", program]
+        ended = run_limited(command, cwd=tmp_path, environment={}, output=tmp_path / "output", cpu_s_max=20.0)
+        assert (ended.returncode, ended.output) == (0, "killed\n")
+        assert outside.poll() is None and list_pids(mark) == [outside.pid]
+    finally:
+        outside.kill()
+        outside.wait()
+
+
+def list_pids(word: str) -> list[int]:
+    """List processes, other than this one, whose command line has this word."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):
+            if entry.name.isdigit() and word in (entry / "cmdline").read_text().split("\0"):
+                found.append(int(entry.name))
+    return found
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="finds processes by /proc")
@@ -140,6 +178,19 @@ def test_functions_that_a_process_enters_are_recorded(tmp_path: Path) -> None:
     with make_shadow() as shadow:
         log = shadow.record_reach()
         code = "from broker.provision.hedge_timer import learn; learn(None, 1.0)"
+        subprocess.run([sys.executable, "-c", code], env=shadow.make_environment(), cwd=tmp_path, check=True)
+        assert "broker/provision/hedge_timer.py learn" in Reader(log).read()
+
+
+def test_entered_functions_are_recorded_although_a_test_lets_no_file_be_opened(tmp_path: Path) -> None:
+    code = """
+import os
+from broker.provision.hedge_timer import learn
+del os.open
+learn(None, 1.0)
+"""
+    with make_shadow() as shadow:
+        log = shadow.record_reach()
         subprocess.run([sys.executable, "-c", code], env=shadow.make_environment(), cwd=tmp_path, check=True)
         assert "broker/provision/hedge_timer.py learn" in Reader(log).read()
 
@@ -185,6 +236,20 @@ def test_a_limit_counts_when_the_test_under_way_reaches_it_alone(
     by, where, _ = judge._run_tests(tests)
     assert (by, where) == ("limit", f"tests {file}::test_that_hangs")
     (shadow.folder / file).write_text(PROBES)
+
+
+def test_a_test_that_starts_nodes_comes_after_those_that_only_compute() -> None:
+    line = {"name": "a", "cpu_s": 0.1, "functions": ["broker/agent/agent.py main"]}
+    nodes = {**line, "functions": ["broker/clouds/local_machine.py main"]}
+    assert read_line(line).cpu_s == 0.1 and read_line(nodes).cpu_s > 1.0
+
+
+def test_tests_of_the_mutants_room_come_first() -> None:
+    mutant = find("broker/provision/hedge_timer.py", "arithmetic: / -> *")
+    functions = frozenset({"broker/provision/hedge_timer.py learn"})
+    names = ("tests/jobs/test_a.py::a", "tests/provision/test_b.py::b", "tests/state/test_c.py::c")
+    found = [Reached(name=name, cpu_s=1.0, functions=functions) for name in names]
+    assert [each.name for each in choose(found, mutant, 9.0)] == [names[1], names[0], names[2]]
 
 
 def test_tests_are_taken_while_their_time_lasts_and_kills_are_drawn_by_the_mutant() -> None:

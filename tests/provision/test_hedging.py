@@ -12,13 +12,14 @@ import pytest
 
 from broker.errors import BrokerError, CapacityError, ThrottledError, TransientError, UnknownOutcomeError
 from broker.provision.hedge_timer import LIMITS, Answer, HedgeTimer, bound, learn
+from broker.provision.launch import Launch, LaunchState
 from broker.provision.lifecycle import Provisioner
 from broker.provision.refusals import FAILURES_MAX, PROBE_S, UnavailableOffers
 from broker.types import Cluster, ClusterStatus, Node, NodeList, NodeRequest, NodeState
 from broker.wording import describe_event
 from tests.clouds.simulated import CloudTimings, FaultRates, SimulatedCloud
 from tests.simulation.test_crashes import check, run_to_end
-from tests.simulation.world import World, make_plan
+from tests.simulation.world import OWNER, World, make_plan
 
 HANG_S = 300.0
 
@@ -219,6 +220,30 @@ def test_nodes_of_a_lost_answer_are_adopted_once_lists_show_all_of_them(tmp_path
     up(world)
     assert len(calls) == 1, "lists are late: that they show nothing yet is no reason to ask again"
     assert 0.5 < made_s[0] < 6.0 < world.cloud.settle_s
+
+
+def test_what_an_unanswered_call_made_is_given_back_although_the_next_call_was_refused(tmp_path: Path) -> None:
+    world = make_world(tmp_path)
+    placement = make_plan(world.task).estimates[0].placement
+    request = NodeRequest(owner=OWNER, cluster="c", attempt=1, token="t", placement=placement)
+    world.store.intents.put(request)
+
+    async def refuse() -> Sequence[Node]:
+        raise CapacityError("full")
+
+    async def scenario() -> int:
+        await world.cloud.create_nodes(request)
+        made = len(world.list_live_nodes())
+        launch = Launch(
+            cloud=world.cloud, request=request, rank=0, state=LaunchState.UNKNOWN, begun_s=world.clock.now_s()
+        )
+        launch.task = launch.call = asyncio.ensure_future(refuse())
+        await asyncio.wait([launch.task])
+        await world.make_provisioner()._failover.launcher.give_back(launch)
+        return made
+
+    assert world.clock.run(scenario) == 2
+    assert not world.list_live_nodes() and not world.store.intents.list_open()
 
 
 def test_the_slow_placement_wins_if_its_gang_runs_first(tmp_path: Path) -> None:

@@ -289,6 +289,24 @@ def test_stop_of_an_unknown_or_unstoppable_cluster_is_an_error_with_a_hint(tmp_p
     assert provisioner.hint_console(plain.store.clusters.list()[0], "n") is None
 
 
+def test_the_commit_that_records_a_running_cluster_closes_its_intent(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = stage.world.store
+    commit = type(store)._commit
+    seen: list[tuple[ClusterStatus, bool]] = []
+
+    def note_commit() -> None:
+        commit(store)
+        if (cluster := store.clusters.get("c")) is not None:
+            seen.append((cluster.status, bool(store.intents.list_open("c"))))
+
+    monkeypatch.setattr(store, "_commit", note_commit)
+    stage.up()
+    assert seen[-1] == (ClusterStatus.UP, False)
+    assert not {(ClusterStatus.UP, True), (ClusterStatus.INIT, False)} & set(seen)
+
+
 def test_a_cluster_and_its_intent_are_one_commit_and_the_closing_of_an_intent_is_durable(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -90,5 +90,10 @@ def test_same_keys_give_the_same_script_and_its_host_key_is_in_no_repr() -> None
     assert "BEGIN KEY" not in repr(HOST_KEY)
 
 
+def test_a_node_whose_agent_is_never_called_ends_after_half_an_hour_unless_said() -> None:
+    assert "sleep 1800.000" in make_boot(cloud="aws", login=LOGIN, host=HOST_KEY)
+    assert "sleep 60.000" in make_boot(cloud="aws", login=LOGIN, host=HOST_KEY, unclaimed_minutes=1)
+
+
 def test_root_needs_no_sudo() -> None:
     assert '"power_off": ["shutdown", "-h", "now"]' in make_boot(cloud="x", login=LOGIN, host=HOST_KEY, user="root")

@@ -387,6 +387,18 @@ def test_first_poll_asks_the_node_and_opens_nothing() -> None:
     asyncio.run(act())
 
 
+def test_a_node_without_a_session_is_looked_at_soon_and_no_later_than_asked() -> None:
+    async def act() -> None:
+        desk = Desk()
+        begun_s = desk.clock.s
+        await desk.rest(timeout_s=0.0)
+        assert desk.clock.s == begun_s
+        await desk.rest(timeout_s=60.0)
+        assert begun_s < desk.clock.s <= begun_s + 5.0
+
+    asyncio.run(act())
+
+
 def test_silent_node_becomes_unreachable_and_is_reachable_when_it_returns() -> None:
     async def act() -> None:
         desk = Desk()
@@ -554,5 +566,46 @@ def test_wait_without_a_channel_is_short_and_never_longer_than_asked_for() -> No
         assert desk.clock.s - begun_s == pytest.approx(0.5)
         await desk.rest(timeout_s=0.1)
         assert desk.clock.s - begun_s == pytest.approx(0.6)
+
+    asyncio.run(act())
+
+
+def test_a_session_that_says_nothing_at_all_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its agent is another version, or hangs: plain calls go on."""
+    monkeypatch.setattr(channels, "SILENCE_S_MAX", 0.05)
+
+    async def act() -> None:
+        desk = Desk()
+        channel = channels.Channel(desk.cluster.nodes[0], 1, clock=desk.clock)
+        channel.used_s = desk.clock.now_s()
+        await asyncio.wait_for(channel.keep(desk.node, ["follow"], asyncio.Semaphore()), 60.0)
+        assert desk.node.opened == 1 and not channel.is_heard()
+
+    asyncio.run(act())
+
+
+def test_channels_of_nodes_that_are_gone_are_dropped_but_none_that_still_opens() -> None:
+    """Dropped while it opens, it would be opened a second time."""
+
+    class Hanging(Pretended):
+        async def open_stream(self, node: Node, argv: Sequence[str]) -> Stream:
+            await asyncio.Event().wait()
+            raise AssertionError("unreachable")
+
+    async def act() -> None:
+        desk = Desk()
+        (node,) = desk.cluster.nodes
+        keep = channels.Channels(Hanging(), ["follow"], clock=desk.clock)
+        first = keep.keep(node, 1)
+        await settle()
+        desk.clock.s += 3 * channels.UNUSED_S
+        keep.keep(replace(node, id="other"), 1)
+        assert keep.find(node) is first
+        assert first.task is not None
+        first.task.cancel()
+        await asyncio.wait([first.task])
+        desk.clock.s += 3 * channels.UNUSED_S
+        keep.keep(replace(node, id="third"), 1)
+        assert keep.find(node) is None
 
     asyncio.run(act())

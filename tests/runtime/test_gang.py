@@ -43,6 +43,17 @@ def test_two_nodes_set_up_then_run_with_their_environment(rig: Rig) -> None:
     asyncio.run(act())
 
 
+def test_a_line_of_64_kib_whose_end_comes_later_stays_one_line(rig: Rig) -> None:
+    async def act() -> None:
+        cluster = await rig.make_cluster(1)
+        await rig.start(cluster, make_task("head -c 65536 /dev/zero | tr '\\0' x; sleep 0.3; echo y; echo end"))
+        await rig.finish(cluster)
+        await rig.wait_log(cluster, "end")
+        assert "x" * 65536 + "y\n" in await rig.read_log(cluster)
+
+    asyncio.run(act())
+
+
 @pytest.mark.parametrize("phase", ["run", "setup"])
 def test_one_failing_rank_ends_the_others_and_gives_its_code(rig: Rig, phase: str) -> None:
     async def act() -> None:
@@ -67,6 +78,49 @@ def test_cancel_ends_every_process_of_the_run(rig: Rig) -> None:
         report = await rig.finish(cluster)
         assert (report.status, report.returncode) == (RunStatus.CANCELLED, None)
         await wait_for(lambda: not any("4321" in cmdline(pid) for n in cluster.nodes for pid in processes_of(n)))
+
+    asyncio.run(act())
+
+
+def test_a_task_of_a_group_is_ready_when_all_are_set_up_and_starts_with_its_peers(rig: Rig) -> None:
+    async def act() -> None:
+        cluster = await rig.make_cluster(2)
+        wait = "[ $SKYPILOT_NODE_RANK = 0 ] || until [ -e ~/go ]; do sleep 0.02; done"
+        setup = f"echo rank $SKYPILOT_NODE_RANK is here; {wait}"
+        task = make_task("echo beside $BROKER_GROUP_LEARNER_IPS", setup=setup, num_nodes=2)
+        await rig.gang.prepare(cluster, task)
+        await rig.gang.start(cluster, task, run_id=1, envs={"BROKER_GROUP_NAME": "g"})
+        await rig.wait_log(cluster, "rank 1 is here")
+        await rig.wait_log(cluster, "rank 0 is here")
+        for _ in range(8):
+            assert not (await rig.gang.poll(cluster, 1)).is_ready, "rank 1 is not done"
+            await asyncio.sleep(0.1)
+        (Path(cluster.nodes[1].handle) / "home/go").touch()
+
+        async def is_ready() -> bool:
+            report = await rig.gang.poll(cluster, 1)
+            assert report.status is RunStatus.SETTING_UP
+            return report.is_ready
+
+        await wait_for(is_ready)
+        assert "beside" not in await rig.read_log(cluster)
+        peers = {"tasks": {"learner": {"addresses": ["10.0.0.1"], "port": None}}, "hosts": {}}
+        await rig.gang.send_peers(cluster, 1, peers)
+        assert (await rig.finish(cluster)).status is RunStatus.SUCCEEDED
+        assert "beside 10.0.0.1\n" in await rig.read_log(cluster)
+
+    asyncio.run(act())
+
+
+@pytest.mark.parametrize(("run", "stays"), [("true", True), ("exit 3", False)])
+def test_what_setup_left_running_outlives_a_success_only(rig: Rig, run: str, stays: bool) -> None:
+    """A service that setup starts is there for the next run; nothing of a failed run is."""
+
+    async def act() -> None:
+        cluster = await rig.make_cluster(1)
+        await rig.start(cluster, make_task(run, setup="sleep 4322 >/dev/null 2>&1 &"))
+        await rig.finish(cluster)
+        assert any("4322" in cmdline(pid) for pid in processes_of(cluster.nodes[0])) is stays
 
     asyncio.run(act())
 

@@ -7,17 +7,19 @@ import json
 import math
 import queue
 import socket
+import ssl
 import stat
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from local_gang import Rig, make_task, processes_of
+from local_gang import Rig, make_task, processes_of, wait_for
 
 from broker.errors import TransientError
 from broker.runtime import gang
@@ -26,6 +28,7 @@ from broker.sites.openssh import Completed
 from broker.types import Cluster, Node, RunStatus
 from tests.fuzz.targets_gang import (
     HANG_S,
+    agent_gang,
     agent_link,
     agent_wire,
     await_kind,
@@ -186,6 +189,23 @@ def test_newcomer_whose_setup_fails_leaves_the_others_alone() -> None:
         assert heard.empty() or heard.get()["type"] == "go"
 
 
+def test_the_notice_of_a_lost_node_does_not_count_for_the_one_that_takes_its_place() -> None:
+    with open_gang() as gang:
+        (head, _), (other, _), (leaving, told) = (gang.join(rank) for rank in range(3))
+        for link in (head, other, leaving):
+            link.send("setup", returncode=0)
+        await_kind(told, "go")
+        leaving.send("notice", notice_s=30.0)
+        leaving.close()
+        await_that(lambda: 2 in gang.coordinator._gone, "rank 2 is not missed")
+        newcomer, told = gang.join(2)
+        newcomer.send("setup", returncode=0)
+        await_kind(told, "go")
+        newcomer.send("exit", returncode=5)
+        end = await_kind(told, "kill")
+        assert (end["status"], end["reason"]) == ("FAILED", "rank 2 exited with 5")
+
+
 def test_a_rank_whose_files_did_not_arrive_ends_no_program_and_fails_the_run_at_its_end() -> None:
     with open_gang() as gang:
         (head, heard), (early, _), (late, told) = (gang.join(rank) for rank in range(3))
@@ -217,6 +237,49 @@ def test_another_gangs_credential_is_refused_by_both_ends() -> None:
             agent_link.connect("127.0.0.1", gang.port, context, 1, print)  # the stranger does not trust us
         visit(gang.port, "another credential", agent_link.encode("hello", rank=1))  # one that trusts everyone
         check_coordinator(gang, is_stranger=True)
+
+
+@pytest.mark.parametrize("is_server", [True, False])
+def test_tls_before_1_2_is_refused_although_an_old_python_would_accept_it(
+    is_server: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Up to Python 3.9 the least version is that of the OpenSSL library."""
+
+    def make_old(protocol: int) -> ssl.SSLContext:
+        context = ssl.SSLContext(protocol)
+        context.minimum_version = ssl.TLSVersion.MINIMUM_SUPPORTED
+        return context
+
+    monkeypatch.setattr(agent_wire, "ssl", SimpleNamespace(**{**vars(ssl), "SSLContext": make_old}))
+    context = agent_wire.make_context(make_pem("gang"), is_server=is_server)
+    assert context.minimum_version is ssl.TLSVersion.TLSv1_2
+
+
+def test_a_rank_that_never_leaves_holds_the_head_for_a_limited_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agent_gang, "LEAVE_S", 0.01)
+    with open_gang() as gang:
+        links = [gang.join(rank) for rank in range(3)]
+        waiting = threading.Thread(target=gang.coordinator.wait_until_left, daemon=True)
+        waiting.start()
+        waiting.join(HANG_S)
+        assert not waiting.is_alive() and len(links) == 3
+
+
+def test_the_head_ends_when_the_others_have_left_and_not_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agent_gang, "LEAVE_S", 10 * HANG_S)
+    with open_gang() as gang:
+        links = [gang.join(rank)[0] for rank in range(3)]
+        for link in links:
+            link.send("setup", returncode=0)
+            link.send("exit", returncode=0)
+        waiting = threading.Thread(target=gang.coordinator.wait_until_left, daemon=True)
+        waiting.start()
+        waiting.join(0.5)
+        assert waiting.is_alive(), "its outcome would come before those of the others"
+        for link in links[1:]:
+            link.close()
+        waiting.join(HANG_S)
+        assert not waiting.is_alive()
 
 
 def test_silent_strangers_do_not_keep_members_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -427,6 +490,36 @@ def test_credential_of_the_first_submission_is_every_nodes(rig: Rig, monkeypatch
     asyncio.run(act())
 
 
+def test_a_rank_that_cannot_join_fails_without_having_run_anything(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = rig.transport.run
+
+    async def mislead(node: Node, argv: Sequence[str], **options: Any) -> Completed:
+        done = await run(node, argv, **options)
+        if node.rank or argv[-1] != "submit":
+            return done
+        answer = {**json.loads(done.stdout), "coordinator_port": 1}
+        return Completed(returncode=0, stdout=json.dumps(answer).encode(), stderr=b"")
+
+    async def act() -> None:
+        cluster = await rig.make_cluster(2)
+        monkeypatch.setattr(rig.transport, "run", mislead)
+        task = make_task("true", setup="touch ~/was-set-up", num_nodes=2)
+        await rig.gang.prepare(cluster, task)
+        home = Path(cluster.nodes[1].handle) / "home"
+        constants = home / ".broker/agent/agent_gang.py"
+        text = constants.read_text()
+        constants.write_text(text.replace(f"JOIN_S = {agent_gang.JOIN_S}", "JOIN_S = 0.5"))
+        assert constants.read_text() != text
+        await rig.gang.start(cluster, task, run_id=1, envs={})
+        outcome = home / ".broker/runs/1/outcome.json"
+        await wait_for(outcome.exists)
+        found = json.loads(outcome.read_text())
+        assert (found["status"], found["own_returncode"]) == ("FAILED", None)
+        assert not (home / "was-set-up").exists()
+
+    asyncio.run(act())
+
+
 def test_node_that_hangs_does_not_hide_the_pending_uploads_of_the_others(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -443,5 +536,27 @@ def test_node_that_hangs_does_not_hide_the_pending_uploads_of_the_others(
         found = await rig.gang.read_uploads(cluster, timeout_s=0.05)
         assert (found.file_count, found.size_bytes, found.urls) == (1, 7, ("s3://bucket/out",))
         assert found.has_mounts and found.silent == (cluster.nodes[1].id,)
+
+    asyncio.run(act())
+
+
+@pytest.mark.parametrize(("head", "asked"), [("SUCCEEDED", 2), ("RUNNING", 1)])
+def test_a_rank_that_answered_before_the_head_ended_is_asked_again(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, head: str, asked: int
+) -> None:
+    """The head ends last: a report that shows its success shows that of all."""
+    calls: list[int] = []
+
+    async def answer(node: Node, argv: Sequence[str], **options: Any) -> Completed:
+        calls.append(node.rank)
+        status = head if node.rank == 0 or calls.count(1) > 1 else "RUNNING"
+        run = {"status": status, "returncode": None, "progress": None}
+        return Completed(returncode=0, stdout=json.dumps({"runs": [run]}).encode(), stderr=b"")
+
+    async def act() -> None:
+        cluster = await rig.make_cluster(2)
+        monkeypatch.setattr(rig.transport, "run", answer)
+        report = await rig.gang.poll(cluster, 1)
+        assert report.statuses == (RunStatus(head),) * 2 and calls.count(1) == asked
 
     asyncio.run(act())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import stat
+import subprocess
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -17,6 +18,7 @@ from broker.errors import StateError, TransientError, UnreachedError
 from broker.runtime.keys import HOST, LOGIN, Keys
 from broker.runtime.transports.ssh import SshTransport, is_listening
 from broker.runtime.transports.ssh_options import parse_handle
+from broker.sites.openssh import find_program
 from broker.types import Node
 from tests.clouds.clock_jumps import JumpingClock
 
@@ -166,6 +168,31 @@ def test_many_commands_at_once_take_one_connection(sshd: Sshd, keys: Keys) -> No
 
     assert asyncio.run(act()) == [f"{number}\n".encode() for number in range(20)]
     assert (sshd.folder / "sshd.log").read_text().count("Accepted publickey") == 1
+
+
+def test_session_is_also_the_connection_that_all_calls_share(sshd: Sshd, keys: Keys) -> None:
+    """One local process per host, also where a call has opened a connection before."""
+    transport = SshTransport(keys, clock=SystemClock())
+    sshd.start()
+
+    async def act() -> tuple[int, str]:
+        await transport.run(sshd.node, ["true"], timeout_s=30)
+        stream = await transport.open_stream(sshd.node, ["cat"])
+        try:
+            assert stream.process is not None
+            return stream.process.pid, find_owner(transport, sshd.node)
+        finally:
+            stream.kill()
+
+    pid, owner = asyncio.run(act())
+    assert owner.startswith(f"Master running (pid={pid})")
+
+
+def find_owner(transport: SshTransport, node: Node) -> str:
+    """Ask ssh which process owns the shared connection."""
+    route = transport._find(node)
+    check = [find_program("ssh"), *route.options, "-O", "check", route.host]
+    return subprocess.run(check, capture_output=True, text=True, check=False).stderr
 
 
 def test_large_file_that_changed_a_little_is_sent_by_its_difference(sshd: Sshd, keys: Keys, tmp_path: Path) -> None:

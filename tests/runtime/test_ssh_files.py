@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import subprocess
 from pathlib import Path
 from typing import IO
@@ -38,6 +39,7 @@ def test_a_folder_is_listed_by_what_lies_below_it(tmp_path: Path) -> None:
     assert found.is_folder and set(found.files) == {"sub", "sub/a\tname\nof two lines", "link"}
     assert found.files["sub/a\tname\nof two lines"][0] == 3
     assert found.files["link"][2] == "sub"
+    assert found.has_rsync is (shutil.which("rsync") is not None)
 
 
 def test_listing_a_file_returns_the_file(tmp_path: Path) -> None:

@@ -31,3 +31,15 @@ def test_a_program_exchanges_messages_line_by_line() -> None:
         return heard
 
     assert asyncio.run(act()) == {"heard": {"a": 1}}
+
+
+def test_a_closed_stream_waits_for_its_program_which_ends_later() -> None:
+    async def act() -> None:
+        stream = await open_program(["sleep", "1"])
+        stream.close()
+
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        asyncio.run(act())
+        gc.collect()
+    assert [each for each in told if "still running" in str(each.message)] == []

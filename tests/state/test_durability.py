@@ -13,6 +13,7 @@ from broker.state.base import draw_uid
 from broker.state.jobs import LogOffset
 from broker.state.people import Owned, Role
 from broker.state.store import Store
+from broker.state.transfer import export_store, import_store
 from broker.types import (
     EventKind,
     IntentEnd,
@@ -138,6 +139,14 @@ def test_a_file_that_was_just_opened_is_durable(tmp_path: Path) -> None:
     assert opened.commits == [FULL], "its tables are made in one commit"
     assert opened.rows("PRAGMA journal_mode")[0][0] == "wal"
     assert Recording(tmp_path / "new.db").commits == [], "there is nothing to migrate"
+
+
+def test_an_import_is_one_commit_and_on_the_disk(store: Recording, tmp_path: Path) -> None:
+    export_store(store, tmp_path / "state.jsonl")
+    target = Recording(tmp_path / "new" / "state.db")
+    target.commits.clear()
+    import_store(target, tmp_path / "state.jsonl")
+    assert target.commits == [FULL]
 
 
 def test_reading_writes_nothing(store: Recording) -> None:

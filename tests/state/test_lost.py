@@ -110,6 +110,11 @@ def test_an_older_store_gets_its_guard_and_columns(tmp_path: Path) -> None:
     assert len(new.uid) == 5 and new.name_cluster(1) == f"job-2-{new.uid}-1"
 
 
+def test_a_new_store_has_nothing_to_copy_before_its_tables_are_made(path: Path) -> None:
+    open_store(path)
+    assert list_copies(path) == []
+
+
 def test_guard_and_copies_are_for_their_owner_alone(path: Path) -> None:
     store = open_store(path)
     copy = store.copy()

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import psycopg
 import pytest
@@ -51,6 +52,16 @@ def test_a_restart_of_the_server_costs_the_open_transaction_and_nothing_else(
     assert store.jobs.count() == 1 and store.jobs.is_cancel_requested(job.id)
 
 
+def test_a_server_that_has_vanished_is_noticed_within_half_a_minute(open_postgres: OpenStore) -> None:
+    """A host that lost its power closes no connection; the kernel's own limits are hours."""
+    store = open_postgres()
+    with store.transaction():
+        cursor: Any = store.execute("SELECT 1")
+    limits = cursor.connection.info.get_parameters()
+    idle_s, every_s, count = (int(limits[f"keepalives_{name}"]) for name in ("idle", "interval", "count"))
+    assert idle_s + every_s * count <= 30 and int(limits["tcp_user_timeout"]) <= 30_000
+
+
 def test_transactions_follow_one_another(open_postgres: OpenStore) -> None:
     """A transaction reads, decides and writes; another process waits for its end."""
     one, two = open_postgres(), open_postgres()
@@ -76,6 +87,7 @@ def test_a_claim_skips_a_job_that_its_controller_is_writing_for(open_postgres: O
 STOPPED = """
 import os, signal, sys
 from pathlib import Path
+from typing import Any
 from broker.clock import SystemClock
 from broker.state.postgres_store import PostgresStore
 store = PostgresStore(sys.argv[1], home=Path(sys.argv[2]), clock=SystemClock())

@@ -120,6 +120,7 @@ def test_a_check_names_damaged_rows_and_missing_references(store: Store) -> None
     store.write("UPDATE clusters SET body = ? WHERE name = 'c'", (b"{}",))
     store.write("UPDATE attempts SET job_id = 77")
     store.write("UPDATE jobs SET needs = ? WHERE id = 2", ("[",))
+    store.write("UPDATE nodes SET created_s = ?", (1e300,))
     problems = " ".join(check_store(store))
-    assert "clusters" in problems and "attempts of job 77" in problems and "jobs" in problems
+    assert "nodes" in problems and "clusters" in problems and "attempts of job 77" in problems and "jobs" in problems
     assert PLACEMENT.node_count == 2

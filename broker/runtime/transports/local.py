@@ -19,7 +19,6 @@ from broker.runtime.transports.machine_protocol import pack_header, read_answer
 from broker.sites.openssh import Completed
 from broker.types import Node
 
-CHUNK_BYTES = 1 << 20
 SHELL_S = 30.0
 
 

@@ -1,0 +1,89 @@
+"""Nodes that are process trees on a foreign host, reached through a relay; here the host is this machine."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from local_gang import Rig
+
+from broker.clock import SystemClock
+from broker.config import Config
+from broker.errors import StateError, TransientError, UnreachedError
+from broker.runtime.transports import pool, slurm
+from broker.runtime.transports.machine import MachineTransport
+from broker.sites.openssh import Completed
+from broker.types import Node, NodeState
+
+NODE = Node(
+    id="n", cloud="x", owner="me", cluster="c", attempt=1, rank=0, state=NodeState.RUNNING, token="t", address="",
+    handle="",
+)  # fmt: skip
+
+
+class Here(MachineTransport):
+    """Handles are the folders of the local cloud's nodes."""
+
+    def _make_argv(self, node: Node, command: Sequence[str], *, has_terminal: bool = False) -> Sequence[str]:
+        return command
+
+    def _find_folder(self, node: Node) -> str:
+        return node.handle
+
+
+def test_a_command_runs_in_the_node_and_its_answer_has_the_time_that_the_relay_takes(rig: Rig) -> None:
+    async def act() -> None:
+        node = (await rig.make_cluster()).nodes[0]
+        done = await Here(clock=SystemClock()).run(node, ["sh", "-c", "cat; pwd"], timeout_s=10.0, stdin=b"in ")
+        assert done.returncode == 0 and done.stdout.decode().startswith("in /")
+
+    asyncio.run(act())
+
+
+def test_a_node_that_never_answered_is_told_from_one_that_is_gone(rig: Rig) -> None:
+    async def act() -> None:
+        transport = Here(clock=SystemClock())
+        node = (await rig.make_cluster()).nodes[0]
+        with pytest.raises(UnreachedError, match="cannot be reached"):
+            await transport.run(replace(node, id="other", handle="/nowhere"), ["true"], timeout_s=10.0)
+        await transport.run(node, ["true"], timeout_s=10.0)
+        with pytest.raises(TransientError, match="cannot be reached") as caught:
+            await transport.run(replace(node, handle="/nowhere"), ["true"], timeout_s=10.0)
+        assert not isinstance(caught.value, UnreachedError)
+
+    asyncio.run(act())
+
+
+def test_a_shell_on_a_node_that_is_silent_is_given_up_within_a_minute() -> None:
+    limits_s: list[float] = []
+
+    class Silent(Here):
+        async def run(self, node: Node, argv: Sequence[str], *, timeout_s: float, **options: object) -> Completed:
+            limits_s.append(timeout_s)
+            raise TransientError(f"node `{node.id}` did not answer within {timeout_s:g} s")
+
+    with pytest.raises(TransientError, match="did not answer"):
+        asyncio.run(Silent(clock=SystemClock()).open_shell(NODE))
+    assert limits_s and max(limits_s) <= 60.0
+
+
+@pytest.mark.parametrize(
+    ("module", "handle", "file"),
+    [(pool, "pool://lab/10.0.0.1/n", "ssh_pools.yaml"), (slurm, "slurm://tiger/7/host/n", "slurm.yaml")],
+)
+def test_a_host_that_is_not_in_the_file_any_more_is_named(
+    module: object, handle: str, file: str, tmp_path: Path
+) -> None:
+    transport: MachineTransport = module.make_transport(Config(home=tmp_path, owner="me"), clock=SystemClock())  # type: ignore[attr-defined]
+    with pytest.raises(StateError, match=f"of node `n` is not in `{file}`"):
+        asyncio.run(transport.run(replace(NODE, handle=handle), ["true"], timeout_s=10.0))
+
+
+def test_the_hosts_of_a_pool_are_logged_in_to_as_its_file_says(tmp_path: Path) -> None:
+    (tmp_path / "ssh_pools.yaml").write_text("lab:\n  user: ada\n  hosts:\n    - ip: 10.0.0.1\n")
+    transport = pool.make_transport(Config(home=tmp_path, owner="me"), clock=SystemClock())
+    argv = transport._make_argv(replace(NODE, handle="pool://lab/10.0.0.1/n"), ["echo", "a b"])
+    assert "10.0.0.1" in argv and argv[-1] == "exec echo 'a b'"
