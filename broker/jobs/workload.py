@@ -13,7 +13,7 @@ from typing import Protocol
 from broker.clock import Clock
 from broker.errors import FencedError, StateError
 from broker.jobs.monitor import is_due
-from broker.state.claims import HOUSEKEEPING, hold_claim
+from broker.state.claims import HOUSEKEEPING, LEASE_S, hold_claim
 from broker.state.store import Store
 
 log = logging.getLogger(__name__)
@@ -21,6 +21,7 @@ log = logging.getLogger(__name__)
 BEAT_EVERY_S = 2.0
 CLAIMS_MAX = 200  # at once, so that processes that start together share the jobs
 SKEW_S_MAX = 5.0  # between this machine's clock and the store's, before a warning
+SHARE_S = 3.0  # how long a free job is left to processes that have fewer; one of them may just have been lost
 REST_S = 5.0  # how long a job that was given up, for balance or after an unexpected end, is left to others
 
 
@@ -117,6 +118,8 @@ class SharedWorkload:
         self.name = name or f"{socket.gethostname()}/{os.getpid()}/{store.draw_uid()}"
         self._epochs: Mapping[int, int] = {}
         self._given_up: dict[int, float] = {}  # jobs to leave to others, and until when
+        self._free_since_s: dict[int, float] = {}  # free jobs beyond the fair share
+        self._spared_until_s: dict[int, float] = {}  # jobs claimed beyond the fair share, which are not given up before
         self._cancelled: Sequence[int] = ()
         self._beat_s = -math.inf
         self._is_cut_off = self._is_skewed = False
@@ -158,19 +161,31 @@ class SharedWorkload:
         load = self._store.claims.measure_load()
         fair = math.ceil(load.job_count / max(1, load.controller_count))
         kept = [job_id for job_id in self._epochs if job_id != HOUSEKEEPING and job_id not in self._given_up]
-        for job_id in kept[fair:]:
+        movable = [job_id for job_id in kept if not now_s < self._spared_until_s.get(job_id, 0.0) <= now_s + LEASE_S]
+        for job_id in movable[fair:]:
             self._given_up[job_id] = now_s + REST_S
 
     def _claim(self) -> None:
+        """Claim free jobs up to the fair share, and any that the others have left for `SHARE_S`.
+
+        The share counts every process with a lease, also one that was just lost. Jobs claimed beyond it are kept until
+        such a lease has ended: then the share is larger.
+        """
         free = [job_id for job_id in self._store.claims.find_free(CLAIMS_MAX) if job_id not in self._given_up]
+        now_s = self._clock.now_s()
+        self._free_since_s = {job_id: min(now_s, self._free_since_s.get(job_id, now_s)) for job_id in free}
         if not free:
             return
         load = self._store.claims.measure_load()
         room = math.ceil(load.job_count / max(1, load.controller_count)) - len(set(self._epochs) - {HOUSEKEEPING})
         wanted = [job_id for job_id in free if job_id == HOUSEKEEPING]
         wanted += [job_id for job_id in free if job_id != HOUSEKEEPING][: max(0, room)]
-        if wanted:
-            self._epochs = {**self._epochs, **self._store.claims.claim(self.name, wanted)}
+        left = [job_id for job_id in free if job_id not in wanted and now_s - self._free_since_s[job_id] >= SHARE_S]
+        if wanted or left:
+            claimed = self._store.claims.claim(self.name, [*wanted, *left])
+            self._epochs = {**self._epochs, **claimed}
+            spared = {job_id: until_s for job_id, until_s in self._spared_until_s.items() if job_id in self._epochs}
+            self._spared_until_s = spared | {job_id: now_s + LEASE_S for job_id in left if job_id in claimed}
 
     def is_mine(self, key: Key) -> bool:
         """Return whether this process holds the claim and has not given it up."""

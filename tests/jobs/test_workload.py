@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from broker.jobs.workload import BEAT_EVERY_S, REST_S, SharedWorkload
+from broker.jobs.workload import BEAT_EVERY_S, REST_S, SHARE_S, SharedWorkload
+from broker.state.claims import LEASE_S
 from broker.state.store import Store
 from broker.types import Task
 from tests.state.samples import Hands
@@ -92,3 +93,49 @@ def test_jobs_of_a_process_that_died_are_taken_over_within_fifteen_seconds(
             taken_s = second
     assert taken_s is not None and taken_s > 4 * BEAT_EVERY_S, "a process may miss a few renewals"
     assert two.does_housekeeping()
+
+
+def test_jobs_of_a_lost_process_do_not_wait_for_the_lease_of_another_lost_one(
+    store: Store, start: Open, clock: Hands
+) -> None:
+    """Two of three processes are lost, the second one when the lease of the first ends."""
+    one, two, three = start("one"), start("two"), start("three")
+    for each in (one, two, three):
+        each.refresh()
+    ids = add_jobs(store, 6)
+    held = [each.refresh() for each in (one, two, three)]
+    assert [len(each) for each in held] == [2, 2, 2]
+    for _ in range(int(LEASE_S) - 1):
+        clock.time_s += 1.0
+        two.refresh(), three.refresh()
+    clock.time_s += 1.0  # the first lease ends, and the second process is lost
+    waited_s = 0.0
+    while not {*held[0]} <= {*three.refresh()}:
+        clock.time_s += 0.5
+        waited_s += 0.5
+        assert waited_s < LEASE_S / 2, "the lost second process counts as one that could claim them"
+    assert waited_s >= SHARE_S
+    for _ in range(int(2 * LEASE_S)):
+        clock.time_s += 1.0
+        assert {*held[0]} <= {*three.refresh()}, "they are not given up again"
+    assert sorted(three.refresh()) == ids
+
+
+def test_jobs_claimed_beyond_the_share_are_shared_again_with_a_process_that_was_only_slow(
+    store: Store, start: Open, clock: Hands
+) -> None:
+    one, two = start("one"), start("two")
+    one.refresh(), two.refresh()
+    ids = add_jobs(store, 4)
+    assert one.refresh() == ids[:2]
+    for _ in range(4):
+        clock.time_s += 1.0
+        one.refresh()
+    assert one.refresh() == ids, "the other has not claimed them"
+    for _ in range(30):
+        clock.time_s += 1.0
+        for job_id in {*ids} - {*one.refresh()}:
+            if not one.is_lost(job_id):
+                one.finish(job_id)
+        two.refresh()
+    assert sorted(one.refresh() + two.refresh()) == ids and len(two.refresh()) == 2

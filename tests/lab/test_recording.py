@@ -86,7 +86,7 @@ def test_each_place_has_a_file_with_its_samples(tmp_path: Path) -> None:
     }
     assert stage.read("b")["data"] == [0, 0, 2]
     assert stage.told == [
-        f"sample {n} of 3: {given} of 2 places have capacity" for n, given in ((1, 1), (2, 0), (3, 2))
+        f"sample {n} of 3: {given} of 2 locations have capacity" for n, given in ((1, 1), (2, 0), (3, 2))
     ]
     assert stage.clock.time_s == START_S + 2 * 600.0, "the first sample is immediate"
     assert not provisioner.up_now and len(provisioner.downs) == 12, "before each sample, too: an earlier one was killed"

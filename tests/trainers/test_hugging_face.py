@@ -192,7 +192,7 @@ def test_adapters_cannot_be_cut(worlds: Worlds, tmp_path: Path) -> None:
         ({"model_type": "bert"}, "cannot train a `bert`; known: eurobert, gpt2, llama"),
         ({"hidden_act": "gelu"}, "another activation"),
         ({"mlp_bias": True}, "with biases"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "the rotary embedding `yarn`"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "unsupported rotary embedding `yarn`"),
         ({"model_type": "mistral", "sliding_window": 16}, "reaches back 16 tokens, fewer than `--model.context 24`"),
         ({"quantization_config": {}}, "quantized"),
         ({"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 1}, "of which a token uses one"),
