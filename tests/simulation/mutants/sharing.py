@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
+from broker.jobs import workload
 from broker.jobs.workload import SharedWorkload
 from broker.state import claims, database
 from broker.state.base import FENCE
@@ -112,11 +114,9 @@ def claims_that_are_never_looked_for() -> Patches:
     return (patch.object(SharedWorkload, "_claim", claim),)
 
 
-def a_share_that_counts_the_dead() -> Patches:
-    """Leave a share of the jobs to processes that have no lease."""
-    return (
-        _rewrite("count(*) FROM controllers WHERE until_s > ?)", "count(*) + 9 * min(1, max(0, ?)) FROM controllers)"),
-    )
+def a_share_that_is_never_exceeded() -> Patches:
+    """Leave free jobs to a process that holds a lease, although it was just lost."""
+    return (patch.object(workload, "SHARE_S", math.inf),)
 
 
 def an_epoch_that_begins_again() -> Patches:
@@ -166,6 +166,6 @@ MUTANTS: tuple[tuple[Callable[[], Patches], str, int], ...] = (
     (a_lease_that_is_too_long, "C3", 0),
     (a_lease_that_the_dead_extend, "C3", 0),
     (claims_that_are_never_looked_for, "C3", 0),
-    (a_share_that_counts_the_dead, "C3", 0),
+    (a_share_that_is_never_exceeded, "C3", 5),
     (an_epoch_that_begins_again, "C1 C2", 0),
 )
