@@ -137,6 +137,7 @@ class MachineGang:
         self.roots: dict[int, int] = {}  # a retried job's id -> the one whose checkpoints it continues from
         self.saved: dict[int, int] = {}  # job -> newest checkpoint, outside all nodes
         self.sick: dict[str, int] = {}  # node with a broken GPU -> its job
+        self.reported_sick: set[str] = set()  # those that a broker was told of; a gang may be lost before
         self.unreachable: dict[str, list[tuple[float, float]]] = {}  # node id -> partitions from, until
         self.skews: dict[str, float] = {}
         self.silence_s = 0.0  # how long a call to an unreachable node takes to give up
@@ -202,7 +203,8 @@ class MachineGang:
         )
 
     def _list_faults(self, cluster: Cluster, silent: tuple[int, ...]) -> tuple[NodeFault, ...]:
-        nodes = (node for node in list_live(cluster.nodes) if node.id in self.sick and node.rank not in silent)
+        nodes = [node for node in list_live(cluster.nodes) if node.id in self.sick and node.rank not in silent]
+        self.reported_sick.update(node.id for node in nodes)
         return tuple(NodeFault(rank=node.rank, reason="an ECC error", serials=(f"GPU-{node.id}",)) for node in nodes)
 
     def _list_unfit(self, cluster: Cluster, run: MachineRun, silent: tuple[int, ...]) -> tuple[tuple[int, str], ...]:
