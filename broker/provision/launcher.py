@@ -111,6 +111,8 @@ class Launcher:
 
     async def _release(self, launch: Launch) -> Sequence[Node]:
         launch.enter(LaunchState.RELEASING, self._clock.now_s())
+        with self._store.transaction(is_durable=False):
+            pass  # raises FencedError: a leader that was replaced must not end nodes that its successor may use
         gone = await self.terminate(launch.cloud, launch.request, known=launch.nodes)
         launch.enter(LaunchState.CLOSED, self._clock.now_s())
         return gone
