@@ -21,6 +21,14 @@ class Clock(Protocol):
         """Wait for at least `duration_s` seconds of this clock."""
 
 
+def pause(duration_s: float) -> None:
+    """Wait in real time, for a view in the foreground. Raises KeyboardInterrupt at once.
+
+    There is no event loop: if Ctrl-C meets one that is being made or closed, asyncio prints a traceback of its own.
+    """
+    time.sleep(duration_s)
+
+
 class SystemClock:
     """The machine's clock."""
 

@@ -13,6 +13,7 @@ import typer
 from broker.cli import options, terminal
 from broker.cli.context import make_context
 from broker.cli.render import format_table, print_json, print_line, print_note, show_usage
+from broker.clock import pause
 from broker.config import find_login
 from broker.dashboard.model import Overview, measure_rate_usd_hour, read_overview
 from broker.errors import UsageError
@@ -102,7 +103,7 @@ def _watch(context: Context) -> None:
             return
         while True:
             view.show(list_lines(read_overview(context)))
-            asyncio.run(context.clock.sleep(WATCH_S))
+            pause(WATCH_S)
 
 
 def describe_overview(overview: Overview) -> dict[str, object]:

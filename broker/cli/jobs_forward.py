@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -13,6 +12,7 @@ from broker.app.verbs.jobs import show_job
 from broker.cli.context import make_session
 from broker.cli.jobs_show import JobName
 from broker.cli.render import print_line, print_note
+from broker.clock import pause
 from broker.errors import BrokerError, UsageError
 from broker.types import Job
 
@@ -64,7 +64,7 @@ def forward(
                 tell(trackers, found, sent, now_s=session.clock.now_s())
             if found.status.is_terminal:
                 break
-            asyncio.run(session.clock.sleep(LOOK_S))
+            pause(LOOK_S)
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
     tell(trackers, found, None, now_s=session.clock.now_s())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated
@@ -15,6 +14,7 @@ from broker.cli import options, terminal
 from broker.cli.context import make_session
 from broker.cli.jobs_show import describe, describe_forecast
 from broker.cli.render import format_table, print_json, print_line
+from broker.clock import pause
 from broker.formatting import format_duration, format_usd, to_plain
 from broker.types import JobStatus, JobWait, WaitReason
 from broker.wording import describe_wait
@@ -54,7 +54,7 @@ def _watch(session: Session, newest: int | None, *, as_json: bool) -> None:
     if as_json:
         while True:
             _print_jobs(session)
-            asyncio.run(session.clock.sleep(WATCH_S))
+            pause(WATCH_S)
     with terminal.show_view() as view:
         while True:
             lines = list_lines(session, newest)
@@ -63,7 +63,7 @@ def _watch(session: Session, newest: int | None, *, as_json: bool) -> None:
             else:
                 stamp = time.strftime("%H:%M:%S", time.localtime(session.clock.now_s()))
                 view.show([*lines, "", terminal.paint(f"{stamp}, every {WATCH_S:g} s; Ctrl-C to exit", terminal.FAINT)])
-            asyncio.run(session.clock.sleep(WATCH_S))
+            pause(WATCH_S)
 
 
 def _show(lines: Sequence[str]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,6 +12,7 @@ from broker.app.services import ReplicaLine, ServiceLine
 from broker.cli import options, terminal
 from broker.cli.context import check_embedded, make_context
 from broker.cli.render import format_table, print_json, print_line
+from broker.clock import pause
 from broker.formatting import format_count, format_usd, to_plain
 from broker.serve.files import LoadWindow
 
@@ -49,7 +49,7 @@ def _watch(context: Context, names: Sequence[str], *, once: bool) -> None:
         with terminal.show_view() as view:
             while view is not None:
                 view.show(list_lines(services.describe_services(context, names)))
-                asyncio.run(context.clock.sleep(WATCH_S))
+                pause(WATCH_S)
     for line in list_lines(services.describe_services(context, names)):
         print_line(line)
 

@@ -6,6 +6,7 @@ import fcntl
 import os
 import pty
 import re
+import signal
 import struct
 import subprocess
 import sys
@@ -119,6 +120,32 @@ def test_plan_on_a_terminal_is_coloured_without_rich() -> None:
     )
     told = run(code, is_terminal=True)
     assert "\x1b[1m" in told and "RICH False" in told
+
+
+@pytest.mark.parametrize("environment", [{}, {"NO_COLOR": "1"}], ids=["colour", "NO_COLOR"])
+def test_ctrl_c_on_the_keyboard_ends_a_live_view_without_a_traceback(
+    tmp_path: Path, environment: dict[str, str]
+) -> None:
+    """The terminal itself makes the signal of the key, for the process group in its foreground."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        pytest.skip("a background job of a shell ignores the signal, and so does all that it starts")
+    given = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "COLUMNS")}
+    given |= {"TERM": "xterm-256color", "BROKER_HOME": str(tmp_path), "PYTHONPATH": str(ROOT), **environment}
+    code = "import os, sys, pty; sys.exit(os.waitstatus_to_exitcode(pty.spawn(sys.argv[1:])))"
+    argv = [sys.executable, "-c", code, sys.executable, "-m", "broker", "jobs", "queue", "--watch"]
+    told = b""
+    with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=given) as process:
+        assert process.stdin is not None and process.stdout is not None
+        while b"broker jobs launch" not in told:
+            chunk = os.read(process.stdout.fileno(), 65536)
+            assert chunk, told
+            told += chunk
+        process.stdin.write(b"\x03")
+        process.stdin.flush()
+        rest, _ = process.communicate(timeout=300)
+    told += rest
+    assert process.returncode in (0, 130) and b"Traceback" not in told
+    assert (b"\x1b" in told) is not bool(environment)
 
 
 def test_rich_is_used_in_one_place() -> None:

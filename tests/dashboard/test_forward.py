@@ -126,7 +126,7 @@ def test_url_gets_each_line_and_the_end_as_json(ended: Story, server: Server) ->
 
 
 def test_progress_is_sent_while_the_job_runs(story: Story, server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def advance(clock: object, seconds: float) -> None:
+    def advance(seconds: float) -> None:
         job = story.store.jobs.get(1)
         assert job is not None and job.progress is not None
         step = job.progress.step + 1
@@ -134,7 +134,7 @@ def test_progress_is_sent_while_the_job_runs(story: Story, server: Server, monke
         if step == 34:
             story.store.jobs.set_status(1, JobStatus.FAILED, "exit code 1")
 
-    monkeypatch.setattr("broker.clock.SystemClock.sleep", advance)
+    monkeypatch.setattr("broker.cli.jobs_forward.pause", advance)
     forward("1", "--url", server.url)
     assert [body.get("step") for _, body, _ in server.received] == [31, 32, 33, 34, None]
 
