@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
 from broker.frozen import frozen
+from broker.state.jobs import REPLICA_REQUEST
 from broker.state.limits import Commitment
 from broker.state.people import Owned
 from broker.state.store import Bill, Store
@@ -40,7 +41,7 @@ class BillIndex:
             jobs = [int(name) for name in commitment.names if name.isdigit()]
             return [bill for job_id in jobs for bill in self._of_job.get(job_id, ())]
         if commitment.kind is Owned.SERVICE:
-            jobs = list(store.jobs.list_request_ids(f"service/{'/'.join(commitment.names)}/"))
+            jobs = list(store.jobs.list_request_ids(f"{REPLICA_REQUEST}{'/'.join(commitment.names)}/"))
             found = [bill for job_id in jobs for bill in self._of_job.get(job_id, ())]
         else:
             found = [bill for name in commitment.names for bill in self._of_cluster.get(name, ())]

@@ -14,18 +14,18 @@ from broker.clock import Clock
 from broker.frozen import frozen
 from broker.jobs.queueing import GPUS_MIN, Waiting, order_queue
 from broker.state.events import EventRow
+from broker.state.jobs import REPLICA_REQUEST
 from broker.state.people import Owned
 from broker.state.queue import LiveJob
 from broker.state.store import Store
 from broker.types import EventKind, Job, JobStatus, JobWait, WaitReason, make_event
 
-LOOK_S = 2.0  # of the next job in the queue
+LOOK_S = 2.0  # until the first job in the queue asks again; later ones wait longer
 LOOK_S_MAX = 10.0
-AGE_S_MAX = 1.0  # of an order that jobs share
+AGE_S_MAX = 1.0  # of a snapshot that jobs share
 USAGE_AGE_S_MAX = 60.0
 USAGE_DAYS = 7.0
-SERVICE_REQUEST = "service/"
-EXPLAINED_MAX = 10  # jobs without a limit
+EXPLAINED_MAX = 10  # of the newest jobs, if there is no limit
 IDS_MAX = 10_000  # in one query: databases limit its parameters
 
 
@@ -78,7 +78,7 @@ class JobQueue:
         self._read_limit = read_limit
         self._facts: dict[int, _Facts] = {}
         self._snapshot: _Snapshot | None = None
-        self._told: set[int] = set()  # jobs whose wait is recorded
+        self._reported: set[int] = set()  # jobs whose wait is recorded
         self._usage: tuple[float, Mapping[str, float]] = (-math.inf, {})
 
     def admit(self, job: Job) -> float:
@@ -92,18 +92,18 @@ class JobQueue:
         unit = self._find_facts(job.id).unit
         if unit is None:
             return 0.0
-        snapshot = self._look(limit)
+        snapshot = self._get_snapshot(limit)
         if not snapshot.knows(job.id, unit):
             snapshot = self._snapshot = self._read(limit, self._clock.now_s())
         position = snapshot.positions.get(unit)
         if (unit in snapshot.held or (position is not None and position <= snapshot.free)) and self._take(
             job.id, unit, limit
         ):
-            self._told.discard(job.id)
+            self._reported.discard(job.id)
             return 0.0
         if position is None:
             return LOOK_S
-        self._tell(job, position, limit)
+        self._report_wait(job, position, limit)
         return min(LOOK_S_MAX, LOOK_S + 0.01 * position)
 
     def _take(self, job_id: int, unit: str, limit: int) -> bool:
@@ -123,7 +123,7 @@ class JobQueue:
         limit = self._read_limit()
         if limit is None:
             return self._explain_newest(sorted(wanted)[-EXPLAINED_MAX:])
-        snapshot = self._look(limit)
+        snapshot = self._get_snapshot(limit)
         return {
             each.id: snapshot.explain(each.id, self._find_facts(each.id).unit, limit)
             for each in self._store.queue.list_live()
@@ -138,16 +138,16 @@ class JobQueue:
         others = self._list_other_waits(pending, live_ids, self._clock.now_s())
         return {job.id: others.get(job.id, JobWait(reason=WaitReason.START)) for job in pending}
 
-    def _tell(self, job: Job, position: int, limit: int) -> None:
+    def _report_wait(self, job: Job, position: int, limit: int) -> None:
         """Record once per wait that the job waits; `explain` has its position at any time."""
-        if job.id in self._told:
+        if job.id in self._reported:
             return
-        self._told.add(job.id)
+        self._reported.add(job.id)
         newest = self._store.events.list_newest([job.id]).get(job.id)
         if newest is None or newest.kind is not EventKind.QUEUED:
             self._store.events.add(make_event(EventKind.QUEUED, position=position, limit=limit), job_id=job.id)
 
-    def _look(self, limit: int) -> _Snapshot:
+    def _get_snapshot(self, limit: int) -> _Snapshot:
         """Read the queue, unless that was done a moment ago."""
         now_s = self._clock.now_s()
         if self._snapshot is None or not 0.0 <= now_s - self._snapshot.time_s < AGE_S_MAX:
@@ -214,7 +214,7 @@ class JobQueue:
         for each in self._store.queue.list_tasks(first_id):
             task = each.task
             unit: str | None = str(each.id) if task.group is None else f"group {each.pipeline}"
-            if (each.request_id or "").startswith(SERVICE_REQUEST):
+            if (each.request_id or "").startswith(REPLICA_REQUEST):
                 unit = None
             gpus = task.num_nodes * task.resources[0].accelerator_count
             self._facts[each.id] = _Facts(unit=unit, priority=task.priority, gpus=gpus)
@@ -228,8 +228,8 @@ class JobQueue:
         }  # fmt: skip
 
     def _read_usage(self, projects: Mapping[int, str], now_s: float) -> Mapping[str, float]:
-        """Return the GPU-hours of each project in the last days; with one project, nothing is read."""
-        if len(set(projects.values())) == 0:
+        """Return the GPU-hours of each project in the last days; without any project, nothing is read."""
+        if not projects:
             return {}
         read_s, usage = self._usage
         if 0.0 <= now_s - read_s < USAGE_AGE_S_MAX:

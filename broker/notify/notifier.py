@@ -28,6 +28,7 @@ from broker.notify.notification import NOTABLE, Notification, Sink, choose_sinks
 from broker.notify.settings import NotifySettings
 from broker.provision.refusals import draw_backoff_s
 from broker.state.events import EventRow
+from broker.state.jobs import REPLICA_REQUEST
 from broker.state.store import Store
 from broker.types import NotifySpec
 
@@ -42,7 +43,6 @@ GIVE_UP_S = 3 * 86400.0  # after the event
 LINGER_S = 900.0  # after the event: for this long a daemon without jobs stays to deliver its notifications
 BACKOFF_S_MAX = 300.0
 SENDING_MAX = 16  # sinks at once
-SERVICE_REQUEST = "service/"  # request ids of replicas, which a service starts and ends by itself
 
 Send = Callable[[NotifySettings, Sink, Notification], Awaitable[None]]
 
@@ -56,7 +56,7 @@ class Delivery:
     due_s: float = 0.0
 
 
-class _Line:
+class _SinkQueue:
     """The notifications that wait for one sink, and the record in the store."""
 
     def __init__(self, delivery: Delivery) -> None:
@@ -77,12 +77,12 @@ class Notifier:
         self._head: int | None = None  # the newest event read; None: nothing has been read yet
         self._position = 0
         self._has_news = False  # events were read that the recorded position does not cover
-        self._lines: dict[Sink, _Line] = {}
+        self._queues: dict[Sink, _SinkQueue] = {}
 
     @property
     def is_busy(self) -> bool:
         """Return whether notifications of recent events are not delivered yet."""
-        newest_s = max((line.waiting[-1].time_s for line in self._lines.values() if line.waiting), default=None)
+        newest_s = max((queue.waiting[-1].time_s for queue in self._queues.values() if queue.waiting), default=None)
         return newest_s is not None and 0.0 <= self._clock.now_s() - newest_s < LINGER_S
 
     def step(self) -> float:
@@ -92,21 +92,21 @@ class Notifier:
         """
         self._read_events()
         now_s = self._clock.now_s()
-        sending = sum(1 for line in self._lines.values() if line.task is not None)
-        for sink, line in self._lines.items():
-            if line.task is not None and line.task.done():
-                line.task = None
+        sending = sum(1 for queue in self._queues.values() if queue.task is not None)
+        for sink, queue in self._queues.items():
+            if queue.task is not None and queue.task.done():
+                queue.task = None
                 sending -= 1
-            if line.task is None and line.waiting and now_s >= line.delivery.due_s and sending < SENDING_MAX:
-                line.task = asyncio.ensure_future(self._deliver(sink, line))
+            if queue.task is None and queue.waiting and now_s >= queue.delivery.due_s and sending < SENDING_MAX:
+                queue.task = asyncio.ensure_future(self._deliver(sink, queue))
                 sending += 1
         self._advance()
         return LOOK_S
 
     async def rest(self) -> None:
         """Stop: cancel the deliveries that are under way, and forget what only the store may know from now on."""
-        tasks = [line.task for line in self._lines.values() if line.task is not None]
-        self._lines, self._head, self._has_news = {}, None, False
+        tasks = [queue.task for queue in self._queues.values() if queue.task is not None]
+        self._queues, self._head, self._has_news = {}, None, False
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -119,8 +119,11 @@ class Notifier:
         if newest == self._head:
             return
         while rows := self._store.events.list_notable(NOTABLE, after=self._head, limit=PAGE):
+            default, replicas = self._read_settings().spec, frozenset[int]()
+            if default != NotifySpec():  # a service starts and ends its replicas by itself: only their own tasks count
+                replicas = frozenset(self._store.jobs.list_request_ids(REPLICA_REQUEST))
             for row in rows:
-                self._enqueue(row)
+                self._enqueue(row, NotifySpec(on=()) if row.job_id in replicas else default)
                 self._head, self._has_news = row.id, True
             if len(rows) < PAGE:
                 break
@@ -134,52 +137,49 @@ class Notifier:
         self._store.meta.put(POSITION, str(newest))
         return newest
 
-    def _enqueue(self, row: EventRow) -> None:
+    def _enqueue(self, row: EventRow, default: NotifySpec) -> None:
         job = None if row.job_id is None else self._store.jobs.get(row.job_id)
         if job is None or self._is_too_old(row.time_s):
             return
-        default = self._read_settings().spec
-        if default != NotifySpec() and job.id in self._store.jobs.list_request_ids(SERVICE_REQUEST):
-            default = NotifySpec(on=())
         notification = make_notification(row, job, lineage=self._store.meta.lineage)
         for sink in choose_sinks(notification, job, default):
-            line = self._lines.get(sink)
-            if line is None:
-                line = self._lines[sink] = _Line(_decode(self._store.meta.get(f"{SINK}{sink.key}")))
-            if row.id <= line.delivery.done:
+            queue = self._queues.get(sink)
+            if queue is None:
+                queue = self._queues[sink] = _SinkQueue(_decode(self._store.meta.get(f"{SINK}{sink.key}")))
+            if row.id <= queue.delivery.done:
                 continue
-            line.waiting.append(notification)
-            if len(line.waiting) > QUEUE_MAX:
-                dropped = line.waiting.popleft()
+            queue.waiting.append(notification)
+            if len(queue.waiting) > QUEUE_MAX:
+                dropped = queue.waiting.popleft()
                 log.warning("%s: dropped notification %s, as too many wait", sink, dropped.id)
 
     def _is_too_old(self, time_s: float) -> bool:
         return self._clock.now_s() - time_s > GIVE_UP_S
 
-    async def _deliver(self, sink: Sink, line: _Line) -> None:
+    async def _deliver(self, sink: Sink, queue: _SinkQueue) -> None:
         """Send what waits for a sink, oldest first, until one delivery fails."""
         try:
-            while line.waiting:
-                notification = line.waiting[0]
+            while queue.waiting:
+                notification = queue.waiting[0]
                 if self._is_too_old(notification.time_s):
                     log.warning("%s: gave up notification %s after 3 days", sink, notification.id)
-                elif not await self._try_once(sink, line, notification):
+                elif not await self._try_once(sink, queue, notification):
                     return
-                line.waiting.popleft()
+                queue.waiting.popleft()
         except FencedError:
             return  # another daemon delivers it; the daemon's main loop detects it, too
         except Exception as error:  # the outermost edge of one sink
             log.warning("%s: not delivered", sink, exc_info=error)
 
-    async def _try_once(self, sink: Sink, line: _Line, notification: Notification) -> bool:
-        before = line.delivery
+    async def _try_once(self, sink: Sink, queue: _SinkQueue, notification: Notification) -> bool:
+        before = queue.delivery
         wait_s = draw_backoff_s(before.failures + 1, base_s=2.0, cap_s=BACKOFF_S_MAX)
         try:
             # Counted as a failure until it has succeeded, so that a daemon that dies here waits before it repeats it.
-            self._record(sink, line, Delivery(done=before.done, failures=before.failures + 1,
+            self._record(sink, queue, Delivery(done=before.done, failures=before.failures + 1,
                                               due_s=self._clock.now_s() + wait_s))  # fmt: skip
             await self._send(self._read_settings(), sink, notification)
-            self._record(sink, line, Delivery(done=notification.event_id))
+            self._record(sink, queue, Delivery(done=notification.event_id))
         except FencedError:
             raise
         except StateError as error:
@@ -191,24 +191,24 @@ class Notifier:
             return False
         return True
 
-    def _record(self, sink: Sink, line: _Line, delivery: Delivery) -> None:
+    def _record(self, sink: Sink, queue: _SinkQueue, delivery: Delivery) -> None:
         self._store.meta.put(f"{SINK}{sink.key}", msgspec.json.encode(delivery).decode())
-        line.delivery = delivery
+        queue.delivery = delivery
 
     def _advance(self) -> None:
         """Move the position to the last event before the oldest one that waits; without any, forget the sinks."""
         assert self._head is not None
-        oldest = min((line.waiting[0].event_id for line in self._lines.values() if line.waiting), default=None)
+        oldest = min((queue.waiting[0].event_id for queue in self._queues.values() if queue.waiting), default=None)
         position = self._head if oldest is None else oldest - 1
-        if position == self._position or not (self._has_news or self._lines):
+        if position == self._position or not (self._has_news or self._queues):
             return  # other events only are read again after a restart
-        if oldest is not None or not self._lines:
+        if oldest is not None or not self._queues:
             self._store.meta.put(POSITION, str(position))
         else:
             with self._store.transaction():
                 self._store.meta.put(POSITION, str(position))
                 self._store.meta.forget(SINK)
-            self._lines = {}
+            self._queues = {}
         self._position, self._has_news = position, oldest is not None
 
 

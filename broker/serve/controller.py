@@ -26,6 +26,7 @@ from broker.serve.reconciling import Slot, decide
 from broker.serve.replicas import ReplicaPorts, find_folder, find_needs, make_replica_task, remove_folder
 from broker.serve.scaling import ScalingState, count_replicas, scale
 from broker.serve.slots import Place, PlacementRequest, SlotChooser, measure_cold_start_s
+from broker.state.jobs import REPLICA_REQUEST
 from broker.state.store import Store
 from broker.types import Replica, Service, ServiceEventKind, ServiceSpec, Task
 
@@ -257,7 +258,7 @@ class ServiceController:
             number = self._store.services.draw_number(self._name)
             replica_task = make_replica_task(service, task, slot, number=number, ports=ports, secrets=secrets)
             job = self._store.jobs.add(
-                f"{service.name}-{number}", replica_task, f"service/{service.name}/{service.uid}/{number}",
+                f"{service.name}-{number}", replica_task, f"{REPLICA_REQUEST}{service.name}/{service.uid}/{number}",
                 needs=find_needs(self._store, task), pipeline=task.pipeline or "",
             )  # fmt: skip
             self._store.services.put_replica(

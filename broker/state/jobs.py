@@ -57,6 +57,7 @@ COLUMNS = (
     "id, name, status, task, secret_names, submitted_s, ended_s, failure, cancel_requested, progress, needs, pipeline, "
     "resumes, first_attempt, hedge, uid, outcome_kind"
 )
+REPLICA_REQUEST = "service/"  # begins the request ids of replicas: service/NAME/UID of the service/NUMBER
 ATTEMPT_COLUMNS = "job_id, number, body, outcome_kind, outcome_detail, outcome_step, exit_code"
 
 

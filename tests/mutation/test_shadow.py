@@ -102,7 +102,7 @@ def test_processes_and_packed_agents_are_those_of_the_copy(shadow: Shadow) -> No
 
 @pytest.mark.skipif(sys.platform != "linux", reason="finds processes by /proc")
 @pytest.mark.parametrize("end", ["while True: pass", ""])
-def test_a_looping_program_and_all_leftover_processes_are_killed(tmp_path: Path, end: str) -> None:
+def test_a_looping_program_and_all_remaining_processes_are_killed(tmp_path: Path, end: str) -> None:
     program = f"""
 import subprocess, sys
 from pathlib import Path

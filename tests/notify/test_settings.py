@@ -17,7 +17,7 @@ def read(folder: Path, text: str) -> NotifySettings:
     return read_settings(Config(home=folder, owner="me"))
 
 
-def test_missing_table_notifies_nobody(tmp_path: Path) -> None:
+def test_missing_table_sends_no_notification(tmp_path: Path) -> None:
     assert read(tmp_path, "keep_days = 9\n") == NotifySettings()
 
 
