@@ -11,7 +11,15 @@ from typing import Any, TypeVar
 
 import pytest
 
-from broker.errors import AccountError, AuthError, BrokerError, CapacityError, TransientError, UsageError
+from broker.errors import (
+    AccountError,
+    AuthError,
+    BrokerError,
+    CapacityError,
+    FencedError,
+    TransientError,
+    UsageError,
+)
 from broker.provision.lifecycle import STOP_S_MAX, Provisioner
 from broker.provision.nodes import LOOK_S_MAX
 from broker.types import (
@@ -473,6 +481,22 @@ def test_a_replacement_that_is_cancelled_also_cancels_its_call(stage: Stage) -> 
     assert [intent.request.token for intent in stage.world.store.intents.list_open("c")] == asked, (
         "a later call resumes it"
     )
+
+
+def test_a_replaced_leader_does_not_end_the_nodes_of_its_search(stage: Stage) -> None:
+    """Its successor continues the search with the same token, and gets the same nodes."""
+    stage.world.store.leader.lead()
+    stage.cloud.faults = FaultRates(never_boots=1.0)
+
+    async def search_and_lose_the_lead() -> None:
+        work = asyncio.ensure_future(stage.provisioner.up("c", stage.plan, timeout_s=60.0, hedge=1))
+        await stage.world.clock.sleep(30.0)
+        stage.world.open().leader.lead()
+        with pytest.raises(FencedError):
+            await work
+
+    stage.run(search_and_lose_the_lead)
+    assert len(stage.world.list_live_nodes()) == 2
 
 
 @pytest.mark.parametrize("is_connected", [True, False])
