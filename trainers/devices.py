@@ -126,6 +126,8 @@ def advise(config: RunConfig) -> str:
         changes.append("`--dtype bfloat16`: activations of half the size")
     if config.recompute != "full":
         changes.append("`--recompute full`: activations are computed again instead of kept, for a third more work")
+    if config.offload == "none" and torch.cuda.is_available():
+        changes.append("`--offload optimizer`: AdamW's moments in the memory of the CPU, for a slower step")
     if not any(name in config.strategy for name in ("fsdp", "hsdp", "pipeline", "tensor")):
         changes.append("`--strategy fsdp`: weights, gradients and moments are spread over the ranks")
     changes.append("more ranks, larger devices, or a smaller `--preset`")

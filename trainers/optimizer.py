@@ -14,6 +14,7 @@ from torch import Tensor
 
 from trainers.config import TrainConfig
 from trainers.errors import TrainerError
+from trainers.offload import HostCopies, place_on_mesh
 
 # Adam's usual averaging horizons for language models (GPT-3, arXiv:2005.14165, appendix B).
 BETAS, EPSILON = (0.9, 0.95), 1e-8
@@ -33,11 +34,12 @@ class Optimizer:
         *,
         make: MakeOptimizer | None = None,
         schedule: Callable[[int], float] | None = None,
+        is_offloaded: bool = False,
     ) -> None:
         """Take the named parameters that are trained. The state is allocated now, so a checkpoint can be read into it.
 
         `make` creates an optimizer of your own; `schedule` maps a step, counted from 0, to a factor of its groups'
-        learning rates.
+        learning rates. `is_offloaded` keeps the state, and a copy of the parameters, in CPU memory.
         """
         self._config, self._schedule = config, schedule
         self._parameters = {name: value for name, value in parameters if value.requires_grad}
@@ -47,6 +49,12 @@ class Optimizer:
         self._handles = {
             name: local(value.detach()) if self._is_local else value for name, value in self._parameters.items()
         }
+        self._copies: HostCopies | None = None
+        if is_offloaded:
+            if make is not None:
+                raise TrainerError("`--offload optimizer` moves the state of AdamW only, not of your own optimizer")
+            self._copies = HostCopies(self._handles)
+            self._handles = self._copies.values
         self._optimizer = make(self._handles) if make else make_adamw(self._handles, config)
         self._base_rates = [float(group["lr"]) for group in self._optimizer.param_groups]
         self._check_parameters()
@@ -84,7 +92,10 @@ class Optimizer:
         self.steps_done = schedule_step + 1
         for group, rate in zip(self._optimizer.param_groups, self._find_rates(schedule_step), strict=True):
             group["lr"] = rate_share * rate
-        if self._is_local:
+        if self._copies is not None:
+            self._copies.load({name: local(gradient) for name, gradient in self._find_gradients().items()})
+            self._found_inf = None if self._found_inf is None else self._found_inf.cpu()
+        elif self._is_local:
             for name, gradient in self._find_gradients().items():
                 self._handles[name].grad = local(gradient)
         # Fused optimizers read the flag on the device; for others the host has to.
@@ -93,6 +104,8 @@ class Optimizer:
             self._optimizer.step()
         elif self._found_inf is None or not bool(self._found_inf):
             self._optimizer.step()
+        if self._copies is not None:
+            self._copies.store()
         self._found_inf = None
         self._drop_gradients()
 
@@ -105,7 +118,7 @@ class Optimizer:
                 if key == "step":
                     updates[name] = int(value)
                 elif isinstance(value, Tensor):
-                    spread = _spread_like(value, self._parameters[name])
+                    spread = self._spread(value, self._parameters[name])
                     state.setdefault(STATE_NAMES.get(key, key), {})[name] = spread
         # One number where all parameters were updated equally often, as they are unless some got no gradient.
         counts = set(updates.values()) or {0}
@@ -123,6 +136,14 @@ class Optimizer:
                     local(self._optimizer.state[self._handles[name]][keys.get(saved, saved)]).copy_(local(value))
             self._set_updates(updates)
         self.steps_done = state["steps_done"]
+        if self._copies is not None:
+            self._copies.mark_stale()  # the parameters come from the same checkpoint
+
+    def _spread(self, value: Tensor, parameter: Tensor) -> Tensor:
+        """Return a state tensor as part of the whole: spread over ranks like its parameter."""
+        if not hasattr(parameter, "device_mesh") or hasattr(value, "device_mesh") or value.dim() == 0:
+            return value
+        return place_on_mesh(value, parameter) if self._copies is not None else _spread_like(value, parameter)
 
     def _find_rates(self, step: int) -> list[float]:
         if self._schedule is not None:
@@ -208,9 +229,6 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def _spread_like(value: Tensor, parameter: Tensor) -> Tensor:
-    """Return a state tensor as part of the whole: spread over ranks like its parameter."""
-    if not hasattr(parameter, "device_mesh") or hasattr(value, "device_mesh") or value.dim() == 0:
-        return value
     from torch.distributed.tensor import DTensor
 
     placed: Any = parameter

@@ -77,7 +77,11 @@ def build_state(config: RunConfig, build: Build, ranks: Ranks, *, generation: in
         model=model,
         wrapped=wrapped,
         optimizer=Optimizer(
-            strategy.list_trained(model), config.train, make=recipe.make_optimizer, schedule=recipe.schedule
+            strategy.list_trained(model),
+            config.train,
+            make=recipe.make_optimizer,
+            schedule=recipe.schedule,
+            is_offloaded=config.offload == "optimizer",
         ),
         position=Position(recipe.training.fingerprint),
         scaling=LossScale(config.dtype),

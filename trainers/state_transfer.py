@@ -128,7 +128,9 @@ def receive(live: Any, source: int, ranks: Ranks) -> Any:
             return {key: take(value) for key, value in place.items()}
         if not isinstance(place, Tensor):
             return next(others)
-        arrived = torch.empty_like(local(place), memory_format=torch.contiguous_format)
+        arrived = torch.empty_like(
+            local(place), device=ranks.device, memory_format=torch.contiguous_format
+        )  # not where it lies: offloaded state is in CPU memory, and NCCL sends between GPUs
         dist.recv(arrived, src=source)
         return fill(place, arrived)
 

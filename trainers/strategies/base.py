@@ -68,6 +68,7 @@ class Strategy:
     MOVES_ALONE: ClassVar[bool] = False
     # Whether `wrap` accepts a model without memory, which is allocated afterwards: it may be larger than one device.
     TAKES_EMPTY: ClassVar[bool] = False
+    EXCHANGES_LAST: ClassVar[bool] = False
     # The strategies it can be joined with by `+`; None: any.
     PARTNERS: ClassVar[tuple[str, ...] | None] = None
 
@@ -114,8 +115,27 @@ class Strategy:
         return model.named_parameters()
 
     def count_state_bytes(self) -> float:
-        """Return bytes of float32 weight, gradient and moments for each trained element on this rank."""
-        return WEIGHT_BYTES + GRADIENT_BYTES + MOMENTS_BYTES
+        """Return bytes of float32 weight, gradient and moments for each trained element, on this rank's device."""
+        return WEIGHT_BYTES + GRADIENT_BYTES + self.count_optimizer_bytes()
+
+    def count_optimizer_bytes(self) -> float:
+        """Return bytes that the optimizer takes on this rank's device for each element that it updates.
+
+        Offloaded, that is nothing on a GPU; on a CPU copies of weight and gradient share the memory with the moments.
+        """
+        if self.options.offload == "none":
+            return MOMENTS_BYTES
+        return WEIGHT_BYTES + GRADIENT_BYTES + MOMENTS_BYTES if self.ranks.device.type == "cpu" else 0
+
+    # For the comparison of ranks by the time of their own work (`own_time.py`).
+
+    def has_equal_work(self) -> bool:
+        """Return whether every rank with as many samples as this one has as much to compute."""
+        return True
+
+    def exchanges_last(self) -> bool:
+        """Return whether this rank's passes wait for no other rank before the last backward pass has ended."""
+        return self.EXCHANGES_LAST
 
     # For a strategy whose ranks compute different parts of one sample.
 

@@ -60,12 +60,19 @@ class StrategyOptions:
 
     strategy: str = knob("ddp", "how ranks share the work, parts joined by `+`, see trainers/strategies/")
     mesh: str = knob("", "ranks along each axis, as `2x4`; one may be `*`, the rest; empty: nodes x ranks of a node")
+    offload: str = knob(
+        "none", "keep AdamW's moments in CPU memory and update there, slower per step", ("none", "optimizer")
+    )
     allreduce: AllReduceOptions = field(default_factory=AllReduceOptions)
     fsdp: FsdpOptions = field(default_factory=FsdpOptions)
     pipeline: PipelineOptions = field(default_factory=PipelineOptions)
     parameter_server: ParameterServerOptions = field(default_factory=ParameterServerOptions)
     diloco: DilocoOptions = field(default_factory=DilocoOptions)
     gossip: GossipOptions = field(default_factory=GossipOptions)
+
+
+# Their ranks change parameters outside the optimizer as well, which its copies would not follow.
+NOT_OFFLOADED = ("diloco", "gossip", "parameter_server")
 
 
 def find_problem(options: StrategyOptions) -> str | None:
@@ -84,4 +91,7 @@ def find_problem(options: StrategyOptions) -> str | None:
         return f"`--allreduce.bucket_mib` must be above 0, not {options.allreduce.bucket_mib}"
     if not 0.0 <= options.diloco.momentum < 1.0:
         return f"`--diloco.momentum` must be in [0, 1), not {options.diloco.momentum}"
+    not_offloaded = [name for name in options.strategy.split("+") if name in NOT_OFFLOADED]
+    if options.offload != "none" and not_offloaded:
+        return f"`--offload {options.offload}` cannot be combined with `--strategy {not_offloaded[0]}`"
     return None

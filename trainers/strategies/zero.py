@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from trainers.errors import TrainerError
 from trainers.optimizer import Optimizer
 from trainers.strategies.allreduce import fill_buckets
-from trainers.strategies.base import GRADIENT_BYTES, MOMENTS_BYTES, WEIGHT_BYTES, Strategy
+from trainers.strategies.base import GRADIENT_BYTES, WEIGHT_BYTES, Strategy
 
 BUCKET_BYTES = 25 * 2**20  # as DistributedDataParallel
 # Buckets under way at once under `zero2`: one travels while the next is filled, and whole gradients stay few.
@@ -33,6 +33,7 @@ class ShardedOptimizerStates(Strategy):
 
     AXES: ClassVar[tuple[str, ...]] = ("shard",)
     PARTNERS = ("pipeline",)
+    EXCHANGES_LAST = True
 
     def wrap(self, model: nn.Module) -> nn.Module:
         """Leave the model whole; what this rank updates is made by `list_trained`."""
@@ -67,7 +68,7 @@ class ShardedOptimizerStates(Strategy):
 
     def count_state_bytes(self) -> float:
         """Return bytes with sharded moments."""
-        return WEIGHT_BYTES + GRADIENT_BYTES + MOMENTS_BYTES / self.grid.size("shard")
+        return WEIGHT_BYTES + GRADIENT_BYTES + self.count_optimizer_bytes() / self.grid.size("shard")
 
     def _make_parts(self, model: nn.Module) -> None:
         from torch.distributed.tensor import DTensor, Shard
@@ -100,6 +101,8 @@ class ShardedOptimizerStates(Strategy):
 class ShardedGradients(ShardedOptimizerStates):
     """`zero2`: each gradient is reduced as soon as a backward pass has made it, and only a rank's own part is kept."""
 
+    EXCHANGES_LAST = False
+
     def wrap(self, model: nn.Module) -> nn.Module:
         """Leave the model whole."""
         self._is_begun = False
@@ -122,7 +125,7 @@ class ShardedGradients(ShardedOptimizerStates):
 
     def count_state_bytes(self) -> float:
         """Return bytes with sharded gradients and moments."""
-        return WEIGHT_BYTES + (GRADIENT_BYTES + MOMENTS_BYTES) / self.grid.size("shard")
+        return WEIGHT_BYTES + (GRADIENT_BYTES + self.count_optimizer_bytes()) / self.grid.size("shard")
 
     def _make_parts(self, model: nn.Module) -> None:
         super()._make_parts(model)
