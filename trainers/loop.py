@@ -19,6 +19,7 @@ from trainers.config import TrainConfig
 from trainers.data import Samples, split_batch, to_device
 from trainers.errors import TrainerError
 from trainers.optimizer import Optimizer
+from trainers.own_time import WorkClock
 from trainers.ranks import Ranks
 from trainers.recipe import Forward, Loss, call_model
 from trainers.scaling import LossScale
@@ -42,6 +43,7 @@ class StepReport:
     step: int
     learning_rate: float
     reading: Reading | None
+    own_s: float | None = None  # seconds of this rank's own work in the step, measured where the host read the device
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,6 +99,7 @@ def iterate_steps(
     scaling: LossScale,
     changing: AbstractContextManager[Any] | None = None,
     is_read_due: Callable[[int], bool] = lambda step: True,
+    clock: WorkClock | None = None,
 ) -> Iterator[StepReport]:
     """Train from `position` to the last step and yield after each one. All state is consistent while suspended.
 
@@ -104,16 +107,18 @@ def iterate_steps(
     parameters, moments and `position` belong to the same step. A request to stop travels with the loss, so that all
     ranks learn of it at the same step; `is_read_due` must therefore give all ranks the same answer.
     """
-    device_log = DeviceLog(config)
+    device_log, clock = DeviceLog(config), clock or WorkClock()
     while position.steps_done < config.steps:
         learning_rate = optimizer.learning_rate
+        clock.begin()
         passes = read_passes(config, strategy, work, position.samples_done, ranks, loss_scale=scaling.factor)
+        clock.note_samples()
 
         # Forward, loss and backward of every micro-batch; pipelines interleave those of their stages.
         if strategy.has_own_schedule:
             loss = strategy.run_schedule(model, passes)
         else:
-            loss = forward_backward(model, passes, strategy)
+            loss = forward_backward(model, passes, strategy, clock)
         scaling.unscale(parameter for _, parameter in strategy.list_trained(model))
         norm = strategy.clip(model, config.norm_max)
         optimizer.skip_unless(torch.isfinite(norm))
@@ -123,27 +128,33 @@ def iterate_steps(
         with changing or nullcontext():
             strategy.step(model, optimizer, loss)
             position.advance(config.batch)
+        clock.end()
 
         # Two numbers: the mean loss of the global batch, and how many ranks were asked to stop.
         totals = strategy.all_reduce_loss(loss, weight=passes.weight, is_stop_asked=is_stop_asked())
         device_log.add(position.steps_done, norm, totals, is_overflow=is_overflow)
         is_read = is_read_due(position.steps_done) or position.steps_done == config.steps
         yield StepReport(
-            step=position.steps_done, learning_rate=learning_rate, reading=device_log.read() if is_read else None
+            step=position.steps_done,
+            learning_rate=learning_rate,
+            reading=device_log.read() if is_read else None,
+            own_s=clock.read() if is_read else None,
         )
 
 
-def forward_backward(model: nn.Module, passes: Passes, strategy: Strategy) -> Tensor:
+def forward_backward(model: nn.Module, passes: Passes, strategy: Strategy, clock: WorkClock) -> Tensor:
     """Accumulate the mean gradient of the global batch; return this rank's part of the mean loss, on the device."""
     total = torch.zeros((), dtype=torch.float64, device=passes.device)
     for index, micro_batch in enumerate(passes.micro_batches, start=1):
-        scale = passes.scale(micro_batch)
+        scale, is_last = passes.scale(micro_batch), index == len(passes.micro_batches)
         strategy.scale_own_losses(model, scale)
         # The strategy delays the exchange of gradients until the last backward pass.
-        with strategy.micro_step(model, last=index == len(passes.micro_batches)):
+        with strategy.micro_step(model, last=is_last):
             with passes.precision():
                 outputs = passes.forward(model, micro_batch.inputs)
             loss = passes.loss(outputs, micro_batch.targets)
+            if is_last:
+                clock.watch(loss)
             (loss * scale).backward()
         total += loss.detach().double() * micro_batch.weight
     return total

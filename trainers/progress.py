@@ -55,7 +55,12 @@ class Progress:
 
     def note(self, *, step: int, **values: Any) -> None:
         """Append one line to the file only."""
-        if self._is_silent or self._file is None:
+        if not self._is_silent:
+            self.note_node(step=step, **values)
+
+    def note_node(self, *, step: int, **values: Any) -> None:
+        """Append one line to this node's file, on a node without the first rank too."""
+        if self._file is None:
             return
         line = {"time": time.time(), "step": step, "total": self._total}
         line |= {name: _or_null(value) for name, value in values.items()}

@@ -23,6 +23,7 @@ from trainers.watchdog import Watchdog
 if TYPE_CHECKING:
     from trainers.checkpoint import CheckpointManager
     from trainers.loop import StepReport
+    from trainers.own_time import WorkClock
     from trainers.progress import Progress
     from trainers.ranks import Ranks
     from trainers.restore_progress import RestoreProgress, RestoreStatus
@@ -166,12 +167,15 @@ class Session:
         from trainers.evaluate import Evaluation
         from trainers.interval import Pacer
         from trainers.metrics import MetricFiles, make_meter
+        from trainers.own_time import NodeTimes, WorkClock, choose_clock
         from trainers.profile import Profile
         from trainers.ranks import choose_precision
         from trainers.supervisor import Supervisor
 
         config, ranks, recipe, strategy = self.config, self.ranks, state.recipe, state.strategy
         precision = choose_precision(ranks.device, config.dtype)
+        node_times = NodeTimes(ranks, self.environment.progress_file)
+        clock = choose_clock(strategy, ranks.device, config.train.batch) if node_times.is_on else WorkClock()
         supervisor = Supervisor(
             config=config,
             checkpoints=checkpoints,
@@ -190,11 +194,12 @@ class Session:
             profile=Profile(config.profile, ranks),
             watchdog=self.watchdog,
             ranks=ranks,
+            node_times=node_times,
             elastic=Elastic(member=self.member, notice=self.notice, is_kept=strategy.grid.is_whole)
             if self.member
             else None,
         )
-        return supervisor.drive(self._iterate(state, checkpoints, precision, supervisor.is_read_due))
+        return supervisor.drive(self._iterate(state, checkpoints, precision, supervisor.is_read_due, clock))
 
     def _iterate(
         self,
@@ -202,6 +207,7 @@ class Session:
         checkpoints: "CheckpointManager",
         precision: Callable[[], AbstractContextManager[Any]],
         is_read_due: Callable[[int], bool],
+        clock: "WorkClock",
     ) -> "Iterator[StepReport]":
         from trainers.data import Prefetch
         from trainers.loop import Work, iterate_steps
@@ -223,6 +229,7 @@ class Session:
             scaling=state.scaling,
             changing=self.changing,
             is_read_due=is_read_due,
+            clock=clock,
         )
 
     def _is_stop_asked(self) -> bool:

@@ -14,6 +14,7 @@ from trainers.gc_control import GcControl
 from trainers.interval import Pacer
 from trainers.loop import Reading, StepReport
 from trainers.metrics import Meter, MetricFiles, read_memory
+from trainers.own_time import NodeTimes
 from trainers.preemption import EXIT_CODE_PREEMPTED
 from trainers.profile import Profile
 from trainers.progress import Progress
@@ -38,6 +39,7 @@ class Supervisor:
     profile: Profile
     watchdog: Watchdog
     ranks: Ranks
+    node_times: NodeTimes
     elastic: Elastic | None = None
 
     def is_read_due(self, step: int) -> bool:
@@ -72,7 +74,7 @@ class Supervisor:
             values = self._measure(report, reading)
             if values or committed != reported or reading.skipped_steps:
                 event = "checkpoint" if committed != reported else "skipped" if reading.skipped_steps else None
-                self._report(report.step, reading, values, event)
+                self._report(report, reading, values, event)
                 reported = committed
             if reading.is_stop_asked and report.step < config.train.steps:
                 verdict = self._decide(report.step)
@@ -121,9 +123,13 @@ class Supervisor:
             self.meter.pause(time.perf_counter() - begin)
         return values
 
-    def _report(self, step: int, reading: Reading, values: dict[str, Any], event: str | None) -> None:
-        committed = self.checkpoints.step_committed
-        self.progress.report(step=step, loss=reading.loss, event=event, checkpoint_step=committed, **values)
+    def _report(self, report: StepReport, reading: Reading, values: dict[str, Any], event: str | None) -> None:
+        step, committed = report.step, self.checkpoints.step_committed
+        own_s = None if report.own_s is None else self.node_times.publish(report.own_s)
+        own = {} if own_s is None else {"own_s": round(own_s, 6)}
+        if own and not self.ranks.is_first:
+            self.progress.note_node(step=step, **own)
+        self.progress.report(step=step, loss=reading.loss, event=event, checkpoint_step=committed, **values, **own)
         if values:
             self.files.write(step, {"loss": reading.loss, **values})
 

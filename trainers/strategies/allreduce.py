@@ -22,6 +22,7 @@ class AllReduce(Strategy):
 
     AXES = ("replicate",)
     MOVES_ALONE = True
+    EXCHANGES_LAST = True
 
     @contextlib.contextmanager
     def micro_step(self, model: nn.Module, *, last: bool) -> Iterator[None]:

@@ -90,6 +90,14 @@ class Combined(Strategy):
         """Return the part, if there is one under every part of the strategy."""
         return self.grid.find_part() if all(part.MOVES_ALONE for part in self._parts) else None
 
+    def has_equal_work(self) -> bool:
+        """Return whether work is equal under every part."""
+        return all(part.has_equal_work() for part in self._parts)
+
+    def exchanges_last(self) -> bool:
+        """Return whether no part exchanges anything earlier."""
+        return all(part.exchanges_last() for part in self._parts)
+
     def _find_owner(self, verb: str) -> Strategy:
         owners = [part for part in self._parts if _has_own(part, verb)]
         assert len(owners) <= 1, f"two parts of a strategy own `{verb}`"

@@ -23,6 +23,7 @@ class Diloco(Strategy):
     """
 
     AXES = ("island",)
+    EXCHANGES_LAST = True
 
     def step(self, model: nn.Module, optimizer: Optimizer, loss: Tensor) -> None:
         """Update this island's parameters; synchronise when it is time, and after the very last step."""

@@ -23,6 +23,7 @@ class Gossip(Strategy):
     """Ranks hold models that differ a little; the first rank's is the one that a checkpoint shares."""
 
     AXES = ("island",)
+    EXCHANGES_LAST = True
 
     def wrap(self, model: nn.Module) -> nn.Module:
         """Leave the model unchanged; no step to stop after is known yet."""

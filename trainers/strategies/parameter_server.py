@@ -61,6 +61,10 @@ class ParameterServer(Strategy):
             return super().clip(model, norm_max)
         return torch.zeros((), dtype=torch.float64, device=self.ranks.device)
 
+    def has_equal_work(self) -> bool:
+        """Return whether this rank is a worker: the server computes no passes."""
+        return not isinstance(self._role, ServerRole)
+
     def step(self, model: nn.Module, optimizer: Optimizer, loss: Tensor) -> None:
         """Send gradients one way and parameters the other."""
         if self._role is None:

@@ -43,6 +43,10 @@ class PipelineParallel(Strategy):
         """Return whether there is more than one stage."""
         return self.grid.size("pipeline") > 1
 
+    def has_equal_work(self) -> bool:
+        """Return whether there is one stage: stages differ, the last one by the output layer and the loss."""
+        return self.grid.size("pipeline") == 1
+
     def run_schedule(self, model: nn.Module, passes: Passes) -> Tensor:
         """Push all micro-batches through all stages; the rank of the last stage knows the loss, the others report 0."""
         assert isinstance(model, Stages)
