@@ -106,7 +106,10 @@ class GpuClock(WorkClock):
 
     def read(self) -> float | None:
         """Return the seconds between the events of the last step, which are over when the host has read its loss."""
-        return self._start.elapsed_time(self._end) / 1000.0 if self._is_recorded else None
+        if not self._is_recorded:
+            return None
+        elapsed_ms: float = self._start.elapsed_time(self._end)
+        return elapsed_ms / 1000.0
 
     def _record_end(self) -> None:
         self._end.record()
@@ -119,7 +122,7 @@ def call_after_backward(loss: Tensor, function: Callable[[], None]) -> None:
     Autograd runs callbacks in the order in which they were queued. The gradient of the loss is the first one computed,
     so this callback precedes the one in which DistributedDataParallel waits for its all-reduces.
     """
-    engine = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]  # as torch's own FSDP uses it
+    engine = torch.autograd.Variable._execution_engine  # as torch's own FSDP uses it
     loss.register_hook(lambda _: engine.queue_callback(function))
 
 

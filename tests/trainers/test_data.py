@@ -119,7 +119,7 @@ def test_prepared_text_is_read_back_in_shards_and_as_it_was(tmp_path: Path, caps
     assert 0.1 < kept / len(text) < 0.3
     assert f"{len(text) - kept:,} tokens to train on and {kept:,} to evaluate on" in capsys.readouterr().out
     # Once more would mix two texts.
-    assert prepare.main(flags) == 1 and "already holds token files" in capsys.readouterr().err
+    assert prepare.main(flags) == 1 and "already contains token files" in capsys.readouterr().err
 
 
 def test_token_files_of_nanogpt_are_read_as_they_are(tmp_path: Path) -> None:
