@@ -317,7 +317,7 @@ def test_model_too_large_for_the_device_is_an_error_with_hints() -> None:
     with torch.device("meta"):
         huge = nn.Linear(10**7, 10**6)
     with pytest.raises(
-        TrainerError, match=r"take 149011.\d GiB a rank(?s:.*)hint: `--dtype bfloat16`(?s:.*)`--strategy fsdp`"
+        TrainerError, match=r"take 149011.\d GiB per rank(?s:.*)hint: `--dtype bfloat16`(?s:.*)`--strategy fsdp`"
     ):
         check_memory(huge.parameters(), CPU, config)
     check_memory(nn.Linear(2, 2).parameters(), CPU, config)
