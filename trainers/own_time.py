@@ -164,4 +164,6 @@ class NodeTimes:
         if self._place:
             return None
         written = os.pread(self._slots, SLOT.size * self._count, 0)
-        return max(time_s for (time_s,) in SLOT.iter_unpack(written[: len(written) // SLOT.size * SLOT.size]))
+        whole = written[: len(written) // SLOT.size * SLOT.size]
+        times_s: list[float] = [time_s for (time_s,) in SLOT.iter_unpack(whole)]
+        return max(times_s)

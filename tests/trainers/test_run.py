@@ -432,4 +432,4 @@ def test_model_that_does_not_fit_is_refused_before_it_takes_memory(
     assert main(["--preset", "llama3-8b", "--watchdog.timeout_s", "0"]) == 1
     told = capsys.readouterr().err
     assert "8,030 million parameters take 119.7 GiB per rank, but only 16.0 GiB are available" in told
-    assert "hint: more ranks" in told
+    assert "hint: use more ranks" in told
