@@ -1,7 +1,7 @@
-"""Measure collectives: `python -m trainers.allreduce`, on the broker's nodes or under torchrun.
+"""Benchmark collectives: `python -m trainers.allreduce`, on broker's nodes or under torchrun.
 
-Sizes, rates and their names are those of nccl-tests, so results can be compared with published ones. Sizes that are
-already in the results file are not measured again: after a preemption the sweep continues.
+Sizes, rates and their names follow nccl-tests, so results can be compared with published ones. Sizes that the results
+file already contains are skipped, so a sweep continues after a preemption.
 """
 
 import json
@@ -33,35 +33,35 @@ UNITS_LINE = f"{'':<15}{'':>13}{'us':>13}{'GB/s':>12}{'GB/s':>12}"
 
 @dataclass(frozen=True, kw_only=True)
 class SweepConfig:
-    """A whole sweep."""
+    """The options of a sweep over collectives and message sizes."""
 
     collectives: str = knob(",".join(COLLECTIVES), "collectives to measure, separated by commas")
-    smallest: str = knob("1K", "size to begin with: bytes, or with K, M or G (powers of 1024)")
-    largest: str = knob("16M", "size to end with")
-    factor: int = knob(4, "ratio of one size to the one before")
-    warmup: int = knob(2, "runs before those that are timed")
-    runs: int = knob(10, "timed runs, of which the mean is reported")
-    dtype: str = knob("float32", "type of the data", ("float32", "bfloat16", "float16"))
-    results: str = knob("", f"file for the results, a JSON line each; empty: `{RESULTS}` in $BROKER_CHECKPOINT_DIR")
-    timeout_s: float = knob(600.0, "longest time for one size; 0 waits forever")
+    smallest: str = knob("1K", "smallest message in bytes, or with the suffix K, M or G (powers of 1024)")
+    largest: str = knob("16M", "largest message")
+    factor: int = knob(4, "ratio between consecutive sizes")
+    warmup: int = knob(2, "untimed warm-up runs per size")
+    runs: int = knob(10, "timed runs per size; their mean is reported")
+    dtype: str = knob("float32", "element type", ("float32", "bfloat16", "float16"))
+    results: str = knob("", f"JSON lines file for the results; empty: `{RESULTS}` in $BROKER_CHECKPOINT_DIR")
+    timeout_s: float = knob(600.0, "maximum time per size in seconds; 0 disables the limit")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """One line of the sweep. Bandwidths are in GB/s, 10^9 bytes."""
+    """The measurement of one collective at one size. Bandwidths are in GB/s (10^9 bytes per second)."""
 
     collective: str
-    size: int  # bytes that were asked for, of the whole message as nccl-tests counts it
+    size: int  # requested bytes of the whole message, as nccl-tests counts it
     dtype: str
     ranks: int
     time_us: float
     algorithm_gb_s: float  # size over time
-    bus_gb_s: float  # what each link carries: comparable between collectives and numbers of ranks
-    wrong: int  # elements that are not what they should be
+    bus_gb_s: float  # per link: comparable across collectives and numbers of ranks
+    wrong: int  # elements with an incorrect value
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the measurements that flags and environment request; return the exit code."""
+    """Run the sweep that the flags and the environment describe; return the exit code."""
     config = parse_config(arguments)
     code = launch_if_needed("trainers.allreduce", arguments)
     if code is not None:
@@ -86,12 +86,12 @@ def main(arguments: Sequence[str]) -> int:
 def sweep(
     config: SweepConfig, environment: Environment, notice: PreemptionNotice, watchdog: Watchdog, ranks: "Ranks"
 ) -> int:
-    """Measure every size of every collective that is not measured yet; 0 when all are, 143 when preempted."""
+    """Measure what the results file lacks; return 0 when all is measured, 1 on wrong results, 143 if preempted."""
     from trainers.progress import Progress
 
     if ranks.world_size == 1:
         raise TrainerError(
-            "one rank has no peer\n\n"
+            "collectives require at least two ranks\n\n"
             "hint: `python -m trainers.launch --workers 2 -m trainers.allreduce`, or a task with `num_nodes: 2`"
         )
     plan = list(iterate_plan(config))
@@ -120,7 +120,7 @@ def sweep(
 
 
 def measure(name: str, size: int, config: SweepConfig, ranks: "Ranks") -> Result:
-    """Check one collective at one size, warm up, and time it; the slowest rank counts."""
+    """Check one collective at one size, warm up, and time it on the slowest rank."""
     from trainers.collectives import create_collective, time_runs
 
     collective = create_collective(name, size, config.dtype, ranks)
@@ -130,7 +130,7 @@ def measure(name: str, size: int, config: SweepConfig, ranks: "Ranks") -> Result
 
 
 def describe(collective: "Collective", size: int, seconds: float, wrong: int, dtype: str, ranks: int) -> Result:
-    """Return rates as nccl-tests define them (its doc/PERFORMANCE.md)."""
+    """Return the result with rates as nccl-tests defines them (its doc/PERFORMANCE.md)."""
     algorithm_gb_s = collective.size / seconds / 1e9
     return Result(
         collective=collective.name,
@@ -145,14 +145,14 @@ def describe(collective: "Collective", size: int, seconds: float, wrong: int, dt
 
 
 def find_bus_factor(name: str, ranks: int) -> float:
-    """Return how often a link must carry the message at least, for n ranks: reduce and spread, either, or pass on."""
+    """Return the minimum number of times that each link carries the message: bus bandwidth over algorithm bandwidth."""
     if name == "broadcast":
         return 1.0
     return (2.0 if name == "all_reduce" else 1.0) * (ranks - 1) / ranks
 
 
 def report(progress: "Progress", result: Result, step: int | None) -> None:
-    """Print a row of the table, and for a new result a line for the broker."""
+    """Print a row of the table; for a new result, also append a progress line for broker."""
     progress.say(
         f"{result.collective:<15}{result.size:>13,}{result.time_us:>13,.1f}"
         f"{result.algorithm_gb_s:>12.3f}{result.bus_gb_s:>12.3f}  {result.wrong}"
@@ -162,7 +162,7 @@ def report(progress: "Progress", result: Result, step: int | None) -> None:
 
 
 def iterate_plan(config: SweepConfig) -> Iterator[tuple[str, int]]:
-    """Return every collective and size, in order."""
+    """Yield every pair of collective and size in bytes, in order."""
     for name in config.collectives.split(","):
         size = read_size(config.smallest)
         while size <= read_size(config.largest):
@@ -171,7 +171,7 @@ def iterate_plan(config: SweepConfig) -> Iterator[tuple[str, int]]:
 
 
 def read_results(file: Path, config: SweepConfig, ranks: int) -> dict[tuple[str, int], Result]:
-    """Return the earlier results under the same conditions, ignoring a line that a kill cut short."""
+    """Return earlier results with the same dtype and number of ranks; skip a line that a kill truncated."""
     results = {}
     try:
         lines = file.read_bytes().splitlines()
@@ -188,7 +188,7 @@ def read_results(file: Path, config: SweepConfig, ranks: int) -> dict[tuple[str,
 
 
 def append_result(file: Path, result: Result) -> None:
-    """Append in one small write, after a newline if the previous line was cut short."""
+    """Append one line in a single write, after a newline if the previous line was truncated."""
     file.parent.mkdir(parents=True, exist_ok=True)
     with file.open("ab", buffering=0) as opened:
         is_torn = opened.tell() > 0 and not file.read_bytes().endswith(b"\n")
@@ -196,7 +196,7 @@ def append_result(file: Path, result: Result) -> None:
 
 
 def find_results_file(config: SweepConfig, environment: Environment) -> Path:
-    """Return the path at which results outlive the machine."""
+    """Return the path of the results file, which outlives the machine."""
     if config.results:
         return Path(config.results)
     url = environment.checkpoint_url.removeprefix("file://")
@@ -233,7 +233,7 @@ def find_problem(config: SweepConfig) -> str | None:
 
 
 def read_size(text: str) -> int:
-    """Return bytes of `64`, `8K`, `16M` or `1G`."""
+    """Parse a size such as `64`, `8K`, `16M` or `1G` into bytes. Raises ValueError."""
     number, unit = text.rstrip("KMG"), text[len(text.rstrip("KMG")) :]
     if not number.isdecimal() or unit not in UNITS:
         raise ValueError(f"`{text}` is not a size such as 64, 8K, 16M or 1G")

@@ -1,4 +1,4 @@
-"""Changes to a model's blocks that keep its numbers: the activations they keep, and how they are run."""
+"""Activation checkpointing and compilation of a model's blocks; neither changes the loss."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -11,7 +11,7 @@ from trainers.errors import TrainerError
 def prepare_blocks(model: nn.Module, *, recompute: str, is_compiled: bool) -> None:
     """Recompute blocks in the backward pass (`none`, every second one: `selective`, or `full`), and compile them.
 
-    Names of parameters stay as they are, so checkpoints fit whatever is chosen here.
+    Parameter names do not change, so a checkpoint can be loaded under any of these settings.
     """
     if recompute == "none" and not is_compiled:
         return
@@ -26,7 +26,7 @@ def prepare_blocks(model: nn.Module, *, recompute: str, is_compiled: bool) -> No
 
 
 def find_blocks(model: nn.Module) -> list[nn.Module]:
-    """Return the model's blocks: its list of that name, or the children of its outermost module lists."""
+    """Return the model's blocks: its attribute `blocks`, or the children of its outermost module lists."""
     blocks: Any = getattr(model, "blocks", None)
     if isinstance(blocks, Iterable):
         return list(blocks)
@@ -40,7 +40,7 @@ def find_blocks(model: nn.Module) -> list[nn.Module]:
 
 
 def find_shared(model: nn.Module) -> list[list[str]]:
-    """Return the names under which one parameter appears in several places, such as tied embeddings."""
+    """Return groups of names that refer to the same parameter, such as tied embeddings."""
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
@@ -48,7 +48,7 @@ def find_shared(model: nn.Module) -> list[list[str]]:
 
 
 def check_shared(model: nn.Module, before: list[list[str]], strategy: str) -> None:
-    """Raise a TrainerError if a strategy split a shared parameter into two, which would silently diverge."""
+    """Raise a TrainerError if a strategy split a shared parameter into copies, which would silently diverge."""
     after = find_shared(model)
     for names in before:
         if names not in after:
@@ -69,7 +69,7 @@ def _recompute(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 def _compile(block: nn.Module) -> None:
     try:
-        # In place, so that no wrapper gets into the names. Equal blocks share one compilation.
+        # In place, so that no wrapper changes parameter names. Identical blocks share one compilation.
         block.compile()
     except RuntimeError as error:
-        raise TrainerError(f"`--compile` does not work here: {error}") from error
+        raise TrainerError(f"`--compile` is not supported here: {error}") from error

@@ -79,7 +79,7 @@ def checkpoint_folder() -> Path:
 
 
 def attempt() -> int:
-    """Return the number of this start of the job; it only increases."""
+    """Return the number of this attempt of the job, which only increases."""
     return int(os.environ.get("BROKER_ATTEMPT") or 1)
 
 
@@ -121,14 +121,14 @@ def every_s(default: float = 600.0) -> float:
 
 
 def folder_of(step: int) -> Path:
-    """Return the folder of a new checkpoint, made if missing. An attempt never writes into another's folder."""
+    """Return the folder of a new checkpoint, created if missing. Attempts do not share folders."""
     folder = checkpoint_folder() / f"step-{step:08}-attempt-{attempt():04}"
     folder.mkdir(parents=True, exist_ok=True)
     return folder
 
 
 def commit(step: int, keep: int = 3) -> None:
-    """Declare the checkpoint of `step` complete, and delete all but the newest `keep`. Called by the first rank only.
+    """Commit the checkpoint of `step`, and delete all but the newest `keep`. Call it on the first rank only.
 
     Data reaches the disk before the mark does. Raises OSError if either cannot be written.
     """
@@ -140,12 +140,12 @@ def commit(step: int, keep: int = 3) -> None:
     _flush(folder)
     _State.checkpoint_step = step
     for old in _list_complete()[keep:]:
-        (old / COMPLETE).unlink()  # first, so that a half-deleted folder never counts
+        (old / COMPLETE).unlink()  # first, so that a partly deleted folder is incomplete
         shutil.rmtree(str(old), ignore_errors=True)
 
 
 def resume() -> Resumed:
-    """Return the newest complete checkpoint, (0, None) if there is none. All ranks get the same answer at a start."""
+    """Return the newest complete checkpoint; (0, None) if there is none. All ranks get the same one at a start."""
     complete = _list_complete()
     if not complete:
         return Resumed(0, None)
@@ -183,7 +183,7 @@ def _append(line: dict[str, Any]) -> None:
     """Append a line to the progress file of this node, if there is a broker."""
     place = os.environ.get("BROKER_PROGRESS_FILE")
     if place:
-        # One small write in append mode: a reader, or a kill, sees the line whole or not at all.
+        # A single small write in append mode: a reader, or a kill, leaves the line whole or absent.
         with Path(place).open("ab", buffering=0) as file:
             file.write(json.dumps(line).encode() + b"\n")
 
@@ -207,7 +207,7 @@ def preempted() -> bool:
 
 
 def leave() -> NoReturn:
-    """End this process after a save: the broker starts the same command again elsewhere."""
+    """End this process after a save; broker restarts the same command elsewhere."""
     sys.stdout.flush()
     os._exit(EXIT_CODE_PREEMPTED)  # at once: a peer that left already would make the framework's shutdown wait
 
@@ -248,7 +248,7 @@ def _flush(path: Path) -> None:
 
 
 def _or_null(value: float | None) -> float | None:
-    """JSON has no infinity."""
+    """Return None for non-finite floats, which JSON cannot represent."""
     return None if value is None or not math.isfinite(value) else float(value)
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints of Hugging Face Accelerate: `save_state` alone is not atomic."""
+"""Atomic checkpoints for Hugging Face Accelerate, whose `save_state` alone is not atomic."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from trainers import bridge
 
 
 def load(accelerator: Any) -> int:
-    """Load the newest complete checkpoint into everything that was prepared; return its step, 0 if there is none."""
+    """Load the newest complete checkpoint into all prepared objects; return its step, or 0 if there is none."""
     step, folder = bridge.resume()
     if folder:
         accelerator.load_state(str(folder))
@@ -16,7 +16,7 @@ def load(accelerator: Any) -> int:
 
 
 def save(accelerator: Any, step: int) -> None:
-    """Save on all ranks, then declare the checkpoint complete. No rank returns before it is."""
+    """Save on all ranks, then commit the checkpoint. No rank returns before the commit."""
     accelerator.save_state(str(bridge.folder_of(step)))
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:

@@ -1,4 +1,4 @@
-"""A callback for the Trainer of Hugging Face transformers, and the checkpoint from which it resumes."""
+"""A callback for the Trainer of Hugging Face Transformers, and a search for the checkpoint to resume from."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from transformers import TrainerCallback
 from trainers import bridge
 from trainers.bridge_torch import agree
 
-LAST_FILE = "trainer_state.json"  # the Trainer writes it after all else
+LAST_FILE = "trainer_state.json"  # the Trainer writes this file last
 
 
 def find_checkpoint(folder: Path) -> str | None:
-    """Return the newest complete checkpoint. `get_last_checkpoint` would also return one that a kill interrupted."""
+    """Return the newest complete checkpoint; `get_last_checkpoint` would also return an incomplete one."""
     found = [path.parent for path in folder.glob(f"checkpoint-*/{LAST_FILE}")]
     return str(max(found, key=lambda path: int(path.name.rpartition("-")[2]))) if found else None
 
 
 class BridgeTrainerCallback(TrainerCallback):
-    """Report logged steps (`logging_steps=1`: all), save and stop after a notice. Then call `leave_if_asked`."""
+    """Report logged steps (all with `logging_steps=1`); after a notice, save and stop. Then call `leave_if_asked`."""
 
     def __init__(self) -> None:
         bridge.listen()

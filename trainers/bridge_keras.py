@@ -1,4 +1,4 @@
-"""A callback for `fit` of tf_keras: progress, and an end after a notice. `BackupAndRestore` keeps the state."""
+"""A callback for `fit` of tf_keras that reports progress. `BackupAndRestore` saves the state."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from trainers import bridge
 
 
 class BridgeKerasCallback(tf_keras.callbacks.Callback):
-    """Report every batch. Give it to `fit` after `BackupAndRestore`, which saves at the end of each epoch."""
+    """Report every batch. Pass it to `fit` after `BackupAndRestore`, which saves at the end of each epoch."""
 
     def __init__(self, *, epochs: int, steps_per_epoch: int) -> None:
         super().__init__()

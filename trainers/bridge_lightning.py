@@ -1,4 +1,4 @@
-"""A callback for Lightning: checkpoints that are complete or absent, progress, and a save after a notice."""
+"""A callback for Lightning: atomic checkpoints, progress, and a save after a preemption notice."""
 
 from __future__ import annotations
 
@@ -13,13 +13,16 @@ FILE = "state.ckpt"
 
 
 def find_checkpoint() -> tuple[int, str | None]:
-    """Return the newest complete checkpoint's step and `ckpt_path`. Begin the data at that step: Lightning does not."""
+    """Return step and `ckpt_path` of the newest complete checkpoint. The caller skips the data up to that step."""
     step, folder = bridge.resume()
     return step, str(folder / FILE) if folder else None
 
 
 class BridgeLightningCallback(lightning.Callback):
-    """Save every `every_steps` steps and after a notice; then end the process. Use `enable_checkpointing=False`."""
+    """Save every `every_steps` steps and after a notice, which then ends the process.
+
+    Use it with `enable_checkpointing=False`.
+    """
 
     def __init__(self, *, every_steps: int) -> None:
         self._every_steps = every_steps

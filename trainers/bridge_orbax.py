@@ -1,4 +1,4 @@
-"""Checkpoints of JAX programs with orbax, in the broker's folder or bucket (`gs://` needs orbax's own extra)."""
+"""Checkpoint JAX programs with Orbax, in broker's folder or bucket (`gs://` requires an extra of Orbax)."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from trainers import bridge
 
 
 def make_manager(*, every_steps: int, keep: int = 3) -> ocp.CheckpointManager:
-    """Return a manager that saves all processes' parts; a half-written step is ignored when it restores."""
+    """Return a manager that saves the shards of all processes and ignores incomplete steps when it restores."""
     options = ocp.CheckpointManagerOptions(max_to_keep=keep, save_interval_steps=every_steps)
     return ocp.CheckpointManager(bridge.checkpoint_dir() + "/orbax", options=options)
 
 
 def restore(manager: ocp.CheckpointManager, tree: Any) -> tuple[int, Any]:
-    """Return the newest step and its tree, with the shardings of `tree`; (0, tree) if there is none."""
+    """Return the newest step and its tree, sharded like `tree`; (0, tree) if there is none."""
     step = manager.latest_step()
     if step is None:
         return 0, tree
@@ -26,7 +26,7 @@ def restore(manager: ocp.CheckpointManager, tree: Any) -> tuple[int, Any]:
 
 
 def save(manager: ocp.CheckpointManager, step: int, tree: Any, *, is_leaving: bool = False) -> int | None:
-    """Save if `step` is due, or at once when leaving; return the newest step that is complete."""
+    """Save if `step` is due, or at once when leaving; return the newest complete step."""
     manager.save(step, args=ocp.args.StandardSave(tree), force=is_leaving)
     if is_leaving:
         manager.wait_until_finished()
@@ -35,5 +35,5 @@ def save(manager: ocp.CheckpointManager, step: int, tree: Any, *, is_leaving: bo
 
 
 def agree(*, is_true: bool) -> bool:
-    """Return True in every process if it is True in any. All processes call it at the same step."""
+    """Return True in every process if it is True in any. A collective call, at the same step everywhere."""
     return bool(np.any(multihost_utils.process_allgather(np.array(is_true))))

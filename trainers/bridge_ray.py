@@ -1,4 +1,4 @@
-"""Ray Train and the broker: progress lines written by the driver, wherever Ray puts the first rank."""
+"""A callback for Ray Train: the driver writes the progress lines, wherever Ray places the first rank."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from trainers import bridge
 class BridgeRayCallback(UserCallback):
     """Report the `step`, `total` and `loss` that the first rank passes to `ray.train.report`.
 
-    Ray runs it beside the driver, so the lines reach the first node; a worker may be on any node.
+    Ray calls it in the driver, which runs on the first node; workers may run on any node.
     """
 
     def after_report(self, run_context: Any, metrics: list[dict[str, Any]], checkpoint: Any) -> None:

@@ -1,6 +1,6 @@
-"""Checkpoints in a bucket: S3, Google's, Azure's, through obstore.
+"""Checkpoints in a bucket of S3, Google Cloud Storage or Azure, through obstore.
 
-A bucket has no rename, and needs none: a file appears whole or not at all, and `create` is one conditional write.
+A bucket requires no rename: an object appears whole or not at all, and `create` is one conditional write.
 """
 
 import contextlib
@@ -21,44 +21,47 @@ from trainers.errors import TrainerError
 from trainers.s3_credentials import find_s3_provider
 
 SCHEMES = ("s3", "gs", "az")
-# Of one part of an upload. S3 takes 10,000 parts, so that a file can have 312 GiB.
+# Size of one part of an upload. S3 accepts 10,000 parts, so a file may have up to 312 GiB.
 PART_BYTES = 32 * 2**20
-# Of one request for a part of an object, and how many are made ahead: one alone gives 100 to 250 MB/s.
+# Size of one ranged read, and how many are in flight: a single one reaches 100 to 250 MB/s.
 READ_BYTES = 16 * 2**20
 READS_AHEAD = 4
 REGION_TIMEOUT_S = 10.0
 
 
 class BucketStorage:
-    """A bucket, or a folder in one. Every verb is repeated by the library while the network is at fault."""
+    """A bucket, or a folder in one. The library retries every call on network errors."""
 
     def __init__(self, store: Any, url: str) -> None:
-        """Use the objects below the store's prefix; `url` is for messages."""
+        """Use the objects below the prefix of `store`; `url` appears in messages."""
         import obstore
 
         self._store, self._url, self._library = store, url, obstore
         self._seals: dict[str, tuple[str, int]] = {}
 
     def list_names(self, path: str) -> list[str]:
-        """Return names of files and of prefixes."""
+        """Return the names of objects and prefixes directly under `path`."""
         listing = self._ask("list", self._library.list_with_delimiter, self._store, path or None)
         paths = [*listing["common_prefixes"], *(entry["path"] for entry in listing["objects"])]
         return sorted(name.rstrip("/").rsplit("/", 1)[-1] for name in paths)
 
     def list_sizes(self) -> dict[str, int]:
-        """Return the size of each object that is not in a folder further down, by name."""
+        """Return the size in bytes of each object directly under the prefix, by name."""
         listing = self._ask("list", self._library.list_with_delimiter, self._store)
         return {entry["path"].rsplit("/", 1)[-1]: entry["size"] for entry in listing["objects"]}
 
     def read(self, path: str) -> bytes | None:
-        """Return a whole object."""
+        """Return the content of an object, or None if it does not exist."""
         try:
             return bytes(self._ask("read", lambda: self._library.get(self._store, path).bytes()))
         except FileNotFoundError:
             return None
 
     def create(self, path: str, content: bytes) -> bool:
-        """Put on condition that nothing is there (If-None-Match on S3 and Azure, generation 0 on Google's)."""
+        """Write an object unless it exists; return whether it was written.
+
+        The condition is If-None-Match on S3 and Azure, generation 0 on Google.
+        """
         try:
             self._ask("write", lambda: self._library.put(self._store, path, content, mode="create"))
         except self._library.exceptions.AlreadyExistsError:
@@ -68,9 +71,9 @@ class BucketStorage:
         return True
 
     def stream(self, path: str) -> Iterator[bytes]:
-        """Read the object in order, by requests for parts of it, a few ahead of the reader.
+        """Yield the object in order, by ranged reads, a few of them ahead of the caller.
 
-        One request for all would end with the library's limit for a request (30 s), however fast the data arrives.
+        A single request would hit the library's limit of 30 s per request, however fast the data arrives.
         """
         size: int = self._ask("read", self._library.head, self._store, path)["size"]
         with ThreadPoolExecutor(READS_AHEAD) as pool:
@@ -83,12 +86,12 @@ class BucketStorage:
                 yield coming.popleft().result()
 
     def read_range(self, path: str, start: int, length: int) -> bytes:
-        """Return part of an object."""
+        """Return `length` bytes of an object from `start`."""
         get = self._library.get_range
         return bytes(self._ask("read", lambda: get(self._store, path, start=start, length=length)))
 
     def checksum(self, path: str) -> tuple[str, int] | None:
-        """Read the object through."""
+        """Read the whole object; return its SHA-256 and size in bytes, or None if it does not exist."""
         digest, size = hashlib.sha256(), 0
         try:
             for part in self.stream(path):
@@ -99,11 +102,11 @@ class BucketStorage:
         return digest.hexdigest(), size
 
     def seal(self, path: str) -> tuple[str, int] | None:
-        """Return the checksum of the bytes sent. The connection is sealed (TLS), so nothing is fetched again."""
+        """Return SHA-256 and size of the bytes sent. TLS protects the transfer, so they are not read back."""
         return self._seals.pop(path, None)
 
     def delete(self, path: str) -> None:
-        """Remove an object, or all under a prefix."""
+        """Delete an object, or all objects under a prefix."""
         names = [entry["path"] for page in self._library.list(self._store, path) for entry in page]
         with contextlib.suppress(FileNotFoundError):
             self._ask("delete", self._library.delete, self._store, names or [path])

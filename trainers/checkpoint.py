@@ -1,6 +1,6 @@
-"""Saves and restores everything that must survive, in the background, complete or not at all.
+"""Save checkpoints in the background, atomically, and restore them.
 
-Knows no strategy: it is handed objects with a `state_dict`, by name. On the storage:
+This module knows no strategy: it receives objects with a `state_dict`, by name. Layout of the storage:
 `attempts/<number>` registers attempts; `step-<n>-attempt-<n>-<run>/` holds shards and, written last, `manifest.json`.
 """
 
@@ -32,19 +32,19 @@ from trainers.storage import Storage
 
 __all__ = ["CheckpointManager", "CheckpointName", "Contents", "find_newest", "list_checkpoints"]
 
-# Checkpoints in a row that may fail before the run does: what is not saved is paid for again after a preemption.
+# Consecutive failed saves after which the run fails: unsaved work is paid for again after a preemption.
 FAILURES_MAX = 3
 
-# True and intended where one process trains alone.
+# Intended: one process trains alone.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 warnings.filterwarnings("ignore", message="Detected an existing checkpoint")  # one that failed, written once more
 
 
 class HeldByOne:
-    """State that differs between ranks, of which one rank's values are shared: it alone writes them, all read them."""
+    """State that differs between ranks; one rank writes its values, and all ranks read them."""
 
     def __init__(self, state: Stateful, *, is_holder: bool) -> None:
-        """Represent `state`."""
+        """Wrap `state`; only the holder contributes values to a checkpoint."""
         self._state, self.is_holder = state, is_holder
 
     def state_dict(self) -> dict[str, Any]:
@@ -52,12 +52,12 @@ class HeldByOne:
         return self._state.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load into the state."""
+        """Load the holder's values."""
         self._state.load_state_dict(state)
 
 
 class CheckpointManager:
-    """One job's checkpoints, as seen by one attempt. All ranks call the same verbs in the same order."""
+    """The checkpoints of a job, as seen by one attempt. All ranks call the same methods in the same order."""
 
     def __init__(
         self,
@@ -70,9 +70,9 @@ class CheckpointManager:
         own: Mapping[str, Stateful],
         about: Mapping[str, Any] | None = None,
     ) -> None:
-        """Register the attempt. `shared` state is one for all ranks; `own` differs from rank to rank.
+        """Register the attempt. `shared` state is common to all ranks; `own` differs from rank to rank.
 
-        `about` is JSON to keep with each checkpoint.
+        `about` is JSON that is stored with each checkpoint.
         """
         self._about = dict(about or {})
         self._storage, self._ranks = storage, ranks
@@ -84,8 +84,8 @@ class CheckpointManager:
         self._step_saved: int | None = None
         self.step_committed: int | None = None
         self._snapshot = Snapshot(CudaStreams(ranks.device) if ranks.device.type == "cuda" else None)
-        self.stall_s = 0.0  # how long the last `save`, and `settle` after it, held up their caller
-        self.write_s = 0.0  # how long the last committed one was on its way, training going on
+        self.stall_s = 0.0  # time that the last `save`, and the `settle` after it, blocked their caller
+        self.write_s = 0.0  # time from the start of the last committed save to its commit; training continues meanwhile
         self._run = ranks.share(uuid.uuid4().hex[:8])
         decide(ranks, self._register)
 
@@ -97,7 +97,7 @@ class CheckpointManager:
     def restore(self, progress: RestoreProgress | None = None) -> int | None:
         """Load the newest complete checkpoint into the objects and return its step; None if there is none.
 
-        All ranks skip torn and corrupt ones, with a warning. `progress` reports the progress of the ranks.
+        All ranks skip incomplete and corrupt checkpoints, with a warning. `progress` reports bytes read by all ranks.
         """
         restorer = Restorer(self._storage, self._ranks, shared=self._shared, own=self._own)
         silent = RestoreProgress(LocalCounter(), beat=lambda doing: None, report=lambda status: None)
@@ -108,11 +108,11 @@ class CheckpointManager:
         return name.step
 
     def save(self, step: int) -> None:
-        """Copy and write the state in the background. Waits for a save still under way.
+        """Copy and write the state in the background. Wait for a save in progress first.
 
-        Its failure is only a warning, because training is worth more than one checkpoint; it is an error if the attempt
-        is stale or several saves in a row failed. No tensor of the state may change before `settle` returns: forward
-        and backward may run, the optimizer not. Saving the step that was saved last does nothing.
+        A failed save is only a warning, because training is worth more than one checkpoint; it raises if the attempt is
+        stale or several consecutive saves failed. No tensor of the state may change before `settle` returns: forward
+        and backward may run, but not the optimizer. Saving the step that was saved last has no effect.
         """
         begin = time.perf_counter()
         try:
@@ -126,7 +126,7 @@ class CheckpointManager:
                 warn(f"{error}; training continues until the next checkpoint")
         if step == self._step_saved:
             return
-        # Called on every rank: for some strategies it is a collective operation.
+        # On every rank: for some strategies `state_dict` is a collective call.
         states = {key: (holder, holder.state_dict()) for key, holder in self._shared.items()}
         live = {key: state for key, (holder, state) in states.items() if getattr(holder, "is_holder", True)}
         live[name_own(self._ranks)] = {key: holder.state_dict() for key, holder in self._own.items()}
@@ -138,9 +138,9 @@ class CheckpointManager:
         self.stall_s = time.perf_counter() - begin
 
     def settle(self) -> None:
-        """Return when the state may change again: when it is copied, though not yet written.
+        """Block until the state may change: it has been copied, though perhaps not written.
 
-        On a GPU the change itself waits, on the device; the host does not.
+        On a GPU the device orders the change after the copy, and the host does not wait for it.
         """
         if not self._snapshot.is_settled:
             begin = time.perf_counter()
@@ -148,7 +148,7 @@ class CheckpointManager:
             self.stall_s += time.perf_counter() - begin
 
     def wait(self) -> None:
-        """Wait until the current save is committed; raise its error on every rank."""
+        """Wait until the current save is committed; raise its error, on every rank."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -161,7 +161,7 @@ class CheckpointManager:
             self._failures = 0
 
     def _write(self, name: CheckpointName, live: dict[str, Any]) -> None:
-        """Copy, write and commit, in the background thread; an error is kept for the next `wait`."""
+        """Copy, write and commit, in the background thread; keep an error for the next `wait`."""
         begin = time.perf_counter()
         try:
             state = self._snapshot.take(live)
@@ -186,7 +186,7 @@ class CheckpointManager:
             self._failure.__cause__ = error
 
     def _collect_files(self, name: str) -> dict[str, list[Any]]:
-        """Return every file with its checksum; each rank computes those of its own files."""
+        """Return every file with its checksum. Each rank computes the checksums of its own files."""
         mine: dict[str, Any] = {}
         problem: CheckpointError | None = None
         try:
@@ -194,8 +194,8 @@ class CheckpointManager:
                 # The library names a rank's files `__<rank>_<n>.distcp`; the first rank writes the index beside them.
                 if file.startswith(f"__{self._ranks.rank}_") or (self._ranks.is_first and file == INDEX):
                     mine[file] = self._storage.seal(f"{name}/{file}")
-        except OSError as error:  # reported to all ranks, which would wait for this one's answer
-            problem = CheckpointError(f"`{name}` was not sealed: {error}")
+        except OSError as error:  # shared with all ranks, which wait for this rank's answer
+            problem = CheckpointError(f"the checksums of `{name}` were not computed: {error}")
         parts = self._ranks.collect((mine, problem))
         for _, failure in parts:
             if failure is not None:
@@ -218,16 +218,16 @@ class CheckpointManager:
             if newer := self._find_newer_attempt():
                 return StaleAttemptError(newer)
             is_ours = self._storage.create(f"{name}/manifest.json", content)
-            # A write whose answer was lost on the way was repeated, and met itself.
+            # A write whose response was lost was retried, and the retry found its own object.
             is_ours = is_ours or self._storage.read(f"{name}/manifest.json") == content
-        except OSError as error:  # reported to all ranks, rather than leaving them to wait
+        except OSError as error:  # shared with all ranks, which wait for it
             return CheckpointError(f"the manifest of `{name}` was not written: {error}")
         if not is_ours:
             return CheckpointError(f"`{name}` was already committed by another process")
         return None
 
     def _find_newer_attempt(self) -> str | None:
-        # Registered attempts are files that are only ever added, so the highest is a fence that cannot move back.
+        # Attempts are registered by files that are never deleted, so the highest number is a monotonic fence.
         highest = max((int(number) for number in self._storage.list_names("attempts") if number.isdigit()), default=0)
         if highest <= self._attempt:
             return None

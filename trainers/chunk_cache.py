@@ -1,6 +1,6 @@
-"""Pieces of a data set on a node's disk, shared by its ranks and kept when they die.
+"""A cache of data-set chunks on a node's disk, shared by its ranks. It outlives their processes.
 
-Each file is followed by its digest: only files that a crash left incomplete are fetched again.
+Each file ends with a digest of its content, so that only files which a crash left incomplete are fetched again.
 """
 
 import contextlib
@@ -23,24 +23,24 @@ except ImportError:  # Windows: ranks may fetch a chunk twice
 
 DIGEST_BYTES = 32
 FETCH_THREADS = 4
-ATTEMPTS_MAX = 5  # another process may drop a chunk between its arrival and its use
+ATTEMPTS_MAX = 5  # another process may evict a chunk between its arrival and its use
 LOCK_COUNT = 64  # lock files are never removed, so there is a fixed number of them
 
 
 class ChunkCache:
-    """Chunks by number, fetched once a node and dropped by least recent use."""
+    """Chunks by number, fetched once per node and evicted by least recent use."""
 
     def __init__(self, folder: Path, fetch: Callable[[int], bytes], *, bytes_max: int, open_max: int) -> None:
-        """Keep at most `bytes_max` on the disk (all ranks together), and `open_max` files mapped by this process."""
+        """Keep at most `bytes_max` bytes on disk for all ranks, and at most `open_max` files mapped by this process."""
         self._folder, self._fetch, self._bytes_max, self._open_max = folder, fetch, bytes_max, open_max
         self._maps: OrderedDict[int, mmap.mmap] = OrderedDict()
         self._pool = ThreadPoolExecutor(FETCH_THREADS, thread_name_prefix="fetch")
         self._asked: set[int] = set()
-        self._reading = threading.Lock()  # of `_maps`
+        self._reading = threading.Lock()  # guards `_maps`
         folder.mkdir(parents=True, exist_ok=True)
 
     def read(self, chunk: int) -> mmap.mmap:
-        """Return a chunk's content, its digest at the end; fetched now if it is not here."""
+        """Return the content of a chunk, followed by its digest. Fetch it if it is not cached."""
         with self._reading:
             content = self._maps.get(chunk)
             if content is None:
@@ -51,7 +51,7 @@ class ChunkCache:
             return content
 
     def prefetch(self, chunks: Iterable[int]) -> None:
-        """Fetch chunks in the background, unless another rank does. A failure is left to the read that needs it."""
+        """Fetch chunks in the background unless another rank does. An error is left to the read that needs it."""
         wanted = set(chunks)
         new = wanted - self._asked
         self._asked = wanted
@@ -64,7 +64,7 @@ class ChunkCache:
             if content is not None:
                 return content
             self._ensure(chunk, is_waiting=True)
-        raise TrainerError(f"`{self._path(chunk)}` is repeatedly removed or damaged; is `--data.cache` on a disk?")
+        raise TrainerError(f"`{self._path(chunk)}` keeps being removed or damaged; is `--data.cache` on a local disk?")
 
     def _ensure(self, chunk: int, *, is_waiting: bool) -> None:
         path = self._path(chunk)
@@ -79,7 +79,7 @@ class ChunkCache:
 
     @contextlib.contextmanager
     def _lock(self, chunk: int, *, is_waiting: bool) -> Iterator[bool]:
-        """Hold a lock that ends with this process; yield False if another holds it and nothing is waited for."""
+        """Hold a lock that ends with this process; yield False if it is taken and `is_waiting` is false."""
         with (self._folder / f"{chunk % LOCK_COUNT}.lock").open("wb") as file:
             try:
                 if fcntl is not None:
@@ -93,7 +93,7 @@ class ChunkCache:
         path = self._path(chunk)
         try:
             with path.open("rb") as file:
-                # A private writable mapping: torch would warn of one that is read-only.
+                # A private writable mapping: torch warns about read-only ones.
                 content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
             os.utime(path)
         except (FileNotFoundError, ValueError):  # an empty file cannot be mapped
@@ -124,12 +124,12 @@ class ChunkCache:
 
 
 def digest(content: "bytes | memoryview") -> bytes:
-    """Return the digest that stands after a chunk."""
+    """Return the digest that is appended to a chunk."""
     return hashlib.blake2b(content, digest_size=DIGEST_BYTES).digest()
 
 
 def find_cache_folder(configured: str) -> Path:
-    """Return the folder for chunks: the configured one, or this user's folder for temporary files."""
+    """Return the folder for chunks: the configured one, or a temporary folder of this user."""
     if configured:
         return Path(configured)
     user = os.getuid() if hasattr(os, "getuid") else 0

@@ -1,4 +1,4 @@
-"""The measured collectives: one call each, on preallocated buffers, with a check of the result."""
+"""The collectives to measure: each is one call on preallocated buffers, with a check of its result."""
 
 import time
 from collections.abc import Callable
@@ -10,18 +10,18 @@ from torch import Tensor
 
 from trainers.ranks import Ranks
 
-# Values that differ from place to place and from rank to rank. Three ranks in a row add up to 1, so sums over many
-# stay small enough to be exact in 16 bits too.
+# Values that differ by position and rank. Those of three consecutive ranks add up to 1, so sums over many ranks stay
+# small enough to be exact in 16 bits.
 VALUES = (-1, 0, 2)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Collective:
-    """One operation on buffers of one size."""
+    """One collective on buffers of one size."""
 
     name: str
-    size: int  # bytes of the whole message, as nccl-tests counts it: for gather and scatter, of all ranks' parts
-    prepare: Callable[[], None]  # fills the buffers, for a check
+    size: int  # bytes of the whole message, as nccl-tests counts it: for gather and scatter, the parts of all ranks
+    prepare: Callable[[], None]  # fills the buffers before a check
     run: Callable[[], None]
     count_wrong: Callable[[], int]
 
@@ -33,7 +33,7 @@ class Collective:
 
 
 def create_collective(name: str, size: int, dtype_name: str, ranks: Ranks) -> Collective:
-    """Make the buffers, for two ranks at least; `size` is rounded down to equal parts of whole elements."""
+    """Allocate the buffers for at least two ranks; `size` is rounded down to equal parts of whole elements."""
     dtype = getattr(torch, dtype_name)
     part = max(1, size // dtype.itemsize // ranks.world_size)
     whole = part * ranks.world_size
@@ -43,10 +43,10 @@ def create_collective(name: str, size: int, dtype_name: str, ranks: Ranks) -> Co
 
 
 def time_runs(collective: Collective, *, warmup: int, runs: int, ranks: Ranks) -> float:
-    """Return the seconds per run: the mean over `runs` of the slowest rank."""
+    """Return the seconds per run: the mean over `runs`, on the slowest rank."""
     for _ in range(warmup):
         collective.run()
-    ranks.sum([0.0])  # all begin together
+    ranks.sum([0.0])  # a barrier: all ranks begin together
     _wait(ranks)
     begin = time.perf_counter()
     for _ in range(runs):

@@ -1,6 +1,6 @@
-"""Every knob of a training run: one frozen tree of dataclasses, each field a flag with its own help.
+"""The options of a training run: a tree of frozen dataclasses, in which each field is a flag with its help text.
 
-Imports nothing heavy, so `--help` and a mistyped flag answer at once.
+This module imports nothing heavy, so that `--help` and a mistyped flag answer at once.
 """
 
 import re
@@ -14,7 +14,7 @@ from trainers.launch import parse_elastic
 from trainers.presets import PRESETS
 from trainers.strategies.options import StrategyOptions
 
-# Hidden widths that are multiples of this suit every GPU's matrix units.
+# Hidden widths are rounded up to a multiple of this, which suits the matrix units of every GPU.
 WIDTH_MULTIPLE = 64
 _NUMBER = r"\d+(?:\.\d+)?"
 ROPE_SCALING = rf"linear:{_NUMBER}|llama3:{_NUMBER}(?:,{_NUMBER}){{3}}"
@@ -92,7 +92,7 @@ class DataConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """The optimisation."""
+    """Steps, batch size and learning rate."""
 
     steps: int = knob(200, "optimizer steps in the whole run")
     batch: int = knob(16, "samples per step, over all ranks")
@@ -110,7 +110,7 @@ class TrainConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
-    """The interval of checkpoints, and how many are kept."""
+    """The checkpoint interval, and the number of checkpoints to keep."""
 
     every_steps: int = knob(
         AUTOMATIC,
@@ -121,7 +121,7 @@ class CheckpointConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluateConfig:
-    """The loss on samples that are not trained on."""
+    """Evaluation on held-out samples."""
 
     every_steps: int = knob(0, "steps between evaluations; 0: never")
     samples: int = knob(64, "samples of one evaluation, the same ones each time")
@@ -129,7 +129,7 @@ class EvaluateConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class LoraConfig:
-    """Low-rank adapters: only they are trained, next to frozen weights (arXiv:2106.09685)."""
+    """Low-rank adapters, trained beside frozen weights (LoRA, arXiv:2106.09685)."""
 
     rank: int = knob(0, "rank of the adapters; 0 trains all weights")
     alpha: float = knob(16.0, "the adapters' output is multiplied by alpha / rank")
@@ -140,7 +140,7 @@ class LoraConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class SampleConfig:
-    """Text written by the model when it is trained."""
+    """Text that the trained model generates."""
 
     tokens: int = knob(80, "tokens to generate; 0: none")
     prompt: str = knob("\n", "text to continue")
@@ -150,7 +150,7 @@ class SampleConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class LogConfig:
-    """Values to log, and where. The broker's progress file is written as well."""
+    """Logging, in addition to broker's progress file."""
 
     every_steps: int = knob(
         1, "steps between two lines on stdout and in the files; the host waits for a GPU only at these steps"
@@ -162,7 +162,7 @@ class LogConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class WatchdogConfig:
-    """A run that hangs is ended, so that it can be started again."""
+    """Limits after which a run that hangs is ended, so that it can be restarted."""
 
     timeout_s: float = knob(
         600.0, "longest time for a step, and for a restore without a byte read by any rank; 0 disables the watchdog"
@@ -176,14 +176,13 @@ class WatchdogConfig:
 
     @property
     def collective_s(self) -> float:
-        """Return how long a rank waits for another one in a step, in seconds: longer only if steps are declared to be
-        long."""
+        """The limit in seconds for a rank that waits for another one in a step: 60 s, or more if steps may be long."""
         return max(60.0, self.timeout_s / 10) if self.timeout_s else 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProfileConfig:
-    """A trace of some steps, to be opened in Perfetto or chrome://tracing."""
+    """A trace of some steps, for Perfetto or chrome://tracing."""
 
     steps: int = knob(0, "steps to trace; 0: none")
     first: int = knob(10, "step of this attempt at which the trace begins")
@@ -229,7 +228,7 @@ class RunConfig(StrategyOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class Config(RunConfig):
-    """A whole run of the language model."""
+    """All options of a language model run."""
 
     init_from: str = knob("", "folder of a Hugging Face model that provides the initial shape and weights")
     fused_loss: bool = knob(
@@ -245,7 +244,7 @@ class Config(RunConfig):
 
 
 def parse_config(arguments: Sequence[str], program: str = "python -m trainers.lm") -> Config:
-    """Read flags, a config file and a preset; invalid values exit with code 2."""
+    """Read flags, a config file and a preset; exit with code 2 on invalid values."""
     return parse_flags(
         Config,
         arguments,

@@ -1,6 +1,6 @@
 """The samples of a run and their order.
 
-A sample's place depends on its global index only, never on the rank or world size that reads it.
+The position of a sample depends only on its global index, never on the rank or the world size that reads it.
 """
 
 import hashlib
@@ -18,13 +18,13 @@ from trainers.errors import TrainerError
 # Balanced Feistel networks are hard to distinguish from random from four rounds on (Luby and Rackoff, 1988).
 ROUND_COUNT = 4
 
-Batch = Any  # a pair (inputs, targets) or a dict; tensors, possibly nested, the sample first in every shape
+Batch = Any  # a pair (inputs, targets) or a dict of tensors, possibly nested; dimension 0 is the sample
 
 
 class Samples(Protocol):
-    """An endless row of samples; any of them can be read at once, by any rank."""
+    """An endless sequence of samples with random access by global index, for any rank."""
 
-    fingerprint: str  # two rows with one fingerprint hold the same samples in the same order
+    fingerprint: str  # equal for sequences with the same samples in the same order
 
     def read(self, sample_first: int, sample_count: int) -> Batch:
         """Return the samples of consecutive global indexes as one batch, on the CPU."""
@@ -32,7 +32,7 @@ class Samples(Protocol):
 
 
 def map_tensors(batch: Batch, change: Callable[[Tensor], Tensor]) -> Batch:
-    """Return the batch with every tensor changed; other values stay."""
+    """Return the batch with `change` applied to every tensor; other values are kept."""
     if isinstance(batch, Tensor):
         return change(batch)
     if isinstance(batch, Mapping):
@@ -43,24 +43,24 @@ def map_tensors(batch: Batch, change: Callable[[Tensor], Tensor]) -> Batch:
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:
-    """Copy a batch to the device; a copy from pinned memory does not hold up the caller."""
+    """Copy a batch to the device. A copy from pinned memory does not block the caller."""
     return map_tensors(batch, lambda tensor: tensor.to(device, non_blocking=True))
 
 
 def split_batch(batch: Batch) -> tuple[Any, Any]:
-    """Return the inputs of the model and the loss: the parts of a pair; any other sample is passed to both."""
+    """Return the inputs of the model and those of the loss: the two parts of a pair; any other batch is both."""
     if isinstance(batch, tuple | list) and len(batch) == 2:
         return batch[0], batch[1]
     return batch, batch
 
 
 class Corpus:
-    """Tokens cut into windows, shuffled every epoch; any sample is found in O(1)."""
+    """Tokens cut into windows that are shuffled every epoch; finding a sample takes O(1)."""
 
     def __init__(self, shards: Sequence[Tensor], fingerprint: str, context: int, seed: int, windows: range) -> None:
-        """Cut each of `shards`, one-dimensional tensors of token ids, into windows of `context` tokens and the next.
+        """Cut each shard, a 1-D tensor of token ids, into windows of `context` + 1 tokens that overlap by one.
 
-        Only the `windows` of this range are shown. The seed is part of what identifies a run.
+        Use only the windows in the range `windows`. The fingerprint includes `seed`, which sets the order.
         """
         self._shards, self._context, self._seed = shards, context, seed
         self._windows = windows
@@ -76,17 +76,17 @@ class Corpus:
 
     @property
     def window_count(self) -> int:
-        """Samples of one epoch."""
+        """The number of windows in one epoch."""
         return len(self._windows)
 
     def read(self, sample_first: int, sample_count: int) -> Batch:
-        """Token ids `[count, context]` and, for each, the id that follows it."""
+        """Return token ids [sample_count, context] and, in the same shape, the id that follows each of them."""
         rows = [self._window(self.window_of(sample_first + offset)) for offset in range(sample_count)]
         windows = torch.stack(rows).long()
         return windows[:, :-1], windows[:, 1:]
 
     def window_of(self, sample: int) -> int:
-        """Return the window that the sample of this global index shows."""
+        """Return the index of the window for a sample, given by its global index."""
         epoch, place = divmod(sample, len(self._windows))
         return self._windows[permute(place, len(self._windows), f"{self._seed}/{epoch}")]
 
@@ -97,19 +97,19 @@ class Corpus:
 
 
 class Prefetch:
-    """Read ahead: after the samples of one step, read those of the next, one batch further on."""
+    """Read the samples of the next step, one batch ahead, in a thread."""
 
     def __init__(self, samples: Samples, batch: int, *, is_pinned: bool) -> None:
-        """Read one step of `batch` samples ahead, in one thread; `is_pinned` for copies to a GPU."""
+        """Read one global batch of `batch` samples ahead; `is_pinned` copies them to pinned memory, for a GPU."""
         self._samples, self._batch, self._is_pinned = samples, batch, is_pinned
         self._ahead: dict[tuple[int, int], Future[Batch]] = {}
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="prefetch")
         self.fingerprint = samples.fingerprint
 
     def read(self, sample_first: int, sample_count: int) -> Batch:
-        """Return the samples that were read ahead, or read them now; the result is the same."""
+        """Return the samples that were read ahead, or read them now. The result is the same."""
         future = self._ahead.pop((sample_first, sample_count), None)
-        # What lies behind was asked for in other portions, or never will be.
+        # Drop reads of earlier samples, which will not be used.
         self._ahead = {key: pending for key, pending in self._ahead.items() if key[0] >= sample_first}
         following = sample_first + self._batch
         self._ahead[following, sample_count] = self._thread.submit(self._read, following, sample_count)
@@ -127,12 +127,12 @@ def split_windows(window_count: int, validation_share: float) -> tuple[range, ra
 
 
 def count_windows(shard: Tensor, context: int) -> int:
-    """Whole windows of a shard, each with the token after it."""
+    """Return the number of whole windows in a shard, each with the token after it."""
     return max(0, (len(shard) - 1) // context)
 
 
 def samples_of_rank(sample_first: int, batch: int, rank: int, world_size: int) -> range:
-    """Return the global indexes that one rank reads of a step's batch; consecutive ranks read it in order."""
+    """Return the global indexes of a rank's samples in a step. Ranks take consecutive parts of the batch, in order."""
     if batch < world_size:
         raise TrainerError(f"a batch of {batch} leaves some of {world_size} ranks without a sample")
     return range(sample_first + batch * rank // world_size, sample_first + batch * (rank + 1) // world_size)
@@ -141,12 +141,12 @@ def samples_of_rank(sample_first: int, batch: int, rank: int, world_size: int) -
 def permute(place: int, count: int, key: str) -> int:
     """Return the position at which a keyed shuffle of `count` cards puts the card at `place`, without shuffling.
 
-    A Feistel network permutes the next power of four; a result past the end walks on until it falls inside.
+    A Feistel network permutes the next power of four; a result past the end is permuted again until it falls inside.
     """
     assert 0 <= place < count
     half_bits = max(1, ((count - 1).bit_length() + 1) // 2)
     mask = (1 << half_bits) - 1
-    # The walk follows a cycle that holds `place` itself, so it ends within 4 * count steps; 4 on average.
+    # The walk follows a cycle that contains `place`, so it ends within 4 * count steps, on average after 4.
     for _ in range(4 * count + 4):
         left, right = place >> half_bits, place & mask
         for turn in range(ROUND_COUNT):
@@ -155,4 +155,4 @@ def permute(place: int, count: int, key: str) -> int:
         place = left << half_bits | right
         if place < count:
             return place
-    raise AssertionError("a permutation did not come back to where it began")
+    raise AssertionError("the permutation left its cycle")

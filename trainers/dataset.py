@@ -1,4 +1,4 @@
-"""Samples out of a map-style Dataset: shuffled every epoch, and found by their number in the whole run."""
+"""Samples of a map-style Dataset, shuffled every epoch and addressed by their index in the whole run."""
 
 import hashlib
 from collections.abc import Callable
@@ -11,10 +11,10 @@ from trainers.errors import TrainerError
 
 
 class DatasetSamples:
-    """An endless row of the dataset's items."""
+    """An endless sequence of the items of a dataset."""
 
     def __init__(self, dataset: Any, *, seed: int, collate: Callable[[list[Any]], Any] | None = None) -> None:
-        """Shuffle `dataset`, anything with `len()` and `[index]`. An empty one is a TrainerError."""
+        """Shuffle `dataset`, any object with `len()` and `[index]`. An empty one raises TrainerError."""
         self._dataset, self._seed, self._collate = dataset, seed, collate
         try:
             self._count = len(dataset)
@@ -28,7 +28,7 @@ class DatasetSamples:
         self.fingerprint = f"{describe(self.read(0, 1))}/{self._count}/{seed}"
 
     def read(self, sample_first: int, sample_count: int) -> Batch:
-        """Return items as one batch; the order within an epoch depends on the seed and the epoch alone."""
+        """Return items as one batch. Their order within an epoch depends only on the seed and the epoch."""
         items = [self._dataset[self._find_index(sample_first + offset)] for offset in range(sample_count)]
         if self._collate is not None:
             return self._collate(items)
@@ -42,7 +42,7 @@ class DatasetSamples:
 
 
 def open_samples(source: Any, *, seed: int, collate: Callable[[list[Any]], Any] | None = None) -> Samples:
-    """Return samples of a dataset, of samples as they are, or of a function that returns either."""
+    """Return the samples of a dataset; `source` may also be samples already, or a function that returns either."""
     if callable(source) and not hasattr(source, "__getitem__") and not hasattr(source, "read"):
         source = source()
     if hasattr(source, "read") and hasattr(source, "fingerprint"):
@@ -52,7 +52,7 @@ def open_samples(source: Any, *, seed: int, collate: Callable[[list[Any]], Any] 
 
 
 def describe(batch: Batch) -> str:
-    """Return a digest of names, shapes and types. Not of values: an item may be augmented at random."""
+    """Return a digest of names, shapes and dtypes. Values are left out: items may be augmented at random."""
     parts: list[str] = []
 
     def note(tensor: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Peak rates and memory of devices, and hints if memory does not suffice."""
+"""Peak rates and memory of devices, and hints for when memory is insufficient."""
 
 import os
 import resource
@@ -13,8 +13,8 @@ from torch import Tensor
 from trainers.config import RunConfig
 from trainers.errors import TrainerError
 
-# Dense bfloat16 and TensorFloat-32 rates in TFLOP/s, without sparsity, from the makers' data sheets. The first name
-# that is part of the device's own counts, so longer names come first. V100 and T4 have no bfloat16; theirs is float16.
+# Dense bfloat16 and TensorFloat-32 rates in TFLOP/s, without sparsity, from the vendors' data sheets. The first name
+# contained in the device's name applies, so longer names come first. V100 and T4 have no bfloat16; theirs is float16.
 PEAKS: tuple[tuple[str, float, float], ...] = (
     ("GB200", 2500.0, 1250.0),
     ("B200", 2250.0, 1125.0),
@@ -42,7 +42,7 @@ BYTES_A_PARAMETER, BYTES_FROZEN = 16, 4
 
 
 def configure_arithmetic(config: RunConfig) -> None:
-    """Set torch's global switches; called once, before anything is computed."""
+    """Set torch's global precision and determinism flags. Call once, before any computation."""
     if torch.cuda.is_available():
         # TensorFloat-32 has 10 bits of mantissa and 8 times the rate of float32 on an A100; MFU counts that rate.
         torch.set_float32_matmul_precision(config.matmul_precision)
@@ -51,11 +51,11 @@ def configure_arithmetic(config: RunConfig) -> None:
         settings: Any = torch.utils.deterministic  # a module with properties, which mypy cannot see
         settings.fill_uninitialized_memory = False  # every tensor is written before it is read
         torch.backends.cudnn.benchmark = False
-        torch.backends.cuda.enable_mem_efficient_sdp(False)  # its backward pass adds in any order
+        torch.backends.cuda.enable_mem_efficient_sdp(False)  # its backward pass sums in no fixed order
 
 
 def find_peak_flops(device: torch.device, dtype: str, given_tflops: float) -> float | None:
-    """Return the peak FLOP/s of one device; None if unknown, as for CPUs."""
+    """Return the peak FLOP/s of one device; None if unknown, as for CPUs. `given_tflops` overrides the table."""
     if given_tflops:
         return given_tflops * 1e12
     if device.type != "cuda":
@@ -68,11 +68,11 @@ def find_peak_flops(device: torch.device, dtype: str, given_tflops: float) -> fl
 
 
 def measure_memory_gib(device: torch.device) -> float:
-    """Return the peak memory of this process: of tensors on a GPU, of everything on a CPU."""
+    """Return the peak memory of this process in GiB: tensors on a GPU, the resident set on a CPU."""
     if device.type == "cuda":
         allocated: int = torch.cuda.max_memory_allocated(device)
         return allocated / 2**30
-    # Linux counts in KiB, macOS in bytes.
+    # Linux reports KiB, macOS bytes.
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
 
@@ -80,7 +80,10 @@ def measure_memory_gib(device: torch.device) -> float:
 def check_memory(
     parameters: Iterable[Tensor], device: torch.device, config: RunConfig, *, state_bytes: float = BYTES_A_PARAMETER
 ) -> None:
-    """Raise a TrainerError if the device has less memory than every step needs, activations aside."""
+    """Raise a TrainerError if the device has less memory than each step requires, not counting activations.
+
+    `state_bytes` is the size of weight, gradient and optimizer state for each trained element on this rank.
+    """
     count, needed = 0, 0.0
     for parameter in parameters:
         size = (parameter.to_local() if hasattr(parameter, "to_local") else parameter).numel()
@@ -89,13 +92,13 @@ def check_memory(
     present = find_memory(device)
     if present is not None and needed > present:
         raise TrainerError(
-            f"weights, gradients and moments of {count / 1e6:,.0f} million parameters take {needed / 2**30:.1f} GiB a "
-            f"rank, and there are {present / 2**30:.1f} GiB{advise(config)}"
+            f"weights, gradients and moments of {count / 1e6:,.0f} million parameters take {needed / 2**30:.1f} GiB "
+            f"per rank, but only {present / 2**30:.1f} GiB are available{advise(config)}"
         )
 
 
 def find_memory(device: torch.device) -> int | None:
-    """Return bytes of one rank's device, or the share of the machine's (or the container's) memory; None if unknown."""
+    """Return the bytes of a rank's device, or on a CPU its share of the machine or container; None if unknown."""
     if device.type == "cuda":
         total: int = torch.cuda.get_device_properties(device).total_memory
         return total
@@ -110,23 +113,25 @@ def find_memory(device: torch.device) -> int | None:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether memory ran out. On a CPU torch raises a plain RuntimeError with its allocator's name."""
+    """Return whether memory ran out. On a CPU torch raises a plain RuntimeError that names its allocator."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
     return isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
 
 
 def advise(config: RunConfig) -> str:
-    """Return changes of this config that reduce memory, the cheapest first, as hints below a message."""
+    """Return hints that reduce memory under this config, the cheapest first, to append to a message."""
     changes = []
     if config.train.micro_batch > 1:
         half = config.train.micro_batch // 2
-        changes.append(f"`--train.micro_batch {half}`: the same batch in more, smaller passes")
+        changes.append(f"`--train.micro_batch {half}` computes the same batch in more, smaller passes")
     if config.dtype == "float32":
-        changes.append("`--dtype bfloat16`: activations of half the size")
+        changes.append("`--dtype bfloat16` halves activations")
     if config.recompute != "full":
-        changes.append("`--recompute full`: activations are computed again instead of kept, for a third more work")
+        changes.append("`--recompute full` recomputes activations instead of storing them, at a third more compute")
+    if config.offload == "none" and torch.cuda.is_available():
+        changes.append("`--offload optimizer` keeps AdamW's moments in CPU memory, at the cost of a slower step")
     if not any(name in config.strategy for name in ("fsdp", "hsdp", "pipeline", "tensor")):
-        changes.append("`--strategy fsdp`: weights, gradients and moments are spread over the ranks")
-    changes.append("more ranks, larger devices, or a smaller `--preset`")
+        changes.append("`--strategy fsdp` shards weights, gradients and moments over the ranks")
+    changes.append("use more ranks, larger devices, or a smaller `--preset`")
     return "\n" + "".join(f"\nhint: {change}" for change in changes)

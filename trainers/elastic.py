@@ -1,7 +1,7 @@
-"""A worker of an elastic run: finds its place in the world, and starts again in the next one.
+"""A worker of an elastic run: it joins a world, and restarts in the next one when ranks leave or arrive.
 
-A worker that has lost a peer may hang in a collective that nothing can interrupt. So the thread that hears of the
-change keeps the state in memory that outlives the program, and executes the program again, in the same process.
+A worker that has lost a peer may hang in a collective that nothing can interrupt. The thread that is notified of the
+change therefore saves the state in memory that outlives the program, and re-executes the program in the same process.
 """
 
 import json
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 BEAT_S = 2.0
 SEARCH_S = 3.0
-# A peer's death is heard of at once, a machine that vanished after `rendezvous.SILENCE_S_MAX`.
+# The death of a peer is noticed at once, a machine that vanished after `rendezvous.SILENCE_S_MAX`.
 CHANGE_S_MAX = 40.0
 LOCK_S_MAX = 30.0
 VOTE_S_MAX = 120.0
@@ -40,18 +40,18 @@ VOTE_S_MAX = 120.0
 
 @dataclass(frozen=True, kw_only=True)
 class World:
-    """A generation of the gang, as the rendezvous announced it."""
+    """A generation of the gang, as announced by the rendezvous."""
 
     generation: int
     rank: int
     world_size: int
     address: str
     port: int
-    holdings: tuple[tuple[int, int, int], ...]  # of each rank: step of the state in its memory, which of how many parts
+    holdings: tuple[tuple[int, int, int], ...]  # per rank: step in memory, index of its part, number of parts
     members: tuple[str, ...] = ()  # ids, where the rendezvous may move
 
     def read_holdings(self) -> "Sequence[Holding]":
-        """Return the state that each rank kept from the previous world."""
+        """Return what each rank kept in memory from the previous world."""
         from trainers.state_transfer import Holding
         from trainers.strategies.grid import Part
 
@@ -59,25 +59,26 @@ class World:
 
 
 class ElasticMember:
-    """The place of one process among workers that join and leave."""
+    """The membership of one process in a gang whose workers join and leave."""
 
     def __init__(self, meeting: str, *, unit: int = 1) -> None:
-        """Go to the rendezvous at `meeting`, and wait for admission to a world of a multiple of `unit` ranks.
+        """Connect to the rendezvous at `meeting` and wait for a world, whose size is a multiple of `unit` ranks.
 
-        `meeting` is a `host:port`, or one of each node joined by commas: then a run outlives its first node.
+        `meeting` is a `host:port`, or a comma-separated list with one for each node: then the run survives the loss of
+        its first node.
         """
         self._kept = int(os.environ.get("BROKER_ELASTIC_STATE", "-1"))  # a file descriptor
         self._lock: Any = None
         self._position: Position | None = None
         self._part: Part | None = None
         self._shared: Mapping[str, Any] = {}
-        self._fixed: Mapping[str, Any] = {}  # of the shared state, what consists of tensors that stay the same
+        self._fixed: Mapping[str, Any] = {}  # the part of the shared state whose tensors are never replaced
         self._verdicts: queue.Queue[str] = queue.Queue()
         self.is_change_asked = False
         self._is_lost = threading.Event()
         self._past = read_past(os.environ)
         self._places = Places(meeting, self._past)
-        self._is_done = False  # whether the end of the connection is of no account
+        self._is_done = False  # whether the connection is expected to end
         self._restarting = threading.Lock()
         self._id, self._unit = os.environ["BROKER_ELASTIC_MEMBER"], unit
         self._leader, self._wire = self._places.connect()
@@ -93,10 +94,10 @@ class ElasticMember:
         threading.Thread(target=self._listen, name="elastic", daemon=True).start()
 
     def offer(self, lock: Any, position: "Position", part: "Part", shared: Mapping[str, Any]) -> None:
-        """Register the state to keep. It is all of that part, and of that position, while `lock` is free."""
+        """Register the state to keep. Whenever `lock` is free, all of it belongs to the step of `position`."""
         import torch
 
-        # Asked for in the middle of a step, a sharded module's state would be put back together under its feet.
+        # Requested in the middle of a step, the state dict of a sharded module would reshard its parameters.
         self._fixed = {
             key: holder.state_dict(keep_vars=True)
             for key, holder in shared.items()
@@ -104,7 +105,7 @@ class ElasticMember:
         }
         self._lock, self._part, self._shared = lock, part, shared
         self._position = position
-        if self._kept >= 0:  # what was kept of the world before takes as much memory once more
+        if self._kept >= 0:  # the state of the previous world takes as much memory again
             os.close(self._kept)
             self._kept = -1
 
@@ -123,7 +124,10 @@ class ElasticMember:
         return transfer_state(ranks, part, self.world.read_holdings(), read, shared)
 
     def vote(self, *, is_leaving: bool) -> str:
-        """After a step at which all ranks stop: `stay`, `again` in a new world, `go` alone, or `stop` all together."""
+        """Vote between two steps at which all ranks stop; return the verdict of the rendezvous.
+
+        `stay`: continue; `again`: restart in a new world; `go`: leave alone; `stop`: end with all ranks.
+        """
         self.is_change_asked = False
         if self._is_lost.is_set():
             return "stop"
@@ -136,16 +140,16 @@ class ElasticMember:
         return verdict
 
     def finish(self) -> None:
-        """Report the end of the run, so that this process is not missed."""
+        """Report the end of the run, so that the rendezvous does not treat this exit as a loss."""
         self._is_done = True
         self._send(kind="done")
 
     def await_change(self) -> None:
-        """After an error that a lost peer may have caused: does not return if one is gone."""
+        """Wait after an error that a lost peer may have caused. Does not return if a peer was lost."""
         self._is_lost.wait(CHANGE_S_MAX)
 
     def restart(self) -> None:
-        """Execute the program again, with the state in memory. Does not return, not for a second thread either."""
+        """Re-execute the program with the state in memory. Never returns; a second thread that calls it blocks."""
         self._restarting.acquire()
         if self._position is not None and self._part is not None:
             import torch
@@ -153,9 +157,9 @@ class ElasticMember:
             from trainers.state_transfer import keep
 
             if not self._lock.acquire(timeout=LOCK_S_MAX):
-                print("error: the state cannot be kept: a step does not end", file=sys.stderr, flush=True)
+                print("error: the state cannot be kept because a step does not end", file=sys.stderr, flush=True)
                 os._exit(1)
-            # The lock is kept: this program changes nothing any more.
+            # The lock is never released: this program must not change the state any more.
             kept = os.memfd_create("elastic", 0)
             with os.fdopen(os.dup(kept), "wb") as file:
                 state = {key: self._fixed.get(key) or holder.state_dict() for key, holder in self._shared.items()}
@@ -167,7 +171,7 @@ class ElasticMember:
         for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
             os.environ.pop(name, None)
         for descriptor in Path("/proc/self/fd").iterdir():
-            # Left open, sockets of torch's would live on and keep a peer waiting.
+            # Inherited sockets of torch would stay open and keep a peer waiting.
             with suppress(OSError):
                 os.set_inheritable(
                     int(descriptor.name), int(descriptor.name) <= 2 or int(descriptor.name) == self._kept
@@ -178,11 +182,11 @@ class ElasticMember:
         path = os.environ.get(PATH_VARIABLE)
         if path and hand_over(path, os.environ, self._kept):
             os._exit(EXIT_CODE_HANDED_OVER)
-        command = os.environ.get(COMMAND_VARIABLE)  # a standby's own command line is another one
+        command = os.environ.get(COMMAND_VARIABLE)  # a standby has a command line of its own
         os.execv(sys.executable, json.loads(command) if command else sys.orig_argv)
 
     def _join(self) -> World:
-        """Find the rendezvous and wait there for a world; look for it again if it moves."""
+        """Wait at the rendezvous for a world; search again if the rendezvous moves."""
         while True:
             self._send(**self._introduce())
             found = threading.Event()
@@ -213,7 +217,7 @@ class ElasticMember:
         return hello
 
     def _search(self, found: threading.Event) -> None:
-        """While waiting for a world, leave for a place where the run continues."""
+        """While waiting for a world, disconnect if the run continues at another node."""
         wire, leader = self._wire, self._leader
         while not self._places.is_one and not found.wait(SEARCH_S):
             if self._places.find_better(leader):
@@ -230,7 +234,7 @@ class ElasticMember:
                     message["members"] = tuple(message.get("members", ()))
                     return World(**{**message, "holdings": tuple(map(tuple, message["holdings"]))})
                 if message.get("is_over"):
-                    raise SystemExit(0)  # others have done all steps before a place was free here
+                    raise SystemExit(0)  # the run finished before this worker was admitted
                 if "reason" in message:
                     raise TrainerError(message["reason"])
         return None
@@ -247,7 +251,7 @@ class ElasticMember:
                     self._verdicts.put(message["verdict"])
         if not self._places.is_one and not self._is_done:
             self.restart()  # the leader was lost, its ranks with it
-        self._is_lost.set()  # training continues; the next loss ends it
+        self._is_lost.set()  # training continues, but the next loss ends the run
 
     def _beat(self) -> None:
         while not self._is_lost.wait(BEAT_S):
@@ -260,14 +264,14 @@ class ElasticMember:
 
 @dataclass(frozen=True, kw_only=True)
 class Elastic:
-    """The action to take when the ranks stop between two steps because the world is to change."""
+    """Decides what to do when the ranks stop between two steps because the world is about to change."""
 
     member: ElasticMember
     notice: PreemptionNotice
-    is_kept: bool  # whether any rank that stays has all of the state in memory
+    is_kept: bool  # whether every rank holds the whole state in memory
 
     def decide(self, checkpoints: "CheckpointManager", step: int) -> str:
-        """Return `stay`, `go` or `stop`; does not return where this rank continues in another world."""
+        """Return `stay`, `go` or `stop`. Does not return if this rank continues in another world."""
         verdict = self.member.vote(is_leaving=self.notice.is_given())
         if verdict in ("again", "go") and not self.is_kept:
             checkpoints.save(step)
@@ -278,19 +282,19 @@ class Elastic:
 
 
 def join_world(config: RunConfig) -> ElasticMember | None:
-    """Join the other workers of an elastic run and return this process's rank among them; None for any other run."""
+    """Join the other workers of an elastic run and return this process's membership; None for any other run."""
     meeting = os.environ.get("BROKER_ELASTIC_AT")
     if meeting is None:
         if not config.elastic:
             return None
         raise TrainerError("`--elastic` requires the bundled launcher, not torchrun: `python -m trainers.launch -m`")
     if not hasattr(os, "memfd_create"):
-        raise TrainerError("`--elastic` requires Linux: elsewhere, no memory outlives a program")
+        raise TrainerError("`--elastic` requires Linux, where memory can outlive a program (memfd)")
     return ElasticMember(meeting, unit=find_unit(config))
 
 
 def find_unit(config: RunConfig) -> int:
-    """Return the number of ranks of which an elastic world must be a multiple, for its mesh to fit."""
+    """Return the unit of an elastic world: its size must be a multiple of this number of ranks to fit the mesh."""
     from trainers.strategies import find_axes
 
     if config.mesh:

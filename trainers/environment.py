@@ -1,4 +1,4 @@
-"""The environment contract: variables that the broker sets. All have a use without a broker."""
+"""The environment variables that broker sets. Each may also be set without broker."""
 
 import os
 from collections.abc import Mapping
@@ -8,7 +8,7 @@ from pathlib import Path
 
 @dataclass(frozen=True, kw_only=True)
 class Environment:
-    """The environment of this process."""
+    """The settings that a trainer reads from its environment."""
 
     checkpoint_url: str = "./checkpoints"
     attempt: int = 0
@@ -19,7 +19,7 @@ class Environment:
 
 
 def read_environment(variables: Mapping[str, str] = os.environ) -> Environment:
-    """Read the BROKER_* variables; unset and empty ones have their defaults."""
+    """Read the BROKER_* variables; unset and empty ones take their defaults."""
     progress, preemption = variables.get("BROKER_PROGRESS_FILE"), variables.get("BROKER_PREEMPTION_FILE")
     return Environment(
         checkpoint_url=variables.get("BROKER_CHECKPOINT_DIR") or "./checkpoints",
@@ -32,7 +32,7 @@ def read_environment(variables: Mapping[str, str] = os.environ) -> Environment:
 
 
 def _read_number(variables: Mapping[str, str], name: str) -> float | None:
-    """Return a number of at least 0; an invalid one counts as unset, because it is only for tuning."""
+    """Return a number of at least 0; treat an invalid one as unset, because it only tunes the run."""
     try:
         value = float(variables.get(name) or "nan")
     except ValueError:

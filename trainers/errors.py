@@ -1,4 +1,4 @@
-"""Errors that end a run with one line rather than a stack trace.
+"""Errors that end a run with a message instead of a stack trace.
 
 TrainerError
   CheckpointError
@@ -15,4 +15,4 @@ class CheckpointError(TrainerError):
 
 
 class StaleAttemptError(CheckpointError):
-    """A newer attempt of the same job has begun; this one may no longer commit."""
+    """A newer attempt of the job has started; this one may no longer commit checkpoints."""

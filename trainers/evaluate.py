@@ -1,4 +1,4 @@
-"""The loss on samples that are not trained on. Draws no random numbers, so training is not affected by it."""
+"""The loss on held-out samples. Evaluation draws no random numbers, so it does not affect training."""
 
 import dataclasses
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from trainers.strategies.base import Strategy
 
 
 class Evaluation:
-    """Evaluates on the same samples each time, shared by all ranks."""
+    """Evaluates on the same samples each time, divided among all ranks."""
 
     def __init__(
         self,
@@ -28,10 +28,10 @@ class Evaluation:
         recipe: Recipe,
         precision: Callable[[], AbstractContextManager[Any]],
     ) -> None:
-        """Raise a TrainerError now, rather than at step 1000, if there are no samples to evaluate on."""
+        """Choose the samples. Raises TrainerError if there are none, now instead of at the first evaluation."""
         self._model, self._strategy, self._ranks = model, strategy, ranks
-        # The same samples for any number of shares: the loss of an elastic run must not move with its size. A share
-        # without any would make no pass, while ranks that gather a model together must run it equally often.
+        # The same samples for any number of shares: the loss of an elastic run must not depend on its size. Every share
+        # gets at least one, because ranks that gather a model together must run equally many passes.
         samples = max(config.evaluate.samples, strategy.share.count)
         self._train = dataclasses.replace(config.train, batch=samples)
         self._work: Work | None = None
@@ -39,7 +39,7 @@ class Evaluation:
             self._work = Work(samples=recipe.validation, loss=recipe.loss, precision=precision, forward=recipe.forward)
         elif config.evaluate.every_steps:
             raise TrainerError(
-                "no data is left for evaluation: it is too short for `--data.validation_share`, or that is 0"
+                "no samples are left for evaluation: the data is too short for `--data.validation_share`, or it is 0"
             )
 
     def run(self) -> float:

@@ -1,6 +1,6 @@
-"""Write the weights of a checkpoint: `python -m trainers.export model.safetensors`, or `--format hf FOLDER`.
+"""Export the weights of a checkpoint: `python -m trainers.export model.safetensors`, or `--format hf FOLDER`.
 
-Reads the newest complete checkpoint, whatever strategy and number of ranks wrote it, in one process.
+One process reads the newest complete checkpoint, regardless of the strategy and the number of ranks that wrote it.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from trainers.errors import TrainerError
 from trainers.hugging_face import rename, write_shape
 
 PREFIX = "model."
-# Everything that belongs to a tokenizer in a Hugging Face folder.
+# The files of a tokenizer in a Hugging Face folder.
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "tokenizer.model", "vocab.json", "merges.txt",
     "added_tokens.json", "chat_template.jinja", "generation_config.json",
@@ -26,14 +26,14 @@ TOKENIZER_FILES = (
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Read the flags, write the files; return the exit code."""
+    """Parse the flags and write the files; return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m trainers.export", description="Write a checkpoint's weights.")
-    parser.add_argument("output", metavar="PATH", help="safetensors file to write; with `--format hf` a folder")
+    parser.add_argument("output", metavar="PATH", help="safetensors file to write, or a folder with `--format hf`")
     parser.add_argument(
         "--checkpoint", metavar="FOLDER", help="folder of checkpoints (default: $BROKER_CHECKPOINT_DIR)"
     )
     parser.add_argument(
-        "--dtype", choices=("float32", "bfloat16", "float16"), default="float32", help="type of the weights"
+        "--dtype", choices=("float32", "bfloat16", "float16"), default="float32", help="dtype of the exported weights"
     )
     parser.add_argument(
         "--format",
@@ -58,7 +58,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def export(url: str, output: Path, dtype: str) -> None:
-    """Write the newest complete checkpoint's weights to a file; a TrainerError if there is none."""
+    """Write the weights of the newest complete checkpoint to a safetensors file; TrainerError if there is none."""
     from trainers.safetensors import write_safetensors
 
     step, _, tensors = read_checkpoint(url)
@@ -67,15 +67,15 @@ def export(url: str, output: Path, dtype: str) -> None:
 
 
 def export_hugging_face(url: str, output: Path, dtype: str, *, tokenizer: str | None) -> None:
-    """Write a folder with `config.json`, weights by Hugging Face's names, adapters merged, and the tokenizer."""
+    """Write a Hugging Face folder: `config.json`, weights with merged adapters, and the tokenizer."""
     from trainers.lora import merge_adapters
     from trainers.safetensors import SINGLE_FILE, write_safetensors
 
     step, about, tensors = read_checkpoint(url)
     if "model" not in about:
         raise TrainerError(
-            f"the checkpoint of step {step} lacks its model's shape: it is not from `trainers.lm`, or was written "
-            "before this release\n\nhint: resume the run for one step, or export without `--format hf`"
+            f"the checkpoint of step {step} does not describe its model: it was not written by `trainers.lm`, or was "
+            "written before this release\n\nhint: resume the run for one step, or export without `--format hf`"
         )
     model, lora = ModelConfig(**about["model"]), LoraConfig(**about["lora"])
     if lora.rank:
@@ -88,7 +88,7 @@ def export_hugging_face(url: str, output: Path, dtype: str, *, tokenizer: str | 
     copied = copy_tokenizer(tokenizer or about.get("init_from"), output)
     print(f"step {step} is in `{output}` ({'with' if copied else 'without'} a tokenizer)")
     if model.expert_capacity:
-        print("note: transformers has no `--model.expert_capacity`; there, no token skips its experts")
+        print("note: Transformers has no equivalent of `--model.expert_capacity`: there, no token skips its experts")
 
 
 def copy_tokenizer(source: str | None, output: Path) -> bool:
@@ -100,7 +100,7 @@ def copy_tokenizer(source: str | None, output: Path) -> bool:
 
 
 def convert(tensors: Mapping[str, Any], dtype: str) -> dict[str, Any]:
-    """Return the tensors with floating-point numbers in another type."""
+    """Return the tensors with those of floating-point type converted to `dtype`."""
     import torch
 
     target = getattr(torch, dtype)
@@ -108,7 +108,7 @@ def convert(tensors: Mapping[str, Any], dtype: str) -> dict[str, Any]:
 
 
 def read_checkpoint(url: str) -> tuple[int, Mapping[str, Any], dict[str, Any]]:
-    """Return step, description and weights of the newest complete checkpoint; a TrainerError if there is none."""
+    """Return step, description and weights of the newest complete checkpoint. Raises TrainerError if there is none."""
     from trainers.manifest import find_newest, read_index
     from trainers.storage import open_storage
     from trainers.verified_reader import VerifiedReader
@@ -128,7 +128,7 @@ def read_checkpoint(url: str) -> tuple[int, Mapping[str, Any], dict[str, Any]]:
 
 
 def read_weights(reader: Any) -> dict[str, Any]:
-    """Return all tensors of the model, whole, by the names they have in it."""
+    """Return the unsharded tensors of the model by parameter name."""
     import torch
     import torch.distributed.checkpoint as dcp
 

@@ -1,7 +1,7 @@
-"""Turns a tree of frozen dataclasses into flags, and flags, a TOML file and a preset into such a tree.
+"""Derive flags from a tree of frozen dataclasses, and build the tree from flags, a TOML file and a preset.
 
-A flag beats the file, the file beats the preset, the preset beats the default. Imports nothing heavy, so `--help` and
-a mistyped flag answer at once.
+A flag overrides the file, the file the preset, and the preset the default. This module imports nothing heavy, so that
+`--help` and a mistyped flag answer at once.
 """
 
 import argparse
@@ -29,7 +29,7 @@ def parse_flags(
 ) -> Tree:
     """Read flags such as `--model.depth 6`; invalid values exit with code 2.
 
-    `defaults` replace those of the tree, by dotted name. A dash in a name is read as an underscore.
+    `defaults` override those of the tree, by dotted name. A dash in a name is read as an underscore.
     `--config FILE.toml` has a table for each part of the tree and may name a `preset`.
     """
     presets, defaults = presets or {}, defaults or {}
@@ -58,9 +58,8 @@ def parse_flags(
 def make_parser(
     tree: type, program: str, description: str, presets: Mapping[str, Preset], defaults: Preset | None = None
 ) -> argparse.ArgumentParser:
-    """Return a parser with one flag for each setting, grouped like the tree; flags that are not given leave no
-    value."""
-    # An abbreviation that is unique today breaks when the next knob arrives.
+    """Return a parser with one flag per setting, grouped like the tree. A flag that is not given sets no attribute."""
+    # No abbreviations: one that is unique today becomes ambiguous with the next flag.
     parser = argparse.ArgumentParser(
         prog=program,
         usage="%(prog)s [--FLAG VALUE ...]",
@@ -88,7 +87,7 @@ def make_parser(
             metavar="|".join(choices) if choices else METAVARS[type(default)],
             help=f"{knob_field.metadata['help']} (default: {default!r})".replace("%", "%%"),
         )
-        if isinstance(default, bool):  # `--compile` alone means yes
+        if isinstance(default, bool):  # `--compile` alone means true
             action.nargs, action.const = "?", True
     return parser
 
@@ -106,7 +105,7 @@ def _check_defaults(tree: type, defaults: Preset) -> None:
 
 
 def read_config_file(path: Path, tree: type, *, accepts_preset: bool = False) -> dict[str, Any]:
-    """Return the values of a TOML file by dotted name; ValueError for an unknown one or another type."""
+    """Return the values of a TOML file by dotted name. Raises ValueError for an unknown name or a wrong type."""
     try:
         content = _read_toml(path)
     except OSError as error:
@@ -124,7 +123,7 @@ def read_config_file(path: Path, tree: type, *, accepts_preset: bool = False) ->
 
 
 def _read_toml(path: Path) -> dict[str, Any]:
-    """Python has a reader from 3.11 on; on 3.10 the package tomli is the same, and pip has a copy of it."""
+    """Parse with tomllib (Python 3.11 and later), or on 3.10 with tomli or the copy of it inside pip."""
     for name in ("tomllib", "tomli", "pip._vendor.tomli"):
         try:
             library = importlib.import_module(name)
@@ -134,18 +133,18 @@ def _read_toml(path: Path) -> dict[str, Any]:
             try:
                 content: dict[str, Any] = library.load(file)
             except library.TOMLDecodeError as error:
-                raise ValueError(f"`{path}` is not TOML: {error}") from error
+                raise ValueError(f"`{path}` is not valid TOML: {error}") from error
         return content
     raise ValueError(f"`{path}` cannot be read on Python 3.10 without the package tomli: `pip install tomli`")
 
 
 def to_arguments(config: Any) -> list[str]:
-    """Write a config as flags that are read back to an equal one."""
+    """Return a config as flags that parse to an equal one."""
     return [f"--{name}={value}" for name, value in to_values(config).items()]
 
 
 def to_values(config: Any) -> dict[str, Any]:
-    """Return every leaf of a config by its dotted name."""
+    """Return every leaf value of a config by dotted name."""
     values = {}
     for name, _ in iterate_knobs(type(config)):
         value = config
@@ -156,7 +155,7 @@ def to_values(config: Any) -> dict[str, Any]:
 
 
 def iterate_knobs(tree: type, prefix: str = "") -> Iterator[tuple[str, "dataclasses.Field[Any]"]]:
-    """Yield every leaf of the tree as its dotted name and field: the tree's own first, then each part's."""
+    """Yield every leaf of the tree as dotted name and field: its own fields first, then those of each part."""
     fields = dataclasses.fields(tree)
     for member in fields:
         if not dataclasses.is_dataclass(member.type):
@@ -207,7 +206,7 @@ def _explain_unknown(argument: str, tree: type) -> str:
 
 def _suggest(name: str, names: Mapping[str, Any], sign: str = "") -> str:
     near = difflib.get_close_matches(name, names, n=1)
-    # Whoever leaves the group out means the knob of that last name.
+    # A name without its group refers to the setting with that last name.
     near = near or [name_known for name_known in names if name_known.rpartition(".")[2] == name.rpartition(".")[2]]
     return f"; did you mean `{sign}{near[0]}`?" if near else ""
 

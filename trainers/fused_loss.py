@@ -1,6 +1,6 @@
-"""The last layer and the loss in one: logits exist for one chunk of positions at a time.
+"""The last layer fused with the loss: logits exist for one chunk of positions at a time.
 
-The logits of 8192 tokens and 128,256 ids take 4.2 GB in float32, and a loss of its own holds them up to three times.
+The logits of 8192 tokens and 128,256 ids take 4.2 GB in float32, and a separate loss holds up to three copies.
 Here each chunk's logits, loss and gradients are computed together (as Liger Kernel does, arXiv:2410.10989), and memory
 grows with the width of the model rather than with its vocabulary.
 """
@@ -11,19 +11,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-# Of one chunk's logits in float32.
+# Size of one chunk of logits in float32.
 CHUNK_BYTES = 64 * 2**20
 FLOAT_BYTES = 4
 
 
 class Head(nn.Linear):
-    """A decoder's last layer: logits, or with targets the loss itself."""
+    """The last layer of a decoder: it returns logits, or, given targets, the loss."""
 
     def forward(self, hidden: Tensor, targets: Tensor | None = None, z_weight: float = 0.0) -> Tensor:
-        """Map `[..., width]` to logits `[..., vocabulary]`; with `targets` `[...]` to the mean loss, a scalar in nats.
+        """Map `[..., width]` to logits `[..., vocabulary]`; with `targets` `[...]`, to the mean loss, a scalar in nats.
 
-        The loss is that of `losses.next_token_loss`, with `z_weight` x log(Z)^2 added. Called like any module, so that
-        a strategy which gathers parameters in a hook finds its hooks called.
+        The loss is that of `losses.next_token_loss`, with `z_weight` x log(Z)^2 added. It is called like any
+        module, so that the hooks by which a strategy gathers parameters run.
         """
         if targets is None:
             return super().forward(hidden)
@@ -32,7 +32,7 @@ class Head(nn.Linear):
 
 
 class FusedLinearLoss(torch.autograd.Function):
-    """Cross entropy of `hidden @ weight.T`; both gradients are computed on the way forward."""
+    """Cross entropy of `hidden @ weight.T`; `forward` computes both gradients."""
 
     @staticmethod
     def forward(context: Any, hidden: Tensor, weight: Tensor, targets: Tensor, z_weight: float) -> Tensor:
@@ -64,9 +64,9 @@ class FusedLinearLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(context: Any, outer: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
-        """Scale both gradients, in place: they serve once. Divided only here, so that float16 loses no small ones."""
+        """Scale both gradients in place: each is used once. Dividing only here keeps small float16 values."""
         slopes, context.slopes = context.slopes, None
-        assert slopes is not None, "the loss goes backward once"
+        assert slopes is not None, "backward runs once"
         factor = outer / context.rows
         hidden, weight = (
             None if slope is None else slope.mul_(factor).to(dtype)
@@ -80,7 +80,7 @@ def measure(logits: Tensor, right: Tensor, z_weight: float) -> tuple[Tensor, Ten
     logits = logits.float()
     log_sum = logits.logsumexp(dim=-1, keepdim=True)
     loss = (log_sum - logits.gather(1, right)).sum()
-    # Of log(Z) the gradient is the softmax; of the right token's logit, one.
+    # The gradient of log(Z) is the softmax; that of the correct token's logit is one.
     slope = (logits - log_sum).exp_()
     if z_weight:
         loss = loss + z_weight * log_sum.square().sum()

@@ -1,10 +1,10 @@
 """Run Python's cyclic garbage collector only between steps, in the training thread.
 
-Left alone, Python collects in whichever thread happens to allocate. A checkpoint's or the prefetcher's may do so
-while an operation of the training thread, without the interpreter's lock, links a new node to the graph: torch's
-tensors are traversed by reference counts that change just then, and live nodes are taken for garbage
-(pytorch/pytorch#4437). DDP's backward then ends with `'NoneType' object has no attribute 'reducer'`. Ranks that
-collect at the same step also do not wait for each other (as in torchtitan).
+By default Python collects in whichever thread allocates. The checkpoint or prefetch thread may collect while an
+operation of the training thread, which has released the GIL, links a new node to the autograd graph: the collector then
+reads reference counts that are changing, and frees live nodes (pytorch/pytorch#4437). DDP's backward pass fails with
+`'NoneType' object has no attribute 'reducer'`. Collecting at the same step on all ranks also keeps them from waiting
+for each other (as in torchtitan).
 """
 
 import gc
@@ -14,10 +14,10 @@ EVERY_STEPS = 20
 
 
 class GcControl:
-    """A context in which only `step` collects. Objects that exist when it is entered are never traversed."""
+    """A context in which only `step` collects. Objects that exist on entry are frozen and never traversed."""
 
     def __init__(self) -> None:
-        """Start with no steps counted."""
+        """Start counting at step 0."""
         self._steps = 0
 
     def __enter__(self) -> "GcControl":
@@ -35,7 +35,7 @@ class GcControl:
         gc.enable()
 
     def step(self) -> None:
-        """Collect if it is time; called between two steps."""
+        """Collect if a collection is due. Call between two steps."""
         self._steps += 1
         if self._steps % EVERY_STEPS == 0:
             gc.collect()

@@ -8,7 +8,7 @@ from trainers.tokenizers import Tokenizer
 
 
 def write_text(model: nn.Module, tokenizer: Tokenizer, config: SampleConfig, context: int, device: torch.device) -> str:
-    """Continue the prompt; return both.
+    """Generate a continuation of the prompt; return the prompt and its continuation.
 
     All ranks must call this together and return the same text, because some hold only a part of the model.
     """
@@ -19,8 +19,8 @@ def write_text(model: nn.Module, tokenizer: Tokenizer, config: SampleConfig, con
         with torch.no_grad():
             for _ in range(config.tokens):
                 recent = ids[-context:]
-                # Always of full length, so that a compiled model is not compiled again for each; what stands behind
-                # a position has no influence.
+                # Always of full length, so that a compiled model is not recompiled for each length; tokens after a
+                # position do not affect it.
                 padded = torch.tensor([recent + [0] * (context - len(recent))], device=device)
                 logits = model(padded)[0, len(recent) - 1, : tokenizer.vocabulary].float().cpu()
                 ids.append(_choose(logits, config.temperature, generator))

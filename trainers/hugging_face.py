@@ -1,6 +1,6 @@
-"""Shapes and weights of Hugging Face's models, in both directions: GPT-2, Llama, Mistral, Mixtral, Qwen and EuroBERT.
+"""Convert shapes and weights from and to Hugging Face: GPT-2, Llama, Mistral, Mixtral, Qwen and EuroBERT.
 
-Imports no torch: a folder's shape is read before flags are checked.
+This module imports no torch, because the shape of a folder is read before flags are checked.
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ ARCHITECTURES = {
 ARCHITECTURES |= {"qwen3": "Qwen3ForCausalLM", "mixtral": "MixtralForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM"}
 # Hugging Face's name of an activation -> ours.
 ACTIVATIONS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu"}
-# Fields of ModelConfig that say how a model is trained, not what it is.
+# Fields of ModelConfig that describe how a model is trained, not its shape.
 TRAINED_BY = ("context", "dropout", "expert_capacity", "balance_weight", "router_z_weight")
 MIXTRAL_LAYERS = {"gate": "w1", "expand": "w3", "project": "w2"}
 LLAMA3_SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
@@ -35,10 +35,10 @@ LLAMA3_SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max
 
 @dataclass(frozen=True)
 class Weight:
-    """One tensor under both names.
+    """The names of one tensor here and in Hugging Face's files.
 
-    `layout`: equal, transposed, packed (queries, keys and values in one), or stacked: theirs are several tensors, one
-    for each expert, and `theirs` has `{}` where its number is.
+    `layout`: equal, transposed, packed (queries, keys and values in one tensor), or stacked: they have one tensor per
+    expert, and `theirs` contains `{}` in place of its number.
     """
 
     ours: str
@@ -47,10 +47,9 @@ class Weight:
 
 
 def adopt_shape(config: Config) -> Config:
-    """Return the config with the shape of the model in `--init-from`, if given; its own where not.
+    """Return the config with the shape of the model in `--init-from`, or unchanged if that is not given.
 
-    Context, dropout and how experts are trained stay those of the flags. A folder that cannot be used raises a
-    TrainerError.
+    Context, dropout and the training of experts follow the flags. Raises TrainerError for an unsupported folder.
     """
     if not config.init_from:
         return config
@@ -88,7 +87,7 @@ def _read_gpt2(content: Mapping[str, Any]) -> dict[str, Any]:
     if activation not in ACTIVATIONS:
         raise TrainerError(f"unsupported activation `{activation}`; known: {', '.join(ACTIVATIONS)}")
     if content.get("scale_attn_by_inverse_layer_idx") or not content.get("scale_attn_weights", True):
-        raise TrainerError("cannot compute attention that is scaled by layer, or not at all")
+        raise TrainerError("unsupported attention: its scores are scaled by layer, or not at all")
     return {
         "kind": "gpt",
         "depth": content["n_layer"],
@@ -104,11 +103,11 @@ def _read_gpt2(content: Mapping[str, Any]) -> dict[str, Any]:
 
 def _read_llama(content: Mapping[str, Any], kind: str, context: int) -> dict[str, Any]:
     if content.get("hidden_act", "silu") != "silu" or content.get("mlp_bias"):
-        raise TrainerError("cannot compute a perceptron with biases or another activation than `silu`")
+        raise TrainerError("unsupported perceptron: it has biases, or an activation other than `silu`")
     window = content.get("sliding_window") if content.get("use_sliding_window", kind.startswith("mi")) else None
     if window and window < context:
-        raise TrainerError(f"attention reaches back {window} tokens, fewer than `--model.context {context}`")
-    # Since transformers 5 `rope_parameters`; before, two fields.
+        raise TrainerError(f"attention has a window of {window} tokens, fewer than `--model.context {context}`")
+    # Transformers 5 has `rope_parameters`; earlier releases have two fields.
     rope = content.get("rope_parameters") or content.get("rope_scaling") or {}
     theta = rope.get("rope_theta", content.get("rope_theta", 10000.0))
     bias = "qkv" if kind == "qwen2" else "all" if content.get("attention_bias") else "none"
@@ -135,10 +134,10 @@ def _read_llama(content: Mapping[str, Any], kind: str, context: int) -> dict[str
 def _read_experts(content: Mapping[str, Any], kind: str) -> dict[str, Any]:
     uses = content["num_experts_per_tok"]
     if kind == "qwen3_moe" and (content.get("mlp_only_layers") or content.get("decoder_sparse_step", 1) != 1):
-        raise TrainerError("cannot compute a model of which only some layers have experts")
+        raise TrainerError("unsupported model: only some of its layers have experts")
     if uses == 1 or (kind == "qwen3_moe" and not content.get("norm_topk_prob")):
-        raise TrainerError("cannot compute experts whose weights do not add up to 1, or of which a token uses one")
-    # Before transformers 5, Qwen3's files had another name.
+        raise TrainerError("unsupported experts: their weights do not add up to 1, or a token uses only one")
+    # Before Transformers 5, Qwen3's files used another name.
     return {"experts": content.get("num_local_experts", content.get("num_experts")), "experts_per_token": uses}
 
 
@@ -153,19 +152,19 @@ def _read_scaling(rope: Mapping[str, Any]) -> str:
 
 
 def write_shape(model: ModelConfig, *, dtype: str, mask_id: int | None = None) -> dict[str, Any]:
-    """Return a `config.json` under which transformers computes what our model does.
+    """Return a `config.json` with which Transformers computes the same function as our model.
 
-    Theirs have no limit of tokens for an expert (`expert_capacity`). `mask_id`: the id that an encoder's hidden tokens
-    have. TrainerError for a mixture of another shape than Mixtral's or Qwen3's, and an encoder of another than
-    EuroBERT's (arXiv:2503.05500).
+    Transformers has no equivalent of `expert_capacity`. `mask_id` is the id of an encoder's hidden tokens. Raises
+    TrainerError for mixtures other than Mixtral's and Qwen3's, and for encoders other than EuroBERT's
+    (arXiv:2503.05500).
     """
     if model.experts:
         _check_mixture(model)
     is_plain = model.kind == "llama" and not model.experts and not model.query_key_norm
     if model.bidirectional and not (is_plain and model.attention_bias != "qkv"):
         raise TrainerError(
-            "Hugging Face has no encoder of this shape, except that of `--model.kind llama` without experts and "
-            "`--model.query_key_norm`: export without `--format hf`"
+            "Hugging Face has no encoder of this shape; it requires `--model.kind llama` without experts and without "
+            "`--model.query_key_norm`\n\nhint: export without `--format hf`"
         )
     positions = max(model.positions, model.context)
     common = {"vocab_size": model.vocabulary, "tie_word_embeddings": model.tie_embeddings, "torch_dtype": dtype}
@@ -207,14 +206,14 @@ def write_shape(model: ModelConfig, *, dtype: str, mask_id: int | None = None) -
         "hidden_act": "silu",
         "attention_bias": model.attention_bias == "all",
         **(_write_experts(model, kind) if model.experts else {}),
-        # Their default for the padding's id may lie beyond the vocabulary.
+        # The default padding id may lie beyond the vocabulary.
         **({"mask_token_id": mask_id, "pad_token_id": None} if model.bidirectional else {}),
         **common,
     }
 
 
 def _choose_kind(model: ModelConfig) -> str:
-    """Return the family that a model of Llama's blocks belongs to."""
+    """Return the Hugging Face model type of a model with Llama's blocks."""
     if model.bidirectional:
         return "eurobert"
     if model.experts:
@@ -233,8 +232,8 @@ def _check_mixture(model: ModelConfig) -> None:
     }
     if problems := [name for name, is_so in shapes.items() if is_so]:
         raise TrainerError(
-            f"no model of Hugging Face's is a mixture of experts with {' and '.join(problems)}: export without "
-            "`--format hf`"
+            f"Hugging Face has no mixture of experts with {' and '.join(problems)}\n\n"
+            "hint: export without `--format hf`"
         )
 
 
@@ -248,7 +247,7 @@ def _write_experts(model: ModelConfig, kind: str) -> dict[str, Any]:
 
 
 def list_weights(model: ModelConfig) -> Iterator[Weight]:
-    """Return every tensor of a model of this shape. A tied head is that of the embedding."""
+    """Yield every tensor of a model of this shape. A tied head is the embedding."""
     yield from _list_gpt2(model) if model.kind == "gpt" else _list_llama(model)
     if not model.tie_embeddings:
         yield Weight("head.weight", "lm_head.weight")
@@ -286,7 +285,7 @@ def _list_llama(model: ModelConfig) -> Iterator[Weight]:
     }
     layers = {"gate": "gate_proj", "expand": "up_proj", "project": "down_proj"}
     stacks, router = {name: f"mlp.experts.{{}}.{other}" for name, other in layers.items()}, "mlp.gate"
-    if not model.query_key_norm:  # Mixtral's names
+    if not model.query_key_norm:  # Mixtral's names; Qwen3 has others
         stacks = {name: f"block_sparse_moe.experts.{{}}.{other}" for name, other in MIXTRAL_LAYERS.items()}
         router = "block_sparse_moe.gate"
     if model.experts:
@@ -308,7 +307,7 @@ def _list_llama(model: ModelConfig) -> Iterator[Weight]:
 
 
 def load_weights(network: "nn.Module", model: ModelConfig, folder: Path) -> None:
-    """Fill the network, or the parts of it that lie on this rank, with the weights in a Hugging Face folder."""
+    """Load the weights of a Hugging Face folder into the network, or into the parts of it on this rank."""
     import torch
 
     from trainers.models.decoder import fill_parameter
@@ -324,19 +323,19 @@ def load_weights(network: "nn.Module", model: ModelConfig, folder: Path) -> None
             if weight.layout == "stacked":
                 whole = torch.stack([files.read(weight.theirs.format(expert)) for expert in range(model.experts)])
             else:
-                # GPT-2's own files leave out the prefix.
+                # The original GPT-2 files omit the prefix.
                 theirs = weight.theirs if weight.theirs in files else weight.theirs.removeprefix("transformer.")
                 whole = to_ours(files.read(theirs), weight.layout, model)
             if whole.shape != parameter.shape:
                 raise TrainerError(
-                    f"`{folder}`: `{weight.theirs}` is {list(whole.shape)}, and `config.json` says "
+                    f"`{folder}`: `{weight.theirs}` has the shape {list(whole.shape)}, but `config.json` implies "
                     f"{list(parameter.shape)}"
                 )
             fill_parameter(parameter, whole.to(parameter.device, parameter.dtype))
 
 
 def to_ours(tensor: "Tensor", layout: str, model: ModelConfig) -> "Tensor":
-    """Return a tensor of theirs in our layout: queries, keys and values are packed head by head."""
+    """Convert a tensor from Hugging Face's layout to ours, which packs queries, keys and values head by head."""
     if layout == "equal":
         return tensor
     outputs_first = tensor.t() if tensor.dim() == 2 else tensor
@@ -347,7 +346,7 @@ def to_ours(tensor: "Tensor", layout: str, model: ModelConfig) -> "Tensor":
 
 
 def rename(tensors: Mapping[str, "Tensor"], model: ModelConfig) -> dict[str, "Tensor"]:
-    """Return all tensors of a model under their names and in their layouts."""
+    """Return all tensors of a model with Hugging Face's names and layouts."""
     renamed: dict[str, Tensor] = {}
     for weight in list_weights(model):
         tensor = tensors[weight.ours]
@@ -359,7 +358,7 @@ def rename(tensors: Mapping[str, "Tensor"], model: ModelConfig) -> dict[str, "Te
 
 
 def to_theirs(tensor: "Tensor", layout: str, model: ModelConfig) -> "Tensor":
-    """Undo `to_ours`."""
+    """Convert a tensor from our layout to Hugging Face's: the inverse of `to_ours`."""
     if layout == "packed":
         parts = tensor.reshape(model.heads, 3, -1, *tensor.shape[1:])
         tensor = parts.transpose(0, 1).reshape(tensor.shape)

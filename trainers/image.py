@@ -1,7 +1,7 @@
-"""Train an image classifier: `python -m trainers.image`, alone, on the broker's nodes or under torchrun.
+"""Train an image classifier: `python -m trainers.image`, in one process, on broker's nodes or under torchrun.
 
-The images are generated, so there is nothing to download and the right answers are known. Run the
-same command again after a preemption or a failure: it resumes from the newest complete checkpoint.
+The images are generated, so nothing is downloaded and the true classes are known. Run the same command again after a
+preemption or a failure: it resumes from the newest complete checkpoint.
 """
 
 import sys
@@ -19,12 +19,12 @@ if TYPE_CHECKING:  # torch is imported after the flags are checked and SIGTERM i
 
     from trainers.synthetic_images import SyntheticImages
 
-# SyntheticImages to show at the end what was learnt.
+# Images for the accuracy that is printed at the end.
 SHOWN_COUNT = 256
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Train as the flags and the environment say; return the exit code."""
+    """Train as the flags and the environment specify; return the exit code."""
     config = parse_config(arguments)
     code = launch_if_needed("trainers.image", arguments, elastic=config.elastic, is_warm=config.warm)
     return run_session(config, partial(build, config)) if code is None else code
@@ -52,7 +52,7 @@ def build(config: ImageConfig, device: "torch.device", is_spread: bool = False) 
 
 
 def measure_accuracy(images_source: "SyntheticImages", device: "torch.device", model: "torch.nn.Module") -> str:
-    """Return the accuracy on images that were not trained on. All ranks use the same ones."""
+    """Return the accuracy on new images as text. All ranks use the same ones."""
     import torch
 
     images, classes = images_source.read(0, SHOWN_COUNT)

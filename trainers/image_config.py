@@ -1,4 +1,4 @@
-"""Every knob of an image classifier's run; what all trainers share is in trainers.config."""
+"""The options of the image classifier; those that all trainers share are in trainers.config."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,7 +20,7 @@ class ResNetConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ImagesConfig:
-    """The generated pictures: noisy gratings, whose direction and fineness are the class."""
+    """The generated images: noisy gratings, whose direction and fineness determine the class."""
 
     size: int = knob(16, "height and width in pixels")
     directions: int = knob(4, "directions of the gratings")
@@ -32,7 +32,7 @@ class ImagesConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ImageConfig(RunConfig):
-    """A whole run of the classifier."""
+    """All options of a run of the classifier."""
 
     train: TrainConfig = field(
         default_factory=lambda: TrainConfig(batch=32, micro_batch=32, learning_rate=5e-3, learning_rate_min=5e-4)
@@ -44,7 +44,7 @@ class ImageConfig(RunConfig):
 PRESETS: Mapping[str, Mapping[str, Any]] = {
     # CIFAR's ResNet-20, arXiv:1512.03385, section 4.2: three stages of three blocks, 0.27 million weights.
     "resnet20": {"model.blocks": 3, "data.size": 32, "train.batch": 128, "train.micro_batch": 128, "train.steps": 2000},
-    # The same four stages and eight blocks as ResNet-18, for small pictures: 11 million weights.
+    # Four stages and eight blocks as in ResNet-18, for small images: 11 million weights.
     "resnet18": {
         "model.stages": 4,
         "model.blocks": 2,
@@ -63,7 +63,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
 
 
 def parse_config(arguments: Sequence[str]) -> ImageConfig:
-    """Read flags, a config file and a preset; what cannot work exits with code 2."""
+    """Read flags, a config file and a preset; exit with code 2 on invalid values."""
     return parse_flags(
         ImageConfig,
         arguments,
@@ -75,7 +75,7 @@ def parse_config(arguments: Sequence[str]) -> ImageConfig:
 
 
 def find_problem(config: ImageConfig) -> str | None:
-    """Say what cannot work in a config, or None."""
+    """Return the problem in a config, or None."""
     model, data = config.model, config.data
     positive = {
         "--model.stages": model.stages,
@@ -88,8 +88,8 @@ def find_problem(config: ImageConfig) -> str | None:
     if problem := find_small(positive, 1) or find_small({"--data.noise": data.noise}, 0) or find_run_problem(config):
         return problem
     if model.width % 8 and model.width > 8:
-        return f"`--model.width {model.width}` must be a multiple of 8, whose channels are normalised together"
+        return f"`--model.width {model.width}` must be a multiple of 8, the channels of a normalisation group"
     least = 1 << (model.stages - 1)
     if data.size < max(8, least):
-        return f"`--data.size {data.size}` is too small for {model.stages} stages; {max(8, least)} is the least"
+        return f"`--data.size {data.size}` is too small for {model.stages} stages; the minimum is {max(8, least)}"
     return None

@@ -1,4 +1,4 @@
-"""The checkpoint interval that loses the least time, from the measured cost of a save and the hazard."""
+"""The checkpoint interval that minimizes lost time, from the measured cost of a save and the hazard."""
 
 import math
 import time
@@ -7,21 +7,22 @@ from collections.abc import Callable
 from trainers.environment import Environment
 
 AUTOMATIC = -1
-# Without a figure from the broker: a gang that is interrupted once in five hours, as on a middling spot market.
+# Without a figure from broker: one interruption of the gang in five hours, as on an average spot market.
 HAZARD_PER_HOUR_DEFAULT = 0.2
-# A hazard is an estimate. More work than this is not staked on it.
+# An upper bound on the work at risk, because the hazard is only an estimate.
 INTERVAL_S_MAX = 1800.0
-# Writing runs beside training and slows it a little: for no more than this share of the time.
+# Writing runs concurrently with training and slows it slightly: for at most this share of the time.
 WRITE_SHARE_MAX = 0.1
-# Steps until what a step and a save take is known.
+# Steps until the durations of a step and of a save are known.
 STEPS_FIRST = 5
 
 
 def find_interval_s(stall_s: float, write_s: float, hazard_per_hour: float) -> float:
     """Return seconds of work between checkpoints.
 
-    Daly's higher-order optimum of the time lost to saves and to work done twice (J. T. Daly, FGCS 22, 2006, eq. 37),
-    within what writing allows and caution asks. `stall_s` holds up training; `write_s` of writing do not.
+    This is Daly's higher-order optimum of the time lost to saves and to repeated work (J. T. Daly, FGCS 22, 2006, eq.
+    37), limited by the time that writing takes and by an upper bound. Training waits for `stall_s` of a save but not
+    for `write_s`.
     """
     interval_s = math.inf
     if hazard_per_hour > 0:
@@ -35,12 +36,15 @@ def find_interval_s(stall_s: float, write_s: float, hazard_per_hour: float) -> f
 
 
 class Pacer:
-    """Says after which steps to save. All ranks ask at the same steps and hear the same."""
+    """Decides after which steps to save. All ranks call it at the same steps and get the same answer."""
 
     def __init__(
         self, every_steps: int, environment: Environment, share: Callable[[int], int], *, step: int = 0
     ) -> None:
-        """Keep to `every_steps`, or with `AUTOMATIC` to the environment. `share` gives all the first rank's value."""
+        """Save every `every_steps` steps, or with `AUTOMATIC` as the environment suggests.
+
+        `share` returns the first rank's value on every rank.
+        """
         self._every_steps, self._environment, self._share = every_steps, environment, share
         self._step, self._begin_s = step, time.perf_counter()
         self._saves = 0
@@ -53,7 +57,7 @@ class Pacer:
         return self._every_steps > 0 and step % self._every_steps == 0
 
     def note(self, step: int, *, stall_s: float, write_s: float) -> None:
-        """Learn from the save before this one, at a save after `step`; a collective call."""
+        """Update the interval with the cost of the previous save, when saving after `step`. A collective call."""
         if self._every_steps != AUTOMATIC:
             return
         now_s = time.perf_counter()

@@ -1,8 +1,9 @@
 """Start one worker process per GPU on this node: `python -m trainers.launch -m trainers.lm --flags`.
 
-A trainer that is started without a launcher on the broker's nodes uses it automatically.
+A trainer that is started without a launcher on broker's nodes uses this one automatically.
 
-A light torchrun: it imports no torch (torchrun takes 2 s to the worker's first line, this 0.04 s) and has fixed ranks.
+This is a light torchrun with fixed ranks. It imports no torch: the first line of a worker runs after 0.04 s, compared
+with 2 s under torchrun.
 """
 
 import contextlib
@@ -27,26 +28,26 @@ if TYPE_CHECKING:
 PORT_DEFAULT = 29500  # torchrun's own
 USAGE = "usage: python -m trainers.launch [--workers COUNT] -m MODULE [ARGUMENT ...]"
 PEM_MISSING = """\
-error: `--elastic` over several nodes needs `BROKER_GANG_PEM`, a file with a certificate and its key, equal on all nodes
+error: `--elastic` on several nodes requires `BROKER_GANG_PEM`, a file with one certificate and its key for all nodes
 
-hint: make it once with this, copy it to every node, and name its path in `BROKER_GANG_PEM` there:
+hint: create it once as follows, copy it to every node, and set `BROKER_GANG_PEM` to its path there:
   (umask 077; openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 30 -subj /CN=gang \
 -keyout gang.pem -out gang.pem)"""
 TORCH_MISSING = f"""\
 error: {sys.executable} has no torch
 
-hint: in a task, `setup: python3 -m trainers.setup` installs what fits the node; elsewhere `pip install torch`"""
-# Workers get this long to end after one has failed; past that they hang in a collective and are killed.
+hint: in a task, `setup: python3 -m trainers.setup` installs torch for the node; elsewhere `pip install torch`"""
+# Time for workers to exit after one has failed; then they are assumed to hang in a collective, and killed.
 GRACE_S = 5.0
-# Restarts of killed workers on one node of an elastic run: memory that does not suffice will not the next time.
+# Restarts of killed workers on one node of an elastic run. If memory was insufficient, it will be again.
 RESTARTS_MAX = 3
-# At the end of an elastic run, for ranks of other nodes to end before their rendezvous does.
+# Time at the end of an elastic run for ranks of other nodes to exit before their rendezvous does.
 DEPARTURES_S_MAX = 10.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """The ranks of this node, as part of the whole."""
+    """The ranks of this node within the gang."""
 
     workers: int
     node_rank: int
@@ -54,15 +55,15 @@ class Plan:
     master_address: str
     master_port: int | None
     addresses: tuple[str, ...] = ("127.0.0.1",)
-    nodes_min: int | None = None  # the broker continues with this many nodes, the first among them
+    nodes_min: int | None = None  # broker continues with this many nodes, including the first
 
     @property
     def elastic(self) -> tuple[int, int] | None:
-        """Fewest and most ranks, as the broker means it."""
+        """The minimum and maximum number of ranks that broker allows; None for a fixed gang."""
         return None if self.nodes_min is None else (self.nodes_min * self.workers, self.node_count * self.workers)
 
     def worker_variables(self, local_rank: int, port: int) -> dict[str, str]:
-        """Return the variables of one worker, with torch's names."""
+        """Return the environment variables of one worker, named as torch expects."""
         return {
             "RANK": str(self.node_rank * self.workers + local_rank),
             "WORLD_SIZE": str(self.node_count * self.workers),
@@ -74,7 +75,7 @@ class Plan:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the workers to their end; return 0, or the first failing worker's exit code."""
+    """Run the workers until they exit; return 0, or the exit code of the first worker that failed."""
     workers, command = split_arguments(arguments)
     plan = read_plan(os.environ, workers)
     command = [sys.executable, *command]
@@ -85,7 +86,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def run_fixed(plan: Plan, command: list[str]) -> int:
-    """Run workers with fixed ranks to their end; a single one replaces this process."""
+    """Run workers with fixed ranks until they exit. A single worker replaces this process."""
     port = plan.master_port or (find_free_port() if plan.node_count == 1 else PORT_DEFAULT)
     if plan.workers == 1:
         os.environ.update(plan.worker_variables(0, port))
@@ -96,11 +97,11 @@ def run_fixed(plan: Plan, command: list[str]) -> int:
 def launch_if_needed(
     module: str | None, arguments: Sequence[str], *, elastic: str | None = None, is_warm: bool = False
 ) -> int | None:
-    """Return this process's rank, or start all ranks.
+    """Start the ranks of this node, unless this process is one of them.
 
-    `module` is started with `arguments`; None starts this very command line again. `elastic` is the knob of a trainer
-    that has one, as its flags and its config file say; `is_warm` starts standbys for its workers. Returns the exit code
-    of the workers that were started; None if this process is itself a rank.
+    Workers run `module` with `arguments`, or this process's own command line if it is None. `elastic` is the value of
+    the trainer's flag of that name; `is_warm` starts standbys for the workers. Returns the exit code of the workers, or
+    None if this process is a rank.
     """
     check_torch()
     if "RANK" in os.environ or "BROKER_ELASTIC_AT" in os.environ:  # under torchrun, or one of our own workers
@@ -118,16 +119,16 @@ def launch_if_needed(
 
 
 def check_torch() -> None:
-    """Raise SystemExit where torch is not installed, before any process is started."""
+    """Raise SystemExit if torch is not installed, before any process is started."""
     if importlib.util.find_spec("torch") is None:
         raise SystemExit(TORCH_MISSING)
 
 
 def end_process(exit_code: int) -> NoReturn:
-    """Exit at once, without finalising the interpreter.
+    """Exit at once, without finalizing the interpreter.
 
-    While it goes down, a thread of gloo that lets go of a last tensor is ended where C++ forbids it, and the process
-    aborts after a run that succeeded: seen once in some thirty runs of `pipeline+fsdp` on torch 2.13.
+    During finalization a thread of gloo that releases its last tensor may be terminated inside a C++ destructor, which
+    aborts the process after a successful run: seen in one of about thirty runs of `pipeline+fsdp` on torch 2.13.
     """
     sys.stdout.flush()
     sys.stderr.flush()
@@ -135,7 +136,7 @@ def end_process(exit_code: int) -> NoReturn:
 
 
 def split_arguments(arguments: Sequence[str]) -> tuple[int | None, list[str]]:
-    """Our own flag, if given, and the workers' command line from `-m` on."""
+    """Return the value of `--workers`, if given, and the command line of the workers from `-m` on."""
     rest = list(arguments)
     workers = None
     if len(rest) >= 2 and rest[0] == "--workers" and rest[1].isdigit() and int(rest[1]) > 0:
@@ -146,7 +147,7 @@ def split_arguments(arguments: Sequence[str]) -> tuple[int | None, list[str]]:
 
 
 def read_plan(variables: Mapping[str, str], workers: int | None = None) -> Plan:
-    """Derive ranks from the SKYPILOT_* variables; without them, this node is the only one."""
+    """Derive the ranks from the SKYPILOT_* variables; without them, this node is the only one."""
     addresses = variables.get("SKYPILOT_NODE_IPS", "").split()
     node_count = int(variables.get("SKYPILOT_NUM_NODES") or len(addresses) or 1)
     port, nodes_min = variables.get("BROKER_MASTER_PORT"), variables.get("BROKER_NODES_MIN")
@@ -162,14 +163,14 @@ def read_plan(variables: Mapping[str, str], workers: int | None = None) -> Plan:
 
 
 def run_elastic(plan: Plan, bounds: tuple[int, int], command: list[str], *, is_warm: bool = False) -> int:
-    """Run workers that find their ranks at a rendezvous: the first node's, or another's after that node was lost."""
+    """Run workers that get their ranks from a rendezvous: the first node's, or another's if that node is lost."""
     port = plan.master_port or (find_free_port() if plan.node_count == 1 else PORT_DEFAULT)
     given = {name: os.environ[name] for name in ("BROKER_GANG_PEM",) if os.environ.get(name)}
     if not given and plan.node_count > 1:
         raise SystemExit(PEM_MISSING)
     given = given or {"BROKER_ELASTIC_SECRET": os.urandom(32).hex()}
     places = [f"{address}:{port + rank}" for rank, address in enumerate(plan.addresses)]
-    # Where few may continue without many, too few of them would be left to know that no others continue too.
+    # If half of the ranks or fewer may continue, they cannot know whether the other part continues as well.
     if 2 * bounds[0] <= bounds[1] or len(places) != plan.node_count:
         places = [f"{plan.master_address}:{port}"]
     server = None
@@ -177,7 +178,7 @@ def run_elastic(plan: Plan, bounds: tuple[int, int], command: list[str], *, is_w
         rendezvous = {"least": bounds[0], "most": bounds[1], "is_movable": len(places) > 1}
         server = serve_rendezvous(plan, rendezvous, port + plan.node_rank, given)
 
-    # Only modules and scripts: a standby cannot take over options of the interpreter.
+    # Only modules and scripts: a standby cannot apply options of the interpreter.
     is_plain = command[1] == "-m" or not command[1].startswith("-")
     standbys = Standbys(command) if is_warm and is_plain and sys.platform == "linux" else None
 
@@ -189,9 +190,9 @@ def run_elastic(plan: Plan, bounds: tuple[int, int], command: list[str], *, is_w
             "LOCAL_RANK": str(local_rank),
             "LOCAL_WORLD_SIZE": str(plan.workers),
             "BROKER_ELASTIC_AT": ",".join(places),
-            # Begins with its node: all of a node's are lost with it.
+            # The prefix is the node: all of its members are lost with it.
             "BROKER_ELASTIC_MEMBER": f"{plan.node_rank}.{uuid.uuid4().hex[:16]}",
-            # After all that were in the generation before; among newcomers in the order of nodes.
+            # After all members of the previous generation; newcomers are in the order of nodes.
             "BROKER_ELASTIC_ORDER": f"[1, {plan.node_rank * plan.workers + local_rank}]",
         }
 
@@ -205,8 +206,8 @@ def run_elastic(plan: Plan, bounds: tuple[int, int], command: list[str], *, is_w
 def serve_rendezvous(
     plan: Plan, settings: Mapping[str, Any], port: int, given: Mapping[str, str]
 ) -> "rendezvous_server.RendezvousServer | None":
-    """Accept workers with the same credential at this rendezvous."""
-    from trainers.rendezvous import Rendezvous  # asyncio and ssl, which plain runs need not import
+    """Start the rendezvous of this node for workers with the same credential."""
+    from trainers.rendezvous import Rendezvous  # imports asyncio and ssl, which other runs do not need
     from trainers.rendezvous_server import RendezvousServer
     from trainers.wire import read_credential
 
@@ -224,12 +225,15 @@ def serve_rendezvous(
         return None
     if server.address in ("0.0.0.0", "::"):
         address = plan.addresses[plan.node_rank]
-        print(f"{address} is not of this machine: the rendezvous listens on all interfaces", file=sys.stderr)
+        print(
+            f"note: {address} is not an address of this machine, so the rendezvous listens on all interfaces",
+            file=sys.stderr,
+        )
     return server
 
 
 def find_elastic(arguments: Sequence[str]) -> tuple[int, int] | None:
-    """Return the trainer's own flag among its arguments, which the launcher must know too; the last one counts."""
+    """Return the bounds that `--elastic` among the trainer's arguments sets. The last occurrence counts."""
     bounds = None
     for place, argument in enumerate(arguments):
         flag, equals, value = argument.partition("=")
@@ -242,7 +246,7 @@ def find_elastic(arguments: Sequence[str]) -> tuple[int, int] | None:
 
 
 def parse_elastic(text: str) -> tuple[int, int]:
-    """`2:4` as bounds of the number of ranks; ValueError for anything else."""
+    """Parse `2:4` into the minimum and maximum number of ranks. Raises ValueError for anything else."""
     least, colon, most = text.partition(":")
     if not colon or not least.isdecimal() or not most.isdecimal() or not 1 <= int(least) <= int(most):
         raise ValueError(f"`--elastic {text}` is not like `2:4`, the fewest and the most ranks to continue with")
@@ -257,14 +261,14 @@ def run_workers(
     prepare_again: Callable[[int], Command] | None = None,
     standbys: Standbys | None = None,
 ) -> int:
-    """Start all, pass SIGTERM on, and end the others when one fails.
+    """Start all workers, forward SIGTERM to them, and end the others if one fails; return the exit code.
 
-    With `prepare_again` a worker killed by a signal is restarted, a few times a node, and one that was preempted
-    leaves the others be. With `standbys` a worker that starts again does so in its standby.
+    With `prepare_again`, a worker that was killed by a signal is restarted, up to `RESTARTS_MAX` times per node, and
+    the exit of a preempted worker does not end the others. With `standbys`, a worker restarts in its standby.
     """
     running: dict[int, int] = {}
     restarts_left = RESTARTS_MAX if prepare_again else 0
-    # Plain processes rather than Popen objects: those reap a child behind our back when they are sent a signal.
+    # Plain processes instead of Popen objects, which reap a child when they are sent a signal.
     signal.signal(signal.SIGTERM, lambda *_: _send(signal.SIGTERM, running))
     signal.signal(signal.SIGALRM, lambda *_: _send(signal.SIGKILL, running))
     for place, (command, environment) in enumerate(commands):
@@ -288,7 +292,7 @@ def run_workers(
         if code == EXIT_CODE_PREEMPTED and prepare_again:
             exit_code = exit_code or code
         elif code and not exit_code:
-            exit_code = 128 - code if code < 0 else code  # death by a signal, as a shell reports it
+            exit_code = 128 - code if code < 0 else code  # 128 + signal, as a shell reports it
             # Not at once: after a preemption the first rank may still be reporting its checkpoint.
             signal.setitimer(signal.ITIMER_REAL, GRACE_S)
     signal.setitimer(signal.ITIMER_REAL, 0)

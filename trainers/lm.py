@@ -1,4 +1,4 @@
-"""Train a language model: `python -m trainers.lm --strategy ddp`, alone, on the broker's nodes or under torchrun.
+"""Train a language model: `python -m trainers.lm --strategy ddp`, in one process, on broker's nodes or under torchrun.
 
 Run the same command again after a preemption or a failure: it resumes from the newest complete checkpoint.
 """
@@ -25,12 +25,12 @@ if TYPE_CHECKING:  # torch is imported after the flags are checked and SIGTERM i
     from trainers.models.decoder import Decoder
     from trainers.tokens import Tokens
 
-# Of strategies whose ranks call the whole model with whole samples.
+# Axes of strategies under which each rank calls the whole model with whole samples.
 WHOLE_SAMPLE_AXES = {"replicate", "shard", "island", "server"}
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Train as the flags and the environment say; return the exit code."""
+    """Train as the flags and the environment specify; return the exit code."""
     try:
         config = adopt_shape(parse_config(arguments))  # of `--init-from`
     except TrainerError as error:
@@ -47,7 +47,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def build(config: Config, device: "torch.device", is_spread: bool = False) -> Recipe:
-    """Build the data, the model and the loss. `is_spread`: the strategy accepts a model without memory."""
+    """Build the data, the model and the loss. `is_spread`: the strategy accepts a model on the `meta` device."""
     import torch
 
     from trainers.lora import add_adapters, check_strategy
@@ -64,8 +64,8 @@ def build(config: Config, device: "torch.device", is_spread: bool = False) -> Re
     shape_batches = partial(make_batches, config, mask_id=mask_id, vocabulary=tokens.vocabulary)
     ids = max(tokens.vocabulary, mask_id + 1)
 
-    # Model. On the `meta` device it takes no memory until that is known to suffice; but a tied weight that is already
-    # spread over ranks cannot be tied again.
+    # Model. On the `meta` device it takes no memory until memory is known to suffice. Tied weights are excluded: once
+    # they are sharded, they cannot be tied again.
     vocabulary = config.model.vocabulary or ids
     if vocabulary < ids:
         mask = ", the mask included" if ids > tokens.vocabulary else ""
@@ -99,14 +99,14 @@ def build(config: Config, device: "torch.device", is_spread: bool = False) -> Re
 
 
 def find_mask(config: Config, vocabulary: int) -> int:
-    """Return the id that stands for a hidden token, by default one after those of the data; -1 where none is hidden."""
+    """Return the id that replaces a hidden token, by default the one after those of the data; -1 if none is hidden."""
     if not config.data.mask_share:
         return -1
     return vocabulary if config.data.mask_id < 0 else config.data.mask_id
 
 
 def make_batches(config: Config, samples: "Samples", *, mask_id: int, vocabulary: int, seed: int) -> "Samples":
-    """Wrap windows and the tokens that follow as the loss needs them."""
+    """Wrap samples of windows and next tokens as the loss requires: masked, packed into documents, or unchanged."""
     from trainers.masking import MaskedBatches
     from trainers.packing import NamedBatches
 
@@ -117,7 +117,7 @@ def make_batches(config: Config, samples: "Samples", *, mask_id: int, vocabulary
 
 
 def choose_forward(config: Config, separator: int | None) -> "tuple[Forward, Loss]":
-    """Return the forward function and the loss; a strategy that does not support them is a TrainerError."""
+    """Return the forward function and the loss. Raises TrainerError if the strategy does not support them."""
     from trainers.losses import next_token_loss
     from trainers.masking import count_hidden, masked_loss
     from trainers.packing import LanguageForward, take_loss
@@ -125,17 +125,21 @@ def choose_forward(config: Config, separator: int | None) -> "tuple[Forward, Los
 
     axes = set(find_axes(config.strategy)) - WHOLE_SAMPLE_AXES
     if config.fused_loss and axes:
-        raise TrainerError(f"`--fused_loss` needs the whole last layer on each rank, unlike `{config.strategy}`")
+        raise TrainerError(
+            f"`--fused_loss` needs the whole last layer on each rank, which `{config.strategy}` does not have"
+        )
     if config.data.document_mask and axes - {"tensor"}:
-        raise TrainerError(f"`--data.document_mask` needs whole windows on each rank, unlike `{config.strategy}`")
+        raise TrainerError(
+            f"`--data.document_mask` needs whole windows on each rank, which `{config.strategy}` does not have"
+        )
     if config.data.document_mask and separator is None:
         raise TrainerError(
-            "it is unknown which id separates documents\n\n"
+            "the token data does not name the id that separates documents\n\n"
             'hint: add `"separator": ID` to tokens.json, or prepare the data again'
         )
     if config.data.mask_share:
         if "context" in axes:
-            raise TrainerError("`--data.mask_share` needs whole windows on each rank, unlike `context`")
+            raise TrainerError("`--data.mask_share` needs whole windows on each rank, which `context` does not have")
         return call_model, masked_loss(config.train.z_loss, count_hidden(config.model.context, config.data.mask_share))
     if not config.fused_loss and not config.data.document_mask:
         return call_model, next_token_loss(config.train.z_loss)
@@ -146,7 +150,7 @@ def choose_forward(config: Config, separator: int | None) -> "tuple[Forward, Los
 def initialize_weights(
     config: Config, shape: ModelConfig, model: "Decoder", device: "torch.device", is_allocated: bool = False
 ) -> None:
-    """Draw all weights, then read those of `--init-from` over them."""
+    """Draw all weights at random, then load those of `--init-from` over them."""
     if not is_allocated:
         model.fill(device)
     elif config.lora.rank:
@@ -156,7 +160,7 @@ def initialize_weights(
 
 
 def describe(config: Config, shape: ModelConfig, mask_id: int) -> dict[str, Any]:
-    """Return the description of a checkpoint that `trainers.export` needs."""
+    """Return the description of the model that is stored with each checkpoint for `trainers.export`."""
     return {
         "model": dataclasses.asdict(shape),
         "lora": dataclasses.asdict(config.lora),
@@ -166,10 +170,10 @@ def describe(config: Config, shape: ModelConfig, mask_id: int) -> dict[str, Any]
 
 
 def count_flops(config: Config, parameter_count: int, vocabulary: int) -> float:
-    """Count the operations of one sample, forward and backward; of experts, those that a token uses.
+    """Return the FLOPs of one sample, forward and backward; of experts, count those that a token uses.
 
-    6 for each weight and token, and those of attention (arXiv:2204.02311, appendix B). An embedding is looked up, not
-    multiplied with; one that is tied to the last layer is both.
+    6 per weight and token, plus attention (arXiv:2204.02311, appendix B). An embedding is looked up, not multiplied,
+    unless it is tied to the last layer.
     """
     model = config.model
     looked_up = 0 if model.tie_embeddings else vocabulary * model.width
@@ -180,7 +184,7 @@ def count_flops(config: Config, parameter_count: int, vocabulary: int) -> float:
 
 
 def write_sample(config: Config, tokens: "Tokens", device: "torch.device", model: "torch.nn.Module") -> str:
-    """Return text written by the model, or the reason why there is none."""
+    """Return text generated by the model, or the reason why there is none."""
     from trainers.generate import write_text
     from trainers.tokenizers import create_tokenizer
 

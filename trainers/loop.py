@@ -1,9 +1,9 @@
 """The training loop: read samples, forward, loss, backward, clip, step, all-reduce the loss, report.
 
-Knows no strategy by name, no cloud and no storage. Saving, resuming and stopping happen around it.
+The loop knows no strategy by name, no cloud and no storage. Saving, resuming and stopping happen around it.
 
-Nothing in a step waits for the device: loss, norm and the request to stop stay in its memory until a step at which
-they are read (`is_read_due`), all steps since the last such step in one copy.
+Nothing in a step waits for the device: loss, norm and the request to stop stay in device memory until the host reads
+them (`is_read_due`), with one copy for all steps since the last reading.
 """
 
 import math
@@ -19,6 +19,7 @@ from trainers.config import TrainConfig
 from trainers.data import Samples, split_batch, to_device
 from trainers.errors import TrainerError
 from trainers.optimizer import Optimizer
+from trainers.own_time import WorkClock
 from trainers.ranks import Ranks
 from trainers.recipe import Forward, Loss, call_model
 from trainers.scaling import LossScale
@@ -27,29 +28,30 @@ from trainers.strategies.base import MicroBatch, Passes, Strategy
 
 @dataclass(frozen=True, kw_only=True)
 class Reading:
-    """The figures that the host reads from the device. Equal on all ranks that step together."""
+    """Values that the host reads from the device. Equal on all ranks that step together."""
 
-    loss: float  # of the step at which it was read
+    loss: float  # of the step at which the host read the device
     norm: float
-    skipped_steps: tuple[int, ...]  # since the last reading: their gradients were not finite, nothing was updated
+    skipped_steps: tuple[int, ...]  # since the last reading, skipped because of non-finite gradients
     is_stop_asked: bool
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepReport:
-    """One step that was taken; `reading` is None if the host did not read the device."""
+    """A completed step; `reading` is None if the host did not read the device."""
 
     step: int
     learning_rate: float
     reading: Reading | None
+    own_s: float | None = None  # seconds of this rank's own work in the step, measured where the host read the device
 
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """The task to learn: model, samples, loss and precision."""
+    """The samples, the loss, the precision and the forward function of a run."""
 
     samples: Samples
-    loss: Loss  # of outputs and targets: the mean over the samples
+    loss: Loss  # (outputs, targets) -> mean over the samples
     precision: Callable[[], AbstractContextManager[Any]]  # surrounds forward passes
     forward: Forward = call_model
 
@@ -64,7 +66,7 @@ class Position:
         self.samples_done = 0
 
     def advance(self, samples: int) -> None:
-        """Count one step."""
+        """Count one step of `samples` samples."""
         self.steps_done += 1
         self.samples_done += samples
 
@@ -73,11 +75,11 @@ class Position:
         return dict(vars(self))
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from saved counters. A checkpoint of other data raises a TrainerError."""
+        """Continue from saved counters. Raises TrainerError if the checkpoint was trained on other data."""
         if state["fingerprint"] != self.fingerprint:
             raise TrainerError(
-                "the checkpoint was trained on other data, or on data cut into other samples (`--data.*`, "
-                "`--model.context`). The text shipped with Python differs by release\n\n"
+                "the checkpoint was trained on other data, or on data that was split differently (`--data.*`, "
+                "`--model.context`). The text that ships with Python differs between releases\n\n"
                 "hint: set `$BROKER_CHECKPOINT_DIR` to a new folder to start a new run"
             )
         self.steps_done, self.samples_done = state["steps_done"], state["samples_done"]
@@ -97,23 +99,26 @@ def iterate_steps(
     scaling: LossScale,
     changing: AbstractContextManager[Any] | None = None,
     is_read_due: Callable[[int], bool] = lambda step: True,
+    clock: WorkClock | None = None,
 ) -> Iterator[StepReport]:
-    """Train from `position` to the last step and yield after each one. All state is consistent while suspended.
+    """Train from `position` to the last step and yield after each step. While suspended, all state is consistent.
 
     `before_change` is called before parameters are updated: a checkpoint may still be copying them. Outside `changing`
-    parameters, moments and `position` belong to the same step. A request to stop travels with the loss, so that all
-    ranks learn of it at the same step; `is_read_due` must therefore give all ranks the same answer.
+    parameters, moments and `position` belong to the same step. A request to stop is reduced with the loss, so that
+    all ranks see it at the same step; `is_read_due` must therefore return the same on all ranks.
     """
-    device_log = DeviceLog(config)
+    device_log, clock = DeviceLog(config), clock or WorkClock()
     while position.steps_done < config.steps:
         learning_rate = optimizer.learning_rate
+        clock.begin()
         passes = read_passes(config, strategy, work, position.samples_done, ranks, loss_scale=scaling.factor)
+        clock.note_samples()
 
-        # Forward, loss and backward of every micro-batch; pipelines interleave those of their stages.
+        # Forward, loss and backward of every micro-batch; a pipeline interleaves them across stages.
         if strategy.has_own_schedule:
             loss = strategy.run_schedule(model, passes)
         else:
-            loss = forward_backward(model, passes, strategy)
+            loss = forward_backward(model, passes, strategy, clock)
         scaling.unscale(parameter for _, parameter in strategy.list_trained(model))
         norm = strategy.clip(model, config.norm_max)
         optimizer.skip_unless(torch.isfinite(norm))
@@ -123,27 +128,33 @@ def iterate_steps(
         with changing or nullcontext():
             strategy.step(model, optimizer, loss)
             position.advance(config.batch)
+        clock.end()
 
-        # Two numbers: the mean loss of the global batch, and how many ranks were asked to stop.
+        # Two numbers: the mean loss of the global batch, and the number of ranks asked to stop.
         totals = strategy.all_reduce_loss(loss, weight=passes.weight, is_stop_asked=is_stop_asked())
         device_log.add(position.steps_done, norm, totals, is_overflow=is_overflow)
         is_read = is_read_due(position.steps_done) or position.steps_done == config.steps
         yield StepReport(
-            step=position.steps_done, learning_rate=learning_rate, reading=device_log.read() if is_read else None
+            step=position.steps_done,
+            learning_rate=learning_rate,
+            reading=device_log.read() if is_read else None,
+            own_s=clock.read() if is_read else None,
         )
 
 
-def forward_backward(model: nn.Module, passes: Passes, strategy: Strategy) -> Tensor:
+def forward_backward(model: nn.Module, passes: Passes, strategy: Strategy, clock: WorkClock) -> Tensor:
     """Accumulate the mean gradient of the global batch; return this rank's part of the mean loss, on the device."""
     total = torch.zeros((), dtype=torch.float64, device=passes.device)
     for index, micro_batch in enumerate(passes.micro_batches, start=1):
-        scale = passes.scale(micro_batch)
+        scale, is_last = passes.scale(micro_batch), index == len(passes.micro_batches)
         strategy.scale_own_losses(model, scale)
-        # The strategy delays the exchange of gradients until the last backward pass.
-        with strategy.micro_step(model, last=index == len(passes.micro_batches)):
+        # The strategy delays the all-reduce of gradients until the last backward pass.
+        with strategy.micro_step(model, last=is_last):
             with passes.precision():
                 outputs = passes.forward(model, micro_batch.inputs)
             loss = passes.loss(outputs, micro_batch.targets)
+            if is_last:
+                clock.watch(loss)
             (loss * scale).backward()
         total += loss.detach().double() * micro_batch.weight
     return total
@@ -152,7 +163,7 @@ def forward_backward(model: nn.Module, passes: Passes, strategy: Strategy) -> Te
 def read_passes(
     config: TrainConfig, strategy: Strategy, work: Work, sample_first: int, ranks: Ranks, *, loss_scale: float = 1.0
 ) -> Passes:
-    """Read this rank's samples of a step, in micro-batches, onto the device."""
+    """Read this rank's samples of a step and copy them to the device, in micro-batches."""
     micro_batches = []
     for samples, weight in strategy.share.find_passes(sample_first, config.batch, config.micro_batch):
         batch = to_device(work.samples.read(samples.start, len(samples)), ranks.device)
@@ -173,7 +184,7 @@ def read_passes(
 @dataclass(kw_only=True)
 class _Entry:
     step: int
-    values: Tensor  # norm, loss, count of ranks asked to stop
+    values: Tensor  # [3]: norm, loss, number of ranks asked to stop
     is_overflow: bool
 
 
@@ -183,7 +194,7 @@ class DeviceLog:
 
     config: TrainConfig
     _entries: list[_Entry] = field(default_factory=list)
-    _skips: int = 0  # in a row, up to the last step that was read
+    _skips: int = 0  # consecutive, up to the last step that was read
 
     def add(self, step: int, norm: Tensor, totals: Tensor, *, is_overflow: bool) -> None:
         """Keep the results of a step. `is_overflow`: non-finite gradients may be due to the loss scale."""
@@ -191,7 +202,10 @@ class DeviceLog:
         self._entries.append(_Entry(step=step, values=values, is_overflow=is_overflow))
 
     def read(self) -> Reading:
-        """Wait for the device and judge all steps since the last reading. Raises TrainerError on non-finite ones."""
+        """Wait for the device and check all steps since the last reading.
+
+        Raises TrainerError if gradients were not finite and `--train.on_nan` does not allow skipping the step.
+        """
         rows = torch.stack([entry.values for entry in self._entries]).tolist()
         skipped = []
         for entry, (norm, _, _) in zip(self._entries, rows, strict=True):

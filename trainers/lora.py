@@ -1,6 +1,6 @@
-"""Low-rank adapters (LoRA, arXiv:2106.09685): weights are frozen, and a product of two thin matrices is added.
+"""Low-rank adapters (LoRA, arXiv:2106.09685): weights are frozen, and the product of two thin matrices is added.
 
-Names of the weights do not change, so a checkpoint or a Hugging Face folder fits with or without adapters.
+The names of the weights do not change, so a checkpoint or a Hugging Face folder loads with or without adapters.
 """
 
 from collections.abc import Mapping
@@ -13,18 +13,18 @@ from torch.nn import functional
 from trainers.config import LoraConfig
 from trainers.errors import TrainerError
 
-# Which linear layers get an adapter, by a part of their name.
+# Linear layers that get an adapter, by a part of their name.
 TARGETS = {"attention": (".attention.",), "all": (".attention.", ".perceptron.")}
-DOWN, UP = "lora_a", "lora_b"  # as the paper and the package peft call them
+DOWN, UP = "lora_a", "lora_b"  # the names in the paper and in the package peft
 
 
 class LoraLinear(nn.Linear):
-    """A linear layer with an adapter beside it."""
+    """A linear layer with a low-rank adapter in parallel."""
 
     def __init__(self, layer: nn.Linear, *, rank: int, scale: float) -> None:
-        """Take over the weights of `layer`. The adapter starts at zero, for `lora_b` does."""
+        """Take over the weights of `layer`. The adapter adds zero at first, because `lora_b` is zero."""
         device, dtype = layer.weight.device, layer.weight.dtype
-        with torch.device("meta"):  # the weights that the base class creates are replaced at once
+        with torch.device("meta"):  # the base class creates weights that are replaced at once
             super().__init__(layer.in_features, layer.out_features, bias=layer.bias is not None)
         self.weight, self.bias = layer.weight, layer.bias
         self.scale = scale
@@ -32,13 +32,13 @@ class LoraLinear(nn.Linear):
         self.lora_b = nn.Parameter(torch.zeros(layer.out_features, rank, device=device, dtype=dtype))
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Add the adapter's output, computed in two thin steps."""
+        """Return the output of the layer plus that of the adapter, as two thin products."""
         added = functional.linear(functional.linear(inputs, self.lora_a), self.lora_b)
         return super().forward(inputs) + self.scale * added
 
 
 def add_adapters(model: nn.Module, config: LoraConfig) -> None:
-    """Freeze all parameters and give the layers that `config` names adapters that are trained."""
+    """Freeze all parameters and add trainable adapters to the layers that `config` selects."""
     if not config.rank:
         return
     model.requires_grad_(False)
@@ -50,13 +50,13 @@ def add_adapters(model: nn.Module, config: LoraConfig) -> None:
 
 
 def check_strategy(config: LoraConfig, strategy: str) -> None:
-    """Raise a TrainerError if adapters cannot be spread."""
+    """Raise a TrainerError if the strategy would have to shard adapters."""
     if config.rank and "tensor" in strategy.split("+"):
-        raise TrainerError("`--lora.rank` cannot be combined with `tensor`: adapters are not spread over ranks")
+        raise TrainerError("`--lora.rank` cannot be combined with `tensor`: adapters cannot be sharded")
 
 
 def merge_adapters(tensors: Mapping[str, Tensor], *, scale: float) -> dict[str, Tensor]:
-    """Return the weights with adapters added into them."""
+    """Return the weights with the adapters merged into them."""
     merged: dict[str, Any] = {name: value for name, value in tensors.items() if not name.endswith((DOWN, UP))}
     for name, down in tensors.items():
         if name.endswith(f".{DOWN}"):

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-# Logits that take more than this in float32 are gone through in parts of this size.
+# Logits that take more than this in float32 are processed in chunks of this size.
 CHUNK_BYTES = 64 * 2**20
 FLOAT_BYTES = 4
 
@@ -15,7 +15,10 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 
 
 def next_token_loss(z_weight: float) -> Loss:
-    """Cross entropy of logits `[batch, time, vocabulary]`, in nats; and `z_weight` x log(Z)^2 (arXiv:2204.02311, 5)."""
+    """Return the cross entropy of logits `[batch, time, vocabulary]` in nats, plus `z_weight` x log(Z)^2.
+
+    The second term is PaLM's z-loss (arXiv:2204.02311, section 5).
+    """
 
     def measure(logits: Tensor, targets: Tensor) -> Tensor:
         if logits.numel() * FLOAT_BYTES > CHUNK_BYTES and type(logits) is Tensor:
@@ -32,11 +35,10 @@ def next_token_loss(z_weight: float) -> Loss:
 
 
 class ChunkedLoss(torch.autograd.Function):
-    """The same loss of logits `[rows, vocabulary]`, a chunk of rows at a time, with the gradient computed along the
-    way.
+    """The same loss of logits `[rows, vocabulary]`, one chunk of rows at a time; `forward` computes the gradient.
 
-    Left to autograd, bfloat16 logits are held twice more in float32, and their gradient a third time. Here float32
-    never outgrows a chunk, and the gradient has the logits' own type.
+    Under autograd, bfloat16 logits take two more copies in float32, and their gradient a third. Here float32 copies
+    have the size of one chunk, and the gradient has the dtype of the logits.
     """
 
     @staticmethod
@@ -53,7 +55,7 @@ class ChunkedLoss(torch.autograd.Function):
             if z_weight:
                 total += z_weight * log_sum.square().sum()
             if gradient is not None:
-                # Of log(Z) the gradient is the softmax; of the right token's logit, one.
+                # The gradient of log(Z) is the softmax; that of the correct token's logit is one.
                 slope = (part - log_sum).exp_()
                 if z_weight:
                     slope *= 1 + 2 * z_weight * log_sum
@@ -66,11 +68,11 @@ class ChunkedLoss(torch.autograd.Function):
     def backward(context: Any, outer: Tensor) -> tuple[Tensor, None, None]:
         """Scale the gradient that `forward` computed, in place: it is used once."""
         gradient, context.gradient = context.gradient, None
-        assert gradient is not None, "the loss goes backward once"
+        assert gradient is not None, "backward runs once"
         return gradient.mul_(outer), None, None
 
 
 def class_loss(logits: Tensor, targets: Tensor) -> Tensor:
-    """Cross entropy of logits `[batch, classes]`, in nats."""
+    """Return the cross entropy of logits `[batch, classes]`, in nats."""
     loss: Tensor = functional.cross_entropy(logits.float(), targets)
     return loss

@@ -1,7 +1,7 @@
-"""The manifest of a checkpoint: its files, with checksums.
+"""The manifest of a checkpoint: its files and their checksums.
 
-`manifest.json` is written last, by one conditional write: a checkpoint without one is torn. It holds the SHA-256 and
-size of every other file, and its own.
+`manifest.json` is written last, by one conditional write: a checkpoint without one is incomplete. It contains the
+SHA-256 and the size of every other file, and a SHA-256 of its own content.
 """
 
 import hashlib
@@ -15,7 +15,7 @@ from typing import Any
 from trainers.storage import Storage
 
 MANIFEST_VERSION = 2
-INDEX = ".metadata"  # torch's name of the file that says where each tensor lies
+INDEX = ".metadata"  # torch's name for the file with the location of each tensor
 NAME_PATTERN = re.compile(r"step-(\d{8,})-attempt-(\d{4,})-([0-9a-f]{8})")
 
 
@@ -33,7 +33,7 @@ class CheckpointName:
 
 @dataclass(frozen=True, kw_only=True)
 class Seal:
-    """Checksum and size of a file, as it was written."""
+    """SHA-256 and size in bytes of a file as it was written."""
 
     sha256: str
     size: int
@@ -47,15 +47,15 @@ class Contents:
     shared: frozenset[str]
     own: frozenset[str]
     files: Mapping[str, Seal]
-    about: Mapping[str, Any]  # the recipe's; empty before 0.1
+    about: Mapping[str, Any]  # from the recipe; empty before 0.1
 
 
 class Damage(Exception):
-    """A file of a checkpoint differs from what was written; the message names it and the difference."""
+    """A checkpoint is incomplete or differs from what was written; the message names the file and the difference."""
 
 
 def find_newest(storage: Storage) -> tuple[CheckpointName, Contents] | None:
-    """Return the newest complete checkpoint and its contents, skipping torn and corrupt ones. Reads every file."""
+    """Return the newest complete checkpoint and its contents; skip incomplete and corrupt ones. Reads every file."""
     for name in list_checkpoints(storage):
         try:
             contents = read_manifest(storage, name)
@@ -78,7 +78,7 @@ def read_manifest(storage: Storage, name: CheckpointName) -> Contents:
     """Return the contents of the checkpoint. Raises Damage if the manifest is missing or damaged."""
     content = storage.read(f"{name}/manifest.json")
     if content is None:
-        raise Damage("it has no manifest, so writing it was cut short")
+        raise Damage("it has no manifest, so its write was interrupted")
     try:
         manifest = json.loads(content)
         version, files = manifest["version"], dict(manifest["files"])
@@ -95,7 +95,7 @@ def read_manifest(storage: Storage, name: CheckpointName) -> Contents:
     if version != MANIFEST_VERSION:
         raise Damage(f"its manifest has version {version}, not {MANIFEST_VERSION}")
     if seal != seal_manifest(manifest):
-        raise Damage("its manifest is not what was written")
+        raise Damage("its manifest does not match its own checksum")
     return contents
 
 
@@ -106,48 +106,48 @@ def read_index(storage: Storage, name: CheckpointName, contents: Contents) -> by
         raise Damage(f"`{INDEX}` is not in its manifest")
     actual = None if content is None else (hashlib.sha256(content).hexdigest(), len(content))
     check_seal(INDEX, contents.files[INDEX], actual)
-    assert content is not None, "its seal was checked"
+    assert content is not None, "its checksum was verified"
     return content
 
 
 def check_seal(file: str, seal: Seal, actual: tuple[str, int] | None) -> None:
-    """Raise Damage unless `found` equals the file's checksum and size; None is a missing file."""
+    """Raise Damage unless `actual` equals the expected checksum and size; None means that the file is missing."""
     if actual is None:
         raise Damage(f"`{file}` is missing")
     if actual != (seal.sha256, seal.size):
-        raise Damage(f"`{file}` is not what was written")
+        raise Damage(f"`{file}` does not match its checksum")
 
 
 def seal_manifest(manifest: Mapping[str, object]) -> str:
-    """Return the SHA-256 of a manifest's content; a flipped bit may leave it readable."""
+    """Return the SHA-256 of the content of a manifest: a flipped bit may still be valid JSON."""
     return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
 
 def divide(files: Iterable[str], *, rank: int, world_size: int) -> list[str]:
-    """Return one rank's share of files; every file is in exactly one share, and all ranks agree on which."""
+    """Return the files of one rank. Every file belongs to exactly one rank, and all ranks agree on it."""
     return sorted(files)[rank::world_size]
 
 
 def remove_old(storage: Storage, *, newest: CheckpointName, keep: int) -> None:
-    """Keep the last complete checkpoints; remove older ones, and torn ones that no live process can still finish."""
+    """Keep the `keep` newest complete checkpoints; remove older ones, and incomplete ones left behind."""
     kept = 0
     for name in list_checkpoints(storage):
         is_complete = storage.read(f"{name}/manifest.json") is not None
         kept += is_complete
-        # An attempt above ours is not ours to judge, and our own save is the newest.
+        # Checkpoints of later attempts are not touched, and our own save is the newest.
         if name.attempt > newest.attempt or name == newest:
             continue
         if kept > keep or not is_complete:
-            # The manifest goes first: a removal cut short leaves a torn checkpoint, not a corrupt one.
+            # The manifest is removed first: an interrupted removal leaves an incomplete checkpoint, not a corrupt one.
             storage.delete(f"{name}/manifest.json")
             storage.delete(str(name))
 
 
 def warn_skipped(name: CheckpointName, damage: object) -> None:
-    """Warn that an older checkpoint will be used."""
+    """Warn that a checkpoint is skipped in favour of an older one."""
     warn(f"skipping checkpoint `{name}`: {damage}")
 
 
 def warn(message: str) -> None:
-    """Print a warning at once: the process may be killed at any moment."""
+    """Print a warning and flush it, because the process may be killed at any moment."""
     print(f"warning: {message}", file=sys.stderr, flush=True)

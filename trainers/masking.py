@@ -1,4 +1,4 @@
-"""Masked language modelling: some tokens of a window are hidden, and predicted from both sides (arXiv:1810.04805)."""
+"""Masked language modelling: hide some tokens of a window and predict them from both sides (arXiv:1810.04805)."""
 
 import hashlib
 
@@ -9,18 +9,17 @@ from trainers.data import Batch, Samples
 from trainers.losses import Loss, next_token_loss
 
 UNTOUCHED = -100  # the target of a token that was not hidden; torch's own `ignore_index`
-# Shares of the hidden tokens that show the mask or a random token; the rest stay visible (section 3.1).
+# Shares of the hidden tokens that are replaced by the mask or a random token; others stay visible (section 3.1).
 MASKED, RANDOM = 0.8, 0.1
 
 
 def count_hidden(context: int, share: float) -> int:
-    """Return the number of tokens hidden in each window; it is constant, so that the means of micro-batches have equal
-    weight."""
+    """Return the number of hidden tokens per window. It is constant so that micro-batches have equal weight."""
     return max(1, round(context * share))
 
 
 class MaskedBatches:
-    """Windows with hidden tokens. Which are hidden follows from the seed and the sample's global index alone."""
+    """Windows with hidden tokens, which depend only on the seed and the global index of the sample."""
 
     def __init__(self, samples: Samples, *, share: float, mask_id: int, vocabulary: int, seed: int) -> None:
         """Wrap samples whose inputs are windows `[count, context]`; random tokens are drawn below `vocabulary`."""
@@ -53,7 +52,7 @@ def masked_loss(z_weight: float, hidden_count: int) -> Loss:
     measure = next_token_loss(z_weight)
 
     def measure_hidden(logits: Tensor, targets: Tensor) -> Tensor:
-        # Sorted rather than searched because the number is known: a search would wait for the device.
+        # Sorting has a result of known size; a search (`nonzero`) would wait for the device.
         is_hidden = (targets.flatten() != UNTOUCHED).to(torch.uint8)
         rows = is_hidden.argsort(descending=True, stable=True)[: hidden_count * len(targets)]
         return measure(logits.flatten(0, 1)[rows].unsqueeze(0), targets.flatten()[rows].unsqueeze(0))

@@ -1,4 +1,4 @@
-"""Metrics of each step, written to files: JSON lines, and TensorBoard events on request."""
+"""Write the metrics of steps to files: JSON lines, and TensorBoard events on request."""
 
 import json
 import math
@@ -15,10 +15,10 @@ from trainers.errors import TrainerError
 
 
 class Meter:
-    """Compute rates from samples and time."""
+    """Computes rates from sample counts and elapsed time."""
 
     def __init__(self, *, units_per_sample: int, flops_per_sample: float, peak_flops: float | None, ranks: int) -> None:
-        """Count `units_per_sample` (tokens, images); one device does `peak_flops` per second at best."""
+        """Count `units_per_sample` units (tokens, images) per sample. `peak_flops` is the peak FLOP/s of one device."""
         self._units, self._flops = units_per_sample, flops_per_sample
         self._peak_flops, self._ranks = peak_flops, ranks
         self._samples = 0
@@ -30,11 +30,11 @@ class Meter:
         self._samples += samples
 
     def pause(self, seconds: float) -> None:
-        """Leave out time that was spent on something other than training."""
+        """Exclude time that was not spent on training."""
         self._paused_s += seconds
 
     def read(self) -> dict[str, float]:
-        """Return rates since the last reading. MFU is the share of the peak that the model's own arithmetic used."""
+        """Return rates since the last reading. MFU is the model's FLOP/s as a share of the devices' peak."""
         now = time.perf_counter()
         elapsed_s = max(1e-9, now - self._begin - self._paused_s)
         rates = {"tokens_per_s": round(self._samples * self._units / elapsed_s, 1)}
@@ -46,10 +46,10 @@ class Meter:
 
 
 class MetricFiles:
-    """Write metrics on the first rank; a silent instance (any other rank) does nothing."""
+    """Writes metrics on the first rank; a silent instance (any other rank) does nothing."""
 
     def __init__(self, config: LogConfig, attempt: int, *, is_silent: bool) -> None:
-        """Open the requested outputs; a missing package is a TrainerError."""
+        """Open the requested outputs. Raises TrainerError if a package is missing."""
         self._path = Path(config.metrics) if config.metrics and not is_silent else None
         self._attempt = attempt
         self._board = _open_board(config.tensorboard) if config.tensorboard and not is_silent else None
@@ -57,7 +57,7 @@ class MetricFiles:
             self._path.parent.mkdir(parents=True, exist_ok=True)
 
     def write(self, step: int, values: Mapping[str, float | None]) -> None:
-        """Append one line. JSON has no infinity: such a value is null. A resumed run repeats what it lost."""
+        """Append one line, with null for non-finite values. A resumed run writes repeated steps again."""
         if self._path:
             finite = {name: value if value is None or math.isfinite(value) else None for name, value in values.items()}
             line = {"time": time.time(), "attempt": self._attempt, "step": step, **finite}
@@ -85,7 +85,7 @@ def make_meter(
 
 
 def read_memory(device: torch.device) -> dict[str, float]:
-    """Return the peak so far, in GiB."""
+    """Return the peak memory of this process so far, in GiB."""
     return {"memory_gib": round(measure_memory_gib(device), 3)}
 
 
@@ -93,5 +93,7 @@ def _open_board(folder: str) -> Any:
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:
-        raise TrainerError("`--log.tensorboard` needs the package tensorboard: `pip install tensorboard`") from error
+        raise TrainerError(
+            "`--log.tensorboard` requires the package tensorboard\n\nhint: `pip install tensorboard`"
+        ) from error
     return SummaryWriter(folder)

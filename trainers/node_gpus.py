@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Mapping
 
-TORCH = "2.13.0"  # as tests/constraints.txt: what the trainers are tested with
-# Builds of torch 2.13 by what their kernels are made for: PyTorch's RELEASE.md, and its issue 178665, read 2026-11.
+TORCH = "2.13.0"  # as in tests/constraints.txt: the release that the trainers are tested with
+# Builds of torch 2.13 and the GPUs that their kernels support: PyTorch's RELEASE.md and issue 178665, 2026-11.
 # CUDA 13.0 needs driver 580 and has no kernels for Volta and older. CUDA 12.6 runs on any driver from 525.60 by minor
 # version compatibility (NVIDIA, "CUDA Compatibility"), and has none for Blackwell.
 DRIVER_OF_CUDA_13, DRIVER_OF_CUDA_12 = (580,), (525, 60, 13)
@@ -44,8 +44,9 @@ CPU = Accelerator("cpu", "CPU")
 
 
 def find_accelerator(variables: Mapping[str, str]) -> Accelerator:
-    """Return the accelerator of this node: its GPUs, unless the task requests none. Raises SetupError if GPUs are
-    requested and cannot be used, so that a node with eight of them does not train on its CPU.
+    """Return the accelerator of this node: its GPUs, unless the task requests none.
+
+    Raises SetupError if requested GPUs cannot be used, so that a node with eight GPUs does not train on its CPU.
     """
     asked = variables.get("SKYPILOT_NUM_GPUS_PER_NODE", "")
     if asked == "0":
@@ -65,8 +66,9 @@ def find_accelerator(variables: Mapping[str, str]) -> Accelerator:
 
 
 def find_nvidia(variables: Mapping[str, str]) -> Accelerator | None:
-    """Query `nvidia-smi`, else read the driver's own file; None without a driver. Raises SetupError if `nvidia-smi`
-    fails on a node that should have GPUs: no installation helps there.
+    """Query `nvidia-smi`, or read the driver's own file; return None without a driver.
+
+    Raises SetupError if `nvidia-smi` fails on a node that should have GPUs: no installation helps there.
     """
     program = shutil.which("nvidia-smi", path=variables.get("PATH"))
     if program:
@@ -105,7 +107,7 @@ def is_without_driver() -> bool:
 
 
 def choose_build(accelerator: Accelerator) -> str:
-    """Return the name of the build in PyTorch's index. Raises SetupError if this version has no fitting build."""
+    """Return the name of the build in PyTorch's index. Raises SetupError if no build supports this accelerator."""
     if accelerator.kind != "cuda":
         return ROCM if accelerator.kind == "rocm" else "cpu"
     is_old, is_new = (0,) < accelerator.capability < TURING, accelerator.capability > HOPPER

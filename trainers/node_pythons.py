@@ -14,12 +14,12 @@ from typing import Iterator, Mapping
 
 from trainers.node_gpus import Accelerator
 
-PYTHON_OLDEST = (3, 10)  # of torch 2.13, and what Ubuntu 22.04 has
+PYTHON_OLDEST = (3, 10)  # required by torch 2.13; Ubuntu 22.04 has it
 TORCH_OLDEST = (2, 6)
-# Images keep torch where no PATH of a plain command leads: AWS's Deep Learning AMIs, PyTorch's own, SkyPilot's.
+# Where images keep torch outside PATH: AWS's Deep Learning AMIs, PyTorch's own images, SkyPilot's.
 WELL_KNOWN = ("/opt/pytorch/bin/python3", "/opt/conda/bin/python3", "~/miniconda3/bin/python3")
-PROBE_S, CHECK_S = 60.0, 600.0  # the latter on a cold network disk
-# Says what is installed, without the seconds that `import torch` takes.
+PROBE_S, CHECK_S = 60.0, 600.0  # the second on a cold network disk
+# Reports what is installed, without `import torch`, which takes seconds.
 PROBE = """\
 import json, os, sys
 from importlib.util import find_spec
@@ -39,7 +39,7 @@ print(json.dumps({
     "has_buckets": find("obstore") is not None,
 }))
 """
-# The proof: a build for another driver or another GPU imports, and fails at the first kernel.
+# A build for another driver or GPU can be imported, but fails at its first kernel.
 CHECK = """\
 import sys, torch
 device = "cpu" if sys.argv[1] == "cpu" else "cuda"
@@ -57,8 +57,9 @@ class Python:
 
 
 def find_python(accelerator: Accelerator, own: Path | None, variables: Mapping[str, str]) -> Python | None:
-    """Return the first interpreter that fits; report those that have torch and do not fit, with the reason. `own`: the
-    interpreter that an earlier setup on this node installed, if any.
+    """Return the first suitable interpreter; report those with an unsuitable torch, with the reason.
+
+    `own` is the interpreter that an earlier setup installed on this node, if any.
     """
     for path in list_candidates(own, variables):
         python, reason = judge(path, accelerator)
@@ -81,12 +82,12 @@ def list_candidates(own: Path | None, variables: Mapping[str, str]) -> Iterator[
 
 
 def judge(path: str, accelerator: Accelerator) -> tuple[Python | None, str]:
-    """Return the interpreter if it fits, else the reason if it has torch."""
+    """Return the interpreter if it is suitable; otherwise the reason, empty if it has no torch."""
     try:
         done = subprocess.run([path, "-c", PROBE], capture_output=True, text=True, timeout=PROBE_S, check=False)
         said = json.loads(done.stdout)
     except (OSError, ValueError, subprocess.TimeoutExpired):
-        return None, ""  # a shim that leads nowhere, or no Python at all
+        return None, ""  # a shim without a target, or not a Python
     torch = str(said["torch"])
     if not torch:
         return None, ""

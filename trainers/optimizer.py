@@ -1,6 +1,6 @@
-"""The optimizer of a run: torch's fused AdamW, or one of your own, with a schedule and state by parameter name.
+"""The optimizer of a run: torch's fused AdamW or the user's own, with a schedule and state by parameter name.
 
-State by name rather than by number can be read back by other ranks and other strategies
+State by name, instead of by number, can be restored by other ranks and under other strategies
 (docs/decisions/0060-torch-adamw.md).
 """
 
@@ -14,10 +14,11 @@ from torch import Tensor
 
 from trainers.config import TrainConfig
 from trainers.errors import TrainerError
+from trainers.offload import HostCopies, place_on_mesh
 
-# Adam's usual averaging horizons for language models (GPT-3, arXiv:2005.14165, appendix B).
+# Adam's usual decay rates for language models (GPT-3, arXiv:2005.14165, appendix B).
 BETAS, EPSILON = (0.9, 0.95), 1e-8
-# What checkpoints call AdamW's moments.
+# The names of AdamW's moments in checkpoints.
 STATE_NAMES = {"exp_avg": "first", "exp_avg_sq": "second"}
 
 MakeOptimizer = Callable[[Mapping[str, Tensor]], torch.optim.Optimizer]  # of named parameters
@@ -33,20 +34,27 @@ class Optimizer:
         *,
         make: MakeOptimizer | None = None,
         schedule: Callable[[int], float] | None = None,
+        is_offloaded: bool = False,
     ) -> None:
-        """Take the named parameters that are trained. The state is allocated now, so a checkpoint can be read into it.
+        """Optimize named parameters. The state is allocated now, so that a checkpoint can be read into it.
 
-        `make` creates an optimizer of your own; `schedule` maps a step, counted from 0, to a factor of its groups'
-        learning rates.
+        `make` creates the user's own optimizer; `schedule` maps a step, counted from 0, to a factor of the learning
+        rates of its groups. `is_offloaded` keeps the state, and a copy of the parameters, in CPU memory.
         """
         self._config, self._schedule = config, schedule
         self._parameters = {name: value for name, value in parameters if value.requires_grad}
-        # AdamW works by element, so each rank updates its own part of a sharded parameter as a plain tensor: torch's
-        # operations on lists do not take sharded and whole tensors together. An optimizer of your own sees DTensors.
+        # AdamW is elementwise, so each rank updates its shard of a parameter as a plain tensor: torch's list operations
+        # do not accept sharded and whole tensors together. The user's own optimizer gets DTensors.
         self._is_local = make is None
         self._handles = {
             name: local(value.detach()) if self._is_local else value for name, value in self._parameters.items()
         }
+        self._copies: HostCopies | None = None
+        if is_offloaded:
+            if make is not None:
+                raise TrainerError("`--offload optimizer` moves the state of AdamW only, not of your own optimizer")
+            self._copies = HostCopies(self._handles)
+            self._handles = self._copies.values
         self._optimizer = make(self._handles) if make else make_adamw(self._handles, config)
         self._base_rates = [float(group["lr"]) for group in self._optimizer.param_groups]
         self._check_parameters()
@@ -56,7 +64,7 @@ class Optimizer:
 
     @property
     def learning_rate(self) -> float:
-        """The rate of the next step, of the first group."""
+        """The learning rate of the first group in the next step."""
         return self._find_rates(self.steps_done)[0]
 
     @property
@@ -65,12 +73,11 @@ class Optimizer:
         return self.steps_done >= self._config.steps
 
     def skip_unless(self, is_finite: Tensor) -> None:
-        """Skip the update of the next step if `is_finite`, a scalar on the device, is false. Does not wait for the
-        device."""
+        """Skip the next update if `is_finite`, a scalar on the device, is false. The host does not wait."""
         self._found_inf = (~is_finite).float()
 
     def zero_skipped_gradients(self) -> None:
-        """Set gradients to zero if the next step is skipped, for a strategy that sends them elsewhere. Waits."""
+        """Zero the gradients if the next step is skipped, for a strategy that sends them. The host waits."""
         if self._found_inf is not None and bool(self._found_inf):
             with torch.no_grad():
                 torch._foreach_zero_([local(gradient) for gradient in self._find_gradients().values()])
@@ -78,26 +85,32 @@ class Optimizer:
     def step(self, *, schedule_step: int | None = None, rate_share: float = 1.0) -> None:
         """Update every parameter once and drop the gradients.
 
-        Where several updates make up one step of the run, `schedule_step` says which, and each has a share of its rate.
+        If several updates make up one step of the run, `schedule_step` is that step, and `rate_share` the share of its
+        learning rate for each update.
         """
         schedule_step = self.steps_done if schedule_step is None else schedule_step
         self.steps_done = schedule_step + 1
         for group, rate in zip(self._optimizer.param_groups, self._find_rates(schedule_step), strict=True):
             group["lr"] = rate_share * rate
-        if self._is_local:
+        if self._copies is not None:
+            self._copies.load({name: local(gradient) for name, gradient in self._find_gradients().items()})
+            self._found_inf = None if self._found_inf is None else self._found_inf.cpu()
+        elif self._is_local:
             for name, gradient in self._find_gradients().items():
                 self._handles[name].grad = local(gradient)
-        # Fused optimizers read the flag on the device; for others the host has to.
+        # Fused optimizers read the flag on the device; for others, the host must read it.
         if getattr(self._optimizer, "_step_supports_amp_scaling", False):
             self._optimizer.found_inf = self._found_inf  # type: ignore[attr-defined]  # as torch's GradScaler sets it
             self._optimizer.step()
         elif self._found_inf is None or not bool(self._found_inf):
             self._optimizer.step()
+        if self._copies is not None:
+            self._copies.store()
         self._found_inf = None
         self._drop_gradients()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all that must survive; the tensors are the live ones."""
+        """Return the state to checkpoint; its tensors are the live ones."""
         state: dict[str, Any] = {}
         updates: dict[str, int] = {}
         for name, handle in self._handles.items():
@@ -105,15 +118,15 @@ class Optimizer:
                 if key == "step":
                     updates[name] = int(value)
                 elif isinstance(value, Tensor):
-                    spread = _spread_like(value, self._parameters[name])
+                    spread = self._spread(value, self._parameters[name])
                     state.setdefault(STATE_NAMES.get(key, key), {})[name] = spread
-        # One number where all parameters were updated equally often, as they are unless some got no gradient.
+        # One number if all parameters were updated equally often: always, unless some got no gradient.
         counts = set(updates.values()) or {0}
         moves = counts.pop() if len(counts) == 1 else json.dumps(updates)
         return {**state, "steps_done": self.steps_done, "moves_done": moves}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over a state returned by `state_dict`."""
+        """Restore a state returned by `state_dict`."""
         keys = {saved: key for key, saved in STATE_NAMES.items()}
         moves = state["moves_done"]
         updates = json.loads(moves) if isinstance(moves, str) else dict.fromkeys(self._handles, moves)
@@ -123,6 +136,14 @@ class Optimizer:
                     local(self._optimizer.state[self._handles[name]][keys.get(saved, saved)]).copy_(local(value))
             self._set_updates(updates)
         self.steps_done = state["steps_done"]
+        if self._copies is not None:
+            self._copies.mark_stale()  # the parameters come from the same checkpoint
+
+    def _spread(self, value: Tensor, parameter: Tensor) -> Tensor:
+        """Return a state tensor sharded over the ranks like its parameter."""
+        if not hasattr(parameter, "device_mesh") or hasattr(value, "device_mesh") or value.dim() == 0:
+            return value
+        return place_on_mesh(value, parameter) if self._copies is not None else _spread_like(value, parameter)
 
     def _find_rates(self, step: int) -> list[float]:
         if self._schedule is not None:
@@ -147,7 +168,7 @@ class Optimizer:
                     "exp_avg_sq": torch.zeros_like(handle),
                 }
             return
-        # Any other one is asked to take a step that changes nothing (as torch.distributed.checkpoint does).
+        # Others take a step that changes nothing (as in torch.distributed.checkpoint).
         before = [handle.detach().clone() for handle in self._handles.values()]
         for group in self._optimizer.param_groups:
             group["lr"] = 0.0
@@ -190,9 +211,9 @@ def make_adamw(parameters: Mapping[str, Tensor], config: TrainConfig) -> torch.o
 
 
 def find_learning_rate(step: int, config: TrainConfig) -> float:
-    """Return the rate of a step, counted from 0: linear warmup to the peak, then half a cosine down to the minimum.
+    """Return the learning rate of a step, counted from 0: linear warm-up to the peak, half a cosine to the minimum.
 
-    A pure function of the step, so the schedule has no state of its own.
+    It is a pure function of the step, so the schedule has no state.
     """
     if step < config.warmup_steps:
         return config.learning_rate * (step + 1) / config.warmup_steps
@@ -202,15 +223,12 @@ def find_learning_rate(step: int, config: TrainConfig) -> float:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Return the part of a tensor that lies on this rank; it shares memory with a DTensor's shard."""
+    """Return the part of a tensor on this rank, which shares memory with the shard of a DTensor."""
     part: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     return part
 
 
 def _spread_like(value: Tensor, parameter: Tensor) -> Tensor:
-    """Return a state tensor as part of the whole: spread over ranks like its parameter."""
-    if not hasattr(parameter, "device_mesh") or hasattr(value, "device_mesh") or value.dim() == 0:
-        return value
     from torch.distributed.tensor import DTensor
 
     placed: Any = parameter

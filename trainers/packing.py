@@ -1,4 +1,4 @@
-"""Several documents in one window: attention stays within a document, and positions restart at each."""
+"""Several documents in one window: attention stays within a document, and positions restart in each."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -10,16 +10,16 @@ from trainers.data import Batch, Samples
 
 
 class Packing(NamedTuple):
-    """The positions of documents in the windows of a batch. A tuple, so that compiled and recomputed blocks take it."""
+    """The documents in the windows of a batch. A tuple, because compiled and recomputed blocks accept tuples."""
 
-    mask: Tensor  # bool `[batch, 1, time, time]`: which position may read which
+    mask: Tensor  # bool `[batch, 1, time, time]`: whether a position attends to another
     positions: Tensor  # `[batch, time]`, from 0 in each document
 
 
 def find_packing(tokens: Tensor, separator: int) -> Packing:
     """Find the documents of windows `[batch, time]`; a separator belongs to the document that it ends.
 
-    With separator 9, the window 5 9 7 8 has the positions 0 1 0 1, and 7 and 8 do not read 5 and 9.
+    With separator 9, the window 5 9 7 8 has the positions 0 1 0 1, and 7 and 8 do not attend to 5 and 9.
     """
     ends = (tokens == separator).long()
     documents = ends.cumsum(1) - ends
@@ -31,7 +31,7 @@ def find_packing(tokens: Tensor, separator: int) -> Packing:
 
 
 class NamedBatches:
-    """Samples of inputs and targets as a dict, where the model itself needs the targets."""
+    """Samples as a dict of tokens and targets, for a model that computes its own loss."""
 
     def __init__(self, samples: Samples) -> None:
         """Wrap samples whose batches are pairs."""
@@ -39,20 +39,20 @@ class NamedBatches:
         self.fingerprint = samples.fingerprint
 
     def read(self, sample_first: int, sample_count: int) -> Batch:
-        """Return `tokens` and `targets`."""
+        """Return a dict of `tokens` and `targets`, both `[sample_count, context]`."""
         inputs, targets = self._samples.read(sample_first, sample_count)
         return {"tokens": inputs, "targets": targets}
 
 
 class LanguageForward:
-    """The call of a language model: with the documents of each window, and with targets if it returns its loss."""
+    """Calls a language model, with the documents of each window, and with targets if it returns its loss."""
 
     def __init__(self, *, separator: int | None, z_weight: float) -> None:
-        """`separator`: id that ends a document, None for windows that are one document each."""
+        """Set the id that ends a document; None if each window is one document."""
         self._separator, self._z_weight = separator, z_weight
 
     def __call__(self, model: nn.Module, inputs: Any) -> Any:
-        """Return logits of a tensor of tokens, and the mean loss of a dict of tokens and targets."""
+        """Return logits for a tensor of tokens, or the mean loss for a dict of tokens and targets."""
         more: dict[str, Any] = {}
         tokens = inputs
         if isinstance(inputs, Mapping):
@@ -63,5 +63,5 @@ class LanguageForward:
 
 
 def take_loss(outputs: Tensor, targets: Any) -> Tensor:
-    """Return the loss that the model computed itself."""
+    """Return the loss, which the model has computed."""
     return outputs

@@ -1,30 +1,30 @@
 """Detect that this machine is about to be preempted: SIGTERM, or a file that the broker creates.
 
-Imports nothing heavy: the handler must be in place before torch is imported, which takes a second.
+This module imports nothing heavy: the handler must be in place before the import of torch, which takes a second.
 """
 
 import signal
 from pathlib import Path
 from types import FrameType
 
-# What a shell reports for a process ended by SIGTERM: 128 + 15.
+# The code that a shell reports for a process ended by SIGTERM: 128 + 15.
 EXIT_CODE_PREEMPTED = 143
 
 
 class PreemptionNotice:
-    """Remember that a notice arrived. The loop passes one rank's notice on to all ranks."""
+    """Records that a notice arrived. The loop forwards the notice of one rank to all ranks."""
 
     def __init__(self, file: Path | None = None) -> None:
-        """Watch for `file`, if one is given, and for SIGTERM from `listen` on."""
+        """Watch for `file`, if given, and, after `listen`, for SIGTERM."""
         self._file = file
         self._has_signal = False
 
     def listen(self) -> None:
-        """Turn SIGTERM into a notice; a second SIGTERM changes nothing."""
+        """Treat SIGTERM as a notice; further ones have no effect."""
         signal.signal(signal.SIGTERM, self._remember)
 
     def is_given(self) -> bool:
-        """Return whether a notice has arrived, in either way."""
+        """Return whether a notice has arrived by signal or file."""
         return self._has_signal or (self._file is not None and self._file.exists())
 
     def _remember(self, signal_number: int, frame: FrameType | None) -> None:

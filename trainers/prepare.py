@@ -1,7 +1,7 @@
-"""Turns text into token files for `--data.path`: `python -m trainers.prepare book.txt corpus/ --output tokens`.
+"""Convert text to token files for `--data.path`: `python -m trainers.prepare book.txt corpus/ --output tokens`.
 
-Documents keep their order, each is followed by the tokenizer's separator, and the last share of them is for
-evaluation. Files appear under their names when they are whole.
+Documents keep their order, each is followed by the tokenizer's separator, and the last ones are kept for evaluation.
+Files get their final names once they are complete.
 """
 
 import argparse
@@ -17,13 +17,13 @@ from trainers.texts import find_text_files, read_documents
 from trainers.tokenizers import Tokenizer, create_tokenizer
 
 REPORT_S = 0.5
-# Long texts are encoded in pieces of this size at most, cut at line ends, so that memory stays small.
+# Maximum size of a piece of text that is encoded at once, cut at line ends, to bound memory.
 PIECE_BYTES = 2**20
 TYPECODES = {"uint8": "B", "uint16": "H", "uint32": "I"}
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Read the flags, write the files; return the exit code."""
+    """Parse the flags and write the files; return the exit code."""
     options = make_parser().parse_args(arguments)
     try:
         files = [file for path in options.paths for file in find_text_files(Path(path))]
@@ -36,8 +36,8 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Return the parser of all flags."""
-    parser = argparse.ArgumentParser(prog="python -m trainers.prepare", description="Turn text into token files.")
+    """Return the command line parser."""
+    parser = argparse.ArgumentParser(prog="python -m trainers.prepare", description="Convert text to token files.")
     parser.add_argument("paths", nargs="+", metavar="PATH", help="text, .jsonl or .parquet files, or folders of them")
     parser.add_argument("--output", required=True, metavar="FOLDER", help="folder for the token files")
     parser.add_argument(
@@ -56,11 +56,15 @@ def make_parser() -> argparse.ArgumentParser:
 def prepare(
     files: Sequence[Path], output: Path, tokenizer: Tokenizer, shard_tokens: int, validation_share: float, column: str
 ) -> None:
-    """Write `train-00000.bin`..., `val-00000.bin`... and `tokens.json`; a folder that already has such files is a
-    TrainerError."""
+    """Write `train-00000.bin`..., `val-00000.bin`... and `tokens.json`.
+
+    Raises TrainerError if the folder already has such files.
+    """
     output.mkdir(parents=True, exist_ok=True)
     if any(output.glob("*.bin")):
-        raise TrainerError(f"`{output}` already holds token files; name another folder, or remove them")
+        raise TrainerError(
+            f"`{output}` already contains token files\n\nhint: name another folder with `--output`, or remove them"
+        )
     dtype = next(
         name for name, bits in (("uint8", 8), ("uint16", 16), ("uint32", 32)) if tokenizer.vocabulary <= 1 << bits
     )
@@ -69,7 +73,7 @@ def prepare(
     train = ShardWriter(output, "train", shard_tokens, TYPECODES[dtype])
     validation = ShardWriter(output, "val", shard_tokens, TYPECODES[dtype])
     progress = Reporter(total)
-    # Small enough that the boundary is met well.
+    # Small pieces, so that the boundary is met closely.
     piece_bytes = max(256, min(PIECE_BYTES, total // 1000))
     done = 0
     for file in files:
@@ -77,7 +81,7 @@ def prepare(
         seen = 0
         for document in read_documents(file, column):
             for piece in cut(document, piece_bytes):
-                # A table's text and its size on disk differ; its share of the whole is then a guess at best.
+                # The text of a parquet file is larger than the file, so its share of the whole is an estimate.
                 writer = train if begin + min(seen, size) < boundary else validation
                 writer.append(tokenizer.encode(piece))
                 seen += len(piece)
@@ -96,7 +100,7 @@ def prepare(
 
 
 def cut(document: bytes, piece_bytes: int) -> Iterator[bytes]:
-    """Return pieces of a document that end at line ends where they can, so that few words are split."""
+    """Yield pieces of a document, cut at line ends where possible, so that few words are split."""
     start = 0
     while start < len(document):
         stop = start + piece_bytes
@@ -108,17 +112,17 @@ def cut(document: bytes, piece_bytes: int) -> Iterator[bytes]:
 
 
 class ShardWriter:
-    """Append ids to a series of files of equal size."""
+    """Writes token ids to a series of files of equal size."""
 
     def __init__(self, folder: Path, name: str, shard_tokens: int, typecode: str) -> None:
-        """Prepare the writer; nothing is written until ids arrive."""
+        """Set the names and size of the files; nothing is written yet."""
         self._folder, self._name, self._shard_tokens = folder, name, shard_tokens
         self._ids = array.array(typecode)
         self._shard = 0
         self.written = 0
 
     def append(self, ids: Sequence[int]) -> None:
-        """Take some ids, and write a file for each full shard."""
+        """Add ids, and write each file that becomes full."""
         self._ids.extend(ids)
         self.written += len(ids)
         while len(self._ids) >= self._shard_tokens:
@@ -141,16 +145,16 @@ class ShardWriter:
 
 
 class Reporter:
-    """Report the progress on stderr from time to time."""
+    """Reports progress on stderr at intervals."""
 
     def __init__(self, total_bytes: int) -> None:
-        """Start with the total number of bytes."""
+        """Set the total number of bytes."""
         self._total = max(1, total_bytes)
         self._begin = self._told = time.monotonic()
         self._is_terminal = sys.stderr.isatty()
 
     def report(self, done_bytes: int, tokens: int) -> None:
-        """Tell, if that was not just done."""
+        """Print progress, unless the last report was recent."""
         now = time.monotonic()
         if now - self._told < (REPORT_S if self._is_terminal else 20 * REPORT_S):
             return
@@ -161,7 +165,7 @@ class Reporter:
 
     def finish(self, training: int, validation: int, output: Path) -> None:
         """Print the result on stdout."""
-        print(f"{training:,} tokens to train on and {validation:,} to evaluate on are in `{output}`")
+        print(f"{training:,} tokens for training and {validation:,} for evaluation are in `{output}`")
 
 
 def _character_start(document: bytes, place: int) -> int:

@@ -1,7 +1,7 @@
-"""Shapes by name, from one million to eight thousand million parameters: `--preset gpt2`.
+"""Presets of shapes from 1 million to 8 billion parameters: `--preset gpt2`.
 
-A preset is a set of values by dotted name. Batches are in samples; learning rates are those published with the shape,
-or for the small ones, found here.
+A preset maps dotted names of options to values. Batches are in samples. Learning rates are those published with the
+shape; those of the small shapes are our own.
 """
 
 from collections.abc import Mapping
@@ -21,14 +21,14 @@ def _optimisation(steps: int, batch: int, micro_batch: int, peak: float, warmup_
         "train.learning_rate": peak,
         "train.learning_rate_min": peak / 10,
         "train.warmup_steps": warmup_steps,
-        # About as rare as they can be with an hour's work lost at worst on one GPU of the A100's generation.
+        # As rare as possible while a loss costs at most about an hour on one GPU of the A100 generation.
         "checkpoint.every_steps": 250,
         "log.every_steps": 10,
     }
 
 
 # GPT-2, "Language Models are Unsupervised Multitask Learners", table 2. Learning rates: GPT-3, arXiv:2005.14165,
-# table 2.1, for the sizes next to them. Half a million tokens a step.
+# table 2.1, for the nearest sizes. Half a million tokens per step.
 _GPT2 = {"vocabulary": 50257, "tie_embeddings": True}
 # Llama 2, arXiv:2307.09288, and Llama 3, arXiv:2407.21783, table 3.
 _LLAMA3 = {"kind": "llama", "key_value_heads": 8, "vocabulary": 128256, "rope_theta": 500000.0}

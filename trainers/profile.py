@@ -1,4 +1,4 @@
-"""Trace some steps of every rank, on request."""
+"""Record a trace of some steps of every rank."""
 
 from pathlib import Path
 from typing import Any
@@ -8,16 +8,16 @@ from trainers.ranks import Ranks
 
 
 class Profile:
-    """Count the steps of this attempt and record the requested ones."""
+    """Counts the steps of this attempt and records the requested ones."""
 
     def __init__(self, config: ProfileConfig, ranks: Ranks) -> None:
-        """Record nothing yet."""
+        """Set the steps to record; recording starts in `step`."""
         self._config, self._ranks = config, ranks
         self._steps = 0
         self._recording: Any = None
 
     def step(self) -> None:
-        """Start or stop the recording if it is time; called after each step."""
+        """Start or stop recording if due. Call after each step."""
         if not self._config.steps:
             return
         self._steps += 1
@@ -27,7 +27,7 @@ class Profile:
             self.stop()
 
     def stop(self) -> None:
-        """Write the recorded steps, even if the run ends before all are recorded."""
+        """Write the recorded steps, even if the run ends before the last requested one."""
         if self._recording is None:
             return
         self._recording.stop()
@@ -37,7 +37,7 @@ class Profile:
         self._recording = None
 
     def _start(self) -> None:
-        from torch import profiler  # only here: most runs are never traced
+        from torch import profiler  # imported here because few runs are traced
 
         activities = [profiler.ProfilerActivity.CPU]
         if self._ranks.device.type == "cuda":

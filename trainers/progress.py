@@ -1,4 +1,4 @@
-"""Reports progress: a line or a bar on stdout, a JSON line in the progress file."""
+"""Report progress: a line or a bar on stdout, and a JSON line in the progress file."""
 
 import json
 import math
@@ -9,18 +9,18 @@ from pathlib import Path
 from typing import Any, TextIO
 
 BAR_WIDTH = 20
-# What of a step is worth its place on the screen; all of it is in the files.
+# The details of a step that the screen shows; the files contain all of them.
 SCREEN_DETAILS = ("validation_loss", "mfu")
-FILE_DETAILS = ("busy_s",)  # for the broker: no new step is expected for this time
+FILE_DETAILS = ("busy_s",)  # for broker: no new step is expected for this time
 
 
 class Progress:
-    """Report progress on the first rank; a silent instance (any other rank) does nothing."""
+    """Reports progress on the first rank; a silent instance (any other rank) does nothing, except in `note_node`."""
 
     def __init__(
         self, file: Path | None, *, total: int, is_silent: bool, unit: str = "tokens", screen: TextIO = sys.stdout
     ) -> None:
-        """Append to `file`, if one is named; a run of `total` steps. On a terminal steps are a bar that stays put."""
+        """Append to `file`, if given, for a run of `total` steps. On a terminal, show steps as a progress bar."""
         self._file, self._total, self._unit = file, total, unit
         self._is_silent = is_silent
         self._screen, self._has_bar = screen, screen.isatty()
@@ -37,7 +37,7 @@ class Progress:
         checkpoint_step: int | None = None,
         **details: Any,
     ) -> None:
-        """Tell people and the file. Floats keep all their digits, so two runs can be compared bit for bit."""
+        """Report on stdout and in the file. Floats keep all digits, so that runs can be compared bit for bit."""
         if self._is_silent:
             return
         values = {"loss": loss, "tokens_per_s": tokens_per_s, "event": event, "checkpoint_step": checkpoint_step}
@@ -55,12 +55,17 @@ class Progress:
 
     def note(self, *, step: int, **values: Any) -> None:
         """Append one line to the file only."""
-        if self._is_silent or self._file is None:
+        if not self._is_silent:
+            self.note_node(step=step, **values)
+
+    def note_node(self, *, step: int, **values: Any) -> None:
+        """Append one line to this node's file, also on a silent instance: each node reports its own time."""
+        if self._file is None:
             return
         line = {"time": time.time(), "step": step, "total": self._total}
         line |= {name: _or_null(value) for name, value in values.items()}
         self._file.parent.mkdir(parents=True, exist_ok=True)
-        # One small write in append mode: a reader, or a kill, sees the line whole or not at all.
+        # A single small write in append mode: a reader, or a kill, leaves the line whole or absent.
         with self._file.open("ab", buffering=0) as file:
             file.write(json.dumps(line).encode() + b"\n")
 
@@ -82,7 +87,7 @@ class Progress:
             print(file=self._screen)
 
     def _estimate_end(self, step: int) -> str:
-        """Return the time left at the pace of this attempt, which began at a step of its own."""
+        """Return the remaining time at the pace of this attempt, which may have begun at a later step."""
         if self._first_step is None:
             self._first_step, self._begin_s = step, time.monotonic()
             return ""
@@ -92,7 +97,7 @@ class Progress:
 
 
 def _or_null(value: Any) -> Any:
-    """JSON has no infinity."""
+    """Return None for non-finite floats, which JSON cannot represent."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

@@ -1,4 +1,4 @@
-"""The random number generators of a rank, as state that survives a restart."""
+"""The random number generators of a rank, as checkpointed state."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ class RandomNumbers:
     """The torch generators of one process."""
 
     def __init__(self, device: torch.device) -> None:
-        """Cover the CPU's generator and, on a GPU, that device's."""
+        """Use the generator of the CPU and, on a GPU, that of the device."""
         self._device = device
 
     def seed(self, seed: int) -> None:
@@ -26,7 +26,7 @@ class RandomNumbers:
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from the state of the saved generators."""
+        """Restore the states of the generators."""
         torch.set_rng_state(state["cpu"])
         if self._device.type == "cuda":
             torch.cuda.set_rng_state(state["cuda"], self._device)

@@ -1,6 +1,6 @@
-"""The processes that train together: the rank of this one, and agreement with the others.
+"""The ranks that train together: the rank of this process, and agreement with the others.
 
-One process alone needs no process group, and gets none.
+A single process has no process group.
 """
 
 import ctypes
@@ -18,34 +18,34 @@ import torch.distributed as dist
 
 from trainers.restore_progress import Counter, LocalCounter
 
-# For a peer in a step. One that hangs should be an error soon, not after torch's 30 minutes: the broker restarts the
-# whole set anyway. One that died is an error at once, by its closed connection.
+# Limit for a peer in a step. A peer that hangs should fail soon, not after torch's 30 minutes, because broker restarts
+# the gang anyway. A peer that died fails at once, by its closed connection.
 TIMEOUT_S = 60.0
-FOREVER_S = 365 * 86400.0  # process groups know no endless wait
-# Ranks that make the same mistake make it at about the same time.
+FOREVER_S = 365 * 86400.0  # process groups require a finite timeout
+# Ranks that raise the same error raise it at about the same time.
 SAY_S_MAX = 2.0
-# Of malloc.h; the second takes 32 MiB at most.
+# From malloc.h; the second accepts at most 32 MiB.
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ranks:
-    """The rank of one process among all, and the group that background work may use concurrently with the loop."""
+    """The rank of this process, and a process group for work that runs concurrently with the loop."""
 
     rank: int
     world_size: int
     device: torch.device
     local_world_size: int = 1  # ranks of this node
     background_group: Any = None
-    start_s: float = TIMEOUT_S  # how long to wait for a peer before `limit_steps`
+    start_s: float = TIMEOUT_S  # timeout for a peer until `limit_steps` is called
 
     @property
     def is_first(self) -> bool:
-        """Return whether this process reports and decides for all."""
+        """Return whether this is rank 0, which reports and decides for all."""
         return self.rank == 0
 
     def sum(self, values: list[float]) -> list[float]:
-        """Add up numbers over all ranks; every rank gets the same answer."""
+        """Return the sums of numbers over all ranks, equal on every rank. A collective call."""
         if self.world_size == 1:
             return values
         total = torch.tensor(values, dtype=torch.float64, device=self.device)
@@ -54,7 +54,7 @@ class Ranks:
         return result
 
     def share(self, value: Any, *, is_background: bool = False) -> Any:
-        """Give every rank the first rank's value."""
+        """Return the first rank's value on every rank. A collective call."""
         if self.world_size == 1:
             return value
         box = [value]
@@ -62,7 +62,7 @@ class Ranks:
         return box[0]
 
     def collect(self, value: Any) -> list[Any]:
-        """Give every rank the values of all, in rank order, over the background group."""
+        """Return the values of all ranks, in rank order, on every rank. A collective call on the background group."""
         if self.world_size == 1:
             return [value]
         values: list[Any] = [None] * self.world_size
@@ -70,20 +70,20 @@ class Ranks:
         return values
 
     def limit_steps(self, timeout_s: float) -> None:
-        """From now on, limit each wait for a peer to this time, in all groups except the background one.
+        """Limit each wait for a peer to this time from now on, in all groups except the background group.
 
-        Called after the first step: until then ranks may be far apart because one of them compiles or prepares data.
+        Call it after the first step: until then ranks may be far apart, because one of them compiles or prepares data.
         """
         if self.world_size == 1:
             return
         from torch.distributed import distributed_c10d
 
-        for group in list(distributed_c10d._world.pg_map):  # torch has no public name for either (2.13)
+        for group in list(distributed_c10d._world.pg_map):  # neither has a public name (torch 2.13)
             if group is not self.background_group:
                 distributed_c10d._set_pg_timeout(make_timeout(timeout_s), group)
 
     def make_counter(self) -> Counter:
-        """Return numbers that all ranks add to; usable concurrently with any collective."""
+        """Return counters that all ranks share, usable concurrently with any collective."""
         if self.world_size == 1:
             return LocalCounter()
         store: Any = dist.distributed_c10d._get_default_store()  # torch's stub lacks `clone` (2.13)
@@ -91,26 +91,26 @@ class Ranks:
 
 
 class StoreCounter:
-    """Numbers kept by the store at which the ranks met."""
+    """Shared counters in the store of the process group."""
 
     def __init__(self, store: Any) -> None:
-        """Count over a connection of its own: one that waits for an answer holds up its other callers."""
+        """Use a separate connection, because a call that waits for its answer blocks others on the same connection."""
         self._store = store
 
     def add(self, name: str, amount: int) -> int:
-        """Add to the number of this name and return it."""
+        """Add to the counter of this name and return its value."""
         return int(self._store.add(name, amount))
 
 
 def make_timeout(timeout_s: float) -> datetime.timedelta:
-    """Return a timeout in the form of process groups; 0 means no limit."""
+    """Return a timeout for process groups; 0 means no limit."""
     return datetime.timedelta(seconds=timeout_s or FOREVER_S)
 
 
 def join_ranks(*, start_s: float = TIMEOUT_S, checkpoint_s: float = TIMEOUT_S) -> Ranks:
-    """Read RANK, WORLD_SIZE, LOCAL_RANK as set by our launcher or torchrun, and join the others.
+    """Read RANK, WORLD_SIZE and LOCAL_RANK, as set by our launcher or torchrun, and create the process groups.
 
-    Wait for a peer as long as `start_s`, or `checkpoint_s` in the background group, where ranks read and write.
+    `start_s` limits the wait for a peer; `checkpoint_s` limits it in the background group, which checkpoints use.
     """
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
@@ -121,15 +121,15 @@ def join_ranks(*, start_s: float = TIMEOUT_S, checkpoint_s: float = TIMEOUT_S) -
     else:
         _keep_freed_memory()
         if "OMP_NUM_THREADS" not in os.environ:
-            torch.set_num_threads(1)  # ranks share the cores; torch would take them all for each
+            torch.set_num_threads(1)  # ranks share the cores, but each torch would use all of them
     if world_size == 1:
         return Ranks(rank=rank, world_size=world_size, device=device)
-    # With a device NCCL connects now, rather than in the first collective, and a wrong device is an error at once.
+    # With `device_id`, NCCL connects now instead of in the first collective, and a wrong device fails at once.
     is_cuda = device.type == "cuda"
     dist.init_process_group(
         "nccl" if is_cuda else "gloo", timeout=make_timeout(start_s), device_id=device if is_cuda else None
     )
-    # Two threads must not use one group: their messages would pair up wrongly between ranks.
+    # Two threads must not share a group: ranks would match their messages in different orders.
     background_group = dist.new_group(backend="gloo", timeout=make_timeout(checkpoint_s))
     return Ranks(
         rank=rank,
@@ -142,9 +142,10 @@ def join_ranks(*, start_s: float = TIMEOUT_S, checkpoint_s: float = TIMEOUT_S) -
 
 
 def _keep_freed_memory() -> None:
-    """Make glibc keep freed memory for the next step's activations of the same sizes. By default it returns the memory
-    to the system at every step and gets it back zeroed: 4,300 page faults a step of the default model, and 5 % of its
-    time. Other C libraries have no such option.
+    """Make glibc keep freed memory for the activations of the next step, which have the same sizes.
+
+    By default it returns the memory to the system at every step and gets it back zeroed: 4,300 page faults per step of
+    the default model, or 5 % of its time. Other C libraries have no such option.
     """
     set_option = getattr(ctypes.CDLL(None), "mallopt", None)
     if set_option is not None:
@@ -153,19 +154,20 @@ def _keep_freed_memory() -> None:
 
 
 def choose_precision(device: torch.device, dtype: str) -> Callable[[], AbstractContextManager[Any]]:
-    """Return the context of each forward pass: autocast for the 16-bit types, nothing for `float32`."""
+    """Return a factory of the context for forward passes: autocast for 16-bit dtypes, none for `float32`."""
     is_half = dtype != "float32"
     return lambda: torch.autocast(device.type, dtype=getattr(torch, dtype) if is_half else None, enabled=is_half)
 
 
 def is_first_to_say(message: str) -> bool:
-    """Return whether no other rank has said it yet: an error that all ranks make is reported once.
+    """Return whether no other rank has reported this message: an error that all ranks raise is printed once.
 
-    Whoever cannot ask says it. The first rank, which keeps the answer, stays until all others asked or time is up.
+    A rank that cannot reach the store prints it too. The first rank, which hosts the store, waits until all others have
+    asked, for at most `SAY_S_MAX` seconds.
     """
     if not dist.is_initialized():
         return True
-    # `key` on the store at which the ranks met; counting up is its one atomic step.
+    # `add` is the atomic operation of the store.
     store = dist.distributed_c10d._get_default_store()
     key = f"error/{hashlib.sha256(message.encode()).hexdigest()}"
     try:
@@ -179,6 +181,6 @@ def is_first_to_say(message: str) -> bool:
 
 
 def leave_ranks() -> None:
-    """Leave the process group; harmless for a process that never joined."""
+    """Destroy the process group; no effect in a process that never joined one."""
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -1,8 +1,8 @@
-"""The rendezvous of an elastic run: its members, their order, and when the world changes.
+"""The rendezvous of an elastic run: its members, their order, and changes of the world.
 
-Runs in the launcher of one node (`rendezvous_server.py`), the first unless that was lost, and imports no torch. Each
-worker keeps one connection, of JSON lines; the connection that ends is a worker that is gone. Every change begins a new
-generation, for which all workers start again.
+It runs in the launcher of one node (`rendezvous_server.py`), the first one unless that was lost, and imports no torch.
+Each worker keeps one connection, of JSON lines; a connection that ends is a lost worker. Every change begins a new
+generation, for which all workers restart.
 """
 
 import json
@@ -10,11 +10,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-# A worker silent for this time is lost, though its connection is open: the machine vanished.
+# A worker that is silent for this long is lost even if its connection is open: its machine vanished.
 SILENCE_S_MAX = 30.0
-# Survivors come back within their start-up time; a worker that does not is left behind.
+# Survivors reconnect within their start-up time; a worker that does not is left out.
 RETURN_S_MAX = 60.0
-# With fewer than the least, others may still come; then the run ends, and the broker starts it again.
+# Wait for more workers while there are too few; then the run ends, and broker restarts it.
 WAIT_S_MAX = 600.0
 
 
@@ -24,51 +24,51 @@ class Member:
 
     id: str
     address: str
-    port: int  # free on its machine, for torch's store should it come first
-    order: tuple[int, int]  # ranks of the generation before come first, in their order
+    port: int  # free on its machine, for torch's store if this worker becomes rank 0
+    order: tuple[int, int]  # ranks of the previous generation come first, in their order
     writer: Any
-    holding: tuple[int, int, int] = (-1, 0, 1)  # step of the state in its memory, -1 for none; which of how many parts
-    unit: int = 1  # the ranks of its world must be a multiple of this many
-    generation: int = 0  # the world it comes from, 0 for none
-    former: tuple[str, ...] = ()  # ids of that world, sent where its rendezvous was another
-    lost: str = ""  # how ids of the node begin whose rendezvous was lost
+    holding: tuple[int, int, int] = (-1, 0, 1)  # step in memory (-1: none), index of its part, number of parts
+    unit: int = 1  # the size of its world must be a multiple of this
+    generation: int = 0  # of its previous world; 0: none
+    former: tuple[str, ...] = ()  # ids of that world, sent if it met at another rendezvous
+    lost: str = ""  # prefix of the ids on the node whose rendezvous was lost
 
     def send(self, **message: Any) -> None:
-        """Send one line; a connection that broke is noticed where it is read."""
+        """Send one line. A broken connection is noticed by its reader."""
         if not self.writer.is_closing():
             self.writer.write(json.dumps(message).encode() + b"\n")
 
 
 @dataclass(kw_only=True)
 class Rendezvous:
-    """Gather members, then watch them until one leaves or another arrives. Used by one event loop only."""
+    """Gathers members, then watches for members that leave or arrive. Used by one event loop only."""
 
     least: int
     most: int
-    first_count: int  # how many the first generation waits for
+    first_count: int  # number of workers that the first generation waits for
     generation: int = 0
     is_gathering: bool = True
     is_over: bool = False
     waiting: dict[str, Member] = field(default_factory=dict)
     current: dict[str, Member] = field(default_factory=dict)
-    expected: set[str] = field(default_factory=set)  # survivors that will come back
+    expected: set[str] = field(default_factory=set)  # survivors that will reconnect
     votes: dict[str, bool] = field(default_factory=dict)
-    # Whether the run continues at another node when this one is lost. Two parts of a divided network may then both look
-    # for a world: only one of them has more than half of the world before, or half of it and its rendezvous.
+    # Whether the run continues at another node if this one is lost. After a network partition both parts may try to
+    # form a world: only one has more than half of the previous world, or half of it and its rendezvous.
     is_movable: bool = False
-    is_adopted: bool = False  # whether the world before met elsewhere
-    quorum: set[str] = field(default_factory=set)  # ids of the world before, without those that left by vote
+    is_adopted: bool = False  # whether the previous world met elsewhere
+    quorum: set[str] = field(default_factory=set)  # ids of the previous world, without those that left by vote
     unit: int = 1
-    is_late: bool = False  # whether the time to come back has passed
+    is_late: bool = False  # whether the time to reconnect has passed
     on_gather: Callable[[], None] = lambda: None
 
     def arrive(self, member: Member) -> None:
-        """Add a worker that asks to be let in."""
+        """Add a worker that asks for admission."""
         if member.former and member.generation > self.generation:
             self._adopt(member)
         self.waiting[member.id] = member
         self.expected.discard(member.id)
-        self.unit = member.unit  # equal for all: it follows from the flags
+        self.unit = member.unit  # equal for all, because it follows from the flags
         if self.is_over:
             member.send(kind="end", is_over=True)
         elif self.is_gathering:
@@ -91,9 +91,10 @@ class Rendezvous:
         self.gather(set(self.current))
 
     def vote(self, member: Member, *, is_leaving: bool) -> None:
-        """Count a vote. All members stand between the same two steps, and say whether their machine is about to go.
+        """Count the vote of a member. All members are between the same two steps.
 
-        Of no weight while a world is gathering, and from a rank outside the current one.
+        `is_leaving`: its machine is about to be preempted. Votes are ignored while a world is gathering, and from ranks
+        outside the current world.
         """
         if self.is_gathering or self.current.get(member.id) is not member:
             return
@@ -124,15 +125,15 @@ class Rendezvous:
         self.consider()
 
     def _adopt(self, member: Member) -> None:
-        """Gather the world of a rendezvous that was lost."""
-        for other in self.current.values():  # of a world that continued without this node
+        """Adopt the world of a rendezvous that was lost."""
+        for other in self.current.values():  # this node's own world, which continued without it
             other.send(kind="change")
         self.current, self.is_adopted = {}, True
         self.generation, self.quorum = member.generation, set(member.former)
         self.gather({key for key in member.former if not (member.lost and key.startswith(member.lost))})
 
     def consider(self) -> None:
-        """Admit the members when all have arrived, or when enough have and the time is up."""
+        """Form a world once all expected members have arrived, or enough of them when the time is up."""
         count = self._fit(len(self.waiting))
         is_complete = not self.expected if self.generation else count >= min(self.first_count, self.most)
         if count >= self.least and (is_complete or self.is_late) and self._has_quorum():
@@ -143,17 +144,17 @@ class Rendezvous:
         return not self.is_movable or 2 * len(back) >= len(self.quorum) + self.is_adopted
 
     def _fit(self, count: int) -> int:
-        """Return how many of the members can make up a world."""
+        """Return the largest size of a world with at most `count` members."""
         return min(count, self.most) // self.unit * self.unit
 
     def finish(self) -> None:
-        """End the run: all steps are done, and no rank needs to wait for a place."""
+        """End the run after its last step; waiting workers are dismissed."""
         self.is_over = True
         for member in self.waiting.values():
             member.send(kind="end", is_over=True)
 
     def give_up(self) -> None:
-        """End the run for the waiting ranks: too few are left."""
+        """End the run for waiting workers because too few are left."""
         reason = f"{len(self.waiting)} ranks are left, and `--elastic` asks for {self.least}"
         if self._fit(len(self.waiting)) >= self.least and not self._has_quorum():
             reason = f"too many of the {len(self.quorum)} ranks were lost at once; they may continue elsewhere"
@@ -171,7 +172,7 @@ class Rendezvous:
         self.quorum, self.is_adopted = set(self.current), False
         self.waiting = {member.id: member for member in spare}
         holdings = [member.holding for member in chosen]
-        # The first rank last: it is on this node, and when it is lost in its first moment the others know their world.
+        # Rank 0 last: it is on this node, and if the node is lost at this moment, the others know their world.
         for rank, member in reversed(list(enumerate(chosen))):
             member.send(
                 kind="world",
@@ -186,9 +187,9 @@ class Rendezvous:
 
 
 def arrange(members: Sequence[Member]) -> list[Member]:
-    """Order members by rank, but where each kept one part of several, the parts take turns as they did before.
+    """Return the members in rank order. If each kept one of several parts, the parts alternate as before.
 
-    So a world is whole where its members can make it so, and few have to be sent what they did not keep.
+    This way the members form a whole state if they can, and few of them must be sent a part.
     """
     left = list(members)
     newest = max((member.holding for member in left), default=(-1, 0, 1))
@@ -198,7 +199,7 @@ def arrange(members: Sequence[Member]) -> list[Member]:
     while left:
         wanted = (newest[0], len(arranged) % newest[2], newest[2])
         place = next((place for place, member in enumerate(left) if member.holding == wanted), None)
-        if place is None:  # a member that fits no other place either
+        if place is None:  # a member that fits no place
             place = next((place for place, member in enumerate(left) if member.holding[0] != newest[0]), 0)
         arranged.append(left.pop(place))
     return arranged

@@ -1,7 +1,7 @@
 """Find the node with the current rendezvous of an elastic run.
 
-Every node's launcher listens (`rendezvous_server.py`), and one of them leads: the first node at the start, and when the
-leader is lost the next node in order that can be reached. A launcher that does not lead answers that it has no world.
+The launcher of every node listens (`rendezvous_server.py`), and one leads: the first node at the start, and after the
+loss of the leader the next reachable node in order. A launcher that does not lead answers that it has no world.
 """
 
 import json
@@ -24,14 +24,14 @@ PLACES_VARIABLE, LEADER_VARIABLE, WORLD_VARIABLE = "BROKER_ELASTIC_AT", "BROKER_
 
 @dataclass(frozen=True, kw_only=True)
 class Past:
-    """The world that this worker comes from; generation 0 for a new worker."""
+    """The previous world of this worker; generation 0 for a new worker."""
 
-    leader: int = 0  # index of the place where it met
+    leader: int = 0  # index of the node of its rendezvous
     generation: int = 0
     members: tuple[str, ...] = ()
 
     def write(self) -> dict[str, str]:
-        """Return variables from which `read_past` reads it."""
+        """Return environment variables for `read_past`."""
         return {
             LEADER_VARIABLE: str(self.leader),
             WORLD_VARIABLE: json.dumps([self.generation, ",".join(self.members)]),
@@ -39,7 +39,7 @@ class Past:
 
 
 def read_past(variables: Mapping[str, str]) -> Past:
-    """Return the past of a worker that started again; a new worker has none."""
+    """Return the past of a restarted worker; that of a new worker is empty."""
     if WORLD_VARIABLE not in variables:
         return Past()
     generation, members = json.loads(variables[WORLD_VARIABLE])
@@ -48,18 +48,18 @@ def read_past(variables: Mapping[str, str]) -> Past:
 
 @dataclass(frozen=True, kw_only=True)
 class Status:
-    """The answer of a place."""
+    """The state of the rendezvous at a node."""
 
-    generation: int  # 0: no world has been formed there, or for a world that came there
+    generation: int  # 0: no world has formed there
     is_gathering: bool
     is_over: bool
 
 
 class Places:
-    """All places at which a run may meet, in the order of nodes."""
+    """The addresses of all possible rendezvous, in the order of nodes."""
 
     def __init__(self, text: str, past: Past) -> None:
-        """Read `host:port` joined by commas."""
+        """Parse a comma-separated list of `host:port`."""
         self._places = [(host, int(port)) for host, _, port in (place.rpartition(":") for place in text.split(","))]
         self._past = past
         credential = read_credential(os.environ)
@@ -70,12 +70,14 @@ class Places:
 
     @property
     def is_one(self) -> bool:
-        """Return whether the run ends with its first node."""
+        """Return whether there is one rendezvous only, so that the run ends with its first node."""
         return len(self._places) == 1
 
     def connect(self) -> tuple[int, Wire]:
-        """Try until a node is reached at which the run is, or should begin or continue; return its index and
-        connection."""
+        """Connect to the node at which the run continues, or should begin or continue; return its index and connection.
+
+        Raises TrainerError if none is reachable within `CONNECT_S_MAX`.
+        """
         end_s = time.monotonic() + CONNECT_S_MAX
         while True:
             found, problem = self._scan()
@@ -86,7 +88,7 @@ class Places:
             time.sleep(RETRY_S)
 
     def find_better(self, own: int) -> bool:
-        """Return whether a worker that waits at the place `own` should be at another one."""
+        """Return whether a worker that waits at the node `own` should move to another one."""
         for place in self._order():
             with suppress(OSError, ValueError):
                 if place != own and self._is_better(place, self._order().index(place) < self._order().index(own)):
@@ -138,7 +140,7 @@ class Places:
     def _dial(self, place: int) -> Wire:
         connection = socket.create_connection(self._places[place], timeout=DIAL_S)
         try:
-            if hasattr(socket, "TCP_USER_TIMEOUT"):  # a machine that vanished acknowledges no beat any more
+            if hasattr(socket, "TCP_USER_TIMEOUT"):  # a machine that vanished acknowledges no beats
                 limit_ms = int(1000 * SILENCE_S_MAX)
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, limit_ms)
             return Wire(connection, self._credential)
@@ -148,7 +150,7 @@ class Places:
 
 
 def ask(wire: Wire) -> Status:
-    """Ask a launcher for its world. Raises OSError, and ValueError for an answer that is none."""
+    """Ask a launcher for its state. Raises OSError, or ValueError for an invalid answer."""
     wire.limit(DIAL_S)
     wire.send(kind="where")
     answer = wire.read()

@@ -1,8 +1,8 @@
-"""Serve a `Rendezvous` on a port. Peers that cannot authenticate are ignored, and cannot keep others out.
+"""Serve a `Rendezvous` on a port. Peers that cannot authenticate are ignored, and cannot block others.
 
-JSON lines. From a worker: hello {id, port, order, holding, unit} first, then vote {is_leaving}, done, beat; one whose
-rendezvous was lost adds {generation, former, lost}. To it: welcome, then what `Rendezvous` sends. `where` asks for the
-state of the rendezvous, before hello.
+The protocol is JSON lines. A worker sends hello {id, port, order, holding, unit}, then vote {is_leaving}, done and
+beat; after the loss of its rendezvous, hello also has {generation, former, lost}. It receives welcome, then the
+messages of `Rendezvous`. Before hello, `where` asks for the state of the rendezvous.
 """
 
 import asyncio
@@ -18,8 +18,8 @@ from trainers.errors import TrainerError
 from trainers.rendezvous import RETURN_S_MAX, SILENCE_S_MAX, WAIT_S_MAX, Member, Rendezvous
 from trainers.wire import HANDSHAKE_S, LINE_BYTES_MAX, Credential, parse_line
 
-STRANGERS_MAX = 512  # connections that are not authenticated yet; the one that waits longest makes room
-UNSENT_BYTES_MAX = 1 << 20  # a worker that does not read is gone
+STRANGERS_MAX = 512  # unauthenticated connections; beyond this the oldest one is closed
+UNSENT_BYTES_MAX = 1 << 20  # a worker that leaves more unread is treated as lost
 WHOLE_MAX = 2**31
 UNIT_MAX = 2**20
 FORMER_MAX = 2**16
@@ -27,7 +27,7 @@ DEPARTURES_S = 0.05
 
 
 class RendezvousServer:
-    """Listens from the start, in a thread of its own."""
+    """Listens in a separate thread from its creation on."""
 
     def __init__(self, rendezvous: Rendezvous, host: str, port: int, credential: Credential) -> None:
         """Listen on `port`.
@@ -38,12 +38,12 @@ class RendezvousServer:
         self._context = credential.make_context(is_server=True)
         self._greeting = credential.greeting
         if self._context is None and not (credential.secret and host == "127.0.0.1"):
-            raise TrainerError("without a certificate workers can meet on one machine only")
+            raise TrainerError("without a certificate, workers can meet on one machine only")
         self._listener = listen(host, port)
         self.address, self.port = self._listener.getsockname()[:2]
         self._loop = asyncio.new_event_loop()
         self._timers: list[asyncio.TimerHandle] = []
-        self._strangers: dict[asyncio.Task[None], socket.socket] = {}  # the oldest first
+        self._strangers: dict[asyncio.Task[None], socket.socket] = {}  # oldest first
         self._tasks: set[asyncio.Task[None]] = set()
         self._is_empty = threading.Event()  # whether no member of the world is connected, once that is asked
         rendezvous.on_gather = self._set_timers
@@ -52,12 +52,12 @@ class RendezvousServer:
         self._thread.start()
 
     def close(self) -> None:
-        """End all connections and the thread; tests do."""
+        """Close all connections and end the thread. Used by tests."""
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
 
     def await_departures(self, timeout_s: float) -> None:
-        """Wait until all members of the world have ended: one that lost us first would look for another rendezvous."""
+        """Wait until all members have disconnected: one that loses this server first would search for another."""
         self._loop.call_soon_threadsafe(self._check_departures)
         self._is_empty.wait(timeout_s)
 
@@ -80,7 +80,7 @@ class RendezvousServer:
     def _set_timers(self) -> None:
         for timer in self._timers:
             timer.cancel()
-        # Nodes of a new gang may come minutes apart: only those that were here before are known to be quick.
+        # Nodes of a new gang may arrive minutes apart; only returning members are known to be quick.
         return_s = RETURN_S_MAX if self._rendezvous.generation else WAIT_S_MAX
         self._timers = [
             self._loop.call_later(return_s, self._come_late),
@@ -101,7 +101,7 @@ class RendezvousServer:
             try:
                 connection, place = await self._loop.sock_accept(self._listener)
             except OSError:
-                await asyncio.sleep(0.1)  # out of descriptors, or reset before it was taken
+                await asyncio.sleep(0.1)  # out of descriptors, or the connection was reset before it was accepted
                 continue
             task = self._loop.create_task(self._greet(connection, place[0]))
             self._tasks.add(task)
@@ -122,9 +122,9 @@ class RendezvousServer:
         await self._serve(reader, writer, address)
 
     async def _authenticate(self, connection: socket.socket) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        """Raise OSError or ValueError for a stranger, whose connection the caller then closes.
+        """Authenticate a peer. Raises OSError or ValueError if that fails; the caller then closes the connection.
 
-        asyncio keeps the transport of an unfinished handshake to itself: the end of file is what closes it.
+        asyncio does not expose the transport of an unfinished handshake: only an end of file closes it.
         """
         transport: asyncio.BaseTransport | None = None
         reader = asyncio.StreamReader(limit=LINE_BYTES_MAX)
@@ -165,7 +165,7 @@ class RendezvousServer:
                 if writer.transport.get_write_buffer_size() > UNSENT_BYTES_MAX:
                     raise ValueError("does not read")
         except (OSError, TimeoutError, ValueError):
-            pass  # whatever broke, the worker behind this connection is not to be counted on
+            pass  # whatever the cause, this worker is treated as lost
         finally:
             if member:
                 self._rendezvous.depart(member)
@@ -177,7 +177,7 @@ class RendezvousServer:
         return {"kind": "where", "is_over": rendezvous.is_over, **about}
 
     def _admit(self, member: Member) -> Member:
-        """Raise ValueError for a worker that cannot be in one world with the others."""
+        """Admit a worker. Raises ValueError if it cannot join the same world as the others."""
         rendezvous = self._rendezvous
         if rendezvous.unit != member.unit and (rendezvous.waiting or rendezvous.current):
             units = f"this worker joins in units of {member.unit}, the others in units of {rendezvous.unit}"
@@ -188,8 +188,7 @@ class RendezvousServer:
         return member
 
     def _hear(self, message: dict[str, Any], member: Member) -> None:
-        """Handle a message. Raises ValueError for an invalid one; unknown kinds belong to another version and are
-        ignored."""
+        """Handle a message. Raises ValueError if it is invalid; unknown kinds are from another version and ignored."""
         if message["kind"] == "vote":
             if not isinstance(message.get("is_leaving"), bool):
                 raise ValueError("invalid vote")
@@ -199,7 +198,7 @@ class RendezvousServer:
 
 
 def read_member(message: dict[str, Any], address: str, writer: asyncio.StreamWriter) -> Member:
-    """Return the worker that says hello. Raises ValueError for a field that no correct worker sends."""
+    """Parse a hello message into a member. Raises ValueError for an invalid field."""
     id, port, unit = message.get("id"), message.get("port"), message.get("unit")
     order, holding = read_wholes(message.get("order"), 2), read_wholes(message.get("holding"), 3)
     step, index, count = holding
@@ -222,7 +221,7 @@ def read_member(message: dict[str, Any], address: str, writer: asyncio.StreamWri
 
 
 def read_past(message: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of a worker whose rendezvous was lost; ValueError as `read_member`."""
+    """Parse the optional fields of a worker whose rendezvous was lost. Raises ValueError for an invalid field."""
     generation, former, lost = message.get("generation", 0), message.get("former", []), message.get("lost", "")
     if not is_whole(generation, 0, WHOLE_MAX) or not isinstance(lost, str):
         raise ValueError("invalid generation or node")
@@ -232,12 +231,12 @@ def read_past(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def is_whole(value: object, least: int, most: int) -> bool:
-    """Return whether it is a number of JSON's without a fraction, within bounds; `true` is none."""
+    """Return whether a JSON value is an integer within bounds; booleans are not."""
     return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
 
 
 def read_wholes(values: object, count: int) -> list[int]:
-    """Return `count` whole numbers. Raises ValueError for anything else."""
+    """Return a list of `count` integers. Raises ValueError for anything else."""
     if not isinstance(values, list) or len(values) != count:
         raise ValueError("not a list of that length")
     if not all(is_whole(number, -WHOLE_MAX, WHOLE_MAX) for number in values):
@@ -246,15 +245,15 @@ def read_wholes(values: object, count: int) -> list[int]:
 
 
 def hang_up(connection: socket.socket) -> None:
-    """Wake whatever waits for it with an end of file; the transport closes it then."""
+    """Shut a connection down: its transport reads an end of file and closes it."""
     with suppress(OSError):
         connection.shutdown(socket.SHUT_RDWR)
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Listen at this address, or on all interfaces where it is not this machine's: behind a NAT, or a mere name.
+    """Listen at this address, or on all interfaces if it is a name or not an address of this machine (behind NAT).
 
-    A name may stand for the loopback here (Debian's /etc/hosts) and for the network on other nodes.
+    A name may resolve to the loopback here (Debian's /etc/hosts) and to the network on other nodes.
     """
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)[0][0]

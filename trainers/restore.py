@@ -35,24 +35,24 @@ Decision = TypeVar("Decision")
 
 
 class Stateful(Protocol):
-    """An object that must survive. Tensors in its state are the live ones, so a checkpoint can be read into them."""
+    """An object with checkpointed state, whose tensors are the live ones: a checkpoint is read into them."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all that `load_state_dict` needs, in nested dicts."""
+        """Return the whole state, in nested dicts."""
         ...
 
     def load_state_dict(self, state: dict[str, Any]) -> Any:
-        """Take over a saved state."""
+        """Replace the state by a saved one."""
         ...
 
 
 class Restorer:
-    """Fill the objects of one rank. All ranks call the same methods in the same order."""
+    """Restores the objects of one rank. All ranks call the same methods in the same order."""
 
     def __init__(
         self, storage: Storage, ranks: Ranks, *, shared: Mapping[str, Stateful], own: Mapping[str, Stateful]
     ) -> None:
-        """Fill `shared` state, one for all ranks, and this rank's `own`."""
+        """Restore into `shared` state, common to all ranks, and this rank's `own`."""
         self._storage, self._ranks = storage, ranks
         self._shared, self._own = shared, own
         self._own_name = name_own(ranks)
@@ -60,9 +60,9 @@ class Restorer:
     def restore(self, progress: RestoreProgress) -> CheckpointName | None:
         """Load the newest complete checkpoint into the objects and return its name; None if there is none.
 
-        All ranks skip torn and corrupt ones, with a warning. Each rank verifies what it reads, on a copy of the state,
-        so that a damaged checkpoint leaves no trace. That takes as much memory as a save. `progress` reports how far
-        the ranks are.
+        All ranks skip incomplete and corrupt checkpoints, with a warning. Each rank reads and verifies into a copy of
+        the state, so that a damaged checkpoint leaves no trace; the copy takes as much memory as a save. `progress`
+        reports the bytes read by all ranks.
         """
         names = decide(self._ranks, lambda: list_checkpoints(self._storage))
         live: dict[str, Any] | None = None
@@ -89,7 +89,7 @@ class Restorer:
         return None
 
     def _read_index(self, name: CheckpointName) -> tuple[Contents, bytes] | Damage:
-        """Return the contents and index of a checkpoint, which are small: the first rank reads them for all."""
+        """Return contents and index of a checkpoint, or its damage. The first rank reads both, which are small."""
         try:
             contents = read_manifest(self._storage, name)
             return contents, read_index(self._storage, name, contents)
@@ -97,13 +97,13 @@ class Restorer:
             return damage
 
     def _find_live(self) -> dict[str, Any]:
-        """Return the state to fill, by the names that it has in a checkpoint. A collective call for some strategies."""
+        """Return the live state by its names in a checkpoint. A collective call for some strategies."""
         live = {key: holder.state_dict() for key, holder in self._shared.items()}
         live[self._own_name] = {key: holder.state_dict() for key, holder in self._own.items()}
         return live
 
     def _is_in(self, key: str, contents: Contents) -> bool:
-        """Another strategy may have left out what this one keeps besides; that begins as it was made."""
+        """Return whether the checkpoint contains this state. State that it lacks keeps its initial values."""
         if key != self._own_name:
             return key in contents.shared
         return contents.world_size == self._ranks.world_size
@@ -111,8 +111,8 @@ class Restorer:
     def _stage(
         self, name: CheckpointName, contents: Contents, index: bytes, chosen: dict[str, Any], progress: RestoreProgress
     ) -> tuple[dict[str, Any], Damage | None]:
-        """Read a checkpoint into a copy of the state, and agree with the other ranks on whether it is whole."""
-        import torch.distributed.checkpoint as dcp  # 0.6 s, which a fresh start need not pay
+        """Read a checkpoint into a copy of the state; return the copy and the damage that any rank found."""
+        import torch.distributed.checkpoint as dcp  # takes 0.6 s, which a fresh start does not need
         from torch.distributed.checkpoint.api import CheckpointException
 
         from trainers.verified_reader import VerifiedReader
@@ -127,7 +127,7 @@ class Restorer:
         alone = ranks.world_size == 1
         try:
             dcp.load(staged, storage_reader=reader, process_group=ranks.background_group, no_dist=alone)
-        except CheckpointException as error:  # all ranks get it: planning found what does not fit
+        except CheckpointException as error:  # on all ranks: planning found a mismatch
             reasons = [str(failure) for failure, _ in error.failures.values()]
             raise CheckpointError(
                 f"`{name}` does not fit this model: {reasons[0] if reasons else error}\n\n"
@@ -136,15 +136,16 @@ class Restorer:
             ) from None
         damage, verified = self._agree(reader)
         if damage is None:
-            # What no rank needs, such as random numbers of ranks that are gone, must be whole all the same.
+            # Files that no rank needs, such as random numbers of former ranks, must be intact too.
             rest = contents.files.keys() - verified - {INDEX}
             reader.verify_files(divide(rest, rank=ranks.rank, world_size=ranks.world_size))
             damage, _ = self._agree(reader)
         return staged, damage
 
     def _agree(self, reader: "VerifiedReader") -> tuple[Damage | None, set[str]]:
-        """Return the damage of a checkpoint that any rank found, and the parts that the ranks have verified. Raises on
-        every rank if one could not read at all: then the checkpoint may be complete.
+        """Return the damage that any rank found, and the files that the ranks have verified. A collective call.
+
+        Raises CheckpointError on every rank if one could not read at all: then the checkpoint may be intact.
         """
         problem = reader.problem
         if isinstance(problem, OSError):
@@ -159,7 +160,7 @@ class Restorer:
         return next(iter(problems), None), {file for _, files in parts for file in files}
 
     def _take_over(self, live: dict[str, Any], staged: dict[str, Any]) -> None:
-        # One after the other: both may be about the same tensors, and a rank's own values are to stay.
+        # In this order: both may refer to the same tensors, and the rank's own values take precedence.
         for key, holder in self._shared.items():
             if key in staged:
                 holder.load_state_dict(_fill(live[key], staged[key]))
@@ -172,12 +173,12 @@ class Restorer:
 
 
 def name_own(ranks: Ranks) -> str:
-    """Return the name in a checkpoint of this rank's own state."""
+    """Return the name of this rank's own state in a checkpoint."""
     return f"rank-{ranks.rank}"
 
 
 def decide(ranks: Ranks, look: Callable[[], Decision]) -> Decision:
-    """Decide on the first rank; return its answer, or raise its error, on every rank."""
+    """Call `look` on the first rank; return its result, or raise its error, on every rank."""
     answer: tuple[Any, CheckpointError | None] = None, None
     if ranks.is_first:
         try:
@@ -194,7 +195,7 @@ def decide(ranks: Ranks, look: Callable[[], Decision]) -> Decision:
 
 
 def _fill(live: Any, staged: Any) -> Any:
-    """Return the live state with the staged values; tensors are filled where they lie."""
+    """Return the live state with the staged values; tensors are copied in place."""
     if isinstance(live, dict):
         return {key: _fill(value, staged[key]) for key, value in live.items()}
     if not isinstance(live, torch.Tensor):

@@ -1,7 +1,7 @@
-"""Progress of a restore, for the watchdog of every rank and for the progress file of the first.
+"""The progress of a restore, for the watchdog of every rank and for the progress file of the first.
 
-A rank that has read its part waits for the others and makes no progress of its own. So the ranks add up the bytes that
-all of them have read: while that sum grows, no rank hangs, however long the restore takes.
+A rank that has read its part waits for the others and makes no progress itself. So the ranks sum the bytes that all of
+them have read: while the sum grows, no rank hangs, however long the restore takes.
 """
 
 import threading
@@ -12,26 +12,26 @@ from dataclasses import dataclass
 from typing import Protocol
 
 LOOK_S = 2.0
-REPORT_S = 10.0  # between two lines in the progress file; a shorter restore reports its result only
+REPORT_S = 10.0  # between lines in the progress file; a shorter restore reports only its result
 
 
 class Counter(Protocol):
-    """A number that all ranks add to."""
+    """Named counters that all ranks share."""
 
     def add(self, name: str, amount: int) -> int:
-        """Add to the number of this name, which starts at 0, and return it."""
+        """Add to the counter of this name, which starts at 0, and return its value."""
         ...
 
 
 class LocalCounter:
-    """The numbers of a process that trains alone."""
+    """The counters of a process that trains alone."""
 
     def __init__(self) -> None:
-        """Start at 0."""
+        """Start all counters at 0."""
         self._values: dict[str, int] = {}
 
     def add(self, name: str, amount: int) -> int:
-        """Add to the number of this name and return it."""
+        """Add to the counter of this name and return its value."""
         self._values[name] = self._values.get(name, 0) + amount
         return self._values[name]
 
@@ -42,7 +42,7 @@ class RestoreStatus:
 
     step: int
     read_bytes: int
-    wanted_bytes: int  # of all ranks; grows until each has found out what it needs
+    wanted_bytes: int  # of all ranks; grows until each has planned its reads
 
 
 class RestoreProgress:
@@ -56,11 +56,11 @@ class RestoreProgress:
         report: Callable[[RestoreStatus], None],
         now_s: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Call `beat` whenever the sum has grown, and `report` at most every REPORT_S."""
+        """Call `beat` whenever the sum has grown, and `report` at most once per `REPORT_S`."""
         self._counter, self._beat, self._report, self._now_s = counter, beat, report, now_s
         self._lock = threading.Lock()
         self._step, self._name = 0, ""
-        self._read, self._wanted = 0, 0  # not yet added to the shared numbers
+        self._read, self._wanted = 0, 0  # not yet added to the shared counters
         self._last = -1
         self._reported_s = now_s()
 
@@ -75,7 +75,7 @@ class RestoreProgress:
             while not is_over.wait(LOOK_S):
                 try:
                     self.look()
-                except RuntimeError:  # the store ended with the first rank; the main thread's own call raises too
+                except RuntimeError:  # the store ended with the first rank; the main thread raises as well
                     return
 
         thread = threading.Thread(target=look_again, name="progress", daemon=True)
@@ -92,12 +92,12 @@ class RestoreProgress:
             self._wanted += count
 
     def note_read(self, count: int) -> None:
-        """Count bytes that this rank has read. Called by any thread."""
+        """Count bytes that this rank has read. Thread-safe."""
         with self._lock:
             self._read += count
 
     def look(self) -> None:
-        """Add what is new to the shared numbers; beat and report if they grew."""
+        """Add new bytes to the shared counters; beat and report if the sum grew."""
         with self._lock:
             read, wanted, self._read, self._wanted = self._read, self._wanted, 0, 0
         total = self._counter.add(f"restore/{self._name}/read", read)

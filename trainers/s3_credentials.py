@@ -1,4 +1,4 @@
-"""S3 logins that obstore does not find by itself: access granted by the broker, and AWS's own files."""
+"""S3 credentials that obstore does not find by itself: access granted by broker, and AWS's configuration files."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
 
-AGE_S_MAX = 600.0  # after which the file is read again: the broker replaces it while a program runs
+AGE_S_MAX = 600.0  # between reads of the file, which broker replaces while a program runs
 FILES = ("AWS_CONFIG_FILE", "AWS_SHARED_CREDENTIALS_FILE")
 
 
 class GrantedCredentials:
-    """A session that the broker keeps renewed in a file; obstore asks again when the last answer is out of date."""
+    """A session that broker keeps renewed in a file; obstore calls this again when the last answer has expired."""
 
     def __init__(self, path: Path) -> None:
-        """`path`: a file in the form of AWS's `credential_process`."""
+        """Read from `path`, a file in the format of AWS's `credential_process`."""
         self._path = path
 
     def __call__(self) -> dict[str, Any]:
-        """Read the file, which is replaced whole."""
+        """Return the credentials in the file, which is replaced atomically."""
         login = json.loads(self._path.read_text(encoding="utf-8"))
         again = datetime.now(timezone.utc) + timedelta(seconds=AGE_S_MAX)  # nodes may have Python 3.9
         end = str(login.get("Expiration") or "9999-01-01T00:00:00+00:00").replace("Z", "+00:00")
@@ -35,7 +35,7 @@ class GrantedCredentials:
 
 
 def find_s3_provider() -> Callable[[], Any] | None:
-    """Return a provider; None if variables hold keys, which obstore reads, or only the machine's role is left."""
+    """Return a provider, or None if obstore finds credentials itself: in variables, or by the machine's role."""
     if "AWS_ACCESS_KEY_ID" in os.environ:
         return None
     granted = Path(os.environ.get("BROKER_ACCESS_DIR") or "/nonexistent") / "aws.json"

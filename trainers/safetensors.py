@@ -1,6 +1,6 @@
-"""Reads and writes safetensors files: a header of JSON, then the tensors' bytes.
+"""Read and write safetensors files: a JSON header, then the bytes of the tensors.
 
-The format: https://github.com/huggingface/safetensors.
+Format: https://github.com/huggingface/safetensors.
 """
 
 import json
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from trainers.errors import TrainerError
 
-# The format's own names.
+# The dtype names of the format.
 DTYPE_NAMES = {
     "float64": "F64",
     "float32": "F32",
@@ -33,10 +33,10 @@ SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 
 
 class SafetensorsFolder:
-    """The tensors of `model.safetensors` in a folder, or of the files that its index names. Mapped, not read."""
+    """The memory-mapped tensors of `model.safetensors` in a folder, or of the files that its index names."""
 
     def __init__(self, folder: Path) -> None:
-        """Read all headers; a folder without such files is a TrainerError."""
+        """Read all headers. Raises TrainerError for a folder without safetensors files."""
         self._folder = folder
         self._places: dict[str, tuple[mmap.mmap, int, Mapping[str, Any]]] = {}
         try:
@@ -46,11 +46,11 @@ class SafetensorsFolder:
             raise TrainerError(f"`{folder}` holds no readable safetensors: {error}") from error
 
     def __contains__(self, name: str) -> bool:
-        """Return whether there is a tensor of that name."""
+        """Return whether a tensor has this name."""
         return name in self._places
 
     def read(self, name: str) -> Tensor:
-        """Return a tensor that shares the file's pages."""
+        """Return a tensor that shares the pages of the file."""
         if name not in self._places:
             raise TrainerError(f"`{self._folder}` has no tensor `{name}`")
         content, start, entry = self._places[name]
@@ -70,7 +70,7 @@ class SafetensorsFolder:
 
     def _add(self, path: Path) -> None:
         with path.open("rb") as file:
-            # Private and writable: torch has no read-only tensors, and would warn of a mapping that is read-only.
+            # Private and writable: torch has no read-only tensors, and warns about read-only mappings.
             content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         (length,) = struct.unpack_from("<Q", content)
         header = json.loads(content[8 : 8 + length])
@@ -80,7 +80,7 @@ class SafetensorsFolder:
 
 
 def write_safetensors(output: Path, tensors: Mapping[str, Any], about: Mapping[str, str]) -> None:
-    """Write the tensors to one file, which appears once it is complete."""
+    """Write the tensors to one file, which gets its name once it is complete."""
     header: dict[str, Any] = {"__metadata__": dict(about)}
     place = 0
     for name, tensor in sorted(tensors.items()):
@@ -95,6 +95,6 @@ def write_safetensors(output: Path, tensors: Mapping[str, Any], about: Mapping[s
     with partial.open("wb") as file:
         file.write(struct.pack("<Q", len(text)) + text)
         for _, tensor in sorted(tensors.items()):
-            # By bytes, because numpy has no bfloat16.
+            # As bytes, because numpy has no bfloat16.
             file.write(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
     partial.replace(output)

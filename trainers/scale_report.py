@@ -1,8 +1,8 @@
 """Measure how a training run scales over the devices of this node: `python -m trainers.lm --scale_report`.
 
-Each row is a short run of the same flags with fewer or more ranks. Strong scaling keeps the batch of the run, weak
-scaling the batch of a rank. For the share of communication as many single ranks run side by side without talking to
-each other: they compete for the same memory and cores, so what is left of the difference is the exchange.
+Each row is a short run with the same flags and another number of ranks. Strong scaling keeps the batch of the run,
+weak scaling the batch per rank. For the share of communication, the same number of single ranks run concurrently
+without communicating: they compete for the same memory and cores, so the remaining difference is communication.
 """
 
 import json
@@ -34,7 +34,7 @@ QUIET = (
 
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
-    """The figures of one run, over all of its ranks."""
+    """The measured rates of one run, over all of its ranks."""
 
     tokens_per_s: float
     mfu: float | None
@@ -42,18 +42,18 @@ class Measurement:
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One number of ranks, under one kind of scaling."""
+    """One row of the table: a number of ranks under strong or weak scaling."""
 
     kind: str
     ranks: int
     batch: int
     measured: Measurement
-    efficiency: float  # tokens/s over those of one rank times the number of ranks
+    efficiency: float  # tokens/s relative to one rank, divided by the number of ranks
     communication: float | None  # share of a step; None if a single rank cannot run it
 
 
 def report_scaling(flags: Sequence[str], *, batch: int, ranks_max: int | None = None) -> int:
-    """Measure runs of `trainers.lm` with these flags and print a table; return the exit code."""
+    """Measure short runs of `trainers.lm` with these flags and print a table; return the exit code."""
     counts = list_counts(ranks_max or count_devices())
     rows = []
     with tempfile.TemporaryDirectory() as folder:
@@ -78,7 +78,7 @@ def report_scaling(flags: Sequence[str], *, batch: int, ranks_max: int | None = 
 def make_row(
     kind: str, ranks: int, batch: int, measured: Measurement, alone: Measurement, apart: Measurement | None
 ) -> Row:
-    """Compare a run with a single rank, and with as many ranks that do not communicate."""
+    """Compare a run with a single rank, and with the same number of ranks that do not communicate."""
     communication = None if apart is None else max(0.0, 1.0 - measured.tokens_per_s / apart.tokens_per_s)
     return Row(
         kind=kind,
@@ -91,7 +91,7 @@ def make_row(
 
 
 def format_row(row: Row, *, with_head: bool) -> str:
-    """Return a line of the table, below its head if that is wanted."""
+    """Return a line of the table, preceded by the header if `with_head`."""
     head = f"{'scaling':8} {'ranks':>5} {'batch':>6} {'tokens/s':>12} {'efficiency':>10} {'MFU':>7} "
     head += "communication\n"
     mfu = "-" if row.measured.mfu is None else f"{100 * row.measured.mfu:.1f} %"
@@ -103,12 +103,12 @@ def format_row(row: Row, *, with_head: bool) -> str:
 
 
 def list_counts(ranks_max: int) -> list[int]:
-    """Return powers of two up to the most, and that itself."""
+    """Return the powers of two below `ranks_max`, and `ranks_max`."""
     return sorted({1 << power for power in range(ranks_max.bit_length())} | {ranks_max})
 
 
 def count_devices() -> int:
-    """Return the number of this node's GPUs, or else of its cores."""
+    """Return the number of GPUs on this node, or of cores if it has none."""
     import torch
 
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -116,12 +116,12 @@ def count_devices() -> int:
 
 
 def run(flags: Sequence[str], folder: Path, *, ranks: int, batch: int) -> Measurement:
-    """Train a few steps and read the report; a failing run is a TrainerError."""
+    """Train a few steps and return the measurement. Raises TrainerError if the run fails."""
     return finish(*start(flags, folder, ranks=ranks, batch=batch))
 
 
 def run_apart(flags: Sequence[str], folder: Path, *, ranks: int, batch: int) -> Measurement | None:
-    """Run as many single ranks concurrently; None if one rank cannot run alone."""
+    """Run `ranks` single ranks concurrently; return None if one rank cannot run the model alone."""
     started = [start(flags, folder, ranks=1, batch=batch, device=rank) for rank in range(ranks)]
     try:
         found = [finish(*each) for each in started]
@@ -136,7 +136,7 @@ def run_apart(flags: Sequence[str], folder: Path, *, ranks: int, batch: int) -> 
 def start(
     flags: Sequence[str], folder: Path, *, ranks: int, batch: int, device: int | None = None
 ) -> "tuple[subprocess.Popen[str], Path]":
-    """Start a run; it may see one GPU only."""
+    """Start a run, optionally with a single visible GPU."""
     own = Path(tempfile.mkdtemp(dir=folder))
     outside = ("BROKER_", "SKYPILOT_")
     variables = {name: value for name, value in os.environ.items() if not name.startswith(outside)}
@@ -153,7 +153,7 @@ def start(
 
 
 def finish(process: "subprocess.Popen[str]", metrics: Path) -> Measurement:
-    """Wait for a run; return the medians of its steps."""
+    """Wait for a run; return the medians over its steps."""
     try:
         _, errors = process.communicate(timeout=RUN_S_MAX)
     except subprocess.TimeoutExpired:

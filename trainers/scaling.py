@@ -1,4 +1,4 @@
-"""Loss scaling for float16: gradients too small for it are kept from vanishing (arXiv:1710.03740, section 3.2)."""
+"""Loss scaling for float16, which keeps small gradients from underflow (arXiv:1710.03740, section 3.2)."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -9,7 +9,7 @@ from torch import Tensor
 from trainers.optimizer import local
 
 FACTOR_FIRST, FACTOR_MAX = 2.0**16, 2.0**24
-STEPS_TO_GROW = 2000  # without overflow, then twice as much is tried; torch's GradScaler has the same figures
+STEPS_TO_GROW = 2000  # steps without overflow until the factor doubles, as in torch's GradScaler
 
 
 class LossScale:
@@ -28,7 +28,7 @@ class LossScale:
                 torch._foreach_mul_(gradients, 1.0 / self.factor)
 
     def note(self, *, is_finite: bool) -> bool:
-        """Choose the next step's factor. Whether gradients that are not finite may be the factor's fault."""
+        """Choose the factor of the next step; return whether non-finite gradients may be due to the factor."""
         if not self.is_on:
             return False
         if is_finite:
@@ -46,5 +46,5 @@ class LossScale:
         return {"factor": self.factor, "good_steps": self._good_steps}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore a `state_dict`, so that a resumed run scales its loss in the same way."""
+        """Restore a saved state, so that a resumed run scales its loss identically."""
         self.factor, self._good_steps = state["factor"], state["good_steps"]

@@ -1,7 +1,7 @@
 """Serve a trained language model with OpenAI's API: `python -m trainers.serve --checkpoint FOLDER --port 8000`.
 
-Listens on `BROKER_REPLICA_HOST` and `BROKER_REPLICA_PORT` under `broker serve`. Streams carry token ids on request, so
-that another replica can continue them.
+Under `broker serve` it listens on `BROKER_REPLICA_HOST` and `BROKER_REPLICA_PORT`. Streams contain token ids on
+request, so that another replica can continue them.
 """
 
 import argparse
@@ -16,7 +16,7 @@ from trainers.errors import TrainerError
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Read the flags, load the model, serve until SIGTERM; return the exit code."""
+    """Parse the flags, load the model and serve until SIGTERM; return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m trainers.serve", description="Serve a trained language model.")
     parser.add_argument(
         "--checkpoint",
@@ -77,7 +77,7 @@ async def serve(options: argparse.Namespace) -> None:
 
 
 def find_host(variables: Mapping[str, str]) -> str:
-    """Return the address that `broker serve` sets; else all interfaces on a cloud's node, elsewhere the loopback."""
+    """Return the address from `broker serve`; without it all interfaces on a cloud's node, else the loopback."""
     if host := variables.get("BROKER_REPLICA_HOST"):
         return host
     addresses = variables.get("SKYPILOT_NODE_IPS", "")

@@ -1,4 +1,4 @@
-"""OpenAI's completions and chat over an engine, with token ids in and out (`return_token_ids`, as vLLM names it)."""
+"""OpenAI's completion and chat API over an engine, optionally with token ids (`return_token_ids`, as in vLLM)."""
 
 import json
 import secrets
@@ -15,12 +15,12 @@ COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 
 
 class Api:
-    """Answers requests. After a preemption notice `/health` fails, and running generations continue."""
+    """Answers requests. After a preemption notice, `/health` fails and running generations continue."""
 
     def __init__(
         self, engine: Engine, tokenizer: Tokenizer, *, name: str, context: int, preemption_file: Path | None
     ) -> None:
-        """Keep the parts; `name` is the model's in answers."""
+        """Answer with `name` as the name of the model."""
         self._engine, self._tokenizer = engine, tokenizer
         self._name, self._context, self._preemption_file = name, context, preemption_file
 
@@ -87,13 +87,13 @@ class Api:
         messages = fields.get("messages")
         if not isinstance(messages, list) or not all(isinstance(each, dict) for each in messages):
             raise RequestError(400, "`messages` must be a list of messages")
-        # The models here are trained without a chat template, so no template would be correct.
+        # These models are trained without a chat template, so no template is correct.
         lines = [f"{each.get('role', 'user')}: {each.get('content', '')}\n" for each in messages]
         return list(self._tokenizer.encode("".join([*lines, "assistant: "]).encode()))
 
 
 class _Writer:
-    """Writes one generation as OpenAI's API does, whole or in chunks."""
+    """Formats one generation as OpenAI's API does, whole or in chunks."""
 
     def __init__(
         self, tokenizer: Tokenizer, generation: Generation, fields: Mapping[str, Any], *, name: str, is_chat: bool
@@ -107,7 +107,7 @@ class _Writer:
         self._head = {"id": f"{prefix}-{secrets.token_hex(8)}", "created": int(time.time()), "model": name}
 
     async def stream(self) -> AsyncIterator[str]:
-        """Yield the events; a client that disconnects cancels the generation."""
+        """Yield the events. A client that disconnects cancels the generation."""
         is_first = True
         try:
             async for text, ids in self._pieces():

@@ -1,7 +1,7 @@
 """Continuous batching: sequences join and leave a running batch between two tokens.
 
-The journal of a generation (`tokens`, then `finish`) is the only way from the engine to its readers. A reader that is
-slower than the engine finds there what it has not read yet, also after the end.
+Readers get results only through the journal of a generation (`tokens`, then `finish`). A reader that is slower than the
+engine finds there what it has not read, also after the end.
 """
 
 import asyncio
@@ -27,8 +27,8 @@ class FullError(Exception):
 class Generation:
     """One request and its journal.
 
-    `resumed`: how many of the last ids of `prompt` were generated before, perhaps by another replica. Sampling depends
-    on seed and position only, so that a continuation draws what the first run would have drawn.
+    `resumed` is the number of trailing ids of `prompt` that were generated earlier, perhaps by another replica.
+    Sampling depends only on seed and position, so a continuation draws the same tokens as an uninterrupted generation.
     """
 
     prompt: list[int]
@@ -43,7 +43,7 @@ class Generation:
     notify: Callable[[], object] = lambda: None
 
     async def read(self) -> AsyncIterator[int]:
-        """Yield all tokens in order, as they are generated; may be called by one reader at a time."""
+        """Yield all tokens in order as they are generated, to one reader at a time."""
         loop, changed = asyncio.get_running_loop(), asyncio.Event()
         self.notify = lambda: loop.call_soon_threadsafe(changed.set)
         index = 0
@@ -60,10 +60,10 @@ class Generation:
 
 
 class Engine:
-    """Generates tokens in a thread of its own for up to `slots` sequences at once."""
+    """Generates tokens for up to `slots` sequences at once, in a separate thread."""
 
     def __init__(self, model: CachedModel, *, slots: int, vocabulary: int) -> None:
-        """Start idle; `vocabulary` is the tokenizer's because the model's may be padded."""
+        """Create an idle engine. `vocabulary` is that of the tokenizer, because the model's may be padded."""
         self._model, self._vocabulary = model, min(vocabulary, model.vocabulary)
         self._free = list(range(slots))
         self._active: dict[int, Generation] = {}
@@ -75,7 +75,7 @@ class Engine:
 
     @property
     def counts(self) -> tuple[int, int]:
-        """Return the numbers of running and of waiting generations."""
+        """Return the numbers of running and waiting generations."""
         return len(self._active), len(self._waiting)
 
     def start(self) -> None:
@@ -90,7 +90,7 @@ class Engine:
         self._thread.join()
 
     def submit(self, generation: Generation) -> None:
-        """Queue a generation. Raises FullError."""
+        """Queue a generation. Raises FullError if the queue is full."""
         with self._changed:
             if len(self._waiting) >= WAITING_MAX:
                 raise FullError
@@ -151,7 +151,7 @@ class Engine:
 
 
 def choose_token(logits: Tensor, temperature: float, seed: int, position: int) -> int:
-    """Return the likeliest token, or draw one by a generator seeded with seed and position."""
+    """Return the most likely token, or draw one with a generator seeded by seed and position."""
     if temperature <= 0.0:
         return int(logits.argmax())
     digest = hashlib.blake2b(f"{seed}/{position}".encode(), digest_size=7).digest()
@@ -160,12 +160,12 @@ def choose_token(logits: Tensor, temperature: float, seed: int, position: int) -
 
 
 class Detokenizer:
-    """Turns ids into text, and holds back ids whose text is not complete: a character may span several.
+    """Converts ids to text, and withholds ids whose text is incomplete: a character may span several ids.
 
-    Its state depends on the ids alone, so that after `skip` it continues where another one stopped.
+    Its state depends only on the ids, so that after `skip` it continues where another instance stopped.
     """
 
-    PENDING_MAX = 8  # a byte that cannot begin a character would otherwise be held back until the end
+    PENDING_MAX = 8  # otherwise a byte that cannot begin a character would be withheld until the end
 
     def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
         """Start with no ids."""
@@ -174,12 +174,12 @@ class Detokenizer:
         self._prefix = self._read = 0
 
     def skip(self, ids: Sequence[int]) -> None:
-        """Take ids whose text was sent before."""
+        """Process ids whose text has already been sent."""
         for each in ids:
             self.add(each)
 
     def add(self, token: int) -> tuple[str, list[int]]:
-        """Return the text that is complete now, with its ids; both are empty while it is not."""
+        """Add an id; return the text that is complete now with its ids, or both empty."""
         self._ids.append(token)
         before, now = self._decode(self._ids[self._prefix : self._read]), self._decode(self._ids[self._prefix :])
         is_complete = len(now) > len(before) and not now.endswith("\ufffd")
@@ -188,7 +188,7 @@ class Detokenizer:
         return self._take(now[len(before) :])
 
     def flush(self) -> tuple[str, list[int]]:
-        """Return the ids that were held back, as text."""
+        """Return the text of the withheld ids, and these ids."""
         before, now = self._decode(self._ids[self._prefix : self._read]), self._decode(self._ids[self._prefix :])
         return self._take(now[len(before) :])
 

@@ -1,4 +1,4 @@
-"""A small HTTP/1.1 server on asyncio: requests with a body in, JSON or a stream of events out."""
+"""A small HTTP/1.1 server on asyncio that answers with JSON or a stream of events."""
 
 import asyncio
 import contextlib
@@ -9,7 +9,7 @@ from typing import Any
 
 BODY_BYTES_MAX = 8 << 20
 HEAD_BYTES_MAX = 64 << 10
-HEAD_S_MAX = 75.0  # also how long an idle connection is kept
+HEAD_S_MAX = 75.0  # also the limit for idle connections
 REASONS = {200: "OK", 400: "Bad Request", 404: "Not Found", 405: "Method Not Allowed", 413: "Content Too Large"}
 REASONS |= {429: "Too Many Requests", 503: "Service Unavailable"}
 
@@ -18,7 +18,7 @@ class RequestError(Exception):
     """A request that cannot be answered; `status` is the HTTP status."""
 
     def __init__(self, status: int, message: str) -> None:
-        """Keep both."""
+        """Set the HTTP status and the message."""
         super().__init__(message)
         self.status = status
 
@@ -32,7 +32,7 @@ class Request:
     body: bytes
 
     def read_json(self) -> dict[str, Any]:
-        """Return the body. Raises RequestError."""
+        """Parse the body as a JSON object. Raises RequestError."""
         try:
             found = json.loads(self.body)
         except ValueError as error:
@@ -56,14 +56,14 @@ Handler = Callable[[Request], Awaitable[Response]]
 
 
 def make_error(status: int, message: str) -> Response:
-    """Make an error in the form of OpenAI's API."""
+    """Return an error in the format of OpenAI's API."""
     kind = "invalid_request_error" if status < 500 else "server_error"
     content = json.dumps({"error": {"message": message, "type": kind, "code": status}})
     return Response(status=status, content=content.encode())
 
 
 async def start_server(handler: Handler, host: str, port: int) -> asyncio.Server:
-    """Listen; port 0 takes a free one."""
+    """Listen on a port; 0 selects a free one."""
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(OSError, asyncio.IncompleteReadError, asyncio.TimeoutError, asyncio.LimitOverrunError):
@@ -75,7 +75,7 @@ async def start_server(handler: Handler, host: str, port: int) -> asyncio.Server
 
 
 async def _serve_one(handler: Handler, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
-    """Answer one request; return whether the connection can take another."""
+    """Answer one request; return whether the connection remains open for another."""
     try:
         request, is_kept = await _read(reader)
         response = await handler(request)
@@ -94,7 +94,7 @@ async def _serve_one(handler: Handler, reader: asyncio.StreamReader, writer: asy
         async for event in events:
             data = f"data: {event}\n\n".encode()
             writer.write(f"{len(data):x}\r\n".encode() + data + b"\r\n")
-            await writer.drain()  # raises when the client is gone, which closes the generation
+            await writer.drain()  # raises if the client has disconnected, which closes the generation
     writer.write(b"0\r\n\r\n")
     await writer.drain()
     return is_kept

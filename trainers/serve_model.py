@@ -1,6 +1,6 @@
-"""A language model that keeps keys and values: one forward pass for prompts and for batches of single tokens.
+"""A language model with a cache of keys and values, for prompts and for batches of single tokens.
 
-The networks in `trainers/models` stay as trained; this module reads their layers and computes attention over a cache.
+The networks in `trainers/models` are unchanged; this module calls their layers and computes attention over the cache.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,11 +18,11 @@ from trainers.models.experts import Router
 
 
 class CachedModel:
-    """A GPT or Llama, with experts or without, and a cache of `slots` sequences of up to `context` tokens each."""
+    """A GPT or Llama, with or without experts, and a cache of `slots` sequences of up to `context` tokens each."""
 
     def __init__(self, model: nn.Module, config: ModelConfig, *, slots: int, device: torch.device) -> None:
-        """Allocate the cache: `[depth, slots, heads, context, head width]`, twice."""
-        self._model = cast(Any, model.eval().to(device))  # a Decoder whose parts are all there
+        """Allocate the caches of keys and values, each `[depth, slots, heads, context, head width]`."""
+        self._model = cast(Any, model.eval().to(device))  # a Decoder with all of its layers
         for module in model.modules():
             if isinstance(module, Router):
                 module.capacity = 0.0  # the result of one request must not depend on the others in its batch
@@ -38,9 +38,9 @@ class CachedModel:
 
     @torch.no_grad()
     def forward(self, tokens: Sequence[Sequence[int]], starts: Sequence[int], slots: Sequence[int]) -> Tensor:
-        """Append equally long rows of tokens to the sequences in `slots`; return the logits after the last of each.
+        """Append rows of tokens, equally long, to the sequences in `slots`; return the logits after the last token.
 
-        `starts` has the number of tokens that each sequence holds already. Returns `[rows, vocabulary]` on the CPU.
+        `starts` is the number of tokens that each sequence already has. The result is `[rows, vocabulary]`, on the CPU.
         """
         ids = torch.tensor(tokens, device=self.device)
         rows = torch.tensor(slots, device=self.device)
@@ -67,7 +67,7 @@ class CachedModel:
 
 
 def _project(attention: Any, hidden: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return queries, keys and values `[rows, heads, time, width]`; Llama's are turned by their positions."""
+    """Return queries, keys and values `[rows, heads, time, width]`; those of Llama are rotated by position."""
     if hasattr(attention, "query_key_value"):
         rows, time, _ = hidden.shape
         packed = attention.query_key_value(hidden).view(rows, time, attention.heads, 3, attention.head_width)
@@ -89,9 +89,9 @@ def _turn(heads: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
 
 
 def load_model(source: str, *, dtype: torch.dtype) -> tuple[nn.Module, ModelConfig, str]:
-    """Read the newest checkpoint of `trainers.lm`, or a folder in Hugging Face's form; return its tokenizer's name too.
+    """Load the newest checkpoint of `trainers.lm` or a Hugging Face folder; return model, config and tokenizer name.
 
-    Raises TrainerError.
+    Raises TrainerError if the source cannot be read.
     """
     if "://" not in source and (Path(source) / "config.json").is_file():
         return _load_hugging_face(Path(source), dtype)

@@ -1,6 +1,6 @@
 """One attempt at a run of any recipe: join the other ranks, build, resume, train, save, report.
 
-Imports torch only after the flags are checked and SIGTERM is handled.
+This module imports torch only after the flags are checked and SIGTERM is handled.
 """
 
 import os
@@ -23,6 +23,7 @@ from trainers.watchdog import Watchdog
 if TYPE_CHECKING:
     from trainers.checkpoint import CheckpointManager
     from trainers.loop import StepReport
+    from trainers.own_time import WorkClock
     from trainers.progress import Progress
     from trainers.ranks import Ranks
     from trainers.restore_progress import RestoreProgress, RestoreStatus
@@ -33,11 +34,11 @@ IS_WARM = "torch" in sys.modules  # in a standby
 
 
 def run_session(config: RunConfig, build: Build) -> int:
-    """Train as the config and the environment say.
+    """Train as the config and the environment specify; return the exit code.
 
-    Returns 0 when all steps are done, 143 when preempted, 1 where the run cannot continue; a hang ends with 75.
+    0: all steps are done; 143: preempted; 1: the run cannot continue. A hang ends the process with 75.
     """
-    # Read at torch's import. At warning level every DDP run warns of a choice explained in strategies/ddp.py.
+    # Read when torch is imported. At warning level, DDP warns about a choice that strategies/ddp.py explains.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     if config.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS is first used
@@ -60,7 +61,7 @@ def run_session(config: RunConfig, build: Build) -> int:
             )  # fmt: skip
             return session.train(build)
         except Exception:
-            if member is not None:  # a peer that is gone makes all kinds of errors
+            if member is not None:  # a lost peer causes errors of many kinds
                 watchdog.beat("waiting for a new world")
                 member.await_change()
             raise
@@ -71,8 +72,8 @@ def run_session(config: RunConfig, build: Build) -> int:
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-        first = str(error).splitlines()[0] if str(error) else "no memory was left"
-        print(f"error: memory does not suffice: {first}{advise(config)}", file=sys.stderr, flush=True)
+        first = str(error).splitlines()[0] if str(error) else "no details"
+        print(f"error: out of memory: {first}{advise(config)}", file=sys.stderr, flush=True)
         return 1
     finally:
         watchdog.stop()
@@ -81,7 +82,7 @@ def run_session(config: RunConfig, build: Build) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Session:
-    """The part of one process in the attempt."""
+    """The work of one rank in an attempt."""
 
     config: RunConfig
     environment: Environment
@@ -130,12 +131,12 @@ class Session:
         if member is not None and code == 0:
             member.finish()
         if code == 0 and state.recipe.demonstrate is not None:
-            self.watchdog.beat("showing what was learnt")
+            self.watchdog.beat("demonstrating the trained model")
             progress.say(state.recipe.demonstrate(state.wrapped))
         return code
 
     def _resume(self, state: "RunState", checkpoints: "CheckpointManager", progress: "Progress") -> str:
-        """Load the newest state of the run, from peers' memory or storage; return the event to report."""
+        """Load the newest state of the run, from the memory of peers or from storage; return the event to report."""
         member, part = self.member, state.strategy.find_part() if self.member is not None else None
         step, event = None, "resumed from memory"
         if member is not None and part is not None:
@@ -147,7 +148,7 @@ class Session:
         return event
 
     def _make_restore_progress(self, progress: "Progress") -> "RestoreProgress":
-        """Count bytes read by all ranks: a restore has no time limit as long as bytes arrive."""
+        """Return a counter of bytes read by all ranks: a restore has no time limit while bytes arrive."""
         from trainers.restore_progress import RestoreProgress
 
         def report(status: "RestoreStatus") -> None:
@@ -166,12 +167,15 @@ class Session:
         from trainers.evaluate import Evaluation
         from trainers.interval import Pacer
         from trainers.metrics import MetricFiles, make_meter
+        from trainers.own_time import NodeTimes, WorkClock, choose_clock
         from trainers.profile import Profile
         from trainers.ranks import choose_precision
         from trainers.supervisor import Supervisor
 
         config, ranks, recipe, strategy = self.config, self.ranks, state.recipe, state.strategy
         precision = choose_precision(ranks.device, config.dtype)
+        node_times = NodeTimes(ranks, self.environment.progress_file)
+        clock = choose_clock(strategy, ranks.device, config.train.batch) if node_times.is_on else WorkClock()
         supervisor = Supervisor(
             config=config,
             checkpoints=checkpoints,
@@ -190,11 +194,12 @@ class Session:
             profile=Profile(config.profile, ranks),
             watchdog=self.watchdog,
             ranks=ranks,
+            node_times=node_times,
             elastic=Elastic(member=self.member, notice=self.notice, is_kept=strategy.grid.is_whole)
             if self.member
             else None,
         )
-        return supervisor.drive(self._iterate(state, checkpoints, precision, supervisor.is_read_due))
+        return supervisor.drive(self._iterate(state, checkpoints, precision, supervisor.is_read_due, clock))
 
     def _iterate(
         self,
@@ -202,6 +207,7 @@ class Session:
         checkpoints: "CheckpointManager",
         precision: Callable[[], AbstractContextManager[Any]],
         is_read_due: Callable[[int], bool],
+        clock: "WorkClock",
     ) -> "Iterator[StepReport]":
         from trainers.data import Prefetch
         from trainers.loop import Work, iterate_steps
@@ -223,6 +229,7 @@ class Session:
             scaling=state.scaling,
             changing=self.changing,
             is_read_due=is_read_due,
+            clock=clock,
         )
 
     def _is_stop_asked(self) -> bool:

@@ -1,8 +1,8 @@
-"""Give this node a Python that can run the trainers: `python3 -m trainers.setup`, in a task's `setup:`.
+"""Set up a Python that can run the trainers on this node: `python3 -m trainers.setup`, in a task's `setup:`.
 
-A Python with a fitting torch is used unchanged: the one on PATH, or one that the image keeps elsewhere. Where there is
-none, the pinned torch is installed for this node's accelerator, without root, into a folder of the agent's. Afterwards
-`python`, `python3`, `pip` and `torchrun` in `run:` mean that Python. Run again, it changes nothing.
+A Python with a suitable torch is used unchanged: the one on PATH, or one that the image keeps elsewhere. If there is
+none, the pinned torch is installed for this node's accelerator, without root, into a folder of the agent. Afterwards
+`python`, `python3`, `pip` and `torchrun` in `run:` resolve to that Python. A second run changes nothing.
 
 Standard library only, Python 3.8 and later: this runs on whatever Python the node has.
 """
@@ -24,7 +24,7 @@ from trainers.node_gpus import TORCH, Accelerator, SetupError, choose_build, fin
 from trainers.node_pythons import PYTHON_OLDEST, Python, find_python, judge, show
 from trainers.node_uv import INDEX_HINT, find_uv, names_index, read_settings
 
-PYTHON_NEWEST = "3.15"  # not included: torch 2.13 has no wheels for it
+PYTHON_NEWEST = "3.15"  # exclusive: torch 2.13 has no wheels for it
 PACKAGES = (f"torch=={TORCH}", "numpy>=1.26", "tomli; python_version < '3.11'", "pip")
 BUCKETS = "obstore>=0.6"
 LINKS = {"python": "", "python3": "", "pip": "-m pip", "torchrun": "-m torch.distributed.run"}
@@ -71,7 +71,7 @@ def own_python(folder: Path | None) -> Path | None:
 
 
 def drop(folder: Path, path: str) -> str:
-    """PATH without our own links, which are not to be taken for the image's Python."""
+    """Return PATH without our own links, which must not be mistaken for the image's Python."""
     return os.pathsep.join(entry for entry in path.split(os.pathsep) if entry != str(folder))
 
 
@@ -82,7 +82,7 @@ def keeps_in_bucket(variables: Mapping[str, str]) -> bool:
 
 
 def install(accelerator: Accelerator, folder: Path | None, variables: Mapping[str, str]) -> Python:
-    """Make an environment with the pinned torch. Raises SetupError if it cannot be created or does not work."""
+    """Create an environment with the pinned torch. Raises SetupError if that fails or torch does not work."""
     if folder is None or "BROKER_NODE_DIR" in variables:
         raise SetupError(f"no Python here has torch for {accelerator.name}", HERE_HINT)
     settings = read_settings(variables)
@@ -110,7 +110,7 @@ def install(accelerator: Accelerator, folder: Path | None, variables: Mapping[st
 
 
 def add_buckets(python: Python, folder: Path | None, variables: Mapping[str, str]) -> Path:
-    """Install the packages for buckets next to the image's own Python, which is left unchanged."""
+    """Install the packages for buckets beside the image's own Python, which is not changed."""
     if folder is None or "BROKER_NODE_DIR" in variables:
         hint = f"`{python.path} -m pip install obstore`"
         raise SetupError(f"checkpoints in a bucket need the package obstore, which {python.path} lacks", hint)
@@ -119,16 +119,16 @@ def add_buckets(python: Python, folder: Path | None, variables: Mapping[str, str
         settings = read_settings(variables)
         folder.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(extras, ignore_errors=True)
-        options = ["--python", python.path, "--target", str(extras), "--no-deps"]  # torch brings what it depends on
+        options = ["--python", python.path, "--target", str(extras), "--no-deps"]  # its dependencies come with torch
         run_uv([find_uv(folder, settings), "pip", "install", *options, BUCKETS], folder, settings)
         (extras / COMPLETE).touch()
     return extras
 
 
 def run_uv(argv: Sequence[str], folder: Path, settings: Mapping[str, str], hint: str = INDEX_HINT) -> None:
-    """Run uv in `folder`, so that no project file of the user's working folder counts.
+    """Run uv in `folder`, so that it reads no project file of the user's working folder.
 
-    An index may be out of reach for a moment, and a setup that fails ends the job: tried again a few times.
+    Failures are retried a few times: an index may be briefly unreachable, and a failed setup ends the job.
     """
     code = 0
     for attempt in range(node_uv.TRIES):
@@ -137,7 +137,7 @@ def run_uv(argv: Sequence[str], folder: Path, settings: Mapping[str, str], hint:
         code = subprocess.run(argv, cwd=folder, env=dict(settings), stderr=subprocess.STDOUT, check=False).returncode
         if code == 0:
             return
-    raise SetupError(f"`uv {' '.join(argv[1:3])}` failed with code {code}; its words are above", hint)
+    raise SetupError(f"`uv {' '.join(argv[1:3])}` failed with code {code}; its output is above", hint)
 
 
 def link(python: Python, folder: Path, extras: Path | None, variables: Mapping[str, str]) -> None:

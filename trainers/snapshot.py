@@ -1,7 +1,7 @@
 """Copies of the state in CPU memory, made while training continues.
 
-On a GPU three streams of work meet. The copies wait for the step that was just taken, and the next change of the
-parameters waits for the copies; forward and backward passes run beside them. The host waits for neither:
+On a GPU, copies wait for the step that was just taken, and the next change of the parameters waits for the copies;
+forward and backward passes run concurrently. The host waits for neither:
 
     training stream   step n | event A | forward, backward of step n + 1 | wait for B | step n + 1
     copy stream                 wait for A | copies into pinned memory | event B
@@ -17,10 +17,10 @@ from trainers.optimizer import local
 
 
 class Streams(Protocol):
-    """The training stream of a device and one for copies. `CudaStreams` is the one in use."""
+    """The training stream of a device and one for copies; implemented by `CudaStreams`."""
 
     def mark_training(self) -> Any:
-        """Return an event after all work given to the training stream so far."""
+        """Return an event after all work that is queued on the training stream."""
         ...
 
     def begin_copies(self, event: Any) -> None:
@@ -45,10 +45,10 @@ class Streams(Protocol):
 
 
 class CudaStreams:
-    """Streams of a GPU. Called by two threads: each has a current stream of its own, so the training one is kept."""
+    """Streams of a GPU. Two threads call it, each with its own current stream, so it keeps the training stream."""
 
     def __init__(self, device: torch.device) -> None:
-        """Take the current stream of the calling thread as the one that trains."""
+        """Use the current stream of the calling thread as the training stream."""
         self._training = torch.cuda.current_stream(device)
         self._copies = torch.cuda.Stream(device)
 
@@ -61,7 +61,7 @@ class CudaStreams:
         self._copies.wait_event(event)
 
     def copy(self, target: Tensor, source: Tensor) -> None:
-        """Copy to pinned memory; only then is it asynchronous."""
+        """Copy to `target`, which must be pinned for the copy to be asynchronous."""
         with torch.cuda.stream(self._copies):
             target.copy_(source, non_blocking=True)
 
@@ -79,10 +79,10 @@ class CudaStreams:
 
 
 class Snapshot:
-    """Take one copy at a time: `begin` and `settle` are called by the thread that trains, `take` by another."""
+    """Takes one copy at a time. The training thread calls `begin` and `settle`, another thread calls `take`."""
 
     def __init__(self, streams: Streams | None = None, *, is_pinned: bool = True) -> None:
-        """Copy on `streams`, by default on the CPU. Pinned buffers are allocated once and used for every copy."""
+        """Copy on `streams`, or synchronously without them. Pinned buffers are allocated once and reused."""
         self._streams, self._is_pinned = streams, is_pinned
         self._buffers: dict[tuple[str, ...], Tensor] = {}
         self._ready: Any = None
@@ -91,7 +91,7 @@ class Snapshot:
         self._is_issued.set()
 
     def begin(self) -> None:
-        """Mark the state to be copied: that of the step just taken."""
+        """Mark the state of the step just taken for copying."""
         self._is_issued.clear()
         self._copied = None
         self._ready = self._streams.mark_training() if self._streams else None
@@ -117,7 +117,7 @@ class Snapshot:
         return self._is_issued.is_set() and self._copied is None
 
     def settle(self) -> None:
-        """Make every later change of the state happen after the copy. The host waits until copies are issued."""
+        """Order every later change of the state after the copy. The host waits until all copies are issued."""
         self._is_issued.wait()
         if self._streams is not None and self._copied is not None:
             self._streams.hold_training(self._copied)
@@ -137,7 +137,7 @@ class Snapshot:
 
 
 def allocate(value: Tensor, *, is_pinned: bool) -> Tensor:
-    """Return an empty tensor like `value` in the memory of the CPU; a DTensor stays one, on the same mesh."""
+    """Return an empty tensor like `value` in CPU memory; for a DTensor, one on the same mesh."""
     buffer = torch.empty_like(value, device="cpu")
     if not is_pinned:
         return buffer
@@ -149,7 +149,7 @@ def allocate(value: Tensor, *, is_pinned: bool) -> Tensor:
 
 
 def copy_state(value: Any) -> Any:
-    """Return a state whose tensors are copies, in the memory of the CPU."""
+    """Return the state with its tensors copied to CPU memory."""
     if isinstance(value, Tensor):
         return value.detach().to("cpu", copy=True)
     if isinstance(value, dict):

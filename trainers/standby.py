@@ -1,8 +1,7 @@
-"""A process that has imported torch and waits: a restarting worker of an elastic run continues in it, instead of in a
-new program.
+"""A standby process that has imported torch, in which a worker of an elastic run restarts.
 
-Started by the launcher, one for each worker, where `--warm` is given. The worker that is to start again sends it its
-variables and the file of its state, and ends; for the launcher the standby then is the worker.
+With `--warm`, the launcher starts one for each worker. A worker that restarts sends it its environment and the file
+descriptor of its state, and exits; the launcher then treats the standby as the worker.
 """
 
 import contextlib
@@ -21,11 +20,11 @@ from pathlib import Path
 
 PATH_VARIABLE, COMMAND_VARIABLE = "BROKER_ELASTIC_STANDBY", "BROKER_ELASTIC_COMMAND"
 STATE_VARIABLE = "BROKER_ELASTIC_STATE"
-EXIT_CODE_HANDED_OVER = 86  # of a worker whose work another process continues
+EXIT_CODE_HANDED_OVER = 86  # of a worker that has handed over to its standby
 HAND_OVER_S = 5.0
 READY, END = b"ready", b"\n"
-SET_PARENT_DEATH_SIGNAL = 1  # of linux/prctl.h
-# Without the session, which counts the time since its import.
+SET_PARENT_DEATH_SIGNAL = 1  # from linux/prctl.h
+# The session is left out, because it measures the time since its import.
 PREPARED = (
     "torch.distributed.checkpoint",
     "torch.distributed.fsdp",
@@ -40,10 +39,10 @@ PREPARED = (
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Import, wait at the socket of the first argument, and become the program that the others name."""
+    """Import, wait at the socket that the first argument names, then run the program of the other arguments."""
     path, command = Path(arguments[0]), list(arguments[1:])
     ctypes.CDLL(None).prctl(SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # as `run_session`, read at torch's import
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # as in `run_session`; read when torch is imported
     for name in PREPARED:
         importlib.import_module(name)
     variables, descriptor = receive(path)
@@ -54,7 +53,7 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def receive(path: Path) -> tuple[dict[str, str], int]:
-    """Wait for a worker's variables, its state (-1 for none) and its end."""
+    """Wait for a worker; return its environment and the descriptor of its state (-1: none) once it has exited."""
     with socket.socket(socket.AF_UNIX) as listener:
         path.unlink(missing_ok=True)
         listener.bind(str(path))
@@ -66,16 +65,16 @@ def receive(path: Path) -> tuple[dict[str, str], int]:
         while not message.endswith(END):
             part = connection.recv(1 << 16)
             if not part:
-                raise SystemExit(1)  # the worker died half-way
+                raise SystemExit(1)  # the worker died during the handover
             message += part
         connection.sendall(READY)
-        connection.recv(1)  # returns when the worker has ended, and let go of its device
+        connection.recv(1)  # returns when the worker has exited and released its device
     variables: dict[str, str] = json.loads(message)
     return variables, descriptors[0] if descriptors else -1
 
 
 def hand_over(path: str, variables: Mapping[str, str], descriptor: int) -> bool:
-    """Make the standby at `path` continue; return False, without effect, if none is ready."""
+    """Hand over to the standby at `path`; return False, without effect, if none is ready."""
     with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as connection:
         connection.settimeout(HAND_OVER_S)
         connection.connect(path)
@@ -83,22 +82,22 @@ def hand_over(path: str, variables: Mapping[str, str], descriptor: int) -> bool:
         sent = socket.send_fds(connection, [message], [descriptor] if descriptor >= 0 else [])
         connection.sendall(message[sent:])
         if connection.recv(len(READY)) == READY:
-            connection.detach()  # open until this process ends
+            connection.detach()  # stays open until this process exits
             return True
     return False
 
 
 class Standbys:
-    """The standby of each of a node's workers, as the launcher sees them."""
+    """The standbys of the workers of a node, managed by the launcher."""
 
     def __init__(self, command: Sequence[str]) -> None:
-        """Prepare for workers of `command`, which begins with the interpreter; none is started yet."""
+        """Prepare for workers of `command`, which begins with the interpreter. Starts no process."""
         self._command = list(command)
-        self._folder = Path(tempfile.mkdtemp(prefix="standby-"))  # for this user only
-        self._pids: dict[int, int] = {}  # place by process id
+        self._folder = Path(tempfile.mkdtemp(prefix="standby-"))  # mode 0700
+        self._pids: dict[int, int] = {}  # process id -> place
 
     def find_variables(self, place: int) -> dict[str, str]:
-        """Return what the worker at this place must know."""
+        """Return the environment variables by which the worker at this place finds its standby."""
         return {PATH_VARIABLE: str(self._find_path(place)), COMMAND_VARIABLE: json.dumps(self._command)}
 
     def start(self, place: int) -> None:
@@ -108,7 +107,7 @@ class Standbys:
         self._pids[os.posix_spawn(python, argv, os.environ)] = place
 
     def take(self, place: int) -> int | None:
-        """Return the process that is now the worker at this place, and start the next standby; None: there is none."""
+        """Return the standby that is now the worker at this place, and start the next one; None if there is none."""
         for pid, its_place in self._pids.items():
             if its_place == place:
                 del self._pids[pid]
@@ -117,11 +116,11 @@ class Standbys:
         return None
 
     def forget(self, pid: int) -> bool:
-        """Return whether a process that ended was a standby; it is not replaced."""
+        """Forget a process that has ended; return whether it was a standby. It is not replaced."""
         return self._pids.pop(pid, None) is not None
 
     def end(self) -> None:
-        """End all."""
+        """Kill all standbys and wait for them."""
         for pid in self._pids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""The state of a run: model, optimizer, position, random numbers. Built once, restored from a checkpoint."""
+"""The state of a run (model, optimizer, position, random numbers): built once, and restored from a checkpoint."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,13 +18,13 @@ from trainers.scaling import LossScale
 from trainers.strategies import create_strategy
 from trainers.strategies.base import Strategy
 
-# Further apart than any two ranks' draws.
+# Larger than the difference between the seeds of any two ranks.
 SEEDS_A_GENERATION = 1_000_003
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunState:
-    """`wrapped` is called; `model` within it holds the parameters that this rank trains."""
+    """The state of one rank. Call `wrapped`; `model` within it has the parameters that this rank trains."""
 
     recipe: Recipe
     strategy: Strategy
@@ -37,7 +37,7 @@ class RunState:
 
     @cached_property
     def shared(self) -> dict[str, Any]:
-        """State of the whole run, by name: each rank holds it or a part of it."""
+        """The state of the whole run by name; each rank holds all or a part of it."""
         shared = {**self.strategy.shared_state(self.model, self.optimizer), "position": self.position}
         if self.scaling.is_on:
             shared["loss_scale"] = self.scaling
@@ -45,14 +45,14 @@ class RunState:
 
     @cached_property
     def own(self) -> dict[str, Any]:
-        """State of this rank alone, by name."""
+        """The state of this rank alone, by name."""
         return {**self.strategy.own_state(self.model, self.optimizer), "random_numbers": self.random_numbers}
 
 
 def build_state(config: RunConfig, build: Build, ranks: Ranks, *, generation: int = 1) -> RunState:
-    """Build the state of step 0, spread over the ranks. `generation` counts the worlds of an elastic run."""
+    """Build the state of step 0, sharded over the ranks. `generation` is that of the world of an elastic run."""
     random_numbers = RandomNumbers(ranks.device)
-    random_numbers.seed(config.train.seed)  # equal on all ranks: they draw equal weights
+    random_numbers.seed(config.train.seed)  # equal on all ranks, which draw equal weights
     strategy = create_strategy(config.strategy, ranks, config)
     is_spread = strategy.TAKES_EMPTY and ranks.world_size > 1
     recipe = build(ranks.device, is_spread)
@@ -63,7 +63,7 @@ def build_state(config: RunConfig, build: Build, ranks: Ranks, *, generation: in
             fill(ranks.device)
             fill = None
     prepare_blocks(model, recompute=config.recompute, is_compiled=config.compile)
-    # Unequal: they drop different activations, and others again in another world.
+    # Different on each rank and in each world, so that dropout differs.
     random_numbers.seed(config.train.seed + 1 + strategy.share.draw + SEEDS_A_GENERATION * (generation - 1))
     tied = find_shared(model)
     wrapped = strategy.wrap(model)
@@ -77,7 +77,11 @@ def build_state(config: RunConfig, build: Build, ranks: Ranks, *, generation: in
         model=model,
         wrapped=wrapped,
         optimizer=Optimizer(
-            strategy.list_trained(model), config.train, make=recipe.make_optimizer, schedule=recipe.schedule
+            strategy.list_trained(model),
+            config.train,
+            make=recipe.make_optimizer,
+            schedule=recipe.schedule,
+            is_offloaded=config.offload == "optimizer",
         ),
         position=Position(recipe.training.fingerprint),
         scaling=LossScale(config.dtype),

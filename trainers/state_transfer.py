@@ -1,6 +1,6 @@
-"""Transfer an elastic run's state to the ranks of its next world, from the memory of the survivors of the last.
+"""Transfer the state of an elastic run from the memory of survivors to the ranks of its next world.
 
-Ranks kept what lay on them and no more, so the whole is there if each part is held by some rank, at one step.
+Each rank kept only its own part, so the state is complete if every part is held by some rank, at one step.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +18,7 @@ from trainers.strategies.grid import Part
 
 @dataclass(frozen=True, kw_only=True)
 class Holding:
-    """The part of the state that a rank kept of the previous world, as it was after a step."""
+    """The part of the state that a rank kept from the previous world, and its step."""
 
     step: int  # -1 for nothing
     part: Part
@@ -26,7 +26,7 @@ class Holding:
 
 @dataclass(frozen=True, kw_only=True)
 class Transfer:
-    """One rank gives another a part that it holds by then."""
+    """One rank sends a part, which it holds by then, to another."""
 
     source: int
     target: int
@@ -36,16 +36,16 @@ class Transfer:
 def transfer_state(
     ranks: Ranks, part: Part, holdings: Sequence[Holding], kept: Callable[[], Any], shared: Mapping[str, Any]
 ) -> int | None:
-    """Fill the objects with the newest state that is whole; return its step, or None if there is none. A collective
-    call.
+    """Load the newest complete state; return its step, or None if there is none. A collective call.
 
-    `holdings` are those of all ranks, `kept` reads this rank's own, `part` is what this one is to hold from now on.
+    `holdings` are those of all ranks, `kept` reads this rank's own state, and `part` is the part that it holds from now
+    on.
     """
     step = find_step(holdings, part.count)
     if step is None:
         return None
     live = {key: holder.state_dict() for key, holder in shared.items()}
-    held: dict[int, Any] = {}  # by index of the part
+    held: dict[int, Any] = {}  # index of a part -> its state
     mine = holdings[ranks.rank]
     if mine.step == step:
         held[mine.part.index] = kept()
@@ -62,7 +62,7 @@ def transfer_state(
 
 
 def find_step(holdings: Sequence[Holding], count: int) -> int | None:
-    """Return the newest step of which all `count` parts are held; None if there is none."""
+    """Return the newest step at which all `count` parts are held; None if there is none."""
     indexes_held: dict[int, set[int]] = {}
     for holding in holdings:
         if holding.step >= 0 and holding.part.count == count:
@@ -71,9 +71,9 @@ def find_step(holdings: Sequence[Holding], count: int) -> int | None:
 
 
 def plan_transfers(holdings: Sequence[Holding], step: int, wanted: Sequence[int]) -> list[Transfer]:
-    """Return the transfers between ranks, in an order without deadlock. `wanted` is the index for each rank.
+    """Return the transfers between ranks, in an order without deadlock. `wanted` is the index of each rank's part.
 
-    A rank that has received a part passes it on, so a part that only one rank holds reaches n others in log2(n) rounds.
+    A rank that has received a part forwards it, so a part on a single rank reaches n ranks in log2(n) rounds.
     """
     transfers = []
     for index in sorted(set(wanted)):
@@ -92,14 +92,14 @@ def plan_transfers(holdings: Sequence[Holding], step: int, wanted: Sequence[int]
 
 
 def keep(state: Any) -> Any:
-    """Return a state as this rank can keep it alone: of what is spread over ranks, what lies here."""
+    """Return the state without DTensors: of a sharded tensor, only the shard on this rank."""
     if isinstance(state, dict):
         return {key: keep(value) for key, value in state.items()}
     return local(state).detach() if isinstance(state, Tensor) else state
 
 
 def fill(live: Any, kept: Any) -> Any:
-    """Return the live state with a kept one's values; tensors are filled where they lie."""
+    """Return the live state with the values of a kept one; tensors are copied in place."""
     if isinstance(live, dict):
         return {key: fill(value, kept[key]) for key, value in live.items()}
     if not isinstance(live, Tensor):
@@ -110,7 +110,7 @@ def fill(live: Any, kept: Any) -> Any:
 
 
 def send(state: Any, target: int, ranks: Ranks) -> None:
-    """Give another rank a state; numbers and text first and at once, then the tensors."""
+    """Send a state to another rank: numbers and text in one message, then the tensors."""
     tensors, others = flatten(state)
     dist.send_object_list([others], dst=target, group=ranks.background_group)
     for tensor in tensors:
@@ -118,7 +118,7 @@ def send(state: Any, target: int, ranks: Ranks) -> None:
 
 
 def receive(live: Any, source: int, ranks: Ranks) -> Any:
-    """Return the live state with another rank's values."""
+    """Receive a state from another rank; return the live state with its values."""
     box: list[Any] = [None]
     dist.recv_object_list(box, src=source, group=ranks.background_group)
     others = iter(box[0])
@@ -128,7 +128,9 @@ def receive(live: Any, source: int, ranks: Ranks) -> Any:
             return {key: take(value) for key, value in place.items()}
         if not isinstance(place, Tensor):
             return next(others)
-        arrived = torch.empty_like(local(place), memory_format=torch.contiguous_format)
+        arrived = torch.empty_like(
+            local(place), device=ranks.device, memory_format=torch.contiguous_format
+        )  # NCCL receives on the GPU, though offloaded state is in CPU memory
         dist.recv(arrived, src=source)
         return fill(place, arrived)
 
@@ -136,7 +138,7 @@ def receive(live: Any, source: int, ranks: Ranks) -> Any:
 
 
 def flatten(state: Any) -> tuple[list[Tensor], list[Any]]:
-    """Return tensors and all else, each in the order in which they stand in the nested dicts."""
+    """Return the tensors and all other values of nested dicts, each in order."""
     if isinstance(state, Tensor):
         return [state], []
     if not isinstance(state, dict):

@@ -1,4 +1,4 @@
-"""The storage of checkpoints: a folder here, a bucket in `buckets.py`, behind the verbs that both offer.
+"""The storage of checkpoints, a folder or a bucket (`buckets.py`), behind a common interface.
 
 Paths are relative, with `/`. Files are written once and never changed.
 """
@@ -17,40 +17,40 @@ from urllib.parse import urlsplit
 from trainers.errors import TrainerError
 
 READ_BYTES = 8 * 2**20
-# What file systems without hard links answer, bucket mounts among them.
+# Errors of file systems without hard links, such as bucket mounts.
 NO_LINK_ERRNOS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK)
 HASH_BYTES = 1 << 20
 
 
 class Storage(Protocol):
-    """A place that outlives the machine. Every verb may be repeated."""
+    """Storage that outlives the machine. Every call may be repeated."""
 
     def list_names(self, path: str) -> list[str]:
         """Return names directly under a path, sorted; none if the path does not exist."""
         ...
 
     def read(self, path: str) -> bytes | None:
-        """Return a whole small file, or None if there is none."""
+        """Return the content of a small file, or None if it does not exist."""
         ...
 
     def stream(self, path: str) -> Iterator[bytes]:
-        """Return a file from its beginning to its end, in parts. FileNotFoundError, at the first part, if missing."""
+        """Yield the content of a file in parts. Raises FileNotFoundError at the first part if it is missing."""
         ...
 
     def create(self, path: str, content: bytes) -> bool:
-        """Write a file at once, durably; False, and nothing changed, where it already exists."""
+        """Write a file atomically and durably; return False, without effect, if it exists."""
         ...
 
     def checksum(self, path: str) -> tuple[str, int] | None:
-        """SHA-256 and size of a file, or None if there is none."""
+        """Return SHA-256 and size of a file, or None if it does not exist."""
         ...
 
     def seal(self, path: str) -> tuple[str, int] | None:
-        """SHA-256 and size of a file that this process just wrote with `open_writer`. To be asked once."""
+        """Return SHA-256 and size of a file that this process has written with `open_writer`. Call once per file."""
         ...
 
     def delete(self, path: str) -> None:
-        """Remove a path and all under it; nothing happens where it does not exist."""
+        """Delete a path and everything under it; no effect if it does not exist."""
         ...
 
     def open_writer(self, path: str) -> Any:
@@ -59,7 +59,7 @@ class Storage(Protocol):
 
 
 def open_storage(url: str) -> Storage:
-    """Return the storage a URL or plain folder names; a scheme we have no storage for is a TrainerError."""
+    """Return the storage for a URL or folder. Raises TrainerError for an unsupported scheme."""
     scheme = urlsplit(url).scheme
     if scheme in ("", "file"):
         return FolderStorage(Path(url.removeprefix("file://")))
@@ -72,35 +72,35 @@ def open_storage(url: str) -> Storage:
 
 
 class FolderStorage:
-    """A folder on a disk that every rank sees."""
+    """A folder on a disk that all ranks share."""
 
     def __init__(self, root: Path) -> None:
-        """Use `root`, made now where it is missing."""
+        """Use the folder `root`, and create it if missing."""
         self._root = root.absolute()
         self._root.mkdir(parents=True, exist_ok=True)
 
     def list_names(self, path: str) -> list[str]:
-        """Return names in a folder, without the files still being written."""
+        """Return the names in a folder, without files that are still being written."""
         try:
             return sorted(entry.name for entry in (self._root / path).iterdir() if not entry.name.endswith(".partial"))
         except FileNotFoundError:
             return []
 
     def read(self, path: str) -> bytes | None:
-        """Return a whole file."""
+        """Return the content of a file, or None."""
         try:
             return (self._root / path).read_bytes()
         except FileNotFoundError:
             return None
 
     def stream(self, path: str) -> Iterator[bytes]:
-        """Read the file in order."""
+        """Yield the content of the file in order."""
         with (self._root / path).open("rb", buffering=0) as file:
             while part := file.read(READ_BYTES):
                 yield part
 
     def create(self, path: str, content: bytes) -> bool:
-        """Write to a temporary file, flush, then link it to its name: the file appears at that moment."""
+        """Write to a temporary file, flush it, then link it to its name, which is atomic."""
         target = self._root / path
         target.parent.mkdir(parents=True, exist_ok=True)
         partial = target.with_name(f"{target.name}.{uuid.uuid4().hex}.partial")
@@ -119,7 +119,7 @@ class FolderStorage:
         return True
 
     def checksum(self, path: str) -> tuple[str, int] | None:
-        """Read the file through."""
+        """Read the whole file; return SHA-256 and size, or None."""
         try:
             with (self._root / path).open("rb") as file:
                 return hash_file(file), os.fstat(file.fileno()).st_size
@@ -127,11 +127,11 @@ class FolderStorage:
             return None
 
     def seal(self, path: str) -> tuple[str, int] | None:
-        """Return the checksum of what the disk gives back."""
+        """Return the checksum of the file as the disk returns it."""
         return self.checksum(path)
 
     def delete(self, path: str) -> None:
-        """Remove a file or a tree; another process may be removing it too."""
+        """Delete a file or a tree; another process may delete it concurrently."""
         target = self._root / path
         if target.is_dir():
             shutil.rmtree(target, ignore_errors=True)
@@ -151,8 +151,8 @@ def _link(source: Path, target: Path) -> None:
     except OSError as error:
         if error.errno not in NO_LINK_ERRNOS:
             raise
-        # Without links the check and the rename are two moments. Two writers of one name cannot meet here:
-        # names of checkpoints are unique to a process, and an attempt's name always has the same content.
+        # Without links, check and rename are not atomic. Two writers of one name cannot collide here: names of
+        # checkpoints are unique to a process, and the file of an attempt always has the same content.
         if target.exists():
             raise FileExistsError(errno.EEXIST, "already there", str(target)) from error
         source.rename(target)
@@ -163,14 +163,14 @@ def _flush_folder(folder: Path) -> None:
     try:
         os.fsync(descriptor)
     except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some mounts cannot flush a folder
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some mounts do not support flushing a folder
             raise
     finally:
         os.close(descriptor)
 
 
 def hash_file(file: io.BufferedReader) -> str:
-    """Return the SHA-256 of what is left to read: `hashlib.file_digest`, which Python 3.10 does not have."""
+    """Return the SHA-256 of the rest of a file (`hashlib.file_digest` requires Python 3.11)."""
     digest, buffer = hashlib.sha256(), memoryview(bytearray(HASH_BYTES))
     while count := file.readinto(buffer):
         digest.update(buffer[:count])

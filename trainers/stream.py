@@ -1,10 +1,10 @@
-"""Windows of token files that stay in a bucket: shuffled in blocks, fetched in chunks, found by their global index.
+"""Windows of token files that stay in a bucket: shuffled in blocks, fetched in chunks, addressed by global index.
 
-An epoch is a row of chunks (windows that lie next to each other in the files) in a shuffled order; a block is some
-consecutive chunks of that row, and the windows of a block are shuffled among each other. With 2 windows a chunk and 2
-chunks a block, 8 windows may be shown as 5 2 4 3 | 7 0 1 6: chunks 2 1 | 3 0, whose windows mix within their block.
+An epoch is a shuffled sequence of chunks (adjacent windows of the files). A block is a run of consecutive chunks of
+that sequence, and the windows of a block are shuffled among each other. With 2 windows per chunk and 2 chunks per
+block, 8 windows may be read as 5 2 4 3 | 7 0 1 6: chunks 2 1 | 3 0, whose windows mix within their block.
 
-Where a sample lies is arithmetic, so any rank of any world finds it; only this block and the next are on the disk.
+The location of a sample is computed, so any rank of any world finds it; only this block and the next are on the disk.
 """
 
 import dataclasses
@@ -29,7 +29,7 @@ ABOUT = "tokens.json"
 
 @dataclass(frozen=True, kw_only=True)
 class ShuffleOrder:
-    """The order in which `count` windows are shown, epoch after epoch."""
+    """The order in which `count` windows are read, for every epoch."""
 
     count: int
     chunk: int  # windows
@@ -37,7 +37,7 @@ class ShuffleOrder:
     seed: int
 
     def locate(self, sample: int) -> tuple[int, int]:
-        """Return the chunk of the sample of this global index, and its place in the chunk."""
+        """Return the chunk of a sample, given by its global index, and its position in the chunk."""
         epoch, place = divmod(sample, self.count)
         span = self.chunk * self.block
         first = place // span * span
@@ -46,7 +46,7 @@ class ShuffleOrder:
         return self._find_chunk(epoch, position), offset
 
     def find_block(self, sample: int, ahead: int = 0) -> list[int]:
-        """Return the chunks of the sample's block, or of one `ahead`."""
+        """Return the chunks of the block of a sample, or of the block `ahead` of it."""
         epoch, place = divmod(sample, self.count)
         blocks = -(-self.count // (self.chunk * self.block))
         epochs, index = divmod(place // (self.chunk * self.block) + ahead, blocks)
@@ -55,15 +55,15 @@ class ShuffleOrder:
 
     def _find_chunk(self, epoch: int, position: int) -> int:
         whole = self.count // self.chunk
-        # A shorter chunk at the end of the data stays last, or the places of all others would depend on its own.
+        # A shorter chunk at the end of the data stays last, or the positions of all others would depend on it.
         return permute(position, whole, f"{self.seed}/{epoch}") if position < whole else position
 
 
 class Shards:
-    """Token files of a source as one row of windows of `context` tokens and the next."""
+    """The token files of a source as one sequence of windows of `context` tokens and the next one."""
 
     def __init__(self, source: ByteSource, sizes: Mapping[str, int], dtype: torch.dtype, context: int) -> None:
-        """Use the files of `sizes`, in order of their names."""
+        """Use the files in `sizes`, in the order of their names."""
         self.source, self.dtype, self.context = source, dtype, context
         self._names = sorted(sizes)
         tokens = [sizes[name] // dtype.itemsize for name in self._names]
@@ -71,7 +71,7 @@ class Shards:
         self.window_count = self._ends[-1] if self._ends else 0
 
     def read(self, windows: range) -> bytes:
-        """Return consecutive windows, each whole, so that a token between two of them is there twice."""
+        """Return the bytes of consecutive whole windows; the token that two of them share is repeated."""
         width, parts, window = self.dtype.itemsize, [], windows.start
         while window < windows.stop:
             shard = bisect_right(self._ends, window)
@@ -91,12 +91,12 @@ class Shards:
 
 
 class StreamCorpus:
-    """Samples of token files that are fetched while they are needed."""
+    """Samples from token files that are fetched as needed."""
 
     def __init__(
         self, shards: Shards, fingerprint: str, config: DataConfig, windows: range, *, is_prefetched: bool = True
     ) -> None:
-        """Show the `windows` of this range; `is_prefetched` fetches the chunks of the next block ahead."""
+        """Use the windows in the range `windows`; `is_prefetched` fetches the next block of chunks ahead."""
         self._shards, self._windows, self._is_prefetched = shards, windows, is_prefetched
         seed = config.seed
         window_bytes = (shards.context + 1) * shards.dtype.itemsize
@@ -105,7 +105,7 @@ class StreamCorpus:
         shape = f"{shards.context}/{seed}/{windows.start}-{windows.stop}/{chunk}x{config.shuffle_chunks}"
         self.fingerprint = f"{fingerprint}/{shape}"
         bytes_max = int(config.cache_gib * 2**30)
-        # Ranks are in one block or in neighbouring ones, and each fetches the next.
+        # Ranks are in the same block or in adjacent ones, and each prefetches the next.
         needed = 3 * min(chunk * config.shuffle_chunks, len(windows)) * window_bytes
         if needed > bytes_max:
             raise TrainerError(
@@ -118,11 +118,11 @@ class StreamCorpus:
 
     @property
     def window_count(self) -> int:
-        """Samples of one epoch."""
+        """The number of windows in one epoch."""
         return len(self._windows)
 
     def read(self, sample_first: int, sample_count: int) -> Batch:
-        """Token ids `[count, context]` and, for each, the id that follows it."""
+        """Return token ids [sample_count, context] and, in the same shape, the id that follows each of them."""
         rows = [self._read_window(*self.order.locate(sample_first + offset)) for offset in range(sample_count)]
         if self._is_prefetched:
             last = sample_first + sample_count - 1
@@ -146,7 +146,7 @@ class StreamCorpus:
 
 @dataclass(frozen=True, kw_only=True)
 class Stream:
-    """A source of token files, and the meaning of its ids."""
+    """A source of token files, and the description of its ids."""
 
     source: ByteSource
     training: Mapping[str, int]  # sizes by name
@@ -156,7 +156,7 @@ class Stream:
 
 
 def open_stream(url: str) -> Stream:
-    """List the token files of a bucket or folder; a source that has none is a TrainerError."""
+    """List the token files of a bucket or folder. Raises TrainerError if there are none."""
     source = open_source(url)
     try:
         listed = source.list_sizes()
@@ -178,7 +178,7 @@ def open_stream(url: str) -> Stream:
 def open_stream_corpora(
     config: DataConfig, stream: Stream, dtype: torch.dtype, context: int
 ) -> tuple[StreamCorpus, StreamCorpus | None]:
-    """Return the windows to train on, and those to evaluate on, if any are kept."""
+    """Return the samples for training, and those for evaluation if any are kept."""
     shards = Shards(stream.source, stream.training, dtype, context)
     kept = 0 if stream.validation else int(shards.window_count * config.validation_share)
     split = shards.window_count - kept
@@ -190,5 +190,5 @@ def open_stream_corpora(
     if not windows:
         return training, None
     fingerprint = f"validation-{stream.fingerprint}" if stream.validation else stream.fingerprint
-    few = dataclasses.replace(config, seed=0, shuffle_chunks=1)  # an evaluation reads few windows, always the same
+    few = dataclasses.replace(config, seed=0, shuffle_chunks=1)  # an evaluation reads few windows, the same each time
     return training, StreamCorpus(held, fingerprint, few, windows, is_prefetched=False)

@@ -1,4 +1,4 @@
-"""Token files that are too large to be copied to a node, read by ranges: from a bucket, or a folder on any mount."""
+"""Ranged reads of token files that are too large to copy to a node, from a bucket or a folder on any mount."""
 
 import hashlib
 from pathlib import Path
@@ -7,34 +7,34 @@ from urllib.parse import urlsplit
 
 from trainers.errors import TrainerError
 
-# A fingerprint takes in the beginning and the end of this many files: each costs a request.
+# A fingerprint reads the beginning and the end of this many files: each costs a request.
 PROBE_BYTES, PROBE_FILES = 4096, 32
 
 
 class ByteSource(Protocol):
-    """Files that never change while a run lasts. Every method may be repeated, and called by several threads."""
+    """Files that do not change during a run. Every method may be repeated and is thread-safe."""
 
     def list_sizes(self) -> dict[str, int]:
-        """Return the size of each file directly under the source, by name; an OSError if that is missing."""
+        """Return the size of each file directly under the source, by name. Raises OSError if the source is missing."""
         ...
 
     def read_range(self, name: str, start: int, length: int) -> bytes:
-        """Return `length` bytes of a file; fewer, or an OSError, if it is shorter or missing."""
+        """Return `length` bytes of a file, or fewer at its end. Raises OSError if it is missing."""
         ...
 
 
 class FolderSource:
-    """A folder."""
+    """Token files in a folder."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
 
     def list_sizes(self) -> dict[str, int]:
-        """Return sizes of files."""
+        """Return the size of each file by name."""
         return {path.name: path.stat().st_size for path in self._root.iterdir() if path.is_file()}
 
     def read_range(self, name: str, start: int, length: int) -> bytes:
-        """Read part of a file."""
+        """Return `length` bytes of a file from `start`."""
         with (self._root / name).open("rb", buffering=0) as file:
             file.seek(start)
             parts = []
@@ -45,7 +45,7 @@ class FolderSource:
 
 
 def open_source(url: str) -> ByteSource:
-    """Return the source that a URL or plain folder names; one that cannot be read at all is a TrainerError."""
+    """Return the source for a URL or folder. Raises TrainerError if it is neither."""
     if urlsplit(url).scheme in ("", "file"):
         return FolderSource(Path(url.removeprefix("file://")))
     from trainers.buckets import SCHEMES, open_bucket

@@ -1,4 +1,4 @@
-"""Runs around the training loop: reports, evaluates, checkpoints, and ends the run."""
+"""Drive the training loop: report, evaluate, checkpoint, and end the run."""
 
 import sys
 import time
@@ -14,19 +14,20 @@ from trainers.gc_control import GcControl
 from trainers.interval import Pacer
 from trainers.loop import Reading, StepReport
 from trainers.metrics import Meter, MetricFiles, read_memory
+from trainers.own_time import NodeTimes
 from trainers.preemption import EXIT_CODE_PREEMPTED
 from trainers.profile import Profile
 from trainers.progress import Progress
 from trainers.ranks import Ranks
 from trainers.watchdog import Watchdog
 
-# A request to stop is noticed when the device is read: at least this often, however rarely steps are logged.
+# A request to stop is noticed when the host reads the device: at least this often, even if steps are logged rarely.
 READ_STEPS_MAX = 10
 
 
 @dataclass(frozen=True, kw_only=True)
 class Supervisor:
-    """Checkpoints at intervals, at the end, and as soon as the run is asked to stop."""
+    """Takes the steps of the loop; checkpoints at intervals, at the end, and when the run is asked to stop."""
 
     config: RunConfig
     checkpoints: CheckpointManager
@@ -38,13 +39,14 @@ class Supervisor:
     profile: Profile
     watchdog: Watchdog
     ranks: Ranks
+    node_times: NodeTimes
     elastic: Elastic | None = None
 
     def is_read_due(self, step: int) -> bool:
-        """Return whether the host waits for the device after this step; all ranks answer alike."""
+        """Return whether the host waits for the device after this step. The result is equal on all ranks."""
         config = self.config
         every_steps = min(config.log.every_steps, READ_STEPS_MAX)
-        # A checkpoint must not contain a step that the run is about to be stopped for.
+        # Read before a checkpoint: it must not contain a step whose gradients end the run.
         is_saved = self.pacer.is_due(step)
         return is_saved or is_due(step, every_steps) or is_due(step, config.evaluate.every_steps)
 
@@ -72,7 +74,7 @@ class Supervisor:
             values = self._measure(report, reading)
             if values or committed != reported or reading.skipped_steps:
                 event = "checkpoint" if committed != reported else "skipped" if reading.skipped_steps else None
-                self._report(report.step, reading, values, event)
+                self._report(report, reading, values, event)
                 reported = committed
             if reading.is_stop_asked and report.step < config.train.steps:
                 verdict = self._decide(report.step)
@@ -95,7 +97,7 @@ class Supervisor:
         return 0
 
     def _decide(self, step: int) -> str:
-        """Return `stay`, `go` or `stop`; does not return where this rank continues in another world."""
+        """Return `stay`, `go` or `stop`. Does not return if this rank continues in another world."""
         if self.elastic is None:
             return "stop"
         self.watchdog.beat("agreeing on the next world", limit_s=self.config.watchdog.checkpoint_s)
@@ -104,7 +106,7 @@ class Supervisor:
         return verdict
 
     def _measure(self, report: StepReport, reading: Reading) -> dict[str, Any]:
-        """Return the values to report for this step; none if it is not to be logged."""
+        """Return the values to log for this step; empty if it is not logged."""
         last = report.step == self.config.train.steps
         values: dict[str, Any] = {}
         if last or is_due(report.step, self.config.log.every_steps):
@@ -121,23 +123,27 @@ class Supervisor:
             self.meter.pause(time.perf_counter() - begin)
         return values
 
-    def _report(self, step: int, reading: Reading, values: dict[str, Any], event: str | None) -> None:
-        committed = self.checkpoints.step_committed
-        self.progress.report(step=step, loss=reading.loss, event=event, checkpoint_step=committed, **values)
+    def _report(self, report: StepReport, reading: Reading, values: dict[str, Any], event: str | None) -> None:
+        step, committed = report.step, self.checkpoints.step_committed
+        own_s = None if report.own_s is None else self.node_times.publish(report.own_s)
+        own = {} if own_s is None else {"own_s": round(own_s, 6)}
+        if own and not self.ranks.is_first:
+            self.progress.note_node(step=step, **own)
+        self.progress.report(step=step, loss=reading.loss, event=event, checkpoint_step=committed, **values, **own)
         if values:
             self.files.write(step, {"loss": reading.loss, **values})
 
     def _flush(self, step: int) -> int:
         """Save this step before the machine is reclaimed, and report whether that worked."""
-        self.watchdog.beat("saving before the machine goes", limit_s=self.config.watchdog.checkpoint_s)
+        self.watchdog.beat("saving before the preemption", limit_s=self.config.watchdog.checkpoint_s)
         begin = time.perf_counter()
         event = "preempted, checkpoint committed"
         try:
             self.checkpoints.save(step)
             self.checkpoints.wait()
         except Exception as error:
-            # The process ends as preempted either way; the next attempt continues from an older checkpoint.
-            print(f"error: checkpoint of step {step} was not made: {error}", file=sys.stderr, flush=True)
+            # The process exits as preempted either way; the next attempt continues from an older checkpoint.
+            print(f"error: the checkpoint of step {step} was not written: {error}", file=sys.stderr, flush=True)
             event = "preempted, checkpoint not made"
         flush_s = round(time.perf_counter() - begin, 3)
         committed = self.checkpoints.step_committed
@@ -147,5 +153,5 @@ class Supervisor:
 
 
 def is_due(step: int, every_steps: int) -> bool:
-    """Return whether something done every `every_steps` steps is done after this one; 0 is never."""
+    """Return whether an action that is repeated every `every_steps` steps is due after `step`; 0: never."""
     return every_steps > 0 and step % every_steps == 0

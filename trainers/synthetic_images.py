@@ -1,4 +1,4 @@
-"""SyntheticImages made up from their number: any of them is found in O(1), by any rank, and nothing is stored."""
+"""Images generated from their index: any rank creates any image in O(1), and nothing is stored."""
 
 import hashlib
 import math
@@ -9,15 +9,15 @@ from torch import Tensor
 from trainers.data import Batch, permute
 from trainers.image_config import ImagesConfig
 
-# Wave lengths in pixels of the finest and the coarsest grating.
+# Wavelengths in pixels of the finest and the coarsest grating.
 WAVE_LEAST, WAVE_MOST = 3.0, 8.0
 
 
 class SyntheticImages:
-    """Gratings in colour with noise: direction and wave length are the class, phase, colour and noise are chance."""
+    """Coloured gratings with noise: direction and wavelength define the class; phase, colour and noise are random."""
 
     def __init__(self, config: ImagesConfig, part: str) -> None:
-        """`part` names a row of pictures of its own: training and validation share none."""
+        """Generate the images of `part`. Different parts have no images in common."""
         self._config = config
         self._key = f"{config.seed}/{part}"
         self.class_count = config.directions * config.finenesses
@@ -34,7 +34,7 @@ class SyntheticImages:
     def _draw(self, sample: int) -> tuple[Tensor, int]:
         epoch, place = divmod(sample, self._config.count)
         picture = permute(place, self._config.count, f"{self._key}/{epoch}")
-        # By a hash rather than `seed + picture`: neighbouring seeds must not make related pictures.
+        # By a hash instead of `seed + index`, so that adjacent seeds do not generate related images.
         digest = hashlib.blake2b(f"{self._key}/{picture}".encode(), digest_size=8).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest, "big") >> 1)
         number = picture % self.class_count
@@ -46,6 +46,6 @@ class SyntheticImages:
         return image + self._config.noise * torch.randn(image.shape, generator=generator), number
 
     def _find_wave(self, number: int) -> float:
-        """Spread evenly by ratio."""
+        """Return the wavelength of a fineness, in pixels; they are evenly spaced by ratio."""
         share = (number // self._config.directions) / max(1, self._config.finenesses - 1)
         return float(WAVE_LEAST * (WAVE_MOST / WAVE_LEAST) ** share)

@@ -1,4 +1,4 @@
-"""Documents from files: plain text, one per line of JSON, one per row of parquet. Imports nothing heavy."""
+"""Read documents from files: plain text, one per JSON line, or one per parquet row. Imports nothing heavy."""
 
 import json
 import sysconfig
@@ -12,7 +12,7 @@ TABLE_ENDINGS = (".jsonl", ".parquet")
 
 
 def find_text_files(path: Path) -> list[Path]:
-    """Return the file itself, or all files below a folder that hold text, in order of their names."""
+    """Return the file itself, or all text files below a folder, in the order of their names."""
     if path.is_file():
         return [path]
     if not path.is_dir():
@@ -25,7 +25,7 @@ def find_text_files(path: Path) -> list[Path]:
 
 
 def read_documents(file: Path, column: str) -> Iterator[bytes]:
-    """Return the documents of one file, as UTF-8."""
+    """Yield the documents of one file as UTF-8."""
     if file.suffix == ".parquet":
         yield from _read_parquet(file, column)
     elif file.suffix == ".jsonl":
@@ -37,8 +37,8 @@ def read_documents(file: Path, column: str) -> Iterator[bytes]:
 
 
 def read_shipped_text() -> bytes:
-    """Text that every Python brings along: its language reference and some of its library."""
-    # Read as files rather than imported: the text is the same, and no module runs.
+    """Return text that ships with every Python: its language reference and parts of its library."""
+    # Read as files instead of imported, so that no module runs.
     library = Path(sysconfig.get_paths()["stdlib"])
     names = ("pydoc_data/topics.py", "argparse.py", "datetime.py", "decimal.py", "typing.py", "this.py")
     paths = [path for path in (library / name for name in names) if path.exists()]

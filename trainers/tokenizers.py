@@ -1,4 +1,4 @@
-"""Text to token ids and back: `bytes` needs nothing; a folder is a Hugging Face model's; other names are tiktoken's."""
+"""Convert text to token ids and back: `bytes`, a folder of a Hugging Face model, or an encoding of tiktoken."""
 
 import json
 from collections.abc import Sequence
@@ -7,39 +7,39 @@ from typing import Any, Protocol
 
 from trainers.errors import TrainerError
 
-# Older names for encodings that people know better by the model that brought them.
+# Encodings by the better-known name of the model that introduced them.
 MODEL_ENCODINGS = {"gpt2": "gpt2", "gpt4": "cl100k_base", "gpt4o": "o200k_base"}
 
 
 class Tokenizer(Protocol):
-    """A reversible code for text."""
+    """A reversible encoding of text."""
 
     name: str
-    vocabulary: int  # ids are below this
+    vocabulary: int  # exclusive bound of ids
 
     def encode(self, text: bytes) -> Sequence[int]:
-        """Return ids of UTF-8 text; what looks like a special token is taken as text."""
+        """Return the ids of UTF-8 text. Special tokens in it are encoded as plain text."""
         ...
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of some ids; invalid UTF-8 is replaced."""
+        """Return the text of ids; invalid UTF-8 is replaced."""
         ...
 
     @property
     def separator(self) -> Sequence[int]:
-        """Ids put after each document."""
+        """The ids that are appended to each document."""
         ...
 
 
 def create_tokenizer(name: str) -> Tokenizer:
-    """Create the tokenizer of that name, or of a folder; one that is unknown or not installed is a TrainerError."""
+    """Create a tokenizer by name or folder. Raises TrainerError if it is unknown or its package is not installed."""
     if name == "bytes":
         return ByteTokenizer()
     return HuggingFaceTokenizer(Path(name)) if "/" in name or Path(name).is_dir() else TiktokenTokenizer(name)
 
 
 class ByteTokenizer:
-    """Every byte is its own id."""
+    """Each byte is its own id."""
 
     name = "bytes"
     vocabulary = 256
@@ -50,15 +50,15 @@ class ByteTokenizer:
         return text
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Read as UTF-8."""
+        """Decode the bytes as UTF-8; replace invalid sequences."""
         return bytes(number for number in ids if number < self.vocabulary).decode("utf-8", "replace")
 
 
 class TiktokenTokenizer:
-    """One of the encodings of the package tiktoken, which fetches its table when first used."""
+    """An encoding of the package tiktoken, which downloads its table on first use."""
 
     def __init__(self, name: str) -> None:
-        """Load the table, from the cache of tiktoken or the network."""
+        """Load the table from the cache of tiktoken or the network."""
         try:
             import tiktoken
         except ImportError as error:
@@ -67,18 +67,18 @@ class TiktokenTokenizer:
             ) from error
         try:
             self._encoding = tiktoken.get_encoding(MODEL_ENCODINGS.get(name, name))
-        except Exception as error:  # an unknown name, or whatever the network brings
+        except Exception as error:  # an unknown name, or any network error
             raise TrainerError(f"tiktoken has no table for `{name}`: {error}") from error
         self.name = name
         self.vocabulary: int = self._encoding.n_vocab
 
     def encode(self, text: bytes) -> Sequence[int]:
-        """Byte pair encoding."""
+        """Return the ids of UTF-8 text, by byte pair encoding."""
         ids: list[int] = self._encoding.encode_ordinary(text.decode("utf-8", "replace"))
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of some ids; ids past the table, which a padded vocabulary has, are skipped."""
+        """Return the text of ids; skip ids beyond the table, which a padded vocabulary has."""
         text: str = self._encoding.decode([number for number in ids if number < self.vocabulary])
         return text
 
@@ -89,7 +89,7 @@ class TiktokenTokenizer:
 
 
 class HuggingFaceTokenizer:
-    """The `tokenizer.json` of a model's folder, read by the package tokenizers."""
+    """The tokenizer of a Hugging Face folder (`tokenizer.json`), read by the package tokenizers."""
 
     def __init__(self, folder: Path) -> None:
         """Load the file; the end-of-text token is the one that `tokenizer_config.json` names."""
@@ -99,7 +99,7 @@ class HuggingFaceTokenizer:
             raise TrainerError(f"the tokenizer in `{folder}` needs a package: `pip install tokenizers`") from error
         try:
             self._tokenizer: Any = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
-        except Exception as error:  # the package raises nothing more specific
+        except Exception as error:  # the package raises no specific type
             raise TrainerError(f"cannot read `{folder / 'tokenizer.json'}`: {error}") from error
         self.name = str(folder.resolve())
         self.vocabulary: int = self._tokenizer.get_vocab_size()
@@ -111,13 +111,13 @@ class HuggingFaceTokenizer:
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of some ids, special tokens included."""
+        """Return the text of ids, including special tokens."""
         text: str = self._tokenizer.decode([number for number in ids if number < self.vocabulary], False)
         return text
 
     @property
     def separator(self) -> Sequence[int]:
-        """The end-of-text token, if there is one."""
+        """The end-of-text token, if the tokenizer has one."""
         return () if self._end is None else (self._end,)
 
     def _find_end(self, path: Path) -> int | None:

@@ -1,7 +1,7 @@
-"""Sources of token IDs: token files mapped into memory, or text read as bytes.
+"""Sources of token ids: memory-mapped token files, or text read as bytes.
 
-A token file is a row of little-endian unsigned integers without a header, as nanoGPT writes them. Beside it,
-`tokens.json` says of what width and by which tokenizer; without one it is uint16 by the GPT-2 tokenizer.
+A token file is a sequence of little-endian unsigned integers without a header, as nanoGPT writes them. `tokens.json`
+beside it states their width and the tokenizer; without it, they are uint16 from the GPT-2 tokenizer.
 """
 
 import hashlib
@@ -22,9 +22,9 @@ from trainers.texts import find_text_files, read_documents, read_shipped_text
 
 ABOUT = "tokens.json"
 DTYPES = {"uint8": torch.uint8, "uint16": torch.uint16, "uint32": torch.uint32}
-# What nanoGPT's own files hold.
+# The format of nanoGPT's own files.
 TOKENIZER_DEFAULT, VOCABULARY_DEFAULT, DTYPE_DEFAULT = "gpt2", 50257, "uint16"
-# Text is held in memory; more than this belongs into token files.
+# Text is kept in memory; larger texts must be converted to token files.
 TEXT_BYTES_MAX = 2**30
 PROBE_BYTES, PROBE_COUNT = 2**16, 16
 
@@ -33,20 +33,20 @@ Windows = Corpus | StreamCorpus
 
 @dataclass(frozen=True, kw_only=True)
 class Tokens:
-    """All of the data, and what its ids mean."""
+    """The whole data, and the description of its ids."""
 
     training: Sequence[Tensor]
-    validation: Sequence[Tensor]  # empty if a share of the training data is to be kept back
+    validation: Sequence[Tensor]  # empty if a share of the training data is used instead
     tokenizer: str
     vocabulary: int
     fingerprint: str
-    separator: int | None = None  # the id that ends a document, where it is known
-    stream: Stream | None = None  # what is fetched while it is needed; then the two rows above are empty
+    separator: int | None = None  # the id that ends a document, if known
+    stream: Stream | None = None  # data that is fetched as needed; then the two fields above are empty
     dtype: torch.dtype = torch.uint8
 
 
 def open_tokens(config: DataConfig) -> Tokens:
-    """Find out what the path names and open it; what cannot be read is a TrainerError."""
+    """Open the data that the config names. Raises TrainerError if it cannot be read."""
     if config.stream:
         return _from_stream(open_stream(config.stream))
     if not config.path:
@@ -67,7 +67,7 @@ def open_tokens(config: DataConfig) -> Tokens:
 
 
 def open_corpora(config: DataConfig, tokens: Tokens, context: int) -> tuple[Windows, Windows | None]:
-    """Return the windows to train on, and those to evaluate on, if any are kept."""
+    """Return the samples for training, and those for evaluation if any are kept."""
     if tokens.stream is not None:
         return open_stream_corpora(config, tokens.stream, tokens.dtype, context)
     count = sum(count_windows(shard, context) for shard in tokens.training)
@@ -77,7 +77,7 @@ def open_corpora(config: DataConfig, tokens: Tokens, context: int) -> tuple[Wind
         return training, Corpus(tokens.validation, tokens.fingerprint, context, 0, range(kept)) if kept else None
     first, last = split_windows(count, config.validation_share)
     training = Corpus(tokens.training, tokens.fingerprint, context, config.seed, first)
-    # The order in which it is evaluated has a seed of its own: another order of training is the same measure.
+    # Evaluation has a fixed seed, so that its result does not depend on the order of training.
     return training, Corpus(tokens.training, tokens.fingerprint, context, 0, last) if last else None
 
 
@@ -148,23 +148,23 @@ def _check_about(written: object, place: str) -> dict[str, object]:
 
 
 def _find_separator(about: Mapping[str, object]) -> int | None:
-    """Return the id between documents; files made before it was written down have the tokenizer's usual one."""
+    """Return the id that ends a document; older files without this field use the default of their tokenizer."""
     usual = {"bytes": 0, TOKENIZER_DEFAULT: VOCABULARY_DEFAULT - 1}.get(str(about["tokenizer"]))
     separator = about.get("separator", usual)
     return separator if isinstance(separator, int) else None
 
 
 def _map_file(file: Path) -> mmap.mmap | None:
-    """Return the file's pages, read when touched and shared by all ranks of a node; None for an empty file."""
+    """Map a file into memory, shared by all ranks of a node; return None for an empty file."""
     with file.open("rb") as opened:
         if file.stat().st_size == 0:
             return None
-        # A private writable mapping: torch has no read-only tensors, and would warn of a mapping that is read-only.
+        # Private and writable: torch has no read-only tensors, and warns about read-only mappings.
         return mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY)
 
 
 def _probe(digest: "hashlib._Hash", name: str, content: mmap.mmap | None) -> None:
-    """Take in name, size and evenly spread pieces: reading terabytes through would cost more than it proves."""
+    """Hash name, size and evenly spaced pieces of a file: reading terabytes would take too long."""
     size = len(content) if content is not None else 0
     digest.update(f"{name}:{size}:".encode())
     if content is not None:

@@ -1,7 +1,7 @@
-"""Train a model of your own: `from trainers import train`.
+"""Train your own model: `from trainers import train`.
 
-Everything that `trainers.lm` can do except cutting models (`tensor`, `pipeline`, `context`, `expert`): all other
-strategies, exact resume, elastic runs, flags and `--help`.
+This supports everything that `trainers.lm` does except strategies that split the model (`tensor`, `pipeline`,
+`context`, `expert`): all other strategies, exact resume, elastic runs, flags and `--help`.
 """
 
 import sys
@@ -18,7 +18,7 @@ from trainers.session import run_session
 if TYPE_CHECKING:  # torch is imported after the flags are checked and SIGTERM is handled
     import torch
 
-# Named parameters, as `torch.optim` takes them, to an optimizer.
+# Maps named parameters, as accepted by `torch.optim`, to an optimizer.
 OwnOptimizer = Callable[[list[tuple[str, Any]]], "torch.optim.Optimizer"]
 
 
@@ -37,24 +37,24 @@ def train(
     flops_per_sample: float = 0.0,
     defaults: Mapping[str, Any] | None = None,
 ) -> NoReturn:
-    """Train as the script's flags and the environment say, and end the process.
+    """Train as the script's flags and the environment specify, and end the process.
 
     Call it last, below `if __name__ == "__main__":`. Run the same command again after a preemption or a failure: it
     resumes from the newest complete checkpoint, bit-identically on CPUs.
 
-    - `model`: a module, or better a function that returns one: it is called once on each rank, after `--train.seed`
-      was set and on the rank's device.
-    - `samples`: a map-style Dataset (`len()` and `[index]`; an item may depend on its index only), or an object with
-      `fingerprint` and `read(first, count)`, or a function that returns either. `validation` alike.
-    - `loss(outputs, targets)`: the mean over the samples, a scalar. Of a pair, the model gets the first part and the
-      loss the second; of a dict, the model gets the keys as keyword arguments and the loss the whole dict.
+    - `model`: a module, or preferably a function that returns one. It is called once on each rank, with the seed set
+      and on the rank's device.
+    - `samples`: a map-style Dataset (`len()` and `[index]`; an item may depend only on its index), an object with
+      `fingerprint` and `read(first, count)`, or a function that returns either. The same applies to `validation`.
+    - `loss(outputs, targets)`: returns the mean over the samples, a scalar. If batches are pairs, the model gets the
+      first part and the loss the second; if they are dicts, the model gets keyword arguments and the loss the dict.
     - `forward(model, inputs)`: called instead of `model(inputs)` or `model(**inputs)`.
-    - `optimizer(named_parameters)`: instead of AdamW with the flags' learning rate. `schedule(step)` is a factor of the
-      learning rate of each of its groups, for steps from 0; without one the rate stays.
-    - `collate(items)`: a batch of a list of items; default: torch's `default_collate`.
-    - `on_finish(model)`: text to print after the last step, called on all ranks.
-    - `flops_per_sample`: operations of forward and backward, to report MFU.
-    - `defaults`: values of flags by name, such as `{"train.steps": 1000}`.
+    - `optimizer(named_parameters)`: replaces AdamW with the flags' learning rate. `schedule(step)` returns a factor of
+      the learning rate of each of its groups, for steps from 0; without it, the rate is constant.
+    - `collate(items)`: returns a batch from a list of items; default: torch's `default_collate`.
+    - `on_finish(model)`: returns text to print after the last step; called on all ranks.
+    - `flops_per_sample`: FLOPs of forward and backward passes, to report MFU.
+    - `defaults`: default values of flags by name, such as `{"train.steps": 1000}`.
     """
     recipe = {
         "model": model,
@@ -73,14 +73,14 @@ def train(
 
 
 def run_training(arguments: Sequence[str], recipe: Mapping[str, Any], *, defaults: Mapping[str, Any]) -> int:
-    """Do as `train` does; return the exit code."""
+    """Train as `train` does, but return the exit code."""
     config = parse_config(arguments, defaults, has_validation=recipe.get("validation") is not None)
     exit_code = launch_if_needed(None, arguments, elastic=config.elastic, is_warm=config.warm)
     return run_session(config, partial(build, config, recipe)) if exit_code is None else exit_code
 
 
 def parse_config(arguments: Sequence[str], defaults: Mapping[str, Any], *, has_validation: bool) -> RunConfig:
-    """Read the script's flags and its config file; exit with code 2 if they cannot work."""
+    """Read the script's flags and config file; exit with code 2 on invalid values."""
 
     def find_problem(config: RunConfig) -> str | None:
         if config.evaluate.every_steps and not has_validation:
@@ -99,7 +99,7 @@ def parse_config(arguments: Sequence[str], defaults: Mapping[str, Any], *, has_v
 
 
 def build(config: RunConfig, recipe: Mapping[str, Any], device: "torch.device", is_spread: bool = False) -> Recipe:
-    """Build the parts of the recipe that were given as functions."""
+    """Build the recipe, and call the parts of it that are functions."""
     import torch
 
     from trainers.dataset import open_samples
@@ -127,7 +127,7 @@ def build(config: RunConfig, recipe: Mapping[str, Any], device: "torch.device", 
 
 
 def share_weights(model: "torch.nn.Module") -> None:
-    """Give all ranks the first rank's weights and buffers: a model may have been created before the seed was set."""
+    """Broadcast the first rank's weights and buffers: the model may have been created before the seed was set."""
     import torch
     import torch.distributed as dist
 

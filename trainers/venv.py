@@ -1,9 +1,9 @@
-"""Give this node a virtual environment of pinned packages: `python3 -m trainers.venv jax==0.10.2 flax==0.12.8`.
+"""Create a virtual environment of pinned packages: `python3 -m trainers.venv jax==0.10.2 flax==0.12.8`.
 
-For the `setup:` of a task that runs another framework than the bundled trainers. Environments are kept by a key made of
-the packages, the range of Pythons and the kind of accelerator, so the next attempt on this node, or another local node
-of this machine, finds its environment ready. Afterwards `python` and every program of the environment come first on
-PATH in `run:`. Run again, it changes nothing.
+Use it in the `setup:` of a task that runs another framework than the bundled trainers. Environments are cached by a key
+of packages, range of Pythons and kind of accelerator, so the next attempt on this node, or another local node of this
+machine, reuses them. Afterwards `python` and every program of the environment come first on PATH in `run:`. A second
+run changes nothing.
 
 `BROKER_VENVS` names the folder of the environments. Standard library only, Python 3.8 and later.
 """
@@ -36,7 +36,9 @@ ALONE_HINT = "run it in a task's `setup:`; elsewhere set BROKER_PYTHON to a fold
 def main(arguments: Sequence[str]) -> int:
     """Return the exit code: 0 if the environment is ready, else 1, with the reason on stderr."""
     parser = argparse.ArgumentParser(prog="python3 -m trainers.venv", description=__doc__.split("\n\n")[0])
-    parser.add_argument("--python", default=PYTHON_RANGE, metavar="RANGE", help="Pythons that fit, as uv writes them")
+    parser.add_argument(
+        "--python", default=PYTHON_RANGE, metavar="RANGE", help="accepted Python versions, in uv's notation"
+    )
     parser.add_argument("requirements", nargs="+", metavar="PACKAGE==VERSION")
     options = parser.parse_args(arguments)
     try:
@@ -49,7 +51,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def prepare(requirements: Sequence[str], python_range: str, variables: Mapping[str, str]) -> Path:
-    """Return the environment, made where it was missing, and put its programs into BROKER_PYTHON's `bin`.
+    """Return the environment, created if missing, and link its programs into `bin` under BROKER_PYTHON.
 
     Raises SetupError if a requirement has no exact version or the installation fails; an interrupted one is
     repeated by the next call.
@@ -85,7 +87,7 @@ def find_cache(variables: Mapping[str, str]) -> Path:
 
 
 def make_key(requirements: Sequence[str], python_range: str, accelerator: str, variables: Mapping[str, str]) -> str:
-    """Name an environment; the order of the requirements is irrelevant."""
+    """Return the key of an environment, which is independent of the order of the requirements."""
     build = variables.get("UV_TORCH_BACKEND", accelerator)
     parts = [sorted(requirements), python_range, build, platform.machine(), list(platform.libc_ver())]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:KEY_LENGTH]
@@ -93,14 +95,14 @@ def make_key(requirements: Sequence[str], python_range: str, accelerator: str, v
 
 @contextlib.contextmanager
 def hold(path: Path) -> Iterator[None]:
-    """Exclude other processes of this machine; the lock ends with its process."""
+    """Lock out other processes of this machine. The lock ends with its process."""
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 
 def install(venv: Path, requirements: Sequence[str], python_range: str, settings: Mapping[str, str]) -> None:
-    """Make the environment in its place, since virtual environments cannot be moved, and mark it complete."""
+    """Create the environment at its final path, because it cannot be moved, and mark it complete."""
     folder = venv.parent
     uv = find_uv(folder, settings)
     print(f"trainers: installing {', '.join(requirements)}", flush=True)
@@ -113,7 +115,7 @@ def install(venv: Path, requirements: Sequence[str], python_range: str, settings
 
 
 def link(venv: Path, links: Path) -> None:
-    """Put every program of the environment into `links`, and remove what another environment left there.
+    """Link every program of the environment into `links`, and remove the links of another environment.
 
     Scripts, not symbolic links: those of a virtual environment's Python would find the base's packages.
     """

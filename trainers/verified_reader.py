@@ -1,7 +1,7 @@
-"""Reads a checkpoint once: the bytes that torch.distributed.checkpoint asks for are hashed while they arrive.
+"""Read and verify a checkpoint in one pass: bytes for torch.distributed.checkpoint are hashed as they arrive.
 
-Every rank verifies the files it reads, so the work is spread over the ranks as the state is. Imports torch's library,
-which takes 0.6 s: only a run that resumes needs it.
+Every rank verifies the files that it reads, so the work is distributed like the state. Only a run that resumes imports
+this module, because the import of torch's library takes 0.6 s.
 """
 
 import hashlib
@@ -20,14 +20,14 @@ from torch.futures import Future
 from trainers.manifest import CheckpointName, Contents, Damage, check_seal
 from trainers.storage import Storage
 
-# Files that one rank reads at a time: a single stream from a bucket gives 100 to 250 MB/s.
+# Files that one rank reads concurrently: a single stream from a bucket reaches 100 to 250 MB/s.
 STREAMS = 4
 
 
 class VerifiedReader(FileSystemReader):
-    """Torch's reader of one checkpoint, but for where the bytes come from.
+    """Torch's reader of a checkpoint, with verified bytes from our storage.
 
-    What it has read may be used only if `problem` is None on every rank.
+    The result may be used only if `problem` is None on every rank.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class VerifiedReader(FileSystemReader):
         note_wanted: Callable[[int], None] = lambda count: None,
         note_read: Callable[[int], None] = lambda count: None,
     ) -> None:
-        """`index` is the verified content of the index; the callbacks hear of bytes to read, and of bytes read."""
+        """Read with `index`, the verified content of the index file. The callbacks get numbers of bytes."""
         super().__init__(str(name))
         self.fs = IndexFile(index)
         self._storage, self._name, self._contents = storage, name, contents
@@ -49,7 +49,7 @@ class VerifiedReader(FileSystemReader):
         self.problem: Exception | None = None
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> "Future[None]":
-        """Read and verify every file that this rank needs. Does not raise: the ranks agree on `problem` afterwards."""
+        """Read and verify every file that this rank needs. An error is kept in `problem`."""
         wanted: dict[str, dict[int, list[ReadItem]]] = {}
         for item in plan.items:
             place = self.storage_data[item.storage_index]
@@ -60,14 +60,14 @@ class VerifiedReader(FileSystemReader):
         return future
 
     def verify_files(self, files: list[str]) -> None:
-        """Read files through that no rank needs: a checkpoint counts only when all of it is what was written."""
+        """Verify files that no rank needs: a checkpoint is valid only if all of its files are intact."""
         self._run(lambda file: self._open(file).finish(), files)
 
     def _run(self, read: Callable[[str], None], files: list[str]) -> None:
-        """Read several files at a time; keep what goes wrong first."""
+        """Read several files concurrently; keep the first error."""
 
         def attempt(file: str) -> None:
-            if self.problem is not None:  # the rest of a damaged checkpoint need not be read
+            if self.problem is not None:  # skip the rest of a damaged checkpoint
                 return
             try:
                 read(file)
@@ -88,7 +88,7 @@ class VerifiedReader(FileSystemReader):
         return HashedFile(chunks, note_read=self._note_read, check=lambda actual: check_seal(file, seal, actual))
 
     def _load_file(self, file: str, wanted: Mapping[int, list[ReadItem]], planner: LoadPlanner) -> None:
-        """Load all items of one file in the order in which they lie there."""
+        """Load all items of one file, in file order."""
         source = self._open(file)
         objects: list[tuple[ReadItem, io.BytesIO]] = []
         failure: Exception | None = None
@@ -99,31 +99,31 @@ class VerifiedReader(FileSystemReader):
                     objects += [(item, content) for item in items]
                 else:
                     _load_tensor(content, items, planner)
-            except Exception as error:  # judged when it is known whether the bytes are those that were written
+            except Exception as error:  # raised only if the file turns out to be intact
                 failure = failure or error
         source.finish()
         if failure is not None:
             raise failure
-        for item, content in objects:  # arbitrary objects, so only of a file that is known to be good
+        for item, content in objects:  # unpickled, so only from a verified file
             content.seek(0)
             planner.load_bytes(item, content)
 
 
 class IndexFile(FileSystem):
-    """All that torch's reader opens itself: the index, which the caller has read and verified."""
+    """The index, the only file that torch's reader opens itself; the caller has verified it."""
 
     def __init__(self, index: bytes) -> None:
-        """Hold its content."""
+        """Set the content of the index."""
         self._index = index
 
     @contextmanager
     def create_stream(self, path: Any, mode: str) -> Iterator[io.IOBase]:
-        """Return the index, whatever the path."""
+        """Return the index for any path."""
         yield io.BytesIO(self._index)
 
 
 class HashedFile:
-    """A file that is read once from end to end; parts of it are kept on the way."""
+    """A file that is read and hashed once, in order, while parts of it are returned."""
 
     def __init__(
         self,
@@ -132,18 +132,18 @@ class HashedFile:
         note_read: Callable[[int], None],
         check: Callable[[tuple[str, int] | None], None],
     ) -> None:
-        """`check` gets checksum and size at the end, or None for a missing file, and raises Damage."""
+        """At the end, call `check` with SHA-256 and size, or None for a missing file; it raises Damage."""
         self._chunks, self._note_read, self._check = chunks, note_read, check
         self._digest, self._size = hashlib.sha256(), 0
-        self._rest = memoryview(b"")  # read and hashed, not yet passed
+        self._rest = memoryview(b"")  # hashed, but not yet consumed
         self._place = 0
 
     def read_part(self, offset: int, length: int) -> io.BytesIO:
-        """Return the bytes from `offset`, which must not lie before the end of the part before.
+        """Return `length` bytes from `offset`, which must not precede the end of the previous part.
 
         Raises Damage if the file ends too early.
         """
-        assert offset >= self._place, "parts are asked for in order, and none overlap"
+        assert offset >= self._place, "parts are read in order and do not overlap"
         self._pass(offset - self._place, None)
         part = io.BytesIO()
         self._pass(length, part)
@@ -151,7 +151,7 @@ class HashedFile:
         return part
 
     def finish(self) -> None:
-        """Read the rest; raise Damage unless the whole is what was written."""
+        """Read the rest of the file and verify it. Raises Damage."""
         self._rest = memoryview(b"")
         while self._read_chunk():
             pass
@@ -170,7 +170,7 @@ class HashedFile:
             count, self._rest = count - len(part), self._rest[len(part) :]
 
     def _read_chunk(self) -> bytes:
-        """Return the next bytes, hashed; empty at the end."""
+        """Read and hash the next bytes; return them, or nothing at the end."""
         try:
             chunk = next(self._chunks, b"")
         except FileNotFoundError:
@@ -191,6 +191,8 @@ def _load_tensor(content: io.BytesIO, items: list[ReadItem], planner: LoadPlanne
             part = part.narrow(axis, begin, length)
         target = planner.resolve_tensor(item).detach()
         if target.size() != part.size():
-            raise ValueError(f"a tensor of {tuple(part.size())} was saved where {tuple(target.size())} is trained")
+            raise ValueError(
+                f"a tensor was saved with the shape {tuple(part.size())}, but the model has {tuple(target.size())}"
+            )
         target.copy_(part)
         planner.commit_tensor(item, target)

@@ -1,7 +1,7 @@
-"""Ends a process that hangs, and prints the stacks of all threads to stderr.
+"""End a process that hangs, and print the stacks of all threads to stderr.
 
-A collective whose peer is gone, a file system that does not answer: neither raises, and a hung machine costs as much
-as a busy one. The exit code asks the broker to start the run again (`recover_on_exit_codes`).
+A collective with a lost peer or an unresponsive file system raises no error, and a hung machine costs as much as a busy
+one. The exit code makes broker restart the run (`recover_on_exit_codes`).
 """
 
 import faulthandler
@@ -11,17 +11,17 @@ import threading
 import time
 from dataclasses import dataclass
 
-# sysexits.h: temporary failure, try again.
+# EX_TEMPFAIL in sysexits.h: temporary failure.
 EXIT_CODE_HUNG = 75
-# Where even the watching thread gets no turn, because the interpreter itself is held, torch-independent C code ends
-# the process after this many times the limit, with exit code 1.
+# If even the watching thread does not run, because the GIL is held, faulthandler's C code ends the process after this
+# multiple of the limit, with exit code 1.
 BACKSTOP_FACTOR = 1.5
 PERIOD_S_MAX = 10.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Beat:
-    """When progress was made (monotonic seconds), what came next, and how long that may take; 0 means no limit."""
+    """The time of the last progress (monotonic seconds), the next activity, and its limit in seconds; 0: no limit."""
 
     time_s: float
     doing: str
@@ -29,7 +29,7 @@ class Beat:
 
     @property
     def period_s(self) -> float:
-        """Return the seconds between two checks."""
+        """Return the seconds between checks."""
         return min(PERIOD_S_MAX, self.limit_s / 4 or PERIOD_S_MAX)
 
 
@@ -37,9 +37,9 @@ class Watchdog:
     """Watches one process from `start` to `stop`; code that makes progress calls `beat`."""
 
     def __init__(self, timeout_s: float, *, start_s: float | None = None) -> None:
-        """End the process when `timeout_s` pass without a beat, or `start_s` before the first one; 0 is no limit.
+        """End the process after `timeout_s` without a beat, or `start_s` before the first one; 0: no limit.
 
-        Without a limit for steps nothing is watched: a debugger may stop a start as well.
+        If `timeout_s` is 0, the start is not watched either, so that a debugger can stop it.
         """
         self.timeout_s = timeout_s
         self.start_s = timeout_s if start_s is None or not timeout_s else start_s
@@ -48,7 +48,7 @@ class Watchdog:
         self._beat = Beat(time_s=time.monotonic(), doing="starting", limit_s=self.start_s)
 
     def start(self) -> None:
-        """Begin to watch."""
+        """Start the watching thread."""
         if not self.timeout_s:
             return
         self._is_watching = True
@@ -57,9 +57,9 @@ class Watchdog:
         threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
 
     def beat(self, doing: str, *, limit_s: float | None = None) -> None:
-        """Note progress and what comes next, which may take `limit_s`, by default `timeout_s`.
+        """Record progress and the next activity, which may take `limit_s`, by default `timeout_s`.
 
-        May be called at every step: it costs nothing while the limit stays. Called by any thread.
+        Cheap enough for every step while the limit does not change. Thread-safe.
         """
         limit_s = self.timeout_s if limit_s is None or not self.timeout_s else limit_s
         is_changed = limit_s != self._beat.limit_s
@@ -69,7 +69,7 @@ class Watchdog:
             self._arm_backstop()
 
     def stop(self) -> None:
-        """Watch no longer."""
+        """Stop watching."""
         self._is_over.set()
         if not self._is_watching:
             return
@@ -77,7 +77,7 @@ class Watchdog:
         faulthandler.cancel_dump_traceback_later()
 
     def find_hang(self) -> Beat | None:
-        """Return the last beat, if more time has passed since than its limit."""
+        """Return the last beat if its limit has been exceeded, else None."""
         beat = self._beat
         return beat if beat.limit_s and time.monotonic() - beat.time_s > beat.limit_s else None
 
@@ -89,14 +89,14 @@ class Watchdog:
 
     def _watch(self) -> None:
         while not self._is_over.wait(self._beat.period_s):
-            self._arm_backstop()  # while this thread still gets its turn
+            self._arm_backstop()  # while this thread still runs
             if hang := self.find_hang():
                 end_hung(hang)
         faulthandler.cancel_dump_traceback_later()
 
 
 def end_hung(beat: Beat) -> None:
-    """Tell where every thread is, and end the process."""
+    """Print the stacks of all threads and end the process."""
     rank = os.environ.get("RANK", "0")
     print(
         f"error: rank {rank} hangs: no progress for {time.monotonic() - beat.time_s:.0f} s while {beat.doing}; its "
@@ -106,4 +106,4 @@ def end_hung(beat: Beat) -> None:
         flush=True,
     )
     faulthandler.dump_traceback(all_threads=True)
-    os._exit(EXIT_CODE_HUNG)  # nothing softer ends a process whose main thread is stuck
+    os._exit(EXIT_CODE_HUNG)  # the only way to end a process with a blocked main thread

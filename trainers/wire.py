@@ -1,8 +1,8 @@
 """Authentication between a worker and the rendezvous of an elastic run, and the worker's end of their connection.
 
-Under the broker `BROKER_GANG_PEM` names a file with a certificate and its key, which every node of the run has: both
-ends present it over TLS and trust no other. Without it all workers are on one machine, and show a secret that their
-launcher made. The broker's agent has a twin of `Wire`: neither side may import the other.
+Under broker, `BROKER_GANG_PEM` names a file with a certificate and its key on every node of the run: both ends present
+it over TLS and trust no other. Without it, all workers are on one machine and present a secret that their launcher
+created. Broker's agent has a copy of `Wire`, because neither side may import the other.
 """
 
 import json
@@ -27,13 +27,13 @@ CHUNK_BYTES = 1 << 16
 
 @dataclass(frozen=True, kw_only=True)
 class Credential:
-    """A certificate with its key, or else a secret for one machine."""
+    """A certificate with its key, or a secret for workers on one machine."""
 
     pem: Path | None = None
     secret: str = field(default="", repr=False)
 
     def make_context(self, *, is_server: bool) -> ssl.SSLContext | None:
-        """Return the settings of one end's TLS, None with a secret. TrainerError: the file is not a PEM."""
+        """Return the TLS context of one end, or None for a secret. Raises TrainerError for an invalid PEM."""
         if self.pem is None:
             return None
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if is_server else ssl.PROTOCOL_TLS_CLIENT)
@@ -42,22 +42,22 @@ class Credential:
         context.minimum_version = ssl.TLSVersion.TLSv1_2
         context.options |= ssl.OP_NO_TICKET | ssl.OP_NO_RENEGOTIATION
         if is_server:
-            context.num_tickets = 0  # no session is ever resumed
+            context.num_tickets = 0  # sessions are not resumed
         try:
             context.load_cert_chain(self.pem)
             context.load_verify_locations(self.pem)
-        except OSError as error:  # SSLError among them
+        except OSError as error:  # includes SSLError
             raise TrainerError(f"`{PEM_VARIABLE}`: {self.pem} is not a certificate with its key: {error}") from None
         return context
 
     @property
     def greeting(self) -> bytes:
-        """The first line of a worker, where there is no TLS."""
+        """The first line that a worker sends without TLS."""
         return b"" if self.pem else f"secret {self.secret}\n".encode()
 
 
 def read_credential(variables: Mapping[str, str]) -> Credential | None:
-    """Return the credential that this process was given."""
+    """Return the credential in the environment, or None."""
     if pem := variables.get(PEM_VARIABLE):
         return Credential(pem=Path(pem))
     secret = variables.get(SECRET_VARIABLE)
@@ -67,36 +67,36 @@ def read_credential(variables: Mapping[str, str]) -> Credential | None:
 class Wire:
     """JSON lines to the rendezvous, for one reading thread and any number of writing ones.
 
-    OpenSSL's objects must not be used by two threads at once, and a lock round blocking calls would make writers wait
-    for the reader. So TLS runs in memory under a lock that is never held while the socket blocks.
+    OpenSSL's objects are not thread-safe, and a lock around blocking calls would make writers wait for the reader. So
+    TLS runs on memory buffers, under a lock that is never held while the socket blocks.
     """
 
     def __init__(self, connection: socket.socket, credential: Credential) -> None:
         """Authenticate both ends. Raises OSError, and ValueError if the other end does not speak our protocol."""
         self._socket = connection
-        self._lock = threading.Lock()  # of what follows
+        self._lock = threading.Lock()  # guards the TLS objects
         self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
         context = credential.make_context(is_server=False)
         self._tls = context and context.wrap_bio(self._incoming, self._outgoing)
-        self._send_lock = threading.Lock()  # records are sent in the order in which they were made
+        self._send_lock = threading.Lock()  # records are sent in the order of their encryption
         self._received = bytearray()
         self._give_up_s: float | None = time.monotonic() + HANDSHAKE_S
         if self._tls:
             self._shake_hands(self._tls)
         else:
             self._write(credential.greeting)
-        # With TLS 1.3 our handshake is complete before the other end has judged our certificate.
+        # With TLS 1.3 our handshake completes before the other end has verified our certificate.
         if self.read() != {"kind": "welcome"}:
             raise ValueError("not welcome")
         self._give_up_s = None
         connection.settimeout(None)
 
     def send(self, **message: Any) -> None:
-        """Send one line, from any thread. Raises OSError; then the connection is of no more use."""
+        """Send one line, from any thread. Raises OSError, after which the connection is unusable."""
         self._write(json.dumps(message).encode() + b"\n")
 
     def read(self) -> dict[str, Any]:
-        """Wait for the next message. Raises OSError when there is none any more, ValueError for what is none."""
+        """Wait for the next message. Raises OSError at the end of the connection, ValueError for an invalid message."""
         while b"\n" not in self._received:
             if len(self._received) > LINE_BYTES_MAX:
                 raise ValueError("the line is too long")
@@ -105,11 +105,11 @@ class Wire:
         return parse_line(bytes(line))
 
     def limit(self, timeout_s: float | None) -> None:
-        """Limit each wait of `read` for data, None for no limit; then it raises TimeoutError, an OSError."""
+        """Limit each wait of `read` for data (None: no limit). Beyond it, `read` raises TimeoutError, an OSError."""
         self._socket.settimeout(timeout_s)
 
     def close(self) -> None:
-        """End the connection; a thread that reads gets an OSError."""
+        """Close the connection; a blocked `read` raises OSError."""
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
@@ -122,7 +122,7 @@ class Wire:
                 self._flush()
             except ssl.SSLError:
                 with suppress(OSError):
-                    self._flush()  # the other end learns why
+                    self._flush()  # so that the other end learns the reason
                 raise
             else:
                 return self._flush()
@@ -139,7 +139,7 @@ class Wire:
             try:
                 self._socket.sendall(data)
             except OSError:
-                with suppress(OSError):  # part of a record may have gone: nothing more can follow
+                with suppress(OSError):  # part of a record may have been sent: nothing more can follow
                     self._socket.shutdown(socket.SHUT_RDWR)
                 raise
 
@@ -173,7 +173,7 @@ class Wire:
 
 
 def parse_line(line: bytes) -> dict[str, Any]:
-    """Return a message; ValueError for anything else."""
+    """Parse a message. Raises ValueError if it is invalid."""
     try:
         message = json.loads(line)
     except RecursionError:

@@ -84,7 +84,7 @@ class TrainingFolder:
         """Every loss ever reported for a step, as exact floats."""
         losses: dict[int, list[float]] = {}
         for line in self.lines():
-            if line["loss"] is not None:
+            if line.get("loss") is not None:
                 losses.setdefault(int(str(line["step"])), []).append(float(str(line["loss"])))
         return losses
 

@@ -117,9 +117,9 @@ def test_prepared_text_is_read_back_in_shards_and_as_it_was(tmp_path: Path, caps
     assert text == "ä first\n".encode() * 900 + b"\0second\0third\0"
     kept = sum(map(len, tokens.validation))
     assert 0.1 < kept / len(text) < 0.3
-    assert f"{len(text) - kept:,} tokens to train on and {kept:,} to evaluate on" in capsys.readouterr().out
+    assert f"{len(text) - kept:,} tokens for training and {kept:,} for evaluation" in capsys.readouterr().out
     # Once more would mix two texts.
-    assert prepare.main(flags) == 1 and "already holds token files" in capsys.readouterr().err
+    assert prepare.main(flags) == 1 and "already contains token files" in capsys.readouterr().err
 
 
 def test_token_files_of_nanogpt_are_read_as_they_are(tmp_path: Path) -> None:

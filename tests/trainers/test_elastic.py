@@ -364,6 +364,17 @@ def await_line(process: "subprocess.Popen[str]", words: str) -> None:
     raise AssertionError(f"the run ended without `{words}`: {process.stderr and process.stderr.read()}")
 
 
+def count_lost_steps(folder: TrainingFolder) -> list[int]:
+    """For each loss of a node: how many reported steps the run had to take again."""
+    lost, reported = [], 0
+    for line in folder.lines():
+        if line.get("event") == "resumed from memory":
+            lost.append(max(0, reported - int(str(line["step"]))))
+        elif line.get("loss") is not None:
+            reported = int(str(line["step"]))
+    return lost
+
+
 def check_losses(worlds: Worlds, folder: TrainingFolder, path: Path, *, gaps_max: int) -> None:
     """Every step once, with the loss of a run that nothing disturbed: no sample was left out or taken twice.
 
@@ -406,6 +417,7 @@ def test_run_continues_without_a_lost_node_with_a_new_one_and_after_a_removal(
     steps = [int(str(line["step"])) for line in lines if line["loss"] is not None]
     assert all(later > sooner for sooner, later in itertools.pairwise(steps))
     assert lines[-1]["event"] == "preempted, checkpoint committed" and lines[-1]["checkpoint_step"] == steps[-1]
+    assert count_lost_steps(folder) == [0, 0, 0], "a step that was under way is the most that is lost"
     check_losses(worlds, folder, tmp_path / "alone", gaps_max=1)
 
 
@@ -446,6 +458,7 @@ def test_replica_of_shards_is_lost_and_the_other_continues_from_memory(
     await_line(head, "loss")
     (folder.path / "preempted").touch()
     assert head.wait(timeout=300) == 143
+    assert count_lost_steps(folder) == [0, 0]
     check_losses(worlds, folder, tmp_path / "alone", gaps_max=1)
 
 
@@ -470,6 +483,7 @@ def test_run_outlives_the_nodes_that_lead_it(
     for _, node in nodes:
         node.terminate()
     assert [node.wait(timeout=300) for _, node in nodes] == [143] * 3
+    assert count_lost_steps(folder) == [0] * 2 * kills
     check_losses(worlds, folder, tmp_path / "alone", gaps_max=kills)
 
 

@@ -132,7 +132,7 @@ def test_stale_attempt_and_unknown_strategy_end_with_one_line(folder: TrainingFo
     assert errors == "error: attempt 3 is stale: attempt 9 of this job has started\n"
     code, errors = folder.run(attempt=9, strategy="dpd")
     assert code == 1
-    assert errors.startswith("error: no strategy is called `dpd`; known: ddp, allreduce,") and errors.count("\n") == 1
+    assert errors.startswith("error: unknown strategy `dpd`; known: ddp, allreduce,") and errors.count("\n") == 1
 
 
 def test_vocabulary_is_rounded_up_for_gpus_by_default() -> None:

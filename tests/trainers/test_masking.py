@@ -111,4 +111,4 @@ def test_flags_that_do_not_fit_an_encoder_are_refused(
 
 def test_encoder_cannot_be_cut_by_sequence(worlds: Worlds, tmp_path: Path) -> None:
     ended = worlds.call(tmp_path, "trainers.lm:main", ["--strategy", "context", *ENCODER], ranks=2)
-    assert ended.codes == [1, 1] and "needs whole windows on each rank, unlike `context`" in ended.errors
+    assert ended.codes == [1, 1] and "needs whole windows on each rank, which `context` does not have" in ended.errors

@@ -95,7 +95,7 @@ def test_frozen_layer_gets_no_gradient() -> None:
 def test_strategy_that_cuts_what_is_needed_whole_is_refused(config: Config, words: str) -> None:
     with pytest.raises(TrainerError, match=words):
         choose_forward(config, 0)
-    with pytest.raises(TrainerError, match="unknown which id separates"):
+    with pytest.raises(TrainerError, match="does not name the id that separates"):
         choose_forward(Config(data=DataConfig(document_mask=True)), None)
 
 

@@ -240,7 +240,7 @@ def test_all_ranks_skip_a_checkpoint_that_one_finds_damaged(tmp_path: Path, capf
     file = folder_of(tmp_path, 5) / "__1_0.distcp"
     file.write_bytes(file.read_bytes()[:-1])
     assert open_manager(tmp_path, Counter(), 3).restore() is None
-    assert "`__1_0.distcp` is not what was written" in capfd.readouterr().err
+    assert "`__1_0.distcp` does not match its checksum" in capfd.readouterr().err
 
 
 def test_damaged_checkpoint_leaves_no_trace_in_a_fresh_start(tmp_path: Path) -> None:
@@ -301,7 +301,7 @@ def test_parts_are_cut_out_of_chunks_of_any_size_and_the_rest_is_hashed() -> Non
     short = HashedFile(
         iter([content[:100]]), note_read=lambda count: None, check=lambda found: check_seal("f", seal, found)
     )
-    with pytest.raises(Damage, match="`f` is not what was written"):
+    with pytest.raises(Damage, match="`f` does not match its checksum"):
         short.read_part(50, 100)
 
 

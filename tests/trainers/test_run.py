@@ -317,7 +317,7 @@ def test_model_too_large_for_the_device_is_an_error_with_hints() -> None:
     with torch.device("meta"):
         huge = nn.Linear(10**7, 10**6)
     with pytest.raises(
-        TrainerError, match=r"take 149011.\d GiB a rank(?s:.*)hint: `--dtype bfloat16`(?s:.*)`--strategy fsdp`"
+        TrainerError, match=r"take 149011.\d GiB per rank(?s:.*)hint: `--dtype bfloat16`(?s:.*)`--strategy fsdp`"
     ):
         check_memory(huge.parameters(), CPU, config)
     check_memory(nn.Linear(2, 2).parameters(), CPU, config)
@@ -344,7 +344,7 @@ def test_metrics_are_lines_of_json_without_infinities(tmp_path: Path) -> None:
 
 def test_tensorboard_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    with pytest.raises(TrainerError, match="needs the package tensorboard"):
+    with pytest.raises(TrainerError, match="requires the package tensorboard"):
         MetricFiles(LogConfig(tensorboard=str(tmp_path)), attempt=1, is_silent=False)
 
 
@@ -431,5 +431,5 @@ def test_model_that_does_not_fit_is_refused_before_it_takes_memory(
     monkeypatch.setattr("trainers.devices.find_memory", lambda device: 2**34)
     assert main(["--preset", "llama3-8b", "--watchdog.timeout_s", "0"]) == 1
     told = capsys.readouterr().err
-    assert "8,030 million parameters take 119.7 GiB a rank, and there are 16.0 GiB" in told
-    assert "hint: more ranks" in told
+    assert "8,030 million parameters take 119.7 GiB per rank, but only 16.0 GiB are available" in told
+    assert "hint: use more ranks" in told

@@ -1,4 +1,4 @@
-"""Positions of the tokens of a pass in their sequence, and the attention between them."""
+"""The positions of tokens in their sequence, and attention between them."""
 
 import torch
 from torch import Tensor
@@ -6,10 +6,10 @@ from torch.nn import functional
 
 
 class WholeSequence:
-    """A pass has whole sequences, from the first position on. Models begin with this one (`cuts.KnowsSequence`)."""
+    """Passes contain whole sequences. A strategy may replace this class in a model (`cuts.KnowsSequence`)."""
 
     def __init__(self, *, is_causal: bool = True) -> None:
-        """Attend to the positions before a token, or to all (an encoder)."""
+        """Attend causally, or to all positions (in an encoder)."""
         self._is_causal = is_causal
 
     def find_positions(self, length: int, device: torch.device) -> Tensor:
@@ -19,10 +19,9 @@ class WholeSequence:
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, *, dropout_rate: float = 0.0, mask: Tensor | None = None
     ) -> Tensor:
-        """Attend, at every position of `[batch, heads, time, width]`, to itself and those before it, or to all.
+        """Return the attention output for tensors `[batch, heads, time, width]`, causal or not.
 
-        Keys and values may have fewer heads, each shared by as many queries' heads in a row. A `mask` replaces the
-        rule.
+        Keys and values may have fewer heads, each shared by consecutive query heads. A `mask` replaces the causal one.
         """
         is_grouped = query.shape[1] != key.shape[1]
         return functional.scaled_dot_product_attention(

@@ -1,4 +1,4 @@
-"""Declarations by which a module states where it may be cut, independent of the strategy."""
+"""Protocols by which a module declares how it may be split over ranks, independent of the strategy."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,17 +12,17 @@ from torch import Tensor, nn
 class Slicing:
     """The ways in which one linear layer may be split over ranks."""
 
-    # "column": outputs are spread; "row": inputs are, and outputs summed; "whole": as column, outputs put together.
+    # "column": outputs are sharded; "row": inputs are sharded and outputs summed; "whole": column, then all-gather.
     way: str
-    pieces: int  # what the spread dimension is made of, such as heads; ranks must divide it
+    pieces: int  # indivisible units of the sharded dimension, such as heads; the number of ranks must divide it
 
 
 @runtime_checkable
 class Sliceable(Protocol):
-    """A module some of whose linear layers may be spread over ranks."""
+    """A module with linear layers that may be sharded over ranks."""
 
     def slicings(self) -> dict[str, Slicing]:
-        """Return how to spread layers, by the name of a direct child."""
+        """Return how to shard layers, by the name of a direct child."""
         ...
 
 
@@ -30,7 +30,7 @@ class Sequence(Protocol):
     """The part of each sequence that a pass computes (`attention.WholeSequence`)."""
 
     def find_positions(self, length: int, device: torch.device) -> Tensor:
-        """Return where the tokens stand in the whole sequence."""
+        """Return the positions of this pass's tokens in the whole sequence, `[length]`."""
         ...
 
     def attend(
@@ -42,50 +42,50 @@ class Sequence(Protocol):
 
 @runtime_checkable
 class KnowsSequence(Protocol):
-    """A module that uses positions or attends; a sequence can be cut only if all such modules declare this."""
+    """A module that uses positions or attention; sequences can be split only if all such modules declare this."""
 
     sequence: Sequence
 
 
 @runtime_checkable
 class HasExperts(Protocol):
-    """A module with experts that may be spread over ranks, each of which then holds an equal run of them."""
+    """A module with experts that may be spread over ranks; each rank then holds equally many consecutive ones."""
 
     expert_count: int
-    # Given rows, sorted by expert, and their number for each of all experts, return what the experts make of them.
-    # None: all experts are here.
+    # Maps rows sorted by expert, and the number of rows for each expert, to the experts' outputs.
+    # None: all experts are on this rank.
     exchange: "Exchange | None"
 
     def list_expert_layers(self) -> list[nn.Module]:
-        """Return the children whose parameters are stacks with one entry for each expert."""
+        """Return the children whose parameters are stacked by expert in dimension 0."""
         ...
 
 
 class Exchange(Protocol):
-    """Sends rows to the ranks of their experts and brings the results back."""
+    """Sends rows to the ranks of their experts, and the results back."""
 
     def __call__(self, rows: Tensor, counts: Tensor, compute: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-        """Return the result for each row. `compute` takes sorted rows and counts of the experts that are here."""
+        """Return the result for each row. `compute` takes sorted rows and counts for the experts on this rank."""
         ...
 
 
 @runtime_checkable
 class HasOwnLoss(Protocol):
-    """A module that adds a loss of its own to the model's, in the backward pass only."""
+    """A module that adds an auxiliary loss to the model's, in the backward pass only."""
 
-    loss_scale: float  # what the loss of the current pass is multiplied by
+    loss_scale: float  # factor of the loss of the current pass
 
 
 @runtime_checkable
 class Segmentable(Protocol):
-    """A model that is a row of blocks and may be spread over ranks in runs of them."""
+    """A model that consists of consecutive blocks and may be split into stages."""
 
     blocks: nn.ModuleList
 
     def cut(self, runs: list[range]) -> list[nn.Module]:
-        """Keep these runs of blocks only and return each as a model of its own, sharing parameters with this one.
+        """Keep only these runs of blocks; return each as a model that shares its parameters with this one.
 
-        The first run of all includes what comes before the blocks, the last what comes after. Names of what is kept
-        do not change.
+        The first run of the whole model includes the layers before the blocks, the last those after them. Parameter
+        names do not change.
         """
         ...

@@ -1,6 +1,6 @@
-"""The base of all decoder-only transformers here: tokens in, blocks, logits out, and where that may be cut.
+"""The base class of decoder-only transformers: embedding, blocks, output layer, and how they may be split.
 
-Plain PyTorch: no strategy, precision or device is known here.
+This is plain PyTorch, independent of strategy, precision and device.
 """
 
 import copy
@@ -16,18 +16,18 @@ from trainers.fused_loss import Head
 from trainers.models.cuts import Slicing
 from trainers.packing import Packing
 
-# One id for each value of a byte, where a config does not say.
+# One id per byte value, if the config has no vocabulary.
 VOCABULARY_DEFAULT = 256
 
 
 class Decoder(nn.Module):
-    """Maps token ids `[batch, time]` to logits of the next `[batch, time, vocabulary]`."""
+    """Maps token ids `[batch, time]` to logits of the next token, `[batch, time, vocabulary]`."""
 
     def __init__(self, config: ModelConfig, blocks: list[nn.Module], norm: nn.Module) -> None:
-        """Put the parts together; a subclass may add more and then calls `draw_weights`."""
+        """Assemble the parts. A subclass may add others, and then calls `draw_weights`."""
         super().__init__()
         self.seed = torch.initial_seed()
-        # A stage of a pipeline may lack what comes before the blocks, or after them.
+        # A pipeline stage may lack the layers before or after the blocks.
         self.token_embedding: nn.Embedding | None
         self.norm: nn.Module | None
         self.head: Head | None
@@ -42,9 +42,9 @@ class Decoder(nn.Module):
     def forward(
         self, tokens: Tensor, *, packing: Packing | None = None, targets: Tensor | None = None, z_weight: float = 0.0
     ) -> Tensor:
-        """Predict, at every position, the token that follows it.
+        """Return logits for the token after each position, or, given `targets`, the mean loss, a scalar.
 
-        `packing` keeps documents of one window apart. With `targets` the result is the mean loss, a scalar.
+        `packing` separates the documents within a window.
         """
         hidden = tokens if self.token_embedding is None else self.embed(tokens, packing)
         for block in self.blocks:
@@ -57,13 +57,13 @@ class Decoder(nn.Module):
         return outputs
 
     def embed(self, tokens: Tensor, packing: Packing | None = None) -> Tensor:
-        """Return what enters the first block."""
-        assert self.token_embedding is not None, "the first stage embeds"
+        """Return the input of the first block, `[batch, time, width]`."""
+        assert self.token_embedding is not None, "only the first stage has the embedding"
         hidden: Tensor = self.token_embedding(tokens)
         return hidden
 
     def slicings(self) -> dict[str, Slicing]:
-        """Return the cuts that tensor parallelism may make: the head, over the vocabulary."""
+        """Return the layers that tensor parallelism may shard: the head, along the vocabulary."""
         return {"head": Slicing(way="whole", pieces=self.vocabulary)}
 
     def cut(self, runs: list[range]) -> list[nn.Module]:
@@ -72,26 +72,26 @@ class Decoder(nn.Module):
         kept = {place for run in runs for place in run}
         for place in range(len(self.blocks)):
             if place not in kept:
-                self.blocks[place] = nn.Identity()  # keeps the numbers, and so the names, of the others
+                self.blocks[place] = nn.Identity()  # preserves the indexes, and so the names, of the others
         self.drop_ends(is_first=0 in kept, is_last=len(self.blocks) - 1 in kept)
         return segments
 
     def drop_ends(self, *, is_first: bool, is_last: bool) -> None:
-        """Drop the layers before or after the blocks that this rank does not hold."""
+        """Drop the layers before or after the blocks unless this rank has the first or the last stage."""
         if not is_first:
             self.token_embedding = None
         if not is_last:
             self.norm = self.head = None
 
     def fill(self, device: torch.device) -> None:
-        """Take memory for a model that was made without, on torch's `meta` device, and draw its weights.
+        """Allocate a model that was created on the `meta` device, and draw its weights.
 
-        By then it may be spread over ranks: each takes memory for its own part only, and one parameter at a time is
-        drawn whole, so that the weights are those of a model that was never spread.
+        If it is sharded by then, each rank allocates only its own shards. Parameters are drawn whole, one at a time, so
+        that the weights equal those of a model that was never sharded.
         """
         is_tied = self.head is not None and self.head.weight is getattr(self.token_embedding, "weight", None)
         self.to_empty(device=device)
-        if is_tied:  # each of the two was given memory of its own
+        if is_tied:  # `to_empty` allocated the two separately
             self._tie()
         self.draw_weights()
 
@@ -100,7 +100,7 @@ class Decoder(nn.Module):
         self.head.weight = self.token_embedding.weight
 
     def draw_weights(self) -> None:
-        """Fill all parameters. What is drawn depends on the seed and a parameter's name, not on what else there is."""
+        """Draw all parameters. The values depend only on the seed and the name of each parameter."""
         with torch.no_grad():
             for name, parameter in self.named_parameters():
                 if not parameter.is_meta:
@@ -108,12 +108,14 @@ class Decoder(nn.Module):
 
     def _draw(self, name: str, parameter: Tensor) -> None:
         if parameter.dim() < 2:
-            parameter.fill_(0.0 if name.endswith("bias") else 1.0)  # as GPT-2; other vectors scale a norm
+            parameter.fill_(
+                0.0 if name.endswith("bias") else 1.0
+            )  # as in GPT-2; vectors without "bias" in their name are norm scales
             return
         if name.endswith("lora_b"):
-            parameter.zero_()  # an adapter starts as none
+            parameter.zero_()  # an adapter adds nothing at first
             return
-        # Two branches a block add onto the residual stream; shrinking them keeps its variance near one.
+        # Two branches per block add to the residual stream; scaling them down keeps its variance near one.
         deviation = 0.02 / math.sqrt(2 * len(self.blocks)) if name.endswith("project.weight") else 0.02
         if name.endswith("lora_a"):
             deviation = 1 / math.sqrt(3 * parameter.shape[1])
@@ -132,11 +134,11 @@ class Decoder(nn.Module):
 
 
 def fill_parameter(parameter: Tensor, whole: Tensor) -> None:
-    """Copy a whole tensor into a parameter, or the part of it that lies on this rank. Every rank has the same whole."""
+    """Copy a whole tensor, equal on all ranks, into a parameter or into its shard on this rank."""
     if not hasattr(parameter, "device_mesh"):
         parameter.copy_(whole)
         return
-    from torch.distributed.tensor import distribute_tensor  # imported already where parameters are spread
+    from torch.distributed.tensor import distribute_tensor  # already imported if parameters are sharded
 
     spread: Any = parameter
     part: Any = distribute_tensor(whole, spread.device_mesh, spread.placements, src_data_rank=None)  # nothing is sent

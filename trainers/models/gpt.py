@@ -1,6 +1,6 @@
 """GPT-2's blocks: learned positions, LayerNorm, GELU.
 
-Plain PyTorch: no strategy, precision or device is known here.
+This is plain PyTorch, independent of strategy, precision and device.
 """
 
 from torch import Tensor, nn
@@ -15,7 +15,7 @@ from trainers.packing import Packing
 
 
 class GPT(Decoder):
-    """A decoder that knows positions by an embedding of their own."""
+    """A decoder with learned position embeddings."""
 
     def __init__(self, config: ModelConfig) -> None:
         """Build the network with weights drawn from the current torch generator."""
@@ -27,24 +27,24 @@ class GPT(Decoder):
         self.draw_weights()
 
     def embed(self, tokens: Tensor, packing: Packing | None = None) -> Tensor:
-        """Add up what a token is and where it stands."""
-        assert self.position_embedding is not None, "the first stage embeds"
+        """Return the sum of token and position embeddings, `[batch, time, width]`."""
+        assert self.position_embedding is not None, "only the first stage has the embedding"
         positions = packing.positions if packing else self.sequence.find_positions(tokens.shape[1], tokens.device)
         hidden: Tensor = self.dropout(super().embed(tokens) + self.position_embedding(positions))
         return hidden
 
     def drop_ends(self, *, is_first: bool, is_last: bool) -> None:
-        """Drop positions with the tokens."""
+        """Drop the position embedding together with the token embedding."""
         super().drop_ends(is_first=is_first, is_last=is_last)
         if not is_first:
             self.position_embedding = None
 
 
 class Block(nn.Module):
-    """Attention, then a two-layer perceptron, each added onto its normalised input."""
+    """Attention, then a two-layer perceptron, each on a normalized input and added to the residual stream."""
 
     def __init__(self, config: ModelConfig) -> None:
-        """Build one layer of the stack."""
+        """Build one block."""
         super().__init__()
         self.attention_norm = nn.LayerNorm(config.width, eps=config.norm_epsilon)
         self.attention = Attention(config)
@@ -52,14 +52,14 @@ class Block(nn.Module):
         self.perceptron = MixtureOfExperts(config) if config.experts else Perceptron(config)
 
     def forward(self, hidden: Tensor, packing: Packing | None = None) -> Tensor:
-        """Add both branches onto the residual stream."""
+        """Add both branches to the residual stream, `[batch, time, width]`."""
         hidden = hidden + self.attention(self.attention_norm(hidden), packing)
         result: Tensor = hidden + self.perceptron(self.perceptron_norm(hidden))
         return result
 
 
 class Attention(nn.Module):
-    """Self-attention with several heads."""
+    """Multi-head self-attention."""
 
     def __init__(self, config: ModelConfig) -> None:
         """Build the projections."""
@@ -73,9 +73,9 @@ class Attention(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, hidden: Tensor, packing: Packing | None = None) -> Tensor:
-        """Attend from each position to itself and the earlier ones, within its document if there are several."""
+        """Attend causally, or to all positions in an encoder, within the document if a window has several."""
         batch, time, _ = hidden.shape
-        # Packed head by head, so that a rank that holds some of the columns holds whole heads.
+        # Packed head by head, so that a column shard contains whole heads.
         packed = self.query_key_value(hidden).view(batch, time, -1, 3, self.head_width)
         query, key, value = packed.permute(3, 0, 2, 1, 4)
         dropout_rate = self.dropout_rate if self.training else 0.0
@@ -85,7 +85,7 @@ class Attention(nn.Module):
         return result
 
     def slicings(self) -> dict[str, Slicing]:
-        """Both projections may be spread by heads."""
+        """Return both projections, sharded by heads."""
         return {
             "query_key_value": Slicing(way="column", pieces=self.heads),
             "project": Slicing(way="row", pieces=self.heads),
@@ -93,7 +93,7 @@ class Attention(nn.Module):
 
 
 class Perceptron(nn.Module):
-    """Two linear layers, wider in between."""
+    """Two linear layers with a wider hidden layer."""
 
     def __init__(self, config: ModelConfig) -> None:
         """Build both layers."""
@@ -105,14 +105,14 @@ class Perceptron(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Transform each position by itself."""
+        """Transform each position independently."""
         result: Tensor = self.dropout(
             self.project(functional.gelu(self.expand(hidden), approximate=self.approximation))
         )
         return result
 
     def slicings(self) -> dict[str, Slicing]:
-        """Both layers may be spread by hidden units."""
+        """Return both layers, sharded by hidden units."""
         return {
             "expand": Slicing(way="column", pieces=self.hidden_width),
             "project": Slicing(way="row", pieces=self.hidden_width),

@@ -1,6 +1,6 @@
 """Llama's blocks: rotary positions, RMSNorm, SwiGLU, and keys and values shared by groups of heads.
 
-Plain PyTorch: no strategy, precision or device is known here.
+This is plain PyTorch, independent of strategy, precision and device.
 """
 
 import math
@@ -19,7 +19,7 @@ from trainers.packing import Packing
 
 
 class Llama(Decoder):
-    """A decoder that turns queries and keys by their position, and has no biases."""
+    """A decoder with rotary position embedding and, by default, without biases."""
 
     def __init__(self, config: ModelConfig) -> None:
         """Build the network with weights drawn from the current torch generator."""
@@ -30,7 +30,7 @@ class Llama(Decoder):
         self.draw_weights()
 
     def fill(self, device: torch.device) -> None:
-        """Compute the waves too, which are not parameters."""
+        """Allocate and draw the model; also compute the rotary table, which is not a parameter."""
         super().fill(device)
         with device:
             waves = make_waves(*self._shape)
@@ -40,10 +40,10 @@ class Llama(Decoder):
 
 
 class Block(nn.Module):
-    """Attention, then a gated perceptron, each added onto its normalised input."""
+    """Attention, then a gated perceptron, each on a normalized input and added to the residual stream."""
 
     def __init__(self, config: ModelConfig, waves: tuple[Tensor, Tensor]) -> None:
-        """Build one layer of the stack."""
+        """Build one block."""
         super().__init__()
         self.attention_norm = nn.RMSNorm(config.width, eps=config.norm_epsilon)
         self.attention = Attention(config, waves)
@@ -51,17 +51,17 @@ class Block(nn.Module):
         self.perceptron = MixtureOfExperts(config) if config.experts else Perceptron(config)
 
     def forward(self, hidden: Tensor, packing: Packing | None = None) -> Tensor:
-        """Add both branches onto the residual stream."""
+        """Add both branches to the residual stream, `[batch, time, width]`."""
         hidden = hidden + self.attention(self.attention_norm(hidden), packing)
         result: Tensor = hidden + self.perceptron(self.perceptron_norm(hidden))
         return result
 
 
 class Attention(nn.Module):
-    """Self-attention whose keys and values may be fewer than its queries (arXiv:2305.13245)."""
+    """Self-attention with grouped queries: fewer key and value heads than query heads (arXiv:2305.13245)."""
 
     def __init__(self, config: ModelConfig, waves: tuple[Tensor, Tensor]) -> None:
-        """Build the projections. `waves` is shared by all layers and made on the device where they will run."""
+        """Build the projections. `waves`, the rotary table, is shared by all layers and already on their device."""
         super().__init__()
         self.heads, self.key_value_heads = config.heads, config.key_value_heads or config.heads
         self.head_width = config.find_head_width()
@@ -74,12 +74,12 @@ class Attention(nn.Module):
         if config.query_key_norm:
             self.query_norm = nn.RMSNorm(self.head_width, eps=config.norm_epsilon)
             self.key_norm = nn.RMSNorm(self.head_width, eps=config.norm_epsilon)
-        # No buffers: DDP would send them round at every step, though they never change.
+        # Not buffers: DDP would broadcast them at every step, though they never change.
         self.waves = waves
         self.sequence: Sequence = WholeSequence(is_causal=not config.bidirectional)
 
     def forward(self, hidden: Tensor, packing: Packing | None = None) -> Tensor:
-        """Attend from each position to those that `sequence` allows, within its document if there are several."""
+        """Attend to the positions that `sequence` allows, within the document if a window has several."""
         query, key, value = (self._split_heads(layer(hidden)) for layer in (self.query, self.key, self.value))
         if self.query_norm is not None and self.key_norm is not None:
             query, key = self.query_norm(query), self.key_norm(key)
@@ -91,9 +91,11 @@ class Attention(nn.Module):
         return result
 
     def slicings(self) -> dict[str, Slicing]:
-        """All projections may be spread by heads; queries stay with the keys they share."""
+        """Return all projections, sharded by heads. Query heads stay with the key heads that they share."""
         if self.query_norm is not None:
-            raise TrainerError("`tensor` cannot be used with `--model.query_key_norm`: heads share one norm")
+            raise TrainerError(
+                "`tensor` cannot be combined with `--model.query_key_norm`, because heads share one norm"
+            )
         return {
             "query": Slicing(way="column", pieces=self.heads),
             "key": Slicing(way="column", pieces=self.key_value_heads),
@@ -102,7 +104,7 @@ class Attention(nn.Module):
         }
 
     def _split_heads(self, packed: Tensor) -> Tensor:
-        """`[batch, time, heads x width]` to `[batch, heads, time, width]`; a rank may hold some of the heads."""
+        """Reshape `[batch, time, heads x width]` to `[batch, heads, time, width]`, for the heads on this rank."""
         heads: Tensor = packed.unflatten(2, (-1, self.head_width))
         return heads.transpose(1, 2)
 
@@ -119,12 +121,12 @@ class Perceptron(nn.Module):
         self.project = nn.Linear(self.hidden_width, config.width, bias=False)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Transform each position by itself."""
+        """Transform each position independently."""
         result: Tensor = self.project(functional.silu(self.gate(hidden)) * self.expand(hidden))
         return result
 
     def slicings(self) -> dict[str, Slicing]:
-        """All layers may be spread by hidden units."""
+        """Return all layers, sharded by hidden units."""
         return {
             "gate": Slicing(way="column", pieces=self.hidden_width),
             "expand": Slicing(way="column", pieces=self.hidden_width),
@@ -133,7 +135,7 @@ class Perceptron(nn.Module):
 
 
 def make_waves(context: int, head_width: int, theta: float, scaling: str = "") -> tuple[Tensor, Tensor]:
-    """Return cosines and sines `[context, head_width / 2]` of each position's angles (arXiv:2104.09864)."""
+    """Return the rotary table: cosines and sines `[context, head_width / 2]` of the angles (arXiv:2104.09864)."""
     frequencies = theta ** (-torch.arange(0, head_width, 2, dtype=torch.float32) / head_width)
     if scaling:
         frequencies = scale_frequencies(frequencies, scaling)
@@ -142,22 +144,22 @@ def make_waves(context: int, head_width: int, theta: float, scaling: str = "") -
 
 
 def scale_frequencies(frequencies: Tensor, scaling: str) -> Tensor:
-    """Slow waves down for longer contexts: all of them (`linear`) or the long ones (`llama3`, arXiv:2407.21783)."""
+    """Lower the frequencies for longer contexts: all (`linear`), or the lowest ones (`llama3`, arXiv:2407.21783)."""
     name, _, text = scaling.partition(":")
     factor, *bounds = map(float, text.split(","))
     if name == "linear":
         return frequencies / factor
     low, high, context = bounds
-    # Turns within the context that the model was first trained on: below `low` scaled, above `high` not, between mixed.
+    # Turns within the original training context: scaled below `low`, unchanged above `high`, interpolated between.
     turns = context * frequencies / (2 * math.pi)
     share = ((turns - low) / (high - low)).clamp(0.0, 1.0)
     return (1 - share) * frequencies / factor + share * frequencies
 
 
 def turn(heads: Tensor, waves: tuple[Tensor, Tensor], positions: Tensor) -> Tensor:
-    """Turn each pair of `[batch, heads, time, width]` by its position's angle; a pair is one entry of each half.
+    """Rotate each pair of `[batch, heads, time, width]` by the angle of its position. A pair has one entry per half.
 
-    `positions` `[batch, time]`, or `[1, time]` where they are those of every sample.
+    `positions` is `[batch, time]`, or `[1, time]` if equal for all samples.
     """
     cosines, sines = (wave[positions].unsqueeze(1) for wave in waves)
     left, right = heads.float().chunk(2, dim=-1)

@@ -1,8 +1,8 @@
 """A residual network for small images.
 
-Groups are normalised rather than batches (arXiv:1803.08494): a sample's result then does not depend on which others
-share its pass, so neither the micro-batch nor the number of ranks changes what is learnt, and there are no running
-means for ranks to disagree about.
+It uses group normalization instead of batch normalization (arXiv:1803.08494): the result for a sample does not depend
+on the others in its pass. So neither the micro-batch nor the number of ranks changes the training, and there are no
+running means that could differ between ranks.
 """
 
 import torch
@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from trainers.image_config import ResNetConfig
 
-# Channels of a group, as far as they divide.
+# Channels per group, if this divides their number.
 GROUP_WIDTH = 8
 
 
@@ -37,7 +37,7 @@ class ResNet(nn.Module):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
 
     def forward(self, images: Tensor) -> Tensor:
-        """Judge each image by the mean over its places."""
+        """Return logits `[batch, classes]` from the mean over positions."""
         hidden = self.stem(images)
         for block in self.blocks:
             hidden = block(hidden)
@@ -46,7 +46,7 @@ class ResNet(nn.Module):
 
 
 class Block(nn.Module):
-    """Two convolutions, each after its norm (arXiv:1603.05027), added onto their input."""
+    """Two convolutions, each after a norm (arXiv:1603.05027), with a residual connection."""
 
     def __init__(self, entering: int, leaving: int, stride: int) -> None:
         """Build the layers; a stride of 2 halves the image."""
@@ -59,7 +59,7 @@ class Block(nn.Module):
         self.shortcut = nn.Conv2d(entering, leaving, 1, stride=stride, bias=False) if is_changing else None
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Add the branch onto the shortcut."""
+        """Add the branch to the shortcut, `[batch, channels, height, width]`."""
         normed = functional.relu(self.first_norm(hidden))
         branch = self.second(functional.relu(self.second_norm(self.first(normed))))
         result: Tensor = branch + (hidden if self.shortcut is None else self.shortcut(normed))
@@ -67,13 +67,13 @@ class Block(nn.Module):
 
 
 def make_norm(width: int) -> nn.Module:
-    """Normalise groups of channels."""
+    """Return a group normalization for `width` channels."""
     norm: nn.Module = nn.GroupNorm(max(1, width // GROUP_WIDTH), width)
     return norm
 
 
 def count_flops(model: nn.Module, size: int) -> float:
-    """Return multiplications and additions of one image, forward and backward: three times those of forward alone."""
+    """Return the FLOPs of one image, forward and backward: three times those of the forward pass."""
     total = 0.0
 
     def count(module: nn.Module, inputs: tuple[Tensor], outputs: Tensor) -> None:

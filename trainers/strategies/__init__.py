@@ -1,4 +1,4 @@
-"""The strategies by name, and their combinations. A new one is a new file and one line in this table."""
+"""The registry of strategies, and their combinations. A new strategy is a new file and one line in this table."""
 
 import importlib
 from typing import TYPE_CHECKING
@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from trainers.errors import TrainerError
 from trainers.strategies.options import StrategyOptions, find_problem
 
-# Nothing here imports torch: a config inherits the options above, and flags are read before torch is imported.
+# This module does not import torch: configs inherit the options above, and flags are read before torch is imported.
 if TYPE_CHECKING:
     from trainers.ranks import Ranks
     from trainers.strategies.base import Strategy
@@ -30,9 +30,9 @@ STRATEGIES = {
 
 
 def create_strategy(name: str, ranks: "Ranks", options: StrategyOptions | None = None) -> "Strategy":
-    """Make the strategy of that name, or of several joined by `+`, the first along the slowest axis of the mesh.
+    """Create the strategy of a name, or of several joined by `+`, the first along the slowest axis of the mesh.
 
-    An unknown name, a knob that cannot work, an axis used twice or a mesh that does not fit is a TrainerError.
+    Raises TrainerError for an unknown name, an invalid option, an axis used twice or a mesh that does not fit.
     """
     from trainers.strategies.combined import Combined
     from trainers.strategies.grid import Grid
@@ -56,11 +56,11 @@ def create_strategy(name: str, ranks: "Ranks", options: StrategyOptions | None =
 
 
 def find_axes(name: str) -> tuple[str, ...]:
-    """Return the axes of a strategy's mesh; an unknown name and an axis used twice are a TrainerError."""
+    """Return the axes of a strategy's mesh. Raises TrainerError for an unknown name or an axis used twice."""
     names = name.split("+")
     for part in names:
         if part not in STRATEGIES:
-            raise TrainerError(f"no strategy is called `{part}`; known: {', '.join(STRATEGIES)}")
+            raise TrainerError(f"unknown strategy `{part}`; known: {', '.join(STRATEGIES)}")
     axes = tuple(axis for part in names for axis in _load(part).AXES)
     if len(set(axes)) < len(axes):
         raise TrainerError(f"`{name}` uses an axis twice: {' x '.join(axes)}")

@@ -1,6 +1,6 @@
-"""Gradients are reduced by explicit collectives after the backward pass, a bucket at a time.
+"""All-reduce gradients by explicit collectives after the backward pass, one bucket at a time.
 
-No overlap, but nothing beyond torch itself is imported: a recovery starts training a second sooner than with `ddp`.
+There is no overlap, but no import beyond torch itself: a recovery starts to train one second sooner than with `ddp`.
 """
 
 import contextlib
@@ -18,14 +18,15 @@ from trainers.strategies.ring import ring_all_reduce
 
 
 class AllReduce(Strategy):
-    """Every rank holds the whole model, or the whole of its part where combined, and sends its gradients."""
+    """Every rank holds the whole model, or all of its part in a combination, and all-reduces gradients."""
 
     AXES = ("replicate",)
     MOVES_ALONE = True
+    EXCHANGES_LAST = True
 
     @contextlib.contextmanager
     def micro_step(self, model: nn.Module, *, last: bool) -> Iterator[None]:
-        """Exchange gradients once the last backward pass of the step is through."""
+        """All-reduce gradients after the last backward pass of the step."""
         yield
         if last and self.grid.size("replicate") > 1:
             group, count = self.grid.group("replicate"), self.grid.size("replicate")
@@ -33,7 +34,7 @@ class AllReduce(Strategy):
 
 
 def reduce_gradients(parameters: Iterable[Tensor], options: AllReduceOptions, *, group: Any, divisor: float) -> None:
-    """Replace gradients by their sum over a group, divided. The layout is fixed, so that sums are repeatable."""
+    """Replace gradients by their sum over a group, divided by `divisor`. A fixed layout keeps sums reproducible."""
     gradients = [local(parameter.grad) for parameter in parameters if parameter.grad is not None]
     buckets = fill_buckets(gradients, int(options.bucket_mib * 2**20))
     flat = [torch.cat([gradient.reshape(-1) for gradient in bucket]) for bucket in buckets]
@@ -51,7 +52,7 @@ def reduce_gradients(parameters: Iterable[Tensor], options: AllReduceOptions, *,
 
 
 def fill_buckets(tensors: list[Tensor], bytes_max: int) -> list[list[Tensor]]:
-    """Cut a list into runs of one dtype of at most `bytes_max`; a tensor above that is a run of its own."""
+    """Split a list into runs of one dtype with at most `bytes_max` bytes; a larger tensor is a run by itself."""
     buckets: list[list[Tensor]] = []
     room = 0
     for tensor in tensors:

@@ -1,7 +1,6 @@
-"""The interface of a strategy: three methods around an ordinary model, and a few more that most strategies do not
-override.
+"""The interface of a strategy: three methods around an ordinary model, and others that few strategies override.
 
-A plain `Strategy` is one process training alone; each file next to this one overrides what its way of sharing changes.
+A plain `Strategy` is one process that trains alone. Each file beside this one overrides what its strategy changes.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -36,7 +35,7 @@ class MicroBatch:
 
 @dataclass(frozen=True, kw_only=True)
 class Passes:
-    """The micro-batches of a rank in one step, and how they become a loss."""
+    """The micro-batches of a rank in one step, and how their loss is computed."""
 
     micro_batches: Sequence[MicroBatch]
     forward: Forward
@@ -48,31 +47,33 @@ class Passes:
 
     @property
     def weight(self) -> float:
-        """The share of the global batch that this rank computes."""
+        """The weight of this rank's samples in the global batch."""
         return sum(micro_batch.weight for micro_batch in self.micro_batches)
 
     def scale(self, micro_batch: MicroBatch) -> float:
         """Return the factor of a micro-batch's loss in the backward pass.
 
-        Gradients are averaged over ranks. Weighting by samples makes that the mean of the global batch also where
-        ranks have different numbers of samples.
+        Gradients are averaged over ranks. Weighting by samples makes this the mean over the global batch even if ranks
+        have different numbers of samples.
         """
         return micro_batch.weight * self.share_count * self.loss_scale
 
 
 class Strategy:
-    """The way in which ranks share the work on one model."""
+    """How ranks share the work on one model."""
 
     AXES: ClassVar[tuple[str, ...]] = ()
-    # Whether ranks that differ along `replicate` only hold equal state, and update it without asking each other.
+    # Whether ranks that differ only along `replicate` hold equal state and update it independently.
     MOVES_ALONE: ClassVar[bool] = False
-    # Whether `wrap` accepts a model without memory, which is allocated afterwards: it may be larger than one device.
+    # Whether `wrap` accepts a model on the `meta` device, allocated afterwards: it may be larger than one device.
     TAKES_EMPTY: ClassVar[bool] = False
-    # The strategies it can be joined with by `+`; None: any.
+    # Whether passes wait for no other rank before the last backward pass has ended.
+    EXCHANGES_LAST: ClassVar[bool] = False
+    # The strategies with which it can be combined; None: any.
     PARTNERS: ClassVar[tuple[str, ...] | None] = None
 
     def __init__(self, ranks: Ranks, grid: Grid, options: StrategyOptions) -> None:
-        """Take a place in the grid. Nothing is sent yet."""
+        """Find the share of this rank in the grid. Nothing is sent."""
         self.ranks, self.grid, self.options = ranks, grid, options
         self.share = grid.find_share()
         self._losses: list[HasOwnLoss] | None = None
@@ -80,10 +81,10 @@ class Strategy:
     # The three verbs.
 
     def wrap(self, model: nn.Module) -> nn.Module:
-        """Return the module whose forward is called. Called once, with the same weights on every rank.
+        """Return the module whose forward is called. Called once, with equal weights on every rank.
 
-        Afterwards the parameters of `model` itself are those this rank trains, under their original names: the
-        optimizer and the checkpoint use them. They may be DTensors, and some may have moved to other ranks.
+        Afterwards `model` has the parameters that this rank trains, under their original names, for the optimizer and
+        the checkpoint. They may be DTensors, and some may be on other ranks only.
         """
         return model
 
@@ -98,7 +99,7 @@ class Strategy:
         return clip_gradients(trained, norm_max, device=self.ranks.device, across=pipeline)
 
     def scale_own_losses(self, model: nn.Module, scale: float) -> None:
-        """Pass the factor of the next pass's loss to modules that have a loss of their own."""
+        """Pass the loss factor of the next pass to modules with an auxiliary loss."""
         if self._losses is None:
             self._losses = [module for module in model.modules() if isinstance(module, HasOwnLoss)]
         for module in self._losses:
@@ -107,20 +108,39 @@ class Strategy:
     # For a strategy under which a rank updates only a part of parameters that it holds whole.
 
     def list_trained(self, model: nn.Module) -> Iterable[tuple[str, Tensor]]:
-        """Return what this rank updates, by name: once `micro_step` is through, these tensors have the gradients.
+        """Return the tensors that this rank updates, by name. After `micro_step` they have the gradients.
 
-        First called with the model that was given to `wrap`, after it.
+        Called after `wrap`, with the model that was passed to it.
         """
         return model.named_parameters()
 
     def count_state_bytes(self) -> float:
-        """Return bytes of float32 weight, gradient and moments for each trained element on this rank."""
-        return WEIGHT_BYTES + GRADIENT_BYTES + MOMENTS_BYTES
+        """Return bytes of float32 weight, gradient and moments for each trained element, on this rank's device."""
+        return WEIGHT_BYTES + GRADIENT_BYTES + self.count_optimizer_bytes()
+
+    def count_optimizer_bytes(self) -> float:
+        """Return bytes that the optimizer takes on this rank's device for each element that it updates.
+
+        If offloaded, this is 0 on a GPU; on a CPU, copies of weight and gradient take the same memory as well.
+        """
+        if self.options.offload == "none":
+            return MOMENTS_BYTES
+        return WEIGHT_BYTES + GRADIENT_BYTES + MOMENTS_BYTES if self.ranks.device.type == "cpu" else 0
+
+    # For the comparison of ranks by the time of their own work (`own_time.py`).
+
+    def has_equal_work(self) -> bool:
+        """Return whether every rank with as many samples as this one has as much to compute."""
+        return True
+
+    def exchanges_last(self) -> bool:
+        """Return whether this rank's passes wait for no other rank before the last backward pass has ended."""
+        return self.EXCHANGES_LAST
 
     # For a strategy whose ranks compute different parts of one sample.
 
     def cut(self, passes: "Passes") -> "Passes":
-        """Return this rank's part of passes that were read for its share of the samples."""
+        """Return this rank's part of the passes over its share of the samples."""
         return passes
 
     # For a strategy that orders forward and backward passes itself: a pipeline.
@@ -131,7 +151,7 @@ class Strategy:
         return False
 
     def run_schedule(self, model: nn.Module, passes: Passes) -> Tensor:
-        """Leave the mean gradient of the global batch; return this rank's part of its mean loss, on the device."""
+        """Compute the mean gradient of the global batch; return this rank's part of the mean loss, on the device."""
         raise NotImplementedError
 
     # For a strategy whose ranks do not take each step together.
@@ -143,8 +163,8 @@ class Strategy:
     def all_reduce_loss(self, loss: Tensor, *, weight: float, is_stop_asked: bool) -> Tensor:
         """Return the mean loss of the global batch and the number of ranks asked to stop, on the device.
 
-        All ranks get the same answer, so they stop after the same step. `weight` is the share of the batch behind
-        `loss`.
+        The result is equal on all ranks, so they stop after the same step. `weight` is the weight of `loss` in the
+        batch.
         """
         counted = loss if self.share.is_counted else torch.zeros_like(loss)
         totals = torch.stack([counted, torch.full_like(loss, float(is_stop_asked))])
@@ -153,15 +173,15 @@ class Strategy:
         return totals
 
     def find_part(self) -> Part | None:
-        """Return the part of the shared state that this rank holds, if others may hold it too; None otherwise."""
+        """Return the part of the shared state on this rank if other ranks may hold it too; None otherwise."""
         return self.grid.find_part() if self.MOVES_ALONE else None
 
     # For a strategy under which ranks hold different values of the same parameter.
 
     def shared_state(self, model: nn.Module, optimizer: Optimizer) -> Mapping[str, Any]:
-        """Return what is one for all ranks, by name: enough to continue with other ranks or another strategy."""
+        """Return the state common to all ranks, by name, from which other ranks or strategies can continue."""
         return {"model": model, "optimizer": optimizer}
 
     def own_state(self, model: nn.Module, optimizer: Optimizer) -> Mapping[str, Any]:
-        """Return what differs from rank to rank, by name: read back over the shared state by as many ranks."""
+        """Return the state that differs between ranks, by name; restored over the shared state by as many ranks."""
         return {}

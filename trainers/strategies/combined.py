@@ -13,13 +13,13 @@ from trainers.strategies.base import Passes, Strategy
 from trainers.strategies.grid import Grid, Part
 from trainers.strategies.options import StrategyOptions
 
-# A model is cut into stages, layers into slices, experts are spread, the rest is copied or sharded, and copies drift
-# apart last.
+# The order of wrapping: split into stages, slice layers, split sequences, spread experts, replicate or shard, and last
+# let replicas drift apart.
 ORDER = ("pipeline", "tensor", "context", "expert", "replicate", "shard", "island")
 
 
 class Combined(Strategy):
-    """Each part along its own axes of one grid. A method that a part overrides is called on that part."""
+    """Strategies along different axes of one grid. Each method is delegated to the part that overrides it."""
 
     def __init__(self, ranks: Ranks, grid: Grid, options: StrategyOptions, parts: Sequence[Strategy]) -> None:
         """Order the parts by their requirements; the order of names only sets the layout of the ranks."""
@@ -51,16 +51,16 @@ class Combined(Strategy):
         return any(part.has_own_schedule for part in self._parts)
 
     def run_schedule(self, model: nn.Module, passes: Passes) -> Tensor:
-        """Run the schedule of the part that has one; to the other parts all of its passes are one."""
+        """Run the schedule of the part that has one; for the other parts, all of its passes are one micro-step."""
         with self.micro_step(model, last=True):
             return self._find_owner("run_schedule").run_schedule(model, passes)
 
     def list_trained(self, model: nn.Module) -> Iterable[tuple[str, Tensor]]:
-        """Return the parameters of the part that selects its own."""
+        """Delegate to the part that selects its own parameters."""
         return self._find_owner("list_trained").list_trained(model)
 
     def count_state_bytes(self) -> float:
-        """Return the bytes of the part that saves memory."""
+        """Return the bytes under the part that saves the most memory."""
         return min(part.count_state_bytes() for part in self._parts)
 
     def cut(self, passes: Passes) -> Passes:
@@ -79,16 +79,24 @@ class Combined(Strategy):
         return owner.all_reduce_loss(loss, weight=weight, is_stop_asked=is_stop_asked)
 
     def shared_state(self, model: nn.Module, optimizer: Optimizer) -> Mapping[str, Any]:
-        """Return that of the part under which ranks differ."""
+        """Delegate to the part under which ranks hold different values."""
         return self._find_owner("shared_state").shared_state(model, optimizer)
 
     def own_state(self, model: nn.Module, optimizer: Optimizer) -> Mapping[str, Any]:
-        """Return that of the part under which ranks differ."""
+        """Delegate to the part under which ranks hold different values."""
         return self._find_owner("own_state").own_state(model, optimizer)
 
     def find_part(self) -> Part | None:
-        """Return the part, if there is one under every part of the strategy."""
+        """Return the part of the state on this rank if every strategy allows others to hold it too."""
         return self.grid.find_part() if all(part.MOVES_ALONE for part in self._parts) else None
+
+    def has_equal_work(self) -> bool:
+        """Return whether work is equal under every part."""
+        return all(part.has_equal_work() for part in self._parts)
+
+    def exchanges_last(self) -> bool:
+        """Return whether no part exchanges anything earlier."""
+        return all(part.exchanges_last() for part in self._parts)
 
     def _find_owner(self, verb: str) -> Strategy:
         owners = [part for part in self._parts if _has_own(part, verb)]

@@ -1,4 +1,4 @@
-"""Context parallelism: ranks share each sequence, for contexts whose activations one device cannot hold."""
+"""Context parallelism: split each sequence over ranks, for contexts whose activations exceed one device."""
 
 import contextlib
 import dataclasses
@@ -19,12 +19,12 @@ from trainers.strategies.ring_attention import Ring, attend_in_ring
 
 
 class ContextParallel(Strategy):
-    """Ranks of the axis hold the whole model, and compute different parts of the same sequences."""
+    """Ranks of the axis hold the whole model and compute different parts of the same sequences."""
 
     AXES = ("context",)
 
     def wrap(self, model: nn.Module) -> nn.Module:
-        """Make every layer that uses positions attend in the ring; a model without any is a TrainerError."""
+        """Replace attention and positions by those of the ring. Raises TrainerError if the model lacks support."""
         self._count = self.grid.size("context")
         if self._count == 1:
             return model
@@ -32,7 +32,7 @@ class ContextParallel(Strategy):
         self._sequence = CutSequence(ring)
         modules = [module for module in model.modules() if isinstance(module, KnowsSequence)]
         if not modules:
-            raise TrainerError("this model does not say how its sequences may be cut; `context` cannot be used")
+            raise TrainerError("this model does not declare how its sequences may be split; `context` cannot be used")
         for module in modules:
             module.sequence = self._sequence
         return model
@@ -54,11 +54,11 @@ class ContextParallel(Strategy):
 
     @contextlib.contextmanager
     def micro_step(self, model: nn.Module, *, last: bool) -> Iterator[None]:
-        """Add up gradients after the last backward pass."""
+        """Sum gradients over the axis after the last backward pass."""
         if self._count == 1:
             yield
             return
-        with self._sequence.active():  # in the backward pass too, where blocks may be computed again
+        with self._sequence.active():  # also in the backward pass, in which blocks may be recomputed
             yield
         if last:
             reduce_gradients(
@@ -81,17 +81,17 @@ class ContextParallel(Strategy):
 
 
 class CutSequence(WholeSequence):
-    """A pass has this rank's part of each sequence; outside of one, such as where text is written, whole sequences."""
+    """Passes contain this rank's part of each sequence while `active`, and whole sequences otherwise."""
 
     def __init__(self, ring: Ring) -> None:
-        """Begin with whole sequences."""
+        """Start with whole sequences."""
         super().__init__()
         self.ring = ring
         self._is_active = False
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
-        """Mark passes over parts of sequences."""
+        """Enclose passes over parts of sequences."""
         before, self._is_active = self._is_active, True
         try:
             yield
@@ -105,7 +105,7 @@ class CutSequence(WholeSequence):
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, *, dropout_rate: float = 0.0, mask: Tensor | None = None
     ) -> Tensor:
-        """Read from all positions before, on whatever rank they are."""
+        """Attend to all earlier positions, on any rank."""
         if not self._is_active:
             return super().attend(query, key, value, dropout_rate=dropout_rate, mask=mask)
         assert mask is None, "document masks need whole windows"

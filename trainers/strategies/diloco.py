@@ -1,4 +1,4 @@
-"""DiLoCo: islands train alone and synchronise every few steps, for slow links between clouds (arXiv:2311.08105).
+"""DiLoCo: islands train independently and synchronize every few steps, for slow links (arXiv:2311.08105).
 
 Each island takes its share of every batch. With an outer learning rate of 1 and no momentum this is local SGD.
 """
@@ -16,16 +16,17 @@ from trainers.strategies.islands import OwnTensors, hold_by_first, list_local
 
 
 class Diloco(Strategy):
-    """Islands exchange their parameters only, once every few steps.
+    """Islands exchange only parameters, every few steps.
 
-    Between meetings each rank reports its island's loss, and a stop asked for is put off: islands then do not even
-    wait for each other.
+    Between synchronizations each rank reports the loss of its island, and a requested stop is deferred, so that islands
+    do not wait for each other.
     """
 
     AXES = ("island",)
+    EXCHANGES_LAST = True
 
     def step(self, model: nn.Module, optimizer: Optimizer, loss: Tensor) -> None:
-        """Update this island's parameters; synchronise when it is time, and after the very last step."""
+        """Update this island's parameters; synchronize when due, and after the last step of the run."""
         self._is_met = False
         if self.grid.size("island") == 1:
             optimizer.step()
@@ -45,7 +46,7 @@ class Diloco(Strategy):
             )
 
     def all_reduce_loss(self, loss: Tensor, *, weight: float, is_stop_asked: bool) -> Tensor:
-        """Return the loss of all islands at a meeting, else of this island."""
+        """Return the loss of all islands at a synchronization, and that of this island otherwise."""
         if self._is_met or self.grid.size("island") == 1:
             return super().all_reduce_loss(loss, weight=weight, is_stop_asked=is_stop_asked)
         totals = torch.stack([loss, torch.full_like(loss, weight)]) * float(self.share.is_counted)
@@ -55,7 +56,7 @@ class Diloco(Strategy):
         return torch.stack([totals[0] / totals[1], torch.zeros_like(loss)])
 
     def shared_state(self, model: nn.Module, optimizer: Optimizer) -> Mapping[str, Any]:
-        """Return the first island's model, and the anchor that all islands started from."""
+        """Return the model of the first island, and the anchor from which all islands started."""
         if self.grid.size("island") == 1:
             return super().shared_state(model, optimizer)
         self._outer = Outer(model)
@@ -67,21 +68,21 @@ class Diloco(Strategy):
 
 
 class Outer:
-    """The outer optimizer: where all islands last set out from, and its momentum. Equal on every island."""
+    """The outer optimizer: the common starting point of all islands, and its momentum. Equal on every island."""
 
     def __init__(self, model: nn.Module) -> None:
-        """Allocate, so that a checkpoint can be read into it."""
+        """Allocate the state, so that a checkpoint can be read into it."""
         self.is_begun = False
         self._anchor = {name: tensor.detach().clone() for name, tensor in model.named_parameters()}
         self._momentum = {name: torch.zeros_like(tensor) for name, tensor in self._anchor.items()}
 
     def begin(self, model: nn.Module) -> None:
-        """Start from the model as it is: fresh, or from a checkpoint of another strategy."""
+        """Start from the current model: a new one, or one from a checkpoint of another strategy."""
         self.is_begun = True
         torch._foreach_copy_(self._list(self._anchor), list_local(model))
 
     def meet(self, model: nn.Module, *, group: Any, count: int, learning_rate: float, momentum: float) -> None:
-        """Take the mean change of the islands as a gradient, move the anchor by it, and set every island to it."""
+        """Update the anchor with the mean change of the islands as its gradient, and copy it to every island."""
         parameters, anchor, velocity = list_local(model), self._list(self._anchor), self._list(self._momentum)
         mean = torch.cat([tensor.reshape(-1) for tensor in parameters])
         dist.all_reduce(mean, group=group)
@@ -90,12 +91,12 @@ class Outer:
         ways = [at - to.view_as(at) for at, to in zip(anchor, mean.split(sizes), strict=True)]
         torch._foreach_mul_(velocity, momentum)
         torch._foreach_add_(velocity, ways)
-        torch._foreach_add_(ways, velocity, alpha=momentum)  # Nesterov: look where the momentum leads
+        torch._foreach_add_(ways, velocity, alpha=momentum)  # Nesterov momentum
         torch._foreach_add_(anchor, ways, alpha=-learning_rate)
         torch._foreach_copy_(parameters, anchor)
 
     def state_dict(self) -> dict[str, Any]:
-        """Anchor and momentum by parameter name."""
+        """Return anchor and momentum by parameter name."""
         return {"anchor": dict(self._anchor), "momentum": dict(self._momentum)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -1,9 +1,9 @@
-"""Expert parallelism: each rank holds some of the experts, and tokens travel to them and back (arXiv:2006.16668).
+"""Expert parallelism: each rank holds some of the experts, and tokens are sent to them and back (arXiv:2006.16668).
 
-Two ranks, four experts, two all-to-alls a block in each direction:
+Example: two ranks, four experts, two all-to-alls per block in each direction:
 
     rank 0: experts 0, 1    rows for 0, 1, 2, 3 -> keeps 0 and 1, sends 2 and 3, gets rank 1's rows for 0 and 1
-    rank 1: experts 2, 3    results travel back the same way
+    rank 1: experts 2, 3    the results return the same way
 """
 
 import contextlib
@@ -22,12 +22,12 @@ from trainers.strategies.base import Strategy
 
 
 class ExpertParallel(Strategy):
-    """Ranks read different samples, hold different experts, and all of the rest."""
+    """Ranks read different samples and hold different experts, and all other parameters."""
 
     AXES = ("expert",)
 
     def wrap(self, model: nn.Module) -> nn.Module:
-        """Spread the experts of every layer; a model without any, or with an uneven number, is a TrainerError."""
+        """Shard the experts of every layer. Raises TrainerError without experts, or if ranks do not divide them."""
         count = self.grid.size("expert")
         if count == 1:
             return model
@@ -45,7 +45,7 @@ class ExpertParallel(Strategy):
 
     @contextlib.contextmanager
     def micro_step(self, model: nn.Module, *, last: bool) -> Iterator[None]:
-        """Average gradients after the last backward pass; an expert's tokens of all ranks have been added up."""
+        """Average gradients after the last backward pass. Those of experts already sum over the tokens of all ranks."""
         yield
         count = self.grid.size("expert")
         if not last or count == 1:
@@ -62,30 +62,32 @@ class ExpertParallel(Strategy):
 
 
 def spread_stack(stack: nn.Module, mesh: Any) -> None:
-    """Keep this rank's run of the first dimension of every parameter."""
+    """Replace every parameter by this rank's shard along the first dimension."""
     from torch.distributed.tensor import Shard, distribute_tensor
 
     for name, value in list(stack.named_parameters(recurse=False)):
-        part = distribute_tensor(value.detach(), mesh, [Shard(0)], src_data_rank=None)  # every rank has the same whole
+        part = distribute_tensor(
+            value.detach(), mesh, [Shard(0)], src_data_rank=None
+        )  # the whole tensor is equal on all ranks
         stack.register_parameter(name, nn.Parameter(part, requires_grad=value.requires_grad))
 
 
 class AllToAll:
-    """Sends rows to the ranks of their experts and brings the results back. Waits for the device."""
+    """Sends rows to the ranks of their experts, and the results back. The host waits for the device."""
 
     def __init__(self, group: Any, count: int) -> None:
-        """Exchange within a group of `count` ranks, each with an equal run of the experts."""
+        """Exchange within a group of `count` ranks, each with equally many consecutive experts."""
         self._group, self._count = group, count
 
     def __call__(self, rows: Tensor, counts: Tensor, compute: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-        """Return the result of each row, in the order of rows; called by all ranks together."""
+        """Return the result of each row, in the order of rows. A collective call."""
         leaving = counts.view(self._count, -1)
         arriving = torch.empty_like(leaving)
         dist.all_to_all_single(arriving, leaving.contiguous(), group=self._group)
         sent, got = leaving.sum(1).tolist(), arriving.sum(1).tolist()
         exchange: Any = ExchangeRows.apply
         arrived = exchange(rows, sent, got, self._group)
-        # Rows come rank by rank, and are computed expert by expert.
+        # Rows arrive ordered by rank, and are computed ordered by expert.
         experts = torch.arange(arriving.shape[1], device=rows.device).repeat(self._count)
         order = experts.repeat_interleave(arriving.flatten()).argsort(stable=True)
         results = compute(arrived.index_select(0, order), arriving.sum(0))
@@ -95,17 +97,17 @@ class AllToAll:
 
 
 class ExchangeRows(torch.autograd.Function):
-    """All-to-all of runs of rows; gradients travel the other way."""
+    """All-to-all of runs of rows; the backward pass sends gradients in the opposite direction."""
 
     @staticmethod
     def forward(context: Any, rows: Tensor, sent: list[int], got: list[int], group: Any) -> Tensor:
-        """Send `sent[r]` rows to rank r, in order; return what the others sent, in the order of ranks."""
+        """Send `sent[r]` consecutive rows to rank r; return the received rows in the order of ranks."""
         context.sent, context.got, context.group = sent, got, group
         return exchange_rows(rows, sent, got, group)
 
     @staticmethod
     def backward(context: Any, outer: Tensor) -> tuple[Tensor, None, None, None]:
-        """Send each gradient to where its row came from."""
+        """Send each gradient to the rank of its row."""
         return exchange_rows(outer, context.got, context.sent, context.group), None, None, None
 
 

@@ -1,4 +1,4 @@
-"""PyTorch's fully_shard: parameters, gradients and moments are spread over ranks and gathered block by block."""
+"""PyTorch's fully_shard: parameters, gradients and moments are sharded, and parameters gathered block by block."""
 
 import contextlib
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ from trainers.strategies.base import Strategy
 
 
 class FullyShardedDataParallel(Strategy):
-    """Every rank holds an equal part of every block."""
+    """Every rank holds an equal shard of every block."""
 
     AXES: ClassVar[tuple[str, ...]] = ("shard",)
     MOVES_ALONE = True
@@ -26,7 +26,7 @@ class FullyShardedDataParallel(Strategy):
 
         units = find_units(model)
         settings = self._settings()
-        for unit in reversed(units):  # inner ones before those that hold them
+        for unit in reversed(units):  # inner units before those that contain them
             fully_shard(unit, **settings)
         if not isinstance(model, nn.ModuleList):  # stages of a pipeline are called one by one
             fully_shard(model, **settings)
@@ -41,7 +41,7 @@ class FullyShardedDataParallel(Strategy):
 
     @contextlib.contextmanager
     def micro_step(self, model: nn.Module, *, last: bool) -> Iterator[None]:
-        """Keep gradients whole and on this rank until the last micro step."""
+        """Accumulate unsharded gradients locally until the last micro-step."""
         for root in self._roots:
             root.set_requires_gradient_sync(last)
         yield
@@ -63,6 +63,6 @@ class FullyShardedDataParallel(Strategy):
 
 
 def find_units(model: nn.Module) -> list[nn.Module]:
-    """Children of module lists that hold parameters, outer ones before inner ones."""
+    """Return the children of module lists that have parameters, outer ones before inner ones."""
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
     return [child for children in lists for child in children if next(child.parameters(), None) is not None]

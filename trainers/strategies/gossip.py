@@ -1,7 +1,7 @@
 """Gossip: after its own step each rank averages its parameters with one other (arXiv:2110.13363).
 
-At exchange e a rank sends to the one 2^(e mod log n) places on: news reaches everyone within log n exchanges, and no
-rank ever waits for more than one other.
+At exchange e, a rank sends to the rank 2^(e mod log n) places further: information reaches all ranks within log n
+exchanges, and no rank waits for more than one other.
 """
 
 import math
@@ -20,18 +20,19 @@ NEVER = torch.iinfo(torch.int64).max
 
 
 class Gossip(Strategy):
-    """Ranks hold models that differ a little; the first rank's is the one that a checkpoint shares."""
+    """Ranks hold slightly different models; that of the first rank is the shared one of a checkpoint."""
 
     AXES = ("island",)
+    EXCHANGES_LAST = True
 
     def wrap(self, model: nn.Module) -> nn.Module:
-        """Leave the model unchanged; no step to stop after is known yet."""
+        """Leave the model unchanged."""
         self._steps_done, self._stop_step = 0, NEVER
         self._turns = max(1, math.ceil(math.log2(self.grid.size("island"))))
         return model
 
     def step(self, model: nn.Module, optimizer: Optimizer, loss: Tensor) -> None:
-        """Update, then average with the partner of this exchange."""
+        """Update the parameters, then average them with those of this exchange's partner."""
         optimizer.step()
         self._steps_done = optimizer.steps_done
         exchange, rest = divmod(self._steps_done, self.options.gossip.every_steps)
@@ -39,7 +40,7 @@ class Gossip(Strategy):
             self._exchange(list_local(model), 2 ** (exchange % self._turns))
 
     def all_reduce_loss(self, loss: Tensor, *, weight: float, is_stop_asked: bool) -> Tensor:
-        """Return this rank's own loss. The step to stop after is far enough ahead for all ranks to learn of it."""
+        """Return this rank's loss. A requested stop is set far enough ahead for all ranks to learn of it."""
         every_steps, count = self.options.gossip.every_steps, self.grid.size("island")
         if is_stop_asked and self._stop_step == NEVER:
             turns = self._turns if count > 1 else 0

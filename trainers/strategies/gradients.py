@@ -1,4 +1,4 @@
-"""Gradients as plain local tensors: what collectives and norms are computed on, sharded or not."""
+"""Clip gradients as plain local tensors, sharded or not."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -15,8 +15,8 @@ def clip_gradients(
 ) -> Tensor:
     """Scale gradients in place so that their norm is at most `norm_max`; return the norm before, on the device.
 
-    Shards of one gradient are summed over the mesh axes they are spread along, replicas counted once. `across` names
-    groups whose ranks hold different parameters. Nothing waits for a GPU.
+    Shards of a gradient are summed over the mesh axes along which they are sharded; replicas count once. `across` has
+    the groups whose ranks hold different parameters. The host does not wait for a GPU.
     """
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     by_groups: dict[tuple[Any, ...], list[Tensor]] = {}
@@ -29,15 +29,15 @@ def clip_gradients(
             dist.all_reduce(total, group=group)
         squared = squared + total
     for group in across:
-        # Every rank of the group takes part, also one without any gradients.
+        # A collective on every rank of the group, also on one without gradients.
         dist.all_reduce(squared, group=group)
     norm = squared.sqrt()
-    # The small constant is torch's own, so that clipping here and there agree.
+    # The constant is the one in torch's `clip_grad_norm_`.
     factor = (norm_max / (norm + 1e-6)).clamp(max=1.0)
-    # On a CPU a look at the factor is free and may save a pass over all gradients; a GPU would have to be waited for.
+    # On a CPU, reading the factor is free and may save a pass over all gradients; on a GPU it would wait.
     if device.type != "cpu" or factor < 1.0:
         for parts in by_groups.values():
-            # On a GPU the fused kernel wants the list's own type; on a CPU nothing is lost by keeping all digits.
+            # The fused kernel of GPUs requires the dtype of the list; on a CPU float64 keeps all digits.
             torch._foreach_mul_(parts, factor if device.type == "cpu" else factor.to(parts[0].dtype))
     return norm
 

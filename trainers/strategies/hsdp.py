@@ -1,9 +1,9 @@
-"""Sharded within a group of ranks, replicated across groups: gathers stay on the fast links inside a node."""
+"""Shard within a group of ranks and replicate across groups, so that gathers use the fast links within a node."""
 
 from trainers.strategies.fsdp import FullyShardedDataParallel
 
 
 class HybridShardedDataParallel(FullyShardedDataParallel):
-    """`--mesh 2x8` is two replicas, each spread over eight ranks; fully_shard reads that off its two-axis mesh."""
+    """With `--mesh 2x8`, two replicas are each sharded over eight ranks: fully_shard accepts a two-axis mesh."""
 
     AXES = ("replicate", "shard")

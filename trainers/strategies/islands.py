@@ -1,4 +1,4 @@
-"""State of ranks that drift apart: what each holds of its own, as plain local tensors."""
+"""The state of ranks that drift apart, as plain local tensors."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -11,10 +11,10 @@ from trainers.optimizer import Optimizer, local
 
 
 class OwnTensors:
-    """One rank's model and moments, shard or whole, apart from those of the same names elsewhere."""
+    """The model and moments of one rank, sharded or whole, distinct from those of other ranks."""
 
     def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
-        """Keep hold of the live tensors."""
+        """Refer to the live tensors of the model and the optimizer."""
         self._model, self._optimizer = model, optimizer
 
     def state_dict(self) -> dict[str, Any]:
@@ -32,7 +32,7 @@ class OwnTensors:
 
 
 def hold_by_first(model: nn.Module, optimizer: Optimizer, *, is_first: bool) -> Mapping[str, Any]:
-    """Return the shared state of ranks that drift apart: the first's model and moments stand for all."""
+    """Return the shared state of ranks that drift apart: model and moments of the first rank."""
     return {
         "model": HeldByOne(model, is_holder=is_first),
         "optimizer": HeldByOne(optimizer, is_holder=is_first),
@@ -40,5 +40,5 @@ def hold_by_first(model: nn.Module, optimizer: Optimizer, *, is_first: bool) -> 
 
 
 def list_local(model: nn.Module) -> list[Tensor]:
-    """Return this rank's part of every parameter, in one order everywhere."""
+    """Return this rank's part of every parameter, in the same order on all ranks."""
     return [local(parameter.detach()) for parameter in model.parameters()]

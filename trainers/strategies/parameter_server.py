@@ -1,7 +1,7 @@
 """A parameter server: rank 0 keeps parameters and moments, the others send it gradients (Li et al., OSDI 2014).
 
-Without staleness all workers' gradients make one step. With it each makes its own as it arrives, and a worker may be
-at most that many steps ahead of the slowest (Ho et al., NIPS 2013).
+Without staleness, the gradients of all workers are averaged for one step. With staleness s, each is applied as it
+arrives, and a worker may be at most s steps ahead of the slowest (Ho et al., NIPS 2013).
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,28 +18,28 @@ from trainers.ranks import make_timeout
 from trainers.strategies.base import Strategy
 from trainers.strategies.grid import Share
 
-# A head is [step, loss part, whether a stop is asked for] one way and [the step to stop after, 0, 0] the other.
+# A header is [step, part of the loss, whether to stop] to the server, and [step to stop after, 0, 0] from it.
 HEAD_TAG, BODY_TAG, HEAD_SIZE = 1, 2, 3
-NEVER = 2**53  # above any step, and exact as a float
+NEVER = 2**53  # above any step, and exactly representable as float64
 
 
 class ParameterServer(Strategy):
-    """The rank's own part is played by a `ServerRole` or a `Worker`; one process alone just trains.
+    """Each rank has a `ServerRole` or is a `Worker`; a single process trains without either.
 
-    Messages travel between CPUs. A checkpoint is a clean cut: ranks wait there until the slowest has arrived.
+    Messages are sent between CPUs. At a checkpoint all ranks wait for the slowest.
     """
 
     AXES = ("server",)
 
     def wrap(self, model: nn.Module) -> nn.Module:
-        """Split the roles. A model with state other than its parameters is a TrainerError."""
+        """Assign the roles. Raises TrainerError if the model has state other than its parameters."""
         self._role: ServerRole | Worker | None = None
         self._is_stop_asked = False
         worker_count = self.ranks.world_size - 1
         if not worker_count:
             return model
         if len(model.state_dict()) > len(list(model.named_parameters(remove_duplicate=False))):
-            raise TrainerError("a parameter server keeps parameters only, but this model has other state")
+            raise TrainerError("a parameter server keeps only parameters, but this model has other state")
         self._group = dist.new_group(backend="gloo", timeout=make_timeout(self.ranks.start_s))
         if self.ranks.is_first:
             self.share = Share(index=0, count=0)
@@ -50,7 +50,7 @@ class ParameterServer(Strategy):
         return model
 
     def clip(self, model: nn.Module, norm_max: float) -> Tensor:
-        """Clip on the rank that has the gradient of the next update: a synchronous server, or else each worker.
+        """Clip on the rank with the gradient of the next update: a synchronous server, or otherwise each worker.
 
         A synchronous server first waits for the gradients of all workers. Other ranks return 0.
         """
@@ -61,8 +61,12 @@ class ParameterServer(Strategy):
             return super().clip(model, norm_max)
         return torch.zeros((), dtype=torch.float64, device=self.ranks.device)
 
+    def has_equal_work(self) -> bool:
+        """Return whether this rank is a worker: the server computes no passes."""
+        return not isinstance(self._role, ServerRole)
+
     def step(self, model: nn.Module, optimizer: Optimizer, loss: Tensor) -> None:
-        """Send gradients one way and parameters the other."""
+        """Exchange gradients for parameters: workers send, the server updates and answers."""
         if self._role is None:
             optimizer.step()
         elif isinstance(self._role, ServerRole):
@@ -72,7 +76,7 @@ class ParameterServer(Strategy):
             self._role.step(loss.item(), is_stop_asked=self._is_stop_asked)
 
     def all_reduce_loss(self, loss: Tensor, *, weight: float, is_stop_asked: bool) -> Tensor:
-        """Return the loss of all on the server, its own on a worker, whose next message says that it is to stop."""
+        """Return the mean loss on the server, and its own on a worker. The worker's next message carries the stop."""
         if self._role is None:
             return super().all_reduce_loss(loss, weight=weight, is_stop_asked=is_stop_asked)
         self._is_stop_asked = is_stop_asked
@@ -83,7 +87,7 @@ class ParameterServer(Strategy):
         return torch.tensor([mean, float(is_stopping)], dtype=torch.float64)
 
     def shared_state(self, model: nn.Module, optimizer: Optimizer) -> Mapping[str, Any]:
-        """Return the server's. Saving brings every worker up to its parameters first."""
+        """Return the state of the server. A save first copies its parameters to every worker."""
         if self._role is None:
             return super().shared_state(model, optimizer)
         is_server = self.ranks.is_first
@@ -97,17 +101,17 @@ class Worker:
     """Sends a gradient and waits for parameters."""
 
     def __init__(self, model: nn.Module, group: Any) -> None:
-        """Serve one model."""
+        """Exchange the parameters of `model` within `group`."""
         self._parameters, self._group = list_trained(model), group
         self._steps_done, self._stop_step = 0, NEVER
 
     @property
     def is_stopping(self) -> bool:
-        """Return whether the server named the step just done as the last."""
+        """Return whether the step just taken is the one to stop after."""
         return self._steps_done >= self._stop_step
 
     def step(self, loss_part: float, *, is_stop_asked: bool) -> None:
-        """Exchange; returns when the server lets this worker continue."""
+        """Send the gradient and receive parameters; return when the server allows the next step."""
         self._steps_done += 1
         head = torch.tensor([self._steps_done, loss_part, is_stop_asked], dtype=torch.float64)
         dist.send(head, 0, group=self._group, tag=HEAD_TAG)
@@ -122,12 +126,12 @@ class Worker:
 
 
 class ServerRole:
-    """Takes gradients as they come, and answers with parameters."""
+    """Receives gradients as they arrive, and answers with parameters."""
 
     def __init__(self, model: nn.Module, group: Any, worker_count: int, staleness_max: int) -> None:
         """Serve one model to ranks 1 to `worker_count`."""
         self.staleness_max = staleness_max
-        self.lead_max = 0  # the most that a gradient was ahead of the slowest worker when its worker began on it
+        self.lead_max = 0  # maximum lead of a worker over the slowest at the start of a step
         self._parameters, self._group = list_trained(model), group
         self._done = {rank: 0 for rank in range(1, worker_count + 1)}
         self._waiting: set[int] = set()
@@ -136,7 +140,7 @@ class ServerRole:
         self._step_begun: int | None = None
 
     def collect_mean(self) -> None:
-        """Leave the mean of one gradient of each worker in the parameters, always summed in the same order."""
+        """Set the gradients to the mean over one gradient of each worker, summed in the order of ranks."""
         total = torch.zeros_like(_flatten(self._parameters))
         for rank in self._done:
             total += self._receive(rank)[1]
@@ -152,20 +156,20 @@ class ServerRole:
         while min(self._done.values()) <= self._steps_done:
             rank, gradient = self._receive(None)
             self._put(gradient)
-            # One step of all workers moves as far as one step of a synchronous run.
+            # One step of all workers has the total learning rate of one synchronous step.
             schedule_step = self._step_begun + self._done[rank] - 1
             optimizer.step(schedule_step=schedule_step, rate_share=1.0 / len(self._done))
             self._answer()
         self._steps_done += 1
 
     def tally(self, *, is_stop_asked: bool) -> tuple[float, bool]:
-        """Return the loss that workers reported for the step just done."""
+        """Return the mean loss of the step just taken, and whether to stop."""
         if is_stop_asked:
             self._stop_soon()
         return self._losses.pop(self._steps_done), self._steps_done >= self._stop_step
 
     def _receive(self, rank: int | None) -> tuple[int, Tensor]:
-        """Return a gradient from one worker, or from whichever is first; it then waits for an answer."""
+        """Receive a gradient from one worker, or from any if `rank` is None. That worker then waits for an answer."""
         head, body = torch.empty(HEAD_SIZE, dtype=torch.float64), _flatten(self._parameters)
         source = dist.recv(head, rank, group=self._group, tag=HEAD_TAG)
         dist.recv(body, source, group=self._group, tag=BODY_TAG)
@@ -179,7 +183,7 @@ class ServerRole:
         return source, body
 
     def _answer(self) -> None:
-        """Answer the workers that are not too far ahead of the slowest."""
+        """Answer the waiting workers that are within the staleness bound."""
         slowest = min(self._done.values())
         ready = sorted(rank for rank in self._waiting if self._done[rank] - slowest <= self.staleness_max)
         if not ready:
@@ -192,7 +196,7 @@ class ServerRole:
         self._waiting.difference_update(ready)
 
     def _stop_soon(self) -> None:
-        """Stop after the furthest step that any worker may have begun: all of them hear of it in time."""
+        """Stop after the latest step that any worker may have started, so that all learn of it in time."""
         begun = max(done + (rank not in self._waiting) for rank, done in self._done.items())
         self._stop_step = min(self._stop_step, begun)
 
@@ -203,14 +207,14 @@ class ServerRole:
 
 
 class Settled:
-    """A model that is first made the server's on every rank. Saving happens after the same step everywhere."""
+    """A model whose parameters become those of the server, on every rank, before they are saved."""
 
     def __init__(self, model: nn.Module, group: Any) -> None:
-        """Stand for `model`."""
+        """Wrap `model`."""
         self._model, self._group = model, group
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the server's parameters; waits for all ranks."""
+        """Broadcast the parameters of the server and return the state. A collective call."""
         parameters = list(self._model.parameters())
         body = _flatten(parameters)
         dist.broadcast(body, 0, group=self._group)
@@ -219,12 +223,12 @@ class Settled:
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load into the model."""
+        """Load a saved state into the model."""
         self._model.load_state_dict(state)
 
 
 def list_trained(model: nn.Module) -> list[Tensor]:
-    """Return the parameters that are sent; frozen ones are equal everywhere."""
+    """Return the trained parameters, which are exchanged; frozen ones are equal on all ranks."""
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 

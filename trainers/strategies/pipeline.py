@@ -1,4 +1,4 @@
-"""Pipeline parallelism with torch.distributed.pipelining: runs of blocks lie on different ranks (arXiv:2104.04473)."""
+"""Pipeline parallelism with torch.distributed.pipelining: stages of blocks on different ranks (arXiv:2104.04473)."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -14,26 +14,26 @@ SCHEDULES = {"gpipe": "ScheduleGPipe", "1f1b": "Schedule1F1B", "interleaved": "S
 
 
 class PipelineParallel(Strategy):
-    """Ranks of the axis see the same samples, one run of blocks each, or several under `interleaved`."""
+    """Ranks of the axis process the same samples and hold one stage each, or several under `interleaved`."""
 
     AXES = ("pipeline",)
     MOVES_ALONE = True
 
     def wrap(self, model: nn.Module) -> nn.Module:
-        """Keep this rank's blocks and return them as `Stages`; a model that has no blocks is a TrainerError."""
+        """Keep this rank's blocks and return them as `Stages`. Raises TrainerError if the model has no blocks."""
         self._schedule: Any = None
         count = self.grid.size("pipeline")
         if count == 1:
             return model
         if not isinstance(model, Segmentable):
-            raise TrainerError("this model is not a row of blocks; `pipeline` cannot be used")
+            raise TrainerError("this model does not consist of blocks; `pipeline` cannot be used")
         is_interleaved = self.options.pipeline.schedule == "interleaved"
         self._stage_count = count * (self.options.pipeline.stages_per_rank if is_interleaved else 1)
         depth = len(model.blocks)
         if depth < self._stage_count:
             raise TrainerError(f"{depth} blocks cannot be cut into {self._stage_count} stages")
         bounds = [depth * place // self._stage_count for place in range(self._stage_count + 1)]
-        # Ranks take turns, so that under `interleaved` the first rank has work again while the last is still busy.
+        # Stages alternate between ranks, so that under `interleaved` the first rank has work while the last is busy.
         self._places = range(self.grid.index("pipeline"), self._stage_count, count)
         modules = model.cut([range(bounds[place], bounds[place + 1]) for place in self._places])
         return Stages(modules, self._places, self._stage_count, self.grid.group("pipeline"))
@@ -43,8 +43,12 @@ class PipelineParallel(Strategy):
         """Return whether there is more than one stage."""
         return self.grid.size("pipeline") > 1
 
+    def has_equal_work(self) -> bool:
+        """Return whether there is one stage: stages differ, the last one by the output layer and the loss."""
+        return self.grid.size("pipeline") == 1
+
     def run_schedule(self, model: nn.Module, passes: Passes) -> Tensor:
-        """Push all micro-batches through all stages; the rank of the last stage knows the loss, the others report 0."""
+        """Run all micro-batches through all stages; return the loss on the rank of the last stage, 0 on the others."""
         assert isinstance(model, Stages)
         micro_batches = passes.micro_batches
         first = micro_batches[0]
@@ -70,7 +74,7 @@ class PipelineParallel(Strategy):
         return total / passes.share_count / passes.loss_scale
 
     def _make_schedule(self, model: "Stages", passes: Passes) -> Any:
-        """Create it at the first step, when the stages have been wrapped and the size of a micro-batch is known."""
+        """Create the schedule at the first step: stages are wrapped, and the size of a micro-batch is known."""
         from torch.distributed import pipelining
 
         count = len(passes.micro_batches)
@@ -87,17 +91,17 @@ class PipelineParallel(Strategy):
     def _make_stage(self, module: nn.Module, place: int, passes: Passes) -> Any:
         from torch.distributed.pipelining import PipelineStage
 
-        # What goes in and out of a stage torch finds out by one more pass before the first step. It puts random
-        # numbers back after that, or a resumed run would drop other activations than an unbroken one.
+        # Before the first step torch infers the shapes of a stage by an extra pass. Restore the random numbers after
+        # it, or a resumed run would drop different activations.
         _run_in_precision(module, passes)
         group = self.grid.group("pipeline")
         return PipelineStage(module, place, self._stage_count, self.ranks.device, group=group)
 
 
 class Stages(nn.ModuleList):
-    """One rank's stages. Called by all ranks of the pipeline together, they pass each stage's outputs on.
+    """The stages of one rank. A call, collective over the pipeline, forwards the outputs from stage to stage.
 
-    For looking at a model, not for training it: only one rank is busy at a time.
+    It is meant for evaluation, not for training: only one rank is busy at a time.
     """
 
     def __init__(self, modules: Iterable[nn.Module], places: range, stage_count: int, group: Any) -> None:
@@ -108,7 +112,7 @@ class Stages(nn.ModuleList):
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Return the last stage's outputs, on every rank."""
-        assert not torch.is_grad_enabled(), "gradients do not find their way back"
+        assert not torch.is_grad_enabled(), "calls are for evaluation: gradients do not flow between stages"
         value = inputs
         for place in range(self._stage_count):
             is_mine = place in self._places
@@ -126,7 +130,7 @@ class Stages(nn.ModuleList):
 
 
 def _check_count(schedule: str, count: int, ranks: int) -> None:
-    """Refuse a number of micro-batches that torch's schedule cannot keep all ranks busy with."""
+    """Raise TrainerError for a number of micro-batches that torch's schedule does not support."""
     needs = {"1f1b": f"at least {ranks}", "interleaved": f"a multiple of {ranks}"}
     if (schedule == "1f1b" and count < ranks) or (schedule == "interleaved" and count % ranks):
         raise TrainerError(
@@ -136,7 +140,7 @@ def _check_count(schedule: str, count: int, ranks: int) -> None:
 
 
 def _run_in_precision(module: nn.Module, passes: Passes) -> None:
-    """Between stages travels float32, whatever the arithmetic inside."""
+    """Run the stage in the precision of the passes; its outputs are float32."""
     forward = module.forward
 
     def run(inputs: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
-"""All-reduce written with sends and receives between neighbours: the reference the library's is compared with.
+"""Ring all-reduce by sends and receives between neighbours, as a reference for the library's all-reduce.
 
-Each of n ranks sends 2 (n - 1) / n of the data, whatever n: the least possible (Patarasuk and Yuan, 2009,
+Each of n ranks sends 2 (n - 1) / n of the data, which is optimal (Patarasuk and Yuan, 2009,
 doi:10.1016/j.jpdc.2008.09.002).
 """
 
@@ -12,9 +12,9 @@ from torch import Tensor
 
 
 def ring_all_reduce(tensor: Tensor, group: Any = None) -> None:
-    """Replace a contiguous tensor by its sum over a group's ranks, equal on all to the last bit.
+    """Replace a contiguous tensor by its sum over the ranks of a group, bit-identical on all.
 
-    A peer that is gone is torch's error, as with its own collectives.
+    Raises torch's error if a peer is lost, as torch's own collectives do.
     """
     count, rank = dist.get_world_size(group), dist.get_rank(group)
     if count == 1:
@@ -22,13 +22,13 @@ def ring_all_reduce(tensor: Tensor, group: Any = None) -> None:
     flat = tensor.view(-1)
     chunks = list(flat.tensor_split(count))
     incoming = torch.empty_like(chunks[0])  # the first chunk is the longest
-    # Reduce-scatter: each chunk goes once round, and every rank it passes adds its own numbers.
+    # Reduce-scatter: each chunk travels once around the ring, and every rank adds its own values.
     for turn in range(count - 1):
         target = chunks[(rank - turn - 1) % count]
         arrived = incoming[: target.numel()]
         _exchange(chunks[(rank - turn) % count], arrived, group)
         target += arrived
-    # All-gather: each finished chunk goes round again and replaces what it meets.
+    # All-gather: each finished chunk travels around again and replaces the partial ones.
     for turn in range(count - 1):
         _exchange(chunks[(rank + 1 - turn) % count], chunks[(rank - turn) % count], group)
 

@@ -1,7 +1,7 @@
-"""Causal attention over a sequence that is spread over ranks: keys and values travel round a ring (arXiv:2310.01889).
+"""Causal attention over a sharded sequence: keys and values travel around a ring of ranks (arXiv:2310.01889).
 
-The sequence is cut into 2n chunks and rank r has chunks r and 2n - 1 - r (zigzag), so that all ranks have equal work.
-On two ranks, with the turn in which each chunk of queries reads each chunk of keys:
+The sequence is split into 2n chunks, and rank r has chunks r and 2n - 1 - r (zigzag), so all ranks have equal work.
+Example with two ranks: the turn in which each chunk of queries attends to each chunk of keys:
 
     rank  queries   keys: 0  1  2  3
     0     0               1
@@ -22,13 +22,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-# Scores of more than this are computed a run of queries at a time.
+# Above this size, scores are computed for one run of queries at a time.
 SCORE_BYTES = 64 * 2**20
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ring:
-    """The place of one rank among those that share each sequence."""
+    """The position of one rank in the ring."""
 
     group: Any
     rank: int
@@ -42,21 +42,21 @@ class Ring:
         return torch.cat([first * chunk + steps, last * chunk + steps])
 
     def find_block(self, turn: int, length: int) -> tuple[slice, slice, bool]:
-        """Return which of this rank's queries read which of the keys that are here in a turn; and whether causally."""
+        """Return the queries and keys of this rank in a turn, and whether their attention is causal."""
         whole, chunk = slice(0, length), length // 2
         source = self.find_source(turn)
         if source == self.rank:
-            return whole, whole, True  # both pairs of chunks are in the order of the sequence
+            return whole, whole, True  # both pairs of chunks are in sequence order
         if source < self.rank:
             return whole, slice(0, chunk), False
         return slice(chunk, length), whole, False
 
     def find_source(self, turn: int) -> int:
-        """Return the rank whose keys are here in a turn."""
+        """Return the rank whose keys this rank holds in a turn."""
         return (self.rank - turn) % self.count
 
     def pass_on(self, tensor: Tensor) -> "Passing":
-        """Begin to send a tensor to the next rank and to receive the previous one's, of the same shape."""
+        """Start sending a tensor to the next rank, and receiving one of the same shape from the previous rank."""
         group: Any = self.group or dist.group.WORLD
         to, source = (dist.get_global_rank(group, (self.rank + way) % self.count) for way in (1, -1))
         arriving = torch.empty_like(tensor)
@@ -69,22 +69,22 @@ class Ring:
 
 @dataclass(frozen=True)
 class Passing:
-    """A tensor on its way."""
+    """A tensor in transit."""
 
-    leaving: Tensor  # held until it is sent
+    leaving: Tensor  # referenced until it is sent
     arriving: Tensor
     works: list[Any]
 
     def wait(self) -> Tensor:
-        """Return what arrived."""
+        """Wait for the received tensor and return it."""
         for work in self.works:
             work.wait()
         return self.arriving
 
 
 def attend_in_ring(query: Tensor, key: Tensor, value: Tensor, ring: Ring, *, dropout_rate: float = 0.0) -> Tensor:
-    """Attend from this rank's `[batch, heads, time, width]` to all positions before each; called by all ranks."""
-    # Drawn here, so that a resumed run draws the same, and the backward pass drops what the forward pass dropped.
+    """Attend from this rank's `[batch, heads, time, width]` to all earlier positions. A collective call."""
+    # Drawn here, so that a resumed run draws the same one, and both passes drop the same values.
     seed = int(torch.randint(2**48, ())) if dropout_rate else 0
     attend: Any = RingAttention.apply
     mixed: Tensor = attend(query, key, value, ring, dropout_rate, seed)
@@ -92,13 +92,13 @@ def attend_in_ring(query: Tensor, key: Tensor, value: Tensor, ring: Ring, *, dro
 
 
 class RingAttention(torch.autograd.Function):
-    """Keeps its inputs, outputs and one number a query; scores are computed again in the backward pass."""
+    """Saves inputs, outputs and one number per query; the backward pass recomputes the scores."""
 
     @staticmethod
     def forward(
         context: Any, query: Tensor, key: Tensor, value: Tensor, ring: Ring, dropout_rate: float, seed: int
     ) -> Tensor:
-        """Merge what each turn's keys contribute."""
+        """Merge the partial results of all turns."""
         length = query.shape[2]
         mixed = torch.zeros(query.shape, dtype=torch.float32, device=query.device)
         log_sums = mixed.new_full((*query.shape[:3], 1), -torch.inf)
@@ -123,13 +123,13 @@ class RingAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(context: Any, outer: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None, None]:
-        """Send keys and values round once more; their gradients travel with them, and are home after the last turn."""
+        """Send keys and values around again with their gradients, which return to their rank after the last turn."""
         query, key, value, mixed, log_sums = context.saved_tensors
         ring, rate, length = context.ring, context.dropout_rate, query.shape[2]
         slopes = torch.zeros(query.shape, dtype=torch.float32, device=query.device)
         with torch.autocast(query.device.type, enabled=False):
             outer = outer.to(query.dtype)
-            # Row sums of share x gradient of share, which the softmax's gradient needs, of all turns together.
+            # Row sums of probability x its gradient over all turns, for the gradient of the softmax.
             means = (outer.float() * mixed).sum(dim=-1, keepdim=True)
             pair = torch.stack([key, value])
             pair_slopes = torch.zeros(pair.shape, dtype=torch.float32, device=pair.device)
@@ -163,7 +163,7 @@ def expand_heads(pair: Tensor, heads: int) -> tuple[Tensor, Tensor]:
 
 
 def find_runs(query: Tensor, rows: slice, keys: Tensor) -> Iterator[slice]:
-    """Cut the queries into runs whose float32 scores take at most `SCORE_BYTES`."""
+    """Split the queries into runs whose float32 scores take at most `SCORE_BYTES`."""
     row_bytes = 4 * query.shape[0] * query.shape[1] * keys.shape[2]
     step = max(1, SCORE_BYTES // row_bytes)
     for start in range(rows.start, rows.stop, step):
@@ -171,9 +171,10 @@ def find_runs(query: Tensor, rows: slice, keys: Tensor) -> Iterator[slice]:
 
 
 def score(query: Tensor, keys: Tensor, *, is_causal: bool, first: int) -> Tensor:
-    """Return scaled scores `[batch, heads, queries, keys]` in float32; `first` is the first query's place among keys.
+    """Return scaled scores `[batch, heads, queries, keys]` in float32; `first` is the position of the first query
+    among the keys.
 
-    Products have the inputs' type, as in torch's own attention.
+    Matrix products have the dtype of the inputs, as in torch's own attention.
     """
     scores = (query @ keys.transpose(2, 3)).float() / math.sqrt(query.shape[3])
     if is_causal:
@@ -184,7 +185,7 @@ def score(query: Tensor, keys: Tensor, *, is_causal: bool, first: int) -> Tensor
 
 
 def drop(values: Tensor, rate: float, name: str) -> Tensor:
-    """Set a share of the values to zero and scale up the others: the same ones for the same name."""
+    """Apply dropout that depends only on the name: the same name drops the same values."""
     if not rate:
         return values
     seed = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=7).digest(), "big")

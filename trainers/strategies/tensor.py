@@ -1,4 +1,4 @@
-"""Tensor parallelism: linear layers are spread over ranks by columns, then by rows, as DTensors (arXiv:1909.08053)."""
+"""Tensor parallelism: linear layers sharded by columns, then by rows, as DTensors (arXiv:1909.08053)."""
 
 from torch import nn
 
@@ -8,13 +8,13 @@ from trainers.strategies.base import Strategy
 
 
 class TensorParallel(Strategy):
-    """Ranks of the axis see the same samples, and each computes some heads and some hidden units of every layer."""
+    """Ranks of the axis process the same samples; each computes some heads and hidden units of every layer."""
 
     AXES = ("tensor",)
     MOVES_ALONE = True
 
     def wrap(self, model: nn.Module) -> nn.Module:
-        """Spread each linear layer that its module declares; a model that declares none is a TrainerError."""
+        """Shard each linear layer that its module declares. Raises TrainerError if the model declares none."""
         count = self.grid.size("tensor")
         if count == 1:
             return model
@@ -32,7 +32,7 @@ class TensorParallel(Strategy):
             for name, slicing in module.slicings().items() if isinstance(module, Sliceable) else ():
                 layer = getattr(module, name)
                 if layer is None:
-                    continue  # on another stage of a pipeline
+                    continue  # on another pipeline stage
                 if slicing.pieces % count:
                     raise TrainerError(
                         f"`{name}` has {slicing.pieces} pieces, which {count} ranks cannot divide evenly"
@@ -40,5 +40,5 @@ class TensorParallel(Strategy):
                 parallelize_module(layer, mesh, styles[slicing.way])
                 is_sliced = True
         if not is_sliced and self.grid.size("pipeline") == 1:
-            raise TrainerError("this model does not say how its layers may be spread; `tensor` cannot be used")
+            raise TrainerError("this model does not declare how its layers may be sharded; `tensor` cannot be used")
         return model

@@ -1,12 +1,12 @@
-"""ZeRO stages 1 and 2: every rank holds all weights, and keeps the moments of its own part of them (arXiv:1910.02054).
+"""ZeRO stages 1 and 2: every rank holds all weights, and the moments of its own shard of them (arXiv:1910.02054).
 
-Parameter p of shape [6, w] on 2 ranks, one step of two micro-batches:
+Example: parameter p of shape [6, w] on 2 ranks, one step of two micro-batches:
 
     zero1   backward, backward | reduce-scatter: rank 0 gets rows 0-2, rank 1 rows 3-5 | AdamW on own rows | gather
-    zero2   backward, reduce-scatter, p.grad is freed; once more, added up             | AdamW on own rows | gather
+    zero2   backward, reduce-scatter, p.grad is freed; again, and summed               | AdamW on own rows | gather
 
-A rank's part is a DTensor sharded along the first dimension whose memory is that of the whole parameter, so the update
-happens in place, and checkpoints hold the moments as `fsdp` writes them.
+A rank's shard is a DTensor, sharded along the first dimension, that shares memory with the whole parameter: the update
+is in place, and checkpoints contain the moments as `fsdp` writes them.
 """
 
 import contextlib
@@ -21,28 +21,29 @@ from torch import Tensor, nn
 from trainers.errors import TrainerError
 from trainers.optimizer import Optimizer
 from trainers.strategies.allreduce import fill_buckets
-from trainers.strategies.base import GRADIENT_BYTES, MOMENTS_BYTES, WEIGHT_BYTES, Strategy
+from trainers.strategies.base import GRADIENT_BYTES, WEIGHT_BYTES, Strategy
 
-BUCKET_BYTES = 25 * 2**20  # as DistributedDataParallel
-# Buckets under way at once under `zero2`: one travels while the next is filled, and whole gradients stay few.
+BUCKET_BYTES = 25 * 2**20  # as in DistributedDataParallel
+# Buckets in transit at once under `zero2`: one is sent while the next is filled, so few whole gradients exist.
 UNDER_WAY_MAX = 2
 
 
 class ShardedOptimizerStates(Strategy):
-    """`zero1`: moments are sharded. Gradients are added up whole, and reduced once a step."""
+    """`zero1`: moments are sharded. Gradients are accumulated whole, and reduced once per step."""
 
     AXES: ClassVar[tuple[str, ...]] = ("shard",)
     PARTNERS = ("pipeline",)
+    EXCHANGES_LAST = True
 
     def wrap(self, model: nn.Module) -> nn.Module:
-        """Leave the model whole; what this rank updates is made by `list_trained`."""
+        """Leave the model whole; `list_trained` creates the shards that this rank updates."""
         self._count, self._place = self.grid.size("shard"), self.grid.index("shard")
         self._trained: list[tuple[str, Tensor]] = []
         self._buckets: list[Bucket] = []
         return model
 
     def list_trained(self, model: nn.Module) -> Iterable[tuple[str, Tensor]]:
-        """Return this rank's part of every parameter. A parameter without dimensions is a TrainerError."""
+        """Return this rank's shard of every parameter. Raises TrainerError for a parameter without dimensions."""
         if self._count == 1:
             return model.named_parameters()
         if not self._trained:
@@ -51,7 +52,7 @@ class ShardedOptimizerStates(Strategy):
 
     @contextlib.contextmanager
     def micro_step(self, model: nn.Module, *, last: bool) -> Iterator[None]:
-        """Reduce gradients after the last backward pass."""
+        """Reduce-scatter gradients after the last backward pass."""
         yield
         if last:
             for bucket in self._buckets:
@@ -60,14 +61,14 @@ class ShardedOptimizerStates(Strategy):
                 bucket.publish()
 
     def step(self, model: nn.Module, optimizer: Optimizer, loss: Tensor) -> None:
-        """Update this rank's part, then gather all parts."""
+        """Update this rank's shards, then all-gather the parameters."""
         optimizer.step()
         for bucket in self._buckets:
             bucket.gather()
 
     def count_state_bytes(self) -> float:
         """Return bytes with sharded moments."""
-        return WEIGHT_BYTES + GRADIENT_BYTES + MOMENTS_BYTES / self.grid.size("shard")
+        return WEIGHT_BYTES + GRADIENT_BYTES + self.count_optimizer_bytes() / self.grid.size("shard")
 
     def _make_parts(self, model: nn.Module) -> None:
         from torch.distributed.tensor import DTensor, Shard
@@ -84,7 +85,7 @@ class ShardedOptimizerStates(Strategy):
             if value.dim() == 0:
                 raise TrainerError(f"`zero1` and `zero2` cannot shard `{name}`: give it the shape (1,)")
             self._trained.append((name, spread(self._own(value), value).requires_grad_()))
-        # Backward passes finish the last layers first.
+        # The backward pass reaches the last layers first.
         pairs = [(value, part) for (_, value), (_, part) in zip(trained, self._trained, strict=True)][::-1]
         for run in fill_buckets([value for value, _ in pairs], BUCKET_BYTES):
             chosen, pairs = pairs[: len(run)], pairs[len(run) :]
@@ -98,19 +99,21 @@ class ShardedOptimizerStates(Strategy):
 
 
 class ShardedGradients(ShardedOptimizerStates):
-    """`zero2`: each gradient is reduced as soon as a backward pass has made it, and only a rank's own part is kept."""
+    """`zero2`: each gradient is reduce-scattered as soon as it is computed, and only the rank's own shard is kept."""
+
+    EXCHANGES_LAST = False
 
     def wrap(self, model: nn.Module) -> nn.Module:
         """Leave the model whole."""
         self._is_begun = False
-        self._next = 0  # the bucket whose turn it is: all ranks send in one order
+        self._next = 0  # index of the next bucket: all ranks send in the same order
         self._ready: set[Tensor] = set()
         self._under_way: deque[Bucket] = deque()
         return super().wrap(model)
 
     @contextlib.contextmanager
     def micro_step(self, model: nn.Module, *, last: bool) -> Iterator[None]:
-        """Reduce during the backward pass, and what is left after it."""
+        """Reduce-scatter during the backward pass, and the remaining buckets after it."""
         yield
         self._send(is_end=True)
         self._finish(0)
@@ -122,12 +125,12 @@ class ShardedGradients(ShardedOptimizerStates):
 
     def count_state_bytes(self) -> float:
         """Return bytes with sharded gradients and moments."""
-        return WEIGHT_BYTES + (GRADIENT_BYTES + MOMENTS_BYTES) / self.grid.size("shard")
+        return WEIGHT_BYTES + (GRADIENT_BYTES + self.count_optimizer_bytes()) / self.grid.size("shard")
 
     def _make_parts(self, model: nn.Module) -> None:
         super()._make_parts(model)
         if self.grid.size("pipeline") > 1:
-            return  # several backward passes share one `micro_step`: their gradients are reduced together
+            return  # several backward passes share one `micro_step`; their gradients are reduced together
         for bucket in self._buckets:
             for parameter in bucket.parameters:
                 parameter.register_post_accumulate_grad_hook(self._note)
@@ -152,15 +155,15 @@ class ShardedGradients(ShardedOptimizerStates):
 
 
 class Bucket:
-    """Parameters whose gradients, and later values, travel as one message: an equal length for every rank.
+    """Parameters whose gradients, and later values, are sent as one message with a segment for each rank.
 
-    A rank's length is that of the first rank's rows, the most there are; others leave the end of it unused.
+    Each segment has the length of the first rank's rows, which is the maximum; others leave its end unused.
     """
 
     def __init__(self, pairs: Sequence[tuple[Tensor, Any]], *, count: int, place: int, group: Any) -> None:
-        """Lay out the parameters, one after the other. `pairs`: whole parameter, and the part that is updated."""
+        """Lay out the parameters consecutively. `pairs` are whole parameters and the shards that are updated."""
         self.parameters = [whole for whole, _ in pairs]
-        self.gradients: list[tuple[Any, Any]] = []  # the part that is updated, and its gradient
+        self.gradients: list[tuple[Any, Any]] = []  # the shard that is updated, and its gradient
         self._count, self._place, self._group = count, place, group
         self._lengths = [own_rows(whole, count=count, place=0).numel() for whole in self.parameters]
         first = self.parameters[0]
@@ -168,11 +171,11 @@ class Bucket:
         self._under_way: tuple[Any, Tensor, Tensor] | None = None
 
     def list_gradients(self) -> list[Tensor]:
-        """Return this rank's part of every gradient; the memory is the same in every step."""
+        """Return this rank's shard of every gradient, in memory that is the same in every step."""
         return self._view(self._sums, self._place)
 
     def begin(self, *, is_first: bool) -> None:
-        """Send the gradients and free them; `is_first`: they replace the sums rather than being added."""
+        """Start the reduce-scatter and free the gradients; `is_first`: they replace the sums instead of being added."""
         flat = self._sums.new_zeros(self._count, len(self._sums))
         for place, row in enumerate(flat):
             for target, whole in zip(self._view(row, place), self.parameters, strict=True):
@@ -188,7 +191,7 @@ class Bucket:
         self._under_way = work, mine, flat
 
     def finish(self) -> None:
-        """Wait for the sums of all ranks, and add their mean."""
+        """Wait for the reduce-scatter and add its mean to the sums."""
         assert self._under_way is not None, "begun before"
         work, mine, _ = self._under_way
         self._under_way = None
@@ -196,12 +199,12 @@ class Bucket:
         self._sums.add_(mine.div_(self._count))
 
     def publish(self) -> None:
-        """Hand the gradients to the parts that are updated."""
+        """Set the gradients of the shards that are updated."""
         for part, gradient in self.gradients:
             part.grad = gradient
 
     def gather(self) -> None:
-        """Fill the parameters with what each rank updated."""
+        """All-gather the parameters from the shards that each rank has updated."""
         with torch.no_grad():
             mine = torch.zeros_like(self._sums)
             for target, whole in zip(self._view(mine, self._place), self.parameters, strict=True):
@@ -215,7 +218,7 @@ class Bucket:
                         own_rows(whole, count=self._count, place=place).copy_(source)
 
     def _view(self, row: Tensor, place: int) -> list[Tensor]:
-        """Return the rows of each parameter that a rank of this place has, within its message."""
+        """Return the rows of each parameter in the segment of the rank at `place`."""
         views = []
         for whole, part in zip(self.parameters, row.split(self._lengths), strict=True):
             shape = own_rows(whole, count=self._count, place=place).shape
@@ -224,7 +227,7 @@ class Bucket:
 
 
 def own_rows(whole: Tensor, *, count: int, place: int) -> Tensor:
-    """Return the rows of one of `count` ranks: as torch.chunk cuts them, and so DTensors; the last may have none."""
+    """Return the rows of one of `count` ranks, split as by torch.chunk and DTensor; the last may have none."""
     rows = -(-len(whole) // count)
     start = min(place * rows, len(whole))
     return whole[start : min(start + rows, len(whole))]

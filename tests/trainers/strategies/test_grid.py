@@ -41,7 +41,7 @@ def test_mesh_is_laid_out(
 
 @pytest.mark.parametrize(
     ("text", "reason"),
-    [("2", "has 1 axes, the strategy 2: replicate x shard"), ("2x3", "for 6 ranks and there are 4"),
+    [("2", "has 1 axes, but the strategy has 2: replicate x shard"), ("2x3", "for 6 ranks and there are 4"),
      ("*x3", "a multiple of 3"), ("*x*", "is not like"), ("0x4", "is not like"), ("ax4", "is not like")],
 )  # fmt: skip
 def test_mesh_that_does_not_fit_is_refused_with_the_reason(text: str, reason: str) -> None:
@@ -74,7 +74,7 @@ def test_all_ranks_make_equal_numbers_of_passes_that_add_up(world_size: int, bat
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("fsdp+dpd", "no strategy is called `dpd`"),
+        ("fsdp+dpd", "unknown strategy `dpd`"),
         ("ddp+hsdp", "uses an axis twice: replicate x replicate x shard"),
         ("fsdp+parameter_server", "cannot be combined"),
     ],
