@@ -6,6 +6,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from operator import itemgetter, mul
 
 from broker.spot.durations import class_of
@@ -40,7 +41,7 @@ class NodeSolver:
     """Fills the tables, node by node."""
 
     def __init__(
-        self, terms: Terms, tables: Tables, work: Sequence[float], spare: Sequence[float], starts: Sequence[Start]
+        self, terms: Terms, tables: Tables, work: tuple[float, ...], spare: tuple[float, ...], starts: tuple[Start, ...]
     ) -> None:
         self.terms, self.work, self.width = terms, work, len(work)
         self.run, self.idle_open, self.idle_closed = tables.run.rows, tables.idle_open.rows, tables.idle_closed.rows
@@ -61,9 +62,7 @@ class NodeSolver:
             (itemgetter(*(place for place, _ in each.landings), OLDEST), [chance for _, chance in each.landings])
             for each in starts
         ]
-        self.levels = [
-            _find_level(spare, number, terms.start_hours, starts, self.width) for number in range(len(spare))
-        ]
+        self.levels = _list_levels(spare, terms.start_hours, starts, self.width)
 
     def solve(self, i: int, j: int) -> None:
         """Solve the node `i` of spare time and `j` of work: its neighbours with less of either must be solved."""
@@ -173,6 +172,13 @@ class NodeSolver:
         closed, self.keep_closed[at] = closes.go_on_or_change(leads[1], opened[-1], self.idle_closed[at])
         self.ondemand_open[at], self.ondemand_closed[at] = opened, closed
         return closed[-1]
+
+
+@lru_cache(maxsize=256)
+def _list_levels(
+    spare: tuple[float, ...], start_hours: float, starts: tuple[Start, ...], width: int
+) -> tuple[_Level, ...]:
+    return tuple(_find_level(spare, number, start_hours, starts, width) for number in range(len(spare)))
 
 
 def _find_level(spare: Sequence[float], number: int, start_hours: float, starts: Sequence[Start], width: int) -> _Level:

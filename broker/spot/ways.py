@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from broker.spot.starts import AGEING
 from broker.spot.value_tables import Row
@@ -59,9 +60,10 @@ class Way:
         return bests, goes
 
 
-def list_ways(hazards: Sequence[float], nodes: Sequence[float], price: float) -> list[Way]:
+@lru_cache(maxsize=256)  # value functions share hazards and nodes
+def list_ways(hazards: tuple[float, ...], nodes: tuple[float, ...], price: float) -> tuple[Way, ...]:
     """List for each node but the first the way to the one below it, in periods that end with these hazards."""
-    return [_find_way(hazards, high - low, price) for low, high in itertools.pairwise(nodes)]
+    return tuple(_find_way(hazards, high - low, price) for low, high in itertools.pairwise(nodes))
 
 
 def _find_way(hazards: Sequence[float], hours: float, price: float) -> Way:

@@ -3,13 +3,14 @@
 Not collected by pytest. Without `--traces` the project's own made-up markets are used. A folder may hold traces itself,
 or in folders below it: each folder named in `--together`, or holding traces with prices, is one market of several
 zones. The adaptive policy is judged leave-one-out: its prior is fitted to all other traces. Prices: a spot hour costs
-1 / 3.1 of an on-demand hour where a trace has none. `--overlap 1` lets a working job work on through all of a start on
-spot (0.5: through half of it), and bills both sets of machines meanwhile.
+1 / 3.1 of an on-demand hour where a trace has none. `--overlaps 0.5 1` also replays the policies with jobs that
+work on through half of a start on spot, and through all of it, which bills both sets of machines meanwhile.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import multiprocessing
 import sys
 import time
@@ -45,7 +46,8 @@ class Work:
     slack: float
     start_hours: float
     starts: int
-    overlap: float = 0.0  # the share of a start through which a working job works on
+    policies: Sequence[str] = POLICIES
+    overlaps: Sequence[float] = (0.0,)  # the shares of a start through which a working job works on
     notice_hours: float = 0.0
 
 
@@ -68,12 +70,12 @@ def measure(work: Work) -> list[Ratio]:
     found = []
     for from_hour in spread_starts(sites, deadline, work.starts):
         best = find_optimum(sites, work_hours=hours, deadline_hours=deadline, from_hour=from_hour)
-        for name in POLICIES:
+        for name, share in itertools.product(work.policies, work.overlaps):
             options = [sites] if len(sites) == 1 else [sites, *((site,) for site in sites)]
             for number, group in enumerate(options):
                 case = Case(
                     sites=group, work_hours=hours, deadline_hours=deadline, notice_hours=work.notice_hours,
-                    overlap_hours=work.overlap * work.start_hours,
+                    overlap_hours=share * work.start_hours,
                 )  # fmt: skip
                 policy = load_policy(name)
                 if name == "adaptive":
@@ -82,7 +84,8 @@ def measure(work: Work) -> list[Ratio]:
                         return adaptive.weigh(view, candidates, work.prior)
 
                 outcome = replay(case, policy, from_hour, is_oracle=name in ORACLES)
-                label = name if number == 0 else f"{name}, only {group[0].trace.name.rpartition('/')[2]}"
+                shown = f"{name}, overlap {share:g}" if share else name
+                label = shown if number == 0 else f"{shown}, only {group[0].trace.name.rpartition('/')[2]}"
                 found.append(
                     Ratio(
                         market=work.name, policy=label, slack=work.slack, start_hours=work.start_hours,
@@ -240,18 +243,22 @@ def main() -> None:
     arguments.add_argument("--quick", action="store_true", help="a part of the grid")
     arguments.add_argument("--jobs", type=int, default=2, help="processes")
     arguments.add_argument("--only", choices=("single", "multi", "adversaries", "speed"))
-    arguments.add_argument("--overlap", type=float, default=0.0, help="share of a start that overlaps")
+    arguments.add_argument("--start-hours", type=float, nargs="+", help="only these start-up times")
+    arguments.add_argument("--policies", nargs="+", choices=POLICIES, default=POLICIES)
+    arguments.add_argument("--overlaps", type=float, nargs="+", default=[], help="shares of a start that overlap")
     arguments.add_argument("--notice", type=float, default=0.0, help="preemption warning in seconds")
     arguments.add_argument("--check", action="store_true", help="fail where a bar is missed")
     given = arguments.parse_args()
     report, grid = Report(), QUICK if given.quick else (SLACKS, STARTS_HOURS)
+    if given.start_hours:
+        grid = (grid[0], given.start_hours)
     if given.traces:
         single, multi = read_folder(given.traces)
     else:
         single = [make_trace(f"made-{seed}", seed) for seed in range(12)]
         multi = {"made": make_default_traces(4)}
     works = [
-        replace(each, overlap=given.overlap, notice_hours=given.notice / 3600)
+        replace(each, policies=given.policies, overlaps=[0.0, *given.overlaps], notice_hours=given.notice / 3600)
         for each in list_works(single, multi, given.starts, grid)
         if given.only in (None, "multi" if len(each.traces) > 1 else "single")
     ]
