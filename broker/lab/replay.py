@@ -199,8 +199,8 @@ class Life:
         if target == self.current:
             self.coming = None
             return
-        is_overlapped = self.current is not None and not self.starting and target is not None and target % 2 == 0
-        if not is_overlapped or self.case.overlap_hours <= 0:
+        is_working = self.current is not None and not self.starting
+        if target is None or target % 2 or not is_working or self.case.overlap_hours <= 0:
             self._switch(target, move_usd)
         elif target != self.coming:
             self.coming, self.coming_usd = target, move_usd
