@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import math
-import multiprocessing
 import signal
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 
 from broker.lab.offline_optimum import find_optimum
 from broker.lab.replay import Case, ReplayOutcome, replay
-from broker.spot.policies import ORACLES, load_policy
+from broker.spot.policies import LEARNERS, ORACLES, load_policy
 
 # The share by which the plan found may exceed the optimum. The search is ten times as fast as at 0.02 %.
 OPTIMUM_TOLERANCE = 0.003
@@ -44,9 +42,9 @@ def run_part(scenes: Sequence[Scene], part: Part) -> Found:
     """Return the outcome, or the optimum in USD, of each scene; None if no plan is in time."""
     if part.name == OPTIMUM:
         return [_find_optimum(scenes[index]) for index in part.indices]
-    policy, is_oracle = load_policy(part.name), part.name in ORACLES
+    policy, is_oracle, is_learner = load_policy(part.name), part.name in ORACLES, part.name in LEARNERS
     return [
-        replay(scene.case, policy, scene.from_hour, is_oracle=is_oracle)
+        replay(scene.case, policy, scene.from_hour, is_oracle=is_oracle, is_learner=is_learner)
         for scene in (scenes[index] for index in part.indices)
     ]
 
@@ -96,6 +94,9 @@ def _share(
     total: int,
     on_step: Callable[[int, int, str], None],
 ) -> Iterator[tuple[Part, Found]]:
+    import multiprocessing
+    from concurrent.futures import ProcessPoolExecutor, as_completed
+
     completed = 0
     context = multiprocessing.get_context("spawn")  # a fork would copy the threads of a progress display
     with ProcessPoolExecutor(

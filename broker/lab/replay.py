@@ -34,6 +34,7 @@ class Case:
     look_hours: float = 0.0
     start_factor: float = 1.0  # starts take this many times as long as the policy is told
     ondemand_delay_hours: float = 0.0  # an on-demand start takes this much longer
+    overlap_hours: float = 0.0  # the first part of a start on spot: machines that run work on meanwhile, both billed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,10 +64,19 @@ class ReplayOutcome:
 
 
 def replay(
-    case: Case, policy: SpotPolicy, from_hour: float = 0.0, *, is_oracle: bool = False, keeps_timeline: bool = False
+    case: Case,
+    policy: SpotPolicy,
+    from_hour: float = 0.0,
+    *,
+    is_oracle: bool = False,
+    is_learner: bool = True,
+    keeps_timeline: bool = False,
 ) -> ReplayOutcome:
-    """Replay a job submitted at `from_hour` of the recordings. An oracle knows when each open interval will end."""
-    life = Life(case, from_hour, is_oracle=is_oracle, keeps_timeline=keeps_timeline)
+    """Replay a job submitted at `from_hour` of the recordings.
+
+    An oracle knows when each open interval will end, and a learner what the markets did since submission.
+    """
+    life = Life(case, from_hour, is_oracle=is_oracle, is_learner=is_learner, keeps_timeline=keeps_timeline)
     for _ in range(DECISIONS_MAX):
         if life.is_over:
             return life.sum_up()
@@ -78,9 +88,12 @@ def replay(
 class Life:
     """The state of one replay. Candidate 2 i is site i on spot, 2 i + 1 on-demand."""
 
-    def __init__(self, case: Case, from_hour: float, *, is_oracle: bool, keeps_timeline: bool) -> None:
+    def __init__(
+        self, case: Case, from_hour: float, *, is_oracle: bool = False, is_learner: bool = True,
+        keeps_timeline: bool = False,
+    ) -> None:  # fmt: skip
         self.case, self.from_hour = case, from_hour
-        self.is_oracle, self.keeps_timeline = is_oracle, keeps_timeline
+        self.is_oracle, self.is_learner, self.keeps_timeline = is_oracle, is_learner, keeps_timeline
         self.hour = self.saved = self.unsaved = self.starting = self.usd = 0.0
         self.current: int | None = None
         self.last: int | None = None
@@ -97,6 +110,10 @@ class Life:
         self.since = [-MET_HOURS] * len(case.sites)  # start of the interval, in hours since submission
         self.seen: list[Durations] = [NOTHING_SEEN] * len(case.sites)
         self.closes = [math.inf] * len(case.sites)
+        self.coming: int | None = None  # machines that start while the current ones work, for `boot` more hours
+        self.boot = self.coming_usd = 0.0
+        self.ondemands = list[Candidate]()  # as long as `ondemand_key` holds
+        self.ondemand_key: tuple[int, float] | None = None
         for index in range(len(case.sites)):
             self._foresee(index)
 
@@ -108,9 +125,11 @@ class Life:
     def observe(self) -> tuple[JobView, list[Candidate]]:
         """Return what a policy may know at this moment: the job, and each site as a candidate."""
         case, candidates = self.case, list[Candidate]()
-        for index, site in enumerate(case.sites):
+        if self.ondemand_key != (self.data, self.seen_start):
+            self.ondemand_key = self.data, self.seen_start
+            self.ondemands = [self._offer_ondemand(index) for index in range(len(case.sites))]
+        for index, (site, ondemand) in enumerate(zip(case.sites, self.ondemands, strict=True)):
             is_open, placement = self.now[index]
-            move_usd = case.move_usd[self.data][index] if case.move_usd else 0.0
             closes_in = self.closes[index] - self.hour
             candidates.append(
                 Candidate(
@@ -118,21 +137,14 @@ class Life:
                     is_open=is_open,
                     age_hours=self.hour - self.since[index],
                     met_hours=self.met[index],
-                    start_hours=max(site.start_hours, self.seen_start),
-                    move_usd=move_usd,
+                    start_hours=ondemand.start_hours,
+                    move_usd=ondemand.move_usd,
                     speed=site.spot_speed,
                     closes_in_hours=closes_in if is_open and self._knows(closes_in) else None,
                     seen=self.seen[index],
                 )
             )
-            candidates.append(
-                Candidate(
-                    placement=site.ondemand,
-                    start_hours=max(site.start_hours, self.seen_start),
-                    move_usd=move_usd,
-                    speed=site.ondemand_speed,
-                )
-            )
+            candidates.append(ondemand)
         view = JobView(
             work_left_hours=case.work_hours - self.saved,
             time_left_hours=case.deadline_hours - self.hour,
@@ -149,6 +161,15 @@ class Life:
         )
         return view, candidates
 
+    def _offer_ondemand(self, index: int) -> Candidate:
+        site = self.case.sites[index]
+        return Candidate(
+            placement=site.ondemand,
+            start_hours=max(site.start_hours, self.seen_start),
+            move_usd=self.case.move_usd[self.data][index] if self.case.move_usd else 0.0,
+            speed=site.ondemand_speed,
+        )
+
     def _expect_start(self) -> float:
         """Return what is left of a start as far as the policy knows, which has seen how long it has taken up to now."""
         assert self.current is not None
@@ -162,25 +183,47 @@ class Life:
 
     def follow(self, decision: Decision, candidates: Sequence[Candidate]) -> None:
         """Carry out the decision until the next change."""
+        target = self.current
         if self.hour >= PATIENCE * self.case.deadline_hours and not self._is_on_demand:
-            self._switch(1 + 2 * self.data, candidates)
+            target = 1 + 2 * self.data
         elif isinstance(decision, Move):
             target = next(index for index, candidate in enumerate(candidates) if candidate is decision.target)
-            if target != self.current:
-                self._switch(target, candidates)
         elif isinstance(decision, Wait):
-            self._switch(None, candidates)
+            target = None
+        self._pursue(target, 0.0 if target is None else candidates[target].move_usd)
         requested = self.hour + max(decision.hours, 1e-6)
         self._run_until(min(requested, self._next_event()))
+
+    def _pursue(self, target: int | None, move_usd: float) -> None:
+        """Begin to switch. A move of a working job to spot begins with the machines, if starts overlap."""
+        if target == self.current:
+            self.coming = None
+            return
+        is_working = self.current is not None and not self.starting
+        if target is None or target % 2 or not is_working or self.case.overlap_hours <= 0:
+            self._switch(target, move_usd)
+        elif target != self.coming:
+            self.coming, self.coming_usd = target, move_usd
+            self.boot = self._overlap_of(target)
+
+    def _overlap_of(self, target: int) -> float:
+        case = self.case
+        return min(case.overlap_hours, case.sites[target // 2].start_hours * case.start_factor)
+
+    def _take_over(self) -> None:
+        """Continue on the machines that came up, with the rest of their start."""
+        assert self.coming is not None
+        booted = self._overlap_of(self.coming) - self.boot
+        self._switch(self.coming, self.coming_usd)
+        self.starting = max(self.starting - booted, 0.0)
 
     @property
     def _is_on_demand(self) -> bool:
         return self.current is not None and self.current % 2 == 1
 
-    def _switch(self, target: int | None, candidates: Sequence[Candidate]) -> None:
+    def _switch(self, target: int | None, move_usd: float) -> None:
         """Switch on purpose: the work done is saved first."""
-        if target == self.current:
-            return
+        self.coming = None
         if target is not None and target % 2 == 0:
             assert self.now[target // 2][0], "a policy moved to spot that is not open"
         self.saved, self.unsaved = self.saved + self.unsaved, 0.0
@@ -188,7 +231,7 @@ class Life:
         self.last, self.current, self.starting = None, target, 0.0
         if target is not None:
             self.moves += 1
-            self.usd += candidates[target].move_usd
+            self.usd += move_usd
             self.data = target // 2
             delay = self.case.ondemand_delay_hours * (target % 2)
             self.starting = self.lead = self.case.sites[self.data].start_hours * self.case.start_factor + delay
@@ -217,6 +260,8 @@ class Life:
         if self.current is not None:
             left = self.case.work_hours - self.saved - self.unsaved
             until = min(until, self.hour + self.starting + left / self._speed)
+        if self.coming is not None:
+            until = min(until, self.hour + self.boot)
         return until
 
     @property
@@ -239,6 +284,10 @@ class Life:
             if self.starting < EPSILON_HOURS:
                 self.starting = 0.0
             self._work((span - begun) * self._speed)
+        if self.coming is not None:
+            self.usd += span * self.now[self.coming // 2][1].usd_hour
+            self.hours[0] += span
+            self.boot -= span
         self.hour = hour
         if self.is_over:
             self._close_stretch(is_lost=False)
@@ -246,6 +295,8 @@ class Life:
         for index, changes in enumerate(self.next):
             if changes - self.from_hour <= hour + EPSILON_HOURS:
                 self._change(index)
+        if self.coming is not None and self.boot < EPSILON_HOURS:
+            self._take_over()
 
     def _work(self, hours: float) -> None:
         every = self.case.save_every_hours
@@ -266,12 +317,14 @@ class Life:
         self.next[index] = site.read_step(self.steps[index] + 1)[0]
         if is_open == was_open:
             return
-        age = self.hour - self.since[index]
-        seen = self.seen[index].fade(age - self.met[index])
-        self.seen[index] = seen.with_period(age, is_open=was_open, from_hours=self.met[index])
+        if self.is_learner:
+            age, met = self.hour - self.since[index], self.met[index]
+            self.seen[index] = self.seen[index].fade(age - met).with_period(age, is_open=was_open, from_hours=met)
         self.met[index] = 0.0
         self.since[index] = self.hour
         self._foresee(index)
+        if was_open and self.coming == 2 * index:
+            self.coming = None
         if was_open and self.current == 2 * index:
             if self.case.notice_hours > 0:  # a notice leaves enough time for a checkpoint
                 self.saved += self.unsaved
@@ -279,6 +332,8 @@ class Life:
             self._close_stretch(is_lost=True)
             self.preemptions += 1
             self.last, self.current, self.starting = self.current, None, 0.0
+            if self.coming is not None:
+                self._take_over()
 
     def _foresee(self, index: int) -> None:
         is_needed = self.is_oracle or self.case.notice_hours > 0

@@ -9,7 +9,8 @@ from functools import lru_cache
 from broker.spot.forecast import SpotMarket, count_cohorts_once, expect_second_chance
 from broker.spot.policies.base import Candidate, JobView
 from broker.spot.prior import Paces, Prior, scale_hazards
-from broker.spot.value_function import Terms, ValueFunction
+from broker.spot.value_function import ValueFunction
+from broker.spot.value_tables import Terms
 
 PACE_STEP = math.log(2)  # paces are rounded, so that tables can be reused
 # Bounds on the steps: a pace of closed periods below the prior's was measured to cost 0.001 to 0.006 of the optimum.

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from broker.spot.durations import AGES
 
@@ -24,7 +24,8 @@ class Start:
     landings: tuple[tuple[int, float], ...]  # (place in a row, chance), survived starts only
 
 
-def follow_starts(open_hazards: Sequence[float], start_hours: float) -> list[Start]:
+@lru_cache(maxsize=256)  # value functions share hazards
+def follow_starts(open_hazards: tuple[float, ...], start_hours: float) -> tuple[Start, ...]:
     """Simulate a start from each age class, the oldest first."""
     found, step = [], start_hours / START_PARTS
     rates = [ends + ages for ends, ages in zip(open_hazards, AGEING, strict=True)]
@@ -48,4 +49,4 @@ def follow_starts(open_hazards: Sequence[float], start_hours: float) -> list[Sta
         landings = tuple((OLDEST - index, share) for index, share in enumerate(alive) if share > 1e-6)
         mean = lost_hours / lost if lost > 0 else start_hours / 2
         found.append(Start(survive=1 - lost, lost_hours=mean, landings=landings))
-    return found[::-1]
+    return tuple(found[::-1])

@@ -3,18 +3,20 @@
 Not collected by pytest. Without `--traces` the project's own made-up markets are used. A folder may hold traces itself,
 or in folders below it: each folder named in `--together`, or holding traces with prices, is one market of several
 zones. The adaptive policy is judged leave-one-out: its prior is fitted to all other traces. Prices: a spot hour costs
-1 / 3.1 of an on-demand hour where a trace has none.
+1 / 3.1 of an on-demand hour where a trace has none. `--overlaps 0.5 1` also replays the policies with jobs that
+work on through half of a start on spot, and through all of it, which bills both sets of machines meanwhile.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import multiprocessing
 import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from broker.lab.benchmark import spread_starts
@@ -44,6 +46,9 @@ class Work:
     slack: float
     start_hours: float
     starts: int
+    policies: Sequence[str] = POLICIES
+    overlaps: Sequence[float] = (0.0,)  # the shares of a start through which a working job works on
+    notice_hours: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,10 +70,13 @@ def measure(work: Work) -> list[Ratio]:
     found = []
     for from_hour in spread_starts(sites, deadline, work.starts):
         best = find_optimum(sites, work_hours=hours, deadline_hours=deadline, from_hour=from_hour)
-        for name in POLICIES:
+        for name, share in itertools.product(work.policies, work.overlaps):
             options = [sites] if len(sites) == 1 else [sites, *((site,) for site in sites)]
             for number, group in enumerate(options):
-                case = Case(sites=group, work_hours=hours, deadline_hours=deadline)
+                case = Case(
+                    sites=group, work_hours=hours, deadline_hours=deadline, notice_hours=work.notice_hours,
+                    overlap_hours=share * work.start_hours,
+                )  # fmt: skip
                 policy = load_policy(name)
                 if name == "adaptive":
 
@@ -76,7 +84,8 @@ def measure(work: Work) -> list[Ratio]:
                         return adaptive.weigh(view, candidates, work.prior)
 
                 outcome = replay(case, policy, from_hour, is_oracle=name in ORACLES)
-                label = name if number == 0 else f"{name}, only {group[0].trace.name.rpartition('/')[2]}"
+                shown = f"{name}, overlap {share:g}" if share else name
+                label = shown if number == 0 else f"{shown}, only {group[0].trace.name.rpartition('/')[2]}"
                 found.append(
                     Ratio(
                         market=work.name, policy=label, slack=work.slack, start_hours=work.start_hours,
@@ -176,18 +185,25 @@ def mean(found: Sequence[Ratio]) -> float:
     return sum(each.ratio for each in found) / len(found) if found else float("nan")
 
 
-def check_adversaries(report: Report) -> None:
+def play_adversary(trace: Trace) -> tuple[str, float, int, float]:
+    """Return the name, the worst cost over on-demand, the number of late runs, and seconds of CPU time."""
+    begin, worst, late = time.process_time(), 0.0, 0
+    for slack in SLACKS:
+        for start in STARTS_HOURS:
+            site = make_site(trace, start_hours=start)
+            case = Case(sites=(site,), work_hours=WORK_HOURS, deadline_hours=WORK_HOURS * slack)
+            found = replay(case, load_policy("adaptive"))
+            late += found.is_late
+            worst = max(worst, found.usd / (WORK_HOURS + start))
+    return trace.name, worst, late, time.process_time() - begin
+
+
+def check_adversaries(report: Report, jobs: int) -> None:
     worst, late = 0.0, 0
-    for trace in adversaries():
-        for slack in SLACKS:
-            for start in STARTS_HOURS:
-                site = make_site(trace, start_hours=start)
-                found = replay(
-                    Case(sites=(site,), work_hours=WORK_HOURS, deadline_hours=WORK_HOURS * slack),
-                    load_policy("adaptive"),
-                )
-                late += found.is_late
-                worst = max(worst, found.usd / (WORK_HOURS + start))
+    with multiprocessing.Pool(jobs) as pool:
+        for name, each, missed, took in pool.imap_unordered(play_adversary, adversaries()):
+            report.say(f"  {name:<30}{each:>8.3f} of on-demand{missed:>5} late{took:>8.1f} s of CPU")
+            worst, late = max(worst, each), late + missed
     report.check("adversarial markets: late", str(late), late == 0)
     report.check("adversarial markets: worst cost over on-demand", f"{worst:.3f}", worst <= ADVERSARY_RATIO_MAX)
 
@@ -227,16 +243,22 @@ def main() -> None:
     arguments.add_argument("--quick", action="store_true", help="a part of the grid")
     arguments.add_argument("--jobs", type=int, default=2, help="processes")
     arguments.add_argument("--only", choices=("single", "multi", "adversaries", "speed"))
+    arguments.add_argument("--start-hours", type=float, nargs="+", help="only these start-up times")
+    arguments.add_argument("--policies", nargs="+", choices=POLICIES, default=POLICIES)
+    arguments.add_argument("--overlaps", type=float, nargs="+", default=[], help="shares of a start that overlap")
+    arguments.add_argument("--notice", type=float, default=0.0, help="preemption warning in seconds")
     arguments.add_argument("--check", action="store_true", help="fail where a bar is missed")
     given = arguments.parse_args()
     report, grid = Report(), QUICK if given.quick else (SLACKS, STARTS_HOURS)
+    if given.start_hours:
+        grid = (grid[0], given.start_hours)
     if given.traces:
         single, multi = read_folder(given.traces)
     else:
         single = [make_trace(f"made-{seed}", seed) for seed in range(12)]
         multi = {"made": make_default_traces(4)}
     works = [
-        each
+        replace(each, policies=given.policies, overlaps=[0.0, *given.overlaps], notice_hours=given.notice / 3600)
         for each in list_works(single, multi, given.starts, grid)
         if given.only in (None, "multi" if len(each.traces) > 1 else "single")
     ]
@@ -261,7 +283,7 @@ def main() -> None:
     if ratios:
         report.check("adaptive: late", f"{late} of {sum(e.policy.startswith('adaptive') for e in ratios)}", late == 0)
     if given.only in (None, "adversaries"):
-        check_adversaries(report)
+        check_adversaries(report, given.jobs)
     if given.only in (None, "speed"):
         check_speed(report)
     if given.check and report.failures:

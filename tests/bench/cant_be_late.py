@@ -86,7 +86,7 @@ class TickedLife(Life):
     """A replay in which decisions, changes and bills fall on ticks, and the evaluator may overrule the policy."""
 
     def __init__(self, case: Case, from_hour: float, gap_hours: float) -> None:
-        super().__init__(case, from_hour, is_oracle=False, keeps_timeline=False)
+        super().__init__(case, from_hour)
         self.gap_hours = gap_hours
 
     def follow(self, decision: Decision, candidates: Sequence[Candidate]) -> None:

@@ -53,7 +53,7 @@ def replay_production(
 
 class _Production(Life):
     def __init__(self, case: Case, from_hour: float, *, keeps_machines: bool, probe: WhenToAsk) -> None:
-        super().__init__(case, from_hour, is_oracle=False, keeps_timeline=False)
+        super().__init__(case, from_hour)
         self.keeps_machines, self.probe = keeps_machines, probe
         self.places = [name_place(site.spot) for site in case.sites]
         self.availability: Mapping[PlaceKey, Availability] = {}
@@ -111,7 +111,7 @@ class _Production(Life):
         now_s = self.hour * 3600
         self.refused[site] = self.refused.get(site, (0, now_s))[0] + 1, now_s
         if not self.keeps_machines:
-            self._switch(None, candidates)
+            self._switch(None, 0.0)
         self._run_until(min(self.hour + REQUEST_HOURS, self._next_event()))
 
     def _change(self, index: int) -> None:

@@ -19,7 +19,7 @@ from broker.lab.benchmark import (
 from broker.lab.markets import make_site
 from broker.lab.replay import Case, ReplayOutcome, replay
 from broker.lab.traces import Trace, make_default_traces, make_trace
-from broker.spot.policies import load_policy
+from broker.spot.policies import LEARNERS, ORACLES, POLICIES, load_policy
 from broker.spot.policies.base import Candidate, Decision, JobView, Move, Stay, Wait
 
 SPOT = 0.25
@@ -190,3 +190,50 @@ def test_a_save_on_notice_counts_in_the_worst_case() -> None:
     bare, warned = (replay(each, load_policy("adaptive")) for each in (case, replace(case, notice_hours=2 / 60)))
     assert not bare.is_late and not warned.is_late
     assert warned.usd < 0.8 * bare.usd
+
+
+def leave_for_the_last(view: JobView, candidates: Sequence[Candidate], /) -> Decision:
+    """Start at the first candidate, or on-demand while that is closed; leave for the last open spot."""
+    spots = [each for each in candidates if each.is_spot and each.is_open]
+    if view.current is None:
+        return Move(target=spots[0] if spots else candidates[1])
+    return Move(target=spots[-1]) if spots else Stay()
+
+
+@pytest.mark.parametrize("overlap", [0.0, 0.25, 0.5, 2.0])
+def test_a_job_works_through_the_overlapped_part_of_a_start_and_pays_both_machines(overlap: float) -> None:
+    found = replay(case_of(0, 1, 1, 1, 1, 1, overlap_hours=overlap), leave_for_the_last)
+    overlapped = min(overlap, 0.5)
+    # on-demand works from 0.5 h; spot is requested at 1 h and starts for half an hour
+    assert found.hours == pytest.approx(1.5 + 3.5 - overlapped)
+    assert found.usd == pytest.approx(1 + overlapped + SPOT * (0.5 + 3.5 - overlapped))
+
+
+def test_machines_that_are_lost_while_they_start_beside_a_job_cost_only_their_price() -> None:
+    case = case_of(0, 0, 1, 0, 0, 0, 0, 0, start=1.5, overlap_hours=1.5)
+    found = replay(case, leave_for_the_last)
+    assert (found.hours, found.preemptions, found.moves) == (pytest.approx(1.5 + 4), 0, 1)
+    assert found.usd == pytest.approx(1.5 + 4 + SPOT)
+
+
+def test_a_job_that_is_preempted_while_its_next_machines_start_waits_for_the_rest_of_the_start() -> None:
+    markets = (("a", (1, 1, 0, 0, 0, 0), 0.5), ("b", (0, 1, 1, 1, 1, 1), 1.5))
+    sites = tuple(
+        make_site(Trace(name=name, gap_hours=1.0, counts=counts), start_hours=start, spot_usd_hour=SPOT)
+        for name, counts, start in markets
+    )
+    case = Case(sites=sites, work_hours=4, deadline_hours=20, overlap_hours=1.5)
+    found = replay(case, leave_for_the_last)
+    assert found.hours == pytest.approx(2 + 0.5 + 2.5)  # `a` worked 1.5 hours, and `b` was requested at 1 h
+    assert found.usd == pytest.approx(SPOT * (2 + 4))
+
+
+def test_policies_that_do_not_learn_decide_alike_without_the_history_of_the_markets() -> None:
+    sites = tuple(make_site(trace, start_hours=0.1) for trace in make_default_traces(2))
+    case = Case(sites=sites, work_hours=20, deadline_hours=26)
+    for name in POLICIES.keys() - LEARNERS:
+        with_history, without = (
+            replay(case, load_policy(name), 30.0, is_oracle=name in ORACLES, is_learner=is_learner)
+            for is_learner in (True, False)
+        )
+        assert with_history == without

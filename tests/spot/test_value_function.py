@@ -9,7 +9,8 @@ import pytest
 
 from broker.spot.durations import AGES
 from broker.spot.prior import MEASURED, scale_hazards
-from broker.spot.value_function import Terms, ValueFunction
+from broker.spot.value_function import ValueFunction
+from broker.spot.value_tables import Terms
 
 
 def solve(*, hazard: float | None = None, reopening: float | None = None, **facts: float) -> ValueFunction:

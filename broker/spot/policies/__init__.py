@@ -20,6 +20,8 @@ POLICIES: dict[str, str] = {
 }
 # Policies that know the future of a replay: bounds for comparison, unusable on a real market.
 ORACLES = frozenset({"next-spot"})
+# Policies that use what the markets did since submission; the others decide by the present alone.
+LEARNERS = frozenset({"adaptive"})
 
 
 def load_policy(name: str) -> SpotPolicy:

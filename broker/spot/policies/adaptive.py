@@ -39,6 +39,7 @@ from broker.spot.value_function import ValueFunction
 EXCESS_SHARE_MAX, FAILURES_MAX = 0.015, 3
 LOOK_HOURS_MIN, LOOK_HOURS_MAX = 0.02, 1.0
 LOOKS_AHEAD = tuple(LOOK_HOURS_MIN * 2.0**step for step in range(6))
+LOSS_BOUND = 2.0  # no loss costs more than on-demand for all the work, let alone twice as much
 MOVE_GAIN = 1.15  # the expected gain of a move must exceed its cost by 15 %, as it is uncertain
 SPOT, ONDEMAND, WAITING = "spot now", "on-demand now", "waiting"
 
@@ -134,10 +135,12 @@ class _Scale:
             spare=max(spare_hours(view, fallback), 0.0),
             work=work,
         )
-        if len(opened) == 1:
-            return found
-        loss = found.loss_of(best)
-        return replace(found, best=min(opened, key=lambda each: each.rate(loss, work)))
+        # A rate is linear in the cost of a loss: a market that is best at both bounds is best at every cost.
+        dear = min(opened, key=lambda each: each.rate(LOSS_BOUND * (work + start), work))
+        if dear is not min(opened, key=lambda each: each.rate(0.0, work)):
+            loss = found.loss_of(best)
+            dear = min(opened, key=lambda each: each.rate(loss, work))
+        return replace(found, best=dear) if dear is not best else found
 
     @property
     def outlook(self) -> ValueFunction:

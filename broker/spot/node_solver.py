@@ -1,0 +1,203 @@
+"""The values of all states at one node of work and spare time. They depend on each other: solved by iteration."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from operator import itemgetter, mul
+
+from broker.spot.durations import class_of
+from broker.spot.starts import CLASSES, OLDEST, Start
+from broker.spot.value_tables import Row, Tables, Terms
+from broker.spot.ways import list_ways
+
+# The assumed age of the period at a second place, as a random moment falls mostly into long periods. A young age makes
+# losses look too expensive; five hours or more is too optimistic where places close together.
+SECOND_CLASS = class_of(2.0)
+# The price of an hour of waiting, in on-demand hours: of plans with equal cost, the faster one is better.
+WAIT_PRICE = 0.02
+PASSES_MAX = 12
+TOLERANCE = 5e-4  # hours of on-demand price
+_SECOND = OLDEST - SECOND_CLASS  # its index in a row
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Level:
+    """The starts from a node of spare time. Nodes are given by their first index; `back` leads past a start.
+
+    `lost` has by age class, the oldest first: nodes and weights of the value after a loss, and the weight of the value
+    at the node itself, which is found by iteration.
+    """
+
+    back: tuple[int, int, float]  # two nodes of spare time, and the weight of the lower
+    lost: tuple[tuple[int, int, float, float, float], ...]
+    is_reachable: bool
+
+
+class NodeSolver:
+    """Fills the tables, node by node."""
+
+    def __init__(
+        self, terms: Terms, tables: Tables, work: tuple[float, ...], spare: tuple[float, ...], starts: tuple[Start, ...]
+    ) -> None:
+        self.terms, self.work, self.width = terms, work, len(work)
+        self.run, self.idle_open, self.idle_closed = tables.run.rows, tables.idle_open.rows, tables.idle_closed.rows
+        self.wait_open, self.wait_closed = tables.wait_open.rows, tables.wait_closed.rows
+        self.keep_open, self.keep_closed = tables.keep_open.rows, tables.keep_closed.rows
+        self.ondemand_open, self.ondemand_closed = tables.ondemand_open.rows, tables.ondemand_closed.rows
+        self.drops = [0.0] * len(self.run)  # the value just after the loss of spot, by node
+        opened, closed = terms.open_hazards, terms.closed_hazards
+        self.spot_ways = list_ways(opened, work, terms.spot_price)
+        self.ondemand_ways = list(zip(list_ways(opened, work, 1.0), list_ways(closed, work, 1.0), strict=True))
+        self.wait_ways = list(
+            zip(list_ways(opened, spare, WAIT_PRICE), list_ways(closed, spare, WAIT_PRICE), strict=True)
+        )
+        price = terms.spot_price
+        paid = terms.start_hours * price
+        self.paid = [each.survive * paid + (1 - each.survive) * price * each.lost_hours for each in starts]
+        self.landings = [
+            (itemgetter(*(place for place, _ in each.landings), OLDEST), [chance for _, chance in each.landings])
+            for each in starts
+        ]
+        self.levels = _list_levels(spare, terms.start_hours, starts, self.width)
+
+    def solve(self, i: int, j: int) -> None:
+        """Solve the node `i` of spare time and `j` of work: its neighbours with less of either must be solved."""
+        at = i * self.width + j
+        before, below, level = at - 1, at - self.width, self.levels[i]
+        if not i:
+            self._guess_without_spare(at, self.work[j])
+            way, drop = self.spot_ways[j - 1], self._drop(at)
+            self.run[at] = way.go_on(way.lead(self.run[before], self.drops[before]), drop)
+            self.drops[at] = drop
+            return
+        for rows in (self.run, self.idle_open, self.idle_closed):
+            rows[at] = rows[below]  # a first guess, so that few passes are needed
+        for rows in (self.ondemand_open, self.ondemand_closed):
+            rows[at] = rows[below]
+        sures = self._start_ondemand(self.ondemand_open, level, j), self._start_ondemand(self.ondemand_closed, level, j)
+        drop = self._iterate(i, j, sures, self._start_spot(level, j))
+        way = self.spot_ways[j - 1]
+        self.run[at] = way.go_on(way.lead(self.run[before], self.drops[before]), drop)
+        self._pass_ondemand(at, j)  # no other state of this node depends on it
+        self.drops[at] = self._drop(at)
+
+    def _guess_without_spare(self, at: int, work: float) -> None:
+        """Fill in the states without spare time: on-demand to the end."""
+        for rows in (self.idle_open, self.idle_closed, self.wait_open, self.wait_closed):
+            rows[at] = [work + self.terms.start_hours] * CLASSES
+        for rows in (self.keep_open, self.keep_closed, self.ondemand_open, self.ondemand_closed):
+            rows[at] = [work] * CLASSES
+
+    def _drop(self, at: int) -> float:
+        """Return the value just after the loss of spot at this node."""
+        rho, closed = self.terms.second_chance, self.idle_closed[at][-1]
+        return rho * self.idle_open[at][_SECOND] + (1 - rho) * closed if rho else closed
+
+    def _start_ondemand(self, rows: Sequence[Row], level: _Level, j: int) -> Row:
+        """List the values of starting on-demand, by age class."""
+        start = self.terms.start_hours
+        if not level.is_reachable:
+            return [start + self.work[j]] * CLASSES
+        low, high, share = level.back
+        rest = 1 - share
+        return [start + share * less + rest * more for less, more in zip(rows[low + j], rows[high + j], strict=True)]
+
+    def _start_spot(self, level: _Level, j: int) -> Row:
+        """List the values of starting on spot by age class, without the value at this node after a loss."""
+        if not level.is_reachable:
+            return [math.inf] * CLASSES
+        drops, (low, high, share) = self.drops, level.back
+        rest = 1 - share
+        runs = [share * less + rest * more for less, more in zip(self.run[low + j], self.run[high + j], strict=True)]
+        return [
+            paid + sum(map(mul, chances, read(runs))) + less * drops[near + j] + more * drops[far + j]
+            for paid, (read, chances), (near, far, less, more, _) in zip(
+                self.paid, self.landings, level.lost, strict=True
+            )
+        ]
+
+    def _iterate(self, i: int, j: int, sures: tuple[Row, Row], enters: Row) -> float:
+        """Find the states in which nothing runs: wait, enter spot, or start on-demand. Return the value after a loss.
+
+        Passes contract by a nearly constant factor, so they are extrapolated (Aitken).
+        """
+        at = i * self.width + j
+        below, rho = at - self.width, self.terms.second_chance
+        opens, closes = self.wait_ways[i - 1]
+        opened, closed = self.idle_open[below], self.idle_closed[below]
+        lead_open, lead_closed = opens.lead(opened, closed[-1]), closes.lead(closed, opened[-1])
+        weights = [own for _, _, _, _, own in self.levels[i].lost]
+        guess, change_before = closed[-1], 0.0
+        for _ in range(PASSES_MAX):
+            second = opened[_SECOND]
+            drop, lost = (rho * second + (1 - rho) * value for value in (guess, closed[-1]))
+            others = [
+                value if (value := enter + own * lost) < sure else sure
+                for enter, own, sure in zip(enters, weights, sures[0], strict=True)
+            ]
+            opened, self.wait_open[at] = opens.go_on_or_change(lead_open, guess, others)
+            closed, self.wait_closed[at] = closes.go_on_or_change(lead_closed, opened[-1], sures[1])
+            change = closed[-1] - guess
+            if abs(change) < TOLERANCE:
+                break
+            rate = change / change_before if change_before else 0.0
+            if 0 < rate < 0.95:
+                guess, change_before = closed[-1] + change * rate / (1 - rate), 0.0
+            else:
+                guess, change_before = closed[-1], change
+        self.idle_open[at], self.idle_closed[at] = opened, closed
+        return drop
+
+    def _pass_ondemand(self, at: int, j: int) -> None:
+        """Update the states where on-demand runs, iterating over open and closed, which depend on each other."""
+        opened, closed = self.ondemand_open[at - 1], self.ondemand_closed[at - 1]
+        opens, closes = self.ondemand_ways[j - 1]
+        leads = opens.lead(opened, closed[-1]), closes.lead(closed, opened[-1])
+        guess = self.ondemand_closed[at][-1]
+        first = self._round_ondemand(at, j, leads, guess)
+        if abs(first - guess) < TOLERANCE / 4:
+            return
+        second = self._round_ondemand(at, j, leads, first)
+        rate = (second - first) / (first - guess)
+        if 0 < rate < 0.99:
+            self._round_ondemand(at, j, leads, second + (second - first) * rate / (1 - rate))
+
+    def _round_ondemand(self, at: int, j: int, leads: tuple[Row, Row], closed_usd: float) -> float:
+        opens, closes = self.ondemand_ways[j - 1]
+        opened, self.keep_open[at] = opens.go_on_or_change(leads[0], closed_usd, self.idle_open[at])
+        closed, self.keep_closed[at] = closes.go_on_or_change(leads[1], opened[-1], self.idle_closed[at])
+        self.ondemand_open[at], self.ondemand_closed[at] = opened, closed
+        return closed[-1]
+
+
+@lru_cache(maxsize=256)
+def _list_levels(
+    spare: tuple[float, ...], start_hours: float, starts: tuple[Start, ...], width: int
+) -> tuple[_Level, ...]:
+    return tuple(_find_level(spare, number, start_hours, starts, width) for number in range(len(spare)))
+
+
+def _find_level(spare: Sequence[float], number: int, start_hours: float, starts: Sequence[Start], width: int) -> _Level:
+    low, high, share = _find_back(spare, spare[number], start_hours)
+    lost = []
+    for each in starts:
+        near, far, less = _find_back(spare, spare[number], each.lost_hours)
+        weights = {near: (1 - each.survive) * less}
+        weights[far] = weights.get(far, 0.0) + (1 - each.survive) * (1 - less)
+        own = weights.pop(number, 0.0)
+        lost.append((near * width, far * width, weights.get(near, 0.0), weights.get(far, 0.0), own))
+    return _Level(back=(low * width, high * width, share), lost=tuple(lost), is_reachable=low >= 0)
+
+
+def _find_back(spare: Sequence[float], here: float, hours: float) -> tuple[int, int, float]:
+    """Return the nodes that bracket the spare time `here - hours`, and the weight of the lower; (-1, -1, 0): none."""
+    left = here - hours
+    if left < -1e-9:
+        return -1, -1, 0.0
+    below = min(max(bisect_right(spare, left + 1e-12) - 1, 0), len(spare) - 2)
+    share = 1 - (left - spare[below]) / (spare[below + 1] - spare[below])
+    return below, below + 1, min(max(share, 0.0), 1.0)
