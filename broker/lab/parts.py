@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from broker.lab.offline_optimum import find_optimum
 from broker.lab.replay import Case, ReplayOutcome, replay
-from broker.spot.policies import LEARNERS, ORACLES, load_policy
+from broker.spot.policies import MEMORYLESS, ORACLES, load_policy
 
 # The share by which the plan found may exceed the optimum. The search is ten times as fast as at 0.02 %.
 OPTIMUM_TOLERANCE = 0.003
@@ -42,7 +42,7 @@ def run_part(scenes: Sequence[Scene], part: Part) -> Found:
     """Return the outcome, or the optimum in USD, of each scene; None if no plan is in time."""
     if part.name == OPTIMUM:
         return [_find_optimum(scenes[index]) for index in part.indices]
-    policy, is_oracle, is_learner = load_policy(part.name), part.name in ORACLES, part.name in LEARNERS
+    policy, is_oracle, is_learner = load_policy(part.name), part.name in ORACLES, part.name not in MEMORYLESS
     return [
         replay(scene.case, policy, scene.from_hour, is_oracle=is_oracle, is_learner=is_learner)
         for scene in (scenes[index] for index in part.indices)

@@ -19,7 +19,7 @@ from broker.lab.benchmark import (
 from broker.lab.markets import make_site
 from broker.lab.replay import Case, ReplayOutcome, replay
 from broker.lab.traces import Trace, make_default_traces, make_trace
-from broker.spot.policies import LEARNERS, ORACLES, POLICIES, load_policy
+from broker.spot.policies import MEMORYLESS, ORACLES, load_policy
 from broker.spot.policies.base import Candidate, Decision, JobView, Move, Stay, Wait
 
 SPOT = 0.25
@@ -228,10 +228,10 @@ def test_a_job_that_is_preempted_while_its_next_machines_start_waits_for_the_res
     assert found.usd == pytest.approx(SPOT * (2 + 4))
 
 
-def test_policies_that_do_not_learn_decide_alike_without_the_history_of_the_markets() -> None:
+def test_memoryless_policies_decide_alike_without_the_history_of_the_markets() -> None:
     sites = tuple(make_site(trace, start_hours=0.1) for trace in make_default_traces(2))
     case = Case(sites=sites, work_hours=20, deadline_hours=26)
-    for name in POLICIES.keys() - LEARNERS:
+    for name in MEMORYLESS:
         with_history, without = (
             replay(case, load_policy(name), 30.0, is_oracle=name in ORACLES, is_learner=is_learner)
             for is_learner in (True, False)

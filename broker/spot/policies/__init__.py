@@ -20,8 +20,8 @@ POLICIES: dict[str, str] = {
 }
 # Policies that know the future of a replay: bounds for comparison, unusable on a real market.
 ORACLES = frozenset({"next-spot"})
-# Policies that use what the markets did since submission; the others decide by the present alone.
-LEARNERS = frozenset({"adaptive"})
+# Policies that decide by the present alone: their replays are faster without what the markets did since submission.
+MEMORYLESS = frozenset({"on-demand", "greedy", "uniform-progress", "next-spot", "failover", "eager"})
 
 
 def load_policy(name: str) -> SpotPolicy:
