@@ -54,7 +54,7 @@ class KubernetesApi:
         Raises UnknownOutcomeError if the answer is lost.
         """
         try:
-            await self._call(["create", "--raw", self._pods, "-f", "-"], json.dumps(pod).encode())
+            await self._call(["create", "--raw", self._pods, "--filename=-"], json.dumps(pod).encode())
         except UnknownOutcomeError as error:
             if "already exists" in error.message:
                 return False
@@ -68,7 +68,7 @@ class KubernetesApi:
             "kind": "SelfSubjectAccessReview",
             "spec": {"resourceAttributes": asked},
         }
-        answer = await self._call(["create", "--raw", REVIEWS, "-f", "-"], json.dumps(review).encode())
+        answer = await self._call(["create", "--raw", REVIEWS, "--filename=-"], json.dumps(review).encode())
         return bool(json.loads(answer)["status"]["allowed"])
 
     async def delete(self, name: str, namespace: str) -> None:

@@ -129,7 +129,7 @@ async def _report(
         return [CheckResult(name=context.name, is_ok=False, note=answer.message, command=command, is_needed=is_needed)]
     denied = [f"{verb} {resource}" for verb, resource in VERBS if not await _can(run, context, verb, resource)]
     if denied:
-        note = f"namespace `{context.namespace}` does not permit: {', '.join(denied)}; the Role that suffices is for the administrator"
+        note = f"namespace `{context.namespace}` does not permit: {', '.join(denied)}; an administrator can grant it"
         command = "broker check --policy kubernetes"
         return [CheckResult(name=context.name, is_ok=False, note=note, command=command, is_needed=is_needed)]
     return [judge_pools(context, answer[1], is_needed=is_needed)]

@@ -63,8 +63,8 @@ class Cluster:
             shutil.rmtree(find_root() / pod["metadata"]["name"], ignore_errors=True)
 
     def add_node(
-        self, name: str, *, cpu: str = "8", memory: str = "16Gi", gpus: int = 0, labels: Mapping[str, str] | None = None,
-        taints: tuple[Json, ...] = (),
+        self, name: str, *, cpu: str = "8", memory: str = "16Gi", gpus: int = 0,
+        labels: Mapping[str, str] | None = None, taints: tuple[Json, ...] = (),
     ) -> None:  # fmt: skip
         """Add a ready node."""
         amount = {"cpu": cpu, "memory": memory, "ephemeral-storage": "100Gi", "pods": "110"}
