@@ -21,7 +21,7 @@ __all__ = ["shell"]
 
 pytestmark = pytest.mark.long
 STORY_S_MAX = 900.0  # training processes import torch for many seconds on a busy machine
-STEPS = 16
+STEPS = 40
 TRAIN = f"""\
 name: train
 num_nodes: NODES
@@ -43,7 +43,7 @@ def wait_until(is_so: Callable[[], bool], tell: Callable[[], str]) -> None:
     end_s = time.monotonic() + STORY_S_MAX
     while not is_so():
         assert time.monotonic() < end_s, tell()
-        time.sleep(0.2)
+        time.sleep(0.05)
 
 
 def prepare(server: ApiServer, shell: Shell, text: str = "") -> None:
@@ -64,12 +64,6 @@ def submit(shell: Shell, folder: Path, *, node_count: int = 1) -> int:
     shell.run("jobs", "launch", shell.write("task.yaml", task), "--yes", "--detach-run")
     with shell.open_store() as store:
         return max(job.id for job in store.jobs.list())
-
-
-def read_step(shell: Shell, job_id: int) -> int:
-    with shell.open_store() as store:
-        job = store.jobs.get(job_id)
-    return job.progress.step if job and job.progress else 0
 
 
 def read_losses(shell: Shell, job_id: int) -> list[tuple[int, str]]:
@@ -103,10 +97,10 @@ def test_job_whose_pod_is_evicted_resumes_bit_identically(server: ApiServer, she
         return f"{shell.run('jobs', 'events', '1').stdout}\n{shell.run('jobs', 'logs', '1', code=None).stdout}"
 
     job_id = submit(shell, tmp_path / "shared", node_count=2)
-    wait_until(lambda: read_step(shell, job_id) >= 5, tell)
+    wait_until(lambda: any((tmp_path / "shared").rglob("manifest.json")), tell)
     gang = list_live(server)
     assert len(gang) == 2
-    server.cluster.evict(gang[1]["metadata"]["name"])
+    server.cluster.evict(gang[1]["metadata"]["name"], grace_s=0)
     wait_until(lambda: shell.get_status(job_id).is_terminal, tell)
     assert shell.get_status(job_id) is JobStatus.SUCCEEDED, tell()
     assert "recovered at step" in shell.run("jobs", "events", str(job_id)).stdout
@@ -123,7 +117,7 @@ def test_job_whose_pod_is_evicted_resumes_bit_identically(server: ApiServer, she
 def test_job_survives_the_daemon(server: ApiServer, shell: Shell, tmp_path: Path) -> None:
     prepare(server, shell)
     job_id = submit(shell, tmp_path / "shared")
-    wait_until(lambda: read_step(shell, job_id) >= 2, lambda: shell.run("jobs", "events", "1").stdout)
+    wait_until(lambda: bool(list_live(server)), lambda: shell.run("jobs", "events", "1").stdout)
     names = {pod["metadata"]["name"] for pod in list_live(server)}
     shell.kill_daemon()
     shell.wait_for_jobs()
