@@ -1,4 +1,4 @@
-"""Run kubectl: the user's program handles every kind of kubeconfig and login plugin (docs/decisions/0335)."""
+"""Run kubectl: the user's program handles every kind of kubeconfig and login plugin (docs/decisions/0290)."""
 
 from __future__ import annotations
 

@@ -48,7 +48,12 @@ def test_empty_file_uses_the_context_of_the_last_check(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("text", "line"),
-    [("lab:\n  namespace: Not_Valid\n", 2), ("lab:\n  namespaces: ml\n", 2), ("lab:\n  usd_hour: cheap\n", 2), ("- a\n", 1)],
+    [
+        ("lab:\n  namespace: Not_Valid\n", 2),
+        ("lab:\n  namespaces: ml\n", 2),
+        ("lab:\n  usd_hour: cheap\n", 2),
+        ("- a\n", 1),
+    ],
 )
 def test_mistakes_are_reported_with_their_position(tmp_path: Path, text: str, line: int) -> None:
     with pytest.raises(TaskError) as caught:
@@ -85,9 +90,7 @@ def test_offers_cost_their_share_and_zero_without_a_price(tmp_path: Path) -> Non
 
 @given(st.floats(0.5, 512), st.floats(1, 4096), st.integers(0, 16))
 def test_parts_of_a_node_fit_into_it(vcpus: float, memory_gib: float, cards: int) -> None:
-    machine = Machine(
-        vcpus=vcpus, memory_gib=memory_gib, accelerator="T4" if cards else None, accelerator_count=cards
-    )
+    machine = Machine(vcpus=vcpus, memory_gib=memory_gib, accelerator="T4" if cards else None, accelerator_count=cards)
     parts = list(divide_machine(machine))
     assert parts[0] == (1.0, machine)
     assert len({each.name for _, each in parts}) == len(parts) or cards, "no size is offered twice"

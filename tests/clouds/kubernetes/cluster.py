@@ -251,6 +251,9 @@ class Cluster:
         """Remove a deleted pod once its processes have ended and no finalizer keeps it."""
         metadata = pod["metadata"]
         is_over = metadata["uid"] not in self.processes
+        if "deletionTimestamp" in metadata and is_over and "nodeName" in pod["spec"]:
+            if pod["status"]["phase"] == "Pending":  # its container never started
+                pod["status"]["phase"] = "Failed"
         if "deletionTimestamp" in metadata and is_over and not metadata.get("finalizers"):
             self.pods.pop((metadata["namespace"], metadata["name"]), None)
         self._touch(pod)

@@ -7,6 +7,7 @@ Each binary message begins with the number of its channel: 0 stdin, 1 stdout, 2 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from collections.abc import Mapping, Sequence
 
@@ -33,7 +34,7 @@ async def run_remote_command(
     reader = asyncio.create_task(_copy_input(socket, process))
     await asyncio.gather(_copy_output(socket, STDOUT, process.stdout), _copy_output(socket, STDERR, process.stderr))
     code = await process.wait()
-    if not socket.closed:
+    with contextlib.suppress(ConnectionError):  # the client may be gone
         await socket.send_bytes(bytes([ERROR]) + json.dumps(make_status(code)).encode())
         await socket.close()
     reader.cancel()

@@ -28,6 +28,7 @@ num_nodes: NODES
 resources: {{infra: k8s/test, cpus: 1+, memory: 1+}}
 checkpoint: {{to: SHARED}}
 run: |
+  while [ ! -e SHARED/go ]; do sleep 0.1; done
   {sys.executable} -m trainers.lm --strategy ddp --train.steps {STEPS} --checkpoint.every_steps 4
 """
 HELLO = """\
@@ -97,9 +98,11 @@ def test_job_whose_pod_is_evicted_resumes_bit_identically(server: ApiServer, she
         return f"{shell.run('jobs', 'events', '1').stdout}\n{shell.run('jobs', 'logs', '1', code=None).stdout}"
 
     job_id = submit(shell, tmp_path / "shared", node_count=2)
-    wait_until(lambda: any((tmp_path / "shared").rglob("manifest.json")), tell)
+    wait_until(lambda: shell.get_status(job_id) is JobStatus.RUNNING, tell)
     gang = list_live(server)
     assert len(gang) == 2
+    (tmp_path / "shared" / "go").touch()  # no command runs from here to the eviction: the training is short
+    wait_until(lambda: any((tmp_path / "shared").rglob("manifest.json")), tell)
     server.cluster.evict(gang[1]["metadata"]["name"], grace_s=0)
     wait_until(lambda: shell.get_status(job_id).is_terminal, tell)
     assert shell.get_status(job_id) is JobStatus.SUCCEEDED, tell()
@@ -117,9 +120,10 @@ def test_job_whose_pod_is_evicted_resumes_bit_identically(server: ApiServer, she
 def test_job_survives_the_daemon(server: ApiServer, shell: Shell, tmp_path: Path) -> None:
     prepare(server, shell)
     job_id = submit(shell, tmp_path / "shared")
-    wait_until(lambda: bool(list_live(server)), lambda: shell.run("jobs", "events", "1").stdout)
+    wait_until(lambda: shell.get_status(job_id) is JobStatus.RUNNING, lambda: shell.run("jobs", "events", "1").stdout)
     names = {pod["metadata"]["name"] for pod in list_live(server)}
     shell.kill_daemon()
+    (tmp_path / "shared" / "go").touch()
     shell.wait_for_jobs()
     assert shell.get_status(job_id) is JobStatus.SUCCEEDED
     assert {pod["metadata"]["name"] for pod in server.cluster.list("ml")} <= names, "its pod was adopted"

@@ -100,7 +100,11 @@ def test_pool_named_by_the_user_is_spot() -> None:
 
 
 def test_equal_nodes_are_one_pool_without_the_share_of_daemon_sets() -> None:
-    pods = [make_pod("n0", cpu="500m", owner="DaemonSet"), make_pod("n1", cpu="4"), make_pod("n1", cpu="1", owner="Node")]
+    pods = [
+        make_pod("n0", cpu="500m", owner="DaemonSet"),
+        make_pod("n1", cpu="4"),
+        make_pod("n1", cpu="1", owner="Node"),
+    ]
     (pool,) = find_pools(make_node("n0"), make_node("n1"), pods=pods)
     assert pool.node_count == 2
     assert pool.machine == Machine(vcpus=6.9, memory_gib=15.0), "the smaller of both; other pods come and go"
