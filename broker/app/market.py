@@ -159,7 +159,7 @@ class Market:
         return list_native(self._home) if self._home else ()
 
     def list_own_offers(self) -> Sequence[Offer]:
-        """Return the offers of SSH pools, Slurm and Kubernetes clusters, read each time because their files may change."""
+        """Return the offers of own machines, read each time because their files may change."""
         if not self._native or self._home is None:
             return ()
         from broker.sites.offers import list_own_offers

@@ -1,4 +1,4 @@
-"""`ssh`, `slurm` and `kubernetes` are native where the state folder has their file, and go through SkyPilot elsewhere."""
+"""`ssh`, `slurm` and `kubernetes` are native where the state folder has their file, else through SkyPilot."""
 
 from __future__ import annotations
 

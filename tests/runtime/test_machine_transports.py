@@ -102,4 +102,5 @@ def test_pods_are_reached_with_the_context_and_namespace_of_their_handle(
     node = replace(NODE, handle="k8s://arn%3Aaws%3Aeks%3Acluster%2Fa/old/pod-1", id="pod-1")
     argv = transport._make_argv(node, ["sh", "-c", "true"], has_terminal=True)
     assert argv[:3] == ["/bin/kubectl", "--context=arn:aws:eks:cluster/a", "--kubeconfig=/k"]
-    assert argv[3:] == ["exec", "-i", "-t", "--quiet", "--namespace=old", "pod-1", "--container=node", "--", "sh", "-c", "true"]  # fmt: skip
+    assert argv[3:7] == ["exec", "-i", "-t", "--quiet"]
+    assert argv[7:] == ["--namespace=old", "pod-1", "--container=node", "--", "sh", "-c", "true"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from broker.clock import Clock
 from broker.clouds.findings import CheckResult
@@ -70,6 +71,8 @@ async def inspect(config: Config, *, clock: Clock, run: RunKubectl = run_kubectl
         if isinstance(found, CheckResult):
             return [found]
         contexts = {found.name: found}
+    else:
+        contexts = await find_namespaces(run, contexts, path, facts)
     answers = dict(zip(contexts, await asyncio.gather(*(_look(run, each) for each in contexts.values())), strict=True))
     old = read_pools(facts)
     namespaces = {name: each.namespace for name, each in contexts.items()}
@@ -94,17 +97,31 @@ def write_policy(config: Config) -> str:
 
 async def find_current(run: RunKubectl) -> KubernetesContext | CheckResult:
     """Return an entry for the kubeconfig's current context, or the result of a check that says how to set one."""
-    nameless = KubernetesContext(name="", context="")
-    try:
-        done = await run(nameless, ["config", "view", "--minify", "--output=json"], b"")
-        found = json.loads(done.stdout)["contexts"][0] if done.returncode == 0 else None
-    except (CloudError, ValueError, LookupError, TypeError):
-        found = None
+    found = await _view(run, KubernetesContext(name="", context=""))
     if found is None:
         note = "the kubeconfig has no current context"
         return CheckResult(name="context", is_ok=False, note=note, command="kubectl config use-context NAME")
-    namespace = found["context"].get("namespace") or "default"
-    return KubernetesContext(name=found["name"], context=found["name"], namespace=namespace)
+    return KubernetesContext(name=found[0], context=found[0], namespace=found[1])
+
+
+async def find_namespaces(
+    run: RunKubectl, contexts: Mapping[str, KubernetesContext], path: Path, facts: Path
+) -> Mapping[str, KubernetesContext]:
+    """Return the entries of the file, with the kubeconfig's namespace where they state none; record them."""
+    views = await asyncio.gather(*(_view(run, each) for each in contexts.values()))
+    found = {name: view[1] if view else "default" for name, view in zip(contexts, views, strict=True)}
+    write_pools(facts, found, read_pools(facts))
+    return read_contexts(path, facts)
+
+
+async def _view(run: RunKubectl, context: KubernetesContext) -> tuple[str, str] | None:
+    """Return name and namespace of a context of the kubeconfig; None if it is not there."""
+    try:
+        done = await run(context, ["config", "view", "--minify", "--output=json"], b"")
+        found = json.loads(done.stdout)["contexts"][0]
+        return found["name"], found["context"].get("namespace") or "default"
+    except (CloudError, ValueError, LookupError, TypeError):
+        return None
 
 
 async def _look(run: RunKubectl, context: KubernetesContext) -> tuple[KubernetesContext, Sequence[Pool]] | CloudError:

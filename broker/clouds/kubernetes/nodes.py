@@ -49,6 +49,7 @@ UNITS = {"": 1.0, "m": 1e-3, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
     f"{unit}i": 1024.0**power for power, unit in enumerate("KMGTP", 1)
 }
 GIB = 1 << 30
+PODS_MAX = 110  # of a node, by default
 
 
 @frozen
@@ -72,7 +73,8 @@ class Amount:
     def count(self, part: Amount) -> int:
         """Return how many equal parts fit."""
         pairs = [(self.cpu, part.cpu), (self.memory, part.memory), (self.disk, part.disk), (self.cards, part.cards)]
-        return max(0, int(min(have / need + 1e-9 for have, need in pairs if need)))
+        fits = min((have / need + 1e-9 for have, need in pairs if need), default=PODS_MAX)
+        return max(0, int(fits))
 
 
 def parse_quantity(text: str | int) -> float:

@@ -52,6 +52,7 @@ class ApiServer:
 
     async def _start(self) -> web.AppRunner:
         app = web.Application(middlewares=[self._answer_errors])
+        app.router.add_get("/version", self._tell_version)
         app.router.add_get("/api", self._list_versions)
         app.router.add_get("/apis", self._list_groups)
         app.router.add_get("/api/v1", self._list_resources)
@@ -109,6 +110,10 @@ class ApiServer:
         if request.path.startswith("/api/v1/") and (namespace, resource) in self.denied:
             where = f' in the namespace "{namespace}"' if namespace else " at the cluster scope"
             raise ApiError(403, "Forbidden", f'{resource} is forbidden: User "test" cannot access "{resource}"{where}')
+
+    async def _tell_version(self, request: web.Request) -> web.Response:
+        """Answer Debian's kubectl, which chooses its program by the server's version."""
+        return web.json_response({"major": "1", "minor": "32", "gitVersion": "v1.32.0"})
 
     async def _list_versions(self, request: web.Request) -> web.Response:
         return web.json_response({"kind": "APIVersions", "versions": ["v1"], "serverAddressByClientCIDRs": []})

@@ -251,9 +251,9 @@ class Cluster:
         """Remove a deleted pod once its processes have ended and no finalizer keeps it."""
         metadata = pod["metadata"]
         is_over = metadata["uid"] not in self.processes
-        if "deletionTimestamp" in metadata and is_over and "nodeName" in pod["spec"]:
-            if pod["status"]["phase"] == "Pending":  # its container never started
-                pod["status"]["phase"] = "Failed"
+        is_ending = "deletionTimestamp" in metadata and is_over
+        if is_ending and "nodeName" in pod["spec"] and pod["status"]["phase"] == "Pending":
+            pod["status"]["phase"] = "Failed"  # its container never started
         if "deletionTimestamp" in metadata and is_over and not metadata.get("finalizers"):
             self.pods.pop((metadata["namespace"], metadata["name"]), None)
         self._touch(pod)

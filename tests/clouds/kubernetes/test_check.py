@@ -45,7 +45,8 @@ def test_context_that_is_silent_keeps_its_pools(
     server: ApiServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server.cluster.add_node("a")
-    assert check(tmp_path, server, "test: {usd_hour: 2}\n", monkeypatch)[0].is_ok
+    (result,) = check(tmp_path, server, "test: {usd_hour: 2}\n", monkeypatch)
+    assert result.is_ok and "namespace `ml`" in result.note, "that of the kubeconfig"
     server.is_logged_out = True
     (result,) = check(tmp_path, server, "test: {usd_hour: 2}\n", monkeypatch)
     assert not result.is_ok and "logged in" in result.note and result.command

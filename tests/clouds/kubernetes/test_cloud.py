@@ -1,4 +1,4 @@
-"""What Kubernetes alone does: namespaces that are forbidden, pods that never start, lists that fail, nodes that vanish."""
+"""Kubernetes alone: forbidden namespaces, pods that never start, lists that fail, nodes that vanish."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def test_context_that_does_not_answer_is_unseen_and_the_others_are_listed(bed: K
 
 def test_failed_list_is_no_empty_list(bed: KubernetesBed) -> None:
     for code, reason in ((500, "InternalError"), (503, "ServiceUnavailable"), (504, "Timeout")):
-        bed.server.errors = [("GET", code, reason)]
+        bed.server.errors = [("GET /api/v1/", code, reason)]
         with pytest.raises(TransientError):
             bed.run(bed.cloud.list_nodes(OWNER))
 

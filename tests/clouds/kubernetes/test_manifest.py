@@ -37,7 +37,8 @@ PLAIN = KubernetesContext(name="lab", context="lab")
 def make_request(*, node_count: int = 2, machine: Machine = GPU_NODE, **more: Any) -> NodeRequest:
     offer = machine.make_offer("kubernetes", "lab", zone="gpu", ondemand_usd_hour=None, spot_usd_hour=8.0)
     placement = Placement(offer=offer, is_spot=True, node_count=node_count)
-    return NodeRequest(**{"owner": "0a1b", "cluster": "train", "attempt": 3, "token": "t", "placement": placement, **more})  # fmt: skip
+    given = {"owner": "0a1b", "cluster": "train", "attempt": 3, "token": "t", "placement": placement, **more}
+    return NodeRequest(**given)
 
 
 def make(context: KubernetesContext = FULL, request: NodeRequest | None = None) -> dict[str, Any]:
@@ -84,8 +85,8 @@ def test_record_is_read_back_and_foreign_pods_have_none() -> None:
     record = read_record(make())
     assert record and (record["owner"], record["cluster"], record["attempt"], record["rank"]) == ("0a1b", "train", 3, 1)
     assert record["usd_hour"] == 8.0 and record["is_spot"]
-    for annotations in ({}, {"broker/request": "no"}, {"broker/request": "[]"}, {"broker/request": "{}"}):
-        assert read_record({"metadata": {"annotations": annotations}}) is None
+    for each in ({}, {"broker/request": "no"}, {"broker/request": "[]"}, {"broker/request": "{}"}):
+        assert read_record({"metadata": {"annotations": each}}) is None
     assert read_record({"metadata": {}}) is None
 
 
