@@ -127,7 +127,7 @@ def test_job_survives_the_daemon(server: ApiServer, shell: Shell, tmp_path: Path
     shell.wait_for_jobs()
     assert shell.get_status(job_id) is JobStatus.SUCCEEDED
     assert {pod["metadata"]["name"] for pod in server.cluster.list("ml")} <= names, "its pod was adopted"
-    assert not list_live(server)
+    wait_until(lambda: not list_live(server), lambda: "the daemon ends the pods of an ended job")
 
 
 def test_lost_answer_to_a_create_makes_one_pod(server: ApiServer, shell: Shell) -> None:
