@@ -229,6 +229,7 @@ def test_every_dependency_says_why_it_is_there() -> None:
 MODULES = {
     "PyYAML": "yaml",
     "axe-playwright-python": "axe_playwright_python",
+    "kubernetes-validate": "kubernetes_validate",
     "google-cloud-compute": "google.cloud.compute_v1",
     "skypilot": "sky",
 }

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 class Market:
     """The offers of the price book and of own machines, and of this machine for tasks that name `local`, ranked.
 
-    `home`: the state folder whose SSH pools and Slurm clusters take part; None has none.
+    `home`: the state folder whose SSH pools, Slurm and Kubernetes clusters take part; None has none.
     """
 
     def __init__(
@@ -159,7 +159,7 @@ class Market:
         return list_native(self._home) if self._home else ()
 
     def list_own_offers(self) -> Sequence[Offer]:
-        """Return the offers of SSH pools and Slurm clusters, read each time because their files may change."""
+        """Return the offers of own machines, read each time because their files may change."""
         if not self._native or self._home is None:
             return ()
         from broker.sites.offers import list_own_offers

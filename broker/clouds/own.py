@@ -1,4 +1,4 @@
-"""`ssh` and `slurm` in the registry: native if this state folder has their file, otherwise through SkyPilot.
+"""`ssh`, `slurm` and `kubernetes` in the registry: native if this state folder has their file, else through SkyPilot.
 
 `broker.sites.find_file` decides this.
 """
@@ -21,8 +21,7 @@ if TYPE_CHECKING:
     from broker.clouds.base import Cloud
     from broker.clouds.findings import Inspector
 
-SKYPILOT_FILES = {"ssh": "~/.sky/ssh_node_pools.yaml", "slurm": "~/.slurm/config"}
-PAGES = {"ssh": "docs/SSH_POOLS.md", "slurm": "docs/SLURM.md"}
+PAGES = {"ssh": "docs/SSH_POOLS.md", "slurm": "docs/SLURM.md", "kubernetes": "docs/KUBERNETES.md"}
 
 
 def make_ssh(config: Config, *, clock: Clock) -> Cloud | None:
@@ -43,8 +42,17 @@ def make_slurm(config: Config, *, clock: Clock) -> Cloud | None:
     return make_cloud(config, clock=clock)
 
 
+def make_kubernetes(config: Config, *, clock: Clock) -> Cloud | None:
+    """Make the cloud of Kubernetes: native with `kubernetes.yaml`, otherwise SkyPilot's if it enabled it; else None."""
+    if find_file("kubernetes", config.home) is None:
+        return cast("Cloud | None", makers.make_kubernetes(config, clock=clock))
+    from broker.clouds.kubernetes.cloud import make_cloud
+
+    return make_cloud(config, clock=clock)
+
+
 def find_inspector(cloud: str) -> Inspector:
-    """Return the inspector of `ssh` or `slurm`, which chooses between native and SkyPilot at every call."""
+    """Return the inspector of one of them, which chooses between native and SkyPilot at every call."""
     return OwnInspector(cloud)
 
 
@@ -70,8 +78,8 @@ class OwnInspector:
         return [*await SkyInspector(self._cloud).inspect(config, clock=clock), native]
 
     def write_policy(self, config: Config) -> str:
-        """Return a comment only: neither cloud has permissions beyond those of the login's account."""
-        return f"# {self._cloud}: the login of `{FILES[self._cloud]}` needs no permission beyond its own account\n"
+        """Return the native cloud's permissions: a Role for Kubernetes, a comment for the others."""
+        return self._find_native().write_policy(config)
 
     def _find_native(self) -> Inspector:
         found: Inspector = importlib.import_module(f"broker.clouds.{self._cloud}.check")

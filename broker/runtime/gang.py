@@ -29,6 +29,8 @@ from broker.types import Autostop, Cluster, Node, NodeState, Run, RunStatus, Tas
 AGENT_FOLDER = ".broker/agent"
 AGENT_ARGV = ("python3", "-I", "-S", f"{AGENT_FOLDER}/agent.py")
 CHANNEL_VERBS = ("lease", "cancel")  # small and idempotent
+# Nodes behind SkyPilot and pods already run inside the task's container.
+INSIDE_CONTAINER = ("sky://", "k8s://")
 CALL_S = 30.0
 LOOK_S = 0.5  # between two polls if a node has no channel
 # One call for all files. Existing files stay untouched because an agent may be starting from them.
@@ -85,8 +87,9 @@ class Gang:
         nodes = sort_nodes(cluster)
         is_managed = "BROKER_JOB_ID" in envs
         reserved = None if is_managed else find_reservation(task, cluster)  # a managed job has its cluster to itself
-        # Nodes behind SkyPilot already run inside the container.
-        image = None if nodes[0].handle.startswith("sky://") else cluster.placement.get_resources(task).container
+        image = (
+            None if nodes[0].handle.startswith(INSIDE_CONTAINER) else cluster.placement.get_resources(task).container
+        )
         spec: dict[str, Any] = {
             "run_id": run_id,
             "name": task.name or "",

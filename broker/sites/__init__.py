@@ -1,14 +1,14 @@
-"""Your own machines: SSH pools and Slurm clusters, described by files in the state folder.
+"""Your own machines: SSH pools, Slurm and Kubernetes clusters, described by files in the state folder.
 
-Such a cloud is native if its file exists (`ssh_pools.yaml`, `slurm.yaml`); without the file,
-`infra: ssh/...` and `infra: slurm/...` go through SkyPilot. Only `find_file` decides this.
+Such a cloud is native if its file exists (`ssh_pools.yaml`, `slurm.yaml`, `kubernetes.yaml`); without the file,
+`infra: ssh/...`, `slurm/...` and `kubernetes/...` go through SkyPilot. Only `find_file` decides this.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
 
-FILES = {"ssh": "ssh_pools.yaml", "slurm": "slurm.yaml"}
+FILES = {"ssh": "ssh_pools.yaml", "slurm": "slurm.yaml", "kubernetes": "kubernetes.yaml"}
 
 
 def find_file(cloud: str, home: Path) -> Path | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from broker.sites import find_file, pools, slurm
+from broker.sites import find_file, kubernetes, pools, slurm
 from broker.sites.facts import find_facts
 from broker.types import Offer
 
@@ -17,4 +17,7 @@ def list_own_offers(home: Path) -> Sequence[Offer]:
         offers += pools.list_offers(pools.read_hosts(path, find_facts("ssh", home)))
     if path := find_file("slurm", home):
         offers += slurm.list_offers(slurm.read_clusters(path), find_facts("slurm", home))
+    if path := find_file("kubernetes", home):
+        facts = find_facts("kubernetes", home)
+        offers += kubernetes.list_offers(kubernetes.read_contexts(path, facts), facts)
     return offers

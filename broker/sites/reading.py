@@ -30,8 +30,10 @@ LOGIN_FIELDS = {
 USD_HOUR = Field(shape=Number(above=None), about="Price of one machine per hour; default 0.")
 
 
-def read_entries(path: Path, table: Table, read: Callable[[Reader, str, Section], Entry]) -> dict[str, Entry]:
-    """Read every named table of the file. Raises TaskError with all issues."""
+def read_entries(
+    path: Path, table: Table, read: Callable[[Reader, str, Section], Entry], *, name: re.Pattern[str] = NAME
+) -> dict[str, Entry]:
+    """Read every table of the file, whose names match `name`. Raises TaskError with all issues."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -40,22 +42,24 @@ def read_entries(path: Path, table: Table, read: Callable[[Reader, str, Section]
         raise TaskError([issue]) from None
     reader = Reader(text, str(path))
     found = {
-        name: read(reader, name, section)
+        key: read(reader, key, section)
         for document in read_documents(text, str(path))[:1]
-        for name, section in _list_sections(reader, document, table)
+        for key, section in _list_sections(reader, document, table, name)
     }
     if reader.issues:
         raise TaskError(sorted(reader.issues, key=lambda issue: (issue.line, issue.column)))
     return found
 
 
-def _list_sections(reader: Reader, document: Marked, table: Table) -> Iterator[tuple[str, Section]]:
+def _list_sections(
+    reader: Reader, document: Marked, table: Table, pattern: re.Pattern[str]
+) -> Iterator[tuple[str, Section]]:
     if not isinstance(document.value, dict):
         if document.value is not None:
             reader.fault(document, f"the file must be a mapping from names to machines, not {describe(document)}")
         return
     for name, marked in document.value.items():
-        if not NAME.fullmatch(name):
+        if not pattern.fullmatch(name):
             reader.note(*document.keys[name], f"`{name}` is not a valid name", "use letters, digits, `.`, `_` and `-`")
         elif (section := table.read(reader, marked, name)) is not None:
             yield name, section

@@ -11,7 +11,8 @@ def test_clouds_behind_skypilot_say_what_to_install(shell: Any) -> None:
     rows = {row["cloud"]: row for row in shell.read_json("check")}
     assert not rows["azure"]["can_launch"] and "install `intercloud-broker[sky]`" in rows["azure"]["note"]
     assert "kubernetes" not in rows, "nothing is sold there, and it cannot be used"
-    (finding,) = json.loads(shell.run("check", "kubernetes", "--json", code=5).stdout)
+    finding, native = json.loads(shell.run("check", "kubernetes", "--json", code=5).stdout)
+    assert "kubernetes.yaml" in native["note"]
     assert "intercloud-broker[sky]" in finding["command"]
 
 

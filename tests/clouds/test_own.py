@@ -1,4 +1,4 @@
-"""`ssh` and `slurm` are native where the state folder has their file, and go through SkyPilot elsewhere."""
+"""`ssh`, `slurm` and `kubernetes` are native where the state folder has their file, else through SkyPilot."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pytest
 
 from broker.clock import SystemClock
 from broker.clouds import CHECKS, CLOUDS, own
+from broker.clouds.kubernetes.cloud import KubernetesCloud
 from broker.clouds.slurm.cloud import SlurmCloud
 from broker.clouds.ssh.cloud import SshCloud
 from broker.config import Config
@@ -25,19 +26,22 @@ def test_without_files_no_cloud_is_native(tmp_path: Path) -> None:
     assert list_native(tmp_path) == () and not list_own_offers(tmp_path)
     assert own.make_ssh(config, clock=SystemClock()) is None
     assert own.make_slurm(config, clock=SystemClock()) is None
+    assert own.make_kubernetes(config, clock=SystemClock()) is None
 
 
 def test_file_makes_its_cloud_native(tmp_path: Path) -> None:
     config = Config(home=tmp_path, owner="me")
     (tmp_path / "ssh_pools.yaml").write_text(POOLS)
     (tmp_path / "slurm.yaml").write_text("here: {}\n")
+    (tmp_path / "kubernetes.yaml").write_text("")
+    assert isinstance(own.make_kubernetes(config, clock=SystemClock()), KubernetesCloud)
     assert isinstance(own.make_ssh(config, clock=SystemClock()), SshCloud)
     assert isinstance(own.make_slurm(config, clock=SystemClock()), SlurmCloud)
-    assert list_native(tmp_path) == ("ssh", "slurm")
+    assert list_native(tmp_path) == ("ssh", "slurm", "kubernetes")
 
 
 def test_other_clouds_are_never_native(tmp_path: Path) -> None:
-    assert find_file("kubernetes", tmp_path) is None
+    assert find_file("lambda", tmp_path) is None
 
 
 def test_offers_are_those_whose_size_is_known(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from local_gang import Rig
 from broker.clock import SystemClock
 from broker.config import Config
 from broker.errors import StateError, TransientError, UnreachedError
-from broker.runtime.transports import pool, slurm
+from broker.runtime.transports import kubernetes, pool, slurm
 from broker.runtime.transports.machine import MachineTransport
 from broker.sites.openssh import Completed
 from broker.types import Node, NodeState
@@ -72,7 +72,11 @@ def test_a_shell_on_a_node_that_is_silent_is_given_up_within_a_minute() -> None:
 
 @pytest.mark.parametrize(
     ("module", "handle", "file"),
-    [(pool, "pool://lab/10.0.0.1/n", "ssh_pools.yaml"), (slurm, "slurm://tiger/7/host/n", "slurm.yaml")],
+    [
+        (pool, "pool://lab/10.0.0.1/n", "ssh_pools.yaml"),
+        (slurm, "slurm://tiger/7/host/n", "slurm.yaml"),
+        (kubernetes, "k8s://lab/ml/n", "kubernetes.yaml"),
+    ],
 )
 def test_a_host_that_is_not_in_the_file_any_more_is_named(
     module: object, handle: str, file: str, tmp_path: Path
@@ -87,3 +91,16 @@ def test_the_hosts_of_a_pool_are_logged_in_to_as_its_file_says(tmp_path: Path) -
     transport = pool.make_transport(Config(home=tmp_path, owner="me"), clock=SystemClock())
     argv = transport._make_argv(replace(NODE, handle="pool://lab/10.0.0.1/n"), ["echo", "a b"])
     assert "10.0.0.1" in argv and argv[-1] == "exec echo 'a b'"
+
+
+def test_pods_are_reached_with_the_context_and_namespace_of_their_handle(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shutil.which", lambda name: f"/bin/{name}")
+    (tmp_path / "kubernetes.yaml").write_text("arn:aws:eks:cluster/a: {namespace: new, kubeconfig: /k}\n")
+    transport = kubernetes.make_transport(Config(home=tmp_path, owner="me"), clock=SystemClock())
+    node = replace(NODE, handle="k8s://arn%3Aaws%3Aeks%3Acluster%2Fa/old/pod-1", id="pod-1")
+    argv = transport._make_argv(node, ["sh", "-c", "true"], has_terminal=True)
+    assert argv[:3] == ["/bin/kubectl", "--context=arn:aws:eks:cluster/a", "--kubeconfig=/k"]
+    assert argv[3:7] == ["exec", "-i", "-t", "--quiet"]
+    assert argv[7:] == ["--namespace=old", "pod-1", "--container=node", "--", "sh", "-c", "true"]

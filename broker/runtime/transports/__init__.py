@@ -8,5 +8,6 @@ TRANSPORTS: dict[str, str] = {
     "ssh": "broker.runtime.transports.ssh:make_transport",
     "pool": "broker.runtime.transports.pool:make_transport",
     "slurm": "broker.runtime.transports.slurm:make_transport",
+    "k8s": "broker.runtime.transports.kubernetes:make_transport",
     "sky": "broker.runtime.transports.sky:make_transport",
 }

@@ -1,0 +1,1 @@
+"""Kubernetes: pods as nodes, through the user's kubectl."""

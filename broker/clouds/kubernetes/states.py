@@ -1,0 +1,178 @@
+"""Map a pod's status to the state of a node, and the API server's refusals to error classes. Pure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from typing import Any
+
+from broker.clouds.kubernetes.manifest import FINALIZER
+from broker.errors import (
+    AuthError,
+    CloudError,
+    DeniedError,
+    InvalidRequestError,
+    QuotaError,
+    ThrottledError,
+    TransientError,
+    UnknownOutcomeError,
+)
+from broker.types import NodeEnd, NodeState
+
+# Exit codes of the machine (`EXIT_CODES` in local_machine.py).
+EXIT_REASONS = {71: NodeEnd.LEASE, 72: NodeEnd.DONE, 73: "autostop", 74: "stopped", 75: NodeEnd.TERMINATED}
+# Reasons of the condition DisruptionTarget: the pod ended for the sake of others or of its node.
+DISRUPTIONS: Mapping[str, str] = {
+    "PreemptionByScheduler": NodeEnd.PREEMPTED,
+    "PreemptionByKubeScheduler": NodeEnd.PREEMPTED,  # its name in Kubernetes 1.25
+    "DeletionByTaintManager": NodeEnd.PREEMPTED,
+    "EvictionByEvictionAPI": NodeEnd.PREEMPTED,  # a drain, a cluster autoscaler, Karpenter
+    "TerminationByKubelet": NodeEnd.PREEMPTED,  # a node that shuts down, or runs short of memory or disk
+    "WorkloadEvictedDueToPreempted": NodeEnd.PREEMPTED,
+    "DeletionByPodGC": "node lost",
+}
+# Reasons in `status.reason`.
+REASONS: Mapping[str, str] = {
+    "Preempting": NodeEnd.PREEMPTED,
+    "Terminated": NodeEnd.PREEMPTED,  # graceful shutdown of its node
+    "NodeShutdown": NodeEnd.PREEMPTED,
+    "Shutdown": NodeEnd.PREEMPTED,
+    "NodeLost": "node lost",
+    "DeadlineExceeded": "time limit",
+    "Evicted": "evicted: the node ran short of a resource",
+}
+# Waiting containers that will never start, and how long they may try: a registry may fail for a while.
+STUCK_S: Mapping[str, float] = {
+    "InvalidImageName": 0.0,
+    "ErrImageNeverPull": 0.0,
+    "CreateContainerConfigError": 120.0,
+    "ImagePullBackOff": 120.0,
+    "ErrImagePull": 300.0,
+    "CreateContainerError": 120.0,
+}
+UNSCHEDULABLE_S = 300.0  # Kubernetes evicts pods of a silent node after as long: their room is free again
+# `reason` of the API server's Status objects (k8s.io/apimachinery/pkg/apis/meta/v1, StatusReason) -> class.
+ERRORS: Mapping[str, type[CloudError]] = {
+    "Unauthorized": AuthError,
+    "Forbidden": DeniedError,
+    "NotFound": InvalidRequestError,
+    "AlreadyExists": UnknownOutcomeError,  # never raised: the pod is adopted
+    "Conflict": TransientError,
+    "Gone": TransientError,
+    "Invalid": InvalidRequestError,
+    "ServerTimeout": TransientError,  # the server could not begin the request
+    "StoreReadError": TransientError,
+    "Timeout": UnknownOutcomeError,
+    "TooManyRequests": ThrottledError,
+    "BadRequest": InvalidRequestError,
+    "MethodNotAllowed": InvalidRequestError,
+    "NotAcceptable": InvalidRequestError,
+    "RequestEntityTooLarge": InvalidRequestError,
+    "UnsupportedMediaType": InvalidRequestError,
+    "InternalError": UnknownOutcomeError,
+    "Expired": TransientError,
+    "ServiceUnavailable": TransientError,
+}
+_STATUS = re.compile(r"(?:Error from server|error: [^()]*server) \((\w+)\)")
+# kubectl's own messages for requests that never reached a server. They have no codes.
+UNSENT = ("connection refused", "was refused", "no such host", "no route to host", "network is unreachable")
+UNTRUSTED = ("certificate", "x509:")
+LOGGED_OUT = ("must be logged in", "provide credentials", "getting credentials", "Unauthorized")
+UNKNOWN_CONTEXT = ("does not exist", "no context exists", "no configuration has been provided", "stat ")
+LOGIN_HINT = "log in to the cluster again, and try `kubectl get pods`"
+
+
+def find_error(stderr: str, context: str) -> CloudError:
+    """Return the error for kubectl's output. Without a code of the API server the outcome may be unknown."""
+    line = next((line.strip() for line in reversed(stderr.splitlines()) if line.strip()), "no answer")
+    message = f"context `{context}`: {re.sub(r'^(error|Error from server)( [(][A-Za-z]+[)])?: ', '', line)[:400]}"
+    found = _STATUS.search(stderr)
+    kind = ERRORS.get(found[1]) if found else _guess_kind(stderr)
+    if kind is DeniedError and "exceeded quota" in stderr:  # the server has one reason for both
+        hint = f"`kubectl --context={context} describe quota` shows the namespace's limits"
+        return QuotaError(message, hints=(hint,))
+    if kind is DeniedError:
+        hint = "`broker check --policy kubernetes` prints the Role that suffices, for the cluster's administrator"
+        return DeniedError(message, scope="region", hints=(hint,))
+    return (kind or UnknownOutcomeError)(message, hints=(LOGIN_HINT,) if kind is AuthError else ())
+
+
+def _guess_kind(stderr: str) -> type[CloudError] | None:
+    for kind, texts in (
+        (AuthError, LOGGED_OUT),
+        (AuthError, UNTRUSTED),
+        (TransientError, UNSENT),
+        (AuthError, UNKNOWN_CONTEXT),
+    ):
+        if any(each in stderr for each in texts):
+            return kind
+    return None
+
+
+def find_state(pod: Mapping[str, Any], *, is_spot: bool) -> tuple[NodeState, str, float | None]:
+    """Return the node's state, why it ended, and when. Only containers that have ended make a node TERMINATED."""
+    metadata, status = pod["metadata"], pod.get("status", {})
+    ended = [each["state"]["terminated"] for each in _list_containers(pod) if "terminated" in each.get("state", {})]
+    is_unplaced = bool(metadata.get("deletionTimestamp")) and not pod["spec"].get("nodeName")
+    is_over = status.get("phase") in ("Succeeded", "Failed")
+    if is_over or is_unplaced or (ended and len(ended) == len(pod["spec"]["containers"])):
+        times = [read_time(each.get("finishedAt")) for each in ended] or [read_time(metadata.get("deletionTimestamp"))]
+        ended_s = max((each for each in times if each is not None), default=None)
+        return NodeState.TERMINATED, find_reason(pod, ended, is_spot=is_spot), ended_s
+    is_running = any("running" in each.get("state", {}) for each in _list_containers(pod))
+    return (NodeState.RUNNING if is_running and status.get("podIP") else NodeState.PENDING), "", None
+
+
+def find_reason(pod: Mapping[str, Any], ended: Sequence[Mapping[str, Any]], *, is_spot: bool) -> str:
+    """Return why a pod ended: the cluster's disruption, the machine's exit code, or the request to delete it."""
+    status = pod.get("status", {})
+    disruption = next((each for each in _list_conditions(pod, "DisruptionTarget")), {})
+    code = next((each.get("exitCode") for each in ended), None)
+    if code in EXIT_REASONS:
+        return EXIT_REASONS[code]
+    reason = REASONS.get(status.get("reason", "")) or DISRUPTIONS.get(disruption.get("reason", ""), "")
+    if reason == "node lost" and is_spot:
+        return NodeEnd.PREEMPTED
+    if reason:
+        return reason
+    if any(each.get("reason") == "OOMKilled" for each in ended):
+        return "out of memory"
+    if stuck := find_obstacle(pod):
+        return stuck[0]
+    if pod["metadata"].get("deletionTimestamp"):
+        return NodeEnd.TERMINATED
+    return str(status.get("reason") or "crashed")
+
+
+def find_obstacle(pod: Mapping[str, Any]) -> tuple[str, float, float | None] | None:
+    """Return why a pod does not start, how long that may last, and since when; None if nothing is known."""
+    for each in _list_containers(pod):
+        waiting = each.get("state", {}).get("waiting", {})
+        if (reason := waiting.get("reason", "")) in STUCK_S:
+            image = next(iter(pod["spec"]["containers"]))["image"]
+            return f"{reason}: image `{image}`", STUCK_S[reason], read_time(pod["status"].get("startTime"))
+    for condition in _list_conditions(pod, "PodScheduled", value="False"):
+        if condition.get("reason") == "Unschedulable":
+            why = f"no room: {condition.get('message', 'Unschedulable')}"
+            return why, UNSCHEDULABLE_S, read_time(condition.get("lastTransitionTime"))
+    return None
+
+
+def is_kept(pod: Mapping[str, Any]) -> bool:
+    """Return whether our finalizer keeps the pod's object."""
+    return FINALIZER in pod["metadata"].get("finalizers", ())
+
+
+def read_time(text: str | None) -> float | None:
+    """Parse a time of the API server, to seconds since the epoch; None if it is missing."""
+    return datetime.fromisoformat(text.replace("Z", "+00:00")).timestamp() if text else None
+
+
+def _list_containers(pod: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
+    return pod.get("status", {}).get("containerStatuses") or ()
+
+
+def _list_conditions(pod: Mapping[str, Any], kind: str, *, value: str = "True") -> Sequence[Mapping[str, Any]]:
+    conditions = pod.get("status", {}).get("conditions") or ()
+    return [each for each in conditions if each.get("type") == kind and each.get("status") == value]
