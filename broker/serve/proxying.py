@@ -8,23 +8,19 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-from typing import TYPE_CHECKING, Any
 
 import aiohttp
 from aiohttp import web
-from multidict import CIMultiDict
 from yarl import URL
 
 from broker.clock import Clock
 from broker.serve.admission import Gate, KeyRefusal
+from broker.serve.answers import make_headers, pass_headers, refuse, refuse_key
 from broker.serve.files import Routing
 from broker.serve.journal import CHAT, COMPLETIONS, EventParser, StreamJournal, read_prompt
 from broker.serve.metering import LoadMeter, ResponseMeter
 from broker.serve.routes import BackendRoute, RouteTable
 from broker.serve.websockets import forward_websocket
-
-if TYPE_CHECKING:
-    from multidict import CIMultiDictProxy
 
 CONNECT_S = 5.0
 IN_FLIGHT_MAX = 20_000
@@ -36,9 +32,6 @@ RESUMES_MAX = 20  # of one stream
 KEPT_BODY_BYTES_MAX = 4 << 20  # a longer body is streamed, and its request is not repeated
 # A shorter response is read whole: its headers and body leave in one packet, and it can be retried until then.
 WHOLE_BODY_BYTES_MAX = 64 << 10
-HOP_HEADERS = (
-    *("connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "te", "trailer", "transfer-encoding"),
-)
 IDEMPOTENT = frozenset(("GET", "HEAD", "OPTIONS", "PUT", "DELETE"))
 METER = web.RequestKey("meter", ResponseMeter)
 GENERATION_PATHS = (COMPLETIONS, CHAT, "/v1/embeddings", "/generate")
@@ -397,38 +390,3 @@ class _Stream:
         if self._request.transport is not None:
             self._request.transport.abort()
         return self._answer
-
-
-def make_headers(route: BackendRoute, response: aiohttp.ClientResponse) -> CIMultiDict[str]:
-    """Return the headers of the response to the client, with the service's version."""
-    headers = pass_headers(response.headers)
-    headers["x-broker-version"] = str(route.backend.version)
-    return headers
-
-
-def pass_headers(headers: CIMultiDictProxy[str]) -> CIMultiDict[str]:
-    """Return the headers that a proxy passes on."""
-    kept = headers.copy()
-    named = kept.get("connection")
-    if named is not None:
-        for name in named.split(","):
-            kept.popall(name.strip(), None)
-    for name in HOP_HEADERS:
-        kept.popall(name, None)
-    return kept
-
-
-def refuse_key(refusal: KeyRefusal) -> web.Response:
-    """Make the answer to a request that its API key does not allow."""
-    error = {"message": refusal.message, "type": refusal.kind, "code": refusal.code, "param": None}
-    headers = {"www-authenticate": "Bearer"} if refusal.status == 401 else {}
-    if refusal.retry_s is not None:
-        headers["retry-after"] = str(refusal.retry_s)
-    return web.json_response({"error": error}, status=refusal.status, headers=headers)
-
-
-def refuse(status: int, message: str, *, retry_s: int | None = None) -> web.Response:
-    """Make an error in the form of OpenAI's API."""
-    content: dict[str, Any] = {"error": {"message": message, "type": "server_error", "code": status}}
-    headers = {} if retry_s is None else {"retry-after": str(retry_s)}
-    return web.json_response(content, status=status, headers=headers)
