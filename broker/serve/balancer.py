@@ -23,6 +23,7 @@ from broker.clock import Clock
 from broker.errors import BrokerError, StateError
 from broker.locks import try_lock
 from broker.serve.admission import Gate
+from broker.serve.connections import ReplicaConnector
 from broker.serve.credentials import make_client_context
 from broker.serve.files import Load, Routing, ServiceFolder, read_file, write_file
 from broker.serve.keys import UsageBook, read_keys, read_usage
@@ -33,11 +34,10 @@ log = logging.getLogger(__name__)
 
 LOOK_S = 0.05
 WRITE_EVERY_S = 0.5
-CONNECT_S = 5.0
 CLOSE_S = 10.0  # for open requests when the balancer is stopped
 HEADER_BYTES_MAX = 32 << 10
 # asyncio gives each TLS connection a buffer of 256 KiB and reads as much at once: 5 GiB for 10,000 idle streams.
-TLS_BUFFER_BYTES = 16 << 10  # one record
+TLS_BUFFER_BYTES = 4 << 10  # several events of a stream; a record of 16 KiB takes four reads
 
 
 async def run_balancer(folder: ServiceFolder, *, clock: Clock) -> None:
@@ -112,10 +112,12 @@ class Balancer:
     @contextlib.asynccontextmanager
     async def listen(self) -> AsyncIterator[int]:
         """Listen and probe; yield the port."""
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S)
-        # Without credentials no replica is encrypted.
-        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=15, ssl=make_client_context(self._folder) or True)
-        async with aiohttp.ClientSession(connector=connector, timeout=timeout, auto_decompress=False) as session:
+        async with aiohttp.ClientSession(
+            connector=ReplicaConnector(make_client_context(self._folder)),
+            cookie_jar=aiohttp.DummyCookieJar(),  # a jar would send one client's cookies for all of them
+            skip_auto_headers=("user-agent", "accept-encoding", "content-type"),
+            auto_decompress=False,
+        ) as session:
             draw = random.Random()
             self.proxy = Proxy(self.table, session, self._routing, self.gate, clock=self._clock, draw=draw)
             server = web.Server(self.proxy.handle, access_log=None, max_field_size=HEADER_BYTES_MAX)
@@ -135,7 +137,8 @@ class Balancer:
     def adopt(self, routing: Routing) -> None:
         """Take over the replicas of a routing file."""
         assert self.proxy is not None
-        self._routing = self.proxy.routing = routing
+        self._routing = routing
+        self.proxy.adopt(routing)
         self.table.update(routing.backends, routing.shares)
         for number in [each for each in self._probes if each not in self.table.routes]:
             self._probes.pop(number).cancel()

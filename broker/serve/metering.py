@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Sequence
 
@@ -44,8 +45,8 @@ class ResponseMeter:
         self._first_s: float | None = None
         self._last_s = self._start_s
         self._events = 0
-        self._is_stream = self._is_json = False
-        self._parser = EventParser()
+        self._is_json = False
+        self._parser: EventParser | None = None
         self._body = bytearray()
         self._has_usage = False
         self.replica = 0
@@ -55,13 +56,13 @@ class ResponseMeter:
     def begin(self, replica: int, status: int, content_type: str) -> None:
         """Record who answers; repeated when a response continues on another replica."""
         self.replica, self.status = replica, status
-        self._is_stream = content_type == "text/event-stream"
+        self._parser = EventParser() if content_type == "text/event-stream" else None
         self._body.clear()
         self._is_json = content_type == "application/json"
 
     def feed(self, data: bytes) -> None:
         """Take a part of the body."""
-        if self._is_stream:
+        if self._parser is not None:
             for event in self._parser.feed(data):
                 self.take_event(event)
         elif self._is_json and len(self._body) <= BODY_BYTES_MAX:
@@ -117,48 +118,90 @@ class ResponseMeter:
             self._has_usage = True
 
 
+class WindowSums:
+    """Sums over the responses of a window, kept up to date as they enter and leave it."""
+
+    def __init__(self) -> None:
+        self.requests = self.errors = self.prompt_tokens = self.completion_tokens = 0
+        self._firsts: list[float] = []  # sorted
+        self._laters: list[float] = []
+
+    def add(self, sample: ResponseSample) -> None:
+        """Count a response that ended."""
+        self._count(sample, 1)
+        if sample.ttft_s is not None:
+            insort(self._firsts, sample.ttft_s)
+        if sample.tpot_s is not None:
+            insort(self._laters, sample.tpot_s)
+
+    def remove(self, sample: ResponseSample) -> None:
+        """Remove a response that was added."""
+        self._count(sample, -1)
+        if sample.ttft_s is not None:
+            del self._firsts[bisect_left(self._firsts, sample.ttft_s)]
+        if sample.tpot_s is not None:
+            del self._laters[bisect_left(self._laters, sample.tpot_s)]
+
+    def describe(self, span_s: float) -> LoadWindow:
+        """Return rates over `span_s` seconds and percentiles of times in seconds."""
+        span_s = max(span_s, 1.0)
+        return LoadWindow(
+            requests=self.requests,
+            errors=self.errors,
+            qps=self.requests / span_s,
+            prompt_tokens_s=self.prompt_tokens / span_s,
+            completion_tokens_s=self.completion_tokens / span_s,
+            ttft_p50_s=find_percentile(self._firsts, 0.5),
+            ttft_p95_s=find_percentile(self._firsts, 0.95),
+            tpot_p50_s=find_percentile(self._laters, 0.5),
+            tpot_p95_s=find_percentile(self._laters, 0.95),
+        )
+
+    def _count(self, sample: ResponseSample, step: int) -> None:
+        self.requests += step
+        self.errors += step * (sample.status >= 500)
+        self.prompt_tokens += step * sample.prompt_tokens
+        self.completion_tokens += step * sample.completion_tokens
+
+
 class LoadMeter:
-    """The responses of the last minute."""
+    """The responses of the last minute. To describe them costs the same for one response as for thousands."""
 
     def __init__(self, *, clock: Clock) -> None:
         self._clock = clock
         self._start_s = clock.now_s()
-        self._samples: deque[ResponseSample] = deque(maxlen=SAMPLES_MAX)
+        self._samples: deque[ResponseSample] = deque()
+        self._whole = WindowSums()
+        self._by_replica: dict[int, WindowSums] = {}
 
     def add(self, sample: ResponseSample) -> None:
-        """Add the sample of an ended response; old ones are dropped when a window is computed."""
+        """Add the sample of an ended response."""
+        if len(self._samples) == SAMPLES_MAX:
+            self._remove_oldest()
         self._samples.append(sample)
+        self._whole.add(sample)
+        if sample.replica not in self._by_replica:
+            self._by_replica[sample.replica] = WindowSums()
+        self._by_replica[sample.replica].add(sample)
 
     def describe(self) -> tuple[LoadWindow, dict[int, LoadWindow]]:
         """Return the figures of all replicas together, and of each."""
         now_s = self._clock.now_s()
         while self._samples and self._samples[0].end_s < now_s - WINDOW_S:
-            self._samples.popleft()
+            self._remove_oldest()
         is_full = len(self._samples) == SAMPLES_MAX
         span_s = now_s - (self._samples[0].end_s if is_full else max(self._start_s, now_s - WINDOW_S))
-        by_replica: dict[int, list[ResponseSample]] = {}
-        for each in self._samples:
-            by_replica.setdefault(each.replica, []).append(each)
-        whole = summarize(list(self._samples), span_s)
-        return whole, {number: summarize(own, span_s) for number, own in by_replica.items()}
+        return self._whole.describe(span_s), {
+            number: sums.describe(span_s) for number, sums in self._by_replica.items()
+        }
 
-
-def summarize(samples: Sequence[ResponseSample], span_s: float) -> LoadWindow:
-    """Return rates over `span_s` seconds and percentiles of times in seconds."""
-    span_s = max(span_s, 1.0)
-    first = sorted(each.ttft_s for each in samples if each.ttft_s is not None)
-    later = sorted(each.tpot_s for each in samples if each.tpot_s is not None)
-    return LoadWindow(
-        requests=len(samples),
-        errors=sum(each.status >= 500 for each in samples),
-        qps=len(samples) / span_s,
-        prompt_tokens_s=sum(each.prompt_tokens for each in samples) / span_s,
-        completion_tokens_s=sum(each.completion_tokens for each in samples) / span_s,
-        ttft_p50_s=find_percentile(first, 0.5),
-        ttft_p95_s=find_percentile(first, 0.95),
-        tpot_p50_s=find_percentile(later, 0.5),
-        tpot_p95_s=find_percentile(later, 0.95),
-    )
+    def _remove_oldest(self) -> None:
+        sample = self._samples.popleft()
+        self._whole.remove(sample)
+        sums = self._by_replica[sample.replica]
+        sums.remove(sample)
+        if not sums.requests:
+            del self._by_replica[sample.replica]
 
 
 def find_percentile(ranked: Sequence[float], share: float) -> float | None:

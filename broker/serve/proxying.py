@@ -8,30 +8,30 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-from collections.abc import Mapping
-from typing import Any
 
 import aiohttp
 from aiohttp import web
-from multidict import CIMultiDict
+from yarl import URL
 
 from broker.clock import Clock
 from broker.serve.admission import Gate, KeyRefusal
+from broker.serve.answers import make_headers, pass_headers, refuse, refuse_key
 from broker.serve.files import Routing
 from broker.serve.journal import CHAT, COMPLETIONS, EventParser, StreamJournal, read_prompt
 from broker.serve.metering import LoadMeter, ResponseMeter
 from broker.serve.routes import BackendRoute, RouteTable
 from broker.serve.websockets import forward_websocket
 
+CONNECT_S = 5.0
 IN_FLIGHT_MAX = 20_000
 WAITING_MAX = 1_000  # requests that wait for a replica to become ready
 WAIT_S_MAX = 60.0
+EVENT_STREAM = "text/event-stream"
 TRIES_MAX = 4
 RESUMES_MAX = 20  # of one stream
 KEPT_BODY_BYTES_MAX = 4 << 20  # a longer body is streamed, and its request is not repeated
-HOP_HEADERS = frozenset(
-    ("connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "te", "trailer", "transfer-encoding")
-)
+# A shorter response is read whole: its headers and body leave in one packet, and it can be retried until then.
+WHOLE_BODY_BYTES_MAX = 64 << 10
 IDEMPOTENT = frozenset(("GET", "HEAD", "OPTIONS", "PUT", "DELETE"))
 METER = web.RequestKey("meter", ResponseMeter)
 GENERATION_PATHS = (COMPLETIONS, CHAT, "/v1/embeddings", "/generate")
@@ -66,7 +66,7 @@ class Proxy:
         draw: random.Random,
     ) -> None:
         self.session = session
-        self.routing = routing
+        self.adopt(routing)
         self.counts = Counts()
         self.gate = gate
         self.meter = LoadMeter(clock=clock)
@@ -74,6 +74,11 @@ class Proxy:
         self._clock = clock
         self._draw = draw
         self._woken = asyncio.Event()
+
+    def adopt(self, routing: Routing) -> None:
+        """Act on another routing file."""
+        self.routing = routing
+        self._timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S, sock_read=routing.stream_timeout_s)
 
     def wake(self) -> None:
         """Make waiting requests look for a replica again."""
@@ -144,7 +149,9 @@ class Proxy:
                             status=response.status, body=await response.read(), headers=pass_headers(response.headers)
                         )
                         continue
-                    return await self._copy(request, route, response)
+                    return await self._copy_whole(request, route, response) or await self._copy(
+                        request, route, response
+                    )
             except _LostError as error:
                 last = refuse(502, str(error))
                 if not self._may_repeat(request, body, was_refused=isinstance(error.__cause__, OSError)):
@@ -158,24 +165,43 @@ class Proxy:
     ) -> aiohttp.ClientResponse:
         """Send a request. Raises _LostError, from an OSError if the connection was refused and nothing was sent."""
         headers = pass_headers(request.headers)
-        headers.popall("content-length", None)
+        headers.pop("content-length", None)
         if self.gate.has_keys:
             headers.popall("authorization", None)  # replicas do not learn the keys
         if isinstance(body, aiohttp.StreamReader) and request.content_length is not None:
             headers["content-length"] = str(request.content_length)
-        headers["x-forwarded-for"] = ", ".join(filter(None, [headers.get("x-forwarded-for"), request.remote]))
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=5.0, sock_read=self.routing.stream_timeout_s)
+        remote, earlier = request.remote or "", headers.get("x-forwarded-for")
+        headers["x-forwarded-for"] = f"{earlier}, {remote}" if earlier and remote else earlier or remote
+        url = URL(route.base_url + path, encoded=True)  # as the client wrote it
         try:
             return await self.session.request(
-                request.method, route.base_url + path, headers=headers, data=body or None, timeout=timeout,
-                allow_redirects=False, skip_auto_headers=("user-agent", "accept-encoding", "content-type"),
-            )  # fmt: skip
+                request.method, url, headers=headers, data=body or None, timeout=self._timeout, allow_redirects=False
+            )
         except aiohttp.ClientConnectorError as error:
             self._table.exclude(route, f"the connection failed: {error}")
             raise _LostError("the replica refused the connection") from error
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             self._table.record_break(route, f"no response: {str(error) or type(error).__name__}")
             raise _LostError("the replica did not respond") from None
+
+    async def _copy_whole(
+        self, request: web.BaseRequest, route: BackendRoute, response: aiohttp.ClientResponse
+    ) -> web.Response | None:
+        """Return a short response, read to its end; None for another one. Raises _LostError where it breaks off."""
+        length = response.content_length
+        if length is None or length > WHOLE_BODY_BYTES_MAX or response.content_type == EVENT_STREAM:
+            return None
+        try:
+            body = await response.read()
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            self._table.record_break(route, f"a response broke off: {str(error) or type(error).__name__}")
+            raise _LostError("the replica broke its response off") from None
+        meter = request[METER]
+        meter.begin(route.backend.number, response.status, response.content_type)
+        meter.feed(body)
+        return web.Response(
+            status=response.status, reason=response.reason, headers=make_headers(route, response), body=body
+        )
 
     async def _copy(
         self, request: web.BaseRequest, route: BackendRoute, response: aiohttp.ClientResponse
@@ -206,9 +232,7 @@ class Proxy:
 
     def make_answer(self, route: BackendRoute, response: aiohttp.ClientResponse) -> web.StreamResponse:
         """Make the response to the client, with the service's version in a header."""
-        headers = pass_headers(response.headers)
-        headers["x-broker-version"] = str(route.backend.version)
-        return web.StreamResponse(status=response.status, reason=response.reason, headers=headers)
+        return web.StreamResponse(status=response.status, reason=response.reason, headers=make_headers(route, response))
 
     def _break_off(self, request: web.BaseRequest, route: BackendRoute, error: BaseException) -> None:
         self.counts.broken += 1
@@ -305,7 +329,7 @@ class _Stream:
         body = json.dumps(fields).encode()
         response = await self._proxy._send(route, self._request, path or self._request.path_qs, body)
         async with response:
-            if response.status != 200 or not response.content_type.startswith("text/event-stream"):
+            if response.status != 200 or not response.content_type.startswith(EVENT_STREAM):
                 if self._answer is not None or response.status >= 500:
                     raise _LostError(f"the replica answered with {response.status}")
                 self._answer = await self._proxy._copy(self._request, route, response)
@@ -326,7 +350,7 @@ class _Stream:
     async def _copy_events(self, route: BackendRoute, response: aiohttp.ClientResponse) -> None:
         parser = EventParser()
         meter = self._request[METER]
-        meter.begin(route.backend.number, response.status, "text/event-stream")
+        meter.begin(route.backend.number, response.status, EVENT_STREAM)
         content = response.content.iter_any()
         while not self._journal.is_complete:
             try:
@@ -366,29 +390,3 @@ class _Stream:
         if self._request.transport is not None:
             self._request.transport.abort()
         return self._answer
-
-
-def pass_headers(headers: Mapping[str, str]) -> CIMultiDict[str]:
-    """Return the headers that a proxy passes on."""
-    kept: CIMultiDict[str] = CIMultiDict()
-    named = {name.strip().lower() for name in headers.get("connection", "").split(",")}
-    for name, value in headers.items():
-        if name.lower() not in HOP_HEADERS and name.lower() not in named:
-            kept.add(name, value)
-    return kept
-
-
-def refuse_key(refusal: KeyRefusal) -> web.Response:
-    """Make the answer to a request that its API key does not allow."""
-    error = {"message": refusal.message, "type": refusal.kind, "code": refusal.code, "param": None}
-    headers = {"www-authenticate": "Bearer"} if refusal.status == 401 else {}
-    if refusal.retry_s is not None:
-        headers["retry-after"] = str(refusal.retry_s)
-    return web.json_response({"error": error}, status=refusal.status, headers=headers)
-
-
-def refuse(status: int, message: str, *, retry_s: int | None = None) -> web.Response:
-    """Make an error in the form of OpenAI's API."""
-    content: dict[str, Any] = {"error": {"message": message, "type": "server_error", "code": status}}
-    headers = {} if retry_s is None else {"retry-after": str(retry_s)}
-    return web.json_response(content, status=status, headers=headers)

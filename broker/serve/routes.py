@@ -31,18 +31,19 @@ class BackendRoute:
 
     def __init__(self, backend: Backend, *, now_s: float) -> None:
         self.backend = backend
+        self.base_url = make_url(backend)
         self.is_ready = False
         self.since_s = now_s
         self.in_flight = 0
         self.breaks = 0
         self.error = "not probed yet"
 
-    @property
-    def base_url(self) -> str:
-        """URL of the replica, without a path."""
-        scheme = "https" if self.backend.is_encrypted else "http"
-        host = f"[{self.backend.host}]" if ":" in self.backend.host else self.backend.host
-        return f"{scheme}://{host}:{self.backend.port}"
+
+def make_url(backend: Backend) -> str:
+    """Return the URL of a replica, without a path."""
+    scheme = "https" if backend.is_encrypted else "http"
+    host = f"[{backend.host}]" if ":" in backend.host else backend.host
+    return f"{scheme}://{host}:{backend.port}"
 
 
 class RouteTable:
@@ -61,12 +62,11 @@ class RouteTable:
         kept = {each.number: each for each in backends}
         for number, backend in kept.items():
             route = self.routes.get(number)
-            if route is None or (route.backend.host, route.backend.port) != (backend.host, backend.port):
+            if route is None or route.base_url != make_url(backend):
                 self.routes[number] = BackendRoute(backend, now_s=self._clock.now_s())
             else:
                 route.backend = backend
-        for number in [each for each in self.routes if each not in kept]:
-            del self.routes[number]
+        self.routes = {number: self.routes[number] for number in sorted(kept)}
 
     def choose(
         self,
@@ -81,7 +81,7 @@ class RouteTable:
         `version` is preferred; without one, the versions of `shares` get their share of the choices.
         """
         ready = [
-            route for number, route in sorted(self.routes.items())
+            route for number, route in self.routes.items()
             if route.is_ready and not route.backend.is_draining and number not in but
         ]  # fmt: skip
         if not ready:
@@ -91,8 +91,10 @@ class RouteTable:
             return ready[next(self._turns) % len(ready)]
         if balancing == "prefix_affinity" and prefix:
             return _choose_by_prefix(ready, prefix)
-        drawn = self._draw.sample(ready, 2) if len(ready) > 1 else ready
-        return min(drawn, key=lambda route: route.in_flight)
+        first = int(self._draw.random() * len(ready))
+        second = int(self._draw.random() * (len(ready) - 1))  # of the others
+        one, other = ready[first], ready[second + (second >= first and len(ready) > 1)]
+        return one if one.in_flight <= other.in_flight else other
 
     def _choose_version(self, ready: list[BackendRoute], version: int | None) -> list[BackendRoute]:
         """Return the ready replicas of the preferred version, or of one drawn by share; all where none fits."""

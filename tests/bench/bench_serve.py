@@ -4,8 +4,9 @@ Not collected by pytest; Linux. Parts, all by default:
     kills      50 open streams while replicas are killed with SIGKILL (--kills): broken and different streams, silences
     updates    rolling updates of replicas by hand, under load with open streams (--updates): failed requests
     rollouts   the same by `broker serve update`, with daemon and machines of the local cloud
-    balancer   processor time per request, latency added at half load, memory per idle stream (--streams), time until a
-               dead replica is out; with an API key, once over plain connections to replicas and once over TLS
+    balancer   processor time per request beside that of a minimal proxy, latency added at half load, time until a dead
+               replica is out; with an API key, once over plain connections to replicas and once over TLS
+    idle       memory of the balancer per idle stream (--streams), with TLS on no side, one and both
     placement  replicas on recordings: share of time with all of them ready, and cost over on-demand: both bars for
                4 replicas with a bound that knows the future, then each of --replicas and --cold-starts
 
@@ -21,16 +22,19 @@ import signal
 import statistics
 import sys
 import tempfile
-import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
-import aiohttp
-
-from broker.serve.keys import create_key
+from tests.bench.serve_balancer import (
+    make_bed,
+    measure_added_ms,
+    measure_death_s,
+    measure_idle_bytes,
+    measure_request_cpu_ms,
+)
 from tests.bench.serve_placement import find_bound, read_market, replay
 from tests.cli.conftest import Shell
-from tests.serve.live_bed import LOOK_S, LiveBed, read_cpu_s, read_resident_bytes, survive, update
+from tests.serve.live_bed import LiveBed, survive, update
 from tests.serve.live_load import LoadTally
 from tests.serve.live_service import LiveService, roll
 from tests.signals import signal_all
@@ -40,7 +44,7 @@ ADDED_MS_MAX, HALF_LOAD = 2.0, 0.5
 IDLE_STREAMS_ASKED = 10_000
 PLACEMENT_BARS = ((3, 0.995, 0.60), (4, 0.99, 0.80))  # replicas ready, share of time, cost over on-demand
 AVAILABILITIES = (0.9, 0.99, 0.995, 0.999)
-CONNECTIONS, REQUESTS, DEATHS = 16, 4_000, 10
+DEATHS = 10
 
 
 async def bench_kills(folder: Path, arguments: argparse.Namespace) -> bool:
@@ -92,16 +96,13 @@ async def bench_balancer(folder: Path, arguments: argparse.Namespace) -> bool:
     is_good = True
     for is_encrypted in (False, True):
         print(f"  {'TLS' if is_encrypted else 'plain'} to replicas, metered by API key")
-        bed = LiveBed(folder / str(is_encrypted), pause_s=3600.0, is_encrypted=is_encrypted)
-        _, key = create_key(bed.folder, "bench", now_s=time.time())
-        bed.headers = {"authorization": f"Bearer {key}"}
+        bed = make_bed(folder / str(is_encrypted), is_encrypted=is_encrypted)
         async with bed.run(2):
-            cpu_ms = await measure_request_cpu_ms(bed)
+            cpu_ms, bare_ms = await measure_request_cpu_ms(bed)
             added_ms = await measure_added_ms(bed, rate=HALF_LOAD * 1000 / cpu_ms)
             dead_s = [await measure_death_s(bed) for _ in range(DEATHS)]
-            idle_bytes = await measure_idle_bytes(bed, arguments.streams)
-        idle_mib = idle_bytes * IDLE_STREAMS_ASKED / (1 << 20)
         show(f"processor time per request, ms (at most {REQUEST_CPU_MS_MAX})", f"{cpu_ms:.3f}")
+        show("  of a proxy of 40 lines, plain and without keys; ratio", f"{bare_ms:.3f}; {cpu_ms / bare_ms:.2f}")
         show(
             f"added at half load, p50 / p99 ms (at most {ADDED_MS_MAX})", " / ".join(f"{each:.2f}" for each in added_ms)
         )
@@ -109,90 +110,22 @@ async def bench_balancer(folder: Path, arguments: argparse.Namespace) -> bool:
             f"dead replica out after, p50 / max s (at most {DEAD_S_MAX})",
             f"{statistics.median(dead_s):.3f} / {max(dead_s):.3f}",
         )
-        show(f"memory per idle stream, KiB ({arguments.streams} open)", f"{idle_bytes / 1024:.1f}")
-        show(f"10,000 idle streams, MiB (at most {IDLE_MIB_MAX:g})", f"{idle_mib:.0f}")
-        is_good &= cpu_ms <= REQUEST_CPU_MS_MAX and max(dead_s) <= DEAD_S_MAX and idle_mib <= IDLE_MIB_MAX
-        is_good &= added_ms[1] <= ADDED_MS_MAX
+        is_good &= cpu_ms <= REQUEST_CPU_MS_MAX and max(dead_s) <= DEAD_S_MAX and added_ms[1] <= ADDED_MS_MAX
     return is_good
 
 
-async def measure_added_ms(bed: LiveBed, *, rate: float) -> tuple[float, float]:
-    """Return by how much the balancer raises p50 and p99 of short requests that are sent at this rate per second.
-
-    Requests go to the balancer and to an engine in turn, so that a busy machine slows both alike.
-    """
-    engine = f"http://127.0.0.1:{next(iter(bed.replicas.values())).port}"
-    took_s: dict[str, list[float]] = {bed.url: [], engine: []}
-    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), headers=bed.headers) as client:
-
-        async def ask(url: str) -> None:
-            begun_s = time.perf_counter()
-            async with client.post(f"{url}/echo", data=b"x" * 200) as response:
-                await response.read()
-            took_s[url].append(time.perf_counter() - begun_s)
-
-        sent = list[asyncio.Task[None]]()
-        begun_s = time.perf_counter()
-        for number in range(REQUESTS):
-            await asyncio.sleep(begun_s + number / rate - time.perf_counter())
-            sent += [asyncio.ensure_future(ask(url)) for url in took_s]
-        await asyncio.gather(*sent)
-    balanced, direct = ([each * 1000 for each in sorted(took_s[url])] for url in (bed.url, engine))
-    p99 = int(REQUESTS * 0.99)
-    return statistics.median(balanced) - statistics.median(direct), balanced[p99] - direct[p99]
-
-
-async def measure_request_cpu_ms(bed: LiveBed) -> float:
-    """Return the balancer's processor time per short request over kept connections."""
-    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=CONNECTIONS), headers=bed.headers) as client:
-
-        async def ask(count: int) -> None:
-            for _ in range(count):
-                async with client.post(f"{bed.url}/echo", data=b"x" * 200) as response:
-                    assert response.status == 200
-                    await response.read()
-
-        async def ask_all(count: int) -> None:
-            await asyncio.gather(*(ask(count // CONNECTIONS) for _ in range(CONNECTIONS)))
-
-        await ask_all(400)  # opens the connections
-        before_s = read_cpu_s(bed.pid)
-        await ask_all(REQUESTS)
-        return (read_cpu_s(bed.pid) - before_s) / REQUESTS * 1000
-
-
-async def measure_death_s(bed: LiveBed) -> float:
-    """Kill a replica under requests; return the time until the balancer has taken it out."""
-    async with aiohttp.ClientSession(headers=bed.headers) as client:
-
-        async def ask() -> None:
-            while True:
-                async with client.get(f"{bed.url}/a") as response:
-                    assert response.status == 200
-
-        asking = asyncio.ensure_future(ask())
-        number = next(iter(bed.replicas))
-        killed_s = time.time()
-        bed.kill(number)
-        while (load := bed.read_load()) and load.replicas[number].is_ready:
-            await asyncio.sleep(LOOK_S)
-        assert load is not None and not asking.done()
-        asking.cancel()
-    bed.restart(number)
-    await bed.until_ready(2)
-    return load.replicas[number].since_s - killed_s
-
-
-async def measure_idle_bytes(bed: LiveBed, count: int) -> float:
-    """Return the balancer's memory per stream that is open and silent, the connection to its replica included."""
-    before = read_resident_bytes(bed.pid)
-    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), headers=bed.headers) as client:
-        body = {"prompt": "hello", "stream": True, "max_tokens": 100}
-        answers = await asyncio.gather(*(client.post(f"{bed.url}/v1/completions", json=body) for _ in range(count)))
-        grown = read_resident_bytes(bed.pid) - before
-        for each in answers:
-            each.close()
-    return grown / count
+async def bench_idle(folder: Path, arguments: argparse.Namespace) -> bool:
+    is_good = True
+    for is_https, is_encrypted in ((False, False), (False, True), (True, False), (True, True)):
+        bed = make_bed(folder / f"{is_https}{is_encrypted}", is_encrypted=is_encrypted, is_https=is_https)
+        async with bed.run(2):
+            idle_bytes = await measure_idle_bytes(bed, arguments.streams)
+        idle_mib = idle_bytes * IDLE_STREAMS_ASKED / (1 << 20)
+        sides = f"{'TLS' if is_https else 'plain'} to clients, {'TLS' if is_encrypted else 'plain'} to replicas"
+        show(f"{sides}, KiB per idle stream ({arguments.streams} open)", f"{idle_bytes / 1024:.1f}")
+        show(f"  10,000 of them, MiB (at most {IDLE_MIB_MAX:g})", f"{idle_mib:.0f}")
+        is_good &= idle_mib <= IDLE_MIB_MAX
+    return is_good
 
 
 def show(name: str, value: object) -> None:
@@ -227,6 +160,7 @@ PARTS: dict[str, Callable[[Path, argparse.Namespace], Awaitable[bool]]] = {
     "updates": bench_updates,
     "rollouts": bench_rollouts,
     "balancer": bench_balancer,
+    "idle": bench_idle,
     "placement": bench_placement,
 }
 

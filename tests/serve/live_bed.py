@@ -12,14 +12,16 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from pathlib import Path
 
 import aiohttp
 
 from broker.agent import FOLDER
+from broker.runtime.credentials import make_credential
 from broker.serve.credentials import CLIENT_SECRET, make_secrets
 from broker.serve.files import Backend, Load, Routing, ServiceFolder, read_file, write_file
-from broker.types import ReadinessProbe
+from broker.types import ReadinessProbe, TlsFiles
 from tests.serve.live_load import LoadTally, StreamTally, read_streams, steady_load
 
 PROBE = ReadinessProbe(path="/health", interval_s=0.05, timeout_s=15)
@@ -63,19 +65,27 @@ class Replica:
     entrance: subprocess.Popen[bytes] | None = None
 
 
+def _make_tls_files(path: Path) -> TlsFiles:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(make_credential("the bed's balancer", valid=timedelta(days=1)).value)
+    return TlsFiles(key_path=str(path), certificate_path=str(path))
+
+
 class LiveBed:
     """Replica processes behind a balancer process. `pause_s` is the time between two tokens of a stream.
 
-    `is_encrypted`: each replica has the entrance of a node, as a process of its own.
+    `is_encrypted`: each replica has the entrance of a node, as a process of its own. `is_https`: clients use TLS.
     """
 
-    def __init__(self, folder: Path, *, pause_s: float, is_encrypted: bool = False) -> None:
+    def __init__(self, folder: Path, *, pause_s: float, is_encrypted: bool = False, is_https: bool = False) -> None:
         self.folder, self.pause_s, self.is_encrypted = ServiceFolder(path=folder), pause_s, is_encrypted
         self.replicas: dict[int, Replica] = {}
         self.draining: set[int] = set()
         self.headers: dict[str, str] = {}  # of requests of clients
         self.routing = Routing(generation=1, host="127.0.0.1", port=draw_free_port(), probe=PROBE)
-        self.url = f"http://127.0.0.1:{self.routing.port}"
+        self.url = f"{'https' if is_https else 'http'}://127.0.0.1:{self.routing.port}"
+        if is_https:
+            self.routing = replace(self.routing, tls=_make_tls_files(folder / "client-facing.pem"))
         self._balancer: subprocess.Popen[bytes] | None = None
         self._drawn = 0
 

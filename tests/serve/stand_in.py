@@ -36,6 +36,7 @@ class StandIn:
         self.pause_s = 0.0  # before each token
         self.port = 0
         self.is_healthy = True
+        self.is_torn = False  # echoes break off after half of the body
         self.seen: list[tuple[str, str, bytes]] = []
         self.asked: list[dict[str, Any]] = []
         self.headers: list[dict[str, str]] = []
@@ -80,7 +81,18 @@ class StandIn:
             return await self._generate(request, json.loads(body))
         if request.path == "/slow":
             await self.gate.wait()
-        return web.Response(body=body, headers={"x-seen": request.headers.get("x-sent", "")})
+        if self.is_torn:
+            return await self._tear(request, body)
+        headers = {"x-seen": request.headers.get("x-sent", ""), "set-cookie": "user=ann"}
+        return web.Response(body=body, headers=headers)
+
+    async def _tear(self, request: web.BaseRequest, body: bytes) -> web.StreamResponse:
+        answer = web.StreamResponse(headers={"content-length": str(len(body))})
+        await answer.prepare(request)
+        await answer.write(body[: len(body) // 2])
+        assert request.transport is not None
+        request.transport.close()  # after what was written
+        return answer
 
     async def _echo(self, request: web.BaseRequest) -> web.StreamResponse:
         socket = web.WebSocketResponse(protocols=["chat"])

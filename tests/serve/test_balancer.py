@@ -10,6 +10,7 @@ from typing import Any
 
 import aiohttp
 import pytest
+from yarl import URL
 
 from broker.clock import SystemClock
 from broker.serve.balancer import Balancer
@@ -274,3 +275,50 @@ def test_prefix_affinity_sees_prompts_and_messages() -> None:
     assert read_prompt(b'{"prompt": [1, 2]}') == b"[1, 2]"
     assert read_prompt(b'{"messages": [{"role": "user"}]}').startswith(b'[{"role"')
     assert read_prompt(b"[1]") == read_prompt(b"{") == b""
+
+
+def test_short_response_that_breaks_off_is_repeated_elsewhere_if_it_may_be(tmp_path: Path) -> None:
+    async def scene(bed: Bed) -> None:
+        for number in range(20):
+            bed.stands[0].is_torn = True
+            async with bed.client.put(f"{bed.url}/file", data=b"x" * 100) as response:
+                assert (response.status, await response.read()) == (200, b"x" * 100), number
+        async with bed.client.get(f"{bed.url}/file") as response:
+            assert response.status == 200
+        assert bed.stands[0].seen, "the torn replica must have been asked"
+
+    play(tmp_path, scene)
+
+
+def test_short_response_that_breaks_off_and_must_not_be_repeated_is_an_error(tmp_path: Path) -> None:
+    async def scene(bed: Bed) -> None:
+        bed.stands[0].is_torn = True
+        async with bed.client.post(f"{bed.url}/order", data=b"x" * 100) as response:
+            assert response.status == 502
+        assert len(bed.stands[0].seen) == 1
+
+    play(tmp_path, scene, count=1)
+
+
+def test_cookie_for_one_client_is_not_sent_for_another(tmp_path: Path) -> None:
+    async def scene(bed: Bed) -> None:
+        named = Backend(number=1, version=1, host="localhost", port=bed.stands[0].port)  # jars refuse addresses
+        routing = Routing(generation=2, host="127.0.0.1", port=0, probe=PROBE, backends=(named,))
+        bed.balancer.adopt(routing)
+        await bed.until_ready(1)
+        for _ in range(2):
+            async with aiohttp.ClientSession() as client, client.put(f"{bed.url}/echo", data=b"x") as response:
+                assert response.headers["set-cookie"] == "user=ann"
+        assert not any("Cookie" in each for each in bed.stands[0].headers)
+
+    play(tmp_path, scene, count=1)
+
+
+def test_path_reaches_the_replica_as_the_client_wrote_it(tmp_path: Path) -> None:
+    async def scene(bed: Bed) -> None:
+        url = URL(f"{bed.url}/a%2Fb/%7Ec?q=%41+b", encoded=True)
+        async with bed.client.get(url) as response:
+            assert response.status == 200
+        assert [path for _, path, _ in bed.stands[0].seen] == ["/a%2Fb/%7Ec?q=%41+b"]
+
+    play(tmp_path, scene, count=1)

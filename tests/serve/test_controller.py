@@ -1,11 +1,10 @@
-"""The controller of a service, killed at every write: no replica is doubled, none is forgotten."""
+"""The controller of a service, with jobs, machines and the balancer played by hand."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ import pytest
 from broker.config import Config
 from broker.locks import hold_lock
 from broker.serve.controller import ServiceController
-from broker.serve.files import Load, ReplicaLoad, Routing, read_file, write_file
+from broker.serve.files import Load, ReplicaLoad, Routing, ServiceFolder, read_file, write_file
 from broker.serve.observing import observe
 from broker.serve.placement import SpotPlace, observe_places, place_replicas
 from broker.serve.reconciling import Slot
@@ -38,10 +37,6 @@ from broker.types import (
     Task,
 )
 from tests.simulation.world import make_offer
-
-
-class Killed(BaseException):
-    """A kill at a write."""
 
 
 class StillClock:
@@ -81,18 +76,18 @@ class World:
         self.is_refusing = False
 
     def make_controller(self, place: Place = lambda request: [Slot()] * request.count) -> ServiceController:
-        def launch(folder: Any) -> bool:
-            self.balancers += 1
-            return True
-
         def draw(task: Task, spec: ServiceSpec) -> ReplicaPorts:
             self.drawn += 1
             return ReplicaPorts(program=8080, entrance=9000 + self.drawn)
 
         return ServiceController(
             "web", store=self.store, clock=self.clock, config=self.config,
-            place=place, launch_balancer=launch, draw_ports=draw,
+            place=place, launch_balancer=lambda folder: self.launch_balancer(folder), draw_ports=draw,
         )  # fmt: skip
+
+    def launch_balancer(self, folder: ServiceFolder) -> bool:
+        self.balancers += 1
+        return True
 
     def play(self) -> None:
         """Let jobs start, fail and be cancelled, and the balancer adopt its file."""
@@ -311,80 +306,6 @@ def test_down_leaves_nothing(tmp_path: Path) -> None:
     world.settle()
     assert world.store.services.get("web") is None
     assert world.store.jobs.list_unfinished_ids() == [] and not world.folder.path.exists()
-
-
-def count_writes(world: World, kill_at: int | None, is_done: Callable[[], bool]) -> int:
-    """Make the store raise at a write, and step until `is_done`; return how many writes were made."""
-    count = 0
-    execute = world.store.execute
-
-    def counted(sql: str, parameters: Any = ()) -> Any:
-        nonlocal count
-        if not sql.lstrip().upper().startswith("SELECT"):
-            count += 1
-            if count == kill_at:
-                raise Killed
-        return execute(sql, parameters)
-
-    world.store.execute = counted  # type: ignore[method-assign]
-    for _ in range(60):
-        try:
-            if world.is_locked_run():
-                break
-        except Killed:
-            world.controller = world.make_controller()
-        kept, world.store.execute = world.store.execute, execute  # type: ignore[method-assign]
-        world.play()
-        world.check()
-        if is_done():
-            break
-        world.store.execute = kept  # type: ignore[method-assign]
-        world.clock.now += 1
-    world.store.execute = execute  # type: ignore[method-assign]
-    return count
-
-
-STORIES = ("up", "update", "down")
-
-
-@pytest.mark.parametrize("story", STORIES)
-def test_kill_at_some_writes_doubles_and_forgets_nothing(tmp_path: Path, story: str) -> None:
-    kill_at_writes(tmp_path, story, every=6)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("story", STORIES)
-def test_kill_at_any_write_doubles_and_forgets_nothing(tmp_path: Path, story: str) -> None:
-    kill_at_writes(tmp_path, story, every=1)
-
-
-def kill_at_writes(tmp_path: Path, story: str, *, every: int) -> None:
-    def begin(name: str) -> World:
-        (tmp_path / name).mkdir()
-        world = World(tmp_path / name)
-        if story != "up":
-            world.settle(6)
-        if story == "update":
-            world.store.services.add_version("web", make_task(version="b"))
-        if story == "down":
-            world.store.services.request_down("web")
-        return world
-
-    def is_done(world: World) -> bool:
-        if story == "down":
-            return world.store.services.get("web") is None
-        rows = world.store.services.list_replicas("web")
-        return world.list_ready() == [2 if story == "update" else 1] * 2 and len(rows) == 2
-
-    whole = begin("whole")
-    total = count_writes(whole, None, lambda: is_done(whole))
-    assert total >= (3 if story == "down" else 10)
-    for kill_at in range(1, total + 1, every):
-        world = begin(str(kill_at))
-        count_writes(world, kill_at, partial(is_done, world))
-        assert is_done(world)
-        assert story != "down" or not world.store.jobs.list_unfinished_ids()
-        world.store.close()
 
 
 def test_replica_learns_its_number_and_port_and_prefers_its_slot(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.bench.bench_serve import measure_idle_bytes
+from tests.bench.serve_balancer import measure_idle_bytes
 from tests.cli.conftest import Shell
 from tests.serve.live_bed import LiveBed, survive, update
 from tests.serve.live_service import LiveService, roll
@@ -49,10 +49,12 @@ def test_rolling_updates_of_a_real_service_fail_no_request_and_no_stream(shell: 
     assert tally.failed == 0 and tally.requests > 0 and tally.streams.ended > 0
 
 
-def test_idle_stream_over_tls_takes_no_buffer_of_a_quarter_mebibyte(tmp_path: Path) -> None:
+def test_idle_stream_over_tls_takes_less_than_a_hundred_kibibytes(tmp_path: Path) -> None:
+    """It took 131 KiB while all handshakes of a burst ran at once and each connection read 16 KiB."""
+
     async def run() -> float:
         bed = LiveBed(tmp_path, pause_s=3600.0, is_encrypted=True)
         async with bed.run(2):
             return await measure_idle_bytes(bed, 200)
 
-    assert asyncio.run(run()) < 256 << 10
+    assert asyncio.run(run()) < 100 << 10

@@ -1,0 +1,39 @@
+"""Connections to replicas are opened a few at a time, so that no entrance cuts a burst off."""
+
+from __future__ import annotations
+
+import asyncio
+
+import aiohttp
+import pytest
+
+from broker.serve.connections import CONNECTING_MAX, ReplicaConnector
+
+
+def test_burst_opens_no_more_connections_to_one_replica_than_its_entrance_admits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    opening: dict[int, int] = {1: 0, 2: 0}
+    most: dict[int, int] = {1: 0, 2: 0}
+
+    async def connect(self: object, req: aiohttp.ClientRequest, traces: object, timeout: object) -> None:
+        port = req.url.port or 0
+        opening[port] += 1
+        most[port] = max(most[port], opening[port])
+        await asyncio.sleep(0)
+        opening[port] -= 1
+        raise aiohttp.ClientOSError("refused")
+
+    monkeypatch.setattr(aiohttp.TCPConnector, "_create_connection", connect)
+
+    async def run() -> None:
+        async with aiohttp.ClientSession(connector=ReplicaConnector(None)) as session:
+
+            async def ask(port: int) -> None:
+                with pytest.raises(aiohttp.ClientOSError):
+                    await session.get(f"http://127.0.0.1:{port}/")
+
+            await asyncio.gather(*(ask(port) for port in (1, 2) for _ in range(200)))
+
+    asyncio.run(run())
+    assert most == {1: CONNECTING_MAX, 2: CONNECTING_MAX}

@@ -1,0 +1,87 @@
+"""The responses of the last minute: running sums equal those computed from all responses."""
+
+from __future__ import annotations
+
+import math
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from broker.serve import metering
+from broker.serve.files import LoadWindow
+from broker.serve.metering import LoadMeter, ResponseSample
+
+
+class HeldClock:
+    def __init__(self) -> None:
+        self.time_s = 1000.0
+
+    def now_s(self) -> float:
+        return self.time_s
+
+    async def sleep(self, duration_s: float) -> None:
+        raise AssertionError
+
+
+times = st.none() | st.sampled_from([0.1, 0.2, 0.3])
+samples = st.tuples(
+    st.sampled_from([0.0, 1.0, 30.0, 61.0]),
+    st.integers(1, 3),
+    st.sampled_from([200, 502]),
+    st.integers(0, 9),
+    times,
+    times,
+)
+
+
+def compute(kept: list[ResponseSample], span_s: float) -> LoadWindow:
+    def rank(values: list[float], share: float) -> float | None:
+        return sorted(values)[max(0, math.ceil(share * len(values)) - 1)] if values else None
+
+    first = [each.ttft_s for each in kept if each.ttft_s is not None]
+    later = [each.tpot_s for each in kept if each.tpot_s is not None]
+    return LoadWindow(
+        requests=len(kept),
+        errors=sum(each.status >= 500 for each in kept),
+        qps=len(kept) / span_s,
+        prompt_tokens_s=sum(each.prompt_tokens for each in kept) / span_s,
+        completion_tokens_s=sum(each.completion_tokens for each in kept) / span_s,
+        ttft_p50_s=rank(first, 0.5), ttft_p95_s=rank(first, 0.95),
+        tpot_p50_s=rank(later, 0.5), tpot_p95_s=rank(later, 0.95),
+    )  # fmt: skip
+
+
+@given(drawn=st.lists(samples, max_size=30))
+def test_window_equals_the_figures_of_the_responses_of_its_last_minute(drawn: list[tuple[float, ...]]) -> None:
+    clock = HeldClock()
+    meter = LoadMeter(clock=clock)
+    taken = []
+    for pause_s, replica, status, tokens, ttft_s, tpot_s in drawn:
+        clock.time_s += pause_s
+        taken.append(
+            ResponseSample(
+                end_s=clock.time_s, replica=int(replica), status=int(status), prompt_tokens=int(tokens),
+                completion_tokens=2 * int(tokens), ttft_s=ttft_s, tpot_s=tpot_s,
+            )
+        )  # fmt: skip
+        meter.add(taken[-1])
+    whole, by_replica = meter.describe()
+    kept = [each for each in taken if each.end_s >= clock.time_s - metering.WINDOW_S]
+    span_s = max(1.0, min(clock.time_s - 1000.0, metering.WINDOW_S))
+    assert whole == compute(kept, span_s)
+    numbers = {each.replica for each in kept}
+    assert by_replica == {number: compute([e for e in kept if e.replica == number], span_s) for number in numbers}
+
+
+def test_full_meter_forgets_its_oldest_response() -> None:
+    clock = HeldClock()
+    meter = LoadMeter(clock=clock)
+    for number in range(metering.SAMPLES_MAX + 10):
+        meter.add(
+            ResponseSample(
+                end_s=clock.time_s, replica=number, status=200, prompt_tokens=1, completion_tokens=1, ttft_s=None,
+                tpot_s=None,
+            )
+        )  # fmt: skip
+    whole, by_replica = meter.describe()
+    assert whole.requests == metering.SAMPLES_MAX and min(by_replica) == 10
