@@ -29,6 +29,7 @@ class OutcomeKind(StrEnum):
     REFUSED = "refused"  # the task or the account is at fault, so another cluster would not help
     FILES_LOST = "files_lost"  # the program succeeded, but files that it wrote did not reach their bucket
     BUDGET_EXCEEDED = "budget_exceeded"
+    MAX_DURATION_EXCEEDED = "max_duration_exceeded"
     CANCELLED = "cancelled"
     SUPERSEDED = "superseded"  # after a restore, a newer attempt was found running
     GANG_INCOMPLETE = "gang_incomplete"  # after a restore, some of its nodes were missing

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from broker.formatting import format_usd
+from broker.formatting import format_duration, format_usd
 from broker.types.outcomes import Outcome, OutcomeKind
 
 _OUTCOMES: dict[OutcomeKind, Callable[[Outcome], str]] = {
@@ -25,6 +25,7 @@ _OUTCOMES: dict[OutcomeKind, Callable[[Outcome], str]] = {
     OutcomeKind.REFUSED: lambda outcome: _explain("refused", outcome.detail),
     OutcomeKind.FILES_LOST: lambda _: "files were not uploaded",
     OutcomeKind.BUDGET_EXCEEDED: lambda _: "budget exceeded",
+    OutcomeKind.MAX_DURATION_EXCEEDED: lambda _: "max_duration reached",
     OutcomeKind.CANCELLED: lambda _: "cancelled",
     OutcomeKind.SUPERSEDED: lambda _: "the state was restored",
     OutcomeKind.GANG_INCOMPLETE: lambda _: "the state was restored, but nodes of the gang were missing",
@@ -92,6 +93,10 @@ def explain_cancelled_run() -> str:
 def explain_budget(budget_usd: float, spent_usd: float) -> str:
     spent = f"the budget of {format_usd(budget_usd)} USD is used up ({format_usd(spent_usd)} USD spent)"
     return f"{spent}; its checkpoints are kept"
+
+
+def explain_max_duration(limit_s: float) -> str:
+    return f"its `max_duration` of {format_duration(limit_s)} has passed; its checkpoints are kept"
 
 
 def explain_dependency(job_id: int | None, name: str, status: str) -> str:
