@@ -41,7 +41,7 @@ class JobStatus(StrEnum):
 class WaitReason(StrEnum):
     """Why a job has no machines yet. The values are shown by `--json`."""
 
-    LIMIT = "limit"  # as many jobs are live as `max_live_jobs` admits
+    LIMIT = "limit"  # as many jobs are live as `max_live_jobs`, or the limit of its project, admits
     CAPACITY = "capacity"  # clouds have refused; they are asked again later
     NEEDS = "needs"  # jobs that it needs have not ended
     START = "start"  # the daemon has not begun to start it
@@ -55,6 +55,7 @@ class JobWait:
     position: int | None = None
     limit: int | None = None
     until_s: float | None = None  # for capacity: when clouds are asked again
+    project: str = ""  # whose own limit the job waits for
 
 
 @frozen
