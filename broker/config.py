@@ -23,7 +23,7 @@ from broker.frozen import frozen
 
 SETTINGS = "config.toml"
 LOGIN = "login.json"  # the server that commands speak to
-QUEUE_SETTINGS = ("max_live_jobs", "max_live_jobs_by_project")
+QUEUE_SETTINGS = ("max_live_jobs", "max_live_jobs_by_project", "preempt_after", "preempt_lower_priority")
 SETTING_NAMES = (
     "bucket_access", "catalog", "checkpoints", "keep_days", "log_format", *QUEUE_SETTINGS, "notify", "state",
     "unattended",

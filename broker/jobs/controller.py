@@ -18,6 +18,7 @@ from broker.config import Config
 from broker.errors import AuthError, CloudError, InvalidRequestError
 from broker.jobs.acquisition import Acquisition, Planner
 from broker.jobs.booting import StartVerdict, judge_start
+from broker.jobs.displacement import Displacement
 from broker.jobs.environment import make_envs
 from broker.jobs.gang import Gang, GangReport, PushesNews, get_run_id
 from broker.jobs.group_member import GroupMember
@@ -90,6 +91,7 @@ class JobController:
         self._config = config
         self._teardown = AttemptTeardown(store, provisioner, gang, clock, config)
         self._successor = Successor(store, provisioner, clock)
+        self._displacement = Displacement(store, clock, self._teardown)
         self._policy_runner = PolicyRunner(store, planner, clock, self._teardown, self._successor)
         self._limits = JobLimits(store, clock)
         self._recorder = OutcomeRecorder(job_id, store, clock, self._limits)
@@ -253,8 +255,9 @@ class JobController:
             attempt = record_progress(self._store, self._clock, job, attempt, report.progress)
         for rank in monitor.list_new_advisories(report, cluster):
             self._add_event(make_event(EventKind.ADVISED, rank=rank))
-        refreshed = await self._refresh(monitor, report, cluster)
-        if refreshed is None:  # a missing answer proves nothing, and a failure is not judged without the list
+        if (
+            refreshed := await self._refresh(monitor, report, cluster)
+        ) is None:  # a missing answer proves nothing, and a failure is not judged without the list
             await self._renew_lease(job, monitor, cluster)
             return POLL_S
         cluster = refreshed
@@ -281,14 +284,9 @@ class JobController:
         if verdict is Verdict.LOST:
             was_attended = monitor.is_attended(self._clock.now_s())
             return await self._lost_gang.record_loss(
-                job,
-                attempt,
-                cluster,
-                report,
-                is_noticed=signals.is_noticed,
-                was_attended=was_attended,
+                job, attempt, cluster, report, is_noticed=signals.is_noticed, was_attended=was_attended,
                 find_kept_until_s=partial(self._retention.find_until_s, job, attempt, cluster, report),
-            )
+            )  # fmt: skip
         run = replace(self._read_end(attempt, cluster, report), unflushed=monitor.unflushed)
         return self._recorder.record_exit(job, attempt, verdict, run)
 
@@ -328,6 +326,8 @@ class JobController:
             await self._teardown.end_program(attempt, cluster, grace_s=breach.grace_s, is_final=is_last)
             return self._recorder.record_breach(job, attempt, breach)
         if await self._policy_runner.reconsider(job, attempt, cluster, report.progress):
+            return 0.0
+        if await self._displacement.step(job, attempt, cluster):
             return 0.0
         if job.task.group is not None and attempt.released_s is None:
             return POLL_S

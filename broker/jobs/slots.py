@@ -12,6 +12,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 
 from broker.clock import Clock
 from broker.frozen import frozen
+from broker.jobs.checkpoints import keeps_its_own
+from broker.jobs.displacement import take_slot
+from broker.jobs.displacing import Holder
 from broker.jobs.queueing import GPUS_MIN, Waiting, list_startable, order_queue
 from broker.jobs.slot_limits import SlotLimits
 from broker.state.events import EventRow
@@ -37,6 +40,7 @@ class _Facts:
     unit: str | None
     priority: int
     gpus: float
+    keeps_its_own: bool = False  # it saves in a mounted bucket, so that it reports no checkpoint
 
 
 _UNKNOWN = _Facts(unit=None, priority=0, gpus=0.0)  # damaged, or dropped meanwhile: it blocks no other job
@@ -56,6 +60,7 @@ class _Snapshot:
     others: Mapping[int, JobWait]
     startable: frozenset[str]
     projects: Mapping[str, str]
+    leading: frozenset[int]  # waiting jobs, of a job group only the first, which acts for it
 
     def knows(self, job_id: int, unit: str) -> bool:
         """Return whether the job had been submitted when this was read."""
@@ -90,6 +95,8 @@ class JobQueue:
 
         Other jobs have their slots already: 0. Raises StateError, FencedError.
         """
+        if job.displaced_by is not None:
+            return self._return_slot(job)
         limits = self._read_limits()
         if not limits.is_set or job.status is not JobStatus.PENDING:
             return 0.0
@@ -105,8 +112,35 @@ class JobQueue:
         position = snapshot.positions.get(unit)
         if position is None:
             return LOOK_S
-        self._report_wait(job, snapshot.explain(job.id, unit, limits))
+        wait = snapshot.explain(job.id, unit, limits)
+        self._report_wait(job, wait)
+        if limits.preempt_after_s is not None and job.id in snapshot.leading and wait.position is not None:
+            after_s = limits.preempt_after_s
+            take_slot(self._store, self._clock, job, wait, self._list_holders, after_s=after_s)
         return min(LOOK_S_MAX, LOOK_S + 0.01 * position)
+
+    def _return_slot(self, job: Job) -> float:
+        """Make a displaced job, whose machines are gone, PENDING again; it keeps its place in the queue."""
+        assert job.displaced_by is not None
+        with self._store.transaction():
+            self._store.jobs.set_status(job.id, JobStatus.PENDING)
+            self._store.queue.end_displacement(job.id)
+            self._store.events.add(make_event(EventKind.SLOT_RETURNED, by=job.displaced_by), job_id=job.id)
+        self._snapshot = None  # outdated
+        return LOOK_S
+
+    def _list_holders(self) -> Sequence[Holder]:
+        """Return the jobs with slots. A job group and a replica of a service return none."""
+        projects = self._read_projects()
+        return [
+            Holder(
+                job_id=each.id, priority=facts.priority, project=projects.get(each.id, ""),
+                is_preemptible=each.status is JobStatus.RUNNING and not each.is_cancelled and facts.unit == str(each.id)
+                and (each.has_checkpoint or facts.keeps_its_own),
+                displaced_by=each.displaced_by, displaced_s=each.displaced_s,
+            )
+            for each in self._store.queue.list_running() for facts in [self._find_facts(each.id)]
+        ]  # fmt: skip
 
     def _take(self, job_id: int, unit: str, limits: SlotLimits) -> bool:
         """Take a slot if there is one now; return whether the job has one."""
@@ -188,7 +222,7 @@ class JobQueue:
         startable = list_startable(ordered, held, total=limits.total, by_project=limits.by_project)
         return _Snapshot(
             time_s=now_s, positions={unit: index for index, unit in enumerate(ordered, 1)}, held=frozenset(held),
-            others=others, startable=startable, projects=ordered,
+            others=others, startable=startable, projects=ordered, leading=frozenset(order),
         )  # fmt: skip
 
     def _list_other_waits(
@@ -226,7 +260,9 @@ class JobQueue:
             if (each.request_id or "").startswith(REPLICA_REQUEST):
                 unit = None
             gpus = task.num_nodes * task.resources[0].accelerator_count
-            self._facts[each.id] = _Facts(unit=unit, priority=task.priority, gpus=gpus)
+            self._facts[each.id] = _Facts(
+                unit=unit, priority=task.priority, gpus=gpus, keeps_its_own=keeps_its_own(task)
+            )
 
     def _read_projects(self) -> Mapping[int, str]:
         """Return the project of each job that a server has admitted for one."""

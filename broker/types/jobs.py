@@ -120,6 +120,7 @@ class Job:
     pipeline: str = ""  # name of the pipeline it is part of
     resumes: int | None = None  # the ended job whose checkpoints and attempt numbers it continues
     first_attempt: int = 1
+    displaced_by: int | None = None  # the waiting job of higher priority for which it is to return its slot
     hedge: int = 2  # places that may be asked for its machines at once
     uid: str = ""  # random, so that no name is reused after a state folder is lost; a retry keeps the first job's
 

@@ -159,6 +159,18 @@ def render_queued(*, position: int, limit: int, project: str = "") -> str:
     return f"waiting for one of {describe_slots(limit, project)}, at position {position}"
 
 
+def render_displacing(*, victim: int) -> str:
+    return f"takes the slot of job {victim}, which has a lower priority and saves its state first"
+
+
+def render_displaced(*, by: int) -> str:
+    return f"job {by} has a higher priority and takes the slot; the program is told to save"
+
+
+def render_slot_returned(*, by: int) -> str:
+    return f"returned its slot to job {by}; it waits in its place in the queue and resumes from its newest checkpoint"
+
+
 def render_advised(*, rank: int) -> str:
     return f"the cloud reports an elevated preemption risk for node {rank}"
 

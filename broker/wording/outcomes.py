@@ -20,6 +20,7 @@ _OUTCOMES: dict[OutcomeKind, Callable[[Outcome], str]] = {
     OutcomeKind.LEASE_EXPIRED: lambda outcome: (
         f"the unattended allowance of {outcome.detail} expired{_after(outcome.step)}"
     ),
+    OutcomeKind.DISPLACED: lambda outcome: _explain("displaced", outcome.detail),
     OutcomeKind.MOVED: lambda outcome: _explain("moved", outcome.detail),
     OutcomeKind.LAUNCH_FAILED: lambda outcome: _explain("not started", outcome.detail),
     OutcomeKind.REFUSED: lambda outcome: _explain("refused", outcome.detail),
@@ -93,6 +94,10 @@ def explain_cancelled_run() -> str:
 def explain_budget(budget_usd: float, spent_usd: float) -> str:
     spent = f"the budget of {format_usd(budget_usd)} USD is used up ({format_usd(spent_usd)} USD spent)"
     return f"{spent}; its checkpoints are kept"
+
+
+def describe_displacement(job_id: int) -> str:
+    return f"job {job_id} has a higher priority"
 
 
 def explain_max_duration(limit_s: float) -> str:
