@@ -140,7 +140,7 @@ def _read_running(row: Row) -> RunningJob:
         lambda: RunningJob(
             id=row["id"],
             status=JobStatus(row["status"]),
-            has_checkpoint=bool(progress) and msgspec.json.decode(progress, type=Progress).checkpoint_step is not None,
+            has_checkpoint=bool(progress) and bool(msgspec.json.decode(progress, type=Progress).checkpoint_step),
             is_cancelled=bool(row["cancel_requested"]),
             displaced_by=row["displaced_by"],
             displaced_s=row["displaced_s"],

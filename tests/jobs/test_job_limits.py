@@ -12,7 +12,7 @@ from broker.errors import TaskError, UsageError
 from broker.jobs.job_limits import GAP_S_MAX, JobLimits, find_save_s
 from broker.state.store import Store
 from broker.task.loader import load_tasks_text
-from broker.types import Attempt, Job, JobStatus, Outcome, OutcomeKind, Placement, Task
+from broker.types import Attempt, EventKind, Job, JobStatus, Outcome, OutcomeKind, Placement, Task
 from tests.simulation.world import World, make_offer
 from tests.state.samples import START_S, Hands
 
@@ -137,7 +137,7 @@ def test_job_ends_in_time_with_an_outcome_of_its_own(tmp_path: Path) -> None:
     assert bills and all(bill.ended_s is not None for bill in bills)
     billed_s = max(bill.ended_s or 0.0 for bill in bills) - job.attempts[0].started_s
     assert billed_s <= 120.0, "nothing is billed beyond the limit"
-    assert [event.kind for event in world.store.events.list(job_id=job.id)].count("ended") == 1
+    assert [event.kind for event in world.store.events.list(job_id=job.id)].count(EventKind.ENDED) == 1
 
 
 def test_node_is_given_no_longer_lease_than_the_job_has_left(tmp_path: Path) -> None:
