@@ -23,8 +23,9 @@ from broker.frozen import frozen
 
 SETTINGS = "config.toml"
 LOGIN = "login.json"  # the server that commands speak to
+QUEUE_SETTINGS = ("max_live_jobs", "max_live_jobs_by_project", "preempt_after", "preempt_lower_priority")
 SETTING_NAMES = (
-    "bucket_access", "catalog", "checkpoints", "keep_days", "log_format", "max_live_jobs", "notify", "state",
+    "bucket_access", "catalog", "checkpoints", "keep_days", "log_format", *QUEUE_SETTINGS, "notify", "state",
     "unattended",
 )  # fmt: skip
 KEEP_DAYS = 90.0
@@ -266,14 +267,10 @@ def read_keep_days(config: Config) -> float:
     return float(value)
 
 
-def read_live_jobs_max(config: Config) -> int | None:
-    """Return how many managed jobs may be live at a time: `max_live_jobs` in `config.toml`; None without a limit."""
-    value = _read_settings(config.home / SETTINGS).get("max_live_jobs")
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise UsageError(f"{config.home / SETTINGS}: `max_live_jobs` must be a number from 1, not `{value}`")
-    return value
+def find_queue_settings(config: Config) -> Mapping[str, object]:
+    """Return the settings of the queue of jobs as written. Raises UsageError for an invalid file."""
+    found = _read_settings(config.home / SETTINGS)
+    return {name: found[name] for name in QUEUE_SETTINGS if name in found}
 
 
 def has_json_logs(config: Config) -> bool:

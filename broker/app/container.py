@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from broker.app.market import Market, find_cache
 from broker.clock import Clock, SystemClock
-from broker.config import Config, find_home, find_state_url, load_config, read_live_jobs_max
+from broker.config import Config, find_home, find_state_url, load_config
 from broker.errors import BrokerError, StateError, UsageError
 
 if TYPE_CHECKING:
@@ -215,9 +215,10 @@ class Context:
     @cached_property
     def job_queue(self) -> JobQueue:
         """Return the queue of this store's jobs, which its controllers share."""
+        from broker.jobs.slot_limits import read_slot_limits
         from broker.jobs.slots import JobQueue
 
-        return JobQueue(self.store, self.clock, read_limit=partial(read_live_jobs_max, self.config))
+        return JobQueue(self.store, self.clock, read_limits=partial(read_slot_limits, self.config))
 
     def make_any_controller(self, key: int | str) -> Controller:
         """Make the controller of a job, by its id, or of a service, by its name."""

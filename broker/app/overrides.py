@@ -25,6 +25,7 @@ class Overrides:
     instance_type: str | None = None
     num_nodes: int | None = None
     use_spot: bool | None = None
+    max_duration: str | None = None  # of a managed job: `6h`, or `off`
     max_price: float | None = None  # USD per hour and node
     env: Sequence[str] = ()
     env_file: Path | None = None
@@ -54,6 +55,7 @@ def read_tasks(entrypoint: Sequence[str], overrides: Overrides) -> tuple[Task, .
             replace(each, run=write_command(entrypoint), envs=envs)
             for each in load_tasks_text("run: ''", "command line", secrets=secrets)
         )
+    max_duration_s = _read_max_duration(overrides.max_duration)
     changed = []
     for task in tasks:
         each = override_resources(
@@ -63,6 +65,8 @@ def read_tasks(entrypoint: Sequence[str], overrides: Overrides) -> tuple[Task, .
         if overrides.max_price is not None:
             capped = tuple(replace(shape, usd_hour_max=overrides.max_price) for shape in each.resources)
             each = replace(each, resources=capped)
+        if overrides.max_duration is not None:
+            each = replace(each, max_duration_s=max_duration_s)
         each = replace(each, name=overrides.name or each.name)
         if overrides.workdir:
             kept = tuple(notice for notice in each.notices if notice.field != "workdir")
@@ -114,6 +118,20 @@ def read_pairs(texts: Sequence[str], flag: str) -> dict[str, str]:
         check_flag(f"{flag} {key}", value, ENV_VALUE, is_hidden=True)
         pairs[key] = value
     return pairs
+
+
+def _read_max_duration(text: str | None) -> float | None:
+    from broker.task.measures import MAX_DURATION_S_MIN, Duration
+
+    if text is None or text == "off":
+        return None
+    found_s: float | None = Duration(bare_unit="s").read_value(float(text) if text.isdigit() else text)
+    if found_s is None or found_s < MAX_DURATION_S_MIN:
+        raise UsageError(
+            f"`--max-duration {text}` is not a duration of at least 1m",
+            hints=["pass e.g. `--max-duration 6h`, or `off`"],
+        )
+    return found_s
 
 
 def _read_env_file(path: Path | None) -> dict[str, str]:

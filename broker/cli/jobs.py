@@ -32,7 +32,7 @@ app = typer.Typer(
 
 
 @app.command()
-@options.task_options("workdir", *options.RESOURCES, *options.ENVIRONMENT)
+@options.task_options("workdir", *options.RESOURCES, *options.ENVIRONMENT, "max_duration")
 def launch(
     entrypoint: options.Entrypoint,
     name: options.Name = None,

@@ -49,6 +49,9 @@ NumNodes = Annotated[
 UseSpot = Annotated[
     bool | None, typer.Option("--use-spot/--no-use-spot", help=f"Use spot or on-demand instances ({OVERRIDES}).")
 ]
+MaxDuration = Annotated[
+    str | None, typer.Option("--max-duration", metavar="TIME", help=f"End the job after e.g. 6h, or off ({OVERRIDES}).")
+]
 Workdir = Annotated[
     Path | None, typer.Option("--workdir", metavar="FOLDER", help=f"Folder to upload to the nodes ({OVERRIDES}).")
 ]
@@ -88,7 +91,7 @@ ENVIRONMENT = ("env", "env_file", "secret")
 TASK_OPTIONS: dict[str, Any] = {
     "name": Name, "workdir": Workdir, "infra": Infra, "gpus": Gpus, "cpus": Cpus, "memory": Memory,
     "instance_type": InstanceType, "num_nodes": NumNodes, "use_spot": UseSpot, "env": Env, "env_file": EnvFile,
-    "secret": Secret,
+    "secret": Secret, "max_duration": MaxDuration,
 }  # fmt: skip
 
 

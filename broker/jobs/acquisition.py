@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 from broker.clock import Clock
 from broker.errors import AccountError, AuthError, CapacityError, InvalidRequestError, NoOfferError
-from broker.jobs.budget import BudgetExceeded, check_budget, find_overspending
 from broker.jobs.group_member import GroupMember
+from broker.jobs.job_limits import JobLimits, LimitReached
 from broker.jobs.outcome_recorder import OutcomeRecorder
 from broker.jobs.policy_runner import Pause, PolicyRunner
 from broker.jobs.replanning import cut_to_rest, drop_limits, order_plan
@@ -44,6 +44,7 @@ class Acquisition:
         clock: Clock,
         policy_runner: PolicyRunner,
         recorder: OutcomeRecorder,
+        limits: JobLimits,
         group: GroupMember,
         queue: JobQueue | None = None,
     ) -> None:
@@ -53,6 +54,7 @@ class Acquisition:
         self._clock = clock
         self._policy_runner = policy_runner
         self._recorder = recorder
+        self._limits = limits
         self._group = group
         self._queue = queue
         self._refusals = 0  # consecutive; only sets the backoff
@@ -60,8 +62,8 @@ class Acquisition:
     async def begin_attempt(self, job: Job) -> Attempt | float:
         """Return the new attempt once its nodes are up, else the seconds until the next step."""
         number = job.next_attempt
-        if failure := find_overspending(job, self._store, self._clock):
-            return self._recorder.finish_job(job, JobStatus.FAILED, OutcomeKind.BUDGET_EXCEEDED, failure)
+        if breach := self._limits.find_breach(job):
+            return self._recorder.finish_job(job, JobStatus.FAILED, breach.kind, breach.failure)
         if self._queue is not None and (wait_s := self._queue.admit(job)):
             return wait_s
         if job.status is JobStatus.PENDING:
@@ -81,10 +83,10 @@ class Acquisition:
                 job_id=job.id,
                 on_event=lambda event: self._add_event(job, event),
                 hedge=job.hedge,
-                check_budget=lambda: check_budget(job, self._store, self._clock),
+                check_budget=lambda: self._limits.check(job),
             )
-        except BudgetExceeded as error:
-            return self._recorder.finish_job(job, JobStatus.FAILED, OutcomeKind.BUDGET_EXCEEDED, str(error))
+        except LimitReached as error:
+            return self._recorder.finish_job(job, JobStatus.FAILED, error.breach.kind, error.breach.failure)
         except (CapacityError, AuthError) as error:
             return self._wait(job, error)
         except InvalidRequestError as error:

@@ -1,8 +1,8 @@
-"""Compute the lease of a job's nodes: how long they may run without the broker. Pure except for `find_lease_s`.
+"""Compute the lease of a job's nodes: how long they may run without the broker. Pure; `job_limits.py` has the facts.
 
-While the broker is away, only the lease bounds the bill. It ends with the user's allowance, the budget or the deadline,
-whichever comes first; where machines cannot terminate themselves, nothing ends it. A running broker renews the lease
-every `LEASE_EVERY_S`.
+While the broker is away, only the lease bounds the bill. It ends with the user's allowance, the budget, the deadline or
+`max_duration`, whichever comes first; where machines cannot terminate themselves, nothing ends it. A running broker
+renews the lease every `LEASE_EVERY_S`.
 """
 
 from __future__ import annotations
@@ -11,15 +11,13 @@ import math
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 
-from broker.clock import Clock
 from broker.clouds import WITHOUT_SELF_TERMINATION
 from broker.config import SETTINGS, Config, find_unattended
 from broker.errors import UsageError
 from broker.jobs.checkpoints import HERE
 from broker.jobs.monitor import LEASE_EVERY_S
-from broker.state.store import Store
 from broker.task.measures import UNATTENDED_S_MIN, Duration
-from broker.types import Cluster, Job, Plan, Task
+from broker.types import Plan, Task
 
 UNATTENDED_S = 12 * 3600.0
 # A running broker lets a late job finish, so the lease is never shorter than this because of the deadline alone.
@@ -29,12 +27,18 @@ BUDGET_MARGIN_S = LEASE_EVERY_S / 2
 
 
 def measure_allowance_s(
-    task: Task, *, usd_hour: float, spent_usd: float = 0.0, submitted_s: float = 0.0, now_s: float = 0.0
+    task: Task,
+    *,
+    usd_hour: float,
+    spent_usd: float = 0.0,
+    submitted_s: float = 0.0,
+    now_s: float = 0.0,
+    used_s: float = 0.0,
 ) -> float:
     """Return the seconds for which a gang that costs `usd_hour` may run from now without the broker.
 
     12 h, 6 USD of the budget left, 2 USD/h -> 3 h. The deadline in 30 minutes -> 1 h. The lease outlasts the renewal
-    interval unless the budget ends before the next renewal.
+    interval unless the budget or `max_duration`, of which `used_s` have passed, ends before the next renewal.
     """
     allowed_s = get_unattended_s(task)
     goal = task.goal
@@ -44,20 +48,9 @@ def measure_allowance_s(
     if goal is not None and goal.budget_usd is not None and usd_hour > 0:
         left_usd = max(0.0, goal.budget_usd - spent_usd)
         allowed_s = min(allowed_s, left_usd / usd_hour * 3600 + BUDGET_MARGIN_S)
+    if task.max_duration_s is not None:
+        allowed_s = min(allowed_s, max(0.0, task.max_duration_s - used_s))
     return allowed_s
-
-
-def find_lease_s(job: Job, cluster: Cluster, store: Store, clock: Clock) -> float:
-    """Return the current lease of a job's gang, priced as a full gang: a lost node may be replaced within the lease."""
-    now_s = clock.now_s()
-    has_budget = job.task.goal is not None and job.task.goal.budget_usd is not None
-    return measure_allowance_s(
-        job.task,
-        usd_hour=cluster.placement.usd_hour,
-        spent_usd=store.bills.spend_usd(job_id=job.id, now_s=now_s) if has_budget else 0.0,
-        submitted_s=job.submitted_s,
-        now_s=now_s,
-    )
 
 
 def get_unattended_s(task: Task) -> float:

@@ -17,9 +17,8 @@ from broker.clock import Clock
 from broker.config import Config
 from broker.errors import AuthError, CloudError, InvalidRequestError
 from broker.jobs.acquisition import Acquisition, Planner
-from broker.jobs.allowance import find_lease_s
 from broker.jobs.booting import StartVerdict, judge_start
-from broker.jobs.budget import find_overspending
+from broker.jobs.displacement import Displacement
 from broker.jobs.environment import make_envs
 from broker.jobs.gang import Gang, GangReport, PushesNews, get_run_id
 from broker.jobs.group_member import GroupMember
@@ -28,6 +27,7 @@ from broker.jobs.groups import GroupStep, Judgement
 from broker.jobs.health import Verdict, classify
 from broker.jobs.in_place import InPlace, Kept, are_running
 from broker.jobs.interruption import Interrupted, run_unless
+from broker.jobs.job_limits import JobLimits
 from broker.jobs.lost_gang import LostGang
 from broker.jobs.monitor import AttemptMonitor, list_answering
 from broker.jobs.node_health import NodeHealth, UnhealthyNodes
@@ -63,7 +63,6 @@ NEWS_S = 5.0  # for gangs that push updates: checks that depend on time alone, s
 PIPELINE_POLL_S = 1.0
 ADOPTION_POLL_S = 5.0
 LIST_AGE_S_MAX = 5.0  # jobs without suspicious signals share one listing of a cloud
-GRACE_S = 30.0  # for a program that is stopped because the budget is used up
 T = TypeVar("T")
 
 
@@ -92,11 +91,13 @@ class JobController:
         self._config = config
         self._teardown = AttemptTeardown(store, provisioner, gang, clock, config)
         self._successor = Successor(store, provisioner, clock)
+        self._displacement = Displacement(store, clock, self._teardown)
         self._policy_runner = PolicyRunner(store, planner, clock, self._teardown, self._successor)
-        self._recorder = OutcomeRecorder(job_id, store, clock)
+        self._limits = JobLimits(store, clock)
+        self._recorder = OutcomeRecorder(job_id, store, clock, self._limits)
         self._group = GroupMember(store, gang, clock, GroupPlacement(store, planner, clock))
         self._acquisition = Acquisition(
-            store, provisioner, planner, clock, self._policy_runner, self._recorder, self._group, queue
+            store, provisioner, planner, clock, self._policy_runner, self._recorder, self._limits, self._group, queue
         )
         self._replacer = NodeReplacer(store, provisioner, gang, clock)
         self._in_place = InPlace(store, provisioner, gang, clock, self._teardown, self._group)
@@ -150,8 +151,8 @@ class JobController:
             if live.outcome:
                 return await self._follow_up(job, live)
             if live.running_s is None:
-                if find_overspending(job, self._store, self._clock):
-                    return self._recorder.record_refusal(live, Outcome(kind=OutcomeKind.BUDGET_EXCEEDED))
+                if breach := self._limits.find_breach(job):
+                    return self._recorder.record_refusal(live, Outcome(kind=breach.kind))
                 return await self._unless_interrupted(job, self._start(job, live))
             return await self._poll(job, live, judgement)
         except Interrupted:
@@ -207,7 +208,7 @@ class JobController:
         try:
             task = add_mounts(job.task)
             await self._gang.prepare(cluster, task)
-            lease_s = find_lease_s(job, cluster, self._store, self._clock)
+            lease_s = self._limits.find_lease_s(job, cluster)
             envs = self._make_envs(job, attempt, cluster)
             await self._gang.start(cluster, task, run_id=get_run_id(attempt, cluster), envs=envs, lease_s=lease_s)
         except InvalidRequestError as error:
@@ -254,8 +255,9 @@ class JobController:
             attempt = record_progress(self._store, self._clock, job, attempt, report.progress)
         for rank in monitor.list_new_advisories(report, cluster):
             self._add_event(make_event(EventKind.ADVISED, rank=rank))
-        refreshed = await self._refresh(monitor, report, cluster)
-        if refreshed is None:  # a missing answer proves nothing, and a failure is not judged without the list
+        if (
+            refreshed := await self._refresh(monitor, report, cluster)
+        ) is None:  # a missing answer proves nothing, and a failure is not judged without the list
             await self._renew_lease(job, monitor, cluster)
             return POLL_S
         cluster = refreshed
@@ -275,21 +277,16 @@ class JobController:
             if reason := self._group.find_move(job, attempt):
                 return self._recorder.record_group_move(job, attempt, reason=reason)
             find_envs = partial(self._make_envs, job, attempt, cluster)
-            find_lease = partial(find_lease_s, job, cluster, self._store, self._clock)
+            find_lease = partial(self._limits.find_lease_s, job, cluster)
             run_id = get_run_id(attempt, cluster)
             await self._replacer.step(job, cluster, report, run_id=run_id, make_envs=find_envs, find_lease_s=find_lease)
             return await self._check_running(job, attempt, cluster, monitor, report)
         if verdict is Verdict.LOST:
             was_attended = monitor.is_attended(self._clock.now_s())
             return await self._lost_gang.record_loss(
-                job,
-                attempt,
-                cluster,
-                report,
-                is_noticed=signals.is_noticed,
-                was_attended=was_attended,
+                job, attempt, cluster, report, is_noticed=signals.is_noticed, was_attended=was_attended,
                 find_kept_until_s=partial(self._retention.find_until_s, job, attempt, cluster, report),
-            )
+            )  # fmt: skip
         run = replace(self._read_end(attempt, cluster, report), unflushed=monitor.unflushed)
         return self._recorder.record_exit(job, attempt, verdict, run)
 
@@ -322,12 +319,15 @@ class JobController:
     async def _check_running(
         self, job: Job, attempt: Attempt, cluster: Cluster, monitor: AttemptMonitor, report: GangReport
     ) -> float:
-        """Check a running attempt for budget, policy moves and stalls."""
+        """Check a running attempt for limits, policy moves and stalls."""
         now_s = self._clock.now_s()
-        if failure := find_overspending(job, self._store, self._clock):
-            await self._teardown.end_program(attempt, cluster, grace_s=GRACE_S)
-            return self._recorder.record_overspending(job, attempt, failure)
+        if breach := self._limits.find_breach(job):
+            is_last = breach.kind is OutcomeKind.MAX_DURATION_EXCEEDED
+            await self._teardown.end_program(attempt, cluster, grace_s=breach.grace_s, is_final=is_last)
+            return self._recorder.record_breach(job, attempt, breach)
         if await self._policy_runner.reconsider(job, attempt, cluster, report.progress):
+            return 0.0
+        if await self._displacement.step(job, attempt, cluster):
             return 0.0
         if job.task.group is not None and attempt.released_s is None:
             return POLL_S
@@ -360,12 +360,12 @@ class JobController:
         return 0.0
 
     async def _unless_interrupted(self, job: Job, work: Coroutine[Any, Any, T]) -> T:
-        """Interrupt a long operation on a cancel request, a spent budget (booting nodes cost), or the group's end."""
+        """Interrupt a long operation on a cancel request, a limit (booting nodes cost), or the group's end."""
 
         def is_pointless() -> bool:
             return (
                 self._store.jobs.is_cancel_requested(self.job_id)
-                or bool(find_overspending(job, self._store, self._clock))
+                or self._limits.find_breach(job) is not None
                 or self._group.judge(job).ends_job
             )
 
@@ -375,7 +375,7 @@ class JobController:
         if not monitor.needs_lease(self._clock.now_s()):
             return
         try:
-            await self._gang.renew_lease(cluster, lease_s=find_lease_s(job, cluster, self._store, self._clock))
+            await self._gang.renew_lease(cluster, lease_s=self._limits.find_lease_s(job, cluster))
         except CloudError:
             return  # retried at the next step; the lease outlasts many of them
         monitor.record_lease(self._clock.now_s())

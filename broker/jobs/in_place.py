@@ -15,10 +15,10 @@ from enum import StrEnum
 
 from broker.clock import Clock
 from broker.errors import BrokerError, CloudError, InvalidRequestError
-from broker.jobs.budget import BudgetExceeded, check_budget, find_overspending
 from broker.jobs.gang import Gang, GangReport, get_run_id
 from broker.jobs.group_member import GroupMember
 from broker.jobs.health import list_lost_ranks
+from broker.jobs.job_limits import JobLimits, LimitReached
 from broker.jobs.monitor import list_answering
 from broker.jobs.teardown import AttemptTeardown
 from broker.provision.lifecycle import Provisioner
@@ -55,6 +55,7 @@ class InPlace:
         self._clock = clock
         self._teardown = teardown
         self._group = group
+        self._limits = JobLimits(store, clock)
         self._replacing: asyncio.Task[Cluster] | None = None
 
     def stop(self) -> None:
@@ -70,7 +71,7 @@ class InPlace:
         if cluster is None or cluster.status is not ClusterStatus.UP:
             return Kept.GIVEN_UP
         left_s = (attempt.kept_until_s or 0.0) - self._clock.now_s()
-        if not 0.0 < left_s <= KEPT_S_MAX or find_overspending(job, self._store, self._clock):
+        if not 0.0 < left_s <= KEPT_S_MAX or self._limits.find_breach(job):
             return Kept.GIVEN_UP
         report = await self._gang.poll(cluster, get_run_id(attempt, cluster))
         try:
@@ -115,7 +116,7 @@ class InPlace:
             task, self._replacing = self._replacing, None
             if (error := task.exception()) is None:
                 return Kept.WAITING  # the next step polls it
-            if not isinstance(error, BrokerError | BudgetExceeded):
+            if not isinstance(error, BrokerError | LimitReached):
                 raise error
             self._store.events.add(make_event(EventKind.REPLACEMENT_FAILED, error=str(error)), job_id=job.id)
             return Kept.GIVEN_UP
@@ -129,7 +130,7 @@ class InPlace:
                 cluster,
                 job.task,
                 rank=lost[0].rank,
-                check_budget=lambda: check_budget(job, self._store, self._clock),
+                check_budget=lambda: self._limits.check(job),
             )
         )
         return Kept.WAITING

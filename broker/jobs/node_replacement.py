@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 from broker.clock import Clock
 from broker.errors import BrokerError, CloudError
-from broker.jobs.budget import BudgetExceeded, check_budget
 from broker.jobs.gang import Gang, GangReport
 from broker.jobs.health import list_lost_ranks
+from broker.jobs.job_limits import JobLimits, LimitReached
 from broker.jobs.monitor import is_due
 from broker.provision.lifecycle import Provisioner
 from broker.provision.refusals import draw_backoff_s
@@ -31,6 +31,7 @@ class NodeReplacer:
         self._provisioner = provisioner
         self._gang = gang
         self._clock = clock
+        self._limits = JobLimits(store, clock)
         self._replacing: asyncio.Task[Cluster] | None = None
         self._participants: frozenset[str] = frozenset()
         self._reported: set[str] = set()
@@ -73,7 +74,7 @@ class NodeReplacer:
                     current,
                     job.task,
                     rank=lost[0],
-                    check_budget=lambda: check_budget(job, self._store, self._clock),
+                    check_budget=lambda: self._limits.check(job),
                 )
             )
 
@@ -118,7 +119,7 @@ class NodeReplacer:
         if error is None:
             self._refusals = 0
             return
-        if not isinstance(error, BrokerError | BudgetExceeded):
+        if not isinstance(error, BrokerError | LimitReached):
             raise error
         self._refusals += 1
         wait_s = self._back_off(self._refusals)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 from broker.clock import Clock
-from broker.jobs.budget import find_overspending
 from broker.jobs.checkpoints import is_saving, keeps_its_own
 from broker.jobs.deaths import (
     count_deaths,
@@ -16,6 +15,7 @@ from broker.jobs.deaths import (
 )
 from broker.jobs.groups import get_role
 from broker.jobs.health import Verdict
+from broker.jobs.job_limits import Breach, JobLimits
 from broker.jobs.run_end import RunEnd
 from broker.state.store import Store
 from broker.types import Attempt, Event, EventKind, Job, JobStatus, Outcome, OutcomeKind, make_event
@@ -39,8 +39,9 @@ REPEATS_MAX = 3  # at one step: the program is at fault, not the machines
 class OutcomeRecorder:
     """Record the outcomes of a job and its attempts. Each method returns the seconds until the next step, always 0."""
 
-    def __init__(self, job_id: int, store: Store, clock: Clock) -> None:
+    def __init__(self, job_id: int, store: Store, clock: Clock, limits: JobLimits | None = None) -> None:
         self._job_id = job_id
+        self._limits = limits or JobLimits(store, clock)
         self._store = store
         self._clock = clock
 
@@ -99,9 +100,8 @@ class OutcomeRecorder:
         if verdict is Verdict.SUCCEEDED:
             return self.record_success(job, attempt)
         if verdict is Verdict.CANCELLED:
-            failure = find_overspending(job, self._store, self._clock)
-            if failure:  # we stopped it before a crash: the user did not cancel
-                return self.record_overspending(job, attempt, failure)
+            if breach := self._limits.find_breach(job):  # we stopped it before a crash: the user did not cancel
+                return self.record_breach(job, attempt, breach)
             outcome = Outcome(kind=OutcomeKind.CANCELLED)
             return self.end_job(job, attempt, JobStatus.CANCELLED, outcome, explain_cancelled_run())
         if verdict is Verdict.APART:
@@ -210,9 +210,9 @@ class OutcomeRecorder:
         """End the job as SUCCEEDED; the cluster is terminated afterwards."""
         return self.end_job(job, attempt, JobStatus.SUCCEEDED, Outcome(kind=OutcomeKind.SUCCEEDED), "")
 
-    def record_overspending(self, job: Job, attempt: Attempt, failure: str) -> float:
-        """End the job as FAILED because its budget is used up; its checkpoints are kept."""
-        return self.end_job(job, attempt, JobStatus.FAILED, Outcome(kind=OutcomeKind.BUDGET_EXCEEDED), failure)
+    def record_breach(self, job: Job, attempt: Attempt, breach: Breach) -> float:
+        """End the job as FAILED because it has reached a limit; its checkpoints are kept."""
+        return self.end_job(job, attempt, JobStatus.FAILED, Outcome(kind=breach.kind), breach.failure)
 
     def end_job(self, job: Job, attempt: Attempt, status: JobStatus, outcome: Outcome, failure: str) -> float:
         """Commit attempt and job in one transaction; return 0, so that the teardown follows at once."""

@@ -92,6 +92,9 @@ class PolicyRunner:
         begun = self._successor.find_placement(job) if follows_deadline(job.task) else None
         if begun is None:
             return
+        if job.displaced_by is not None:  # it waits for a slot first
+            await self._successor.release(job)
+            return
         try:
             _, situation = self._observe(job, None)
         except NoOfferError:

@@ -12,6 +12,7 @@ submission. Example, with one GPU per job:
 from __future__ import annotations
 
 import heapq
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from broker.frozen import frozen
@@ -51,3 +52,23 @@ def order_queue(waiting: Sequence[Waiting], used_gpu_hours: Mapping[str, float])
             if queue:
                 heapq.heappush(heap, (hours[project], queue[-1].submitted_s, project))
     return tuple(order)
+
+
+def list_startable(
+    ordered: Mapping[str, str], held: Mapping[str, str], *, total: int | None, by_project: Mapping[str, int]
+) -> frozenset[str]:
+    """Return those of the waiting units that may start: each takes a slot, and one of its project if that has a limit.
+
+    Both mappings are from a unit to its project; `ordered` is in the order of the queue. A unit whose project is full
+    does not block those behind it.
+    """
+    free = len(ordered) if total is None else total - len(held)
+    used = Counter(held.values())
+    found: list[str] = []
+    for unit, project in ordered.items():
+        if len(found) >= free:
+            break
+        if used[project] < by_project.get(project, len(held) + len(ordered)):
+            used[project] += 1
+            found.append(unit)
+    return frozenset(found)

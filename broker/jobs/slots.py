@@ -1,4 +1,4 @@
-"""The queue of jobs under `max_live_jobs`: read from the store, decided by `queueing.py`.
+"""The queue of jobs under `max_live_jobs` and the limits of projects: read from the store, decided by `queueing.py`.
 
 A slot is a status: a job that is neither PENDING nor ended has one. It is taken in a transaction that counts them, so
 that any number of controllers keeps the limit; a job returns its slot when it ends, or when clouds refuse its first
@@ -12,7 +12,11 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 
 from broker.clock import Clock
 from broker.frozen import frozen
-from broker.jobs.queueing import GPUS_MIN, Waiting, order_queue
+from broker.jobs.checkpoints import keeps_its_own
+from broker.jobs.displacement import take_slot
+from broker.jobs.displacing import Holder
+from broker.jobs.queueing import GPUS_MIN, Waiting, list_startable, order_queue
+from broker.jobs.slot_limits import SlotLimits
 from broker.state.events import EventRow
 from broker.state.jobs import REPLICA_REQUEST
 from broker.state.people import Owned
@@ -36,6 +40,7 @@ class _Facts:
     unit: str | None
     priority: int
     gpus: float
+    keeps_its_own: bool = False  # it saves in a mounted bucket, so that it reports no checkpoint
 
 
 _UNKNOWN = _Facts(unit=None, priority=0, gpus=0.0)  # damaged, or dropped meanwhile: it blocks no other job
@@ -43,39 +48,43 @@ _UNKNOWN = _Facts(unit=None, priority=0, gpus=0.0)  # damaged, or dropped meanwh
 
 @frozen
 class _Snapshot:
-    """The queue at one time: the position of each waiting unit, from 1, the units with slots, and the free slots.
+    """The queue at one time: the position of each waiting unit, from 1, and the units with slots.
 
-    `others` are jobs that wait for something else. A unit may start if its position is at most `free`; that stays true
-    when those before it have taken their slots.
+    `others` are jobs that wait for something else. A unit may start if it is `startable`; that stays true when those
+    before it have taken their slots. `projects` has those of the waiting units.
     """
 
     time_s: float
     positions: Mapping[str, int]
     held: frozenset[str]
     others: Mapping[int, JobWait]
-    free: int
+    startable: frozenset[str]
+    projects: Mapping[str, str]
+    leading: frozenset[int]  # waiting jobs, of a job group only the first, which acts for it
 
     def knows(self, job_id: int, unit: str) -> bool:
         """Return whether the job had been submitted when this was read."""
         return unit in self.positions or unit in self.held or job_id in self.others
 
-    def explain(self, job_id: int, unit: str | None, limit: int) -> JobWait:
+    def explain(self, job_id: int, unit: str | None, limits: SlotLimits) -> JobWait:
         """Return why a PENDING job waits."""
         if job_id in self.others:
             return self.others[job_id]
         position = None if unit is None else self.positions.get(unit)
-        if position is None or position <= self.free:
+        if unit is None or position is None or unit in self.startable:
             return JobWait(reason=WaitReason.START)
-        return JobWait(reason=WaitReason.LIMIT, position=position, limit=limit)
+        project = self.projects.get(unit, "")
+        own = project if project in limits.by_project else ""
+        return JobWait(reason=WaitReason.LIMIT, position=position, limit=limits.find(project), project=own)
 
 
 class JobQueue:
-    """Admit waiting jobs to the slots; shared by the controllers of a process. `read_limit` None: every job starts."""
+    """Admit waiting jobs to the slots; shared by the controllers of a process. Without a limit, every job starts."""
 
-    def __init__(self, store: Store, clock: Clock, *, read_limit: Callable[[], int | None]) -> None:
+    def __init__(self, store: Store, clock: Clock, *, read_limits: Callable[[], SlotLimits]) -> None:
         self._store = store
         self._clock = clock
-        self._read_limit = read_limit
+        self._read_limits = read_limits
         self._facts: dict[int, _Facts] = {}
         self._snapshot: _Snapshot | None = None
         self._reported: set[int] = set()  # jobs whose wait is recorded
@@ -86,31 +95,60 @@ class JobQueue:
 
         Other jobs have their slots already: 0. Raises StateError, FencedError.
         """
-        limit = self._read_limit()
-        if limit is None or job.status is not JobStatus.PENDING:
+        if job.displaced_by is not None:
+            return self._return_slot(job)
+        limits = self._read_limits()
+        if not limits.is_set or job.status is not JobStatus.PENDING:
             return 0.0
         unit = self._find_facts(job.id).unit
         if unit is None:
             return 0.0
-        snapshot = self._get_snapshot(limit)
+        snapshot = self._get_snapshot(limits)
         if not snapshot.knows(job.id, unit):
-            snapshot = self._snapshot = self._read(limit, self._clock.now_s())
-        position = snapshot.positions.get(unit)
-        if (unit in snapshot.held or (position is not None and position <= snapshot.free)) and self._take(
-            job.id, unit, limit
-        ):
+            snapshot = self._snapshot = self._read(limits, self._clock.now_s())
+        if (unit in snapshot.held or unit in snapshot.startable) and self._take(job.id, unit, limits):
             self._reported.discard(job.id)
             return 0.0
+        position = snapshot.positions.get(unit)
         if position is None:
             return LOOK_S
-        self._report_wait(job, position, limit)
+        wait = snapshot.explain(job.id, unit, limits)
+        self._report_wait(job, wait)
+        if limits.preempt_after_s is not None and job.id in snapshot.leading and wait.position is not None:
+            after_s = limits.preempt_after_s
+            take_slot(self._store, self._clock, job, wait, self._list_holders, after_s=after_s)
         return min(LOOK_S_MAX, LOOK_S + 0.01 * position)
 
-    def _take(self, job_id: int, unit: str, limit: int) -> bool:
+    def _return_slot(self, job: Job) -> float:
+        """Make a displaced job, whose machines are gone, PENDING again; it keeps its place in the queue."""
+        assert job.displaced_by is not None
+        with self._store.transaction():
+            self._store.jobs.set_status(job.id, JobStatus.PENDING)
+            self._store.queue.end_displacement(job.id)
+            self._store.events.add(make_event(EventKind.SLOT_RETURNED, by=job.displaced_by), job_id=job.id)
+        self._snapshot = None  # outdated
+        return LOOK_S
+
+    def _list_holders(self) -> Sequence[Holder]:
+        """Return the jobs with slots. A job group and a replica of a service return none."""
+        projects = self._read_projects()
+        return [
+            Holder(
+                job_id=each.id, priority=facts.priority, project=projects.get(each.id, ""),
+                is_preemptible=each.status is JobStatus.RUNNING and not each.is_cancelled and facts.unit == str(each.id)
+                and (each.has_checkpoint or facts.keeps_its_own),
+                displaced_by=each.displaced_by, displaced_s=each.displaced_s,
+            )
+            for each in self._store.queue.list_running() for facts in [self._find_facts(each.id)]
+        ]  # fmt: skip
+
+    def _take(self, job_id: int, unit: str, limits: SlotLimits) -> bool:
         """Take a slot if there is one now; return whether the job has one."""
         with self._store.transaction():
-            units = self._list_units_with_slots(self._store.queue.list_live(has_started=True))
-            if unit in units or len(units) < limit:
+            projects = self._read_projects() if limits.by_project else {}
+            held = self._list_units_with_slots(self._store.queue.list_live(has_started=True), projects)
+            next_one = {unit: projects.get(job_id, "")}
+            if unit in held or list_startable(next_one, held, total=limits.total, by_project=limits.by_project):
                 return self._store.jobs.set_status(job_id, JobStatus.STARTING)
         self._snapshot = None  # outdated
         return False
@@ -120,12 +158,12 @@ class JobQueue:
 
         Without a limit, no position has to be found, and only the newest jobs are looked at.
         """
-        limit = self._read_limit()
-        if limit is None:
+        limits = self._read_limits()
+        if not limits.is_set:
             return self._explain_newest(sorted(wanted)[-EXPLAINED_MAX:])
-        snapshot = self._get_snapshot(limit)
+        snapshot = self._get_snapshot(limits)
         return {
-            each.id: snapshot.explain(each.id, self._find_facts(each.id).unit, limit)
+            each.id: snapshot.explain(each.id, self._find_facts(each.id).unit, limits)
             for each in self._store.queue.list_live()
             if each.id in wanted and each.status is JobStatus.PENDING and not each.is_cancelled
         }
@@ -138,30 +176,32 @@ class JobQueue:
         others = self._list_other_waits(pending, live_ids, self._clock.now_s())
         return {job.id: others.get(job.id, JobWait(reason=WaitReason.START)) for job in pending}
 
-    def _report_wait(self, job: Job, position: int, limit: int) -> None:
+    def _report_wait(self, job: Job, wait: JobWait) -> None:
         """Record once per wait that the job waits; `explain` has its position at any time."""
-        if job.id in self._reported:
+        if job.id in self._reported or wait.position is None:
             return
         self._reported.add(job.id)
         newest = self._store.events.list_newest([job.id]).get(job.id)
         if newest is None or newest.kind is not EventKind.QUEUED:
-            self._store.events.add(make_event(EventKind.QUEUED, position=position, limit=limit), job_id=job.id)
+            whose = {"project": wait.project} if wait.project else {}
+            event = make_event(EventKind.QUEUED, position=wait.position, limit=wait.limit, **whose)
+            self._store.events.add(event, job_id=job.id)
 
-    def _get_snapshot(self, limit: int) -> _Snapshot:
+    def _get_snapshot(self, limits: SlotLimits) -> _Snapshot:
         """Read the queue, unless that was done a moment ago."""
         now_s = self._clock.now_s()
         if self._snapshot is None or not 0.0 <= now_s - self._snapshot.time_s < AGE_S_MAX:
-            self._snapshot = self._read(limit, now_s)
+            self._snapshot = self._read(limits, now_s)
         return self._snapshot
 
-    def _read(self, limit: int, now_s: float) -> _Snapshot:
+    def _read(self, limits: SlotLimits, now_s: float) -> _Snapshot:
         live = self._store.queue.list_live()
         live_ids = {each.id for each in live}
         self._facts = {job_id: facts for job_id, facts in self._facts.items() if job_id in live_ids}
         pending = [each for each in live if each.status is JobStatus.PENDING and not each.is_cancelled]
-        held = self._list_units_with_slots(live)
-        others = self._list_other_waits(pending, live_ids, now_s)
         projects = self._read_projects()
+        held = self._list_units_with_slots(live, projects)
+        others = self._list_other_waits(pending, live_ids, now_s)
         waiting: list[Waiting] = []
         units: dict[int, str] = {}
         seen: set[str] = set()
@@ -178,9 +218,11 @@ class JobQueue:
                 )
             )  # fmt: skip
         order = order_queue(waiting, self._read_usage(projects, now_s))
+        ordered = {units[job_id]: projects.get(job_id, "") for job_id in order}
+        startable = list_startable(ordered, held, total=limits.total, by_project=limits.by_project)
         return _Snapshot(
-            time_s=now_s, positions={units[job_id]: index for index, job_id in enumerate(order, 1)}, held=held,
-            others=others, free=max(0, limit - len(held)),
+            time_s=now_s, positions={unit: index for index, unit in enumerate(ordered, 1)}, held=frozenset(held),
+            others=others, startable=startable, projects=ordered, leading=frozenset(order),
         )  # fmt: skip
 
     def _list_other_waits(
@@ -200,9 +242,10 @@ class JobQueue:
                 waits[job_id] = JobWait(reason=WaitReason.CAPACITY, until_s=event.time_s + wait_s)
         return waits
 
-    def _list_units_with_slots(self, live: Sequence[LiveJob]) -> frozenset[str]:
-        units = (self._find_facts(each.id).unit for each in live if each.status is not JobStatus.PENDING)
-        return frozenset(unit for unit in units if unit is not None)
+    def _list_units_with_slots(self, live: Sequence[LiveJob], projects: Mapping[int, str]) -> Mapping[str, str]:
+        """Return the project of each unit that has a slot."""
+        holders = ((self._find_facts(each.id).unit, each.id) for each in live if each.status is not JobStatus.PENDING)
+        return {unit: projects.get(job_id, "") for unit, job_id in holders if unit is not None}
 
     def _find_facts(self, job_id: int) -> _Facts:
         if job_id not in self._facts:
@@ -217,7 +260,9 @@ class JobQueue:
             if (each.request_id or "").startswith(REPLICA_REQUEST):
                 unit = None
             gpus = task.num_nodes * task.resources[0].accelerator_count
-            self._facts[each.id] = _Facts(unit=unit, priority=task.priority, gpus=gpus)
+            self._facts[each.id] = _Facts(
+                unit=unit, priority=task.priority, gpus=gpus, keeps_its_own=keeps_its_own(task)
+            )
 
     def _read_projects(self) -> Mapping[int, str]:
         """Return the project of each job that a server has admitted for one."""

@@ -35,10 +35,12 @@ class AttemptTeardown:
         await self._provisioner.down(attempt.cluster)
         self.close(attempt)
 
-    async def end_program(self, attempt: Attempt, cluster: Cluster, *, grace_s: float = 0.0) -> None:
+    async def end_program(
+        self, attempt: Attempt, cluster: Cluster, *, grace_s: float = 0.0, is_final: bool = False
+    ) -> None:
         """Send SIGTERM and wait up to `grace_s` for the program to save its state.
 
-        Wait longer while a node reports that it is uploading written files: the node itself limits that.
+        Unless that is final, wait longer while a node reports that it is uploading written files: the node limits that.
         """
         run_id = get_run_id(attempt, cluster)
         try:
@@ -54,7 +56,7 @@ class AttemptTeardown:
             if report.flush:
                 if cluster.job_id is not None:
                     self.report_flush(cluster.job_id, report)
-                until_s = max(until_s, self._clock.now_s() + FLUSH_SILENCE_S)
+                until_s = until_s if is_final else max(until_s, self._clock.now_s() + FLUSH_SILENCE_S)
             await self._clock.sleep(LOOK_S)
 
     def report_flush(self, job_id: int, report: GangReport) -> None:

@@ -55,7 +55,7 @@ class LogOffset:
 # Columns are named, so that SQLite itself reports a column that a damaged schema lacks.
 COLUMNS = (
     "id, name, status, task, secret_names, submitted_s, ended_s, failure, cancel_requested, progress, needs, pipeline, "
-    "resumes, first_attempt, hedge, uid, outcome_kind"
+    "resumes, first_attempt, hedge, uid, outcome_kind, displaced_by"
 )
 REPLICA_REQUEST = "service/"  # begins the request ids of replicas: service/NAME/UID of the service/NUMBER
 ATTEMPT_COLUMNS = "job_id, number, body, outcome_kind, outcome_detail, outcome_step, exit_code"
@@ -330,6 +330,7 @@ class JobRows:
             hedge=int(row["hedge"]),
             uid=read_text(row["uid"]),
             outcome_kind=None if row["outcome_kind"] is None else OutcomeKind(row["outcome_kind"]),
+            displaced_by=_read_count(row["displaced_by"]),
         )
 
 

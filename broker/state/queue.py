@@ -1,4 +1,4 @@
-"""What the queue of managed jobs reads: the live jobs, and recent attempts. It has no table of its own."""
+"""What the queue of managed jobs reads and writes: live jobs, displacements, recent attempts. It has no own table."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ import json
 from collections.abc import Sequence
 from functools import partial
 
+import msgspec
+
 from broker.errors import DamagedRowError
 from broker.frozen import frozen
 from broker.state.base import Database, Row, keep_readable, read_row, read_s, read_text
 from broker.state.jobs import ATTEMPT_COLUMNS, read_attempt
 from broker.task.codec import decode_task
-from broker.types import Attempt, JobStatus, Task
+from broker.types import Attempt, JobStatus, Progress, Task
 
 
 @frozen
@@ -26,6 +28,18 @@ class LiveJob:
 
 
 @frozen
+class RunningJob:
+    """A live job that is not PENDING. `has_checkpoint`: its program has reported one."""
+
+    id: int
+    status: JobStatus
+    has_checkpoint: bool
+    is_cancelled: bool
+    displaced_by: int | None
+    displaced_s: float | None
+
+
+@frozen
 class LiveTask:
     """The task of a job that has not ended, without the values of its secrets."""
 
@@ -36,7 +50,7 @@ class LiveTask:
 
 
 class QueueRows:
-    """Read-only views of the tables of jobs and attempts; damaged rows are left out, so that they block no other."""
+    """Views of the tables of jobs and attempts, and displacements; damaged rows are left out: they block no other."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
@@ -56,6 +70,26 @@ class QueueRows:
             "SELECT id, task, pipeline, request_id FROM jobs WHERE NOT is_terminal AND id >= ? ORDER BY id", (first_id,)
         )
         return keep_readable([partial(_read_task, row) for row in rows], _leave_out)
+
+    def list_running(self) -> Sequence[RunningJob]:
+        """Return the live jobs that are not PENDING, with what decides whether they can return their slot."""
+        rows = self._database.rows(
+            "SELECT id, status, progress, displaced_by, displaced_s, cancel_requested FROM jobs "
+            "WHERE NOT is_terminal AND status <> ? ORDER BY id",
+            (JobStatus.PENDING.value,),
+        )
+        return keep_readable([partial(_read_running, row) for row in rows], _leave_out)
+
+    def displace(self, job_id: int, by: int) -> None:
+        """Request that a job returns its slot to a waiting one."""
+        self._database.write(
+            "UPDATE jobs SET displaced_by = ?, displaced_s = ? WHERE id = ? AND NOT is_terminal",
+            (by, self._database.clock.now_s(), job_id),
+        )
+
+    def end_displacement(self, job_id: int) -> None:
+        """Note that a job has returned its slot, or need not do so."""
+        self._database.write("UPDATE jobs SET displaced_by = NULL WHERE id = ? AND NOT is_terminal", (job_id,))
 
     def list_recent_attempts(self, since_s: float) -> Sequence[Attempt]:
         """Return the attempts that may have had machines since then."""
@@ -94,5 +128,21 @@ def _read_live(row: Row) -> LiveJob:
             needs=tuple(json.loads(row["needs"])),
             is_cancelled=bool(row["cancel_requested"]),
             submitted_s=read_s(row["submitted_s"]),
+        ),
+    )
+
+
+def _read_running(row: Row) -> RunningJob:
+    progress = row["progress"]
+    return read_row(
+        "jobs",
+        row["id"],
+        lambda: RunningJob(
+            id=row["id"],
+            status=JobStatus(row["status"]),
+            has_checkpoint=bool(progress) and bool(msgspec.json.decode(progress, type=Progress).checkpoint_step),
+            is_cancelled=bool(row["cancel_requested"]),
+            displaced_by=row["displaced_by"],
+            displaced_s=row["displaced_s"],
         ),
     )

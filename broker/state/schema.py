@@ -151,6 +151,11 @@ _LIMITS = (
 )
 _FORECASTS = ("CREATE TABLE forecasts (job_id INTEGER PRIMARY KEY, body TEXT NOT NULL)",)
 
+_DISPLACEMENTS = (  # of a job whose slot is taken by a waiting job of higher priority
+    "ALTER TABLE jobs ADD COLUMN displaced_by INTEGER",  # while it has not returned the slot
+    "ALTER TABLE jobs ADD COLUMN displaced_s REAL",  # the last time
+)
+
 MIGRATIONS: tuple[tuple[Step, ...], ...] = (
     *(_FIRST, _LEADER, _PIPELINES, _LIVE_INDEXES, _COMPACTION, _CALLS, _HINTS),
     _MADE_NODES,
@@ -162,4 +167,5 @@ MIGRATIONS: tuple[tuple[Step, ...], ...] = (
     _PEOPLE,
     _FORECASTS,
     _LIMITS,
+    _DISPLACEMENTS,
 )

@@ -268,6 +268,12 @@ TASK = Table(
             "deadline; at least 15m (default: 12h; broker extension).",
             examples=("12h",),
         ),
+        "max_duration": Field(
+            shape=Either(shapes=(Duration(bare_unit="s"), Choice(words=("off",)))),
+            about="How long a managed job may take from its first machines to its end, recoveries included; at least "
+            "1m; a bare number is seconds, as in dstack (default: off; broker extension).",
+            examples=("6h",),
+        ),
         "needs": NEEDS,
         "on_loss": Field(
             shape=Choice(words=("keep-going", "restart-group")),

@@ -13,7 +13,7 @@ from broker.task.environment import is_changed, list_texts, render_value
 from broker.task.expansion import expand_variables
 from broker.task.fields import SECRET_SCOPES, TASK
 from broker.task.foreign import recognise
-from broker.task.measures import UNATTENDED_S_MIN
+from broker.task.measures import MAX_DURATION_S_MIN, UNATTENDED_S_MIN
 from broker.task.mounts import read_file_mounts, read_workdir
 from broker.task.pipeline import Document, join_tasks, split_header
 from broker.task.reading import Reader, describe
@@ -136,6 +136,7 @@ def _read_task(reader: Reader, section: Section, envs: Mapping[str, str], secret
         autostop=read_autostop(section.get("resources")),
         checkpoint=_read_checkpoint(section.get("checkpoint")),
         unattended_s=_read_unattended(reader, section),
+        max_duration_s=_read_max_duration(reader, section),
         inputs=_read_data(section, "inputs"),
         outputs=_read_data(section, "outputs"),
         service=read_service(reader, section),
@@ -213,6 +214,16 @@ def _read_unattended(reader: Reader, section: Section) -> float | None:
     if value is not None and value < UNATTENDED_S_MIN:
         hint = "a shorter time would terminate nodes during network problems; the default is `unattended: 12h`"
         reader.fault(section.marks["unattended"], "`unattended` must be at least 15m", hint)
+    return value
+
+
+def _read_max_duration(reader: Reader, section: Section) -> float | None:
+    value: float | str | None = section.get("max_duration")
+    if value is None or isinstance(value, str):
+        return None
+    if value < MAX_DURATION_S_MIN:
+        hint = "the program needs time to start and to save; without a limit, write `max_duration: off`"
+        reader.fault(section.marks["max_duration"], "`max_duration` must be at least 1m", hint)
     return value
 
 

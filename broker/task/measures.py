@@ -18,6 +18,7 @@ _SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0, "w": 604800.0}
 _PART = rf"{_NUMBER} ?[sSmMhHdDwW]"
 _SPAN = rf"{_PART}(?: ?{_PART}){{0,4}}"
 NUMBER_MAX = 1e9
+MAX_DURATION_S_MIN = 60.0  # a program of less has no time to start and to save
 UNATTENDED_S_MIN = 900.0  # several renewals of the lease, so that a slow network terminates no node
 
 

@@ -41,7 +41,7 @@ class JobStatus(StrEnum):
 class WaitReason(StrEnum):
     """Why a job has no machines yet. The values are shown by `--json`."""
 
-    LIMIT = "limit"  # as many jobs are live as `max_live_jobs` admits
+    LIMIT = "limit"  # as many jobs are live as `max_live_jobs`, or the limit of its project, admits
     CAPACITY = "capacity"  # clouds have refused; they are asked again later
     NEEDS = "needs"  # jobs that it needs have not ended
     START = "start"  # the daemon has not begun to start it
@@ -55,6 +55,7 @@ class JobWait:
     position: int | None = None
     limit: int | None = None
     until_s: float | None = None  # for capacity: when clouds are asked again
+    project: str = ""  # whose own limit the job waits for
 
 
 @frozen
@@ -119,6 +120,7 @@ class Job:
     pipeline: str = ""  # name of the pipeline it is part of
     resumes: int | None = None  # the ended job whose checkpoints and attempt numbers it continues
     first_attempt: int = 1
+    displaced_by: int | None = None  # the waiting job of higher priority for which it is to return its slot
     hedge: int = 2  # places that may be asked for its machines at once
     uid: str = ""  # random, so that no name is reused after a state folder is lost; a retry keeps the first job's
 

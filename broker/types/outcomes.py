@@ -24,11 +24,13 @@ class OutcomeKind(StrEnum):
     UNHEALTHY = "unhealthy"  # the check of a node's GPUs found a fault before the program started
     TAKEN_DOWN = "taken_down"  # a user ended the cluster
     LEASE_EXPIRED = "lease_expired"  # no broker renewed the nodes' lease
+    DISPLACED = "displaced"  # a waiting job of higher priority took its slot
     MOVED = "moved"  # the spot policy chose another place
     LAUNCH_FAILED = "launch_failed"  # the program could not be started on its nodes
     REFUSED = "refused"  # the task or the account is at fault, so another cluster would not help
     FILES_LOST = "files_lost"  # the program succeeded, but files that it wrote did not reach their bucket
     BUDGET_EXCEEDED = "budget_exceeded"
+    MAX_DURATION_EXCEEDED = "max_duration_exceeded"
     CANCELLED = "cancelled"
     SUPERSEDED = "superseded"  # after a restore, a newer attempt was found running
     GANG_INCOMPLETE = "gang_incomplete"  # after a restore, some of its nodes were missing
@@ -90,6 +92,9 @@ class EventKind(StrEnum):
     LATE = "late"
     WAITING = "waiting"
     QUEUED = "queued"
+    DISPLACING = "displacing"  # it takes the slot of another job
+    DISPLACED = "displaced"  # it is to return its slot to another job
+    SLOT_RETURNED = "slot_returned"
     ADVISED = "advised"
     UNSEEN = "unseen"
     FLUSHING = "flushing"

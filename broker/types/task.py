@@ -195,6 +195,7 @@ class Task:
     autostop: Autostop | None = None  # of the cluster that `launch` starts
     checkpoint: CheckpointSpec = CheckpointSpec()
     unattended_s: float | None = None  # how long a managed job continues while its broker is away; None: the default
+    max_duration_s: float | None = None  # of a managed job, from its first machines to its end
     inputs: tuple[DataSet, ...] = ()
     outputs: tuple[DataSet, ...] = ()
     needs: Mapping[str, float] = field(default_factory=dict)  # name of an earlier task -> GiB moved from it

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from broker.wording.events import describe_event
 from broker.wording.outcomes import (
+    describe_displacement,
     describe_lost_nodes,
     describe_lost_start,
     describe_notice,
@@ -16,6 +17,7 @@ from broker.wording.outcomes import (
     explain_failed_launches,
     explain_group_failure,
     explain_lost_files,
+    explain_max_duration,
     explain_setup_exit,
     explain_stall,
     explain_unhealthy,
@@ -24,6 +26,7 @@ from broker.wording.places import describe_place, make_place
 from broker.wording.waits import describe_wait
 
 __all__ = [
+    "describe_displacement",
     "describe_event",
     "describe_lost_nodes",
     "describe_lost_start",
@@ -39,6 +42,7 @@ __all__ = [
     "explain_failed_launches",
     "explain_group_failure",
     "explain_lost_files",
+    "explain_max_duration",
     "explain_setup_exit",
     "explain_stall",
     "explain_unhealthy",

@@ -15,6 +15,7 @@ from broker.wording.outcomes import (
     name_exit_code,
 )
 from broker.wording.places import Place, describe_place
+from broker.wording.waits import describe_slots
 
 
 def render_attempt(*, number: int, place: Place, usd_hour: float) -> str:
@@ -154,8 +155,20 @@ def render_waiting(*, error: str, wait_s: float) -> str:
     return f"{error}; retrying in {wait_s:.0f} s"
 
 
-def render_queued(*, position: int, limit: int) -> str:
-    return f"waiting for one of {limit} slots (`max_live_jobs`), at position {position}"
+def render_queued(*, position: int, limit: int, project: str = "") -> str:
+    return f"waiting for one of {describe_slots(limit, project)}, at position {position}"
+
+
+def render_displacing(*, victim: int) -> str:
+    return f"takes the slot of job {victim}, which has a lower priority and saves its state first"
+
+
+def render_displaced(*, by: int) -> str:
+    return f"job {by} has a higher priority and takes the slot; the program is told to save"
+
+
+def render_slot_returned(*, by: int) -> str:
+    return f"returned its slot to job {by}; it waits in its place in the queue and resumes from its newest checkpoint"
 
 
 def render_advised(*, rank: int) -> str:

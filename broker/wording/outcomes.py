@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from broker.formatting import format_usd
+from broker.formatting import format_duration, format_usd
 from broker.types.outcomes import Outcome, OutcomeKind
 
 _OUTCOMES: dict[OutcomeKind, Callable[[Outcome], str]] = {
@@ -20,11 +20,13 @@ _OUTCOMES: dict[OutcomeKind, Callable[[Outcome], str]] = {
     OutcomeKind.LEASE_EXPIRED: lambda outcome: (
         f"the unattended allowance of {outcome.detail} expired{_after(outcome.step)}"
     ),
+    OutcomeKind.DISPLACED: lambda outcome: _explain("displaced", outcome.detail),
     OutcomeKind.MOVED: lambda outcome: _explain("moved", outcome.detail),
     OutcomeKind.LAUNCH_FAILED: lambda outcome: _explain("not started", outcome.detail),
     OutcomeKind.REFUSED: lambda outcome: _explain("refused", outcome.detail),
     OutcomeKind.FILES_LOST: lambda _: "files were not uploaded",
     OutcomeKind.BUDGET_EXCEEDED: lambda _: "budget exceeded",
+    OutcomeKind.MAX_DURATION_EXCEEDED: lambda _: "max_duration reached",
     OutcomeKind.CANCELLED: lambda _: "cancelled",
     OutcomeKind.SUPERSEDED: lambda _: "the state was restored",
     OutcomeKind.GANG_INCOMPLETE: lambda _: "the state was restored, but nodes of the gang were missing",
@@ -92,6 +94,14 @@ def explain_cancelled_run() -> str:
 def explain_budget(budget_usd: float, spent_usd: float) -> str:
     spent = f"the budget of {format_usd(budget_usd)} USD is used up ({format_usd(spent_usd)} USD spent)"
     return f"{spent}; its checkpoints are kept"
+
+
+def describe_displacement(job_id: int) -> str:
+    return f"job {job_id} has a higher priority"
+
+
+def explain_max_duration(limit_s: float) -> str:
+    return f"its `max_duration` of {format_duration(limit_s)} has passed; its checkpoints are kept"
 
 
 def explain_dependency(job_id: int | None, name: str, status: str) -> str:

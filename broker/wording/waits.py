@@ -9,7 +9,7 @@ def describe_wait(wait: JobWait, *, now_s: float) -> str:
     """Return a clause that continues "Job 3 waits"; "" if the status says it already."""
     match wait.reason:
         case WaitReason.LIMIT:
-            return f"for one of {wait.limit} slots (`max_live_jobs`), at position {wait.position}"
+            return f"for one of {describe_slots(wait.limit, wait.project)}, at position {wait.position}"
         case WaitReason.CAPACITY:
             left_s = max(0.0, (wait.until_s or now_s) - now_s)
             return f"for capacity; clouds are asked again in {left_s:.0f} s"
@@ -17,3 +17,10 @@ def describe_wait(wait: JobWait, *, now_s: float) -> str:
             return "for the jobs that it needs"
         case WaitReason.START:
             return ""
+
+
+def describe_slots(limit: int | None, project: str) -> str:
+    """Return the slots of a limit, with the setting's name."""
+    if project:
+        return f"{limit} slots of project {project} (`max_live_jobs_by_project`)"
+    return f"{limit} slots (`max_live_jobs`)"

@@ -107,7 +107,7 @@ def test_queue_and_why_say_what_jobs_wait_for(
     ]
     assert "It waits for one of 1 slots (`max_live_jobs`), at position 2." in run("jobs", "why", str(low.id))
     found = {each["id"]: each["wait"] for each in json.loads(run("jobs", "queue", "--json"))}
-    assert found[high.id] == {"reason": "limit", "position": 1, "limit": 1, "until_s": None}
+    assert found[high.id] == {"reason": "limit", "position": 1, "limit": 1, "until_s": None, "project": ""}
     assert found[running.id] is None and found[refused.id]["reason"] == "capacity"
     assert json.loads(run("jobs", "why", str(high.id), "--json"))["wait"]["position"] == 1
     (tmp_path / "config.toml").write_text("max_live_jobs = 0\n")

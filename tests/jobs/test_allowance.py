@@ -17,12 +17,12 @@ from broker.jobs.allowance import (
     LATE_S,
     UNATTENDED_S,
     describe_allowances,
-    find_lease_s,
     measure_allowance_s,
     read_unattended_s,
     settle_unattended,
     show_hours,
 )
+from broker.jobs.job_limits import JobLimits
 from broker.jobs.monitor import LEASE_EVERY_S
 from broker.task.loader import load_tasks_text
 from broker.task.measures import UNATTENDED_S_MIN
@@ -105,9 +105,10 @@ def test_lease_of_a_job_counts_what_it_has_paid_so_far(tmp_path: Path) -> None:
     world = World(tmp_path)
     cluster = world.clock.run(lambda: world.make_provisioner().up("job-1-1", make_small_plan(), job_id=world.job_id))
     job = replace(world.get_job(), task=Task(num_nodes=2, goal=Goal(budget_usd=4.0)))
-    first_s = find_lease_s(job, cluster, world.store, world.clock)
+    limits = JobLimits(world.store, world.clock)
+    first_s = limits.find_lease_s(job, cluster)
     world.clock.run(lambda: world.clock.sleep(1800.0))
-    later_s = find_lease_s(job, cluster, world.store, world.clock)
+    later_s = limits.find_lease_s(job, cluster)
     assert cluster.placement.usd_hour == 2.0 and first_s <= 2 * HOUR + LEASE_EVERY_S
     assert first_s - later_s == pytest.approx(1800.0), "the end of the lease does not move while the budget bounds it"
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from broker.jobs.budget import BudgetExceeded, check_budget, find_overspending
 from broker.jobs.health import Verdict
+from broker.jobs.job_limits import JobLimits, LimitReached
 from broker.jobs.outcome_recorder import (
     END_S_MAX,
     REPEATS_MAX,
@@ -47,7 +47,8 @@ class Stage:
         self.clock = Hands()
         self.store = Store(folder / "state.db", clock=self.clock)
         self.job_id = self.store.jobs.add("j", task or Task()).id
-        self.recorder = OutcomeRecorder(self.job_id, self.store, self.clock)
+        self.limits = JobLimits(self.store, self.clock)
+        self.recorder = OutcomeRecorder(self.job_id, self.store, self.clock, self.limits)
         self.begin(1)
         self.store.jobs.set_status(self.job_id, JobStatus.RUNNING)
 
@@ -378,24 +379,25 @@ def spend(stage: Stage, usd: float) -> None:
 @pytest.mark.parametrize(("usd", "is_over"), [(4.99, False), (5.0, True), (6.0, True)])
 def test_a_budget_is_used_up_when_all_of_it_is_spent(tmp_path: Path, usd: float, is_over: bool) -> None:
     stage = Stage(tmp_path, task=Task(goal=Goal(budget_usd=5.0)))
-    assert find_overspending(stage.job, stage.store, stage.clock) == ""
+    assert stage.limits.find_breach(stage.job) is None
     spend(stage, usd)
-    failure = find_overspending(stage.job, stage.store, stage.clock)
+    breach = stage.limits.find_breach(stage.job)
     if is_over:
-        assert failure == f"the budget of 5.00 USD is used up ({usd:.2f} USD spent); its checkpoints are kept"
-        with pytest.raises(BudgetExceeded, match=r"5\.00 USD"):
-            check_budget(stage.job, stage.store, stage.clock)
+        assert breach is not None
+        assert breach.failure == f"the budget of 5.00 USD is used up ({usd:.2f} USD spent); its checkpoints are kept"
+        with pytest.raises(LimitReached, match=r"5\.00 USD"):
+            stage.limits.check(stage.job)
     else:
-        assert failure == ""
-        check_budget(stage.job, stage.store, stage.clock)
+        assert breach is None
+        stage.limits.check(stage.job)
 
 
 def test_without_a_budget_any_sum_may_be_spent_and_a_budget_of_nothing_is_used_up(stage: Stage) -> None:
     spend(stage, 1e6)
     for goal in (None, Goal(work_hours=1.0)):
         job = replace(stage.job, task=Task(goal=goal))
-        assert find_overspending(job, stage.store, stage.clock) == ""
-    assert find_overspending(replace(stage.job, task=Task(goal=Goal(budget_usd=0.0))), stage.store, stage.clock)
+        assert stage.limits.find_breach(job) is None
+    assert stage.limits.find_breach(replace(stage.job, task=Task(goal=Goal(budget_usd=0.0))))
 
 
 def test_a_run_that_was_cancelled_for_its_budget_has_failed_by_it(tmp_path: Path) -> None:

@@ -12,8 +12,10 @@ from typing import Any
 import pytest
 
 from broker.config import Config
+from broker.errors import UsageError
 from broker.jobs.controller import JobController
 from broker.jobs.daemon import run_daemon
+from broker.jobs.slot_limits import SlotLimits, read_slot_limits
 from broker.jobs.slots import AGE_S_MAX, JobQueue
 from broker.state.people import Owned
 from broker.state.store import Store
@@ -29,10 +31,15 @@ JOBS = 5  # of a played history
 class Stage:
     def __init__(self, store: Store, clock: Hands, limit: int | None) -> None:
         self.store, self.clock, self.limit = store, clock, limit
+        self.by_project: dict[str, int] = {}
         self.queue = self.make()
 
     def make(self, store: Store | None = None) -> JobQueue:
-        return JobQueue(store or self.store, self.clock, read_limit=lambda: self.limit)
+        return JobQueue(
+            store or self.store,
+            self.clock,
+            read_limits=lambda: SlotLimits(total=self.limit, by_project=self.by_project),
+        )
 
     def add(self, **fields: Any) -> int:
         job_id = self.store.jobs.add("j", Task(**fields)).id
@@ -186,6 +193,47 @@ def test_project_with_fewer_gpu_hours_starts_first(stage: Stage) -> None:
     assert stage.ask(busy, idle) == [idle]
 
 
+def own(stage: Stage, project: str, *job_ids: int) -> None:
+    number = stage.store.commitments.add(
+        user="a", project=project, kind=Owned.JOB, names=(), usd=None, usd_hour=0.0, gpus=1.0
+    )
+    stage.store.commitments.bind(number, [str(each) for each in job_ids])
+
+
+def test_full_project_waits_and_does_not_block_others(stage: Stage) -> None:
+    stage.limit, stage.by_project = None, {"vision": 1}
+    jobs = [stage.add(priority=100) for _ in range(2)] + [stage.add(), stage.add()]
+    own(stage, "vision", *jobs[:3])
+    assert stage.ask(*jobs) == [jobs[0], jobs[3]]
+    stage.clock.time_s += 2 * AGE_S_MAX
+    wait = JobWait(reason=WaitReason.LIMIT, position=1, limit=1, project="vision")
+    assert stage.queue.explain(jobs)[jobs[1]] == wait
+    told = [event.message for event in stage.store.events.list(job_id=jobs[1])]
+    assert told == ["waiting for one of 1 slots of project vision (`max_live_jobs_by_project`), at position 2"]
+    stage.end(jobs[0])
+    assert stage.ask(*jobs[1:3]) == [jobs[1]]
+
+
+def test_two_processes_keep_the_limit_of_a_project(stage: Stage, open_store: OpenStore) -> None:
+    stage.limit, stage.by_project = 2, {"vision": 1}
+    first, second = stage.add(), stage.add()
+    own(stage, "vision", first, second)
+    other = stage.make(open_store())
+    assert other.explain([first, second]), "it has read the queue"
+    assert stage.ask(first) == [first]
+    assert other.admit(stage.get(second)) > 0.0
+
+
+@pytest.mark.parametrize("text", ["max_live_jobs_by_project = 3", "[max_live_jobs_by_project]\nvision = 0"])
+def test_invalid_limit_of_a_project_names_the_setting(tmp_path: Path, text: str) -> None:
+    config = Config(home=tmp_path, owner=OWNER)
+    (tmp_path / "config.toml").write_text("[max_live_jobs_by_project]\nvision = 3\n")
+    assert read_slot_limits(config) == SlotLimits(by_project={"vision": 3})
+    (tmp_path / "config.toml").write_text(text)
+    with pytest.raises(UsageError, match="max_live_jobs_by_project"):
+        read_slot_limits(config)
+
+
 # -- with real controllers
 
 
@@ -197,7 +245,7 @@ def play(folder: Path, seed: int, limit: int | None) -> tuple[Sequence[int], int
     store.jobs.set_status(world.job_id, JobStatus.CANCELLED)
     wanted = [(chance.choice([-100, 0, 100]), number) for number in range(JOBS)]
     ids = [store.jobs.add(f"j{number}", replace(world.task, priority=each)).id for each, number in wanted]
-    queue = JobQueue(store, world.clock, read_limit=lambda: limit)
+    queue = JobQueue(store, world.clock, read_limits=lambda: SlotLimits(total=limit))
     provisioner = world.make_provisioner()
     most = 0
 

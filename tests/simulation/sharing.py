@@ -2,13 +2,16 @@
 
 `python -m tests.simulation.sharing --seeds 360` plays histories. Everything that holds for one broker holds here too;
 besides: C1, only the newest claim of a job writes and asks for nodes; C2, no epoch is given out twice or goes back;
-C3, a job without a living controller is taken over within 15 s by one that is well.
+C3, a job without a living controller is taken over within 15 s by one that is well. Half of the histories have a limit
+on live jobs, and displacement: Q1, no more jobs than the limit are live; Q2, a job is displaced only by one that waits,
+has a higher priority and displaces no other, and only if it runs and has a checkpoint.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import sqlite3
 import sys
 from collections import Counter
@@ -25,13 +28,16 @@ from broker.config import Config
 from broker.errors import StateError
 from broker.jobs.controller import JobController
 from broker.jobs.daemon import run_daemon
+from broker.jobs.slot_limits import SlotLimits
+from broker.jobs.slots import JobQueue
 from broker.provision.lifecycle import Provisioner
 from broker.state.claims import HOUSEKEEPING
-from broker.types import Task
+from broker.task.codec import decode_task
+from broker.types import JobStatus, Task
 from tests.simulation import stories
 from tests.simulation.disk import SimulatedConnection, SimulatedStore
 from tests.simulation.events import Violation
-from tests.simulation.mixes import Mix, draw_job, draw_mix
+from tests.simulation.mixes import JobSpec, Mix, draw_job, draw_mix
 from tests.simulation.processes import Process, ProcessClock, get_process
 from tests.simulation.runner import make_folder, watch_log
 from tests.simulation.universe import Universe, make_plan, run_universe
@@ -41,6 +47,7 @@ from tests.simulation.world import OWNER
 TAKEOVER_S = 15.0
 LOOK_S = 0.5
 SKEWS_S = (0.0, 0.0, -20.0, 20.0, 90.0)
+SLOTTED = {each.value for each in (JobStatus.STARTING, JobStatus.RUNNING, JobStatus.RECOVERING)}
 STATE_OF_JOBS = {"jobs", "attempts", "clusters", "intents"}
 # The job whose controller, or the collector, the current task belongs to: set here, whatever the product believes.
 DRIVING: ContextVar[int | None] = ContextVar("driving", default=None)
@@ -119,6 +126,9 @@ class SharedUniverse(Universe):
         chance = Random(f"{seed}/skew")
         self.skews = {f"broker-{number}": chance.choice(SKEWS_S) for number in range(1, 6)} if is_skewed else {}
         self.is_store_away = False
+        self.limits = draw_limits(Random(f"{seed}/slots"))
+        self.displaced_by: dict[int, int] = {}  # as last committed
+        self.displacements = 0
 
     # -- controllers ----------------------------------------------------------------------------------------------
 
@@ -141,11 +151,12 @@ class SharedUniverse(Universe):
         clock = self._make_clock(process)
         provisioner = self._watch(store, clock)
         config = Config(home=self.folder, owner=OWNER)
+        queue = JobQueue(store, clock, read_limits=lambda: self.limits)
 
         def make_controller(job_id: int) -> Any:
             controller = JobController(
                 job_id, store=store, provisioner=provisioner, gang=self.gang, planner=make_plan, clock=clock,
-                config=config, outcomes=self.outcomes,
+                config=config, outcomes=self.outcomes, queue=queue,
             )  # fmt: skip
             return WatchedController(job_id, controller)
 
@@ -202,8 +213,36 @@ class SharedUniverse(Universe):
             process = get_process()
             for row in self.read("SELECT job_id, epoch, holder FROM claims"):
                 self._note_claim(row["job_id"], row["epoch"], row["holder"], process)
+        if "jobs" in written and self.limits.total is not None:
+            self._check_slots(self.limits.total)
         if written & STATE_OF_JOBS:
             self._check_claim(f"writes {' '.join(sorted(written))}")
+
+    def _check_slots(self, limit: int) -> None:
+        rows = self.read("SELECT id, status, task, progress, displaced_by FROM jobs WHERE NOT is_terminal")
+        live = [row["id"] for row in rows if row["status"] in SLOTTED]
+        if len(live) > limit:
+            raise Violation("Q1", f"jobs {live} are live, and the limit is {limit}")
+        by_id = {row["id"]: row for row in rows}
+        requests = {row["id"]: row["displaced_by"] for row in rows if row["displaced_by"] is not None}
+        for victim, by in requests.items():
+            if self.displaced_by.get(victim) != by:
+                self._check_displacement(by_id[victim], by_id.get(by))
+                self.displacements += 1
+        if len(set(requests.values())) < len(requests):
+            raise Violation("Q2", f"one job takes two slots: {requests}")
+        self.displaced_by = requests
+
+    def _check_displacement(self, victim: sqlite3.Row, waiting: sqlite3.Row | None) -> None:
+        if waiting is None or waiting["status"] != JobStatus.PENDING.value:
+            raise Violation("Q2", f"job {victim['id']} is displaced by a job that does not wait")
+        priorities = [decode_task(row["task"], {}).priority for row in (victim, waiting)]
+        if priorities[0] >= priorities[1]:
+            raise Violation("Q2", f"job {victim['id']} is displaced, and the priorities are {priorities}")
+        if victim["status"] != JobStatus.RUNNING.value or not json.loads(victim["progress"] or "{}").get(
+            "checkpoint_step"
+        ):
+            raise Violation("Q2", f"job {victim['id']} is displaced, and has no checkpoint")
 
     def _note_claim(self, job_id: int, epoch: int, holder: str, process: Process | None) -> None:
         before, was_held_by = self.newest.get(job_id, (0, ""))
@@ -265,11 +304,19 @@ class SharedUniverse(Universe):
         )
 
 
+def draw_limits(random: Random) -> SlotLimits:
+    """Draw the limits of a history: none in half of them."""
+    if random.random() < 0.5:
+        return SlotLimits()
+    return SlotLimits(total=random.choice((1, 1, 1, 2)), preempt_after_s=random.choice((1.0, 3.0, 10.0)))
+
+
 @dataclass(frozen=True, kw_only=True)
 class SharedResult:
     seed: int
     failure: str
     takeovers: int
+    displacements: int
     faults: Counter[str]
     controller_count: int
     trace: Sequence[str]
@@ -289,6 +336,7 @@ def play_shared(seed: int, *, trace: bool = False) -> SharedResult:
             seed=seed,
             failure=f"{universe.failure!s}" if universe.failure else "",
             takeovers=universe.takeovers,
+            displacements=universe.displacements,
             faults=Counter({fault: sum(n for (name, _), n in universe.cells.items() if name == fault)
                             for fault, _ in universe.cells}),
             controller_count=controller_count,
@@ -332,12 +380,17 @@ def _lose_answer(universe: Any) -> None:
         universe.random.choice(brokers).loses_answer = True
 
 
+def _draw_prioritized(random: Random) -> JobSpec:
+    job = draw_job(random)
+    return replace(job, task=replace(job.task, priority=random.choice((-100, 0, 100))))
+
+
 def draw_shared_mix(random: Random) -> Mix:
     """Draw a mix without faults of a single host that all controllers share."""
     mix = draw_mix(random)
     return replace(
         mix,
-        jobs=tuple(draw_job(random) for _ in range(random.randint(2, 5))),
+        jobs=tuple(_draw_prioritized(random) for _ in range(random.randint(2, 5))),
         away_s=0.0,
         is_doubled=False,
         leaves_broker_dead=False,
@@ -375,13 +428,14 @@ def main() -> int:
     parser.add_argument("--trace", action="store_true", help="print what happened")
     options = parser.parse_args()
     seeds = [options.seed] if options.seed is not None else range(options.first, options.first + options.seeds)
-    failing = takeovers = 0
+    failing = takeovers = displacements = 0
     faults: Counter[str] = Counter()
     for seed in seeds:
         result = play_shared(seed, trace=options.trace)
         for line in result.trace:
             print(line)
         takeovers += result.takeovers
+        displacements += result.displacements
         faults += result.faults
         if result.failure:
             failing += 1
@@ -389,7 +443,8 @@ def main() -> int:
                 f"seed {seed}: {result.failure}\n  python -m tests.simulation.sharing --seed {seed} --trace", flush=True
             )
     store = {name: count for name, count in sorted(faults.items()) if name.startswith(("store", "kill", "stop"))}
-    print(f"{len(seeds)} histories, {failing} failing; {takeovers} takeovers; faults {store}")
+    counts = f"{failing} failing; {takeovers} takeovers; {displacements} displacements"
+    print(f"{len(seeds)} histories, {counts}; faults {store}")
     return int(failing > 0)
 
 

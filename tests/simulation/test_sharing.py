@@ -1,4 +1,6 @@
-"""Histories of two to five controllers on one store: no invariant breaks, and every planted bug of claims is caught."""
+"""Histories of two to five controllers on one store: no invariant breaks, and every planted bug of claims and slots is
+caught.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,7 @@ def test_more_histories_of_several_controllers() -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize(("plant", "letters", "first"), MUTANTS, ids=[plant.__name__ for plant, *_ in MUTANTS])
-def test_a_planted_bug_of_claims_is_caught(plant: Callable[[], Patches], letters: str, first: int) -> None:
+def test_a_planted_bug_of_claims_or_slots_is_caught(plant: Callable[[], Patches], letters: str, first: int) -> None:
     with ExitStack() as stack:
         for each in plant():
             stack.enter_context(each)

@@ -41,6 +41,8 @@ def test_a_state_file_without_forecasts_is_migrated(tmp_path: Path) -> None:
         for table in ("forecasts", "limits", "commitments"):
             connection.execute(f"DROP TABLE {table}")
         connection.execute("ALTER TABLE tokens DROP COLUMN project")
+        for column in ("displaced_by", "displaced_s"):
+            connection.execute(f"ALTER TABLE jobs DROP COLUMN {column}")
         connection.execute(f"PRAGMA user_version={BEFORE}")
     assert any("CREATE TABLE forecasts" in str(step) for step in MIGRATIONS[BEFORE])
     connection.close()

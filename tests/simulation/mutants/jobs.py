@@ -9,7 +9,6 @@ from typing import Any
 from unittest.mock import patch
 
 from broker.jobs import (
-    acquisition,
     allowance,
     controller,
     daemon,
@@ -21,6 +20,7 @@ from broker.jobs import (
 )
 from broker.jobs.controller import JobController
 from broker.jobs.health import HealthSignals, Verdict, classify, list_lost_ranks
+from broker.jobs.job_limits import JobLimits
 from broker.jobs.node_health import NodeHealth
 from broker.jobs.outcome_recorder import OutcomeRecorder
 from broker.state.database import SqliteDatabase
@@ -114,28 +114,24 @@ def cancel_forgotten_in_recovery() -> Patches:
 
 
 def budget_unchecked() -> Patches:
-    return (
-        patch.object(controller, "find_overspending", lambda job, store, clock: ""),
-        patch.object(acquisition, "find_overspending", lambda job, store, clock: ""),
-        patch.object(acquisition, "check_budget", lambda job, store, clock: None),
-    )
+    return (patch.object(JobLimits, "_find_overspending", lambda self, job: ""),)
 
 
 def lease_never_given() -> Patches:
     """Give no lease, so nodes do not end by themselves when no broker is left."""
-    return (patch.object(controller, "find_lease_s", lambda job, cluster, store, clock: None),)
+    return (patch.object(JobLimits, "find_lease_s", lambda self, job, cluster: None),)
 
 
 def lease_of_a_quarter_of_an_hour() -> Patches:
     """Keep the former lease: a laptop closed for longer ends every job's machines."""
-    return (patch.object(controller, "find_lease_s", lambda job, cluster, store, clock: 900.0),)
+    return (patch.object(JobLimits, "find_lease_s", lambda self, job, cluster: 900.0),)
 
 
 def lease_regardless_of_the_budget() -> Patches:
-    def find(job: Any, cluster: Any, store: Any, clock: Any) -> float:
+    def find(self: Any, job: Any, cluster: Any) -> float:
         return allowance.get_unattended_s(job.task)
 
-    return (patch.object(controller, "find_lease_s", find),)
+    return (patch.object(JobLimits, "find_lease_s", find),)
 
 
 def failure_left_behind_is_the_programs() -> Patches:

@@ -5,10 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
 from broker.jobs import workload
+from broker.jobs.displacing import Holder
+from broker.jobs.slots import JobQueue
 from broker.jobs.workload import SharedWorkload
 from broker.state import claims, database
 from broker.state.base import FENCE
@@ -155,6 +158,26 @@ class _Rewriting:
 
 
 # Each with the invariants that may fail, and the first seed of the hunt: some only show in few histories.
+def slots_that_are_not_counted() -> Patches:
+    """Take a slot without counting those of running jobs."""
+    return (patch.object(JobQueue, "_list_units_with_slots", lambda self, live, projects: {}),)
+
+
+def a_displacement_of_any_priority() -> Patches:
+    """Take the slot of a job of any priority."""
+    return (_patch_holders(lambda each: replace(each, priority=-1001)),)
+
+
+def a_displacement_without_a_checkpoint() -> Patches:
+    """Take the slot of a job that has saved nothing."""
+    return (_patch_holders(lambda each: replace(each, is_preemptible=True)),)
+
+
+def _patch_holders(change: Callable[[Holder], Holder]) -> Any:
+    before = JobQueue._list_holders
+    return patch.object(JobQueue, "_list_holders", lambda self: [change(each) for each in before(self)])
+
+
 MUTANTS: tuple[tuple[Callable[[], Patches], str, int], ...] = (
     (writes_are_not_fenced, "C1", 8),
     (a_claim_without_a_new_epoch, "C1 C2", 0),
@@ -169,4 +192,7 @@ MUTANTS: tuple[tuple[Callable[[], Patches], str, int], ...] = (
     (claims_that_are_never_looked_for, "C3", 0),
     (a_share_that_is_never_exceeded, "C3", 5),
     (an_epoch_that_begins_again, "C1 C2", 0),
+    (slots_that_are_not_counted, "Q1", 0),
+    (a_displacement_of_any_priority, "Q2", 0),
+    (a_displacement_without_a_checkpoint, "Q2", 0),
 )

@@ -11,8 +11,8 @@ from unittest.mock import patch
 
 from broker.clock import Stopwatch
 from broker.errors import CloudError
-from broker.jobs import acquisition, controller, in_place, node_replacement, outcome_recorder
-from broker.jobs.budget import BudgetExceeded
+from broker.jobs import acquisition
+from broker.jobs.job_limits import JobLimits
 from broker.provision import collection, lifecycle
 from broker.provision.collection import Collector
 from broker.provision.launcher import Launcher
@@ -119,24 +119,14 @@ def collector_ignores_age() -> Patches:
 def budget_per_attempt() -> Patches:
     """Forget what earlier attempts have cost."""
 
-    def find(job: Job, store: Store, clock: Any) -> str:
+    def find(self: Any, job: Job) -> str:
         budget_usd = job.task.goal.budget_usd if job.task.goal else None
         live = job.attempts[-1].number if job.attempts and job.attempts[-1].ended_s is None else job.next_attempt
-        spent_usd = store.bills.spend_usd(cluster=job.name_cluster(live), now_s=clock.now_s())
+        spent_usd = self._store.bills.spend_usd(cluster=job.name_cluster(live), now_s=self._clock.now_s())
         return "" if budget_usd is None or spent_usd < budget_usd else "the budget is used up"
 
-    def check(job: Job, store: Store, clock: Any) -> None:
-        if failure := find(job, store, clock):
-            raise BudgetExceeded(failure)
-
     return (
-        patch.object(controller, "find_overspending", find),
-        patch.object(outcome_recorder, "find_overspending", find),
-        patch.object(acquisition, "check_budget", check),
-        patch.object(acquisition, "find_overspending", find),
-        patch.object(in_place, "check_budget", check),
-        patch.object(in_place, "find_overspending", find),
-        patch.object(node_replacement, "check_budget", check),
+        patch.object(JobLimits, "_find_overspending", find),
         patch.object(acquisition, "cut_to_rest", lambda job, **_: job.task),
     )
 

@@ -1,0 +1,110 @@
+"""The limits of a job: the budget of its goal, and `max_duration`, the time from its first machines to its end.
+
+`max_duration` counts from the creation of the first attempt's machines, through every recovery, until the job's last
+machine is gone; the wait before that, in the queue or for capacity, does not count. The program is told to save before
+the end, so that the machines are released in time: a job of 2 h is told at 1 h 59 min.
+"""
+
+from __future__ import annotations
+
+from broker.clock import Clock, Stopwatch
+from broker.frozen import frozen
+from broker.jobs.allowance import measure_allowance_s
+from broker.state.store import Store
+from broker.types import Cluster, Job, OutcomeKind
+from broker.wording import explain_budget, explain_max_duration
+
+BUDGET_GRACE_S = 30.0  # for a program that is stopped because the budget is used up
+SAVE_S_MAX = 60.0  # before the end of `max_duration`, for the program to save its state
+SAVE_SHARE = 0.1  # of `max_duration`, where that is shorter
+GAP_S_MAX = 30.0  # as of a monitor: longer gaps are a suspension or a clock that was set
+LEASE_S_MIN = 1.0  # an agent reads 0 as no lease
+
+
+@frozen
+class Breach:
+    """The limit that a job has reached, and how long its program may take to save."""
+
+    kind: OutcomeKind
+    failure: str  # for people
+    grace_s: float = BUDGET_GRACE_S
+
+
+class LimitReached(Exception):
+    """Raised when the search for machines has used up the rest of the budget or of the time."""
+
+    def __init__(self, breach: Breach) -> None:
+        super().__init__(breach.failure)
+        self.breach = breach
+
+
+class JobLimits:
+    """Check the limits of one job. Its memory only matters when the wall clock is set back."""
+
+    def __init__(self, store: Store, clock: Clock) -> None:
+        self._store = store
+        self._clock = clock
+        self._watch = Stopwatch(GAP_S_MAX)
+        self._watched_s = 0.0
+        self._used_s = 0.0
+
+    def find_breach(self, job: Job) -> Breach | None:
+        """Return the limit that the job has reached; None while it may continue."""
+        if failure := self._find_overspending(job):
+            return Breach(kind=OutcomeKind.BUDGET_EXCEEDED, failure=failure)
+        limit_s = job.task.max_duration_s
+        if limit_s is not None and self._measure_used_s(job) >= limit_s - find_save_s(limit_s):
+            grace_s = min(find_save_s(limit_s), max(0.0, limit_s - self._used_s))
+            failure = explain_max_duration(limit_s)
+            return Breach(kind=OutcomeKind.MAX_DURATION_EXCEEDED, failure=failure, grace_s=grace_s)
+        return None
+
+    def _find_overspending(self, job: Job) -> str:
+        budget_usd = job.task.goal.budget_usd if job.task.goal else None
+        if budget_usd is None:
+            return ""
+        spent_usd = self._store.bills.spend_usd(job_id=job.id, now_s=self._clock.now_s())
+        return "" if spent_usd < budget_usd else explain_budget(budget_usd, spent_usd)
+
+    def check(self, job: Job) -> None:
+        """Raise LimitReached if the job may not continue."""
+        if breach := self.find_breach(job):
+            raise LimitReached(breach)
+
+    def find_lease_s(self, job: Job, cluster: Cluster) -> float:
+        """Return the current lease of the job's gang, priced as a full gang, as a lost node may be replaced within it.
+
+        A node measures its lease by its uptime, so that it ends in time without its broker, whatever the clocks show.
+        """
+        now_s = self._clock.now_s()
+        has_budget = job.task.goal is not None and job.task.goal.budget_usd is not None
+        allowed_s = measure_allowance_s(
+            job.task,
+            usd_hour=cluster.placement.usd_hour,
+            spent_usd=self._store.bills.spend_usd(job_id=job.id, now_s=now_s) if has_budget else 0.0,
+            submitted_s=job.submitted_s,
+            now_s=now_s,
+            used_s=self._measure_used_s(job, begin_s=cluster.created_s),
+        )
+        return max(LEASE_S_MIN, allowed_s)
+
+    def _measure_used_s(self, job: Job, *, begin_s: float | None = None) -> float:
+        """Return the time that counts towards `max_duration`.
+
+        It is that of the wall clock, which also counts while the broker is away or suspended. If the clock is set back,
+        it continues from what was measured before, by what this process observes; a clock that is set forward cannot be
+        told from a suspension, and counts. `begin_s`: of machines whose attempt the job, as it was read, does not have.
+        """
+        begin_s = job.attempts[0].started_s if job.attempts else begin_s
+        if begin_s is None:
+            return 0.0
+        now_s = self._clock.now_s()
+        watched_s = self._watch.observe(now_s)
+        step_s, self._watched_s = watched_s - self._watched_s, watched_s
+        self._used_s = max(now_s - begin_s, self._used_s + step_s if self._used_s else 0.0)
+        return self._used_s
+
+
+def find_save_s(limit_s: float) -> float:
+    """Return how long before the end of `max_duration` the program is told to save: 2 h -> 60 s, 5 min -> 30 s."""
+    return min(SAVE_S_MAX, limit_s * SAVE_SHARE)
