@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 
 from tests.simulation.coverage import find_empty, fold, render
+from tests.simulation.group_scenes import ALL_SCENES
 from tests.simulation.mutants.table import MUTANTS, hunt
 from tests.simulation.runner import Result, play_group, play_scene, play_seed
-from tests.simulation.scenes import SCENES
 
 PROGRESS = 500  # seeds between two lines of progress
 
@@ -23,7 +23,7 @@ def main() -> int:
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--seed", type=int, help="this one only")
     parser.add_argument("--jobs", type=int, default=1, help="processes at work")
-    parser.add_argument("--scene", choices=[scene.name for scene in SCENES], help="this one in place of seeds")
+    parser.add_argument("--scene", choices=[scene.name for scene in ALL_SCENES], help="this one in place of seeds")
     parser.add_argument("--kill-at", type=int, help="number of the effect of a scene at which to kill")
     parser.add_argument("--stop-at", type=int, help="as `--kill-at`, but stopped for a while")
     parser.add_argument("--coverage", action="store_true", help="count which fault hit a job in which state")
@@ -34,7 +34,7 @@ def main() -> int:
     if options.mutants:
         return show_mutants()
     if options.scene:
-        scene = next(scene for scene in SCENES if scene.name == options.scene)
+        scene = next(scene for scene in ALL_SCENES if scene.name == options.scene)
         return show(play_scene(scene, kill_at=options.kill_at, stop_at=options.stop_at, trace=options.trace))
     if options.seed is not None:
         return show((play_group if options.groups else play_seed)(options.seed, trace=options.trace))

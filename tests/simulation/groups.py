@@ -38,7 +38,7 @@ def draw_group_mix(random: Random) -> Mix:
             is_connected=is_connected,
         )
         specs.append(_join(random, replace(draw_job(random), submit_s=submit_s), index, role))
-    return replace(mix, jobs=tuple(specs))
+    return replace(mix, jobs=tuple(specs), retries_group=random.random() < 0.5)
 
 
 def _join(random: Random, spec: JobSpec, index: int, role: GroupRole) -> JobSpec:
@@ -61,11 +61,11 @@ def check_g1_the_group_is_up(universe: Universe, event: Event) -> None:
     own: Any = run.peers["tasks"]
     if len(own[universe.tasks[run.job].name]["addresses"]) != universe.tasks[run.job].num_nodes:
         raise Violation("G5", f"{run.cluster} starts without its own addresses")
-    generation = _find_generation(universe, run)
+    generation, group = _find_generation(universe, run), _find_group(universe, run.job)
     opened = universe.memory.setdefault("G1", set())
-    if generation in opened:
+    if (group, generation) in opened:
         return
-    opened.add(generation)
+    opened.add((group, generation))
     runs = [run]
     for job_id, attempt, of in _list_live(universe):
         if job_id == run.job:
@@ -88,16 +88,16 @@ def check_g3_ends_have_a_cause(universe: Universe, event: Event) -> None:
     """Check that a task is ended with its group only when all primary tasks succeeded, or a required one failed."""
     if "jobs" not in event.written or not universe.has_groups:
         return
-    jobs = {row[0]: row[1:] for row in universe.read("SELECT id, status, outcome_kind FROM jobs")}
-    for job_id, (_, kind) in jobs.items():
-        others = [each for each in jobs if each != job_id]
+    jobs = {row[0]: row[1:] for row in universe.read("SELECT id, status, outcome_kind, pipeline FROM jobs")}
+    for job_id, (_, kind, group) in jobs.items():
+        others = [each for each in jobs if each != job_id and jobs[each][2] == group]
         roles = {each: universe.tasks[each].group for each in others if each in universe.tasks}
         if kind == OutcomeKind.GROUP_ENDED:
             late = [each for each, role in roles.items() if role and role.is_primary and jobs[each][0] != "SUCCEEDED"]
             if late:
                 raise Violation("G3", f"job {job_id} ended with its group, and job {late[0]} is {jobs[late[0]][0]}")
         if kind == OutcomeKind.DEPENDENCY_FAILED:
-            has_opened = bool(universe.memory.get("G1"))
+            has_opened = any(opened == group for opened, _ in universe.memory.get("G1", ()))
             failed = [
                 each
                 for each, role in roles.items()
@@ -149,6 +149,11 @@ def _list_live(universe: Universe) -> list[tuple[int, int, int]]:
 def _find_generation(universe: Universe, run: MachineRun) -> int:
     rows = universe.read("SELECT body FROM attempts WHERE job_id = ? AND number = ?", (run.job, run.attempt))
     return int(json.loads(rows[0][0])["generation"])
+
+
+def _find_group(universe: Universe, job_id: int) -> str:
+    """Return the name of the group that a job is part of; a retry is another group."""
+    return str(universe.read("SELECT pipeline FROM jobs WHERE id = ?", (job_id,))[0][0])
 
 
 def _find_run(universe: Universe, job_id: int, attempt: int) -> MachineRun | None:

@@ -12,9 +12,9 @@ from functools import partial
 from unittest.mock import patch
 
 from broker.provision.lifecycle import Provisioner
+from tests.simulation.group_scenes import ALL_SCENES
 from tests.simulation.mutants import believing, jobs, provisioning, storage
 from tests.simulation.runner import Result, play_scene
-from tests.simulation.scenes import SCENES
 
 POINTS_MAX = 100
 
@@ -198,7 +198,7 @@ def hunt(mutant: Mutant, *, is_collector_off: bool = False) -> Catch | None:
 
 def _list_plays(mutant: Mutant) -> Iterator[tuple[str, Callable[[], Result]]]:
     """List the plays: the scene undisturbed, then with a kill, or a stop, at each effect."""
-    scene = next(scene for scene in SCENES if scene.name == mutant.scene)
+    scene = next(scene for scene in ALL_SCENES if scene.name == mutant.scene)
     yield scene.name, partial(play_scene, scene)
     for point in range(1, POINTS_MAX):
         if mutant.is_stop:
