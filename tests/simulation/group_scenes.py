@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 from broker.types import GroupRole, JobStatus, OnLoss
@@ -9,7 +10,7 @@ from tests.simulation import stories
 from tests.simulation.groups import ENDLESS
 from tests.simulation.mixes import JobSpec
 from tests.simulation.scenes import NEVER_AGAIN, SCENES, Act, Scene, make_job, make_mix
-from tests.simulation.universe import Universe
+from tests.simulation.universe import ZONES, Universe
 
 DELAY_S = 20.0
 ENDS_OF_A_RETRY = (JobStatus.FAILED, JobStatus.CANCELLED, JobStatus.SUCCEEDED)
@@ -24,10 +25,14 @@ def make_task(
     exit_codes: tuple[int, ...] = (),
     on_loss: OnLoss = OnLoss.KEEP_GOING,
     delay_s: float = 0.0,
+    is_primary: bool = False,
+    budget_usd: float | None = None,
 ) -> JobSpec:
-    """Make a task of the group; the one with index 0 is primary, the others work until they are ended."""
-    spec = make_job(nodes=nodes, steps=ENDLESS if index else steps, exit_codes=exit_codes, recovery=NEVER_AGAIN)
-    role = GroupRole(name="rl", is_primary=index == 0, on_loss=on_loss, termination_delay_s=delay_s)
+    """Make a task of the group; the one with index 0 is primary, and one that is not works until it is ended."""
+    is_primary = is_primary or index == 0
+    steps = steps if is_primary else ENDLESS
+    spec = make_job(nodes=nodes, steps=steps, exit_codes=exit_codes, recovery=NEVER_AGAIN, budget_usd=budget_usd)
+    role = GroupRole(name="rl", is_primary=is_primary, on_loss=on_loss, termination_delay_s=delay_s)
     task = replace(spec.task, name=f"task-{index}", group=role, pipeline="rl")
     return replace(spec, task=task, program=replace(spec.program, setup_s=setup_s))
 
@@ -61,12 +66,30 @@ def retry(universe: Universe) -> None:
     universe.begin(work)
 
 
+def fill_region_and_lose(index: int) -> Act:
+    """Return the act that fills the region of a task, and then preempts it."""
+
+    def act(universe: Universe) -> None:
+        run = universe.gang.runs_by_job[universe.jobs_in[index]][-1]
+        zone = universe.cloud.find([run.ids[0]])[0].zone
+        assert zone is not None
+        universe.cloud.full_zones.update({each: math.inf for each in ZONES if each[:-1] == zone[:-1]})
+        lose_task(index)(universe)
+
+    return act
+
+
+MOVING = Scene(
+    name="a running group moves to a region with capacity",
+    mix=make_mix(*make_pair(steps=2000), heal_s=2500.0),
+    acts=((15.0, fill_region_and_lose(1)),),
+)
 GROUP_SCENES: tuple[Scene, ...] = (
     Scene(name="a group", mix=make_mix(*make_pair()), starts=2, machines=2),
     Scene(name="a group whose auxiliary task ends later", mix=make_mix(*make_pair(delay_s=DELAY_S)), starts=2),
     Scene(
         name="a group whose auxiliary task is lost",
-        mix=make_mix(*make_pair(steps=60), heal_s=200.0),
+        mix=make_mix(*make_pair(steps=400), heal_s=60.0),  # time enough to judge the addresses of the first task
         acts=((15.0, lose_task(1)),),
         starts=3,
     ),
@@ -89,6 +112,27 @@ GROUP_SCENES: tuple[Scene, ...] = (
         ends=(JobStatus.CANCELLED,),
     ),
     Scene(
+        name="a group that restarts without a task that has ended",
+        mix=make_mix(*make_pair(steps=60, on_loss=OnLoss.RESTART_GROUP), make_task(2), heal_s=200.0),
+        acts=((15.0, cancel_task(2)), (30.0, lose_task(0))),
+        ends=(JobStatus.SUCCEEDED, JobStatus.CANCELLED),
+        starts=5,
+    ),
+    Scene(
+        name="a group with two primary tasks, of which the second fails",
+        mix=make_mix(
+            make_task(0), make_task(1, steps=40, exit_codes=(1,), is_primary=True), make_task(2), heal_s=200.0
+        ),
+        ends=ENDS_OF_A_RETRY,
+        starts=3,
+        last=JobStatus.CANCELLED,
+    ),
+    Scene(
+        name="a group with a budget for each task",
+        mix=make_mix(make_task(0, budget_usd=0.012), make_task(1, budget_usd=0.012), heal_s=200.0),
+        starts=2,
+    ),
+    Scene(
         name="a failed group is retried",
         mix=make_mix(make_task(0, exit_codes=(1,)), make_task(1), heal_s=200.0),
         acts=((60.0, retry),),
@@ -98,3 +142,4 @@ GROUP_SCENES: tuple[Scene, ...] = (
     ),
 )  # fmt: skip
 ALL_SCENES = (*SCENES, *GROUP_SCENES)
+LONG_SCENES = (MOVING,)  # too long to be killed at their every effect
