@@ -129,7 +129,7 @@ GROUP_SCENES: tuple[Scene, ...] = (
     ),
     Scene(
         name="a group with a budget for each task",
-        mix=make_mix(make_task(0, budget_usd=0.012), make_task(1, budget_usd=0.012), heal_s=200.0),
+        mix=make_mix(make_task(0, budget_usd=0.009), make_task(1, budget_usd=0.009), heal_s=200.0),
         starts=2,
     ),
     Scene(

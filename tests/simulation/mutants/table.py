@@ -32,6 +32,7 @@ class Mutant:
     letters: str
     scene: str = ""
     needs_collector: bool = False
+    first_point: int = 1  # the effect at which the first kill of the hunt comes
     is_stop: bool = False  # exposed where a process is stopped at an effect; else where it is killed
 
     @property
@@ -229,7 +230,12 @@ GROUP_MUTANTS: tuple[Mutant, ...] = (
     Mutant(plant=groups.both_tasks_move_to_each_other, letters="L2 G8"),
     Mutant(plant=groups.budget_counts_the_whole_group, letters="S11", scene="a group with a budget for each task"),
     Mutant(plant=groups.retry_joins_the_old_group, letters="S11 G3 S7", scene="a failed group is retried"),
-    Mutant(plant=groups.group_is_retried_in_several_commits, letters="S11", scene="a failed group is retried"),
+    Mutant(
+        plant=groups.group_is_retried_in_several_commits,
+        letters="S11",
+        scene="a failed group is retried",
+        first_point=110,
+    ),
 )
 
 
@@ -250,7 +256,7 @@ def _list_plays(mutant: Mutant) -> Iterator[tuple[str, Callable[[], Result]]]:
         return
     scene = next(scene for scene in (*ALL_SCENES, *LONG_SCENES) if scene.name == mutant.scene)
     yield scene.name, partial(play_scene, scene)
-    for point in range(1, POINTS_MAX):
+    for point in range(mutant.first_point, mutant.first_point + POINTS_MAX):
         if mutant.is_stop:
             yield f"{scene.name}, stopped at {point}", partial(play_scene, scene, stop_at=point)
         else:
