@@ -84,6 +84,13 @@ MOVING = Scene(
     mix=make_mix(*make_pair(steps=2000), heal_s=2500.0),
     acts=((15.0, fill_region_and_lose(1)),),
 )
+FOLLOWING = Scene(
+    name="a group that has not started follows a task to another region",
+    mix=make_mix(make_task(0), make_task(1, setup_s=3.0), heal_s=300.0),
+    acts=((1.0, fill_region_and_lose(1)),),
+    starts=4,
+    machines=4,
+)
 GROUP_SCENES: tuple[Scene, ...] = (
     Scene(name="a group", mix=make_mix(*make_pair()), starts=2, machines=2),
     Scene(name="a group whose auxiliary task ends later", mix=make_mix(*make_pair(delay_s=DELAY_S)), starts=2),
@@ -142,4 +149,4 @@ GROUP_SCENES: tuple[Scene, ...] = (
     ),
 )  # fmt: skip
 ALL_SCENES = (*SCENES, *GROUP_SCENES)
-LONG_SCENES = (MOVING,)  # too long to be killed at their every effect
+LONG_SCENES = (FOLLOWING, MOVING)  # not killed: it takes too long, or changes where the tasks meet

@@ -14,23 +14,21 @@ from unittest.mock import patch
 from broker.provision.lifecycle import Provisioner
 from tests.simulation.group_scenes import ALL_SCENES, LONG_SCENES
 from tests.simulation.mutants import believing, groups, jobs, provisioning, storage
-from tests.simulation.runner import Result, play_group, play_scene
+from tests.simulation.runner import Result, play_scene
 
 POINTS_MAX = 100
-HISTORIES_MAX = 200
 
 
 @dataclass(frozen=True, kw_only=True)
 class Mutant:
     """A planted bug.
 
-    `letters`: the invariants that may fail. `scene`: the one sure to expose it, undisturbed or killed at one effect;
-    empty: one of the first histories of job groups exposes it.
+    `letters`: the invariants that may fail. `scene`: the one sure to expose it, undisturbed or killed at one effect.
     """
 
     plant: Callable[[], provisioning.Patches]
     letters: str
-    scene: str = ""
+    scene: str
     needs_collector: bool = False
     first_point: int = 1  # the effect at which the first kill of the hunt comes
     is_stop: bool = False  # exposed where a process is stopped at an effect; else where it is killed
@@ -192,7 +190,11 @@ MUTANTS: tuple[Mutant, ...] = (
 
 GROUP_MUTANTS: tuple[Mutant, ...] = (
     Mutant(plant=groups.start_before_all_tasks_are_set_up, letters="G1", scene="a group"),
-    Mutant(plant=groups.start_in_two_regions, letters="G4"),
+    Mutant(
+        plant=groups.start_in_two_regions,
+        letters="G4",
+        scene="a group that has not started follows a task to another region",
+    ),
     Mutant(
         plant=groups.ended_task_is_waited_for,
         letters="L2 S11",
@@ -227,7 +229,11 @@ GROUP_MUTANTS: tuple[Mutant, ...] = (
         letters="G7",
         scene="a running group moves to a region with capacity",
     ),
-    Mutant(plant=groups.both_tasks_move_to_each_other, letters="L2 G8"),
+    Mutant(
+        plant=groups.both_tasks_move_to_each_other,
+        letters="S11",
+        scene="a group that has not started follows a task to another region",
+    ),
     Mutant(plant=groups.budget_counts_the_whole_group, letters="S11", scene="a group with a budget for each task"),
     Mutant(plant=groups.retry_joins_the_old_group, letters="S11 G3 S7", scene="a failed group is retried"),
     Mutant(
@@ -250,10 +256,6 @@ def hunt(mutant: Mutant, *, is_collector_off: bool = False) -> Catch | None:
 
 def _list_plays(mutant: Mutant) -> Iterator[tuple[str, Callable[[], Result]]]:
     """List the plays: the scene undisturbed, then with a kill, or a stop, at each effect."""
-    if not mutant.scene:
-        for seed in range(HISTORIES_MAX):
-            yield f"group history {seed}", partial(play_group, seed)
-        return
     scene = next(scene for scene in (*ALL_SCENES, *LONG_SCENES) if scene.name == mutant.scene)
     yield scene.name, partial(play_scene, scene)
     for point in range(mutant.first_point, mutant.first_point + POINTS_MAX):
