@@ -16,7 +16,7 @@ from broker.app.verbs.launching import launch_jobs
 from broker.errors import RunFailedError, UsageError
 from broker.types import Job, JobStatus, Plan, Secret, Task
 
-__all__ = ["cancel", "launch", "launch_pipeline", "logs", "queue", "retry", "wait", "why"]
+__all__ = ["cancel", "launch", "launch_pipeline", "logs", "queue", "retry", "retry_group", "wait", "why"]
 
 
 async def launch(
@@ -160,6 +160,29 @@ async def retry(
     if is_remote(home):
         given = {key: Secret(value=value) for key, value in (secrets or {}).items()}
         return await ask(home, on_note, verbs.retry_job, job=str(job), secrets=given, request_id=request_id)
+    return await use_in_thread(home, on_note, submit)
+
+
+async def retry_group(
+    group: str,
+    *,
+    secrets: dict[str, str] | None = None,
+    request_id: str | None = None,
+    home: Path | None = None,
+    on_note: Notes | None = None,
+) -> tuple[Job, ...]:
+    """Submit all tasks of an ended job group again, as a new group: they start together, from their checkpoints.
+
+    `group` is its name, or that of its header for the newest one. Raises UsageError if a task has not ended, or if the
+    group has succeeded.
+    """
+
+    def submit(context: Context) -> tuple[Job, ...]:
+        return jobs.retry_group(context, group, secrets=secrets or {}, request_id=request_id)
+
+    if is_remote(home):
+        given = {key: Secret(value=value) for key, value in (secrets or {}).items()}
+        return await ask(home, on_note, verbs.retry_group, job=group, secrets=given, request_id=request_id)
     return await use_in_thread(home, on_note, submit)
 
 

@@ -107,21 +107,52 @@ def retry(context: Context, job: Job, *, secrets: Mapping[str, str], request_id:
     check_names(None, request_id)
     given = {name: Secret(value=value) for name, value in secrets.items()}
     again = retry_job(
-        context.store, job, secrets=given, request_id=request_id, check=lambda task: _check_access(context, task)
+        context.store, job, secrets=given, request_id=request_id, check=lambda task: _check_access(context, [task])
     )
     context.ensure_daemon()
     return again
 
 
-def _check_access(context: Context, task: Task) -> None:
-    """Check, as before a launch, that nodes can access the task's buckets. Raises before anything is paid for."""
+def retry_group(
+    context: Context, wanted: str, *, secrets: Mapping[str, str], request_id: str | None
+) -> tuple[Job, ...]:
+    """Submit all jobs of an ended job group again, as a new group; otherwise like `retry`. Raises UsageError."""
+    from broker.jobs.submission import retry_group as submit
+
+    check_names(None, request_id)
+    members = _find_group(context, wanted)
+    given = {name: Secret(value=value) for name, value in secrets.items()}
+    again = submit(
+        context.store, members, secrets=given, request_id=request_id, check=lambda tasks: _check_access(context, tasks)
+    )
+    context.ensure_daemon()
+    return tuple(again)
+
+
+def _find_group(context: Context, wanted: str) -> Sequence[Job]:
+    """Find the jobs of a group by its name. Raises UsageError for a job or a pipeline, and for an unknown name."""
+    members = list_members(context.store.jobs.list(on_damage=context.warn), wanted)
+    if not members:
+        job = find_job(context, wanted)
+        raise UsageError(f"`{wanted}` is a job, not a job group", hints=[f"`broker jobs retry {job.id}`"])
+    if members[0].task.group is None:
+        failed = next(
+            (each for each in members if each.status.is_terminal and each.status is not JobStatus.SUCCEEDED), None
+        )
+        hint = f"`broker jobs retry {failed.id}`" if failed else "`broker jobs launch` starts a new one"
+        raise UsageError(f"`{wanted}` is a pipeline, whose jobs are retried one by one", hints=[hint])
+    return members
+
+
+def _check_access(context: Context, tasks: Sequence[Task]) -> None:
+    """Check, as before a launch, that nodes can access the tasks' buckets. Raises before anything is paid for."""
     from broker.jobs.allowance import get_unattended_s
     from broker.jobs.replanning import drop_limits
 
-    plan = plan_launch(context, drop_limits(task))  # a job that is late may be retried
-    for sentence in context.grants.check([plan], allowances_s=[get_unattended_s(task)]):
+    plans = [plan_launch(context, drop_limits(task)) for task in tasks]  # a job that is late may be retried
+    for sentence in context.grants.check(plans, allowances_s=[get_unattended_s(task) for task in tasks]):
         context.note(sentence)
-    context.admit([plan.choice], LaunchSize())
+    context.admit([plan.choice for plan in plans], LaunchSize())
 
 
 def read_status(text: str) -> JobStatus:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from broker.app.jobs import check_names, explain_ended, read_status
-from broker.app.verbs.jobs import cancel_jobs, retry_job, show_job, wait_for_job
+from broker.app.verbs.jobs import cancel_jobs, find_members, retry_group, retry_job, show_job, wait_for_job
 from broker.cli import jobs_forward, jobs_import, jobs_queue, jobs_show, jobs_trace, jobs_watch, options
 from broker.cli.completion import complete_jobs
 from broker.cli.context import make_session
@@ -141,12 +141,21 @@ def retry(
     secret: options.Secret = None,
     request_id: options.RequestId = None,
     detach: options.Detach = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the new job as JSON without following it.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the new job (of a group: all jobs) as JSON without following it.")
+    ] = False,
     output: options.Output = options.Format.TABLE,
 ) -> None:
-    """Resubmit an ended job, which resumes from its checkpoints."""
+    """Resubmit an ended job or job group, which resumes from its checkpoints."""
     session = make_session()
     secrets = {name: SecretValue(value=value) for name, value in options.read_pairs(secret or (), "--secret").items()}
+    if session.call(find_members, job=job):
+        members = session.call(retry_group, job=job, secrets=secrets, request_id=request_id)
+        if as_json or output is options.Format.JSON:
+            print_json([jobs_show.describe(each, 0.0) for each in members])
+        else:
+            _tell_retried(members, is_followed=not detach)
+        return
     again = session.call(retry_job, job=job, secrets=secrets, request_id=request_id)
     if as_json or output is options.Format.JSON:
         print_json(jobs_show.describe(again, 0.0))
@@ -154,6 +163,15 @@ def retry(
     print_line(f"Submitted managed job {again.id} ({again.name}), which resumes from the checkpoints of job {job}")
     if not detach:
         follow_job(session, again.id)
+
+
+def _tell_retried(members: Sequence[Job], *, is_followed: bool) -> None:
+    from broker.cli.jobs_group import follow_members
+
+    _tell_submitted(members)
+    print_note("each task resumes from its checkpoints")
+    if is_followed:
+        follow_members(members)
 
 
 @app.command()

@@ -80,6 +80,7 @@ def _list_verbs() -> Sequence[Verb]:
         ("jobs", "wait_for_job", Role.VIEWER, reading),
         ("jobs", "cancel_jobs", Role.USER, {"names": Owned.JOB}),
         ("jobs", "retry_job", Role.USER, job),
+        ("jobs", "retry_group", Role.USER, job),
         ("account", "show_cost", Role.VIEWER, reading),
         ("account", "check_clouds", Role.VIEWER, reading),
         ("account", "plan_tasks", Role.VIEWER, reading),

@@ -218,10 +218,15 @@ def show_attempts(page: JobPage) -> Markup:
 
 
 def _show_action(job: Job, ticket: str) -> Markup:
-    """Offer the actions for a job: cancel a live one, retry an ended one; none without a ticket."""
+    """Offer the actions for a job: cancel a live one, retry an ended one; none without a ticket.
+
+    A job of a group is retried with its group, so its page shows the command instead of a button.
+    """
     verb = "retry" if job.status.is_terminal else "cancel"
     if not ticket or job.status in (JobStatus.SUCCEEDED, JobStatus.CANCELLING):
         return Markup("")
+    if verb == "retry" and job.task.group is not None:
+        return element("p", "Retry it with its group: ", element("code", f"broker jobs retry {job.pipeline}"))
     return element(
         "form",
         element("input", type="hidden", name="ticket", value=ticket),

@@ -11,10 +11,11 @@ if TYPE_CHECKING:
     from broker.api.jobs import logs as logs
     from broker.api.jobs import queue as queue
     from broker.api.jobs import retry as retry
+    from broker.api.jobs import retry_group as retry_group
     from broker.api.jobs import wait as wait
     from broker.api.jobs import why as why
 
-__all__ = ["cancel", "launch", "launch_pipeline", "logs", "queue", "retry", "wait", "why"]
+__all__ = ["cancel", "launch", "launch_pipeline", "logs", "queue", "retry", "retry_group", "wait", "why"]
 
 
 def __getattr__(name: str) -> object:

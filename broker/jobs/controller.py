@@ -114,8 +114,7 @@ class JobController:
     async def rest(self, wait_s: float, wake: asyncio.Event) -> None:
         """Wait between two steps: shorter than `wait_s` if `wake` is set, longer if the gang pushes its updates."""
         if self._quiet is not None and isinstance(self._gang, PushesNews):
-            cluster, run_id = self._quiet
-            await self._gang.wait_news(cluster, run_id, wake=wake, timeout_s=NEWS_S)
+            await self._gang.wait_news(*self._quiet, wake=wake, timeout_s=NEWS_S)
         else:
             await self._clock.sleep(wait_s)
 
@@ -388,7 +387,8 @@ class JobController:
 
     def _make_envs(self, job: Job, attempt: Attempt, cluster: Cluster) -> dict[str, str]:
         advice = {**self._policy_runner.advise(job.task, attempt), **self._group.make_envs(job)}
-        return make_envs(self._config, job, attempt, cluster, advice=advice | self._health.make_envs(job, cluster))
+        advice |= self._health.make_envs(job, cluster)
+        return make_envs(self._config, job, attempt, cluster, advice=advice, find_job=self._store.jobs.get)
 
     def _report_list_error(self, error: CloudError) -> None:
         """Report each login error once: only the user can fix it, whereas other errors pass."""

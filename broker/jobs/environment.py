@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from broker.config import Config
 from broker.jobs.checkpoints import find_checkpoint_dir, name_job_folder
@@ -11,12 +11,22 @@ from broker.types import Attempt, Cluster, Job
 
 
 def make_envs(
-    config: Config, job: Job, attempt: Attempt, cluster: Cluster, *, advice: Mapping[str, str]
+    config: Config,
+    job: Job,
+    attempt: Attempt,
+    cluster: Cluster,
+    *,
+    advice: Mapping[str, str],
+    find_job: Callable[[int], Job | None] = lambda job_id: None,
 ) -> dict[str, str]:
-    """Return variables by name. `advice` has the expected preemptions there and the checkpoint interval."""
+    """Return variables by name. `advice` has the expected preemptions there and the checkpoint interval.
+
+    `find_job` finds the first job of a line of retries, whose folders the later ones share.
+    """
     folders = {"BROKER_CHECKPOINT_DIR": name_job_folder(job)}
     if job.pipeline:  # its tasks leave the input of later tasks there
-        folders["BROKER_PIPELINE_DIR"] = job.pipeline
+        first = find_job(job.resumes) if job.resumes else None
+        folders["BROKER_PIPELINE_DIR"] = (first or job).pipeline
     places = {key: find_checkpoint_dir(config, job.task, cluster, name=name) for key, name in folders.items()}
     return {
         "BROKER_JOB_ID": str(job.id),

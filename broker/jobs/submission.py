@@ -1,4 +1,4 @@
-"""Submit tasks to the store as managed jobs: one task, a pipeline, or a retry of an ended job."""
+"""Submit tasks to the store as managed jobs: one task, a pipeline, or a retry of an ended job or job group."""
 
 from __future__ import annotations
 
@@ -64,31 +64,125 @@ def retry_job(
     if submitted := store.jobs.find_request(request_id):
         return submitted
     if job.task.group is not None:
-        raise UsageError(
-            f"job {job.id} belongs to group {job.pipeline}, whose tasks start together",
-            hints=["launch the file of the group again: `broker jobs launch GROUP.yaml`"],
-        )
+        raise _refuse_member(job, store.jobs.list_pipeline(job.pipeline))
     if not job.status.is_terminal:
         raise UsageError(
             f"job {job.id} is {job.status.value}, not ended", hints=[f"`broker jobs cancel {job.id}` first"]
         )
     if job.status is JobStatus.SUCCEEDED:
         raise UsageError(f"job {job.id} has already succeeded", hints=["`broker jobs launch` starts a new one"])
-    root = job.resumes or job.id
-    for other in store.jobs.list():
-        if other.id > job.id and (other.resumes or other.id) == root:
-            raise UsageError(
-                f"job {other.id} already continues from the checkpoints of job {job.id}",
-                hints=[
-                    f"`broker jobs retry {other.id}`" if other.status.is_terminal else f"`broker jobs logs {other.id}`"
-                ],
-            )
-    missing = sorted(set(job.task.secrets) - set(secrets))
-    if missing:  # a job's secrets are erased when it ends
-        flags = " ".join(f"--secret {name}" for name in missing)
-        raise UsageError(f"job {job.id} needs its secrets again", hints=[f"`broker jobs retry {job.id} {flags}`"])
-    task = replace(job.task, secrets={name: secrets[name] for name in job.task.secrets})
+    if other := _find_successor(store, job):
+        verb = "retry" if other.status.is_terminal else "logs"
+        raise UsageError(
+            f"job {other.id} already continues from the checkpoints of job {job.id}",
+            hints=[f"`broker jobs {verb} {other.id}`"],
+        )
+    _check_secrets([job], secrets, str(job.id))
+    task = _add_secrets(job.task, secrets)
     check(task)
     return store.jobs.add(
         job.name, task, request_id, needs=job.needs, pipeline=job.pipeline, resumes=job, hedge=job.hedge
     )
+
+
+def retry_group(
+    store: Store,
+    members: Sequence[Job],
+    *,
+    secrets: Mapping[str, Secret],
+    request_id: str | None = None,
+    check: Callable[[Sequence[Task]], None] = lambda tasks: None,
+) -> Sequence[Job]:
+    """Submit all jobs of an ended job group as a new group, which starts together; each resumes from its checkpoints.
+
+    The new group has a name of its own, so no generation, loss or end of the old one counts in it. The same
+    `request_id` creates one group. `check` is that of `retry_job`, for all tasks. Raises UsageError.
+    """
+    name = members[0].pipeline
+    if submitted := _find_group_request(store, request_id):
+        return submitted
+    _check_group_ended(members)
+    _check_newest_group(store, members)
+    _check_secrets(members, secrets, name)
+    tasks = [_add_secrets(member.task, secrets) for member in members]
+    check(tasks)
+    with store.transaction():
+        if submitted := _find_group_request(store, request_id):
+            return submitted
+        _check_newest_group(store, members)  # another command may have retried it during the check
+        group = f"{name.rpartition('-')[0] or name}-{store.draw_uid()}"
+        return [
+            store.jobs.add(
+                member.name,
+                task,
+                f"{request_id}/{index}" if request_id else None,
+                pipeline=group,
+                resumes=member,
+                hedge=member.hedge,
+            )
+            for index, (member, task) in enumerate(zip(members, tasks, strict=True))
+        ]
+
+
+def _find_group_request(store: Store, request_id: str | None) -> Sequence[Job]:
+    first = store.jobs.find_request(f"{request_id}/0") if request_id else None
+    return store.jobs.list_pipeline(first.pipeline) if first else ()
+
+
+def _check_group_ended(members: Sequence[Job]) -> None:
+    """Raise UsageError unless all jobs of the group have ended, and not all its primary tasks succeeded."""
+    name = members[0].pipeline
+    if live := next((each for each in members if not each.status.is_terminal), None):
+        raise UsageError(
+            f"job {live.id} ({live.name}) of group {name} is {live.status.value}, not ended",
+            hints=[f"`broker jobs cancel {name}` first"],
+        )
+    if _has_succeeded(members):
+        raise UsageError(f"group {name} has already succeeded", hints=["`broker jobs launch` starts a new one"])
+
+
+def _has_succeeded(members: Sequence[Job]) -> bool:
+    primaries = [each for each in members if each.task.group is not None and each.task.group.is_primary]
+    return all(each.status is JobStatus.SUCCEEDED for each in primaries)
+
+
+def _check_newest_group(store: Store, members: Sequence[Job]) -> None:
+    """Raise UsageError if another group already continues from the checkpoints of this one."""
+    if other := _find_successor(store, members[0]):
+        is_live = any(not each.status.is_terminal for each in store.jobs.list_pipeline(other.pipeline))
+        verb = "logs" if is_live else "retry"
+        raise UsageError(
+            f"group {other.pipeline} already continues from the checkpoints of group {members[0].pipeline}",
+            hints=[f"`broker jobs {verb} {other.pipeline}`"],
+        )
+
+
+def _refuse_member(job: Job, members: Sequence[Job]) -> UsageError:
+    """Make the error for the retry of one job of a group, with the command that applies to the state of the group."""
+    name = job.pipeline
+    if any(not each.status.is_terminal for each in members):
+        hint = f"cancel the group with `broker jobs cancel {name}`, then restart it with `broker jobs retry {name}`"
+    elif _has_succeeded(members):
+        hint = "the group has succeeded; `broker jobs launch` starts a new one"
+    else:
+        hint = f"restart all its tasks from their checkpoints: `broker jobs retry {name}`"
+    return UsageError(f"job {job.id} belongs to group {name}, whose tasks start together", hints=[hint])
+
+
+def _find_successor(store: Store, job: Job) -> Job | None:
+    """Return the first later job that continues from the checkpoints of `job`; None if there is none."""
+    root = job.resumes or job.id
+    return next((each for each in store.jobs.list() if each.id > job.id and (each.resumes or each.id) == root), None)
+
+
+def _check_secrets(jobs: Sequence[Job], secrets: Mapping[str, Secret], name: str) -> None:
+    """Raise UsageError if a secret is missing: a job's secrets are erased when it ends."""
+    missing = sorted({secret for job in jobs for secret in job.task.secrets} - set(secrets))
+    if missing:
+        flags = " ".join(f"--secret {each}" for each in missing)
+        whose = f"job {name}" if name.isdigit() else f"group {name}"
+        raise UsageError(f"{whose} needs its secrets again", hints=[f"`broker jobs retry {name} {flags}`"])
+
+
+def _add_secrets(task: Task, secrets: Mapping[str, Secret]) -> Task:
+    return replace(task, secrets={name: secrets[name] for name in task.secrets})

@@ -9,7 +9,9 @@ import pytest
 
 from broker.types import Attempt, JobStatus, OutcomeKind
 from tests.cli.conftest import ROOT, Shell
+from tests.cli.test_server import Served, terminal
 
+__all__ = ["terminal"]
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux's /proc")
 
 GROUP = """
@@ -107,3 +109,60 @@ def test_the_failure_of_a_primary_task_ends_the_group(shell: Shell) -> None:
     with shell.open_store() as store:
         tail = store.jobs.get(2)
     assert tail is not None and tail.failure == "its group failed: job 1 (head) is FAILED"
+
+
+RETRIED = """
+name: again
+execution: parallel
+primary_tasks: [head]
+---
+name: head
+resources: {{infra: local}}
+secrets: {{TOKEN: null}}
+run: |
+  [ -z "$TOKEN" ] || echo "it has its secret"
+  if [ -e "$BROKER_CHECKPOINT_DIR/step" ]; then
+    echo "resumed from $(cat "$BROKER_CHECKPOINT_DIR/step"), $(cat "$BROKER_PIPELINE_DIR/shared"), $BROKER_ATTEMPT"
+    echo "$BROKER_GROUP_TAIL_IPS" > {folder}/tail_ips
+    while [ ! -e {folder}/tail-4 ]; do sleep 0.1; done
+    exit 0
+  fi
+  echo "step 7" > "$BROKER_CHECKPOINT_DIR/step"
+  echo "shared" > "$BROKER_PIPELINE_DIR/shared"
+  exit 3
+---
+name: tail
+resources: {{infra: local}}
+run: |
+  trap 'exit 0' TERM
+  touch {folder}/tail-$BROKER_JOB_ID
+  while true; do sleep 0.1; done
+"""
+
+
+def test_a_failed_group_is_retried_as_a_group_from_its_checkpoints(terminal: Shell) -> None:
+    owner = terminal.server if isinstance(terminal, Served) else terminal
+    file = terminal.write("again.yaml", RETRIED.format(folder=terminal.folder))
+    terminal.run("jobs", "launch", file, "--secret", "TOKEN=hush", code=100)
+    assert (owner.get_status(1), owner.get_status(2)) == (JobStatus.FAILED, JobStatus.CANCELLED)
+    group = terminal.read_json("jobs", "queue")[0]["pipeline"]
+
+    member = terminal.run("jobs", "retry", "2", code=2).stderr
+    assert f"job 2 belongs to group {group}" in member and f"`broker jobs retry {group}`" in member
+    no_secret = terminal.run("jobs", "retry", "again", code=2).stderr
+    assert f"`broker jobs retry {group} --secret TOKEN`" in no_secret
+
+    arguments = ("jobs", "retry", "again", "--secret", "TOKEN=hush", "--request-id", "r")
+    again = terminal.read_json(*arguments)
+    assert [(job["id"], job["name"], job["resumes"]) for job in again] == [(3, "head", 1), (4, "tail", 2)]
+    assert [job["id"] for job in terminal.read_json(*arguments)] == [3, 4], "one request, one group"
+    twice = terminal.run("jobs", "retry", group, "--secret", "TOKEN=hush", code=2).stderr
+    assert f"group {again[0]['pipeline']} already continues" in twice
+
+    owner.wait_for_jobs()
+    log = terminal.run("jobs", "logs", "again", "--no-follow").stdout
+    assert "(head) it has its secret\n(head) resumed from step 7, shared, 2\n" in log
+    assert (owner.get_status(3), owner.get_status(4)) == (JobStatus.SUCCEEDED, JobStatus.SUCCEEDED)
+    assert (terminal.folder / "tail_ips").read_text().startswith("127.0.0.")
+    done = terminal.run("jobs", "retry", "again", code=2).stderr
+    assert "has already succeeded" in done

@@ -30,10 +30,11 @@ ATTEMPT = Attempt(job_id=7, number=3, cluster="c", placement=PLACEMENT, started_
 ADVICE = {"BROKER_CHECKPOINT_EVERY_S": "60"}
 
 
-def make(job: Job, home: Path, *, handle: str) -> dict[str, str]:
+def make(job: Job, home: Path, *, handle: str, first: Job | None = None) -> dict[str, str]:
     node = Node(id="n", cloud="x", owner="me", cluster="c", attempt=3, rank=0, state=NodeState.RUNNING, handle=handle)
     cluster = Cluster(name="c", status=ClusterStatus.UP, placement=PLACEMENT, attempt=3, nodes=(node,))
-    return make_envs(Config(home=home, owner="owner"), job, ATTEMPT, cluster, advice=ADVICE)
+    config = Config(home=home, owner="owner")
+    return make_envs(config, job, ATTEMPT, cluster, advice=ADVICE, find_job={7: first}.get)
 
 
 def test_a_remote_program_without_a_bucket_gets_its_identity_and_no_folder(tmp_path: Path) -> None:
@@ -76,3 +77,12 @@ def test_a_retry_uses_the_folder_of_the_job_that_it_continues(tmp_path: Path) ->
     retry = make(replace(JOB, id=9, resumes=7), tmp_path, handle="/nodes/n")
     another = make(replace(JOB, id=9), tmp_path, handle="/nodes/n")
     assert first["BROKER_CHECKPOINT_DIR"] == retry["BROKER_CHECKPOINT_DIR"] != another["BROKER_CHECKPOINT_DIR"]
+
+
+def test_a_retried_group_uses_the_shared_folder_of_the_first_one(tmp_path: Path) -> None:
+    first = replace(JOB, pipeline="rl-aaaaa")
+    retry = replace(JOB, id=9, resumes=7, pipeline="rl-bbbbb")
+    found = make(retry, tmp_path, handle="/nodes/n", first=first)
+    assert found["BROKER_PIPELINE_DIR"] == make(first, tmp_path, handle="/nodes/n")["BROKER_PIPELINE_DIR"]
+    alone = make(retry, tmp_path, handle="/nodes/n")  # the record of the first job was dropped
+    assert alone["BROKER_PIPELINE_DIR"].endswith("rl-bbbbb")

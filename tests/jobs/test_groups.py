@@ -11,7 +11,19 @@ from broker.errors import NoOfferError
 from broker.jobs.group_placement import GroupPlacement
 from broker.jobs.groups import GroupStep, find_culprit, find_generation, judge, may_start
 from broker.state.store import Store
-from broker.types import Attempt, GroupRole, Job, JobStatus, OnLoss, Outcome, OutcomeKind, Placement, Plan, Task
+from broker.types import (
+    Attempt,
+    Estimate,
+    GroupRole,
+    Job,
+    JobStatus,
+    OnLoss,
+    Outcome,
+    OutcomeKind,
+    Placement,
+    Plan,
+    Task,
+)
 from tests.simulation.world import make_offer
 from tests.state.samples import Hands
 
@@ -46,6 +58,21 @@ def make_job(
     )  # fmt: skip
 
 
+def make_plan(task: Task, *places: Placement) -> Plan:
+    estimates = tuple(Estimate(placement=each) for each in places)
+    return Plan(task=task, estimates=estimates, rejections=(), prices_as_of="2026-11-24", reason="")
+
+
+def make_placement(folder: Path, *, east_only: tuple[str, ...]) -> GroupPlacement:
+    """Make a placement for tasks that fit in the east and the west, except those that fit in the east only."""
+
+    def plan(task: Task, budget: object) -> Plan:
+        return make_plan(task, *((HERE,) if task.name in east_only else (HERE, THERE)))
+
+    clock = Hands()
+    return GroupPlacement(Store(folder / "state.db", clock=clock), plan, clock)
+
+
 def test_programs_start_when_all_tasks_are_set_up_in_one_region() -> None:
     ready, booting = make_attempt(released=False), make_attempt(ready=False, released=False)
     assert not may_start([make_job(1, ready), make_job(2, booting)], 1)
@@ -65,6 +92,31 @@ def test_a_task_without_any_offer_moves_no_other(tmp_path: Path) -> None:
     placement = GroupPlacement(Store(tmp_path / "state.db", clock=clock), refuse, clock)
     members = [make_job(1, make_attempt()), make_job(2)]
     assert placement.find_move(members[0], members, members[0].attempts[0]) == ""
+
+
+@pytest.mark.parametrize("full", [("task-2",), ("task-3",), ()])
+def test_a_task_apart_from_the_others_moves_only_where_every_task_without_machines_fits(
+    tmp_path: Path, full: tuple[str, ...]
+) -> None:
+    """Tasks 4 and 5 have machines in the west, task 1 in the east; tasks 2 and 3 look for machines."""
+
+    placement = make_placement(tmp_path, east_only=full)
+    waiting = make_attempt(released=False)
+    west = replace(waiting, placement=THERE)
+    members = [make_job(1, waiting), make_job(2), make_job(3), make_job(4, west), make_job(5, west)]
+    reason = placement.find_move(members[0], members, waiting)
+    assert reason == ("" if full else "the other tasks run in simulated west1")
+
+
+@pytest.mark.parametrize("full", [("task-2",), ("task-3",), ()])
+def test_a_task_joins_the_others_only_where_every_task_without_machines_fits(
+    tmp_path: Path, full: tuple[str, ...]
+) -> None:
+    """Task 4 has machines in the west, and the group has not started."""
+    west = make_attempt(released=False, ready=False)
+    members = [make_job(1), make_job(2), make_job(3), make_job(4, replace(west, placement=THERE))]
+    placed = make_placement(tmp_path, east_only=full).place(members[0], members, make_plan(Task(), HERE, THERE))
+    assert [each.placement for each in placed.estimates] == [HERE if full else THERE]
 
 
 def test_a_task_that_recovers_in_a_group_that_has_started_waits_for_no_other() -> None:

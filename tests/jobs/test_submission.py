@@ -1,15 +1,16 @@
-"""Tasks become jobs: a single one, a pipeline, or a retry of an ended one."""
+"""Tasks become jobs: a single one, a pipeline, or a retry of an ended job or group."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from broker.errors import UsageError
-from broker.jobs.submission import retry_job, submit_tasks
+from broker.jobs.submission import retry_group, retry_job, submit_tasks
 from broker.state.store import Store
-from broker.types import Attempt, Job, JobStatus, Placement, Secret, Task
+from broker.types import Attempt, GroupRole, Job, JobStatus, Placement, Secret, Task
 from tests.simulation.world import make_offer
 from tests.state.samples import Hands
 
@@ -111,3 +112,130 @@ def test_a_retry_without_its_secrets_names_them(store: Store) -> None:
     with pytest.raises(UsageError) as caught:
         retry_job(store, job, secrets={})
     assert list(caught.value.hints) == ["`broker jobs retry 1 --secret A --secret B`"]
+
+
+def submit_group(store: Store, *ends: JobStatus | None, secrets: Sequence[str] = ()) -> Sequence[Job]:
+    """Submit a primary task and an auxiliary one; `ends` are their terminal statuses, None for a live one."""
+    tasks = [
+        Task(
+            name=name,
+            pipeline="rl",
+            group=GroupRole(name="rl", is_primary=name == "learner"),
+            secrets={each: Secret(value="x") for each in secrets},
+        )
+        for name in ("learner", "rollout")
+    ]
+    jobs = submit_tasks(store, tasks, hedge=3)
+    placement = Placement(offer=make_offer("east1a"), is_spot=True, node_count=1)
+    store.jobs.put_attempt(Attempt(job_id=jobs[0].id, number=1, cluster="c", placement=placement, started_s=0.0))
+    for job, status in zip(jobs, ends, strict=True):
+        if status is not None:
+            end(store, job, status)
+    return store.jobs.list_pipeline(jobs[0].pipeline)
+
+
+FAILED_GROUP = (JobStatus.FAILED, JobStatus.CANCELLED)
+
+
+def test_a_retried_group_is_a_new_group_whose_tasks_continue_from_the_old_checkpoints(store: Store) -> None:
+    old = submit_group(store, *FAILED_GROUP)
+    new = retry_group(store, old, secrets={}, request_id="r")
+    assert [job.name for job in new] == ["learner", "rollout"]
+    assert {job.pipeline for job in new} != {old[0].pipeline} and len({job.pipeline for job in new}) == 1
+    assert all(job.pipeline.startswith("rl-") and job.task.pipeline == "rl" and job.hedge == 3 for job in new)
+    assert [job.folder for job in new] == [job.folder for job in old]
+    assert [job.next_attempt for job in new] == [2, 1], "numbers fence the checkpoints"
+    assert [job.id for job in retry_group(store, old, secrets={}, request_id="r")] == [job.id for job in new]
+    assert store.jobs.count() == 4
+
+
+def test_a_task_that_had_succeeded_starts_again_with_its_group(store: Store) -> None:
+    """The others need its addresses."""
+    old = submit_group(store, JobStatus.FAILED, JobStatus.SUCCEEDED)
+    assert [job.status for job in retry_group(store, old, secrets={})] == [JobStatus.PENDING] * 2
+
+
+@pytest.mark.parametrize(
+    ("ends", "message", "hint"),
+    [
+        (
+            (JobStatus.FAILED, None),
+            "(rollout) of group {old} is PENDING, not ended",
+            "`broker jobs cancel {old}` first",
+        ),
+        ((JobStatus.SUCCEEDED, JobStatus.SUCCEEDED), "{old} has already succeeded", "`broker jobs launch`"),
+        ((JobStatus.SUCCEEDED, JobStatus.FAILED), "{old} has already succeeded", "`broker jobs launch`"),
+    ],
+)
+def test_a_group_that_runs_or_whose_primary_tasks_have_succeeded_is_not_retried(
+    store: Store, ends: Sequence[JobStatus | None], message: str, hint: str
+) -> None:
+    old = submit_group(store, *ends)
+    with pytest.raises(UsageError) as caught:
+        retry_group(store, old, secrets={})
+    name = old[0].pipeline
+    assert message.format(old=name) in caught.value.message and hint.format(old=name) in caught.value.hints[0]
+    assert store.jobs.count() == 2
+
+
+@pytest.mark.parametrize(
+    ("ends", "hints"),
+    [
+        (FAILED_GROUP, ["`broker jobs retry {old}`"]),
+        ((JobStatus.FAILED, None), ["`broker jobs cancel {old}`", "`broker jobs retry {old}`"]),
+        ((JobStatus.SUCCEEDED, JobStatus.FAILED), ["`broker jobs launch`"]),
+    ],
+)
+def test_the_retry_of_one_task_names_the_command_for_its_group(
+    store: Store, ends: Sequence[JobStatus | None], hints: Sequence[str]
+) -> None:
+    old = submit_group(store, *ends)
+    with pytest.raises(UsageError) as caught:
+        retry_job(store, old[0], secrets={})
+    assert f"job 1 belongs to group {old[0].pipeline}" in caught.value.message
+    assert all(hint.format(old=old[0].pipeline) in caught.value.hints[0] for hint in hints)
+    assert store.jobs.count() == 2
+
+
+def test_only_the_newest_of_a_line_of_groups_is_retried(store: Store) -> None:
+    first = submit_group(store, *FAILED_GROUP)
+    second = retry_group(store, first, secrets={})
+    with pytest.raises(UsageError) as caught:
+        retry_group(store, first, secrets={})
+    assert f"group {second[0].pipeline} already" in caught.value.message
+    assert list(caught.value.hints) == [f"`broker jobs logs {second[0].pipeline}`"]
+    ended = [end(store, job, JobStatus.CANCELLED) for job in second]
+    with pytest.raises(UsageError) as caught:
+        retry_group(store, first, secrets={})
+    assert list(caught.value.hints) == [f"`broker jobs retry {second[0].pipeline}`"]
+    third = retry_group(store, ended, secrets={})
+    assert [job.resumes for job in third] == [job.id for job in first]
+
+
+def test_two_commands_at_once_retry_a_group_once(store: Store) -> None:
+    """The second one submits while the first checks the access to buckets."""
+    old = submit_group(store, *FAILED_GROUP)
+    with pytest.raises(UsageError, match="already continues"):
+        retry_group(store, old, secrets={}, check=lambda tasks: void(retry_group(store, old, secrets={})))
+    assert store.jobs.count() == 4
+    again = submit_group(store, *FAILED_GROUP)
+    inner: list[Sequence[Job]] = []
+    outer = retry_group(
+        store, again, secrets={}, request_id="r",
+        check=lambda tasks: inner.append(retry_group(store, again, secrets={}, request_id="r")),
+    )  # fmt: skip
+    assert [job.id for job in outer] == [job.id for job in inner[0]] and store.jobs.count() == 8
+
+
+def void(jobs: Sequence[Job]) -> None:
+    """Discard the result."""
+
+
+def test_a_retried_group_needs_the_secrets_of_all_its_tasks(store: Store) -> None:
+    old = submit_group(store, *FAILED_GROUP, secrets="BA")
+    with pytest.raises(UsageError) as caught:
+        retry_group(store, old, secrets={"A": Secret(value="x")})
+    assert list(caught.value.hints) == [f"`broker jobs retry {old[0].pipeline} --secret B`"]
+    given = {name: Secret(value=name) for name in "AB"}
+    new = retry_group(store, old, secrets=given)
+    assert [job.task.secrets["B"].value for job in new] == ["B", "B"]

@@ -13,8 +13,8 @@ import time
 from pathlib import Path
 
 from tests.mutation.reach import Reader
+from tests.simulation.group_scenes import ALL_SCENES
 from tests.simulation.runner import Result, play_group, play_scene, play_seed
-from tests.simulation.scenes import SCENES
 
 SEEDS = 40
 GROUPS = 12  # job groups: several jobs and longer plays
@@ -22,7 +22,7 @@ GROUPS = 12  # job groups: several jobs and longer plays
 
 def list_plays() -> list[str]:
     seeds = [*(f"seed {seed}" for seed in range(SEEDS)), *(f"group {seed}" for seed in range(GROUPS))]
-    return [*(f"scene {scene.name}" for scene in SCENES), *seeds]
+    return [*(f"scene {scene.name}" for scene in ALL_SCENES), *seeds]
 
 
 def play(name: str) -> Result:
@@ -32,7 +32,7 @@ def play(name: str) -> Result:
     if kind == "group":
         return play_group(int(rest))
     number, _, scene = rest.partition(" ") if kind == "kill" else ("", "", rest)
-    found = next(each for each in SCENES if each.name == scene)
+    found = next(each for each in ALL_SCENES if each.name == scene)
     return play_scene(found, kill_at=int(number) if number else None)
 
 

@@ -25,8 +25,8 @@ READS = {
 }  # fmt: skip
 WRITES = {
     "cancel_runs", "stop_cluster", "start_cluster", "set_autostop", "terminate_clusters", "launch", "exec_task",
-    "launch_jobs", "cancel_jobs", "retry_job", "bring_up_service", "start_service_controller", "update_service",
-    "terminate_services", "run_map", "run_sweep",
+    "launch_jobs", "cancel_jobs", "retry_job", "retry_group", "bring_up_service", "start_service_controller",
+    "update_service", "terminate_services", "run_map", "run_sweep",
 }  # fmt: skip
 ALLOWED = {"viewer": READS, "user": READS | WRITES, "admin": READS | WRITES}
 

@@ -6,36 +6,38 @@ import argparse
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 
 from tests.simulation.coverage import find_empty, fold, render
-from tests.simulation.mutants.table import MUTANTS, hunt
+from tests.simulation.group_scenes import ALL_SCENES, LONG_SCENES
+from tests.simulation.mutants.table import GROUP_MUTANTS, MUTANTS, Mutant, hunt
 from tests.simulation.runner import Result, play_group, play_scene, play_seed
-from tests.simulation.scenes import SCENES
 
 PROGRESS = 500  # seeds between two lines of progress
 
 
 def main() -> int:
+    scenes = {scene.name: scene for scene in (*ALL_SCENES, *LONG_SCENES)}
     parser = argparse.ArgumentParser(prog="python -m tests.simulation")
     parser.add_argument("--seeds", type=int, default=1000, help="how many")
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--seed", type=int, help="this one only")
     parser.add_argument("--jobs", type=int, default=1, help="processes at work")
-    parser.add_argument("--scene", choices=[scene.name for scene in SCENES], help="this one in place of seeds")
+    parser.add_argument("--scene", choices=list(scenes), help="this one in place of seeds")
     parser.add_argument("--kill-at", type=int, help="number of the effect of a scene at which to kill")
     parser.add_argument("--stop-at", type=int, help="as `--kill-at`, but stopped for a while")
     parser.add_argument("--coverage", action="store_true", help="count which fault hit a job in which state")
     parser.add_argument("--mutants", action="store_true", help="plant known bugs, and say what catches each")
-    parser.add_argument("--groups", action="store_true", help="with `--seed` or `--seeds`: play job groups")
+    parser.add_argument("--groups", action="store_true", help="play job groups; with `--mutants`: their bugs")
     parser.add_argument("--trace", action="store_true", help="print what happened")
     options = parser.parse_args()
     if options.mutants:
-        return show_mutants()
+        return show_mutants(GROUP_MUTANTS if options.groups else (*MUTANTS, *GROUP_MUTANTS))
     if options.scene:
-        scene = next(scene for scene in SCENES if scene.name == options.scene)
-        return show(play_scene(scene, kill_at=options.kill_at, stop_at=options.stop_at, trace=options.trace))
+        return show(
+            play_scene(scenes[options.scene], kill_at=options.kill_at, stop_at=options.stop_at, trace=options.trace)
+        )
     if options.seed is not None:
         return show((play_group if options.groups else play_seed)(options.seed, trace=options.trace))
     cells: Counter[tuple[str, str]] = Counter()
@@ -56,17 +58,17 @@ def show(result: Result) -> int:
     return int(bool(result.failure))
 
 
-def show_mutants() -> int:
+def show_mutants(mutants: Sequence[Mutant]) -> int:
     print(f"{'planted bug':38} {'caught by':54} {'':4} with the collector off")
     missed = 0
-    for mutant in MUTANTS:
+    for mutant in mutants:
         catches = [hunt(mutant)]
         if not mutant.needs_collector:
             catches.append(hunt(mutant, is_collector_off=True))
         missed += catches.count(None)
         cells = [f"{each.where:54} {each.letter:4}" if each else f"{'NOTHING':59}" for each in catches]
         print(f"{mutant.name:38} {' '.join(cells)}", flush=True)
-    print(f"{len(MUTANTS)} planted bugs, {missed} not caught")
+    print(f"{len(mutants)} planted bugs, {missed} not caught")
     return int(missed > 0)
 
 

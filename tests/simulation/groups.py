@@ -1,4 +1,4 @@
-"""Job groups in histories: drawn groups, and the invariants of their starts and ends (G1 to G5)."""
+"""Job groups in histories: drawn groups, and the invariants of their starts, moves and ends (G1 to G7)."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from tests.simulation.universe import Universe
 
 STALE_S = 180.0  # after the last fault, programs have the present addresses within this time
+MOVE_S_MIN = 890.0  # a running group stays where it is for about as long as docs/GROUPS.md promises
 ENDLESS = 100_000  # steps of an auxiliary task that waits to be ended
 
 
@@ -38,7 +39,7 @@ def draw_group_mix(random: Random) -> Mix:
             is_connected=is_connected,
         )
         specs.append(_join(random, replace(draw_job(random), submit_s=submit_s), index, role))
-    return replace(mix, jobs=tuple(specs))
+    return replace(mix, jobs=tuple(specs), retries_group=random.random() < 0.5)
 
 
 def _join(random: Random, spec: JobSpec, index: int, role: GroupRole) -> JobSpec:
@@ -61,11 +62,11 @@ def check_g1_the_group_is_up(universe: Universe, event: Event) -> None:
     own: Any = run.peers["tasks"]
     if len(own[universe.tasks[run.job].name]["addresses"]) != universe.tasks[run.job].num_nodes:
         raise Violation("G5", f"{run.cluster} starts without its own addresses")
-    generation = _find_generation(universe, run)
+    generation, group = _find_generation(universe, run), _find_group(universe, run.job)
     opened = universe.memory.setdefault("G1", set())
-    if generation in opened:
+    if (group, generation) in opened:
         return
-    opened.add(generation)
+    opened.add((group, generation))
     runs = [run]
     for job_id, attempt, of in _list_live(universe):
         if job_id == run.job:
@@ -88,16 +89,16 @@ def check_g3_ends_have_a_cause(universe: Universe, event: Event) -> None:
     """Check that a task is ended with its group only when all primary tasks succeeded, or a required one failed."""
     if "jobs" not in event.written or not universe.has_groups:
         return
-    jobs = {row[0]: row[1:] for row in universe.read("SELECT id, status, outcome_kind FROM jobs")}
-    for job_id, (_, kind) in jobs.items():
-        others = [each for each in jobs if each != job_id]
+    jobs = {row[0]: row[1:] for row in universe.read("SELECT id, status, outcome_kind, pipeline FROM jobs")}
+    for job_id, (_, kind, group) in jobs.items():
+        others = [each for each in jobs if each != job_id and jobs[each][2] == group]
         roles = {each: universe.tasks[each].group for each in others if each in universe.tasks}
         if kind == OutcomeKind.GROUP_ENDED:
             late = [each for each, role in roles.items() if role and role.is_primary and jobs[each][0] != "SUCCEEDED"]
             if late:
                 raise Violation("G3", f"job {job_id} ended with its group, and job {late[0]} is {jobs[late[0]][0]}")
         if kind == OutcomeKind.DEPENDENCY_FAILED:
-            has_opened = bool(universe.memory.get("G1"))
+            has_opened = any(opened == group for opened, _ in universe.memory.get("G1", ()))
             failed = [
                 each
                 for each, role in roles.items()
@@ -107,6 +108,50 @@ def check_g3_ends_have_a_cause(universe: Universe, event: Event) -> None:
             universe.memory.setdefault("failed early", set()).update(failed)
             if not failed:
                 raise Violation("G3", f"job {job_id} failed with its group, and no other task has failed")
+
+
+def check_g6_delays_are_kept(universe: Universe, event: Event) -> None:
+    """Check that an auxiliary task is ended after its termination delay, where the broker's clock is true."""
+    if "jobs" not in event.written or not universe.has_groups or not universe.mix.is_clock_true:
+        return
+    ended_s: dict[int, float] = universe.memory.setdefault("G6", {})
+    for job_id, kind, group in universe.read(f"SELECT id, outcome_kind, pipeline FROM jobs WHERE status IN {TERMINAL}"):
+        if job_id in ended_s:
+            continue
+        ended_s[job_id] = event.time_s
+        role = universe.tasks[job_id].group if kind == OutcomeKind.GROUP_ENDED else None
+        if role is None:
+            continue
+        rows = universe.read("SELECT id FROM jobs WHERE pipeline = ?", (group,))
+        primaries = [each for (each,) in rows if (found := universe.tasks[each].group) and found.is_primary]
+        waited_s = event.time_s - max(ended_s[each] for each in primaries)
+        if waited_s < role.termination_delay_s - 0.001:
+            raise Violation("G6", f"job {job_id} is ended after {waited_s:.0f} of {role.termination_delay_s:.0f} s")
+
+
+def check_g7_running_groups_stay(universe: Universe, event: Event) -> None:
+    """Check that a task whose program runs is moved only when another one has long been without machines."""
+    if "attempts" not in event.written or not universe.has_groups or not universe.mix.is_clock_true:
+        return
+    since_s: dict[int, float] = universe.memory.setdefault("G7", {})
+    moved: set[tuple[int, int]] = universe.memory.setdefault("G7 moved", set())
+    lacking = {job_id for job_id, attempt, _ in _list_live(universe) if not _has_machines(universe, job_id, attempt)}
+    rows = universe.read(
+        "SELECT job_id, number, body FROM attempts WHERE outcome_kind = ?", (OutcomeKind.GROUP_MOVED.value,)
+    )
+    for job_id, number, body in rows:
+        if (job_id, number) in moved:
+            continue
+        moved.add((job_id, number))
+        longest_s = max((event.time_s - since_s[each] for each in lacking & set(since_s) - {job_id}), default=0.0)
+        if json.loads(body)["released_s"] is not None and longest_s < MOVE_S_MIN:
+            raise Violation("G7", f"job {job_id} moves while it runs; another lacks machines for {longest_s:.0f} s")
+    universe.memory["G7"] = {each: since_s.get(each, event.time_s) for each in lacking}
+
+
+def _has_machines(universe: Universe, job_id: int, attempt: int) -> bool:
+    rows = universe.read("SELECT outcome_kind FROM attempts WHERE job_id = ? AND number = ?", (job_id, attempt))
+    return bool(rows) and rows[0][0] is None
 
 
 def check_g5_addresses_are_fresh(universe: Universe, event: Event) -> None:
@@ -149,6 +194,11 @@ def _list_live(universe: Universe) -> list[tuple[int, int, int]]:
 def _find_generation(universe: Universe, run: MachineRun) -> int:
     rows = universe.read("SELECT body FROM attempts WHERE job_id = ? AND number = ?", (run.job, run.attempt))
     return int(json.loads(rows[0][0])["generation"])
+
+
+def _find_group(universe: Universe, job_id: int) -> str:
+    """Return the name of the group that a job is part of; a retry is another group."""
+    return str(universe.read("SELECT pipeline FROM jobs WHERE id = ?", (job_id,))[0][0])
 
 
 def _find_run(universe: Universe, job_id: int, attempt: int) -> MachineRun | None:

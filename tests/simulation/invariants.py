@@ -18,6 +18,8 @@ from tests.simulation.groups import (
     check_g1_the_group_is_up,
     check_g3_ends_have_a_cause,
     check_g5_addresses_are_fresh,
+    check_g6_delays_are_kept,
+    check_g7_running_groups_stay,
 )
 from tests.simulation.left import check_s7_left_success_is_heard
 from tests.simulation.records import (
@@ -401,6 +403,8 @@ CHECKERS: dict[str, tuple[Checker, ...]] = {
         check_s7_ends_are_final,
         check_ends_are_true,
         check_g3_ends_have_a_cause,
+        check_g6_delays_are_kept,
+        check_g7_running_groups_stay,
         check_s10_unknown_is_not_failed,
         check_s12_one_effect_a_request,
     ),

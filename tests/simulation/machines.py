@@ -398,7 +398,8 @@ class MachineGang:
     def _begin(self, cluster: Cluster, run_id: int, job: int, attempt: int, nodes_min: int | None) -> None:
         root = self.roots.get(job, job)
         family = [root, *(each for each, of in self.roots.items() if of == root)]
-        for run in [run for each in family for run in self.runs_by_job.get(each, ())]:
+        earlier = [run for each in family for run in self.runs_by_job.get(each, ())]
+        for run in earlier:
             self.save(run)  # as it did by itself in its time, even if it was not polled since
         old = self.runs_by_job.setdefault(job, [])
         started = MachineRun(
@@ -411,7 +412,7 @@ class MachineGang:
             first_step=self.saved.get(root, 0),
             saved_step=self.saved.get(root, 0),
             program=self.programs[job],
-            serial=len(old),
+            serial=len(earlier),  # a retry is another start of the same program
         )
         self.runs[cluster.name, run_id] = started
         self._on_start(started)

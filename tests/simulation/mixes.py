@@ -71,6 +71,7 @@ class Mix:
     leaves_broker_dead: bool = False  # the broker is never started again: nodes must end by themselves
     away_at_s: float = math.inf  # the machine of the brokers is closed then,
     away_s: float = 0.0  # for this many seconds
+    retries_group: bool = False  # a user retries the job group once it has ended without success
 
     @property
     def may_lose_power(self) -> bool:

@@ -31,7 +31,7 @@ class Scene:
 
     `acts`: seconds after the first start, and what happens then. `ends`: how each job may end. `self_ends`: the reasons
     for which nodes end themselves; None: any. `starts`: of programs in all; `machines`: nodes that were made in all;
-    None: any number.
+    None: any number. `last`: how the newest job must end.
     """
 
     name: str
@@ -43,6 +43,7 @@ class Scene:
     self_ends: tuple[str, ...] | None = ()
     starts: int | None = None
     machines: int | None = None
+    last: JobStatus | None = None
 
 
 def make_job(
@@ -288,7 +289,7 @@ async def act_out(universe: Universe, scene: Scene) -> None:
 
 def check_end(universe: Universe, scene: Scene) -> str:
     """Return what is wrong with the end; empty when all is well."""
-    rows = universe.read("SELECT id, status, failure FROM jobs")
+    rows = universe.read("SELECT id, status, failure FROM jobs ORDER BY id")
     wrong = [f"job {job_id} is {status} ({failure})" for job_id, status, failure in rows if status not in scene.ends]
     foreign = universe.cloud.find(["foreign-1"])[0]
     if foreign.state is not NodeState.RUNNING:
@@ -299,6 +300,8 @@ def check_end(universe: Universe, scene: Scene) -> str:
     self_ends = {node.reason for node in universe.cloud.observe()} & {"lease", "done"}
     if scene.self_ends is not None and self_ends != set(scene.self_ends):
         wrong.append(f"nodes end themselves by {sorted(self_ends)}, not by {sorted(scene.self_ends)}")
+    if scene.last is not None and rows[-1][1] != scene.last:
+        wrong.append(f"job {rows[-1][0]} is {rows[-1][1]} ({rows[-1][2]}), not {scene.last}")
     starts = len(universe.gang.runs)
     if scene.starts is not None and starts != scene.starts:
         wrong.append(f"{starts} programs were started, not {scene.starts}")
@@ -426,6 +429,7 @@ SCENES: tuple[Scene, ...] = (
         mix=make_mix(make_job(nodes=1, exit_codes=(3,), recovery=NEVER_AGAIN), heal_s=90.0),
         acts=((60.0, retry),),
         ends=(JobStatus.FAILED, JobStatus.SUCCEEDED),
+        last=JobStatus.SUCCEEDED,
     ),
     # The second death at step 8 shows that another start does not help on these nodes.
     Scene(name="killed ranks and headway", mix=make_mix(make_job(deaths=KILLED)), starts=5, machines=4),

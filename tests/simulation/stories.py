@@ -8,7 +8,8 @@ from collections.abc import Awaitable, Callable
 from dataclasses import replace
 
 from broker.errors import BrokerError
-from broker.jobs.submission import retry_job, submit_tasks
+from broker.jobs.submission import retry_group, retry_job, submit_tasks
+from broker.types import JobStatus
 from tests.simulation import host
 from tests.simulation.disk import SQLITE_FAULTS, SimulatedStore
 from tests.simulation.events import Violation
@@ -83,6 +84,8 @@ def list_actors(universe: Universe) -> list[Awaitable[None]]:
     actors.append(host.visit_accounts(universe))
     if mix.away_s:
         actors.append(close(universe))
+    if mix.retries_group and not mix.leaves_broker_dead:
+        actors.append(retry_ended_group(universe))
     actors += [repeat(universe, mean_s, act) for mean_s, act in every if not math.isinf(mean_s)]
     return actors
 
@@ -236,12 +239,40 @@ async def take_down(universe: Universe, process: Process, job_id: int) -> None:
 async def retry(universe: Universe, process: Process, job_id: int) -> None:
     store = universe.open_store(process)
     job = store.jobs.get(job_id)
-    if job is None or not job.status.is_terminal or job.task.group is not None:
+    if job is not None and job.task.group is not None:
+        retry_whole_group(universe, store, job.pipeline)
+        return
+    if job is None or not job.status.is_terminal:
         return
     index = next(index for index, known in universe.jobs_in.items() if known == job_id)
     universe.retries += 1
     universe.expect_retry(job_id, universe.mix.jobs[index])
     retry_job(store, job, secrets={})
+
+
+async def retry_ended_group(universe: Universe) -> None:
+    """Retry the group a while after its end; one that has succeeded is left alone."""
+    universe.is_acting = True
+    while not (universe.are_jobs_in() and universe.has_ended(universe.jobs_in.values())):
+        await asyncio.sleep(1.0)
+    await asyncio.sleep(universe.random.uniform(0.0, 20.0))
+    await insist(universe, "retry", lambda process: retry(universe, process, universe.jobs_in[0]))
+    universe.is_acting = False
+
+
+def retry_whole_group(universe: Universe, store: SimulatedStore, pipeline: str) -> None:
+    """Retry a group with one request id, so that a repeated command submits nothing."""
+    members = store.jobs.list_pipeline(pipeline)
+    primaries = [each for each in members if each.task.group and each.task.group.is_primary]
+    has_ended = all(each.status.is_terminal for each in members)
+    if not has_ended or all(each.status is JobStatus.SUCCEEDED for each in primaries):
+        return
+    request_id = f"retry-{pipeline}"
+    specs = {job_id: universe.mix.jobs[index] for index, job_id in universe.jobs_in.items()}
+    for place, member in enumerate(members):
+        universe.requests.add(f"{request_id}/{place}")
+        universe.expect_retry(member.id, specs[member.id], request_id=f"{request_id}/{place}", place=place)
+    retry_group(store, members, secrets={}, request_id=request_id)
 
 
 # -- faults -------------------------------------------------------------------------------------------------------

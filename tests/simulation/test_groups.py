@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from tests.simulation.runner import play_group
+from tests.simulation.group_scenes import LONG_SCENES
+from tests.simulation.runner import play_group, play_scene
+from tests.simulation.scenes import Scene
 
 FEW, ALL, CHUNK = 20, 300, 40
 
@@ -23,3 +25,9 @@ def test_no_invariant_breaks_in_a_group_under_faults() -> None:
 @pytest.mark.parametrize("first", range(FEW, ALL, CHUNK))
 def test_every_history_of_a_group_keeps_the_invariants(first: int) -> None:
     play(first, min(first + CHUNK, ALL))
+
+
+@pytest.mark.parametrize("scene", LONG_SCENES, ids=lambda scene: scene.name)
+def test_a_long_scene_ends_well(scene: Scene) -> None:
+    result = play_scene(scene)
+    assert not result.failure, result.failure

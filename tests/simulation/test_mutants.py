@@ -8,7 +8,7 @@ import pytest
 
 from tests.simulation import invariants
 from tests.simulation.mutants.provisioning import forget_unanswered_intent
-from tests.simulation.mutants.table import MUTANTS, Mutant, hunt, planted
+from tests.simulation.mutants.table import GROUP_MUTANTS, MUTANTS, Mutant, hunt, planted
 from tests.simulation.runner import play_scene
 from tests.simulation.scenes import SCENES
 
@@ -19,6 +19,14 @@ def test_a_planted_bug_is_caught(mutant: Mutant, is_collector_off: bool) -> None
     if mutant.needs_collector and is_collector_off:
         return
     catch = hunt(mutant, is_collector_off=is_collector_off)
+    assert catch is not None, f"{mutant.name} is not told"
+    assert catch.letter in mutant.letters.split(), catch.failure
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("mutant", GROUP_MUTANTS, ids=lambda mutant: mutant.name)
+def test_a_planted_bug_of_job_groups_is_caught(mutant: Mutant) -> None:
+    catch = hunt(mutant)
     assert catch is not None, f"{mutant.name} is not told"
     assert catch.letter in mutant.letters.split(), catch.failure
 

@@ -6,8 +6,9 @@ import zlib
 
 import pytest
 
+from tests.simulation.group_scenes import ALL_SCENES
 from tests.simulation.runner import play_scene
-from tests.simulation.scenes import SCENES, Scene
+from tests.simulation.scenes import Scene
 
 KILL_EVERY = 10  # effects of a scene killed at in `make test`; `make test-slow` kills at all others
 
@@ -31,13 +32,13 @@ def kill_at_each(scene: Scene, *, is_rest: bool) -> None:
         assert result.kills["kill:point"] > calm.kills["kill:point"]  # one at a time may come after an earlier end
 
 
-@pytest.mark.parametrize("scene", SCENES, ids=lambda scene: scene.name)
+@pytest.mark.parametrize("scene", ALL_SCENES, ids=lambda scene: scene.name)
 def test_a_kill_at_every_tenth_effect_does_not_change_the_outcome(scene: Scene) -> None:
     kill_at_each(scene, is_rest=False)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("scene", SCENES, ids=lambda scene: scene.name)
+@pytest.mark.parametrize("scene", ALL_SCENES, ids=lambda scene: scene.name)
 def test_a_kill_at_any_other_effect_does_not_change_the_outcome(scene: Scene) -> None:
     kill_at_each(scene, is_rest=True)
 
@@ -52,7 +53,7 @@ def test_a_kill_at_any_other_effect_does_not_change_the_outcome(scene: Scene) ->
     ],
 )
 def test_a_leader_that_is_stopped_at_any_deed_changes_nothing_about_the_end(name: str) -> None:
-    scene = next(scene for scene in SCENES if scene.name == name)
+    scene = next(scene for scene in ALL_SCENES if scene.name == name)
     for stop_at in range(1, play_scene(scene).points + 1):
         result = play_scene(scene, stop_at=stop_at)
         assert not result.failure, (

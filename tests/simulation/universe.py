@@ -8,7 +8,7 @@ import json
 import math
 import random as global_random
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -208,6 +208,11 @@ class Universe:
     def are_jobs_in(self) -> bool:
         return len(self.jobs_in) == len(self.mix.jobs)
 
+    def has_ended(self, job_ids: Collection[int]) -> bool:
+        """Return whether each of these jobs has a terminal status."""
+        rows = self._see(f"SELECT id FROM jobs WHERE status NOT IN {TERMINAL}")
+        return not {row[0] for row in rows} & set(job_ids)
+
     @property
     def requests_made(self) -> int:
         return len(self.requests) + self.retries
@@ -220,8 +225,10 @@ class Universe:
         rows = self.read("SELECT id FROM jobs WHERE request_id = ?", (request_id,))
         self._expect(rows[0][0] if rows else self._next_job_id() + place, spec)
 
-    def expect_retry(self, job_id: int, spec: JobSpec) -> None:
-        new = self._next_job_id()
+    def expect_retry(self, job_id: int, spec: JobSpec, *, request_id: str = "", place: int = 0) -> None:
+        """Expect the retry of a job as the next one, or as the one that this request made before."""
+        known = self.read("SELECT id FROM jobs WHERE request_id = ?", (request_id,))
+        new = known[0][0] if known else self._next_job_id() + place
         root = self.read("SELECT coalesce(resumes, id) FROM jobs WHERE id = ?", (job_id,))[0][0]
         self._expect(new, spec)
         self.gang.roots[new] = root

@@ -210,3 +210,11 @@ def retry_job(context: Context, *, job: str, secrets: Mapping[str, Secret], requ
     """Submit an ended job again, which resumes from its checkpoints."""
     given = {name: secret.value for name, secret in secrets.items()}
     return jobs.retry(context, jobs.find_job(context, job), secrets=given, request_id=request_id)
+
+
+def retry_group(
+    context: Context, *, job: str, secrets: Mapping[str, Secret], request_id: str | None
+) -> tuple[Job, ...]:
+    """Submit all jobs of an ended job group again, as a new group; `job` is the name of the group."""
+    given = {name: secret.value for name, secret in secrets.items()}
+    return jobs.retry_group(context, job, secrets=given, request_id=request_id)

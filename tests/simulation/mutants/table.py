@@ -12,9 +12,9 @@ from functools import partial
 from unittest.mock import patch
 
 from broker.provision.lifecycle import Provisioner
-from tests.simulation.mutants import believing, jobs, provisioning, storage
+from tests.simulation.group_scenes import ALL_SCENES, LONG_SCENES
+from tests.simulation.mutants import believing, groups, jobs, provisioning, storage
 from tests.simulation.runner import Result, play_scene
-from tests.simulation.scenes import SCENES
 
 POINTS_MAX = 100
 
@@ -30,6 +30,7 @@ class Mutant:
     letters: str
     scene: str
     needs_collector: bool = False
+    first_point: int = 1  # the effect at which the first kill of the hunt comes
     is_stop: bool = False  # exposed where a process is stopped at an effect; else where it is killed
 
     @property
@@ -187,6 +188,63 @@ MUTANTS: tuple[Mutant, ...] = (
 )
 
 
+GROUP_MUTANTS: tuple[Mutant, ...] = (
+    Mutant(plant=groups.start_before_all_tasks_are_set_up, letters="G1", scene="a group"),
+    Mutant(
+        plant=groups.start_in_two_regions,
+        letters="G4",
+        scene="a group that has not started follows a task to another region",
+    ),
+    Mutant(
+        plant=groups.ended_task_is_waited_for,
+        letters="L2 S11",
+        scene="a group that restarts without a task that has ended",
+    ),
+    Mutant(
+        plant=groups.addresses_not_sent_after_a_recovery, letters="G5", scene="a group whose auxiliary task is lost"
+    ),
+    Mutant(plant=groups.addresses_of_a_lost_task_are_kept, letters="G5", scene="a group whose auxiliary task is lost"),
+    Mutant(
+        plant=groups.one_task_is_forgotten_at_a_restart,
+        letters="G1 G2 L2",
+        scene="a group that restarts with its first task",
+    ),
+    Mutant(plant=groups.success_of_the_primary_tasks_ends_no_other, letters="L2", scene="a group"),
+    Mutant(
+        plant=groups.first_success_ends_the_group,
+        letters="G3",
+        scene="a group with two primary tasks, of which the second fails",
+    ),
+    Mutant(plant=groups.termination_delay_ignored, letters="G6", scene="a group whose auxiliary task ends later"),
+    Mutant(
+        plant=groups.cancelled_task_ends_no_other, letters="L2 S11", scene="a group whose primary task is cancelled"
+    ),
+    Mutant(
+        plant=groups.success_is_overwritten_by_a_failure,
+        letters="S7",
+        scene="a group with two primary tasks, of which the second fails",
+    ),
+    Mutant(
+        plant=groups.running_group_moves_at_once,
+        letters="G7",
+        scene="a running group moves to a region with capacity",
+    ),
+    Mutant(
+        plant=groups.both_tasks_move_to_each_other,
+        letters="S11",
+        scene="a group that has not started follows a task to another region",
+    ),
+    Mutant(plant=groups.budget_counts_the_whole_group, letters="S11", scene="a group with a budget for each task"),
+    Mutant(plant=groups.retry_joins_the_old_group, letters="S11 G3 S7", scene="a failed group is retried"),
+    Mutant(
+        plant=groups.group_is_retried_in_several_commits,
+        letters="S11",
+        scene="a failed group is retried",
+        first_point=110,
+    ),
+)
+
+
 def hunt(mutant: Mutant, *, is_collector_off: bool = False) -> Catch | None:
     """Return the first play of the scene that exposes the mutant, or None."""
     with planted(mutant, is_collector_off=is_collector_off):
@@ -198,9 +256,9 @@ def hunt(mutant: Mutant, *, is_collector_off: bool = False) -> Catch | None:
 
 def _list_plays(mutant: Mutant) -> Iterator[tuple[str, Callable[[], Result]]]:
     """List the plays: the scene undisturbed, then with a kill, or a stop, at each effect."""
-    scene = next(scene for scene in SCENES if scene.name == mutant.scene)
+    scene = next(scene for scene in (*ALL_SCENES, *LONG_SCENES) if scene.name == mutant.scene)
     yield scene.name, partial(play_scene, scene)
-    for point in range(1, POINTS_MAX):
+    for point in range(mutant.first_point, mutant.first_point + POINTS_MAX):
         if mutant.is_stop:
             yield f"{scene.name}, stopped at {point}", partial(play_scene, scene, stop_at=point)
         else:
