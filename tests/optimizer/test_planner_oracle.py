@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 
 from broker.errors import NoOfferError
 from broker.optimizer.egress import GB_PER_GIB, EgressTable, price_transfer
-from broker.types import EgressPrice, Offer, Quantity, Resources, Task
+from broker.optimizer.ranking import SAME_SCORE
+from broker.optimizer.terms import list_terms
+from broker.types import AcceleratorFigures, EgressPrice, Offer, Quantity, Resources, Task
 from tests.optimizer.market import offer, plan, read
 
 prices = st.one_of(st.none(), st.integers(1, 99).map(float))
@@ -177,3 +179,33 @@ def test_a_task_whose_work_is_done_costs_nothing_more() -> None:
     assert task.goal is not None
     found = plan(replace(task, goal=replace(task.goal, work_hours=0.0)), [offer()])
     assert [(each.expected_usd, each.expected_hours) for each in found.estimates] == [(0.0, 0.0), (0.0, 0.0)]
+
+
+@pytest.mark.parametrize("hour_value", [0, 5, 500])
+def test_the_whole_ranking_is_in_the_order_of_cost_and_the_value_of_time(hour_value: int) -> None:
+    """The machines of two alternatives take different hours, so that the order by dollars is another one."""
+    figures = {
+        name: AcceleratorFigures(name=name, memory_gib=80, bf16_dense_tflops=peak)
+        for name, peak in (("H100", 900.0), ("A100", 300.0))
+    }
+    offers = [
+        offer(
+            region=f"r{number}", accelerator=name, instance_type=name, ondemand_usd_hour=30.0 + usd, spot_usd_hour=usd
+        )
+        for index, (name, usd) in enumerate([("A100", 3.0), ("H100", 11.0), ("A100", 5.0), ("H100", 8.0)])
+    ]
+    text = 'resources: {accelerators: {A100: 8, H100: 8}}\ngoal: {work: {hours: 90, "on": "A100:8"}, hour_value: %d}'
+    found = plan(text % hour_value, offers, figures=figures).estimates
+    scores = [(each.expected_usd or 0) + hour_value * (each.expected_hours or 0) for each in found]
+    assert len(found) == 8 and scores[1:] == sorted(scores[1:]) and scores[0] <= min(scores) * SAME_SCORE
+
+
+def test_a_few_minutes_on_demand_are_not_listed_beside_the_hours_on_spot() -> None:
+    (found,) = plan("resources: {accelerators: H100:8, use_spot: true}\ngoal: {work: 10h}", [offer()]).estimates
+    assert found.breakdown is not None
+
+    def find_machines(hours: float) -> str:
+        parts = replace(found.breakdown, ondemand_hours=hours, ondemand_usd_hour=40.0)  # type: ignore[type-var]
+        return dict(list_terms(Task(), replace(found, breakdown=parts)))["machines"]
+
+    assert "on-demand" not in find_machines(0.04) and "on-demand" in find_machines(0.06)

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from broker.spot.durations import AGES, Durations
+from broker.spot.durations import AGES, NOTHING_SEEN, Durations
 from broker.spot.forecast import read_market
 from broker.spot.policies import load_policy
 from broker.spot.policies.base import Candidate, JobView, Move, Stay, Wait, find_fallback, safe_hours
@@ -162,3 +162,18 @@ def test_a_fallback_is_the_cheapest_in_time_else_the_fastest() -> None:
     saved = view_of(10, 15.2, unsaved_hours=2.5)
     assert find_fallback(saved, [SURE, slow]) is SURE
     assert find_fallback(replace(saved, saves_on_notice=True), [SURE, slow]) is slow, "a notice saves 2.5 h of work"
+
+
+def test_a_market_changes_at_first_at_the_rate_of_its_present_state() -> None:
+    soon = 1e-6
+    opened = read_market(read(age_hours=2.0), SURE, MEASURED)
+    assert (1 - opened.expect_open(soon)) / soon == pytest.approx(1 / opened.mean_open_hours, rel=1e-3)
+    closed = read_market(read(is_open=False, age_hours=2.0), SURE, MEASURED)
+    assert closed.expect_open(soon) / soon == pytest.approx(1 / closed.mean_closed_hours, rel=1e-3)
+
+
+def test_calm_hours_slow_the_pace_of_the_ages_at_which_they_were_watched() -> None:
+    young, old = MEASURED.learn_open(NOTHING_SEEN, (0.0, 0.5))
+    assert young < old <= 1.0
+    young, old = MEASURED.learn_open(NOTHING_SEEN, (20.0, 80.0))
+    assert old < young <= 1.0
