@@ -189,9 +189,7 @@ def test_the_whole_ranking_is_in_the_order_of_cost_and_the_value_of_time(hour_va
         for name, peak in (("H100", 900.0), ("A100", 300.0))
     }
     offers = [
-        offer(
-            region=f"r{number}", accelerator=name, instance_type=name, ondemand_usd_hour=30.0 + usd, spot_usd_hour=usd
-        )
+        offer(region=f"r{index}", accelerator=name, instance_type=name, ondemand_usd_hour=30.0 + usd, spot_usd_hour=usd)
         for index, (name, usd) in enumerate([("A100", 3.0), ("H100", 11.0), ("A100", 5.0), ("H100", 8.0)])
     ]
     text = 'resources: {accelerators: {A100: 8, H100: 8}}\ngoal: {work: {hours: 90, "on": "A100:8"}, hour_value: %d}'

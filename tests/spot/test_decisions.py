@@ -31,6 +31,8 @@ def test_greedy_waits_until_the_point_of_no_return_and_then_stays_on_demand() ->
     for spot in (OPEN, CLOSED):
         short = decide(view_of(10, 10.15), [spot, SURE])
         assert isinstance(short, Wait) and short.hours == pytest.approx(0.05), "too short for a start on spot"
+    kept = decide(view_of(10, 10.6, current=0, save_every_hours=0.5), [OPEN, SURE])
+    assert isinstance(kept, Stay) and kept.hours == pytest.approx(0.5), "on spot while there is time to spare"
     only = decide(view_of(10, None), [OPEN, replace(OPEN, is_open=False)])
     assert isinstance(only, Move) and only.target is OPEN
     assert isinstance(decide(view_of(10, None, current=0), [OPEN, OPEN]), Stay)
@@ -45,7 +47,9 @@ def test_uniform_progress_leaves_on_demand_only_with_two_starts_to_spare() -> No
         found = decide(view, [OPEN, SURE])
         assert isinstance(found, Move) is is_moved, left
     idle = JobView(work_left_hours=10, time_left_hours=10.25, work_hours=10, deadline_hours=20)
-    assert isinstance(decide(idle, [replace(OPEN, start_hours=0.12), SURE]), Move), "one start is enough from nothing"
+    slow = replace(OPEN, start_hours=0.12)
+    found = decide(idle, [slow, SURE])
+    assert isinstance(found, Move) and found.target is slow, "one start is enough where nothing runs"
 
 
 def test_uniform_progress_waits_exactly_until_it_falls_to_its_line() -> None:
@@ -177,3 +181,31 @@ def test_calm_hours_slow_the_pace_of_the_ages_at_which_they_were_watched() -> No
     assert young < old <= 1.0
     young, old = MEASURED.learn_open(NOTHING_SEEN, (20.0, 80.0))
     assert old < young <= 1.0
+
+
+@pytest.mark.parametrize(
+    ("usd", "move_usd", "work", "share"),
+    [
+        (0.5, 0.0, 10.0, 1.0),  # the best itself saves half
+        (0.75, 0.0, 10.0, 0.5),
+        (0.995, 0.0, 10.0, 0.02),  # open is better than nothing
+        (1.5, 0.0, 10.0, 0.02),
+        (0.25, 0.0, 10.0, 1.0),
+        (0.5, 0.025, 0.1, 0.5),  # a move for a quarter of the price of a stay of 0.1 h leaves half of the saving
+        (0.5, 9.0, 0.1, 0.0),
+    ],
+)
+def test_a_market_appeals_by_its_share_of_the_best_saving(
+    usd: float, move_usd: float, work: float, share: float
+) -> None:
+    best = read_market(read(age_hours=9.0), SURE, MEASURED)
+    other = read_market(make_candidate("b", is_spot=True, usd=usd, age_hours=9.0, move_usd=move_usd), SURE, MEASURED)
+    assert other.appeal(best, work) == pytest.approx(share)
+
+
+def test_where_spot_saves_nothing_only_markets_without_a_move_appeal() -> None:
+    best = read_market(make_candidate(is_spot=True, usd=1.0), SURE, MEASURED)
+    near, far = (
+        read_market(make_candidate("b", is_spot=True, usd=1.0, move_usd=each), SURE, MEASURED) for each in (0.0, 0.1)
+    )
+    assert (near.appeal(best, 10.0), far.appeal(best, 10.0)) == (1.0, 0.0)
