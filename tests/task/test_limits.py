@@ -51,7 +51,7 @@ def test_an_alias_counts_with_all_that_is_nested_below_it(is_list: bool, is_deep
     ("policy", "replicas_min", "targets"),
     [
         ("replicas: 3", 3, {}),
-        ('ports: "8080"', 1, {}),
+        ("load_balancing_policy: round_robin", 1, {}),
         ("replica_policy: {min_replicas: 0, target_qps_per_replica: 2, max_replicas: 4}", 0, {"": 2}),
         ("replica_policy: {min_replicas: 2}", 2, {}),
     ],
