@@ -3,6 +3,7 @@
 import hashlib
 import json
 import math
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from trainers.manifest import (
     Damage,
     check_seal,
     divide,
+    find_newest,
     list_checkpoints,
     read_manifest,
     remove_old,
@@ -129,6 +131,31 @@ def test_a_corpus_shows_each_of_its_windows_once_an_epoch_and_no_other(
         shown = [[*row.tolist(), after[-1].item()] for row, after in zip(inputs, targets, strict=True)]
         assert sorted(shown) == cut[windows.start : windows.stop]
         assert torch.equal(inputs[:, 1:], targets[:, :-1])
+
+
+def test_the_longest_row_of_too_short_data_is_named() -> None:
+    with pytest.raises(TrainerError, match="the data has 7 tokens in a row; a context of 8 needs 9"):
+        make_corpus([3, 7, 5], 8, range(0))
+
+
+def test_the_newest_checkpoint_is_the_last_whose_files_are_all_as_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    storage, counter = FolderStorage(tmp_path), Counter()
+    assert find_newest(storage) is None
+    manager = open_manager(tmp_path, counter)
+    for step in (1, 2, 3):
+        begun_s = time.perf_counter()
+        manager.save(step)
+        manager.wait()
+        assert 0 < manager.write_s <= time.perf_counter() - begun_s
+    found = find_newest(storage)
+    assert found is not None and found[0].step == 3 and found[1].world_size == 1
+    (file,) = (tmp_path / str(found[0])).glob("__0_*")
+    file.write_bytes(b"x" + file.read_bytes()[1:])
+    found = find_newest(storage)
+    assert found is not None and found[0].step == 2
+    assert f"skipping checkpoint `step-00000003-attempt-0001-{manager._run}`" in capsys.readouterr().err
 
 
 def test_a_corpus_is_another_one_where_text_context_seed_or_part_is() -> None:
