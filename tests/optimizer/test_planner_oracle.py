@@ -207,3 +207,9 @@ def test_a_few_minutes_on_demand_are_not_listed_beside_the_hours_on_spot() -> No
         return dict(list_terms(Task(), replace(found, breakdown=parts)))["machines"]
 
     assert "on-demand" not in find_machines(0.04) and "on-demand" in find_machines(0.06)
+
+
+def test_offers_of_other_accelerators_are_not_counted_as_excluded() -> None:
+    offers = [offer(), offer(region="eu"), offer(accelerator="A100"), offer(accelerator="A100", region="eu")]
+    made = plan("resources: {accelerators: h100:8, region: us-east-1}", offers)
+    assert [(each.filter, each.count, each.nearest) for each in made.rejections] == [("region", 1, "eu")]
