@@ -193,6 +193,7 @@ def test_calm_hours_slow_the_pace_of_the_ages_at_which_they_were_watched() -> No
         (0.25, 0.0, 10.0, 1.0),
         (0.5, 0.025, 0.1, 0.5),  # a move for a quarter of the price of a stay of 0.1 h leaves half of the saving
         (0.5, 9.0, 0.1, 0.0),
+        (0.5, 0.25, 1.0, 0.5),  # spread over an hour
     ],
 )
 def test_a_market_appeals_by_its_share_of_the_best_saving(
