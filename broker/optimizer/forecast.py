@@ -106,7 +106,8 @@ def record_forecast(plan: Plan) -> ForecastRecord | None:
 def find_deadline_chances(plan: Plan, *, work_hours: float, deadline_hours: float) -> tuple[float, float | None]:
     """Return the chance to finish other work by another deadline on the choice, and that of staying on spot.
 
-    Hours of work are those of the task's goal. The second is None if the choice runs on-demand.
+    Hours of work are those of the task's goal, of which `plan` must list all placements: it is made without a budget.
+    The second is None if the choice runs on-demand.
     """
     assert isinstance(plan.estimates, LazyEstimates)
     goal, course = plan.task.goal, plan.estimates.candidates[0].forecast

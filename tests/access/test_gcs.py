@@ -6,10 +6,15 @@ import json
 import os
 import stat
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import requests
+from google.auth.exceptions import RefreshError
+from google.auth.transport.requests import AuthorizedSession
 
+from broker.access import gcs
 from broker.access.base import Grant, Need
 from broker.access.gcs import LIFE_S, GcsGranter
 from broker.access.granting import Grants
@@ -17,7 +22,7 @@ from broker.access.needs import list_needs
 from broker.agent import agent_bucket, agent_login
 from broker.clock import SystemClock
 from broker.config import Config
-from broker.errors import AuthError, InvalidRequestError
+from broker.errors import AuthError, InvalidRequestError, TransientError
 from tests.access.plans import make_task, plan_on
 from tests.testbed.google_iam import FakeGoogle, Refusal, serve_google
 
@@ -196,3 +201,39 @@ def test_agent_uses_a_users_login_file(config: Config, google: FakeGoogle, monke
         path.write_text(text)
         with pytest.raises(agent_login.Refused, match="no login for gs://"):
             agent_login.find_google_token(variables)
+
+
+@pytest.mark.parametrize(
+    ("answer", "kind", "words"),
+    [
+        (requests.ConnectionError("reset"), TransientError, "cannot reach Google: ConnectionError"),
+        (requests.Timeout(), TransientError, "cannot reach Google: Timeout"),
+        (RefreshError("expired"), AuthError, "the key is not accepted"),
+        (401, AuthError, "HTTP 401"),
+        (403, AuthError, "HTTP 403"),
+        (404, InvalidRequestError, "cannot use `gs://testbed/runs/x`: HTTP 404"),
+        (503, TransientError, "cannot use `gs://testbed/runs/x`: HTTP 503"),
+    ],
+)
+@pytest.mark.parametrize("is_written", [True, False])
+def test_a_key_that_cannot_be_tried_is_told_from_one_that_is_refused(
+    config: Config,
+    google: FakeGoogle,
+    monkeypatch: pytest.MonkeyPatch,
+    answer: Exception | int,
+    kind: type[Exception],
+    words: str,
+    *,
+    is_written: bool,
+) -> None:
+    key = json.loads(issue(config, SystemClock()).files["google.json"].value)
+
+    def respond(*arguments: object, **options: object) -> SimpleNamespace:
+        if isinstance(answer, Exception):
+            raise answer
+        return SimpleNamespace(status_code=answer)
+
+    for verb in ("get", "post"):
+        monkeypatch.setattr(AuthorizedSession, verb, respond)
+    with pytest.raises(kind, match=words):
+        gcs._use(key, Need(scheme="gs", bucket="testbed", path="runs/x", is_written=is_written))

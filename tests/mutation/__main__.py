@@ -1,14 +1,16 @@
 """Mutation testing of the product: `python -m tests.mutation --count 300 --seed 1` plants small faults.
 
 It draws mutants of `jobs`, `provision`, `state`, `runtime` and `agent`, runs each in a copy of the tree against the
-fast tests and the simulation, and prints the detector of each and the survivors. It exits with 1 where fewer than 90 %
-are detected. With `--resume` results are kept in a file, one JSON line each, and a run that was cut off continues; a
-change of the mutated file makes its results void, and `--retry` judges survivors again.
+fast tests and the simulation, and prints the detector of each and the survivors. With `--only` it draws from any folder
+or file of `broker` and `trainers`; the fast tests of their rooms judge. It exits with 1 where fewer than 90 % are
+detected. With `--resume` results are kept in a file, one JSON line each, and a run that was cut off continues; a change
+of the mutated file makes its results void, and `--retry` judges survivors again.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import sys
 from collections.abc import Iterator, Sequence
@@ -72,7 +74,6 @@ class Results:
 
     def __init__(self, path: Path | None, *, is_retry: bool) -> None:
         self._path = path
-        self._digests = {file: draw.digest((ROOT / file).read_text()) for file in draw.list_files()}
         self._found: dict[str, Verdict] = {}
         for line in path.read_text().splitlines() if path and path.exists() else ():
             row = json.loads(line)
@@ -90,7 +91,12 @@ class Results:
                 file.write(json.dumps(row) + "\n")
 
     def _make_key(self, mutant: Mutant) -> str:
-        return f"{mutant.file} {self._digests.get(mutant.file, '')} {mutant.start}-{mutant.end} {mutant.after}"
+        return f"{mutant.file} {digest_file(mutant.file)} {mutant.start}-{mutant.end} {mutant.after}"
+
+
+@functools.cache
+def digest_file(file: str) -> str:
+    return draw.digest((ROOT / file).read_text())
 
 
 def judge_all(mutants: Sequence[Mutant], jobs: int) -> Iterator[Judged]:

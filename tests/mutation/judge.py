@@ -13,7 +13,7 @@ from tests.mutation.limited import Ended, run_limited
 from tests.mutation.operators import Mutant
 from tests.mutation.readers import find_readers
 from tests.mutation.shadow import Shadow
-from tests.mutation.survey import RUNTIME, Reached, Survey
+from tests.mutation.survey import RUNTIME, Reached, Survey, mirror
 
 QUICK_PLAYS_S = 1.0  # of the quickest plays and tests: most mutants are detected here
 QUICK_TESTS_S = 2.0
@@ -132,8 +132,8 @@ def choose(survey: Sequence[Reached], mutant: Mutant, cpu_s_max: float) -> list[
     if readers:  # a constant's own test may compare it, and enter nothing
         entering += [each for each in survey if f"/test_{stem}.py::" in each.name and each not in entering]
     entering = entering or [each for each in survey if each.enters_file(mutant)]
-    room = mutant.file.split("/")[1]
-    folders = tuple(f"{folder}/" for folder in (RUNTIME if room in ("runtime", "agent") else (f"tests/{room}",)))
+    folder = mirror(mutant.file)
+    folders = tuple(f"{each}/" for each in (RUNTIME if folder.startswith(RUNTIME) else (folder,)))
     entering = entering or [each for each in survey if each.name.startswith(folders)]
     entering.sort(key=lambda each: (f"/test_{stem}.py::" not in each.name, not each.name.startswith(folders)))
     return take(entering, cpu_s_max)

@@ -41,7 +41,8 @@ class Reader:
 def _name_function(line: str) -> str:
     path, _, function = line.rpartition("\t")
     is_sent = "/agent/agent" in path  # on a node, or where a test has put it
-    file = f"broker/agent/{Path(path).name}" if is_sent else f"broker/{path.rpartition('/broker/')[2]}"
+    package = "broker" if "/broker/" in path else "trainers"
+    file = f"broker/agent/{Path(path).name}" if is_sent else f"{package}/{path.rpartition(f'/{package}/')[2]}"
     plain = [part for part in function.split(".") if part not in ("<locals>", "<lambda>", "<genexpr>", "<listcomp>")]
     return f"{file} {'.'.join(part for part in plain if not part.startswith('<'))}"
 

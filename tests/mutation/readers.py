@@ -7,15 +7,16 @@ import functools
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Set
 
-from tests.mutation.draw import list_files
+from tests.mutation.draw import ROOMS, list_files
 from tests.mutation.operators import Mutant
 from tests.mutation.shadow import ROOT
 
 
 def find_readers(mutant: Mutant) -> frozenset[str]:
     """Return `FILE FUNCTION` of each reader of the name that this mutant's line defines outside of functions."""
+    room = mutant.file.rpartition("/")[0]
     names = set(_list_defined(ast.parse((ROOT / mutant.file).read_text()), mutant.line))
-    return frozenset().union(*(_index().get(name, frozenset()) for name in names))
+    return frozenset().union(*(_index(room).get(name, frozenset()) for name in names))
 
 
 def _list_defined(node: ast.Module | ast.ClassDef, line: int) -> Iterator[str]:
@@ -30,10 +31,11 @@ def _list_defined(node: ast.Module | ast.ClassDef, line: int) -> Iterator[str]:
 
 
 @functools.cache
-def _index() -> Mapping[str, Set[str]]:
-    """Index the functions of all rooms by the names that they read; a function reads what is within it, too."""
+def _index(room: str) -> Mapping[str, Set[str]]:
+    """Index the functions of the default rooms and of this one by the names that they read; a function reads what is
+    within it, too."""
     found: dict[str, set[str]] = defaultdict(set)
-    for file in list_files():
+    for file in list_files((*ROOMS, room)):
         _add(ast.parse((ROOT / file).read_text()), file, "", found)
     return found
 

@@ -27,8 +27,9 @@ if not hasattr(_reach_sys, "_reach"):  # a test may load agent modules beside br
         code = frame.f_code
         if code not in seen:
             seen.add(code)
-            if {mark!r} in code.co_filename or "/agent/agent" in code.co_filename:
-                line = code.co_filename + chr(9) + getattr(code, "co_qualname", code.co_name) + chr(10)
+            file = code.co_filename
+            if {broker!r} in file or {trainers!r} in file or "/agent/agent" in file:
+                line = file + chr(9) + getattr(code, "co_qualname", code.co_name) + chr(10)
                 try:
                     file = open({log!r}, _reach_os.O_WRONLY | _reach_os.O_APPEND | _reach_os.O_CREAT)
                     write(file, line.encode())
@@ -67,8 +68,8 @@ class Shadow:
     def record_reach(self) -> Path:
         """Record in this file, from now on, the functions that the copy's programs enter."""
         log = self.folder / "reach.tsv"
-        recorder = RECORDER.format(mark=f"{self.folder}/broker/", log=str(log))
-        for file in ("broker/__init__.py", *(f"broker/agent/{name}" for name in AGENT)):
+        recorder = RECORDER.format(broker=f"{self.folder}/broker/", trainers=f"{self.folder}/trainers/", log=str(log))
+        for file in ("broker/__init__.py", "trainers/__init__.py", *(f"broker/agent/{name}" for name in AGENT)):
             head, mark, rest = self.read(file).partition("from __future__ import annotations\n")
             self._write(file, f"{head}{mark}{recorder}{rest}" if mark else f"{head}\n{recorder}")
         return log

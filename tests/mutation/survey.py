@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.mutation.draw import digest
+from tests.mutation.draw import ROOMS, digest
 from tests.mutation.limited import run_limited
 from tests.mutation.operators import Mutant
 from tests.mutation.plays import list_plays
@@ -52,10 +52,29 @@ class Survey:
     plays: Sequence[Reached]
 
 
+def mirror(file: str) -> str:
+    """Return the folder of tests that mirrors the folder of this file, such as `tests/spot`."""
+    folder = ROOT / "tests" / Path(file.removeprefix("broker/")).parent
+    while not folder.is_dir():
+        folder = folder.parent
+    return str(folder.relative_to(ROOT))
+
+
+def list_folders(files: Iterable[str]) -> list[str]:
+    """List the folders whose tests may detect mutants of these files.
+
+    The default rooms work together, and each is surveyed by the tests of all; any other room by its own tests.
+    """
+    rooms = {mirror(file): file.startswith(tuple(f"{room}/" for room in ROOMS)) for file in files}
+    is_runtime = any(name.startswith(RUNTIME) for name in rooms)
+    defaults = (*FOLDERS, *(RUNTIME if is_runtime else ())) if any(rooms.values()) else ()
+    return [*defaults, *sorted(name for name, is_default in rooms.items() if not is_default)]
+
+
 def survey(files: Iterable[str]) -> Survey:
     """Return tests that may detect mutants of these files, cached; record those whose test file is new or changed."""
-    is_runtime = any(file.startswith(("broker/runtime/", "broker/agent/")) for file in files)
-    folders = [*FOLDERS, *RUNTIME] if is_runtime else FOLDERS
+    folders = list_folders(files)
+    has_plays = FOLDERS[0] in folders  # the simulation is of the default rooms
     cache: dict[str, Any] = json.loads(CACHE.read_text()) if CACHE.exists() else {}
     paths = [path for folder in folders for path in sorted((ROOT / folder).glob("test_*.py"))]
     modules = [name for name in (str(path.relative_to(ROOT)) for path in paths) if name not in SLOW]
@@ -63,7 +82,7 @@ def survey(files: Iterable[str]) -> Survey:
     simulation = digest("".join(path.read_text() for path in sorted((ROOT / "tests/simulation").rglob("*.py"))))
     simulation = digest(simulation + "\n".join(list_plays()))
     new = [module for module in modules if cache.get(module, {}).get("digest") != digests[module]]
-    is_played = cache.get("plays", {}).get("digest") == simulation
+    is_played = not has_plays or cache.get("plays", {}).get("digest") == simulation
     if new or not is_played:
         with make_shadow() as shadow:
             log = shadow.record_reach()
@@ -74,9 +93,10 @@ def survey(files: Iterable[str]) -> Survey:
                 cache["plays"] = {"digest": simulation, "lines": _record_plays(shadow, log)}
                 _save(cache)
     tests = [read_line(line) for module in modules for line in cache[module]["lines"]]
+    plays = [read_line(line) for line in cache["plays"]["lines"]] if has_plays else []
     return Survey(
         tests=sorted((each for each in tests if each.cpu_s <= FAST_S + NODES_S), key=lambda each: each.cpu_s),
-        plays=sorted((read_line(line) for line in cache["plays"]["lines"]), key=lambda each: each.cpu_s),
+        plays=sorted(plays, key=lambda each: each.cpu_s),
     )
 
 

@@ -18,8 +18,9 @@ from tests.mutation.judge import KILLS, Judge, Reached, Survey, choose, draw_kil
 from tests.mutation.limited import run_limited
 from tests.mutation.operators import Mutant, find_mutants
 from tests.mutation.reach import Reader
+from tests.mutation.readers import find_readers
 from tests.mutation.shadow import Shadow, make_shadow
-from tests.mutation.survey import read_line
+from tests.mutation.survey import FOLDERS, RUNTIME, list_folders, read_line
 
 TEST = "tests/mutation/probes.py::test_the_answer_time_is_learned"
 PROBES = """
@@ -182,6 +183,14 @@ def test_functions_that_a_process_enters_are_recorded(tmp_path: Path) -> None:
         assert "broker/provision/hedge_timer.py learn" in Reader(log).read()
 
 
+def test_functions_of_the_trainers_are_recorded_too(tmp_path: Path) -> None:
+    with make_shadow() as shadow:
+        log = shadow.record_reach()
+        code = "from trainers.manifest import CheckpointName; str(CheckpointName(step=1, attempt=1, run='a'))"
+        subprocess.run([sys.executable, "-c", code], env=shadow.make_environment(), cwd=tmp_path, check=True)
+        assert "trainers/manifest.py CheckpointName.__str__" in Reader(log).read()
+
+
 def test_entered_functions_are_recorded_although_a_test_lets_no_file_be_opened(tmp_path: Path) -> None:
     code = """
 import os
@@ -236,6 +245,18 @@ def test_a_limit_counts_when_the_test_under_way_reaches_it_alone(
     by, where, _ = judge._run_tests(tests)
     assert (by, where) == ("limit", f"tests {file}::test_that_hangs")
     (shadow.folder / file).write_text(PROBES)
+
+
+def test_a_room_beside_the_default_ones_is_surveyed_by_the_tests_that_mirror_it() -> None:
+    assert list_folders(["broker/jobs/monitor.py"]) == [*FOLDERS]
+    assert list_folders(["broker/jobs/monitor.py", "broker/agent/agent.py"]) == [*FOLDERS, *RUNTIME]
+    other = ["broker/spot/policies/greedy.py", "broker/clouds/aws/cloud.py", "trainers/checkpoint.py"]
+    assert list_folders(other) == ["tests/clouds/aws", "tests/spot", "tests/trainers"]
+    assert list_folders(["broker/spot/hazard.py", "broker/state/jobs.py"]) == [*FOLDERS, "tests/spot"]
+
+
+def test_readers_of_a_constant_are_found_in_a_room_beside_the_default_ones() -> None:
+    assert "broker/spot/interval.py best_interval_s" in find_readers(find("broker/spot/interval.py", "1.0 -> 10.0"))
 
 
 def test_a_test_that_starts_nodes_comes_after_those_that_only_compute() -> None:

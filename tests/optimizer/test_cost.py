@@ -114,3 +114,7 @@ def test_a_lost_machine_is_not_billed_and_clouds_start_the_clock_at_different_ti
     assert bill_recovery_s("runpod", 4, 300, 0) == 292.5  # of four nodes, three are billed meanwhile
     assert bill_recovery_s("lambda", 1, 300, 0) < bill_recovery_s("aws", 1, 300, 0)
     assert bill_recovery_s("aws", 1, 0, 60) == 60  # reading a checkpoint back is always billed
+
+
+def test_a_job_that_will_not_need_on_demand_shows_no_switch_to_it() -> None:
+    assert run_on_spot(replace(DUE, deadline_hours=4000.0)).switch_after_hours is None

@@ -133,3 +133,27 @@ def test_frontier_has_only_undominated_placements() -> None:
 )
 def test_a_chance_never_rounds_to_certainty(chance: float, shown: str) -> None:
     assert show_chance(chance) == shown
+
+
+def test_a_dear_machine_of_lower_hourly_price_loses_by_its_largest_cause() -> None:
+    """Three times slower costs more than the transfer of its data; a limit that it violates comes first."""
+    offers = [
+        offer("gcp", accelerator="A100", instance_type="old", spot_usd_hour=None, ondemand_usd_hour=30.0),
+        offer("aws", instance_type="new", spot_usd_hour=None, ondemand_usd_hour=40.0),
+    ]
+    text = (
+        "resources: {accelerators: {A100: 8, H100: 8}}\ninputs: {s3://data: 100GB}\n"
+        'goal: {work: {hours: 90, "on": "A100:8"}, hour_value: 0%s}'
+    )
+
+    def find_reason(limits: str) -> str:
+        made = plan(text % limits, offers, figures=FIGURES)
+        (loser,) = list_losers(made, plan(lift_limits(made.task), offers, figures=FIGURES))
+        return loser.reason
+
+    assert find_reason("") == "3.0 times slower; 2,712.88 USD to finish"
+    assert find_reason(", budget: 2000") == "2,712.88 USD expected, which exceeds the budget"
+    assert find_reason(", deadline: 50h") == "meets the deadline with 0.0 %; 90.0 % is required"
+    assert find_reason(", deadline: 50h, budget: 2000") == (
+        "meets the deadline with 0.0 %; 90.0 % is required; 2,712.88 USD expected, which exceeds the budget"
+    )

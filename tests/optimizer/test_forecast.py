@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 
 from broker.errors import NoOfferError
-from broker.optimizer.forecast import CostForecast, forecast_plan, list_influences
+from broker.optimizer.forecast import (
+    CostForecast,
+    ForecastEstimates,
+    find_deadline_chances,
+    forecast_plan,
+    list_influences,
+)
 from broker.optimizer.infeasible import explain_infeasible
 from broker.spot.hazard import Observation
+from broker.types import AcceleratorFigures
 from tests.optimizer.market import offer, plan, read
 
 TASK = "resources: {accelerators: H100:8}\ngoal: {work: 40h, deadline: 60h, budget: 1000}"
@@ -127,3 +135,49 @@ def test_spot_alone_that_would_often_be_late_is_refused_with_its_chance() -> Non
     error = explain_infeasible(caught.value, task, lambda changed: plan(changed, [offer()]))
     assert error.hints[0].startswith("extend the deadline")
     assert error.hints[1].startswith("drop `use_spot: true`, so that on-demand can take over in time: 2 placements fit")
+
+
+def test_the_chances_of_a_deadline_are_those_of_the_plan_made_for_it() -> None:
+    made = plan(TASK.replace("budget: 1000", "hour_value: 0"), [offer()])
+    assert made.choice.placement.is_spot
+    alone = forecast(SPOT_ONLY).deadline_chance
+    assert find_deadline_chances(made, work_hours=40.0, deadline_hours=60.0) == (1.0, alone)
+    later = forecast(SPOT_ONLY.replace("60h", "90h")).deadline_chance
+    assert find_deadline_chances(made, work_hours=40.0, deadline_hours=90.0) == (1.0, later)
+    assert alone is not None and later is not None and alone < later
+    # 39 h are too short even on-demand: nothing to continue on, and the chance is that of spot.
+    together, least = find_deadline_chances(made, work_hours=40.0, deadline_hours=39.0)
+    assert together == least and least is not None and least < 0.01
+    # Half the work is done and half the time: on-demand takes 20 h.
+    met, alone = find_deadline_chances(made, work_hours=20.0, deadline_hours=21.0)
+    assert met == 1.0 and alone is not None and alone < 1.0
+    assert find_deadline_chances(made, work_hours=0.0, deadline_hours=1.0) == (1.0, 1.0)
+    assert find_deadline_chances(made, work_hours=1.0, deadline_hours=0.0) == (0.0, 0.0)
+
+
+def test_a_fallback_that_is_too_slow_for_the_deadline_gives_no_certainty() -> None:
+    """Spot runs on faster machines than the on-demand gang that the plan lists."""
+    figures = {
+        name: AcceleratorFigures(name=name, memory_gib=80, bf16_dense_tflops=peak)
+        for name, peak in (("H100", 900.0), ("A100", 300.0))
+    }
+    offers = [offer(ondemand_usd_hour=None), offer(accelerator="A100", spot_usd_hour=None, instance_type="old")]
+    text = 'resources: {accelerators: {A100: 8, H100: 8}}\ngoal: {work: {hours: 40, "on": "H100:8"}, deadline: 500h}'
+    made = plan(text, offers, figures=figures)
+    assert made.choice.placement.is_spot and made.estimates[-1].expected_hours == pytest.approx(120, rel=0.05)
+    together, alone = find_deadline_chances(made, work_hours=40.0, deadline_hours=110.0)
+    assert together == alone and alone is not None and 0 < alone < 1
+    assert find_deadline_chances(made, work_hours=40.0, deadline_hours=130.0)[0] == 1.0
+
+
+def test_an_on_demand_choice_meets_a_deadline_or_does_not() -> None:
+    made = plan(TASK.replace("1000", "5000"), [offer(spot_usd_hour=None)])
+    chances = [find_deadline_chances(made, work_hours=20.0, deadline_hours=hours) for hours in (19.9, 20.1)]
+    assert chances == [(0.0, None), (1.0, None)]
+
+
+def test_a_plan_from_another_process_keeps_its_forecast() -> None:
+    made = plan(TASK, [offer()])
+    sent = ForecastEstimates(made.estimates[:2])
+    sent.forecast = forecast()
+    assert forecast_plan(replace(made, estimates=sent)) == forecast()

@@ -182,3 +182,18 @@ def test_gradient_transfer_without_overlap_costs_its_full_time() -> None:
     )  # fmt: skip
     assert bare == pytest.approx(2 * 7 / 8 * 4 * shape.parameters / (450e9 * 0.75))
     assert hidden < bare
+
+
+def test_recomputation_repeats_the_forward_pass_or_its_attention_alone() -> None:
+    """A forward pass is a third of the FLOPs; scores and values take 4 x layers x width x sequence of them."""
+    shape, sequence = ModelShape(layers=24, width=2048, heads=16), 8192
+    hardware = Hardware(figures=H100, accelerators=8, network_gbs=50.0)
+    none, selective, full = (
+        estimate_step(
+            shape, Sharding(data=8), hardware, sequence=sequence, batch=8, micro_batch=1, recompute=recompute
+        ).compute_s
+        for recompute in ("none", "selective", "full")
+    )
+    attention = 4 * 24 * 2048 * sequence
+    assert full / none == pytest.approx(4 / 3)
+    assert selective / none == pytest.approx(1 + attention / (6 * shape.parameters + 3 * attention), rel=0.01)

@@ -124,3 +124,12 @@ def test_measured_figures_have_no_unit(speed: float, factor: float) -> None:
     one = scale("T4", 4, A100_8=speed, T4_1=speed / 20)
     other = scale("T4", 4, A100_8=speed * factor, T4_1=speed * factor / 20)
     assert math.isclose(one, other, rel_tol=1e-9)
+
+
+def test_a_card_without_figures_scales_by_its_count_alone() -> None:
+    """Only its own measurement says how fast it is; the one of the nearest count is used."""
+    measured = {"Blank:8": 1000.0, "Blank:64": 4000.0}
+    assert find_speed("Blank", 16, {}, measured=measured) == 2000.0
+    assert find_speed("blank", 8, {}, node_count=3, measured=measured) == 1500.0
+    assert find_speed("Blank", 8, {}, measured=measured) == 1000.0
+    assert find_speed("Other", 8, {}, measured=measured) == 0.0

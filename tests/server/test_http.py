@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 from pathlib import Path
+from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
 import jsonschema
@@ -104,6 +105,16 @@ def test_task_cannot_name_files_of_the_server(hosted: Hosted) -> None:
 
 def _submit(task: dict[str, object]) -> dict[str, object]:
     return {"tasks": [task], "name": None, "request_id": None, "hedge": 1, "is_dryrun": True}
+
+
+@pytest.mark.parametrize("body", [b"[" * 100_000, b"{", b"[1]", b'{"job": "\\ud800"}', b"\xff"])
+def test_body_that_is_no_object_of_text_is_refused_in_one_sentence(hosted: Hosted, body: bytes) -> None:
+    headers = {"Authorization": f"Bearer {hosted.tokens['admin']}"}
+    request = Request(f"{hosted.listening.url}/v1/list_queue", data=body, headers=headers)
+    with pytest.raises(HTTPError) as caught:
+        urlopen(request, timeout=60)
+    assert caught.value.code == 400
+    assert "the body must be a JSON object of valid Unicode text" in caught.value.read().decode()
 
 
 def test_folder_is_sent_once_and_unpacked_unchanged(hosted: Hosted, tmp_path: Path) -> None:

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 from operator import attrgetter
 
 import pytest
 
 from broker.spot import market_model
-from broker.spot.market_model import MarketEvidence, RunDistribution, find_hazard, forecast_run, weigh_scenarios
+from broker.spot.market_model import (
+    MarketEvidence,
+    RunDistribution,
+    find_hazard,
+    forecast_mean,
+    forecast_run,
+    weigh_scenarios,
+)
 from broker.spot.recorded_runs import RecordedRun, read_scenarios
 
 NOTHING = MarketEvidence()
@@ -90,3 +98,29 @@ def test_forecasts_of_several_places_are_wider_than_the_recorded_runs_and_have_t
     )
     assert low <= least and wide.quantiles(HOURS, (0.25,)) < recorded.quantiles(HOURS, (0.25,))
     assert high > most if deadline is None else high <= deadline + 1e-9
+
+
+@pytest.mark.parametrize(
+    "evidence", [NOTHING, MarketEvidence(is_open=False), MarketEvidence(preemptions=9, gang_hours=9)]
+)
+@pytest.mark.parametrize(("places", "deadline"), [(1, 60.0), (2, 60.0), (4, 50.0), (6, None), (3, 40.05)])
+def test_the_fast_mean_is_the_mean_of_the_runs(evidence: MarketEvidence, places: int, deadline: float | None) -> None:
+    """Plans rank by the fast mean; the forecast shows the runs."""
+    terms = {"work_hours": 40.0, "deadline_hours": deadline, "start_hours": 0.1, "places": places, "evidence": evidence}
+    mean, runs = forecast_mean(**terms), forecast_run(**terms)  # type: ignore[arg-type]
+    for name in ("spot_hours", "ondemand_hours", "hours", "preemptions"):
+        assert getattr(mean, name) == pytest.approx(runs.mean(attrgetter(name)), rel=1e-3, abs=1e-3), name
+
+
+def test_own_history_of_one_place_says_nothing_where_the_job_can_move() -> None:
+    """The recorded groups are weighed as without it; a share of single places among them is not."""
+    groups = [each for each in read_scenarios() if each.places > 1]
+    seen = MarketEvidence(preemptions=40, gang_hours=40)
+    assert weigh_scenarios(groups, seen) == pytest.approx(weigh_scenarios(groups, NOTHING))
+    single = [each for each in read_scenarios() if each.places == 1]
+    assert weigh_scenarios(single, seen) != pytest.approx(weigh_scenarios(single, NOTHING))
+
+
+def test_a_number_of_places_between_the_recorded_ones_costs_in_between() -> None:
+    costs = [forecast_usd(places=places) for places in (2, 3, 4, 5, 6)]
+    assert all(one > two for one, two in itertools.pairwise(costs))

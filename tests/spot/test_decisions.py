@@ -1,0 +1,212 @@
+"""Exact decisions and figures of the spot policies, worked out by hand."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from broker.spot.durations import AGES, NOTHING_SEEN, Durations
+from broker.spot.forecast import read_market
+from broker.spot.policies import load_policy
+from broker.spot.policies.base import Candidate, JobView, Move, Stay, Wait, find_fallback, safe_hours
+from broker.spot.prior import MEASURED, fit_prior
+from tests.spot.test_policies import make_candidate, view_of
+
+SURE = make_candidate(is_spot=False)
+OPEN = make_candidate(is_spot=True, usd=0.3, age_hours=9.0)
+CLOSED = make_candidate(is_spot=True, usd=0.3, is_open=False, age_hours=1.0)
+
+
+def test_greedy_waits_until_the_point_of_no_return_and_then_stays_on_demand() -> None:
+    """10 h of work and a start of 0.1 h: with 12 h left there are 1.9 h to spare."""
+    decide = load_policy("greedy")
+    wait = decide(view_of(10, 12), [CLOSED, SURE])
+    assert isinstance(wait, Wait) and wait.hours == pytest.approx(1.9)
+    assert isinstance(decide(view_of(10, 12, current=1), [OPEN, SURE]), Stay), "not back to spot"
+    for left, target in ((10.1, SURE), (10.25, OPEN)):
+        found = decide(view_of(10, left), [OPEN, SURE])
+        assert isinstance(found, Move) and found.target is target
+    for spot in (OPEN, CLOSED):
+        short = decide(view_of(10, 10.15), [spot, SURE])
+        assert isinstance(short, Wait) and short.hours == pytest.approx(0.05), "too short for a start on spot"
+    kept = decide(view_of(10, 10.6, current=0, save_every_hours=0.5), [OPEN, SURE])
+    assert isinstance(kept, Stay) and kept.hours == pytest.approx(0.5), "on spot while there is time to spare"
+    only = decide(view_of(10, None), [OPEN, replace(OPEN, is_open=False)])
+    assert isinstance(only, Move) and only.target is OPEN
+    assert isinstance(decide(view_of(10, None, current=0), [OPEN, OPEN]), Stay)
+    assert decide(view_of(10, 12), [SURE]) == Move(target=SURE, reason="spot is not offered")
+
+
+def test_uniform_progress_leaves_on_demand_only_with_two_starts_to_spare() -> None:
+    """On-demand runs, so its own start of 0.1 h counts as saved: spare + 0.1 must reach two starts of spot."""
+    decide = load_policy("uniform-progress")
+    for left, is_moved in ((10.25, True), (10.15, False)):
+        view = JobView(work_left_hours=10, time_left_hours=left, work_hours=10, deadline_hours=20, current=1)
+        found = decide(view, [OPEN, SURE])
+        assert isinstance(found, Move) is is_moved, left
+    idle = JobView(work_left_hours=10, time_left_hours=10.25, work_hours=10, deadline_hours=20)
+    slow = replace(OPEN, start_hours=0.12)
+    found = decide(idle, [slow, SURE])
+    assert isinstance(found, Move) and found.target is slow, "one start is enough where nothing runs"
+
+
+def test_uniform_progress_waits_exactly_until_it_falls_to_its_line() -> None:
+    """Half of the work is done after 8 of 20 h: the line is at 5 h of work in 2 more hours."""
+    decide = load_policy("uniform-progress")
+    view = JobView(work_left_hours=5, time_left_hours=12, work_hours=10, deadline_hours=20)
+    found = decide(view, [CLOSED, SURE])
+    assert isinstance(found, Wait) and found.hours == pytest.approx(2.0)
+    late = decide(replace(view, time_left_hours=10.0), [CLOSED, SURE])
+    assert isinstance(late, Move) and late.target is SURE
+    assert isinstance(decide(replace(view, time_left_hours=10.0, current=1), [CLOSED, SURE]), Stay)
+
+
+def test_next_spot_takes_only_periods_that_pay_for_their_start() -> None:
+    """A start of 0.1 h at 0.8 USD/h pays when h x 0.8 < (h - 0.1) x 1, beyond half an hour; from on-demand, whose own
+    start is lost as well, beyond one hour."""
+    decide = load_policy("next-spot")
+
+    def enters(hours: float, **facts: object) -> bool:
+        spot = make_candidate(is_spot=True, usd=0.8, age_hours=1.0, closes_in_hours=hours)
+        found = decide(view_of(10, 30, **facts), [spot, SURE])
+        return isinstance(found, Move) and found.target is spot
+
+    assert [enters(hours) for hours in (0.45, 0.55)] == [False, True]
+    assert [enters(hours, current=1) for hours in (0.95, 1.05)] == [False, True]
+
+
+@pytest.mark.parametrize(
+    ("exposed", "starting", "speed", "left", "hours"),
+    [
+        (0.5, 0.0, 1.0, 12.0, 1.9),  # work may be lost at any time: as long as there is time to spare
+        (0.0, 0.0, 1.0, 12.0, math.inf),  # none is ever lost, and spot is as fast
+        (0.0, 0.0, 0.5, 12.0, 3.8),  # half as fast: an hour uses up half an hour
+        (0.0, 1.0, 0.5, 12.0, 2.8),  # a start of 1 h leaves 0.9 h, which last for 1.8 h of work
+        (0.0, 2.5, 0.5, 12.0, 1.9),  # the start alone is too long
+        (0.5, 0.0, 1.0, 10.1, 0.0),  # no time to spare
+    ],
+)
+def test_a_job_may_stay_on_spot_until_on_demand_must_start(
+    exposed: float, starting: float, speed: float, left: float, hours: float
+) -> None:
+    view = view_of(10, left, save_every_hours=exposed, starting_hours=starting)
+    found = safe_hours(view, replace(OPEN, speed=speed), SURE)
+    assert found == pytest.approx(hours)
+
+
+def read(**facts: object) -> Candidate:
+    return make_candidate(is_spot=True, usd=0.5, **facts)
+
+
+def test_the_chance_of_being_open_starts_at_the_state_of_now_and_ends_at_the_share_of_open_hours() -> None:
+    opened, closed = (read_market(read(is_open=state, age_hours=2.0), SURE, MEASURED) for state in (True, False))
+    assert (opened.expect_open(0.0), closed.expect_open(0.0)) == (1.0, 0.0)
+    for market in (opened, closed):
+        share = market.mean_open_hours / (market.mean_open_hours + market.mean_closed_hours)
+        assert market.expect_open(1e6) == pytest.approx(share)
+    chances = [opened.expect_open(hours) for hours in (0.0, 0.5, 1.0, 5.0)]
+    assert chances == sorted(chances, reverse=True)
+
+
+def test_hours_of_observation_without_a_change_lengthen_the_expected_period() -> None:
+    short, long = (read_market(read(age_hours=age), SURE, MEASURED) for age in (1.0, 101.0))
+    assert long.mean_open_hours - short.mean_open_hours > 50
+    blind = read_market(read(age_hours=101.0, met_hours=100.0), SURE, MEASURED)
+    assert blind.mean_open_hours < long.mean_open_hours, "the first 100 hours were not observed"
+    assert blind.watched_hours == pytest.approx(1.0)
+
+
+def test_a_market_with_notice_of_its_end_is_used_only_if_it_outlives_two_starts() -> None:
+    assert [read_market(read(closes_in_hours=each), SURE, MEASURED).outlives_start for each in (0.19, 0.21, None)] == [
+        False,
+        True,
+        True,
+    ]
+    near, far = (read_market(read(closes_in_hours=each), SURE, MEASURED) for each in (0.01, 50.0))
+    assert near.rate(1.0, 10.0) > 90 > far.rate(1.0, 10.0)
+
+
+def test_the_price_of_an_hour_of_work_has_losses_and_the_move_spread_over_the_stay() -> None:
+    market = read_market(read(age_hours=9.0, move_usd=2.0), SURE, MEASURED)
+    without = market.rate(0.0, 1e-3)
+    assert without == pytest.approx(0.5 + 2.0 / 0.1), "a stay counts as a tenth of an hour at least"
+    assert market.rate(0.0, 1.0) == pytest.approx(0.5 + 2.0 / min(market.stint_hours, 1.0))
+    assert market.rate(3.0, 1.0) - market.rate(0.0, 1.0) == pytest.approx(3 * market.hazard)
+
+
+def make_durations(*, open_hours: float, open_ends: float) -> Durations:
+    zeros = (0.0,) * (len(AGES) - 1)
+    return Durations(
+        open_hours=(open_hours, *zeros), open_ends=(open_ends, *zeros), closed_hours=(200.0, *zeros),
+        closed_ends=(20.0, *zeros),
+    )  # fmt: skip
+
+
+def test_recordings_weigh_the_same_whatever_their_length_unless_they_say_next_to_nothing() -> None:
+    """100 h with 10 ends and 1,000 h with 300 ends: hazards of 0.1 and 0.3 have the mean 0.2."""
+    one, ten = make_durations(open_hours=100, open_ends=10), make_durations(open_hours=1000, open_ends=300)
+    fitted = fit_prior([one, ten])
+    assert fitted.open_hazards[0] == pytest.approx(0.2, rel=0.01)
+    assert fitted.closed_hazards[0] == pytest.approx(0.1, rel=0.01)
+    scrap = make_durations(open_hours=0.01, open_ends=1)
+    assert fit_prior([one, scrap]).open_hazards[0] < 2.0, "not the mean with 100 ends an hour"
+
+
+def test_a_fallback_is_the_cheapest_in_time_else_the_fastest() -> None:
+    """10 h of work: at half the speed they take 20.1 h for 8 USD, at full speed 10.1 h for 10 USD."""
+    slow = make_candidate(is_spot=False, usd=0.4, speed=0.5)
+    for left, target in ((20.2, slow), (20.0, SURE), (5.0, SURE), (None, slow)):
+        assert find_fallback(view_of(10, left), [SURE, OPEN, slow]) is target
+    far = replace(slow, move_usd=3.0)
+    assert find_fallback(view_of(10, 30), [SURE, far]) is SURE, "its egress makes it dearer"
+    assert find_fallback(view_of(10, 20.2, look_hours=0.2), [SURE, slow]) is SURE, "a fault may be seen so much later"
+    assert find_fallback(view_of(10, 20.2), [OPEN]) is None
+    saved = view_of(10, 15.2, unsaved_hours=2.5)
+    assert find_fallback(saved, [SURE, slow]) is SURE
+    assert find_fallback(replace(saved, saves_on_notice=True), [SURE, slow]) is slow, "a notice saves 2.5 h of work"
+
+
+def test_a_market_changes_at_first_at_the_rate_of_its_present_state() -> None:
+    soon = 1e-6
+    opened = read_market(read(age_hours=2.0), SURE, MEASURED)
+    assert (1 - opened.expect_open(soon)) / soon == pytest.approx(1 / opened.mean_open_hours, rel=1e-3)
+    closed = read_market(read(is_open=False, age_hours=2.0), SURE, MEASURED)
+    assert closed.expect_open(soon) / soon == pytest.approx(1 / closed.mean_closed_hours, rel=1e-3)
+
+
+def test_calm_hours_slow_the_pace_of_the_ages_at_which_they_were_watched() -> None:
+    young, old = MEASURED.learn_open(NOTHING_SEEN, (0.0, 0.5))
+    assert young < old <= 1.0
+    young, old = MEASURED.learn_open(NOTHING_SEEN, (20.0, 80.0))
+    assert old < young <= 1.0
+
+
+@pytest.mark.parametrize(
+    ("usd", "move_usd", "work", "share"),
+    [
+        (0.5, 0.0, 10.0, 1.0),  # the best itself saves half
+        (0.75, 0.0, 10.0, 0.5),
+        (0.995, 0.0, 10.0, 0.02),  # open is better than nothing
+        (1.5, 0.0, 10.0, 0.02),
+        (0.25, 0.0, 10.0, 1.0),
+        (0.5, 0.025, 0.1, 0.5),  # a move for a quarter of the price of a stay of 0.1 h leaves half of the saving
+        (0.5, 9.0, 0.1, 0.0),
+        (0.5, 0.25, 1.0, 0.5),  # spread over an hour
+    ],
+)
+def test_a_market_appeals_by_its_share_of_the_best_saving(
+    usd: float, move_usd: float, work: float, share: float
+) -> None:
+    best = read_market(read(age_hours=9.0), SURE, MEASURED)
+    other = read_market(make_candidate("b", is_spot=True, usd=usd, age_hours=9.0, move_usd=move_usd), SURE, MEASURED)
+    assert other.appeal(best, work) == pytest.approx(share)
+
+
+def test_where_spot_saves_nothing_only_markets_without_a_move_appeal() -> None:
+    best = read_market(make_candidate(is_spot=True, usd=1.0), SURE, MEASURED)
+    near, far = (
+        read_market(make_candidate("b", is_spot=True, usd=1.0, move_usd=each), SURE, MEASURED) for each in (0.0, 0.1)
+    )
+    assert (near.appeal(best, 10.0), far.appeal(best, 10.0)) == (1.0, 0.0)

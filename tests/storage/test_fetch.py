@@ -1,0 +1,111 @@
+"""Single objects on their way to a node, and a bucket whose login is refused."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from broker.errors import AuthError, TransientError
+from broker.storage import node_mount, upload
+from broker.storage.base import StoredKey
+from broker.storage.node_mount import ATTEMPTS_MAX, MountError, fetch, find_inside, find_rclone_version
+from broker.storage.upload import ensure_bucket, is_changed
+
+
+class BrokenConnection(Exception):
+    """The library's error for a response that ended early."""
+
+
+class Library:
+    """Stands for obstore: an object in two parts, whose connection breaks after the first one some times."""
+
+    exceptions = SimpleNamespace(GenericError=BrokenConnection)
+
+    def __init__(self, breaks: int = 0) -> None:
+        self.asked, self._breaks = 0, breaks
+
+    def get(self, store: object, path: str) -> Library:
+        self.asked += 1
+        return self
+
+    def stream(self, part_bytes: int) -> Iterator[bytes]:
+        yield b"new"
+        if self.asked <= self._breaks:
+            raise BrokenConnection
+        yield b"er"
+
+
+META = {"path": "k", "size": 5, "last_modified": datetime.fromtimestamp(1e9, UTC)}
+
+
+@pytest.mark.parametrize(
+    ("content", "age_s", "is_asked"),
+    [("older", 0, False), ("older", 1, False), ("older", -1, True), ("old", 1, True), (None, 0, True)],
+)
+def test_a_file_of_the_same_size_that_is_as_new_is_not_fetched_again(
+    tmp_path: Path, content: str | None, age_s: float, is_asked: bool
+) -> None:
+    file, library = tmp_path / "deep" / "f", Library()
+    if content is not None:
+        file.parent.mkdir()
+        file.write_text(content)
+        os.utime(file, (1e9 + age_s, 1e9 + age_s))
+    fetch(library, None, META, file)
+    assert (library.asked == 1) is is_asked
+    assert file.read_text() == ("newer" if is_asked else content)
+
+
+def test_a_broken_connection_is_retried_and_leaves_no_part_of_the_file(tmp_path: Path) -> None:
+    patient = Library(ATTEMPTS_MAX - 1)
+    fetch(patient, None, META, tmp_path / "f")
+    assert (patient.asked, (tmp_path / "f").read_text()) == (ATTEMPTS_MAX, "newer")
+    broken = Library(ATTEMPTS_MAX)
+    with pytest.raises(BrokenConnection):
+        fetch(broken, None, META, tmp_path / "g")
+    assert broken.asked == ATTEMPTS_MAX
+    assert [each.name for each in tmp_path.iterdir()] == ["f"]
+
+
+def test_a_key_does_not_leave_its_folder(tmp_path: Path) -> None:
+    assert find_inside(tmp_path, "a/b..c/d") == tmp_path / "a/b..c/d"
+    for key in ("../x", "a/../../x", "a/.."):
+        with pytest.raises(MountError, match="is outside"):
+            find_inside(tmp_path, key)
+
+
+@pytest.mark.parametrize(
+    ("said", "version"), [("rclone v1.69.2\n- os", (1, 69)), ("rclone v1.60-DEV", (1, 60)), ("what?", (0, 0))]
+)
+def test_the_version_of_rclone_is_read(said: str, version: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    done = subprocess.CompletedProcess([], 0, stdout=said)
+    monkeypatch.setattr(node_mount.subprocess, "run", lambda *arguments, **options: done)
+    assert find_rclone_version() == version
+
+
+@pytest.mark.parametrize("error", [AuthError("no login"), TransientError("try again")])
+def test_a_bucket_that_cannot_be_asked_for_is_not_created(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(url: str) -> object:
+        raise error
+
+    monkeypatch.setattr(upload, "open_bucket", refuse)
+    monkeypatch.setitem(upload.CREATORS, "s3", "broker.storage.upload:would_create")
+    with pytest.raises(type(error)):
+        ensure_bucket("s3://b/x")
+
+
+def test_a_file_is_sent_where_its_key_is_missing_older_or_of_another_size(tmp_path: Path) -> None:
+    file = tmp_path / "f"
+    file.write_text("12345")
+    os.utime(file, (1e9, 1e9))
+
+    def find(size: int, modified_s: float) -> bool:
+        return is_changed(file, StoredKey(key="k", size_bytes=size, modified_s=modified_s))
+
+    assert is_changed(file, None)
+    assert [find(5, 1e9), find(5, 1e9 + 1), find(5, 1e9 - 1), find(4, 1e9 + 1)] == [False, False, True, True]
