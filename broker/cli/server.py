@@ -12,7 +12,8 @@ from typing import Annotated
 
 import typer
 
-from broker.cli import options, server_limits
+from broker import __version__
+from broker.cli import options, server_host, server_limits
 from broker.cli.context import make_context
 from broker.cli.log_lines import start_log
 from broker.cli.render import print_json, print_line, print_note, print_table
@@ -31,10 +32,20 @@ app = typer.Typer(
 token_app = typer.Typer(help="Create, list and revoke access tokens.", no_args_is_help=True)
 app.add_typer(token_app, name="token")
 app.add_typer(server_limits.app, name="limits")
+app.command()(server_host.up)
+app.command()(server_host.upgrade)
+app.command()(server_host.status)
+app.command()(server_host.down)
 
 StateOption = Annotated[
     str | None, typer.Option("--state", metavar="URL", help="PostgreSQL database of the state (default: a file).")
 ]
+
+
+@app.callback()
+def root(context: typer.Context) -> None:
+    """Share one installation among several users."""
+    server_host.check_group(context.invoked_subcommand)
 
 
 @app.command()
@@ -81,7 +92,7 @@ def start(
     """
     try:
         from broker.server.context import Policy
-        from broker.server.serving import Certificate, Listening, serve
+        from broker.server.serving import Certificate, Listening, serve, write_listening
     except ModuleNotFoundError as error:
         raise UsageError(
             f"the server requires `{error.name}`", hints=["install it: `pip install 'intercloud-broker[serve]'`"]
@@ -105,6 +116,7 @@ def start(
     _ensure_first_token(home)
 
     def tell(listening: Listening) -> None:
+        write_listening(home, listening, version=__version__)
         print_line(f"Server: {listening.url}")
         if listening.fingerprint:
             print_line(f"Fingerprint: {listening.fingerprint}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import json
 import logging
 import os
 import socket
@@ -75,6 +76,19 @@ def ensure_certificate(home: Path) -> Certificate:
         finally:
             aside.unlink()
     return Certificate(certificate=path, key=path)
+
+
+def write_listening(home: Path, listening: Listening, *, version: str) -> None:
+    """Write what listens, and since when, to `server/listening.json`, for `broker server status` on another machine."""
+    folder = home / "server"
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    aside = folder / f".listening-{os.getpid()}"
+    told = {
+        "url": listening.url, "fingerprint": listening.fingerprint, "pid": os.getpid(), "version": version,
+        "started_s": SystemClock().now_s(),
+    }  # fmt: skip
+    aside.write_text(json.dumps(told))
+    aside.replace(folder / "listening.json")
 
 
 async def serve(
