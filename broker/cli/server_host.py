@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -53,6 +54,10 @@ def up(
         str | None,
         typer.Option("--python", metavar="PATH", help="Python 3.11+ on that machine that has broker's packages."),
     ] = None,
+    ssh_config: Annotated[
+        Path | None,
+        typer.Option("--ssh-config", metavar="FILE", help="OpenSSH configuration for ssh://HOST (default: yours)."),
+    ] = None,
     local_cloud: Annotated[
         bool, typer.Option("--local-cloud", help="Let tasks run on that machine, as the server's own user.")
     ] = False,
@@ -69,6 +74,7 @@ def up(
     backup = backup or restore_from
     wanted = HostedServer(
         infra=infra, port=port, status=HostedStatus.STARTING, cluster=cluster, python=python,
+        ssh_config=None if ssh_config is None else str(ssh_config.resolve()),
         folder=folder or (str(home / FOLDER / "server") if infra == "local" else "~/.broker-server"),
         options=("--local-cloud",) if local_cloud else (), restore_from=restore_from,
         config=f"backup = {json.dumps(backup)}\n" if backup else "",

@@ -57,7 +57,7 @@ class MachineFinder:
         if server.infra == "local":
             return ThisMachine()
         if server.cluster is None:
-            return SshMachine(login=parse_ssh(server.infra))
+            return SshMachine(login=parse_ssh(server.infra, server.ssh_config))
         cluster = self._get_cluster(server)
         if cluster is None or not self._is_up(cluster):
             return None

@@ -64,7 +64,8 @@ class SshMachine:
     @property
     def address(self) -> str:
         """The name or address that ssh connects to."""
-        words = [find_program("ssh"), "-G", *(["-p", str(self.login.port)] if self.login.port else []), self.login.host]
+        config = ["-F", str(self.login.ssh_config)] if self.login.ssh_config else []
+        words = [find_program("ssh"), "-G", *config, "--", self.login.host]
         told = subprocess.run(words, capture_output=True, text=True, timeout=30).stdout
         found = [line.split(" ", 1)[1] for line in told.splitlines() if line.startswith("hostname ")]
         return found[0] if found else self.login.host
@@ -94,7 +95,7 @@ class NodeMachine:
         return await self.transport.run(self.node, argv, timeout_s=CALL_S, stdin=stdin)
 
 
-def parse_ssh(infra: str) -> SshLogin:
+def parse_ssh(infra: str, ssh_config: str | None = None) -> SshLogin:
     """Read `ssh://[USER@]HOST[:PORT]`. Raises UsageError."""
     try:
         parts = urlsplit(infra)
@@ -103,7 +104,9 @@ def parse_ssh(infra: str) -> SshLogin:
         parts, port = urlsplit(""), None
     if parts.scheme != "ssh" or not parts.hostname or parts.path.strip("/") or parts.password:
         raise UsageError(f"invalid machine `{infra}`", hints=["it looks like `ssh://[USER@]HOST[:PORT]`"])
-    return SshLogin(host=parts.hostname, user=parts.username, port=port)
+    return SshLogin(
+        host=parts.hostname, user=parts.username, port=port, ssh_config=Path(ssh_config) if ssh_config else None
+    )
 
 
 async def call(machine: Machine, request: Mapping[str, object], content: bytes = b"") -> Any:

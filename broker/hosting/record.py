@@ -36,6 +36,7 @@ class HostedServer:
     python: str | None = None
     extras: tuple[str, ...] = ()
     cluster: str | None = None
+    ssh_config: str | None = None
     restore_from: str | None = None
     url: str = ""
     fingerprint: str | None = None
