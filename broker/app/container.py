@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from broker.app.market import Market, find_cache
 from broker.clock import Clock, SystemClock
-from broker.config import Config, find_home, find_state_url, load_config, read_live_jobs_max
+from broker.config import Config, find_backup_url, find_home, find_state_url, load_config, read_live_jobs_max
 from broker.errors import BrokerError, StateError, UsageError
 
 if TYPE_CHECKING:
@@ -93,7 +93,12 @@ class Context:
         """Open the store on first use. Raises StateError if it cannot be opened."""
         from broker.state.opening import open_store
 
-        return open_store(self.config, clock=self.clock)
+        store = open_store(self.config, clock=self.clock)
+        if not store.is_shared and find_backup_url(self.config.home) is not None:
+            from broker.app.backups import make_confirm
+
+            store.confirm = make_confirm(self.config.home, clock=self.clock)
+        return store
 
     @cached_property
     def clouds(self) -> Mapping[str, Cloud]:

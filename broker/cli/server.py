@@ -18,7 +18,7 @@ from broker.cli.context import make_context
 from broker.cli.log_lines import start_log
 from broker.cli.render import print_json, print_line, print_note, print_table
 from broker.config import choose_state_url
-from broker.errors import UsageError
+from broker.errors import FencedError, UsageError
 from broker.formatting import to_plain
 from broker.state.people import Role
 
@@ -36,7 +36,9 @@ app.command()(server_host.up)
 app.command()(server_host.upgrade)
 app.command()(server_host.status)
 app.command()(server_host.down)
+app.command()(server_host.restore)
 
+REPLACED = "replaced"  # below `server/`
 StateOption = Annotated[
     str | None, typer.Option("--state", metavar="URL", help="PostgreSQL database of the state (default: a file).")
 ]
@@ -113,7 +115,6 @@ def start(
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s")
     context = make_context()
     home = context.config.home
-    _ensure_first_token(home)
 
     def tell(listening: Listening) -> None:
         write_listening(home, listening, version=__version__)
@@ -131,7 +132,11 @@ def start(
     own = Certificate(certificate=certificate, key=key) if certificate and key else None
     policy = Policy(has_controller=controller, has_local_cloud=local_cloud, proxy=proxy)
     try:
+        _ensure_first_token(home)
         asyncio.run(serve(home, host=host, port=port, policy=policy, certificate=own, on_ready=tell, until=wait))
+    except FencedError:
+        (home / "server" / REPLACED).touch()  # its supervisor does not start it again
+        raise
     except OSError as error:
         reason = error.strerror or str(error)
         raise UsageError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
@@ -15,6 +16,7 @@ from broker.cli.launch import confirm_price
 from broker.cli.plan_table import show_plan
 from broker.cli.render import print_json, print_line, print_note
 from broker.config import LOGIN, find_home, find_login
+from broker.errors import UsageError
 from broker.formatting import format_duration
 from broker.hosting.finding import MachineFinder, check_infra
 from broker.hosting.lifecycle import Hosting
@@ -169,6 +171,52 @@ def down(
         )
 
 
+def restore(
+    source: Annotated[
+        str,
+        typer.Option(
+            "--from", metavar="URL", help="Location of the backups: s3://, gs:// or file://.", show_default=False
+        ),
+    ],
+    key_file: Annotated[
+        Path | None,
+        typer.Option("--key-file", metavar="FILE", help="The server's `secret.key` (default: the one in this folder)."),
+    ] = None,
+    yes: options.Yes = False,
+) -> None:
+    """Fill the empty state folder of this machine from a server's newest backup.
+
+    The server that wrote the backup can write nothing from then on. Start this one with `broker server start`.
+    """
+    import sys
+
+    from broker.app.backups import Backups
+    from broker.clock import SystemClock
+
+    home = find_home()
+    if not yes and sys.stdin.isatty():
+        typer.confirm(f"Continue from {source}, so that the server that wrote it stops?", abort=True)
+    home.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if key_file is not None:
+        _copy_key(key_file, home / "secret.key")
+    epoch = Backups(home, source, clock=SystemClock()).restore()
+    settings = home / "config.toml"
+    text = settings.read_text() if settings.exists() else ""
+    if "backup" not in text:
+        settings.write_text(f"backup = {json.dumps(source)}\n{text}")
+    print_line(f"restored from {source} as epoch {epoch}")
+    print_note("start the server with `broker server start`; running machines are adopted within a few minutes")
+
+
+def _copy_key(source: Path, target: Path) -> None:
+    try:
+        text = source.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"cannot read {source}: {error}") from None
+    with os.fdopen(os.open(target, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+        file.write(text)
+
+
 def make_hosting(*, yes: bool = True) -> Hosting:
     """Make the object that sets up the server of this state folder, whichever server the user is logged in to."""
     context = make_context()
@@ -200,4 +248,4 @@ def check_group(name: str | None) -> None:
         check_embedded("server")
 
 
-HOSTING = ("up", "upgrade", "status", "down", "import-local")
+HOSTING = ("up", "upgrade", "status", "down", "restore", "import-local")

@@ -28,7 +28,7 @@ NAME = "broker-server.service"
 STOP_S, KILL_S, READY_S = 20.0, 5.0, 120.0
 LOOK_S = 0.1
 RESTART_S_MAX = 30.0
-ENDED_FOR_GOOD = 4  # the server's exit code where a restart does not help: another server has replaced it
+REPLACED = "state/server/replaced"  # written by a server that another one has replaced
 RELEASES_KEPT = 2
 PYTHONS = ("python3.14", "python3.13", "python3.12", "python3.11", "python3")
 CHECK = """\
@@ -243,7 +243,7 @@ def supervise(folder):  # type: (str) -> None
 
         signal.signal(signal.SIGTERM, pass_on)
         code = child.wait()
-        if stopping or code in (0, ENDED_FOR_GOOD):
+        if stopping or code == 0 or os.path.exists(os.path.join(folder, REPLACED)):
             write_text(os.path.join(folder, "given-up"), str(code))
             return
         wait_s = 1.0 if time.monotonic() - begin_s > RESTART_S_MAX else min(RESTART_S_MAX, 2 * wait_s)

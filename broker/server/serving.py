@@ -18,6 +18,7 @@ from broker.client.login import is_loopback
 from broker.clock import SystemClock
 from broker.errors import BrokerError, UsageError
 from broker.frozen import frozen
+from broker.server.backup import keep_backup
 from broker.server.context import Policy, ServerContext
 from broker.server.http import Server
 
@@ -118,14 +119,26 @@ async def serve(
         scheme = "http" if tls is None else "https"
         url = f"{scheme}://{shown}:{sock.getsockname()[1]}"
         on_ready(Listening(url=url, fingerprint=certificate.fingerprint() if certificate else None))
-        watching = asyncio.create_task(_keep_jobs_going(home, policy))
-        try:
-            await until()
-        finally:
-            watching.cancel()
+        await _watch_until(home, policy, until)
     finally:
         server.leave()
         await runner.cleanup()
+
+
+async def _watch_until(home: Path, policy: Policy, until: Callable[[], Awaitable[object]]) -> None:
+    """Look after the daemon and the backup until `until` returns. Raises FencedError if this server was replaced."""
+    tasks = [
+        asyncio.ensure_future(until()), asyncio.create_task(_keep_jobs_going(home, policy)),
+        asyncio.create_task(keep_backup(home)),
+    ]  # fmt: skip
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def _keep_jobs_going(home: Path, policy: Policy) -> None:

@@ -104,3 +104,49 @@ def test_other_place_is_refused_while_a_server_exists(hosted: Hosted) -> None:
     assert "has a server on local already" in other
     unknown = hosted.run("server", "up", "--infra", "moon", code=2).stderr
     assert "unknown place for a server: `moon`" in unknown
+
+
+def test_lost_server_is_restored_and_its_successor_alone_may_write(hosted: Hosted, tmp_path: Path) -> None:
+    place = (tmp_path / "place").as_uri()
+    hosted.up("--backup", place, "--login")
+    hosted.run("jobs", "launch", hosted.write("one.yaml", "name: one\nresources: {infra: local}\nrun: echo one\n"))
+    hosted.wait_until(lambda: not hosted.read_json("status")["clusters"], "its cluster is gone")
+    states = tmp_path / "place" / "states" / "000001"
+    hosted.wait_until(lambda: states.exists() and hosted.read_status()["backup_age_s"] is not None, "it is backed up")
+    newest = states.stat().st_mtime_ns
+    hosted.wait_until(lambda: states.stat().st_mtime_ns > newest, "what has changed since is backed up")
+    for pid in hosted.find_processes("supervise") | hosted.find_processes("broker server start"):
+        os.kill(pid, signal.SIGKILL)
+    lost = tmp_path / "lost"
+    hosted.server_home.rename(lost)
+    hosted.run("server", "down", "--force")
+
+    hosted.up("--restore-from", place, "--login")
+    (job,) = hosted.read_json("jobs", "queue", "--all")
+    assert (job["name"], job["status"]) == ("one", "SUCCEEDED")
+    assert [path.name for path in sorted((tmp_path / "place" / "epochs").iterdir())] == ["000001", "000002"]
+    hosted.environment["BROKER_HOME"] = str(lost)
+    back = hosted.run("server", "start", "--port", "0", code=4)
+    assert "this server was replaced by one that was restored from" in back.stderr
+
+
+@pytest.mark.parametrize("mark", ["server.json", "server/owner", "server/current", "admin.token"])
+def test_up_that_was_killed_is_completed_by_the_next(hosted: Hosted, mark: str) -> None:
+    place = ("--infra", "local", "--port", str(hosted.port), "--python", sys.executable)
+    killed = hosted.open("server", "up", *place)
+    hosted.wait_until((hosted.home / "hosted" / mark).exists, "this step was reached")
+    killed.kill()
+    killed.communicate()
+    hosted.up("--login")
+    assert hosted.read_status()["is_running"]
+    assert len(hosted.find_processes("broker server start")) == 1
+
+
+def test_up_that_was_killed_is_undone_by_down(hosted: Hosted) -> None:
+    killed = hosted.open("server", "up", "--infra", "local", "--port", str(hosted.port), "--python", sys.executable)
+    hosted.wait_until((hosted.home / "hosted" / "server" / "current").is_symlink, "this step was reached")
+    killed.kill()
+    killed.communicate()
+    hosted.run("server", "down")
+    assert not (hosted.home / "hosted" / "server").exists()
+    assert not hosted.find_processes("broker server start")
