@@ -18,7 +18,7 @@ import shutil
 import sqlite3
 import tarfile
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from pathlib import Path
 
@@ -118,36 +118,13 @@ class Backups:
     def write_if_changed(self) -> bool:
         """Write a copy unless the state is the same as at the last one; return whether it was written."""
         own = self.ensure_epoch()
-        archive = self._pack()
+        archive = pack_state(self._home)
         digest = hashlib.sha256(archive).hexdigest()
         is_new = digest != self._digest
         if is_new:
             self._bucket.write(_name(STATES, own.number), _encrypt(load_key(self._home), archive))
             self._digest = digest
         return is_new
-
-    def _pack(self) -> bytes:
-        """Pack the database and the files beside it; equal states give equal bytes."""
-        out = io.BytesIO()
-        with tempfile.TemporaryDirectory(dir=self._home) as folder, tarfile.open(fileobj=out, mode="w") as archive:
-            copy = Path(folder) / DATABASE
-            with closing(sqlite3.connect(self._home / DATABASE, isolation_level=None)) as connection:
-                connection.execute("VACUUM INTO ?", (str(copy),))
-            with closing(sqlite3.connect(copy, isolation_level=None)) as connection:
-                connection.execute("UPDATE leader SET beat_s = 0")  # a heartbeat is no change
-            _add(archive, DATABASE, copy.read_bytes())
-            for path in self._list_files():
-                try:
-                    _add(archive, path.relative_to(self._home).as_posix(), path.read_bytes())
-                except FileNotFoundError:  # the keys of a gang that has just ended
-                    continue
-        return out.getvalue()
-
-    def _list_files(self) -> list[Path]:
-        found = [self._home / name for name in FILES if (self._home / name).is_file()]
-        for name in FOLDERS:
-            found += sorted(path for path in (self._home / name).rglob("*") if path.is_file())
-        return found
 
     def _read_epoch(self) -> Epoch | None:
         try:
@@ -190,7 +167,7 @@ class Backups:
         self.refresh()
         archive = self._read_newest(below=own.number)
         with tempfile.TemporaryDirectory(dir=self._home) as folder:
-            _unpack(archive, Path(folder))
+            unpack(archive, Path(folder))
             self._put_in_place(Path(folder))
         return own.number
 
@@ -220,6 +197,37 @@ def make_confirm(home: Path, *, clock: Clock) -> Callable[[], None] | None:
     if url is None:
         return None
     return Backups(home, url, clock=clock).confirm
+
+
+def pack_state(
+    home: Path,
+    *,
+    edit: Callable[[sqlite3.Connection], None] = lambda connection: None,
+    folders: Sequence[str] = FOLDERS,
+) -> bytes:
+    """Pack the database, changed by `edit`, and the files beside it; equal states give equal bytes."""
+    out = io.BytesIO()
+    with tempfile.TemporaryDirectory(dir=home) as folder, tarfile.open(fileobj=out, mode="w") as archive:
+        copy = Path(folder) / DATABASE
+        with closing(sqlite3.connect(home / DATABASE, isolation_level=None)) as connection:
+            connection.execute("VACUUM INTO ?", (str(copy),))
+        with closing(sqlite3.connect(copy, isolation_level=None)) as connection:
+            connection.execute("UPDATE leader SET beat_s = 0")  # a heartbeat is no change
+            edit(connection)
+        _add(archive, DATABASE, copy.read_bytes())
+        for path in _list_files(home, folders):
+            try:
+                _add(archive, path.relative_to(home).as_posix(), path.read_bytes())
+            except FileNotFoundError:  # the keys of a gang that has just ended
+                continue
+    return out.getvalue()
+
+
+def _list_files(home: Path, folders: Sequence[str]) -> list[Path]:
+    found = [home / name for name in FILES if (home / name).is_file()]
+    for name in folders:
+        found += sorted(path for path in (home / name).rglob("*") if path.is_file())
+    return found
 
 
 def keep_record(home: Path, url: str, *, now_s: float, error: BrokerError | None) -> None:
@@ -262,7 +270,8 @@ def _add(archive: tarfile.TarFile, name: str, content: bytes) -> None:
     archive.addfile(entry, io.BytesIO(content))
 
 
-def _unpack(content: bytes, folder: Path) -> None:
+def unpack(content: bytes, folder: Path) -> None:
+    """Unpack an archive of `pack_state`."""
     with tarfile.open(fileobj=io.BytesIO(content)) as archive:
         for entry in archive.getmembers():
             target = folder / entry.name

@@ -9,6 +9,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from broker.app import moving
 from broker.app.market import Market, find_cache
 from broker.clock import Clock, SystemClock
 from broker.config import Config, find_backup_url, find_home, find_state_url, load_config, read_live_jobs_max
@@ -94,11 +95,18 @@ class Context:
         from broker.state.opening import open_store
 
         store = open_store(self.config, clock=self.clock)
-        if not store.is_shared and find_backup_url(self.config.home) is not None:
-            from broker.app.backups import make_confirm
-
-            store.confirm = make_confirm(self.config.home, clock=self.clock)
+        if not store.is_shared:
+            store.confirm = moving.make_confirm(self.config.home, self._make_backup_confirm())
+            if (moved := moving.read_moved(self.config.home)) is not None:
+                self.note(f"note: {moving.explain_moved(moved).message}; this shows the state before the move")
         return store
+
+    def _make_backup_confirm(self) -> Callable[[], None] | None:
+        if find_backup_url(self.config.home) is None:
+            return None
+        from broker.app.backups import make_confirm
+
+        return make_confirm(self.config.home, clock=self.clock)
 
     @cached_property
     def clouds(self) -> Mapping[str, Cloud]:
@@ -265,6 +273,8 @@ class Context:
         """Start the daemon of this state folder unless it is running."""
         from broker.jobs.daemon import ensure_daemon
 
+        if moving.read_moved(self.config.home) is not None:
+            return  # the server drives its jobs now
         if self.store.is_read_only:
             self.note("note: the state folder is read-only, so no daemon runs its jobs from here")
             return

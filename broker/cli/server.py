@@ -17,10 +17,11 @@ from broker.cli import options, server_host, server_limits
 from broker.cli.context import make_context
 from broker.cli.log_lines import start_log
 from broker.cli.render import print_json, print_line, print_note, print_table
-from broker.config import choose_state_url
+from broker.config import choose_state_url, find_backup_url
 from broker.errors import FencedError, UsageError
 from broker.formatting import to_plain
 from broker.state.people import Role
+from broker.state.secret_rows import load_key
 
 app = typer.Typer(
     help="Share one installation among several users.",
@@ -37,6 +38,7 @@ app.command()(server_host.upgrade)
 app.command()(server_host.status)
 app.command()(server_host.down)
 app.command()(server_host.restore)
+app.command(name="import-local")(server_host.import_local)
 
 REPLACED = "replaced"  # below `server/`
 StateOption = Annotated[
@@ -145,10 +147,13 @@ def start(
 
 
 def _ensure_first_token(home: Path) -> None:
-    """Write an administrator's token to a file, mode 0600, if the server has none yet."""
+    """Write an administrator's token to a file, mode 0600, if the server has none yet; make the key of backups."""
     import os
 
     from broker.server.tokens import create_token
+
+    if find_backup_url(home) is not None:
+        load_key(home)  # before `broker server up` copies it
 
     context = make_context()
     if context.store.tokens.list():

@@ -17,7 +17,7 @@ from broker.cli.plan_table import show_plan
 from broker.cli.render import print_json, print_line, print_note
 from broker.config import LOGIN, find_home, find_login
 from broker.errors import UsageError
-from broker.formatting import format_duration
+from broker.formatting import format_duration, to_plain
 from broker.hosting.finding import MachineFinder, check_infra
 from broker.hosting.lifecycle import Hosting
 from broker.hosting.package import EXTRAS
@@ -169,6 +169,38 @@ def down(
             f"{census.describe()} lost their controller: each machine ends itself when its unattended time is over, "
             "and nothing recovers them; their history and costs are deleted with the server, except in its backups"
         )
+
+
+def import_local(
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="List what would move, and change nothing.")] = False,
+    yes: options.Yes = False,
+    as_json: options.AsJson = False,
+) -> None:
+    """Move the jobs and clusters of this machine to the server, without restarting their programs.
+
+    Afterwards nothing is started from this state folder. Repeat the command after an interruption.
+    """
+    import sys
+
+    from broker.hosting.importing import list_work, move
+
+    context = make_context()
+    work = list_work(context)
+    if as_json:
+        print_json(to_plain(work))
+    else:
+        for noun, names in (("job", work.jobs), ("cluster", work.clusters), ("service", work.services)):
+            for name in names:
+                print_line(f"{noun} {name}")
+    if dry_run:
+        return
+    if not yes and sys.stdin.isatty():
+        typer.confirm("Move this to the server?", abort=True)
+    server = move(context, make_hosting())
+    record = HostedRecord(find_home())
+    pinned = f" --fingerprint {server.fingerprint}" if server.fingerprint else ""
+    print_note(f"moved to {server.url}")
+    print_note(f"log in: broker login {server.url}{pinned} --token-file {record.token_path}")
 
 
 def restore(

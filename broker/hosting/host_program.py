@@ -20,6 +20,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tarfile
 import time
 import zipfile
 
@@ -97,9 +98,13 @@ def carry_out(request, folder, content):  # type: (dict, str, bytes) -> object
         )
     write_text(os.path.join(folder, "owner"), request["owner"])
     verbs = {
-        "install": lambda: install(folder, request, content), "start": lambda: start(folder, request),
-        "status": lambda: read_status(folder), "stop": lambda: stop(folder), "remove": lambda: remove(folder),
-    }  # fmt: skip
+        "install": lambda: install(folder, request, content),
+        "start": lambda: start(folder, request),
+        "status": lambda: read_status(folder),
+        "stop": lambda: stop(folder),
+        "adopt": lambda: adopt(folder, request, content),
+        "remove": lambda: remove(folder),
+    }
     return verbs[verb]()
 
 
@@ -203,6 +208,7 @@ def run(folder):  # type: (str) -> None
     program = os.path.join(folder, "current", "broker", "hosting", "host_program.py")
     argv = [sys.executable, "-I", "-S", program, "supervise", folder]
     forget(os.path.join(folder, "state", "server", "listening.json"))
+    forget(os.path.join(folder, "given-up"))
     if can_use_systemd():
         write_as_root(UNIT, make_unit(folder, argv))
         for words in (("daemon-reload",), ("enable", "--now", NAME)):
@@ -224,7 +230,6 @@ def supervise(folder):  # type: (str) -> None
     """Restart the server whenever it fails, until SIGTERM, or until it reports that another one has replaced it."""
     lock = os.open(os.path.join(folder, "supervisor.lock"), os.O_RDWR | os.O_CREAT, 0o600)
     fcntl.flock(lock, fcntl.LOCK_EX)
-    forget(os.path.join(folder, "given-up"))
     write_text(os.path.join(folder, "supervisor.pid"), str(os.getpid()))
     wait_s, stopping = 1.0, []
     while True:
@@ -265,6 +270,7 @@ def read_status(folder):  # type: (str) -> dict
     return {
         "is_installed": os.path.islink(os.path.join(folder, "current")),
         "is_running": is_running,
+        "state": os.path.join(folder, "state"),
         "listening": listening,
         "uptime_s": time.time() - listening["started_s"] if is_running else None,
         "backup": read_json(os.path.join(state, "backup.json")),
@@ -322,6 +328,44 @@ def remove(folder):  # type: (str) -> object
         subprocess.run(as_root("rm", "-f", UNIT), check=False)
     shutil.rmtree(folder, ignore_errors=True)
     return {"is_installed": False}
+
+
+def adopt(folder, request, content):  # type: (str, dict, bytes) -> object
+    """Replace the empty state by that of another machine, once: a repeated call with the same word changes nothing.
+
+    The next `start` creates a new token, as the tokens of the empty state are gone.
+    """
+    state, aside = os.path.join(folder, "state"), os.path.join(folder, "state.new")
+    mark = os.path.join(folder, "moved-in")
+    if read_text(mark) == request["word"]:
+        return {"is_new": False}
+    stop(folder)
+    if os.path.isdir(state):
+        shutil.rmtree(aside, ignore_errors=True)
+        os.makedirs(aside, mode=0o700)
+        with tarfile.open(fileobj=io.BytesIO(content)) as archive:
+            for entry in archive.getmembers():
+                source = archive.extractfile(entry)
+                if source is not None and ".." not in entry.name and not entry.name.startswith("/"):
+                    write_bytes(os.path.join(aside, entry.name), source.read())
+        for name in ("config.toml", "uploads", "server/certificate.pem", "server/epoch.json", "secret.key"):
+            if os.path.exists(os.path.join(state, name)):
+                copy_over(os.path.join(state, name), os.path.join(aside, name))
+        for name, target in request["links"].items():
+            os.symlink(target, os.path.join(aside, name))
+        os.rename(state, os.path.join(folder, "state.before-%d" % int(time.time())))
+    os.rename(aside, state)
+    write_text(mark, request["word"])
+    return {"is_new": True}
+
+
+def copy_over(source, target):  # type: (str, str) -> None
+    """Copy a file or folder in place of another."""
+    if os.path.isdir(source):
+        shutil.copytree(source, target)
+    else:
+        os.makedirs(os.path.dirname(target), mode=0o700, exist_ok=True)
+        shutil.copy2(source, target)
 
 
 def forget_releases(folder, kept):  # type: (str, tuple) -> None
@@ -399,6 +443,13 @@ def write_text(path, text):  # type: (str, str) -> None
     with os.fdopen(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
         file.write(text)
     os.replace(aside, path)
+
+
+def write_bytes(path, content):  # type: (str, bytes) -> None
+    """Write a new file, mode 0600, with its folders."""
+    os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+        file.write(content)
 
 
 def write_json(path, value):  # type: (str, object) -> None

@@ -91,10 +91,8 @@ class Hosting:
 
     def upgrade(self) -> HostedServer:
         """Replace the program by the one that runs here; jobs continue meanwhile. Raises StateError if it fails."""
-        server = self._get()
-        machine = self._machines.find(server)
-        if machine is None:
-            raise StateError("the machine of the server is gone", hints=("repeat `broker server up`",))
+        server = self.get()
+        machine = self.find_machine(server)
         return self._install_and_start(server, machine)
 
     def _install_and_start(self, server: HostedServer, machine: Machine) -> HostedServer:
@@ -126,7 +124,7 @@ class Hosting:
 
     def read_status(self) -> tuple[HostedServer, Mapping[str, Any]]:
         """Return the record, and what the machine reports; an empty report where there is no machine."""
-        server = self._get()
+        server = self.get()
         machine = self._machines.find(server)
         if machine is None:
             return server, {"is_installed": False}
@@ -139,7 +137,7 @@ class Hosting:
 
         Returns what it drove; None if it could not be asked.
         """
-        server = self._get()
+        server = self.get()
         census = None
         if server.status is not HostedStatus.ENDING:
             census = self._count(server, is_forced=is_forced)
@@ -178,13 +176,25 @@ class Hosting:
         self._machines.end(server)
         self._record.forget()
 
-    def _get(self) -> HostedServer:
+    def get(self) -> HostedServer:
+        """Return the record. Raises UsageError if there is no server."""
         server = self._record.read()
         if server is None:
             raise UsageError(
                 "this installation has no server", hints=["set one up: `broker server up --infra ssh://HOST`"]
             )
         return server
+
+    def find_machine(self, server: HostedServer) -> Machine:
+        """Return the server's machine. Raises StateError if it is gone."""
+        machine = self._machines.find(server)
+        if machine is None:
+            raise StateError("the machine of the server is gone", hints=("repeat `broker server up`",))
+        return machine
+
+    def make_request(self, server: HostedServer) -> dict[str, object]:
+        """Return what every request to the host program has."""
+        return {"folder": server.folder, "owner": self._owner}
 
     def make_login(self, server: HostedServer) -> ServerLogin:
         """Return the administrator's login."""
