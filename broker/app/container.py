@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from broker.app import moving
 from broker.app.market import Market, find_cache
 from broker.clock import Clock, SystemClock
-from broker.config import Config, find_backup_url, find_home, find_state_url, load_config, read_live_jobs_max
+from broker.config import Config, find_home, find_state_url, load_config, read_live_jobs_max
 from broker.errors import BrokerError, StateError, UsageError
 
 if TYPE_CHECKING:
@@ -95,18 +95,8 @@ class Context:
         from broker.state.opening import open_store
 
         store = open_store(self.config, clock=self.clock)
-        if not store.is_shared:
-            store.confirm = moving.make_confirm(self.config.home, self._make_backup_confirm())
-            if (moved := moving.read_moved(self.config.home)) is not None:
-                self.note(f"note: {moving.explain_moved(moved).message}; this shows the state before the move")
+        moving.guard(store, self.config, clock=self.clock, note=self.note)
         return store
-
-    def _make_backup_confirm(self) -> Callable[[], None] | None:
-        if find_backup_url(self.config.home) is None:
-            return None
-        from broker.app.backups import make_confirm
-
-        return make_confirm(self.config.home, clock=self.clock)
 
     @cached_property
     def clouds(self) -> Mapping[str, Cloud]:

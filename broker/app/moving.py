@@ -11,9 +11,15 @@ import os
 import secrets
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from broker.clock import Clock
+from broker.config import Config, find_backup_url
 from broker.errors import FencedError, StateError
 from broker.frozen import frozen
+
+if TYPE_CHECKING:
+    from broker.state.store import Store
 
 MOVED = "moved.json"
 
@@ -63,6 +69,20 @@ def explain_moved(moved: Moved) -> FencedError:
         f"the jobs of this state folder were moved to {moved.url}",
         hints=(f"log in there: `broker login {moved.url}`", "start anew here: set `BROKER_HOME` to another folder"),
     )
+
+
+def guard(store: Store, config: Config, *, clock: Clock, note: Callable[[str], None]) -> None:
+    """Check before each write of a state file that this folder may still write; say where moved jobs are."""
+    if store.is_shared:
+        return
+    after = None
+    if find_backup_url(config.home) is not None:
+        from broker.app import backups
+
+        after = backups.make_confirm(config.home, clock=clock)
+    store.confirm = make_confirm(config.home, after)
+    if (moved := read_moved(config.home)) is not None:
+        note(f"note: {explain_moved(moved).message}; this shows the state before the move")
 
 
 def make_confirm(home: Path, after: Callable[[], None] | None) -> Callable[[], None]:

@@ -19,7 +19,12 @@ from broker.sites.openssh import Completed, find_program
 from broker.types import Node
 
 CALL_S = 900.0  # a call may install packages
-BOOT = "import sys; exec(compile(sys.stdin.buffer.read(int(sys.argv[1])), 'host_program', 'exec'))"
+PROGRAMS = ("host_supervisor.py", "host_program.py")  # in this order, in one namespace
+BOOT = """\
+import sys
+for size in sys.argv[1:]:
+    exec(compile(sys.stdin.buffer.read(int(size)), "host_program", "exec"))
+"""
 LOOPBACK = "127.0.0.1"
 
 
@@ -111,9 +116,9 @@ def parse_ssh(infra: str, ssh_config: str | None = None) -> SshLogin:
 
 async def call(machine: Machine, request: Mapping[str, object], content: bytes = b"") -> Any:
     """Send the host program with a request; return its answer. Raises StateError with the machine's reason."""
-    program = Path(__file__).with_name("host_program.py").read_bytes()
-    stdin = program + json.dumps(request).encode() + b"\n" + content
-    done = await machine.run(["python3", "-I", "-S", "-c", BOOT, str(len(program))], stdin=stdin)
+    programs = [Path(__file__).with_name(name).read_bytes() for name in PROGRAMS]
+    stdin = b"".join(programs) + json.dumps(request).encode() + b"\n" + content
+    done = await machine.run(["python3", "-I", "-S", "-c", BOOT, *(str(len(each)) for each in programs)], stdin=stdin)
     try:
         answer = json.loads(done.stdout)
     except ValueError:

@@ -90,7 +90,7 @@ def test_failed_server_is_restarted_and_repaired(hosted: Hosted) -> None:
     listening = json.loads((hosted.server_home / "server" / "listening.json").read_text())
     os.kill(listening["pid"], signal.SIGKILL)
     hosted.wait_until(lambda: hosted.read_status()["is_running"] is True, "its supervisor has restarted it")
-    for pid in [*hosted.find_processes("supervise"), *hosted.find_processes("broker server start")]:
+    for pid in [*hosted.find_processes("host_supervisor"), *hosted.find_processes("broker server start")]:
         os.kill(pid, signal.SIGKILL)
     assert not hosted.read_status()["is_running"]
     assert "cannot be asked what it runs" in hosted.run("server", "down", code=4).stderr
@@ -115,7 +115,7 @@ def test_lost_server_is_restored_and_its_successor_alone_may_write(hosted: Hoste
     hosted.wait_until(lambda: states.exists() and hosted.read_status()["backup_age_s"] is not None, "it is backed up")
     newest = states.stat().st_mtime_ns
     hosted.wait_until(lambda: states.stat().st_mtime_ns > newest, "what has changed since is backed up")
-    for pid in hosted.find_processes("supervise") | hosted.find_processes("broker server start"):
+    for pid in hosted.find_processes("host_supervisor") | hosted.find_processes("broker server start"):
         os.kill(pid, signal.SIGKILL)
     lost = tmp_path / "lost"
     hosted.server_home.rename(lost)
