@@ -36,7 +36,7 @@ CONFIRM_S = 20.0
 EPOCHS, STATES = "epochs", "states"
 NONCE_BYTES = 12
 BOUND = b"broker state backup 1"  # authenticated with the archive
-FILES = ("owner", "config.toml", "server/certificate.pem")
+FILES = ("owner", "config.toml", "server/certificate.pem", "server/admin.token")
 FOLDERS = ("keys", "secrets")
 DATABASE = "state.db"
 

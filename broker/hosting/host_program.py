@@ -23,9 +23,9 @@ import sys
 import tarfile
 import time
 import zipfile
+from typing import TYPE_CHECKING, Any, Callable
 
-TYPE_CHECKING = False
-if TYPE_CHECKING:  # they are sent ahead of this file, into the same namespace
+if TYPE_CHECKING:  # sent ahead of this file, into the same namespace
     from broker.hosting.host_supervisor import (
         forget,
         last_line,
@@ -73,7 +73,7 @@ subprocess.run([uv, "pip", "install", "--python", folder + "/venv/bin/python", *
 class Refused(Exception):
     """An error for the user: what happened, and the next step."""
 
-    def __init__(self, message, hint=""):  # type: (str, str) -> None
+    def __init__(self, message: str, hint: str = "") -> None:
         super().__init__(message)
         self.hint = hint
 
@@ -93,7 +93,7 @@ def main() -> None:
     print(json.dumps(answer))
 
 
-def carry_out(request, folder, content):  # type: (dict, str, bytes) -> object
+def carry_out(request: dict[str, Any], folder: str, content: bytes) -> object:
     """Run one verb under the lock of the folder, which must be ours."""
     verb = request["verb"]
     if not os.path.isdir(folder):
@@ -109,7 +109,7 @@ def carry_out(request, folder, content):  # type: (dict, str, bytes) -> object
             "choose another folder with `--folder`",
         )
     write_text(os.path.join(folder, "owner"), request["owner"])
-    verbs = {
+    verbs: dict[str, Callable[[], object]] = {
         "install": lambda: install(folder, request, content),
         "start": lambda: start(folder, request),
         "status": lambda: read_status(folder),
@@ -120,7 +120,7 @@ def carry_out(request, folder, content):  # type: (dict, str, bytes) -> object
     return verbs[verb]()
 
 
-def install(folder, request, content):  # type: (str, dict, bytes) -> object
+def install(folder: str, request: dict[str, Any], content: bytes) -> object:
     """Unpack the wheel, find or install a Python, and write the settings; what is there already stays."""
     digest = request["digest"]
     release = os.path.join(folder, "releases", digest)
@@ -145,7 +145,7 @@ def install(folder, request, content):  # type: (str, dict, bytes) -> object
     return {"python": python}
 
 
-def restore(folder, release, python, url):  # type: (str, str, str, str) -> None
+def restore(folder: str, release: str, python: str, url: str) -> None:
     """Fetch the newest backup into the empty state folder."""
     done = subprocess.run(
         [python, "-m", "broker", "server", "restore", "--from", url, "--yes"], cwd=folder, capture_output=True,
@@ -155,7 +155,7 @@ def restore(folder, release, python, url):  # type: (str, str, str, str) -> None
         raise Refused("the backup cannot be restored: " + last_line(done.stderr), "check `--restore-from`")
 
 
-def find_python(folder, release, request):  # type: (str, str, dict) -> str
+def find_python(folder: str, release: str, request: dict[str, Any]) -> str:
     """Return a Python of 3.11 or later with the packages: one that is here, else a new environment."""
     needed = json.dumps(request["needs"])
     place = os.path.join(folder, "python", hashlib.sha256(needed.encode()).hexdigest()[:16])
@@ -184,7 +184,7 @@ def find_python(folder, release, request):  # type: (str, str, dict) -> str
     return own
 
 
-def start(folder, request):  # type: (str, dict) -> object
+def start(folder: str, request: dict[str, Any]) -> object:
     """Run this release: unchanged if it runs already; an earlier one is replaced, and comes back if this one fails."""
     current = os.path.join(folder, "current")
     before = os.path.basename(os.path.realpath(current)) if os.path.islink(current) else ""
@@ -206,7 +206,7 @@ def start(folder, request):  # type: (str, dict) -> object
     return read_status(folder)
 
 
-def switch(folder, digest):  # type: (str, str) -> None
+def switch(folder: str, digest: str) -> None:
     """Point `current` to a release, atomically."""
     aside = os.path.join(folder, ".current")
     if os.path.islink(aside):
@@ -215,7 +215,7 @@ def switch(folder, digest):  # type: (str, str) -> None
     os.replace(aside, os.path.join(folder, "current"))
 
 
-def run(folder):  # type: (str) -> None
+def run(folder: str) -> None:
     """Start the server by systemd where this user may, else by a supervisor; return once it listens."""
     program = os.path.join(folder, "current", "broker", "hosting", "host_supervisor.py")
     argv = [sys.executable, "-I", "-S", program, folder]
@@ -238,7 +238,7 @@ def run(folder):  # type: (str) -> None
         time.sleep(LOOK_S)
 
 
-def read_status(folder):  # type: (str) -> dict
+def read_status(folder: str) -> dict[str, Any]:
     """Return what runs and since when; the server's process is compared, because a machine may have rebooted."""
     state = os.path.join(folder, "state", "server")
     listening = read_json(os.path.join(state, "listening.json"))
@@ -258,7 +258,7 @@ def read_status(folder):  # type: (str) -> dict
     }
 
 
-def runs_for(pid, folder):  # type: (int, str) -> bool
+def runs_for(pid: int, folder: str) -> bool:
     """Return whether a process has our state folder in its environment."""
     try:
         with open("/proc/%d/environ" % pid, "rb") as file:
@@ -267,7 +267,7 @@ def runs_for(pid, folder):  # type: (int, str) -> bool
         return False
 
 
-def stop(folder):  # type: (str) -> object
+def stop(folder: str) -> object:
     """End the server, its supervisor and its daemon; jobs continue on their nodes."""
     if can_use_systemd() and os.path.exists(UNIT):
         subprocess.run(as_root("systemctl", "disable", "--now", NAME), check=False, stderr=subprocess.DEVNULL)
@@ -278,12 +278,12 @@ def stop(folder):  # type: (str) -> object
     return {"is_installed": True}
 
 
-def is_supervisor(pid, folder):  # type: (int, str) -> bool
+def is_supervisor(pid: int, folder: str) -> bool:
     """Return whether the process is the supervisor of this folder."""
     return folder.encode() in read_bytes("/proc/%d/cmdline" % pid).split(b"\0")
 
 
-def end(find):  # type: (object) -> None
+def end(find: Callable[[], list[int]]) -> None:
     """Send SIGTERM to the processes that `find` lists, and SIGKILL to those that remain."""
     for number, wait_s in ((signal.SIGTERM, STOP_S), (signal.SIGKILL, KILL_S)):
         found = find()
@@ -298,7 +298,7 @@ def end(find):  # type: (object) -> None
             found = find()
 
 
-def remove(folder):  # type: (str) -> object
+def remove(folder: str) -> object:
     """End the server and delete all its files; already gone is success."""
     stop(folder)
     if can_use_systemd() and os.path.exists(UNIT):
@@ -307,7 +307,7 @@ def remove(folder):  # type: (str) -> object
     return {"is_installed": False}
 
 
-def adopt(folder, request, content):  # type: (str, dict, bytes) -> object
+def adopt(folder: str, request: dict[str, Any], content: bytes) -> object:
     """Replace the empty state by that of another machine, once: a repeated call with the same word changes nothing.
 
     The next `start` creates a new token, as the tokens of the empty state are gone.
@@ -336,7 +336,7 @@ def adopt(folder, request, content):  # type: (str, dict, bytes) -> object
     return {"is_new": True}
 
 
-def copy_over(source, target):  # type: (str, str) -> None
+def copy_over(source: str, target: str) -> None:
     """Copy a file or folder in place of another."""
     if os.path.isdir(source):
         shutil.copytree(source, target)
@@ -345,7 +345,7 @@ def copy_over(source, target):  # type: (str, str) -> None
         shutil.copy2(source, target)
 
 
-def forget_releases(folder, kept):  # type: (str, tuple) -> None
+def forget_releases(folder: str, kept: tuple[str, ...]) -> None:
     """Delete releases other than the present and the previous one."""
     root = os.path.join(folder, "releases")
     for name in os.listdir(root):
@@ -353,7 +353,7 @@ def forget_releases(folder, kept):  # type: (str, tuple) -> None
             shutil.rmtree(os.path.join(root, name), ignore_errors=True)
 
 
-def make_unit(folder, argv):  # type: (str, list) -> str
+def make_unit(folder: str, argv: list[str]) -> str:
     """Make the systemd unit. `KillMode=process`: the daemon outlives a restart of the server."""
     import getpass
 
@@ -374,12 +374,12 @@ def can_use_systemd() -> bool:
     return bool(shutil.which("sudo")) and subprocess.run(["sudo", "-n", "true"], check=False).returncode == 0
 
 
-def as_root(*words):  # type: (str) -> list
+def as_root(*words: str) -> list[str]:
     """Return a command as root."""
     return list(words) if os.geteuid() == 0 else ["sudo", "-n", *words]
 
 
-def write_as_root(path, text):  # type: (str, str) -> None
+def write_as_root(path: str, text: str) -> None:
     """Write a file of root's."""
     subprocess.run(as_root("tee", path), input=text.encode(), stdout=subprocess.DEVNULL, check=True)
     subprocess.run(as_root("chmod", "644", path), check=True)

@@ -12,12 +12,13 @@ import signal
 import subprocess
 import sys
 import time
+from typing import Any
 
 REPLACED = "state/server/replaced"  # written by a server that another one has replaced
 RESTART_S_MAX = 30.0
 
 
-def supervise(folder):  # type: (str) -> None
+def supervise(folder: str) -> None:
     """Restart the server whenever it fails, until SIGTERM, or until it reports that another one has replaced it."""
     lock = os.open(os.path.join(folder, "supervisor.lock"), os.O_RDWR | os.O_CREAT, 0o600)
     fcntl.flock(lock, fcntl.LOCK_EX)
@@ -33,7 +34,7 @@ def supervise(folder):  # type: (str) -> None
             env=make_environment(folder, os.path.join(folder, "current")),
         )  # fmt: skip
 
-        def pass_on(number, frame, child=child):  # type: (int, object, subprocess.Popen) -> None
+        def pass_on(number: int, frame: object, child: subprocess.Popen[bytes] = child) -> None:
             stopping.append(number)  # `wait` must not be called here: the main thread is in it
             child.terminate()
 
@@ -46,19 +47,19 @@ def supervise(folder):  # type: (str) -> None
         time.sleep(wait_s)
 
 
-def make_environment(folder, release):  # type: (str, str) -> dict
+def make_environment(folder: str, release: str) -> dict[str, Any]:
     """Return the environment of the server: its own state folder and program."""
     own = {"BROKER_HOME": os.path.join(folder, "state"), "PYTHONPATH": release, "PYTHONUNBUFFERED": "1"}
     return {**os.environ, **own}
 
 
-def last_line(text):  # type: (str) -> str
+def last_line(text: str) -> str:
     """Return the last line that says something."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return next((line for line in reversed(lines) if line.startswith("error:")), lines[-1] if lines else "no output")
 
 
-def read_bytes(path):  # type: (str) -> bytes
+def read_bytes(path: str) -> bytes:
     """Return a file's content; empty if it cannot be read."""
     try:
         with open(path, "rb") as file:
@@ -67,12 +68,12 @@ def read_bytes(path):  # type: (str) -> bytes
         return b""
 
 
-def read_text(path):  # type: (str) -> str
+def read_text(path: str) -> str:
     """Return a file's text without the final newline; empty if it cannot be read."""
     return read_bytes(path).decode("utf-8", "replace").strip()
 
 
-def read_json(path):  # type: (str) -> dict
+def read_json(path: str) -> dict[str, Any]:
     """Return the JSON object in a file; empty if there is none."""
     try:
         found = json.loads(read_bytes(path) or b"{}")
@@ -81,7 +82,7 @@ def read_json(path):  # type: (str) -> dict
     return found if isinstance(found, dict) else {}
 
 
-def write_text(path, text):  # type: (str, str) -> None
+def write_text(path: str, text: str) -> None:
     """Replace a file, mode 0600, atomically."""
     aside = "%s.new-%d" % (path, os.getpid())
     with os.fdopen(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
@@ -89,19 +90,19 @@ def write_text(path, text):  # type: (str, str) -> None
     os.replace(aside, path)
 
 
-def write_bytes(path, content):  # type: (str, bytes) -> None
+def write_bytes(path: str, content: bytes) -> None:
     """Write a new file, mode 0600, with its folders."""
     os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
         file.write(content)
 
 
-def write_json(path, value):  # type: (str, object) -> None
+def write_json(path: str, value: object) -> None:
     """Replace a file by JSON."""
     write_text(path, json.dumps(value))
 
 
-def forget(path):  # type: (str) -> None
+def forget(path: str) -> None:
     """Delete a file; already gone is success."""
     try:
         os.unlink(path)
