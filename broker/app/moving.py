@@ -25,7 +25,7 @@ MOVED = "moved.json"
 
 
 @frozen
-class Moved:
+class MovedTo:
     """Where the jobs of a state folder went. `word` names the move: a repeated one is the same."""
 
     url: str
@@ -33,12 +33,12 @@ class Moved:
     is_complete: bool = False
 
 
-def read_moved(home: Path) -> Moved | None:
+def read_moved(home: Path) -> MovedTo | None:
     """Return where the jobs went; None if they are here. Raises StateError for a damaged file."""
     path = home / MOVED
     try:
         data = json.loads(path.read_bytes())
-        return Moved(url=str(data["url"]), word=str(data["word"]), is_complete=bool(data["is_complete"]))
+        return MovedTo(url=str(data["url"]), word=str(data["word"]), is_complete=bool(data["is_complete"]))
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -47,7 +47,7 @@ def read_moved(home: Path) -> Moved | None:
         ) from None
 
 
-def write_moved(home: Path, moved: Moved) -> None:
+def write_moved(home: Path, moved: MovedTo) -> None:
     """Write the fence durably."""
     aside = home / f".{MOVED}-{secrets.token_hex(8)}"
     data = {"url": moved.url, "word": moved.word, "is_complete": moved.is_complete}
@@ -58,7 +58,7 @@ def write_moved(home: Path, moved: Moved) -> None:
     aside.replace(home / MOVED)
 
 
-def explain_moved(moved: Moved) -> FencedError:
+def explain_moved(moved: MovedTo) -> FencedError:
     """Make the error for a command that would change moved jobs."""
     if not moved.is_complete:
         return FencedError(

@@ -33,7 +33,7 @@ def up(
         typer.Option(
             "--infra",
             metavar="PLACE",
-            help="local, ssh://[USER@]HOST, aws[/REGION] or gcp[/REGION].",
+            help="Machine: local, ssh://[USER@]HOST, aws[/REGION] or gcp[/REGION].",
             show_default=False,
         ),
     ],

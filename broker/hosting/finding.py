@@ -13,7 +13,7 @@ from broker.app.verbs.clusters import terminate_clusters
 from broker.app.verbs.launching import launch
 from broker.errors import UsageError
 from broker.frozen import frozen
-from broker.hosting.machines import Machine, NodeMachine, SshMachine, ThisMachine, parse_ssh
+from broker.hosting.machines import HostMachine, NodeMachine, SshMachine, ThisMachine, parse_ssh
 from broker.hosting.record import HostedServer
 from broker.task.loader import load_tasks_text
 from broker.types import Cluster, ClusterStatus, Plan
@@ -39,7 +39,7 @@ class MachineFinder:
     show: Callable[[Sequence[Plan]], None]
     confirm: Callable[[Sequence[Plan]], None]
 
-    def ensure(self, server: HostedServer) -> Machine:
+    def ensure(self, server: HostedServer) -> HostMachine:
         """Return the machine; a cluster that an interrupted call left is completed. Raises BrokerError."""
         if server.cluster is not None and not self._is_up(self._get_cluster(server)):
             (task,) = load_tasks_text(make_task(server), CLUSTER)
@@ -52,7 +52,7 @@ class MachineFinder:
         assert found is not None, "the launch has recorded the cluster"
         return found
 
-    def find(self, server: HostedServer) -> Machine | None:
+    def find(self, server: HostedServer) -> HostMachine | None:
         """Return the machine; None if its cluster is not up."""
         if server.infra == "local":
             return ThisMachine()

@@ -70,7 +70,7 @@ subprocess.run([uv, "pip", "install", "--python", folder + "/venv/bin/python", *
 """
 
 
-class Refused(Exception):
+class RequestError(Exception):
     """An error for the user: what happened, and the next step."""
 
     def __init__(self, message: str, hint: str = "") -> None:
@@ -86,7 +86,7 @@ def main() -> None:
     folder = os.path.abspath(os.path.expanduser(request["folder"]))
     try:
         answer = {"answer": carry_out(request, folder, content)}
-    except Refused as error:
+    except RequestError as error:
         answer = {"error": str(error), "hint": error.hint}
     except OSError as error:
         answer = {"error": "%s: %s" % (error.filename or folder, error.strerror or error), "hint": ""}
@@ -104,7 +104,7 @@ def carry_out(request: dict[str, Any], folder: str, content: bytes) -> object:
     fcntl.flock(lock, fcntl.LOCK_EX)
     owner = read_text(os.path.join(folder, "owner"))
     if owner and owner != request["owner"]:
-        raise Refused(
+        raise RequestError(
             "%s on that machine holds the server of another installation (%s)" % (folder, owner),
             "choose another folder with `--folder`",
         )
@@ -126,7 +126,7 @@ def install(folder: str, request: dict[str, Any], content: bytes) -> object:
     release = os.path.join(folder, "releases", digest)
     if not os.path.isdir(release):
         if hashlib.sha256(content).hexdigest() != digest:
-            raise Refused("the wheel arrived damaged", "repeat the command")
+            raise RequestError("the wheel arrived damaged", "repeat the command")
         aside = "%s.new-%d" % (release, os.getpid())
         shutil.rmtree(aside, ignore_errors=True)
         zipfile.ZipFile(io.BytesIO(content)).extractall(aside)
@@ -152,7 +152,7 @@ def restore(folder: str, release: str, python: str, url: str) -> None:
         env=make_environment(folder, release), universal_newlines=True,
     )  # fmt: skip
     if done.returncode:
-        raise Refused("the backup cannot be restored: " + last_line(done.stderr), "check `--restore-from`")
+        raise RequestError("the backup cannot be restored: " + last_line(done.stderr), "check `--restore-from`")
 
 
 def find_python(folder: str, release: str, request: dict[str, Any]) -> str:
@@ -166,7 +166,7 @@ def find_python(folder: str, release: str, request: dict[str, Any]) -> str:
         if path and os.path.exists(path) and subprocess.run([path, "-c", CHECK, needed], check=False).returncode == 0:
             return path
     if request.get("python"):
-        raise Refused(
+        raise RequestError(
             "`%s` on that machine is not a Python 3.11 with the packages of broker" % request["python"],
             "leave out `--python`, so that one is installed",
         )
@@ -177,7 +177,7 @@ def find_python(folder: str, release: str, request: dict[str, Any]) -> str:
         stderr=subprocess.STDOUT, universal_newlines=True, env={**os.environ, "PYTHONPATH": release},
     )  # fmt: skip
     if done.returncode:
-        raise Refused(
+        raise RequestError(
             "the packages of broker cannot be installed on that machine: " + last_line(done.stdout),
             "let it reach a package index, or name a Python that has them with `--python`",
         )
@@ -196,7 +196,7 @@ def start(folder: str, request: dict[str, Any]) -> object:
     switch(folder, request["digest"])
     try:
         run(folder)
-    except Refused:
+    except RequestError:
         if before and before != request["digest"]:
             stop(folder)
             switch(folder, before)
@@ -231,7 +231,7 @@ def run(folder: str) -> None:
     end_s = time.monotonic() + READY_S
     while not read_status(folder)["is_running"]:
         if time.monotonic() > end_s or (os.path.exists(os.path.join(folder, "given-up"))):
-            raise Refused(
+            raise RequestError(
                 "the server did not start: " + last_line(read_text(os.path.join(folder, "server.log"))),
                 "see server.log in %s on that machine" % folder,
             )

@@ -18,14 +18,14 @@ from typing import IO, Any
 
 from broker.app.backups import FOLDERS, pack_state
 from broker.app.container import Context
-from broker.app.moving import Moved, read_moved, write_moved
+from broker.app.moving import MovedTo, read_moved, write_moved
 from broker.client.files import upload_files
 from broker.clock import SystemClock
 from broker.dashboard.verbs import show_overview
 from broker.errors import StateError, UsageError
 from broker.frozen import frozen
 from broker.hosting.lifecycle import Hosting
-from broker.hosting.machines import Machine, call
+from broker.hosting.machines import HostMachine, call
 from broker.hosting.record import HostedServer
 from broker.jobs.daemon import hold_lock
 from broker.task.codec import encode_task
@@ -90,7 +90,7 @@ def move(context: Context, hosting: Hosting) -> HostedServer:
     if moved is None or not moved.url:
         check_movable(context, hosting, server, list_work(context))
         tasks = _send_files(context, hosting, server, machine)
-        moved = Moved(url=server.url, word=secrets.token_hex(16))
+        moved = MovedTo(url=server.url, word=secrets.token_hex(16))
         _write_tasks(context, tasks)
         write_moved(home, moved)
     elif moved.is_complete:
@@ -104,7 +104,7 @@ def move(context: Context, hosting: Hosting) -> HostedServer:
     return up
 
 
-def _send_files(context: Context, hosting: Hosting, server: HostedServer, machine: Machine) -> Mapping[int, Task]:
+def _send_files(context: Context, hosting: Hosting, server: HostedServer, machine: HostMachine) -> Mapping[int, Task]:
     """Upload the local files of live jobs, for later attempts; return the tasks with the server's paths."""
     session = hosting.open(server)
     state = asyncio.run(call(machine, {**hosting.make_request(server), "verb": "status"}))["state"]

@@ -19,7 +19,7 @@ from broker.client.remote import RemoteSession, check_handshake
 from broker.dashboard.verbs import show_overview
 from broker.errors import BrokerError, StateError, UsageError
 from broker.frozen import frozen
-from broker.hosting.machines import Machine, call
+from broker.hosting.machines import HostMachine, call
 from broker.hosting.package import list_requirements, pack_wheel
 from broker.hosting.record import HostedRecord, HostedServer, HostedStatus
 from broker.types import Secret
@@ -28,11 +28,11 @@ from broker.types import Secret
 class FindsMachine(Protocol):
     """Provides the machine of a server."""
 
-    def ensure(self, server: HostedServer) -> Machine:
+    def ensure(self, server: HostedServer) -> HostMachine:
         """Return the machine, created if it is ours to create. Raises BrokerError."""
         ...
 
-    def find(self, server: HostedServer) -> Machine | None:
+    def find(self, server: HostedServer) -> HostMachine | None:
         """Return the machine; None if it was never created, or is gone."""
         ...
 
@@ -95,7 +95,7 @@ class Hosting:
         machine = self.find_machine(server)
         return self._install_and_start(server, machine)
 
-    def _install_and_start(self, server: HostedServer, machine: Machine) -> HostedServer:
+    def _install_and_start(self, server: HostedServer, machine: HostMachine) -> HostedServer:
         wheel = pack_wheel()
         needs = list_requirements(server.extras)
         base = {"folder": server.folder, "owner": self._owner, "digest": wheel.digest}
@@ -185,7 +185,7 @@ class Hosting:
             )
         return server
 
-    def find_machine(self, server: HostedServer) -> Machine:
+    def find_machine(self, server: HostedServer) -> HostMachine:
         """Return the server's machine. Raises StateError if it is gone."""
         machine = self._machines.find(server)
         if machine is None:

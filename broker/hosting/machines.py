@@ -28,7 +28,7 @@ for size in sys.argv[1:]:
 LOOPBACK = "127.0.0.1"
 
 
-class Machine(Protocol):
+class HostMachine(Protocol):
     """A machine that runs one command at a time. Raises AuthError, TransientError, StateError."""
 
     @property
@@ -114,7 +114,7 @@ def parse_ssh(infra: str, ssh_config: str | None = None) -> SshLogin:
     )
 
 
-async def call(machine: Machine, request: Mapping[str, object], content: bytes = b"") -> Any:
+async def call(machine: HostMachine, request: Mapping[str, object], content: bytes = b"") -> Any:
     """Send the host program with a request; return its answer. Raises StateError with the machine's reason."""
     programs = [Path(__file__).with_name(name).read_bytes() for name in PROGRAMS]
     stdin = b"".join(programs) + json.dumps(request).encode() + b"\n" + content
