@@ -130,7 +130,7 @@ def test_lost_server_is_restored_and_its_successor_alone_may_write(hosted: Hoste
     assert "this server was replaced by one that was restored from" in back.stderr
 
 
-@pytest.mark.parametrize("mark", ["server.json", "server/owner", "server/current", "admin.token"])
+@pytest.mark.parametrize("mark", ["server/current"])
 def test_up_that_was_killed_is_completed_by_the_next(hosted: Hosted, mark: str) -> None:
     place = ("--infra", "local", "--port", str(hosted.port), "--python", sys.executable)
     killed = hosted.open("server", "up", *place)
@@ -142,6 +142,7 @@ def test_up_that_was_killed_is_completed_by_the_next(hosted: Hosted, mark: str) 
     assert len(hosted.find_processes("broker server start")) == 1
 
 
+@pytest.mark.long
 def test_up_that_was_killed_is_undone_by_down(hosted: Hosted) -> None:
     killed = hosted.open("server", "up", "--infra", "local", "--port", str(hosted.port), "--python", sys.executable)
     hosted.wait_until((hosted.home / "hosted" / "server" / "current").is_symlink, "this step was reached")
