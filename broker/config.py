@@ -25,7 +25,7 @@ SETTINGS = "config.toml"
 LOGIN = "login.json"  # the server that commands speak to
 QUEUE_SETTINGS = ("max_live_jobs", "max_live_jobs_by_project", "preempt_after", "preempt_lower_priority")
 SETTING_NAMES = (
-    "bucket_access", "catalog", "checkpoints", "keep_days", "log_format", *QUEUE_SETTINGS, "notify", "state",
+    "backup", "bucket_access", "catalog", "checkpoints", "keep_days", "log_format", *QUEUE_SETTINGS, "notify", "state",
     "unattended",
 )  # fmt: skip
 KEEP_DAYS = 90.0
@@ -34,6 +34,7 @@ NO_WORDS = ("", "0", "false", "no")
 # Valid checkpoint locations: buckets that the bundled trainers can write to, and folders shared by all nodes.
 OWNER = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")  # valid as a tag's value on every cloud
 STATE_URL = r"postgres(?:ql)?://"
+BACKUP_URL = r"(?:s3|gs)://[^/\s]\S*|file:///\S+"
 CHECKPOINT_URL = r"(?:(?:s3|gs|az)://[^/\s]\S*|file:///\S*|/\S*)"
 
 
@@ -214,6 +215,20 @@ def choose_state_url(url: str) -> None:
 def read_secret_key() -> str | None:
     """Return the key that encrypts secrets in a shared database, as set in the environment."""
     return os.environ.get("BROKER_SECRET_KEY") or None
+
+
+def find_backup_url(home: Path) -> str | None:
+    """Return where a server copies the state: `backup` in `config.toml`. Raises UsageError for an invalid one."""
+    path = home / SETTINGS
+    try:
+        if b"backup" not in path.read_bytes():  # most commands thus need no parser of TOML
+            return None
+    except OSError:
+        return None
+    url = _read_settings(path).get("backup")
+    if url is not None and not re.fullmatch(BACKUP_URL, str(url)):
+        raise UsageError(f"{path}: `backup` must be `s3://BUCKET/FOLDER`, `gs://...` or `file:///FOLDER`, not `{url}`")
+    return None if url is None else str(url)
 
 
 def find_unattended(config: Config) -> object:

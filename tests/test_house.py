@@ -30,7 +30,7 @@ LAYERS: list[set[str]] = [
     {"jobs", "batch", "sweeps", "lab", "serve", "notify"},
     {"app"},
     {"rehearsal", "dashboard", "client"},
-    {"aio", "server"},
+    {"aio", "server", "hosting"},
     {"api"},
     {"cli"},
 ]

@@ -9,6 +9,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from broker.app import moving
 from broker.app.market import Market, find_cache
 from broker.clock import Clock, SystemClock
 from broker.config import Config, find_home, find_state_url, load_config
@@ -93,7 +94,9 @@ class Context:
         """Open the store on first use. Raises StateError if it cannot be opened."""
         from broker.state.opening import open_store
 
-        return open_store(self.config, clock=self.clock)
+        store = open_store(self.config, clock=self.clock)
+        moving.guard(store, self.config, clock=self.clock, note=self.note)
+        return store
 
     @cached_property
     def clouds(self) -> Mapping[str, Cloud]:
@@ -261,6 +264,8 @@ class Context:
         """Start the daemon of this state folder unless it is running."""
         from broker.jobs.daemon import ensure_daemon
 
+        if moving.read_moved(self.config.home) is not None:
+            return  # the server drives its jobs now
         if self.store.is_read_only:
             self.note("note: the state folder is read-only, so no daemon runs its jobs from here")
             return

@@ -69,4 +69,4 @@ GROUPS = ("jobs", "serve", "forecast", "local", "catalog", "traces", "state", "s
 # the background.
 PRICED = ("plan", "advise", "launch", "jobs launch", "gpus", "prices", "cost")
 # Commands on the state folder of this machine: after `broker login`, they would show another state than the server's.
-EMBEDDED = ("ssh", "top", "gc", "state", "server")
+EMBEDDED = ("ssh", "gc", "state")

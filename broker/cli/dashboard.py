@@ -11,16 +11,17 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from broker.cli import options, terminal
-from broker.cli.context import make_context
+from broker.cli.context import make_context, make_session
 from broker.cli.render import format_table, print_json, print_line, print_note, show_usage
 from broker.clock import pause
 from broker.config import find_login
-from broker.dashboard.model import Overview, measure_rate_usd_hour, read_overview
+from broker.dashboard.model import Overview, measure_rate_usd_hour
+from broker.dashboard.verbs import show_overview
 from broker.errors import UsageError
 from broker.formatting import format_duration, format_usd, to_plain
 
 if TYPE_CHECKING:
-    from broker.app.container import Context
+    from broker.app.session import Session
 
 HOST = "127.0.0.1"
 WATCH_S = 2.0
@@ -83,26 +84,25 @@ def _open_server(path: Path, *, is_opening: bool) -> None:
 
 def top(as_json: options.AsJson = False) -> None:
     """Show spending, jobs and clusters, refreshed every two seconds."""
-    context = make_context()
-    context.keep_jobs_going()
+    session = make_session()
     if as_json:
-        print_json(describe_overview(read_overview(context)))
+        print_json(describe_overview(session.call(show_overview)))
         return
     try:
-        _watch(context)
+        _watch(session)
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
 
 
-def _watch(context: Context) -> None:
+def _watch(session: Session) -> None:
     """Redraw one view on a terminal; print it once in a pipe."""
     with terminal.show_view() as view:
         if view is None:
-            for line in list_lines(read_overview(context)):
+            for line in list_lines(session.call(show_overview)):
                 print_line(line)
             return
         while True:
-            view.show(list_lines(read_overview(context)))
+            view.show(list_lines(session.call(show_overview)))
             pause(WATCH_S)
 
 

@@ -12,14 +12,16 @@ from typing import Annotated
 
 import typer
 
-from broker.cli import options, server_limits
+from broker import __version__
+from broker.cli import options, server_host, server_limits
 from broker.cli.context import make_context
 from broker.cli.log_lines import start_log
 from broker.cli.render import print_json, print_line, print_note, print_table
-from broker.config import choose_state_url
-from broker.errors import UsageError
+from broker.config import choose_state_url, find_backup_url
+from broker.errors import FencedError, UsageError
 from broker.formatting import to_plain
 from broker.state.people import Role
+from broker.state.secret_rows import load_key
 
 app = typer.Typer(
     help="Share one installation among several users.",
@@ -31,10 +33,23 @@ app = typer.Typer(
 token_app = typer.Typer(help="Create, list and revoke access tokens.", no_args_is_help=True)
 app.add_typer(token_app, name="token")
 app.add_typer(server_limits.app, name="limits")
+app.command()(server_host.up)
+app.command()(server_host.upgrade)
+app.command()(server_host.status)
+app.command()(server_host.down)
+app.command()(server_host.restore)
+app.command(name="import-local")(server_host.import_local)
 
+REPLACED = "replaced"  # below `server/`
 StateOption = Annotated[
     str | None, typer.Option("--state", metavar="URL", help="PostgreSQL database of the state (default: a file).")
 ]
+
+
+@app.callback()
+def root(context: typer.Context) -> None:
+    """Share one installation among several users."""
+    server_host.check_group(context.invoked_subcommand)
 
 
 @app.command()
@@ -81,7 +96,7 @@ def start(
     """
     try:
         from broker.server.context import Policy
-        from broker.server.serving import Certificate, Listening, serve
+        from broker.server.serving import Certificate, Listening, serve, write_listening
     except ModuleNotFoundError as error:
         raise UsageError(
             f"the server requires `{error.name}`", hints=["install it: `pip install 'intercloud-broker[serve]'`"]
@@ -102,9 +117,9 @@ def start(
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s")
     context = make_context()
     home = context.config.home
-    _ensure_first_token(home)
 
     def tell(listening: Listening) -> None:
+        write_listening(home, listening, version=__version__)
         print_line(f"Server: {listening.url}")
         if listening.fingerprint:
             print_line(f"Fingerprint: {listening.fingerprint}")
@@ -119,7 +134,11 @@ def start(
     own = Certificate(certificate=certificate, key=key) if certificate and key else None
     policy = Policy(has_controller=controller, has_local_cloud=local_cloud, proxy=proxy)
     try:
+        _ensure_first_token(home)
         asyncio.run(serve(home, host=host, port=port, policy=policy, certificate=own, on_ready=tell, until=wait))
+    except FencedError:
+        (home / "server" / REPLACED).touch()  # its supervisor does not start it again
+        raise
     except OSError as error:
         reason = error.strerror or str(error)
         raise UsageError(
@@ -128,10 +147,13 @@ def start(
 
 
 def _ensure_first_token(home: Path) -> None:
-    """Write an administrator's token to a file, mode 0600, if the server has none yet."""
+    """Write an administrator's token to a file, mode 0600, if the server has none yet; make the key of backups."""
     import os
 
     from broker.server.tokens import create_token
+
+    if find_backup_url(home) is not None:
+        load_key(home)  # before `broker server up` copies it
 
     context = make_context()
     if context.store.tokens.list():

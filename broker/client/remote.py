@@ -74,14 +74,15 @@ class RemoteSession:
     def _upload(self, value: object) -> object:
         """Send the files of tasks ahead, each only if the server lacks it."""
         if isinstance(value, Task):
-            return upload_files(value, self._send_file, note=self._note)
+            return upload_files(value, self.send_file, note=self._note)
         if isinstance(value, MapRequest | SweepRequest):
-            return replace(value, task=upload_files(value.task, self._send_file, note=self._note))
+            return replace(value, task=upload_files(value.task, self.send_file, note=self._note))
         if isinstance(value, tuple) and value and isinstance(value[0], Task):
-            return tuple(upload_files(each, self._send_file, note=self._note) for each in value)
+            return tuple(upload_files(each, self.send_file, note=self._note) for each in value)
         return value
 
-    def _send_file(self, digest: str, archive: IO[bytes]) -> None:
+    def send_file(self, digest: str, archive: IO[bytes]) -> None:
+        """Send an archive of files unless the server has it. Raises BrokerError."""
         path = f"/v1/files/{digest}"
         if not self.request("GET", path)["is_known"]:
             self.request("PUT", path, archive)

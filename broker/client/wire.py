@@ -35,7 +35,7 @@ MESSAGE_MAX = 64 * 2**20
 
 @frozen
 class Verb:
-    """A verb of `broker.app.verbs`; `owned` names the arguments that must be the caller's own, with their kind."""
+    """A verb of the application; `owned` names the arguments that must be the caller's own, with their kind."""
 
     name: str
     target: str
@@ -104,11 +104,16 @@ def _list_verbs() -> Sequence[Verb]:
         ("batches", "read_sweep", Role.VIEWER, reading),
         ("watching", "watch_jobs", Role.VIEWER, reading),
         ("watching", "read_job_history", Role.VIEWER, reading),
+        ("broker.dashboard.verbs", "show_overview", Role.VIEWER, reading),
     )
     return [
-        Verb(name=name, target=f"broker.app.verbs.{module}:{name}", role=role, owned=owned)
+        Verb(name=name, target=f"{_find_module(module)}:{name}", role=role, owned=owned)
         for module, name, role, owned in rows
     ]
+
+
+def _find_module(name: str) -> str:
+    return name if "." in name else f"broker.app.verbs.{name}"
 
 
 VERBS: Mapping[str, Verb] = {verb.name: verb for verb in _list_verbs()}

@@ -11,13 +11,13 @@ from broker.app.container import Context
 from broker.app.limits import LimitUse, list_uses
 from broker.frozen import frozen
 from broker.jobs.node_samples import read_history, read_usages
+from broker.state.jobs import JobLine
 from broker.types import Attempt, Cluster, ClusterStatus, EventKind, Job, JobStatus, JobUsage, NodeHistory
 
 if TYPE_CHECKING:
     from broker.app.deadline_chances import ChancePoint
     from broker.app.jobs import Explanation
     from broker.state.events import EventRow
-    from broker.state.jobs import JobLine
     from broker.state.store import Store
 
 NEWEST = 50  # jobs and attention rows on a page

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import json
 import logging
 import os
 import socket
@@ -17,6 +18,7 @@ from broker.client.login import is_loopback
 from broker.clock import SystemClock
 from broker.errors import BrokerError, UsageError
 from broker.frozen import frozen
+from broker.server.backup import keep_backup
 from broker.server.context import Policy, ServerContext
 from broker.server.http import Server
 
@@ -77,6 +79,19 @@ def ensure_certificate(home: Path) -> Certificate:
     return Certificate(certificate=path, key=path)
 
 
+def write_listening(home: Path, listening: Listening, *, version: str) -> None:
+    """Write what listens, and since when, to `server/listening.json`, for `broker server status` on another machine."""
+    folder = home / "server"
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    aside = folder / f".listening-{os.getpid()}"
+    told = {
+        "url": listening.url, "fingerprint": listening.fingerprint, "pid": os.getpid(), "version": version,
+        "started_s": SystemClock().now_s(),
+    }  # fmt: skip
+    aside.write_text(json.dumps(told))
+    aside.replace(folder / "listening.json")
+
+
 async def serve(
     home: Path,
     *,
@@ -104,14 +119,26 @@ async def serve(
         scheme = "http" if tls is None else "https"
         url = f"{scheme}://{shown}:{sock.getsockname()[1]}"
         on_ready(Listening(url=url, fingerprint=certificate.fingerprint() if certificate else None))
-        watching = asyncio.create_task(_keep_jobs_going(home, policy))
-        try:
-            await until()
-        finally:
-            watching.cancel()
+        await _watch_until(home, policy, until)
     finally:
         server.leave()
         await runner.cleanup()
+
+
+async def _watch_until(home: Path, policy: Policy, until: Callable[[], Awaitable[object]]) -> None:
+    """Look after the daemon and the backup until `until` returns. Raises FencedError if this server was replaced."""
+    tasks = [
+        asyncio.ensure_future(until()), asyncio.create_task(_keep_jobs_going(home, policy)),
+        asyncio.create_task(keep_backup(home)),
+    ]  # fmt: skip
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def _keep_jobs_going(home: Path, policy: Policy) -> None:

@@ -42,6 +42,7 @@ class SqliteDatabase:
         self._owner = owner
         self._depth = 0
         self._is_durable = True
+        self.confirm: Callable[[], None] | None = None  # called before each write; raises if this folder may not write
         self.epoch: int | None = None  # set while this store leads: writes are then checked against the file's epoch
         try:
             self._connection = self._open()
@@ -64,6 +65,8 @@ class SqliteDatabase:
         if self._depth:
             yield
             return
+        if self.confirm is not None:
+            self.confirm()
         if is_durable != self._is_durable:
             self.execute(f"PRAGMA synchronous={'FULL' if is_durable else 'NORMAL'}")
             self._is_durable = is_durable

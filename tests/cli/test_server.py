@@ -193,6 +193,11 @@ def test_history_of_a_job_is_watched_exported_and_reported(usual_terminal: Shell
     assert "job 1 (brief)  SUCCEEDED" in watched[-1]
     assert json.loads(usual_terminal.run("jobs", "watch", "1", "--json").stdout)["job"]["status"] == "SUCCEEDED"
     assert usual_terminal.run("jobs", "watch").stderr.startswith("no live jobs; ")
+    overview = usual_terminal.read_json("top")
+    assert [(row["name"], row["status"]) for row in overview["jobs"]] == [("brief", "SUCCEEDED")]
+    assert overview["live_jobs"] == 0 and overview["counts"] == {"SUCCEEDED": 1}
+    shown = usual_terminal.run("top").stdout
+    assert " USD today, " in shown and re.search(r"^ *1  brief +SUCCEEDED ", shown, re.MULTILINE)
     assert usual_terminal.run("jobs", "watch", "nope", code=2).stderr.startswith("error: unknown managed job `nope`\n")
     (resource,) = json.loads(usual_terminal.run("jobs", "trace", "1").stdout)["resourceSpans"]
     assert "job brief" in [each["name"] for each in resource["scopeSpans"][0]["spans"]]

@@ -1,0 +1,299 @@
+"""Backups of a server's state in a bucket or folder, and the fence that keeps a replaced server from writing.
+
+    URL/epochs/000002     written once, by the restore that took this number; the highest one may write
+    URL/states/000002     the newest copy of that epoch: an archive, encrypted with the key in `secret.key`
+
+A process may write for `LEASE_S` seconds after it last saw that no higher epoch exists (decision 0381). A restored
+server starts nothing before it has listed every cloud twice, at least a minute apart, so the two never act at once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import os
+import secrets
+import shutil
+import sqlite3
+import tarfile
+import tempfile
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from pathlib import Path
+
+from broker.clock import Clock
+from broker.config import find_backup_url
+from broker.errors import BrokerError, CloudError, FencedError, StateError, UsageError
+from broker.frozen import frozen
+from broker.state.restoring import restore as restore_state
+from broker.state.secret_rows import load_key
+from broker.storage import open_bucket
+from broker.storage.base import Bucket
+
+LEASE_S = 60.0  # no longer than the time between the two lists of a restored server (SETTLED_S_MIN)
+CONFIRM_S = 20.0
+EPOCHS, STATES = "epochs", "states"
+NONCE_BYTES = 12
+BOUND = b"broker state backup 1"  # authenticated with the archive
+FILES = ("owner", "config.toml", "server/certificate.pem", "server/admin.token")
+FOLDERS = ("keys", "secrets")
+DATABASE = "state.db"
+
+
+@frozen
+class Epoch:
+    """The number under which this state folder may write to its backup, and a random word that proves the claim."""
+
+    number: int
+    word: str
+
+
+class Backups:
+    """The backups of one state folder."""
+
+    def __init__(self, home: Path, url: str, *, clock: Clock, bucket: Bucket | None = None) -> None:
+        self._home = home
+        self.url = url
+        self._clock = clock
+        self._bucket = bucket or open_bucket(url)
+        self._digest = ""
+        self._confirmed_s = float("-inf")
+        self._own: Epoch | None = None  # once it is known to be ours
+
+    @property
+    def _epoch_path(self) -> Path:
+        return self._home / "server" / "epoch.json"
+
+    def ensure_epoch(self) -> Epoch:
+        """Return our epoch; the first call takes number 1. Raises UsageError if the place has another's backups."""
+        if self._own is not None:
+            return self._own
+        known = self._read_epoch()
+        if known is None:
+            known = Epoch(number=1, word=secrets.token_hex(16))
+            self._write_epoch(known)
+        self._bucket.write_if_absent(_name(EPOCHS, known.number), known.word.encode())
+        if self._bucket.read(_name(EPOCHS, known.number)) != known.word.encode():
+            if known.number == 1:
+                self._epoch_path.unlink(missing_ok=True)
+            raise UsageError(
+                f"{self.url} holds the backups of another state folder",
+                hints=["choose another place", f"continue from them: `broker server restore --from {self.url}`"],
+            )
+        self._own = known
+        return known
+
+    def confirm(self) -> None:
+        """Raise FencedError if another server has continued from our backups, StateError if that cannot be known."""
+        now_s = self._clock.now_s()
+        if not 0.0 <= now_s - self._confirmed_s < CONFIRM_S:
+            self._confirmed_s = max(self._confirmed_s, self._read_confirmed_s())
+        if 0.0 <= now_s - self._confirmed_s < CONFIRM_S:
+            return
+        self.refresh()
+
+    def refresh(self) -> None:
+        """As `confirm`, by asking the bucket now, or within the lease as long as it does not answer."""
+        begin_s = self._clock.now_s()
+        try:
+            own = self.ensure_epoch()
+            newest = max(_list_numbers(self._bucket, EPOCHS), default=own.number)
+        except CloudError as error:
+            if 0.0 <= begin_s - self._confirmed_s < LEASE_S:
+                return
+            raise StateError(
+                f"nothing can be written, because {self.url} does not answer: {error.message}",
+                details=("Only there it is known whether another server has been restored from the backups.",),
+                hints=("jobs continue on their nodes; repair the login or the network",),
+            ) from error
+        if newest > own.number:
+            raise FencedError(
+                f"this server was replaced by one that was restored from {self.url}",
+                hints=("log in to the new server; end this one",),
+            )
+        self._confirmed_s = begin_s
+        _write_private(self._home / "server" / "confirmed", repr(begin_s))
+
+    def write_if_changed(self) -> bool:
+        """Write a copy unless the state is the same as at the last one; return whether it was written."""
+        own = self.ensure_epoch()
+        archive = pack_state(self._home)
+        digest = hashlib.sha256(archive).hexdigest()
+        is_new = digest != self._digest
+        if is_new:
+            self._bucket.write(_name(STATES, own.number), _encrypt(load_key(self._home), archive))
+            self._digest = digest
+        return is_new
+
+    def _read_epoch(self) -> Epoch | None:
+        try:
+            data = json.loads(self._epoch_path.read_bytes())
+            return Epoch(number=int(data["number"]), word=str(data["word"]))
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise StateError(f"{self._epoch_path} cannot be read: {error}") from None
+
+    def _write_epoch(self, epoch: Epoch) -> None:
+        _write_private(self._epoch_path, json.dumps({"number": epoch.number, "word": epoch.word}))
+
+    def _read_confirmed_s(self) -> float:
+        """Return when another process of this server last confirmed; never in the future."""
+        try:
+            found_s = float((self._home / "server" / "confirmed").read_text())
+        except (OSError, ValueError):
+            return float("-inf")
+        return found_s if found_s <= self._clock.now_s() else float("-inf")
+
+    def restore(self) -> int:
+        """Fill an empty state folder from the newest backup, under a new epoch, which fences every earlier server.
+
+        Repeatable until it returns: an interrupted call left no database. Returns the new epoch. Raises StateError.
+        """
+        if (self._home / DATABASE).exists():
+            raise StateError(
+                f"{self._home} has a state already", hints=("restore into an empty folder: set `BROKER_HOME`",)
+            )
+        numbers = _list_numbers(self._bucket, EPOCHS)
+        if not numbers:
+            raise UsageError(f"there is no backup in {self.url}")
+        self._read_newest(below=max(numbers) + 1)  # before the claim, which stops the old server
+        known = self._read_epoch()
+        own = Epoch(number=max(numbers) + 1, word=secrets.token_hex(16))
+        if known is not None and self._bucket.read(_name(EPOCHS, known.number)) == known.word.encode():
+            own = known  # this call was interrupted before
+        self._write_epoch(own)
+        self.refresh()
+        archive = self._read_newest(below=own.number)
+        with tempfile.TemporaryDirectory(dir=self._home) as folder:
+            unpack(archive, Path(folder))
+            self._put_in_place(Path(folder))
+        return own.number
+
+    def _read_newest(self, *, below: int) -> bytes:
+        states = [number for number in _list_numbers(self._bucket, STATES) if number < below]
+        content = self._bucket.read(_name(STATES, max(states))) if states else None
+        if content is None:
+            raise StateError(f"{self.url} has no copy of the state yet")
+        return _decrypt(load_key(self._home), content, self.url)
+
+    def _put_in_place(self, folder: Path) -> None:
+        """Move the files, and the database last: with it, the state folder is complete."""
+        for path in sorted(folder.rglob("*")):
+            target = self._home / path.relative_to(folder)
+            if path.is_dir():
+                target.mkdir(mode=0o700, exist_ok=True)
+            elif path.name != DATABASE and not (target.name == "config.toml" and target.exists()):
+                target.parent.mkdir(mode=0o700, exist_ok=True)
+                path.replace(target)
+        owner = (self._home / "owner").read_text().strip()
+        restore_state(self._home / DATABASE, folder / DATABASE, clock=self._clock, owner=owner)
+
+
+def make_confirm(home: Path, *, clock: Clock) -> Callable[[], None] | None:
+    """Return the check before each write of a state folder with backups; None for one without."""
+    url = find_backup_url(home)
+    if url is None:
+        return None
+    return Backups(home, url, clock=clock).confirm
+
+
+def pack_state(
+    home: Path,
+    *,
+    edit: Callable[[sqlite3.Connection], None] = lambda connection: None,
+    folders: Sequence[str] = FOLDERS,
+) -> bytes:
+    """Pack the database, changed by `edit`, and the files beside it; equal states give equal bytes."""
+    out = io.BytesIO()
+    with tempfile.TemporaryDirectory(dir=home) as folder, tarfile.open(fileobj=out, mode="w") as archive:
+        copy = Path(folder) / DATABASE
+        with closing(sqlite3.connect(home / DATABASE, isolation_level=None)) as connection:
+            connection.execute("VACUUM INTO ?", (str(copy),))
+        with closing(sqlite3.connect(copy, isolation_level=None)) as connection:
+            connection.execute("UPDATE leader SET beat_s = 0")  # a heartbeat is no change
+            edit(connection)
+        _add(archive, DATABASE, copy.read_bytes())
+        for path in _list_files(home, folders):
+            try:
+                _add(archive, path.relative_to(home).as_posix(), path.read_bytes())
+            except FileNotFoundError:  # the keys of a gang that has just ended
+                continue
+    return out.getvalue()
+
+
+def _list_files(home: Path, folders: Sequence[str]) -> list[Path]:
+    found = [home / name for name in FILES if (home / name).is_file()]
+    for name in folders:
+        found += sorted(path for path in (home / name).rglob("*") if path.is_file())
+    return found
+
+
+def keep_record(home: Path, url: str, *, now_s: float, error: BrokerError | None) -> None:
+    """Record when the backup was last known to be up to date, and the newest error, for `broker server status`."""
+    path = home / "server" / "backup.json"
+    try:
+        known = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        known = {}
+    told = {**known, "url": url, "error": None if error is None else error.message}
+    _write_private(path, json.dumps(told if error is not None else {**told, "time_s": now_s}))
+
+
+def _encrypt(key: bytes, content: bytes) -> bytes:
+    from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+
+    nonce = secrets.token_bytes(NONCE_BYTES)
+    return nonce + AESGCM(key).encrypt(nonce, content, BOUND)
+
+
+def _decrypt(key: bytes, content: bytes, url: str) -> bytes:
+    from cryptography.exceptions import InvalidTag
+    from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+
+    try:
+        return AESGCM(key).decrypt(content[:NONCE_BYTES], content[NONCE_BYTES:], BOUND)
+    except InvalidTag:
+        raise StateError(
+            f"the backup in {url} is encrypted with another key, or damaged",
+            hints=(
+                "pass the server's `secret.key`: `--key-file FILE`; `broker server up` keeps a copy in "
+                "`~/.broker/hosted/secret.key`",
+            ),
+        ) from None
+
+
+def _add(archive: tarfile.TarFile, name: str, content: bytes) -> None:
+    entry = tarfile.TarInfo(name)
+    entry.size, entry.mode = len(content), 0o600
+    archive.addfile(entry, io.BytesIO(content))
+
+
+def unpack(content: bytes, folder: Path) -> None:
+    """Unpack an archive of `pack_state`."""
+    with tarfile.open(fileobj=io.BytesIO(content)) as archive:
+        for entry in archive.getmembers():
+            target = folder / entry.name
+            source = archive.extractfile(entry)
+            assert source is not None and target.resolve().is_relative_to(folder.resolve()), entry.name
+            target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with os.fdopen(os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+                shutil.copyfileobj(source, file)
+
+
+def _list_numbers(bucket: Bucket, folder: str) -> list[int]:
+    names = [each.key.rpartition("/")[2] for each in bucket.list_keys(folder)]
+    return sorted(int(name) for name in names if name.isdecimal())
+
+
+def _name(folder: str, number: int) -> str:
+    return f"{folder}/{number:06d}"
+
+
+def _write_private(path: Path, text: str) -> None:
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    aside = path.with_name(f".{path.name}-{secrets.token_hex(8)}")
+    with os.fdopen(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        file.write(text)
+    aside.replace(path)

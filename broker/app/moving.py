@@ -1,0 +1,100 @@
+"""A state folder whose jobs were moved to a server: nothing is written to it any more.
+
+The file `moved.json` is the fence. It is written before anything is sent, and every transaction looks for it, so the
+daemon of this folder stops at its next heartbeat, and no command starts anything.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from broker.clock import Clock
+from broker.config import Config, find_backup_url
+from broker.errors import FencedError, StateError
+from broker.frozen import frozen
+
+if TYPE_CHECKING:
+    from broker.state.store import Store
+
+MOVED = "moved.json"
+
+
+@frozen
+class MovedTo:
+    """Where the jobs of a state folder went. `word` names the move: a repeated one is the same."""
+
+    url: str
+    word: str
+    is_complete: bool = False
+
+
+def read_moved(home: Path) -> MovedTo | None:
+    """Return where the jobs went; None if they are here. Raises StateError for a damaged file."""
+    path = home / MOVED
+    try:
+        data = json.loads(path.read_bytes())
+        return MovedTo(url=str(data["url"]), word=str(data["word"]), is_complete=bool(data["is_complete"]))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise StateError(
+            f"{path} cannot be read: {error}", hints=("repeat `broker server import-local`, which replaces it",)
+        ) from None
+
+
+def write_moved(home: Path, moved: MovedTo) -> None:
+    """Write the fence durably."""
+    aside = home / f".{MOVED}-{secrets.token_hex(8)}"
+    data = {"url": moved.url, "word": moved.word, "is_complete": moved.is_complete}
+    with os.fdopen(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        json.dump(data, file)
+        file.flush()
+        os.fsync(file.fileno())
+    aside.replace(home / MOVED)
+
+
+def explain_moved(moved: MovedTo) -> FencedError:
+    """Make the error for a command that would change moved jobs."""
+    if not moved.is_complete:
+        return FencedError(
+            f"the jobs of this state folder are being moved to {moved.url}",
+            hints=("complete the move: `broker server import-local`",),
+        )
+    return FencedError(
+        f"the jobs of this state folder were moved to {moved.url}",
+        hints=(f"log in there: `broker login {moved.url}`", "start anew here: set `BROKER_HOME` to another folder"),
+    )
+
+
+def guard(store: Store, config: Config, *, clock: Clock, note: Callable[[str], None]) -> None:
+    """Check before each write of a state file that this folder may still write; say where moved jobs are."""
+    if store.is_shared:
+        return
+    after = None
+    if find_backup_url(config.home) is not None:
+        from broker.app import backups
+
+        after = backups.make_confirm(config.home, clock=clock)
+    store.confirm = make_confirm(config.home, after)
+    if (moved := read_moved(config.home)) is not None:
+        note(f"note: {explain_moved(moved).message}; this shows the state before the move")
+
+
+def make_confirm(home: Path, after: Callable[[], None] | None) -> Callable[[], None]:
+    """Return the check before each write: that the jobs were not moved, and `after`."""
+    path = str(home / MOVED)
+
+    def confirm() -> None:
+        if os.path.exists(path):  # noqa: PTH110 - before every transaction: faster than a Path
+            moved = read_moved(home)
+            if moved is not None:
+                raise explain_moved(moved)
+        if after is not None:
+            after()
+
+    return confirm

@@ -1,0 +1,283 @@
+"""`broker server up`, `upgrade`, `status` and `down`: a server of this installation on another machine."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from broker.cli import options
+from broker.cli.context import make_context
+from broker.cli.launch import confirm_price
+from broker.cli.plan_table import show_plan
+from broker.cli.render import print_json, print_line, print_note
+from broker.config import LOGIN, find_home, find_login
+from broker.errors import UsageError
+from broker.formatting import format_duration, to_plain
+from broker.hosting.finding import MachineFinder, check_infra
+from broker.hosting.lifecycle import Hosting
+from broker.hosting.package import EXTRAS
+from broker.hosting.record import FOLDER, HostedRecord, HostedServer, HostedStatus
+from broker.types import Plan
+
+PORT = 8471
+
+
+def up(
+    infra: Annotated[
+        str,
+        typer.Option(
+            "--infra",
+            metavar="PLACE",
+            help="Machine: local, ssh://[USER@]HOST, aws[/REGION] or gcp[/REGION].",
+            show_default=False,
+        ),
+    ],
+    folder: Annotated[
+        str | None,
+        typer.Option("--folder", metavar="PATH", help="Folder of the server on its machine."),
+    ] = None,
+    port: Annotated[int, typer.Option("--port", min=1, max=65535, help="Port that the server listens on.")] = PORT,
+    backup: Annotated[
+        str | None,
+        typer.Option(
+            "--backup", metavar="URL", help="Where the state is copied every minute: s3://, gs:// or file://."
+        ),
+    ] = None,
+    restore_from: Annotated[
+        str | None,
+        typer.Option("--restore-from", metavar="URL", help="Start with the newest backup there."),
+    ] = None,
+    python: Annotated[
+        str | None,
+        typer.Option("--python", metavar="PATH", help="Python 3.11+ on that machine that has broker's packages."),
+    ] = None,
+    ssh_config: Annotated[
+        Path | None,
+        typer.Option("--ssh-config", metavar="FILE", help="OpenSSH configuration for ssh://HOST (default: yours)."),
+    ] = None,
+    local_cloud: Annotated[
+        bool, typer.Option("--local-cloud", help="Let tasks run on that machine, as the server's own user.")
+    ] = False,
+    login: Annotated[bool, typer.Option("--login", help="Log in to the server when it is up.")] = False,
+    yes: options.Yes = False,
+    as_json: options.AsJson = False,
+) -> None:
+    """Set up a server on a machine, or complete a set-up that was interrupted.
+
+    On a cloud, the cheapest on-demand machine with 2 vCPUs and 4 GB is started.
+    """
+    home = find_home()
+    cluster = check_infra(infra)
+    backup = backup or restore_from
+    wanted = HostedServer(
+        infra=infra, port=port, status=HostedStatus.STARTING, cluster=cluster, python=python,
+        ssh_config=None if ssh_config is None else str(ssh_config.resolve()),
+        folder=folder or (str(home / FOLDER / "server") if infra == "local" else "~/.broker-server"),
+        options=("--local-cloud",) if local_cloud else (), restore_from=restore_from,
+        config=f"backup = {json.dumps(backup)}\n" if backup else "",
+        extras=(*EXTRAS, *((infra.split("/")[0],) if cluster else find_extras())),
+    )  # fmt: skip
+    hosting = make_hosting(yes=yes)
+    server = hosting.bring_up(wanted)
+    record = HostedRecord(home)
+    if login:
+        from broker.client.login import save_login
+
+        save_login(home / LOGIN, hosting.make_login(server))
+    if as_json:
+        print_json({"url": server.url, "fingerprint": server.fingerprint, "token_file": str(record.token_path)})
+        return
+    print_line(f"Server: {server.url}")
+    if server.fingerprint:
+        print_line(f"Fingerprint: {server.fingerprint}")
+    pinned = f" --fingerprint {server.fingerprint}" if server.fingerprint else ""
+    if login:
+        print_line("Logged in as admin")
+    else:
+        print_line(f"Log in: broker login {server.url}{pinned} --token-file {record.token_path}")
+
+
+def upgrade() -> None:
+    """Replace the server's program by this version of broker; jobs continue on their nodes meanwhile."""
+    server = make_hosting().upgrade()
+    print_line(f"{server.url} runs broker {server.version}")
+
+
+def status(as_json: options.AsJson = False) -> None:
+    """Show the server's address, version, uptime and the age of its backup."""
+    server, found = make_hosting().read_status()
+    backup = found.get("backup") or {}
+    age_s = found["now_s"] - backup["time_s"] if "time_s" in backup else None
+    told = {
+        "infra": server.infra, "status": server.status.value, "url": server.url, "fingerprint": server.fingerprint,
+        "version": server.version, "is_running": bool(found.get("is_running")), "uptime_s": found.get("uptime_s"),
+        "backup": backup.get("url"), "backup_age_s": age_s, "backup_error": backup.get("error"),
+    }  # fmt: skip
+    if as_json:
+        print_json(told)
+        return
+    uptime_s = found.get("uptime_s")
+    print_line(f"address   {server.url or '-'}")
+    print_line(f"machine   {server.infra}")
+    print_line(f"status    {_describe_status(server, is_running=told['is_running'] is True)}")
+    print_line(f"version   {server.version or '-'}")
+    print_line(f"uptime    {'-' if uptime_s is None else format_duration(uptime_s)}")
+    print_line(f"backup    {_describe_backup(told)}")
+
+
+def _describe_status(server: HostedServer, *, is_running: bool) -> str:
+    if server.status is HostedStatus.STARTING:
+        return "not complete; continue with `broker server up`"
+    if server.status is HostedStatus.ENDING:
+        return "ending; complete it with `broker server down`"
+    return "running" if is_running else "not running; repair it with `broker server up`"
+
+
+def _describe_backup(told: dict[str, object]) -> str:
+    age_s = told["backup_age_s"]
+    if not isinstance(age_s, float):
+        return "none; set one up with `broker server up --backup URL`"
+    failed = f"; the newest failed: {told['backup_error']}" if told["backup_error"] else ""
+    return f"{told['backup']}, checked {format_duration(age_s)} ago{failed}"
+
+
+def down(
+    force: Annotated[
+        bool, typer.Option("--force", help="End the server although jobs, clusters or services run on it.")
+    ] = False,
+) -> None:
+    """End the server and delete its machine. Refuses with exit code 2 while anything runs on it."""
+    hosting = make_hosting()
+    record = HostedRecord(find_home())
+    server = record.read()
+    census = hosting.take_down(is_forced=force)
+    path = find_login()
+    if path is not None and server is not None:
+        from broker.client.login import read_login
+
+        if read_login(path).url == server.url:
+            path.unlink(missing_ok=True)
+            print_note("logged out of it")
+    print_line("The server has ended")
+    if census is not None and census.is_busy:
+        print_note(
+            f"{census.describe()} lost their controller: each machine ends itself when its unattended time is over, "
+            "and nothing recovers them; their history and costs are deleted with the server, except in its backups"
+        )
+
+
+def import_local(
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="List what would move, and change nothing.")] = False,
+    yes: options.Yes = False,
+    as_json: options.AsJson = False,
+) -> None:
+    """Move the jobs and clusters of this machine to the server, without restarting their programs.
+
+    Afterwards nothing is started from this state folder. Repeat the command after an interruption.
+    """
+    import sys
+
+    from broker.hosting.importing import list_work, move
+
+    context = make_context()
+    work = list_work(context)
+    if as_json:
+        print_json(to_plain(work))
+    else:
+        for noun, names in (("job", work.jobs), ("cluster", work.clusters), ("service", work.services)):
+            for name in names:
+                print_line(f"{noun} {name}")
+    if dry_run:
+        return
+    if not yes and sys.stdin.isatty():
+        typer.confirm("Move this to the server?", abort=True)
+    server = move(context, make_hosting())
+    record = HostedRecord(find_home())
+    pinned = f" --fingerprint {server.fingerprint}" if server.fingerprint else ""
+    print_note(f"moved to {server.url}")
+    print_note(f"log in: broker login {server.url}{pinned} --token-file {record.token_path}")
+
+
+def restore(
+    source: Annotated[
+        str,
+        typer.Option(
+            "--from", metavar="URL", help="Location of the backups: s3://, gs:// or file://.", show_default=False
+        ),
+    ],
+    key_file: Annotated[
+        Path | None,
+        typer.Option("--key-file", metavar="FILE", help="The server's `secret.key` (default: the one in this folder)."),
+    ] = None,
+    yes: options.Yes = False,
+) -> None:
+    """Fill the empty state folder of this machine from a server's newest backup.
+
+    The server that wrote the backup can write nothing from then on. Start this one with `broker server start`.
+    """
+    import sys
+
+    from broker.app.backups import Backups
+    from broker.clock import SystemClock
+
+    home = find_home()
+    if not yes and sys.stdin.isatty():
+        typer.confirm(f"Continue from {source}, so that the server that wrote it stops?", abort=True)
+    home.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if key_file is not None:
+        _copy_key(key_file, home / "secret.key")
+    epoch = Backups(home, source, clock=SystemClock()).restore()
+    settings = home / "config.toml"
+    text = settings.read_text() if settings.exists() else ""
+    if "backup" not in text:
+        settings.write_text(f"backup = {json.dumps(source)}\n{text}")
+    print_line(f"restored from {source} as epoch {epoch}")
+    print_note("start the server with `broker server start`; running machines are adopted within a few minutes")
+
+
+def _copy_key(source: Path, target: Path) -> None:
+    try:
+        text = source.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"cannot read {source}: {error}") from None
+    with os.fdopen(os.open(target, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+        file.write(text)
+
+
+def make_hosting(*, yes: bool = True) -> Hosting:
+    """Make the object that sets up the server of this state folder, whichever server the user is logged in to."""
+    context = make_context()
+
+    def show(plans: Sequence[Plan]) -> None:
+        show_plan(plans[0])
+
+    finder = MachineFinder(context=context, show=show, confirm=lambda plans: confirm_price(plans, yes=yes))
+    return Hosting(HostedRecord(find_home()), finder, owner=context.config.owner, note=print_note)
+
+
+def find_extras() -> tuple[str, ...]:
+    """Return the extras of the clouds whose libraries are installed here: the server needs the same."""
+    from importlib.util import find_spec
+
+    found = ["aws"] if find_spec("boto3") else []
+    try:
+        found += ["gcp"] if find_spec("google.cloud.compute") else []
+    except ModuleNotFoundError:  # without any of Google's packages
+        pass
+    return tuple(found)
+
+
+def check_group(name: str | None) -> None:
+    """Refuse `broker server` commands on this machine's state while the user is logged in to a server."""
+    from broker.cli.context import check_embedded
+
+    if name not in HOSTING:
+        check_embedded("server")
+
+
+HOSTING = ("up", "upgrade", "status", "down", "restore", "import-local")

@@ -1,0 +1,99 @@
+"""Find or create the machine of a server: on a cloud it is an on-demand cluster of this installation, under its tags.
+
+The cluster is launched as every other one is: its intent is committed before the create call, `broker status` shows it,
+and the collector knows it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from broker.app.container import Context
+from broker.app.verbs.clusters import terminate_clusters
+from broker.app.verbs.launching import launch
+from broker.errors import UsageError
+from broker.frozen import frozen
+from broker.hosting.machines import HostMachine, NodeMachine, SshMachine, ThisMachine, parse_ssh
+from broker.hosting.record import HostedServer
+from broker.task.loader import load_tasks_text
+from broker.types import Cluster, ClusterStatus, Plan
+
+CLUSTER = "broker-server"
+CLOUDS = ("aws", "gcp")
+TASK = """\
+name: {cluster}
+resources:
+  infra: {infra}
+  cpus: 2+
+  memory: 4+
+  use_spot: false
+  ports: [{port}]
+"""
+
+
+@frozen
+class MachineFinder:
+    """Finds machines by the infra of a record. `confirm` raises to refuse the price of a new one."""
+
+    context: Context
+    show: Callable[[Sequence[Plan]], None]
+    confirm: Callable[[Sequence[Plan]], None]
+
+    def ensure(self, server: HostedServer) -> HostMachine:
+        """Return the machine; a cluster that an interrupted call left is completed. Raises BrokerError."""
+        if server.cluster is not None and not self._is_up(self._get_cluster(server)):
+            (task,) = load_tasks_text(make_task(server), CLUSTER)
+            launch(
+                self.context, task=task, cluster=server.cluster, autostop=None,
+                hedge=1, retry_until_up=False, is_dryrun=False, show=self.show, confirm=self.confirm,
+                on_stage=lambda text: self.context.note(text),
+            )  # fmt: skip
+        found = self.find(server)
+        assert found is not None, "the launch has recorded the cluster"
+        return found
+
+    def find(self, server: HostedServer) -> HostMachine | None:
+        """Return the machine; None if its cluster is not up."""
+        if server.infra == "local":
+            return ThisMachine()
+        if server.cluster is None:
+            return SshMachine(login=parse_ssh(server.infra, server.ssh_config))
+        cluster = self._get_cluster(server)
+        if cluster is None or not self._is_up(cluster):
+            return None
+        return NodeMachine(transport=self.context.transport, node=cluster.nodes[0])
+
+    def end(self, server: HostedServer) -> None:
+        """Terminate the cluster, if the server has one."""
+        if server.cluster is None or self._get_cluster(server) is None:
+            return
+        refused = terminate_clusters(
+            self.context, names=(server.cluster,), on_down=lambda name: None, is_immediate=True
+        )
+        if refused:
+            raise refused[0]
+
+    def _get_cluster(self, server: HostedServer) -> Cluster | None:
+        return None if server.cluster is None else self.context.store.clusters.get(server.cluster)
+
+    def _is_up(self, cluster: Cluster | None) -> bool:
+        return cluster is not None and cluster.status is ClusterStatus.UP
+
+
+def make_task(server: HostedServer) -> str:
+    """Make the task file of the machine: at least 2 vCPUs and 4 GB, on-demand, with the server's port open."""
+    return TASK.format(cluster=server.cluster, infra=server.infra, port=server.port)
+
+
+def check_infra(infra: str) -> str | None:
+    """Return the name of the cluster that a server there needs; None for a machine that exists. Raises UsageError."""
+    if infra == "local":
+        return None
+    if infra.startswith("ssh://"):
+        parse_ssh(infra)
+        return None
+    if infra.split("/")[0] in CLOUDS:
+        return CLUSTER
+    raise UsageError(
+        f"unknown place for a server: `{infra}`", hints=["it is `local`, `ssh://[USER@]HOST`, `aws` or `gcp`"]
+    )

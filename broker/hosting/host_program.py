@@ -1,0 +1,389 @@
+"""The program that runs on a server's machine for one call: `python3 -I -S`, with a request; standard library only.
+
+    FOLDER/owner               who set the server up; a folder of somebody else's is refused
+    FOLDER/releases/DIGEST/    unpacked wheels of broker; `current` links to the one that runs
+    FOLDER/server.log          output of the server and its supervisor
+    FOLDER/python/             an environment with the packages that broker needs, unless a Python here has them
+    FOLDER/state/              BROKER_HOME of the server, mode 0700
+
+Every verb may be repeated: one that was interrupted is completed by the next call. Python 3.8 and later, Linux.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import io
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tarfile
+import time
+import zipfile
+from typing import TYPE_CHECKING, Any, Callable
+
+if TYPE_CHECKING:  # sent ahead of this file, into the same namespace
+    from broker.hosting.host_supervisor import (
+        forget,
+        last_line,
+        make_environment,
+        read_bytes,
+        read_json,
+        read_text,
+        write_bytes,
+        write_json,
+        write_text,
+    )
+
+UNIT = "/etc/systemd/system/broker-server.service"
+NAME = "broker-server.service"
+STOP_S, KILL_S, READY_S = 20.0, 5.0, 120.0
+LOOK_S = 0.1
+RELEASES_KEPT = 2
+PYTHONS = ("python3.14", "python3.13", "python3.12", "python3.11", "python3")
+CHECK = """\
+import importlib.metadata as m, json, re, sys
+def number(text):
+    return [int(each) for each in re.findall(r"\\d+", text)[:3]]
+if sys.version_info < (3, 11):
+    sys.exit(1)
+for name, least in json.loads(sys.argv[1]):
+    try:
+        found = m.version(name)
+    except m.PackageNotFoundError:
+        sys.exit(1)
+    if number(found) < number(least):
+        sys.exit(1)
+"""
+INSTALL = """\
+import os, subprocess, sys
+from pathlib import Path
+from trainers.node_uv import find_uv, read_settings
+folder, *packages = sys.argv[1:]
+settings = {**read_settings(os.environ), "UV_CACHE_DIR": folder + "/cache"}
+uv = find_uv(Path(folder), settings)
+subprocess.run([uv, "venv", "--python", ">=3.11,<3.15", folder + "/venv"], env=settings, check=True)
+subprocess.run([uv, "pip", "install", "--python", folder + "/venv/bin/python", *packages], env=settings, check=True)
+"""
+
+
+class RequestError(Exception):
+    """An error for the user: what happened, and the next step."""
+
+    def __init__(self, message: str, hint: str = "") -> None:
+        super().__init__(message)
+        self.hint = hint
+
+
+def main() -> None:
+    """Carry out the request in the first line of stdin, and print the answer as JSON."""
+    os.umask(0o077)
+    request = json.loads(sys.stdin.buffer.readline())
+    content = sys.stdin.buffer.read()
+    folder = os.path.abspath(os.path.expanduser(request["folder"]))
+    try:
+        answer = {"answer": carry_out(request, folder, content)}
+    except RequestError as error:
+        answer = {"error": str(error), "hint": error.hint}
+    except OSError as error:
+        answer = {"error": "%s: %s" % (error.filename or folder, error.strerror or error), "hint": ""}
+    print(json.dumps(answer))
+
+
+def carry_out(request: dict[str, Any], folder: str, content: bytes) -> object:
+    """Run one verb under the lock of the folder, which must be ours."""
+    verb = request["verb"]
+    if not os.path.isdir(folder):
+        if verb in ("status", "stop", "remove"):
+            return {"is_installed": False}
+        os.makedirs(folder, mode=0o700)
+    lock = os.open(os.path.join(folder, "lock"), os.O_RDWR | os.O_CREAT, 0o600)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    owner = read_text(os.path.join(folder, "owner"))
+    if owner and owner != request["owner"]:
+        raise RequestError(
+            "%s on that machine holds the server of another installation (%s)" % (folder, owner),
+            "choose another folder with `--folder`",
+        )
+    write_text(os.path.join(folder, "owner"), request["owner"])
+    verbs: dict[str, Callable[[], object]] = {
+        "install": lambda: install(folder, request, content),
+        "start": lambda: start(folder, request),
+        "status": lambda: read_status(folder),
+        "stop": lambda: stop(folder),
+        "adopt": lambda: adopt(folder, request, content),
+        "remove": lambda: remove(folder),
+    }
+    return verbs[verb]()
+
+
+def install(folder: str, request: dict[str, Any], content: bytes) -> object:
+    """Unpack the wheel, find or install a Python, and write the settings; what is there already stays."""
+    digest = request["digest"]
+    release = os.path.join(folder, "releases", digest)
+    if not os.path.isdir(release):
+        if hashlib.sha256(content).hexdigest() != digest:
+            raise RequestError("the wheel arrived damaged", "repeat the command")
+        aside = "%s.new-%d" % (release, os.getpid())
+        shutil.rmtree(aside, ignore_errors=True)
+        zipfile.ZipFile(io.BytesIO(content)).extractall(aside)
+        os.rename(aside, release)
+    state = os.path.join(folder, "state")
+    os.makedirs(state, mode=0o700, exist_ok=True)
+    if request.get("config"):
+        write_text(os.path.join(state, "config.toml"), request["config"])
+    for name, text in request.get("files", {}).items():
+        if not os.path.exists(os.path.join(state, name)):
+            write_text(os.path.join(state, name), text)
+    python = find_python(folder, release, request)
+    write_text(os.path.join(release, "python.path"), python)
+    if request.get("restore_from") and not os.path.exists(os.path.join(state, "state.db")):
+        restore(folder, release, python, request["restore_from"])
+    return {"python": python}
+
+
+def restore(folder: str, release: str, python: str, url: str) -> None:
+    """Fetch the newest backup into the empty state folder."""
+    done = subprocess.run(
+        [python, "-m", "broker", "server", "restore", "--from", url, "--yes"], cwd=folder, capture_output=True,
+        env=make_environment(folder, release), universal_newlines=True,
+    )  # fmt: skip
+    if done.returncode:
+        raise RequestError("the backup cannot be restored: " + last_line(done.stderr), "check `--restore-from`")
+
+
+def find_python(folder: str, release: str, request: dict[str, Any]) -> str:
+    """Return a Python of 3.11 or later with the packages: one that is here, else a new environment."""
+    needed = json.dumps(request["needs"])
+    place = os.path.join(folder, "python", hashlib.sha256(needed.encode()).hexdigest()[:16])
+    own = os.path.join(place, "venv", "bin", "python")
+    named = [request["python"]] if request.get("python") else list(PYTHONS)
+    for candidate in [own, *named]:
+        path = candidate if os.path.isabs(candidate) else shutil.which(candidate)
+        if path and os.path.exists(path) and subprocess.run([path, "-c", CHECK, needed], check=False).returncode == 0:
+            return path
+    if request.get("python"):
+        raise RequestError(
+            "`%s` on that machine is not a Python 3.11 with the packages of broker" % request["python"],
+            "leave out `--python`, so that one is installed",
+        )
+    os.makedirs(place, exist_ok=True)
+    shutil.rmtree(os.path.join(place, "venv"), ignore_errors=True)
+    done = subprocess.run(
+        [sys.executable, "-c", INSTALL, place, *request["packages"]], cwd=place, stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT, universal_newlines=True, env={**os.environ, "PYTHONPATH": release},
+    )  # fmt: skip
+    if done.returncode:
+        raise RequestError(
+            "the packages of broker cannot be installed on that machine: " + last_line(done.stdout),
+            "let it reach a package index, or name a Python that has them with `--python`",
+        )
+    return own
+
+
+def start(folder: str, request: dict[str, Any]) -> object:
+    """Run this release: unchanged if it runs already; an earlier one is replaced, and comes back if this one fails."""
+    current = os.path.join(folder, "current")
+    before = os.path.basename(os.path.realpath(current)) if os.path.islink(current) else ""
+    write_json(os.path.join(folder, "start.json"), request["arguments"])
+    found = read_status(folder)
+    if before == request["digest"] and found["is_running"]:
+        return found
+    stop(folder)
+    switch(folder, request["digest"])
+    try:
+        run(folder)
+    except RequestError:
+        if before and before != request["digest"]:
+            stop(folder)
+            switch(folder, before)
+            run(folder)
+        raise
+    forget_releases(folder, (before, request["digest"]))
+    return read_status(folder)
+
+
+def switch(folder: str, digest: str) -> None:
+    """Point `current` to a release, atomically."""
+    aside = os.path.join(folder, ".current")
+    if os.path.islink(aside):
+        os.unlink(aside)
+    os.symlink(os.path.join("releases", digest), aside)
+    os.replace(aside, os.path.join(folder, "current"))
+
+
+def run(folder: str) -> None:
+    """Start the server by systemd where this user may, else by a supervisor; return once it listens."""
+    program = os.path.join(folder, "current", "broker", "hosting", "host_supervisor.py")
+    argv = [sys.executable, "-I", "-S", program, folder]
+    forget(os.path.join(folder, "state", "server", "listening.json"))
+    forget(os.path.join(folder, "given-up"))
+    if can_use_systemd():
+        write_as_root(UNIT, make_unit(folder, argv))
+        for words in (("daemon-reload",), ("enable", "--now", NAME)):
+            subprocess.run(as_root("systemctl", *words), check=False, stdout=subprocess.DEVNULL)
+    else:
+        with open(os.path.join(folder, "server.log"), "ab") as log:
+            subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd=folder, start_new_session=True)
+    end_s = time.monotonic() + READY_S
+    while not read_status(folder)["is_running"]:
+        if time.monotonic() > end_s or (os.path.exists(os.path.join(folder, "given-up"))):
+            raise RequestError(
+                "the server did not start: " + last_line(read_text(os.path.join(folder, "server.log"))),
+                "see server.log in %s on that machine" % folder,
+            )
+        time.sleep(LOOK_S)
+
+
+def read_status(folder: str) -> dict[str, Any]:
+    """Return what runs and since when; the server's process is compared, because a machine may have rebooted."""
+    state = os.path.join(folder, "state", "server")
+    listening = read_json(os.path.join(state, "listening.json"))
+    pid = int(listening.get("pid", 0))
+    is_running = bool(pid) and runs_for(pid, folder)
+    return {
+        "is_installed": os.path.islink(os.path.join(folder, "current")),
+        "is_running": is_running,
+        "state": os.path.join(folder, "state"),
+        "listening": listening,
+        "uptime_s": time.time() - listening["started_s"] if is_running else None,
+        "backup": read_json(os.path.join(state, "backup.json")),
+        "now_s": time.time(),
+        "token": read_text(os.path.join(state, "admin.token")),
+        "key": read_text(os.path.join(folder, "state", "secret.key")),
+        "is_systemd": os.path.exists(UNIT) and can_use_systemd(),
+    }
+
+
+def runs_for(pid: int, folder: str) -> bool:
+    """Return whether a process has our state folder in its environment."""
+    try:
+        with open("/proc/%d/environ" % pid, "rb") as file:
+            return ("BROKER_HOME=%s" % os.path.join(folder, "state")).encode() in file.read().split(b"\0")
+    except OSError:
+        return False
+
+
+def stop(folder: str) -> object:
+    """End the server, its supervisor and its daemon; jobs continue on their nodes."""
+    if can_use_systemd() and os.path.exists(UNIT):
+        subprocess.run(as_root("systemctl", "disable", "--now", NAME), check=False, stderr=subprocess.DEVNULL)
+    supervisor = read_text(os.path.join(folder, "supervisor.pid"))
+    pids = [int(supervisor)] if supervisor and is_supervisor(int(supervisor), folder) else []
+    end(lambda: [pid for pid in pids if is_supervisor(pid, folder)])
+    end(lambda: [int(name) for name in os.listdir("/proc") if name.isdigit() and runs_for(int(name), folder)])
+    return {"is_installed": True}
+
+
+def is_supervisor(pid: int, folder: str) -> bool:
+    """Return whether the process is the supervisor of this folder."""
+    return folder.encode() in read_bytes("/proc/%d/cmdline" % pid).split(b"\0")
+
+
+def end(find: Callable[[], list[int]]) -> None:
+    """Send SIGTERM to the processes that `find` lists, and SIGKILL to those that remain."""
+    for number, wait_s in ((signal.SIGTERM, STOP_S), (signal.SIGKILL, KILL_S)):
+        found = find()
+        for pid in found:
+            try:
+                os.kill(pid, number)
+            except ProcessLookupError:
+                pass
+        end_s = time.monotonic() + wait_s
+        while found and time.monotonic() < end_s:
+            time.sleep(LOOK_S)
+            found = find()
+
+
+def remove(folder: str) -> object:
+    """End the server and delete all its files; already gone is success."""
+    stop(folder)
+    if can_use_systemd() and os.path.exists(UNIT):
+        subprocess.run(as_root("rm", "-f", UNIT), check=False)
+    shutil.rmtree(folder, ignore_errors=True)
+    return {"is_installed": False}
+
+
+def adopt(folder: str, request: dict[str, Any], content: bytes) -> object:
+    """Replace the empty state by that of another machine, once: a repeated call with the same word changes nothing.
+
+    The next `start` creates a new token, as the tokens of the empty state are gone.
+    """
+    state, aside = os.path.join(folder, "state"), os.path.join(folder, "state.new")
+    mark = os.path.join(folder, "moved-in")
+    if read_text(mark) == request["word"]:
+        return {"is_new": False}
+    stop(folder)
+    if os.path.isdir(state):
+        shutil.rmtree(aside, ignore_errors=True)
+        os.makedirs(aside, mode=0o700)
+        with tarfile.open(fileobj=io.BytesIO(content)) as archive:
+            for entry in archive.getmembers():
+                source = archive.extractfile(entry)
+                if source is not None and ".." not in entry.name and not entry.name.startswith("/"):
+                    write_bytes(os.path.join(aside, entry.name), source.read())
+        for name in ("config.toml", "uploads", "server/certificate.pem", "server/epoch.json", "secret.key"):
+            if os.path.exists(os.path.join(state, name)):
+                copy_over(os.path.join(state, name), os.path.join(aside, name))
+        for name, target in request["links"].items():
+            os.symlink(target, os.path.join(aside, name))
+        os.rename(state, os.path.join(folder, "state.before-%d" % int(time.time())))
+    os.rename(aside, state)
+    write_text(mark, request["word"])
+    return {"is_new": True}
+
+
+def copy_over(source: str, target: str) -> None:
+    """Copy a file or folder in place of another."""
+    if os.path.isdir(source):
+        shutil.copytree(source, target)
+    else:
+        os.makedirs(os.path.dirname(target), mode=0o700, exist_ok=True)
+        shutil.copy2(source, target)
+
+
+def forget_releases(folder: str, kept: tuple[str, ...]) -> None:
+    """Delete releases other than the present and the previous one."""
+    root = os.path.join(folder, "releases")
+    for name in os.listdir(root):
+        if name not in kept:
+            shutil.rmtree(os.path.join(root, name), ignore_errors=True)
+
+
+def make_unit(folder: str, argv: list[str]) -> str:
+    """Make the systemd unit. `KillMode=process`: the daemon outlives a restart of the server."""
+    import getpass
+
+    command = " ".join(argv)
+    return (
+        "[Unit]\nDescription=broker server\nAfter=network-online.target\nWants=network-online.target\n\n"
+        "[Service]\nUser=%s\nWorkingDirectory=%s\nExecStart=%s\nRestart=on-failure\nRestartSec=2\n"
+        "KillMode=process\nNoNewPrivileges=true\n\n[Install]\nWantedBy=multi-user.target\n"
+    ) % (getpass.getuser(), folder, command)
+
+
+def can_use_systemd() -> bool:
+    """Return whether systemd runs and this user may change units: root, or sudo without a password."""
+    if not os.path.isdir("/run/systemd/system") or os.environ.get("BROKER_NO_SYSTEMD"):
+        return False
+    if os.geteuid() == 0:
+        return True
+    return bool(shutil.which("sudo")) and subprocess.run(["sudo", "-n", "true"], check=False).returncode == 0
+
+
+def as_root(*words: str) -> list[str]:
+    """Return a command as root."""
+    return list(words) if os.geteuid() == 0 else ["sudo", "-n", *words]
+
+
+def write_as_root(path: str, text: str) -> None:
+    """Write a file of root's."""
+    subprocess.run(as_root("tee", path), input=text.encode(), stdout=subprocess.DEVNULL, check=True)
+    subprocess.run(as_root("chmod", "644", path), check=True)
+
+
+if __name__ == "__main__":
+    main()

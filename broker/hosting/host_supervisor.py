@@ -1,0 +1,114 @@
+"""Restart a server whenever it fails: `python3 -I -S host_supervisor.py FOLDER`; standard library only.
+
+Also the helpers of `host_program.py`, which is sent after this file. Python 3.8 and later, Linux.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from typing import Any
+
+REPLACED = "state/server/replaced"  # written by a server that another one has replaced
+RESTART_S_MAX = 30.0
+
+
+def supervise(folder: str) -> None:
+    """Restart the server whenever it fails, until SIGTERM, or until it reports that another one has replaced it."""
+    lock = os.open(os.path.join(folder, "supervisor.lock"), os.O_RDWR | os.O_CREAT, 0o600)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    write_text(os.path.join(folder, "supervisor.pid"), str(os.getpid()))
+    wait_s, stopping = 1.0, []
+    while True:
+        release = os.path.realpath(os.path.join(folder, "current"))
+        arguments = json.loads(read_text(os.path.join(folder, "start.json")))
+        begin_s = time.monotonic()
+        python = read_text(os.path.join(release, "python.path"))
+        child = subprocess.Popen(
+            [python, "-m", "broker", "server", "start", *arguments], cwd=folder, stdin=subprocess.DEVNULL,
+            env=make_environment(folder, os.path.join(folder, "current")),
+        )  # fmt: skip
+
+        def pass_on(number: int, frame: object, child: subprocess.Popen[bytes] = child) -> None:
+            stopping.append(number)  # `wait` must not be called here: the main thread is in it
+            child.terminate()
+
+        signal.signal(signal.SIGTERM, pass_on)
+        code = child.wait()
+        if stopping or code == 0 or os.path.exists(os.path.join(folder, REPLACED)):
+            write_text(os.path.join(folder, "given-up"), str(code))
+            return
+        wait_s = 1.0 if time.monotonic() - begin_s > RESTART_S_MAX else min(RESTART_S_MAX, 2 * wait_s)
+        time.sleep(wait_s)
+
+
+def make_environment(folder: str, release: str) -> dict[str, Any]:
+    """Return the environment of the server: its own state folder and program."""
+    own = {"BROKER_HOME": os.path.join(folder, "state"), "PYTHONPATH": release, "PYTHONUNBUFFERED": "1"}
+    return {**os.environ, **own}
+
+
+def last_line(text: str) -> str:
+    """Return the last line that says something."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return next((line for line in reversed(lines) if line.startswith("error:")), lines[-1] if lines else "no output")
+
+
+def read_bytes(path: str) -> bytes:
+    """Return a file's content; empty if it cannot be read."""
+    try:
+        with open(path, "rb") as file:
+            return file.read()
+    except OSError:
+        return b""
+
+
+def read_text(path: str) -> str:
+    """Return a file's text without the final newline; empty if it cannot be read."""
+    return read_bytes(path).decode("utf-8", "replace").strip()
+
+
+def read_json(path: str) -> dict[str, Any]:
+    """Return the JSON object in a file; empty if there is none."""
+    try:
+        found = json.loads(read_bytes(path) or b"{}")
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def write_text(path: str, text: str) -> None:
+    """Replace a file, mode 0600, atomically."""
+    aside = "%s.new-%d" % (path, os.getpid())
+    with os.fdopen(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+        file.write(text)
+    os.replace(aside, path)
+
+
+def write_bytes(path: str, content: bytes) -> None:
+    """Write a new file, mode 0600, with its folders."""
+    os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+        file.write(content)
+
+
+def write_json(path: str, value: object) -> None:
+    """Replace a file by JSON."""
+    write_text(path, json.dumps(value))
+
+
+def forget(path: str) -> None:
+    """Delete a file; already gone is success."""
+    try:
+        os.unlink(path)
+    except FileNotFoundError:
+        pass
+
+
+if __name__ == "__main__" and len(sys.argv) == 2 and os.path.isabs(sys.argv[1]):
+    supervise(sys.argv[1])

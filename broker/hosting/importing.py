@@ -1,0 +1,167 @@
+"""Move the jobs of this state folder to the server, without restarting their programs (decision 0383).
+
+    fence this folder (moved.json) -> its daemon stops -> send files -> send the state -> start the server -> complete
+
+The server takes over the whole installation: its ID, so that it finds the machines, its keys, so that it reaches them,
+and every row, so that names, attempts and intents stay as they are. Every step may be repeated after an interruption.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import sqlite3
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import IO, Any
+
+from broker.app.backups import FOLDERS, pack_state
+from broker.app.container import Context
+from broker.app.moving import MovedTo, read_moved, write_moved
+from broker.client.files import upload_files
+from broker.clock import SystemClock
+from broker.dashboard.verbs import show_overview
+from broker.errors import StateError, UsageError
+from broker.frozen import frozen
+from broker.hosting.lifecycle import Hosting
+from broker.hosting.machines import HostMachine, call
+from broker.hosting.record import HostedServer
+from broker.jobs.daemon import hold_lock
+from broker.task.codec import encode_task
+from broker.types import Task
+
+STOP_S, LOOK_S = 60.0, 0.2
+MOVING = "moving/"  # begins the keys of `meta` that hold tasks with the server's paths
+LOGS = "logs/jobs"
+SEEN_HERE = ("local", "checkpoints")  # folders that a server on this machine sees as they are
+EMPTIED = ("tokens", "owners", "audit", "commitments", "limits")
+
+
+@frozen
+class LocalWork:
+    """What a move takes along: live jobs as `ID NAME STATUS`, and the names of clusters and services."""
+
+    jobs: tuple[str, ...]
+    clusters: tuple[str, ...]
+    services: tuple[str, ...]
+
+
+def list_work(context: Context) -> LocalWork:
+    """List what would move."""
+    lines = [line for line in context.store.jobs.list_lines(0) if not line.status.is_terminal]
+    return LocalWork(
+        jobs=tuple(f"{line.id} {line.name} {line.status.value}" for line in lines),
+        clusters=tuple(each.name for each in context.store.clusters.list()),
+        services=tuple(context.store.services.list_names()),
+    )
+
+
+def check_movable(context: Context, hosting: Hosting, server: HostedServer, work: LocalWork) -> None:
+    """Raise UsageError for work that cannot move, or a server that has work of its own."""
+    if context.store.is_shared:
+        raise UsageError(
+            "this state is in PostgreSQL, which servers can share", hints=["start a server with `--state URL`"]
+        )
+    if work.services:
+        raise UsageError(
+            f"services listen on this machine and do not move: {', '.join(work.services)}",
+            hints=["end them first: `broker serve down --all`"],
+        )
+    if server.cluster in work.clusters:
+        raise UsageError(
+            f"the server runs on cluster `{server.cluster}` of this installation, which would own itself",
+            hints=["move to a server on `ssh://HOST`"],
+        )
+    overview = hosting.open(server).call(show_overview)
+    if overview.job_count or overview.clusters:
+        raise UsageError(
+            f"the server at {server.url} has jobs or clusters of its own; only an empty one can take over",
+            hints=["set up another one from another `BROKER_HOME`"],
+        )
+
+
+def move(context: Context, hosting: Hosting) -> HostedServer:
+    """Move everything to the server of this installation; repeatable. Raises UsageError, StateError."""
+    home = context.config.home
+    server = hosting.get()
+    machine = hosting.find_machine(server)
+    moved = read_moved(home)
+    if moved is None or not moved.url:
+        check_movable(context, hosting, server, list_work(context))
+        tasks = _send_files(context, hosting, server, machine)
+        moved = MovedTo(url=server.url, word=secrets.token_hex(16))
+        _write_tasks(context, tasks)
+        write_moved(home, moved)
+    elif moved.is_complete:
+        raise UsageError(f"everything was moved to {moved.url} already")
+    with _stop_daemon(context):
+        links = {name: str(home / name) for name in SEEN_HERE} if server.infra == "local" else {}
+        request = {**hosting.make_request(server), "verb": "adopt", "word": moved.word, "links": links}
+        asyncio.run(call(machine, request, pack_state(home, edit=_empty, folders=(*FOLDERS, LOGS))))
+        up = hosting.bring_up(server)
+        write_moved(home, replace(moved, is_complete=True))
+    return up
+
+
+def _send_files(context: Context, hosting: Hosting, server: HostedServer, machine: HostMachine) -> Mapping[int, Task]:
+    """Upload the local files of live jobs, for later attempts; return the tasks with the server's paths."""
+    session = hosting.open(server)
+    state = asyncio.run(call(machine, {**hosting.make_request(server), "verb": "status"}))["state"]
+
+    def send(digest: str, archive: IO[bytes]) -> None:
+        session.send_file(digest, archive)
+
+    def place(path: str) -> str:
+        return path.replace("upload:", f"{state}/uploads/", 1) if path.startswith("upload:") else path
+
+    found = {}
+    for job_id in context.store.jobs.list_live_ids():
+        job = context.store.jobs.get(job_id)
+        if job is None or job.status.is_terminal:
+            continue
+        sent = upload_files(job.task, send, note=context.note)
+        found[job_id] = replace(
+            sent,
+            workdir=place(sent.workdir) if sent.workdir else None,
+            file_mounts={target: place(source) for target, source in sent.file_mounts.items()},
+            storage_mounts=tuple(
+                replace(each, source=tuple(place(source) for source in each.source)) for each in sent.storage_mounts
+            ),
+        )
+    return found
+
+
+def _write_tasks(context: Context, tasks: Mapping[int, Task]) -> None:
+    """Keep the tasks with the server's paths for the copy; they are in a table only the move reads."""
+    for job_id, task in tasks.items():
+        context.store.meta.put(f"{MOVING}{job_id}", encode_task(task))
+
+
+def _empty(connection: sqlite3.Connection) -> None:
+    """Give the copy the server's paths, and leave out the people of this machine."""
+    rows: list[Any] = connection.execute("SELECT key, value FROM meta WHERE key LIKE 'moving/%'").fetchall()
+    for key, task in rows:
+        connection.execute(
+            "UPDATE jobs SET task = ? WHERE id = ? AND NOT is_terminal", (task, int(key.removeprefix(MOVING)))
+        )
+    connection.execute("DELETE FROM meta WHERE key LIKE 'moving/%'")
+    for table in EMPTIED:
+        connection.execute(f"DELETE FROM {table}")
+
+
+@contextmanager
+def _stop_daemon(context: Context) -> Iterator[None]:
+    """Hold the daemon's lock: the fenced daemon releases it at its next heartbeat."""
+    end_s = context.clock.now_s() + STOP_S
+    while True:
+        with hold_lock(context.config) as is_held:
+            if is_held:
+                yield
+                return
+        if context.clock.now_s() > end_s:
+            raise StateError(
+                "the jobs daemon of this machine does not stop, though it can no longer write",
+                hints=("repeat `broker server import-local`",),
+            )
+        asyncio.run(SystemClock().sleep(LOOK_S))

@@ -1,0 +1,211 @@
+"""The life of a server's machine: up, upgrade, down. Every step may be repeated; the record is written before it.
+
+    up       record STARTING -> machine -> install -> start -> record UP
+    down     record ENDING -> stop and remove -> machine -> no record
+
+A command that was killed leaves the record, so the next `up` continues it, and the next `down` removes what it made.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, Protocol
+
+from broker import __version__
+from broker.client.login import ServerLogin
+from broker.client.remote import RemoteSession, check_handshake
+from broker.dashboard.verbs import show_overview
+from broker.errors import BrokerError, StateError, UsageError
+from broker.frozen import frozen
+from broker.hosting.machines import HostMachine, call
+from broker.hosting.package import list_requirements, pack_wheel
+from broker.hosting.record import HostedRecord, HostedServer, HostedStatus
+from broker.types import Secret
+
+
+class FindsMachine(Protocol):
+    """Provides the machine of a server."""
+
+    def ensure(self, server: HostedServer) -> HostMachine:
+        """Return the machine, created if it is ours to create. Raises BrokerError."""
+        ...
+
+    def find(self, server: HostedServer) -> HostMachine | None:
+        """Return the machine; None if it was never created, or is gone."""
+        ...
+
+    def end(self, server: HostedServer) -> None:
+        """End a machine that `ensure` created; already gone is success."""
+        ...
+
+
+@frozen
+class Census:
+    """What a server drives: `down` would end it."""
+
+    jobs: int
+    clusters: int
+    services: int
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether anything runs."""
+        return bool(self.jobs or self.clusters or self.services)
+
+    def describe(self) -> str:
+        """Return what runs, as `2 jobs, 1 cluster`."""
+        counts = (("job", self.jobs), ("cluster", self.clusters), ("service", self.services))
+        return ", ".join(f"{count} {noun}{'s' if count > 1 else ''}" for noun, count in counts if count)
+
+
+class Hosting:
+    """Brings up, upgrades and ends the server of one installation."""
+
+    def __init__(
+        self, record: HostedRecord, machines: FindsMachine, *, owner: str, note: Callable[[str], None]
+    ) -> None:
+        self._record = record
+        self._machines = machines
+        self._owner = owner
+        self._note = note
+
+    def bring_up(self, wanted: HostedServer) -> HostedServer:
+        """Set up the server, or continue where an earlier call stopped. Raises UsageError if another one exists."""
+        known = self._record.read()
+        if known is not None and known.status is HostedStatus.ENDING:
+            self._note("completing the `down` that was interrupted")
+            self._end(known)
+            known = None
+        if known is not None and known.infra != wanted.infra:
+            raise UsageError(
+                f"this installation has a server on {known.infra} already",
+                hints=["see `broker server status`", "end it with `broker server down`"],
+            )
+        begun = known or wanted
+        self._record.write(begun)
+        machine = self._machines.ensure(begun)
+        self._note(f"installing broker {__version__}")
+        return self._install_and_start(begun, machine)
+
+    def upgrade(self) -> HostedServer:
+        """Replace the program by the one that runs here; jobs continue meanwhile. Raises StateError if it fails."""
+        server = self.get()
+        machine = self.find_machine(server)
+        return self._install_and_start(server, machine)
+
+    def _install_and_start(self, server: HostedServer, machine: HostMachine) -> HostedServer:
+        wheel = pack_wheel()
+        needs = list_requirements(server.extras)
+        base = {"folder": server.folder, "owner": self._owner, "digest": wheel.digest}
+        restoring = {"restore_from": server.restore_from, "files": self._read_key()} if server.restore_from else {}
+        install = {
+            **base, **restoring, "verb": "install", "python": server.python, "config": server.config,
+            "needs": [[each.name, each.least] for each in needs], "packages": [each.text for each in needs],
+        }  # fmt: skip
+        arguments = ["--host", machine.listens_on, "--port", str(server.port), *server.options]
+        asyncio.run(call(machine, install, wheel.content))
+        found = asyncio.run(call(machine, {**base, "verb": "start", "arguments": arguments}))
+        scheme = "http" if found["listening"]["fingerprint"] is None else "https"
+        up = replace(
+            server, status=HostedStatus.UP, url=f"{scheme}://{machine.address}:{server.port}",
+            fingerprint=found["listening"]["fingerprint"], version=found["listening"]["version"],
+        )  # fmt: skip
+        self._record.write_private("admin.token", found["token"] + "\n")
+        if found["key"]:
+            self._record.write_private("secret.key", found["key"])
+        self._record.write(up)
+        return up
+
+    def _read_key(self) -> Mapping[str, str]:
+        path = self._record.key_path
+        return {"secret.key": path.read_text()} if path.exists() else {}
+
+    def read_status(self) -> tuple[HostedServer, Mapping[str, Any]]:
+        """Return the record, and what the machine reports; an empty report where there is no machine."""
+        server = self.get()
+        machine = self._machines.find(server)
+        if machine is None:
+            return server, {"is_installed": False}
+        request = {"folder": server.folder, "owner": self._owner, "verb": "status"}
+        found = asyncio.run(call(machine, request))
+        return server, {name: value for name, value in found.items() if name not in ("token", "key")}
+
+    def take_down(self, *, is_forced: bool) -> Census | None:
+        """End the server and its machine. Raises UsageError while anything runs on it, unless forced.
+
+        Returns what it drove; None if it could not be asked.
+        """
+        server = self.get()
+        census = None
+        if server.status is not HostedStatus.ENDING:
+            census = self._count(server, is_forced=is_forced)
+            if census is not None and census.is_busy and not is_forced:
+                raise UsageError(
+                    f"the server runs {census.describe()}",
+                    hints=["end them first: `broker jobs cancel --all`, `broker serve down --all`, `broker down --all`",
+                           "`broker server down --force` ends the server without them"],
+                )  # fmt: skip
+        self._end(replace(server, status=HostedStatus.ENDING))
+        return census
+
+    def _count(self, server: HostedServer, *, is_forced: bool) -> Census | None:
+        try:
+            overview = self.open(server).call(show_overview)
+            services = len(self._count_services(server))
+            return Census(jobs=overview.live_count, clusters=len(overview.clusters), services=services)
+        except BrokerError as error:
+            if is_forced or server.status is HostedStatus.STARTING:
+                return None
+            raise StateError(
+                f"the server cannot be asked what it runs: {error.message}",
+                hints=("repair it with `broker server up`", "end it regardless: `broker server down --force`"),
+            ) from None
+
+    def _count_services(self, server: HostedServer) -> tuple[object, ...]:
+        from broker.app.verbs.services import list_services
+
+        return tuple(self.open(server).call(list_services, names=()))
+
+    def _end(self, server: HostedServer) -> None:
+        self._record.write(server)
+        machine = self._machines.find(server)
+        if machine is not None:
+            asyncio.run(call(machine, {"folder": server.folder, "owner": self._owner, "verb": "remove"}))
+        self._machines.end(server)
+        self._record.forget()
+
+    def get(self) -> HostedServer:
+        """Return the record. Raises UsageError if there is no server."""
+        server = self._record.read()
+        if server is None:
+            raise UsageError(
+                "this installation has no server", hints=["set one up: `broker server up --infra ssh://HOST`"]
+            )
+        return server
+
+    def find_machine(self, server: HostedServer) -> HostMachine:
+        """Return the server's machine. Raises StateError if it is gone."""
+        machine = self._machines.find(server)
+        if machine is None:
+            raise StateError("the machine of the server is gone", hints=("repeat `broker server up`",))
+        return machine
+
+    def make_request(self, server: HostedServer) -> dict[str, object]:
+        """Return what every request to the host program has."""
+        return {"folder": server.folder, "owner": self._owner}
+
+    def make_login(self, server: HostedServer) -> ServerLogin:
+        """Return the administrator's login."""
+        token = Secret(value=self._record.token_path.read_text().strip())
+        return ServerLogin(url=server.url, token=token, fingerprint=server.fingerprint)
+
+    def open(self, server: HostedServer) -> RemoteSession:
+        """Open a session as administrator. Raises BrokerError if the server does not answer."""
+        try:
+            session = RemoteSession(self.make_login(server), on_note=self._note)
+        except OSError:
+            raise StateError("the server has not been completely set up") from None
+        check_handshake(session)
+        return session

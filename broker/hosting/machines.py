@@ -1,0 +1,132 @@
+"""The machines that a server can run on: this one, a host that OpenSSH reaches, a node of one of our clusters."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shlex
+import subprocess
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+from urllib.parse import urlsplit
+
+from broker.errors import StateError, TransientError, UsageError
+from broker.frozen import frozen
+from broker.runtime.base import Transport
+from broker.sites.login import SshLogin
+from broker.sites.openssh import Completed, find_program
+from broker.types import Node
+
+CALL_S = 900.0  # a call may install packages
+PROGRAMS = ("host_supervisor.py", "host_program.py")  # in this order, in one namespace
+BOOT = """\
+import sys
+for size in sys.argv[1:]:
+    exec(compile(sys.stdin.buffer.read(int(size)), "host_program", "exec"))
+"""
+LOOPBACK = "127.0.0.1"
+
+
+class HostMachine(Protocol):
+    """A machine that runs one command at a time. Raises AuthError, TransientError, StateError."""
+
+    @property
+    def listens_on(self) -> str:
+        """The address that the server listens on there."""
+        ...
+
+    @property
+    def address(self) -> str:
+        """The address at which clients reach it."""
+        ...
+
+    async def run(self, argv: Sequence[str], *, stdin: bytes) -> Completed:
+        """Run a command to its end."""
+        ...
+
+
+@frozen
+class ThisMachine:
+    """The machine that broker runs on; only its own users reach the server."""
+
+    listens_on: str = LOOPBACK
+    address: str = LOOPBACK
+
+    async def run(self, argv: Sequence[str], *, stdin: bytes) -> Completed:
+        """Run a command here."""
+        done = await asyncio.to_thread(subprocess.run, argv, input=stdin, capture_output=True, timeout=CALL_S)
+        return Completed(returncode=done.returncode, stdout=done.stdout, stderr=done.stderr)
+
+
+@frozen
+class SshMachine:
+    """A host as the user's OpenSSH configuration names it."""
+
+    login: SshLogin
+    listens_on: str = "0.0.0.0"
+
+    @property
+    def address(self) -> str:
+        """The name or address that ssh connects to."""
+        config = ["-F", str(self.login.ssh_config)] if self.login.ssh_config else []
+        words = [find_program("ssh"), "-G", *config, "--", self.login.host]
+        told = subprocess.run(words, capture_output=True, text=True, timeout=30).stdout
+        found = [line.split(" ", 1)[1] for line in told.splitlines() if line.startswith("hostname ")]
+        return found[0] if found else self.login.host
+
+    async def run(self, argv: Sequence[str], *, stdin: bytes) -> Completed:
+        """Run a command on the host."""
+        return await self.login.run(shlex.join(argv), stdin=stdin, timeout_s=CALL_S)
+
+
+@frozen
+class NodeMachine:
+    """The node of a cluster that broker started."""
+
+    transport: Transport
+    node: Node
+    listens_on: str = "0.0.0.0"
+
+    @property
+    def address(self) -> str:
+        """The node's public address."""
+        from broker.runtime.transports.ssh_options import parse_handle
+
+        return parse_handle(self.node.handle).host
+
+    async def run(self, argv: Sequence[str], *, stdin: bytes) -> Completed:
+        """Run a command on the node."""
+        return await self.transport.run(self.node, argv, timeout_s=CALL_S, stdin=stdin)
+
+
+def parse_ssh(infra: str, ssh_config: str | None = None) -> SshLogin:
+    """Read `ssh://[USER@]HOST[:PORT]`. Raises UsageError."""
+    try:
+        parts = urlsplit(infra)
+        port = parts.port
+    except ValueError:
+        parts, port = urlsplit(""), None
+    if parts.scheme != "ssh" or not parts.hostname or parts.path.strip("/") or parts.password:
+        raise UsageError(f"invalid machine `{infra}`", hints=["it looks like `ssh://[USER@]HOST[:PORT]`"])
+    return SshLogin(
+        host=parts.hostname, user=parts.username, port=port, ssh_config=Path(ssh_config) if ssh_config else None
+    )
+
+
+async def call(machine: HostMachine, request: Mapping[str, object], content: bytes = b"") -> Any:
+    """Send the host program with a request; return its answer. Raises StateError with the machine's reason."""
+    programs = [Path(__file__).with_name(name).read_bytes() for name in PROGRAMS]
+    stdin = b"".join(programs) + json.dumps(request).encode() + b"\n" + content
+    done = await machine.run(["python3", "-I", "-S", "-c", BOOT, *(str(len(each)) for each in programs)], stdin=stdin)
+    try:
+        answer = json.loads(done.stdout)
+    except ValueError:
+        last = done.stderr.decode(errors="replace").strip().rpartition("\n")[2]
+        raise TransientError(
+            f"the machine of the server failed at `{request['verb']}`: {last[:200] or done.returncode}",
+            hints=("it needs `python3` 3.8 or later; repeat the command",),
+        ) from None
+    if "error" in answer:
+        raise StateError(str(answer["error"]), hints=[answer["hint"]] if answer["hint"] else [])
+    return answer["answer"]

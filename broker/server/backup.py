@@ -1,0 +1,51 @@
+"""The server's backup: once a minute, where the state has changed, and the look for a server that has replaced us."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from pathlib import Path
+
+from broker.app.backups import Backups, keep_record
+from broker.clock import SystemClock
+from broker.config import find_backup_url, find_state_url
+from broker.errors import BrokerError, FencedError
+
+log = logging.getLogger(__name__)
+
+BACKUP_S = 60.0
+CONFIRM_S = 10.0  # requests then find a recent confirmation
+
+
+async def keep_backup(home: Path) -> None:
+    """Back up until cancelled, and once more then. Raises FencedError once another server has replaced this one."""
+    clock = SystemClock()
+    url = find_backup_url(home)
+    if url is None or find_state_url(home) is not None:
+        await asyncio.Event().wait()
+        return
+    backups = Backups(home, url, clock=clock)
+    due_s = clock.now_s()
+    try:
+        while True:
+            is_due = clock.now_s() >= due_s
+            await asyncio.to_thread(_step, backups, home, is_due=is_due)
+            due_s = clock.now_s() + BACKUP_S if is_due else due_s
+            await clock.sleep(CONFIRM_S)
+    except asyncio.CancelledError:
+        _step(backups, home, is_due=True)
+        raise
+
+
+def _step(backups: Backups, home: Path, *, is_due: bool) -> None:
+    """Confirm, and write what has changed; other failures than a fence are recorded and tried again."""
+    try:
+        backups.refresh()
+        if is_due:
+            backups.write_if_changed()
+            keep_record(home, backups.url, now_s=SystemClock().now_s(), error=None)
+    except FencedError:
+        raise
+    except BrokerError as error:
+        log.warning("the backup failed: %s", error.message)
+        keep_record(home, backups.url, now_s=SystemClock().now_s(), error=error)

@@ -1,0 +1,179 @@
+"""Backups of a server, restores, and the fence between the old server and the new one."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from broker.app.backups import CONFIRM_S, LEASE_S, Backups
+from broker.app.container import Context
+from broker.errors import FencedError, StateError, TransientError, UsageError
+from broker.storage.base import StoredKey
+from broker.storage.folder import FolderBucket
+from broker.types import Resources, Secret, Task
+
+TASK = Task(run="true", resources=(Resources(cloud="local"),), secrets={"TOKEN": Secret(value="swordfish")})
+
+
+class FrozenClock:
+    def __init__(self, now_s: float) -> None:
+        self.value_s = now_s
+
+    def now_s(self) -> float:
+        return self.value_s
+
+    async def sleep(self, duration_s: float) -> None:
+        raise AssertionError("nothing here waits")
+
+
+class Place(FolderBucket):
+    """A folder that does not answer while it is away."""
+
+    is_away = False
+
+    def list_keys(self, prefix: str = "") -> list[StoredKey]:
+        if self.is_away:
+            raise TransientError("no answer")
+        return list(super().list_keys(prefix))
+
+
+def open_server(home: Path, place: Path, clock: FrozenClock) -> tuple[Context, Backups, Place]:
+    bucket = Place(place)
+    backups = Backups(home, place.as_uri(), clock=clock, bucket=bucket)
+    context = Context(home)
+    if (home / "state.db").exists():
+        context.store.confirm = backups.confirm
+    return context, backups, bucket
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    return tmp_path / "place"
+
+
+@pytest.fixture
+def clock() -> FrozenClock:
+    return FrozenClock(1_800_000_000.0)
+
+
+@pytest.fixture
+def old(tmp_path: Path, place: Path, clock: FrozenClock) -> tuple[Context, Backups, Place]:
+    home = tmp_path / "old"
+    Context(home).store.close()
+    return open_server(home, place, clock)
+
+
+def restore(tmp_path: Path, place: Path, clock: FrozenClock, name: str = "new") -> Context:
+    home = tmp_path / name
+    home.mkdir(exist_ok=True)
+    shutil.copy(tmp_path / "old" / "secret.key", home / "secret.key")
+    Backups(home, place.as_uri(), clock=clock).restore()
+    return open_server(home, place, clock)[0]
+
+
+def test_restored_server_has_the_jobs_secrets_and_keys(
+    tmp_path: Path, place: Path, clock: FrozenClock, old: tuple[Context, Backups, Place]
+) -> None:
+    context, backups, _ = old
+    job = context.store.jobs.add("train", TASK)
+    (tmp_path / "old" / "keys" / "dev-1").mkdir(parents=True)
+    (tmp_path / "old" / "keys" / "dev-1" / "login").write_text("private")
+    assert backups.write_if_changed()
+    new = restore(tmp_path, place, clock)
+    found = new.store.jobs.get(job.id)
+    assert found is not None and found.stem == job.stem and found.task.secrets["TOKEN"].value == "swordfish"
+    assert found.first_attempt == job.first_attempt + 1000, "numbers that the old server may have used are skipped"
+    assert (tmp_path / "new" / "keys" / "dev-1" / "login").read_text() == "private"
+    assert new.config.owner == context.config.owner
+    assert b"swordfish" not in b"".join(path.read_bytes() for path in place.rglob("*") if path.is_file())
+
+
+def test_unchanged_state_is_not_written_again(old: tuple[Context, Backups, Place]) -> None:
+    context, backups, _ = old
+    assert backups.write_if_changed()
+    context.store.leader.lead()
+    assert backups.write_if_changed(), "an epoch is a change"
+    context.store.leader.beat()
+    assert not backups.write_if_changed(), "a heartbeat is none"
+    context.store.jobs.add("train", TASK)
+    assert backups.write_if_changed()
+
+
+def test_replaced_server_writes_nothing_after_a_restore(
+    tmp_path: Path, place: Path, clock: FrozenClock, old: tuple[Context, Backups, Place]
+) -> None:
+    context, backups, _ = old
+    context.store.jobs.add("before", TASK)
+    backups.write_if_changed()
+    new = restore(tmp_path, place, clock)
+    new.store.jobs.add("new", TASK)
+    clock.value_s += CONFIRM_S
+    with pytest.raises(FencedError, match="was replaced by one that was restored"):
+        context.store.jobs.add("late", TASK)
+    again, _, _ = open_server(tmp_path / "old", place, clock)  # its machine comes back
+    with pytest.raises(FencedError):
+        again.store.jobs.add("later", TASK)
+    assert [job.name for job in again.store.jobs.list()] == ["before"]
+    assert [job.name for job in new.store.jobs.list()] == ["before", "new"]
+
+
+def test_second_restore_fences_the_first(
+    tmp_path: Path, place: Path, clock: FrozenClock, old: tuple[Context, Backups, Place]
+) -> None:
+    old[1].write_if_changed()
+    first = restore(tmp_path, place, clock, "first")
+    second = restore(tmp_path, place, clock, "second")
+    second.store.jobs.add("train", TASK)
+    with pytest.raises(FencedError):
+        clock.value_s += CONFIRM_S
+        first.store.jobs.add("train", TASK)
+
+
+def test_server_without_its_bucket_writes_within_its_lease_only(
+    clock: FrozenClock, old: tuple[Context, Backups, Place]
+) -> None:
+    context, backups, bucket = old
+    context.store.confirm = backups.confirm
+    context.store.jobs.add("one", TASK)
+    bucket.is_away = True
+    clock.value_s += LEASE_S - 1
+    context.store.jobs.add("two", TASK)
+    clock.value_s += 1
+    with pytest.raises(StateError, match="does not answer"):
+        context.store.jobs.add("three", TASK)
+    bucket.is_away = False
+    context.store.jobs.add("four", TASK)
+
+
+def test_place_of_another_server_is_refused(
+    tmp_path: Path, place: Path, clock: FrozenClock, old: tuple[Context, Backups, Place]
+) -> None:
+    old[1].write_if_changed()
+    with pytest.raises(UsageError, match="holds the backups of another state folder"):
+        Backups(tmp_path / "other", place.as_uri(), clock=clock).ensure_epoch()
+
+
+def test_restore_that_was_interrupted_is_repeated_under_the_same_epoch(
+    tmp_path: Path, place: Path, clock: FrozenClock, old: tuple[Context, Backups, Place],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    old[1].write_if_changed()
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Backups, "_put_in_place", lambda self, folder: (_ for _ in ()).throw(KeyboardInterrupt))
+        restore(tmp_path, place, clock)
+    restore(tmp_path, place, clock)
+    assert [path.name for path in sorted((place / "epochs").iterdir())] == ["000001", "000002"]
+
+
+def test_other_key_is_refused(
+    tmp_path: Path, place: Path, clock: FrozenClock, old: tuple[Context, Backups, Place]
+) -> None:
+    old[1].write_if_changed()
+    (tmp_path / "thief").mkdir()
+    with pytest.raises(StateError, match="encrypted with another key"):
+        Backups(tmp_path / "thief", place.as_uri(), clock=clock).restore()
+    old[0].store.confirm = old[1].confirm
+    clock.value_s += CONFIRM_S
+    old[0].store.jobs.add("train", TASK)  # a restore that cannot be read fences no one

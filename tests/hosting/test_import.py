@@ -1,0 +1,94 @@
+"""`broker server import-local`: live jobs of a laptop continue on the server, and their programs are not restarted."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import Shell
+from tests.hosting.test_local import Hosted
+
+pytestmark = pytest.mark.skipif(not Path("/proc").exists(), reason="the host program reads Linux's /proc")
+
+HOLD = """\
+name: hold
+resources: {{infra: local}}
+workdir: code
+secrets: {{TOKEN: null}}
+run: |
+  echo "pid $$ with ${{#TOKEN}} letters"
+  until [ -e {release} ]; do sleep 0.1; done
+  cat notes
+"""
+
+
+@pytest.fixture
+def hosted(tmp_path: Path) -> Iterator[Hosted]:
+    hosted = Hosted(tmp_path)
+    yield hosted
+    (tmp_path / "release").touch()
+    hosted.run("server", "down", "--force", code=None)
+    for word in ("broker server", "broker daemon", "local_machine", "agent"):
+        for pid in hosted.find_processes(word):
+            os.kill(pid, signal.SIGKILL)
+
+
+def start_job(shell: Shell) -> int:
+    """Start a job on this machine's own state; return its program's process."""
+    (shell.folder / "code").mkdir()
+    (shell.folder / "code" / "notes").write_text("sent along\n")
+    task = shell.write("hold.yaml", HOLD.format(release=shell.folder / "release"))
+    shell.run("jobs", "launch", task, "-d", "--secret", "TOKEN=swordfish")
+    return read_pid(shell)
+
+
+def read_pid(shell: Shell) -> int:
+    shell.wait_until(lambda: "pid " in shell.run("jobs", "logs", "1", "--no-follow", code=None).stdout, "it runs")
+    found = re.findall(r"pid (\d+) with 9 letters", shell.run("jobs", "logs", "1", "--no-follow").stdout)
+    assert len(found) == 1, "it was started once"
+    return int(found[0])
+
+
+def check_moved(hosted: Hosted, pid: int) -> None:
+    """Check that the job continues on the server with its process, ends there, and that nothing starts here."""
+    assert Path(f"/proc/{pid}").exists()
+    late = hosted.run("jobs", "cancel", "1", code=None)
+    assert late.returncode == 4 and f"were moved to http://127.0.0.1:{hosted.port}" in late.stderr, late.stderr
+    assert "this shows the state before the move" in hosted.run("jobs", "queue").stderr
+    hosted.run("login", f"http://127.0.0.1:{hosted.port}", "--token-file", str(hosted.home / "hosted" / "admin.token"))
+    assert read_pid(hosted) == pid
+    (hosted.folder / "release").touch()
+    assert hosted.run("jobs", "wait", "1").stdout == "Job 1 (hold) is SUCCEEDED\n"
+    log = hosted.run("jobs", "logs", "1", "--no-follow").stdout
+    assert log.count("pid ") == 1 and "sent along" in log
+    (job,) = hosted.read_json("jobs", "queue", "--all")
+    assert [each["number"] for each in job["attempts"]] == [1]
+    hosted.wait_until(lambda: not hosted.read_json("status")["clusters"], "its cluster is gone")
+    assert hosted.server_home.is_dir()
+    with hosted.open_store() as store:
+        assert store.jobs.list_live_ids() == [1], "the laptop's rows are as they were"
+
+
+def test_job_keeps_its_process_over_the_move_and_ends_on_the_server(hosted: Hosted) -> None:
+    pid = start_job(hosted)
+    hosted.up()
+    listed = hosted.run("server", "import-local", "--dry-run").stdout
+    assert listed.splitlines()[0] == "job 1 hold RUNNING" and listed.count("cluster job-1-") == 1
+    assert not (hosted.home / "moved.json").exists()
+    hosted.run("server", "import-local")
+    assert f"moved to http://127.0.0.1:{hosted.port} already" in hosted.run("server", "import-local", code=2).stderr
+    check_moved(hosted, pid)
+
+
+def test_server_with_work_of_its_own_is_refused(hosted: Hosted) -> None:
+    hosted.up("--login")
+    hosted.run("jobs", "launch", hosted.write("one.yaml", "name: one\nresources: {infra: local}\nrun: echo one\n"))
+    hosted.run("logout")
+    refused = hosted.run("server", "import-local", code=2).stderr
+    assert "has jobs or clusters of its own" in refused
+    assert not (hosted.home / "moved.json").exists()
