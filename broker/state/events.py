@@ -13,6 +13,7 @@ from broker.types.outcomes import Event, EventData, EventKind, make_event
 from broker.wording import describe_event
 
 FORGIVEN_AFTER_S = 3600.0  # a place without a refusal for this long after one expired counts from 1 again
+AHEAD_S_MAX = 300.0  # a probe's length and more: clocks of controllers may differ
 
 
 @frozen
@@ -186,12 +187,12 @@ class RefusalRows:
             pause_s = min(held_s, reask_after_s_max, reask_after_s * 1.5 ** min(count - 1, 40))
             self._database.execute(
                 "INSERT INTO refusals (cloud, region, zone, instance_type, is_spot, expires_s, reason, "
-                "count, reask_s, hints) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?) "
+                "count, reask_s, hints, refused_s) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?) "
                 "ON CONFLICT (cloud, region, zone, instance_type, is_spot) DO UPDATE SET "
                 "expires_s = excluded.expires_s, reason = excluded.reason, count = excluded.count, "
-                "reask_s = excluded.reask_s, hints = excluded.hints, "
+                "reask_s = excluded.reask_s, hints = excluded.hints, refused_s = excluded.refused_s, "
                 "probed_until_s = 0.0",
-                (*key, now_s + held_s, reason, count, now_s + pause_s, json.dumps(list(hints))),
+                (*key, now_s + held_s, reason, count, now_s + pause_s, json.dumps(list(hints)), now_s),
             )
 
     def forgive(self, placement: Placement) -> None:
@@ -211,17 +212,23 @@ class RefusalRows:
             self._database.write(f"UPDATE refusals SET probed_until_s = ? WHERE {where}", (now_s + lasts_s, *bounds))
 
     def list_active(self, now_s: float) -> Sequence[Refusal]:
-        """List refusals that are valid at `now_s`, or probed then, earliest expiry first."""
+        """List refusals that are valid at `now_s`, or probed then, earliest expiry first.
+
+        Refusals and probes of the future are left out: the clock was set back since, which would prolong them.
+        """
+        latest_s = now_s + AHEAD_S_MAX
         rows = self._database.rows(
             "SELECT cloud, region, zone, instance_type, is_spot, expires_s, reason, reask_s, probed_until_s, hints "
-            "FROM refusals WHERE expires_s > ?1 OR probed_until_s > ?1 ORDER BY expires_s",
-            (now_s,),
+            "FROM refusals WHERE refused_s <= ?2 AND (expires_s > ?1 OR probed_until_s > ?1 AND probed_until_s <= ?2) "
+            "ORDER BY expires_s",
+            (now_s, latest_s),
         )
         return [
             Refusal(
                 cloud=row["cloud"], region=row["region"], zone=row["zone"], instance_type=row["instance_type"],
                 is_spot=bool(row["is_spot"]), expires_s=row["expires_s"], reason=row["reason"],
-                reask_s=row["reask_s"], probed_until_s=row["probed_until_s"],
+                reask_s=row["reask_s"],
+                probed_until_s=row["probed_until_s"] if row["probed_until_s"] <= latest_s else 0.0,
                 hints=() if row["hints"] == "[]" else tuple(json.loads(row["hints"])),
             )
             for row in rows

@@ -155,6 +155,7 @@ _DISPLACEMENTS = (  # of a job whose slot is taken by a waiting job of higher pr
     "ALTER TABLE jobs ADD COLUMN displaced_by INTEGER",  # while it has not returned the slot
     "ALTER TABLE jobs ADD COLUMN displaced_s REAL",  # the last time
 )
+_REFUSED = ("ALTER TABLE refusals ADD COLUMN refused_s REAL NOT NULL DEFAULT 0",)
 
 MIGRATIONS: tuple[tuple[Step, ...], ...] = (
     *(_FIRST, _LEADER, _PIPELINES, _LIVE_INDEXES, _COMPACTION, _CALLS, _HINTS),
@@ -167,5 +168,5 @@ MIGRATIONS: tuple[tuple[Step, ...], ...] = (
     _PEOPLE,
     _FORECASTS,
     _LIMITS,
-    _DISPLACEMENTS,
+    (*_DISPLACEMENTS, *_REFUSED),
 )

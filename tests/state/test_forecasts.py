@@ -43,6 +43,7 @@ def test_a_state_file_without_forecasts_is_migrated(tmp_path: Path) -> None:
         connection.execute("ALTER TABLE tokens DROP COLUMN project")
         for column in ("displaced_by", "displaced_s"):
             connection.execute(f"ALTER TABLE jobs DROP COLUMN {column}")
+        connection.execute("ALTER TABLE refusals DROP COLUMN refused_s")
         connection.execute(f"PRAGMA user_version={BEFORE}")
     assert any("CREATE TABLE forecasts" in str(step) for step in MIGRATIONS[BEFORE])
     connection.close()

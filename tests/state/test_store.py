@@ -190,6 +190,27 @@ def test_a_refusal_ends_when_it_expires_and_comes_back_twice_as_long(tmp_path: P
     assert refuse() == 100.0, "long ago is forgotten"
 
 
+def test_a_clock_that_is_set_back_does_not_prolong_refusals_or_probes(tmp_path: Path) -> None:
+    clock = Hands()
+    clock.time_s = 100_000.0
+    store = Store(tmp_path / "state.db", clock=clock)
+
+    def refuse() -> None:
+        store.refusals.add("simulated", "east1", "east1a", "big", True, 7200.0, "full")
+
+    refuse()
+    clock.time_s -= 3600.0
+    assert not store.refusals.list_active(clock.now_s()), "it would last for three hours"
+    refuse()
+    assert len(store.refusals.list_active(clock.now_s())) == 1
+    clock.time_s += 7200.0
+    store.refusals.begin_probe(PLACEMENT, lasts_s=120.0)
+    assert len(store.refusals.list_active(clock.now_s())) == 1, "probed"
+    clock.time_s -= 3600.0
+    (refusal,) = store.refusals.list_active(clock.now_s())
+    assert refusal.probed_until_s == 0.0, "the probe would last for an hour"
+
+
 def test_compaction_drops_old_details_and_keeps_bills_and_live_jobs(tmp_path: Path) -> None:
     clock = Hands()
     clock.time_s = time.time() - 100 * 86400
