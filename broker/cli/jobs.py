@@ -146,7 +146,7 @@ def retry(
     ] = False,
     output: options.Output = options.Format.TABLE,
 ) -> None:
-    """Resubmit an ended job or job group, which resumes from its checkpoints."""
+    """Resubmit an ended job or job group from its checkpoints."""
     session = make_session()
     secrets = {name: SecretValue(value=value) for name, value in options.read_pairs(secret or (), "--secret").items()}
     if session.call(find_members, job=job):

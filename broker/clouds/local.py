@@ -265,14 +265,20 @@ def is_alive(folder: Path) -> bool:
 def kill(folder: Path) -> None:
     """Kill the node's processes; each kills its own tree and releases the lock last."""
     give_up_s = time.monotonic() + KILL_S_MAX
+    names = _list_names(folder)
     while is_alive(folder):
         pids = read_json(folder / "machine.json") or {}
         for pid in pids.values():
-            if not local_machine.IS_LINUX or str(folder) in local_machine.read_text(f"/proc/{pid}/cmdline").split("\0"):
+            if not local_machine.IS_LINUX or names & {*local_machine.read_text(f"/proc/{pid}/cmdline").split("\0")}:
                 local_machine.send(pid, signal.SIGTERM)
         if time.monotonic() > give_up_s:
             raise UnknownOutcomeError(f"node `{folder.name}` does not terminate")
         time.sleep(0.002)  # noqa: TID251 - in a thread: waits for a kill
+
+
+def _list_names(folder: Path) -> set[str]:
+    """Return the paths that a node's processes may have been given: its state folder may be a link by now."""
+    return {str(folder), str(folder.resolve())}
 
 
 def settle_end(folder: Path) -> dict[str, Any]:
@@ -283,8 +289,9 @@ def settle_end(folder: Path) -> dict[str, Any]:
     """
     ended = read_json(folder / "ended.json")
     if ended is None:
-        for pid in local_machine.find_marked(str(folder)):
-            local_machine.send(pid, signal.SIGKILL)
+        for name in _list_names(folder):
+            for pid in local_machine.find_marked(name):
+                local_machine.send(pid, signal.SIGKILL)
         local_machine.record_end(str(folder), state="TERMINATED", reason="crashed")
         ended = read_json(folder / "ended.json")
     if ended is None:

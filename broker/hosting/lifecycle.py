@@ -76,7 +76,7 @@ class Hosting:
         known = self._record.read()
         if known is not None and known.status is HostedStatus.ENDING:
             self._note("completing the `down` that was interrupted")
-            self._end(known)
+            self._end(known, is_forced=False)
             known = None
         if known is not None and known.infra != wanted.infra:
             raise UsageError(
@@ -147,7 +147,7 @@ class Hosting:
                     hints=["end them first: `broker jobs cancel --all`, `broker serve down --all`, `broker down --all`",
                            "`broker server down --force` ends the server without them"],
                 )  # fmt: skip
-        self._end(replace(server, status=HostedStatus.ENDING))
+        self._end(replace(server, status=HostedStatus.ENDING), is_forced=is_forced)
         return census
 
     def _count(self, server: HostedServer, *, is_forced: bool) -> Census | None:
@@ -168,11 +168,17 @@ class Hosting:
 
         return tuple(self.open(server).call(list_services, names=()))
 
-    def _end(self, server: HostedServer) -> None:
+    def _end(self, server: HostedServer, *, is_forced: bool) -> None:
+        """Remove the server, then its machine; a paid machine that does not answer is terminated all the same."""
         self._record.write(server)
         machine = self._machines.find(server)
         if machine is not None:
-            asyncio.run(call(machine, {"folder": server.folder, "owner": self._owner, "verb": "remove"}))
+            try:
+                asyncio.run(call(machine, {**self.make_request(server), "verb": "remove"}))
+            except BrokerError as error:
+                if server.cluster is None and not is_forced:
+                    raise
+                self._note(f"note: the server was not removed from its machine: {error.message}")
         self._machines.end(server)
         self._record.forget()
 

@@ -153,6 +153,7 @@ def test_a_failed_update_is_silent_keeps_the_prices_and_is_retried_with_backoff(
         # The detached process may not have become an updater yet when `plan` has returned.
         home.shell.wait_until(lambda: home.read_attempt()["failures"] >= failures, "the update has failed")  # noqa: B023
         assert (home.read_attempt()["failures"], home.sum_prices()) == (failures, before)
+        home.shell.wait_until(lambda: not find_updaters(home.cache), "it leaves room for the next one")
     (row,) = [each for each in home.shell.read_json("catalog", "status")["clouds"] if each["cloud"] == "lambda"]
     assert row["error"] and row["is_used"] and row["next_s"] == row["attempted_s"] + 3600
     shown = home.shell.run("catalog", "status").stdout

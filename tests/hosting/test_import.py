@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import re
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -82,6 +84,48 @@ def test_job_keeps_its_process_over_the_move_and_ends_on_the_server(hosted: Host
     assert not (hosted.home / "moved.json").exists()
     hosted.run("server", "import-local")
     assert f"moved to http://127.0.0.1:{hosted.port} already" in hosted.run("server", "import-local", code=2).stderr
+    check_moved(hosted, pid)
+
+
+KILLED = """\
+import os, signal, sys
+sys.path.insert(0, {root!r})
+from broker.hosting import importing, lifecycle
+target, name = {target}, {name!r}
+real = getattr(target, name)
+def die(*arguments, **named):
+    if {is_after}:
+        real(*arguments, **named)
+    os.kill(os.getpid(), signal.SIGKILL)
+setattr(target, name, die)
+sys.argv = ["broker", "server", "import-local"]
+from broker.__main__ import main
+main()
+"""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("target", "name", "is_after"),
+    [
+        ("importing", "_send_files", True),
+        ("importing", "write_moved", True),
+        ("importing", "pack_state", False),
+        ("lifecycle.Hosting", "bring_up", False),
+        ("lifecycle.Hosting", "bring_up", True),
+    ],
+)
+def test_move_that_was_killed_at_a_step_is_completed_by_the_next(
+    hosted: Hosted, target: str, name: str, is_after: bool
+) -> None:
+    pid = start_job(hosted)
+    hosted.up()
+    text = KILLED.format(root=str(hosted.folder), target=target, name=name, is_after=is_after)
+    program = hosted.write("killed.py", text)
+    done = subprocess.run([sys.executable, program], env=hosted.environment, cwd=hosted.folder, capture_output=True)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    assert Path(f"/proc/{pid}").exists()
+    hosted.run("server", "import-local")
     check_moved(hosted, pid)
 
 

@@ -125,8 +125,9 @@ def test_lost_server_is_restored_and_its_successor_alone_may_write(hosted: Hoste
     (job,) = hosted.read_json("jobs", "queue", "--all")
     assert (job["name"], job["status"]) == ("one", "SUCCEEDED")
     assert [path.name for path in sorted((tmp_path / "place" / "epochs").iterdir())] == ["000001", "000002"]
-    hosted.environment["BROKER_HOME"] = str(lost)
-    back = hosted.run("server", "start", "--port", "0", code=4)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(hosted.environment, "BROKER_HOME", str(lost))
+        back = hosted.run("server", "start", "--port", "0", code=4)
     assert "this server was replaced by one that was restored from" in back.stderr
 
 

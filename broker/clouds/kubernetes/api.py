@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from urllib.parse import quote
 
 from broker.clouds.kubernetes.manifest import FINALIZER, GANG_LABEL, OWNER_LABEL
-from broker.clouds.kubernetes.states import find_error
+from broker.clouds.kubernetes.states import ObjectExistsError, ObjectMissingError, find_error
 from broker.errors import AuthError, BrokerError, CloudError, DeniedError, TransientError, UnknownOutcomeError
 from broker.sites.kubectl import run_kubectl
 from broker.sites.kubernetes import KubernetesContext
@@ -55,10 +55,8 @@ class KubernetesApi:
         """
         try:
             await self._call(["create", "--raw", self._pods, "--filename=-"], json.dumps(pod).encode())
-        except UnknownOutcomeError as error:
-            if "already exists" in error.message:
-                return False
-            raise
+        except ObjectExistsError:
+            return False
         return True
 
     async def is_permitted(self, asked: Mapping[str, str]) -> bool:
@@ -84,11 +82,10 @@ class KubernetesApi:
     async def _end(self, words: Sequence[str]) -> None:
         try:
             await self._call(words)
+        except ObjectMissingError:
+            return
         except UnknownOutcomeError as error:
             raise TransientError(error.message) from error
-        except CloudError as error:
-            if "not found" not in error.message:
-                raise
 
     async def _call(self, words: Sequence[str], stdin: bytes = b"") -> bytes:
         try:

@@ -20,6 +20,15 @@ from broker.errors import (
 )
 from broker.types import NodeEnd, NodeState
 
+
+class ObjectExistsError(UnknownOutcomeError):
+    """The object to be created exists: an earlier request created it."""
+
+
+class ObjectMissingError(InvalidRequestError):
+    """The object, or its namespace, does not exist."""
+
+
 # Exit codes of the machine (`EXIT_CODES` in local_machine.py).
 EXIT_REASONS = {71: NodeEnd.LEASE, 72: NodeEnd.DONE, 73: "autostop", 74: "stopped", 75: NodeEnd.TERMINATED}
 # Reasons of the condition DisruptionTarget: the pod ended for the sake of others or of its node.
@@ -56,8 +65,8 @@ UNSCHEDULABLE_S = 300.0  # Kubernetes evicts pods of a silent node after as long
 ERRORS: Mapping[str, type[CloudError]] = {
     "Unauthorized": AuthError,
     "Forbidden": DeniedError,
-    "NotFound": InvalidRequestError,
-    "AlreadyExists": UnknownOutcomeError,  # never raised: the pod is adopted
+    "NotFound": ObjectMissingError,
+    "AlreadyExists": ObjectExistsError,
     "Conflict": TransientError,
     "Gone": TransientError,
     "Invalid": InvalidRequestError,

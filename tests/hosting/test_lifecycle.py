@@ -1,0 +1,70 @@
+"""Up and down of a server's machine, with a machine that does not answer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from broker.errors import TransientError
+from broker.hosting.lifecycle import Hosting
+from broker.hosting.record import HostedRecord, HostedServer, HostedStatus
+from broker.sites.openssh import Completed
+
+
+@dataclass
+class SilentMachine:
+    """A machine that accepts no connection."""
+
+    listens_on: str = "0.0.0.0"
+    address: str = "192.0.2.1"
+
+    async def run(self, argv: Sequence[str], *, stdin: bytes) -> Completed:
+        raise TransientError("no answer from 192.0.2.1")
+
+
+class Machines:
+    """Records whether the machine was terminated."""
+
+    def __init__(self) -> None:
+        self.has_ended = False
+
+    def ensure(self, server: HostedServer) -> SilentMachine:
+        return SilentMachine()
+
+    def find(self, server: HostedServer) -> SilentMachine:
+        return SilentMachine()
+
+    def end(self, server: HostedServer) -> None:
+        self.has_ended = True
+
+
+def make(home: Path, *, cluster: str | None) -> tuple[Hosting, Machines, HostedRecord, list[str]]:
+    record, machines, notes = HostedRecord(home), Machines(), list[str]()
+    server = HostedServer(
+        infra="aws" if cluster else "ssh://host", folder="~/server", port=8471, status=HostedStatus.STARTING,
+        cluster=cluster,
+    )  # fmt: skip
+    record.write(server)
+    return Hosting(record, machines, owner="me", note=notes.append), machines, record, notes
+
+
+def test_paid_machine_that_does_not_answer_is_terminated(tmp_path: Path) -> None:
+    hosting, machines, record, notes = make(tmp_path, cluster="broker-server")
+    hosting.take_down(is_forced=False)
+    assert machines.has_ended
+    assert record.read() is None
+    assert "no answer" in notes[-1]
+
+
+def test_own_host_that_does_not_answer_is_given_up_only_by_force(tmp_path: Path) -> None:
+    hosting, _, record, notes = make(tmp_path, cluster=None)
+    with pytest.raises(TransientError):
+        hosting.take_down(is_forced=False)
+    left = record.read()
+    assert left is not None and left.status is HostedStatus.ENDING, "the next `down` continues"
+    hosting.take_down(is_forced=True)
+    assert record.read() is None
+    assert "no answer" in notes[-1]
