@@ -60,16 +60,21 @@ def judge(job: Job, members: Sequence[Job], now_s: float) -> Judgement:
 
 def find_culprit(job: Job, members: Sequence[Job]) -> Job | None:
     """Return a failed job that the group requires: the cause, not a job that failed because of it."""
-    has_opened = any(each.released_s is not None for member in members for each in member.attempts)
+    is_open = has_opened(members)
     failed = [
         each
         for each in members
         if each.id != job.id
         and each.status.is_terminal
         and each.status is not JobStatus.SUCCEEDED
-        and (get_role(each).is_required or not has_opened)
+        and (get_role(each).is_required or not is_open)
     ]
     return min(failed, key=lambda each: (each.outcome_kind is OutcomeKind.DEPENDENCY_FAILED, each.id), default=None)
+
+
+def has_opened(members: Sequence[Job]) -> bool:
+    """Return whether the programs of the group have ever started."""
+    return any(each.released_s is not None for member in members for each in member.attempts)
 
 
 def find_generation(members: Sequence[Job]) -> int:
@@ -92,6 +97,9 @@ def may_start(members: Sequence[Job], generation: int) -> bool:
     attempts = [each for member in members for each in member.attempts if each.generation == generation]
     if any(each.released_s is not None for each in attempts):
         return True
+    ended = {member.status for member in members if member.status.is_terminal}
+    if not has_opened(members) and ended - {JobStatus.SUCCEEDED}:
+        return False  # `judge` ends the group: a task has failed since it was last asked
     live = [find_live(member) for member in members if not member.status.is_terminal]
     if not all(each is not None and each.generation == generation and each.ready_s is not None for each in live):
         return False

@@ -79,6 +79,10 @@ def test_programs_start_when_all_tasks_are_set_up_in_one_region() -> None:
     assert not may_start([make_job(1, ready), make_job(2)], 1)
     assert may_start([make_job(1, ready), make_job(2, ready)], 1)
     assert may_start([make_job(1, ready), make_job(2, status=JobStatus.SUCCEEDED)], 1)
+    assert not may_start([make_job(1, ready), make_job(2, status=JobStatus.CANCELLED)], 1), "it fails instead"
+    opened = replace(ready, number=1, released_s=5.0, ended_s=9.0)
+    again = replace(ready, number=2, generation=2)
+    assert may_start([make_job(1, opened, again), make_job(2, status=JobStatus.CANCELLED)], 2)
     assert not may_start([make_job(1, ready), make_job(2, replace(ready, placement=THERE))], 1)
 
 

@@ -114,7 +114,7 @@ def test_job_whose_pod_is_evicted_resumes_bit_identically(server: ApiServer, she
     assert set(cut) == set(whole), "a repeated step comes to the same loss"
     repeated = sum(new <= old for (old, _), (new, _) in pairwise(cut))
     print(f"steps logged {len(cut)}, restarts in the log {repeated}")
-    assert not list_live(server)
+    wait_until(lambda: not list_live(server), tell)
 
 
 def test_job_survives_the_daemon(server: ApiServer, shell: Shell, tmp_path: Path) -> None:

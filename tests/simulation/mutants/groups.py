@@ -9,15 +9,14 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
-from broker.clock import Clock
-from broker.jobs import acquisition, controller, group_member, group_placement, submission
+from broker.jobs import group_member, group_placement, submission
 from broker.jobs.group_member import GroupMember
 from broker.jobs.group_placement import GroupPlacement, find_anchor
 from broker.jobs.groups import GroupStep, Judgement, find_culprit, find_live, get_role, judge, may_start
+from broker.jobs.job_limits import JobLimits
 from broker.jobs.outcome_recorder import OutcomeRecorder
 from broker.pipelines.groups import locate
 from broker.state.jobs import JobRows
-from broker.state.store import Store
 from broker.types import Attempt, Cluster, Job, JobStatus
 from tests.simulation.mutants.provisioning import Patches
 
@@ -144,16 +143,14 @@ def both_tasks_move_to_each_other() -> Patches:
 def budget_counts_the_whole_group() -> Patches:
     """Count what all tasks of the group have spent against the budget of each."""
 
-    def find_overspending(job: Job, store: Store, clock: Clock) -> str:
+    def find_overspending(self: JobLimits, job: Job) -> str:
         budget_usd = job.task.goal.budget_usd if job.task.goal else None
-        members = store.jobs.list_pipeline(job.pipeline) if job.pipeline else [job]
-        spent_usd = sum(store.bills.spend_usd(job_id=each.id, now_s=clock.now_s()) for each in members)
+        members = self._store.jobs.list_pipeline(job.pipeline) if job.pipeline else [job]
+        now_s = self._clock.now_s()
+        spent_usd = sum(self._store.bills.spend_usd(job_id=each.id, now_s=now_s) for each in members)
         return "the budget is used up" if budget_usd is not None and spent_usd >= budget_usd else ""
 
-    return (
-        patch.object(controller, "find_overspending", find_overspending),
-        patch.object(acquisition, "find_overspending", find_overspending),
-    )
+    return (patch.object(JobLimits, "_find_overspending", find_overspending),)
 
 
 def retry_joins_the_old_group() -> Patches:
