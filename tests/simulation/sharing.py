@@ -257,7 +257,8 @@ class SharedUniverse(Universe):
                 self.owners[job_id, epoch] = process
             self.orphaned_since_s.pop(job_id, None)
             self.say(f"job {job_id} is claimed in epoch {epoch}")
-        self.newest[job_id] = (epoch, holder)
+        # A crash may undo that a claim was given up: the epoch still belongs to its last holder.
+        self.newest[job_id] = (epoch, holder or (was_held_by if epoch == before else ""))
 
     def _check_claim(self, action: str) -> None:
         job_id, process = DRIVING.get(), get_process()
