@@ -190,7 +190,7 @@ MUTANTS: tuple[tuple[Callable[[], Patches], str, int], ...] = (
     (a_lease_that_is_too_long, "C3", 0),
     (a_lease_that_the_dead_extend, "C3", 0),
     (claims_that_are_never_looked_for, "C3", 0),
-    (a_share_that_is_never_exceeded, "C3", 5),
+    (a_share_that_is_never_exceeded, "C3", 230),
     (an_epoch_that_begins_again, "C1 C2", 0),
     (slots_that_are_not_counted, "Q1", 0),
     (a_displacement_of_any_priority, "Q2", 0),
