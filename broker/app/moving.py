@@ -67,7 +67,10 @@ def explain_moved(moved: MovedTo) -> FencedError:
         )
     return FencedError(
         f"the jobs of this state folder were moved to {moved.url}",
-        hints=(f"log in there: `broker login {moved.url}`", "start anew here: set `BROKER_HOME` to another folder"),
+        hints=(
+            f"log in there: `broker login {moved.url}`",
+            "to start afresh here, set `BROKER_HOME` to another folder",
+        ),
     )
 
 

@@ -1,6 +1,6 @@
 """The program that runs on a server's machine for one call: `python3 -I -S`, with a request; standard library only.
 
-    FOLDER/owner               who set the server up; a folder of somebody else's is refused
+    FOLDER/owner               who set the server up; another user's folder is refused
     FOLDER/releases/DIGEST/    unpacked wheels of broker; `current` links to the one that runs
     FOLDER/server.log          output of the server and its supervisor
     FOLDER/python/             an environment with the packages that broker needs, unless a Python here has them
