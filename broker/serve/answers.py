@@ -28,8 +28,7 @@ def make_headers(route: BackendRoute, response: aiohttp.ClientResponse) -> CIMul
 def pass_headers(headers: CIMultiDictProxy[str]) -> CIMultiDict[str]:
     """Return the headers that a proxy passes on."""
     kept = headers.copy()
-    named = kept.get("connection")
-    if named is not None:
+    for named in headers.getall("connection", ()):
         for name in named.split(","):
             kept.popall(name.strip(), None)
     for name in HOP_HEADERS:
