@@ -134,7 +134,9 @@ def test_a_program_that_kills_all_it_sees_reaches_none_outside(tmp_path: Path) -
     program = f"""
 import os, signal, subprocess
 from pathlib import Path
-subprocess.Popen({sleep!r}, start_new_session=True)
+child = subprocess.Popen({sleep!r}, start_new_session=True)
+while {mark!r} not in Path(f"/proc/{{child.pid}}/cmdline").read_text():
+    pass  # the kernel shows the command line some time after the program has been started
 for entry in Path("/proc").iterdir():
     if entry.name.isdigit() and {mark!r} in (entry / "cmdline").read_text().split("\\0"):
         os.kill(int(entry.name), signal.SIGKILL)
