@@ -67,7 +67,7 @@ def up(
     yes: options.Yes = False,
     as_json: options.AsJson = False,
 ) -> None:
-    """Set up a server on a machine, or complete a set-up that was interrupted.
+    """Set up a server, or complete a set-up that was interrupted.
 
     On a cloud, the cheapest on-demand machine with 2 vCPUs and 4 GB is started.
     """
@@ -103,13 +103,16 @@ def up(
 
 
 def upgrade() -> None:
-    """Replace the server's program by this version of broker; jobs continue on their nodes meanwhile."""
+    """Replace the server's program by this version of broker.
+
+    Jobs continue on their nodes meanwhile.
+    """
     server = make_hosting().upgrade()
     print_line(f"{server.url} runs broker {server.version}")
 
 
 def status(as_json: options.AsJson = False) -> None:
-    """Show the server's address, version, uptime and the age of its backup."""
+    """Show the server's address, version, uptime and backup."""
     server, found = make_hosting().read_status()
     backup = found.get("backup") or {}
     age_s = found["now_s"] - backup["time_s"] if "time_s" in backup else None
@@ -176,9 +179,10 @@ def import_local(
     yes: options.Yes = False,
     as_json: options.AsJson = False,
 ) -> None:
-    """Move the jobs and clusters of this machine to the server, without restarting their programs.
+    """Move the jobs and clusters of this machine to the server.
 
-    Afterwards nothing is started from this state folder. Repeat the command after an interruption.
+    Their programs are not restarted. Afterwards nothing is started from this state folder.
+    Repeat the command after an interruption.
     """
     import sys
 
@@ -216,7 +220,7 @@ def restore(
     ] = None,
     yes: options.Yes = False,
 ) -> None:
-    """Fill the empty state folder of this machine from a server's newest backup.
+    """Fill an empty state folder from a server's newest backup.
 
     The server that wrote the backup can write nothing from then on. Start this one with `broker server start`.
     """

@@ -177,7 +177,8 @@ class Hosting:
                 asyncio.run(call(machine, {**self.make_request(server), "verb": "remove"}))
             except BrokerError as error:
                 if server.cluster is None and not is_forced:
-                    raise
+                    hints = (*error.hints, "without the machine: `broker server down --force`")
+                    raise StateError(error.message, hints=hints) from error
                 self._note(f"note: the server was not removed from its machine: {error.message}")
         self._machines.end(server)
         self._record.forget()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from broker.errors import TransientError
+from broker.errors import StateError, TransientError
 from broker.hosting.lifecycle import Hosting
 from broker.hosting.record import HostedRecord, HostedServer, HostedStatus
 from broker.sites.openssh import Completed
@@ -61,8 +61,9 @@ def test_paid_machine_that_does_not_answer_is_terminated(tmp_path: Path) -> None
 
 def test_own_host_that_does_not_answer_is_given_up_only_by_force(tmp_path: Path) -> None:
     hosting, _, record, notes = make(tmp_path, cluster=None)
-    with pytest.raises(TransientError):
+    with pytest.raises(StateError, match="no answer") as caught:
         hosting.take_down(is_forced=False)
+    assert "--force" in caught.value.hints[-1]
     left = record.read()
     assert left is not None and left.status is HostedStatus.ENDING, "the next `down` continues"
     hosting.take_down(is_forced=True)
