@@ -106,6 +106,7 @@ def test_other_place_is_refused_while_a_server_exists(hosted: Hosted) -> None:
     assert "unknown place for a server: `moon`" in unknown
 
 
+@pytest.mark.long
 def test_lost_server_is_restored_and_its_successor_alone_may_write(hosted: Hosted, tmp_path: Path) -> None:
     place = (tmp_path / "place").as_uri()
     hosted.up("--backup", place, "--login")
