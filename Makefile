@@ -20,8 +20,8 @@ $(INSTALLED): pyproject.toml tests/constraints.txt
 run: $(INSTALLED) ## rehearse a spot training job on this machine, with one preemption and recovery
 	$(BIN)/broker rehearse task_templates/ddp.yaml
 
-# Three workers on two cores: many tests wait for processes or timers, while another test computes.
-PYTEST := $(BIN)/python -m pytest -n 3 --dist worksteal
+# Four workers on two cores: many tests wait for processes or timers, while another test computes.
+PYTEST := $(BIN)/python -m pytest -n 4 --dist worksteal
 
 test: $(INSTALLED) ## all tests except the longest
 	$(PYTEST)

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from broker.api import queue as queue
     from broker.api import simulate as simulate
     from broker.api import status as status
+    from broker.app.admin_policy import PolicyRequest as PolicyRequest
     from broker.app.advising import Recommendation as Recommendation
     from broker.app.clusters import Status as Status
     from broker.app.jobs import Explanation as Explanation
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from broker.errors import CloudError as CloudError
     from broker.errors import JobEndedError as JobEndedError
     from broker.errors import NoOfferError as NoOfferError
+    from broker.errors import PolicyError as PolicyError
     from broker.errors import RunFailedError as RunFailedError
     from broker.errors import StateError as StateError
     from broker.errors import TaskError as TaskError
@@ -55,14 +57,15 @@ _NAMES = {
         "advise", "cancel", "down", "exec", "launch", "logs", "plan", "queue", "simulate", "status",
     ),
     "broker.aio": ("Launched",),
+    "broker.app.admin_policy": ("PolicyRequest",),
     "broker.app.advising": ("Recommendation",),
     "broker.app.clusters": ("Status",),
     "broker.app.jobs": ("Explanation",),
     "broker.app.planning": ("read_task",),
     "broker.app.simulating": ("Simulation",),
     "broker.errors": (
-        "BrokerError", "CloudError", "JobEndedError", "NoOfferError", "RunFailedError", "StateError", "TaskError",
-        "UsageError", "WaitTimeoutError",
+        "BrokerError", "CloudError", "JobEndedError", "NoOfferError", "PolicyError", "RunFailedError", "StateError",
+        "TaskError", "UsageError", "WaitTimeoutError",
     ),
     "broker.types": (
         "Cluster", "Estimate", "Job", "JobStatus", "Offer", "Placement", "Plan", "Run", "Task",

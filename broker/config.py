@@ -25,8 +25,8 @@ SETTINGS = "config.toml"
 LOGIN = "login.json"  # the server that commands speak to
 QUEUE_SETTINGS = ("max_live_jobs", "max_live_jobs_by_project", "preempt_after", "preempt_lower_priority")
 SETTING_NAMES = (
-    "backup", "bucket_access", "catalog", "checkpoints", "keep_days", "log_format", *QUEUE_SETTINGS, "notify", "state",
-    "unattended",
+    "admin_policy", "backup", "bucket_access", "catalog", "checkpoints", "keep_days", "log_format", *QUEUE_SETTINGS,
+    "notify", "oidc", "state", "unattended",
 )  # fmt: skip
 KEEP_DAYS = 90.0
 NOTIFY_PREFIX = "BROKER_NOTIFY_"  # of variables that contain targets of notifications
@@ -34,6 +34,7 @@ NO_WORDS = ("", "0", "false", "no")
 # Valid checkpoint locations: buckets that the bundled trainers can write to, and folders shared by all nodes.
 OWNER = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")  # valid as a tag's value on every cloud
 STATE_URL = r"postgres(?:ql)?://"
+ADMIN_POLICY = r"(?:(?:[A-Za-z_]\w*)(?:\.(?!py:)[A-Za-z_]\w*)*|/\S*\.py):[A-Za-z_]\w*"
 BACKUP_URL = r"(?:s3|gs)://[^/\s]\S*|file:///\S+"
 CHECKPOINT_URL = r"(?:(?:s3|gs|az)://[^/\s]\S*|file:///\S*|/\S*)"
 
@@ -184,13 +185,7 @@ def find_state_url(home: Path) -> str | None:
     url: object = os.environ.get("BROKER_STATE")
     source = "BROKER_STATE"
     if not url:
-        path = home / SETTINGS
-        try:
-            if b"state" not in path.read_bytes():  # most commands thus need no parser of TOML
-                return None
-        except OSError:
-            return None  # missing; an unreadable file is reported by the first command that needs a setting
-        source, url = f"{path}: `state`", _read_settings(path).get("state")
+        source, url = f"{home / SETTINGS}: `state`", _find_setting(home, "state")
     if url is None:
         return None
     if not isinstance(url, str) or not re.match(STATE_URL, url):
@@ -219,16 +214,23 @@ def read_secret_key() -> str | None:
 
 def find_backup_url(home: Path) -> str | None:
     """Return where a server copies the state: `backup` in `config.toml`. Raises UsageError for an invalid one."""
-    path = home / SETTINGS
-    try:
-        if b"backup" not in path.read_bytes():  # most commands thus need no parser of TOML
-            return None
-    except OSError:
-        return None
-    url = _read_settings(path).get("backup")
+    url = _find_setting(home, "backup")
     if url is not None and not re.fullmatch(BACKUP_URL, str(url)):
-        raise UsageError(f"{path}: `backup` must be `s3://BUCKET/FOLDER`, `gs://...` or `file:///FOLDER`, not `{url}`")
+        raise UsageError(
+            f"{home / SETTINGS}: `backup` must be `s3://BUCKET/FOLDER`, `gs://...` or `file:///FOLDER`, not `{url}`"
+        )
     return None if url is None else str(url)
+
+
+def find_admin_policy(home: Path) -> str | None:
+    """Return `admin_policy` of `config.toml`; None without it. Raises UsageError for an invalid one."""
+    entry = _find_setting(home, "admin_policy")
+    if entry is not None and not re.fullmatch(ADMIN_POLICY, str(entry)):
+        raise UsageError(
+            f"{home / SETTINGS}: `admin_policy` must be `package.module:function` or `/FOLDER/FILE.py:function`, "
+            f"not `{entry}`"
+        )
+    return None if entry is None else str(entry)
 
 
 def find_unattended(config: Config) -> object:
@@ -239,6 +241,11 @@ def find_unattended(config: Config) -> object:
 def find_notify(config: Config) -> object:
     """Return `[notify]` of `config.toml` as written; None without it. Raises UsageError for an invalid file."""
     return _read_settings(config.home / SETTINGS).get("notify")
+
+
+def find_oidc(home: Path) -> object:
+    """Return `[oidc]` of `config.toml` as written; None without it. Raises UsageError for an invalid file."""
+    return _read_settings(home / SETTINGS).get("oidc")
 
 
 def read_notify_variable(name: str) -> str | None:
@@ -259,15 +266,10 @@ def find_auto_update(home: Path | None = None) -> bool:
     """Return whether old prices may be updated in the background. Raises UsageError for an invalid setting."""
     if any(os.environ.get(name, "").lower() not in NO_WORDS for name in ("BROKER_OFFLINE", "CI")):
         return False
-    path = find_home(home) / SETTINGS
-    try:
-        if b"auto_update" not in path.read_bytes():  # most commands thus need no parser of TOML
-            return True
-    except OSError:
-        return True
-    table = _read_settings(path).get("catalog", {})
+    table = _find_setting(find_home(home), "catalog") or {}
     value = table.get("auto_update", True) if isinstance(table, dict) and not set(table) - {"auto_update"} else None
     if not isinstance(value, bool):
+        path = find_home(home) / SETTINGS
         raise UsageError(f"{path}: `[catalog]` may have `auto_update = true` or `auto_update = false`, not `{table}`")
     return value
 
@@ -294,6 +296,19 @@ def has_json_logs(config: Config) -> bool:
     if value not in ("text", "json"):
         raise UsageError(f'{config.home / SETTINGS}: `log_format` must be `"text"` or `"json"`, not `{value}`')
     return value == "json"
+
+
+def _find_setting(home: Path, name: str) -> object:
+    """Return one setting; None if the file lacks it. Most commands thus need no parser of TOML.
+
+    An unreadable file counts as missing here: the first command that needs all settings reports it.
+    """
+    try:
+        if name.encode() not in (home / SETTINGS).read_bytes():
+            return None
+    except OSError:
+        return None
+    return _read_settings(home / SETTINGS).get(name)
 
 
 def _read_settings(path: Path) -> dict[str, object]:

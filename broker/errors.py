@@ -3,6 +3,7 @@
 BrokerError                     exit code
 ├── TaskError                   2   invalid task file: one or more issues, each with file:line:column
 ├── UsageError                  2   invalid command (unknown cluster, wrong state, bad option)
+│   └── PolicyError                 the administrator's policy refuses the task
 ├── NoOfferError                3   no offer fits; lists what each filter removed
 │   ├── NotImportedError            the catalog has no offers of a cloud that the user has to import
 │   └── UnknownNameError            unknown cloud, region, zone, instance type or accelerator
@@ -79,6 +80,10 @@ class UsageError(BrokerError):
     """An invalid command: an unknown cluster, the wrong state, an invalid option; exit code 2."""
 
     exit_code = 2
+
+
+class PolicyError(UsageError):
+    """The administrator's policy refuses a task; nothing was started. A policy raises it with its reason."""
 
 
 class NoOfferError(BrokerError):

@@ -93,5 +93,5 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """What is collected stays to the end: no full collection has to look at it again."""
+    """Collected tests live to the end, so exclude them from later full garbage collections."""
     gc.freeze()

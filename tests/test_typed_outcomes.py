@@ -36,7 +36,7 @@ UNTOLD = {OutcomeKind.NO_OFFER, OutcomeKind.DEPENDENCY_FAILED, OutcomeKind.OTHER
 
 
 def list_text_reads(source: str) -> Iterator[tuple[int, str]]:
-    """Yield (line, code) wherever text for people decides something."""
+    """Yield (line, code) of each decision that depends on text for people."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
             is_reader = node.func.attr in READERS and _is_text(node.func.value)

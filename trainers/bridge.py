@@ -8,14 +8,14 @@
         is_leaving = bridge.preempted()
         if is_leaving or step % 50 == 0:
             save(bridge.folder_of(step))         # every rank may write into it
-            bridge.commit(step)                  # by the first rank, once all have written
+            bridge.commit(step)                  # on the first rank, after all ranks have written
         bridge.progress(step, steps, loss)
         if is_leaving:
             bridge.leave()
 
-Every function works without a broker, with `./checkpoints` as the folder. `bridge_keras`, `bridge_lightning`,
-`bridge_hugging_face`, `bridge_accelerate` and `bridge_orbax` are callbacks for these frameworks;
-`bridge_torch` makes ranks agree. Standard library only, Python 3.8 and later.
+Every function also works outside broker; checkpoints are then kept in `./checkpoints`. `bridge_keras`,
+`bridge_lightning`, `bridge_hugging_face`, `bridge_accelerate`, `bridge_orbax` and `bridge_ray` connect these
+frameworks; `bridge_torch` makes ranks agree. Standard library only, Python 3.8 and later.
 """
 
 from __future__ import annotations
@@ -56,10 +56,9 @@ class _State:
 
 
 def checkpoint_dir() -> str:
-    """Return the folder, which exists, or the bucket URL that outlives the machines.
+    """Return the location that outlives the machines: a folder, created if missing, or the URL of a bucket.
 
-    `CHECKPOINTS` overrides the broker's choice, e.g. with the path of a mounted bucket for a framework that needs a
-    folder.
+    `CHECKPOINTS` overrides broker's choice, e.g. with the path of a mounted bucket for a framework that needs a folder.
     """
     place = os.environ.get("CHECKPOINTS") or os.environ.get("BROKER_CHECKPOINT_DIR") or "./checkpoints"
     if place.startswith("file://"):
@@ -79,7 +78,7 @@ def checkpoint_folder() -> Path:
 
 
 def attempt() -> int:
-    """Return the number of this attempt of the job, which only increases."""
+    """Return the number of this attempt, which increases with each attempt of the job."""
     return int(os.environ.get("BROKER_ATTEMPT") or 1)
 
 
@@ -99,12 +98,18 @@ def node_count() -> int:
 
 
 def port(offset: int = 0) -> int:
-    """Return a port for a service of the gang. Local nodes on macOS share an address: add the rank."""
+    """Return a port for traffic between nodes. Local nodes on macOS share an address, so pass the rank as offset."""
     return int(os.environ.get("BROKER_MASTER_PORT") or 29500) + offset
 
 
 def is_first() -> bool:
-    """Return whether this process is the first rank, by the variables of torchrun, MPI or the broker."""
+    """Return whether this process is the first rank, according to the variables of torchrun, MPI or broker.
+
+    Under torchrun, that is the first process on the first node, where broker reads progress: an elastic rendezvous may
+    give rank 0 to any node.
+    """
+    if os.environ.get("SKYPILOT_NODE_RANK") and os.environ.get("LOCAL_RANK"):
+        return node_rank() == 0 and os.environ["LOCAL_RANK"] == "0"
     for name in ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK"):
         if os.environ.get(name):
             return os.environ[name] == "0"
@@ -112,7 +117,7 @@ def is_first() -> bool:
 
 
 def every_s(default: float = 600.0) -> float:
-    """Return the seconds between checkpoints that suit the placement of this attempt."""
+    """Return the recommended time between checkpoints, in seconds, for the placement of this attempt."""
     try:
         value = float(os.environ.get("BROKER_CHECKPOINT_EVERY_S") or default)
     except ValueError:
@@ -121,7 +126,7 @@ def every_s(default: float = 600.0) -> float:
 
 
 def folder_of(step: int) -> Path:
-    """Return the folder of a new checkpoint, created if missing. Attempts do not share folders."""
+    """Return the folder of a new checkpoint, created if missing. Each attempt has its own folders."""
     folder = checkpoint_folder() / f"step-{step:08}-attempt-{attempt():04}"
     folder.mkdir(parents=True, exist_ok=True)
     return folder
@@ -130,7 +135,7 @@ def folder_of(step: int) -> Path:
 def commit(step: int, keep: int = 3) -> None:
     """Commit the checkpoint of `step`, and delete all but the newest `keep`. Call it on the first rank only.
 
-    Data reaches the disk before the mark does. Raises OSError if either cannot be written.
+    The data is flushed to disk before the marker is written. Raises OSError if either fails.
     """
     folder = folder_of(step)
     for path in sorted(folder.rglob("*")):
@@ -145,7 +150,7 @@ def commit(step: int, keep: int = 3) -> None:
 
 
 def resume() -> Resumed:
-    """Return the newest complete checkpoint; (0, None) if there is none. All ranks get the same one at a start."""
+    """Return the newest complete checkpoint; (0, None) if there is none. At startup, all ranks get the same one."""
     complete = _list_complete()
     if not complete:
         return Resumed(0, None)
@@ -157,11 +162,11 @@ def resume() -> Resumed:
 def progress(
     step: int, total: int, loss: float | None = None, checkpoint_step: int | None = None, **details: Any
 ) -> None:
-    """Report a step, on stdout and to the broker; ranks other than the first only report `own_s`, one for each node.
+    """Report a step on stdout and to broker. On nodes without the first rank, one rank reports only `own_s`.
 
-    `own_s`, in seconds, is what this rank needed for its own part of the step, before it waited for the others: broker
-    names nodes that are slower than the rest.
-    `checkpoint_step` is the step of the newest checkpoint; without it, the last one of `commit` or `resume`.
+    `own_s` is the time in seconds that this rank took for its own part of the step, before it waited for the others;
+    broker uses it to identify nodes that are slower than the rest.
+    `checkpoint_step` is the step of the newest checkpoint; it defaults to that of the last `commit` or `resume`.
     """
     if not is_first():
         if details.get("own_s") is not None and os.environ.get("LOCAL_RANK", "0") == "0":
@@ -180,16 +185,16 @@ def progress(
 
 
 def _append(line: dict[str, Any]) -> None:
-    """Append a line to the progress file of this node, if there is a broker."""
+    """Append a line to the progress file of this node; do nothing outside broker."""
     place = os.environ.get("BROKER_PROGRESS_FILE")
     if place:
-        # A single small write in append mode: a reader, or a kill, leaves the line whole or absent.
+        # One small write in append mode: a line is whole or absent, even if this process is killed meanwhile.
         with Path(place).open("ab", buffering=0) as file:
             file.write(json.dumps(line).encode() + b"\n")
 
 
 def listen() -> None:
-    """Turn SIGTERM into a notice that `preempted` returns. Only the main thread of a process can."""
+    """Treat SIGTERM as a preemption notice. Has no effect outside the main thread."""
     if not _State.is_listening and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, _remember)
         _State.is_listening = True
@@ -198,7 +203,7 @@ def listen() -> None:
 def preempted() -> bool:
     """Return whether this process should save and exit: SIGTERM arrived, or the broker's file appeared.
 
-    Only some of the nodes may have received the notice: where all ranks save together, make them agree first
+    Possibly only some of the nodes received the notice: if all ranks save together, make them agree first
     (`bridge_torch.agree`).
     """
     listen()
@@ -209,13 +214,13 @@ def preempted() -> bool:
 def leave() -> NoReturn:
     """End this process after a save; broker restarts the same command elsewhere."""
     sys.stdout.flush()
-    os._exit(EXIT_CODE_PREEMPTED)  # at once: a peer that left already would make the framework's shutdown wait
+    os._exit(EXIT_CODE_PREEMPTED)  # exit at once: the framework's shutdown would wait for peers that have left
 
 
 def finish(step: int, arrays: Iterable[Any] = (), **values: Any) -> None:
-    """Write `result.json`, with a digest of the final weights, from which two runs can be compared bit for bit.
+    """Write `result.json` with a digest of the final weights, so that two runs can be compared bit for bit.
 
-    `arrays` are numpy arrays, or anything with a buffer. Called by the first rank only.
+    `arrays` are numpy arrays, or anything with a buffer. Call it on the first rank only.
     """
     digest = hashlib.sha256()
     for each in arrays:

@@ -20,7 +20,10 @@ def find_checkpoint(folder: Path) -> str | None:
 
 
 class BridgeTrainerCallback(TrainerCallback):
-    """Report logged steps (all with `logging_steps=1`); after a notice, save and stop. Then call `leave_if_asked`."""
+    """Report logged steps (every step with `logging_steps=1`); save and stop after a preemption notice.
+
+    Call `leave_if_asked` when `train` has returned.
+    """
 
     def __init__(self) -> None:
         bridge.listen()

@@ -19,7 +19,7 @@ def find_checkpoint() -> tuple[int, str | None]:
 
 
 class BridgeLightningCallback(lightning.Callback):
-    """Save every `every_steps` steps and after a notice, which then ends the process.
+    """Save every `every_steps` steps; after a preemption notice, save and end the process.
 
     Use it with `enable_checkpointing=False`.
     """

@@ -35,5 +35,5 @@ def save(manager: ocp.CheckpointManager, step: int, tree: Any, *, is_leaving: bo
 
 
 def agree(*, is_true: bool) -> bool:
-    """Return True in every process if it is True in any. A collective call, at the same step everywhere."""
+    """Return True in every process if it is True in any. A collective call: make it at the same step everywhere."""
     return bool(np.any(multihost_utils.process_allgather(np.array(is_true))))

@@ -1,12 +1,28 @@
-"""A callback for Ray Train: the driver writes the progress lines, wherever Ray places the first rank."""
+"""The driver's connection to the job's own Ray, and a callback for Ray Train that reports progress from the driver."""
 
 from __future__ import annotations
 
+import os
+import time
 from typing import Any
 
+import ray
 from ray.train import UserCallback
 
 from trainers import bridge
+
+
+def connect() -> None:
+    """Connect to the head, which may still be starting. Raises ConnectionError after five minutes."""
+    end_s = time.monotonic() + 300
+    while True:
+        try:
+            ray.init(_node_ip_address=os.environ["NODE_ADDRESS"])  # local nodes share a machine
+            return
+        except ConnectionError:
+            if time.monotonic() > end_s:
+                raise
+            time.sleep(2)
 
 
 class BridgeRayCallback(UserCallback):

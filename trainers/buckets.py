@@ -53,7 +53,7 @@ class BucketStorage:
     def read(self, path: str) -> bytes | None:
         """Return the content of an object, or None if it does not exist."""
         try:
-            return bytes(self._ask("read", lambda: self._library.get(self._store, path).bytes()))
+            return bytes(self._ask("read from", lambda: self._library.get(self._store, path).bytes()))
         except FileNotFoundError:
             return None
 
@@ -63,11 +63,11 @@ class BucketStorage:
         The condition is If-None-Match on S3 and Azure, generation 0 on Google.
         """
         try:
-            self._ask("write", lambda: self._library.put(self._store, path, content, mode="create"))
+            self._ask("write to", lambda: self._library.put(self._store, path, content, mode="create"))
         except self._library.exceptions.AlreadyExistsError:
             return False
         except FileNotFoundError as error:  # the bucket itself
-            raise self._explain("write", error) from error
+            raise self._explain("write to", error) from error
         return True
 
     def stream(self, path: str) -> Iterator[bytes]:
@@ -75,7 +75,7 @@ class BucketStorage:
 
         A single request would hit the library's limit of 30 s per request, however fast the data arrives.
         """
-        size: int = self._ask("read", self._library.head, self._store, path)["size"]
+        size: int = self._ask("read from", self._library.head, self._store, path)["size"]
         with ThreadPoolExecutor(READS_AHEAD) as pool:
             coming: deque[Future[bytes]] = deque()
             for start in range(0, size, READ_BYTES):
@@ -88,7 +88,7 @@ class BucketStorage:
     def read_range(self, path: str, start: int, length: int) -> bytes:
         """Return `length` bytes of an object from `start`."""
         get = self._library.get_range
-        return bytes(self._ask("read", lambda: get(self._store, path, start=start, length=length)))
+        return bytes(self._ask("read from", lambda: get(self._store, path, start=start, length=length)))
 
     def checksum(self, path: str) -> tuple[str, int] | None:
         """Read the whole object; return its SHA-256 and size in bytes, or None if it does not exist."""
@@ -109,7 +109,7 @@ class BucketStorage:
         """Delete an object, or all objects under a prefix."""
         names = [entry["path"] for page in self._library.list(self._store, path) for entry in page]
         with contextlib.suppress(FileNotFoundError):
-            self._ask("delete", self._library.delete, self._store, names or [path])
+            self._ask("delete from", self._library.delete, self._store, names or [path])
 
     def open_writer(self, path: str) -> Any:
         """Return a writer of one object for each rank, which is sent in parts as it is produced."""
@@ -131,7 +131,7 @@ class BucketStorage:
         # The service's own word for it, where it is in the answer; else the library's first line.
         code = re.search(r"<Code>(\w+)</Code>", str(error))
         first = str(error).strip().partition("\n")[0].partition("<?xml")[0]
-        return OSError(f"could not {verb} in `{self._url}`: {code[1] if code else first or type(error).__name__}")
+        return OSError(f"could not {verb} `{self._url}`: {code[1] if code else first or type(error).__name__}")
 
 
 class BucketFiles:

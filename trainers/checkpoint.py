@@ -10,6 +10,7 @@ import time
 import uuid
 import warnings
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 from trainers.errors import CheckpointError, StaleAttemptError
@@ -18,8 +19,10 @@ from trainers.manifest import (
     MANIFEST_VERSION,
     CheckpointName,
     Contents,
+    Damage,
     find_newest,
     list_checkpoints,
+    read_manifest,
     remove_old,
     seal_manifest,
     warn,
@@ -106,6 +109,18 @@ class CheckpointManager:
             return None
         self._step_saved = self.step_committed = name.step
         return name.step
+
+    def find_newest_step(self) -> int:
+        """Return the step of the newest checkpoint with a manifest; -1 if there is none. A collective call."""
+
+        def look() -> int:
+            for name in list_checkpoints(self._storage):
+                with suppress(Damage):
+                    read_manifest(self._storage, name)
+                    return name.step
+            return -1
+
+        return decide(self._ranks, look)
 
     def save(self, step: int) -> None:
         """Copy and write the state in the background. Wait for a save in progress first.

@@ -77,7 +77,7 @@ def _all_gather(part: int, whole: int, dtype: torch.dtype, ranks: Ranks) -> Coll
     return Collective(
         name="all_gather",
         size=whole * dtype.itemsize,
-        prepare=lambda: None,
+        prepare=lambda: _clear(gathered),
         run=lambda: gather(gathered, mine),
         count_wrong=lambda: int((gathered != expected).sum()),
     )
@@ -92,7 +92,7 @@ def _reduce_scatter(part: int, whole: int, dtype: torch.dtype, ranks: Ranks) -> 
     return Collective(
         name="reduce_scatter",
         size=whole * dtype.itemsize,
-        prepare=lambda: None,
+        prepare=lambda: _clear(summed),
         run=lambda: scatter(summed, mine),
         count_wrong=lambda: int((summed != expected).sum()),
     )
@@ -104,7 +104,7 @@ def _broadcast(part: int, whole: int, dtype: torch.dtype, ranks: Ranks) -> Colle
     return Collective(
         name="broadcast",
         size=whole * dtype.itemsize,
-        prepare=lambda: None,
+        prepare=lambda: _fill(buffer, _values(whole, ranks.rank, dtype, ranks)),
         run=lambda: dist.broadcast(buffer, src=0),
         count_wrong=lambda: int((buffer != expected).sum()),
     )
@@ -117,6 +117,11 @@ def _values(count: int, rank: int, dtype: torch.dtype, ranks: Ranks) -> Tensor:
 
 def _fill(buffer: Tensor, values: Tensor) -> None:
     buffer.copy_(values)
+
+
+def _clear(buffer: Tensor) -> None:
+    """Fill with a value that no result has: that of an earlier run would hide that this one did nothing."""
+    buffer.fill_(99)
 
 
 def _wait(ranks: Ranks) -> None:

@@ -117,6 +117,9 @@ class CheckpointConfig:
         "steps between checkpoints; 0 saves only at the end and on preemption; -1 chooses the best interval",
     )
     keep: int = knob(3, "complete checkpoints kept")
+    peer_every_steps: int = knob(
+        0, "elastic fsdp, zero1, zero2: steps between copies of each part to the memory of another node; 0: none"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -195,8 +198,9 @@ class RunConfig(StrategyOptions):
 
     dtype: str = knob(
         "float32",
-        "arithmetic of forward and backward; weights stay float32. float16 is for GPUs without bfloat16",
-        ("float32", "bfloat16", "float16"),
+        "arithmetic of forward and backward; weights stay float32. float16 is for GPUs without bfloat16; float8 is for "
+        "the linear layers of blocks, beside bfloat16 (needs torchao; emulated on CPUs)",
+        ("float32", "bfloat16", "float16", "float8"),
     )
     matmul_precision: str = knob(
         "high", "float32 products on a GPU: high is TensorFloat-32, highest is float32 (slower)", ("high", "highest")
@@ -343,6 +347,7 @@ def find_run_problem(config: RunConfig) -> str | None:
         "--train.warmup_steps": train.warmup_steps,
         "--evaluate.every_steps": config.evaluate.every_steps,
         "--profile.steps": config.profile.steps,
+        "--checkpoint.peer_every_steps": config.checkpoint.peer_every_steps,
         "--watchdog.timeout_s": config.watchdog.timeout_s,
         "--watchdog.start_s": config.watchdog.start_s,
         "--watchdog.checkpoint_s": config.watchdog.checkpoint_s,

@@ -21,11 +21,12 @@ from trainers.errors import TrainerError
 from trainers.launch import find_free_port
 from trainers.preemption import PreemptionNotice
 from trainers.rendezvous_search import Past, Places, read_past
-from trainers.standby import COMMAND_VARIABLE, EXIT_CODE_HANDED_OVER, PATH_VARIABLE, hand_over
+from trainers.standby import COMMAND_VARIABLE, EXIT_CODE_HANDED_OVER, PATH_VARIABLE, STATE_VARIABLE, hand_over
 
 if TYPE_CHECKING:
     from trainers.checkpoint import CheckpointManager
     from trainers.loop import Position
+    from trainers.peer_checkpoint import PeerCheckpoint
     from trainers.ranks import Ranks
     from trainers.state_transfer import Holding
     from trainers.strategies.grid import Part
@@ -67,7 +68,9 @@ class ElasticMember:
         `meeting` is a `host:port`, or a comma-separated list with one for each node: then the run survives the loss of
         its first node.
         """
-        self._kept = int(os.environ.get("BROKER_ELASTIC_STATE", "-1"))  # a file descriptor
+        # File descriptors of memory from the previous world.
+        self._kept = [int(number) for number in os.environ.get(STATE_VARIABLE, "").split(",") if number]
+        self._peers: PeerCheckpoint | None = None
         self._lock: Any = None
         self._position: Position | None = None
         self._part: Part | None = None
@@ -105,9 +108,26 @@ class ElasticMember:
         }
         self._lock, self._part, self._shared = lock, part, shared
         self._position = position
-        if self._kept >= 0:  # the state of the previous world takes as much memory again
-            os.close(self._kept)
-            self._kept = -1
+        for descriptor in self._kept:  # the state of the previous world takes as much memory again
+            os.close(descriptor)
+        self._kept = []
+
+    def join_peers(self, ranks: "Ranks", shared: Mapping[str, Any], config: RunConfig) -> "PeerCheckpoint":
+        """Return the copies of the state in the memory of other nodes, and keep them when this program restarts.
+
+        A collective call.
+        """
+        from trainers.peer_checkpoint import PeerCheckpoint
+
+        self._peers = PeerCheckpoint(
+            ranks,
+            shared,
+            every_steps=config.checkpoint.peer_every_steps,
+            node=self._id.partition(".")[0],
+            inherited=self._kept,
+            timeout_s=config.watchdog.checkpoint_s,
+        )
+        return self._peers
 
     def take_over(self, ranks: "Ranks", part: "Part", shared: Mapping[str, Any]) -> int | None:
         """Fill the objects with the newest state that this world has in memory; return its step, or None if there is
@@ -117,7 +137,7 @@ class ElasticMember:
         from trainers.state_transfer import transfer_state
 
         def read() -> Any:
-            with os.fdopen(os.dup(self._kept), "rb") as file:
+            with os.fdopen(os.dup(self._kept[0]), "rb") as file:
                 file.seek(0)
                 return torch.load(file, map_location="cpu", weights_only=True)
 
@@ -151,7 +171,9 @@ class ElasticMember:
     def restart(self) -> None:
         """Re-execute the program with the state in memory. Never returns; a second thread that calls it blocks."""
         self._restarting.acquire()
-        if self._position is not None and self._part is not None:
+        if self._peers is not None:
+            self._kept = self._peers.hold()
+        elif self._position is not None and self._part is not None:
             import torch
 
             from trainers.state_transfer import keep
@@ -164,7 +186,7 @@ class ElasticMember:
             with os.fdopen(os.dup(kept), "wb") as file:
                 state = {key: self._fixed.get(key) or holder.state_dict() for key, holder in self._shared.items()}
                 torch.save(keep(state), file)
-            self._kept = kept
+            self._kept = [kept]
             holding = [self._position.steps_done, self._part.index, self._part.count]
             os.environ["BROKER_ELASTIC_HOLDING"] = json.dumps(holding)
         world = self.world
@@ -173,11 +195,12 @@ class ElasticMember:
         for descriptor in Path("/proc/self/fd").iterdir():
             # Inherited sockets of torch would stay open and keep a peer waiting.
             with suppress(OSError):
-                os.set_inheritable(
-                    int(descriptor.name), int(descriptor.name) <= 2 or int(descriptor.name) == self._kept
-                )
-        os.environ["BROKER_ELASTIC_STATE"] = str(self._kept)
-        os.environ.update(Past(leader=self._leader, generation=world.generation, members=world.members).write())
+                number = int(descriptor.name)
+                os.set_inheritable(number, number <= 2 or number in self._kept)
+        os.environ[STATE_VARIABLE] = ",".join(map(str, self._kept))
+        epoch = self._places.epoch
+        past = Past(leader=self._leader, generation=world.generation, members=world.members, epoch=epoch)
+        os.environ.update(past.write())
         sys.stdout.flush()
         path = os.environ.get(PATH_VARIABLE)
         if path and hand_over(path, os.environ, self._kept):
@@ -212,7 +235,8 @@ class ElasticMember:
             "holding": json.loads(os.environ.get("BROKER_ELASTIC_HOLDING", "[-1, 0, 1]")),
             "unit": self._unit,
         }
-        if past.generation and self._leader != past.leader:
+        hello["epoch"] = self._places.epoch
+        if past.generation and (self._leader, self._places.epoch) != (past.leader, past.epoch):
             hello |= {"generation": past.generation, "former": list(past.members), "lost": f"{past.leader}."}
         return hello
 
@@ -269,11 +293,16 @@ class Elastic:
     member: ElasticMember
     notice: PreemptionNotice
     is_kept: bool  # whether every rank holds the whole state in memory
+    peers: "PeerCheckpoint | None" = None
 
     def decide(self, checkpoints: "CheckpointManager", step: int) -> str:
         """Return `stay`, `go` or `stop`. Does not return if this rank continues in another world."""
         verdict = self.member.vote(is_leaving=self.notice.is_given())
-        if verdict in ("again", "go") and not self.is_kept:
+        is_changing = verdict in ("again", "go")
+        is_kept = self.is_kept
+        if is_changing and self.peers is not None:
+            is_kept = self.peers.secure(step, is_leaving=verdict == "go")
+        if is_changing and not is_kept:
             checkpoints.save(step)
             checkpoints.wait()
         if verdict == "again":

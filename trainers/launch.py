@@ -16,9 +16,11 @@ import sys
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from trainers.errors import TrainerError
+from trainers.gang_file import NAMED_VARIABLE, find_epoch, mark_followed, read_leader
 from trainers.preemption import EXIT_CODE_PREEMPTED
 from trainers.standby import EXIT_CODE_HANDED_OVER, PATH_VARIABLE, Standbys, hand_over
 
@@ -170,12 +172,17 @@ def run_elastic(plan: Plan, bounds: tuple[int, int], command: list[str], *, is_w
         raise SystemExit(PEM_MISSING)
     given = given or {"BROKER_ELASTIC_SECRET": os.urandom(32).hex()}
     places = [f"{address}:{port + rank}" for rank, address in enumerate(plan.addresses)]
-    # If half of the ranks or fewer may continue, they cannot know whether the other part continues as well.
-    if 2 * bounds[0] <= bounds[1] or len(places) != plan.node_count:
-        places = [f"{plan.master_address}:{port}"]
+    # If half of the ranks or fewer may continue, they cannot know whether the other part continues as well: broker can.
+    is_named = 2 * bounds[0] <= bounds[1] and read_leader(os.environ) is not None and plan.node_count > 1
+    if (2 * bounds[0] <= bounds[1] and not is_named) or len(places) != plan.node_count:
+        places, is_named = [f"{plan.master_address}:{port}"], False
+    if len(places) > 1:
+        mark_followed(os.environ)
     server = None
     if plan.node_rank < len(places):
-        rendezvous = {"least": bounds[0], "most": bounds[1], "is_movable": len(places) > 1}
+        rendezvous: dict[str, Any] = {"least": bounds[0], "most": bounds[1], "is_movable": len(places) > 1}
+        if is_named:
+            rendezvous["find_epoch"] = partial(find_epoch, os.environ, plan.node_rank)
         server = serve_rendezvous(plan, rendezvous, port + plan.node_rank, given)
 
     # Only modules and scripts: a standby cannot apply options of the interpreter.
@@ -190,6 +197,7 @@ def run_elastic(plan: Plan, bounds: tuple[int, int], command: list[str], *, is_w
             "LOCAL_RANK": str(local_rank),
             "LOCAL_WORLD_SIZE": str(plan.workers),
             "BROKER_ELASTIC_AT": ",".join(places),
+            **({NAMED_VARIABLE: "1"} if is_named else {}),
             # The prefix is the node: all of its members are lost with it.
             "BROKER_ELASTIC_MEMBER": f"{plan.node_rank}.{uuid.uuid4().hex[:16]}",
             # After all members of the previous generation; newcomers are in the order of nodes.
@@ -303,7 +311,7 @@ def run_workers(
 
 def _start_again(place: int, command: Command, standbys: Standbys | None) -> int:
     arguments, environment = command
-    if standbys and hand_over(environment[PATH_VARIABLE], environment, -1):
+    if standbys and hand_over(environment[PATH_VARIABLE], environment, []):
         successor = standbys.take(place)
         if successor:
             return successor

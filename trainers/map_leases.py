@@ -1,15 +1,16 @@
-"""Share the shards of a map among workers that do not communicate with each other, by conditional writes in one place.
+"""Share the shards of a map among workers, which coordinate only by conditional writes in one place.
 
-    part-00012.jsonl              the result of shard 12; written once, on condition that it does not exist
+    part-00012.jsonl              the result of shard 12; created only if it does not exist
     _map/plan.json                the shards, written once by `broker map`
     _map/leases/00012/0002        the second lease of shard 12; empty: released
     _map/items/00012.500          shard 12 has 500 results
     _map/failed/00012/...         the program failed on shard 12
     _map/clock/...                written to read the clock of the place
 
-A worker takes a shard by creating the next lease of it, and renews the lease by writing it again. A lease that was not
-written for `lease_s` has expired, by the clock of the place: no two clocks are compared. The creation of the part is
-the commit, so a worker whose lease was taken over can at worst repeat work; it cannot add or replace a result.
+A worker takes a shard by creating the shard's next lease, and renews the lease by writing it again. A lease that has
+not been written for `lease_s` seconds has expired. All times come from the clock of the place, so no two clocks are
+compared. Creating the part commits the result, so a worker that has lost its lease can at worst repeat work; it cannot
+add or replace a result.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ TRIES = 3  # failures of the program after which a shard is skipped
 
 @dataclass(frozen=True)
 class Shard:
-    """The lines of a file that begin at byte `start` or later, and before `end`."""
+    """The lines of a file that begin at or after byte `start`, and before byte `end`."""
 
     key: str
     start: int
@@ -71,6 +72,14 @@ def name_lease(number: int, epoch: int) -> str:
     return f"{LEASES}/{number:05d}/{epoch:04d}"
 
 
+def commit_part(place: Place, number: int, content: bytes, *, items: int) -> bool:
+    """Write the results of a shard. Return False without changing anything if the shard already has some."""
+    is_first = place.create(name_part(number), content)
+    if is_first:
+        place.create(f"{ITEMS}/{number:05d}.{items}", b"")
+    return is_first
+
+
 def read_plan(place: Place) -> MapPlan:
     """Read the plan that `broker map` wrote. Raises FileNotFoundError if there is none."""
     content = place.read(PLAN)
@@ -86,11 +95,11 @@ class View:
     """The state of all shards at one moment."""
 
     done: set[int] = field(default_factory=set)
-    free: list[tuple[int, int]] = field(default_factory=list)  # shard, and the epoch that a lease of it would have
+    free: list[tuple[int, int]] = field(default_factory=list)  # shard, and the epoch of its next lease
 
 
 class Leases:
-    """The leases of one worker. `worker` is the same in every attempt of its job; `attempt` grows."""
+    """The leases of one worker. `worker` is the same in every attempt of its job; `attempt` increases."""
 
     def __init__(
         self, place: Place, plan: MapPlan, *, worker: str, attempt: int = 1, draw: random.Random | None = None
@@ -104,8 +113,8 @@ class Leases:
     def acquire(self) -> Lease | None:
         """Take a shard at random; return None if all remaining shards are held by others.
 
-        A holder that is lost is replaced by its own job, so a worker that finds none should exit, which costs nothing.
-        Reclaims what an earlier attempt of this worker held.
+        A lost holder is replaced by its own job, so a worker that finds no free shard should exit rather than wait and
+        cost money. Leases that an earlier attempt of this worker held are reclaimed.
         """
         if not self.view.free:
             self.look()
@@ -115,7 +124,7 @@ class Leases:
             lease = self._take(*self._pop())
             if lease is not None:
                 return lease
-            self.look()  # another worker was faster: the view is outdated
+            self.look()  # another worker was faster, so the view is outdated
         return None
 
     def look(self) -> None:
@@ -123,7 +132,7 @@ class Leases:
         clock = f"{CLOCK}/{self._worker.replace('/', '-')}"
         self._place.write(clock, b"")
         now_s = max((each.modified_s for each in self._place.list_entries(CLOCK)), default=0.0)
-        # Leases before parts: a lease that is missing because its shard was committed has its part in the later list.
+        # List leases before parts: if a lease is gone because its shard was committed, the later list has the part.
         newest: dict[int, Entry] = {}
         for entry in sorted(self._place.list_entries(LEASES)):
             newest[int(entry.key.split("/")[-2])] = entry
@@ -158,7 +167,7 @@ class Leases:
     def _take(self, number: int, epoch: int) -> Lease | None:
         content = {"worker": self._worker, "attempt": self._attempt, "token": uuid.uuid4().hex}
         lease = Lease(number, epoch, json.dumps(content).encode())
-        # A call that the library repeated may find the result of its own first try.
+        # If the library retried the call, it may find the lease that its own first try created.
         if not self._place.create(lease.key, lease.content) and self._place.read(lease.key) != lease.content:
             return None
         if self._is_done(number):  # committed since the view was read
@@ -175,16 +184,14 @@ class Leases:
         return True
 
     def commit(self, lease: Lease, content: bytes, *, items: int) -> bool:
-        """Write the result; return False, changing nothing, if the shard has one already."""
-        is_first = self._place.create(name_part(lease.number), content)
-        if is_first:
-            self._place.create(f"{ITEMS}/{lease.number:05d}.{items}", b"")
+        """Write the result. Return False without changing anything if the shard already has one."""
+        is_first = commit_part(self._place, lease.number, content, items=items)
         self.view.done.add(lease.number)
         self._place.delete(lease.key)
         return is_first
 
     def release(self, lease: Lease) -> None:
-        """Release the shard for others. The lease stays, empty, because an epoch is never used twice."""
+        """Release the shard to other workers. The empty lease remains, so that its epoch is never reused."""
         self._place.write(lease.key, b"")
 
     def fail(self, lease: Lease, reason: str) -> None:

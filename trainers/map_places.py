@@ -1,6 +1,6 @@
-"""Read input and write results of a map: a folder or a bucket, behind the few operations that a worker needs.
+"""Read the input and write the results of a map, in a folder or a bucket, with the few operations that workers need.
 
-Keys are relative, with `/`. Every operation may be repeated, and raises OSError if the place keeps failing.
+Keys are relative and separated by `/`. Every operation may be repeated, and raises OSError if the place keeps failing.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ class Entry(NamedTuple):
 
 
 class Place(Protocol):
-    """A folder or bucket that workers of a map share. Every operation raises OSError if it is unreachable."""
+    """A folder or bucket that the workers of a map share. Every operation raises OSError if it is unreachable."""
 
     def list_entries(self, folder: str) -> list[Entry]:
         """Return all keys below a folder; none if it does not exist."""
         ...
 
     def list_files(self) -> list[str]:
-        """Return the keys at the top, without those in folders."""
+        """Return the keys at the top level, without those in folders."""
         ...
 
     def has(self, key: str) -> bool:
@@ -49,7 +49,7 @@ class Place(Protocol):
         ...
 
     def create(self, key: str, content: bytes) -> bool:
-        """Write unless the key exists; return False, changing nothing, if it does. Of several calls one wins."""
+        """Write unless the key exists, and return whether it was written. Of concurrent calls, exactly one succeeds."""
         ...
 
     def write(self, key: str, content: bytes) -> None:
@@ -57,7 +57,7 @@ class Place(Protocol):
         ...
 
     def delete(self, key: str) -> None:
-        """Delete the object; already gone is success."""
+        """Delete the object; a missing object counts as success."""
         ...
 
 
@@ -157,20 +157,20 @@ class BucketPlace:
 
     def has(self, key: str) -> bool:
         try:
-            self._ask("look into", lambda: self._library.head(self._store, key))
+            self._ask("look up a key in", lambda: self._library.head(self._store, key))
         except FileNotFoundError:
             return False
         return True
 
     def read(self, key: str) -> bytes | None:
         try:
-            return self._ask("read", lambda: bytes(self._library.get(self._store, key).bytes()))
+            return self._ask("read from", lambda: bytes(self._library.get(self._store, key).bytes()))
         except FileNotFoundError:
             return None
 
     def read_range(self, key: str, start: int, end: int) -> bytes:
         get = self._library.get_range
-        return self._ask("read", lambda: bytes(get(self._store, key, start=start, end=end)))
+        return self._ask("read from", lambda: bytes(get(self._store, key, start=start, end=end)))
 
     def create(self, key: str, content: bytes) -> bool:
         def put() -> bool:
@@ -180,14 +180,14 @@ class BucketPlace:
                 return False
             return True
 
-        return self._ask("write", put)
+        return self._ask("write to", put)
 
     def write(self, key: str, content: bytes) -> None:
-        self._ask("write", lambda: self._library.put(self._store, key, content))
+        self._ask("write to", lambda: self._library.put(self._store, key, content))
 
     def delete(self, key: str) -> None:
         with contextlib.suppress(FileNotFoundError):
-            self._ask("delete", lambda: self._library.delete(self._store, key))
+            self._ask("delete from", lambda: self._library.delete(self._store, key))
 
     def _ask(self, verb: str, call: Callable[[], Answer]) -> Answer:
         try:
@@ -196,4 +196,4 @@ class BucketPlace:
             raise
         except self._library.exceptions.BaseError as error:
             first = str(error).strip().partition("\n")[0]
-            raise OSError(f"could not {verb} in `{self._url}`: {first or type(error).__name__}") from error
+            raise OSError(f"could not {verb} `{self._url}`: {first or type(error).__name__}") from error

@@ -1,9 +1,10 @@
-"""Work on the shards of a `broker map` until none is left: the program of a map's task.
+"""Process the shards of a `broker map` until none is left. This is the program that the task of a map runs.
 
-    python -m trainers.map_worker embed.py        `process(items)` in embed.py turns parsed lines into as many results
-    python -m trainers.map_worker -- ./embed.sh   a command for each shard: its lines on stdin, results on stdout
+    python -m trainers.map_worker embed.py        `process(items)` in embed.py returns one result per parsed line
+    python -m trainers.map_worker -- ./embed.sh   one command per shard, which reads lines on stdin and prints results
 
-The file is loaded once, so it loads its model at the top. BROKER_MAP names the output, which holds the plan.
+The file is imported once, so it should load its model at module level. BROKER_MAP names the output, which holds the
+plan.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ from trainers.map_leases import Lease, Leases, MapPlan, Shard, read_plan
 from trainers.map_places import Place, open_place
 from trainers.preemption import EXIT_CODE_PREEMPTED, PreemptionNotice
 
-READ_BYTES = 1 << 20  # of one request beyond the end of a shard, for the rest of its last line
-RENEWALS = 3  # of a lease, in the time that it is valid
-FAILURES_MAX = 3  # different shards on which the program fails in a row, after which the worker fails
+READ_BYTES = 1 << 20  # read at a time past the end of a shard, to complete its last line
+RENEWALS = 3  # of a lease within its validity
+FAILURES_MAX = 3  # the worker fails after its program has failed on this many different shards in a row
 LOOK_S = 0.2
 IsOver = Callable[[], bool]
 
@@ -45,9 +46,9 @@ def main(arguments: Sequence[str]) -> int:
     """Return 0 if no shard is left, 1 if the program keeps failing, 143 after a preemption notice."""
     parser = argparse.ArgumentParser(prog="python -m trainers.map_worker", description=__doc__.split("\n\n")[0])
     parser.add_argument("program", nargs="+", help="a Python file with `process(items)`, or a command after `--`")
-    parser.add_argument("--batch", type=int, default=32, help="items in one call of `process` (default: %(default)s)")
+    parser.add_argument("--batch", type=int, default=32, help="items per call of `process` (default: %(default)s)")
     given = parser.parse_args(arguments)
-    notice = PreemptionNotice(_find_file("BROKER_PREEMPTION_FILE"))
+    notice = PreemptionNotice(find_file("BROKER_PREEMPTION_FILE"))
     notice.listen()
     run = make_program(given.program, given.batch)
     output = open_place(os.environ["BROKER_MAP"])
@@ -89,12 +90,12 @@ def work(
 
 @contextlib.contextmanager
 def keep(leases: Leases, lease: Lease, *, every_s: float) -> Iterator[threading.Event]:
-    """Renew the lease in a thread; the event is set when another worker has the shard."""
+    """Renew the lease in a thread; the event is set when another worker has taken the shard."""
     lost, over = threading.Event(), threading.Event()
 
     def renew() -> None:
         while not over.wait(every_s):
-            with contextlib.suppress(OSError):  # the lease may expire: the commit decides
+            with contextlib.suppress(OSError):  # the lease may expire, but the commit decides who has the result
                 if not leases.renew(lease):
                     lost.set()
                     return
@@ -114,7 +115,7 @@ def read_lines(source: Place, shard: Shard) -> bytes:
     content = source.read_range(shard.key, start, shard.end)
     if shard.start:
         if (first := content.find(b"\n")) < 0:
-            return b""  # one long line, which begins before
+            return b""  # the shard lies within one long line that began earlier
         content = content[first + 1 :]
     end = shard.end
     while content and not content.endswith(b"\n") and end < shard.size_bytes:
@@ -183,7 +184,7 @@ def run_command(words: Sequence[str], content: bytes, is_over: IsOver) -> list[b
         finally:
             process.kill()
             process.wait()
-        if process.returncode and is_over():  # a notice ends the command too
+        if process.returncode and is_over():  # a preemption notice ends the command too
             raise OverError
         if process.returncode:
             raise ProgramError(f"`{words[0]}` exited with code {process.returncode}")
@@ -192,8 +193,8 @@ def run_command(words: Sequence[str], content: bytes, is_over: IsOver) -> list[b
 
 
 def make_report(total: int) -> Callable[[int], None]:
-    """Return the function that reports the shards done by all workers, as far as this one knows."""
-    file = _find_file("BROKER_PROGRESS_FILE")
+    """Return the function that reports how many shards are done by all workers, as far as this worker knows."""
+    file = find_file("BROKER_PROGRESS_FILE")
 
     def report(done: int) -> None:
         print(f"shard {done}/{total}", flush=True)
@@ -205,7 +206,8 @@ def make_report(total: int) -> Callable[[int], None]:
     return report
 
 
-def _find_file(variable: str) -> Path | None:
+def find_file(variable: str) -> Path | None:
+    """Return the file that an environment variable names, if it is set."""
     path = os.environ.get(variable)
     return Path(path) if path else None
 

@@ -46,7 +46,7 @@ CPU = Accelerator("cpu", "CPU")
 def find_accelerator(variables: Mapping[str, str]) -> Accelerator:
     """Return the accelerator of this node: its GPUs, unless the task requests none.
 
-    Raises SetupError if requested GPUs cannot be used, so that a node with eight GPUs does not train on its CPU.
+    Raises SetupError if requested GPUs cannot be used, rather than let a node with eight GPUs train on its CPU.
     """
     asked = variables.get("SKYPILOT_NUM_GPUS_PER_NODE", "")
     if asked == "0":
@@ -68,7 +68,7 @@ def find_accelerator(variables: Mapping[str, str]) -> Accelerator:
 def find_nvidia(variables: Mapping[str, str]) -> Accelerator | None:
     """Query `nvidia-smi`, or read the driver's own file; return None without a driver.
 
-    Raises SetupError if `nvidia-smi` fails on a node that should have GPUs: no installation helps there.
+    Raises SetupError if `nvidia-smi` fails on a node that should have GPUs: no installation of torch would help.
     """
     program = shutil.which("nvidia-smi", path=variables.get("PATH"))
     if program:

@@ -61,7 +61,7 @@ TRIES, RETRY_S, ANSWER_S = 3, 5.0, 60.0
 
 
 def read_settings(variables: Mapping[str, str]) -> dict[str, str]:
-    """Return `variables` with pip's settings (variables and files) as uv's; uv's own take precedence."""
+    """Return `variables` with pip's settings (variables and files) translated to uv's; uv's own take precedence."""
     pip = read_pip_files(variables)
     for name in UV_NAMES:
         if value := variables.get(f"PIP_{name.upper().replace('-', '_')}"):

@@ -4,6 +4,7 @@ State by name, instead of by number, can be restored by other ranks and under ot
 (docs/decisions/0060-torch-adamw.md).
 """
 
+import inspect
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping
@@ -55,6 +56,7 @@ class Optimizer:
                 raise TrainerError("`--offload optimizer` moves the state of AdamW only, not of your own optimizer")
             self._copies = HostCopies(self._handles)
             self._handles = self._copies.values
+        spare_compiler()
         self._optimizer = make(self._handles) if make else make_adamw(self._handles, config)
         self._base_rates = [float(group["lr"]) for group in self._optimizer.param_groups]
         self._check_parameters()
@@ -200,12 +202,35 @@ class Optimizer:
                 value.grad = None
 
 
+def spare_compiler() -> None:
+    """Keep torch.optim from importing torch's compiler, which takes as long as torch itself.
+
+    Four methods of every optimizer are hidden from the compiler by a wrapper that imports it in its first call and then
+    calls what `__dynamo_disable` names (torch/_compile.py, torch 2.13). Nothing compiles these methods here. With
+    another torch, this has no effect.
+    """
+    base = torch.optim.Optimizer
+    for method in (base.add_param_group, base.load_state_dict, base.state_dict, base.zero_grad):
+        hidden: Any = getattr(method, "__wrapped__", None)
+        if hidden is not None and not hasattr(hidden, "__dynamo_disable"):
+            setattr(hidden, "__dynamo_disable", hidden)
+
+
+class SparedAdamW(torch.optim.AdamW):
+    """AdamW whose step does not import torch's compiler to tell it where to break a graph: see `spare_compiler`."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        """Update all parameters."""
+        return inspect.unwrap(torch.optim.AdamW.step)(self, closure)
+
+
 def make_adamw(parameters: Mapping[str, Tensor], config: TrainConfig) -> torch.optim.AdamW:
     """Create AdamW; weight decay applies to matrices, not to biases and norms, as in GPT-2 and Llama."""
     matrices = [value for value in parameters.values() if value.dim() >= 2]
     others = [value for value in parameters.values() if value.dim() < 2]
     groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}]
-    return torch.optim.AdamW(
+    return SparedAdamW(
         [group for group in groups if group["params"]], lr=config.learning_rate, betas=BETAS, eps=EPSILON, fused=True
     )
 

@@ -154,7 +154,12 @@ def _keep_freed_memory() -> None:
 
 
 def choose_precision(device: torch.device, dtype: str) -> Callable[[], AbstractContextManager[Any]]:
-    """Return a factory of the context for forward passes: autocast for 16-bit dtypes, none for `float32`."""
+    """Return a factory of the context for forward passes: autocast for 16-bit dtypes, none for `float32`.
+
+    With `float8`, everything but the converted linear layers is in bfloat16, or in float32 on a CPU.
+    """
+    if dtype == "float8":
+        dtype = "float32" if device.type == "cpu" else "bfloat16"
     is_half = dtype != "float32"
     return lambda: torch.autocast(device.type, dtype=getattr(torch, dtype) if is_half else None, enabled=is_half)
 

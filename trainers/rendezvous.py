@@ -31,6 +31,7 @@ class Member:
     unit: int = 1  # the size of its world must be a multiple of this
     generation: int = 0  # of its previous world; 0: none
     former: tuple[str, ...] = ()  # ids of that world, sent if it met at another rendezvous
+    epoch: int = 0  # of the leader that broker named
     lost: str = ""  # prefix of the ids on the node whose rendezvous was lost
 
     def send(self, **message: Any) -> None:
@@ -56,6 +57,9 @@ class Rendezvous:
     # Whether the run continues at another node if this one is lost. After a network partition both parts may try to
     # form a world: only one has more than half of the previous world, or half of it and its rendezvous.
     is_movable: bool = False
+    # Under broker it names the node that leads, in a file: then no quorum is required, and this returns the epoch in
+    # which this node leads, or None.
+    find_epoch: Callable[[], int | None] | None = None
     is_adopted: bool = False  # whether the previous world met elsewhere
     quorum: set[str] = field(default_factory=set)  # ids of the previous world, without those that left by vote
     unit: int = 1
@@ -66,6 +70,8 @@ class Rendezvous:
         """Add a worker that asks for admission."""
         if member.former and member.generation > self.generation:
             self._adopt(member)
+        elif self.is_movable and self.generation == 0 and not self.waiting:
+            self.gather(set())  # the time to wait for others begins now
         self.waiting[member.id] = member
         self.expected.discard(member.id)
         self.unit = member.unit  # equal for all, because it follows from the flags
@@ -136,12 +142,16 @@ class Rendezvous:
         """Form a world once all expected members have arrived, or enough of them when the time is up."""
         count = self._fit(len(self.waiting))
         is_complete = not self.expected if self.generation else count >= min(self.first_count, self.most)
-        if count >= self.least and (is_complete or self.is_late) and self._has_quorum():
+        if count >= self.least and (is_complete or self.is_late) and self._has_quorum() and self._may_lead():
             self._form()
+
+    def _may_lead(self) -> bool:
+        """Return whether no other node has been named as the leader."""
+        return self.find_epoch is None or self.find_epoch() is not None
 
     def _has_quorum(self) -> bool:
         back = self.quorum & self.waiting.keys()
-        return not self.is_movable or 2 * len(back) >= len(self.quorum) + self.is_adopted
+        return not self.is_movable or self.find_epoch is not None or 2 * len(back) >= len(self.quorum) + self.is_adopted
 
     def _fit(self, count: int) -> int:
         """Return the largest size of a world with at most `count` members."""

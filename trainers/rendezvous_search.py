@@ -1,7 +1,9 @@
 """Find the node with the current rendezvous of an elastic run.
 
 The launcher of every node listens (`rendezvous_server.py`), and one leads: the first node at the start, and after the
-loss of the leader the next reachable node in order. A launcher that does not lead answers that it has no world.
+loss of the leader the next reachable node in order. A launcher that does not lead answers that it has no world. Where
+half of the ranks or fewer may continue, they cannot choose: broker names the leader, each time with a higher epoch
+(`gang_file.py`).
 """
 
 import json
@@ -13,10 +15,13 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from trainers.errors import TrainerError
+from trainers.gang_file import NAMED_VARIABLE, VARIABLE, read_leader
 from trainers.rendezvous import SILENCE_S_MAX
 from trainers.wire import Credential, Wire, read_credential
 
 CONNECT_S_MAX = 120.0
+# For a leader that broker names. Its agent ends the program earlier (`AWAY_S_MAX` in `agent_member.py`).
+NAMED_S_MAX = 600.0
 DIAL_S = 5.0
 RETRY_S = 0.2
 PLACES_VARIABLE, LEADER_VARIABLE, WORLD_VARIABLE = "BROKER_ELASTIC_AT", "BROKER_ELASTIC_LEADER", "BROKER_ELASTIC_WORLD"
@@ -29,12 +34,13 @@ class Past:
     leader: int = 0  # index of the node of its rendezvous
     generation: int = 0
     members: tuple[str, ...] = ()
+    epoch: int = 0
 
     def write(self) -> dict[str, str]:
         """Return environment variables for `read_past`."""
         return {
             LEADER_VARIABLE: str(self.leader),
-            WORLD_VARIABLE: json.dumps([self.generation, ",".join(self.members)]),
+            WORLD_VARIABLE: json.dumps([self.generation, ",".join(self.members), self.epoch]),
         }
 
 
@@ -42,8 +48,9 @@ def read_past(variables: Mapping[str, str]) -> Past:
     """Return the past of a restarted worker; that of a new worker is empty."""
     if WORLD_VARIABLE not in variables:
         return Past()
-    generation, members = json.loads(variables[WORLD_VARIABLE])
-    return Past(leader=int(variables[LEADER_VARIABLE]), generation=generation, members=tuple(members.split(",")))
+    generation, members, epoch = json.loads(variables[WORLD_VARIABLE])
+    leader = int(variables[LEADER_VARIABLE])
+    return Past(leader=leader, generation=generation, members=tuple(members.split(",")), epoch=epoch)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +60,7 @@ class Status:
     generation: int  # 0: no world has formed there
     is_gathering: bool
     is_over: bool
+    epoch: int | None = None  # in which the node leads, if broker names it
 
 
 class Places:
@@ -62,6 +70,8 @@ class Places:
         """Parse a comma-separated list of `host:port`."""
         self._places = [(host, int(port)) for host, _, port in (place.rpartition(":") for place in text.split(","))]
         self._past = past
+        self._is_named = bool(os.environ.get(NAMED_VARIABLE))
+        self.epoch = 0  # of the leader to which the last connection went
         credential = read_credential(os.environ)
         if credential is None:
             words = f"`{PLACES_VARIABLE}` is set without `BROKER_GANG_PEM`: start workers with trainers.launch"
@@ -78,9 +88,9 @@ class Places:
 
         Raises TrainerError if none is reachable within `CONNECT_S_MAX`.
         """
-        end_s = time.monotonic() + CONNECT_S_MAX
+        end_s = time.monotonic() + (NAMED_S_MAX if self._is_named else CONNECT_S_MAX)
         while True:
-            found, problem = self._scan()
+            found, problem = self._find_named() if self._is_named else self._scan()
             if found is not None:
                 return found
             if time.monotonic() > end_s:
@@ -89,6 +99,9 @@ class Places:
 
     def find_better(self, own: int) -> bool:
         """Return whether a worker that waits at the node `own` should move to another one."""
+        if self._is_named:
+            leader = read_leader(os.environ)
+            return leader is not None and leader.epoch > self.epoch
         for place in self._order():
             with suppress(OSError, ValueError):
                 if place != own and self._is_better(place, self._order().index(place) < self._order().index(own)):
@@ -108,6 +121,22 @@ class Places:
     def _order(self) -> Sequence[int]:
         count = len(self._places)
         return [(self._past.leader + step) % count for step in range(count)]
+
+    def _find_named(self) -> tuple[tuple[int, Wire] | None, Exception | None]:
+        """Connect to the leader that broker names, once its launcher knows that it leads."""
+        leader = read_leader(os.environ)
+        if leader is None or leader.epoch < self._past.epoch:
+            return None, ValueError(f"{os.environ.get(VARIABLE)} names no leader")
+        try:
+            wire = self._dial(leader.rank)
+            status = ask(wire)
+        except (OSError, ValueError) as error:
+            return None, error
+        if status.epoch != leader.epoch:
+            wire.close()
+            return None, ValueError(f"node {leader.rank} does not lead yet")
+        self.epoch = leader.epoch
+        return (leader.rank, wire), None
 
     def _scan(self) -> tuple[tuple[int, Wire] | None, Exception | None]:
         """Query all nodes: prefer a world that has formed, then one that is gathering, then the next leader."""
@@ -138,7 +167,11 @@ class Places:
         return (chosen and (chosen[1], chosen[2])), problem
 
     def _dial(self, place: int) -> Wire:
-        connection = socket.create_connection(self._places[place], timeout=DIAL_S)
+        host, port = self._places[place]
+        leader = read_leader(os.environ)  # nodes may have been replaced since this worker started
+        if leader is not None and len(leader.addresses) == len(self._places):
+            host = leader.addresses[place]
+        connection = socket.create_connection((host, port), timeout=DIAL_S)
         try:
             if hasattr(socket, "TCP_USER_TIMEOUT"):  # a machine that vanished acknowledges no beats
                 limit_ms = int(1000 * SILENCE_S_MAX)
@@ -161,4 +194,5 @@ def ask(wire: Wire) -> Status:
         generation=answer["generation"],
         is_gathering=bool(answer.get("is_gathering")),
         is_over=bool(answer.get("is_over")),
+        epoch=answer.get("epoch"),
     )

@@ -2,7 +2,8 @@
 
 The protocol is JSON lines. A worker sends hello {id, port, order, holding, unit}, then vote {is_leaving}, done and
 beat; after the loss of its rendezvous, hello also has {generation, former, lost}. It receives welcome, then the
-messages of `Rendezvous`. Before hello, `where` asks for the state of the rendezvous.
+messages of `Rendezvous`. Before hello, `where` asks for the state of the rendezvous. Where broker names the leader,
+hello also has the `epoch` in which this node leads; a worker that knows another one is refused.
 """
 
 import asyncio
@@ -174,11 +175,14 @@ class RendezvousServer:
     def _describe(self) -> dict[str, object]:
         rendezvous = self._rendezvous
         about = {"generation": rendezvous.generation, "is_gathering": rendezvous.is_gathering}
-        return {"kind": "where", "is_over": rendezvous.is_over, **about}
+        epoch = rendezvous.find_epoch() if rendezvous.find_epoch else None
+        return {"kind": "where", "is_over": rendezvous.is_over, "epoch": epoch, **about}
 
     def _admit(self, member: Member) -> Member:
         """Admit a worker. Raises ValueError if it cannot join the same world as the others."""
         rendezvous = self._rendezvous
+        if rendezvous.find_epoch is not None and member.epoch != rendezvous.find_epoch():
+            raise ValueError("it looks for another leader")
         if rendezvous.unit != member.unit and (rendezvous.waiting or rendezvous.current):
             units = f"this worker joins in units of {member.unit}, the others in units of {rendezvous.unit}"
             words = f"{units}: are their flags equal?"
@@ -221,13 +225,16 @@ def read_member(message: dict[str, Any], address: str, writer: asyncio.StreamWri
 
 
 def read_past(message: dict[str, Any]) -> dict[str, Any]:
-    """Parse the optional fields of a worker whose rendezvous was lost. Raises ValueError for an invalid field."""
+    """Parse the optional fields of a worker, on its last world. Raises ValueError for an invalid field."""
     generation, former, lost = message.get("generation", 0), message.get("former", []), message.get("lost", "")
     if not is_whole(generation, 0, WHOLE_MAX) or not isinstance(lost, str):
         raise ValueError("invalid generation or node")
+    epoch = message.get("epoch", 0)
+    if not is_whole(epoch, 0, WHOLE_MAX):
+        raise ValueError("invalid epoch")
     if not isinstance(former, list) or len(former) > FORMER_MAX or not all(isinstance(each, str) for each in former):
         raise ValueError("invalid former world")
-    return {"generation": generation, "former": tuple(former), "lost": lost}
+    return {"generation": generation, "former": tuple(former), "lost": lost, "epoch": epoch}
 
 
 def is_whole(value: object, least: int, most: int) -> bool:

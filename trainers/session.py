@@ -22,12 +22,15 @@ from trainers.watchdog import Watchdog
 
 if TYPE_CHECKING:
     from trainers.checkpoint import CheckpointManager
+    from trainers.compile_cache import CompileCache
     from trainers.loop import StepReport
     from trainers.own_time import WorkClock
+    from trainers.peer_checkpoint import PeerCheckpoint
     from trainers.progress import Progress
     from trainers.ranks import Ranks
     from trainers.restore_progress import RestoreProgress, RestoreStatus
     from trainers.state import RunState
+    from trainers.storage import Storage
 
 STARTED_S = time.perf_counter()
 IS_WARM = "torch" in sys.modules  # in a standby
@@ -100,9 +103,10 @@ class Session:
         from trainers.storage import open_storage
 
         config, ranks, member = self.config, self.ranks, self.member
+        storage = open_storage(self.environment.checkpoint_url)
         state = build_state(config, build, ranks, generation=member.world.generation if member else 1)
         checkpoints = CheckpointManager(
-            open_storage(self.environment.checkpoint_url),
+            storage,
             ranks,
             attempt=self.environment.attempt,
             keep=config.checkpoint.keep,
@@ -116,7 +120,10 @@ class Session:
             is_silent=not ranks.is_first,
             unit=state.recipe.unit,
         )
-        event = self._resume(state, checkpoints, progress)
+        peers = self._join_peers(state)
+        event = self._resume(state, checkpoints, progress, peers)
+        compiled = self._open_compile_cache(storage)
+        loaded = compiled.load() if compiled else 0
         self.watchdog.beat("in the first step", limit_s=self.watchdog.start_s)
         progress.report(
             step=state.position.steps_done,
@@ -125,9 +132,10 @@ class Session:
             busy_s=config.watchdog.start_s,
             **({"ranks": ranks.world_size} if member else {}),
             **({"is_warm": True} if IS_WARM else {}),
+            **({"compiled_artifacts": loaded} if compiled else {}),
             startup_s=round(time.perf_counter() - STARTED_S, 3),
         )
-        code = self._drive(state, checkpoints, progress)
+        code = self._drive(state, checkpoints, progress, peers, compiled)
         if member is not None and code == 0:
             member.finish()
         if code == 0 and state.recipe.demonstrate is not None:
@@ -135,15 +143,49 @@ class Session:
             progress.say(state.recipe.demonstrate(state.wrapped))
         return code
 
-    def _resume(self, state: "RunState", checkpoints: "CheckpointManager", progress: "Progress") -> str:
+    def _open_compile_cache(self, storage: "Storage") -> "CompileCache | None":
+        """Return the compiled graphs of earlier attempts, if this run compiles."""
+        if not self.config.compile:
+            return None
+        from trainers.compile_cache import CompileCache, describe_code
+
+        return CompileCache(storage, describe_code(self.config, self.ranks.device), self.ranks.make_counter())
+
+    def _join_peers(self, state: "RunState") -> "PeerCheckpoint | None":
+        """Return the copies of the state in the memory of other nodes, if the config asks for them."""
+        if not self.config.checkpoint.peer_every_steps:
+            return None
+        if self.member is None:
+            raise TrainerError(
+                "`--checkpoint.peer_every_steps` requires an elastic run: only there do ranks outlive a lost node\n\n"
+                "hint: `--elastic 2:4`, or `job_recovery: {min_nodes: 2}` in the task"
+            )
+        if not state.strategy.HAS_PEER_COPIES:
+            raise TrainerError(
+                f"`--checkpoint.peer_every_steps` is not available with `--strategy {self.config.strategy}`, only with "
+                "fsdp, zero1 and zero2"
+            )
+        return self.member.join_peers(self.ranks, state.shared, self.config)
+
+    def _resume(
+        self,
+        state: "RunState",
+        checkpoints: "CheckpointManager",
+        progress: "Progress",
+        peers: "PeerCheckpoint | None",
+    ) -> str:
         """Load the newest state of the run, from the memory of peers or from storage; return the event to report."""
         member, part = self.member, state.strategy.find_part() if self.member is not None else None
         step, event = None, "resumed from memory"
-        if member is not None and part is not None:
+        if peers is not None:
+            step = peers.restore(checkpoints.find_newest_step())
+        elif member is not None and part is not None:
             step = member.take_over(self.ranks, part, state.shared)
         if step is None:
             event = "started" if checkpoints.restore(self._make_restore_progress(progress)) is None else "resumed"
-        if member is not None and part is not None:
+        if peers is not None:
+            peers.begin(state.position.steps_done)
+        elif member is not None and part is not None:
             member.offer(self.changing, state.position, part, state.shared)
         return event
 
@@ -163,7 +205,14 @@ class Session:
 
         return RestoreProgress(self.ranks.make_counter(), beat=self.watchdog.beat, report=report)
 
-    def _drive(self, state: "RunState", checkpoints: "CheckpointManager", progress: "Progress") -> int:
+    def _drive(
+        self,
+        state: "RunState",
+        checkpoints: "CheckpointManager",
+        progress: "Progress",
+        peers: "PeerCheckpoint | None",
+        compiled: "CompileCache | None",
+    ) -> int:
         from trainers.evaluate import Evaluation
         from trainers.interval import Pacer
         from trainers.metrics import MetricFiles, make_meter
@@ -195,16 +244,24 @@ class Session:
             watchdog=self.watchdog,
             ranks=ranks,
             node_times=node_times,
-            elastic=Elastic(member=self.member, notice=self.notice, is_kept=strategy.grid.is_whole)
+            elastic=Elastic(member=self.member, notice=self.notice, is_kept=strategy.grid.is_whole, peers=peers)
             if self.member
             else None,
+            peers=peers,
+            compiled=compiled,
         )
-        return supervisor.drive(self._iterate(state, checkpoints, precision, supervisor.is_read_due, clock))
+
+        def settle() -> None:
+            checkpoints.settle()
+            if peers is not None:
+                peers.settle()
+
+        return supervisor.drive(self._iterate(state, settle, precision, supervisor.is_read_due, clock))
 
     def _iterate(
         self,
         state: "RunState",
-        checkpoints: "CheckpointManager",
+        before_change: Callable[[], None],
         precision: Callable[[], AbstractContextManager[Any]],
         is_read_due: Callable[[int], bool],
         clock: "WorkClock",
@@ -225,7 +282,7 @@ class Session:
             position=state.position,
             ranks=self.ranks,
             is_stop_asked=self._is_stop_asked,
-            before_change=checkpoints.settle,
+            before_change=before_change,
             scaling=state.scaling,
             changing=self.changing,
             is_read_due=is_read_due,

@@ -1,8 +1,8 @@
 """Set up a Python that can run the trainers on this node: `python3 -m trainers.setup`, in a task's `setup:`.
 
-A Python with a suitable torch is used unchanged: the one on PATH, or one that the image keeps elsewhere. If there is
-none, the pinned torch is installed for this node's accelerator, without root, into a folder of the agent. Afterwards
-`python`, `python3`, `pip` and `torchrun` in `run:` resolve to that Python. A second run changes nothing.
+A Python that has a suitable torch is used unchanged, whether it is on PATH or elsewhere in the image. If there is none,
+the pinned torch is installed for this node's accelerator, without root, into a folder that belongs to the agent.
+Afterwards `python`, `python3`, `pip` and `torchrun` in `run:` resolve to that Python. A second run changes nothing.
 
 Standard library only, Python 3.8 and later: this runs on whatever Python the node has.
 """
@@ -28,11 +28,9 @@ PYTHON_NEWEST = "3.15"  # exclusive: torch 2.13 has no wheels for it
 PACKAGES = (f"torch=={TORCH}", "numpy>=1.26", "tomli; python_version < '3.11'", "pip")
 BUCKETS = "obstore>=0.6"
 LINKS = {"python": "", "python3": "", "pip": "-m pip", "torchrun": "-m torch.distributed.run"}
-HERE_HINT = (
-    "run `pip install 'intercloud-broker[train]'` where broker is installed: nodes of this machine use its Python"
-)
+HERE_HINT = "run `pip install 'intercloud-broker[train]'` where broker is installed: local nodes use its Python"
 PYTHON_HINT = (
-    f"choose an image with Python {show(PYTHON_OLDEST)} or newer, or let the node reach GitHub, where uv finds one "
+    f"choose an image with Python {show(PYTHON_OLDEST)} or newer, or allow the node to reach GitHub, where uv gets one "
     "(`UV_PYTHON_INSTALL_MIRROR` in the task's `envs:` names a mirror)"
 )
 COMPLETE = "complete"
@@ -101,7 +99,7 @@ def install(accelerator: Accelerator, folder: Path | None, variables: Mapping[st
     python, reason = judge(str(venv / "bin/python"), accelerator)
     if python is None:
         raise SetupError(
-            reason or "torch was installed and cannot be found",
+            reason or "torch was installed but cannot be found",
             "name the build in the task's `envs:`, as in `UV_TORCH_BACKEND: cu126`, or choose an image with torch",
         )
     (venv / COMPLETE).touch()
@@ -110,7 +108,7 @@ def install(accelerator: Accelerator, folder: Path | None, variables: Mapping[st
 
 
 def add_buckets(python: Python, folder: Path | None, variables: Mapping[str, str]) -> Path:
-    """Install the packages for buckets beside the image's own Python, which is not changed."""
+    """Install the packages for buckets in a folder beside the image's own Python, which stays unchanged."""
     if folder is None or "BROKER_NODE_DIR" in variables:
         hint = f"`{python.path} -m pip install obstore`"
         raise SetupError(f"checkpoints in a bucket need the package obstore, which {python.path} lacks", hint)
@@ -143,7 +141,7 @@ def run_uv(argv: Sequence[str], folder: Path, settings: Mapping[str, str], hint:
 def link(python: Python, folder: Path, extras: Path | None, variables: Mapping[str, str]) -> None:
     """Make the usual names resolve to this Python; add no links if they already do.
 
-    Scripts, not symbolic links: those of a virtual environment would find the base's packages.
+    Scripts, not symbolic links: a link to a virtual environment's Python would use the packages of its base.
     """
     if python.path == shutil.which("python", path=variables["PATH"]) and extras is None:
         shutil.rmtree(folder, ignore_errors=True)

@@ -8,6 +8,7 @@ forward and backward passes run concurrently. The host waits for neither:
 """
 
 import threading
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 import torch
@@ -78,13 +79,45 @@ class CudaStreams:
         self._copies.synchronize()
 
 
+class HostStreams:
+    """Streams of a CPU, on which everything is done at once."""
+
+    def mark_training(self) -> None:
+        """Do nothing: training is never behind."""
+
+    def begin_copies(self, event: None) -> None:
+        """Do nothing."""
+
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        """Copy now."""
+        target.copy_(source)
+
+    def mark_copies(self) -> None:
+        """Do nothing: no copy is left."""
+
+    def hold_training(self, event: None) -> None:
+        """Do nothing."""
+
+    def finish_copies(self) -> None:
+        """Do nothing."""
+
+
 class Snapshot:
     """Takes one copy at a time. The training thread calls `begin` and `settle`, another thread calls `take`."""
 
-    def __init__(self, streams: Streams | None = None, *, is_pinned: bool = True) -> None:
-        """Copy on `streams`, or synchronously without them. Pinned buffers are allocated once and reused."""
+    def __init__(
+        self,
+        streams: Streams | None = None,
+        *,
+        is_pinned: bool = True,
+        buffers: Mapping[tuple[str, ...], Tensor] | None = None,
+    ) -> None:
+        """Copy on `streams` into `buffers`, by path; without streams, synchronously into new memory.
+
+        Missing buffers are allocated once and reused; `is_pinned` allocates them in pinned memory.
+        """
         self._streams, self._is_pinned = streams, is_pinned
-        self._buffers: dict[tuple[str, ...], Tensor] = {}
+        self._buffers: dict[tuple[str, ...], Tensor] = dict(buffers or {})
         self._ready: Any = None
         self._copied: Any = None
         self._is_issued = threading.Event()

@@ -1,7 +1,7 @@
 """A standby process that has imported torch, in which a worker of an elastic run restarts.
 
 With `--warm`, the launcher starts one for each worker. A worker that restarts sends it its environment and the file
-descriptor of its state, and exits; the launcher then treats the standby as the worker.
+descriptors of its state, and exits; the launcher then treats the standby as the worker.
 """
 
 import contextlib
@@ -22,6 +22,7 @@ PATH_VARIABLE, COMMAND_VARIABLE = "BROKER_ELASTIC_STANDBY", "BROKER_ELASTIC_COMM
 STATE_VARIABLE = "BROKER_ELASTIC_STATE"
 EXIT_CODE_HANDED_OVER = 86  # of a worker that has handed over to its standby
 HAND_OVER_S = 5.0
+DESCRIPTORS_MAX = 253  # in one message; SCM_MAX_FD of Linux
 READY, END = b"ready", b"\n"
 SET_PARENT_DEATH_SIGNAL = 1  # from linux/prctl.h
 # The session is left out, because it measures the time since its import.
@@ -32,6 +33,7 @@ PREPARED = (
     "torch._dynamo",
     "trainers.checkpoint",
     "trainers.evaluate",
+    "trainers.peer_checkpoint",
     "trainers.state",
     "trainers.state_transfer",
     "trainers.tokens",
@@ -45,15 +47,15 @@ def main(arguments: Sequence[str]) -> None:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # as in `run_session`; read when torch is imported
     for name in PREPARED:
         importlib.import_module(name)
-    variables, descriptor = receive(path)
+    variables, descriptors = receive(path)
     os.environ.clear()
     os.environ.update(variables)
-    os.environ[STATE_VARIABLE] = str(descriptor)
+    os.environ[STATE_VARIABLE] = ",".join(map(str, descriptors))
     run_program(command)
 
 
-def receive(path: Path) -> tuple[dict[str, str], int]:
-    """Wait for a worker; return its environment and the descriptor of its state (-1: none) once it has exited."""
+def receive(path: Path) -> tuple[dict[str, str], list[int]]:
+    """Wait for a worker; return its environment and the descriptors of its state once it has exited."""
     with socket.socket(socket.AF_UNIX) as listener:
         path.unlink(missing_ok=True)
         listener.bind(str(path))
@@ -61,7 +63,7 @@ def receive(path: Path) -> tuple[dict[str, str], int]:
         connection, _ = listener.accept()
     path.unlink(missing_ok=True)
     with connection:
-        message, descriptors, _, _ = socket.recv_fds(connection, 1 << 16, 1)
+        message, descriptors, _, _ = socket.recv_fds(connection, 1 << 16, DESCRIPTORS_MAX)
         while not message.endswith(END):
             part = connection.recv(1 << 16)
             if not part:
@@ -70,16 +72,16 @@ def receive(path: Path) -> tuple[dict[str, str], int]:
         connection.sendall(READY)
         connection.recv(1)  # returns when the worker has exited and released its device
     variables: dict[str, str] = json.loads(message)
-    return variables, descriptors[0] if descriptors else -1
+    return variables, list(descriptors)
 
 
-def hand_over(path: str, variables: Mapping[str, str], descriptor: int) -> bool:
+def hand_over(path: str, variables: Mapping[str, str], descriptors: Sequence[int]) -> bool:
     """Hand over to the standby at `path`; return False, without effect, if none is ready."""
     with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as connection:
         connection.settimeout(HAND_OVER_S)
         connection.connect(path)
         message = json.dumps(dict(variables)).encode() + END
-        sent = socket.send_fds(connection, [message], [descriptor] if descriptor >= 0 else [])
+        sent = socket.send_fds(connection, [message], descriptors)
         connection.sendall(message[sent:])
         if connection.recv(len(READY)) == READY:
             connection.detach()  # stays open until this process exits

@@ -9,13 +9,14 @@ from torch import nn
 from trainers.blocks import check_shared, find_shared, prepare_blocks
 from trainers.config import RunConfig
 from trainers.devices import check_memory
+from trainers.float8 import convert_linears
 from trainers.loop import Position
 from trainers.optimizer import Optimizer
 from trainers.randomness import RandomNumbers
 from trainers.ranks import Ranks
 from trainers.recipe import Build, Recipe
 from trainers.scaling import LossScale
-from trainers.strategies import create_strategy
+from trainers.strategies import create_strategy, find_axes
 from trainers.strategies.base import Strategy
 
 # Larger than the difference between the seeds of any two ranks.
@@ -62,6 +63,8 @@ def build_state(config: RunConfig, build: Build, ranks: Ranks, *, generation: in
         if fill is not None:
             fill(ranks.device)
             fill = None
+    if config.dtype == "float8":
+        convert_linears(model, ranks.device, find_axes(config.strategy))
     prepare_blocks(model, recompute=config.recompute, is_compiled=config.compile)
     # Different on each rank and in each world, so that dropout differs.
     random_numbers.seed(config.train.seed + 1 + strategy.share.draw + SEEDS_A_GENERATION * (generation - 1))

@@ -4,7 +4,7 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trainers.checkpoint import CheckpointManager
 from trainers.config import RunConfig
@@ -15,11 +15,15 @@ from trainers.interval import Pacer
 from trainers.loop import Reading, StepReport
 from trainers.metrics import Meter, MetricFiles, read_memory
 from trainers.own_time import NodeTimes
+from trainers.peer_checkpoint import PeerCheckpoint
 from trainers.preemption import EXIT_CODE_PREEMPTED
 from trainers.profile import Profile
 from trainers.progress import Progress
 from trainers.ranks import Ranks
 from trainers.watchdog import Watchdog
+
+if TYPE_CHECKING:
+    from trainers.compile_cache import CompileCache
 
 # A request to stop is noticed when the host reads the device: at least this often, even if steps are logged rarely.
 READ_STEPS_MAX = 10
@@ -41,6 +45,8 @@ class Supervisor:
     ranks: Ranks
     node_times: NodeTimes
     elastic: Elastic | None = None
+    peers: PeerCheckpoint | None = None
+    compiled: "CompileCache | None" = None
 
     def is_read_due(self, step: int) -> bool:
         """Return whether the host waits for the device after this step. The result is equal on all ranks."""
@@ -63,10 +69,13 @@ class Supervisor:
             self.watchdog.beat(f"in step {report.step + 1}")
             if is_first:  # all ranks have compiled and read their first samples
                 self.ranks.limit_steps(config.watchdog.collective_s)
+                self._keep_compiled()
                 is_first = False
             gc_control.step()
             self.meter.count(config.train.batch)
             self.profile.step()
+            if self.peers is not None and self.peers.is_due(report.step) and report.step < config.train.steps:
+                self.peers.begin(report.step)
             reading = report.reading
             if reading is None:
                 continue
@@ -87,14 +96,23 @@ class Supervisor:
                 self.pacer.note(report.step, stall_s=checkpoints.stall_s, write_s=checkpoints.write_s)
                 self.watchdog.beat("writing the checkpoint before", limit_s=config.watchdog.checkpoint_s)
                 checkpoints.save(report.step)
+                self._keep_compiled()  # an evaluation compiles graphs of its own
                 self.watchdog.beat(f"in step {report.step + 1}")
         self.watchdog.beat("saving the last step", limit_s=config.watchdog.checkpoint_s)
         checkpoints.save(config.train.steps)
         checkpoints.wait()
+        if self.compiled is not None:
+            self.compiled.wait()
+        if self.peers is not None:  # other ranks may still wait for this one
+            self.peers.wait()
         self.profile.stop()
         self.files.close()
         self.progress.report(step=config.train.steps, event="finished", checkpoint_step=checkpoints.step_committed)
         return 0
+
+    def _keep_compiled(self) -> None:
+        if self.compiled is not None:
+            self.compiled.save()
 
     def _decide(self, step: int) -> str:
         """Return `stay`, `go` or `stop`. Does not return if this rank continues in another world."""
@@ -141,6 +159,10 @@ class Supervisor:
         try:
             self.checkpoints.save(step)
             self.checkpoints.wait()
+            if self.peers is not None:
+                self.peers.wait()
+            if self.compiled is not None:
+                self.compiled.wait()
         except Exception as error:
             # The process exits as preempted either way; the next attempt continues from an older checkpoint.
             print(f"error: the checkpoint of step {step} was not written: {error}", file=sys.stderr, flush=True)

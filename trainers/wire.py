@@ -151,7 +151,10 @@ class Wire:
     def _read(self) -> bytes:
         while self._tls:
             with self._lock, suppress(ssl.SSLWantReadError):
-                return self._tls.read(CHUNK_BYTES)
+                data = self._tls.read(CHUNK_BYTES)
+                if not data:
+                    raise ConnectionError("closed")  # by TLS's own message, after which nothing arrives
+                return data
             data = self._receive()
             with self._lock:
                 self._incoming.write(data)

@@ -1,9 +1,9 @@
 """Run the agent on a node: `python3 -I -S agent.py VERB`, JSON on stdin, JSON on stdout. Standard library only.
 
-Verbs: submit, access (agent_access.py), peers (agent_group.py), status, log, cancel, lease, autostop, and follow, a
-persistent session (agent_follow.py). All state is below ~/.broker. A watcher, started with the first verb that needs
-one, shuts the node down when its lease expires, when its work is done while the broker is away (agent_lease.py), or on
-autostop.
+Verbs: submit, access (agent_access.py), peers (agent_group.py), exchange (agent_exchange.py), head (agent_head.py),
+status, log, cancel, lease, autostop, and follow, a persistent session (agent_follow.py). A server that was replaced is
+refused (agent_epoch.py). All state is below ~/.broker. A watcher, started with the first verb that needs one, shuts the
+node down when its lease expires, when its work is done while the broker is away (agent_lease.py), or on autostop.
 """
 
 from __future__ import annotations
@@ -24,8 +24,11 @@ if TYPE_CHECKING:
         agent_access,
         agent_dead_runs,
         agent_delivery,
+        agent_epoch,
+        agent_exchange,
         agent_flush,
         agent_group,
+        agent_head,
         agent_lease,
         agent_ring,
     )
@@ -35,9 +38,12 @@ else:
     import agent_access
     import agent_dead_runs
     import agent_delivery
+    import agent_epoch
+    import agent_exchange
     import agent_files as files
     import agent_flush
     import agent_group
+    import agent_head
     import agent_lease
     import agent_ring
 
@@ -61,16 +67,25 @@ def main(verb: str, *arguments: str) -> None:
         import agent_container  # type: ignore[import-not-found]
 
         agent_container.main(*arguments)
+    elif verb == "_setup":
+        import agent_setup_steps  # type: ignore[import-not-found]
+
+        agent_setup_steps.main(*arguments)
     elif verb == "_watch":
         watch()
     elif verb == "follow":
         import agent_follow  # type: ignore[import-not-found]
 
-        agent_follow.main(report_status, {"lease": renew_lease, "cancel": cancel})
+        guarded = {verb: agent_epoch.guard(VERBS[verb]) for verb in ("lease", "cancel", "exchange")}
+        agent_follow.main(report_status, guarded)
     elif verb == "log":
         send_log(read_request())
     else:
-        print(json.dumps(VERBS[verb](read_request())))
+        try:
+            print(json.dumps(agent_epoch.guard(VERBS[verb])(read_request())))
+        except agent_epoch.SupersededError as error:
+            print(error, file=sys.stderr)
+            sys.exit(agent_epoch.EXIT_CODE)
 
 
 def read_request() -> dict[str, Any]:
@@ -100,9 +115,9 @@ def submit(spec: dict[str, Any]) -> dict[str, Any]:
         ensure_watcher()
     finally:
         os.close(lock)
-    if int(submitted["rank"]):
+    if not agent_head.is_head(folder, submitted):
         return {}
-    ports = {key: submitted["head"][key] for key in ("coordinator_port", "master_port")}
+    ports = {"coordinator_port": agent_head.read_port(folder), "master_port": submitted["head"]["master_port"]}
     return {**ports, "credential": (folder / files.CREDENTIAL).read_text(encoding="ascii")}
 
 
@@ -115,7 +130,7 @@ def begin(folder: Path, spec: dict[str, Any]) -> dict[str, Any]:
     files.write_text(
         folder / files.CREDENTIAL, head.pop("credential")
     )  # a file, so that programs can be given its path
-    if int(spec["rank"]) == 0:
+    if int(spec["rank"]) == 0 and not head.get("epoch"):
         import agent_link  # type: ignore[import-not-found]  # imports TLS, which no other verb needs
 
         listener = agent_link.listen(spec["node_ips"][0], int(spec["num_nodes"]))
@@ -131,6 +146,7 @@ def begin(folder: Path, spec: dict[str, Any]) -> dict[str, Any]:
 
         spec = agent_entrance.take_secrets(folder, spec)
     files.write_json(folder / "spec.json", {**spec, "image": remember_image(spec.get("image"))})
+    agent_head.record_first(folder, spec)
     start_detached("_run", arguments, inherited)
     for fd in inherited[:1]:
         os.close(fd)
@@ -195,10 +211,12 @@ def answer_status(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_request_fields(run_id: int) -> dict[str, Any]:
-    """Return the name and accelerators of a run, and its port in a job group, from its `spec.json`."""
+    """Return the name, accelerators and port in a job group of a run, and what became of its setup's archive."""
     spec = files.read_json(files.run_folder(run_id) / "spec.json") or {}
     port = (spec.get("head") or {}).get("group_port")
-    return {**{name: str(spec.get(name) or "") for name in ("name", "accelerators")}, "group_port": port}
+    texts = {name: str(spec.get(name) or "") for name in ("name", "accelerators")}
+    setup = files.read_json(files.run_folder(run_id) / files.SETUP_REPORT)
+    return {**texts, "group_port": port, "setup": setup, **agent_head.describe(files.run_folder(run_id))}
 
 
 def send_log(request: dict[str, Any]) -> None:
@@ -328,7 +346,9 @@ def power_off(reason: str) -> None:
 VERBS = {
     "submit": submit,
     "access": agent_access.receive,
+    "exchange": agent_exchange.exchange,
     "peers": agent_group.receive,
+    "head": agent_head.receive,
     "status": answer_status,
     "cancel": cancel,
     "lease": renew_lease,

@@ -11,6 +11,7 @@ import binascii
 import email.utils
 import hashlib
 import hmac
+import http.client
 import importlib
 import json
 import re
@@ -112,6 +113,16 @@ def find_rest(content: bytes, offset: int) -> tuple[bytes, int]:
 
 def put(url: str, content: bytes, variables: Mapping[str, str]) -> None:
     """Write one object, replacing an existing one. Raises Refused."""
+    send(url, content, variables)
+
+
+def get(url: str, variables: Mapping[str, str]) -> bytes | None:
+    """Return one object, cut to the length that its store announced; None if it does not exist. Raises Refused."""
+    return send(url, None, variables)
+
+
+def send(url: str, content: bytes | None, variables: Mapping[str, str]) -> bytes | None:
+    """Write `content`, or read the object if it is None; return the answer's body, None for an unknown object."""
     scheme, _, rest = url.partition("://")
     bucket, _, key = rest.partition("/")
     if scheme == "s3":
@@ -126,15 +137,19 @@ def put(url: str, content: bytes, variables: Mapping[str, str]) -> None:
         raise Refused(f"unsupported bucket scheme {scheme}://")
     for attempt in range(1, TRIES + 1):
         try:
-            with urllib.request.urlopen(request, timeout=ANSWER_S):
-                return
+            with urllib.request.urlopen(request, timeout=ANSWER_S) as answer:
+                body: bytes = answer.read()
+                return body
         except urllib.error.HTTPError as error:
+            if error.code == 404 and content is None:
+                return None
             if error.code < 500 or attempt == TRIES:
                 raise Refused(f"{url}: HTTP {error.code}") from error
-        except OSError as error:
+        except (OSError, http.client.HTTPException) as error:  # the second: an answer that breaks off
             if attempt == TRIES:
                 raise Refused(f"{url}: {error}") from error
         time.sleep(PAUSE_S)
+    raise AssertionError("the last try returns or raises")
 
 
 def find_region(bucket: str, variables: Mapping[str, str]) -> str:
@@ -158,21 +173,23 @@ def find_endpoint(variables: Mapping[str, str]) -> str:
 
 
 def make_s3_request(
-    bucket: str, key: str, content: bytes, *, variables: Mapping[str, str], login: Mapping[str, str], region: str
+    bucket: str, key: str, content: bytes | None, *, variables: Mapping[str, str], login: Mapping[str, str], region: str
 ) -> urllib.request.Request:
-    """Make a request signed with AWS Signature Version 4 (AWS documentation, "Create a signed AWS API request")."""
+    """Make a PUT, or a GET without content, signed with AWS Signature Version 4 (AWS documentation, "Create a signed
+    AWS API request")."""
+    method = "GET" if content is None else "PUT"
     base = find_endpoint(variables).rstrip("/") or f"https://s3.{region}.amazonaws.com"
     path = urllib.parse.quote(f"{urllib.parse.urlsplit(base).path}/{bucket}/{key}", safe="/-_.~")
     origin = urllib.parse.urlsplit(base)
     now = time.gmtime()
     stamp, day = time.strftime("%Y%m%dT%H%M%SZ", now), time.strftime("%Y%m%d", now)
-    digest = hashlib.sha256(content).hexdigest()
+    digest = hashlib.sha256(content or b"").hexdigest()
     headers = {"host": origin.netloc, "x-amz-content-sha256": digest, "x-amz-date": stamp}
     if login.get("token"):
         headers["x-amz-security-token"] = login["token"]
     names = ";".join(sorted(headers))
     lines = [f"{name}:{headers[name]}\n" for name in sorted(headers)]
-    canonical = "\n".join(["PUT", path, "", "".join(lines), names, digest])
+    canonical = "\n".join([method, path, "", "".join(lines), names, digest])
     scope = f"{day}/{region}/s3/aws4_request"
     text = "\n".join(["AWS4-HMAC-SHA256", stamp, scope, hashlib.sha256(canonical.encode()).hexdigest()])
     secret = f"AWS4{login['secret']}".encode()
@@ -182,50 +199,60 @@ def make_s3_request(
     headers["Authorization"] = (
         f"AWS4-HMAC-SHA256 Credential={login['key']}/{scope}, SignedHeaders={names}, Signature={signature}"
     )
-    headers["Content-Type"] = find_type(key)  # urllib would default to a form
+    if content is not None:
+        headers["Content-Type"] = find_type(key)  # urllib would default to a form
     url = f"{origin.scheme}://{origin.netloc}{path}"
-    return urllib.request.Request(url, data=content, method="PUT", headers=headers)
+    return urllib.request.Request(url, data=content, method=method, headers=headers)
 
 
-def make_google_request(bucket: str, key: str, content: bytes, variables: Mapping[str, str]) -> urllib.request.Request:
-    """Make a simple upload request of the JSON API."""
+def make_google_request(
+    bucket: str, key: str, content: bytes | None, variables: Mapping[str, str]
+) -> urllib.request.Request:
+    """Make a simple upload request of the JSON API, or without content a download."""
     token = agent_login.find_google_token(variables)
     base = variables.get("STORAGE_EMULATOR_HOST", "").rstrip("/") or "https://storage.googleapis.com"
     name = urllib.parse.quote(key, safe="")
+    if content is None:
+        url = f"{base}/storage/v1/b/{bucket}/o/{name}?alt=media"
+        return urllib.request.Request(url, headers={"Authorization": f"Bearer {token}"})
     url = f"{base}/upload/storage/v1/b/{bucket}/o?uploadType=media&name={name}"
     headers = {"Authorization": f"Bearer {token}", "Content-Type": find_type(key)}
     return urllib.request.Request(url, data=content, method="POST", headers=headers)
 
 
-def make_azure_request(bucket: str, key: str, content: bytes, variables: Mapping[str, str]) -> urllib.request.Request:
-    """Make a Put Blob request (Azure Storage documentation, "Put Blob"). Raises Refused without account or login."""
+def make_azure_request(
+    bucket: str, key: str, content: bytes | None, variables: Mapping[str, str]
+) -> urllib.request.Request:
+    """Make a request for Put Blob, or Get Blob without content (Azure Storage documentation).
+
+    Raises Refused without account or login.
+    """
     account = find_first(AZURE_ACCOUNTS, variables)
     if not account:
         raise Refused("no login for az://: AZURE_STORAGE_ACCOUNT_NAME is not set")
     base = find_first(AZURE_ENDPOINTS, variables).rstrip("/") or f"https://{account}.blob.core.windows.net"
     url = f"{base}/{bucket}/{urllib.parse.quote(key, safe='/-_.~')}"
-    headers = {
-        "Content-Type": find_type(key),
-        "x-ms-blob-type": "BlockBlob",
-        "x-ms-date": email.utils.formatdate(usegmt=True),
-        "x-ms-version": AZURE_VERSION,
-    }
+    headers = {"x-ms-date": email.utils.formatdate(usegmt=True), "x-ms-version": AZURE_VERSION}
+    if content is not None:
+        headers.update({"Content-Type": find_type(key), "x-ms-blob-type": "BlockBlob"})  # Python 3.8 has no `|=`
     if account_key := find_first(AZURE_KEYS, variables):
-        signature = sign_for_azure(url, headers, len(content), account=account, key=account_key)
+        signature = sign_for_azure(url, headers, content, account=account, key=account_key)
         headers["Authorization"] = f"SharedKey {account}:{signature}"
     elif token := find_first(AZURE_SIGNATURES, variables):
         url += "?" + token.lstrip("?")
     else:
         headers["Authorization"] = f"Bearer {find_azure_token(variables)}"
-    return urllib.request.Request(url, data=content, method="PUT", headers=headers)
+    return urllib.request.Request(url, data=content, method="GET" if content is None else "PUT", headers=headers)
 
 
-def sign_for_azure(url: str, headers: Mapping[str, str], length: int, *, account: str, key: str) -> str:
-    """Sign a PUT whose only standard header is its type (Azure Storage documentation, "Authorize with Shared Key")."""
+def sign_for_azure(url: str, headers: Mapping[str, str], content: bytes | None, *, account: str, key: str) -> str:
+    """Sign a request whose only standard header is its type (Azure Storage documentation, "Authorize with Shared
+    Key"): a PUT, or a GET without content."""
     own = [f"{name}:{headers[name]}" for name in sorted(headers) if name.startswith("x-ms-")]
     resource = f"/{account}{urllib.parse.urlsplit(url).path}"
     # Encoding, language, length, MD5, type, date, four conditions and the range precede our own headers.
-    lines = ["PUT", "", "", str(length or ""), "", headers["Content-Type"], *[""] * 6, *own, resource]
+    verb, length = ("GET", 0) if content is None else ("PUT", len(content))
+    lines = [verb, "", "", str(length or ""), "", headers.get("Content-Type", ""), *[""] * 6, *own, resource]
     try:
         secret = base64.b64decode(key, validate=True)
     except binascii.Error as error:
@@ -248,8 +275,9 @@ def find_azure_token(variables: Mapping[str, str]) -> str:
 
 
 def find_type(key: str) -> str:
-    """Return the Content-Type of a log or of a JSON document."""
-    return "text/plain; charset=utf-8" if key.endswith(".log") else "application/json"
+    """Return the Content-Type of a log, of a JSON document, or of anything else."""
+    kinds = {"log": "text/plain; charset=utf-8", "json": "application/json"}
+    return kinds.get(key.rpartition(".")[2], "application/octet-stream")
 
 
 def find_first(names: Iterable[str], variables: Mapping[str, str]) -> str:

@@ -11,9 +11,10 @@ import time
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from broker.agent import agent_files
+    from broker.agent import agent_files, agent_head
 else:
     import agent_files
+    import agent_head
 
 LOOK_S = 1.0
 RETRY_S, RETRY_S_MAX = 2.0, 300.0
@@ -51,7 +52,7 @@ def is_due(run_id: int) -> bool:
     if not (folder / "outcome.json").exists() or is_delivered(run_id):
         return False
     spec = agent_files.read_json(folder / "spec.json") or {}
-    return int(spec.get("rank", -1)) == 0 and has_bucket(spec)
+    return agent_head.is_head(folder, spec) and has_bucket(spec)
 
 
 def deliver(run_id: int, *, is_waiting: bool = False) -> str:
@@ -108,7 +109,7 @@ def keep_log(run_id: int, kept_bytes: int) -> int:
     folder = agent_files.run_folder(run_id)
     is_alone = is_noticed(run_id) or agent_files.measure_quiet_s() >= agent_files.QUIET_S
     spec = agent_files.read_json(folder / "spec.json") or {}
-    if not is_alone or int(spec.get("rank", -1)) or not has_bucket(spec):
+    if not is_alone or not agent_head.is_head(folder, spec) or not has_bucket(spec):
         return kept_bytes
     lock = agent_files.wait_lock(folder / "delivery.lock")  # the whole log of an ended run must arrive last
     try:

@@ -10,11 +10,20 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from broker.agent import agent_access, agent_container, agent_files, agent_group, agent_paths, agent_turn
+    from broker.agent import (
+        agent_access,
+        agent_container,
+        agent_files,
+        agent_group,
+        agent_head,
+        agent_paths,
+        agent_turn,
+    )
 else:
     import agent_access
     import agent_files
     import agent_group
+    import agent_head
     import agent_paths
     import agent_turn
 
@@ -52,6 +61,7 @@ def make_envs(
             "BROKER_PROGRESS_FILE": str(folder / "progress.jsonl"),
             "BROKER_PREEMPTION_FILE": str(folder / "preemption"),
             "BROKER_GANG_PEM": str(folder / agent_files.CREDENTIAL),
+            "BROKER_GANG_FILE": str(folder / agent_head.GANG),
         }
     )
     if spec.get("nodes_min"):

@@ -25,12 +25,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from broker.agent import agent_files as files
-    from broker.agent import agent_ring
+    from broker.agent import agent_head, agent_ring
 
     Verb = Callable[[dict[str, Any]], dict[str, Any]]
     Stamp = tuple[int | None, int | None]
 else:
     import agent_files as files
+    import agent_head
     import agent_ring
 
 LOOK_S = 0.25
@@ -144,15 +145,16 @@ class Marks:
 
     def __init__(self, run_id: int) -> None:
         folder = files.run_folder(run_id)
-        names = ("outcome.json", "state.json", "progress.jsonl", "log")
-        self._paths = [str(path) for path in (*(folder / name for name in names), files.STATE / "rebalance")]
+        names = ("outcome.json", "state.json", "progress.jsonl", "log", files.SETUP_REPORT)
+        head = (folder / agent_head.GANG, folder / agent_head.FOLLOWED)
+        self._paths = [str(path) for path in (*(folder / name for name in names), files.STATE / "rebalance", *head)]
         self._lock = folder / "runner.lock"
 
     def read(self) -> tuple[object, object]:
         """Return the stamp of changes to push at once, and of changes that can wait."""
-        outcome, state, progress, log, rebalance = map(read_stamp, self._paths)
+        outcome, state, progress, log, setup, rebalance, *head = map(read_stamp, self._paths)
         is_running = outcome[0] is None and files.is_locked(self._lock)
-        return (outcome, is_running, state, rebalance, bool(progress[0])), (progress, log)
+        return (outcome, is_running, state, setup, rebalance, bool(progress[0]), head), (progress, log)
 
 
 def read_stamp(path: str) -> Stamp:

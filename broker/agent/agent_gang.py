@@ -1,8 +1,9 @@
-"""Coordinate the gang on rank 0, to which each rank (0 included) has a link. Standard library only.
+"""Coordinate the gang on its head, to which each rank (its own included) has a link. Standard library only.
 
-JSON lines over the TLS of `agent_link`. Up: hello {rank}, setup {returncode, fault}, exit {returncode, unflushed},
-log {text}, notice {notice_s}, cancel, beat. Down: welcome, turn {cards, share}, go, notice {notice_s},
-kill {status, returncode, reason}, end {status, returncode, reason, unflushed}, beat.
+The head is rank 0 until its node is lost; `agent_head` describes how an elastic gang gets another one.
+JSON lines over the TLS of `agent_link`. Up: hello {rank, epoch}, setup {returncode, fault}, exit {returncode,
+unflushed}, log {text}, notice {notice_s}, cancel, beat. Down: welcome {epoch}, turn {cards, share}, go, notice
+{notice_s}, kill {status, returncode, reason}, end {status, returncode, reason, unflushed}, beat.
 """
 
 from __future__ import annotations
@@ -31,12 +32,16 @@ SUCCESS = {"status": "SUCCEEDED", "returncode": 0, "reason": ""}
 
 
 class Coordinator:
-    """Decide for the gang, on rank 0: all set up -> go; one fails or is lost -> kill all; then report the outcome.
+    """Decide for the gang, on its head: all set up -> go; one fails or is lost -> kill all; then report the outcome.
 
     A held gang also waits for `release`.
 
-    With `nodes_min` the program is elastic: once it runs, any rank but the first may be lost, leave after a notice, and
+    With `nodes_min` the program is elastic: once it runs, any rank but the head may be lost, leave after a notice, and
     be replaced, as long as `nodes_min` ranks remain.
+
+    After the loss of a head, one of its members starts a coordinator with a higher `epoch` for the ranks that are left
+    (`survivors`), whose program runs. It admits members that know its epoch only; one that knows a higher epoch
+    deposes it.
     """
 
     def __init__(
@@ -48,7 +53,12 @@ class Coordinator:
         log: Path,
         nodes_min: int | None = None,
         is_held: bool = False,
+        rank: int = 0,
+        epoch: int = 0,
+        survivors: frozenset[int] | None = None,
     ) -> None:
+        self._rank = rank
+        self._epoch = epoch
         self._door = agent_link.Door(listener, context, num_nodes, self._admit)
         self._num_nodes = num_nodes
         self._nodes_min = nodes_min or num_nodes
@@ -56,10 +66,10 @@ class Coordinator:
         self._lock = threading.RLock()
         self._links: dict[int, agent_link.Link] = {}
         self._ready: set[int] = set()
-        self._gone: set[int] = set()
+        self._gone: set[int] = set() if survivors is None else set(range(num_nodes)) - survivors
         self._noticed: set[int] = set()
         self._unfit: dict[int, Message] = {}  # new ranks whose setup failed, with their outcomes
-        self._is_going = False
+        self._is_going = survivors is not None
         self._is_held = is_held  # `run` also waits for the other tasks of the job group
         self._turn: Message | None = None
         self._left = threading.Semaphore(0)
@@ -79,6 +89,7 @@ class Coordinator:
         self._door.close()
         with self._lock:
             links = list(self._links.values())
+            self._links = {}  # or the end of the first connection would be reported to the others as a loss
         for timer in self._timers:
             timer.cancel()
         for link in links:
@@ -96,8 +107,13 @@ class Coordinator:
         timer.start()
         self._timers.append(timer)
 
-    def _admit(self, wire: agent_wire.Wire, rank: int) -> None:
+    def _admit(self, wire: agent_wire.Wire, rank: int, epoch: int) -> None:
         """Admit a rank once, and again from another node if an elastic gang has lost it."""
+        if epoch != self._epoch:
+            wire.release()
+            if epoch > self._epoch:
+                self._step_down()
+            return
         link = agent_link.Link(wire, lambda message: self._handle(rank, link, message))
         with self._lock:
             is_lost = self._is_going and rank in self._gone and self._nodes_min < self._num_nodes
@@ -108,12 +124,19 @@ class Coordinator:
             self._gone.discard(rank)
             self._noticed.discard(rank)
             self._unfit.pop(rank, None)
-            link.send("welcome")
+            link.send("welcome", epoch=self._epoch)
             if self._turn:
                 link.send("turn", **self._turn)
             if self._verdict:
                 link.send("kill", **self._verdict)
         link.start()
+
+    def _step_down(self) -> None:
+        """End the program of this node and leave the others alone: another node coordinates them."""
+        with self._lock:
+            if self._rank in self._links:
+                self._links[self._rank].send("kill", status="FAILED", returncode=None, reason="another node took over")
+        self.close()
 
     def give_turn(self, held: Message) -> None:
         """Send the reservation to all ranks, including those that join later; each may then begin its setup."""
@@ -151,7 +174,7 @@ class Coordinator:
             self._unflushed[rank], returncode = unflushed, 0
         if returncode != 0 and not is_leaving:
             self._fail("FAILED", returncode, f"rank {rank} exited with {returncode}", rank)
-        elif rank == 0 and self._nodes_min < self._num_nodes and not self._verdict:
+        elif rank == self._rank and self._nodes_min < self._num_nodes and not self._verdict:
             # The head's result applies to all. A node that joined too late to take part must not wait.
             self._verdict = dict(SUCCESS)
             self._set_timer(FINISH_S, self._dismiss)
@@ -184,7 +207,9 @@ class Coordinator:
         """Return whether the gang can continue without the ranks that are gone or leaving; never before its start."""
         leaving = self._gone | self._noticed
         return (
-            self._is_going and 0 not in leaving and self._nodes_min <= self._num_nodes - len(leaving) < self._num_nodes
+            self._is_going
+            and self._rank not in leaving
+            and self._nodes_min <= self._num_nodes - len(leaving) < self._num_nodes
         )
 
     def _handle_setup(self, rank: int, returncode: int | None, reason: str) -> None:
@@ -214,7 +239,10 @@ class Coordinator:
 
     def _check_joined(self) -> None:
         with self._lock:
-            if len(self._links) < self._num_nodes:
+            if self._is_going:  # survivors that do not find their new head are lost
+                for rank in sorted(set(range(self._num_nodes)) - set(self._links)):
+                    self._handle_lost(rank)
+            elif len(self._links) < self._num_nodes:
                 missing = sorted(set(range(self._num_nodes)) - set(self._links))
                 self._gone.update(missing)
                 self._fail("FAILED", None, f"rank {missing[0]} did not join within {JOIN_S:g} s")
@@ -242,8 +270,8 @@ class Coordinator:
             self._broadcast("end", **verdict)
 
     def _broadcast(self, kind: str, **fields: Any) -> None:
-        """Send to all ranks, rank 0 last: it is our own process, which exits on `end`."""
-        for _, link in sorted(self._links.items(), reverse=True):
+        """Send to all ranks, our own last: it is our own process, which exits on `end`."""
+        for _, link in sorted(self._links.items(), key=lambda item: (item[0] == self._rank, -item[0])):
             link.send(kind, **fields)
 
     def _write_log(self, rank: int, text: str) -> None:

@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from broker.agent import agent_delivery as delivery
     from broker.agent import agent_files as files
+    from broker.agent import agent_head
 else:
     import agent_delivery as delivery
     import agent_files as files
+    import agent_head
 
 LEASE = "lease.json"
 DAMAGE = (KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError)  # a file with another format
@@ -70,7 +72,7 @@ def is_safe_to_go(run_id: int) -> bool:
     spec: dict[str, Any] = files.read_json(files.run_folder(run_id) / "spec.json") or {}
     if files.describe_run(run_id)["status"] not in files.TERMINAL or not delivery.has_bucket(spec):
         return False
-    if int(spec["rank"]) == 0:
+    if agent_head.is_head(files.run_folder(run_id), spec):
         return delivery.is_delivered(run_id)
     # Otherwise the head, which may still be uploading, would be lost with this node.
     return not spec.get("ends_together")

@@ -1,4 +1,4 @@
-"""Find the limits of this process's control groups, and its usage of them. Standard library only.
+"""Find the limits of this process's control groups, its usage of them, and OOM kills. Standard library only.
 
 In a container, /proc describes the whole host; the control groups limit what the container may use. Version 2 of the
 kernel's interface has one folder for each group, version 1 one for each group and controller.
@@ -7,6 +7,7 @@ https://docs.kernel.org/admin-guide/cgroup-v2.html
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -26,6 +27,30 @@ class Cpu(NamedTuple):
 
     used_s: float
     processors: float
+
+
+def count_oom_kills(proc: Path = Path("/proc")) -> int | None:
+    """Return how many processes the kernel has killed for lack of memory since boot; None if it does not say.
+
+    The counter covers the whole machine and every control group on it.
+    """
+    return _read_fields(proc / "vmstat").get("oom_kill")
+
+
+def explain_kill(returncode: int, before: int | None, proc: Path = Path("/proc")) -> str:
+    """Say whether the kernel's OOM killer may have ended a failed program; "" if the counter does not show it.
+
+    `before` is `count_oom_kills()` when the program started.
+    """
+    after = count_oom_kills(proc)
+    if returncode == 0 or before is None or after is None:
+        return ""
+    if count := after - before:
+        ended = f"{count} process{'es' * (count > 1)}"
+        return f"broker: the kernel's OOM killer ended {ended} on this machine while the program ran\n"
+    if returncode in (-signal.SIGKILL, 128 + signal.SIGKILL):
+        return "broker: the kernel's OOM killer ended no process on this machine: SIGKILL came from another process\n"
+    return ""
 
 
 class Groups:

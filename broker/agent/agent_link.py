@@ -133,17 +133,26 @@ def encode(kind: str, **fields: Any) -> bytes:
     return json.dumps({"type": kind, **fields}).encode() + b"\n"
 
 
-def connect(address: str, port: int, context: ssl.SSLContext, rank: int, on_message: Callable[[Message], None]) -> Link:
-    """Join as `rank`. Raises OSError while the coordinator does not listen or does not admit this rank."""
+def connect(
+    address: str,
+    port: int,
+    context: ssl.SSLContext,
+    rank: int,
+    on_message: Callable[[Message], None],
+    *,
+    epoch: int = 0,
+) -> Link:
+    """Join the coordinator of this epoch as `rank`. Raises OSError while it does not listen or admit this rank."""
     connection = socket.create_connection((address, port), timeout=CONNECT_S)
     try:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         give_up_s = time.monotonic() + HANDSHAKE_S
         wire = agent_wire.Wire(connection, context, is_server=False)
         wire.shake_hands(give_up_s)
-        wire.write(encode("hello", rank=rank))
+        wire.write(encode("hello", rank=rank, epoch=epoch))
         # With TLS 1.3 our handshake completes before the peer has verified our certificate.
-        if parse_message(wire.read_line(give_up_s))["type"] != "welcome":
+        welcome = parse_message(wire.read_line(give_up_s))
+        if welcome["type"] != "welcome" or welcome.get("epoch", 0) != epoch:
             raise ConnectionError("not welcome")
     except (OSError, ValueError) as error:
         connection.close()
@@ -156,8 +165,8 @@ def connect(address: str, port: int, context: ssl.SSLContext, rank: int, on_mess
 class Door:
     """Accept connections, authenticate each in its own thread, and pass on those that send a valid `hello`.
 
-    `on_member(wire, rank)` runs in that thread. If more unauthenticated connections wait than `STRANGERS_MAX` plus the
-    gang's size, the oldest is closed: a member authenticates in milliseconds, and retries if it was closed.
+    `on_member(wire, rank, epoch)` runs in that thread. If more unauthenticated connections wait than `STRANGERS_MAX`
+    plus the gang's size, the oldest is closed: a member authenticates in milliseconds, and retries if it was closed.
     """
 
     def __init__(
@@ -165,7 +174,7 @@ class Door:
         listener: socket.socket,
         context: ssl.SSLContext,
         size: int,
-        on_member: Callable[[agent_wire.Wire, int], None],
+        on_member: Callable[[agent_wire.Wire, int, int], None],
     ) -> None:
         self._listener = listener
         self._context = context
@@ -217,7 +226,7 @@ class Door:
 
     def _greet(self, number: int, connection: socket.socket) -> None:
         wire: agent_wire.Wire | None = None
-        rank = -1
+        rank = epoch = -1
         try:
             give_up_s = time.monotonic() + HANDSHAKE_S
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -225,14 +234,22 @@ class Door:
             candidate.shake_hands(give_up_s)
             hello = parse_message(candidate.read_line(give_up_s))
             if hello["type"] == "hello" and hello["rank"] < self._size:
-                wire, rank = candidate, hello["rank"]
+                wire, rank, epoch = candidate, hello["rank"], read_epoch(hello)
         except (OSError, ValueError):
             pass  # not a member, or a faulty one
         self._forget(number)
         if wire is None or self._is_closed:
             connection.close()
         else:
-            self._on_member(wire, rank)
+            self._on_member(wire, rank, epoch)
+
+
+def read_epoch(message: Message) -> int:
+    """Return the epoch of a message, 0 if an older agent sent it. Raises ValueError if it is invalid."""
+    epoch = message.get("epoch", 0)
+    if not is_whole(epoch) or epoch < 0:
+        raise ValueError("invalid `epoch`")
+    return int(epoch)
 
 
 def listen(address: str, size: int) -> socket.socket:

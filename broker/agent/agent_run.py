@@ -23,12 +23,15 @@ if TYPE_CHECKING:
         agent_flush,
         agent_gang,
         agent_group,
+        agent_head,
         agent_health,
+        agent_lead,
         agent_lease,
-        agent_link,
+        agent_limits,
+        agent_member,
         agent_paths,
+        agent_setup,
         agent_turn,
-        agent_wire,
     )
 else:
     import agent_container
@@ -39,12 +42,15 @@ else:
     import agent_flush
     import agent_gang
     import agent_group
+    import agent_head
     import agent_health
+    import agent_lead
     import agent_lease
-    import agent_link
+    import agent_limits
+    import agent_member
     import agent_paths
+    import agent_setup
     import agent_turn
-    import agent_wire
 
 GRACE_S = 5.0
 TICK_S = 0.1
@@ -63,7 +69,7 @@ class Runner:
         self._id = run_id
         self._container = agent_container.find_container(spec, agent_files.HOME)
         self._listener = listener
-        self._link: agent_link.Link | None = None
+        self._gang = agent_member.Membership(self._folder, spec, self._handle, self._lead)
         self._coordinator: agent_gang.Coordinator | None = None
         self._wake = threading.Event()
         self._is_go = False
@@ -85,19 +91,7 @@ class Runner:
         """Run, and always write outcome.json: the status is the gang's, `own_returncode` this node's."""
         self._write_state(agent_turn.PENDING)
         if self._listener is not None:
-            if self._listener.getsockname()[0] in agent_link.ANY:
-                print(
-                    f"{self._spec['node_ips'][0]} is not an address of this machine: listening on all", file=sys.stderr
-                )
-            self._coordinator = agent_gang.Coordinator(
-                self._listener,
-                context=agent_wire.make_context(self._folder / agent_files.CREDENTIAL, is_server=True),
-                num_nodes=int(self._spec["num_nodes"]),
-                log=self._folder / "log",
-                nodes_min=self._spec.get("nodes_min"),
-                is_held=bool(self._spec.get("is_held")),
-            )
-            self._coordinator.start()
+            self._coordinator = agent_lead.coordinate(self._folder, self._spec, self._listener)
         if self._join():
             self._execute()
             give_up_s = time.monotonic() + END_S + (self._notice_s or 0)
@@ -105,6 +99,9 @@ class Runner:
                 give_up_s = float("inf")
             while not self._is_ended and time.monotonic() < give_up_s:
                 self._pause()
+                if self._gang.is_away:  # which has a limit of its own
+                    give_up_s = max(give_up_s, time.monotonic() + END_S)
+        self._gang.end()
         for phase in agent_dead_runs.PHASES if self._verdict and self._verdict["status"] != "SUCCEEDED" else ("run",):
             self._kill_marked(phase)
         if self._coordinator:
@@ -117,7 +114,7 @@ class Runner:
         if self._fault:
             outcome["fault"] = {"reason": self._fault.fault, "serials": self._fault.serials}
         agent_files.write_json(self._folder / "outcome.json", outcome)
-        if self._coordinator:
+        if self._coordinator and agent_head.is_head(self._folder, self._spec):
             self._leave()
 
     def _leave(self) -> None:
@@ -125,20 +122,16 @@ class Runner:
         if agent_delivery.is_due(self._id) and (error := agent_delivery.deliver(self._id, is_waiting=True)):
             print(f"not uploaded to the bucket yet: {error}", file=sys.stderr)
 
+    def _lead(self, head: dict[str, Any]) -> bool:
+        coordinator = agent_lead.take_over(self._folder, self._spec, head)
+        self._coordinator = coordinator or self._coordinator
+        return coordinator is not None
+
     def _join(self) -> bool:
-        head, rank = self._spec["head"], int(self._spec["rank"])
-        context = agent_wire.make_context(self._folder / agent_files.CREDENTIAL, is_server=False)
-        give_up_s = time.monotonic() + agent_gang.JOIN_S
-        while time.monotonic() < give_up_s:
-            try:
-                port = int(head["coordinator_port"])
-                self._link = agent_link.connect(head["address"], port, context, rank, self._handle)
-                return True
-            except OSError:
-                if (self._folder / "cancel").exists():
-                    self._verdict = {"status": "CANCELLED", "returncode": None, "reason": "cancelled"}
-                    return False
-                time.sleep(TICK_S)
+        if self._gang.join((self._folder / "cancel").exists):
+            return True
+        if (self._folder / "cancel").exists():
+            self._verdict = {"status": "CANCELLED", "returncode": None, "reason": "cancelled"}
         return False
 
     def _handle(self, message: dict[str, Any]) -> None:
@@ -166,9 +159,13 @@ class Runner:
             self._pause()
             self._await_group()
         if returncode == 0 and not self._verdict:
+            self._gang.mark_going()
             self._write_state("RUNNING")
             self._open_entrance()
+            kills = agent_limits.count_oom_kills()
             returncode = self._run_phase("run")
+            if (text := agent_limits.explain_kill(returncode, kills)) and not (self._verdict or self._notice_s):
+                self._write_log(text.encode())  # without a verdict or notice, broker has not killed the program
         unflushed = self._flush()
         if returncode == 0 and unflushed:
             returncode = agent_gang.EX_IOERR
@@ -176,6 +173,8 @@ class Runner:
         else:
             self._send("exit", returncode=returncode)
         self._returncode = returncode
+        if returncode and self._gang.is_away:  # it may have failed for want of the node that is lost
+            self._gang.give_up()
 
     def _open_entrance(self) -> None:
         if self._spec.get("entrance"):
@@ -215,7 +214,7 @@ class Runner:
         digest, path = self._spec.get("setup_digest"), agent_files.STATE / "setup.json"
         if digest and (agent_files.read_json(path) or {}).get("digest") == digest:
             return 0
-        returncode = self._run_phase("setup")
+        returncode = agent_setup.set_up(self._spec, self._folder, partial(self._run_phase, "setup"))
         if digest and returncode == 0 and not self._verdict:
             agent_files.write_json(path, {"digest": digest})
         return returncode
@@ -284,14 +283,9 @@ class Runner:
             for error in agent_paths.make_folders(folders):
                 self._write_log(error.encode())
         process = subprocess.Popen(
-            argv,
-            cwd=str(workdir),
-            env=env,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
+            argv, cwd=str(workdir), env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
             start_new_session=True,
-        )
+        )  # fmt: skip
         assert process.stdout is not None
         pump = threading.Thread(target=self._copy_output, args=(process.stdout,), daemon=True)
         pump.start()
@@ -354,6 +348,9 @@ class Runner:
         self._wake.clear()
         if not self._is_cancel_sent and (self._folder / "cancel").exists():
             self._is_cancel_sent = self._send("cancel")
+            if not self._is_cancel_sent and self._gang.is_away:
+                self._verdict = self._verdict or {"status": "CANCELLED", "returncode": None, "reason": "cancelled"}
+                self._is_ended = True
         if not self._is_notice_sent:
             notice = agent_files.read_json(agent_files.STATE / "preemption")
             if notice:
@@ -361,7 +358,7 @@ class Runner:
                 self._is_notice_sent = self._send("notice", notice_s=self._notice_s)
 
     def _send(self, kind: str, **fields: Any) -> bool:
-        return self._link is not None and self._link.send(kind, **fields)
+        return self._gang.send(kind, **fields)
 
     def _copy_output(self, output: IO[bytes]) -> None:
         """Copy output to our log with timestamps, and to the head's; available output goes in one message."""

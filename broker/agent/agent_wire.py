@@ -74,7 +74,7 @@ class Wire:
             self._incoming.write(self._receive(give_up_s))
 
     def read_line(self, give_up_s: float | None = None) -> bytes:
-        """Return a line without its newline. Raises OSError, also if the peer has closed, ValueError if it is too long.
+        """Return a line without its newline. Raises OSError, even for a closed peer, and ValueError if it is too long.
 
         Without `give_up_s` the peer must send something every LOST_S.
         """
@@ -117,7 +117,10 @@ class Wire:
         while True:
             with self._lock:
                 try:
-                    return self._tls.read(CHUNK_BYTES)
+                    data = self._tls.read(CHUNK_BYTES)
+                    if not data:
+                        raise ConnectionError("closed")  # by TLS's own message, after which nothing arrives
+                    return data
                 except ssl.SSLWantReadError:
                     pass  # any TLS reply is sent with the next write: a reader must not wait for the socket
             data = self._receive(give_up_s)

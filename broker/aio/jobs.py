@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
 from broker.aio.running import Notes, ask, is_remote, list_remote_lines, open_context, use_in_thread
+from broker.aio.schedules import due_times, pause_schedule, remove_schedule, resume_schedule, schedule, schedules
 from broker.app import jobs
 from broker.app.container import Context
 from broker.app.jobs import Explanation, JobTarget
@@ -16,7 +17,23 @@ from broker.app.verbs.launching import launch_jobs
 from broker.errors import RunFailedError, UsageError
 from broker.types import Job, JobStatus, Plan, Secret, Task
 
-__all__ = ["cancel", "launch", "launch_pipeline", "logs", "queue", "retry", "retry_group", "wait", "why"]
+__all__ = [
+    "cancel",
+    "due_times",
+    "launch",
+    "launch_pipeline",
+    "logs",
+    "pause_schedule",
+    "queue",
+    "remove_schedule",
+    "resume_schedule",
+    "retry",
+    "retry_group",
+    "schedule",
+    "schedules",
+    "wait",
+    "why",
+]
 
 
 async def launch(

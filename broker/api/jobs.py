@@ -5,7 +5,23 @@ from __future__ import annotations
 from broker.aio import jobs
 from broker.aio.running import make_sync, make_sync_iterator
 
-__all__ = ["cancel", "launch", "launch_pipeline", "logs", "queue", "retry", "retry_group", "wait", "why"]
+__all__ = [
+    "cancel",
+    "due_times",
+    "launch",
+    "launch_pipeline",
+    "logs",
+    "pause_schedule",
+    "queue",
+    "remove_schedule",
+    "resume_schedule",
+    "retry",
+    "retry_group",
+    "schedule",
+    "schedules",
+    "wait",
+    "why",
+]
 
 launch = make_sync(jobs.launch)
 launch_pipeline = make_sync(jobs.launch_pipeline)
@@ -16,3 +32,9 @@ retry = make_sync(jobs.retry)
 retry_group = make_sync(jobs.retry_group)
 logs = make_sync_iterator(jobs.logs)
 why = make_sync(jobs.why)
+schedule = make_sync(jobs.schedule)
+schedules = make_sync(jobs.schedules)
+due_times = make_sync(jobs.due_times)
+pause_schedule = make_sync(jobs.pause_schedule)
+resume_schedule = make_sync(jobs.resume_schedule)
+remove_schedule = make_sync(jobs.remove_schedule)

@@ -1,4 +1,4 @@
-"""Recommendations of GPUs and parallelism for a model, with time and cost, from the amounts that a user specifies."""
+"""Recommend GPUs and parallelism for a model, with time and cost, from the user's amounts."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Recommendation:
 
 
 def advise(context: Context, request: AdviceRequest) -> Recommendation:
-    """Rank layouts by cost. Raises UsageError for a wrong amount, NoOfferError where nothing fits."""
+    """Rank layouts by cost. Raises UsageError for an invalid amount, NoOfferError if nothing fits."""
     from broker.advisor.advise import make_advice
     from broker.advisor.task_file import write_task
 
@@ -186,8 +186,8 @@ def choose_batch(parameters: float) -> float:
 def round_batch(sequences: float) -> int:
     """Round to a multiple of the largest power of two within `BATCH_SLACK`.
 
-    `--batch 4M` with sequences of 4,096 tokens is 1,024 sequences: 977 would hardly divide by ranks or micro-batches,
-    and be slower.
+    `--batch 4M` with sequences of 4,096 tokens is 1,024 sequences: 977 would rarely divide evenly by ranks or
+    micro-batches, and would be slower.
     """
     for power in range(24, 0, -1):
         unit = 1 << power

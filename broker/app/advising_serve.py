@@ -70,7 +70,7 @@ class ServingAdvice:
 
 
 def advise_serving(context: Context, request: ServingRequest) -> ServingAdvice:
-    """Rank ways to serve by price. Raises UsageError for a wrong amount, NoOfferError where nothing fits."""
+    """Rank ways to serve by price. Raises UsageError for an invalid amount, NoOfferError if nothing fits."""
     goal = make_goal(request)
     kinds = _group_offers(context, request)
     found = [(_find_least_usd(request, sold), layout, sold) for layout, sold in _list_layouts(goal, kinds)]
@@ -122,7 +122,7 @@ def _group_offers(context: Context, request: ServingRequest) -> dict[Hardware, l
     from broker.app.advising import find_offers
 
     names = tuple(context.book.resolve_accelerator(each.strip()) for each in (request.gpus or "").split(",") if each)
-    # Any model: only the precision and the cards of the wish count here.
+    # Any model: only the precision and the GPUs of the request matter here.
     training = Training(shape=make_goal(request).shape, tokens=1.0, sequence=1024, batch=1, dtype="bf16")
     wish = Wish(training=training, gpus=names, spot=request.spot)
     return group_offers(wish, find_offers(context, wish, request.infra), context.book.read_figures())

@@ -22,6 +22,7 @@ from collections.abc import Callable, Sequence
 from contextlib import closing
 from pathlib import Path
 
+from broker import sites
 from broker.clock import Clock
 from broker.config import find_backup_url
 from broker.errors import BrokerError, CloudError, FencedError, StateError, UsageError
@@ -38,7 +39,9 @@ NONCE_BYTES = 12
 BOUND = b"broker state backup 1"  # authenticated with the archive
 FILES = ("owner", "config.toml", "server/certificate.pem", "server/admin.token")
 FOLDERS = ("keys", "secrets")
+CLOUDS = ("aws.toml", "gcp.toml", *sites.FILES.values())  # without these, a restored server cannot reach its machines
 DATABASE = "state.db"
+EPOCH = "server/epoch.json"
 
 
 @frozen
@@ -63,13 +66,13 @@ class Backups:
 
     @property
     def _epoch_path(self) -> Path:
-        return self._home / "server" / "epoch.json"
+        return self._home / EPOCH
 
     def ensure_epoch(self) -> Epoch:
-        """Return our epoch; the first call takes number 1. Raises UsageError if the place has another's backups."""
+        """Return our epoch; the first call takes number 1. Raises UsageError if it holds other backups."""
         if self._own is not None:
             return self._own
-        known = self._read_epoch()
+        known = _read_epoch(self._epoch_path)
         if known is None:
             known = Epoch(number=1, word=secrets.token_hex(16))
             self._write_epoch(known)
@@ -79,7 +82,7 @@ class Backups:
                 self._epoch_path.unlink(missing_ok=True)
             raise UsageError(
                 f"{self.url} holds the backups of another state folder",
-                hints=["choose another place", f"continue from them: `broker server restore --from {self.url}`"],
+                hints=["choose another location", f"continue from them: `broker server restore --from {self.url}`"],
             )
         self._own = known
         return known
@@ -94,7 +97,7 @@ class Backups:
         self.refresh()
 
     def refresh(self) -> None:
-        """As `confirm`, by asking the bucket now, or within the lease as long as it does not answer."""
+        """Like `confirm`, but ask the bucket now; if it does not answer, rely on the lease while that is valid."""
         begin_s = self._clock.now_s()
         try:
             own = self.ensure_epoch()
@@ -103,14 +106,14 @@ class Backups:
             if 0.0 <= begin_s - self._confirmed_s < LEASE_S:
                 return
             raise StateError(
-                f"nothing can be written, because {self.url} does not answer: {error.message}",
-                details=("Only there it is known whether another server has been restored from the backups.",),
+                f"the state cannot be changed, because {self.url} does not respond: {error.message}",
+                details=("only the backups there show whether another server has been restored from them",),
                 hints=("jobs continue on their nodes; repair the login or the network",),
             ) from error
         if newest > own.number:
             raise FencedError(
                 f"this server was replaced by one that was restored from {self.url}",
-                hints=("log in to the new server; end this one",),
+                hints=("log in to the new server, and stop this one",),
             )
         self._confirmed_s = begin_s
         _write_private(self._home / "server" / "confirmed", repr(begin_s))
@@ -118,22 +121,13 @@ class Backups:
     def write_if_changed(self) -> bool:
         """Write a copy unless the state is the same as at the last one; return whether it was written."""
         own = self.ensure_epoch()
-        archive = pack_state(self._home)
+        archive = pack_state(self._home, files=(*FILES, *CLOUDS))
         digest = hashlib.sha256(archive).hexdigest()
         is_new = digest != self._digest
         if is_new:
             self._bucket.write(_name(STATES, own.number), _encrypt(load_key(self._home), archive))
             self._digest = digest
         return is_new
-
-    def _read_epoch(self) -> Epoch | None:
-        try:
-            data = json.loads(self._epoch_path.read_bytes())
-            return Epoch(number=int(data["number"]), word=str(data["word"]))
-        except FileNotFoundError:
-            return None
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise StateError(f"{self._epoch_path} cannot be read: {error}") from None
 
     def _write_epoch(self, epoch: Epoch) -> None:
         _write_private(self._epoch_path, json.dumps({"number": epoch.number, "word": epoch.word}))
@@ -153,13 +147,13 @@ class Backups:
         """
         if (self._home / DATABASE).exists():
             raise StateError(
-                f"{self._home} has a state already", hints=("restore into an empty folder: set `BROKER_HOME`",)
+                f"{self._home} already contains a state", hints=("restore into an empty folder: set `BROKER_HOME`",)
             )
         numbers = _list_numbers(self._bucket, EPOCHS)
         if not numbers:
-            raise UsageError(f"there is no backup in {self.url}")
+            raise UsageError(f"no backup found in {self.url}")
         self._read_newest(below=max(numbers) + 1)  # before the claim, which stops the old server
-        known = self._read_epoch()
+        known = _read_epoch(self._epoch_path)
         own = Epoch(number=max(numbers) + 1, word=secrets.token_hex(16))
         if known is not None and self._bucket.read(_name(EPOCHS, known.number)) == known.word.encode():
             own = known  # this call was interrupted before
@@ -184,11 +178,30 @@ class Backups:
             target = self._home / path.relative_to(folder)
             if path.is_dir():
                 target.mkdir(mode=0o700, exist_ok=True)
-            elif path.name != DATABASE and not (target.name == "config.toml" and target.exists()):
+            elif path.name != DATABASE and not (target.name in ("config.toml", *CLOUDS) and target.exists()):
                 target.parent.mkdir(mode=0o700, exist_ok=True)
                 path.replace(target)
         owner = (self._home / "owner").read_text().strip()
         restore_state(self._home / DATABASE, folder / DATABASE, clock=self._clock, owner=owner)
+
+
+def read_epoch_number(home: Path) -> int:
+    """Return the epoch that each request to a node carries; 0 for a state folder that never had backups.
+
+    It stays when backups are turned off: nodes refuse a lower one than they have seen. Raises StateError.
+    """
+    known = _read_epoch(home / EPOCH)
+    return known.number if known else 0
+
+
+def _read_epoch(path: Path) -> Epoch | None:
+    try:
+        data = json.loads(path.read_bytes())
+        return Epoch(number=int(data["number"]), word=str(data["word"]))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise StateError(f"{path} cannot be read: {error}") from None
 
 
 def make_confirm(home: Path, *, clock: Clock) -> Callable[[], None] | None:
@@ -203,6 +216,7 @@ def pack_state(
     home: Path,
     *,
     edit: Callable[[sqlite3.Connection], None] = lambda connection: None,
+    files: Sequence[str] = FILES,
     folders: Sequence[str] = FOLDERS,
 ) -> bytes:
     """Pack the database, changed by `edit`, and the files beside it; equal states give equal bytes."""
@@ -215,7 +229,7 @@ def pack_state(
             connection.execute("UPDATE leader SET beat_s = 0")  # a heartbeat is no change
             edit(connection)
         _add(archive, DATABASE, copy.read_bytes())
-        for path in _list_files(home, folders):
+        for path in _list_files(home, files, folders):
             try:
                 _add(archive, path.relative_to(home).as_posix(), path.read_bytes())
             except FileNotFoundError:  # the keys of a gang that has just ended
@@ -223,9 +237,10 @@ def pack_state(
     return out.getvalue()
 
 
-def _list_files(home: Path, folders: Sequence[str]) -> list[Path]:
-    found = [home / name for name in FILES if (home / name).is_file()]
+def _list_files(home: Path, files: Sequence[str], folders: Sequence[str]) -> list[Path]:
+    found = [home / name for name in files if (home / name).is_file()]
     for name in folders:
+        found += [home / name] if (home / name).is_file() else []
         found += sorted(path for path in (home / name).rglob("*") if path.is_file())
     return found
 

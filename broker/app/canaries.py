@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 
 from broker.app.container import Context
-from broker.app.services import READY, describe_services
+from broker.app.gateways import READY
+from broker.app.services import describe_services
 from broker.errors import UsageError
 from broker.serve.canary import Canary, read_canary, remove_canary, write_canary
 from broker.serve.replicas import find_folder
@@ -64,7 +65,7 @@ def roll_back_canary(context: Context, service: Service) -> int:
 
 
 def check_no_canary(context: Context, service: Service) -> None:
-    """Raise UsageError while a canary is on trial: another update would leave its fate open."""
+    """Raise UsageError while a canary is on trial: another update would leave it undecided."""
     if read_canary(find_folder(context.config, service)) is not None:
         raise UsageError(
             f"service `{service.name}` already has a canary",

@@ -24,7 +24,7 @@ LOGIN_HINTS = {"aws": "log in with `aws configure`", "gcp": "log in with `gcloud
 
 @frozen
 class CloudSummary:
-    """The answer whether a cloud can launch nodes, with a note that gives the reason."""
+    """Whether a cloud can launch nodes, with a note that gives the reason."""
 
     name: str
     can_launch: bool

@@ -50,7 +50,7 @@ def find_checks(config: Config) -> Path:
 
 
 def read_checks(config: Config) -> Checks:
-    """Return the results; none if no check ran or the file is damaged because the next check writes it again."""
+    """Return the results; none if no check has run, or if the file is damaged: the next check rewrites it."""
     try:
         return msgspec.json.decode(find_checks(config).read_bytes(), type=Checks)
     except (OSError, msgspec.DecodeError, UnicodeDecodeError):

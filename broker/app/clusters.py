@@ -212,7 +212,7 @@ async def take_down(
 
 
 def raise_failures(failures: Sequence[BrokerError], *, ended_count: int) -> None:
-    """Raise the single failure where nothing else was done, else one error that lists all of them."""
+    """Raise the failure itself if it is the only one and nothing else was done, else one error that lists all."""
     if not failures:
         return
     if len(failures) == 1 and not ended_count:

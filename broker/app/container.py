@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable, Collection, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from broker.app import moving
+from broker.app.known_starts import plan_with_known_starts
+from broker.app.lazy_clouds import LazyClouds
 from broker.app.market import Market, find_cache
 from broker.clock import Clock, SystemClock
 from broker.config import Config, find_home, find_state_url, load_config
@@ -21,7 +23,8 @@ if TYPE_CHECKING:
     from broker.catalog.book import Book
     from broker.clouds.base import Cloud, MakeCloud
     from broker.jobs.controller import JobController
-    from broker.jobs.daemon import Controller
+    from broker.jobs.daemon_parts import Controller
+    from broker.jobs.scheduler import Scheduler
     from broker.jobs.slots import JobQueue
     from broker.notify.notifier import Notifier
     from broker.optimizer.rating import History
@@ -29,12 +32,14 @@ if TYPE_CHECKING:
     from broker.provision.lifecycle import Provisioner
     from broker.runtime.base import Transport
     from broker.runtime.gang import Gang
+    from broker.state.schedules import Payee
     from broker.state.store import Store
     from broker.types import (
         Autostop,
         Cluster,
         Estimate,
         Event,
+        Job,
         NodeRequest,
         Objective,
         PipelinePlan,
@@ -46,29 +51,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 INTERVAL_FACTOR = "interval_factor"  # in the store: widens the intervals of forecasts
 DAEMON = (sys.executable, "-m", "broker", "daemon")
-
-
-class LazyClouds(Mapping[str, "Cloud"]):
-    """The clouds that are set up. An adapter is imported on the first lookup of its cloud; an iteration imports all."""
-
-    def __init__(self, names: Sequence[str], make: Callable[[str], Cloud | None]) -> None:
-        self._names = names
-        self._make = make
-        self._made: dict[str, Cloud | None] = {}
-
-    def __getitem__(self, name: str) -> Cloud:
-        if name in self._names and name not in self._made:
-            self._made[name] = self._make(name)
-        cloud = self._made.get(name)
-        if cloud is None:
-            raise KeyError(name)
-        return cloud
-
-    def __iter__(self) -> Iterator[str]:
-        return (name for name in self._names if name in self)
-
-    def __len__(self) -> int:
-        return sum(1 for _ in self)
 
 
 class Context:
@@ -141,7 +123,7 @@ class Context:
         if not isinstance(cloud, ProvidesSshHosts):
             return ""
         keys = Keys(self.config.keys)
-        # Intents before clusters: an intent that closes in between has its cluster recorded in the same commit.
+        # Read intents before clusters: an intent that closes in between has recorded its cluster in the same commit.
         live = [(intent.request.cluster, intent.request.token) for intent in self.store.intents.list_open()]
         for cluster in self.store.clusters.list():
             live += [(cluster.name, token) for token in self.store.intents.list_tokens(cluster.name)]
@@ -175,9 +157,11 @@ class Context:
     @cached_property
     def gang(self) -> Gang:
         """Return the object that starts and observes programs on clusters."""
+        from broker.app.backups import read_epoch_number
         from broker.runtime.gang import Gang
 
-        return Gang(self.transport, clock=self.clock, access=self.grants)
+        find_epoch = partial(read_epoch_number, self.config.home)
+        return Gang(self.transport, clock=self.clock, access=self.grants, find_epoch=find_epoch)
 
     @cached_property
     def grants(self) -> Grants:
@@ -239,6 +223,16 @@ class Context:
         """Accept the resources that a launch will start. A server raises LimitError if it would exceed a limit of its
         user."""
 
+    @property
+    def payee(self) -> Payee:
+        """The user and project whose limits the jobs of a new schedule count towards; empty without a server."""
+        from broker.state.schedules import Payee
+
+        return Payee()
+
+    def own_jobs(self, jobs: Sequence[Job]) -> None:
+        """Record whose jobs these are, in the transaction that adds them; only a server does."""
+
     def check_notify(self, tasks: Sequence[Task]) -> None:
         """Raise UsageError for notifications of managed jobs that the settings do not allow."""
         specs = [each.notify for each in tasks if each.notify is not None]
@@ -260,12 +254,20 @@ class Context:
             self.store, self.clock, read_settings=partial(read_settings, self.config), send=partial(send, self.config)
         )
 
+    @cached_property
+    def scheduler(self) -> Scheduler:
+        """Return the object by which the daemon starts the jobs of this store's schedules."""
+        from broker.app.schedules import RunLauncher
+        from broker.jobs.scheduler import Scheduler
+
+        return Scheduler(self.store, launches=RunLauncher(self))
+
     def ensure_daemon(self) -> None:
         """Start the daemon of this state folder unless it is running."""
         from broker.jobs.daemon import ensure_daemon
 
         if moving.read_moved(self.config.home) is not None:
-            return  # the server drives its jobs now
+            return  # a server controls its jobs now
         if self.store.is_read_only:
             self.note("note: the state folder is read-only, so no daemon runs its jobs from here")
             return
@@ -279,8 +281,9 @@ class Context:
             self.warn(error)
 
     def keep_jobs_going(self) -> None:
-        """Restart a dead daemon while any job or service is live; every command that shows jobs calls this."""
-        if self.store.jobs.list_live_ids() or self.store.services.list_names():
+        """Restart a dead daemon while any job, service or schedule is live; commands that show jobs call this."""
+        store = self.store
+        if store.jobs.has_live() or store.services.list_names() or store.schedules.has_active():
             self.revive_daemon()
 
     def warn(self, error: BrokerError) -> None:
@@ -326,8 +329,10 @@ class Context:
         return UsageError(f"unknown cluster `{name}`", hints=[hint])
 
     def resolve(self, task: Task) -> Task:
-        """Name the task's accelerators as in the price catalog, and add notices for unknown ones."""
-        return self.market.resolve(task)
+        """Apply the administrator's policy, and name accelerators as in the price catalog. Raises PolicyError."""
+        from broker.app.admin_policy import govern
+
+        return self.market.resolve(govern(find_home(self._home), task, self.payee, note=self.note))
 
     @property
     def book(self) -> Book:
@@ -342,34 +347,36 @@ class Context:
         avoid: Callable[[Placement], bool] | None = None,
     ) -> Plan:
         """Rank placements. Raises NoOfferError with hints that were verified by planning."""
-        return self.market.plan(
-            task,
-            usable_clouds=usable_clouds,
-            avoid=avoid,
-            history=self.read_history(),
-            is_refused=self.find_refused(),
+        history, is_refused = self.read_history(), self.find_refused()
+        plan = partial(
+            self.market.plan, usable_clouds=usable_clouds, avoid=avoid, history=history, is_refused=is_refused
         )
+        return plan_with_known_starts(self, task, plan)
+
+    @property
+    def has_store(self) -> bool:
+        """Whether there is a store, which no plan creates."""
+        home = find_home(self._home)
+        return (home / "state.db").exists() or find_state_url(home) is not None
 
     def read_history(self) -> History | None:
         """Read the preemption history of our own spot nodes; None without a state folder, which no plan creates."""
-        path = find_home(self._home)
         try:
-            return self.store.history.read() if _has_store(path) else None
+            return self.store.history.read() if self.has_store else None
         except StateError:
             return None  # a plan does not depend on it
 
     def find_interval_factor(self) -> float:
         """Return the factor that widens forecasts, as of the last time that own jobs were compared with theirs."""
         try:
-            return float(self.store.meta.get(INTERVAL_FACTOR) or 1.0) if _has_store(find_home(self._home)) else 1.0
+            return float(self.store.meta.get(INTERVAL_FACTOR) or 1.0) if self.has_store else 1.0
         except (StateError, ValueError):
             return 1.0
 
     def find_refused(self) -> Callable[[Placement], bool] | None:
         """Return whether a placement was refused recently; None without refusals or state folder."""
-        path = find_home(self._home)
         try:
-            found = self.store.refusals.list_active(self.clock.now_s()) if _has_store(path) else ()
+            found = self.store.refusals.list_active(self.clock.now_s()) if self.has_store else ()
         except StateError:
             return None
         return (lambda placement: any(each.covers(placement) for each in found)) if found else None
@@ -382,10 +389,6 @@ class Context:
 
         tasks, egress = [each.task for each in plans], self.book.read_egress()
         return plan_pipeline(tasks, plans, egress, objective=objective, deadline_hours=deadline_hours)
-
-
-def _has_store(home: Path) -> bool:
-    return (home / "state.db").exists() or find_state_url(home) is not None
 
 
 def load_entry(path: str) -> Any:

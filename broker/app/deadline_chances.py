@@ -2,7 +2,7 @@
 moment.
 
 Nothing is stored for it. The attempts and the decisions of the spot policy say what work was saved at which time;
-prices, and what is known of the markets, are those of now.
+prices and market data are current.
 """
 
 from __future__ import annotations

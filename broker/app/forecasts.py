@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from broker.app.container import INTERVAL_FACTOR, Context
+from broker.app.known_starts import find_restart_s
 from broker.app.planning import plan_launch
 from broker.errors import BrokerError
 from broker.frozen import frozen
@@ -24,7 +25,7 @@ def submit(
     request_id: str | None,
     hedge: int,
 ) -> Sequence[Job]:
-    """Submit tasks as managed jobs, as `submit_tasks` does, and keep the forecast of each plan with its job.
+    """Submit tasks as managed jobs, as `submit_tasks` does, and keep owner and forecast with each job.
 
     Earlier forecasts are scored then, so that later plans know whether their intervals were wide enough.
     """
@@ -33,6 +34,7 @@ def submit(
 
     with context.store.transaction():
         found = submit_tasks(context.store, tasks, name=name, request_id=request_id, hedge=hedge)
+        context.own_jobs(found)
         for job, plan in zip(found, plans, strict=True):
             if (forecast := record_forecast(plan)) is not None:
                 context.store.forecasts.add(job.id, forecast)
@@ -58,11 +60,12 @@ def forecast_job(context: Context, job: Job, *, paid_usd: float) -> JobForecast 
 def plan_goal(context: Context, job: Job, *, paid_usd: float) -> Plan | None:
     """Plan the rest of a live job, or all of an ended one; None without work left or where nothing fits.
 
-    No placement is refused for its chance of the deadline, which is what the callers ask for.
+    No placement is rejected for its chance of meeting the deadline, because callers ask for that chance.
     """
     task = job.task
     if not job.status.is_terminal:
-        task = cut_to_rest(job, now_s=context.clock.now_s(), spent_usd=paid_usd)
+        restart_s = find_restart_s(context, job.task, job)
+        task = cut_to_rest(job, now_s=context.clock.now_s(), spent_usd=paid_usd, restart_s=restart_s)
     if task.goal is None or not task.goal.work_hours:
         return None
     return _plan_rest(context, job, replace(task, goal=replace(task.goal, confidence=0.0, budget_usd=None)))
@@ -103,6 +106,7 @@ def _read_plan(plan: Plan, paid_usd: float) -> JobForecast:
         hours_left=found.hours,
         deadline_chance=found.deadline_chance,
         interval_factor=plan.interval_factor,
+        preemptions=found.preemptions,
     )
 
 

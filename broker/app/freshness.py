@@ -30,7 +30,7 @@ UPDATER = (sys.executable, "-m", "broker", "updater")
 URL_VARIABLE = "BROKER_PRICES_URL_"  # with the source's name in capitals: another URL, such as a mirror
 RESTART_S = 600.0  # an updater that dies before it records its attempt is not started again sooner
 TOTAL_S_MAX = 600
-BYTES_MAX = 128 << 20  # SkyPilot's files of all clouds are some 40 MiB
+BYTES_MAX = 128 << 20  # SkyPilot's files of all clouds are about 40 MiB
 LOG_BYTES_MAX = 1 << 20
 
 
@@ -58,7 +58,7 @@ def start_update_if_due(clock: Clock, home: Path | None = None) -> bool:
 
 
 def _claim_start(cache: Path, now_s: float, *, every_s: float) -> bool:
-    """Mark the start; return False after a recent one. A mark from the future is of a clock since set back."""
+    """Mark the start; return False after a recent one. A mark in the future was made before the clock was set back."""
     mark = cache / "price-updater.started"
     with suppress(FileNotFoundError):
         if 0 <= now_s - mark.stat().st_mtime < every_s:

@@ -45,8 +45,9 @@ class JobTarget:
         """Check that checkpoints outlive the nodes, and note how long these may run unattended."""
         from broker.jobs.allowance import describe_allowances
         from broker.jobs.checkpoints import check_checkpoints
+        from broker.jobs.kinds import describe_ranks
 
-        for sentence in (*check_checkpoints(plans), *describe_allowances(plans)):
+        for sentence in (*check_checkpoints(plans), *describe_ranks(plans), *describe_allowances(plans)):
             self.context.note(sentence)
         return True
 
@@ -57,7 +58,7 @@ class JobTarget:
         return [get_unattended_s(task) for task in tasks]
 
     def mount(self, task: Task) -> Task:
-        """Return the task unchanged because each attempt mounts the buckets of the submitted task."""
+        """Return the task unchanged: each attempt mounts the buckets itself."""
         return task
 
 
@@ -107,8 +108,9 @@ def retry(context: Context, job: Job, *, secrets: Mapping[str, str], request_id:
     check_names(None, request_id)
     given = {name: Secret(value=value) for name, value in secrets.items()}
     again = retry_job(
-        context.store, job, secrets=given, request_id=request_id, check=lambda task: _check_access(context, [task])
-    )
+        context.store, job, secrets=given, request_id=request_id, check=lambda task: _check_access(context, [task]),
+        on_added=context.own_jobs,
+    )  # fmt: skip
     context.ensure_daemon()
     return again
 
@@ -123,8 +125,9 @@ def retry_group(
     members = _find_group(context, wanted)
     given = {name: Secret(value=value) for name, value in secrets.items()}
     again = submit(
-        context.store, members, secrets=given, request_id=request_id, check=lambda tasks: _check_access(context, tasks)
-    )
+        context.store, members, secrets=given, request_id=request_id, check=lambda tasks: _check_access(context, tasks),
+        on_added=context.own_jobs,
+    )  # fmt: skip
     context.ensure_daemon()
     return tuple(again)
 

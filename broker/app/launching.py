@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from broker.jobs.monitor import AttemptMonitor
 
 POLL_S = 0.3
-NOTE_EVERY_S = 15.0  # the same failure of a start is shown again after this time
+NOTE_EVERY_S = 15.0  # before the same failure of a start is shown again
 
 
 class Target(Protocol):
@@ -60,6 +60,15 @@ class Callbacks:
     track_upload: TrackUpload = ignore_upload
 
 
+def refuse_schedules(tasks: Sequence[Task]) -> None:
+    """Raise UsageError for a task with `schedule`, which only `app/schedules.py` launches."""
+    if any(each.schedule is not None for each in tasks):
+        raise UsageError(
+            "`schedule` starts managed jobs only",
+            hints=["store the schedule with `broker jobs launch`, or with `broker.jobs.schedule` in Python"],
+        )
+
+
 @frozen
 class Ready:
     """Tasks that passed all checks and have their files uploaded, with their plans."""
@@ -84,6 +93,7 @@ def prepare(
     `callbacks`.
     """
     callbacks = callbacks or Callbacks()
+    refuse_schedules(tasks)
     tasks = tuple(context.resolve(anchor(each)) for each in tasks)
     check_notices(tasks, is_launch=not is_dryrun, note=context.note)
     note_state_folder(context, tasks)
@@ -116,7 +126,7 @@ def fetch_repositories(context: Context, tasks: Sequence[Task]) -> tuple[Task, .
 
 
 def note_state_folder(context: Context, tasks: Sequence[Task]) -> None:
-    """Say once that the state folder is left out, where a folder to send contains it."""
+    """Note once that the state folder is excluded, if a folder to upload contains it."""
     home = context.config.home
     for field, source in list_sources(tasks):
         if home.is_relative_to(Path(source).resolve()):
@@ -149,7 +159,8 @@ class ClusterTarget:
         return cls(context=context, name=name, autostop=autostop or task.autostop)
 
     def settle(self, tasks: Sequence[Task]) -> tuple[Task, ...]:
-        """Fill in the checkpoint folders."""
+        """Fill in the checkpoint folders, and note limits that do not apply to clusters."""
+        note_job_limits(self.context, tasks)
         return settle_checkpoints(self.context, tasks)
 
     def check(self, plans: Sequence[Plan]) -> bool:
@@ -187,6 +198,17 @@ def check_cluster_name(name: str) -> None:
         near = CLUSTER_NAME.suggest(name)
         hints = [near] if near else []
         raise UsageError(f"invalid cluster name `{name}`: it must be {CLUSTER_NAME.expected}", hints=hints)
+
+
+def note_job_limits(context: Context, tasks: Sequence[Task]) -> None:
+    """Note limits that end managed jobs only, so that a user does not rely on them for a cluster."""
+    remedy = (
+        "submit the task with `broker jobs launch`, or terminate the cluster when it is idle with `-i MINUTES --down`"
+    )
+    if any(task.max_duration_s is not None for task in tasks):
+        context.note(f"`max_duration` has no effect on a cluster: {remedy}")
+    if any(task.goal is not None and task.goal.budget_usd is not None for task in tasks):
+        context.note(f"`budget` is enforced for managed jobs only, so this cluster may cost more: {remedy}")
 
 
 def settle_checkpoints(context: Context, tasks: Sequence[Task]) -> tuple[Task, ...]:
@@ -250,10 +272,11 @@ def match_alternative(cluster: Cluster, task: Task) -> Cluster:
 
 async def exec_task(context: Context, cluster: Cluster, task: Task) -> int:
     """Start the task's `run`, without its `setup`, on a cluster that is up; return the run's id."""
+    refuse_schedules([task])
     task = replace(anchor(task), setup=None)
-    if any(each.accelerator for each in task.resources):
-        task = context.resolve(task)
+    task = context.resolve(task)
     check_notices([task], is_launch=True, note=context.note)
+    note_job_limits(context, [task])
     (task,) = fetch_repositories(context, settle_checkpoints(context, [task]))
     return await start_run(context, match_alternative(cluster, task), task)
 

@@ -1,7 +1,7 @@
 """Limits of users and projects on a server: their usage, and whether a request may start more.
 
-USD count by calendar month, local time: what was paid for since its begin, and the expected rest of what is live. Where
-no work is stated, the rest is a day at the price of the plan; for a service, it is the rest of the month.
+Spending counts by calendar month in local time: the cost since the month began, plus the expected rest of live work.
+If no work is stated, the rest is a day at the price of the plan; for a service, it is the rest of the month.
 """
 
 from __future__ import annotations

@@ -27,21 +27,37 @@ from broker.types import DataSet, Job, JobStatus, Plan, Task
 
 LOOK_S = 1.0
 GIB = 1 << 30
-RUNS_WORKER = re.compile(r"-m\s+trainers\.map_worker\b")
+RUNS_WORKER = re.compile(r"-m\s+trainers\.map_(worker|ray)\b")
+WORKERS = 4  # without `--workers`
 SCHEMES = ("file", "s3", "gs", "az")  # what the worker reads (trainers/map_places.py)
 NOT_STARTED = (JobStatus.PENDING, JobStatus.STARTING, JobStatus.RECOVERING)
 
 
 @frozen
 class MapRequest:
-    """A map as the user asked for it; `input` and `output` are URLs or paths on this machine."""
+    """A map as the user asked for it; `input` and `output` are URLs or paths on this machine.
+
+    `workers` is the number of jobs, by default 4, or 1 if the task runs Ray Data, which spreads the shards over the
+    nodes of one job.
+    """
 
     task: Task
     input: str
     output: str
-    workers: int = 4
+    workers: int | None = None
     shard_bytes: int | None = None
     lease_s: float = LEASE_S
+
+    @property
+    def worker_count(self) -> int:
+        """Number of worker jobs. Raises UsageError for several jobs of Ray Data."""
+        engine = find_engine(self.task)
+        if engine == "ray" and self.workers not in (None, 1):
+            raise UsageError(
+                "`--workers` does not apply to `trainers.map_ray`, which uses the nodes of one job",
+                hints=["set `num_nodes` in the task file"],
+            )
+        return self.workers or (1 if engine == "ray" else WORKERS)
 
 
 @frozen
@@ -92,11 +108,7 @@ class MapDriver:
     """Drive one map. Raises UsageError for an input, output or task that cannot be used."""
 
     def __init__(self, context: Context, request: MapRequest, *, callbacks: Callbacks | None = None) -> None:
-        if not RUNS_WORKER.search(request.task.run or ""):
-            raise UsageError(
-                "the task's `run:` does not start a map worker",
-                hints=["write `run: python -m trainers.map_worker embed.py`, or a command after `map_worker --`"],
-            )
+        self._workers = request.worker_count
         self._context, self._request, self._callbacks = context, request, callbacks
         self.output_url = to_url(request.output)
         self.input_url, name = split_input(to_url(request.input))
@@ -136,7 +148,7 @@ class MapDriver:
         store = self._context.store
         now = tally.take(self._output, self.plan)
         crew = plan_crew(
-            self.plan.group, self._request.workers, store.jobs.find_request, left=now.left,
+            self.plan.group, self._workers, store.jobs.find_request, left=now.left,
             retries_from=self._retries_from,
         )  # fmt: skip
         spent = store.bills.list_spend_usd(now_s=self._context.clock.now_s())
@@ -148,10 +160,13 @@ class MapDriver:
             return ()
         if self._task is None:
             self._task = self._prepare(is_dryrun=False)
-        jobs = [
-            self._context.store.jobs.add(each.name, self._task, each.request_id, pipeline=self.plan.group)
-            for each in crew.submissions
-        ]
+        store = self._context.store
+        with store.transaction():
+            jobs = [
+                store.jobs.add(each.name, self._task, each.request_id, pipeline=self.plan.group)
+                for each in crew.submissions
+            ]
+            self._context.own_jobs(jobs)
         self._context.ensure_daemon()
         return jobs
 
@@ -188,10 +203,20 @@ class MapDriver:
     def _prepare(self, *, is_dryrun: bool) -> Task:
         request = self._request
         target = MapTarget(context=self._context, is_here="://" not in request.input or "://" not in request.output)
-        task = make_worker_task(request.task, self.input_url, self.output_url, sum(self.split.sizes) / request.workers)
-        demand = LaunchSize(parallel=request.workers, total=request.workers)
+        task = make_worker_task(request.task, self.input_url, self.output_url, sum(self.split.sizes) / self._workers)
+        demand = LaunchSize(parallel=self._workers, total=self._workers)
         ready = prepare(self._context, [task], target, callbacks=self._callbacks, is_dryrun=is_dryrun, demand=demand)
         return ready.tasks[0]
+
+
+def find_engine(task: Task) -> str:
+    """Return which program shares the shards: `worker` or `ray`. Raises UsageError if the task starts neither."""
+    if found := RUNS_WORKER.search(task.run or ""):
+        return found[1]
+    raise UsageError(
+        "the task's `run:` does not start a map worker",
+        hints=["write `run: python -m trainers.map_worker embed.py`, or a command after `map_worker --`"],
+    )
 
 
 def make_worker_task(task: Task, input_url: str, output_url: str, input_bytes: float) -> Task:

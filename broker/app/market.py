@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -48,9 +48,10 @@ class Market:
 
     def resolve(self, task: Task) -> Task:
         """Name the task's accelerators as in the price book, and add notices for those that no cloud sells."""
+        from broker.catalog.suggestions import SELLERS
         from broker.task.accelerators import resolve_accelerators
 
-        return resolve_accelerators(task, self.figures)
+        return resolve_accelerators(task, self.figures, offered=self.book.list_accelerator_names(), sellers=SELLERS)
 
     def plan(
         self,
@@ -75,7 +76,7 @@ class Market:
                 )
             raise NotImportedError(
                 f"the catalog has no offers of {', '.join(sorted(unpriced))} yet, so placements there cannot be ranked",
-                hints=["import offers with `broker catalog import DIR`; docs/CATALOG.md describes the files in DIR"],
+                hints=_list_remedies(unpriced, self._home or Path("~/.broker")),
             )
         try:
             return self.rank(task, usable_clouds=usable_clouds, avoid=avoid, history=history, is_refused=is_refused)
@@ -109,8 +110,9 @@ class Market:
     def _say_unpriced(self, task: Task) -> Sequence[str]:
         """Return a hint for each requested cloud without published prices, such as a private Kubernetes cluster."""
         return [
-            f"the price catalog has no offers of {cloud}: import the ones you can use with `broker catalog import DIR`"
+            f"the price catalog has no offers of {cloud}: {hint}"
             for cloud in sorted(self._list_unpriced(task))
+            for hint in _list_remedies([cloud], self._home or Path("~/.broker"))
         ]
 
     def _list_unpriced(self, task: Task) -> set[str]:
@@ -131,7 +133,7 @@ class Market:
         """Rank the placements of a resolved task, cheapest first, among `offers` or all offers.
 
         `history` holds observed preemptions, `is_refused` tells recent refusals of spot. Raises NoOfferError without
-        searching for hints, so quickly.
+        the slow search for hints.
         """
         from broker.optimizer.planner import make_plan
 
@@ -191,3 +193,19 @@ def measure_machine() -> tuple[int, float]:
     """Measure the vCPUs and the memory, in GiB, of this machine."""
     pages, page = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
     return os.cpu_count() or 1, round(pages * page / 2**30, 1)
+
+
+def _list_remedies(clouds: Iterable[str], home: Path) -> list[str]:
+    """Return how to add the offers of each cloud: look at own machines, fetch its prices, or import them."""
+    from broker.catalog.sources.skypilot import SkyPilotSource
+    from broker.sites import FILES
+
+    hints = []
+    for cloud in sorted(clouds):
+        if cloud in FILES:
+            hints.append(f"create `{home / FILES[cloud]}` and run `broker check {cloud}`, which inspects your machines")
+        if cloud in SkyPilotSource.clouds:
+            hints.append(f"add its prices with `broker catalog update --cloud {cloud}`")
+        else:
+            hints.append("import offers with `broker catalog import DIR`; docs/CATALOG.md describes the files in DIR")
+    return list(dict.fromkeys(hints))

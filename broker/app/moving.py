@@ -1,6 +1,6 @@
 """A state folder whose jobs were moved to a server: nothing is written to it any more.
 
-The file `moved.json` is the fence. It is written before anything is sent, and every transaction looks for it, so the
+The file `moved.json` is the fence. It is written before anything is sent, and every transaction checks for it, so the
 daemon of this folder stops at its next heartbeat, and no command starts anything.
 """
 
@@ -26,7 +26,7 @@ MOVED = "moved.json"
 
 @frozen
 class MovedTo:
-    """Where the jobs of a state folder went. `word` names the move: a repeated one is the same."""
+    """Where the jobs of a state folder went. `word` identifies the move; a repeated move has the same."""
 
     url: str
     word: str

@@ -31,7 +31,7 @@ def find_owner(database: Path) -> str | None:
 
 
 def restore_owner(database: Path) -> RestoredOwner:
-    """Write the lost `owner` file again, from the state or its copies. Raises StateError if none of them has the ID."""
+    """Restore the lost `owner` file from the state or its copies. Raises StateError if none of them has the ID."""
     from broker.state.restoring import examine
 
     url = find_state_url(database.parent)

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from broker.app.container import Context
+from broker.app.known_starts import plan_with_known_starts
 from broker.errors import NoOfferError, UnknownNameError, UsageError
 from broker.types import Notice, Plan, Task
 
@@ -73,12 +75,9 @@ def plan_launch(context: Context, task: Task, *, is_dryrun: bool = False) -> Pla
     if None not in named:  # avoid loading the adapters of other clouds
         usable_clouds = frozenset(name for name in named if name and name in context.clouds)
         with suppress(NoOfferError):  # explained below, with the offers of other clouds
-            return context.market.rank(
-                task,
-                usable_clouds=usable_clouds,
-                history=context.read_history(),
-                is_refused=context.find_refused(),
-            )
+            history, is_refused = context.read_history(), context.find_refused()
+            rank = partial(context.market.rank, usable_clouds=usable_clouds, history=history, is_refused=is_refused)
+            return plan_with_known_starts(context, task, rank)
     try:
         return context.plan(task, usable_clouds=frozenset(context.clouds))
     except UnknownNameError:

@@ -28,7 +28,7 @@ GIT_S = 600.0
 _COMMIT = "[0-9a-f]{7,64}"
 _USER = r"(?<=//)[^/@]*@"  # a user or a token in a URL
 _LOG_IN = "set GIT_TOKEN to a token that may read it, or use an ssh URL"
-# Git has no codes for the causes of a failure. Its messages are in English here: words -> the reason, and what to do.
+# Git reports the cause of a failure only as text, which is in English here: words of it -> the reason, and the remedy.
 _CAUSES = (
     ("terminal prompts disabled", "it requires a login, and git has none for it", _LOG_IN),
     ("Authentication failed", "it refused the login", _LOG_IN),

@@ -3,23 +3,36 @@
 from __future__ import annotations
 
 import math
-import socket
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from broker.app.container import Context
+from broker.app.gateways import FAILED, READY, SHUTTING_DOWN, STARTING, GatewayLine, describe_gateways, show_place
 from broker.app.jobs import JobTarget
 from broker.errors import NoOfferError, StateError, UsageError
 from broker.frozen import frozen
 from broker.locks import is_locked
 from broker.serve.files import Load, ServiceFolder, read_file
+from broker.serve.gateway_task import check_places
+from broker.serve.gateways import list_gateway_jobs, read_loads
+from broker.serve.merging import merge_loads
 from broker.serve.observing import observe
 from broker.serve.processes import launch_process
 from broker.serve.replicas import draw_ports, find_folder, find_port, is_local
 from broker.state.services import ServiceEvent
-from broker.types import JobStatus, Placement, Plan, Replica, Service, ServiceEventKind, ServiceSpec, Task
+from broker.types import (
+    BalancerType,
+    JobStatus,
+    Plan,
+    Replica,
+    Service,
+    ServiceEventKind,
+    ServiceProtocol,
+    ServiceSpec,
+    Task,
+)
 
 if TYPE_CHECKING:
     from broker.serve.controller import ServiceController
@@ -28,11 +41,10 @@ if TYPE_CHECKING:
     from broker.serve.slots import PlacementRequest
     from broker.types import Estimate
 
-PORTS = range(30001, 30101)  # SkyServe's first ports
 LOOK_S = 0.3
 BALANCER = (sys.executable, "-m", "broker", "balancer")
+PASSTHROUGH_HINT = "or write `tls: passthrough`, and let the program know its clients"
 UPDATED = ServiceEventKind.UPDATED
-READY, SHUTTING_DOWN, FAILED, STARTING = "READY", "SHUTTING_DOWN", "FAILED", "STARTING"
 
 
 @frozen
@@ -40,10 +52,17 @@ class ServiceTarget(JobTarget):
     """The launch target for a service: its replicas are managed jobs, so their checks apply."""
 
     def settle(self, tasks: Sequence[Task]) -> tuple[Task, ...]:
-        """Check each task's `service`, then fill in the checkpoint folders. Raises UsageError."""
+        """Check each task's `service`, then fill in the checkpoint folders. Raises UsageError.
+
+        Limits of a job are dropped with a note: they would end each replica, which counts as a failure.
+        """
         for task in tasks:
             check_service(task)
-        return super().settle(tasks)
+        if any(task.max_duration_s is not None for task in tasks):
+            self.context.note("`max_duration` has no effect on a service: end it with `broker serve down`")
+        if any(task.goal is not None and task.goal.budget_usd is not None for task in tasks):
+            self.context.note("`budget` has no effect on a service: limit its cost with `max_replicas`")
+        return super().settle([drop_job_limits(task) for task in tasks])
 
     def check(self, plans: Sequence[Plan]) -> bool:
         """Accept: replicas write no checkpoints."""
@@ -64,18 +83,22 @@ class ReplicaLine:
 
 @frozen
 class ServiceLine:
-    """One service for `status`. `load` None: its balancer does not run."""
+    """One service for `status`. `load` None: its balancer does not run. `gateways`: of a service that has some."""
 
     service: Service
     status: str
     replicas: tuple[ReplicaLine, ...]
     load: Load | None
     paid_usd: float
+    gateways: tuple[GatewayLine, ...] = ()
 
     @property
     def endpoint(self) -> str:
-        """Address of the balancer, HOST:PORT."""
-        return f"{self.service.host}:{self.service.port}"
+        """Address of the balancer, HOST:PORT; of the first gateway that serves, otherwise of the first; `-`: none."""
+        if not self.gateways:
+            return f"{self.service.host}:{self.service.port}"
+        known = [each for each in self.gateways if each.endpoint]
+        return next((each.endpoint for each in known if each.status == READY), known[0].endpoint if known else "-")
 
 
 def check_service(task: Task) -> ServiceSpec:
@@ -93,9 +116,47 @@ def check_service(task: Task) -> ServiceSpec:
     if policy.replicas_max not in (None, policy.replicas_min) and not (policy.target_qps or policy.target_in_flight):
         hint = "add `target_qps_per_replica`, or `target_requests_in_flight_per_replica`"
         raise UsageError("`max_replicas` requires a target load per replica", hints=[hint])
+    if policy.replicas_min == 0 and spec.balancer is BalancerType.HAPROXY:
+        raise UsageError(
+            "`min_replicas: 0` is not available with `balancer: {type: haproxy}`: it does not hold requests",
+            hints=["write `min_replicas: 1`"],
+        )
     if not is_local(task):
         find_port(task)
+    if spec.gateway is not None:
+        check_places(task, spec.gateway)
     return spec
+
+
+def check_exposure(spec: ServiceSpec, host: str) -> None:
+    """Raise UsageError for an address that others reach, where the balancer could not tell its clients apart."""
+    from broker.serve.data_path import find_exposure
+
+    if fault := find_exposure(spec, host):
+        hint = "add `cafile: PATH` below `tls`, or listen on 127.0.0.1"
+        raise UsageError(fault, hints=[hint, *([] if spec.protocol is ServiceProtocol.HTTP else [PASSTHROUGH_HINT])])
+
+
+def check_same_path(before: ServiceSpec | None, spec: ServiceSpec) -> None:
+    """Raise UsageError for an update that the running balancer cannot carry out: both versions share it."""
+    for name in ("protocol", "balancer"):
+        old, new = getattr(before, name, None), getattr(spec, name)
+        if before is not None and old is not new:
+            raise UsageError(
+                f"the {name} of a service cannot change from {old} to {new}",
+                hints=["start another service, or terminate this one first"],
+            )
+
+
+def check_keys_available(context: Context, service: Service) -> None:
+    """Raise UsageError for a service whose balancer reads no requests, and thus no API keys."""
+    spec = context.store.services.get_task(service.name, service.version).service
+    if spec is not None and not spec.has_keys:
+        what = f"balancer: {{type: {spec.balancer}}}" if spec.protocol is ServiceProtocol.HTTP else spec.protocol
+        raise UsageError(
+            f"API keys and quotas are not available for service `{service.name}`, which is `{what}`",
+            hints=["ask clients for certificates instead: `tls: {keyfile: PATH, certfile: PATH, cafile: PATH}`"],
+        )
 
 
 def count_replicas(spec: ServiceSpec) -> int:
@@ -103,18 +164,14 @@ def count_replicas(spec: ServiceSpec) -> int:
     return max(spec.policy.replicas_min + spec.policy.spare_count, 1)
 
 
-def check_store(context: Context) -> None:
-    """Raise UsageError for a shared store: its daemons claim jobs, and the balancer belongs to one machine."""
-    if context.store.is_shared:
-        raise UsageError(
-            "services require a state folder of their own, not a shared store",
-            hints=["set `BROKER_HOME` to a folder whose config.toml has no `state`"],
-        )
-
-
-def check_library() -> None:
-    """Raise UsageError if the balancer's library is missing."""
+def check_library(spec: ServiceSpec) -> None:
+    """Raise UsageError if the balancer's library or program is missing."""
     import importlib.util
+
+    from broker.serve.haproxy_control import find_haproxy
+
+    if spec.balancer is BalancerType.HAPROXY and find_haproxy() is None:
+        raise UsageError("haproxy is not installed", hints=["install it with `apt-get install haproxy`"])
 
     if importlib.util.find_spec("aiohttp") is None:
         raise UsageError(
@@ -122,31 +179,22 @@ def check_library() -> None:
         )
 
 
+def drop_job_limits(task: Task) -> Task:
+    """Return the task without the limits that end a job."""
+    goal = None if task.goal is None else replace(task.goal, budget_usd=None)
+    return replace(task, max_duration_s=None, goal=goal)
+
+
 def drop_notice(task: Task) -> Task:
     """Return the task without the notice that other commands run one replica only."""
     return replace(task, notices=tuple(each for each in task.notices if each.field != "service"))
 
 
-def choose_port(context: Context, host: str, port: int | None) -> int:
-    """Return a port for the balancer. Raises UsageError if it is taken."""
-    taken = {each.port for each in context.store.services.list()}
-    for each in PORTS if port is None else (port,):
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind((host, each))
-            except OSError:
-                continue
-        if each not in taken:
-            return each
-    if port is None:
-        raise UsageError(f"no port from {PORTS.start} to {PORTS.stop - 1} is free on {host}", hints=["pass `--port`"])
-    raise UsageError(f"port {port} on {host} is already in use", hints=["pass another `--port`"])
-
-
 def make_service_controller(context: Context, name: str) -> ServiceController:
     """Wire the controller of a service."""
     from broker.serve.controller import ServiceController
+    from broker.serve.gateway_task import write_program
+    from broker.serve.gateways import Gateways
 
     def launch(folder: ServiceFolder) -> bool:
         return launch_process((*BALANCER, str(folder.path)), folder.log)
@@ -159,7 +207,11 @@ def make_service_controller(context: Context, name: str) -> ServiceController:
         place=lambda request: place(context, request),
         launch_balancer=launch,
         draw_ports=draw_ports,
-    )
+        make_gateways=lambda folder: Gateways(
+            store=context.store, clock=context.clock, exchange=context.gang.exchange, write_program=write_program,
+            folder=folder,
+        ),
+    )  # fmt: skip
 
 
 def place(context: Context, request: PlacementRequest) -> Sequence[Slot]:
@@ -260,13 +312,11 @@ def describe_services(context: Context, names: Sequence[str] = ()) -> Sequence[S
 
 def _describe(context: Context, service: Service) -> ServiceLine:
     store = context.store
-    folder = find_folder(context.config, service)
-    load = None
-    if is_locked(folder.lock):
-        try:
-            load = read_file(folder.load, Load)
-        except StateError as error:
-            context.warn(error)
+    gateways, load = describe_gateways(context, service), None
+    try:
+        load = _read_load(context, service, has_gateways=bool(gateways))
+    except StateError as error:
+        context.warn(error)
     unfinished = frozenset(store.jobs.list_unfinished_ids())
     now_s = context.clock.now_s()
     lines, paid_usd = [], 0.0
@@ -278,24 +328,29 @@ def _describe(context: Context, service: Service) -> ServiceLine:
             ReplicaLine(
                 replica=replica,
                 status=_name_status(replica, seen.job.status if seen.job else None, is_ready=seen.is_ready),
-                place=_show_place(placement) if placement else "-",
+                place=show_place(placement) if placement else "-",
                 usd_hour=placement.usd_hour if placement else 0.0,
                 in_flight=seen.in_flight,
                 error=seen.error or (seen.job.failure if seen.job else ""),
             )
         )  # fmt: skip
+    paid_usd += sum(store.bills.spend_usd(job_id=each, now_s=now_s) for each in list_gateway_jobs(store, service))
     if service.down_requested:
         status = SHUTTING_DOWN
     elif any(each.status == READY for each in lines):
         status = READY
     else:
         status = FAILED if service.failure else STARTING
-    return ServiceLine(service=service, status=status, replicas=tuple(lines), load=load, paid_usd=paid_usd)
+    return ServiceLine(
+        service=service, status=status, replicas=tuple(lines), load=load, paid_usd=paid_usd, gateways=gateways
+    )
 
 
-def _show_place(placement: Placement) -> str:
-    offer = placement.offer
-    return f"{offer.cloud}/{offer.zone or offer.region} {'spot' if placement.is_spot else 'on-demand'}"
+def _read_load(context: Context, service: Service, *, has_gateways: bool) -> Load | None:
+    folder = find_folder(context.config, service)
+    if has_gateways:
+        return merge_loads(list(read_loads(folder, now_s=context.clock.now_s()).values()), is_complete=False)
+    return read_file(folder.load, Load) if is_locked(folder.lock) else None
 
 
 def _name_status(replica: Replica, status: JobStatus | None, *, is_ready: bool) -> str:

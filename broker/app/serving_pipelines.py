@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from broker.app import canaries, services
+from broker.app import canaries, gateways, services
 from broker.app.container import Context
 from broker.app.jobs import JobTarget
 from broker.app.launching import Callbacks, check_cluster_name, prepare
@@ -37,7 +37,7 @@ def split_pipeline(tasks: Sequence[Task]) -> tuple[tuple[Task, ...], Task]:
     if early := next((each for each in before if each.service is not None), None):
         raise UsageError(
             f"task `{early.name}` has a `service:`, but is not the last of its pipeline",
-            hints=["put it last in the file, and every task that it requires before it"],
+            hints=["move it to the end of the file, after every task that it requires"],
         )
     return tuple(before), last
 
@@ -87,11 +87,14 @@ def record_service(
     if context.store.services.get(service) is not None:
         hint = f"change it with `broker serve update {service} TASK.yaml`"
         raise UsageError(f"service `{service}` already exists", hints=[hint])
+    services.check_exposure(services.check_service(task), host)
+    if plans := gateways.plan_gateways(context, task):
+        callbacks.show(plans)
     ready = _prepare(context, service, before, task, callbacks, is_dryrun=is_dryrun)
     if ready is None:
         return None, ()
     spec = services.check_service(ready[-1])
-    chosen = services.choose_port(context, host, port)
+    host, chosen = gateways.choose_address(context, ready[-1], host, port)
     with context.store.transaction():
         last, jobs = submit_before(context, ready[:-1], ready[-1])
         made = context.store.services.add(service, last, host=host, port=chosen, wanted=spec.policy.replicas_min)
@@ -114,6 +117,10 @@ def record_version(
     """
     found = services.find_service(context, service)
     canaries.check_no_canary(context, found)
+    gateways.check_gateways_stay(context, found, task)
+    spec = services.check_service(task)
+    services.check_same_path(context.store.services.get_task(found.name, found.version).service, spec)
+    services.check_exposure(spec, found.host)
     ready = _prepare(context, found.name, before, task, callbacks, is_dryrun=False)
     assert ready is not None
     with context.store.transaction():
@@ -132,9 +139,9 @@ def _prepare(
     context: Context, name: str, before: Sequence[Task], task: Task, callbacks: Callbacks, *, is_dryrun: bool
 ) -> tuple[Task, ...] | None:
     """Check, plan and upload the tasks of a pipeline, the service last; return None for a dry run."""
-    services.check_store(context)
-    services.check_library()
-    count = services.count_replicas(services.check_service(task))
+    spec = services.check_service(task)
+    services.check_library(spec)
+    count = services.count_replicas(spec)
     head: tuple[Task, ...] = ()
     if before:
         target = JobTarget(context=context)

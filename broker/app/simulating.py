@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from broker.lab.markets import Site
     from broker.lab.parts import Scene
     from broker.lab.traces import Trace
-    from broker.types import Estimate, Task
+    from broker.types import Estimate, Plan, Task
 
 SLACK_DEFAULT = 1.5  # deadline / work, for a task without a deadline
 STARTS_MAX = 100_000
@@ -70,8 +70,23 @@ def simulate(
 
 
 @dataclass(frozen=True, kw_only=True)
+class SimulatedKind:
+    """Further machines that the task accepts; `speed` is relative to those of the plan's choice."""
+
+    estimate: Estimate
+    ondemand_usd_hour: float  # of the gang
+    spot_usd_hour: float
+    speed: float
+    start_hours: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class SimulatedJob:
-    """The task, with the prices and times of the instances that it would run on."""
+    """The task, with the prices and times of the instances that it would run on.
+
+    Hours of work are those on the machines of `estimate`; `others` are machines of other kinds, between which a policy
+    may change.
+    """
 
     estimate: Estimate
     ondemand_usd_hour: float  # of the gang
@@ -83,20 +98,43 @@ class SimulatedJob:
     save_every_hours: float
     spot_speed: float
     notice_hours: float
+    others: tuple[SimulatedKind, ...] = ()
+    hour_value_usd: float | None = None
+
+    @property
+    def ondemand_hours(self) -> float:
+        """Return the least hours to finish on-demand from the beginning."""
+        hours = [self.work_hours + self.start_hours]
+        return min([*hours, *(self.work_hours / each.speed + each.start_hours for each in self.others)])
 
     def list_facts(self) -> list[tuple[str, str]]:
         """List what all replays have in common, as names with texts."""
         offer = self.estimate.placement.offer
         assumed = f" (assumed: {SLACK_DEFAULT:g} times the work)" if self.is_deadline_assumed else ""
         every = format_hours(self.save_every_hours) if self.save_every_hours else "-"
+        more = [fact for each in self.others for fact in _list_kind_facts(each)]
         return [
             ("machines", f"{self.estimate.placement.node_count} x {offer.cloud} {offer.instance_type}"),
-            ("prices", f"{format_usd(self.ondemand_usd_hour)} on-demand, {format_usd(self.spot_usd_hour)} spot, USD/h"),
+            ("prices", _describe_prices(self.ondemand_usd_hour, self.spot_usd_hour)),
+            *more,
             ("work", format_hours(self.work_hours)),
             ("deadline", f"{format_hours(self.deadline_hours)}{assumed}"),
             ("start", f"{format_hours(self.start_hours)} each time, billed"),
             ("checkpoint", f"every {every}"),
         ]
+
+
+def _list_kind_facts(kind: SimulatedKind) -> list[tuple[str, str]]:
+    placement = kind.estimate.placement
+    name = f"{placement.node_count} x {placement.offer.cloud} {placement.offer.instance_type}"
+    return [
+        ("or", f"{name}, {kind.speed:.2g} times as fast"),
+        ("prices", _describe_prices(kind.ondemand_usd_hour, kind.spot_usd_hour)),
+    ]
+
+
+def _describe_prices(ondemand_usd_hour: float, spot_usd_hour: float) -> str:
+    return f"{format_usd(ondemand_usd_hour)} on-demand, {format_usd(spot_usd_hour)} spot, USD/h"
 
 
 def choose_policies(wanted: Sequence[str] | None, known: Sequence[str]) -> list[str]:
@@ -136,10 +174,8 @@ def measure_job(
     resources = tuple(replace(each, use_spot=None) for each in context.resolve(task).resources)
     free = replace(task, resources=resources)
     plan = context.plan(replace(free, goal=replace(task.goal, deadline_hours=None, budget_usd=None)))
-    both = (each for each in plan.estimates if each.placement.is_spot and each.placement.offer.ondemand_usd_hour)
-    estimate = next(both, None)
-    if estimate is None or estimate.breakdown is None:
-        raise NoOfferError("no offer that fits the task is available both as spot and on-demand")
+    estimate, *others = _choose_kinds(plan)
+    assert estimate.breakdown is not None
     placement = estimate.placement
     work = estimate.breakdown.work_hours
     deadline = deadline_hours or task.goal.deadline_hours
@@ -158,14 +194,50 @@ def measure_job(
         save_every_hours=every,
         spot_speed=every / (every + stall),
         notice_hours=notice_s / 3600,
+        others=tuple(_make_kind(each, work) for each in others),
+        hour_value_usd=task.goal.hour_value_usd,
     )
-    if job.deadline_hours < job.work_hours + job.start_hours:
+    if job.deadline_hours < job.ondemand_hours:
         raise UsageError(
             f"the deadline of {format_hours(job.deadline_hours)} cannot be met even on-demand: "
             f"{format_hours(job.work_hours)} of work and {format_hours(job.start_hours)} to start",
-            hints=[f"pass `--deadline-hours {1.2 * (job.work_hours + job.start_hours):.1f}"],
+            hints=[f"pass `--deadline-hours {1.2 * job.ondemand_hours:.1f}"],
         )
     return job
+
+
+def _choose_kinds(plan: Plan) -> list[Estimate]:
+    """Return the first estimate on spot, with both prices, of each kind of machine between which the job may change.
+
+    Raises NoOfferError if there is none.
+    """
+    from broker.jobs.kinds import KINDS_MAX, find_kind, has_kinds
+
+    found: dict[object, Estimate] = {}
+    for each in plan.estimates:
+        if each.placement.is_spot and each.placement.offer.ondemand_usd_hour and each.breakdown is not None:
+            found.setdefault(find_kind(each.placement), each)
+            if len(found) == KINDS_MAX or not has_kinds(plan.task):
+                break
+    if not found:
+        raise NoOfferError("no offer that fits the task is available both as spot and on-demand")
+    first, *others = found.values()
+    if plan.task.checkpoint.is_for_same_ranks:  # one kind is the first to run, and its number of ranks stays
+        ranks = first.placement.offer.accelerator_count
+        others = [each for each in others if each.placement.offer.accelerator_count == ranks]
+    return [first, *others]
+
+
+def _make_kind(estimate: Estimate, work_hours: float) -> SimulatedKind:
+    placement, breakdown = estimate.placement, estimate.breakdown
+    assert breakdown is not None and placement.offer.ondemand_usd_hour is not None
+    return SimulatedKind(
+        estimate=estimate,
+        ondemand_usd_hour=placement.offer.ondemand_usd_hour * placement.node_count,
+        spot_usd_hour=placement.usd_hour,
+        speed=work_hours / breakdown.work_hours,
+        start_hours=breakdown.recovery_s / 3600,
+    )
 
 
 def _mean_hazard(traces: Sequence[Trace]) -> float:
@@ -186,28 +258,38 @@ def set_scenes(job: SimulatedJob, traces: Sequence[Trace], starts: int, *, is_ap
     # The catalog's price applies to the cheapest zone; differences between zones and over time are as recorded.
     least = min((each.prices[0] for each in traces if each.prices and each.prices[0] > 0), default=1.0)
 
-    def place(trace: Trace) -> Site:
-        spot = job.spot_usd_hour * (trace.prices[0] / least if trace.prices and not is_apart else 1.0)
-        base = job.estimate.placement.offer
+    def place(trace: Trace, kind: SimulatedKind) -> Site:
+        spot = kind.spot_usd_hour * (trace.prices[0] / least if trace.prices and not is_apart else 1.0)
+        base = kind.estimate.placement.offer
         offer = Offer(
             cloud=base.cloud, region=trace.name, zone=trace.name, instance_type=base.instance_type, vcpus=base.vcpus,
-            memory_gib=base.memory_gib, ondemand_usd_hour=job.ondemand_usd_hour, spot_usd_hour=spot,
+            memory_gib=base.memory_gib, ondemand_usd_hour=kind.ondemand_usd_hour, spot_usd_hour=spot,
         )  # fmt: skip
         return Site(
             trace=trace,
             spot=Placement(offer=offer, is_spot=True, node_count=1),  # the offer stands for the whole gang
             ondemand=Placement(offer=offer, is_spot=False, node_count=1),
-            start_hours=job.start_hours,
-            spot_speed=job.spot_speed,
+            start_hours=kind.start_hours,
+            spot_speed=job.spot_speed * kind.speed,
+            ondemand_speed=kind.speed,
         )
 
-    sites = [place(trace) for trace in traces]
-    groups = [(site,) for site in sites] if is_apart else [tuple(sites)]
+    first = SimulatedKind(
+        estimate=job.estimate, ondemand_usd_hour=job.ondemand_usd_hour, spot_usd_hour=job.spot_usd_hour, speed=1.0,
+        start_hours=job.start_hours,
+    )  # fmt: skip
+    kinds = (first, *job.others)
+    # Spot of other machines does not open and close at the same moments: each kind begins at another hour.
+    by_kind = [
+        [place(trace.begin_at(number / len(kinds), name=trace.name) if number else trace, kind) for trace in traces]
+        for number, kind in enumerate(kinds)
+    ]
+    groups = list(zip(*by_kind, strict=True)) if is_apart else [tuple(site for sites in by_kind for site in sites)]
     scenes = []
     for number, group in enumerate(groups):
         case = Case(
             sites=group, work_hours=job.work_hours, deadline_hours=job.deadline_hours,
-            save_every_hours=job.save_every_hours, notice_hours=job.notice_hours,
+            save_every_hours=job.save_every_hours, notice_hours=job.notice_hours, hour_value_usd=job.hour_value_usd,
         )  # fmt: skip
         own = starts * (number + 1) // len(groups) - starts * number // len(groups)
         hours = spread_starts(group, job.deadline_hours, own)

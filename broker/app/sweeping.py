@@ -76,7 +76,7 @@ class SweepDriver:
         step = boards.decide(
             before, jobs, runs=len(self.configurations), parallel=request.parallel, early=request.early
         )
-        if step.board != before:  # first, so that a run that is stopped is known to be
+        if step.board != before:  # before the requests, so that a stopped run is on record as stopped
             store.meta.put(f"sweep:{self.group}", boards.encode(step.board))
         for run in step.stops:
             store.jobs.request_cancel(jobs[run].id)
@@ -111,7 +111,11 @@ class SweepDriver:
         if self._task is None:
             self._task = self._prepare(is_dryrun=False)
         task = replace(self._task, envs={**self._task.envs, **self.configurations[run]})
-        return self._context.store.jobs.add(f"{self.group}-{run + 1}", task, f"{self.group}/{run}", pipeline=self.group)
+        store = self._context.store
+        with store.transaction():
+            job = store.jobs.add(f"{self.group}-{run + 1}", task, f"{self.group}/{run}", pipeline=self.group)
+            self._context.own_jobs([job])
+        return job
 
     def _prepare(self, *, is_dryrun: bool) -> Task:
         task = self._request.task

@@ -64,12 +64,12 @@ def make_event(time_s: float, *, step: int = 0, version: str = "", scalars: Mapp
 
 
 def encode_bytes(data: bytes) -> bytes:
-    """Encode bytes with their length in front."""
+    """Encode bytes, prefixed with their length."""
     return encode_varint(len(data)) + data
 
 
 def encode_varint(number: int) -> bytes:
-    """Encode an integer in groups of seven bits, the lowest first; a negative one as 64 bits."""
+    """Encode an integer in groups of seven bits, least significant first; a negative one as 64 bits."""
     number &= (1 << 64) - 1
     found = bytearray()
     while number > 0x7F:
@@ -91,7 +91,7 @@ def find_crc32c(data: bytes) -> int:
 
 
 def mask(crc: int) -> int:
-    """Mask a checksum, as one of data that contains checksums is weak."""
+    """Mask a checksum, because the checksum of data that contains checksums is weak."""
     return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
 
 

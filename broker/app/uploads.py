@@ -92,7 +92,7 @@ def _explain_unasked(cluster: Cluster, error: StateError) -> BrokerError:
     others = [hint for hint in error.hints if "broker down" not in hint]
     return BrokerError(
         f"cluster `{cluster.name}` is still up, at {format_usd(cluster.placement.usd_hour)} USD/h: {error.message}",
-        details=["its nodes cannot be asked whether files are still to be uploaded to mounted buckets"],
+        details=["broker cannot ask its nodes whether files still have to be uploaded to mounted buckets"],
         hints=[*others, now.removeprefix("" if others else "or ")],
     )
 

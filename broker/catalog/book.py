@@ -243,6 +243,11 @@ class Book:
             for row in rows
         }  # fmt: skip
 
+    def list_accelerator_names(self) -> Sequence[str]:
+        """List the accelerators of all offers, also those without performance figures."""
+        rows = self._database.execute("SELECT DISTINCT accelerator FROM types WHERE accelerator != '' ORDER BY 1")
+        return [str(row[0]) for row in rows]
+
     def read_egress(self) -> Sequence[EgressPrice]:
         """Return the egress prices of each cloud's regions."""
         rows = self._database.execute("SELECT cloud, from_region, target, usd_per_gb FROM egress ORDER BY 1, 2, 3")

@@ -11,6 +11,14 @@ from broker.formatting import join_choices
 from broker.types import Resources
 
 NEAR_COUNT = 3
+# Accelerators that the shipped prices lack, and clouds that offer them: SkyPilot's catalog, version 8.
+SELLERS: dict[str, tuple[str, ...]] = {
+    "A40": ("runpod", "vast", "cudo"), "RTX3060": ("vast",), "RTX3070": ("vast",), "RTX3080": ("cudo", "vast"),
+    "RTX3090": ("runpod", "vast"), "RTX4000-Ada": ("runpod", "vast"), "RTX4060": ("vast",), "RTX4070": ("vast",),
+    "RTX4080": ("vast",), "RTX4090": ("runpod", "vast", "hyperbolic"), "RTX5000-Ada": ("vast",), "RTX5060": ("vast",),
+    "RTX5070": ("vast",), "RTX5080": ("vast",), "RTX5090": ("runpod", "vast"), "RTXA4000": ("runpod", "vast", "cudo"),
+    "RTXA4500": ("runpod", "cudo"), "RTXA5000": ("runpod", "vast", "cudo"),
+}  # fmt: skip
 PLACES = "offers o JOIN types t ON t.id = o.type JOIN texts x ON x.id = o."
 
 
@@ -61,7 +69,10 @@ class Suggestions:
         self.check(Resources(cloud=name))
 
     def explain_accelerator(self, name: str) -> UnknownNameError:
-        """Make the error for an unknown accelerator."""
+        """Make the error for an unknown accelerator, or for one that only clouds without prices here offer."""
+        if sellers := next((clouds for each, clouds in SELLERS.items() if each.lower() == name.lower()), ()):
+            hint = f"add prices with `broker catalog update --cloud {sellers[0]}`"
+            return UnknownNameError(f"the catalog has no offers of `{name}`", hints=[hint])
         names = self._list("SELECT name FROM accelerators UNION SELECT accelerator FROM types WHERE accelerator != ''")
         return _explain("accelerator", name, names, ["list all with `broker gpus`"])
 

@@ -116,7 +116,7 @@ def update(
 ) -> None:
     """Fetch current prices from live sources.
 
-    A cloud without a plausible answer keeps its prices; the exit code is then 1.
+    If a source returns no plausible prices for a cloud, the old ones are kept and the exit code is 1.
     """
     from broker.catalog.attempts import record_attempts
     from broker.catalog.http_client import HttpGet

@@ -78,9 +78,13 @@ def cancel(
     cluster: ClusterName,
     run_ids: Annotated[list[int] | None, typer.Argument(help="Run IDs.")] = None,
     everything: Annotated[bool, typer.Option("--all", "-a", help="Cancel all live runs.")] = False,
+    yes: options.Yes = False,
 ) -> None:
     """Cancel runs on a cluster."""
     wanted = None if everything else tuple(run_ids or ())
+    if wanted != ():
+        which = "all live runs" if wanted is None else "run " + ", ".join(map(str, wanted))
+        options.confirm(f"Cancel {which} on {cluster}?", yes=yes)
     ended = make_session().call(cancel_runs, cluster=cluster, run_ids=wanted)
     for run_id in ended:
         print_line(f"cancelled run {run_id}")

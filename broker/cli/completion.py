@@ -25,15 +25,19 @@ NAMES: dict[tuple[str, ...], tuple[str, bool]] = {
     ("autostop",): ("cluster", False),
     ("ssh",): ("cluster", False),
     ("local", "preempt"): ("cluster", False),
-    ("jobs", "cancel"): ("live job", True),
-    ("jobs", "retry"): ("ended job", False),
+    ("jobs", "cancel"): ("live job or group", True),
+    ("jobs", "retry"): ("ended job or group", False),
     ("jobs", "wait"): ("job", False),
-    ("jobs", "logs"): ("job", False),
-    ("jobs", "events"): ("job", False),
-    ("jobs", "why"): ("job", False),
+    ("jobs", "logs"): ("job or group", False),
+    ("jobs", "events"): ("job or group", False),
+    ("jobs", "why"): ("job or group", False),
     ("jobs", "watch"): ("job", False),
     ("jobs", "trace"): ("job", False),
     ("jobs", "forward"): ("job", False),
+    ("jobs", "schedules", "history"): ("schedule", False),
+    ("jobs", "schedules", "pause"): ("schedule", False),
+    ("jobs", "schedules", "resume"): ("schedule", False),
+    ("jobs", "schedules", "remove"): ("schedule", False),
 }
 
 
@@ -70,7 +74,7 @@ def find_items(words: Sequence[str], incomplete: str) -> list[Item] | None:
         from broker.cli.commands import COMMANDS
 
         return [(name, text) for name, (_, text) in COMMANDS.items() if name.startswith(incomplete)]
-    for count in (1, 2):
+    for count in (1, 2, 3):
         if known := NAMES.get(tuple(words[:count])):
             kind, is_several = known
             given = words[count:]
@@ -90,15 +94,29 @@ def complete_jobs(incomplete: str) -> list[str]:
     return [name for name in list_names("job") if name.startswith(incomplete)]
 
 
+def complete_jobs_and_groups(incomplete: str) -> list[str]:
+    """Complete names and ids of jobs, and names of groups, for arguments through Typer."""
+    return [name for name in list_names("job or group") if name.startswith(incomplete)]
+
+
+def complete_schedules(incomplete: str) -> list[str]:
+    """Complete names of schedules, for arguments through Typer."""
+    return [name for name in list_names("schedule") if name.startswith(incomplete)]
+
+
 def list_names(kind: str) -> Sequence[str]:
     """List names in the state file of this installation."""
     from broker.config import find_home
-    from broker.state.names import list_cluster_names, list_job_names
+    from broker.state.names import list_cluster_names, list_group_names, list_job_names, list_schedule_names
 
     database = find_home() / "state.db"
     if kind == "cluster":
         return list_cluster_names(database)
-    return list_job_names(database, is_live={"live job": True, "ended job": False}.get(kind))
+    if kind == "schedule":
+        return list_schedule_names(database)
+    is_live = {"live": True, "ended": False}.get(kind.partition(" ")[0])
+    groups = list_group_names(database, is_live=is_live) if kind.endswith("group") else ()
+    return [*groups, *list_job_names(database, is_live=is_live)]
 
 
 def _print_bash(items: Sequence[Item]) -> None:

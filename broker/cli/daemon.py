@@ -35,6 +35,7 @@ def daemon(
             clock=context.clock,
             config=context.config,
             notifier=context.notifier,
+            scheduler=context.scheduler,
             idle_s=idle,
         )
     )

@@ -34,8 +34,8 @@ def dashboard(
 ) -> None:
     """Show jobs, clusters and cost in a browser.
 
-    Listens on 127.0.0.1 only. The printed link works once; Ctrl-C stops the dashboard; jobs continue. After
-    `broker login`, it opens the server's pages instead.
+    Listens on 127.0.0.1 only. The printed link works once. Ctrl-C stops the dashboard; jobs continue. After
+    `broker login`, the command opens the server's pages instead.
     """
     if (login := find_login()) is not None:
         _open_server(login, is_opening=open_browser)

@@ -14,6 +14,7 @@ from broker.cli.render import note_damage, print_json, print_line, print_note
 from broker.cli.terminal import show_wait
 from broker.errors import CloudError
 from broker.formatting import format_count, to_plain
+from broker.jobs.setup_archives import choose_expired, delete_archive, list_archives, list_places
 
 
 def gc(
@@ -38,10 +39,14 @@ def gc(
             asyncio.run(context.provisioner.collect())
     if not dry_run:
         _sweep_access(context)
+    archives = _sweep_archives(context, is_dry=dry_run)
     if as_json:
         print_json(
-            {"nodes": to_plain(list(nodes)), "clusters": list(names), "is_ended": not dry_run, "adopted": list(adopted)}
-        )
+            {
+                "nodes": to_plain(list(nodes)), "clusters": list(names), "is_ended": not dry_run,
+                "adopted": list(adopted), "setup_archives": archives,
+            }
+        )  # fmt: skip
         return
     verb = "would terminate" if dry_run else "terminated"
     for node in nodes:
@@ -67,3 +72,28 @@ def _sweep_access(context: Context) -> None:
         return
     if count:
         print_note(f"deleted {format_count(count, 'bucket access account')}")
+
+
+def _sweep_archives(context: Context, *, is_dry: bool) -> list[dict[str, object]]:
+    """Delete expired setup archives; return all, with those that stay."""
+    found: list[dict[str, object]] = []
+    for place in list_places(context.store):
+        try:
+            archives = list_archives(place)
+            expired = choose_expired(archives, now_s=context.clock.now_s())
+            for archive in () if is_dry else expired:
+                delete_archive(archive)
+        except CloudError as error:
+            print_note(f"could not check the setup archives at {place}: {error.message}")
+            continue
+        found += [
+            {"place": place, "name": each.name, "size_bytes": each.size_bytes, "used_s": each.used_s,
+             "is_expired": each in expired}
+            for each in archives
+        ]  # fmt: skip
+        if archives:
+            gib = sum(each.size_bytes for each in archives if each not in expired) / 2**30
+            verb = "would delete" if is_dry else "deleted"
+            kept = format_count(len(archives) - len(expired), "setup archive")
+            print_note(f"{kept} at {place}, {gib:.2f} GiB; {verb} {len(expired)} expired")
+    return found

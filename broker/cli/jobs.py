@@ -9,10 +9,19 @@ import typer
 
 from broker.app.jobs import check_names, explain_ended, read_status
 from broker.app.verbs.jobs import cancel_jobs, find_members, retry_group, retry_job, show_job, wait_for_job
-from broker.cli import jobs_forward, jobs_import, jobs_queue, jobs_show, jobs_trace, jobs_watch, options
-from broker.cli.completion import complete_jobs
+from broker.cli import (
+    jobs_forward,
+    jobs_import,
+    jobs_queue,
+    jobs_schedules,
+    jobs_show,
+    jobs_trace,
+    jobs_watch,
+    options,
+)
+from broker.cli.completion import complete_jobs_and_groups
 from broker.cli.context import make_session
-from broker.cli.jobs_show import JobName, follow_job
+from broker.cli.jobs_show import JobName, JobOrGroup, follow_job
 from broker.cli.plan_table import describe_plan, has_spot_work, show_plan
 from broker.cli.render import print_json, print_line, print_note
 from broker.errors import BrokerError, UsageError
@@ -51,6 +60,7 @@ def launch(
     """Submit a task as a managed job.
 
     The job recovers from preemptions until it succeeds, fails or is cancelled.
+    A task with `schedule:` is stored instead, and starts a job at each due time.
     """
     from broker.app.verbs.launching import launch_jobs
     from broker.cli.launch import confirm_price, show_upload
@@ -75,8 +85,15 @@ def launch(
         else:
             _tell_submitted(jobs)
 
+    tasks = tuple(options.read_tasks(entrypoint, overrides))
+    if len(tasks) == 1 and tasks[0].schedule is not None:
+        jobs_schedules.store_schedule(
+            session, tasks[0], name=name, request_id=request_id, hedge=hedge, is_dryrun=dryrun, show=show,
+            confirm=lambda plans: confirm_price(plans, yes=yes), as_json=as_json,
+        )  # fmt: skip
+        return
     jobs = session.call(
-        launch_jobs, tasks=tuple(options.read_tasks(entrypoint, overrides)), name=name, request_id=request_id,
+        launch_jobs, tasks=tasks, name=name, request_id=request_id,
         hedge=hedge, is_dryrun=dryrun, show=show, confirm=lambda plans: confirm_price(plans, yes=yes),
         on_submitted=tell, track_upload=show_upload,
     )  # fmt: skip
@@ -105,15 +122,18 @@ def _tell_submitted(jobs: Sequence[Job]) -> None:
 @app.command()
 def cancel(
     jobs: Annotated[
-        list[str] | None, typer.Argument(help="Job IDs, or names of jobs or pipelines.", autocompletion=complete_jobs)
+        list[str] | None,
+        typer.Argument(help="Job IDs, or names of jobs, pipelines or groups.", autocompletion=complete_jobs_and_groups),
     ] = None,
     everything: Annotated[bool, typer.Option("--all", "-a", help="Cancel all live jobs.")] = False,
+    yes: options.Yes = False,
     as_json: options.AsJson = False,
     output: options.Output = options.Format.TABLE,
 ) -> None:
     """Cancel jobs and terminate their clusters."""
     if not jobs and not everything:
         raise UsageError("no job was named", hints=["name one with `broker jobs cancel ID`, or pass `--all`"])
+    options.confirm("Cancel all live jobs?" if everything else f"Cancel {', '.join(jobs or ())}?", yes=yes)
     found = make_session().call(cancel_jobs, names=tuple(jobs or ()), is_all=everything)
     as_json = as_json or output is options.Format.JSON
     for job in found.jobs if not as_json else ():
@@ -137,7 +157,7 @@ def cancel(
 
 @app.command()
 def retry(
-    job: JobName,
+    job: JobOrGroup,
     secret: options.Secret = None,
     request_id: options.RequestId = None,
     detach: options.Detach = False,
@@ -210,3 +230,4 @@ app.command()(jobs_watch.watch)
 app.command()(jobs_trace.trace)
 app.command()(jobs_forward.forward)
 app.command("import")(jobs_import.import_script)
+app.add_typer(jobs_schedules.app, name="schedules")

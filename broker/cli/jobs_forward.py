@@ -43,8 +43,8 @@ def forward(
 ) -> None:
     """Forward the progress of a job to experiment trackers.
 
-    Reads the progress once a second, across recoveries, until the job ends. A tracker that does not answer misses
-    lines; the job is not affected. Ctrl-C stops only the forwarding.
+    Reads the progress once a second, across recoveries, until the job ends. Lines are lost while a tracker does not
+    respond; the job is not affected. Ctrl-C stops only the forwarding.
     """
     if mlflow is None and tensorboard is None and url is None:
         raise UsageError("no tracker is named", hints=["pass `--mlflow URL`, `--tensorboard FOLDER` or `--url URL`"])

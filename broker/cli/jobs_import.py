@@ -40,7 +40,7 @@ def import_script(
         with output.open("x", encoding="utf-8") as file:
             file.write(text)
     except FileExistsError:
-        raise UsageError(f"`{output}` exists", hints=["choose another file, or delete it"]) from None
+        raise UsageError(f"`{output}` already exists", hints=["choose another file, or delete it"]) from None
     except OSError as error:
         raise UsageError(f"cannot write `{output}`: {(error.strerror or 'unknown').lower()}") from None
     print_note(f"try it: `broker plan {output}`")

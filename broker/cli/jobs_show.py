@@ -13,7 +13,7 @@ from broker.app.clusters import LogChunk
 from broker.app.session import Session
 from broker.app.verbs.jobs import explain_job, find_members, follow_log, list_events, show_job
 from broker.cli import options
-from broker.cli.completion import complete_jobs
+from broker.cli.completion import complete_jobs, complete_jobs_and_groups
 from broker.cli.context import make_session
 from broker.cli.render import print_json, print_line, print_note, print_wrapped
 from broker.errors import RunFailedError
@@ -24,9 +24,17 @@ from broker.wording import describe_outcome, describe_wait
 
 if TYPE_CHECKING:
     from broker.app.verbs.jobs import Story
+    from broker.jobs.start_costs import StartCost
     from broker.state.events import EventRow
 
+USD_MIN = 0.01  # savings below are not worth a sentence
 JobName = Annotated[str, typer.Argument(help="Job ID or name.", show_default=False, autocompletion=complete_jobs)]
+JobOrGroup = Annotated[
+    str,
+    typer.Argument(
+        help="ID or name of a job, or name of a group.", show_default=False, autocompletion=complete_jobs_and_groups
+    ),
+]
 
 # What each status means, for `why`.
 MEANING = {
@@ -71,7 +79,7 @@ def _describe_event(event: EventRow) -> dict[str, object]:
 
 
 def logs(
-    job: JobName,
+    job: JobOrGroup,
     follow: Annotated[bool, typer.Option("--follow/--no-follow", help="Keep printing until the job ends.")] = True,
     as_json: Annotated[bool, typer.Option("--json", help="Print each log line as a JSON object.")] = False,
     output: options.Output = options.Format.TABLE,
@@ -91,7 +99,7 @@ def logs(
         session.call(follow_log, job=str(job_id), on_chunk=_make_printer(job_id, as_json=as_json), is_following=False)
 
 
-def events(job: JobName, as_json: options.AsJson = False, output: options.Output = options.Format.TABLE) -> None:
+def events(job: JobOrGroup, as_json: options.AsJson = False, output: options.Output = options.Format.TABLE) -> None:
     """List the events of a job, or of all jobs of a pipeline or group."""
     session = make_session()
     if members := session.call(find_members, job=job):
@@ -112,7 +120,7 @@ def events(job: JobName, as_json: options.AsJson = False, output: options.Output
         print_line(f"{_show_time(event.time_s)}  {strip_control(event.message)}")
 
 
-def why(job: JobName, as_json: options.AsJson = False, output: options.Output = options.Format.TABLE) -> None:
+def why(job: JobOrGroup, as_json: options.AsJson = False, output: options.Output = options.Format.TABLE) -> None:
     """Explain the status of a job, or of all jobs of a pipeline or group: history, recoveries and cost."""
     session = make_session()
     members = session.call(find_members, job=job)
@@ -136,6 +144,7 @@ def _describe_story(told: Story) -> dict[str, object]:
         "wait": told.wait and to_plain(told.wait),
         "deadline_chances": to_plain(told.chances),
         "nodes": to_plain(told.nodes),
+        "starts": told.starts and to_plain(told.starts),
     }
 
 
@@ -168,6 +177,25 @@ def _tell_story(told: Story, now_s: float) -> None:
     print_line(f"Paid {format_usd(summary.paid_usd)} USD; on-demand would have cost {ondemand} USD.")
     if told.forecast is not None:
         print_wrapped(f"Forecast: {describe_forecast(told.forecast)}.", indent=2)
+    if told.starts is not None and (sentence := describe_starts(told.starts)):
+        print_wrapped(f"{sentence}.", indent=2)
+        if told.starts.left_usd is not None and found.task.setup and not found.task.recovery.caches_setup:
+            print_wrapped("`job_recovery: {cache_setup: true}` lets later starts restore what `setup` wrote.", indent=2)
+
+
+def describe_starts(starts: StartCost) -> str:
+    """Say what a shorter setup would save, or would have saved; empty below a cent."""
+    lasted = format_duration(starts.mean_s)
+    each = f"{lasted} at its start" if starts.count == 1 else f"{lasted} at each of {starts.count} starts"
+    spent = f"`setup`, data and restore took {each}"
+    if starts.starts_left is None or starts.left_usd is None:
+        return "" if starts.paid_usd < USD_MIN else f"{spent} and cost {format_usd(starts.paid_usd)} USD"
+    if starts.left_usd < USD_MIN:
+        return ""
+    return (
+        f"{spent}; if they took half as long, the {starts.starts_left:.1f} starts still expected would cost "
+        f"{format_usd(starts.left_usd / 2)} USD less"
+    )
 
 
 def explain_role(job: Job) -> str:

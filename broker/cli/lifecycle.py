@@ -54,8 +54,7 @@ def down(
     wanted = found.names
     if not wanted:
         raise_failures(found.failures, ended_count=0)
-    if wanted and not yes and sys.stdin.isatty():
-        typer.confirm(f"Terminate {', '.join(wanted)}?", abort=True)
+    options.confirm(f"Terminate {', '.join(wanted)}?", yes=yes)
     left = list(wanted)
 
     def on_down(name: str) -> None:

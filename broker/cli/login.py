@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from broker.cli.render import print_line
+from broker.cli.render import print_line, print_note
 from broker.config import LOGIN, find_home, find_login
 from broker.errors import UsageError
 from broker.types import Secret
@@ -27,25 +28,45 @@ def login(
     token_file: Annotated[
         Path | None, typer.Option("--token-file", metavar="FILE", help="File with the token; `-` reads stdin.")
     ] = None,
+    browser: Annotated[
+        bool, typer.Option("--browser/--no-browser", help="Open a browser to log in (--no-browser: print the URL).")
+    ] = True,
     fingerprint: Annotated[
         str | None,
         typer.Option("--fingerprint", metavar="sha256:HEX", help="Certificate to accept, as the server printed it."),
     ] = None,
 ) -> None:
-    """Log in to a server; commands then run there."""
+    """Log in to a server; commands then run there.
+
+    Without a token, log in through a browser if the server has an OIDC issuer.
+    """
     from broker.client.login import ServerLogin, check_login, save_login
     from broker.client.remote import RemoteSession, check_handshake
 
-    found = ServerLogin(url=url.rstrip("/"), token=_read_token(token, token_file), fingerprint=fingerprint)
+    found = ServerLogin(url=url.rstrip("/"), token=Secret(value=""), fingerprint=fingerprint)
     check_login(found)
+    if token is None and token_file is None:
+        from broker.client.browser_login import log_in
+
+        found = replace(found, token=log_in(found, lambda page: _show_page(page, opens=browser)))
+    else:
+        found = replace(found, token=_read_token(token, token_file))
     answer = check_handshake(RemoteSession(found))
     save_login(find_home() / LOGIN, found)
     print_line(f"Logged in to {found.url} as {answer.user} ({answer.role.value}), server version {answer.version}")
 
 
+def _show_page(page: str, *, opens: bool) -> None:
+    """Open a page, and print its address for machines without a browser."""
+    if opens:
+        import webbrowser
+
+        webbrowser.open(page)
+    print_note(f"log in at {page}")
+    print_note("the browser must run on this machine, or reach its port through a tunnel")
+
+
 def _read_token(token: str | None, file: Path | None) -> Secret:
-    if token is None and file is None:
-        raise UsageError("a token is required", hints=["pass `--token-file FILE`, or `--token-file -` to read stdin"])
     if file is not None:
         try:
             token = sys.stdin.read() if str(file) == "-" else file.read_text()

@@ -28,7 +28,13 @@ Input = Annotated[
 Output = Annotated[
     str, typer.Option("--output", metavar="URL", help="Folder for the results, in a bucket or on this machine.")
 ]
-Workers = Annotated[int, typer.Option("--workers", "-w", metavar="N", min=1, max=1000, help="Number of worker jobs.")]
+Workers = Annotated[
+    int | None,
+    typer.Option(
+        "--workers", "-w", metavar="N", min=1, max=1000, help="Number of worker jobs (default: 4; 1 with Ray Data).",
+        show_default=False,
+    ),
+]  # fmt: skip
 ShardMib = Annotated[
     float | None,
     typer.Option(
@@ -49,7 +55,7 @@ def map(
     source: Input,
     output: Output,
     overrides: options.Overrides = options.NO_OVERRIDES,
-    workers: Workers = 4,
+    workers: Workers = None,
     shard_mib: ShardMib = None,
     lease: LeaseS = 60,
     yes: options.Yes = False,
@@ -72,7 +78,7 @@ def map(
     def show(plans: Sequence[Plan]) -> None:
         if not as_json:
             show_plan(plans[0])
-        print_note(f"{format_count(workers, 'worker')}, each at the price of the first placement")
+        print_note(f"{format_count(request.worker_count, 'worker')}, each at the price of the first placement")
 
     request = MapRequest(
         task=options.read_task(entrypoint, overrides), input=source, output=output, workers=workers,
@@ -103,7 +109,9 @@ def map(
             if begun is None:
                 raise
             stack.close()
-            print_note(f"interrupted; the workers continue; the same command follows them again; {_hint_cancel(begun)}")
+            print_note(
+                f"interrupted; the workers continue; run the same command to follow them again; {_hint_cancel(begun)}"
+            )
             raise typer.Exit(130) from None
     if state is None:
         return

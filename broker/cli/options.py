@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 from collections.abc import Callable
 from enum import StrEnum
 from pathlib import Path
@@ -121,3 +122,9 @@ def task_options(*names: str) -> Callable[[Callable[..., None]], Callable[..., N
         return run
 
     return decorate
+
+
+def confirm(question: str, *, yes: bool) -> None:
+    """Ask on a terminal, and abort unless the user agrees. With `--yes` and in a pipe, nothing is asked."""
+    if not yes and sys.stdin.isatty():
+        typer.confirm(question, abort=True, err=True)

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from broker.app import canaries, services
+from broker.app import canaries
 from broker.app.clusters import LogChunk
+from broker.app.gateways import READY
 from broker.app.launching import Callbacks
 from broker.app.services import ServiceLine, check_service, count_replicas, find_service
 from broker.app.serving_pipelines import record_service, record_version, split_pipeline
@@ -23,7 +24,7 @@ from broker.cli.render import format_table, print_json, print_line, print_note
 from broker.errors import UsageError
 from broker.formatting import format_count, format_duration, format_usd, strip_control, to_plain
 from broker.serve.admission import is_loopback
-from broker.types import Task, UpdateMode
+from broker.types import ServiceProtocol, Task, UpdateMode
 
 if TYPE_CHECKING:
     from broker.types import Job, Plan
@@ -75,8 +76,11 @@ def up(
     if made is None:
         return
     # Printed before the daemon starts: from here on, the service may cost money.
-    print_line(f"Service {name} is recorded; its endpoint is {_show_endpoint(made.host, made.port, task)}")
-    if not is_loopback(host):
+    if task.service is not None and task.service.gateway is not None and not is_loopback(made.host):
+        print_line(f"Service {name} is recorded; `broker serve status {name}` shows the endpoints of its gateways")
+    else:
+        print_line(f"Service {name} is recorded; its endpoint is {_show_endpoint(made.host, made.port, task)}")
+    if not is_loopback(made.host) and (task.service is None or task.service.has_keys):
         print_note(f"it refuses requests until it has a key: `broker serve keys create {name}`")
     print_note(f"show it with `broker serve status {name}`, terminate it with `broker serve down {name}`")
     session.call(verbs.start_service_controller)
@@ -200,6 +204,11 @@ def status(
         [_list_cells(each, now_s) for each in lines], right=("VERSION", "AGE", "USD"),
     ):  # fmt: skip
         print_line(row)
+    gateways = [cells for each in lines for cells in _list_gateway_cells(each)]
+    if gateways:
+        print_line("")
+        for row in format_table(["SERVICE", "GATEWAY", "STATUS", "ENDPOINT", "LOCATION", "IN FLIGHT", "JOB"], gateways):
+            print_line(row)
     rows = [cells for each in lines for cells in _list_replica_cells(each)]
     if rows:
         print_line("")
@@ -208,11 +217,21 @@ def status(
 
 
 def _list_cells(line: ServiceLine, now_s: float) -> list[str]:
-    ready = sum(each.status == services.READY for each in line.replicas)
+    ready = sum(each.status == READY for each in line.replicas)
     service = line.service
     return [
         service.name, str(service.version), line.status, f"{ready}/{service.wanted}", line.endpoint,
         format_duration(now_s - service.created_s), format_usd(line.paid_usd),
+    ]  # fmt: skip
+
+
+def _list_gateway_cells(line: ServiceLine) -> list[list[str]]:
+    return [
+        [
+            line.service.name, str(each.number), each.status, each.endpoint or "-", each.place,
+            "-" if each.load is None else str(each.load.in_flight), "-" if each.job_id is None else str(each.job_id),
+        ]
+        for each in line.gateways
     ]  # fmt: skip
 
 
@@ -259,8 +278,11 @@ def why(service: ServiceName, as_json: options.AsJson = False, output: options.O
         print_json({**to_plain(line), "events": told})
         return
     print_line(f"Service {service} is {line.status}" + (f": {line.service.failure}" if line.service.failure else ""))
+    for gateway in line.gateways:
+        reason = f": {strip_control(gateway.error)}" if gateway.error else ""
+        print_line(f"  gateway {gateway.number} is {gateway.status}{reason}")
     for each in line.replicas:
-        reason = f": {strip_control(each.error)}" if each.error and each.status != services.READY else ""
+        reason = f": {strip_control(each.error)}" if each.error and each.status != READY else ""
         print_line(f"  replica {each.replica.number} is {each.status}{reason}")
     for event in events:
         stamp = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(event.time_s))
@@ -278,8 +300,8 @@ def down(
         raise UsageError("no service was named", hints=["name one with `broker serve down NAME`, or pass `--all`"])
     session = make_session()
     chosen = session.call(verbs.preview_services_down, names=tuple(names or ()), is_all=everything)
-    if chosen and not yes:
-        typer.confirm(f"Terminate {', '.join(chosen)}?", abort=True)
+    if chosen:
+        options.confirm(f"Terminate {', '.join(chosen)}?", yes=yes)
     try:
         session.call(verbs.terminate_services, names=chosen)
     except KeyboardInterrupt:
@@ -290,5 +312,7 @@ def down(
 
 
 def _show_endpoint(host: str, port: int, task: Task) -> str:
+    if task.service and task.service.protocol is not ServiceProtocol.HTTP:
+        return f"{host}:{port}"
     scheme = "https" if task.service and task.service.tls else "http"
     return f"{scheme}://{host}:{port}"

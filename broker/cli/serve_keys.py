@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from broker.app.services import find_service
+from broker.app.services import check_keys_available, find_service
 from broker.cli import options
 from broker.cli.context import check_embedded, make_context
 from broker.cli.render import format_table, print_json, print_line, print_note
@@ -52,7 +52,9 @@ def create(
     """
     check_embedded("serve keys")
     context = make_context()
-    folder = find_folder(context.config, find_service(context, service))
+    found = find_service(context, service)
+    check_keys_available(context, found)
+    folder = find_folder(context.config, found)
     if not NAME.fullmatch(name):
         raise UsageError(f"invalid key name `{name}`", hints=["use letters, digits and `. _ @ -`, at most 63"])
     now_s = context.clock.now_s()

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from broker.app import services
+from broker.app.gateways import READY
 from broker.app.services import ReplicaLine, ServiceLine
 from broker.cli import options, terminal
 from broker.cli.context import check_embedded, make_context
@@ -65,7 +66,7 @@ def list_lines(lines: Sequence[ServiceLine]) -> list[str]:
 
 
 def _list_service(line: ServiceLine) -> list[str]:
-    ready = sum(each.status == services.READY for each in line.replicas)
+    ready = sum(each.status == READY for each in line.replicas)
     head = f"{line.service.name}  {line.status}  {ready}/{line.service.wanted} ready  {line.endpoint}"
     if line.load is None:
         return [head, "the balancer is not running"]

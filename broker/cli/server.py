@@ -187,6 +187,7 @@ def controller(state: StateOption = None) -> None:
             clock=context.clock,
             config=context.config,
             notifier=context.notifier,
+            scheduler=context.scheduler,
             idle_s=math.inf,
         )
     )

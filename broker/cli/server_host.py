@@ -20,8 +20,8 @@ from broker.errors import UsageError
 from broker.formatting import format_duration, to_plain
 from broker.hosting.finding import MachineFinder, check_infra
 from broker.hosting.lifecycle import Hosting
-from broker.hosting.package import EXTRAS
 from broker.hosting.record import FOLDER, HostedRecord, HostedServer, HostedStatus
+from broker.runtime.package import EXTRAS
 from broker.types import Plan
 
 PORT = 8471
@@ -44,17 +44,15 @@ def up(
     port: Annotated[int, typer.Option("--port", min=1, max=65535, help="Port that the server listens on.")] = PORT,
     backup: Annotated[
         str | None,
-        typer.Option(
-            "--backup", metavar="URL", help="Where the state is copied every minute: s3://, gs:// or file://."
-        ),
+        typer.Option("--backup", metavar="URL", help="Location for a backup every minute: s3://, gs:// or file://."),
     ] = None,
     restore_from: Annotated[
         str | None,
-        typer.Option("--restore-from", metavar="URL", help="Start with the newest backup there."),
+        typer.Option("--restore-from", metavar="URL", help="Restore the newest backup from this location."),
     ] = None,
     python: Annotated[
         str | None,
-        typer.Option("--python", metavar="PATH", help="Python 3.11+ on that machine that has broker's packages."),
+        typer.Option("--python", metavar="PATH", help="Python 3.11+ on that machine, with broker's packages."),
     ] = None,
     ssh_config: Annotated[
         Path | None,
@@ -67,7 +65,7 @@ def up(
     yes: options.Yes = False,
     as_json: options.AsJson = False,
 ) -> None:
-    """Set up a server, or complete a set-up that was interrupted.
+    """Set up a server, or complete an interrupted setup.
 
     On a cloud, the cheapest on-demand machine with 2 vCPUs and 4 GB is started.
     """
@@ -103,9 +101,9 @@ def up(
 
 
 def upgrade() -> None:
-    """Replace the server's program by this version of broker.
+    """Upgrade the server to this machine's version of broker.
 
-    Jobs continue on their nodes meanwhile.
+    Jobs continue on their nodes in the meantime.
     """
     server = make_hosting().upgrade()
     print_line(f"{server.url} runs broker {server.version}")
@@ -151,10 +149,13 @@ def _describe_backup(told: dict[str, object]) -> str:
 
 def down(
     force: Annotated[
-        bool, typer.Option("--force", help="End the server although jobs, clusters or services run on it.")
+        bool, typer.Option("--force", help="Remove the server even if jobs, clusters or services run on it.")
     ] = False,
 ) -> None:
-    """End the server and delete its machine. Refuses with exit code 2 while anything runs on it."""
+    """Stop the server and delete its machine.
+
+    The exit code is 2, and nothing happens, while anything runs on it.
+    """
     hosting = make_hosting()
     record = HostedRecord(find_home())
     server = record.read()
@@ -165,27 +166,25 @@ def down(
 
         if read_login(path).url == server.url:
             path.unlink(missing_ok=True)
-            print_note("logged out of it")
-    print_line("The server has ended")
+            print_note("logged out of the server")
+    print_line("The server has been removed")
     if census is not None and census.is_busy:
         print_note(
-            f"{census.describe()} lost their controller: each machine ends itself when its unattended time is over, "
-            "and nothing recovers them; their history and costs are deleted with the server, except in its backups"
+            f"{census.describe()} lost their controller: machines terminate themselves when their unattended time is "
+            "over, and nothing recovers them; history and costs are deleted with the server, except in its backups"
         )
 
 
 def import_local(
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="List what would move, and change nothing.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="List what would move without moving it.")] = False,
     yes: options.Yes = False,
     as_json: options.AsJson = False,
 ) -> None:
     """Move the jobs and clusters of this machine to the server.
 
-    Their programs are not restarted. Afterwards nothing is started from this state folder.
+    Their programs are not restarted. Afterwards, nothing can be started from this state folder.
     Repeat the command after an interruption.
     """
-    import sys
-
     from broker.hosting.importing import list_work, move
 
     context = make_context()
@@ -198,8 +197,7 @@ def import_local(
                 print_line(f"{noun} {name}")
     if dry_run:
         return
-    if not yes and sys.stdin.isatty():
-        typer.confirm("Move this to the server?", abort=True)
+    options.confirm("Move this to the server?", yes=yes)
     server = move(context, make_hosting())
     record = HostedRecord(find_home())
     pinned = f" --fingerprint {server.fingerprint}" if server.fingerprint else ""
@@ -222,16 +220,13 @@ def restore(
 ) -> None:
     """Fill an empty state folder from a server's newest backup.
 
-    The server that wrote the backup can write nothing from then on. Start this one with `broker server start`.
+    From then on, the server that wrote the backup can no longer write. Start this one with `broker server start`.
     """
-    import sys
-
     from broker.app.backups import Backups
     from broker.clock import SystemClock
 
     home = find_home()
-    if not yes and sys.stdin.isatty():
-        typer.confirm(f"Continue from {source}, so that the server that wrote it stops?", abort=True)
+    options.confirm(f"Continue from {source} and stop the server that wrote it?", yes=yes)
     home.mkdir(mode=0o700, parents=True, exist_ok=True)
     if key_file is not None:
         _copy_key(key_file, home / "secret.key")

@@ -35,7 +35,7 @@ OptimaOption = Annotated[
         "--optima",
         metavar="N",
         min=0,
-        help="Number of start times with a computed optimum (default: as affordable).",
+        help="Number of start times with a computed optimum (default: a few seconds' worth).",
     ),
 ]
 ApartOption = Annotated[
@@ -116,6 +116,8 @@ def _show(job: SimulatedJob, study: Benchmark, traces: Sequence[Trace], *, sourc
     known = sum(each is not None for each in study.optima)
     if known:
         print_line("OVER: mean cost above the optimum, computed with hindsight; accurate to 0.3 %")
+        if job.others:
+            print_line("The optimum changes between all machines on spot, and uses one kind on-demand")
         if known < len(study.scenes):
             print_line(f"The optimum is computed for {known} of the replays and estimated for the others")
 
@@ -158,6 +160,12 @@ def _describe(job: SimulatedJob, study: Benchmark, traces: Sequence[Trace]) -> d
             "ondemand_usd_hour": job.ondemand_usd_hour, "spot_usd_hour": job.spot_usd_hour,
             "work_hours": job.work_hours, "deadline_hours": job.deadline_hours, "start_hours": job.start_hours,
             "save_every_hours": job.save_every_hours, "notice_hours": job.notice_hours,
+            "other_kinds": [
+                {"cloud": each.estimate.placement.offer.cloud,
+                 "instance_type": each.estimate.placement.offer.instance_type,
+                 "ondemand_usd_hour": each.ondemand_usd_hour, "spot_usd_hour": each.spot_usd_hour, "speed": each.speed}
+                for each in job.others
+            ],
         },
         "traces": [{"name": trace.name, "hours": trace.hours, "open_share": trace.open_share} for trace in traces],
         "policies": [to_plain(each) for each in study.scores],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -87,7 +86,7 @@ def restore(copy: CopyName = None, owner: IsOwner = False, yes: options.Yes = Fa
         return
     database = _find_database()
     chosen = find_copy(database, copy)
-    _confirm(f"Replace {database} with {chosen.name}?", yes=yes)
+    options.confirm(f"Replace {database} with {chosen.name}?", yes=yes)
     with hold_daemon(database):
         aside = put_back(database, chosen, clock=SystemClock(), owner=find_owner(database))
     print_line(f"restored from {chosen}")
@@ -112,7 +111,7 @@ def reset(yes: options.Yes = False) -> None:
             "the ID of this installation is unknown",
             hints=("recover it from a backup with `broker state restore --owner`",),
         )
-    _confirm(f"Delete all jobs, clusters and costs in {database}?", yes=yes)
+    options.confirm(f"Delete all jobs, clusters and costs in {database}?", yes=yes)
     with hold_daemon(database):
         aside = start_empty(database, clock=SystemClock(), owner=owner)
     print_line(f"{database} is now empty")
@@ -136,7 +135,7 @@ def drop(
     from broker.state.restoring import drop_row
 
     context = make_context()
-    _confirm(f"Delete row {key} of {table}?", yes=yes)
+    options.confirm(f"Delete row {key} of {table}?", yes=yes)
     if not drop_row(context.store, table, key):
         raise UsageError(
             f"unknown row `{key}` in `{table}`", hints=["the error that reports a damaged row names its table and key"]
@@ -219,8 +218,3 @@ def _find_database() -> Path:
             hints=("back it up and restore it with `pg_dump` and `pg_restore`, or `broker state export` and `import`",),
         )
     return Config(home=find_home(), owner="").database
-
-
-def _confirm(question: str, *, yes: bool) -> None:
-    if not yes and sys.stdin.isatty():
-        typer.confirm(question, abort=True)

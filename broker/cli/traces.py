@@ -96,8 +96,8 @@ def record(
         raise UsageError(f"cannot create folder {out}: {error.strerror}") from None
     usd_hour = sum(each.placement.usd_hour for each in chosen)
     print_note(
-        f"{format_count(ticks, 'observation')} of {format_count(len(chosen), 'zone')}, {every:g} minutes apart: each\n"
-        f"launches and terminates the nodes, and clouds bill about a minute of each ({format_usd(usd_hour)} USD/h)"
+        f"{format_count(ticks, 'observation')} of {format_count(len(chosen), 'zone')}, {every:g} minutes apart; each "
+        f"one launches and terminates the nodes,\nfor which clouds bill about a minute at {format_usd(usd_hour)} USD/h"
     )
     if not yes and usd_hour > 0 and not typer.confirm("Start recording?", err=True):
         raise typer.Exit(1)

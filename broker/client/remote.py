@@ -184,7 +184,7 @@ class RemoteSession:
             return connect(self._login)
         except OSError as error:
             raise TransientError(
-                f"the server at {self._login.url} does not answer: {error.strerror or error}",
+                f"the server at {self._login.url} does not respond: {error.strerror or error}",
                 hints=["check that it runs and is reachable", "work without it: `broker logout`"],
             ) from None
 

@@ -52,6 +52,7 @@ class Verb:
 
 def _list_verbs() -> Sequence[Verb]:
     cluster, job, service = {"cluster": Owned.CLUSTER}, {"job": Owned.JOB}, {"service": Owned.SERVICE}
+    schedule = {"schedule": Owned.SCHEDULE}
     reading: Mapping[str, Owned] = {}
     rows: Sequence[tuple[str, str, Role, Mapping[str, Owned]]] = (
         ("clusters", "show_status", Role.VIEWER, reading),
@@ -70,6 +71,12 @@ def _list_verbs() -> Sequence[Verb]:
         ("launching", "launch", Role.USER, cluster),
         ("launching", "exec_task", Role.USER, cluster),
         ("launching", "launch_jobs", Role.USER, reading),
+        ("launching", "schedule_job", Role.USER, schedule),
+        ("schedules", "list_schedules", Role.VIEWER, reading),
+        ("schedules", "list_due_times", Role.VIEWER, reading),
+        ("schedules", "pause_schedule", Role.USER, schedule),
+        ("schedules", "resume_schedule", Role.USER, schedule),
+        ("schedules", "remove_schedule", Role.USER, schedule),
         ("jobs", "list_queue", Role.VIEWER, reading),
         ("jobs", "list_jobs", Role.VIEWER, reading),
         ("jobs", "show_job", Role.VIEWER, reading),

@@ -62,7 +62,11 @@ def show_chances(points: Sequence[ChancePoint]) -> Markup:
         [
             element("h2", "Chance of the deadline"),
             _draw(points) if len(points) > 1 else None,
-            element("details", element("summary", f"Table of {len(points)} points"), shown),
+            element(
+                "details",
+                element("summary", f"Table of {len(points)} points" if len(points) > 1 else "Table of one point"),
+                shown,
+            ),
             element("p", about, class_="faint"),
         ]
     )

@@ -1,14 +1,17 @@
-"""`/metrics`: the families about spending, jobs, clusters and places, and those about nodes (`node_metrics`)."""
+"""`/metrics`: the families about spending, jobs, clusters and places, those about nodes and services."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from broker.app.container import Context
+from broker.app.services import ServiceLine, describe_services
 from broker.dashboard.families import Family, render_families
-from broker.dashboard.model import Overview, PlaceRow, list_places, read_overview
+from broker.dashboard.model import Overview, PlaceRow, find_starts, list_places, read_overview
 from broker.dashboard.node_metrics import NodeRow, list_node_families, list_nodes
+from broker.dashboard.service_metrics import list_service_families
 
 SERIES_MAX = 1000  # jobs with series of their own: the live ones and those that ended within an hour
 ENDED_S = 3600.0
@@ -16,10 +19,11 @@ PLACES_S = 60.0
 
 
 class MetricsPage:
-    """`/metrics` of one state folder. Stays on spot are summed at most once in `PLACES_S`: there may be thousands."""
+    """`/metrics` of one state folder. Stays on spot and savings are summed at most once in `PLACES_S`."""
 
     def __init__(self) -> None:
         self._places: Sequence[PlaceRow] = ()
+        self._saved_usd = 0.0
         self._read_s = -math.inf
 
     def render(self, context: Context) -> str:
@@ -29,12 +33,20 @@ class MetricsPage:
         nodes = list_nodes(context.config.logs, live, now_s=overview.now_s)
         if not 0.0 <= overview.now_s - self._read_s < PLACES_S:
             self._places, self._read_s = list_places(context.store), overview.now_s
-        return render_metrics(overview, self._places, nodes)
+            month_s = find_starts(overview.now_s)[1]
+            ondemand_usd = context.store.bills.ondemand_since_usd(month_s, now_s=overview.now_s)
+            self._saved_usd = ondemand_usd - overview.month_usd
+        overview = replace(overview, month_ondemand_usd=overview.month_usd + self._saved_usd)
+        return render_metrics(overview, self._places, nodes, describe_services(context))
 
 
-def render_metrics(overview: Overview, places: Sequence[PlaceRow], nodes: Sequence[NodeRow] = ()) -> str:
+def render_metrics(
+    overview: Overview, places: Sequence[PlaceRow], nodes: Sequence[NodeRow] = (), services: Sequence[ServiceLine] = ()
+) -> str:
     """Render all families."""
-    return render_families([*list_families(overview, places), *list_node_families(nodes)])
+    return render_families(
+        [*list_families(overview, places), *list_service_families(services), *list_node_families(nodes)]
+    )
 
 
 def list_families(overview: Overview, places: Sequence[PlaceRow]) -> Iterator[Family]:
@@ -44,6 +56,10 @@ def list_families(overview: Overview, places: Sequence[PlaceRow]) -> Iterator[Fa
         row for row in overview.jobs if row.line.ended_s is None or now_s - row.line.ended_s < ENDED_S
     ][:SERIES_MAX]  # fmt: skip
     yield Family("broker_spend_usd_total", "counter", "Money spent on nodes.", [({}, overview.spent_usd)])
+    yield Family("broker_month_spend_usd", "gauge", "Money spent since the month began.", [({}, overview.month_usd)])
+    if overview.month_ondemand_usd is not None:
+        text = "Price of this month's machines on-demand."
+        yield Family("broker_month_on_demand_usd", "gauge", text, [({}, overview.month_ondemand_usd)])
     yield Family("broker_price_usd_per_hour", "gauge", "Price of all billed nodes.", [({}, overview.usd_hour)])
     counts = [({"status": status}, float(count)) for status, count in overview.counts.items()]
     yield Family("broker_jobs", "gauge", "Managed jobs by status.", counts)
@@ -60,6 +76,10 @@ def list_families(overview: Overview, places: Sequence[PlaceRow]) -> Iterator[Fa
     yield Family("broker_job_progress_ratio", "gauge", "Share of a job's steps that are done.", shares)
     spent = [({"job": str(row.line.id)}, row.spent_usd) for row in jobs]
     yield Family("broker_job_spend_usd_total", "counter", "Money spent on a job.", spent)
+    losses = [({"job": str(row.line.id)}, row.line.loss) for row in jobs if row.line.loss is not None]
+    yield Family("broker_job_loss", "gauge", "Newest loss that a job reported.", losses)
+    used = [({"job": str(row.line.id)}, row.spent_usd / row.budget_usd) for row in jobs if row.budget_usd]
+    yield Family("broker_job_budget_used_ratio", "gauge", "Share of a job's budget that is spent.", used)
     starts = [({"job": str(row.line.id)}, float(max(0, row.line.starts - 1))) for row in jobs]
     yield Family("broker_job_recoveries_total", "counter", "Recoveries of a job.", starts)
     where = [

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
-from itertools import zip_longest
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice, zip_longest
 from typing import TYPE_CHECKING
 
 from broker.app.container import Context
@@ -23,6 +23,10 @@ if TYPE_CHECKING:
 NEWEST = 50  # jobs and attention rows on a page
 LOOKED_AT = 1000  # jobs whose newest event is read for the attention list
 FAILED_HOURS = 24.0  # a failed job asks for attention for this long
+ATTENTION_KINDS = (  # a live job whose newest event is of one of these may require a person
+    EventKind.LATE, EventKind.WAITING, EventKind.UNSEEN, EventKind.UNFIT, EventKind.LAUNCH_RETRIED,
+    EventKind.REPLACEMENT_FAILED, EventKind.ACCESS_NOT_RENEWED, EventKind.CALL_FAILED,
+)  # fmt: skip
 
 
 @frozen
@@ -57,7 +61,7 @@ class Overview:
     usd_hour: float  # of the nodes that are billed now
     counts: Mapping[str, int]  # jobs by status
     attention: tuple[Attention, ...]
-    jobs: tuple[JobRow, ...]  # newest first
+    jobs: tuple[JobRow, ...]  # the live ones, then those that ended; newest first
     clusters: tuple[Cluster, ...]
     cluster_usd: Mapping[str, float]
     limits: tuple[LimitUse, ...] = ()  # of a server's users and projects
@@ -87,11 +91,12 @@ def read_overview(
     """
     store, now_s = context.store, context.clock.now_s()
     midnight_s, month_s = find_starts(now_s)
-    lines = store.jobs.list_lines(newest, on_damage=context.warn)  # every live job is among them
-    spent = store.bills.list_spend_usd(now_s=now_s)
+    lines = store.jobs.list_lines(newest, limit=max(newest, LOOKED_AT), on_damage=context.warn)
+    shown = [line.id for line in lines[:newest]]
+    spent = store.bills.list_spend_usd(shown, now_s=now_s)
     clusters = store.clusters.list(on_damage=context.warn, with_jobs=False)
     usage = read_usages(context.config.logs, lines[:usage_max], now_s=now_s)
-    budgets = store.jobs.list_budgets([line.id for line in lines[:newest]])
+    budgets = store.jobs.list_budgets(shown)
     return Overview(
         now_s=now_s,
         spent_usd=store.bills.spend_usd(now_s=now_s),
@@ -100,7 +105,7 @@ def read_overview(
         month_ondemand_usd=store.bills.ondemand_since_usd(month_s, now_s=now_s) if has_ondemand else None,
         usd_hour=store.bills.get_usd_hour(),
         counts=store.jobs.count_by_status(),
-        attention=tuple(list_attention(store, lines[:LOOKED_AT], now_s)[:newest]),
+        attention=tuple(islice(list_attention(store, lines[:LOOKED_AT], now_s), newest)),
         jobs=tuple(
             JobRow(
                 line=line, spent_usd=spent.get(line.id, 0.0), usage=usage.get(line.id), budget_usd=budgets.get(line.id)
@@ -121,30 +126,16 @@ def find_starts(now_s: float) -> tuple[float, float]:
     return midnight_s, time.mktime((day.tm_year, day.tm_mon, 1, *begin))
 
 
-def list_attention(store: Store, lines: Sequence[JobLine], now_s: float) -> Sequence[Attention]:
+def list_attention(store: Store, lines: Sequence[JobLine], now_s: float) -> Iterator[Attention]:
     """List jobs that wait, are late or cannot be reached, and those that failed within a day."""
-    newest = store.events.list_newest([line.id for line in lines if not line.status.is_terminal])
-    found = []
+    live = [line.id for line in lines if not line.status.is_terminal]
+    newest = store.events.list_newest(live, kinds=ATTENTION_KINDS)
     for line in lines:
         if line.ended_s is not None and now_s - line.ended_s < FAILED_HOURS * 3600 and "FAILED" in line.status.value:
             job = store.jobs.get(line.id)
-            found.append(
-                Attention(job_id=line.id, name=line.name, status=line.status, reason=job.failure if job else "")
-            )
-        elif (event := newest.get(line.id)) is not None and _requires_attention(event.kind):
-            found.append(Attention(job_id=line.id, name=line.name, status=line.status, reason=event.message))
-    return found
-
-
-def _requires_attention(kind: EventKind) -> bool:
-    """Return whether a live job whose newest event is of this kind may require a person."""
-    match kind:
-        case EventKind.LATE | EventKind.WAITING | EventKind.UNSEEN | EventKind.UNFIT | EventKind.LAUNCH_RETRIED:
-            return True
-        case EventKind.REPLACEMENT_FAILED | EventKind.ACCESS_NOT_RENEWED | EventKind.CALL_FAILED:
-            return True
-        case _:
-            return False
+            yield Attention(job_id=line.id, name=line.name, status=line.status, reason=job.failure if job else "")
+        elif (event := newest.get(line.id)) is not None:
+            yield Attention(job_id=line.id, name=line.name, status=line.status, reason=event.message)
 
 
 @frozen
@@ -224,16 +215,12 @@ class PlaceRow:
 
 def list_places(store: Store) -> Sequence[PlaceRow]:
     """List the locations where broker ran on spot, the most preempted first."""
-    sums: dict[tuple[str, str, str | None, str], tuple[int, float, int]] = {}
-    for stay in store.history.list_stays():
-        stays, hours, preemptions = sums.get(stay.place, (0, 0.0, 0))
-        sums[stay.place] = (stays + 1, hours + stay.hours, preemptions + stay.is_preempted)
     rows = [
         PlaceRow(
-            cloud=place[0], region=place[1], zone=place[2], instance_type=place[3],
-            stays=stays, hours=hours, preemptions=preemptions,
+            cloud=each.place[0], region=each.place[1], zone=each.place[2], instance_type=each.place[3],
+            stays=each.stays, hours=each.hours, preemptions=each.preemptions,
         )
-        for place, (stays, hours, preemptions) in sums.items()
+        for each in store.history.sum_stays()
     ]  # fmt: skip
     return sorted(rows, key=lambda row: (-row.preemptions, -row.hours))
 

@@ -14,12 +14,13 @@ from broker.dashboard.node_charts import show_nodes
 from broker.dashboard.progress import show_progress
 from broker.dashboard.timeline import draw_timeline
 from broker.formatting import format_duration, format_share, format_usd
+from broker.frozen import frozen
 from broker.types import Cluster, EventKind, Job, JobStatus
 from broker.wording import describe_outcome
 
 PAGES = {
-    "/": "Overview", "/clusters": "Clusters", "/services": "Services", "/plan": "Plan", "/places": "Locations",
-    "/cost": "Cost", "/clouds": "Clouds",
+    "/": "Overview", "/jobs": "Jobs", "/clusters": "Clusters", "/services": "Services", "/plan": "Plan",
+    "/places": "Locations", "/cost": "Cost", "/clouds": "Clouds",
 }  # fmt: skip
 EVENTS_SHOWN = 200  # the newest
 LINES_SHOWN = 200  # of a log
@@ -33,10 +34,12 @@ def lay_out(
     is_live: bool = True,
     targets: Mapping[str, str] = PAGES,
     newest: int = 0,
+    job_id: int | None = None,
 ) -> str:
     """Make a whole page: head, navigation to `targets`, notes of this request, content.
 
-    A page that is not live is not reloaded. `newest`: the id of the newest event when the page was read.
+    A page that is not live is not reloaded. `newest`: the id of the newest event when the page was read. `job_id`: of
+    the job whose events change the page; None for those of all.
     """
     links = [
         element("a", name, href=target, aria_current="page" if target == path else None)
@@ -59,6 +62,7 @@ def lay_out(
         element("header", element("nav", *links, aria_label="Pages")),
         element("main", element("h1", title), *warnings, *content, id="main"),
         data_newest=newest,
+        data_job=job_id,
     )
     return "<!doctype html>" + element("html", head, body, lang="en")
 
@@ -68,10 +72,10 @@ def show_overview(overview: Overview) -> Markup:
     figures = {
         "Today": f"{format_usd(overview.today_usd)} USD",
         "This month": f"{format_usd(overview.month_usd)} USD",
-        "On-demand": _show_usd(overview.month_ondemand_usd),
-        "Saved": _show_usd(overview.month_saved_usd),
-        "In all": f"{format_usd(overview.spent_usd)} USD",
-        "Now": f"{format_usd(overview.usd_hour)} USD/h",
+        "This month on-demand": _show_usd(overview.month_ondemand_usd),
+        "Saved this month": _show_usd(overview.month_saved_usd),
+        "Total": f"{format_usd(overview.spent_usd)} USD",
+        "Current rate": f"{format_usd(overview.usd_hour)} USD/h",
         "Live jobs": f"{overview.live_count:,}",
         "Clusters": f"{len(overview.clusters):,}",
     }
@@ -83,8 +87,8 @@ def show_overview(overview: Overview) -> Markup:
             *_show_limits(overview.limits),
             *_show_attention(overview.attention),
             element("h2", "Jobs"),
-            _show_jobs(overview.jobs, overview.now_s),
-            element("p", f"and {hidden:,} more; list them with `broker jobs queue --all`") if hidden > 0 else None,
+            show_jobs(overview.jobs, overview.now_s, caption="Live and newest managed jobs"),
+            element("p", element("a", f"All {overview.job_count:,} jobs", href="/jobs")) if hidden > 0 else None,
         ]
     )
 
@@ -111,7 +115,8 @@ def _show_attention(rows: Sequence[Attention]) -> Iterator[Markup]:
         yield table(["Job", "Name", "Status", "Reason"], cells, caption="Jobs that require attention", right=["Job"])
 
 
-def _show_jobs(rows: Sequence[JobRow], now_s: float) -> Markup:
+def show_jobs(rows: Sequence[JobRow], now_s: float, *, caption: str) -> Markup:
+    """Show jobs as a table."""
     if not rows:
         return element("p", "No managed jobs; submit one with `broker jobs launch TASK.yaml`.")
     cells: list[Sequence[Content]] = []
@@ -127,7 +132,7 @@ def _show_jobs(rows: Sequence[JobRow], now_s: float) -> Markup:
             ]
         )  # fmt: skip
     heads = ["Job", "Name", "Status", "Step", "Recoveries", "Time", "CPU", "GPU", "USD"]
-    return table(heads, cells, caption="Newest managed jobs", right=["Job", *heads[3:]])
+    return table(heads, cells, caption=caption, right=["Job", *heads[3:]])
 
 
 def _show_usd(usd: float | None) -> str:
@@ -147,7 +152,20 @@ def _show_status(status: JobStatus) -> Markup:
     return element("span", status.value, class_="bad" if "FAILED" in status.value else kind)
 
 
-def show_job(page: JobPage, log: Sequence[str], *, ticket: str) -> Markup:
+@frozen
+class JobContent:
+    """What everyone sees of a job: what is above the form for its actions, and what is below."""
+
+    job: Job
+    head: Markup
+    body: Markup
+
+    def show(self, ticket: str) -> Markup:
+        """Show the job with the actions of the visitor whose ticket this is; without any for an empty one."""
+        return join([self.head, _show_action(self.job, ticket), self.body])
+
+
+def show_job(page: JobPage, log: Sequence[str]) -> JobContent:
     """Show a job: summary, timeline, attempts, decisions, events and the end of its log."""
     job, summary = page.job, page.explanation.summary
     total = f" of {summary.steps_total}" if summary.steps_total else ""
@@ -168,14 +186,25 @@ def show_job(page: JobPage, log: Sequence[str], *, ticket: str) -> Markup:
         for each in reversed(page.explanation.events[-EVENTS_SHOWN:])
         if each.kind is not EventKind.LAST_LINES
     ]
-    return join(
+    head = join(
         [
             element("p", job.failure, class_="note") if job.failure else None,
             element("dl", *cards, class_="figures"),
-            element("p", element("a", "Plan of this task", href=f"/jobs/{job.id}/plan")),
-            _show_action(job, ticket),
+            element(
+                "p",
+                element("a", "Plan of this task", href=f"/jobs/{job.id}/plan"),
+                " · ",
+                element("a", "Complete log", href=f"/jobs/{job.id}/log"),
+            ),
+        ]
+    )
+    body = join(
+        [
             element("h2", "Attempts"),
             draw_timeline(page),
+            element("p", "Price: of the machines of each attempt; dashed: the same machines on-demand.", class_="faint")
+            if page.attempts
+            else None,
             show_attempts(page),
             show_progress(page, log),
             show_nodes(page.nodes),
@@ -186,6 +215,7 @@ def show_job(page: JobPage, log: Sequence[str], *, ticket: str) -> Markup:
             element("pre", "\n".join(log[-LINES_SHOWN:]) or "The program has printed nothing yet.", tabindex=0),
         ]
     )
+    return JobContent(job=job, head=head, body=body)
 
 
 def _show_count(count: int | None) -> str:

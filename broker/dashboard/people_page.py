@@ -50,19 +50,21 @@ def show_audit(events: Sequence[AuditEvent], *, user: str, verb: str, outcome: s
     return join([form, shown, element("p", more, class_="faint") if len(cells) == AUDIT_MAX else None])
 
 
-def show_login(action: str) -> Markup:
-    """Show the form that takes the token of a user."""
+def show_login(action: str, issuer: str | None) -> Markup:
+    """Show the form that takes the token of a user, and the link to a login through the `issuer`, if there is one."""
     field = element(
         "input", type="password", name="token", required=True, autocomplete="off", aria_describedby="about-token"
     )
     about = "Use the same token as for `broker login`. The session ends after 12 hours, or when the token is revoked."
-    return element(
+    form = element(
         "form",
         element("label", "Token ", field),
         element("p", about, id="about-token", class_="faint"),
         element("button", "Log in", type="submit"),
         method="post", action=action,
     )  # fmt: skip
+    link = element("p", element("a", "Log in with your organization's account", href=issuer)) if issuer else None
+    return join([link, form])
 
 
 def show_session(token: Token, action: str, ticket: str) -> Markup:

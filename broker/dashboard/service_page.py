@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from broker.app.services import READY, ServiceLine
+from broker.app.gateways import READY
+from broker.app.services import ServiceLine
 from broker.dashboard.html import Content, Markup, element, join, table
 from broker.formatting import format_duration, format_usd
 from broker.serve.wording import describe_service_event
@@ -67,12 +68,27 @@ def show_service(line: ServiceLine, events: Sequence[ServiceEvent], now_s: float
             element("p", service.failure, class_="note") if service.failure else None,
             element("p", "The balancer is not running.", class_="note") if line.load is None else None,
             element("dl", *cards, class_="figures"),
+            _show_gateways(line) if line.gateways else None,
             element("h2", "Replicas"),
             table(heads, replicas, caption="Replicas", right=right) if replicas else element("p", "No replicas yet."),
             element("h2", "Events"),
             table(["Time", "Event"], told, caption="Events"),
         ]
     )
+
+
+def _show_gateways(line: ServiceLine) -> Markup:
+    rows: list[Sequence[Content]] = [
+        [
+            each.number, _show_state(each.status), each.endpoint or "-", each.place, format_usd(each.usd_hour),
+            "-" if each.load is None else each.load.in_flight,
+            "-" if each.job_id is None else element("a", str(each.job_id), href=f"/jobs/{each.job_id}"), each.error,
+        ]
+        for each in line.gateways
+    ]  # fmt: skip
+    heads = ["Gateway", "Status", "Endpoint", "Location", "USD/h", "In flight", "Job", "Reason"]
+    right = ["Gateway", "USD/h", "In flight", "Job"]
+    return join([element("h2", "Gateways"), table(heads, rows, caption="Gateways", right=right)])
 
 
 def _count(line: ServiceLine, name: str) -> str:

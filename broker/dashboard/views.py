@@ -7,43 +7,39 @@ own, so no controller waits for a page.
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from contextlib import aclosing
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
 from aiohttp import web
 
 from broker.app import jobs
-from broker.app.checks import read_checks
 from broker.app.container import Context
 from broker.app.deadline_chances import ChancePoint, list_chances
-from broker.app.forecasts import list_paid
-from broker.app.services import describe_services, list_service_events
-from broker.app.spending import By, list_day_shares, read_spending
-from broker.dashboard import pages
+from broker.app.spending import By
+from broker.dashboard import content, pages
 from broker.dashboard.chances import ChanceCache
-from broker.dashboard.cloud_page import show_clouds
-from broker.dashboard.cost_page import show_cost
+from broker.dashboard.changes import ChangeFeed
 from broker.dashboard.guard import HEADERS, Handler, redirect, refuse
 from broker.dashboard.html import Content, Markup, element
+from broker.dashboard.jobs_page import JobFilter, read_jobs, show_list
 from broker.dashboard.metrics import MetricsPage
-from broker.dashboard.model import NEWEST, JobPage, read_job, read_overview
-from broker.dashboard.place_history import read_places
-from broker.dashboard.place_page import show_places
-from broker.dashboard.plan_page import show_choices, show_plan
+from broker.dashboard.pages import JobContent
+from broker.dashboard.plan_page import show_plan
 from broker.dashboard.plans import PlanPage, read_plan
 from broker.dashboard.reader import MakeContext, PageReader
-from broker.dashboard.service_page import show_service, show_services
+from broker.dashboard.sharing import SharedReads
 from broker.errors import BrokerError, DeniedError, NoOfferError, UsageError
 from broker.types import Job
 
 STATIC = Path(__file__).parent / "static"
 TYPES = {".css": "text/css", ".js": "text/javascript"}
-LOOK_S = 0.5  # between looks for new events
-REFRESH_S = 5.0  # a page is loaded again after this long without an event: steps and costs are no events
 STREAMS_MAX = 100
-NEWEST_EVENT = web.RequestKey("newest", int)  # when the request came: a page may show later ones, and lacks none
+AFTER = "Broker-After"  # in a request of `live.js`: the id of the event that the page was told of
+NEWEST_EVENT = web.RequestKey("newest", int)  # when the page was read: it may show later ones, and lacks none
 
 
 class PagePolicy(Protocol):
@@ -74,7 +70,10 @@ class Dashboard:
         self._policy = policy
         self._make_context = make_context
         self._reader = PageReader(make_context)
+        self._shared = SharedReads(context.clock, context.store.events.get_newest_id)
+        self._feed = ChangeFeed(context.store, context.clock)
         self._metrics = MetricsPage()
+        self._overview_page = content.OverviewPage()
         self._streams = 0
         self._chances = ChanceCache()
 
@@ -98,7 +97,9 @@ class Dashboard:
             ("/services", self._services),
             (r"/services/{name}", self._service),
             ("/plan", self._choose_plan),
+            ("/jobs", self._jobs),
             (r"/jobs/{job:\d+}", self._job),
+            (r"/jobs/{job:\d+}/log", self._log),
             (r"/jobs/{job:\d+}/plan", self._plan),
             ("/changes", self._changes),
             (r"/static/{name:[a-z]+\.[a-z]+}", self._static),
@@ -111,7 +112,6 @@ class Dashboard:
 
         async def guarded(request: web.Request) -> web.StreamResponse:
             try:
-                request[NEWEST_EVENT] = self._context.store.events.get_newest_id()
                 answer = await handler(request)
             except web.HTTPException as refusal:
                 answer = refuse(refusal.status, refusal.reason.lower())
@@ -136,48 +136,72 @@ class Dashboard:
         status: int = 200,
         is_live: bool = True,
         notes: Sequence[str] = (),
+        job_id: int | None = None,
     ) -> web.Response:
         """Make the answer to a request from the content of a page."""
-        targets = self._policy.list_targets(request)
         text = pages.lay_out(
             title,
             *content,
             path=path,
             notes=notes,
             is_live=is_live,
-            targets=targets,
+            targets=self._policy.list_targets(request),
             newest=request.get(NEWEST_EVENT, 0),
+            job_id=job_id,
         )
         return web.Response(text=text, content_type="text/html", status=status, headers=HEADERS)
 
     async def show_read(
-        self, request: web.Request, title: str, read: Callable[[Context], Markup], *, path: str, is_live: bool = True
+        self, request: web.Request, title: str, read: Callable[[Context], Markup], *, path: str
     ) -> web.Response:
-        """Make a page from what `read` returns in the thread of the pages."""
+        """Make a page for one visitor from what `read` returns in the thread of the pages; it is not reloaded."""
         shown, notes = await self._reader.read(read)
-        return self.show(request, title, shown, path=path, is_live=is_live, notes=notes)
+        return self.show(request, title, shown, path=path, is_live=False, notes=notes)
+
+    async def _show_shared(
+        self, request: web.Request, title: str, make: Callable[[Context], Markup], *key: str, path: str
+    ) -> web.Response:
+        """Make a page whose content is the same for all visitors; `key` holds the arguments of `make`."""
+        shared = await self._shared.get((path, *key), lambda: self._reader.read(make), after=_read_after(request))
+        request[NEWEST_EVENT] = shared.newest
+        shown, notes = shared.found
+        return self.show(request, title, shown, path=path, notes=notes)
 
     async def _overview(self, request: web.Request) -> web.Response:
-        def read(context: Context) -> Markup:
-            context.keep_jobs_going()
-            return pages.show_overview(read_overview(context))
+        return await self._show_shared(request, "Overview", self._overview_page.make, path="/")
 
-        return await self.show_read(request, "Overview", read, path="/")
+    async def _jobs(self, request: web.Request) -> web.Response:
+        query = request.query
+        choice = JobFilter(query["status"]) if query.get("status") in list(JobFilter) else JobFilter.ALL
+        wanted = partial(read_jobs, choice=choice, name=query.get("name", ""), before=_read_number(query.get("before")))
+        return await self.show_read(request, "Jobs", lambda context: show_list(wanted(context)), path="/jobs")
+
+    async def _log(self, request: web.Request) -> web.StreamResponse:
+        """Send the whole log of a job as plain text, as it is in the file: browsers do not interpret it."""
+        job_id = int(request.match_info["job"])
+        job, _ = await self._reader.read(lambda context: jobs.find_job(context, job_id))
+        path = self._context.config.logs / "jobs" / f"{job.id}.log"
+        headers = {**HEADERS, "Content-Type": "text/plain; charset=utf-8"}
+        if not path.is_file():
+            return web.Response(headers=headers)
+        return web.FileResponse(path, headers=headers)
 
     async def _job(self, request: web.Request) -> web.Response:
         job_id = int(request.match_info["job"])
+        shared = await self._shared.get(
+            ("/jobs", str(job_id)), lambda: self._read_job(job_id), after=_read_after(request)
+        )
+        request[NEWEST_EVENT] = shared.newest
+        shown, notes = shared.found
+        may_act = self._policy.may_act(request, self._context, shown.job)
+        ticket = self._policy.get_ticket(request) if may_act else ""
+        title = f"Job {shown.job.id}: {shown.job.name}"
+        return self.show(request, title, shown.show(ticket), notes=notes, job_id=shown.job.id)
+
+    async def _read_job(self, job_id: int) -> tuple[JobContent, list[str]]:
         job, _ = await self._reader.read(lambda context: jobs.find_job(context, job_id))
         chances = await self._find_chances(job)
-
-        def read(context: Context) -> tuple[JobPage, Sequence[str], bool]:
-            log, _ = jobs.read_log(context, job.id)
-            found = jobs.find_job(context, job.id)
-            return read_job(context, found), log, self._policy.may_act(request, context, found)
-
-        (page, log, may_act), notes = await self._reader.read(read)
-        ticket = self._policy.get_ticket(request) if may_act else ""
-        shown = pages.show_job(replace(page, chances=chances), log, ticket=ticket)
-        return self.show(request, f"Job {job.id}: {job.name}", shown, notes=notes)
+        return await self._reader.read(lambda context: content.make_job(context, job.id, chances))
 
     async def _find_chances(self, job: Job) -> tuple[ChancePoint, ...]:
         """Return the chances of the deadline as they moved, planned in a thread where they are not known."""
@@ -198,61 +222,28 @@ class Dashboard:
             context.close()
 
     async def _clusters(self, request: web.Request) -> web.Response:
-        def read(context: Context) -> Markup:
-            store, now_s = context.store, context.clock.now_s()
-            clusters = store.clusters.list(on_damage=context.warn)
-            spent = {each.name: store.bills.spend_usd(cluster=each.name, now_s=now_s) for each in clusters}
-            return pages.show_clusters(clusters, spent, now_s)
-
-        return await self.show_read(request, "Clusters", read, path="/clusters")
+        return await self._show_shared(request, "Clusters", content.make_clusters, path="/clusters")
 
     async def _places(self, request: web.Request) -> web.Response:
-        def read(context: Context) -> Markup:
-            store, now_s = context.store, context.clock.now_s()
-            return show_places(read_places(context), store.refusals.list_active(now_s), now_s)
-
-        return await self.show_read(request, "Locations", read, path="/places")
+        return await self._show_shared(request, "Locations", content.make_places, path="/places")
 
     async def _cost(self, request: web.Request) -> web.Response:
         by = By(request.query["by"]) if request.query.get("by") in list(By) else By.DAY
-
-        def read(context: Context) -> Markup:
-            store, now_s = context.store, context.clock.now_s()
-            spending = read_spending(store, by, now_s, on_damage=context.warn)
-            lines = store.jobs.list_lines(on_damage=context.warn)
-            shares = list_day_shares(store.bills.list(on_damage=context.warn), now_s)
-            names = {line.id: line.name for line in lines}
-            return show_cost(by, spending, names, shares, list_paid(context))
-
-        return await self.show_read(request, "Cost", read, path="/cost")
+        return await self._show_shared(request, "Cost", partial(content.make_cost, by=by), by.value, path="/cost")
 
     async def _clouds(self, request: web.Request) -> web.Response:
-        def read(context: Context) -> Markup:
-            return show_clouds(read_checks(context.config), context.clock.now_s())
-
-        return await self.show_read(request, "Clouds", read, path="/clouds")
+        return await self._show_shared(request, "Clouds", content.make_clouds, path="/clouds")
 
     async def _services(self, request: web.Request) -> web.Response:
-        def read(context: Context) -> Markup:
-            return show_services(describe_services(context), context.clock.now_s())
-
-        return await self.show_read(request, "Services", read, path="/services")
+        return await self._show_shared(request, "Services", content.make_services, path="/services")
 
     async def _service(self, request: web.Request) -> web.Response:
         name = request.match_info["name"]
-
-        def read(context: Context) -> Markup:
-            (line,) = describe_services(context, [name])
-            return show_service(line, list_service_events(context, name), context.clock.now_s())
-
-        return await self.show_read(request, f"Service {name}", read, path="/services")
+        make = partial(content.make_service, name=name)
+        return await self._show_shared(request, f"Service {name}", make, name, path="/services")
 
     async def _choose_plan(self, request: web.Request) -> web.Response:
-        def read(context: Context) -> Markup:
-            lines = context.store.jobs.list_lines(NEWEST, on_damage=context.warn)[:NEWEST]
-            return show_choices([(line.id, line.name) for line in lines])
-
-        return await self.show_read(request, "Plan", read, path="/plan")
+        return await self._show_shared(request, "Plan", content.make_choices, path="/plan")
 
     async def _plan(self, request: web.Request) -> web.Response:
         job_id = int(request.match_info["job"])
@@ -282,34 +273,40 @@ class Dashboard:
         """Cancel or retry a job, then show it."""
         if (await request.post()).get("ticket") != self._policy.get_ticket(request):
             return refuse(403, "this page is outdated; load it again")
-        shown = await self._policy.act(request, request.match_info["verb"], int(request.match_info["job"]))
+        try:
+            shown = await self._policy.act(request, request.match_info["verb"], int(request.match_info["job"]))
+        finally:
+            self._shared.forget()  # a request to cancel is no event
         return redirect(f"/jobs/{shown}")
 
     async def _changes(self, request: web.Request) -> web.StreamResponse:
-        """Send the id of the newest event whenever it changed, and at least every `REFRESH_S`."""
+        """Send the id of the newest event of a page whenever it changes, and regularly."""
         if self._streams >= STREAMS_MAX:
             return refuse(503, "too many pages are open")
+        after = _read_number(request.headers.get("Last-Event-ID") or request.query.get("after"))
+        if after is None:
+            after = self._context.store.events.get_newest_id()
         answer = web.StreamResponse(headers={**HEADERS, "Content-Type": "text/event-stream"})
         await answer.prepare(request)
         self._streams += 1
         try:
-            await self._send_changes(answer, request.headers.get("Last-Event-ID") or request.query.get("after"))
+            await answer.write(b": connected\n\n")
+            async with aclosing(self._feed.follow(_read_number(request.query.get("job")), after=after)) as changes:
+                async for newest in changes:
+                    await answer.write(f"id: {newest}\ndata: {newest}\n\n".encode())
         except ConnectionResetError:
             pass  # the page was closed
         finally:
             self._streams -= 1
         return answer
 
-    async def _send_changes(self, answer: web.StreamResponse, known: str | None) -> None:
-        store, clock = self._context.store, self._context.clock
-        sent, sent_s = known or str(store.events.get_newest_id()), clock.now_s()
-        await answer.write(b": connected\n\n")
-        while True:
-            newest = str(store.events.get_newest_id())
-            if newest != sent or clock.now_s() - sent_s >= REFRESH_S:
-                sent, sent_s = newest, clock.now_s()
-                await answer.write(f"id: {newest}\ndata: {newest}\n\n".encode())
-            await clock.sleep(LOOK_S)
+
+def _read_after(request: web.Request) -> int | None:
+    return _read_number(request.headers.get(AFTER))
+
+
+def _read_number(text: str | None) -> int | None:
+    return int(text) if text is not None and re.fullmatch(r"[0-9]{1,18}", text) else None
 
 
 def describe(error: BrokerError) -> Sequence[Content]:

@@ -95,5 +95,5 @@ def check_infra(infra: str) -> str | None:
     if infra.split("/")[0] in CLOUDS:
         return CLUSTER
     raise UsageError(
-        f"unknown place for a server: `{infra}`", hints=["it is `local`, `ssh://[USER@]HOST`, `aws` or `gcp`"]
+        f"unknown location for a server: `{infra}`", hints=["use `local`, `ssh://[USER@]HOST`, `aws` or `gcp`"]
     )

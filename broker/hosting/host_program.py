@@ -37,37 +37,13 @@ if TYPE_CHECKING:  # sent ahead of this file, into the same namespace
         write_json,
         write_text,
     )
+    from broker.runtime.node_python import NoPythonError, find_broker_python
 
 UNIT = "/etc/systemd/system/broker-server.service"
 NAME = "broker-server.service"
 STOP_S, KILL_S, READY_S = 20.0, 5.0, 120.0
 LOOK_S = 0.1
 RELEASES_KEPT = 2
-PYTHONS = ("python3.14", "python3.13", "python3.12", "python3.11", "python3")
-CHECK = """\
-import importlib.metadata as m, json, re, sys
-def number(text):
-    return [int(each) for each in re.findall(r"\\d+", text)[:3]]
-if sys.version_info < (3, 11):
-    sys.exit(1)
-for name, least in json.loads(sys.argv[1]):
-    try:
-        found = m.version(name)
-    except m.PackageNotFoundError:
-        sys.exit(1)
-    if number(found) < number(least):
-        sys.exit(1)
-"""
-INSTALL = """\
-import os, subprocess, sys
-from pathlib import Path
-from trainers.node_uv import find_uv, read_settings
-folder, *packages = sys.argv[1:]
-settings = {**read_settings(os.environ), "UV_CACHE_DIR": folder + "/cache"}
-uv = find_uv(Path(folder), settings)
-subprocess.run([uv, "venv", "--python", ">=3.11,<3.15", folder + "/venv"], env=settings, check=True)
-subprocess.run([uv, "pip", "install", "--python", folder + "/venv/bin/python", *packages], env=settings, check=True)
-"""
 
 
 class RequestError(Exception):
@@ -157,31 +133,13 @@ def restore(folder: str, release: str, python: str, url: str) -> None:
 
 def find_python(folder: str, release: str, request: dict[str, Any]) -> str:
     """Return a Python of 3.11 or later with the packages: one that is here, else a new environment."""
-    needed = json.dumps(request["needs"])
-    place = os.path.join(folder, "python", hashlib.sha256(needed.encode()).hexdigest()[:16])
-    own = os.path.join(place, "venv", "bin", "python")
-    named = [request["python"]] if request.get("python") else list(PYTHONS)
-    for candidate in [own, *named]:
-        path = candidate if os.path.isabs(candidate) else shutil.which(candidate)
-        if path and os.path.exists(path) and subprocess.run([path, "-c", CHECK, needed], check=False).returncode == 0:
-            return path
-    if request.get("python"):
-        raise RequestError(
-            "`%s` on that machine is not a Python 3.11 with the packages of broker" % request["python"],
-            "leave out `--python`, so that one is installed",
-        )
-    os.makedirs(place, exist_ok=True)
-    shutil.rmtree(os.path.join(place, "venv"), ignore_errors=True)
-    done = subprocess.run(
-        [sys.executable, "-c", INSTALL, place, *request["packages"]], cwd=place, stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT, universal_newlines=True, env={**os.environ, "PYTHONPATH": release},
-    )  # fmt: skip
-    if done.returncode:
-        raise RequestError(
-            "the packages of broker cannot be installed on that machine: " + last_line(done.stdout),
-            "let it reach a package index, or name a Python that has them with `--python`",
-        )
-    return own
+    try:
+        return find_broker_python(
+            os.path.join(folder, "python"), release, needs=request["needs"], packages=request["packages"],
+            named=request.get("python") or "",
+        )  # fmt: skip
+    except NoPythonError as error:
+        raise RequestError(str(error), error.hint) from error
 
 
 def start(folder: str, request: dict[str, Any]) -> object:

@@ -28,11 +28,14 @@ from broker.hosting.lifecycle import Hosting
 from broker.hosting.machines import HostMachine, call
 from broker.hosting.record import HostedServer
 from broker.jobs.daemon import hold_lock
+from broker.state.schedules import name_secrets
+from broker.state.secret_rows import KNOWN_KEY, SecretBox, load_key, read_key
 from broker.task.codec import encode_task
 from broker.types import Task
 
 STOP_S, LOOK_S = 60.0, 0.2
 MOVING = "moving/"  # begins the keys of `meta` that hold tasks with the server's paths
+SCHEDULE = "schedule/"  # after it, the name of a schedule
 LOGS = "logs/jobs"
 SEEN_HERE = ("local", "checkpoints")  # folders that a server on this machine sees as they are
 EMPTIED = ("tokens", "owners", "audit", "commitments", "limits")
@@ -70,7 +73,7 @@ def check_movable(context: Context, hosting: Hosting, server: HostedServer, work
         )
     if server.cluster in work.clusters:
         raise UsageError(
-            f"the server runs on cluster `{server.cluster}` of this installation, which would own itself",
+            f"the server runs on cluster `{server.cluster}` of this installation, which cannot move to itself",
             hints=["move to a server on `ssh://HOST`"],
         )
     overview = hosting.open(server).call(show_overview)
@@ -94,18 +97,31 @@ def move(context: Context, hosting: Hosting) -> HostedServer:
         _write_tasks(context, tasks)
         write_moved(home, moved)
     elif moved.is_complete:
-        raise UsageError(f"everything was moved to {moved.url} already")
+        raise UsageError(f"everything has already been moved to {moved.url}")
     with _stop_daemon(context):
         links = {name: str(home / name) for name in SEEN_HERE} if server.infra == "local" else {}
         request = {**hosting.make_request(server), "verb": "adopt", "word": moved.word, "links": links}
-        asyncio.run(call(machine, request, pack_state(home, edit=_empty, folders=(*FOLDERS, LOGS))))
+        status = asyncio.run(call(machine, {**hosting.make_request(server), "verb": "status"}))
+
+        def edit(connection: sqlite3.Connection) -> None:
+            _empty(connection)
+            if status["key"]:  # it stays; without one, the server gets ours
+                _seal_again(
+                    connection, SecretBox(load_key(home)), SecretBox(read_key(status["key"], "the server's key"))
+                )
+
+        content = pack_state(home, edit=edit, folders=(*FOLDERS, LOGS, "secret.key"))
+        asyncio.run(call(machine, request, content))
         up = hosting.bring_up(server)
         write_moved(home, replace(moved, is_complete=True))
     return up
 
 
-def _send_files(context: Context, hosting: Hosting, server: HostedServer, machine: HostMachine) -> Mapping[int, Task]:
-    """Upload the local files of live jobs, for later attempts; return the tasks with the server's paths."""
+def _send_files(context: Context, hosting: Hosting, server: HostedServer, machine: HostMachine) -> Mapping[str, Task]:
+    """Upload the local files of live jobs and of schedules; return the tasks with the server's paths.
+
+    They are by the job's ID, or by `schedule/` and the name of the schedule.
+    """
     session = hosting.open(server)
     state = asyncio.run(call(machine, {**hosting.make_request(server), "verb": "status"}))["state"]
 
@@ -115,13 +131,17 @@ def _send_files(context: Context, hosting: Hosting, server: HostedServer, machin
     def place(path: str) -> str:
         return path.replace("upload:", f"{state}/uploads/", 1) if path.startswith("upload:") else path
 
-    found = {}
+    tasks = {
+        f"{SCHEDULE}{each.name}": context.store.schedules.get_task(each) for each in context.store.schedules.list()
+    }
     for job_id in context.store.jobs.list_live_ids():
         job = context.store.jobs.get(job_id)
-        if job is None or job.status.is_terminal:
-            continue
-        sent = upload_files(job.task, send, note=context.note)
-        found[job_id] = replace(
+        if job is not None and not job.status.is_terminal:
+            tasks[str(job_id)] = job.task
+    found = {}
+    for key, task in tasks.items():
+        sent = upload_files(task, send, note=context.note)
+        found[key] = replace(
             sent,
             workdir=place(sent.workdir) if sent.workdir else None,
             file_mounts={target: place(source) for target, source in sent.file_mounts.items()},
@@ -132,22 +152,36 @@ def _send_files(context: Context, hosting: Hosting, server: HostedServer, machin
     return found
 
 
-def _write_tasks(context: Context, tasks: Mapping[int, Task]) -> None:
+def _write_tasks(context: Context, tasks: Mapping[str, Task]) -> None:
     """Keep the tasks with the server's paths for the copy; they are in a table only the move reads."""
-    for job_id, task in tasks.items():
-        context.store.meta.put(f"{MOVING}{job_id}", encode_task(task))
+    for key, task in tasks.items():
+        context.store.meta.put(f"{MOVING}{key}", encode_task(task))
 
 
 def _empty(connection: sqlite3.Connection) -> None:
     """Give the copy the server's paths, and leave out the people of this machine."""
     rows: list[Any] = connection.execute("SELECT key, value FROM meta WHERE key LIKE 'moving/%'").fetchall()
     for key, task in rows:
-        connection.execute(
-            "UPDATE jobs SET task = ? WHERE id = ? AND NOT is_terminal", (task, int(key.removeprefix(MOVING)))
-        )
+        name = key.removeprefix(MOVING)
+        if name.startswith(SCHEDULE):
+            connection.execute("UPDATE schedules SET task = ? WHERE name = ?", (task, name.removeprefix(SCHEDULE)))
+        else:
+            connection.execute("UPDATE jobs SET task = ? WHERE id = ? AND NOT is_terminal", (task, int(name)))
     connection.execute("DELETE FROM meta WHERE key LIKE 'moving/%'")
     for table in EMPTIED:
         connection.execute(f"DELETE FROM {table}")
+
+
+def _seal_again(connection: sqlite3.Connection, ours: SecretBox, theirs: SecretBox) -> None:
+    """Encrypt the secrets of schedules with the server's key."""
+    for name, uid, text in connection.execute(
+        "SELECT name, uid, secrets FROM schedules WHERE secrets IS NOT NULL"
+    ).fetchall():
+        about = name_secrets(name, uid)
+        connection.execute(
+            "UPDATE schedules SET secrets = ? WHERE name = ?", (theirs.seal(about, ours.open(about, text)), name)
+        )
+    connection.execute("UPDATE meta SET value = ? WHERE key = ?", (theirs.fingerprint, KNOWN_KEY))
 
 
 @contextmanager

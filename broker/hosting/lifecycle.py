@@ -20,8 +20,8 @@ from broker.dashboard.verbs import show_overview
 from broker.errors import BrokerError, StateError, UsageError
 from broker.frozen import frozen
 from broker.hosting.machines import HostMachine, call
-from broker.hosting.package import list_requirements, pack_wheel
 from broker.hosting.record import HostedRecord, HostedServer, HostedStatus
+from broker.runtime.package import list_requirements, pack_wheel
 from broker.types import Secret
 
 
@@ -80,8 +80,8 @@ class Hosting:
             known = None
         if known is not None and known.infra != wanted.infra:
             raise UsageError(
-                f"this installation has a server on {known.infra} already",
-                hints=["see `broker server status`", "end it with `broker server down`"],
+                f"this installation already has a server on {known.infra}",
+                hints=["see `broker server status`", "remove it with `broker server down`"],
             )
         begun = known or wanted
         self._record.write(begun)

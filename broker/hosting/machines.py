@@ -13,13 +13,16 @@ from urllib.parse import urlsplit
 
 from broker.errors import StateError, TransientError, UsageError
 from broker.frozen import frozen
+from broker.runtime import node_python
 from broker.runtime.base import Transport
 from broker.sites.login import SshLogin
 from broker.sites.openssh import Completed, find_program
 from broker.types import Node
 
 CALL_S = 900.0  # a call may install packages
-PROGRAMS = ("host_supervisor.py", "host_program.py")  # in this order, in one namespace
+FOLDER = Path(__file__).parent
+# In this order, in one namespace.
+PROGRAMS = (Path(node_python.__file__), FOLDER / "host_supervisor.py", FOLDER / "host_program.py")
 BOOT = """\
 import sys
 for size in sys.argv[1:]:
@@ -116,7 +119,7 @@ def parse_ssh(infra: str, ssh_config: str | None = None) -> SshLogin:
 
 async def call(machine: HostMachine, request: Mapping[str, object], content: bytes = b"") -> Any:
     """Send the host program with a request; return its answer. Raises StateError with the machine's reason."""
-    programs = [Path(__file__).with_name(name).read_bytes() for name in PROGRAMS]
+    programs = [path.read_bytes() for path in PROGRAMS]
     stdin = b"".join(programs) + json.dumps(request).encode() + b"\n" + content
     done = await machine.run(["python3", "-I", "-S", "-c", BOOT, *(str(len(each)) for each in programs)], stdin=stdin)
     try:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from broker.clock import Clock
 from broker.errors import AccountError, AuthError, CapacityError, InvalidRequestError, NoOfferError
 from broker.jobs.group_member import GroupMember
 from broker.jobs.job_limits import JobLimits, LimitReached
+from broker.jobs.kinds import keep_ranks
 from broker.jobs.outcome_recorder import OutcomeRecorder
 from broker.jobs.policy_runner import Pause, PolicyRunner
 from broker.jobs.replanning import cut_to_rest, drop_limits, order_plan
+from broker.jobs.setup_starts import find_restored_start
 from broker.jobs.slots import JobQueue
 from broker.provision.lifecycle import Provisioner
 from broker.provision.refusals import draw_backoff_s
@@ -60,7 +63,10 @@ class Acquisition:
         self._refusals = 0  # consecutive; only sets the backoff
 
     async def begin_attempt(self, job: Job) -> Attempt | float:
-        """Return the new attempt once its nodes are up, else the seconds until the next step."""
+        """Return the new attempt once its nodes are up, else the seconds until the next step.
+
+        An attempt whose job has reached a limit by then is left to that step.
+        """
         number = job.next_attempt
         if breach := self._limits.find_breach(job):
             return self._recorder.finish_job(job, JobStatus.FAILED, breach.kind, breach.failure)
@@ -92,18 +98,24 @@ class Acquisition:
         except InvalidRequestError as error:
             return self._recorder.finish_job(job, JobStatus.FAILED_PRECHECKS, OutcomeKind.REFUSED, error.message)
         self._refusals = 0
-        return self._record(job, number, cluster)
+        attempt = self._record(job, number, cluster)
+        # The first machines may be older than this call: a controller that was killed had requested them.
+        is_over = self._limits.find_breach(replace(job, attempts=(*job.attempts, attempt))) is not None
+        return 0.0 if is_over else attempt
 
     def plan_rest(self, job: Job) -> Plan:
         """Plan the remaining work at today's prices; without the deadline if it can no longer be met."""
         now_s = self._clock.now_s()
-        rest = cut_to_rest(job, now_s=now_s, spent_usd=self._store.bills.spend_usd(job_id=job.id, now_s=now_s))
+        spent_usd = self._store.bills.spend_usd(job_id=job.id, now_s=now_s)
+        restored = find_restored_start(self._store, job.task, now_s=now_s, job=job)
+        rest = cut_to_rest(job, now_s=now_s, spent_usd=spent_usd, restart_s=restored.start_s if restored else None)
+        steps = self._store.jobs.list_steps(job.id)
         try:
-            return self._planner(rest, None)
+            return keep_ranks(self._planner(rest, None), job, steps)
         except NoOfferError:
             if not job.attempts or rest.goal is None or rest.goal.deadline_hours is None:
                 raise
-            plan = self._planner(drop_limits(rest), None)
+            plan = keep_ranks(self._planner(drop_limits(rest), None), job, steps)
             self._add_event(job, make_event(EventKind.LATE))
             return plan
 

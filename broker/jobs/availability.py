@@ -35,6 +35,11 @@ def name_place(placement: Placement) -> PlaceKey:
     return (offer.cloud, offer.region, offer.zone, offer.instance_type)
 
 
+def is_same_place(a: Placement, b: Placement) -> bool:
+    """Return whether both are the same purchase in the same place, at any price."""
+    return (name_place(a), a.is_spot, a.node_count) == (name_place(b), b.is_spot, b.node_count)
+
+
 def update_availability(
     before: Mapping[PlaceKey, Availability],
     places: Iterable[tuple[PlaceKey, bool]],

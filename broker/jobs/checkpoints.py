@@ -13,7 +13,8 @@ from broker.types import CheckpointSpec, Cluster, Job, Plan, Task
 BUCKET_SCHEMES = ("s3://", "gs://", "az://")
 HERE = "local"  # the cloud whose nodes see the state folder
 # Signs that a program saves its state in our folder: it names the variable, or is one of the bundled trainers.
-SAVES = re.compile(r"\bBROKER_CHECKPOINT_DIR\b|-m\s+trainers\.(?!setup\b)")
+TRAINS = r"-m\s+trainers\.(?!setup\b)"
+SAVES = re.compile(rf"\bBROKER_CHECKPOINT_DIR\b|{TRAINS}")
 
 
 def find_checkpoint_dir(config: Config, task: Task, cluster: Cluster, *, name: str) -> str | None:
@@ -53,9 +54,13 @@ def check_checkpoints(plans: Sequence[Plan]) -> Sequence[str]:
     for plan in plans:
         task = plan.task
         clouds = sorted({estimate.placement.offer.cloud for estimate in plan.estimates} - {HERE})
-        if not clouds or task.checkpoint.to or keeps_its_own(task):
+        if not clouds or task.checkpoint.to:
             continue
         name = f"`{task.name}`" if task.name else "the task"
+        if task.recovery.caches_setup:
+            notices.append(f"`cache_setup` of {name} has no effect without `checkpoint: {{to: ...}}`")
+        if keeps_its_own(task):
+            continue
         if is_saving(task):
             place = f"{task.origin}: " if task.origin else ""
             raise UsageError(
@@ -79,6 +84,11 @@ def is_saving(task: Task) -> bool:
 def names_our_folder(task: Task) -> bool:
     """Return whether `setup` or `run` mentions the checkpoint folder, a sign that the program saves its state."""
     return any(SAVES.search(text) for text in (task.setup, task.run) if text)
+
+
+def runs_bundled_trainer(task: Task) -> bool:
+    """Return whether `run` starts one of the bundled trainers, which resume on any number of ranks."""
+    return task.run is not None and re.search(TRAINS, task.run) is not None
 
 
 def keeps_its_own(task: Task) -> bool:

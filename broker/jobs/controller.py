@@ -39,23 +39,14 @@ from broker.jobs.outcomes import BucketOutcomes, Outcomes
 from broker.jobs.policy_runner import PolicyRunner
 from broker.jobs.progress import record_progress, record_silence
 from broker.jobs.run_end import RunEnd, read_run_end
+from broker.jobs.setup_cache import SetupCache
 from broker.jobs.slots import JobQueue
 from broker.jobs.successor import Successor
 from broker.jobs.teardown import AttemptTeardown
 from broker.provision.lifecycle import Provisioner
 from broker.state.store import Store
 from broker.storage.mounts import add_mounts
-from broker.types import (
-    Attempt,
-    Cluster,
-    Event,
-    EventKind,
-    Job,
-    JobStatus,
-    Outcome,
-    OutcomeKind,
-    make_event,
-)
+from broker.types import Attempt, Cluster, Event, EventKind, Job, JobStatus, Outcome, OutcomeKind, make_event
 from broker.wording import describe_lost_start, explain_dependency, explain_group_failure
 
 POLL_S = 0.5
@@ -106,6 +97,7 @@ class JobController:
         self._health = NodeHealth(store, unhealthy, provisioner, clock)
         self._lost_gang = LostGang(store, config, self._recorder, outcomes or BucketOutcomes(), unhealthy)
         self._samples = SampleRecorder(config.logs, job_id)
+        self._setups = SetupCache(store, planner, clock, config)
         self._monitor: AttemptMonitor | None = None
         self._monitored = 0  # number of the attempt
         self._list_error = ""  # why the nodes cannot be listed, as last reported
@@ -249,22 +241,22 @@ class JobController:
         report = await self._gang.poll(cluster, get_run_id(attempt, cluster))
         monitor.observe(report)
         self._samples.record(report.samples)
+        self._setups.report(job, attempt, report)
         self._teardown.report_flush(job.id, report)
         if report.progress is not None and report.progress != job.progress:
             attempt = record_progress(self._store, self._clock, job, attempt, report.progress)
         for rank in monitor.list_new_advisories(report, cluster):
             self._add_event(make_event(EventKind.ADVISED, rank=rank))
-        if (
-            refreshed := await self._refresh(monitor, report, cluster)
-        ) is None:  # a missing answer proves nothing, and a failure is not judged without the list
+        refreshed = await self._refresh(monitor, report, cluster)
+        if refreshed is None:  # a missing answer proves nothing, and a failure is not judged without the list
             await self._renew_lease(job, monitor, cluster)
             return POLL_S
         cluster = refreshed
         await self._teardown.copy_log(attempt, cluster)
         if await self._health.observe(job, cluster, report):
             return POLL_S
-        nodes_min = job.task.recovery.nodes_min
-        signals = monitor.read_signals(report, cluster, self._clock.now_s(), nodes_min=nodes_min)
+        nodes_min, head = job.task.recovery.nodes_min, attempt.head.rank
+        signals = monitor.read_signals(report, cluster, self._clock.now_s(), nodes_min=nodes_min, head=head)
         attempt = record_silence(self._store, attempt, signals.unreachable_s)
         verdict = classify(signals)
         if verdict in (Verdict.RUNNING, Verdict.UNCLEAR):
@@ -275,15 +267,16 @@ class JobController:
             attempt = await self._group.follow(job, attempt, cluster, report)
             if reason := self._group.find_move(job, attempt):
                 return self._recorder.record_group_move(job, attempt, reason=reason)
-            find_envs = partial(self._make_envs, job, attempt, cluster)
-            find_lease = partial(self._limits.find_lease_s, job, cluster)
-            run_id = get_run_id(attempt, cluster)
-            await self._replacer.step(job, cluster, report, run_id=run_id, make_envs=find_envs, find_lease_s=find_lease)
+            attempt = await self._replacer.step(
+                job, attempt, cluster, report, signals,
+                make_envs=partial(self._make_envs, job, attempt, cluster),
+                find_lease_s=partial(self._limits.find_lease_s, job, cluster),
+            )  # fmt: skip
             return await self._check_running(job, attempt, cluster, monitor, report)
         if verdict is Verdict.LOST:
-            was_attended = monitor.is_attended(self._clock.now_s())
             return await self._lost_gang.record_loss(
-                job, attempt, cluster, report, is_noticed=signals.is_noticed, was_attended=was_attended,
+                job, attempt, cluster, report, is_noticed=signals.is_noticed,
+                was_attended=monitor.is_attended(self._clock.now_s()),
                 find_kept_until_s=partial(self._retention.find_until_s, job, attempt, cluster, report),
             )  # fmt: skip
         run = replace(self._read_end(attempt, cluster, report), unflushed=monitor.unflushed)
@@ -291,13 +284,9 @@ class JobController:
 
     def _read_end(self, attempt: Attempt, cluster: Cluster, report: GangReport) -> RunEnd:
         return read_run_end(
-            self._store,
-            self._config.logs,
-            attempt=attempt,
-            report=report,
-            progress=report.progress,
+            self._store, self._config.logs, attempt=attempt, report=report, progress=report.progress,
             is_whole=are_running(cluster.nodes) and not report.unreachable,
-        )
+        )  # fmt: skip
 
     async def _refresh(self, monitor: AttemptMonitor, report: GangReport, cluster: Cluster) -> Cluster | None:
         """Return the cluster as the cloud lists it, if a list is due; None if a required list failed."""
@@ -322,7 +311,8 @@ class JobController:
         now_s = self._clock.now_s()
         if breach := self._limits.find_breach(job):
             is_last = breach.kind is OutcomeKind.MAX_DURATION_EXCEEDED
-            await self._teardown.end_program(attempt, cluster, grace_s=breach.grace_s, is_final=is_last)
+            if await self._teardown.end_program(attempt, cluster, grace_s=breach.grace_s, is_final=is_last):
+                return 0.0  # the next poll records its success
             return self._recorder.record_breach(job, attempt, breach)
         if await self._policy_runner.reconsider(job, attempt, cluster, report.progress):
             return 0.0
@@ -387,7 +377,7 @@ class JobController:
 
     def _make_envs(self, job: Job, attempt: Attempt, cluster: Cluster) -> dict[str, str]:
         advice = {**self._policy_runner.advise(job.task, attempt), **self._group.make_envs(job)}
-        advice |= self._health.make_envs(job, cluster)
+        advice |= {**self._health.make_envs(job, cluster), **self._setups.make_envs(job, attempt, cluster)}
         return make_envs(self._config, job, attempt, cluster, advice=advice, find_job=self._store.jobs.get)
 
     def _report_list_error(self, error: CloudError) -> None:

@@ -17,14 +17,16 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from broker.clock import Clock
 from broker.config import Config, read_keep_days
 from broker.errors import BrokerError, FencedError, StateError
+from broker.jobs.daemon_parts import Controller, Notifies, StartsSchedules
 from broker.jobs.log_files import forget_logs, rotate_log
 from broker.jobs.monitor import is_due
 from broker.jobs.node_samples import forget_samples
+from broker.jobs.setup_archives import forget_archives, list_places
 from broker.jobs.workload import Key, LeaderWorkload, SharedWorkload, Workload, list_keys
 from broker.locks import try_lock
 from broker.provision.lifecycle import Provisioner
@@ -45,33 +47,6 @@ STALE_S = 15.0  # a leader without a heartbeat for this long may be replaced alt
 LOCK_TRIES = 10  # a command that tests the lock holds it for an instant
 
 
-class Controller(Protocol):
-    """A controller that the daemon steps; `step` returns seconds until the next step."""
-
-    async def step(self) -> float:
-        """Take one idempotent step; return seconds until the next one. A FencedError ends the controller."""
-
-    async def rest(self, wait_s: float, wake: asyncio.Event) -> None:
-        """Wait until the next step is due: about `wait_s`, or until `wake` is set."""
-        ...
-
-
-class Notifies(Protocol):
-    """Delivers notifications about jobs; stepped by the daemon that does the housekeeping."""
-
-    @property
-    def is_busy(self) -> bool:
-        """Whether notifications of recent events wait, so that the daemon should not leave yet."""
-        ...
-
-    def step(self) -> float:
-        """Start what is due, without waiting for it; return seconds until the next step. Raises FencedError."""
-        ...
-
-    async def rest(self) -> None:
-        """Stop all deliveries."""
-
-
 MakeController = Callable[[Any], Controller]  # of a Key; a caller without services takes ids only
 
 
@@ -85,6 +60,7 @@ class _DaemonContext:
     clock: Clock
     config: Config
     notifier: Notifies | None
+    scheduler: StartsSchedules | None
     idle_s: float
 
 
@@ -96,9 +72,10 @@ async def run_daemon(
     clock: Clock,
     config: Config,
     notifier: Notifies | None = None,
+    scheduler: StartsSchedules | None = None,
     idle_s: float = 60,
 ) -> None:
-    """Lead until another daemon holds the lock, `idle_s` pass without live jobs, or SIGTERM arrives.
+    """Lead until another daemon holds the lock, `idle_s` pass without live jobs or schedules, or SIGTERM arrives.
 
     In a shared store, drive a share of the jobs, until `idle_s` pass without any, or SIGTERM arrives.
     """
@@ -109,6 +86,7 @@ async def run_daemon(
         clock=clock,
         config=config,
         notifier=notifier,
+        scheduler=scheduler,
         idle_s=idle_s,
     )
     is_needed = True
@@ -116,7 +94,7 @@ async def run_daemon(
         if not await (_share_jobs(context) if store.is_shared else _lead(context)):
             return
         # A command that submitted a job while we held the lock did not start a daemon, so this one must serve it.
-        is_needed = bool(list_keys(store))
+        is_needed = bool(list_keys(store)) or (scheduler is not None and store.schedules.has_active())
 
 
 async def _lead(context: _DaemonContext) -> bool:
@@ -210,6 +188,7 @@ class _Daemon:
         self._provisioner = context.provisioner
         self._clock = context.clock
         self._notifier = context.notifier
+        self._scheduler = context.scheduler
         self._idle_s = context.idle_s
         self._drives: dict[Key, asyncio.Task[None]] = {}
         self._is_collecting = False
@@ -218,20 +197,25 @@ class _Daemon:
     async def run(self) -> None:
         collecting = asyncio.ensure_future(self._collect_forever())
         notifying = asyncio.ensure_future(self._notify_forever())
+        scheduling = asyncio.ensure_future(self._schedule_forever())
         idle_since_s = self._clock.now_s()
         try:
             while True:
                 self._start_controllers()
                 if self._drives:
                     idle_since_s = self._clock.now_s()
-                elif self._clock.now_s() - idle_since_s >= self._idle_s and not self._is_collecting:
+                elif self._clock.now_s() - idle_since_s < self._idle_s or self._is_collecting:
+                    pass
+                elif self._scheduler is not None and self._store.schedules.has_active():
+                    idle_since_s = self._clock.now_s()
+                else:
                     await self._notify()
                     if self._notifier is None or not self._notifier.is_busy:
                         self._workload.resign()
                         return
                 await self._clock.sleep(LOOK_FOR_JOBS_S)
         finally:
-            tasks = [collecting, notifying, *self._drives.values()]
+            tasks = [collecting, notifying, scheduling, *self._drives.values()]
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
@@ -316,6 +300,21 @@ class _Daemon:
             log.warning("notifying failed", exc_info=error)
         return NOTIFY_RETRY_S
 
+    async def _schedule_forever(self) -> None:
+        while self._scheduler is not None:
+            wait_s = NOTIFY_RETRY_S
+            try:
+                if self._workload.does_housekeeping():
+                    with self._workload.hold(HOUSEKEEPING):
+                        wait_s = self._scheduler.step()
+            except FencedError as error:
+                log.info("%s", error.message)  # the main loop detects it too
+            except BrokerError as error:
+                log.warning("schedules wait: %s", error.message)
+            except Exception as error:  # the outermost edge of the scheduler
+                log.warning("scheduling failed", exc_info=error)
+            await self._clock.sleep(wait_s)
+
     async def _collect_forever(self) -> None:
         compacted_s = float("-inf")
         while True:
@@ -328,6 +327,7 @@ class _Daemon:
                         compacted_s = self._clock.now_s()
                         with self._workload.hold(HOUSEKEEPING):
                             self._compact(compacted_s)
+                            await self._forget_archives(compacted_s)
             except FencedError as error:
                 log.info("%s", error.message)  # the main loop detects it too
             except Exception as error:  # the outermost edge of the collector
@@ -340,6 +340,12 @@ class _Daemon:
             await self._provisioner.collect()
         finally:
             self._is_collecting = False
+
+    async def _forget_archives(self, now_s: float) -> None:
+        if not (places := list_places(self._store)):
+            return
+        for place, error in (await asyncio.to_thread(forget_archives, places, now_s=now_s)).items():
+            log.warning("setup archives at %s were not checked: %s", place, error)
 
     def _compact(self, now_s: float) -> None:
         self._store.copy_if_due()  # first: the copy keeps pruned rows for another week

@@ -5,10 +5,12 @@ Pure: job, plan, refusals and history in; view, candidates and events out. The p
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from broker.jobs.availability import Availability, PlaceKey, name_place, update_availability
+from broker.jobs.availability import Availability, PlaceKey, is_same_place, name_place, update_availability
+from broker.jobs.kinds import KindSpeed, choose_places, correct_speeds, keep_place, name_kind, order_by_kind
+from broker.jobs.setup_starts import RestoredStart
 from broker.spot.durations import NOTHING_SEEN, Durations
 from broker.spot.forecast import read_market
 from broker.spot.hazard import Observation, hazard_per_node_hour
@@ -22,6 +24,7 @@ from broker.spot.policies.base import (
     Wait,
     find_fallback,
     is_safe_to_start,
+    list_reserves,
     spare_hours,
 )
 from broker.spot.prior import MEASURED
@@ -43,8 +46,6 @@ from broker.types import (
 from broker.wording import make_place
 
 STRATEGY = "deadline"
-SPOT_MAX = 8  # candidate places per pricing model; a plan has hundreds
-ONDEMAND_MAX = 3
 # Measured with starts three times as long as told and on-demand 30 min late: none late, at 1.003 of the cost.
 MARGIN_HOURS, MARGIN_SHARE = 0.5, 0.25
 STARTS_SEEN = 3
@@ -59,6 +60,7 @@ class Situation:
     view: JobView
     candidates: tuple[Candidate, ...]
     availability: Mapping[PlaceKey, Availability]
+    speeds: tuple[KindSpeed, ...] = ()  # of several kinds, the fastest first
 
 
 def follows_deadline(task: Task) -> bool:
@@ -82,19 +84,24 @@ def read_situation(
     live: Attempt | None = None,
     saves_on_notice: bool = False,
     may_reask: bool = False,
+    expect_overlap_hours: Callable[[str], float] = lambda cloud: 0.0,
+    steps: Mapping[int, StepRange] | None = None,
+    restored: RestoredStart | None = None,
 ) -> Situation:
     """Return what a policy decides by.
 
     `plan` covers the remaining work, without limits; `live` is the attempt whose nodes are up. `availability` holds
     earlier observations of places, `durations` those of stays that are over. `may_reask`: a refused place counts as
-    open once it may be asked again, since another refusal costs nothing.
+    open once it may be asked again, since another refusal costs nothing. `expect_overlap_hours` returns, by cloud, the
+    first part of a start during which running machines work on. `steps` are those of each attempt: they correct the
+    speeds of machines of several kinds. `restored` is a start that finds an archive of `setup`.
     """
     goal = job.task.goal
     assert goal is not None and goal.work_hours is not None and goal.deadline_hours is not None
     left = plan.task.goal.work_hours if plan.task.goal and plan.task.goal.work_hours is not None else goal.work_hours
     here = live.placement if live else None
     last = job.attempts[-1].placement if job.attempts and live is None else None
-    estimates = _choose(plan.estimates, here or last)
+    estimates = choose_places(plan, here or last)
     if may_reask:
         refusals = [each for each in refusals if max(each.reask_s, each.probed_until_s) > now_s]
     places = {
@@ -105,9 +112,12 @@ def read_situation(
     seen = update_availability(availability, places.items(), job.attempts, live=live, now_s=now_s)
     candidates = [_read_candidate(estimate, left, seen, durations, now_s=now_s, live=live) for estimate in estimates]
     seen_hours = measure_start_hours(job.attempts)
-    candidates = [replace(each, start_hours=max(each.start_hours, seen_hours)) for each in candidates]
+    candidates = [
+        _set_start(each, seen_hours, expect_overlap_hours(each.placement.offer.cloud), restored) for each in candidates
+    ]
+    candidates, speeds = correct_speeds(candidates, job, steps or {}, now_s=now_s)
     if here is not None and not any(is_same_place(candidate.placement, here) for candidate in candidates):
-        candidates.append(Candidate(placement=here))  # the running placement is no longer offered
+        candidates.append(keep_place(here, candidates))  # the running placement is no longer offered
     spot = next((estimate for estimate in estimates if estimate.placement.is_spot), None)
     every_s = spot.checkpoint_every_s if spot and spot.checkpoint_every_s else 0.0
     save_s = advise_every_s(job.task, spot.preemptions_per_hour if spot else 0.0) or every_s
@@ -124,8 +134,9 @@ def read_situation(
         deadline_hours=goal.deadline_hours,
         spent_usd=spent_usd,
         saves_on_notice=saves_on_notice,
+        hour_value_usd=goal.hour_value_usd,
     )
-    return Situation(view=view, candidates=tuple(candidates), availability=seen)
+    return Situation(view=view, candidates=tuple(candidates), availability=seen, speeds=speeds)
 
 
 def find_margin_hours(goal: Goal) -> float:
@@ -160,11 +171,12 @@ def has_saved_on_notice(attempts: Sequence[Attempt], steps: Mapping[int, StepRan
 
 
 def arrange(plan: Plan, target: Candidate, *, is_alone: bool = False) -> Plan:
-    """Put the target first, then other places of its pricing model: only the policy may change the pricing model.
+    """Put the target first, then other places of its pricing model and kind: only the policy may change either.
 
-    `is_alone`: the target only, if the plan has it.
+    On-demand of other kinds follows last. `is_alone`: the target only, if the plan has it.
     """
     kind = [estimate for estimate in plan.estimates if estimate.placement.is_spot == target.is_spot]
+    kind = order_by_kind(kind, target.placement)
     if is_alone:
         kind = [estimate for estimate in kind if is_same_place(estimate.placement, target.placement)] or kind
     kind.sort(key=lambda estimate: not is_same_place(estimate.placement, target.placement))
@@ -175,6 +187,7 @@ def record_decision(situation: Situation, decision: Decision) -> Event:
     """Return an event with the decision, its reason and the numbers behind it."""
     view, candidates = situation.view, situation.candidates
     data: dict[str, object] = {"action": "wait", "reason": decision.reason, "work_left_hours": view.work_left_hours}
+    target: Candidate | None = None
     if not isinstance(decision, Wait):
         target = decision.target if isinstance(decision, Move) else None
         data["action"] = "stay" if target is None else "move"
@@ -186,10 +199,31 @@ def record_decision(situation: Situation, decision: Decision) -> Event:
         data["time_left_hours"] = view.time_left_hours
     fallback = find_fallback(view, candidates)
     if fallback is not None:
-        data.update(spare_hours=spare_hours(view, fallback), ondemand_usd_work_hour=fallback.usd_work_hour)
+        reserves = list_reserves(view, candidates, fallback) if situation.speeds else [fallback]
+        spare = max(spare_hours(view, each) for each in reserves)  # the fastest kind may start last
+        data.update(spare_hours=spare, ondemand_usd_work_hour=fallback.usd_work_hour)
+    if situation.speeds:
+        data["kinds"] = [_describe_kind(each, candidates) for each in situation.speeds]
+        if target is not None:
+            data["machine"] = name_kind(target.placement)
     if len(decision.weighed) > 1:
         data["expected_usd"] = {name: usd for name, usd in decision.weighed}
     return make_event(EventKind.DECISION, **data)
+
+
+def _describe_kind(speed: KindSpeed, candidates: Sequence[Candidate]) -> dict[str, object]:
+    """Return a kind as the data of an event: its speed, and the lowest price of an hour of work by pricing model."""
+    own = [each for each in candidates if name_kind(each.placement) == speed.name]
+    spot = [each.usd_work_hour for each in own if each.is_spot and each.is_open]
+    ondemand = [each.usd_work_hour for each in own if not each.is_spot]
+    return {
+        "name": speed.name,
+        "speed": speed.speed,
+        "told": speed.told,
+        "seen_hours": speed.seen_hours,
+        "spot_usd_work_hour": min(spot, default=None),
+        "ondemand_usd_work_hour": min(ondemand, default=None),
+    }
 
 
 def is_voluntary(situation: Situation, decision: Move) -> bool:
@@ -203,11 +237,18 @@ def loses_little(view: JobView, target: Candidate) -> bool:
     return view.saves_on_notice or view.unsaved_hours <= target.start_hours
 
 
-def is_safe_at(situation: Situation, placement: Placement) -> bool:
-    """Return whether on-demand is still in time after a start at this place that is lost at once."""
+def is_safe_at(situation: Situation, placement: Placement, *, is_up: bool) -> bool:
+    """Return whether on-demand is still in time after a start at this place that is lost at once.
+
+    `is_up`: its machines are up, so that only the rest of a start is ahead.
+    """
     view, candidates = situation.view, situation.candidates
     target, fallback = find_candidate(candidates, placement), find_fallback(view, candidates)
-    return target is None or fallback is None or not target.is_spot or is_safe_to_start(view, target, fallback)
+    if target is not None and is_up:
+        target = replace(target, start_hours=target.start_hours - target.overlap_hours, overlap_hours=0.0)
+    if target is None or fallback is None or not target.is_spot:
+        return True
+    return any(is_safe_to_start(view, target, each) for each in list_reserves(view, candidates, fallback))
 
 
 def estimate_hazard(placement: Placement, history: Mapping[PlaceKey, Observation]) -> float:
@@ -263,25 +304,6 @@ def _is_urgent(task: Task) -> bool:
     return task.goal is not None and task.goal.deadline_hours is not None
 
 
-def is_same_place(a: Placement, b: Placement) -> bool:
-    """Return whether both are the same purchase in the same place, at any price."""
-    return (name_place(a), a.is_spot, a.node_count) == (name_place(b), b.is_spot, b.node_count)
-
-
-def _choose(estimates: Sequence[Estimate], here: Placement | None) -> list[Estimate]:
-    """Return the first estimates of each pricing model, in plan order, and that of the job's current or last place."""
-    spot, ondemand, own = list[Estimate](), list[Estimate](), list[Estimate]()
-    for estimate in estimates:
-        bin_, limit = (spot, SPOT_MAX) if estimate.placement.is_spot else (ondemand, ONDEMAND_MAX)
-        if len(bin_) < limit:
-            bin_.append(estimate)
-        elif here is not None and is_same_place(estimate.placement, here):
-            own.append(estimate)
-        if len(spot) == SPOT_MAX and len(ondemand) == ONDEMAND_MAX and (here is None or own):
-            break
-    return [*spot, *ondemand, *own[:1]]
-
-
 def _read_candidate(
     estimate: Estimate,
     left_hours: float,
@@ -305,6 +327,17 @@ def _read_candidate(
     place = name_place(placement)
     observed = _observe(common, availability[place], durations.get(place, NOTHING_SEEN), now_s=now_s)
     return replace(observed, is_open=is_here or observed.is_open, is_watched=is_here)
+
+
+def _set_start(
+    candidate: Candidate, seen_hours: float, overlap_hours: float, restored: RestoredStart | None
+) -> Candidate:
+    """Return the candidate with a start as long as the job's own, and the part of it that overlaps on spot."""
+    start_hours = max(candidate.start_hours, seen_hours)
+    if restored is not None and restored.fits(candidate.placement):
+        start_hours = restored.start_s / 3600
+    overlap_hours = min(overlap_hours, start_hours) if candidate.is_spot else 0.0
+    return replace(candidate, start_hours=start_hours, overlap_hours=overlap_hours)
 
 
 def _observe(candidate: Candidate, observed: Availability, seen: Durations, *, now_s: float) -> Candidate:

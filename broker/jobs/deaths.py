@@ -18,7 +18,7 @@ from broker.types import Attempt, JobRecovery
 DEATHS_MAX = 3  # at one step: the program is at fault, not the machines
 SHELL_BASE = 128  # a shell reports death by signal n as 128 + n
 CAUSES = {
-    signal.SIGKILL: "killed, probably out of memory",
+    signal.SIGKILL: "killed; running out of memory is the usual cause",
     signal.SIGABRT: "aborted, as by NCCL's watchdog or a failed CUDA assertion",
     signal.SIGSEGV: "segmentation fault",
     signal.SIGBUS: "bus error, often a full /dev/shm",

@@ -44,6 +44,6 @@ def choose_victim(
         each for each in holders
         if each.priority < priority and each.is_preemptible and each.displaced_by is None
         and (project is None or each.project == project)
-        and (each.displaced_s is None or not 0.0 <= now_s - each.displaced_s < AGAIN_S)
+        and (each.displaced_s is None or abs(now_s - each.displaced_s) >= AGAIN_S)  # clocks of controllers differ
     ]  # fmt: skip
     return min(found, key=lambda each: (each.priority, -each.job_id)).job_id if found else None

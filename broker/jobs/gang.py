@@ -6,7 +6,18 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
-from broker.types import Attempt, Cluster, NodeFault, NodeSample, OwnTime, Progress, RunStatus, Task
+from broker.types import (
+    Attempt,
+    Cluster,
+    GangHead,
+    NodeFault,
+    NodeSample,
+    OwnTime,
+    Progress,
+    RunStatus,
+    SetupResult,
+    Task,
+)
 
 
 class GangReport(Protocol):
@@ -71,6 +82,16 @@ class GangReport(Protocol):
         ...
 
     @property
+    def setups(self) -> Sequence[SetupResult]:
+        """What became of the setup archive on each node that used or tried to keep one."""
+        ...
+
+    @property
+    def followers(self) -> Sequence[int]:
+        """Ranks whose program continues when another node becomes the head of an elastic gang."""
+        ...
+
+    @property
     def samples(self) -> Sequence[tuple[int, NodeSample]]:
         """Samples that nodes reported, with their ranks, oldest first; a sample may be repeated."""
         ...
@@ -103,17 +124,35 @@ class Gang(Protocol):
         ...
 
     async def start(
-        self, cluster: Cluster, task: Task, *, run_id: int, envs: Mapping[str, str], lease_s: float | None = None
+        self,
+        cluster: Cluster,
+        task: Task,
+        *,
+        run_id: int,
+        envs: Mapping[str, str],
+        lease_s: float | None = None,
+        head: GangHead | None = None,
     ) -> None:
         """Start the run on all nodes; do nothing on nodes where it has started.
 
-        Nodes shut down once `lease_s` seconds pass without a renewal. With BROKER_GROUP_NAME in `envs`, the nodes are
-        set up and the program waits for `send_peers`.
+        `head`: the gang runs already with this head, and new nodes join it. Nodes shut down once `lease_s` seconds pass
+        without a renewal. With BROKER_GROUP_NAME in `envs`, nodes are set up and the program waits for `send_peers`.
         """
         ...
 
     async def send_peers(self, cluster: Cluster, run_id: int, peers: Mapping[str, object]) -> None:
         """Give the nodes the addresses of the job group; the first call lets the program start."""
+        ...
+
+    async def move_head(
+        self, cluster: Cluster, run_id: int, head: GangHead, *, members: Sequence[int], log_bytes: int
+    ) -> bool:
+        """Make a node the head of an elastic gang, and tell its members; return whether they all know.
+
+        False: the new head is not ready yet, so repeat the call. Nodes that know a head of a higher epoch ignore it.
+        With the present head, the call only renews the addresses of nodes. `members`: the ranks that the run is on.
+        `log_bytes`: the new head's log begins at this offset, up to which the last head's has been copied.
+        """
         ...
 
     async def poll(self, cluster: Cluster, run_id: int) -> GangReport:

@@ -48,6 +48,9 @@ class HealthSignals:
     failed_s: float = 0.0
     nodes_min: int | None = None  # an elastic program continues on at least this many nodes, including the first
     is_unflushed: bool = False  # its program succeeded, but files that it wrote did not arrive
+    head_rank: int = 0  # the node that coordinates the gang
+    statuses: tuple[RunStatus | None, ...] = ()  # by rank, where the gang reports them
+    followers: tuple[int, ...] = ()  # ranks whose program continues when another node becomes the head
     is_noticed: bool = False  # the gang had a preemption notice before its program ended
 
 
@@ -84,7 +87,22 @@ def can_go_on(signals: HealthSignals) -> bool:
     if len(lost) < len(list_lost_ranks(signals.nodes)):
         return False  # one is stopped: it still occupies its slot and cannot be replaced
     is_enough = signals.nodes_min is not None and len(signals.nodes) - len(lost) >= signals.nodes_min
-    return is_enough and 0 not in lost and signals.status is RunStatus.RUNNING
+    if signals.head_rank in lost:
+        return is_enough and find_next_head(signals) is not None
+    return is_enough and signals.status is RunStatus.RUNNING
+
+
+def find_next_head(signals: HealthSignals) -> int | None:
+    """Return the lowest rank that can become the head of an elastic gang whose head is lost; None to end the attempt.
+
+    The run must go on wherever it has begun: a program that does not follow the head ends with it.
+    """
+    lost = list_lost_ranks(signals.nodes)
+    live = [(rank, status) for rank, status in enumerate(signals.statuses) if status and rank not in lost]
+    running = [rank for rank, status in live if status is RunStatus.RUNNING]
+    if any(status.is_terminal for _, status in live) or not set(running) <= set(signals.followers):
+        return None
+    return min(running, default=None)
 
 
 def find_unreachable_s_max(signals: HealthSignals) -> float:

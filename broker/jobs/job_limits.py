@@ -1,8 +1,8 @@
 """The limits of a job: the budget of its goal, and `max_duration`, the time from its first machines to its end.
 
-`max_duration` counts from the creation of the first attempt's machines, through every recovery, until the job's last
-machine is gone; the wait before that, in the queue or for capacity, does not count. The program is told to save before
-the end, so that the machines are released in time: a job of 2 h is told at 1 h 59 min.
+`max_duration` counts from the search that found the first attempt's machines, through every recovery, until the job's
+last machine is gone; the waits before that, in the queue or between searches, do not count. The program is told to save
+before the end, so that the machines are released in time: a job of 2 h is told at 1 h 59 min.
 """
 
 from __future__ import annotations

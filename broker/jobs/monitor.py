@@ -57,6 +57,7 @@ class AttemptMonitor:
         self._line: Progress | None = None  # the last one reported
         self._busy_until_s = float("-inf")
         self._advised: set[str] = set()
+        self._head_rank = 0
         self._unreached_since_s: dict[str, float] = {}  # by node id
         self.has_succeeded = False
         self.unflushed = ""
@@ -120,7 +121,7 @@ class AttemptMonitor:
         """
         step = report.progress.step if report.progress else None
         elapsed_s = self._stopwatch.observe(now_s)
-        is_silent = 0 in report.unreachable
+        is_silent = self._head_rank in report.unreachable
         if self._stepped_s is None or (step != self._step and not is_silent):
             self._step, self._stepped_s = step, elapsed_s
         elif is_silent and self._stall_checked_s is not None:
@@ -133,9 +134,10 @@ class AttemptMonitor:
         return max(0.0, elapsed_s - max(self._stepped_s, self._busy_until_s))
 
     def read_signals(
-        self, report: GangReport, cluster: Cluster, now_s: float, *, nodes_min: int | None = None
+        self, report: GangReport, cluster: Cluster, now_s: float, *, nodes_min: int | None = None, head: int = 0
     ) -> HealthSignals:
         """Combine report, listed nodes and elapsed time to the signals for `classify`."""
+        self._head_rank = head
         elapsed_s = self._stopwatch.observe(now_s)
         if report.unreachable:
             self.record_silence(now_s)
@@ -157,4 +159,7 @@ class AttemptMonitor:
             is_unflushed=bool(self.unflushed),
             is_noticed=report.reason == NodeEnd.PREEMPTED,
             nodes_min=nodes_min,
+            head_rank=head,
+            statuses=tuple(report.statuses),
+            followers=tuple(report.followers),
         )

@@ -1,4 +1,4 @@
-"""Replace nodes whose GPUs failed the check before the first step, and remember those GPUs.
+"""Replace nodes whose GPUs failed the check before the first step or that slow the gang down, and remember them.
 
 The agent checks (`agent/agent_health.py`) because only a node sees its own GPUs. The memory is one row of the store: a
 cloud may hand out the same machine again, and the check refuses it there by the serial of its GPU.
@@ -14,10 +14,11 @@ from broker.clock import Clock
 from broker.errors import CloudError
 from broker.jobs.gang import GangReport
 from broker.jobs.monitor import is_due
-from broker.jobs.stragglers import StragglerWatch
+from broker.jobs.stragglers import Replacement, Rest, StragglerWatch, choose_replacement
 from broker.provision.lifecycle import Provisioner
 from broker.state.store import Store
-from broker.types import Cluster, EventKind, Job, NodeFault, NodeState, RunStatus, make_event
+from broker.types import Cluster, EventKind, Job, Node, NodeFault, NodeState, RunStatus, make_event
+from broker.wording import describe_slow_node
 
 ROW = "unhealthy_nodes"  # in the store's table `meta`
 REMEMBERED_S = 14 * 86400.0  # clouds repair machines; our choice
@@ -33,8 +34,8 @@ class UnhealthyNodes:
         self._store = store
         self._clock = clock
 
-    def record(self, cluster: Cluster, fault: NodeFault, *, job_id: int) -> None:
-        """Remember a node and its GPUs, and report it once."""
+    def record(self, cluster: Cluster, fault: NodeFault, *, job_id: int, is_slow: bool = False) -> None:
+        """Remember a node and its GPUs, and report it once. `is_slow`: it has no fault, but slows its gang down."""
         node = next(node for node in cluster.nodes if node.rank == fault.rank)
         with self._store.transaction():
             known = self._read()
@@ -46,6 +47,8 @@ class UnhealthyNodes:
                 "reason": fault.reason,
                 "time_s": self._clock.now_s(),
             }
+            if is_slow:
+                entry |= {"slow_job": job_id, "rank": fault.rank}
             self._store.meta.put(ROW, json.dumps([*known, entry][-NODES_MAX:]))
             event = make_event(
                 EventKind.NODE_UNHEALTHY,
@@ -61,6 +64,14 @@ class UnhealthyNodes:
         """Return the fault of the first of these ranks that failed a check; empty if none did."""
         ids = [node.id for node in cluster.nodes if node.rank in ranks]
         return next((str(each["reason"]) for each in self._read() if each["node"] in ids), "")
+
+    def list_slow(self, job_id: int) -> Mapping[str, Replacement]:
+        """Return the slow nodes of a job that are replaced or to be replaced, by their ids."""
+        return {
+            str(each["node"]): Replacement(rank=int(each["rank"]), time_s=float(each["time_s"]))
+            for each in self._read()
+            if each.get("slow_job") == job_id
+        }
 
     def list_refused(self) -> Sequence[str]:
         """Return the serials of GPUs that are not to be used."""
@@ -90,10 +101,7 @@ class NodeHealth:
     def make_envs(self, job: Job, cluster: Cluster) -> dict[str, str]:
         """Return the variable by which nodes check their GPUs; nothing on nodes without GPUs."""
         count = cluster.placement.offer.accelerator_count
-        wish = job.task.recovery.checks_health
-        # Offers of processes of this machine (the local cloud, rehearsals) do not describe its own GPUs.
-        is_simulated = any(node.handle.startswith("/") for node in cluster.nodes)
-        if not count or wish is False or (is_simulated and not wish):
+        if not count or not is_wanted(job, cluster):
             return {}
         return {VARIABLE: json.dumps({"gpus": count, "refused": self._unhealthy.list_refused()})}
 
@@ -103,30 +111,72 @@ class NodeHealth:
         Nodes with faults that join a running elastic gang are terminated with others that cannot join (`NodeReplacer`).
         """
         self._report_slow(job, cluster, report)
+        await self._replace_slow(job, cluster, report)
         live = {node.rank: node for node in cluster.nodes if node.state is not NodeState.TERMINATED}
         faults = [fault for fault in report.faults if fault.rank in live]
         for fault in faults:
             self._unhealthy.record(cluster, fault, job_id=job.id)
         if not faults or report.status is not RunStatus.FAILED_SETUP:
             return False
-        for node in (live[fault.rank] for fault in faults):
-            asked_s, now_s = self._asked_s.get(node.id), self._clock.now_s()
-            if asked_s is not None and not is_due(asked_s, END_AGAIN_S, now_s):
-                continue
-            self._asked_s[node.id] = now_s
-            self._provisioner.avoid_machine(cluster, node, until_s=now_s + REMEMBERED_S)
-            try:
-                await self._provisioner.end_node(cluster, node)
-            except CloudError:
-                pass  # retried
+        for fault in faults:
+            await self._end(cluster, live[fault.rank])
         return True
 
+    async def _end(self, cluster: Cluster, node: Node) -> None:
+        """Request the end of a node; again after a while if it still runs."""
+        asked_s, now_s = self._asked_s.get(node.id), self._clock.now_s()
+        if asked_s is not None and not is_due(asked_s, END_AGAIN_S, now_s):
+            return
+        self._asked_s[node.id] = now_s
+        self._provisioner.avoid_machine(cluster, node, until_s=now_s + REMEMBERED_S)
+        try:
+            await self._provisioner.end_node(cluster, node)
+        except CloudError:
+            pass  # retried
+
+    async def _replace_slow(self, job: Job, cluster: Cluster, report: GangReport) -> None:
+        """Terminate a slow node if it pays; the gang then recovers as from any loss of a node.
+
+        The decision is recorded first, so a controller that was killed in between repeats the request.
+        """
+        if not report.own_times or not is_wanted(job, cluster) or not self._provisioner.can_replace_node(cluster):
+            return
+        slow = self._unhealthy.list_slow(job.id)
+        now_s = self._clock.now_s()
+        is_quiet = report.status is RunStatus.RUNNING and not report.unreachable and report.progress is not None
+        live = {node.rank: node for node in cluster.nodes if node.state is NodeState.RUNNING}
+        if is_quiet and len(live) == len(cluster.nodes) and not any(node.id in slow for node in live.values()):
+            rest = self._measure_rest(job, cluster, report)
+            chosen = choose_replacement(self._watch.list_lasting(now_s), rest, list(slow.values()), now_s=now_s)
+            if chosen is not None:
+                found, gain = chosen
+                reason = describe_slow_node(own_s=found.own_s, usual_s=found.usual_s, saved_s=gain.saved_s)
+                fault = NodeFault(rank=found.rank, reason=reason)
+                self._unhealthy.record(cluster, fault, job_id=job.id, is_slow=True)
+                slow = self._unhealthy.list_slow(job.id)
+        for node in live.values():
+            if node.id in slow:
+                await self._end(cluster, node)
+
+    def _measure_rest(self, job: Job, cluster: Cluster, report: GangReport) -> Rest:
+        """Measure what is left of a job, and how long its restart takes: a new node, then the program."""
+        assert report.progress is not None
+        attempt = job.attempts[-1]
+        started_s, resumed_s = attempt.running_s, attempt.resumed_s
+        program_s = resumed_s - started_s if started_s is not None and resumed_s is not None else 0.0
+        return Rest(
+            step=report.progress.step,
+            total=report.progress.total,
+            checkpoint_step=report.progress.checkpoint_step,
+            start_s=self._provisioner.measure_start_s(cluster.placement.offer.cloud) + program_s,
+        )
+
     def _report_slow(self, job: Job, cluster: Cluster, report: GangReport) -> None:
-        """Report nodes that slow the gang down. They are not replaced: the cause may be the data or a neighbour."""
+        """Report nodes that slow the gang down."""
         ids = {node.rank: node.id for node in cluster.nodes}
         if self._watched != tuple(ids.values()):
             self._watch, self._watched = StragglerWatch(), tuple(ids.values())
-        for slow in self._watch.observe(report.own_times):
+        for slow in self._watch.observe(report.own_times, now_s=self._clock.now_s()):
             event = make_event(
                 EventKind.NODE_SLOW,
                 rank=slow.rank,
@@ -135,3 +185,14 @@ class NodeHealth:
                 usual_s=slow.usual_s,
             )
             self._store.events.add(event, job_id=job.id)
+
+
+def is_wanted(job: Job, cluster: Cluster) -> bool:
+    """Return whether nodes of the job are checked: if not said otherwise, those that are machines of their own.
+
+    Processes of this machine (the local cloud, rehearsals) share its GPUs and its speed, which their offers do not
+    describe.
+    """
+    is_simulated = any(node.handle.startswith("/") for node in cluster.nodes)
+    wish = job.task.recovery.checks_health
+    return not is_simulated if wish is None else wish

@@ -7,15 +7,16 @@ from collections.abc import Callable
 
 from broker.clock import Clock
 from broker.errors import BrokerError, CloudError
-from broker.jobs.gang import Gang, GangReport
-from broker.jobs.health import list_lost_ranks
+from broker.jobs.gang import Gang, GangReport, get_run_id
+from broker.jobs.head_moves import HeadMover
+from broker.jobs.health import HealthSignals, list_lost_ranks
 from broker.jobs.job_limits import JobLimits, LimitReached
 from broker.jobs.monitor import is_due
 from broker.provision.lifecycle import Provisioner
 from broker.provision.refusals import draw_backoff_s
 from broker.state.store import Store
 from broker.storage.mounts import add_mounts
-from broker.types import Cluster, EventKind, Job, Node, make_event
+from broker.types import Attempt, Cluster, EventKind, Job, Node, make_event
 
 RETRY_BASE_S = 15.0
 RETRY_S_MAX = 300.0
@@ -32,6 +33,7 @@ class NodeReplacer:
         self._gang = gang
         self._clock = clock
         self._limits = JobLimits(store, clock)
+        self._heads = HeadMover(store, gang)
         self._replacing: asyncio.Task[Cluster] | None = None
         self._participants: frozenset[str] = frozenset()
         self._reported: set[str] = set()
@@ -42,20 +44,35 @@ class NodeReplacer:
     async def step(
         self,
         job: Job,
+        attempt: Attempt,
         cluster: Cluster,
         report: GangReport,
+        signals: HealthSignals,
         *,
-        run_id: int,
+        make_envs: MakeEnvs,
+        find_lease_s: Callable[[], float],
+    ) -> Attempt:
+        """Take one step: move the head, report a loss, request a node, add one, or terminate one that cannot join.
+
+        Return the attempt as it is recorded now, without waiting: a new node takes minutes.
+        """
+        if job.task.recovery.nodes_min is None:
+            return attempt
+        attempt, is_open = await self._heads.step(attempt, cluster, report, signals)
+        if is_open:
+            await self._replace(job, attempt, cluster, report, make_envs, find_lease_s)
+        return attempt
+
+    async def _replace(
+        self,
+        job: Job,
+        attempt: Attempt,
+        cluster: Cluster,
+        report: GangReport,
         make_envs: MakeEnvs,
         find_lease_s: Callable[[], float],
     ) -> None:
-        """Take one step: report a loss, request a node, add a new one, or terminate one that cannot join.
-
-        Return without waiting: a new node takes minutes.
-        """
-        if job.task.recovery.nodes_min is None:
-            return
-        await self._add_nodes(job, cluster, run_id, make_envs, find_lease_s)
+        await self._add_nodes(job, attempt, cluster, make_envs, find_lease_s)
         await self._end_unfit(job, cluster, report)
         self._check_replacement(job)
         current = self._store.clusters.get(cluster.name)  # a node may just have been replaced
@@ -127,16 +144,16 @@ class NodeReplacer:
         self._store.events.add(event, job_id=job.id)
 
     async def _add_nodes(
-        self, job: Job, cluster: Cluster, run_id: int, make_envs: MakeEnvs, find_lease_s: Callable[[], float]
+        self, job: Job, attempt: Attempt, cluster: Cluster, make_envs: MakeEnvs, find_lease_s: Callable[[], float]
     ) -> None:
         """Submit to all nodes; on those that run already it has no effect."""
         live = frozenset(node.id for node in list_live(cluster))
         if live <= self._participants:
             return
-        task = add_mounts(job.task)
+        task, run_id, lease_s = add_mounts(job.task), get_run_id(attempt, cluster), find_lease_s()
         try:
             await self._gang.prepare(cluster, task)
-            await self._gang.start(cluster, task, run_id=run_id, envs=make_envs(), lease_s=find_lease_s())
+            await self._gang.start(cluster, task, run_id=run_id, envs=make_envs(), lease_s=lease_s, head=attempt.head)
         except CloudError:
             return  # one does not answer yet, or another was just lost: retried at the next step
         self._participants = live

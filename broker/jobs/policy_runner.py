@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from broker.clock import Clock
 from broker.errors import NoOfferError
-from broker.jobs.availability import Availability, PlaceKey
+from broker.jobs.availability import Availability, PlaceKey, is_same_place
 from broker.jobs.deadline import (
     Situation,
     advise_every_s,
@@ -17,13 +17,14 @@ from broker.jobs.deadline import (
     follows_deadline,
     has_saved_on_notice,
     is_safe_at,
-    is_same_place,
     is_voluntary,
     loses_little,
     read_situation,
     record_decision,
 )
+from broker.jobs.kinds import keep_ranks
 from broker.jobs.replanning import cut_to_rest, drop_limits
+from broker.jobs.setup_starts import find_restored_start
 from broker.jobs.successor import Successor
 from broker.jobs.teardown import AttemptTeardown
 from broker.spot.policies import load_policy
@@ -99,7 +100,7 @@ class PolicyRunner:
             _, situation = self._observe(job, None)
         except NoOfferError:
             return  # `plan` reports it
-        if not is_safe_at(situation, begun):
+        if not is_safe_at(situation, begun, is_up=self._successor.is_up(job)):
             await self._successor.release(job)
 
     async def reconsider(self, job: Job, attempt: Attempt, cluster: Cluster, progress: Progress | None) -> bool:
@@ -155,7 +156,7 @@ class PolicyRunner:
         if not is_ready:
             self._successor.begin(job, arrange(plan, target, is_alone=True))  # no effect but after a restart
             return None
-        if not is_safe_at(situation, begun):
+        if not is_safe_at(situation, begun, is_up=True):
             self._successor.begin_release(job)
             return None
         return replace(self._ahead or Move(target=target, reason="its machines are up"), target=target)
@@ -180,7 +181,8 @@ class PolicyRunner:
         now_s = self._clock.now_s()
         spent_usd = self._store.bills.spend_usd(job_id=job.id, now_s=now_s)
         rest = cut_to_rest(job, now_s=now_s, spent_usd=spent_usd)
-        plan = self._planner(drop_limits(rest), None)
+        steps = self._store.jobs.list_steps(job.id)
+        plan = keep_ranks(self._planner(drop_limits(rest), None), job, steps)
         refusals = self._store.refusals.list_active(now_s)
         situation = read_situation(
             job,
@@ -192,8 +194,11 @@ class PolicyRunner:
             look_hours=(LOOK_S_MAX + LOOK_S_MIN) / 3600,
             spent_usd=spent_usd,
             live=live,
-            saves_on_notice=has_saved_on_notice(job.attempts, self._store.jobs.list_steps(job.id)),
+            saves_on_notice=has_saved_on_notice(job.attempts, steps),
             may_reask=live is None or self._successor.can_overlap(job),
+            expect_overlap_hours=lambda cloud: self._successor.expect_overlap_hours(job, cloud),
+            steps=steps,
+            restored=find_restored_start(self._store, job.task, now_s=now_s, job=job),
         )
         self._availability = situation.availability
         return plan, situation

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from broker.optimizer.data_cost import measure_restore_s
 from broker.types import Attempt, Estimate, Job, Placement, Plan, Task
 
 
@@ -38,8 +39,12 @@ def _count_differences(a: Placement, b: Placement) -> int:
     return int(a.offer.zone != b.offer.zone)
 
 
-def cut_to_rest(job: Job, *, now_s: float, spent_usd: float) -> Task:
-    """Return the task with the rest of its goal: work by the share of saved steps, time, and money."""
+def cut_to_rest(job: Job, *, now_s: float, spent_usd: float, restart_s: float | None = None) -> Task:
+    """Return the task with the rest of its goal: work by the share of saved steps, time, and money.
+
+    `restart_s` are the seconds of a start as measured, if they replace those of the task.
+    """
+    job = job if restart_s is None else replace(job, task=expect_starts_of(job.task, restart_s))
     goal = job.task.goal
     if goal is None:
         return job.task
@@ -56,6 +61,12 @@ def cut_to_rest(job: Job, *, now_s: float, spent_usd: float) -> Task:
         budget_usd=None if goal.budget_usd is None else max(0.0, goal.budget_usd - spent_usd),
     )
     return replace(job.task, goal=rest)
+
+
+def expect_starts_of(task: Task, start_s: float) -> Task:
+    """Return the task whose starts take `start_s` seconds, the restore of a checkpoint included."""
+    restore_s = measure_restore_s(task.checkpoint.size_gib)
+    return replace(task, checkpoint=replace(task.checkpoint, restart_s=max(start_s - restore_s, 0.0)))
 
 
 def drop_limits(task: Task) -> Task:

@@ -62,5 +62,5 @@ def _read_preempt_after_s(config: Config, settings: Mapping[str, object]) -> flo
 
 def _read_count(config: Config, name: str, value: object) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise UsageError(f"{config.home / SETTINGS}: `{name}` must be a number from 1, not `{value}`")
+        raise UsageError(f"{config.home / SETTINGS}: `{name}` must be a number of at least 1, not `{value}`")
     return value

@@ -56,10 +56,12 @@ def retry_job(
     secrets: Mapping[str, Secret],
     request_id: str | None = None,
     check: Callable[[Task], None] = lambda task: None,
+    on_added: Callable[[Sequence[Job]], None] = lambda jobs: None,
 ) -> Job:
     """Submit a new job with the old one's task, checkpoints and attempt numbers; the same `request_id` creates one job.
 
-    `check` gets the task with its secrets before submission and may raise to prevent it. Raises UsageError.
+    `check` gets the task with its secrets before submission and may raise to prevent it. `on_added` is called in the
+    transaction that adds the job. Raises UsageError.
     """
     if submitted := store.jobs.find_request(request_id):
         return submitted
@@ -71,18 +73,19 @@ def retry_job(
         )
     if job.status is JobStatus.SUCCEEDED:
         raise UsageError(f"job {job.id} has already succeeded", hints=["`broker jobs launch` starts a new one"])
-    if other := _find_successor(store, job):
-        verb = "retry" if other.status.is_terminal else "logs"
-        raise UsageError(
-            f"job {other.id} already continues from the checkpoints of job {job.id}",
-            hints=[f"`broker jobs {verb} {other.id}`"],
-        )
+    _check_newest_job(store, job)
     _check_secrets([job], secrets, str(job.id))
     task = _add_secrets(job.task, secrets)
     check(task)
-    return store.jobs.add(
-        job.name, task, request_id, needs=job.needs, pipeline=job.pipeline, resumes=job, hedge=job.hedge
-    )
+    with store.transaction():
+        if submitted := store.jobs.find_request(request_id):
+            return submitted
+        _check_newest_job(store, job)  # another command may have retried it during the check
+        again = store.jobs.add(
+            job.name, task, request_id, needs=job.needs, pipeline=job.pipeline, resumes=job, hedge=job.hedge
+        )
+        on_added([again])
+    return again
 
 
 def retry_group(
@@ -92,11 +95,13 @@ def retry_group(
     secrets: Mapping[str, Secret],
     request_id: str | None = None,
     check: Callable[[Sequence[Task]], None] = lambda tasks: None,
+    on_added: Callable[[Sequence[Job]], None] = lambda jobs: None,
 ) -> Sequence[Job]:
     """Submit all jobs of an ended job group as a new group, which starts together; each resumes from its checkpoints.
 
     The new group has a name of its own, so no generation, loss or end of the old one counts in it. The same
-    `request_id` creates one group. `check` is that of `retry_job`, for all tasks. Raises UsageError.
+    `request_id` creates one group. `check` and `on_added` are those of `retry_job`, for all tasks. Raises
+    UsageError.
     """
     name = members[0].pipeline
     if submitted := _find_group_request(store, request_id):
@@ -111,7 +116,7 @@ def retry_group(
             return submitted
         _check_newest_group(store, members)  # another command may have retried it during the check
         group = f"{name.rpartition('-')[0] or name}-{store.draw_uid()}"
-        return [
+        added = [
             store.jobs.add(
                 member.name,
                 task,
@@ -122,6 +127,8 @@ def retry_group(
             )
             for index, (member, task) in enumerate(zip(members, tasks, strict=True))
         ]
+        on_added(added)
+    return added
 
 
 def _find_group_request(store: Store, request_id: str | None) -> Sequence[Job]:
@@ -144,6 +151,16 @@ def _check_group_ended(members: Sequence[Job]) -> None:
 def _has_succeeded(members: Sequence[Job]) -> bool:
     primaries = [each for each in members if each.task.group is not None and each.task.group.is_primary]
     return all(each.status is JobStatus.SUCCEEDED for each in primaries)
+
+
+def _check_newest_job(store: Store, job: Job) -> None:
+    """Raise UsageError if another job already continues from the checkpoints of this one."""
+    if other := _find_successor(store, job):
+        verb = "retry" if other.status.is_terminal else "logs"
+        raise UsageError(
+            f"job {other.id} already continues from the checkpoints of job {job.id}",
+            hints=[f"`broker jobs {verb} {other.id}`"],
+        )
 
 
 def _check_newest_group(store: Store, members: Sequence[Job]) -> None:

@@ -11,6 +11,7 @@ import asyncio
 
 from broker.clock import Clock
 from broker.errors import BrokerError, QuotaError
+from broker.provision.hedge_timer import Answer, HedgeTimer
 from broker.provision.lifecycle import Provisioner
 from broker.provision.refusals import draw_backoff_s
 from broker.state.store import Store
@@ -27,6 +28,7 @@ class Successor:
         self._store = store
         self._provisioner = provisioner
         self._clock = clock
+        self._timer = HedgeTimer(store.response_times)
         self._task: asyncio.Task[Cluster | None] | None = None  # brings them up, or takes them down
         self._refusals = 0  # consecutive
         self._next_try_s = 0.0
@@ -45,6 +47,17 @@ class Successor:
         """
         has_budget = job.task.goal is not None and job.task.goal.budget_usd is not None
         return self._has_quota and not has_budget and job.task.group is None
+
+    def expect_overlap_hours(self, job: Job, cloud: str) -> float:
+        """Return the part of a move to that cloud during which the job works on: the boot of its next machines."""
+        if not self.can_overlap(job):
+            return 0.0
+        return sum(self._timer.expect_s(cloud, answer) for answer in Answer) / 3600
+
+    def is_up(self, job: Job) -> bool:
+        """Return whether machines of the next attempt are up: the rest of its start is `setup` and what follows."""
+        cluster = self._store.clusters.get(job.name_cluster(job.next_attempt))
+        return cluster is not None and cluster.attempt == job.next_attempt and cluster.status is ClusterStatus.UP
 
     def find_placement(self, job: Job) -> Placement | None:
         """Return where machines of the next attempt are up or requested; None if there are none."""

@@ -12,7 +12,7 @@ from broker.jobs.health import list_lost_ranks
 from broker.jobs.log_files import copy_log
 from broker.provision.lifecycle import Provisioner
 from broker.state.store import Store
-from broker.types import Attempt, Cluster, EventKind, Job, make_event
+from broker.types import Attempt, Cluster, EventKind, Job, RunStatus, make_event
 
 LOOK_S = 0.5
 END_S = 15.0  # from a cancel until the program is killed and the first files are on their way
@@ -37,8 +37,8 @@ class AttemptTeardown:
 
     async def end_program(
         self, attempt: Attempt, cluster: Cluster, *, grace_s: float = 0.0, is_final: bool = False
-    ) -> None:
-        """Send SIGTERM and wait up to `grace_s` for the program to save its state.
+    ) -> bool:
+        """Send SIGTERM and wait up to `grace_s` for the program to save its state; return whether it had succeeded.
 
         Unless that is final, wait longer while a node reports that it is uploading written files: the node limits that.
         """
@@ -46,18 +46,19 @@ class AttemptTeardown:
         try:
             await self._gang.cancel(cluster, run_id)
         except CloudError:
-            return  # its nodes end next, and the program with them
+            return False  # its nodes end next, and the program with them
         until_s = self._clock.now_s() + grace_s
         while self._clock.now_s() < until_s:
             report = await self._gang.poll(cluster, run_id)
             live_count = len(cluster.nodes) - len(list_lost_ranks(cluster.nodes))
             if report.status.is_terminal or len(report.unreachable) >= live_count:
-                return
+                return report.status is RunStatus.SUCCEEDED
             if report.flush:
                 if cluster.job_id is not None:
                     self.report_flush(cluster.job_id, report)
                 until_s = until_s if is_final else max(until_s, self._clock.now_s() + FLUSH_SILENCE_S)
             await self._clock.sleep(LOOK_S)
+        return False
 
     def report_flush(self, job_id: int, report: GangReport) -> None:
         """Report once why a cluster is kept although its program has ended."""

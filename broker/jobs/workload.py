@@ -1,4 +1,4 @@
-"""A daemon's workload: the jobs and services of a state folder that it leads, or jobs claimed in a shared store."""
+"""A daemon's workload: the jobs and services of a state folder that it leads, or those claimed in a shared store."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ Key = int | str  # a job's id, or a service's name
 
 
 def list_keys(store: Store) -> Sequence[Key]:
-    """List the jobs and services that need a controller; a shared store has no services."""
-    return [*store.jobs.list_unfinished_ids(), *([] if store.is_shared else store.services.list_names())]
+    """List the jobs and services that need a controller."""
+    return [*store.jobs.list_unfinished_ids(), *store.services.list_names()]
 
 
 class Workload(Protocol):
@@ -110,13 +110,15 @@ class LeaderWorkload:
 
 
 class SharedWorkload:
-    """The jobs that this process has claimed: about as many as every other process has."""
+    """The jobs and services that this process has claimed: about as many as every other process has."""
 
     def __init__(self, store: Store, clock: Clock, *, name: str | None = None) -> None:
         self._store = store
         self._clock = clock
         self.name = name or f"{socket.gethostname()}/{os.getpid()}/{store.draw_uid()}"
         self._epochs: Mapping[int, int] = {}
+        self._services: Mapping[int, str] = {}  # their names by the numbers of their claims
+        self._driven: set[Key] = set()  # returned by `refresh` and not finished yet
         self._given_up: dict[int, float] = {}  # jobs to leave to others, and until when
         self._free_since_s: dict[int, float] = {}  # free jobs beyond the fair share
         self._spared_until_s: dict[int, float] = {}  # jobs claimed beyond the fair share, which are not given up before
@@ -131,7 +133,9 @@ class SharedWorkload:
         """
         try:
             self._renew()
+            self._release_idle()
             self._claim()
+            self._name_services()
             self._cancelled = self._store.jobs.list_cancel_requested_ids()
         except FencedError:
             raise
@@ -143,7 +147,26 @@ class SharedWorkload:
             if self._is_cut_off:
                 log.info("the store answers again")
             self._is_cut_off = False
-        return [job_id for job_id in self._epochs if job_id != HOUSEKEEPING and job_id not in self._given_up]
+        found = [each for each in self._epochs if each != HOUSEKEEPING and each not in self._given_up]
+        keys = [self._services[each] if each < 0 else each for each in found if each > 0 or each in self._services]
+        self._driven.update(keys)
+        return keys
+
+    def _name_services(self) -> None:
+        """Read the names of the claimed services, and release the claims of those that are down."""
+        claimed = [each for each in self._epochs if each < 0]
+        if not claimed:
+            return
+        self._services = self._store.services.list_claims()
+        if gone := [each for each in claimed if each not in self._services]:
+            self._store.claims.release(self.name, gone)
+            self._epochs = {each: epoch for each, epoch in self._epochs.items() if each not in gone}
+
+    def _find_number(self, key: Key) -> int | None:
+        """Return the number under which a job or a service is claimed; None for a service that is not ours."""
+        if isinstance(key, int):
+            return key
+        return next((number for number, name in self._services.items() if name == key), None)
 
     def _renew(self) -> None:
         now_s = self._clock.now_s()
@@ -164,6 +187,20 @@ class SharedWorkload:
         movable = [job_id for job_id in kept if not now_s < self._spared_until_s.get(job_id, 0.0) <= now_s + LEASE_S]
         for job_id in movable[fair:]:
             self._given_up[job_id] = now_s + REST_S
+
+    def _release_idle(self) -> None:
+        """Release what is given up and not being driven: no end of a step will release it.
+
+        The store did not answer when its claim was released, or its claim was granted and the answer was lost.
+        """
+        idle = [
+            each
+            for each in self._given_up
+            if each in self._epochs and self._services.get(each, each) not in self._driven
+        ]
+        if idle:
+            self._store.claims.release(self.name, idle)
+            self._epochs = {number: epoch for number, epoch in self._epochs.items() if number not in idle}
 
     def _claim(self) -> None:
         """Claim free jobs up to the fair share, and any that the others have left for `SHARE_S`.
@@ -189,11 +226,12 @@ class SharedWorkload:
 
     def is_mine(self, key: Key) -> bool:
         """Return whether this process holds the claim and has not given it up."""
-        return key in self._epochs and key not in self._given_up
+        number = self._find_number(key)
+        return number in self._epochs and number not in self._given_up
 
     def is_lost(self, key: Key) -> bool:
         """Return whether this process no longer holds the claim."""
-        return key not in self._epochs
+        return self._find_number(key) not in self._epochs
 
     def list_cancelled(self) -> Sequence[int]:
         """Return the claimed jobs whose cancellation was requested, as of the last refresh."""
@@ -205,21 +243,25 @@ class SharedWorkload:
 
     def hold(self, key: Key) -> AbstractContextManager[None]:
         """Fence the block's writes by the claim's epoch. Raises FencedError if another controller claimed the job."""
-        assert isinstance(key, int)
-        epoch = self._epochs.get(key)
-        if epoch is None:
-            raise FencedError(f"job {key} is claimed by another controller")
-        return hold_claim(key, epoch)
+        number = self._find_number(key)
+        epoch = None if number is None else self._epochs.get(number)
+        if number is None or epoch is None:
+            noun = "job" if isinstance(key, int) else "service"
+            raise FencedError(f"{noun} {key} is claimed by another controller")
+        return hold_claim(number, epoch)
 
     def finish(self, key: Key) -> None:
         """Release the job; leave it to others for a while, if it is not finished."""
-        assert isinstance(key, int)
-        self._epochs = {other: epoch for other, epoch in self._epochs.items() if other != key}
-        self._given_up[key] = self._clock.now_s() + REST_S
+        self._driven.discard(key)
+        number = self._find_number(key)
+        if number is None:
+            return  # a service that is down
+        self._epochs = {other: epoch for other, epoch in self._epochs.items() if other != number}
+        self._given_up[number] = self._clock.now_s() + REST_S
         try:
-            self._store.claims.release(self.name, [key])
+            self._store.claims.release(self.name, [number])
         except StateError as error:
-            log.warning("%s; job %s stays claimed until the lease ends", error.message, key)
+            log.warning("%s; %s stays claimed until the store answers", error.message, key)
 
     def resign(self) -> None:
         """Release all claims at once. If the store is unreachable, they expire with their lease."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import math
 import multiprocessing
 import random
 from collections import Counter
@@ -27,7 +28,7 @@ from broker.spot.policies import load_policy
 from broker.spot.recorded_runs import DEADLINES, STARTS_HOURS, WORKS_HOURS
 
 HOURS_A_MARKET = 4  # hours of submission in each market
-GROUPS = {3: 2, 6: 1}  # places in a group -> groups drawn from each family of at least that size
+GROUPS = {3: 2, 6: 1}  # places in a group -> groups drawn from each family
 ENDLESS = 20.0  # deadline of a job that runs on spot alone, as a multiple of its work
 
 
@@ -37,6 +38,7 @@ class RecordedMarket:
 
     family: str
     traces: tuple[Trace, ...]
+    is_assembled: bool = False  # its places were not recorded at the same time
 
     @property
     def name(self) -> str:
@@ -56,6 +58,7 @@ class ScenarioRuns:
     places: int
     from_hour: float
     is_open: bool
+    is_assembled: bool
     runs: tuple[tuple[float, float, float, int], ...]
 
 
@@ -71,7 +74,12 @@ def read_families(folder: Path) -> dict[str, list[Trace]]:
 
 
 def list_markets(families: dict[str, list[Trace]], *, seed: int = 1) -> list[RecordedMarket]:
-    """List each recording alone, and groups of places drawn from each family that is large enough."""
+    """List each recording alone, and groups of places from each family.
+
+    Groups are drawn from the recordings of a family that has enough. Of the others, a group is *assembled*: copies of
+    their recordings, which begin at other hours, as places that open and close independently. Example: two recordings
+    A and B make the groups `A + B + A@0.5` and `A + B@0.5 + A@0.5`, where A@0.5 begins in the middle of A.
+    """
     found = list[RecordedMarket]()
     for family, traces in families.items():
         found += [RecordedMarket(family=family, traces=(trace,)) for trace in traces]
@@ -83,7 +91,26 @@ def list_markets(families: dict[str, list[Trace]], *, seed: int = 1) -> list[Rec
                     RecordedMarket(family=family, traces=tuple(traces[index] for index in group))
                     for group in sorted(groups)
                 ]
+            else:
+                found += [
+                    RecordedMarket(family=family, traces=_assemble(traces, size, number), is_assembled=True)
+                    for number in range(count)
+                ]
     return found
+
+
+def _assemble(traces: Sequence[Trace], size: int, number: int) -> tuple[Trace, ...]:
+    """Return `size` places, each a recording that begins at another hour than the other copies of it.
+
+    The copies of one recording are spread evenly over its length. `number` moves them within their distances.
+    """
+    copies = math.ceil(size / len(traces))
+    found = list[Trace]()
+    for index in range(size):
+        trace, copy = traces[index % len(traces)], index // len(traces)
+        share = (copy + number * (index % len(traces) + 1) / (2 * len(traces) + 1)) / copies % 1.0
+        found.append(trace.begin_at(share, name=f"{trace.name}@{share:.2g}") if share else trace)
+    return tuple(found)
 
 
 def replay_markets(markets: Sequence[RecordedMarket], *, hours: int, processes: int = 1) -> list[ScenarioRuns]:
@@ -128,6 +155,7 @@ def _make_scenario(
         places=len(market.traces),
         from_hour=hour,
         is_open=any(trace.is_open_at(hour % trace.hours) for trace in market.traces),
+        is_assembled=market.is_assembled,
         runs=runs,
     )
 
@@ -150,6 +178,7 @@ def write_table(scenarios: Sequence[ScenarioRuns], source: str) -> str:
             "market": each.market,
             "places": each.places,
             "is_open": each.is_open,
+            "is_assembled": each.is_assembled,
             "preempted": preempted[each.market],
             "spot_hours": round(spot_hours[each.market], 1),
             "spot": [round(run[0] / work * 1000) for run, work in zip(each.runs, works, strict=True)],

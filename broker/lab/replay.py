@@ -28,12 +28,13 @@ class Case:
     sites: tuple[Site, ...]
     work_hours: float
     deadline_hours: float
-    save_every_hours: float = 0.0  # 0: no work is ever lost
+    save_every_hours: float = 0.0  # of work; 0: no work is ever lost
     notice_hours: float = 0.0
     move_usd: tuple[tuple[float, ...], ...] = ()
     look_hours: float = 0.0
     start_factor: float = 1.0  # starts take this many times as long as the policy is told
     ondemand_delay_hours: float = 0.0  # an on-demand start takes this much longer
+    hour_value_usd: float | None = None  # told to the policy; costs do not include it
     overlap_hours: float = 0.0  # the first part of a start on spot: machines that run work on meanwhile, both billed
 
 
@@ -138,6 +139,7 @@ class Life:
                     age_hours=self.hour - self.since[index],
                     met_hours=self.met[index],
                     start_hours=ondemand.start_hours,
+                    overlap_hours=min(case.overlap_hours, ondemand.start_hours),
                     move_usd=ondemand.move_usd,
                     speed=site.spot_speed,
                     closes_in_hours=closes_in if is_open and self._knows(closes_in) else None,
@@ -151,13 +153,14 @@ class Life:
             current=self.current,
             starting_hours=self._expect_start() if self.starting else 0.0,
             unsaved_hours=self.unsaved,
-            save_every_hours=case.save_every_hours,
+            save_every_hours=case.save_every_hours / min(1.0, *(site.ondemand_speed for site in case.sites)),
             look_hours=case.look_hours,
             last=self.last,
             work_hours=case.work_hours,
             deadline_hours=case.deadline_hours,
             spent_usd=self.usd,
             saves_on_notice=case.notice_hours > 0,
+            hour_value_usd=case.hour_value_usd,
         )
         return view, candidates
 

@@ -12,7 +12,7 @@ import math
 import random
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from broker.errors import SourceError
@@ -60,6 +60,12 @@ class Trace:
     def is_open_at(self, hour: float) -> bool:
         """Return whether spot was available at this hour of the recording."""
         return self.changes[bisect_right(self.changes, (hour, True)) - 1][1]
+
+    def begin_at(self, share: float, *, name: str) -> Trace:
+        """Return the recording from this share of its length on, followed by its beginning."""
+        begin = round(share * len(self.counts)) % len(self.counts)
+        counts, prices = self.counts[begin:] + self.counts[:begin], self.prices[begin:] + self.prices[:begin]
+        return replace(self, name=name, counts=counts, prices=prices)
 
     @property
     def open_share(self) -> float:

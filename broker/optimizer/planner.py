@@ -38,8 +38,11 @@ def make_plan(
     groups = list[list[RankedOffer]]()
     rejections = list[Rejection]()
     seen = set[tuple[object, ...]]()
-    for number, resources in enumerate(task.resources):
-        candidates, rejected = _plan_alternative(task, number, index.pick(resources), rater, usable_clouds, avoid)
+    accepted = [_filter_offers(each, index.pick(each), usable_clouds) for each in task.resources]
+    if len(accepted) > 1 and not task.is_ordered:
+        rater.join_alternatives({number: kept for number, (kept, _) in enumerate(accepted)})
+    for number, (kept, filtered) in enumerate(accepted):
+        candidates, rejected = _plan_alternative(task, number, kept, filtered, rater, avoid)
         rejections += [each for each in rejected if each not in rejections]
         if len(task.resources) > 1:
             candidates = [candidate for candidate in candidates if IDENTITY(candidate) not in seen]
@@ -65,16 +68,10 @@ def make_plan(
     )
 
 
-def _plan_alternative(
-    task: Task,
-    alternative: int,
-    offers: Sequence[Offer],
-    rater: CostModel,
-    usable_clouds: frozenset[str] | None,
-    avoid: Callable[[Placement], bool] | None,
-) -> tuple[list[RankedOffer], list[Rejection]]:
-    """Rank the candidates of one alternative. Filters on the request come before filters on results."""
-    resources = task.resources[alternative]
+def _filter_offers(
+    resources: Resources, offers: Sequence[Offer], usable_clouds: frozenset[str] | None
+) -> tuple[Sequence[Offer], list[Rejection]]:
+    """Return the offers that fit the request, on clouds that are set up, and what was rejected."""
     kept, rejections = apply_filters(resources, offers)
     if usable_clouds is not None:
         reached = [offer for offer in kept if offer.cloud in usable_clouds]
@@ -82,6 +79,19 @@ def _plan_alternative(
             lost = next(offer for offer in kept if offer.cloud not in usable_clouds)
             rejections.append(Rejection(filter="cloud not set up", count=len(kept) - len(reached), nearest=lost.cloud))
         kept = reached
+    return kept, rejections
+
+
+def _plan_alternative(
+    task: Task,
+    alternative: int,
+    kept: Sequence[Offer],
+    filtered: Sequence[Rejection],
+    rater: CostModel,
+    avoid: Callable[[Placement], bool] | None,
+) -> tuple[list[RankedOffer], list[Rejection]]:
+    """Rank the candidates of one alternative, of the offers `kept` by the filters on its request."""
+    resources, rejections = task.resources[alternative], list(filtered)
     candidates = rater.rate(alternative, kept)
     if kept and not candidates:
         pricing = " or ".join("spot" if model else "on-demand" for model in list_pricing_models(task, resources))

@@ -37,12 +37,24 @@ HOUR_VALUE_SHARE = 0.02  # of the gang's on-demand price: 1 % of the cost of 100
 PLACE_COUNTS = (1, 2, 3, 6)  # sizes of candidate sets that are compared; 6 is the largest recorded group
 
 
+SAME_SPEED = 1.05  # an on-demand gang of another kind is a fallback if it takes at most this much longer
+
+
 @frozen
 class _Fallback:
-    """The cheapest on-demand gang that is in time: USD to finish and per hour."""
+    """An on-demand gang that is in time: USD to finish and per hour, and hours to finish."""
 
     usd: float
     usd_hour: float
+    hours: float = 0.0
+
+
+@frozen
+class _Kinds:
+    """The machines of all alternatives between which a job may change."""
+
+    places: CandidatePlaces
+    fallbacks: Sequence[_Fallback]
 
 
 class CostModel:
@@ -72,6 +84,7 @@ class CostModel:
         self._chances = dict[tuple[object, ...], float | None]()
         self._data = dict[tuple[str, str], DataCost]()
         self._ondemand_gangs = list[tuple[float, float]]()  # (USD to finish, USD per hour) of on-demand gangs
+        self._kinds = dict[int, _Kinds]()  # by alternative; empty: a job stays with one
 
     @property
     def hour_value_usd(self) -> float | None:
@@ -82,6 +95,47 @@ class CostModel:
         if goal.hour_value_usd is not None:
             return goal.hour_value_usd
         return HOUR_VALUE_SHARE * min(self._ondemand_gangs, default=(0.0, 0.0))[1]
+
+    def join_alternatives(self, offers: Mapping[int, Sequence[Offer]]) -> None:
+        """Let forecasts count on the machines of all alternatives, between which a managed job may change.
+
+        `offers` are those that each alternative accepts. A program that needs the ranks of its checkpoint changes only
+        between alternatives with as many accelerators.
+        """
+        if not self._has_work:
+            return
+        groups = dict[float, list[int]]()
+        for alternative in offers:
+            asked = self._task.resources[alternative]
+            ranks = asked.accelerator_count if self._task.checkpoint.is_for_same_ranks else 0.0
+            groups.setdefault(ranks, []).append(alternative)
+        for group in groups.values():
+            if len(group) > 1:
+                sold, fallbacks = list[Offer](), list[_Fallback]()
+                for alternative in group:
+                    sold += self._list_sold(alternative, offers[alternative])
+                    fallbacks += self._list_fallbacks(alternative, offers[alternative])
+                kinds = _Kinds(places=self._gather_places(sold), fallbacks=fallbacks)
+                self._kinds.update(dict.fromkeys(group, kinds))
+
+    def _list_sold(self, alternative: int, offers: Sequence[Offer]) -> list[Offer]:
+        """List the offers on spot that an alternative accepts."""
+        asked = self._task.resources[alternative]
+        if True not in list_pricing_models(self._task, asked):
+            return []
+        limit = math.inf if asked.usd_hour_max is None else asked.usd_hour_max
+        return [each for each in offers if each.spot_usd_hour is not None and each.spot_usd_hour <= limit]
+
+    def _list_fallbacks(self, alternative: int, offers: Sequence[Offer]) -> list[_Fallback]:
+        """List the on-demand gangs of an alternative that are in time."""
+        asked = self._task.resources[alternative]
+        if self._deadline_hours is None or False not in list_pricing_models(self._task, asked):
+            return []
+        rated = [self._rate_on_demand(each, alternative) for each in offers if each.ondemand_usd_hour is not None]
+        return self._keep_timely(rated, asked.usd_hour_max)
+
+    def _gather_places(self, sold: Sequence[Offer]) -> CandidatePlaces:
+        return CandidatePlaces([(self._measure_base(each), each) for each in sold])
 
     def rate(self, alternative: int, offers: Sequence[Offer]) -> list[RankedOffer]:
         """Rate every offer at each pricing model for which it has a price, in no particular order."""
@@ -101,10 +155,10 @@ class CostModel:
         if True not in models:
             return found
         sold = [offer for offer in offers if offer.spot_usd_hour is not None]
-        fallback = self._find_fallback(found, limit)
-        within = sold if limit is None else [each for each in sold if (each.spot_usd_hour or 0.0) <= limit]
-        places = CandidatePlaces([(self._measure_base(each), each) for each in within or sold])
-        return [*found, *self._rate_on_spot(alternative, sold, places, fallback)]
+        fallbacks = self._keep_timely(found, limit)
+        kinds = self._kinds.get(alternative)
+        places = self._gather_places(self._list_sold(alternative, sold) or sold) if kinds is None else kinds.places
+        return [*found, *self._rate_on_spot(alternative, sold, places, fallbacks, kinds)]
 
     def _rate_on_demand(self, offer: Offer, alternative: int) -> RankedOffer:
         work, nodes = self._find_work(offer), self._task.num_nodes
@@ -120,9 +174,11 @@ class CostModel:
         return _rank(offer, nodes, alternative, course, prices, data, is_spot=False)
 
     def _rate_on_spot(
-        self, alternative: int, sold: Sequence[Offer], places: CandidatePlaces, fallback: _Fallback | None
-    ) -> list[RankedOffer]:
+        self, alternative: int, sold: Sequence[Offer], places: CandidatePlaces, fallbacks: Sequence[_Fallback],
+        kinds: _Kinds | None,
+    ) -> list[RankedOffer]:  # fmt: skip
         found, known = list[RankedOffer](), dict[tuple[object, ...], tuple[RunForecast, GangPrices]]()
+        cheapest = min(fallbacks, key=_read_usd, default=None)
         for offer in sold:
             evidence = self._gather_evidence(offer)
             base, data = self._measure_base(offer), self._find_data(offer)
@@ -134,6 +190,7 @@ class CostModel:
             key = (offer.cloud, offer.region, offer.instance_type, offer.interruption_band, base, evidence, near_usd)
             own = known.get(key)
             if own is None:
+                fallback = cheapest if kinds is None else self._choose_fallback(offer, cheapest, kinds)
                 own = known[key] = self._choose_course(offer, base, near_usd, evidence, fallback)
             course, prices = own
             found.append(_rank(offer, self._task.num_nodes, alternative, course, prices, data, is_spot=True))
@@ -202,17 +259,22 @@ class CostModel:
             self._chances[key] = given.find_deadline_chance()
         return self._chances[key]
 
-    def _find_fallback(self, ondemand: Sequence[RankedOffer], limit: float | None) -> _Fallback | None:
-        """Find the on-demand gang on which the job continues if the deadline requires it; None if there is none."""
+    def _keep_timely(self, ondemand: Sequence[RankedOffer], limit: float | None) -> list[_Fallback]:
+        """Keep the on-demand gangs on which the job can continue if the deadline requires it."""
         if self._deadline_hours is None:
-            return None
-        nodes = self._task.num_nodes
-        found = [
-            (each.usd, each.usd_hour)
+            return []
+        most = math.inf if limit is None else limit * self._task.num_nodes
+        return [
+            _Fallback(usd=each.usd, usd_hour=each.usd_hour, hours=each.hours)
             for each in ondemand
-            if each.hours <= self._deadline_hours and (limit is None or each.usd_hour <= limit * nodes)
+            if each.hours <= self._deadline_hours and each.usd_hour <= most
         ]
-        return _Fallback(usd=min(found)[0], usd_hour=min(found)[1]) if found else None
+
+    def _choose_fallback(self, offer: Offer, own: _Fallback | None, kinds: _Kinds) -> _Fallback | None:
+        """Choose the cheapest on-demand gang of any kind; a slower one of another kind would have to begin earlier."""
+        most = self._find_work(offer) * SAME_SPEED
+        as_fast = [each for each in kinds.fallbacks if each.hours <= most]
+        return min([*as_fast, *([own] if own else [])], key=_read_usd, default=None)
 
     def _gather_evidence(self, offer: Offer) -> MarketEvidence:
         seen = (
@@ -275,6 +337,10 @@ class CostModel:
         if data is None:
             data = self._data[key] = price_data(self._task, offer.cloud, offer.region, self._egress)
         return data
+
+
+def _read_usd(fallback: _Fallback) -> tuple[float, float]:
+    return fallback.usd, fallback.usd_hour
 
 
 def _rank(

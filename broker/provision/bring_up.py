@@ -145,7 +145,7 @@ class ClusterBuilder:
         with self._store.transaction():
             cluster = self._store.clusters.get(name)
             if cluster is None or cluster.status is not ClusterStatus.UP or not self._store.intents.is_open(new.token):
-                raise UsageError(f"{name} was taken down while a node of it was replaced")
+                raise UsageError(f"{name} was terminated while one of its nodes was being replaced")
             old = next(node for node in cluster.nodes if node.rank == new.rank)
             assert old.state is NodeState.TERMINATED, "a node is replaced once it is confirmed gone"
             changed = replace(cluster, nodes=tuple(new if node is old else node for node in cluster.nodes))

@@ -45,6 +45,11 @@ class HedgeTimer:
         """Return seconds to wait for this answer before another placement is requested as well."""
         return bound(self._response_times.get(cloud, answer), LIMITS[answer])
 
+    def expect_s(self, cloud: str, answer: Answer) -> float:
+        """Return the mean seconds until this answer; 0 before one was measured."""
+        known = self._response_times.get(cloud, answer)
+        return 0.0 if known is None else min(known.mean_s, LIMITS[answer].most_s)
+
     def note(self, cloud: str, answer: Answer, took_s: float) -> None:
         """Learn from an answer. Refusals and lost answers are not noted.
 

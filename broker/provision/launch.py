@@ -189,7 +189,7 @@ def describe(placement: Placement) -> str:
 
 def make_down_error(name: str) -> UsageError:
     """Make the error for a launch whose cluster was taken down meanwhile."""
-    return UsageError(f"{name} was taken down while it came up")
+    return UsageError(f"{name} was terminated while it was starting")
 
 
 def retrieve_failure(done: asyncio.Task[Sequence[Node]]) -> None:

@@ -269,7 +269,7 @@ class SurplusReleaser:
             took_s = self._clock.now_s() - begun_s
             on_event(make_event(EventKind.PLACE_RETURNED, place=place, took_s=took_s, usd=usd))
         except BrokerError as error:  # the outermost edge of this task; the intent stays open for the collector
-            log.warning("cannot give back %s now: %s", describe(launch.placement), error.message)
+            log.warning("cannot release %s now: %s", describe(launch.placement), error.message)
 
 
 def _find_cause(gone: Sequence[Node], timeout_s: float) -> str:

@@ -317,7 +317,7 @@ class Provisioner:
         with self._store.transaction():
             cluster = self._store.clusters.get(name)
             if cluster is None or cluster.status is ClusterStatus.TERMINATING:
-                raise UsageError(f"{name} was taken down while it was stopped or started")
+                raise UsageError(f"{name} was terminated while it was being stopped or started")
             changed = replace(cluster, status=status)
             self._store.clusters.put(changed)
         return changed

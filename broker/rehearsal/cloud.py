@@ -68,7 +68,7 @@ class RehearsedCloud:
     start_s: float  # when the market begins
     on_event: Callable[[str], None]  # gets a sentence about each market event
     _machines: dict[str, _Machine] = field(default_factory=dict)
-    _full_until_s: dict[tuple[str, str | None], float] = field(default_factory=dict)
+    _full_until_s: dict[tuple[str, str | None, str], float] = field(default_factory=dict)
     refusals: int = 0
     preemptions: int = 0
     ignored_notices: int = 0  # gangs whose program was still running when the notice ran out
@@ -118,7 +118,7 @@ class RehearsedCloud:
         now_s = self.clock.now_s()
         for node_id in live:
             offer = self._machines[node_id].offer
-            self._full_until_s[(offer.region, offer.zone)] = now_s + FULL_AFTER_S
+            self._full_until_s[_name_market(offer)] = now_s + FULL_AFTER_S
         if notice_s <= 0:
             self._note_end(live, now_s)
             with self.clock.hold():
@@ -134,14 +134,14 @@ class RehearsedCloud:
         """Terminate nodes whose notice has expired or was used, and preempt nodes whose open interval has ended."""
         await self._end_noticed()
         now_s = self.clock.now_s()
-        due: dict[tuple[str, str | None], list[str]] = {}
+        due: dict[tuple[str, str | None, str], list[str]] = {}
         for node_id, machine in self._machines.items():
             if not machine.is_spot or machine.ended_s is not None or machine.notice_real_s is not None:
                 continue
             begin = self.market.find_period(machine.offer, machine.created_s - self.start_s)
             if begin.is_open and self.start_s + begin.end_s <= now_s:
-                due.setdefault((machine.offer.region, machine.offer.zone), []).append(node_id)
-        for (region, zone), ids in due.items():
+                due.setdefault(_name_market(machine.offer), []).append(node_id)
+        for (region, zone, _), ids in due.items():
             self.on_event(f"the spot market of {zone or region} ({self.name}) preempts all {len(ids)} nodes")
             await self.preempt_nodes(ids, notice_s=0)
 
@@ -178,7 +178,7 @@ class RehearsedCloud:
     def _refuse_if_full(self, offer: Offer) -> None:
         now_s = self.clock.now_s()
         is_open = self.market.find_period(offer, now_s - self.start_s).is_open
-        if is_open and self._full_until_s.get((offer.region, offer.zone), 0.0) <= now_s:
+        if is_open and self._full_until_s.get(_name_market(offer), 0.0) <= now_s:
             return
         self.refusals += 1
         raise CapacityError(f"no spot capacity for {offer.instance_type} in {offer.zone or offer.region}", scope="zone")
@@ -201,6 +201,11 @@ class RehearsedCloud:
             state = NodeState.PENDING
         ended_s = machine.ended_s if state is NodeState.TERMINATED else None
         return replace(node, cloud=self.name, state=state, created_s=machine.created_s, ended_s=ended_s)
+
+
+def _name_market(offer: Offer) -> tuple[str, str | None, str]:
+    """Return the key of a market: machines of one type in one zone; other types have capacity of their own."""
+    return (offer.region, offer.zone, offer.instance_type)
 
 
 def make_rehearsed_cloud(

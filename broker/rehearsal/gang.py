@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from broker.clock import SystemClock
 from broker.rehearsal.cloud import Pace
 from broker.rehearsal.report import Line, ReportedAttempt, read_lines, read_newest_line
-from broker.types import Cluster, Resources, RunStatus, Task
+from broker.types import Cluster, GangHead, Resources, RunStatus, Task
 
 if TYPE_CHECKING:
     from broker.jobs.gang import Gang, GangReport
@@ -56,23 +56,36 @@ class RehearsedGang:
         await self._gang.prepare(cluster, task)
 
     async def start(
-        self, cluster: Cluster, task: Task, *, run_id: int, envs: Mapping[str, str], lease_s: float | None = None
+        self,
+        cluster: Cluster,
+        task: Task,
+        *,
+        run_id: int,
+        envs: Mapping[str, str],
+        lease_s: float | None = None,
+        head: GangHead | None = None,
     ) -> None:
         """Start the task without accelerators, which this machine only simulates."""
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         number = cluster.attempt + run_id - 1  # later runs on a cluster are later attempts
         file = self._folder / f"progress-{number}.jsonl"
-        head = min(cluster.nodes, key=lambda node: node.rank)
-        source = Path(head.handle) / RUN_FOLDER / str(run_id) / "progress.jsonl"
+        first = min(cluster.nodes, key=lambda node: node.rank)
+        source = Path(first.handle) / RUN_FOLDER / str(run_id) / "progress.jsonl"
         self.attempts.setdefault(number, Watched(number, self._real.now_s(), source, file))
         offer = replace(cluster.placement.offer, accelerator=None, accelerator_count=0)
         bare = replace(cluster, placement=replace(cluster.placement, offer=offer, alternative=0))
         lease_s = max(lease_s or 0.0, LEASE_REAL_S)
-        await self._gang.start(bare, replace(task, resources=(Resources(),)), run_id=run_id, envs=envs, lease_s=lease_s)
+        task = replace(task, resources=(Resources(),))
+        await self._gang.start(bare, task, run_id=run_id, envs=envs, lease_s=lease_s, head=head)
         self._leased_s = self._real.now_s()
 
     async def send_peers(self, cluster: Cluster, run_id: int, peers: Mapping[str, object]) -> None:
         await self._gang.send_peers(cluster, run_id, peers)
+
+    async def move_head(
+        self, cluster: Cluster, run_id: int, head: GangHead, *, members: Sequence[int], log_bytes: int
+    ) -> bool:
+        return await self._gang.move_head(cluster, run_id, head, members=members, log_bytes=log_bytes)
 
     async def poll(self, cluster: Cluster, run_id: int) -> GangReport:
         """Advance time by the steps of the last poll, then poll, so that a step is reported at the time it was done."""

@@ -4,52 +4,69 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import hashlib
-import io
 import json
-import tarfile
-from collections.abc import Mapping, Sequence
-from functools import cache, partial
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from broker import agent
 from broker.clock import Clock
-from broker.errors import CloudError, InvalidRequestError, TransientError
+from broker.errors import CloudError, FencedError, InvalidRequestError, TransientError
 from broker.runtime.base import CanStream, GrantsAccess, Transport
 from broker.runtime.channels import Channels
 from broker.runtime.credentials import make_credential
-from broker.runtime.reports import GangReport, Uploads, find_faults, find_own_times, find_unfit, parse_progress
+from broker.runtime.packing import AGENT_FOLDER, UNPACK, digest_setup, pack_agent
+from broker.runtime.reports import (
+    Exchanged,
+    GangReport,
+    Uploads,
+    find_faults,
+    find_head,
+    find_newest_progress,
+    find_own_times,
+    find_setups,
+    find_unfit,
+    gather_runs,
+)
 from broker.runtime.reserving import count_gpus, describe_turn, find_reservation
 from broker.runtime.samples import gather_samples
 from broker.runtime.shipping import needs_trainers, pack_trainers, send_trainers
 from broker.sites.openssh import Completed
-from broker.types import Autostop, Cluster, Node, NodeState, Run, RunStatus, Task
+from broker.types import Autostop, Cluster, GangHead, Node, NodeState, Run, RunStatus, Task
 
-AGENT_FOLDER = ".broker/agent"
 AGENT_ARGV = ("python3", "-I", "-S", f"{AGENT_FOLDER}/agent.py")
-CHANNEL_VERBS = ("lease", "cancel")  # small and idempotent
+CHANNEL_VERBS = ("lease", "cancel", "exchange")  # small and idempotent
+EXCHANGE_BYTES_MAX = 256 << 10  # over a session, whose lines have a limit
 # Nodes behind SkyPilot and pods already run inside the task's container.
 INSIDE_CONTAINER = ("sky://", "k8s://")
+EPOCH, SUPERSEDED = "server_epoch", 77  # as in `agent_epoch.py`: a field of each request, the exit code of a refusal
 CALL_S = 30.0
 LOOK_S = 0.5  # between two polls if a node has no channel
-# One call for all files. Existing files stay untouched because an agent may be starting from them.
-UNPACK = f"""\
-cd && mkdir -p {AGENT_FOLDER} && cd {AGENT_FOLDER} || exit 1
-if [ "$(cat digest 2>/dev/null)" = "$1" ]; then exec cat >/dev/null; fi
-new=$(mktemp -d .new.XXXXXX) && tar -xf - -C "$new" && mv -f "$new"/* . && rmdir "$new" && echo "$1" >digest"""
 
 
 class Gang:
     """Control the nodes of a cluster through their agents: `broker.jobs.gang.Gang` plus verbs for clusters."""
 
-    def __init__(self, transport: Transport, *, clock: Clock, access: GrantsAccess | None = None) -> None:
-        """Create the gang. `access` grants access to a task's buckets to nodes that have none; None grants nothing."""
+    def __init__(
+        self,
+        transport: Transport,
+        *,
+        clock: Clock,
+        access: GrantsAccess | None = None,
+        find_epoch: Callable[[], int] = lambda: 0,
+    ) -> None:
+        """Create the gang. `access` grants access to a task's buckets to nodes that have none; None grants nothing.
+
+        `find_epoch` returns the epoch of this server, 0 without one. Nodes refuse requests of a lower one than they
+        have seen: each method then raises FencedError.
+        """
         self._transport = transport
         self._clock = clock
         self._access = access
+        self._find_epoch = find_epoch
         self._channels: Channels | None = None  # created by the first `wait_news`: a single poll needs none
         self._silent: frozenset[str] = frozenset()  # nodes that did not answer the newest poll
+        self._heads: dict[tuple[str, int], int] = {}  # cluster and run id -> rank of the head, as last reported
 
     async def prepare(self, cluster: Cluster, task: Task) -> None:
         """Put the agent, the trainers, the workdir and the file mounts on every node; unchanged files are not sent."""
@@ -76,15 +93,22 @@ class Gang:
         await self._transport.put(node, path, target)
 
     async def start(
-        self, cluster: Cluster, task: Task, *, run_id: int, envs: Mapping[str, str], lease_s: float | None = None
+        self,
+        cluster: Cluster,
+        task: Task,
+        *,
+        run_id: int,
+        envs: Mapping[str, str],
+        lease_s: float | None = None,
+        head: GangHead | None = None,
     ) -> None:
         """Submit to the head, which returns ports and credential, then to the other nodes. Idempotent.
 
-        A task of a job group is set up; its program starts after `send_peers`.
-
-        The credential of the first call applies: the head keeps it and returns it on every later call.
+        A task of a job group is set up; its program starts after `send_peers`. The credential of the first call
+        applies: the head keeps it and returns it on every later call.
         """
         nodes = sort_nodes(cluster)
+        rank = head.rank if head else 0
         is_managed = "BROKER_JOB_ID" in envs
         reserved = None if is_managed else find_reservation(task, cluster)  # a managed job has its cluster to itself
         image = (
@@ -112,18 +136,43 @@ class Gang:
             "ends_together": nodes[0].handle.startswith("sky://"),
             "nodes_min": task.recovery.nodes_min,
             "is_held": "BROKER_GROUP_NAME" in envs,
+            "is_joining": head is not None,
             "head": {
-                "address": nodes[0].address,
+                "address": nodes[rank].address,
+                "epoch": head.epoch if head else 0,
+                "rank": rank,
                 "credential": make_credential(f"broker {cluster.name} run {run_id}").value,
             },
         }
         if self._access and (request := await self._access.grant(cluster, task)):
             await self._call_all(cluster, "access", {**request, "run_id": run_id})
-        head = await self._call(nodes[0], "submit", {**spec, "rank": 0})
-        spec["head"] = {**spec["head"], **head}
-        await asyncio.gather(
-            *(self._call(node, "submit", {**spec, "rank": node.rank}) for node in list_live(nodes) if node.rank)
-        )
+        answer = await self._call(nodes[rank], "submit", {**spec, "rank": rank})
+        if answer.get("coordinator_port") is None:
+            raise TransientError(f"node `{nodes[rank].id}` does not coordinate the gang yet")
+        spec["head"] = {**spec["head"], **answer}
+        others = [node for node in list_live(nodes) if node.rank != rank]
+        await asyncio.gather(*(self._call(node, "submit", {**spec, "rank": node.rank}) for node in others))
+
+    async def move_head(
+        self, cluster: Cluster, run_id: int, head: GangHead, *, members: Sequence[int], log_bytes: int
+    ) -> bool:
+        """Tell the new head first: the others learn its port from its answer."""
+        nodes = sort_nodes(cluster)
+        request = {
+            "run_id": run_id,
+            "epoch": head.epoch,
+            "rank": head.rank,
+            "address": nodes[head.rank].address,
+            "node_ips": [node.address for node in nodes],
+            "members": list(members),
+            "log_bytes": log_bytes,
+        }
+        answer = await self._call(nodes[head.rank], "head", request)
+        if answer["epoch"] != head.epoch or answer["port"] is None:
+            return False
+        request["port"] = answer["port"]
+        await asyncio.gather(*(self._call(nodes[rank], "head", request) for rank in members))
+        return True
 
     async def poll(self, cluster: Cluster, run_id: int) -> GangReport:
         """Return the state of the run: the head's view, or that of the first other node if the head is silent.
@@ -137,26 +186,29 @@ class Gang:
         silent = {node.id for node, answer in zip(live, replies, strict=True) if answer is None}
         self._silent = (self._silent - {node.id for node in nodes}) | silent
         by_rank = {node.rank: answer for node, answer in zip(live, replies, strict=True)}
-        await self._refresh_late(live, run_id, by_rank)
+        await self._refresh_late(live, run_id, by_rank, self._heads.get((cluster.name, run_id), 0))
         answers = [by_rank.get(node.rank) for node in nodes]
         runs = [answer["runs"][0] if answer and answer["runs"] else None for answer in answers]
         statuses = tuple(RunStatus(run["status"]) if run else None for run in runs)
         unreachable = tuple(rank for rank, answer in by_rank.items() if answer is None)
-        speaker: dict[str, Any] = next((run for run in runs if run), {})
+        head = self._heads[cluster.name, run_id] = find_head(runs)
+        speaker: dict[str, Any] = next((run for run in (runs[head], *runs) if run), {})
         return GangReport(
             status=RunStatus(speaker.get("status", "SETTING_UP")),
             returncode=speaker.get("returncode"),
             statuses=statuses,
             unreachable=unreachable,
-            progress=parse_progress(runs[0]["progress"]) if runs and runs[0] else None,
+            progress=find_newest_progress(runs, head),
             run_id=run_id,
             reason=speaker.get("reason", ""),
             advised=tuple(rank for rank, answer in by_rank.items() if answer and answer.get("is_advised")),
             failed_rank=speaker.get("failed_rank"),
             unflushed=str(speaker.get("unflushed") or ""),
-            unfit=find_unfit(runs),
+            unfit=find_unfit(runs, head),
+            followers=tuple(rank for rank, run in enumerate(runs) if run and run.get("is_followed")),
             faults=find_faults(runs),
             own_times=find_own_times(runs),
+            setups=find_setups(runs),
             samples=gather_samples(self._channels, live, run_id, by_rank),
             is_ready=bool(speaker.get("is_ready")),
             port=speaker.get("group_port"),
@@ -164,13 +216,13 @@ class Gang:
         )
 
     async def _refresh_late(
-        self, live: Sequence[Node], run_id: int, by_rank: dict[int, Mapping[str, Any] | None]
+        self, live: Sequence[Node], run_id: int, by_rank: dict[int, Mapping[str, Any] | None], head: int
     ) -> None:
         """Poll nodes again that reported RUNNING although the head, which ends last, reports a success.
 
         Nodes answer in any order: without this a report could show a success in which some ranks still run.
         """
-        if _read_run_status(by_rank.get(0)) is not RunStatus.SUCCEEDED:
+        if _read_run_status(by_rank.get(head)) is not RunStatus.SUCCEEDED:
             return
         late = [node for node in live if (status := _read_run_status(by_rank[node.rank])) and not status.is_terminal]
         replies = await asyncio.gather(*(self._try_status(node, run_id) for node in late))
@@ -200,26 +252,25 @@ class Gang:
         await self._call(head, "peers", request)
 
     async def list_runs(self, cluster: Cluster) -> Sequence[Run]:
-        """Return all runs that the head knows. Raises TransientError if it does not answer."""
-        answer = await self._call(sort_nodes(cluster)[0], "status", {})
-        return [
-            Run(
-                id=run["id"],
-                cluster=cluster.name,
-                name=run["name"],
-                status=RunStatus(run["status"]),
-                started_s=run["started_s"],
-                ended_s=run["ended_s"],
-                returncode=run["returncode"],
-                accelerators=str(run.get("accelerators") or ""),
-                cards=tuple((run.get("held") or {}).get("cards") or ()),
-            )
-            for run in answer["runs"]
-        ]
+        """Return all runs, as their heads know them. Raises TransientError if no node answers."""
+        first, *others = sort_nodes(cluster)
+        answers, failure = dict[int, Mapping[str, Any] | None](), None
+        try:
+            answers[first.rank] = answer = await self._call(first, "status", {})
+            is_moved = any(run.get("head_epoch") for run in answer["runs"])
+        except TransientError as error:
+            failure, is_moved = error, True
+        live = list_live(others) if is_moved else []  # one call is enough while the first node is the head
+        replies = await asyncio.gather(*(self._try_status(node, None) for node in live))
+        answers.update({node.rank: reply for node, reply in zip(live, replies, strict=True)})
+        if failure and not any(answers.values()):
+            raise failure
+        return gather_runs(cluster.name, answers)
 
     async def read_log(self, cluster: Cluster, run_id: int, *, offset: int) -> tuple[bytes, int]:
         """Return new bytes of the head's log and the next offset; from the session if one is open."""
-        head, request = sort_nodes(cluster)[0], {"run_id": run_id, "offset": offset}
+        rank = self._heads.get((cluster.name, run_id), 0)
+        head, request = sort_nodes(cluster)[rank], {"run_id": run_id, "offset": offset}
         channel = self._channels.find(head, run_id) if self._channels else None
         if channel is not None:
             if channel.has_read_log(offset):
@@ -238,6 +289,22 @@ class Gang:
         if self._access:
             await self._access.renew(cluster, partial(self._call_all, cluster, "access"))
 
+    async def exchange(self, cluster: Cluster, files: Mapping[str, str], read: Sequence[str]) -> Exchanged:
+        """Replace files in the head's exchange folder, in this order, and read others. Raises TransientError.
+
+        Each file is replaced atomically. A call that fails may have replaced some of them; it may be repeated.
+        """
+        head, request = sort_nodes(cluster)[0], {"files": dict(files), "read": list(read)}
+        is_long = sum(map(len, files.values())) > EXCHANGE_BYTES_MAX
+        try:
+            answer = (
+                json.loads((await self._run_agent(head, "exchange", request)).stdout) if is_long
+                else await self._call(head, "exchange", request)
+            )  # fmt: skip
+            return Exchanged(files=dict(answer["files"]), digests=dict(answer["digests"]))
+        except (KeyError, TypeError, ValueError) as error:
+            raise TransientError(f"the agent on node `{head.id}` gave no answer to an exchange: {error}") from error
+
     async def set_autostop(self, cluster: Cluster, autostop: Autostop | None) -> None:
         """Make the nodes stop themselves after the idle time, without the broker; None disables it."""
         rule = {"idle_minutes": autostop.idle_minutes, "is_down": autostop.is_down} if autostop else {}
@@ -249,8 +316,7 @@ class Gang:
         return answer["idle_s"] / 60 if answer else None
 
     async def read_uploads(self, cluster: Cluster, *, timeout_s: float) -> Uploads:
-        """Ask every live node which files it has not yet uploaded to mounted buckets; wait at most `timeout_s` for
-        each."""
+        """Ask every live node, for at most `timeout_s`, which files it has not yet uploaded to mounted buckets."""
 
         async def ask(node: Node) -> dict[str, Any] | None:
             try:
@@ -291,6 +357,8 @@ class Gang:
             return None
 
     async def _call(self, node: Node, verb: str, request: Mapping[str, Any]) -> dict[str, Any]:
+        if epoch := self._find_epoch():
+            request = {**request, EPOCH: epoch}
         channel = self._channels.find(node) if self._channels and verb in CHANNEL_VERBS else None
         if channel is not None and channel.is_heard():
             try:
@@ -305,29 +373,15 @@ class Gang:
         result = await self._transport.run(
             node, [*AGENT_ARGV, verb], timeout_s=CALL_S, stdin=json.dumps(request).encode()
         )
+        if result.returncode == SUPERSEDED:
+            raise FencedError(
+                f"node `{node.id}` obeys a server that was restored from this server's backups",
+                hints=("log in to the new server, and stop this one",),
+            )
         if result.returncode:
             last = result.stderr.decode(errors="replace").strip().rpartition("\n")[2]
             raise TransientError(f"the agent on node `{node.id}` failed at `{verb}`: {last[:200]}")
         return result
-
-
-@cache
-def pack_agent() -> tuple[str, bytes]:
-    """Pack the agent's files; return the digest and the archive."""
-    packed = io.BytesIO()
-    with tarfile.open(fileobj=packed, mode="w") as archive:
-        for name in agent.FILES:
-            content = (agent.FOLDER / name).read_bytes()
-            entry = tarfile.TarInfo(name)
-            entry.size = len(content)
-            archive.addfile(entry, io.BytesIO(content))
-    return hashlib.sha256(packed.getvalue()).hexdigest(), packed.getvalue()
-
-
-def digest_setup(task: Task, image: str | None) -> str:
-    """Return a digest of everything that `setup` depends on, by which a node skips a repeated one."""
-    parts = [task.setup or "", image or "", *(f"{name}={value}" for name, value in sorted(task.envs.items()))]
-    return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
 
 def sort_nodes(cluster: Cluster) -> list[Node]:

@@ -6,11 +6,21 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from broker.frozen import frozen
-from broker.types import NodeFault, NodeSample, OwnTime, Progress, RunStatus
+from broker.types import NodeFault, NodeSample, OwnTime, Progress, Run, RunStatus, SetupResult
 
 TEXT_MAX = 300  # of a fault's reason and of a serial
 OWN_S_MAX = 1e6
+NUMBER_MAX = 1e15
+SETUP_RESULTS = ("used", "kept", "not_kept")  # as in `agent_setup_steps.py`
 SERIALS_MAX = 32  # two for each GPU
+
+
+@frozen
+class Exchanged:
+    """What a node answered to an exchange of files: those that were read, and the SHA-256 of each that it holds."""
+
+    files: Mapping[str, str]
+    digests: Mapping[str, str]
 
 
 @frozen
@@ -24,6 +34,8 @@ class GangReport:
     they are. `unfit`: ranks that could not join a running elastic gang because `setup` failed, with the reason.
     `faults`: what the nodes found wrong with their own GPUs before the program started.
     `own_times`: how long each rank needed for its own part of its newest step, if its program reports that.
+    `setups`: what became of the archive of `setup` on each node that used one or may keep one.
+    `followers`: the ranks whose program continues when another node becomes the gang's head.
     `samples`: what nodes reported of themselves since the last poll, with their ranks; a sample may be repeated.
     `is_ready`: the gang is set up and waits for its job group; `port`: the one chosen for its service in the group.
     """
@@ -42,6 +54,8 @@ class GangReport:
     unfit: tuple[tuple[int, str], ...] = ()
     faults: tuple[NodeFault, ...] = ()
     own_times: tuple[OwnTime, ...] = ()
+    setups: tuple[SetupResult, ...] = ()
+    followers: tuple[int, ...] = ()
     samples: tuple[tuple[int, NodeSample], ...] = ()
     is_ready: bool = False
     port: int | None = None
@@ -62,9 +76,64 @@ class Uploads:
     silent: tuple[str, ...] = ()
 
 
-def find_unfit(runs: Sequence[Mapping[str, Any] | None]) -> tuple[tuple[int, str], ...]:
+def find_head(runs: Sequence[Mapping[str, Any] | None]) -> int:
+    """Return the rank of the head: that of the highest epoch that a node knows, 0 without an answer."""
+    heads = [(run.get("head_epoch"), run.get("head_rank")) for run in runs if run]
+    valid = [(epoch, rank) for epoch, rank in heads if isinstance(epoch, int) and isinstance(rank, int)]
+    rank = max(valid, default=(0, 0))[1]
+    return rank if 0 <= rank < len(runs) else 0
+
+
+def find_newest_progress(runs: Sequence[Mapping[str, Any] | None], head: int) -> Progress | None:
+    """Return the progress of the run: the first rank's, or that of another rank that reports in its place.
+
+    Programs continue to report on one node, which need not be the head once that has moved; the furthest line counts.
+    A launcher may also give the program's first rank to another node: the first node then has no line at all. Lines
+    with `own_s` of other nodes are measurements of these nodes alone (`find_own_times`).
+    """
+    first = runs[0] if runs else None
+    if head == 0 and first is None:
+        return None
+    if head == 0 and first is not None and not first.get("head_epoch"):
+        others = [run["progress"] for run in runs if run and run["progress"] and "own_s" not in run["progress"]]
+        found = [first["progress"]] if first["progress"] else others
+    else:
+        found = [run["progress"] for run in runs if run]
+    reported = [line for each in found if (line := parse_progress(each)) is not None]
+    return max(reported, key=lambda line: (line.step, line.loss is not None), default=None)
+
+
+def gather_runs(cluster: str, answers: Mapping[int, Mapping[str, Any] | None]) -> Sequence[Run]:
+    """Return the runs that nodes know, by id; of each, the state that its present head reports.
+
+    `answers`: those of the nodes by rank. If the head of a run does not answer, the node of the lowest rank counts.
+    """
+    known: dict[int, list[tuple[int, bool, int, Mapping[str, Any]]]] = {}
+    for rank, answer in answers.items():
+        for run in answer["runs"] if answer else ():
+            heard = (run.get("head_epoch") or 0, (run.get("head_rank") or 0) == rank, -rank, run)
+            known.setdefault(run["id"], []).append(heard)
+    return [_make_run(cluster, max(known[run_id], key=lambda heard: heard[:3])[3]) for run_id in sorted(known)]
+
+
+def _make_run(cluster: str, run: Mapping[str, Any]) -> Run:
+    return Run(
+        id=run["id"],
+        cluster=cluster,
+        name=run["name"],
+        status=RunStatus(run["status"]),
+        started_s=run["started_s"],
+        ended_s=run["ended_s"],
+        returncode=run["returncode"],
+        accelerators=str(run.get("accelerators") or ""),
+        cards=tuple((run.get("held") or {}).get("cards") or ()),
+    )
+
+
+def find_unfit(runs: Sequence[Mapping[str, Any] | None], head: int = 0) -> tuple[tuple[int, str], ...]:
     """Return replacement ranks whose `setup` failed while the head's program runs, with the reason."""
-    if not runs or not runs[0] or runs[0]["status"] != RunStatus.RUNNING:
+    leader = runs[head] if runs else None
+    if leader is None or leader["status"] != RunStatus.RUNNING:
         return ()
     failed = ((rank, run) for rank, run in enumerate(runs) if run and run["status"] == RunStatus.FAILED_SETUP)
     return tuple((rank, str(run.get("reason") or "")) for rank, run in failed)
@@ -95,6 +164,28 @@ def find_own_times(runs: Sequence[Mapping[str, Any] | None]) -> tuple[OwnTime, .
             continue
         if isinstance(own_s, int | float) and 0 < own_s < OWN_S_MAX:
             found.append(OwnTime(rank=rank, step=step, own_s=float(own_s)))
+    return tuple(found)
+
+
+def find_setups(runs: Sequence[Mapping[str, Any] | None]) -> tuple[SetupResult, ...]:
+    """Return what nodes report of their setup archives; an invalid report counts as none."""
+    found = []
+    for rank, run in enumerate(runs):
+        report = run.get("setup") if run else None
+        if not isinstance(report, Mapping) or report.get("result") not in SETUP_RESULTS:
+            continue
+        numbers = {name: report.get(name, 0) for name in ("setup_s", "took_s", "size_bytes")}
+        if all(type(each) in (int, float) and 0 <= each < NUMBER_MAX for each in numbers.values()):
+            found.append(
+                SetupResult(
+                    rank=rank,
+                    result=str(report["result"]),
+                    setup_s=float(numbers["setup_s"]),
+                    took_s=float(numbers["took_s"]),
+                    size_bytes=int(numbers["size_bytes"]),
+                    reason=str(report.get("reason") or "")[:TEXT_MAX],
+                )
+            )
     return tuple(found)
 
 

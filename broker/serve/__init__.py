@@ -1,1 +1,1 @@
-"""Services: replicas behind a balancer. A replica is a managed job; the balancer is a process of its own."""
+"""Services: replicas behind a balancer. A replica is a managed job; the balancer is a separate process."""

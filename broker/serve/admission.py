@@ -1,8 +1,11 @@
-"""Admit requests by API key: who may send, how often, and how many tokens. No I/O; the balancer passes files in.
+"""Admit requests by API key, within the limits of each key. No I/O: the balancer passes in the contents of files.
 
-A service that never had a key is open on the loopback and closed elsewhere. Limits are token buckets of one minute. The
-tokens of a response are known only when it ends: a key whose bucket is above zero may start a request, which may then
-take it below zero, so that requests in flight together can exceed a limit once.
+A service that never had a key is open on the loopback address and closed elsewhere. Limits are token buckets of one
+minute. The tokens of a response are known only when it ends: a key whose bucket is above zero may start a request,
+which may then take it below zero, so requests in flight at the same time can exceed a limit once.
+
+Several balancers of one service divide limits evenly, and each counts what the others used, as last reported, against
+the budget of a key.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ SCHEME = "bearer "
 
 @frozen
 class KeyRefusal:
-    """The answer to a request that is not admitted, in the words of OpenAI's API."""
+    """The answer to a request that is not admitted, with the error codes of OpenAI's API."""
 
     status: int
     message: str
@@ -43,27 +46,39 @@ SPENT = KeyRefusal(
 
 
 class RateBucket:
-    """A bucket that starts full at `limit` and fills by `limit` per minute; it may be overdrawn."""
+    """A bucket that starts full at `limit` and fills by `limit` per minute; it may be overdrawn.
+
+    It holds at least one unit, so that a limit below one per minute admits a request now and then.
+    """
 
     def __init__(self, limit: float, *, now_s: float) -> None:
-        self.limit = self.level = limit
+        self.limit = limit
+        self.level = max(1.0, limit)
         self._at_s = now_s
+
+    def resize(self, limit: float, *, now_s: float) -> None:
+        """Change the limit; what is missing to a full bucket stays missing."""
+        self.find_wait_s(0, now_s=now_s)
+        self.level += max(1.0, limit) - max(1.0, self.limit)
+        self.limit = limit
 
     def find_wait_s(self, need: float, *, now_s: float) -> float:
         """Return the seconds until the bucket holds this much; 0 if it does."""
-        self.level = min(self.limit, self.level + max(0.0, now_s - self._at_s) * self.limit / MINUTE_S)
+        self.level = min(max(1.0, self.limit), self.level + max(0.0, now_s - self._at_s) * self.limit / MINUTE_S)
         self._at_s = now_s
         return max(0.0, (need - self.level) * MINUTE_S / self.limit)
 
 
 class Gate:
-    """Decides on each request, and counts what keys use. `usage` is what the balancer before this one wrote."""
+    """Decides on each request and counts the usage of each key, starting from the `usage` of the previous balancer."""
 
     def __init__(self, ring: KeyRing | None, usage: UsageBook, *, host: str, clock: Clock) -> None:
         self._ring = ring  # None: the file cannot be read, so nothing is admitted
         self._clock = clock
         self._is_loopback = is_loopback(host)
         self._used = dict(usage.keys)
+        self._elsewhere = UsageBook()  # at the other balancers
+        self._balancers = 1
         self._buckets: dict[tuple[str, str], RateBucket] = {}
 
     @property
@@ -73,15 +88,28 @@ class Gate:
 
     @property
     def usage(self) -> UsageBook:
-        """Usage by key, counted since the book that the gate began with."""
+        """Usage by key, including the usage that the gate started from."""
         return UsageBook(keys=dict(self._used))
 
     def adopt(self, ring: KeyRing) -> None:
         """Apply keys that were created or revoked; counts continue."""
         self._ring = ring
 
+    def share(self, balancers: int) -> None:
+        """Divide the limits per minute among this many balancers."""
+        if balancers == self._balancers:
+            return
+        now_s = self._clock.now_s()
+        for bucket in self._buckets.values():
+            bucket.resize(bucket.limit * self._balancers / balancers, now_s=now_s)
+        self._balancers = balancers
+
+    def adopt_elsewhere(self, usage: UsageBook) -> None:
+        """Count this usage at other balancers against budgets."""
+        self._elsewhere = usage
+
     def admit(self, authorization: str) -> ApiKey | KeyRefusal | None:
-        """Return the key of a request, why it is refused, or None on an open service."""
+        """Return the key of a request, or the reason why it is refused; None on an open service."""
         if self._ring is None or (not self._ring.keys and not self._is_loopback):
             return UNKNOWN
         if not self._ring.keys:
@@ -94,7 +122,8 @@ class Gate:
         if key.expires_s is not None and now_s >= key.expires_s:
             return EXPIRED
         used = self._used.get(key.id, KeyUsage())
-        if key.budget_tokens is not None and used.tokens >= key.budget_tokens:
+        elsewhere = self._elsewhere.keys.get(key.id, KeyUsage())
+        if key.budget_tokens is not None and used.tokens + elsewhere.tokens >= key.budget_tokens:
             return SPENT
         return self._limit(key, now_s) or self._count(key, used)
 
@@ -130,7 +159,7 @@ class Gate:
     def _bucket(self, key_id: str, kind: str, limit: int) -> RateBucket:
         found = self._buckets.get((key_id, kind))
         if found is None:
-            found = self._buckets[key_id, kind] = RateBucket(limit, now_s=self._clock.now_s())
+            found = self._buckets[key_id, kind] = RateBucket(limit / self._balancers, now_s=self._clock.now_s())
         return found
 
 

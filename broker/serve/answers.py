@@ -1,4 +1,4 @@
-"""Headers that a proxy passes on, and its own answers, which have the form of OpenAI's API."""
+"""Headers that a proxy forwards, and its own responses, in the format of OpenAI's API."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def make_headers(route: BackendRoute, response: aiohttp.ClientResponse) -> CIMul
 
 
 def pass_headers(headers: CIMultiDictProxy[str]) -> CIMultiDict[str]:
-    """Return the headers that a proxy passes on."""
+    """Return the headers that a proxy forwards."""
     kept = headers.copy()
     for named in headers.getall("connection", ()):
         for name in named.split(","):
@@ -46,7 +46,7 @@ def refuse_key(refusal: KeyRefusal) -> web.Response:
 
 
 def refuse(status: int, message: str, *, retry_s: int | None = None) -> web.Response:
-    """Make an error in the form of OpenAI's API."""
+    """Make an error in the format of OpenAI's API."""
     content: dict[str, Any] = {"error": {"message": message, "type": "server_error", "code": status}}
     headers = {} if retry_s is None else {"retry-after": str(retry_s)}
     return web.json_response(content, status=status, headers=headers)

@@ -1,4 +1,4 @@
-"""The balancer of one service: a process of its own, started and replaced by the service's controller.
+"""The balancer of one service: a separate process, started and replaced by the service's controller.
 
 It reads where the replicas are from `routing.json` as soon as that changes, probes them, and writes `load.json`.
 """
@@ -9,33 +9,29 @@ import asyncio
 import contextlib
 import logging
 import os
-import random
 import signal
-import ssl
 from asyncio.sslproto import SSLProtocol
 from collections.abc import AsyncIterator
 from pathlib import Path
-
-import aiohttp
-from aiohttp import web
 
 from broker.clock import Clock
 from broker.errors import BrokerError, StateError
 from broker.locks import try_lock
 from broker.serve.admission import Gate
-from broker.serve.connections import ReplicaConnector
-from broker.serve.credentials import make_client_context
+from broker.serve.data_path import DataPath
 from broker.serve.files import Load, Routing, ServiceFolder, read_file, write_file
+from broker.serve.haproxy_path import HaproxyPath
+from broker.serve.http_path import HttpPath
 from broker.serve.keys import UsageBook, read_keys, read_usage
-from broker.serve.proxying import Proxy
-from broker.serve.routes import BackendRoute, RouteTable
+from broker.serve.memory import MemoryTrimmer, find_malloc_trim, freeze_heap
+from broker.serve.routes import RouteTable
+from broker.serve.tcp_path import TcpPath
+from broker.types import BalancerType, ServiceProtocol
 
 log = logging.getLogger(__name__)
 
 LOOK_S = 0.05
 WRITE_EVERY_S = 0.5
-CLOSE_S = 10.0  # for open requests when the balancer is stopped
-HEADER_BYTES_MAX = 32 << 10
 # asyncio gives each TLS connection a buffer of 256 KiB and reads as much at once: 5 GiB for 10,000 idle streams.
 TLS_BUFFER_BYTES = 4 << 10  # several events of a stream; a record of 16 KiB takes four reads
 
@@ -43,7 +39,7 @@ TLS_BUFFER_BYTES = 4 << 10  # several events of a stream; a record of 16 KiB tak
 async def run_balancer(folder: ServiceFolder, *, clock: Clock) -> None:
     """Serve until the routing file or SIGTERM ends it; return at once if another balancer serves this folder.
 
-    Raises StateError without a routing file, OSError where the port is taken.
+    Raises StateError without a routing file, OSError if the port is in use.
     """
     with try_lock(folder.lock) as is_held:
         if not is_held:
@@ -53,7 +49,9 @@ async def run_balancer(folder: ServiceFolder, *, clock: Clock) -> None:
             raise StateError(f"there is no {folder.routing}")
         if not routing.is_stopped:
             SSLProtocol.max_size = TLS_BUFFER_BYTES
-            await Balancer(folder, routing, clock=clock).run()
+            balancer = Balancer(folder, routing, clock=clock)
+            freeze_heap()
+            await balancer.run()
 
 
 class Balancer:
@@ -64,11 +62,12 @@ class Balancer:
         self._clock = clock
         self._routing = routing
         self._seen = -1
+        self._elsewhere_seen: int | None = None
         self.table = RouteTable(clock=clock)
         self.table.update(routing.backends, routing.shares)
         self._probes: dict[int, asyncio.Task[None]] = {}
         self.gate = self._open_gate()
-        self.proxy: Proxy | None = None
+        self.path = self._make_path()
 
     async def run(self) -> None:
         """Serve until stopped; open requests get ten seconds to end."""
@@ -96,7 +95,9 @@ class Balancer:
             ring = read_keys(self._folder)
         except StateError as error:
             log.error("no request is admitted: %s", error)
-        return Gate(ring, self._written, host=self._routing.host, clock=self._clock)
+        gate = Gate(ring, self._written, host=self._routing.host, clock=self._clock)
+        gate.share(self._routing.balancers)
+        return gate
 
     def _watch_keys(self) -> None:
         """Adopt keys that were created or revoked; a file that cannot be read, or is gone, changes nothing."""
@@ -109,37 +110,44 @@ class Balancer:
         except StateError as error:
             log.warning("%s", error)
 
+    def _watch_other_usage(self) -> None:
+        """Adopt the usage at the other gateways; a file that cannot be read changes nothing."""
+        stamp = read_stamp(self._folder.other_usage)
+        if stamp in (None, self._elsewhere_seen):
+            return
+        self._elsewhere_seen = stamp
+        try:
+            self.gate.adopt_elsewhere(read_file(self._folder.other_usage, UsageBook) or UsageBook())
+        except StateError as error:
+            log.warning("%s", error)
+
+    def _make_path(self) -> DataPath:
+        """Return the way from clients to replicas that the routing file asks for."""
+        table, routing, folder, clock = self.table, self._routing, self._folder, self._clock
+        if routing.balancer is BalancerType.HAPROXY:
+            return HaproxyPath(table, routing, folder, clock=clock)
+        if routing.protocol is ServiceProtocol.HTTP:
+            return HttpPath(table, routing, folder, self.gate, clock=clock)
+        return TcpPath(table, routing, folder, clock=clock)
+
     @contextlib.asynccontextmanager
     async def listen(self) -> AsyncIterator[int]:
         """Listen and probe; yield the port."""
-        async with aiohttp.ClientSession(
-            connector=ReplicaConnector(make_client_context(self._folder)),
-            cookie_jar=aiohttp.DummyCookieJar(),  # a jar would send one client's cookies for all of them
-            skip_auto_headers=("user-agent", "accept-encoding", "content-type"),
-            auto_decompress=False,
-        ) as session:
-            draw = random.Random()
-            self.proxy = Proxy(self.table, session, self._routing, self.gate, clock=self._clock, draw=draw)
-            server = web.Server(self.proxy.handle, access_log=None, max_field_size=HEADER_BYTES_MAX)
-            runner = web.ServerRunner(server, shutdown_timeout=CLOSE_S)
-            await runner.setup()
+        async with self.path.listen() as port:
             try:
-                site = web.TCPSite(runner, self._routing.host, self._routing.port, ssl_context=self._make_tls())
-                await site.start()
                 self.adopt(self._routing)
-                yield int(runner.addresses[0][1])
+                yield port
             finally:
                 for probe in self._probes.values():
                     probe.cancel()
                 await asyncio.gather(*self._probes.values(), return_exceptions=True)
-                await runner.cleanup()
 
     def adopt(self, routing: Routing) -> None:
         """Take over the replicas of a routing file."""
-        assert self.proxy is not None
         self._routing = routing
-        self.proxy.adopt(routing)
+        self.gate.share(routing.balancers)
         self.table.update(routing.backends, routing.shares)
+        self.path.adopt(routing)
         for number in [each for each in self._probes if each not in self.table.routes]:
             self._probes.pop(number).cancel()
         for number in self.table.routes:
@@ -149,9 +157,8 @@ class Balancer:
 
     def write_load(self) -> None:
         """Write the present load for the controller."""
-        assert self.proxy is not None
-        counts = self.proxy.counts
-        window, windows = self.proxy.meter.describe()
+        counts = self.path.counts
+        window, windows = self.path.describe()
         load = Load(
             generation=self._routing.generation,
             time_s=self._clock.now_s(),
@@ -176,6 +183,7 @@ class Balancer:
         """Adopt each new routing file; stop when it says so, or when the service's folder is gone."""
         while True:
             self._watch_keys()
+            self._watch_other_usage()
             try:
                 stamp = self._folder.routing.stat().st_mtime_ns
                 routing = read_file(self._folder.routing, Routing) if stamp != self._seen else self._routing
@@ -195,15 +203,18 @@ class Balancer:
             await self._clock.sleep(LOOK_S)
 
     async def _write_forever(self) -> None:
+        trimmer = MemoryTrimmer(find_malloc_trim())
         while True:
+            await self.path.refresh()
             self.write_load()
+            trimmer.observe(self.path.counts.in_flight)
             await self._clock.sleep(WRITE_EVERY_S)
 
     async def _probe_forever(self, number: int) -> None:
         """Probe one replica, at the end of each interval; changes are written at once."""
         while (route := self.table.routes.get(number)) is not None:
             was_ready = route.is_ready
-            error = await self._probe(route)
+            error = await self.path.probe(route)
             if error:
                 self.table.exclude(route, error)
             else:
@@ -211,32 +222,8 @@ class Balancer:
             if route.is_ready != was_ready:
                 log.info("replica %s is %s", number, "ready" if route.is_ready else f"not ready: {error}")
                 self.write_load()
-                if self.proxy and route.is_ready:
-                    self.proxy.wake()
+                self.path.wake()
             await self._clock.sleep(self._routing.probe.interval_s)
-
-    async def _probe(self, route: BackendRoute) -> str:
-        """Return why the replica is not ready; empty if it is."""
-        assert self.proxy is not None
-        probe = self._routing.probe
-        timeout = aiohttp.ClientTimeout(total=probe.timeout_s)
-        method = "GET" if probe.post_data is None else "POST"
-        headers = {"content-type": "application/json", **probe.headers} if probe.post_data else probe.headers
-        url = f"{route.base_url}/{probe.path.lstrip('/')}"
-        try:
-            async with self.proxy.session.request(
-                method, url, data=probe.post_data, headers=headers, timeout=timeout
-            ) as response:
-                return "" if response.status < 300 else f"the readiness probe returned {response.status}"
-        except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            return f"the readiness probe failed: {str(error) or type(error).__name__}"
-
-    def _make_tls(self) -> ssl.SSLContext | None:
-        if self._routing.tls is None:
-            return None
-        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-        context.load_cert_chain(self._routing.tls.certificate_path, self._routing.tls.key_path)
-        return context
 
 
 def read_stamp(path: Path) -> int | None:

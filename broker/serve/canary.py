@@ -1,7 +1,7 @@
 """A canary: a second version of a service that gets a share of its requests, in `canary.json` until it is decided.
 
-The service's own version stays the wanted one. `promote` makes the canary the wanted version, which then replaces the
-other as every update does; `rollback` removes the file, and its replicas are drained as those of an old version.
+The service's own version remains the desired one. `promote` makes the canary the desired version, which then replaces
+the other like any update; `rollback` removes the file, and its replicas are drained like those of an old version.
 """
 
 from __future__ import annotations

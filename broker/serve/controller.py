@@ -2,7 +2,8 @@
 
 A replica is a managed job: intents, leases, recovery and collection are those of every job. A service adds rows to the
 store, two files between it and its balancer, and the balancer's process. All durable state is in the store, so that a
-new controller continues where a killed one stopped.
+new controller continues where a killed one stopped. With `gateway`, balancers run on machines of their own
+(`gateways.py`), and the controller starts no process.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from broker.provision.refusals import draw_backoff_s
 from broker.serve.canary import Canary, read_canary, remove_canary
 from broker.serve.credentials import ensure_credentials, make_secrets
 from broker.serve.files import Backend, Load, Routing, ServiceFolder, read_file, write_file
-from broker.serve.observing import LOAD_AGE_S_MAX, DemandMeter, ObservedReplica, observe
+from broker.serve.gateways import Gateways
+from broker.serve.observing import LOAD_AGE_S_MAX, DemandMeter, ObservedReplica, find_capacity, observe
 from broker.serve.reconciling import Slot, decide
 from broker.serve.replicas import ReplicaPorts, find_folder, find_needs, make_replica_task, remove_folder
 from broker.serve.scaling import ScalingState, count_replicas, scale
@@ -37,11 +39,12 @@ BACKOFF_S_MAX = 60.0
 BALANCER_EVERY_S = 2.0  # between two starts
 
 LaunchBalancer = Callable[[ServiceFolder], bool]
+MakeGateways = Callable[[ServiceFolder], Gateways]
 
 
 class ServiceController:
     """Controls one service. `place` returns the slots of a number of replicas; `launch_balancer` does not wait,
-    and returns whether it started a process."""
+    and returns whether it started a process; `make_gateways` is called for services that have some."""
 
     def __init__(
         self,
@@ -53,6 +56,7 @@ class ServiceController:
         place: Place,
         launch_balancer: LaunchBalancer,
         draw_ports: Callable[[Task, ServiceSpec], ReplicaPorts],
+        make_gateways: MakeGateways,
     ) -> None:
         self._name = name
         self._store, self._clock, self._config = store, clock, config
@@ -63,6 +67,8 @@ class ServiceController:
         self._routing: Routing | None = None  # the newest routing file
         self._next_start_s = self._next_balancer_s = -math.inf
         self._canary: Canary | None = None
+        self._make_gateways = make_gateways
+        self._gateways: Gateways | None = None  # of a service that has some
 
     async def rest(self, wait_s: float, wake: asyncio.Event) -> None:
         """Wait until the next step is due, or until `wake` is set."""
@@ -76,22 +82,34 @@ class ServiceController:
         if service is None:
             return math.inf
         folder = find_folder(self._config, service)
-        load = self._read_load(folder)
-        with suppress(StateError):  # damaged: the canary that was read last stays
+        if service.down_requested:
+            return self._take_down(service, folder, self._observe(None))
+        task = self._store.services.get_task(self._name, service.version)
+        assert task.service is not None, "`serve up` accepts only tasks with a service"
+        spec = task.service
+        if spec.gateway is not None:
+            self._gateways = self._gateways or self._make_gateways(folder)
+            await self._gateways.follow(service, task, spec.gateway)
+        load = self._gateways.merge() if self._gateways else self._read_load(folder)
+        with suppress(StateError):  # damaged: keep the canary that was read last
             canary = read_canary(folder)
             # A `promote` that was killed may leave a canary of the wanted version.
             self._canary = None if canary is None or canary.version == service.version else canary
-        unfinished = frozenset(self._store.jobs.list_unfinished_ids())
-        seen = [observe(self._store, each, load, unfinished) for each in self._store.services.list_replicas(self._name)]
-        if service.down_requested:
-            return self._take_down(service, folder, seen)
-        task = self._store.services.get_task(self._name, service.version)
-        assert task.service is not None, "`serve up` accepts only tasks with a service"
-        seen = [kept for each in seen if (kept := self._settle(service, task.service, each, load)) is not None]
+        seen = self._observe(load)
+        seen = [kept for each in seen if (kept := self._settle(service, spec, each, load)) is not None]
         self._reconcile(service, task, seen, load)
-        self._publish(service, task.service, folder, seen)
-        self._ensure_balancer(folder)
+        self._publish(service, spec, folder, seen)
+        if self._gateways is None or spec.gateway is None:
+            self._ensure_balancer(folder)
+        else:
+            ensure_credentials(folder, self._name, has_gateways=True)
+            self._gateways.reconcile(service, task, spec.gateway)
+            self._gateways.push(service, task, spec.gateway, self._routing)
         return STEP_S
+
+    def _observe(self, load: Load | None) -> list[ObservedReplica]:
+        unfinished = frozenset(self._store.jobs.list_unfinished_ids())
+        return [observe(self._store, each, load, unfinished) for each in self._store.services.list_replicas(self._name)]
 
     def _read_load(self, folder: ServiceFolder) -> Load | None:
         """Return the balancer's report; None if it does not run, or its file cannot be read."""
@@ -154,9 +172,9 @@ class ServiceController:
             self._store.jobs.request_cancel(replica.job_id)
 
     def _may_get_requests(self, replica: Replica, load: Load | None) -> bool:
-        """Return whether requests may have begun at a drained replica since this report, from which `in_flight` is.
+        """Return whether a drained replica may have received requests since this report, which states its `in_flight`.
 
-        They may until the balancer reports that it acts on a routing file that drains the replica.
+        It may have, until the balancer reports that it uses a routing file in which the replica is draining.
         """
         routing = self._routing
         if load is None or routing is None or load.generation != routing.generation:
@@ -187,7 +205,7 @@ class ServiceController:
         return self._canary is not None and replica.version == self._canary.version
 
     def _end_failed_canary(self, service: Service) -> None:
-        """Roll the canary back after several failures; the other replicas serve on."""
+        """Roll the canary back after several failures; the other replicas continue to serve."""
         if self._failures < FAILURES_MAX:
             return
         remove_canary(find_folder(self._config, service))
@@ -218,7 +236,7 @@ class ServiceController:
         if self._scaling is None or self._scaling.wanted != service.wanted:
             self._scaling = ScalingState(wanted=service.wanted)
         asked = count_replicas(
-            spec.policy, self._meter.measure(load),
+            spec.policy, self._gateways.measure() if self._gateways else self._meter.measure(load),
             accelerator=first.accelerator or "", accelerator_count=first.accelerator_count,
         )  # fmt: skip
         self._scaling = scale(spec.policy, self._scaling, asked, now_s=now_s)
@@ -253,7 +271,8 @@ class ServiceController:
     def _start(self, service: Service, task: Task, spec: ServiceSpec, slot: Slot) -> None:
         """Add a replica and its job in one transaction."""
         ports = self._draw_ports(task, spec)
-        secrets = make_secrets(find_folder(self._config, service), service.name)
+        folder, has_gateways = find_folder(self._config, service), spec.gateway is not None
+        secrets = make_secrets(folder, service.name, has_gateways=has_gateways)
         with self._store.transaction():
             number = self._store.services.draw_number(self._name)
             replica_task = make_replica_task(service, task, slot, number=number, ports=ports, secrets=secrets)
@@ -276,7 +295,9 @@ class ServiceController:
         assert spec.probe is not None
         drained = {each.number for each in self._store.services.list_replicas(self._name) if each.drained_s is not None}
         backends = tuple(
-            replace(each.backend, is_draining=each.replica.number in drained) for each in seen if each.backend
+            replace(each.backend, is_draining=each.replica.number in drained, capacity=find_capacity(spec, each.job))
+            for each in seen
+            if each.backend
         )
         self._write_routing(folder, service, spec, backends)
 
@@ -298,6 +319,10 @@ class ServiceController:
             stream_timeout_s=spec.stream_timeout_s,
             tls=spec.tls,
             shares={} if self._canary is None else {self._canary.version: self._canary.share},
+            balancers=self._gateways.count_balancers() if self._gateways else 1,
+            protocol=spec.protocol,
+            balancer=spec.balancer,
+            is_tls_passed=spec.is_tls_passed,
         )
         if wanted != known:
             wanted = replace(wanted, generation=int(self._clock.now_s() * 1000) + (known.generation if known else 0))
@@ -325,7 +350,9 @@ class ServiceController:
                 self._store.services.delete_replica(each.replica)
             else:
                 self._store.jobs.request_cancel(each.replica.job_id)
-        if any(not each.is_over for each in seen) or is_locked(folder.lock):
+        gateways = self._gateways or self._make_gateways(folder)
+        are_gone = gateways.take_down(service)
+        if any(not each.is_over for each in seen) or is_locked(folder.lock) or not are_gone:
             return STEP_S
         remove_folder(folder)
         with suppress(UsageError):

@@ -1,40 +1,57 @@
 """The certificates of one service: one for its balancer, one for its replicas. Each trusts only the other.
 
 Both are in the service's folder, made once. A replica gets its own key and the balancer's certificate as secrets of its
-job, which programs do not see (`broker/agent/agent_entrance.py`).
+job, which programs do not see (`broker/agent/agent_entrance.py`). Each gateway has a certificate of its own; replicas
+admit those of all gateways that the service may have, so that their number may change.
 """
 
 from __future__ import annotations
 
 import os
 import ssl
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 
 from broker.runtime.credentials import make_credential
 from broker.serve.files import ServiceFolder
 from broker.state.faults import explain_os_error
-from broker.types import Secret
+from broker.types import GATEWAYS_MAX, Secret, TlsFiles
 
 VALID = timedelta(days=3650)  # longer than a service: new replicas join with the first one's certificate
 CERTIFICATE = "-----BEGIN CERTIFICATE-----"
 KEY_SECRET, CLIENT_SECRET = "BROKER_REPLICA_PEM", "BROKER_BALANCER_PEM"
 
 
-def make_secrets(folder: ServiceFolder, service: str) -> dict[str, Secret]:
-    """Return the secrets of a replica: its key and certificate, and the certificate of its client, the balancer.
+def make_secrets(folder: ServiceFolder, service: str, *, has_gateways: bool = False) -> dict[str, Secret]:
+    """Return the secrets of a replica: its key and certificate, and the certificates of its clients, the balancers.
 
     Raises StateError.
     """
-    ensure_credentials(folder, service)
-    return {KEY_SECRET: Secret(value=_read(folder.replica_pem)), CLIENT_SECRET: Secret(value=_cut(folder.balancer_pem))}
+    ensure_credentials(folder, service, has_gateways=has_gateways)
+    clients = "".join(read_certificate(path) for path in _list_clients(folder, has_gateways=has_gateways))
+    return {KEY_SECRET: Secret(value=_read(folder.replica_pem)), CLIENT_SECRET: Secret(value=clients)}
 
 
-def ensure_credentials(folder: ServiceFolder, service: str) -> None:
+def ensure_credentials(folder: ServiceFolder, service: str, *, has_gateways: bool = False) -> None:
     """Make what is missing; only the service's controller calls this. Raises StateError."""
-    for path, end in ((folder.replica_pem, "replica"), (folder.balancer_pem, "balancer")):
+    for path in (folder.replica_pem, *_list_clients(folder, has_gateways=has_gateways)):
         if not path.exists():
-            _write(path, make_credential(f"broker {end} {service}", valid=VALID).value)
+            _write(path, make_credential(f"broker {path.stem} {service}", valid=VALID).value)
+
+
+def read_gateway_files(folder: ServiceFolder, number: int) -> dict[str, str]:
+    """Return what gateway `number` needs, by name: its own key, and the replicas' certificate. Raises StateError."""
+    return {
+        folder.balancer_pem.name: _read(folder.gateway_pem(number)),
+        folder.replica_pem.name: read_certificate(folder.replica_pem),
+    }
+
+
+def _list_clients(folder: ServiceFolder, *, has_gateways: bool) -> list[Path]:
+    if not has_gateways:
+        return [folder.balancer_pem]
+    return [folder.gateway_pem(number) for number in range(1, GATEWAYS_MAX + 1)]
 
 
 def make_client_context(folder: ServiceFolder) -> ssl.SSLContext | None:
@@ -45,12 +62,27 @@ def make_client_context(folder: ServiceFolder) -> ssl.SSLContext | None:
     context.check_hostname = False  # the certificate is pinned: possession of its key is the identity
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.load_cert_chain(folder.balancer_pem)
-    context.load_verify_locations(cadata=_cut(folder.replica_pem))
+    context.load_verify_locations(cadata=read_certificate(folder.replica_pem))
     return context
 
 
-def _cut(path: Path) -> str:
-    """Return the certificate of a file that also has its key."""
+def make_listener_context(tls: TlsFiles, protocols: Sequence[str] = ()) -> ssl.SSLContext:
+    """Return the TLS settings for clients, who may choose one of these application protocols.
+
+    Raises OSError for a file that cannot be read or holds no such key or certificate.
+    """
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(tls.certificate_path, tls.key_path)
+    if tls.client_ca_path is not None:
+        context.load_verify_locations(tls.client_ca_path)
+        context.verify_mode = ssl.CERT_REQUIRED
+    if protocols:
+        context.set_alpn_protocols(list(protocols))
+    return context
+
+
+def read_certificate(path: Path) -> str:
+    """Return the certificate of a file that also has its key. Raises StateError."""
     return CERTIFICATE + _read(path).partition(CERTIFICATE)[2]
 
 

@@ -1,7 +1,7 @@
 """The error budget of a service: how much of the allowed time with too few replicas is used up. Pure.
 
 Availability is a share of time, so time that is not used up may be spent: on fewer spare replicas while markets are
-calm. Where too much is used up, because losses come more often or more together than the model assumes, more are held.
+calm. If too much is used up, because losses are more frequent or more correlated than the model assumes, more are kept.
 
     1 % of the time allowed, so 1.68 h of a week
     two days without a shortage       0.48 h saved      pressure exp(-0.48 / 1.68) = 0.75
@@ -17,8 +17,8 @@ from broker.frozen import frozen
 
 WINDOW_HOURS = 7 * 24.0  # older observations are forgotten exponentially
 EXPONENT_MAX = 3.0  # a pressure of at most 20
-# Shortages come in lumps of a cold start, few in a week, and more often than the model says where markets are worse
-# than those it was fitted to: half of what is allowed is kept for that.
+# A shortage lasts about one cold start. There are few in a week, but more than the model predicts in markets worse than
+# those it was fitted to: half of the allowed time is reserved for that.
 SPENT_SHARE = 0.5
 
 
@@ -42,7 +42,7 @@ class ErrorBudget:
         )
 
     def find_pressure(self, availability: float) -> float:
-        """Return the factor on the penalty of a shortage: 1 while the budget is used up as time passes."""
+        """Return the factor on the penalty of a shortage: 1 while the budget is spent at the allowed rate."""
         allowed = find_allowed_share(availability)
         exponent = (self.short_hours - allowed * self.hours) / (allowed * WINDOW_HOURS)
         return math.exp(min(exponent, EXPONENT_MAX))

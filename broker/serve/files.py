@@ -1,7 +1,9 @@
 """The two files between a service's controller and its balancer, each replaced atomically by its only writer.
 
-`routing.json` says where replicas are, and that the balancer has to stop; `load.json` says which of them are ready and
+`routing.json` says where replicas are, and whether the balancer must stop; `load.json` says which of them are ready and
 how busy they are. Either process may be killed at any time: the other continues with the last file.
+
+A gateway has a folder of the same form on its own machine, whose files the controller pushes and reads.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import msgspec
 from broker.errors import StateError
 from broker.frozen import frozen
 from broker.state.faults import explain_os_error
-from broker.types import ReadinessProbe, TlsFiles
+from broker.types import BalancerType, ReadinessProbe, ServiceProtocol, TlsFiles
 
 T = TypeVar("T")
 
@@ -26,7 +28,8 @@ T = TypeVar("T")
 class Backend:
     """A replica whose program runs, at `host` and `port`. A draining one gets no new requests.
 
-    `is_encrypted`: its node answers there with TLS and admits only the balancer's certificate.
+    `is_encrypted`: its node answers there with TLS and admits only the balancer's certificate. A replica with twice the
+    `capacity` of another is as busy with twice its load.
     """
 
     number: int
@@ -35,11 +38,12 @@ class Backend:
     port: int
     is_draining: bool = False
     is_encrypted: bool = False
+    capacity: float = 1.0
 
 
 @frozen
 class Routing:
-    """The balancer's instructions. `generation` grows with each change, so that the controller sees which one acts."""
+    """The balancer's instructions. `generation` increases with each change: the controller sees which is in effect."""
 
     generation: int
     host: str
@@ -51,6 +55,15 @@ class Routing:
     tls: TlsFiles | None = None
     is_stopped: bool = False
     shares: Mapping[int, float] = field(default_factory=dict)  # of requests, by version; the others share the rest
+    balancers: int = 1  # among which the limits per minute of API keys are divided
+    protocol: ServiceProtocol = ServiceProtocol.HTTP
+    balancer: BalancerType = BalancerType.BROKER
+    is_tls_passed: bool = False
+
+    @property
+    def has_keys(self) -> bool:
+        """Return whether the balancer reads requests, and thus can check API keys."""
+        return self.protocol is ServiceProtocol.HTTP and self.balancer is BalancerType.BROKER
 
 
 @frozen
@@ -81,7 +94,10 @@ class ReplicaLoad:
 
 @frozen
 class Load:
-    """The load of a service. `arrivals` counts requests since the balancer started, `pid` tells one from another."""
+    """The load at one balancer. `arrivals` counts requests since it started, `pid` tells one from another.
+
+    The load of a service with gateways is the sum of theirs (`merging.py`); its `pid` is 0.
+    """
 
     generation: int
     time_s: float
@@ -93,6 +109,13 @@ class Load:
     broken: int = 0  # responses that ended in the middle
     window: LoadWindow = LoadWindow()
     replicas: Mapping[int, ReplicaLoad] = field(default_factory=dict)
+
+
+@frozen
+class GatewayBook:
+    """The newest load that each gateway reported, by its number; times are by the controller's clock."""
+
+    loads: Mapping[int, Load] = field(default_factory=dict)
 
 
 @frozen
@@ -123,8 +146,26 @@ class ServiceFolder:
 
     @property
     def usage(self) -> Path:
-        """Usage by API key; written by the balancer."""
+        """Usage by API key; written by the balancer, with gateways by the controller."""
         return self.path / "usage.json"
+
+    @property
+    def other_usage(self) -> Path:
+        """Usage by API key at the other gateways; pushed by the controller."""
+        return self.path / "other-usage.json"
+
+    @property
+    def gateways(self) -> Path:
+        """Loads of the gateways; written by the controller."""
+        return self.path / "gateways.json"
+
+    def gateway_usage(self, number: int) -> Path:
+        """Return the path of the usage at one gateway; written by the controller, for a machine that replaces it."""
+        return self.path / f"usage-{number}.json"
+
+    def gateway_pem(self, number: int) -> Path:
+        """Return the path of the key and certificate with which a gateway connects to replicas."""
+        return self.path / f"gateway-{number}.pem"
 
     @property
     def canary(self) -> Path:
@@ -152,13 +193,23 @@ class ServiceFolder:
         return self.path / "balancer.log"
 
 
+def encode(content: object) -> bytes:
+    """Return the text of a file."""
+    return msgspec.json.encode(content)
+
+
 def write_file(path: Path, content: object) -> None:
     """Replace a file atomically. Raises StateError."""
+    write_bytes(path, encode(content))
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    """Replace a file atomically by these bytes, mode 0600. Raises StateError."""
     aside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         with os.fdopen(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
-            file.write(msgspec.json.encode(content))
+            file.write(content)
         aside.replace(path)
     except OSError as error:
         raise explain_os_error(error, default=path) from error

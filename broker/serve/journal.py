@@ -1,4 +1,4 @@
-"""Streams that survive: a journal of the token ids of one stream, from which another replica continues it.
+"""Record the token ids of a stream in a journal, so that another replica can continue it.
 
 Engines that return token ids (`return_token_ids`: vLLM, SGLang, `trainers.serve`) are sent the prompt's ids and the
 generated ones, with the remaining number of tokens. Pure: events in, events out.

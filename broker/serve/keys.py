@@ -2,7 +2,7 @@
 
     broker-<id>-<secret>      the id finds the key, the SHA-256 of the whole is compared in constant time
 
-The secret has 256 random bits, so that a fast hash is enough. `keys.json` is written by commands only, `usage.json` by
+The secret has 256 random bits, so a fast hash is enough. `keys.json` is written by commands only, `usage.json` by
 the balancer only. Usage is written twice a second: a balancer that is killed loses the responses that were open, and at
 most half a second of the ended ones. A revoked key stays in the file, so that a service which ever had keys
 stays closed.
@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import secrets
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import field, replace
 
 from broker.errors import UsageError
@@ -91,6 +91,19 @@ def read_usage(folder: ServiceFolder) -> UsageBook:
     return read_file(folder.usage, UsageBook) or UsageBook()
 
 
+def add_usage(books: Iterable[UsageBook]) -> UsageBook:
+    """Return the sum of the usage at several balancers."""
+    total: dict[str, KeyUsage] = {}
+    for key_id, used in (entry for book in books for entry in book.keys.items()):
+        known = total.get(key_id, KeyUsage())
+        total[key_id] = KeyUsage(
+            requests=known.requests + used.requests,
+            prompt_tokens=known.prompt_tokens + used.prompt_tokens,
+            completion_tokens=known.completion_tokens + used.completion_tokens,
+        )
+    return UsageBook(keys=total)
+
+
 def create_key(
     folder: ServiceFolder,
     name: str,
@@ -105,7 +118,9 @@ def create_key(
     with hold_lock(folder.keys_lock):
         ring = read_keys(folder)
         if any(each.name == name and each.revoked_s is None for each in ring.keys.values()):
-            raise UsageError(f"a key named `{name}` exists", hints=["pass another `--name`, or revoke that key first"])
+            raise UsageError(
+                f"a key named `{name}` already exists", hints=["pass another `--name`, or revoke that key first"]
+            )
         key_id = secrets.token_hex(ID_BYTES)
         text = f"{PREFIX}-{key_id}-{secrets.token_urlsafe(SECRET_BYTES)}"
         key = ApiKey(

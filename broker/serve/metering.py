@@ -1,7 +1,7 @@
 """Measure responses: tokens, time to the first token, and time per token after it, over the last minute.
 
-Tokens are those that the engine states in `usage`; for a stream that states none, those of the journal, otherwise one
-per event. Times are those that the client sees, with the time in the balancer.
+Tokens are counted by the engine's `usage`; for a stream without it, by the journal; otherwise, each event counts as
+one. Times are those that the client observes, including the time in the balancer.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class ResponseMeter:
         self.prompt_tokens = self.completion_tokens = 0
 
     def begin(self, replica: int, status: int, content_type: str) -> None:
-        """Record who answers; repeated when a response continues on another replica."""
+        """Record which replica answers; called again when a response continues on another one."""
         self.replica, self.status = replica, status
         self._parser = EventParser() if content_type == "text/event-stream" else None
         self._body.clear()
@@ -165,7 +165,7 @@ class WindowSums:
 
 
 class LoadMeter:
-    """The responses of the last minute. To describe them costs the same for one response as for thousands."""
+    """The responses of the last minute. Describing them costs the same for one response as for thousands."""
 
     def __init__(self, *, clock: Clock) -> None:
         self._clock = clock

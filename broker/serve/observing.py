@@ -5,15 +5,17 @@ from __future__ import annotations
 import math
 
 from broker.frozen import frozen
+from broker.runtime.transports.ssh_options import parse_handle
 from broker.serve.credentials import KEY_SECRET
 from broker.serve.files import Backend, Load
 from broker.serve.reconciling import ON_DEMAND, ReplicaView, Slot
-from broker.serve.scaling import Demand
+from broker.serve.scaling import Demand, find_target_qps
 from broker.state.store import Store
-from broker.types import Job, JobStatus, Replica
+from broker.types import Job, JobStatus, Node, Replica, ServiceSpec
 
 LOAD_AGE_S_MAX = 5.0  # the balancer writes twice a second
 WINDOW_S = 60.0  # over which requests per second are counted, as SkyServe does
+INSTANCE_AWARE = "instance_aware_least_load"
 LOCAL_HOST = "127.0.0.1"  # replicas on the local cloud listen on ports of their own
 
 
@@ -93,7 +95,7 @@ def _find_backend(store: Store, replica: Replica, job: Job | None) -> Backend | 
     if cluster is None or not cluster.nodes:
         return None
     node = min(cluster.nodes, key=lambda each: each.rank)
-    host = LOCAL_HOST if node.cloud == "local" else node.address
+    host = find_host(node)
     if not host:
         return None
     return Backend(
@@ -102,8 +104,29 @@ def _find_backend(store: Store, replica: Replica, job: Job | None) -> Backend | 
     )  # fmt: skip
 
 
+def find_capacity(spec: ServiceSpec, job: Job | None) -> float:
+    """Return how much load a replica takes compared with others.
+
+    With `instance_aware_least_load`, it is `target_qps_per_replica` of the accelerators that it runs on; otherwise 1.
+    """
+    if spec.balancing != INSTANCE_AWARE or job is None or not job.attempts:
+        return 1.0
+    offer = job.attempts[-1].placement.offer
+    return find_target_qps(spec.policy, offer.accelerator or "", offer.accelerator_count) or 1.0
+
+
+def find_host(node: Node) -> str:
+    """Return the address at which other machines reach a node: where ssh reaches it, if it does.
+
+    The `address` of a node may be one that is private to its gang's network. Empty without an address.
+    """
+    if node.cloud == "local":
+        return LOCAL_HOST
+    return parse_handle(node.handle).host if node.handle.startswith("ssh://") else node.address
+
+
 class DemandMeter:
-    """Measures requests per second over a minute, from the balancer's count of arrivals."""
+    """Measures requests per second over a minute, from a balancer's count of arrivals."""
 
     def __init__(self) -> None:
         self._points: list[tuple[float, int]] = []

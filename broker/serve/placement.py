@@ -6,7 +6,7 @@ independent. A place that has stayed open is safer than one that has just opened
 
 The set minimizes USD per hour plus a penalty times the chance that fewer than `count` replicas survive a cold start,
 which is the share of time with fewer than `count` ready. The penalty is the price of `count` spot replicas, divided by
-the share of time that the service spends: a second set of them pays where it lowers the chance by more than that.
+the share of time that the service spends: a second set of them pays off if it lowers the chance by more than that.
 
     2 ready 99 % of the time, cold start 0.1 h, on-demand at 1 USD; new a and b, in two regions, 0.2 losses/h at 0.3 USD
     spent share 0.5 %, penalty 120 USD/h; lost in a cold start: 1.7 % of a, 1.7 % of b
@@ -26,7 +26,7 @@ from broker.serve.error_budget import ErrorBudget, find_allowed_share
 from broker.serve.reconciling import ON_DEMAND, ReplicaView, Slot
 from broker.spot.market_model import TOGETHER_SHARE
 
-PLACES_MAX = 6  # those in use, then the cheapest; the search grows exponentially with them
+PLACES_MAX = 6  # those in use, then the cheapest; the time of the search is exponential in their number
 HOLD_HOURS = 2.0  # over which the hazard of a place is averaged
 UNITS_MAX = 8  # more replicas are placed in blocks, so that the search stays small
 
@@ -48,10 +48,10 @@ class SpotPlace:
         """Return the mean losses per hour over the next `HOLD_HOURS`, until the first one.
 
         After t hours it is one loss in the time in which one was expected plus the time without any: 1 / (1 / h + t).
-        Recorded markets fall like this because each has calm and stormy spells: over seven families of recordings a
-        weight of 0.8 to 1.2 losses fits best, whichever family is left out. The mean counts the calm hours that follow
-        the risky first ones: otherwise a service on expensive spot would stay on-demand, and never learn that a place
-        is calm.
+        The hazard falls like this in recorded markets because each alternates between calm and volatile periods: in
+        seven families of recordings, a weight of 0.8 to 1.2 losses fits best, whichever family is left out. The mean
+        includes the calm hours after the risky first ones. Without them, a service on expensive spot would stay
+        on-demand and never learn that a place is calm.
         """
         if self.losses_per_hour <= 0:
             return 0.0

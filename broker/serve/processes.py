@@ -1,4 +1,4 @@
-"""Start a process that outlives this one, in a session of its own."""
+"""Start a process that outlives this one, in its own session."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _STARTED: dict[Path, subprocess.Popen[bytes]] = {}
 
 
 def launch_process(argv: Sequence[str], log_path: Path) -> bool:
-    """Start `argv`, with its output appended to the log; return False if the last one with this log still starts.
+    """Start `argv`, with its output appended to the log; return False if the last one with this log is still starting.
 
     Raises StateError.
     """

@@ -1,11 +1,10 @@
-"""Forward requests: retried elsewhere only before the client got a byte, streamed in both directions.
+"""Forward requests, streamed in both directions; retry elsewhere only before the client has received a byte.
 
-A request that was sent and got no answer is repeated if its method is idempotent, or if it asks for a generation.
+A request that was sent and not answered is repeated if its method is idempotent, or if it asks for a generation.
 """
 
 from __future__ import annotations
 
-import asyncio
 import json
 import random
 
@@ -16,6 +15,7 @@ from yarl import URL
 from broker.clock import Clock
 from broker.serve.admission import Gate, KeyRefusal
 from broker.serve.answers import make_headers, pass_headers, refuse, refuse_key
+from broker.serve.data_path import WAIT_S_MAX, Counts, ReplicaQueue
 from broker.serve.files import Routing
 from broker.serve.journal import CHAT, COMPLETIONS, EventParser, StreamJournal, read_prompt
 from broker.serve.metering import LoadMeter, ResponseMeter
@@ -24,8 +24,6 @@ from broker.serve.websockets import forward_websocket
 
 CONNECT_S = 5.0
 IN_FLIGHT_MAX = 20_000
-WAITING_MAX = 1_000  # requests that wait for a replica to become ready
-WAIT_S_MAX = 60.0
 EVENT_STREAM = "text/event-stream"
 TRIES_MAX = 4
 RESUMES_MAX = 20  # of one stream
@@ -37,15 +35,8 @@ METER = web.RequestKey("meter", ResponseMeter)
 GENERATION_PATHS = (COMPLETIONS, CHAT, "/v1/embeddings", "/generate")
 
 
-class Counts:
-    """Requests since the balancer started, and now."""
-
-    def __init__(self) -> None:
-        self.arrivals = self.in_flight = self.waiting = self.resumed = self.broken = 0
-
-
 class _LostError(Exception):
-    """The replica did not answer, or broke off."""
+    """The replica did not answer, or its response was interrupted."""
 
 
 class _ClientGoneError(Exception):
@@ -55,17 +46,17 @@ class _ClientGoneError(Exception):
 class Proxy:
     """Handle the requests of all clients; `wake` is called when a replica becomes ready."""
 
+    session: aiohttp.ClientSession  # set before the first request
+
     def __init__(
         self,
         table: RouteTable,
-        session: aiohttp.ClientSession,
         routing: Routing,
         gate: Gate,
         *,
         clock: Clock,
         draw: random.Random,
     ) -> None:
-        self.session = session
         self.adopt(routing)
         self.counts = Counts()
         self.gate = gate
@@ -73,7 +64,7 @@ class Proxy:
         self._table = table
         self._clock = clock
         self._draw = draw
-        self._woken = asyncio.Event()
+        self._queue = ReplicaQueue(table, self.counts, clock=clock)
 
     def adopt(self, routing: Routing) -> None:
         """Act on another routing file."""
@@ -82,8 +73,7 @@ class Proxy:
 
     def wake(self) -> None:
         """Make waiting requests look for a replica again."""
-        self._woken.set()
-        self._woken = asyncio.Event()
+        self._queue.wake()
 
     async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
         """Answer one request."""
@@ -238,7 +228,7 @@ class Proxy:
         self.counts.broken += 1
         self._table.record_break(route, f"a response broke off: {str(error) or type(error).__name__}")
         if request.transport is not None:
-            request.transport.abort()  # so that the client does not take the part for the whole
+            request.transport.abort()  # so that the client does not take a partial response for a complete one
 
     async def _find(
         self, tried: set[int], prompt: bytes = b"", *, waits: bool = True, version: int | None = None
@@ -249,18 +239,8 @@ class Proxy:
             route = self._table.choose(but=tried, balancing=self.routing.balancing, prefix=prompt, version=version)
             if route is None and tried:
                 route = self._table.choose(balancing=self.routing.balancing, prefix=prompt) if waits else None
-            if route is not None or not waits or self.counts.waiting >= WAITING_MAX:
+            if route is not None or not waits or not await self._queue.wait(deadline_s):
                 return route
-            rest_s = deadline_s - self._clock.now_s()
-            if rest_s <= 0:
-                return None
-            self.counts.waiting += 1
-            try:
-                await asyncio.wait_for(self._woken.wait(), rest_s)
-            except TimeoutError:
-                return None
-            finally:
-                self.counts.waiting -= 1
 
     def _has_other(self, tried: set[int]) -> bool:
         return self._table.choose(but=tried) is not None
@@ -274,10 +254,9 @@ class Proxy:
         return was_refused or request.method in IDEMPOTENT or request.path.endswith(GENERATION_PATHS)
 
     def _refuse_unready(self) -> web.Response:
-        is_full = self.counts.waiting >= WAITING_MAX
         return (
             refuse(429, "too many requests wait for a replica", retry_s=5)
-            if is_full
+            if self._queue.is_full
             else refuse(503, "no replica is ready", retry_s=10)
         )
 

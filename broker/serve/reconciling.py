@@ -104,7 +104,7 @@ def _choose_unasked(slots: Sequence[Slot], new: Sequence[ReplicaView], needed: i
 def _choose_surplus(wanted: Sequence[Slot], slots: Sequence[Slot], new: Sequence[ReplicaView]) -> list[int]:
     """Return the replicas beyond the wanted ones: first those that no slot asks for, unready, and least busy.
 
-    One that a slot asks for is not given up for a stand-in while it starts: on-demand ones would stay for good.
+    A starting one that a slot asks for is not given up for a stand-in: otherwise, on-demand ones would stay for good.
     """
     count = len(new) - len(wanted)
     ready_count = sum(each.is_ready for each in new)

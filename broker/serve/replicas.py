@@ -30,7 +30,7 @@ class ReplicaPorts:
 
 
 def find_folder(config: Config, service: Service) -> ServiceFolder:
-    """Return the folder of a service. Its uid keeps it apart from an earlier service of the same name."""
+    """Return the folder of a service. Its uid distinguishes it from an earlier service of the same name."""
     return ServiceFolder(path=config.home / "serve" / f"{service.name}-{service.uid}")
 
 

@@ -1,8 +1,10 @@
 """Choose a replica for each request: the less busy of two drawn ones, among those that are ready.
 
-With `prefix_affinity`, requests whose prompts begin alike go to one replica, whose engine keeps the keys and values of
-that beginning. Replicas are ranked by a hash of prefix and number (rendezvous hashing), so that one that comes or goes
-moves its own share only. A replica with more than 1.25 times the mean load is passed over (Mirrokni, Thorup and
+With `instance_aware_least_load`, replicas have capacities, and the less busy one is the one with the lower load for it.
+
+With `prefix_affinity`, requests whose prompts share a prefix go to one replica, whose engine caches the keys and values
+of that prefix. Replicas are ranked by a hash of prefix and number (rendezvous hashing), so that adding or removing one
+moves only its own share. A replica with more than 1.25 times the mean load is passed over (Mirrokni, Thorup and
 Zadimoghaddam, "Consistent Hashing with Bounded Loads", 2018).
 
 A connection that is refused takes a replica out at once; a good probe brings it back.
@@ -20,7 +22,7 @@ from types import MappingProxyType
 from broker.clock import Clock
 from broker.serve.files import Backend, LoadWindow, ReplicaLoad
 
-# A response that breaks off says less than a refused connection: three in a row take a replica out until its probe.
+# An interrupted response is weaker evidence than a refused connection: three in a row take a replica out until a probe.
 BREAKS_MAX = 3
 LOAD_OVER_MEAN_MAX = 1.25
 PREFIX_BYTES = 512  # about 128 tokens: a system prompt, not the question
@@ -38,6 +40,11 @@ class BackendRoute:
         self.breaks = 0
         self.error = "not probed yet"
 
+    @property
+    def load(self) -> float:
+        """Return the load with one more request, in relation to the replica's capacity."""
+        return (self.in_flight + 1) / self.backend.capacity
+
 
 def make_url(backend: Backend) -> str:
     """Return the URL of a replica, without a path."""
@@ -47,7 +54,7 @@ def make_url(backend: Backend) -> str:
 
 
 class RouteTable:
-    """The replicas of a service; `draw` is the source of the two choices."""
+    """The replicas of a service; `draw` is the source of randomness."""
 
     def __init__(self, *, clock: Clock, draw: random.Random | None = None) -> None:
         self._clock = clock
@@ -94,7 +101,7 @@ class RouteTable:
         first = int(self._draw.random() * len(ready))
         second = int(self._draw.random() * (len(ready) - 1))  # of the others
         one, other = ready[first], ready[second + (second >= first and len(ready) > 1)]
-        return one if one.in_flight <= other.in_flight else other
+        return one if one.load <= other.load else other
 
     def _choose_version(self, ready: list[BackendRoute], version: int | None) -> list[BackendRoute]:
         """Return the ready replicas of the preferred version, or of one drawn by share; all where none fits."""
@@ -122,7 +129,7 @@ class RouteTable:
         route.error = error
 
     def record_break(self, route: BackendRoute, error: str) -> None:
-        """Record a response that broke off."""
+        """Record a response that was interrupted."""
         route.breaks += 1
         if route.breaks >= BREAKS_MAX:
             self.exclude(route, error)

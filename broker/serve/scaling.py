@@ -1,4 +1,4 @@
-"""The number of replicas by load. Pure.
+"""Choose the number of replicas by load. Pure.
 
 demand       (requests in flight + waiting) / target in flight, or requests per second / target; the larger
 10 in flight, target 4, 1 to 5 replicas  ->  3
@@ -52,7 +52,7 @@ def count_replicas(
     if policy.target_in_flight:
         counts.append(math.ceil(demand.in_flight / policy.target_in_flight))
     if policy.replicas_min == 0 and demand.in_flight > 0:
-        counts.append(1)  # requests wait: wake up
+        counts.append(1)  # requests are waiting: scale up from 0
     return min(max(*counts, policy.replicas_min), most)
 
 

@@ -55,7 +55,7 @@ def measure_cold_start_s(replicas: Sequence[Replica]) -> float:
 
 
 class SlotChooser:
-    """Keeps the slots of one service, so that prices that change do not move its replicas.
+    """Keeps the slots of one service, so that changes of prices do not move its replicas.
 
     The error budget is in memory: a restarted controller begins with an unused one.
     """

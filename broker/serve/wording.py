@@ -18,6 +18,8 @@ SENTENCES = {
     ServiceEventKind.CANARY_STARTED: "canary of version {detail} requested",
     ServiceEventKind.CANARY_ENDED: "canary rolled back; version {detail} serves all requests",
     ServiceEventKind.BALANCER_STARTED: "started the balancer",
+    ServiceEventKind.GATEWAY_STARTED: "gateway {detail} requested",
+    ServiceEventKind.GATEWAY_LOST: "gateway {detail}",
     ServiceEventKind.DOWN_REQUESTED: "termination requested",
 }
 

@@ -45,6 +45,11 @@ def check_verb(context: Context, token: Token, verb: Verb, arguments: Mapping[st
             continue  # a new cluster, or one that is gone: its name is free
         if kind is Owned.SERVICE and context.store.services.get(name) is None:
             continue
+        if kind is Owned.SCHEDULE:
+            schedule = context.store.schedules.get(name)
+            if schedule is None:
+                continue
+            owner = schedule.user or None
         if owner != token.user:
             raise _deny(kind, name, owner)
 
@@ -66,7 +71,7 @@ def list_changed(context: Context, verb: Verb, arguments: Mapping[str, Any]) -> 
         for name in names:
             if kind is Owned.JOB:
                 yield from ((kind, found) for found in _find_job_ids(context, name))
-            elif kind is Owned.SERVICE:
+            elif kind in (Owned.SERVICE, Owned.SCHEDULE):
                 yield kind, name
             else:
                 known = [each.name for each in context.store.clusters.list(on_damage=context.warn)]

@@ -1,4 +1,4 @@
-"""The server's backup: once a minute, where the state has changed, and the look for a server that has replaced us."""
+"""Back up the server's state once a minute if it has changed, and check whether another server has replaced it."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from broker.errors import BrokerError, FencedError
 log = logging.getLogger(__name__)
 
 BACKUP_S = 60.0
-CONFIRM_S = 10.0  # requests then find a recent confirmation
+CONFIRM_S = 10.0  # so that requests find a recent confirmation
 
 
 async def keep_backup(home: Path) -> None:
-    """Back up until cancelled, and once more then. Raises FencedError once another server has replaced this one."""
+    """Back up until cancelled, then once more. Raises FencedError once another server has replaced this one."""
     clock = SystemClock()
     url = find_backup_url(home)
     if url is None or find_state_url(home) is not None:
@@ -38,7 +38,7 @@ async def keep_backup(home: Path) -> None:
 
 
 def _step(backups: Backups, home: Path, *, is_due: bool) -> None:
-    """Confirm, and write what has changed; other failures than a fence are recorded and tried again."""
+    """Confirm the epoch and write changes; failures other than a fence are recorded and retried."""
     try:
         backups.refresh()
         if is_due:

@@ -1,4 +1,4 @@
-"""The context of one request: an own store connection, clouds that the operator admits, and a clock that may stop."""
+"""The context of one request: its own store connection, the clouds that the operator allows, and its own clock."""
 
 from __future__ import annotations
 
@@ -10,16 +10,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from broker.app.container import Context
+from broker.app.lazy_clouds import LazyClouds
 from broker.app.limits import LaunchSize, admit
 from broker.clock import SystemClock
 from broker.errors import UsageError
 from broker.frozen import frozen
+from broker.state.people import Owned
+from broker.state.schedules import Payee
 
 if TYPE_CHECKING:
     from broker.clouds.base import Cloud
     from broker.server.proxy import TrustedProxy
     from broker.state.people import Token
-    from broker.types import Estimate, Task
+    from broker.types import Estimate, Job, Task
 
 T = TypeVar("T")
 LOCAL = "local"
@@ -43,7 +46,7 @@ class RequestClock(SystemClock):
 
 
 class Interruption:
-    """Cancels what a verb does in its event loop, from another thread: Ctrl-C, for a verb on a server."""
+    """Cancels the work of a verb in its event loop, from another thread: the Ctrl-C of a verb on a server."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -81,7 +84,7 @@ class Interruption:
 
 @frozen
 class Policy:
-    """The operator's choices: who runs the controllers, and whether tasks may run on the server's own machine."""
+    """The operator's choices: which process runs the controllers, and whether tasks may run on the server itself."""
 
     has_controller: bool = True
     has_local_cloud: bool = False
@@ -106,6 +109,7 @@ class ServerContext(Context):
         self._interruption = interruption or Interruption()
         self._token = token
         self._commitment: int | None = None
+        self._kind = Owned.JOB
         self._names: tuple[str, ...] = ()
         if gone is not None:
             self.clock = RequestClock(gone)
@@ -115,7 +119,12 @@ class ServerContext(Context):
         if self._token is not None:
             token = self._token
             self._commitment = admit(self.store, choices, demand, user=token.user, project=token.project)
-            self._names = demand.names
+            self._kind, self._names = demand.kind, demand.names
+
+    @property
+    def payee(self) -> Payee:
+        """The user and project of this request."""
+        return Payee() if self._token is None else Payee(user=self._token.user, project=self._token.project)
 
     def check_notify(self, tasks: Sequence[Task]) -> None:
         """Refuse commands that would run as the server's own user, as for the local cloud."""
@@ -126,6 +135,16 @@ class ServerContext(Context):
                 hints=["use `notify: {webhook: https://...}`, or remove `event_callback`"],
             )
         super().check_notify(tasks)
+
+    def own_jobs(self, jobs: Sequence[Job]) -> None:
+        """Record the owner and the project of jobs as they are added: the limit of a project counts them at once."""
+        if self._token is None:
+            return
+        for job in jobs:
+            if self.store.owners.get(Owned.JOB, str(job.id)) is None:
+                self.store.owners.put(Owned.JOB, str(job.id), self._token.user)
+        if self._kind is Owned.JOB:
+            self.bind(tuple(dict.fromkeys((*self._names, *(str(each.id) for each in jobs)))))
 
     def bind(self, names: Sequence[str]) -> None:
         """Record the jobs or the service that the admitted launch has started."""
@@ -145,8 +164,6 @@ class ServerContext(Context):
     @cached_property
     def clouds(self) -> Mapping[str, Cloud]:
         """The clouds that are set up here. Programs on the local cloud run as the server's own user."""
-        from broker.app.container import LazyClouds
-
         found = super().clouds
         if self._policy.has_local_cloud:
             return found

@@ -30,7 +30,7 @@ class FileStore:
         return (self._folder / digest).is_dir()
 
     async def receive(self, digest: str, chunks: AsyncIterator[bytes], *, name: str) -> None:
-        """Write, compare and unpack an archive. Raises InvalidRequestError for one of another digest."""
+        """Write, compare and unpack an archive. Raises InvalidRequestError if its digest differs."""
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         archive = self._folder / f".{digest}-{name}.tar"
         found, size = hashlib.sha256(), 0
@@ -90,7 +90,7 @@ class FileStore:
             raise UsageError(message, hints=["launch with `broker` or `import broker`, which send the clone"])
         if task.service is not None and task.service.tls is not None:
             raise UsageError(
-                "`service: {tls: ...}` names files of the machine of the balancer, which no task sends to a server",
+                "`service: {tls: ...}` names files on the balancer's machine, which are not uploaded with a task",
                 hints=["remove `tls`, and put a proxy with a certificate in front of the balancer"],
             )
         mounts = tuple(replace(each, source=tuple(map(fix, each.source))) for each in task.storage_mounts)

@@ -28,6 +28,7 @@ from broker.client.wire import (
     Verb,
     decode,
     decode_error,
+    encode,
     encode_error,
     read_signature,
 )
@@ -38,6 +39,7 @@ from broker.errors import (
     InvalidRequestError,
     LimitError,
     NoOfferError,
+    PolicyError,
     StateError,
     UsageError,
 )
@@ -45,6 +47,7 @@ from broker.errors import TaskError as InvalidTaskError
 from broker.server.authorisation import check_role, has_role
 from broker.server.context import Policy, ServerContext
 from broker.server.files import DIGEST, FileStore
+from broker.server.login import BrowserLogins
 from broker.server.openapi import describe_api
 from broker.server.pages import ServerPages
 from broker.server.running import Frame, Running, VerbRequest
@@ -55,10 +58,11 @@ from broker.types import Task
 log = logging.getLogger(__name__)
 
 BEAT_S = 5.0  # between blank lines, which keep the connection of a quiet verb alive
-THREADS_MAX = 128  # verbs at work at once
+THREADS_MAX = 128  # verbs that run at the same time
 STATUSES: tuple[tuple[type[BrokerError], int], ...] = (
     (DeniedError, 403),
     (LimitError, 403),
+    (PolicyError, 403),
     (InvalidRequestError, 400),
     (InvalidTaskError, 422),
     (UsageError, 422),
@@ -69,6 +73,8 @@ UNKNOWN_TOKEN = AuthError(
     "the token is unknown, expired or revoked",
     hints=("ask an administrator of the server for a new one, then `broker login URL --token-file FILE`",),
 )
+LOGIN = "/v1/login"
+OPEN = ("/healthz", "/readyz", "/openapi.json", LOGIN)  # without a token
 TOKEN = web.RequestKey("token", Token)
 
 
@@ -86,6 +92,7 @@ class Server:
             authenticate=self._authenticate,
             run_verb=self._run_for_page,
         )
+        self._login = BrowserLogins(self._context)
         self._threads = ThreadPoolExecutor(THREADS_MAX, thread_name_prefix="verb")
         self._running: dict[str, Running] = {}
         self._is_leaving = asyncio.Event()
@@ -98,6 +105,8 @@ class Server:
         app.router.add_get("/openapi.json", self._show_api)
         app.router.add_get("/metrics", self._pages.show_metrics)
         app.router.add_get("/v1/handshake", self._shake_hands)
+        app.router.add_get(LOGIN, self._begin_login)
+        app.router.add_post(LOGIN, self._finish_login)
         app.router.add_get(r"/v1/files/{digest:[0-9a-f]{64}}", self._find_files)
         app.router.add_put(r"/v1/files/{digest:[0-9a-f]{64}}", self._receive_files)
         app.router.add_post(r"/v1/answers/{id:[0-9a-f]{32}}", self._answer)
@@ -122,7 +131,7 @@ class Server:
             if self._pages.has(request):
                 if (refusal := self._pages.check(request)) is not None:
                     return refusal
-            elif request.path not in ("/healthz", "/readyz", "/openapi.json"):
+            elif request.path not in OPEN:
                 token = self._authenticate(request)
                 if token is None:
                     return _refuse(UNKNOWN_TOKEN, 401)
@@ -166,6 +175,16 @@ class Server:
         return web.json_response(
             {"version": __version__, "protocol": PROTOCOL, "user": token.user, "role": token.role.value}
         )
+
+    async def _begin_login(self, request: web.Request) -> web.Response:
+        return web.json_response(encode(await self._login.begin()))
+
+    async def _finish_login(self, request: web.Request) -> web.Response:
+        try:
+            identity, value = await self._login.finish(await _read_object(request))
+        except AuthError as error:
+            return _refuse(error, 401)
+        return web.json_response({"user": identity.user, "role": identity.role.value, "token": value})
 
     async def _find_files(self, request: web.Request) -> web.Response:
         return web.json_response({"is_known": self._files.has(request.match_info["digest"])})

@@ -104,6 +104,20 @@ def _describe_others() -> dict[str, Any]:
         "/openapi.json": {"get": {"operationId": "openapi", "security": open_to_all, "responses": done}},
         "/metrics": {"get": {"operationId": "metrics", "responses": done}},
         "/v1/handshake": {"get": {"operationId": "handshake", "responses": done}},
+        "/v1/login": {
+            "get": {"operationId": "begin_login", "security": open_to_all, "responses": done},
+            "post": {
+                "operationId": "finish_login",
+                "security": open_to_all,
+                "requestBody": {"content": {"application/json": {"schema": {
+                    "type": "object", "required": ["code", "verifier", "redirect_uri", "nonce"],
+                    "properties": {
+                        name: {"type": "string"} for name in ("code", "verifier", "redirect_uri", "nonce")
+                    },
+                }}}},
+                "responses": done,
+            },
+        },
         "/v1/files/{digest}": {
             "parameters": [digest],
             "get": {"operationId": "find_files", "responses": done},

@@ -15,15 +15,18 @@ from broker.dashboard.pages import PAGES
 from broker.dashboard.people import list_audit, read_people
 from broker.dashboard.people_page import AUDIT, USERS, show_audit, show_login, show_people, show_session
 from broker.dashboard.reader import MakeContext
-from broker.dashboard.views import Dashboard
-from broker.errors import DeniedError
-from broker.server.authorisation import check_verb, has_role
+from broker.dashboard.views import Dashboard, describe
+from broker.errors import BrokerError, TransientError
+from broker.server.authorisation import has_role
+from broker.server.nonces import NONCE_S
+from broker.server.page_login import CALLBACK, START, PageLogins
 from broker.server.sessions import COOKIE, SESSION_S, Authenticate, Sessions
-from broker.state.people import Role, Token
+from broker.state.people import Owned, Role, Token
 from broker.types import Job
 
 PREFIX = "/admin/"
 LOGIN, LOGOUT = "/login", "/logout"
+LOGIN_COOKIE = "broker_login"  # of a login through the issuer, until it ends
 STATIC = "/static/"
 ADMIN_PAGES = {USERS: "Users", AUDIT: "Audit"}
 VISITOR = web.RequestKey("visitor", Token)
@@ -31,12 +34,13 @@ RunVerb = Callable[[Token, str, Mapping[str, Any]], Awaitable[object]]
 
 
 class ServerPages:
-    """The pages of one server, and who may see and do what there; `run_verb` runs a verb for a user."""
+    """The pages of one server, and what each user may see and do there; `run_verb` runs a verb for a user."""
 
     def __init__(
         self, context: Context, *, make_context: MakeContext, authenticate: Authenticate, run_verb: RunVerb
     ) -> None:
         self._sessions = Sessions(context, authenticate)
+        self._logins = PageLogins(context)
         self._run_verb = run_verb
         self._dashboard = Dashboard(context, self, make_context=make_context)
         self._resources: frozenset[web.AbstractResource] = frozenset()
@@ -46,7 +50,7 @@ class ServerPages:
         self._dashboard.close()
 
     async def show_metrics(self, request: web.Request) -> web.Response:
-        """Answer with the metrics, which are no page: the API decides who may read them."""
+        """Answer with the metrics, which are not a page: the API decides who may read them."""
         return await self._dashboard.show_metrics(request)
 
     def add_routes(self, app: web.Application) -> None:
@@ -54,6 +58,8 @@ class ServerPages:
         others = frozenset(app.router.resources())
         app.router.add_get(LOGIN, self._show_login)
         app.router.add_post(LOGIN, self._log_in)
+        app.router.add_get(START, self._begin_login)
+        app.router.add_get(CALLBACK, self._finish_login)
         app.router.add_post(LOGOUT, self._log_out)
         app.router.add_get(USERS, self._show_users)
         app.router.add_get(AUDIT, self._show_audit)
@@ -66,7 +72,7 @@ class ServerPages:
 
     def check(self, request: web.Request) -> web.StreamResponse | None:
         """Return the refusal of a request for a page, or None for a user who may see it."""
-        if request.path == LOGIN or request.path.startswith(STATIC):
+        if request.path in (LOGIN, START, CALLBACK) or request.path.startswith(STATIC):
             return None
         token = self._sessions.find(request)
         if token is None:
@@ -91,12 +97,11 @@ class ServerPages:
         return self._sessions.make_ticket(request[VISITOR])
 
     def may_act(self, request: web.Request, context: Context, job: Job) -> bool:
-        """Return whether the visitor may cancel and retry a job, as the verbs would decide."""
-        try:
-            check_verb(context, request[VISITOR], VERBS["cancel_jobs"], {"names": (str(job.id),)})
-        except DeniedError:
+        """Return whether the visitor may cancel and retry a job. The verbs decide again, over all that they change."""
+        token = request[VISITOR]
+        if not has_role(token, VERBS["cancel_jobs"].role):
             return False
-        return True
+        return has_role(token, Role.ADMIN) or context.store.owners.get(Owned.JOB, str(job.id)) == token.user
 
     async def act(self, request: web.Request, verb: str, job_id: int) -> int:
         """Cancel or retry by the verb of the API, which checks the owner and the limits, and is in the audit."""
@@ -112,7 +117,7 @@ class ServerPages:
     async def _show_login(self, request: web.Request) -> web.StreamResponse:
         token = self._sessions.find(request)
         if token is None:
-            return self._show(request, "Log in", show_login(LOGIN))
+            return self._show(request, "Log in", show_login(LOGIN, self._logins.find_start()))
         request[VISITOR] = token
         ticket = self.get_ticket(request) if COOKIE in request.cookies else ""
         return self._show(request, "Session", show_session(token, LOGOUT, ticket), path=LOGIN)
@@ -125,13 +130,48 @@ class ServerPages:
         session = self._sessions.begin(str((await request.post()).get("token", "")).strip())
         if session is None:
             refused = element("p", "This token is unknown, expired or revoked.", class_="note", role="alert")
-            return self._show(request, "Log in", refused, show_login(LOGIN), status=403)
+            form = show_login(LOGIN, self._logins.find_start())
+            return self._show(request, "Log in", refused, form, status=403)
         answer = redirect("/")
-        answer.set_cookie(
-            COOKIE, session, httponly=True, samesite="Strict", path="/", secure=request.scheme == "https",
-            max_age=int(SESSION_S),
+        _set_session(answer, session, is_secure=request.scheme == "https")
+        return answer
+
+    async def _begin_login(self, request: web.Request) -> web.StreamResponse:
+        """Send the browser to the issuer, with a cookie that only this login can use."""
+        try:
+            departure = await self._logins.begin(_read_own_url(request))
+        except BrokerError as error:
+            return self._refuse_login(request, error)
+        answer = redirect(departure.url)
+        answer.set_cookie(  # `Strict` would keep it from the redirect back, which comes from another site
+            LOGIN_COOKIE, departure.cookie, httponly=True, samesite="Lax", path=LOGIN, secure=departure.is_secure,
+            max_age=int(NONCE_S),
         )  # fmt: skip
         return answer
+
+    async def _finish_login(self, request: web.Request) -> web.StreamResponse:
+        """Begin a session for the user whom the issuer sends back.
+
+        Browsers send no `Strict` cookie along a redirect from another site, so this response is a page that reloads.
+        """
+        try:
+            cookie = request.cookies.get(LOGIN_COOKIE, "")
+            arrival = await self._logins.finish(_read_own_url(request), cookie, request.query)
+        except BrokerError as error:
+            answer = self._refuse_login(request, error)
+        else:
+            session = self._sessions.begin(arrival.token.value, is_own=True)
+            assert session is not None, "its token was made just now"
+            answer = self._show(request, "Logged in", element("p", element("a", "Continue to the overview", href="/")))
+            answer.headers["Refresh"] = "0; url=/"
+            _set_session(answer, session, is_secure=arrival.is_secure)
+        answer.del_cookie(LOGIN_COOKIE, path=LOGIN)
+        return answer
+
+    def _refuse_login(self, request: web.Request, error: BrokerError) -> web.Response:
+        status = 502 if isinstance(error, TransientError) else 403
+        again = element("p", element("a", "Log in", href=LOGIN))
+        return self._show(request, "Refused", *describe(error), again, status=status)
 
     async def _log_out(self, request: web.Request) -> web.StreamResponse:
         if (await request.post()).get("ticket") == self.get_ticket(request):
@@ -142,7 +182,7 @@ class ServerPages:
         def read(context: Context) -> Markup:
             return show_people(read_people(context), context.clock.now_s())
 
-        return await self._dashboard.show_read(request, "Users", read, path=USERS, is_live=False)
+        return await self._dashboard.show_read(request, "Users", read, path=USERS)
 
     async def _show_audit(self, request: web.Request) -> web.Response:
         user, verb, outcome = (request.query.get(name, "").strip()[:100] for name in ("user", "verb", "outcome"))
@@ -151,12 +191,22 @@ class ServerPages:
             events = list_audit(context, user=user, verb=verb, outcome=outcome)
             return show_audit(events, user=user, verb=verb, outcome=outcome)
 
-        return await self._dashboard.show_read(request, "Audit", read, path=AUDIT, is_live=False)
+        return await self._dashboard.show_read(request, "Audit", read, path=AUDIT)
 
     def _show(
         self, request: web.Request, title: str, *content: Content, path: str = "", status: int = 200
     ) -> web.Response:
         return self._dashboard.show(request, title, *content, path=path, status=status, is_live=False)
+
+
+def _read_own_url(request: web.Request) -> str:
+    return f"{request.scheme}://{request.host}"
+
+
+def _set_session(answer: web.Response, session: str, *, is_secure: bool) -> None:
+    answer.set_cookie(
+        COOKIE, session, httponly=True, samesite="Strict", path="/", secure=is_secure, max_age=int(SESSION_S)
+    )
 
 
 def _tell(text: str) -> Markup:

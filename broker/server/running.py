@@ -25,17 +25,17 @@ from broker.types import Job, Plan, Service
 log = logging.getLogger(__name__)
 
 ANSWER_S_MAX = 900.0
-DRIVING = ("run_map", "run_sweep")  # end with their connection, as the commands do; the same command continues
-RECORDED = ("on_submitted", "on_recorded")  # what these report is begun already
+DRIVING = ("run_map", "run_sweep")  # end with their connection, as the commands do; a repeated command continues
+RECORDED = ("on_submitted", "on_recorded")  # the work that these report has already begun
 STARTING_JOBS = ("launch_jobs", "retry_job", "retry_group", *DRIVING)
 INTERRUPT_S_MAX = 20.0  # less than clients wait for an answer
-FRAMES_MAX = 256  # not yet sent: a slow client slows down the verb instead of filling the memory
+FRAMES_MAX = 256  # waiting to be sent: a slow client slows the verb down instead of filling the memory
 Frame = Mapping[str, Any]
 
 
 @frozen
 class VerbRequest:
-    """A verb with its decoded arguments, and who asks for it."""
+    """A verb with its decoded arguments, and the token of the user who sent it."""
 
     id: str
     verb: Verb
@@ -54,7 +54,7 @@ def list_submitted(result: object) -> Sequence[int]:
 
 
 class Running:
-    """One verb at work. Its frames end with a result or an error; `answer` resolves the question of a frame."""
+    """One running verb. Its frames end with a result or an error; `answer` resolves the question of a frame."""
 
     def __init__(self, request: VerbRequest, *, home: Path, policy: Policy, is_agreeing: bool = False) -> None:
         self._request = request
@@ -75,7 +75,7 @@ class Running:
         return self._request.token.user
 
     async def cancel(self) -> None:
-        """Interrupt the verb, as Ctrl-C in a command would, and wait for its end, but not long."""
+        """Interrupt the verb, as Ctrl-C in a command would, and wait briefly for its end."""
         self.answer(is_accepted=False)
         self._interruption.interrupt()
         with contextlib.suppress(TimeoutError):
@@ -110,7 +110,7 @@ class Running:
         try:
             self._room.release()
         except ValueError:
-            pass  # `leave` has released all
+            pass  # `leave` has released all permits
         return frame
 
     def run(self) -> None:
@@ -215,7 +215,7 @@ class Running:
         """Wait for the client's answer. Raises UsageError if it refuses, or does not answer in time."""
         if self._is_agreeing:
             return
-        plans = [replace(plan, estimates=(plan.choice,)) for plan in plans]  # the others were shown
+        plans = [replace(plan, estimates=(plan.choice,)) for plan in plans]  # the client has already shown the others
         self._emit({"ask": name, "id": self._request.id, "value": encode(plans)})
         try:
             is_accepted = self._answer.result(ANSWER_S_MAX)

@@ -25,7 +25,7 @@ from broker.server.http import Server
 log = logging.getLogger(__name__)
 
 LEAVE_S = 5.0
-WATCH_S = 10.0  # between looks for a dead daemon
+WATCH_S = 10.0  # between checks for a dead daemon
 
 
 @frozen
@@ -55,7 +55,7 @@ class Certificate:
 
 
 def choose_certificate(home: Path, host: str, given: Certificate | None) -> Certificate | None:
-    """Return the operator's certificate, else an own one; None on the loopback, which never leaves this machine."""
+    """Return the operator's certificate, else the server's own; None on the loopback, whose traffic stays here."""
     return given if given is not None or is_loopback(host) else ensure_certificate(home)
 
 
@@ -71,7 +71,7 @@ def ensure_certificate(home: Path) -> Certificate:
         with os.fdopen(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
             file.write(make_credential("broker server").value)
         try:
-            os.link(aside, path)  # of two servers that start at once, both read the same one
+            os.link(aside, path)  # two servers that start at the same time then use the same one
         except FileExistsError:
             pass
         finally:
@@ -80,7 +80,7 @@ def ensure_certificate(home: Path) -> Certificate:
 
 
 def write_listening(home: Path, listening: Listening, *, version: str) -> None:
-    """Write what listens, and since when, to `server/listening.json`, for `broker server status` on another machine."""
+    """Write address and time of start to `server/listening.json`, for `broker server status` on another machine."""
     folder = home / "server"
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     aside = folder / f".listening-{os.getpid()}"
@@ -126,7 +126,7 @@ async def serve(
 
 
 async def _watch_until(home: Path, policy: Policy, until: Callable[[], Awaitable[object]]) -> None:
-    """Look after the daemon and the backup until `until` returns. Raises FencedError if this server was replaced."""
+    """Keep the daemon running and the backup current until `until` returns. Raises FencedError if replaced."""
     tasks = [
         asyncio.ensure_future(until()), asyncio.create_task(_keep_jobs_going(home, policy)),
         asyncio.create_task(keep_backup(home)),

@@ -1,7 +1,8 @@
 """Sessions of browsers: a form exchanges a token for a cookie.
 
 A session holds the token's digest and is refused as soon as the token is: each request looks it up again. The cookie
-admits to pages only, never to the API. A proxy that authenticates users needs no session.
+gives access to pages only, never to the API. A proxy that authenticates users needs no session. A login through an
+issuer makes a token for its session alone, which is revoked with it.
 """
 
 from __future__ import annotations
@@ -14,13 +15,23 @@ from collections.abc import Callable
 from aiohttp import web
 
 from broker.app.container import Context
+from broker.frozen import frozen
 from broker.server.tokens import digest_token
 from broker.state.people import Token
 
 COOKIE = "broker_session"
 SESSION_S = 12 * 3600.0
-SESSIONS_MAX = 1000  # the oldest one ends where there are more
+SESSIONS_MAX = 1000  # beyond this number, the oldest one ends
 Authenticate = Callable[[web.Request], Token | None]
+
+
+@frozen
+class BrowserSession:
+    """The session of one browser; `digest` is that of its token."""
+
+    digest: str
+    until_s: float
+    is_own: bool
 
 
 class Sessions:
@@ -29,7 +40,7 @@ class Sessions:
     def __init__(self, context: Context, authenticate: Authenticate) -> None:
         self._context = context
         self._authenticate = authenticate
-        self._sessions: dict[str, tuple[str, float]] = {}  # digest of the token, and when the session ends
+        self._sessions: dict[str, BrowserSession] = {}
         self._key = secrets.token_bytes(32)
 
     def find(self, request: web.Request) -> Token | None:
@@ -37,26 +48,36 @@ class Sessions:
         token = self._authenticate(request)
         if token is not None or "Authorization" in request.headers:
             return token
-        digest, until_s = self._sessions.get(request.cookies.get(COOKIE, ""), ("", 0.0))
-        return self._context.store.tokens.find(digest) if self._context.clock.now_s() < until_s else None
+        session = self._sessions.get(request.cookies.get(COOKIE, ""))
+        if session is None or self._context.clock.now_s() >= session.until_s:
+            return None
+        return self._context.store.tokens.find(session.digest)
 
-    def begin(self, value: str) -> str | None:
-        """Begin a session with a token; return its cookie, or None for a token that is not valid."""
+    def begin(self, value: str, *, is_own: bool = False) -> str | None:
+        """Begin a session with a token; return its cookie, or None for a token that is not valid.
+
+        `is_own`: the token was made for this session.
+        """
         digest = digest_token(value)
         if self._context.store.tokens.find(digest) is None:
             return None
         session = secrets.token_urlsafe(32)
-        self._sessions[session] = (digest, self._context.clock.now_s() + SESSION_S)
+        until_s = self._context.clock.now_s() + SESSION_S
+        self._sessions[session] = BrowserSession(digest=digest, until_s=until_s, is_own=is_own)
         if len(self._sessions) > SESSIONS_MAX:
             del self._sessions[next(iter(self._sessions))]
         return session
 
     def end(self, request: web.Request) -> None:
-        """End the session of a request."""
-        self._sessions.pop(request.cookies.get(COOKIE, ""), None)
+        """End the session of a request, and revoke a token that was made for it."""
+        session = self._sessions.pop(request.cookies.get(COOKIE, ""), None)
+        if session is not None and session.is_own:
+            token = self._context.store.tokens.find(session.digest)
+            if token is not None:
+                self._context.store.tokens.revoke(token.id)
 
     def make_ticket(self, token: Token) -> str:
-        """Return what the forms of this user's pages carry; it is valid until the server restarts."""
+        """Return the ticket in the forms of this user's pages; it is valid until the server restarts."""
         return hmac.new(self._key, f"{token.id}/{token.user}".encode(), hashlib.sha256).hexdigest()
 
     def is_own_origin(self, request: web.Request) -> bool:

@@ -43,7 +43,7 @@ def create_token(store: Store, *, user: str, role: Role, days: float | None, pro
 
 
 def find_token(store: Store, value: str) -> Token | None:
-    """Return the valid token of this value. Compared by digest, so that no timing tells about the value."""
+    """Return the valid token of this value. Digests are compared, so that timing reveals nothing about the value."""
     return store.tokens.find(digest_token(value))
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from broker.spot.durations import hours_in_classes
-from broker.spot.policies.base import Candidate
+from broker.spot.policies.base import Candidate, round_speed
 from broker.spot.prior import OLD, Paces, Prior, live_through
 
 SOON_HOURS = 2.0  # checkpoints are spaced by the mean hazard of the next two hours
@@ -18,7 +18,10 @@ STINT_HOURS_MAX = 24.0  # evidence on a market says little about more than a day
 
 @dataclass(frozen=True, kw_only=True)
 class SpotMarket:
-    """A spot market. Prices are in on-demand prices of an hour of work (USD per work-hour without on-demand)."""
+    """A spot market. Prices are in on-demand prices of an hour of work (USD per work-hour without on-demand).
+
+    Work is counted in hours of on-demand, time in hours: `speed` converts them.
+    """
 
     candidate: Candidate
     prior: Prior
@@ -26,6 +29,7 @@ class SpotMarket:
     move_price: float
     open_paces: Paces
     closed_paces: Paces
+    speed: float = 1.0  # over that of on-demand, rounded
 
     @cached_property
     def soon_hazard(self) -> float:
@@ -42,6 +46,21 @@ class SpotMarket:
         """Return the mean hazard of closing over the expected stay."""
         mean, alive = self._stint
         return (1 - alive) / mean
+
+    @property
+    def stint_work(self) -> float:
+        """Return the work that is done in an expected stay."""
+        return self.stint_hours * self.speed
+
+    @property
+    def work_hazard(self) -> float:
+        """Return the mean hazard of closing per hour of work."""
+        return self.hazard / self.speed
+
+    @property
+    def hour_price(self) -> float:
+        """Return the price of an hour of time, such as one of a start."""
+        return self.price * self.speed
 
     @cached_property
     def _stint(self) -> tuple[float, float]:
@@ -95,10 +114,10 @@ class SpotMarket:
 
     def rate(self, loss: float, work_hours: float) -> float:
         """Return the price of an hour of work: spot, expected losses, and the move spread over the expected stay."""
-        stay = max(min(self.stint_hours, work_hours), 0.1)
+        stay = max(min(self.stint_work, work_hours), 0.1)
         closes_in = self.candidate.closes_in_hours
         hazard = self.hazard if closes_in is None else max(self.hazard, 1 / max(closes_in, 0.01))
-        return self.price + hazard * loss + self.move_price / stay
+        return self.price + hazard / self.speed * loss + self.move_price / stay
 
     def appeal(self, best: SpotMarket, work_hours: float) -> float:
         """Return the share of the best market's saving over on-demand that this one offers, after a move from there.
@@ -110,7 +129,7 @@ class SpotMarket:
             return 1.0 if move <= 0 else 0.0
         if move <= 0:
             return min(max((1 - self.price) / saving, 0.02), 1.0)
-        stay = max(min(self.stint_hours, work_hours), 0.1)
+        stay = max(min(self.stint_work, work_hours), 0.1)
         return min(max((1 - self.price - move / stay) / saving, 0.0), 1.0)
 
     @cached_property
@@ -127,15 +146,19 @@ class SpotMarket:
 
 def read_market(candidate: Candidate, fallback: Candidate | None, prior: Prior) -> SpotMarket:
     """Return what is known of the market of a candidate, with the prior for the rest."""
-    unit = fallback.usd_work_hour if fallback is not None else 1.0
+    work_usd, hour_usd, speed = 1.0, 1.0, 1.0
+    if fallback is not None:
+        work_usd, hour_usd = fallback.usd_work_hour, fallback.placement.usd_hour
+        speed = round_speed(candidate.speed / fallback.speed)
     watched = (candidate.met_hours, candidate.age_hours)
     return SpotMarket(
         candidate=candidate,
         prior=prior,
-        price=candidate.usd_work_hour / unit,
-        move_price=candidate.move_usd / unit,
+        price=candidate.usd_work_hour / work_usd,
+        move_price=candidate.move_usd / hour_usd,
         open_paces=prior.learn_open(candidate.seen, watched if candidate.is_open else None),
         closed_paces=prior.learn_closed(candidate.seen, None if candidate.is_open else watched),
+        speed=speed,
     )
 
 

@@ -10,6 +10,8 @@ from functools import lru_cache
 from operator import itemgetter, mul
 
 from broker.spot.durations import class_of
+from broker.spot.grid import find_node
+from broker.spot.overlapped_starts import OverlappedStart, list_overlapped_starts
 from broker.spot.starts import CLASSES, OLDEST, Start
 from broker.spot.value_tables import Row, Tables, Terms
 from broker.spot.ways import list_ways
@@ -17,8 +19,6 @@ from broker.spot.ways import list_ways
 # The assumed age of the period at a second place, as a random moment falls mostly into long periods. A young age makes
 # losses look too expensive; five hours or more is too optimistic where places close together.
 SECOND_CLASS = class_of(2.0)
-# The price of an hour of waiting, in on-demand hours: of plans with equal cost, the faster one is better.
-WAIT_PRICE = 0.02
 PASSES_MAX = 12
 TOLERANCE = 5e-4  # hours of on-demand price
 _SECOND = OLDEST - SECOND_CLASS  # its index in a row
@@ -50,12 +50,12 @@ class NodeSolver:
         self.ondemand_open, self.ondemand_closed = tables.ondemand_open.rows, tables.ondemand_closed.rows
         self.drops = [0.0] * len(self.run)  # the value just after the loss of spot, by node
         opened, closed = terms.open_hazards, terms.closed_hazards
-        self.spot_ways = list_ways(opened, work, terms.spot_price)
+        price, self.spare = terms.spot_hour_price, spare
+        self.spot_ways = list_ways(opened, tuple([each / terms.spot_speed for each in work]), price)
+        self.gain_share = 1 - 1 / terms.spot_speed  # the spare time gained by an hour of work on spot
         self.ondemand_ways = list(zip(list_ways(opened, work, 1.0), list_ways(closed, work, 1.0), strict=True))
-        self.wait_ways = list(
-            zip(list_ways(opened, spare, WAIT_PRICE), list_ways(closed, spare, WAIT_PRICE), strict=True)
-        )
-        price = terms.spot_price
+        wait = terms.wait_price
+        self.wait_ways = list(zip(list_ways(opened, spare, wait), list_ways(closed, spare, wait), strict=True))
         paid = terms.start_hours * price
         self.paid = [each.survive * paid + (1 - each.survive) * price * each.lost_hours for each in starts]
         self.landings = [
@@ -63,16 +63,20 @@ class NodeSolver:
             for each in starts
         ]
         self.levels = _list_levels(spare, terms.start_hours, starts, self.width)
+        self.overlapped = list_overlapped_starts(terms)
+        self.overlap_levels = _list_overlap_levels(spare, terms.start_hours, terms.overlap_hours, self.width)
 
     def solve(self, i: int, j: int) -> None:
         """Solve the node `i` of spare time and `j` of work: its neighbours with less of either must be solved."""
         at = i * self.width + j
-        before, below, level = at - 1, at - self.width, self.levels[i]
+        below, level = at - self.width, self.levels[i]
         if not i:
             self._guess_without_spare(at, self.work[j])
-            way, drop = self.spot_ways[j - 1], self._drop(at)
-            self.run[at] = way.go_on(way.lead(self.run[before], self.drops[before]), drop)
+            drop = self._drop(at)
+            self.run[at] = self._run_spot(i, j, drop)
             self.drops[at] = drop
+            if self.overlapped and self.overlap_levels[i].is_reachable:
+                self._pass_ondemand(i, j)
             return
         for rows in (self.run, self.idle_open, self.idle_closed):
             rows[at] = rows[below]  # a first guess, so that few passes are needed
@@ -80,10 +84,32 @@ class NodeSolver:
             rows[at] = rows[below]
         sures = self._start_ondemand(self.ondemand_open, level, j), self._start_ondemand(self.ondemand_closed, level, j)
         drop = self._iterate(i, j, sures, self._start_spot(level, j))
-        way = self.spot_ways[j - 1]
-        self.run[at] = way.go_on(way.lead(self.run[before], self.drops[before]), drop)
-        self._pass_ondemand(at, j)  # no other state of this node depends on it
+        self.run[at] = self._run_spot(i, j, drop)
         self.drops[at] = self._drop(at)
+        self._pass_ondemand(i, j)  # no other state of this node depends on it
+
+    def count_needed(self, j: int, count: int) -> int:
+        """Return how many nodes of spare time the first `count` at node `j` of work need at the node before."""
+        if self.gain_share <= 0:
+            return count
+        reached = self.spare[count - 1] + self.gain_share * (self.work[j] - self.work[j - 1])
+        return max(count, min(find_node(self.spare, reached)[0] + 2, len(self.spare)))
+
+    def _run_spot(self, i: int, j: int, drop: float) -> Row:
+        """List the values of running on spot from this node, by age class; `drop`: the value after a loss there."""
+        way, before = self.spot_ways[j - 1], i * self.width + j - 1
+        if not self.gain_share:
+            return way.go_on(way.lead(self.run[before], self.drops[before]), drop)
+        step, here = self.work[j] - self.work[j - 1], self.spare[i]
+        left = here + self.gain_share * step
+        if left < 0:  # spare time is used up on the way, where on-demand starts
+            done = here / -self.gain_share
+            return [done * self.terms.spot_price + self.terms.start_hours + self.work[j] - done] * CLASSES
+        low, up = find_node(self.spare, left)
+        at = low * self.width + j - 1
+        far = at + self.width
+        runs = [less + up * (more - less) for less, more in zip(self.run[at], self.run[far], strict=True)]
+        return way.go_on(way.lead(runs, self.drops[at] + up * (self.drops[far] - self.drops[at])), drop)
 
     def _guess_without_spare(self, at: int, work: float) -> None:
         """Fill in the states without spare time: on-demand to the end."""
@@ -152,26 +178,97 @@ class NodeSolver:
         self.idle_open[at], self.idle_closed[at] = opened, closed
         return drop
 
-    def _pass_ondemand(self, at: int, j: int) -> None:
+    def _pass_ondemand(self, i: int, j: int) -> None:
         """Update the states where on-demand runs, iterating over open and closed, which depend on each other."""
+        at = i * self.width + j
         opened, closed = self.ondemand_open[at - 1], self.ondemand_closed[at - 1]
         opens, closes = self.ondemand_ways[j - 1]
         leads = opens.lead(opened, closed[-1]), closes.lead(closed, opened[-1])
+        beside = self._start_beside(i, j)
         guess = self.ondemand_closed[at][-1]
-        first = self._round_ondemand(at, j, leads, guess)
+        first = self._round_ondemand(at, j, leads, guess, beside)
         if abs(first - guess) < TOLERANCE / 4:
             return
-        second = self._round_ondemand(at, j, leads, first)
+        second = self._round_ondemand(at, j, leads, first, beside)
         rate = (second - first) / (first - guess)
         if 0 < rate < 0.99:
-            self._round_ondemand(at, j, leads, second + (second - first) * rate / (1 - rate))
+            self._round_ondemand(at, j, leads, second + (second - first) * rate / (1 - rate), beside)
 
-    def _round_ondemand(self, at: int, j: int, leads: tuple[Row, Row], closed_usd: float) -> float:
+    def _round_ondemand(
+        self, at: int, j: int, leads: tuple[Row, Row], closed_usd: float, beside: Sequence[tuple[float, float]]
+    ) -> float:
         opens, closes = self.ondemand_ways[j - 1]
-        opened, self.keep_open[at] = opens.go_on_or_change(leads[0], closed_usd, self.idle_open[at])
+        others = self.idle_open[at]
+        if beside:
+            others = [min(idle, base + own * closed_usd) for idle, (base, own) in zip(others, beside, strict=True)]
+        opened, self.keep_open[at] = opens.go_on_or_change(leads[0], closed_usd, others)
         closed, self.keep_closed[at] = closes.go_on_or_change(leads[1], opened[-1], self.idle_closed[at])
         self.ondemand_open[at], self.ondemand_closed[at] = opened, closed
         return closed[-1]
+
+    def _start_beside(self, i: int, j: int) -> Sequence[tuple[float, float]]:
+        """List the values of starting on spot beside running on-demand machines by age class; empty if out of reach.
+
+        Each is a constant and the weight of the value of on-demand in a young closed period at this node.
+        """
+        if not self.overlapped or not self.overlap_levels[i].is_reachable:
+            return ()
+        level, step = self.overlap_levels[i], self.work[j] - self.work[j - 1]
+        before = self.terms.overlap_hours / step  # the weight of the next node of work after the overlap
+        low, high, share = level.back
+        corners = [
+            (near + place, by_spare * by_work)
+            for near, by_spare in ((low, share), (high, 1 - share))
+            for place, by_work in ((j - 1, before), (j, 1 - before))
+            if by_spare * by_work > 0
+        ]
+        runs = [
+            sum(values)
+            for values in zip(*([weight * value for value in self.run[at]] for at, weight in corners), strict=True)
+        ]
+        low, high, share = level.middle
+        drop = share * (before * self.drops[low + j - 1] + (1 - before) * self.drops[low + j])
+        if share < 1:
+            drop += (1 - share) * (before * self.drops[high + j - 1] + (1 - before) * self.drops[high + j])
+        closed = self.ondemand_closed[i * self.width + j - 1][-1]
+        return [self._start_one_beside(each, runs, drop, closed, step) for each in self.overlapped]
+
+    @staticmethod
+    def _start_one_beside(
+        start: OverlappedStart, runs: Row, drop: float, closed: float, step: float
+    ) -> tuple[float, float]:
+        on = sum(map(mul, start.landings, start.read(runs)))
+        passed = start.kept_hours / step
+        return start.paid + on + start.dropped * drop + start.kept * passed * closed, start.kept * (1 - passed)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _OverlapLevel:
+    """The starts beside running machines from a node of spare time: after the rest of one, and in its middle."""
+
+    back: tuple[int, int, float]
+    middle: tuple[int, int, float]
+    is_reachable: bool
+
+
+@lru_cache(maxsize=256)
+def _list_overlap_levels(
+    spare: tuple[float, ...], start_hours: float, overlap_hours: float, width: int
+) -> tuple[_OverlapLevel, ...]:
+    found = []
+    for number, here in enumerate(spare):
+        # Where nodes are further apart than a start, `_start_spot` reads the node below, as the value at this one is
+        # not known yet: a start then costs the whole step. The same excess is charged here, so that both compare.
+        step = here - spare[number - 1] if number else 0.0
+        low, high, share = _find_back(spare, here, max(start_hours, step) - overlap_hours)
+        near, far, less = _find_back(spare, here, (start_hours - overlap_hours) / 2)
+        found.append(
+            _OverlapLevel(
+                back=(low * width, high * width, share), middle=(near * width, far * width, less),
+                is_reachable=low >= 0,
+            )
+        )  # fmt: skip
+    return tuple(found)
 
 
 @lru_cache(maxsize=256)

@@ -10,13 +10,13 @@ from broker.spot.forecast import SpotMarket, count_cohorts_once, expect_second_c
 from broker.spot.policies.base import Candidate, JobView
 from broker.spot.prior import Paces, Prior, scale_hazards
 from broker.spot.value_function import ValueFunction
-from broker.spot.value_tables import Terms
+from broker.spot.value_tables import WAIT_PRICE, Terms
 
 PACE_STEP = math.log(2)  # paces are rounded, so that tables can be reused
 # Bounds on the steps: a pace of closed periods below the prior's was measured to cost 0.001 to 0.006 of the optimum.
 OPEN_STEPS, CLOSED_STEPS = (-1, 4), (0, 4)
 CHANCES = (0.0, 0.25, 0.5, 0.75, 0.9, 0.97)
-PRICE_STEP = 0.02
+PRICE_STEP, WAIT_STEP = 0.02, 0.005
 TABLES_MAX = 512
 
 
@@ -30,6 +30,9 @@ class Outlooks:
         work = max(view.work_hours, view.work_left_hours) / fallback.speed
         spare = max((view.deadline_hours or 0.0) - work, view.time_left_hours - self._left, 0.1)
         self._work, self._spare = _round_up(work), _round_up(spare)
+        self._wait = WAIT_PRICE
+        if view.hour_value_usd is not None:  # prices include it
+            self._wait = round(view.hour_value_usd / fallback.placement.usd_hour / WAIT_STEP) * WAIT_STEP
         self._found = dict[tuple[int, bool], ValueFunction]()
 
     def find(self, market: SpotMarket, *, is_alone: bool = False) -> ValueFunction:
@@ -55,9 +58,12 @@ class Outlooks:
             _round_paces((reopening[0], reopening[1]), CLOSED_STEPS),
             max(each for each in CHANCES if each <= chance + 0.02),
             round(best.price / PRICE_STEP) * PRICE_STEP,
+            best.speed,
             round(max(best.candidate.start_hours, 0.005), 4),
+            round(min(best.candidate.overlap_hours, best.candidate.start_hours), 4),
             self._work,
             self._spare,
+            self._wait,
         )
 
 
@@ -78,9 +84,12 @@ def _solve(
     closed: tuple[int, int],
     chance: float,
     price: float,
+    speed: float,
     start: float,
+    overlap: float,
     work: float,
     spare: float,
+    wait: float,
 ) -> ValueFunction:
     def restore(steps: tuple[int, int]) -> Paces:
         return math.exp(steps[0] * PACE_STEP), math.exp(steps[1] * PACE_STEP)
@@ -90,9 +99,12 @@ def _solve(
             open_hazards=scale_hazards(prior.open_hazards, restore(opened)),
             closed_hazards=scale_hazards(prior.closed_hazards, restore(closed)),
             spot_price=price,
+            spot_speed=speed,
             start_hours=start,
+            overlap_hours=overlap,
             work_hours=work,
             spare_hours=spare,
             second_chance=chance,
+            wait_price=wait,
         )
     )

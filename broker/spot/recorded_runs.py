@@ -37,7 +37,7 @@ class Scenario:
 
     Long runs on spot alone were preempted `preempted` times in `spot_hours` in this market; `is_open` is its state at
     submission. `spot`, `ondemand` and `hours` are in thousandths of the work, one for each cell; `preemptions` are
-    counts, one for each cell.
+    counts, one for each cell. `is_assembled`: its places are copies of recordings that begin at other hours.
     """
 
     family: str
@@ -50,6 +50,7 @@ class Scenario:
     ondemand: tuple[int, ...]
     hours: tuple[int, ...]
     preemptions: tuple[int, ...]
+    is_assembled: bool = False
 
 
 @frozen

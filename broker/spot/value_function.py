@@ -5,8 +5,9 @@ closed), the age of its period, and the running mode: spot, on-demand or nothing
 at 1, per hour of work; a start takes d hours that are billed and do no work. An open period of age a ends with the
 hazard h(a), a closed one with g(a). The least expected cost V satisfies, for instance on spot,
     0 = min over actions of  c + h (V_closed - V) + dV/da - dV/dw,
-and waiting uses up spare time, -dV/du, at the small price `WAIT_PRICE`. The equation is solved on a grid by a
-semi-Lagrangian scheme, along the path from each node to the next one (M. Falcone and R. Ferretti, "Semi-Lagrangian
+and waiting uses up spare time, -dV/du, at the small price `wait_price`. Where spot is r times as fast as on-demand, h
+and da are divided by r, and an hour of work there adds 1 - 1 / r hours of spare time. The equation is solved on a grid
+by a semi-Lagrangian scheme, along the path from each node to the next one (M. Falcone and R. Ferretti, "Semi-Lagrangian
 Approximation Schemes for Linear and Hamilton-Jacobi Equations", 2013): either no event happens on the path, or the
 period ends or enters the next age class on it, where the value is interpolated linearly. Nodes are d / 2 apart where
 spare time is scarce, and increasingly far apart elsewhere.
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 from broker.spot.grid import find_node, grow_nodes
 from broker.spot.node_solver import SECOND_CLASS, NodeSolver
+from broker.spot.overlapped_starts import list_overlapped_starts
 from broker.spot.starts import OLDEST, follow_starts
 from broker.spot.value_tables import Point, Terms, make_tables
 
@@ -38,6 +40,7 @@ class ValueFunction:
         self.keep_open, self.keep_closed = tables.keep_open, tables.keep_closed
         self.ondemand_open, self.ondemand_closed = tables.ondemand_open, tables.ondemand_closed
         self.starts = follow_starts(terms.open_hazards, terms.start_hours)
+        self.overlapped = list_overlapped_starts(terms)
         self._solver = NodeSolver(terms, tables, self.work, self.spare, self.starts)
         self.solved = [0] * len(self.work)  # by node of work: the number of solved nodes of spare time
 
@@ -50,18 +53,24 @@ class ValueFunction:
         return i * len(self.work) + j, across, up
 
     def _solve(self, count: int, last: int) -> None:
-        """Solve `count` nodes of spare time up to this node of work. Each depends on those with less of either only."""
+        """Solve `count` nodes of spare time up to this node of work. Each depends on those with less of either only.
+
+        Fast spot adds spare time: then more nodes are needed where less work is left.
+        """
+        counts = [count] * (last + 1)
+        for j in range(last, 1, -1):
+            counts[j - 1] = self._solver.count_needed(j, counts[j])
         for j in range(1, last + 1):
-            for i in range(self.solved[j], count):
+            for i in range(self.solved[j], counts[j]):
                 self._solver.solve(i, j)
-            self.solved[j] = max(self.solved[j], count)
+            self.solved[j] = max(self.solved[j], counts[j])
 
     def enter_usd(self, age_class: int, work: float, spare: float, *, seen: tuple[float, float] = (0.0, 0.0)) -> float:
         """Return the value of starting on spot, which is either survived or lost on the way.
 
         `seen` counts the periods that reached this age, and those of them that outlived such a start.
         """
-        price, start = self.terms.spot_price, self.terms.start_hours
+        price, start = self.terms.spot_hour_price, self.terms.start_hours
         way = self.starts[OLDEST - age_class]
         survive = (SURVIVAL_WEIGHT * way.survive + seen[1]) / (SURVIVAL_WEIGHT + seen[0])
         point = self.locate(work, spare - start)
@@ -69,6 +78,29 @@ class ValueFunction:
         on = start * price + on / max(way.survive, 1e-9)
         off = way.lost_hours * price + self.lost_usd(work, spare - way.lost_hours)
         return survive * on + (1 - survive) * off
+
+    def enter_beside_usd(
+        self, age_class: int, work: float, spare: float, *, seen: tuple[float, float] = (0.0, 0.0)
+    ) -> float:
+        """Return the value of starting on spot while on-demand runs, which works on as long as the start overlaps.
+
+        Equal to `enter_usd` if starts do not overlap.
+        """
+        if not self.overlapped:
+            return self.enter_usd(age_class, work, spare, seen=seen)
+        start, overlap = self.overlapped[OLDEST - age_class], min(self.terms.overlap_hours, work)
+        survive = (SURVIVAL_WEIGHT * start.survive + seen[1]) / (SURVIVAL_WEIGHT + seen[0])
+        lost = (1 - survive) / max(start.kept + start.dropped, 1e-9)  # the observations scale both kinds of loss
+        rest = self.terms.start_hours - self.terms.overlap_hours
+        point = self.locate(work - overlap, spare - rest)
+        places = self.starts[OLDEST - age_class].landings
+        on = sum(chance * self.run.read(OLDEST - place, point) for place, chance in places) / max(start.survive, 1e-9)
+        kept_hours = min(start.kept_hours, work)
+        kept = self.ondemand_closed.read(0, self.locate(work - kept_hours, spare))
+        dropped = self.lost_usd(work - overlap, spare - rest / 2)
+        return survive * (start.survived_paid + on) + lost * (
+            start.kept * (start.kept_paid + kept) + start.dropped * (start.dropped_paid + dropped)
+        )
 
     def lost_usd(self, work: float, spare: float) -> float:
         """Return the value just after the loss of spot, when another place may be open."""
@@ -78,9 +110,15 @@ class ValueFunction:
 
 
 def _list_spare(terms: Terms) -> tuple[float, ...]:
-    """List nodes of spare time. The value jumps at whole multiples of a start, where an action becomes infeasible."""
+    """List nodes of spare time.
+
+    The value jumps at whole multiples of a start, and at the rest of an overlapped start beyond them, where an action
+    becomes infeasible.
+    """
     nodes = grow_nodes(
         max(terms.start_hours / 2, 0.01), max(terms.spare_hours, 0.02), even=EVEN_NODES, growth=SPARE_GROWTH
     )
     leaps = [count * terms.start_hours - LEAP_HOURS for count in range(1, LEAPS + 1)]
+    if terms.overlap_hours > 0:
+        leaps += [hours - terms.overlap_hours for hours in leaps]
     return tuple(sorted({*nodes, *(hours for hours in leaps if hours > LEAP_HOURS)}))

@@ -6,10 +6,16 @@ from dataclasses import dataclass, fields
 
 from broker.spot.starts import CLASSES, OLDEST
 
+# The price of an hour of waiting, in on-demand hours: of plans with equal cost, the faster one is better.
+WAIT_PRICE = 0.02
+
 
 @dataclass(frozen=True, kw_only=True)
 class Terms:
-    """The parameters of a value function. Hazards per hour by age class; prices as multiples of on-demand."""
+    """The parameters of a value function. Hazards per hour by age class; prices as multiples of on-demand.
+
+    Work is counted in hours of on-demand; spot does `spot_speed` of them in an hour, at `spot_price` each.
+    """
 
     open_hazards: tuple[float, ...]
     closed_hazards: tuple[float, ...]
@@ -18,6 +24,14 @@ class Terms:
     work_hours: float
     spare_hours: float
     second_chance: float = 0.0  # probability that another place is open when spot is lost
+    overlap_hours: float = 0.0  # the first part of a start on spot, during which running on-demand machines work on
+    spot_speed: float = 1.0
+    wait_price: float = WAIT_PRICE
+
+    @property
+    def spot_hour_price(self) -> float:
+        """Return the price of an hour on spot."""
+        return self.spot_price * self.spot_speed
 
 
 Row = list[float]  # the values at one node by age class, the oldest first

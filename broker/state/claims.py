@@ -4,6 +4,7 @@ A process holds a lease, which it renews. Each job has an epoch that only grows:
 claim (`FENCE`) writes only while the job still has the epoch of that claim. The lease decides when a job may be taken
 over; the epoch alone decides who may write, so a process that was stopped, was cut off from the store, or whose clock
 is wrong loses its jobs but damages nothing. Job 0 is the housekeeping: collecting machines and compacting the store.
+Numbers below 0 are services (`services.claim`): one controller drives each, as for jobs.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ from broker.state.base import FENCE, Database, Fence
 
 HOUSEKEEPING = 0
 LEASE_S = 9.0  # a process that renews every two seconds misses four times; with the next look this stays below 15 s
-# The rows of `_UNFINISHED` are those of `JobRows.list_unfinished_ids`.
+# The rows of `_UNFINISHED` are those of `JobRows.list_unfinished_ids`, and the services.
 _UNFINISHED = (
     "SELECT id FROM jobs WHERE NOT is_terminal UNION SELECT job_id FROM clusters WHERE job_id IS NOT NULL "
-    "UNION SELECT job_id FROM attempts WHERE json_extract(body, '$.ended_s') IS NULL"
+    "UNION SELECT job_id FROM attempts WHERE json_extract(body, '$.ended_s') IS NULL UNION SELECT claim FROM services"
 )
 _FREE = "holder NOT IN (SELECT name FROM controllers WHERE until_s > ?)"
 
@@ -53,7 +54,7 @@ class Claims:
         return {row["job_id"]: row["epoch"] for row in rows}
 
     def find_free(self, limit: int) -> Sequence[int]:
-        """Return unfinished jobs, and the housekeeping, that no process with a lease holds; the oldest first."""
+        """Return services, unfinished jobs and the housekeeping that no process with a lease holds, oldest first."""
         rows = self._database.rows(
             f"SELECT id FROM ({_UNFINISHED} UNION SELECT {HOUSEKEEPING}) AS wanted WHERE id NOT IN "
             f"(SELECT job_id FROM claims WHERE NOT {_FREE}) ORDER BY id LIMIT {int(limit)}",

@@ -268,10 +268,14 @@ class BillRows:
         pruned_usd = 0.0 if chosen else float(self._database.rows("SELECT coalesce(sum(usd), 0.0) FROM totals")[0][0])
         return float(rows[0][0]) + pruned_usd
 
-    def list_spend_usd(self, *, now_s: float) -> Mapping[int, float]:
-        """Return the cost so far of each managed job, by job id."""
+    def list_spend_usd(self, job_ids: Sequence[int] | None = None, *, now_s: float) -> Mapping[int, float]:
+        """Return the cost so far of each managed job that has had nodes, or of those of `job_ids`, by job id."""
+        if job_ids is not None and not job_ids:
+            return {}
+        where = "IS NOT NULL" if job_ids is None else f"IN ({', '.join('?' * len(job_ids))})"
         rows = self._database.rows(
-            f"SELECT job_id, {_BILLED_USD} FROM nodes WHERE job_id IS NOT NULL GROUP BY job_id", (now_s, now_s)
+            f"SELECT job_id, {_BILLED_USD} FROM nodes WHERE job_id {where} GROUP BY job_id",
+            (now_s, now_s, *(job_ids or ())),
         )
         return {row[0]: row[1] for row in rows}
 

@@ -93,6 +93,19 @@ class EventRows:
         )
         return [_read_event(row) for row in rows]
 
+    def list_kinds(
+        self, kinds: Sequence[EventKind], *, job_id: int | None = None, since_s: float = 0.0
+    ) -> Sequence[EventRow]:
+        """Return the events of these kinds, of one job or of all, from `since_s` on, oldest first."""
+        marks = ", ".join("?" * len(kinds))
+        own, values = ("", ()) if job_id is None else (" AND job_id = ?", (job_id,))
+        rows = self._database.rows(
+            "SELECT id, time_s, kind, data, job_id, cluster FROM events "
+            f"WHERE kind IN ({marks}) AND time_s >= ?{own} ORDER BY id",
+            (*(kind.value for kind in kinds), since_s, *values),
+        )
+        return [_read_event(row) for row in rows]
+
     def list_notable(self, kinds: Sequence[EventKind], *, after: int, limit: int) -> Sequence[EventRow]:
         """Return the oldest `limit` events of jobs of these kinds with an id above `after`.
 
@@ -106,21 +119,34 @@ class EventRows:
         )
         return [_read_event(row) for row in rows]
 
-    def list_newest(self, job_ids: Sequence[int]) -> Mapping[int, EventRow]:
-        """Return the newest event of each of these jobs."""
+    def list_newest(self, job_ids: Sequence[int], *, kinds: Sequence[EventKind] = ()) -> Mapping[int, EventRow]:
+        """Return the newest event of each of these jobs; with `kinds`, only where it is of one of them."""
         if not job_ids:
             return {}
         marks = ", ".join("?" * len(job_ids))
         rows = self._database.rows(
             "SELECT id, time_s, kind, data, job_id, cluster FROM events WHERE id IN "
-            f"(SELECT max(id) FROM events WHERE job_id IN ({marks}) GROUP BY job_id)",
-            tuple(job_ids),
+            f"(SELECT max(id) FROM events WHERE job_id IN ({marks}) GROUP BY job_id)"
+            + (f" AND kind IN ({', '.join('?' * len(kinds))})" if kinds else ""),
+            (*job_ids, *(kind.value for kind in kinds)),
         )
         return {event.job_id: event for event in map(_read_event, rows) if event.job_id is not None}
 
-    def get_newest_id(self) -> int:
-        """Return the id of the newest event; 0 without events. IDs only grow."""
-        return int(self._database.rows("SELECT coalesce(max(id), 0) FROM events")[0][0])
+    def get_newest_id(self, job_id: int | None = None) -> int:
+        """Return the id of the newest event, of one job or of all; 0 without events. IDs only grow."""
+        where, parameters = ("", ()) if job_id is None else (" WHERE job_id = ?", (job_id,))
+        return int(self._database.rows(f"SELECT coalesce(max(id), 0) FROM events{where}", parameters)[0][0])
+
+    def list_newest_ids(self, job_ids: Sequence[int], *, after: int) -> Mapping[int, int]:
+        """Return the id of the newest event of each of these jobs that has one above `after`."""
+        if not job_ids:
+            return {}
+        rows = self._database.rows(
+            f"SELECT job_id, max(id) AS newest FROM events WHERE job_id IN ({', '.join('?' * len(job_ids))}) "
+            "AND id > ? GROUP BY job_id",
+            (*job_ids, after),
+        )
+        return {int(row["job_id"]): int(row["newest"]) for row in rows}
 
 
 def _read_event(row: Row) -> EventRow:

@@ -41,6 +41,25 @@ class SpotStay:
         return max(0.0, self.end_s - self.begin_s) / 3600
 
 
+@frozen
+class StaySum:
+    """The stays of all gangs in one place."""
+
+    place: PlaceKey
+    stays: int
+    hours: float
+    preemptions: int
+
+
+# The newest stays; parameters: since when, and how many.
+_STAYS = (
+    "FROM attempts WHERE CASE WHEN json_valid(body) "
+    "THEN CAST(json_extract(body, '$.placement.is_spot') AS TEXT) IN ('1', 'true') "
+    "AND CAST(json_extract(body, '$.started_s') AS DOUBLE PRECISION) > ? END "
+    "ORDER BY rowid DESC LIMIT ?"
+)
+
+
 class HistoryRows:
     """The stays of jobs on spot nodes, which are the user's own evidence about markets."""
 
@@ -57,10 +76,7 @@ class HistoryRows:
             "json_extract(body, '$.placement.offer.zone'), json_extract(body, '$.placement.offer.instance_type'), "
             "json_extract(body, '$.placement.node_count'), json_extract(body, '$.started_s'), "
             "json_extract(body, '$.lost_s'), json_extract(body, '$.ended_s'), outcome_kind "
-            "FROM attempts WHERE CASE WHEN json_valid(body) "
-            "THEN CAST(json_extract(body, '$.placement.is_spot') AS TEXT) IN ('1', 'true') "
-            "AND CAST(json_extract(body, '$.started_s') AS DOUBLE PRECISION) > ? END "
-            "ORDER BY rowid DESC LIMIT ?",
+            f"{_STAYS}",
             (now_s - KEPT_DAYS_MAX * 86400, STAYS_MAX),
         )
         return [
@@ -71,6 +87,29 @@ class HistoryRows:
                 end_s=_first(row[6], row[7], now_s),
                 is_preempted=row[8] == OutcomeKind.PREEMPTED,
                 is_over=row[6] is not None or row[7] is not None,
+            )
+            for row in rows
+        ]
+
+    def sum_stays(self) -> list[StaySum]:
+        """Sum the stays of `list_stays` by place, in the database: thousands of them need megabytes here."""
+        now_s = self._database.clock.now_s()
+        offer = "json_extract(body, '$.placement.offer.{}')"
+        time_s = "CAST(json_extract(body, '$.{}') AS DOUBLE PRECISION)"
+        begin_s, lost_s, ended_s = (time_s.format(name) for name in ("started_s", "lost_s", "ended_s"))
+        rows = self._database.rows(
+            "SELECT cloud, region, zone, instance_type, count(*), "
+            "sum(CASE WHEN end_s > begin_s THEN end_s - begin_s ELSE 0.0 END) / 3600, "
+            "sum(CASE WHEN outcome_kind = ? THEN 1 ELSE 0 END) FROM "
+            f"(SELECT {offer.format('cloud')} AS cloud, {offer.format('region')} AS region, "
+            f"{offer.format('zone')} AS zone, {offer.format('instance_type')} AS instance_type, "
+            f"{begin_s} AS begin_s, coalesce({lost_s}, {ended_s}, ?) AS end_s, outcome_kind {_STAYS}) AS stays "
+            "GROUP BY cloud, region, zone, instance_type",
+            (OutcomeKind.PREEMPTED.value, now_s, now_s - KEPT_DAYS_MAX * 86400, STAYS_MAX),
+        )
+        return [
+            StaySum(
+                place=(row[0], row[1], row[2], row[3]), stays=int(row[4]), hours=float(row[5]), preemptions=int(row[6])
             )
             for row in rows
         ]

@@ -41,6 +41,7 @@ class JobLine:
     submitted_s: float
     ended_s: float | None
     pipeline: str = ""
+    loss: float | None = None
 
 
 @frozen
@@ -146,16 +147,26 @@ class JobRows:
         rows = self._database.rows(f"SELECT {COLUMNS} FROM jobs WHERE pipeline = ? ORDER BY id", (pipeline,))
         return [self._read_job(row, self.list_attempts(row["id"])) for row in rows]
 
-    def list_lines(self, newest: int | None = None, *, on_damage: OnDamage = None) -> Sequence[JobLine]:
-        """Return the `newest` jobs and every live one, newest first; all jobs where `newest` is None."""
+    def list_lines(
+        self, newest: int | None = None, *, limit: int | None = None, on_damage: OnDamage = None
+    ) -> Sequence[JobLine]:
+        """Return the `newest` jobs and every live one, newest first; all jobs where `newest` is None.
+
+        With `limit`, at most that many rows: live jobs come first, and the oldest ended ones are left out.
+        """
+        wanted, order = "?1 IS NULL OR NOT is_terminal OR id > (SELECT max(id) FROM jobs) - ?1", "id DESC"
+        if limit is not None:  # the columns of rows that are left out are not computed
+            order = "is_terminal, id DESC"
+            wanted = f"id IN (SELECT id FROM jobs WHERE {wanted} ORDER BY {order} LIMIT ?2)"
         rows = self._database.rows(
             "SELECT id, name, status, pipeline, "
             "CASE WHEN json_valid(progress) THEN json_extract(progress, '$.step') END AS step, "
             "CASE WHEN json_valid(progress) THEN json_extract(progress, '$.total') END AS total, submitted_s, ended_s, "
+            "CASE WHEN json_valid(progress) THEN json_extract(progress, '$.loss') END AS loss, "
             "(SELECT count(*) FROM attempts WHERE job_id = jobs.id AND "
             "CASE WHEN json_valid(body) THEN json_extract(body, '$.running_s') END IS NOT NULL) AS starts FROM jobs "
-            "WHERE ?1 IS NULL OR NOT is_terminal OR id > (SELECT max(id) FROM jobs) - ?1 ORDER BY id DESC",
-            (newest,),
+            f"WHERE {wanted} ORDER BY {order}",
+            (newest,) if limit is None else (newest, limit),
         )
         return keep_readable([partial(_read_line, row) for row in rows], on_damage)
 
@@ -179,6 +190,10 @@ class JobRows:
         """Count all recorded jobs by status, as `JobStatus` names them; unreadable statuses are left out."""
         rows = self._database.rows("SELECT status, count(*) AS jobs FROM jobs GROUP BY status ORDER BY status")
         return {row["status"]: int(row["jobs"]) for row in rows if row["status"] in JobStatus.__members__}
+
+    def has_live(self) -> bool:
+        """Return whether any job has no terminal status."""
+        return bool(self._database.rows("SELECT 1 FROM jobs WHERE NOT is_terminal LIMIT 1"))
 
     def list_live_ids(self) -> Sequence[int]:
         """Return the ids of jobs without a terminal status, in ascending order."""
@@ -374,6 +389,7 @@ def _read_line(row: Row) -> JobLine:
             submitted_s=read_s(row["submitted_s"]),
             ended_s=None if row["ended_s"] is None else read_s(row["ended_s"]),
             pipeline=read_text(row["pipeline"]),
+            loss=None if row["loss"] is None else float(row["loss"]),
         ),
     )
 

@@ -26,6 +26,7 @@ class Owned(StrEnum):
     CLUSTER = "cluster"
     JOB = "job"
     SERVICE = "service"
+    SCHEDULE = "schedule"
 
 
 @frozen

@@ -39,6 +39,8 @@ DROPPABLE: Mapping[str, tuple[str, ...]] = {
     "clusters": ("name",),
     "intents": ("token",),
     "nodes": ("cloud", "id"),
+    "schedules": ("name",),
+    "due_times": ("schedule_uid", "due_s"),
 }
 WITH_A_JOB = ("attempts", "attempt_steps", "log_offsets", "forecasts")
 

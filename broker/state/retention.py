@@ -137,6 +137,11 @@ class Compaction:
             "DELETE FROM intents WHERE closed_s < ? AND cluster NOT IN (SELECT name FROM clusters)", (before_s,)
         )
         self._database.execute("DELETE FROM refusals WHERE expires_s < ?", (before_s,))
+        self._database.execute(  # the newest of each schedule stays: it shows how the schedule fared last
+            "DELETE FROM due_times WHERE due_s < ? AND due_s < (SELECT max(newer.due_s) FROM due_times AS newer "
+            "WHERE newer.schedule_uid = due_times.schedule_uid)",
+            (before_s,),
+        )
 
 
 def _choose_prunable(rows: Iterable[Row], busy: Set[int], *, before_s: float, ended_jobs_max: int) -> Iterator[int]:

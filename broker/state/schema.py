@@ -157,6 +157,18 @@ _DISPLACEMENTS = (  # of a job whose slot is taken by a waiting job of higher pr
 )
 _REFUSED = ("ALTER TABLE refusals ADD COLUMN refused_s REAL NOT NULL DEFAULT 0",)
 
+_SCHEDULES = (
+    """CREATE TABLE schedules (name TEXT PRIMARY KEY, uid TEXT NOT NULL, spec TEXT NOT NULL, task TEXT NOT NULL,
+       secret_names TEXT NOT NULL, secrets TEXT, hedge INTEGER NOT NULL, request_id TEXT UNIQUE, person TEXT NOT NULL,
+       project TEXT NOT NULL, created_s REAL NOT NULL, next_s REAL, is_paused INTEGER NOT NULL)""",
+    """CREATE TABLE due_times (schedule_uid TEXT NOT NULL, due_s REAL NOT NULL, outcome TEXT NOT NULL, job_id INTEGER,
+       detail TEXT NOT NULL, count INTEGER NOT NULL, last_s REAL, PRIMARY KEY (schedule_uid, due_s))""",
+)
+_SERVICE_CLAIMS = (  # a service is claimed like a job, under a number below zero, which no job has
+    "ALTER TABLE services ADD COLUMN claim INTEGER",
+    "UPDATE services SET claim = -(SELECT count(*) FROM services AS other WHERE other.name <= services.name)",
+)
+
 MIGRATIONS: tuple[tuple[Step, ...], ...] = (
     *(_FIRST, _LEADER, _PIPELINES, _LIVE_INDEXES, _COMPACTION, _CALLS, _HINTS),
     _MADE_NODES,
@@ -169,4 +181,6 @@ MIGRATIONS: tuple[tuple[Step, ...], ...] = (
     _FORECASTS,
     _LIMITS,
     (*_DISPLACEMENTS, *_REFUSED),
+    _SCHEDULES,
+    _SERVICE_CLAIMS,
 )

@@ -40,6 +40,11 @@ def load_key(home: Path) -> bytes:
             text = path.read_text() if path.exists() else _write_key(path)
     except OSError as error:
         raise explain_os_error(error, default=path) from error
+    return read_key(text, source)
+
+
+def read_key(text: str, source: str) -> bytes:
+    """Decode a key; `source` names it in an error. Raises StateError for an invalid one."""
     try:
         key = base64.b64decode(text.strip(), validate=True)
     except ValueError:
@@ -96,6 +101,22 @@ class SecretBox:
         return msgspec.json.decode(plain, type=dict[str, str])
 
 
+def check_key(database: Database, box: SecretBox) -> None:
+    """Note which key the secrets of this store have. Raises StateError for another key than the first one's.
+
+    Called in the transaction that writes secrets.
+    """
+    database.execute(
+        "INSERT INTO meta (key, value) VALUES (?, ?) ON CONFLICT (key) DO NOTHING", (KNOWN_KEY, box.fingerprint)
+    )
+    row = database.row("SELECT value FROM meta WHERE key = ?", (KNOWN_KEY,))
+    if row is None or row["value"] != box.fingerprint:
+        raise StateError(
+            "the secrets in the database are encrypted with another key",
+            hints=(f"copy `secret.key` from the machine that submitted the first job to {database.path.parent}",),
+        )
+
+
 class SecretRows:
     """Secrets of live jobs in the database, encrypted with the key of the state folder."""
 
@@ -108,15 +129,7 @@ class SecretRows:
         """Write the secrets, in the transaction that adds the job. Raises StateError for a key other than the first."""
         box = self._load_box()
         with self._database.transaction():
-            self._database.execute(
-                "INSERT INTO meta (key, value) VALUES (?, ?) ON CONFLICT (key) DO NOTHING", (KNOWN_KEY, box.fingerprint)
-            )
-            row = self._database.row("SELECT value FROM meta WHERE key = ?", (KNOWN_KEY,))
-            if row is None or row["value"] != box.fingerprint:
-                raise StateError(
-                    "the secrets in the database are encrypted with another key",
-                    hints=(f"copy `secret.key` from the machine that submitted the first job to {self._home}",),
-                )
+            check_key(self._database, box)
             self._database.execute(
                 "INSERT INTO secrets (job_id, body) VALUES (?, ?) "
                 "ON CONFLICT (job_id) DO UPDATE SET body = excluded.body",
@@ -136,11 +149,7 @@ class SecretRows:
             raise DamagedRowError("jobs", str(job_id), f"its secrets: {error}") from error
         return {name: values.get(name, "") for name in names}
 
-    @property
-    def _home(self) -> Path:
-        return self._database.path.parent
-
     def _load_box(self) -> SecretBox:
         if self._box is None:
-            self._box = SecretBox(load_key(self._home))
+            self._box = SecretBox(load_key(self._database.path.parent))
         return self._box

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
@@ -44,7 +44,9 @@ class ServiceRows:
                 )
             self._database.execute(
                 "INSERT INTO services (name, uid, version, host, port, mode, wanted, drawn, created_s, down_requested, "
-                "failure) VALUES (?, ?, 0, ?, ?, ?, ?, 0, ?, 0, '')",
+                "failure, claim) VALUES (?, ?, 0, ?, ?, ?, ?, 0, ?, 0, '', "
+                # A number that is used again keeps its epoch, which only grows.
+                "(SELECT coalesce(min(claim), 0) - 1 FROM services))",
                 (name, self._database.draw_uid(), host, port, UpdateMode.ROLLING.value, wanted, self._now_s()),
             )
             self.add_version(name, task)
@@ -81,6 +83,11 @@ class ServiceRows:
     def list_names(self) -> Sequence[str]:
         """List the services that need a controller."""
         return [read_text(row["name"]) for row in self._database.rows("SELECT name FROM services ORDER BY name")]
+
+    def list_claims(self) -> Mapping[int, str]:
+        """Return the name of each service by the number under which it is claimed (`claims.py`)."""
+        rows = self._database.rows("SELECT claim, name FROM services")
+        return {int(row["claim"]): read_text(row["name"]) for row in rows}
 
     def get_task(self, name: str, version: int) -> Task:
         """Return a version's task with its secrets."""

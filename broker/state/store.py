@@ -21,6 +21,7 @@ from broker.state.meta import MetaRows
 from broker.state.people import AuditRows, OwnerRows, TokenRows
 from broker.state.queue import QueueRows
 from broker.state.retention import Compaction, Total
+from broker.state.schedules import ScheduleRows
 from broker.state.secret_files import SecretFiles, SecretStore
 from broker.state.services import ServiceRows
 
@@ -57,6 +58,7 @@ class Store(SqliteDatabase):
         self.bills = BillRows(self)
         self.jobs = JobRows(self, secrets)
         self.services = ServiceRows(self)
+        self.schedules = ScheduleRows(self)
         self.events = EventRows(self)
         self.refusals = RefusalRows(self)
         self.queue = QueueRows(self)

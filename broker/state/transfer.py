@@ -47,6 +47,8 @@ TABLES: Mapping[str, str] = {
     "service_versions": "service, version",
     "service_replicas": "service, number",
     "service_events": "service, number",
+    "schedules": "name",
+    "due_times": "schedule_uid, due_s",
     "tokens": "id",
     "owners": "kind, name",
     "audit": "id",
@@ -236,4 +238,11 @@ def check_store(store: Store) -> list[str]:
         found.append(f"cluster {row['name']} belongs to job {row['job_id']}, which is missing")
     for row in store.rows("SELECT id, resumes FROM jobs WHERE resumes NOT IN (SELECT id FROM jobs)"):
         found.append(f"job {row['id']} resumes job {row['resumes']}, which is missing")
+    found += store.schedules.list_orphans()
+    for schedule in store.schedules.list(on_damage=note):
+        try:
+            store.schedules.get_task(schedule)
+            store.schedules.list_due_times(schedule)
+        except DamagedRowError as error:
+            note(error)
     return sorted(set(found))

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import shutil
+import stat
 import uuid
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from broker.errors import AuthError, InvalidRequestError
@@ -23,16 +25,13 @@ class FolderBucket:
     def list_keys(self, prefix: str = "") -> Sequence[StoredKey]:
         """List files below the prefix; unfinished writes are skipped."""
         place = self._find(prefix)
-        files = [place] if place.is_file() else place.rglob("*")
-        paths = [each for each in files if each.is_file() and not each.name.endswith(PARTIAL)]
-        keys = (
-            StoredKey(
-                key=each.relative_to(self._root).as_posix(),
-                size_bytes=each.stat().st_size,
-                modified_s=each.stat().st_mtime,
-            )
-            for each in paths
-        )
+        keys = []
+        for path in [place] if place.is_file() else place.rglob("*"):
+            with suppress(FileNotFoundError):  # deleted or renamed since: workers of a map delete their leases
+                status = path.stat()
+                if stat.S_ISREG(status.st_mode) and not path.name.endswith(PARTIAL):
+                    key = path.relative_to(self._root).as_posix()
+                    keys.append(StoredKey(key=key, size_bytes=status.st_size, modified_s=status.st_mtime))
         return sorted(keys, key=lambda each: each.key)
 
     def read(self, key: str) -> bytes | None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 
 from broker.task.measures import read_gib
 from broker.task.reading import suggest
@@ -28,7 +29,10 @@ ALIASES: dict[str, tuple[str, ...]] = {
     "inferentia": ("Inferentia", "Inferentia2"), "inferentia1": ("Inferentia",), "inf1": ("Inferentia",),
     "inf2": ("Inferentia2",), "trainium1": ("Trainium",), "trn1": ("Trainium",), "trn2": ("Trainium2",),
     "tpu-v5litepod": ("TPU-v5e",), "tpu-v5lite": ("TPU-v5e",), "a100-80gb-sxm4": ("A100-80GB",),
-    "h100-mega-80gb": ("H100",), "radeon mi25": ("MI25",), "gaudi hl-205": ("Gaudi",),
+    "h100-mega-80gb": ("H100",), "h100-nvl": ("H100",), "h100-nvlink": ("H100",), "h100-pcie": ("H100",),
+    "a100-80gb-pcie": ("A100-80GB",), "a4000": ("RTXA4000",), "rtx-a4000": ("RTXA4000",), "a4500": ("RTXA4500",),
+    "a5000": ("RTXA5000",), "rtx-a5000": ("RTXA5000",), "rtx-4090": ("RTX4090",), "rtx-5090": ("RTX5090",),
+    "radeon mi25": ("MI25",), "gaudi hl-205": ("Gaudi",),
     "radeon pro v520": ("Radeon-Pro-V520",), "radeon pro v710": ("Radeon-Pro-V710",),
 }  # fmt: skip
 _MEMORY_SLACK = 0.02  # a "141 GB" device is sold as 141 or 144, a "180 GB" one as 180 or 183
@@ -45,14 +49,21 @@ def read_accelerator(text: str) -> tuple[str, float]:
     return name, float(count)
 
 
-def resolve_accelerators(task: Task, figures: Mapping[str, AcceleratorFigures]) -> Task:
-    """Return the task with every accelerator named as in `figures`; a request by memory becomes all accelerators that
-    fit.
+def resolve_accelerators(
+    task: Task,
+    figures: Mapping[str, AcceleratorFigures],
+    *,
+    offered: Collection[str] = (),
+    sellers: Mapping[str, Sequence[str]] = MappingProxyType({}),
+) -> Task:
+    """Return the task with every accelerator named as in `figures` or `offered`; a request by memory becomes all
+    accelerators that fit.
 
-    As in SkyPilot, an unknown name among alternatives is skipped with a notice; a single unknown name is kept, for the
-    book to refuse.
+    `offered` has those with offers, some without figures; `sellers` names clouds that offer others. As in SkyPilot, an
+    unknown name among alternatives is skipped with a notice; a single unknown name is kept, for the book to refuse.
     """
-    by_lower = {name.lower(): name for name in figures}
+    by_lower = {name.lower(): name for name in (*sellers, *offered, *figures)}
+    known = {*figures, *offered}
     found: list[Resources] = []
     unknown: dict[str, Resources] = {}
     for each in task.resources:
@@ -64,22 +75,30 @@ def resolve_accelerators(task: Task, figures: Mapping[str, AcceleratorFigures]) 
         else:
             names = [*_list_names(each.accelerator, by_lower, figures)]
         for name in names:
-            if name is not None and name not in figures:
-                unknown.setdefault(name, each)
+            if name is not None and name not in known:
+                unknown.setdefault(name, replace(each, accelerator=name))
             elif (resolved := replace(each, accelerator=name)) not in found:
                 found.append(resolved)
-    if not found or tuple(found) == task.resources:
-        return task
-    notices = tuple(_note_unknown(name, each, by_lower) for name, each in unknown.items())
+    if not found:
+        return replace(task, resources=tuple(unknown.values()))
+    notices = tuple(_note_unknown(name, each, known, sellers) for name, each in unknown.items())
     return replace(task, resources=tuple(found), notices=(*task.notices, *notices))
 
 
-def _note_unknown(name: str, resources: Resources, by_lower: Mapping[str, str]) -> Notice:
+def _note_unknown(
+    name: str, resources: Resources, known: Collection[str], sellers: Mapping[str, Sequence[str]]
+) -> Notice:
+    if clouds := sellers.get(name):
+        cloud = resources.cloud if resources.cloud in clouds else clouds[0]
+        reason = f"the catalog has no offers of `{name}`"
+        hint: str | None = f"add prices with `broker catalog update --cloud {cloud}`"
+    else:
+        reason, hint = f"unknown accelerator `{name}`", suggest(name, known)
     return Notice(
         origin=resources.origin or Origin(file="command line", line=0, column=0),
         field="accelerators",
-        message=f"`accelerators`: unknown accelerator `{name}`; ignoring it",
-        hint=suggest(name, by_lower.values()),
+        message=f"`accelerators`: {reason}; ignoring it",
+        hint=hint,
     )
 
 
@@ -103,7 +122,7 @@ def find_maker(name: str) -> str:
 
 def _list_names(name: str, by_lower: Mapping[str, str], figures: Mapping[str, AcceleratorFigures]) -> list[str]:
     """List the book's names for a request: one, or several for a family of devices."""
-    if found := [each for each in ALIASES.get(name.lower(), ()) if each in figures]:
+    if found := [each for each in ALIASES.get(name.lower(), ()) if each.lower() in by_lower]:
         return found
     return [_find_name(name, by_lower, figures)]
 
@@ -115,6 +134,7 @@ def _find_name(name: str, by_lower: Mapping[str, str], figures: Mapping[str, Acc
     base, _, suffix = name.rpartition("-")
     if base.lower() in by_lower and re.fullmatch(r"[0-9]+[gG][bB]", suffix):
         spelling = by_lower[base.lower()]
-        if abs(figures[spelling].memory_gib - read_gib(suffix)) <= read_gib(suffix) * _MEMORY_SLACK:
+        memory_gib = figures[spelling].memory_gib if spelling in figures else read_gib(suffix)
+        if abs(memory_gib - read_gib(suffix)) <= read_gib(suffix) * _MEMORY_SLACK:
             return spelling
     return name

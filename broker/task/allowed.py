@@ -1,8 +1,8 @@
-"""The texts allowed in task files, flags and the Python API: one rule for each kind, with its source.
+"""Rules for the values allowed in task files, flags and the Python API: one for each kind of text, with its source.
 
-The loader, `broker schema`, the flags and `broker.plan` all read this table, so that a text which no cloud, shell or
-kernel accepts is refused before any request or payment. Where clouds differ, a rule accepts what any of them accepts,
-and `LABELS` and `BUCKETS` have the rule of each one.
+The loader, `broker schema`, the flags and `broker.plan` all read this table, so that a value which no cloud, shell or
+kernel accepts is refused before any request or payment. Where clouds differ, a rule accepts whatever any of them
+accepts; `LABELS` and `BUCKETS` have the rules of the individual clouds.
 
 Patterns use the syntax common to Python and JSON Schema. They never match a control character.
 """
@@ -83,20 +83,20 @@ _POSIX_PATH = "POSIX: no NUL, PATH_MAX 4,096 and NAME_MAX 255 bytes"
 TASK_NAME = Rule(
     pattern=_LONG_NAME,
     expected="at most 200 letters, digits, `-`, `_` or `.`, with a letter or digit at both ends",
-    source="SkyPilot's names; they have no limit there, but a pipeline's name becomes that of a folder",
+    source="SkyPilot's names; the length limit is broker's, because a pipeline's name becomes a folder name",
     repairs=True,
 )
 JOB_NAME = TASK_NAME
 CLUSTER_NAME = Rule(
     pattern=r"[A-Za-z](?:[-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?",
     expected="at most 63 letters, digits, `-`, `_` or `.`, starting with a letter and ending with a letter or digit",
-    source="SkyPilot's cluster names; it becomes tags, folders and host names",
+    source="SkyPilot's cluster names; the name becomes tags, folders and host names",
     repairs=True,
 )
 REQUEST_ID = Rule(
     pattern=rf"{_PLAIN}{{1,200}}",
     expected="1 to 200 characters without control characters",
-    source="broker: it is a key of the store",
+    source="broker: it is a key in the store",
 )
 ENV_NAME = Rule(
     pattern="[A-Za-z_][A-Za-z0-9_]{0,254}",
@@ -121,12 +121,12 @@ SCRIPT = Rule(
 LABEL_KEY = Rule(
     pattern=rf"{_PLAIN}{{1,317}}",
     expected="1 to 317 characters without control characters",
-    source="the longest of any cloud: Kubernetes, a DNS name of 253, `/` and a name of 63",
+    source="the longest that any cloud allows: Kubernetes, a DNS name of 253, `/` and a name of 63",
 )
 LABEL_VALUE = Rule(
     pattern=rf"{_PLAIN}{{0,256}}",
     expected="at most 256 characters without control characters",
-    source="the longest of any cloud: EC2 and Azure",
+    source="the longest that any cloud allows: EC2 and Azure",
 )
 TARGET = Rule(
     pattern=rf"(?!-)(?!\.+/*$)(?!(?:[^\x00]*/)?\.\.(?:/|$))(?!(?:[^\x00]*/)?[^/\x00]{{256}}){_PLAIN}{{1,{PATH_BYTES_MAX}}}",
@@ -159,7 +159,7 @@ DATA_URL = Rule(
 PLACE = Rule(
     pattern=rf"(?!-){_SOLID}{{1,253}}",
     expected="a name without spaces or a leading `-`",
-    source="Kubernetes' DNS names (253), the longest of any cloud",
+    source="Kubernetes' DNS names (253), the longest that any cloud allows",
 )
 INSTANCE_TYPE = Rule(
     pattern="(?!-)[!-~]{1,200}",

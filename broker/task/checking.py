@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 
 from broker.errors import Issue, TaskError, UsageError
@@ -26,6 +27,7 @@ from broker.task.allowed import (
     TASK_NAME,
     Rule,
 )
+from broker.task.measures import NUM_NODES_MAX
 from broker.task.reading import Reader, describe
 from broker.task.tables import Section
 from broker.types import Resources, Task
@@ -109,7 +111,13 @@ def check_task(task: Task, file: str = "task") -> Task:
     numbers."""
     issues = [
         Issue(file=file, line=0, column=0, message=message, hint=hint)
-        for message, hint in [*_check_texts(task), *_check_places(task), *_check_values(task)]
+        for message, hint in [
+            *_check_texts(task),
+            *_check_places(task),
+            *_check_values(task),
+            *_check_numbers(task),
+            *_check_schedule(task),
+        ]
     ]
     if issues:
         raise TaskError(issues)
@@ -142,6 +150,33 @@ def _check_texts(task: Task) -> Iterator[_Fault]:
             yield from _try("file_mounts", source, SOURCE)
         if found := check_bucket(mount.name or "", mount.store):
             yield f"`name` must be {found[0].expected}, not {describe(mount.name)}", found[1]
+
+
+def _check_numbers(task: Task) -> Iterator[_Fault]:
+    """Check what a file's types ensure for tasks that are made in Python."""
+    if not isinstance(task.num_nodes, int) or not 1 <= task.num_nodes <= NUM_NODES_MAX:
+        yield f"`num_nodes` must be a whole number from 1 to {NUM_NODES_MAX:,}, not {task.num_nodes}", None
+    if not task.resources:
+        yield "`resources` must have at least one alternative", "write `resources=(Resources(),)`"
+    positive: dict[str, float | None] = {}
+    for each in task.resources:
+        if not 0 <= each.accelerator_count < math.inf or (each.accelerator and not each.accelerator_count):
+            yield f"`accelerators` must have a positive count, not {each.accelerator_count:g}", None
+        positive |= {"disk_size": each.disk_size_gib, "max_hourly_cost": each.usd_hour_max}
+    if (goal := task.goal) is not None:
+        hours = {"work": goal.work_hours, "deadline": goal.deadline_hours, "budget": goal.budget_usd}
+        positive |= {f"goal.{name}": value for name, value in hours.items()}
+    positive["max_duration"] = task.max_duration_s
+    for name, value in positive.items():
+        if value is not None and not 0 < value < math.inf:
+            yield f"`{name}` must be a positive number, not {value:g}", None
+
+
+def _check_schedule(task: Task) -> Iterator[_Fault]:
+    if task.schedule is not None:
+        from broker.task.due_times import list_faults
+
+        yield from ((f"`schedule.{field}`: {message}", hint) for field, message, hint in list_faults(task.schedule))
 
 
 def _check_places(task: Task) -> Iterator[_Fault]:

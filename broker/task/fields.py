@@ -10,8 +10,9 @@ from broker.task import allowed
 from broker.task.environment import EnvValue
 from broker.task.fields_notify import NOTIFY
 from broker.task.fields_resources import ACCELERATOR_NAME, RESOURCES
+from broker.task.fields_schedule import SCHEDULE_SHAPE
 from broker.task.fields_service import POOL, SERVICE
-from broker.task.measures import Duration, Size
+from broker.task.measures import NUM_NODES_MAX, Duration, Size
 from broker.task.shapes import Anything, Choice, Either, Flag, ListOf, MapOf, Number, Text, Whole
 from broker.task.tables import Field, Later, Table
 
@@ -58,7 +59,7 @@ STORAGE = Table(
         ),
         "store": Field(
             shape=Choice(words=STORES),
-            about="Storage provider of the bucket; by default of the cloud, where `infra` names AWS, GCP or Azure.",
+            about="Storage provider of the bucket (default: the cloud's own, if `infra` names AWS, GCP or Azure).",
         ),
         "persistent": Field(shape=Flag(), about="Broker never deletes a bucket; `false` prints a warning."),
         "mode": Field(
@@ -99,7 +100,7 @@ GOAL = Table(
     about="Definition of done; with it, broker ranks placements by the expected cost to finish.",
     fields={
         "work": Field(
-            shape=Either(shapes=(Duration(bare_unit="h"), WORK)), about="How long the task runs without failures.",
+            shape=Either(shapes=(Duration(bare_unit="h"), WORK)), about="How long the task takes without failures.",
             examples=("100h",),
         ),
         "throughput": Field(
@@ -110,14 +111,20 @@ GOAL = Table(
             examples=({"H100:8": 31000, "A100:8": 12500},),
         ),
         "deadline": Field(shape=Duration(bare_unit="h"), about="Finish within this time.", examples=("48h", "6d")),
-        "budget": Field(shape=Number(), about="Maximum total cost, in USD.", examples=(5000,)),
+        "budget": Field(
+            shape=Number(),
+            about="Maximum total cost, in USD; plans respect it, and a managed job ends when it is used up.",
+            examples=(5000,),
+        ),
         "hour_value": Field(
             shape=Number(above=None),
             about="Value of finishing one hour earlier, in USD (default: 2 % of the gang's on-demand price per hour).",
             examples=(2.5,),
         ),
         "confidence": Field(
-            shape=Number(at_most=0.9999), about="Required chance to meet the deadline (default: 0.9).", examples=(0.9,)
+            shape=Number(at_most=0.9999),
+            about="Required probability of meeting the deadline (default: 0.9).",
+            examples=(0.9,),
         ),
     },
 )  # fmt: skip
@@ -142,9 +149,14 @@ CHECKPOINT = Table(
             shape=Duration(bare_unit="s", is_zero_ok=True), about="How long a checkpoint stops training (default: 5s)."
         ),
         "restart": Field(
-            shape=Duration(bare_unit="s", is_zero_ok=True), about="Time from new nodes to training (default: 5m)."
+            shape=Duration(bare_unit="s", is_zero_ok=True),
+            about="Time until training continues on new nodes (default: 5m).",
         ),
         "size": Field(shape=Size(), about="Size of a checkpoint.", examples=("120GB",)),
+        "same_ranks": Field(
+            shape=Flag(),
+            about="The program resumes only on as many accelerators as wrote the checkpoint (default: false).",
+        ),
     },
 )
 
@@ -224,12 +236,14 @@ TASK = Table(
         "name": Field(shape=_NAME, is_blank_none=True, about="Task name."),
         "resources": Field(shape=RESOURCES, about="Resources per node."),
         "num_nodes": Field(
-            shape=Whole(minimum=1, maximum=100_000), examples=(2,), about="Number of identical nodes (default: 1)."
+            shape=Whole(minimum=1, maximum=NUM_NODES_MAX),
+            examples=(2,),
+            about="Number of identical nodes (default: 1).",
         ),
         "workdir": Field(
             shape=Either(shapes=(_SOURCE, WORKDIR_GIT)), examples=(".",),
             about="Local folder to upload as the working directory of every node, or a git repository, which is cloned "
-            "at one commit on this machine and sent with its `.git`.",
+            "on this machine at one commit and uploaded with its `.git`.",
         ),
         "setup": Field(shape=Text(rule=allowed.SCRIPT), about="Commands to run before `run`, on every node."),
         "run": Field(shape=Text(rule=allowed.SCRIPT), about="Program to run on every node."),
@@ -237,8 +251,8 @@ TASK = Table(
             shape=MapOf(
                 value=EnvValue(), key=allowed.ENV_NAME, has_null=True,
             ),
-            about="Environment variables; pass those without a value with `--env`. As in SkyPilot, `true` is `True` "
-            "and `1.10` is `1.1`: put a value in quotes to keep it as written.",
+            about="Environment variables; pass those without a value with `--env`. As in SkyPilot, `true` becomes "
+            "`True` and `1.10` becomes `1.1`; put a value in quotes to keep it as written.",
         ),
         "secrets": Field(
             shape=Either(
@@ -278,7 +292,7 @@ TASK = Table(
         "on_loss": Field(
             shape=Choice(words=("keep-going", "restart-group")),
             about="In a job group, whether the other tasks restart when this one is lost (broker extension). Default: "
-            "`restart-group` if another one reads its addresses from variables, else `keep-going`.",
+            "`restart-group` if another task reads this task's addresses from variables, otherwise `keep-going`.",
         ),
         "service": Field(
             shape=SERVICE, about="Serve the task behind a load balancer.",
@@ -314,9 +328,14 @@ TASK = Table(
         ),
         "event_callback": Field(
             shape=Text(rule=allowed.SCRIPT),
-            about="Command that the daemon runs, on its own machine, at every status change of a managed job.",
+            about="Command that the daemon runs on its own machine whenever the status of a managed job changes.",
         ),
         "notify": Field(shape=NOTIFY, about="Notifications about a managed job (broker extension)."),
+        "schedule": Field(
+            shape=SCHEDULE_SHAPE, examples=("0 2 * * *",),
+            about="Schedule on which `broker jobs launch` starts the task repeatedly: cron fields, or a mapping "
+            "(broker extension).",
+        ),
         "api_server_access": Field(
             shape=Flag(), about="Access of the task to the SkyPilot server.",
             later=Later(message="tasks have no access to the broker server", blocks_launch=False),
@@ -356,11 +375,11 @@ HEADER = Table(
         "primary_tasks": Field(shape=ListOf(item=Text()), about="The group ends when these tasks end (default: all)."),
         "termination_delay": Field(
             shape=Either(shapes=(Duration(bare_unit="s", is_zero_ok=True), MapOf(value=Duration(bare_unit="s")))),
-            about="How long the other tasks continue then, for all or by task name (default: 0s).",
+            about="How long the other tasks continue after that: a duration, or a mapping by task name (default: 0s).",
         ),
         "inter_connection": Field(
             shape=Flag(),
-            about="Whether the tasks of a group exchange data: they then run in one region (default: true).",
+            about="Whether the tasks of a group exchange data; if so, they run in one region (default: true).",
         ),
         "placement": Field(
             shape=Text(),

@@ -16,7 +16,7 @@ NOTIFY = Table(
     fields={
         "on": Field(
             shape=Either(shapes=(_KIND, ListOf(item=_KIND))),
-            about="Which notifications (default: `ended`, `deadline`, `attention`). `ended` includes `failed`.",
+            about="Which notifications to send (default: `ended`, `deadline`, `attention`). `ended` includes `failed`.",
             examples=(["failed", "preempted", "recovered"],),
         ),
         "webhook": Field(
@@ -29,7 +29,7 @@ NOTIFY = Table(
         "slack": Field(
             shape=Text(
                 pattern=_VARIABLE, is_hidden=True,
-                expected="`env:BROKER_NOTIFY_...`, as the URL of a Slack webhook is a secret",
+                expected="`env:BROKER_NOTIFY_...`, because the URL of a Slack webhook is a secret",
             ),
             about="Variable of the daemon that contains the URL of a Slack incoming webhook.",
             examples=("env:BROKER_NOTIFY_SLACK",),

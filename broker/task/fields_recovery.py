@@ -20,13 +20,13 @@ JOB_RECOVERY = Table(
             about="Placement after a preemption: `failover` tries the same location first, `eager_next_region` leaves "
             "the region at once, `cheapest` plans again, `deadline` (the default if the `goal` has work and a "
             "deadline) weighs spot, waiting and on-demand against the remaining time. SkyPilot's "
-            "`DYNAMIC_NODE_SET` is the default strategy with `min_nodes`, 1 by default.",
+            "`DYNAMIC_NODE_SET` means the default strategy with `min_nodes` (1 unless set).",
         ),
         "max_restarts_on_errors": Field(
             shape=Whole(),
-            about="Maximum restarts of a failed program. By default, it restarts while it reports new steps or "
-            "checkpoints: three failures at one step end the job, and so does a first one before any step, unless a "
-            "signal ended a program that saves checkpoints.",
+            about="Maximum restarts of a failed program. By default, the program restarts as long as it reports new "
+            "steps or checkpoints; three failures at the same step end the job. A failure before the first step ends "
+            "it at once, unless a signal ended a program that saves checkpoints.",
         ),
         "recover_on_exit_codes": Field(
             shape=Either(shapes=(Whole(maximum=255), ListOf(item=Whole(maximum=255)))),
@@ -38,12 +38,19 @@ JOB_RECOVERY = Table(
         ),
         "min_nodes": Field(
             shape=Whole(minimum=1),
-            about="An elastic program continues while the first node and this many nodes in total remain; lost nodes "
-            "are replaced meanwhile (broker extension).",
+            about="Minimum number of nodes with which an elastic program continues while lost nodes are replaced. They "
+            "must include the first node, unless the program follows `BROKER_GANG_FILE`, as the bundled trainers do "
+            "(broker extension).",
         ),
         "health_check": Field(
             shape=Flag(),
-            about="Check each node's GPUs before the first step and replace a faulty node; by default on GPU clouds.",
+            about="Check each node's GPUs before the first step and replace faulty nodes (default: on cloud machines "
+            "with GPUs).",
+        ),
+        "cache_setup": Field(
+            shape=Flag(),
+            about="Keep what `setup` wrote to the home folder beside the checkpoints once that pays, so that later "
+            "starts restore it instead of running `setup` (broker extension; docs/RECOVERY.md).",
         ),
     },
 )

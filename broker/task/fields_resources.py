@@ -102,6 +102,8 @@ class Port(Scalar):
         return ",".join(parts)
 
     def hint(self, marked: Marked) -> str | None:
+        if ":" in str(marked.value):
+            return "write the port of the node alone; ports are not mapped to others"
         first, _, last = str(marked.value).partition("-")
         is_turned = first.isdigit() and last.isdigit() and int(first) > int(last)
         return f"write the lower port first: `{last}-{first}`" if is_turned else "ports are 1 to 65535"
@@ -156,7 +158,6 @@ def _has_none(clouds: Sequence[str], message: str, **more: Any) -> dict[str, Lat
     return {cloud: Later(message=message, blocks_launch=False, **more) for cloud in clouds}
 
 
-_PODS = ("kubernetes", "slurm", "ssh")  # tasks there have the disk that the cluster provides
 _NOT_YET_DISK = "selecting local disks is not supported"
 
 AUTOSTOP = Table(
@@ -214,8 +215,9 @@ ONE: dict[str, Field] = {
     "accelerators": Field(
         shape=_ACCELERATORS,
         examples=EXAMPLE_ACCELERATORS,
-        about="NAME[:COUNT] per node; `{A100:8, H100:8}` is either, `[H100:8, A100:8]` is in this order, `80GB+:8` "
-        "is any accelerator with that much memory. `T4:0.5` is a fraction of one, which runs of a cluster share.",
+        about="NAME[:COUNT] per node; `{A100:8, H100:8}` allows either, `[H100:8, A100:8]` is tried in this order, "
+        "`80GB+:8` matches any accelerator with at least that much memory. `T4:0.5` is a fraction of an accelerator, "
+        "which several runs on a cluster share.",
     ),
     "gpus": Field(shape=_ACCELERATORS, alias_of="accelerators", about="Alias of `accelerators`."),
     "accelerator_args": Field(
@@ -240,7 +242,10 @@ ONE: dict[str, Field] = {
     ),
     "disk_size": Field(
         shape=Size(), about="Size of the root disk in GiB (default: 256).", examples=("256GB", "1TB"),
-        at=_has_none(("local", *_PODS), "the existing disk is used"),
+        at={
+            **_has_none(("local", "slurm", "ssh"), "the existing disk is used"),
+            **_has_none(("kubernetes",), "the node's disk is used, and a pod requests at most its share of it"),
+        },
     ),
     "ephemeral_storage": Field(shape=Size(), alias_of="disk_size", about="Deprecated name of `disk_size`."),
     "disk_tier": Field(
@@ -299,11 +304,11 @@ ONE: dict[str, Field] = {
     ),
     "priority": Field(
         shape=Either(shapes=(Whole(minimum=-1000, maximum=1000), Choice(words=tuple(PRIORITIES)))),
-        about="Priority of a managed job: -1000 to 1000, or `low`, `normal`, `high`; used with `max_live_jobs`.",
+        about="Priority of a managed job: -1000 to 1000, or `low`, `normal`, `high`; requires `max_live_jobs`.",
     ),
     "priority_class": Field(
         shape=Text(), about="Kueue priority class.",
-        later=Later(message="jobs start in the order of submission", blocks_launch=False),
+        later=Later(message="jobs start in order of submission", blocks_launch=False),
     ),
     "_no_missing_accel_warnings": Field(shape=Flag(), about="Internal to SkyPilot; no effect."),
     "_docker_login_config": Field(shape=MapOf(value=Text()), about="Internal to SkyPilot; no effect."),

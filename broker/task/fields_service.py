@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from broker.task.shapes import Anything, Choice, Either, Flag, MapOf, Number, Text, Whole
+from broker.task.fields_resources import Infra
+from broker.task.shapes import Anything, Choice, Either, Flag, ListOf, MapOf, Number, Text, Whole
 from broker.task.tables import Field, Later, Table
+from broker.types import GATEWAYS_MAX, BalancerType, ServiceProtocol
+
+PASSTHROUGH = "passthrough"
 
 _SECONDS = Number(above=None)
 
@@ -11,12 +15,12 @@ READINESS_PROBE = Table(
     name="readiness_probe",
     about="Readiness check of a replica.",
     fields={
-        "path": Field(shape=Text(), about="URL path.", is_required=True, examples=("/health",)),
+        "path": Field(shape=Text(), about="URL path; required with `protocol: http`.", examples=("/health",)),
         "initial_delay_seconds": Field(shape=_SECONDS, about="Delay before the first probe."),
         "timeout_seconds": Field(shape=_SECONDS, about="Response timeout."),
         "endpoint_probe_interval_seconds": Field(shape=_SECONDS, about="Time between probes."),
         "consecutive_failure_threshold_timeout": Field(
-            shape=_SECONDS, about="A replica whose probes fail for this long counts as failed."
+            shape=_SECONDS, about="How long probes may fail before the replica counts as failed."
         ),
         "post_data": Field(
             shape=Either(shapes=(Text(), MapOf(value=Anything()))), about="Request body; makes the probe a POST."
@@ -33,7 +37,7 @@ REPLICA_POLICY = Table(
         "num_overprovision": Field(shape=Whole(), about="Spare replicas."),
         "target_qps_per_replica": Field(
             shape=Either(shapes=(_SECONDS, MapOf(value=_SECONDS))),
-            about="Target queries per second per replica; also by accelerator.",
+            about="Target queries per second per replica: a number, or a mapping by accelerator.",
         ),
         "target_requests_in_flight_per_replica": Field(
             shape=Number(above=0), about="Target requests in flight per replica (broker extension)."
@@ -58,6 +62,40 @@ TLS = Table(
     fields={
         "keyfile": Field(shape=Text(), about="Private key file.", is_required=True),
         "certfile": Field(shape=Text(), about="Certificate file.", is_required=True),
+        "cafile": Field(
+            shape=Text(),
+            about="Certificate authority that must have signed client certificates (broker extension).",
+        ),
+    },
+)
+BALANCER = Table(
+    name="balancer",
+    about="The program that clients connect to (broker extension).",
+    fields={
+        "type": Field(
+            shape=Choice(words=tuple(BalancerType)),
+            about="`broker`: broker's own (default). `haproxy`: HAProxy, which must be installed.",
+            is_required=True,
+            examples=("haproxy",),
+        )
+    },
+)
+GATEWAY = Table(
+    name="gateway",
+    about="Machines of their own for the load balancer (broker extension).",
+    fields={
+        "count": Field(
+            shape=Whole(minimum=1, maximum=GATEWAYS_MAX),
+            about="Number of gateways, each with a load balancer.",
+            examples=(2,),
+        ),
+        "infra": Field(
+            shape=Either(shapes=(Infra(), ListOf(item=Infra(), count_min=1))),
+            about="Location, or a list with one location per gateway (default: the cheapest; with local replicas, this "
+            "machine).",
+            examples=("aws/us-east-1",),
+        ),
+        "cpus": Field(shape=Number(above=0, at_most=1_000), about="Minimum number of vCPUs (default: 2)."),
     },
 )
 POOL = Table(
@@ -104,10 +142,24 @@ SERVICE = Table(
         ),
         "load_balancing_policy": Field(
             shape=Choice(words=("round_robin", "least_load", "instance_aware_least_load", "prefix_affinity")),
-            about="Load-balancing policy; `prefix_affinity` (broker extension) sends prompts that begin alike to one "
-            "replica.",
+            about="Load-balancing policy; `prefix_affinity` (broker extension) sends prompts with a common prefix to "
+            "the same replica.",
         ),
-        "tls": Field(shape=TLS, about="Certificates."),
+        "tls": Field(
+            shape=Either(shapes=(TLS, Choice(words=(PASSTHROUGH,)))),
+            about="Certificates, or `passthrough` (broker extension): with `protocol: tcp` or `grpc`, the replicas "
+            "terminate TLS.",
+        ),
+        "protocol": Field(
+            shape=Choice(words=tuple(ServiceProtocol)),
+            about="Protocol of clients and replicas: `http` (default), or `tcp` and `grpc`, whose connections are "
+            "passed through (broker extension).",
+            examples=("grpc",),
+        ),
+        "balancer": Field(shape=BALANCER, about="The program that clients connect to (broker extension)."),
+        "gateway": Field(
+            shape=GATEWAY, about="Run the load balancer on one or two machines of its own (broker extension)."
+        ),
     },
     retired={
         "https": "write `tls: {keyfile: PATH, certfile: PATH}`",

@@ -13,6 +13,7 @@ _SETTINGS = frozenset({
     "nebius", "ssh", "slurm", "docker", "nvidia_gpus", "logs", "db", "auth", "workspaces", "active_workspace",
     "provision", "rbac", "daemons", "data", "vast", "do", "runpod",
 })  # fmt: skip
+_DSTACK = ("task", "dev-environment", "service")
 _VOLUMES = ("k8s-pvc", "runpod-network-volume", "slurm-host-path", "k8s-hostpath")
 _WRITE = "a task has `run:` with the program, and `resources:` with what it needs"
 
@@ -20,6 +21,8 @@ _WRITE = "a task has `run:` with the program, and `resources:` with what it need
 def recognise(fields: Mapping[str, Marked]) -> tuple[str, str] | None:
     """Return what the document is, and a hint; None if it may be a task."""
     keys = set(fields)
+    if {"type", "commands"} <= keys and fields["type"].value in _DSTACK:
+        return "a dstack configuration", "write its `commands` as `run:`, and `gpu` as `accelerators: NAME:COUNT`"
     if keys & _TASK:
         return None
     if {"apiVersion", "kind"} <= keys:

@@ -8,10 +8,12 @@ from pathlib import Path
 
 from broker.errors import Issue, TaskError
 from broker.task.allowed import is_credential_name
+from broker.task.caching import check_cached_setup
 from broker.task.checking import check_environment, check_labels
 from broker.task.environment import is_changed, list_texts, render_value
 from broker.task.expansion import expand_variables
 from broker.task.fields import SECRET_SCOPES, TASK
+from broker.task.fields_schedule import read_schedule
 from broker.task.foreign import recognise
 from broker.task.measures import MAX_DURATION_S_MIN, UNATTENDED_S_MIN
 from broker.task.mounts import read_file_mounts, read_workdir
@@ -34,6 +36,7 @@ from broker.types import (
     Task,
 )
 
+_CONVERT = "convert a Slurm script with `broker jobs import SCRIPT.sbatch`"
 _SMALLEST = "for example, a minimal task: `run: echo hello`"
 
 
@@ -42,8 +45,8 @@ def load_tasks(
 ) -> tuple[Task, ...]:
     """Load the tasks of a file: several documents are a pipeline or a DAG. Raises TaskError."""
 
-    def fail(message: str, *, line: int = 0, hint: str | None = None) -> TaskError:
-        return TaskError([Issue(file=str(path), line=line, column=1 if line else 0, message=message, hint=hint)])
+    def fail(message: str, *, line: int = 0, column: int = 0, hint: str | None = None) -> TaskError:
+        return TaskError([Issue(file=str(path), line=line, column=column, message=message, hint=hint)])
 
     try:
         with path.open("rb") as file:
@@ -58,7 +61,9 @@ def load_tasks(
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = data.count(b"\n", 0, error.start) + 1
-        raise fail("the file is not UTF-8 text", line=line, hint="save it as UTF-8") from None
+        before = data[data.rfind(b"\n", 0, error.start) + 1 : error.start].decode("utf-8", "replace")
+        column = len(before.removeprefix("\ufeff")) + 1
+        raise fail("the file is not UTF-8 text", line=line, column=column, hint="save it as UTF-8") from None
     return load_tasks_text(text, str(path), envs=envs, secrets=secrets)
 
 
@@ -73,6 +78,10 @@ def load_tasks_text(
     if not sections:
         reader.note(1, 1, "the file contains no task", _SMALLEST)
     read = [each for marked in sections if (each := _read_document(reader, marked, envs or {}, secrets or {}))]
+    if len(read) > 1:
+        for section in (section for section, task in read if task.schedule is not None):
+            hint = "move the task to a file of its own"
+            reader.fault(section.marks["schedule"], "a task with `schedule` must be the only one of its file", hint)
     tasks = join_tasks(reader, header, read) if read and len(read) == len(sections) else ()
     if reader.issues:
         raise TaskError(sorted(reader.issues, key=lambda issue: (issue.line, issue.column)))
@@ -87,7 +96,8 @@ def _read_document(
     if not isinstance(marked.value, dict):
         is_text = isinstance(marked.value, str)
         colon = suggest_colon(marked.value) if is_text and ":" in marked.value else None
-        reader.fault(marked, f"a task must be a mapping, not {describe(marked)}", colon or _SMALLEST)
+        hint = _CONVERT if reader.contains("#SBATCH") else colon or _SMALLEST
+        reader.fault(marked, f"a task must be a mapping, not {describe(marked)}", hint)
         return None
     if foreign := recognise(marked.value):
         kind, hint = foreign
@@ -118,6 +128,9 @@ def _read_task(reader: Reader, section: Section, envs: Mapping[str, str], secret
     check_environment(reader, section, "secrets", secret_values)
     env_values = _read_values(reader, section, "envs", envs)
     check_environment(reader, section, "envs", env_values)
+    recovery = read_recovery(section.get("resources"))
+    if recovery.caches_setup:
+        check_cached_setup(reader, section)
     return Task(
         name=section.get("name"),
         resources=resources,
@@ -132,7 +145,7 @@ def _read_task(reader: Reader, section: Section, envs: Mapping[str, str], secret
         setup=section.get("setup"),
         run=section.get("run"),
         goal=_read_goal(reader, section.get("goal")),
-        recovery=read_recovery(section.get("resources")),
+        recovery=recovery,
         autostop=read_autostop(section.get("resources")),
         checkpoint=_read_checkpoint(section.get("checkpoint")),
         unattended_s=_read_unattended(reader, section),
@@ -143,6 +156,7 @@ def _read_task(reader: Reader, section: Section, envs: Mapping[str, str], secret
         priority=read_priority(section.get("resources")),
         notify=_read_notify(section.get("notify")),
         event_callback=section.get("event_callback"),
+        schedule=read_schedule(reader, section),
         notices=reader.take_notices(),
         origin=Origin(file=reader.file, line=section.marked.line, column=section.marked.column),
     )
@@ -249,4 +263,5 @@ def _read_checkpoint(section: Section | None) -> CheckpointSpec:
         restart_s=section.get("restart", CheckpointSpec.restart_s),
         size_gib=section.get("size", CheckpointSpec.size_gib),
         to=section.get("to"),
+        is_for_same_ranks=section.get("same_ranks", False),
     )

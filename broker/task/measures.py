@@ -19,6 +19,7 @@ _PART = rf"{_NUMBER} ?[sSmMhHdDwW]"
 _SPAN = rf"{_PART}(?: ?{_PART}){{0,4}}"
 NUMBER_MAX = 1e9
 MAX_DURATION_S_MIN = 60.0  # a program of less has no time to start and to save
+NUM_NODES_MAX = 100_000
 UNATTENDED_S_MIN = 900.0  # several renewals of the lease, so that a slow network terminates no node
 
 

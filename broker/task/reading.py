@@ -30,6 +30,10 @@ class Reader:
         """Replace these secrets by `***` in lines shown with later issues and notices."""
         self._hidden += sorted((text for text in texts if len(text) >= _SECRET_MIN), key=len, reverse=True)
 
+    def contains(self, text: str) -> bool:
+        """Return whether the file contains the text."""
+        return text in self._text
+
     def find_origin(self, marked: Marked) -> Origin:
         """Return the position of a value, for messages after reading."""
         return Origin(file=self.file, line=marked.line, column=marked.column)

@@ -196,6 +196,7 @@ def _read_recovery(value: Any) -> JobRecovery:
         stall_timeout_s=value.get("stall_timeout"),
         nodes_min=value.get("min_nodes", nodes_min),
         checks_health=value.get("health_check"),
+        caches_setup=value.get("cache_setup", False),
     )
 
 

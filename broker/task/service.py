@@ -5,10 +5,21 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from broker.task.fields_service import PASSTHROUGH
 from broker.task.reading import Reader
 from broker.task.tables import Section
 from broker.task.yaml_reader import Marked
-from broker.types import ReadinessProbe, ReplicaPolicy, ServiceSpec, TlsFiles
+from broker.types import (
+    GATEWAYS_MAX,
+    BalancerType,
+    GatewayPlace,
+    GatewaySpec,
+    ReadinessProbe,
+    ReplicaPolicy,
+    ServiceProtocol,
+    ServiceSpec,
+    TlsFiles,
+)
 
 
 def read_service(reader: Reader, section: Section) -> ServiceSpec | None:
@@ -19,25 +30,100 @@ def read_service(reader: Reader, section: Section) -> ServiceSpec | None:
     service: Section | None = section.get("service")
     if service is None or "workers" in service.values or "pool" in service.values:
         return None
-    tls: Section | None = service.get("tls")
+    tls: Section | str | None = service.get("tls")
     balancer: Section | None = service.get("load_balancer")
-    probe = _read_probe(reader, service)
+    gateway: Section | None = service.get("gateway")
+    protocol = ServiceProtocol(service.get("protocol", ServiceProtocol.HTTP))
+    program: Section | None = service.get("balancer")
+    kind = BalancerType(program.get("type", BalancerType.BROKER) if program else BalancerType.BROKER)
+    _check_passing(reader, service, protocol, kind)
+    _check_gateway(reader, service, protocol, kind)
+    probe = _read_probe(reader, service, protocol)
     settings: dict[str, Any] = {
         "port": service.get("ports"),
         "availability": service.get("availability"),
         "balancing": service.get("load_balancing_policy"),
         "stream_timeout_s": balancer.get("stream_timeout_seconds") if balancer else None,
-        "tls": TlsFiles(key_path=tls.get("keyfile", ""), certificate_path=tls.get("certfile", "")) if tls else None,
+        "gateway": None if gateway is None else _read_gateway(reader, gateway),
+        "tls": _read_tls(tls) if isinstance(tls, Section) else None,
+        "is_tls_passed": tls == PASSTHROUGH,
+        "protocol": protocol,
+        "balancer": kind,
     }
     given = {name: value for name, value in settings.items() if value is not None}
     return ServiceSpec(probe=probe, policy=_read_policy(reader, service), **given)
 
 
-def _read_probe(reader: Reader, service: Section) -> ReadinessProbe:
-    probe: str | Section = service.get("readiness_probe", "/")
+def _read_gateway(reader: Reader, gateway: Section) -> GatewaySpec:
+    infra = gateway.get("infra") or []
+    found = [infra] if isinstance(infra, tuple) else infra  # one location is a tuple of its parts
+    names = {"count": "count", "vcpus_min": "cpus"}
+    given = {name: gateway.values[field] for name, field in names.items() if field in gateway.values}
+    places = tuple(
+        GatewayPlace(cloud="kubernetes" if cloud == "k8s" else cloud, region=region, zone=zone)
+        for cloud, region, zone in found
+    )
+    read = GatewaySpec(places=places, **given)
+    if len(places) > read.count:
+        hint = f"add `count: {len(places)}`" if len(places) <= GATEWAYS_MAX else f"list {GATEWAYS_MAX} at most"
+        reader.fault(gateway.marks["infra"], "`infra` has more locations than there are gateways", hint)
+    return read
+
+
+def _check_gateway(reader: Reader, service: Section, protocol: ServiceProtocol, kind: BalancerType) -> None:
+    """Report the settings that a gateway, which has only the balancer that reads requests, would not follow."""
+    tls: Section | str | None = service.get("tls")
+    settings = {
+        f"protocol: {protocol}": protocol is not ServiceProtocol.HTTP,
+        f"balancer: {{type: {kind}}}": kind is not BalancerType.BROKER,
+        "tls: {cafile}": isinstance(tls, Section) and tls.get("cafile") is not None,
+    }
+    if "gateway" in service.marks and (cause := next((each for each, is_set in settings.items() if is_set), None)):
+        reader.fault(service.marks["gateway"], f"`gateway` is not available with `{cause}`", "remove one of the two")
+
+
+def _read_tls(tls: Section) -> TlsFiles:
+    return TlsFiles(
+        key_path=tls.get("keyfile", ""), certificate_path=tls.get("certfile", ""), client_ca_path=tls.get("cafile")
+    )
+
+
+def _check_passing(reader: Reader, service: Section, protocol: ServiceProtocol, kind: BalancerType) -> None:
+    """Report the settings that need requests to be read, where the balancer passes connections or is another one."""
+    is_http = protocol is ServiceProtocol.HTTP
+    if not is_http and kind is BalancerType.BROKER:
+        balancer: Section | None = service.get("load_balancer")
+        if balancer is not None and "stream_timeout_seconds" in balancer.marks:
+            reader.fault(
+                balancer.marks["stream_timeout_seconds"],
+                f"`stream_timeout_seconds` is not available with `protocol: {protocol}`: idle connections stay open",
+                "remove it",
+            )
+    if service.get("load_balancing_policy") == "prefix_affinity" and not (is_http and kind is BalancerType.BROKER):
+        cause = "balancer: {type: haproxy}" if is_http else f"protocol: {protocol}"
+        reader.fault(
+            service.marks["load_balancing_policy"],
+            f"`prefix_affinity` is not available with `{cause}`: prompts are not read",
+            "write `least_load`",
+        )
+    if service.get("tls") == PASSTHROUGH and is_http:
+        reader.fault(
+            service.marks["tls"],
+            "`tls: passthrough` is not available with `protocol: http`: the balancer reads requests",
+            "write `tls: {keyfile: PATH, certfile: PATH}`",
+        )
+
+
+def _read_probe(reader: Reader, service: Section, protocol: ServiceProtocol) -> ReadinessProbe:
+    is_http = protocol is ServiceProtocol.HTTP
+    probe: str | Section = service.get("readiness_probe", "/" if is_http else "")
+    if not is_http:
+        _refuse_request(reader, service, probe, protocol)
     if isinstance(probe, str):
         _check_path(reader, service, "readiness_probe", probe)
         return ReadinessProbe(path=probe)
+    if is_http and "path" not in probe.values:
+        reader.fault(probe.marked, "`readiness_probe` requires `path`", "for example `path: /health`")
     _check_path(reader, probe, "path", probe.get("path", "/"))
     body = probe.get("post_data")
     if isinstance(body, str):
@@ -54,10 +140,25 @@ def _read_probe(reader: Reader, service: Section) -> ReadinessProbe:
     }
     given = {name: probe.values[field] for name, field in names.items() if field in probe.values}
     return ReadinessProbe(
-        path=probe.get("path", "/"),
+        path=probe.get("path", "/") if is_http else "",
         post_data=body if body is None or isinstance(body, str) else json.dumps(_unmark(body)),
         **given,
     )
+
+
+def _refuse_request(reader: Reader, service: Section, probe: str | Section, protocol: ServiceProtocol) -> None:
+    """Report a probe by request: a replica whose port accepts a connection is ready."""
+    if isinstance(probe, str):
+        wrong = [service.marks["readiness_probe"]] if probe else []
+    else:
+        wrong = [probe.marks[name] for name in ("path", "post_data", "headers") if name in probe.marks]
+    for each in wrong[:1]:
+        reader.fault(
+            each,
+            f"a readiness request is not available with `protocol: {protocol}`: a replica is ready when it accepts a "
+            "connection",
+            "remove it; `readiness_probe` takes times only",
+        )
 
 
 def _check_path(reader: Reader, section: Section, field: str, path: str) -> None:

@@ -117,7 +117,10 @@ class Text(Scalar):
             return self.rule.suggest(marked.value) if self.rule else None
         if isinstance(marked.value, (dict, list)) and self.rule is SCRIPT:
             return "write it as one text: `|` after the colon, and each line indented below, without `-`"
-        return None if isinstance(marked.value, (dict, list)) and not self.also_scalar else "put it in quotes"
+        if isinstance(marked.value, (dict, list)):
+            kind = "mapping" if isinstance(marked.value, dict) else "list"
+            return f"write a single text after the colon, not a {kind}"
+        return "put it in quotes"
 
     def describe(self) -> Schema:
         kind: Schema = {"type": ["string", "number", "boolean"] if self.also_scalar else "string"}
@@ -164,14 +167,22 @@ class Flag(Scalar):
         return {"anyOf": [{"type": "boolean"}, {"type": "string", "pattern": f"^(?:{words})$"}]}
 
 
+LARGEST = 1_000_000_000  # of a whole number without a limit of its own
+
+
 class Whole(Scalar):
     """An integer from `minimum` to `maximum`."""
 
-    def __init__(self, *, minimum: int = 0, maximum: int = 1_000_000_000) -> None:
+    def __init__(self, *, minimum: int = 0, maximum: int = LARGEST) -> None:
         self.minimum = minimum
         self.maximum = maximum
-        most = f" and at most {maximum}" if maximum < 100_000 else ""
+        most = f" and at most {maximum}" if maximum < LARGEST else ""
         self.expected = f"a whole number of at least {minimum}{most}"
+
+    def hint(self, marked: Marked) -> str | None:
+        """Return the limit that a number exceeds where the expected form leaves it out."""
+        value = marked.value
+        return f"the largest is {self.maximum}" if self.admits_kind(value) and value > self.maximum else None
 
     def parse(self, marked: Marked) -> int | None:
         value = marked.value
@@ -324,7 +335,8 @@ class Either(Shape):
 
     def __init__(self, *, shapes: Sequence[Shape]) -> None:
         self.shapes = shapes
-        self.expected = " or ".join(dict.fromkeys(shape.expected for shape in shapes))
+        forms = list(dict.fromkeys(shape.expected for shape in shapes))
+        self.expected = (", or " if any("," in form for form in forms[:-1]) else " or ").join(forms)
 
     def admits_kind(self, value: Any) -> bool:
         return any(shape.admits_kind(value) for shape in self.shapes)
@@ -346,6 +358,8 @@ class Either(Shape):
 def suggest_mapping(marked: Marked) -> str | None:
     """Return how to turn a list, or a field without a proper colon, into the mapping that is expected."""
     if isinstance(marked.value, str):
+        if "\u00a0" in marked.value:
+            return "replace its no-break spaces (U+00A0), which look like spaces, with spaces"
         return suggest_colon(marked.value)
     return "write `KEY: VALUE` on each line, without `- `" if isinstance(marked.value, list) else None
 

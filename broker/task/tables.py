@@ -161,7 +161,8 @@ class Table(Shape):
         given = marked.value
         for key in given:
             if key not in self.fields and not reader.is_full:
-                message = f"unknown field {describe(key)} in {self._show(name)}"
+                what = f"unknown field {describe(key)}" if key else "a field without a name"
+                message = f"{what} in {self._show(name)}"
                 if noted := self.others:
                     message = f"{message}: {noted.message}"
                     reader.warn(marked.keys[key], name, message, self._suggest(key), blocks_launch=noted.blocks_launch)

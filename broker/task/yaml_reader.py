@@ -70,24 +70,18 @@ def read_documents(text: str, file: str) -> list[Marked]:
         )
     if (place := text.find("\0")) >= 0:
         line = text.count("\n", 0, place) + 1
-        raise TaskError(
-            [
-                Issue(
-                    file=file,
-                    line=line,
-                    column=0,
-                    message="the file contains a zero byte, so it is not text",
-                    hint=None,
-                )
-            ]
-        )
+        column = place - text.rfind("\n", 0, place)
+        message = "the file contains a zero byte, so it is not text"
+        raise fail(line, column, message, "remove it, or save the file as UTF-8", shows_line=False)
     try:
         return _Composer(yaml.parse(text, Loader=_loader())).compose_all()
     except ComposeError as fault:
         raise fail(fault.line, fault.column, fault.message, fault.hint, shows_line=fault.shows_line) from None
     except yaml.MarkedYAMLError as error:
-        is_bare = "simple key" in (error.context or "")  # the parser searches for the `:` as far as the next line
-        mark = (error.context_mark if is_bare else None) or error.problem_mark or error.context_mark
+        context = error.context or ""
+        is_bare = "simple key" in context  # the parser searches for the `:` as far as the next line
+        is_early = is_bare or "quoted scalar" in context  # and for the closing quote to the end of the file
+        mark = (error.context_mark if is_early else None) or error.problem_mark or error.context_mark
         at = (mark.line + 1, mark.column + 1) if mark else (1, 1)
         problem = "a field without `:`" if is_bare else error.problem or error.context or "syntax error"
         (line, column), message, hint = explain(problem, split_lines(text), at)
@@ -114,6 +108,7 @@ class _Composer:
     def __init__(self, events: Iterator[Any]) -> None:
         self._events = iter(events)
         self._anchors: dict[str, _Anchored] = {}
+        self._open: list[str | None] = []  # anchors of the values that are being composed
         self._count = 0
         self._height = 0  # of the last composed node
 
@@ -133,6 +128,7 @@ class _Composer:
         self._check_depth(depth, event)
         mark = event.start_mark
         node = Marked(value=None, line=mark.line + 1, column=mark.column + 1)
+        self._open.append(event.anchor)
         if isinstance(event, yaml.ScalarEvent):
             _check_text(event)
             node.value, node.text, node.is_plain = _read_scalar(event), event.value, event.implicit[0]
@@ -141,12 +137,17 @@ class _Composer:
             _check_tag(event)
             compose = self._compose_sequence if isinstance(event, yaml.SequenceStartEvent) else self._compose_mapping
             self._height = 1 + compose(node, depth + 1)
+        self._open.pop()
         if event.anchor:
             self._anchors[event.anchor] = (node, self._count - before, self._height)
         return node
 
     def _follow(self, event: Any, depth: int) -> Marked:
         anchored = self._anchors.get(event.anchor)
+        if anchored is None and event.anchor in self._open:
+            raise ComposeError(
+                event.start_mark, f"`*{event.anchor}` is inside the value of `&{event.anchor}`", "repeat the value"
+            )
         if anchored is None:
             raise ComposeError(
                 event.start_mark, f"undefined alias `*{event.anchor}`", f"define `&{event.anchor}` above it"

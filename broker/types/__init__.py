@@ -20,13 +20,14 @@ if TYPE_CHECKING:
     from broker.types.notify import *  # noqa: F403
     from broker.types.outcomes import *  # noqa: F403
     from broker.types.pipeline import *  # noqa: F403
+    from broker.types.schedules import *  # noqa: F403
     from broker.types.service import *  # noqa: F403
     from broker.types.task import *  # noqa: F403
     from broker.types.usage import *  # noqa: F403
 
 _TYPES = {
     "groups": ("GroupRole", "OnLoss"),
-    "jobs": ("Attempt", "Job", "JobStatus", "JobWait", "Progress", "WaitReason"),
+    "jobs": ("Attempt", "GangHead", "Job", "JobStatus", "JobWait", "Progress", "WaitReason"),
     "machines": (
         "Cluster",
         "ClusterStatus",
@@ -54,12 +55,18 @@ _TYPES = {
     "notify": ("NotificationKind", "NotifySpec"),
     "outcomes": ("Event", "EventData", "EventKind", "IntentEnd", "Outcome", "OutcomeKind", "make_event"),
     "pipeline": ("PipelineEdge", "PipelinePlan", "PipelineStep", "Transfer"),
+    "schedules": ("DueOutcome", "DueTime", "JobSchedule", "Overlap", "ScheduleSpec"),
     "service": (
+        "BalancerType",
+        "GATEWAYS_MAX",
+        "GatewayPlace",
+        "GatewaySpec",
         "ReadinessProbe",
         "Replica",
         "ReplicaPolicy",
         "Service",
         "ServiceEventKind",
+        "ServiceProtocol",
         "ServiceSpec",
         "TlsFiles",
         "UpdateMode",
@@ -79,7 +86,7 @@ _TYPES = {
         "StorageMount",
         "Task",
     ),
-    "usage": ("GpuSample", "JobUsage", "NodeFault", "NodeHistory", "NodeSample", "OwnTime"),
+    "usage": ("GpuSample", "JobUsage", "NodeFault", "NodeHistory", "NodeSample", "OwnTime", "SetupResult"),
 }
 _HOMES = {name: module for module, names in _TYPES.items() for name in names}
 

@@ -39,3 +39,4 @@ class JobForecast:
     hours_left: Range
     deadline_chance: float | None
     interval_factor: float
+    preemptions: float = 0.0  # expected in the hours left; 0 from an older server

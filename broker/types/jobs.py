@@ -59,6 +59,14 @@ class JobWait:
 
 
 @frozen
+class GangHead:
+    """The node that coordinates a gang. `epoch` grows with each move, so that an earlier head is recognized."""
+
+    epoch: int = 0
+    rank: int = 0
+
+
+@frozen
 class Attempt:
     """One try at a job on one cluster. `number` counts from 1 and only grows."""
 
@@ -78,6 +86,7 @@ class Attempt:
     generation: int = 1  # of its job group: how often the group has started from the beginning
     ready_s: float | None = None  # in a job group: when its nodes were set up, so that `run` may start
     released_s: float | None = None  # in a job group: when `run` was allowed to start
+    head: GangHead = GangHead()
     port: int | None = None  # in a job group: a free port of its first node, for its own service
 
     @property

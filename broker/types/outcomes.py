@@ -78,6 +78,9 @@ class EventKind(StrEnum):
     STALL_RESTARTED = "stall_restarted"
     GANG_RESTARTED = "gang_restarted"
     SETUP_RETRIED = "setup_retried"
+    SETUP_RESTORED = "setup_restored"  # from an archive, so that `setup` did not run
+    SETUP_KEPT = "setup_kept"
+    SETUP_NOT_KEPT = "setup_not_kept"
     LAUNCH_RETRIED = "launch_retried"
     NODES_GIVEN_BACK = "nodes_given_back"
     GROUP_PLACED = "group_placed"
@@ -87,6 +90,7 @@ class EventKind(StrEnum):
     GROUP_MOVE = "group_move"
     LAST_LINES = "last_lines"
     ENDED = "ended"
+    SCHEDULED = "scheduled"
     # While it runs or waits
     DECISION = "decision"
     LATE = "late"
@@ -101,6 +105,7 @@ class EventKind(StrEnum):
     NODE_UNHEALTHY = "node_unhealthy"
     NODE_SLOW = "node_slow"
     SHRUNK = "shrunk"
+    HEAD_MOVED = "head_moved"
     UNFIT = "unfit"
     REPLACEMENT_FAILED = "replacement_failed"
     ACCESS_NOT_RENEWED = "access_not_renewed"

@@ -8,10 +8,15 @@ from enum import StrEnum
 
 from broker.frozen import frozen
 
+GATEWAYS_MAX = 2  # of a service: replicas admit the certificates of so many
+
 
 @frozen
 class ReadinessProbe:
-    """The request that a replica must answer with a 2xx status before it receives traffic."""
+    """The request that a replica must answer with a 2xx status before it receives traffic.
+
+    `path` empty: no request, an accepted connection is enough. This is the probe of `tcp` and `grpc`.
+    """
 
     path: str
     initial_delay_s: float = 1200.0  # a replica that was never ready for this long has failed (SkyPilot's default)
@@ -39,10 +44,50 @@ class ReplicaPolicy:
 
 @frozen
 class TlsFiles:
-    """Paths of a private key and its certificate, in PEM format."""
+    """Paths of a private key and its certificate, in PEM format.
+
+    `client_ca_path`: clients must present a certificate that this authority signed.
+    """
 
     key_path: str
     certificate_path: str
+    client_ca_path: str | None = None
+
+
+class ServiceProtocol(StrEnum):
+    """What clients speak; the balancer reads requests of `http` only, and passes bytes of the others on."""
+
+    HTTP = "http"
+    TCP = "tcp"
+    GRPC = "grpc"
+
+
+class BalancerType(StrEnum):
+    """The program that clients connect to."""
+
+    BROKER = "broker"
+    HAPROXY = "haproxy"
+
+
+@frozen
+class GatewayPlace:
+    """A location of gateways; None: any."""
+
+    cloud: str | None = None
+    region: str | None = None
+    zone: str | None = None
+
+
+@frozen
+class GatewaySpec:
+    """The machines that the balancers of a service run on: gateway 1 in the first place, 2 in the second if there is.
+
+    `places` empty: on this machine if the replicas are local processes, else wherever it is cheapest.
+    """
+
+    count: int = 1
+    places: tuple[GatewayPlace, ...] = ()
+    vcpus_min: float = 2.0
 
 
 @frozen
@@ -56,6 +101,15 @@ class ServiceSpec:
     balancing: str = "least_load"
     stream_timeout_s: float = 120.0  # SkyServe's default
     tls: TlsFiles | None = None
+    gateway: GatewaySpec | None = None  # None: one balancer, beside the controller
+    is_tls_passed: bool = False  # the program ends TLS itself; the balancer passes it on
+    protocol: ServiceProtocol = ServiceProtocol.HTTP
+    balancer: BalancerType = BalancerType.BROKER
+
+    @property
+    def has_keys(self) -> bool:
+        """Return whether the balancer reads requests, and thus can check API keys."""
+        return self.protocol is ServiceProtocol.HTTP and self.balancer is BalancerType.BROKER
 
 
 class ServiceEventKind(StrEnum):
@@ -73,6 +127,8 @@ class ServiceEventKind(StrEnum):
     CANARY_STARTED = "CANARY_STARTED"
     CANARY_ENDED = "CANARY_ENDED"
     BALANCER_STARTED = "BALANCER_STARTED"
+    GATEWAY_STARTED = "GATEWAY_STARTED"
+    GATEWAY_LOST = "GATEWAY_LOST"
     DOWN_REQUESTED = "DOWN_REQUESTED"
 
 
@@ -85,7 +141,10 @@ class UpdateMode(StrEnum):
 
 @frozen
 class Service:
-    """A service: the wanted version and number of replicas, and the address of its balancer."""
+    """A service: the wanted version and number of replicas, and the address of its balancer.
+
+    With gateways, `host` and `port` are those on which gateway 1 listens on its own machine.
+    """
 
     name: str
     uid: str

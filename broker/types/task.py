@@ -8,6 +8,7 @@ from dataclasses import field
 from broker.frozen import frozen
 from broker.types.groups import GroupRole
 from broker.types.notify import NotifySpec
+from broker.types.schedules import ScheduleSpec
 from broker.types.service import ServiceSpec
 
 CONTAINER = "docker:"  # SkyPilot's prefix for an image that is run as a container, not booted
@@ -62,6 +63,7 @@ class JobRecovery:
     stall_timeout_s: float | None = None  # restart a program that reports no new step for this long
     checks_health: bool | None = None  # None: on GPU machines of clouds
     nodes_min: int | None = None  # of an elastic program: it continues with at least this many, the first included
+    caches_setup: bool = False  # later starts restore what `setup` wrote instead of running it
 
 
 @frozen
@@ -112,6 +114,7 @@ class CheckpointSpec:
     """The cost and the destination of checkpoints. `every_s` None: the Young/Daly interval is used.
 
     `to` is a bucket, or a folder that every node sees; None: the user's own default, else a folder on this machine.
+    `is_for_same_ranks`: the program resumes only on as many accelerators as wrote the checkpoint.
     """
 
     every_s: float | None = None
@@ -119,6 +122,7 @@ class CheckpointSpec:
     restart_s: float = 300.0
     size_gib: float = 0.0
     to: str | None = None
+    is_for_same_ranks: bool = False
 
 
 @frozen
@@ -205,5 +209,6 @@ class Task:
     priority: int = 0  # of a managed job: those with a higher one start first when `max_live_jobs` is short
     notify: NotifySpec | None = None  # of managed jobs; None: as `[notify]` in `config.toml` says
     event_callback: str | None = None  # a command that the daemon runs at each change of a managed job's status
+    schedule: ScheduleSpec | None = None  # of the jobs that `broker jobs launch` stores it for; None: one job, now
     notices: tuple[Notice, ...] = ()
     origin: Origin | None = None

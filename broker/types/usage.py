@@ -79,3 +79,18 @@ class NodeHistory:
     rank: int
     is_current: bool
     samples: tuple[NodeSample, ...]
+
+
+@frozen
+class SetupResult:
+    """What became of the setup archive on one node.
+
+    `result`: `used` (`took_s` instead of `setup_s`), `kept` for later starts, or `not_kept` for a `reason`.
+    """
+
+    rank: int
+    result: str
+    setup_s: float = 0.0
+    took_s: float = 0.0
+    size_bytes: int = 0
+    reason: str = ""

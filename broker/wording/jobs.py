@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
+from typing import TypedDict
 
 from broker.formatting import format_usd
 from broker.types.outcomes import Outcome, OutcomeKind
@@ -16,6 +18,22 @@ from broker.wording.outcomes import (
 )
 from broker.wording.places import Place, describe_place
 from broker.wording.waits import describe_slots
+
+
+class KindFacts(TypedDict):
+    """A kind of machines in an event: hours of work per hour, as corrected and as planned, and USD per hour of work."""
+
+    name: str
+    speed: float
+    told: float
+    seen_hours: float
+    spot_usd_work_hour: float | None
+    ondemand_usd_work_hour: float | None
+
+
+def render_scheduled(*, schedule: str, due_s: float) -> str:
+    due = time.strftime("%Y-%m-%d %H:%M", time.gmtime(due_s))
+    return f"submitted by schedule {schedule}, due {due} UTC"
 
 
 def render_attempt(*, number: int, place: Place, usd_hour: float) -> str:
@@ -65,6 +83,23 @@ def render_gang_restarted(*, reason: str, step: int, in_place: bool) -> str:
 
 def render_setup_retried(*, exit_code: int | None) -> str:
     return f"{explain_setup_exit(exit_code)} on reused nodes; retrying on new nodes"
+
+
+def render_setup_restored(
+    *, number: int, setup_s: float, size_gib: float, took_s: float, nodes: int, saved_usd: float
+) -> str:
+    """`saved_usd`: the price of the gang for the time saved."""
+    where = "" if nodes == 1 else f" on {nodes} nodes"
+    text = f"`setup` was skipped{where}: its files came from an archive of {size_gib:.2f} GiB in {took_s:.1f} s"
+    return f"{text} instead of {setup_s:.1f} s, which saved {format_usd(saved_usd)} USD"
+
+
+def render_setup_kept(*, number: int, setup_s: float, size_gib: float) -> str:
+    return f"kept the files of `setup`, which took {setup_s:.1f} s, for later starts: {size_gib:.2f} GiB"
+
+
+def render_setup_not_kept(*, number: int, reason: str) -> str:
+    return f"`setup` is not cached: {reason}"
 
 
 def render_launch_retried(*, cluster: str, error: str) -> str:
@@ -125,13 +160,20 @@ def render_decision(
     spare_hours: float | None = None,
     ondemand_usd_work_hour: float | None = None,
     expected_usd: Mapping[str, float] | None = None,
+    machine: str | None = None,
+    kinds: Sequence[KindFacts] = (),
 ) -> str:
-    """Render a decision: `action` is "move", "stay" or "wait", `place` the target of a move or the current place."""
+    """Render a decision: `action` is "move", "stay" or "wait", `place` the target of a move or the current place.
+
+    With machines of several `kinds`, `machine` names that of the place.
+    """
     verb = {"move": "move to", "stay": "stay on"}.get(action)
     decision = "wait without machines" if verb is None else "stay"
     if verb and place is not None:
         pricing = "spot" if place["is_spot"] else "on-demand"
-        decision = f"{verb} {place['instance_type']} {pricing} in {place['cloud']} {place['zones'][0]}"
+        type_ = place["instance_type"]
+        named = type_ if machine in (None, type_) else f"{type_} ({machine})"
+        decision = f"{verb} {named} {pricing} in {place['cloud']} {place['zones'][0]}"
         decision += f", {format_usd(usd_work_hour)} USD per hour of work"
     facts = [f"{work_left_hours:.1f} h of work left"]
     facts += [] if time_left_hours is None else [f"{time_left_hours:.1f} h to the deadline"]
@@ -144,7 +186,19 @@ def render_decision(
     if expected_usd:
         costs = [f"{format_usd(usd)} USD by {name}" for name, usd in expected_usd.items()]
         facts.append(f"expected cost to finish: {', '.join(costs[:-1])} and {costs[-1]}")
-    return f"{decision}{f' ({reason})' if reason else ''}: {', '.join(facts)}"
+    text = f"{decision}{f' ({reason})' if reason else ''}: {', '.join(facts)}"
+    return f"{text}; {'; '.join(_describe_kind(each, kinds[-1]) for each in kinds)}" if kinds else text
+
+
+def _describe_kind(kind: KindFacts, slowest: KindFacts) -> str:
+    """Describe the speed of a kind over that of the slowest one, and what an hour of work costs there."""
+    ratio, factor = kind["speed"] / slowest["speed"], kind["speed"] / kind["told"]
+    speed = f"{kind['name']}" if kind is slowest else f"{kind['name']} does {ratio:.2g} times the work per hour"
+    prices = [("spot", kind["spot_usd_work_hour"]), ("on-demand", kind["ondemand_usd_work_hour"])]
+    texts = [f"{format_usd(usd)} USD {name}" for name, usd in prices if usd is not None]
+    cost = f" at {' and '.join(texts)} per hour of work" if texts else ""
+    seen = f", {factor:.2g} of the planned speed by the last {kind['seen_hours']:.1f} h" if kind["seen_hours"] else ""
+    return f"{speed}{cost}{seen}"
 
 
 def render_late() -> str:
@@ -185,6 +239,10 @@ def render_flushing(*, text: str) -> str:
 
 def render_shrunk(*, rank: int, left: int, node_count: int) -> str:
     return f"{describe_lost_nodes([rank])}; continuing on {left} of {node_count} nodes"
+
+
+def render_head_moved(*, rank: int) -> str:
+    return f"node {rank} now coordinates the others"
 
 
 def render_unfit(*, rank: int, reason: str, wait_s: float, job: int) -> str:

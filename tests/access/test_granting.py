@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -159,6 +160,27 @@ def test_jobs_of_the_same_needs_share_a_grant_and_an_older_one_stands_in(config:
     granter.now_s += granter.life_s
     with pytest.raises(AuthError):
         asyncio.run(grants.grant(make_cluster("gcp"), make_task()))
+
+
+def test_an_older_grant_stands_in_for_as_long_as_it_is_valid_for_a_quarter_of_an_hour(
+    config: Config, granter: FakeGranter
+) -> None:
+    grants, _ = make_grants(config, granter)
+    asyncio.run(grants.grant(make_cluster("gcp"), make_task()))
+    granter.error, end_s = AuthError("the login has expired"), granter.now_s + granter.life_s
+    granter.now_s = end_s - 900.0
+    assert asyncio.run(grants.grant(make_cluster("gcp"), make_task())) is not None
+    granter.now_s = end_s - 899.0
+    with pytest.raises(AuthError):
+        asyncio.run(grants.grant(make_cluster("gcp"), make_task()))
+
+
+def test_only_needs_that_exist_and_must_be_met_are_proved(config: Config, granter: FakeGranter, tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    upload = StorageMount(target="/up", source=(str(tmp_path / "data"),), name="new", store="s3", mode="COPY")
+    task = make_task("s3://runs/here", inputs=(DataSet(url="s3://public", size_gib=1),), storage_mounts=(upload,))
+    make_grants(config, granter)[0].check([plan_on(task, "gcp")])
+    assert [need.bucket for need in granter.proved] == ["runs"]
 
 
 def test_grant_is_renewed_when_due_also_by_a_daemon_that_was_started_again(

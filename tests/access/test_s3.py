@@ -95,6 +95,8 @@ def test_user_takes_the_named_role_for_as_long_as_it_allows(
 ) -> None:
     store.role_s_max = role_s_max
     grant = make_granter(config, bucket_role=ROLE).issue(list_needs(make_task(), "0wner"))
+    assert grant.expires_s - grant.issued_s == pytest.approx(life_s, abs=60)
+    assert grant.renew_s - grant.issued_s == pytest.approx(min(3600.0, life_s / 4), abs=60), "long before it expires"
     action, asked = store.calls[-1]
     assert action == "AssumeRole" and asked["RoleArn"] == ROLE and int(asked["DurationSeconds"]) == life_s
     assert ROLE in grant.by

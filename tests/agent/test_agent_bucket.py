@@ -23,18 +23,21 @@ from tests.testbed.objects import AZURE_KEY, AZURE_SIGNATURE, AZURE_TOKEN, BUCKE
 LOGIN = {"key": "AKID", "secret": "wJalr", "token": "session"}
 
 
+@pytest.mark.parametrize("content", [b"content", None], ids=["PUT", "GET"])
 @pytest.mark.parametrize("endpoint", ["http://127.0.0.1:9", "http://127.0.0.1:9/base/", ""])
-def test_signature_is_the_one_that_amazons_library_makes(endpoint: str) -> None:
+def test_signature_is_the_one_that_amazons_library_makes(endpoint: str, content: bytes | None) -> None:
     from botocore.auth import S3SigV4Auth
     from botocore.awsrequest import AWSRequest
     from botocore.credentials import Credentials
 
     ours = agent_bucket.make_s3_request(
-        "bucket", "runs/me job~1/ü+.json", b"content", variables={"AWS_ENDPOINT_URL_S3": endpoint}, login=LOGIN,
+        "bucket", "runs/me job~1/ü+.json", content, variables={"AWS_ENDPOINT_URL_S3": endpoint}, login=LOGIN,
         region="eu-west-1",
     )  # fmt: skip
+    verb = "GET" if content is None else "PUT"
+    assert ours.get_method() == verb
     headers = {name.lower(): value for name, value in ours.header_items()}
-    theirs = AWSRequest(method="PUT", url=ours.full_url, data=b"content")
+    theirs = AWSRequest(method=verb, url=ours.full_url, data=content or b"")
     theirs.context["timestamp"] = headers["x-amz-date"]
     signer = S3SigV4Auth(Credentials("AKID", "wJalr", "session"), "s3", "eu-west-1")
     # The library uses the clock's time; ours is the time that was signed.
@@ -115,6 +118,21 @@ def test_googles_bucket_is_written_as_the_machines_account(metadata: Metadata) -
     assert metadata.seen[-1] == ("POST", "/upload/storage/v1/b/b/o?uploadType=media&name=a%2Fk", b"{}")
 
 
+@pytest.mark.parametrize(
+    ("url", "path"), [("s3://b/a/k", "/b/a/k"), ("gs://b/a/k", "/storage/v1/b/b/o/a%2Fk?alt=media")]
+)
+def test_object_is_read_and_a_missing_one_is_none(metadata: Metadata, url: str, path: str) -> None:
+    variables = {"AWS_ENDPOINT_URL": metadata.url, "STORAGE_EMULATOR_HOST": metadata.url}
+    metadata.codes = [503]
+    assert agent_bucket.get(url, variables) == b"", "an overloaded service is asked again"
+    assert metadata.seen[-2:] == [("GET", path, b"")] * 2
+    metadata.codes = [404]
+    assert agent_bucket.get(url, variables) is None
+    metadata.codes = [403]
+    with pytest.raises(agent_login.Refused, match="HTTP 403"):
+        agent_bucket.get(url, variables)
+
+
 @pytest.fixture(scope="module")
 def azure() -> Iterator[tuple[Objects, dict[str, str]]]:
     """The server accepts what obstore signs (tests/trainers/test_buckets.py), and nothing that is not signed."""
@@ -135,8 +153,11 @@ def test_azure_container_is_written_with_each_kind_of_login(
     for content in (b"{}", b'{"status": "SUCCEEDED"}', b""):
         agent_bucket.put(f"az://{BUCKET}/{name}", content, variables)
         assert objects.content[name] == content, "whatever was there before"
+    objects.content[name] = bytes(range(256)) * 100
+    assert agent_bucket.get(f"az://{BUCKET}/{name}", variables) == objects.content[name]
+    assert agent_bucket.get(f"az://{BUCKET}/none", variables) is None
     asked = [path for _, path, _ in metadata.seen if "/metadata/identity" in path]
-    assert len(asked) == (3 if login == "identity" else 0)
+    assert len(asked) == (5 if login == "identity" else 0)
 
 
 @pytest.mark.parametrize(

@@ -117,6 +117,8 @@ def test_first_message_has_the_whole_state_and_later_ones_the_changes(start: Cal
     assert session.hear()["status"]["runs"][0]["progress"] == {"step": 3}
     (session.run / "log").write_bytes(b"12345")
     assert session.hear()["log_bytes"] == 5
+    agent_files.write_json(session.run / agent_files.SETUP_REPORT, {"result": "kept"})  # the program may print nothing
+    assert session.hear()["status"]["runs"][0]["setup"] == {"result": "kept"}
     (session.run.parent.parent / "rebalance").touch()
     assert session.hear()["status"]["is_advised"] is True
     agent_files.write_json(session.run / "outcome.json", {"status": "FAILED", "returncode": 3, "ended_s": 2.0})

@@ -18,6 +18,7 @@ from broker.agent import FILES, FOLDER, agent_ring
 sys.path.insert(0, str(FOLDER))  # as on a node: siblings by bare names
 agent_samples: Any = importlib.import_module("agent_samples")
 agent_gpus: Any = importlib.import_module("agent_gpus")
+agent_limits: Any = importlib.import_module("agent_limits")
 sys.path.remove(str(FOLDER))
 
 GIB = 1 << 30
@@ -336,3 +337,28 @@ def test_a_sample_that_fails_does_not_end_the_sampling(monkeypatch: pytest.Monke
 
 def test_agent_sends_the_new_files() -> None:
     assert {"agent_samples.py", "agent_limits.py", "agent_gpus.py", "agent_ring.py"} <= set(FILES)
+
+
+@pytest.mark.parametrize(
+    ("returncode", "before", "after", "expected"),
+    [
+        (137, 4, 5, "ended 1 process on"),
+        (-9, 4, 6, "ended 2 processes on"),
+        (1, 4, 5, "ended 1 process on"),  # a launcher such as torchrun exits with 1
+        (137, 4, 4, "SIGKILL came from another process"),
+        (1, 4, 4, ""),
+        (0, 4, 5, ""),
+        (137, None, 5, ""),
+        (137, 4, None, ""),
+    ],
+)
+def test_a_killed_program_is_told_whether_the_kernel_ran_out_of_memory(
+    tmp_path: Path, returncode: int, before: int | None, after: int | None, expected: str
+) -> None:
+    if before is not None:
+        (tmp_path / "vmstat").write_text(f"nr_free_pages 71\noom_kill {before}\n")
+    first = agent_limits.count_oom_kills(tmp_path)
+    assert first == before
+    (tmp_path / "vmstat").write_text("nr_free_pages 70\n" + ("" if after is None else f"oom_kill {after}\n"))
+    told = agent_limits.explain_kill(returncode, first, tmp_path)
+    assert expected in told and bool(told) == bool(expected)

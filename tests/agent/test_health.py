@@ -1,4 +1,4 @@
-"""A node checks its GPUs before the first step: only evidence is a fault, and what cannot be read is said."""
+"""A node checks its GPUs before the first step: only evidence is a fault, and gaps are reported."""
 
 from __future__ import annotations
 

@@ -20,7 +20,23 @@ from tests.cli.conftest import Shell, shell
 __all__ = ["shell"]
 ROOT = Path(__file__).parent.parent.parent
 SYNC = ("advise", "cancel", "down", "exec", "launch", "logs", "plan", "queue", "simulate", "status")
-SYNC_JOBS = ("cancel", "launch", "launch_pipeline", "logs", "queue", "retry", "retry_group", "wait", "why")
+SYNC_JOBS = (
+    "cancel",
+    "due_times",
+    "launch",
+    "launch_pipeline",
+    "logs",
+    "pause_schedule",
+    "queue",
+    "remove_schedule",
+    "resume_schedule",
+    "retry",
+    "retry_group",
+    "schedule",
+    "schedules",
+    "wait",
+    "why",
+)
 TASK = {"name": "tiny", "resources": {"infra": "local"}, "run": "echo counted $((40 + 2))"}
 WORK = "resources: {accelerators: A100:8, use_spot: true}\ngoal: {work: 10h, deadline: 20h}\nrun: train"
 

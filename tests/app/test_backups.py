@@ -90,6 +90,20 @@ def test_restored_server_has_the_jobs_secrets_and_keys(
     assert b"swordfish" not in b"".join(path.read_bytes() for path in place.rglob("*") if path.is_file())
 
 
+def test_restored_server_has_the_files_that_describe_its_clouds(
+    tmp_path: Path, place: Path, clock: FrozenClock, old: tuple[Context, Backups, Place]
+) -> None:
+    for name in ("ssh_pools.yaml", "slurm.yaml", "kubernetes.yaml", "aws.toml", "gcp.toml"):
+        (tmp_path / "old" / name).write_text(f"# {name}")
+    assert old[1].write_if_changed()
+    (tmp_path / "new").mkdir()
+    (tmp_path / "new" / "aws.toml").write_text("# of this machine")
+    restore(tmp_path, place, clock)
+    assert (tmp_path / "new" / "ssh_pools.yaml").read_text() == "# ssh_pools.yaml"
+    assert (tmp_path / "new" / "gcp.toml").read_text() == "# gcp.toml"
+    assert (tmp_path / "new" / "aws.toml").read_text() == "# of this machine", "files that are there stay"
+
+
 def test_unchanged_state_is_not_written_again(old: tuple[Context, Backups, Place]) -> None:
     context, backups, _ = old
     assert backups.write_if_changed()
@@ -141,7 +155,7 @@ def test_server_without_its_bucket_writes_within_its_lease_only(
     clock.value_s += LEASE_S - 1
     context.store.jobs.add("two", TASK)
     clock.value_s += 1
-    with pytest.raises(StateError, match="does not answer"):
+    with pytest.raises(StateError, match="does not respond"):
         context.store.jobs.add("three", TASK)
     bucket.is_away = False
     context.store.jobs.add("four", TASK)

@@ -17,7 +17,7 @@ from tests.simulation.world import make_plan
 
 @dataclass
 class Hosts:
-    """A cloud that hands out hosts, as far as a boot script needs one."""
+    """A cloud that provides hosts, as far as a boot script requires one."""
 
     name: str = "simulated"
     user: str = "ubuntu"

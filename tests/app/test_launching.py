@@ -9,13 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from broker.app.container import Context, LazyClouds, load_entry
+from broker.app.container import Context, load_entry
 from broker.app.jobs import JobTarget
 from broker.app.launching import Callbacks, ClusterTarget, Target, match_alternative, prepare
+from broker.app.lazy_clouds import LazyClouds
 from broker.app.planning import read_task
 from broker.clouds.base import NeedsPrograms
 from broker.errors import StateError, UsageError
-from broker.types import Cluster, ClusterStatus, Plan, StorageMount, Task
+from broker.types import Cluster, ClusterStatus, Goal, Plan, StorageMount, Task
 
 KINDS: tuple[Callable[[Context, Task], Target], ...] = (
     lambda context, task: ClusterTarget.of(context, task, name="dev"),
@@ -142,6 +143,52 @@ def test_a_task_on_a_cluster_of_another_is_matched_with_its_own_alternative(cont
     other = read_task({"resources": {"any_of": [{"infra": "aws"}, {"infra": "local"}]}, "run": "true"})
     assert match_alternative(cluster, other).placement.alternative == 1
     assert match_alternative(cluster, bare).placement.alternative == 0
+
+
+@pytest.mark.parametrize(
+    ("make_target", "limit_s", "expected"),
+    [
+        (lambda context, task: ClusterTarget.of(context, task, name="dev"), 3600.0, "`max_duration` has no effect on"),
+        (lambda context, task: ClusterTarget.of(context, task, name="dev"), None, None),
+        (lambda context, task: JobTarget(context=context), 3600.0, None),
+    ],
+)
+def test_max_duration_that_limits_nothing_is_noted_once(
+    tmp_path: Path, task: Task, make_target: Callable[[Context, Task], Target], limit_s: float | None,
+    expected: str | None,
+) -> None:  # fmt: skip
+    notes: list[str] = []
+    context = Context(tmp_path / "state", on_note=notes.append)
+    limited = replace(task, storage_mounts=(), max_duration_s=limit_s)
+    try:
+        prepare(context, [limited], make_target(context, limited), is_dryrun=True)
+    finally:
+        context.close()
+    told = [each for each in notes if "max_duration" in each]
+    assert told == [] if expected is None else len(told) == 1 and told[0].startswith(expected)
+
+
+@pytest.mark.parametrize(
+    ("make_target", "budget_usd", "count"),
+    [
+        (lambda context, task: ClusterTarget.of(context, task, name="dev"), 5000.0, 1),
+        (lambda context, task: ClusterTarget.of(context, task, name="dev"), None, 0),
+        (lambda context, task: JobTarget(context=context), 5000.0, 0),
+    ],
+)
+def test_a_budget_that_does_not_end_a_cluster_is_noted(
+    tmp_path: Path, task: Task, make_target: Callable[[Context, Task], Target], budget_usd: float | None, count: int
+) -> None:
+    notes: list[str] = []
+    context = Context(tmp_path / "state", on_note=notes.append)
+    limited = replace(task, storage_mounts=(), goal=Goal(budget_usd=budget_usd))
+    try:
+        prepare(context, [limited], make_target(context, limited), is_dryrun=True)
+    finally:
+        context.close()
+    told = [each for each in notes if "`budget`" in each]
+    assert len(told) == count
+    assert all("is enforced for managed jobs only" in each and "broker jobs launch" in each for each in told)
 
 
 def test_a_workdir_around_the_state_folder_is_noted_once_that_it_is_not_sent(tmp_path: Path, task: Task) -> None:

@@ -5,16 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from broker.app import gateways
 from broker.app.container import Context
 from broker.app.planning import read_task
-from broker.app.services import list_spot_places, place
+from broker.app.services import ServiceTarget, list_spot_places, place
+from broker.errors import NoOfferError, UsageError
 from broker.provision.refusals import UnavailableOffers
 from broker.serve.reconciling import ON_DEMAND, ReplicaView, Slot
 from broker.serve.slots import PlacementRequest
-from broker.types import Placement, Task
+from broker.types import Goal, Placement, Task
 
 
 @pytest.fixture
@@ -41,6 +44,26 @@ def choose(context: Context, task: Task, availability: float, replicas: Sequence
     assert task.service is not None
     spec = replace(task.service, availability=availability)
     return place(context, PlacementRequest(task=task, spec=spec, count=3, replicas=tuple(replicas)))
+
+
+@pytest.mark.parametrize(
+    ("limit", "note"),
+    [
+        ({"max_duration_s": 3600.0}, "`max_duration` has no effect on a service: end it with `broker serve down`"),
+        ({"goal": Goal(budget_usd=5.0)}, "`budget` has no effect on a service: limit its cost with `max_replicas`"),
+    ],
+)
+def test_a_service_drops_limits_which_would_end_its_replicas(
+    tmp_path: Path, task: Task, limit: dict[str, Any], note: str
+) -> None:
+    notes: list[str] = []
+    context = Context(tmp_path / "home", on_note=notes.append)
+    try:
+        (limited,) = ServiceTarget(context=context).settle([replace(task, **limit)])
+    finally:
+        context.close()
+    assert limited.max_duration_s is None and (limited.goal is None or limited.goal.budget_usd is None)
+    assert notes == [note]
 
 
 def test_spot_places_have_hazards_although_a_service_has_no_amount_of_work(context: Context, task: Task) -> None:
@@ -84,3 +107,61 @@ def test_service_without_spot_is_placed_as_its_task_says(context: Context, task:
     spec = replace(task.service, availability=None, policy=replace(task.service.policy, ondemand_min=1))
     found = place(context, PlacementRequest(task=task, spec=spec, count=3))
     assert found == [ON_DEMAND, Slot(is_spot=True), Slot(is_spot=True)]
+
+
+def make_task(gateway: dict[str, object] | None, infra: str = "gcp") -> Task:
+    given = {} if gateway is None else {"gateway": gateway}
+    return read_task(
+        {
+            "name": "web", "resources": {"infra": infra, "cpus": "2+"}, "run": "true",
+            "service": {"readiness_probe": "/", "ports": 8000, **given},
+        }
+    )  # fmt: skip
+
+
+def test_local_gateways_reserve_adjacent_ports_and_others_listen_on_any_address(context: Context) -> None:
+    local = make_task({"count": 1}, "local")
+    first = gateways.choose_address(context, local, "127.0.0.1", None)
+    context.store.services.add("web", local, host=first[0], port=first[1], wanted=1)
+    second = gateways.choose_address(context, make_task(None, "local"), "127.0.0.1", None)
+    assert second[1] not in range(first[1], first[1] + 2)  # the second gateway may still be added
+    assert gateways.choose_address(context, make_task({"infra": "gcp"}), "127.0.0.1", 8443) == ("0.0.0.0", 8443)
+    with pytest.raises(UsageError, match="`--host` is the address of a balancer on this machine"):
+        gateways.choose_address(context, local, "192.0.2.1", None)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "message"),
+    [
+        ({"count": 1}, {"count": 2}, ""),
+        ({"infra": ["aws", "gcp"], "count": 2}, {"infra": "aws"}, ""),
+        (None, None, ""),
+        (None, {"count": 1}, "has no gateways, the update has some"),
+        ({"count": 1}, None, "has gateways, the update has none"),
+        ({"infra": "aws"}, {"infra": "gcp"}, "cannot move the gateways"),
+        ({"infra": "aws"}, {"infra": "aws", "cpus": 8}, "cannot move the gateways"),
+    ],
+)
+def test_update_keeps_gateways_except_for_their_number(
+    context: Context, before: dict[str, object] | None, after: dict[str, object] | None, message: str
+) -> None:
+    service = context.store.services.add("web", make_task(before), host="0.0.0.0", port=30001, wanted=1)
+    if not message:
+        gateways.check_gateways_stay(context, service, make_task(after))
+        return
+    with pytest.raises(UsageError, match=message):
+        gateways.check_gateways_stay(context, service, make_task(after))
+
+
+def test_gateways_are_planned_on_small_machines_before_anything_is_recorded(context: Context) -> None:
+    one, other = gateways.plan_gateways(context, make_task({"count": 2, "infra": ["aws/us-east-1", "gcp"]}))
+    assert (one.choice.placement.offer.cloud, other.choice.placement.offer.cloud) == ("aws", "gcp")
+    assert one.choice.placement.offer.region == "us-east-1" and not one.choice.placement.is_spot
+    assert one.choice.placement.usd_hour < 0.2 and one.choice.placement.offer.vcpus >= 2
+    (both,) = gateways.plan_gateways(context, make_task({"count": 2, "infra": "aws"}))
+    assert both.choice.placement.node_count == 2
+    (alone,) = gateways.plan_gateways(context, make_task({"count": 1, "infra": "aws"}))
+    assert both.choice.placement.usd_hour == pytest.approx(2 * alone.choice.placement.usd_hour)
+    assert gateways.plan_gateways(context, make_task(None)) == ()
+    with pytest.raises(NoOfferError):
+        gateways.plan_gateways(context, make_task({"infra": "gcp/no-such-region"}))

@@ -1,4 +1,4 @@
-"""`down` waits for uploads of every node: silence is no upload, and a node that is gone is not waited for."""
+"""`down` waits for uploads of every node: a silent node has not uploaded, and a node that is gone is not waited for."""
 
 from __future__ import annotations
 

@@ -329,6 +329,7 @@ def main() -> None:
     arguments.add_argument(
         "--places", type=int, nargs="*", default=[1, 3, 6], help="only markets of this number of places"
     )
+    arguments.add_argument("--recorded", action="store_true", help="judge no assembled groups, only recorded ones")
     arguments.add_argument("--between", action="store_true", help="replay terms that are no nodes of the table")
     arguments.add_argument("--zones", type=Path, help="judge the choice: folder of aligned zones with prices, by group")
     arguments.add_argument("--check", action="store_true", help="fail where a bar is missed")
@@ -336,7 +337,11 @@ def main() -> None:
     if given.traces is None:
         arguments.error("pass --traces DIR or set BROKER_TRACES")
     scenarios = parse_scenarios(json.loads(given.runs.read_text()))
-    cases = [each for each in list_cases(scenarios, Path(given.traces)) if each.scenario.places in given.places]
+    cases = [
+        each
+        for each in list_cases(scenarios, Path(given.traces))
+        if each.scenario.places in given.places and not (given.recorded and each.scenario.is_assembled)
+    ]
     others = {
         family: [each for each in scenarios if each.family != family] for family in {each.family for each in scenarios}
     }

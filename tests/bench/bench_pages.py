@@ -3,16 +3,18 @@
     python -m tests.bench.bench_pages [--jobs 10000] [--live 100] [--pages 20] [--pairs 40]
 
 This process runs real controllers on the simulated cloud, with the state in a SQLite file. The dashboard is a process
-of its own, and so are the pages, which load themselves again at each event, as in a browser. Blocks of reconcile steps
-with and without open pages alternate, each pair in the other order than the last. What is compared is processor time of
-the thread that steps, so other processes count only by what they do to caches; the figure is the median of the pairs'
-ratios, with the 95 % interval of a median by order statistics. As the dashboard can only slow a controller through
-locks of the state, these are counted too: a probe asks for the write lock without waiting before each step.
+of its own, and so are the pages, which load themselves again at the events that concern them, like a browser. Blocks of
+reconcile steps with and without open pages alternate, each pair in the other order than the last. What is compared is
+processor time of the thread that steps, so other processes count only by what they do to caches; the figure is the
+median of the pairs' ratios, with the 95 % interval of a median by order statistics. As the dashboard can only slow a
+controller through locks of the state, these are counted too: a probe asks for the write lock without waiting before
+each step.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import math
 import sqlite3
 import statistics
@@ -33,7 +35,7 @@ from tests.bench.bench_jobs import bring_up, make_controller, report
 from tests.simulation.world import World
 
 ROUNDS = 16  # of all controllers, in one block
-EVENT_ROUNDS = 4  # between two events, which make every open page load itself again
+EVENT_ROUNDS = 4  # between two events, which make every overview load itself again, and the page of one job
 SECONDS_PER_ROUND = 1.0  # of virtual time: each job reports a new step
 
 
@@ -84,8 +86,9 @@ def hold(host: str, cookie: str, paths: Sequence[str]) -> None:
 class Block:
     """Blocks of steps of all controllers, with the counts of the probe."""
 
-    def __init__(self, world: World, controllers: dict[int, JobController]) -> None:
+    def __init__(self, world: World, controllers: dict[int, JobController], *, shown: Sequence[int]) -> None:
         self._world = world
+        self._changed = itertools.cycle(shown)
         self._is_open = False
         self._controllers = controllers
         self._probe = sqlite3.connect(world.folder / "state.db", timeout=0.0, isolation_level=None)
@@ -98,7 +101,7 @@ class Block:
         spent_s = 0.0
         for number in range(ROUNDS):
             if number % EVENT_ROUNDS == 0:
-                self._world.store.events.add(make_event(EventKind.NOTE, text="a round"), job_id=min(self._controllers))
+                self._world.store.events.add(make_event(EventKind.NOTE, text="a round"), job_id=next(self._changed))
             self._world.clock.run(lambda: self._world.clock.sleep(SECONDS_PER_ROUND))
             spent_s += self._world.clock.run(self._step_all)
         return spent_s / (ROUNDS * len(self._controllers))
@@ -139,8 +142,9 @@ def measure(folder: Path, *, jobs: int, live: int, pages: int, pairs: int) -> No
     world.clock.run(lambda: bring_up(world, controllers))
     pretend_daemon(world.store)
     dashboard = Dashboard(folder)
-    holder = Pages(dashboard, ["/" if number % 2 else f"/jobs/{ids[number % live]}" for number in range(pages)])
-    block = Block(world, controllers)
+    shown = [ids[number % live] for number in range(0, pages, 2)]
+    holder = Pages(dashboard, [f"/jobs/{job_id}" for job_id in shown] + ["/"] * (pages - len(shown)))
+    block = Block(world, controllers, shown=shown)
     try:
         block.run()  # fills caches
         found: dict[bool, list[float]] = {False: [], True: []}

@@ -3,56 +3,94 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import statistics
 import subprocess
 import sys
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import aiohttp
 
 from broker.serve.keys import create_key
 from broker.types import ReadinessProbe
-from tests.serve.live_bed import LOOK_S, LiveBed, draw_free_port, read_cpu_s, read_resident_bytes
+from tests.bench.serve_requests import RequestReport
+from tests.serve.live_bed import LOOK_S, STAND_IN, LiveBed, draw_free_port, read_cpu_s, read_resident_bytes
 
-CONNECTIONS, REQUESTS = 16, 4_000
+CONNECTIONS = 16
 TURNS, REQUESTS_PER_TURN = 8, 1_600
+CHAIN_S, TURN_S, LATENCY_TURNS = 3.0, 3.0, 8
+REPORTS = 4  # of one load until it counts as settled
+HALF_LOAD = 0.5
+LATE_MS_MAX = 1.0  # of the generator; beyond it, the latencies are its own
 
 
-def make_bed(folder: Path, *, is_encrypted: bool, is_https: bool = False) -> LiveBed:
+def make_bed(folder: Path, *, is_encrypted: bool, is_https: bool = False, engine: str = STAND_IN) -> LiveBed:
     """Return a bed whose requests have an API key, and whose replicas are probed as often as those of a service."""
-    bed = LiveBed(folder, pause_s=3600.0, is_encrypted=is_encrypted, is_https=is_https)
+    pause_s = 3600.0 if engine == STAND_IN else 0.0  # streams stay idle
+    bed = LiveBed(folder, pause_s=pause_s, is_encrypted=is_encrypted, is_https=is_https, engine=engine)
     _, key = create_key(bed.folder, "bench", now_s=time.time())
     bed.headers = {"authorization": f"Bearer {key}"}
     bed.routing = replace(bed.routing, probe=ReadinessProbe(path="/health"))
     return bed
 
 
-async def measure_added_ms(bed: LiveBed, *, rate: float) -> tuple[float, float]:
-    """Return by how much the balancer raises p50 and p99 of short requests that are sent at this rate per second.
+@dataclass
+class AddedLatency:
+    """Short requests through the balancer and to an engine, at `rate` per second.
 
-    Requests go to the balancer and to an engine in turn, so that a busy machine slows both alike.
+    `capacity` is what the balancer could serve by its processor time, `chain_rate` what generator, balancer and engines
+    served together on the cores of this machine; the rate is half of the smaller one.
     """
-    engine = f"http://127.0.0.1:{next(iter(bed.replicas.values())).port}"
-    took_s: dict[str, list[float]] = {bed.url: [], engine: []}
-    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), headers=bed.headers) as client:
 
-        async def ask(url: str) -> None:
-            begun_s = time.perf_counter()
-            async with client.post(f"{url}/echo", data=b"x" * 200) as response:
-                await response.read()
-            took_s[url].append(time.perf_counter() - begun_s)
+    capacity: float
+    chain_rate: float
+    rate: float
+    balanced: RequestReport
+    direct: RequestReport
+    balancer_cpu_share: float  # of one core, while it had requests
 
-        sent = list[asyncio.Task[None]]()
-        begun_s = time.perf_counter()
-        for number in range(REQUESTS):
-            await asyncio.sleep(begun_s + number / rate - time.perf_counter())
-            sent += [asyncio.ensure_future(ask(url)) for url in took_s]
-        await asyncio.gather(*sent)
-    balanced, direct = ([each * 1000 for each in sorted(took_s[url])] for url in (bed.url, engine))
-    p99 = int(REQUESTS * 0.99)
-    return statistics.median(balanced) - statistics.median(direct), balanced[p99] - direct[p99]
+    @property
+    def is_sound(self) -> bool:
+        """Return whether the generator kept to its times and each request was answered."""
+        reports = (self.balanced, self.direct)
+        return all(each.late_p99_ms <= LATE_MS_MAX and not each.failed for each in reports)
+
+
+async def measure_added_latency(folder: Path, *, is_encrypted: bool, cpu_ms: float) -> AddedLatency:
+    """Measure latency at half of the highest rate, given the balancer's processor time per request.
+
+    The direct requests go to the engine itself, so that with TLS its entrance counts as added, too.
+    """
+    bed = make_bed(folder, is_encrypted=is_encrypted, engine="tests.bench.serve_engine")
+    async with bed.run(2):
+        (filled,) = await _send_requests(bed, [bed.routing.port], "--seconds", f"{CHAIN_S}")
+        rate = HALF_LOAD * min(1000 / cpu_ms, filled.rate)
+        ports = [bed.routing.port, next(iter(bed.replicas.values())).port]
+        before_s = read_cpu_s(bed.pid)
+        balanced, direct = await _send_requests(
+            bed, ports, "--rate", f"{rate:.0f}", "--seconds", f"{TURN_S}", "--turns", f"{LATENCY_TURNS}"
+        )
+        busy_s = read_cpu_s(bed.pid) - before_s
+    return AddedLatency(
+        capacity=1000 / cpu_ms,
+        chain_rate=filled.rate,
+        rate=rate,
+        balanced=balanced,
+        direct=direct,
+        balancer_cpu_share=busy_s / (TURN_S * LATENCY_TURNS),
+    )
+
+
+async def _send_requests(bed: LiveBed, ports: list[int], *words: str) -> list[RequestReport]:
+    """Run the generator in a process of its own."""
+    key = bed.headers["authorization"].removeprefix("Bearer ")
+    argv = [sys.executable, "-m", "tests.bench.serve_requests", *words, "--key", key, *map(str, ports)]
+    generator = await asyncio.create_subprocess_exec(*argv, stdout=subprocess.PIPE)
+    output, _ = await generator.communicate()
+    assert generator.returncode == 0
+    return [RequestReport(**each) for each in json.loads(output)]
 
 
 async def measure_request_cpu_ms(bed: LiveBed) -> tuple[float, float]:
@@ -122,12 +160,26 @@ async def measure_death_s(bed: LiveBed) -> float:
 
 
 async def measure_idle_bytes(bed: LiveBed, count: int) -> float:
-    """Return the balancer's memory per stream that is open and silent, the connection to its replica included."""
+    """Return the balancer's memory per stream that is open and silent, the connection to its replica included.
+
+    It is read once the load has settled.
+    """
     before = read_resident_bytes(bed.pid)
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, ssl=False), headers=bed.headers) as client:
         body = {"prompt": "hello", "stream": True, "max_tokens": 100}
         answers = await asyncio.gather(*(client.post(f"{bed.url}/v1/completions", json=body) for _ in range(count)))
+        await _until_settled(bed, count)
         grown = read_resident_bytes(bed.pid) - before
         for each in answers:
             each.close()
     return grown / count
+
+
+async def _until_settled(bed: LiveBed, in_flight: int) -> None:
+    """Wait until the balancer has reported this load several times: it returns free memory after the second one."""
+    seen = set[float]()
+    while len(seen) < REPORTS:
+        load = bed.read_load()
+        if load is not None and load.in_flight == in_flight:
+            seen.add(load.time_s)
+        await asyncio.sleep(LOOK_S)

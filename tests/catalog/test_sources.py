@@ -159,6 +159,24 @@ def test_aws_joins_list_prices_spot_history_and_bands() -> None:
     assert not any(each.is_estimated for each in offers)
 
 
+def test_of_several_spot_prices_of_a_place_the_newest_counts_whatever_their_order() -> None:
+    def quote(zone: str, time: str, usd: str) -> dict[str, str]:
+        return {"InstanceType": "p5.48xlarge", "AvailabilityZone": zone, "Timestamp": time, "SpotPrice": usd}
+
+    pages = [
+        [quote("a", "2026-11-02", "0.3"), quote("a", "2026-11-01", "9"), quote("b", "2026-11-01", "9")],
+        [quote("b", "2026-11-02", "0.2"), quote("b", "2026-11-03", "0"), quote("c", "2026-11-01", "0")],
+        [quote("a", "2026-11-02", "7")],
+    ]
+
+    class Pages(FakeAws):
+        def paginate(self, **arguments: Any) -> Iterator[Any]:
+            yield from ({"SpotPriceHistory": page} for page in pages)
+
+    found = AwsSource(make_client=Pages())._read_spot("us-east-1", NOW_S)
+    assert found == {("p5.48xlarge", "a"): (0.3, ""), ("p5.48xlarge", "b"): (0.2, "")}, "0 is no price"
+
+
 def test_aws_without_a_login_raises_an_auth_error() -> None:
     error = type("NoCredentialsError", (Exception,), {})("Unable to locate credentials")
     source = AwsSource(make_client=FakeAws(error=error))

@@ -13,13 +13,13 @@ import pytest
 import typer
 
 from broker.cli.commands import COMMANDS, GROUPS
-from broker.cli.completion import NAMES, find_items
+from broker.cli.completion import NAMES, complete_jobs, complete_jobs_and_groups, find_items
 from broker.cli.main import LazyGroup
 from broker.cli.main import app as root
 from broker.clock import SystemClock
 from broker.state.names import list_cluster_names, list_job_names
 from broker.state.store import Store
-from broker.types import Cluster, ClusterStatus, JobStatus, Placement, Task
+from broker.types import Cluster, ClusterStatus, GroupRole, JobStatus, Placement, Task
 from tests.simulation.world import make_offer
 
 ROOT = Path(__file__).parent.parent.parent
@@ -116,6 +116,21 @@ def test_commands_and_names_that_fit_are_suggested(home: Path) -> None:
     assert names("jobs", "cancel") == ["train", "3", "2"] and names("jobs", "retry") == ["prepare", "1"]
 
 
+def test_groups_are_suggested_where_a_command_accepts_them(home: Path) -> None:
+    store = Store(home / "state.db", clock=SystemClock())
+    for name in ("learner", "rollout"):
+        store.jobs.add(name, Task(group=GroupRole(name="rl", is_primary=True)), pipeline="rl-k7wq2")
+    store.close()
+
+    def names(*words: str) -> list[str]:
+        return [name for name, _ in find_items(words, "rl") or ()]
+
+    assert all(names("jobs", verb) == ["rl-k7wq2"] for verb in ("cancel", "logs", "why", "events"))
+    assert names("jobs", "retry") == [], "it is live"
+    assert names("jobs", "wait") == [], "it waits for one job"
+    assert complete_jobs_and_groups("rl") == ["rl-k7wq2"] and complete_jobs("rl") == []
+
+
 def test_state_that_cannot_be_read_suggests_nothing_and_is_not_made(tmp_path: Path) -> None:
     assert list_cluster_names(tmp_path / "none" / "state.db") == []
     assert not (tmp_path / "none").exists()
@@ -131,7 +146,10 @@ def test_every_argument_that_is_a_name_is_in_the_table() -> None:
     for name in COMMANDS:
         command = group.get_command(None, name)
         parts = command.commands.items() if name in GROUPS else [("", command)]
-        for part, each in parts:
+        nested = [
+            (f"{part} {inner}", each) for part, above in parts for inner, each in getattr(above, "commands", {}).items()
+        ]
+        for part, each in [*parts, *nested]:
             if any(param.param_type_name == "argument" and param._custom_shell_complete for param in each.params):
-                found.add((name, part) if part else (name,))
+                found.add((name, *part.split()))
     assert found == set(NAMES)

@@ -1,4 +1,4 @@
-"""`broker down` waits until what was written to a mounted bucket is uploaded, and tells what it waits for."""
+"""`broker down` waits until files written to a mounted bucket are uploaded, and reports which ones."""
 
 from __future__ import annotations
 

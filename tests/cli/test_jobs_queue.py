@@ -113,5 +113,5 @@ def test_queue_and_why_say_what_jobs_wait_for(
     (tmp_path / "config.toml").write_text("max_live_jobs = 0\n")
     with pytest.raises(SystemExit, match=r"^2$"):
         main(("jobs", "queue"))
-    assert "`max_live_jobs` must be a number from 1" in capsys.readouterr().err
+    assert "`max_live_jobs` must be a number of at least 1" in capsys.readouterr().err
     store.close()

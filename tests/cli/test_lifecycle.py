@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from io import StringIO
 from pathlib import Path
 
 import pytest
@@ -69,6 +70,48 @@ def test_unknown_job_keeps_no_known_one_from_being_cancelled(
     assert run("jobs", "cancel", "train", "ghost") == 1
     assert [store.jobs.is_cancel_requested(job.id) for job in jobs] == [True, False]
     assert "unknown managed job `ghost`" in capsys.readouterr().err
+
+
+class Keyboard(StringIO):
+    """A terminal on which the user has typed this."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(
+    ("typed", "flags", "is_cancelled"), [("n\n", (), False), ("y\n", (), True), ("", ("--yes",), True)]
+)
+def test_jobs_are_cancelled_on_a_terminal_only_after_a_yes(
+    typed: str, flags: tuple[str, ...], is_cancelled: bool, store: Store,
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(Context, "ensure_daemon", lambda context: None)
+    monkeypatch.setattr("sys.stdin", Keyboard(typed))
+    job = store.jobs.add("train", Task())
+    assert run("jobs", "cancel", "train", *flags) == (0 if is_cancelled else 1)
+    assert store.jobs.is_cancel_requested(job.id) is is_cancelled
+    shown = capsys.readouterr()
+    assert ("Cancel train?" in shown.err) is not bool(flags) and "Cancel train?" not in shown.out
+
+
+def test_runs_are_cancelled_on_a_terminal_only_after_a_yes(
+    store: Store, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[object] = []
+
+    def cancel_runs(context: Context, **given: object) -> tuple[int, ...]:
+        asked.append(given)
+        return ()
+
+    monkeypatch.setattr("broker.cli.clusters.cancel_runs", cancel_runs)
+    for typed, code in (("n\n", 1), ("y\n", 0)):
+        monkeypatch.setattr("sys.stdin", Keyboard(typed))
+        assert run("cancel", "dev", "2", "3") == code
+        assert "Cancel run 2, 3 on dev?" in capsys.readouterr().err
+    monkeypatch.setattr("sys.stdin", Keyboard(""))
+    assert run("cancel", "dev", "--all", "--yes") == 0
+    assert asked == [{"cluster": "dev", "run_ids": (2, 3)}, {"cluster": "dev", "run_ids": None}]
 
 
 def test_cluster_of_a_live_job_stays_and_the_others_go(store: Store, capsys: pytest.CaptureFixture[str]) -> None:

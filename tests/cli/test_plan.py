@@ -29,8 +29,8 @@ def test_explained_plan_of_the_shipped_catalog_fits_80_columns() -> None:
 def test_json_gives_the_same_as_data() -> None:
     (data,) = json.loads(broker("plan", "tests/data/tasks/h100.yaml", "--json").stdout)
     assert data["choice"] == data["estimates"][0]
-    costs = [each["expected_usd"] for each in data["estimates"]]
-    assert costs == sorted(costs)
+    scores = [each["expected_usd"] + data["hour_value_usd"] * each["expected_hours"] for each in data["estimates"]]
+    assert scores == sorted(scores)
 
 
 def test_a_dry_run_of_a_job_prints_the_same_plan_as_json() -> None:
@@ -109,4 +109,7 @@ def test_a_cloud_without_prices_explains_how_to_add_them() -> None:
     shown = broker("plan", "--infra", "k8s/mine", "--gpus", "H100:8")
     assert shown.returncode == 0 and "has no offers of kubernetes yet" in shown.stderr
     assert "`broker catalog import DIR`" in shown.stderr and shown.stdout == ""
+    assert "kubernetes.yaml` and run `broker check kubernetes`" in shown.stderr
+    assert "`broker catalog update --cloud vast`" in broker("plan", "--infra", "vast", "--gpus", "H100:8").stderr
+    assert "`broker catalog update --cloud runpod`" in broker("plan", "--gpus", "A4000").stderr
     assert "no offers of" not in broker("plan", "--infra", "aws", "--gpus", "H100:7").stderr

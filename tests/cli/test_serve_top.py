@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from broker.app.services import READY, ReplicaLine, ServiceLine
+from broker.app.gateways import READY
+from broker.app.services import ReplicaLine, ServiceLine
 from broker.cli.serve_top import describe_service, find_usd_per_million, list_lines
 from broker.serve.files import Load, LoadWindow, ReplicaLoad
 from broker.types import Replica, Service

@@ -179,7 +179,7 @@ def test_cluster_and_job_live_their_whole_life(any_terminal: Shell) -> None:
         notes = terminal.stop()
         assert CANARY not in notes and "Traceback" not in notes
         away = terminal.run("status", code=5)
-        assert "does not answer" in away.stderr and "`broker logout`" in away.stderr
+        assert "does not respond" in away.stderr and "`broker logout`" in away.stderr
         terminal.run("logout")
         assert terminal.run("jobs", "queue").stdout.startswith("No managed jobs")
     written = [path for path in terminal.folder.rglob("*") if path.is_file() and CANARY.encode() in path.read_bytes()]

@@ -93,6 +93,28 @@ def test_own_traces_are_used_alone_or_with_others(shell: Shell) -> None:
     assert together["policies"][1]["over_optimum"] is None
 
 
+def test_policies_change_between_the_kinds_of_machines_that_a_task_accepts(shell: Shell) -> None:
+    (shell.folder / "traces").mkdir()
+    for name, data in (("one", [1, 1, 0, 1, 0, 0] * 40), ("two", [0, 1, 1, 1, 0, 1] * 40)):
+        shell.write(f"traces/{name}.json", json.dumps({"metadata": {"gap_seconds": 3600}, "data": data}))
+    goal = "goal: {work: {hours: 20, on: A100:8}, deadline: 16h}"
+    both, slow = (
+        shell.write(f"{number}.yaml", f"resources: {{infra: aws, accelerators: {kinds}}}\n{goal}\nrun: x")
+        for number, kinds in enumerate(("{A100:8, H100:8}", "A100:8"))
+    )
+    quick = ("--traces", str(shell.folder / "traces"), "--starts", "3", "--optima", "1", "--policy", "adaptive")
+    refused = shell.run("simulate", slow, *quick, code=2)
+    assert "cannot be met even on-demand" in refused.stderr
+    found = shell.read_json("simulate", both, *quick)
+    names = {found["job"]["instance_type"], *(each["instance_type"] for each in found["job"]["other_kinds"])}
+    assert names == {"p4d.24xlarge", "p5.48xlarge"}
+    assert [each["late"] for each in found["policies"]] == [0, 0]
+    ondemand, adaptive = found["policies"]
+    assert adaptive["usd_mean"] < ondemand["usd_mean"] and found["optimum_usd"][0] > 0
+    text = shell.run("simulate", both, *quick).stdout
+    assert "times as fast" in text and text.count("USD/h") == 2
+
+
 def test_unsupported_simulations_are_refused_with_hints(shell: Shell) -> None:
     task = shell.write("t.yaml", TASK)
     no_work = shell.write("n.yaml", "resources: {infra: local, cpus: 1+}\nrun: 'true'\n")

@@ -1,4 +1,4 @@
-"""A cloud in memory for tests: it does to its callers whatever a real cloud does, on a clock that may be virtual.
+"""A cloud in memory for tests: it behaves towards its callers like a real cloud, on a clock that may be virtual.
 
 Lists lag, zones fill up, responses are lost after the effect, and usage is billed. Faults are counted.
 """

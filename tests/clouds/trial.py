@@ -22,7 +22,7 @@ from tests.testbed.replay import read_tape, serve
 
 
 class PaperGang:
-    """Answers for a node on paper: whatever is submitted has ended well, with the output of the check's command."""
+    """Answers for an imaginary node: every submitted run has succeeded, with the output of the check's command."""
 
     def __init__(self, *, status: RunStatus = RunStatus.SUCCEEDED, failure: TransientError | None = None) -> None:
         self.status, self.failure = status, failure

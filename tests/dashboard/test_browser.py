@@ -20,7 +20,8 @@ from tests.dashboard.conftest import Served, Story
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed")
 PAGES = [
-    "/", "/clusters", "/places", "/cost", "/cost?by=job", "/jobs/1", "/jobs/2", "/jobs/4", "/jobs/77", "/clouds",
+    "/", "/jobs", "/jobs?status=failed&name=s",
+    "/clusters", "/places", "/cost", "/cost?by=job", "/jobs/1", "/jobs/2", "/jobs/4", "/jobs/77", "/clouds",
     "/services", "/services/chat", "/plan", "/jobs/4/plan", "/jobs/4/plan?change=use_spot%3Dfalse",
 ]  # fmt: skip
 # No request leaves this machine: updates, sign-in and the field trials of Chromium are off.
@@ -124,7 +125,7 @@ window.fetch = async (...given) => {
 def test_a_change_during_a_load_is_not_lost(
     chromium: Any, served: Served, story: Story, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("broker.dashboard.views.REFRESH_S", math.inf)
+    monkeypatch.setattr("broker.dashboard.changes.REFRESH_S", math.inf)
     tab = Tab(chromium, served)
     tab.page.add_init_script(SLOW_LOAD)
     tab.open("/jobs/1")

@@ -86,7 +86,7 @@ def test_the_last_point_is_the_forecast_and_the_page_shows_what_json_prints(
     assert told["deadline_chances"][-1]["chance"] == told["forecast"]["deadline_chance"]  # type: ignore[index]
     job = frozen.store.jobs.get(job_id)
     assert job is not None
-    shown = pages.show_job(replace(read_job(frozen.context, job), chances=points), [], ticket="t")
+    shown = pages.show_job(replace(read_job(frozen.context, job), chances=points), []).show("t")
     assert "Chance of the deadline over time" in shown and shown.count("<tr>") >= len(points)
     for each in points:
         assert f'<td class="number">{each.chance:.1%}</td>' in shown

@@ -1,4 +1,4 @@
-"""Foreign text stays text."""
+"""Untrusted text is shown as text, never as markup."""
 
 from __future__ import annotations
 

@@ -9,12 +9,17 @@ from dataclasses import replace
 
 import pytest
 
+from broker.app.services import ServiceLine
 from broker.dashboard import node_metrics
+from broker.dashboard.families import render_families
 from broker.dashboard.metrics import PLACES_S, MetricsPage, render_metrics
 from broker.dashboard.model import list_places, read_overview
 from broker.dashboard.node_metrics import list_nodes
-from broker.types import Progress
-from tests.dashboard.conftest import Story, make_sample
+from broker.dashboard.service_metrics import list_service_families
+from broker.serve.files import LoadWindow
+from broker.types import Goal, Progress
+from tests.cli.test_serve_top import make_line
+from tests.dashboard.conftest import TASK, Story, make_sample
 
 LINE = re.compile(r'([a-z_]+)(?:\{((?:[a-z_]+="(?:[^"\\\n]|\\.)*",?)*)\})? (-?[0-9.e+-]+)')
 
@@ -41,6 +46,49 @@ def test_every_line_can_be_read_and_the_figures_hold(story: Story) -> None:
     assert preempted == 1
 
 
+def make_service_line() -> ServiceLine:
+    """Make a service with a replica that serves and one that starts, and the load of a minute."""
+    line = make_line(
+        LoadWindow(
+            requests=40, errors=4, prompt_tokens_s=900.0, completion_tokens_s=120.0, ttft_p50_s=0.2, ttft_p95_s=0.5
+        )
+    )
+    assert line.load is not None
+    return replace(line, load=replace(line.load, arrivals=400, waiting=3, resumed=2))
+
+
+def test_services_have_their_load_and_replicas() -> None:
+    line = make_service_line()
+    samples = read_samples(render_families(list_service_families([line])))
+    name = f'service="{line.service.name}"'
+    assert sum(value for (metric, _), value in samples.items() if metric == "broker_service_replicas") == len(
+        line.replicas
+    )
+    assert line.load is not None
+    expected = {
+        "requests_total": 400, "waiting": 3, "streams_resumed_total": 2, "error_ratio": 0.1,
+        "in_flight": line.load.in_flight, "spend_usd_total": line.paid_usd,
+    }  # fmt: skip
+    assert {key: samples[f"broker_service_{key}", name] for key in expected} == pytest.approx(expected)
+    assert samples["broker_service_tokens_per_second", f'{name},kind="prompt"'] == 900.0
+    assert samples["broker_service_time_to_first_token_seconds", f'{name},percentile="95"'] == 0.5
+    idle = render_families(list_service_families([replace(line, load=None)]))  # its balancer does not run
+    assert "requests" not in idle and "broker_service_replicas" in idle
+
+
+def test_loss_budget_and_savings_equal_the_overview(story: Story) -> None:
+    job_id = story.store.jobs.add("bounded", replace(TASK, goal=Goal(budget_usd=50.0))).id
+    story.add_attempt(job_id, 1, begin_s=story.now_s - 3600, end_s=story.now_s)  # 2 USD
+    samples = read_samples(MetricsPage().render(story.context))
+    assert samples["broker_job_loss", 'job="1"'] == 2.25
+    assert samples["broker_job_budget_used_ratio", f'job="{job_id}"'] == pytest.approx(0.04)
+    assert ("broker_job_budget_used_ratio", 'job="1"') not in samples  # it has no budget
+    overview = read_overview(story.context)
+    assert overview.month_ondemand_usd is not None
+    assert samples["broker_month_on_demand_usd", ""] == pytest.approx(overview.month_ondemand_usd, rel=1e-2)
+    assert samples["broker_month_spend_usd", ""] == pytest.approx(overview.month_usd, rel=1e-2)
+
+
 def test_jobs_that_ended_long_ago_have_no_series(story: Story) -> None:
     overview = read_overview(story.context)
     assert 'job="3"' in render_metrics(overview, ())
@@ -50,7 +98,7 @@ def test_jobs_that_ended_long_ago_have_no_series(story: Story) -> None:
 
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed (Debian: prometheus)")
 def test_promtool_accepts_the_page(story: Story) -> None:
-    text = MetricsPage().render(story.context)
+    text = MetricsPage().render(story.context) + render_families(list_service_families([make_service_line()]))
     assert "broker_node_gpu_errors_total" in text
     done = subprocess.run(["promtool", "check", "metrics"], input=text, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from dataclasses import replace
 
@@ -11,8 +12,10 @@ import pytest
 from broker.cli.dashboard import list_lines
 from broker.cli.main import main
 from broker.dashboard import pages
+from broker.dashboard.content import SAVED_S, OverviewPage
 from broker.dashboard.model import LOOKED_AT, find_starts, list_places, read_job, read_overview
 from broker.formatting import format_usd
+from broker.state.clusters import BillRows
 from broker.state.limits import Limit, LimitScope
 from broker.types import EventKind, Goal, JobStatus
 from broker.types.outcomes import make_event
@@ -35,7 +38,8 @@ def frozen(story: Story, monkeypatch: pytest.MonkeyPatch) -> Story:
 def test_overview_equals_the_commands(frozen: Story, capsys: pytest.CaptureFixture[str]) -> None:
     overview = read_overview(frozen.context)
     jobs = {each["id"]: each for each in read_json(capsys, "jobs", "queue")}  # type: ignore[attr-defined]
-    assert [row.line.id for row in overview.jobs] == sorted(jobs, reverse=True)
+    is_ended = {job_id: each["ended_s"] is not None for job_id, each in jobs.items()}
+    assert [row.line.id for row in overview.jobs] == sorted(jobs, key=lambda job_id: (is_ended[job_id], -job_id))
     for row in overview.jobs:
         assert row.spent_usd == pytest.approx(jobs[row.line.id]["spent_usd"])
         assert row.line.status.value == jobs[row.line.id]["status"]
@@ -92,7 +96,7 @@ def test_job_page_shows_what_why_prints(frozen: Story, capsys: pytest.CaptureFix
     assert [row.lost_steps for row in page.attempts] == [10, 0]
     assert sum(row.lost_steps for row in page.attempts) == summary["steps_lost"]
     assert sum(row.usd for row in page.attempts) == pytest.approx(summary["paid_usd"])
-    shown = pages.show_job(page, ["a line"], ticket="t")
+    shown = pages.show_job(page, ["a line"]).show("t")
     for text in (f"{format_usd(summary['paid_usd'])} USD", f"{format_usd(summary['ondemand_usd'])} USD", "31 of 100"):
         assert text in shown
 
@@ -100,7 +104,7 @@ def test_job_page_shows_what_why_prints(frozen: Story, capsys: pytest.CaptureFix
 def test_waiting_and_failed_jobs_require_attention(frozen: Story) -> None:
     assert [row.job_id for row in read_overview(frozen.context).attention] == [2]
     frozen.tell(1, make_event(EventKind.LATE, hours_left=1.0, slack_hours=-2.0))
-    assert [row.job_id for row in read_overview(frozen.context).attention] == [2, 1]
+    assert [row.job_id for row in read_overview(frozen.context).attention] == [1, 2]  # live jobs first
     frozen.tell(1, make_event(EventKind.STARTED, attempt=2))
     assert [row.job_id for row in read_overview(frozen.context).attention] == [2]
 
@@ -108,13 +112,17 @@ def test_waiting_and_failed_jobs_require_attention(frozen: Story) -> None:
 def test_today_counts_from_midnight_and_the_month_from_its_first_day(frozen: Story) -> None:
     midnight_s, month_s = find_starts(frozen.now_s)
     assert time.localtime(midnight_s)[3:6] == (0, 0, 0) and time.localtime(month_s)[2] == 1
-    frozen.add_cluster("old", begin_s=midnight_s - 7200, end_s=midnight_s + 1800)
-    before, after = frozen.store.bills.spend_since_usd(midnight_s, now_s=frozen.now_s), 0.0
+
+    def spend_usd(begin_s: float) -> float:
+        return frozen.store.bills.spend_since_usd(begin_s, now_s=frozen.now_s)
+
+    # The story itself begins before midnight where the test runs shortly after it.
+    today, with_evening = spend_usd(midnight_s), spend_usd(midnight_s - 7200)
+    hours = (frozen.now_s - midnight_s) / 2 / 3600
+    frozen.add_cluster("old", begin_s=midnight_s - 7200, end_s=midnight_s + 3600 * hours)
     frozen.add_cluster("older", begin_s=midnight_s - 7200, end_s=midnight_s - 3600)
-    after = frozen.store.bills.spend_since_usd(midnight_s, now_s=frozen.now_s)
-    assert after == pytest.approx(before)
-    parts = frozen.store.bills.spend_since_usd(midnight_s - 7200, now_s=frozen.now_s) - after
-    assert parts == pytest.approx(2 * 2.0 + 2 * 1.0)
+    assert spend_usd(midnight_s) - today == pytest.approx(2 * hours)
+    assert spend_usd(midnight_s - 7200) - with_evening == pytest.approx(2 * (2.0 + hours) + 2 * 1.0)
 
 
 def test_preemptions_of_a_place_are_counted(frozen: Story) -> None:
@@ -136,3 +144,31 @@ def test_ten_thousand_jobs_make_a_small_page(story: Story) -> None:
     assert overview.counts[JobStatus.RUNNING.value] == 6_667
     assert len(pages.lay_out("Overview", pages.show_overview(overview))) < 100_000
     assert LOOKED_AT < 10_003
+
+
+def test_savings_between_two_sums_follow_the_spending(frozen: Story, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The page sums what machines would have cost on-demand every few seconds only; its figures stay consistent."""
+    page, sums = OverviewPage(), 0
+    read = BillRows.ondemand_since_usd
+
+    def count(bills: BillRows, since_s: float, *, now_s: float) -> float:
+        nonlocal sums
+        sums += 1
+        return read(bills, since_s, now_s=now_s)
+
+    monkeypatch.setattr(BillRows, "ondemand_since_usd", count)
+    shown = [page.make(frozen.context)]
+    began_s = frozen.now_s
+    for passed_s in (SAVED_S / 2, SAVED_S):
+        frozen.now_s = began_s + passed_s
+        shown.append(page.make(frozen.context))
+    assert sums == 2
+    for each in shown:
+        figures = dict(
+            re.findall(r"<dt>(This month|This month on-demand|Saved this month)</dt><dd>([0-9.,]+) USD</dd>", each)
+        )
+        month, ondemand, saved = (
+            float(figures[name].replace(",", "")) for name in ("This month", "This month on-demand", "Saved this month")
+        )
+        assert ondemand == pytest.approx(month + saved, abs=0.011)
+    assert shown[2] == pages.show_overview(read_overview(frozen.context))

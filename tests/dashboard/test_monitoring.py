@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,9 +16,13 @@ import yaml
 from broker.dashboard.metrics import list_families
 from broker.dashboard.model import list_places, read_overview
 from broker.dashboard.node_metrics import list_node_families, list_nodes
-from tests.dashboard.conftest import Story
+from broker.dashboard.service_metrics import list_service_families
+from broker.types import Goal, Progress
+from tests.dashboard.conftest import TASK, Story
+from tests.dashboard.test_metrics import make_service_line
 
 FOLDER = Path(__file__).parent.parent.parent / "docs" / "monitoring"
+BOUNDED = replace(TASK, goal=Goal(budget_usd=50.0))
 NAME = re.compile(r"\bbroker_[a-z_]+")
 
 
@@ -25,7 +30,9 @@ NAME = re.compile(r"\bbroker_[a-z_]+")
 def labels(story: Story) -> Mapping[str, set[str]]:
     """The labels of each family, from the first sample."""
     nodes = list_node_families(list_nodes(story.context.config.logs, [1], now_s=story.now_s))
-    families = [*list_families(read_overview(story.context), list_places(story.store)), *nodes]
+    story.store.jobs.set_progress(story.store.jobs.add("bounded", BOUNDED).id, Progress(step=1, loss=2.0))
+    services = list_service_families([make_service_line()])
+    families = [*list_families(read_overview(story.context), list_places(story.store)), *services, *nodes]
     return {each.name: set(each.samples[0][0]) for each in families if each.samples}
 
 

@@ -31,7 +31,7 @@ def test_job_page_shows_the_newest_sample_of_each_node_as_json_has_it(
     told: Any = read_json(capsys, "jobs", "why", "1")
     job = frozen.store.jobs.get(1)
     assert job is not None
-    shown = pages.show_job(read_job(frozen.context, job), [], ticket="t")
+    shown = pages.show_job(read_job(frozen.context, job), []).show("t")
     assert [node["rank"] for node in told["nodes"]] == [0, 1] and all(node["is_current"] for node in told["nodes"])
     for node in told["nodes"]:
         newest = node["samples"][-1]
@@ -69,7 +69,7 @@ def test_overview_and_top_show_the_mean_of_the_nodes_as_json_has_it(
 
 def test_watch_has_the_usage_in_its_view_and_in_its_json(frozen: Story, capsys: pytest.CaptureFixture[str]) -> None:
     line = next(line for line in frozen.store.jobs.list_lines() if line.id == 1)
-    usage = read_overview(frozen.context).jobs[-1].usage
+    usage = next(each for each in read_overview(frozen.context).jobs if each.line.id == 1).usage
     assert usage is not None
     view = list_view([line], [], now_s=frozen.now_s, usage={1: usage})
     assert view[1].split()[-2:] == [format_share(usage.cpu_ratio), format_share(usage.gpu_ratio)]

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import re
 from collections import defaultdict
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from broker.app.checks import CheckedItem, read_checks, record_findings, record_overview
 from broker.app.forecasts import list_paid
+from broker.app.gateways import GatewayLine
 from broker.app.services import describe_services, list_service_events
 from broker.app.spending import By, list_day_shares, read_spending
 from broker.cli.main import main
@@ -22,6 +24,7 @@ from broker.dashboard.plan_page import show_plan
 from broker.dashboard.plans import read_plan
 from broker.dashboard.progress import draw_losses, draw_steps, read_losses
 from broker.dashboard.service_page import show_service, show_services
+from broker.dashboard.timeline import draw_timeline
 from broker.formatting import format_duration, format_hours, format_usd
 from broker.types import Job
 from tests.dashboard.conftest import HOSTILE, PLANNED, Story
@@ -89,6 +92,23 @@ def test_the_service_pages_equal_the_status_command(frozen: Story, capsys: pytes
     assert "balancer is not running" in detail
 
 
+def test_service_page_shows_gateways_with_their_endpoints_jobs_and_reasons(frozen: Story) -> None:
+    (line,) = describe_services(frozen.context)
+    gateway = GatewayLine(
+        number=2, job_id=7, status="LOST", endpoint="198.51.100.7:30001", place="aws/us-east-1a on-demand",
+        usd_hour=0.08, load=None, error=HOSTILE,
+    )  # fmt: skip
+    assert line.endpoint == "127.0.0.1:30001"
+    with_gateway = replace(line, gateways=(replace(gateway, number=1, endpoint="", status="PENDING"), gateway))
+    detail = show_service(with_gateway, [], frozen.now_s)
+    assert "Gateways" not in show_service(line, [], frozen.now_s)
+    assert (
+        "198.51.100.7:30001" in detail and 'href="/jobs/7"' in detail and "LOST" in detail and "<script" not in detail
+    )
+    assert with_gateway.endpoint == "198.51.100.7:30001"
+    assert replace(with_gateway, gateways=with_gateway.gateways[:1]).endpoint == "-"
+
+
 def test_days_clouds_and_jobs_sum_to_the_cost_command(frozen: Story, capsys: pytest.CaptureFixture[str]) -> None:
     shares = list_day_shares(frozen.store.bills.list(), frozen.now_s)
     for by, key in ((By.DAY, "day"), (By.CLOUD, "cloud"), (By.JOB, "owner")):
@@ -144,7 +164,7 @@ def test_the_check_command_records_what_it_prints(
 def test_decisions_are_shown_with_every_number(frozen: Story, capsys: pytest.CaptureFixture[str]) -> None:
     events = read_json(capsys, "jobs", "why", str(PLANNED_ID))["events"]  # type: ignore[index]
     decisions = [event["data"] for event in events if event["kind"] == "decision"]
-    shown = pages.show_job(read_job(frozen.context, get_job(frozen, PLANNED_ID)), [], ticket="t")
+    shown = pages.show_job(read_job(frozen.context, get_job(frozen, PLANNED_ID)), []).show("t")
     for data in decisions:
         for name, usd in data["expected_usd"].items():
             assert f"{name}: {usd:.2f}" in shown
@@ -167,3 +187,17 @@ def test_losses_are_read_from_the_lines_of_trainers_only() -> None:
         ["step 1/4  loss 2.5  10 tokens/s", "step 2/4  saved  loss 1e-3", "loss 3", "step x loss 1"]
     ) == [[(1, 2.5), (2, 0.001)]]
     assert read_losses(["step 1  loss nan", "step 1  loss " + "9" * 400]) == []
+
+
+def test_the_timeline_has_the_price_of_each_attempt_and_that_of_on_demand(frozen: Story) -> None:
+    page = read_job(frozen.context, get_job(frozen, 1))
+    shown = draw_timeline(page)
+    for row in page.attempts:
+        placement = row.attempt.placement
+        full = (placement.offer.ondemand_usd_hour or 0.0) * placement.node_count
+        tip = (
+            f"Attempt {row.attempt.number}: {format_usd(placement.usd_hour)} USD/h; on-demand {format_usd(full)} USD/h"
+        )
+        assert tip in shown
+    bars = [float(each) for each in re.findall(r'height="([0-9.]+)" class="price spot"', shown)]
+    assert bars == pytest.approx([64 * 2 / 6] * 2, abs=0.1)  # two nodes of 1 USD, on-demand 3

@@ -16,9 +16,11 @@ from urllib.request import Request, urlopen
 import pytest
 import yaml
 
+from broker.app.services import describe_services
 from broker.dashboard.metrics import list_families
 from broker.dashboard.model import list_places, read_overview
 from broker.dashboard.node_metrics import list_node_families, list_nodes
+from broker.dashboard.service_metrics import list_service_families
 from tests.dashboard.conftest import HOSTILE, Served, Story
 
 FOLDER = Path(__file__).parent.parent.parent / "docs" / "monitoring"
@@ -110,7 +112,12 @@ def test_prometheus_scrapes_what_the_dashboard_shows(prometheus: Prometheus, sto
     (up,) = prometheus.query('up{job="broker"} == 1')
     assert up["value"][1] == "1"  # type: ignore[index]
     nodes = list_nodes(story.context.config.logs, [1], now_s=story.now_s)
-    listed = [*list_families(read_overview(story.context), list_places(story.store)), *list_node_families(nodes)]
+    overview, services = read_overview(story.context), describe_services(story.context)
+    listed = [
+        *list_families(overview, list_places(story.store)),
+        *list_service_families(services),
+        *list_node_families(nodes),
+    ]
     families = {each.name for each in listed if each.samples}
     known = {str(each["metric"]["__name__"]) for each in prometheus.query('{__name__=~"broker_.+"}')}  # type: ignore[index]
     assert known == families

@@ -15,7 +15,8 @@ from broker.types.outcomes import EventKind, make_event
 from tests.dashboard.conftest import HOSTILE, Served, Story
 
 PAGES = [
-    "/", "/clusters", "/places", "/cost", "/cost?by=job", "/cost?by=cloud", "/jobs/1", "/jobs/2", "/jobs/4", "/clouds",
+    "/", "/jobs", "/jobs?status=failed&name=s",
+    "/clusters", "/places", "/cost", "/cost?by=job", "/cost?by=cloud", "/jobs/1", "/jobs/2", "/jobs/4", "/clouds",
     "/services", "/services/chat", "/plan", "/jobs/4/plan", "/jobs/4/plan?change=use_spot%3Dfalse",
 ]  # fmt: skip
 
@@ -127,7 +128,7 @@ def test_files_beside_the_static_ones_are_not_served(served: Served) -> None:
 def test_an_event_between_a_page_and_its_stream_is_told(
     served: Served, story: Story, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("broker.dashboard.views.REFRESH_S", math.inf)
+    monkeypatch.setattr("broker.dashboard.changes.REFRESH_S", math.inf)
     browser = Browser(served)
     newest = re.search(r'data-newest="(\d+)"', browser.get("/").text)
     assert newest

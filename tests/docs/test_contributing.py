@@ -34,7 +34,7 @@ def load_example(path: str) -> types.ModuleType:
 
 
 def find_registry_line(registry: str) -> tuple[str, str]:
-    """The line that the text tells to add, as name and target."""
+    """The line that the page says to add, as name and target."""
     match = re.search(rf'^    "([\w-]+)": "({registry}[\w.:]+)",$', PAGE.read_text(), re.MULTILINE)
     assert match, f"the text shows no line for {registry}"
     return match[1], match[2]

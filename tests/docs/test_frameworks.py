@@ -7,12 +7,13 @@ import re
 from pathlib import Path
 
 import pytest
+import yaml
 
 from broker.task.loader import load_tasks
 from tests.docs.pages import ROOT, Block, list_blocks
 from tests.docs.test_commands import run_broker
-from tests.frameworks.registry import FRAMEWORKS
-from tests.frameworks.report import show
+from tests.frameworks.registry import FRAMEWORKS, GPU_TEMPLATES
+from tests.frameworks.report import show, show_costs
 
 PAGE = ROOT / "docs/FRAMEWORKS.md"
 RESULTS = ROOT / "tests/frameworks/results.json"
@@ -23,12 +24,29 @@ PROGRAM_LINES_MAX = 120
 def test_report() -> None:
     rows = json.loads(RESULTS.read_text())
     assert show(rows) in PAGE.read_text()
+    assert show_costs([row for row in rows if row["framework"] in list_workflow_templates()]) in PAGE.read_text()
 
 
-def test_every_shipped_template_was_killed_and_preempted_with_its_pinned_version() -> None:
+def list_workflow_templates() -> list[str]:
+    workflow = yaml.safe_load((ROOT / ".github/workflows/frameworks.yml").read_text())
+    found: list[str] = workflow["jobs"]["template"]["strategy"]["matrix"]["template"]
+    return found
+
+
+def test_workflow_tests_templates_that_exist_and_watches_their_files() -> None:
+    text = (ROOT / ".github/workflows/frameworks.yml").read_text()
+    assert set(list_workflow_templates()) <= set(FRAMEWORKS)
+    assert "make test-frameworks NAMES=${{ matrix.template }}" in text
+    watched = yaml.safe_load(text)[True]["pull_request"]["paths"]  # YAML 1.1 reads `on` as true
+    assert [path for path in watched if not list(ROOT.glob(path))] == []
+    assert {f"task_templates/{name}.yaml" for name in list_workflow_templates()} <= set(watched)
+
+
+def test_every_template_that_runs_on_cpus_was_killed_and_preempted_with_its_pinned_version() -> None:
     rows = {row["framework"]: row for row in json.loads(RESULTS.read_text())}
-    assert {path.stem for path in TEMPLATES} == set(FRAMEWORKS) == set(rows)
-    for path in TEMPLATES:
+    tried = [path for path in TEMPLATES if path.stem not in GPU_TEMPLATES]
+    assert {path.stem for path in tried} == set(FRAMEWORKS) == set(rows)
+    for path in tried:
         version = rows[path.stem]["version"].partition("+")[0]
         distribution = FRAMEWORKS[path.stem].distribution
         names = (distribution, "jax", "ray", "dask", "mpi4py", "torch")

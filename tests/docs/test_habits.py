@@ -8,6 +8,7 @@ import runpy
 import tomllib
 from typing import Any
 
+import pytest
 import yaml
 
 from tests.docs.pages import ROOT
@@ -40,12 +41,13 @@ def test_ci_runs_the_make_targets_on_every_python_that_the_package_supports() ->
     assert set(targets) <= set(known)
 
 
-def test_ci_pins_actions_and_needs_no_secret() -> None:
-    text = (ROOT / ".github/workflows/ci.yml").read_text()
+@pytest.mark.parametrize("name", ["ci", "frameworks"])
+def test_ci_pins_actions_and_needs_no_secret(name: str) -> None:
+    text = (ROOT / f".github/workflows/{name}.yml").read_text()
     assert "secrets." not in text
     uses = re.findall(r"uses: (\S+)", text)
     assert uses and all(re.fullmatch(r"actions/[a-z-]+@v\d+", each) for each in uses)
-    assert read_yaml(".github/workflows/ci.yml")["permissions"] == {"contents": "read"}
+    assert read_yaml(f".github/workflows/{name}.yml")["permissions"] == {"contents": "read"}
 
 
 def test_hooks_run_the_tools_of_make_lint_from_the_environment_of_the_project() -> None:

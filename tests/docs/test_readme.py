@@ -41,7 +41,7 @@ def test_extras_of_the_table_are_those_of_the_package() -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     named = {name for cell, _ in read_table("## Install") for name in INLINE.findall(cell)}
     assert named <= set(extras)
-    assert {"aws", "gcp", "sky", "storage", "train", "serve", "server", "all"} == named
+    assert {"aws", "gcp", "sky", "storage", "train", "serve", "server", "oidc", "all"} == named
 
 
 def test_tour_names_every_command() -> None:

@@ -2,6 +2,7 @@
 
 Each runs on two nodes of the local cloud: one worker is killed with kill -9, then its node is preempted, and the end is
 compared with an undisturbed run. Rows are kept in tests/frameworks/results.json, from which docs/FRAMEWORKS.md is held.
+Programs of the templates that need GPUs run without a job, on CPUs (`rehearsals.py`), if they are named.
 """
 
 from __future__ import annotations
@@ -12,12 +13,14 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from datetime import date
 from pathlib import Path
 
 from tests.cli.conftest import ROOT
 from tests.frameworks.beds import StuckError, prepare
-from tests.frameworks.registry import FRAMEWORKS
+from tests.frameworks.registry import FRAMEWORKS, GPU_TEMPLATES
+from tests.frameworks.rehearsals import rehearse
 from tests.frameworks.report import show
 from tests.frameworks.trials import run_trial
 
@@ -26,7 +29,7 @@ RESULTS = Path(__file__).with_name("results.json")
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.frameworks", description=__doc__.split("\n\n")[0])
-    parser.add_argument("names", nargs="*", choices=[*FRAMEWORKS, []], default=[], metavar="NAME")
+    parser.add_argument("names", nargs="*", choices=[*FRAMEWORKS, *GPU_TEMPLATES, []], default=[], metavar="NAME")
     parser.add_argument("--venvs", type=Path, default=ROOT / "build/frameworks", help="folder that keeps environments")
     options = parser.parse_args()
     failed = []
@@ -34,8 +37,14 @@ def main() -> int:
         folder = Path(tempfile.mkdtemp(prefix=f"frameworks-{name}-"))
         template = ROOT / "task_templates" / f"{name}.yaml"
         try:
-            prepare(template, options.venvs.resolve(), folder / "python")
-            version = find_version(folder / "python/bin/python", FRAMEWORKS[name].distribution)
+            install_s = prepare(template, options.venvs.resolve(), folder / "python")
+            begin_s = time.monotonic()
+            python = folder / "python/bin/python"
+            if name in GPU_TEMPLATES:
+                version = find_version(python, GPU_TEMPLATES[name].distribution)
+                print(f"{name} {version}: {rehearse(GPU_TEMPLATES[name], python, folder)}", flush=True)
+                continue
+            version = find_version(python, FRAMEWORKS[name].distribution)
             row = run_trial(name, FRAMEWORKS[name], template, folder, options.venvs.resolve())
         except (StuckError, AssertionError, subprocess.CalledProcessError) as error:
             print(f"{name}: FAILED: {error}\n{getattr(error, 'stderr', '') or ''}", flush=True)
@@ -43,6 +52,9 @@ def main() -> int:
             continue
         finally:
             shutil.rmtree(folder, ignore_errors=True)
+        row["run_s"] = round(time.monotonic() - begin_s)
+        row |= {"install_s": round(install_s)} if install_s is not None else {}
+        print(f"{name}: installed in {row.get('install_s', 0)} s, tested in {row['run_s']} s")
         keep({**row, "version": version, "date": date.today().isoformat()})
         print(show([row | {"version": version}]), flush=True)
     return 1 if failed else 0
@@ -55,7 +67,9 @@ def find_version(python: Path, distribution: str) -> str:
 
 def keep(row: dict[str, object]) -> None:
     rows = {each["framework"]: each for each in json.loads(RESULTS.read_text())} if RESULTS.exists() else {}
-    rows[str(row["framework"])] = row
+    name = str(row["framework"])
+    kept = {key: value for key, value in rows.get(name, {}).items() if key == "install_s"}  # of a new environment
+    rows[name] = kept | row
     RESULTS.write_text(json.dumps([rows[name] for name in sorted(rows)], indent=1) + "\n")
 
 

@@ -23,14 +23,14 @@ class StuckError(Exception):
     """An expected event did not happen."""
 
 
-def prepare(template: Path, venvs: Path, python: Path) -> float:
-    """Run the template's `setup`; return its CPU seconds (near 0 where the environment is there)."""
+def prepare(template: Path, venvs: Path, python: Path) -> float | None:
+    """Run the template's `setup`; return its seconds, or None if the environment was there."""
     setup = yaml.safe_load(template.read_text())["setup"]
     variables = {"BROKER_VENVS": str(venvs), "BROKER_PYTHON": str(python), "SKYPILOT_NUM_GPUS_PER_NODE": "0"}
-    before = os.times()
-    subprocess.run(["bash", "-ec", setup], env={**os.environ, **variables}, cwd=ROOT, check=True, capture_output=True)
-    after = os.times()
-    return after.children_user + after.children_system - before.children_user - before.children_system
+    environment = {**os.environ, **variables}
+    begin_s = time.monotonic()
+    done = subprocess.run(["bash", "-ec", setup], env=environment, cwd=ROOT, check=True, capture_output=True, text=True)
+    return time.monotonic() - begin_s if "trainers: installing" in done.stdout else None
 
 
 class Bed:

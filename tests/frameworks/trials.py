@@ -1,10 +1,12 @@
-"""Run one framework's template three ways: undisturbed, then with a killed worker and a preempted node."""
+"""Run one framework's template twice: with a killed worker and preempted nodes, then undisturbed."""
 
 from __future__ import annotations
 
 import os
 import signal
 import time
+from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +26,7 @@ def run_trial(name: str, framework: Framework, template: Path, folder: Path, ven
         result, losses = disturbed.read_result(), disturbed.read_losses()
     finally:
         disturbed.close()
-    whole = Bed(folder / "whole", template, {"STEP_S": "0", **common})
+    whole = Bed(folder / "whole", template, {**common, "STEP_S": "0"})
     try:
         whole.wait(whole.is_over, "the end of the undisturbed run")
         assert whole.shell.get_status(1).name == "SUCCEEDED", whole.log()
@@ -39,28 +41,61 @@ def run_trial(name: str, framework: Framework, template: Path, folder: Path, ven
 
 
 def disturb(bed: Bed, framework: Framework) -> dict[str, Any]:
-    """Kill rank 1's process, preempt its node, and wait for the end."""
-    bed.wait(lambda: has_saved(bed.lines, KILL_STEP), "the first checkpoint")
+    """Kill rank 1's process, preempt its node, then the first node where that is asked for, and wait for the end."""
+    await_checkpoint(bed, KILL_STEP)
     victims = bed.find_victims(framework.victim, 1)
     if not victims:
         raise StuckError(f"no process of rank 1 matches {framework.victim}: {bed.shell.find_processes()}")
     for pid in victims:
         os.kill(pid, signal.SIGKILL)
-    killed = await_recovery(bed, framework, "the kill", set(victims))
-    first = bed.lines[-1]["step"]
-    bed.wait(lambda: has_saved(bed.lines, first + SAVE_STEPS), "a checkpoint after the kill")
-    victims = bed.find_victims(framework.victim, 1)
-    bed.shell.run("local", "preempt", "1", "--node", "1", "--notice", str(NOTICE_S))
-    preempted = await_recovery(bed, framework, "the preemption", set(victims))
+    row: dict[str, Any] = {"kill": await_recovery(bed, framework, "the kill", set(victims))}
+    await_checkpoint(bed, bed.lines[-1]["step"] + SAVE_STEPS)
+    joining = replace(framework, victim=framework.service or framework.victim)
+    row["preemption"] = preempt(bed, joining, 1, set(bed.find_victims(joining.victim, 1)))
+    if framework.loses_first:
+        await_checkpoint(bed, bed.lines[-1]["step"] + SAVE_STEPS)
+        row["first"] = preempt(bed, replace(framework, is_elastic=False, shrinks=False), 0, set())
     bed.wait(bed.is_over, "the end")
     assert bed.shell.get_status(1).name == "SUCCEEDED", bed.log()
+    attempts = bed.read_result()["attempt"]
+    assert not framework.loses_first or attempts == 2, f"{attempts} attempts, not 2"
+    row |= count_repeated(bed, framework)
     starts = [line["start_cpu_s"] for line in bed.lines if "start_cpu_s" in line]
-    return {
-        "start_cpu_s": round(sorted(starts)[len(starts) // 2], 1),
-        "kill": killed,
-        "preemption": preempted,
-        "attempts": bed.read_result()["attempt"],
-    }
+    return {"start_cpu_s": round(sorted(starts)[len(starts) // 2], 1), **row, "attempts": attempts}
+
+
+def count_repeated(bed: Bed, framework: Framework) -> dict[str, int]:
+    """Return all steps that ran again, where the program counts them: it may repeat them long after a loss."""
+    lines = [line for line in bed.lines if "repeated" in line]
+    if not lines:
+        return {}
+    ends = [line for line, after in pairwise(lines) if "start_cpu_s" in after]  # of a process
+    total = sum(line["repeated"] for line in [*ends, lines[-1]])
+    losses = 2 + framework.part_count * framework.loses_first  # one part at a node, all at the first node
+    assert total <= losses * SAVE_STEPS, f"{total} steps ran again after {losses} losses"
+    return {"repeated_steps": total}
+
+
+def await_checkpoint(bed: Bed, step: int) -> None:
+    bed.wait(lambda: has_saved(bed.lines, step), f"a checkpoint after step {step}")
+
+
+def preempt(bed: Bed, framework: Framework, node: int, old: set[int]) -> dict[str, Any]:
+    count = len(bed.lines)
+    bed.shell.run("local", "preempt", "1", "--node", str(node), "--notice", str(NOTICE_S))
+    found = await_recovery(bed, framework, f"the preemption of node {node}", old)
+    if framework.shrinks:
+        bed.wait(lambda: 1 in read_ranks(bed, count), "a step of the other node alone")
+        alone = count + read_ranks(bed, count).index(1)
+        bed.wait(lambda: 2 in read_ranks(bed, alone), "a step together with the new node")
+        joined = alone + read_ranks(bed, alone).index(2)
+        found["lost_steps_at_join"] = bed.lines[joined - 1]["step"] - (bed.lines[joined]["step"] - 1)
+        assert found["lost_steps_at_join"] <= SAVE_STEPS + 1, f"steps lost when the node was replaced: {found}"
+    return found
+
+
+def read_ranks(bed: Bed, start: int) -> list[int]:
+    return [line["ranks"] for line in bed.lines[start:]]
 
 
 def await_recovery(bed: Bed, framework: Framework, what: str, old: set[int]) -> dict[str, Any]:
@@ -79,14 +114,14 @@ def await_recovery(bed: Bed, framework: Framework, what: str, old: set[int]) -> 
     bed.wait(lambda: has_started() or has_joined(), f"a new start after {what}")
     joined = len(bed.lines)
     bed.wait(lambda: has_started() or len(bed.lines) > joined, f"a step after {what}")
+    seconds = round(time.monotonic() - begin_s, 1)
     is_restarted = has_started()
     lost = 0
     if is_restarted:
         place = next(place for place in range(count, len(bed.lines)) if "start_cpu_s" in bed.lines[place])
         newest = max(line["step"] for line in bed.lines[:place])
-        lost = newest - (bed.lines[place]["step"] - 1)
-        assert 0 <= lost <= SAVE_STEPS + 1, f"{lost} steps lost after {what}, at step {newest}"
-    seconds = round(time.monotonic() - begin_s, 1)
+        lost = max(0, newest - (bed.lines[place]["step"] - 1))  # replicas that started first may be further
+    assert lost <= framework.part_count * (SAVE_STEPS + 1), f"{lost} steps lost after {what}"
     return {"recovery_s": seconds, "lost_steps": lost, "is_restarted": is_restarted}
 
 

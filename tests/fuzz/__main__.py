@@ -43,7 +43,7 @@ def main() -> int:
 
 
 def run_all(minutes: float, seed: int, engine: str) -> int:
-    """Run each target in a process of its own, and all of them, whatever the first finds."""
+    """Run every target in its own process, even if an earlier one finds a fault."""
     import subprocess
 
     failed = []

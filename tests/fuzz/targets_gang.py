@@ -218,10 +218,11 @@ def make_hello(name: str, place: int = 0) -> dict[str, Any]:
 
 @contextmanager
 def open_rendezvous(
-    count: int = 2, credential: Credential | None = None
+    count: int = 2, credential: Credential | None = None, **options: Any
 ) -> Iterator[tuple[Rendezvous, RendezvousServer]]:
     """Open a rendezvous for two workers at least, `count` of which it waits for."""
-    rendezvous = Rendezvous(least=2, most=count, first_count=count)
+    others = list_threads()  # of a rendezvous that is open already
+    rendezvous = Rendezvous(least=2, most=count, first_count=count, **options)
     server = RendezvousServer(rendezvous, "127.0.0.1", 0, credential or Credential(pem=make_pem("gang")))
     crashes: list[Any] = []
     server._loop.set_exception_handler(lambda _, context: crashes.append(context))
@@ -230,16 +231,18 @@ def open_rendezvous(
         gc.collect()  # a task that ended by an exception is reported when it is collected
     finally:
         server.close()
-        assert not list_threads(), list_threads()
+        assert list_threads() == others, list_threads()
     assert not crashes, crashes
 
 
-def come(server: RendezvousServer, name: str, place: int = 0, credential: Credential | None = None) -> Wire:
+def come(
+    server: RendezvousServer, name: str, place: int = 0, credential: Credential | None = None, **fields: Any
+) -> Wire:
     """Join as a correct worker."""
     connection = socket.create_connection(("127.0.0.1", server.port), timeout=HANG_S)
     wire = Wire(connection, credential or Credential(pem=make_pem("gang")))
     connection.settimeout(HANG_S)
-    wire.send(**make_hello(name, place))
+    wire.send(**make_hello(name, place), **fields)
     return wire
 
 

@@ -1,4 +1,4 @@
-"""Task files and command lines from strangers: tasks or our own errors come out, never a stack trace."""
+"""Hostile task files and command lines: the result is a task or one of our errors, never a stack trace."""
 
 from __future__ import annotations
 

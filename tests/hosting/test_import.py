@@ -83,7 +83,10 @@ def test_job_keeps_its_process_over_the_move_and_ends_on_the_server(hosted: Host
     assert listed.splitlines()[0] == "job 1 hold RUNNING" and listed.count("cluster job-1-") == 1
     assert not (hosted.home / "moved.json").exists()
     hosted.run("server", "import-local")
-    assert f"moved to http://127.0.0.1:{hosted.port} already" in hosted.run("server", "import-local", code=2).stderr
+    assert (
+        f"has already been moved to http://127.0.0.1:{hosted.port}"
+        in hosted.run("server", "import-local", code=2).stderr
+    )
     check_moved(hosted, pid)
 
 

@@ -80,7 +80,7 @@ def test_server_lives_its_whole_life(hosted: Hosted) -> None:
     assert len(hosted.read_json("jobs", "queue", "--all")[0]["attempts"]) == 1
 
     hosted.wait_until(lambda: not hosted.read_json("status")["clusters"], "its cluster is gone")
-    assert "The server has ended" in hosted.run("server", "down").stdout
+    assert "The server has been removed" in hosted.run("server", "down").stdout
     assert not (hosted.home / "hosted" / "server").exists() and not (hosted.home / "login.json").exists()
     assert "this installation has no server" in hosted.run("server", "status", code=2).stderr
 
@@ -101,9 +101,9 @@ def test_failed_server_is_restarted_and_repaired(hosted: Hosted) -> None:
 def test_other_place_is_refused_while_a_server_exists(hosted: Hosted) -> None:
     hosted.up()
     other = hosted.run("server", "up", "--infra", "ssh://nowhere", code=2).stderr
-    assert "has a server on local already" in other
+    assert "already has a server on local" in other
     unknown = hosted.run("server", "up", "--infra", "moon", code=2).stderr
-    assert "unknown place for a server: `moon`" in unknown
+    assert "unknown location for a server: `moon`" in unknown
 
 
 @pytest.mark.long

@@ -7,19 +7,17 @@ from typing import Any
 
 import pytest
 
-from broker.jobs.availability import Availability, name_place
+from broker.jobs.availability import Availability, is_same_place, name_place
 from broker.jobs.deadline import (
     HAZARD_MIN,
-    ONDEMAND_MAX,
-    SPOT_MAX,
     Situation,
     advise_every_s,
     arrange,
     find_margin_hours,
-    is_same_place,
     is_voluntary,
     read_situation,
 )
+from broker.jobs.kinds import ONDEMAND_MAX, SPOT_MAX
 from broker.spot.durations import MET_HOURS, NOTHING_SEEN
 from broker.spot.interval import best_interval_s
 from broker.spot.policies.base import Candidate, Move

@@ -15,6 +15,7 @@ from broker.types import (
     CheckpointSpec,
     Cluster,
     ClusterStatus,
+    JobRecovery,
     Node,
     NodeState,
     Placement,
@@ -92,6 +93,12 @@ def test_task_that_saves_into_a_bucket_of_its_own_is_launched_without_a_notice()
 def test_task_that_saves_nothing_is_launched_with_a_notice() -> None:
     (sentence,) = check_checkpoints([plan(Task(name="t", run="python x.py"), "aws")])
     assert "starts from scratch" in sentence
+
+
+def test_cached_setup_without_a_place_has_a_notice() -> None:
+    task = Task(name="t", setup="pip install x", run="python x.py", recovery=JobRecovery(caches_setup=True))
+    assert "`cache_setup` of `t` has no effect" in " ".join(check_checkpoints([plan(task, "aws")]))
+    assert "cache_setup" not in " ".join(check_checkpoints([plan(replace(task, recovery=JobRecovery()), "aws")]))
 
 
 def test_default_comes_from_the_environment_then_from_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

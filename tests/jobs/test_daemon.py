@@ -17,7 +17,8 @@ import pytest
 
 from broker.config import Config
 from broker.errors import CapacityError, StateError, TransientError
-from broker.jobs.daemon import COLLECT_EVERY_S, STALE_S, Notifies, _Daemon, ensure_daemon, hold_lock, run_daemon
+from broker.jobs.daemon import COLLECT_EVERY_S, STALE_S, _Daemon, ensure_daemon, hold_lock, run_daemon
+from broker.jobs.daemon_parts import Notifies, StartsSchedules
 from broker.jobs.node_samples import get_folder, list_jobs
 from broker.jobs.workload import BEAT_EVERY_S
 from broker.notify.notification import Notification, Sink
@@ -78,6 +79,7 @@ class Stage:
         self.controllers: dict[int, Controller] = {}
         self.made: list[int] = []
         self.notifier: Notifies | None = None
+        self.scheduler: StartsSchedules | None = None
 
     def add_job(self, *steps: float | Exception) -> Controller:
         job_id = self.store.jobs.add("j", Task()).id
@@ -97,7 +99,7 @@ class Stage:
             other = asyncio.ensure_future(beside()) if beside else None
             await run_daemon(
                 store=self.store, make_controller=self.make, provisioner=provisioner, clock=self.clock,
-                config=self.config, notifier=self.notifier, idle_s=idle_s,
+                config=self.config, notifier=self.notifier, scheduler=self.scheduler, idle_s=idle_s,
             )  # fmt: skip
             if other:
                 await other

@@ -13,18 +13,22 @@ import pytest
 from broker.errors import CapacityError
 from broker.jobs.availability import Availability
 from broker.jobs.deadline import (
+    Situation,
     advise_every_s,
     arrange,
     estimate_hazard,
     estimate_start_hazard,
+    find_margin_hours,
     follows_deadline,
     has_saved_on_notice,
+    is_safe_at,
     is_voluntary,
     loses_little,
     measure_start_hours,
     read_situation,
     record_decision,
 )
+from broker.jobs.setup_starts import RestoredStart, find_system
 from broker.optimizer.planner import make_plan
 from broker.spot.hazard import Observation, hazard_per_node_hour
 from broker.spot.interval import best_interval_s
@@ -74,6 +78,30 @@ def plan_of(task: Task, *offers: Offer) -> Plan:
     return make_plan(task, offers or [make_offer("east1a"), make_offer("west1a")], prices_as_of="2026-11-01")
 
 
+def test_a_policy_knows_what_an_hour_is_worth() -> None:
+    task = replace(TASK, goal=replace(GOAL, hour_value_usd=3.0))
+    situation = read_situation(
+        make_job(task), plan_of(task), now_s=60.0, refusals=(), durations={}, availability={}, look_hours=0.1,
+        spent_usd=0.0,
+    )  # fmt: skip
+    assert situation.view.hour_value_usd == 3.0
+
+
+def test_a_policy_counts_restored_starts_where_the_archive_fits() -> None:
+    far = replace(make_offer("west1a"), cloud="aws")
+    task = replace(TASK, resources=(Resources(),))
+    plan = plan_of(task, make_offer("east1a"), far)
+    here = next(each.placement for each in plan.estimates if each.placement.offer.cloud == "simulated")
+    first = Attempt(job_id=1, number=1, cluster="c", placement=here, started_s=0.0, resumed_s=700.0, ended_s=900.0)
+    restored = RestoredStart(start_s=90.0, systems=frozenset({find_system(here)}))
+    situation = read_situation(
+        make_job(task, attempts=(first,)), plan, now_s=1800.0, refusals=(), durations={}, availability={},
+        look_hours=0.1, spent_usd=0.0, restored=restored,
+    )  # fmt: skip
+    hours = {each.placement.offer.cloud: each.start_hours for each in situation.candidates}
+    assert hours == {"simulated": pytest.approx(90 / 3600), "aws": pytest.approx(700 / 3600)}
+
+
 def is_moved(attempt: Attempt) -> bool:
     return attempt.outcome is not None and attempt.outcome.kind is OutcomeKind.MOVED
 
@@ -115,6 +143,7 @@ def test_a_policy_sees_the_remaining_work_and_the_open_places() -> None:
     view = situation.view
     assert view.spent_usd == 1.5, "what failed starts may cost is bounded in production as in a replay"
     assert view.time_left_hours == pytest.approx(0.5) and view.deadline_hours == 1.0
+    assert view.hour_value_usd is None
     assert view.unsaved_hours == pytest.approx(30 / 3600)
     assert view.current is not None and situation.candidates[view.current].placement == here.placement
     assert {each.is_spot for each in situation.candidates} == {True, False}
@@ -147,6 +176,33 @@ def test_starts_are_believed_as_long_as_they_were_seen() -> None:
     )  # fmt: skip
     assert {each.start_hours for each in situation.candidates} == {0.25}
     assert situation.view.look_hours == pytest.approx((1.0 - STEPS / 3600) / 4), "on-demand may come late"
+
+
+def test_machines_that_are_up_leave_only_the_rest_of_a_start_to_be_safe() -> None:
+    """A start of 0.1 h, of which 0.04 h is boot: on-demand needs 0.1 h plus the work, and the margin is kept free."""
+    task = replace(TASK, checkpoint=CheckpointSpec(every_s=1.0, restart_s=360.0))
+    plan = plan_of(task)
+    spot, sure = (
+        next(each.placement for each in plan.estimates if each.placement.is_spot is is_spot)
+        for is_spot in (True, False)
+    )
+    here = Attempt(job_id=1, number=1, cluster="c", started_s=0.0, resumed_s=360.0, placement=sure)
+
+    def look(spare_hours: float, live: Attempt | None) -> Situation:
+        margin = find_margin_hours(GOAL)
+        now_s = 3600 * (1.0 - STEPS / 3600 - 0.1 - margin - spare_hours)
+        return read_situation(
+            make_job(task, attempts=(here,)), plan, now_s=now_s, refusals=(), durations={}, availability={},
+            look_hours=0.0, spent_usd=0.0, live=live, expect_overlap_hours=lambda cloud: 0.04,
+        )  # fmt: skip
+
+    found = look(0.08, here)
+    assert {each.overlap_hours for each in found.candidates if each.is_spot} == {0.04}
+    assert {each.overlap_hours for each in found.candidates if not each.is_spot} == {0.0}
+    for live in (here, None):
+        assert is_safe_at(look(0.08, live), spot, is_up=True) and not is_safe_at(look(0.05, live), spot, is_up=True)
+    assert is_safe_at(look(0.08, here), spot, is_up=False), "its boot overlaps with the work of the present machines"
+    assert not is_safe_at(look(0.08, None), spot, is_up=False), "nothing works meanwhile"
 
 
 def test_a_program_saves_on_notice_if_its_last_two_preemptions_lost_no_step() -> None:

@@ -22,14 +22,14 @@ def test_death_by_a_signal_is_named_for_both_exit_code_forms(code: int, signal: 
 @pytest.mark.parametrize(
     ("code", "lines", "cause"),
     [
-        (137, (), "SIGKILL: killed, probably out of memory"),
+        (137, (), "SIGKILL: killed; running out of memory is the usual cause"),
         (-6, (), "SIGABRT: aborted, as by NCCL's watchdog or a failed CUDA assertion"),
         (139, (), "SIGSEGV: segmentation fault"),
         (143, (), "SIGTERM: terminated"),
         (127, (), "the command was not found"),
         (1, (), ""),
         (None, (), ""),
-        (1, ("  exitcode  : -9 (pid: 71)",), "SIGKILL: killed, probably out of memory"),
+        (1, ("  exitcode  : -9 (pid: 71)",), "SIGKILL: killed; running out of memory is the usual cause"),
         (1, ("  traceback : Signal 6 (SIGABRT) received by PID 71",), "SIGABRT: aborted, as by NCCL's "
          "watchdog or a failed CUDA assertion"),
         (1, ("torch.OutOfMemoryError: CUDA out of memory. Tried",), "out of GPU memory"),

@@ -42,6 +42,7 @@ def hold(job_id: int, priority: int = 0, **fields: Any) -> Holder:
         ([hold(1, is_preemptible=False)], None),
         ([hold(1, displaced_s=NOW_S - AGAIN_S + 1.0), hold(2, 50)], 2),
         ([hold(1, displaced_s=NOW_S - AGAIN_S)], 1),
+        ([hold(1, displaced_s=NOW_S + 90.0), hold(2, 50)], 2),  # by a controller whose clock is ahead
         ([hold(1, displaced_s=NOW_S + 1e5)], 1),
         ([hold(1, displaced_by=8), hold(2, 50)], 2),
         ([hold(1, displaced_by=9), hold(2, 50)], None),

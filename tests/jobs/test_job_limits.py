@@ -9,15 +9,20 @@ import pytest
 
 from broker.app.overrides import NO_OVERRIDES, Overrides, read_tasks
 from broker.errors import TaskError, UsageError
+from broker.jobs.acquisition import Acquisition
 from broker.jobs.job_limits import GAP_S_MAX, JobLimits, find_save_s
 from broker.state.store import Store
 from broker.task.loader import load_tasks_text
-from broker.types import Attempt, EventKind, Job, JobStatus, Outcome, OutcomeKind, Placement, Task
-from tests.simulation.world import World, make_offer
+from broker.types import Attempt, Cluster, EventKind, Job, JobStatus, Outcome, OutcomeKind, Placement, Task
+from tests.simulation.world import SimulatedGang, World, make_offer
 from tests.state.samples import START_S, Hands
 
 HOUR = 3600.0
 PLACEMENT = Placement(offer=make_offer("east1a"), is_spot=True, node_count=1)
+
+
+class Killed(Exception):
+    """The end of a controller's process."""
 
 
 class Stage:
@@ -140,6 +145,20 @@ def test_job_ends_in_time_with_an_outcome_of_its_own(tmp_path: Path) -> None:
     assert [event.kind for event in world.store.events.list(job_id=job.id)].count(EventKind.ENDED) == 1
 
 
+def test_program_that_succeeds_while_it_is_told_to_save_is_not_ended_by_the_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cancel = SimulatedGang.cancel
+
+    async def arrive_late(self: SimulatedGang, cluster: Cluster, run_id: int) -> None:
+        self.steps = self._measure(self._runs[cluster.name, run_id])[0]  # it was at its last step
+        await cancel(self, cluster, run_id)
+
+    monkeypatch.setattr(SimulatedGang, "cancel", arrive_late)
+    job = play(tmp_path, 120.0).get_job()
+    assert (job.status, job.outcome_kind, job.failure) == (JobStatus.SUCCEEDED, OutcomeKind.SUCCEEDED, "")
+
+
 def test_node_is_given_no_longer_lease_than_the_job_has_left(tmp_path: Path) -> None:
     world = World(tmp_path)
     world.gang.steps = 600
@@ -157,10 +176,42 @@ def test_node_is_given_no_longer_lease_than_the_job_has_left(tmp_path: Path) -> 
     controller = world.make_controller()
 
     async def act() -> None:
-        await controller.step()
+        while not leases:
+            await controller.step()
 
     world.clock.run(act)
-    assert leases and all(used_s + lease_s <= 600.0 + 1e-6 for used_s, lease_s in leases)
+    assert all(used_s + lease_s <= 600.0 + 1e-6 for used_s, lease_s in leases)
+
+
+def test_program_is_not_started_after_the_end_on_machines_that_a_killed_controller_requested(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their creation is where the time begins, although the attempt was never recorded."""
+    world = World(tmp_path)
+    world.job_id = world.store.jobs.add("long", replace(world.task, max_duration_s=120.0)).id
+    started: list[int] = []
+
+    async def start(cluster: Cluster, *arguments: object, **named: object) -> None:
+        started.append(cluster.attempt)
+
+    monkeypatch.setattr(world.gang, "start", start)
+
+    def die(*arguments: object) -> Attempt:
+        raise Killed
+
+    async def act() -> None:
+        with monkeypatch.context() as patch, pytest.raises(Killed):
+            patch.setattr(Acquisition, "_record", die)
+            await world.make_controller().step()
+        await world.clock.sleep(200.0)
+        controller = world.make_controller()
+        while (wait_s := await controller.step()) < 1e9:
+            await world.clock.sleep(wait_s)
+
+    world.clock.run(act)
+    assert not started
+    assert world.get_job().outcome_kind is OutcomeKind.MAX_DURATION_EXCEEDED
+    assert all(bill.ended_s is not None for bill in world.store.bills.list())
 
 
 # -- how it is written ----------------------------------------------------------------------------------------------

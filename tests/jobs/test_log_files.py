@@ -1,4 +1,4 @@
-"""A job's log in one file: no gap, no repeat, whatever dies in between, over all attempts."""
+"""A job's log in one file over all attempts: no gaps and no repetition, even if processes die in between."""
 
 from __future__ import annotations
 

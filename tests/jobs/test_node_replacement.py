@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from broker.types import Cluster, JobRecovery, JobStatus, Node, NodeState, RunStatus, Task
+from broker.types import Cluster, GangHead, JobRecovery, JobStatus, Node, NodeState, RunStatus, Task
 from tests.clouds.simulated import FaultRates
 from tests.simulation.test_crashes import check, drive
 from tests.simulation.world import Crash, Report, SimulatedGang, World, _Run
@@ -33,13 +34,57 @@ class ElasticGang(SimulatedGang):
         return replace(report, unreachable=ranks)
 
 
+class FollowingGang(ElasticGang):
+    """A gang whose program continues while any node is there, under the head that the controller names."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._members: dict[int, set[str]] = {}  # run -> nodes on which its program was started
+        self.heads: dict[int, dict[int, int]] = {}  # run -> epoch -> rank of its head
+
+    def _measure(self, run: _Run) -> tuple[int, RunStatus, int | None]:
+        nodes = self._cloud.find(tuple(self._members.get(run.number) or run.ids))
+        ended = [node for node in nodes if node.ended_s is not None]
+        last = () if len(ended) < len(nodes) else (max(ended, key=lambda node: node.ended_s or 0.0).id,)
+        return SimulatedGang._measure(self, replace(run, ids=last))
+
+    async def start(
+        self, cluster: Cluster, task: Task, *, run_id: int, head: GangHead | None = None, **options: Any
+    ) -> None:
+        await super().start(cluster, task, run_id=run_id, **options)
+        number = self._runs[cluster.name, run_id].number
+        if head is not None:
+            assert self.heads[number][head.epoch] == head.rank, "a new node is sent to a head that was never told"
+        self.heads.setdefault(number, {0: 0})
+        self._members.setdefault(number, set()).update(node.id for node in live(cluster))
+
+    async def move_head(
+        self, cluster: Cluster, run_id: int, head: GangHead, *, members: Sequence[int], log_bytes: int
+    ) -> bool:
+        await self._clock.sleep(0.1)
+        self._reach(replace(cluster, nodes=tuple(cluster.nodes[rank] for rank in {head.rank, *members})))
+        told = self.heads[self._runs[cluster.name, run_id].number]
+        assert told.setdefault(head.epoch, head.rank) == head.rank, "two heads of one epoch"
+        assert head.epoch == max(told), "an older head is told again"
+        return True
+
+    async def poll(self, cluster: Cluster, run_id: int) -> Report:
+        report = await super().poll(cluster, run_id)
+        members = self._members[self._runs[cluster.name, run_id].number]
+        ranks = [node.rank for node in live(cluster) if node.id in members and node.rank not in report.unreachable]
+        statuses = tuple(report.status if rank in ranks else None for rank in range(len(cluster.nodes)))
+        return replace(report, statuses=statuses, followers=tuple(ranks))
+
+
 def live(cluster: Cluster) -> tuple[Node, ...]:
     return tuple(node for node in cluster.nodes if node.state is not NodeState.TERMINATED)
 
 
-def make_world(folder: Path, *, crash_at: int | None = None, **options: object) -> World:
+def make_world(
+    folder: Path, *, crash_at: int | None = None, maker: type[ElasticGang] = ElasticGang, **options: object
+) -> World:
     world = World(folder, **options)  # type: ignore[arg-type]
-    world.gang = ElasticGang(world.cloud, world.clock, steps=150)
+    world.gang = maker(world.cloud, world.clock, steps=150)
     recovery = JobRecovery(nodes_min=1)
     world.task = Task(name="train", run="train", num_nodes=2, recovery=recovery)
     world.job_id = world.store.jobs.add("train", world.task).id
@@ -135,3 +180,29 @@ def test_random_faults_and_crashes_leave_a_finished_job_and_no_node(tmp_path: Pa
     run_with_crashes(world, tuple(sorted(losses)), lambda: draw.randrange(5, 80))
     check(world, JobStatus.SUCCEEDED)
     assert world.cloud.fault_counts, "no fault was played"
+
+
+def test_loss_of_the_first_node_costs_one_node_and_no_attempt_where_the_program_follows(tmp_path: Path) -> None:
+    world = make_world(tmp_path, maker=FollowingGang)
+    world.clock.run(lambda: act(world, (10, 0), (60, 1), (110, 0)))
+    check(world, JobStatus.SUCCEEDED)
+    assert len(world.get_job().attempts) == 1 and world.gang.starts == 1
+    assert world.gang.heads[0] == {0: 0, 1: 1, 2: 0, 3: 1}  # type: ignore[attr-defined]
+    assert len([node for node in world.cloud.observe() if node.owner == "me"]) == 5, "each loss is made good once"
+
+
+@pytest.mark.parametrize("crash_at", range(1, 60, 6))
+def test_crash_while_the_head_moves_costs_no_attempt(tmp_path: Path, crash_at: int) -> None:
+    world = make_world(tmp_path, crash_at=crash_at, maker=FollowingGang)
+    run_with_crashes(world, ((10, 0),), lambda: None)
+    check(world, JobStatus.SUCCEEDED)
+    assert world.gang.starts == 1
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_random_losses_of_any_node_leave_a_finished_job_and_one_head_an_epoch(tmp_path: Path, seed: int) -> None:
+    draw = random.Random(seed)
+    world = make_world(tmp_path, crash_at=draw.randrange(5, 60), faults=RATES, seed=seed, maker=FollowingGang)
+    losses = tuple((draw.uniform(5, 120), draw.randrange(2)) for _ in range(draw.randrange(1, 4)))
+    run_with_crashes(world, tuple(sorted(losses)), lambda: draw.randrange(5, 80))
+    check(world, JobStatus.SUCCEEDED)

@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 
 from broker.errors import CapacityError, TransientError
+from broker.jobs.monitor import AttemptMonitor
 from broker.jobs.node_replacement import NodeReplacer
 from broker.state.store import Store
 from broker.types import (
+    Attempt,
     Cluster,
     ClusterStatus,
     EventKind,
@@ -33,7 +35,7 @@ CALM = Report(status=RunStatus.RUNNING, returncode=None, unreachable=(), progres
 
 
 class Full:
-    """A provisioner whose places are full, and a gang that takes whatever is submitted."""
+    """A provisioner whose places are full, and a gang that accepts every run."""
 
     def __init__(self, clock: Hands) -> None:
         self._clock = clock
@@ -52,8 +54,8 @@ class Full:
     async def prepare(self, cluster: Cluster, task: Task) -> None:
         return
 
-    async def start(self, cluster: Cluster, task: Task, *, run_id: int, envs: Any, lease_s: float | None) -> None:
-        self.started.append((run_id, lease_s))
+    async def start(self, cluster: Cluster, task: Task, *, run_id: int, envs: Any, **options: Any) -> None:
+        self.started.append((run_id, options["lease_s"]))
 
 
 class Faulty(Full):
@@ -76,6 +78,7 @@ class Stage:
             name="c", status=ClusterStatus.UP, placement=placement, attempt=1, nodes=nodes, created_s=START_S
         )
         self.store.clusters.put(self.cluster)
+        self.attempt = Attempt(job_id=self.job.id, number=1, cluster="c", placement=placement, started_s=START_S)
         self.world: Any = world(self.clock)
         self.replacer = NodeReplacer(self.store, self.world, self.world, self.clock)
 
@@ -85,8 +88,9 @@ class Stage:
     def step(self, cluster: Cluster, report: Report, *, until_s: float) -> None:
         async def act() -> None:
             while self.clock.time_s < START_S + until_s:
+                signals = AttemptMonitor("c").read_signals(report, cluster, self.clock.time_s, nodes_min=1)
                 await self.replacer.step(
-                    self.job, cluster, report, run_id=1, make_envs=dict, find_lease_s=lambda: 900.0
+                    self.job, self.attempt, cluster, report, signals, make_envs=dict, find_lease_s=lambda: 900.0
                 )
                 await asyncio.sleep(0)
                 self.clock.time_s += LOOK_S

@@ -203,7 +203,7 @@ def test_a_program_that_is_killed_is_restarted_while_it_makes_headway(stage: Sta
     for number, step in enumerate((7, 19, 40), start=1):
         make_headway(stage, step)
         stage.conclude(Verdict.FAILED, 137)
-        cause = "SIGKILL: killed, probably out of memory"
+        cause = "SIGKILL: killed; running out of memory is the usual cause"
         outcome = Outcome(kind=OutcomeKind.PROGRAM_FAILED, detail=cause, step=step, exit_code=137)
         assert stage.see()[:2] == (JobStatus.RECOVERING, outcome)
         told = f"the program exited with code 137 ({cause}) at step {step}; restarting on new nodes"

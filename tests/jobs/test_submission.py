@@ -239,3 +239,26 @@ def test_a_retried_group_needs_the_secrets_of_all_its_tasks(store: Store) -> Non
     given = {name: Secret(value=name) for name in "AB"}
     new = retry_group(store, old, secrets=given)
     assert [job.task.secrets["B"].value for job in new] == ["B", "B"]
+
+
+def test_two_retries_at_once_make_one_job(store: Store) -> None:
+    """The check of a retry plans and asks clouds for access, so that another command may come first."""
+    job = end(store, store.jobs.add("train", Task(name="train")))
+
+    def come_first(task: Task) -> None:
+        retry_job(store, job, secrets={})
+
+    with pytest.raises(UsageError, match="already continues from the checkpoints"):
+        retry_job(store, job, secrets={}, check=come_first)
+    assert [each.id for each in store.jobs.list()] == [1, 2]
+
+
+def test_a_retry_that_cannot_be_recorded_as_its_owners_adds_no_job(store: Store) -> None:
+    job = end(store, store.jobs.add("train", Task(name="train")))
+
+    def fail(jobs: Sequence[Job]) -> None:
+        raise UsageError("no owner")
+
+    with pytest.raises(UsageError, match="no owner"):
+        retry_job(store, job, secrets={}, on_added=fail)
+    assert [each.id for each in store.jobs.list()] == [1]

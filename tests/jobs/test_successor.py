@@ -12,6 +12,7 @@ import pytest
 
 from broker.errors import BrokerError, CapacityError, QuotaError
 from broker.jobs.successor import RETRY_S_MAX, Successor
+from broker.provision.hedge_timer import Answer, HedgeTimer
 from broker.state.store import Store
 from broker.types import Cluster, ClusterStatus, Goal, Job, Plan
 from tests.jobs.test_deadline import TASK, plan_of
@@ -117,6 +118,18 @@ def test_a_budget_leaves_no_room_beside_the_present_machines(tmp_path: Path) -> 
     successor, _, _, job = make_successor(tmp_path, Requests(refuse(CapacityError("full"))))
     assert successor.can_overlap(job)
     assert not successor.can_overlap(replace(job, task=replace(TASK, goal=Goal(work_hours=1.0, budget_usd=5.0))))
+
+
+def test_a_move_overlaps_for_the_mean_boot_of_its_cloud_unless_there_is_a_budget(tmp_path: Path) -> None:
+    successor, store, _, job = make_successor(tmp_path, Requests(refuse(CapacityError("full"))))
+    assert successor.expect_overlap_hours(job, "x") == 0.0, "never measured"
+    timer = HedgeTimer(store.response_times)
+    timer.note("x", Answer.CREATED, 12.0)
+    timer.note("x", Answer.WHOLE, 60.0)
+    assert successor.expect_overlap_hours(job, "x") == pytest.approx(0.02)
+    assert successor.expect_overlap_hours(job, "y") == 0.0
+    poor = replace(job, task=replace(TASK, goal=Goal(work_hours=1.0, budget_usd=5.0)))
+    assert successor.expect_overlap_hours(poor, "x") == 0.0
 
 
 def test_only_one_request_is_under_way_and_stopping_leaves_its_records(tmp_path: Path) -> None:

@@ -7,10 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from broker.errors import FencedError, StateError
 from broker.jobs.workload import BEAT_EVERY_S, REST_S, SHARE_S, SharedWorkload
-from broker.state.claims import LEASE_S
+from broker.state.claims import LEASE_S, Claims
 from broker.state.store import Store
 from broker.types import Task
+from tests.simulation.world import Crash, CrashingStore, CrashPoints
 from tests.state.samples import Hands
 
 Open = Callable[[str], SharedWorkload]
@@ -138,4 +140,104 @@ def test_jobs_claimed_beyond_the_share_are_shared_again_with_a_process_that_was_
             if not one.is_lost(job_id):
                 one.finish(job_id)
         two.refresh()
-    assert sorted(one.refresh() + two.refresh()) == ids and len(two.refresh()) == 2
+    assert sorted([*one.refresh(), *two.refresh()]) == ids and len(two.refresh()) == 2
+
+
+def fail(*_: object) -> None:
+    raise StateError("the server does not answer")
+
+
+def test_a_job_whose_release_failed_is_left_to_others_once_the_store_answers(
+    store: Store, start: Open, clock: Hands, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids, one, two = add_jobs(store, 2), start("one"), start("two")
+    assert one.refresh() == ids and two.refresh() == []
+    clock.time_s += BEAT_EVERY_S
+    assert one.refresh() == ids[:1], "a surplus job is given up"
+    with monkeypatch.context() as patch:
+        patch.setattr(Claims, "release", fail)
+        one.finish(ids[1])
+        one.refresh()
+    for _ in range(int(REST_S)):
+        clock.time_s += 1.0
+        assert one.refresh() == ids[:1]
+        if two.refresh() == ids[1:]:
+            return
+    pytest.fail("the job is claimed by a process that never drives it")
+
+
+def test_a_claim_whose_answer_was_lost_and_that_is_surplus_is_left_to_others(
+    store: Store, start: Open, clock: Hands, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = start("one")
+    one.refresh()
+    ids = add_jobs(store, 2)
+    claim = Claims.claim
+    with monkeypatch.context() as patch:
+        patch.setattr(Claims, "claim", lambda *arguments: fail(claim(*arguments)))
+        assert one.refresh() == []
+    two = start("two")
+    for _ in range(int(REST_S)):
+        clock.time_s += 1.0
+        if sorted([*one.refresh(), *two.refresh()]) == ids:
+            return
+    pytest.fail("a job is claimed by a process that never drives it")
+
+
+def add_service(store: Store, name: str) -> None:
+    store.services.add(name, Task(), host="127.0.0.1", port=30000, wanted=1)
+
+
+def test_a_service_has_one_controller_which_another_replaces(store: Store, start: Open, clock: Hands) -> None:
+    (job_id,) = add_jobs(store, 1)
+    add_service(store, "chat")
+    one, two = start("one"), start("two")
+    assert set(one.refresh()) == {"chat", job_id} and one.is_mine("chat")
+    assert two.refresh() == [] and not two.is_mine("chat") and two.is_lost("chat")
+    with pytest.raises(FencedError, match="service chat"):
+        two.hold("chat")
+    clock.time_s += LEASE_S + SHARE_S  # one was killed
+    two.refresh()
+    clock.time_s += SHARE_S
+    assert "chat" in two.refresh()
+    with one.hold("chat"), pytest.raises(FencedError):
+        store.services.set_wanted("chat", 3)
+    clock.time_s += BEAT_EVERY_S
+    one.refresh()
+    assert one.is_lost("chat") or not two.is_mine("chat"), "never both"
+
+
+def test_a_service_that_is_down_is_released(store: Store, start: Open, clock: Hands) -> None:
+    add_service(store, "chat")
+    one = start("one")
+    assert one.refresh() == ["chat"]
+    store.services.delete("chat")
+    assert one.refresh() == [] and one.is_lost("chat")
+    one.finish("chat")
+    add_service(store, "embed")
+    assert one.refresh() == ["embed"], "under the same number"
+
+
+@pytest.mark.parametrize("killed_at", range(1, 7))
+def test_a_controller_that_is_killed_at_any_commit_leaves_one_driver(
+    tmp_path: Path, store: Store, start: Open, clock: Hands, killed_at: int
+) -> None:
+    """Before or after the commit of a lease, a claim or a release."""
+    add_service(store, "chat")
+    CrashingStore.points = CrashPoints()
+    dying = CrashingStore(tmp_path / "state.db", clock=clock)
+    CrashingStore.points.crash_at = CrashingStore.points.count + killed_at
+    first = SharedWorkload(dying, clock, name="first")
+    try:
+        first.refresh()
+        first.finish("chat")
+    except Crash:
+        pass
+    assert CrashingStore.points.has_crashed, "it was killed"
+    second = start("second")
+    for _ in range(8):
+        clock.time_s += BEAT_EVERY_S
+        second.refresh()
+    assert second.is_mine("chat")
+    with second.hold("chat"):
+        store.services.set_wanted("chat", 2)

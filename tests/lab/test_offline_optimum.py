@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -48,6 +50,16 @@ def search_ticks(
         return found
 
     return best(0, work, -2, 0)
+
+
+def test_faster_on_demand_is_used_where_the_cheapest_would_be_late() -> None:
+    closed = trace_of([0] * 14)
+    slow = make_site(closed, start_hours=1.0, ondemand_usd_hour=1.0)
+    fast = replace(make_site(closed, start_hours=1.0, ondemand_usd_hour=3.0), spot_speed=2.0, ondemand_speed=2.0)
+    dear = replace(make_site(closed, start_hours=1.0, ondemand_usd_hour=9.0), spot_speed=2.0, ondemand_speed=2.0)
+    assert find_optimum([slow, fast, dear], work_hours=8.0, deadline_hours=9.0) == pytest.approx(9.0)
+    assert find_optimum([slow, fast, dear], work_hours=8.0, deadline_hours=8.0) == pytest.approx(15.0)
+    assert find_optimum([slow], work_hours=8.0, deadline_hours=8.0) == math.inf
 
 
 bits = st.lists(st.integers(0, 1), min_size=14, max_size=14)

@@ -50,5 +50,23 @@ def test_a_folder_of_recordings_is_a_family_and_gives_groups_of_its_places(tmp_p
     sizes = sorted((each.family, len(each.traces)) for each in markets)
     assert sizes[:4] == [("alpha", 1)] * 4
     assert ("alpha", 3) in sizes
-    assert [size for family, size in sizes if family == "beta"] == [1, 1]
+    assert [size for family, size in sizes if family == "beta"] == [1, 1, 3, 3, 6]
     assert len({each.name for each in markets}) == len(markets)
+    assert {(each.family, len(each.traces)) for each in markets if each.is_assembled} == {
+        ("alpha", 6), ("beta", 3), ("beta", 6),
+    }  # fmt: skip
+
+
+def test_copies_of_a_recording_begin_at_other_hours_and_stay_the_same_market(tmp_path: Path) -> None:
+    (tmp_path / "beta").mkdir()
+    recorded = make_trace("zone", 7, hours=100.0)
+    (tmp_path / "beta" / "zone.json").write_text(write_trace(recorded))
+    markets = [each for each in list_markets(read_families(tmp_path)) if each.is_assembled]
+    assert [len(each.traces) for each in markets] == [3, 3, 6]
+    for market in markets:
+        counts = {each.counts for each in market.traces}
+        assert len(counts) == len(market.traces), "no two places open at the same time"
+        for each in counts:
+            assert any(each == recorded.counts[k:] + recorded.counts[:k] for k in range(len(each)))
+    table = json.loads(write_table(replay_markets(markets[:1], hours=1), "made up"))
+    assert [each.is_assembled for each in parse_scenarios(table)] == [True]

@@ -13,7 +13,7 @@ from tests.mutation.limited import Ended, run_limited
 from tests.mutation.operators import Mutant
 from tests.mutation.readers import find_readers
 from tests.mutation.shadow import Shadow
-from tests.mutation.survey import RUNTIME, Reached, Survey, mirror
+from tests.mutation.survey import RUNTIME, TORCH_S, TRAINERS, Reached, Survey, mirror
 
 QUICK_PLAYS_S = 1.0  # of the quickest plays and tests: most mutants are detected here
 QUICK_TESTS_S = 2.0
@@ -86,7 +86,8 @@ class Judge:
     def _run_pytest(self, names: Sequence[str], took_s: float) -> Ended:
         file = self._write("tests.txt", names)
         command = [sys.executable, "-m", "pytest", "-x", "-vv", "--tb=line", "-p", "no:cacheprovider", f"@{file}"]
-        return self._run(command, took_s)
+        is_trained = any(name.startswith(TRAINERS) for name in names)
+        return self._run(command, took_s + (TORCH_S if is_trained else 0.0))
 
     def _run_plays(self, plays: Sequence[tuple[str, float]]) -> tuple[str, str, float]:
         if not plays:

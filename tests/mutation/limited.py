@@ -70,6 +70,11 @@ def run_limited(
     return Ended(returncode=returncode, output=text, cpu_s=max(used_s, _measure_children_s() - before_s))
 
 
+def measure_descendants_s() -> float:
+    """Measure the processor time of all descendants that run now, and of the children that they have waited for."""
+    return _measure_live_s(frozenset())
+
+
 def _measure_children_s() -> float:
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime

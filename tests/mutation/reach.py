@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from tests.mutation.limited import measure_descendants_s
+
 
 class Reader:
     """A reader of what the recorder of `shadow.py` logged of one test.
@@ -48,8 +50,8 @@ def _name_function(line: str) -> str:
 
 
 def measure_cpu_s() -> float:
-    """Measure the processor time of this process and of the children that it has waited for."""
-    return sum(os.times()[:4])
+    """Measure the processor time of this process and of its children, those included that outlive a test."""
+    return sum(os.times()[:4]) + measure_descendants_s()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

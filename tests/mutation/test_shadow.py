@@ -86,11 +86,11 @@ def test_a_fault_that_the_test_does_not_enter_survives_as_does_the_copy_without_
 def test_processes_and_packed_agents_are_those_of_the_copy(shadow: Shadow) -> None:
     mutant = find("broker/agent/agent_files.py", "constant: 0o600 -> 0")
     look = (
-        "import io, json, subprocess, sys, tarfile, broker.runtime.gang as gang;"
-        "archive = tarfile.open(fileobj=io.BytesIO(gang.pack_agent()[1]));"
+        "import io, json, subprocess, sys, tarfile, broker.runtime.packing as packing;"
+        "archive = tarfile.open(fileobj=io.BytesIO(packing.pack_agent()[1]));"
         "text = archive.extractfile('agent_files.py').read().decode();"
         "inner = subprocess.run([sys.executable, '-c', 'import broker; print(broker.__file__)'], capture_output=True);"
-        "print(json.dumps([gang.__file__, inner.stdout.decode().strip(), text]))"
+        "print(json.dumps([packing.__file__, inner.stdout.decode().strip(), text]))"
     )
     with shadow.planted(mutant):
         done = subprocess.run(

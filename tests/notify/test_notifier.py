@@ -1,4 +1,4 @@
-"""The notifier: at least once, with the same id, whatever is killed in between, and without delay for others.
+"""The notifier delivers at least once, with the same id, despite kills, and without delaying other messages.
 
 Each claim holds for a SQLite file and for PostgreSQL.
 """

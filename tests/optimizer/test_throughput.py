@@ -8,7 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from broker.optimizer.throughput import find_speed, scale_work
+from broker.optimizer.memory_model import Sharding
+from broker.optimizer.model_shape import ModelShape
+from broker.optimizer.roofline import Hardware, estimate_step
+from broker.optimizer.throughput import _roofline_speed, find_speed, scale_work
 from broker.types import AcceleratorFigures, Goal, Offer
 
 FIGURES = {
@@ -127,9 +130,32 @@ def test_measured_figures_have_no_unit(speed: float, factor: float) -> None:
 
 
 def test_a_card_without_figures_scales_by_its_count_alone() -> None:
-    """Only its own measurement says how fast it is; the one of the nearest count is used."""
+    """The speed is known only from its own measurements; the one for the nearest count is used."""
     measured = {"Blank:8": 1000.0, "Blank:64": 4000.0}
     assert find_speed("Blank", 16, {}, measured=measured) == 2000.0
     assert find_speed("blank", 8, {}, node_count=3, measured=measured) == 1500.0
     assert find_speed("Blank", 8, {}, measured=measured) == 1000.0
     assert find_speed("Other", 8, {}, measured=measured) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("count", "nodes", "batch"), [(8, 1, 256), (1, 1, 256), (3, 1, 255), (8, 40, 320), (8, 12, 288)]
+)
+def test_speed_is_that_of_the_reference_workload_in_micro_batches_of_at_most_four(
+    count: int, nodes: int, batch: int
+) -> None:
+    figures, ranks = FIGURES["H100"], count * nodes
+    step = estimate_step(
+        ModelShape(layers=24, width=2048, heads=16), Sharding(data=ranks, zero=1),
+        Hardware(figures=figures, accelerators=count, network_gbs=50.0), sequence=2048, batch=batch,
+        micro_batch=min(4, batch // ranks), recompute="selective",
+    )  # fmt: skip
+    assert _roofline_speed(figures, count, nodes, 50.0) == pytest.approx(batch * 2048 / step.total_s, rel=1e-12)
+
+
+def test_half_a_card_has_half_its_speed() -> None:
+    figures = FIGURES["H100"]
+    assert _roofline_speed(figures, 0.5, 1, 50.0) == pytest.approx(_roofline_speed(figures, 1, 1, 50.0) / 2)
+    two = _roofline_speed(figures, 2, 1, 50.0)
+    assert _roofline_speed(figures, 1.6, 1, 50.0) == pytest.approx(0.8 * two)
+    assert _roofline_speed(figures, 2.4, 1, 50.0) == two, "the part of a third card adds nothing"

@@ -1,4 +1,4 @@
-"""Failover: gangs come up whole or not at all, and every node stays on record until its end is confirmed."""
+"""Failover: gangs come up whole or not at all, and every node remains on record until its termination is confirmed."""
 
 from __future__ import annotations
 
@@ -253,7 +253,7 @@ def test_a_cluster_taken_down_during_failover_does_not_come_up_later(world: Worl
         await world.make_provisioner().down("c")
         assert world.store.clusters.get("c") is None
         world.cloud.faults = FaultRates()
-        with pytest.raises(UsageError, match="was taken down while it came up"):
+        with pytest.raises(UsageError, match="was terminated while it was starting"):
             await coming
 
     world.clock.run(scenario)

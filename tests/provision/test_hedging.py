@@ -148,7 +148,7 @@ def test_a_late_gang_is_terminated_even_if_lists_fail(tmp_path: Path, caplog: py
     given = [node for node in world.cloud.observe() if node.zone == "east1a"]
     assert [node.state for node in given] == [NodeState.TERMINATED] * 2, "its answer names them"
     assert len(world.store.intents.list_open("c")) == 1, "their termination is not confirmed"
-    assert "cannot give back 2 x big spot in east1a (simulated) now: no answer" in caplog.text
+    assert "cannot release 2 x big spot in east1a (simulated) now: no answer" in caplog.text
 
 
 def test_resumed_launches_of_a_killed_command_are_reported_as_resumed(tmp_path: Path) -> None:

@@ -358,7 +358,7 @@ def test_a_replacement_node_is_recorded_and_none_is_created_for_a_cluster_that_w
     assert again == stage.get() and again.nodes[0].id == first.nodes[0].id != again.nodes[1].id != first.nodes[1].id
     assert [(node.rank, node.state) for node in again.nodes] == [(0, NodeState.RUNNING), (1, NodeState.RUNNING)]
     stage.run(lambda: stage.provisioner.down("c"))
-    with pytest.raises(UsageError, match="taken down"):
+    with pytest.raises(UsageError, match="terminated"):
         replace_lost()
     assert not stage.world.list_live_nodes() and not stage.world.store.intents.list_open()
 
@@ -413,7 +413,7 @@ def test_a_cluster_taken_down_while_it_stops_or_starts_stays_terminating(stage: 
         doing = asyncio.ensure_future(getattr(stage.provisioner, verb)("c"))
         await stage.world.clock.sleep(5.0)
         stage.world.store.clusters.put(replace(stage.get(), status=ClusterStatus.TERMINATING))
-        with pytest.raises(UsageError, match="was taken down"):
+        with pytest.raises(UsageError, match="was terminated"):
             await doing
 
     stage.run(act)

@@ -172,7 +172,7 @@ def test_a_cluster_taken_down_while_it_comes_up_does_not_come_back(tmp_path: Pat
         await world.clock.sleep(0.5)
         world.store.intents.close(world.store.intents.list_open("dev")[0].request.token, IntentEnd.TERMINATED)
         world.cloud.faults = FaultRates()
-        with pytest.raises(UsageError, match="taken down"):
+        with pytest.raises(UsageError, match="terminated"):
             await coming
 
     world.clock.run(scenario)
@@ -189,7 +189,7 @@ def test_a_cluster_does_not_come_up_while_down_still_confirms_its_end(tmp_path: 
             await world.clock.sleep(0.1)
         world.cloud.faults = FaultRates(ignored=1.0)
         going = asyncio.ensure_future(world.make_provisioner().down("dev"))
-        with pytest.raises(UsageError, match="taken down"):
+        with pytest.raises(UsageError, match="terminated"):
             await coming
         record = world.store.clusters.get("dev")
         assert record is not None and record.status is ClusterStatus.TERMINATING

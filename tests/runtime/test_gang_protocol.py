@@ -37,6 +37,7 @@ from tests.fuzz.targets_gang import (
     fuzz_coordinator,
     make_pem,
     open_gang,
+    open_tls,
     visit,
 )
 
@@ -222,6 +223,19 @@ def test_a_rank_whose_files_did_not_arrive_ends_no_program_and_fails_the_run_at_
         assert end["reason"] == "the program succeeded, but on rank 1 written files did not arrive"
 
 
+def test_member_that_closes_by_tls_is_lost() -> None:
+    """The coordinator read its closing message over and over."""
+    with open_gang() as gang:
+        member = open_tls(gang.port, "gang")
+        member.sendall(agent_link.encode("hello", rank=1))
+        await_that(lambda: 1 in gang.coordinator._links, "not admitted")
+        member.settimeout(HANG_S)
+        with suppress(OSError):
+            member.unwrap()
+        await_that(lambda: 1 in gang.coordinator._gone, "its end is not noticed")
+        member.close()
+
+
 def test_rank_that_is_taken_is_not_given_again() -> None:
     with open_gang() as gang:
         gang.join(1)
@@ -356,7 +370,7 @@ def make_links(relay: Callable[[int], int] = lambda port: port) -> Sequence[tupl
     ends: list[Any] = []
     contexts = [agent_wire.make_context(make_pem("gang"), is_server=is_server) for is_server in (True, False)]
 
-    def admit(wire: Any, rank: int) -> None:
+    def admit(wire: Any, rank: int, epoch: int) -> None:
         link = agent_link.Link(wire, heard[0].put)
         ends.append(link)  # before the welcome, which releases the client and the test
         link.send("welcome")
@@ -381,7 +395,8 @@ def test_captured_bytes_hold_neither_key_nor_log() -> None:
             while data := source.recv(1 << 16):
                 captured.extend(data)
                 target.sendall(data)
-            target.shutdown(socket.SHUT_WR)
+            with suppress(OSError):  # its other end may be gone already
+                target.shutdown(socket.SHUT_WR)
 
         def serve() -> None:
             near, far = listener.accept()[0], socket.create_connection(("127.0.0.1", port))

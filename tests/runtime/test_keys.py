@@ -1,4 +1,4 @@
-"""Keys of gangs: made by OpenSSH's own program, whose refusals are reported."""
+"""Keys of gangs: made by OpenSSH's `ssh-keygen`, whose errors are reported."""
 
 from __future__ import annotations
 

@@ -15,7 +15,8 @@ import pytest
 from broker.agent import FILES
 from broker.clock import SystemClock
 from broker.errors import TransientError
-from broker.runtime.gang import Gang, list_live, pack_agent, sort_nodes
+from broker.runtime.gang import Gang, list_live, sort_nodes
+from broker.runtime.packing import pack_agent
 from broker.runtime.reports import find_faults, find_own_times, parse_progress
 from broker.sites.openssh import Completed
 from broker.types import Autostop, Cluster, ClusterStatus, Node, NodeState, OwnTime, Placement, Progress, RunStatus
@@ -77,6 +78,31 @@ def test_the_heads_progress_counts_for_the_gang() -> None:
     assert (report.unreachable, report.advised) == ((), (1,))
     assert report.progress == Progress(step=3, total=9)
     assert sorted(agents.asked) == [(0, "status", {"run_id": 1}), (1, "status", {"run_id": 1})]
+
+
+def test_another_node_that_reports_alone_is_not_lost() -> None:
+    line = {"step": 8, "loss": 1.5}
+    measured = make_run(progress={"step": 9, "own_s": 0.2})
+    gang, _ = open_gang(make_run(), make_run(progress=line))
+    assert asyncio.run(gang.poll(TWO, 1)).progress == Progress(step=8, loss=1.5)
+    gang, _ = open_gang(make_run(), measured)  # that measurement is about this node only
+    assert asyncio.run(gang.poll(TWO, 1)).progress is None
+    gang, _ = open_gang(make_run(progress={"step": 3}), make_run(progress=line))
+    assert asyncio.run(gang.poll(TWO, 1)).progress == Progress(step=3)
+
+
+def test_runs_are_listed_as_the_present_head_knows_them() -> None:
+    moved = {"head_epoch": 1, "head_rank": 1}
+    ended = make_run("SUCCEEDED", returncode=0, ended_s=9.0, **moved)
+    for first in (None, make_run("RUNNING", head_epoch=0, head_rank=0), make_run("RUNNING", **moved)):
+        gang, agents = open_gang(first, ended)
+        (run,) = asyncio.run(gang.list_runs(TWO))
+        is_moved = first is None or first["runs"][0]["head_epoch"]
+        assert run.status is (RunStatus.SUCCEEDED if is_moved else RunStatus.RUNNING)
+        assert len(agents.asked) == (2 if is_moved else 1)  # the others are asked only where it matters
+    gang, _ = open_gang(None, None)
+    with pytest.raises(TransientError, match="no way there"):
+        asyncio.run(gang.list_runs(TWO))
 
 
 def test_another_node_reports_for_a_silent_head_without_progress() -> None:

@@ -85,7 +85,7 @@ def test_handles_of_another_kind_are_refused(config: Config, handle: str) -> Non
 def test_the_users_own_ssh_configuration_is_left_aside(
     config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A host that is not there is reported with ssh's own last message, too."""
+    """An unreachable host is also reported with ssh's last message."""
     (tmp_path / ".ssh").mkdir()
     (tmp_path / ".ssh" / "config").write_text("Host *\n  ProxyCommand false\n")
     monkeypatch.setenv("HOME", str(tmp_path))

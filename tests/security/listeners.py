@@ -30,7 +30,8 @@ DECLARED = (
         name="gang coordinator",
         process=r"agent\.py _run ",
         address=r"tcp:(?!0\.0\.0\.0:|\[::\]:).+",
-        where="the gang's interface on the first node (the loopback on the local cloud), a port chosen by the kernel",
+        where="the gang's interface on the first node, or on a survivor of an elastic gang that has lost it (the "
+        "loopback on the local cloud), a port chosen by the kernel",
         authentication="mutual TLS 1.2 or newer with a certificate made for each run",
         stranger="nothing: the handshake fails before a line is read; 256 open handshakes at most, 15 s each",
         code="`broker/agent/agent_gang.py`, `agent_link.py`, `agent_wire.py`",
@@ -39,20 +40,32 @@ DECLARED = (
         name="elastic rendezvous",
         process=r"trainers\.launch|--elastic|trainers\.\w+",
         address=r"tcp:(?!0\.0\.0\.0:|\[::\]:).+",
-        where="the gang's interface on the first node, `BROKER_MASTER_PORT`; only of elastic runs",
+        where="the gang's interface, `BROKER_MASTER_PORT` plus the node's rank; only of elastic runs",
         authentication="the same credential of the run; on one machine without broker, a secret of that run",
         stranger="nothing: the handshake fails before a line is read; 512 open handshakes at most",
         code="`trainers/rendezvous_server.py`, `trainers/wire.py`",
     ),
     Declared(
+        name="balancer on a gateway",
+        process=r"broker balancer .*/exchange",
+        address=r"tcp:.+",
+        where="a machine of its own for services with `gateway`: all interfaces, the port of the service (the loopback "
+        "on the local cloud)",
+        authentication="API keys; without keys every request is refused (on the loopback: admitted); TLS if the task "
+        "has `tls`",
+        stranger="with a key, or on the loopback of a service without keys: send requests to the service",
+        code="`broker/serve/balancer.py`, `gateway_task.py`",
+    ),
+    Declared(
         name="balancer of a service",
-        process=r"broker balancer",
+        process=r"broker balancer|haproxy -W",
         address=r"tcp:.+",
         where="the loopback, or the address that `--host` of `broker serve up` names; only while a service is up",
         authentication="API keys if the service has any; without keys the loopback is open and other addresses refuse "
-        "every request; TLS if the task has `tls`",
+        "every request; TLS if the task has `tls`; over `tcp` and `grpc`, and with HAProxy, other addresses require "
+        "certificates of clients, or TLS that the program terminates",
         stranger="with a key, or on the loopback of a service without keys: send requests to the service",
-        code="`broker/serve/balancer.py`",
+        code="`broker/serve/balancer.py`, `tcp_path.py`, `haproxy_path.py`",
     ),
     Declared(
         name="entrance of a replica",
@@ -130,9 +143,19 @@ DECLARED = (
         where="the loopback, or the address that `--host` of `broker server start` names; only while the server runs",
         authentication="a token in each request, compared by its SHA-256, or for pages a cookie for which a token is "
         "exchanged; TLS on every address but the loopback, with a certificate that clients pin",
-        stranger="read `/healthz`, `/readyz`, `/openapi.json` and the login form; anything else gets 401 or leads to "
-        "the form",
-        code="`broker/server/http.py`, `serving.py`, `authorisation.py`, `sessions.py`",
+        stranger="read `/healthz`, `/readyz`, `/openapi.json` and the login form, and begin a login at the issuer; "
+        "anything else gets 401 or leads to the form",
+        code="`broker/server/http.py`, `serving.py`, `authorisation.py`, `sessions.py`, `login.py`, `page_login.py`",
+    ),
+    Declared(
+        name="browser login",
+        process=r"broker login",
+        address=r"tcp:127\.0\.0\.1:.+",
+        where="127.0.0.1, a port chosen by the kernel; only while `broker login` waits for a browser, ten minutes at "
+        "most",
+        authentication="the `state` of this login, 256 random bits; the code is useless without the PKCE verifier",
+        stranger="nothing: a request without the `state` gets 404",
+        code="`broker/client/browser_login.py`",
     ),
 )
 OUTSIDE = "torch's store and process groups"

@@ -25,6 +25,7 @@ from broker.types import ReadinessProbe, TlsFiles
 from tests.serve.live_load import LoadTally, StreamTally, read_streams, steady_load
 
 PROBE = ReadinessProbe(path="/health", interval_s=0.05, timeout_s=15)
+STAND_IN = "tests.serve.stand_in"
 LOOK_S = 0.01
 
 
@@ -75,10 +76,20 @@ class LiveBed:
     """Replica processes behind a balancer process. `pause_s` is the time between two tokens of a stream.
 
     `is_encrypted`: each replica has the entrance of a node, as a process of its own. `is_https`: clients use TLS.
+    `engine` is the module of the replicas' program.
     """
 
-    def __init__(self, folder: Path, *, pause_s: float, is_encrypted: bool = False, is_https: bool = False) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        pause_s: float = 0.0,
+        is_encrypted: bool = False,
+        is_https: bool = False,
+        engine: str = STAND_IN,
+    ) -> None:
         self.folder, self.pause_s, self.is_encrypted = ServiceFolder(path=folder), pause_s, is_encrypted
+        self._engine = engine
         self.replicas: dict[int, Replica] = {}
         self.draining: set[int] = set()
         self.headers: dict[str, str] = {}  # of requests of clients
@@ -147,8 +158,8 @@ class LiveBed:
         return subprocess.Popen([sys.executable, "-I", "-S", "-c", ENTRANCE, *words])
 
     def _launch(self, port: int) -> subprocess.Popen[bytes]:
-        argv = [sys.executable, "-m", "tests.serve.stand_in", "--port", str(port), "--pause", str(self.pause_s)]
-        return subprocess.Popen(argv)
+        pause = ["--pause", str(self.pause_s)] if self.pause_s else []
+        return subprocess.Popen([sys.executable, "-m", self._engine, "--port", str(port), *pause])
 
     def kill(self, number: int) -> None:
         """Kill the engine with SIGKILL; an entrance stays, as it does where only the program dies."""

@@ -36,7 +36,7 @@ class LoadTally:
 
     @property
     def failed(self) -> int:
-        """Requests that failed, and streams that broke off or differ."""
+        """Requests that failed, and streams that were interrupted or differ."""
         return len(self.errors) + self.streams.broken + self.streams.different
 
 
@@ -65,7 +65,7 @@ async def read_streams(
 
 
 async def _read_stream(client: aiohttp.ClientSession, url: str, prompt: str, tokens: int) -> tuple[str, float]:
-    """Return the text, and the longest silence in seconds. Raises ClientError for a stream that breaks off."""
+    """Return the text, and the longest silence in seconds. Raises ClientError for an interrupted stream."""
     body = {"prompt": prompt, "stream": True, "max_tokens": tokens, "temperature": 0}
     last_s, gap_s, parts, is_done = time.monotonic(), 0.0, list[str](), False
     async with client.post(f"{url}/v1/completions", json=body) as response:

@@ -125,7 +125,7 @@ def test_request_waits_until_a_replica_is_ready(tmp_path: Path) -> None:
         bed.stands[0].is_healthy = False
         await bed.until_ready(0)
         asked = asyncio.ensure_future(bed.client.get(f"{bed.url}/a"))
-        while not bed.balancer.proxy.counts.waiting:  # type: ignore[union-attr]
+        while not bed.balancer.path.counts.waiting:
             await asyncio.sleep(0.005)
         bed.stands[0].is_healthy = True
         assert (await asked).status == 200
@@ -213,7 +213,7 @@ def test_websocket_passes_through(tmp_path: Path) -> None:
 
 
 def test_full_queue_is_refused_with_the_time_to_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("broker.serve.proxying.WAITING_MAX", 0)
+    monkeypatch.setattr("broker.serve.data_path.WAITING_MAX", 0)
 
     async def scene(bed: Bed) -> None:
         bed.stands[0].is_healthy = False

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,9 +12,11 @@ import pytest
 
 from broker.config import Config
 from broker.locks import hold_lock
+from broker.runtime.reports import Exchanged
 from broker.serve.controller import ServiceController
 from broker.serve.files import Load, ReplicaLoad, Routing, ServiceFolder, read_file, write_file
-from broker.serve.observing import observe
+from broker.serve.gateways import Gateways
+from broker.serve.observing import find_host, observe
 from broker.serve.placement import SpotPlace, observe_places, place_replicas
 from broker.serve.reconciling import Slot
 from broker.serve.replicas import ReplicaPorts, find_folder, make_replica_task
@@ -83,7 +85,20 @@ class World:
         return ServiceController(
             "web", store=self.store, clock=self.clock, config=self.config,
             place=place, launch_balancer=lambda folder: self.launch_balancer(folder), draw_ports=draw,
+            make_gateways=self.make_gateways,
         )  # fmt: skip
+
+    def make_gateways(self, folder: ServiceFolder) -> Gateways:
+        return Gateways(
+            store=self.store, clock=self.clock, exchange=lambda *parts: self.exchange(*parts),
+            write_program=self.write_program, folder=folder,
+        )  # fmt: skip
+
+    async def exchange(self, cluster: Cluster, files: Mapping[str, str], read: Sequence[str]) -> Exchanged:
+        raise AssertionError("only services with gateways have machines to exchange files with")
+
+    def write_program(self, folder: ServiceFolder, *, is_here: bool) -> Path:
+        raise AssertionError("only services with gateways have a program for them")
 
     def launch_balancer(self, folder: ServiceFolder) -> bool:
         self.balancers += 1
@@ -367,3 +382,14 @@ def test_lost_replica_is_replaced_at_once_where_the_availability_asks(tmp_path: 
     assert {row.number for row in lost}.isdisjoint(row.number for row in rows if row.drained_s is None)
     assert len(world.list_live()) >= 4  # others were started, on-demand or elsewhere
     world.check()
+
+
+def test_replica_is_reached_where_ssh_reaches_its_node_not_at_its_private_address() -> None:
+    """On AWS, the address of a node is the one within its own network."""
+    node = Node(
+        id="i-1", cloud="aws", owner="a" * 12, cluster="web-1", attempt=1, token="t", rank=0, state=NodeState.RUNNING,
+        address="172.31.0.9", handle="ssh://ubuntu@198.51.100.7:22",
+    )  # fmt: skip
+    assert find_host(node) == "198.51.100.7"
+    assert find_host(replace(node, handle="pool://rack/host/1")) == "172.31.0.9"
+    assert find_host(replace(node, cloud="local", handle="/tmp/node")) == "127.0.0.1"

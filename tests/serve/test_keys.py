@@ -1,4 +1,4 @@
-"""API keys at the balancer: who is admitted, what is counted, and what is kept."""
+"""API keys at the balancer: which requests are admitted, what is counted, and what is stored."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from broker.errors import UsageError
 from broker.serve.admission import Gate, KeyRefusal
 from broker.serve.files import ServiceFolder
-from broker.serve.keys import ApiKey, KeyRing, UsageBook, create_key, read_keys, read_usage, revoke_key
+from broker.serve.keys import ApiKey, KeyRing, KeyUsage, UsageBook, create_key, read_keys, read_usage, revoke_key
 from tests.serve.live_bed import LiveBed
 from tests.serve.test_balancer import Bed, play
 
@@ -93,6 +93,41 @@ def test_tokens_budget_and_expiry_refuse(tmp_path: Path) -> None:
     assert (refuse(gate, header).status, refuse(gate, header).code) == (403, "insufficient_quota")
     clock.advance(500)
     assert refuse(gate, header).code == "expired_api_key"
+
+
+def test_two_balancers_divide_limits_and_one_alone_has_them(tmp_path: Path) -> None:
+    clock = SteppedClock()
+    gate, header = make_gate(clock, tmp_path, requests_per_minute=4)
+    gate.share(2)
+    assert [isinstance(gate.admit(header), ApiKey) for _ in range(3)] == [True, True, False]
+    clock.advance(30.0)  # half of a minute: one of two requests
+    assert [isinstance(gate.admit(header), ApiKey) for _ in range(2)] == [True, False]
+    gate.share(1)  # the other is gone: the two requests of its share are admitted here
+    assert [isinstance(gate.admit(header), ApiKey) for _ in range(3)] == [True, True, False]
+    gate.share(2)
+    assert refuse(gate, header).status == 429
+
+
+def test_limit_of_one_request_per_minute_is_not_zero_at_each_of_two_balancers(tmp_path: Path) -> None:
+    clock = SteppedClock()
+    gate, header = make_gate(clock, tmp_path, requests_per_minute=1)
+    gate.share(2)
+    assert isinstance(gate.admit(header), ApiKey) and refuse(gate, header).retry_s == 120
+    clock.advance(120.0)
+    assert isinstance(gate.admit(header), ApiKey)
+
+
+def test_budget_counts_the_usage_at_other_balancers(tmp_path: Path) -> None:
+    clock = SteppedClock()
+    gate, header = make_gate(clock, tmp_path, budget_tokens=100)
+    key = gate.admit(header)
+    assert isinstance(key, ApiKey)
+    gate.charge(key, 20, 20)
+    gate.adopt_elsewhere(UsageBook(keys={key.id: KeyUsage(completion_tokens=59)}))
+    assert isinstance(gate.admit(header), ApiKey)
+    gate.adopt_elsewhere(UsageBook(keys={key.id: KeyUsage(completion_tokens=60)}))
+    assert refuse(gate, header).code == "insufficient_quota"
+    assert gate.usage.keys[key.id].tokens == 40  # its own only
 
 
 def test_streams_are_counted_by_key_and_replicas_do_not_see_it(tmp_path: Path) -> None:

@@ -49,12 +49,16 @@ def test_rolling_updates_of_a_real_service_fail_no_request_and_no_stream(shell: 
     assert tally.failed == 0 and tally.requests > 0 and tally.streams.ended > 0
 
 
-def test_idle_stream_over_tls_takes_less_than_a_hundred_kibibytes(tmp_path: Path) -> None:
-    """It took 131 KiB while all handshakes of a burst ran at once and each connection read 16 KiB."""
+@pytest.mark.parametrize("is_https", [False, True], ids=["to replicas", "to clients"])
+def test_idle_stream_over_tls_takes_less_than_seventy_kibibytes(tmp_path: Path, *, is_https: bool) -> None:
+    """It took 131 KiB while all handshakes with a replica ran at once and each connection read 16 KiB.
+
+    With TLS to clients it took 81 while the memory of their handshakes was not returned to the system.
+    """
 
     async def run() -> float:
-        bed = LiveBed(tmp_path, pause_s=3600.0, is_encrypted=True)
+        bed = LiveBed(tmp_path, pause_s=3600.0, is_encrypted=not is_https, is_https=is_https)
         async with bed.run(2):
-            return await measure_idle_bytes(bed, 200)
+            return await measure_idle_bytes(bed, 300)
 
-    assert asyncio.run(run()) < 100 << 10
+    assert asyncio.run(run()) < 70 << 10

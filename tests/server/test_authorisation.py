@@ -10,7 +10,8 @@ from broker.client.wire import VERBS
 from broker.errors import DeniedError
 from broker.server.authorisation import check_verb
 from broker.state.people import Owned, Role
-from broker.types import Cluster, ClusterStatus, Placement, Resources, Task
+from broker.state.schedules import Payee
+from broker.types import Cluster, ClusterStatus, Placement, Resources, ScheduleSpec, Task
 from tests.server.conftest import Hosted
 from tests.simulation.world import make_offer
 
@@ -22,12 +23,13 @@ READS = {
     "list_forecasts",
     "inspect_clouds", "inspect_cloud", "list_startable", "watch_jobs", "read_job_history", "list_services",
     "explain_service", "wait_for_service", "follow_service_log", "preview_services_down", "read_sweep",
-    "show_overview",
+    "show_overview", "list_schedules", "list_due_times",
 }  # fmt: skip
 WRITES = {
     "cancel_runs", "stop_cluster", "start_cluster", "set_autostop", "terminate_clusters", "launch", "exec_task",
     "launch_jobs", "cancel_jobs", "retry_job", "retry_group", "bring_up_service", "start_service_controller",
-    "update_service", "terminate_services", "run_map", "run_sweep",
+    "update_service", "terminate_services", "run_map", "run_sweep", "schedule_job", "pause_schedule",
+    "resume_schedule", "remove_schedule",
 }  # fmt: skip
 ALLOWED = {"viewer": READS, "user": READS | WRITES, "admin": READS | WRITES}
 
@@ -73,6 +75,8 @@ def owned(hosted: Hosted) -> str:
     store.owners.put(Owned.JOB, str(job.id), "user")
     store.services.add("dev", Task(run="true"), host="127.0.0.1", port=30001, wanted=1)
     store.owners.put(Owned.SERVICE, "dev", "user")
+    spec = ScheduleSpec(cron="0 2 * * *")
+    store.schedules.add("dev", Task(run="true"), spec, next_s=1e10, payee=Payee(user="user"))
     return str(job.id)
 
 

@@ -14,6 +14,7 @@ from broker.app.launching import prepare
 from broker.app.verbs.account import plan_tasks
 from broker.errors import NoOfferError, UsageError
 from broker.server.context import DisconnectedError, Policy, RequestClock, ServerContext
+from broker.state.people import Role, Token
 from broker.types import Resources, Task
 
 ON_LOCAL = Task(run="true", resources=(Resources(cloud="local"),))
@@ -38,6 +39,23 @@ def test_commands_run_on_the_servers_machine_only_where_the_operator_allows_it(t
         refusing.check_notify([task])
     with pytest.raises(UsageError, match="would run on the server's machine"):
         prepare(refusing, [replace(task, resources=(Resources(),))], JobTarget(context=refusing), is_dryrun=True)
+
+
+def test_policy_of_the_administrator_sees_user_and_project_of_the_token(tmp_path: Path) -> None:
+    (tmp_path / "rules.py").write_text(
+        "from dataclasses import replace\n"
+        "def govern(request):\n"
+        "    return replace(request.task, name=f'{request.user}-{request.project}')\n"
+    )
+    (tmp_path / "config.toml").write_text(f'admin_policy = "{tmp_path}/rules.py:govern"\n')
+    notes: list[str] = []
+    token = Token(id=1, user="ann", role=Role.USER, created_s=0.0, expires_s=None, revoked_s=None, project="vision")
+    context = ServerContext(tmp_path, policy=Policy(), token=token, on_note=notes.append)
+    assert (
+        prepare(context, [Task(run="true")], JobTarget(context=context), is_dryrun=True).tasks[0].name == "ann-vision"
+    )
+    assert "note: the administrator's policy changed `name`" in notes
+    context.close()
 
 
 def test_reading_ends_when_its_client_is_gone() -> None:

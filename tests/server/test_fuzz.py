@@ -1,4 +1,4 @@
-"""Requests drawn from the OpenAPI document, and close to it: none is a bug in the server."""
+"""Requests drawn from the OpenAPI document and close variants: none causes an internal error of the server."""
 
 from __future__ import annotations
 

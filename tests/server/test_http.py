@@ -197,5 +197,5 @@ def test_server_that_is_away_is_named(tmp_path: Path) -> None:
     hosted = Hosted(tmp_path / "home")
     session = hosted.open("viewer")
     hosted.stop()
-    with pytest.raises(TransientError, match="does not answer"):
+    with pytest.raises(TransientError, match="does not respond"):
         session.call(show_status)

@@ -1,9 +1,11 @@
-"""Budgets and GPU limits: what counts, who is told what, and two launches at once."""
+"""Budgets and GPU limits: what counts, what each user is told, and two launches at the same time."""
 
 from __future__ import annotations
 
+import sqlite3
 import threading
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,6 +17,7 @@ from broker.app.verbs.launching import launch_jobs
 from broker.clock import SystemClock
 from broker.errors import LimitError
 from broker.server.http import find_status
+from broker.state.database import SqliteDatabase
 from broker.state.limits import Limit, LimitScope
 from broker.state.people import Owned
 from broker.state.store import Store
@@ -196,3 +199,30 @@ def test_limits_survive_the_end_of_the_process(tmp_path: Path) -> None:
 
 def test_request_over_a_limit_is_forbidden_over_http() -> None:
     assert find_status("LimitError") == 403
+
+
+def test_job_has_its_owner_and_its_project_from_its_first_commit(
+    hosted: Hosted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Controllers see a job as soon as it is committed, so a limit of its project must count it from then on."""
+    seen: list[tuple[int, list[tuple[str]], list[tuple[str]]]] = []
+    commit = SqliteDatabase._commit
+
+    def watch(self: SqliteDatabase) -> None:
+        commit(self)
+        with closing(sqlite3.connect(hosted.context.store.path)) as reader:
+            jobs = reader.execute("SELECT id FROM jobs WHERE name = 'owned'").fetchall()
+            if jobs and not seen:
+                (job_id,) = jobs[0]
+                owners = reader.execute("SELECT person FROM owners WHERE kind = 'job' AND name = ?", (str(job_id),))
+                names = reader.execute("SELECT names FROM commitments WHERE is_pending")
+                seen.append((job_id, owners.fetchall(), names.fetchall()))
+
+    monkeypatch.setattr(SqliteDatabase, "_commit", watch)
+    task = Task(run="true", resources=(Resources(cloud="local"),))
+    (job,) = hosted.open("other").call(
+        launch_jobs, tasks=(task,), name="owned", request_id=None, hedge=1, is_dryrun=False,
+        show=lambda plans: None, confirm=lambda plans: None, on_submitted=lambda jobs: None,
+    )  # fmt: skip
+    hosted.context.store.jobs.request_cancel(job.id)
+    assert seen == [(job.id, [("other",)], [(f'["{job.id}"]',)])]

@@ -1,25 +1,29 @@
-"""The pages of a server in a browser: who may see and do what, and inert for hostile names."""
+"""The pages of a server in a browser: what each role may see and do, and hostile names are inert."""
 
 from __future__ import annotations
 
 import http.client
+import math
 import re
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import quote, urlencode, urlsplit
 
 import pytest
 
+from broker.dashboard import content
 from broker.server.context import Policy
 from broker.server.proxy import TrustedProxy
 from broker.server.tokens import create_token
 from broker.state.people import Owned, Role
 from broker.types import JobStatus, Resources, Secret, Task
+from broker.types.outcomes import EventKind, make_event
 from tests.dashboard.conftest import HOSTILE
 from tests.server.conftest import Hosted
 
 ADMIN_PAGES = ("/admin/users", "/admin/audit")
-PAGES = ("/", "/clusters", "/places", "/cost", "/cost?by=job", "/clouds", "/services", "/plan")
+PAGES = ("/", "/jobs", "/clusters", "/places", "/cost", "/cost?by=job", "/clouds", "/services", "/plan")
 TASK = Task(run="true", resources=(Resources(cloud="local"),))
 SECRET = "a secret of the proxy, long enough"
 
@@ -208,3 +212,31 @@ def test_a_user_of_a_trusted_proxy_needs_no_login(proxied: Hosted) -> None:
     assert proxied.context.store.jobs.is_cancel_requested(own)
     wrong = {**given, "Broker-Proxy-Secret": "guess"}
     assert ask(proxied, "GET", "/", **wrong).status == 303
+
+
+def test_visitors_share_what_is_read_and_nothing_that_is_theirs(
+    hosted: Hosted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One read serves a page to all; names, tickets and rights are those of each visitor."""
+    made = Counter[str]()
+    for home, name in ((content.OverviewPage, "make"), (content, "make_job")):
+        make = getattr(home, name)
+        monkeypatch.setattr(home, name, lambda *given, name=name, make=make: made.update([name]) or make(*given))
+    monkeypatch.setattr("broker.dashboard.sharing.SHARED_S", math.inf)
+    own = add_job(hosted, "shared", "user")
+    users = ("user", "viewer", "admin", "other", "user", "viewer")
+    visitors = {user: Visitor(hosted, user) for user in hosted.tokens}
+    hosted.context.store.events.add(make_event(EventKind.NOTE, text="a change"), job_id=own)
+    shown = [(user, visitors[user].get(f"/jobs/{own}").text, visitors[user].get("/").text) for user in users]
+    assert made == {"make": 1, "make_job": 1}
+    tickets: dict[str, set[str]] = {}
+    for user, job, overview in shown:
+        tickets.setdefault(user, set()).update(re.findall(r'name="ticket" value="([^"]+)"', job))
+        for page in (job, overview):
+            assert [name for name in hosted.tokens if f">{name}</a>" in page] == [user]
+            assert ("/admin/users" in page) == (user == "admin")
+    assert tickets["viewer"] == tickets["other"] == set()
+    assert len(tickets["user"]) == len(tickets["admin"]) == 1 and tickets["user"] != tickets["admin"]
+    done = visitors["user"].post(f"/jobs/{own}/cancel", *tickets["user"])
+    assert done.status == 303 and "Cancel job" in visitors["user"].get(f"/jobs/{own}").text
+    assert made["make_job"] == 2  # what an action changes is shown at once

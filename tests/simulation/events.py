@@ -10,9 +10,11 @@ from tests.simulation.processes import Process
 
 TERMINAL = tuple(status.value for status in JobStatus if status.is_terminal)
 LOST = (OutcomeKind.PREEMPTED, OutcomeKind.NODE_LOST, OutcomeKind.TAKEN_DOWN)  # its nodes were
+LIMITED = (OutcomeKind.BUDGET_EXCEEDED, OutcomeKind.MAX_DURATION_EXCEEDED)  # it was not heard to succeed
 REFUSED = (IntentEnd.REFUSED.value, IntentEnd.QUOTA_EXCEEDED.value, IntentEnd.UNCLEAR.value)  # intents
 OTHER_FAILURES = (  # than an exit code
     OutcomeKind.BUDGET_EXCEEDED,
+    OutcomeKind.MAX_DURATION_EXCEEDED,
     OutcomeKind.STALLED,
     OutcomeKind.GANG_BROKEN,
     OutcomeKind.UNHEALTHY,

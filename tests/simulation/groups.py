@@ -43,7 +43,7 @@ def draw_group_mix(random: Random) -> Mix:
 
 
 def _join(random: Random, spec: JobSpec, index: int, role: GroupRole) -> JobSpec:
-    """Return the spec as a task of the group, without limits of its own that would end the group early each time."""
+    """Return the spec as a task of the group, without limits of its own, which would always end the group early."""
     program = spec.program
     if not role.is_primary and random.random() < 0.7:
         program = replace(program, steps=ENDLESS, exit_codes=(), deaths=())

@@ -13,7 +13,7 @@ from broker.jobs.allowance import LATE_S, UNATTENDED_S
 from broker.jobs.health import GANG_UNREACHABLE_S_MIN, UNREACHABLE_S_MIN
 from broker.jobs.monitor import LEASE_EVERY_S
 from broker.types import JobStatus, NodeState, OutcomeKind, RunStatus
-from tests.simulation.events import IS_TERMINAL, LOST, OTHER_FAILURES, REFUSED, TERMINAL, Event, Violation
+from tests.simulation.events import IS_TERMINAL, LIMITED, LOST, OTHER_FAILURES, REFUSED, TERMINAL, Event, Violation
 from tests.simulation.groups import (
     check_g1_the_group_is_up,
     check_g3_ends_have_a_cause,
@@ -30,6 +30,11 @@ from tests.simulation.records import (
     check_s3_young_nodes_are_spared,
     check_s4_stale_calls,
     note_end,
+)
+from tests.simulation.services import (
+    check_v1_no_double_replica,
+    check_v2_no_replica_is_forgotten,
+    check_v6_a_balancer_is_there,
 )
 from tests.simulation.starts import (
     check_s4_one_active_attempt,
@@ -73,7 +78,7 @@ def check_s1_intent_first(universe: Universe, event: Event) -> None:
 
 
 def check_s2_no_twins(universe: Universe, event: Event) -> None:
-    """Check that each cluster, attempt, rank and zone has at most one live node, whatever is collected later."""
+    """Check that each cluster, attempt, rank, zone and kind has at most one live node, whatever is collected later."""
     assert event.request is not None
     live: dict[tuple[object, ...], str] = {}
     job_id = universe.get_job_id(event.request.cluster)
@@ -82,14 +87,17 @@ def check_s2_no_twins(universe: Universe, event: Event) -> None:
     # Made too late, by a process that was killed before it could end them: the collector ends them.
     late = universe.memory.get("late", {})
     orphans = {token for token, process in late.items() if process is None or not process.is_alive}
-    counts = Counter((node.attempt, node.zone, node.is_spot) for node in gang if node.token not in orphans)
+    # A kind of machines has a price of its own.
+    counts = Counter(
+        (node.attempt, node.zone, node.is_spot, node.usd_hour) for node in gang if node.token not in orphans
+    )
     if job_id and max(counts.values(), default=0) > whole:
         raise Violation("S2", f"{event.request.cluster} has more than {whole} live nodes in one zone: {counts}")
     replacements = universe.list_replacement_tokens(event.request.cluster, whole)
     for node in gang:
         if node.token in replacements or node.token in orphans:
             continue
-        key = (node.cluster, node.attempt, node.rank, node.zone, node.is_spot)
+        key = (node.cluster, node.attempt, node.rank, node.zone, node.is_spot, node.usd_hour)
         if live.setdefault(key, node.id) != node.id:
             raise Violation("S2", f"{live[key]} and {node.id} are both rank {node.rank} of {node.cluster}")
 
@@ -133,6 +141,7 @@ def check_s5_healthy_work_is_kept(universe: Universe, event: Event) -> None:
         or universe.gang.was_silent(run.ids, one_s=UNREACHABLE_S_MIN, all_s=GANG_UNREACHABLE_S_MIN)
         or universe.gang.is_hanging(run)
         or universe.is_over_budget(run.job)
+        or universe.is_over_duration(run)
     )
     if not is_excused:
         status = universe.gang.measure(run)[1]
@@ -174,7 +183,7 @@ def note_cancels(universe: Universe, event: Event) -> None:
 
 
 def check_s7_success_is_kept(universe: Universe, event: Event) -> None:
-    """Check that a broker that has heard of a program's success never calls that attempt lost."""
+    """Check that a broker that has heard of a program's success never calls that attempt lost, or ended."""
     if "attempts" not in event.written:
         return
     for key, process in universe.gang.told.items():
@@ -182,8 +191,8 @@ def check_s7_success_is_kept(universe: Universe, event: Event) -> None:
             cluster, run = key[0], universe.gang.runs[key]
             sql = "SELECT outcome_kind FROM attempts WHERE job_id = ? AND number = ?"
             rows = universe.read(sql, (run.job, run.attempt))
-            if rows and rows[0][0] in LOST:
-                raise Violation("S7", f"{cluster} has succeeded and counts as lost")
+            if rows and rows[0][0] in (*LOST, *LIMITED):
+                raise Violation("S7", f"{cluster} has succeeded and counts as {rows[0][0]}")
 
 
 def check_s8_only_ours(universe: Universe, event: Event) -> None:
@@ -265,7 +274,7 @@ def check_ends_are_true(universe: Universe, event: Event) -> None:
             raise Violation("S7", f"job {job_id} is {status}: {failure}")
         if (RunStatus.SUCCEEDED, 0) in states and status not in (JobStatus.SUCCEEDED, JobStatus.CANCELLED):
             last = states[-1]
-            if last == (RunStatus.SUCCEEDED, 0) and kind != OutcomeKind.BUDGET_EXCEEDED:
+            if last == (RunStatus.SUCCEEDED, 0) and kind not in LIMITED:
                 raise Violation("S7", f"job {job_id} is {status} ({failure}), and its program succeeded")
 
 
@@ -343,6 +352,7 @@ def check_s14_useful_nodes_are_left_alone(universe: Universe, event: Event) -> N
         allowance_s = min(allowance_s, LATE_S)
     alone_s = event.time_s - run.renewed_s[event.name]
     is_early = alone_s < allowance_s - L3_MARGIN_S and not _is_spent(universe, run, alone_s)
+    is_early = is_early and not universe.is_over_duration(run)
     if universe.gang.is_working(run) and is_early:
         raise Violation(
             "S14", f"{event.name} of {run.cluster} ends by itself, {event.reason}, after {alone_s:.0f} s alone"
@@ -407,6 +417,8 @@ CHECKERS: dict[str, tuple[Checker, ...]] = {
         check_g7_running_groups_stay,
         check_s10_unknown_is_not_failed,
         check_s12_one_effect_a_request,
+        check_v1_no_double_replica,
+        check_v2_no_replica_is_forgotten,
     ),
     "tick": (
         check_s3_owned_or_dying,
@@ -415,6 +427,7 @@ CHECKERS: dict[str, tuple[Checker, ...]] = {
         check_l2_jobs_end,
         check_g5_addresses_are_fresh,
         check_l3_unattended_time_is_bounded,
+        check_v6_a_balancer_is_there,
     ),
 }
 

@@ -12,7 +12,19 @@ from random import Random
 
 from broker.errors import TransientError
 from broker.runtime.gang import list_live
-from broker.types import Cluster, Node, NodeFault, NodeSample, NodeState, OwnTime, Progress, RunStatus, Task
+from broker.types import (
+    Cluster,
+    GangHead,
+    Node,
+    NodeFault,
+    NodeSample,
+    NodeState,
+    OwnTime,
+    Progress,
+    RunStatus,
+    SetupResult,
+    Task,
+)
 from tests.clouds.simulated import SimulatedCloud
 from tests.simulation.processes import Process, ProcessClock, get_process
 from tests.simulation.shuffled import ShuffledLoop
@@ -25,7 +37,7 @@ LOOK_S = 60.0  # how often a machine without a broker checks whether it is done
 
 @dataclass(frozen=True, kw_only=True)
 class Program:
-    """The behaviour of a job's program, whatever its broker does.
+    """The behaviour of a job's program, independent of its broker.
 
     `hang_at`: the first `hangs` starts stop there. `break_at`: the first `breaks` starts of a gang lose a rank there.
     `deaths`: for each start in turn, the step at which its last rank dies, and the resulting exit code.
@@ -95,8 +107,10 @@ class Report:
     unfit: tuple[tuple[int, str], ...] = ()
     faults: tuple[NodeFault, ...] = ()
     own_times: tuple[OwnTime, ...] = ()
+    setups: tuple[SetupResult, ...] = ()
     statuses: tuple[RunStatus | None, ...] = ()
     samples: tuple[tuple[int, NodeSample], ...] = ()
+    followers: tuple[int, ...] = ()
     flush: str = ""
     is_ready: bool = False
     port: int | None = None
@@ -147,7 +161,14 @@ class MachineGang:
         self._prepared.update(node.id for node in list_live(cluster.nodes))
 
     async def start(
-        self, cluster: Cluster, task: Task, *, run_id: int, envs: Mapping[str, str], lease_s: float | None = None
+        self,
+        cluster: Cluster,
+        task: Task,
+        *,
+        run_id: int,
+        envs: Mapping[str, str],
+        lease_s: float | None = None,
+        head: object = None,
     ) -> None:
         self._on_effect("start:asked")
         await self._reach(cluster)
@@ -161,6 +182,11 @@ class MachineGang:
         self._join(cluster, self.runs[key])
         self._renew(cluster, lease_s, is_start=True)
         self._on_effect("start:after")
+
+    async def move_head(
+        self, cluster: Cluster, run_id: int, head: GangHead, *, members: Sequence[int], log_bytes: int
+    ) -> bool:
+        raise AssertionError("no program here follows a head")
 
     async def poll(self, cluster: Cluster, run_id: int) -> Report:
         await self._clock.sleep(0.02)

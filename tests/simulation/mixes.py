@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from random import Random
 
-from broker.types import CheckpointSpec, Goal, JobRecovery, Task
+from broker.types import CheckpointSpec, Goal, JobRecovery, Resources, Task
 from tests.clouds.simulated import CloudTimings, FaultRates
 from tests.simulation.machines import Program
 
@@ -31,6 +31,7 @@ class JobSpec:
     cancel_s: float = math.inf
     hedge: int = 2  # places that may be asked at once
     needs: tuple[int, ...] = ()  # indexes of jobs that have to succeed before
+    project: str = ""  # for which a server admits it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,6 +165,21 @@ def draw_goal(random: Random, steps: int, budget_usd: float | None) -> Goal | No
         work_hours = steps / 3600
         return Goal(work_hours=work_hours, deadline_hours=random.choice((2.0, 10.0)) * work_hours)
     return Goal(work_hours=1.0, budget_usd=budget_usd) if budget_usd else None
+
+
+def with_kinds(mix: Mix) -> Mix:
+    """Return the mix with jobs that accept machines of two kinds, under a policy that moves them between both."""
+    kinds = tuple(Resources(accelerator=name, accelerator_count=8) for name in ("A100", "H100"))
+
+    def change(spec: JobSpec) -> JobSpec:
+        goal = spec.task.goal
+        if goal is None or goal.budget_usd is None:
+            work_hours = spec.program.steps / 3600
+            goal = Goal(work_hours=work_hours, deadline_hours=10.0 * work_hours)
+        recovery = replace(spec.task.recovery, strategy=None)
+        return replace(spec, task=replace(spec.task, resources=kinds, goal=goal, recovery=recovery))
+
+    return replace(mix, jobs=tuple(change(spec) for spec in mix.jobs))
 
 
 def draw_job(random: Random) -> JobSpec:

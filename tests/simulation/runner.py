@@ -15,7 +15,7 @@ from random import Random
 from broker.errors import BrokerError
 from tests.simulation.events import Violation
 from tests.simulation.groups import draw_group_mix
-from tests.simulation.mixes import Mix, draw_mix
+from tests.simulation.mixes import Mix, draw_mix, with_kinds
 from tests.simulation.processes import Crash
 from tests.simulation.scenes import Scene, act_out, check_end
 from tests.simulation.stories import play
@@ -45,8 +45,13 @@ def play_group(seed: int, *, trace: bool = False) -> Result:
     return play_mix(seed, draw_group_mix(Random(f"{seed}/group")), trace=trace)
 
 
+def play_kinds(seed: int, *, trace: bool = False) -> Result:
+    """Play the history of a seed with machines of two kinds, and with a deadline for each job that has no budget."""
+    return play_mix(seed, with_kinds(draw_mix(Random(f"{seed}/mix"))), trace=trace)
+
+
 def play_mix(seed: int, mix: Mix, *, trace: bool = False) -> Result:
-    return _play(seed, mix, play, trace=trace)
+    return play_story(seed, mix, play, trace=trace)
 
 
 def play_scene(scene: Scene, *, kill_at: int | None = None, stop_at: int | None = None, trace: bool = False) -> Result:
@@ -58,10 +63,10 @@ def play_scene(scene: Scene, *, kill_at: int | None = None, stop_at: int | None 
         if wrong := check_end(universe, scene):
             universe.fail(Violation("S11", wrong))
 
-    return _play(scene.seed, scene.mix, act, kill_at=kill_at, stop_at=stop_at, trace=trace)
+    return play_story(scene.seed, scene.mix, act, kill_at=kill_at, stop_at=stop_at, trace=trace)
 
 
-def _play(
+def play_story(
     seed: int,
     mix: Mix,
     story: Callable[[Universe], Awaitable[None]],

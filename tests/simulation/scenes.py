@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 
 import msgspec
 
-from broker.types import CheckpointSpec, Goal, JobRecovery, JobStatus, NodeRequest, NodeState, Task
+from broker.errors import CapacityError
+from broker.types import CheckpointSpec, Goal, JobRecovery, JobStatus, NodeRequest, NodeState, Resources, Task
 from tests.clouds.simulated import CloudTimings, FaultRates
 from tests.simulation import host, stories
 from tests.simulation.machines import Program
@@ -64,10 +65,12 @@ def make_job(
     deadline_s: float | None = None,
     unattended_s: float | None = None,
     has_bucket: bool = False,
+    kinds: tuple[str, ...] = (),
 ) -> JobSpec:
     task = Task(
         name="train",
         run="python train.py",
+        resources=tuple(Resources(accelerator=kind, accelerator_count=8) for kind in kinds) or (Resources(),),
         num_nodes=nodes,
         recovery=recovery,
         goal=make_goal(steps, budget_usd, deadline_s),
@@ -108,6 +111,19 @@ def preempt(universe: Universe) -> None:
     if working:
         universe.note_fault("preempt", working[-1].cluster)
         universe.cloud.preempt([working[-1].ids[-1]])
+
+
+def take_first_kind(universe: Universe) -> None:
+    """Preempt the newest gang, and refuse the first kind of machines from now on."""
+    preempt(universe)
+    refuse = universe.cloud._refuse_if_full
+
+    def refuse_first_kind(request: NodeRequest) -> None:
+        if request.placement.alternative == 0:
+            raise CapacityError(f"no more {request.placement.offer.instance_type}", scope="zone")
+        refuse(request)
+
+    universe.cloud._refuse_if_full = refuse_first_kind  # type: ignore[method-assign]
 
 
 def end_rank_1(universe: Universe) -> None:
@@ -478,6 +494,16 @@ SCENES: tuple[Scene, ...] = (
     Scene(
         name="a deadline and a policy that changes its mind",
         mix=make_mix(make_job(nodes=1, steps=60, deadline_s=600.0), heal_s=120.0),
+    ),
+    Scene(
+        name="machines of two kinds and a policy that changes its mind",
+        mix=make_mix(make_job(nodes=1, steps=60, deadline_s=600.0, kinds=("A100", "H100")), heal_s=120.0),
+    ),
+    Scene(
+        name="machines of two kinds, the first of which is taken",
+        mix=make_mix(make_job(nodes=1, steps=60, kinds=("A100", "H100"), recovery=JobRecovery(strategy="failover"))),
+        acts=((15.0, take_first_kind),),
+        starts=2,
     ),
     Scene(
         name="a pipeline",

@@ -2,20 +2,18 @@
 
 `python -m tests.simulation.sharing --seeds 360` plays histories. Everything that holds for one broker holds here too;
 besides: C1, only the newest claim of a job writes and asks for nodes; C2, no epoch is given out twice or goes back;
-C3, a job without a living controller is taken over within 15 s by one that is well. Half of the histories have a limit
-on live jobs, and displacement: Q1, no more jobs than the limit are live; Q2, a job is displaced only by one that waits,
-has a higher priority and displaces no other, and only if it runs and has a checkpoint.
+C3, a job without a living controller is taken over within 15 s by one that is well. `slots.py` checks the limits on
+live jobs, displacement, and `max_duration`.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import sqlite3
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
@@ -28,18 +26,18 @@ from broker.config import Config
 from broker.errors import StateError
 from broker.jobs.controller import JobController
 from broker.jobs.daemon import run_daemon
-from broker.jobs.slot_limits import SlotLimits
+from broker.jobs.daemon_parts import StartsSchedules
 from broker.jobs.slots import JobQueue
 from broker.provision.lifecycle import Provisioner
 from broker.state.claims import HOUSEKEEPING
-from broker.task.codec import decode_task
-from broker.types import JobStatus, Task
+from broker.types import Task
 from tests.simulation import stories
 from tests.simulation.disk import SimulatedConnection, SimulatedStore
 from tests.simulation.events import Violation
-from tests.simulation.mixes import JobSpec, Mix, draw_job, draw_mix
+from tests.simulation.mixes import Mix, draw_mix
 from tests.simulation.processes import Process, ProcessClock, get_process
 from tests.simulation.runner import make_folder, watch_log
+from tests.simulation.slots import COVERED, SlotWatch, draw_limits, draw_queued_jobs
 from tests.simulation.universe import Universe, make_plan, run_universe
 from tests.simulation.watched import WatchedProvisioner
 from tests.simulation.world import OWNER
@@ -47,7 +45,6 @@ from tests.simulation.world import OWNER
 TAKEOVER_S = 15.0
 LOOK_S = 0.5
 SKEWS_S = (0.0, 0.0, -20.0, 20.0, 90.0)
-SLOTTED = {each.value for each in (JobStatus.STARTING, JobStatus.RUNNING, JobStatus.RECOVERING)}
 STATE_OF_JOBS = {"jobs", "attempts", "clusters", "intents"}
 # The job whose controller, or the collector, the current task belongs to: set here, whatever the product believes.
 DRIVING: ContextVar[int | None] = ContextVar("driving", default=None)
@@ -127,8 +124,10 @@ class SharedUniverse(Universe):
         self.skews = {f"broker-{number}": chance.choice(SKEWS_S) for number in range(1, 6)} if is_skewed else {}
         self.is_store_away = False
         self.limits = draw_limits(Random(f"{seed}/slots"))
-        self.displaced_by: dict[int, int] = {}  # as last committed
-        self.displacements = 0
+        self.spread_s = max(self.skews.values(), default=0.0) - min(self.skews.values(), default=0.0)
+        self.displaces = self.limits.is_set
+        self.covered: frozenset[str] = frozenset()
+        self.slots = SlotWatch(universe=self, limits=self.limits)
 
     # -- controllers ----------------------------------------------------------------------------------------------
 
@@ -161,8 +160,12 @@ class SharedUniverse(Universe):
             return WatchedController(job_id, controller)
 
         await run_daemon(
-            store=store, make_controller=make_controller, provisioner=provisioner, clock=clock, config=config
-        )
+            store=store, make_controller=make_controller, provisioner=provisioner, clock=clock, config=config,
+            scheduler=self.make_scheduler(store),
+        )  # fmt: skip
+
+    def make_scheduler(self, store: SimulatedStore) -> StartsSchedules | None:
+        return None
 
     def _watch(self, store: SimulatedStore, clock: ProcessClock) -> Provisioner:
         provisioner = HousekeepingProvisioner({"simulated": self.cloud}, store, clock=clock, owner=OWNER)
@@ -205,6 +208,10 @@ class SharedUniverse(Universe):
                 self._check_commit(set(data["written"]))
             elif kind == "ask":
                 self._check_claim("asks for nodes")
+            elif kind == "start":
+                self.slots.check_start(data["run"])
+            elif kind == "tick":
+                self.slots.check_tick()
         except Violation as violation:
             self.fail(violation)
 
@@ -213,36 +220,9 @@ class SharedUniverse(Universe):
             process = get_process()
             for row in self.read("SELECT job_id, epoch, holder FROM claims"):
                 self._note_claim(row["job_id"], row["epoch"], row["holder"], process)
-        if "jobs" in written and self.limits.total is not None:
-            self._check_slots(self.limits.total)
+        self.slots.check_commit(written)
         if written & STATE_OF_JOBS:
             self._check_claim(f"writes {' '.join(sorted(written))}")
-
-    def _check_slots(self, limit: int) -> None:
-        rows = self.read("SELECT id, status, task, progress, displaced_by FROM jobs WHERE NOT is_terminal")
-        live = [row["id"] for row in rows if row["status"] in SLOTTED]
-        if len(live) > limit:
-            raise Violation("Q1", f"jobs {live} are live, and the limit is {limit}")
-        by_id = {row["id"]: row for row in rows}
-        requests = {row["id"]: row["displaced_by"] for row in rows if row["displaced_by"] is not None}
-        for victim, by in requests.items():
-            if self.displaced_by.get(victim) != by:
-                self._check_displacement(by_id[victim], by_id.get(by))
-                self.displacements += 1
-        if len(set(requests.values())) < len(requests):
-            raise Violation("Q2", f"one job takes two slots: {requests}")
-        self.displaced_by = requests
-
-    def _check_displacement(self, victim: sqlite3.Row, waiting: sqlite3.Row | None) -> None:
-        if waiting is None or waiting["status"] != JobStatus.PENDING.value:
-            raise Violation("Q2", f"job {victim['id']} is displaced by a job that does not wait")
-        priorities = [decode_task(row["task"], {}).priority for row in (victim, waiting)]
-        if priorities[0] >= priorities[1]:
-            raise Violation("Q2", f"job {victim['id']} is displaced, and the priorities are {priorities}")
-        if victim["status"] != JobStatus.RUNNING.value or not json.loads(victim["progress"] or "{}").get(
-            "checkpoint_step"
-        ):
-            raise Violation("Q2", f"job {victim['id']} is displaced, and has no checkpoint")
 
     def _note_claim(self, job_id: int, epoch: int, holder: str, process: Process | None) -> None:
         before, was_held_by = self.newest.get(job_id, (0, ""))
@@ -305,19 +285,12 @@ class SharedUniverse(Universe):
         )
 
 
-def draw_limits(random: Random) -> SlotLimits:
-    """Draw the limits of a history: none in half of them."""
-    if random.random() < 0.5:
-        return SlotLimits()
-    return SlotLimits(total=random.choice((1, 1, 1, 2)), preempt_after_s=random.choice((1.0, 3.0, 10.0)))
-
-
 @dataclass(frozen=True, kw_only=True)
 class SharedResult:
     seed: int
     failure: str
     takeovers: int
-    displacements: int
+    covered: frozenset[str]
     faults: Counter[str]
     controller_count: int
     trace: Sequence[str]
@@ -337,7 +310,7 @@ def play_shared(seed: int, *, trace: bool = False) -> SharedResult:
             seed=seed,
             failure=f"{universe.failure!s}" if universe.failure else "",
             takeovers=universe.takeovers,
-            displacements=universe.displacements,
+            covered=universe.covered,
             faults=Counter({fault: sum(n for (name, _), n in universe.cells.items() if name == fault)
                             for fault, _ in universe.cells}),
             controller_count=controller_count,
@@ -350,14 +323,20 @@ def _drop_budget(task: Task) -> Task:
 
 
 async def _play(universe: Any, controller_count: int) -> None:
-    random = Random(f"{universe.seed}/store")
     for number in range(2, controller_count + 1):
         universe.begin(universe.keep_broker(f"broker-{number}"))
     universe.begin(universe.watch_takeovers())
+    begin_store_faults(universe)
+    await stories.play(universe)
+    universe.covered = universe.slots.count_covered()
+
+
+def begin_store_faults(universe: Any) -> None:
+    """Let the store fail in some ways, which the seed draws."""
+    random = Random(f"{universe.seed}/store")
     for mean_s, act in ((25.0, _cut_off), (60.0, _restart), (30.0, _lose_answer)):
         if random.random() < 0.7:
             universe.begin(stories.repeat(universe, mean_s, act))
-    await stories.play(universe)
 
 
 def _list_brokers(universe: SharedUniverse) -> list[Process]:
@@ -381,17 +360,12 @@ def _lose_answer(universe: Any) -> None:
         universe.random.choice(brokers).loses_answer = True
 
 
-def _draw_prioritized(random: Random) -> JobSpec:
-    job = draw_job(random)
-    return replace(job, task=replace(job.task, priority=random.choice((-100, 0, 100))))
-
-
 def draw_shared_mix(random: Random) -> Mix:
     """Draw a mix without faults of a single host that all controllers share."""
     mix = draw_mix(random)
     return replace(
         mix,
-        jobs=tuple(_draw_prioritized(random) for _ in range(random.randint(2, 5))),
+        jobs=draw_queued_jobs(random),
         away_s=0.0,
         is_doubled=False,
         leaves_broker_dead=False,
@@ -421,6 +395,12 @@ def one_listener_each() -> Iterator[None]:
         yield
 
 
+def describe_coverage(covered: Mapping[str, int], count: int) -> str:
+    """Describe in which share of the histories each of `COVERED` occurred."""
+    return ", ".join(f"{name} in {covered.get(name, 0)} of {count} ({covered.get(name, 0) / count:.0%})"
+                     for name in COVERED)  # fmt: skip
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.simulation.sharing")
     parser.add_argument("--seeds", type=int, default=360, help="how many")
@@ -429,14 +409,15 @@ def main() -> int:
     parser.add_argument("--trace", action="store_true", help="print what happened")
     options = parser.parse_args()
     seeds = [options.seed] if options.seed is not None else range(options.first, options.first + options.seeds)
-    failing = takeovers = displacements = 0
+    failing = takeovers = 0
     faults: Counter[str] = Counter()
+    covered: Counter[str] = Counter()
     for seed in seeds:
         result = play_shared(seed, trace=options.trace)
         for line in result.trace:
             print(line)
         takeovers += result.takeovers
-        displacements += result.displacements
+        covered.update(result.covered)
         faults += result.faults
         if result.failure:
             failing += 1
@@ -444,8 +425,8 @@ def main() -> int:
                 f"seed {seed}: {result.failure}\n  python -m tests.simulation.sharing --seed {seed} --trace", flush=True
             )
     store = {name: count for name, count in sorted(faults.items()) if name.startswith(("store", "kill", "stop"))}
-    counts = f"{failing} failing; {takeovers} takeovers; {displacements} displacements"
-    print(f"{len(seeds)} histories, {counts}; faults {store}")
+    print(f"{len(seeds)} histories, {failing} failing; {takeovers} takeovers; faults {store}")
+    print(f"coverage: {describe_coverage(covered, len(seeds))}")
     return int(failing > 0)
 
 

@@ -131,12 +131,17 @@ def check_s7_deaths_are_true(universe: Universe, event: Event) -> None:
 
 
 def note_moves(universe: Universe, event: Event) -> None:
-    """Note that a job is moved to another place, or restarted with its group, while it works."""
-    if "attempts" in event.written and (universe.follows_deadline or universe.has_groups):
+    """Note that a job is moved to another place, displaced, or restarted with its group, while it works."""
+    if "attempts" in event.written and (universe.follows_deadline or universe.has_groups or universe.displaces):
         moved = universe.memory.setdefault("moved", set())
         for (cluster,) in universe.read(
-            "SELECT json_extract(body, '$.cluster') FROM attempts WHERE outcome_kind IN (?, ?, ?)",
-            (OutcomeKind.MOVED.value, OutcomeKind.GROUP_MOVED.value, OutcomeKind.GROUP_RESTARTED.value),
+            "SELECT json_extract(body, '$.cluster') FROM attempts WHERE outcome_kind IN (?, ?, ?, ?)",
+            (
+                OutcomeKind.MOVED.value,
+                OutcomeKind.GROUP_MOVED.value,
+                OutcomeKind.GROUP_RESTARTED.value,
+                OutcomeKind.DISPLACED.value,
+            ),
         ):
             if cluster not in moved:
                 moved.add(cluster)

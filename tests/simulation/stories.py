@@ -9,7 +9,8 @@ from dataclasses import replace
 
 from broker.errors import BrokerError
 from broker.jobs.submission import retry_group, retry_job, submit_tasks
-from broker.types import JobStatus
+from broker.state.people import Owned
+from broker.types import Job, JobStatus
 from tests.simulation import host
 from tests.simulation.disk import SQLITE_FAULTS, SimulatedStore
 from tests.simulation.events import Violation
@@ -145,9 +146,18 @@ async def submit_once(universe: Universe, process: Process, index: int, spec: Jo
     universe.requests.add(request_id)
     universe.expect_job(request_id, spec)
     needs = [universe.jobs_in[other] for other in spec.needs]
-    job = store.jobs.add(f"train-{index}", spec.task, request_id, hedge=spec.hedge, needs=needs)
+    with store.transaction():
+        job = store.jobs.add(f"train-{index}", spec.task, request_id, hedge=spec.hedge, needs=needs)
+        own_job(store, job, spec.project)
     universe.jobs_in[index] = job.id
     store.close()
+
+
+def own_job(store: SimulatedStore, job: Job, project: str) -> None:
+    """Record the project of a job, as a server does."""
+    if project:
+        given = {"user": "ana", "project": project, "kind": Owned.JOB}
+        store.commitments.add(names=[str(job.id)], usd=None, usd_hour=1.0, gpus=0.0, **given)
 
 
 def submit_group(universe: Universe, store: SimulatedStore) -> None:
@@ -246,8 +256,9 @@ async def retry(universe: Universe, process: Process, job_id: int) -> None:
         return
     index = next(index for index, known in universe.jobs_in.items() if known == job_id)
     universe.retries += 1
-    universe.expect_retry(job_id, universe.mix.jobs[index])
-    retry_job(store, job, secrets={})
+    spec = universe.mix.jobs[index]
+    universe.expect_retry(job_id, spec)
+    retry_job(store, job, secrets={}, on_added=lambda jobs: own_job(store, jobs[0], spec.project))
 
 
 async def retry_ended_group(universe: Universe) -> None:

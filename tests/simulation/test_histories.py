@@ -1,6 +1,6 @@
-"""A thousand histories full of faults: no invariant breaks, every fault meets every state, and a seed replays.
+"""Six hundred histories full of faults: no invariant breaks, every fault meets every state, and a seed replays.
 
-`make test` plays the first 50; `make test-slow` plays all.
+`make test` plays the first 25; `make test-slow` plays all.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.simulation.coverage import find_empty, fold, list_cells
-from tests.simulation.runner import Result, play_seed
+from tests.simulation.runner import Result, play_kinds, play_seed
 
 # Found among 20,000 seeds, and mended here or in the product; what went wrong is in the log of commits.
 MENDED = (
@@ -40,11 +40,12 @@ MENDED = (
     1608654,
     2113594,
 )
-FEW = 50  # seeds of `make test`, and more until every fault has met a job
+FEW = 25  # seeds of `make test`, and more until every fault has met a job
+KINDS = 12  # seeds with machines of two kinds
 RARE = (123, 289)  # seeds that meet the faults which come once in some hundred
 COVERED = 400  # seeds that meet nearly every cell together
 COVERED_MAX = 1200  # the rarest cells come once in some hundred seeds: more are played until all are met
-CHUNK = 100
+CHUNK = 50
 UNOWNED_S_MAX = 10.0  # mean over the seeds: a node of ours runs without being recorded
 DIGESTS = "from tests.simulation.runner import play_seed; print(*(play_seed(seed).digest for seed in range(20, 32)))"
 
@@ -92,11 +93,17 @@ def test_every_fault_meets_a_job_in_every_state_and_nothing_breaks() -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("first", range(COVERED, 1000, CHUNK))
+@pytest.mark.parametrize("first", range(COVERED, 600, CHUNK))
 def test_every_history_keeps_the_invariants(first: int) -> None:
     for seed in range(first, first + CHUNK):
         result = play_seed(seed)
         assert not result.failure, explain(result)
+
+
+def test_histories_with_machines_of_two_kinds_keep_the_invariants() -> None:
+    for seed in range(KINDS):
+        result = play_kinds(seed)
+        assert not result.failure, f"{result.failure}\n  play_kinds({seed}, trace=True)"
 
 
 @pytest.mark.parametrize("seed", MENDED)

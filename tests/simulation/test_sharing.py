@@ -11,7 +11,8 @@ from contextlib import ExitStack
 import pytest
 
 from tests.simulation.mutants.sharing import MUTANTS, Patches
-from tests.simulation.sharing import SharedResult, play_shared
+from tests.simulation.sharing import SharedResult, describe_coverage, play_shared
+from tests.simulation.slots import COVERED
 
 FEW, MANY = 12, 48  # histories of `make test` and, besides, of `make test-slow`
 HUNTED_MAX = 40  # histories until a planted bug is caught
@@ -24,20 +25,28 @@ def check(result: SharedResult) -> None:
 
 
 def test_controllers_share_jobs_whatever_happens_to_them_and_to_the_store() -> None:
-    takeovers, faults = 0, Counter[str]()
+    takeovers, faults, covered = 0, Counter[str](), Counter[str]()
     for seed in range(FEW):
         result = play_shared(seed)
         check(result)
         takeovers += result.takeovers
         faults += result.faults
+        covered.update(result.covered)
+    print(describe_coverage(covered, FEW))
+    assert all(covered[name] >= FEW / 5 for name in COVERED), describe_coverage(covered, FEW)
     assert takeovers > 5 * FEW, "jobs change their controllers"
     assert faults.keys() >= FAULTS
 
 
 @pytest.mark.long
 def test_more_histories_of_several_controllers() -> None:
+    covered = Counter[str]()
     for seed in range(FEW, FEW + MANY):
-        check(play_shared(seed))
+        result = play_shared(seed)
+        check(result)
+        covered.update(result.covered)
+    print(describe_coverage(covered, MANY))
+    assert all(covered[name] >= MANY / 5 for name in COVERED), describe_coverage(covered, MANY)
 
 
 @pytest.mark.long

@@ -169,6 +169,8 @@ def _find_passed_over(
         return None
     if placement.node_count < universe.tasks[job_id].num_nodes:
         return None  # for a gang that stands: where that is
+    if len(universe.tasks[job_id].resources) > 1:
+        return None  # a refusal is of one kind of machines, and places are zones here
     order = _list_places(universe, job_id)
     # A place asked again right after its refusal was the only one left: then all others count as better.
     better = order if _has_refused(universe, placement) else order[: order.index(placement)]

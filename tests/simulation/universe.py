@@ -21,8 +21,9 @@ from broker.jobs import controller, daemon
 from broker.jobs.controller import JobController
 from broker.jobs.daemon import run_daemon
 from broker.jobs.deadline import follows_deadline
+from broker.jobs.job_limits import find_save_s
 from broker.provision.lifecycle import Provisioner
-from broker.types import Estimate, Node, NodeState, Placement, Plan, Task
+from broker.types import Breakdown, Estimate, Node, NodeState, Placement, Plan, Resources, Task
 from tests.simulation.disk import TRIFLE, SimulatedFile, SimulatedStore
 from tests.simulation.events import TERMINAL, Event, Violation
 from tests.simulation.fickle import fickle_policy
@@ -31,6 +32,7 @@ from tests.simulation.left import SimulatedOutcomes
 from tests.simulation.machines import MachineGang, MachineRun
 from tests.simulation.mixes import JobSpec, Mix
 from tests.simulation.processes import Crash, Process, ProcessClock, get_process
+from tests.simulation.services import ServiceBed
 from tests.simulation.shuffled import ShuffledLoop
 from tests.simulation.turns import note_unclear
 from tests.simulation.watched import TrueClock, WatchedCloud, WatchedProvisioner
@@ -93,6 +95,9 @@ class Universe:
         self.unowned_s = 0.0
         self.budgets: dict[int, float] = {}
         self.tasks: dict[int, Task] = {}
+        self.projects: dict[int, str] = {}
+        self.searched_s: dict[int, float] = {}  # job -> its first search for machines: `max_duration` counts from there
+        self.spread_s = 0.0  # by which the clocks of two brokers differ at most
         self.side_tasks: list[asyncio.Task[Any]] = []
         self.unowned_since_s: dict[str, float] = {}
         self.asked_down: set[str] = set()  # clusters that a user took down
@@ -101,12 +106,14 @@ class Universe:
         self.retries = 0
         self.follows_deadline = any(follows_deadline(spec.task) for spec in mix.jobs)
         self.has_groups = any(spec.task.group is not None for spec in mix.jobs)
+        self.displaces = False  # jobs of higher priority take slots
         self.jumps = 0  # of the wall clock
         self.jobs_in: dict[int, int] = {}  # index of the spec -> id of its job
         self.memory: dict[str, Any] = {}  # state of checkers, by their letter
         self.away_until_s = 0.0  # no broker is started before
         self.is_healed = False
         self.healed_s = math.inf
+        self.services: ServiceBed | None = None
         self.is_acting = False  # a scene has not come to its end
         self.is_over = False
         self.failure: BaseException | None = None
@@ -130,6 +137,8 @@ class Universe:
         if self.failure is not None:
             return
         event = Event(kind=kind, time_s=self.loop.time(), process=get_process(), **data)
+        if kind == "search" and (job_id := self.get_job_id(event.name)) is not None:
+            self.searched_s.setdefault(job_id, event.time_s)
         self.say(str(event))
         try:
             check_all(self, event)
@@ -237,6 +246,7 @@ class Universe:
         self.gang.roots.pop(job_id, None)  # of a retry that was killed before it had its id
         self.gang.programs[job_id] = spec.program
         self.tasks[job_id] = spec.task
+        self.projects[job_id] = spec.project
         budget_usd = spec.task.goal.budget_usd if spec.task.goal else None
         self.budgets.pop(job_id, None)  # of a submission that was killed before it had its id
         if budget_usd is not None:
@@ -277,6 +287,23 @@ class Universe:
     def is_over_budget(self, job_id: int) -> bool:
         budget_usd = self.budgets.get(job_id)
         return budget_usd is not None and self.measure_recorded_usd(job_id) >= budget_usd
+
+    def is_over_duration(self, run: MachineRun) -> bool:
+        """Return whether the job of this run may have reached its `max_duration`, by any clock of a broker."""
+        limit_s = self.tasks[run.job].max_duration_s
+        if limit_s is None:
+            return False
+        used_s = self.loop.time() - self.searched_s.get(run.job, math.inf)
+        return used_s >= limit_s - find_save_s(limit_s) - self.spread_s
+
+    def find_begin_s(self, job_id: int) -> float:
+        """Return when the machines of the job's first recorded attempt were created, on the cloud's clock."""
+        runs = self.gang.runs_by_job[job_id]
+        rows = self.read(
+            "SELECT json_extract(body, '$.cluster') FROM attempts WHERE job_id = ? ORDER BY number LIMIT 1", (job_id,)
+        )
+        first = next((run for run in runs if rows and run.cluster == rows[0][0]), runs[0])
+        return min(node.created_s for node in self.cloud.find(first.ids))
 
     def begin(self, work: Any) -> None:
         self.side_tasks.append(self.loop.begin(work, None))
@@ -334,7 +361,10 @@ class Universe:
         provisioner = self.make_provisioner(store)
         config = Config(home=self.folder, owner=OWNER)
 
-        def make_controller(job_id: int) -> JobController:
+        def make_controller(job_id: Any) -> Any:
+            if isinstance(job_id, str):
+                assert self.services is not None
+                return self.services.make_controller(job_id, store)
             return JobController(
                 job_id,
                 store=store,
@@ -355,11 +385,12 @@ class Universe:
         while not self.is_over:
             while self.loop.time() < self.away_until_s:
                 await asyncio.sleep(self.away_until_s - self.loop.time())
-            if not (self.mix.leaves_broker_dead and self.is_healed):
-                process = self.spawn(name, self.run_broker)
-                await self.wait_for(process)
-                if not process.was_killed:  # another one leads, or there was nothing to do
-                    await asyncio.sleep(self.random.uniform(1.0, 10.0))
+            if self.mix.leaves_broker_dead and self.is_healed:
+                return
+            process = self.spawn(name, self.run_broker)
+            await self.wait_for(process)
+            if not process.was_killed:  # another one leads, or there was nothing to do
+                await asyncio.sleep(self.random.uniform(1.0, 10.0))
             await asyncio.sleep(self.random.uniform(0.2, 2.0 if self.is_healed else self.mix.restart_s_max))
 
     async def wait_for(self, process: Process) -> BaseException | None:
@@ -386,7 +417,7 @@ class Universe:
 
     def _on_point(self, process: Process, point: str) -> None:
         self.say(f"{process.name} {point}")
-        self.points += not point.startswith(TRIFLE)
+        self.points += not point.startswith(TRIFLE) and (self.services is None or self.services.is_own(process))
         if self.points == self.kill_at:
             self.kill_at = None
             self._kill(process, "kill:point")
@@ -437,13 +468,36 @@ def make_plan(task: Task, avoid: Any = None) -> Plan:
         raise NoOfferError("the budget is used up")
     placements = [Placement(offer=make_offer(zone), is_spot=True, node_count=task.num_nodes) for zone in ZONES]
     placements.append(Placement(offer=make_offer(ZONES[0]), is_spot=False, node_count=task.num_nodes))
+    if len(task.resources) > 1:
+        placements = [
+            _make_kind(each, asked, number) for each in placements for number, asked in enumerate(task.resources)
+        ]
     return Plan(
         task=task,
-        estimates=tuple(Estimate(placement=placement) for placement in placements),
+        estimates=tuple(_estimate(placement, task) for placement in placements),
         rejections=(),
         prices_as_of="2026-11-01",
         reason="cheapest",
     )
+
+
+def _make_kind(placement: Placement, asked: Resources, number: int) -> Placement:
+    """Return the placement with machines of one of the task's kinds: each next one is twice as dear, and as fast."""
+    offer, factor = placement.offer, 2.0**number
+    assert offer.spot_usd_hour is not None and offer.ondemand_usd_hour is not None
+    machine = replace(
+        offer, instance_type=f"{offer.instance_type}-{asked.accelerator}", accelerator=asked.accelerator,
+        accelerator_count=asked.accelerator_count, spot_usd_hour=factor * offer.spot_usd_hour,
+        ondemand_usd_hour=factor * offer.ondemand_usd_hour,
+    )  # fmt: skip
+    return replace(placement, offer=machine, alternative=number)
+
+
+def _estimate(placement: Placement, task: Task) -> Estimate:
+    if len(task.resources) < 2 or task.goal is None or task.goal.work_hours is None:
+        return Estimate(placement=placement)
+    work_hours = task.goal.work_hours / 2.0**placement.alternative
+    return Estimate(placement=placement, breakdown=Breakdown(work_hours=work_hours))
 
 
 def run_universe(universe: Universe, story: Callable[[Universe], Any]) -> None:

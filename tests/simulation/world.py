@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +15,7 @@ from broker.state.store import Store
 from broker.types import (
     Cluster,
     Estimate,
+    GangHead,
     Job,
     Node,
     NodeFault,
@@ -26,6 +27,7 @@ from broker.types import (
     Plan,
     Progress,
     RunStatus,
+    SetupResult,
     Task,
 )
 from tests.clouds.simulated import FaultRates, SimulatedCloud
@@ -88,8 +90,10 @@ class Report:
     unfit: tuple[tuple[int, str], ...] = ()
     faults: tuple[NodeFault, ...] = ()
     own_times: tuple[OwnTime, ...] = ()
+    setups: tuple[SetupResult, ...] = ()
     statuses: tuple[RunStatus | None, ...] = ()
     samples: tuple[tuple[int, NodeSample], ...] = ()
+    followers: tuple[int, ...] = ()
     run_id: int = 1
 
 
@@ -104,7 +108,7 @@ class _Run:
 
 
 class SimulatedGang:
-    """A pretend gang: one step a second, a checkpoint each tenth.
+    """A pretend gang: one step a second, a checkpoint each tenth. With a slow node, steps take twice as long.
 
     Two attempts of one job at work at once fail the test.
     """
@@ -121,6 +125,8 @@ class SimulatedGang:
         self._checkpoints: dict[str, int] = {}
         self.starts = 0
         self.start_error: CloudError | None = None
+        self.slow_nodes: set[str] = set()  # ids
+        self.slow_rank: int | None = None  # whichever node has it: its share of the data is too large
         self.hangs = 0  # number of attempts that stop at step 15 and keep running
 
     async def prepare(self, cluster: Cluster, task: Task) -> None:
@@ -128,7 +134,14 @@ class SimulatedGang:
         self._reach(cluster)
 
     async def start(
-        self, cluster: Cluster, task: Task, *, run_id: int, envs: Mapping[str, str], lease_s: float | None = None
+        self,
+        cluster: Cluster,
+        task: Task,
+        *,
+        run_id: int,
+        envs: Mapping[str, str],
+        lease_s: float | None = None,
+        head: object = None,
     ) -> None:
         await self._clock.sleep(0.1)
         self._reach(cluster)
@@ -153,6 +166,11 @@ class SimulatedGang:
         )
         self.starts += 1
 
+    async def move_head(
+        self, cluster: Cluster, run_id: int, head: GangHead, *, members: Sequence[int], log_bytes: int
+    ) -> bool:
+        raise AssertionError("no program here follows a head")
+
     async def poll(self, cluster: Cluster, run_id: int) -> Report:
         truth = self._find_nodes(cluster)
         dead = tuple(rank for rank, node in enumerate(truth) if node.state is not NodeState.RUNNING)
@@ -162,7 +180,15 @@ class SimulatedGang:
         progress = Progress(step=step, total=self.steps, checkpoint_step=self._checkpoints[run.job])
         if len(dead) == len(truth):
             return Report(status=RunStatus.RUNNING, returncode=None, unreachable=dead, progress=None)
-        return Report(status=status, returncode=code, unreachable=dead, progress=progress)
+        own_times = tuple(
+            OwnTime(rank=rank, step=step, own_s=2.0 if self._is_slow(rank, node.id) else 1.0)
+            for rank, node in enumerate(truth)
+            if status is RunStatus.RUNNING and rank not in dead
+        )
+        return Report(status=status, returncode=code, unreachable=dead, progress=progress, own_times=own_times)
+
+    def _is_slow(self, rank: int, node_id: str) -> bool:
+        return node_id in self.slow_nodes or rank == self.slow_rank
 
     async def send_peers(self, cluster: Cluster, run_id: int, peers: Mapping[str, object]) -> None:
         self._reach(cluster)
@@ -191,7 +217,8 @@ class SimulatedGang:
         ends = [node.ended_s for node in self._cloud.find(run.ids) if node.ended_s is not None]
         now_s = self._clock.now_s()
         end_s = min([now_s, *ends, *([run.cancelled_s] if run.cancelled_s else [])])
-        step = min(self.steps, run.first_step + max(0, int(end_s - run.started_s)))
+        rate = 0.5 if any(self._is_slow(rank, each) for rank, each in enumerate(run.ids)) else 1.0
+        step = min(self.steps, run.first_step + max(0, int((end_s - run.started_s) * rate)))
         number = run.number
         if number < self.hangs and not ends:
             return min(step, 15), RunStatus.CANCELLED if run.cancelled_s else RunStatus.RUNNING, None

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from broker.lab.markets import make_site
+from broker.lab.replay import Case, replay
+from broker.lab.traces import make_default_traces
 from broker.spot.durations import AGES, NOTHING_SEEN, Durations
 from broker.spot.forecast import read_market
 from broker.spot.policies import load_policy
 from broker.spot.policies.base import Candidate, JobView, Move, Stay, Wait, find_fallback, safe_hours
 from broker.spot.prior import MEASURED, fit_prior
+from broker.spot.scale import BEHIND_GAIN_HOURS, Scale
 from tests.spot.test_policies import make_candidate, view_of
 
 SURE = make_candidate(is_spot=False)
@@ -210,3 +216,113 @@ def test_where_spot_saves_nothing_only_markets_without_a_move_appeal() -> None:
         read_market(make_candidate("b", is_spot=True, usd=1.0, move_usd=each), SURE, MEASURED) for each in (0.0, 0.1)
     )
     assert (near.appeal(best, 10.0), far.appeal(best, 10.0)) == (1.0, 0.0)
+
+
+def test_on_spot_a_job_awaits_the_cheapest_closed_place_below_its_own_price_and_the_cheapest_nearer_one() -> None:
+    def sell(name: str, price: float, move: float, *, is_open: bool = False, age: float = 1.0) -> Any:
+        candidate = SimpleNamespace(name=name, is_open=is_open, age_hours=age)
+        return SimpleNamespace(price=price, move_price=move, candidate=candidate)
+
+    def list_awaited(*closed: Any, is_open: bool = True, work: float = 10.0) -> list[str]:
+        here = sell("here", 0.5, 1.0, is_open=is_open)
+        outlooks: Any = SimpleNamespace(find=lambda market, *, is_alone: is_alone)
+        unread: Any = None
+        scale = Scale(
+            view=unread, fallback=unread, markets=(here, sell("dear", 0.4, 0.9, is_open=True), *closed),
+            outlooks=outlooks, best=here, basis=here, spare=1.0, work=work,
+        )  # fmt: skip
+        awaited: Any = scale._awaited
+        assert all(is_alone is True for _, is_alone in awaited)
+        return [market.candidate.name for market, _ in awaited]
+
+    assert list_awaited(sell("same", 0.5, 1.0), sell("dearer", 0.6, 2.0)) == [], "no gain to wait for"
+    assert list_awaited(sell("cheap", 0.3, 3.0), sell("near", 0.9, 0.0)) == ["cheap", "near"]
+    assert list_awaited(sell("both", 0.3, 0.0), sell("second", 0.4, 0.0)) == ["both"]
+    # The move is spread over the work: 0.1 + 5 / 10 is more than 0.4 + 0 / 10, and 0.1 + 5 / 100 is less.
+    assert list_awaited(sell("far", 0.1, 5.0), sell("slow", 0.4, 1.0)) == ["slow"]
+    assert list_awaited(sell("far", 0.1, 5.0), sell("slow", 0.4, 1.0), work=100.0) == ["far"]
+    assert list_awaited(sell("far", 0.1, 1.1), sell("slow", 0.4, 1.0), work=0.2) == ["slow"]
+    assert list_awaited(sell("a", 0.1, 1.005), sell("b", 0.2, 1.0), work=0.0) == ["a"], (
+        "less than 0.1 h counts as 0.1 h"
+    )
+    assert list_awaited(sell("old", 0.3, 1.0, age=9.0), sell("young", 0.3, 1.0, age=2.0)) == ["young"]
+    assert list_awaited(sell("cheap", 0.3, 0.0), is_open=False) == []
+
+
+def test_a_start_that_overlaps_needs_less_time_to_spare_while_machines_work() -> None:
+    """10 h of work, 0.06 h to spare: too little for a start of 0.1 h, unless half of it overlaps."""
+    old = replace(OPEN, age_hours=30.0)
+    for name in ("adaptive", "uniform-progress"):
+        decide = load_policy(name)
+        for overlap, is_moved in ((0.0, False), (0.05, name == "adaptive")):
+            view = JobView(work_left_hours=10, time_left_hours=10.16, work_hours=10, deadline_hours=20, current=1)
+            found = decide(view, [replace(old, overlap_hours=overlap), SURE])
+            assert isinstance(found, Move) is is_moved, (name, overlap)
+    starting = JobView(
+        work_left_hours=10, time_left_hours=10.16, work_hours=10, deadline_hours=20, current=1, starting_hours=0.05
+    )
+    found = load_policy("adaptive")(starting, [replace(old, overlap_hours=0.05), SURE])
+    assert isinstance(found, Stay), "machines that start do no work meanwhile"
+
+
+@pytest.mark.parametrize(("count", "gain"), [(1, 0.0), (2, BEHIND_GAIN_HOURS)])
+def test_behind_uniform_progress_waiting_must_gain_more_if_several_markets_change_together(
+    count: int, gain: float
+) -> None:
+    """The same job and markets, at the same time to spare, with a later and an earlier line of uniform progress."""
+    closed = [make_candidate(zone, is_spot=True, usd=0.3, is_open=False, age_hours=0.3) for zone in ("a", "b")[:count]]
+    waits = []
+    for slack in (2.0, 20.0):
+        view = JobView(work_left_hours=10, time_left_hours=12.1, work_hours=20, deadline_hours=20.1 + slack)
+        found = load_policy("adaptive")(view, [*closed, SURE])
+        waits.append(dict(found.weighed)["waiting"] - dict(found.weighed)["on-demand now"])
+    assert waits[1] == pytest.approx(waits[0] + gain, abs=0.015)
+
+
+def test_running_on_demand_moves_once_spot_is_not_expected_back_and_the_saving_pays_for_the_egress() -> None:
+    """40 h of work, at 1.3 USD an hour here or 1.0 far away: 12 USD less if spot never opens again."""
+
+    def list_candidates(age_hours: float, move_usd: float) -> list[Candidate]:
+        return [
+            make_candidate("a", is_spot=True, usd=0.3, is_open=False, age_hours=age_hours),
+            make_candidate("a", is_spot=False, usd=1.3),
+            make_candidate("b", is_spot=True, usd=0.3, is_open=False, age_hours=age_hours, move_usd=move_usd),
+            make_candidate("b", is_spot=False, usd=1.0, move_usd=move_usd),
+        ]
+
+    view = JobView(work_left_hours=40, time_left_hours=50, work_hours=48, deadline_hours=60, current=1)
+    decide = load_policy("adaptive")
+    for age_hours, move_usd, is_moved in ((30.0, 2.0, True), (30.0, 11.0, False), (0.3, 8.0, False)):
+        candidates = list_candidates(age_hours, move_usd)
+        found = decide(view, candidates)
+        assert isinstance(found, Move) is is_moved, (age_hours, move_usd)
+        assert not isinstance(found, Move) or found.target is candidates[3]
+    stay = decide(view, list_candidates(0.3, 8.0))
+    assert stay.hours <= 1.0, "asked again while spot stays closed"
+    starting = replace(view, starting_hours=0.05)
+    assert isinstance(decide(starting, list_candidates(30.0, 2.0)), Stay)
+
+
+def test_an_hour_that_is_worth_much_is_not_spent_waiting() -> None:
+    """10 h of work with 16 h left, spot closed for an hour: waiting saves 0.7 USD for each hour of work on spot."""
+    decide = load_policy("adaptive")
+    view = replace(view_of(10, 16), work_hours=10.0, deadline_hours=16.0, spent_usd=0.0)
+    candidates = [CLOSED, SURE]
+    for value, is_waiting in ((None, True), (0.0, True), (0.05, True), (2.0, False)):
+        found = decide(replace(view, hour_value_usd=value), candidates)
+        assert isinstance(found, Wait) is is_waiting, value
+        if isinstance(found, Move):
+            assert found.target is SURE, "as it was offered, at its own price"
+    opened = decide(replace(view, hour_value_usd=2.0), [OPEN, SURE])
+    assert isinstance(opened, Move) and opened.target is OPEN, "spot does the work in the same time"
+
+
+def test_the_value_of_an_hour_trades_cost_for_time_and_never_the_deadline() -> None:
+    trace = make_default_traces()[0]
+    case = Case(sites=(make_site(trace, start_hours=0.1),), work_hours=20.0, deadline_hours=30.0)
+    found = {value: replay(replace(case, hour_value_usd=value), load_policy("adaptive")) for value in (None, 0.02, 2.0)}
+    cheap, same, fast = found.values()
+    assert same.usd == pytest.approx(cheap.usd, rel=0.02), "the default is 2 % of on-demand"
+    assert fast.hours < cheap.hours and fast.usd > cheap.usd
+    assert fast.usd + 2.0 * fast.hours < cheap.usd + 2.0 * cheap.hours
+    assert not any(each.is_late for each in found.values())

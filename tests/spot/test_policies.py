@@ -1,4 +1,4 @@
-"""Every registered policy on every kind of market: its decisions, and deadlines kept wherever that is possible."""
+"""Every registered policy on every kind of market: valid decisions, and deadlines met whenever possible."""
 
 from __future__ import annotations
 

@@ -108,3 +108,54 @@ def test_a_claim_is_durable(sqlite_store: Store, monkeypatch: pytest.MonkeyPatch
     )
     sqlite_store.claims.claim("x", [HOUSEKEEPING])
     assert seen == [True]
+
+
+PLACE = {"host": "127.0.0.1", "port": 30000, "wanted": 1}
+
+
+def test_a_service_is_claimed_like_a_job_and_its_first_controller_is_fenced(
+    store: Store, open_store: OpenStore, wait: object
+) -> None:
+    other = open_store()
+    job = store.jobs.add("a", Task()).id
+    for name in ("chat", "embed"):
+        store.services.add(name, Task(), **PLACE)  # type: ignore[arg-type]
+    numbers = {name: number for number, name in store.services.list_claims().items()}
+    assert len(numbers) == 2 and max(numbers.values()) < HOUSEKEEPING
+    for name in ("x", "y"):
+        store.claims.renew(name)
+    assert store.claims.find_free(9) == [*sorted(numbers.values()), HOUSEKEEPING, job]
+    assert store.claims.measure_load() == JobLoad(controller_count=2, job_count=3)
+    chat = numbers["chat"]
+    assert store.claims.claim("x", [chat]) == {chat: 1}
+    assert other.claims.claim("y", [chat, numbers["embed"]]) == {numbers["embed"]: 1}
+    with hold_claim(chat, 1):
+        store.services.set_wanted("chat", 2)
+        wait(LEASE_S + 0.1)  # type: ignore[operator]
+        other.claims.renew("y")
+        assert other.claims.claim("y", [chat]) == {chat: 2}
+        for write in (
+            lambda: store.services.set_wanted("chat", 3),
+            lambda: store.services.draw_number("chat"),
+            lambda: store.jobs.add("chat-1", Task(), "replica"),
+            lambda: store.services.delete("chat"),
+        ):
+            with pytest.raises(FencedError):
+                write()
+    store.services.request_down("chat")  # a command needs no claim
+    found = other.services.get("chat")
+    assert found is not None and found.wanted == 2 and found.down_requested
+
+
+def test_a_number_that_another_service_had_continues_its_epoch(store: Store) -> None:
+    """Otherwise a controller of the first service could write for the second."""
+    store.services.add("chat", Task(), **PLACE)  # type: ignore[arg-type]
+    (number,) = store.services.list_claims()
+    store.claims.renew("x")
+    assert store.claims.claim("x", [number]) == {number: 1}
+    store.services.delete("chat")
+    assert number not in store.claims.find_free(9)
+    store.services.add("embed", Task(), **PLACE)  # type: ignore[arg-type]
+    assert store.services.list_claims() == {number: "embed"}
+    store.claims.release("x", [number])
+    assert store.claims.claim("x", [number]) == {number: 2}

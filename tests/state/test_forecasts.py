@@ -38,12 +38,13 @@ def test_a_state_file_without_forecasts_is_migrated(tmp_path: Path) -> None:
     job = store.jobs.add("train", Task())
     store.close()
     with sqlite3.connect(path) as connection:
-        for table in ("forecasts", "limits", "commitments"):
+        for table in ("forecasts", "limits", "commitments", "schedules", "due_times"):
             connection.execute(f"DROP TABLE {table}")
         connection.execute("ALTER TABLE tokens DROP COLUMN project")
         for column in ("displaced_by", "displaced_s"):
             connection.execute(f"ALTER TABLE jobs DROP COLUMN {column}")
         connection.execute("ALTER TABLE refusals DROP COLUMN refused_s")
+        connection.execute("ALTER TABLE services DROP COLUMN claim")
         connection.execute(f"PRAGMA user_version={BEFORE}")
     assert any("CREATE TABLE forecasts" in str(step) for step in MIGRATIONS[BEFORE])
     connection.close()

@@ -1,4 +1,4 @@
-"""The spot history: stays of our own spot machines become evidence about places, and fade."""
+"""The spot history: the lifetimes of our own spot machines become evidence about places, which fades with time."""
 
 from __future__ import annotations
 
@@ -57,6 +57,23 @@ def test_stays_are_those_on_spot_newest_first_and_end_when_the_nodes_were_lost(s
         (-30.0, True, True),
     ]
     assert {(stay.place, stay.node_count, stay.begin_s) for stay in found} == {(PLACE, 2, NOW_S - HOUR_S)}
+
+
+def test_sums_by_place_are_those_of_the_stays(store: Store) -> None:
+    elsewhere = replace(SPOT, offer=replace(OFFER, zone=None))
+    put(store, 1, outcome=Outcome(kind=OutcomeKind.PREEMPTED), lost_s=NOW_S - 30.0, ended_s=NOW_S - 10.0)
+    put(store, 2, outcome=Outcome(kind=OutcomeKind.MOVED), ended_s=NOW_S - 20.0)
+    put(store, 3, started_s=NOW_S + HOUR_S)  # the clock was set back since
+    put(store, 4, placement=elsewhere)
+    put(store, 5, placement=replace(SPOT, is_spot=False))
+    stays = store.history.list_stays()
+    sums = {each.place: each for each in store.history.sum_stays()}
+    assert set(sums) == {stay.place for stay in stays} == {PLACE, (*PLACE[:2], None, PLACE[3])}
+    for place, each in sums.items():
+        own = [stay for stay in stays if stay.place == place]
+        assert (each.stays, each.preemptions) == (len(own), sum(stay.is_preempted for stay in own))
+        assert each.hours == pytest.approx(sum(stay.hours for stay in own))
+    assert (sums[PLACE].stays, sums[PLACE].preemptions) == (3, 1)
 
 
 def test_a_stay_weighs_its_node_hours_and_half_as_much_two_weeks_later() -> None:

@@ -107,9 +107,12 @@ def test_live_and_unfinished_jobs(store: Store) -> None:
     store.clusters.put(make_cluster("mine"))
     for job in (ended, open_attempt, has_cluster):
         store.jobs.set_status(job.id, JobStatus.SUCCEEDED)
-    assert store.jobs.list_live_ids() == [1, 5]
+    assert store.jobs.list_live_ids() == [1, 5] and store.jobs.has_live()
     assert store.jobs.list_unfinished_ids() == [1, 3, 4, 5]
     assert store.jobs.count() == 5
+    for job_id in (1, 5):
+        store.jobs.set_status(job_id, JobStatus.SUCCEEDED)
+    assert not store.jobs.has_live()
 
 
 def test_a_list_shows_the_newest_and_every_live_one(store: Store, clock: Hands) -> None:
@@ -123,6 +126,8 @@ def test_a_list_shows_the_newest_and_every_live_one(store: Store, clock: Hands) 
         store.jobs.set_status(job_id, JobStatus.SUCCEEDED)
     assert [line.id for line in store.jobs.list_lines()] == [5, 4, 3, 2, 1]
     assert [line.id for line in store.jobs.list_lines(2)] == [5, 4, 2]
+    assert [line.id for line in store.jobs.list_lines(2, limit=2)] == [5, 2], "live jobs come first"
+    assert [line.id for line in store.jobs.list_lines(2, limit=9)] == [5, 2, 4]
     line = next(each for each in store.jobs.list_lines() if each.id == 2)
     assert (line.name, line.status, line.step, line.total, line.starts) == ("b", JobStatus.PENDING, 7, 9, 1)
     assert (line.submitted_s, line.ended_s) == (START_S + 1.0, None)
@@ -258,6 +263,8 @@ def test_spending_is_summed_by_cluster_by_job_and_in_all(store: Store) -> None:
         "a node from ahead of a clock that was set back costs nothing"
     )
     assert store.bills.list_spend_usd(now_s=3600.0) == {7: pytest.approx(3.0)}
+    assert store.bills.list_spend_usd([7, 8], now_s=3600.0) == {7: pytest.approx(3.0)}
+    assert store.bills.list_spend_usd([8], now_s=3600.0) == store.bills.list_spend_usd([], now_s=3600.0) == {}
     assert store.bills.spend_since_usd(0.0, now_s=3600.0) == pytest.approx(4.0)
     assert store.bills.spend_since_usd(1800.0, now_s=3600.0) == pytest.approx(1.5), "one node ended at that moment"
     assert store.bills.spend_since_usd(7200.0, now_s=3600.0) == 0.0
@@ -419,6 +426,16 @@ def test_overview_counts_jobs_bills_and_the_newest_events(store: Store) -> None:
     assert {job_id: event.message for job_id, event in newest.items()} == {first.id: "new"}
     assert store.events.get_newest_id() == newest[first.id].id
     assert store.events.list_newest([]) == {}
+    assert store.events.list_newest([first.id], kinds=[EventKind.NOTE, EventKind.LATE]) == newest
+    assert store.events.list_newest([first.id], kinds=[EventKind.LATE]) == {}
+    known = store.events.get_newest_id()
+    assert (store.events.get_newest_id(first.id), store.events.get_newest_id(second.id)) == (known, 0)
+    for job_id in (second.id, first.id, second.id):
+        store.events.add(make_event(EventKind.NOTE, text="newer"), job_id=job_id)
+    ids = [first.id, second.id]
+    assert store.events.list_newest_ids(ids, after=known) == {first.id: known + 2, second.id: known + 3}
+    assert store.events.list_newest_ids(ids, after=known + 2) == {second.id: known + 3}
+    assert store.events.list_newest_ids([], after=0) == {}
     store.bills.record(replace(NODE, usd_hour=2.0, created_s=1000.0, ended_s=None))
     assert store.bills.get_usd_hour() == 2.0
     assert store.bills.spend_since_usd(2800.0, now_s=4600.0) == 1.0

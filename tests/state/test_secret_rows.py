@@ -1,4 +1,4 @@
-"""The key of a shared store's secrets: made once, kept private, and refused in words where it is not one."""
+"""The key of a shared store's secrets: made once, kept private, and refused with a reason if it is invalid."""
 
 from __future__ import annotations
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import uuid
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ import pytest
 from broker.errors import AuthError, InvalidRequestError
 from broker.storage import BUCKETS, open_bucket
 from broker.storage.base import Bucket
+from broker.storage.folder import FolderBucket
 from broker.storage.objects import ERRORS, ObjectBucket
 from tests.testbed.s3 import BUCKET, S3Server, serve_s3
 
@@ -130,3 +132,22 @@ def test_unknown_scheme_and_a_way_out_of_the_folder_are_refused(tmp_path: Path) 
     with pytest.raises(InvalidRequestError, match="is outside"):
         open_bucket(f"file://{tmp_path}/in").write("../out", b"")
     assert set(BUCKETS) == {"file", "s3", "gs", "az", "r2"}
+
+
+def test_a_file_that_is_deleted_during_a_listing_does_not_fail_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("before", "kept", "after"):
+        (tmp_path / name).write_text(name)
+    look = Path.stat
+
+    def delete_and_look(path: Path, **options: bool) -> os.stat_result:
+        if path.name == "before":
+            path.unlink(missing_ok=True)
+        found = look(path, **options)
+        if path.name == "after":
+            path.unlink()
+        return found
+
+    monkeypatch.setattr(Path, "stat", delete_and_look)
+    assert {"kept"} <= {each.key for each in FolderBucket(tmp_path).list_keys()} <= {"kept", "after"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import replace
 from typing import Any
@@ -15,7 +16,7 @@ from broker.task.allowed import BUCKETS, LABELS, RULES
 from broker.task.checking import check_task
 from broker.task.loader import load_tasks_text
 from broker.task.schema import make_schema
-from broker.types import Resources, Secret, StorageMount, Task
+from broker.types import Goal, Resources, Secret, StorageMount, Task
 
 
 def find_issues(text: str) -> list[tuple[int, int, str]]:
@@ -268,3 +269,23 @@ def test_secret_on_the_line_of_another_fault_or_notice_is_not_shown() -> None:
     assert {each.field for each in task.notices} == {"secrets", "envs"}
     for shown in (*caught.value.issues, *task.notices):
         assert "hunter" not in str(shown.source_line)
+
+
+@pytest.mark.parametrize(
+    ("task", "message"),
+    [
+        (Task(num_nodes=0), "`num_nodes` must be a whole number from 1"),
+        (Task(num_nodes=1.5), "`num_nodes` must be a whole number from 1"),  # type: ignore[arg-type]
+        (Task(resources=()), "`resources` must have at least one alternative"),
+        (Task(resources=(Resources(accelerator="T4", accelerator_count=0),)), "`accelerators` must have a positive"),
+        (Task(resources=(Resources(accelerator_count=-1),)), "`accelerators` must have a positive"),
+        (Task(resources=(Resources(disk_size_gib=0),)), "`disk_size` must be a positive number"),
+        (Task(resources=(Resources(usd_hour_max=math.nan),)), "`max_hourly_cost` must be a positive number"),
+        (Task(goal=Goal(work_hours=math.inf)), "`goal.work` must be a positive number"),
+        (Task(goal=Goal(work_hours=1.0, budget_usd=-5.0)), "`goal.budget` must be a positive number"),
+        (Task(max_duration_s=0.0), "`max_duration` must be a positive number"),
+    ],
+)
+def test_numbers_that_no_file_can_contain_are_refused_from_python(task: Task, message: str) -> None:
+    with pytest.raises(TaskError, match=message):
+        check_task(task)

@@ -187,6 +187,22 @@ def test_unknown_accelerator_is_skipped_only_if_another_remains() -> None:
     assert [each.accelerator for each in alone.resources] == ["MI210"]
 
 
+def test_accelerator_with_offers_but_without_figures_is_kept() -> None:
+    asked = load("resources: {accelerators: {rtx4090: 1, RTX5090-32GB: 2, H100: 8}}")
+    task = resolve_accelerators(asked, FIGURES, offered=["H100", "RTX4090", "RTX5090"])
+    assert [each.accelerator for each in task.resources] == ["RTX4090", "RTX5090", "H100"]
+    assert not task.notices
+
+
+def test_accelerator_that_only_clouds_without_prices_offer_is_explained() -> None:
+    asked = load("resources: {infra: vast, accelerators: {A4000: 1, H100: 8}}")
+    task = resolve_accelerators(asked, FIGURES, sellers={"RTXA4000": ("runpod", "vast")})
+    assert [each.accelerator for each in task.resources] == ["H100"]
+    (notice,) = task.notices
+    assert notice.message == "`accelerators`: the catalog has no offers of `RTXA4000`; ignoring it"
+    assert notice.hint == "add prices with `broker catalog update --cloud vast`"
+
+
 @pytest.mark.parametrize(
     ("text", "quantity"),
     [
@@ -240,6 +256,7 @@ def test_autostop_in_every_form(text: str, autostop: Autostop | None) -> None:
         ("DYNAMIC_NODE_SET", JobRecovery(nodes_min=1)),
         ("{strategy: DYNAMIC_NODE_SET, min_nodes: 6}", JobRecovery(nodes_min=6)),
         ("{health_check: false}", JobRecovery(checks_health=False)),
+        ("{cache_setup: true}", JobRecovery(caches_setup=True)),
         ("{strategy: EAGER_NEXT_REGION, max_restarts_on_errors: 3}",
          JobRecovery(strategy="eager_next_region", max_restarts_on_errors=3)),
         ("{recover_on_exit_codes: 33}", JobRecovery(recover_on_exit_codes=(33,))),

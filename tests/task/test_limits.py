@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from broker.app.planning import check_place
 from broker.errors import TaskError
 from broker.task.loader import load_tasks_text
 from broker.task.resources import ALTERNATIVES_MAX
@@ -89,15 +90,33 @@ def test_settings_of_a_cloud_are_read_and_have_no_effect() -> None:
     ("text", "hint"),
     [
         ("setup: [pip install x, pip install y]", "write it as one text: `|` after the colon"),
-        ("resources: {region: [a]}", None),
+        ("resources: {region: [a]}", "write a single text after the colon, not a list"),
         ("resources: {region: 7}", "put it in quotes"),
+        ("name: {a: b}", "write a single text after the colon, not a mapping"),
+        ("name:\n  train: x", "write a single text after the colon, not a mapping"),
+        ("name: [a, b]", "write a single text after the colon, not a list"),
     ],
 )
-def test_a_value_that_should_be_text_gets_the_advice_that_helps(text: str, hint: str | None) -> None:
+def test_a_value_that_should_be_text_gets_the_advice_that_helps(text: str, hint: str) -> None:
     with pytest.raises(TaskError) as caught:
         load(text)
     (issue,) = caught.value.issues
-    assert (issue.hint or "").startswith(hint) if hint else issue.hint is None
+    assert (issue.hint or "").startswith(hint)
+
+
+@pytest.mark.parametrize(
+    ("cloud", "message"),
+    [
+        ("kubernetes", "the node's disk is used, and a pod requests at most its share of it"),
+        ("slurm", "the existing disk is used"),
+        ("aws", None),
+    ],
+)
+def test_disk_size_is_noted_with_its_place_where_disks_cannot_be_sized(cloud: str, message: str | None) -> None:
+    (task,) = load_tasks_text(f"resources:\n  infra: {cloud}\n  disk_size: 500GB\nrun: x\n", "train.yaml")
+    notes: list[str] = []
+    check_place(task, {cloud}, is_launch=True, note=notes.append)
+    assert notes == ([f"note: train.yaml:3:3: `disk_size` on {cloud}: {message}"] if message else [])
 
 
 def test_an_array_of_as_many_runs_as_the_limit_is_imported_and_a_longer_one_is_refused() -> None:

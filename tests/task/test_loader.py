@@ -90,7 +90,7 @@ def test_amounts_durations_and_sizes() -> None:
     task = load(
         "resources: {cpus: 4+, memory: 32GB+, disk_size: 1TB, autostop: {idle_minutes: 10, down: true}}\n"
         "goal: {work: {hours: 100, on: A100:8}, deadline: 1d12h, budget: 50, confidence: 0.95}\n"
-        "checkpoint: {every: 10m, stall: 0, restart: 90s, size: 512MB}\nrun: x"
+        "checkpoint: {every: 10m, stall: 0, restart: 90s, size: 512MB, same_ranks: true}\nrun: x"
     )
     resources = task.resources[0]
     assert resources.cpus == Quantity(value=4, is_minimum=True)
@@ -98,7 +98,7 @@ def test_amounts_durations_and_sizes() -> None:
     assert resources.disk_size_gib == 1024
     assert task.autostop == Autostop(idle_minutes=10, is_down=True)
     assert task.goal == Goal(work_hours=100, work_on="A100:8", deadline_hours=36, budget_usd=50, confidence=0.95)
-    assert task.checkpoint == CheckpointSpec(every_s=600, stall_s=0, restart_s=90, size_gib=0.5)
+    assert task.checkpoint == CheckpointSpec(every_s=600, stall_s=0, restart_s=90, size_gib=0.5, is_for_same_ranks=True)
 
 
 def test_several_documents_are_a_pipeline() -> None:

@@ -25,7 +25,7 @@ def write_reference() -> str:
                 about += f" **{'Not launched' if entry.later.blocks_launch else 'No effect'}:** {entry.later.message}."
             for message in dict.fromkeys(later.message for later in entry.at.values()):
                 clouds = ", ".join(cloud for cloud, later in entry.at.items() if later.message == message)
-                about += f" **No effect on {clouds}:** {message}."
+                about += f" **Not supported on {clouds}:** {message}."
             lines.append(f"| `{key}` | {about} |".replace("\\|", "|"))
     return "\n".join([*lines, *write_rules()]) + "\n"
 
@@ -34,13 +34,13 @@ def write_rules() -> list[str]:
     """Render the rules for texts from broker/task/allowed.py."""
     lines = [
         "",
-        "## Allowed texts",
+        "## Allowed values",
         "",
-        "A text that violates its rule is refused when the file is read, with its position. No text may contain a",
+        "A value that violates its rule is refused when the file is read, with its position. No value may contain a",
         "zero byte or half of a surrogate pair. Flags and `broker.plan` follow the same rules. A label that one cloud",
-        "refuses is an error if no other cloud may run the task, and a note otherwise.",
+        "refuses is an error if no other cloud can run the task; otherwise it is a note.",
         "",
-        "| text | must be | source |",
+        "| value | must be | source |",
         "| --- | --- | --- |",
     ]
     return lines + [f"| {kind} | {rule.expected} | {rule.source} |" for kind, rule in RULES.items()]

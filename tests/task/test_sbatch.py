@@ -1,4 +1,4 @@
-"""Slurm batch scripts become task files that load, and whatever has no counterpart is named."""
+"""Slurm batch scripts become task files that load; anything without a counterpart is named."""
 
 from __future__ import annotations
 

@@ -10,7 +10,15 @@ import broker
 from broker.app.services import check_service
 from broker.errors import TaskError, UsageError
 from broker.task.loader import load_tasks, load_tasks_text
-from broker.types import ReadinessProbe, ServiceSpec, Task
+from broker.types import (
+    GatewayPlace,
+    GatewaySpec,
+    ReadinessProbe,
+    ServiceProtocol,
+    ServiceSpec,
+    Task,
+    TlsFiles,
+)
 
 FILES = sorted((Path(__file__).parent.parent / "data" / "services").glob("*.yaml"))
 
@@ -66,6 +74,16 @@ def test_words_are_accepted_in_any_case() -> None:
         ("service: {port: 8000}", "write `ports` under `resources`"),
         ("service: {controller_resources: {cpus: 2}}", "controller_resources"),
         ("service: {https: {key: a, cert: b}}", "https"),
+        ("service: {protocol: grpc, readiness_probe: /health}", "a replica is ready when it accepts a connection"),
+        ("service: {protocol: tcp, readiness_probe: {headers: {a: b}}}", "not available with `protocol: tcp`"),
+        ("service: {protocol: grpc, load_balancing_policy: prefix_affinity}", "prompts are not read"),
+        ("service: {protocol: tcp, load_balancer: {stream_timeout_seconds: 9}}", "idle connections stay open"),
+        ("service: {tls: passthrough}", "the balancer reads requests"),
+        ("service: {protocol: http3}", "one of http, tcp, grpc"),
+        ("service: {balancer: {type: smg}}", "one of broker, haproxy"),
+        ("service: {balancer: {type: vllm-router}}", "one of broker, haproxy"),
+        ("service: {balancer: {type: haproxy}, load_balancing_policy: prefix_affinity}", "prompts are not read"),
+        ("service: {readiness_probe: {timeout_seconds: 3}}", "requires `path`"),
         (
             "service: {replica_policy: {min_replicas: 1, dynamic_on_demand_fallback: true}}",
             "did you mean `dynamic_ondemand_fallback`",
@@ -100,3 +118,66 @@ def test_pool_loads_and_cannot_be_launched_or_served(text: str) -> None:
     assert [each.blocks_launch for each in task.notices if "worker pools are not supported" in each.message] == [True]
     with pytest.raises(UsageError, match="worker pools are not supported"):
         check_service(task)
+
+
+def read_gateway(text: str) -> GatewaySpec | None:
+    service = load(f"service: {{readiness_probe: /, gateway: {text}}}").service
+    assert service is not None
+    return service.gateway
+
+
+def test_gateway_has_a_number_and_one_location_or_a_list() -> None:
+    east = GatewayPlace(cloud="aws", region="us-east-1")
+    assert read_gateway("{}") == GatewaySpec()
+    assert read_gateway("{count: 2, infra: aws/us-east-1, cpus: 4}") == GatewaySpec(
+        count=2, places=(east,), vcpus_min=4
+    )
+    assert read_gateway("{count: 2, infra: [aws/us-east-1, k8s]}") == GatewaySpec(
+        count=2, places=(east, GatewayPlace(cloud="kubernetes"))
+    )
+    assert load("service: {readiness_probe: /}").service.gateway is None  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{count: 3}", "`count` must be"),
+        ("{count: 0}", "`count` must be"),
+        ("{infra: [aws, gcp]}", "`infra` has more locations than there are gateways"),
+        ("{infra: moon}", "`infra` must be like `aws`"),
+        ("{infra: []}", "must not be an empty list"),
+        ("{use_spot: true}", "use_spot"),
+    ],
+)
+def test_gateway_that_is_impossible_is_refused(text: str, message: str) -> None:
+    with pytest.raises(TaskError) as caught:
+        read_gateway(text)
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "setting"),
+    [
+        ("protocol: grpc", "protocol: grpc"),
+        ("balancer: {type: haproxy}", "balancer: {type: haproxy}"),
+        ("tls: {keyfile: k, certfile: c, cafile: a}", "tls: {cafile}"),
+    ],
+)
+def test_gateway_requires_the_balancer_that_reads_requests(text: str, setting: str) -> None:
+    with pytest.raises(TaskError) as caught:
+        load(f"service: {{{text}, gateway: {{count: 2}}}}")
+    assert f"`gateway` is not available with `{setting}`" in str(caught.value)
+
+
+def test_grpc_service_is_ready_when_it_accepts_a_connection_and_keeps_the_times_of_its_probe() -> None:
+    spec = load("service: {protocol: grpc, readiness_probe: {initial_delay_seconds: 30}}").service
+    assert spec is not None and spec.probe == ReadinessProbe(path="", initial_delay_s=30)
+    assert spec.protocol is ServiceProtocol.GRPC and not spec.has_keys
+    assert load("service: {protocol: tcp, tls: passthrough}").service == ServiceSpec(
+        probe=ReadinessProbe(path=""), protocol=ServiceProtocol.TCP, is_tls_passed=True
+    )
+
+
+def test_authority_of_clients_is_read() -> None:
+    spec = load("service: {tls: {keyfile: k, certfile: c, cafile: a}}").service
+    assert spec is not None and spec.tls == TlsFiles(key_path="k", certificate_path="c", client_ca_path="a")

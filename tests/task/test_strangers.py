@@ -1,11 +1,13 @@
-"""Files as strangers write them for SkyPilot: odd but valid forms load, and files that are no task get one sentence."""
+"""Files as strangers write them for SkyPilot: odd but valid forms load, and other files are refused in one sentence."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import pytest
 
 from broker.errors import TaskError
-from broker.task.loader import load_tasks_text
+from broker.task.loader import load_tasks, load_tasks_text
 from broker.types import Task
 
 
@@ -198,7 +200,11 @@ def test_misplaced_field_is_sent_to_its_place(text: str, fault: str) -> None:
 @pytest.mark.parametrize(
     ("text", "fault"),
     [
-        ("num_nodes: '2'", "1 `num_nodes` must be a whole number of at least 1, not the text `2` | remove the quotes"),
+        (
+            "num_nodes: '2'",
+            "1 `num_nodes` must be a whole number of at least 1 and at most 100000, not the text `2` | remove the "
+            "quotes",
+        ),
         ("resources: {use_spot: 'true'}", "not the text `true` | remove the quotes"),
         ("resources: {accelerators: '{A100:1, L4:1}'}", "| remove the quotes around the alternatives"),
         ("resources: {accelerators: 'A100:0'}", "| for a machine without accelerators, remove `accelerators`"),
@@ -295,3 +301,43 @@ def test_existing_bucket_is_where_its_url_says() -> None:
         "run: x\nresources: {infra: gcp}\nfile_mounts:\n  /d: {name: a-b, source: 's3://a-b'}"
     ).storage_mounts
     assert mount.store is None
+
+
+@pytest.mark.parametrize(
+    ("text", "place", "message", "hint"),
+    [
+        ("num_nodes: 99999999999999999999", (1, 12), "at least 1 and at most 100000, not", ""),
+        ("resources: {job_recovery: {max_restarts_on_errors: 9999999999}}\nrun: x", (1, 52), "", "is 1000000000"),
+        ('name: a\nrun: "echo\nsetup: x\n', (2, 6), "a quote is not closed", "close it"),
+        ("name: a\nrun: 'echo\n", (2, 6), "a quote is not closed", "close it"),
+        ("name: a\nrun: x\0y\n", (2, 7), "zero byte", "remove it"),
+        ("resources: &a {any_of: [*a]}\nrun: x", (1, 25), "`*a` is inside the value of `&a`", "repeat the value"),
+        ("resources: *b\nrun: x", (1, 12), "undefined alias `*b`", "define `&b` above it"),
+        ("? \n: a\nrun: x", (1, 2), "a field without a name in the task", ""),
+        ("resources:\n  cpus:\u00a04\nrun: x", (2, 3), "`resources` must be a mapping", "no-break spaces"),
+        ("workdir: 5\nrun: x", (1, 10), "at most 4,095 bytes, or a mapping, not `5`", ""),
+        ("resources: {ports: '22:22'}\nrun: x", (1, 20), "`ports` must be like `8080`", "the port of the node alone"),
+        (
+            "#!/bin/bash\n#SBATCH --nodes=2\nsrun python x.py\n",
+            (3, 1),
+            "a task must be a mapping",
+            "broker jobs import",
+        ),
+        ("type: task\ncommands:\n  - python train.py\nresources: {gpu: 24GB}\n", (1, 1), "a dstack config", "`run:`"),
+    ],
+)
+def test_error_names_the_place_and_the_cause(text: str, place: tuple[int, int], message: str, hint: str) -> None:
+    with pytest.raises(TaskError) as caught:
+        load_tasks_text(text, "x.yaml")
+    assert any(
+        (each.line, each.column) == place and message in each.message and hint in (each.hint or "")
+        for each in caught.value.issues
+    ), caught.value.issues
+
+
+def test_byte_that_is_not_utf8_is_reported_at_its_character(tmp_path: Path) -> None:
+    path = tmp_path / "x.yaml"
+    path.write_bytes("name: a\nrun: é ".encode() + b"\xff\n")
+    with pytest.raises(TaskError) as caught:
+        load_tasks(path)
+    assert [(each.line, each.column) for each in caught.value.issues] == [(2, 8)]

@@ -79,10 +79,12 @@ class Account:
     page_size: int = 1000
     partial_fleet: int | None = None  # the next fleet gets this many machines, whatever it asked for
     partial_is_silent: bool = False  # and without a reason
+    fleet_group_size: int = 1000  # machines in each element of `Instances` in the answer
     fleet_errors: Mapping[str, str] = field(default_factory=dict)  # zone -> why a fleet gets nothing there
     policy: Mapping[str, Any] | None = None  # None: everything is allowed
     has_login: bool = True
     disabled_regions: set[str] = field(default_factory=set)
+    has_default_vpc: bool = True
     bare_zones: set[str] = field(default_factory=set)  # the VPC has no subnet there
     full: set[tuple[str, str]] = field(default_factory=set)  # (zone, instance type)
     room: dict[tuple[str, str], int] = field(default_factory=dict)  # (zone, instance type) -> machines; else many
@@ -147,7 +149,7 @@ class Account:
         self.on_started(instance)
 
     def end(self, instance: Instance, code: str, reason: str, *, after_s: float | None = None) -> None:
-        """Move the machine towards `terminated`, for good."""
+        """Move the machine towards `terminated`, irreversibly."""
         if instance.state in ("shutting-down", "terminated"):
             return
         end_s = self.clock.now_s() + (self.shutdown_s if after_s is None else after_s)

@@ -76,7 +76,7 @@ def _launch(
 ) -> Instance:
     now_s = account.clock.now_s()
     group = asked["NetworkInterfaces"][0]["Groups"][0]
-    if group not in account.groups:
+    if account.groups.get(group, {}).get("region") != region:
         raise ApiError("InvalidGroup.NotFound")
     if len(data) > 16384:
         raise ApiError("InvalidParameterValue", "User data is limited to 16384 bytes")
@@ -187,7 +187,7 @@ start_instances = _change("StartingInstances", lambda each: each.state == "stopp
 
 def create_tags(account: Account, region: str, asked: Parameters) -> Answer:
     for identity in asked["Resources"]:
-        if identity not in account.instances:
+        if identity not in account.instances or account.instances[identity].region != region:
             raise ApiError("InvalidInstanceID.NotFound")
         account.instances[identity].tags.update({tag["Key"]: tag["Value"] for tag in asked["Tags"]})
     return {}
@@ -241,14 +241,14 @@ def _fill_fleet(
         made = [_launch(account, region, zone, data, 0, is_spot, boot) for _ in range(given)]
         for instance in made:
             instance.tags["aws:ec2:fleet-id"] = fleet
-        answer["Instances"].append(
-            {
+        for first in range(0, len(made), account.fleet_group_size):
+            group = {
                 "LaunchTemplateAndOverrides": chosen,
                 "Lifecycle": "spot" if is_spot else "on-demand",
-                "InstanceIds": [each.id for each in made],
+                "InstanceIds": [each.id for each in made[first : first + account.fleet_group_size]],
                 "InstanceType": data["InstanceType"],
             }
-        )
+            answer["Instances"].append(group)
         if given < count and not account.partial_is_silent:
             short = {
                 "ErrorCode": "InsufficientInstanceCapacity",

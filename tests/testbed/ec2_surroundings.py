@@ -46,7 +46,13 @@ def zone_id(zone: str) -> str:
 
 
 def describe_vpcs(account: Account, region: str, asked: Parameters) -> Answer:
-    return {"Vpcs": [{"VpcId": f"vpc-of-{region}", "IsDefault": True}]}
+    wanted = {each["Name"]: each["Values"] for each in asked.get("Filters", ())}
+    vpcs = [
+        {"VpcId": f"vpc-made-in-{region}", "IsDefault": False},
+        {"VpcId": f"vpc-of-{region}", "IsDefault": account.has_default_vpc},
+    ]
+    is_default = wanted.get("is-default", ["true", "false"])
+    return _page(account, asked, "Vpcs", [each for each in vpcs if str(each["IsDefault"]).lower() in is_default])
 
 
 def describe_subnets(account: Account, region: str, asked: Parameters) -> Answer:
@@ -54,11 +60,15 @@ def describe_subnets(account: Account, region: str, asked: Parameters) -> Answer
     zones = [zone for zone in ZONES[region] if zone not in account.bare_zones]
     if f"vpc-of-{region}" not in wanted["vpc-id"]:
         zones = []
-    return {
-        "Subnets": [
-            {"SubnetId": SUBNET.format(zone=zone), "AvailabilityZone": zone, "DefaultForAz": True} for zone in zones
-        ]
-    }
+    # Before each zone's own, one that a user added, and one that is still being made: neither takes our machines.
+    kinds = (("subnet-added-{zone}", False, "available"), ("subnet-new-{zone}", True, "pending"))
+    found = [
+        {"SubnetId": name.format(zone=zone), "AvailabilityZone": zone, "DefaultForAz": is_default, "State": state}
+        for zone in zones
+        for name, is_default, state in (*kinds, (SUBNET, True, "available"))
+        if state in wanted.get("state", [state])
+    ]
+    return _page(account, asked, "Subnets", found)
 
 
 def create_security_group(account: Account, region: str, asked: Parameters) -> Answer:
@@ -77,12 +87,12 @@ def describe_security_groups(account: Account, region: str, asked: Parameters) -
     fields = {"group-name": "GroupName", "vpc-id": "VpcId"}
     found = _select(account.groups.values(), region, asked, fields)
     keys = ("GroupId", "GroupName", "VpcId", "Tags")
-    return {"SecurityGroups": [{key: each[key] for key in keys} for each in found]}
+    return _page(account, asked, "SecurityGroups", [{key: each[key] for key in keys} for each in found])
 
 
 def authorize(account: Account, region: str, asked: Parameters) -> Answer:
     group = account.groups.get(asked["GroupId"])
-    if group is None:
+    if group is None or group["region"] != region:
         raise ApiError("InvalidGroup.NotFound")
     for rule in asked["IpPermissions"]:
         if rule in group["rules"]:
@@ -98,7 +108,7 @@ def authorize_egress(account: Account, region: str, asked: Parameters) -> Answer
 
 def delete_security_group(account: Account, region: str, asked: Parameters) -> Answer:
     identity = asked["GroupId"]
-    if identity not in account.groups:
+    if identity not in account.groups or account.groups[identity]["region"] != region:
         raise ApiError("InvalidGroup.NotFound")
     for each in account.instances.values():
         if each.state != "terminated" and identity in each.parameters["NetworkInterfaces"][0]["Groups"]:
@@ -170,11 +180,10 @@ def create_launch_template(account: Account, region: str, asked: Parameters) -> 
 
 def describe_launch_templates(account: Account, region: str, asked: Parameters) -> Answer:
     found = _select(account.templates.values(), region, asked, {})
-    return {
-        "LaunchTemplates": [
-            {"LaunchTemplateId": each["id"], "LaunchTemplateName": each["name"], "Tags": each["Tags"]} for each in found
-        ]
-    }
+    templates = [
+        {"LaunchTemplateId": each["id"], "LaunchTemplateName": each["name"], "Tags": each["Tags"]} for each in found
+    ]
+    return _page(account, asked, "LaunchTemplates", templates)
 
 
 def delete_launch_template(account: Account, region: str, asked: Parameters) -> Answer:
@@ -188,21 +197,26 @@ def delete_launch_template(account: Account, region: str, asked: Parameters) -> 
 
 def describe_volumes(account: Account, region: str, asked: Parameters) -> Answer:
     found = _select(account.volumes.values(), region, asked, {"status": "State"})
-    return {"Volumes": [{"VolumeId": each["VolumeId"], "Tags": each["Tags"]} for each in found]}
+    return _page(account, asked, "Volumes", [{"VolumeId": each["VolumeId"], "Tags": each["Tags"]} for each in found])
 
 
 def delete_volume(account: Account, region: str, asked: Parameters) -> Answer:
-    if account.volumes.pop(asked["VolumeId"], None) is None:
+    if account.volumes.get(asked["VolumeId"], {}).get("region") != region:
         raise ApiError("InvalidVolume.NotFound")
+    del account.volumes[asked["VolumeId"]]
     return {}
 
 
 def get_spot_placement_scores(account: Account, region: str, asked: Parameters) -> Answer:
+    """Score zones if they are asked for, and else whole regions, which have no zone."""
+    if not asked.get("InstanceTypes") or not asked.get("TargetCapacity"):
+        raise ApiError("MissingParameter")
+    scored = [(zone, score) for zone, score in account.scores.items() if zone[:-1] in asked.get("RegionNames", ZONES)]
+    if not asked.get("SingleAvailabilityZone"):
+        return {"SpotPlacementScores": [{"Region": zone[:-1], "Score": score} for zone, score in scored]}
     return {
         "SpotPlacementScores": [
-            {"Region": region, "AvailabilityZoneId": zone_id(zone), "Score": score}
-            for zone, score in account.scores.items()
-            if zone in ZONES[region]
+            {"Region": zone[:-1], "AvailabilityZoneId": zone_id(zone), "Score": score} for zone, score in scored
         ]
     }
 
@@ -230,6 +244,12 @@ def list_service_quotas(account: Account, region: str, asked: Parameters) -> Ans
 
 def get_caller_identity(account: Account, region: str, asked: Parameters) -> Answer:
     return {"Account": ACCOUNT, "Arn": f"arn:aws:iam::{ACCOUNT}:user/somebody", "UserId": "AIDAFAKE"}
+
+
+def _page(account: Account, asked: Parameters, key: str, found: list[Any]) -> Answer:
+    start = int(asked.get("NextToken") or 0)
+    end = start + account.page_size
+    return {key: found[start:end], **({"NextToken": str(end)} if end < len(found) else {})}
 
 
 def _tags_of(asked: Parameters) -> list[dict[str, str]]:

@@ -51,6 +51,7 @@ class OnInstance(Protocol):
 class FakeGce(Operations):
     project: str = "pretend"
     list_lag_s: float = 0.0  # a new instance is missing from lists for this many seconds
+    page_size: int = 500  # of any list: Google's default
     silent_zones: set[str] = field(default_factory=set)  # Compute Engine cannot look into these
     capacity: dict[tuple[str, str], int] = field(default_factory=dict)  # (zone, machine type) -> machines; else many
     limits: dict[tuple[str, str], float] = field(default_factory=dict)  # (region, metric) -> limit; else 1000
@@ -59,6 +60,7 @@ class FakeGce(Operations):
     tells_permissions: bool = True  # the Resource Manager API is enabled
     others: set[str] = field(default_factory=set)  # projects of ours with nothing in them
     networks: set[str] = field(default_factory=lambda: {"default"})
+    subnetworks: dict[tuple[str, str], str] = field(default_factory=dict)  # (region, name) -> path of the network
     on_instance: OnInstance | None = None
     allocate: Callable[[int], tuple[str, str]] = lambda n: (f"10.128.{n // 250}.{n % 250 + 2}", f"198.18.0.{n % 250}")
     calls: Counter[str] = field(default_factory=Counter)  # by method and kind of path
@@ -154,19 +156,22 @@ class FakeGce(Operations):
             case (_, "zones", _, "instances", *_):
                 return self._serve_instances(method, parts, body, fault)
             case (_, "aggregated", kind):
-                return self._list_all(kind, query.get("filter"))
+                return self._list_all(kind, query)
             case ("GET", "global", "networks", name) if name in self.networks:
                 return {"name": name}
             case (_, "global", "firewalls", *_):
-                return self._serve_firewalls(method, parts, query.get("filter"), body, fault)
+                return self._serve_firewalls(method, parts, query, body, fault)
             case (_, *_, "operations", name, "wait") if name in self.operations:
                 return self.operations[name]
             case ("GET", ""):
                 return {"name": self.project, "quotas": [self._quota("global", "GPUS_ALL_REGIONS")]}
             case (_, "regions"):
-                return {"items": [self._region(region) for region in REGIONS]}
+                found, more = self._page([self._region(region) for region in REGIONS], query)
+                return {"items": found, **more}
             case (_, "regions", region) if region in REGIONS:
                 return self._region(region)
+            case ("GET", "regions", region, "subnetworks", name) if (region, name) in self.subnetworks:
+                return {"name": name, "network": self.subnetworks[region, name]}
         raise missing(path)
 
     def _serve_instances(self, method: str, parts: list[str], body: Json, fault: Fault | None) -> Json:
@@ -185,10 +190,12 @@ class FakeGce(Operations):
         raise missing("/".join(parts))
 
     def _serve_firewalls(
-        self, method: str, parts: list[str], wanted: str | None, body: Json, fault: Fault | None
+        self, method: str, parts: list[str], query: dict[str, str], body: Json, fault: Fault | None
     ) -> Json:
         if method == "GET":
-            return {"items": [each for each in self.firewalls.values() if matches(each, wanted)]}
+            found = [each for each in self.firewalls.values() if matches(each, query.get("filter"))]
+            found, more = self._page(found, query)
+            return {"items": found, **more}
         if method == "POST":
             return self._insert_firewall(body, fault)
         name = parts[-1]
@@ -199,7 +206,15 @@ class FakeGce(Operations):
             return self._operate("", "patch", self.firewalls[name], lambda: None, fault)
         return self._operate("", "delete", self.firewalls[name], lambda: self.firewalls.pop(name, None), fault)
 
-    def _list_all(self, kind: str, wanted: str | None) -> Json:
+    def _page(self, found: list[Json], query: dict[str, str]) -> tuple[list[Json], Json]:
+        """Return a page of a list, and the token of the next one."""
+        start, most = int(query.get("pageToken", 0)), int(query.get("maxResults", 500))
+        if not 0 < most <= 500:
+            raise invalid("maxResults", most)
+        end = start + min(most, self.page_size)
+        return found[start:end], {"nextPageToken": str(end)} if end < len(found) else {}
+
+    def _list_all(self, kind: str, query: dict[str, str]) -> Json:
         if kind == "instances":
             newest_s = self.now() - self.list_lag_s
             found = [
@@ -213,7 +228,8 @@ class FakeGce(Operations):
             found = [
                 {"name": name, "zone": zone, "guestCpus": MACHINES[name].vcpus} for name in MACHINES for zone in ZONES
             ]
-        grouped = _group(kind, [each for each in found if matches(each, wanted)])
+        found, more = self._page([each for each in found if matches(each, query.get("filter"))], query)
+        grouped = _group(kind, found) | more
         if kind == "instances":
             for zone in self.silent_zones:  # as Compute Engine answers while it cannot look into a zone
                 grouped["items"][f"zones/{zone}"] = {"warning": {"code": "UNREACHABLE", "message": "no answer"}}
@@ -371,7 +387,8 @@ class FakeGce(Operations):
         if verb == "stop":
             return self._operate(zone, "stop", instance, lambda: self._halt(instance), fault)
         refusal = self._find_capacity_refusal(zone, instance)
-        return self._operate(zone, "start", instance, lambda: self._run(instance), fault, error=refusal)
+        effect = (lambda: None) if refusal else (lambda: self._run(instance))
+        return self._operate(zone, "start", instance, effect, fault, error=refusal)
 
     # Everything else
 
@@ -393,7 +410,8 @@ class FakeGce(Operations):
     def _insert_firewall(self, body: Json, fault: Fault | None) -> Json:
         if body["name"] in self.firewalls:
             raise GceError(409, "alreadyExists", f"The resource '{body['name']}' already exists")
-        if not NAME.fullmatch(body["name"]) or body.get("network") != "global/networks/default":
+        networks = {"global/networks/default", *self.subnetworks.values()}
+        if not NAME.fullmatch(body["name"]) or body.get("network") not in networks:
             raise invalid("resource", body["name"])
         if not body.get("targetTags") or not (body.get("sourceRanges") or body.get("sourceTags")):
             raise invalid("resource.sourceRanges", body)

@@ -76,6 +76,7 @@ PERMISSIONS: list[tuple[str, str, tuple[str, ...]]] = [
     ("GET", r"", ("compute.projects.get",)),
     ("GET", r"regions", ("compute.regions.list",)),
     ("GET", r"regions/[^/]+", ("compute.regions.get",)),
+    ("GET", r"regions/[^/]+/subnetworks/[^/]+", ("compute.subnetworks.get",)),
     ("GET", r"global/images/family/[^/]+", ("compute.images.getFromFamily",)),
     ("GET", r"global/networks/[^/]+", ("compute.networks.get",)),
     ("GET", r"global/firewalls", ("compute.firewalls.list",)),
@@ -87,7 +88,7 @@ PERMISSIONS: list[tuple[str, str, tuple[str, ...]]] = [
 # Words of a path that name its kind; the rest are names.
 KINDS = {
     *("instances", "bulkInsert", "stop", "start", "setLabels", "aggregated", "machineTypes", "operations", "wait"),
-    *("regions", "global", "firewalls", "images", "family", "zones"),
+    *("regions", "global", "firewalls", "images", "family", "zones", "subnetworks"),
 }
 
 

@@ -67,7 +67,7 @@ def test_server_on_a_host_runs_jobs_without_the_laptop(laptop: Laptop) -> None:
     assert not laptop.find_processes("broker daemon"), "nothing of broker runs on the laptop"
     laptop.run("server", "upgrade")
     assert laptop.read_json("jobs", "queue", "--all")[0]["status"] == "SUCCEEDED"
-    assert "The server has ended" in laptop.run("server", "down", "--force").stdout
+    assert "The server has been removed" in laptop.run("server", "down", "--force").stdout
     assert not laptop.host.try_execute("pgrep", "-f", "broker server").stdout
     assert not laptop.host.execute("find", "/home/ubuntu", "-name", ".broker-server")
 

@@ -1,15 +1,20 @@
 """Starts real training runs and reads what they reported."""
 
+import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+
+from broker.runtime.credentials import make_credential
+from trainers.launch import find_free_port
 
 from .strategies.conftest import Ended, Worlds
 
@@ -20,6 +25,14 @@ TINY = [
     *("--model.dropout", "0.1", "--train.batch", "6", "--train.micro_batch", "2", "--train.steps", str(TOTAL)),
     *("--checkpoint.every_steps", "5"),
 ]
+
+# The schedule must not depend on the number of steps, and a low rate keeps rounding from growing over a thousand:
+# a step's loss then tells which samples it was taken of.
+STEADY = ("--model.dropout", "0", "--train.learning_rate", "1e-4", "--train.learning_rate_min", "1e-4")
+ENDLESS = "1000000"
+PACE = {"PYTHONPATH": str(Path(__file__).parents[1] / "torture" / "pace"), "TORTURE_PACE_S": "0.03"}
+
+Start = Callable[..., "subprocess.Popen[str]"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,3 +121,65 @@ def kill_all(process: "subprocess.Popen[str]") -> None:
 def folder(tmp_path: Path) -> TrainingFolder:
     """An empty job folder."""
     return TrainingFolder(path=tmp_path)
+
+
+@pytest.fixture
+def start_node(folder: TrainingFolder, tmp_path: Path) -> Iterator[Start]:
+    """Start nodes of one rank each, all on this machine; none outlives the test."""
+    pem = tmp_path / "gang.pem"
+    pem.write_text(make_credential("elastic").value)
+    port = find_free_ports(4)
+    nodes: list[subprocess.Popen[str]] = []
+
+    def start(
+        rank: int, *flags: str, count: int = 3, strategy: str = "allreduce", module: str = "trainers.lm"
+    ) -> "subprocess.Popen[str]":
+        environment = {
+            "SKYPILOT_NODE_RANK": str(rank),
+            "SKYPILOT_NUM_NODES": str(count),
+            "SKYPILOT_NODE_IPS": "\n".join(["127.0.0.1"] * count),
+            "BROKER_MASTER_PORT": str(port),
+            "BROKER_GANG_PEM": str(pem),
+            **PACE,  # or thousands of steps are taken while a newcomer starts, and taken again to compare them
+        }
+        node = TrainingFolder(path=folder.path, environment=environment)
+        steps = ("--train.steps", ENDLESS, *STEADY)
+        nodes.append(node.start("--elastic", "2:3", *steps, *flags, strategy=strategy, module=module))
+        return nodes[-1]
+
+    yield start
+    for node in nodes:
+        if node.poll() is None:
+            os.killpg(node.pid, signal.SIGKILL)
+        node.communicate(timeout=300)
+
+
+def find_free_ports(count: int) -> int:
+    """Return the first of some ports in a row: each node's launcher has the next one."""
+    for _ in range(100):
+        port = find_free_port()
+        with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
+            for step in range(count):
+                stack.enter_context(socket.create_server(("127.0.0.1", port + step)))
+            return port
+    raise AssertionError("no ports in a row")
+
+
+def await_line(process: "subprocess.Popen[str]", words: str) -> None:
+    assert process.stdout is not None
+    for line in process.stdout:
+        if words in line:
+            return
+        assert "started" not in line and "resumed" not in line, f"`{line.strip()}` came before `{words}`"
+    raise AssertionError(f"the run ended without `{words}`: {process.stderr and process.stderr.read()}")
+
+
+def count_lost_steps(folder: TrainingFolder) -> list[int]:
+    """For each loss of a node: how many reported steps the run had to take again."""
+    lost, reported = [], 0
+    for line in folder.lines():
+        if line.get("event") == "resumed from memory":
+            lost.append(max(0, reported - int(str(line["step"]))))
+        elif line.get("loss") is not None:
+            reported = int(str(line["step"]))
+    return lost

@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name in [name for name in os.environ if name.startswith(("BROKER_", "SKYPILOT_", "OMPI_"))]:
         monkeypatch.delenv(name)
-    for name in ("RANK", "CHECKPOINTS"):
+    for name in ("RANK", "LOCAL_RANK", "CHECKPOINTS"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("BROKER_CHECKPOINT_DIR", str(tmp_path / "checkpoints"))
     monkeypatch.setattr(bridge, "_State", type("_State", (), dict(vars(bridge._State))))
@@ -67,6 +67,26 @@ def test_bucket_url_is_passed_on_and_a_folder_is_required(monkeypatch: pytest.Mo
     assert bridge.checkpoint_dir() == "gs://bucket/job"
     with pytest.raises(ValueError, match="CHECKPOINTS"):
         bridge.checkpoint_folder()
+
+
+@pytest.mark.parametrize(
+    ("variables", "is_first"),
+    [
+        ({}, True),
+        ({"SKYPILOT_NODE_RANK": "1"}, False),
+        ({"RANK": "1", "LOCAL_RANK": "1"}, False),
+        ({"SKYPILOT_NODE_RANK": "0", "LOCAL_RANK": "1", "RANK": "1"}, False),
+        # torchrun's elastic rendezvous gave rank 0 to the second node; broker reads the progress of the first.
+        ({"SKYPILOT_NODE_RANK": "0", "LOCAL_RANK": "0", "RANK": "1"}, True),
+        ({"SKYPILOT_NODE_RANK": "1", "LOCAL_RANK": "0", "RANK": "0"}, False),
+    ],
+)
+def test_first_rank_is_on_the_node_whose_progress_is_read(
+    variables: dict[str, str], is_first: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert bridge.is_first() is is_first
 
 
 def test_progress_lines_hold_step_loss_and_newest_checkpoint(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -223,7 +223,7 @@ def test_last_step_is_saved_again_where_it_failed(url: str) -> None:
 
 def test_missing_bucket_is_a_one_line_error(s3_url: str) -> None:
     with pytest.raises(
-        CheckpointError, match=r"checkpoints cannot be reached: could not write in `s3://no-such-one/x`"
+        CheckpointError, match=r"checkpoints cannot be reached: could not write to `s3://no-such-one/x`"
     ):
         open_manager(open_storage("s3://no-such-one/x"), Weights())
     with pytest.raises(TrainerError, match="`s3:///path` names no bucket"):

@@ -97,7 +97,7 @@ def test_flag_beats_file_beats_preset_beats_default(tmp_path: Path) -> None:
         ("[model]\ndepth = 3.5", "`model.depth` must be a whole number, not 3.5"),
         ("[model]\ndepth = true", "`model.depth` must be a whole number, not True"),
         ("compile = 1", "`compile` must be true or false, not 1"),
-        ('dtype = "int8"', "`dtype` must be one of float32, bfloat16, float16, not 'int8'"),
+        ('dtype = "int8"', "`dtype` must be one of float32, bfloat16, float16, float8, not 'int8'"),
         ("[model", "is not valid TOML"),
         ('preset = "gpt3"', "unknown preset `gpt3`; known: gpt-1m"),
         (None, "cannot read"),

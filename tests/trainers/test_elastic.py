@@ -1,14 +1,11 @@
 """Runs that continue while ranks join and leave."""
 
-import contextlib
 import itertools
 import os
 import random
 import re
 import signal
-import socket
 import subprocess
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,21 +13,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from broker.runtime.credentials import make_credential
 from trainers.config import Config, find_problem
-from trainers.launch import find_free_port, parse_elastic
+from trainers.launch import parse_elastic
 from trainers.rendezvous import Member, Rendezvous, arrange
 from trainers.state_transfer import Holding, find_step, plan_transfers
 from trainers.strategies.grid import Part
 
-from .conftest import TrainingFolder, await_step
+from .conftest import STEADY, Start, TrainingFolder, await_line, await_step, count_lost_steps
 from .strategies.conftest import Worlds
-
-# The schedule must not depend on the number of steps, and a low rate keeps rounding from growing over a thousand:
-# a step's loss then tells which samples it was taken of.
-STEADY = ("--model.dropout", "0", "--train.learning_rate", "1e-4", "--train.learning_rate_min", "1e-4")
-ENDLESS = "1000000"
-PACE = {"PYTHONPATH": str(Path(__file__).parents[1] / "torture" / "pace"), "TORTURE_PACE_S": "0.03"}
 
 
 class Ear:
@@ -303,76 +293,78 @@ def test_half_of_a_world_continues_at_its_own_rendezvous_only() -> None:
     assert successor.is_gathering
 
 
+class Broker:
+    """Names the node that leads: a file that the rendezvous of each node reads."""
+
+    def __init__(self) -> None:
+        self.epoch, self.rank = 0, 0
+
+    def make(self, rank: int, *, least: int = 1) -> Rendezvous:
+        return Rendezvous(
+            least=least,
+            most=3,
+            first_count=3,
+            is_movable=True,
+            find_epoch=lambda: self.epoch if self.rank == rank else None,
+        )
+
+
+def begin(rendezvous: Rendezvous) -> list[Ears]:
+    members = [make_member(name, order=(1, place)) for place, name in enumerate("abc")]
+    for member in members:
+        rendezvous.arrive(member)
+    assert rendezvous.generation == 1
+    return members
+
+
+def test_one_survivor_continues_where_broker_names_the_leader() -> None:
+    """There is no quorum: broker names one leader only, and knows that the first node is gone."""
+    broker = Broker()
+    _, b, _ = begin(broker.make(0))
+    successor = broker.make(1)
+    broker.epoch, broker.rank = 1, 1
+    back = come_from(b, generation=1, former="abc")
+    successor.arrive(back)
+    assert back.ear.take() == [], "the third may come back"
+    successor.is_late = True
+    successor.consider()
+    assert back.ear.told[0]["world_size"] == 1 and back.ear.told[0]["generation"] == 2
+
+
+def test_leader_that_is_not_named_any_more_forms_no_world() -> None:
+    broker = Broker()
+    first = broker.make(0)
+    a, b, c = begin(first)
+    broker.epoch, broker.rank = 1, 1
+    first.depart(c)
+    for member in (a, b):
+        come_back(first, member, rank=0, step=1)
+    first.is_late = True
+    first.consider()
+    assert first.is_gathering and first.generation == 1
+    broker.epoch, broker.rank = 2, 0  # and it may lead again
+    first.consider()
+    assert first.generation == 2 and set(first.current) == {"a", "b"}
+
+
+def test_newcomer_does_not_begin_a_run_of_its_own_at_a_new_leader() -> None:
+    """The launcher of the leader has waited for so long that the time for a first world is over."""
+    broker = Broker()
+    broker.epoch, broker.rank = 1, 1
+    successor = broker.make(1)
+    successor.is_late = True
+    successor.arrive(make_member("d", order=(1, 0)))
+    assert successor.is_gathering and successor.generation == 0
+    for place, name in enumerate("bc"):
+        successor.arrive(come_from(make_member(name, order=(1, place)), generation=1, former="abc"))
+    assert successor.generation == 2 and set(successor.current) == {"b", "c", "d"}
+
+
 @pytest.mark.parametrize("text", ["2", "0:2", "3:2", "a:b", "2:", ":2"])
 def test_invalid_bounds_are_refused(text: str) -> None:
     with pytest.raises(ValueError, match="is not like `2:4`"):
         parse_elastic(text)
     assert find_problem(Config(elastic=text)) is not None and find_problem(Config(elastic="2:4")) is None
-
-
-Start = Callable[..., "subprocess.Popen[str]"]
-
-
-@pytest.fixture
-def start_node(folder: TrainingFolder, tmp_path: Path) -> Iterator[Start]:
-    """Start nodes of one rank each, all on this machine; none outlives the test."""
-    pem = tmp_path / "gang.pem"
-    pem.write_text(make_credential("elastic").value)
-    port = find_free_ports(4)
-    nodes: list[subprocess.Popen[str]] = []
-
-    def start(
-        rank: int, *flags: str, count: int = 3, strategy: str = "allreduce", module: str = "trainers.lm"
-    ) -> "subprocess.Popen[str]":
-        environment = {
-            "SKYPILOT_NODE_RANK": str(rank),
-            "SKYPILOT_NUM_NODES": str(count),
-            "SKYPILOT_NODE_IPS": "\n".join(["127.0.0.1"] * count),
-            "BROKER_MASTER_PORT": str(port),
-            "BROKER_GANG_PEM": str(pem),
-            **PACE,  # or thousands of steps are taken while a newcomer starts, and taken again to compare them
-        }
-        node = TrainingFolder(path=folder.path, environment=environment)
-        steps = ("--train.steps", ENDLESS, *STEADY)
-        nodes.append(node.start("--elastic", "2:3", *steps, *flags, strategy=strategy, module=module))
-        return nodes[-1]
-
-    yield start
-    for node in nodes:
-        if node.poll() is None:
-            os.killpg(node.pid, signal.SIGKILL)
-        node.communicate(timeout=300)
-
-
-def find_free_ports(count: int) -> int:
-    """Return the first of some ports in a row: each node's launcher has the next one."""
-    for _ in range(100):
-        port = find_free_port()
-        with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
-            for step in range(count):
-                stack.enter_context(socket.create_server(("127.0.0.1", port + step)))
-            return port
-    raise AssertionError("no ports in a row")
-
-
-def await_line(process: "subprocess.Popen[str]", words: str) -> None:
-    assert process.stdout is not None
-    for line in process.stdout:
-        if words in line:
-            return
-        assert "started" not in line and "resumed" not in line, f"`{line.strip()}` came before `{words}`"
-    raise AssertionError(f"the run ended without `{words}`: {process.stderr and process.stderr.read()}")
-
-
-def count_lost_steps(folder: TrainingFolder) -> list[int]:
-    """For each loss of a node: how many reported steps the run had to take again."""
-    lost, reported = [], 0
-    for line in folder.lines():
-        if line.get("event") == "resumed from memory":
-            lost.append(max(0, reported - int(str(line["step"]))))
-        elif line.get("loss") is not None:
-            reported = int(str(line["step"]))
-    return lost
 
 
 def check_losses(worlds: Worlds, folder: TrainingFolder, path: Path, *, gaps_max: int) -> None:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +30,10 @@ from tests.fuzz.targets_gang import (
 )
 from trainers import rendezvous_server
 from trainers.errors import TrainerError
+from trainers.gang_file import find_epoch, read_leader
 from trainers.launch import PEM_MISSING
 from trainers.rendezvous import Rendezvous
+from trainers.rendezvous_search import Past, Places
 from trainers.rendezvous_server import RendezvousServer, listen
 from trainers.wire import Credential, Wire, read_credential
 
@@ -98,6 +101,90 @@ def test_messages_of_a_worker_outside_the_world_are_ignored() -> None:
         assert not rendezvous.is_over and set(rendezvous.votes) == {"a"}
 
 
+def write_leader(path: Path, *, epoch: int, rank: int, addresses: int = 3) -> None:
+    text = json.dumps({"epoch": epoch, "rank": rank, "node_ips": ["127.0.0.1"] * addresses})
+    path.write_text(text)
+
+
+@pytest.fixture
+def gang_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    path = tmp_path / "gang.json"
+    monkeypatch.setenv("BROKER_GANG_FILE", str(path))
+    monkeypatch.setenv("BROKER_GANG_PEM", str(make_pem("gang")))
+    monkeypatch.setenv("BROKER_ELASTIC_NAMED", "1")
+    return path
+
+
+def test_worker_notices_that_the_rendezvous_closed_its_connection() -> None:
+    """It read TLS's closing message over and over, and never learned that it was left out."""
+    with open_rendezvous() as (rendezvous, server):
+        worker = come(server, "a")
+        await_that(lambda: "a" in rendezvous.waiting, "not heard")
+        worker.send(kind="hello")  # the second: it is dropped
+        with pytest.raises(ConnectionError, match="closed"):
+            worker.read()
+
+
+def test_worker_with_another_epoch_is_refused(gang_file: Path) -> None:
+    write_leader(gang_file, epoch=1, rank=1)
+    find = partial(find_epoch, os.environ, 1)
+    with open_rendezvous(is_movable=True, find_epoch=find) as (rendezvous, server):
+        for epoch in (0, 2):
+            with pytest.raises(OSError):
+                come(server, "x", epoch=epoch).read()
+        assert not rendezvous.waiting
+        workers = [come(server, name, place, epoch=1) for place, name in enumerate("ab")]
+        assert [each.read()["kind"] for each in workers] == ["world"] * 2
+        write_leader(gang_file, epoch=2, rank=0)
+        with pytest.raises(OSError):  # of its own epoch, in which it does not lead any more
+            come(server, "c", epoch=1).read()
+
+
+def test_worker_finds_the_leader_that_is_named_and_keeps_to_it(gang_file: Path) -> None:
+    """Node 0 listens again after it was lost: a worker that knows node 1 by a higher epoch does not go back."""
+    leaders: dict[int, int | None] = {0: 0, 1: 1}
+    with (
+        open_rendezvous(is_movable=True, find_epoch=lambda: leaders[0]) as (_, old),
+        open_rendezvous(is_movable=True, find_epoch=lambda: leaders[1]) as (_, new),
+    ):
+        text = ",".join(f"127.0.0.1:{server.port}" for server in (old, new))
+        write_leader(gang_file, epoch=1, rank=1, addresses=2)
+        places = Places(text, Past(leader=0, generation=1, members=("a", "b")))
+        assert places._find_named()[0] is not None and places.epoch == 1 and not places.find_better(1)
+        past = Past(leader=1, generation=2, members=("a", "b"), epoch=1)
+        write_leader(gang_file, epoch=0, rank=0, addresses=2)
+        assert Places(text, past)._find_named()[0] is None, "an older name"
+        gang_file.write_text('{"epoch": 1, "ra')
+        assert Places(text, past)._find_named()[0] is None, "half a name"
+        write_leader(gang_file, epoch=1, rank=1, addresses=2)
+        leaders[1] = None
+        assert Places(text, past)._find_named()[0] is None, "its launcher does not know yet that it leads"
+        leaders[0], places.epoch = 2, 1
+        write_leader(gang_file, epoch=2, rank=0, addresses=2)
+        assert places.find_better(1), "a higher epoch calls a waiting worker away"
+        place, wire = Places(text, past).connect()
+        assert place == 0
+        wire.close()
+
+
+def test_worker_dials_the_present_address_of_a_replaced_node(gang_file: Path) -> None:
+    with open_rendezvous(is_movable=True, find_epoch=lambda: 1) as (_, server):
+        text = f"192.0.2.1:{server.port},192.0.2.2:{server.port}"  # none of these exists any more
+        write_leader(gang_file, epoch=1, rank=1, addresses=2)
+        place, wire = Places(text, Past()).connect()
+        assert place == 1
+        wire.close()
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["", "[]", "{}", '{"epoch": 1}', '{"epoch": 1, "rank": 3, "node_ips": ["a"]}', '{"epoch": "x", "rank": 0}'],
+)
+def test_damaged_file_names_no_leader(content: str, gang_file: Path) -> None:
+    gang_file.write_text(content)
+    assert read_leader(os.environ) is None and find_epoch(os.environ, 0) is None
+
+
 @pytest.mark.parametrize(
     "flaw",
     [
@@ -128,6 +215,13 @@ def test_invalid_hello_is_refused(flaw: dict[str, Any]) -> None:
     missing = {key: value for key, value in make_hello("a").items() if key not in flaw}
     with pytest.raises(ValueError):
         rendezvous_server.read_member(missing, "127.0.0.1", writer)
+
+
+@pytest.mark.parametrize("epoch", [-1, "1", True, 2**40])
+def test_invalid_epoch_is_refused(epoch: Any) -> None:
+    writer: Any = None
+    with pytest.raises(ValueError, match="invalid epoch"):
+        rendezvous_server.read_member({**make_hello("a"), "epoch": epoch}, "127.0.0.1", writer)
 
 
 def test_worker_with_other_flags_is_refused_without_delaying_others() -> None:

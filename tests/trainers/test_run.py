@@ -3,6 +3,7 @@
 import dataclasses
 import io
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -433,3 +434,35 @@ def test_model_that_does_not_fit_is_refused_before_it_takes_memory(
     told = capsys.readouterr().err
     assert "8,030 million parameters take 119.7 GiB per rank, but only 16.0 GiB are available" in told
     assert "hint: use more ranks" in told
+
+
+START = """
+import sys
+from trainers.lm import main
+code = main(sys.argv[1:])
+print("imported" if "torch._dynamo" in sys.modules else "not imported")
+sys.exit(code)
+"""
+
+
+def test_start_without_compile_does_not_import_the_compiler(tmp_path: Path) -> None:
+    """It takes as long as torch itself, and much of torch imports it on the way: every start and resume would wait."""
+    shape = "--model.depth 1 --model.width 16 --model.heads 2 --model.context 16 --train.batch 4 --sample.tokens 0"
+    for attempt in (1, 2):
+        done = subprocess.run(
+            [sys.executable, "-c", START, *shape.split(), "--train.steps", str(2 * attempt)],
+            capture_output=True,
+            text=True,
+            timeout=600,
+            env={
+                "PATH": os.environ["PATH"],
+                "PYTHONPATH": str(Path(__file__).parents[2]),
+                "BROKER_CHECKPOINT_DIR": str(tmp_path),
+                "BROKER_ATTEMPT": str(attempt),
+                "OMP_NUM_THREADS": "1",
+                "CUDA_VISIBLE_DEVICES": "",
+            },
+        )
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.splitlines()[-1] == "not imported"
+    assert "resumed" in done.stdout

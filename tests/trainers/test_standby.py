@@ -21,42 +21,43 @@ from trainers.standby import (
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
 
 
-def hand_over_in_child(path: str, variables: dict[str, str], content: bytes) -> int:
+def hand_over_in_child(path: str, variables: dict[str, str], contents: list[bytes]) -> int:
     """Hand over and end, as a worker does; its process id."""
     pid = os.fork()
     if pid:
         return pid
-    kept = -1
-    if content:
-        kept = os.memfd_create("test", 0)
-        os.write(kept, content)
+    kept = [os.memfd_create("test", 0) for _ in contents]
+    for descriptor, content in zip(kept, contents, strict=True):
+        os.write(descriptor, content)
     is_taken = hand_over(path, variables, kept)
     os._exit(EXIT_CODE_HANDED_OVER if is_taken else 1)
 
 
-@pytest.mark.parametrize("content", [b"state" * 1000, b""], ids=["state", "no state"])
-def test_variables_and_state_arrive(tmp_path: Path, content: bytes) -> None:
+@pytest.mark.parametrize("contents", [[b"state" * 1000], [b"a", b"bc", b"d"], []], ids=["state", "parts", "no state"])
+def test_variables_and_state_arrive(tmp_path: Path, contents: list[bytes]) -> None:
     path = tmp_path / "socket"
-    received: list[tuple[dict[str, str], int]] = []
+    received: list[tuple[dict[str, str], list[int]]] = []
     standby = threading.Thread(target=lambda: received.append(receive(path)))
     standby.start()
     variables = {"A": "ä\n", "LONG": "x" * 300_000}
     while True:  # until it listens
-        pid = hand_over_in_child(str(path), variables, content)
+        pid = hand_over_in_child(str(path), variables, contents)
         if os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == EXIT_CODE_HANDED_OVER:
             break
     standby.join(timeout=300)
-    ((found, descriptor),) = received
-    assert found == variables and (descriptor >= 0) == bool(content)
-    if content:
+    ((found, descriptors),) = received
+    assert found == variables
+    arrived = []
+    for descriptor in descriptors:
         with os.fdopen(descriptor, "rb") as file:
             file.seek(0)
-            assert file.read() == content
+            arrived.append(file.read())
+    assert arrived == contents
     assert not path.exists()
 
 
 def test_standby_that_is_not_ready_takes_over_nothing(tmp_path: Path) -> None:
-    assert not hand_over(str(tmp_path / "missing"), {}, -1)
+    assert not hand_over(str(tmp_path / "missing"), {}, [])
 
 
 def test_launcher_replaces_a_standby_that_was_taken_but_not_one_that_died() -> None:

@@ -255,11 +255,22 @@ def test_hugging_face_example_of_the_docs_learns(tmp_path: Path, strategy: str, 
 
 
 @pytest.mark.long
-def test_elastic_run_of_the_docs_example_outlives_a_rank(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("example", "steps", "kill_after", "own"),
+    [
+        pytest.param(0, 3000, 300, (), id="points"),
+        pytest.param(1, 160, 20, (), id="GPT-2 of transformers"),
+        pytest.param(1, 160, 20, ("--strategy", "fsdp", "--checkpoint.peer_every_steps", "1"), id="its shards"),
+    ],
+)
+def test_elastic_run_of_the_docs_example_outlives_a_rank(
+    tmp_path: Path, example: int, steps: int, kill_after: int, own: tuple[str, ...]
+) -> None:
     """The script finds its way back into its own `train` call after each change of the world."""
-    script = tmp_path / "points.py"
-    script.write_text(read_examples()[0])
-    flags = ("--elastic", "1:2", "--train.steps", "3000", "--log.every_steps", "10", "--checkpoint.every_steps", "500")
-    done = run_script(script, *flags, workers=2, kill_after=300, kills_one_rank=True)
+    script = tmp_path / "example.py"
+    script.write_text(read_examples()[example])
+    flags = ("--elastic", "1:2", "--train.steps", str(steps), "--log.every_steps", "10", "--train.batch", "8")
+    flags = (*flags, "--checkpoint.every_steps", "500", *own)
+    done = run_script(script, *flags, workers=2, kill_after=kill_after, kills_one_rank=True)
     assert done.returncode == 0, done.stderr
-    assert "resumed from memory" in done.stdout and "step 3000/3000  finished" in done.stdout
+    assert "resumed from memory" in done.stdout and f"step {steps}/{steps}  finished" in done.stdout

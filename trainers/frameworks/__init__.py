@@ -1,5 +1,5 @@
-"""Small programs of other frameworks, one for each template, to copy for your own.
+"""Small programs for other frameworks, one per template. Copy one as a starting point for your own.
 
-Each learns the same function of eight numbers, on two nodes, and shows how its framework meets the broker: addresses of
-the nodes, checkpoints, progress and notices. docs/FRAMEWORKS.md has what was measured.
+Each fits the same function of eight numbers on two nodes, and shows how its framework works with broker: node
+addresses, checkpoints, progress and preemption notices. docs/FRAMEWORKS.md has the measurements.
 """

@@ -24,8 +24,8 @@ def main() -> None:
     step = load(accelerator)
     while step < STEPS:
         inputs, targets = (torch.from_numpy(each).to(accelerator.device) for each in read_points(step, rank, ranks))
-        # The generators that `load_state` puts back are used up by the iterator of a DataLoader: a seed for each step
-        # is what makes a resumed run exact.
+        # Seed each step, so that a resumed run is exact: the iterator of a DataLoader would draw from the generators
+        # that `load_state` restores.
         torch.manual_seed(step * ranks + rank)
         loss = nn.functional.mse_loss(model(inputs), targets)
         optimizer.zero_grad()

@@ -1,4 +1,4 @@
-"""Dask: tasks on the workers of all nodes. Results are kept in files: a restart computes only the rest."""
+"""Dask: run tasks on the workers of all nodes. Results are saved, so a restart computes only the missing ones."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from trainers.frameworks.points import SAVE_STEPS, STEPS, read_points
 
 
 def compute(item: int) -> float:
-    """Return the result of one item. A lost worker's items are computed again elsewhere: no side effects."""
+    """Return the result of one item, without side effects: Dask recomputes the items of a lost worker."""
     inputs, targets = read_points(item, 0, 1)
     return float(np.square(inputs.mean(axis=1, keepdims=True) - targets).mean())
 

@@ -1,4 +1,4 @@
-"""DeepSpeed ZeRO 1, 2 or 3 (`ZERO_STAGE`), optimizer states in main memory with `ZERO_OFFLOAD=1`."""
+"""DeepSpeed ZeRO 1, 2 or 3 (`ZERO_STAGE`); `ZERO_OFFLOAD=1` keeps the optimizer state in host memory."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def make_config(ranks: int) -> dict[str, object]:
         "train_micro_batch_size_per_gpu": BATCH // ranks,
         "gradient_clipping": 1.0,
         "zero_optimization": zero,
-        # torch's AdamW: DeepSpeed's own are compiled at first use, under a lock that a killed process leaves behind.
+        # torch's AdamW: DeepSpeed compiles its own at first use, under a lock that a killed process leaves behind.
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
     }
@@ -40,7 +40,7 @@ def main() -> None:
     """Train from the newest checkpoint to the last step."""
     bridge.listen()
     has_gpu = torch.cuda.is_available()
-    if not has_gpu:  # it would compile an all-reduce over shared memory, for minutes, under the same kind of lock
+    if not has_gpu:  # else DeepSpeed compiles a shared-memory all-reduce for minutes, under the same kind of lock
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed("nccl" if has_gpu else "gloo")
     rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
@@ -53,7 +53,7 @@ def main() -> None:
         engine.load_checkpoint(str(folder), tag="state")
     while step < STEPS:
         inputs, targets = (torch.from_numpy(each).to(engine.device) for each in read_points(step, rank, ranks))
-        torch.manual_seed(step * ranks + rank)  # dropout is a function of the step too
+        torch.manual_seed(step * ranks + rank)  # dropout depends only on the step, so no generator is saved
         loss = nn.functional.mse_loss(engine(inputs), targets)
         engine.backward(loss)
         engine.step()
@@ -70,7 +70,7 @@ def main() -> None:
             bridge.leave()
     weights = []
     for parameter in model.parameters():
-        with deepspeed.zero.GatheredParameters(parameter):  # under ZeRO 3 a rank holds only its part
+        with deepspeed.zero.GatheredParameters(parameter):  # under ZeRO 3, a rank holds only its shard
             weights.append(parameter.detach().float().cpu().numpy().copy())
     if rank == 0:
         bridge.finish(STEPS, weights)

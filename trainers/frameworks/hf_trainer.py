@@ -1,4 +1,4 @@
-"""Hugging Face Trainer: a small GPT-2 with dropout, from random weights, so that nothing has to be fetched."""
+"""Hugging Face Trainer: a small GPT-2 with dropout and random weights, so nothing is downloaded."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CONTEXT, VOCABULARY = 32, 64
 
 
 class Lines(torch.utils.data.Dataset):
-    """Arithmetic series of tokens: sample `index` depends on the index only."""
+    """Arithmetic sequences of tokens; each sample depends only on its index."""
 
     def __len__(self) -> int:
         return 1000

@@ -15,7 +15,7 @@ from trainers import bridge
 from trainers.bridge_orbax import agree, make_manager, restore, save
 from trainers.frameworks.points import SAVE_STEPS, STEPS, WIDTH, read_points
 
-PEER_S = 20  # a process whose peer is gone ends after this time; jax's default is 100
+PEER_S = 20  # a process exits this long after it has lost a peer; JAX's default is 100
 optimizer = optax.adamw(1e-2)
 
 
@@ -50,7 +50,7 @@ def main() -> None:
     ips, rank = bridge.node_addresses(), bridge.node_rank()
     coordinator = f"{ips[0]}:{bridge.port()}"
     jax.distributed.initialize(coordinator, len(ips), rank, heartbeat_timeout_seconds=PEER_S)
-    bridge.listen()  # after JAX, which has a handler of its own
+    bridge.listen()  # after JAX, which installs its own handler
     mesh = jax.sharding.Mesh(np.array(jax.devices()), ("data",))
     whole, split = NamedSharding(mesh, PartitionSpec()), NamedSharding(mesh, PartitionSpec("data"))
     manager = make_manager(every_steps=SAVE_STEPS)

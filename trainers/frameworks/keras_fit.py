@@ -29,7 +29,7 @@ EPOCHS = STEPS // SAVE_STEPS
 
 
 class Pace(tf_keras.callbacks.Callback):
-    """Pretend work: the data is read ahead of time."""
+    """Simulate the duration of a step in a callback, because the data is read before training."""
 
     def on_train_batch_begin(self, batch: int, logs: object = None) -> None:
         time.sleep(STEP_S)

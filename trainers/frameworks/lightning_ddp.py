@@ -37,7 +37,7 @@ class Module(lightning.LightningModule):
 
     def training_step(self, batch: Any, batch_index: int) -> Any:
         seed, inputs, targets = batch
-        torch.manual_seed(int(seed))  # dropout is a function of the step too: checkpoints hold no generators
+        torch.manual_seed(int(seed))  # dropout depends only on the step, because checkpoints contain no generators
         return nn.functional.mse_loss(self.model(inputs), targets)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:

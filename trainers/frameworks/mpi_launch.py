@@ -1,7 +1,7 @@
 """Start an MPI program on all nodes of a task without ssh: `python -m trainers.frameworks.mpi_launch -m my.program`.
 
 MPICH's mpiexec runs on the first node and prints, for each node, the command of a proxy that starts the ranks
-there. The commands reach the other nodes through a folder that all nodes share, the one of the checkpoints.
+there. The commands reach the other nodes through the checkpoint folder, which all nodes share.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ def main(program: list[str]) -> int:
 
 
 def launch(folder: Path, program: list[str]) -> int:
-    """Run mpiexec; hand out the proxies' commands, and start the first node's proxy."""
+    """Run mpiexec, write the commands of the other nodes' proxies, and start the first node's proxy."""
     folder.mkdir(parents=True, exist_ok=True)
     nodes = bridge.node_count()
     ranks_per_node = int(os.environ.get("RANKS_PER_NODE") or 1)
-    names = ",".join(f"node-{rank}" for rank in range(nodes))  # names only: the proxies call the first node
+    names = ",".join(f"node-{rank}" for rank in range(nodes))  # never resolved: the proxies connect to the first node
     counts = ["-ppn", str(ranks_per_node), "-np", str(nodes * ranks_per_node)]
-    # The environment of each node's ranks is that node's own, not the first one's: `-genvnone`.
+    # `-genvnone`: ranks inherit the environment of their own node, not the first node's.
     argv = ["mpiexec", "-launcher", "manual", "-genvnone", "-localhost", bridge.node_addresses()[0], "-hosts", names]
     mpiexec = subprocess.Popen([*argv, *counts, sys.executable, *program], stdout=subprocess.PIPE, text=True)
     assert mpiexec.stdout is not None
@@ -51,7 +51,7 @@ def launch(folder: Path, program: list[str]) -> int:
         else:
             aside = folder / f".node-{place}"
             aside.write_text(command)
-            aside.replace(folder / f"node-{place}")  # appears complete
+            aside.replace(folder / f"node-{place}")  # atomic: readers see the whole command
         place += 1
     code = mpiexec.wait()
     for proxy in proxies:
@@ -60,7 +60,7 @@ def launch(folder: Path, program: list[str]) -> int:
 
 
 def await_command(folder: Path, rank: int) -> list[str]:
-    """Return the command of this node's proxy. Raises SystemExit if none comes."""
+    """Return the command of this node's proxy. Raises SystemExit if none appears in time."""
     end_s = time.monotonic() + WAIT_S_MAX
     path = folder / f"node-{rank}"
     while not path.exists():

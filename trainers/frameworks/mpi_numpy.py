@@ -1,4 +1,4 @@
-"""MPI with mpi4py and numpy: an own all-reduce of the gradients, on any number of ranks."""
+"""MPI with mpi4py and numpy: a hand-written all-reduce of the gradients, for any number of ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""PEFT: low-rank adapters beside a frozen GPT-2, trained by the Trainer; checkpoints hold the adapters only."""
+"""PEFT: low-rank adapters on a frozen GPT-2, trained by the Trainer. Checkpoints contain only the adapters."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from trainers.frameworks.hf_trainer import main, make_model
 
 
 def make_adapted_model() -> torch.nn.Module:
-    """Use your `from_pretrained` in place of `make_model`: the frozen weights must be the same at every start."""
+    """Return the model with adapters. Load yours with `from_pretrained`: frozen weights must be the same every time."""
     config = LoraConfig(
         task_type="CAUSAL_LM", r=8, lora_alpha=16, lora_dropout=0.1, target_modules=["c_attn"], fan_in_fan_out=True
     )

@@ -1,21 +1,19 @@
-"""Ray Train's TorchTrainer: Ray itself starts a lost worker again, from the newest checkpoint."""
+"""Ray Train's TorchTrainer: Ray itself restarts a lost worker from the newest checkpoint."""
 
 from __future__ import annotations
 
 import os
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
-import ray
 import torch
 from ray import train
 from ray.train.torch import TorchTrainer, prepare_model
 from torch import nn
 
 from trainers import bridge
-from trainers.bridge_ray import BridgeRayCallback
+from trainers.bridge_ray import BridgeRayCallback, connect
 from trainers.bridge_torch import agree
 from trainers.frameworks.points import SAVE_STEPS, STEPS, WIDTH, read_points
 
@@ -39,13 +37,13 @@ def learn(config: dict[str, Any]) -> None:
     has_saved_for_notice = False
     while step < STEPS:
         inputs, targets = (torch.from_numpy(each).to(device) for each in read_points(step, rank, ranks))
-        torch.manual_seed(step * ranks + rank)  # dropout is a function of the step: no generator is saved
+        torch.manual_seed(step * ranks + rank)  # dropout depends only on the step, so no generator is saved
         loss = nn.functional.mse_loss(parallel(inputs), targets)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
         step += 1
-        # The other nodes stay: save once after a notice, and continue until the node is gone.
+        # The other nodes remain, so save once after a notice and continue until the node is gone.
         is_noticed = not has_saved_for_notice and agree(bridge.preempted())
         has_saved_for_notice = has_saved_for_notice or is_noticed
         metrics = {"step": step, "total": STEPS, "loss": loss.item(), **details}
@@ -62,21 +60,8 @@ def learn(config: dict[str, Any]) -> None:
         bridge.finish(STEPS, [value.cpu().numpy() for value in model.state_dict().values()])
 
 
-def connect() -> None:
-    """Connect to the head, which may still be starting. Raises ConnectionError after five minutes."""
-    end_s = time.monotonic() + 300
-    while True:
-        try:
-            ray.init(_node_ip_address=os.environ["NODE_ADDRESS"])  # local nodes share a machine
-            return
-        except ConnectionError:
-            if time.monotonic() > end_s:
-                raise
-            time.sleep(2)
-
-
 def main() -> None:
-    """Run on the first node. The same name and storage path again resume from the newest checkpoint."""
+    """Run on the first node. A run with the same name and storage path resumes from the newest checkpoint."""
     connect()
     scaling = train.ScalingConfig(
         num_workers=int(os.environ["WORKERS"]), use_gpu=bool(int(os.environ["SKYPILOT_NUM_GPUS_PER_NODE"]))
@@ -84,7 +69,7 @@ def main() -> None:
     run = train.RunConfig(
         name="ray-train",
         storage_path=bridge.checkpoint_dir(),
-        failure_config=train.FailureConfig(max_failures=-1),  # the broker limits restarts
+        failure_config=train.FailureConfig(max_failures=-1),  # broker limits restarts
         checkpoint_config=train.CheckpointConfig(num_to_keep=3),
         callbacks=[BridgeRayCallback()],
     )

@@ -1,4 +1,4 @@
-"""TensorFlow MultiWorkerMirroredStrategy with an own loop: Keras 3's `fit` does not run under this strategy."""
+"""TensorFlow MultiWorkerMirroredStrategy with a custom loop, because Keras 3's `fit` does not support this strategy."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def make_step(strategy: Any, state: State) -> Any:
         gradients = tape.gradient(loss, state.weights)
         return tf.distribute.get_replica_context().all_reduce(
             "sum", [*gradients, loss, flag * 1.0]
-        )  # an argument itself has no device to reduce on
+        )  # times 1.0, because an argument itself has no device to reduce on
 
     @tf.function
     def step(inputs: Any, targets: Any, flag: Any) -> Any:
@@ -60,7 +60,7 @@ def make_step(strategy: Any, state: State) -> Any:
 
 
 def save(checkpoint: Any, step: int) -> None:
-    """Write on every worker, as the strategy requires; only the first one's files are kept."""
+    """Write on every worker, as the strategy requires, but keep only the files of the first one."""
     if rank == 0:
         checkpoint.write(str(bridge.folder_of(step) / "state"))
         bridge.commit(step)

@@ -1,6 +1,6 @@
-"""TensorFlow ParameterServerStrategy with a custom loop: other workers take over the steps of a lost one.
+"""TensorFlow ParameterServerStrategy with a custom loop: if a worker is lost, the others take over its steps.
 
-The first node has the coordinator and the parameter server, every other node one worker.
+The first node runs the coordinator and the parameter server, every other node one worker.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def name_task(kind: str, index: int) -> str:
 
 
 def serve() -> None:
-    """Serve as a worker or parameter server until this process is ended."""
+    """Serve as a worker or parameter server until this process is terminated."""
     import tensorflow as tf
 
     resolver = tf.distribute.cluster_resolver.TFConfigClusterResolver()
@@ -72,7 +72,7 @@ def coordinate() -> None:
     while step < STEPS:
         batch = tuple(tf.constant(each) for each in read_points(step, 0, 1))
         loss = coordinator.schedule(learn, args=batch)
-        coordinator.join()  # one step at a time, so that a run can be compared; schedule several to use all workers
+        coordinator.join()  # one step at a time, so that runs are comparable; schedule several to use all workers
         step += 1
         is_leaving = bridge.preempted()
         if is_leaving or step % SAVE_STEPS == 0 or step == STEPS:
@@ -85,7 +85,7 @@ def coordinate() -> None:
 
 
 def main() -> int:
-    """Return the exit code. The parameter server is a second process of the first node."""
+    """Return the exit code. The parameter server is a second process on the first node."""
     if rank:
         os.environ["TF_CONFIG"] = name_task("worker", rank - 1)
         serve()

@@ -31,7 +31,7 @@ def main() -> None:
     parallel = nn.parallel.DistributedDataParallel(model, device_ids=[device.index] if has_gpu else None)
     while step < STEPS:
         inputs, targets = (torch.from_numpy(each).to(device) for each in read_points(step, rank, ranks))
-        torch.manual_seed(step * ranks + rank)  # dropout is a function of the step too: no generator is saved
+        torch.manual_seed(step * ranks + rank)  # dropout depends only on the step, so no generator is saved
         loss = nn.functional.mse_loss(parallel(inputs), targets)
         optimizer.zero_grad()
         loss.backward()

@@ -9,7 +9,7 @@ from torch.nn import functional
 from trainers.config import ModelConfig
 from trainers.models.attention import WholeSequence
 from trainers.models.cuts import Sequence, Slicing
-from trainers.models.decoder import Decoder
+from trainers.models.decoder import Decoder, make_embedding
 from trainers.models.experts import MixtureOfExperts
 from trainers.packing import Packing
 
@@ -21,7 +21,7 @@ class GPT(Decoder):
         """Build the network with weights drawn from the current torch generator."""
         blocks: list[nn.Module] = [Block(config) for _ in range(config.depth)]
         super().__init__(config, blocks, nn.LayerNorm(config.width, eps=config.norm_epsilon))
-        self.position_embedding: nn.Embedding | None = nn.Embedding(config.positions or config.context, config.width)
+        self.position_embedding: nn.Embedding | None = make_embedding(config.positions or config.context, config.width)
         self.dropout = nn.Dropout(config.dropout)
         self.sequence: Sequence = WholeSequence()
         self.draw_weights()

@@ -65,6 +65,9 @@ class Strategy:
     AXES: ClassVar[tuple[str, ...]] = ()
     # Whether ranks that differ only along `replicate` hold equal state and update it independently.
     MOVES_ALONE: ClassVar[bool] = False
+    # Whether the shared state consists of values that all ranks hold, and of DTensors that are sharded over all ranks:
+    # then copies of the shards on other ranks suffice to continue with any number of ranks (`peer_checkpoint.py`).
+    HAS_PEER_COPIES: ClassVar[bool] = False
     # Whether `wrap` accepts a model on the `meta` device, allocated afterwards: it may be larger than one device.
     TAKES_EMPTY: ClassVar[bool] = False
     # Whether passes wait for no other rank before the last backward pass has ended.

@@ -15,6 +15,7 @@ class FullyShardedDataParallel(Strategy):
 
     AXES: ClassVar[tuple[str, ...]] = ("shard",)
     MOVES_ALONE = True
+    HAS_PEER_COPIES = True
     TAKES_EMPTY = True
 
     def wrap(self, model: nn.Module) -> nn.Module:

@@ -7,3 +7,4 @@ class HybridShardedDataParallel(FullyShardedDataParallel):
     """With `--mesh 2x8`, two replicas are each sharded over eight ranks: fully_shard accepts a two-axis mesh."""
 
     AXES = ("replicate", "shard")
+    HAS_PEER_COPIES = False  # each part exists several times already

@@ -32,6 +32,7 @@ class ShardedOptimizerStates(Strategy):
     """`zero1`: moments are sharded. Gradients are accumulated whole, and reduced once per step."""
 
     AXES: ClassVar[tuple[str, ...]] = ("shard",)
+    HAS_PEER_COPIES = True
     PARTNERS = ("pipeline",)
     EXCHANGES_LAST = True
 

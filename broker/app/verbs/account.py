@@ -38,7 +38,7 @@ def show_cost(context: Context, *, by: By) -> CostReport:
 
 @frozen
 class CloudAnswer:
-    """The answer whether a cloud can launch nodes, with the reason."""
+    """Whether a cloud can launch nodes, with the reason."""
 
     cloud: str
     can_launch: bool

@@ -14,6 +14,7 @@ from broker.app.forecasts import forecast_job, forecast_jobs
 from broker.errors import UsageError
 from broker.frozen import frozen
 from broker.jobs.node_samples import read_history
+from broker.jobs.start_costs import StartCost, measure_start_cost
 from broker.jobs.summary import RunSummary
 from broker.state.events import EventRow
 from broker.state.jobs import JobLine
@@ -60,6 +61,7 @@ class Story:
     chances: tuple[ChancePoint, ...] = ()  # of the deadline, as they moved; none from an older server
     nodes: tuple[NodeHistory, ...] = ()  # what its nodes report of themselves; none from an older server
     wait: JobWait | None = None
+    starts: StartCost | None = None
 
 
 @frozen
@@ -166,16 +168,18 @@ def explain_job(context: Context, *, job: str) -> Story:
     context.keep_jobs_going()
     told = jobs.explain(context, jobs.find_job(context, job))
     needs = (context.store.jobs.get(need) for need in told.job.needs)
+    forecast = forecast_job(context, told.job, paid_usd=told.paid_usd)
     return Story(
         job=told.job,
         events=told.events,
         summary=told.summary,
         paid_usd=told.paid_usd,
         needs=tuple(other for other in needs if other),
-        forecast=forecast_job(context, told.job, paid_usd=told.paid_usd),
+        forecast=forecast,
         chances=list_chances(context, told),
         wait=explain_waits(context, [told.job]).get(told.job.id),
         nodes=read_history(context.config.logs, told.job.id, now_s=context.clock.now_s()),
+        starts=measure_start_cost(told.job, forecast),
     )
 
 

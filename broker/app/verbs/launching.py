@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 
-from broker.app import forecasts, jobs, launching
+from broker.app import forecasts, jobs, launching, schedules
 from broker.app.buckets import TrackUpload
 from broker.app.clusters import find_up
 from broker.app.container import Context
@@ -13,7 +13,7 @@ from broker.app.launching import Callbacks, ClusterTarget, prepare
 from broker.app.limits import LaunchSize
 from broker.frozen import frozen
 from broker.state.people import Owned
-from broker.types import Autostop, Job, Plan, Task
+from broker.types import Autostop, Job, JobSchedule, Plan, Task
 
 Show = Callable[[Sequence[Plan]], None]
 
@@ -100,3 +100,25 @@ def launch_jobs(
     on_submitted(submitted)
     context.ensure_daemon()
     return submitted
+
+
+def schedule_job(
+    context: Context,
+    *,
+    task: Task,
+    schedule: str,
+    request_id: str | None,
+    hedge: int,
+    is_dryrun: bool,
+    show: Show,
+    confirm: Show,
+    track_upload: TrackUpload = launching.ignore_upload,
+) -> JobSchedule | None:
+    """Plan, confirm and store a schedule under a name, instead of starting a job now; None after a dry run."""
+    callbacks = Callbacks(show=show, confirm=confirm, track_upload=track_upload)
+    found = schedules.add_schedule(
+        context, task, name=schedule, request_id=request_id, hedge=hedge, is_dryrun=is_dryrun, callbacks=callbacks
+    )
+    if found is not None:
+        context.ensure_daemon()
+    return found

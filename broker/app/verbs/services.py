@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 
-from broker.app import jobs, services
+from broker.app import gateways, jobs, services
 from broker.app.buckets import TrackUpload
 from broker.app.clusters import LogChunk
 from broker.app.container import Context
@@ -102,6 +102,7 @@ def follow_service_log(
     """Pass a replica's output from `offset` on to `on_chunk`; with None, the balancer's log, which is not followed."""
     found = find_service(context, service)
     if replica is None:
+        gateways.check_has_log(context, found)
         path = find_folder(context.config, found).log
         text = path.read_bytes() if path.exists() else b""
         lines = text[offset:].decode(errors="replace").splitlines()

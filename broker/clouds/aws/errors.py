@@ -183,8 +183,9 @@ def translate(refusal: ApiError, *, is_create: bool = False) -> CloudError:
     kind = find_kind(refusal.code, refusal.status)
     if kind == "unknown" and not is_create:
         kind = "transient"
-    text = refusal.message if len(refusal.message) <= MESSAGE_MAX else f"{refusal.message[:MESSAGE_MAX]}..."
-    message = f"{refusal.code}: {text.rstrip('.')} ({refusal.operation}, {refusal.region})"
+    text = refusal.message.rstrip(".")
+    text = text if len(text) <= MESSAGE_MAX else f"{text[:MESSAGE_MAX]}..."
+    message = f"{refusal.code}: {text} ({refusal.operation}, {refusal.region})"
     hints = OWN_HINTS.get(refusal.code, HINTS[kind])
     if kind == "capacity":
         return CapacityError(message, scope="region" if refusal.code in REGION_WIDE else "zone", hints=hints)

@@ -82,7 +82,7 @@ def describe_disk(request: NodeRequest, image: Image) -> dict[str, Any]:
     tier = request.spec.disk_tier or "medium"
     if tier not in DISKS:
         raise InvalidRequestError(
-            f"unknown disk tier `{tier}` on AWS", hints=(f"Tiers: {', '.join(f'`{each}`' for each in DISKS)}",)
+            f"unknown disk tier `{tier}` on AWS", hints=(f"known tiers: {', '.join(f'`{each}`' for each in DISKS)}",)
         )
     size_gib = max(request.spec.disk_size_gib, image.size_gib)
     disk = {"VolumeSize": size_gib, "Encrypted": True, "DeleteOnTermination": True, **DISKS[tier]}

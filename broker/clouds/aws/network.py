@@ -67,7 +67,7 @@ class Network:
                 f"{region} has no default VPC",
                 hints=(
                     f"create one with `aws ec2 create-default-vpc --region {region}`",
-                    f'Or name your own in `aws.toml`: `vpcs = {{{region} = "vpc-..."}}`.',
+                    f'or name your own in `aws.toml`: `vpcs = {{{region} = "vpc-..."}}`',
                 ),
             )
         return str(vpcs[0]["VpcId"])
@@ -160,7 +160,7 @@ class Network:
         except (OSError, ValueError) as error:
             raise TransientError(
                 f"cannot determine this machine's public address from {self._settings.address_url}: {error}",
-                hints=('Name it in `aws.toml`: `ssh_from = ["203.0.113.7/32"]`.',),
+                hints=('name it in `aws.toml`: `ssh_from = ["203.0.113.7/32"]`',),
             ) from error
         return (f"{address}/{address.max_prefixlen}",)
 

@@ -76,6 +76,6 @@ class Scores:
         best = max(likely, key=lambda zone: scores[zone])
         raise CapacityError(
             f"AWS rates the chance of {placement.node_count} x {offer.instance_type} spot in {offer.zone} at 1 of 10 "
-            f"now, in {best} {scores[best]}",
+            f"now, and in {best} at {scores[best]}",
             scope="zone",
         )

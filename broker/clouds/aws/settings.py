@@ -45,7 +45,9 @@ def load_settings(home: Path) -> Settings:
     known = {each.name: each for each in dataclasses.fields(Settings)}
     for name, value in found.items():
         if name not in known:
-            raise UsageError(f"{path}: unknown setting `{name}`", hints=(f"Settings: {', '.join(sorted(known))}",))
+            raise UsageError(
+                f"{path}: unknown setting `{name}`", hints=(f"known settings: {', '.join(sorted(known))}",)
+            )
         _check(path, name, value)
     values: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in found.items()}
     return Settings(**values)

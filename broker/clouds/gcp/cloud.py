@@ -164,10 +164,15 @@ class GcpCloud:
     async def renew_access(self, nodes: Sequence[Node]) -> bool:
         """Add this machine's current address to the rules of running gangs; return if one changed."""
         has_changed = False
-        for node in {NodeId.parse(node.id).gang: node for node in nodes}.values():
+        renewed: set[str] = set()
+        for node in nodes:
+            where = NodeId.parse(node.id)
+            if where.gang in renewed:
+                continue
             seen = await self._look_again(node)
             if seen is not None and seen.state is NodeState.RUNNING:
-                has_changed |= await self._launcher.renew_access(NodeId.parse(node.id), node.owner)
+                renewed.add(where.gang)
+                has_changed |= await self._launcher.renew_access(where, node.owner)
         return has_changed
 
     async def sweep(self, owner: str, keep: Collection[str]) -> int:

@@ -44,7 +44,9 @@ def load_settings(home: Path) -> Settings:
     }  # fmt: skip
     for name, value in values.items():
         if name not in kinds:
-            raise UsageError(f"{path}: unknown setting `{name}`", hints=(f"Settings: {', '.join(sorted(kinds))}",))
+            raise UsageError(
+                f"{path}: unknown setting `{name}`", hints=(f"known settings: {', '.join(sorted(kinds))}",)
+            )
         if not isinstance(value, kinds[name]):
             raise UsageError(f"{path}: `{name}` must be a {kinds[name].__name__}")
     _check_blocks(path, values.get("ssh_from", []))

@@ -4,6 +4,7 @@
   let isLoading = false;
   let isStale = false;
   let hasMissed = false;
+  let newest = document.body.dataset.newest;
   const load = async () => {
     hasMissed = isLoading; // a change during a load needs another one
     const isBusy = document.activeElement && document.activeElement.closest("form");
@@ -11,7 +12,10 @@
     if (isStale) return;
     isLoading = true;
     try {
-      const answer = await fetch(location.href, { credentials: "same-origin" });
+      const answer = await fetch(location.href, {
+        credentials: "same-origin",
+        headers: { "Broker-After": newest },
+      });
       if (answer.ok) {
         const page = new DOMParser().parseFromString(await answer.text(), "text/html");
         const scrolled = document.querySelector("pre")?.scrollTop;
@@ -26,6 +30,10 @@
       if (hasMissed) load();
     }
   };
-  new EventSource(`/changes?after=${document.body.dataset.newest}`).onmessage = load;
+  const job = document.body.dataset.job;
+  new EventSource(`/changes?after=${newest}${job ? `&job=${job}` : ""}`).onmessage = (change) => {
+    newest = change.data;
+    load();
+  };
   document.addEventListener("visibilitychange", () => isStale && load());
 }

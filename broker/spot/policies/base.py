@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from broker.spot.durations import NOTHING_SEEN, Durations
 from broker.types import Placement
 
 EPSILON_HOURS = 1e-7  # below a millisecond: the rounding error of sums of hours
+SPEED_STEP, SPEED_MIN = 0.05, 0.01  # of a ratio of speeds: the step of its logarithm, the least
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,8 +26,9 @@ class Candidate:
     that the end of its period would be noticed even if nothing ran there.
     `age_hours` is the age of its present period, and `met_hours` the age at which watching began: 0 if the beginning
     was observed, else an assumption (`broker.spot.durations.MET_HOURS`) from which `age_hours` continues.
-    `start_hours` are billed and do no work: creating nodes, setup, data, restoring the checkpoint. `move_usd` is paid
-    once to move there (egress). `speed` is work-hours per hour.
+    `start_hours` are billed and do no work: creating nodes, setup, data, restoring the checkpoint. During the first
+    `overlap_hours` of a start, machines that run already work on. `move_usd` is paid once to move there (egress).
+    `speed` is work-hours per hour.
     """
 
     placement: Placement
@@ -35,6 +37,7 @@ class Candidate:
     age_hours: float = 0.0
     met_hours: float = 0.0
     start_hours: float = 0.0
+    overlap_hours: float = 0.0
     move_usd: float = 0.0
     speed: float = 1.0
     closes_in_hours: float | None = None  # known from a preemption notice
@@ -73,6 +76,7 @@ class JobView:
     deadline_hours: float | None = None  # from submission
     spent_usd: float | None = None
     saves_on_notice: bool = False  # a preemption loses no work: its notice is long enough for a checkpoint
+    hour_value_usd: float | None = None  # of finishing an hour earlier; None: the default of each policy
 
     @property
     def sure_left_hours(self) -> float:
@@ -140,6 +144,47 @@ def find_fallback(view: JobView, candidates: Sequence[Candidate]) -> Candidate |
     return min(ondemand, key=lambda each: finish_hours(each, work))
 
 
+def list_reserves(view: JobView, candidates: Sequence[Candidate], fallback: Candidate) -> list[Candidate]:
+    """Return on-demand that may be kept in reserve: the fallback, then by cost the best of each other speed.
+
+    All are in time, unless nothing is. A kind that is both slower and dearer than another one is left out.
+    """
+    work, limit = view.sure_left_hours, view.time_left_hours
+    reach = math.inf if limit is None else limit - view.look_hours + EPSILON_HOURS
+    found = {round_speed(1.0): fallback}
+    for each in candidates:
+        if each.is_spot or finish_hours(each, work) > reach:
+            continue
+        best = found.setdefault(round_speed(each.speed / fallback.speed), each)
+        if best is not fallback and _price_run(each, work) < _price_run(best, work):
+            found[round_speed(each.speed / fallback.speed)] = each
+    by_cost = sorted((each for each in found.values() if each is not fallback), key=lambda each: _price_run(each, work))
+    kept = [fallback]
+    for each in by_cost:
+        if all(each.speed > one.speed or _price_run(each, work) < _price_run(one, work) for one in kept):
+            kept.append(each)
+    return kept
+
+
+def _price_run(candidate: Candidate, work_hours: float) -> float:
+    return candidate.move_usd + candidate.placement.usd_hour * finish_hours(candidate, work_hours)
+
+
+def round_speed(ratio: float) -> float:
+    """Round a ratio of two speeds to steps of 5 %, so that value functions can be shared; 1 stays 1."""
+    return math.exp(round(math.log(max(ratio, SPEED_MIN)) / SPEED_STEP) * SPEED_STEP)
+
+
+def is_same_speed(one: Candidate, other: Candidate) -> bool:
+    """Return whether two places work about equally fast."""
+    return round_speed(one.speed / other.speed) == 1.0
+
+
+def have_one_speed(candidates: Sequence[Candidate], fallback: Candidate) -> bool:
+    """Return whether all places work about as fast as the fallback."""
+    return all(is_same_speed(each, fallback) for each in candidates)
+
+
 def finish_hours(candidate: Candidate, work_hours: float) -> float:
     """Return the hours that `work_hours` take if started there now and never interrupted."""
     return candidate.start_hours + work_hours / candidate.speed
@@ -155,9 +200,25 @@ def spare_hours(view: JobView, fallback: Candidate) -> float:
     return view.time_left_hours - view.look_hours - finish_hours(fallback, view.sure_left_hours)
 
 
+def idle_hours(view: JobView, target: Candidate) -> float:
+    """Return the part of a start there during which nothing works: running machines work on through the first part."""
+    is_working = view.current is not None and view.starting_hours <= 0
+    return target.start_hours - target.overlap_hours if is_working else target.start_hours
+
+
+def exposed_hours(view: JobView, target: Candidate, fallback: Candidate) -> float:
+    """Return the most time that a preemption there can cost, beyond the start.
+
+    A program that saves after a fixed number of steps takes longer from one checkpoint to the next where it is slower.
+    """
+    return view.exposed_hours / min(target.speed / fallback.speed, 1.0)
+
+
 def is_safe_to_start(view: JobView, target: Candidate, fallback: Candidate) -> bool:
     """Return whether on-demand is still in time after a start on spot that is lost just before its first checkpoint."""
-    return spare_hours(view, fallback) >= target.start_hours + view.exposed_hours - EPSILON_HOURS
+    return (
+        spare_hours(view, fallback) >= idle_hours(view, target) + exposed_hours(view, target, fallback) - EPSILON_HOURS
+    )
 
 
 def is_affordable(
@@ -172,7 +233,8 @@ def is_affordable(
     if view.spent_usd is None:
         return True
     rate, work = fallback.placement.usd_hour, max(view.work_hours, view.work_left_hours)
-    lost = target.move_usd + (target.start_hours + view.exposed_hours) * target.placement.usd_hour
+    exposed = exposed_hours(view, target, fallback)
+    lost = target.move_usd + (target.start_hours + exposed) * target.placement.usd_hour
     worst = view.spent_usd + lost + rate * finish_hours(fallback, view.sure_left_hours)
     ondemand = rate * finish_hours(fallback, work)
     failed = lost + max(move_usd - target.move_usd, 0.0) + rate * fallback.start_hours
@@ -194,6 +256,13 @@ def safe_hours(view: JobView, current: Candidate, fallback: Candidate) -> float:
         return math.inf
     left = view.starting_hours + (spare - view.starting_hours) / falling
     return left if left > EPSILON_HOURS else 0.0
+
+
+def hours_after_start(view: JobView, target: Candidate, fallback: Candidate) -> float:
+    """Return how long a decision to start there holds: where spot is slower than on-demand, it uses up spare time."""
+    if not target.is_spot or target.speed >= fallback.speed:
+        return math.inf
+    return safe_hours(replace(view, starting_hours=target.start_hours), target, fallback)
 
 
 def cheapest_open_spot(candidates: Sequence[Candidate]) -> Candidate | None:

@@ -14,6 +14,7 @@ from broker.spot.policies.base import (
     Wait,
     cheapest_open_spot,
     find_fallback,
+    hours_after_start,
     is_safe_to_start,
     safe_hours,
     spare_hours,
@@ -42,7 +43,7 @@ def decide(view: JobView, candidates: Sequence[Candidate]) -> Decision:
         return take_fallback(view, candidates, fallback, "spot is not offered")
     spot = cheapest_open_spot(candidates)
     if spot is not None and is_safe_to_start(view, spot, fallback):
-        return Move(target=spot, reason="spot is available")
+        return Move(target=spot, hours=hours_after_start(view, spot, fallback), reason="spot is available")
     if spare <= EPSILON_HOURS:
         return take_fallback(view, candidates, fallback, "the point of no return")
     return Wait(hours=spare, reason="spot is unavailable")

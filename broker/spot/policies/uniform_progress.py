@@ -21,6 +21,7 @@ from broker.spot.policies.base import (
     Wait,
     cheapest_open_spot,
     find_fallback,
+    hours_after_start,
     is_safe_to_start,
     safe_hours,
     spare_hours,
@@ -61,7 +62,7 @@ def pace(view: JobView, candidates: Sequence[Candidate], *, is_choosy: bool) -> 
             fallback.start_hours if is_ondemand else 0.0
         )  # on-demand is running: its start is already paid
         if not is_ondemand or banked >= STARTS_BANKED * spot.start_hours + view.starting_hours:
-            return Move(target=spot, reason="spot is available")
+            return Move(target=spot, hours=hours_after_start(view, spot, fallback), reason="spot is available")
     behind = _behind_hours(view)
     if current is not None:
         # When ahead of the line again, on-demand is given up only for spot: its start has been paid.

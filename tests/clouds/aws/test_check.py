@@ -82,6 +82,43 @@ def test_quota_of_nothing_comes_with_the_command_that_asks_for_more(bed: AwsBed)
     assert "--quota-code L-417A185B --region us-east-1" in none.command
 
 
+def test_quotas_of_several_regions_are_named_the_largest_first(bed: AwsBed) -> None:
+    regions = ("us-east-1", "us-west-2", "eu-central-1")
+    on_demand, spot = "L-DB2E81BA", "L-3819A6DF"
+    bed.account.quotas = {(region, code): 0.0 for region in regions for code in (on_demand, spot)}
+    bed.account.quotas |= {("us-west-2", on_demand): 128.0, ("us-east-1", on_demand): 64.0}
+    found = inspect(bed, replace(bed.settings, regions=regions))
+    assert found["quota G (T4, A10G, L4, L40S) on-demand"].note == "us-west-2 128 vCPUs, us-east-1 64 vCPUs"
+    assert found["quota G (T4, A10G, L4, L40S) on-demand"].command == ""
+    none = found["quota G (T4, A10G, L4, L40S) spot"]
+    assert (none.is_ok, none.note) == (False, "0 vCPUs") and f"--quota-code {spot} --region us-west-2" in none.command
+    ties = found["quota Trn on-demand"]
+    assert ties.note == ", ".join(f"{region} 1000 vCPUs" for region in sorted(regions))
+    assert [name.partition(" ")[2] for name in found if name.startswith("quota ")] == [
+        "G (T4, A10G, L4, L40S) on-demand", "G (T4, A10G, L4, L40S) spot", "P (V100, A100, H100, ...) on-demand",
+        "P (V100, A100, H100, ...) spot", "P5 (H100, H200) spot", "Trn on-demand", "Trn spot",
+    ]  # fmt: skip
+
+
+def test_each_read_that_is_denied_has_a_line_of_its_own(bed: AwsBed) -> None:
+    bed.account.has_default_vpc = False
+    missing = inspect(bed)["network"]
+    assert (missing.is_ok, missing.command) == (False, "aws ec2 create-default-vpc --region us-east-1")
+    assert "no default VPC" in missing.note and inspect(bed)["permissions"].is_ok
+    bed.account.has_default_vpc = True
+    for action, line, note in (
+        ("DescribeRegions", "regions", "UnauthorizedOperation"),
+        ("DescribeSubnets", "network", "UnauthorizedOperation"),
+        ("ListServiceQuotas", "quotas", "AccessDeniedException"),
+        ("DescribeVolumes", "permissions", "describe_volumes"),
+    ):
+        bed.account.fail(action, "AccessDeniedException" if line == "quotas" else "UnauthorizedOperation", status=403)
+        found = inspect(bed)
+        assert [name for name, each in found.items() if not each.is_ok] == [line]
+        assert note in found[line].note and "broker check --policy aws" in found[line].command
+        assert found[line].is_needed == (line != "quotas")
+
+
 @pytest.fixture
 def aws() -> Iterator[FakeAws]:
     aws = FakeAws(Account(clock=SystemClock()))

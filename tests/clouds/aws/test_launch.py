@@ -331,8 +331,9 @@ def test_quota_used_by_other_machines_is_reported_with_figures(bed: AwsBed) -> N
         await bed.cloud.create_nodes(make_request(bed, node_count=2))
         with pytest.raises(
             QuotaError, match="requires 96 vCPUs, the account's limit is 200, and other machines run already"
-        ):
+        ) as caught:
             await bed.cloud.create_nodes(make_request(bed))
+        assert "--desired-value 296`" in caught.value.hints[0]
 
     bed.run(act())
 
@@ -470,7 +471,7 @@ def test_spot_zone_with_the_lowest_score_is_skipped_once(bed: AwsBed) -> None:
             await bed.cloud.create_nodes(request)
         assert caught.value.scope == "zone"
         assert caught.value.message == (
-            "AWS rates the chance of 2 x p4d.24xlarge spot in us-east-1b at 1 of 10 now, in us-east-1c 9"
+            "AWS rates the chance of 2 x p4d.24xlarge spot in us-east-1b at 1 of 10 now, and in us-east-1c at 9"
         )
         assert find_calls(bed, "RunInstances") == []
         assert len(await bed.cloud.create_nodes(request)) == 2
@@ -492,3 +493,58 @@ def test_other_scores_do_not_prevent_a_launch(bed: AwsBed, scores: dict[str, int
     bed.account.scores = scores
     assert launch(bed, is_spot=is_spot)["MinCount"] == 1
     assert len(find_calls(bed, "GetSpotPlacementScores")) == is_spot
+
+
+@pytest.mark.parametrize("is_spot", [False, True], ids=["on-demand", "spot"])
+def test_a_spot_machine_is_bought_once_and_ends_when_it_is_interrupted(bed: AwsBed, is_spot: bool) -> None:
+    asked = launch(bed, is_spot=is_spot)
+    options = {"SpotInstanceType": "one-time", "InstanceInterruptionBehavior": "terminate"}
+    assert asked.get("InstanceMarketOptions") == ({"MarketType": "spot", "SpotOptions": options} if is_spot else None)
+    (card,) = asked["NetworkInterfaces"]
+    assert card == {
+        "DeviceIndex": 0, "Groups": list(bed.account.groups), "DeleteOnTermination": True,
+        "SubnetId": "subnet-of-us-east-1b", "AssociatePublicIpAddress": True,
+    }  # fmt: skip
+
+
+def test_the_task_chooses_the_image_before_the_settings_and_these_for_their_region_only(bed: AwsBed) -> None:
+    bed.settings = replace(bed.settings, images={"us-east-1": "ami-mine"})
+    bed.cloud = bed.reopen()
+    assert launch(bed)["ImageId"] == "ami-mine"
+    assert launch(bed, spec=MachineSpec(image_id="ami-task"))["ImageId"] == "ami-task"
+    bed.offer = replace(OFFER, region="us-west-2", zone="us-west-2a")
+    assert launch(bed)["ImageId"] == "ami-gpu-x86-us-west-2", "an image is of one region"
+    bed.offer = replace(OFFER, **CPU)
+    bed.settings = replace(bed.settings, images={})
+    bed.cloud = bed.reopen()
+    assert launch(bed)["ImageId"] == "ami-plain-x86-us-east-1"
+
+
+def test_one_process_boots_each_region_from_an_image_of_its_own(bed: AwsBed) -> None:
+    """A public image has one name everywhere, and another id in each region."""
+    west = replace(OFFER, region="us-west-2", zone="us-west-2a")
+    for offer in (OFFER, west, OFFER):
+        bed.offer = offer
+        asked = launch(bed, cluster=offer.region)
+        assert asked["ImageId"] == f"ami-gpu-x86-{offer.region}"
+        assert asked["NetworkInterfaces"][0]["SubnetId"] == f"subnet-of-{offer.zone}"
+    assert len(find_calls(bed, "DescribeImages")) == 2
+
+
+def test_region_without_a_default_vpc_names_both_ways_out(bed: AwsBed) -> None:
+    bed.account.has_default_vpc = False
+
+    async def act() -> None:
+        with pytest.raises(InvalidRequestError, match="us-east-1 has no default VPC") as caught:
+            await bed.cloud.create_nodes(make_request(bed))
+        one, other = caught.value.hints
+        assert "aws ec2 create-default-vpc --region us-east-1" in one and 'vpcs = {us-east-1 = "vpc-..."}' in other
+
+    bed.run(act())
+    assert launch(bed_with_vpc(bed))["NetworkInterfaces"][0]["SubnetId"] == "subnet-of-us-east-1b"
+
+
+def bed_with_vpc(bed: AwsBed) -> AwsBed:
+    bed.settings = replace(bed.settings, vpcs={"us-east-1": "vpc-of-us-east-1"})
+    bed.cloud = bed.reopen()
+    return bed

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from broker.clouds.base import CanSweep
+from broker.clouds.gcp.settings import Settings
 from broker.errors import AuthError, QuotaError, UnknownOutcomeError
 from broker.types import MachineSpec, NodeRequest
 
@@ -156,3 +157,25 @@ def test_an_address_is_queried_again_after_a_minute(bed: Any, request_of: Make) 
     asyncio.run(act())
     ranges = [rule["sourceRanges"] for name, rule in sorted(bed.gce.firewalls.items()) if name.endswith("-ssh")]
     assert sorted(ranges) == [["198.51.100.9/32"], ["203.0.113.7/32"]]
+
+
+@pytest.mark.parametrize(
+    "named", ["projects/pretend/regions/us-east4/subnetworks/mine", "regions/us-east4/subnetworks/mine"]
+)
+def test_rules_are_in_the_network_of_the_subnetwork_that_the_settings_name(
+    bench: Any, request_of: Make, named: str
+) -> None:
+    bench.gce.subnetworks = {
+        ("us-east4", "mine"): "projects/pretend/global/networks/vpc",
+        ("us-central1", "mine"): "projects/pretend/global/networks/other",
+    }
+    bench.gce.networks = {"vpc"}
+    cloud = bench.make_cloud(settings=Settings(network=named))
+    (node,) = bench.run(cloud.create_nodes(request_of(spec=MachineSpec(ports=("80",)))))
+    assert {rule["network"] for rule in read_rules(bench).values()} == {"projects/pretend/global/networks/vpc"}
+    (interface,) = bench.gce.find(node.id.rpartition("/")[2])["networkInterfaces"]
+    assert interface["subnetwork"] == named and "network" not in interface
+    bench.run(cloud.check())
+    bench.gce.networks = {"other"}
+    with pytest.raises(AuthError, match="network"):
+        bench.run(cloud.check())

@@ -16,6 +16,7 @@ from broker.clouds.gcp.login import Login, find_login
 from broker.clouds.gcp.settings import Settings, load_settings
 from broker.config import Config
 from broker.errors import InvalidRequestError, UsageError
+from tests.testbed.ec2_server import AwsServer
 
 
 def write_gcloud(folder: Path, *, project: str = "", active: str = "default") -> None:
@@ -114,3 +115,33 @@ def test_ssh_comes_from_where_the_settings_say_or_from_where_we_are_seen(monkeyp
     with pytest.raises(InvalidRequestError) as caught:
         callers.find_callers(Login(project="p", source="s"))
     assert "ssh_from" in caught.value.hints[0]
+
+
+@pytest.mark.parametrize("first", ["nowhere", "a login page"])
+def test_the_second_service_tells_our_address_if_the_first_does_not(
+    monkeypatch: pytest.MonkeyPatch, first: str
+) -> None:
+    """A hotel's network answers every request with a page of its own."""
+    page = AwsServer(lambda *_: {}, caller_address="<html>log in first</html>")
+    echo = AwsServer(lambda *_: {}, caller_address="198.51.100.9")
+    login = Login(project="p", source="s")
+    try:
+        monkeypatch.setattr(callers, "ECHO_URLS", ("http://127.0.0.1:9/" if first == "nowhere" else page.url, echo.url))
+        assert callers.find_callers(login) == ("198.51.100.9/32",)
+        monkeypatch.setattr(callers, "ECHO_URLS", (page.url,))
+        with pytest.raises(InvalidRequestError, match="cannot determine"):
+            callers.find_callers(login)
+    finally:
+        page.close()
+        echo.close()
+
+
+def test_private_nodes_need_a_source_of_ssh_and_a_server_of_our_own_needs_none() -> None:
+    private = Settings(uses_private_addresses=True)
+    with pytest.raises(InvalidRequestError, match="requires `ssh_from`"):
+        callers.find_callers(Login(project="p", source="s", settings=private))
+    private = Settings(uses_private_addresses=True, ssh_from=("10.0.0.0/8",))
+    assert callers.find_callers(Login(project="p", source="s", settings=private)) == ("10.0.0.0/8",)
+    for host in ("127.0.0.1", "localhost"):
+        near = Login(project="p", source="s", endpoint=f"http://{host}:8080")
+        assert callers.find_callers(near) == ("127.0.0.1/32",)

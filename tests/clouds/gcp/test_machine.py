@@ -54,6 +54,12 @@ def test_distinct_texts_have_distinct_labels(one: str, other: str) -> None:
     assert (names.label_value(one) == names.label_value(other)) == (one == other)
 
 
+def test_a_label_of_the_greatest_length_is_kept_and_a_longer_one_shortened() -> None:
+    assert names.label_value("a" * 63) == "a" * 63
+    longer = names.label_value("a" * 64)
+    assert len(longer) == 63 and longer.startswith("a" * 54 + "-")
+
+
 def test_our_labels_win_over_the_users(request_of: Make) -> None:
     labels = names.make_labels(request_of(spec=MachineSpec(labels={"broker-owner": "thief", "9lives": "x y"})))
     assert labels["broker-owner"] == "0123456789ab" and labels["x9lives"] == "x-y"

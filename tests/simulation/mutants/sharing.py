@@ -9,14 +9,17 @@ from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
-from broker.jobs import workload
+from broker.jobs import slots, workload
+from broker.jobs.displacement import Displacement
 from broker.jobs.displacing import Holder
+from broker.jobs.job_limits import JobLimits
 from broker.jobs.slots import JobQueue
 from broker.jobs.workload import SharedWorkload
 from broker.state import claims, database
 from broker.state.base import FENCE
 from broker.state.claims import Claims
 from broker.state.database import SqliteDatabase
+from broker.types import Job, JobStatus
 
 Patches = Sequence[Any]
 
@@ -118,9 +121,9 @@ def claims_that_are_never_looked_for() -> Patches:
     return (patch.object(SharedWorkload, "_claim", claim),)
 
 
-def a_share_that_is_never_exceeded() -> Patches:
-    """Leave free jobs to a process that holds a lease, although it was just lost."""
-    return (patch.object(workload, "SHARE_S", math.inf),)
+def a_claim_that_is_only_released_after_a_drive() -> Patches:
+    """Keep the claim of a surplus job whose release failed: its process neither drives nor releases it."""
+    return (patch.object(SharedWorkload, "_release_idle", lambda self: None),)
 
 
 def an_epoch_that_begins_again() -> Patches:
@@ -157,7 +160,6 @@ class _Rewriting:
         return getattr(self._store, name)
 
 
-# Each with the invariants that may fail, and the first seed of the hunt: some only show in few histories.
 def slots_that_are_not_counted() -> Patches:
     """Take a slot without counting those of running jobs."""
     return (patch.object(JobQueue, "_list_units_with_slots", lambda self, live, projects: {}),)
@@ -173,11 +175,66 @@ def a_displacement_without_a_checkpoint() -> Patches:
     return (_patch_holders(lambda each: replace(each, is_preemptible=True)),)
 
 
+def a_displaced_job_that_keeps_its_slot() -> Patches:
+    """Forget the request once the machines are gone, so that the job starts again in the slot."""
+
+    def keep(self: JobQueue, job: Job) -> float:
+        self._store.queue.end_displacement(job.id)
+        return 0.0
+
+    return (patch.object(JobQueue, "_return_slot", keep),)
+
+
+def a_displaced_job_that_does_not_resume() -> Patches:
+    """End a displaced job where it should return its slot."""
+
+    def end(self: JobQueue, job: Job) -> float:
+        self._store.jobs.set_status(job.id, JobStatus.CANCELLED)
+        return 0.0
+
+    return (patch.object(JobQueue, "_return_slot", end),)
+
+
+def a_request_for_a_slot_that_is_not_answered() -> Patches:
+    """Let a displaced job run on."""
+
+    async def ignore(*_: Any) -> bool:
+        return False
+
+    return (patch.object(Displacement, "step", ignore),)
+
+
+def slots_of_a_project_that_are_not_counted() -> Patches:
+    """Start jobs of a project beyond its own limit."""
+    before = slots.list_startable
+
+    def ignore(ordered: Any, held: Any, *, total: int | None, by_project: Any) -> frozenset[str]:
+        return before(ordered, held, total=total, by_project={})
+
+    return (patch.object(slots, "list_startable", ignore),)
+
+
+def a_max_duration_that_is_forgotten() -> Patches:
+    """Let a job run on after its `max_duration`."""
+    return (patch.object(JobLimits, "_measure_used_s", lambda self, job, begin_s=None: 0.0),)
+
+
+def a_max_duration_that_ends_early() -> Patches:
+    """Count twice the time that has passed."""
+    before = JobLimits._measure_used_s
+    return (
+        patch.object(
+            JobLimits, "_measure_used_s", lambda self, job, begin_s=None: 2 * before(self, job, begin_s=begin_s)
+        ),
+    )
+
+
 def _patch_holders(change: Callable[[Holder], Holder]) -> Any:
     before = JobQueue._list_holders
     return patch.object(JobQueue, "_list_holders", lambda self: [change(each) for each in before(self)])
 
 
+# Each with the invariants that may fail, and the first seed of the hunt: some only show in few histories.
 MUTANTS: tuple[tuple[Callable[[], Patches], str, int], ...] = (
     (writes_are_not_fenced, "C1", 8),
     (a_claim_without_a_new_epoch, "C1 C2", 0),
@@ -190,9 +247,15 @@ MUTANTS: tuple[tuple[Callable[[], Patches], str, int], ...] = (
     (a_lease_that_is_too_long, "C3", 0),
     (a_lease_that_the_dead_extend, "C3", 0),
     (claims_that_are_never_looked_for, "C3", 0),
-    (a_share_that_is_never_exceeded, "C3", 230),
+    (a_claim_that_is_only_released_after_a_drive, "L2", 302500),  # rare: 302515
     (an_epoch_that_begins_again, "C1 C2", 0),
     (slots_that_are_not_counted, "Q1", 0),
     (a_displacement_of_any_priority, "Q2", 0),
     (a_displacement_without_a_checkpoint, "Q2", 0),
+    (a_displaced_job_that_keeps_its_slot, "Q1 Q3", 0),
+    (a_displaced_job_that_does_not_resume, "S7", 0),
+    (a_request_for_a_slot_that_is_not_answered, "Q3", 0),
+    (slots_of_a_project_that_are_not_counted, "Q1", 0),
+    (a_max_duration_that_is_forgotten, "M1", 0),
+    (a_max_duration_that_ends_early, "M2 S14", 0),
 )

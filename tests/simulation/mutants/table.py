@@ -13,8 +13,9 @@ from unittest.mock import patch
 
 from broker.provision.lifecycle import Provisioner
 from tests.simulation.group_scenes import ALL_SCENES, LONG_SCENES
-from tests.simulation.mutants import believing, groups, jobs, provisioning, storage
+from tests.simulation.mutants import believing, groups, jobs, provisioning, services, storage
 from tests.simulation.runner import Result, play_scene
+from tests.simulation.service_scenes import SERVICE_SCENES, play_service
 
 POINTS_MAX = 100
 
@@ -243,6 +244,30 @@ GROUP_MUTANTS: tuple[Mutant, ...] = (
         first_point=110,
     ),
 )
+
+
+SERVICE_MUTANTS: tuple[Mutant, ...] = (
+    Mutant(plant=services.replica_is_recorded_after_its_job, letters="V2", scene="a service"),
+    Mutant(plant=services.drained_replica_is_ended_at_once, letters="V4", scene="a service that is updated"),
+    Mutant(
+        plant=services.old_version_is_drained_with_the_first_new_replica,
+        letters="V3",
+        scene="a service that is updated",
+    ),
+    Mutant(plant=services.service_is_forgotten_before_its_replicas_are_gone, letters="V2 V5", scene="a service"),
+    Mutant(plant=services.replica_that_is_not_ready_is_not_counted, letters="V1", scene="a service"),
+    Mutant(plant=services.balancer_is_started_once, letters="V6", scene="a service that is updated", first_point=45),
+)
+
+
+def hunt_service(mutant: Mutant) -> Catch | None:
+    """Return the first play of a service's scene that exposes the mutant, or None."""
+    scene = next(scene for scene in SERVICE_SCENES if scene.name == mutant.scene)
+    with planted(mutant, is_collector_off=False):
+        for point in (None, *range(mutant.first_point, mutant.first_point + POINTS_MAX)):
+            if failure := play_service(scene, kill_at=point).failure:
+                return Catch(where=scene.name if point is None else f"{scene.name}, killed at {point}", failure=failure)
+    return None
 
 
 def hunt(mutant: Mutant, *, is_collector_off: bool = False) -> Catch | None:

@@ -1,7 +1,9 @@
 """What single ranks do in a world of tests; each raises where a claim does not hold."""
 
 import math
+import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -9,10 +11,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
+from trainers import lm
 from trainers.config import TrainConfig
 from trainers.optimizer import Optimizer
 from trainers.ranks import join_ranks, leave_ranks
 from trainers.strategies import create_strategy, ring_attention
+from trainers.strategies.base import Strategy
 from trainers.strategies.options import DilocoOptions, GossipOptions, ParameterServerOptions, StrategyOptions
 from trainers.strategies.ring import ring_all_reduce
 
@@ -38,6 +42,13 @@ def ring_is_the_librarys_sum(_: Sequence[str]) -> int:
         first = mine.clone()
         dist.broadcast(first, 0)
         assert torch.equal(first, mine), "ranks hold different sums"
+    if ranks.world_size == 4:  # rings of every second rank: their members are numbered otherwise than the world
+        for members in ([0, 2], [1, 3]):
+            group = dist.new_group(members)
+            if ranks.rank in members:
+                part = torch.full((5,), float(ranks.rank + 1))
+                ring_all_reduce(part, group)
+                assert part.tolist() == [float(sum(members) + 2)] * 5
     leave_ranks()
     return 0
 
@@ -222,3 +233,54 @@ def ring_attention_is_attention(arguments: Sequence[str]) -> int:
         torch.testing.assert_close(part.grad.double(), each.grad[:, :, positions], rtol=1e-5, atol=1e-5)
     leave_ranks()
     return 0
+
+
+def dropout_in_a_ring_has_its_own_gradients(_: Sequence[str]) -> int:
+    """The backward pass drops what the forward pass dropped: gradients against differences of the whole ring's sum."""
+    ranks = join_ranks()
+    batch, heads, key_heads, length, width = 1, 4, 2, 8, 3
+    ring_attention.SCORE_BYTES = 4 * batch * heads * length * 3  # queries are taken three at a time
+    ring = ring_attention.Ring(group=None, rank=ranks.rank, count=ranks.world_size)
+    generator = torch.Generator().manual_seed(7 + ranks.rank)
+    shapes = [(batch, heads, length, width), *[(batch, key_heads, length, width)] * 2]
+    parts = [torch.randn(shape, generator=generator).requires_grad_() for shape in shapes]
+    ways = [torch.randn(shape, generator=generator) for shape in shapes]
+    outer = torch.randn(shapes[0], generator=generator)
+
+    def total(inputs: Sequence[Tensor]) -> Tensor:
+        torch.manual_seed(11 + ranks.rank)
+        mixed = ring_attention.attend_in_ring(*inputs, ring, dropout_rate=0.4)
+        return (mixed * outer).sum()
+
+    total(parts).backward()
+    for place, (part, way) in enumerate(zip(parts, ways, strict=True)):
+        ends = [
+            total([each.detach() + (sign * way if at == place else 0.0) for at, each in enumerate(parts)]).double()
+            for sign in (1e-2, -1e-2)
+        ]
+        assert part.grad is not None
+        slopes = torch.stack([(ends[0] - ends[1]) / 2e-2, (part.grad * way).sum().double()])
+        dist.all_reduce(slopes)
+        torch.testing.assert_close(slopes[0], slopes[1], rtol=2e-2, atol=2e-2)
+        assert abs(float(slopes[1])) > 0.1, "too flat to show a difference"
+    torch.manual_seed(11 + ranks.rank)
+    kept = ring_attention.attend_in_ring(*(each.detach() for each in parts), ring, dropout_rate=0.4)
+    again = ring_attention.attend_in_ring(*(each.detach() for each in parts), ring, dropout_rate=0.4)
+    assert not torch.equal(kept, again), "the next pass drops others"
+    leave_ranks()
+    return 0
+
+
+def train_and_note_norms(arguments: Sequence[str]) -> int:
+    """Train as `trainers.lm` does; the first rank notes the norm of each step's gradients before they are clipped."""
+    clip, path = Strategy.clip, Path(os.environ["BROKER_PROGRESS_FILE"]).with_name("norms")
+
+    def clip_and_note(self: Strategy, model: nn.Module, norm_max: float) -> Tensor:
+        norm = clip(self, model, norm_max)
+        if self.ranks.is_first:
+            with path.open("a") as file:
+                file.write(f"{float(norm)}\n")
+        return norm
+
+    Strategy.clip = clip_and_note  # type: ignore[method-assign]
+    return lm.main(list(arguments))

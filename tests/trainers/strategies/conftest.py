@@ -72,12 +72,19 @@ class Worlds:
         return Ended(codes=json.loads(self.process.stdout.readline()), errors=errors.read_text())
 
     def train(
-        self, path: Path, strategy: str, *flags: str, ranks: int, kill_after: int = 0, attempt: int = 1
+        self,
+        path: Path,
+        strategy: str,
+        *flags: str,
+        ranks: int,
+        kill_after: int = 0,
+        attempt: int = 1,
+        function: str = "trainers.lm:main",
     ) -> dict[int, list[float]]:
         """Train the tiny model to its end, or to a kill -9 after some step; every loss the folder has seen, by step."""
         arguments = ["--strategy", strategy, *TINY, *flags]
         kill_at = f"step {kill_after}/" if kill_after else ""
-        ended = self.call(path, "trainers.lm:main", arguments, ranks=ranks, kill_at=kill_at, attempt=attempt)
+        ended = self.call(path, function, arguments, ranks=ranks, kill_at=kill_at, attempt=attempt)
         assert ended.codes == [-9 if kill_after else 0] * ranks, ended.errors
         return read_losses(path)
 

@@ -37,6 +37,17 @@ def test_all_ranks_learn_of_a_stop_in_time(worlds: Worlds, tmp_path: Path, strat
     assert ended.codes == [0] * ranks, ended.errors
 
 
+@pytest.mark.parametrize("strategy", ["diloco", "gossip"])
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_island_restores_its_own_optimizer_state(worlds: Worlds, tmp_path: Path, strategy: str, ranks: int) -> None:
+    """With as many ranks its own weights and moments; otherwise both are of the first island, never of two islands."""
+    island_checks = "tests.trainers.strategies.island_checks"
+    ended = worlds.call(tmp_path, f"{island_checks}:save_islands", [strategy, str(tmp_path)], ranks=2)
+    assert ended.codes == [0] * 2, ended.errors
+    ended = worlds.call(tmp_path, f"{island_checks}:restore_islands", [strategy, str(tmp_path), "2"], ranks=ranks)
+    assert ended.codes == [0] * ranks, ended.errors
+
+
 def test_checkpoint_of_asynchronous_workers_is_a_clean_cut(worlds: Worlds, tmp_path: Path) -> None:
     ended = worlds.call(tmp_path, f"{CHECKS}:checkpoint_is_a_clean_cut", [], ranks=3)
     assert ended.codes == [0] * 3, ended.errors
@@ -60,3 +71,9 @@ def test_moves_of_part_of_a_step_go_as_far_together_as_one() -> None:
 def test_no_worker_runs_further_ahead_than_the_staleness_allows(worlds: Worlds, tmp_path: Path) -> None:
     ended = worlds.call(tmp_path, f"{CHECKS}:no_worker_is_more_than_two_steps_ahead", [], ranks=4)
     assert ended.codes == [0] * 4, ended.errors
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_dropout_in_a_ring_is_the_same_in_both_passes(worlds: Worlds, tmp_path: Path, ranks: int) -> None:
+    ended = worlds.call(tmp_path, f"{CHECKS}:dropout_in_a_ring_has_its_own_gradients", [], ranks=ranks)
+    assert ended.codes == [0] * ranks, ended.errors

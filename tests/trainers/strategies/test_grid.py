@@ -119,3 +119,12 @@ def test_buckets_keep_order_and_size(counts: list[int], bytes_max: int) -> None:
     # No bucket could have taken the first of the next.
     for one, other in itertools.pairwise(buckets):
         assert sum(each.nbytes for each in one) + other[0].nbytes > bytes_max
+
+
+def test_a_bucket_has_one_dtype() -> None:
+    kinds = [torch.float32, torch.bfloat16, torch.bfloat16, torch.float32]
+    tensors = [torch.zeros(2, dtype=kind) for kind in kinds]
+    assert [[each.dtype for each in bucket] for bucket in fill_buckets(tensors, 1000)] == [
+        [torch.float32], [torch.bfloat16, torch.bfloat16], [torch.float32],
+    ]  # fmt: skip
+    assert fill_buckets([], 1000) == []

@@ -8,6 +8,7 @@ from .conftest import TOTAL, Worlds, read_lines
 
 # Sums of the same numbers in another order differ in the last bits of a float32 loss around 5.
 ROUNDING = 2e-6
+NOTING = "tests.trainers.strategies.checks:train_and_note_norms"
 long = pytest.mark.long
 
 WORLDS = [
@@ -15,7 +16,7 @@ WORLDS = [
     (3, "allreduce", []),
     (2, "allreduce", ["--allreduce.algorithm", "ring", "--allreduce.bucket_mib", "0.01"]),
     (2, "fsdp", []),
-    (2, "fsdp", ["--fsdp.reshard", "never", "--fsdp.prefetch", "1"]),
+    pytest.param(2, "fsdp", ["--fsdp.reshard", "never", "--fsdp.prefetch", "1"], marks=long),
     (3, "fsdp", []),  # shares of 2, 3 and 3 samples
     pytest.param(2, "zero1", [], marks=long),  # `HANDED_ON` compares both with one process, too
     pytest.param(3, "zero2", [], marks=long),
@@ -25,7 +26,7 @@ WORLDS = [
     (2, "pipeline", []),
     (3, "parameter_server", []),
     (4, "hsdp", ["--mesh", "2x2"]),
-    (4, "pipeline+fsdp", ["--mesh", "2x2"]),
+    pytest.param(4, "pipeline+fsdp", ["--mesh", "2x2"], marks=long),
     pytest.param(4, "fsdp+tensor", ["--mesh", "2x*"], marks=long),
     pytest.param(4, "allreduce+tensor", ["--mesh", "2x2"], marks=long),
     pytest.param(4, "pipeline+tensor", ["--mesh", "2x2"], marks=long),
@@ -43,11 +44,31 @@ WORLDS = [
 ]
 
 
+@pytest.fixture(scope="module")
+def norms_alone(worlds: Worlds, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """The norms of the gradients of one process."""
+    path = tmp_path_factory.mktemp("norms")
+    worlds.train(path, "ddp", ranks=1, function=NOTING)
+    return read_norms(path)
+
+
+def read_norms(path: Path) -> list[float]:
+    return [float(line) for line in (path / "norms").read_text().splitlines()]
+
+
 @pytest.mark.parametrize(("ranks", "strategy", "flags"), WORLDS, ids=str)
-def test_losses_are_those_of_one_process(
-    worlds: Worlds, alone: dict[int, float], tmp_path: Path, ranks: int, strategy: str, flags: list[str]
+def test_losses_and_gradients_are_those_of_one_process(
+    worlds: Worlds,
+    alone: dict[int, float],
+    norms_alone: list[float],
+    tmp_path: Path,
+    ranks: int,
+    strategy: str,
+    flags: list[str],
 ) -> None:
-    losses = worlds.train(tmp_path, strategy, *flags, ranks=ranks)
+    """AdamW's steps are the same for gradients that are all twice as large: losses alone would not show it."""
+    losses = worlds.train(tmp_path, strategy, *flags, ranks=ranks, function=NOTING)
+    assert len(norms_alone) == TOTAL and read_norms(tmp_path) == pytest.approx(norms_alone, rel=1e-4)
     assert sorted(losses) == list(range(1, TOTAL + 1))
     assert {step: each[0] for step, each in losses.items()} == pytest.approx(alone, abs=ROUNDING)
     assert losses[TOTAL][0] < losses[1][0] - 0.1

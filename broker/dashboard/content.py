@@ -1,0 +1,100 @@
+"""The content of the pages that everyone sees alike: functions of the context and of what the path names.
+
+They are run once for all visitors that ask meanwhile (`sharing.py`), so none of them receives a request.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+from broker.app import jobs
+from broker.app.checks import read_checks
+from broker.app.container import Context
+from broker.app.deadline_chances import ChancePoint
+from broker.app.forecasts import list_paid
+from broker.app.services import describe_services, list_service_events
+from broker.app.spending import By, list_day_shares, read_spending
+from broker.dashboard import pages
+from broker.dashboard.cloud_page import show_clouds
+from broker.dashboard.cost_page import show_cost
+from broker.dashboard.html import Markup
+from broker.dashboard.model import NEWEST, read_job, read_overview
+from broker.dashboard.pages import JobContent
+from broker.dashboard.place_history import read_places
+from broker.dashboard.place_page import show_places
+from broker.dashboard.plan_page import show_choices
+from broker.dashboard.service_page import show_service, show_services
+
+SAVED_S = 5.0
+
+
+class OverviewPage:
+    """The overview of one state folder. Savings are summed at most once in `SAVED_S`: each attempt has a price."""
+
+    def __init__(self) -> None:
+        self._saved_usd = 0.0
+        self._read_s = -math.inf
+
+    def make(self, context: Context) -> Markup:
+        """Make the overview, and restart a dead daemon while jobs are live."""
+        context.keep_jobs_going()
+        is_due = not 0.0 <= context.clock.now_s() - self._read_s < SAVED_S
+        overview = read_overview(context, has_ondemand=is_due)
+        if overview.month_saved_usd is not None:
+            self._saved_usd, self._read_s = overview.month_saved_usd, overview.now_s
+        return pages.show_overview(replace(overview, month_ondemand_usd=overview.month_usd + self._saved_usd))
+
+
+def make_job(context: Context, job_id: int, chances: Sequence[ChancePoint]) -> JobContent:
+    """Make the page of a job. Raises UsageError for an unknown one."""
+    log, _ = jobs.read_log(context, job_id)
+    page = read_job(context, jobs.find_job(context, job_id))
+    return pages.show_job(replace(page, chances=tuple(chances)), log)
+
+
+def make_clusters(context: Context) -> Markup:
+    """Make the list of clusters."""
+    store, now_s = context.store, context.clock.now_s()
+    clusters = store.clusters.list(on_damage=context.warn)
+    spent = {each.name: store.bills.spend_usd(cluster=each.name, now_s=now_s) for each in clusters}
+    return pages.show_clusters(clusters, spent, now_s)
+
+
+def make_places(context: Context) -> Markup:
+    """Make the page of locations."""
+    store, now_s = context.store, context.clock.now_s()
+    return show_places(read_places(context), store.refusals.list_active(now_s), now_s)
+
+
+def make_cost(context: Context, by: By) -> Markup:
+    """Make the page of costs."""
+    store, now_s = context.store, context.clock.now_s()
+    spending = read_spending(store, by, now_s, on_damage=context.warn)
+    lines = store.jobs.list_lines(on_damage=context.warn)
+    shares = list_day_shares(store.bills.list(on_damage=context.warn), now_s)
+    names = {line.id: line.name for line in lines}
+    return show_cost(by, spending, names, shares, list_paid(context))
+
+
+def make_clouds(context: Context) -> Markup:
+    """Make the page of recorded checks."""
+    return show_clouds(read_checks(context.config), context.clock.now_s())
+
+
+def make_services(context: Context) -> Markup:
+    """Make the list of services."""
+    return show_services(describe_services(context), context.clock.now_s())
+
+
+def make_service(context: Context, name: str) -> Markup:
+    """Make the page of a service. Raises UsageError for an unknown one."""
+    (line,) = describe_services(context, [name])
+    return show_service(line, list_service_events(context, name), context.clock.now_s())
+
+
+def make_choices(context: Context) -> Markup:
+    """Make the list of jobs whose plans can be shown."""
+    lines = context.store.jobs.list_lines(NEWEST, on_damage=context.warn)[:NEWEST]
+    return show_choices([(line.id, line.name) for line in lines])

@@ -1,0 +1,101 @@
+"""The seam between a balancer and the program that clients' bytes pass through.
+
+    http           `http_path.py`      this process reads requests
+    tcp, grpc      `tcp_path.py`       this process passes connections through
+    haproxy        `haproxy_path.py`   a child process; this one configures it and reads its loads
+
+The balancer probes replicas, adopts routing files and writes `load.json`; it does not know which path it has.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from contextlib import AbstractAsyncContextManager
+from typing import Protocol
+
+from broker.clock import Clock
+from broker.serve.admission import is_loopback
+from broker.serve.files import LoadWindow, Routing
+from broker.serve.routes import BackendRoute, RouteTable
+from broker.types import ServiceSpec
+
+WAITING_MAX = 1_000  # requests or connections that wait for a replica to become ready
+WAIT_S_MAX = 60.0
+
+
+class Counts:
+    """Requests, or connections, since the balancer started, and now."""
+
+    def __init__(self) -> None:
+        self.arrivals = self.in_flight = self.waiting = self.resumed = self.broken = 0
+
+
+class DataPath(Protocol):
+    """One way from clients to replicas. Every method may be called again with the same values."""
+
+    counts: Counts
+
+    def listen(self) -> AbstractAsyncContextManager[int]:
+        """Accept clients; yield the port. Raises OSError where it is taken, StateError without a needed program."""
+
+    def adopt(self, routing: Routing) -> None:
+        """Act on another routing file, whose replicas the route table already has. Does not wait, and never fails."""
+
+    def wake(self) -> None:
+        """Act on a replica that became ready, or stopped being so. Does not wait, and never fails."""
+
+    async def probe(self, route: BackendRoute) -> str:
+        """Return why a replica is not ready; empty if it is. Ends after the probe's timeout."""
+
+    async def refresh(self) -> None:
+        """Update the counts, and `in_flight` of each route, before they are written; without an answer, keep them."""
+
+    def describe(self) -> tuple[LoadWindow, Mapping[int, LoadWindow]]:
+        """Return the responses of the last minute, in all and by replica; nothing where responses are not read."""
+
+
+class ReplicaQueue:
+    """Clients without a ready replica wait here, for up to a minute."""
+
+    def __init__(self, table: RouteTable, counts: Counts, *, clock: Clock) -> None:
+        self._table, self._counts, self._clock = table, counts, clock
+        self._woken = asyncio.Event()
+
+    @property
+    def is_full(self) -> bool:
+        """Return whether no more clients may wait."""
+        return self._counts.waiting >= WAITING_MAX
+
+    def wake(self) -> None:
+        """Make waiting clients look for a replica again."""
+        self._woken.set()
+        self._woken = asyncio.Event()
+
+    async def wait(self, deadline_s: float) -> bool:
+        """Wait until a replica may be ready; return False after the deadline, or where too many wait."""
+        rest_s = deadline_s - self._clock.now_s()
+        if rest_s <= 0 or self.is_full:
+            return False
+        self._counts.waiting += 1
+        try:
+            await asyncio.wait_for(self._woken.wait(), rest_s)
+        except TimeoutError:
+            return False
+        finally:
+            self._counts.waiting -= 1
+        return True
+
+
+def find_exposure(spec: ServiceSpec | Routing, host: str) -> str:
+    """Return why a service must not listen on this address; empty if it may.
+
+    Where API keys cannot be checked, an address that other machines reach needs certificates of clients, or a program
+    that terminates TLS itself.
+    """
+    if spec.has_keys or is_loopback(host) or spec.is_tls_passed:
+        return ""
+    if spec.tls is not None and spec.tls.client_ca_path is not None:
+        return ""
+    what = f"protocol: {spec.protocol}" if spec.protocol != "http" else f"balancer: {{type: {spec.balancer}}}"
+    return f"a service with `{what}` on {host} requires certificates of clients: API keys are not available there"

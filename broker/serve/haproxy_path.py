@@ -1,0 +1,186 @@
+"""HAProxy between clients and replicas: this process configures it, and reports its loads.
+
+replicas, drains or shares change      write the configuration, reload
+a probe changes what is ready          set the states of servers
+HAProxy is gone                        start it again
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import shutil
+from collections import Counter
+from collections.abc import AsyncIterator, Mapping
+from pathlib import Path
+
+import aiohttp
+
+from broker.clock import Clock
+from broker.errors import StateError
+from broker.serve import haproxy_config as config
+from broker.serve.connections import ReplicaConnector
+from broker.serve.credentials import make_client_context, read_certificate
+from broker.serve.data_path import Counts, find_exposure
+from broker.serve.files import LoadWindow, Routing, ServiceFolder
+from broker.serve.haproxy_control import CONFIG, HaproxyControl, NoAnswerError
+from broker.serve.probing import probe_connection, probe_request
+from broker.serve.routes import BackendRoute, RouteTable
+from broker.types import ServiceProtocol
+
+log = logging.getLogger(__name__)
+
+RETRY_S = 0.5  # after HAProxy did not answer, or ended
+
+
+class HaproxyPath:
+    """Implement `DataPath` with HAProxy."""
+
+    def __init__(self, table: RouteTable, routing: Routing, folder: ServiceFolder, *, clock: Clock) -> None:
+        self.counts = Counts()
+        self._table, self._routing, self._folder, self._clock = table, routing, folder, clock
+        self._control = HaproxyControl(folder.path)
+        self._context = make_client_context(folder)
+        self._session: aiohttp.ClientSession | None = None
+        self._changed = asyncio.Event()
+        self.is_applying = False  # a change is on its way to HAProxy
+        self._served = ""  # the structure that the running worker has
+        self._ended: dict[int, tuple[int, int]] = {}  # arrivals and broken ones by worker, of all so far
+
+    @contextlib.asynccontextmanager
+    async def listen(self) -> AsyncIterator[int]:
+        """Start HAProxy; yield its port. Raises StateError."""
+        if fault := find_exposure(self._routing, self._routing.host):
+            raise StateError(fault)
+        async with aiohttp.ClientSession(
+            connector=ReplicaConnector(self._context), cookie_jar=aiohttp.DummyCookieJar()
+        ) as session:
+            self._session = session
+            self._write_credentials()
+            self._write_config()
+            await self._control.start()
+            self._served = self._describe_structure()
+            tasks = [asyncio.ensure_future(each) for each in (self._apply_forever(), self._restart_forever())]
+            try:
+                yield self._routing.port
+            finally:
+                for each in tasks:
+                    each.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
+                await self._control.stop()
+
+    def adopt(self, routing: Routing) -> None:
+        """Reload with the new replicas, in a task of its own."""
+        self._routing = routing
+        self._changed.set()
+
+    def wake(self) -> None:
+        """Enable the servers of ready replicas, and disable the others, in a task of its own."""
+        self._changed.set()
+
+    async def probe(self, route: BackendRoute) -> str:
+        """Probe as the builtin balancer does."""
+        if self._routing.protocol is not ServiceProtocol.HTTP:
+            return await probe_connection(route, self._context, self._routing.probe)
+        assert self._session is not None
+        return await probe_request(self._session, route, self._routing.probe)
+
+    async def refresh(self) -> None:
+        """Read the figures of all workers, old ones included; without an answer, keep the last ones."""
+        busy: Counter[str] = Counter()
+        queued = 0
+        try:
+            for worker in await self._control.list_workers():
+                figures = await self._control.read_figures(worker)
+                broken = sum(each.broken for each in figures.servers)
+                self._ended[worker.pid] = figures.arrivals, broken
+                queued += figures.queued
+                for each in figures.servers:
+                    busy[each.name] += each.in_flight
+        except NoAnswerError:
+            return
+        for route in self._table.routes.values():
+            route.in_flight = busy[config.name_server(route.backend)]
+        self.counts.arrivals = sum(arrivals for arrivals, _ in self._ended.values())
+        self.counts.broken = sum(broken for _, broken in self._ended.values())
+        self.counts.in_flight, self.counts.waiting = sum(busy.values()) + queued, queued
+
+    def describe(self) -> tuple[LoadWindow, Mapping[int, LoadWindow]]:
+        """Return nothing: HAProxy keeps no times of the last minute."""
+        return LoadWindow(), {}
+
+    async def _apply_forever(self) -> None:
+        """Carry out each change, one after the other; one that was not answered is carried out again."""
+        while True:
+            await self._changed.wait()
+            self._changed.clear()
+            self.is_applying = True
+            try:
+                await self._apply()
+            except (NoAnswerError, StateError) as error:
+                log.warning("haproxy did not apply a change: %s", str(error) or "no answer")
+                self._changed.set()
+                await self._clock.sleep(RETRY_S)
+            finally:
+                self.is_applying = False
+
+    async def _apply(self) -> None:
+        """Bring HAProxy to the present routing and readiness. Raises NoAnswerError, StateError."""
+        self._write_config()  # also for a process that starts later
+        structure = self._describe_structure()
+        if structure != self._served:
+            if not await self._control.reload():
+                raise StateError("the configuration was not applied; see the log of the balancer")
+            self._served = structure
+        ready = self._list_ready()
+        for name, backends in config.group_backends(self._routing).items():
+            for each in backends:
+                await self._control.set_state(f"{name}/{config.name_server(each)}", config.choose_state(each, ready))
+
+    async def _restart_forever(self) -> None:
+        while True:
+            await self._control.wait()
+            log.error("haproxy has ended; it is started again")
+            await self._clock.sleep(RETRY_S)
+            with contextlib.suppress(StateError):
+                await self._control.start()
+                self._served = ""
+                self._changed.set()
+
+    def _list_ready(self) -> frozenset[int]:
+        return frozenset(number for number, route in self._table.routes.items() if route.is_ready)
+
+    def _describe_structure(self) -> str:
+        """Return what a reload is needed for: everything but readiness."""
+        return config.render(self._routing, [each.number for each in self._routing.backends])
+
+    def _write_config(self) -> None:
+        self._write(CONFIG, config.render(self._routing, self._list_ready()))
+
+    def _write_credentials(self) -> None:
+        """Write the certificates in the form that HAProxy reads: key and certificate in one file."""
+        folder, tls = self._folder, self._routing.tls
+        if folder.replica_pem.exists():
+            self._write(config.REPLICAS_CA, read_certificate(folder.replica_pem))
+        if tls is None:
+            return
+        paths = dict.fromkeys((tls.certificate_path, tls.key_path))
+        try:
+            self._write(config.CLIENTS_PEM, "\n".join(Path(each).read_text(encoding="ascii") for each in paths))
+            if tls.client_ca_path is not None:
+                self._write(config.CLIENT_CA, Path(tls.client_ca_path).read_text(encoding="ascii"))
+        except (OSError, ValueError) as error:
+            raise StateError(f"cannot read a certificate of the balancer: {error}") from error
+
+    def _write(self, name: str, text: str) -> None:
+        """Replace a file of the folder, which only its owner may read. Raises StateError."""
+        path = self._folder.path / name
+        aside = path.with_name(f".{name}.{os.getpid()}")
+        try:
+            with os.fdopen(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="ascii") as file:
+                file.write(text)
+            shutil.move(aside, path)
+        except OSError as error:
+            raise StateError(f"cannot write {path}: {error}") from error

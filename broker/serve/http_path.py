@@ -1,0 +1,72 @@
+"""HTTP through this process: requests are read, admitted by API key, and repeated or continued elsewhere."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import AsyncIterator, Mapping
+
+import aiohttp
+from aiohttp import web
+
+from broker.clock import Clock
+from broker.serve.admission import Gate
+from broker.serve.connections import ReplicaConnector
+from broker.serve.credentials import make_client_context, make_listener_context
+from broker.serve.files import LoadWindow, Routing, ServiceFolder
+from broker.serve.probing import probe_request
+from broker.serve.proxying import Proxy
+from broker.serve.routes import BackendRoute, RouteTable
+
+CLOSE_S = 10.0  # for open requests when the balancer is stopped
+HEADER_BYTES_MAX = 32 << 10
+
+
+class HttpPath:
+    """Implement `DataPath` with aiohttp."""
+
+    def __init__(self, table: RouteTable, routing: Routing, folder: ServiceFolder, gate: Gate, *, clock: Clock) -> None:
+        self._routing, self._folder = routing, folder
+        self._proxy = Proxy(table, routing, gate, clock=clock, draw=random.Random())
+        self.counts = self._proxy.counts
+
+    @contextlib.asynccontextmanager
+    async def listen(self) -> AsyncIterator[int]:
+        """Listen; yield the port. Open requests get ten seconds to end."""
+        async with aiohttp.ClientSession(
+            connector=ReplicaConnector(make_client_context(self._folder)),
+            cookie_jar=aiohttp.DummyCookieJar(),  # a jar would send one client's cookies for all of them
+            skip_auto_headers=("user-agent", "accept-encoding", "content-type"),
+            auto_decompress=False,
+        ) as session:
+            self._proxy.session = session
+            server = web.Server(self._proxy.handle, access_log=None, max_field_size=HEADER_BYTES_MAX)
+            runner = web.ServerRunner(server, shutdown_timeout=CLOSE_S)
+            await runner.setup()
+            try:
+                tls = self._routing.tls
+                context = None if tls is None else make_listener_context(tls)
+                await web.TCPSite(runner, self._routing.host, self._routing.port, ssl_context=context).start()
+                yield int(runner.addresses[0][1])
+            finally:
+                await runner.cleanup()
+
+    def adopt(self, routing: Routing) -> None:
+        """Act on another routing file."""
+        self._routing = routing
+        self._proxy.adopt(routing)
+
+    def wake(self) -> None:
+        """Make waiting requests look for a replica again."""
+        self._proxy.wake()
+
+    async def probe(self, route: BackendRoute) -> str:
+        """Send the readiness request."""
+        return await probe_request(self._proxy.session, route, self._routing.probe)
+
+    async def refresh(self) -> None:
+        """Do nothing: the counts are this process's own."""
+
+    def describe(self) -> tuple[LoadWindow, Mapping[int, LoadWindow]]:
+        """Return the responses of the last minute, in all and by replica."""
+        return self._proxy.meter.describe()

@@ -1,0 +1,167 @@
+"""Due times of a schedule: pure functions of its cron fields, its time zone and a point in time.
+
+Cron fields mean what they mean to Debian's cron, by the library `cronsim`. Where the clocks change, that is:
+
+- A due time with a fixed minute and hour (`30 2 * * *`) happens once a day. If its local time does not exist, it comes
+  at the first one that does (03:00); if it exists twice, at the first of both.
+- With a wildcard in front of the minute or the hour (`0 * * * *`, `*/15 2 * * *`), it comes at every matching minute
+  that passes: also at both of an hour that exists twice, and at none of one that does not exist.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from datetime import UTC, date, datetime, time, timedelta, tzinfo
+from typing import TYPE_CHECKING
+
+from broker.errors import UsageError
+from broker.frozen import frozen
+from broker.task.reading import suggest
+from broker.types.schedules import ScheduleSpec
+
+if TYPE_CHECKING:
+    from zoneinfo import ZoneInfo
+
+COUNT_MAX = 1000  # missed due times that are counted; more are recorded as so many
+WINDOWS_S = (3600.0, 86400.0, 32 * 86400.0, 400 * 86400.0)  # in which the newest due time is searched
+FIELDS = 5
+WORDS = {
+    "@hourly": "0 * * * *", "@daily": "0 0 * * *", "@midnight": "0 0 * * *", "@weekly": "0 0 * * 0",
+    "@monthly": "0 0 1 * *", "@yearly": "0 0 1 1 *", "@annually": "0 0 1 1 *",
+}  # fmt: skip
+
+
+@frozen
+class DueNow:
+    """What is due: the newest due time, the count of older ones from `first_s` on, and the next due time."""
+
+    due_s: float
+    first_s: float
+    missed_count: int
+    last_missed_s: float
+    next_s: float | None
+
+
+def explain_cron(cron: str) -> str | None:
+    """Return what is wrong with cron fields; None if they are valid and have a due time."""
+    from cronsim import CronSim, CronSimError
+
+    if len(cron.split()) != FIELDS:
+        return f"it has {len(cron.split())} fields, not {FIELDS}: minute, hour, day of month, month, day of week"
+    try:
+        next(CronSim(cron, datetime(2000, 1, 1, tzinfo=UTC)))
+    except CronSimError as error:
+        return str(error).removeprefix("Bad ") + " is out of range or malformed"
+    except StopIteration:
+        return "no date ever matches it"
+    return None
+
+
+def find_zone(name: str) -> ZoneInfo | None:
+    """Return a time zone of the IANA database; None if this machine knows none of this name."""
+    from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
+
+    try:
+        return ZoneInfo(name)
+    except (ZoneInfoNotFoundError, ValueError, OSError):  # OSError: the name of a folder, such as `Europe`
+        return None
+
+
+def list_faults(spec: ScheduleSpec) -> Iterator[tuple[str, str, str | None]]:
+    """Yield what is wrong with a schedule: the field, a message and a hint."""
+    if reason := explain_cron(spec.cron):
+        yield "cron", f"invalid cron fields `{spec.cron}`: {reason}", None
+    try:
+        zone = get_zone(spec)
+    except UsageError as error:
+        yield "timezone", error.message, _suggest_zone(spec.timezone) or error.hints[-1]
+        return
+    try:
+        read_until_s(spec.until or "2000-01-01", zone)
+    except UsageError as error:
+        yield "until", error.message, error.hints[0]
+
+
+def _suggest_zone(name: str) -> str | None:
+    from zoneinfo import available_timezones
+
+    return suggest(name, available_timezones())
+
+
+def find_next(spec: ScheduleSpec, after_s: float) -> float | None:
+    """Return the first due time after `after_s`; None if there is none, or none before `until`. Raises UsageError."""
+    return next(_list_due(spec, after_s), None)
+
+
+def find_due(spec: ScheduleSpec, next_s: float, now_s: float) -> DueNow | None:
+    """Return what is due at `now_s`, if the next due time was `next_s`; None before it. Raises UsageError.
+
+    Example: daily at 02:00, with `next_s` on Monday and `now_s` on Thursday noon: Thursday's is due, and the three of
+    Monday to Wednesday were missed.
+    """
+    if now_s < next_s:
+        return None
+    due_s = _find_newest(spec, next_s, now_s)
+    missed = 0 if due_s == next_s else 1
+    last_s = next_s
+    for each_s in _list_due(spec, next_s):
+        if each_s >= due_s or missed >= COUNT_MAX:
+            break
+        missed, last_s = missed + 1, each_s
+    return DueNow(due_s=due_s, first_s=next_s, missed_count=missed, last_missed_s=last_s, next_s=find_next(spec, now_s))
+
+
+def _find_newest(spec: ScheduleSpec, first_s: float, now_s: float) -> float:
+    """Return the newest due time up to `now_s`; `first_s` is one. Reads about as many as a day of minutes has."""
+    for window_s in WINDOWS_S:
+        newest_s = None
+        for each_s in _list_due(spec, max(first_s, now_s - window_s)):
+            if each_s > now_s:
+                break
+            newest_s = each_s
+        if newest_s is not None:
+            return newest_s
+        if now_s - window_s <= first_s:
+            break
+    return first_s
+
+
+def _list_due(spec: ScheduleSpec, after_s: float) -> Iterator[float]:
+    from cronsim import CronSim
+
+    zone = get_zone(spec)
+    until_s = None if spec.until is None else read_until_s(spec.until, zone)
+    before_s = -1.0
+    # From an hour that exists twice, cronsim begins again with the first of both: drop what is not later.
+    for moment in CronSim(spec.cron, datetime.fromtimestamp(after_s, zone)):
+        due_s = moment.timestamp()
+        if until_s is not None and due_s > until_s:
+            return
+        if due_s > max(after_s, before_s):
+            before_s = due_s
+            yield due_s
+
+
+def get_zone(spec: ScheduleSpec) -> tzinfo:
+    """Return the time zone of a schedule. Raises UsageError if this machine does not know it."""
+    if spec.timezone == "UTC":
+        return UTC
+    zone = find_zone(spec.timezone)
+    if zone is None:
+        raise UsageError(
+            f"unknown time zone `{spec.timezone}`",
+            hints=["write a name like `Europe/Paris`", "if it is right, install the time zones: `pip install tzdata`"],
+        )
+    return zone
+
+
+def read_until_s(until: str, zone: tzinfo) -> float:
+    """Return the last moment of `2026-12-31`, a whole day, or of `2026-12-31T18:00`. Raises UsageError."""
+    try:
+        if re.fullmatch(r"\d{4}-\d\d-\d\d", until):
+            end = datetime.combine(date.fromisoformat(until) + timedelta(days=1), time(), tzinfo=zone)
+            return end.timestamp() - 1.0  # due times are whole minutes
+        return datetime.fromisoformat(until).replace(tzinfo=zone, fold=1).timestamp()
+    except (ValueError, OverflowError):
+        raise UsageError(f"invalid date `{until}`", hints=["write `2026-12-31` or `2026-12-31T18:00`"]) from None
