@@ -10,7 +10,8 @@ from .conftest import Worlds, read_lines, write_documents
 pytestmark = pytest.mark.long
 
 SEED = 20261121
-KILLS = 54
+KILLS = 100
+KILLS_OF_A_RUN = 2  # each resumes the one before it, so that a run of 16 steps is broken twice
 STEPS = 16
 # Saved every second step, each save waiting for the one before: from here on there is a checkpoint to resume from.
 KILL_FIRST = 5
@@ -46,24 +47,26 @@ def test_every_killed_run_resumes_bit_identically(worlds: Worlds, tmp_path: Path
     wholes: dict[int, dict[int, list[float]]] = {}
     equal, resumed_at = 0, []
     documents = write_documents(tmp_path / "tokens")
-    for kill in range(KILLS):
-        place = kill % len(SETUPS)
+    for run in range(KILLS // KILLS_OF_A_RUN):
+        place = run % len(SETUPS)
         ranks, strategy, own = SETUPS[place]
         flags = ["--model.dropout", "0" if "llama" in own else "0.1"]
         flags += [*(part for flag in own for part in (documents if flag == "documents" else [flag]))]
         flags += ["--train.steps", str(STEPS)]
         if place not in wholes:
             wholes[place] = worlds.train(tmp_path / f"whole-{place}", strategy, *flags, ranks=ranks)
-        folder = tmp_path / f"kill-{kill}"
-        step = draw.randint(KILL_FIRST, STEPS - 2)
-        worlds.train(folder, strategy, *flags, ranks=ranks, kill_after=step)
-        broken = worlds.train(folder, strategy, *flags, ranks=ranks, attempt=2)
-        (start,) = [line["step"] for line in read_lines(folder) if line["event"] == "resumed"]
-        resumed_at.append(start)
-        assert sorted(broken) == list(range(1, STEPS + 1)), (strategy, step)
+        folder = tmp_path / f"run-{run}"
+        steps = sorted(draw.sample(range(KILL_FIRST, STEPS - 1), KILLS_OF_A_RUN))
+        for attempt, step in enumerate(steps, start=1):
+            worlds.train(folder, strategy, *flags, ranks=ranks, kill_after=step, attempt=attempt)
+        broken = worlds.train(folder, strategy, *flags, ranks=ranks, attempt=KILLS_OF_A_RUN + 1)
+        starts = [line["step"] for line in read_lines(folder) if line["event"] == "resumed"]
+        assert len(starts) == KILLS_OF_A_RUN, (strategy, steps)
+        resumed_at += starts
+        assert sorted(broken) == list(range(1, STEPS + 1)), (strategy, steps)
         for key, losses in broken.items():
             expected = wholes[place][key][0].hex()
-            assert [each.hex() for each in losses] == [expected] * len(losses), (strategy, ranks, step, key)
-        equal += 1
+            assert [each.hex() for each in losses] == [expected] * len(losses), (strategy, ranks, steps, key)
+        equal += KILLS_OF_A_RUN
     print(f"{equal} of {KILLS} kills resumed bit-identically, at steps {resumed_at}; seed {SEED}")
     assert equal == KILLS and all(resumed_at)
