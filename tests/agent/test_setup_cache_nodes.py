@@ -14,6 +14,7 @@ import pytest
 from local_gang import Rig, make_task, wait_for
 
 from broker.types import Cluster, RunStatus, SetupResult, Task
+from tests.agent.archives import prolong_setup
 
 
 class BucketServer:
@@ -92,6 +93,8 @@ def test_archive_travels_through_a_bucket_to_every_node_of_the_next_gang(rig: Ri
         (kept,) = await wait_result(rig, first)
         assert (kept.rank, kept.result, kept.size_bytes) == (0, "kept", len("2 nodes\n"))
         assert (await rig.finish(first)).status is RunStatus.SUCCEEDED
+        (path,) = (each for each in bucket.objects if each.endswith("/manifest"))
+        bucket.objects[path] = prolong_setup(bucket.objects[path])
         second = await start(rig, task, "s3://b/p-setups", node_count=2)
         assert (await rig.finish_all(second)).status is RunStatus.SUCCEEDED
         results = (await rig.gang.poll(second, 1)).setups
@@ -137,6 +140,8 @@ def test_fresh_start_runs_setup_and_replaces_the_archive(rig: Rig, tmp_path: Pat
             cluster = await start(rig, task, place, is_fresh=is_fresh)
             (found,) = await wait_result(rig, cluster)
             assert found.result == result
+            (manifest,) = Path(place).glob("*/manifest")
+            manifest.write_bytes(prolong_setup(manifest.read_bytes()))
             await rig.finish(cluster)
             assert (await rig.read_log(cluster)).split()[-1] == made
 

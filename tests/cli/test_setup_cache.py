@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from broker.types import EventKind
+from tests.agent.archives import prolong_setup
 from tests.cli.conftest import Shell
 
 pytestmark = pytest.mark.skipif(not Path("/proc").exists(), reason="needs Linux's /proc")
@@ -58,6 +59,9 @@ class Bed:
             return kind in kinds
 
         self.shell.wait_until(has_come, f"{kind} of job {job_id}")
+        if kind is EventKind.SETUP_KEPT:
+            for manifest in self.shell.home.glob("checkpoints/*setups*/*/manifest"):
+                manifest.write_bytes(prolong_setup(manifest.read_bytes()))
 
     def preempt(self, job_id: int) -> None:
         self.shell.run("local", "preempt", str(job_id))

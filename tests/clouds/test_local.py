@@ -254,8 +254,9 @@ def test_a_node_whose_folder_is_deleted_ends_with_its_processes(rig: Rig) -> Non
         await rig.transport.run(node, ["bash", "-c", "setsid sleep 5434 & echo hi"], timeout_s=60)
         await wait_for(lambda: len(processes_of(node)) > 2)  # a process has no environment while it executes a program
         pids = processes_of(node)
-        shutil.rmtree(node.handle)
+        deleted = Path(node.handle).rename(f"{node.handle}-deleted")  # at once: the node may write until it notices
         await wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids))
+        shutil.rmtree(deleted)
 
     asyncio.run(act())
 
