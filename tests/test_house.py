@@ -203,6 +203,7 @@ def test_top_level_holds_what_the_readme_names() -> None:
     allowed = {
         "pyproject.toml",
         "broker",
+        "deploy",
         "task_templates",
         "trainers",
         "tests",

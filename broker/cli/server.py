@@ -152,10 +152,9 @@ def _ensure_first_token(home: Path) -> None:
 
     from broker.server.tokens import create_token
 
-    if find_backup_url(home) is not None:
-        load_key(home)  # before `broker server up` copies it
-
     context = make_context()
+    if find_backup_url(home) is not None or context.store.is_shared:
+        load_key(home)  # before `broker server up` copies it, and before a job brings the first secret
     if context.store.tokens.list():
         return
     folder = home / "server"
@@ -178,6 +177,8 @@ def controller(state: StateOption = None) -> None:
     if state is not None:
         choose_state_url(state)
     context = make_context()
+    if context.store.is_shared:
+        load_key(context.config.home)  # an invalid key must not wait for a job with secrets
     start_log(context.config)
     asyncio.run(
         run_daemon(

@@ -1,0 +1,5 @@
+"""A PostgreSQL for the pods."""
+
+from tests.state.conftest import postgres
+
+__all__ = ["postgres"]
