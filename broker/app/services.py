@@ -113,9 +113,9 @@ def check_service(task: Task) -> ServiceSpec:
     if spec.probe is None:
         raise UsageError("`service` requires `readiness_probe`", hints=["for example `readiness_probe: /health`"])
     policy = spec.policy
-    if policy.replicas_max not in (None, policy.replicas_min) and not (policy.target_qps or policy.target_in_flight):
-        hint = "add `target_qps_per_replica`, or `target_requests_in_flight_per_replica`"
-        raise UsageError("`max_replicas` requires a target load per replica", hints=[hint])
+    if policy.replicas_max not in (None, policy.replicas_min) and not policy.has_target:
+        hint = "add `target_qps_per_replica`, `target_requests_in_flight_per_replica` or `target_ttft_seconds`"
+        raise UsageError("`max_replicas` requires a target load or latency", hints=[hint])
     if policy.replicas_min == 0 and spec.balancer is BalancerType.HAPROXY:
         raise UsageError(
             "`min_replicas: 0` is not available with `balancer: {type: haproxy}`: it does not hold requests",

@@ -237,7 +237,7 @@ class ServiceController:
             self._scaling = ScalingState(wanted=service.wanted)
         asked = count_replicas(
             spec.policy, self._gateways.measure() if self._gateways else self._meter.measure(load),
-            accelerator=first.accelerator or "", accelerator_count=first.accelerator_count,
+            wanted=service.wanted, accelerator=first.accelerator or "", accelerator_count=first.accelerator_count,
         )  # fmt: skip
         self._scaling = scale(spec.policy, self._scaling, asked, now_s=now_s)
         wanted = self._scaling.wanted

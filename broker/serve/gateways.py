@@ -21,7 +21,7 @@ from broker.serve.files import GatewayBook, Load, Routing, ServiceFolder, encode
 from broker.serve.gateway_link import OTHER_USAGE, Exchange, GatewayLink
 from broker.serve.gateway_task import find_listener, find_places, make_files, make_gateway_task
 from broker.serve.keys import UsageBook, add_usage
-from broker.serve.merging import merge_loads
+from broker.serve.merging import find_largest, merge_loads
 from broker.serve.observing import LOAD_AGE_S_MAX
 from broker.serve.replicas import LOCAL
 from broker.serve.scaling import Demand
@@ -121,7 +121,14 @@ class Gateways:
     def measure(self) -> Demand:
         """Return the demand at all gateways."""
         found = [link.measure() for link in self._links.values()]
-        return Demand(qps=sum(each.qps for each in found), in_flight=sum(each.in_flight for each in found))
+        return Demand(
+            qps=sum(each.qps for each in found),
+            in_flight=sum(each.in_flight for each in found),
+            ttft_p95_s=find_largest(each.ttft_p95_s for each in found),
+            tpot_p95_s=find_largest(each.tpot_p95_s for each in found),
+            settled_count=max((each.settled_count for each in found), default=0),
+            ready_count=max((each.ready_count for each in found), default=0),
+        )
 
     async def follow(self, service: Service, task: Task, spec: GatewaySpec) -> None:
         """Observe the gateways, push the last routing file, and take over what they report."""

@@ -60,14 +60,15 @@ def merge_windows(windows: Sequence[LoadWindow]) -> LoadWindow:
         qps=sum(each.qps for each in windows),
         prompt_tokens_s=sum(each.prompt_tokens_s for each in windows),
         completion_tokens_s=sum(each.completion_tokens_s for each in windows),
-        ttft_p50_s=_find_largest(each.ttft_p50_s for each in windows),
-        ttft_p95_s=_find_largest(each.ttft_p95_s for each in windows),
-        tpot_p50_s=_find_largest(each.tpot_p50_s for each in windows),
-        tpot_p95_s=_find_largest(each.tpot_p95_s for each in windows),
+        ttft_p50_s=find_largest(each.ttft_p50_s for each in windows),
+        ttft_p95_s=find_largest(each.ttft_p95_s for each in windows),
+        tpot_p50_s=find_largest(each.tpot_p50_s for each in windows),
+        tpot_p95_s=find_largest(each.tpot_p95_s for each in windows),
     )
 
 
-def _find_largest(values: Iterable[float | None]) -> float | None:
+def find_largest(values: Iterable[float | None]) -> float | None:
+    """Return the largest of the known values; None if none is known."""
     return max((each for each in values if each is not None), default=None)
 
 

@@ -126,7 +126,7 @@ def find_host(node: Node) -> str:
 
 
 class DemandMeter:
-    """Measures requests per second over a minute, from a balancer's count of arrivals."""
+    """Measures the load at a balancer: requests per second over a minute are counted from its arrivals."""
 
     def __init__(self) -> None:
         self._points: list[tuple[float, int]] = []
@@ -142,4 +142,12 @@ class DemandMeter:
         self._points = [point for point in self._points if point[0] > load.time_s - WINDOW_S]
         (first_s, first), (last_s, last) = self._points[0], self._points[-1]
         qps = (last - first) / (last_s - first_s) if last_s > first_s else 0.0
-        return Demand(qps=qps if math.isfinite(qps) else 0.0, in_flight=float(load.in_flight))
+        ready = [each for each in load.replicas.values() if each.is_ready]
+        return Demand(
+            qps=qps if math.isfinite(qps) else 0.0,
+            in_flight=float(load.in_flight),
+            ttft_p95_s=load.window.ttft_p95_s,
+            tpot_p95_s=load.window.tpot_p95_s,
+            settled_count=sum(each.since_s <= load.time_s - WINDOW_S for each in ready),
+            ready_count=len(ready),
+        )

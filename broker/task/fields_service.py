@@ -42,6 +42,14 @@ REPLICA_POLICY = Table(
         "target_requests_in_flight_per_replica": Field(
             shape=Number(above=0), about="Target requests in flight per replica (broker extension)."
         ),
+        "target_ttft_seconds": Field(
+            shape=Number(above=0),
+            about="Target 95th percentile of the time to a stream's first token (broker extension).",
+        ),
+        "target_tpot_seconds": Field(
+            shape=Number(above=0),
+            about="Target 95th percentile of the time per output token of a stream (broker extension).",
+        ),
         "dynamic_ondemand_fallback": Field(shape=Flag(), about="Use on-demand replicas while spot is unavailable."),
         "base_ondemand_fallback_replicas": Field(shape=Whole(), about="Number of replicas that are always on-demand."),
         "spot_placer": Field(shape=Choice(words=("dynamic_fallback",)), about="Placement of spot replicas."),

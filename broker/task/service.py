@@ -21,6 +21,8 @@ from broker.types import (
     TlsFiles,
 )
 
+LATENCY_TARGETS = {"target_ttft_s": "target_ttft_seconds", "target_tpot_s": "target_tpot_seconds"}
+
 
 def read_service(reader: Reader, section: Section) -> ServiceSpec | None:
     """Return the service of a task; None if it has none, or describes a pool.
@@ -91,6 +93,8 @@ def _read_tls(tls: Section) -> TlsFiles:
 def _check_passing(reader: Reader, service: Section, protocol: ServiceProtocol, kind: BalancerType) -> None:
     """Report the settings that need requests to be read, where the balancer passes connections or is another one."""
     is_http = protocol is ServiceProtocol.HTTP
+    reads = is_http and kind is BalancerType.BROKER
+    cause = "balancer: {type: haproxy}" if is_http else f"protocol: {protocol}"
     if not is_http and kind is BalancerType.BROKER:
         balancer: Section | None = service.get("load_balancer")
         if balancer is not None and "stream_timeout_seconds" in balancer.marks:
@@ -99,13 +103,20 @@ def _check_passing(reader: Reader, service: Section, protocol: ServiceProtocol, 
                 f"`stream_timeout_seconds` is not available with `protocol: {protocol}`: idle connections stay open",
                 "remove it",
             )
-    if service.get("load_balancing_policy") == "prefix_affinity" and not (is_http and kind is BalancerType.BROKER):
-        cause = "balancer: {type: haproxy}" if is_http else f"protocol: {protocol}"
+    if service.get("load_balancing_policy") == "prefix_affinity" and not reads:
         reader.fault(
             service.marks["load_balancing_policy"],
             f"`prefix_affinity` is not available with `{cause}`: prompts are not read",
             "write `least_load`",
         )
+    policy: Section | None = service.get("replica_policy")
+    for field in LATENCY_TARGETS.values():
+        if policy is not None and field in policy.marks and not reads:
+            reader.fault(
+                policy.marks[field],
+                f"`{field}` is not available with `{cause}`: streams are not read",
+                "write `target_requests_in_flight_per_replica`",
+            )
     if service.get("tls") == PASSTHROUGH and is_http:
         reader.fault(
             service.marks["tls"],
@@ -184,6 +195,7 @@ def _read_policy(reader: Reader, service: Section) -> ReplicaPolicy:
         "replicas_max": "max_replicas",
         "spare_count": "num_overprovision",
         "target_in_flight": "target_requests_in_flight_per_replica",
+        **LATENCY_TARGETS,
         "ondemand_min": "base_ondemand_fallback_replicas",
         "has_ondemand_fallback": "dynamic_ondemand_fallback",
         "upscale_delay_s": "upscale_delay_seconds",

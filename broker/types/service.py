@@ -36,10 +36,22 @@ class ReplicaPolicy:
     spare_count: int = 0
     target_qps: Mapping[str, float] = field(default_factory=dict)  # by accelerator; "" for any
     target_in_flight: float | None = None  # requests in flight per replica
+    target_ttft_s: float | None = None  # 95th percentile of the time to a stream's first token
+    target_tpot_s: float | None = None  # 95th percentile of the time per token after it
     ondemand_min: int = 0
     has_ondemand_fallback: bool = False
     upscale_delay_s: float = 0.0
     downscale_delay_s: float = 1200.0  # SkyPilot's default
+
+    @property
+    def has_latency_target(self) -> bool:
+        """Whether streams are to keep a service level."""
+        return self.target_ttft_s is not None or self.target_tpot_s is not None
+
+    @property
+    def has_target(self) -> bool:
+        """Whether anything measured determines the number of replicas."""
+        return bool(self.target_qps or self.target_in_flight or self.has_latency_target)
 
 
 @frozen

@@ -14,7 +14,7 @@ from broker.config import Config
 from broker.locks import hold_lock
 from broker.runtime.reports import Exchanged
 from broker.serve.controller import ServiceController
-from broker.serve.files import Load, ReplicaLoad, Routing, ServiceFolder, read_file, write_file
+from broker.serve.files import Load, LoadWindow, ReplicaLoad, Routing, ServiceFolder, read_file, write_file
 from broker.serve.gateways import Gateways
 from broker.serve.observing import find_host, observe
 from broker.serve.placement import SpotPlace, observe_places, place_replicas
@@ -76,6 +76,8 @@ class World:
         self.drawn = 0
         self.controller = self.make_controller()
         self.is_refusing = False
+        self.in_flight = 0
+        self.window = LoadWindow()
 
     def make_controller(self, place: Place = lambda request: [Slot()] * request.count) -> ServiceController:
         def draw(task: Task, spec: ServiceSpec) -> ReplicaPorts:
@@ -123,8 +125,12 @@ class World:
         if routing is not None:
             loads = {each.number: ReplicaLoad(is_ready=True, in_flight=0, since_s=0.0) for each in routing.backends}
             write_file(
-                self.folder.load, Load(generation=routing.generation, time_s=self.clock.now, pid=1, replicas=loads)
-            )
+                self.folder.load,
+                Load(
+                    generation=routing.generation, time_s=self.clock.now, pid=1, replicas=loads,
+                    in_flight=self.in_flight, window=self.window,
+                ),
+            )  # fmt: skip
 
     def _run(self, job_id: int, stem: str) -> None:
         placement = Placement(offer=make_offer("here"), is_spot=False, node_count=1)
@@ -234,6 +240,22 @@ def test_replica_that_is_not_ready_in_time_is_replaced(tmp_path: Path) -> None:
     world.settle()
     assert [each.number for each in world.store.services.list_replicas("web")] != [number]
     assert world.list_ready() == [1]
+
+
+def test_slow_streams_add_replicas_and_fast_ones_remove_them_one_by_one(tmp_path: Path) -> None:
+    world = World(tmp_path, make_task(count=1, replicas_max=6, target_ttft_s=0.5, downscale_delay_s=20.0))
+    world.settle(5)
+    world.in_flight, world.window = 1, LoadWindow(ttft_p95_s=0.8)
+    world.settle(2)
+    assert world.store.services.get("web").wanted == 2  # type: ignore[union-attr]
+    world.window = LoadWindow(ttft_p95_s=0.4)
+    world.settle(60)
+    assert world.list_ready() == [1, 1], "one replica would need 0.8 s"
+    world.window = LoadWindow(ttft_p95_s=0.1)
+    world.settle(60)
+    assert world.list_ready() == [1]
+    scaled = [each.detail for each in world.store.services.list_events("web") if each.kind is ServiceEventKind.SCALED]
+    assert scaled == ["2", "1"]
 
 
 def test_replica_drains_until_its_requests_have_ended(tmp_path: Path) -> None:

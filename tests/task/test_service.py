@@ -78,6 +78,14 @@ def test_words_are_accepted_in_any_case() -> None:
         ("service: {protocol: tcp, readiness_probe: {headers: {a: b}}}", "not available with `protocol: tcp`"),
         ("service: {protocol: grpc, load_balancing_policy: prefix_affinity}", "prompts are not read"),
         ("service: {protocol: tcp, load_balancer: {stream_timeout_seconds: 9}}", "idle connections stay open"),
+        (
+            "service: {protocol: grpc, replica_policy: {min_replicas: 1, target_ttft_seconds: 1}}",
+            "streams are not read",
+        ),
+        (
+            "service: {balancer: {type: haproxy}, replica_policy: {min_replicas: 1, target_tpot_seconds: 1}}",
+            "`target_tpot_seconds` is not available with `balancer: {type: haproxy}`",
+        ),
         ("service: {tls: passthrough}", "the balancer reads requests"),
         ("service: {protocol: http3}", "one of http, tcp, grpc"),
         ("service: {balancer: {type: smg}}", "one of broker, haproxy"),
