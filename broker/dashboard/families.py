@@ -2,27 +2,57 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 Samples = Sequence[tuple[dict[str, str], float]]
 
 
+class Histogram:
+    """Counts values up to each of some ascending bounds."""
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self._bounds = bounds
+        self._counts = [0] * (len(bounds) + 1)
+        self._sum = 0.0
+
+    def add(self, value: float) -> None:
+        """Count a value."""
+        self._counts[bisect_left(self._bounds, value)] += 1
+        self._sum += value
+
+    def render(self, name: str, labels: dict[str, str]) -> Iterator[str]:
+        """Return the lines of all its series: cumulative buckets, sum and count."""
+        names = [*(f"{bound:g}" for bound in self._bounds), "+Inf"]
+        for bound, count in zip(names, accumulate(self._counts), strict=True):
+            yield f"{name}_bucket{_render_labels({**labels, 'le': bound})} {count}"
+        yield f"{name}_sum{_render_labels(labels)} {self._sum:.10g}"
+        yield f"{name}_count{_render_labels(labels)} {sum(self._counts)}"
+
+
 class Family(NamedTuple):
-    """A metric with its help text and samples of (labels, value)."""
+    """A metric with its help text and samples of (labels, value).
+
+    `histograms`: (labels, histogram) instead of samples, for the kind `histogram`.
+    """
 
     name: str
     kind: str
     text: str
-    samples: Samples
+    samples: Samples = ()
+    histograms: Sequence[tuple[dict[str, str], Histogram]] = ()
 
 
 def render_families(families: Iterable[Family]) -> str:
     """Render families; one without samples is left out."""
     lines = []
     for family in families:
-        if family.samples:
+        if family.samples or family.histograms:
             lines += [f"# HELP {family.name} {family.text}", f"# TYPE {family.name} {family.kind}"]
+            for labels, histogram in family.histograms:
+                lines += histogram.render(family.name, labels)
             lines += [f"{family.name}{_render_labels(labels)} {value:.10g}" for labels, value in family.samples]
     return "\n".join(lines) + "\n"
 
@@ -30,8 +60,13 @@ def render_families(families: Iterable[Family]) -> str:
 def _render_labels(labels: dict[str, str]) -> str:
     if not labels:
         return ""
+    if len(labels) == 1:  # thousands of series of jobs
+        ((name, value),) = labels.items()
+        return f'{{{name}="{_escape(value)}"}}'
     return "{" + ",".join(f'{name}="{_escape(value)}"' for name, value in labels.items()) + "}"
 
 
 def _escape(value: str) -> str:
+    if value.isalnum():
+        return value
     return value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")

@@ -67,7 +67,7 @@ def read_jobs(context: Context, *, choice: JobFilter, name: str = "", before: in
     rest = [line for line in found if before is None or line.id < before]
     shown = rest[:ROWS]
     ids = [line.id for line in shown]
-    spent, budgets = store.bills.list_spend_usd(ids, now_s=now_s), store.jobs.list_budgets(ids)
+    spent, budgets = store.bills.list_spend_usd(ids, now_s=now_s), store.jobs.list_goals(ids)
     usage = read_usages(context.config.logs, shown, now_s=now_s)
     rows = tuple(
         JobRow(line=line, spent_usd=spent.get(line.id, 0.0), usage=usage.get(line.id), budget_usd=budgets.get(line.id))

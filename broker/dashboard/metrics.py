@@ -1,17 +1,21 @@
-"""`/metrics`: the families about spending, jobs, clusters and places, those about nodes and services."""
+"""`/metrics`: the families about spending, jobs, clusters and places, those about events, nodes and services."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from broker.app.container import Context
-from broker.app.services import ServiceLine, describe_services
+from broker.app.services import describe_services
+from broker.dashboard.event_metrics import EventTally
 from broker.dashboard.families import Family, render_families
+from broker.dashboard.job_metrics import JobChances, list_job_families
 from broker.dashboard.model import Overview, PlaceRow, find_starts, list_places, read_overview
-from broker.dashboard.node_metrics import NodeRow, list_node_families, list_nodes
+from broker.dashboard.node_metrics import list_node_families, list_nodes
 from broker.dashboard.service_metrics import list_service_families
+from broker.state.leader import STALE_S
+from broker.state.store import Store
 
 SERIES_MAX = 1000  # jobs with series of their own: the live ones and those that ended within an hour
 ENDED_S = 3600.0
@@ -24,29 +28,57 @@ class MetricsPage:
     def __init__(self) -> None:
         self._places: Sequence[PlaceRow] = ()
         self._saved_usd = 0.0
+        self._cloud_usd: Mapping[str, float] = {}
         self._read_s = -math.inf
+        self._tally = EventTally()
+        self._chances = JobChances()
 
     def render(self, context: Context) -> str:
         """Read the store and render all families."""
+        store = context.store
         overview = read_overview(context, newest=SERIES_MAX, usage_max=0, has_ondemand=False)
         live = [row.line.id for row in overview.jobs if row.line.ended_s is None]
         nodes = list_nodes(context.config.logs, live, now_s=overview.now_s)
         if not 0.0 <= overview.now_s - self._read_s < PLACES_S:
-            self._places, self._read_s = list_places(context.store), overview.now_s
+            self._places, self._read_s = list_places(store), overview.now_s
             month_s = find_starts(overview.now_s)[1]
-            ondemand_usd = context.store.bills.ondemand_since_usd(month_s, now_s=overview.now_s)
+            ondemand_usd = store.bills.ondemand_since_usd(month_s, now_s=overview.now_s)
             self._saved_usd = ondemand_usd - overview.month_usd
+            self._cloud_usd = store.bills.list_cloud_spend_usd(now_s=overview.now_s)
         overview = replace(overview, month_ondemand_usd=overview.month_usd + self._saved_usd)
-        return render_metrics(overview, self._places, nodes, describe_services(context))
+        self._tally.update(store.events)
+        chances = self._chances.update(context, live)
+        return render_families(
+            [
+                *list_families(overview, self._places),
+                *list_daemon_families(store),
+                *list_cloud_families(self._cloud_usd),
+                *self._tally.list_families(),
+                *list_job_families(store.history.list_steps([row.line.id for row in overview.jobs]), chances, live),
+                *list_service_families(describe_services(context)),
+                *list_node_families(nodes),
+            ]
+        )
 
 
-def render_metrics(
-    overview: Overview, places: Sequence[PlaceRow], nodes: Sequence[NodeRow] = (), services: Sequence[ServiceLine] = ()
-) -> str:
-    """Render all families."""
-    return render_families(
-        [*list_families(overview, places), *list_service_families(services), *list_node_families(nodes)]
-    )
+def list_daemon_families(store: Store) -> Iterator[Family]:
+    """List the families about the process that drives the jobs, or the processes that share them."""
+    if store.is_shared:
+        load = store.claims.measure_load()
+        yield Family("broker_controllers", "gauge", "Controllers with a lease.", [({}, float(load.controller_count))])
+        return
+    age_s = store.leader.measure_beat_age_s()
+    is_up = 0.0 <= age_s < STALE_S
+    yield Family("broker_controllers", "gauge", "Controllers with a lease.", [({}, float(is_up))])
+    if age_s < ENDED_S:
+        text = "Time since the daemon's last heartbeat."
+        yield Family("broker_daemon_heartbeat_age_seconds", "gauge", text, [({}, age_s)])
+
+
+def list_cloud_families(spent_usd: Mapping[str, float]) -> Iterator[Family]:
+    """List the family about spending by cloud."""
+    spent = [({"cloud": cloud}, usd) for cloud, usd in spent_usd.items()]
+    yield Family("broker_cloud_spend_usd_total", "counter", "Money spent on nodes of a cloud.", spent)
 
 
 def list_families(overview: Overview, places: Sequence[PlaceRow]) -> Iterator[Family]:

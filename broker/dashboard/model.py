@@ -96,7 +96,7 @@ def read_overview(
     spent = store.bills.list_spend_usd(shown, now_s=now_s)
     clusters = store.clusters.list(on_damage=context.warn, with_jobs=False)
     usage = read_usages(context.config.logs, lines[:usage_max], now_s=now_s)
-    budgets = store.jobs.list_budgets(shown)
+    budgets = store.jobs.list_goals(shown)
     return Overview(
         now_s=now_s,
         spent_usd=store.bills.spend_usd(now_s=now_s),

@@ -33,6 +33,7 @@ from broker.provision.lifecycle import Provisioner
 from broker.provision.refusals import draw_backoff_s
 from broker.state.claims import HOUSEKEEPING
 from broker.state.faults import explain_os_error
+from broker.state.leader import STALE_S
 from broker.state.store import Store
 
 log = logging.getLogger(__name__)
@@ -43,7 +44,6 @@ NOTIFY_RETRY_S = 5.0
 START_LOOK_S = 0.05
 START_LOOKS_MAX = 400  # twenty seconds
 COMPACT_EVERY_S = 86400.0
-STALE_S = 15.0  # a leader without a heartbeat for this long may be replaced although it holds the lock
 LOCK_TRIES = 10  # a command that tests the lock holds it for an instant
 
 

@@ -279,6 +279,16 @@ class BillRows:
         )
         return {row[0]: row[1] for row in rows}
 
+    def list_cloud_spend_usd(self, *, now_s: float) -> Mapping[str, float]:
+        """Return the cost so far by cloud, including pruned bills."""
+        rows = self._database.rows(
+            f"SELECT cloud, sum(usd) FROM (SELECT cloud, {_BILLED_USD} AS usd FROM nodes GROUP BY cloud "
+            "UNION ALL SELECT cloud, sum(usd) AS usd FROM totals GROUP BY cloud) AS spent "
+            "GROUP BY cloud ORDER BY cloud",
+            (now_s, now_s),
+        )
+        return {row[0]: float(row[1]) for row in rows}
+
     def spend_since_usd(self, since_s: float, *, now_s: float) -> float:
         """Return the cost of everything from `since_s` to now; pruned bills are older than any month shown."""
         rows = self._database.rows(

@@ -106,6 +106,15 @@ class EventRows:
         )
         return [_read_event(row) for row in rows]
 
+    def list_after(self, kinds: Sequence[EventKind], *, after: int, limit: int) -> Sequence[EventRow]:
+        """Return the oldest `limit` events of these kinds with an id above `after`, of jobs and clusters."""
+        rows = self._database.rows(
+            "SELECT id, time_s, kind, data, job_id, cluster FROM events "
+            f"WHERE id > ? AND kind IN ({', '.join('?' * len(kinds))}) ORDER BY id LIMIT ?",
+            (after, *(kind.value for kind in kinds), limit),
+        )
+        return [_read_event(row) for row in rows]
+
     def list_notable(self, kinds: Sequence[EventKind], *, after: int, limit: int) -> Sequence[EventRow]:
         """Return the oldest `limit` events of jobs of these kinds with an id above `after`.
 

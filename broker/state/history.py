@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from broker.frozen import frozen
 from broker.spot.durations import NOTHING_SEEN, Durations
 from broker.spot.hazard import Observation
 from broker.state.base import Database
+from broker.state.jobs import StepRange
 from broker.types import OutcomeKind
 
 HALF_LIFE_DAYS = 14.0  # last month's markets say little: recorded zones change their behavior within weeks
@@ -113,6 +114,18 @@ class HistoryRows:
             )
             for row in rows
         ]
+
+    def list_steps(self, job_ids: Sequence[int]) -> Mapping[int, Sequence[StepRange]]:
+        """Return the ranges of steps that the attempts of these jobs have reported, in the order of attempts."""
+        found: dict[int, list[StepRange]] = {}
+        rows = self._database.rows(
+            "SELECT job_id, first_step, last_step, checkpoint_step FROM attempt_steps "
+            f"WHERE job_id IN ({', '.join('?' * len(job_ids))}) ORDER BY job_id, number",
+            tuple(job_ids),
+        )
+        for row in rows if job_ids else ():
+            found.setdefault(row[0], []).append(StepRange(first_step=row[1], last_step=row[2], checkpoint_step=row[3]))
+        return found
 
     def read(self, *, age_s_max: float = 0.0) -> Mapping[PlaceKey, Observation]:
         """Read the history in the planner's form, or return the last result if it is at most `age_s_max` old.

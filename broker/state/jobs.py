@@ -170,17 +170,17 @@ class JobRows:
         )
         return keep_readable([partial(_read_line, row) for row in rows], on_damage)
 
-    def list_budgets(self, job_ids: Sequence[int]) -> Mapping[int, float]:
-        """Return the budget in USD of each of these jobs that has one."""
+    def list_goals(self, job_ids: Sequence[int], *, field: str = "budget_usd") -> Mapping[int, float]:
+        """Return this field of the goal of each of these jobs that has it: the budget, or `deadline_hours`."""
         if not job_ids:
             return {}
-        budget = "CASE WHEN json_valid(task) THEN json_extract(task, '$.goal.budget_usd') END"
+        goal = f"CASE WHEN json_valid(task) THEN json_extract(task, '$.goal.{field}') END"
         rows = self._database.rows(
-            f"SELECT id, CAST({budget} AS DOUBLE PRECISION) AS usd FROM jobs "
+            f"SELECT id, CAST({goal} AS DOUBLE PRECISION) AS goal FROM jobs "
             f"WHERE id IN ({', '.join('?' * len(job_ids))})",
             tuple(job_ids),
         )
-        return {row["id"]: float(row["usd"]) for row in rows if row["usd"] is not None}
+        return {row["id"]: float(row["goal"]) for row in rows if row["goal"] is not None}
 
     def count(self) -> int:
         """Return the number of jobs, ended ones included."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from broker.state.base import Database, read_row
 
+STALE_S = 15.0  # a leader without a heartbeat for this long may be replaced although it holds the lock
+
 
 class LeaderRow:
     """The row of the one daemon that leads: a single row, whose epoch fences earlier leaders."""

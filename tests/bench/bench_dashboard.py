@@ -160,6 +160,7 @@ class OpenPage(threading.Thread):
 
     def run(self) -> None:
         page = self._dashboard.get(self._path)
+        self._on_shown(page)  # it may have the first change: then none is reported
         newest, job = (re.search(rb'data-%s="(\d+)"' % name, page) for name in (b"newest", b"job"))
         assert newest
         query = f"after={newest[1].decode()}" + (f"&job={job[1].decode()}" if job else "")

@@ -12,14 +12,19 @@ import pytest
 from broker.app.services import ServiceLine
 from broker.dashboard import node_metrics
 from broker.dashboard.families import render_families
-from broker.dashboard.metrics import PLACES_S, MetricsPage, render_metrics
+from broker.dashboard.job_metrics import CHANCES_AT_ONCE, JobSteps, count_steps
+from broker.dashboard.metrics import PLACES_S, MetricsPage, list_families
 from broker.dashboard.model import list_places, read_overview
 from broker.dashboard.node_metrics import list_nodes
 from broker.dashboard.service_metrics import list_service_families
 from broker.serve.files import LoadWindow
-from broker.types import Goal, Progress
+from broker.state.jobs import StepRange
+from broker.task.loader import load_tasks_text
+from broker.types import EventKind, Goal, JobStatus, Progress
+from broker.types.outcomes import make_event
+from broker.wording import make_place
 from tests.cli.test_serve_top import make_line
-from tests.dashboard.conftest import TASK, Story, make_sample
+from tests.dashboard.conftest import PLACEMENT, PLANNED, TASK, Story, make_sample
 
 LINE = re.compile(r'([a-z_]+)(?:\{((?:[a-z_]+="(?:[^"\\\n]|\\.)*",?)*)\})? (-?[0-9.e+-]+)')
 
@@ -36,7 +41,7 @@ def read_samples(text: str) -> dict[tuple[str, str], float]:
 
 def test_every_line_can_be_read_and_the_figures_hold(story: Story) -> None:
     overview = read_overview(story.context)
-    samples = read_samples(render_metrics(overview, list_places(story.store)))
+    samples = read_samples(render_families(list_families(overview, list_places(story.store))))
     assert samples["broker_jobs", 'status="RUNNING"'] == 1
     assert samples["broker_job_step", 'job="1"'] == 31
     assert samples["broker_job_progress_ratio", 'job="1"'] == pytest.approx(0.31)
@@ -91,9 +96,69 @@ def test_loss_budget_and_savings_equal_the_overview(story: Story) -> None:
 
 def test_jobs_that_ended_long_ago_have_no_series(story: Story) -> None:
     overview = read_overview(story.context)
-    assert 'job="3"' in render_metrics(overview, ())
-    text = render_metrics(replace(overview, now_s=overview.now_s + 7200), ())
+    assert 'job="3"' in render_families(list_families(overview, ()))
+    text = render_families(list_families(replace(overview, now_s=overview.now_s + 7200), ()))
     assert 'broker_job_info{job="1"' in text and 'job="3"' not in text
+
+
+def test_launches_and_recoveries_are_counted_from_their_events_once(story: Story) -> None:
+    place = make_place(PLACEMENT)
+    cloud = PLACEMENT.offer.cloud
+    story.tell(1, make_event(EventKind.PLACE_REFUSED, place=place, took_s=3.0, error="no capacity"))
+    story.tell(1, make_event(EventKind.PLACE_WHOLE, place=place, took_s=95.0))
+    story.tell(1, make_event(EventKind.RECOVERED, step=31, took_s=61.0))
+    page = MetricsPage()
+    for _ in range(2):
+        samples = read_samples(page.render(story.context))
+        assert samples["broker_tries_total", f'cloud="{cloud}",outcome="refused"'] == 1
+        assert samples["broker_tries_total", f'cloud="{cloud}",outcome="created"'] == 1
+        (refused,) = [value for (name, _), value in samples.items() if name == "broker_refusals_total"]
+        assert refused == 1
+        buckets = [
+            samples["broker_provision_seconds_bucket", f'cloud="{cloud}",le="{le}"'] for le in ("60", "120", "+Inf")
+        ]
+        assert buckets == [0, 1, 1]
+        assert samples["broker_provision_seconds_sum", f'cloud="{cloud}"'] == 95.0
+        assert samples["broker_recovery_seconds_count", ""] == 1
+    story.tell(1, make_event(EventKind.PLACE_WHOLE, place=place, took_s=200.0))
+    samples = read_samples(page.render(story.context))
+    assert samples["broker_provision_seconds_count", f'cloud="{cloud}"'] == 2
+
+
+def test_steps_at_risk_and_repeated_steps(story: Story) -> None:
+    samples = read_samples(MetricsPage().render(story.context))
+    assert samples["broker_job_unsaved_steps", 'job="1"'] == 1
+    assert samples["broker_job_repeated_steps_total", 'job="1"'] == 10  # 31 to 40
+    first = StepRange(first_step=1, last_step=45, checkpoint_step=30)
+    second = StepRange(first_step=31, last_step=60, checkpoint_step=None)
+    assert count_steps([first, second]) == JobSteps(unsaved=30, repeated=15)
+    assert count_steps([StepRange(first_step=1, last_step=9, checkpoint_step=9)]) == JobSteps(unsaved=0, repeated=0)
+
+
+def test_spending_by_cloud_adds_up_and_the_daemon_is_seen(story: Story) -> None:
+    samples = read_samples(MetricsPage().render(story.context))
+    clouds = [value for (name, _), value in samples.items() if name == "broker_cloud_spend_usd_total"]
+    assert sum(clouds) == pytest.approx(samples["broker_spend_usd_total", ""], rel=1e-3)
+    assert samples["broker_controllers", ""] == 0
+    story.store.leader.lead()
+    samples = read_samples(MetricsPage().render(story.context))
+    assert samples["broker_controllers", ""] == 1 and samples["broker_daemon_heartbeat_age_seconds", ""] < 15
+
+
+def test_chances_of_deadlines_are_computed_in_turn(story: Story, monkeypatch: pytest.MonkeyPatch) -> None:
+    (task,) = load_tasks_text(PLANNED, "task.yaml")
+    jobs = [story.store.jobs.add(f"due {number}", task).id for number in range(3)]
+    now_s = [story.now_s]
+    monkeypatch.setattr("broker.clock.SystemClock.now_s", lambda clock: now_s[0])
+    page = MetricsPage()
+
+    def list_known() -> set[str]:
+        return {labels for name, labels in read_samples(page.render(story.context)) if "deadline_chance" in name}
+
+    assert len(list_known()) == CHANCES_AT_ONCE
+    assert list_known() == {f'job="{job_id}"' for job_id in jobs}
+    story.store.jobs.set_status(jobs[0], JobStatus.SUCCEEDED)
+    assert len(list_known()) == 2, "an ended job has none"
 
 
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed (Debian: prometheus)")

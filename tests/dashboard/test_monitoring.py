@@ -13,13 +13,15 @@ from pathlib import Path
 import pytest
 import yaml
 
-from broker.dashboard.metrics import list_families
-from broker.dashboard.model import list_places, read_overview
-from broker.dashboard.node_metrics import list_node_families, list_nodes
+from broker.dashboard.families import render_families
+from broker.dashboard.metrics import MetricsPage
 from broker.dashboard.service_metrics import list_service_families
-from broker.types import Goal, Progress
-from tests.dashboard.conftest import TASK, Story
-from tests.dashboard.test_metrics import make_service_line
+from broker.task.loader import load_tasks_text
+from broker.types import EventKind, Goal, Progress
+from broker.types.outcomes import make_event
+from broker.wording import make_place
+from tests.dashboard.conftest import PLACEMENT, PLANNED, TASK, Story
+from tests.dashboard.test_metrics import make_service_line, read_samples
 
 FOLDER = Path(__file__).parent.parent.parent / "docs" / "monitoring"
 BOUNDED = replace(TASK, goal=Goal(budget_usd=50.0))
@@ -29,11 +31,19 @@ NAME = re.compile(r"\bbroker_[a-z_]+")
 @pytest.fixture
 def labels(story: Story) -> Mapping[str, set[str]]:
     """The labels of each family, from the first sample."""
-    nodes = list_node_families(list_nodes(story.context.config.logs, [1], now_s=story.now_s))
     story.store.jobs.set_progress(story.store.jobs.add("bounded", BOUNDED).id, Progress(step=1, loss=2.0))
-    services = list_service_families([make_service_line()])
-    families = [*list_families(read_overview(story.context), list_places(story.store)), *services, *nodes]
-    return {each.name: set(each.samples[0][0]) for each in families if each.samples}
+    story.store.jobs.add("due", load_tasks_text(PLANNED, "task.yaml")[0])
+    story.store.leader.lead()
+    place = make_place(PLACEMENT)
+    story.tell(1, make_event(EventKind.PLACE_REFUSED, place=place, took_s=3.0, error="no capacity"))
+    story.tell(1, make_event(EventKind.PLACE_WHOLE, place=place, took_s=95.0))
+    story.tell(1, make_event(EventKind.RECOVERED, step=31, took_s=61.0))
+    text = MetricsPage().render(story.context) + render_families(list_service_families([make_service_line()]))
+    found: dict[str, set[str]] = {}
+    for name, labels in read_samples(text):
+        if not name.endswith(("_sum", "_count")):
+            found.setdefault(name, set(re.findall(r'([a-z_]+)="', labels)))
+    return found
 
 
 def list_rules() -> list[dict[str, object]]:

@@ -41,8 +41,8 @@ def test_budgets_and_events_of_one_kind_are_read(open_store: OpenStore) -> None:
     store = open_store()
     bounded = store.jobs.add("bounded", Task(run="true", goal=Goal(budget_usd=12.5))).id
     free = store.jobs.add("free", Task(run="true")).id
-    assert store.jobs.list_budgets([bounded, free]) == {bounded: 12.5}
-    assert store.jobs.list_budgets([]) == {}
+    assert store.jobs.list_goals([bounded, free]) == {bounded: 12.5}
+    assert store.jobs.list_goals([]) == {}
     store.events.add(make_event(EventKind.NOTE, text="a"), job_id=free)
     store.events.add(make_event(EventKind.WAITING, minutes=1), job_id=free)
     now_s = store.clock.now_s()
