@@ -27,7 +27,8 @@ from broker.types import DataSet, Job, JobStatus, Plan, Task
 
 LOOK_S = 1.0
 GIB = 1 << 30
-RUNS_WORKER = re.compile(r"-m\s+trainers\.map_(worker|ray)\b")
+RUNS_WORKER = re.compile(r"-m\s+trainers\.map_(worker|ray|dask|spark)\b")
+LEASES = "worker"  # the program whose jobs share the shards by leases; the others spread them over one job's nodes
 WORKERS = 4  # without `--workers`
 SCHEMES = ("file", "s3", "gs", "az")  # what the worker reads (trainers/map_places.py)
 NOT_STARTED = (JobStatus.PENDING, JobStatus.STARTING, JobStatus.RECOVERING)
@@ -37,8 +38,8 @@ NOT_STARTED = (JobStatus.PENDING, JobStatus.STARTING, JobStatus.RECOVERING)
 class MapRequest:
     """A map as the user asked for it; `input` and `output` are URLs or paths on this machine.
 
-    `workers` is the number of jobs, by default 4, or 1 if the task runs Ray Data, which spreads the shards over the
-    nodes of one job.
+    `workers` is the number of jobs, by default 4, or 1 if the task runs an engine (Ray Data, Dask, Spark), which
+    spreads the shards over the nodes of one job.
     """
 
     task: Task
@@ -50,14 +51,16 @@ class MapRequest:
 
     @property
     def worker_count(self) -> int:
-        """Number of worker jobs. Raises UsageError for several jobs of Ray Data."""
+        """Number of worker jobs. Raises UsageError for several jobs of an engine."""
         engine = find_engine(self.task)
-        if engine == "ray" and self.workers not in (None, 1):
+        if engine == LEASES:
+            return self.workers or WORKERS
+        if self.workers not in (None, 1):
             raise UsageError(
-                "`--workers` does not apply to `trainers.map_ray`, which uses the nodes of one job",
+                f"`--workers` does not apply to `trainers.map_{engine}`, which uses the nodes of one job",
                 hints=["set `num_nodes` in the task file"],
             )
-        return self.workers or (1 if engine == "ray" else WORKERS)
+        return 1
 
 
 @frozen
@@ -210,7 +213,7 @@ class MapDriver:
 
 
 def find_engine(task: Task) -> str:
-    """Return which program shares the shards: `worker` or `ray`. Raises UsageError if the task starts neither."""
+    """Return which program maps the shards, such as `worker` or `ray`. Raises UsageError if the task starts none."""
     if found := RUNS_WORKER.search(task.run or ""):
         return found[1]
     raise UsageError(

@@ -31,7 +31,8 @@ Output = Annotated[
 Workers = Annotated[
     int | None,
     typer.Option(
-        "--workers", "-w", metavar="N", min=1, max=1000, help="Number of worker jobs (default: 4; 1 with Ray Data).",
+        "--workers", "-w", metavar="N", min=1, max=1000,
+        help="Number of worker jobs (default: 4; 1 with Ray, Dask or Spark).",
         show_default=False,
     ),
 ]  # fmt: skip

@@ -14,7 +14,9 @@ from tests.cli.conftest import ROOT
 from trainers.map_worker import call_function, load_function
 
 FOLDER = ROOT / "task_templates/batch"
-ENGINES = {"embed": "worker", "embed-ray": "ray", "generate": "worker"}
+ENGINES = {
+    "embed": "worker", "embed-dask": "dask", "embed-ray": "ray", "embed-spark": "spark", "generate": "worker",
+}  # fmt: skip
 
 
 def test_every_template_is_known_here() -> None:

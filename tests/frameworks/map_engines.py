@@ -1,8 +1,8 @@
-"""Compare the engines of `broker map`: `python -m tests.frameworks.map_engines`. Lease workers, then Ray Data.
+"""Compare the engines of `broker map`: `python -m tests.frameworks.map_engines [dask|ray|spark ...]`.
 
-The same texts go through `embed.yaml` (two worker jobs) and `embed-ray.yaml` (one job of two nodes), undisturbed. Then
-Ray Data runs again: an actor is killed with kill -9, its node is preempted, and then the head. All parts must be equal,
-byte for byte. docs/MAP.md and the decision page have the figures that it prints.
+The same texts go through `embed.yaml` (two worker jobs), then through the template of each engine (one job of two
+nodes), undisturbed. Then each engine runs again: a worker is killed with kill -9, its node is preempted, and then the
+first node. All parts must be equal, byte for byte. docs/MAP.md and the decision page have the figures that it prints.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,12 @@ WAIT_S_MAX = 900.0  # far more than required, on a busy machine
 POLL_S = 0.05
 NOTICE_S = 15
 WORDS_PER_ITEM = 60
-ACTOR = r"^ray::.*(MapWorker|ShardMapper)"
+# What a worker of each engine looks like in a list of processes.
+WORKERS = {
+    "dask": r"dask worker tls:",
+    "ray": r"^ray::.*(MapWorker|ShardMapper)",
+    "spark": r"org\.apache\.spark\.executor\.CoarseGrainedExecutorBackend",
+}
 
 
 def main() -> int:
@@ -38,23 +44,27 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         prog="python -m tests.frameworks.map_engines", description=__doc__.split("\n\n")[0]
     )
+    parser.add_argument("engines", nargs="*", default=[*WORKERS], metavar="ENGINE")
     parser.add_argument("--items", type=int, default=6000)
     parser.add_argument("--venvs", type=Path, default=ROOT / "build/frameworks", help="folder that keeps environments")
     options = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="map-engines-"))
     try:
-        prepare(FOLDER / "embed-ray.yaml", options.venvs.resolve(), folder / "python")
+        for engine in options.engines:
+            prepare(FOLDER / f"embed-{engine}.yaml", options.venvs.resolve(), folder / "python")
         texts = folder / "texts.jsonl"
         write_texts(texts, options.items)
         leases = run(folder / "leases", "embed.yaml", texts, options.venvs, "--workers", "2")
         show("lease workers", leases)
-        ray = run(folder / "ray", "embed-ray.yaml", texts, options.venvs)
-        show("Ray Data", ray)
-        assert ray["parts"] == leases["parts"], "Ray Data has other results than the lease workers"
-        lost = run(folder / "lost", "embed-ray.yaml", texts, options.venvs, disturb=disturb)
-        show("Ray Data, 3 losses", lost)
-        assert lost["parts"] == leases["parts"], "Ray Data has other results after losses"
-        assert lost["events"] == ["kill", "worker node", "head"]
+        for engine in options.engines:
+            template = f"embed-{engine}.yaml"
+            whole = run(folder / engine, template, texts, options.venvs)
+            show(engine, whole)
+            assert whole["parts"] == leases["parts"], f"{engine} has other results than the lease workers"
+            lost = run(folder / f"{engine}-lost", template, texts, options.venvs, disturb=partial(disturb, engine))
+            show(f"{engine}, 3 losses", lost)
+            assert lost["parts"] == leases["parts"], f"{engine} has other results after losses"
+            assert lost["events"] == ["kill", "second node", "first node"]
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     print(f"all {len(leases['parts'])} parts are equal, byte for byte")
@@ -109,28 +119,28 @@ def run(
         shell.wait_until(lambda: not shell.find_processes(), "no process is left")
 
 
-def disturb(shell: Shell, command: subprocess.Popen[str]) -> list[str]:
-    """Kill an actor, then preempt the second node, then the head; each after further parts."""
+def disturb(engine: str, shell: Shell, command: subprocess.Popen[str]) -> list[str]:
+    """Kill a worker, then preempt the second node, then the first; each after further parts."""
     events = []
-    wait(lambda: bool(find_actors(shell)), command, "an actor on the second node")
-    os.kill(find_actors(shell)[0], signal.SIGKILL)
+    wait(lambda: bool(find_workers(shell, engine)), command, "a worker on the second node")
+    os.kill(find_workers(shell, engine)[0], signal.SIGKILL)
     events.append("kill")
-    for node, name in ((1, "worker node"), (0, "head")):
+    for node, name in ((1, "second node"), (0, "first node")):
         await_more(shell, command)
         shell.run("local", "preempt", "1", "--node", str(node), "--notice", str(NOTICE_S))
         events.append(name)
     return events
 
 
-def find_actors(shell: Shell) -> list[int]:
-    """List the actors of the second node."""
+def find_workers(shell: Shell, engine: str) -> list[int]:
+    """List the engine's workers on the second node."""
     found = []
     for pid, command in shell.find_processes().items():
         try:
             variables = (Path("/proc") / str(pid) / "environ").read_bytes().split(b"\0")
         except OSError:
             continue
-        if b"SKYPILOT_NODE_RANK=1" in variables and re.search(ACTOR, command):
+        if b"SKYPILOT_NODE_RANK=1" in variables and re.search(WORKERS[engine], command):
             found.append(pid)
     return found
 

@@ -1,6 +1,6 @@
-"""The parts of `trainers.map_ray` that need no Ray: a cluster of actors is replaced by calls in this process.
+"""The parts of `trainers.map_ray`, `map_dask` and `map_spark` that need no engine: workers are calls in this process.
 
-`python -m tests.frameworks.map_engines` runs it on a Ray cluster, with losses.
+`python -m tests.frameworks.map_engines` runs them on their engines, with losses.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from broker.storage import open_bucket
 from broker.task.loader import load_tasks_text
 from tests.batch.test_map_worker import begin, read_results, run_worker
 from trainers import map_worker
+from trainers.map_engine import Row, ShardMapper, drive, list_pending
 from trainers.map_leases import read_plan
 from trainers.map_places import open_place
-from trainers.map_ray import Row, ShardMapper, drive, list_pending
 from trainers.preemption import EXIT_CODE_PREEMPTED
 
 PROGRAM = """\
@@ -30,36 +30,36 @@ def process(items):
 LINES = b"".join(b"%d\n" % number for number in range(10, 50))
 
 
-class ActorPool:
-    """Actors that map shards in turn; `lose` of them lose what they have after so many shards."""
+class WorkerPool:
+    """Workers that map shards in turn; `each` is called after each of them."""
 
     def __init__(self, folder: Path, *, each: Callable[[int], None] = lambda number: None) -> None:
         (folder / "program.py").write_text(PROGRAM)
         self.mapped: list[int] = []
-        self._mapper = ShardMapper(f"file://{folder}/out", [str(folder / "program.py")], 4)
+        self._mapper = ShardMapper("ray", f"file://{folder}/out", [str(folder / "program.py")], 4)
         self._each = each
 
-    def map(self, shards: Sequence[int]) -> Iterator[Row]:
-        for number in reversed(shards):  # Ray Data yields rows in any order
+    def __call__(self, shards: Sequence[int]) -> Iterator[Row]:
+        for number in reversed(shards):  # an engine yields rows in any order
             self.mapped.append(number)
             row = self._mapper({"shard": number})
             self._each(number)
             yield row
 
 
-def run(folder: Path, pool: ActorPool, is_noticed: Callable[[], bool] = lambda: False) -> int:
+def run(folder: Path, pool: WorkerPool, is_noticed: Callable[[], bool] = lambda: False) -> int:
     place = open_place(f"file://{folder}/out")
-    return drive(place, read_plan(place), pool.map, is_noticed=is_noticed)
+    return drive(place, read_plan(place), pool, is_noticed=is_noticed)
 
 
-def test_ray_and_the_lease_workers_write_the_same_parts(tmp_path: Path) -> None:
+def test_an_engine_and_the_lease_workers_write_the_same_parts(tmp_path: Path) -> None:
     parts = []
-    for name in ("ray", "leases"):
+    for name in ("engine", "leases"):
         folder = tmp_path / name
         folder.mkdir()
         plan, place = begin(f"file://{folder}", LINES, shard_bytes=12)
-        pool = ActorPool(folder)
-        if name == "ray":
+        pool = WorkerPool(folder)
+        if name == "engine":
             assert run(folder, pool) == 0
         else:
             run_program = map_worker.make_program([str(folder / "program.py")], 4)
@@ -77,10 +77,10 @@ def test_the_next_attempt_maps_only_shards_without_a_part(tmp_path: Path) -> Non
         if number == 5:
             raise ConnectionError("the head is gone")
 
-    first = ActorPool(tmp_path, each=lose_driver)
+    first = WorkerPool(tmp_path, each=lose_driver)
     with pytest.raises(ConnectionError):
         run(tmp_path, first)
-    second = ActorPool(tmp_path)
+    second = WorkerPool(tmp_path)
     assert run(tmp_path, second) == 0
     assert first.mapped == [9, 8, 7, 6, 5] and second.mapped == [4, 3, 2, 1, 0]
     assert read_results(f"file://{tmp_path}") == list(range(11, 51))
@@ -89,25 +89,25 @@ def test_the_next_attempt_maps_only_shards_without_a_part(tmp_path: Path) -> Non
 
 def test_a_shard_that_is_mapped_twice_has_one_result(tmp_path: Path) -> None:
     begin(f"file://{tmp_path}", LINES, shard_bytes=12)
-    pool = ActorPool(tmp_path)
-    assert [row["items"] for row in pool.map([3])] == [4]
+    pool = WorkerPool(tmp_path)
+    assert [row["items"] for row in pool([3])] == [4]
     (part,) = (tmp_path / "out").glob("part-*")
     part.write_bytes(b"first\n")
-    list(pool.map([3]))
+    list(pool([3]))
     assert part.read_bytes() == b"first\n"
     assert len(list((tmp_path / "out/_map/items").iterdir())) == 1
 
 
 def test_a_notice_ends_the_driver_and_keeps_the_parts(tmp_path: Path) -> None:
     begin(f"file://{tmp_path}", LINES, shard_bytes=12)
-    pool = ActorPool(tmp_path)
+    pool = WorkerPool(tmp_path)
     assert run(tmp_path, pool, lambda: len(pool.mapped) == 3) == EXIT_CODE_PREEMPTED
     assert list_pending(open_place(f"file://{tmp_path}/out"), 10) == list(range(7))
 
 
 def test_a_shard_on_which_the_program_fails_three_times_is_left_out(tmp_path: Path) -> None:
     plan, _ = begin(f"file://{tmp_path}", b'1\n2\n"bad"\n4\n', shard_bytes=2)
-    pool = ActorPool(tmp_path)
+    pool = WorkerPool(tmp_path)
     assert run(tmp_path, pool) == 0
     found = tally.take(open_bucket(f"file://{tmp_path}/out"), plan)
     (number,) = found.failed
@@ -117,18 +117,19 @@ def test_a_shard_on_which_the_program_fails_three_times_is_left_out(tmp_path: Pa
 
 def test_a_program_that_fails_on_every_shard_ends_the_driver(tmp_path: Path) -> None:
     begin(f"file://{tmp_path}", b'"bad"\n' * 6, shard_bytes=6)
-    pool = ActorPool(tmp_path)
+    pool = WorkerPool(tmp_path)
     assert run(tmp_path, pool) == 1
     assert sorted(pool.mapped) == list(range(6)), "one pass: the environment is at fault rather than a shard"
 
 
-def test_ray_data_takes_its_nodes_from_the_task(tmp_path: Path) -> None:
+@pytest.mark.parametrize("engine", ["ray", "dask", "spark"])
+def test_an_engine_takes_its_nodes_from_the_task(engine: str) -> None:
     def ask(program: str, workers: int | None) -> MapRequest:
         text = f"run: python -m trainers.{program} x.py\n"
         (task,) = load_tasks_text(text, "task.yaml")
         return MapRequest(task=task, input="in", output="out", workers=workers)
 
     assert ask("map_worker", None).worker_count == 4 and ask("map_worker", 7).worker_count == 7
-    assert ask("map_ray", None).worker_count == ask("map_ray", 1).worker_count == 1
+    assert ask(f"map_{engine}", None).worker_count == ask(f"map_{engine}", 1).worker_count == 1
     with pytest.raises(UsageError, match="does not apply"):
-        ask("map_ray", 2).worker_count  # noqa: B018
+        ask(f"map_{engine}", 2).worker_count  # noqa: B018
