@@ -182,7 +182,12 @@ def run(folder: str) -> None:
     if can_use_systemd():
         write_as_root(UNIT, make_unit(folder, argv))
         for words in (("daemon-reload",), ("enable", "--now", NAME)):
-            subprocess.run(as_root("systemctl", *words), check=False, stdout=subprocess.DEVNULL)
+            done = subprocess.run(
+                as_root("systemctl", *words), check=False, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+            )
+            if done.returncode:
+                told = last_line(done.stdout.decode("utf-8", "replace"))
+                raise RequestError("`systemctl %s` failed: %s" % (" ".join(words), told), "see %s" % UNIT)
     else:
         with open(os.path.join(folder, "server.log"), "ab") as log:
             subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd=folder, start_new_session=True)
@@ -312,15 +317,21 @@ def forget_releases(folder: str, kept: tuple[str, ...]) -> None:
 
 
 def make_unit(folder: str, argv: list[str]) -> str:
-    """Make the systemd unit. `KillMode=process`: the daemon outlives a restart of the server."""
+    """Make the systemd unit. `KillMode=process`: the daemon outlives a restart of the server.
+
+    Words are quoted as systemd.syntax(7) and systemd.service(5) say: `%` and `$` would be expanded.
+    """
     import getpass
 
-    command = " ".join(argv)
+    folder = folder.replace("%", "%%")
+    escaped = (each.replace("\\", "\\\\").replace('"', '\\"') for each in argv)
+    command = " ".join('"%s"' % each.replace("%", "%%").replace("$", "$$") for each in escaped)
     return (
         "[Unit]\nDescription=broker server\nAfter=network-online.target\nWants=network-online.target\n\n"
         "[Service]\nUser=%s\nWorkingDirectory=%s\nExecStart=%s\nRestart=on-failure\nRestartSec=2\n"
+        "StandardOutput=append:%s/server.log\nStandardError=inherit\n"
         "KillMode=process\nNoNewPrivileges=true\n\n[Install]\nWantedBy=multi-user.target\n"
-    ) % (getpass.getuser(), folder, command)
+    ) % (getpass.getuser(), folder, command, folder)
 
 
 def can_use_systemd() -> bool:

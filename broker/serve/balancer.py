@@ -64,7 +64,7 @@ class Balancer:
         self._seen = -1
         self._elsewhere_seen: int | None = None
         self.table = RouteTable(clock=clock)
-        self.table.update(routing.backends, routing.shares)
+        self._route(routing)
         self._probes: dict[int, asyncio.Task[None]] = {}
         self.gate = self._open_gate()
         self.path = self._make_path()
@@ -142,11 +142,16 @@ class Balancer:
                     probe.cancel()
                 await asyncio.gather(*self._probes.values(), return_exceptions=True)
 
+    def _route(self, routing: Routing) -> None:
+        self.table.update(
+            routing.backends, routing.shares, region=routing.region, near_in_flight_max=routing.near_in_flight_max
+        )
+
     def adopt(self, routing: Routing) -> None:
         """Take over the replicas of a routing file."""
         self._routing = routing
         self.gate.share(routing.balancers)
-        self.table.update(routing.backends, routing.shares)
+        self._route(routing)
         self.path.adopt(routing)
         for number in [each for each in self._probes if each not in self.table.routes]:
             self._probes.pop(number).cancel()

@@ -34,6 +34,7 @@ from broker.types import Replica, Service, ServiceEventKind, ServiceSpec, Task
 
 STEP_S = 0.5
 DRAIN_S_MAX = 120.0  # SkyServe's
+NEAR_IN_FLIGHT = 8.0  # without a target: requests in flight up to which a replica in a gateway's region is preferred
 FAILURES_MAX = 3  # of replicas of a version that was never ready
 BACKOFF_S_MAX = 60.0
 BALANCER_EVERY_S = 2.0  # between two starts
@@ -323,6 +324,7 @@ class ServiceController:
             protocol=spec.protocol,
             balancer=spec.balancer,
             is_tls_passed=spec.is_tls_passed,
+            near_in_flight_max=spec.policy.target_in_flight or NEAR_IN_FLIGHT,
         )
         if wanted != known:
             wanted = replace(wanted, generation=int(self._clock.now_s() * 1000) + (known.generation if known else 0))

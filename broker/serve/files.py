@@ -39,6 +39,7 @@ class Backend:
     is_draining: bool = False
     is_encrypted: bool = False
     capacity: float = 1.0
+    region: str = ""  # `CLOUD/REGION`; empty: unknown
 
 
 @frozen
@@ -59,6 +60,8 @@ class Routing:
     protocol: ServiceProtocol = ServiceProtocol.HTTP
     balancer: BalancerType = BalancerType.BROKER
     is_tls_passed: bool = False
+    region: str = ""  # of the balancer, as in `Backend`; its own replicas come first
+    near_in_flight_max: float = 0.0  # requests in flight up to which a replica in that region is preferred
 
     @property
     def has_keys(self) -> bool:

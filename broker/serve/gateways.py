@@ -11,6 +11,7 @@ import asyncio
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 from broker.clock import Clock
@@ -22,7 +23,7 @@ from broker.serve.gateway_link import OTHER_USAGE, Exchange, GatewayLink
 from broker.serve.gateway_task import find_listener, find_places, make_files, make_gateway_task
 from broker.serve.keys import UsageBook, add_usage
 from broker.serve.merging import find_largest, merge_loads
-from broker.serve.observing import LOAD_AGE_S_MAX
+from broker.serve.observing import LOAD_AGE_S_MAX, name_region
 from broker.serve.replicas import LOCAL
 from broker.serve.scaling import Demand
 from broker.state.jobs import REPLICA_REQUEST
@@ -151,7 +152,8 @@ class Gateways:
             listener = find_listener(service, task, spec, each.number)
             others = self._add_usage_but(each.number)
             files = {OTHER_USAGE: encode(others).decode()} if others.keys else {}
-            files |= make_files(self._folder, routing, listener, each.number)
+            own = replace(routing, region=name_region(cluster.placement.offer))
+            files |= make_files(self._folder, own, listener, each.number)
             calls.append(self._find_link(each.number).push(cluster, files))
         return [call for call in calls if call is not None]
 

@@ -11,7 +11,7 @@ from broker.serve.files import Backend, Load
 from broker.serve.reconciling import ON_DEMAND, ReplicaView, Slot
 from broker.serve.scaling import Demand, find_target_qps
 from broker.state.store import Store
-from broker.types import Job, JobStatus, Node, Replica, ServiceSpec
+from broker.types import Job, JobStatus, Node, Offer, Replica, ServiceSpec
 
 LOAD_AGE_S_MAX = 5.0  # the balancer writes twice a second
 WINDOW_S = 60.0  # over which requests per second are counted, as SkyServe does
@@ -101,7 +101,13 @@ def _find_backend(store: Store, replica: Replica, job: Job | None) -> Backend | 
     return Backend(
         number=replica.number, version=replica.version, host=host, port=replica.port,
         is_draining=replica.drained_s is not None, is_encrypted=KEY_SECRET in job.task.secrets,
+        region=name_region(job.attempts[-1].placement.offer),
     )  # fmt: skip
+
+
+def name_region(offer: Offer) -> str:
+    """Return the region of an offer as balancers compare it."""
+    return f"{offer.cloud}/{offer.region}"
 
 
 def find_capacity(spec: ServiceSpec, job: Job | None) -> float:

@@ -7,6 +7,9 @@ of that prefix. Replicas are ranked by a hash of prefix and number (rendezvous h
 moves only its own share. A replica with more than 1.25 times the mean load is passed over (Mirrokni, Thorup and
 Zadimoghaddam, "Consistent Hashing with Bounded Loads", 2018).
 
+A balancer that knows its region prefers the replicas there, as long as one of them has fewer requests in flight than
+`near_in_flight_max`; further requests go to the least busy replica of any region.
+
 A connection that is refused takes a replica out at once; a good probe brings it back.
 """
 
@@ -62,10 +65,22 @@ class RouteTable:
         self._turns = itertools.count()
         self.routes: dict[int, BackendRoute] = {}
         self.shares: Mapping[int, float] = {}
+        self.region = ""
+        self.near_in_flight_max = 0.0
 
-    def update(self, backends: Sequence[Backend], shares: Mapping[int, float] = MappingProxyType({})) -> None:
-        """Adopt the backends and the shares of versions; a replica with another address has to be probed again."""
-        self.shares = shares
+    def update(
+        self,
+        backends: Sequence[Backend],
+        shares: Mapping[int, float] = MappingProxyType({}),
+        *,
+        region: str = "",
+        near_in_flight_max: float = 0.0,
+    ) -> None:
+        """Adopt the backends, the shares of versions, and the preference for a region.
+
+        A replica with another address has to be probed again.
+        """
+        self.shares, self.region, self.near_in_flight_max = shares, region, near_in_flight_max
         kept = {each.number: each for each in backends}
         for number, backend in kept.items():
             route = self.routes.get(number)
@@ -96,6 +111,7 @@ class RouteTable:
         ready = self._choose_version(ready, version)
         if balancing == "round_robin":
             return ready[next(self._turns) % len(ready)]
+        ready = self._choose_region(ready)
         if balancing == "prefix_affinity" and prefix:
             return _choose_by_prefix(ready, prefix)
         first = int(self._draw.random() * len(ready))
@@ -115,6 +131,13 @@ class RouteTable:
                 return [each for each in ready if each.backend.version == number] or ready
             drawn -= share
         return [each for each in ready if each.backend.version not in self.shares] or ready
+
+    def _choose_region(self, ready: list[BackendRoute]) -> list[BackendRoute]:
+        """Return the ready replicas of the balancer's region that are not busy; all replicas where there are none."""
+        if not self.region:
+            return ready
+        near = [each for each in ready if each.backend.region == self.region]
+        return [each for each in near if each.in_flight < self.near_in_flight_max] or ready
 
     def admit(self, route: BackendRoute) -> None:
         """Record a good probe."""

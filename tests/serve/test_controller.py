@@ -76,7 +76,7 @@ class World:
         self.drawn = 0
         self.controller = self.make_controller()
         self.is_refusing = False
-        self.in_flight = 0
+        self.in_flight_here = 0
         self.window = LoadWindow()
 
     def make_controller(self, place: Place = lambda request: [Slot()] * request.count) -> ServiceController:
@@ -128,7 +128,7 @@ class World:
                 self.folder.load,
                 Load(
                     generation=routing.generation, time_s=self.clock.now, pid=1, replicas=loads,
-                    in_flight=self.in_flight, window=self.window,
+                    in_flight=self.in_flight_here, window=self.window,
                 ),
             )  # fmt: skip
 
@@ -245,7 +245,7 @@ def test_replica_that_is_not_ready_in_time_is_replaced(tmp_path: Path) -> None:
 def test_slow_streams_add_replicas_and_fast_ones_remove_them_one_by_one(tmp_path: Path) -> None:
     world = World(tmp_path, make_task(count=1, replicas_max=6, target_ttft_s=0.5, downscale_delay_s=20.0))
     world.settle(5)
-    world.in_flight, world.window = 1, LoadWindow(ttft_p95_s=0.8)
+    world.in_flight_here, world.window = 1, LoadWindow(ttft_p95_s=0.8)
     world.settle(2)
     assert world.store.services.get("web").wanted == 2  # type: ignore[union-attr]
     world.window = LoadWindow(ttft_p95_s=0.4)
