@@ -89,4 +89,8 @@ def test_job_preempted_by_a_higher_partition_comes_back_and_finishes_bit_identic
     repeated = sum(new <= old for (old, _), (new, _) in pairwise(cut))
     print(f"steps logged {len(cut)}, restarts in the log {repeated}")
     assert not slurm.run("squeue", "-h", "-t", "PENDING,CONFIGURING,RUNNING,SUSPENDED"), "no allocation is left"
-    assert not list(Path(f"/tmp/broker-slurm-{os.getuid()}").glob("job-*")), "no file of a node is left"
+    with shell.open_store() as store:
+        clusters = [each.cluster for job in (job_id, again) for each in store.jobs.list_attempts(job)]
+    root = Path(f"/tmp/broker-slurm-{os.getuid()}")
+    left = [path for cluster in clusters for path in root.glob(f"{cluster}-*")]
+    assert len(clusters) >= 3 and not left, "no file of a node is left"
