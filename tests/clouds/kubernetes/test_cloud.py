@@ -41,7 +41,9 @@ def test_quota_for_a_part_of_the_gang_leaves_nothing(bed: KubernetesBed) -> None
     bed.server.cluster.quota = 1
     with pytest.raises(QuotaError):
         bed.run(bed.cloud.create_nodes(make_request(bed, node_count=3)))
-    assert not list_names(bed)
+    # A pod that had started has its grace period; nothing but the deletion is left to do.
+    assert all("deletionTimestamp" in pod["metadata"] for pod in bed.server.cluster.list("ml"))
+    bed.server.cluster.wait_until(lambda pods: not pods)
 
 
 def test_failed_rollback_is_an_unknown_outcome(bed: KubernetesBed) -> None:
