@@ -199,6 +199,7 @@ def report_status(request: dict[str, Any]) -> dict[str, Any]:
         "runs": [{**files.describe_run(run_id), **read_request_fields(run_id)} for run_id in ids if run_id in existing],
         "idle_s": measure_idle_s(),
         "is_advised": (files.STATE / "rebalance").exists(),  # the cloud recommends leaving this node
+        "is_noticed": (files.STATE / "preemption").exists(),  # the cloud announced when it takes this node
         "lease_left_s": agent_lease.measure_left_s(),
         "uploads": agent_flush.report() if "run_id" not in request else None,
     }

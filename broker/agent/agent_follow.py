@@ -147,14 +147,15 @@ class Marks:
         folder = files.run_folder(run_id)
         names = ("outcome.json", "state.json", "progress.jsonl", "log", files.SETUP_REPORT)
         head = (folder / agent_head.GANG, folder / agent_head.FOLLOWED)
-        self._paths = [str(path) for path in (*(folder / name for name in names), files.STATE / "rebalance", *head)]
+        node = files.STATE / "rebalance", files.STATE / "preemption"
+        self._paths = [str(path) for path in (*(folder / name for name in names), *node, *head)]
         self._lock = folder / "runner.lock"
 
     def read(self) -> tuple[object, object]:
         """Return the stamp of changes to push at once, and of changes that can wait."""
-        outcome, state, progress, log, setup, rebalance, *head = map(read_stamp, self._paths)
+        outcome, state, progress, log, setup, *signs = map(read_stamp, self._paths)
         is_running = outcome[0] is None and files.is_locked(self._lock)
-        return (outcome, is_running, state, setup, rebalance, bool(progress[0]), head), (progress, log)
+        return (outcome, is_running, state, setup, bool(progress[0]), signs), (progress, log)
 
 
 def read_stamp(path: str) -> Stamp:

@@ -27,13 +27,14 @@ class EventTally:
         self._newest = 0
         self._tries: Counter[tuple[str, str]] = Counter()  # (cloud, outcome)
         self._refusals: Counter[tuple[str, ...]] = Counter()  # by `PLACE_LABELS`
+        self._notices: Counter[tuple[str, ...]] = Counter()  # likewise
         self._provision_s: dict[str, Histogram] = defaultdict(lambda: Histogram(BOUNDS_S))
         self._recovery_s = Histogram(BOUNDS_S)
         self._has_recoveries = False
 
     def update(self, events: EventRows) -> None:
         """Count the events since the last update. Raises StateError."""
-        kinds = (*OUTCOMES, EventKind.RECOVERED)
+        kinds = (*OUTCOMES, EventKind.RECOVERED, EventKind.NOTICED)
         while rows := events.list_after(kinds, after=self._newest, limit=READ_MAX):
             for row in rows:
                 self._count(row)
@@ -49,10 +50,14 @@ class EventTally:
         place = row.data.get("place")
         if not isinstance(place, Mapping):
             return
-        cloud = str(place.get("cloud"))
+        labels = tuple(str(place.get(name)) for name in PLACE_LABELS)
+        if row.kind is EventKind.NOTICED:
+            self._notices[labels] += 1
+            return
+        cloud = labels[0]
         self._tries[cloud, OUTCOMES[row.kind]] += 1
         if row.kind is EventKind.PLACE_REFUSED:
-            self._refusals[tuple(str(place.get(name)) for name in PLACE_LABELS)] += 1
+            self._refusals[labels] += 1
         elif row.kind is EventKind.PLACE_WHOLE and isinstance(took_s, (int, float)):
             self._provision_s[cloud].add(took_s)
 
@@ -62,14 +67,17 @@ class EventTally:
             ({"cloud": cloud, "outcome": outcome}, float(n)) for (cloud, outcome), n in sorted(self._tries.items())
         ]
         yield Family("broker_tries_total", "counter", "Requests for a gang of nodes by outcome.", tries)
-        refusals = [
-            (dict(zip(PLACE_LABELS, place, strict=True)), float(count))
-            for place, count in sorted(self._refusals.items())
-        ]
+        refusals = _list_samples(self._refusals)
         yield Family("broker_refusals_total", "counter", "Requests that a cloud refused.", refusals)
+        text = "Preemptions of nodes that their cloud announced."
+        yield Family("broker_notices_total", "counter", text, _list_samples(self._notices))
         provision = [({"cloud": cloud}, histogram) for cloud, histogram in sorted(self._provision_s.items())]
         text = "Time from the request for a gang until all its nodes ran."
         yield Family("broker_provision_seconds", "histogram", text, histograms=provision)
         if self._has_recoveries:
             text = "Time from the loss of an attempt to the next step."
             yield Family("broker_recovery_seconds", "histogram", text, histograms=[({}, self._recovery_s)])
+
+
+def _list_samples(counts: Counter[tuple[str, ...]]) -> list[tuple[dict[str, str], float]]:
+    return [(dict(zip(PLACE_LABELS, place, strict=True)), float(count)) for place, count in sorted(counts.items())]

@@ -52,6 +52,11 @@ class GangReport(Protocol):
         ...
 
     @property
+    def noticed(self) -> tuple[int, ...]:
+        """Ranks whose preemption the cloud has announced."""
+        ...
+
+    @property
     def statuses(self) -> Sequence[RunStatus | None]:
         """Status of each node, by rank; None if it did not answer or does not know the run."""
         ...

@@ -57,6 +57,7 @@ class AttemptMonitor:
         self._line: Progress | None = None  # the last one reported
         self._busy_until_s = float("-inf")
         self._advised: set[str] = set()
+        self._noticed: set[str] = set()
         self._head_rank = 0
         self._unreached_since_s: dict[str, float] = {}  # by node id
         self.has_succeeded = False
@@ -79,6 +80,12 @@ class AttemptMonitor:
         """Return ranks that the cloud newly recommends leaving, each node once."""
         new = [node for node in cluster.nodes if node.rank in report.advised and node.id not in self._advised]
         self._advised.update(node.id for node in new)
+        return sorted(node.rank for node in new)
+
+    def list_new_notices(self, report: GangReport, cluster: Cluster) -> list[int]:
+        """Return ranks whose preemption the cloud newly announced, each node once."""
+        new = [node for node in cluster.nodes if node.rank in report.noticed and node.id not in self._noticed]
+        self._noticed.update(node.id for node in new)
         return sorted(node.rank for node in new)
 
     def record_list(self, now_s: float) -> None:

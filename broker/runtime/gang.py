@@ -202,6 +202,7 @@ class Gang:
             run_id=run_id,
             reason=speaker.get("reason", ""),
             advised=tuple(rank for rank, answer in by_rank.items() if answer and answer.get("is_advised")),
+            noticed=tuple(rank for rank, answer in by_rank.items() if answer and answer.get("is_noticed")),
             failed_rank=speaker.get("failed_rank"),
             unflushed=str(speaker.get("unflushed") or ""),
             unfit=find_unfit(runs, head),

@@ -28,10 +28,11 @@ class GangReport:
     """The state of a run at one poll.
 
     `returncode` is None if no program failed by itself (lost node, preemption); `reason` then says why it ended.
-    `advised`: ranks with an elevated preemption risk according to the cloud; most survive. `failed_rank`: the rank
-    whose program failed first. `flush`: a node's report while the program has ended but its files are still being
-    uploaded. `unflushed`: for a run that FAILED although its program succeeded, why its files did not arrive and where
-    they are. `unfit`: ranks that could not join a running elastic gang because `setup` failed, with the reason.
+    `advised`: ranks with an elevated preemption risk according to the cloud; most survive. `noticed`: ranks whose
+    preemption the cloud has announced. `failed_rank`: the rank whose program failed first. `flush`: a node's report
+    while the program has ended but its files are still being uploaded. `unflushed`: for a run that FAILED although its
+    program succeeded, why its files did not arrive and where they are. `unfit`: ranks that could not join a running
+    elastic gang because `setup` failed, with the reason.
     `faults`: what the nodes found wrong with their own GPUs before the program started.
     `own_times`: how long each rank needed for its own part of its newest step, if its program reports that.
     `setups`: what became of the archive of `setup` on each node that used one or may keep one.
@@ -48,6 +49,7 @@ class GangReport:
     run_id: int
     reason: str = ""
     advised: tuple[int, ...] = ()
+    noticed: tuple[int, ...] = ()
     failed_rank: int | None = None
     flush: str = ""
     unflushed: str = ""

@@ -100,6 +100,7 @@ class EventKind(StrEnum):
     DISPLACED = "displaced"  # it is to return its slot to another job
     SLOT_RETURNED = "slot_returned"
     ADVISED = "advised"
+    NOTICED = "noticed"  # the cloud announced the preemption of a node
     UNSEEN = "unseen"
     FLUSHING = "flushing"
     NODE_UNHEALTHY = "node_unhealthy"

@@ -229,6 +229,10 @@ def render_advised(*, rank: int) -> str:
     return f"the cloud reports an elevated preemption risk for node {rank}"
 
 
+def render_noticed(*, rank: int, place: Place) -> str:
+    return f"the cloud announced the preemption of node {rank}: {describe_place(place)}"
+
+
 def render_unseen(*, error: str) -> str:
     return f"cannot list the nodes: {error}"
 

@@ -121,6 +121,8 @@ def test_first_message_has_the_whole_state_and_later_ones_the_changes(start: Cal
     assert session.hear()["status"]["runs"][0]["setup"] == {"result": "kept"}
     (session.run.parent.parent / "rebalance").touch()
     assert session.hear()["status"]["is_advised"] is True
+    (session.run.parent.parent / "preemption").touch()
+    assert session.hear()["status"]["is_noticed"] is True
     agent_files.write_json(session.run / "outcome.json", {"status": "FAILED", "returncode": 3, "ended_s": 2.0})
     assert session.hear(lambda message: message["status"]["runs"][0]["returncode"] == 3)
 

@@ -107,13 +107,15 @@ def test_launches_and_recoveries_are_counted_from_their_events_once(story: Story
     story.tell(1, make_event(EventKind.PLACE_REFUSED, place=place, took_s=3.0, error="no capacity"))
     story.tell(1, make_event(EventKind.PLACE_WHOLE, place=place, took_s=95.0))
     story.tell(1, make_event(EventKind.RECOVERED, step=31, took_s=61.0))
+    story.tell(1, make_event(EventKind.NOTICED, rank=1, place=place))
     page = MetricsPage()
     for _ in range(2):
         samples = read_samples(page.render(story.context))
         assert samples["broker_tries_total", f'cloud="{cloud}",outcome="refused"'] == 1
         assert samples["broker_tries_total", f'cloud="{cloud}",outcome="created"'] == 1
         (refused,) = [value for (name, _), value in samples.items() if name == "broker_refusals_total"]
-        assert refused == 1
+        (announced,) = [value for (name, _), value in samples.items() if name == "broker_notices_total"]
+        assert refused == announced == 1
         buckets = [
             samples["broker_provision_seconds_bucket", f'cloud="{cloud}",le="{le}"'] for le in ("60", "120", "+Inf")
         ]

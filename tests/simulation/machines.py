@@ -102,6 +102,7 @@ class Report:
     progress: Progress | None
     reason: str = ""
     advised: tuple[int, ...] = ()
+    noticed: tuple[int, ...] = ()
     failed_rank: int | None = None
     unflushed: str = ""
     unfit: tuple[tuple[int, str], ...] = ()

@@ -84,6 +84,7 @@ class Report:
     progress: Progress | None
     reason: str = ""
     advised: tuple[int, ...] = ()
+    noticed: tuple[int, ...] = ()
     failed_rank: int | None = None
     flush: str = ""
     unflushed: str = ""
