@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import fnmatch
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import field, replace
 
 from broker.app.container import Context
 from broker.app.uploads import wait_for_uploads
+from broker.app.visibility import read_visibility
 from broker.errors import BrokerError, CloudError, RunFailedError, UsageError
 from broker.formatting import format_count, strip_control
 from broker.frozen import frozen
+from broker.state.people import Owned
 from broker.types import Autostop, Cluster, ClusterStatus, RunStatus
 
 POLL_S = 0.3
@@ -19,13 +21,20 @@ POLL_S = 0.3
 
 @frozen
 class Status:
-    """All clusters, their cost so far, and the managed jobs that have not ended."""
+    """Clusters, their cost so far, and the managed jobs that have not ended.
+
+    `users`: the owner of each cluster on a server. `only`: the user whose clusters and jobs these are, "" for all;
+    `other_count` is the number of clusters left out.
+    """
 
     clusters: tuple[Cluster, ...]
     spent_usd: Mapping[str, float]  # by cluster
     total_usd: float  # of all clusters and jobs, including ended ones
     live_job_ids: tuple[int, ...]
     failures: Mapping[str, CloudError]  # by cloud: its clusters show their last known state
+    users: Mapping[str, str] = field(default_factory=dict)
+    only: str = ""
+    other_count: int = 0
 
 
 def find_up(context: Context, name: str) -> Cluster:
@@ -38,17 +47,26 @@ def find_up(context: Context, name: str) -> Cluster:
     return cluster
 
 
-async def read_status(context: Context, *, is_refreshing: bool) -> Status:
-    """Read the records of all clusters; with `is_refreshing`, query the clouds for their current state."""
-    known = context.store.clusters.list(on_damage=context.warn)
+async def read_status(context: Context, *, is_refreshing: bool, of_all_users: bool = True) -> Status:
+    """Read the records of clusters; with `is_refreshing`, query the clouds for their current state.
+
+    On a server, read only the caller's own clusters and jobs unless `of_all_users`.
+    """
+    visibility = read_visibility(context, Owned.CLUSTER, of_all_users=of_all_users)
+    jobs = read_visibility(context, Owned.JOB, of_all_users=of_all_users)
+    everything = context.store.clusters.list(on_damage=context.warn)
+    known = [each for each in everything if visibility.shows(each.name)]
     clusters, failures = await refresh_clusters(context, known) if is_refreshing else (known, {})
     now_s = context.clock.now_s()
     return Status(
         clusters=tuple(clusters),
         spent_usd={each.name: context.store.bills.spend_usd(cluster=each.name, now_s=now_s) for each in clusters},
         total_usd=context.store.bills.spend_usd(now_s=now_s),
-        live_job_ids=tuple(context.store.jobs.list_live_ids()),
+        live_job_ids=tuple(job_id for job_id in context.store.jobs.list_live_ids() if jobs.shows(job_id)),
         failures=failures,
+        users={each.name: user for each in clusters if (user := visibility.owners.get(each.name)) is not None},
+        only=visibility.only,
+        other_count=len(everything) - len(known),
     )
 
 

@@ -94,6 +94,7 @@ def cancel(
 
 def status(
     refresh: Annotated[bool, typer.Option("--refresh", "-r", help="Query the clouds for current node states.")] = False,
+    all_users: options.AllUsers = False,
     as_json: options.AsJson = False,
 ) -> None:
     """Show clusters, managed jobs and their cost.
@@ -101,7 +102,7 @@ def status(
     With --refresh, the exit code is 5 if a cloud could not be queried.
     """
     session = make_session()
-    found = session.call(show_status, is_refreshing=refresh)
+    found = session.call(show_status, is_refreshing=refresh, of_all_users=all_users)
     if as_json:
         _print_status(found)
     else:
@@ -112,7 +113,10 @@ def status(
 def _print_status(found: Status) -> None:
     print_json(
         {
-            "clusters": [{**to_plain(each), "spent_usd": found.spent_usd[each.name]} for each in found.clusters],
+            "clusters": [
+                {**to_plain(each), "spent_usd": found.spent_usd[each.name], "user": found.users.get(each.name)}
+                for each in found.clusters
+            ],
             "live_jobs": list(found.live_job_ids),
             "spent_usd": found.total_usd,
             "not_asked": {name: error.message for name, error in found.failures.items()},
@@ -128,15 +132,20 @@ def _show_status(found: Status, now_s: float) -> None:
         state = each.status.value + (f" ({lost} lost)" if lost else "")
         where = f"{offer.cloud} {offer.zone or offer.region}"
         rate = "-" if each.status is ClusterStatus.STOPPED else format_usd(each.placement.usd_hour)
+        user = [] if found.only or not found.users else [found.users.get(each.name, "-")]
         rows.append(
-            [each.name, state, f"{each.placement.node_count} x {offer.instance_type}", where,
+            [each.name, *user, state, f"{each.placement.node_count} x {offer.instance_type}", where,
              format_duration(now_s - each.created_s), rate, format_usd(found.spent_usd[each.name])]
         )  # fmt: skip
     if rows:
-        columns = ["CLUSTER", "STATUS", "NODES", "LOCATION", "AGE", "USD/h", "USD"]
+        user = [] if found.only or not found.users else ["USER"]
+        columns = ["CLUSTER", *user, "STATUS", "NODES", "LOCATION", "AGE", "USD/h", "USD"]
         print_table(columns, rows, right=("AGE", "USD/h", "USD"))
     else:
         print_line("No clusters; start one with `broker launch TASK.yaml`")
+    if found.other_count:
+        print_line(f"{format_count(found.other_count, 'cluster')} of other users; show them with `--all-users`")
     if found.live_job_ids:
         print_line(f"{format_count(len(found.live_job_ids), 'live managed job')}; see `broker jobs queue`")
-    print_line(f"Total cost so far: {format_usd(found.total_usd)} USD")
+    whose = " of all users" if found.only else ""
+    print_line(f"Total cost so far{whose}: {format_usd(found.total_usd)} USD")

@@ -15,7 +15,7 @@ from broker.cli.context import make_session
 from broker.cli.jobs_show import describe, describe_forecast
 from broker.cli.render import format_table, print_json, print_line
 from broker.clock import pause
-from broker.formatting import format_duration, format_usd, to_plain
+from broker.formatting import format_count, format_duration, format_usd, to_plain
 from broker.types import JobStatus, JobWait, WaitReason
 from broker.wording import describe_wait
 
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from broker.state.jobs import JobLine
 
 WATCH_S = 2.0
+NO_USERS: Mapping[int, str] = {}
 NEWEST = 50
 WAITS_MAX = 10  # lines for jobs that wait
 FORECASTS_MAX = 10  # each takes as long as a plan
@@ -32,6 +33,7 @@ def queue(
     everything: Annotated[
         bool, typer.Option("--all", "-a", help="Include all ended jobs, not only the newest.")
     ] = False,
+    all_users: options.AllUsers = False,
     watch: Annotated[bool, typer.Option("--watch", "-w", help="Refresh the list every two seconds.")] = False,
     as_json: options.AsJson = False,
     output: options.Output = options.Format.TABLE,
@@ -41,23 +43,23 @@ def queue(
     as_json = as_json or output is options.Format.JSON
     newest = None if everything else NEWEST
     if not watch:
-        _print_jobs(session) if as_json else _show(list_lines(session, newest))
+        _print_jobs(session, all_users) if as_json else _show(list_lines(session, newest, all_users))
         return
     try:
-        _watch(session, newest, as_json=as_json)
+        _watch(session, newest, all_users, as_json=as_json)
     except KeyboardInterrupt:
         return
 
 
-def _watch(session: Session, newest: int | None, *, as_json: bool) -> None:
+def _watch(session: Session, newest: int | None, all_users: bool, *, as_json: bool) -> None:
     """Redraw one view on a terminal; print one list after another in a pipe."""
     if as_json:
         while True:
-            _print_jobs(session)
+            _print_jobs(session, all_users)
             pause(WATCH_S)
     with terminal.show_view() as view:
         while True:
-            lines = list_lines(session, newest)
+            lines = list_lines(session, newest, all_users)
             if view is None:
                 _show(lines)
             else:
@@ -71,33 +73,38 @@ def _show(lines: Sequence[str]) -> None:
         print_line(line)
 
 
-def _print_jobs(session: Session) -> None:
+def _print_jobs(session: Session, all_users: bool) -> None:
     print_json(
         [
             {
                 **describe(view.job, view.spent_usd),
                 "forecast": view.forecast and to_plain(view.forecast),
                 "wait": view.wait and to_plain(view.wait),
+                "user": view.user,
             }
-            for view in session.call(list_jobs)
+            for view in session.call(list_jobs, of_all_users=all_users)
         ]
     )
 
 
-def list_lines(session: Session, newest: int | None) -> list[str]:
-    """Make the table, and a line that counts the jobs it leaves out."""
-    found = session.call(list_queue, newest=newest)
-    rows = list_rows(found.lines, found.spent_usd, session.clock.now_s())
+def list_lines(session: Session, newest: int | None, all_users: bool) -> list[str]:
+    """Make the table, and lines that count the jobs it leaves out."""
+    found = session.call(list_queue, newest=newest, of_all_users=all_users)
+    others = f"{format_count(found.other_count, 'job')} of other users; show them with `--all-users`"
+    users = found.users if all_users else {}
+    rows = list_rows(found.lines, found.spent_usd, session.clock.now_s(), users=users)
     if not rows:
-        return ["No managed jobs; submit one with `broker jobs launch TASK.yaml`"]
+        none = "No managed jobs; submit one with `broker jobs launch TASK.yaml`"
+        return [none, others] if found.other_count else [none]
     table = format_table(
-        ["ID", "NAME", "STATUS", "STEP", "RECOVERIES", "TIME", "USD"],
+        ["ID", "NAME", *(["USER"] if users else []), "STATUS", "STEP", "RECOVERIES", "TIME", "USD"],
         rows, right=("ID", "STEP", "RECOVERIES", "TIME", "USD"),
     )  # fmt: skip
     hidden = found.count - len(found.lines)
     return [
         *table,
         *([f"... and {hidden} older; show them with `--all`"] if hidden else []),
+        *([others] if found.other_count else []),
         *_list_waits(found.waits, session.clock.now_s()),
         *(f"Job {job_id}: {describe_forecast(each)}" for job_id, each in sorted(found.forecasts.items(), reverse=True)),
     ]
@@ -115,19 +122,31 @@ def _list_waits(waits: Mapping[int, JobWait], now_s: float) -> list[str]:
     return lines[:WAITS_MAX] + more
 
 
-def list_rows(lines: Sequence[JobLine], spent: Mapping[int, float], now_s: float) -> list[list[str]]:
-    """List rows, newest first; a pipeline takes the position of its newest job, with its jobs in order below."""
+def list_rows(
+    lines: Sequence[JobLine], spent: Mapping[int, float], now_s: float, *, users: Mapping[int, str] = NO_USERS
+) -> list[list[str]]:
+    """List rows, newest first; a pipeline takes the position of its newest job, with its jobs in order below.
+
+    With `users`, the owner of each job follows its name.
+    """
     pipelines: dict[str, list[JobLine]] = {}
     for line in lines:
         pipelines.setdefault(line.pipeline or str(line.id), []).append(line)
     rows = []
     for group in pipelines.values():
+        owners = [users.get(line.id, "-") for line in group]
         indent = ""
         if group[0].pipeline:
             indent = "  "
-            rows.append(_list_pipeline_cells(group, spent, now_s))
-        rows += [_list_cells(line, indent, spent.get(line.id, 0.0), now_s) for line in group[::-1]]
+            rows.append(_add_user(_list_pipeline_cells(group, spent, now_s), owners[0] if users else ""))
+        cells = [_list_cells(line, indent, spent.get(line.id, 0.0), now_s) for line in group]
+        rows += [_add_user(each, owner if users else "") for each, owner in zip(cells[::-1], owners[::-1], strict=True)]
     return rows
+
+
+def _add_user(cells: list[str], user: str) -> list[str]:
+    """Insert the owner after ID and name."""
+    return [*cells[:2], user, *cells[2:]] if user else cells
 
 
 def _list_cells(line: JobLine, indent: str, usd: float, now_s: float) -> list[str]:

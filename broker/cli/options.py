@@ -76,6 +76,9 @@ Detach = Annotated[bool, typer.Option("--detach-run", "-d", help="Return without
 Agreed = Annotated[bool, typer.Option("--yes", "-y", help="Accepted for SkyPilot compatibility; has no effect.")]
 Dryrun = Annotated[bool, typer.Option("--dryrun", help="Show the plan without starting anything.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+AllUsers = Annotated[
+    bool, typer.Option("--all-users", "-u", help="Include those of the server's other users, with their owners.")
+]
 Output = Annotated[Format, typer.Option("--output", "-o", help="Output format; `json` is the same as --json.")]
 Hedge = Annotated[
     int,

@@ -23,9 +23,9 @@ class DownPreview:
     failures: tuple[BrokerError, ...]
 
 
-def show_status(context: Context, *, is_refreshing: bool = False) -> Status:
-    """Read all clusters, and restart a dead daemon while any job is live."""
-    found = asyncio.run(clusters.read_status(context, is_refreshing=is_refreshing))
+def show_status(context: Context, *, is_refreshing: bool = False, of_all_users: bool = True) -> Status:
+    """Read clusters, of all users or only of the caller, and restart a dead daemon while any job is live."""
+    found = asyncio.run(clusters.read_status(context, is_refreshing=is_refreshing, of_all_users=of_all_users))
     context.keep_jobs_going()
     return found
 

@@ -11,6 +11,7 @@ from broker.app.clusters import LogChunk
 from broker.app.container import Context
 from broker.app.deadline_chances import ChancePoint, list_chances
 from broker.app.forecasts import forecast_job, forecast_jobs
+from broker.app.visibility import read_visibility
 from broker.errors import UsageError
 from broker.frozen import frozen
 from broker.jobs.node_samples import read_history
@@ -18,6 +19,7 @@ from broker.jobs.start_costs import StartCost, measure_start_cost
 from broker.jobs.summary import RunSummary
 from broker.state.events import EventRow
 from broker.state.jobs import JobLine
+from broker.state.people import Owned
 from broker.types import Job, JobStatus, JobWait, NodeHistory, Secret
 from broker.types.forecasts import JobForecast
 
@@ -26,19 +28,21 @@ FORECASTS_MAX = 10  # live jobs in a list whose rest is forecast, each in the ti
 
 @frozen
 class PricedJob:
-    """A job and its cost so far."""
+    """A job, its owner on a server, and its cost so far."""
 
     job: Job
     spent_usd: float
     forecast: JobForecast | None = None
     wait: JobWait | None = None
+    user: str | None = None
 
 
 @frozen
 class Queue:
-    """The newest jobs and all live ones, newest first; `count` includes those left out.
+    """The newest jobs and all live ones, newest first; `count` includes older ones that were left out.
 
-    `forecasts` are those of the newest live jobs.
+    `forecasts` are those of the newest live jobs. `users`: the owner of each job on a server. `other_count`: jobs of
+    other users, which were left out.
     """
 
     lines: tuple[JobLine, ...]
@@ -46,6 +50,8 @@ class Queue:
     count: int
     forecasts: Mapping[int, JobForecast]
     waits: Mapping[int, JobWait] = field(default_factory=dict)  # of PENDING jobs; none from an older server
+    users: Mapping[int, str] = field(default_factory=dict)
+    other_count: int = 0
 
 
 @frozen
@@ -82,25 +88,35 @@ class Cancelled:
     missing: tuple[UsageError, ...]
 
 
-def list_queue(context: Context, *, newest: int | None) -> Queue:
-    """List the `newest` jobs and every live one; all jobs where it is None."""
-    lines = tuple(context.store.jobs.list_lines(newest, on_damage=context.warn))
+def list_queue(context: Context, *, newest: int | None, of_all_users: bool = True) -> Queue:
+    """List the `newest` jobs and every live one; all jobs where it is None. On a server, list the caller's own jobs
+    unless `of_all_users`."""
+    visibility = read_visibility(context, Owned.JOB, of_all_users=of_all_users)
+    lines = context.store.jobs.list_lines(None if visibility.only else newest, on_damage=context.warn)
+    count = all_count = context.store.jobs.count()
+    if visibility.only:
+        own = [line for line in lines if visibility.shows(line.id)]
+        lines = [line for place, line in enumerate(own) if newest is None or place < newest or line.ended_s is None]
+        count = len(own)
     context.keep_jobs_going()
     spent = context.store.bills.list_spend_usd(now_s=context.clock.now_s())
     live = [line.id for line in lines if not line.status.is_terminal][:FORECASTS_MAX]
     found = [job for job_id in live if (job := context.store.jobs.get(job_id)) is not None]
     return Queue(
-        lines=lines,
+        lines=tuple(lines),
         spent_usd=spent,
-        count=context.store.jobs.count(),
+        count=count,
         forecasts=forecast_jobs(context, found, spent),
         waits=explain_waits(context, lines),
+        users={line.id: user for line in lines if (user := visibility.owners.get(str(line.id))) is not None},
+        other_count=all_count - count,
     )
 
 
-def list_jobs(context: Context) -> tuple[PricedJob, ...]:
-    """List all jobs in full, oldest first."""
-    found = context.store.jobs.list(on_damage=context.warn)
+def list_jobs(context: Context, *, of_all_users: bool = True) -> tuple[PricedJob, ...]:
+    """List all jobs in full, oldest first. On a server, list the caller's own jobs unless `of_all_users`."""
+    visibility = read_visibility(context, Owned.JOB, of_all_users=of_all_users)
+    found = [job for job in context.store.jobs.list(on_damage=context.warn) if visibility.shows(job.id)]
     context.keep_jobs_going()
     spent = context.store.bills.list_spend_usd(now_s=context.clock.now_s())
     live = [job for job in found if not job.status.is_terminal][-FORECASTS_MAX:]
@@ -108,7 +124,8 @@ def list_jobs(context: Context) -> tuple[PricedJob, ...]:
     waits = explain_waits(context, found)
     return tuple(
         PricedJob(
-            job=job, spent_usd=spent.get(job.id, 0.0), forecast=forecasts.get(job.id), wait=waits.get(job.id)
+            job=job, spent_usd=spent.get(job.id, 0.0), forecast=forecasts.get(job.id), wait=waits.get(job.id),
+            user=visibility.owners.get(str(job.id)),
         )
         for job in found
     )  # fmt: skip
