@@ -38,7 +38,9 @@ EPOCHS, STATES = "epochs", "states"
 NONCE_BYTES = 12
 BOUND = b"broker state backup 1"  # authenticated with the archive
 FILES = ("owner", "config.toml", "server/certificate.pem", "server/admin.token")
-FOLDERS = ("keys", "secrets")
+FOLDERS = ("keys", "secrets", "service-secrets")
+# Certificates that running replicas trust, and API keys, without which a service would be open.
+SERVICE_FILES = ("serve/*/*.pem", "serve/*/keys.json", "serve/*/usage*.json", "serve/*/canary.json")
 CLOUDS = ("aws.toml", "gcp.toml", *sites.FILES.values())  # without these, a restored server cannot reach its machines
 DATABASE = "state.db"
 EPOCH = "server/epoch.json"
@@ -242,6 +244,8 @@ def _list_files(home: Path, files: Sequence[str], folders: Sequence[str]) -> lis
     for name in folders:
         found += [home / name] if (home / name).is_file() else []
         found += sorted(path for path in (home / name).rglob("*") if path.is_file())
+    for pattern in SERVICE_FILES:
+        found += sorted(home.glob(pattern))
     return found
 
 

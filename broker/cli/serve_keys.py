@@ -58,6 +58,7 @@ def create(
     if not NAME.fullmatch(name):
         raise UsageError(f"invalid key name `{name}`", hints=["use letters, digits and `. _ @ -`, at most 63"])
     now_s = context.clock.now_s()
+    context.store.services.note_keys(found)  # first, so that the service is never served without the key
     key, text = create_key(
         folder, name, now_s=now_s, expires_s=None if expires is None else now_s + read_lifetime_s(expires),
         requests_per_minute=requests_per_minute, tokens_per_minute=tokens_per_minute, budget_tokens=budget_tokens,

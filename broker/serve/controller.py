@@ -68,6 +68,7 @@ class ServiceController:
         self._routing: Routing | None = None  # the newest routing file
         self._next_start_s = self._next_balancer_s = -math.inf
         self._canary: Canary | None = None
+        self._lacks_keys = False  # as recorded in an event
         self._make_gateways = make_gateways
         self._gateways: Gateways | None = None  # of a service that has some
 
@@ -85,6 +86,7 @@ class ServiceController:
         folder = find_folder(self._config, service)
         if service.down_requested:
             return self._take_down(service, folder, self._observe(None))
+        self._require_keys(service, folder)
         task = self._store.services.get_task(self._name, service.version)
         assert task.service is not None, "`serve up` accepts only tasks with a service"
         spec = task.service
@@ -107,6 +109,19 @@ class ServiceController:
             self._gateways.reconcile(service, task, spec.gateway)
             self._gateways.push(service, task, spec.gateway, self._routing)
         return STEP_S
+
+    def _require_keys(self, service: Service, folder: ServiceFolder) -> None:
+        """Raise StateError where the API keys of a service are missing: without them it would be open to everyone."""
+        if folder.keys.exists() or not self._store.services.has_keys(service):
+            return
+        if not self._lacks_keys:
+            self._store.services.add_event(self._name, ServiceEventKind.KEYS_MISSING, detail=str(folder.keys))
+        self._lacks_keys = True
+        raise StateError(
+            f"the API keys of service `{self._name}` are not on this machine: {folder.keys} does not exist",
+            details=("Without them, the service would admit everyone.",),
+            hints=("share `BROKER_HOME` among the machines of all controllers, or copy the file from a backup",),
+        )
 
     def _observe(self, load: Load | None) -> list[ObservedReplica]:
         unfinished = frozenset(self._store.jobs.list_unfinished_ids())

@@ -20,6 +20,7 @@ SENTENCES = {
     ServiceEventKind.BALANCER_STARTED: "started the balancer",
     ServiceEventKind.GATEWAY_STARTED: "gateway {detail} requested",
     ServiceEventKind.GATEWAY_LOST: "gateway {detail}",
+    ServiceEventKind.KEYS_MISSING: "not served from this machine, which lacks its API keys: {detail}",
     ServiceEventKind.DOWN_REQUESTED: "termination requested",
 }
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
 
@@ -14,6 +14,7 @@ from broker.task.codec import decode_task, encode_task
 from broker.types import Replica, Service, ServiceEventKind, Task, UpdateMode
 
 COLUMNS = "name, uid, version, host, port, mode, wanted, created_s, down_requested, failure"
+KEYED = "service_keys:"  # with a service's uid, in `meta`: API keys were created
 EVENTS_MAX = 1000  # of one service; older ones are deleted
 
 
@@ -197,8 +198,30 @@ class ServiceRows:
             for table in ("service_versions", "service_replicas", "service_events"):
                 self._database.execute(f"DELETE FROM {table} WHERE service = ?", (name,))
             self._database.execute("DELETE FROM services WHERE name = ?", (name,))
+            self._database.execute("DELETE FROM meta WHERE key = ?", (f"{KEYED}{service.uid}",))
         for row in versions:
             self._secrets.forget(int(row["version"]), service.uid)
+
+    def list_secrets(self) -> Iterator[tuple[Service, int, Mapping[str, str]]]:
+        """Yield the secrets of each version that has some, with its service and number. Raises DamagedRowError."""
+        for row in self._database.rows("SELECT service, version FROM service_versions WHERE secret_names != '[]'"):
+            service, version = self._must_get(row["service"]), int(row["version"])
+            secrets = self.get_task(service.name, version).secrets
+            yield service, version, {name: secret.value for name, secret in secrets.items()}
+
+    def write_secrets(self, uid: str, version: int, values: Mapping[str, str]) -> None:
+        """Keep the secrets of a version that was imported. Raises StateError."""
+        self._secrets.write(version, uid, values)
+
+    def note_keys(self, service: Service) -> None:
+        """Record that the service has API keys, so that no controller without them opens it to everyone."""
+        self._database.write(
+            "INSERT INTO meta (key, value) VALUES (?, '1') ON CONFLICT (key) DO NOTHING", (f"{KEYED}{service.uid}",)
+        )
+
+    def has_keys(self, service: Service) -> bool:
+        """Return whether API keys were created for the service; revoked ones count."""
+        return self._database.row("SELECT 1 FROM meta WHERE key = ?", (f"{KEYED}{service.uid}",)) is not None
 
     def _must_get(self, name: str) -> Service:
         service = self.get(name)

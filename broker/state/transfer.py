@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +57,8 @@ TABLES: Mapping[str, str] = {
 }
 # Tables that belong to one database, and the secrets, which are exported by job.
 LEFT_OUT = frozenset(("leader", "controllers", "claims", "secrets"))
+SERVICE_SECRETS = "service_secrets"  # files, on every backend
+SECRETS = ("secrets", SERVICE_SECRETS)
 INSTALLATION = "installation"
 OWN_META = frozenset(("lineage", "schema", "secret_key"))  # rows of `meta` that belong to one database
 BOOLEANS = frozenset(("is_terminal", "cancel_requested", "is_spot"))  # numbers on SQLite
@@ -110,6 +112,10 @@ def _list_lines(store: Store) -> Iterator[dict[str, Any]]:
             box = box or SecretBox(load_key(store.path.parent))
             name = name_job(job.id, job.uid)
             yield {"table": "secrets", "row": {"job_id": job.id, "uid": job.uid, "body": box.seal(name, values)}}
+    for service, version, wanted in store.services.list_secrets():
+        box = box or SecretBox(load_key(store.path.parent))
+        body = box.seal(_name_version(service.uid, version), wanted)
+        yield {"table": SERVICE_SECRETS, "row": {"uid": service.uid, "version": version, "body": body}}
 
 
 def import_store(store: Store, source: Path) -> Moved:
@@ -124,9 +130,9 @@ def import_store(store: Store, source: Path) -> Moved:
     with store.transaction():
         for table, row in _read_lines(source):
             counts[table] = counts.get(table, 0) + 1
-            if table == "secrets":
+            if table in SECRETS:
                 box = box or SecretBox(load_key(store.path.parent))
-                _import_secrets(store, box, row)
+                (_import_secrets if table == "secrets" else _import_service_secrets)(store, box, row)
             elif table == "meta" and row["key"] == INSTALLATION and row["value"] != (owner or row["value"]):
                 raise StateError(
                     f"{source} belongs to installation {row['value']}, this state to {owner}",
@@ -138,6 +144,21 @@ def import_store(store: Store, source: Path) -> Moved:
         store.skip_used_ids(COUNTED)
         _mark_restored(store, source)
     return Moved(counts=counts)
+
+
+def _name_version(uid: str, version: int) -> str:
+    return f"service {uid} version {version}"
+
+
+def _import_service_secrets(store: Store, box: SecretBox, row: Mapping[str, Any]) -> None:
+    try:
+        values = box.open(_name_version(row["uid"], row["version"]), row["body"])
+    except ValueError as error:
+        raise StateError(
+            f"the secrets of a service cannot be read: {error}",
+            hints=(f"copy `secret.key` from the folder of the exported state to {store.path.parent}",),
+        ) from error
+    store.services.write_secrets(row["uid"], row["version"], values)
 
 
 def _import_secrets(store: Store, box: SecretBox, row: Mapping[str, Any]) -> None:
@@ -206,7 +227,7 @@ def _check_header(source: Path, table: str, row: Mapping[str, Any]) -> None:
 def _check_row(source: Path, number: int, table: str, row: object) -> None:
     """Raise StateError for a name that is not an identifier: names become part of SQL statements."""
     is_valid = isinstance(row, dict) and all(isinstance(name, str) and name.isidentifier() for name in row)
-    if (table not in TABLES and table != "secrets") or not is_valid:
+    if (table not in TABLES and table not in SECRETS) or not is_valid:
         raise StateError(f"{source}:{number}: unknown table or column")
 
 
@@ -239,10 +260,20 @@ def check_store(store: Store) -> list[str]:
     for row in store.rows("SELECT id, resumes FROM jobs WHERE resumes NOT IN (SELECT id FROM jobs)"):
         found.append(f"job {row['id']} resumes job {row['resumes']}, which is missing")
     found += store.schedules.list_orphans()
+    _check_tasks(store, note)
+    return sorted(set(found))
+
+
+def _check_tasks(store: Store, note: Callable[[DamagedRowError], None]) -> None:
+    """Read the tasks of schedules and services, with their secrets; pass on what is damaged."""
     for schedule in store.schedules.list(on_damage=note):
         try:
             store.schedules.get_task(schedule)
             store.schedules.list_due_times(schedule)
         except DamagedRowError as error:
             note(error)
-    return sorted(set(found))
+    for service in store.services.list():
+        try:
+            store.services.get_task(service.name, service.version)
+        except DamagedRowError as error:
+            note(error)

@@ -10,6 +10,9 @@ import pytest
 from broker.app.backups import CONFIRM_S, LEASE_S, Backups
 from broker.app.container import Context
 from broker.errors import FencedError, StateError, TransientError, UsageError
+from broker.serve.credentials import ensure_credentials
+from broker.serve.keys import create_key, read_keys
+from broker.serve.replicas import find_folder
 from broker.storage.base import StoredKey
 from broker.storage.folder import FolderBucket
 from broker.types import Resources, Secret, Task
@@ -88,6 +91,25 @@ def test_restored_server_has_the_jobs_secrets_and_keys(
     assert (tmp_path / "new" / "keys" / "dev-1" / "login").read_text() == "private"
     assert new.config.owner == context.config.owner
     assert b"swordfish" not in b"".join(path.read_bytes() for path in place.rglob("*") if path.is_file())
+
+
+def test_restored_server_has_the_keys_certificates_and_secrets_of_its_services(
+    tmp_path: Path, place: Path, clock: FrozenClock, old: tuple[Context, Backups, Place]
+) -> None:
+    context, backups, _ = old
+    service = context.store.services.add("web", TASK, host="127.0.0.1", port=1, wanted=1)
+    folder = find_folder(context.config, service)
+    create_key(folder, "ann", now_s=clock.now_s())
+    ensure_credentials(folder, "web")
+    folder.log.write_text("not worth a copy")
+    assert backups.write_if_changed()
+    new = restore(tmp_path, place, clock)
+    task = new.store.services.get_task("web", 1)
+    assert task.secrets["TOKEN"].value == "swordfish"
+    found = find_folder(new.config, service)
+    assert read_keys(found) == read_keys(folder) and read_keys(found).keys
+    assert found.replica_pem.read_bytes() == folder.replica_pem.read_bytes()
+    assert sorted(path.name for path in found.path.iterdir()) == ["balancer.pem", "keys.json", "replica.pem"]
 
 
 def test_restored_server_has_the_files_that_describe_its_clouds(

@@ -15,6 +15,8 @@ def test_key_is_shown_once_and_revoked_by_name(shell: Shell) -> None:
     made = shell.run(
         "serve", "keys", "create", "web", "--name", "ann", "--tokens-per-minute", "100", "--expires", "30d"
     )
+    with shell.open_store() as store:
+        assert store.services.has_keys(store.services.list()[0]), "no controller without the key may open the service"
     text = made.stdout.strip()
     assert text.startswith("broker-") and "not shown again" in made.stderr
     listed = shell.run("serve", "keys", "list", "web")

@@ -11,11 +11,13 @@ from typing import Any
 import pytest
 
 from broker.config import Config
+from broker.errors import StateError
 from broker.locks import hold_lock
 from broker.runtime.reports import Exchanged
 from broker.serve.controller import ServiceController
 from broker.serve.files import Load, LoadWindow, ReplicaLoad, Routing, ServiceFolder, read_file, write_file
 from broker.serve.gateways import Gateways
+from broker.serve.keys import create_key
 from broker.serve.observing import find_host, observe
 from broker.serve.placement import SpotPlace, observe_places, place_replicas
 from broker.serve.reconciling import Slot
@@ -415,3 +417,24 @@ def test_replica_is_reached_where_ssh_reaches_its_node_not_at_its_private_addres
     assert find_host(node) == "198.51.100.7"
     assert find_host(replace(node, handle="pool://rack/host/1")) == "172.31.0.9"
     assert find_host(replace(node, cloud="local", handle="/tmp/node")) == "127.0.0.1"
+
+
+def test_service_with_api_keys_is_not_served_from_a_machine_that_lacks_them(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    world.store.services.note_keys(world.service)
+    for _ in range(2):
+        with pytest.raises(StateError, match="API keys of service `web` are not on this machine"):
+            world.settle(1)
+    assert not world.folder.routing.exists() and world.balancers == 0
+    assert world.list_kinds().count(ServiceEventKind.KEYS_MISSING) == 1
+    create_key(world.folder, "ann", now_s=0.0)
+    world.settle()
+    assert world.list_ready() == [1, 1]
+
+
+def test_service_that_lacks_its_keys_can_be_taken_down(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    world.store.services.note_keys(world.service)
+    world.store.services.request_down("web")
+    world.settle()
+    assert world.store.services.get("web") is None and not world.store.services.has_keys(world.service)
