@@ -2,6 +2,7 @@
 
     URL/epochs/000002     written once, by the restore that took this number; the highest one may write
     URL/states/000002     the newest copy of that epoch: an archive, encrypted with the key in `secret.key`
+    URL/files/DIGEST      files that were uploaded for live work, see `backup_files.py`
 
 A process may write for `LEASE_S` seconds after it last saw that no higher epoch exists (decision 0381). A restored
 server starts nothing before it has listed every cloud twice, at least a minute apart, so the two never act at once.
@@ -23,6 +24,7 @@ from contextlib import closing
 from pathlib import Path
 
 from broker import sites
+from broker.app.backup_files import BackupFiles, attach_uploads, detach_uploads
 from broker.clock import Clock
 from broker.config import find_backup_url
 from broker.errors import BrokerError, CloudError, FencedError, StateError, UsageError
@@ -54,6 +56,14 @@ class Epoch:
     word: str
 
 
+@frozen
+class Restored:
+    """A restored state folder: its epoch, and the digests of uploaded files that the backup lacks."""
+
+    epoch: int
+    missing: tuple[str, ...]
+
+
 class Backups:
     """The backups of one state folder."""
 
@@ -65,6 +75,7 @@ class Backups:
         self._digest = ""
         self._confirmed_s = float("-inf")
         self._own: Epoch | None = None  # once it is known to be ours
+        self._files = BackupFiles(home, self._bucket, clock=clock, load_key=lambda: load_key(home))
 
     @property
     def _epoch_path(self) -> Path:
@@ -123,12 +134,20 @@ class Backups:
     def write_if_changed(self) -> bool:
         """Write a copy unless the state is the same as at the last one; return whether it was written."""
         own = self.ensure_epoch()
-        archive = pack_state(self._home, files=(*FILES, *CLOUDS))
+        uploads: frozenset[str] = frozenset()
+
+        def edit(connection: sqlite3.Connection) -> None:
+            nonlocal uploads
+            uploads = detach_uploads(connection, self._home)
+
+        archive = pack_state(self._home, edit=edit, files=(*FILES, *CLOUDS))
         digest = hashlib.sha256(archive).hexdigest()
         is_new = digest != self._digest
         if is_new:
+            self._files.send(uploads)
             self._bucket.write(_name(STATES, own.number), _encrypt(load_key(self._home), archive))
             self._digest = digest
+        self._files.forget_unused(uploads)
         return is_new
 
     def _write_epoch(self, epoch: Epoch) -> None:
@@ -142,10 +161,10 @@ class Backups:
             return float("-inf")
         return found_s if found_s <= self._clock.now_s() else float("-inf")
 
-    def restore(self) -> int:
+    def restore(self) -> Restored:
         """Fill an empty state folder from the newest backup, under a new epoch, which fences every earlier server.
 
-        Repeatable until it returns: an interrupted call left no database. Returns the new epoch. Raises StateError.
+        Repeatable until it returns: an interrupted call left no database. Raises StateError.
         """
         if (self._home / DATABASE).exists():
             raise StateError(
@@ -164,8 +183,11 @@ class Backups:
         archive = self._read_newest(below=own.number)
         with tempfile.TemporaryDirectory(dir=self._home) as folder:
             unpack(archive, Path(folder))
+            with closing(sqlite3.connect(Path(folder) / DATABASE, isolation_level=None)) as connection:
+                uploads = attach_uploads(connection, self._home)
+            missing = self._files.fetch(uploads)
             self._put_in_place(Path(folder))
-        return own.number
+        return Restored(epoch=own.number, missing=missing)
 
     def _read_newest(self, *, below: int) -> bytes:
         states = [number for number in _list_numbers(self._bucket, STATES) if number < below]

@@ -17,7 +17,7 @@ from broker.cli.plan_table import show_plan
 from broker.cli.render import print_json, print_line, print_note
 from broker.config import LOGIN, find_home, find_login
 from broker.errors import UsageError
-from broker.formatting import format_duration, to_plain
+from broker.formatting import format_count, format_duration, to_plain
 from broker.hosting.finding import MachineFinder, check_infra
 from broker.hosting.lifecycle import Hosting
 from broker.hosting.record import FOLDER, HostedRecord, HostedServer, HostedStatus
@@ -230,12 +230,18 @@ def restore(
     home.mkdir(mode=0o700, parents=True, exist_ok=True)
     if key_file is not None:
         _copy_key(key_file, home / "secret.key")
-    epoch = Backups(home, source, clock=SystemClock()).restore()
+    restored = Backups(home, source, clock=SystemClock()).restore()
     settings = home / "config.toml"
     text = settings.read_text() if settings.exists() else ""
     if "backup" not in text:
         settings.write_text(f"backup = {json.dumps(source)}\n{text}")
-    print_line(f"restored from {source} as epoch {epoch}")
+    print_line(f"restored from {source} as epoch {restored.epoch}")
+    if restored.missing:
+        lacking = format_count(len(restored.missing), "upload")
+        print_note(
+            f"warning: the backup lacks {lacking} of live jobs; they continue on their machines, but fail if they need "
+            "new ones"
+        )
     print_note("start the server with `broker server start`; running machines are adopted within a few minutes")
 
 

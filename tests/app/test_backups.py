@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from broker.app.backup_files import BLOCK_BYTES, HEADER, KEPT_S, NONCE_BYTES
 from broker.app.backups import CONFIRM_S, LEASE_S, Backups
 from broker.app.container import Context
 from broker.errors import FencedError, StateError, TransientError, UsageError
@@ -15,7 +19,7 @@ from broker.serve.keys import create_key, read_keys
 from broker.serve.replicas import find_folder
 from broker.storage.base import StoredKey
 from broker.storage.folder import FolderBucket
-from broker.types import Resources, Secret, Task
+from broker.types import JobStatus, Resources, Secret, Task
 
 TASK = Task(run="true", resources=(Resources(cloud="local"),), secrets={"TOKEN": Secret(value="swordfish")})
 
@@ -110,6 +114,109 @@ def test_restored_server_has_the_keys_certificates_and_secrets_of_its_services(
     assert read_keys(found) == read_keys(folder) and read_keys(found).keys
     assert found.replica_pem.read_bytes() == folder.replica_pem.read_bytes()
     assert sorted(path.name for path in found.path.iterdir()) == ["balancer.pem", "keys.json", "replica.pem"]
+
+
+def upload(home: Path, text: str) -> Path:
+    """Put a folder into the uploads of a state folder, as the server does; return its path."""
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    folder = home / "uploads" / digest / "code"
+    (folder / "empty").mkdir(parents=True)
+    (folder / "train.py").write_text(text)
+    (folder / "train.py").chmod(0o755)
+    (folder / "link").symlink_to("train.py")
+    os.utime(folder / "train.py", (1e9, 1e9))
+    return folder
+
+
+def test_restored_server_has_the_files_of_live_work_below_its_own_folder(
+    tmp_path: Path, place: Path, clock: FrozenClock, old: tuple[Context, Backups, Place]
+) -> None:
+    context, backups, _ = old
+    home = tmp_path / "old"
+    code, weights, ended = upload(home, "print(1)"), upload(home, "x" * (BLOCK_BYTES + 1)), upload(home, "over")
+    store = context.store
+    job = store.jobs.add("train", Task(run="cat code", workdir=str(code), file_mounts={"/w": f"{weights}/train.py"}))
+    over = store.jobs.add("over", Task(run="true", workdir=str(ended)))
+    store.jobs.set_status(over.id, JobStatus.SUCCEEDED)
+    service = store.services.add("web", Task(run="true", workdir=str(code)), host="127.0.0.1", port=1, wanted=1)
+    assert backups.write_if_changed()
+    sent = {path.name for path in (place / "files").iterdir()}
+    assert sent == {code.parent.name, weights.parent.name}
+    assert b"print(1)" not in (place / "files" / code.parent.name).read_bytes()
+    shutil.rmtree(home / "uploads")
+
+    new = restore(tmp_path, place, clock)
+    found = new.store.jobs.get(job.id)
+    assert found is not None and found.task.workdir is not None
+    there = Path(found.task.workdir)
+    assert there == tmp_path / "new" / "uploads" / code.parent.name / "code"
+    program = there / "train.py"
+    assert program.read_text() == "print(1)" and os.access(program, os.X_OK) and program.stat().st_mtime == 1e9
+    assert (there / "link").readlink() == Path("train.py") and (there / "empty").is_dir()
+    assert Path(found.task.file_mounts["/w"]).read_text() == "x" * (BLOCK_BYTES + 1)
+    assert new.store.services.get_task(service.name, 1).workdir == str(there)
+    assert context.store.jobs.get(job.id) == replace(found, task=job.task, first_attempt=job.first_attempt)
+
+
+def test_uploads_are_written_once_and_deleted_an_hour_after_their_last_use(
+    tmp_path: Path, place: Path, clock: FrozenClock, old: tuple[Context, Backups, Place]
+) -> None:
+    context, backups, _ = old
+    code = upload(tmp_path / "old", "print(1)")
+    job = context.store.jobs.add("train", Task(run="true", workdir=str(code)))
+    assert backups.write_if_changed()
+    first = (place / "files" / code.parent.name).read_bytes()
+    context.store.jobs.add("again", Task(run="true", workdir=str(code)))
+    again = open_server(tmp_path / "old", place, clock)[1]
+    assert again.write_if_changed()
+    assert (place / "files" / code.parent.name).read_bytes() == first, "another process finds it in the bucket"
+    for each in context.store.jobs.list():
+        context.store.jobs.set_status(each.id, JobStatus.SUCCEEDED)
+    assert backups.write_if_changed()
+    clock.value_s += KEPT_S / 2
+    assert not backups.write_if_changed() and (place / "files" / code.parent.name).exists()
+    clock.value_s += KEPT_S / 2
+    assert not backups.write_if_changed() and not (place / "files" / code.parent.name).exists()
+    assert job.task.workdir == str(code)
+
+
+@pytest.mark.parametrize("damage", ["cut", "changed", "other"])
+def test_damaged_uploads_are_refused_before_the_state_is_in_place(
+    tmp_path: Path, place: Path, clock: FrozenClock, old: tuple[Context, Backups, Place], damage: str
+) -> None:
+    context, backups, _ = old
+    codes = [upload(tmp_path / "old", text) for text in ("x" * 3 * BLOCK_BYTES, "y")]
+    for code in codes:
+        context.store.jobs.add("train", Task(run="true", workdir=str(code)))
+    assert backups.write_if_changed()
+    stored = [place / "files" / code.parent.name for code in codes]
+    content = stored[0].read_bytes()
+    if damage == "other":
+        stored[0].write_bytes(stored[1].read_bytes())
+    elif damage == "cut":
+        stored[0].write_bytes(content[: HEADER.size + HEADER.unpack_from(content)[1] + NONCE_BYTES])  # one whole block
+    else:
+        stored[0].write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    with pytest.raises(StateError, match="damaged"):
+        restore(tmp_path, place, clock)
+    assert not (tmp_path / "new" / "state.db").exists()
+    stored[0].write_bytes(content)
+    assert restore(tmp_path, place, clock).store.jobs.count() == 2
+
+
+def test_missing_upload_is_reported_and_the_rest_is_restored(
+    tmp_path: Path, place: Path, clock: FrozenClock, old: tuple[Context, Backups, Place]
+) -> None:
+    context, backups, _ = old
+    code = upload(tmp_path / "old", "print(1)")
+    context.store.jobs.add("train", Task(run="true", workdir=str(code)))
+    assert backups.write_if_changed()
+    (place / "files" / code.parent.name).unlink()
+    (tmp_path / "new").mkdir()
+    shutil.copy(tmp_path / "old" / "secret.key", tmp_path / "new" / "secret.key")
+    restored = Backups(tmp_path / "new", place.as_uri(), clock=clock).restore()
+    assert restored.missing == (code.parent.name,)
+    assert Context(tmp_path / "new").store.jobs.count() == 1
 
 
 def test_restored_server_has_the_files_that_describe_its_clouds(

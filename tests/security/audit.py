@@ -28,6 +28,7 @@ _HTTPS = "the URL is a constant or was checked to be https, or is a cloud's meta
 _NAMES = "the name of a variable, tag or field, not its value"
 # (rule, file) -> how many findings are accepted there at most, and why.
 ACCEPTED: Mapping[tuple[str, str], tuple[int, str]] = {
+    ("B608", "broker/app/backup_files.py"): (2, _SQL),
     ("B608", "broker/catalog/book.py"): (5, _SQL),
     ("B608", "broker/catalog/history.py"): (1, _SQL),
     ("B608", "broker/catalog/suggestions.py"): (3, _SQL),
