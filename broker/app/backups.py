@@ -250,7 +250,7 @@ def pack_state(
         with closing(sqlite3.connect(home / DATABASE, isolation_level=None)) as connection:
             connection.execute("VACUUM INTO ?", (str(copy),))
         with closing(sqlite3.connect(copy, isolation_level=None)) as connection:
-            connection.execute("UPDATE leader SET beat_s = 0")  # a heartbeat is no change
+            connection.execute("UPDATE leader SET beat_s = 0, stats = ''")  # a heartbeat is no change
             edit(connection)
         _add(archive, DATABASE, copy.read_bytes())
         for path in _list_files(home, files, folders):

@@ -18,6 +18,13 @@ class Histogram:
         self._counts = [0] * (len(bounds) + 1)
         self._sum = 0.0
 
+    @classmethod
+    def of(cls, bounds: Sequence[float], counts: Sequence[int], total: float) -> Histogram:
+        """Make a histogram of values that were counted elsewhere: one count for each bound, and one for larger ones."""
+        made = cls(bounds)
+        made._counts, made._sum = list(counts), total
+        return made
+
     def add(self, value: float) -> None:
         """Count a value."""
         self._counts[bisect_left(self._bounds, value)] += 1

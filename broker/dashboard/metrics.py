@@ -9,11 +9,12 @@ from dataclasses import replace
 from broker.app.container import Context
 from broker.app.services import describe_services
 from broker.dashboard.event_metrics import EventTally
-from broker.dashboard.families import Family, render_families
+from broker.dashboard.families import Family, Histogram, render_families
 from broker.dashboard.job_metrics import JobChances, list_job_families
 from broker.dashboard.model import Overview, PlaceRow, find_starts, list_places, read_overview
 from broker.dashboard.node_metrics import list_node_families, list_nodes
 from broker.dashboard.service_metrics import list_service_families
+from broker.state.daemon_stats import STEP_BOUNDS_S, DaemonStats
 from broker.state.leader import STALE_S
 from broker.state.store import Store
 
@@ -66,13 +67,33 @@ def list_daemon_families(store: Store) -> Iterator[Family]:
     if store.is_shared:
         load = store.claims.measure_load()
         yield Family("broker_controllers", "gauge", "Controllers with a lease.", [({}, float(load.controller_count))])
+        yield from _list_stats_families(store.claims.list_stats())
         return
     age_s = store.leader.measure_beat_age_s()
     is_up = 0.0 <= age_s < STALE_S
     yield Family("broker_controllers", "gauge", "Controllers with a lease.", [({}, float(is_up))])
+    text = "Number of daemons that have led this state folder."
+    yield Family("broker_daemon_epoch", "gauge", text, [({}, float(store.leader.read_epoch()))])
     if age_s < ENDED_S:
         text = "Time since the daemon's last heartbeat."
         yield Family("broker_daemon_heartbeat_age_seconds", "gauge", text, [({}, age_s)])
+    stats = store.leader.read_stats() if is_up else None
+    if stats is not None:
+        yield from _list_stats_families({"leader": stats})
+
+
+def _list_stats_families(stats: Mapping[str, DaemonStats]) -> Iterator[Family]:
+    """List the families about the work of each process that drives jobs."""
+    steps = [
+        ({"controller": name}, Histogram.of(STEP_BOUNDS_S, each.step_counts, each.step_s))
+        for name, each in stats.items()
+    ]
+    text = "Duration of the steps of controllers."
+    yield Family("broker_daemon_step_seconds", "histogram", text, histograms=steps)
+    failures = [({"controller": name}, float(each.failures)) for name, each in stats.items()]
+    yield Family("broker_daemon_errors_total", "counter", "Steps that ended in an unexpected error.", failures)
+    lags = [({"controller": name}, each.lag_s) for name, each in stats.items()]
+    yield Family("broker_daemon_lag_seconds", "gauge", "Delay of the newest turn of the main loop.", lags)
 
 
 def list_cloud_families(spent_usd: Mapping[str, float]) -> Iterator[Family]:

@@ -22,6 +22,7 @@ from typing import Any
 from broker.clock import Clock
 from broker.config import Config, read_keep_days
 from broker.errors import BrokerError, FencedError, StateError
+from broker.jobs.daemon_meter import DaemonMeter
 from broker.jobs.daemon_parts import Controller, Notifies, StartsSchedules
 from broker.jobs.log_files import forget_logs, rotate_log
 from broker.jobs.monitor import is_due
@@ -193,6 +194,7 @@ class _Daemon:
         self._drives: dict[Key, asyncio.Task[None]] = {}
         self._is_collecting = False
         self._wakes: dict[Key, asyncio.Event] = {}
+        self._meter = DaemonMeter()
 
     async def run(self) -> None:
         collecting = asyncio.ensure_future(self._collect_forever())
@@ -213,7 +215,9 @@ class _Daemon:
                     if self._notifier is None or not self._notifier.is_busy:
                         self._workload.resign()
                         return
+                begin_s = self._clock.now_s()
                 await self._clock.sleep(LOOK_FOR_JOBS_S)
+                self._meter.set_lag(self._clock.now_s() - begin_s - LOOK_FOR_JOBS_S)
         finally:
             tasks = [collecting, notifying, scheduling, *self._drives.values()]
             for task in tasks:
@@ -226,7 +230,7 @@ class _Daemon:
         for key in [key for key, task in self._drives.items() if task.done()]:
             del self._drives[key], self._wakes[key]
             self._workload.finish(key)
-        for key in self._workload.refresh():
+        for key in self._workload.refresh(self._meter.read()):
             if key not in self._drives:
                 self._wakes[key] = asyncio.Event()
                 self._drives[key] = asyncio.ensure_future(self._drive(key, self._wakes[key]))
@@ -253,7 +257,9 @@ class _Daemon:
         while self._workload.is_mine(key):
             try:
                 controller = controller or self._make_controller(key)
+                begin_s = self._clock.now_s()
                 wait_s = await controller.step()
+                self._meter.add_step(self._clock.now_s() - begin_s)
                 failures = 0
                 if math.isinf(wait_s):
                     return
@@ -262,6 +268,7 @@ class _Daemon:
                 raise
             except Exception as error:  # the outermost edge of one job
                 failures += 1
+                self._meter.add_failure()
                 wait_s = draw_backoff_s(failures, cap_s=60.0)
                 text = error.message if isinstance(error, BrokerError) else repr(error)
                 noun = "job" if isinstance(key, int) else "service"

@@ -14,6 +14,7 @@ from broker.clock import Clock
 from broker.errors import FencedError, StateError
 from broker.jobs.monitor import is_due
 from broker.state.claims import HOUSEKEEPING, LEASE_S, hold_claim
+from broker.state.daemon_stats import DaemonStats
 from broker.state.store import Store
 
 log = logging.getLogger(__name__)
@@ -36,8 +37,8 @@ def list_keys(store: Store) -> Sequence[Key]:
 class Workload(Protocol):
     """The jobs and services that this process may drive now."""
 
-    def refresh(self) -> Sequence[Key]:
-        """Return the jobs to drive. Raises FencedError for a leader that was replaced, StateError."""
+    def refresh(self, stats: DaemonStats | None = None) -> Sequence[Key]:
+        """Return the jobs to drive; heartbeats carry `stats`. Raises FencedError for a replaced leader, StateError."""
         ...
 
     def is_mine(self, key: Key) -> bool:
@@ -74,10 +75,10 @@ class LeaderWorkload:
         self._clock = clock
         self._beat_s = clock.now_s()
 
-    def refresh(self) -> Sequence[Key]:
+    def refresh(self, stats: DaemonStats | None = None) -> Sequence[Key]:
         """Renew the leadership when due, and return every unfinished job and service."""
         if is_due(self._beat_s, BEAT_EVERY_S, self._clock.now_s()):
-            self._store.leader.beat()
+            self._store.leader.beat(stats)
             self._beat_s = self._clock.now_s()
         return list_keys(self._store)
 
@@ -126,13 +127,13 @@ class SharedWorkload:
         self._beat_s = -math.inf
         self._is_cut_off = self._is_skewed = False
 
-    def refresh(self) -> Sequence[Key]:
+    def refresh(self, stats: DaemonStats | None = None) -> Sequence[Key]:
         """Renew the lease if it is due, give up surplus jobs, claim free ones. No failure of the store is fatal.
 
         Until the store answers again, the jobs continue: their next write decides whether they are still ours.
         """
         try:
-            self._renew()
+            self._renew(stats)
             self._release_idle()
             self._claim()
             self._name_services()
@@ -168,11 +169,11 @@ class SharedWorkload:
             return key
         return next((number for number, name in self._services.items() if name == key), None)
 
-    def _renew(self) -> None:
+    def _renew(self, stats: DaemonStats | None) -> None:
         now_s = self._clock.now_s()
         if not is_due(self._beat_s, BEAT_EVERY_S, now_s):
             return
-        self._epochs = self._store.claims.renew(self.name)
+        self._epochs = self._store.claims.renew(self.name, stats)
         self._beat_s = now_s
         skew_s = now_s - self._store.read_time_s()
         if abs(skew_s) > SKEW_S_MAX and not self._is_skewed:

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 
 from broker.frozen import frozen
 from broker.state.base import FENCE, Database, Fence
+from broker.state.daemon_stats import DaemonStats, decode_stats
 
 HOUSEKEEPING = 0
 LEASE_S = 9.0  # a process that renews every two seconds misses four times; with the next look this stays below 15 s
@@ -39,14 +40,17 @@ class Claims:
     def __init__(self, database: Database) -> None:
         self._database = database
 
-    def renew(self, holder: str) -> Mapping[int, int]:
-        """Extend the lease of `holder`, or begin it; return the epoch of each job that it holds, by job id."""
+    def renew(self, holder: str, stats: DaemonStats | None = None) -> Mapping[int, int]:
+        """Extend the lease of `holder`, or begin it; return the epoch of each job that it holds, by job id.
+
+        `stats`: its work so far.
+        """
         with self._database.claiming(is_durable=False):
             until_s = self._database.read_time_s() + LEASE_S
             self._database.execute(
-                "INSERT INTO controllers (name, until_s) VALUES (?, ?) "
-                "ON CONFLICT (name) DO UPDATE SET until_s = excluded.until_s",
-                (holder, until_s),
+                "INSERT INTO controllers (name, until_s, stats) VALUES (?, ?, ?) "
+                "ON CONFLICT (name) DO UPDATE SET until_s = excluded.until_s, stats = excluded.stats",
+                (holder, until_s, "" if stats is None else stats.encode()),
             )
             # One without a lease for an hour is gone; until then its row tells people what happened.
             self._database.execute("DELETE FROM controllers WHERE until_s < ?", (until_s - 3600.0,))
@@ -104,6 +108,14 @@ class Claims:
             "SELECT 1 FROM controllers WHERE until_s > ? LIMIT 1", (self._database.read_time_s(),)
         )
         return bool(found)
+
+    def list_stats(self) -> Mapping[str, DaemonStats]:
+        """Return what each process with a lease reported when it last renewed it, by name."""
+        rows = self._database.rows(
+            "SELECT name, stats FROM controllers WHERE until_s > ? ORDER BY name", (self._database.read_time_s(),)
+        )
+        found = {str(row["name"]): decode_stats(str(row["stats"])) for row in rows}
+        return {name: stats for name, stats in found.items() if stats is not None}
 
     def measure_load(self) -> JobLoad:
         """Return the number of live controllers and of unfinished jobs."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from broker.state.base import Database, read_row
+from broker.state.daemon_stats import DaemonStats, decode_stats
 
 STALE_S = 15.0  # a leader without a heartbeat for this long may be replaced although it holds the lock
 
@@ -16,19 +17,32 @@ class LeaderRow:
     def lead(self) -> int:
         """Take over, so that every later write of an earlier leader raises FencedError; return the epoch."""
         with self._database.transaction():
-            self._database.execute("UPDATE leader SET epoch = epoch + 1, beat_s = ?", (self._database.clock.now_s(),))
+            self._database.execute(
+                "UPDATE leader SET epoch = epoch + 1, beat_s = ?, stats = ''", (self._database.clock.now_s(),)
+            )
             epoch = int(self._database.rows("SELECT epoch FROM leader")[0][0])
             self._database.epoch = epoch
         return epoch
 
-    def beat(self) -> None:
-        """Record that this leader is alive. Raises FencedError if it no longer leads."""
-        self._database.write("UPDATE leader SET beat_s = ?", (self._database.clock.now_s(),), is_durable=False)
+    def beat(self, stats: DaemonStats | None = None) -> None:
+        """Record that this leader is alive, and its work so far. Raises FencedError if it no longer leads."""
+        text = "" if stats is None else stats.encode()
+        values = self._database.clock.now_s(), text
+        self._database.write("UPDATE leader SET beat_s = ?, stats = ?", values, is_durable=False)
 
     def resign(self) -> None:
         """Stop leading, so that the next leader need not wait for the heartbeat to expire."""
         self._database.write("UPDATE leader SET beat_s = 0")
         self._database.epoch = None
+
+    def read_epoch(self) -> int:
+        """Return the epoch of the newest leader; 0 if none has ever led."""
+        return int(self._database.rows("SELECT epoch FROM leader")[0][0])
+
+    def read_stats(self) -> DaemonStats | None:
+        """Return what the leader reported with its newest heartbeat; None if it reported nothing."""
+        rows = self._database.rows("SELECT stats FROM leader")
+        return decode_stats(str(rows[0][0])) if rows else None
 
     def measure_beat_age_s(self) -> float:
         """Return the seconds since the leader's last heartbeat; a huge number if there is no leader."""

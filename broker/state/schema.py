@@ -168,6 +168,10 @@ _SERVICE_CLAIMS = (  # a service is claimed like a job, under a number below zer
     "ALTER TABLE services ADD COLUMN claim INTEGER",
     "UPDATE services SET claim = -(SELECT count(*) FROM services AS other WHERE other.name <= services.name)",
 )
+_STATS = (
+    "ALTER TABLE leader ADD COLUMN stats TEXT NOT NULL DEFAULT ''",
+    "ALTER TABLE controllers ADD COLUMN stats TEXT NOT NULL DEFAULT ''",
+)
 
 MIGRATIONS: tuple[tuple[Step, ...], ...] = (
     *(_FIRST, _LEADER, _PIPELINES, _LIVE_INDEXES, _COMPACTION, _CALLS, _HINTS),
@@ -183,4 +187,5 @@ MIGRATIONS: tuple[tuple[Step, ...], ...] = (
     (*_DISPLACEMENTS, *_REFUSED),
     _SCHEDULES,
     _SERVICE_CLAIMS,
+    _STATS,
 )

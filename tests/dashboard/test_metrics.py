@@ -18,6 +18,7 @@ from broker.dashboard.model import list_places, read_overview
 from broker.dashboard.node_metrics import list_nodes
 from broker.dashboard.service_metrics import list_service_families
 from broker.serve.files import LoadWindow
+from broker.state.daemon_stats import DaemonStats
 from broker.state.jobs import StepRange
 from broker.task.loader import load_tasks_text
 from broker.types import EventKind, Goal, JobStatus, Progress
@@ -145,6 +146,17 @@ def test_spending_by_cloud_adds_up_and_the_daemon_is_seen(story: Story) -> None:
     story.store.leader.lead()
     samples = read_samples(MetricsPage().render(story.context))
     assert samples["broker_controllers", ""] == 1 and samples["broker_daemon_heartbeat_age_seconds", ""] < 15
+    assert not any(name.startswith("broker_daemon_step") for name, _ in samples)
+    story.store.leader.beat(DaemonStats(step_counts=(3, 2, 0, 0, 0, 1, 0, 0), step_s=2.5, failures=4, lag_s=0.25))
+    samples = read_samples(MetricsPage().render(story.context))
+    buckets = {
+        le: samples["broker_daemon_step_seconds_bucket", f'controller="leader",le="{le}"'] for le in (0.01, 1, 5)
+    }
+    assert buckets == {0.01: 3, 1: 5, 5: 6}
+    assert samples["broker_daemon_step_seconds_sum", 'controller="leader"'] == 2.5
+    assert samples["broker_daemon_errors_total", 'controller="leader"'] == 4
+    assert samples["broker_daemon_lag_seconds", 'controller="leader"'] == 0.25
+    assert samples["broker_daemon_epoch", ""] == story.store.leader.read_epoch() > 0
 
 
 def test_chances_of_deadlines_are_computed_in_turn(story: Story, monkeypatch: pytest.MonkeyPatch) -> None:

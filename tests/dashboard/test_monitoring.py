@@ -16,6 +16,7 @@ import yaml
 from broker.dashboard.families import render_families
 from broker.dashboard.metrics import MetricsPage
 from broker.dashboard.service_metrics import list_service_families
+from broker.state.daemon_stats import DaemonStats
 from broker.task.loader import load_tasks_text
 from broker.types import EventKind, Goal, Progress
 from broker.types.outcomes import make_event
@@ -34,6 +35,7 @@ def labels(story: Story) -> Mapping[str, set[str]]:
     story.store.jobs.set_progress(story.store.jobs.add("bounded", BOUNDED).id, Progress(step=1, loss=2.0))
     story.store.jobs.add("due", load_tasks_text(PLANNED, "task.yaml")[0])
     story.store.leader.lead()
+    story.store.leader.beat(DaemonStats())
     place = make_place(PLACEMENT)
     story.tell(1, make_event(EventKind.PLACE_REFUSED, place=place, took_s=3.0, error="no capacity"))
     story.tell(1, make_event(EventKind.PLACE_WHOLE, place=place, took_s=95.0))

@@ -24,6 +24,7 @@ from broker.jobs.workload import BEAT_EVERY_S
 from broker.notify.notification import Notification, Sink
 from broker.notify.notifier import LINGER_S, Notifier
 from broker.notify.settings import NotifySettings
+from broker.state.daemon_stats import DaemonStats
 from broker.state.store import Store
 from broker.types import EventKind, JobStatus, NotifySpec, Task, make_event
 from tests.simulation.virtual import VirtualClock
@@ -246,6 +247,21 @@ def test_errors_in_a_row_cost_longer_and_longer_pauses_and_a_step_that_works_end
     assert pauses == pytest.approx([2.0, 4.0, 8.0, 16.0, 32.0, 60.0, 60.0, 1.0, 2.0], abs=0.01)
 
 
+def test_daemon_reports_its_steps_and_failures_with_its_heartbeat(stage: Stage) -> None:
+    stage.add_job(3.0, CapacityError("full"), 3.0, 3.0)
+    found: list[DaemonStats | None] = []
+
+    async def look() -> None:
+        while stage.store.jobs.has_live():
+            found.append(stage.store.leader.read_stats())
+            await stage.clock.sleep(1.0)
+
+    stage.run(look, idle_s=0.0)
+    reported = [each for each in found if each is not None]
+    assert reported[-1].failures == 1 and 1 <= sum(reported[-1].step_counts) <= 4
+    assert reported == sorted(reported, key=lambda each: sum(each.step_counts))
+
+
 def test_a_cancel_wakes_its_own_job_only(stage: Stage) -> None:
     first, second = stage.add_job(2.0, 2.0, 2.0), stage.add_job(2.0, 2.0, 2.0)
     stage.store.jobs.request_cancel(1)
@@ -296,7 +312,7 @@ def test_logs_of_ended_jobs_are_kept_as_long_as_the_jobs(stage: Stage) -> None:
 def test_a_store_that_cannot_be_written_ends_the_daemon_with_the_reason(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail() -> None:
+    def fail(stats: DaemonStats) -> None:
         raise StateError("the disk is full")
 
     monkeypatch.setattr(stage.store.leader, "beat", fail)

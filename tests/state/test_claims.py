@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from broker.errors import FencedError
 from broker.state.base import FENCE
 from broker.state.claims import HOUSEKEEPING, LEASE_S, JobLoad, hold_claim
+from broker.state.daemon_stats import DaemonStats, decode_stats
 from broker.state.store import Store
 from broker.types import JobStatus, Task
 from tests.state.conftest import OpenStore
@@ -159,3 +162,28 @@ def test_a_number_that_another_service_had_continues_its_epoch(store: Store) -> 
     assert store.services.list_claims() == {number: "embed"}
     store.claims.release("x", [number])
     assert store.claims.claim("x", [number]) == {number: 2}
+
+
+def test_processes_with_a_lease_report_their_work(store: Store, open_store: OpenStore, wait: object) -> None:
+    stats = DaemonStats(step_counts=(1, 0, 0, 0, 0, 0, 0, 2), step_s=90.5, failures=3, lag_s=0.125)
+    store.claims.renew("x", stats)
+    store.claims.renew("y")
+    assert open_store().claims.list_stats() == {"x": stats}
+    store.claims.renew("x", replace(stats, failures=4))
+    assert store.claims.list_stats()["x"].failures == 4
+    wait(LEASE_S + 0.1)  # type: ignore[operator]
+    assert store.claims.list_stats() == {}
+
+
+def test_leader_reports_its_work_until_another_leads(store: Store) -> None:
+    store.leader.lead()
+    assert store.leader.read_stats() is None
+    store.leader.beat(DaemonStats(failures=2))
+    assert store.leader.read_stats() == DaemonStats(failures=2)
+    assert store.leader.lead() == store.leader.read_epoch()
+    assert store.leader.read_stats() is None
+
+
+@pytest.mark.parametrize("text", ["", "x", "[]", "[[1], 0, 0, 0]", "[1, 2, 3, 4]", "null"])
+def test_unreadable_report_counts_as_none(text: str) -> None:
+    assert decode_stats(text) is None

@@ -45,6 +45,8 @@ def test_a_state_file_without_forecasts_is_migrated(tmp_path: Path) -> None:
             connection.execute(f"ALTER TABLE jobs DROP COLUMN {column}")
         connection.execute("ALTER TABLE refusals DROP COLUMN refused_s")
         connection.execute("ALTER TABLE services DROP COLUMN claim")
+        for table in ("leader", "controllers"):
+            connection.execute(f"ALTER TABLE {table} DROP COLUMN stats")
         connection.execute(f"PRAGMA user_version={BEFORE}")
     assert any("CREATE TABLE forecasts" in str(step) for step in MIGRATIONS[BEFORE])
     connection.close()
