@@ -85,7 +85,7 @@ def _print_jobs(session: Session) -> None:
 
 
 def list_lines(session: Session, newest: int | None) -> list[str]:
-    """Make the table, and a line that counts the jobs it leaves out."""
+    """Return the table, and a line with the number of jobs that it omits."""
     found = session.call(list_queue, newest=newest)
     rows = list_rows(found.lines, found.spent_usd, session.clock.now_s())
     if not rows:
@@ -104,7 +104,7 @@ def list_lines(session: Session, newest: int | None) -> list[str]:
 
 
 def _list_waits(waits: Mapping[int, JobWait], now_s: float) -> list[str]:
-    """List what jobs wait for, the next to start first; jobs that need others have no line of their own."""
+    """List what jobs are waiting for, next to start first. Jobs that depend on others have no line of their own."""
     shown = [
         (wait.position or 0, f"Job {job_id} waits {describe_wait(wait, now_s=now_s)}")
         for job_id, wait in sorted(waits.items())
