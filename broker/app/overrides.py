@@ -92,14 +92,15 @@ def is_file(entrypoint: Sequence[str]) -> bool:
 
 
 def write_command(words: Sequence[str]) -> str:
-    """Join words into a shell command: a single word is taken as a shell line, several are quoted."""
+    """Join words into a shell command: a single word is used as a shell line, several words are quoted."""
     import shlex
 
     return words[0] if len(words) == 1 else shlex.join(words)
 
 
 def read_pairs(texts: Sequence[str], flag: str) -> dict[str, str]:
-    """Read `KEY=VALUE` flags; `KEY` alone takes its value from the environment. Errors never show values."""
+    """Read `KEY=VALUE` flags; `KEY` alone takes its value from the environment. Raises UsageError, which never shows
+    values."""
     from broker.task.allowed import ENV_NAME, ENV_VALUE
     from broker.task.checking import check_flag
 
