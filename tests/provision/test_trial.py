@@ -144,7 +144,7 @@ def test_connect_fails_at_once_if_the_node_ends(stage: Stage) -> None:
     [
         ({"status": RunStatus.FAILED}, "the command ended with status FAILED: (node 0) Python 3.12.3"),
         ({"status": RunStatus.FAILED, "log": ""}, "the command ended with status FAILED"),
-        ({"log": "(node 0) Linux\n"}, "the command ran, but its output did not arrive"),
+        ({"log": "(node 0) Linux\n"}, "the command ran, but its output was not received"),
         ({"ends_after_s": 1e9}, f"the command has not ended after {RUN_S_MAX:g} s"),
     ],
 )
@@ -182,7 +182,7 @@ def test_a_node_that_is_not_confirmed_gone_is_reported_as_a_leak(stage: Stage) -
     assert steps["terminate"].outcome is steps["leaks"].outcome is StepOutcome.FAILED
     assert f"try again with `broker down {NAME}`" in steps["terminate"].hints[0]
     (node,) = stage.world.list_live_nodes()
-    assert steps["leaks"].note == f"still there: {node.id}" and node.state is NodeState.RUNNING
+    assert steps["leaks"].note == f"nodes remain: {node.id}" and node.state is NodeState.RUNNING
 
 
 def test_nodes_of_an_earlier_trial_are_terminated_first_and_stop_is_skipped_if_not_supported(stage: Stage) -> None:
