@@ -91,7 +91,7 @@ def test_a_successful_trial_reports_its_findings_and_its_cost(stage: Stage) -> N
     assert "1 x big spot in east1a" in steps["create"].note and "sim-" in steps["create"].note
     again_s = float(steps["stop"].note.removeprefix("stopped, and up again after ").removesuffix(" s"))
     assert stage.cloud.lag_s <= again_s < stage.cloud.lag_s + 6.0
-    assert steps["leaks"].note == "nothing is left"
+    assert steps["leaks"].note == "nothing remains"
     assert gang.run_ids == {1} and gang.autostop == Autostop(idle_minutes=10, is_down=True)
     assert 5.0 <= steps["run"].took_s <= 7.0 and steps["login"].spent_usd == 0.0
     assert steps["leaks"].spent_usd == pytest.approx(stage.world.store.bills.spend_usd(now_s=stage.world.clock.now_s()))
