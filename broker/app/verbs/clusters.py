@@ -49,8 +49,7 @@ def follow_run(
     is_following: bool = True,
     offset: int = 0,
 ) -> None:
-    """Pass a run's output, starting at `offset`, to `on_chunk`. Raises RunFailedError for a run that did not
-    succeed."""
+    """Pass a run's output, starting at `offset`, to `on_chunk`. Raises RunFailedError if the run fails."""
 
     async def follow() -> None:
         found = clusters.find_up(context, cluster)

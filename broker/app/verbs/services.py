@@ -99,8 +99,7 @@ def follow_service_log(
     is_following: bool = True,
     offset: int = 0,
 ) -> None:
-    """Pass a replica's output, starting at `offset`, to `on_chunk`; for None, the balancer's log, which is not
-    followed."""
+    """Pass a replica's output, from `offset`, to `on_chunk`; for None, the balancer's log, which is not followed."""
     found = find_service(context, service)
     if replica is None:
         gateways.check_has_log(context, found)
