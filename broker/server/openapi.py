@@ -51,7 +51,7 @@ def describe_api() -> dict[str, Any]:
         paths[f"/v1/{verb.name}"] = {
             "post": {
                 "operationId": verb.name,
-                "summary": text.partition("\n")[0],
+                "summary": " ".join(text.partition("\n\n")[0].split()),
                 "description": f"Requires the role `{verb.role.value}`. Callbacks: {callbacks}.",
                 "tags": [verb.target.split(":")[0].rpartition(".")[2]],
                 "parameters": [{"name": HEADER, "in": "header", "schema": {"const": str(PROTOCOL)}}],
