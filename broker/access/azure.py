@@ -52,8 +52,7 @@ class AzureGranter:
         return "the machine's managed identity" if cloud == "azure" else ""
 
     def issue(self, needs: Sequence[Need], *, endpoint: str = "") -> Grant:
-        """Issue a signature for the whole container: Azure can only limit it to a folder with hierarchical
-        namespaces."""
+        """Issue a signature for the whole container: limiting it to a folder requires hierarchical namespaces."""
         variables = read_azure_environment()
         account, key = _find(ACCOUNTS, variables), _find(KEYS, variables)
         if not account or not key:

@@ -29,8 +29,7 @@ class NotYetError(TransientError):
 
 
 class GoogleIam:
-    """A client of Google's API. `session`: a logged-in session of requests. `endpoint`: a server to use instead of
-    Google."""
+    """A client of Google's API. `session`: a logged-in `requests` session. `endpoint`: a server instead of Google's."""
 
     def __init__(self, session: Any, project: str, *, endpoint: str = "") -> None:
         self._session, self._project, self._endpoint = session, project, endpoint
@@ -178,8 +177,7 @@ def is_bound(wanted: Mapping[str, Any], found: Mapping[str, Any]) -> bool:
 
 
 def make_key(*, now_s: float, life_s: float) -> tuple[bytes, bytes]:
-    """Make a private RSA key (PKCS #8) and a certificate of its public half that expires with it; both in PEM
-    format."""
+    """Make a private RSA key (PKCS #8) and a certificate of its public half that expires with it; both are PEM."""
     from cryptography import x509
     from cryptography.hazmat.primitives import hashes, serialization
     from cryptography.hazmat.primitives.asymmetric import rsa

@@ -243,8 +243,7 @@ def _read_session(answer: Any) -> tuple[dict[str, Any], float]:
 
 
 def _write_config(region: str) -> str:
-    """Return a config with a credential process, which libraries rerun before the session ends to read the renewed
-    file."""
+    """Return a config with a credential process, which libraries rerun before expiry to read the renewed file."""
     lines = ("[default]", f'credential_process = cat "{FOLDER}/aws.json"', f"region = {region}")
     return "\n".join(lines) + "\n"
 

@@ -32,8 +32,7 @@ YAML_NAMES = {"recovery": "job_recovery", "unattended_s": "unattended", "max_dur
 
 @frozen
 class PolicyRequest:
-    """A task that is about to be planned. `user` and `project` come from a server's token; without a server, they are
-    empty."""
+    """A task that is about to be planned. `user` and `project` come from a server's token, or are empty."""
 
     task: Task
     user: str = ""

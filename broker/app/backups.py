@@ -90,8 +90,7 @@ class Backups:
         return known
 
     def confirm(self) -> None:
-        """Raise FencedError if another server has continued from our backups, StateError if that cannot be
-        determined."""
+        """Raise FencedError if another server has continued from our backups, StateError if that is unknown."""
         now_s = self._clock.now_s()
         if not 0.0 <= now_s - self._confirmed_s < CONFIRM_S:
             self._confirmed_s = max(self._confirmed_s, self._read_confirmed_s())
@@ -250,8 +249,7 @@ def _list_files(home: Path, files: Sequence[str], folders: Sequence[str]) -> lis
 
 
 def keep_record(home: Path, url: str, *, now_s: float, error: BrokerError | None) -> None:
-    """Record the time when the backup was last known to be current, and the newest error, for `broker server
-    status`."""
+    """Record the time of the last confirmed backup, and the newest error, for `broker server status`."""
     path = home / "server" / "backup.json"
     try:
         known = json.loads(path.read_bytes())

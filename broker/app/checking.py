@@ -32,8 +32,7 @@ class CloudSummary:
 
 
 async def check_clouds(context: Context) -> Sequence[CloudSummary]:
-    """Check every cloud that has prices, and the clouds behind SkyPilot that can launch; the local cloud comes
-    first."""
+    """Check every cloud that has prices, and clouds behind SkyPilot that can launch; the local cloud is first."""
     listed = list(context.book.count_offers())
     checked = [name for name in listed if name in CHECKS and (name in context.clouds or _can_glance(name))]
     unlisted = [name for name in CHECKS if name not in listed and _can_glance(name)]

@@ -69,8 +69,7 @@ async def refresh_clusters(
 
 
 def raise_unasked(failures: Mapping[str, CloudError]) -> None:
-    """Raise CloudError if a cloud failed. Call this after the output, so that the exit code shows that it is
-    outdated."""
+    """Raise CloudError if a cloud failed. Call this after the output; the exit code marks it as outdated."""
     if failures:
         raise CloudError(
             f"could not query {' and '.join(failures)}: clusters there show their last known state",

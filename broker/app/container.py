@@ -368,8 +368,7 @@ class Context:
             return None  # a plan does not depend on it
 
     def find_interval_factor(self) -> float:
-        """Return the factor that widens forecast intervals, from the last comparison of own jobs with their
-        forecasts."""
+        """Return the factor that widens forecast intervals, from the last scoring of own jobs."""
         try:
             return float(self.store.meta.get(INTERVAL_FACTOR) or 1.0) if self.has_store else 1.0
         except (StateError, ValueError):

@@ -49,8 +49,8 @@ class ChancePoint:
 
 
 def list_chances(context: Context, told: Explanation) -> tuple[ChancePoint, ...]:
-    """List the chance of meeting the deadline at each recorded moment, oldest first; empty without work and
-    deadline."""
+    """List the chance of meeting the deadline at each recorded moment, oldest first; empty without a deadline or
+    work."""
     from broker.optimizer.forecast import find_deadline_chances
 
     job = told.job

@@ -104,8 +104,7 @@ def is_free(host: str, port: int) -> bool:
 
 
 def check_gateways_stay(context: Context, service: Service, task: Task) -> None:
-    """Raise UsageError for an update that moves the gateways, adds the first or removes all; their number may
-    change."""
+    """Raise UsageError for an update that moves gateways, adds the first or removes all; their number may change."""
     known = context.store.services.get_task(service.name, service.version).service
     old, new = known.gateway if known else None, task.service.gateway if task.service else None
     if old is None and new is None:

@@ -14,8 +14,7 @@ if TYPE_CHECKING:
 
 
 def find_restart_s(context: Context, task: Task, job: Job | None = None) -> float | None:
-    """Return the duration in seconds of a start that restores `setup` from an archive; None without an archive or state
-    folder."""
+    """Return the seconds of a start that restores `setup` from an archive; None without archive or state folder."""
     if not task.recovery.caches_setup or not task.setup:
         return None
     from broker.jobs.setup_starts import find_restored_start

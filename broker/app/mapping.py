@@ -215,8 +215,7 @@ class MapDriver:
 
 
 def find_engine(task: Task) -> str:
-    """Return the program that maps the shards, such as `worker` or `ray`. Raises UsageError if the task does not start
-    one."""
+    """Return the program that maps the shards, such as `worker` or `ray`. Raises UsageError if there is none."""
     if found := RUNS_WORKER.search(task.run or ""):
         return found[1]
     raise UsageError(

@@ -170,8 +170,7 @@ class Market:
 
 
 def _locate(task: Task) -> Sequence[str]:
-    """Return the position of the task's resources in its file, as a detail of an error; empty if flags specified
-    them."""
+    """Return the position of the task's resources in its file, as an error detail; empty if set by flags."""
     found = next((each.origin for each in task.resources if each.origin), None)
     return [f"requested in {found.file}:{found.line}:{found.column}"] if found and found.line else []
 

@@ -99,8 +99,7 @@ def write_command(words: Sequence[str]) -> str:
 
 
 def read_pairs(texts: Sequence[str], flag: str) -> dict[str, str]:
-    """Read `KEY=VALUE` flags; `KEY` alone takes its value from the environment. Raises UsageError, which never shows
-    values."""
+    """Read `KEY=VALUE` flags; `KEY` alone takes its value from the environment. Errors never show values."""
     from broker.task.allowed import ENV_NAME, ENV_VALUE
     from broker.task.checking import check_flag
 

@@ -1,5 +1,4 @@
-"""The installation that owns a state folder, and the lock that prevents its daemon from starting during a
-replacement."""
+"""The installation that owns a state folder, and the lock that keeps its daemon stopped during a restore."""
 
 from __future__ import annotations
 

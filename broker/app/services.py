@@ -94,8 +94,7 @@ class ServiceLine:
 
     @property
     def endpoint(self) -> str:
-        """Address of the balancer, HOST:PORT; of the first gateway that serves, otherwise of the first; `-` if there is
-        none."""
+        """Address of the balancer, HOST:PORT; of the first serving gateway, else of the first; `-` without one."""
         if not self.gateways:
             return f"{self.service.host}:{self.service.port}"
         known = [each for each in self.gateways if each.endpoint]

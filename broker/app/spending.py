@@ -99,8 +99,7 @@ def _price(bill: Bill, start_s: float, end_s: float) -> tuple[float, float]:
 
 @frozen
 class Share:
-    """Spending of a job, or of a cluster without one, at one cloud on one day in local time. `owner`: job ID or
-    name."""
+    """Spending of a job, or of a cluster without one, at one cloud on one local day. `owner`: job ID or name."""
 
     day: str
     cloud: str

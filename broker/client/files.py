@@ -65,8 +65,7 @@ def _send_path(path: Path, send: Send) -> str:
 
 
 def write_archive(path: Path, target: IO[bytes]) -> None:
-    """Write a file, or the files of a folder that `.skyignore` or `.gitignore` do not exclude, below the path's own
-    name."""
+    """Write a file, or the files of a folder that `.skyignore` or `.gitignore` do not exclude, below its own name."""
     name = path.name or "files"
     with tarfile.open(fileobj=target, mode="w", format=tarfile.PAX_FORMAT) as archive:
         for inner, found in sorted(_list_files(path, name)):

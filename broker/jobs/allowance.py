@@ -96,8 +96,8 @@ def describe_allowances(plans: Sequence[Plan]) -> Sequence[str]:
 
 
 def describe_allowance(allowed_s: float, cloud: str, *, others: Collection[str] = ()) -> str:
-    """Describe what machines of this cloud do while this machine is unavailable. `others`: clouds that may be used
-    instead."""
+    """Describe what this cloud's machines do while this machine is unavailable. `others`: clouds that may be used
+    too."""
     waits = "preemptions are handled when it is back"
     if cloud in WITHOUT_SELF_TERMINATION:
         return (

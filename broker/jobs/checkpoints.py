@@ -38,8 +38,7 @@ def is_here(cluster: Cluster) -> bool:
 
 
 def settle_tasks(tasks: Iterable[Task], default: str | None) -> tuple[Task, ...]:
-    """Return the tasks with an explicit checkpoint location, so that a changed default does not move a live job's
-    checkpoints."""
+    """Return the tasks with an explicit checkpoint location, so that a changed default does not affect live jobs."""
     return tuple(
         task if task.checkpoint.to or not default else replace(task, checkpoint=replace(task.checkpoint, to=default))
         for task in tasks

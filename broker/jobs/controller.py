@@ -150,16 +150,14 @@ class JobController:
             return 0.0
 
     async def _wait_for_adoption(self, job: Job) -> float:
-        """Return the seconds to wait, after a restore, until all clouds are listed: an unrecorded attempt may be
-        running."""
+        """Return the seconds to wait, after a restore, until all clouds are listed: an attempt may be unrecorded."""
         if job.submitted_s > self._store.meta.restored_s or self._provisioner.is_adopted():
             return 0.0
         await self._provisioner.adopt()
         return ADOPTION_POLL_S
 
     def _wait_for_others(self, job: Job) -> float:
-        """Return the seconds to wait for the jobs that this job needs; end this job too if one of them did not
-        succeed."""
+        """Return the seconds to wait for the jobs that this job needs; end this job too if one of them failed."""
         for other in (self._store.jobs.get(job_id) for job_id in job.needs):
             if other is None or (other.status.is_terminal and other.status is not JobStatus.SUCCEEDED):
                 status = other.status.value if other else "gone"

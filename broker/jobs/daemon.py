@@ -358,8 +358,8 @@ class _Daemon:
 
 @contextmanager
 def hold_lock(config: Config) -> Iterator[bool]:
-    """Try to lock; yield whether that succeeded. The kernel releases the lock when the process ends; children do not
-    inherit it."""
+    """Try to lock; yield whether that succeeded. The kernel releases it when the process ends; children do not inherit
+    it."""
     with ExitStack() as stack:
         try:
             is_held = stack.enter_context(try_lock(config.daemon_lock))

@@ -160,8 +160,7 @@ def measure_start_hours(attempts: Sequence[Attempt]) -> float:
 
 
 def has_saved_on_notice(attempts: Sequence[Attempt], steps: Mapping[int, StepRange]) -> bool:
-    """Return whether the last two preemptions lost no step: the program saves on notice, and has enough time to do
-    so."""
+    """Return whether the last two preemptions lost no step: the program saves on notice, and has the time."""
     ends = [
         (step.last_step, step.checkpoint_step)
         for each in attempts

@@ -69,8 +69,7 @@ class GroupPlacement:
         return self._find_blocked(attempt, here, alive, blocked)
 
     def _find_blocked(self, attempt: Attempt, here: GroupPlace, alive: Sequence[Job], blocked: Sequence[Job]) -> str:
-        """Describe the task that has long found no capacity here, if all tasks could start elsewhere; else return
-        ""."""
+        """Describe the task that has long found no capacity here, if all tasks could start elsewhere; else ""."""
         if not blocked:
             return ""
         now_s = self._clock.now_s()

@@ -59,8 +59,7 @@ def judge(job: Job, members: Sequence[Job], now_s: float) -> Judgement:
 
 
 def find_culprit(job: Job, members: Sequence[Job]) -> Job | None:
-    """Return the failed job that ends the group: the cause, not a job that failed as a consequence; None without
-    one."""
+    """Return the failed job that ends the group: the cause, not a job that failed as a consequence."""
     is_open = has_opened(members)
     failed = [
         each

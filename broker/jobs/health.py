@@ -36,8 +36,8 @@ class Verdict(StrEnum):
 
 @frozen
 class HealthSignals:
-    """The observations behind a verdict. `status` is None if no node responded. `_s`: seconds for which a signal has
-    lasted."""
+    """The observations behind a verdict. `status` is None if no node responded. `_s`: duration of a signal in
+    seconds."""
 
     status: RunStatus | None
     returncode: int | None
@@ -108,8 +108,7 @@ def find_next_head(signals: HealthSignals) -> int | None:
 
 
 def find_unreachable_s_max(signals: HealthSignals) -> float:
-    """Return the seconds for which listed nodes may be silent: a single silent node is at fault, a silent gang may not
-    be."""
+    """Return the seconds for which listed nodes may be silent: a single node is at fault, a whole gang may not be."""
     live_count = sum(1 for node in signals.nodes if node.state is not NodeState.TERMINATED)
     return GANG_UNREACHABLE_S_MIN if len(signals.unreachable) >= live_count else UNREACHABLE_S_MIN
 

@@ -108,6 +108,5 @@ class JobLimits:
 
 
 def find_save_s(limit_s: float) -> float:
-    """Return the seconds before the end of `max_duration` at which the program must save: 2 h -> 60 s, 5 min -> 30
-    s."""
+    """Return the seconds before the end of `max_duration` at which to save: 2 h -> 60 s, 5 min -> 30 s."""
     return min(SAVE_S_MAX, limit_s * SAVE_SHARE)

@@ -34,8 +34,7 @@ Kind = tuple[str, float, int]
 
 @frozen
 class KindSpeed:
-    """The speed of one kind: hours of the goal's work per hour, as planned, and corrected by `seen_hours` of
-    measurement."""
+    """The speed of one kind: hours of the goal's work per hour, as planned, and as corrected by `seen_hours`."""
 
     name: str
     told: float

@@ -21,8 +21,7 @@ SILENCE_EVERY_S = 60.0  # between two records of a silence; a restart loses at m
 
 
 def is_due(last_s: float, every_s: float, now_s: float) -> bool:
-    """Return whether a periodic action is due. A `last_s` in the future means due: a clock set back must not stop
-    renewals."""
+    """Return whether a periodic action is due. A `last_s` in the future counts as due: the clock was set back."""
     return not 0.0 <= now_s - last_s < every_s
 
 
@@ -43,8 +42,7 @@ class AttemptMonitor:
     """Observations of one attempt's nodes: misses, silence, and the times of lease renewals."""
 
     def __init__(self, cluster: str, *, silent_s: float = 0.0) -> None:
-        """Create the monitor. `silent_s`: seconds of silence that an earlier process observed; used until a node
-        responds."""
+        """Create the monitor. `silent_s`: seconds of silence observed by an earlier process."""
         self.cluster = cluster
         self._earlier_silent_s = silent_s
         self._stopwatch = Stopwatch(GAP_S_MAX)

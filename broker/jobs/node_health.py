@@ -35,8 +35,7 @@ class UnhealthyNodes:
         self._clock = clock
 
     def record(self, cluster: Cluster, fault: NodeFault, *, job_id: int, is_slow: bool = False) -> None:
-        """Remember a node and its GPUs, and report it once. `is_slow`: the node has no fault, but slows its gang
-        down."""
+        """Remember a node and its GPUs, and report it once. `is_slow`: it is not faulty, but slows its gang down."""
         node = next(node for node in cluster.nodes if node.rank == fault.rank)
         with self._store.transaction():
             known = self._read()
@@ -79,8 +78,7 @@ class UnhealthyNodes:
         return sorted({str(serial) for each in self._read() for serial in each["serials"]})
 
     def _read(self) -> list[Mapping[str, Any]]:
-        """Return the entries that are not too old; a damaged row counts as empty, because it only saves a few
-        checks."""
+        """Return the entries that are not too old; a damaged row counts as empty: it only saves a few checks."""
         try:
             entries = json.loads(self._store.meta.get(ROW) or "[]")
             return [each for each in entries if self._clock.now_s() - float(each["time_s"]) <= REMEMBERED_S]

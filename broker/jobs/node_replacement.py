@@ -25,8 +25,7 @@ MakeEnvs = Callable[[], dict[str, str]]
 
 
 class NodeReplacer:
-    """Replace nodes and track the participating ones. After a controller crash, it submits to all again, which is
-    harmless."""
+    """Replace nodes and track the participating ones. After a crash, it harmlessly submits to all again."""
 
     def __init__(self, store: Store, provisioner: Provisioner, gang: Gang, clock: Clock) -> None:
         self._store = store
@@ -121,8 +120,7 @@ class NodeReplacer:
         return wait_s
 
     def stop(self) -> None:
-        """Stop at the attempt's end: a node that is being created is released with the cluster or used by its next
-        attempt."""
+        """Stop at the attempt's end: a node being created is released with the cluster, or used by its next attempt."""
         self._participants = frozenset()
         if self._replacing is not None:
             self._replacing.cancel()

@@ -151,8 +151,7 @@ class PolicyRunner:
     def _follow_successor(
         self, job: Job, plan: Plan, situation: Situation, begun: Placement, *, is_ready: bool
     ) -> Move | None:
-        """Return the move to machines that are up, if a start there is still safe; else let them start, or release
-        them."""
+        """Return the move to machines that are up, if a start there is still safe; else wait for or release them."""
         target = find_candidate(situation.candidates, begun) or Candidate(placement=begun)
         if not is_ready:
             self._successor.begin(job, arrange(plan, target, is_alone=True))  # only has an effect after a restart
@@ -163,8 +162,7 @@ class PolicyRunner:
         return replace(self._ahead or Move(target=target, reason="its machines are up"), target=target)
 
     def advise(self, task: Task, attempt: Attempt) -> Mapping[str, str]:
-        """Return variables for the program: the expected preemptions per hour where it runs, and the checkpoint
-        interval."""
+        """Return variables for the program: the expected preemptions per hour, and the checkpoint interval."""
         now_s = self._clock.now_s()
         age_s_max = min(SHARED_S_MAX, now_s - attempt.started_s)  # includes the preemption before this attempt
         hazard = estimate_start_hazard(

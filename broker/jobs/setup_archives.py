@@ -33,8 +33,7 @@ class SetupArchive:
 
 
 def record_place(store: Store, place: str) -> None:
-    """Remember a bucket URL or folder before a node may write there, because its archives outlive the records of
-    jobs."""
+    """Remember a bucket URL or folder before a node may write there: its archives outlive the records of jobs."""
     known = list_places(store)
     if place not in known:
         store.meta.put(ROW, json.dumps([*known, place]))

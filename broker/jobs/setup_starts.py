@@ -27,8 +27,7 @@ System = tuple[str, Kind]
 
 @frozen
 class RestoredStart:
-    """Seconds of a start with an archive, from the request to the first new step, and the machines that it applies
-    to."""
+    """Seconds of a start with an archive, from the request to the first new step, and its applicable machines."""
 
     start_s: float
     systems: frozenset[System]

@@ -35,8 +35,7 @@ IDS_MAX = 10_000  # per query: databases limit the number of parameters
 
 @frozen
 class _Facts:
-    """Facts about a job that never change. `unit` is its job group or the job itself; None for a replica of a
-    service."""
+    """Facts about a job that never change. `unit` is its job group or the job itself; None for a service's replica."""
 
     unit: str | None
     priority: int
@@ -229,8 +228,7 @@ class JobQueue:
     def _list_other_waits(
         self, pending: Sequence[LiveJob | Job], live_ids: set[int], now_s: float
     ) -> Mapping[int, JobWait]:
-        """Return the jobs that cannot use a slot now: they depend on others, or wait before clouds are queried
-        again."""
+        """Return the jobs that cannot use a slot now: they depend on others, or wait to retry clouds."""
         waits = {each.id: JobWait(reason=WaitReason.NEEDS) for each in pending if live_ids & set(each.needs)}
         job_ids = [each.id for each in pending if each.id not in waits]
         newest: dict[int, EventRow] = {}

@@ -55,8 +55,7 @@ class Successor:
         return sum(self._timer.expect_s(cloud, answer) for answer in Answer) / 3600
 
     def is_up(self, job: Job) -> bool:
-        """Return whether machines of the next attempt are up, so that only `setup` and later steps of its start
-        remain."""
+        """Return whether machines of the next attempt are up, so that `setup` is the next step of its start."""
         cluster = self._store.clusters.get(job.name_cluster(job.next_attempt))
         return cluster is not None and cluster.attempt == job.next_attempt and cluster.status is ClusterStatus.UP
 
@@ -91,8 +90,7 @@ class Successor:
         await self._provisioner.down(job.name_cluster(job.next_attempt))
 
     def check(self) -> bool:
-        """Return whether the machines have just come up. Record a refusal, after which the current machines are
-        kept."""
+        """Return whether the machines have just come up. After a refusal, the current machines are kept."""
         if self._task is None or not self._task.done():
             return False
         task, self._task = self._task, None

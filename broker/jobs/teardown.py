@@ -92,8 +92,7 @@ class AttemptTeardown:
         await self._provisioner.down(job.name_cluster(job.next_attempt))
 
     def close(self, attempt: Attempt) -> None:
-        """Close the attempt's record. Its cost is the cluster's cost minus that of earlier attempts on the same
-        nodes."""
+        """Close the attempt's record. Its cost is the cluster's minus that of earlier attempts on the same nodes."""
         now_s = self._clock.now_s()
         attempts = self._store.jobs.list_attempts(attempt.job_id)
         earlier = (old.usd for old in attempts if old.cluster == attempt.cluster and old.number < attempt.number)

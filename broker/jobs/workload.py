@@ -56,8 +56,7 @@ class Workload(Protocol):
         """Return whether this process collects machines and prunes records."""
 
     def hold(self, key: Key) -> AbstractContextManager[None]:
-        """Allow writes for this job or service, or for `HOUSEKEEPING`, in the block. Raises FencedError if it is not
-        ours."""
+        """Allow writes for this job, service or `HOUSEKEEPING` in the block. Raises FencedError if it is not ours."""
         ...
 
     def finish(self, key: Key) -> None:

@@ -21,8 +21,7 @@ WAIT_S_MAX = 15.0  # limit for a caller; the renewal continues for the next call
 
 
 class AccessRenewer:
-    """Renew access for transports before they give up on a node. Reads clouds on first use, because creating them takes
-    1 s."""
+    """Renew access for transports before they give up on a node. Reads clouds on first use: creating them takes 1 s."""
 
     def __init__(self, clouds: Mapping[str, Cloud], *, clock: Clock) -> None:
         self._clouds = clouds

@@ -141,8 +141,7 @@ class Adopter:
         return all(self._store.meta.is_adopted(name) for name in self._clouds)
 
     async def adopt_all(self) -> Sequence[str]:
-        """Adopt nodes on all clouds; return the cluster names. A cloud whose list fails is compared again by the next
-        call."""
+        """Adopt nodes on all clouds; return the cluster names. A cloud whose list fails is retried by the next call."""
         names: list[str] = []
         for cloud in self._clouds.values():
             try:

@@ -110,8 +110,7 @@ class ClusterBuilder:
         return existing.created_s if existing else self._clock.now_s()
 
     async def bring_up(self, spec: LaunchSpec, plan: Plan, *, retry_until_up: bool) -> Cluster:
-        """Bring the cluster up and return it. `retry_until_up`: search again after a CapacityError, with a growing
-        backoff."""
+        """Bring the cluster up and return it. `retry_until_up`: retry after a CapacityError, with a growing backoff."""
         for tries in count():
             try:
                 return await self._search(spec, plan)

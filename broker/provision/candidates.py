@@ -50,8 +50,7 @@ class Candidates:
         return self._take_postponed(is_suspect) or self._take_planned(busy)
 
     def take_last_resort(self, is_due: Callable[[Placement], bool]) -> RankedPlacement | None:
-        """Remove and return the best-ranked placement that was refused before and `is_due` again; None if there is
-        none."""
+        """Remove and return the best-ranked refused placement that `is_due` again; None if there is none."""
         due = next((candidate for candidate in self._last_resort if is_due(candidate.placement)), None)
         if due is not None:
             self._last_resort.remove(due)

@@ -79,7 +79,7 @@ class Collector:
         return nodes, self._find_dead_names()
 
     async def collect(self) -> int:
-        """Collect; return the number of terminated nodes, launches and clusters. An error of one cloud does not affect
+        """Collect; return the number of ended nodes, launches and clusters. An error of one cloud does not affect
         others."""
         count = 0
         for cloud in self._clouds.values():
@@ -149,8 +149,7 @@ class Collector:
                 self._store.bills.record(node)
 
     def _find_orphans(self) -> Sequence[NodeRequest]:
-        """Return open intents of clusters that are up: a search did not need them, and its process died before
-        releasing them."""
+        """Return open intents of clusters that are up: a search did not need them, and its process died too early."""
         clusters = {cluster.name: cluster for cluster in self._store.clusters.list()}
         oldest_s = self._clock.now_s() - UP_S_MAX
         return [
@@ -249,6 +248,5 @@ def _is_replacement(request: NodeRequest, cluster: Cluster) -> bool:
 
 
 def _is_recorded(node: Node, cluster: Cluster | None) -> bool:
-    """Return whether the cluster's record contains this node. A cluster that is coming up has none; intents protect its
-    nodes."""
+    """Return whether the cluster's record contains this node. Until a cluster is up, intents protect its nodes."""
     return cluster is not None and any(recorded.id == node.id for recorded in cluster.nodes)

@@ -126,7 +126,7 @@ class NodeCreator:
             self._store.intents.note_account(launch.request.token, account)
 
     async def _look_for(self, cloud: Cloud, request: NodeRequest) -> Sequence[Node]:
-        """Return the nodes with this token as soon as lists show the whole gang, else those listed once lists have
+        """Return the nodes with this token once lists show the whole gang, else those listed after lists have
         settled."""
         start_s = self._clock.now_s()
         while True:
@@ -137,8 +137,7 @@ class NodeCreator:
             await self._clock.sleep(min(1.0, cloud.settle_s))
 
     async def hear_out(self, launch: Launch, call: asyncio.Task[Sequence[Node]]) -> CloudError | None:
-        """Wait for the answer, record its nodes, and return the error if it is a refusal. A missing answer proves
-        nothing."""
+        """Wait for the answer, record its nodes, and return the error if it is a refusal. Silence proves nothing."""
         if not await self._is_done_within(call, ANSWER_GRACE_S):
             call.cancel()
             await asyncio.wait([call])

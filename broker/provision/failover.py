@@ -237,8 +237,7 @@ class _FailoverSearch:
                 alarm.cancel()
 
     def _measure_left_s(self, launch: Launch) -> float:
-        """Return seconds until this launch is later than usual for its cloud; 0 or less if it is late, suspect or
-        abandoned."""
+        """Return seconds until this launch is later than usual; 0 or less if it is late, suspect or abandoned."""
         if launch.state is LaunchState.ABANDONED or launch.is_suspect:
             return 0.0
         created_s = launch.created_s

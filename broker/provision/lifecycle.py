@@ -39,7 +39,7 @@ class Provisioner:
         owner: str,
         write_boot: Callable[[NodeRequest], str] = lambda request: "",
     ) -> None:
-        """Create the provisioner. `write_boot` returns a node's boot script: the same text for one token, even after a
+        """Create the provisioner. `write_boot` returns a boot script: the same text for one token, even after a
         crash."""
         self._clouds = clouds
         self._store = store
@@ -112,8 +112,7 @@ class Provisioner:
             return await self._builder.bring_up(spec, plan, retry_until_up=retry_until_up)
 
     def hint_console(self, cluster: Cluster, node_id: str) -> str | None:
-        """Return a hint about the console output of a node that does not finish booting; None if its cloud does not
-        keep it."""
+        """Return a hint about the console output of a node that does not finish booting; None if there is none."""
         cloud = self._clouds.get(cluster.placement.offer.cloud)
         node = next((node for node in cluster.nodes if node.id == node_id), None)
         if node is None or not isinstance(cloud, SupportsConsole):
@@ -259,8 +258,7 @@ class Provisioner:
         return await self._adopter.adopt_all()
 
     async def collect(self) -> int:
-        """Terminate resources of this installation without a record; return the number of nodes, launches and
-        clusters."""
+        """Terminate resources of this installation without a record; return their number."""
         return await self._collector.collect() + await self.sweep()
 
     async def sweep(self) -> int:

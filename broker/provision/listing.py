@@ -31,8 +31,7 @@ class Listing:
         self._listed = listed
 
     def find_doubt(self, place: Place) -> CloudError | None:
-        """Return why a node of this place may be alive although the list omits it; None if the list covers the
-        place."""
+        """Return why an omitted node of this place may be alive; None if the list covers the place."""
         (account, region), login = place, self._listed.account
         if account and login and account != login:
             return AccountError(

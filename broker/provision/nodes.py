@@ -84,8 +84,7 @@ async def confirm_gone(
 
 
 def find_doubt(listing: Listing, places: Collection[Place]) -> CloudError | None:
-    """Return why a node of these places may be alive although the list omits it; login errors precede temporary
-    ones."""
+    """Return why an omitted node of these places may be alive; login errors precede temporary ones."""
     doubts = [doubt for place in places if (doubt := listing.find_doubt(place))]
     return min(doubts, key=lambda doubt: not isinstance(doubt, AuthError), default=None)
 

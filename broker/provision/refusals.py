@@ -42,16 +42,14 @@ class UnavailableOffers:
         return [refusal for refusal in active if refusal.covers(placement)]
 
     def measure_reask_s(self, placement: Placement) -> float:
-        """Return the seconds until this placement may be requested as a last resort despite its refusals; 0 means
-        now."""
+        """Return the seconds until this refused placement may be requested as a last resort; 0 means now."""
         active = self.list_active()
         covering = [refusal for zone in split_zones(placement) for refusal in self.list_covering(zone, active)]
         due_s = max((max(refusal.reask_s, refusal.probed_until_s) for refusal in covering), default=0.0)
         return max(0.0, due_s - self._store.clock.now_s())
 
     def begin(self, placement: Placement) -> None:
-        """Record that a launch begins there: if a refusal has just expired, this launch is the probe for all
-        searches."""
+        """Record that a launch begins there: if a refusal has just expired, it is the probe for all searches."""
         for zone in split_zones(placement):
             self._store.refusals.begin_probe(zone, lasts_s=PROBE_S)
 

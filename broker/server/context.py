@@ -137,8 +137,7 @@ class ServerContext(Context):
         super().check_notify(tasks)
 
     def own_jobs(self, jobs: Sequence[Job]) -> None:
-        """Record the owner and project of jobs as they are added, because the limit of a project counts them at
-        once."""
+        """Record the owner and project of jobs as they are added: the limit of a project counts them at once."""
         if self._token is None:
             return
         for job in jobs:

@@ -126,8 +126,7 @@ class Server:
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: Any) -> web.StreamResponse:
-        """Check the token and the protocol, and convert errors to JSON. Only paths are logged, never bodies or
-        headers."""
+        """Check the token and protocol, and convert errors to JSON. Only paths are logged, never bodies or headers."""
         try:
             if self._pages.has(request):
                 if (refusal := self._pages.check(request)) is not None:
@@ -327,8 +326,7 @@ def _refuse(error: BrokerError, status: int | None = None) -> web.Response:
 
 
 def _check_protocol(request: web.Request) -> None:
-    """Raise UsageError for a client with another protocol version; requests without the header are not from
-    `broker`."""
+    """Raise UsageError for another protocol version; requests without the header are not from `broker`."""
     given = request.headers.get(HEADER, str(PROTOCOL))
     if given != str(PROTOCOL):
         older = "client" if given.isdigit() and int(given) < PROTOCOL else "server"

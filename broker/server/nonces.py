@@ -16,8 +16,7 @@ NONCE_S = 900.0  # from the beginning of a login to its end
 
 
 class Nonces:
-    """The nonces of one kind of login; nonces of other kinds or processes are invalid. `hints` show how to try
-    again."""
+    """The nonces of one kind of login; nonces of other kinds or processes are invalid. `hints` are for retrying."""
 
     def __init__(self, clock: Clock, *, hints: Sequence[str]) -> None:
         self._clock = clock
@@ -31,8 +30,7 @@ class Nonces:
         return f"{text}.{self._sign(text).hex()}"
 
     def derive(self, nonce: str, purpose: str) -> str:
-        """Return a value of 43 characters that only this process can compute from a nonce, different for each
-        purpose."""
+        """Return 43 characters that only this process can compute from a nonce, different for each purpose."""
         return base64.urlsafe_b64encode(self._sign(f"{purpose}/{nonce}")).decode().rstrip("=")
 
     def check(self, nonce: str) -> None:
@@ -48,8 +46,7 @@ class Nonces:
             raise AuthError("this login was already completed", hints=self._hints)
 
     def spend(self, nonce: str) -> None:
-        """Accept the nonce of a verified login, once. Checked again: two requests may have waited for the issuer
-        concurrently."""
+        """Accept the nonce of a verified login, once: two requests may have waited for the issuer concurrently."""
         self.check(nonce)
         now_s = self._clock.now_s()
         self._used = {each: until_s for each, until_s in self._used.items() if until_s > now_s}

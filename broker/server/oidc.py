@@ -37,8 +37,7 @@ class Fetches(Protocol):
     """HTTP to the issuer."""
 
     async def __call__(self, url: str, form: Mapping[str, str] | None = None) -> Mapping[str, Any]:
-        """GET a JSON object, or POST a form for one. Raises AuthError for a refusal, TransientError without a
-        response."""
+        """GET a JSON object, or POST a form for one. Raises AuthError if refused, TransientError without a response."""
         ...
 
 
@@ -132,8 +131,7 @@ class Issuer:
 
 
 def read_header(token: str) -> Mapping[str, Any]:
-    """Read the header of a signed token. Raises AuthError for a malformed token, and for algorithms that are not
-    accepted."""
+    """Read the header of a signed token. Raises AuthError if it is malformed, or for unaccepted algorithms."""
     try:
         if len(token) > TOKEN_MAX or token.count(".") != 2:
             raise ValueError
@@ -222,8 +220,7 @@ def _check_address(claims: Mapping[str, Any], settings: OidcSettings) -> None:
 
 
 async def fetch_json(url: str, form: Mapping[str, str] | None = None) -> Mapping[str, Any]:
-    """Query the issuer, limited to ten seconds and a megabyte, without following redirects. Raises AuthError,
-    TransientError."""
+    """Query the issuer, within ten seconds and a megabyte, without redirects. Raises AuthError, TransientError."""
     import aiohttp
 
     timeout = aiohttp.ClientTimeout(total=10)

@@ -97,8 +97,7 @@ class ServerPages:
         return self._sessions.make_ticket(request[VISITOR])
 
     def may_act(self, request: web.Request, context: Context, job: Job) -> bool:
-        """Return whether the visitor may cancel and retry a job. The verbs check again, for everything that they
-        change."""
+        """Return whether the visitor may cancel and retry a job. The verbs check everything that they change again."""
         token = request[VISITOR]
         if not has_role(token, VERBS["cancel_jobs"].role):
             return False

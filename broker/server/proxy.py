@@ -20,8 +20,7 @@ SECRET_MIN = 16
 
 @frozen
 class TrustedProxy:
-    """A proxy at `addresses` that sends the user in `header`, and authenticates with the secret in a separate
-    header."""
+    """A proxy at `addresses` that sends the user in `header`, and a secret in a separate header."""
 
     header: str
     addresses: tuple[str, ...]
@@ -54,8 +53,7 @@ class TrustedProxy:
         return cls(header=header, addresses=found, secret=Secret(value=secret), role=role)
 
     def find_user(self, peer: str | None, headers: Mapping[str, str]) -> Token | None:
-        """Return the user of a request; None unless the request comes from the proxy, with its secret and one valid
-        name."""
+        """Return the user of a request; None unless it comes from the proxy, with its secret and a valid name."""
         user = headers.get(self.header, "")
         given = headers.get(SECRET_HEADER, "")
         if not peer or str(_unmap(peer)) not in self.addresses:

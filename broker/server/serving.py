@@ -55,8 +55,7 @@ class Certificate:
 
 
 def choose_certificate(home: Path, host: str, given: Certificate | None) -> Certificate | None:
-    """Return the operator's certificate, else the server's own; None on the loopback, whose traffic stays on this
-    machine."""
+    """Return the operator's certificate, else the server's own; None on the loopback, whose traffic is local."""
     return given if given is not None or is_loopback(host) else ensure_certificate(home)
 
 

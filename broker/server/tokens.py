@@ -26,8 +26,7 @@ class Created:
 
 
 def create_token(store: Store, *, user: str, role: Role, days: float | None, project: str = "") -> Created:
-    """Create a token that is valid for `days`; None means until it is revoked. Raises UsageError for an invalid
-    name."""
+    """Create a token that is valid for `days`; None: until revoked. Raises UsageError for an invalid name."""
     if not re.fullmatch(USER, user):
         raise UsageError(
             f"invalid user name `{user}`",

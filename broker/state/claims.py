@@ -54,8 +54,7 @@ class Claims:
         return {row["job_id"]: row["epoch"] for row in rows}
 
     def find_free(self, limit: int) -> Sequence[int]:
-        """Return services, unfinished jobs and housekeeping that are not held by a process with a lease, oldest
-        first."""
+        """Return services, unfinished jobs and housekeeping not held by a process with a lease, oldest first."""
         rows = self._database.rows(
             f"SELECT id FROM ({_UNFINISHED} UNION SELECT {HOUSEKEEPING}) AS wanted WHERE id NOT IN "
             f"(SELECT job_id FROM claims WHERE NOT {_FREE}) ORDER BY id LIMIT {int(limit)}",

@@ -290,8 +290,7 @@ class BillRows:
         return {row[0]: float(row[1]) for row in rows}
 
     def spend_since_usd(self, since_s: float, *, now_s: float) -> float:
-        """Return the cost of everything from `since_s` to now, in USD; pruned bills are older than any displayed
-        month."""
+        """Return the USD spent from `since_s` to now; pruned bills are older than any displayed month."""
         rows = self._database.rows(
             "SELECT coalesce(sum(CASE WHEN end_s > begin_s THEN usd_hour * (end_s - begin_s) END), 0.0) / 3600 FROM "
             "(SELECT usd_hour, coalesce(ended_s, ?1) AS end_s, "

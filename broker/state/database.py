@@ -133,8 +133,7 @@ class SqliteDatabase:
                 pass  # the original error is more informative
 
     def _check_epoch(self) -> None:
-        """Raise FencedError if another leader took over, for example while this process was suspended (a fencing
-        token)."""
+        """Raise FencedError if another leader took over, for example during a suspension (a fencing token)."""
         if self.epoch is not None and self.rows("SELECT epoch FROM leader")[0][0] != self.epoch:
             raise FencedError("another daemon of this state folder has taken over")
 

@@ -36,7 +36,7 @@ class EventRow:
 @frozen
 class Refusal:
     """A location that must not be requested again before `expires_s`; an empty region, zone or instance type matches
-    all of them."""
+    all."""
 
     cloud: str
     region: str

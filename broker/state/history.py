@@ -93,8 +93,7 @@ class HistoryRows:
         ]
 
     def sum_stays(self) -> list[StaySum]:
-        """Sum the stays of `list_stays` by place, in the database, because thousands of them would take megabytes
-        here."""
+        """Sum the stays of `list_stays` by place, in the database: thousands would take megabytes here."""
         now_s = self._database.clock.now_s()
         offer = "json_extract(body, '$.placement.offer.{}')"
         time_s = "CAST(json_extract(body, '$.{}') AS DOUBLE PRECISION)"

@@ -50,15 +50,13 @@ class LiveTask:
 
 
 class QueueRows:
-    """Views of the tables of jobs and attempts, and displacements. Damaged rows are omitted, so they do not block
-    others."""
+    """Views of the tables of jobs and attempts, and displacements. Damaged rows are omitted."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
 
     def list_live(self, *, has_started: bool = False) -> Sequence[LiveJob]:
-        """Return the jobs that have not ended, in ascending order; with `has_started`, only those that are not
-        PENDING."""
+        """Return the jobs that have not ended, in ascending order; with `has_started`, not those that are PENDING."""
         rows = self._database.rows(
             "SELECT id, status, needs, cancel_requested, submitted_s FROM jobs WHERE NOT is_terminal"
             f"{' AND status <> ?' if has_started else ''} ORDER BY id",
@@ -74,8 +72,7 @@ class QueueRows:
         return keep_readable([partial(_read_task, row) for row in rows], _leave_out)
 
     def list_running(self) -> Sequence[RunningJob]:
-        """Return the live jobs that are not PENDING, with the facts that determine whether they can return their
-        slot."""
+        """Return the live jobs that are not PENDING, with the facts that decide whether they can return their slot."""
         rows = self._database.rows(
             "SELECT id, status, progress, displaced_by, displaced_s, cancel_requested FROM jobs "
             "WHERE NOT is_terminal AND status <> ? ORDER BY id",

@@ -113,8 +113,7 @@ def find_due(spec: ScheduleSpec, next_s: float, now_s: float) -> DueNow | None:
 
 
 def _find_newest(spec: ScheduleSpec, first_s: float, now_s: float) -> float:
-    """Return the newest due time up to `now_s`; `first_s` is a due time. Reads at most about a day's worth of
-    minutes."""
+    """Return the newest due time up to `now_s`; `first_s` is one. Reads at most about a day of minutes."""
     for window_s in WINDOWS_S:
         newest_s = None
         for each_s in _list_due(spec, max(first_s, now_s - window_s)):

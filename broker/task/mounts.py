@@ -40,8 +40,7 @@ def read_workdir(reader: Reader, section: Section) -> str | Repository | None:
 def read_file_mounts(
     reader: Reader, section: Section, resources: Sequence[Resources]
 ) -> tuple[dict[str, str], tuple[StorageMount, ...]]:
-    """Return target -> local source, and the buckets. Without `store`, a bucket belongs to the cloud of all
-    `resources`."""
+    """Return target -> local source, and the buckets. Without `store`, a bucket is in the cloud of all `resources`."""
     mounts: dict[str, str] = {}
     clouds = {each.cloud for each in resources}
     own_store = _STORES.get(clouds.pop() or "") if len(clouds) == 1 else None

@@ -33,8 +33,7 @@ def split_header(reader: Reader, documents: Sequence[Marked]) -> tuple[Section |
 
 
 def _is_group_header(fields: Mapping[str, Marked]) -> bool:
-    """Return whether a document with unknown fields is a header: it specifies how tasks run, and is not a task
-    itself."""
+    """Return whether a document with unknown fields is a header, which specifies how tasks run, and not a task."""
     return "execution" in fields and not {"run", "setup", "resources"} & set(fields)
 
 

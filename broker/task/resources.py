@@ -282,8 +282,7 @@ def _set_accelerator(base: Resources, name: str, count: float) -> Resources:
 
 
 def _complete_image(image: str, cloud: str | None) -> str:
-    """Return the image with SkyPilot's `docker:`, which may be omitted for pods, because they have no machine
-    images."""
+    """Return the image with SkyPilot's `docker:`, which may be omitted for pods: they have no machine images."""
     is_pod = cloud == "kubernetes" and not image.startswith((CONTAINER, SKYPILOT))
     return CONTAINER + image if is_pod else image
 

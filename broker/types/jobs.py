@@ -149,8 +149,7 @@ class Job:
 
     @property
     def next_attempt(self) -> int:
-        """The number of the next attempt. Numbers only grow, even across retries, because they fence the
-        checkpoints."""
+        """The number of the next attempt. Numbers only grow, even across retries: they fence the checkpoints."""
         return self.first_attempt + len(self.attempts)
 
 

@@ -124,8 +124,7 @@ class Cluster:
 
 
 class RunStatus(StrEnum):
-    """States of one execution of a task on a cluster; each node's agent reports one, from which the gang's state is
-    derived."""
+    """States of one execution of a task on a cluster; the gang's state is derived from those of the nodes."""
 
     PENDING = "PENDING"  # waiting for its turn, or for accelerators in use by other runs
     SETTING_UP = "SETTING_UP"

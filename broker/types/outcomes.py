@@ -44,8 +44,7 @@ class OutcomeKind(StrEnum):
 
 @frozen
 class Outcome:
-    """The end of an attempt: `detail` for people, the newest `step` known at that time, and the program's
-    `exit_code`."""
+    """The end of an attempt: `detail` for people, the newest `step` at that time, and the program's `exit_code`."""
 
     kind: OutcomeKind
     detail: str = ""

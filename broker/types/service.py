@@ -68,8 +68,7 @@ class TlsFiles:
 
 
 class ServiceProtocol(StrEnum):
-    """The protocol of clients; the balancer only reads requests of `http`, and forwards the bytes of other
-    protocols."""
+    """The protocol of clients; the balancer only reads requests of `http`, and forwards other bytes."""
 
     HTTP = "http"
     TCP = "tcp"
@@ -174,8 +173,7 @@ class Service:
 
 @frozen
 class Replica:
-    """One replica: a managed job with a number that is never reused. `zone` and `is_spot` are those of its
-    placement."""
+    """One replica: a managed job with a number that is never reused. `zone` and `is_spot`: as placed."""
 
     service: str
     number: int

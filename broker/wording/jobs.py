@@ -21,8 +21,7 @@ from broker.wording.waits import describe_slots
 
 
 class KindFacts(TypedDict):
-    """A kind of machines in an event: hours of work per hour (as corrected, and as planned) and USD per hour of
-    work."""
+    """A kind of machines in an event: hours of work per hour (corrected and planned), and USD per hour of work."""
 
     name: str
     speed: float

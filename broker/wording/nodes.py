@@ -16,8 +16,7 @@ def render_place_asked(*, place: Place, usd_hour: float, is_resumed: bool = Fals
 def render_place_hedged(
     *, place: Place, usd_hour: float, late: Place, at_stake_usd_hour: float, late_s: float | None = None
 ) -> str:
-    """Render an additional request. `late`: the previous place, silent for `late_s`, or with an unclear answer
-    (None)."""
+    """Render an additional request. `late`: the previous place, silent for `late_s` (None: unclear answer)."""
     why = "has given no clear answer" if late_s is None else f"has not responded for {late_s:.0f} s"
     request = render_place_asked(place=place, usd_hour=usd_hour)
     return f"{describe_place(late)} {why}; also {request}, up to {format_usd(at_stake_usd_hour)} USD/h at once"
