@@ -79,7 +79,7 @@ def raise_unasked(failures: Mapping[str, CloudError]) -> None:
 
 
 def find_run_id(context: Context, cluster: str, run_id: int | None) -> int:
-    """Return the given run id, or the newest. Raises UsageError if the cluster has no runs."""
+    """Return the given run ID, or the newest. Raises UsageError if the cluster has no runs."""
     wanted = run_id or context.store.clusters.newest_run_id(cluster)
     if not wanted:
         raise UsageError(

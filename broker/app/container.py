@@ -209,7 +209,7 @@ class Context:
         return JobQueue(self.store, self.clock, read_limits=partial(read_slot_limits, self.config))
 
     def make_any_controller(self, key: int | str) -> Controller:
-        """Make the controller of a job, by its id, or of a service, by its name."""
+        """Make the controller of a job, by its ID, or of a service, by its name."""
         if isinstance(key, int):
             return self.make_controller(key)
         from broker.app.services import make_service_controller

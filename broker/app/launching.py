@@ -228,7 +228,7 @@ async def start_cluster(
     retry_until_up: bool = False,
     on_stage: Callable[[str], None] = lambda text: None,
 ) -> int | None:
-    """Bring the cluster up and start the task; return the run's id, or None for a task with nothing to run.
+    """Bring the cluster up and start the task; return the run's ID, or None for a task with nothing to run.
 
     `on_stage` is called with a description of each stage.
     """
@@ -272,7 +272,7 @@ def match_alternative(cluster: Cluster, task: Task) -> Cluster:
 
 
 async def exec_task(context: Context, cluster: Cluster, task: Task) -> int:
-    """Start the task's `run`, without its `setup`, on a cluster that is up; return the run's id."""
+    """Start the task's `run`, without its `setup`, on a cluster that is up; return the run's ID."""
     refuse_schedules([task])
     task = replace(anchor(task), setup=None)
     task = context.resolve(task)
@@ -283,7 +283,7 @@ async def exec_task(context: Context, cluster: Cluster, task: Task) -> int:
 
 
 async def start_run(context: Context, cluster: Cluster, task: Task) -> int:
-    """Start a prepared task on the cluster; return the run's id. Raises UsageError for a task with nothing to run."""
+    """Start a prepared task on the cluster; return the run's ID. Raises UsageError for a task with nothing to run."""
     from broker.jobs.checkpoints import find_checkpoint_dir
     from broker.runtime.reserving import find_reservation
 

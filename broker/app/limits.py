@@ -41,7 +41,7 @@ class Amounts:
 
 
 def admit(store: Store, choices: Sequence[Estimate], demand: LaunchSize, *, user: str, project: str) -> int:
-    """Reserve what a request may use, in one transaction; return the id of its commitment. Raises LimitError."""
+    """Reserve what a request may use, in one transaction; return the ID of its commitment. Raises LimitError."""
     usd, usd_hour, gpus = _measure(choices, demand)
     with store.transaction():
         now_s = store.clock.now_s()

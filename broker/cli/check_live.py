@@ -24,7 +24,7 @@ from broker.types import Plan
 
 PLACES = 3  # the cheapest ones: spot may be unavailable in one zone
 HOURS = 0.25  # upper estimate of a trial's duration, for the price shown
-OWNER = "0123456789ab"  # replaces the installation's id in recordings
+OWNER = "0123456789ab"  # replaces the installation's ID in recordings
 
 
 def check_live(

@@ -1,4 +1,4 @@
-"""Build the environment of a managed job's program: its job and attempt ids, and its durable folders."""
+"""Build the environment of a managed job's program: its job and attempt IDs, and its durable folders."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ class AttemptMonitor:
         self._busy_until_s = float("-inf")
         self._advised: set[str] = set()
         self._head_rank = 0
-        self._unreached_since_s: dict[str, float] = {}  # by node id
+        self._unreached_since_s: dict[str, float] = {}  # by node ID
         self.has_succeeded = False
         self.unflushed = ""
 

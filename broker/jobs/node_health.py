@@ -93,10 +93,10 @@ class NodeHealth:
         self._store = store
         self._unhealthy = unhealthy
         self._watch = StragglerWatch()
-        self._watched: tuple[str, ...] = ()  # ids of the nodes
+        self._watched: tuple[str, ...] = ()  # IDs of the nodes
         self._provisioner = provisioner
         self._clock = clock
-        self._asked_s: dict[str, float] = {}  # node id -> when its termination was last requested
+        self._asked_s: dict[str, float] = {}  # node ID -> when its termination was last requested
 
     def make_envs(self, job: Job, cluster: Cluster) -> dict[str, str]:
         """Return the variable that makes nodes check their GPUs; empty for nodes without GPUs."""

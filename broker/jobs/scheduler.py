@@ -21,7 +21,7 @@ from broker.types import DueOutcome, DueTime, EventKind, Job, JobSchedule, Plan,
 log = logging.getLogger(__name__)
 
 LOOK_S = 1.0
-SCHEDULE_REQUEST = "schedule/"  # begins the request ids of its jobs: schedule/NAME/UID of the schedule/DUE TIME
+SCHEDULE_REQUEST = "schedule/"  # begins the request IDs of its jobs: schedule/NAME/UID of the schedule/DUE TIME
 
 
 class LaunchesRuns(Protocol):
@@ -134,5 +134,5 @@ class Scheduler:
 
 
 def name_request(schedule: JobSchedule, due_s: float) -> str:
-    """Return the request id of the job of a due time."""
+    """Return the request ID of the job of a due time."""
     return f"{SCHEDULE_REQUEST}{schedule.name}/{schedule.uid}/{int(due_s)}"

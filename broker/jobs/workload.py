@@ -25,7 +25,7 @@ SHARE_S = 3.0  # time for which a free job is left to processes with fewer jobs;
 REST_S = 5.0  # time for which a job that was given up (for balance, or after an unexpected end) is left to others
 
 
-Key = int | str  # a job's id, or a service's name
+Key = int | str  # a job's ID, or a service's name
 
 
 def list_keys(store: Store) -> Sequence[Key]:

@@ -36,7 +36,7 @@ def convert(connection: sqlite3.Connection) -> None:
 
 
 def _convert_tasks(connection: sqlite3.Connection) -> Mapping[int, Task]:
-    """Convert the tasks of all jobs to the new form; return them by job id."""
+    """Convert the tasks of all jobs to the new form; return them by job ID."""
     found = {}
     for job_id, text in connection.execute("SELECT id, task FROM jobs").fetchall():
         try:

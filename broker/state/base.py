@@ -16,7 +16,7 @@ from broker.clock import Clock
 from broker.errors import DamagedRowError, FencedError
 from broker.frozen import frozen
 
-UID_LETTERS = "abcdefghjkmnpqrstuvwxyz23456789"  # no letters that look alike: 28 million ids of length 5
+UID_LETTERS = "abcdefghjkmnpqrstuvwxyz23456789"  # no letters that look alike: 28 million IDs of length 5
 UID_LENGTH = 5
 TIME_S_MAX = 1e11  # the year 5138
 T = TypeVar("T")

@@ -76,7 +76,7 @@ class EventRows:
         )
 
     def list(self, job_id: int | None = None, cluster: str | None = None, after: int = 0) -> Sequence[EventRow]:
-        """Return the events of a job or cluster with an id above `after`, oldest first."""
+        """Return the events of a job or cluster with an ID above `after`, oldest first."""
         wanted = {"id > ?": after, "job_id = ?": job_id, "cluster = ?": cluster}
         chosen = {condition: value for condition, value in wanted.items() if value is not None}
         rows = self._database.rows(
@@ -107,7 +107,7 @@ class EventRows:
         return [_read_event(row) for row in rows]
 
     def list_after(self, kinds: Sequence[EventKind], *, after: int, limit: int) -> Sequence[EventRow]:
-        """Return the oldest `limit` events of these kinds with an id above `after`, of jobs and clusters."""
+        """Return the oldest `limit` events of these kinds with an ID above `after`, of jobs and clusters."""
         rows = self._database.rows(
             "SELECT id, time_s, kind, data, job_id, cluster FROM events "
             f"WHERE id > ? AND kind IN ({', '.join('?' * len(kinds))}) ORDER BY id LIMIT ?",
@@ -116,7 +116,7 @@ class EventRows:
         return [_read_event(row) for row in rows]
 
     def list_notable(self, kinds: Sequence[EventKind], *, after: int, limit: int) -> Sequence[EventRow]:
-        """Return the oldest `limit` events of jobs of these kinds with an id above `after`.
+        """Return the oldest `limit` events of jobs of these kinds with an ID above `after`.
 
         Later calls do not miss any: writing transactions run one at a time, so IDs grow in the order of commits.
         """

@@ -58,7 +58,7 @@ COLUMNS = (
     "id, name, status, task, secret_names, submitted_s, ended_s, failure, cancel_requested, progress, needs, pipeline, "
     "resumes, first_attempt, hedge, uid, outcome_kind, displaced_by"
 )
-REPLICA_REQUEST = "service/"  # begins the request ids of replicas: service/NAME/UID of the service/NUMBER
+REPLICA_REQUEST = "service/"  # begins the request IDs of replicas: service/NAME/UID of the service/NUMBER
 ATTEMPT_COLUMNS = "job_id, number, body, outcome_kind, outcome_detail, outcome_step, exit_code"
 
 
@@ -116,12 +116,12 @@ class JobRows:
         self._secrets.write(job_id, uid, values)
 
     def list_request_ids(self, prefix: str) -> Sequence[int]:
-        """Return the ids of the jobs whose request id begins with `prefix`."""
+        """Return the IDs of the jobs whose request ID begins with `prefix`."""
         rows = self._database.rows("SELECT id FROM jobs WHERE substr(request_id, 1, ?) = ?", (len(prefix), prefix))
         return [int(row["id"]) for row in rows]
 
     def find_request(self, request_id: str | None) -> Job | None:
-        """Return the job that was submitted with this request id; None if there is none."""
+        """Return the job that was submitted with this request ID; None if there is none."""
         row = self._database.row("SELECT id FROM jobs WHERE request_id = ?", (request_id,)) if request_id else None
         return self.get(row["id"]) if row else None
 

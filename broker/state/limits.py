@@ -87,7 +87,7 @@ class CommitmentRows:
         self, *, user: str, project: str, kind: Owned, names: Sequence[str], usd: float | None, usd_hour: float,
         gpus: float,
     ) -> int:  # fmt: skip
-        """Add a pending commitment; return its id."""
+        """Add a pending commitment; return its ID."""
         with self._database.transaction():
             cursor = self._database.execute(
                 "INSERT INTO commitments (time_s, is_pending, person, project, kind, names, usd, usd_hour, gpus) "

@@ -61,7 +61,7 @@ class TokenRows:
         self._database = database
 
     def add(self, *, digest: str, user: str, role: Role, expires_s: float | None, project: str = "") -> int:
-        """Add a token by its digest; return its id."""
+        """Add a token by its digest; return its ID."""
         with self._database.transaction():
             cursor = self._database.execute(
                 "INSERT INTO tokens (digest, person, role, created_s, expires_s, project) VALUES (?, ?, ?, ?, ?, ?) "
@@ -110,7 +110,7 @@ class OwnerRows:
             self._database.execute("INSERT INTO owners (kind, name, person) VALUES (?, ?, ?)", (kind.value, name, user))
 
     def list(self) -> Mapping[tuple[Owned, str], str]:
-        """Return the owner of every cluster, by name, and every job, by id."""
+        """Return the owner of every cluster, by name, and every job, by ID."""
         rows = self._database.rows("SELECT kind, name, person FROM owners")
         return {(Owned(row["kind"]), str(row["name"])): str(row["person"]) for row in rows}
 

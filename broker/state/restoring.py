@@ -162,7 +162,7 @@ def reset(database: Path, *, clock: Clock, owner: str) -> Path | None:
         aside = _set_aside(database, now_s)
         get_path(database).unlink(missing_ok=True)
         logs = database.parent / "logs" / "jobs"
-        if logs.is_dir():  # job ids, and thus log names, start from 1 again
+        if logs.is_dir():  # job IDs, and thus log names, start from 1 again
             logs.rename(_find_free(logs, now_s))
     except FAULTS as error:
         raise explain_fault(database, error) from error

@@ -145,7 +145,7 @@ class Compaction:
 
 
 def _choose_prunable(rows: Iterable[Row], busy: Set[int], *, before_s: float, ended_jobs_max: int) -> Iterator[int]:
-    """Yield the ids of jobs to prune. `rows` are newest first; jobs only refer to older ones, so one pass is enough."""
+    """Yield the IDs of jobs to prune. `rows` are newest first; jobs only refer to older ones, so one pass is enough."""
     named: set[int] = set()
     ended = 0
     for row in rows:

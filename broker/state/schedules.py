@@ -84,7 +84,7 @@ class ScheduleRows:
         return box.seal(name_secrets(name, uid), {key: secret.value for key, secret in task.secrets.items()})
 
     def find_request(self, request_id: str | None) -> JobSchedule | None:
-        """Return the schedule that was stored with this request id; None if there is none."""
+        """Return the schedule that was stored with this request ID; None if there is none."""
         if not request_id:
             return None
         row = self._database.row(f"SELECT {COLUMNS} FROM schedules WHERE request_id = ?", (request_id,))

@@ -82,7 +82,7 @@ class Node:
     ended_s: float | None = None  # when billing stopped
     reason: str = ""  # why it ended: a `NodeEnd`, or the cloud's own term
     handle: str = ""  # used by the transport to reach it (local: the node's folder; ssh: user@host)
-    account: str = ""  # its AWS account id or Google project; empty for clouds without accounts
+    account: str = ""  # its AWS account ID or Google project; empty for clouds without accounts
 
 
 @frozen

@@ -36,7 +36,7 @@ def check_up(context: Context, *, cluster: str) -> None:
 
 
 def find_run(context: Context, *, cluster: str, run_id: int | None = None) -> int:
-    """Return the run id given, or the newest of a cluster that is up. Raises UsageError."""
+    """Return the run ID given, or the newest of a cluster that is up. Raises UsageError."""
     return clusters.find_run_id(context, clusters.find_up(context, cluster).name, run_id)
 
 

@@ -71,7 +71,7 @@ def describe_interrupted(context: Context, *, cluster: str) -> tuple[str, ...]:
 
 
 def exec_task(context: Context, *, cluster: str, task: Task) -> int:
-    """Start a task's `run` on a cluster that is up; return the run's id."""
+    """Start a task's `run` on a cluster that is up; return the run's ID."""
     return asyncio.run(launching.exec_task(context, find_up(context, cluster), task))
 
 
